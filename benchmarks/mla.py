@@ -39,10 +39,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from tune_qkv import compile_quietly
 
 from tilewright.codegen.targets import SM90
-from tilewright.ops.mla.attention_lowering import attention_steps
-from tilewright.ops.mla.attention_operands import AttentionCall
-from tilewright.ops.mla.branch import OP as BRANCH
-from tilewright.ops.mla.prefill import OP as PREFILL
+from tilewright.ops.mla.attention.lowering import attention_steps
+from tilewright.ops.mla.attention.operands import AttentionCall
+from tilewright.ops.mla.prefill.branch import OP as BRANCH
+from tilewright.ops.mla.prefill.prefill import OP as PREFILL
 from tilewright.ops.runtime.launch import machine_of
 from tilewright.ops.runtime.program import Planner, drive
 

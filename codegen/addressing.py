@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tilewright.codegen.operand import Operand
-from tilewright.codegen.spec import Constant
+from tilewright.codegen.spec import Constant, constants_of, operands_of
 
 
 @dataclass(frozen=True)
@@ -34,16 +34,13 @@ class Addressing:
         given = (self.slots, self.sequences, self.positions)
         return {
             "ADDRESSING": self.form,
-            "WRAP_NEGATIVE": self.wrap_negative,
+            **constants_of(self, "wrap_negative", "search_steps"),
             "ADDRESS_STRIDES": tuple(t.strides[0] if t else 0 for t in given),
-            "SEARCH_STEPS": self.search_steps,
         }
 
     def pointers(self) -> dict[str, Operand | None]:
         return {
-            "slots_ptr": self.slots,
-            "sequences_ptr": self.sequences,
-            "positions_ptr": self.positions,
+            **operands_of(self, "slots", "sequences", "positions"),
         }
 
     def counts(self) -> dict[str, str | None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tilewright.codegen.operand import Operand
-from tilewright.codegen.spec import Constant
+from tilewright.codegen.spec import Constant, constants_of
 
 # Where element j of a word of eight nibbles lies in AWQ's words.
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -75,14 +75,12 @@ class Quantization:
         whole = self.block[1] >= columns
         return {
             "PER": self.per_word,
-            "PACKED_ROWS": self.packed_rows,
+            **constants_of(self, "packed_rows", "packed_zeros", "code_offset"),
             "INTERLEAVED_NIBBLES": self.order == AWQ_ORDER,
             "REVERSED": self.order == (1, 0),
             "SCALE_ROWS": self.block[0],
             # Of a scale for all columns also those that the last step masks.
             "SCALE_COLUMNS": max(columns, block_k) if whole else self.block[1],
-            "PACKED_ZEROS": self.packed_zeros,
-            "CODE_OFFSET": self.code_offset,
             "ZERO_OFFSET": self.zero_point - self.code_offset,
         }
 

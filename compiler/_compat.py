@@ -20,6 +20,7 @@ import torch
 from torch import fx
 from torch._dynamo import convert_frame as convert_frame
 from torch._dynamo.callback import callback_handler as callback_handler
+from torch._dynamo.eval_frame import innermost_fn as innermost_fn
 from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
 from torch._dynamo.exc import TorchDynamoException as DynamoError  # noqa: F401
 from torch._dynamo.exc import Unsupported as Unsupported
@@ -43,13 +44,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 #: Every spelling of the grouped GEMM that a Dynamo graph may call.
 GROUPED_MM = frozenset(
-    target
-    for place, name in (
-        (torch, "_grouped_mm"),
-        (torch.nn.functional, "grouped_mm"),
-        (torch.ops.aten._grouped_mm, "default"),
-    )
-    if (target := getattr(place, name, None)) is not None
+    {torch._grouped_mm, torch.nn.functional.grouped_mm, torch.ops.aten._grouped_mm.default}
 )
 
 
@@ -127,6 +122,15 @@ def storage_keys(tensor: torch.Tensor) -> tuple[int, ...]:
     except (NotImplementedError, RuntimeError):
         return ()
     return tuple(dict.fromkeys(keys))
+
+
+def wrapping_of(tensor: torch.Tensor) -> str:
+    """What the class of a subclass knows besides the tensors inside (of a DTensor its mesh and its
+    placements), with the layouts of those; empty for a plain tensor."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return ""
+    _, context = tensor.__tensor_flatten__()
+    return repr((context, [layout_of(part) for part in parts_of(tensor)]))
 
 
 def wrapped_like(outer: torch.Tensor, inner: torch.Tensor) -> torch.Tensor:

@@ -27,6 +27,7 @@ from tilewright.compiler.report import GraphReport, Kernel, Site
 from tilewright.compiler.report.failures import Failures, raise_strictly
 from tilewright.compiler.rewrite import HalfRewrittenError, Rewritten, arguments_of, rewrite_sites
 from tilewright.compiler.rewrite.flex import put_flex_back, spell_flex_out
+from tilewright.compiler.rewrite.lengths import advance_lengths_last
 from tilewright.compiler.rewrite.local_linears import make_linears_local
 from tilewright.compiler.rewrite.sums import make_sums_new
 from tilewright.compiler.safety.legality import check_legality
@@ -143,6 +144,8 @@ def _attempt(
                 unread = [failures("view", "to read a node", e, (n,)) for n, e in flow.failed]
                 misses.extend((*found.misses, *left, *unread))
                 put_flex_back(graph, spelled)
+                if rewritten:
+                    advance_lengths_last(graph)
                 return
 
     observer = _compat.GraphTransformObserver(after, "tilewright_fuse", "tilewright")

@@ -74,34 +74,19 @@ def passes(data: dict[str, Any]) -> tuple[str, int, list[tuple[str, ...]]]:
 
 
 def shown() -> str:
-    """The README's tables: `generate()`, and some passes of every model, called as it calls them
-    with prompts of one length."""
-    told = json.loads((RESULTS / GENERATE).read_text("utf-8"))
-    found = [json.loads((RESULTS / name).read_text("utf-8")) for name in END_TO_END]
-    rows, layers, places = [], set(), [place(told)]
-    for data in found:
-        data["rows"] = [row for row in data["rows"] if _is_shown(row)]
-        model, count, cases = passes(data)
-        layers.add(str(count))
-        rows += [(model, *case) for case in cases]
-        places += [place(data)] if place(data) not in places else []
-    first = told["rows"][0]
-    head = (
-        f"Tokens per second of `generate()`, {first['model']}, {first['layers']} layers, prompts "
-    )
-    head += f"of {first['prompt']} tokens, {first['new']} new ones, by the wall clock:"
-    middle = (
-        f"µs per forward pass of {' or '.join(sorted(layers))} layers of each model's true widths:"
-    )
-    tables = table(GENERATED, generated_rows(told)), table(("model", *PASSES), rows)
-    return f"{head}\n\n{tables[0]}\n\n{middle}\n\n{tables[1]}\n\n{'; '.join(places)}."
-
-
-SHOWN_PASSES = ((1, 1), (64, 1), (1, 1024))
-
-
-def _is_shown(row: dict[str, Any]) -> bool:
-    return row["kind"] == "mask" and (row["batch"], row["tokens"]) in SHOWN_PASSES
+    """The README's table: `generate()` of every model."""
+    found = [json.loads((RESULTS / name).read_text("utf-8")) for name in GENERATE]
+    first = [data["rows"][0] for data in found]
+    names = ", ".join(f"{row['model']} of {row['layers']} layers" for row in first)
+    head = f"Tokens per second of `generate()` by the wall clock; {names}; prompts of "
+    head += f"{first[0]['prompt']} tokens, {first[0]['new']} new ones:"
+    rows = [
+        (row["model"], *cells)
+        for data, row in zip(found, first, strict=True)
+        for cells in generated_rows(data)
+    ]
+    places = dict.fromkeys(map(place, found))
+    return f"{head}\n\n{table(('model', *GENERATED), rows)}\n\n{'; '.join(places)}."
 
 
 GENERATED = (
@@ -343,9 +328,13 @@ END_TO_END = (
     "qwen3_30b_a3b_end_to_end.json",
     "deepseek_v2_lite_end_to_end.json",
 )
-GENERATE = "llama3_8b_generate.json"
+GENERATE = (
+    "llama3_8b_generate.json",
+    "qwen3_30b_a3b_generate.json",
+    "deepseek_v2_lite_generate.json",
+)
 SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
-    GENERATE: generated,
+    **dict.fromkeys(GENERATE, generated),
     **dict.fromkeys(END_TO_END, end_to_end),
     "cache_size.json": cache_size,
     "qkv_cache.json": attention_layer,

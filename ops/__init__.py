@@ -9,12 +9,12 @@ from tilewright.ops.grouped.nvfp4_matmul import grouped_matmul_dynamic_scaled_nv
 from tilewright.ops.grouped.quantize_nvfp4 import quantize_nvfp4
 from tilewright.ops.lora.expand import lora_expand_add
 from tilewright.ops.lora.shrink import shrink_qkv_permute_3mn
-from tilewright.ops.mla import prefill_dense as _mla_prefill_dense  # noqa: F401  registers it
-from tilewright.ops.mla.branch import mla_prefill_branch_fp8
-from tilewright.ops.mla.chunk_plan import mla_prefill_plan
-from tilewright.ops.mla.decode import mla_decode
-from tilewright.ops.mla.latent_store import mla_latent_store
-from tilewright.ops.mla.prefill import mla_prefill
+from tilewright.ops.mla.decode.decode import mla_decode
+from tilewright.ops.mla.latents.latent_store import mla_latent_store
+from tilewright.ops.mla.prefill import dense as _mla_prefill_dense  # noqa: F401  registers it
+from tilewright.ops.mla.prefill.branch import mla_prefill_branch_fp8
+from tilewright.ops.mla.prefill.chunk_plan import mla_prefill_plan
+from tilewright.ops.mla.prefill.prefill import mla_prefill
 from tilewright.ops.mlp.linear_activation import linear_activation
 from tilewright.ops.mlp.linear_residual import linear_residual
 from tilewright.ops.moe.moe import fused_moe

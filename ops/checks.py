@@ -99,6 +99,13 @@ def check_choice(op: str, argument: str, value: object, choices: Sequence[object
         raise ArgumentError(op, argument, "one of " + ", ".join(map(repr, choices)), repr(value))
 
 
+def check_absent(op: str, a: Any, names: Iterable[str], since: str) -> None:
+    """Raises ArgumentError where one of these arguments is given, which do not go with another."""
+    for name in names:
+        if getattr(a, name) is not None:
+            raise ArgumentError(op, name, f"None, since {since}", "a tensor")
+
+
 def check_shape(
     op: str, argument: str, tensor: torch.Tensor | None, letters: str, sizes: Sequence[Any]
 ) -> None:

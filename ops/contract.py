@@ -150,6 +150,22 @@ class Tolerance:
         )
 
 
+EXACT = Tolerance(relative=0.0, of_rms=0.0)
+#: `Tolerance.relative` of a result that is rounded once.
+ROUNDING = {
+    torch.bfloat16: 2.0**-8,
+    torch.float16: 2.0**-11,
+    torch.float32: 2.0**-20,
+    torch.float64: 2.0**-49,
+}
+
+
+def rounded_once(*of_rms: float) -> dict[torch.dtype, Tolerance]:
+    """Tolerances of results that are rounded once, with `of_rms` of each dtype of ROUNDING."""
+    pairs = zip(ROUNDING.items(), of_rms, strict=False)
+    return {dtype: Tolerance(relative, size) for (dtype, relative), size in pairs}
+
+
 @dataclass(frozen=True)
 class FusedOp:
     """Everything there is to know about one fused op.

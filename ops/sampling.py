@@ -73,12 +73,13 @@ def sample_table(
 ) -> dict[str, torch.Tensor]:
     """A block table and what goes with it: these of `sample_places`, as the batch has them."""
     places = sample_places(batch, sampler)
+    places["sequence_ids"][: batch.skipped] = -1
     return {name: places[name].to(batch.slot_dtype).to(sampler.device) for name in names}
 
 
-def sample_places(batch: PagedBatch, sampler: Sampler) -> dict[str, torch.Tensor]:
+def sample_places(batch: Any, sampler: Sampler) -> dict[str, torch.Tensor]:
     """A block table whose unassigned entries lie outside the pool, and what any form goes by
-    beside it; int64 on the CPU."""
+    beside it; int64 on the CPU. batch: new_tokens, cached_tokens, num_pages, page_size."""
     new = torch.tensor(batch.new_tokens, dtype=torch.int64)
     cached = torch.tensor(batch.cached_tokens, dtype=torch.int64)
     columns = (-(-(new + cached) // batch.page_size)).tolist()
@@ -90,7 +91,6 @@ def sample_places(batch: PagedBatch, sampler: Sampler) -> dict[str, torch.Tensor
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), new.cumsum(0)])
     sequences = torch.arange(len(new)).repeat_interleave(new)
     positions = torch.arange(len(sequences)) - offsets[sequences] + cached[sequences]
-    sequences[: batch.skipped] = -1
     return {
         "lookup_table": table,
         "row_offsets": offsets,

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from tilewright.ops.mla.attention_lowering import attention_steps
-from tilewright.ops.mla.attention_operands import AttentionCall
+from tilewright.ops.mla.attention.lowering import attention_steps
+from tilewright.ops.mla.attention.operands import AttentionCall
 from tilewright.ops.runtime.launch import machine_of
 from tilewright.ops.runtime.program import drive
 

@@ -32,7 +32,7 @@ from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import TARGETS
 from tilewright.ops.contract import FusedOp, all_ops, get_op
 from tilewright.ops.grouped.quantize_nvfp4 import QuantizeNvfp4Arguments
-from tilewright.ops.mla.attention_lowering import attention_steps
+from tilewright.ops.mla.attention.lowering import attention_steps
 from tilewright.ops.qkv.operands import prepare
 from tilewright.ops.runtime.program import Planner, drive
 from tilewright.tools.audit.families import all_cases as audit_cases

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tilewright.ops.mla import cudnn
+from tilewright.ops.mla.attention import cudnn
 
 
 def attention(q, k, v, bias, lse, dropout, causal, *more, scale):

@@ -25,7 +25,7 @@ CASES, KERNELS = FOLDER / "cases.snapshot", FOLDER / "kernels.snapshot"
 UPDATE = "--tilewright-update"
 MEANT = f"if that is meant: pytest tests/test_kernel_net.py {UPDATE}"
 # Of the specs that audits and ops ask for, one in so many is emitted here; of each kernel one.
-ONE_IN = 16
+ONE_IN = 32
 SHOWN = 5
 
 

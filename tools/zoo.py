@@ -257,7 +257,7 @@ def build_zoo_model(
     if tokens > cache_length:
         most = f"at most cache_length = {cache_length}"
         raise ModelError(f"{name}: tokens: expected {most}, got {tokens}")
-    transformers = _transformers(name)
+    transformers = _imported("transformers", name)
     fields = dict(entry.fields)
     if layers is not None:
         fields["num_hidden_layers"] = layers
@@ -315,11 +315,7 @@ def _allocate(
 
 def _with_adapters(name: str, model: Any) -> Any:
     """The model with a LoRA adapter on each q, k and v projection, as PEFT puts it there."""
-    try:
-        peft = importlib.import_module("peft")
-    except ImportError as error:
-        message = f"{name} is built with peft, which does not import here ({error})"
-        raise ModelError(f"{message}: pip install 'tilewright[models]'") from error
+    peft = _imported("peft", name)
     config = peft.LoraConfig(
         r=LORA_RANK, lora_alpha=2 * LORA_RANK, target_modules=["q_proj", "k_proj", "v_proj"]
     )
@@ -327,14 +323,12 @@ def _with_adapters(name: str, model: Any) -> Any:
     return adapted.eval().requires_grad_(False)
 
 
-def _transformers(name: str) -> ModuleType:
+def _imported(library: str, model: str) -> ModuleType:
     try:
-        return importlib.import_module("transformers")
+        return importlib.import_module(library)
     except ImportError as error:
-        raise ModelError(
-            f"{name} is built with transformers, which does not import here ({error}): "
-            "pip install 'tilewright[models]'"
-        ) from error
+        message = f"{model} is built with {library}, which does not import here ({error})"
+        raise ModelError(f"{message}: pip install 'tilewright[models]'") from error
 
 
 def import_place(place: str) -> ModuleType:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv
 from tilewright.codegen.operand import Operand
-from tilewright.codegen.spec import Constant
+from tilewright.codegen.spec import Constant, constants_of
 from tilewright.codegen.targets import Target
 
 # Share of the L2 cache that the keys and values of one group of heads may take.
@@ -48,11 +48,7 @@ class PrefillConfig:
     def constants(self) -> dict[str, Constant]:
         """What every kernel is told of it."""
         return {
-            "TMA": self.tma,
-            "ONE_LOOP": self.one_loop,
-            "WARP_SPECIALIZE": self.warp_specialize,
-            "BLOCK_M": self.block_m,
-            "BLOCK_N": self.block_n,
+            **constants_of(self, "tma", "one_loop", "warp_specialize", "block_m", "block_n"),
         }
 
     def fits(self, q_bytes: int, key_bytes: int, mask: Operand | None, target: Target) -> bool:

@@ -9,21 +9,15 @@ from tilewright.codegen.attention.blocks import KEYS, QUERIES
 from tilewright.codegen.attention.prefill_tiles import PrefillConfig, mask_kind
 from tilewright.codegen.attention.problem import CacheProblem
 from tilewright.codegen.operand import Operand
-from tilewright.codegen.spec import Constant, KernelSpec
+from tilewright.codegen.spec import Constant, KernelSpec, constants_of, operands_of
 from tilewright.codegen.targets import get_target
 
 # Tensors of a launch: parameter -> field of CacheProblem.
 TENSORS = {
-    "row_offsets_ptr": "row_offsets",
-    "block_table_ptr": "block_table",
-    "key_lengths_ptr": "key_lengths",
-    "positions_ptr": "positions",
+    **{f"{x}_ptr": x for x in ("row_offsets", "block_table", "key_lengths", "positions")},
     "cache_lengths_ptr": "cache_lengths",
     "mask_ptr": "attn_mask",
-    "mask_blocks_ptr": "mask_blocks",
-    "sinks_ptr": "sinks",
-    "k_scale_ptr": "k_scale",
-    "v_scale_ptr": "v_scale",
+    **{f"{x}_ptr": x for x in ("mask_blocks", "sinks", "k_scale", "v_scale")},
 }
 # Of a cache whose values have a tensor of their own.
 V_STRIDES = ("v_page_stride", "v_head_stride")
@@ -34,25 +28,12 @@ MERGED_NUMBERS = 64 * 32
 MERGE_WARPS = 4
 COUNTS = ("num_queries", "num_keys", "num_pages", "row_tiles")
 STRIDES = (
-    "q_token_stride",
-    "q_head_stride",
-    "k_page_stride",
-    "k_head_stride",
-    "v_page_stride",
-    "v_head_stride",
-    "positions_sequence_stride",
-    "positions_stride",
-    "table_stride",
-    "mask_sequence_stride",
-    "mask_head_stride",
-    "mask_row_stride",
-    "mask_column_stride",
-    "blocks_sequence_stride",
-    "blocks_head_stride",
-    "blocks_tile_stride",
-    "k_scale_stride",
+    "q_token_stride", "q_head_stride", "k_page_stride", "k_head_stride", "v_page_stride",
+    "v_head_stride", "positions_sequence_stride", "positions_stride", "table_stride",
+    "mask_sequence_stride", "mask_head_stride", "mask_row_stride", "mask_column_stride",
+    "blocks_sequence_stride", "blocks_head_stride", "blocks_tile_stride", "k_scale_stride",
     "v_scale_stride",
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -88,29 +69,19 @@ def decode_spec(problem: CacheProblem, config: DecodeConfig, target: str) -> Ker
         "attention_decode",
         {
             **_constants(p),
-            "NUM_KV_HEADS": p.num_kv_heads,
+            **constants_of(p, "num_kv_heads", "rope_dim", "rope_block"),
             "TILE_HEADS": config.heads,
-            "ROPE_DIM": p.rope_dim,
-            "ROPE_BLOCK": p.rope_block,
             "ROPE_STRIDE": p.k_rope.strides[0] if p.k_rope else 0,
             "LISTED": p.mask_blocks is not None,
-            "TOKENS": config.tokens,
-            "ROWS": config.rows,
+            **constants_of(config, "tokens", "rows", "block_n", "splits"),
             "REAL": real,
             # In tensor memory an accumulator that two products share is wrong before Triton 3.9.
             "CHAINED": not get_target(target).tmem_columns,
-            "BLOCK_N": config.block_n,
             "KEYS": KEYS,
-            "SPLITS": config.splits,
             "STAGES": config.num_stages,
         },
         {
-            "q_ptr": p.q,
-            "q_rope_ptr": p.q_rope,
-            "k_ptr": p.k,
-            "v_ptr": p.v,
-            "k_rope_ptr": p.k_rope,
-            "out_ptr": p.out,
+            **operands_of(p, "q", "q_rope", "k", "v", "k_rope", "out"),
             "workspace_ptr": Operand("fp32") if split else None,
             **{name: getattr(p, field) for name, field in TENSORS.items()},
             **dict.fromkeys(COUNTS, "i32"),
@@ -141,17 +112,13 @@ def _constants(p: CacheProblem) -> dict[str, Constant]:
     """What both kernels are told of a problem."""
     head_block, v_block = p.blocks
     return {
-        "GROUP": p.group,
-        "HEAD_DIM": p.head_dim,
-        "V_DIM": p.v_dim,
+        **constants_of(p, "group", "head_dim", "v_dim", "mask", "window"),
         "HEAD_BLOCK": head_block,
         "V_BLOCK": v_block,
         "K_STRIDE": p.k.strides[0],
         "V_STRIDE": p.v.strides[0] if p.v else 0,
         "PAGE_SIZE": max(p.page_size, 1),
         "RAGGED": p.row_offsets is not None,
-        "MASK": p.mask,
-        "WINDOW": p.window,
         "MASK_KIND": mask_kind(p.attn_mask),
         "CAPPED": p.softcap,
         "QUERIES": QUERIES,
@@ -172,10 +139,7 @@ def prefill_spec(problem: CacheProblem, config: PrefillConfig, target: str) -> K
             **config.constants,
         },
         {
-            "q_ptr": p.q,
-            "k_ptr": p.k,
-            "v_ptr": p.v,
-            "out_ptr": p.out,
+            **operands_of(p, "q", "k", "v", "out"),
             **{name: getattr(p, field) for name, field in TENSORS.items()},
             "num_sequences": "i32",
             **dict.fromkeys(COUNTS, "i32"),
@@ -213,24 +177,18 @@ def merge_spec(problem: CacheProblem, config: DecodeConfig, target: str) -> Kern
         "attention.decode",
         "attention_merge",
         {
-            "NUM_KV_HEADS": p.num_kv_heads,
-            "GROUP": p.group,
+            **constants_of(p, "num_kv_heads", "group", "v_dim"),
             "TILE_HEADS": config.heads,
-            "V_DIM": p.v_dim,
             "V_BLOCK": p.blocks[1],
-            "TOKENS": config.tokens,
+            **constants_of(config, "tokens", "splits"),
             "REAL": config.real_rows,
             "RAGGED": p.row_offsets is not None,
-            "SPLITS": config.splits,
             "SPLIT_BLOCK": next_power_of_2(config.splits),
             "COLUMNS": _merged_columns(p, config),
         },
         {
             "workspace_ptr": Operand("fp32"),
-            "out_ptr": p.out,
-            "row_offsets_ptr": p.row_offsets,
-            "sinks_ptr": p.sinks,
-            "v_scale_ptr": p.v_scale,
+            **operands_of(p, "out", "row_offsets", "sinks", "v_scale"),
             "num_queries": "i32",
             "row_tiles": "i32",
             "v_scale_stride": "i64",

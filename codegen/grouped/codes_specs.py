@@ -8,7 +8,7 @@ from tilewright.codegen.arithmetic import next_power_of_2
 from tilewright.codegen.grouped.problem import GroupedProblem, WeightOperands
 from tilewright.codegen.grouped.specs import Arguments, GemmConfig, gemm_spec
 from tilewright.codegen.operand import Operand
-from tilewright.codegen.spec import Constant, KernelSpec
+from tilewright.codegen.spec import Constant, KernelSpec, constants_of, operands_of
 
 # A word of the weight's storage is an int32.
 WORD_CODES = 8
@@ -122,8 +122,7 @@ def codes_constants(weight: WeightOperands, config: CodesConfig) -> dict[str, Co
     """What both kernels know of a weight `as_words`, and of how its codes are multiplied."""
     return {
         "EXPERT_STRIDE": weight.data.strides[0],
-        "ROW_STRIDE": weight.row_stride,
-        "FORMAT": weight.format,
+        **constants_of(weight, "row_stride", "format"),
         "PART_K": part_columns(weight, config),
         "RUN": thread_run(weight, config),
         "SPLIT": config.split,
@@ -148,9 +147,7 @@ def down_codes_spec(
         "x_ptr": problem.x,
         **row_arguments(config, ids, problem.order, problem.ends),
         "weight_ptr": weight.data,
-        "scale_ptr": weight.scale,
-        "factor_ptr": weight.factor,
-        "bias_ptr": weight.bias,
+        **operands_of(weight, "scale", "factor", "bias"),
         "y_ptr": problem.out,
         "num_rows": "i32",
     }
@@ -161,8 +158,7 @@ def down_codes_spec(
         "INNER": problem.inner,
         "X_STRIDE": problem.x.strides[0],
         **codes_constants(weight, config),
-        "SCALE_STRIDES": weight.scale_strides,
-        "BIAS_STRIDES": weight.bias_strides,
+        **constants_of(weight, "scale_strides", "bias_strides"),
         "X_IN_ORDER": config.ordered,
     }
     return gemm_spec("grouped.codes", "moe_down_codes", constants, arguments, config, target)

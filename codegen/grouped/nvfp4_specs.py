@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
 from tilewright.codegen.grouped.specs import GemmConfig, search_steps
 from tilewright.codegen.operand import Operand
-from tilewright.codegen.spec import KernelSpec
+from tilewright.codegen.spec import KernelSpec, constants_of, operands_of
 from tilewright.codegen.targets import Target
 
 
@@ -56,34 +56,24 @@ def nvfp4_spec(
         "grouped_nvfp4",
         {
             "GROUPS": next_power_of_2(problem.max_groups),
-            "NUM_EXPERTS": problem.num_experts,
+            **constants_of(problem, "num_experts", "inner"),
             "ROWS_OUT": problem.rows,
-            "INNER": problem.inner,
             "A_STRIDE": problem.a.strides[0],
             "B_EXPERT_STRIDE": problem.b.strides[0],
             "B_STRIDE": problem.b.strides[1],
-            "BLOCK_M": config.block_m,
-            "BLOCK_N": config.block_n,
-            "BLOCK_K": config.block_k,
-            "SWAPPED": config.swapped,
+            **constants_of(config, "block_m", "block_n", "block_k", "swapped", "flatten"),
+            **constants_of(config, "warp_specialize"),
             "BLOCK_SCALED": block_scaled,
-            "FLATTEN": config.flatten,
-            "WARP_SPECIALIZE": config.warp_specialize,
             "SEARCH_STEPS": search_steps(config, problem.max_groups),
         },
         {
-            "a_ptr": problem.a,
-            "b_ptr": problem.b,
+            **operands_of(problem, "a", "b"),
             "a_scales_ptr": Operand("fp8e4nv"),
             "b_scales_ptr": Operand("fp8e4nv"),
-            "offsets_ptr": problem.offsets,
-            "deltas_ptr": problem.deltas,
-            "expert_ids_ptr": problem.expert_ids,
+            **operands_of(problem, "offsets", "deltas", "expert_ids"),
             "expert_scales_ptr": Operand("fp32", aligned=False),
             "out_ptr": Operand(problem.out_dtype),
-            "num_rows": "i32",
-            "num_scale_blocks": "i32",
-            "num_groups": "i32",
+            **dict.fromkeys(("num_rows", "num_scale_blocks", "num_groups"), "i32"),
         },
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -122,13 +112,10 @@ def quantize_spec(problem: QuantizeProblem, config: QuantizeConfig, target: str)
             "GROUPS": next_power_of_2(groups),
             "INNER": problem.inner,
             "X_STRIDE": problem.x.strides[0],
-            "BLOCK_R": config.block_r,
-            "BLOCK_C": config.block_c,
+            **constants_of(config, "block_r", "block_c"),
         },
         {
-            "x_ptr": problem.x,
-            "offsets_ptr": problem.offsets,
-            "tensor_scales_ptr": problem.tensor_scales,
+            **operands_of(problem, "x", "offsets", "tensor_scales"),
             "packed_ptr": Operand("u8"),
             "scales_ptr": Operand("fp8e4nv"),
             "num_rows": "i32",

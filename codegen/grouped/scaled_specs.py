@@ -19,7 +19,7 @@ from tilewright.codegen.grouped.specs import (
     storage_constants,
 )
 from tilewright.codegen.operand import Operand
-from tilewright.codegen.spec import Constant, KernelSpec
+from tilewright.codegen.spec import Constant, KernelSpec, constants_of
 
 # Columns that share a scale, and those of a step.
 SCALED_K = 128
@@ -102,8 +102,7 @@ def quantize_rows_spec(x: Operand, columns: int, config: QuantizeConfig, target:
         "X_STRIDE": x.strides[0],
         "BLOCKS": cdiv(columns, SCALED_K),
         "GROUP": SCALED_K,
-        "BLOCK_M": config.block_m,
-        "BLOCK_K": config.block_k,
+        **constants_of(config, "block_m", "block_k"),
     }
     arguments: Arguments = {
         "x_ptr": x,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
 from tilewright.codegen.grouped.problem import PER_BYTE, GroupedProblem, WeightOperands
 from tilewright.codegen.operand import Operand
-from tilewright.codegen.spec import Constant, KernelSpec
+from tilewright.codegen.spec import Constant, KernelSpec, constants_of, operands_of
 
 # Of a kernel by parameter name, as `KernelSpec.of` takes them.
 Arguments = dict[str, Operand | str | int | None]
@@ -50,10 +50,7 @@ def gemm_spec(
 ) -> KernelSpec:
     """The spec of a grouped GEMM in the tiles of a config, whichever its template."""
     tiles: dict[str, Constant] = {
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k,
-        "SWAPPED": config.swapped,
+        **constants_of(config, "block_m", "block_n", "block_k", "swapped"),
     }
     return KernelSpec.of(
         template,
@@ -76,11 +73,9 @@ def grouped_spec(problem: GroupedProblem, config: GemmConfig, target: str) -> Ke
     constants = {
         **grouped_constants(problem),
         **storage_constants(weight),
-        "FORMAT": weight.format,
+        **constants_of(weight, "format", "n_major"),
         "PER_BYTE": PER_BYTE[weight.format],
-        "N_MAJOR": weight.n_major,
-        "FLATTEN": config.flatten,
-        "WARP_SPECIALIZE": config.warp_specialize,
+        **constants_of(config, "flatten", "warp_specialize"),
         "SEARCH_STEPS": search_steps(config, problem.num_groups) if problem.order else 0,
     }
     return gemm_spec("grouped.gemm", "grouped_gemm", constants, arguments, config, target)
@@ -89,15 +84,9 @@ def grouped_spec(problem: GroupedProblem, config: GemmConfig, target: str) -> Ke
 def grouped_arguments(problem: GroupedProblem) -> Arguments:
     """The run-time arguments, with the scales of x."""
     return {
-        "x_ptr": problem.x,
-        "x_scale_ptr": problem.x_scale,
-        "order_ptr": problem.order,
-        "ends_ptr": problem.ends,
-        "expert_ids_ptr": problem.expert_ids,
+        **operands_of(problem, "x", "x_scale", "order", "ends", "expert_ids"),
         "weight_ptr": problem.weight.data,
-        "scale_ptr": problem.weight.scale,
-        "factor_ptr": problem.weight.factor,
-        "bias_ptr": problem.weight.bias,
+        **operands_of(problem.weight, "scale", "factor", "bias"),
         "y_ptr": problem.out,
         "num_rows": "i32",
     }
@@ -108,14 +97,11 @@ def grouped_constants(problem: GroupedProblem) -> dict[str, Constant]:
     # One more group has the rows that belong to none.
     groups = problem.num_groups if problem.order else problem.num_groups + 1
     return {
-        "NUM_GROUPS": problem.num_groups,
+        **constants_of(problem, "num_groups", "num_experts", "inner"),
         "GROUPS": next_power_of_2(groups),
-        "NUM_EXPERTS": problem.num_experts,
         "HIDDEN": problem.rows,
-        "INNER": problem.inner,
         "X_STRIDE": problem.x.strides[0],
-        "SCALE_STRIDES": problem.weight.scale_strides,
-        "BIAS_STRIDES": problem.weight.bias_strides,
+        **constants_of(problem.weight, "scale_strides", "bias_strides"),
     }
 
 
@@ -123,8 +109,7 @@ def storage_constants(weight: WeightOperands) -> dict[str, Constant]:
     """Where a weight's rows lie, and which of its elements share a scale."""
     return {
         "EXPERT_STRIDE": weight.data.strides[0],
-        "ROW_STRIDE": weight.row_stride,
-        "SCALE_BLOCK": weight.scale_block,
+        **constants_of(weight, "row_stride", "scale_block"),
     }
 
 
@@ -154,11 +139,9 @@ def dequantize_spec(problem: GroupedProblem, config: DequantizeConfig, target: s
         "HIDDEN": problem.rows,
         "INNER": problem.inner,
         **storage_constants(weight),
-        "FORMAT": weight.format,
+        **constants_of(weight, "format", "scale_strides"),
         "PER_BYTE": PER_BYTE[weight.format],
-        "SCALE_STRIDES": weight.scale_strides,
-        "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k,
+        **constants_of(config, "block_n", "block_k"),
     }
     arguments = {
         "weight_ptr": weight.data,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tilewright.codegen.arithmetic import cdiv
 from tilewright.codegen.operand import Operand
-from tilewright.codegen.spec import Constant
+from tilewright.codegen.spec import Constant, constants_of
 
 # How far the second and third weight lie from the first, in elements: known at the launch.
 DISTANCES = ("second_distance", "third_distance")
@@ -37,11 +37,7 @@ class RowForm:
     @property
     def constants(self) -> dict[str, Constant]:
         return {
-            "ADDRESSING": self.addressing,
-            "INCLUSIVE": self.inclusive,
-            "NUM_ADAPTERS": self.num_adapters,
-            "GROUPS": self.groups,
-            "ROWS": self.rows,
+            **constants_of(self, "addressing", "inclusive", "num_adapters", "groups", "rows"),
         }
 
     @property

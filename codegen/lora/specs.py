@@ -15,7 +15,7 @@ from tilewright.codegen.lora.problem import (
     tile_bound,
 )
 from tilewright.codegen.operand import Operand
-from tilewright.codegen.spec import Constant, KernelSpec
+from tilewright.codegen.spec import Constant, KernelSpec, constants_of
 
 # A tensor core multiplies at least so many rows, by as many products.
 DOT_ROWS = 16
@@ -51,11 +51,8 @@ def order_spec(form: RowForm, config: OrderConfig, target: str) -> KernelSpec:
         "lora.order",
         "lora_order",
         {
-            "NUM_ADAPTERS": form.num_adapters,
-            "GROUPS": form.groups,
-            "CHUNK": config.chunk,
-            "ROWS_PER_LOAD": config.rows_per_load,
-            "ROWS_PER_STEP": config.rows_per_step,
+            **constants_of(form, "num_adapters", "groups"),
+            **constants_of(config, "chunk", "rows_per_load", "rows_per_step"),
         },
         {
             "ids_ptr": replace(form.ids, aligned=False),
@@ -161,9 +158,8 @@ def shrink_spec(problem: ShrinkProblem, config: ShrinkConfig, target: str) -> Ke
             "ROW_STRIDES": tuple(row for _, row, _ in strides),
             "COLUMN_STRIDES": tuple(column for _, _, column in strides),
             **form.constants,
-            "BLOCK_M": config.block_m,
+            **constants_of(config, "block_m", "block_k"),
             "COLUMNS": tile_columns(problem, config),
-            "BLOCK_K": config.block_k,
             **own,
         },
         {
@@ -288,9 +284,7 @@ def expand_spec(problem: ExpandProblem, config: ExpandConfig, target: str) -> Ke
             "BASE_STRIDES": tuple(_strides(part.base, 1)[0] for part in parts),
             "OUT_STRIDES": tuple(_strides(part.out, 1)[0] for part in parts),
             **form.constants,
-            "BLOCK_M": config.block_m,
-            "BLOCK_N": config.block_n,
-            "BLOCK_R": config.block_r,
+            **constants_of(config, "block_m", "block_n", "block_r"),
         },
         {
             "s_ptr": problem.s,
@@ -299,9 +293,7 @@ def expand_spec(problem: ExpandProblem, config: ExpandConfig, target: str) -> Ke
             "scales_ptr": problem.scales,
             **form.tensors,
             **{f"{name}_out_ptr": part.out for name, part in letters.items()},
-            "num_rows": "i32",
-            "total_rows": "i32",
-            "num_groups": "i32",
+            **dict.fromkeys(("num_rows", "total_rows", "num_groups"), "i32"),
             "rows_per_id": form.rows_per_id,
             "s_plane_stride": "i64",
         },

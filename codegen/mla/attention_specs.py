@@ -19,7 +19,7 @@ from tilewright.codegen.attention.prefill_tiles import (
 )
 from tilewright.codegen.mla.query_specs import NO_ROTATION, TMA_BYTES, Rotation, first_strides
 from tilewright.codegen.operand import Operand
-from tilewright.codegen.spec import KernelSpec
+from tilewright.codegen.spec import KernelSpec, constants_of
 
 MASKS = ("none", "causal", "sliding_window", "chunked")
 # Sequences whose order by length a program works out itself: it compares each with each.
@@ -33,25 +33,14 @@ JOIN_ROWS = 32
 # Tensors of `mla_attention` beside the tables of a rotation, in the kernel's order: parameter ->
 # field of AttentionProblem.
 TENSORS = {
-    "q_ptr": "q",
-    "q_rope_ptr": "q_rope",
-    "k_ptr": "k",
-    "v_ptr": "v",
+    **{f"{x}_ptr": x for x in ("q", "q_rope", "k", "v")},
     "rope_ptr": "k_rope",
-    "out_ptr": "out",
-    "lse_ptr": "lse",
-    "query_offsets_ptr": "query_offsets",
-    "key_offsets_ptr": "key_offsets",
-    "query_starts_ptr": "query_starts",
-    "key_starts_ptr": "key_starts",
-    "key_lengths_ptr": "key_lengths",
+    **{f"{x}_ptr": x for x in ("out", "lse", "query_offsets", "key_offsets", "query_starts")},
+    **{f"{x}_ptr": x for x in ("key_starts", "key_lengths")},
     "positions_ptr": "query_positions",
     "block_table_ptr": "block_table",
     "mask_ptr": "attn_mask",
-    "mask_blocks_ptr": "mask_blocks",
-    "q_scale_ptr": "q_scale",
-    "k_scale_ptr": "k_scale",
-    "v_scale_ptr": "v_scale",
+    **{f"{x}_ptr": x for x in ("mask_blocks", "q_scale", "k_scale", "v_scale")},
 }
 COUNTS = (
     "num_sequences", "num_queries", "num_keys", "row_tiles", "head_group", "num_pages",
@@ -159,31 +148,23 @@ def attention_spec(problem: AttentionProblem, config: PrefillConfig, target: str
         "mla.attention",
         "mla_attention",
         {
-            "NUM_HEADS": p.num_heads,
-            "SEQUENCES": p.sequences,
+            **constants_of(p, "num_heads", "sequences", "ragged", "nope", "rope", "v_dim"),
+            **constants_of(p, "v_by_key", "mask", "window"),
             "SORTED": p.ragged and p.sequences <= MAX_SORTED,
-            "RAGGED": p.ragged,
-            "NOPE": p.nope,
-            "ROPE": p.rope,
-            "V_DIM": p.v_dim,
             "NOPE_BLOCK": nope_block,
             "ROPE_BLOCK": rope_block,
             "V_BLOCK": v_block,
             "K_STRIDE": p.k.strides[0],
-            "V_BY_KEY": p.v_by_key,
             "V_ALIGNMENT": TMA_BYTES // ELEMENT_BYTES[p.dtype],
             "ROPE_STRIDE": rope_row,
             "PAGE_SIZE": max(p.page_size, 1),
             "PAGE_STRIDE": page,
-            "MASK": p.mask,
-            "WINDOW": p.window,
             "MASK_KIND": mask_kind(p.attn_mask),
             "QUERIES": QUERIES,
             "KEYS": KEYS,
             **p.rotation.constants,
             "SHIFT": FP8_SHIFT if p.is_fp8 else 0.0,
-            "PROMOTE": config.promote,
-            "CHAINED": config.chained,
+            **constants_of(config, "promote", "chained"),
             **config.constants,
             "ROPE_TMA": config.tma and p.rope_tma,
             "JOINT": config.tma and p.joint,
@@ -225,9 +206,7 @@ def merge_spec(
             "lses_ptr": numbers,
             "out_ptr": Operand(out_dtype),
             "lse_ptr": numbers if lse else None,
-            "num_rows": "i64",
-            "part_stride": "i64",
-            "lse_stride": "i64",
+            **dict.fromkeys(("num_rows", "part_stride", "lse_stride"), "i64"),
         },
         target=target,
     )
@@ -241,9 +220,7 @@ def join_spec(problem: AttentionProblem, target: str) -> KernelSpec:
         "mla.join",
         "mla_join",
         {
-            "NUM_HEADS": p.num_heads,
-            "NOPE": p.nope,
-            "ROPE": p.rope,
+            **constants_of(p, "num_heads", "nope", "rope"),
             "NOPE_BLOCK": nope_block,
             "ROPE_BLOCK": rope_block,
             "K_STRIDE": p.k.strides[0],
@@ -256,9 +233,7 @@ def join_spec(problem: AttentionProblem, target: str) -> KernelSpec:
             "out_ptr": Operand(p.dtype),
             "num_rows": "i32",
             "run": "i32",
-            "k_sequence_stride": "i64",
-            "k_head_stride": "i64",
-            "rope_sequence_stride": "i64",
+            **dict.fromkeys(("k_sequence_stride", "k_head_stride", "rope_sequence_stride"), "i64"),
         },
         divisible=p.divisible,
         ranges=("run",),

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
 from tilewright.codegen.operand import Operand
-from tilewright.codegen.spec import KernelSpec
+from tilewright.codegen.spec import KernelSpec, constants_of, operands_of
 
 # Above, a library's GEMM takes more of the tensor core than a kernel that streams weights.
 MOST_TOKENS = 64
@@ -34,9 +34,7 @@ def head_spec(problem: HeadProblem, num_tokens: int, target: str) -> KernelSpec:
         "mla.heads",
         "head_products",
         {
-            "NUM_HEADS": problem.num_heads,
-            "K": problem.k,
-            "WIDTH": problem.width,
+            **constants_of(problem, "num_heads", "k", "width"),
             "X_STRIDES": problem.x.strides,
             "WEIGHT_STRIDES": problem.weights.strides,
             "BLOCK_T": block_tokens(num_tokens),
@@ -44,8 +42,7 @@ def head_spec(problem: HeadProblem, num_tokens: int, target: str) -> KernelSpec:
             "BLOCK_K": BLOCK_K,
         },
         {
-            "x_ptr": problem.x,
-            "weights_ptr": problem.weights,
+            **operands_of(problem, "x", "weights"),
             "out_ptr": Operand(problem.x.dtype),
             "num_tokens": "i32",
         },

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
 from tilewright.codegen.operand import Operand
-from tilewright.codegen.spec import Constant, KernelSpec
+from tilewright.codegen.spec import Constant, KernelSpec, constants_of, operands_of
 
 # TMA: strides and base addresses in whole 16 bytes.
 TMA_BYTES = 16
@@ -40,10 +40,9 @@ class Rotation:
         cos = self.cos.strides if self.cos else (0, 0)
         return {
             "ROPE_STYLE": self.style,
-            "FULL_WIDTH": self.full_width,
+            **constants_of(self, "full_width", "by_position"),
             "COS_STRIDES": cos,
             "SIN_STRIDES": self.sin.strides if self.sin else cos,
-            "BY_POSITION": self.by_position,
         }
 
     @property
@@ -100,28 +99,19 @@ def query_spec(problem: QueryProblem, target: str) -> KernelSpec:
         "mla.query",
         "mla_query",
         {
-            "NUM_HEADS": p.num_heads,
-            "NOPE": p.nope,
+            **constants_of(p, "num_heads", "nope", "rope_dim", "search_steps", "whole"),
             "NOPE_BLOCK": next_power_of_2(max(p.nope, 1)),
-            "ROPE_DIM": p.rope_dim,
             "PAIRS": next_power_of_2(max(p.rope_dim // 2, 1)),
             **p.rotation.constants,
             "BATCH_STRIDES": first_strides(p.row_offsets, p.starts, p.positions),
-            "SEARCH_STEPS": p.search_steps,
-            "WHOLE": p.whole,
             "KEY_STRIDES": first_strides(p.k_rope, p.joined),
             "BLOCK_R": block_rows(p),
         },
         {
             "q_ptr": p.q,
             **p.rotation.tensors,
-            "row_offsets_ptr": p.row_offsets,
-            "starts_ptr": p.starts,
-            "positions_ptr": p.positions,
-            "scale_ptr": p.scale,
-            "k_rope_ptr": p.k_rope,
-            "joined_ptr": p.joined,
-            "out_ptr": p.out,
+            **operands_of(p, "row_offsets", "starts", "positions", "scale", "k_rope", "joined"),
+            **operands_of(p, "out"),
             **dict.fromkeys(COUNTS, "i32"),
             **dict.fromkeys(Q_STRIDES, "i64"),
         },

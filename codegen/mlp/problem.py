@@ -61,7 +61,7 @@ class LinearProblem:
 
 
 def codes_obstacle(q: Quantization, columns: int) -> str | None:
-    """Why `streamed_codes` cannot take weights of so many columns; None when it can."""
+    """Why `streamed_linear` cannot take weights of so many columns; None when it can."""
     if q.differs:
         return q.differs
     if not q.known_order:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv
 from tilewright.codegen.mlp.problem import LinearProblem
 from tilewright.codegen.operand import Operand
-from tilewright.codegen.spec import Constant, KernelSpec
+from tilewright.codegen.spec import Constant, KernelSpec, constants_of, operands_of
+from tilewright.codegen.targets import get_target
 
 
 @dataclass(frozen=True)
@@ -37,27 +38,22 @@ class LinearConfig:
 
 
 def linear_spec(problem: LinearProblem, config: LinearConfig, target: str) -> KernelSpec:
-    """`streamed_linear`, or `streamed_codes` of weights of codes. Where the result is normed, the
-    kernel leaves fp32 sums to `norm_rows`."""
-    coded = problem.quantization is not None
+    """`streamed_linear`. Where the result is normed, it leaves fp32 sums to `norm_rows`."""
     scratch, normed = config.split_k > 1, problem.post_norm is not None
+    in_registers = problem.norm is not None or problem.quantization is not None
     return KernelSpec.of(
-        "mlp.quantized" if coded else "mlp.linear",
-        "streamed_codes" if coded else "streamed_linear",
+        "mlp.linear",
+        "streamed_linear",
         {
             **_constants(problem),
             **_code_constants(problem, config),
-            "BLOCK_N": config.block_n,
-            "BLOCK_T": config.block_t,
-            "BLOCK_K": config.block_k,
-            "SPLIT_K": config.split_k,
+            **constants_of(config, "block_n", "block_t", "block_k", "split_k", "lets_in"),
             "PREFETCH": config.prefetch if problem.k_major else 0,
-            "LETS_IN": config.lets_in,
+            "APART": in_registers and get_target(target).tmem_columns > 0,
         },
         {
             **_weights(problem),
-            "bias_ptr": problem.bias,
-            "up_bias_ptr": problem.up_bias,
+            **operands_of(problem, "bias", "up_bias"),
             "residual_ptr": None if normed else problem.residual,
             "out_ptr": Operand("fp32" if normed else problem.x.dtype),
             "workspace_ptr": Operand("fp32") if scratch else None,
@@ -76,10 +72,10 @@ def _constants(problem: LinearProblem) -> dict[str, Constant]:
     norm, residual = problem.norm, problem.residual
     weight = norm.weight if norm else None
     return {
-        "N": problem.n,
-        "K": problem.k,
+        **constants_of(problem, "n", "k", "activation", "scale"),
         "X_STRIDE": problem.x.strides[0],
         "NORM_STRIDE": weight.strides[0] if weight else 0,
+        "LINE": 128 // int(ELEMENT_BYTES[problem.weight.dtype]),
         "WEIGHT_STRIDES": problem.weight.strides,
         "UP_STRIDES": problem.up_weight.strides if problem.up_weight else (0, 0),
         "BIAS_STRIDES": tuple(
@@ -89,8 +85,6 @@ def _constants(problem: LinearProblem) -> dict[str, Constant]:
         "NORM": norm is not None,
         "NORM_EPS": norm.eps if norm else 0.0,
         "NORM_OFFSET": norm.offset if norm else 0.0,
-        "ACTIVATION": problem.activation,
-        "SCALE": problem.scale,
     }
 
 
@@ -133,7 +127,6 @@ def _code_constants(problem: LinearProblem, config: LinearConfig) -> dict[str, C
         **q.block_constants(problem.k, config.block_k),
         "BLOCK_STRIDES": q.block_strides(0),
         "UP_BLOCK_STRIDES": q.block_strides(1),
-        "LINE": 128 // int(ELEMENT_BYTES[problem.weight.dtype]),
     }
 
 
@@ -142,13 +135,10 @@ def _weights(problem: LinearProblem) -> dict[str, Operand | None]:
     weights = {
         "x_ptr": problem.x,
         "norm_weight_ptr": norm.weight if norm else None,
-        "weight_ptr": problem.weight,
-        "up_weight_ptr": problem.up_weight,
+        **operands_of(problem, "weight", "up_weight"),
     }
-    if q is None:
-        return weights
-    blocks = zip(CODE_NAMES, (*q.scales, *q.zeros), strict=True)
-    return weights | {f"{name}_ptr": operand for name, operand in blocks}
+    blocks = (*q.scales, *q.zeros) if q else (None,) * len(CODE_NAMES)
+    return weights | {f"{x}_ptr": block for x, block in zip(CODE_NAMES, blocks, strict=True)}
 
 
 # What codes are scaled with and shifted by, of the weight and of the up weight.

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
 from tilewright.codegen.operand import Operand
-from tilewright.codegen.spec import Constant, KernelSpec
+from tilewright.codegen.spec import Constant, KernelSpec, constants_of, operands_of
 
 
 @dataclass(frozen=True)
@@ -99,26 +99,19 @@ def router_spec(problem: RouterProblem, config: RouterConfig, target: str) -> Ke
     blocks = cdiv(p.hidden, config.block_k)
     constants: dict[str, Constant] = {
         **_choice_constants(p),
-        "HIDDEN": p.hidden,
+        **constants_of(p, "hidden", "widened"),
         "X_STRIDE": p.x.strides[0],
         "WEIGHT_STRIDES": p.weight.strides,
-        "WIDENED": p.widened,
-        "BLOCK_T": config.block_t,
-        "BLOCK_E": config.block_e,
-        "BLOCK_K": config.block_k,
+        **constants_of(config, "block_t", "block_e", "block_k", "splits", "rows", "chooses"),
         "EXPERT_TILES": expert_tiles(p, config),
-        "SPLITS": config.splits,
         "STEPS": cdiv(blocks, config.splits),
-        "ROWS": config.rows,
         "STAGES": config.num_stages,
-        "CHOOSES": config.chooses,
     }
     chosen = config.chooses
     return KernelSpec.of(
         "moe.router", "moe_router", constants,
         {
-            "x_ptr": p.x,
-            "weight_ptr": p.weight,
+            **operands_of(p, "x", "weight"),
             "bias_ptr": p.bias if chosen else None,
             "correction_ptr": p.correction if chosen else None,
             "weights_ptr": p.weights if chosen else None,
@@ -164,9 +157,7 @@ def choose_spec(problem: RouterProblem, config: RouterConfig, target: str) -> Ke
         "moe.router", "moe_choose", constants,
         {
             "logits_ptr": logits,
-            "bias_ptr": p.bias,
-            "correction_ptr": p.correction,
-            "weights_ptr": p.weights,
+            **operands_of(p, "bias", "correction", "weights"),
             "ids_ptr": Operand("i64"),
             "num_tokens": "i32",
         },
@@ -180,19 +171,11 @@ def choose_grid(config: RouterConfig, num_tokens: int) -> tuple[int]:
 
 def _choice_constants(p: RouterProblem) -> dict[str, Constant]:
     return {
-        "NUM_EXPERTS": p.num_experts,
-        "NUM_SLOTS": p.num_slots,
-        "SCORES": p.scores,
-        "BY_LOGITS": p.by_logits,
+        **constants_of(p, "num_experts", "num_slots", "scores", "by_logits", "num_groups"),
+        **constants_of(p, "top_groups", "group_top", "normalise", "norm_eps", "norm_min"),
+        **constants_of(p, "scaling"),
         "BIAS_STRIDE": p.bias.strides[0] if p.bias else 0,
         "CORRECTION_STRIDE": p.correction.strides[0] if p.correction else 0,
-        "NUM_GROUPS": p.num_groups,
-        "TOP_GROUPS": p.top_groups,
-        "GROUP_TOP": p.group_top,
-        "NORMALISE": p.normalise,
-        "NORM_EPS": p.norm_eps,
-        "NORM_MIN": p.norm_min,
-        "SCALING": p.scaling,
         "GROUPS": next_power_of_2(p.num_groups),
         "GROUP": p.group_block,
         "SLOTS": next_power_of_2(p.num_slots),

@@ -28,7 +28,7 @@ from tilewright.codegen.grouped.specs import (
 )
 from tilewright.codegen.moe.problem import INDICES, MoeProblem, down_problem
 from tilewright.codegen.operand import Operand
-from tilewright.codegen.spec import Constant, KernelSpec
+from tilewright.codegen.spec import Constant, KernelSpec, constants_of
 
 # Up to here every program of the sort counts all routes itself.
 COUNTED_BY_ALL = 2048
@@ -98,9 +98,7 @@ def sort_specs(problem: MoeProblem, config: OrderConfig, target: str) -> dict[st
         }
         made["scan"] = spec("moe_scan", scanned, {**counted, "num_chunks": "i32"})
     compared = chunked | {
-        "ROUTES_PER_LOAD": config.routes_per_load,
-        "ROUTES_PER_STEP": config.routes_per_step,
-        "ROW_BLOCK": config.row_block,
+        **constants_of(config, "routes_per_load", "routes_per_step", "row_block"),
     }
     arguments = {**ids, **counted, "order_ptr": INDICES, "ends_ptr": INDICES, "num_routes": "i32"}
     return made | {"order": spec("moe_order", compared, arguments)}
@@ -127,8 +125,7 @@ def up_spec(
         "N_MAJOR": problem.gate_up.n_major,
         "FORMAT": problem.format,
         "PER_BYTE": PER_BYTE[problem.format],
-        "FLATTEN": config.flatten,
-        "WARP_SPECIALIZE": config.warp_specialize,
+        **constants_of(config, "flatten", "warp_specialize"),
         "SEARCH_STEPS": search_steps(config, problem.num_experts),
     }
     arguments = up_arguments(problem)
@@ -193,18 +190,10 @@ def up_constants(problem: MoeProblem) -> dict[str, Constant]:
     """What is known of the first GEMM's operands, but for the weights' storage."""
     gate, up = problem.gate, problem.up
     return {
-        "NUM_SLOTS": problem.num_slots,
-        "NUM_EXPERTS": problem.num_experts,
-        "EXPERTS": problem.experts,
-        "HIDDEN": problem.hidden,
-        "INNER": problem.inner,
+        **constants_of(problem, "num_slots", "num_experts", "experts", "hidden", "inner"),
+        **constants_of(problem, "interleaved", "up_first", "activation", "alpha", "limit"),
         "X_STRIDE": problem.x.strides[0],
         "GATED": up is not None,
-        "INTERLEAVED": problem.interleaved,
-        "UP_FIRST": problem.up_first,
-        "ACTIVATION": problem.activation,
-        "ALPHA": problem.alpha,
-        "LIMIT": problem.limit,
         "GATE_SCALE_STRIDES": gate.scale_strides,
         "UP_SCALE_STRIDES": up.scale_strides if up else (0, 0, 0),
         "BIAS_STRIDES": (*gate.bias_strides, *(up.bias_strides if up else (0, 0))),
@@ -221,12 +210,9 @@ def down_spec(problem: MoeProblem, config: GemmConfig, target: str) -> KernelSpe
 def combine_spec(problem: MoeProblem, config: CombineConfig, target: str) -> KernelSpec:
     """The sum of a token's routes."""
     constants: dict[str, Constant] = {
-        "NUM_SLOTS": problem.num_slots,
-        "NUM_EXPERTS": problem.num_experts,
-        "HIDDEN": problem.hidden,
+        **constants_of(problem, "num_slots", "num_experts", "hidden"),
         "WEIGHT_STRIDES": problem.expert_weights.strides,
-        "BLOCK_T": config.block_t,
-        "BLOCK_H": config.block_h,
+        **constants_of(config, "block_t", "block_h"),
     }
     arguments: Arguments = {
         "y_ptr": Operand(problem.dtype),

@@ -13,7 +13,7 @@ from tilewright.codegen.addressing import Addressing
 from tilewright.codegen.arithmetic import ELEMENT_BYTES, next_power_of_2
 from tilewright.codegen.formats import Quantization
 from tilewright.codegen.operand import Operand
-from tilewright.codegen.spec import Constant
+from tilewright.codegen.spec import Constant, constants_of, operands_of
 
 
 @dataclass(frozen=True)
@@ -144,14 +144,9 @@ class HeadEpilogue:
         rope, q_bias = self.rope, self.biases[0]
         v_cache = self.v_cache or self.k_cache
         return {
-            "NUM_HEADS": self.num_heads,
-            "NUM_KV_HEADS": self.num_kv_heads,
-            "HEAD_DIM": self.head_dim,
-            "GROUP": self.group,
-            "KV_REPEAT": self.kv_repeat,
-            "PAIR_HALF": self.pair_half,
-            "INTERLEAVED": self.interleaved,
-            "HALVES": self.halves,
+            **constants_of(self, "num_heads", "num_kv_heads", "head_dim", "group", "kv_repeat"),
+            **constants_of(self, "pair_half", "interleaved", "halves", "clip", "page_size"),
+            **constants_of(self, "row_unit", "scale_multiplies"),
             "ROTARY_DIM": rope.rotary_dim if rope else 0,
             "ROPE_FULL_WIDTH": rope.full_width if rope else False,
             "COS_STRIDE": rope.cos.strides[0] if rope else 0,
@@ -161,15 +156,11 @@ class HeadEpilogue:
                 *(bias.strides[-1] if bias else 0 for bias in self.biases),
             ),
             "DELTA_STRIDE": self.delta.strides[0] if self.delta else 0,
-            "CLIP": self.clip,
             **self._norm_constants(),
-            "PAGE_SIZE": self.page_size,
             **self.addressing.constants(),
             "K_STRIDES": self.k_cache.strides,
             "V_STRIDES": v_cache.strides,
-            "ROW_UNIT": self.row_unit,
             "SCALE_STRIDES": tuple(s.strides[0] if s else 0 for s in self.cache_scales),
-            "SCALE_MULTIPLIES": self.scale_multiplies,
         }
 
     def _norm_constants(self) -> dict[str, Constant]:
@@ -198,9 +189,7 @@ class HeadEpilogue:
         """The tensors that every kernel of the family takes, in their order."""
         rope = self.rope
         return {
-            "q_out_ptr": self.q_out,
-            "k_cache_ptr": self.k_cache,
-            "v_cache_ptr": self.v_cache,
+            **operands_of(self, "q_out", "k_cache", "v_cache"),
             **self.addressing.pointers(),
             **dict(zip(("k_cache_scale_ptr", "v_cache_scale_ptr"), self.cache_scales, strict=True)),
             **dict(zip(("q_bias_ptr", "k_bias_ptr", "v_bias_ptr"), self.biases, strict=True)),

@@ -78,7 +78,7 @@ def quantized_bytes(problem: QkvProblem, num_tokens: int) -> float:
 def quantized_estimate(
     problem: QkvProblem, config: SwappedConfig, num_tokens: int, target: Target
 ) -> float:
-    """Expected seconds of `qkv_quantized`."""
+    """Expected seconds of the kernel for weights of codes."""
     q = quantization_of(problem)
     rows, columns, split = 2 * config.block_p, config.block_t, config.split_k
     row_tiles = problem.epilogue.heads_in_all * tiles_per_head(problem, config)

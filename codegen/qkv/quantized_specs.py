@@ -1,5 +1,5 @@
-"""Kernel specs for weights of 4- and 8-bit codes: `qkv_quantized`, and `dequantize_weight` for the
-library lowering; and what a config may be there.
+"""Kernel specs for weights of 4- and 8-bit codes: `qkv_projection_swapped` for them, and
+`dequantize_weight` for the library lowering; and what a config may be there.
 """
 
 from __future__ import annotations
@@ -12,14 +12,11 @@ from tilewright.codegen.formats import AWQ_ORDER, Quantization
 from tilewright.codegen.operand import Operand
 from tilewright.codegen.qkv.problem import QkvProblem, fused_obstacle
 from tilewright.codegen.qkv.specs import (
-    COUNTS,
-    WEIGHT_NAMES,
     SwappedConfig,
-    head_arguments,
-    swapped_constants,
+    swapped_spec,
     tiles_per_head,
 )
-from tilewright.codegen.spec import KernelSpec
+from tilewright.codegen.spec import Constant, KernelSpec, constants_of
 from tilewright.codegen.targets import Target
 
 
@@ -29,7 +26,7 @@ def quantization_of(problem: QkvProblem) -> Quantization:
 
 
 def quantized_obstacle(problem: QkvProblem) -> str | None:
-    """Why `qkv_quantized` cannot take the problem; None when it can."""
+    """Why `qkv_projection_swapped` cannot take the codes; None when it can."""
     q, heads = quantization_of(problem), problem.epilogue
     if (obstacle := fused_obstacle(heads)) is not None:
         return obstacle
@@ -94,10 +91,9 @@ def _staged_codes(config: SwappedConfig) -> bool:
 
 
 def quantized_spec(problem: QkvProblem, config: SwappedConfig, target: str) -> KernelSpec:
-    """`qkv_quantized` for one problem and config; a norm over slices of a head is a ValueError."""
+    """`qkv_projection_swapped` of weights of codes."""
     q = quantization_of(problem)
-    constants = {
-        **swapped_constants(problem, config),
+    constants: dict[str, Constant] = {
         "X_IN_ORDER": config.ordered_x,
         "X_SCALE_STRIDES": q.x_scale.strides if q.x_scale else (0, 0),
         "X_SCALE_BLOCK": q.x_block if q.x_scale else problem.hidden,
@@ -108,23 +104,7 @@ def quantized_spec(problem: QkvProblem, config: SwappedConfig, target: str) -> K
     for index, letter in enumerate("QKV"):
         there = index if problem.weights[index] else 1
         constants[f"{letter}_BLOCK_STRIDES"] = q.block_strides(there)
-    return KernelSpec.of(
-        "qkv.quantized",
-        "qkv_quantized",
-        constants,
-        {
-            "x_ptr": problem.x,
-            "x_scale_ptr": q.x_scale,
-            **dict(zip(WEIGHT_NAMES, problem.weights, strict=True)),
-            **{f"{x}_scale_ptr": scale for x, scale in zip("qkv", q.scales, strict=True)},
-            **{f"{x}_zero_ptr": zero for x, zero in zip("qkv", q.zeros, strict=True)},
-            **head_arguments(problem, config),
-        },
-        ranges=COUNTS,
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        target=target,
-    )
+    return swapped_spec(problem, config, target, constants)
 
 
 def ordered_width(problem: QkvProblem, config: SwappedConfig) -> int:
@@ -221,15 +201,12 @@ def dequantize_spec(problem: DequantizeProblem, target: str) -> KernelSpec:
             "WEIGHT_STRIDES": problem.weight.strides,
             "BLOCK_STRIDES": q.block_strides(index),
             "PER": q.per_word,
-            "PACKED_ROWS": q.packed_rows,
+            **constants_of(q, "packed_rows", "packed_zeros", "zero_point"),
             "ORDER": q.order or tuple(range(q.per_word)),
             "SCALE_ROWS": q.block[0],
             "SCALE_COLUMNS": columns,
-            "PACKED_ZEROS": q.packed_zeros,
             "ZERO_ORDER": q.order if len(q.order) == 8 else tuple(range(8)),
-            "ZERO_POINT": q.zero_point,
-            "BLOCK_R": config.block_r,
-            "BLOCK_K": config.block_k,
+            **constants_of(config, "block_r", "block_k"),
             "UNIT": gcd(columns, config.block_k),
         },
         {

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
 from tilewright.codegen.operand import Operand
 from tilewright.codegen.qkv.problem import EpilogueProblem, QkvProblem, tiled_weights
-from tilewright.codegen.spec import Constant, KernelSpec
+from tilewright.codegen.spec import Constant, KernelSpec, constants_of
 
 # Counts that kernels build on: each is at least 1.
 COUNTS = ("sequence_tokens", "rope_tokens")
@@ -59,8 +59,7 @@ class TiledConfig:
 
 @dataclass(frozen=True)
 class SwappedConfig:
-    """`qkv_projection_swapped` and `qkv_quantized`: 2 * block_p weight rows on the M side, block_t
-    tokens on N.
+    """`qkv_projection_swapped`: 2 * block_p weight rows on the M side, block_t tokens on N.
 
     ordered_x: x is put into the order of the weight's codes by a kernel of its own, before.
     """
@@ -112,14 +111,8 @@ def tiled_spec(problem: QkvProblem, config: TiledConfig, target: str) -> KernelS
             "WEIGHT_EXTENT": weights.extent,
             "WEIGHT_STRIDES": weights.strides,
             "HEAD_STEPS": weights.steps,
-            "BLOCK_M": config.block_m,
-            "HEADS_PER_TILE": config.heads_per_tile,
-            "BLOCK_K": config.block_k,
-            "GROUP_M": config.group_m,
-            "EPILOGUE_PARTS": config.epilogue_parts,
-            "FLATTEN": config.flatten,
-            "WARP_SPECIALIZE": config.warp_specialize,
-            "PAIRS_FIRST": config.pairs_first,
+            **constants_of(config, "block_m", "heads_per_tile", "block_k", "group_m"),
+            **constants_of(config, "epilogue_parts", "flatten", "warp_specialize", "pairs_first"),
         },
         {
             "x_ptr": problem.x,
@@ -128,9 +121,7 @@ def tiled_spec(problem: QkvProblem, config: TiledConfig, target: str) -> KernelS
             **heads.counts(),
             "second_distance": "i64",
             "third_distance": "i64",
-            "q_place": "i32",
-            "k_place": "i32",
-            "v_place": "i32",
+            **dict.fromkeys(("q_place", "k_place", "v_place"), "i32"),
         },
         ranges=COUNTS,
         num_warps=config.num_warps,
@@ -165,8 +156,7 @@ def slices_of_heads(problem: QkvProblem, config: SwappedConfig) -> int:
 WEIGHT_NAMES = ("q_weight_ptr", "k_weight_ptr", "v_weight_ptr")
 
 
-def swapped_constants(problem: QkvProblem, config: SwappedConfig) -> dict[str, Constant]:
-    """Constants of the kernels with weight rows on the M side, dense or quantised."""
+def _swapped_constants(problem: QkvProblem, config: SwappedConfig) -> dict[str, Constant]:
     q, k, v = problem.weights
     return {
         **problem.epilogue.constants(),
@@ -175,42 +165,41 @@ def swapped_constants(problem: QkvProblem, config: SwappedConfig) -> dict[str, C
         "Q_WEIGHT_STRIDES": q.strides,
         "K_WEIGHT_STRIDES": k.strides,
         "V_WEIGHT_STRIDES": (v or k).strides,
-        "BLOCK_P": config.block_p,
+        **constants_of(config, "block_p", "block_t", "block_k", "split_k"),
         "TILES_PER_HEAD": slices_of_heads(problem, config),
-        "BLOCK_T": config.block_t,
-        "BLOCK_K": config.block_k,
-        "SPLIT_K": config.split_k,
     }
 
 
-def head_arguments(
-    problem: QkvProblem, config: SwappedConfig
-) -> dict[str, Operand | str | int | None]:
-    """What those kernels take beside x and the weights: memory for a split K among them."""
-    split = config.split_k > 1
-    return {
-        **problem.epilogue.pointers(),
-        "workspace_ptr": Operand("fp32") if split else None,
-        "counters_ptr": Operand("i32") if split else None,
-        **problem.epilogue.counts(),
-    }
-
-
-def swapped_spec(problem: QkvProblem, config: SwappedConfig, target: str) -> KernelSpec:
+def swapped_spec(
+    problem: QkvProblem,
+    config: SwappedConfig,
+    target: str,
+    codes: dict[str, Constant] | None = None,
+) -> KernelSpec:
+    """`qkv_projection_swapped`; codes: more constants, of weights of codes. A norm over slices of a
+    head is a ValueError."""
+    q, split = problem.quantization, config.split_k > 1
+    scales, zeros = (q.scales, q.zeros) if q else ((None,) * 3, (None,) * 3)
     return KernelSpec.of(
         "qkv.projection",
         "qkv_projection_swapped",
-        swapped_constants(problem, config),
+        {**_swapped_constants(problem, config), **(codes or {})},
         {
             "x_ptr": problem.x,
+            "x_scale_ptr": q.x_scale if q else None,
             **dict(zip(WEIGHT_NAMES, problem.weights, strict=True)),
-            **head_arguments(problem, config),
+            **{f"{x}_scale_ptr": scale for x, scale in zip("qkv", scales, strict=True)},
+            **{f"{x}_zero_ptr": zero for x, zero in zip("qkv", zeros, strict=True)},
+            **problem.epilogue.pointers(),
+            "workspace_ptr": Operand("fp32") if split else None,
+            "counters_ptr": Operand("i32") if split else None,
+            **problem.epilogue.counts(),
         },
         ranges=COUNTS,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         target=target,
-        dependent=True,
+        dependent=q is None,
     )
 
 
@@ -228,8 +217,7 @@ def epilogue_spec(problem: EpilogueProblem, config: EpilogueConfig, target: str)
         {
             **heads.constants(),
             **{f"{x.upper()}_IN_STRIDES": (t or problem.k).strides for x, t in inputs.items()},
-            "BLOCK_T": config.block_t,
-            "HEADS_PER_TILE": config.heads_per_tile,
+            **constants_of(config, "block_t", "heads_per_tile"),
             "BLOCK_P": next_power_of_2(heads.pairs_per_head),
             "WHOLE_ROWS": heads.row_norm,
         },

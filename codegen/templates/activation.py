@@ -16,8 +16,13 @@ def activate(gate, up, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.
              GATED: tl.constexpr):  # fmt: skip
     """activation(gate) * up in fp32, or activation(gate) where GATED is false. NaN stays NaN.
 
-    The activation of gpt-oss, which has no name in the branches, clamps both and takes up + 1.
+    Above a LIMIT the gate is clamped, and up on both sides. The activation of gpt-oss, which has
+    no name in the branches, takes up + 1.
     """
+    if LIMIT > 0.0:
+        gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        if GATED:
+            up = tl.clamp(up, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
     if ACTIVATION == "silu":
         value = gate * sigmoid(gate)
     elif ACTIVATION == "relu":
@@ -31,9 +36,6 @@ def activate(gate, up, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.
         inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
         value = gate * sigmoid(2.0 * inner)
     else:
-        if LIMIT > 0.0:
-            gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
-            up = tl.clamp(up, -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
         value = gate * sigmoid(ALPHA * gate)
         up = up + 1.0
     if GATED:

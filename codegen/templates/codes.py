@@ -139,6 +139,19 @@ def codes_of_rows(
 
 
 @triton.jit
+def decoded(
+    words, DTYPE: tl.constexpr, PER: tl.constexpr, PACKED_ROWS: tl.constexpr,
+    INTERLEAVED_NIBBLES: tl.constexpr, REVERSED: tl.constexpr, OFFSET: tl.constexpr,
+    GROUPS: tl.constexpr,
+):  # fmt: skip
+    """The codes of words less OFFSET; along K in the order of `x_in_order`, but of PACKED_ROWS."""
+    if PACKED_ROWS:
+        return codes_of_rows(words, DTYPE, PER, INTERLEAVED_NIBBLES, REVERSED, OFFSET)
+    else:
+        return codes_in_order(words, DTYPE, PER, REVERSED, OFFSET, GROUPS)
+
+
+@triton.jit
 def load_blocks(
     pointer, rows, row_mask, columns, row_stride, column_stride,
     PACKED: tl.constexpr, INTERLEAVED_NIBBLES: tl.constexpr, BOUND: tl.constexpr,
@@ -158,6 +171,28 @@ def load_blocks(
     else:
         values = tl.load(pointer + (rows * row_stride)[:, None] + offsets, mask=mask, other=0.0)
     return values.to(tl.float32)
+
+
+@triton.jit
+def load_scales(
+    scale_ptr, zero_ptr, rows, row_mask, blocks, strides,
+    ZERO_TENSOR: tl.constexpr, PACKED_ZEROS: tl.constexpr, INTERLEAVED_NIBBLES: tl.constexpr,
+    BOUND: tl.constexpr,
+):  # fmt: skip
+    """(scales, zeros) [rows, blocks] of a weight; of zeros it does not have, the scales again.
+
+    strides: (scale row, scale column, zero row, zero column).
+    """
+    scale = load_blocks(
+        scale_ptr, rows, row_mask, blocks, strides[0], strides[1], False, False, BOUND
+    )
+    zero = scale
+    if ZERO_TENSOR:
+        zero = load_blocks(
+            zero_ptr, rows, row_mask, blocks, strides[2], strides[3],
+            PACKED_ZEROS, INTERLEAVED_NIBBLES, BOUND,
+        )  # fmt: skip
+    return scale, zero
 
 
 @triton.jit
@@ -186,3 +221,21 @@ def add_scaled_groups(
             product *= x_scale
         total += product * (part_of(scale, group, GROUPS) * UNIT)
     return total
+
+
+@triton.jit
+def scaled_whole(
+    product, sums, scale, zero, x_scale,
+    HAS_ZEROS: tl.constexpr, ZERO_TENSOR: tl.constexpr, ZERO_OFFSET: tl.constexpr,
+    X_SCALED: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """(product - zero * sums) * scale, of scales and zeros [rows, 1] for whole rows; the others as
+    in `add_scaled_groups`."""
+    if HAS_ZEROS:
+        zeros = ZERO_OFFSET
+        if ZERO_TENSOR:
+            zeros = zero + ZERO_OFFSET
+        product -= zeros / UNIT * sums
+    if X_SCALED:
+        product *= x_scale
+    return product * (scale * UNIT)

@@ -237,8 +237,9 @@ def _is_torchs(node: fx.Node) -> bool:
 
 
 def call_key(node: fx.Node) -> Any:
-    """All of a call but the data, as a key: the target, the tensors' layouts, which of them share
-    memory, the other arguments. Where sizes are symbols, only keys of one graph may be compared."""
+    """All of a call but the data, as a key: the target, the tensors' layouts (of a subclass, also
+    what its class knows: placements), which of them share memory, the other arguments. Where sizes
+    are symbols, only keys of one graph may be compared."""
     inputs = {source: i for i, source in enumerate(node.all_input_nodes)}
     storages: dict[tuple[int, ...], int] = {}
 
@@ -248,6 +249,7 @@ def call_key(node: fx.Node) -> Any:
 
     def laid_out(tensor: torch.Tensor) -> tuple[Any, ...]:
         storage = storages.setdefault(_compat.storage_keys(tensor), len(storages))
-        return type(tensor), tensor.dtype, tensor.device, *_compat.layout_of(tensor), storage
+        layout = (tensor.dtype, tensor.device, *_compat.layout_of(tensor), storage)
+        return type(tensor), *layout, _compat.wrapping_of(tensor)
 
     return node.target, repr(fx.node.map_arg((node.args, node.kwargs), described))

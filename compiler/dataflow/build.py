@@ -297,7 +297,12 @@ class _Builder:
 
     def _compute(self, node: fx.Node, name: str, result: torch.Tensor) -> None:
         op, args, kwargs = self._canonical(node, name, result)
-        self._define(node, op, args, result, kwargs)
+        whole = _split_before(*args) if op == "aten.cat" else None
+        if whole is None:
+            self._define(node, op, args, result, kwargs)
+            return
+        self._note_reads(node)
+        self.memory.allocate(node, result, whole, is_input=False)
 
     def _canonical(
         self, node: fx.Node, name: str, result: torch.Tensor
@@ -637,6 +642,24 @@ class _Builder:
             reshaped=frozenset(self.reshaped),
             failed=tuple(self.failed),
         )
+
+
+def _split_before(pieces: tuple[View | None, ...], dim: int) -> View | None:
+    """What was split, where a concatenation puts all of its pieces together again, in order."""
+    if not pieces or pieces[0] is None:
+        return None
+    whole, start = pieces[0].value.whole, 0
+    for piece in pieces:
+        if piece is None:
+            return None
+        try:
+            expected = effects.narrow(whole.effect, dim, start, piece.shape[dim])
+        except (InexpressibleError, IndexError):
+            return None
+        if piece != View(whole.value, expected):
+            return None
+        start = start + piece.shape[dim]
+    return whole if start == whole.shape[dim] else None
 
 
 def _leading(node: fx.Node) -> list[str]:

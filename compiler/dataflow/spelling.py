@@ -48,9 +48,10 @@ _RENAMED = _pairs(
     """
     true_divide=div divide=div multiply=mul subtract=sub negative=neg clip=clamp clip_=clamp_
     grouped_mm=_grouped_mm concat=cat concatenate=cat
-    swapaxes=transpose swapdims=transpose moveaxis=movedim
+    swapaxes=transpose swapdims=transpose
     __getitem__=getitem __setitem__=setitem __add__=add __radd__=add __mul__=mul __rmul__=mul
-    __sub__=sub __matmul__=matmul __truediv__=div
+    __sub__=sub __matmul__=matmul __truediv__=div __and__=bitwise_and __or__=bitwise_or
+    __xor__=bitwise_xor __lshift__=bitwise_left_shift __rshift__=bitwise_right_shift
     __iadd__=add_ __imul__=mul_ __isub__=sub_ __itruediv__=div_
     """
 )
@@ -189,24 +190,6 @@ def _reverse_dims(effect: Effect, node: Call, shape: Sequence[Size]) -> Effect:
     return effects.permute(effect, range(len(effect.dims))[::-1])
 
 
-def _swap_last(effect: Effect, node: Call, shape: Sequence[Size]) -> Effect:
-    rank = len(effect.dims)
-    return effects.permute(effect, [*range(rank - 2), rank - 1, rank - 2])
-
-
-def _movedim(effect: Effect, node: Call, shape: Sequence[Size]) -> Effect:
-    rank = len(effect.dims)
-    moved, to = argument(node, 1, "source"), argument(node, 2, "destination")
-    moved = [moved] if isinstance(moved, int) else list(moved)
-    to = [to] if isinstance(to, int) else list(to)
-    order = [d for d in range(rank) if d not in {_dim(m, rank) for m in moved}]
-    for target, source in sorted(
-        (_dim(t, rank), _dim(m, rank)) for t, m in zip(to, moved, strict=True)
-    ):
-        order.insert(target, source)
-    return effects.permute(effect, order)
-
-
 def _unsqueeze(effect: Effect, node: Call, shape: Sequence[Size]) -> Effect:
     return effects.unsqueeze(effect, _dim(argument(node, 1, "dim"), len(effect.dims) + 1))
 
@@ -241,20 +224,6 @@ def _select(effect: Effect, node: Call, shape: Sequence[Size]) -> Effect:
     )
 
 
-def _repeat_interleave(effect: Effect, node: Call, shape: Sequence[Size]) -> Effect:
-    times, given = argument(node, 1, "repeats"), argument(node, 2, "dim")
-    # Without a dimension it flattens, which changes nothing where there is one.
-    flattens = given is None and len(effect.dims) > 1
-    if not isinstance(times, int) or flattens:
-        raise InexpressibleError("repeat_interleave by a tensor, or of the flattened input")
-    dim = _dim(given or 0, len(effect.dims))
-    lengths = list(effect.shape)
-    wide = effects.expand(
-        effects.unsqueeze(effect, dim + 1), [*lengths[: dim + 1], times, *lengths[dim + 1 :]]
-    )
-    return effects.reshape(wide, shape)
-
-
 def _repeat(effect: Effect, node: Call, shape: Sequence[Size]) -> Effect:
     times = [size_of(n) for n in sizes_from(node, 1, "repeats")]
     lengths = [1] * (len(times) - len(effect.dims)) + list(effect.shape)
@@ -274,16 +243,13 @@ LAYOUT: dict[str, Rule] = {
         (_to_shape, "view reshape view_as reshape_as flatten unflatten ravel _unsafe_view"),
         (_transpose, "transpose"),
         (_reverse_dims, "t T"),
-        (_swap_last, "mT"),
         (_permute, "permute"),
-        (_movedim, "movedim"),
         (_unsqueeze, "unsqueeze"),
         (_squeeze, "squeeze"),
         (_expand, "expand expand_as broadcast_to"),
         (_narrow, "narrow"),
         (_slice_tensor, "slice"),
         (_select, "select"),
-        (_repeat_interleave, "repeat_interleave"),
         (_repeat, "repeat"),
     )
     for name in names.split()

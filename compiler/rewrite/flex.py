@@ -24,6 +24,7 @@ from torch import fx
 from tilewright.compiler import _compat
 from tilewright.compiler.dataflow.access import attribute_of
 from tilewright.compiler.dataflow.spelling import is_tensor_node, name_of
+from tilewright.compiler.rewrite.materialise import describe
 from tilewright.patterns.attention.flex import SPELLED, UNREAD
 
 # What computes each element from the same element of its operands.
@@ -133,9 +134,7 @@ class _Writer:
         with self.graph.inserting_before(self.before):
             node = self.graph.create_node(kind, target, args, kwargs)
         self.added.append(node)
-        kept = ("nn_module_stack", "stack_trace", "source_fn_stack")
-        node.meta |= {name: self.before.meta[name] for name in kept if name in self.before.meta}
-        node.meta["example_value"] = _compat.run_fake(node)
+        describe(node, self.before)
         return node
 
     def size(self, node: fx.Node, dim: int) -> Any:

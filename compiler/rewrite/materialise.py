@@ -245,7 +245,8 @@ class Materialiser:
             node = self.graph.call_method(target, args, kwargs)
         else:
             node = self.graph.call_function(target, args, kwargs)
-        self._describe(node)
+        assert self.serving is not None
+        describe(node, self.serving)
         self._made[key] = node
         return node
 
@@ -269,12 +270,12 @@ class Materialiser:
     def _storages(self, *nodes: fx.Node) -> set[int]:
         return set(map(self.flow.storage_of, _compat.tensors_of(*nodes)))
 
-    def _describe(self, node: fx.Node) -> None:
-        node.meta["example_value"] = _compat.run_fake(node)
-        assert self.serving is not None
-        for key in ("nn_module_stack", "stack_trace", "source_fn_stack"):
-            if key in self.serving.meta:
-                node.meta[key] = self.serving.meta[key]
+
+def describe(node: fx.Node, serving: fx.Node) -> None:
+    """Gives a new node its example value, and source line and module of the node that it serves."""
+    kept = ("nn_module_stack", "stack_trace", "source_fn_stack")
+    node.meta |= {name: serving.meta[name] for name in kept if name in serving.meta}
+    node.meta["example_value"] = _compat.run_fake(node)
 
 
 def _is_reshape(effect: Effect, shape: Sequence[Size]) -> bool:

@@ -87,12 +87,8 @@ def _no_read(match: Match, flow: Dataflow) -> None:
         for alias in flow.on_storage(memory.storage):
             for position, node in flow.read.get(alias, ()):
                 if first < position < last and node not in own:
-                    _hazard(
-                        "CACHE_READ",
-                        f"{node.format_node()} reads the cache between the absorbed writes",
-                        node,
-                        hint="write K and V before either is read",
-                    )
+                    message = f"{node.format_node()} reads the cache between the absorbed writes"
+                    _hazard("CACHE_READ", message, node, hint="write K and V before either is read")
 
 
 def _no_other_write(match: Match, flow: Dataflow) -> None:
@@ -157,11 +153,8 @@ def _caches_apart(match: Match, flow: Dataflow) -> None:
     for i, one in enumerate(stores):
         for other in stores[i + 1 :]:
             if one.memory.storage == other.memory.storage and not _disjoint(one, other):
-                _hazard(
-                    "CACHE_OVERLAP",
-                    "K and V lie on one storage and cannot be shown to be apart",
-                    *match.stores,
-                )
+                message = "K and V lie on one storage and cannot be shown to be apart"
+                _hazard("CACHE_OVERLAP", message, *match.stores)
 
 
 def _disjoint(one: Store, other: Store) -> bool:
@@ -214,12 +207,8 @@ def _inputs_unchanged(match: Match, flow: Dataflow) -> None:
                 "that vanishes with the match; give what is written"
             )
         if view.value.position >= last:
-            _hazard(
-                "ORDER",
-                f"{name} is computed only after {_place(match, flow)}",
-                view,
-                hint="compute every operand before that",
-            )
+            message = f"{name} is computed only after {_place(match, flow)}"
+            _hazard("ORDER", message, view, hint="compute every operand before that")
         memory = flow.memory_of.get(flow.home(view.value))
         if memory is None:
             continue
@@ -227,11 +216,8 @@ def _inputs_unchanged(match: Match, flow: Dataflow) -> None:
             if write.node in vanishing:
                 continue
             if view.value.position < flow.positions[write.node] < last:
-                _hazard(
-                    "INPUT_MUTATED",
-                    f"{name} is changed in place before {_place(match, flow)}",
-                    write,
-                )
+                message = f"{name} is changed in place before {_place(match, flow)}"
+                _hazard("INPUT_MUTATED", message, write)
 
 
 def _scratch_is_private(match: Match, flow: Dataflow) -> None:
@@ -246,12 +232,8 @@ def _scratch_is_private(match: Match, flow: Dataflow) -> None:
             outside = [n for n in readers if n not in own and not _copied_for(n, own, flow)]
             outside += [w.node for w in flow.written.get(memory, ()) if w.node not in own]
             if memory.is_input or outside:
-                _hazard(
-                    "ESCAPES",
-                    f"{value} writes in place what is also used elsewhere",
-                    value,
-                    *outside,
-                )
+                message = f"{value} writes in place what is also used elsewhere"
+                _hazard("ESCAPES", message, value, *outside)
 
 
 def _copied_for(node: fx.Node, own: set[fx.Node], flow: Dataflow) -> bool:
@@ -274,13 +256,9 @@ def _nothing_escapes(match: Match, flow: Dataflow) -> None:
         users = [u for u in flow.users.get(value, ()) if u not in inside]
         if users or value in flow.output_values:
             who = ", ".join(sorted({u.op for u in users})) or "the graph's output"
-            _hazard(
-                "ESCAPES",
-                f"{value} is also used by {who}, so it cannot be absorbed",
-                value,
-                *users,
-                hint="read keys and values back from the cache" if match.stores else "",
-            )
+            message = f"{value} is also used by {who}, so it cannot be absorbed"
+            hint = "read keys and values back from the cache" if match.stores else ""
+            _hazard("ESCAPES", message, value, *users, hint=hint)
 
 
 def _parts_are_held(parts: Parts, inside: set[Value], flow: Dataflow) -> None:
@@ -303,12 +281,9 @@ def _consumed_late(value: Value, inside: set[Value], match: Match, flow: Dataflo
     last = insertion_position(match, flow)
     for user in flow.users.get(value, ()):
         if user not in inside and not _can_wait(user, value, last, flow):
-            _hazard(
-                "ORDER",
-                f"{value} is used by {user.op} before {_place(match, flow)}",
-                user,
-                hint="write the cache before the query is used" if match.stores else "",
-            )
+            message = f"{value} is used by {user.op} before {_place(match, flow)}"
+            hint = "write the cache before the query is used" if match.stores else ""
+            _hazard("ORDER", message, user, hint=hint)
 
 
 # What may be computed later than it was written: plain functions of their operands.
@@ -349,11 +324,8 @@ def _no_hidden_write(match: Match, flow: Dataflow) -> None:
     vanishing = {s.node for s in (*match.stores, *match.scratch)}
     for value in match.absorbed:
         if value.node in flow.store_nodes and value.node not in vanishing:
-            _hazard(
-                "INPUT_MUTATED",
-                f"{value} is computed in place; absorbing it would lose that write",
-                value,
-            )
+            message = f"{value} is computed in place; absorbing it would lose that write"
+            _hazard("INPUT_MUTATED", message, value)
 
 
 def _keeps_its_layout(match: Match, flow: Dataflow) -> None:

@@ -8,9 +8,11 @@ cache, or two caches may overlap.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -51,7 +53,13 @@ class _Piece:
     strides: tuple[int, ...]
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
 def _pieces(tensor: torch.Tensor) -> list[_Piece]:
+    if type(tensor) in _PLAIN and (start := tensor.data_ptr()) and tensor.is_contiguous():
+        size = tensor.nbytes
+        return [_Piece(start, start + size, (size,), (1,))] if size else []
     found = []
     for part in _compat.parts_of(tensor):
         if part.numel() and _compat.has_address(part):
@@ -66,11 +74,29 @@ def _pieces(tensor: torch.Tensor) -> list[_Piece]:
 _disjoint = lru_cache(1 << 14)(strided_disjoint)
 
 
+class _Ranges:
+    """Pieces of inputs in the order of their addresses, to find those that a piece may touch."""
+
+    def __init__(self, pieces: Mapping[int, Sequence[_Piece]], inputs: Iterable[int]) -> None:
+        found = ((piece, index) for index in inputs for piece in pieces[index])
+        self.ordered = sorted(found, key=lambda one: one[0].start)
+        self.starts = [piece.start for piece, _ in self.ordered]
+        self.reach = list(accumulate((piece.end for piece, _ in self.ordered), max))
+
+    def touching(self, piece: _Piece) -> Iterator[tuple[_Piece, int]]:
+        """Pieces with a byte between the first and the last of `piece`, and their inputs."""
+        at = bisect_left(self.starts, piece.end)
+        while at and self.reach[at - 1] > piece.start:  # none further down reaches as far
+            at -= 1
+            if self.ordered[at][0].end > piece.start:
+                yield self.ordered[at]
+
+
 @dataclass
 class _Watch:
     """Where the inputs of the latest call lay, and the first pair of them that overlapped, if any.
 
-    Only tensors that have moved since are compared again.
+    Only tensors that have moved since are compared again: this stands before every call.
     """
 
     memory: InputMemory
@@ -78,47 +104,50 @@ class _Watch:
     sizes: list[Any] | None = None
     pieces: dict[int, list[_Piece]] = field(default_factory=dict)
     meeting: tuple[int, int] | None = None
+    written: _Ranges | None = None
 
     def look(self, inputs: Sequence[Any]) -> tuple[int, int] | None:
         """The positions of two inputs that share memory and did not when traced; None if none."""
-        places = [_place(inputs[i]) for i in self.memory.tensors]
+        places = _places([inputs[i] for i in self.memory.tensors])
         sizes = [inputs[i] for i in self.memory.sizes]
         if places == self.places and sizes == self.sizes:
             return self.meeting
         known = self.places if sizes == self.sizes and self.meeting is None else None
-        moved = [
-            index
-            for at, index in enumerate(self.memory.tensors)
-            if known is None or known[at] != places[at]
-        ]
+        moved = self.memory.tensors
+        if known is not None:
+            pairs = zip(moved, known, places, strict=True)
+            moved = tuple(index for index, before, now in pairs if before != now)
         self.pieces.update((index, _pieces(inputs[index])) for index in moved)
         self.places, self.sizes = places, sizes
-        self.meeting = next((pair for i in moved if (pair := self._met(i)) is not None), None)
+        self.meeting = self._first_meeting(moved)
         return self.meeting
 
-    def _met(self, index: int) -> tuple[int, int] | None:
-        others = self.memory.tensors if index in self.memory.written else self.memory.written
-        for one in self.pieces[index]:
-            for other in others:
-                for two in self.pieces[other]:
-                    if one.start < two.end and two.start < one.end and other != index:
-                        if (index, other) in self.memory.together:
-                            continue
-                        distance = two.start - one.start
-                        if not _disjoint(one.shape, one.strides, two.shape, two.strides, distance):
+    def _first_meeting(self, moved: Sequence[int]) -> tuple[int, int] | None:
+        """moved: positions of the inputs that lie elsewhere than in the latest call."""
+        memory = self.memory
+        written_moved = not memory.written.isdisjoint(moved)
+        if self.written is None or written_moved:
+            self.written = _Ranges(self.pieces, memory.written)
+        everything = _Ranges(self.pieces, memory.tensors) if written_moved else self.written
+        for index in moved:
+            ranges = everything if index in memory.written else self.written
+            for one in self.pieces[index]:
+                for two, other in ranges.touching(one):
+                    if other != index and (index, other) not in memory.together:
+                        apart = two.start - one.start
+                        if not _disjoint(one.shape, one.strides, two.shape, two.strides, apart):
                             return index, other
         return None
 
 
-def _place(tensor: torch.Tensor) -> Any:
-    """A tensor's address; of one without an address, something that no later call repeats."""
-    if type(tensor) in _PLAIN:
-        return tensor.data_ptr()
+def _places(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """The tensors' addresses; of one without an address, something that no later call repeats."""
+    return [t.data_ptr() if type(t) in _PLAIN else _place(t) for t in tensors]
+
+
+def _place(tensor: torch.Tensor) -> list[int]:
     parts = _compat.parts_of(tensor)
     return [part.data_ptr() if _compat.has_address(part) else id(part) for part in parts]
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def input_memory(flow: Dataflow) -> InputMemory:
@@ -157,6 +186,8 @@ def unfused_where_inputs_meet(
     tell: called at the first such call, with a sentence that names the inputs.
     """
     watch = _Watch(memory)
+    # Dynamo puts its wrapper, tens of microseconds a call, around what is returned here.
+    fused = _compat.innermost_fn(fused)
     told = False
 
     def run(*inputs: Any) -> Any:

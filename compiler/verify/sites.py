@@ -74,6 +74,18 @@ def verify_sites(
     return found
 
 
+def compared(plain: fx.GraphModule, fused: Callable[..., Any], inputs: Sequence[Any]) -> SiteError:
+    """The error of one way to run a graph, `fused`, beside that of the graph itself, `plain`: of
+    outputs and of what is written, each on copies of the inputs."""
+    try:
+        exact = _run(lambda *given: run_in_float64(plain, given), inputs, widen)
+    except NoFloat64Error as error:
+        return SiteError("", "", "", 1, 0.0, 0.0, 0.0, f"no float64 reference: {error}")
+    theirs, ours = _run(plain, inputs), _run(fused, inputs)
+    triples = list(zip(ours.outputs, theirs.outputs, exact.outputs, strict=True))
+    return SiteError("", "", "", 1, *_worst(triples + _changed(inputs, ours, theirs, exact)))
+
+
 def _graph_errors(report: GraphReport, options: Options, inputs: Sequence[Any]) -> list[SiteError]:
     kinds = collapse_sites(report.matches)
     if not kinds:
@@ -146,12 +158,18 @@ def _error(
     note: str = "",
 ) -> SiteError:
     """triples: (fused, plain, exact)."""
+    return SiteError(site.pattern, site.op, scope, count, *_worst(triples), note)
+
+
+def _worst(
+    triples: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
+) -> tuple[float, float, float]:
+    """(plain, fused, allowed) error of the triple with the largest share of what is allowed."""
     pairs = [
         (_distance(theirs, truth), _distance(ours, truth), _allowed(theirs, truth))
         for ours, theirs, truth in triples
     ]
-    worst = max(pairs, key=_share, default=(0.0, 0.0, 0.0))
-    return SiteError(site.pattern, site.op, scope, count, *worst, note)
+    return max(pairs, key=_share, default=(0.0, 0.0, 0.0))
 
 
 def _share(errors: tuple[float, float, float]) -> float:

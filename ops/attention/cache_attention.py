@@ -1,7 +1,5 @@
 """`cache_attention`: attention of queries to the keys and values of a cache, where they lie.
 
-    out = softmax(scale * q @ k^T, capped, masked) @ v        fp32, rounded once
-
 Heads that share keys (GQA, MQA) read them once; no key or value is copied or repeated. A block of
 keys that no query sees is not read.
 """
@@ -20,7 +18,7 @@ from tilewright.ops.attention.checks import (
     check_attention_values,
 )
 from tilewright.ops.attention.reference import attention_reference
-from tilewright.ops.contract import FusedOp, Tolerance, emitted_kernel, register
+from tilewright.ops.contract import FusedOp, emitted_kernel, register, rounded_once
 from tilewright.ops.sampling import sampler_of
 
 NAME = "cache_attention"
@@ -29,12 +27,7 @@ ERROR_MODEL = (
     "half a unit in the last place of the terms of each sum, measured against the rms of the "
     "output; then one rounding of the result"
 )
-TOLERANCES = {
-    torch.bfloat16: Tolerance(relative=2.0**-8, of_rms=2.0**-6),
-    torch.float16: Tolerance(relative=2.0**-11, of_rms=2.0**-9),
-    torch.float32: Tolerance(relative=2.0**-20, of_rms=2.0**-17),
-    torch.float64: Tolerance(relative=2.0**-49, of_rms=2.0**-44),
-}
+TOLERANCES = rounded_once(2.0**-6, 2.0**-9, 2.0**-17, 2.0**-44)
 
 
 def validate(a: AttentionArguments) -> None:

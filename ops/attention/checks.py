@@ -8,15 +8,20 @@ import torch
 
 from tilewright.ops.attention.mask_blocks import check_mask_blocks, check_mask_blocks_values
 from tilewright.ops.attention.masks import check_attn_mask, check_mask, lowest_hides
-from tilewright.ops.attention.positions import positions_of, room, sequences, token_sequences
+from tilewright.ops.attention.positions import (
+    check_runs,
+    positions_of,
+    room,
+    sequences,
+    token_sequences,
+)
 from tilewright.ops.cache.ragged_batch import INDEX_DTYPES, check_row_offsets
 from tilewright.ops.checks import (
     FLOAT_DTYPES,
-    INT32_MAX,
     ArgumentError,
+    check_absent,
     check_device,
     check_dtype,
-    check_last_dim_dense,
     check_number,
     check_operand,
     check_shape,
@@ -52,12 +57,13 @@ def _check_cache(op: str, a: Any) -> None:
     if not (holds(num_kv_heads >= 1) and holds(heads % num_kv_heads == 0)):
         expected = f"a number of heads that divides the {heads} of q"
         raise ArgumentError(op, "k", expected, f"{num_kv_heads} heads")
-    for name in ("k_scale", "v_scale"):
+    scales = ("k_scale", "v_scale")
+    if a.k.dtype not in FP8_DTYPES:
+        check_absent(op, a, scales, f"the cache has {a.k.dtype}")
+    for name in scales:
         scale = getattr(a, name)
         if scale is None:
             continue
-        if a.k.dtype not in FP8_DTYPES:
-            raise ArgumentError(op, name, f"None, since the cache has {a.k.dtype}", "a tensor")
         check_dtype(op, name, scale, (torch.float32,))
         check_device(op, name, scale, a.q.device)
         if scale.numel() != 1 or scale.dim() > 1:
@@ -67,56 +73,26 @@ def _check_cache(op: str, a: Any) -> None:
 def check_batch(op: str, a: Any) -> None:
     """Checks what says where the keys of each sequence are, and which a query sees: of q [T, Hq,
     ...] and k [N, P, ...] only the shapes count. Metadata only; raises ArgumentError."""
-    _check_runs(op, a)
+    _check_places(op, a, check_runs(op, a))
     check_mask(op, a)
     check_number(op, "scale", a.scale)
     if a.attn_mask is not None:
         if a.row_offsets is not None:
-            raise ArgumentError(op, "attn_mask", "None, since row_offsets is given", "a tensor")
+            check_absent(op, a, ["attn_mask"], "row_offsets is given")
         check_attn_mask(op, a.attn_mask, a.q, a.num_sequences, room(a))
     check_mask_blocks(op, a.attn_mask, a.mask_blocks)
 
 
-def _check_runs(op: str, a: Any) -> None:
-    num_tokens = a.q.shape[0]
-    if a.row_offsets is not None:
-        check_shape(op, "row_offsets", a.row_offsets, "[B + 1]", (None,))
-        if not holds(a.row_offsets.shape[0] >= 1):
-            raise ArgumentError(op, "row_offsets", "B + 1 offsets", "none")
-    elif not (
-        holds(a.num_sequences >= 1)
-        and holds(a.num_sequences <= INT32_MAX)
-        and holds(num_tokens % a.num_sequences == 0)
-    ):
-        expected = f"a divisor of T = {num_tokens}, since row_offsets is None"
-        raise ArgumentError(op, "num_sequences", expected, a.num_sequences)
-    batch = sequences(a)
-    if a.block_table is not None:
-        check_shape(op, "block_table", a.block_table, "[B, columns]", (batch, None))
-        check_last_dim_dense(op, "block_table", a.block_table)
+def _check_places(op: str, a: Any, batch: Any) -> None:
+    table, device = a.block_table, a.q.device
+    if table is not None:
+        form = "[B, columns]", (batch, None), INDEX_DTYPES, device
+        check_operand(op, "block_table", table, *form, dense=True)
     elif not holds(a.k.shape[0] == batch):
         expected = f"keys of B = {batch} sequences, since block_table is None"
         raise ArgumentError(op, "k", expected, f"those of {a.k.shape[0]}")
-    for name in ("key_lengths", "cache_lengths"):
-        if getattr(a, name) is not None:
-            check_shape(op, name, getattr(a, name), "[B]", (batch,))
-    if a.positions is not None:
-        _check_positions(op, a, num_tokens, batch)
-    for name in INDICES:
-        if getattr(a, name) is not None:
-            check_dtype(op, name, getattr(a, name), INDEX_DTYPES)
-            check_device(op, name, getattr(a, name), a.q.device)
-
-
-def _check_positions(op: str, a: Any, num_tokens: Any, batch: Any) -> None:
-    rows = a.positions.shape[0] if a.positions.dim() == 1 else None
-    shared = a.row_offsets is None
-    fits = rows is not None and (
-        holds(rows == num_tokens) or (shared and holds(rows * batch == num_tokens))
-    )
-    if not fits:
-        expected = f"shape [T] = [{num_tokens}]" + (f" or [T / {batch}]" if shared else "")
-        raise ArgumentError(op, "positions", expected, f"shape {list(a.positions.shape)}")
+    if a.key_lengths is not None:
+        check_operand(op, "key_lengths", a.key_lengths, "[B]", (batch,), INDEX_DTYPES, device)
 
 
 def check_attention_values(op: str, a: Any) -> None:

@@ -1,7 +1,5 @@
 """`mask_blocks`: which blocks of keys a mask lets some query of a tile see.
 
-    mask [B, H, S, K]  ->  for each tile of 128 queries the blocks of 64 keys that are not hidden
-
 Attention that is given the list reads nothing of other blocks, and no mask where a block is seen
 whole. All layers of a model share one list.
 """
@@ -35,8 +33,8 @@ from tilewright.ops.checks import (
     holds,
     readable,
 )
-from tilewright.ops.contract import FusedOp, Tolerance, emitted_kernel, register
-from tilewright.ops.runtime.operands import mask_bytes, operand
+from tilewright.ops.contract import EXACT, FusedOp, emitted_kernel, register
+from tilewright.ops.runtime.operands import broadcast_strides, mask_bytes, operand
 from tilewright.ops.runtime.program import Buffer, Launch, Outcome, SplitK, Step, Steps
 
 NAME = "mask_blocks"
@@ -172,7 +170,7 @@ def mask_blocks_steps(a: MaskBlocksArguments, target: Target) -> Steps:
     mask = a.attn_mask
     batch, heads, query_tiles, columns = shape = blocks_shape(mask)
     tiles, key_blocks = batch * heads * query_tiles, columns - 1
-    steps = [step if size > 1 else 0 for size, step in zip(mask.shape, mask.stride(), strict=True)]
+    steps = broadcast_strides(mask)
     numbers = {
         "num_heads": heads,
         "num_queries": mask.shape[2],
@@ -306,7 +304,7 @@ OP = register(
         lowerings=(emitted_kernel(mask_blocks_steps, unsupported),),
         cases=CASES,
         sample_inputs=sample_inputs,
-        tolerances={torch.int32: Tolerance(relative=0.0, of_rms=0.0)},
+        tolerances={torch.int32: EXACT},
         error_model="whole numbers: every device gives the same",
     )
 )

@@ -14,10 +14,8 @@ from tilewright.codegen.attention.specs import ROPE_STRIDES, STRIDES, TENSORS
 from tilewright.codegen.operand import Operand
 from tilewright.ops.attention.positions import room, sequences
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
-from tilewright.ops.runtime.operands import mask_bytes, operand
+from tilewright.ops.runtime.operands import broadcast_strides, mask_bytes, operand, tma_reaches
 
-# What a descriptor's address and strides are multiples of.
-TMA_BYTES = 16
 # Softmax in powers of two.
 LOG2E = math.log2(math.e)
 # Run-time arguments by the kernels' parameter names.
@@ -95,24 +93,12 @@ def _descriptors_reach(a: Any) -> bool:
     """Whether descriptors can read a sequence's queries, keys and values of a head."""
     if a.block_table is not None or a.k.dtype != a.q.dtype:
         return False
-    return all(
-        count % TMA_BYTES == 0
-        for tensor in (a.q, a.k, a.v)
-        for count in (
-            tensor.data_ptr(),
-            *(stride * tensor.element_size() for stride in tensor.stride()[:-1]),
-        )
-    )
+    return all(tma_reaches(tensor, *tensor.stride()[:-1]) for tensor in (a.q, a.k, a.v))
 
 
 def _strides(a: Any) -> dict[str, int]:
     """The strides of a launch by the kernel's parameter names."""
-    positions, mask, blocks = a.positions, a.attn_mask, a.mask_blocks
-    masks, listed = [0, 0, 0, 0], [0, 0, 0]
-    if mask is not None:
-        masks = [s if n > 1 else 0 for n, s in zip(mask.shape, mask.stride(), strict=True)]
-    if blocks is not None:
-        listed = [blocks.stride(d) if blocks.shape[d] > 1 else 0 for d in range(3)]
+    positions = a.positions
     each = positions is not None and positions.shape[0] == a.q.shape[0] != 0
     step = 0 if positions is None else positions.stride(0)
     own_run = step * (a.q.shape[0] // max(sequences(a), 1)) if each else 0
@@ -127,8 +113,8 @@ def _strides(a: Any) -> dict[str, int]:
         own_run,
         step,
         0 if a.block_table is None else a.block_table.stride(0),
-        *masks,
-        *listed,
+        *broadcast_strides(a.attn_mask),
+        *broadcast_strides(a.mask_blocks)[:3],
         *scales,
     )
     return dict(zip(STRIDES, given, strict=True))

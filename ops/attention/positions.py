@@ -7,7 +7,17 @@ from typing import Any
 import torch
 
 from tilewright.ops.cache.addressing import ragged_sequences
-from tilewright.ops.checks import ArgumentError, first
+from tilewright.ops.cache.ragged_batch import INDEX_DTYPES
+from tilewright.ops.checks import (
+    INT32_MAX,
+    ArgumentError,
+    check_device,
+    check_dtype,
+    check_operand,
+    first,
+    holds,
+    shape_text,
+)
 
 
 def sequences(a: Any) -> Any:
@@ -58,6 +68,40 @@ def positions_of(a: Any) -> torch.Tensor:
     """The position of each query, int64 [T]."""
     batch = (a.row_offsets, a.num_sequences, a.positions, a.cache_lengths)
     return token_positions(a.q.shape[0], *batch, a.q.device)
+
+
+def check_runs(op: str, a: Any, *, each: bool = False) -> Any:
+    """Checks what says which sequence a query of q [T, ..] belongs to, and its position. each:
+    positions are given of every token. Metadata only; returns B, raises ArgumentError."""
+    num_tokens = a.q.shape[0]
+    if a.row_offsets is not None:
+        form = "[B + 1]", (None,), INDEX_DTYPES, a.q.device
+        check_operand(op, "row_offsets", a.row_offsets, *form)
+        if not holds(a.row_offsets.shape[0] >= 1):
+            raise ArgumentError(op, "row_offsets", "B + 1 offsets", "none")
+    elif not (
+        holds(a.num_sequences >= 1)
+        and holds(a.num_sequences <= INT32_MAX)
+        and holds(num_tokens % a.num_sequences == 0)
+    ):
+        expected = f"a divisor of T = {num_tokens}, since row_offsets is None"
+        raise ArgumentError(op, "num_sequences", expected, a.num_sequences)
+    batch = sequences(a)
+    if a.cache_lengths is not None:
+        form = "[B]", (batch,), INDEX_DTYPES, a.q.device
+        check_operand(op, "cache_lengths", a.cache_lengths, *form)
+    if a.positions is not None:
+        rows = a.positions.shape[0] if a.positions.dim() == 1 else None
+        shared = a.row_offsets is None and not each
+        fits = rows is not None and (
+            holds(rows == num_tokens) or (shared and holds(rows * batch == num_tokens))
+        )
+        if not fits:
+            expected = f"shape [T] = [{num_tokens}]" + (f" or [T / {batch}]" if shared else "")
+            raise ArgumentError(op, "positions", expected, f"shape {shape_text(a.positions.shape)}")
+        check_dtype(op, "positions", a.positions, INDEX_DTYPES)
+        check_device(op, "positions", a.positions, a.q.device)
+    return batch
 
 
 def check_positions(op: str, argument: str, positions: torch.Tensor, rows: int) -> None:

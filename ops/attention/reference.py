@@ -36,7 +36,8 @@ def attention_reference(a: Any) -> torch.Tensor:
         k, v = _scaled(k, a.k_scale), _scaled(v, a.v_scale)
         added = None if added is None else added[..., used]
         q = a.q[queries].to(compute)
-        out[queries] = _attention(a, q, k, v, seen[..., used], added).to(out.dtype)
+        attended = attend(q, k, v, seen[..., used], added, a.scale, a.softcap, a.sinks)
+        out[queries] = attended.to(out.dtype)
     return out
 
 
@@ -55,32 +56,34 @@ def _scaled(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     return x if scale is None else x * scale.to(x.dtype).reshape(-1, 1)
 
 
-def _attention(
-    a: Any,
+def attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     seen: torch.Tensor,
     added: torch.Tensor | None,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[S, Hq, V] of q [S, Hq, D], k [K, Hkv, D], v [K, Hkv, V]; of seen and added [Hq or 1, S or 1,
-    K]."""
+    K]; in q's dtype."""
     heads, group = q.shape[1], q.shape[1] // k.shape[1]
     out = q.new_zeros((*q.shape[:2], v.shape[2]))
     step = max(LOGITS // max(q.shape[0] * k.shape[0], 1), 1)
     for first in range(0, heads, step):
         part = torch.arange(first, min(first + step, heads), device=q.device)
         own = part // group
-        logits = torch.einsum("shd,khd->hsk", q[:, part], k[:, own]) * a.scale
-        if a.softcap:
-            logits = a.softcap * (logits / a.softcap).tanh()
+        logits = torch.einsum("shd,khd->hsk", q[:, part], k[:, own]) * scale
+        if softcap:
+            logits = softcap * (logits / softcap).tanh()
         if added is not None:
             logits = logits + (added if added.shape[0] == 1 else added[part])
         visible_here = seen if seen.shape[0] == 1 else seen[part]
         logits = logits.masked_fill(~visible_here, float("-inf"))
-        if a.sinks is not None:
-            sinks = a.sinks[part].to(logits.dtype).reshape(-1, 1, 1).expand(*logits.shape[:2], 1)
-            logits = torch.cat((logits, sinks), -1)
+        if sinks is not None:
+            own_sinks = sinks[part].to(logits.dtype).reshape(-1, 1, 1)
+            logits = torch.cat((logits, own_sinks.expand(*logits.shape[:2], 1)), -1)
         blind = (logits == float("-inf")).all(-1, keepdim=True)
         weights = torch.where(blind, 0.0, logits.softmax(-1))[..., : k.shape[0]]
         out[:, part] = torch.einsum("hsk,khd->shd", weights, v[:, own])

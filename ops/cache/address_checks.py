@@ -6,8 +6,6 @@ They run where the tensors are: on a GPU a check computes there and reads one nu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -15,7 +13,6 @@ import torch
 from tilewright.ops.cache.addressing import (
     ADDRESS_TENSORS,
     SLOT_FORMS,
-    AddressArguments,
     resolve_places,
     table_slots,
     token_positions,
@@ -35,8 +32,7 @@ from tilewright.ops.formats.paged_cache import CacheWindow, slot_limit
 
 def check_values(op: str, a: Any, num_tokens: int, writes_v: bool = True) -> None:
     """Checks that no source shares memory with a cache, that K and V share none, where tokens go,
-    and the cache scales. `a`: a WriteArguments that is a dataclass, whose tensors are all sources
-    but the caches.
+    and the cache scales. `a`: arguments whose tensors are all sources but the caches.
 
     Values on a GPU are looked at, which waits for it, only under TILEWRIGHT_DEBUG=1.
     """
@@ -49,7 +45,7 @@ def check_values(op: str, a: Any, num_tokens: int, writes_v: bool = True) -> Non
     if writes_v:
         v_base = ("k_cache", a.k_cache) if a.v_cache is None else ("v_cache", a.v_cache)
         written.append((*v_base, a.v_window))
-    check_aliases(op, written, _sources(a))
+    check_aliases(op, a, written)
     if (
         a.v_cache is not None
         and len(written) == 2
@@ -62,49 +58,34 @@ def check_values(op: str, a: Any, num_tokens: int, writes_v: bool = True) -> Non
     if readable(getattr(a, name) for name in ADDRESS_TENSORS):
         check_address_values(op, a, CacheWindow(*a.k_window), num_tokens)
     for name in CACHE_SCALES:
-        if readable([getattr(a, name)]):
-            check_scale_values(op, name, getattr(a, name))
-
-
-def _sources(a: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    for field in fields(a):
-        value = getattr(a, field.name)
-        if isinstance(value, torch.Tensor) and field.name not in ("k_cache", "v_cache"):
-            yield field.name, value
+        check_scale_values(op, name, getattr(a, name))
 
 
 def check_address_values(
     op: str,
-    a: AddressArguments,
+    a: Any,
     window: CacheWindow,
     num_tokens: int,
-    names: Mapping[str, str] | None = None,
 ) -> None:
     """Checks that every token's place is in the cache and, where negative slots are skipped, that
-    no two tokens have the same. `names`: the op's own words for `row_offsets` and its like."""
+    no two tokens have the same."""
     if "slot_mapping" in SLOT_FORMS[a.slots]:
         _check_slots(op, a, window)
         return
-    named = _Names(names or {})
     if a.slots == "ragged":
-        _check_offsets(op, a, num_tokens, named)
+        _check_offsets(op, a, num_tokens)
     if num_tokens == 0:
         return
     sequence, position, _ = token_positions(a, num_tokens)
     if a.slots == "block_table":
         _check_sequences(op, a, sequence)
-    _check_positions(op, a, sequence, position, window.page_size, named)
-    _check_entries(op, a, sequence, position, window, named)
+    _check_positions(op, a, sequence, position, window.page_size)
+    _check_entries(op, a, sequence, position, window)
     if a.indexing == "paged":
-        _check_once(op, named["lookup_table"], resolve_places(a, window, num_tokens), window)
+        _check_once(op, resolve_places(a, window, num_tokens), window)
 
 
-class _Names(dict[str, str]):
-    def __missing__(self, key: str) -> str:
-        return key
-
-
-def _check_slots(op: str, a: AddressArguments, window: CacheWindow) -> None:
+def _check_slots(op: str, a: Any, window: CacheWindow) -> None:
     slots = a.slot_mapping
     assert slots is not None
     limit = slot_limit(window, a.slots)
@@ -126,20 +107,16 @@ def _check_slots(op: str, a: AddressArguments, window: CacheWindow) -> None:
         raise ArgumentError(op, "slot_mapping", expected, actual)
 
 
-def _check_offsets(op: str, a: AddressArguments, num_tokens: int, names: _Names) -> None:
-    assert a.row_offsets is not None
-    assert a.cache_lengths is not None
-    name = names["row_offsets"]
-    check_row_offsets(op, name, a.row_offsets, num_tokens, "the number of tokens")
+def _check_offsets(op: str, a: Any, num_tokens: int) -> None:
+    check_row_offsets(op, "row_offsets", a.row_offsets, num_tokens, "the number of tokens")
     lengths = a.cache_lengths.to(torch.int64)
     where = first(lengths < 0)
     if where is not None:
         actual = f"{int(lengths[where])} of sequence {where}"
-        raise ArgumentError(op, names["cache_lengths"], "no negative length", actual)
+        raise ArgumentError(op, "cache_lengths", "no negative length", actual)
 
 
-def _check_sequences(op: str, a: AddressArguments, sequence: torch.Tensor) -> None:
-    assert a.lookup_table is not None
+def _check_sequences(op: str, a: Any, sequence: torch.Tensor) -> None:
     rows = a.lookup_table.shape[0]
     bad, expected = sequence >= rows, f"sequences below {rows}"
     if a.indexing == "torch":
@@ -152,14 +129,12 @@ def _check_sequences(op: str, a: AddressArguments, sequence: torch.Tensor) -> No
 
 def _check_positions(
     op: str,
-    a: AddressArguments,
+    a: Any,
     sequence: torch.Tensor,
     position: torch.Tensor,
     page_size: int,
-    names: _Names,
 ) -> None:
     """Positions past a sequence's row of the table."""
-    assert a.lookup_table is not None
     columns = a.lookup_table.shape[1]
     bad, expected = position >= columns * page_size, f"positions below {columns * page_size}"
     if a.indexing == "torch":
@@ -169,7 +144,7 @@ def _check_positions(
         bad = bad & (sequence >= 0)
     where = first(bad)
     if where is not None:
-        name = names["cache_lengths"] if a.slots == "ragged" else "positions"
+        name = "cache_lengths" if a.slots == "ragged" else "positions"
         expected += f" ({columns} columns of lookup_table, {page_size} slots a page)"
         actual = f"{int(position[where])} of token {where} (sequence {int(sequence[where])})"
         raise ArgumentError(op, name, expected, actual)
@@ -177,11 +152,10 @@ def _check_positions(
 
 def _check_entries(
     op: str,
-    a: AddressArguments,
+    a: Any,
     sequence: torch.Tensor,
     position: torch.Tensor,
     window: CacheWindow,
-    names: _Names,
 ) -> None:
     """The pages that tokens need; what no token needs may hold anything."""
     pages, size = window.num_pages, window.page_size
@@ -196,7 +170,7 @@ def _check_entries(
         place = f"sequence {int(sequence[where])}, position {int(position[where])}"
         raise ArgumentError(
             op,
-            names["lookup_table"],
+            "lookup_table",
             f"pages from {lowest} to {pages - 1} where a token goes",
             f"{int(entry[where])} for token {where} ({place})",
         )
@@ -204,7 +178,6 @@ def _check_entries(
 
 def _check_once(
     op: str,
-    argument: str,
     places: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     window: CacheWindow,
 ) -> None:
@@ -218,4 +191,4 @@ def _check_once(
     if where is not None:
         one, two = order[where : where + 2].tolist()
         actual = f"slot {int(ordered[where])} for tokens {one} and {two}"
-        raise ArgumentError(op, argument, "every slot for at most one token", actual)
+        raise ArgumentError(op, "lookup_table", "every slot for at most one token", actual)

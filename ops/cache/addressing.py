@@ -9,12 +9,14 @@
 What resolves outside the cache is never written. With indexing="paged" a negative slot, page,
 position or sequence means a token without a place, such as padding; with indexing="torch" a
 negative index counts from the end, as PyTorch's does.
+
+Everywhere `a` is the arguments of an op: `slots`, `indexing` and ADDRESS_TENSORS.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -45,47 +47,7 @@ ADDRESS_TENSORS = tuple(dict.fromkeys(name for names in SLOT_FORMS.values() for 
 Places = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-class AddressArguments(Protocol):
-    """The arguments that say where each token goes."""
-
-    @property
-    def slots(self) -> str: ...
-    @property
-    def indexing(self) -> str: ...
-    @property
-    def slot_mapping(self) -> torch.Tensor | None: ...
-    @property
-    def lookup_table(self) -> torch.Tensor | None: ...
-    @property
-    def sequence_ids(self) -> torch.Tensor | None: ...
-    @property
-    def positions(self) -> torch.Tensor | None: ...
-    @property
-    def row_offsets(self) -> torch.Tensor | None: ...
-    @property
-    def cache_lengths(self) -> torch.Tensor | None: ...
-
-
-class WriteArguments(AddressArguments, Protocol):
-    """The arguments that say where K and V go and how they are stored."""
-
-    @property
-    def k_cache(self) -> torch.Tensor: ...
-    @property
-    def v_cache(self) -> torch.Tensor | None: ...
-    @property
-    def k_window(self) -> Any: ...
-    @property
-    def v_window(self) -> Any: ...
-    @property
-    def k_cache_scale(self) -> torch.Tensor | None: ...
-    @property
-    def v_cache_scale(self) -> torch.Tensor | None: ...
-    @property
-    def cache_scale_multiplies(self) -> bool: ...
-
-
-def address_values(a: AddressArguments) -> dict[str, Any]:
+def address_values(a: Any) -> dict[str, Any]:
     """Tensors and counts of the kernels, by parameter name."""
     slots, *table = (getattr(a, name) for name in SLOT_FORMS[a.slots])
     sequences, positions = table or (None, None)
@@ -102,7 +64,7 @@ def address_values(a: AddressArguments) -> dict[str, Any]:
     return {**values, **counts}
 
 
-def addressing_operands(a: AddressArguments, values: Mapping[str, Any]) -> Addressing:
+def addressing_operands(a: Any, values: Mapping[str, Any]) -> Addressing:
     """The static part of the arguments; values: those of `address_values`."""
     slots, sequences, positions = (values[f"{x}_ptr"] for x in ("slots", "sequences", "positions"))
     return Addressing(
@@ -117,7 +79,7 @@ def addressing_operands(a: AddressArguments, values: Mapping[str, Any]) -> Addre
 
 def check_addressing(
     op: str,
-    a: AddressArguments,
+    a: Any,
     num_tokens: Any,
     window: CacheWindow,
     device: torch.device,
@@ -149,8 +111,7 @@ def check_addressing(
         _check_table(op, a, num_tokens)
 
 
-def _check_slot_mapping(op: str, a: AddressArguments, num_tokens: Any, window: CacheWindow) -> None:
-    assert a.slot_mapping is not None
+def _check_slot_mapping(op: str, a: Any, num_tokens: Any, window: CacheWindow) -> None:
     shape = list(a.slot_mapping.shape)
     if len(shape) != 1:
         raise ArgumentError(op, "slot_mapping", "one axis", f"shape {shape}")
@@ -164,8 +125,7 @@ def _check_slot_mapping(op: str, a: AddressArguments, num_tokens: Any, window: C
         raise ArgumentError(op, "slot_mapping", f"shape {form}", f"shape {shape}")
 
 
-def _check_table(op: str, a: AddressArguments, num_tokens: Any) -> None:
-    assert a.lookup_table is not None
+def _check_table(op: str, a: Any, num_tokens: Any) -> None:
     check_shape(op, "lookup_table", a.lookup_table, "[B, columns]", (None, None))
     check_last_dim_dense(op, "lookup_table", a.lookup_table)
     sequences = a.lookup_table.shape[0]
@@ -173,8 +133,6 @@ def _check_table(op: str, a: AddressArguments, num_tokens: Any) -> None:
         for name in ("sequence_ids", "positions"):
             check_shape(op, name, getattr(a, name), "[T]", (num_tokens,))
     else:
-        assert a.row_offsets is not None
-        assert a.cache_lengths is not None
         check_shape(op, "row_offsets", a.row_offsets, "[B + 1]", (sequences + 1,))
         check_shape(op, "cache_lengths", a.cache_lengths, "[B]", (sequences,))
     shape = list(a.lookup_table.shape)
@@ -183,10 +141,9 @@ def _check_table(op: str, a: AddressArguments, num_tokens: Any) -> None:
         raise ArgumentError(op, "lookup_table", expected, f"shape {shape}")
 
 
-def resolve_places(a: AddressArguments, window: CacheWindow, num_tokens: int) -> Places:
+def resolve_places(a: Any, window: CacheWindow, num_tokens: int) -> Places:
     """Page, offset in the page and "is written" for every token; int64, int64, bool, each [T]."""
     if "slot_mapping" in SLOT_FORMS[a.slots]:
-        assert a.slot_mapping is not None
         return resolve_slots(a.slot_mapping, window, a.slots, a.indexing)
     sequence, position, known = token_positions(a, num_tokens)
     slot, named = table_slots(a, sequence, position, window.page_size)
@@ -209,15 +166,11 @@ def resolve_slots(
     return slot // window.page_size, slot % window.page_size, written
 
 
-def token_positions(a: AddressArguments, num_tokens: int) -> Places:
+def token_positions(a: Any, num_tokens: int) -> Places:
     """Sequence, position in the sequence and "belongs to a sequence" for every token."""
     if a.slots == "block_table":
-        assert a.sequence_ids is not None
-        assert a.positions is not None
         sequence, position = a.sequence_ids.to(torch.int64), a.positions.to(torch.int64)
         return sequence, position, torch.ones_like(sequence, dtype=torch.bool)
-    assert a.row_offsets is not None
-    assert a.cache_lengths is not None
     sequence, place = ragged_sequences(a.row_offsets, num_tokens)
     known = (sequence >= 0) & (sequence < a.cache_lengths.shape[0])
     length = a.cache_lengths.to(torch.int64)[torch.where(known, sequence, 0)]
@@ -237,10 +190,9 @@ def ragged_sequences(
 
 
 def table_slots(
-    a: AddressArguments, sequence: torch.Tensor, position: torch.Tensor, page_size: int
+    a: Any, sequence: torch.Tensor, position: torch.Tensor, page_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The flat slot that a block table gives each position, and whether the table has an entry."""
-    assert a.lookup_table is not None
     rows, columns = a.lookup_table.shape
     column = position.div(page_size, rounding_mode="floor")
     if a.indexing == "torch":

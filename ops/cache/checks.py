@@ -6,15 +6,16 @@ metadata, which tracing with fake tensors checks too: aliases here, slots in `ad
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from tilewright.ops.cache.addressing import WriteArguments, check_addressing
+from tilewright.ops.cache.addressing import check_addressing
 from tilewright.ops.checks import (
     ArgumentError,
+    check_absent,
     check_device,
     check_dtype,
     check_tensor,
@@ -39,22 +40,17 @@ class HeadValues:
     kv_repeat: int = 1
 
 
-def check_caches(op: str, a: WriteArguments, values: HeadValues, writes_v: bool = True) -> None:
+def check_caches(op: str, a: Any, values: HeadValues, writes_v: bool = True) -> None:
     """Checks caches, windows, scales and addressing against what is written. Metadata only."""
     k_window = _check_cache(op, "k", a.k_cache, a.k_window, "k_cache", values)
     if writes_v:
         base, name = (a.k_cache, "k_cache") if a.v_cache is None else (a.v_cache, "v_cache")
         v_window = _check_cache(op, "v", base, a.v_window, name, values)
         check_dtype(op, name, base, (a.k_cache.dtype,))
-        for axis in ("num_pages", "page_size"):
-            k_size, v_size = getattr(k_window, axis), getattr(v_window, axis)
-            if not holds(k_size == v_size):
-                raise ArgumentError(op, "v_window", f"{axis} = {k_size}, as in k_window", v_size)
-        _check_one_base(op, a, k_window, v_window)
-    elif a.v_cache is not None:
-        raise ArgumentError(op, "v_cache", "None, since no V is written", "a tensor")
-    elif a.v_cache_scale is not None:
-        raise ArgumentError(op, "v_cache_scale", "None, since no V is written", "a tensor")
+        windows = {"k_window": k_window, "v_window": v_window}
+        check_pair(op, windows, one_base=a.v_cache is None)
+    else:
+        check_absent(op, a, ("v_cache", "v_cache_scale"), "no V is written")
     for name in CACHE_SCALES:
         scale = getattr(a, name)
         check_cache_scale(op, name, scale, values.num_kv_heads, values.device)
@@ -73,12 +69,8 @@ def _check_cache(
     # 64-bit floats would be rounded twice on their way to 8 bits.
     narrow = () if values.dtype == torch.float64 else FP8_DTYPES
     check_dtype(op, base_argument, base, (values.dtype, *narrow))
-    window = check_window(op, f"{letter}_window", integers, base_argument, base)
-    heads = values.num_kv_heads * values.kv_repeat
-    for axis, want in (("num_kv_heads", heads), ("head_dim", values.head_dim)):
-        if not holds(getattr(window, axis) == want):
-            raise ArgumentError(op, f"{letter}_window", f"{axis} = {want}", getattr(window, axis))
-    return window
+    sizes = values.num_kv_heads * values.kv_repeat, values.head_dim
+    return check_window(op, f"{letter}_window", integers, base_argument, base, *sizes)
 
 
 def check_cache_scale(
@@ -94,11 +86,17 @@ def check_cache_scale(
         raise ArgumentError(op, name, expected, f"shape {shape_text(scale.shape)}")
 
 
-def _check_one_base(op: str, a: WriteArguments, k: CacheWindow, v: CacheWindow) -> None:
-    integers = all(isinstance(value, int) for value in (*a.k_window, *a.v_window))
-    if a.v_cache is None and integers and k.overlaps(v):
-        expected = "a window that shares no element with k_window"
-        raise ArgumentError(op, "v_window", expected, list(a.v_window))
+def check_pair(op: str, windows: Mapping[str, CacheWindow], *, one_base: bool) -> None:
+    """Checks that two windows have as many pages and slots, and share no element of one base."""
+    (name, one), (second, other) = windows.items()
+    for axis in ("num_pages", "page_size"):
+        want, have = getattr(one, axis), getattr(other, axis)
+        if not holds(want == have):
+            raise ArgumentError(op, second, f"{axis} = {want}, as in {name}", have)
+    integers = all(isinstance(value, int) for value in (*one.to_ints(), *other.to_ints()))
+    if one_base and integers and one.overlaps(other):
+        expected = f"a window that shares no element with {name}"
+        raise ArgumentError(op, second, expected, other.to_ints())
 
 
 def window_integers(
@@ -119,13 +117,15 @@ def window_integers(
 
 
 def check_aliases(
-    op: str,
-    written: Sequence[tuple[str, torch.Tensor, Sequence[Any]]],
-    sources: Iterable[tuple[str, torch.Tensor]],
+    op: str, a: Any, written: Sequence[tuple[str, torch.Tensor, Sequence[Any]]]
 ) -> None:
-    """Checks that no source shares memory with what is written: (name, base, window) each."""
+    """Checks that of an op's arguments no other tensor shares memory with what is written: (name,
+    base, window) each."""
     storages = {storage_address(base) for _, base, _ in written}
-    for name, source in sources:
+    names = {name for name, _, _ in written}
+    for name, source in vars(a).items():
+        if not isinstance(source, torch.Tensor) or name in names:
+            continue
         if storage_address(source) not in storages:
             continue
         for cache_name, base, window in written:
@@ -156,12 +156,16 @@ def shares_memory(tensor: torch.Tensor, base: torch.Tensor, window: CacheWindow)
 
 
 def check_window(
-    op: str, argument: str, values: Sequence[Any], base_argument: str, base: torch.Tensor
+    op: str,
+    argument: str,
+    values: Sequence[Any],
+    base_argument: str,
+    base: torch.Tensor,
+    num_kv_heads: Any,
+    head_dim: Any,
 ) -> CacheWindow:
-    """The window, once it is known to lie inside the base and not to overlap itself.
-
-    Raises ArgumentError naming `argument`.
-    """
+    """The window, once it is known to have these heads, to lie inside the base and not to overlap
+    itself. Raises ArgumentError naming `argument`."""
     if len(values) != 9:
         names = ", ".join(CacheWindow.__dataclass_fields__)
         raise ArgumentError(op, argument, f"9 integers ({names})", f"{len(values)} integers")
@@ -179,4 +183,7 @@ def check_window(
         expected = f"a window inside {base_argument}, which spans {elements} elements"
         actual = f"offset {window.offset} and extent {window.extent}: {list(values)}"
         raise ArgumentError(op, argument, expected, actual)
+    for axis, want in (("num_kv_heads", num_kv_heads), ("head_dim", head_dim)):
+        if not holds(getattr(window, axis) == want):
+            raise ArgumentError(op, argument, f"{axis} = {want}", getattr(window, axis))
     return window

@@ -1,15 +1,16 @@
-"""Checks of the values of scales. Each raises ArgumentError; they run where the tensors are."""
+"""Checks of the values of scales. Each raises ArgumentError; they run where the tensors are, on
+a GPU only under TILEWRIGHT_DEBUG=1."""
 
 from __future__ import annotations
 
 import torch
 
-from tilewright.ops.checks import ArgumentError, first
+from tilewright.ops.checks import ArgumentError, first, readable
 
 
 def check_scale_values(op: str, argument: str, scale: torch.Tensor | None) -> None:
     """A weight's or a cache's scale is finite and not zero."""
-    if scale is None:
+    if scale is None or not readable([scale]):
         return
     where = first(~scale.isfinite() | (scale == 0))
     if where is not None:
@@ -21,7 +22,7 @@ def check_token_scale_values(
 ) -> None:
     """The scale of x's codes [T, K] is finite, and zero only where all the codes it scales are:
     quantising a row of zeros gives that."""
-    if scale is None or codes.numel() == 0:
+    if scale is None or codes.numel() == 0 or not readable([scale]):
         return
     rows, columns = scale.shape
     width = codes.shape[1] if columns == 1 else 128

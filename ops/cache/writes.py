@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from tilewright.ops.cache.addressing import Places, WriteArguments, resolve_places
+from tilewright.ops.cache.addressing import Places, resolve_places
 from tilewright.ops.formats.fp8 import FP8_DTYPES, saturating_cast
 from tilewright.ops.formats.paged_cache import CacheWindow
 
 
-def write_kv(
-    a: WriteArguments, k: torch.Tensor, v: torch.Tensor | None, kv_repeat: int = 1
-) -> None:
+def write_kv(a: Any, k: torch.Tensor, v: torch.Tensor | None, kv_repeat: int = 1) -> None:
     """Writes k and v [T, Hkv, D], of compute precision, to their slots: scaled, each head repeated
     `kv_repeat` times, and rounded once."""
     k_window = CacheWindow.from_ints(a.k_window)

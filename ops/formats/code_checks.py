@@ -1,20 +1,21 @@
 """Checks of weights of codes with their scales and zeros. Metadata only; each raises ArgumentError.
 
-Dimension letters: N rows, K columns.
+Dimension letters: N rows, K columns. `a` is the arguments of an op: x [T, K], weight_format,
+scale_block, zero_point, nibble_order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from tilewright.ops.checks import (
     FLOAT_DTYPES,
     ArgumentError,
-    check_device,
-    check_dtype,
+    check_absent,
+    check_operand,
     check_scale_block,
     check_shape,
     holds,
@@ -30,22 +31,7 @@ from tilewright.ops.formats.quantized_weight import (
 _ZERO_DTYPES = (*FLOAT_DTYPES, torch.uint8, torch.int8, torch.int32, torch.int64)
 
 
-class FormatArguments(Protocol):
-    """The arguments that say how an op's weights are stored."""
-
-    @property
-    def x(self) -> torch.Tensor: ...
-    @property
-    def weight_format(self) -> str: ...
-    @property
-    def zero_point(self) -> int: ...
-    @property
-    def scale_block(self) -> Sequence[int]: ...
-    @property
-    def nibble_order(self) -> Sequence[int]: ...
-
-
-def check_format_options(op: str, a: FormatArguments, words: torch.dtype) -> None:
+def check_format_options(op: str, a: Any, words: torch.dtype) -> None:
     """What goes with a format as a whole: block, zero point and nibble order. words: the dtype of
     the stored weights."""
     stored = WEIGHT_FORMATS.get(a.weight_format)
@@ -67,9 +53,7 @@ def check_format_options(op: str, a: FormatArguments, words: torch.dtype) -> Non
         raise ArgumentError(op, "nibble_order", expected, order)
 
 
-def check_code_shape(
-    op: str, a: FormatArguments, name: str, letters: str, sizes: Sequence[Any]
-) -> None:
+def check_code_shape(op: str, a: Any, name: str, letters: str, sizes: Sequence[Any]) -> None:
     """The shape of a weight, the argument `name`, in elements: of a packed axis, what its words
     hold."""
     weight, weight_format = getattr(a, name), a.weight_format
@@ -85,44 +69,30 @@ def check_code_shape(
         raise ArgumentError(op, name, expected, actual)
 
 
-def check_blocks(
-    op: str, a: FormatArguments, names: tuple[str, str], rows: Any, columns: Any
-) -> None:
+def check_blocks(op: str, a: Any, names: tuple[str, str], rows: Any, columns: Any) -> None:
     """The scale and zero, arguments of these names, of a weight of so many rows and columns."""
     scale, zero = (getattr(a, name) for name in names)
     stored = WEIGHT_FORMATS.get(a.weight_format)
     if stored is None:
-        for name, value in zip(names, (scale, zero), strict=True):
-            if value is not None:
-                raise ArgumentError(op, name, "None, since weights are dense", "a tensor")
+        check_absent(op, a, names, "weights are dense")
         return
     if scale is None:
         raise ArgumentError(op, names[0], f"a tensor, since weights are {a.weight_format}", None)
     block = a.scale_block
-    _check_numbers(op, names[0], scale, a.x, FLOAT_DTYPES)
     if stored.packed_axis is not None and not holds(columns % block[1] == 0):
         expected = f"a group that divides K = {columns}"
         raise ArgumentError(op, "scale_block", expected, list(block))
     grid = (-(-rows // block[0]), -(-columns // block[1]))
     letters = f"[ceil(N / {block[0]}), ceil(K / {block[1]})]"
-    check_shape(op, names[0], scale, letters, grid)
+    check_operand(op, names[0], scale, letters, grid, FLOAT_DTYPES, a.x.device)
     if zero is None:
         return
     if a.weight_format == "fp8":
         raise ArgumentError(op, names[1], "None for fp8 weights", "a tensor")
-    _check_numbers(op, names[1], zero, a.x, _ZERO_DTYPES)
-    if zero.dim() != 2:
-        check_shape(op, names[1], zero, letters, grid)
-    if stored.packed_axis is not None and zeros_are_packed(zero, rows, block):
+    words = stored.packed_axis is not None and zero.dim() == 2
+    if words and zeros_are_packed(zero, rows, block):
         if len(a.nibble_order) not in (0, 8):
             expected = "an order of 8 nibbles, as the zeros are packed in words of 8"
             raise ArgumentError(op, "nibble_order", expected, list(a.nibble_order))
         letters, grid = f"[N / {8 * block[0]}, K / {block[1]}] words", (zero.shape[0], grid[1])
-    check_shape(op, names[1], zero, letters, grid)
-
-
-def _check_numbers(
-    op: str, name: str, tensor: torch.Tensor, x: torch.Tensor, dtypes: Sequence[torch.dtype]
-) -> None:
-    check_dtype(op, name, tensor, dtypes)
-    check_device(op, name, tensor, x.device)
+    check_operand(op, names[1], zero, letters, grid, _ZERO_DTYPES, a.x.device)

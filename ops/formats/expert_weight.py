@@ -21,10 +21,8 @@ import torch
 from tilewright.ops.checks import (
     ArgumentError,
     check_choice,
-    check_dtype,
     check_operand,
     check_scale_block,
-    check_shape,
 )
 from tilewright.ops.formats import fp4
 
@@ -127,8 +125,7 @@ def check_expert_weight(
     scales = name if scales is None else scales
     check_choice(op, "weight_format", w.format, tuple(FORMATS))
     kind = FORMATS[w.format]
-    check_shape(op, name, w.data, "[E, N, K]", (None, None, None))
-    check_dtype(op, name, w.data, kind.codes or (dtype,))
+    check_operand(op, name, w.data, "[E, N, K]", (None, None, None), kind.codes or (dtype,))
     if kind.scales is None:
         for what, given in (("scale", w.scale), ("expert_scale", w.expert_scale)):
             if given is not None:

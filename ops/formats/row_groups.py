@@ -14,6 +14,8 @@ import torch
 from tilewright.ops.checks import ArgumentError, check_operand, holds
 
 INDEX_DTYPES = (torch.int32, torch.int64)
+# Modular MAX has offsets in uint32.
+OFFSET_DTYPES = (*INDEX_DTYPES, torch.uint32)
 
 
 def check_offsets(

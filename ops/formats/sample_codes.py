@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any
 
 import torch
 
@@ -10,31 +10,14 @@ from tilewright.ops.formats.quantized_weight import WEIGHT_FORMATS, pack_nibbles
 from tilewright.ops.sampling import Sampler
 
 
-class CodedCase(Protocol):
-    """What the setting of an op says of its weights.
-
-    words: the dtype that nibbles are packed in. zeros: "none", "float", "int" (a tensor of its own)
-    or "packed" in words of eight rows. dtype: of the values.
-    """
-
-    @property
-    def weight_format(self) -> str: ...
-    @property
-    def scale_block(self) -> tuple[int, ...]: ...
-    @property
-    def nibble_order(self) -> tuple[int, ...]: ...
-    @property
-    def words(self) -> torch.dtype: ...
-    @property
-    def zeros(self) -> str: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-
 def sample_codes(
-    case: CodedCase, sampler: Sampler, rows: int, columns: int
+    case: Any, sampler: Sampler, rows: int, columns: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Stored rows, scales and zeros (codes where the case has none) of one weight."""
+    """Stored rows, scales and zeros (codes where the case has none) of one weight.
+
+    words of a case: the dtype that nibbles are packed in. zeros: "none", "float", "int" (a tensor
+    of its own) or "packed" in words of eight rows. dtype: of the values.
+    """
     shape, axis = (rows, columns), WEIGHT_FORMATS[case.weight_format].packed_axis
     grid = tuple(-(-n // size) for n, size in zip(shape, case.scale_block, strict=True))
     if axis is not None:

@@ -1,8 +1,5 @@
 """`grouped_matmul`: rows in groups, each group times the weight of its expert.
 
-    for every row m of group g with e = expert_ids[g] >= 0:
-        out[m] = x[m] @ weight[e]^T (+ bias[e])          fp32, rounded once
-
 x may be float8_e4m3fn codes with a scale per row and 128 columns, for weights in fp8 blocks. Rows
 of expert -1, and rows that belong to no group, are zero: the memory of the result is defined.
 """
@@ -24,7 +21,7 @@ from tilewright.ops.checks import (
     holds,
     readable,
 )
-from tilewright.ops.contract import FusedOp, Tolerance, emitted_kernel, register
+from tilewright.ops.contract import FusedOp, emitted_kernel, register, rounded_once
 from tilewright.ops.formats.expert_weight import ExpertWeight, check_expert_weight
 from tilewright.ops.formats.row_groups import (
     INDEX_DTYPES,
@@ -45,12 +42,7 @@ ERROR_MODEL = (
     "activations' dtype after the product with their scale, which errs by its unit in the last "
     "place times a random walk over the inner dimension, measured against the rms of the output"
 )
-TOLERANCES = {
-    torch.bfloat16: Tolerance(relative=2.0**-8, of_rms=2.0**-6),
-    torch.float16: Tolerance(relative=2.0**-11, of_rms=2.0**-9),
-    torch.float32: Tolerance(relative=2.0**-20, of_rms=2.0**-18),
-    torch.float64: Tolerance(relative=2.0**-49, of_rms=2.0**-46),
-}
+TOLERANCES = rounded_once(2.0**-6, 2.0**-9, 2.0**-18, 2.0**-46)
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,6 @@
 """`grouped_matmul_dynamic_scaled_nvfp4`: NVFP4 activations times NVFP4 expert weights, with MAX's
 signature.
 
-    for every row m of group g with e = expert_ids[g] >= 0:
-        acc = sum_k  a[m, k] * sa(m, k // 16) * b[e, n, k] * sb(e, n, k // 16)
-        out[m, n] = bfloat16(expert_scales[e] * acc)
-
 fp32 accumulation, the expert's factor in fp32 before the one rounding. Signs of block scales are
 ignored, as the tensor core ignores them. Where MAX leaves the rows of a group with id -1 untouched,
 they are zero here.
@@ -21,19 +17,16 @@ from tilewright.codegen.grouped.problem import TMA_BYTES
 from tilewright.ops.checks import (
     ArgumentError,
     check_choice,
-    check_device,
-    check_dtype,
-    check_last_dim_dense,
     check_operand,
-    check_shape,
     holds,
     readable,
 )
-from tilewright.ops.contract import FusedOp, Tolerance, emitted_kernel, register
+from tilewright.ops.contract import FusedOp, emitted_kernel, register, rounded_once
 from tilewright.ops.formats import nvfp4
 from tilewright.ops.formats.expert_weight import ExpertWeight
 from tilewright.ops.formats.row_groups import (
     INDEX_DTYPES,
+    OFFSET_DTYPES,
     check_expert_values,
     check_offset_values,
     check_offsets,
@@ -50,8 +43,6 @@ from tilewright.ops.schema import SymInt
 
 NAME = "grouped_matmul_dynamic_scaled_nvfp4"
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# MAX has the offsets in uint32.
-OFFSET_DTYPES = (*INDEX_DTYPES, torch.uint32)
 
 
 @dataclass(frozen=True)
@@ -90,15 +81,13 @@ class Nvfp4MatmulArguments:
 
 
 def validate(a: Nvfp4MatmulArguments) -> None:
-    check_shape(NAME, "a", a.a, "[T, K/2]", (None, None))
+    check_operand(NAME, "a", a.a, "[T, K/2]", (None, None), (torch.uint8,), dense=True)
     packed = a.a.shape[1]
     if packed % 16:
         expected = "K that 32 divides (rows of whole 16 bytes)"
         raise ArgumentError(NAME, "a", expected, f"K = {2 * packed}")
-    check_shape(NAME, "b", a.b, "[E, N, K/2]", (None, None, packed))
-    for name in ("a", "b"):
-        check_dtype(NAME, name, getattr(a, name), (torch.uint8,))
-        check_last_dim_dense(NAME, name, getattr(a, name))
+    sizes, device = (None, None, packed), a.a.device
+    check_operand(NAME, "b", a.b, "[E, N, K/2]", sizes, (torch.uint8,), device, dense=True)
     _check_scales(a, 2 * packed)
     _check_groups(a)
     check_choice(NAME, "out_dtype", a.out_dtype, (None, *OUT_DTYPES))
@@ -106,19 +95,18 @@ def validate(a: Nvfp4MatmulArguments) -> None:
 
 def _check_scales(a: Nvfp4MatmulArguments, inner: int) -> None:
     num_experts, rows = a.b.shape[:2]
-    columns = inner // nvfp4.BLOCK
-    _, *a_shape = layout_shape(0, columns)
-    check_shape(NAME, "a_scales", a.a_scales, "[S, K/64, 32, 4, 4]", (None, *a_shape))
+    columns, device = inner // nvfp4.BLOCK, a.a.device
     b_shape = layout_shape(rows, columns, (num_experts,))
-    check_shape(NAME, "b_scales", a.b_scales, "[E, N/128, K/64, 32, 4, 4]", b_shape)
-    factors = (num_experts,), (torch.float32,)
-    check_operand(NAME, "expert_scales", a.expert_scales, "[E]", *factors, a.a.device)
-    for name in ("a_scales", "b_scales"):
-        check_dtype(NAME, name, getattr(a, name), (torch.float8_e4m3fn,))
-        check_device(NAME, name, getattr(a, name), a.a.device)
+    wanted = {
+        "a_scales": ("[S, K/64, 32, 4, 4]", (None, *b_shape[2:])),
+        "b_scales": ("[E, N/128, K/64, 32, 4, 4]", b_shape),
+    }
+    for name, sizes in wanted.items():
+        check_operand(NAME, name, getattr(a, name), *sizes, (torch.float8_e4m3fn,), device)
         if not getattr(a, name).is_contiguous():
             raise ArgumentError(NAME, name, "a contiguous layout", "another")
-    check_device(NAME, "b", a.b, a.a.device)
+    factors = (num_experts,), (torch.float32,)
+    check_operand(NAME, "expert_scales", a.expert_scales, "[E]", *factors, device)
 
 
 def _check_groups(a: Nvfp4MatmulArguments) -> None:
@@ -246,11 +234,7 @@ OP = register(
         ),
         cases=CASES,
         sample_inputs=sample_inputs,
-        tolerances={
-            torch.bfloat16: Tolerance(relative=2.0**-8, of_rms=2.0**-16),
-            torch.float16: Tolerance(relative=2.0**-11, of_rms=2.0**-16),
-            torch.float32: Tolerance(relative=2.0**-20, of_rms=2.0**-16),
-        },
+        tolerances=rounded_once(2.0**-16, 2.0**-16, 2.0**-16),
         error_model="products are exact in fp32; sums of them in fp32, one rounding of the result",
     )
 )

@@ -19,7 +19,7 @@ from tilewright.codegen.grouped.nvfp4_specs import (
 )
 from tilewright.codegen.targets import Target
 from tilewright.ops.checks import ArgumentError, check_operand, check_shape, check_tensor, readable
-from tilewright.ops.contract import FusedOp, Tolerance, emitted_kernel, register
+from tilewright.ops.contract import EXACT, FusedOp, emitted_kernel, register
 from tilewright.ops.formats import nvfp4
 from tilewright.ops.formats.row_groups import (
     INDEX_DTYPES,
@@ -192,8 +192,6 @@ def sample_inputs(
     scales = None if case.scales is None else torch.tensor(case.scales, device=device)
     return QuantizeNvfp4Arguments(x.to(case.dtype).to(device), offsets, scales)
 
-
-EXACT = Tolerance(relative=0.0, of_rms=0.0)
 
 OP = register(
     FusedOp(

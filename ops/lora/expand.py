@@ -1,11 +1,4 @@
-"""`lora_expand_add`: the second half of multi-LoRA, added onto the projections q, k and v.
-
-    for every row t with adapter e >= 0, and each projection p of q, k, v:
-        out_p[t] = base_p[t] + scale_p * scales[e] * (s[plane, t, :R] @ weight_p[e]^T)
-    rows of no adapter: base_p[t]
-
-fp32, rounded once. Nothing is mutated.
-"""
+"""`lora_expand_add`: the second half of multi-LoRA, added onto the projections q, k and v."""
 
 from __future__ import annotations
 
@@ -25,6 +18,7 @@ from tilewright.ops.checks import (
     holds,
 )
 from tilewright.ops.contract import FusedOp, emitted_kernel, register
+from tilewright.ops.formats.expert_weight import ExpertWeight
 from tilewright.ops.lora.cases import EXPAND_CASES, sample_expand
 from tilewright.ops.lora.rows import (
     ERROR_MODEL,
@@ -34,6 +28,7 @@ from tilewright.ops.lora.rows import (
     check_rows,
     no_kernel_for,
 )
+from tilewright.ops.reference.expert_matmul import multiply_by_expert
 from tilewright.ops.sampling import sampler_of
 from tilewright.ops.schema import SymInt
 
@@ -197,15 +192,11 @@ def _deltas(
     factor: float,
 ) -> torch.Tensor:
     """[M, W] of one projection, scaled, in the precision of `rows` [M, N]."""
-    out = rows.new_zeros(rows.shape[0], weight.shape[1])
-    for index in range(weight.shape[0]):
-        own = (adapter == index).nonzero().flatten()
-        if own.numel() == 0:
-            continue
-        delta = rows[own, : weight.shape[2]] @ weight[index].to(rows.dtype).mT
-        scale = factor if a.scales is None else factor * a.scales[index].to(rows.dtype)
-        out[own] = scale * delta
-    return out
+    deltas = multiply_by_expert(rows[:, : weight.shape[2]], adapter, ExpertWeight(weight))
+    if a.scales is None:
+        return factor * deltas
+    scales = factor * a.scales.to(rows.dtype)[adapter.clamp(min=0)]
+    return torch.where(adapter[:, None] < 0, 0, scales[:, None] * deltas)
 
 
 def unsupported(a: ExpandArguments) -> str | None:

@@ -33,7 +33,7 @@ from tilewright.ops.formats.weight_rows import weight_rows
 from tilewright.ops.lora.expand import ExpandArguments, result_shapes
 from tilewright.ops.lora.operands import Values, expand_problem, row_counts, shrink_problem
 from tilewright.ops.lora.shrink import ShrinkArguments, result_shape
-from tilewright.ops.runtime.products import linear, multiply
+from tilewright.ops.runtime.products import linear, multiply, multiply_batch
 from tilewright.ops.runtime.program import (
     Buffer,
     Launch,
@@ -144,7 +144,7 @@ def library_steps(
     elif choice.way == "batch":
         row, column = weight.stride()
         apart = weight.as_strided((planes, rank, x.shape[1]), (rank * row, row, column))
-        yield Library(_products, (x.expand(planes, *x.shape), apart, out))
+        yield Library(multiply_batch, (out, x.expand(planes, *x.shape), apart.mT))
     else:
         made = yield from linear(x, weight)
         offsets = contiguous(a.a_offsets)
@@ -156,10 +156,6 @@ def library_steps(
 def _matrices(a: ShrinkArguments) -> list[torch.Tensor]:
     """The one adapter's weights [R, K] of q, k and v, those that there are."""
     return [weight[0] for weight in a.weights if weight is not None]
-
-
-def _products(x: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
-    torch.bmm(x, weights.mT, out=out)
 
 
 def _join(out: torch.Tensor, *parts: torch.Tensor) -> None:

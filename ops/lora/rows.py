@@ -19,22 +19,17 @@ from typing import Any
 import torch
 
 from tilewright.ops.checks import ArgumentError, check_operand, holds, readable
-from tilewright.ops.contract import Tolerance
+from tilewright.ops.contract import rounded_once
 from tilewright.ops.formats.row_groups import (
     INDEX_DTYPES,
+    OFFSET_DTYPES,
     check_expert_values,
     check_offset_values,
     expert_of_rows,
 )
 
-OFFSET_DTYPES = (*INDEX_DTYPES, torch.uint32)
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-TOLERANCES = {
-    torch.bfloat16: Tolerance(relative=2.0**-8, of_rms=2.0**-16),
-    torch.float16: Tolerance(relative=2.0**-11, of_rms=2.0**-16),
-    torch.float32: Tolerance(relative=2.0**-20, of_rms=2.0**-16),
-    torch.float64: Tolerance(relative=2.0**-49, of_rms=2.0**-46),
-}
+TOLERANCES = rounded_once(2.0**-16, 2.0**-16, 2.0**-16, 2.0**-46)
 ERROR_MODEL = "exact products, summed in fp32; one rounding of the result"
 
 

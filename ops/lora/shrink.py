@@ -1,9 +1,5 @@
 """`shrink_qkv_permute_3mn`: the first half of multi-LoRA on an attention layer's projections.
 
-    for every row m < M with adapter e >= 0, and each projection p of q, k, v:
-        out[p, m, :] = a[m] @ weight_p[e]^T        fp32 accumulation, rounded once
-    rows of no adapter: 0
-
 All projections are made in one pass over `a`, and stored planar. This is Modular MAX's op of the
 same name; where MAX leaves rows without an adapter unwritten, they are zero here.
 """

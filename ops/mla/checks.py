@@ -1,5 +1,4 @@
-"""Checks of the arguments of `mla_prefill`; each raises ArgumentError, before any write. And why no
-emitted kernel takes a call of an MLA op; metadata only."""
+"""Checks of the up-projection's weight, in MLA ops. Metadata only; each raises ArgumentError."""
 
 from __future__ import annotations
 
@@ -7,104 +6,23 @@ from typing import Any
 
 import torch
 
-from tilewright.ops.attention.arguments import as_attention
-from tilewright.ops.attention.checks import (
-    MAX_WIDTH,
-    attention_obstacle,
-    check_attention_values,
-    check_batch,
-)
-from tilewright.ops.attention.mask_blocks import check_mask_blocks, check_mask_blocks_values
-from tilewright.ops.attention.masks import lowest_hides
-from tilewright.ops.attention.positions import check_positions, positions_of
-from tilewright.ops.cache.address_checks import check_address_values
-from tilewright.ops.cache.addressing import ADDRESS_TENSORS, SLOT_FORMS, check_addressing
-from tilewright.ops.cache.checks import check_aliases
-from tilewright.ops.cache.ragged_batch import INDEX_DTYPES, check_row_offsets
-from tilewright.ops.cache.scale_values import check_scale_values
 from tilewright.ops.checks import (
-    INT32_MAX,
+    FLOAT_DTYPES,
     ArgumentError,
-    check_choice,
-    check_device,
-    check_dtype,
-    check_last_dim_dense,
-    check_number,
+    check_operand,
     check_scale_block,
-    check_shape,
     holds,
-    in_words_of,
-    readable,
     shape_text,
 )
-from tilewright.ops.formats.paged_cache import CacheWindow
-from tilewright.ops.mla.keys import (
-    FP8,
-    buffer_rows,
-    check_key_mask,
-    check_key_values,
-    check_keys,
-    sequences,
-    widths,
-)
-from tilewright.ops.mla.latents import (
-    DTYPES,
-    check_finish,
-    check_latent_cache,
-    check_latents,
-)
-
-# What `cache_attention` calls otherwise.
-OWN_NAMES = {"k": "latent"}
-MAX_ROPE = 128
-INDICES = (*ADDRESS_TENSORS, "key_offsets", "key_slots", "key_lengths")
-ROPE_ON = ("qk", "q", "k")
-# What the kernels take.
-VALUE_DTYPES = (torch.bfloat16, torch.float16)
-MAX_RANK = 2048
-
-
-def check_prefill(op: str, a: Any) -> None:
-    """Checks an MlaPrefillArguments. Metadata only."""
-    check_dtype(op, "q", a.q, DTYPES)
-    check_shape(op, "q", a.q, "[T, H, N + R]", (None, None, None))
-    check_last_dim_dense(op, "q", a.q)
-    rope_dim = check_weight(op, a)
-    _check_uncoded(op, a)
-    _check_batch(op, a)
-    check_choice(op, "rope_on", a.rope_on, ROPE_ON)
-    rank, num_tokens = a.kv_b_weight.shape[1], a.q.shape[0]
-    check_finish(op, a, num_tokens, rank, rope_dim, a.q)
-    if a.latent is None and a.k_rope is not None:
-        raise ArgumentError(op, "k_rope", "None, since latent is None", "a tensor")
-    if a.latent is not None:
-        rows = check_latents(op, a, rank, rope_dim, a.q)
-        _check_new(op, a, rows)
-        if a.latent_scale is not None:
-            _check_codes(op, a, rows, rank)
-    elif a.latent_scale is not None:
-        raise ArgumentError(op, "latent_scale", "None, since latent is None", "a tensor")
-    _check_cache(op, a, rank, rope_dim, num_tokens)
-    check_keys(op, a)
-    check_key_mask(op, a)
-    check_mask_blocks(op, a.attn_mask, a.mask_blocks)
-    if a.attention_dtype not in (None, a.q.dtype, FP8):
-        expected = f"None, {a.q.dtype} or {FP8}"
-        raise ArgumentError(op, "attention_dtype", expected, a.attention_dtype)
-    for name in ("q_scale", "k_scale", "v_scale"):
-        check_number(op, name, getattr(a, name), above=True)
-    check_number(op, "scale", a.scale)
-    check_number(op, "latent_scale_cap", a.latent_scale_cap, 0)
+from tilewright.ops.mla.sizes import FP8, widths
 
 
 def check_weight(op: str, a: Any) -> Any:
     """Checks the up-projection's weight [H * (N + V), L], with its scales, beside q [T, H, N + R];
     returns R. Metadata only; raises ArgumentError."""
     weight, heads = a.kv_b_weight, a.q.shape[1]
-    check_shape(op, "kv_b_weight", weight, "[H * (N + V), L]", (None, None))
-    check_dtype(op, "kv_b_weight", weight, (a.q.dtype, FP8))
-    check_device(op, "kv_b_weight", weight, a.q.device)
-    check_last_dim_dense(op, "kv_b_weight", weight)
+    form = "[H * (N + V), L]", (None, None), (a.q.dtype, FP8), a.q.device
+    check_operand(op, "kv_b_weight", weight, *form, dense=True)
     if not (holds(heads >= 1) and holds(a.v_dim >= 1)):
         raise ArgumentError(op, "v_dim", "at least one head and one value column", a.v_dim)
     rows = weight.shape[0]
@@ -116,18 +34,11 @@ def check_weight(op: str, a: Any) -> Any:
         _check_weight_scale(op, a)
         return widths(a)[1]
     coded = {"kv_b_scale": a.kv_b_scale is not None, "scale_block": len(a.scale_block) > 0}
-    _refuse_codes(op, coded, weight.dtype)
+    refuse_codes(op, coded, weight.dtype)
     return widths(a)[1]
 
 
-def _check_uncoded(op: str, a: Any) -> None:
-    """Latents have codes only where the weight has."""
-    if a.kv_b_weight.dtype != FP8:
-        given = {"latent_scale": a.latent_scale is not None, "quantize_latent": a.quantize_latent}
-        _refuse_codes(op, given, a.kv_b_weight.dtype)
-
-
-def _refuse_codes(op: str, given: dict[str, bool], dtype: torch.dtype) -> None:
+def refuse_codes(op: str, given: dict[str, bool], dtype: torch.dtype) -> None:
     for name in (name for name, there in given.items() if there):
         raise ArgumentError(op, name, f"nothing, since kv_b_weight is {dtype}", "one")
 
@@ -139,250 +50,5 @@ def _check_weight_scale(op: str, a: Any) -> None:
         raise ArgumentError(op, "kv_b_scale", "a tensor, since kv_b_weight has codes", None)
     rows, rank = a.kv_b_weight.shape
     grid = (-(-rows // block[0]), -(-rank // block[1]))
-    check_shape(op, "kv_b_scale", a.kv_b_scale, f"per {block[0]} x {block[1]} block", grid)
-    check_dtype(op, "kv_b_scale", a.kv_b_scale, DTYPES)
-    check_device(op, "kv_b_scale", a.kv_b_scale, a.q.device)
-
-
-def _check_codes(op: str, a: Any, rows: Any, rank: Any) -> None:
-    """Latents that are codes already are finished keys."""
-    grid = (rows, -(-rank // a.scale_block[1]))
-    check_shape(op, "latent_scale", a.latent_scale, "[Tk, ceil(L / bk)]", grid)
-    check_dtype(op, "latent_scale", a.latent_scale, DTYPES)
-    check_device(op, "latent_scale", a.latent_scale, a.q.device)
-    unfit = {
-        "keys": a.keys != "given",
-        "slots": a.slots != "none",
-        "norm_weight": a.norm_weight is not None,
-        "quantize_latent": a.quantize_latent,
-    }
-    for name, wrong in unfit.items():
-        if wrong:
-            raise ArgumentError(op, name, "its default, since latent_scale is given", "another")
-
-
-def _check_batch(op: str, a: Any) -> None:
-    num_tokens = a.q.shape[0]
-    if a.row_offsets is not None:
-        check_shape(op, "row_offsets", a.row_offsets, "[B + 1]", (None,))
-        count = a.row_offsets.shape[0] - 1
-        if not holds(count >= 0):
-            raise ArgumentError(op, "row_offsets", "B + 1 offsets", "none")
-        if not (holds(a.num_sequences == 1) or holds(a.num_sequences == count)):
-            expected = f"1 or B = {count}, since row_offsets says how many"
-            raise ArgumentError(op, "num_sequences", expected, a.num_sequences)
-    elif not holds(a.num_sequences <= INT32_MAX):
-        raise ArgumentError(op, "num_sequences", f"at most {INT32_MAX}", a.num_sequences)
-    elif not (holds(a.num_sequences >= 1) and holds(num_tokens % a.num_sequences == 0)):
-        expected = f"a divisor of T = {num_tokens}, since row_offsets is None"
-        raise ArgumentError(op, "num_sequences", expected, a.num_sequences)
-    batch = sequences(a)
-    if a.cache_lengths is not None:
-        check_shape(op, "cache_lengths", a.cache_lengths, "[B]", (batch,))
-    if a.positions is not None:
-        rows = None if a.positions.dim() != 1 else a.positions.shape[0]
-        same = a.row_offsets is None and a.slots != "block_table"
-        fits = rows is not None and (
-            holds(rows == num_tokens) or (same and holds(rows * batch == num_tokens))
-        )
-        if not fits:
-            expected = f"shape [T] = [{num_tokens}]" + (f" or [T / {batch}]" if same else "")
-            actual = f"shape {shape_text(a.positions.shape)}"
-            raise ArgumentError(op, "positions", expected, actual)
-    for name in ("row_offsets", "cache_lengths", "positions"):
-        tensor = getattr(a, name)
-        if tensor is not None:
-            check_dtype(op, name, tensor, INDEX_DTYPES)
-            check_device(op, name, tensor, a.q.device)
-
-
-def _check_new(op: str, a: Any, rows: Any) -> None:
-    """New latents are one per query, unless they are all the keys, finished."""
-    rotated = a.rope_style != "none" and "k" in a.rope_on
-    if rotated or a.slots != "none" or a.keys != "given":
-        num_tokens = a.q.shape[0]
-        if not holds(rows == num_tokens):
-            raise ArgumentError(op, "latent", f"a row for each of T = {num_tokens}", f"{rows} rows")
-
-
-def _check_cache(op: str, a: Any, rank: Any, rope_dim: Any, num_tokens: Any) -> None:
-    if a.latent_cache is None:
-        for name in ("rope_cache", "latent_window", "rope_window"):
-            value = getattr(a, name)
-            if value is not None and (name == "rope_cache" or len(value)):
-                raise ArgumentError(op, name, "none, since latent_cache is None", "one")
-        if a.slots != "none":
-            raise ArgumentError(op, "slots", "'none', since latent_cache is None", repr(a.slots))
-    else:
-        window = check_latent_cache(op, a, rank, rope_dim, a.q)
-        if a.slots != "none":
-            if a.latent is None:
-                raise ArgumentError(op, "slots", "'none', since latent is None", repr(a.slots))
-            check_addressing(op, a, num_tokens, window, a.q.device, others=True)
-    used = SLOT_FORMS.get(a.slots, ()) + (("lookup_table",) if a.keys == "table" else ())
-    for name in ("slot_mapping", "sequence_ids", "lookup_table"):
-        if name not in used and getattr(a, name) is not None:
-            expected = f"None, since slots is {a.slots!r} and keys {a.keys!r}"
-            raise ArgumentError(op, name, expected, "a tensor")
-
-
-def check_prefill_values(op: str, a: Any) -> None:
-    """Checks what only real memory shows: aliases, offsets, places, pages, positions."""
-    if a.latent_cache is not None and a.slots != "none":
-        _check_aliases(op, a)
-    if not readable(getattr(a, name) for name in INDICES):
-        return
-    num_tokens = a.q.shape[0]
-    if a.row_offsets is not None:
-        check_row_offsets(op, "row_offsets", a.row_offsets, num_tokens, "the number of tokens")
-    if a.slots != "none":
-        window = CacheWindow.from_ints(a.latent_window)
-        check_address_values(op, a, window, num_tokens)
-    check_key_values(op, a)
-    if a.slots == "ragged" and a.keys == "table" and a.key_offsets is not None:
-        _check_room(op, a)
-    if a.rope_by_position:
-        check_positions(op, _position_source(a), positions_of(a), a.cos.shape[0])
-    hides = a.attn_mask is not None and lowest_hides(a, buffer_rows(a) // a.num_sequences)
-    check_mask_blocks_values(op, a.attn_mask, a.mask_blocks, hide_lowest=hides)
-    if a.kv_b_scale is not None and readable([a.kv_b_scale]):
-        check_scale_values(op, "kv_b_scale", a.kv_b_scale)
-
-
-def _check_room(op: str, a: Any) -> None:
-    """Whether every sequence has rows for its cached and its new keys."""
-    new = a.row_offsets.to(torch.int64).diff()
-    wanted = new + a.cache_lengths.to(torch.int64)
-    rows = a.key_offsets.to(torch.int64).diff()
-    short = ((rows < wanted) & (new > 0)).nonzero().flatten()
-    if short.numel():
-        b = int(short[0])
-        expected = f"rows for all {int(wanted[b])} keys of sequence {b}"
-        raise ArgumentError(op, "key_offsets", expected, f"{int(rows[b])} rows")
-
-
-def _position_source(a: Any) -> str:
-    if a.positions is not None:
-        return "positions"
-    return "q" if a.cache_lengths is None else "cache_lengths"
-
-
-def _check_aliases(op: str, a: Any) -> None:
-    base = ("latent_cache", a.latent_cache)
-    rope = base if a.rope_cache is None else ("rope_cache", a.rope_cache)
-    written = [(*base, a.latent_window), (*rope, a.rope_window)]
-    tensors = {n: t for n, t in vars(a).items() if isinstance(t, torch.Tensor)}
-    check_aliases(op, written, [(n, t) for n, t in tensors.items() if not n.endswith("_cache")])
-
-
-def store_obstacle(a: Any) -> str | None:
-    """Why no kernel takes a `mla_latent_store` call; None where one does. Metadata only."""
-    if a.latent.dtype not in (*VALUE_DTYPES, torch.float32):
-        return f"no kernel for {a.latent.dtype}"
-    return _width_obstacle(a.latent.shape[1], a.k_rope.shape[1])
-
-
-def prefill_obstacle(a: Any) -> str | None:
-    """Why no kernels take a `mla_prefill` call; None where they do. Metadata only."""
-    if a.q.dtype not in VALUE_DTYPES:
-        return f"no kernel for {a.q.dtype}"
-    if not a.scale > 0:  # the largest logit is that of the largest product
-        return f"no kernel for a scale of {a.scale}"
-    rank = a.kv_b_weight.shape[1]
-    obstacle = _width_obstacle(rank, widths(a)[1])
-    if obstacle is None and _coded(a):
-        obstacle = _coded_obstacle(a)
-    if obstacle is None and a.kv_b_weight.stride(0) * a.kv_b_weight.element_size() % 16:
-        obstacle = (
-            f"kv_b_weight: rows {a.kv_b_weight.stride(0)} elements apart are out of TMA's reach"
-        )
-    return obstacle
-
-
-def _coded(a: Any) -> bool:
-    """Whether the up-projection multiplies codes."""
-    return a.quantize_latent or a.latent_scale is not None
-
-
-def _coded_obstacle(a: Any) -> str | None:
-    columns, rows = a.scale_block[1], a.kv_b_weight.shape[0]
-    if columns not in (32, 64, 128):
-        return f"no kernel for scales of {columns} columns"
-    if rows * a.q.element_size() % 16:
-        return f"keys and values of {rows} columns are out of TMA's reach"
-    if a.latent_scale is not None and a.latent.stride(0) % 16:
-        return f"latent: rows {a.latent.stride(0)} bytes apart are out of TMA's reach"
-    return None
-
-
-def branch_obstacle(a: Any) -> str | None:
-    """Why no kernels take a `mla_prefill_branch_fp8` call; None where they do. Metadata only."""
-    if a.q.dtype not in VALUE_DTYPES:
-        return f"no kernel for {a.q.dtype}"
-    if not a.scale > 0:
-        return f"no kernel for a scale of {a.scale}"
-    rank = a.kv_b_proj.shape[1]
-    obstacle = _width_obstacle(rank, a.latents.shape[1] - rank)
-    if obstacle is None and a.kv_b_proj.shape[0] * a.q.element_size() % 16:
-        obstacle = f"keys and values of {a.kv_b_proj.shape[0]} columns are out of TMA's reach"
-    if obstacle is None and a.kv_b_proj.stride(0) % 16:
-        obstacle = f"kv_b_proj: rows {a.kv_b_proj.stride(0)} bytes apart are out of TMA's reach"
-    return obstacle
-
-
-def _width_obstacle(rank: int, rope_dim: int) -> str | None:
-    if rope_dim % 2:
-        return f"no kernel for {rope_dim} rope columns"
-    return None if rank <= MAX_RANK else f"no kernel for latents of rank {rank}"
-
-
-def check_decode(op: str, a: Any) -> None:
-    """Checks an MlaDecodeArguments. Metadata only; raises ArgumentError."""
-    check_shape(op, "q", a.q, "[T, H, N + R]", (None, None, None))
-    check_dtype(op, "q", a.q, DTYPES)
-    check_last_dim_dense(op, "q", a.q)
-    rope_dim = check_weight(op, a) if a.v_weight is None else _check_halves(op, a)
-    check_shape(op, "latent", a.latent, "[P, S, L]", (None, None, a.kv_b_weight.shape[-1]))
-    check_shape(op, "rope_keys", a.rope_keys, "[P, S, R]", (*a.latent.shape[:2], rope_dim))
-    for name in ("latent", "rope_keys"):
-        tensor = getattr(a, name)
-        check_dtype(op, name, tensor, (a.q.dtype,))
-        check_device(op, name, tensor, a.q.device)
-        check_last_dim_dense(op, name, tensor)
-    with in_words_of(op, OWN_NAMES):
-        check_batch(op, as_attention(a, a.q, a.latent))
-
-
-def _check_halves(op: str, a: Any) -> Any:
-    """Checks an up-projection's weights apart, [H, N, L] and [H, V, L]; returns R."""
-    heads, width = a.q.shape[1:]
-    check_shape(op, "kv_b_weight", a.kv_b_weight, "[H, N, L]", (heads, None, None))
-    nope, rank = a.kv_b_weight.shape[1:]
-    check_shape(op, "v_weight", a.v_weight, "[H, V, L]", (heads, a.v_dim, rank))
-    for name in ("kv_b_weight", "v_weight"):
-        check_dtype(op, name, getattr(a, name), (a.q.dtype,))
-        check_device(op, name, getattr(a, name), a.q.device)
-    if not (holds(heads >= 1) and holds(a.v_dim >= 1)):
-        raise ArgumentError(op, "v_dim", "at least one head and one value column", a.v_dim)
-    if not (holds(nope >= 1) and holds(nope < width)):
-        expected = f"0 < N < {width} rows of each head"
-        raise ArgumentError(op, "kv_b_weight", expected, f"shape {shape_text(a.kv_b_weight.shape)}")
-    coded = {"kv_b_scale": a.kv_b_scale is not None, "scale_block": len(a.scale_block) > 0}
-    _refuse_codes(op, coded, a.q.dtype)
-    return widths(a)[1]
-
-
-def check_decode_values(op: str, a: Any) -> None:
-    """Checks what only real memory shows: offsets, lengths, pages, scales. Raises ArgumentError."""
-    with in_words_of(op, OWN_NAMES):
-        check_attention_values(op, as_attention(a, a.q, a.latent))
-    if a.kv_b_scale is not None and readable([a.kv_b_scale]):
-        check_scale_values(op, "kv_b_scale", a.kv_b_scale)
-
-
-def decode_obstacle(a: Any) -> str | None:
-    """Why no kernel takes a call; None where one does. Metadata only."""
-    rank, rope_dim = a.latent.shape[2], a.rope_keys.shape[2]
-    if rank > MAX_WIDTH or rope_dim > MAX_ROPE:
-        return f"no kernel for latents of rank {rank} with {rope_dim} rope columns"
-    return attention_obstacle(as_attention(a, a.q, a.latent))
+    letters = f"per {block[0]} x {block[1]} block"
+    check_operand(op, "kv_b_scale", a.kv_b_scale, letters, grid, FLOAT_DTYPES, a.q.device)

@@ -16,44 +16,19 @@ from typing import Any
 import torch
 
 from tilewright.ops.attention.masks import check_attn_mask, check_mask
-from tilewright.ops.attention.positions import token_sequences
+from tilewright.ops.attention.positions import sequences, token_sequences
 from tilewright.ops.cache.ragged_batch import INDEX_DTYPES, check_row_offsets
 from tilewright.ops.checks import (
     ArgumentError,
+    check_absent,
     check_choice,
-    check_device,
-    check_dtype,
-    check_last_dim_dense,
-    check_shape,
+    check_operand,
     first,
     holds,
 )
 from tilewright.ops.formats.paged_cache import CacheWindow
 
-FP8 = torch.float8_e4m3fn
 KEY_FORMS = ("given", "pages", "table", "slots")
-
-
-def sequences(a: Any) -> Any:
-    """B."""
-    return a.num_sequences if a.row_offsets is None else a.row_offsets.shape[0] - 1
-
-
-def widths(a: Any) -> tuple[Any, Any, Any]:
-    """N, R and V: the widths of a head's unrotated part, rotated part and values."""
-    shape = a.kv_b_weight.shape
-    nope = shape[1] if len(shape) == 3 else shape[0] // a.q.shape[1] - a.v_dim
-    return nope, a.q.shape[2] - nope, a.v_dim
-
-
-def halves(a: Any, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(W_UK [H, N, L], W_UV [H, V, L]) of an MlaDecodeArguments, whose kv_b_weight, dequantised, is
-    the weight."""
-    if a.v_weight is not None:
-        return weight, a.v_weight
-    nope, _, v_dim = widths(a)
-    per_head = weight.unflatten(0, (a.q.shape[1], nope + v_dim))
-    return per_head[:, :nope], per_head[:, nope:]
 
 
 def buffer_rows(a: Any) -> Any:
@@ -94,12 +69,10 @@ def check_keys(op: str, a: Any) -> None:
         _check_pages(op, a, batch)
     if a.keys == "table":
         _check_needed(op, a, "lookup_table", True)
-        check_shape(op, "lookup_table", a.lookup_table, "[B, columns]", (batch, None))
-        check_dtype(op, "lookup_table", a.lookup_table, INDEX_DTYPES)
-        check_device(op, "lookup_table", a.lookup_table, device)
-        check_last_dim_dense(op, "lookup_table", a.lookup_table)
-    if a.key_lengths is not None and a.keys == "given":
-        raise ArgumentError(op, "key_lengths", "None, since keys is 'given'", "a tensor")
+        form = "[B, columns]", (batch, None), INDEX_DTYPES, device
+        check_operand(op, "lookup_table", a.lookup_table, *form, dense=True)
+    if a.keys == "given":
+        check_absent(op, a, ["key_lengths"], "keys is 'given'")
     counted = a.keys == "table" and a.key_offsets is not None
     if not counted and not _zero(a.num_keys):
         expected = "0, since keys is not 'table' with key_offsets"
@@ -119,8 +92,7 @@ def _check_pages(op: str, a: Any, batch: Any) -> None:
     if not holds(pages == batch):
         expected = f"num_pages = {batch} sequences, since keys is 'pages'"
         raise ArgumentError(op, "latent_window", expected, pages)
-    if a.key_offsets is not None:
-        raise ArgumentError(op, "key_offsets", "None, since keys is 'pages'", "a tensor")
+    check_absent(op, a, ["key_offsets"], "keys is 'pages'")
 
 
 def _zero(value: Any) -> bool:
@@ -138,9 +110,7 @@ def _check_needed(op: str, a: Any, name: str, needed: bool) -> None:
 def _check_index(op: str, a: Any, name: str, letters: str, shape: tuple[Any, ...]) -> None:
     tensor = getattr(a, name)
     if tensor is not None:
-        check_shape(op, name, tensor, letters, shape)
-        check_dtype(op, name, tensor, INDEX_DTYPES)
-        check_device(op, name, tensor, a.q.device)
+        check_operand(op, name, tensor, letters, shape, INDEX_DTYPES, a.q.device)
 
 
 def check_key_mask(op: str, a: Any) -> None:
@@ -148,12 +118,9 @@ def check_key_mask(op: str, a: Any) -> None:
     check_mask(op, a)
     if a.attn_mask is None:
         return
-    for name, given in (
-        ("row_offsets", a.row_offsets is not None),
-        ("key_offsets", row_key_offsets(a) is not None),
-    ):
-        if given:
-            raise ArgumentError(op, "attn_mask", f"None, since {name} is given", "a tensor")
+    for name in ("row_offsets", "key_offsets"):
+        if getattr(a, name) is not None:
+            check_absent(op, a, ["attn_mask"], f"{name} is given")
     batch = a.num_sequences
     check_attn_mask(op, a.attn_mask, a.q, batch, buffer_rows(a) // batch)
 

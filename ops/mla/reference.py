@@ -8,30 +8,17 @@ import torch
 
 from tilewright.ops.attention.arguments import as_attention
 from tilewright.ops.attention.masks import mask_numbers, visible
-from tilewright.ops.attention.positions import positions_of, token_sequences
-from tilewright.ops.attention.reference import attention_reference
-from tilewright.ops.contract import Tolerance
+from tilewright.ops.attention.positions import positions_of, sequences, token_sequences
+from tilewright.ops.attention.reference import attend, attention_reference
+from tilewright.ops.contract import rounded_once
 from tilewright.ops.formats import fp8_block
 from tilewright.ops.formats.fp8 import saturating_cast
-from tilewright.ops.mla.keys import (
-    FP8,
-    gathered_keys,
-    halves,
-    key_places,
-    sequences,
-    widths,
-)
-from tilewright.ops.mla.latents import finished_latents, rotated, write_latents
+from tilewright.ops.mla.keys import gathered_keys, key_places
+from tilewright.ops.mla.latents.reference import finished_latents, rotated, write_latents
+from tilewright.ops.mla.sizes import FP8, halves, widths
 
 # How far a kernel may be from it.
-TOLERANCES = {
-    torch.bfloat16: Tolerance(relative=2.0**-8, of_rms=3 * 2.0**-6),
-    torch.float16: Tolerance(relative=2.0**-11, of_rms=3 * 2.0**-9),
-    torch.float32: Tolerance(relative=2.0**-20, of_rms=2.0**-17),
-    torch.float64: Tolerance(relative=2.0**-49, of_rms=2.0**-44),
-}
-# Logits made at once.
-LOGITS = 1 << 26
+TOLERANCES = rounded_once(3 * 2.0**-6, 3 * 2.0**-9, 2.0**-17, 2.0**-44)
 
 
 def prefill_reference(a: Any) -> torch.Tensor:
@@ -137,8 +124,7 @@ def _attention(
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
     """q [S, H, N + R], kv [K, H, N + V], k_rope [K, R], seen [S, K] -> [S, H, V]."""
-    nope, _, v_dim = widths(a)
-    heads = q.shape[1]
+    nope, heads = widths(a)[0], q.shape[1]
     rope = k_rope.to(q.dtype).unsqueeze(1).expand(-1, heads, -1)
     k, v = torch.cat((kv[..., :nope], rope), dim=-1), kv[..., nope:]
     if a.attention_dtype == FP8:
@@ -146,15 +132,4 @@ def _attention(
             saturating_cast(x / scale, FP8).to(q.dtype) * scale
             for x, scale in ((q, a.q_scale), (k, a.k_scale), (v, a.v_scale))
         )
-    out = torch.empty((q.shape[0], heads, v_dim), dtype=q.dtype, device=q.device)
-    step = max(LOGITS // max(seen.numel(), 1), 1)
-    for first in range(0, heads, step):
-        part = slice(first, first + step)
-        logits = torch.einsum("shd,khd->hsk", q[:, part], k[:, part]) * a.scale
-        if bias is not None:
-            logits = logits + (bias if bias.shape[0] == 1 else bias[part])
-        logits = logits.masked_fill(~seen, float("-inf"))
-        blind = (logits == float("-inf")).all(-1, keepdim=True)
-        weights = torch.where(blind, 0.0, logits.softmax(-1))
-        out[:, part] = torch.einsum("hsk,khd->shd", weights, v[:, part])
-    return out.to(a.q.dtype)
+    return attend(q, k, v, seen[None], bias, a.scale).to(a.q.dtype)

@@ -14,8 +14,8 @@ from tilewright.ops.cache.addressing import SLOT_FORMS
 from tilewright.ops.formats import fp8_block
 from tilewright.ops.formats.paged_cache import CacheWindow
 from tilewright.ops.mla.cases import BranchCase, DecodeCase, LatentCase, PrefillCase
-from tilewright.ops.mla.chunk_plan import cut
-from tilewright.ops.sampling import PagedBatch, Sampler, sample_places
+from tilewright.ops.mla.prefill.chunk_plan import cut
+from tilewright.ops.sampling import Sampler, sample_places
 
 
 def sample_store(case: LatentCase, device: str | torch.device, seed: int) -> dict[str, Any]:
@@ -105,11 +105,8 @@ def sample_branch(case: BranchCase, device: str | torch.device, seed: int) -> di
     """Arguments of `mla_prefill_branch_fp8` by name."""
     sampler = Sampler(device, seed)
     places = _places(case, sampler)
-    latents, pool, weight = (
-        _latents(case, sampler),
-        _pool(case, sampler),
-        sample_weight(case, sampler),
-    )
+    latents, pool = _latents(case, sampler), _pool(case, sampler)
+    weight = sample_weight(case, sampler)
     width = case.nope + case.rope_dim
     table = sampler.normal(case.num_pages * case.page_size, case.rope_dim, dtype=torch.float32)
     return {
@@ -209,19 +206,11 @@ def _rope(case: LatentCase, sampler: Sampler) -> dict[str, Any]:
 
 def _places(case: LatentCase, sampler: Sampler) -> dict[str, Any]:
     """Every form of saying where tokens go, for the same places."""
-    batch = PagedBatch(
-        case.name,
-        num_tokens=case.num_tokens,
-        new_tokens=case.new_tokens,
-        cached_tokens=case.cached_tokens,
-        num_pages=case.num_pages,
-        page_size=case.page_size,
-    )
     if case.pool == "static":
         start, new = case.cached_tokens[0], case.new_tokens[0]
         positions = torch.arange(start, start + new, device=sampler.device)
         return {"slot_mapping": positions, "positions": positions}
-    places = sample_places(batch, sampler)
+    places = sample_places(case, sampler)
     positions = places["positions"]
     page = places["lookup_table"][places["sequence_ids"], positions // case.page_size]
     places["slot_mapping"] = page * case.page_size + positions % case.page_size

@@ -121,9 +121,8 @@ RESIDUAL_CASES = (
 )
 
 
-def sample_linear(case: LinearCase, device: str | torch.device, seed: int) -> dict[str, Any]:
+def _linear(case: LinearCase, sampler: Sampler) -> dict[str, Any]:
     """What both ops take, by name."""
-    sampler = Sampler(device, seed)
     return {
         "x": sampler.normal(case.num_tokens, case.k, dtype=case.dtype),
         **_weight(case, sampler, "weight"),
@@ -135,10 +134,11 @@ def sample_linear(case: LinearCase, device: str | torch.device, seed: int) -> di
     }
 
 
-def sample_up(case: LinearCase, device: str | torch.device, seed: int) -> dict[str, Any]:
-    """What `linear_activation` takes besides; the weight again, where it shares memory."""
+def sample_activation(case: LinearCase, device: str | torch.device, seed: int) -> dict[str, Any]:
+    """Arguments of `linear_activation` by name."""
+    given = _linear(case, Sampler(device, seed))
     sampler = Sampler(device, seed + 1)
-    given: dict[str, Any] = {
+    given |= {
         "activation": case.activation,
         **_norm(case, sampler, case.k),
     }
@@ -158,10 +158,11 @@ def sample_up(case: LinearCase, device: str | torch.device, seed: int) -> dict[s
 
 
 def sample_residual(case: LinearCase, device: str | torch.device, seed: int) -> dict[str, Any]:
-    """What `linear_residual` takes besides."""
+    """Arguments of `linear_residual` by name."""
+    given = _linear(case, Sampler(device, seed))
     sampler = Sampler(device, seed + 1)
-    residual = sampler.normal(case.num_tokens, case.n, dtype=case.dtype)
-    return {"residual": residual, "scale": case.scale, **_norm(case, sampler, case.n)}
+    given["residual"] = sampler.normal(case.num_tokens, case.n, dtype=case.dtype)
+    return given | {"scale": case.scale, **_norm(case, sampler, case.n)}
 
 
 def _weight(case: LinearCase, sampler: Sampler, name: str) -> dict[str, torch.Tensor]:

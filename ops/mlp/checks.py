@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from tilewright.ops.checks import (
-    ArgumentError,
+    FLOAT_DTYPES,
+    check_absent,
     check_choice,
     check_device,
     check_dtype,
-    check_last_dim_dense,
     check_number,
-    check_shape,
+    check_operand,
     check_tensor,
 )
-from tilewright.ops.formats import code_checks
 from tilewright.ops.formats.code_checks import (
     check_blocks,
     check_code_shape,
@@ -28,25 +27,12 @@ from tilewright.ops.formats.quantized_weight import WEIGHT_FORMATS, logical_shap
 BLOCKS = {"weight": ("weight_scale", "weight_zero"), "up_weight": ("up_scale", "up_zero")}
 
 
-class FormatArguments(code_checks.FormatArguments, Protocol):
-    """What says how the weights of a linear are stored."""
-
-    @property
-    def weight(self) -> torch.Tensor: ...
-
-
-def check_rows(op: str, argument: str, tensor: torch.Tensor, letters: str, sizes: Any) -> None:
-    """Checks x or what is like it. Raises ArgumentError."""
-    check_shape(op, argument, tensor, letters, sizes)
-    check_last_dim_dense(op, argument, tensor)
-
-
-def num_rows(a: FormatArguments) -> Any:
+def num_rows(a: Any) -> Any:
     """N of the weight."""
     return logical_shape(a.weight, a.weight_format)[0]
 
 
-def check_weight(op: str, a: FormatArguments, argument: str, rows: Any = None) -> None:
+def check_weight(op: str, a: Any, argument: str, rows: Any = None) -> None:
     """Checks a weight [N, K] of x [T, K], of any strides, numbers or codes, with its scale and
     zero. Raises ArgumentError."""
     weight, stored = getattr(a, argument), WEIGHT_FORMATS.get(a.weight_format)
@@ -57,10 +43,16 @@ def check_weight(op: str, a: FormatArguments, argument: str, rows: Any = None) -
     check_blocks(op, a, BLOCKS[argument], *logical_shape(weight, a.weight_format))
 
 
-def check_format(op: str, a: FormatArguments) -> None:
-    """Checks how the weights are stored. Raises ArgumentError."""
+def check_linear(op: str, a: Any) -> Any:
+    """Checks x [T, K], the weight and its bias, and how weights are stored. Returns N; raises
+    ArgumentError."""
+    check_operand(op, "x", a.x, "[T, K]", (None, None), FLOAT_DTYPES, dense=True)
     check_choice(op, "weight_format", a.weight_format, ("dense", *WEIGHT_FORMATS))
     check_format_options(op, a, a.weight.dtype)
+    check_weight(op, a, "weight")
+    rows = num_rows(a)
+    check_vector(op, "bias", a.x, a.bias, "[N]", rows)
+    return rows
 
 
 def check_vector(
@@ -69,15 +61,13 @@ def check_vector(
     """Checks a bias or a norm's weight, where there is one. Raises ArgumentError."""
     if vector is None:
         return
-    check_shape(op, argument, vector, letters, (size,))
-    check_dtype(op, argument, vector, (x.dtype, torch.float32))
-    check_device(op, argument, vector, x.device)
+    check_operand(op, argument, vector, letters, (size,), (x.dtype, torch.float32), x.device)
 
 
 def check_norm(op: str, a: Any, letters: str, size: Any) -> None:
     """Checks an RMS norm of rows of so many numbers. Raises ArgumentError."""
-    if a.norm_weight is not None and not a.rms_norm:
-        raise ArgumentError(op, "norm_weight", "none without rms_norm", "a tensor")
+    if not a.rms_norm:
+        check_absent(op, a, ["norm_weight"], "rms_norm is False")
     check_vector(op, "norm_weight", a.x, a.norm_weight, letters, size)
     check_number(op, "norm_eps", a.norm_eps, 0)
     check_number(op, "norm_offset", a.norm_offset)

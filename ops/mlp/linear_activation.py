@@ -8,13 +8,16 @@ from typing import Any
 
 import torch
 
-from tilewright.ops.checks import FLOAT_DTYPES, ArgumentError, check_choice, check_dtype
+from tilewright.ops.checks import (
+    check_absent,
+    check_choice,
+    check_dtype,
+)
 from tilewright.ops.contract import FusedOp, Tolerance, emitted_kernel, register
-from tilewright.ops.mlp.cases import ACTIVATION_CASES, LinearCase, sample_linear, sample_up
+from tilewright.ops.mlp.cases import ACTIVATION_CASES, sample_activation
 from tilewright.ops.mlp.checks import (
-    check_format,
+    check_linear,
     check_norm,
-    check_rows,
     check_vector,
     check_weight,
     num_rows,
@@ -23,6 +26,7 @@ from tilewright.ops.mlp.operands import activation_unsupported, dense_weight
 from tilewright.ops.reference.activation import ACTIVATIONS
 from tilewright.ops.reference.linear import apply_linear
 from tilewright.ops.reference.norm import apply_norm
+from tilewright.ops.sampling import sampler_of
 
 NAME = "linear_activation"
 ERROR_MODEL = (
@@ -78,18 +82,12 @@ class LinearActivationArguments:
 
 
 def validate(a: LinearActivationArguments) -> None:
-    check_dtype(NAME, "x", a.x, FLOAT_DTYPES)
-    check_rows(NAME, "x", a.x, "[T, K]", (None, None))
-    check_format(NAME, a)
-    check_weight(NAME, a, "weight")
-    rows = num_rows(a)
+    rows = check_linear(NAME, a)
     if a.up_weight is not None:
         check_dtype(NAME, "up_weight", a.up_weight, (a.weight.dtype,))
         check_weight(NAME, a, "up_weight", rows)
-    for name in ("up_bias", "up_scale", "up_zero"):
-        if a.up_weight is None and getattr(a, name) is not None:
-            raise ArgumentError(NAME, name, "none without up_weight", "a tensor")
-    check_vector(NAME, "bias", a.x, a.bias, "[N]", rows)
+    else:
+        check_absent(NAME, a, ("up_bias", "up_scale", "up_zero"), "up_weight is None")
     check_vector(NAME, "up_bias", a.x, a.up_bias, "[N]", rows)
     check_choice(NAME, "activation", a.activation, tuple(ACTIVATIONS))
     check_norm(NAME, a, "[K]", a.x.shape[1])
@@ -118,13 +116,7 @@ def reference(a: LinearActivationArguments) -> torch.Tensor:
     return out.to(a.x.dtype)
 
 
-def sample_inputs(
-    case: LinearCase, device: str | torch.device = "cpu", seed: int = 0
-) -> LinearActivationArguments:
-    """Random arguments of a case."""
-    given = sample_linear(case, device, seed) | sample_up(case, device, seed)
-    return LinearActivationArguments(**given)
-
+sample_inputs = sampler_of(LinearActivationArguments, sample_activation)
 
 OP = register(
     FusedOp(

@@ -8,21 +8,22 @@ from typing import Any
 
 import torch
 
-from tilewright.ops.checks import FLOAT_DTYPES, check_device, check_dtype, check_number
+from tilewright.ops.checks import (
+    check_number,
+    check_operand,
+)
 from tilewright.ops.contract import FusedOp, Tolerance, emitted_kernel, register
-from tilewright.ops.mlp.cases import RESIDUAL_CASES, LinearCase, sample_linear, sample_residual
+from tilewright.ops.mlp.cases import RESIDUAL_CASES, sample_residual
 from tilewright.ops.mlp.checks import (
-    check_format,
+    check_linear,
     check_norm,
-    check_rows,
-    check_vector,
-    check_weight,
     num_rows,
 )
 from tilewright.ops.mlp.operands import dense_weight, residual_unsupported
 from tilewright.ops.reference import tolerances
 from tilewright.ops.reference.linear import apply_linear
 from tilewright.ops.reference.norm import apply_norm
+from tilewright.ops.sampling import sampler_of
 
 NAME = "linear_residual"
 
@@ -42,13 +43,8 @@ class LinearResidualArguments:
     x [T, K]; weight [N, K], of any strides; residual [T, N] of x's dtype; bias [N], of x's dtype or
     float32. rms_norm: what is added to the residual is divided by the root of the mean of its
     squares plus norm_eps, and multiplied by norm_offset + norm_weight [N] where that is given.
-    Result [T, N] of x's dtype, new memory.
-
-    weight_format "dense", or "int8", "fp8", "int4_k", "int4_n": codes as in `fused_qkv_paged`,
-    with scale_block, zero_point and nibble_order as there. A weight is [N, K], or words of two
-    (uint8) or eight (int32) nibbles along K ("int4_k") or N ("int4_n"), of any strides.
-    weight_scale, and weight_zero where given: [ceil(N / bn), ceil(K / bk)], zeros also as int32
-    words of eight rows.
+    Result [T, N] of x's dtype, new memory. weight_format, weight_scale, weight_zero, zero_point,
+    scale_block, nibble_order: as for `linear_activation`.
     """
 
     x: torch.Tensor
@@ -70,17 +66,11 @@ class LinearResidualArguments:
 
 
 def validate(a: LinearResidualArguments) -> None:
-    check_dtype(NAME, "x", a.x, FLOAT_DTYPES)
-    check_rows(NAME, "x", a.x, "[T, K]", (None, None))
-    check_format(NAME, a)
-    check_weight(NAME, a, "weight")
-    sizes = (a.x.shape[0], num_rows(a))
-    check_rows(NAME, "residual", a.residual, "[T, N]", sizes)
-    check_dtype(NAME, "residual", a.residual, (a.x.dtype,))
-    check_device(NAME, "residual", a.residual, a.x.device)
-    check_vector(NAME, "bias", a.x, a.bias, "[N]", sizes[1])
+    rows, x = check_linear(NAME, a), a.x
+    form = "[T, N]", (x.shape[0], rows), (x.dtype,), x.device
+    check_operand(NAME, "residual", a.residual, *form, dense=True)
     check_number(NAME, "scale", a.scale)
-    check_norm(NAME, a, "[N]", sizes[1])
+    check_norm(NAME, a, "[N]", rows)
 
 
 def fake(a: LinearResidualArguments) -> torch.Tensor:
@@ -103,13 +93,7 @@ def reference(a: LinearResidualArguments) -> torch.Tensor:
     return (a.residual.to(compute) + made).to(a.x.dtype)
 
 
-def sample_inputs(
-    case: LinearCase, device: str | torch.device = "cpu", seed: int = 0
-) -> LinearResidualArguments:
-    """Random arguments of a case."""
-    given = sample_linear(case, device, seed) | sample_residual(case, device, seed)
-    return LinearResidualArguments(**given)
-
+sample_inputs = sampler_of(LinearResidualArguments, sample_residual)
 
 OP = register(
     FusedOp(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from functools import partial
 from typing import Any
 
@@ -24,13 +23,13 @@ from tilewright.codegen.mlp.specs import (
 )
 from tilewright.codegen.targets import Target
 from tilewright.ops.mlp.operands import activation_problem, kernel_weights, residual_problem
+from tilewright.ops.runtime.products import linear
 from tilewright.ops.runtime.program import (
     Buffer,
     Launch,
     Library,
     Outcome,
     SplitK,
-    Step,
     Steps,
     chooser,
 )
@@ -107,31 +106,14 @@ def _activation_by_library(problem: LinearProblem, a: Any, target: Target) -> St
         norm = partial(_rms_norm, eps=a.norm_eps, offset=a.norm_offset)
         x = yield Buffer.like(x)
         yield Library(norm, (x, a.x) if a.norm_weight is None else (x, a.x, a.norm_weight))
-    out = yield from _product(x, a.weight, a.bias)
+    out = yield from linear(x, a.weight, a.bias)
     up = None
     if a.up_weight is not None:
-        up = yield from _product(x, a.up_weight, a.up_bias)
+        up = yield from linear(x, a.up_weight, a.up_bias)
     values = {"gate_ptr": out, "up_ptr": up, "out_ptr": out, "num_elements": out.numel()}
     spec = activate_spec(problem, target.name)
     yield Launch(spec, activate_grid(out.numel()), values)
     return Outcome(out, "library", _MANY)
-
-
-def _product(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-) -> Generator[Step, Any, torch.Tensor]:
-    out = yield Buffer((x.shape[0], weight.shape[0]), x.dtype)
-    yield Library(_multiply, (out, x, weight) if bias is None else (out, x, weight, bias))
-    return out
-
-
-def _multiply(
-    out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> None:
-    if bias is None:
-        torch.mm(x, weight.t(), out=out)
-    else:
-        torch.addmm(bias.to(x.dtype), x, weight.t(), out=out)
 
 
 def _add_scaled(out: torch.Tensor, start: torch.Tensor, bias: torch.Tensor, scale: float) -> None:

@@ -42,6 +42,7 @@ MOE_CASES = (
     MoeCase("halves"),
     MoeCase("interleaved_clamped", layout="interleaved", activation="clamped_swiglu", limit=1.0,
             bias=True),
+    MoeCase("clamped", limit=0.5),
     MoeCase("transposed", layout="transposed", activation="gelu_tanh", dtype=torch.float16),
     MoeCase("separate", layout="separate", activation="gelu", dtype=torch.float32),
     MoeCase("plain", layout="plain", activation="relu_squared", bias=True),

@@ -1,15 +1,6 @@
 """`fused_moe`: the routed experts of a mixture, from tokens to tokens; routing stays outside.
 
-    for every token t and slot s, with e = expert_ids[t, s] and w = expert_weights[t, s]:
-        gate = x[t] @ gate_weight[e]^T (+ bias)          fp32
-        up   = x[t] @ up_weight[e]^T (+ bias)
-        h    = activation(gate, up)                      fp32, then rounded to x's dtype
-        y    = h @ down_weight[e]^T (+ bias)             fp32
-        out[t] += w * y                                  fp32, slots in order; rounded once
-
-`weight_on_input` scales x[t] by w instead (rounded to x's dtype, as Llama-4 does). Expert -1: the
-slot adds nothing. activation_format "fp8": x and h are quantised to float8_e4m3fn, a scale per row
-and 128 columns (ops/formats/fp8_block.py), before they are multiplied.
+With `weight_on_input`, as Llama-4 has it, x[t] times the weight is rounded to x's dtype.
 """
 
 from __future__ import annotations
@@ -24,12 +15,13 @@ from tilewright.ops.checks import (
     FLOAT32,
     FLOAT_DTYPES,
     ArgumentError,
+    check_absent,
     check_choice,
     check_device,
     check_number,
     check_operand,
 )
-from tilewright.ops.contract import FusedOp, Tolerance, emitted_kernel, register
+from tilewright.ops.contract import FusedOp, emitted_kernel, register, rounded_once
 from tilewright.ops.formats import fp8_block
 from tilewright.ops.formats.expert_weight import ExpertWeight, check_expert_weight
 from tilewright.ops.formats.row_groups import INDEX_DTYPES, check_expert_values
@@ -47,20 +39,25 @@ ERROR_MODEL = (
     "rms of the output; then one rounding of the result. Of hidden numbers quantised to e4m3, one "
     "next to the middle of two codes may take either: a sixteenth of a few of each sum's terms"
 )
-TOLERANCES = {
-    torch.bfloat16: Tolerance(relative=2.0**-8, of_rms=2.0**-6),
-    torch.float16: Tolerance(relative=2.0**-11, of_rms=2.0**-9),
-    torch.float32: Tolerance(relative=2.0**-20, of_rms=2.0**-18),
-    torch.float64: Tolerance(relative=2.0**-49, of_rms=2.0**-46),
-}
+TOLERANCES = rounded_once(2.0**-6, 2.0**-9, 2.0**-18, 2.0**-46)
 
 Activation = Callable[[torch.Tensor, torch.Tensor | None, float, float], torch.Tensor]
+
+
+def _clamped(
+    gate: torch.Tensor, up: torch.Tensor | None, limit: float
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """gate at most limit, up within ±limit; limit 0: as they are."""
+    if not limit:
+        return gate, up
+    return gate.clamp(max=limit), None if up is None else up.clamp(-limit, limit)
 
 
 def _gated(function: Callable[[torch.Tensor], torch.Tensor]) -> Activation:
     def apply(
         gate: torch.Tensor, up: torch.Tensor | None, alpha: float, limit: float
     ) -> torch.Tensor:
+        gate, up = _clamped(gate, up, limit)
         value = function(gate)
         return value if up is None else value * up
 
@@ -70,10 +67,9 @@ def _gated(function: Callable[[torch.Tensor], torch.Tensor]) -> Activation:
 def _clamped_swiglu(
     gate: torch.Tensor, up: torch.Tensor | None, alpha: float, limit: float
 ) -> torch.Tensor:
-    """gpt-oss: gate * sigmoid(alpha * gate) * (up + 1), gate at most limit, up within ±limit."""
+    """gpt-oss: gate * sigmoid(alpha * gate) * (up + 1)."""
+    gate, up = _clamped(gate, up, limit)
     assert up is not None
-    if limit:
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return gate * torch.sigmoid(alpha * gate) * (up + 1)
 
 
@@ -90,10 +86,11 @@ class FusedMoeArguments:
     x [T, H]; expert_ids int [T, S]; expert_weights float [T, S]. gate_weight, up_weight [E, I, H]
     (up None: the activation is not gated), down_weight [E, H, I]: any strides, so that a joint
     weight, concatenated or interleaved, stored either way round, is two views of one tensor.
-    Biases [E, I], [E, I], [E, H]. activation: one of ACTIVATIONS; alpha and limit are
-    clamped_swiglu's. weight_format, scale_block, *_scale, *_expert_scale: of all weights, see
-    ops.formats.expert_weight. activation_format: one of ACTIVATION_FORMATS, what x and the hidden
-    activation are quantised to here; "fp8" for weights of format "fp8" with blocks of 128 columns.
+    Biases [E, I], [E, I], [E, H]. activation: one of ACTIVATIONS; alpha is clamped_swiglu's. limit,
+    where it is not 0: gate is clamped to at most that, up to ±limit. weight_format, scale_block,
+    *_scale, *_expert_scale: of all weights, see ops.formats.expert_weight. activation_format: one
+    of ACTIVATION_FORMATS, what x and the hidden activation are quantised to here; "fp8" for weights
+    of format "fp8" with blocks of 128 columns.
     Result [T, H] of x's dtype.
     """
 
@@ -168,8 +165,7 @@ def _check_weights(a: FusedMoeArguments) -> None:
     for name, shape in wanted.items():
         weight, bias = a.experts(name), getattr(a, f"{name}_bias")
         if weight is None:
-            if bias is not None:
-                raise ArgumentError(NAME, f"{name}_bias", "none without the weight", "a tensor")
+            check_absent(NAME, a, [f"{name}_bias"], f"{name}_weight is None")
             continue
         check_device(NAME, f"{name}_weight", weight.data, a.x.device)
         if weight.shape != shape:

@@ -1,11 +1,5 @@
 """`moe_router`: which experts of a mixture each token goes to, and with which weights.
 
-    logits = x @ weight^T (+ bias)                      fp32, not rounded
-    scores = softmax(logits), sigmoid(logits), or the logits
-    choice = scores (+ correction), of the best groups of experts alone
-    ids    = the num_slots largest of choice, the largest first
-    out    = scores[ids], normalised and scaled         rounded once
-
 `fused_moe` takes both results. Without a weight x holds the logits. Nothing is rounded on the way,
 so two experts whose logits a graph in bfloat16 rounds to one number are still told apart; where
 numbers are equal the expert of the lower number comes first (torch.topk promises no order), and NaN
@@ -27,7 +21,14 @@ from tilewright.ops.checks import (
     check_operand,
     holds,
 )
-from tilewright.ops.contract import FusedOp, Tolerance, emitted_kernel, register
+from tilewright.ops.contract import (
+    EXACT,
+    FusedOp,
+    Tolerance,
+    emitted_kernel,
+    register,
+    rounded_once,
+)
 from tilewright.ops.moe.router_cases import ROUTER_CASES, sample_router
 from tilewright.ops.moe.router_operands import unsupported
 from tilewright.ops.sampling import sampler_of
@@ -38,10 +39,8 @@ ERROR_MODEL = (
     "fp32 accumulation of the logits, whose error the scores multiply, measured against the rms of "
     "the weights; then one rounding. Experts are those of the exact choice where it is clear"
 )
-EXACT = Tolerance(relative=0.0, of_rms=0.0)
 TOLERANCES = {
-    torch.bfloat16: Tolerance(relative=2.0**-8, of_rms=2.0**-16),
-    torch.float16: Tolerance(relative=2.0**-11, of_rms=2.0**-16),
+    **rounded_once(2.0**-16, 2.0**-16),
     torch.float32: Tolerance(relative=2.0**-18, of_rms=2.0**-18),
     torch.float64: Tolerance(relative=2.0**-47, of_rms=2.0**-46),
     torch.int64: EXACT,

@@ -1,10 +1,6 @@
 """`paged_kv_store`: writes K (rotated where a rope is given) and V to their cache slots.
 
 For what was not fusable with its projection: even then a step touches only the slots it writes.
-
-    k -> rope(k), fp32          where given; K only
-    k, v -> divided by the cache's scale -> the token's slot; each rounded once, and saturated where
-            the cache has 8-bit floats
 """
 
 from __future__ import annotations
@@ -18,7 +14,7 @@ import torch
 from tilewright.ops.cache.address_checks import check_values
 from tilewright.ops.cache.checks import HeadValues, check_caches, window_integers
 from tilewright.ops.cache.writes import write_kv
-from tilewright.ops.checks import FLOAT_DTYPES, check_dtype, check_operand, check_shape
+from tilewright.ops.checks import FLOAT_DTYPES, check_operand
 from tilewright.ops.contract import FusedOp, emitted_kernel, register
 from tilewright.ops.formats.paged_cache import CacheWindow
 from tilewright.ops.qkv.cases import ATTENTION_CASES
@@ -66,8 +62,7 @@ class KvStoreArguments:
 
 
 def validate(a: KvStoreArguments) -> None:
-    check_dtype(NAME, "k", a.k, FLOAT_DTYPES)
-    check_shape(NAME, "k", a.k, "[T, Hkv, D]", (None, None, None))
+    check_operand(NAME, "k", a.k, "[T, Hkv, D]", (None, None, None), FLOAT_DTYPES)
     num_tokens, num_kv_heads, head_dim = a.k.shape
     if a.v is not None:
         check_operand(NAME, "v", a.v, "[T, Hkv, D]", a.k.shape, (a.k.dtype,), a.k.device)

@@ -1,18 +1,19 @@
 """Checks of what projects q, k and v: x, weights, their formats and scales, and biases.
 
-Metadata only; each raises ArgumentError.
+Metadata only; each raises ArgumentError. `a` is a FusedQkvArguments.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from tilewright.ops.checks import (
     FLOAT_DTYPES,
     ArgumentError,
+    check_absent,
     check_choice,
     check_device,
     check_dtype,
@@ -23,7 +24,6 @@ from tilewright.ops.checks import (
     shape_text,
 )
 from tilewright.ops.formats.code_checks import (
-    FormatArguments,
     check_blocks,
     check_code_shape,
     check_format_options,
@@ -35,27 +35,12 @@ X_DTYPES = (*FLOAT_DTYPES, ACTIVATION_CODES)
 ACTIVATION_BLOCK = 128
 
 
-class ProjectionArguments(FormatArguments, Protocol):
-    """The arguments that make q, k and v out of x."""
-
-    @property
-    def q_weight(self) -> torch.Tensor: ...
-    @property
-    def k_weight(self) -> torch.Tensor: ...
-    @property
-    def v_weight(self) -> torch.Tensor | None: ...
-    @property
-    def x_scale(self) -> torch.Tensor | None: ...
-    @property
-    def out_dtype(self) -> torch.dtype | None: ...
-
-
-def value_dtype(a: ProjectionArguments) -> torch.dtype:
+def value_dtype(a: Any) -> torch.dtype:
     """The dtype of q, and of everything that is not a code."""
     return a.out_dtype if a.x.dtype == ACTIVATION_CODES and a.out_dtype else a.x.dtype
 
 
-def check_projection(op: str, a: ProjectionArguments) -> None:
+def check_projection(op: str, a: Any) -> None:
     """Checks x, the three weights with their scales, and the biases."""
     check_choice(op, "weight_format", a.weight_format, ("dense", *WEIGHT_FORMATS))
     _check_x(op, a)
@@ -66,19 +51,20 @@ def check_projection(op: str, a: ProjectionArguments) -> None:
         if weight is not None:
             _check_weight(op, a, letter, weight)
         else:
-            _check_absent(op, a, letter)
+            names = [f"{letter}_{suffix}" for suffix in ("bias", "scale", "zero")]
+            check_absent(op, a, names, f"{letter}_weight is None")
 
 
-def _check_x(op: str, a: ProjectionArguments) -> None:
+def _check_x(op: str, a: Any) -> None:
     coded = a.x.dtype == ACTIVATION_CODES
     check_operand(op, "x", a.x, "[T, K]", (None, None), X_DTYPES, dense=True)
     if coded and a.weight_format != "fp8":
         raise ArgumentError(op, "weight_format", "'fp8', since x has codes", a.weight_format)
     check_out_dtype(op, a.x.dtype, a.out_dtype)
+    if not coded:
+        check_absent(op, a, ["x_scale"], f"x is {a.x.dtype}")
     if a.x_scale is None:
         return
-    if not coded:
-        raise ArgumentError(op, "x_scale", f"None, since x is {a.x.dtype}", "a tensor")
     check_dtype(op, "x_scale", a.x_scale, FLOAT_DTYPES)
     check_device(op, "x_scale", a.x_scale, a.x.device)
     check_shape(op, "x_scale", a.x_scale, "[T or 1, 1 or K / 128]", (None, None))
@@ -98,7 +84,7 @@ def check_out_dtype(op: str, x_dtype: torch.dtype, out_dtype: torch.dtype | None
         raise ArgumentError(op, "out_dtype", f"{expected} for {x_dtype}", out_dtype)
 
 
-def _check_shapes(op: str, a: ProjectionArguments) -> None:
+def _check_shapes(op: str, a: Any) -> None:
     """Heads, head_dim and K of the three weights, as stored codes give them."""
     stored = WEIGHT_FORMATS.get(a.weight_format)
     for letter in "qkv":
@@ -128,7 +114,7 @@ def _check_shapes(op: str, a: ProjectionArguments) -> None:
         check_code_shape(op, a, "v_weight", "[Hkv, D, K]", (num_kv_heads, head_dim, hidden))
 
 
-def _check_weight(op: str, a: ProjectionArguments, letter: str, weight: torch.Tensor) -> None:
+def _check_weight(op: str, a: Any, letter: str, weight: torch.Tensor) -> None:
     name = f"{letter}_weight"
     check_device(op, name, weight, a.x.device)
     bias = getattr(a, f"{letter}_bias")
@@ -153,16 +139,9 @@ def _check_dense_strides(op: str, name: str, weight: torch.Tensor) -> None:
         raise ArgumentError(op, name, expected, f"strides {shape_text(weight.stride())}")
 
 
-def _check_absent(op: str, a: ProjectionArguments, letter: str) -> None:
-    for suffix in ("bias", "scale", "zero"):
-        name = f"{letter}_{suffix}"
-        if getattr(a, name) is not None:
-            raise ArgumentError(op, name, f"None, since {letter}_weight is None", "a tensor")
-
-
 def check_parameter(
     op: str,
-    a: ProjectionArguments,
+    a: Any,
     name: str,
     tensor: torch.Tensor,
     letters: str,

@@ -21,7 +21,7 @@ from tilewright.ops.formats.quantized_weight import expand_blocks
 from tilewright.ops.formats.weight_rows import WeightRows
 from tilewright.ops.qkv.checks import ACTIVATION_BLOCK
 from tilewright.ops.qkv.quantized_operands import LETTERS, head_dim
-from tilewright.ops.runtime.products import linear
+from tilewright.ops.runtime.products import linear, multiply_batch
 from tilewright.ops.runtime.program import Buffer, Launch, Library, Step
 
 Making = Generator[Step, Any, torch.Tensor]
@@ -57,12 +57,8 @@ def project(x: torch.Tensor, weight: torch.Tensor) -> Making:
         yield Library(_stack, (out, *parts))
         return out
     out = yield Buffer((*heads, x.shape[0], dim), x.dtype)
-    yield Library(_multiply_batch, (out, x, weight))
+    yield Library(multiply_batch, (out, x.expand(heads[0], -1, -1), weight.mT))
     return out.transpose(0, 1)
-
-
-def _multiply_batch(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
-    torch.bmm(x.expand(weight.shape[0], -1, -1), weight.transpose(1, 2), out=out)
 
 
 def _stack(out: torch.Tensor, *parts: torch.Tensor) -> None:

@@ -18,7 +18,6 @@ from tilewright.codegen.qkv.plan import (
     epilogue_config,
     plan_fused_qkv,
 )
-from tilewright.codegen.qkv.problem import QkvProblem
 from tilewright.codegen.qkv.specs import epilogue_grid, epilogue_spec
 from tilewright.codegen.qkv.tune import bucket
 from tilewright.codegen.spec import KernelSpec
@@ -43,6 +42,7 @@ from tilewright.ops.runtime.program import (
 
 NO_TOKENS = "nothing", "no tokens, no launch"
 
+_plan = cache(plan_fused_qkv)
 _store_kernel = chooser(
     lambda problem, tokens, target: epilogue_config(problem.epilogue, tokens, target), epilogue_spec
 )
@@ -66,11 +66,6 @@ def planned_lowering(call: FusedCall, target: Target) -> LoweringChoice:
     """What the plan has for the call's token count."""
     plan = _plan(call.problem, target, call.rows is not None)
     return plan.choice(call.a.x.shape[0])
-
-
-@cache
-def _plan(problem: QkvProblem, target: Target, packed: bool) -> LoweringPlan:
-    return plan_fused_qkv(problem, target, packed)
 
 
 def paged_kv_store_steps(a: KvStoreArguments, target: Target) -> Steps:

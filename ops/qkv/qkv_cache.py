@@ -1,14 +1,6 @@
 """`fused_qkv_paged`: the QKV projection, QK-norm and RoPE of one attention layer, with K and V
 written straight into the caller's cache.
 
-    acc = x @ weight^T          fp32; codes times their scales
-    acc = acc + bias            where given
-    acc = acc + delta           where given
-    acc = clip(acc)             where given
-    acc = rope(norm(acc))       q and k, where given; or norm(rope(acc))
-    q -> result; k, v -> divided by the cache's scale -> the token's slot; each rounded once,
-    and saturated where the cache has 8-bit floats
-
 The three weights stay where the user has them: strided views [heads, head_dim, hidden], so that
 separate, packed and per-head interleaved projections are one op and no weight is copied.
 """
@@ -29,7 +21,7 @@ from tilewright.ops.cache.checks import (
 )
 from tilewright.ops.cache.scale_values import check_scale_values, check_token_scale_values
 from tilewright.ops.cache.writes import write_kv
-from tilewright.ops.checks import ArgumentError, check_number, check_tensor, readable
+from tilewright.ops.checks import ArgumentError, check_number, check_tensor
 from tilewright.ops.contract import FusedOp, emitted_kernel, register
 from tilewright.ops.formats.paged_cache import CacheWindow
 from tilewright.ops.formats.quantized_weight import dequantize, expand_blocks, logical_shape
@@ -192,10 +184,8 @@ def _head_dim(a: FusedQkvArguments) -> Any:
 def validate_values(a: FusedQkvArguments) -> None:
     check_values(NAME, a, a.x.shape[0], writes_v=a.v_weight is not None)
     for name in ("q_scale", "k_scale", "v_scale"):
-        if readable([getattr(a, name)]):
-            check_scale_values(NAME, name, getattr(a, name))
-    if readable([a.x_scale]):
-        check_token_scale_values(NAME, "x_scale", a.x_scale, a.x)
+        check_scale_values(NAME, name, getattr(a, name))
+    check_token_scale_values(NAME, "x_scale", a.x_scale, a.x)
 
 
 def result_buffer(a: FusedQkvArguments) -> Buffer:
@@ -229,13 +219,9 @@ def reference(a: FusedQkvArguments) -> torch.Tensor:
     return fake(a).copy_(q)
 
 
-def _compute_dtype(a: FusedQkvArguments) -> torch.dtype:
-    return torch.promote_types(value_dtype(a), torch.float32)
-
-
 def _input(a: FusedQkvArguments) -> torch.Tensor:
     """x in compute precision, its codes scaled."""
-    x = a.x.to(_compute_dtype(a))
+    x = a.x.to(torch.promote_types(value_dtype(a), torch.float32))
     if a.x_scale is None:
         return x
     block = (1, x.shape[1] if a.x_scale.shape[1] == 1 else ACTIVATION_BLOCK)

@@ -1,9 +1,6 @@
 """`fused_qkv_matmul_kv_cache_paged_ragged`: Modular MAX's op of that name, on the kernels of
 `fused_qkv_paged`.
 
-    y = hidden_state @ weight^T + bias          fp32
-    columns below q_dim -> result; then K, then V -> the layer's pages, where lookup_table says
-
 The projection is rounded once, to the result's or the cache's dtype. MAX rounds to its output dtype
 first, adds the bias in that dtype and so rounds twice; it takes GPTQ scales as bf16, cut off, where
 they are fp16 here. No rope and no norm, as there.
@@ -11,8 +8,7 @@ they are fp16 here. No rope and no norm, as there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import KW_ONLY, dataclass
 from math import gcd
 from typing import Any
 
@@ -118,26 +114,17 @@ def validate(a: RaggedQkvArguments) -> None:
 def validate_values(a: RaggedQkvArguments) -> None:
     fused = as_fused_qkv(a)
     windows = [window for window in (fused.k_window, fused.v_window) if window]
-    check_aliases(NAME, [("blocks", a.blocks, window) for window in windows], _sources(a))
+    check_aliases(NAME, a, [("blocks", a.blocks, window) for window in windows])
     if readable((a.input_row_offsets, a.cache_lengths, a.lookup_table)):
-        names = {"row_offsets": "input_row_offsets"}
         window = CacheWindow.from_ints(fused.k_window)
-        check_address_values(NAME, fused, window, a.hidden_state.shape[0], names)
+        with in_words_of(NAME, FUSED_WORDS):
+            check_address_values(NAME, fused, window, a.hidden_state.shape[0])
     for name in ("weight_scale", "k_cache_scale", "v_cache_scale"):
-        if readable([getattr(a, name)]):
-            check_scale_values(NAME, name, getattr(a, name))
-    if readable([a.input_scale]):
-        check_token_scale_values(NAME, "input_scale", fused.x_scale, a.hidden_state)
-    if a.group_size and readable([a.weight]):
+        check_scale_values(NAME, name, getattr(a, name))
+    check_token_scale_values(NAME, "input_scale", fused.x_scale, a.hidden_state)
+    if a.group_size:
         parts = sections(a.weight, a.hidden_state.shape[1], a.group_size, a.has_zp)
         check_scale_values(NAME, "weight", parts.scales)
-
-
-def _sources(a: RaggedQkvArguments) -> Iterator[tuple[str, torch.Tensor]]:
-    for field in fields(a):
-        value = getattr(a, field.name)
-        if isinstance(value, torch.Tensor) and field.name != "blocks":
-            yield field.name, value
 
 
 def fake(a: RaggedQkvArguments) -> torch.Tensor:

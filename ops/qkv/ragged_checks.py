@@ -13,6 +13,7 @@ from tilewright.ops.cache.checks import CACHE_SCALES, check_cache_scale
 from tilewright.ops.cache.ragged_batch import check_batch, check_layer
 from tilewright.ops.checks import (
     ArgumentError,
+    check_absent,
     check_device,
     check_dtype,
     check_operand,
@@ -26,11 +27,14 @@ from tilewright.ops.qkv.checks import ACTIVATION_CODES, FLOAT_DTYPES, X_DTYPES, 
 
 NAME = "fused_qkv_matmul_kv_cache_paged_ragged"
 WEIGHT_BLOCK = 128
+SCALES = ("input_scale", "weight_scale")
 
 
 def check_metadata(a: Any) -> None:
     """Checks a RaggedQkvArguments."""
-    _check_hidden(a)
+    hidden = a.hidden_state
+    check_operand(NAME, "hidden_state", hidden, "[T, K]", (None, None), X_DTYPES, dense=True)
+    check_out_dtype(NAME, hidden.dtype, a.out_dtype)
     _check_blocks(a)
     check_batch(NAME, a, a.hidden_state.device)
     _check_weight(a)
@@ -45,12 +49,6 @@ def kv_rows(blocks: torch.Tensor) -> Any:
 def _result_dtype(a: Any) -> torch.dtype:
     coded = a.hidden_state.dtype == ACTIVATION_CODES
     return a.out_dtype if coded else a.hidden_state.dtype
-
-
-def _check_hidden(a: Any) -> None:
-    hidden = a.hidden_state
-    check_operand(NAME, "hidden_state", hidden, "[T, K]", (None, None), X_DTYPES, dense=True)
-    check_out_dtype(NAME, hidden.dtype, a.out_dtype)
 
 
 def _check_blocks(a: Any) -> None:
@@ -101,23 +99,15 @@ def _check_rows(a: Any) -> None:
         if not any(holds(stride == 1) for stride in a.weight.stride()):
             actual = f"strides {shape_text(a.weight.stride())}"
             raise ArgumentError(NAME, "weight", "a contiguous dimension (stride 1)", actual)
-        _refuse_scales(a, f"weight is {a.weight.dtype}")
+        check_absent(NAME, a, SCALES, f"weight is {a.weight.dtype}")
         return
     _check_weight_scale(a)
     if not coded:
-        if a.input_scale is not None:
-            expected = f"None, since hidden_state is {a.hidden_state.dtype}"
-            raise ArgumentError(NAME, "input_scale", expected, "a tensor")
+        check_absent(NAME, a, ["input_scale"], f"hidden_state is {a.hidden_state.dtype}")
         return
     tokens, hidden = a.hidden_state.shape
     forms = {"tensor": (1, 1), "token": (tokens, 1), "1x128": (tokens, -(-hidden // WEIGHT_BLOCK))}
     _check_granularity(a, "input_scale", a.input_scale, forms)
-
-
-def _refuse_scales(a: Any, why: str) -> None:
-    for name in ("input_scale", "weight_scale"):
-        if getattr(a, name) is not None:
-            raise ArgumentError(NAME, name, f"None, since {why}", "a tensor")
 
 
 def _check_weight_scale(a: Any) -> None:
@@ -150,7 +140,7 @@ def _check_gptq(a: Any, q_dim: Any) -> None:
     if a.hidden_state.dtype == ACTIVATION_CODES:
         actual = a.hidden_state.dtype
         raise ArgumentError(NAME, "hidden_state", "no codes, since group_size is given", actual)
-    _refuse_scales(a, "group_size is given")
+    check_absent(NAME, a, SCALES, "group_size is given")
     if a.group_size < 1 or not holds(hidden % a.group_size == 0) or not holds(hidden % 8 == 0):
         expected = f"a group that divides K = {hidden}, itself a multiple of 8"
         raise ArgumentError(NAME, "group_size", expected, a.group_size)
@@ -171,7 +161,7 @@ def _check_gptq(a: Any, q_dim: Any) -> None:
 
 def _check_cache_scales(a: Any) -> None:
     heads = 1 if a.blocks.shape[1] == 1 else a.blocks.shape[4]
-    if a.v_cache_scale is not None and a.blocks.shape[1] == 1:
-        raise ArgumentError(NAME, "v_cache_scale", "None, since blocks hold no V", "a tensor")
+    if a.blocks.shape[1] == 1:
+        check_absent(NAME, a, ["v_cache_scale"], "blocks hold no V")
     for name in CACHE_SCALES:
         check_cache_scale(NAME, name, getattr(a, name), heads, a.hidden_state.device)

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from tilewright.ops.cache.addressing import SLOT_FORMS
 from tilewright.ops.formats.gptq_buffer import pack_buffer
-from tilewright.ops.sampling import PagedBatch, Sampler, sample_table
+from tilewright.ops.sampling import Sampler, sample_places
 
 FP8 = torch.float8_e4m3fn
 
@@ -89,18 +88,10 @@ def sample_ragged(
 
 
 def _batch(case: RaggedCase, sampler: Sampler) -> dict[str, Any]:
-    table = PagedBatch(
-        case.name,
-        num_tokens=sum(case.new_tokens),
-        slot_dtype=case.index_dtype,
-        new_tokens=case.new_tokens,
-        cached_tokens=case.cached_tokens,
-        num_pages=case.num_pages,
-        page_size=case.page_size,
-    )
-    tensors = sample_table(table, sampler, SLOT_FORMS["ragged"])
-    tensors["input_row_offsets"] = tensors.pop("row_offsets")
-    return tensors
+    places = sample_places(case, sampler)
+    places["input_row_offsets"] = places.pop("row_offsets")
+    names = ("lookup_table", "input_row_offsets", "cache_lengths")
+    return {name: places[name].to(case.index_dtype).to(sampler.device) for name in names}
 
 
 def _projection(case: RaggedCase, sampler: Sampler, rows: int) -> dict[str, Any]:

@@ -22,6 +22,12 @@ def is_aligned(tensor: torch.Tensor) -> bool:
     return tensor.data_ptr() % ALIGNMENT == 0
 
 
+def tma_reaches(tensor: torch.Tensor, *strides: int) -> bool:
+    """Whether TMA can read the tensor as it lies, by steps of these strides."""
+    size = tensor.element_size()
+    return is_aligned(tensor) and all(stride * size % ALIGNMENT == 0 for stride in strides)
+
+
 @overload
 def operand(tensor: torch.Tensor, *strides: int) -> Operand: ...
 @overload
@@ -39,6 +45,13 @@ def operand(tensor: torch.Tensor | None, *strides: int) -> Operand | None:
 def operand_of(tensor: torch.Tensor | None, *dims: int) -> Operand | None:
     """The tensor as an operand of a kernel that builds on the strides of these dimensions."""
     return None if tensor is None else operand(tensor, *(tensor.stride(dim) for dim in dims))
+
+
+def broadcast_strides(tensor: torch.Tensor | None) -> list[int]:
+    """Of four dimensions, 0 where one has one element; all 0 where there is no tensor."""
+    if tensor is None:
+        return [0, 0, 0, 0]
+    return [step if n > 1 else 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True)]
 
 
 def mask_bytes(mask: torch.Tensor) -> torch.Tensor:

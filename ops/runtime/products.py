@@ -1,4 +1,4 @@
-"""x @ weight^T by PyTorch's library, as a step of a call."""
+"""Products by PyTorch's library, as steps of a call."""
 
 from __future__ import annotations
 
@@ -10,13 +10,25 @@ import torch
 from tilewright.ops.runtime.program import Buffer, Library, Step
 
 
-def multiply(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
-    """out [T, N] = x [T, K] @ weight [N, K]^T, all of one dtype."""
-    torch.mm(x, weight.t(), out=out)
+def multiply(
+    out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> None:
+    """out [T, N] = x [T, K] @ weight [N, K]^T + bias [N], all but bias of one dtype."""
+    if bias is None:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.addmm(bias.to(x.dtype), x, weight.t(), out=out)
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor) -> Generator[Step, Any, torch.Tensor]:
-    """The same into new memory."""
+def multiply_batch(out: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> None:
+    """out [B, T, N] = x [B, T, K] @ y [B, K, N], all of one dtype."""
+    torch.bmm(x, y, out=out)
+
+
+def linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> Generator[Step, Any, torch.Tensor]:
+    """x @ weight^T + bias in new memory."""
     out = yield Buffer((x.shape[0], weight.shape[0]), x.dtype)
-    yield Library(multiply, (out, x, weight))
+    yield Library(multiply, (out, x, weight) if bias is None else (out, x, weight, bias))
     return out

@@ -77,13 +77,8 @@ def check_pair(k: Address, v: Address, flow: Dataflow, *culprits: Value) -> None
         reject("SLOT_INDEX", Stage.GUARDS, "K and V are written at different slots", *culprits)
     scaled = [p.scale_multiplies for p in (k, v) if p.scale is not None]
     if len(set(scaled)) > 1:
-        reject(
-            "CAST",
-            Stage.GUARDS,
-            "one of K and V is multiplied by its cache scale, the other divided by it",
-            *culprits,
-            hint="scale both in the same sense",
-        )
+        message = "one of K and V is multiplied by its cache scale, the other divided by it"
+        reject("CAST", Stage.GUARDS, message, *culprits, hint="scale both in the same sense")
 
 
 def address(write: CacheWrite, flow: Dataflow) -> Address:
@@ -92,7 +87,7 @@ def address(write: CacheWrite, flow: Dataflow) -> Address:
     if written is None:
         _reject_unknown(write)
     if store.accumulate:
-        reject("ACCUMULATED_WRITE", Stage.ANCHORED, "the write accumulates", write.store)
+        _refuse("ACCUMULATED_WRITE", "the write accumulates", write.store)
     if not write.index:
         return _filled(write, written)
     index = dict(write.index)
@@ -103,36 +98,29 @@ def address(write: CacheWrite, flow: Dataflow) -> Address:
         return _one_index(write, written, index, head_axis, flow)
     if len(index) == 2:
         return _two_indices(write, written, index, head_axis, flow)
-    reject("SLOT_INDEX", Stage.ANCHORED, f"{len(index)} index tensors", write.store)
+    _refuse("SLOT_INDEX", f"{len(index)} index tensors", write.store)
 
 
 def _reject_unknown(write: CacheWrite) -> NoReturn:
     store = write.record
     if any(v.value.dtype == torch.bool for v in store.index.values()):
-        reject(
-            "MASKED_WRITE",
-            Stage.ANCHORED,
-            "a boolean mask selects the slots, so their number is not known",
-            write.store,
-            hint="give skipped tokens a spare slot and write all of them",
-        )
+        message = "a boolean mask selects the slots, so their number is not known"
+        hint = "give skipped tokens a spare slot and write all of them"
+        _refuse("MASKED_WRITE", message, write.store, hint=hint)
     if store.note == REINTERPRETED or store.dtype != store.memory.dtype:
-        reject(
-            "CACHE_LAYOUT",
-            Stage.ANCHORED,
-            f"{store.kind} writes through {REINTERPRETED} of the cache",
-            write.store,
-            hint="give the cache tensor the dtype it is written in",
-        )
+        message = f"{store.kind} writes through {REINTERPRETED} of the cache"
+        hint = "give the cache tensor the dtype it is written in"
+        _refuse("CACHE_LAYOUT", message, write.store, hint=hint)
     if store.note:
-        reject("CACHE_LAYOUT", Stage.ANCHORED, f"{store.kind}: {store.note}", write.store)
-    reject(
-        "OPAQUE_WRITE",
-        Stage.ANCHORED,
-        f"{store.kind} writes the cache; what it does is not known to tilewright",
-        write.store,
-        hint="write the cache in PyTorch: cache.view(-1, H, D)[slots] = k",
-    )
+        _refuse("CACHE_LAYOUT", f"{store.kind}: {store.note}", write.store)
+    message = f"{store.kind} writes the cache; what it does is not known to tilewright"
+    hint = "write the cache in PyTorch: cache.view(-1, H, D)[slots] = k"
+    _refuse("OPAQUE_WRITE", message, write.store, hint=hint)
+
+
+def _refuse(code: str, message: str, culprit: Value | View, hint: str = "") -> NoReturn:
+    """Ends the attempt at the write itself."""
+    reject(code, Stage.ANCHORED, message, culprit, hint=hint)
 
 
 # --- index tensors --------------------------------------------------------------------------------
@@ -149,7 +137,7 @@ def _explicit_heads(write: CacheWrite, index: dict[int, View]) -> int | None:
     del index[found]
     for dim, view in index.items():
         if view.effect.dims[-1] != ():
-            reject("SLOT_INDEX", Stage.ANCHORED, "slots vary from head to head", view)
+            _refuse("SLOT_INDEX", "slots vary from head to head", view)
         index[dim] = View(view.value, effects.squeeze(view.effect, [len(view.effect.dims) - 1]))
     return found
 
@@ -187,9 +175,7 @@ def _roles(
     at = {dim: lead + i for i, dim in enumerate(order)}
     wide = [d for d in order if write.target.dims[d] != () or len(order) <= 3]
     if len(wide) < 2 or len(wide) > 3:
-        reject(
-            "CACHE_LAYOUT", Stage.ANCHORED, f"{len(wide)} dimensions beside the slots", write.store
-        )
+        _refuse("CACHE_LAYOUT", f"{len(wide)} dimensions beside the slots", write.store)
     *others, element = wide
     head = others[-1]
     page = others[0] if len(others) == 2 else None
@@ -212,7 +198,7 @@ def _one_index(
         found = slot_table(flow, slots, pages[1]) or Slots("flat", (slots,))
         return _address(write, written, pages, (head, element), at, lead, found)
     if len(lead) != 1:
-        reject("SLOT_INDEX", Stage.ANCHORED, "positions that vary by sequence", slots)
+        _refuse("SLOT_INDEX", "positions that vary by sequence", slots)
     num_pages, page_stride = _stride(write, page)
     page_size, slot_stride = _stride(write, slot_dim)
     pages = (num_pages, page_size, page_stride, slot_stride)
@@ -227,7 +213,7 @@ def _own_index(write: CacheWrite, written: Written) -> Address:
     ((slot_dim, slots),) = write.index.items()
     page, head, element, at = _roles(write, written, write.index, None)
     if page is not None or len(slots.shape) != 2:
-        reject("CACHE_LAYOUT", Stage.ANCHORED, "pages, slots and one dimension more", write.store)
+        _refuse("CACHE_LAYOUT", "pages, slots and one dimension more", write.store)
     num_pages, page_stride = _stride(write, write.along)
     page_size, slot_stride = _stride(write, slot_dim)
     found = Slots("flat", (own_slots(slots, num_pages, page_size, _device(write)),))
@@ -247,7 +233,7 @@ def _two_indices(
     tokens = written.view.shape[: len(lead)]
     (page_dim, pages), (slot_dim, offsets) = sorted(_flattened(index, tokens).items())
     if page is not None:
-        reject("CACHE_LAYOUT", Stage.ANCHORED, "pages, slots and one dimension more", write.store)
+        _refuse("CACHE_LAYOUT", "pages, slots and one dimension more", write.store)
     num_pages, page_stride = _stride(write, page_dim)
     page_size, slot_stride = _stride(write, slot_dim)
     found = block_table(flow, pages, offsets, page_size)
@@ -264,9 +250,8 @@ def _filled(write: CacheWrite, written: Written) -> Address:
     """`cache[:B, start : start + S] = k`: slots that follow each other, the same in every page."""
     whole = effects.product(write.target.shape) == effects.product(write.memory.shape)
     if whole and written.view.value.op in ("store", "aten.cat"):
-        reject(
+        _refuse(
             "MOVED_CACHE",
-            Stage.ANCHORED,
             f"{write.record.kind} writes the whole cache anew, old tokens too",
             write.store,
             hint="a window that has to move costs a copy of itself; generate(past_key_values="
@@ -277,13 +262,9 @@ def _filled(write: CacheWrite, written: Written) -> Address:
         )
     found = fill_slices(write.target, write.memory.shape)
     if isinstance(found, str):
-        reject(
-            "SLICE_WRITE",
-            Stage.ANCHORED,
-            f"{write.record.kind} writes a slice of the cache: {found}",
-            write.store,
-            hint="write through an index tensor: index_copy_, or cache[slots] = k",
-        )
+        message = f"{write.record.kind} writes a slice of the cache: {found}"
+        hint = "write through an index tensor: index_copy_, or cache[slots] = k"
+        _refuse("SLICE_WRITE", message, write.store, hint=hint)
     strides = write.memory.strides
     length = written.view.shape[found.slot]
     begin = write.target.start[found.axis]
@@ -318,7 +299,7 @@ def _stride(write: CacheWrite, dim: int) -> tuple[Size, Size]:
     if atoms == ():
         return 1, 0
     if len(atoms) != 1 or atoms[0].axis is None:
-        reject("CACHE_LAYOUT", Stage.ANCHORED, "a cache dimension is split in memory", write.store)
+        _refuse("CACHE_LAYOUT", "a cache dimension is split in memory", write.store)
     return atoms[0].length, atoms[0].step * write.memory.strides[atoms[0].axis]
 
 
@@ -340,7 +321,7 @@ def _flat_slots(write: CacheWrite, dim: int) -> _Pages:
     atoms = write.target.dims[dim]
     strides = [a.step * write.memory.strides[a.axis] for a in atoms if a.axis is not None]
     if len(strides) != len(atoms) or len(atoms) > 2:
-        reject("CACHE_LAYOUT", Stage.ANCHORED, "the slots are not pages of slots", write.store)
+        _refuse("CACHE_LAYOUT", "the slots are not pages of slots", write.store)
     if len(atoms) == 2:
         return atoms[0].length, atoms[1].length, strides[0], strides[1]
     if not atoms:

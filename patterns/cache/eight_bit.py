@@ -143,13 +143,9 @@ def scale_argument(written: Written, device: torch.device) -> View | Computed | 
         return Computed("full", ((), float(scale)), options)
     *tokens, heads, elements = scale.effect.dims
     if not all(_repeats(dim) for dim in (*tokens, elements)):
-        reject(
-            "CAST",
-            Stage.ANCHORED,
-            "the cache's scale varies from token to token, or along head_dim",
-            scale,
-            hint="scale the cache as a whole, or by head",
-        )
+        message = "the cache's scale varies from token to token, or along head_dim"
+        hint = "scale the cache as a whole, or by head"
+        reject("CAST", Stage.ANCHORED, message, scale, hint=hint)
     dims = () if _repeats(heads) else (heads,)
     view = scale.with_dims(*dims)
     if scale.value.dtype == torch.float32:

@@ -16,7 +16,7 @@ from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Computed, Dataflow, View
 from tilewright.patterns.effects import Size
 from tilewright.patterns.recognise.equality import equal_values
-from tilewright.patterns.recognise.routing import gathered
+from tilewright.patterns.recognise.routing import gathered, strip_integer_casts
 
 _INTEGERS = (torch.int32, torch.int64)
 
@@ -74,11 +74,11 @@ def paged_slot(pages: View | Computed, offsets: View, num_pages: Size, page_size
 def block_table(flow: Dataflow, pages: View, offsets: View, page_size: Size) -> Slots | None:
     """The table behind a page and an offset, or None where they are not looked up like that."""
     positions = _position_of(offsets, page_size)
-    found = _lookup(uncast(pages))
+    found = _lookup(strip_integer_casts(pages))
     if positions is None or found is None:
         return None
     table, sequences, columns = found
-    of_column = _block_of(uncast(columns), page_size)
+    of_column = _block_of(strip_integer_casts(columns), page_size)
     if of_column is None or not equal_values(of_column, positions):
         return None
     if not all(_usable(flow, view) for view in (table, sequences, positions)):
@@ -99,15 +99,6 @@ def slot_table(flow: Dataflow, slots: View, page_size: Size) -> Slots | None:
             if found is not None:
                 return found
     return None
-
-
-def uncast(view: View) -> View:
-    """Without casts between the integer types of an index."""
-    while view.value.op == "cast" and {view.value.dtype, view.value.args[0].value.dtype} <= set(
-        _INTEGERS
-    ):
-        view = view.value.args[0].through(view.effect)
-    return view
 
 
 def _usable(flow: Dataflow, view: View) -> bool:
@@ -132,11 +123,11 @@ def _operand(view: View, op: str, number: Any, **kwargs: Any) -> View | None:
 
 def _position_of(offsets: View, page_size: Size) -> View | None:
     """position, where the offsets are position % page_size; then they are in their page."""
-    offsets = uncast(offsets)
+    offsets = strip_integer_casts(offsets)
     found = _operand(offsets, "aten.remainder", page_size)
     if found is None and _shift(page_size) is not None:
         found = _operand(offsets, "aten.bitwise_and", page_size - 1)
-    return None if found is None else uncast(found)
+    return None if found is None else strip_integer_casts(found)
 
 
 def _block_of(columns: View, page_size: Size) -> View | None:
@@ -146,12 +137,12 @@ def _block_of(columns: View, page_size: Size) -> View | None:
         found = _operand(columns, "aten.div", page_size, rounding_mode="floor")
     if found is None and (shift := _shift(page_size)) is not None:
         found = _operand(columns, "aten.bitwise_right_shift", shift)
-    return None if found is None else uncast(found)
+    return None if found is None else strip_integer_casts(found)
 
 
 def _scaled_by(view: View, page_size: Size) -> View | None:
     """page, of page * page_size."""
-    view = uncast(view)
+    view = strip_integer_casts(view)
     found = _operand(view, "aten.mul", page_size)
     if found is None and (shift := _shift(page_size)) is not None:
         found = _operand(view, "aten.bitwise_left_shift", shift)

@@ -10,6 +10,7 @@ from torch import fx
 from tilewright.ops.contract import all_ops
 from tilewright.patterns import effects
 from tilewright.patterns.cache.eight_bit import Written, before_rounding
+from tilewright.patterns.cache.states import replaces_state
 from tilewright.patterns.dataflow import Dataflow, Memory, Store, Value, View, upstream
 from tilewright.patterns.effects import Effect
 from tilewright.patterns.recognise.equality import equal_values
@@ -57,10 +58,12 @@ class CacheWrite:
 
 @dataclass(frozen=True)
 class WritePair:
-    """A K and a V write of the same tokens, or one of them alone."""
+    """A K and a V write of the same tokens, or one of them alone. unlike: beside one alone, a write
+    of the same tokens' heads that have another width."""
 
     first: CacheWrite
     second: CacheWrite | None
+    unlike: CacheWrite | None = None
 
     @property
     def stores(self) -> tuple[Value, ...]:
@@ -91,7 +94,7 @@ def _may_be_cache(value: Value, flow: Dataflow, fused: set[str]) -> bool:
     """
     store = value.store
     assert store is not None
-    if not store.memory.is_input or len(store.memory.shape) < 3:
+    if not store.memory.is_input or len(store.memory.shape) < 3 or replaces_state(store):
         return False
     if store.source is not None:
         return store.source.value.projected or _is_given(store, flow)
@@ -299,7 +302,9 @@ def pairs(flow: Dataflow) -> Iterator[WritePair]:
             taken.add(twin)
             yield WritePair(write, writes[twin])
         elif _stands_alone(write):
-            yield WritePair(write, None)
+            beside = (writes[j] for j in (i - 1, i + 1) if 0 <= j < len(writes))
+            unlike = (w for w in beside if _differ_in_width(write, w))
+            yield WritePair(write, None, next(unlike, None))
 
 
 def _stands_alone(write: CacheWrite) -> bool:
@@ -334,6 +339,15 @@ def _belong(a: CacheWrite, b: CacheWrite) -> bool:
         return False
     same_place = a.memory is b.memory and a.target == b.target
     return not same_place and same_slots(a, b)
+
+
+def _differ_in_width(a: CacheWrite, b: CacheWrite) -> bool:
+    """Whether two writes of one activation go to the same slots, and only their heads' width is not
+    the same."""
+    if a.written is None or b.written is None or not _of_one_input(_projected(a), _projected(b)):
+        return False
+    one, other = a.written.view.shape, b.written.view.shape
+    return one[:-1] == other[:-1] and one[-1] != other[-1] and same_slots(a, b)
 
 
 def _are_rows(a: Written, b: Written) -> bool:

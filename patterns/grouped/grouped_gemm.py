@@ -101,23 +101,11 @@ def _weight_only(gemm: ExpertGemm, weight: DequantizedExperts | None) -> dict[st
         return {**arguments, "weight": gemm.weight}
     row_bytes = weight.shape[2] // FORMATS[weight.format].per_byte
     if row_bytes % ALIGNED_BYTES:
-        reject(
-            "UNSUPPORTED",
-            Stage.CAPABILITY,
-            f"a row of {weight.format} codes has {row_bytes} bytes, which {ALIGNED_BYTES} does not "
-            "divide",
-            gemm.weight,
-        )
-    given = expert_arguments({"": weight})
-    if given.block is not None:
-        arguments["scale_block"] = list(given.block)
-    return {
-        **arguments,
-        "weight": given.data[""],
-        "weight_format": given.format,
-        "weight_scale": given.scale[""],
-        "weight_expert_scale": given.expert_scale.get(""),
-    }
+        found = f"a row of {weight.format} codes has {row_bytes} bytes"
+        message = f"{found}, which {ALIGNED_BYTES} does not divide"
+        reject("UNSUPPORTED", Stage.CAPABILITY, message, gemm.weight)
+    names = ("weight", "weight_scale", "weight_expert_scale")
+    return arguments | expert_arguments({names: weight})
 
 
 def _check_gain(gemm: ExpertGemm) -> None:
@@ -127,12 +115,10 @@ def _check_gain(gemm: ExpertGemm) -> None:
     known = all(isinstance(size, int) for size in (rows, inner, experts))
     short = known and inner < SHORT_INNER and rows >= MANY_ROWS * experts
     if short and gemm.x.value.dtype == torch.bfloat16:
-        reject(
-            "NO_GAIN",
-            Stage.CAPABILITY,
-            f"K is {inner} and a group has {rows // experts} rows: torch's kernel is as fast there",
-            gemm.end,
+        message = (
+            f"K is {inner} and a group has {rows // experts} rows: torch's kernel is as fast there"
         )
+        reject("NO_GAIN", Stage.CAPABILITY, message, gemm.end)
 
 
 def _both_quantised(
@@ -144,11 +130,11 @@ def _both_quantised(
     own = unrepeated(rows.scale.effect.dims[1])[1]
     if factor is None or (own or weight.shape[2]) % NVFP4_BLOCK or weight.shape[2] % NVFP4_COLUMNS:
         return None
-    given = expert_arguments({"": weight})
+    given = expert_arguments({("b", "b_scales", "factor"): weight})
     num_experts, device = weight.shape[0], weight.device
     offsets = Computed("pad", (gemm.ends, [1, 0]))
     experts = Computed("arange", (num_experts,), (("dtype", torch.int32), ("device", device)))
-    factors = [f for f in (given.expert_scale.get(""), *factor) if f is not None]
+    factors = [f for f in (given.get("factor"), *factor) if f is not None]
     scale: Any = Computed(
         "full", ([num_experts], 1.0), (("dtype", torch.float32), ("device", device))
     )
@@ -156,9 +142,9 @@ def _both_quantised(
         scale = item if item is factors[0] else Computed("mul", (scale, item))
     return {
         "a": Computed("contiguous", (rows.data,)),
-        "b": given.data[""],
+        "b": given["b"],
         "a_scales": Computed("place_scales", (cut_scale(rows, (NVFP4_BLOCK,)), offsets)),
-        "b_scales": Computed("layout_scales", (given.scale[""],)),
+        "b_scales": Computed("layout_scales", (given["b_scales"],)),
         "group_offsets": offsets,
         "group_scale_offsets": Computed("group_scale_offsets", (offsets,)),
         "expert_ids": experts,

@@ -55,14 +55,11 @@ def check_kernels(delta: LoraDelta) -> None:
     """Raises Reject (DTYPE) on a GPU for adapters that the LoRA ops have no kernels for there."""
     if not has_kernels(delta):
         dtype, rows = dtype_name(delta.shrink.value.dtype), delta.x.shape[0]
-        reject(
-            "DTYPE",
-            Stage.CAPABILITY,
+        message = (
             f"the adapters are {dtype} and the rows {rows}; there are kernels for 16-bit floats, "
-            "and in float32 for a few rows",
-            delta.end,
-            hint=CAST_ADAPTERS,
+            "and in float32 for a few rows"
         )
+        reject("DTYPE", Stage.CAPABILITY, message, delta.end, hint=CAST_ADAPTERS)
 
 
 def delta_calls(

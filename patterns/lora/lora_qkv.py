@@ -72,24 +72,20 @@ class LoraQkv:
 
     def match(self, anchor: tuple[Value, ...], flow: Dataflow) -> Match:
         if _is_foreign(anchor[0]):
-            reject(
-                "LORA_OPERATOR",
-                Stage.ANCHORED,
-                f"{_operator(anchor[0])} computes the delta: an operator that is not known",
-                anchor[0],
-                hint="write y + (x @ A[ids].mT) @ B[ids].mT with the stacks of all adapters, or "
-                "call tilewright's shrink_qkv_permute_3mn and lora_expand_add there",
+            message = f"{_operator(anchor[0])} computes the delta: an operator that is not known"
+            hint = (
+                "write y + (x @ A[ids].mT) @ B[ids].mT with the stacks of all adapters, or "
+                "call tilewright's shrink_qkv_permute_3mn and lora_expand_add there"
             )
+            reject("LORA_OPERATOR", Stage.ANCHORED, message, anchor[0], hint=hint)
         sums = [found for value in anchor if (found := match_sum(value)) is not None]
         if not sums:
-            reject(
-                "LORA_FORM",
-                Stage.ACTIVATION,
-                "two products with stacks of matrices are added in no known form of adapters",
-                anchor[0],
-                hint="take each row's matrices by index: A[index], B[index]; of one stack for q, k "
-                "and v a product each, A[:, p][index], B[:, p][index]",
+            message = "two products with stacks of matrices are added in no known form of adapters"
+            hint = (
+                "take each row's matrices by index: A[index], B[index]; of one stack for q, k "
+                "and v a product each, A[:, p][index], B[:, p][index]"
             )
+            reject("LORA_FORM", Stage.ACTIVATION, message, anchor[0], hint=hint)
         deltas = [_with_gathers(item.delta, flow) for item in sums]
         for item in sums:
             _guard(item, flow)
@@ -231,13 +227,9 @@ def _guard(item: Sum, flow: Dataflow) -> None:
     stores = [u for u in users if u.store is not None and u.store.memory is memory]
     if stores:
         whole = item.base.is_whole and item.base.value.op not in _GATHERS
-        reject(
-            "LORA_IN_PLACE",
-            Stage.GUARDS,
-            f"the delta is added to {'' if whole else 'some rows of '}its projection in place",
-            *stores,
-            hint="y = y + delta instead of y += delta" if whole else _BY_ROW,
-        )
+        message = f"the delta is added to {'' if whole else 'some rows of '}its projection in place"
+        hint = "y = y + delta instead of y += delta" if whole else _BY_ROW
+        reject("LORA_IN_PLACE", Stage.GUARDS, message, *stores, hint=hint)
     dtypes = {t.value.dtype for t in (delta.x, delta.shrink, delta.expand, item.base)}
     dtypes.add(item.value.dtype)
     what, hint = "activation, adapter and projection", CAST_ADAPTERS

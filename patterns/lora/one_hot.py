@@ -38,11 +38,9 @@ def match_one_hot(view: View) -> OneHot | None:
     product = named_product(view.value) if view.value.op in BATCHED and view.is_whole else None
     if product is None:
         return None
-    for masked, stack in product.either_way:
-        found = _masked_product(view, masked, stack, product.result)
-        if found is not None:
-            return found
-    return None
+    ways = product.either_way
+    found = (_masked_product(view, masked, stack, product.result) for masked, stack in ways)
+    return next(filter(None, found), None)
 
 
 def _masked_product(view: View, masked: Side, stack: Side, result: str) -> OneHot | None:

@@ -81,11 +81,9 @@ def _by_index(view: View) -> Product | None:
     product = named_product(value) if value.op in BATCHED else None
     if product is None:
         return None
-    for weight, x in product.either_way:
-        found = _gathered_product(view, x, weight, product.result)
-        if found is not None:
-            return found
-    return None
+    ways = product.either_way
+    found = (_gathered_product(view, x, weight, product.result) for weight, x in ways)
+    return next(filter(None, found), None)
 
 
 def _gathered_product(view: View, x: Side, weight: Side, result: str) -> Product | None:

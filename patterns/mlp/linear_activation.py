@@ -103,7 +103,7 @@ class LinearActivation:
 def _match_parts(value: Value) -> tuple[Activation, tuple[FewTokens, ...]] | None:
     """The activation that a value is, with its linears, gate first."""
     activation = match_activation(value.whole)
-    if activation is None or activation.name not in ACTIVATIONS:
+    if activation is None or activation.name not in ACTIVATIONS or activation.limit:
         return None
     if value.dtype != activation.gate.value.dtype:
         return None

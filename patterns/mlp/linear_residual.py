@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope
-from tilewright.patterns.language import Match, Result, as_advice, register
+from tilewright.patterns.language import Match, Result, Stage, as_advice, register, reject
 from tilewright.patterns.mlp.linears import (
     FewTokens,
     check_linears,
@@ -27,6 +27,7 @@ from tilewright.patterns.mlp.linears import (
 )
 from tilewright.patterns.recognise.activation import times_number
 from tilewright.patterns.recognise.norm import Norm
+from tilewright.patterns.recognise.ranks import part_of_a_sum
 
 
 @dataclass(frozen=True)
@@ -50,11 +51,13 @@ class LinearResidual:
     takes_leftovers: bool = True
 
     def anchors(self, flow: Dataflow) -> Iterator[tuple[Value, Value]]:
-        """Sums of a linear for few tokens that is not read elsewhere, with that."""
+        """Sums of a linear for few tokens that is not read elsewhere, with that; also those of a
+        linear that ranks share, and whose sum over them comes first."""
         for value in flow.values:
             found = _match_sum(value, flow)
-            if found is not None:
-                yield value, found.linear.product
+            product = found.linear.product if found else _summed_over_ranks(value)
+            if product is not None:
+                yield value, product
 
     def match(self, anchor: tuple[Value, Value], flow: Dataflow) -> Match:
         with as_advice(anchor[0]):  # the library's product computes the graph as it is
@@ -62,7 +65,9 @@ class LinearResidual:
 
     def _match(self, anchor: Value, flow: Dataflow) -> Match:
         found = _match_sum(anchor, flow)
-        assert found is not None
+        if found is None:
+            message = "the ranks' parts of the linear are summed before the residual is added"
+            reject("COLLECTIVE", Stage.ACTIVATION, message, anchor)
         linear = found.linear
         check_linears([linear], [found.residual], anchor)
         weights = match_codes([linear], [("weight", "weight_scale", "weight_zero")])
@@ -101,6 +106,18 @@ def _match_sum(value: Value, flow: Dataflow) -> Sum | None:
         found = _match_normed(product, residual) or _match_scaled(product, residual)
         if found is not None and _is_read_here_alone(found, value, flow):
             return found
+    return None
+
+
+def _summed_over_ranks(value: Value) -> Value | None:
+    """Of a sum the linear for few tokens that ranks share, and whose sum over them is one side."""
+    if value.op != "aten.add":
+        return None
+    for side in value.operands:
+        part = part_of_a_sum(side) if side.shape == value.shape else None
+        linear = part and match_few_tokens(part)
+        if linear is not None:
+            return linear.product
     return None
 
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Value, View
 from tilewright.patterns.language import Stage, register_code, reject
-from tilewright.patterns.moe.routes import zeros_outside
 from tilewright.patterns.recognise.gemm import bias_rows
 from tilewright.patterns.recognise.norm import strip_casts
+from tilewright.patterns.recognise.routing import scattered_ones
 from tilewright.patterns.recognise.steps import is_filled, keeps_dim, reduced_dims
 
 register_code(
@@ -202,19 +202,11 @@ def _mask_of_groups(mask: View, stays: bool) -> tuple[Value, int, list[Value]] |
     if size is None:
         return None
     wide = value.whole.unsqueeze(2).expand(tokens, groups, size).reshape(tokens, experts)
-    ids = _scattered_ones(value)
+    ids = scattered_ones(value)
     if wide != mask or ids is None or not ids.is_whole:
         return None
     zeros = value.args[0]
     return ids.value, groups, [*absorbed, value, *([zeros.value] if zeros else [])]
-
-
-def _scattered_ones(value: Value) -> View | None:
-    """ids of zeros(T, G).scatter(1, ids, 1), also in place."""
-    node = value.node
-    given = node.kwargs.get("value", node.args[3] if len(node.args) > 3 else None)
-    replaces = node.kwargs.get("reduce") is None
-    return zeros_outside(value.whole) if replaces and is_filled(given, 1) else None
 
 
 def _group_scores(

@@ -10,16 +10,13 @@ import torch
 
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Dataflow, Value, View
-from tilewright.patterns.language import Stage, reject
-from tilewright.patterns.moe.layer import cast_back, refuse_combine
+from tilewright.patterns.moe.layer import cast_back, contracted, refuse_combine, refuse_sum
 from tilewright.patterns.moe.sentinels import is_row_mask
-from tilewright.patterns.recognise.gemm import named_product
 from tilewright.patterns.recognise.grouped_gemm import ExpertGemm
 from tilewright.patterns.recognise.norm import is_float_cast, strip_casts
 from tilewright.patterns.recognise.routing import (
     Order,
     added_rows,
-    first_column,
     flat,
     gathered,
     match_inverse,
@@ -58,13 +55,18 @@ def match_combine(
     in_token_order = order.permutation is None
     matrix = effects.product(order.ids.shape), down.weight.shape[1]
     dtype = down.x.value.dtype
+
+    def roles(view: View) -> str | None:
+        by_slot = view.shape[1:] == (num_slots, matrix[1]) and _is_matrix(view, matrix)
+        return "tsh" if by_slot else None
+
     for _ in range(8):
         user = _only_user(flow, value)
         if user is None:
             break
         absorbed.append(user)
         if in_token_order and weights is None and user.op in _PRODUCTS:
-            weights = _contracted(user, value, num_slots, matrix)
+            weights = contracted(user, value, roles)
             if weights is not None:
                 return _finish(flow, user, weights, num_slots, absorbed, dtype)
             break
@@ -109,27 +111,6 @@ def _is_matrix(view: View, matrix: tuple[Any, Any]) -> bool:
         return False
 
 
-def _contracted(
-    product: Value, value: Value, num_slots: Any, matrix: tuple[Any, Any]
-) -> View | None:
-    """Expert weights [T, S] of einsum("ts, tsh -> th", weights, value), or another product."""
-    found = named_product(product)
-    if found is None or not found.names_differ:
-        return None
-    for y, by in found.either_way:
-        if y.view.value is not value or len(y.names) != 3:
-            continue
-        single = [name for name, dim in by.dims.items() if name not in y.names and not dim]
-        t, s, h = list(y.names)
-        if y.view.shape[1:] != (num_slots, matrix[1]) or not _is_matrix(y.view, matrix):
-            continue
-        if {n for n in by.names if n not in single} != {t, s} or s in found.result:
-            continue
-        if [n for n in found.result if n not in single] == [t, h]:
-            return strip_casts(by.ordered((t, s)))[0]
-    return None
-
-
 def _finish(
     flow: Dataflow,
     end: Value,
@@ -141,21 +122,11 @@ def _finish(
 ) -> Combine:
     """With the cast back to the activation's dtype, where one is the only reader."""
     if weights is None and not weighed:
-        reject(
-            "EXPERT_COMBINE",
-            Stage.GUARDS,
-            "the experts' results are summed without weights",
-            end,
-        )
+        refuse_sum("the experts' results are summed without weights", end)
     *_, end = ends = cast_back(flow, end, dtype)
     if end.store is not None:
-        reject(
-            "EXPERT_COMBINE",
-            Stage.GUARDS,
-            "the sum is in memory that was written in place, under more than one name",
-            end,
-            hint="use index_add instead of index_add_",
-        )
+        message = "the sum is in memory that was written in place, under more than one name"
+        refuse_sum(message, end, hint="use index_add instead of index_add_")
     return Combine(weights, num_slots, end, (*absorbed, *ends))
 
 
@@ -234,7 +205,7 @@ def _adds_rows(user: Value, value: Value, order: Order, num_slots: Any) -> bool:
         return False  # the sum has more rows than there are tokens
     if (added := added_rows(user)) is not None:
         index, source = added
-        column = first_column(index)
+        column = per_row(index) if len(index.shape) == 2 else None
         if column is not None and index.shape != source.shape:
             return False  # a scatter of some columns alone
         rows = match_rows(column or index, order)

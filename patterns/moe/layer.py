@@ -14,9 +14,10 @@ from tilewright.patterns.quantised.expert_arguments import DequantizedExperts, e
 from tilewright.patterns.quantised.experts import match_dequantized_experts
 from tilewright.patterns.recognise.activation import Activation
 from tilewright.patterns.recognise.dtypes import HALVES, check_device, check_dtypes, dtype_name
+from tilewright.patterns.recognise.gemm import named_product
 from tilewright.patterns.recognise.grouped_gemm import ExpertGemm
 from tilewright.patterns.recognise.linear import Columns
-from tilewright.patterns.recognise.norm import is_float_cast
+from tilewright.patterns.recognise.norm import is_float_cast, strip_casts
 
 register_code("EXPERT_ACTIVATION", "what lies between the two grouped GEMMs is no known activation")
 register_code("EXPERT_COMBINE", "the experts' results are not summed per token in a known way")
@@ -94,14 +95,17 @@ def refuse_activation(found: View) -> NoReturn:
 
 def refuse_combine(reader: Value | None, result: Value) -> NoReturn:
     """Ends the attempt: EXPERT_COMBINE, because of what reads the experts' results."""
-    reject(
-        "EXPERT_COMBINE",
-        Stage.GUARDS,
+    refuse_sum(
         f"the experts' results are read by {reader or 'several operations'}; expected weights, the "
         "inverse order and a sum over a token's experts",
         reader or result,
         hint="" if reader is None or not _adds_in_rows(reader) else _TO_ZEROS,
     )
+
+
+def refuse_sum(message: str, culprit: Value, hint: str = "") -> NoReturn:
+    """Ends the attempt: EXPERT_COMBINE."""
+    reject("EXPERT_COMBINE", Stage.GUARDS, message, culprit, hint=hint)
 
 
 _TO_ZEROS = (
@@ -127,12 +131,8 @@ def first_gemm(part: View, name: str, gemms_of: Callable[[Value], Iterable[Gemm]
                 continue
             weight, bias = _rows(gemm.weight, columns), gemm.bias and _rows(gemm.bias, columns)
             return replace(gemm, weight=weight, bias=bias)
-    reject(
-        "EXPERT_ACTIVATION",
-        Stage.ACTIVATION,
-        f"the {name} half is {part.value}, not a set of columns of a GEMM with expert weights",
-        part,
-    )
+    message = f"the {name} half is {part.value}, not a set of columns of a GEMM with expert weights"
+    reject("EXPERT_ACTIVATION", Stage.ACTIVATION, message, part)
 
 
 def _rows(view: View, columns: Columns) -> View:
@@ -149,14 +149,28 @@ def cast_back(flow: Dataflow, end: Value, dtype: Any) -> tuple[Value, ...]:
         return (end,)
     user = flow.only_user(end)
     if user is None or not is_float_cast(user) or user.dtype != dtype:
-        reject(
-            "EXPERT_COMBINE",
-            Stage.GUARDS,
-            f"the sum stays {end.dtype}, the tokens are {dtype}",
-            end,
-            hint="cast the sum back to the dtype of the tokens, and use that alone",
-        )
+        message = f"the sum stays {end.dtype}, the tokens are {dtype}"
+        hint = "cast the sum back to the dtype of the tokens, and use that alone"
+        refuse_sum(message, end, hint=hint)
     return end, user
+
+
+def contracted(product: Value, value: Value, roles: Callable[[View], str | None]) -> View | None:
+    """weights [T, S] of einsum("ts, tsh -> th", weights, value), or another product; S may be
+    experts. roles: which of "tsh" a view's dimensions are, in order; None for another view."""
+    found = named_product(product)
+    if found is None or not found.names_differ:
+        return None
+    for y, by in found.either_way:
+        order = roles(y.view) if y.view.value is value and len(y.names) == 3 else None
+        if order is None:
+            continue
+        t, s, h = (y.names[order.index(role)] for role in "tsh")
+        single = {name for name, dim in by.dims.items() if name not in y.names and not dim}
+        result = [name for name in found.result if name not in single]
+        if set(by.names) - single == {t, s} and result == [t, h]:
+            return strip_casts(by.ordered((t, s)))[0]
+    return None
 
 
 # --- weights --------------------------------------------------------------------------------------
@@ -175,20 +189,11 @@ def _weight_arguments(views: Mapping[str, View]) -> dict[str, Any]:
         return {f"{name}_weight": view for name, view in views.items()}
     if len(quantised) != len(found):
         dense = ", ".join(name for name in found if name not in quantised)
-        reject(
-            "WEIGHT_FORMAT",
-            Stage.GUARDS,
-            f"of the experts' weights {', '.join(quantised)} are quantised, {dense} are not",
-            *(views[name] for name in quantised),
-        )
-    given = expert_arguments(quantised)
-    arguments: dict[str, Any] = {"weight_format": given.format}
-    if given.block is not None:
-        arguments["scale_block"] = list(given.block)
-    for part, items in (("weight", given.data), ("scale", given.scale),
-                        ("expert_scale", given.expert_scale)):  # fmt: skip
-        arguments |= {f"{name}_{part}": item for name, item in items.items()}
-    return arguments
+        message = f"of the experts' weights {', '.join(quantised)} are quantised, {dense} are not"
+        reject("WEIGHT_FORMAT", Stage.GUARDS, message, *(views[name] for name in quantised))
+    return expert_arguments(
+        {(f"{n}_weight", f"{n}_scale", f"{n}_expert_scale"): w for n, w in quantised.items()}
+    )
 
 
 def _codes_of(weight: View) -> DequantizedExperts | None:
@@ -197,10 +202,6 @@ def _codes_of(weight: View) -> DequantizedExperts | None:
         return None
     found = match_dequantized_experts(weight)
     if found is None:
-        reject(
-            "EXPERT_WEIGHT",
-            Stage.GUARDS,
-            f"the expert weight is {weight.value}, computed in the graph",
-            weight,
-        )
+        message = f"the expert weight is {weight.value}, computed in the graph"
+        reject("EXPERT_WEIGHT", Stage.GUARDS, message, weight)
     return found

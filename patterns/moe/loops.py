@@ -125,14 +125,12 @@ def match_loop(name: str, op: str, loop: Loop, flow: Dataflow) -> Match:
 
 
 def _refuse(culprit: Value, why: str) -> NoReturn:
-    reject(
-        "EXPERT_LOOP",
-        Stage.ACTIVATION,
-        f"a loop over experts was captured, but {why}",
-        culprit,
-        hint="keep the experts' weights in one tensor [E, N, K]; sort the routes by expert and "
-        "multiply with torch._grouped_mm",
+    message = f"a loop over experts was captured, but {why}"
+    hint = (
+        "keep the experts' weights in one tensor [E, N, K]; sort the routes by expert and "
+        "multiply with torch._grouped_mm"
     )
+    reject("EXPERT_LOOP", Stage.ACTIVATION, message, culprit, hint=hint)
 
 
 def _step(end: Value) -> _Step:

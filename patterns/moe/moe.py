@@ -24,7 +24,7 @@ from tilewright.patterns.language import Match, Result, Stage, register, reject
 from tilewright.patterns.moe.combine import SHAPED_LIKE, Combine, match_combine
 from tilewright.patterns.moe.layer import Layer, first_gemm, refuse_activation, refuse_rows
 from tilewright.patterns.moe.loops import Loop, expert_loops, match_loop
-from tilewright.patterns.moe.order import RouteRows, check_groups, rows_in_order
+from tilewright.patterns.moe.order import RouteRows, check_groups, refuse_order, rows_in_order
 from tilewright.patterns.moe.refused import Refused, refused_experts
 from tilewright.patterns.moe.sentinels import (
     clamps,
@@ -86,12 +86,8 @@ class Moe:
             return match_loop(self.name, self.op, anchor, flow)
         down = match_expert_gemm(anchor, flow)
         if down is None:
-            reject(
-                "EXPERT_WEIGHT",
-                Stage.ACTIVATION,
-                f"the weight of {anchor} is computed in the graph",
-                anchor,
-            )
+            message = f"the weight of {anchor} is computed in the graph"
+            reject("EXPERT_WEIGHT", Stage.ACTIVATION, message, anchor)
         down, coded = before_quantisation(down)
         activated, masked = unmasked(down.x)
         down = replace(down, absorbed=(*down.absorbed, *masked))
@@ -225,12 +221,7 @@ def _expert_ids(
     masks = [(v, found) for v in absorbed if (found := foreign_experts(v)) is not None]
     for value, found in masks:
         if not in_order(found[0], order) or found[1] != num_experts:
-            reject(
-                "EXPERT_ORDER",
-                Stage.ACTIVATION,
-                f"{value} does not fill the rows of experts {num_experts} and up",
-                value,
-            )
+            refuse_order(f"{value} does not fill the rows of experts {num_experts} and up", value)
     return without_foreign(ids, num_experts) if masks or clamped else ids
 
 

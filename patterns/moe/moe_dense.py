@@ -29,6 +29,7 @@ from tilewright.patterns.language import Match, Result, Stage, register, registe
 from tilewright.patterns.moe.layer import (
     Layer,
     cast_back,
+    contracted,
     first_gemm,
     refuse_activation,
     refuse_combine,
@@ -36,12 +37,11 @@ from tilewright.patterns.moe.layer import (
 from tilewright.patterns.moe.products import DenseGemm, dense_gemms, roles_through
 from tilewright.patterns.moe.routes import chosen_experts
 from tilewright.patterns.recognise.activation import match_activation
-from tilewright.patterns.recognise.gemm import named_product
 from tilewright.patterns.recognise.norm import is_float_cast, strip_casts
 from tilewright.patterns.recognise.routing import (
     added_rows,
     counts_again,
-    first_column,
+    per_row,
     without_counting,
 )
 from tilewright.patterns.recognise.steps import keeps_dim, reduced_dims
@@ -109,12 +109,8 @@ class MoeDense:
                 "all experts, softly weighted, is no mixture that picks",
             )
         if on_input and any(gemm.bias is not None for gemm in layer.gemms):
-            reject(
-                "EXPERT_SCORES",
-                Stage.GUARDS,
-                "scores of zero on the input leave the biases of experts that were not chosen",
-                down.end,
-            )
+            message = "scores of zero on the input leave the biases of experts that were not chosen"
+            reject("EXPERT_SCORES", Stage.GUARDS, message, down.end)
         arguments = layer.arguments()
         layer.check_kernels(x, anchor)
         absorbed = [value for gemm in layer.gemms for value in gemm.absorbed]
@@ -150,6 +146,11 @@ def _weighted(flow: Dataflow, down: DenseGemm) -> Weighted:
     value, roles, scores = down.end, down.roles.replace("n", "h"), None
     absorbed: list[Value] = []
     dtype = down.x.value.dtype
+
+    def by_expert(view: View) -> str | None:
+        order = roles_through(view, roles)
+        return None if order is None else order.replace("e", "s")
+
     for _ in range(6):
         user = flow.only_user(value)
         if user is None:
@@ -172,7 +173,7 @@ def _weighted(flow: Dataflow, down: DenseGemm) -> Weighted:
             and not keeps_dim(user)
         ):
             return _finish(flow, user, scores, absorbed, order.replace("e", ""), dtype)
-        elif scores is None and (by := _contracted(user, value, roles)) is not None:
+        elif scores is None and (by := contracted(user, value, by_expert)) is not None:
             return _finish(flow, user, by, absorbed, "th", dtype)
         else:
             break
@@ -188,7 +189,8 @@ def _adds_experts(user: Value, value: Value, roles: str) -> bool:
         return False
     index, source = added
     rows = value.whole.permute(*(roles.index(role) for role in "eth"))
-    return counts_again(first_column(index) or index) == user.shape[0] and source == rows.matrix
+    by_row = per_row(index) if len(index.shape) == 2 else None
+    return counts_again(by_row or index) == user.shape[0] and source == rows.matrix
 
 
 def _finish(
@@ -218,22 +220,6 @@ def _scores(product: Value, value: Value, order: str) -> View | None:
     return wide.with_dims(dims["t"], dims["e"])
 
 
-def _contracted(product: Value, value: Value, roles: str) -> View | None:
-    """scores [T, E] of einsum('te,eth->th', scores, value) and its other spellings."""
-    found = named_product(product)
-    if found is None or not found.names_differ:
-        return None
-    for y, by in found.either_way:
-        order = roles_through(y.view, roles) if y.view.value is value else None
-        if order is None or len(y.names) != 3 or len(by.names) != 2:
-            continue
-        name_of = dict(zip(order, y.names, strict=True))
-        t, e, h = (name_of[role] for role in "teh")
-        if set(by.names) == {t, e} and list(found.result) == [t, h]:
-            return strip_casts(by.ordered((t, e)))[0]
-    return None
-
-
 # --- tokens and routes ----------------------------------------------------------------------------
 
 
@@ -253,13 +239,11 @@ def _tokens(gate: DenseGemm, weighted: Weighted) -> tuple[View, View, bool]:
                 e, t, _ = by.effect.dims
                 x = x.with_dims(*x.effect.dims[1:])
                 return x, by.with_dims(t, e), True
-    reject(
-        "EXPERT_SCORES",
-        Stage.GUARDS,
-        f"{gate.x.value} reaches the experts, neither the tokens nor the tokens times their scores",
-        gate.x,
-        hint="capacity buffers and dispatch masks are not fused: sort the routes by expert",
+    message = (
+        f"{gate.x.value} reaches the experts, neither the tokens nor the tokens times their scores"
     )
+    hint = "capacity buffers and dispatch masks are not fused: sort the routes by expert"
+    reject("EXPERT_SCORES", Stage.GUARDS, message, gate.x, hint=hint)
 
 
 def _routed(x: View, scores: View, ids: View, on_input: bool) -> dict[str, Any]:
@@ -268,12 +252,8 @@ def _routed(x: View, scores: View, ids: View, on_input: bool) -> dict[str, Any]:
     if not on_input:
         return {"x": x, "expert_ids": ids, "expert_weights": weights}
     if ids.shape[1] != 1 or scores.value.dtype != x.value.dtype:
-        reject(
-            "UNSUPPORTED",
-            Stage.CAPABILITY,
-            f"{ids.shape[1]} experts of a token weigh its input; one at most is fused",
-            scores,
-        )
+        message = f"{ids.shape[1]} experts of a token weigh its input; one at most is fused"
+        reject("UNSUPPORTED", Stage.CAPABILITY, message, scores)
     options = (("dtype", torch.float32), ("device", x.value.device))
     ones = Computed("full", (list(ids.shape), 1.0), options)
     return {"x": Computed("mul", (x, weights)), "expert_ids": ids, "expert_weights": ones}

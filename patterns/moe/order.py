@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 from tilewright.patterns.dataflow import Computed, Value, View, upstream
 from tilewright.patterns.language import Stage, register_code, reject
@@ -30,6 +30,11 @@ _REACH = 24
 
 register_code("EXPERT_ENDS", "the rows of each expert are not counted in a known way")
 register_code("EXPERT_ORDER", "rows, weights or biases do not follow the order of the experts")
+
+
+def refuse_order(message: str, culprit: Value | View, hint: str = "") -> NoReturn:
+    """Ends the attempt: EXPERT_ORDER."""
+    reject("EXPERT_ORDER", Stage.ACTIVATION, message, culprit, hint=hint)
 
 
 @dataclass(frozen=True)
@@ -71,13 +76,9 @@ def _weighed(product: Value, rows: RouteRows, by_route: View) -> RouteRows:
     taken = gathered(by_route)
     one_each = rows.num_slots == 1 and product.dtype == rows.x.value.dtype
     if not one_each or taken is None or taken[1] != rows.order.permutation:
-        reject(
-            "EXPERT_ORDER",
-            Stage.ACTIVATION,
-            f"{product} weighs the rows before the experts; one expert of each token may",
-            product,
-            hint="weigh the experts' results (torchtitan: score_before_experts=False)",
-        )
+        message = f"{product} weighs the rows before the experts; one expert of each token may"
+        hint = "weigh the experts' results (torchtitan: score_before_experts=False)"
+        refuse_order(message, product, hint=hint)
     weights = taken[0].reshape(rows.x.shape[0], 1)
     return replace(rows, weights=weights, absorbed=(product, *rows.absorbed))
 
@@ -86,24 +87,14 @@ def _gathered_rows(view: View) -> RouteRows:
     """Rows that are gathered from the tokens; raises Reject (EXPERT_ORDER)."""
     taken = gathered(view)
     if taken is None:
-        reject(
-            "EXPERT_ORDER",
-            Stage.ACTIVATION,
-            f"the rows are {view.value}, not gathered from the tokens",
-            view,
-        )
+        refuse_order(f"the rows are {view.value}, not gathered from the tokens", view)
     source, rows = taken
     for permutation in _permutations(rows):
         order = match_order(permutation)
         num_slots = None if order is None else match_rows(rows, order)
         if order is not None and num_slots is not None:
             return RouteRows(order, num_slots, source, absorbed=(view.value,))
-    reject(
-        "EXPERT_ORDER",
-        Stage.ACTIVATION,
-        "the rows are not taken in the order of a sort of the expert numbers",
-        rows,
-    )
+    refuse_order("the rows are not taken in the order of a sort of the expert numbers", rows)
 
 
 def _rows_by_route(gemm: ExpertGemm) -> RouteRows:
@@ -138,19 +129,12 @@ def check_groups(gemms: Sequence[ExpertGemm], order: Order) -> None:
         if not same:
             place = gemm.ends or gemm.experts
             assert place is not None
-            reject(
-                "EXPERT_ENDS",
-                Stage.ACTIVATION,
+            message = (
                 f"{place.value} does not place the rows of the {num_experts} experts; expected the "
-                "running counts of the experts among the sorted routes, or each route's expert",
-                place,
+                "running counts of the experts among the sorted routes, or each route's expert"
             )
+            reject("EXPERT_ENDS", Stage.ACTIVATION, message, place)
         index = gemm.bias_index
         known = () if index is None else (index, unclamped(index, num_experts))
         if known and not any(in_order(ids, order) for ids in known):
-            reject(
-                "EXPERT_ORDER",
-                Stage.ACTIVATION,
-                "the bias is not that of each row's expert",
-                known[0],
-            )
+            refuse_order("the bias is not that of each row's expert", known[0])

@@ -44,7 +44,8 @@ class MoeRouter:
 
     def anchors(self, flow: Dataflow) -> Iterator[Value]:
         """The last choice behind a product (one of groups of experts stands before it), and experts
-        that the routes are sorted by and that are no such choice."""
+        that the routes are sorted by and that come of no choice. (One rank's own experts, numbered
+        anew, do.)"""
         choices = {v: set(_before(v)) for v in flow.values if is_choice(v) and _of_experts(v)}
         within = {one for before in choices.values() for one in before}
         for value, before in choices.items():
@@ -52,7 +53,9 @@ class MoeRouter:
                 yield value
         orders = (order for v in flow.values if (order := match_order(v.whole)) is not None)
         sorted_ids = dict.fromkeys(order.ids.value for order in orders)
-        yield from (v for v in sorted_ids if v.projected and v.op != "aten.topk")
+        for value in sorted_ids:
+            if value.projected and not any(map(is_choice, upstream(value, _REACH))):
+                yield value
 
     def match(self, anchor: Value, flow: Dataflow) -> Match:
         choice = match_choice(anchor)

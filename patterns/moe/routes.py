@@ -14,7 +14,11 @@ from __future__ import annotations
 from typing import Any
 
 from tilewright.patterns.dataflow import Value, View
-from tilewright.patterns.recognise.routing import scattered_into, strip_integer_casts
+from tilewright.patterns.recognise.routing import (
+    is_top_indices,
+    scattered_into,
+    strip_integer_casts,
+)
 from tilewright.patterns.recognise.steps import is_filled, reduced_dims
 
 _INFINITY = float("inf")
@@ -30,19 +34,11 @@ def chosen_experts(scores: View) -> View | None:
     return ids if ids is not None and _are_distinct(ids) else None
 
 
-def zeros_outside(view: View) -> View | None:
-    """ids [T, S] outside of which a view [T, E] holds zero; None where that is not known."""
-    return _outside(view, 0.0)
-
-
 def _are_distinct(ids: View) -> bool:
     """Whether no token names an expert twice: the indices of a top-k of its scores."""
     if ids.shape[-1] == 1:
         return True
-    value = ids.value
-    if value.op != "aten.topk" or value.kwargs.get("output") != 1 or not ids.is_whole:
-        return False
-    return value.argument(2, "dim", -1) in (-1, len(value.shape) - 1)
+    return ids.is_whole and is_top_indices(ids.value)
 
 
 def _outside(view: View, number: float) -> View | None:

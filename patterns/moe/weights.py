@@ -65,20 +65,14 @@ def _chosen_scores(flow: Dataflow, choice: Choice) -> Value:
         (v for v in flow.values if v.node is ids.node and v.kwargs.get("output") == 0), None
     )
     if values is None or not _is_read(flow, values):
-        reject(
-            "ROUTER_WEIGHTS",
-            Stage.ACTIVATION,
-            f"the scores of the experts of {ids} are not read by gather, nor the topk's values",
-            ids,
+        message = (
+            f"the scores of the experts of {ids} are not read by gather, nor the topk's values"
         )
+        reject("ROUTER_WEIGHTS", Stage.ACTIVATION, message, ids)
     if choice.biased:
-        reject(
-            "ROUTER_WEIGHTS",
-            Stage.GUARDS,
-            "the weights are made of corrected scores",
-            values,
-            hint="scores.gather(1, ids) of scores without the correction",
-        )
+        message = "the weights are made of corrected scores"
+        hint = "scores.gather(1, ids) of scores without the correction"
+        reject("ROUTER_WEIGHTS", Stage.GUARDS, message, values, hint=hint)
     return values
 
 

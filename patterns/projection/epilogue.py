@@ -72,13 +72,11 @@ def match_epilogue(view: View, stage: Stage) -> HeadEpilogue:
             below, found = norm.x.through(head.effect), norm.absorbed
         elif (scaled := match_norm(head.value.whole, stage)) is not None:
             if norm is not None:
-                reject(
-                    "NORM_AFTER_ROPE",
-                    stage,
+                message = (
                     "the heads are normalised twice; one norm, before or after the rotation, "
-                    "can be fused",
-                    head,
+                    "can be fused"
                 )
+                reject("NORM_AFTER_ROPE", stage, message, head)
             norm = scaled
             below, found = scaled.x.through(head.effect), scaled.absorbed
         else:
@@ -106,13 +104,11 @@ def head_norm(
     whole_row = one_run and norm.width == rows.num_heads * rows.head_dim
     starts = layout.start[feature] == rows.first
     if layout.dims[-1] != run or not (norm.width == rows.head_dim or (whole_row and starts)):
-        reject(
-            "NORM_WIDTH",
-            stage,
+        message = (
             f"the norm runs over {norm.width} features, the projection has {rows.num_heads} heads "
-            f"of {rows.head_dim}",
-            norm.x,
+            f"of {rows.head_dim}"
         )
+        reject("NORM_WIDTH", stage, message, norm.x)
     by_head = norm.width == rows.head_dim
     heads = (rows.num_heads, rows.head_dim)
     weight: View | Computed | None
@@ -172,12 +168,8 @@ def norm_arguments(q: HeadNorm | None, k: HeadNorm | None, culprit: Value) -> di
     weightless = any(n.weight is None for n in norms)
     kinds = {(n.kind, n.width, n.after_rope, n.eps) for n in norms}
     if len(kinds) > 1 or (weightless and len(norms) == 1):
-        reject(
-            "UNSUPPORTED",
-            Stage.GUARDS,
-            f"q and k are normalised differently: {_describe(q)}, and {_describe(k)}",
-            culprit,
-        )
+        message = f"q and k are normalised differently: {_describe(q)}, and {_describe(k)}"
+        reject("UNSUPPORTED", Stage.GUARDS, message, culprit)
     if len({n.offset for n in norms if n.weight is not None}) > 1:
         q, k = (None if n is None else n.with_factor for n in (q, k))
     weighted = [n for n in (q, k) if n is not None and n.weight is not None]

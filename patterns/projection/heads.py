@@ -167,12 +167,8 @@ def match_heads(view: View, path: Path, head_dim: int | None = None) -> Heads:
     layout = effects.compose(head.effect, linear.layout)
     rows = heads_of(layout, linear.gemm.feature, head_dim)
     if rows is None:
-        reject(
-            "LAYOUT",
-            stage,
-            f"{head.shape} does not separate heads, each a run of consecutive features",
-            head,
-        )
+        message = f"{head.shape} does not separate heads, each a run of consecutive features"
+        reject("LAYOUT", stage, message, head)
     norm = rope_layout = None
     if epilogue.norm is not None:
         norm = head_norm(

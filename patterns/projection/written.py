@@ -17,27 +17,19 @@ def check_tokens(heads: Heads, place: Address, who: str, stage: Stage) -> int:
     """
     source = heads.layout
     if not holds_all_tokens(source, place.token_rank, heads.tokens):
-        reject(
-            "SLOT_INDEX",
-            stage,
-            f"the {who} write does not store every token once and in order",
-            heads.product,
-        )
+        message = f"the {who} write does not store every token once and in order"
+        reject("SLOT_INDEX", stage, message, heads.product)
     written = place.window.shape[2:]
     repeat = effects.divides(heads.num_heads, written[0])
     if written[1] != heads.head_dim or not isinstance(repeat, int):
-        reject(
-            "CACHE_LAYOUT",
-            stage,
+        message = (
             f"the cache holds {written[0]} heads of {written[1]}, the {who} projection makes "
-            f"{heads.num_heads} of {heads.head_dim}",
-            heads.product,
+            f"{heads.num_heads} of {heads.head_dim}"
         )
+        reject("CACHE_LAYOUT", stage, message, heads.product)
     if source.dims[place.token_rank :] != heads.rows.dims(heads.feature, repeat):
-        reject(
-            "LAYOUT",
-            stage,
-            f"{who} is not written head by head, each {repeat} times, with its features in order",
-            heads.product,
+        message = (
+            f"{who} is not written head by head, each {repeat} times, with its features in order"
         )
+        reject("LAYOUT", stage, message, heads.product)
     return repeat

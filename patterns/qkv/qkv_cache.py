@@ -58,6 +58,16 @@ class QkvCache:
                 *anchor.stores,
                 hint="where the graph breaks between projection and write, mend that break",
             )
+        if anchor.unlike is not None and anchor.unlike.written is not None:
+            widths = [first.window.head_dim, anchor.unlike.written.view.shape[-1]]
+            reject(
+                "LONE_WRITE",
+                Stage.ANCHORED,
+                f"the twin at the same slots has heads of {widths[1]}, this write of {widths[0]}: "
+                "one op writes keys and values of one width",
+                anchor.first.store,
+                hint="each write is fused by itself",
+            )
         if anchor.second is None:
             reject(
                 "LONE_WRITE",

@@ -17,6 +17,7 @@ from tilewright.patterns.effects import Effect
 from tilewright.patterns.language import Parts, Reject, Result, Stage, reject
 from tilewright.patterns.projection.heads import Heads, match_heads, on_heads, rope_table
 from tilewright.patterns.projection.rows import rest_of
+from tilewright.patterns.recognise.dtypes import dtype_name
 from tilewright.patterns.recognise.equality import equal_values
 from tilewright.patterns.recognise.gemm import match_gemm
 from tilewright.patterns.recognise.linear import Linear, Path
@@ -77,6 +78,15 @@ def find_query(
             k.product,
             hint="keys and values are written by themselves",
             weight="advice",
+        )
+    if not found and (wide := _cast_query(flow, k, v)) is not None:
+        made, read = (dtype_name(d) for d in (wide.product.dtype, wide.end.dtype))
+        reject(
+            "Q_PATH",
+            Stage.Q_PATH,
+            f"the query is rotated like K and stays {read}, where its projection makes {made}",
+            wide.end,
+            hint=f"cast it to {made} before attention, as the keys are",
         )
     what = f"{len(found)} candidates for the" if found else "no"
     were = "were" if found else "was"
@@ -149,6 +159,21 @@ def _query_at(
     return first or late
 
 
+def _cast_query(flow: Dataflow, k: Heads, v: Heads) -> Heads | None:
+    """A query that nothing but its dtype keeps out."""
+    for product in _products_of(flow, k):
+        for end in _ends(flow, product):
+            try:
+                heads = match_heads(end.whole, _PATH, head_dim=k.head_dim)
+            except (Reject, effects.InexpressibleError):
+                continue
+            rows = [h.rows.indices() for h in (k, v) if h.product is product]
+            other = heads.product is product and not any(heads.rows.indices() & r for r in rows)
+            if other and heads.end.dtype != product.dtype and _same_projection(heads, k):
+                return heads
+    return None
+
+
 def _is_ready(flow: Dataflow, q: Heads, place: int) -> bool:
     """Whether bias and norm of Q are computed before a place in program order."""
     weight = None if q.norm is None else q.norm.weight
@@ -174,9 +199,12 @@ def _ends(flow: Dataflow, product: Value) -> list[Value]:
 
 def _mirrors(q: Heads, k: Heads) -> bool:
     """Whether one op can compute both: the same rotation, clamp and head_dim."""
-    same_dtype = q.end.dtype == q.product.dtype
+    return q.end.dtype == q.product.dtype and _same_projection(q, k)
+
+
+def _same_projection(q: Heads, k: Heads) -> bool:
     same_head = q.head_dim == k.head_dim and q.linear.clip == k.linear.clip
-    return same_dtype and same_head and _same_rotation(q, k)
+    return same_head and _same_rotation(q, k)
 
 
 def _same_rotation(q: Heads, k: Heads) -> bool:

@@ -91,13 +91,9 @@ def check_formats(
 
 def refuse_format(view: View, why: str) -> NoReturn:
     """Ends the attempt: ACTIVATION_FORMAT."""
-    reject(
-        "ACTIVATION_FORMAT",
-        Stage.GUARDS,
-        f"activations of the experts {why}",
-        view,
-        hint="fused are e4m3 codes with amax / 448 per row and 128 columns, in front of both GEMMs",
-    )
+    message = f"activations of the experts {why}"
+    hint = "fused are e4m3 codes with amax / 448 per row and 128 columns, in front of both GEMMs"
+    reject("ACTIVATION_FORMAT", Stage.GUARDS, message, view, hint=hint)
 
 
 @dataclass

@@ -28,10 +28,8 @@ _ELEMENTWISE = frozenset({
     "bitwise_not", "bitwise_left_shift", "bitwise_right_shift", "logical_and", "logical_or",
     "logical_not", "eq", "ne", "lt", "le", "gt", "ge", "masked_fill",
 })  # fmt: skip
-_RENAMED = {
-    "__and__": "bitwise_and", "__or__": "bitwise_or", "__xor__": "bitwise_xor",
-    "__lshift__": "bitwise_left_shift", "__rshift__": "bitwise_right_shift",
-}  # fmt: skip
+# How many values the search for a look-up table goes back.
+_REACH = 64
 _OPTIONS = {"alpha", "rounding_mode", "min", "max"}
 
 
@@ -101,8 +99,8 @@ class _Trial:
         try:
             if rule is not None:
                 found = rule(self, view)
-            elif _RENAMED.get(name, name) in _ELEMENTWISE:
-                found = self._elementwise(view, _RENAMED.get(name, name))
+            elif name in _ELEMENTWISE:
+                found = self._elementwise(view, name)
             else:
                 return None
         except (InexpressibleError, RuntimeError, IndexError, TypeError):
@@ -175,9 +173,9 @@ def _table_and_index(value: Value) -> tuple[View | None, View | None]:
     return table, index if isinstance(index, View) else None
 
 
-def looked_up_inputs(view: View, reach: int = 64) -> Value | None:
+def looked_up_inputs(view: View) -> Value | None:
     """A look-up table that a view is computed from and that is an input, so not constant."""
-    for value in upstream(view.value, reach, lambda v: not v.projected):
+    for value in upstream(view.value, _REACH, lambda v: not v.projected):
         if value.op in ("aten.index", "aten.index_select", "aten.take") and not value.projected:
             table, index = _table_and_index(value)
             stored = table is not None and _stored(table)

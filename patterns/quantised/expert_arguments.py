@@ -6,7 +6,7 @@ Dimension letters: E experts, N rows, K columns, M rows of activations.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -83,43 +83,35 @@ def blocks_of(weight: DequantizedExperts) -> Block:
     return fixed
 
 
-@dataclass(frozen=True)
-class ExpertArguments:
-    """What an op takes of quantised weights: one format and block, and for each weight by name its
-    codes, its scale [E, N/bn, K/bk] and its factor [E]."""
-
-    format: str
-    block: tuple[int, int] | None
-    data: Mapping[str, Any] = field(default_factory=dict)
-    scale: Mapping[str, Any] = field(default_factory=dict)
-    expert_scale: Mapping[str, Any] = field(default_factory=dict)
+#: The arguments of an op that hold the codes, the scale and the expert's factor of one weight.
+Names = tuple[str, str, str]
 
 
-def expert_arguments(
-    weights: Mapping[str, DequantizedExperts], stage: Stage = Stage.GUARDS
-) -> ExpertArguments:
-    """The arguments of an op that takes these weights together.
+def expert_arguments(weights: Mapping[Names, DequantizedExperts]) -> dict[str, Any]:
+    """The arguments of an op that takes these weights together: codes, scales [E, N/bn, K/bk], and
+    factors [E] of those that have any.
 
     Raises Reject. WEIGHT_FORMAT: of different formats. SCALE_BLOCK: blocks of no common size.
     """
     first = next(iter(weights.values()))
     anchor = first.data if isinstance(first.data, View) else first.data.operands[0]
     if len({w.format for w in weights.values()}) != 1:
-        formats = ", ".join(f"{name} {w.format}" for name, w in weights.items())
-        reject("WEIGHT_FORMAT", stage, f"the experts' weights differ in format: {formats}", anchor)
+        formats = ", ".join(f"{codes} {w.format}" for (codes, *_), w in weights.items())
+        message = f"the experts' weights differ in format: {formats}"
+        reject("WEIGHT_FORMAT", Stage.GUARDS, message, anchor)
     try:
         block = _common_block(list(weights.values()))
-        scales = {name: cut_scale(w, block) for name, w in weights.items()}
+        scales = [cut_scale(weight, block) for weight in weights.values()]
     except InexpressibleError as error:
-        reject("SCALE_BLOCK", stage, str(error), anchor)
-    fixed = FORMATS[first.format].block is not None
-    return ExpertArguments(
-        first.format,
-        None if fixed else block,
-        {name: w.data for name, w in weights.items()},
-        scales,
-        {name: w.expert_scale() for name, w in weights.items() if w.expert_scale() is not None},
-    )
+        reject("SCALE_BLOCK", Stage.GUARDS, str(error), anchor)
+    arguments: dict[str, Any] = {"weight_format": first.format}
+    if FORMATS[first.format].block is None:
+        arguments["scale_block"] = list(block)
+    for ((codes, scale, factor), weight), grid in zip(weights.items(), scales, strict=True):
+        arguments |= {codes: weight.data, scale: grid}
+        if (product := weight.expert_scale()) is not None:
+            arguments[factor] = product
+    return arguments
 
 
 def _common_block(weights: Sequence[DequantizedExperts]) -> tuple[int, int]:

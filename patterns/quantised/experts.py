@@ -46,9 +46,7 @@ _FORMATS = {
 }  # fmt: skip
 
 
-def match_dequantized_experts(
-    weight: View, stage: Stage = Stage.GUARDS
-) -> DequantizedExperts | None:
+def match_dequantized_experts(weight: View) -> DequantizedExperts | None:
     """What a view [E, N, K] of a product's weight is dequantised from; None where no codes are.
 
     Raises Reject (WEIGHT_FORMAT, SCALE_BLOCK) for codes that are used in another way.
@@ -57,7 +55,7 @@ def match_dequantized_experts(
         return None
     found = _match(weight)
     if found is None:
-        _refuse(weight, stage)
+        _refuse(weight)
     return found
 
 
@@ -261,22 +259,18 @@ def _holds_codes(value: Value) -> bool:
     )
 
 
-def _refuse(weight: View, stage: Stage) -> NoReturn:
+def _refuse(weight: View) -> NoReturn:
     table = looked_up_inputs(weight)
     if table is not None:
-        reject(
-            "WEIGHT_FORMAT",
-            stage,
+        message = (
             f"the expert weight is decoded by the table {table}, whose numbers are the model's "
-            "data and may change",
-            table,
-            hint="make the table where it is used: torch.tensor([0.0, 0.5, ...])",
+            "data and may change"
         )
-    reject(
-        "WEIGHT_FORMAT",
-        stage,
-        f"{weight.value} is dequantised from codes in none of the op's formats",
-        weight,
-        hint="known are NVFP4 (a float8_e4m3fn scale per 16 columns), MXFP4 (e8m0, 32), "
-        "float8_e4m3fn and nibbles from -8 to 7, with scales by blocks",
+        hint = "make the table where it is used: torch.tensor([0.0, 0.5, ...])"
+        reject("WEIGHT_FORMAT", Stage.GUARDS, message, table, hint=hint)
+    message = f"{weight.value} is dequantised from codes in none of the op's formats"
+    hint = (
+        "known are NVFP4 (a float8_e4m3fn scale per 16 columns), MXFP4 (e8m0, 32), "
+        "float8_e4m3fn and nibbles from -8 to 7, with scales by blocks"
     )
+    reject("WEIGHT_FORMAT", Stage.GUARDS, message, weight, hint=hint)

@@ -89,14 +89,12 @@ def repeated(rows: View, hidden: int) -> View:
 
 def refuse(weight: View, why: str) -> NoReturn:
     """Ends the attempt: WEIGHT_FORMAT."""
-    reject(
-        "WEIGHT_FORMAT",
-        Stage.GUARDS,
-        f"{weight.value} is computed from codes of eight bits or fewer, but {why}",
-        weight,
-        hint="known are (code - zero) * scale with int8, float8_e4m3fn, or two or eight nibbles "
-        "in a word of uint8 or int32",
+    message = f"{weight.value} is computed from codes of eight bits or fewer, but {why}"
+    hint = (
+        "known are (code - zero) * scale with int8, float8_e4m3fn, or two or eight nibbles "
+        "in a word of uint8 or int32"
     )
+    reject("WEIGHT_FORMAT", Stage.GUARDS, message, weight, hint=hint)
 
 
 # --- the format -----------------------------------------------------------------------------------

@@ -61,36 +61,21 @@ def bits_of(view: View) -> Bits | None:
 
 
 def _shifted(view: View) -> Bits | None:
-    """`word >> n`; arithmetic where the word is signed."""
+    """`word >> n`, arithmetic where the word is signed; or `word // 2^n`, which floors as that."""
     inner, by = _with_number(view)
+    if by is not None and view.value.op == "aten.floor_divide":
+        by = by.bit_length() - 1 if by > 0 and not by & (by - 1) else None
     if inner is None or by is None or not 0 <= by < inner.width:
         return None
     return replace(inner, shift=inner.shift + by, width=inner.width - by)
 
 
-def _divided(view: View) -> Bits | None:
-    """`word // 2^n`, which floors as a shift does."""
-    inner, by = _with_number(view)
-    if inner is None or by is None or by < 1 or by & (by - 1) or by.bit_length() > inner.width:
-        return None
-    by = by.bit_length() - 1
-    return replace(inner, shift=inner.shift + by, width=inner.width - by)
-
-
 def _masked(view: View) -> Bits | None:
-    """`word & (2^n - 1)`."""
-    inner, mask = _with_number(view, either=True)
-    return None if inner is None or mask is None or mask < 1 else _low(inner, mask + 1)
-
-
-def _modulo(view: View) -> Bits | None:
-    """`word % 2^n`, never negative in PyTorch."""
-    inner, by = _with_number(view)
-    return None if inner is None or by is None or by < 2 else _low(inner, by)
-
-
-def _low(inner: Bits, size: int) -> Bits | None:
-    if size & (size - 1):
+    """`word & (2^n - 1)`, or `word % 2^n`, which is never negative in PyTorch."""
+    modulo = view.value.op == "aten.remainder"
+    inner, number = _with_number(view, either=not modulo)
+    size = 0 if number is None else number + (not modulo)
+    if inner is None or size < 2 or size & (size - 1):
         return None
     width = size.bit_length() - 1
     if width > inner.width:
@@ -115,11 +100,9 @@ def _cast(view: View) -> Bits | None:
 
 _RULES = {
     "aten.bitwise_right_shift": _shifted,
-    "aten.__rshift__": _shifted,
+    "aten.floor_divide": _shifted,
     "aten.bitwise_and": _masked,
-    "aten.__and__": _masked,
-    "aten.remainder": _modulo,
-    "aten.floor_divide": _divided,
+    "aten.remainder": _masked,
     "cast": _cast,
 }
 

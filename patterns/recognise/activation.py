@@ -19,7 +19,8 @@ _DEFAULT_ALPHA = 1.702
 class Activation:
     """`name(gate, up)`; see ops.moe.ACTIVATIONS. up None: not gated.
 
-    gate, up: what enters. alpha, limit: clamped_swiglu's; limit 0: unclamped.
+    gate, up: what enters. alpha: clamped_swiglu's. limit: gate is clamped to at most that, up to
+    -limit .. limit, of those that are gated; 0: unclamped.
     """
 
     name: str
@@ -48,7 +49,7 @@ def _plain(value: Value) -> Activation | None:
 
 
 def _gated(value: Value) -> Activation | None:
-    """act(gate) * up, either way round."""
+    """act(gate) * up, either way round, gate clamped above and up on both sides, or neither."""
     for acted, up in _factors(value):
         bare, casts = strip_casts(acted)
         found = _unary(bare.value) if bare.is_whole else None
@@ -56,8 +57,15 @@ def _gated(value: Value) -> Activation | None:
             continue
         name, gate, absorbed = found
         up, more = strip_casts(up)
-        if up.value.op not in _NAMES:
-            return Activation(name, gate, up, (value, *casts, *absorbed, *more))
+        if up.value.op in _NAMES:
+            continue
+        inner, limit, steps = _clamp(gate, both=False)
+        inner_up, up_limit, up_steps = _clamp(up, both=True)
+        if limit and limit == up_limit:
+            gate, up, more = inner, inner_up, (*more, *steps, *up_steps)
+        else:
+            limit = 0.0
+        return Activation(name, gate, up, (value, *casts, *absorbed, *more), limit=limit)
     return None
 
 

@@ -15,6 +15,7 @@ from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Value, View
 from tilewright.patterns.effects import Effect, InexpressibleError
 from tilewright.patterns.quantised.words import holds_codes
+from tilewright.patterns.recognise.equality import equal_values
 from tilewright.patterns.recognise.gemm import match_gemm
 from tilewright.patterns.recognise.norm import is_float_cast, match_norm, strip_casts
 
@@ -140,6 +141,7 @@ def _scales_product(view: View) -> bool:
 
 def _leaf(view: View) -> tuple[Leaf, np.ndarray]:
     """A view with its last dimension opened: the rest, and the base indices that it takes."""
+    view = _one_piece(view)
     if not view.effect.dims:
         raise NotRotation
     *lead, last = view.effect.dims
@@ -160,6 +162,20 @@ def _leaf(view: View) -> tuple[Leaf, np.ndarray]:
     # A dimension along which the elements repeat counts as one of length one.
     bare = tuple(() if all(a.axis is None for a in dim) else dim for dim in lead)
     return Leaf(view.value, Effect(bare, tuple(start)), axis), index + first
+
+
+def _one_piece(view: View) -> View:
+    """A view of a table that repeats each element, `stack([cos, cos], -1)`, as one of `cos`."""
+    value = view.value
+    if value.op != "aten.cat":
+        return view
+    (first, *others), axis = value.args
+    if first.shape[axis] != 1 or not all(equal_values(first, other) for other in others):
+        return view
+    try:
+        return first.expand(*value.shape).through(view.effect)
+    except effects.InexpressibleError:
+        return view
 
 
 def joined_axes(value: Value) -> int:

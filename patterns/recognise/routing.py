@@ -20,6 +20,7 @@ from tilewright.patterns.recognise.steps import is_filled, reduced_dims
 
 _ORDER_OUTPUTS = {"aten.sort": 1, "aten.argsort": None}
 _INTEGER_STEPS = {"aten.floor_divide", "aten.div"}
+_INDICES = (torch.int32, torch.int64)
 
 
 @dataclass(frozen=True)
@@ -47,18 +48,60 @@ def per_row(view: View) -> View | None:
     return view.with_dims(*rows)
 
 
-def strip_integer_casts(view: View) -> View:
+def strip_integer_casts(view: View, below: Size | None = None) -> View:
     """The view before casts that keep integers what they are; to bool is none, and no op takes
-    indices of fewer than 32 bits."""
-    while view.value.op == "cast" and not _is_narrow(view.value):
+    indices of fewer than 32 bits.
+
+    below: for a reader to whom all numbers from `below` up are alike, and all under `-below`.
+    """
+    while view.value.op == "cast" and _keeps_integers(view.value, below):
         view = view.value.args[0].through(view.effect)
     return view
 
 
-def _is_narrow(cast: Value) -> bool:
-    types = (cast.args[0].value.dtype, cast.dtype)
-    small = any(t.itemsize < 4 and t != torch.bool for t in types)
-    return cast.dtype == torch.bool or (small and not any(t.is_floating_point for t in types))
+def _keeps_integers(cast: Value, below: Size | None) -> bool:
+    source: View = cast.args[0]
+    given, dtype = source.value.dtype, cast.dtype
+    if given.is_floating_point and dtype.is_floating_point:
+        return _exact_to(dtype) >= _exact_to(given)
+    if given.is_floating_point:
+        counted = source.value.op in (*_COUNTS, "aten.cumsum") and _counts(given)
+        whole = counted or (source.value.op == "cast" and _keeps_integers(source.value, below))
+        return whole and dtype in _INDICES
+    if given not in (torch.bool, *_INDICES) or not dtype.is_floating_point:
+        return given in (torch.bool, *_INDICES) and dtype in _INDICES
+    # Rounding keeps numbers in order, so that none from outside of an exact range comes into it.
+    ends = [end for end in (below, _end_of(source.value)) if isinstance(end, int)]
+    return bool(ends) and min(ends) <= _exact_to(dtype)
+
+
+def _exact_to(dtype: torch.dtype) -> int:
+    """The number up to which a floating-point type holds every integer."""
+    return int(2 / torch.finfo(dtype).eps)
+
+
+def _counts(dtype: torch.dtype) -> bool:
+    """Whether a type counts all routes of a call: as float32 does, up to 2**24."""
+    return dtype in (*_INDICES, torch.float32, torch.float64)
+
+
+def _end_of(value: Value) -> Size | None:
+    """What all numbers of a value are below, none of them negative; None where not known."""
+    if value.dtype == torch.bool or value.op == "aten.one_hot":
+        return 2
+    if _counts_up(value):
+        return value.shape[0]
+    if is_top_indices(value):
+        compared: View = value.args[0]
+        return compared.shape[-1]
+    return None
+
+
+def is_top_indices(value: Value) -> bool:
+    """Whether a value is the indices of the largest, or smallest, numbers along a last dimension:
+    none is named twice there."""
+    last = value.argument(2, "dim", -1) in (-1, len(value.shape) - 1)
+    return value.op == "aten.topk" and value.kwargs.get("output") == 1 and last
 
 
 def match_order(view: View) -> Order | None:
@@ -77,16 +120,19 @@ def _descending(value: Value) -> bool:
     return bool(value.kwargs.get("descending")) or any(given[-1:])
 
 
-def experts_of(view: View) -> View:
-    """The experts by route that a view of experts, in sorted order or not, comes from."""
-    view = strip_integer_casts(view)
+def experts_of(view: View, num_experts: Size | None = None) -> View:
+    """The experts by route that a view of experts, in sorted order or not, comes from.
+
+    num_experts: where the reader takes all experts from that number up to be alike.
+    """
+    view = strip_integer_casts(view, num_experts)
     value = view.value
     if value.op == "aten.sort" and value.kwargs.get("output") == 0 and view.is_whole:
-        return strip_integer_casts(value.args[0])
+        return strip_integer_casts(value.args[0], num_experts)
     taken = gathered(view)
     if taken is not None:
         order = match_order(taken[1])
-        if order is not None and order.ids == strip_integer_casts(taken[0]):
+        if order is not None and order.ids == strip_integer_casts(taken[0], num_experts):
             return order.ids
     return view
 
@@ -125,7 +171,7 @@ def _gathered_rows(source: View, index: View) -> tuple[View, View] | None:
     """The same of a gather whose index repeats along whole rows."""
     if len(source.shape) != 2 or index.shape[1] != source.shape[1]:
         return None
-    rows = first_column(index)
+    rows = per_row(index)
     return None if rows is None else (source, rows)
 
 
@@ -148,13 +194,6 @@ def counts_again(view: View) -> Size | None:
     atoms = [atom for atom in view.effect.dims[0] if atom.axis is not None]
     whole = atoms in ([Atom(0, 1, length)], [Atom(0, 1, length)][: length != 1])
     return length if whole and view.effect.dims[0][-1:] == tuple(atoms) else None
-
-
-def first_column(view: View) -> View | None:
-    """An index [M, N] that repeats along the columns, as the rows [M] that it names."""
-    if len(view.effect.dims) != 2 or any(a.axis is not None for a in view.effect.dims[1]):
-        return None
-    return view.with_dims(*view.effect.dims[:1])
 
 
 def match_rows(view: View, order: Order) -> Size | None:
@@ -180,9 +219,6 @@ def _floors(value: Value) -> bool:
 def _tokens_of_routes(view: View) -> Size | None:
     """S where the view counts 0 0 .. 1 1 .., every token S times."""
     value = view.value
-    if value.op == "aten.repeat_interleave" and view.is_whole:
-        inner, times = value.args[0], value.args[1]
-        return times if is_arange(inner) and isinstance(times, int) else None
     if value.op != "aten.arange" or not is_arange(value.whole) or len(view.effect.dims) != 1:
         return None
     atoms = view.effect.dims[0]
@@ -227,7 +263,7 @@ def match_ends(view: View) -> tuple[View, Size] | None:
     value = view.value
     if value.op == "aten.searchsorted" and view.is_whole:
         return _searched(value)
-    if value.op != "aten.cumsum" or not view.is_whole:
+    if value.op != "aten.cumsum" or not view.is_whole or not _counts(value.dtype):
         return None
     return _counted(strip_integer_casts(value.args[0]))
 
@@ -238,13 +274,17 @@ def _searched(value: Value) -> tuple[View, Size] | None:
     right = value.kwargs.get("right") or value.kwargs.get("side") == "right"
     if not right or not isinstance(experts, View) or not is_arange(experts):
         return None
-    ids = experts_of(ordered)
-    return None if ids == strip_integer_casts(ordered) else (ids, experts.shape[0])
+    num_experts = experts.shape[0]
+    ids = experts_of(ordered, num_experts)
+    unsorted = ids == strip_integer_casts(ordered, num_experts)
+    return None if unsorted else (ids, num_experts)
 
 
 def _counted(view: View) -> tuple[View, Size] | None:
     """(experts by route, E) of a histogram [E]."""
     value = view.value
+    if not _counts(value.dtype):
+        return None
     if value.op == "aten.bincount":
         return _binned(view)
     rule = _COUNTS.get(value.op)
@@ -262,7 +302,7 @@ def _binned(view: View) -> tuple[View, Size] | None:
         return None
     if view.effect != effects.identity((bins,)):
         return None
-    return experts_of(value.args[0]), bins
+    return experts_of(value.args[0], bins), bins
 
 
 def _histogram(value: Value) -> tuple[View, Size] | None:
@@ -272,7 +312,7 @@ def _histogram(value: Value) -> tuple[View, Size] | None:
     if low != 0 or not isinstance(bins, int) or high not in (bins - 1, bins):
         return None
     # Bins are one wide with max = bins; with bins - 1 the last, closed bin holds E - 1 alone.
-    return experts_of(value.args[0]), bins
+    return experts_of(value.args[0], bins), bins
 
 
 def _summed(value: Value) -> tuple[View, Size] | None:
@@ -281,13 +321,13 @@ def _summed(value: Value) -> tuple[View, Size] | None:
     if len(inner.shape) != 2 or reduced_dims(value) != (0,):
         return None
     if inner.value.op == "aten.one_hot" and inner.is_whole:
-        return experts_of(flat(inner.value.args[0])), inner.shape[1]
+        return experts_of(flat(inner.value.args[0]), inner.shape[1]), inner.shape[1]
     if inner.value.op != "aten.eq" or not inner.is_whole:
         return _marked(inner)
     for ids, experts in inner.value.either_way:
         by_route, by_expert = _along(ids, 0), _along(experts, 1)
         if by_route is not None and by_expert is not None and is_arange(by_expert):
-            return experts_of(by_route), inner.shape[1]
+            return experts_of(by_route, inner.shape[1]), inner.shape[1]
     return None
 
 
@@ -301,20 +341,18 @@ def _along(view: View, dim: int) -> View | None:
 def _marked(inner: View) -> tuple[View, Size] | None:
     """The same of the sum over tokens of zeros [T, E] in which ones mark the experts of each: the
     indices of a topk, so that none is marked twice."""
-    ids = scattered_into(inner.value, 0.0)
-    if ids is None or not inner.is_whole or not _writes_ones(inner.value):
+    ids = scattered_ones(inner.value)
+    if ids is None or not inner.is_whole or not ids.is_whole or not is_top_indices(ids.value):
         return None
-    chosen = ids.value
-    distinct = chosen.op == "aten.topk" and chosen.kwargs.get("output") == 1 and ids.is_whole
-    along = distinct and chosen.argument(2, "dim", -1) in (-1, len(chosen.shape) - 1)
-    return (experts_of(flat(ids)), inner.shape[1]) if along else None
+    return experts_of(flat(ids)), inner.shape[1]
 
 
-def _writes_ones(scatter: Value) -> bool:
-    """Whether a scatter of a number, in place or not, replaces what was there by one."""
-    node = scatter.node
+def scattered_ones(value: Value) -> View | None:
+    """ids [T, S] of zeros(T, E).scatter(1, ids, 1), also in place; None for another value."""
+    node = value.node
     given = node.kwargs.get("value", node.args[3] if len(node.args) > 3 else None)
-    return node.kwargs.get("reduce") is None and is_filled(given, 1)
+    replaces = node.kwargs.get("reduce") is None and is_filled(given, 1)
+    return scattered_into(value, 0.0) if replaces else None
 
 
 def scattered_into(value: Value, number: float) -> View | None:

@@ -1,148 +1,317 @@
-"""One rank of models that two processes share: `python -m tests.compiler.sharded RANK FOLDER`.
+"""Models that several processes share: `python -m tests.compiler.sharded FOLDER`.
 
-Writes what was fused and how far outputs and caches are from float64 to FOLDER/RANK.json.
+Starts the ranks of each world. Each writes what was fused and how far outputs and caches are from
+float64 to FOLDER/WORLD-RANK.json.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
+    GptOssConfig,
     LlamaConfig,
     MixtralConfig,
+    Qwen3Config,
     Qwen3MoeConfig,
     StaticCache,
 )
+from transformers.distributed import DistributedConfig
 
 from tilewright.compiler import backend, reports
 
-RANKS = 2
+LENGTH = 16
+_COMPILED: dict[str, Any] = {"backend": "tilewright", "options": {"inner": "eager"}}
 _SIZES: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 64,
-    "intermediate_size": 96,
+    "intermediate_size": 256,
     "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
     "head_dim": 16,
     "max_position_embeddings": 64,
 }
 _EXPERTS = {"num_experts_per_tok": 2}
+_LATENTS = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 CONFIGS = {
     "llama": LlamaConfig(**_SIZES),
+    "qwen3": Qwen3Config(**_SIZES),
     "mixtral": MixtralConfig(**_SIZES, **_EXPERTS, num_local_experts=4),
-    "qwen3_moe": Qwen3MoeConfig(**_SIZES, **_EXPERTS, num_experts=4, moe_intermediate_size=32),
+    "qwen3_moe": Qwen3MoeConfig(**_SIZES, **_EXPERTS, num_experts=4, moe_intermediate_size=64),
+    "gpt_oss": GptOssConfig(
+        **_SIZES,
+        **_EXPERTS,
+        num_local_experts=4,
+        layer_types=["full_attention"],
+        rope_parameters=_ROPE,
+    ),
+    "deepseek_v2": DeepseekV2Config(
+        **_SIZES | {"num_key_value_heads": 8},
+        **_EXPERTS,
+        **_LATENTS,
+        q_lora_rank=None,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        moe_intermediate_size=64,
+        first_k_dense_replace=0,
+        n_group=1,
+        topk_group=1,
+    ),
 }
+
+
+# --- ways of sharing a model ----------------------------------------------------------------------
+
+
+def loaded(folder: str, **options: Any) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **options)
 
 
 def by_plan(folder: str) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, tp_plan="auto")
+    return loaded(folder, tp_plan="auto")
 
 
 def by_experts(folder: str) -> Any:
-    from transformers.distributed import DistributedConfig
-
-    sharing = DistributedConfig(tp_size=RANKS, ep_size=RANKS)
-    return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.bfloat16, distributed_config=sharing
-    )
+    """The attention by heads where the model has a plan for it, the mixture by experts."""
+    ranks = dist.get_world_size()
+    sharing = DistributedConfig(tp_size=ranks, ep_size=ranks)
+    return loaded(folder, distributed_config=sharing)
 
 
-def by_modules(folder: str) -> Any:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
+_COLUMNS = tuple(f"self_attn.{name}_proj" for name in "qkv") + ("mlp.gate_proj", "mlp.up_proj")
+_ROWS = ("self_attn.o_proj", "mlp.down_proj")
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    mesh = init_device_mesh("cpu", (RANKS,))
-    columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    columns += ("mlp.gate_proj", "mlp.up_proj")
-    plan: dict[str, Any] = {name: ColwiseParallel() for name in columns}
-    plan |= {name: RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")}
+
+class _Rows(torch.nn.Module):
+    """Some columns of a linear's weight, and the sum over ranks of what they give."""
+
+    def __init__(self, weight: torch.Tensor, in_place: bool) -> None:
+        super().__init__()
+        self.weight, self.in_place = torch.nn.Parameter(weight, requires_grad=False), in_place
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        part = F.linear(x, self.weight)
+        if not self.in_place:
+            return functional.all_reduce(part, "sum", dist.group.WORLD)
+        dist.all_reduce(part)
+        return part
+
+
+def by_hand(folder: str) -> Any:
+    """As Megatron does: plain weights, cut by hand, and a collective behind each second linear."""
+    model = loaded(folder)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     for layer in model.model.layers:
-        parallelize_module(layer, mesh, plan)
+        for name in _COLUMNS:
+            linear = layer.get_submodule(name)
+            linear.weight.data = linear.weight.data.chunk(ranks, 0)[rank].contiguous()
+        for name in _ROWS:
+            weight = layer.get_submodule(name).weight.data.chunk(ranks, 1)[rank].contiguous()
+            layer.set_submodule(name, _Rows(weight, in_place="mlp" in name))
     return model
 
 
-CASES = {
-    "llama by plan": ("llama", by_plan),
-    "llama by modules": ("llama", by_modules),
-    "mixtral by plan": ("mixtral", by_plan),
-    "mixtral by experts": ("mixtral", by_experts),
-    "qwen3_moe by plan": ("qwen3_moe", by_plan),
+def _columns_and_rows(**rows: Any) -> dict[str, Any]:
+    plan: dict[str, Any] = {name: ColwiseParallel() for name in _COLUMNS}
+    return plan | {name: RowwiseParallel(**rows) for name in _ROWS}
+
+
+def by_modules(folder: str) -> Any:
+    model = loaded(folder)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model.model.layers:
+        parallelize_module(layer, mesh, _columns_and_rows())
+    return model
+
+
+def by_sequence(folder: str) -> Any:
+    """What is between attention and MLP, the norms and the residual, by tokens, in DTensors."""
+    model = loaded(folder)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    by_token: dict[str, Any] = {"output_layouts": Shard(1), "use_local_output": False}
+    whole = {
+        "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), **by_token),
+        "model.norm": SequenceParallel(),
+        "lm_head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+    }
+    parallelize_module(model, mesh, whole)
+    hidden = "hidden_states"
+    gathered = {
+        "input_layernorm": SequenceParallel(),
+        "post_attention_layernorm": SequenceParallel(),
+        "self_attn": PrepareModuleInput(
+            input_kwarg_layouts={hidden: Shard(1)},
+            desired_input_kwarg_layouts={hidden: Replicate()},
+        ),
+        "mlp": PrepareModuleInput(
+            input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+        ),
+    }
+    for layer in model.model.layers:
+        parallelize_module(layer, mesh, gathered | _columns_and_rows(**by_token))
+    return model
+
+
+def by_weights(folder: str) -> Any:
+    """FSDP2: each rank keeps a part of every weight, and computes all of the model."""
+    model = loaded(folder)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in (*model.model.layers, model):
+        fully_shard(layer, mesh=mesh)
+    return model
+
+
+@dataclass(frozen=True)
+class Case:
+    """steps: how many tokens each call has. whole_cache: whether each rank has all heads."""
+
+    kind: str
+    share: Callable[[str], Any]
+    fused: frozenset[str]
+    steps: tuple[int, ...] = (5,)
+    whole_cache: bool = False
+
+
+_ATTENTION = frozenset({"qkv_cache", "cache_attention"})
+_DENSE = _ATTENTION | {"linear_activation"}
+_MIXTURE = _ATTENTION | {"moe", "moe_router"}
+_LATENT = frozenset({"mla_latent_store", "mla_prefill", "moe", "moe_router"})
+WORLDS = {
+    2: {
+        "llama by plan": Case("llama", by_plan, _DENSE, (5, 1)),
+        "llama by hand": Case("llama", by_hand, _DENSE),
+        "llama by modules": Case("llama", by_modules, _DENSE),
+        "llama by sequence": Case("llama", by_sequence, _DENSE, (6,)),
+        "llama by weights": Case("llama", by_weights, _DENSE | {"linear_residual"}, (5,), True),
+        "qwen3 by plan": Case("qwen3", by_plan, _DENSE),
+        "mixtral by plan": Case("mixtral", by_plan, _MIXTURE),
+        "mixtral by experts": Case("mixtral", by_experts, _MIXTURE, (5, 1)),
+        "gpt_oss by experts": Case("gpt_oss", by_experts, _MIXTURE, (5,), True),
+        "deepseek_v2 by plan": Case("deepseek_v2", by_plan, _LATENT, (5,), True),
+    },
+    4: {"qwen3_moe by plan": Case("qwen3_moe", by_plan, _MIXTURE)},
 }
 
 
-def run(model: Any, heads: int, compiled: bool) -> list[torch.Tensor]:
-    """Logits of five tokens and of one more, and the cache behind them. heads: of the cache."""
-    cache = StaticCache(config=model.config, max_cache_len=16)
-    cache.early_initialization(1, heads, 16, model.dtype, torch.device("cpu"))
-    options = {"inner": "eager"}
-    step = torch.compile(model, backend="tilewright", options=options) if compiled else model
-    logits = [
-        step(input_ids=ids, past_key_values=cache, use_cache=True).logits
-        for ids in (torch.arange(5)[None], torch.tensor([[7]]))
-    ]
+# --- one rank -------------------------------------------------------------------------------------
+
+
+def cache_of(model: Any, heads: int) -> StaticCache:
+    """heads: of keys and values, where they are no latents."""
+    config = model.config
+    cache = StaticCache(config=config, max_cache_len=LENGTH)
+    if not hasattr(config, "kv_lora_rank"):
+        cache.early_initialization(1, heads, config.head_dim, model.dtype, torch.device("cpu"))
+        return cache
+    widths = (config.kv_lora_rank, config.qk_rope_head_dim)
+    for layer in cache.layers:
+        layer.lazy_initialization(*(torch.zeros(1, 1, 0, n, dtype=model.dtype) for n in widths))
+    return cache
+
+
+def run(model: Any, case: Case, ranks: int, compiled: bool) -> list[torch.Tensor]:
+    """Logits of each step, and the cache behind them. ranks: that have the cache's heads."""
+    cache = cache_of(model, model.config.num_key_value_heads // ranks)
+    step = torch.compile(model, **_COMPILED) if compiled else model
+    ids = [torch.arange(tokens)[None] for tokens in case.steps]
+    logits = [step(input_ids=i, past_key_values=cache, use_cache=True).logits for i in ids]
     return [*logits, cache.layers[0].keys, cache.layers[0].values]
 
 
-def case(name: str, rank: int, folder: Path) -> dict[str, Any]:
-    kind, load = CASES[name]
-    where = str(folder / kind)
+def result_of(case: Case, rank: int, folder: Path) -> dict[str, Any]:
+    where = str(folder / case.kind)
     whole = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float64)
     whole.config._experts_implementation = "eager"  # there is no grouped product in float64
-    heads = _SIZES["num_key_value_heads"]
-    exact = run(whole, heads, compiled=False)
-    exact[2:] = [t.chunk(RANKS, dim=1)[rank] for t in exact[2:]]
-    sharded = load(where).requires_grad_(False)
-    eager = run(sharded, heads // RANKS, compiled=False)
-    ours = run(sharded, heads // RANKS, compiled=True)
+    exact = run(whole, case, 1, compiled=False)
+    ranks = 1 if case.whole_cache else dist.get_world_size()
+    if ranks > 1:
+        exact[-2:] = [t.chunk(ranks, dim=1)[rank] for t in exact[-2:]]
+    shared = case.share(where).requires_grad_(False)
+    eager = run(shared, case, ranks, compiled=False)
+    ours = run(shared, case, ranks, compiled=True)
 
     def errors(made: list[torch.Tensor]) -> list[float]:
         return [
             ((a.double() - b).norm() / b.norm()).item() for a, b in zip(made, exact, strict=True)
         ]
 
+    misses = [miss for report in reports() for miss in report.misses]
     return {
         "fused": sorted({site.pattern for report in reports() for site in report.matches}),
+        "lost": sorted({f"{miss.pattern} {miss.code}" for miss in misses if miss.is_lost}),
+        "advice": sorted({f"{miss.pattern} {miss.code}" for miss in misses if not miss.is_lost}),
         "eager": errors(eager),
         "ours": errors(ours),
     }
 
 
-def main(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
+def be_rank(rank: int, ranks: int, folder: Path) -> None:
+    # What torchrun tells: transformers reads it.
+    os.environ |= {"WORLD_SIZE": str(ranks), "RANK": str(rank), "LOCAL_RANK": str(rank)}
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{folder}/rendezvous",
+        init_method=f"file://{folder}/rendezvous-{ranks}",
         rank=rank,
-        world_size=RANKS,
+        world_size=ranks,
         timeout=timedelta(seconds=60),
     )
     found = {}
     with torch.no_grad():
-        for kind, config in CONFIGS.items():
-            if rank == 0:
-                torch.manual_seed(0)
-                AutoModelForCausalLM.from_config(config).save_pretrained(folder / kind)
-        dist.barrier()
-        for name in CASES:
+        for name, case in WORLDS[ranks].items():
             torch._dynamo.reset()
             backend._REPORTS.clear()
-            found[name] = case(name, rank, folder)
-    (folder / f"{rank}.json").write_text(json.dumps(found))
+            found[name] = result_of(case, rank, folder)
+    (folder / f"{ranks}-{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
+def main(folder: Path) -> int:
+    """Starts the ranks of each world as forks of this process, which has imported everything."""
+    torch.set_num_threads(1)
+    torch.compile(torch.neg, **_COMPILED)(torch.ones(1))  # imports what compilations need
+    for kind, config in CONFIGS.items():
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder / kind)
+    forked = multiprocessing.get_context("fork")
+    for ranks in WORLDS:
+        running = [
+            forked.Process(target=be_rank, args=(r, ranks, folder), daemon=True)
+            for r in range(ranks)
+        ]
+        for process in running:
+            process.start()
+        for process in running:
+            process.join()
+        if any(process.exitcode for process in running):
+            return 1
+    return 0
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    sys.exit(main(Path(sys.argv[1])))

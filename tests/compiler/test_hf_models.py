@@ -9,7 +9,7 @@ from tilewright.compiler import lower, reports
 
 pytest.importorskip("transformers", reason="Hugging Face models need the extra [models]")
 
-from tests.models.hf import MODELS, build_hf, in_float64
+from tests.models.hf import MODELS, build_hf, in_float64, with_mask
 
 LAYERS = 2
 
@@ -27,15 +27,33 @@ UNLIKE_LAYERS = ("gemma2", "gemma3", "gpt_oss", "llama4")
 DYNAMIC = ("llama", "falcon_40b", "gpt_bigcode", "gemma3", "llama4", "olmo2")
 
 
-@pytest.mark.parametrize(
-    ("name", "phase", "dynamic"),
-    [(name, phase, None) for name in MODELS for phase in ("prefill", "decode")]
-    + [(name, "prefill", True) for name in DYNAMIC],
-)
-def test_every_layer_is_fused_and_right(name, phase, dynamic):
+#: Models that are given masks, too; attention of the others is the same.
+MASKED = (
+    "llama", "mistral", "qwen3", "gemma2", "gemma3", "gpt_oss", "qwen3_moe", "phi3", "llama4",
+    "granite", "cohere", "olmo2", "gpt2", "falcon_7b",
+)  # fmt: skip
+
+
+def cases():
+    """(name, mask, phase, dynamic): every model in both phases, those of MASKED with every mask and
+    with one of them in both; every mask in both phases of many models."""
+    for name in MODELS:
+        phases = ("prefill", "decode")
+        if name not in MASKED:
+            yield from ((name, "none", phase, None) for phase in phases)
+            continue
+        one, other = phases if MASKED.index(name) % 2 else phases[::-1]
+        yield from ((name, "none", one, None), (name, "tensor", other, None))
+        yield name, "padding", one, None
+    yield from ((name, "none", "prefill", True) for name in DYNAMIC)
+
+
+@pytest.mark.parametrize(("name", "mask", "phase", "dynamic"), cases())
+def test_every_layer_is_fused_and_right(name, mask, phase, dynamic):
     layers = LAYERS if name in UNLIKE_LAYERS or name == "llama" else 1
     ours, eager, exact = (
-        build_hf(name, cache="static", phase=phase, num_hidden_layers=layers) for _ in range(3)
+        with_mask(build_hf(name, cache="static", phase=phase, num_hidden_layers=layers), mask)
+        for _ in range(3)
     )
     before = [tuple(t.clone() for t in pair) for pair in ours.caches]
     expected = eager.model(*eager.args, **eager.kwargs).logits
@@ -100,6 +118,7 @@ def test_several_steps_on_one_cache():
         assert (a.float() - b.float()).abs().max() < 0.05
     (report,) = reports()
     assert patterns_in(report, "qkv") == ["qkv_cache"] * LAYERS
+    assert len(matches_of(report, "cache_attention")) == LAYERS
 
 
 def test_a_cache_made_inside_the_call_is_missed_by_name():

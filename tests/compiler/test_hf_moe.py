@@ -76,34 +76,31 @@ def steps(model, call):
         return prompt, call(tokens[:, PROMPT:], past_key_values=cache).logits
 
 
-@functools.cache
-def uncompiled(name, experts):
-    """Eager results in bfloat16, and in float64 expert by expert."""
-    model = built(name, experts)
+def layer_steps(call, dtype):
+    """The sparse layer's results for the activations of a prompt and of a decode step."""
+    torch.manual_seed(1)
+    inputs = [torch.randn(BATCH, tokens, BASE["hidden_size"]).bfloat16() for tokens in (PROMPT, 1)]
+    results = [call(x.to(dtype)) for x in inputs]
+    return [result[0] if isinstance(result, tuple) else result for result in results]
+
+
+def in_float64(model):
+    """A copy that computes expert by expert."""
     exact = copy.deepcopy(model).to(torch.float64)
     exact.set_experts_implementation("eager")
+    return exact
+
+
+@functools.cache
+def uncompiled(name, experts):
+    """Eager results in bfloat16, and in float64."""
+    model = built(name, experts)
+    exact = in_float64(model)
     return steps(model, model), steps(exact, exact)
 
 
-# Of these the router is what differs.
-ROUTERS = ("deepseek_v2_groups", "glm4_moe", "olmoe")
-PRODUCTS = ("grouped_mm", "batched_mm")
-CASES = [(name, experts, False) for name in MODELS for experts in PRODUCTS if name not in ROUTERS]
-CASES += [(name, "grouped_mm", False) for name in ROUTERS]
-# With sizes as symbols, where tracing takes twice as long: each kind of router, and of product.
-CASES += [(name, "grouped_mm", True) for name in ("qwen2_moe", "gpt_oss", "deepseek_v3")]
-CASES += [("mixtral", "batched_mm", True)]
-
-
-@pytest.mark.parametrize(("name", "experts", "dynamic"), CASES)
-def test_the_sparse_layer_is_fused_and_right(name, experts, dynamic):
-    torch._dynamo.reset()
-    model = built(name, experts)
-    compiled = torch.compile(
-        model, backend="tilewright", dynamic=dynamic, options={"inner": "eager"}
-    )
-    results = zip(steps(model, compiled), *uncompiled(name, experts), strict=True)
-    latest = reports()[-2:]
+def assert_fused(latest, dynamic=False):
+    """In each graph, a prompt's and a decode step's, the sparse layer and its router."""
     found = [patterns_in(report, "fused_moe").count("moe") for report in latest]
     assert found == [1, 1], [m for report in latest for m in misses_of(report, "fused_moe")]
     for report in latest:
@@ -111,16 +108,52 @@ def test_the_sparse_layer_is_fused_and_right(name, experts, dynamic):
         assert matches_of(report, "moe_router")[0].shapes["logits"] == "computed"
     tokens = matches_of(latest[0], "fused_moe")[-1].shapes["x"]
     assert tokens == f"bfloat16[{'T' if dynamic else BATCH * PROMPT},{BASE['hidden_size']}]"
-    for what, (fused, eager, exact) in zip(("prompt", "decode"), results, strict=True):
+
+
+def assert_right(name, *results):
+    for what, (fused, eager, exact) in zip(
+        ("prompt", "decode"), zip(*results, strict=True), strict=True
+    ):
         assert_no_worse(fused, eager, exact, f"{name} {what}")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_sparse_layer_is_fused_and_right(name):
+    torch._dynamo.reset()
+    model = built(name, "grouped_mm")
+    compiled = torch.compile(model, backend="tilewright", options={"inner": "eager"})
+    logits = steps(model, compiled)
+    assert_fused(reports()[-2:])
+    assert_right(name, logits, *uncompiled(name, "grouped_mm"))
+
+
+# Of the others the router is what differs.
+CASES = [(name, "batched_mm", False) for name in ("mixtral", "qwen2_moe", "gpt_oss", "deepseek_v3")]
+# With sizes as symbols: each kind of router, and of product.
+CASES += [(name, "grouped_mm", True) for name in ("qwen2_moe", "gpt_oss", "deepseek_v3")]
+CASES += [("mixtral", "batched_mm", True)]
+
+
+@pytest.mark.parametrize(("name", "experts", "dynamic"), CASES)
+def test_a_layer_alone_is_fused_and_right(name, experts, dynamic):
+    torch._dynamo.reset()
+    model = built(name, experts)
+    layer, exact = (m.model.layers[-1].mlp for m in (model, in_float64(model)))
+    compiled = torch.compile(
+        layer, backend="tilewright", dynamic=dynamic, options={"inner": "eager"}
+    )
+    with torch.no_grad():
+        fused, eager = (layer_steps(call, torch.bfloat16) for call in (compiled, layer))
+        reference = layer_steps(exact, torch.float64)
+    assert_fused(reports()[-2:], dynamic)
+    assert_right(name, fused, eager, reference)
 
 
 def test_float16_with_transformers_own_grouped_product_is_fused_too():
     """torch's grouped_mm takes no float16 under compilation; transformers has an operator then."""
     torch._dynamo.reset()
     model = built("mixtral", "grouped_mm").half()
-    exact = copy.deepcopy(model).to(torch.float64)
-    exact.set_experts_implementation("eager")
+    exact = in_float64(model)
     compiled = torch.compile(model, backend="tilewright", options={"inner": "eager"})
     results = zip(*(steps(m, c) for m, c in ((model, compiled), (model, model), (exact, exact))),
                   strict=True)  # fmt: skip

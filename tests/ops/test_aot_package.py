@@ -10,7 +10,6 @@ import textwrap
 import pytest
 
 MODEL = """
-    import sys
     import torch
     import tilewright.ops
     from tilewright.ops import contract
@@ -37,14 +36,14 @@ MAKE = """
     exported = torch.export.export(Layer(a), (a.x, a.k_cache, a.v_cache, a.slot_mapping))
     quickly = {"aot_inductor.compile_wrapper_opt_level": "O0"}
     torch._inductor.aoti_compile_and_package(
-        exported, package_path=sys.argv[1], inductor_configs=quickly
+        exported, package_path=PACKAGE, inductor_configs=quickly
     )
 """
 LOAD = """
     a, b = sample(), sample()
     with torch.no_grad():
         expected = Layer(b)(b.x, b.k_cache, b.v_cache, b.slot_mapping)
-    run = torch._inductor.aoti_load_package(sys.argv[1])
+    run = torch._inductor.aoti_load_package(PACKAGE)
     result = run(a.x, a.k_cache, a.v_cache, a.slot_mapping)
     torch.testing.assert_close(result, expected)
     torch.testing.assert_close(a.k_cache, b.k_cache)
@@ -58,11 +57,12 @@ COMPILER = next((name for name in ("g++", "clang++") if shutil.which(name)), Non
 @pytest.mark.skipif(COMPILER is None, reason="AOTInductor needs a C++ compiler")
 def test_a_package_runs_in_a_fresh_process(tmp_path):
     """AOTInductor's runtime gives None for an argument whose default is an empty list."""
-    package = tmp_path / "layer.pt2"
-    for number, part in enumerate((MAKE, LOAD)):
-        script = tmp_path / f"part{number}.py"
-        script.write_text(textwrap.dedent(MODEL) + textwrap.dedent(part))
-        command = [sys.executable, str(script), str(package)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
+    package = str(tmp_path / "layer.pt2")
+    make, load = (textwrap.dedent(MODEL) + textwrap.dedent(part) for part in (MAKE, LOAD))
+    exec(make, {"PACKAGE": package})
+    script = tmp_path / "load.py"
+    script.write_text(f"PACKAGE = {package!r}\n{load}")
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "the same"

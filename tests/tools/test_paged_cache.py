@@ -20,7 +20,6 @@ WIDTHS = {
     "vocab_size": 61,
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "eos_token_id": None,
@@ -47,10 +46,12 @@ MODELS = {
 PROMPT, NEW, PAGE = 13, 19, 4
 
 
-def built(name: str) -> transformers.PreTrainedModel:
+def built(name: str, layers: int = 2) -> transformers.PreTrainedModel:
     """A tiny model, whose weights are large enough for its tokens to differ."""
     torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**WIDTHS | MODELS[name])
+    config = getattr(transformers, f"{name}Config")(
+        num_hidden_layers=layers, **WIDTHS | MODELS[name]
+    )
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval().requires_grad_(False)
     for parameter in model.parameters():
         parameter.data.normal_(std=0.3)
@@ -259,7 +260,7 @@ def test_crop_gives_pages_back_and_reset_all_of_them():
 def test_generate_compiles_its_steps_once_and_once_for_all_sizes(backend):
     """Compiled as generate() does it: prompts eagerly, steps as one graph."""
     torch._dynamo.reset()
-    model = built("Llama")
+    model = built("Llama", layers=2 if backend == "tilewright" else 1)
     want = generated(model, DynamicCache(config=model.config))
     options = {"inner": "eager"} if backend == "tilewright" else None
     how = CompileConfig(backend=backend, mode=None, options=options, fullgraph=True)
@@ -286,7 +287,7 @@ def test_options_beside_the_mode_that_a_config_has_are_told_apart():
 
 def test_a_model_compiled_as_a_whole_breaks_its_graph_where_it_takes_pages():
     torch._dynamo.reset()
-    model = built("Llama")
+    model = built("Llama", layers=1)
     ids = prompts()["input_ids"]
     want = model(ids, use_cache=False).logits
     compiled = torch.compile(model, backend="eager")
@@ -297,7 +298,7 @@ def test_a_model_compiled_as_a_whole_breaks_its_graph_where_it_takes_pages():
 
 def test_a_whole_graph_writes_where_its_caller_took_pages():
     torch._dynamo.reset()
-    model = built("Llama")
+    model = built("Llama", layers=1)
     ids = prompts()["input_ids"]
     want = model(ids, use_cache=False).logits
     compiled = torch.compile(model, backend="eager", fullgraph=True)
@@ -371,7 +372,7 @@ def test_another_device_is_told():
 
 
 def test_a_model_that_keeps_more_than_keys_and_values_is_refused():
-    config = transformers.LlamaConfig(**WIDTHS, layer_types=["hybrid"] * 2)
+    config = transformers.LlamaConfig(**WIDTHS, num_hidden_layers=2, layer_types=["hybrid"] * 2)
     assert len(StaticCache(config, max_cache_len=8)) == 2
     with pytest.raises(
         ValueError, match=r"this model needs LinearAttentionAndStaticFullAttentionLayer"

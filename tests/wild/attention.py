@@ -143,6 +143,30 @@ def cast_after_pairs(m, x, keys, values, positions):
     return usual(turned(q), turned(k), v, keys, values, positions)
 
 
+def _in_pairs(m, x, keys, values, positions, table):
+    def turned(t):
+        swapped = torch.stack([-t[..., 1::2], t[..., ::2]], -1).reshape_as(t)
+        cos, sin = (f(angles(positions)[:, None]).to(t.dtype) for f in (torch.cos, torch.sin))
+        return t * table(cos) + swapped * table(sin)
+
+    q, k, v = project(m, x)
+    return usual(turned(q), turned(k), v, keys, values, positions)
+
+
+def tables_stacked(m, x, keys, values, positions):
+    """As RoFormer: the tables hold each number twice, stacked beside itself."""
+    return _in_pairs(
+        m, x, keys, values, positions, lambda t: torch.stack([t, t], -1).reshape(SEQ, 1, WIDTH)
+    )
+
+
+def tables_stacked_apart(m, x, keys, values, positions):
+    """The near miss: the second number of a pair is its neighbour's."""
+    return _in_pairs(
+        m, x, keys, values, positions, lambda t: torch.stack([t, t.roll(1, -1)], -1).flatten(-2)
+    )
+
+
 def cast_of_sums(m, x, keys, values, positions):
     """The near miss: one operand of the rotation is rounded to fewer bits than the other."""
     cos, sin = cos_sin(positions)
@@ -390,6 +414,38 @@ def sum_after(m, x, keys, values, positions):
     return attend(q, keys, values, positions)
 
 
+def beside_convolution(m, x, keys, values, positions):
+    """As LFM2: a layer beside keeps the last inputs of its convolution, [B, C, width]."""
+    m.inputs.copy_(torch.cat((m.inputs, m.wk(x).transpose(1, 2)), -1)[..., -m.inputs.shape[-1] :])
+    return usual(*project(m, x), keys, values, positions)
+
+
+def beside_recurrence(m, x, keys, values, positions):
+    """As gated linear attention: a state [B, H, D, D] decays, and takes up new keys and values."""
+    _, k, v = project(m, x.flip(-1))
+    decay = torch.exp(-F.softplus(k.float().mean(dim=(1, 3)))[..., None, None])
+    m.state.copy_(m.state * decay + torch.einsum("bshk,bshv->bhkv", k.float(), v.float()))
+    return usual(*project(m, x), keys, values, positions)
+
+
+def replaced_whole(m, x, keys, values, positions):
+    """The near miss: as many tokens as the caches have slots, and none is an index."""
+    q, k, v = project(m, x.repeat(1, LENGTH // SEQ, 1))
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    keys.copy_(k)
+    values.copy_(v)
+    return attend(q[:, :, :SEQ], keys, values, positions)
+
+
+def query_in_float32(m, x, keys, values, positions):
+    """As CodeGen: the tables are fp32, the keys are rounded for the cache, the queries never."""
+    cos, sin = cos_sin(positions)
+    q, k, v = (t.transpose(1, 2) for t in project(m, x))
+    q, k = (t * cos + rotate_half(t) * sin for t in (q, k))
+    keys, values = store(keys, values, positions, k.to(x.dtype), v)
+    return attend(q, keys.to(q.dtype), values.to(q.dtype), positions).to(x.dtype)
+
+
 def cross_once(m, x, keys, values, positions):
     """The keys and values of an encoder's states, written once; queries come of x."""
     states = m.states
@@ -419,6 +475,8 @@ STYLES = {
         Style(cast_after_half),
         Style(cast_after_pairs),
         Style(cast_of_sums),
+        Style(tables_stacked),
+        Style(tables_stacked_apart),
         Style(norm_in_place, names=_NORMS),
         Style(norm_in_place_seen),
         Style(norm_of_values, names=_NORMS),
@@ -437,6 +495,10 @@ STYLES = {
         Style(put_rows_heads_first, by_row=True),
         Style(rolled),
         Style(sum_after),
+        Style(beside_convolution, names=("inputs",)),
+        Style(beside_recurrence, names=("state",)),
+        Style(replaced_whole),
+        Style(query_in_float32),
         Style(cross_once, names=("states",)),
     )
 }
@@ -467,6 +529,10 @@ class Layer(nn.Module):
             self.register_buffer("scales", normal(rows).abs() * 0.01)
         if "states" in style.names:
             self.register_buffer("states", normal(BATCH, LENGTH - 4, HIDDEN))
+        if "inputs" in style.names:
+            self.register_buffer("inputs", normal(BATCH, KV_HEADS * WIDTH, 4))
+        if "state" in style.names:
+            self.register_buffer("state", normal(BATCH, KV_HEADS, WIDTH, WIDTH).float())
 
     def forward(self, x, keys, values, positions):
         return self.wo(self.step(self, x, keys, values, positions))

@@ -241,6 +241,27 @@ def added_half_product(m, x):
     return _clamped(m, x, lambda glu, lin: torch.addcmul(glu, glu, lin, value=0.5))
 
 
+def _clamped_silu(m, x, up_limit):
+    weights, ids = softmax_choice(m, x)
+    order = torch.argsort(ids.view(-1), stable=True)
+    counts = torch.histc(ids.view(-1).float(), bins=EXPERTS, min=0, max=EXPERTS)
+    ends = torch.cumsum(counts, 0, dtype=torch.int32)
+    gate, up = multiplied(x[order // SLOTS], m.gate_up, ends).chunk(2, -1)
+    h = F.silu(gate.clamp(max=1.0)) * up.clamp(min=-up_limit, max=up_limit)
+    y = multiplied(h, m.down_t, ends) * weights.view(-1)[order][:, None].to(x.dtype)
+    return torch.zeros_like(x).index_add(0, order // SLOTS, y)
+
+
+def clamped_silu(m, x):
+    """As DeepSeek-V4: a plain SwiGLU of a gate clamped above and an up on both sides."""
+    return _clamped_silu(m, x, 1.0)
+
+
+def clamped_silu_unlike(m, x):
+    """The near miss: two limits."""
+    return _clamped_silu(m, x, 0.5)
+
+
 # --- loops ----------------------------------------------------------------------------------------
 
 
@@ -293,8 +314,8 @@ STYLES = {
         counted_by_other_mask, counted_by_repeated_choice, sorted_scatter_back,
         sorted_scatter_into, top_one_sigmoid, top_one_after, top_two_before,
         added_to_shared, mapped_rows, added_product, added_product_of_others,
-         added_half_product, loop_over_hits, moe_loop_over_modules,
-        moe_loop_over_counts,
+        added_half_product, clamped_silu, clamped_silu_unlike, loop_over_hits,
+        moe_loop_over_modules, moe_loop_over_counts,
     )
 }  # fmt: skip
 

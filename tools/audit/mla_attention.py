@@ -13,8 +13,8 @@ from tilewright.codegen.mla.attention_specs import join_spec, merge_spec
 from tilewright.codegen.mla.query_specs import query_spec
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
-from tilewright.ops.mla.attention_lowering import attention_steps
-from tilewright.ops.mla.attention_operands import (
+from tilewright.ops.mla.attention.lowering import attention_steps
+from tilewright.ops.mla.attention.operands import (
     AttentionCall,
     RopeTables,
     attention_problem,

@@ -217,11 +217,11 @@ def fused_claims(spec: KernelSpec, tokens: int) -> Expectations:
         return Expectations(
             mma=operand, tma_loads=True, warp_specialized=specialised, stack_bytes=stack
         )
-    if spec.kernel == "qkv_projection_swapped":
+    if spec.kernel == "qkv_projection_swapped" and "q_scale_ptr" in constants:
         short = 2 * int(str(constants["BLOCK_P"])) < MMA_ROWS
         reason = SHORT_TILE_REASON if short else ""
         return Expectations(mma=operand, legacy_mma_reason=reason, memory_bound=True)
-    if spec.kernel == "qkv_quantized":
+    if spec.kernel == "qkv_projection_swapped":
         return Expectations(
             mma=operand,
             memory_bound=tokens <= MEMORY_BOUND_TOKENS,

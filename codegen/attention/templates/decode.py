@@ -306,26 +306,23 @@ def attention_decode(
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_N, ROWS), tl.float32)
     output = tl.zeros((V_BLOCK, ROWS), tl.float32)
-    for step in tl.range(begin, middle, num_stages=STAGES):
-        first_key = (whole_block + step) * BLOCK_N
-        output, top, total = attend_block(
-            first_key, step, num_whole, q, q_rope, output, top, total, k_base, v_base,
-            rope_base, table, own_keys, num_pages, k_page_stride, v_page_stride,
-            rope_page_stride, positions, query, head, mask_base, mask_head_stride, mask_row_stride,
-            mask_column_stride, factor, softcap, HEAD_DIM, V_DIM, ROPE_DIM, HEAD_BLOCK, V_BLOCK,
-            ROPE_BLOCK, K_STRIDE, V_STRIDE, ROPE_STRIDE, PAGE_SIZE, MASK, WINDOW, MASK_KIND,
-            CAPPED, False, LISTED, CHAINED, BLOCK_N, ROWS,
-        )  # fmt: skip
-    for step in tl.range(middle, end, num_stages=STAGES):
-        first_key = key_of_step(step, entries, first, whole, num_whole, False, KEYS, BLOCK_N)
-        output, top, total = attend_block(
-            first_key, step, num_whole, q, q_rope, output, top, total, k_base, v_base,
-            rope_base, table, own_keys, num_pages, k_page_stride, v_page_stride,
-            rope_page_stride, positions, query, head, mask_base, mask_head_stride, mask_row_stride,
-            mask_column_stride, factor, softcap, HEAD_DIM, V_DIM, ROPE_DIM, HEAD_BLOCK, V_BLOCK,
-            ROPE_BLOCK, K_STRIDE, V_STRIDE, ROPE_STRIDE, PAGE_SIZE, MASK, WINDOW, MASK_KIND,
-            CAPPED, True, LISTED, CHAINED, BLOCK_N, ROWS,
-        )  # fmt: skip
+    for masked in tl.static_range(2):
+        for step in tl.range(
+            middle if masked else begin, end if masked else middle, num_stages=STAGES
+        ):
+            first_key = (whole_block + step) * BLOCK_N
+            if masked:
+                first_key = key_of_step(
+                    step, entries, first, whole, num_whole, False, KEYS, BLOCK_N
+                )
+            output, top, total = attend_block(
+                first_key, step, num_whole, q, q_rope, output, top, total, k_base, v_base,
+                rope_base, table, own_keys, num_pages, k_page_stride, v_page_stride,
+                rope_page_stride, positions, query, head, mask_base, mask_head_stride,
+                mask_row_stride, mask_column_stride, factor, softcap, HEAD_DIM, V_DIM, ROPE_DIM,
+                HEAD_BLOCK, V_BLOCK, ROPE_BLOCK, K_STRIDE, V_STRIDE, ROPE_STRIDE, PAGE_SIZE, MASK,
+                WINDOW, MASK_KIND, CAPPED, masked == 1, LISTED, CHAINED, BLOCK_N, ROWS,
+            )  # fmt: skip
     total = tl.sum(total, axis=0)
     if SPLITS == 1:
         finish(

@@ -6,7 +6,7 @@ One launch for all projections: a program takes rows of one adapter and columns 
 import triton
 import triton.language as tl
 
-from tilewright.codegen.lora.templates.rows import adapter_of_row, tile_rows
+from tilewright.codegen.lora.templates.rows import tile_rows
 
 
 @triton.jit
@@ -105,19 +105,10 @@ def lora_expand(
     Q_BLOCKS: tl.constexpr = (WIDTHS[0] + BLOCK_N - 1) // BLOCK_N
     K_BLOCKS: tl.constexpr = (WIDTHS[1] + BLOCK_N - 1) // BLOCK_N
     block = tl.program_id(0)
-    if BLOCK_M == 1:
-        row = tl.program_id(1)
-        adapter = adapter_of_row(
-            row, ids_ptr, offsets_ptr, num_rows, num_groups, rows_per_id,
-            ADDRESSING, INCLUSIVE, NUM_ADAPTERS, GROUPS,
-        )  # fmt: skip
-        rows = row + tl.arange(0, 1)
-        row_mask = rows < total_rows
-    else:
-        adapter, rows, row_mask = tile_rows(
-            tl.program_id(1), ids_ptr, offsets_ptr, order_ptr, num_rows, total_rows, num_groups,
-            rows_per_id, ADDRESSING, INCLUSIVE, NUM_ADAPTERS, GROUPS, ROWS, BLOCK_M,
-        )  # fmt: skip
+    adapter, rows, row_mask = tile_rows(
+        tl.program_id(1), ids_ptr, offsets_ptr, order_ptr, num_rows, total_rows, num_groups,
+        rows_per_id, ADDRESSING, INCLUSIVE, NUM_ADAPTERS, GROUPS, ROWS, BLOCK_M,
+    )  # fmt: skip
     if q_out_ptr is not None:  # noqa: SIM102
         if block < Q_BLOCKS:
             expand_projection(

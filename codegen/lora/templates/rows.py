@@ -47,6 +47,30 @@ def rest_tile(tile, num_rows, total_rows, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
+def adapter_of_row(
+    row, ids_ptr, offsets_ptr, num_rows, num_groups, rows_per_id, ADDRESSING: tl.constexpr,
+    INCLUSIVE: tl.constexpr, NUM_ADAPTERS: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
+    """The adapter of one row, -1: none."""
+    if ADDRESSING == "single":
+        adapter = tl.where(row < num_rows, 0, -1)
+    elif ADDRESSING == "groups":
+        groups = tl.arange(0, GROUPS)
+        start, end = group_bounds(offsets_ptr, num_groups, num_rows, INCLUSIVE, GROUPS)
+        if ids_ptr is None:
+            ids = groups
+        else:
+            ids = tl.load(ids_ptr + groups, mask=groups < num_groups, other=-1)
+        own = (groups < num_groups) & (start <= row) & (row < end)
+        ids = adapter_of_ids(ids, NUM_ADAPTERS, -1)
+        adapter = tl.sum(tl.where(own, ids + 1, 0), axis=0) - 1
+    else:
+        ids = tl.load(ids_ptr + row // rows_per_id, mask=row < num_rows, other=-1)
+        adapter = adapter_of_ids(ids, NUM_ADAPTERS, -1)
+    return adapter
+
+
+@triton.jit
 def tile_rows(
     tile, ids_ptr, offsets_ptr, order_ptr, num_rows, total_rows, num_groups, rows_per_id,
     ADDRESSING: tl.constexpr, INCLUSIVE: tl.constexpr, NUM_ADAPTERS: tl.constexpr,
@@ -59,7 +83,14 @@ def tile_rows(
     power of two that covers total_rows, for "rows".
     """
     lanes = tl.arange(0, BLOCK_M)
-    if ADDRESSING == "single":
+    if BLOCK_M == 1:
+        adapter = adapter_of_row(
+            tile, ids_ptr, offsets_ptr, num_rows, num_groups, rows_per_id,
+            ADDRESSING, INCLUSIVE, NUM_ADAPTERS, GROUPS,
+        )  # fmt: skip
+        rows = tile + lanes
+        mask = rows < total_rows
+    elif ADDRESSING == "single":
         blocks = (num_rows + BLOCK_M - 1) // BLOCK_M
         rows = tile * BLOCK_M + lanes
         mask = rows < num_rows
@@ -115,30 +146,6 @@ def tile_rows(
         if ADDRESSING == "sorted":
             rows = tl.load(order_ptr + rows, mask=mask, other=0)
     return adapter, rows, mask
-
-
-@triton.jit
-def adapter_of_row(
-    row, ids_ptr, offsets_ptr, num_rows, num_groups, rows_per_id, ADDRESSING: tl.constexpr,
-    INCLUSIVE: tl.constexpr, NUM_ADAPTERS: tl.constexpr, GROUPS: tl.constexpr,
-):  # fmt: skip
-    """The adapter of one row, -1: none."""
-    if ADDRESSING == "single":
-        adapter = tl.where(row < num_rows, 0, -1)
-    elif ADDRESSING == "groups":
-        groups = tl.arange(0, GROUPS)
-        start, end = group_bounds(offsets_ptr, num_groups, num_rows, INCLUSIVE, GROUPS)
-        if ids_ptr is None:
-            ids = groups
-        else:
-            ids = tl.load(ids_ptr + groups, mask=groups < num_groups, other=-1)
-        own = (groups < num_groups) & (start <= row) & (row < end)
-        ids = adapter_of_ids(ids, NUM_ADAPTERS, -1)
-        adapter = tl.sum(tl.where(own, ids + 1, 0), axis=0) - 1
-    else:
-        ids = tl.load(ids_ptr + row // rows_per_id, mask=row < num_rows, other=-1)
-        adapter = adapter_of_ids(ids, NUM_ADAPTERS, -1)
-    return adapter
 
 
 @triton.jit

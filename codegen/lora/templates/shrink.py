@@ -12,7 +12,7 @@ row or two, where the latency of the first loads takes all the time.
 import triton
 import triton.language as tl
 
-from tilewright.codegen.lora.templates.rows import adapter_of_row, of_plane, tile_rows
+from tilewright.codegen.lora.templates.rows import of_plane, tile_rows
 from tilewright.codegen.templates.split_k import arrive
 
 
@@ -284,19 +284,10 @@ def lora_shrink_row(
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    if BLOCK_M == 1:
-        row = tl.program_id(1)
-        adapter = adapter_of_row(
-            row, ids_ptr, offsets_ptr, num_rows, num_groups, rows_per_id,
-            ADDRESSING, INCLUSIVE, NUM_ADAPTERS, GROUPS,
-        )  # fmt: skip
-        rows = row + tl.arange(0, 1)
-        row_mask = rows < num_rows
-    else:
-        adapter, rows, row_mask = tile_rows(
-            tl.program_id(1), ids_ptr, offsets_ptr, order_ptr, num_rows, num_rows, num_groups,
-            rows_per_id, ADDRESSING, INCLUSIVE, NUM_ADAPTERS, GROUPS, ROWS, BLOCK_M,
-        )  # fmt: skip
+    adapter, rows, row_mask = tile_rows(
+        tl.program_id(1), ids_ptr, offsets_ptr, order_ptr, num_rows, num_rows, num_groups,
+        rows_per_id, ADDRESSING, INCLUSIVE, NUM_ADAPTERS, GROUPS, ROWS, BLOCK_M,
+    )  # fmt: skip
     weights, column_stride, real = weight_rows(
         columns, adapter, weight_ptr, second_distance, third_distance,
         N, PLANES, RANKS, ADAPTER_STRIDES, ROW_STRIDES, COLUMN_STRIDES,

@@ -60,7 +60,7 @@ def norm_rows(
 
 @triton.jit
 def finish_linear(
-    product, up, square, bias, up_bias, residual,
+    product, up, squares, bias, up_bias, residual,
     up_weight_ptr, bias_ptr, up_bias_ptr, residual_ptr, out_ptr, workspace_ptr, counters_ptr,
     row_tile, part, rows, places, there, token_mask,
     N: tl.constexpr, K: tl.constexpr, NORM: tl.constexpr, NORM_EPS: tl.constexpr,
@@ -70,10 +70,12 @@ def finish_linear(
     """Stores out = residual + SCALE * activation(product + bias) * (up + up_bias) of one tile.
 
     product, up: fp32 [BLOCK_N, BLOCK_T], of this program's part of K; of the last program to arrive
-    they are made whole. square [BLOCK_T]: the part's sum of squares of x, where NORM. up and the
+    they are made whole. squares [BLOCK_T, columns]: of the part's x, where NORM. up and the
     biases and residual count where their pointers are given. places [1, BLOCK_T]: the tokens.
     there: which of the tile's numbers the result has.
     """
+    if NORM:
+        square = tl.sum(squares, axis=1)
     is_last = True
     if SPLIT_K > 1:
         SIZE: tl.constexpr = BLOCK_N * BLOCK_T

@@ -1,7 +1,8 @@
-"""Linears for few tokens: the time is that of reading the weights, once.
+"""Linears for few tokens: the time is that of reading the weights, once, as they are stored.
 
 Weight rows stand on the tensor core's M side and tokens on its N side. An RMS norm in front is a
-factor of each row of the result, whose sum of squares is taken in the same pass over K.
+factor of each row of the result, whose sum of squares is taken in the same pass over K. Weights of
+4- or 8-bit codes are multiplied as in `qkv_projection_swapped`: no weight is ever rounded.
 """
 
 import triton
@@ -9,6 +10,14 @@ import triton.language as tl
 
 from tilewright.codegen.mlp.templates.finish import bias_column, finish_linear, residual_tile
 from tilewright.codegen.templates.activation import activate
+from tilewright.codegen.templates.codes import (
+    add_scaled_groups,
+    code_unit,
+    decoded,
+    load_scales,
+    scaled_whole,
+    x_in_order,
+)
 
 
 @triton.jit
@@ -39,9 +48,97 @@ def weight_tile(ptrs, row_mask, column_mask, EVEN_ROWS: tl.constexpr, EVEN_COLUM
 
 
 @triton.jit
+def wait_for_kernel_before(
+    weight_ptr, up_weight_ptr, row_tile, first,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STRIDE: tl.constexpr, UP_STRIDE: tl.constexpr,
+    BLOCK: tl.constexpr, PREFETCH: tl.constexpr, LINE: tl.constexpr, LETS_IN: tl.constexpr,
+    LAUNCH_PDL: tl.constexpr,
+):  # fmt: skip
+    """Asks for the weights' rows, waits for the kernel before this one, and lets the next one's
+    programs in. A tile has BLOCK of ROWS rows of COLUMNS elements, of which it begins at `first`;
+    PREFETCH: so many 16-bit numbers of a row; STRIDE, UP_STRIDE: from row to row."""
+    if LAUNCH_PDL:
+        if PREFETCH > 0:
+            last = (ROWS - 1 - row_tile * BLOCK).to(tl.int64)
+            inside = tl.minimum(tl.arange(0, BLOCK), last) + row_tile * BLOCK
+            LINES: tl.constexpr = PREFETCH // 64
+            prefetch_rows(weight_ptr + inside * STRIDE, first, COLUMNS, LINES, LINE)
+            if up_weight_ptr is not None:
+                prefetch_rows(up_weight_ptr + inside * UP_STRIDE, first, COLUMNS, LINES, LINE)
+        tl.extra.cuda.gdc_wait()
+        if LETS_IN:
+            tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def places_of_x(
+    x_ptr, norm_weight_ptr, tokens, columns, X_STRIDE: tl.constexpr, NORM_STRIDE: tl.constexpr
+):
+    """Pointers [tokens, columns] to x and to the norm's weight, None where it has none."""
+    x_ptrs = x_ptr + tokens.to(tl.int64)[:, None] * X_STRIDE + columns[None, :]
+    norm_ptrs = None
+    if norm_weight_ptr is not None:
+        # The same for each token: a load of so many bytes can be made ahead, a row's not.
+        norm_ptrs = tl.broadcast_to(
+            norm_weight_ptr + columns[None, :] * NORM_STRIDE, (tokens.shape[0], columns.shape[0])
+        )
+    return x_ptrs, norm_ptrs
+
+
+@triton.jit
+def step_of_x(
+    x_ptrs, norm_ptrs, squares, step, mask,
+    NORM: tl.constexpr, NORM_STRIDE: tl.constexpr, NORM_OFFSET: tl.constexpr,
+):  # fmt: skip
+    """(x [tokens, columns] of a step, times the norm's weight; squares, with x's added)."""
+    x = tl.load(x_ptrs + step, mask=mask, other=0.0)
+    if NORM:
+        wide = x.to(tl.float32)
+        squares += wide * wide
+        if norm_ptrs is not None:
+            factor = tl.load(norm_ptrs + step * NORM_STRIDE, mask=mask, other=0.0)
+            x = (wide * (factor.to(tl.float32) + NORM_OFFSET)).to(x_ptrs.dtype.element_ty)
+    return x, squares
+
+
+@triton.jit
+def second_operand(x, APART: tl.constexpr):
+    """x for another product; APART: as a value of its own, for Triton 3.6, which on SM100 cannot
+    pipeline two products that take one tensor from registers."""
+    if APART:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], x.dtype, True, 2)
+    else:
+        return x
+
+
+@triton.jit
+def scales_of_step(
+    column, weight_scale_ptr, weight_zero_ptr, up_scale_ptr, up_zero_ptr, rows, row_mask,
+    BLOCK_STRIDES: tl.constexpr, UP_BLOCK_STRIDES: tl.constexpr, SCALE_COLUMNS: tl.constexpr,
+    GROUPS: tl.constexpr, BOUND: tl.constexpr, PACKED_ZEROS: tl.constexpr,
+    INTERLEAVED_NIBBLES: tl.constexpr,
+):  # fmt: skip
+    """Scales and zeros [rows, GROUPS] of a weight from a column on, and those of the up weight."""
+    blocks = column // SCALE_COLUMNS + tl.arange(0, GROUPS)
+    scale, zero = load_scales(
+        weight_scale_ptr, weight_zero_ptr, rows, row_mask, blocks, BLOCK_STRIDES,
+        weight_zero_ptr is not None, PACKED_ZEROS, INTERLEAVED_NIBBLES, BOUND,
+    )  # fmt: skip
+    up_scale = scale
+    up_zero = zero
+    if up_scale_ptr is not None:
+        up_scale, up_zero = load_scales(
+            up_scale_ptr, up_zero_ptr, rows, row_mask, blocks, UP_BLOCK_STRIDES,
+            up_zero_ptr is not None, PACKED_ZEROS, INTERLEAVED_NIBBLES, BOUND,
+        )  # fmt: skip
+    return scale, zero, up_scale, up_zero
+
+
+@triton.jit
 def streamed_linear(
-    x_ptr, norm_weight_ptr, weight_ptr, up_weight_ptr, bias_ptr, up_bias_ptr, residual_ptr,
-    out_ptr, workspace_ptr, counters_ptr,
+    x_ptr, norm_weight_ptr, weight_ptr, up_weight_ptr,
+    weight_scale_ptr, up_scale_ptr, weight_zero_ptr, up_zero_ptr,
+    bias_ptr, up_bias_ptr, residual_ptr, out_ptr, workspace_ptr, counters_ptr,
     num_tokens,
     N: tl.constexpr, K: tl.constexpr, X_STRIDE: tl.constexpr, NORM_STRIDE: tl.constexpr,
     WEIGHT_STRIDES: tl.constexpr, UP_STRIDES: tl.constexpr, BIAS_STRIDES: tl.constexpr,
@@ -49,7 +146,13 @@ def streamed_linear(
     NORM: tl.constexpr, NORM_EPS: tl.constexpr, NORM_OFFSET: tl.constexpr,
     ACTIVATION: tl.constexpr, SCALE: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
-    PREFETCH: tl.constexpr, LETS_IN: tl.constexpr, LAUNCH_PDL: tl.constexpr,
+    PREFETCH: tl.constexpr, LINE: tl.constexpr, LETS_IN: tl.constexpr, LAUNCH_PDL: tl.constexpr,
+    BLOCK_STRIDES: tl.constexpr = (0, 0, 0, 0), UP_BLOCK_STRIDES: tl.constexpr = (0, 0, 0, 0),
+    PER: tl.constexpr = 1, PACKED_ROWS: tl.constexpr = False,
+    INTERLEAVED_NIBBLES: tl.constexpr = False, REVERSED: tl.constexpr = False,
+    SCALE_ROWS: tl.constexpr = 1, SCALE_COLUMNS: tl.constexpr = 1,
+    PACKED_ZEROS: tl.constexpr = False, CODE_OFFSET: tl.constexpr = 0,
+    ZERO_OFFSET: tl.constexpr = 0, APART: tl.constexpr = False,
 ):  # fmt: skip
     """out [T, N] = residual + SCALE * activation(norm(x) @ weight^T + bias) * (norm(x) @
     up_weight^T + up_bias), all but the product optional; fp32, rounded once.
@@ -57,9 +160,16 @@ def streamed_linear(
     Grid (cdiv(N, BLOCK_N) * SPLIT_K, cdiv(T, BLOCK_T)). NORM: x is divided by its rms and
     multiplied by NORM_OFFSET + norm_weight, rounded before the product. ACTIVATION "": none. Weight
     strides (row, column). With SPLIT_K > 1, workspace holds fp32 [tiles, SPLIT_K, weights * BLOCK_N
-    * BLOCK_T + NORM * BLOCK_T] and counters one zero per tile. PREFETCH: columns of each row that
-    are asked for before the kernel waits for the one before it. LETS_IN: the next kernel's programs
-    may take their places while this one runs.
+    * BLOCK_T + NORM * BLOCK_T] and counters one zero per tile. PREFETCH: 16-bit numbers of each row
+    that are asked for before the kernel waits for the one before it; LINE: elements in 128 bytes.
+    LETS_IN: the next kernel's programs may take their places while this one runs. APART: as in
+    `second_operand`.
+
+    With scales, weights are codes (code - zero) * scale: 8-bit (PER 1), or words of PER codes along
+    K or, with PACKED_ROWS, along the rows, which strides count. BLOCK_STRIDES: (scale row, scale
+    column, zero row, zero column). A scale is for SCALE_ROWS rows by SCALE_COLUMNS columns, a
+    multiple of BLOCK_K, a half, a quarter or all of it, or at least K. The zero of a code is
+    CODE_OFFSET + ZERO_OFFSET + the zero tensor's value; PACKED_ZEROS: words of eight rows.
     """
     row_tile = tl.program_id(0) // SPLIT_K
     part = tl.program_id(0) % SPLIT_K
@@ -68,69 +178,126 @@ def streamed_linear(
     tokens = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     token_mask = tokens < num_tokens
     PART: tl.constexpr = (K + BLOCK_K * SPLIT_K - 1) // (BLOCK_K * SPLIT_K) * BLOCK_K
-    columns = part * PART + tl.arange(0, BLOCK_K)
-    weight_rows = weight_ptr + rows.to(tl.int64) * WEIGHT_STRIDES[0]
+    EVEN: tl.constexpr = K % (BLOCK_K * SPLIT_K) == 0
+    first = part * PART
+    columns = first + tl.arange(0, BLOCK_K)
+    # Words of the tile: PER rows, or columns, share one.
+    ROWS: tl.constexpr = PER if PACKED_ROWS else 1
+    STEP: tl.constexpr = 1 if PACKED_ROWS else PER
+    word_rows = row_tile * (BLOCK_N // ROWS) + tl.arange(0, BLOCK_N // ROWS)
+    word_row_mask = (word_rows < N // ROWS)[:, None]
+    word_columns = first // STEP + tl.arange(0, BLOCK_K // STEP)
+    word_lines = weight_ptr + word_rows.to(tl.int64) * WEIGHT_STRIDES[0]
     if up_weight_ptr is not None:
-        up_rows = up_weight_ptr + rows.to(tl.int64) * UP_STRIDES[0]
-    if LAUNCH_PDL:
-        if PREFETCH > 0:
-            last = (N - 1 - row_tile * BLOCK_N).to(tl.int64)
-            inside = tl.minimum(tl.arange(0, BLOCK_N), last) + row_tile * BLOCK_N
-            LINES: tl.constexpr = PREFETCH // 64
-            first = part * PART
-            prefetch_rows(weight_ptr + inside * WEIGHT_STRIDES[0], first, K, LINES, 64)
-            if up_weight_ptr is not None:
-                prefetch_rows(up_weight_ptr + inside * UP_STRIDES[0], first, K, LINES, 64)
-        tl.extra.cuda.gdc_wait()
-        if LETS_IN:
-            tl.extra.cuda.gdc_launch_dependents()
+        up_lines = up_weight_ptr + word_rows.to(tl.int64) * UP_STRIDES[0]
+    wait_for_kernel_before(
+        weight_ptr, up_weight_ptr, row_tile, first // STEP, N // ROWS, K // STEP,
+        WEIGHT_STRIDES[0], UP_STRIDES[0], BLOCK_N // ROWS, PREFETCH, LINE, LETS_IN, LAUNCH_PDL,
+    )  # fmt: skip
     places = tokens.to(tl.int64)[None, :]
     there = row_mask[:, None] & token_mask[None, :]
     # Before the loop: after it nothing would hide the latency of these loads.
     residual = residual_tile(residual_ptr, places, rows, there, RESIDUAL_STRIDE)
     bias = bias_column(bias_ptr, rows, row_mask, BIAS_STRIDES[0])
     up_bias = bias_column(up_bias_ptr, rows, row_mask, BIAS_STRIDES[1])
-    weight_ptrs = weight_rows[:, None] + columns[None, :] * WEIGHT_STRIDES[1]
+    word_ptrs = word_lines[:, None] + word_columns[None, :] * WEIGHT_STRIDES[1]
     if up_weight_ptr is not None:
-        up_ptrs = up_rows[:, None] + columns[None, :] * UP_STRIDES[1]
-    x_ptrs = x_ptr + tokens.to(tl.int64)[:, None] * X_STRIDE + columns[None, :]
-    if NORM:
-        squares = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
-        if norm_weight_ptr is not None:
-            # The same for each token: a load of so many bytes can be made ahead, a row's not.
-            norm_ptrs = tl.broadcast_to(
-                norm_weight_ptr + columns[None, :] * NORM_STRIDE, (BLOCK_T, BLOCK_K)
-            )
+        up_ptrs = up_lines[:, None] + word_columns[None, :] * UP_STRIDES[1]
+    x_ptrs, norm_ptrs = places_of_x(x_ptr, norm_weight_ptr, tokens, columns, X_STRIDE, NORM_STRIDE)
+    squares = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
     product = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
+    sums = product
     up = product
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    UNIT: tl.constexpr = code_unit(DTYPE) if PER == 8 and not PACKED_ROWS else 1.0
+    # Scales of groups are applied to each step's sums, scales of whole rows to the final sum.
+    CODES: tl.constexpr = weight_scale_ptr is not None
+    WHOLE_ROWS: tl.constexpr = SCALE_COLUMNS >= K
+    ZERO_TENSOR: tl.constexpr = weight_zero_ptr is not None
+    HAS_ZEROS: tl.constexpr = ZERO_TENSOR or ZERO_OFFSET != 0
+    GROUPS: tl.constexpr = max(BLOCK_K // SCALE_COLUMNS, 1)
+    BLOCKS: tl.constexpr = (K + SCALE_COLUMNS - 1) // SCALE_COLUMNS
+    if CODES:
+        block_rows = rows // SCALE_ROWS
+        scale, zero, up_scale, up_zero = scales_of_step(
+            first, weight_scale_ptr, weight_zero_ptr, up_scale_ptr, up_zero_ptr, block_rows,
+            row_mask, BLOCK_STRIDES, UP_BLOCK_STRIDES, SCALE_COLUMNS, GROUPS, BLOCKS, PACKED_ZEROS,
+            INTERLEAVED_NIBBLES,
+        )  # fmt: skip
     for step in range(0, PART, BLOCK_K):
         x_mask = token_mask[:, None]
-        column_mask = (columns + step < K)[None, :]
-        if K % (BLOCK_K * SPLIT_K) != 0:
-            x_mask = x_mask & column_mask
-        x = tl.load(x_ptrs + step, mask=x_mask, other=0.0)
-        if NORM:
-            wide = x.to(tl.float32)
-            squares += wide * wide
-            if norm_weight_ptr is not None:
-                factor = tl.load(norm_ptrs + step * NORM_STRIDE, mask=x_mask, other=0.0)
-                x = (wide * (factor.to(tl.float32) + NORM_OFFSET)).to(x_ptr.dtype.element_ty)
-        weight = weight_tile(
-            weight_ptrs + step * WEIGHT_STRIDES[1], row_mask[:, None], column_mask,
-            N % BLOCK_N == 0, K % (BLOCK_K * SPLIT_K) == 0,
+        word_mask = (word_columns + step // STEP < K // STEP)[None, :]
+        if not EVEN:
+            x_mask = x_mask & (columns + step < K)[None, :]
+        x, squares = step_of_x(
+            x_ptrs, norm_ptrs, squares, step, x_mask, NORM, NORM_STRIDE, NORM_OFFSET
+        )
+        words = weight_tile(
+            word_ptrs + step // STEP * WEIGHT_STRIDES[1], word_row_mask, word_mask,
+            N % BLOCK_N == 0, EVEN,
         )  # fmt: skip
-        product = tl.dot(weight, x.T, product)
         if up_weight_ptr is not None:
-            up_weight = weight_tile(
-                up_ptrs + step * UP_STRIDES[1], row_mask[:, None], column_mask,
-                N % BLOCK_N == 0, K % (BLOCK_K * SPLIT_K) == 0,
+            up_words = weight_tile(
+                up_ptrs + step // STEP * UP_STRIDES[1], word_row_mask, word_mask,
+                N % BLOCK_N == 0, EVEN,
             )  # fmt: skip
-            up = tl.dot(up_weight, x.T, up)
-    square = 0.0
-    if NORM:
-        square = tl.sum(squares, axis=1)
+        if CODES:
+            # A step ahead: Triton does not pipeline these loads through shared memory.
+            next_scale = scale
+            next_zero = zero
+            next_up_scale = up_scale
+            next_up_zero = up_zero
+            if not WHOLE_ROWS:
+                next_scale, next_zero, next_up_scale, next_up_zero = scales_of_step(
+                    first + step + BLOCK_K, weight_scale_ptr, weight_zero_ptr, up_scale_ptr,
+                    up_zero_ptr, block_rows, row_mask, BLOCK_STRIDES, UP_BLOCK_STRIDES,
+                    SCALE_COLUMNS, GROUPS, BLOCKS, PACKED_ZEROS, INTERLEAVED_NIBBLES,
+                )  # fmt: skip
+            if not PACKED_ROWS:
+                x = x_in_order(x, PER, INTERLEAVED_NIBBLES, GROUPS)
+            codes = decoded(
+                words, DTYPE, PER, PACKED_ROWS, INTERLEAVED_NIBBLES, REVERSED, CODE_OFFSET, GROUPS
+            )
+            if WHOLE_ROWS:
+                product = tl.dot(codes, x.T, product)
+                if HAS_ZEROS:
+                    ones = tl.full((BLOCK_N, BLOCK_K), 1.0, DTYPE)
+                    sums = tl.dot(ones, second_operand(x, APART).T, sums)
+            else:
+                product = add_scaled_groups(
+                    product, codes, x, scale, zero, None,
+                    GROUPS, HAS_ZEROS, ZERO_TENSOR, ZERO_OFFSET, False, UNIT,
+                )  # fmt: skip
+            if up_weight_ptr is not None:
+                codes = decoded(
+                    up_words, DTYPE, PER, PACKED_ROWS, INTERLEAVED_NIBBLES, REVERSED, CODE_OFFSET,
+                    GROUPS,
+                )  # fmt: skip
+                if WHOLE_ROWS:
+                    up = tl.dot(codes, second_operand(x, APART).T, up)
+                else:
+                    up = add_scaled_groups(
+                        up, codes, x, up_scale, up_zero, None,
+                        GROUPS, HAS_ZEROS, ZERO_TENSOR, ZERO_OFFSET, False, UNIT,
+                    )  # fmt: skip
+            scale = next_scale
+            zero = next_zero
+            up_scale = next_up_scale
+            up_zero = next_up_zero
+        else:
+            product = tl.dot(words, x.T, product)
+            if up_weight_ptr is not None:
+                up = tl.dot(up_words, second_operand(x, APART).T, up)
+    if CODES and WHOLE_ROWS:
+        product = scaled_whole(
+            product, sums, scale, zero, None, HAS_ZEROS, ZERO_TENSOR, ZERO_OFFSET, False, UNIT
+        )
+        if up_weight_ptr is not None:
+            up = scaled_whole(
+                up, sums, up_scale, up_zero, None, HAS_ZEROS, ZERO_TENSOR, ZERO_OFFSET, False, UNIT
+            )
     finish_linear(
-        product, up, square, bias, up_bias, residual,
+        product, up, squares, bias, up_bias, residual,
         up_weight_ptr, bias_ptr, up_bias_ptr, residual_ptr, out_ptr, workspace_ptr, counters_ptr,
         row_tile, part, rows, places, there, token_mask,
         N, K, NORM, NORM_EPS, ACTIVATION, SCALE, RESIDUAL_STRIDE,

@@ -27,8 +27,8 @@ from tilewright.codegen.mla import attention_specs as kernels
 from tilewright.codegen.targets import SM100
 from tilewright.ops.attention import mask_blocks
 from tilewright.ops.attention.mask_blocks import MaskBlocksArguments
-from tilewright.ops.mla.attention_lowering import merge_steps, query_steps
-from tilewright.ops.mla.attention_operands import (
+from tilewright.ops.mla.attention.lowering import merge_steps, query_steps
+from tilewright.ops.mla.attention.operands import (
     AttentionCall,
     RopeTables,
     attention_problem,

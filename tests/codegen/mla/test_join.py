@@ -9,9 +9,9 @@ from tests.attention_cases import performed
 from tests.interpreted import Interpreter
 from tests.mla_library import attention
 from tilewright.codegen.targets import SM90
-from tilewright.ops.mla.attention_lowering import query_steps
-from tilewright.ops.mla.attention_operands import AttentionCall, RopeTables, query_call
-from tilewright.ops.mla.key_lowering import by_head
+from tilewright.ops.mla.attention.lowering import query_steps
+from tilewright.ops.mla.attention.operands import AttentionCall, RopeTables, query_call
+from tilewright.ops.mla.latents.lowering import by_head
 from tilewright.ops.reference.rope import apply_rope
 
 
@@ -68,7 +68,7 @@ def test_the_library_writes_keys_and_values_where_they_belong(dtype):
     joined = torch.full((rows, heads, rope + width), 7.0, dtype=dtype)
     out = joined[..., rope:]
     where, strides = out.data_ptr(), out.stride()
-    x, weights, result = by_head(latent, weight, out)
+    result, x, weights = by_head(latent, weight, out)
     torch.bmm(x, weights, out=result)
     assert (out.data_ptr(), out.stride()) == (where, strides)
     assert bool((joined[..., :rope] == 7.0).all())

@@ -13,8 +13,8 @@ import torch
 from tests.attention_cases import attend, exact, offsets, performed
 from tests.interpreted import Interpreter
 from tilewright.codegen.targets import SM90, SM100
-from tilewright.ops.mla.attention_lowering import attention_steps, query_steps
-from tilewright.ops.mla.attention_operands import AttentionCall, RopeTables
+from tilewright.ops.mla.attention.lowering import attention_steps, query_steps
+from tilewright.ops.mla.attention.operands import AttentionCall, RopeTables
 from tilewright.ops.reference.rope import apply_rope
 from tilewright.ops.runtime.program import Planner, drive
 

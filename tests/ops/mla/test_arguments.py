@@ -9,11 +9,11 @@ import torch
 
 from tests.ops.test_contract import clone, results_of
 from tilewright.ops import ArgumentError, mla_latent_store
-from tilewright.ops.mla.branch import OP as BRANCH
 from tilewright.ops.mla.cases import BranchCase, PrefillCase, StoreCase
-from tilewright.ops.mla.chunk_plan import OP as PLAN
-from tilewright.ops.mla.latent_store import OP as STORE
-from tilewright.ops.mla.prefill import OP as PREFILL
+from tilewright.ops.mla.latents.latent_store import OP as STORE
+from tilewright.ops.mla.prefill.branch import OP as BRANCH
+from tilewright.ops.mla.prefill.chunk_plan import OP as PLAN
+from tilewright.ops.mla.prefill.prefill import OP as PREFILL
 
 
 def assert_refused(op, a, argument, words):

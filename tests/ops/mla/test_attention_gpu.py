@@ -20,8 +20,8 @@ from tests.attention_cases import (
     with_options,
 )
 from tilewright.codegen.targets import SM90
-from tilewright.ops.mla.attention_lowering import attention_steps, merge_steps, query_steps
-from tilewright.ops.mla.attention_operands import AttentionCall, RopeTables
+from tilewright.ops.mla.attention.lowering import attention_steps, merge_steps, query_steps
+from tilewright.ops.mla.attention.operands import AttentionCall, RopeTables
 from tilewright.ops.reference.rope import apply_rope
 from tilewright.ops.runtime.launch import machine_of
 from tilewright.ops.runtime.program import Planner, drive

@@ -11,13 +11,13 @@ import torch
 from tests.ops.test_contract import clone
 from tilewright.ops import CacheWindow, mla_prefill_plan
 from tilewright.ops.formats import fp8_block
-from tilewright.ops.mla.branch import OP as BRANCH
-from tilewright.ops.mla.branch import mla_prefill_branch_fp8
 from tilewright.ops.mla.cases import BRANCH_CASES, BranchCase, PrefillCase
-from tilewright.ops.mla.latent_store import OP as STORE
-from tilewright.ops.mla.latent_store import mla_latent_store
-from tilewright.ops.mla.prefill import OP as PREFILL
-from tilewright.ops.mla.prefill import mla_prefill
+from tilewright.ops.mla.latents.latent_store import OP as STORE
+from tilewright.ops.mla.latents.latent_store import mla_latent_store
+from tilewright.ops.mla.prefill.branch import OP as BRANCH
+from tilewright.ops.mla.prefill.branch import mla_prefill_branch_fp8
+from tilewright.ops.mla.prefill.prefill import OP as PREFILL
+from tilewright.ops.mla.prefill.prefill import mla_prefill
 
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])]

@@ -10,7 +10,7 @@ import torch
 
 from tests.agreement import assert_no_worse, relative_error
 from tests.found import codes_of, matches_of
-from tests.models.moe_idioms import IDIOMS, build, exact
+from tests.models.moe_idioms import ENDS, IDIOMS, build, exact
 from tilewright.codegen import targets
 from tilewright.compiler import lower, reports
 from tilewright.patterns import language
@@ -238,6 +238,40 @@ NEAR_MISSES = dict.fromkeys(MASKED, "EXPERT_ORDER") | {
 def test_near_misses_say_what_is_wrong(change):
     name = "elsewhere" if change in MASKED else "plain"
     assert NEAR_MISSES[change] in misses(name, change)
+
+
+@pytest.mark.parametrize(("dtype", "held"), [(torch.bfloat16, 256), (torch.float16, 2048)])
+@pytest.mark.parametrize("ends", ["histc", "compared"])
+def test_experts_are_counted_in_a_type_that_tells_them_apart(ends, dtype, held):
+    """256 and 257 are one number in bfloat16, and an expert would get the rows of another."""
+
+    def found(num_experts):
+        module, args = build("plain", ends=ends, num_experts=num_experts, hidden=16, inner=16)
+        module.ends_of = lambda ids: ids.to(dtype)
+        torch._dynamo.reset()
+        with torch.no_grad():
+            return lower(module, args)
+
+    assert matches_of(found(held), "fused_moe")
+    assert "EXPERT_ENDS" in codes_of(found(held + 1), "fused_moe")
+
+
+ROUNDED_COUNTS = {
+    "histc": lambda ids, n: torch.histc(ids.bfloat16(), bins=n, min=0, max=n - 1),
+    "summed": lambda ids, n: torch.nn.functional.one_hot(ids, n).bfloat16().sum(0),
+    "added": lambda ids, n: torch.zeros(n, dtype=torch.int8).scatter_add(
+        0, ids, torch.ones_like(ids, dtype=torch.int8)
+    ),
+}
+
+
+@pytest.mark.parametrize("counts", ROUNDED_COUNTS)
+def test_counts_in_a_type_that_does_not_hold_them_are_refused(counts, monkeypatch):
+    def ends(ids, ids_sorted, n):
+        return ROUNDED_COUNTS[counts](ids, n).cumsum(0, dtype=torch.int32)
+
+    monkeypatch.setitem(ENDS, "rounded", ends)
+    assert "EXPERT_ENDS" in misses("plain", lambda module: None, ends="rounded")
 
 
 MIXED = {"inner": 64, "quantised": "nvfp4_table"}

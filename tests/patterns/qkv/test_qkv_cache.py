@@ -9,7 +9,7 @@ import torch
 
 from tests.agreement import cloned
 from tests.found import codes_of, matches_of, misses_of, patterns_in, patterns_of
-from tests.models.qkv_idioms import IDIOMS, axes_of, build
+from tests.models.qkv_idioms import IDIOMS, TOLD_APART, axes_of, build
 from tests.patterns.running import check_against_eager
 from tilewright.compiler import lower, reports
 
@@ -23,8 +23,13 @@ MISSED = {
 #: idioms where only a write could be taken, and why the projection was not
 STORED = {"vllm_v1": "CACHE_LAYOUT"}
 
-#: How a query is told apart without a rotation is asked of batches [B, S, K], not of rows too.
-ASKED_ALREADY = [name for name in IDIOMS if name.startswith("p_") and "_no_rope_paged" in name]
+#: A form of the projection is asked of rows with a rotation, and of batches [B, S, K] without one,
+#: where the query is told apart without it, else with one.
+ASKED_ALREADY = [
+    name
+    for form in (f"p_{form}" for form in TOLD_APART)
+    for name in (f"{form}_no_rope_paged", f"{form}_static")
+]
 
 FUSED = [name for name in IDIOMS if name not in {*MISSED, *STORED, *ASKED_ALREADY}]
 

@@ -62,8 +62,8 @@ def as_expert_weight(rows):
         found = match_dequantized_experts(part)
         if found is None:
             return None
-        given = expert_arguments({"w": found})
-        emit(given.data["w"], given.scale["w"], given.expert_scale.get("w"))
+        given = expert_arguments({("codes", "scale", "factor"): found})
+        emit(given["codes"], given["scale"], given.get("factor"))
         return given
 
     return look
@@ -85,8 +85,9 @@ def test_every_spelling_is_its_format_with_the_same_numbers(name, rows):
     wanted, function = SPELLINGS[name]
     cut, places = ROWS[rows]
     given, (weight, data, scale, factor) = traced(function, stored(wanted), as_expert_weight(cut))
-    assert given.format == wanted
-    held = ExpertWeight(data, given.format, scale, given.block or (), factor)
+    assert given["weight_format"] == wanted
+    block = given.get("scale_block", ())
+    held = ExpertWeight(data, wanted, scale, tuple(block), factor)
     ours = held.dequantize(torch.arange(E), torch.float64)
     # The graph rounds the weight to bfloat16, the format is exact.
     rounded = ours.to(torch.bfloat16)
@@ -114,7 +115,9 @@ def test_scales_that_the_graph_moves_are_taken_where_they_are_moved_to():
     given, (weight, data, scale, _) = traced(
         scales_of_the_next_block, stored("nvfp4"), as_expert_weight(lambda effect: effect)
     )
-    ours = ExpertWeight(data, given.format, scale).dequantize(torch.arange(E), torch.float32)
+    ours = ExpertWeight(data, given["weight_format"], scale).dequantize(
+        torch.arange(E), torch.float32
+    )
     assert torch.equal(ours.bfloat16(), weight)
 
 

@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 
-from tilewright.ops.checks import ArgumentError
+from tilewright.ops.checks import check_absent
 from tilewright.ops.contract import get_op, register
-from tilewright.ops.mla.checks import check_prefill, check_prefill_values
-from tilewright.ops.mla.prefill import MlaPrefillArguments
+from tilewright.ops.mla.prefill.checks import check_prefill, check_prefill_values
+from tilewright.ops.mla.prefill.prefill import MlaPrefillArguments
 
 NAME = "mla_prefill_dense"
-_CACHE = ("latent_cache", "rope_cache")
 
 
 @dataclass(frozen=True)
@@ -30,9 +29,7 @@ class MlaDenseArguments(MlaPrefillArguments):
 
 def validate(a: MlaPrefillArguments) -> None:
     """As `mla_prefill`; raises ArgumentError for a cache, too."""
-    for name in _CACHE:
-        if getattr(a, name) is not None:
-            raise ArgumentError(NAME, name, "None (mla_prefill takes a cache)", "a tensor")
+    check_absent(NAME, a, ("latent_cache", "rope_cache"), "a cache is for mla_prefill")
     check_prefill(NAME, a)
 
 

@@ -13,14 +13,15 @@ from tilewright.codegen.mla.key_specs import up_obstacle
 from tilewright.codegen.mla.plan import uses_library
 from tilewright.codegen.mla.query_specs import TMA_BYTES
 from tilewright.codegen.targets import Target, get_target
+from tilewright.ops.attention.positions import sequences
 from tilewright.ops.contract import LoweringReport
-from tilewright.ops.mla.attention_lowering import attention_steps, merge_steps, query_steps
-from tilewright.ops.mla.attention_operands import AttentionCall, RopeTables
-from tilewright.ops.mla.branch import MlaBranchArguments, as_mla_prefill
-from tilewright.ops.mla.cudnn import library_wanted
-from tilewright.ops.mla.decode import MlaDecodeArguments
-from tilewright.ops.mla.decode_lowering import absorbed_call, absorbed_steps, with_lengths
-from tilewright.ops.mla.key_lowering import (
+from tilewright.ops.mla.attention.cudnn import library_wanted
+from tilewright.ops.mla.attention.lowering import attention_steps, merge_steps, query_steps
+from tilewright.ops.mla.attention.operands import AttentionCall, RopeTables
+from tilewright.ops.mla.decode.decode import MlaDecodeArguments
+from tilewright.ops.mla.decode.lowering import absorbed_call, absorbed_steps, with_lengths
+from tilewright.ops.mla.keys import buffer_rows, row_key_offsets
+from tilewright.ops.mla.latents.lowering import (
     Keys,
     joined_shape,
     key_steps,
@@ -28,10 +29,10 @@ from tilewright.ops.mla.key_lowering import (
     latent_launch,
     split_joined,
 )
-from tilewright.ops.mla.keys import FP8, buffer_rows, row_key_offsets, sequences, widths
-from tilewright.ops.mla.latent_store import LatentStoreArguments
-from tilewright.ops.mla.operands import Buffers, Chunk, latent_call, up_problem
-from tilewright.ops.mla.prefill import MlaPrefillArguments
+from tilewright.ops.mla.latents.operands import Buffers, Chunk, up_problem
+from tilewright.ops.mla.prefill.branch import MlaBranchArguments, as_mla_prefill
+from tilewright.ops.mla.prefill.prefill import MlaPrefillArguments
+from tilewright.ops.mla.sizes import FP8, widths
 from tilewright.ops.runtime.operands import is_aligned
 from tilewright.ops.runtime.program import (
     Buffer,
@@ -46,14 +47,6 @@ from tilewright.ops.runtime.program import (
 )
 
 NAME = "mla prefill"
-
-
-def latent_store_steps(a: LatentStoreArguments, target: Target) -> Steps:
-    """The steps of a call of `mla_latent_store`."""
-    if a.latent.shape[0] == 0:
-        return Outcome(None, "nothing", "no tokens")
-    yield latent_launch(latent_call(a, store=True), target)
-    return Outcome(None, "store", "one kernel norms, rotates and writes the named slots")
 
 
 def prefill_steps(a: MlaPrefillArguments, target: Target) -> Steps:

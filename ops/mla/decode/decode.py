@@ -1,9 +1,5 @@
 """`mla_decode`: multi-head latent attention in its absorbed form, for few queries of a long cache.
 
-    q_latent = q[h, :N] @ W_UK[h]                              [T, H, L], W_UK[h] [N, L]
-    o_latent = softmax(scale * (q_latent | q_rope) @ (latent | rope_keys)^T, masked) @ latent
-    out      = o_latent @ W_UV[h]^T                            [T, H, V], W_UV[h] [V, L]
-
 The up-projection is multiplied into queries and results (DeepSeek-V2, 2024, section 2.1), not into
 the keys: each is read once, as it lies in its cache, for all heads.
 """
@@ -18,10 +14,11 @@ import torch
 
 from tilewright.ops.attention.arguments import BatchArguments
 from tilewright.ops.contract import FusedOp, emitted_kernel, register
-from tilewright.ops.mla.cases import DECODE_CASES, DecodeCase
-from tilewright.ops.mla.checks import check_decode, check_decode_values, decode_obstacle
+from tilewright.ops.mla.cases import DECODE_CASES
+from tilewright.ops.mla.decode.checks import check_decode, check_decode_values, decode_obstacle
 from tilewright.ops.mla.reference import TOLERANCES, decode_reference
 from tilewright.ops.mla.samples import sample_decode
+from tilewright.ops.sampling import sampler_of
 from tilewright.ops.schema import SymInt
 
 NAME = "mla_decode"
@@ -98,12 +95,7 @@ def reference(a: MlaDecodeArguments) -> torch.Tensor:
     return decode_reference(a)
 
 
-def sample_inputs(
-    case: DecodeCase, device: str | torch.device = "cpu", seed: int = 0
-) -> MlaDecodeArguments:
-    """Random arguments of a case."""
-    return MlaDecodeArguments(**sample_decode(case, device, seed))
-
+sample_inputs = sampler_of(MlaDecodeArguments, sample_decode)
 
 OP = register(
     FusedOp(
@@ -114,7 +106,7 @@ OP = register(
         fake=fake,
         reference=reference,
         lowerings=(
-            emitted_kernel("tilewright.ops.mla.decode_lowering:decode_steps", decode_obstacle),
+            emitted_kernel("tilewright.ops.mla.decode.lowering:decode_steps", decode_obstacle),
         ),
         cases=DECODE_CASES,
         sample_inputs=sample_inputs,

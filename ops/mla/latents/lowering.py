@@ -11,12 +11,12 @@ import torch
 
 from tilewright.codegen.arithmetic import next_power_of_2
 from tilewright.codegen.mla import key_specs as kernels
-from tilewright.codegen.mla.key_specs import LatentConfig, LatentProblem, UpConfig, UpProblem
+from tilewright.codegen.mla.key_specs import LatentConfig
 from tilewright.codegen.mla.plan import latent_config, up_config, uses_library
-from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
-from tilewright.ops.mla.keys import FP8, row_key_offsets, sequences, widths
-from tilewright.ops.mla.operands import (
+from tilewright.ops.attention.positions import sequences
+from tilewright.ops.mla.keys import row_key_offsets
+from tilewright.ops.mla.latents.operands import (
     Buffers,
     Chunk,
     LatentCall,
@@ -26,7 +26,9 @@ from tilewright.ops.mla.operands import (
     up_problem,
     weight_problem,
 )
-from tilewright.ops.runtime.program import Buffer, Launch, Library, Step
+from tilewright.ops.mla.sizes import FP8, widths
+from tilewright.ops.runtime.products import multiply, multiply_batch
+from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, Step, Steps, chooser
 
 # Keys of a sequence must be so many more than its queries before rows past the last are left out.
 SPARE_KEYS = 256
@@ -45,18 +47,17 @@ class Keys:
     joined: torch.Tensor | None = None
 
 
-@cache
-def _latent_spec(problem: LatentProblem, config: LatentConfig, target: str) -> KernelSpec:
-    return kernels.latent_spec(problem, config, target)
-
-
-@cache
-def _up_plan(problem: UpProblem, rows: int, target: Target) -> tuple[UpConfig, KernelSpec]:
-    config = up_config(problem, rows, target)
-    return config, kernels.up_spec(problem, config, target.name)
-
-
+_latent_spec = cache(kernels.latent_spec)
 _dequantize_spec = cache(kernels.dequantize_spec)
+_up_kernel = chooser(up_config, kernels.up_spec)
+
+
+def latent_store_steps(a: Any, target: Target) -> Steps:
+    """The steps of a call of `mla_latent_store`."""
+    if a.latent.shape[0] == 0:
+        return Outcome(None, "nothing", "no tokens")
+    yield latent_launch(latent_call(a, store=True), target)
+    return Outcome(None, "store", "one kernel norms, rotates and writes the named slots")
 
 
 def latent_calls(a: Any, chunk: Chunk, buffers: Buffers | None) -> Iterator[LatentCall]:
@@ -115,7 +116,7 @@ def _up_project(
     if uses_library(problem, rows, target):
         yield _library_product(buffers.latent[:, : problem.rank], weight, keys)
         return keys, "library GEMM"
-    config, spec = _up_plan(problem, next_power_of_2(rows), target)
+    config, spec = _up_kernel(problem, next_power_of_2(rows), target)
     values = {
         "latent_ptr": buffers.latent,
         "weight_ptr": weight,
@@ -139,27 +140,19 @@ def _library_product(latent: torch.Tensor, weight: torch.Tensor, keys: Keys) -> 
     if keys.joined is None:
         rows, heads, nope = keys.k.shape
         width = heads * (nope + keys.v.shape[2])
-        return Library(_mm, (latent, weight, keys.k.as_strided((rows, width), (width, 1))))
+        return Library(multiply, (keys.k.as_strided((rows, width), (width, 1)), latent, weight))
     own = keys.joined[..., keys.k_rope.shape[1] :]
-    return Library(_bmm, by_head(latent, weight, own))
-
-
-def _mm(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    torch.mm(x, weight.T, out=out)
-
-
-def _bmm(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    torch.bmm(x, weight, out=out)
+    return Library(multiply_batch, by_head(latent, weight, own))
 
 
 def by_head(
     x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x [rows, L], weight [H * W, L] and out [rows, H, W] as operands of a product by head. The
+    """x [rows, L], weight [H * W, L] and out [rows, H, W] as operands of multiply_batch. The
     library writes rows of any stride where they lie, so long as their columns are contiguous."""
     heads, width = out.shape[1:]
     weights = weight.unflatten(0, (heads, width)).mT
-    return x.expand(heads, *x.shape), weights, out.transpose(0, 1)
+    return out.transpose(0, 1), x.expand(heads, *x.shape), weights
 
 
 def joined_shape(a: Any, rows: int) -> tuple[tuple[int, int, int], torch.dtype]:

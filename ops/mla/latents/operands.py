@@ -17,11 +17,13 @@ from tilewright.codegen.mla.key_specs import (
 )
 from tilewright.codegen.mla.query_specs import NO_ROTATION
 from tilewright.codegen.operand import Operand
+from tilewright.ops.attention.positions import sequences
 from tilewright.ops.cache.addressing import address_values, addressing_operands
-from tilewright.ops.mla.attention_operands import RopeTables
-from tilewright.ops.mla.keys import FP8, cache_views, sequences, widths
+from tilewright.ops.mla.attention.operands import RopeTables
+from tilewright.ops.mla.keys import cache_views
+from tilewright.ops.mla.sizes import FP8, widths
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
-from tilewright.ops.runtime.operands import is_aligned, operand, operand_of
+from tilewright.ops.runtime.operands import operand, operand_of, tma_reaches
 from tilewright.ops.runtime.program import Buffer
 
 
@@ -84,14 +86,9 @@ def key_buffers(a: Any, chunk: Chunk) -> Generator[Buffer, torch.Tensor, Buffers
     if a.keys == "given":
         new_latent = new_latent or a.norm_weight is not None
         new_rope = new_rope or rotates_keys(a)
-    if ready is not None and not _reachable(ready.latent):
+    if ready is not None and not tma_reaches(ready.latent, ready.latent.stride(0)):
         new_latent = True
     return (yield from _with_new(a, chunk.rows, ready, new_latent, new_rope))
-
-
-def _reachable(rows: torch.Tensor) -> bool:
-    """Whether TMA can read the rows as they lie."""
-    return rows.stride(0) * rows.element_size() % 16 == 0 and is_aligned(rows)
 
 
 def _with_new(

@@ -9,37 +9,30 @@ from typing import Any
 
 import torch
 
-from tilewright.codegen.attention.prefill_tiles import PrefillConfig
 from tilewright.codegen.mla import attention_specs as kernels
 from tilewright.codegen.mla.attention_plan import attention_config, own_head_group, rotates_queries
-from tilewright.codegen.mla.attention_specs import AttentionProblem
 from tilewright.codegen.mla.query_specs import query_grid, query_spec
-from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
 from tilewright.ops.attention.lowering import with_dense
 from tilewright.ops.attention.mask_blocks import list_steps
 from tilewright.ops.attention.masks import lowest_hides
-from tilewright.ops.mla.attention_operands import (
+from tilewright.ops.mla.attention.cudnn import library_steps, library_wanted, whole_steps
+from tilewright.ops.mla.attention.operands import (
     AttentionCall,
     attention_problem,
     check_call,
     launch_values,
     query_call,
 )
-from tilewright.ops.mla.cudnn import library_steps, library_wanted, whole_steps
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
 from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, Step, Steps
 
 # Tensors with an element for each sequence, which kernels read one after the other.
 BY_SEQUENCE = ("query_offsets", "key_offsets", "query_starts", "key_starts", "key_lengths")
 
+_spec = cache(kernels.attention_spec)
 _query_spec = cache(query_spec)
 _merge_spec = cache(kernels.merge_spec)
-
-
-@cache
-def _spec(problem: AttentionProblem, config: PrefillConfig, target: str) -> KernelSpec:
-    return kernels.attention_spec(problem, config, target)
 
 
 def attention_steps(a: AttentionCall, target: Target, joined: torch.Tensor | None = None) -> Steps:

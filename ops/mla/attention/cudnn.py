@@ -19,7 +19,7 @@ import torch
 from tilewright.codegen.mla import attention_specs as kernels
 from tilewright.codegen.mla.attention_plan import library_gains
 from tilewright.codegen.targets import Target
-from tilewright.ops.mla.attention_operands import AttentionCall, attention_problem, strides_of
+from tilewright.ops.mla.attention.operands import AttentionCall, attention_problem, strides_of
 from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, Steps
 
 NAME = "cuDNN attention over joined keys"

@@ -24,12 +24,15 @@ from tilewright.codegen.targets import Target
 from tilewright.ops.attention.arguments import BATCH_NAMES, as_attention
 from tilewright.ops.attention.lowering import attention_steps, decode_tile
 from tilewright.ops.attention.operands import RopePart
-from tilewright.ops.mla.checks import decode_obstacle
-from tilewright.ops.mla.decode import MlaDecodeArguments
-from tilewright.ops.mla.key_lowering import dequantized
-from tilewright.ops.mla.keys import FP8, buffer_rows, cache_views, halves, sequences, widths
-from tilewright.ops.mla.operands import rotates_keys
+from tilewright.ops.attention.positions import sequences
+from tilewright.ops.mla.decode.checks import decode_obstacle
+from tilewright.ops.mla.decode.decode import MlaDecodeArguments
+from tilewright.ops.mla.keys import buffer_rows, cache_views
+from tilewright.ops.mla.latents.lowering import dequantized
+from tilewright.ops.mla.latents.operands import rotates_keys
+from tilewright.ops.mla.sizes import FP8, halves, widths
 from tilewright.ops.runtime.operands import operand
+from tilewright.ops.runtime.products import multiply_batch
 from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, Step, Steps
 
 NAME = "absorbed attention"
@@ -68,7 +71,7 @@ def head_steps(
         values = {"x_ptr": x, "weights_ptr": weights, "out_ptr": out, "num_tokens": tokens}
         yield Launch(spec, head_grid(problem, tokens), values)
     else:
-        yield Library(_bmm, (x.transpose(0, 1), weights, out.transpose(0, 1)))
+        yield Library(multiply_batch, (out.transpose(0, 1), x.transpose(0, 1), weights))
     return out
 
 
@@ -82,10 +85,6 @@ def _head_kernel(
 
 
 _head_spec = cache(head_spec)
-
-
-def _bmm(x: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
-    torch.bmm(x, weights, out=out)
 
 
 def absorbed_call(a: Any) -> MlaDecodeArguments | None:

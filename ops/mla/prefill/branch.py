@@ -1,14 +1,10 @@
 """`mla_prefill_branch_fp8`: Modular MAX's op of that name, idempotent, on `mla_prefill`'s parts.
 
-    latents -> norm of the latent part, RoPE of the rope part -> the layer's pages
-    keys' latents -> float8_e4m3fn per row and 128 columns, scale = min(amax, 1200) / 448
-    kv = latents @ kv_b_proj^T      block-scaled, fp32; rounded once
-    out = softmax(scale * q @ k^T, masked) @ v
-
 Unlike there, the raw latents are an argument and q is not changed, so that the same call twice is
 the same as once; norm and RoPE are computed in fp32 and rounded once (there: in bf16, step by
 step); codes saturate; zero rows and rows below fp32's normal numbers give zero codes; a query that
-sees no key gives zeros; chunks of keys may be several, and merge exactly.
+sees no key gives zeros; chunks of keys may be several, and merge exactly. As
+there, latents of keys are quantised with scale = min(amax, 1200) / 448.
 """
 
 from __future__ import annotations
@@ -20,31 +16,29 @@ from typing import Any
 import torch
 
 from tilewright.ops.checks import ArgumentError, in_words_of, readable
-from tilewright.ops.contract import FusedOp, Tolerance, emitted_kernel, register
+from tilewright.ops.contract import FusedOp, emitted_kernel, register, rounded_once
 from tilewright.ops.formats.paged_cache import CacheWindow
-from tilewright.ops.mla.branch_checks import (
+from tilewright.ops.mla.cases import BRANCH_CASES
+from tilewright.ops.mla.prefill.branch_checks import (
     NAME,
     PREFILL_WORDS,
     check_branch,
     check_branch_values,
 )
-from tilewright.ops.mla.cases import BRANCH_CASES, BranchCase
-from tilewright.ops.mla.checks import branch_obstacle, check_prefill_values
-from tilewright.ops.mla.prefill import MlaPrefillArguments
+from tilewright.ops.mla.prefill.checks import check_prefill_values, prefill_obstacle
+from tilewright.ops.mla.prefill.prefill import MlaPrefillArguments
 from tilewright.ops.mla.reference import TOLERANCES, prefill_reference
 from tilewright.ops.mla.samples import sample_branch
+from tilewright.ops.sampling import sampler_of
 from tilewright.ops.schema import SymInt, Written
 
+LOWERING = "tilewright.ops.mla.prefill.lowering"
 SCALE_CAP = 1200.0
 ERROR_MODEL = (
     "as `mla_prefill`; and a latent next to the middle of two 8-bit codes may take either, after "
     "its rounding to the values' dtype: a sixteenth of a few of the terms of each sum"
 )
-BRANCH_TOLERANCES = {
-    **TOLERANCES,
-    torch.bfloat16: Tolerance(relative=2.0**-8, of_rms=2.0**-3),
-    torch.float16: Tolerance(relative=2.0**-11, of_rms=2.0**-4),
-}
+BRANCH_TOLERANCES = TOLERANCES | rounded_once(2.0**-3, 2.0**-4)
 
 
 @dataclass(frozen=True)
@@ -189,12 +183,11 @@ def as_mla_prefill(a: MlaBranchArguments) -> MlaPrefillArguments:
     )
 
 
-def sample_inputs(
-    case: BranchCase, device: str | torch.device = "cpu", seed: int = 0
-) -> MlaBranchArguments:
-    """Random arguments of a case; the blocks hold random numbers, so a stray write shows."""
-    return MlaBranchArguments(**sample_branch(case, device, seed))
+def _unsupported(a: MlaBranchArguments) -> str | None:
+    return prefill_obstacle(as_mla_prefill(a), "kv_b_proj")
 
+
+sample_inputs = sampler_of(MlaBranchArguments, sample_branch)
 
 OP = register(
     FusedOp(
@@ -204,12 +197,12 @@ OP = register(
         validate_values=validate_values,
         fake=fake,
         reference=reference,
-        lowerings=(emitted_kernel("tilewright.ops.mla.lowering:branch_steps", branch_obstacle),),
+        lowerings=(emitted_kernel(f"{LOWERING}:branch_steps", _unsupported),),
         cases=BRANCH_CASES,
         sample_inputs=sample_inputs,
         tolerances=BRANCH_TOLERANCES,
         error_model=ERROR_MODEL,
-        plan="tilewright.ops.mla.lowering:plan_branch",
+        plan=f"{LOWERING}:plan_branch",
     )
 )
 

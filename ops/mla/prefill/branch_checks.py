@@ -4,6 +4,7 @@ before anything is written."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -11,19 +12,19 @@ import torch
 from tilewright.ops.attention.positions import check_positions, token_positions
 from tilewright.ops.cache.ragged_batch import check_batch, check_layer, check_row_offsets
 from tilewright.ops.checks import (
+    FLOAT_DTYPES,
     ArgumentError,
     check_choice,
-    check_device,
     check_dtype,
-    check_last_dim_dense,
+    check_operand,
     check_shape,
     holds,
     in_words_of,
     shape_text,
 )
-from tilewright.ops.mla.checks import check_prefill
-from tilewright.ops.mla.keys import FP8
-from tilewright.ops.mla.latents import DTYPES
+from tilewright.ops.mla.checks import check_weight
+from tilewright.ops.mla.prefill.checks import check_prefill
+from tilewright.ops.mla.sizes import FP8
 from tilewright.ops.reference.rope import ROPE_STYLES
 
 NAME = "mla_prefill_branch_fp8"
@@ -50,18 +51,14 @@ PREFILL_WORDS = {
 
 def check_branch(a: Any, as_mla_prefill: Callable[[Any], Any]) -> None:
     """Checks a MlaBranchArguments. Metadata only."""
-    check_dtype(NAME, "q", a.q, DTYPES)
-    check_shape(NAME, "q", a.q, "[T, H, N + R]", (None, None, None))
+    check_operand(NAME, "q", a.q, "[T, H, N + R]", (None, None, None), FLOAT_DTYPES)
     rank, rope_dim = _check_weight(a)
     _check_blocks(a, rank, rope_dim)
     num_tokens, device = a.q.shape[0], a.q.device
-    check_shape(NAME, "latents", a.latents, "[T, L + R]", (num_tokens, rank + rope_dim))
-    check_dtype(NAME, "latents", a.latents, (a.q.dtype,))
-    check_device(NAME, "latents", a.latents, device)
-    check_last_dim_dense(NAME, "latents", a.latents)
-    check_shape(NAME, "freqs_cis", a.freqs_cis, "[positions, R]", (None, rope_dim))
-    check_dtype(NAME, "freqs_cis", a.freqs_cis, (a.q.dtype, torch.float32))
-    check_device(NAME, "freqs_cis", a.freqs_cis, device)
+    sizes, dtypes = (num_tokens, rank + rope_dim), (a.q.dtype, torch.float32)
+    check_operand(NAME, "latents", a.latents, "[T, L + R]", sizes, dtypes[:1], device, dense=True)
+    letters = "[positions, R]"
+    check_operand(NAME, "freqs_cis", a.freqs_cis, letters, (None, rope_dim), dtypes, device)
     check_shape(NAME, "kv_norm_gamma", a.kv_norm_gamma, "[L]", (rank,))
     check_choice(NAME, "rope_style", a.rope_style, ROPE_STYLES[1:])
     check_batch(NAME, a, a.q.device, ("buffer_row_offsets", "cache_offsets"))
@@ -78,32 +75,24 @@ def _check_weight(a: Any) -> tuple[Any, Any]:
     if a.granularity not in GRANULARITIES:
         expected = " or ".join(map(str, GRANULARITIES))
         raise ArgumentError(NAME, "granularity", expected, a.granularity)
-    weight, heads, width = a.kv_b_proj, a.q.shape[1], a.q.shape[2]
-    check_shape(NAME, "kv_b_proj", weight, "[H * (N + V), L]", (None, None))
-    check_dtype(NAME, "kv_b_proj", weight, (FP8,))
-    check_device(NAME, "kv_b_proj", weight, a.q.device)
-    rows, rank = weight.shape
-    whole = holds(heads >= 1) and holds(rows % heads == 0)
-    if (
-        not whole
-        or not holds(rows // heads - a.v_dim > 0)
-        or not holds(rows // heads - a.v_dim < width)
-    ):
-        expected = f"H * (N + V) rows, H = {heads}, V = {a.v_dim}, 0 < N < {width}"
-        raise ArgumentError(NAME, "kv_b_proj", expected, f"shape {shape_text(weight.shape)}")
-    grid = (-(-rows // a.granularity), -(-rank // a.granularity))
-    letters = f"per {a.granularity} x {a.granularity} block"
-    check_shape(NAME, "kv_b_proj_scale", a.kv_b_proj_scale, letters, grid)
+    check_dtype(NAME, "kv_b_proj", a.kv_b_proj, (FP8,))
     check_dtype(NAME, "kv_b_proj_scale", a.kv_b_proj_scale, (torch.float32, torch.float64))
-    check_device(NAME, "kv_b_proj_scale", a.kv_b_proj_scale, a.q.device)
-    return rank, width - (rows // heads - a.v_dim)
+    weight = SimpleNamespace(
+        q=a.q,
+        v_dim=a.v_dim,
+        kv_b_weight=a.kv_b_proj,
+        kv_b_scale=a.kv_b_proj_scale,
+        scale_block=(a.granularity, a.granularity),
+    )
+    with in_words_of(NAME, PREFILL_WORDS):
+        rope_dim = check_weight(NAME, weight)
+    return a.kv_b_proj.shape[1], rope_dim
 
 
 def _check_blocks(a: Any, rank: Any, rope_dim: Any) -> None:
     letters = "[P, 1, layers, page_size, 1, L + R]"
-    check_shape(NAME, "blocks", a.blocks, letters, (None, 1, None, None, 1, rank + rope_dim))
-    check_dtype(NAME, "blocks", a.blocks, (a.q.dtype,))
-    check_device(NAME, "blocks", a.blocks, a.q.device)
+    sizes, dtypes = (None, 1, None, None, 1, rank + rope_dim), (a.q.dtype,)
+    check_operand(NAME, "blocks", a.blocks, letters, sizes, dtypes, a.q.device)
     check_layer(NAME, a)
 
 

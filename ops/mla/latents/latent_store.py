@@ -1,9 +1,5 @@
 """`mla_latent_store`: norm, RoPE and cache write of the latents of multi-head latent attention.
 
-    latent -> norm(latent)      fp32, where a weight is given
-    k_rope -> rope(k_rope)      fp32, where a table is given
-    both -> the token's slot, each rounded once
-
 The latents come in as they leave their projection and are not changed, so that the same call twice
 leaves the same cache.
 """
@@ -22,30 +18,34 @@ from tilewright.ops.cache.addressing import ADDRESS_TENSORS, check_addressing
 from tilewright.ops.cache.checks import check_aliases
 from tilewright.ops.cache.ragged_batch import INDEX_DTYPES
 from tilewright.ops.checks import (
+    FLOAT_DTYPES,
     ArgumentError,
+    check_absent,
     check_device,
     check_dtype,
+    check_operand,
     check_shape,
     readable,
 )
 from tilewright.ops.contract import FusedOp, emitted_kernel, register
 from tilewright.ops.formats.paged_cache import CacheWindow
-from tilewright.ops.mla.cases import STORE_CASES, StoreCase
-from tilewright.ops.mla.checks import store_obstacle
-from tilewright.ops.mla.latents import (
-    DTYPES,
+from tilewright.ops.mla.cases import STORE_CASES
+from tilewright.ops.mla.latents.checks import (
     check_finish,
     check_latent_cache,
     check_latents,
-    finished_latents,
     pool_windows,
-    write_latents,
+    store_obstacle,
+    written_windows,
 )
+from tilewright.ops.mla.latents.reference import finished_latents, write_latents
 from tilewright.ops.mla.samples import sample_store
 from tilewright.ops.reference.tolerances import ONE_ROUNDING, TOLERANCES
+from tilewright.ops.sampling import sampler_of
 from tilewright.ops.schema import SymInt, Written
 
 NAME = "mla_latent_store"
+LOWERING = "tilewright.ops.mla.latents.lowering"
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,7 @@ class LatentStoreArguments:
 
 
 def validate(a: LatentStoreArguments) -> None:
-    check_dtype(NAME, "latent", a.latent, DTYPES)
-    check_shape(NAME, "latent", a.latent, "[T, L]", (None, None))
+    check_operand(NAME, "latent", a.latent, "[T, L]", (None, None), FLOAT_DTYPES)
     check_shape(NAME, "k_rope", a.k_rope, "[T, R]", (None, None))
     rank, rope_dim = a.latent.shape[1], a.k_rope.shape[1]
     num_tokens = check_latents(NAME, a, rank, rope_dim, a.latent)
@@ -110,18 +109,12 @@ def validate(a: LatentStoreArguments) -> None:
             check_shape(NAME, "positions", a.positions, "[T]", (num_tokens,))
             check_dtype(NAME, "positions", a.positions, INDEX_DTYPES)
             check_device(NAME, "positions", a.positions, a.latent.device)
-    elif a.positions is not None and a.slots != "block_table" and not a.rope_by_position:
-        expected = "None, since neither the slots nor a rope table are found by them"
-        raise ArgumentError(NAME, "positions", expected, "a tensor")
+    elif a.slots != "block_table":
+        check_absent(NAME, a, ["positions"], "neither slots nor a rope table are found by them")
 
 
 def validate_values(a: LatentStoreArguments) -> None:
-    base = ("latent_cache", a.latent_cache)
-    written = [(*base, a.latent_window)]
-    rope_base = base if a.rope_cache is None else ("rope_cache", a.rope_cache)
-    written.append((*rope_base, a.rope_window))
-    sources = {n: t for n, t in vars(a).items() if isinstance(t, torch.Tensor)}
-    check_aliases(NAME, written, [(n, t) for n, t in sources.items() if not n.endswith("_cache")])
+    check_aliases(NAME, a, written_windows(a))
     if readable(getattr(a, name) for name in ADDRESS_TENSORS):
         window = CacheWindow.from_ints(a.latent_window)
         check_address_values(NAME, a, window, a.latent.shape[0])
@@ -151,12 +144,7 @@ def _positions(a: LatentStoreArguments) -> torch.Tensor:
     return token_positions(a.latent.shape[0], *given)
 
 
-def sample_inputs(
-    case: StoreCase, device: str | torch.device = "cpu", seed: int = 0
-) -> LatentStoreArguments:
-    """Random arguments of a case; the caches hold random numbers, so a stray write shows."""
-    return LatentStoreArguments(**sample_store(case, device, seed))
-
+sample_inputs = sampler_of(LatentStoreArguments, sample_store)
 
 OP = register(
     FusedOp(
@@ -167,9 +155,7 @@ OP = register(
         validate_values=validate_values,
         fake=fake,
         reference=reference,
-        lowerings=(
-            emitted_kernel("tilewright.ops.mla.lowering:latent_store_steps", store_obstacle),
-        ),
+        lowerings=(emitted_kernel(f"{LOWERING}:latent_store_steps", store_obstacle),),
         cases=STORE_CASES,
         sample_inputs=sample_inputs,
         tolerances=TOLERANCES,

@@ -1,11 +1,5 @@
 """`mla_prefill`: multi-head latent attention with its keys and values made from latents.
 
-    latent, k_rope -> norm, rope -> the cache, where there is one          as `mla_latent_store`
-    q[..., N:] -> rope
-    kv = latent of every key @ kv_b_weight^T        [K, H, N + V], rounded once
-    k = kv[..., :N] | k_rope (one for all heads);  v = kv[..., N:]
-    out = softmax(scale * q @ k^T, masked) @ v      fp32, rounded once
-
 Keys are this call's latents or lie in a cache, paged or with a page per sequence. The projection's
 output is never split or concatenated in memory.
 """
@@ -19,14 +13,16 @@ from typing import Any
 import torch
 
 from tilewright.ops.contract import FusedOp, emitted_kernel, get_op, register
-from tilewright.ops.mla.cases import PREFILL_CASES, PrefillCase
-from tilewright.ops.mla.checks import check_prefill, check_prefill_values, prefill_obstacle
-from tilewright.ops.mla.latents import pool_windows
+from tilewright.ops.mla.cases import PREFILL_CASES
+from tilewright.ops.mla.latents.checks import pool_windows
+from tilewright.ops.mla.prefill.checks import check_prefill, check_prefill_values, prefill_obstacle
 from tilewright.ops.mla.reference import TOLERANCES, prefill_reference
 from tilewright.ops.mla.samples import sample_prefill
+from tilewright.ops.sampling import sampler_of
 from tilewright.ops.schema import SymInt, Written
 
 NAME = "mla_prefill"
+LOWERING = "tilewright.ops.mla.prefill.lowering"
 ERROR_MODEL = (
     "fp32 accumulation; latents, keys and values are rounded to the values' dtype, as are a "
     "kernel's softmax weights: errors of half a unit in the last place of the terms of each sum, "
@@ -151,12 +147,7 @@ def reference(a: MlaPrefillArguments) -> torch.Tensor:
     return prefill_reference(a)
 
 
-def sample_inputs(
-    case: PrefillCase, device: str | torch.device = "cpu", seed: int = 0
-) -> MlaPrefillArguments:
-    """Random arguments of a case; the caches hold random numbers, so a stray write shows."""
-    return MlaPrefillArguments(**sample_prefill(case, device, seed))
-
+sample_inputs = sampler_of(MlaPrefillArguments, sample_prefill)
 
 OP = register(
     FusedOp(
@@ -166,7 +157,7 @@ OP = register(
         validate_values=validate_values,
         fake=fake,
         reference=reference,
-        lowerings=(emitted_kernel("tilewright.ops.mla.lowering:prefill_steps", prefill_obstacle),),
+        lowerings=(emitted_kernel(f"{LOWERING}:prefill_steps", prefill_obstacle),),
         cases=PREFILL_CASES,
         sample_inputs=sample_inputs,
         tolerances=TOLERANCES,

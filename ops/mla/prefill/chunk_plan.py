@@ -14,13 +14,11 @@ from tilewright.ops.cache.ragged_batch import INDEX_DTYPES, check_row_offsets
 from tilewright.ops.checks import (
     INT32_MAX,
     ArgumentError,
-    check_device,
-    check_dtype,
-    check_shape,
+    check_operand,
     first,
     readable,
 )
-from tilewright.ops.contract import FusedOp, Tolerance, register
+from tilewright.ops.contract import EXACT, FusedOp, register
 from tilewright.ops.mla.cases import PLAN_CASES, PlanCase
 
 NAME = "mla_prefill_plan"
@@ -54,12 +52,9 @@ class PlanArguments:
 
 
 def validate(a: PlanArguments) -> None:
-    check_shape(NAME, "cache_lengths", a.cache_lengths, "[B]", (None,))
-    rows = a.cache_lengths.shape[0] + 1
-    check_shape(NAME, "input_row_offsets", a.input_row_offsets, "[B + 1]", (rows,))
-    for name in ("input_row_offsets", "cache_lengths"):
-        check_dtype(NAME, name, getattr(a, name), INDEX_DTYPES)
-        check_device(NAME, name, getattr(a, name), a.cache_lengths.device)
+    check_operand(NAME, "cache_lengths", a.cache_lengths, "[B]", (None,), INDEX_DTYPES)
+    form = "[B + 1]", (a.cache_lengths.shape[0] + 1,), INDEX_DTYPES, a.cache_lengths.device
+    check_operand(NAME, "input_row_offsets", a.input_row_offsets, *form)
     for name, most in (("max_chunks", MAX_CHUNKS), ("page_size", INT32_MAX)):
         if not 1 <= getattr(a, name) <= most:
             raise ArgumentError(NAME, name, f"at least 1, at most {most}", getattr(a, name))
@@ -161,7 +156,7 @@ OP = register(
         lowerings=(),
         cases=PLAN_CASES,
         sample_inputs=sample_inputs,
-        tolerances={torch.int32: Tolerance(relative=0.0, of_rms=0.0)},
+        tolerances={torch.int32: EXACT},
         error_model="exact integers",
     )
 )

@@ -20,20 +20,25 @@ from tilewright.codegen.mla.attention_specs import (
 from tilewright.codegen.mla.query_specs import (
     NO_ROTATION,
     Q_STRIDES,
-    TMA_BYTES,
     QueryProblem,
     Rotation,
 )
 from tilewright.codegen.operand import Operand
 from tilewright.ops.checks import ArgumentError, check_choice
+from tilewright.ops.formats.fp8 import FP8_DTYPES
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
-from tilewright.ops.runtime.operands import mask_bytes, operand, operand_of
+from tilewright.ops.runtime.operands import (
+    broadcast_strides,
+    mask_bytes,
+    operand,
+    operand_of,
+    tma_reaches,
+)
 
 OP = "mla attention"
 # Softmax in powers of two.
 LOG2E = math.log2(math.e)
-FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-DTYPES = (torch.bfloat16, torch.float16, *FP8)
+DTYPES = (torch.bfloat16, torch.float16, *FP8_DTYPES)
 # Tensors of a launch that a call has: parameter -> field of AttentionCall and AttentionProblem.
 GIVEN = {name: field for name, field in TENSORS.items() if field not in ("out", "lse")}
 
@@ -222,13 +227,6 @@ def _rope_strides(a: AttentionCall) -> tuple[int, int, int]:
     return _triple(a.k_rope)
 
 
-def broadcast_strides(tensor: torch.Tensor | None) -> list[int]:
-    """Of four dimensions, 0 where one is shared; all 0 where there is no tensor."""
-    if tensor is None:
-        return [0, 0, 0, 0]
-    return [step if n > 1 else 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True)]
-
-
 def strides_of(a: AttentionCall) -> dict[str, int]:
     """The strides of a launch by the kernel's parameter names, and K_STRIDE and ROPE_STRIDE."""
     q, q_rope, k = _triple(a.q), _triple(a.q_rope), _triple(a.k)
@@ -342,20 +340,14 @@ def _descriptors_reach(a: AttentionCall, strides: dict[str, int]) -> bool:
     if a.q_rope is not None:
         names = ("q_rope_sequence_stride", "q_rope_head_stride", "q_rope_token_stride")
         operands.append((a.q_rope, names))
-    return all(_reachable(tensor, [strides[name] for name in names]) for tensor, names in operands)
+    return all(tma_reaches(tensor, *(strides[n] for n in names)) for tensor, names in operands)
 
 
 def _rope_descriptor_reaches(a: AttentionCall, strides: dict[str, int]) -> bool:
     if a.k_rope is None or a.block_table is not None or a.k_rope.dtype != a.k.dtype:
         return False
     names = ("rope_sequence_stride", "rope_head_stride", "ROPE_STRIDE")
-    return _reachable(a.k_rope, [strides[name] for name in names])
-
-
-def _reachable(tensor: torch.Tensor, steps: list[int]) -> bool:
-    size = tensor.element_size()
-    bytes_of = (tensor.data_ptr(), *(step * size for step in steps))
-    return all(count % TMA_BYTES == 0 for count in bytes_of)
+    return tma_reaches(a.k_rope, *(strides[name] for name in names))
 
 
 def query_call(

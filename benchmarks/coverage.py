@@ -1,0 +1,330 @@
+"""What is fused of every causal language model of the installed transformers, unmodified.
+
+    python benchmarks/coverage.py [--models llama mixtral] [--jobs 2] [--limit 240] [--out DIR]
+
+Small models with random weights in bfloat16 (`coverage_models.py`), two sequences, one padded. Each
+is called as `generate()` calls it: the inputs are those of its own `prepare_inputs_for_generation`,
+with a `StaticCache` where the class works with one (prefill and decode are compiled), else with the
+cache it makes itself (decode alone). Every graph runs three times on copies of its inputs: eager,
+compiled by tilewright, and in float64, which judges the other two. Each model is a process with a
+time limit. Needs no GPU: fused ops compute by their references. Results go to
+benchmarks/results/coverage.json, and as a table to docs/coverage.md; rows of models that are not
+asked for stay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import logging
+import os
+import resource
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import coverage_table
+import torch
+import transformers
+from coverage_models import NotSwept, small_model
+from timing import RESULTS, environment
+from transformers import StaticCache
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from tilewright.compiler import reports, tilewright
+from tilewright.compiler.verify.sites import compared
+
+CACHE_LENGTH, PROMPT, SEEDS = 32, 7, 3
+MEMORY = 10 << 30
+
+
+class Judge:
+    """A Dynamo backend that compiles by tilewright, and runs each graph in three ways.
+
+    What a graph's first call finds is kept: `errors`, a line for each graph that is worse than the
+    eager one, `unjudged` those that cannot run in float64, and seconds of Dynamo and of tilewright.
+    """
+
+    def __init__(self) -> None:
+        self.errors: list[str] = []
+        self.unjudged: list[str] = []
+        self.found: list[Any] = []
+        self.dynamo_s = self.ours_s = 0.0
+        self.since = time.perf_counter()
+
+    def __call__(self, gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        begun = time.perf_counter()
+        self.dynamo_s += begun - self.since
+        compiled = tilewright(gm, inputs, options={"inner": "eager"})
+        self.since = time.perf_counter()
+        self.ours_s += self.since - begun
+        self.found.append(reports()[-1])
+        judged = not self.found[-1].matches
+
+        def run(*given: Any) -> Any:
+            nonlocal judged
+            if not judged:
+                judged = True
+                outcome = compared(gm, compiled, given)
+                if outcome.note:
+                    self.unjudged.append(outcome.note)
+                elif not outcome.good:
+                    self.errors.append(
+                        f"{outcome.fused_error:.1e} for {outcome.plain_error:.1e} of eager"
+                    )
+            result = compiled(*given)
+            self.since = time.perf_counter()
+            return result
+
+        return run
+
+
+def step_inputs(model: Any, ids: torch.Tensor, mask: torch.Tensor, cache: Any, new: int) -> Any:
+    """The keyword arguments with which `generate()` calls the model for the last `new` of `ids`."""
+    given: dict[str, Any] = {"attention_mask": mask, "use_cache": True}
+    parameters = inspect.signature(model.forward).parameters
+    if "position_ids" in parameters:
+        given["position_ids"] = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 0)
+    if cache is not None:
+        given["past_key_values"] = cache
+    first = new == ids.shape[1]
+    given |= {"next_sequence_length": new, "is_first_iteration": first}
+    made = model.prepare_inputs_for_generation(ids, **given)
+    made.pop("is_first_iteration", None)
+    return made | {"return_dict": True}
+
+
+def static_cache(model: Any) -> tuple[Any, str]:
+    """A static cache that has seen a prompt, or None and the reason why there is none."""
+    try:
+        cache = StaticCache(config=model.config, max_cache_len=CACHE_LENGTH)
+        if not any(hasattr(layer, "keys") for layer in cache.layers):
+            return None, "no layer with attention"
+        ids, mask = tokens(model)
+        model(**step_inputs(model, ids[:, :PROMPT], mask[:, :PROMPT], cache, PROMPT))
+        model(**step_inputs(model, ids, mask, cache, 1))
+    except Exception as error:
+        return None, first_line(error)
+    if not any(written(cache)):
+        return None, "no layer writes keys into a StaticCache"
+    return cache, ""
+
+
+def written(cache: Any) -> list[Any]:
+    """The layers of a cache that hold keys."""
+    return [
+        layer
+        for layer in cache.layers
+        if isinstance(getattr(layer, "keys", None), torch.Tensor) and layer.keys.numel()
+    ]
+
+
+def tokens(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """A prompt and one token more [2, PROMPT + 1], and which of them are no padding."""
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, 128, (2, PROMPT + 1), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, :2] = 0
+    return ids, mask
+
+
+def first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0][:160] if lines else ''}"
+
+
+def is_mixture(name: str, module: torch.nn.Module) -> bool:
+    """Whether a module holds routed experts: `Experts` with stacked weights, or a list of them."""
+    kind = type(module).__name__
+    if isinstance(module, torch.nn.ModuleList):
+        return name.rpartition(".")[2] == "experts"
+    stacked = kind.endswith("Experts") and not kind.endswith("ParallelExperts")
+    return stacked or kind in ("JetMoeMoE", "JetMoeMoA")
+
+
+def compiled_step(model: Any, made: dict[str, Any]) -> dict[str, Any]:
+    """One call under the backend: what was fused and missed, errors, times."""
+    torch._dynamo.reset()
+    judge = Judge()
+    row: dict[str, Any] = {}
+    try:
+        judge.since = time.perf_counter()
+        torch.compile(model.forward, backend=judge)(**made)
+    except Exception as error:
+        row["failed"] = first_line(error)
+    matches = [m for r in judge.found for m in r.matches]
+    misses = [m for r in judge.found for m in r.misses]
+    writes = [m.shapes["writes"] for m in matches if m.pattern == "cache_store"]
+    row |= {
+        "stored": sum(writes),
+        "graphs": len(judge.found),
+        "nodes": sum(r.nodes for r in judge.found),
+        "fused": dict(Counter(m.pattern for m in matches)),
+        "lost": tally(m for m in misses if m.is_lost),
+        "advice": tally(m for m in misses if not m.is_lost),
+        "said": sorted({str(m) for m in misses}),
+        "notes": [n for r in judge.found for n in r.notes],
+        "wrong": judge.errors,
+        "unjudged": judge.unjudged,
+        "dynamo_s": round(judge.dynamo_s, 3),
+        "ours_s": round(judge.ours_s, 3),
+    }
+    return row
+
+
+def tally(misses: Iterator[Any]) -> dict[str, int]:
+    """How many misses of each pattern and code."""
+    counts: Counter[str] = Counter()
+    for miss in misses:
+        counts[f"{miss.pattern} {miss.code}"] += miss.count
+    return dict(sorted(counts.items()))
+
+
+def swept(name: str, seed: int) -> dict[str, Any]:
+    """The row of one model."""
+    row: dict[str, Any] = {"model": name}
+    try:
+        model = small_model(name, seed=seed)
+    except NotSwept as why:
+        return row | {"skipped": str(why)}
+    row["class"] = type(model).__name__
+    row["parameters"] = sum(p.numel() for p in model.parameters())
+    used: set[str] = set()
+    for module_name, module in model.named_modules():
+        if is_mixture(module_name, module):
+            used.add(module_name)
+    row["mixtures"] = len(used)
+    ids, mask = tokens(model)
+    cache, why = static_cache(model)
+    row["static"] = cache is not None
+    if cache is None:
+        row["why_not_static"] = why
+        made = step_inputs(model, ids[:, :PROMPT], mask[:, :PROMPT], None, PROMPT)
+        past = model(**made)
+        kept = {
+            key: getattr(past, key, None)
+            for key in ("past_key_values", "cache_params", "state", "mems")
+        }
+        held = next((value for value in kept.values() if value is not None), None)
+        made = step_inputs(model, ids, mask, held, 1)
+        row["decode"] = compiled_step(model, made)
+        return row
+    row["attention_layers"] = len(written(cache))
+    rewind(cache, PROMPT)
+    row["decode"] = compiled_step(model, step_inputs(model, ids, mask, cache, 1))
+    cache.reset()
+    prompt = ids[:, :PROMPT]
+    made = step_inputs(model, prompt, torch.ones_like(prompt), cache, PROMPT)
+    row["prefill"] = compiled_step(model, made)
+    return row
+
+
+def rewind(cache: Any, position: int) -> None:
+    """Sets how many tokens a cache holds."""
+    for layer in cache.layers:
+        if isinstance(held := getattr(layer, "cumulative_length", None), torch.Tensor):
+            held.fill_(position)
+            if hasattr(layer, "cumulative_length_int"):
+                layer.cumulative_length_int = position
+
+
+def run_model(name: str) -> dict[str, Any]:
+    """The row of a model. A wrong number has to be wrong with every seed: with experts that nearly
+    tie, another order of a sum chooses others, in eager as in ours."""
+    begun = time.process_time()
+    with torch.no_grad():
+        for seed in range(SEEDS):
+            row = swept(name, seed)
+            steps = [row[step] for step in ("decode", "prefill") if step in row]
+            if not any(step["wrong"] for step in steps):
+                break
+    return row | {"seeds": seed + 1, "seconds": round(time.process_time() - begun, 1)}
+
+
+def warm_up() -> None:
+    """Imports and first-use costs are not what is measured."""
+    linear = torch.nn.Linear(8, 8).requires_grad_(False)
+    torch.compile(linear, backend="tilewright", options={"inner": "eager"})(torch.ones(1, 8))
+
+
+def start(name: str, limit: int, folder: Path) -> int:
+    """A process that writes the row of a model; it shares what is imported. Returns its id."""
+    if pid := os.fork():
+        return pid
+    os.nice(3)
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 5))
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    try:
+        row = run_model(name)
+    except BaseException as error:
+        row = {"model": name, "failed": first_line(error), "trace": traceback.format_exc()[-1500:]}
+    (folder / f"{name}.json").write_text(json.dumps(row))
+    os._exit(0)
+
+
+def finished(names: Sequence[str], jobs: int, limit: int) -> Iterator[dict[str, Any]]:
+    """The rows of models as they are done, `jobs` processes at a time."""
+    waiting, running = list(reversed(names)), {}
+    with tempfile.TemporaryDirectory() as folder:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                name = waiting.pop()
+                running[start(name, limit, Path(folder))] = name
+            pid, status = os.wait()
+            name = running.pop(pid)
+            file = Path(folder, f"{name}.json")
+            died = f"died by signal {status & 127}, or took more than {limit} s"
+            yield json.loads(file.read_text()) if file.exists() else {"model": name, "failed": died}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", default=list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--limit", type=int, default=120, help="CPU seconds for a model")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
+    parser.add_argument("--doc", type=Path, default=coverage_table.DOC, help="the table")
+    given = parser.parse_args()
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    warm_up()
+    file = given.out / "coverage.json"
+    kept = json.loads(file.read_text())["rows"] if file.exists() else []
+    rows = {row["model"]: row for row in kept}
+    facts = environment() | {"transformers": transformers.__version__}
+    facts["command"] = "python benchmarks/coverage.py"
+    for row in finished(given.models, given.jobs, given.limit):
+        rows[row["model"]] = row
+        print(line(row), flush=True)
+        ordered = [rows[name] for name in sorted(rows)]
+        file.write_text(json.dumps(facts | {"rows": ordered}, indent=1) + "\n")
+        coverage_table.write(facts, ordered, given.doc)
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row for people who watch."""
+    if "decode" not in row:
+        return f"{row['model']:>24}  {row.get('skipped') or row.get('failed')}"
+    text = f"{row['model']:>24}  "
+    text += f"{row['attention_layers']}a" if row["static"] else f"- ({row['why_not_static']})"
+    text += f" {row['mixtures']}m {row['seconds']}s x{row['seeds']}"
+    for phase in ("decode", "prefill"):
+        if phase in row:
+            step = row[phase]
+            text += f"\n{'':>26}{phase}: {step['fused']} lost {step['lost']}"
+            text += f" advice {step['advice']}" if step["advice"] else ""
+            for word in ("failed", "wrong", "unjudged", "notes"):
+                text += f" {word.upper()} {step[word]}" if step.get(word) else ""
+            text += f" graphs {step['graphs']}" if step["graphs"] != 1 else ""
+    return text
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""docs/coverage.md, from the rows of `coverage.py`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+DOC = Path(__file__).parents[1] / "docs" / "coverage.md"
+Row = Mapping[str, Any]
+NONE = "-"
+
+#: Column -> the patterns whose matches and misses it shows.
+FAMILIES = {
+    "K and V": ("qkv_cache", "mla_latent_store", "cache_store", "cache_absent"),
+    "attention": ("cache_attention", "mla_prefill", "mla_decode"),
+    "mixtures": ("moe", "moe_dense", "grouped_gemm"),
+    "router": ("moe_router",),
+    "MLP": ("linear_activation",),
+    "residual": ("linear_residual",),
+}
+SHORT = {"qkv_cache": "", "mla_latent_store": "latent ", "cache_store": "store ", "moe": ""}
+SHORT |= {"cache_attention": "", "moe_router": "", "linear_activation": "", "linear_residual": ""}
+SHORT |= {"mla_prefill": "mla ", "mla_decode": "mla "}
+
+
+def cell(row: Row, family: str) -> str:
+    """One family of one model: of decode, and of prefill where that differs."""
+    parts = [_phase(row[phase], family) for phase in ("decode", "prefill") if phase in row]
+    return " / ".join(dict.fromkeys(parts))
+
+
+def _phase(step: Row, family: str) -> str:
+    said = []
+    for pattern in FAMILIES[family]:
+        if count := step["fused"].get(pattern):
+            said.append(f"{SHORT.get(pattern, pattern + ' ')}{count}")
+    for name, count in (step["lost"] | step["advice"]).items():
+        pattern, code = name.split()
+        if pattern in FAMILIES[family]:
+            said.append(f"{code} {count}")
+    return ", ".join(said) or NONE
+
+
+def numbers(row: Row) -> str:
+    steps = steps_of(row)
+    if any(step["wrong"] for step in steps):
+        return "**wrong**"
+    if any(step["unjudged"] for step in steps):
+        return "not judged"
+    return "good" if any(step["fused"] for step in steps) else NONE
+
+
+def steps_of(row: Row) -> list[Row]:
+    return [row[phase] for phase in ("decode", "prefill") if phase in row]
+
+
+def attention_layers(row: Row) -> int:
+    """How many layers' cache writes are fused, in the phase with the fewest."""
+    fewest = [
+        sum(step["fused"].get(p, 0) for p in ("qkv_cache", "mla_latent_store"))
+        + (step["stored"] + 1) // 2
+        for step in steps_of(row)
+    ]
+    return min(fewest, default=0)
+
+
+def is_whole(row: Row) -> bool:
+    """Whether every attention layer and every mixture of both phases is fused."""
+    mixed = [sum(s["fused"].get(p, 0) for p in ("moe", "moe_dense")) for s in steps_of(row)]
+    return attention_layers(row) >= row["attention_layers"] and min(mixed) >= row["mixtures"]
+
+
+def silent(row: Row) -> bool:
+    """Whether a layer or a mixture is not fused, and nothing says why."""
+    return any(
+        step["fused"].keys().isdisjoint(FAMILIES[family])
+        and not any(name.split()[0] in (*FAMILIES[family], "capture") for name in step["lost"])
+        for step in steps_of(row)
+        for family, wanted in (("K and V", row["attention_layers"]), ("mixtures", row["mixtures"]))
+        if wanted
+    )
+
+
+def totals(rows: Sequence[Row]) -> list[str]:
+    """The table above the table."""
+    built = [r for r in rows if "decode" in r]
+    static = [r for r in built if r["static"]]
+    whole = [r for r in static if is_whole(r)]
+    projected = [
+        r for r in whole if all("cache_store" not in step["fused"] for step in steps_of(r))
+    ]
+    judged = [r for r in built if any(s["fused"] for s in steps_of(r))]
+    lost: Counter[str] = Counter()
+    for r in static:
+        lost.update({name for step in steps_of(r) for name in step["lost"]})
+    ours, dynamo = (sum(s[k] for r in built for s in steps_of(r)) for k in ("ours_s", "dynamo_s"))
+    internal = [r for r in built for s in steps_of(r) if any("INTERNAL" in n for n in s["lost"])]
+    return [
+        "| | |",
+        "|---|---|",
+        f"| classes in the mapping | {len(rows)} |",
+        f"| no decoder by themselves | {sum('skipped' in r for r in rows)} |",
+        f"| run | {len(built)} |",
+        f"| with a static cache | {len(static)} |",
+        f"| of those every attention layer and every mixture fused | {len(whole)} "
+        f"({100 * len(whole) / max(len(static), 1):.0f} %) |",
+        f"| of those with the projections of all layers in the write | {len(projected)} |",
+        f"| something is not fused and nothing says why | {sum(map(silent, static))} |",
+        f"| wrong numbers | {sum(numbers(r) == '**wrong**' for r in built)} of {len(judged)} |",
+        f"| internal errors | {len(internal)} |",
+        f"| tilewright's time, of Dynamo's | {100 * ours / max(dynamo, 1e-9):.0f} % |",
+        "",
+        "Misses that are lost, by the number of classes with a static cache that have them: "
+        + (", ".join(f"{n} {code}" for code, n in lost.most_common()) or "none")
+        + ".",
+    ]
+
+
+def document(facts: Mapping[str, Any], rows: Sequence[Row]) -> str:
+    head = f"""# What is fused of every causal language model of transformers
+
+Generated by `{facts["command"]}` on {facts["date"]}: torch {facts["torch"]}, transformers
+{facts["transformers"]}, CPU, bfloat16, random weights, unmodified classes with few layers of small
+extents, one of each kind of layer. Inputs are those of `prepare_inputs_for_generation`: a static
+cache, masks of four axes, two sequences. "K and V" counts fused writes of a layer (with its
+projections where nothing else is said; "latent": those of latent attention; "store": the write
+alone), then misses by their code ([miss-codes.md](../patterns/miss-codes.md)). Decode, and prefill
+behind a slash where it differs. "numbers": outputs and caches against float64, no worse than eager.
+
+""" + "\n".join(totals(rows))
+    columns = ["model", "layers", *FAMILIES, "numbers", "time"]
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    for row in rows:
+        if "decode" not in row or not row["static"]:
+            continue
+        of_dynamo = [sum(s[k] for s in steps_of(row)) for k in ("ours_s", "dynamo_s")]
+        cells = [row["model"], f"{row['attention_layers']} + {row['mixtures']}"]
+        cells += [cell(row, family) for family in FAMILIES]
+        cells += [numbers(row), f"{100 * of_dynamo[0] / max(of_dynamo[1], 1e-9):.0f} %"]
+        lines.append("| " + " | ".join(cells) + " |")
+    rest = [
+        "| model | why | fused of a decode step |",
+        "|---|---|---|",
+        *(
+            f"| {r['model']} | {r['why_not_static']} | "
+            f"{', '.join(f'{k} {v}' for k, v in r['decode']['fused'].items()) or NONE} |"
+            for r in rows
+            if "decode" in r and not r["static"]
+        ),
+    ]
+    failed = [
+        f"- {r['model']}: {r.get('skipped') or r.get('failed')}" for r in rows if "decode" not in r
+    ]
+    parts = (
+        head,
+        "## With a static cache\n\nlayers: those with attention + those with a mixture.",
+        "\n".join(lines),
+        "## Without one",
+        "\n".join(rest),
+        "## Not run",
+        "\n".join(failed),
+    )
+    return "\n\n".join(parts).replace("|\n\n|", "|\n|") + "\n"
+
+
+def write(facts: Mapping[str, Any], rows: Sequence[Row], doc: Path = DOC) -> None:
+    doc.write_text(document(facts, rows))

@@ -1,0 +1,1 @@
+"""`mla_decode`: attention to the latents themselves."""

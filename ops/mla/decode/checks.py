@@ -1,0 +1,76 @@
+"""Checks of the arguments of `mla_decode`; each raises ArgumentError. And why no emitted kernel
+takes a call; metadata only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tilewright.ops.attention.arguments import as_attention
+from tilewright.ops.attention.checks import (
+    MAX_WIDTH,
+    attention_obstacle,
+    check_attention_values,
+    check_batch,
+)
+from tilewright.ops.cache.scale_values import check_scale_values
+from tilewright.ops.checks import (
+    FLOAT_DTYPES,
+    ArgumentError,
+    check_operand,
+    holds,
+    in_words_of,
+    shape_text,
+)
+from tilewright.ops.mla.checks import check_weight, refuse_codes
+from tilewright.ops.mla.sizes import widths
+
+# What `cache_attention` calls otherwise.
+OWN_NAMES = {"k": "latent"}
+MAX_ROPE = 128
+
+
+def check_decode(op: str, a: Any) -> None:
+    """Checks an MlaDecodeArguments. Metadata only; raises ArgumentError."""
+    check_operand(op, "q", a.q, "[T, H, N + R]", (None, None, None), FLOAT_DTYPES, dense=True)
+    rope_dim = check_weight(op, a) if a.v_weight is None else _check_halves(op, a)
+    dtypes, device, rank = (a.q.dtype,), a.q.device, a.kv_b_weight.shape[-1]
+    form = "[P, S, L]", (None, None, rank), dtypes, device
+    check_operand(op, "latent", a.latent, *form, dense=True)
+    form = "[P, S, R]", (*a.latent.shape[:2], rope_dim), dtypes, device
+    check_operand(op, "rope_keys", a.rope_keys, *form, dense=True)
+    with in_words_of(op, OWN_NAMES):
+        check_batch(op, as_attention(a, a.q, a.latent))
+
+
+def _check_halves(op: str, a: Any) -> Any:
+    """Checks an up-projection's weights apart, [H, N, L] and [H, V, L]; returns R."""
+    heads, width = a.q.shape[1:]
+    dtypes, device = (a.q.dtype,), a.q.device
+    sizes: tuple[Any, ...] = (heads, None, None)
+    check_operand(op, "kv_b_weight", a.kv_b_weight, "[H, N, L]", sizes, dtypes, device)
+    nope, rank = a.kv_b_weight.shape[1:]
+    sizes = (heads, a.v_dim, rank)
+    check_operand(op, "v_weight", a.v_weight, "[H, V, L]", sizes, dtypes, device)
+    if not (holds(heads >= 1) and holds(a.v_dim >= 1)):
+        raise ArgumentError(op, "v_dim", "at least one head and one value column", a.v_dim)
+    if not (holds(nope >= 1) and holds(nope < width)):
+        expected = f"0 < N < {width} rows of each head"
+        raise ArgumentError(op, "kv_b_weight", expected, f"shape {shape_text(a.kv_b_weight.shape)}")
+    coded = {"kv_b_scale": a.kv_b_scale is not None, "scale_block": len(a.scale_block) > 0}
+    refuse_codes(op, coded, a.q.dtype)
+    return widths(a)[1]
+
+
+def check_decode_values(op: str, a: Any) -> None:
+    """Checks what only real memory shows: offsets, lengths, pages, scales. Raises ArgumentError."""
+    with in_words_of(op, OWN_NAMES):
+        check_attention_values(op, as_attention(a, a.q, a.latent))
+    check_scale_values(op, "kv_b_scale", a.kv_b_scale)
+
+
+def decode_obstacle(a: Any) -> str | None:
+    """Why no kernel takes a call; None where one does. Metadata only."""
+    rank, rope_dim = a.latent.shape[2], a.rope_keys.shape[2]
+    if rank > MAX_WIDTH or rope_dim > MAX_ROPE:
+        return f"no kernel for latents of rank {rank} with {rope_dim} rope columns"
+    return attention_obstacle(as_attention(a, a.q, a.latent))

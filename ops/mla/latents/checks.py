@@ -1,0 +1,148 @@
+"""What MLA ops do to latents: norm of the latent part, RoPE of the rope part, one cache entry each.
+
+A latent cache is two windows of one head, [num_pages, page_size, 1, L] and [.., 1, R], on one base
+(`[latent | rope]` entries) or on two (Hugging Face's "keys" and "values").
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tilewright.ops.cache.checks import check_pair, check_window
+from tilewright.ops.checks import (
+    FLOAT_DTYPES,
+    ArgumentError,
+    check_choice,
+    check_device,
+    check_dtype,
+    check_number,
+    check_operand,
+    check_shape,
+    check_tensor,
+    holds,
+)
+from tilewright.ops.formats.paged_cache import CacheWindow
+from tilewright.ops.mla.sizes import FP8
+from tilewright.ops.reference.norm import check_norm_weight
+from tilewright.ops.reference.rope import ROPE_STYLES, check_rope
+
+# Of latents, for the kernels.
+MAX_RANK = 2048
+
+
+def check_latents(op: str, a: Any, rank: Any, rope_dim: Any, like: torch.Tensor) -> Any:
+    """Checks latent and k_rope, both [Tk, .], against `like`'s dtype and device. Returns Tk."""
+    coded = getattr(a, "latent_scale", None) is not None
+    form = "[Tk, L]", (None, rank), (FP8 if coded else like.dtype,), like.device
+    check_operand(op, "latent", a.latent, *form, dense=True)
+    rows = a.latent.shape[0]
+    if a.k_rope is None:
+        raise ArgumentError(op, "k_rope", "a tensor, since latent is one", None)
+    form = "[Tk, R]", (rows, rope_dim), (like.dtype,), like.device
+    check_operand(op, "k_rope", a.k_rope, *form, dense=True)
+    return rows
+
+
+def check_finish(
+    op: str, a: Any, num_tokens: Any, rank: Any, rope_dim: Any, like: torch.Tensor
+) -> None:
+    """Checks norm and rope."""
+    check_number(op, "norm_eps", a.norm_eps, 0)
+    weight = a.norm_weight
+    check_norm_weight(op, "norm_weight", weight, "head", 1, rank, like.dtype, like.device)
+    if weight is not None and weight.dim() != 1:
+        check_shape(op, "norm_weight", weight, "[L]", (rank,))
+    check_choice(op, "rope_style", a.rope_style, ROPE_STYLES)
+    if a.rope_style != "none" and not (holds(rope_dim >= 2) and holds(rope_dim % 2 == 0)):
+        expected = f"'none', as {rope_dim} columns are no pairs"
+        raise ArgumentError(op, "rope_style", expected, repr(a.rope_style))
+    width = 0 if a.rope_style == "none" else rope_dim
+    if not a.rope_by_position or a.rope_style == "none":
+        if a.rope_by_position:
+            raise ArgumentError(op, "rope_by_position", 'False, since rope_style is "none"', True)
+        rope = (a.cos, a.sin, width, a.rope_style)
+        check_rope(op, num_tokens, rope_dim, *rope, like.dtype, like.device)
+        return
+    _check_position_tables(op, a, rope_dim, like)
+
+
+def _check_position_tables(op: str, a: Any, rope_dim: Any, like: torch.Tensor) -> None:
+    for name in ("cos", "sin"):
+        table = getattr(a, name)
+        if table is None:
+            expected = f"a tensor, since rope_style is {a.rope_style!r}"
+            raise ArgumentError(op, name, expected, None)
+        check_dtype(op, name, table, (like.dtype, torch.float32))
+        check_device(op, name, table, like.device)
+        fits = table.dim() == 2 and any(
+            holds(table.shape[1] == width) for width in (rope_dim, rope_dim // 2)
+        )
+        if not fits:
+            expected = f"shape [positions, {rope_dim}] or [positions, {rope_dim // 2}]"
+            raise ArgumentError(op, name, expected, f"shape {list(table.shape)}")
+    check_shape(op, "sin", a.sin, "of cos", a.cos.shape)
+
+
+def check_latent_cache(
+    op: str, a: Any, rank: Any, rope_dim: Any, like: torch.Tensor
+) -> CacheWindow:
+    """Checks bases and windows; returns the latent window."""
+    bases = {"latent": ("latent_cache", a.latent_cache), "rope": ("rope_cache", a.rope_cache)}
+    if a.rope_cache is None:
+        bases["rope"] = bases["latent"]
+    windows = {}
+    for part, width in (("latent", rank), ("rope", rope_dim)):
+        name, base = bases[part]
+        check_device(op, name, base, like.device)
+        check_dtype(op, name, base, (like.dtype,))
+        argument = f"{part}_window"
+        windows[argument] = check_window(op, argument, getattr(a, argument), name, base, 1, width)
+    check_pair(op, windows, one_base=a.rope_cache is None)
+    return windows["latent_window"]
+
+
+def pool_windows(
+    op: str,
+    latent_cache: torch.Tensor,
+    rope_cache: torch.Tensor | None,
+    ranked: tuple[str, torch.Tensor],
+) -> tuple[list[Any], list[Any]]:
+    """The windows of a pool [num_pages, page_size, L + R], or of two pools. `ranked`: name and
+    tensor of the argument [.., L]. Raises ArgumentError."""
+    expected = "windows, or a cache [num_pages, page_size, width]"
+    for name, base in (("latent_cache", latent_cache), ("rope_cache", rope_cache)):
+        if name == "latent_cache" or base is not None:
+            check_tensor(op, name, base, expected)
+        if base is not None and base.dim() != 3:
+            raise ArgumentError(op, name, expected, f"shape {list(base.shape)}")
+    check_tensor(op, *ranked)
+    if ranked[1].dim() != 2:
+        raise ArgumentError(op, ranked[0], "[.., L]", f"shape {list(ranked[1].shape)}")
+    rank = ranked[1].shape[1]
+    base = latent_cache if rope_cache is None else rope_cache
+    first = rank if rope_cache is None else 0
+    latent = CacheWindow.of(latent_cache[..., :rank].unsqueeze(2), latent_cache)
+    rope = CacheWindow.of(base[..., first:].unsqueeze(2), base)
+    return latent.to_ints(), rope.to_ints()
+
+
+def written_windows(a: Any) -> list[tuple[str, torch.Tensor, Any]]:
+    """Name, base and window of what is written."""
+    base = ("latent_cache", a.latent_cache)
+    rope_base = base if a.rope_cache is None else ("rope_cache", a.rope_cache)
+    return [(*base, a.latent_window), (*rope_base, a.rope_window)]
+
+
+def store_obstacle(a: Any) -> str | None:
+    """Why no kernel takes a `mla_latent_store` call; None where one does. Metadata only."""
+    if a.latent.dtype not in FLOAT_DTYPES[:3]:
+        return f"no kernel for {a.latent.dtype}"
+    return width_obstacle(a.latent.shape[1], a.k_rope.shape[1])
+
+
+def width_obstacle(rank: int, rope_dim: int) -> str | None:
+    if rope_dim % 2:
+        return f"no kernel for {rope_dim} rope columns"
+    return None if rank <= MAX_RANK else f"no kernel for latents of rank {rank}"

@@ -1,0 +1,52 @@
+"""What layers without attention keep of the past, in memory that looks like a cache's and is none.
+
+The inputs that a convolution still needs, and the state of a recurrence: both are replaced whole.
+"""
+
+from __future__ import annotations
+
+from tilewright.patterns import effects
+from tilewright.patterns.dataflow import Store, Value, upstream
+from tilewright.patterns.recognise.gemm import match_gemm
+
+# A decay, and products of two activations: keys and values are made by neither.
+_RECURRENT = frozenset(f"aten.{name}" for name in ("exp", "cumsum", "matmul", "bmm", "einsum"))
+_BY_ELEMENT = frozenset(f"aten.{name}" for name in ("add", "sub", "mul", "silu", "cat", "pad"))
+_BY_ELEMENT |= {"cast"}
+_REACH = 64
+
+
+def replaces_state(store: Store) -> bool:
+    """Whether a write replaces the state of a convolution or of a recurrence."""
+    source = store.source
+    size = effects.product(store.memory.shape)
+    if source is None or store.index or effects.product(store.target.shape) != size:
+        return False
+    if _is_recurrent(source.value):
+        return True
+    axes = {atom.axis for atom in source.effect.dims[-1]}
+    return len(store.memory.shape) == 3 and _walk_tokens(source.value, axes)
+
+
+def _walk_tokens(value: Value, axes: set[int | None]) -> bool:
+    """Whether these axes are one, along which tokens follow each other: they are joined to those
+    before, or it is another axis than a projection's features. [batch, channels, width] ends so."""
+    for _ in range(_REACH):
+        if len(axes) != 1 or value.op not in _BY_ELEMENT:
+            break
+        (axis,) = axes
+        if axis is None or (value.op == "aten.cat" and axis == value.args[1]):
+            break
+        operand = next((v for v in value.operands if v.value.projected), None)
+        dim = axis - len(value.shape) + (0 if operand is None else len(operand.shape))
+        if operand is None or dim < 0:
+            return False
+        value, axes = operand.value, {atom.axis for atom in operand.effect.dims[dim]}
+    gemm = match_gemm(value)
+    joined = value.op == "aten.cat" and axes == {value.args[1]}
+    return joined or (gemm is not None and len(axes) == 1 and axes.isdisjoint({gemm.feature, None}))
+
+
+def _is_recurrent(value: Value) -> bool:
+    before = upstream(value, _REACH, lambda v: match_gemm(v) is None)
+    return any(v.op in _RECURRENT and v.projected and match_gemm(v) is None for v in before)
