@@ -276,9 +276,7 @@ def build_zoo_model(
         _allocate(cache, config, batch, dtype, torch.device(device))
         input_ids = torch.zeros(batch, tokens, dtype=torch.int64)
         kwargs = {"past_key_values": cache}
-        if (
-            takes_places
-        ):  # as generate() gives; others count from the cache themselves
+        if takes_places:  # as generate() gives; others count from the cache themselves
             kwargs["cache_position"] = torch.arange(tokens)
     return LoadedModel(model, (input_ids,), kwargs)
 
