@@ -169,7 +169,9 @@ def by_sequence(folder: str) -> Any:
             input_kwarg_layouts={hidden: Shard(1)},
             desired_input_kwarg_layouts={hidden: Replicate()},
         ),
-        "mlp": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
+        "mlp": PrepareModuleInput(
+            input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+        ),
     }
     for layer in model.model.layers:
         parallelize_module(layer, mesh, gathered | _columns_and_rows(**by_token))
