@@ -279,12 +279,16 @@ def build_zoo_model(
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
         model.requires_grad_(False)
+        takes_places = "cache_position" in inspect.signature(model.forward).parameters
         if form.endswith(LORA):
             model = _with_adapters(name, model)
         cache = _cache(transformers, config, form.endswith(PAGED), cache_length)
         _allocate(cache, config, batch, dtype, torch.device(device))
         input_ids = torch.zeros(batch, tokens, dtype=torch.int64)
-    return LoadedModel(model, (input_ids,), {"past_key_values": cache})
+        kwargs = {"past_key_values": cache}
+        if takes_places:  # as generate() gives; others count from the cache themselves
+            kwargs["cache_position"] = torch.arange(tokens)
+    return LoadedModel(model, (input_ids,), kwargs)
 
 
 def _cache(transformers: ModuleType, config: Any, paged: bool, length: int) -> Any:
