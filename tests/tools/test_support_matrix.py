@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tilewright.tools import support_matrix
-from tilewright.tools.releases import RELEASED, ROWS, newest_tried, release
-from tilewright.tools.support_matrix import (
+from tilewright.tools.matrix import support_matrix
+from tilewright.tools.matrix.releases import RELEASED, ROWS, newest_tried, release
+from tilewright.tools.matrix.support_matrix import (
     Count,
     Outcome,
     counted,
