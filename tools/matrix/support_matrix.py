@@ -26,7 +26,7 @@ from xml.etree import ElementTree
 
 import typer
 
-from tilewright.tools.releases import RELEASED, ROWS, Row
+from tilewright.tools.matrix.releases import RELEASED, ROWS, Row
 
 ENVIRONMENTS = Path(".matrix")
 TABLE = Path("docs/support.md")
