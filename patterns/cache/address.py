@@ -19,6 +19,7 @@ from tilewright.patterns.cache.slots import Slots, block_table, own_slots, paged
 from tilewright.patterns.cache.writes import CacheWrite
 from tilewright.patterns.dataflow import (
     REINTERPRETED,
+    WRAPPED,
     Computed,
     Dataflow,
     Value,
@@ -108,6 +109,10 @@ def _reject_unknown(write: CacheWrite) -> NoReturn:
         message = "a boolean mask selects the slots, so their number is not known"
         hint = "give skipped tokens a spare slot and write all of them"
         _refuse("MASKED_WRITE", message, write.store, hint=hint)
+    if store.note == WRAPPED:
+        message = f"{store.kind} writes the cache through {WRAPPED}"
+        hint = "write through the plain tensor inside (DTensor: to_local())"
+        _refuse("SUBCLASS", message, write.store, hint=hint)
     if store.note == REINTERPRETED or store.dtype != store.memory.dtype:
         message = f"{store.kind} writes through {REINTERPRETED} of the cache"
         hint = "give the cache tensor the dtype it is written in"
