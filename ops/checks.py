@@ -130,7 +130,7 @@ def check_dtype(
 ) -> None:
     """Raises ArgumentError unless the dtype is one of `allowed`."""
     if tensor.dtype not in allowed:
-        expected = "dtype " + " or ".join(str(dtype) for dtype in allowed)
+        expected = "dtype " + " or ".join(dict.fromkeys(map(str, allowed)))
         raise ArgumentError(op, argument, expected, tensor.dtype)
 
 

@@ -195,8 +195,8 @@ def _deltas(
     deltas = multiply_by_expert(rows[:, : weight.shape[2]], adapter, ExpertWeight(weight))
     if a.scales is None:
         return factor * deltas
-    scales = factor * a.scales.to(rows.dtype)[adapter.clamp(min=0)]
-    return torch.where(adapter[:, None] < 0, 0, scales[:, None] * deltas)
+    each = ExpertWeight(a.scales.to(rows.dtype)[:, None, None])
+    return factor * multiply_by_expert(rows.new_ones(len(rows), 1), adapter, each) * deltas
 
 
 def unsupported(a: ExpandArguments) -> str | None:

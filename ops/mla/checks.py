@@ -23,8 +23,7 @@ def check_weight(op: str, a: Any) -> Any:
     weight, heads = a.kv_b_weight, a.q.shape[1]
     form = "[H * (N + V), L]", (None, None), (a.q.dtype, FP8), a.q.device
     check_operand(op, "kv_b_weight", weight, *form, dense=True)
-    if not (holds(heads >= 1) and holds(a.v_dim >= 1)):
-        raise ArgumentError(op, "v_dim", "at least one head and one value column", a.v_dim)
+    check_heads(op, a)
     rows = weight.shape[0]
     whole = holds(rows % heads == 0) and holds(rows // heads > a.v_dim)
     if not whole or not holds(rows // heads - a.v_dim < a.q.shape[2]):
@@ -36,6 +35,14 @@ def check_weight(op: str, a: Any) -> Any:
     coded = {"kv_b_scale": a.kv_b_scale is not None, "scale_block": len(a.scale_block) > 0}
     refuse_codes(op, coded, weight.dtype)
     return widths(a)[1]
+
+
+def check_heads(op: str, a: Any) -> None:
+    """Checks that q [T, H, N + R] has heads, and those values. Raises ArgumentError."""
+    if not holds(a.q.shape[1] >= 1):
+        raise ArgumentError(op, "q", "at least one head", f"shape {shape_text(a.q.shape)}")
+    if not holds(a.v_dim >= 1):
+        raise ArgumentError(op, "v_dim", "at least one value column", a.v_dim)
 
 
 def refuse_codes(op: str, given: dict[str, bool], dtype: torch.dtype) -> None:

@@ -21,7 +21,7 @@ from tilewright.ops.checks import (
     in_words_of,
     shape_text,
 )
-from tilewright.ops.mla.checks import check_weight, refuse_codes
+from tilewright.ops.mla.checks import check_heads, check_weight, refuse_codes
 from tilewright.ops.mla.sizes import widths
 
 # What `cache_attention` calls otherwise.
@@ -51,8 +51,7 @@ def _check_halves(op: str, a: Any) -> Any:
     nope, rank = a.kv_b_weight.shape[1:]
     sizes = (heads, a.v_dim, rank)
     check_operand(op, "v_weight", a.v_weight, "[H, V, L]", sizes, dtypes, device)
-    if not (holds(heads >= 1) and holds(a.v_dim >= 1)):
-        raise ArgumentError(op, "v_dim", "at least one head and one value column", a.v_dim)
+    check_heads(op, a)
     if not (holds(nope >= 1) and holds(nope < width)):
         expected = f"0 < N < {width} rows of each head"
         raise ArgumentError(op, "kv_b_weight", expected, f"shape {shape_text(a.kv_b_weight.shape)}")

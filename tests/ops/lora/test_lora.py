@@ -102,6 +102,16 @@ def test_expand_adds_to_each_projection_and_copies_what_has_no_adapter():
         assert torch.equal(out[[1, 4, 5]], base[[1, 4, 5]])
 
 
+def test_without_adapters_a_row_is_its_base():
+    """A pool that no adapter was loaded into yet."""
+    s, base, weight = torch.ones(1, 3, 8), torch.randn(3, 5), torch.ones(0, 5, 8)
+    ids, scales = torch.full((3,), -1), torch.ones(0)
+    made = lora_expand_add(
+        s, (base, None, None), (weight, None, None), expert_ids=ids, scales=scales
+    )
+    assert torch.equal(made[0], base)
+
+
 def test_packed_is_the_projections_side_by_side():
     case = next(case for case in EXPAND_CASES if case.name == "packed")
     a = lora_expand.sample_inputs(case)

@@ -83,6 +83,14 @@ def test_the_branch_refuses(changes, argument, words):
     assert_refused(BRANCH, replace(a, **made), argument, words)
 
 
+@pytest.mark.parametrize(
+    ("module", "case"), [(BRANCH, BranchCase("plain")), (PREFILL, PrefillCase("paged"))]
+)
+def test_queries_without_heads_are_named(module, case):
+    a = module.sample_inputs(case)
+    assert_refused(module, replace(a, q=a.q[:, :0]), "q", r"at least one head, got shape \[13, 0, ")
+
+
 def test_positions_past_the_table_are_named():
     a = BRANCH.sample_inputs(BranchCase("plain"))
     assert_refused(

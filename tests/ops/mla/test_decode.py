@@ -206,6 +206,7 @@ def test_no_key_is_copied():
         ("rope_keys", lambda a: {"rope_keys": a.rope_keys[:, 1:]}, "shape [P, S, R]"),
         ("kv_b_weight", lambda a: {"kv_b_weight": a.kv_b_weight[1:]}, "H * (N + V) rows"),
         ("kv_b_scale", lambda a: {"kv_b_scale": torch.ones(1, 1)}, "nothing"),
+        ("q", lambda a: {"q": a.q[:, :0]}, "at least one head"),
         ("cache_lengths", lambda a: {"cache_lengths": a.cache_lengths + KEYS}, "lengths from 0"),
     ],
 )  # fmt: skip

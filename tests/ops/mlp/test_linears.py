@@ -11,6 +11,7 @@ import torch
 from tests.interpreted import Interpreter, interpret
 from tilewright.codegen.mlp.plan import MOST_TOKENS
 from tilewright.codegen.mlp.specs import LinearConfig
+from tilewright.codegen.targets import SM100
 from tilewright.ops.checks import ArgumentError
 from tilewright.ops.contract import Tolerance
 from tilewright.ops.mlp import linear_activation, linear_residual
@@ -59,6 +60,16 @@ def test_tiles(module, steps, case, tokens, config):
     for step, answer in program.steps:
         if isinstance(step, SplitK):
             assert (answer[1] == 0).all()  # for the next launch
+
+
+@pytest.mark.parametrize("name", ["split", "int8"])
+def test_gate_and_up_of_sm100(name):
+    """Where the second product takes x as a value of its own."""
+    case = next(case for case in linear_activation.OP.cases if case.name == name)
+    a = linear_activation.sample_inputs(case)
+    (spec,) = linear_activation.OP.plan_for(a, "sm100").specs
+    assert spec.constant("APART")
+    close(linear_activation, a, interpret(linear_activation.OP, a, SM100).outcome.result)
 
 
 @pytest.mark.parametrize("config", [CONFIGS[0], CONFIGS[1], CONFIGS[3]], ids=str)
