@@ -30,7 +30,7 @@ audit: $(STAMP)
 # The demo and a part of the tests with other releases of torch, Triton and transformers; some 5 GB
 # for each row, removed after it. ROWS=newest,oldest for these only, ROWS=released for PyPI's today.
 matrix: $(STAMP)
-	$(BIN)/python -m tilewright.tools.support_matrix --rows "$(ROWS)"
+	$(BIN)/python -m tilewright.tools.matrix.support_matrix --rows "$(ROWS)"
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

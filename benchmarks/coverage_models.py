@@ -152,12 +152,12 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "xlstm": {"embedding_dim": 256, "hidden_size": 256, "num_hidden_layers": 2},
     "xmod": {"default_language": "en_XX"},
     "reformer": {"axial_pos_shape": [8, 8], "axial_pos_embds_dim": [16, 48]},
-    "zamba": {"num_hidden_layers": 3, "attention_head_dim": 32}
+    "zamba": {"num_hidden_layers": 3, "attention_head_dim": 32, "attention_hidden_size": 128}
     | {"layers_block_type": ["linear_attention", "hybrid", "hybrid"]},
 }
 
 #: Those that mix float32 into bfloat16 in ways that eager PyTorch refuses.
-FLOAT32 = ("inkling2_text", "xlnet")
+FLOAT32 = ("inkling2_text", "reformer", "xlnet")
 
 BERT_LIKE = {"is_decoder": True, "is_encoder_decoder": False, "add_cross_attention": False}
 

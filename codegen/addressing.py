@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tilewright.codegen.operand import Operand
+from tilewright.codegen.operand import Operand, first_strides
 from tilewright.codegen.spec import Constant, constants_of, operands_of
 
 
@@ -31,11 +31,10 @@ class Addressing:
 
     def constants(self) -> dict[str, Constant]:
         """The constexpr parameters of `templates.places`, beside the page size."""
-        given = (self.slots, self.sequences, self.positions)
         return {
             "ADDRESSING": self.form,
             **constants_of(self, "wrap_negative", "search_steps"),
-            "ADDRESS_STRIDES": tuple(t.strides[0] if t else 0 for t in given),
+            "ADDRESS_STRIDES": first_strides(self.slots, self.sequences, self.positions),
         }
 
     def pointers(self) -> dict[str, Operand | None]:

@@ -17,3 +17,8 @@ class Operand:
     dtype: str
     strides: tuple[int, ...] = ()
     aligned: bool = True
+
+
+def first_strides(*operands: Operand | None) -> tuple[int, ...]:
+    """Of each the first stride that a problem builds on, 0 for an absent one."""
+    return tuple(0 if operand is None else operand.strides[0] for operand in operands)

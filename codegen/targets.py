@@ -4,7 +4,9 @@ All that differs between chips is a field here; no other module asks which chip 
 
 Rates are what good kernels reach, not datasheet peaks, so that a ratio to them means something.
 H200: 4.3 TB/s copy and 790 TFLOP/s bf16, measured with random data; its fp8 rate is what public
-fp8 GEMMs reach. B200: rates that cuBLAS and public memory-bound kernels report.
+fp8 GEMMs reach. B200: rates that cuBLAS and public memory-bound kernels report. Links: four fifths
+of NVLink's 450 and 900 GB/s in each direction; a collective's start is that of vLLM's one-stage
+all-reduce (7 us for 0.5 MB on two H100). Neither is measured here.
 """
 
 from __future__ import annotations
@@ -37,6 +39,8 @@ class Target:
         bytes_in_flight_per_sm: loads an SM must have outstanding to saturate memory
             (Little's law: rate x ~700 ns of latency / num_sms).
         launch_s: time of an empty kernel inside a CUDA graph.
+        link_bytes_per_s: what one chip can send to the others of its host; 0 where it has no links.
+        collective_s: the least time of a collective, however little it moves.
         sm_name: the target string in the machine code.
         mma_opcodes: (operand dtype, SASS opcode of the tensor-core path meant for it).
         legacy_mma: SASS opcodes of older, slower tensor-core paths.
@@ -57,6 +61,8 @@ class Target:
     bytes_in_flight_per_sm: int
     launch_s: float
     features: frozenset[str]
+    link_bytes_per_s: float = 0.0
+    collective_s: float = 0.0
     sm_name: str = ""
     mma_opcodes: tuple[tuple[str, str], ...] = ()
     legacy_mma: frozenset[str] = frozenset()
@@ -122,6 +128,8 @@ SM100 = Target(
     bytes_in_flight_per_sm=43 * 1000,
     launch_s=2.5e-6,
     features=frozenset({"tma", "tcgen05", "tma_gather", "block_scaled_mma", "dependent_launch"}),
+    link_bytes_per_s=720e9,
+    collective_s=6e-6,
     sm_name="sm_100a",
     mma_opcodes=(
         ("bf16", "UTCHMMA"),
@@ -154,6 +162,8 @@ SM90 = Target(
     bytes_in_flight_per_sm=25 * 1000,
     launch_s=2.5e-6,
     features=frozenset({"tma", "wgmma", "dependent_launch"}),
+    link_bytes_per_s=360e9,
+    collective_s=6e-6,
     sm_name="sm_90a",
     mma_opcodes=(
         ("bf16", "HGMMA"),

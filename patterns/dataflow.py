@@ -22,6 +22,7 @@ from tilewright.patterns.effects import Dim, Effect, Size
 
 # The note of a write whose window is unknown: the memory is viewed as another dtype or shape.
 REINTERPRETED = "a reinterpreting view"
+WRAPPED = "a tensor subclass"
 
 
 @dataclass(frozen=True, eq=False)

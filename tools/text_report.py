@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Group, JustifyMethod, OverflowMethod, RenderableType
 from rich.table import Table
@@ -14,6 +15,9 @@ from tilewright.compiler import Lowered, Site
 from tilewright.compiler.report import collapse_misses, collapse_sites
 from tilewright.patterns.language import Miss
 from tilewright.tools.kernel_audit import KernelAudit
+
+if TYPE_CHECKING:
+    from tilewright.tools.sharding import Rank
 
 _LABEL_WIDTH = 10
 
@@ -29,6 +33,22 @@ def render(name: str, lowered: Lowered, audits: Sequence[KernelAudit], width: in
         parts += [Text(f"\nKernels for {lowered.target}", style="bold")]
         parts.append(render_kernels(audits, lowered.target))
     return Group(*parts)
+
+
+def render_rank(rank: Rank, target: Target, width: int) -> Text:
+    """What one of several ranks does in a step of the whole model."""
+    text = Text(f"\nOne of {rank.tp} ranks, a step of the whole model", style="bold")
+    fused = ", ".join(f"{pattern} x{count}" for pattern, count in rank.fused.items())
+    read = f"{rank.weight_bytes / 1e9:.2f} GB of weights, {rank.cache_bytes / 1e9:.2f} GB of cache"
+    sent = "; ".join(f"{o.kind} x{o.count}, {o.bytes / 1e6:.3g} MB each" for o in rank.collectives)
+    took, moved = rank.floor_s(target), rank.communication_s(target)
+    values = {
+        "fused": fused or "nothing",
+        "reads": f"{read}: {1e6 * took:.0f} us at least on {target.name}",
+        "sends": f"{sent or 'nothing'}: {1e6 * moved:.0f} us, where nothing hides it",
+        "lost": f"{100 * rank.lost_share(target):.0f} % of a step",
+    }
+    return text.append("\n").append(_fields(values, width))
 
 
 def _head(name: str, lowered: Lowered) -> Text:

@@ -72,6 +72,7 @@ _DIMS = {
     "llama3-70b":       (128256, 8192, 28672,   80,   64,   8,  128,   8192,   1e-5),
     "qwen3-8b":         (151936, 4096, 12288,   36,   32,   8,  128,  40960,   1e-6),
     "qwen3-30b-a3b":    (151936, 2048,  6144,   48,   32,   4,  128,  40960,   1e-6),
+    "qwen3-235b-a22b":  (151936, 4096, 12288,   94,   64,   4,  128,  40960,   1e-6),
     "mixtral-8x7b":     ( 32000, 4096, 14336,   32,   32,   8,  128,  32768,   1e-5),
     "gpt-oss-20b":      (201088, 2880,  2880,   24,   64,   8,   64, 131072,   1e-5),
     "gpt-oss-120b":     (201088, 2880,  2880,   36,   64,   8,   64, 131072,   1e-5),
@@ -122,6 +123,15 @@ ZOO: Mapping[str, ZooModel] = MappingProxyType(
             "Qwen3MoeConfig",
             _rope(1000000.0),
             moe_intermediate_size=768,
+            num_experts=128,
+            num_experts_per_tok=8,
+            norm_topk_prob=True,
+        ),
+        "qwen3-235b-a22b": _model(
+            "qwen3-235b-a22b",
+            "Qwen3MoeConfig",
+            _rope(1000000.0),
+            moe_intermediate_size=1536,
             num_experts=128,
             num_experts_per_tok=8,
             norm_topk_prob=True,
@@ -269,12 +279,16 @@ def build_zoo_model(
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
         model.requires_grad_(False)
+        takes_places = "cache_position" in inspect.signature(model.forward).parameters
         if form.endswith(LORA):
             model = _with_adapters(name, model)
         cache = _cache(transformers, config, form.endswith(PAGED), cache_length)
         _allocate(cache, config, batch, dtype, torch.device(device))
         input_ids = torch.zeros(batch, tokens, dtype=torch.int64)
-    return LoadedModel(model, (input_ids,), {"past_key_values": cache})
+        kwargs = {"past_key_values": cache}
+        if takes_places:  # as generate() gives; others count from the cache themselves
+            kwargs["cache_position"] = torch.arange(tokens)
+    return LoadedModel(model, (input_ids,), kwargs)
 
 
 def _cache(transformers: ModuleType, config: Any, paged: bool, length: int) -> Any:

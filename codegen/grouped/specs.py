@@ -49,9 +49,7 @@ def gemm_spec(
     maxnreg: int | None = None,
 ) -> KernelSpec:
     """The spec of a grouped GEMM in the tiles of a config, whichever its template."""
-    tiles: dict[str, Constant] = {
-        **constants_of(config, "block_m", "block_n", "block_k", "swapped"),
-    }
+    tiles = constants_of(config, "block_m", "block_n", "block_k", "swapped")
     return KernelSpec.of(
         template,
         kernel,

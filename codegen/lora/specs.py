@@ -14,7 +14,7 @@ from tilewright.codegen.lora.problem import (
     ShrinkProblem,
     tile_bound,
 )
-from tilewright.codegen.operand import Operand
+from tilewright.codegen.operand import Operand, first_strides
 from tilewright.codegen.spec import Constant, KernelSpec, constants_of
 
 # A tensor core multiplies at least so many rows, by as many products.
@@ -280,9 +280,12 @@ def expand_spec(problem: ExpandProblem, config: ExpandConfig, target: str) -> Ke
             "SCALES": tuple(part.scale for part in parts),
             "PLANES": tuple(part.plane for part in parts),
             "S_STRIDE": problem.s.strides[0],
-            **{f"{name.upper()}_STRIDES": _strides(p.weight, 3) for name, p in letters.items()},
-            "BASE_STRIDES": tuple(_strides(part.base, 1)[0] for part in parts),
-            "OUT_STRIDES": tuple(_strides(part.out, 1)[0] for part in parts),
+            **{
+                f"{name.upper()}_STRIDES": p.weight.strides if p.weight else (0, 0, 0)
+                for name, p in letters.items()
+            },
+            "BASE_STRIDES": first_strides(*(part.base for part in parts)),
+            "OUT_STRIDES": first_strides(*(part.out for part in parts)),
             **form.constants,
             **constants_of(config, "block_m", "block_n", "block_r"),
         },
@@ -304,10 +307,6 @@ def expand_spec(problem: ExpandProblem, config: ExpandConfig, target: str) -> Ke
         num_stages=config.num_stages,
         target=target,
     )
-
-
-def _strides(operand: Operand | None, count: int) -> tuple[int, ...]:
-    return (0,) * count if operand is None else operand.strides
 
 
 def expand_grid(problem: ExpandProblem, config: ExpandConfig, counts: RowCounts) -> tuple[int, int]:

@@ -1,8 +1,5 @@
 """MLA attention as plain data: problems, configs and kernel specs of `mla_attention`, and of the
 kernels beside it: `mla_merge` and, before a library's attention, `mla_join`.
-
-Nothing here touches torch or a GPU: a problem is what is static about one call site, a config is a
-choice of tiles, and the two give a KernelSpec and a launch grid.
 """
 
 from __future__ import annotations
@@ -17,8 +14,8 @@ from tilewright.codegen.attention.prefill_tiles import (
     num_tiles,
     tile_grid,
 )
-from tilewright.codegen.mla.query_specs import NO_ROTATION, TMA_BYTES, Rotation, first_strides
-from tilewright.codegen.operand import Operand
+from tilewright.codegen.mla.query_specs import NO_ROTATION, TMA_BYTES, Rotation
+from tilewright.codegen.operand import Operand, first_strides
 from tilewright.codegen.spec import KernelSpec, constants_of
 
 MASKS = ("none", "causal", "sliding_window", "chunked")

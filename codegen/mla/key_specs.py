@@ -1,8 +1,5 @@
 """MLA's keys as plain data: problems, configs and kernel specs of the `mla_latent` and
 `mla_up_projection` templates.
-
-Nothing here touches torch or a GPU: a problem is what is static about one call site, a config is a
-choice of tiles, and the two give a KernelSpec and a launch grid.
 """
 
 from __future__ import annotations
@@ -12,8 +9,8 @@ from dataclasses import dataclass
 
 from tilewright.codegen.addressing import NOWHERE, Addressing
 from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv, next_power_of_2
-from tilewright.codegen.mla.query_specs import NO_ROTATION, TMA_BYTES, Rotation, first_strides
-from tilewright.codegen.operand import Operand
+from tilewright.codegen.mla.query_specs import NO_ROTATION, TMA_BYTES, Rotation
+from tilewright.codegen.operand import Operand, first_strides
 from tilewright.codegen.spec import KernelSpec, constants_of, operands_of
 
 # Tensors of `mla_latents` beside the tables of the rotation: field of LatentProblem -> dimensions

@@ -5,18 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
-from tilewright.codegen.operand import Operand
+from tilewright.codegen.operand import Operand, first_strides
 from tilewright.codegen.spec import Constant, KernelSpec, constants_of, operands_of
 
 # TMA: strides and base addresses in whole 16 bytes.
 TMA_BYTES = 16
 COUNTS = ("num_rows", "token_run", "rope_rows", "num_sequences")
 Q_STRIDES = ("q_sequence_stride", "q_token_stride", "q_head_stride")
-
-
-def first_strides(*operands: Operand | None) -> tuple[int, ...]:
-    """Of each the first stride that a problem builds on, 0 for an absent one."""
-    return tuple(0 if operand is None else operand.strides[0] for operand in operands)
 
 
 @dataclass(frozen=True)

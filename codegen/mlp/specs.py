@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv
 from tilewright.codegen.mlp.problem import LinearProblem
-from tilewright.codegen.operand import Operand
+from tilewright.codegen.operand import Operand, first_strides
 from tilewright.codegen.spec import Constant, KernelSpec, constants_of, operands_of
 from tilewright.codegen.targets import get_target
 
@@ -69,19 +69,16 @@ def linear_spec(problem: LinearProblem, config: LinearConfig, target: str) -> Ke
 
 
 def _constants(problem: LinearProblem) -> dict[str, Constant]:
-    norm, residual = problem.norm, problem.residual
-    weight = norm.weight if norm else None
+    norm = problem.norm
     return {
         **constants_of(problem, "n", "k", "activation", "scale"),
         "X_STRIDE": problem.x.strides[0],
-        "NORM_STRIDE": weight.strides[0] if weight else 0,
+        "NORM_STRIDE": first_strides(norm.weight if norm else None)[0],
         "LINE": 128 // int(ELEMENT_BYTES[problem.weight.dtype]),
         "WEIGHT_STRIDES": problem.weight.strides,
         "UP_STRIDES": problem.up_weight.strides if problem.up_weight else (0, 0),
-        "BIAS_STRIDES": tuple(
-            bias.strides[0] if bias else 0 for bias in (problem.bias, problem.up_bias)
-        ),
-        "RESIDUAL_STRIDE": residual.strides[0] if residual else 0,
+        "BIAS_STRIDES": first_strides(problem.bias, problem.up_bias),
+        "RESIDUAL_STRIDE": first_strides(problem.residual)[0],
         "NORM": norm is not None,
         "NORM_EPS": norm.eps if norm else 0.0,
         "NORM_OFFSET": norm.offset if norm else 0.0,

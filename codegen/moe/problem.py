@@ -1,7 +1,4 @@
-"""Mixture-of-experts problems as plain data: what is static about one call site.
-
-Nothing here touches torch or a GPU.
-"""
+"""Mixture-of-experts problems as plain data: what is static about one call site."""
 
 from __future__ import annotations
 

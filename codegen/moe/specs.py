@@ -1,8 +1,4 @@
-"""The kernel specs of a mixture of experts: of the sort of its routes, its two GEMMs, and the sum.
-
-A problem is what is static about one call site, a config is a choice of tiles, and the two give a
-KernelSpec and a launch grid.
-"""
+"""The kernel specs of a mixture of experts: the sort of its routes, its two GEMMs, and the sum."""
 
 from __future__ import annotations
 
@@ -97,11 +93,9 @@ def sort_specs(problem: MoeProblem, config: OrderConfig, target: str) -> dict[st
             "CHUNKS_PER_LOAD": config.chunks_per_load,
         }
         made["scan"] = spec("moe_scan", scanned, {**counted, "num_chunks": "i32"})
-    compared = chunked | {
-        **constants_of(config, "routes_per_load", "routes_per_step", "row_block"),
-    }
+    loads = constants_of(config, "routes_per_load", "routes_per_step", "row_block")
     arguments = {**ids, **counted, "order_ptr": INDICES, "ends_ptr": INDICES, "num_routes": "i32"}
-    return made | {"order": spec("moe_order", compared, arguments)}
+    return made | {"order": spec("moe_order", chunked | loads, arguments)}
 
 
 def sort_grids(

@@ -374,9 +374,7 @@ def measured_row(problem: QkvProblem, num_tokens: int, target: Target) -> dict |
         and row["norm"] == heads.has_norm
     ]
     above = [row for row in same if row["num_tokens"] >= num_tokens]
-    if above:
-        return min(above, key=lambda row: row["num_tokens"])
-    return None
+    return min(above, key=lambda row: row["num_tokens"], default=None)
 
 
 def write_config(config: Config) -> dict:

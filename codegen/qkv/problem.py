@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from tilewright.codegen.addressing import Addressing
 from tilewright.codegen.arithmetic import ELEMENT_BYTES, next_power_of_2
 from tilewright.codegen.formats import Quantization
-from tilewright.codegen.operand import Operand
+from tilewright.codegen.operand import Operand, first_strides
 from tilewright.codegen.spec import Constant, constants_of, operands_of
 
 
@@ -155,12 +155,12 @@ class HeadEpilogue:
                 q_bias.strides[0] if q_bias and len(q_bias.strides) == 2 else 0,
                 *(bias.strides[-1] if bias else 0 for bias in self.biases),
             ),
-            "DELTA_STRIDE": self.delta.strides[0] if self.delta else 0,
+            "DELTA_STRIDE": first_strides(self.delta)[0],
             **self._norm_constants(),
             **self.addressing.constants(),
             "K_STRIDES": self.k_cache.strides,
             "V_STRIDES": v_cache.strides,
-            "SCALE_STRIDES": tuple(s.strides[0] if s else 0 for s in self.cache_scales),
+            "SCALE_STRIDES": first_strides(*self.cache_scales),
         }
 
     def _norm_constants(self) -> dict[str, Constant]:
@@ -173,7 +173,7 @@ class HeadEpilogue:
             "NORM_EPS": norm.eps,
             "NORM_OFFSET": norm.offset,
             "NORM_HALVES": self.halves if self.norm_after_rope else 0,
-            "NORM_STRIDES": tuple(w.strides[0] if w else 0 for w in norm.weights),
+            "NORM_STRIDES": first_strides(*norm.weights),
         }
 
     @property

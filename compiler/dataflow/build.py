@@ -29,6 +29,7 @@ from tilewright.compiler.dataflow.writes import WRITES, Write
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import (
     REINTERPRETED,
+    WRAPPED,
     Dataflow,
     Memory,
     Store,
@@ -36,7 +37,7 @@ from tilewright.patterns.dataflow import (
     View,
     iter_views,
 )
-from tilewright.patterns.effects import Effect, InexpressibleError
+from tilewright.patterns.effects import Effect, InexpressibleError, Size
 from tilewright.patterns.recognise.gemm import is_weight
 
 # Besides `aten.linear`: with a parameter among the operands these project too.
@@ -297,7 +298,7 @@ class _Builder:
 
     def _compute(self, node: fx.Node, name: str, result: torch.Tensor) -> None:
         op, args, kwargs = self._canonical(node, name, result)
-        whole = _split_before(*args) if op == "aten.cat" else None
+        whole = _split_before(args[0], args[1], shape_of(result)) if op == "aten.cat" else None
         if whole is None:
             self._define(node, op, args, result, kwargs)
             return
@@ -427,7 +428,8 @@ class _Builder:
         if self._stays(sources[0], result):
             self.memory.alias(node, place, place.effect, value.whole, place.why)
         else:
-            self.memory.alias(node, place, None, value.whole, REINTERPRETED)
+            why = WRAPPED if self._meets_subclasses(node) else REINTERPRETED
+            self.memory.alias(node, place, None, value.whole, why)
         return value
 
     def _stays(self, source: fx.Node, result: torch.Tensor) -> bool:
@@ -644,22 +646,26 @@ class _Builder:
         )
 
 
-def _split_before(pieces: tuple[View | None, ...], dim: int) -> View | None:
-    """What was split, where a concatenation puts all of its pieces together again, in order."""
-    if not pieces or pieces[0] is None:
+def _split_before(
+    pieces: tuple[View | None, ...], dim: int, shape: tuple[Size, ...]
+) -> View | None:
+    """What was split, where a concatenation puts all of its pieces together again in their order.
+
+    shape: of the concatenation.
+    """
+    try:
+        whole = pieces[0].value.whole.reshape(*shape) if pieces and pieces[0] else None
+        start: Size = 0
+        for piece in pieces:
+            if whole is None or piece is None:
+                return None
+            length = piece.shape[dim]
+            if piece != View(whole.value, effects.narrow(whole.effect, dim, start, length)):
+                return None
+            start = start + length
+    except (InexpressibleError, IndexError):
         return None
-    whole, start = pieces[0].value.whole, 0
-    for piece in pieces:
-        if piece is None:
-            return None
-        try:
-            expected = effects.narrow(whole.effect, dim, start, piece.shape[dim])
-        except (InexpressibleError, IndexError):
-            return None
-        if piece != View(whole.value, expected):
-            return None
-        start = start + piece.shape[dim]
-    return whole if start == whole.shape[dim] else None
+    return whole
 
 
 def _leading(node: fx.Node) -> list[str]:

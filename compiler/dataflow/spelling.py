@@ -162,7 +162,9 @@ def sizes_from(node: Call, position: int, keyword: str) -> list[Any]:
     return list(node.args[position:]) if first is None or len(node.args) > position else [first]
 
 
-def _dim(index: int, rank: int) -> int:
+def _dim(index: Any, rank: int) -> int:
+    if not isinstance(index, int):
+        raise InexpressibleError("a dimension that is an argument of the graph")
     return index + rank if index < 0 else index
 
 

@@ -108,7 +108,10 @@ def _is_the_length(total: fx.Node) -> bool:
 
 
 def _is_arange_of_one(node: object) -> bool:
+    """Whether a term is the number zero, into which nothing is written: it is only added."""
     if not isinstance(node, fx.Node) or node.target is not torch.arange:
+        return False
+    if any(name_of(user) != "add" or "out" in user.kwargs for user in node.users):
         return False
     return node.args in ((1,), (0, 1)) and set(node.kwargs) <= {"device", "dtype"}
 

@@ -19,6 +19,7 @@ from tilewright.patterns.cache.slots import Slots, block_table, own_slots, paged
 from tilewright.patterns.cache.writes import CacheWrite
 from tilewright.patterns.dataflow import (
     REINTERPRETED,
+    WRAPPED,
     Computed,
     Dataflow,
     Value,
@@ -27,6 +28,7 @@ from tilewright.patterns.dataflow import (
 )
 from tilewright.patterns.effects import Effect, Size
 from tilewright.patterns.language import Stage, reject
+from tilewright.patterns.recognise.steps import start_and_step
 
 _Pages = tuple[Size, Size, Size, Size]
 
@@ -107,6 +109,10 @@ def _reject_unknown(write: CacheWrite) -> NoReturn:
         message = "a boolean mask selects the slots, so their number is not known"
         hint = "give skipped tokens a spare slot and write all of them"
         _refuse("MASKED_WRITE", message, write.store, hint=hint)
+    if store.note == WRAPPED:
+        message = f"{store.kind} writes the cache through {WRAPPED}"
+        hint = "write through the plain tensor inside (DTensor: to_local())"
+        _refuse("SUBCLASS", message, write.store, hint=hint)
     if store.note == REINTERPRETED or store.dtype != store.memory.dtype:
         message = f"{store.kind} writes through {REINTERPRETED} of the cache"
         hint = "give the cache tensor the dtype it is written in"
@@ -149,9 +155,7 @@ def _counts_up(view: View, length: Size) -> bool:
     value = view.value
     if value.op != "aten.arange" or view.effect != whole or value.shape != (length,):
         return False
-    numbers = [a for a in value.args if isinstance(a, int)]
-    named = (value.kwargs.get("start", 0), value.kwargs.get("step", 1))
-    return named == (0, 1) and numbers in ([length], [0, length], [0, length, 1], [])
+    return start_and_step(value) == (0, 1)
 
 
 def _flattened(index: dict[int, View], shape: tuple[Size, ...]) -> dict[int, View]:

@@ -115,7 +115,7 @@ def _summed_over_ranks(value: Value) -> Value | None:
         return None
     for side in value.operands:
         part = part_of_a_sum(side) if side.shape == value.shape else None
-        linear = part and match_few_tokens(part)
+        linear = None if part is None else match_few_tokens(part)
         if linear is not None:
             return linear.product
     return None

@@ -108,14 +108,17 @@ _RULES = {
 
 
 def _with_number(view: View, either: bool = False) -> tuple[Bits | None, int | None]:
-    """The bits of the first operand, and the second where it is one integer for all elements.
+    """The bits of the first operand, and the second where it is one integer for all elements that
+    the result's dtype holds. PyTorch wraps others: of an int32, `word & 0xFFFFFFFF` is `word`.
 
     either: the operands may change places.
     """
     first, second = view.value.args[:2]
     for word, other in ((first, second), (second, first)):
         number = _number(view, other) if isinstance(word, View) else None
-        if number is not None:
+        if number is not None and view.value.dtype in _WORDS:
+            if number > torch.iinfo(view.value.dtype).max:
+                break
             return bits_of(view.of_operand(word)), number
         if not either:
             break

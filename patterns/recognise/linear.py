@@ -24,6 +24,7 @@ from tilewright.patterns.recognise.dtypes import dtype_name
 from tilewright.patterns.recognise.equality import equal_values
 from tilewright.patterns.recognise.gemm import Gemm, bias_rows, match_gemm
 from tilewright.patterns.recognise.norm import is_float_cast, strip_casts
+from tilewright.patterns.recognise.ranks import collective_of
 from tilewright.patterns.recognise.steps import clamp_bounds
 
 
@@ -304,8 +305,8 @@ class _Search:
     def refuse(self, value: Value) -> NoReturn:
         path, way = self.path, f"between the projection and {self.path.reader}"
         code, what = path.code, f"expected a linear, a norm or a rotation, found {value}"
-        if "c10d" in value.op:
-            code, what = "COLLECTIVE", f"{value.op} lies {way}"
+        if (moved := collective_of(value)) is not None:
+            code, what = "COLLECTIVE", f"{moved} lies {way}"
         elif value.op == "cast":
             steps = (value.operands[0].value.dtype, value.dtype)
             code, what = "CAST", f"cast from {' to '.join(map(dtype_name, steps))} {way}"

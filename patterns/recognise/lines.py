@@ -14,6 +14,7 @@ import torch
 
 from tilewright.patterns.dataflow import Value, View
 from tilewright.patterns.effects import Effect, Size
+from tilewright.patterns.recognise.steps import start_and_step
 
 #: Dtypes of indices.
 INTEGERS = (torch.int32, torch.int64)
@@ -88,10 +89,7 @@ def sum_lines(one: Line, other: Line, sign: int) -> Line:
 
 
 def _arange(value: Value) -> Line | None:
-    numbers = [a for a in value.args if not isinstance(a, View)]
-    names = ("start", "end", "step") if len(numbers) > 1 else ("end",)
-    given = dict(zip(names, numbers, strict=False)) | dict(value.kwargs)
-    start, step = given.get("start", 0), given.get("step", 1)
+    start, step = start_and_step(value)
     plain = isinstance(start, int) and isinstance(step, int)
     return Line(start, (step,)) if plain and value.dtype in INTEGERS else None
 

@@ -1,34 +1,32 @@
-"""What several ranks make together."""
+"""What ranks send each other."""
 
 from __future__ import annotations
 
 from tilewright.patterns.dataflow import Value, View
 
-# How a DTensor goes to another placement, and becomes a plain tensor again.
+# How a DTensor goes to another placement; where that moves nothing, the graph's view has no value.
 _PLACED_ANEW = frozenset({"opaque:redistribute", "opaque:full_tensor"})
 _UNWRAPPED = "opaque:to_local"
 
 
+def collective_of(value: Value) -> Value | None:
+    """The collective, or a DTensor's way to another placement, whose result a value is."""
+    if value.op == _UNWRAPPED and value.operands:
+        value = value.operands[0].value
+    return value if "c10d" in value.op or value.op in _PLACED_ANEW else None
+
+
 def part_of_a_sum(view: View) -> View | None:
     """One rank's part of a sum over ranks that is all that `view` is: what was all-reduced or
-    reduce-scattered, or a DTensor of partial sums that was redistributed. None for anything else."""
+    reduce-scattered, or a DTensor of partial sums that was redistributed. None for all else."""
     found, summed = view, False
-    while (before := _before(found.value)) is not None:
-        summed = summed or _sums(found.value, before)
-        found = before
+    while (moved := collective_of(found.value)) is not None and moved.operands:
+        found = moved.operands[0]
+        summed = summed or _sums(moved, found)
     return found if summed else None
 
 
-def _before(value: Value) -> View | None:
-    """What a step between ranks was given: a collective, the wait for it, the copy back into what
-    was all-reduced in place."""
-    if value.store is not None:
-        return value.store.source if value.store.kind == "copy_" else None
-    steps = value.op in _PLACED_ANEW or value.op == _UNWRAPPED or "c10d" in value.op
-    return value.operands[0] if steps and value.operands else None
-
-
-def _sums(value: Value, given: View) -> bool:
+def _sums(moved: Value, given: View) -> bool:
     held = given.value.node.meta.get("example_value")
     partial = any(one.is_partial() for one in getattr(held, "placements", ()))
-    return "reduce" in value.op or (value.op in _PLACED_ANEW and partial)
+    return "reduce" in moved.op or (moved.op in _PLACED_ANEW and partial)

@@ -16,7 +16,7 @@ import torch
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Value, View
 from tilewright.patterns.effects import Atom, Effect, Size
-from tilewright.patterns.recognise.steps import is_filled, reduced_dims
+from tilewright.patterns.recognise.steps import is_filled, reduced_dims, start_and_step
 
 _ORDER_OUTPUTS = {"aten.sort": 1, "aten.argsort": None}
 _INTEGER_STEPS = {"aten.floor_divide", "aten.div"}
@@ -234,9 +234,7 @@ def is_arange(view: View) -> bool:
 
 
 def _counts_up(value: Value) -> bool:
-    numbers = [a for a in value.args if not isinstance(a, View)]
-    from_zero = len(numbers) == 1 or (len(numbers) == 2 and numbers[0] == 0)
-    return value.op == "aten.arange" and from_zero and value.kwargs.get("step", 1) == 1
+    return value.op == "aten.arange" and start_and_step(value) == (0, 1)
 
 
 def match_inverse(view: View, order: Order) -> bool:
@@ -325,7 +323,7 @@ def _summed(value: Value) -> tuple[View, Size] | None:
     if inner.value.op != "aten.eq" or not inner.is_whole:
         return _marked(inner)
     for ids, experts in inner.value.either_way:
-        by_route, by_expert = _along(ids, 0), _along(experts, 1)
+        by_route, by_expert = _along(inner.of_operand(ids), 0), _along(inner.of_operand(experts), 1)
         if by_route is not None and by_expert is not None and is_arange(by_expert):
             return experts_of(by_route, inner.shape[1]), inner.shape[1]
     return None

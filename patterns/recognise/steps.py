@@ -67,3 +67,11 @@ def filled_with(item: Any) -> float | None:
         return None
     named = value.kwargs.get("fill_value")
     return filled_with(value.args[-1] if named is None else named)
+
+
+def start_and_step(arange: Value) -> tuple[Any, Any]:
+    """What the numbers of an `aten.arange` begin with, and their distance."""
+    given = [a for a in arange.args if not isinstance(a, View)]
+    names = ("start", "end", "step") if len(given) > 1 or "end" in arange.kwargs else ("end",)
+    named = dict(zip(names, given, strict=False)) | dict(arange.kwargs)
+    return named.get("start", 0), named.get("step", 1)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import runpy
+import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -45,6 +47,7 @@ from transformers.distributed import DistributedConfig
 from tilewright.compiler import backend, reports
 
 LENGTH = 16
+_EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "tensor_parallel.py"
 _COMPILED: dict[str, Any] = {"backend": "tilewright", "options": {"inner": "eager"}}
 _SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -60,6 +63,8 @@ _EXPERTS = {"num_experts_per_tok": 2}
 _LATENTS = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16}
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 CONFIGS = {
+    "odd_heads": Qwen3Config(**_SIZES | {"num_attention_heads": 6, "num_key_value_heads": 3}),
+    "odd_experts": MixtralConfig(**_SIZES, **_EXPERTS, num_local_experts=3),
     "llama": LlamaConfig(**_SIZES),
     "qwen3": Qwen3Config(**_SIZES),
     "mixtral": MixtralConfig(**_SIZES, **_EXPERTS, num_local_experts=4),
@@ -104,7 +109,7 @@ def by_experts(folder: str) -> Any:
     return loaded(folder, distributed_config=sharing)
 
 
-_COLUMNS = tuple(f"self_attn.{name}_proj" for name in "qkv") + ("mlp.gate_proj", "mlp.up_proj")
+_COLUMNS = (*(f"self_attn.{name}_proj" for name in "qkv"), "mlp.gate_proj", "mlp.up_proj")
 _ROWS = ("self_attn.o_proj", "mlp.down_proj")
 
 
@@ -142,14 +147,6 @@ def _columns_and_rows(**rows: Any) -> dict[str, Any]:
     return plan | {name: RowwiseParallel(**rows) for name in _ROWS}
 
 
-def by_modules(folder: str) -> Any:
-    model = loaded(folder)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in model.model.layers:
-        parallelize_module(layer, mesh, _columns_and_rows())
-    return model
-
-
 def by_sequence(folder: str) -> Any:
     """What is between attention and MLP, the norms and the residual, by tokens, in DTensors."""
     model = loaded(folder)
@@ -169,9 +166,7 @@ def by_sequence(folder: str) -> Any:
             input_kwarg_layouts={hidden: Shard(1)},
             desired_input_kwarg_layouts={hidden: Replicate()},
         ),
-        "mlp": PrepareModuleInput(
-            input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
-        ),
+        "mlp": PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)),
     }
     for layer in model.model.layers:
         parallelize_module(layer, mesh, gathered | _columns_and_rows(**by_token))
@@ -206,7 +201,6 @@ WORLDS = {
     2: {
         "llama by plan": Case("llama", by_plan, _DENSE, (5, 1)),
         "llama by hand": Case("llama", by_hand, _DENSE),
-        "llama by modules": Case("llama", by_modules, _DENSE),
         "llama by sequence": Case("llama", by_sequence, _DENSE, (6,)),
         "llama by weights": Case("llama", by_weights, _DENSE | {"linear_residual"}, (5,), True),
         "qwen3 by plan": Case("qwen3", by_plan, _DENSE),
@@ -216,6 +210,16 @@ WORLDS = {
         "deepseek_v2 by plan": Case("deepseek_v2", by_plan, _LATENT, (5,), True),
     },
     4: {"qwen3_moe by plan": Case("qwen3_moe", by_plan, _MIXTURE)},
+}
+
+#: What two ranks cannot share so, and what each is told.
+REFUSED = {
+    "heads": (Case("odd_heads", by_plan, frozenset()), "is invalid for input of size"),
+    "experts": (Case("odd_experts", by_experts, frozenset()), "Cannot evenly shard 3 experts"),
+    "whole cache": (
+        Case("llama", by_plan, frozenset(), (5,), True),
+        "index_copy_",
+    ),
 }
 
 
@@ -271,6 +275,16 @@ def result_of(case: Case, rank: int, folder: Path) -> dict[str, Any]:
     }
 
 
+def error_of(case: Case, folder: Path, compiled: bool) -> str:
+    """What a rank is told where the model cannot run; empty where it runs."""
+    try:
+        shared = case.share(str(folder / case.kind)).requires_grad_(False)
+        run(shared, case, 1 if case.whole_cache else dist.get_world_size(), compiled)
+    except Exception as error:
+        return str(error)
+    return ""
+
+
 def be_rank(rank: int, ranks: int, folder: Path) -> None:
     # What torchrun tells: transformers reads it.
     os.environ |= {"WORLD_SIZE": str(ranks), "RANK": str(rank), "LOCAL_RANK": str(rank)}
@@ -287,8 +301,33 @@ def be_rank(rank: int, ranks: int, folder: Path) -> None:
             torch._dynamo.reset()
             backend._REPORTS.clear()
             found[name] = result_of(case, rank, folder)
+        for name, (case, _) in REFUSED.items() if ranks == 2 else ():
+            torch._dynamo.reset()
+            found[name] = [error_of(case, folder, compiled) for compiled in (False, True)]
     (folder / f"{ranks}-{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
+
+
+def be_example(rank: int, ranks: int, port: int) -> None:
+    """A rank of examples/tensor_parallel.py, as torchrun starts it."""
+    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "LOCAL_RANK": str(rank)}
+    os.environ |= address | {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    backend._REPORTS.clear()  # the parent's own
+    sys.exit(runpy.run_path(str(_EXAMPLE))["main"]())
+
+
+def in_processes(function: Callable[..., None], ranks: int, *args: Any) -> bool:
+    """Runs `function(rank, ranks, *args)` in forks of this process; whether all end well."""
+    forked = multiprocessing.get_context("fork")
+    running = [
+        forked.Process(target=function, args=(rank, ranks, *args), daemon=True)
+        for rank in range(ranks)
+    ]
+    for process in running:
+        process.start()
+    for process in running:
+        process.join()
+    return not any(process.exitcode for process in running)
 
 
 def main(folder: Path) -> int:
@@ -298,19 +337,12 @@ def main(folder: Path) -> int:
     for kind, config in CONFIGS.items():
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder / kind)
-    forked = multiprocessing.get_context("fork")
-    for ranks in WORLDS:
-        running = [
-            forked.Process(target=be_rank, args=(r, ranks, folder), daemon=True)
-            for r in range(ranks)
-        ]
-        for process in running:
-            process.start()
-        for process in running:
-            process.join()
-        if any(process.exitcode for process in running):
-            return 1
-    return 0
+    worlds = all(in_processes(be_rank, ranks, folder) for ranks in WORLDS)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    (folder / "example").write_text(str(in_processes(be_example, 2, port)))
+    return 0 if worlds else 1
 
 
 if __name__ == "__main__":

@@ -159,6 +159,34 @@ def test_a_length_with_another_name_stays_where_it_advances():
     assert [t.item() for t in (*eager, *ours)] == [8, 4, 8, 4]
 
 
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda zero: zero.add_(2),
+        lambda zero: zero.view(1, 1).fill_(2),
+        lambda zero: zero.__setitem__(0, 2),
+        lambda zero: torch.add(zero, 2, out=zero),
+    ],
+)
+def test_an_arange_that_is_written_to_is_no_zero(write):
+    """The position is two further than the length."""
+
+    class Later(CountingLayer):
+        def forward(self, x, k_cache, v_cache, length):
+            zero = torch.arange(1)
+            write(zero)
+            positions = zero + length
+            q, k, v = (part(x).view(1, HEADS, D) for part in (self.q, self.k, self.v))
+            k_cache.index_copy_(0, positions, k)
+            v_cache.index_copy_(0, positions, v)
+            length.add_(1)
+            return q.sin()
+
+    model, args = Later(None), arguments()
+    assert seen(model, args).advances == 1
+    assert_close(model, args)
+
+
 @pytest.mark.parametrize("inner", ["eager", "inductor"])
 def test_steps_of_a_static_cache_write_behind_each_other(inner):
     """Three tokens, one after another, through Hugging Face's own cache of two layers."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -40,7 +41,9 @@ def worlds(tmp_path_factory):
         if running.poll() is None:
             os.killpg(running.pid, signal.SIGKILL)
     assert code == 0, (folder / "log.txt").read_text()[-3000:]
-    return {
+    found: dict = {"example": (folder / "example").read_text()}
+    found["log"] = (folder / "log.txt").read_text()
+    return found | {
         ranks: [json.loads((folder / f"{ranks}-{rank}.json").read_text()) for rank in range(ranks)]
         for ranks in sharded.WORLDS
     }
@@ -68,3 +71,29 @@ def test_what_is_said_to_be_lost_is_lost(worlds, ranks, name):
     for found in worlds[ranks]:
         assert found[name]["lost"] == lost
         assert set(found[name]["advice"]) <= {"linear_residual COLLECTIVE"}
+
+
+@pytest.mark.parametrize("name", sharded.REFUSED)
+def test_what_cannot_be_shared_ends_with_what_eager_says(worlds, name):
+    """Each rank is told, and none waits for the other."""
+    _, said = sharded.REFUSED[name]
+    for found in worlds[2]:
+        eager, ours = found[name]
+        assert said in eager
+        assert said in ours
+
+
+def test_the_example_runs_on_two_ranks(worlds):
+    assert worlds["example"] == "True"
+    assert "each of 2 ranks is fused, and no worse than as written" in worlds["log"]
+
+
+def test_the_example_says_how_it_is_started(monkeypatch, capsys):
+    monkeypatch.delenv("RANK", raising=False)
+    example = runpy.run_path(str(_ROOT / "examples" / "tensor_parallel.py"))
+    assert example["main"]() == 2
+    assert "torchrun --nproc-per-node 2" in capsys.readouterr().out
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert example["main"]() == 2
+    assert "expected a divisor of 8, got 3" in capsys.readouterr().out

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.compiler.flow_check import flow_of, numbers, returned, weight
+from tilewright.compiler import lower
 from tilewright.compiler.dataflow.build import build_view
 from tilewright.patterns import effects
 
@@ -236,3 +237,14 @@ def test_the_list_index_of_several_positions_is_a_gather_not_a_slice():
     assert out.value.args[0].value.op != "input"
     mixed = returned(lambda x: x.view(2, 2, 6)[[0], :, [1]] + 1, X)
     assert mixed.value.args[0].value.op == "opaque:getitem"
+
+
+def test_a_dimension_that_is_an_argument_of_the_graph_is_read():
+    """Dynamo makes a number of a call's a symbol where it has changed, as after a graph break."""
+
+    def step(x, dim):
+        return torch.unsqueeze(x, dim).movedim(dim, 0).transpose(0, dim) * 2
+
+    (graph,) = lower(step, (torch.ones(3, 4), 2), dynamic=True).graphs
+    assert any(node.target in ("unsqueeze", torch.unsqueeze) for node in graph.before.graph.nodes)
+    assert graph.misses == ()

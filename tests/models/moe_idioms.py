@@ -80,7 +80,13 @@ def compared(ids, ids_sorted, n):
     return hits.sum(0).cumsum(0).to(torch.int32)
 
 
-ENDS = {f.__name__: f for f in (histc, one_hot, searched, scattered, scattered_in_place, compared)}
+def compared_with_a_row(ids, ids_sorted, n):
+    hits = ids[:, None] == torch.arange(n, device=ids.device)
+    return hits.float().sum(0).cumsum(0).to(torch.int32)
+
+
+_COUNTS = (histc, one_hot, searched, scattered, scattered_in_place, compared, compared_with_a_row)
+ENDS = {f.__name__: f for f in _COUNTS}
 
 
 def sort(ids):

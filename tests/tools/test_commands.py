@@ -21,8 +21,8 @@ from tilewright.codegen.build.cache import KernelCache, key_of
 from tilewright.patterns.language import CODES
 from tilewright.tools.cli import app
 from tilewright.tools.commands import doctor
+from tilewright.tools.matrix.releases import newest_tried
 from tilewright.tools.miss_guide import miss_guide
-from tilewright.tools.releases import newest_tried
 
 REAL_MODELS = """
     import torch

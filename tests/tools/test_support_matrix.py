@@ -8,9 +8,17 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tilewright.tools import support_matrix
-from tilewright.tools.releases import RELEASED, ROWS, newest_tried, release
-from tilewright.tools.support_matrix import Count, Outcome, counted, line, requirements, with_lines
+from tilewright.tools.matrix import support_matrix
+from tilewright.tools.matrix.releases import RELEASED, ROWS, newest_tried, release
+from tilewright.tools.matrix.support_matrix import (
+    Count,
+    Outcome,
+    counted,
+    line,
+    made_of,
+    requirements,
+    with_lines,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 JUNIT = """
@@ -58,6 +66,19 @@ def test_a_row_that_fails_is_not_good():
 def test_every_row_is_pinned_but_the_one_that_takes_what_is_out_today():
     assert all(f"torch=={row.torch}" in requirements(row) for row in ROWS)
     assert requirements(RELEASED)[:3] == ["torch", "triton", "transformers"]
+
+
+def test_an_environment_is_known_by_row_checkout_and_project(tmp_path):
+    """One whose editable install leads elsewhere is another, and is made anew."""
+    for name in ("here", "elsewhere"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "pyproject.toml").write_text("[project]\n")
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    first = made_of(ROWS[0], here)
+    assert first == made_of(ROWS[0], here)
+    assert first not in (made_of(ROWS[1], here), made_of(ROWS[0], elsewhere))
+    (here / "pyproject.toml").write_text("[project]\ndependencies = []\n")
+    assert first != made_of(ROWS[0], here)
 
 
 def test_versions_are_compared_as_numbers():

@@ -14,7 +14,7 @@ import typer
 from tilewright.codegen.targets import Target, gpu_targets
 from tilewright.tools.commands.common import FAILED, JsonOption, print_json
 from tilewright.tools.console import make_console
-from tilewright.tools.releases import newest_tried, release
+from tilewright.tools.matrix.releases import newest_tried, release
 
 PACKAGES = ("tilewright", "torch", "triton", "transformers", "sympy", "networkx", "rich", "typer")
 MARKS = {"ok": "green", "no": "yellow", "failed": "red"}

@@ -40,31 +40,46 @@ def inspect(
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write one self-contained page.")
     ] = None,
+    tp: Annotated[
+        int, typer.Option(min=1, help="As one of so many ranks that share a zoo model's tensors.")
+    ] = 1,
+    ep: Annotated[
+        int, typer.Option(min=1, help="As one of so many ranks that share its experts: 1 or --tp.")
+    ] = 1,
     debug: DebugOption = False,
 ) -> None:
     """Show what is fused in MODEL, what is missed and why, and the kernels, without running it.
 
-    Needs no GPU and no weights: meta tensors do.
+    Needs no GPU and no weights: meta tensors do. With --tp also what a rank sends, and how long a
+    step takes at least.
     """
-    from tilewright.tools.commands.models import audited, load_and_lower
-    from tilewright.tools.text_report import graph_text, render
+    from tilewright.codegen.targets import get_target
+    from tilewright.tools.commands.models import audited, load_and_lower, load_and_lower_rank
+    from tilewright.tools.text_report import graph_text, render, render_rank
 
     with errors_for_people(debug):
         if as_json and (before or after):
             raise CommandError("--json: not together with --before or --after")
         _check_page(html)
-        lowered = load_and_lower(model, patterns, dynamic, target, debug)
+        rank = None
+        if (tp, ep) == (1, 1):
+            lowered = load_and_lower(model, patterns, dynamic, target, debug)
+        else:
+            lowered, rank = load_and_lower_rank(model, tp, ep, patterns, dynamic, target, debug)
         audits = audited(lowered.kernels, lowered.target) if kernels else []
         if html is not None:
             _write_page(html, model, lowered, audits)
         if as_json:
-            print_json({"model": model} | report_dict(lowered, audits))
+            shared = {} if rank is None else {"rank": rank.as_dict(get_target(target))}
+            print_json({"model": model} | report_dict(lowered, audits) | shared)
             return
         if before or after:
             typer.echo(graph_text(lowered, before=before, after=after))
             return
         console = make_console()
         console.print(render(model, lowered, audits, console.width))
+        if rank is not None:
+            console.print(render_rank(rank, get_target(target), console.width))
 
 
 def report_dict(lowered: Lowered, audits: Sequence[KernelAudit]) -> dict[str, Any]:

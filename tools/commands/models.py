@@ -6,7 +6,7 @@ import contextlib
 import logging
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -18,6 +18,9 @@ from tilewright.tools.console import make_console
 from tilewright.tools.kernel_audit import KernelAudit, audit_kernels
 from tilewright.tools.user_errors import one_line
 from tilewright.tools.zoo import LoadedModel, load_model
+
+if TYPE_CHECKING:
+    from tilewright.tools.sharding import Rank
 
 
 def load(model: str, **options: Any) -> LoadedModel:
@@ -43,6 +46,27 @@ def load_and_lower(
                 dynamic=dynamic,
                 target=target,
             )
+
+
+def load_and_lower_rank(
+    model: str,
+    tp: int,
+    ep: int,
+    patterns: str | None,
+    dynamic: bool | None,
+    target: str,
+    debug: bool,
+) -> tuple[Lowered, Rank]:
+    """As :func:`load_and_lower`, of a zoo model that ranks share. Raises CommandError."""
+    from tilewright.tools.sharding import load_sharded, one_rank_of, rank_of
+
+    check_target(target)
+    with contextlib.redirect_stdout(sys.stderr), users_code(model), one_rank_of(tp):
+        loaded, layers = load_sharded(model, tp, ep)
+        options: dict[str, Any] = {"patterns": pattern_names(patterns), "dynamic": dynamic}
+        with traced(model, debug):
+            lowered = lower(loaded.model, loaded.args, loaded.kwargs, target=target, **options)
+        return lowered, rank_of(loaded, lowered, layers, tp, ep)
 
 
 def check_target(name: str) -> None:

@@ -280,6 +280,10 @@ MASKS = {
         ),
         "sliding_window(2)",
     ),
+    "places_from_one": (
+        lambda k, p, s: counted(k) <= torch.arange(1, end=QUERIES + 1)[:, None],
+        "causal by position",
+    ),
     "chunks": (
         lambda k, p, s: (counted(k) <= p[:, None]) & (counted(k) // 4 == p[:, None] // 4),
         "chunked(4) by position",

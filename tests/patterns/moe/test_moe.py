@@ -256,6 +256,15 @@ def test_experts_are_counted_in_a_type_that_tells_them_apart(ends, dtype, held):
     assert "EXPERT_ENDS" in codes_of(found(held + 1), "fused_moe")
 
 
+def test_experts_that_are_counted_from_one_are_refused(monkeypatch):
+    def ends(ids, ids_sorted, n):
+        experts = torch.arange(1, end=n + 1)
+        return torch.searchsorted(ids_sorted, experts, right=True).to(torch.int32)
+
+    monkeypatch.setitem(ENDS, "from_one", ends)
+    assert "EXPERT_ENDS" in misses("plain", lambda module: None, ends="from_one")
+
+
 ROUNDED_COUNTS = {
     "histc": lambda ids, n: torch.histc(ids.bfloat16(), bins=n, min=0, max=n - 1),
     "summed": lambda ids, n: torch.nn.functional.one_hot(ids, n).bfloat16().sum(0),

@@ -183,6 +183,15 @@ def nibbles_that_wrap_around(layer, dtype):
     return quantized.grouped(layer, codes, dtype, zero=0)
 
 
+@stored(quantized.gptq)
+def a_mask_that_wraps_around(layer, dtype):
+    """Of a signed word, a mask of all its bits keeps the sign: the last nibble has one."""
+    nibbles = [(layer.packed >> shift) & 15 for shift in range(0, 28, 4)]
+    codes = torch.stack((*nibbles, (layer.packed & 0xFFFFFFFF) >> 28), dim=1)
+    codes = codes.view(-1, GROUP, layer.width).to(dtype) - 8
+    return (layer.scale[:, None].to(dtype) * codes).view(layer.hidden, layer.width).t()
+
+
 @stored(quantized.int8_with_zeros)
 def codes_that_wrap_around(layer, dtype):
     return (layer.codes - layer.zeros).to(dtype) * layer.scale[:, None].to(dtype)
@@ -235,6 +244,7 @@ NEAR_MISSES = {
     low_nibble_twice: "WEIGHT_FORMAT",
     three_bits: "WEIGHT_FORMAT",
     nibbles_that_wrap_around: "WEIGHT_FORMAT",
+    a_mask_that_wraps_around: "WEIGHT_FORMAT",
     codes_that_wrap_around: "WEIGHT_FORMAT",
     bytes_from_128: "WEIGHT_FORMAT",
     scaled_then_moved: "WEIGHT_FORMAT",

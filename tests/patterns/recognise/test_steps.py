@@ -13,6 +13,7 @@ from tilewright.patterns.recognise.steps import (
     is_filled,
     keeps_dim,
     reduced_dims,
+    start_and_step,
 )
 
 X = torch.arange(24.0).view(2, 3, 4) - 11
@@ -101,3 +102,22 @@ def test_a_fill_is_not_that_of_the_tensor_it_is_shaped_like():
     assert is_filled(threes.whole, 3)
     assert not is_filled(threes.whole, 0)
     assert not is_filled(value("input", torch.zeros(2)).whole, 0)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        ((9,), {}),
+        ((), {"end": 9}),
+        ((2, 9), {}),
+        ((2,), {"end": 9}),
+        ((), {"start": 2, "end": 9}),
+        ((2, 9, 3), {}),
+        ((2, 9), {"step": 3}),
+        ((2,), {"end": 9, "step": 3}),
+    ],
+)
+def test_numbers_that_count_up(args, kwargs):
+    found, result = made("arange", *args, **kwargs)
+    start, step = start_and_step(found)
+    assert torch.equal(start + step * torch.arange(result.numel()), result)

@@ -26,7 +26,7 @@ from xml.etree import ElementTree
 
 import typer
 
-from tilewright.tools.releases import RELEASED, ROWS, Row
+from tilewright.tools.matrix.releases import RELEASED, ROWS, Row
 
 ENVIRONMENTS = Path(".matrix")
 TABLE = Path("docs/support.md")
@@ -144,6 +144,8 @@ def try_row(row: Row, workers: int) -> Outcome:
     demo = subprocess.run(
         [str(python), "examples/demo.py"], capture_output=True, text=True, env=plain, check=False
     )
+    log = ENVIRONMENTS / row.name / "demo.log"
+    log.write_text(f"{demo.stdout}\n{demo.stderr}", "utf-8")
     words = (demo.stderr or demo.stdout).strip().splitlines()[-1:] if demo.returncode else []
     counts = {kind: _count(python, kind, row, workers, plain) for kind in TESTS}
     return Outcome(row, _versions(python), " ".join(words), counts)

@@ -1,0 +1,1 @@
+"""Environments with other releases: which there are, and what runs in them."""
