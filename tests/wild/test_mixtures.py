@@ -63,7 +63,11 @@ def test_a_style_is_fused(name):
 
 @pytest.mark.parametrize("name", MISSED)
 def test_a_miss_says_what_stands_in_the_way(name):
-    report = check(name)
+    if name == "counted_by_repeated_choice":  # rows that it counts once too few are never computed
+        module, args = build(name)
+        report = lower(module, tuple(args))
+    else:
+        report = check(name)
     code, words = MISSED[name]
     (miss,) = misses_of(report, "fused_moe")
     assert miss.code == code
