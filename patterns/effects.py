@@ -59,6 +59,11 @@ def _length(dim: Dim) -> Size:
     return product(atom.length for atom in dim)
 
 
+def size_fact(size: Size) -> int | str:
+    """A size as reports give it: a number, or T where only a call has one."""
+    return size if isinstance(size, int) else "T"
+
+
 def product(sizes: Iterable[Size]) -> Size:
     return math.prod(sizes, start=1)
 

@@ -144,18 +144,14 @@ def _facts(attention: Attention, arguments: dict[str, Any]) -> dict[str, Any]:
     widths = str(k.shape[3]) if k.shape[3] == v.shape[3] else f"({k.shape[3]}/{v.shape[3]})"
     return {
         "heads": f"{heads}/{k.shape[2]}x{widths}",
-        "queries": _size(queries),
-        "keys": _size(attention.keys[0].shape[1]),
-        **({"page": _size(k.shape[1])} if "block_table" in arguments else {}),
+        "queries": effects.size_fact(queries),
+        "keys": effects.size_fact(attention.keys[0].shape[1]),
+        **({"page": effects.size_fact(k.shape[1])} if "block_table" in arguments else {}),
         "mask": mask_fact(arguments),
         **({"softcap": attention.softcap} if attention.softcap else {}),
         **({"sinks": "yes"} if attention.sinks is not None else {}),
         "q": dtype_name(attention.end.dtype),
     }
-
-
-def _size(size: Any) -> Any:
-    return size if isinstance(size, int) else "T"
 
 
 register(CacheAttention())

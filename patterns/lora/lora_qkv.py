@@ -253,7 +253,7 @@ def _in_shape_of(value: Value) -> effects.Effect:
 
 def _facts(deltas: Sequence[LoraDelta], placed: Sequence[LoraDelta | None]) -> dict[str, Any]:
     x = deltas[0].x
-    rows = x.shape[0] if isinstance(x.shape[0], int) else "T"
+    rows = effects.size_fact(x.shape[0])
     widths = "/".join(str(delta.expand.shape[1]) for delta in deltas)
     return {
         **fact([[d] if d else [] for d in placed]),

@@ -25,7 +25,7 @@ from tilewright.patterns.attention.pages import same_pages
 from tilewright.patterns.attention.shared_heads import rows_are_dense
 from tilewright.patterns.attention.visible import mask_fact, visible_keys
 from tilewright.patterns.dataflow import Computed, Dataflow, Value, View, common_scope
-from tilewright.patterns.effects import Effect, Size
+from tilewright.patterns.effects import Effect, Size, size_fact
 from tilewright.patterns.language import Match, Result, Stage, register, register_code, reject
 from tilewright.patterns.mla.absorbed import (
     Absorbed,
@@ -236,9 +236,9 @@ def _facts(attention: Attention, columns: Columns, arguments: dict[str, Any]) ->
     return {
         "heads": f"{heads}x{widths}",
         "rank": columns.latents.shape[-1],
-        "queries": _size(queries),
-        "keys": _size(columns.latents.shape[1]),
-        **({"page": _size(latents.shape[1])} if "block_table" in arguments else {}),
+        "queries": size_fact(queries),
+        "keys": size_fact(columns.latents.shape[1]),
+        **({"page": size_fact(latents.shape[1])} if "block_table" in arguments else {}),
         "mask": mask_fact(arguments),
         "weight": "fp8" if "kv_b_scale" in arguments else "dense",
         "q": dtype_name(columns.latents.value.dtype),
@@ -248,10 +248,6 @@ def _facts(attention: Attention, columns: Columns, arguments: dict[str, Any]) ->
 def _nope(arguments: dict[str, Any]) -> Size:
     nope, _ = arguments["q"].operands[0]
     return nope.shape[-1]
-
-
-def _size(size: Any) -> Any:
-    return size if isinstance(size, int) else "T"
 
 
 register(MlaDecode())

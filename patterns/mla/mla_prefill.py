@@ -19,6 +19,7 @@ from typing import Any
 
 from tilewright.patterns.attention.visible import mask_fact, visible_keys
 from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope
+from tilewright.patterns.effects import size_fact
 from tilewright.patterns.language import Match, register
 from tilewright.patterns.mla.keys import LatentKeys, has_shared_part, match_latent_keys
 from tilewright.patterns.mla.query import Query, match_query
@@ -106,18 +107,14 @@ def _facts(attention: Attention, keys: LatentKeys, query: Query) -> dict[str, An
     return {
         "heads": f"{keys.num_heads}x({keys.nope}+{keys.rope_keys.shape[-1]})/{keys.v_dim}",
         "rank": keys.latents.shape[-1],
-        "queries": _size(attention.queries[1]),
-        "keys": _size(keys.latents.shape[1]),
+        "queries": size_fact(attention.queries[1]),
+        "keys": size_fact(keys.latents.shape[1]),
         "mask": mask_fact(visible_keys(attention)),
         "batch": "ragged" if ragged else "equal",
         "q rope": query.style,
         "latents": "fp8" if keys.scales else "dense",
         "q": dtype_name(attention.v.value.dtype),
     }
-
-
-def _size(size: Any) -> Any:
-    return size if isinstance(size, int) else "T"
 
 
 register(MlaPrefill())

@@ -125,7 +125,7 @@ def check_linears(linears: Iterable[FewTokens], others: Iterable[View], end: Val
 def linear_facts(linear: FewTokens, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """What reports say of a linear; arguments: the op's."""
     tokens, columns = linear.x.shape
-    size = tokens if isinstance(tokens, int) else "T"
+    size = effects.size_fact(tokens)
     return {
         "x": f"{dtype_name(linear.x.value.dtype)}[{size},{columns}]",
         "n": linear.weight.shape[0],

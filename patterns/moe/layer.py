@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, NoReturn, TypeVar
 
 from tilewright.patterns.dataflow import Dataflow, Value, View
+from tilewright.patterns.effects import size_fact
 from tilewright.patterns.language import Stage, register_code, reject
 from tilewright.patterns.moe.products import DenseGemm
 from tilewright.patterns.quantised.expert_arguments import DequantizedExperts, expert_arguments
@@ -70,7 +71,7 @@ class Layer(Generic[Gemm]):
     def facts(self, x: View, num_slots: Any, weights: str, **own: Any) -> dict[str, Any]:
         """What reports say of the layer; own: of one pattern's alone."""
         experts, hidden, inner = self.down.weight.shape
-        tokens = x.shape[0] if isinstance(x.shape[0], int) else "T"
+        tokens = size_fact(x.shape[0])
         return {
             "experts": experts,
             "slots": num_slots,

@@ -191,7 +191,7 @@ def _result(value: Value, output: int) -> Result | Parts:
 def _facts(x: View, weight: View | None, choice: Choice, weights: Weights) -> dict[str, Any]:
     """What reports say of the router."""
     groups = choice.groups
-    tokens = x.shape[0] if isinstance(x.shape[0], int) else "T"
+    tokens = effects.size_fact(x.shape[0])
     return {
         "experts": choice.num_experts,
         "slots": choice.num_slots,

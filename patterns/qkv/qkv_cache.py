@@ -21,6 +21,7 @@ from tilewright.patterns.cache.address import Address, address, check_pair, plac
 from tilewright.patterns.cache.latent_writes import latent_writes
 from tilewright.patterns.cache.writes import WritePair, pairs
 from tilewright.patterns.dataflow import Computed, Dataflow, common_scope
+from tilewright.patterns.effects import size_fact
 from tilewright.patterns.language import Match, Reject, Stage, register, reject
 from tilewright.patterns.lora.arguments import fact as lora_fact
 from tilewright.patterns.lora.arguments import has_kernels, own_deltas, packed_deltas
@@ -260,7 +261,7 @@ def _facts(q: Heads, k: Heads, v: Heads, place: Address, kind: str) -> dict[str,
     style = "none" if rope is None else rope.style
     if rope is not None and rope.rotary_dim != k.head_dim:
         style += f"({rope.rotary_dim})"
-    tokens = q.num_tokens if isinstance(q.num_tokens, int) else "T"
+    tokens = size_fact(q.num_tokens)
     facts = {
         "projection": _projection(q, k, v),
         "gqa": q.num_heads // k.num_heads,
