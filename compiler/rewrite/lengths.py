@@ -52,14 +52,16 @@ def advance_lengths_last(graph: fx.Graph) -> int:
 
 
 def _lengths(graph: fx.Graph) -> Iterator[_Length]:
+    inputs = graph.find_nodes(op="placeholder")
+    integers = [node for node in inputs if _is_one_integer(node.meta.get("example_value"))]
+    found = [length for length in map(_length, integers) if length is not None]
+    if not found:
+        return
     holders: dict[int, set[fx.Node]] = defaultdict(set)
     for node in graph.nodes:
         for storage in _compat.storages_of(node):
             holders[storage].add(node)
-    for node in graph.find_nodes(op="placeholder"):
-        found = _length(node) if _is_one_integer(node.meta.get("example_value")) else None
-        if found is not None and _is_seen_by_none(found, holders):
-            yield found
+    yield from (length for length in found if _is_seen_by_none(length, holders))
 
 
 def _is_one_integer(held: object) -> bool:
