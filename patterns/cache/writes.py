@@ -302,8 +302,9 @@ def pairs(flow: Dataflow) -> Iterator[WritePair]:
             taken.add(twin)
             yield WritePair(write, writes[twin])
         elif _stands_alone(write):
-            beside = (writes[j] for j in (i - 1, i + 1) if 0 <= j < len(writes))
-            unlike = (w for w in beside if _differ_in_width(write, w))
+            beside = (j for j in (i - 1, i + 1) if 0 <= j < len(writes))
+            others = (writes[j] for j in beside if _of_one_input(projected[i], projected[j]))
+            unlike = (other for other in others if _differ_in_width(write, other))
             yield WritePair(write, None, next(unlike, None))
 
 
@@ -342,9 +343,8 @@ def _belong(a: CacheWrite, b: CacheWrite) -> bool:
 
 
 def _differ_in_width(a: CacheWrite, b: CacheWrite) -> bool:
-    """Whether two writes of one activation go to the same slots, and only their heads' width is not
-    the same."""
-    if a.written is None or b.written is None or not _of_one_input(_projected(a), _projected(b)):
+    """Whether two writes go to the same slots, and only their heads' width is not the same."""
+    if a.written is None or b.written is None:
         return False
     one, other = a.written.view.shape, b.written.view.shape
     return one[:-1] == other[:-1] and one[-1] != other[-1] and same_slots(a, b)
