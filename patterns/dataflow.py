@@ -350,6 +350,19 @@ class Dataflow:
         """All memories that share a storage."""
         return self._by_storage.get(storage, ())
 
+    def writes_on(self, storage: int) -> Iterator[Value]:
+        """Every in-place write to any of the memories on a storage."""
+        for memory in self.on_storage(storage):
+            yield from self.written.get(memory, ())
+
+    def changes(self, view: View, place: int) -> Iterator[Value]:
+        """The in-place writes to a view's memory after it is computed and before a place in program
+        order."""
+        memory = self.memory_of.get(self.home(view.value))
+        for write in self.writes_on(memory.storage) if memory is not None else ():
+            if view.value.position < self.positions[write.node] < place:
+                yield write
+
     @cached_property
     def _by_storage(self) -> Mapping[int, Sequence[Memory]]:
         found: dict[int, list[Memory]] = {}

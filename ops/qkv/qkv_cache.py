@@ -227,8 +227,9 @@ def reference(a: FusedQkvArguments) -> torch.Tensor:
         k_cache[slot of t] = k[t] / k_cache_scale
         v_cache[slot of t] = v[t] / v_cache_scale
 
-    A step without its arguments is left out; y = x without input_rms_norm. norm_after_rope: norm(rope(...)).
-    cache_scale_multiplies: times the scale. Each number is rounded once, when it is stored.
+    A step without its arguments is left out; y = x without input_rms_norm. norm_after_rope:
+    norm(rope(...)). cache_scale_multiplies: times the scale. Each number is rounded once, when it
+    is stored.
     """
     x = _input(a)
     q = _normed_and_rotated(a, _project(a, x, "q"), a.q_norm_weight)
