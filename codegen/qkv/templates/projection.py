@@ -269,12 +269,16 @@ def reduce_partials(
         tl.store(square_parts + part * COLUMNS + own, square)
     is_last = arrive(counters_ptr + tile, SPLIT_K)
     total = partial
-    if is_last:
-        # Masks that are always true.
-        total = sum_of_parts(parts, offsets, offsets >= 0, ROWS * COLUMNS, SPLIT_K)
-        if square is not None:
-            square = sum_of_parts(square_parts, own, own >= 0, COLUMNS, SPLIT_K)
-    return total, square, is_last
+    total_square = square
+    # Masks that are always true.
+    if square is None:
+        if is_last:
+            total = sum_of_parts(parts, offsets, offsets >= 0, ROWS * COLUMNS, SPLIT_K)
+    else:
+        if is_last:
+            total = sum_of_parts(parts, offsets, offsets >= 0, ROWS * COLUMNS, SPLIT_K)
+            total_square = sum_of_parts(square_parts, own, own >= 0, COLUMNS, SPLIT_K)
+    return total, total_square, is_last
 
 
 @triton.jit
