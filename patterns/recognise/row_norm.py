@@ -32,9 +32,7 @@ def match_norm_before(
         return None
     if norm is None or any(_changes(view, place, flow) for view in (norm.x, norm.weight)):
         return None
-    absorbed = unread(norm.absorbed, readers, flow)
-    in_place = any(value.node in flow.store_nodes for value in absorbed)
-    return None if in_place else replace(norm, absorbed=absorbed)
+    return replace(norm, absorbed=unread(norm.absorbed, readers, flow))
 
 
 def _changes(view: View | None, place: int, flow: Dataflow) -> bool:
