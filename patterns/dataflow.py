@@ -325,6 +325,14 @@ class Dataflow:
         """The node whose tensor holds the value: a write's lives in the memory it wrote."""
         return self.homes.get(value, value.node)
 
+    def rows_are_dense(self, view: View) -> bool:
+        """Whether a view's last dimension is a run of neighbours in memory."""
+        width = view.effect.dims[-1]
+        if len(width) != 1 or width[0].axis is None:
+            return width == ()
+        held = self.home(view.value).meta["example_value"]
+        return bool(held.stride(width[0].axis) * width[0].step == 1)
+
     @cached_property
     def nodes_by_view(self) -> Mapping[View, fx.Node]:
         """The first node that selects a view, among nodes whose memory is never written."""

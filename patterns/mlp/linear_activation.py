@@ -69,7 +69,7 @@ class LinearActivation:
         norm = match_norm_before(gate.x, products, place, flow)
         x, given = gate.x, match_codes(linears, _NAMES)
         if norm is not None:
-            x = norm.x.matrix
+            x = norm.x
             absorbed += norm.absorbed
         return Match(
             pattern=self.name,

@@ -124,7 +124,7 @@ class QkvCache:
         arguments = _arguments(q.heads, k, v, k_place, v_place)
         norm = _input_norm((q.heads, k, v), place, flow)
         if norm is not None:
-            arguments |= {"x": norm.x.matrix, **row_norm_arguments(norm, "input_")}
+            arguments |= {"x": norm.x, **row_norm_arguments(norm, "input_")}
         arguments["kv_repeat"] = repeats[0]
         arguments["k_cache"] = k_write.memory.root
         arguments["v_cache"] = None if shared else v_write.memory.root

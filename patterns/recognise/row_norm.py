@@ -18,9 +18,12 @@ def match_norm_before(
     x: View, readers: Collection[Value], place: int, flow: Dataflow
 ) -> Norm | None:
     """The RMS norm that made x [T, K], the activation of `readers`, where nobody but these reads
-    it: what is absorbed of it are values that nobody else reads. place: where the op will stand, in
-    program order. None where no op can take it: they multiply before they divide, which wants the
-    range of bfloat16, and for many tokens a norm apart is faster."""
+    it. Its own x is [T, K] too, and what is absorbed of it are values that nobody else reads.
+
+    place: where the op will stand, in program order. None where no op can take it: they multiply
+    before they divide, which wants the range of bfloat16, and for many tokens a norm apart is
+    faster; or where it reads rows that are not dense, or that change before the op's place.
+    """
     normed = x.value
     if normed.dtype != torch.bfloat16 or not isinstance(x.shape[0], int):
         return None
@@ -28,16 +31,13 @@ def match_norm_before(
         return None
     try:
         norm = rms_norm_of(normed.whole) if x == normed.whole.matrix else None
+        if norm is None or not flow.rows_are_dense(norm.x):
+            return None
+        norm = replace(norm, x=norm.x.matrix, absorbed=unread(norm.absorbed, readers, flow))
     except InexpressibleError:
         return None
-    if norm is None or any(_changes(view, place, flow) for view in (norm.x, norm.weight)):
-        return None
-    return replace(norm, absorbed=unread(norm.absorbed, readers, flow))
-
-
-def _changes(view: View | None, place: int, flow: Dataflow) -> bool:
-    """Whether what the op would read no longer is there at its place."""
-    return view is not None and any(flow.changes(view, place))
+    read = [view for view in (norm.x, norm.weight) if view is not None]
+    return None if any(any(flow.changes(view, place)) for view in read) else norm
 
 
 def rms_norm_of(normed: View) -> Norm | None:

@@ -1,5 +1,5 @@
-"""The norm in front of the projections: a part of `qkv_cache` where nobody else reads its result and
-tokens are few; else it stays in the graph, and the site is fused without it."""
+"""The norm in front of the projections: a part of `qkv_cache` where tokens are few and nobody else
+reads its result; else it stays in the graph, and the site is fused without it."""
 
 from __future__ import annotations
 
@@ -119,14 +119,30 @@ def the_cast_is_read(m, x, k_cache, v_cache, slots):
     return q * 2 + wide.sum().to(x.dtype)
 
 
-@pytest.mark.parametrize("step", [three_products, the_cast_is_read], ids=lambda s: s.__name__)
-def test_whoever_reads_what_the_norm_reads(step):
+def by_batch(m, x, k_cache, v_cache, slots):
+    """Rows that are dense, in another order."""
+    normed = hf_norm(m, x.view(2, 3, K).transpose(0, 1))
+    q, k, v = (h.flatten(0, 1) for h in map(heads, F.linear(normed, m.w).split(WIDTHS, -1)))
+    write(k_cache, v_cache, slots, k, v)
+    return q * 2
+
+
+@pytest.mark.parametrize(
+    "step", [three_products, the_cast_is_read, by_batch], ids=lambda s: s.__name__
+)
+def test_what_else_there_is_about_it(step):
     assert site_of(step)["input_norm"] == "rms"
+
+
+def by_column(m, x):
+    """Of rows that are not dense, which no kernel loads."""
+    return own_norm(m, x.view(K, -1).t())
 
 
 STAYS = {
     "read by another": step_of(hf_norm, also=lambda m, x, normed: F.linear(normed, m.w[: HQ * D])),
     "layer norm": step_of(layer_norm),
+    "by column": step_of(by_column),
     "x changes": step_of(hf_norm, also=lambda m, x, normed: x.mul_(2).sum()),
     "its weight changes": step_of(hf_norm, also=lambda m, x, normed: m.n.mul_(1).sum()),
     "codes": step_of(hf_norm, weight=lambda m: m.codes.to(m.n.dtype) * m.scale),
