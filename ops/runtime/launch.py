@@ -22,7 +22,8 @@ from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
 from tilewright.ops.runtime.device import target_of
 from tilewright.ops.runtime.isolation import apart
-from tilewright.ops.runtime.program import Buffer, Launch, Library, Machine, SplitK, Step
+from tilewright.ops.runtime.peers import peer_memory
+from tilewright.ops.runtime.program import Buffer, Launch, Library, Machine, Peers, SplitK, Step
 
 # Counters come out of one zeroed slab per device; a stream takes this many at a time.
 _SLAB_COUNTERS = 1 << 18
@@ -53,6 +54,9 @@ class Gpu:
                 return torch.empty(tuple(shape), dtype=dtype, device=self.device)
             case SplitK(num_tiles, elements):
                 return _split_k_scratch(num_tiles, elements, self.device)
+            case Peers():
+                index = torch.cuda.current_device() if self.device.index is None else self.device.index
+                return peer_memory(step, self.device, partial(compiled_kernel, device_index=index))
             case Library(function, tensors):
                 return function(*tensors)
         return None

@@ -22,11 +22,10 @@ from tilewright.patterns.mlp.linears import (
     match_codes,
     match_few_tokens,
     norm_arguments,
-    rms_norm_of,
     unread,
 )
 from tilewright.patterns.recognise.activation import times_number
-from tilewright.patterns.recognise.norm import Norm
+from tilewright.patterns.recognise.norm import Norm, rms_norm_of
 from tilewright.patterns.recognise.ranks import part_of_a_sum
 
 

@@ -10,16 +10,16 @@ import torch
 
 from tilewright.codegen.mlp.plan import MOST_TOKENS
 from tilewright.patterns import effects
+from tilewright.patterns.collective.sums import match_rank_sum
 from tilewright.patterns.dataflow import Dataflow, Value, View
 from tilewright.patterns.effects import InexpressibleError
-from tilewright.patterns.language import Reject, Stage
 from tilewright.patterns.quantised.scales import Names, weight_arguments
 from tilewright.patterns.quantised.weights import match_scaled_weight, refuse, repeated
 from tilewright.patterns.quantised.words import holds_codes
 from tilewright.patterns.recognise.dtypes import HALVES, check_device, check_dtypes, dtype_name
 from tilewright.patterns.recognise.gemm import piece_of
 from tilewright.patterns.recognise.linear import match_columns
-from tilewright.patterns.recognise.norm import Norm, match_norm
+from tilewright.patterns.recognise.norm import Norm, rms_norm_of
 
 # Values that the model stores.
 STORED = ("constant", "input")
@@ -151,29 +151,11 @@ def match_norm_before(linears: Iterable[FewTokens], flow: Dataflow) -> Norm | No
     if not readers.issuperset(flow.users.get(normed, ())) or normed in flow.output_values:
         return None
     try:
-        return rms_norm_of(normed.whole) if x == normed.whole.matrix else None
+        norm = rms_norm_of(normed.whole) if x == normed.whole.matrix else None
     except InexpressibleError:
         return None
-
-
-def rms_norm_of(normed: View) -> Norm | None:
-    """The RMS norm whose result `normed` is, with one weight for all rows; None for any other."""
-    try:
-        norm = match_norm(normed, Stage.ACTIVATION)
-    except (Reject, InexpressibleError):
-        return None
-    dtype = normed.value.dtype
-    if norm is None or norm.kind != "rms" or norm.x.shape != normed.shape:
-        return None
-    if norm.x.value.dtype != dtype or norm.width != normed.shape[-1]:
-        return None
-    weight = norm.weight
-    if weight is not None:
-        if any(size != 1 for size in weight.shape[:-1]) or weight.shape[-1] != norm.width:
-            return None
-        if weight.value.dtype not in (dtype, torch.float32):
-            return None
-    return norm
+    # What sums over ranks makes the norm in passing.
+    return None if norm is None or match_rank_sum(norm.x.value) else norm
 
 
 def norm_arguments(norm: Norm | None) -> dict[str, Any]:

@@ -11,8 +11,8 @@ import torch
 from torch import fx
 
 from tilewright.patterns.dataflow import Value, View
-from tilewright.patterns.effects import Atom
-from tilewright.patterns.language import Stage, reject
+from tilewright.patterns.effects import Atom, InexpressibleError
+from tilewright.patterns.language import Reject, Stage, reject
 from tilewright.patterns.recognise.constants import given_number, number_of
 from tilewright.patterns.recognise.equality import equal_values
 from tilewright.patterns.recognise.steps import reduced_dims
@@ -85,6 +85,26 @@ def match_norm(head: View, stage: Stage = Stage.K_PATH) -> Norm | None:
         return replace(inner, absorbed=(*casts, *inner.absorbed))
     found = _weighted(outer.value, stage)
     return None if found is None else replace(found, absorbed=(*casts, *found.absorbed))
+
+
+def rms_norm_of(normed: View) -> Norm | None:
+    """The RMS norm whose result `normed` is, with one weight for all rows; None for any other."""
+    try:
+        norm = match_norm(normed, Stage.ACTIVATION)
+    except (Reject, InexpressibleError):
+        return None
+    dtype = normed.value.dtype
+    if norm is None or norm.kind != "rms" or norm.x.shape != normed.shape:
+        return None
+    if norm.x.value.dtype != dtype or norm.width != normed.shape[-1]:
+        return None
+    weight = norm.weight
+    if weight is not None:
+        if any(size != 1 for size in weight.shape[:-1]) or weight.shape[-1] != norm.width:
+            return None
+        if weight.value.dtype not in (dtype, torch.float32):
+            return None
+    return norm
 
 
 @dataclass(frozen=True)

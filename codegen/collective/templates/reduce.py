@@ -1,0 +1,161 @@
+"""A sum over ranks, the residual and its norm in one kernel, through memory that every rank reaches.
+
+Each rank has a ring of two slots for each program: a program writes its row into that slot of every
+other rank, waits until theirs are there, and adds them in the order of ranks, so that all ranks get
+the same bits. A slot is written again two rows later. By then all ranks have read it: the row
+between came from programs that were done with the one before.
+
+Rows of few tokens go as words of 64 bits, half of it data, half the number of the row, so that what
+is there shows by itself (no fence, no flag; twice the bytes). Others go as they are, with a flag.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def slot_of(peers_ptr, to, of, block, step, RANKS: tl.constexpr, WORDS: tl.constexpr):
+    """The slot in the memory of rank `to` for rows of rank `of`: WORDS words of 64 bits."""
+    base = tl.load(peers_ptr + to).to(tl.pointer_type(tl.int64))
+    return tl.multiple_of(base, 16) + ((block * 2 + (step & 1)) * RANKS + of) * WORDS
+
+
+@triton.jit
+def numbers_at(words, dtype):
+    """Words of 64 bits as an array of numbers; every slot begins at whole 16 bytes."""
+    return tl.multiple_of(words.to(tl.pointer_type(dtype)), 16)
+
+
+@triton.jit
+def give_up(tries, LIMIT: tl.constexpr):
+    """Ends the kernel with an error where it has waited too long: a rank is gone."""
+    if tries >= LIMIT:
+        tl.inline_asm_elementwise("trap; mov.u32 $0, 0;", "=r,r", [tries], tl.int32, False, 1)
+
+
+@triton.jit
+def packed_row(x, step, PAIRS: tl.constexpr):
+    """Pairs of 16-bit numbers, each pair beside the number of its row: [PAIRS] of 64 bits."""
+    bits = x.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    low, high = tl.split(tl.reshape(bits, (PAIRS, 2)))
+    pairs = (low | (high << 16)).to(tl.int64) & 0xFFFFFFFF
+    return pairs | (step.to(tl.int64) << 32)
+
+
+@triton.jit
+def received_pairs(slot, pairs, there, step, LIMIT: tl.constexpr):
+    """The words of a row, once all of them are there."""
+    absent = step.to(tl.int64) << 32
+    words = tl.load(slot + pairs, mask=there, other=absent, volatile=True)
+    tries = 0
+    while tl.min(((words >> 32) == step).to(tl.int32), axis=0) == 0:
+        words = tl.load(slot + pairs, mask=there, other=absent, volatile=True)
+        tries += 1
+        give_up(tries, LIMIT)
+    return words
+
+
+@triton.jit
+def unpacked_row(words, dtype, BLOCK: tl.constexpr):
+    """[BLOCK] in fp32 of the words of a row."""
+    low = (words & 0xFFFF).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+    high = ((words >> 16) & 0xFFFF).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+    return tl.reshape(tl.join(low, high), (BLOCK,))
+
+
+@triton.jit
+def wait_for(flag_ptr, step, LIMIT: tl.constexpr):
+    """Until a flag has the number of the row; what was written before it is seen behind this."""
+    tries = 0
+    while tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys") != step:
+        tries += 1
+        give_up(tries, LIMIT)
+    tl.debug_barrier()
+
+
+@triton.jit
+def sum_over_ranks(
+    x, there, peers_ptr, rank, block, step,
+    N: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr,
+    FLAGS: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    """The sum of the ranks' rows in fp32. FLAGS: words of all flags, before the slots."""
+    PAIRS: tl.constexpr = BLOCK // 2
+    WORDS: tl.constexpr = N // 2 if PACKED else N // 4
+    columns = tl.arange(0, BLOCK)
+    pairs = tl.arange(0, PAIRS)
+    own = x.to(tl.float32)
+    if PACKED:
+        row = packed_row(x, step, PAIRS)
+    for to in tl.static_range(RANKS):
+        if to != rank:
+            slot = slot_of(peers_ptr, to, rank, block, step, RANKS, WORDS)
+            if PACKED:
+                tl.store(slot + pairs, row, mask=pairs < N // 2)
+            else:
+                tl.store(numbers_at(slot + FLAGS, x.dtype) + columns, x, mask=there)
+    if not PACKED:
+        # All threads' stores come before the one thread's flag.
+        tl.debug_barrier()
+        for to in tl.static_range(RANKS):
+            if to != rank:
+                flag = slot_of(peers_ptr, to, rank, block, step, RANKS, 1)
+                tl.atomic_xchg(flag, step.to(tl.int64), sem="release", scope="sys")
+    total = tl.zeros((BLOCK,), tl.float32)
+    for of in tl.static_range(RANKS):
+        part = own
+        if of != rank:
+            slot = slot_of(peers_ptr, rank, of, block, step, RANKS, WORDS)
+            if PACKED:
+                words = received_pairs(slot, pairs, pairs < N // 2, step, LIMIT)
+                part = unpacked_row(words, x.dtype, BLOCK)
+            else:
+                flag = slot_of(peers_ptr, rank, of, block, step, RANKS, 1)
+                wait_for(flag, step, LIMIT)
+                numbers = numbers_at(slot + FLAGS, x.dtype) + columns
+                part = tl.load(numbers, mask=there, other=0.0, cache_modifier=".cg").to(tl.float32)
+        total += part
+    return total
+
+
+@triton.jit
+def all_reduce_residual_norm(
+    x_ptr, residual_ptr, norm_weight_ptr, summed_ptr, normed_ptr, peers_ptr, steps_ptr,
+    rank, num_tokens,
+    N: tl.constexpr, X_STRIDE: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr,
+    NORM_STRIDE: tl.constexpr, NORM_EPS: tl.constexpr, NORM_OFFSET: tl.constexpr,
+    BLOCK: tl.constexpr, RANKS: tl.constexpr, PACKED: tl.constexpr, FLAGS: tl.constexpr,
+    LIMIT: tl.constexpr, LAUNCH_PDL: tl.constexpr,
+):  # fmt: skip
+    """summed [T, N] = residual + the sum of the ranks' x; normed = summed / rms(summed) *
+    (NORM_OFFSET + norm_weight), of what is not rounded yet.
+
+    peers_ptr: addresses of the ranks' memory. steps_ptr: how many rows each program has sent so
+    far. With one rank neither is read. Grid (up to T,): a program takes every so manieth row."""
+    if LAUNCH_PDL:
+        tl.extra.cuda.gdc_wait()
+    block = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    there = columns < N
+    row = block.to(tl.int64)
+    if RANKS > 1:
+        step = tl.load(steps_ptr + block)
+    for _ in range(block, num_tokens, tl.num_programs(0)):
+        x = tl.load(x_ptr + row * X_STRIDE + columns, mask=there, other=0.0)
+        residual = tl.load(residual_ptr + row * RESIDUAL_STRIDE + columns, mask=there, other=0.0)
+        total = x.to(tl.float32)
+        if RANKS > 1:
+            step += 1
+            total = sum_over_ranks(
+                x, there, peers_ptr, rank, block, step, N, RANKS, BLOCK, PACKED, FLAGS, LIMIT
+            )
+        total += residual.to(tl.float32)
+        tl.store(summed_ptr + row * N + columns, total.to(summed_ptr.dtype.element_ty), mask=there)
+        normed = total * tl.rsqrt(tl.sum(total * total, axis=0) / N + NORM_EPS)
+        if norm_weight_ptr is not None:
+            factor = tl.load(norm_weight_ptr + columns * NORM_STRIDE, mask=there, other=0.0)
+            normed *= factor.to(tl.float32) + NORM_OFFSET
+        tl.store(normed_ptr + row * N + columns, normed.to(normed_ptr.dtype.element_ty), mask=there)
+        row += tl.num_programs(0)
+    if RANKS > 1:
+        tl.store(steps_ptr + block, step)

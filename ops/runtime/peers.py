@@ -1,0 +1,121 @@
+"""Memory that every rank of a group reaches, and ranks that agree on it.
+
+torch's symmetric memory: each rank allocates, and all learn the addresses. A kernel through it waits
+for the other ranks, so that all take it or none: one that cannot (another backend, GPUs that do not
+reach each other, a kernel that does not compile) says so to the others first.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tilewright.codegen.spec import KernelSpec
+from tilewright.ops.runtime.isolation import apart
+from tilewright.ops.runtime.program import Peers, PeerMemory
+
+log = logging.getLogger("tilewright")
+
+# By group and kernel: the group itself (another may have its name later), and what was made.
+_shared: dict[tuple[str, int, KernelSpec], tuple[Any, PeerMemory | None]] = {}
+# What keeps the memory of `_shared` allocated.
+_kept: list[Any] = []
+
+
+def group_named(name: str) -> Any:
+    """A process group by the name that functional collectives have. Raises what torch does for one
+    that is not there."""
+    return dist.distributed_c10d._resolve_process_group(name)
+
+
+def group_size(name: str) -> int | None:
+    """How many ranks a group has; None where there is none of that name."""
+    try:
+        return int(group_named(name).size())
+    except (RuntimeError, ValueError, AttributeError):
+        return None
+
+
+def obstacle(name: str) -> str | None:
+    """Why a group's ranks can never reach each other's memory, the same on all; None where they may
+    (torch's fake groups, which plans are made with, too)."""
+    backend = dist.get_backend(group_named(name))
+    if "nccl" in backend or backend in ("fake", "undefined"):
+        return None
+    return f"the ranks of group {name} talk through {backend}: there is no symmetric memory"
+
+
+def peer_memory(
+    wanted: Peers, device: torch.device, compiled: Callable[[KernelSpec], Any]
+) -> PeerMemory | None:
+    """The memory of a step, made at its first call on all ranks; None where they do without. A call
+    whose launches are captured makes none: the ranks would wait for each other in the graph."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    key, group = (wanted.group, index, wanted.spec), group_named(wanted.group)
+    known = _shared.get(key)
+    if known is not None and known[0] is group:
+        return known[1]
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    made = apart(partial(_agreed_memory, wanted, group, index, compiled))
+    _shared[key] = group, made
+    return made
+
+
+def _agreed_memory(
+    wanted: Peers, group: Any, index: int, compiled: Callable[[KernelSpec], Any]
+) -> PeerMemory | None:
+    """What all ranks have made, or None on all."""
+    with torch.cuda.device(index):
+        steps = [partial(_allocated, wanted, compiled, index), partial(_meeting, wanted.group)]
+        made: Any = None
+        for step in steps:
+            made, why = _attempt(step, made)
+            if not _all_can(why is None, group, index):
+                why = why or "another rank cannot"
+                log.warning("no symmetric memory in group %s, NCCL instead: %s", wanted.group, why)
+                return None
+        own, meeting = made
+        addresses = torch.tensor(meeting.buffer_ptrs, dtype=torch.int64, device=own.device)
+        sent = torch.zeros(wanted.programs, dtype=torch.int32, device=own.device)
+        torch.cuda.current_stream().synchronize()
+    _kept.append((own, meeting, addresses, sent))
+    return PeerMemory(addresses.data_ptr(), sent.data_ptr(), meeting.rank)
+
+
+def _attempt(step: Callable[[Any], Any], made: Any) -> tuple[Any, str | None]:
+    try:
+        return step(made), None
+    except Exception as error:  # told to the other ranks, and logged
+        return None, f"{type(error).__name__}: {error}"
+
+
+def _allocated(
+    wanted: Peers, compiled: Callable[[KernelSpec], Any], index: int, _: Any
+) -> torch.Tensor:
+    from torch.distributed import _symmetric_memory
+
+    compiled(wanted.spec)
+    own = _symmetric_memory.empty(wanted.nbytes, dtype=torch.uint8, device=f"cuda:{index}")
+    own.zero_()
+    torch.cuda.current_stream().synchronize()  # before anyone writes
+    return own
+
+
+def _meeting(group: str, own: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    from torch.distributed import _symmetric_memory
+
+    return own, _symmetric_memory.rendezvous(own, group)
+
+
+def _all_can(can: bool, group: Any, index: int) -> bool:
+    """Whether every rank can; waits for all of them."""
+    answer = torch.tensor([int(can)], dtype=torch.int32, device=f"cuda:{index}")
+    dist.all_reduce(answer, dist.ReduceOp.MIN, group=group)
+    return bool(answer.item())
