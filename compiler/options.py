@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +108,12 @@ class Options:
         if unknown:
             raise ValueError(f"options: unknown {unknown}; expected some of {sorted(known)}")
         return cls(**given)
+
+
+def without(options: Options, pattern: str) -> Options:
+    """The options without a pattern."""
+    left = tuple(one.name for one in registered(options.patterns) if one.name != pattern)
+    return replace(options, patterns=left) if left else replace(options, fuel=0)
 
 
 def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:

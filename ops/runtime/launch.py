@@ -55,7 +55,9 @@ class Gpu:
             case SplitK(num_tiles, elements):
                 return _split_k_scratch(num_tiles, elements, self.device)
             case Peers():
-                index = torch.cuda.current_device() if self.device.index is None else self.device.index
+                index = (
+                    torch.cuda.current_device() if self.device.index is None else self.device.index
+                )
                 return peer_memory(step, self.device, partial(compiled_kernel, device_index=index))
             case Library(function, tensors):
                 return function(*tensors)

@@ -29,17 +29,20 @@ class AllReduceResidualNorm:
     op: str = "all_reduce_residual_norm"
 
     def anchors(self, flow: Dataflow) -> Iterator[Value]:
-        """Sums with a residual of what the ranks have summed."""
-        return (value for value in flow.values if match_rank_sum(value) is not None)
+        """Sums with a residual of what the ranks have summed, whose norm follows."""
+        for value in flow.values:
+            if match_rank_sum(value) is not None and _norm_of(value, flow) is not None:
+                yield value
 
     def match(self, anchor: Value, flow: Dataflow) -> Match:
         with as_advice(anchor):  # the library's collective computes the graph as it is
             return self._match(anchor, flow)
 
     def _match(self, anchor: Value, flow: Dataflow) -> Match:
-        found = match_rank_sum(anchor)
+        found, normed_by = match_rank_sum(anchor), _norm_of(anchor, flow)
         assert found is not None
-        normed, norm = _norm_of(anchor, flow)
+        assert normed_by is not None
+        normed, norm = normed_by
         _check(found, norm)
         made = found.part.matrix.shape
         whole = effects.reshape(effects.identity(made), anchor.shape)
@@ -71,17 +74,14 @@ class AllReduceResidualNorm:
         )
 
 
-def _norm_of(end: Value, flow: Dataflow) -> tuple[Value, Norm]:
-    """The norm of a value: of those that are one inside another the outermost."""
+def _norm_of(end: Value, flow: Dataflow) -> tuple[Value, Norm] | None:
+    """The norm of a value, with its result: of those that are one inside another the outermost."""
     norms = [
         (value, norm)
         for value in flow.downstream(end, _REACH)
         if (norm := rms_norm_of(value.whole)) is not None and norm.x == end.whole
     ]
-    if not norms:
-        message = "no RMS norm of the sum with the residual follows"
-        reject("COLLECTIVE", Stage.ACTIVATION, message, end)
-    return max(norms, key=lambda found: len(found[1].absorbed))
+    return max(norms, key=lambda found: len(found[1].absorbed), default=None)
 
 
 def _check(found: RankSum, norm: Norm) -> None:

@@ -43,7 +43,7 @@ def match_rank_sum(value: Value) -> RankSum | None:
 def _reduced(side: View) -> tuple[View, str, tuple[Value, ...]] | None:
     """One rank's part of what `side` is the sum of, the group, and the collective's values."""
     waited = side.value
-    if waited.op != _WAITED or not side.is_whole:
+    if waited.op != _WAITED or side != waited.whole.reshape(*side.shape):
         return None
     reduced = waited.operands[0].value
     if reduced.op != _REDUCED or not waited.operands[0].is_whole:

@@ -195,15 +195,16 @@ class Case:
 
 _ATTENTION = frozenset({"qkv_cache", "cache_attention"})
 _DENSE = _ATTENTION | {"linear_activation"}
-_MIXTURE = _ATTENTION | {"moe", "moe_router"}
-_LATENT = frozenset({"mla_latent_store", "mla_prefill", "moe", "moe_router"})
+_SUMMED = {"all_reduce_residual_norm"}
+_MIXTURE = _ATTENTION | {"moe", "moe_router"} | _SUMMED
+_LATENT = frozenset({"mla_latent_store", "mla_prefill", "moe", "moe_router"}) | _SUMMED
 WORLDS = {
     2: {
-        "llama by plan": Case("llama", by_plan, _DENSE, (5, 1)),
-        "llama by hand": Case("llama", by_hand, _DENSE),
+        "llama by plan": Case("llama", by_plan, _DENSE | _SUMMED, (5, 1)),
+        "llama by hand": Case("llama", by_hand, _DENSE | _SUMMED),
         "llama by sequence": Case("llama", by_sequence, _DENSE, (6,)),
         "llama by weights": Case("llama", by_weights, _DENSE | {"linear_residual"}, (5,), True),
-        "qwen3 by plan": Case("qwen3", by_plan, _DENSE),
+        "qwen3 by plan": Case("qwen3", by_plan, _DENSE | _SUMMED),
         "mixtral by plan": Case("mixtral", by_plan, _MIXTURE),
         "mixtral by experts": Case("mixtral", by_experts, _MIXTURE, (5, 1)),
         "gpt_oss by experts": Case("gpt_oss", by_experts, _MIXTURE, (5,), True),

@@ -9,16 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.interpreted import Interpreter, interpret
-from tilewright.codegen.collective.plan import MOST_PACKED_BYTES, most_tokens, reduce_config
-from tilewright.codegen.collective.specs import ReduceConfig, reduce_spec, shared_bytes
-from tilewright.codegen.targets import SM90
-from tilewright.ops.checks import ArgumentError
+from tests.interpreted import Interpreter
+from tilewright.codegen.collective.specs import ReduceConfig, shared_bytes
 from tilewright.ops.collective import all_reduce_residual_norm as op
 from tilewright.ops.collective.cases import ReduceCase, sample_reduce
 from tilewright.ops.collective.lowering import all_reduce_residual_norm_steps
 from tilewright.ops.collective.operands import reduce_problem
-from tilewright.ops.contract import _implementation
 from tilewright.ops.runtime.program import PeerMemory, drive
 
 CASES = {
