@@ -1,16 +1,16 @@
-"""Llama that two GPUs share: eager, stock torch.compile, tilewright; and the sum over ranks with its
-norm alone.
+"""Llama that two GPUs share: eager, stock torch.compile, tilewright; and the sum over ranks with
+its norm alone.
 
     torchrun --nproc-per-node 2 benchmarks/tensor_parallel.py [--parts op soak model] [--out DIR]
 
 Times are those of the slowest rank, in microseconds. op: T x 8192 of bfloat16, CUDA graphs of calls
-one after the other. `nccl`: the functional all-reduce, then what Inductor makes of residual and norm;
-`one_shot`, `two_shot`: PyTorch's kernels of symmetric memory, behind a copy into it, with the same
-norm; `packed`, `flags`: the two forms of our kernel; `op`: as planned. soak: ten thousand calls with
-random delays on either rank, after which both have the same bits. model: published dims, 8 layers,
-weights cut by hand as Megatron does, static cache, 4-D mask given; a step of wall clock without CUDA
-graphs (`wall_`), captured by `torch.cuda.graph` (`graph_`), and under mode="reduce-overhead" (`ro_`).
-Starts nothing new after --seconds.
+one after the other. `nccl`: the functional all-reduce, then what Inductor makes of residual and
+norm; `one_shot`, `two_shot`: PyTorch's kernels of symmetric memory, behind a copy into it, with the
+same norm; `packed`, `flags`: the two forms of our kernel; `op`: as planned. soak: ten thousand
+calls with random delays on either rank, after which both have the same bits. model: published dims,
+8 layers, weights cut by hand as Megatron does, static cache, 4-D mask given; a step of wall clock
+without CUDA graphs (`wall_`), captured by `torch.cuda.graph` (`graph_`), and under
+mode="reduce-overhead" (`ro_`). Starts nothing new after --seconds.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -32,7 +33,7 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed import _symmetric_memory as symm_mem
 
 from tilewright.codegen.collective.specs import ReduceConfig
-from tilewright.compiler import reports
+from tilewright.compiler import reports, tilewright
 from tilewright.ops.collective.all_reduce_residual_norm import OP, AllReduceResidualNormArguments
 from tilewright.ops.collective.lowering import all_reduce_residual_norm_steps
 from tilewright.ops.runtime.launch import Gpu
@@ -101,9 +102,8 @@ def add_and_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) 
     return total, norm_of(total, weight)
 
 
-def variants_of(tokens: int) -> tuple[AllReduceResidualNormArguments, dict[str, Callable[[], Any]]]:
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-    generator = torch.Generator("cuda").manual_seed(rank)
+def arguments(tokens: int) -> AllReduceResidualNormArguments:
+    generator = torch.Generator("cuda").manual_seed(dist.get_rank())
     made = partial(torch.randn, device="cuda", dtype=torch.bfloat16)
     x = made(tokens, COLUMNS, generator=generator)
     generator.manual_seed(99)
@@ -111,10 +111,15 @@ def variants_of(tokens: int) -> tuple[AllReduceResidualNormArguments, dict[str, 
         made(tokens, COLUMNS, generator=generator),
         made(COLUMNS, generator=generator),
     )
-    name = dist.group.WORLD.group_name
-    a = AllReduceResidualNormArguments(
+    name, ranks = dist.group.WORLD.group_name, dist.get_world_size()
+    return AllReduceResidualNormArguments(
         x, residual, weight, group=name, num_ranks=ranks, norm_eps=1e-5
     )
+
+
+def variants_of(a: AllReduceResidualNormArguments) -> dict[str, Callable[[], Any]]:
+    x, residual, weight, name, tokens = a.x, a.residual, a.norm_weight, a.group, a.x.shape[0]
+    assert weight is not None
     torch._dynamo.reset()
     compiled, norm = torch.compile(by_nccl), torch.compile(add_and_norm)
     calls: dict[str, Callable[[], Any]] = {"nccl": lambda: compiled(x, residual, weight)}
@@ -152,7 +157,7 @@ def variants_of(tokens: int) -> tuple[AllReduceResidualNormArguments, dict[str, 
     if tokens > 256:
         calls["flags_512_w8"] = partial(ours, ReduceConfig(False, 512, 8))
     calls["op"] = lambda: OP.call(a)
-    return a, calls
+    return calls
 
 
 def errors(a: AllReduceResidualNormArguments, results: Any) -> list[float]:
@@ -172,7 +177,8 @@ def run_op(given: argparse.Namespace) -> None:
     for tokens in given.tokens:
         if not in_time(given):
             return
-        a, calls = variants_of(tokens)
+        a = arguments(tokens)
+        calls = variants_of(a)
         count = 20 if tokens <= 256 else 4
         graphs, row = {}, {"part": "op", "tokens": tokens, "columns": COLUMNS}
         for name, call in calls.items():
@@ -186,30 +192,33 @@ def run_op(given: argparse.Namespace) -> None:
         say(row | slowest(times), given.out)
 
 
-def run_soak(given: argparse.Namespace) -> None:
+def soak(a: AllReduceResidualNormArguments, replays: int) -> dict[str, Any]:
     """Each rank's x comes of the call before it, so that one wrong bit stays to the end."""
-    for tokens in (1, 48):
-        a, _ = variants_of(tokens)
-        x, factor = a.x.clone(), 1.0 + 0.5 * dist.get_rank()
-        args, kwargs = OP.split(a)
-        args[0] = x
+    x, residual, factor = a.x.clone(), a.residual.clone(), 1.0 + 0.5 * dist.get_rank()
+    call = replace(a, x=x, residual=residual)
 
-        def step() -> None:
-            total, normed = OP.torch_op(*args, **kwargs)
-            x.copy_(normed * factor)
-            args[1].copy_(total * 0.5)
+    def step() -> None:
+        total, normed = OP.call(call)
+        x.copy_(normed * factor)
+        residual.copy_(total * 0.5)
 
-        graph = capture([step] * 10)
-        delays = torch.Generator().manual_seed(dist.get_rank())
-        started = time.perf_counter()
-        for _ in range(1000):
-            if int(torch.randint(0, 10, (1,), generator=delays)) == 0:
-                torch.cuda._sleep(int(torch.randint(1000, 300_000, (1,), generator=delays)))
-            graph.replay()
-        torch.cuda.synchronize()
-        row = {"part": "soak", "tokens": tokens, "calls": 10_000, "same": same_on_all(args[1])}
-        finite = bool(args[1].isfinite().all())
-        say(row | {"finite": finite, "seconds": time.perf_counter() - started}, given.out)
+    graph = capture([step] * 10)
+    delays = torch.Generator().manual_seed(dist.get_rank())
+    started = time.perf_counter()
+    for _ in range(replays):
+        if int(torch.randint(0, 10, (1,), generator=delays)) == 0:
+            torch.cuda._sleep(int(torch.randint(1000, 300_000, (1,), generator=delays)))
+        graph.replay()
+    torch.cuda.synchronize()
+    seconds = round(time.perf_counter() - started, 1)
+    finite = bool(residual.isfinite().all())
+    return {"same": same_on_all(residual), "finite": finite, "seconds": seconds}
+
+
+def run_soak(given: argparse.Namespace) -> None:
+    for tokens in (1, 48, 300):
+        row = {"part": "soak", "tokens": tokens, "calls": 10_000}
+        say(row | soak(arguments(tokens), 1000), given.out)
 
 
 # --- a model --------------------------------------------------------------------------------------
@@ -257,14 +266,26 @@ def wall_us(call: Callable[[], Any], steps: int = 20) -> float:
     return 1e6 * (time.perf_counter() - started) / steps
 
 
+def caller(forward: Any, cache: Any, position: int, inputs: dict[str, Any]) -> Callable[[], Any]:
+    """A step on a cache that holds `position` tokens."""
+    from decode_cache import rewind
+
+    def call() -> Any:
+        rewind(cache, position)
+        torch.compiler.cudagraph_mark_step_begin()
+        return forward(past_key_values=cache, use_cache=True, **inputs).logits
+
+    return call
+
+
 def forwards(model: Any) -> Iterator[tuple[str, Any]]:
     yield "eager", model
     yield "stock", torch.compile(model)
-    yield "ours", torch.compile(model, backend="tilewright")
+    yield "ours", torch.compile(model, backend=tilewright)
 
 
 def run_model(given: argparse.Namespace, name: str) -> None:
-    from decode_cache import generate_inputs, new_cache, rewind
+    from decode_cache import generate_inputs, new_cache
     from end_to_end_models import build
 
     model = cut(build(name, given.layers))
@@ -272,6 +293,7 @@ def run_model(given: argparse.Namespace, name: str) -> None:
         if not in_time(given):
             return
         torch._dynamo.reset()
+        before = len(reports())
         batch, tokens = map(int, case.split("x"))
         position = 1000 if tokens == 1 else 0
         ids = torch.randint(
@@ -284,7 +306,7 @@ def run_model(given: argparse.Namespace, name: str) -> None:
         if case in given.reduce_overhead:
             whole = {
                 "stock": torch.compile(model, mode="reduce-overhead"),
-                "ours": torch.compile(model, backend="tilewright", mode="reduce-overhead"),
+                "ours": torch.compile(model, backend=tilewright, mode="reduce-overhead"),
             }
             modes.append(("ro_", whole))
         for mode, found in modes:
@@ -293,13 +315,7 @@ def run_model(given: argparse.Namespace, name: str) -> None:
                 inputs = generate_inputs(model, cache, ids, position, padded=False)
                 kept.append((cache, inputs))
 
-                def call(forward: Any = forward, cache: Any = cache, inputs: Any = inputs) -> Any:
-                    rewind(cache, position)
-                    torch.compiler.cudagraph_mark_step_begin()
-                    return forward(
-                        input_ids=ids, past_key_values=cache, use_cache=True, **inputs
-                    ).logits
-
+                call = caller(forward, cache, position, {"input_ids": ids, **inputs})
                 started = time.perf_counter()
                 logits = call().float().clone()
                 row[f"{mode}{variant}_first_s"] = round(time.perf_counter() - started, 1)
@@ -313,9 +329,10 @@ def run_model(given: argparse.Namespace, name: str) -> None:
                     dist.barrier()
         times = interleaved_us(graphs, 1, rounds=10, replays=5, before_round=dist.barrier)
         row |= slowest({f"graph_{variant}": t for variant, t in times.items()})
-        ops = [match.op for report in reports() for match in report.matches]
+        found_here = reports()[before:]
+        ops = [match.op for report in found_here for match in report.matches]
         row["fused"] = {op: ops.count(op) for op in dict.fromkeys(ops)}
-        row["notes"] = [note for report in reports() for note in report.notes]
+        row["notes"] = [note for report in found_here for note in report.notes]
         say(row, given.out)
         del graphs, kept
 

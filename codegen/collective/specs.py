@@ -1,4 +1,4 @@
-"""The kernel spec of `all_reduce_residual_norm`, its grid, and the memory that ranks share for it."""
+"""The kernel spec of `all_reduce_residual_norm`, its grid, and the memory that ranks share."""
 
 from __future__ import annotations
 
@@ -78,3 +78,10 @@ def shared_bytes(problem: ReduceProblem, config: ReduceConfig) -> int:
     row = problem.n // 2 if config.packed else problem.n // 4
     slots = config.blocks * RING * problem.num_ranks
     return WORD_BYTES * (_flags(problem, config) + slots * row)
+
+
+def shared_form(problem: ReduceProblem, config: ReduceConfig) -> str:
+    """What kernels that use the same memory have in common. Where a rank's tensors lie is no part
+    of it."""
+    form = "packed" if config.packed else "flags"
+    return f"{problem.num_ranks} x {problem.x.dtype}[{problem.n}] {form} x{config.blocks}"

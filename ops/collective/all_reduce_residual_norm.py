@@ -1,5 +1,5 @@
-"""`all_reduce_residual_norm`: the ranks' parts of a linear summed, the residual added, and the norm of
-that, which the next layer's linears read.
+"""`all_reduce_residual_norm`: the ranks' parts of a linear summed, the residual added, and the norm
+of that, which the next layer's linears read.
 
 Every rank gets the same bits. Through memory that the ranks share where they have it; else by the
 collective that the graph had, and a kernel for the rest.

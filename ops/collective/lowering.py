@@ -15,6 +15,7 @@ from tilewright.codegen.collective.specs import (
     reduce_grid,
     reduce_spec,
     shared_bytes,
+    shared_form,
 )
 from tilewright.codegen.targets import Target
 from tilewright.ops.collective.operands import reduce_problem
@@ -61,9 +62,8 @@ def _through_peers(
     """Gives the tiles, or None where the ranks share no memory."""
     problem, tokens = reduce_problem(a, a.num_ranks), a.x.shape[0]
     config, spec = _chosen(problem, tokens, target, config=config)
-    shared: PeerMemory | None = yield Peers(
-        a.group, a.num_ranks, shared_bytes(problem, config), config.blocks, spec
-    )
+    form, nbytes = shared_form(problem, config), shared_bytes(problem, config)
+    shared: PeerMemory | None = yield Peers(a.group, form, nbytes, config.blocks, spec)
     if shared is None:
         return None
     peers = {"peers_ptr": shared.addresses, "steps_ptr": shared.sent, "rank": shared.rank}

@@ -1,29 +1,30 @@
 """Memory that every rank of a group reaches, and ranks that agree on it.
 
-torch's symmetric memory: each rank allocates, and all learn the addresses. A kernel through it waits
-for the other ranks, so that all take it or none: one that cannot (another backend, GPUs that do not
-reach each other, a kernel that does not compile) says so to the others first.
+torch's symmetric memory: each rank allocates, and all learn the addresses. A kernel through it
+waits for the other ranks, so that all take it or none: one that cannot (another backend, GPUs that
+do not reach each other, a kernel that does not compile) says so to the others first.
 """
 
 from __future__ import annotations
 
 import logging
+import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import triton
 
 from tilewright.codegen.spec import KernelSpec
 from tilewright.ops.runtime.isolation import apart
-from tilewright.ops.runtime.program import Peers, PeerMemory
+from tilewright.ops.runtime.program import PeerMemory, Peers
 
 log = logging.getLogger("tilewright")
 
-# By group and kernel: the group itself (another may have its name later), and what was made.
-_shared: dict[tuple[str, int, KernelSpec], tuple[Any, PeerMemory | None]] = {}
+# By group, device and form: the group itself (another may have its name later), and what was made.
+_shared: dict[tuple[str, int, str], tuple[Any, PeerMemory | None]] = {}
 # What keeps the memory of `_shared` allocated.
 _kept: list[Any] = []
 
@@ -57,7 +58,7 @@ def peer_memory(
     """The memory of a step, made at its first call on all ranks; None where they do without. A call
     whose launches are captured makes none: the ranks would wait for each other in the graph."""
     index = torch.cuda.current_device() if device.index is None else device.index
-    key, group = (wanted.group, index, wanted.spec), group_named(wanted.group)
+    key, group = (wanted.group, index, wanted.form), group_named(wanted.group)
     known = _shared.get(key)
     if known is not None and known[0] is group:
         return known[1]
@@ -77,8 +78,8 @@ def _agreed_memory(
         made: Any = None
         for step in steps:
             made, why = _attempt(step, made)
-            if not _all_can(why is None, group, index):
-                why = why or "another rank cannot"
+            if not _all_can(why is None, wanted.form, group, index):
+                why = why or "another rank cannot, or has other releases"
                 log.warning("no symmetric memory in group %s, NCCL instead: %s", wanted.group, why)
                 return None
         own, meeting = made
@@ -114,8 +115,11 @@ def _meeting(group: str, own: torch.Tensor) -> tuple[torch.Tensor, Any]:
     return own, _symmetric_memory.rendezvous(own, group)
 
 
-def _all_can(can: bool, group: Any, index: int) -> bool:
-    """Whether every rank can; waits for all of them."""
-    answer = torch.tensor([int(can)], dtype=torch.int32, device=f"cuda:{index}")
-    dist.all_reduce(answer, dist.ReduceOp.MIN, group=group)
-    return bool(answer.item())
+def _all_can(can: bool, form: str, group: Any, index: int) -> bool:
+    """Whether every rank can, with kernels of the same form and releases; waits for all of them."""
+    text = f"{form} {torch.__version__} {triton.__version__}"
+    mark = zlib.crc32(text.encode())
+    answers = torch.tensor([int(can), mark, -mark], dtype=torch.int64, device=f"cuda:{index}")
+    dist.all_reduce(answers, dist.ReduceOp.MIN, group=group)
+    all_can, least, most = answers.tolist()
+    return bool(all_can) and least == -most

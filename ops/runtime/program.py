@@ -73,12 +73,15 @@ class Library:
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """Memory of so many bytes on each rank of a group, zero at first, that all of them reach, for
-    the launches of one kernel. programs: of a launch at most. Answer: a PeerMemory, the same at
-    every call; None where the ranks have none."""
+    """Memory of so many bytes on each rank of a group, zero at first, that all of them reach.
+
+    form: how kernels use it; calls of one form have the same memory, on all ranks. programs: of a
+    launch at most. spec: a kernel that this rank must be able to compile. Answer: a PeerMemory, the
+    same at every call; None where the ranks have none.
+    """
 
     group: str
-    num_ranks: int
+    form: str
     nbytes: int
     programs: int
     spec: KernelSpec

@@ -1,5 +1,5 @@
-"""What follows a linear that ranks share: their parts are summed, the residual is added, and the next
-layer's linears read the norm of that.
+"""What follows a linear that ranks share: their parts are summed, the residual is added, and the
+next layer's linears read the norm of that.
 
     summed = residual + all_reduce(part)
     normed = rms_norm(summed) * norm_weight      ⇒   all_reduce_residual_norm(part, residual, ...)

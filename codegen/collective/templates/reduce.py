@@ -1,4 +1,4 @@
-"""A sum over ranks, the residual and its norm in one kernel, through memory that every rank reaches.
+"""A sum over ranks, the residual and its norm in one kernel, through memory that all ranks reach.
 
 Each rank has a ring of two slots for each program: a program writes its row into that slot of every
 other rank, waits until theirs are there, and adds them in the order of ranks, so that all ranks get
