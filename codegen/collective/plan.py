@@ -11,8 +11,6 @@ from tilewright.codegen.targets import Target
 MOST_COLUMNS = 16384
 # Columns that rows are whole words of, aligned to 16 bytes.
 COLUMN_STEP = 8
-# Each rank takes part in the kernel's code.
-MOST_RANKS = 16
 # Up to so many bytes of x the words that show by themselves arrive first; above, half the bytes.
 MOST_PACKED_BYTES = 1 << 20
 # Every rank gets all rows of all others. Of two ranks that is what a ring sends, too; of more it is

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tilewright.codegen.collective.plan import COLUMN_STEP, MOST_COLUMNS, MOST_RANKS
+from tilewright.codegen.collective.plan import COLUMN_STEP, MOST_COLUMNS
 from tilewright.codegen.collective.problem import ReduceProblem
 from tilewright.ops.runtime.operands import operand, operand_of
 from tilewright.ops.runtime.peers import obstacle
@@ -21,8 +21,6 @@ def unsupported(a: Any) -> str | None:
     columns = a.x.shape[1]
     if columns > MOST_COLUMNS or columns % COLUMN_STEP or columns == 0:
         return f"{columns} columns: expected a multiple of {COLUMN_STEP} up to {MOST_COLUMNS}"
-    if a.num_ranks > MOST_RANKS:
-        return f"{a.num_ranks} ranks: up to {MOST_RANKS} read each other's rows"
     return obstacle(a.group) if a.num_ranks > 1 else None
 
 

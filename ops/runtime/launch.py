@@ -23,7 +23,16 @@ from tilewright.codegen.targets import Target
 from tilewright.ops.runtime.device import target_of
 from tilewright.ops.runtime.isolation import apart
 from tilewright.ops.runtime.peers import peer_memory
-from tilewright.ops.runtime.program import Buffer, Launch, Library, Machine, Peers, SplitK, Step
+from tilewright.ops.runtime.program import (
+    Buffer,
+    Launch,
+    Library,
+    Machine,
+    PeerMemory,
+    Peers,
+    SplitK,
+    Step,
+)
 
 # Counters come out of one zeroed slab per device; a stream takes this many at a time.
 _SLAB_COUNTERS = 1 << 18
@@ -55,13 +64,15 @@ class Gpu:
             case SplitK(num_tiles, elements):
                 return _split_k_scratch(num_tiles, elements, self.device)
             case Peers():
-                index = (
-                    torch.cuda.current_device() if self.device.index is None else self.device.index
-                )
-                return peer_memory(step, self.device, partial(compiled_kernel, device_index=index))
+                return self._peer_memory(step)
             case Library(function, tensors):
                 return function(*tensors)
         return None
+
+    def _peer_memory(self, step: Peers) -> PeerMemory | None:
+        index = torch.cuda.current_device() if self.device.index is None else self.device.index
+        made = peer_memory(step, index, partial(compiled_kernel, step.spec, index), apart)
+        return None if made is None else PeerMemory(*made)
 
     def maker(self, buffer: Buffer) -> Callable[[], torch.Tensor]:
         return partial(torch.empty, tuple(buffer.shape), dtype=buffer.dtype, device=self.device)

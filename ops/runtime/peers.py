@@ -17,14 +17,13 @@ import torch
 import torch.distributed as dist
 import triton
 
-from tilewright.codegen.spec import KernelSpec
-from tilewright.ops.runtime.isolation import apart
-from tilewright.ops.runtime.program import PeerMemory, Peers
-
 log = logging.getLogger("tilewright")
 
+# (addresses, sent, rank) of a `ops.runtime.program.PeerMemory`.
+Memory = tuple[int, int, int]
+
 # By group, device and form: the group itself (another may have its name later), and what was made.
-_shared: dict[tuple[str, int, str], tuple[Any, PeerMemory | None]] = {}
+_shared: dict[tuple[str, int, str], tuple[Any, Memory | None]] = {}
 # What keeps the memory of `_shared` allocated.
 _kept: list[Any] = []
 
@@ -53,11 +52,14 @@ def obstacle(name: str) -> str | None:
 
 
 def peer_memory(
-    wanted: Peers, device: torch.device, compiled: Callable[[KernelSpec], Any]
-) -> PeerMemory | None:
-    """The memory of a step, made at its first call on all ranks; None where they do without. A call
-    whose launches are captured makes none: the ranks would wait for each other in the graph."""
-    index = torch.cuda.current_device() if device.index is None else device.index
+    wanted: Any, index: int, compiled: Callable[[], Any], apart: Callable[..., Memory | None]
+) -> Memory | None:
+    """The memory of a step, a `Peers`, on the device of this index: made at its first call on all
+    ranks; None where they do without. A call whose launches are captured makes none: the ranks
+    would wait for each other in the graph.
+
+    compiled: compiles the kernel. apart: calls a function out of sight of the caller's stream.
+    """
     key, group = (wanted.group, index, wanted.form), group_named(wanted.group)
     known = _shared.get(key)
     if known is not None and known[0] is group:
@@ -70,11 +72,11 @@ def peer_memory(
 
 
 def _agreed_memory(
-    wanted: Peers, group: Any, index: int, compiled: Callable[[KernelSpec], Any]
-) -> PeerMemory | None:
+    wanted: Any, group: Any, index: int, compiled: Callable[[], Any]
+) -> Memory | None:
     """What all ranks have made, or None on all."""
     with torch.cuda.device(index):
-        steps = [partial(_allocated, wanted, compiled, index), partial(_meeting, wanted.group)]
+        steps = [partial(_allocated, wanted.nbytes, compiled, index), _met(wanted.group)]
         made: Any = None
         for step in steps:
             made, why = _attempt(step, made)
@@ -87,7 +89,7 @@ def _agreed_memory(
         sent = torch.zeros(wanted.programs, dtype=torch.int32, device=own.device)
         torch.cuda.current_stream().synchronize()
     _kept.append((own, meeting, addresses, sent))
-    return PeerMemory(addresses.data_ptr(), sent.data_ptr(), meeting.rank)
+    return addresses.data_ptr(), sent.data_ptr(), meeting.rank
 
 
 def _attempt(step: Callable[[Any], Any], made: Any) -> tuple[Any, str | None]:
@@ -97,22 +99,25 @@ def _attempt(step: Callable[[Any], Any], made: Any) -> tuple[Any, str | None]:
         return None, f"{type(error).__name__}: {error}"
 
 
-def _allocated(
-    wanted: Peers, compiled: Callable[[KernelSpec], Any], index: int, _: Any
-) -> torch.Tensor:
+def _allocated(nbytes: int, compiled: Callable[[], Any], index: int, _: Any) -> torch.Tensor:
     from torch.distributed import _symmetric_memory
 
-    compiled(wanted.spec)
-    own = _symmetric_memory.empty(wanted.nbytes, dtype=torch.uint8, device=f"cuda:{index}")
+    compiled()
+    own = _symmetric_memory.empty(nbytes, dtype=torch.uint8, device=f"cuda:{index}")
     own.zero_()
     torch.cuda.current_stream().synchronize()  # before anyone writes
     return own
 
 
-def _meeting(group: str, own: torch.Tensor) -> tuple[torch.Tensor, Any]:
-    from torch.distributed import _symmetric_memory
+def _met(group: str) -> Callable[[torch.Tensor], tuple[torch.Tensor, Any]]:
+    """Exchanges addresses with the other ranks."""
 
-    return own, _symmetric_memory.rendezvous(own, group)
+    def meet(own: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        from torch.distributed import _symmetric_memory
+
+        return own, _symmetric_memory.rendezvous(own, group)
+
+    return meet
 
 
 def _all_can(can: bool, form: str, group: Any, index: int) -> bool:

@@ -87,7 +87,7 @@ def sum_over_ranks(
     own = x.to(tl.float32)
     if PACKED:
         row = packed_row(x, step, PAIRS)
-    for to in tl.static_range(RANKS):
+    for to in range(RANKS):
         if to != rank:
             slot = slot_of(peers_ptr, to, rank, block, step, RANKS, WORDS)
             if PACKED:
@@ -97,12 +97,12 @@ def sum_over_ranks(
     if not PACKED:
         # All threads' stores come before the one thread's flag.
         tl.debug_barrier()
-        for to in tl.static_range(RANKS):
+        for to in range(RANKS):
             if to != rank:
                 flag = slot_of(peers_ptr, to, rank, block, step, RANKS, 1)
                 tl.atomic_xchg(flag, step.to(tl.int64), sem="release", scope="sys")
     total = tl.zeros((BLOCK,), tl.float32)
-    for of in tl.static_range(RANKS):
+    for of in range(RANKS):
         part = own
         if of != rank:
             slot = slot_of(peers_ptr, rank, of, block, step, RANKS, WORDS)
