@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import triton
 
 log = logging.getLogger("tilewright")
 
@@ -122,6 +121,8 @@ def _met(group: str) -> Callable[[torch.Tensor], tuple[torch.Tensor, Any]]:
 
 def _all_can(can: bool, form: str, group: Any, index: int) -> bool:
     """Whether every rank can, with kernels of the same form and releases; waits for all of them."""
+    import triton
+
     text = f"{form} {torch.__version__} {triton.__version__}"
     mark = zlib.crc32(text.encode())
     answers = torch.tensor([int(can), mark, -mark], dtype=torch.int64, device=f"cuda:{index}")
