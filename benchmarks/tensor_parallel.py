@@ -6,11 +6,15 @@ its norm alone.
 Times are those of the slowest rank, in microseconds. op: T x 8192 of bfloat16, CUDA graphs of calls
 one after the other. `nccl`: the functional all-reduce, then what Inductor makes of residual and
 norm; `one_shot`, `two_shot`: PyTorch's kernels of symmetric memory, behind a copy into it, with the
-same norm; `packed`, `flags`: the two forms of our kernel; `op`: as planned. soak: ten thousand
-calls with random delays on either rank, after which both have the same bits. model: published dims,
-8 layers, weights cut by hand as Megatron does, static cache, 4-D mask given; a step of wall clock
-without CUDA graphs (`wall_`), captured by `torch.cuda.graph` (`graph_`), and under
-mode="reduce-overhead" (`ro_`). Starts nothing new after --seconds.
+same norm; `ours`: the fused op. soak: ten thousand calls with random delays on either rank, after
+which both have the same bits. model: published dims, 8 layers, weights cut by hand as Megatron
+does, static cache, 4-D mask given; a step of wall clock without CUDA graphs (`wall_`), captured by
+`torch.cuda.graph` (`graph_`), and under mode="reduce-overhead" (`ro_`). Starts nothing new after
+--seconds.
+
+A capture is warmed up first: NCCL makes its communicator at the first collective, and in a capture
+that fails; a rank that fails alone leaves the others in the collective. What PyTorch's own graphs
+record frees cuBLAS's workspaces, those of captures before it, too: `ro_` comes first.
 """
 
 from __future__ import annotations
@@ -29,32 +33,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from timing import capture, interleaved_us, keep
 from torch.distributed import _functional_collectives as functional
 from torch.distributed import _symmetric_memory as symm_mem
 
-from tilewright.codegen.collective.specs import ReduceConfig
 from tilewright.compiler import reports, tilewright
 from tilewright.ops.collective.all_reduce_residual_norm import OP, AllReduceResidualNormArguments
-from tilewright.ops.collective.lowering import all_reduce_residual_norm_steps
-from tilewright.ops.runtime.launch import Gpu
-from tilewright.ops.runtime.program import drive
-from tilewright.ops.runtime.timing import capture, interleaved_us
 
 COLUMNS = 8192
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 8192)
 CASES = ("1x1", "16x1", "64x1", "1x1024")
 PATIENCE_S = 60
 STARTED = time.perf_counter()
+ROWS: list[dict[str, Any]] = []
 
 
 def say(row: dict[str, Any], out: Path | None) -> None:
-    """One line of the results, from rank 0, at once."""
+    """One line of the results, kept at once by rank 0."""
+    ROWS.append({"at": round(time.perf_counter() - STARTED), **row})
     if dist.get_rank() == 0:
-        line = json.dumps({"at": round(time.perf_counter() - STARTED), **row})
-        print(line, flush=True)
-        if out is not None:
-            with (out / "tensor_parallel.jsonl").open("a") as file:
-                file.write(line + "\n")
+        print(json.dumps(ROWS[-1]), flush=True)
+        keep("tensor_parallel", ROWS, out)
 
 
 def slowest(times: dict[str, float]) -> dict[str, float]:
@@ -139,24 +138,7 @@ def variants_of(a: AllReduceResidualNormArguments) -> dict[str, Callable[[], Any
             return norm(shared, residual, weight)
 
         calls |= {"one_shot": one_shot, "two_shot": two_shot}
-    machine = Gpu(x.device)
-
-    def ours(config: ReduceConfig) -> Any:
-        steps = all_reduce_residual_norm_steps(a, machine.target, config)
-        outcome = drive(steps, machine).outcome
-        assert outcome.name == "peer kernel", outcome
-        return outcome.result
-
-    if tokens <= 1024:
-        blocks = min(tokens, 128)
-        calls["packed"] = partial(ours, ReduceConfig(True, blocks, 16))
-        calls["packed_w8"] = partial(ours, ReduceConfig(True, blocks, 8))
-    for blocks in (128, 256, 512):
-        if blocks == 128 or tokens > blocks // 2:
-            calls[f"flags_{blocks}"] = partial(ours, ReduceConfig(False, blocks, 16))
-    if tokens > 256:
-        calls["flags_512_w8"] = partial(ours, ReduceConfig(False, 512, 8))
-    calls["op"] = lambda: OP.call(a)
+    calls["ours"] = lambda: OP.call(a)
     return calls
 
 
@@ -278,10 +260,11 @@ def caller(forward: Any, cache: Any, position: int, inputs: dict[str, Any]) -> C
     return call
 
 
-def forwards(model: Any) -> Iterator[tuple[str, Any]]:
-    yield "eager", model
-    yield "stock", torch.compile(model)
-    yield "ours", torch.compile(model, backend=tilewright)
+def forwards(model: Any, **options: Any) -> Iterator[tuple[str, Any]]:
+    if not options:
+        yield "eager", model
+    yield "stock", torch.compile(model, **options)
+    yield "ours", torch.compile(model, backend=tilewright, **options)
 
 
 def run_model(given: argparse.Namespace, name: str) -> None:
@@ -301,14 +284,10 @@ def run_model(given: argparse.Namespace, name: str) -> None:
             generator=torch.Generator("cuda").manual_seed(7),
         )  # fmt: skip
         row = {"part": "model", "model": name, "case": case, "layers": given.layers}
-        graphs, kept, exact = {}, [], None
+        graphs, kept, logits = {}, [], {}
         modes = [("", dict(forwards(model)))]
         if case in given.reduce_overhead:
-            whole = {
-                "stock": torch.compile(model, mode="reduce-overhead"),
-                "ours": torch.compile(model, backend=tilewright, mode="reduce-overhead"),
-            }
-            modes.append(("ro_", whole))
+            modes.insert(0, ("ro_", dict(forwards(model, mode="reduce-overhead"))))
         for mode, found in modes:
             for variant, forward in found.items():
                 cache = new_cache(model, batch, 2048)
@@ -317,17 +296,17 @@ def run_model(given: argparse.Namespace, name: str) -> None:
 
                 call = caller(forward, cache, position, {"input_ids": ids, **inputs})
                 started = time.perf_counter()
-                logits = call().float().clone()
+                logits[mode + variant] = call().float().clone()
                 row[f"{mode}{variant}_first_s"] = round(time.perf_counter() - started, 1)
-                exact = logits if exact is None else exact
-                difference = ((logits - exact).norm() / exact.norm()).item()
-                row[f"{mode}{variant}_difference"] = float(f"{difference:.1e}")
-                row[f"{mode}{variant}_same"] = same_on_all(logits)
+                row[f"{mode}{variant}_same"] = same_on_all(logits[mode + variant])
                 row |= slowest({f"{mode}wall_{variant}": wall_us(call)})
                 if not mode:
                     graphs[variant] = capture([call], warmup=2)
                     dist.barrier()
         times = interleaved_us(graphs, 1, rounds=10, replays=5, before_round=dist.barrier)
+        for variant, made in logits.items():
+            difference = ((made - logits["eager"]).norm() / logits["eager"].norm()).item()
+            row[f"{variant}_difference"] = float(f"{difference:.1e}")
         row |= slowest({f"graph_{variant}": t for variant, t in times.items()})
         found_here = reports()[before:]
         ops = [match.op for report in found_here for match in report.matches]

@@ -21,7 +21,12 @@ from tilewright.compiler.report import GraphReport, Lowered, break_miss
 from tilewright.compiler.report.failures import StrictError, raise_strictly
 from tilewright.compiler.report.kept import KeptReport, kept
 from tilewright.compiler.safety.overlap import unfused_where_inputs_meet
-from tilewright.compiler.safety.ranks import SHARED, disagreement, telling_of_failure
+from tilewright.compiler.safety.ranks import (
+    SHARED,
+    disagreement,
+    sums_over_ranks,
+    telling_of_failure,
+)
 from tilewright.compiler.verify import verified
 from tilewright.patterns.language import CAPTURE, REPORT_IT, Miss, Stage
 
@@ -56,6 +61,9 @@ def tilewright(
 def _compiled(
     gm: fx.GraphModule, example_inputs: Sequence[Any], chosen: Options, mode: str | None
 ) -> Callable[..., Any]:
+    if chosen.verify and sums_over_ranks(gm):
+        # A rank that finds a mismatch goes back to the original, and must not do so alone.
+        chosen = without(chosen, SHARED)
     found = _fuse_or_not(gm, example_inputs, chosen)
     breaks = why_graph_ended(gm)
     if torch.is_grad_enabled() and _needing_grad(example_inputs):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tilewright.codegen.arithmetic import next_power_of_2
+from tilewright.codegen.arithmetic import ELEMENT_BYTES, next_power_of_2
 from tilewright.codegen.collective.problem import ReduceProblem
 from tilewright.codegen.operand import Operand
 from tilewright.codegen.spec import KernelSpec, constants_of
@@ -18,14 +18,13 @@ PATIENCE = 1 << 30
 
 @dataclass(frozen=True)
 class ReduceConfig:
-    """blocks: programs at most. packed: every half word of data comes with its row's number."""
+    """blocks: programs at most, each with slots of its own."""
 
-    packed: bool
     blocks: int
     num_warps: int
 
     def __str__(self) -> str:
-        return f"{'packed' if self.packed else 'flags'} x{self.blocks} w{self.num_warps}"
+        return f"x{self.blocks} w{self.num_warps}"
 
 
 def reduce_spec(problem: ReduceProblem, config: ReduceConfig, target: str) -> KernelSpec:
@@ -42,7 +41,6 @@ def reduce_spec(problem: ReduceProblem, config: ReduceConfig, target: str) -> Ke
             "NORM_STRIDE": problem.norm_weight.strides[0] if problem.norm_weight else 0,
             "BLOCK": next_power_of_2(problem.n),
             "RANKS": problem.num_ranks,
-            "PACKED": config.packed,
             "FLAGS": _flags(problem, config),
             "LIMIT": PATIENCE,
         },
@@ -70,18 +68,16 @@ def reduce_grid(config: ReduceConfig, num_tokens: int) -> tuple[int]:
 
 def _flags(problem: ReduceProblem, config: ReduceConfig) -> int:
     """Words of the flags, one for each slot of each rank's rows."""
-    return 0 if config.packed else config.blocks * RING * problem.num_ranks
+    return config.blocks * RING * problem.num_ranks
 
 
 def shared_bytes(problem: ReduceProblem, config: ReduceConfig) -> int:
     """What each rank gives the others to write into: flags, then slots."""
-    row = problem.n // 2 if config.packed else problem.n // 4
-    slots = config.blocks * RING * problem.num_ranks
-    return WORD_BYTES * (_flags(problem, config) + slots * row)
+    flags, row = _flags(problem, config), ELEMENT_BYTES[problem.x.dtype] * problem.n
+    return int(flags * (WORD_BYTES + row))
 
 
 def shared_form(problem: ReduceProblem, config: ReduceConfig) -> str:
     """What kernels that use the same memory have in common. Where a rank's tensors lie is no part
     of it."""
-    form = "packed" if config.packed else "flags"
-    return f"{problem.num_ranks} x {problem.x.dtype}[{problem.n}] {form} x{config.blocks}"
+    return f"{problem.num_ranks} x {problem.x.dtype}[{problem.n}] x{config.blocks}"

@@ -73,23 +73,34 @@ def telling_of_failure(gm: fx.GraphModule) -> Iterator[None]:
         raise
 
 
+def sums_over_ranks(gm: fx.GraphModule) -> bool:
+    """Whether ranks that are there sum something in a graph."""
+    return bool(_sums(gm.graph))
+
+
 def _shared_of(graph: fx.Graph) -> list[_Shared]:
     """What each group sums in a graph that is compiled now."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_backend() == "fake":
-        return []
-    sums: dict[str, list[str]] = {}
-    for node in graph.nodes:
-        group = _group_of(node)
-        if group is not None:
-            made = [str(tuple(t.shape)) for t in _compat.tensors_of(node)]
-            sums.setdefault(group, []).append(f"{name_of(node)} {made}")
     found = []
-    for group, said in sums.items():
+    for group, said in _sums(graph).items():
         text = "\n".join([str(_members(group)), *said])
         place = f"tilewright/{hashlib.sha256(text.encode()).hexdigest()[:16]}"
         shared = _known.setdefault(place, _Shared(group, place))
         shared.compiled += 1
         found.append(shared)
+    return found
+
+
+def _sums(graph: fx.Graph) -> dict[str, list[str]]:
+    """The collectives of each group, with the shapes that they give; none under torch's fake group,
+    whose other ranks are not there."""
+    found: dict[str, list[str]] = {}
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_backend() == "fake":
+        return found
+    for node in graph.nodes:
+        group = _group_of(node)
+        if group is not None:
+            made = [str(tuple(t.shape)) for t in _compat.tensors_of(node)]
+            found.setdefault(group, []).append(f"{name_of(node)} {made}")
     return found
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from tilewright.codegen.arithmetic import next_power_of_2
 from tilewright.codegen.collective.plan import most_tokens, reduce_config
 from tilewright.codegen.collective.specs import (
     ReduceConfig,
@@ -24,6 +23,7 @@ from tilewright.ops.runtime.program import (
     Buffer,
     Launch,
     Library,
+    NotRepeatable,
     Outcome,
     PeerMemory,
     Peers,
@@ -51,7 +51,7 @@ def all_reduce_residual_norm_steps(
         x, why = (yield Buffer.like(a.x)), "the library's all-reduce, then the norm"
         yield Library(partial(_all_reduce, group=a.group), (x, a.x))
     alone = replace(a, x=x)
-    config, spec = _chosen(reduce_problem(alone, 1), next_power_of_2(tokens), target)
+    config, spec = _chosen(reduce_problem(alone, 1), target)
     values = _values(alone, results)
     yield Launch(spec, reduce_grid(config, tokens), values)
     return Outcome(results, "norm kernel", why)
@@ -62,10 +62,12 @@ def _through_peers(
 ) -> Any:
     """Gives the tiles, or None where the ranks share no memory."""
     problem, tokens = reduce_problem(a, a.num_ranks), a.x.shape[0]
-    config, spec = _chosen(problem, next_power_of_2(tokens), target, config=config)
+    config, spec = _chosen(problem, target, config=config)
     form, nbytes = shared_form(problem, config), shared_bytes(problem, config)
     shared: PeerMemory | None = yield Peers(a.group, form, nbytes, config.blocks, spec)
     if shared is None:
+        # A captured call has none that a later one may have, and then all ranks must ask for it.
+        yield NotRepeatable("the ranks share no memory")
         return None
     peers = {"peers_ptr": shared.addresses, "steps_ptr": shared.sent, "rank": shared.rank}
     yield Launch(spec, reduce_grid(config, tokens), _values(a, results) | peers)

@@ -224,6 +224,69 @@ REFUSED = {
 }
 
 
+# --- a rank that does other than the rest ---------------------------------------------------------
+
+
+def _raises(*args: Any) -> Any:
+    raise ValueError("broken on this rank")
+
+
+def _fuses_nothing() -> None:
+    backend.fuse = _raises  # type: ignore[assignment]
+
+
+def _compiles_nothing_fused() -> None:
+    inner = backend._inner
+
+    def refuse(gm: Any, *args: Any) -> Any:
+        fused = any("tilewright" in str(node.target) for node in gm.graph.nodes)
+        return _raises() if fused else inner(gm, *args)
+
+    backend._inner = refuse  # type: ignore[assignment]
+
+
+def _nothing() -> None:
+    pass
+
+
+#: What happens to rank 1, and the options it has.
+DIFFERING: dict[str, tuple[Callable[[], None], dict[str, Any]]] = {
+    "alike": (_nothing, {}),
+    "fusing fails": (_fuses_nothing, {}),
+    "compiling fails": (_compiles_nothing_fused, {}),
+    "other options": (_nothing, {"patterns": ["-all_reduce_residual_norm"]}),
+    "verify": (_nothing, {"verify": True}),
+}
+
+
+def summed(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> Any:
+    total = residual + functional.all_reduce(F.linear(x, weight), "sum", dist.group.WORLD)
+    return total, F.rms_norm(total, total.shape[-1:], None, 1e-5)
+
+
+def differing(rank: int, name: str) -> dict[str, Any]:
+    """What a rank has fused, why not, and how far its result is from eager's."""
+    happens, options = DIFFERING[name]
+    kept = backend.fuse, backend._inner
+    options = {"inner": "eager"} | (options if rank == 1 or name == "verify" else {})
+    if rank == 1:
+        happens()
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(3, 32, generator=generator).bfloat16()
+    weight, residual = torch.ones(64, 32).bfloat16() / 8, torch.ones(3, 64).bfloat16()
+    try:
+        made = torch.compile(summed, backend="tilewright", options=options)(x, weight, residual)
+    finally:
+        backend.fuse, backend._inner = kept
+    report = reports()[-1]
+    exact = summed(x, weight, residual)
+    return {
+        "fused": [site.pattern for site in report.matches],
+        "codes": [miss.code for miss in report.misses],
+        "error": max((a - b).abs().max().item() for a, b in zip(made, exact, strict=True)),
+    }
+
+
 # --- one rank -------------------------------------------------------------------------------------
 
 
@@ -305,6 +368,9 @@ def be_rank(rank: int, ranks: int, folder: Path) -> None:
         for name, (case, _) in REFUSED.items() if ranks == 2 else ():
             torch._dynamo.reset()
             found[name] = [error_of(case, folder, compiled) for compiled in (False, True)]
+        for name in DIFFERING if ranks == 2 else ():
+            torch._dynamo.reset()
+            found[name] = differing(rank, name)
     (folder / f"{ranks}-{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 

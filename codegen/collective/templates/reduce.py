@@ -1,12 +1,12 @@
 """A sum over ranks, the residual and its norm in one kernel, through memory that all ranks reach.
 
 Each rank has a ring of two slots for each program: a program writes its row into that slot of every
-other rank, waits until theirs are there, and adds them in the order of ranks, so that all ranks get
-the same bits. A slot is written again two rows later. By then all ranks have read it: the row
-between came from programs that were done with the one before.
+other rank, raises a flag behind it, waits for theirs, and adds the rows in the order of ranks, so
+that all ranks get the same bits. A slot is written again two rows later. By then all ranks have
+read it: the row between came from programs that were done with the one before.
 
-Rows of few tokens go as words of 64 bits, half of it data, half the number of the row, so that what
-is there shows by itself (no fence, no flag; twice the bytes). Others go as they are, with a flag.
+A program waits for its namesakes on other ranks alone, and a GPU starts programs in their order:
+the first that is not done runs on every rank, however many there are.
 """
 
 import triton
@@ -14,15 +14,20 @@ import triton.language as tl
 
 
 @triton.jit
-def slot_of(peers_ptr, to, of, block, step, RANKS: tl.constexpr, WORDS: tl.constexpr):
-    """The slot in the memory of rank `to` for rows of rank `of`: WORDS words of 64 bits."""
-    base = tl.load(peers_ptr + to).to(tl.pointer_type(tl.int64))
-    return tl.multiple_of(base, 16) + ((block * 2 + (step & 1)) * RANKS + of) * WORDS
+def words_of(peers_ptr, to, of, block, step, RANKS: tl.constexpr, WORDS: tl.constexpr):
+    """In the memory of rank `to` what rank `of` writes for a row: WORDS words of 64 bits."""
+    base = tl.multiple_of(tl.load(peers_ptr + to).to(tl.pointer_type(tl.int64)), 16)
+    return base + ((block * 2 + (step & 1)) * RANKS + of) * WORDS
 
 
 @triton.jit
-def numbers_at(words, dtype):
-    """Words of 64 bits as an array of numbers; every slot begins at whole 16 bytes."""
+def slot_of(
+    peers_ptr, to, of, block, step, dtype,
+    N: tl.constexpr, RANKS: tl.constexpr, FLAGS: tl.constexpr,
+):  # fmt: skip
+    """The slot in the memory of rank `to` for rows of rank `of`, 16 bits a number. FLAGS: words of
+    all flags, which lie before the slots. Every slot begins at whole 16 bytes."""
+    words = words_of(peers_ptr, to, of, block, step, RANKS, N // 4) + FLAGS
     return tl.multiple_of(words.to(tl.pointer_type(dtype)), 16)
 
 
@@ -31,36 +36,6 @@ def give_up(tries, LIMIT: tl.constexpr):
     """Ends the kernel with an error where it has waited too long: a rank is gone."""
     if tries >= LIMIT:
         tl.inline_asm_elementwise("trap; mov.u32 $0, 0;", "=r,r", [tries], tl.int32, False, 1)
-
-
-@triton.jit
-def packed_row(x, step, PAIRS: tl.constexpr):
-    """Pairs of 16-bit numbers, each pair beside the number of its row: [PAIRS] of 64 bits."""
-    bits = x.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-    low, high = tl.split(tl.reshape(bits, (PAIRS, 2)))
-    pairs = (low | (high << 16)).to(tl.int64) & 0xFFFFFFFF
-    return pairs | (step.to(tl.int64) << 32)
-
-
-@triton.jit
-def received_pairs(slot, pairs, there, step, LIMIT: tl.constexpr):
-    """The words of a row, once all of them are there."""
-    absent = step.to(tl.int64) << 32
-    words = tl.load(slot + pairs, mask=there, other=absent, volatile=True)
-    tries = 0
-    while tl.min(((words >> 32) == step).to(tl.int32), axis=0) == 0:
-        words = tl.load(slot + pairs, mask=there, other=absent, volatile=True)
-        tries += 1
-        give_up(tries, LIMIT)
-    return words
-
-
-@triton.jit
-def unpacked_row(words, dtype, BLOCK: tl.constexpr):
-    """[BLOCK] in fp32 of the words of a row."""
-    low = (words & 0xFFFF).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
-    high = ((words >> 16) & 0xFFFF).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
-    return tl.reshape(tl.join(low, high), (BLOCK,))
 
 
 @triton.jit
@@ -75,45 +50,30 @@ def wait_for(flag_ptr, step, LIMIT: tl.constexpr):
 
 @triton.jit
 def sum_over_ranks(
-    x, there, peers_ptr, rank, block, step,
-    N: tl.constexpr, RANKS: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr,
-    FLAGS: tl.constexpr, LIMIT: tl.constexpr,
+    x, columns, there, peers_ptr, rank, block, step,
+    N: tl.constexpr, RANKS: tl.constexpr, FLAGS: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """The sum of the ranks' rows in fp32. FLAGS: words of all flags, before the slots."""
-    PAIRS: tl.constexpr = BLOCK // 2
-    WORDS: tl.constexpr = N // 2 if PACKED else N // 4
-    columns = tl.arange(0, BLOCK)
-    pairs = tl.arange(0, PAIRS)
-    own = x.to(tl.float32)
-    if PACKED:
-        row = packed_row(x, step, PAIRS)
+    """The sum of the ranks' rows in fp32."""
     for to in range(RANKS):
         if to != rank:
-            slot = slot_of(peers_ptr, to, rank, block, step, RANKS, WORDS)
-            if PACKED:
-                tl.store(slot + pairs, row, mask=pairs < N // 2)
-            else:
-                tl.store(numbers_at(slot + FLAGS, x.dtype) + columns, x, mask=there)
-    if not PACKED:
-        # All threads' stores come before the one thread's flag.
-        tl.debug_barrier()
-        for to in range(RANKS):
-            if to != rank:
-                flag = slot_of(peers_ptr, to, rank, block, step, RANKS, 1)
-                tl.atomic_xchg(flag, step.to(tl.int64), sem="release", scope="sys")
-    total = tl.zeros((BLOCK,), tl.float32)
+            slot = slot_of(peers_ptr, to, rank, block, step, x.dtype, N, RANKS, FLAGS)
+            tl.store(slot + columns, x, mask=there)
+    # All threads' stores come before the one thread's flag.
+    tl.debug_barrier()
+    for to in range(RANKS):
+        if to != rank:
+            flag = words_of(peers_ptr, to, rank, block, step, RANKS, 1)
+            tl.atomic_xchg(flag, step.to(tl.int64), sem="release", scope="sys")
+    own = x.to(tl.float32)
+    total = tl.zeros_like(own)
     for of in range(RANKS):
         part = own
         if of != rank:
-            slot = slot_of(peers_ptr, rank, of, block, step, RANKS, WORDS)
-            if PACKED:
-                words = received_pairs(slot, pairs, pairs < N // 2, step, LIMIT)
-                part = unpacked_row(words, x.dtype, BLOCK)
-            else:
-                flag = slot_of(peers_ptr, rank, of, block, step, RANKS, 1)
-                wait_for(flag, step, LIMIT)
-                numbers = numbers_at(slot + FLAGS, x.dtype) + columns
-                part = tl.load(numbers, mask=there, other=0.0, cache_modifier=".cg").to(tl.float32)
+            wait_for(words_of(peers_ptr, rank, of, block, step, RANKS, 1), step, LIMIT)
+            slot = slot_of(peers_ptr, rank, of, block, step, x.dtype, N, RANKS, FLAGS)
+            # What an earlier row left in L1 is not looked at.
+            row = tl.load(slot + columns, mask=there, other=0.0, cache_modifier=".cg")
+            part = row.to(tl.float32)
         total += part
     return total
 
@@ -124,8 +84,8 @@ def all_reduce_residual_norm(
     rank, num_tokens,
     N: tl.constexpr, X_STRIDE: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr,
     NORM_STRIDE: tl.constexpr, NORM_EPS: tl.constexpr, NORM_OFFSET: tl.constexpr,
-    BLOCK: tl.constexpr, RANKS: tl.constexpr, PACKED: tl.constexpr, FLAGS: tl.constexpr,
-    LIMIT: tl.constexpr, LAUNCH_PDL: tl.constexpr,
+    BLOCK: tl.constexpr, RANKS: tl.constexpr, FLAGS: tl.constexpr, LIMIT: tl.constexpr,
+    LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
     """summed [T, N] = residual + the sum of the ranks' x; normed = summed / rms(summed) *
     (NORM_OFFSET + norm_weight), of what is not rounded yet.
@@ -147,7 +107,7 @@ def all_reduce_residual_norm(
         if RANKS > 1:
             step += 1
             total = sum_over_ranks(
-                x, there, peers_ptr, rank, block, step, N, RANKS, BLOCK, PACKED, FLAGS, LIMIT
+                x, columns, there, peers_ptr, rank, block, step, N, RANKS, FLAGS, LIMIT
             )
         total += residual.to(tl.float32)
         tl.store(summed_ptr + row * N + columns, total.to(summed_ptr.dtype.element_ty), mask=there)
