@@ -26,6 +26,8 @@ def most_tokens(columns: int, num_ranks: int) -> int | None:
 
 
 def reduce_config(problem: ReduceProblem, target: Target) -> ReduceConfig:
-    """For any number of tokens."""
+    """For any number of tokens that ranks read of each other."""
+    most = most_tokens(problem.n, problem.num_ranks)
+    blocks = BLOCKS if most is None else min(next_power_of_2(most), BLOCKS)
     warps = next_power_of_2(problem.n) // COLUMNS_PER_WARP
-    return ReduceConfig(BLOCKS, min(max(warps, 4), 16))
+    return ReduceConfig(blocks, min(max(warps, 4), 16))
