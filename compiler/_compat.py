@@ -59,7 +59,7 @@ def compile_fx(
 
 def process_group(name: str) -> Any:
     """A process group by the name that functional collectives have."""
-    return torch.distributed.distributed_c10d._resolve_process_group(name)
+    return torch.distributed.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
 def store() -> Any:

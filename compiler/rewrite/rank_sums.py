@@ -32,8 +32,8 @@ def _summed_by(node: fx.Node) -> str | None:
     """The group that sums a DTensor of one dimension of ranks, and gets the whole; else None."""
     source = node.args[0] if node.args else None
     held = source.meta.get("example_value") if isinstance(source, fx.Node) else None
-    placements = getattr(held, "placements", ())
-    if len(placements) != 1:
+    placements: tuple[Any, ...] = getattr(held, "placements", ())
+    if held is None or len(placements) != 1:
         return None
     from torch.distributed.tensor import Partial
 

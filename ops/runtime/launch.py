@@ -41,6 +41,8 @@ _STREAM_COUNTERS = 1024
 _counters_lock = threading.Lock()
 _counters: dict[tuple[int, int], torch.Tensor] = {}
 _slabs: dict[int, torch.Tensor] = {}
+# A captured launch holds no tensor of its counters, and is replayed when the slab is used up, too.
+_every_slab: list[torch.Tensor] = []
 
 
 @dataclass(frozen=True)
@@ -177,6 +179,7 @@ def _taken(count: int, index: int) -> torch.Tensor:
     slab = _slabs.get(index)
     if slab is None or slab.numel() < used:
         slab = apart(partial(_new_slab, max(used, _SLAB_COUNTERS), index))
+        _every_slab.append(slab)
     _slabs[index] = slab[used:]
     return slab[:count]
 

@@ -30,7 +30,7 @@ _kept: list[Any] = []
 def group_named(name: str) -> Any:
     """A process group by the name that functional collectives have. Raises what torch does for one
     that is not there."""
-    return dist.distributed_c10d._resolve_process_group(name)
+    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
 def group_size(name: str) -> int | None:
@@ -75,9 +75,9 @@ def _agreed_memory(
 ) -> Memory | None:
     """What all ranks have made, or None on all."""
     with torch.cuda.device(index):
-        steps = [partial(_allocated, wanted.nbytes, compiled, index), _met(wanted.group)]
+        allocate, meet = _allocating(wanted.nbytes, compiled, index), _meeting(wanted.group)
         made: Any = None
-        for step in steps:
+        for step in (allocate, meet):
             made, why = _attempt(step, made)
             if not _all_can(why is None, wanted.form, group, index):
                 why = why or "another rank cannot, or has other releases"
@@ -98,23 +98,29 @@ def _attempt(step: Callable[[Any], Any], made: Any) -> tuple[Any, str | None]:
         return None, f"{type(error).__name__}: {error}"
 
 
-def _allocated(nbytes: int, compiled: Callable[[], Any], index: int, _: Any) -> torch.Tensor:
-    from torch.distributed import _symmetric_memory
+def _allocating(nbytes: int, compiled: Callable[[], Any], index: int) -> Callable[[Any], Any]:
+    """Gives this rank's memory, once the kernel compiles."""
 
-    compiled()
-    own = _symmetric_memory.empty(nbytes, dtype=torch.uint8, device=f"cuda:{index}")
-    own.zero_()
-    torch.cuda.current_stream().synchronize()  # before anyone writes
-    return own
+    def allocate(_: Any) -> torch.Tensor:
+        from torch.distributed import _symmetric_memory
+
+        compiled()
+        device = torch.device("cuda", index)
+        own = _symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
+        own.zero_()
+        torch.cuda.current_stream().synchronize()  # before anyone writes
+        return own
+
+    return allocate
 
 
-def _met(group: str) -> Callable[[torch.Tensor], tuple[torch.Tensor, Any]]:
-    """Exchanges addresses with the other ranks."""
+def _meeting(group: str) -> Callable[[Any], Any]:
+    """Gives the memory with the addresses of the other ranks'."""
 
     def meet(own: torch.Tensor) -> tuple[torch.Tensor, Any]:
         from torch.distributed import _symmetric_memory
 
-        return own, _symmetric_memory.rendezvous(own, group)
+        return own, _symmetric_memory.rendezvous(own, group)  # type: ignore[arg-type]
 
     return meet
 
