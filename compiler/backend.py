@@ -23,9 +23,9 @@ from tilewright.compiler.report.kept import KeptReport, kept
 from tilewright.compiler.safety.overlap import unfused_where_inputs_meet
 from tilewright.compiler.safety.ranks import (
     SHARED,
+    RankSums,
+    compiling,
     disagreement,
-    sums_over_ranks,
-    telling_of_failure,
 )
 from tilewright.compiler.verify import verified
 from tilewright.patterns.language import CAPTURE, REPORT_IT, Miss, Stage
@@ -54,16 +54,21 @@ def tilewright(
     tilewright fails, compiles exactly as with the inner compiler alone; the report says so.
     """
     chosen = Options.of(options)
-    with telling_of_failure(gm):
-        return _compiled(gm, example_inputs, chosen, mode)
+    with compiling(gm) as shared:
+        if chosen.verify and shared:
+            # A rank that finds a mismatch goes back to the original, and must not do so alone.
+            chosen = without(chosen, SHARED)
+        return _compiled(gm, example_inputs, chosen, mode, shared)
 
 
 def _compiled(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], chosen: Options, mode: str | None
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    chosen: Options,
+    mode: str | None,
+    shared: Sequence[RankSums],
 ) -> Callable[..., Any]:
-    if chosen.verify and sums_over_ranks(gm):
-        # A rank that finds a mismatch goes back to the original, and must not do so alone.
-        chosen = without(chosen, SHARED)
+    """The function of a graph, whose report is published. shared: what ranks sum in it."""
     found = _fuse_or_not(gm, example_inputs, chosen)
     breaks = why_graph_ended(gm)
     if torch.is_grad_enabled() and _needing_grad(example_inputs):
@@ -71,7 +76,7 @@ def _compiled(
     missed = [break_miss(text) for text in breaks]
     raise_strictly(missed, chosen)
     report, compiled = _compile(found, example_inputs, chosen, mode)
-    if why := disagreement(report):
+    if why := disagreement(shared, report):
         log.warning("sums over ranks are not fused: %s", why)
         found = _fuse_or_not(gm, example_inputs, without(chosen, SHARED))
         report, compiled = _compile(found, example_inputs, chosen, mode)

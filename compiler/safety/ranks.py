@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +30,7 @@ _UNFUSED = "unfused"
 
 
 @dataclass
-class _Shared:
+class RankSums:
     """What a group sums in one graph, the same on all its ranks. place: in the store. compiled: how
     often this rank has. said: what held for all at last."""
 
@@ -41,50 +41,47 @@ class _Shared:
 
 
 # By place.
-_known: dict[str, _Shared] = {}
+_known: dict[str, RankSums] = {}
 
 
-def disagreement(report: GraphReport) -> str | None:
+@contextmanager
+def compiling(gm: fx.GraphModule) -> Iterator[list[RankSums]]:
+    """What each group sums in a graph while it is compiled. Where the block raises, the other ranks
+    need not wait for this one."""
+    shared = _shared_of(gm.graph)
+    try:
+        yield shared
+    except BaseException:
+        for one in shared:
+            _decided(one, _UNFUSED)
+        raise
+
+
+def disagreement(shared: Sequence[RankSums], report: GraphReport) -> str | None:
     """Why this rank must not run the sums over ranks that the report has fused; None where all
     ranks have fused the same. Waits for ranks that have yet to compile, WAIT_S seconds at most.
 
     Raises RuntimeError where the others run them fused, and this rank cannot."""
-    for shared in _shared_of(report.before.graph):
-        plan = _plan_of(report, shared.group)
-        shared.said = _heard(shared, plan) if plan else _decided(shared, _UNFUSED)
-        if not plan and shared.said != _UNFUSED:
+    for one in shared:
+        plan = _plan_of(report, one.group)
+        one.said = _heard(one, plan) if plan else _decided(one, _UNFUSED)
+        if not plan and one.said != _UNFUSED:
             raise RuntimeError(
-                f"the other ranks of group {shared.group} sum with {SHARED}, and this one cannot: "
+                f"the other ranks of group {one.group} sum with {SHARED}, and this one cannot: "
                 f"compile all of them with options={{'patterns': ['-{SHARED}']}}"
             )
-        if plan and shared.said != plan:
-            return f"not all ranks of group {shared.group} have compiled the same"
+        if plan and one.said != plan:
+            return f"not all ranks of group {one.group} have compiled the same"
     return None
 
 
-@contextmanager
-def telling_of_failure(gm: fx.GraphModule) -> Iterator[None]:
-    """Where the block raises, the other ranks need not wait for this one."""
-    try:
-        yield
-    except BaseException:
-        for shared in _shared_of(gm.graph):
-            _decided(shared, _UNFUSED)
-        raise
-
-
-def sums_over_ranks(gm: fx.GraphModule) -> bool:
-    """Whether ranks that are there sum something in a graph."""
-    return bool(_sums(gm.graph))
-
-
-def _shared_of(graph: fx.Graph) -> list[_Shared]:
+def _shared_of(graph: fx.Graph) -> list[RankSums]:
     """What each group sums in a graph that is compiled now."""
     found = []
     for group, said in _sums(graph).items():
         text = "\n".join([str(_members(group)), *said])
         place = f"tilewright/{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-        shared = _known.setdefault(place, _Shared(group, place))
+        shared = _known.setdefault(place, RankSums(group, place))
         shared.compiled += 1
         found.append(shared)
     return found
@@ -125,7 +122,7 @@ def _plan_of(report: GraphReport, group: str) -> str:
     return f"{torch.__version__} {[sorted(f.items()) for f in facts]}" if facts else ""
 
 
-def _heard(shared: _Shared, plan: str) -> str:
+def _heard(shared: RankSums, plan: str) -> str:
     """What holds for all, once it is said. Where a rank does not come, this one may have been alone
     to compile again: then what held before holds still."""
     store, place = _compat.store(), f"{shared.place}/{shared.compiled}"
@@ -142,7 +139,7 @@ def _heard(shared: _Shared, plan: str) -> str:
     return _text(store.get(f"{place}/all"))
 
 
-def _decided(shared: _Shared, what: str) -> str:
+def _decided(shared: RankSums, what: str) -> str:
     """What holds for all: what was said first."""
     place = f"{shared.place}/{shared.compiled}/all"
     return _text(_compat.store().compare_set(place, "", what))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.found import codes_of, patterns_in
@@ -42,6 +42,11 @@ def summed(part):
     return functional.all_reduce(part, "sum", dist.group.WORLD)
 
 
+def shared_linear(x, w):
+    x = DTensor.from_local(x, MESH[0], [Shard(-1)], run_check=False)
+    return F.linear(x, DTensor.from_local(w, MESH[0], [Shard(1)], run_check=False))
+
+
 # --- steps ----------------------------------------------------------------------------------------
 
 
@@ -58,16 +63,13 @@ def in_place(x, w, residual, norm):
 
 
 def by_dtensor(x, w, residual, norm):
-    x = DTensor.from_local(x, MESH[0], [Shard(-1)], run_check=False)
-    w = DTensor.from_local(w, MESH[0], [Shard(1)], run_check=False)
-    total = residual + F.linear(x, w).redistribute(placements=[Replicate()]).to_local()
+    part = shared_linear(x, w).redistribute(placements=[Replicate()]).to_local()
+    total = residual + part
     return total, rms(total, norm)
 
 
 def made_whole(x, w, residual, norm):
-    x = DTensor.from_local(x, MESH[0], [Shard(-1)], run_check=False)
-    w = DTensor.from_local(w, MESH[0], [Shard(1)], run_check=False)
-    total = residual + F.linear(x, w).full_tensor()
+    total = residual + shared_linear(x, w).full_tensor()
     return total, rms(total, norm)
 
 
@@ -140,7 +142,28 @@ def gathered(x, w, residual, norm):
     return total, rms(total, norm)
 
 
+def doubled_as_a_dtensor(x, w, residual, norm):
+    whole = shared_linear(x, w).redistribute(placements=[Replicate()])
+    total = residual + (whole * 2).to_local()
+    return total, rms(total, norm)
+
+
+def scattered(x, w, residual, norm):
+    part = shared_linear(x, w).redistribute(placements=[Shard(1)]).to_local()
+    total = residual[:, :32] + part
+    return total, rms(total, norm[:32])
+
+
+def averaged_dtensor(x, w, residual, norm):
+    part = DTensor.from_local(F.linear(x, w), MESH[0], [Partial("avg")], run_check=False)
+    total = residual + part.full_tensor()
+    return total, rms(total, norm)
+
+
 NOT_FOUND = (
+    doubled_as_a_dtensor,
+    scattered,
+    averaged_dtensor,
     of_a_product,
     average,
     without_a_norm,
