@@ -9,7 +9,7 @@ from tilewright.codegen.build import compile_for
 from tilewright.codegen.targets import SM90, SM100
 from tilewright.tools.audit.collective import collective_cases
 
-KINDS = ("70B 2 ranks", "V3 8 ranks", "8B 1 ranks", "float16")
+KINDS = ("70B 2 ranks", "V3 8 ranks", "float16")
 
 
 @pytest.mark.parametrize("target", [SM90, SM100], ids=lambda target: target.name)
