@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed import _symmetric_memory
 
 from tilewright.ops.runtime import peers
 
@@ -85,3 +87,36 @@ def test_what_one_rank_cannot_do_no_rank_does(monkeypatch):
     assert not peers._all_can(True, "form", None, 0)
     others[:] = [real([0, 2**40, 2**40])]
     assert not peers._all_can(True, "form", None, 0)
+
+
+@pytest.fixture
+def on_the_cpu(monkeypatch):
+    """Memory of the CPU in place of a GPU's, and a rank that agrees with itself."""
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    stream = SimpleNamespace(synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(peers, "_all_can", lambda can, *_: can)
+    monkeypatch.setattr(peers, "_kept", [])
+    empty = torch.empty
+    monkeypatch.setattr(_symmetric_memory, "empty", lambda n, dtype, device: empty(n, dtype=dtype))
+    met = SimpleNamespace(buffer_ptrs=[4096, 8192], rank=1)
+    monkeypatch.setattr(_symmetric_memory, "rendezvous", lambda own, group: met)
+
+
+def test_memory_is_zero_and_kept(on_the_cpu):
+    addresses, sent, rank = peers._agreed_memory(WANTED, None, 0, lambda: None)
+    ((own, _, table, counts),) = peers._kept
+    assert rank == 1
+    assert (addresses, sent) == (table.data_ptr(), counts.data_ptr())
+    assert table.tolist() == [4096, 8192]
+    assert counts.tolist() == [0] * WANTED.programs
+    assert own.tolist() == [0] * WANTED.nbytes
+
+
+def test_a_kernel_that_does_not_compile_is_told_and_logged(on_the_cpu, caplog):
+    def compiled():
+        raise ValueError("no such kernel")
+
+    assert peers._agreed_memory(WANTED, None, 0, compiled) is None
+    assert "NCCL instead: ValueError: no such kernel" in caplog.text
+    assert peers._kept == []
