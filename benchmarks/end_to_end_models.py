@@ -39,6 +39,11 @@ def llama3_8b(layers: int) -> PreTrainedConfig:
     )
 
 
+def llama3_70b(layers: int) -> PreTrainedConfig:
+    sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64}
+    return LlamaConfig(**llama3_8b(layers).to_dict() | sizes | {"head_dim": 128})
+
+
 def qwen3_30b_a3b(layers: int) -> PreTrainedConfig:
     return Qwen3MoeConfig(
         vocab_size=151936,
@@ -104,6 +109,9 @@ MODELS = {
         "LlamaForCausalLM",
         llama3_8b,
         (*DECODE, "16x1-padded", "1x1024", "8x1024-padded", *WITHOUT_MASK),
+    ),
+    "llama3-70b": Model(
+        "Llama-3-70B", "llama3_70b_end_to_end", "LlamaForCausalLM", llama3_70b, DECODE
     ),
     "qwen3-30b-a3b": Model(
         "Qwen3-30B-A3B",

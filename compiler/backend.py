@@ -16,11 +16,17 @@ from torch import fx
 from tilewright.compiler import _compat
 from tilewright.compiler.fuse import fuse, target_name
 from tilewright.compiler.graph_breaks import listen_for_breaks, noting_breaks, why_graph_ended
-from tilewright.compiler.options import Options
+from tilewright.compiler.options import Options, without
 from tilewright.compiler.report import GraphReport, Lowered, break_miss
 from tilewright.compiler.report.failures import StrictError, raise_strictly
 from tilewright.compiler.report.kept import KeptReport, kept
 from tilewright.compiler.safety.overlap import unfused_where_inputs_meet
+from tilewright.compiler.safety.ranks import (
+    SHARED,
+    RankSums,
+    compiling,
+    disagreement,
+)
 from tilewright.compiler.verify import verified
 from tilewright.patterns.language import CAPTURE, REPORT_IT, Miss, Stage
 
@@ -48,6 +54,21 @@ def tilewright(
     tilewright fails, compiles exactly as with the inner compiler alone; the report says so.
     """
     chosen = Options.of(options)
+    with compiling(gm) as shared:
+        if chosen.verify and shared:
+            # A rank that finds a mismatch goes back to the original, and must not do so alone.
+            chosen = without(chosen, SHARED)
+        return _compiled(gm, example_inputs, chosen, mode, shared)
+
+
+def _compiled(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    chosen: Options,
+    mode: str | None,
+    shared: Sequence[RankSums],
+) -> Callable[..., Any]:
+    """The function of a graph, whose report is published. shared: what ranks sum in it."""
     found = _fuse_or_not(gm, example_inputs, chosen)
     breaks = why_graph_ended(gm)
     if torch.is_grad_enabled() and _needing_grad(example_inputs):
@@ -55,6 +76,11 @@ def tilewright(
     missed = [break_miss(text) for text in breaks]
     raise_strictly(missed, chosen)
     report, compiled = _compile(found, example_inputs, chosen, mode)
+    if why := disagreement(shared, report):
+        log.warning("sums over ranks are not fused: %s", why)
+        found = _fuse_or_not(gm, example_inputs, without(chosen, SHARED))
+        report, compiled = _compile(found, example_inputs, chosen, mode)
+        missed.append(Miss(SHARED, "RANKS", Stage.HAZARDS, why))
     report = replace(report, misses=(*report.misses, *missed))
     _publish(report, chosen, breaks)
     published = _REPORTS[-1]

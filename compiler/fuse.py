@@ -29,6 +29,7 @@ from tilewright.compiler.rewrite import HalfRewrittenError, Rewritten, arguments
 from tilewright.compiler.rewrite.flex import put_flex_back, spell_flex_out
 from tilewright.compiler.rewrite.lengths import advance_lengths_last
 from tilewright.compiler.rewrite.local_linears import make_linears_local
+from tilewright.compiler.rewrite.rank_sums import make_rank_sums_plain
 from tilewright.compiler.rewrite.sums import make_sums_new
 from tilewright.compiler.safety.legality import check_legality
 from tilewright.compiler.safety.lint import check_graph
@@ -119,6 +120,7 @@ def _attempt(
 
     def run(graph: fx.Graph) -> None:
         make_sums_new(graph)
+        make_rank_sums_plain(graph)
         make_linears_local(graph)
         spelled = spell_flex_out(graph)
         # Where an op refuses a site, another round gives the site to the next pattern.

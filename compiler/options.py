@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,8 @@ class Options:
     target: the chip that reports plan kernels for; None for the GPU at hand, else sm100. What runs
         is always planned for the GPU it runs on.
     verify: on the first call run the rewritten graph beside the original on copies of the inputs;
-        on a mismatch report it and run the original from then on.
+        on a mismatch report it and run the original from then on. Sums over ranks stay the
+        library's then: no rank may go back alone.
     strict: a miss that is lost, a graph break or an internal error raises instead of being
         reported; True for every pattern, or names of patterns (`capture` for graph breaks).
     fuel: apply only the first n rewrites; bisects a wrong one.
@@ -108,6 +109,12 @@ class Options:
         if unknown:
             raise ValueError(f"options: unknown {unknown}; expected some of {sorted(known)}")
         return cls(**given)
+
+
+def without(options: Options, pattern: str) -> Options:
+    """The options without a pattern."""
+    left = tuple(one.name for one in registered(options.patterns) if one.name != pattern)
+    return replace(options, patterns=left) if left else replace(options, fuel=0)
 
 
 def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:

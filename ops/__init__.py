@@ -3,6 +3,7 @@
 from tilewright.ops.attention import mask_blocks as _mask_blocks  # noqa: F401  registers it
 from tilewright.ops.attention.cache_attention import cache_attention
 from tilewright.ops.checks import ArgumentError
+from tilewright.ops.collective.all_reduce_residual_norm import all_reduce_residual_norm
 from tilewright.ops.formats.paged_cache import CacheWindow
 from tilewright.ops.grouped.matmul import grouped_matmul
 from tilewright.ops.grouped.nvfp4_matmul import grouped_matmul_dynamic_scaled_nvfp4
@@ -26,6 +27,7 @@ from tilewright.ops.qkv.qkv_matmul_ragged import fused_qkv_matmul_kv_cache_paged
 __all__ = [
     "ArgumentError",
     "CacheWindow",
+    "all_reduce_residual_norm",
     "cache_attention",
     "fused_moe",
     "fused_qkv_matmul_kv_cache_paged_ragged",

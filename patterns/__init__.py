@@ -23,6 +23,9 @@ from tilewright.patterns.moe import moe as moe_routed
 from tilewright.patterns.moe import moe_dense
 from tilewright.patterns.moe import router as moe_router
 
+# Before the linears that read its norm.
+from tilewright.patterns.collective import all_reduce_residual_norm
+
 # After all that takes linears as its own: what is left of dense layers.
 from tilewright.patterns.mlp import linear_activation, linear_residual
 
@@ -30,6 +33,7 @@ from tilewright.patterns.mlp import linear_activation, linear_residual
 from tilewright.patterns.grouped import grouped_gemm
 
 __all__ = [
+    "all_reduce_residual_norm",
     "cache_absent",
     "cache_attention",
     "cache_store",

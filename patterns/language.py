@@ -439,6 +439,7 @@ CODES: dict[str, str] = {
     "ESCAPES": "a value inside the match is used outside of it",
     "ORDER": "a result is used before the op's place, or an operand is computed after it",
     "COLLECTIVE": "a collective lies inside the match",
+    "RANKS": "not all ranks fuse the same sums over ranks, so none does",
     "GRAPH_BREAK": "Dynamo could not trace part of the model, so no pattern saw it",
     "CLAIMED": "another match already absorbs part of this one",
     "UNSUPPORTED": "the op does not support this combination",
@@ -450,6 +451,7 @@ CODES: dict[str, str] = {
 
 #: Codes whose misses are `advice` unless the miss says otherwise; all others are `lost`.
 WEIGHTS: dict[str, Weight] = {
+    "RANKS": "advice",  # the library's collectives compute the graph as it is
     "CLAIMED": "advice",  # the site is fused, by the other match
     "EARLIER_GRAPH": "advice",  # the break is what is lost, and is told; else it is the design
 }

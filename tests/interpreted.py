@@ -13,7 +13,17 @@ from tilewright.codegen.build import load_interpreted
 from tilewright.codegen.targets import SM90, Target
 from tilewright.ops import contract
 from tilewright.ops.contract import FusedOp
-from tilewright.ops.runtime.program import Buffer, Launch, Library, Program, SplitK, Steps, drive
+from tilewright.ops.runtime.program import (
+    Buffer,
+    Launch,
+    Library,
+    PeerMemory,
+    Peers,
+    Program,
+    SplitK,
+    Steps,
+    drive,
+)
 
 
 @dataclass
@@ -21,11 +31,13 @@ class Interpreter:
     """Performs steps on the CPU; memory that nothing filled holds NaN, or the largest integer.
 
     kernels: names of the launched kernels in order. runs: False: they are named, and not run.
+    peers: what ranks share, None where they share nothing.
     """
 
     target: Target = field(default_factory=lambda: replace(SM90, num_sms=3))
     kernels: list[str] = field(default_factory=list)
     runs: bool = True
+    peers: PeerMemory | None = None
 
     def perform(self, step):
         match step:
@@ -33,6 +45,8 @@ class Interpreter:
                 return filled(torch.empty(tuple(shape), dtype=dtype))
             case SplitK(tiles, elements):
                 return filled(torch.empty(tiles * elements)), torch.zeros(tiles, dtype=torch.int32)
+            case Peers():
+                return self.peers
             case Library(function, tensors):
                 return function(*tensors)
             case Launch(_, grid) if 0 not in grid:

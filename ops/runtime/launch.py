@@ -22,7 +22,17 @@ from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
 from tilewright.ops.runtime.device import target_of
 from tilewright.ops.runtime.isolation import apart
-from tilewright.ops.runtime.program import Buffer, Launch, Library, Machine, SplitK, Step
+from tilewright.ops.runtime.peers import peer_memory
+from tilewright.ops.runtime.program import (
+    Buffer,
+    Launch,
+    Library,
+    Machine,
+    PeerMemory,
+    Peers,
+    SplitK,
+    Step,
+)
 
 # Counters come out of one zeroed slab per device; a stream takes this many at a time.
 _SLAB_COUNTERS = 1 << 18
@@ -31,6 +41,8 @@ _STREAM_COUNTERS = 1024
 _counters_lock = threading.Lock()
 _counters: dict[tuple[int, int], torch.Tensor] = {}
 _slabs: dict[int, torch.Tensor] = {}
+# A captured launch holds no tensor of its counters, and is replayed when the slab is used up, too.
+_every_slab: list[torch.Tensor] = []
 
 
 @dataclass(frozen=True)
@@ -53,9 +65,16 @@ class Gpu:
                 return torch.empty(tuple(shape), dtype=dtype, device=self.device)
             case SplitK(num_tiles, elements):
                 return _split_k_scratch(num_tiles, elements, self.device)
+            case Peers():
+                return self._peer_memory(step)
             case Library(function, tensors):
                 return function(*tensors)
         return None
+
+    def _peer_memory(self, step: Peers) -> PeerMemory | None:
+        index = torch.cuda.current_device() if self.device.index is None else self.device.index
+        made = peer_memory(step, index, partial(compiled_kernel, step.spec, index), apart)
+        return None if made is None else PeerMemory(*made)
 
     def maker(self, buffer: Buffer) -> Callable[[], torch.Tensor]:
         return partial(torch.empty, tuple(buffer.shape), dtype=buffer.dtype, device=self.device)
@@ -160,6 +179,7 @@ def _taken(count: int, index: int) -> torch.Tensor:
     slab = _slabs.get(index)
     if slab is None or slab.numel() < used:
         slab = apart(partial(_new_slab, max(used, _SLAB_COUNTERS), index))
+        _every_slab.append(slab)
     _slabs[index] = slab[used:]
     return slab[:count]
 

@@ -72,13 +72,39 @@ class Library:
 
 
 @dataclass(frozen=True, slots=True)
+class Peers:
+    """Memory of so many bytes on each rank of a group, zero at first, that all of them reach.
+
+    form: how kernels use it; calls of one form have the same memory, on all ranks. programs: of a
+    launch at most. spec: a kernel that this rank must be able to compile. Answer: a PeerMemory, the
+    same at every call; None where the ranks have none.
+    """
+
+    group: str
+    form: str
+    nbytes: int
+    programs: int
+    spec: KernelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class PeerMemory:
+    """addresses: of int64, where each rank's memory begins here. sent: of int32, zero at first, one
+    for each program. Both tensors, or where they lie. rank: one's own."""
+
+    addresses: Any
+    sent: Any
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
 class NotRepeatable:
     """The call is not to be remembered as a sequence of steps; reason: for a reader."""
 
     reason: str
 
 
-Step = Buffer | SplitK | Launch | Library | NotRepeatable
+Step = Buffer | SplitK | Peers | Launch | Library | NotRepeatable
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +201,8 @@ class Planner:
             case SplitK(tiles, elements):
                 workspace = torch.empty(tiles * elements, device="meta")
                 return workspace, torch.empty(tiles, dtype=torch.int32, device="meta")
+            case Peers():
+                return PeerMemory(None, None, 0)
             case Library(makes=Buffer() as made):
                 return _on_meta(made)
         return None

@@ -45,6 +45,7 @@ from transformers import (
 from transformers.distributed import DistributedConfig
 
 from tilewright.compiler import backend, reports
+from tilewright.compiler.safety import ranks as agreed
 
 LENGTH = 16
 _EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "tensor_parallel.py"
@@ -194,12 +195,13 @@ class Case:
 
 _ATTENTION = frozenset({"qkv_cache", "cache_attention"})
 _DENSE = _ATTENTION | {"linear_activation"}
-_MIXTURE = _ATTENTION | {"moe", "moe_router"}
-_LATENT = frozenset({"mla_latent_store", "mla_prefill", "moe", "moe_router"})
+_SUMMED = {"all_reduce_residual_norm"}
+_MIXTURE = _ATTENTION | {"moe", "moe_router"} | _SUMMED
+_LATENT = frozenset({"mla_latent_store", "mla_prefill", "moe", "moe_router"}) | _SUMMED
 WORLDS = {
     2: {
-        "llama by plan": Case("llama", by_plan, _DENSE, (5, 1)),
-        "llama by hand": Case("llama", by_hand, _DENSE),
+        "llama by plan": Case("llama", by_plan, _DENSE | _SUMMED, (5, 1)),
+        "llama by hand": Case("llama", by_hand, _DENSE | _SUMMED),
         "llama by sequence": Case("llama", by_sequence, _DENSE, (6,)),
         "llama by weights": Case("llama", by_weights, _DENSE | {"linear_residual"}, (5,), True),
         "mixtral by plan": Case("mixtral", by_plan, _MIXTURE),
@@ -219,6 +221,76 @@ REFUSED = {
         "index_copy_",
     ),
 }
+
+
+# --- a rank that does other than the rest ---------------------------------------------------------
+
+
+def _raises(*args: Any) -> Any:
+    raise ValueError("broken on this rank")
+
+
+def _fuses_nothing() -> None:
+    backend.fuse = _raises  # type: ignore[assignment]
+
+
+def _compiles_nothing_fused() -> None:
+    inner = backend._inner
+
+    def refuse(gm: Any, *args: Any) -> Any:
+        fused = any("tilewright" in str(node.target) for node in gm.graph.nodes)
+        return _raises() if fused else inner(gm, *args)
+
+    backend._inner = refuse  # type: ignore[assignment]
+
+
+def _nothing() -> None:
+    pass
+
+
+#: What happens to rank 1, and the options it has.
+DIFFERING: dict[str, tuple[Callable[[], None], dict[str, Any]]] = {
+    "alike": (_nothing, {}),
+    "fusing fails": (_fuses_nothing, {}),
+    "compiling fails": (_compiles_nothing_fused, {}),
+    "other options": (_nothing, {"patterns": ["-all_reduce_residual_norm"]}),
+    "verify": (_nothing, {"verify": True}),
+    "nothing compiles": (_fuses_nothing, {"strict": True}),
+    "says nothing": (_nothing, {}),
+}
+
+
+def summed(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> Any:
+    total = residual + functional.all_reduce(F.linear(x, weight), "sum", dist.group.WORLD)
+    return total, F.rms_norm(total, total.shape[-1:], None, 1e-5)
+
+
+def differing(rank: int, name: str) -> dict[str, Any]:
+    """What a rank has fused, why not, and how far its result is from eager's."""
+    happens, options = DIFFERING[name]
+    kept = backend.fuse, backend._inner
+    options = {"inner": "eager"} | (options if rank == 1 or name == "verify" else {})
+    if rank == 1:
+        happens()
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randn(3, 32, generator=generator).bfloat16()
+    weight, residual = torch.ones(64, 32).bfloat16() / 8, torch.ones(3, 64).bfloat16()
+    backend._REPORTS.clear()
+    silent = name == "says nothing"
+    agreed.WAIT_S = 1.0 if silent else 60.0
+    step: Any = torch.compile(summed, backend="tilewright", options=options)
+    try:
+        made = (summed if silent and rank == 1 else step)(x, weight, residual)
+    except torch._dynamo.exc.BackendCompilerFailed:
+        made = summed(x, weight, residual)  # the other rank is not left alone
+    finally:
+        backend.fuse, backend._inner = kept
+    exact = summed(x, weight, residual)
+    return {
+        "fused": [site.pattern for report in reports() for site in report.matches],
+        "codes": [miss.code for report in reports() for miss in report.misses],
+        "error": max((a - b).abs().max().item() for a, b in zip(made, exact, strict=True)),
+    }
 
 
 # --- one rank -------------------------------------------------------------------------------------
@@ -302,6 +374,9 @@ def be_rank(rank: int, ranks: int, folder: Path) -> None:
         for name, (case, _) in REFUSED.items() if ranks == 2 else ():
             torch._dynamo.reset()
             found[name] = [error_of(case, folder, compiled) for compiled in (False, True)]
+        for name in DIFFERING if ranks == 2 else ():
+            torch._dynamo.reset()
+            found[name] = differing(rank, name)
     (folder / f"{ranks}-{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 

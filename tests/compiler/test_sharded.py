@@ -83,6 +83,16 @@ def test_what_cannot_be_shared_ends_with_what_eager_says(worlds, name):
         assert said in ours
 
 
+@pytest.mark.parametrize("name", sharded.DIFFERING)
+def test_ranks_fuse_the_same_sums_or_none(worlds, name):
+    """One that cannot does not leave the other waiting for its kernel."""
+    one, other = (found[name] for found in worlds[2])
+    fused = ["all_reduce_residual_norm"] if name == "alike" else []
+    assert one["fused"] == other["fused"] == fused
+    assert ("RANKS" in one["codes"]) == (name not in ("alike", "verify"))
+    assert max(one["error"], other["error"]) <= (2**-5 if fused else 0.0)
+
+
 def test_the_example_runs_on_two_ranks(worlds):
     assert worlds["example"] == "True"
     assert "each of 2 ranks is fused, and no worse than as written" in worlds["log"]

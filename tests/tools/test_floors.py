@@ -72,6 +72,7 @@ FAMILIES = {room.parent.name for room in (ROOT / "codegen").glob("*/templates")}
 # What one family may take from another.
 EDGES = {
     ("moe", "grouped"),
+    ("mlp", "collective"),
     ("mla", "attention"),
     ("qkv", "projection"),
     ("mla", "projection"),

@@ -342,3 +342,14 @@ def test_what_a_gpu_launched_it_launches_again(monkeypatch):
     assert [v.data_ptr() for v in given[:4:2]] == list(addresses[:4:2])
     assert given[4] == addresses[4] == 5
     assert addresses[3] == result.data_ptr() != first.data_ptr()
+
+
+def test_counters_that_captured_launches_have_stay_theirs(monkeypatch):
+    """A graph is replayed when the slab is used up, too, and holds no tensor of it."""
+    state = {"_slabs": {}, "_every_slab": [], "apart": lambda make: make()}
+    state["_new_slab"] = lambda count, index: torch.zeros(64, dtype=torch.int32)
+    for name, value in state.items():
+        monkeypatch.setattr(kernel_launch, name, value)
+    places = {kernel_launch._taken(32, 0).data_ptr() for _ in range(6)}  # nobody keeps them
+    assert len(places) == 6
+    assert len(state["_every_slab"]) == 3

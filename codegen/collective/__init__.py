@@ -1,0 +1,1 @@
+"""Sums over ranks, with what follows them: problems, specs, plans."""

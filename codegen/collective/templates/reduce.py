@@ -1,0 +1,121 @@
+"""A sum over ranks, the residual and its norm in one kernel, through memory that all ranks reach.
+
+Each rank has a ring of two slots for each program: a program writes its row into that slot of every
+other rank, raises a flag behind it, waits for theirs, and adds the rows in the order of ranks, so
+that all ranks get the same bits. A slot is written again two rows later. By then all ranks have
+read it: the row between came from programs that were done with the one before.
+
+A program waits for its namesakes on other ranks alone, and a GPU starts programs in their order:
+the first that is not done runs on every rank, however many there are.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def words_of(peers_ptr, to, of, block, step, RANKS: tl.constexpr, WORDS: tl.constexpr):
+    """In the memory of rank `to` what rank `of` writes for a row: WORDS words of 64 bits."""
+    base = tl.multiple_of(tl.load(peers_ptr + to).to(tl.pointer_type(tl.int64)), 16)
+    return base + ((block * 2 + (step & 1)) * RANKS + of) * WORDS
+
+
+@triton.jit
+def slot_of(
+    peers_ptr, to, of, block, step, dtype,
+    N: tl.constexpr, RANKS: tl.constexpr, FLAGS: tl.constexpr,
+):  # fmt: skip
+    """The slot in the memory of rank `to` for rows of rank `of`, 16 bits a number. FLAGS: words of
+    all flags, which lie before the slots. Every slot begins at whole 16 bytes."""
+    words = words_of(peers_ptr, to, of, block, step, RANKS, N // 4) + FLAGS
+    return tl.multiple_of(words.to(tl.pointer_type(dtype)), 16)
+
+
+@triton.jit
+def give_up(tries, LIMIT: tl.constexpr):
+    """Ends the kernel with an error where it has waited too long: a rank is gone."""
+    if tries >= LIMIT:
+        tl.inline_asm_elementwise("trap; mov.u32 $0, 0;", "=r,r", [tries], tl.int32, False, 1)
+
+
+@triton.jit
+def wait_for(flag_ptr, step, LIMIT: tl.constexpr):
+    """Until a flag has the number of the row; what was written before it is seen behind this."""
+    tries = 0
+    while tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys") != step:
+        tries += 1
+        give_up(tries, LIMIT)
+    tl.debug_barrier()
+
+
+@triton.jit
+def sum_over_ranks(
+    x, columns, there, peers_ptr, rank, block, step,
+    N: tl.constexpr, RANKS: tl.constexpr, FLAGS: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    """The sum of the ranks' rows in fp32."""
+    for to in range(RANKS):
+        if to != rank:
+            slot = slot_of(peers_ptr, to, rank, block, step, x.dtype, N, RANKS, FLAGS)
+            tl.store(slot + columns, x, mask=there)
+    # All threads' stores come before the one thread's flag.
+    tl.debug_barrier()
+    for to in range(RANKS):
+        if to != rank:
+            flag = words_of(peers_ptr, to, rank, block, step, RANKS, 1)
+            tl.atomic_xchg(flag, step.to(tl.int64), sem="release", scope="sys")
+    own = x.to(tl.float32)
+    total = tl.zeros_like(own)
+    for of in range(RANKS):
+        part = own
+        if of != rank:
+            wait_for(words_of(peers_ptr, rank, of, block, step, RANKS, 1), step, LIMIT)
+            slot = slot_of(peers_ptr, rank, of, block, step, x.dtype, N, RANKS, FLAGS)
+            # What an earlier row left in L1 is not looked at.
+            row = tl.load(slot + columns, mask=there, other=0.0, cache_modifier=".cg")
+            part = row.to(tl.float32)
+        total += part
+    return total
+
+
+@triton.jit
+def all_reduce_residual_norm(
+    x_ptr, residual_ptr, norm_weight_ptr, summed_ptr, normed_ptr, peers_ptr, steps_ptr,
+    rank, num_tokens,
+    N: tl.constexpr, X_STRIDE: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr,
+    NORM_STRIDE: tl.constexpr, NORM_EPS: tl.constexpr, NORM_OFFSET: tl.constexpr,
+    BLOCK: tl.constexpr, RANKS: tl.constexpr, FLAGS: tl.constexpr, LIMIT: tl.constexpr,
+    LAUNCH_PDL: tl.constexpr,
+):  # fmt: skip
+    """summed [T, N] = residual + the sum of the ranks' x; normed = summed / rms(summed) *
+    (NORM_OFFSET + norm_weight), of what is not rounded yet.
+
+    peers_ptr: addresses of the ranks' memory. steps_ptr: how many rows each program has sent so
+    far. With one rank neither is read. Grid (up to T,): a program takes every so manieth row."""
+    if LAUNCH_PDL:
+        tl.extra.cuda.gdc_wait()
+    block = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    there = columns < N
+    row = block.to(tl.int64)
+    if RANKS > 1:
+        step = tl.load(steps_ptr + block)
+    for _ in range(block, num_tokens, tl.num_programs(0)):
+        x = tl.load(x_ptr + row * X_STRIDE + columns, mask=there, other=0.0)
+        residual = tl.load(residual_ptr + row * RESIDUAL_STRIDE + columns, mask=there, other=0.0)
+        total = x.to(tl.float32)
+        if RANKS > 1:
+            step += 1
+            total = sum_over_ranks(
+                x, columns, there, peers_ptr, rank, block, step, N, RANKS, FLAGS, LIMIT
+            )
+        total += residual.to(tl.float32)
+        tl.store(summed_ptr + row * N + columns, total.to(summed_ptr.dtype.element_ty), mask=there)
+        normed = total * tl.rsqrt(tl.sum(total * total, axis=0) / N + NORM_EPS)
+        if norm_weight_ptr is not None:
+            factor = tl.load(norm_weight_ptr + columns * NORM_STRIDE, mask=there, other=0.0)
+            normed *= factor.to(tl.float32) + NORM_OFFSET
+        tl.store(normed_ptr + row * N + columns, normed.to(normed_ptr.dtype.element_ty), mask=there)
+        row += tl.num_programs(0)
+    if RANKS > 1:
+        tl.store(steps_ptr + block, step)

@@ -1,0 +1,149 @@
+"""Ranks that fuse a sum over ranks all do, or none does.
+
+A fused sum waits for the same kernel on every rank; beside a rank that calls the library's
+collective in its place it would wait for ever. So each rank says in the group's store what it
+compiled, and the first to know all (or to have waited in vain) says there what holds for all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from tilewright.compiler import _compat
+from tilewright.compiler.dataflow.spelling import name_of
+from tilewright.compiler.report import GraphReport
+
+#: The pattern whose op the ranks run together.
+SHARED = "all_reduce_residual_norm"
+WAIT_S = 120.0
+_LOOK_S = 0.05
+_UNFUSED = "unfused"
+
+
+@dataclass
+class RankSums:
+    """What a group sums in one graph, the same on all its ranks. place: in the store. compiled: how
+    often this rank has. said: what held for all at last."""
+
+    group: str
+    place: str
+    compiled: int = 0
+    said: str = ""
+
+
+# By place.
+_known: dict[str, RankSums] = {}
+
+
+@contextmanager
+def compiling(gm: fx.GraphModule) -> Iterator[list[RankSums]]:
+    """What each group sums in a graph while it is compiled. Where the block raises, the other ranks
+    need not wait for this one."""
+    shared = _shared_of(gm.graph)
+    try:
+        yield shared
+    except BaseException:
+        for one in shared:
+            _decided(one, _UNFUSED)
+        raise
+
+
+def disagreement(shared: Sequence[RankSums], report: GraphReport) -> str | None:
+    """Why this rank must not run the sums over ranks that the report has fused; None where all
+    ranks have fused the same. Waits for ranks that have yet to compile, WAIT_S seconds at most.
+
+    Raises RuntimeError where the others run them fused, and this rank cannot."""
+    for one in shared:
+        plan = _plan_of(report, one.group)
+        one.said = _heard(one, plan) if plan else _decided(one, _UNFUSED)
+        if not plan and one.said != _UNFUSED:
+            raise RuntimeError(
+                f"the other ranks of group {one.group} sum with {SHARED}, and this one cannot: "
+                f"compile all of them with options={{'patterns': ['-{SHARED}']}}"
+            )
+        if plan and one.said != plan:
+            return f"not all ranks of group {one.group} have compiled the same"
+    return None
+
+
+def _shared_of(graph: fx.Graph) -> list[RankSums]:
+    """What each group sums in a graph that is compiled now."""
+    found = []
+    for group, said in _sums(graph).items():
+        text = "\n".join([str(_members(group)), *said])
+        place = f"tilewright/{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+        shared = _known.setdefault(place, RankSums(group, place))
+        shared.compiled += 1
+        found.append(shared)
+    return found
+
+
+def _sums(graph: fx.Graph) -> dict[str, list[str]]:
+    """The collectives of each group, with the shapes that they give; none under torch's fake group,
+    whose other ranks are not there."""
+    found: dict[str, list[str]] = {}
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_backend() == "fake":
+        return found
+    for node in graph.nodes:
+        group = _group_of(node)
+        if group is not None:
+            made = [str(tuple(t.shape)) for t in _compat.tensors_of(node)]
+            found.setdefault(group, []).append(f"{name_of(node)} {made}")
+    return found
+
+
+def _members(group: str) -> list[int]:
+    return dist.get_process_group_ranks(_compat.process_group(group))
+
+
+def _group_of(node: fx.Node) -> str | None:
+    """The group of a functional collective, or of a DTensor's way to another placement."""
+    if "c10d_functional" in str(node.target):
+        names = [a for a in (*node.args, *node.kwargs.values()) if isinstance(a, str)]
+        return names[-1] if names else None
+    if name_of(node) in ("redistribute", "full_tensor") and node.all_input_nodes:
+        mesh = getattr(node.all_input_nodes[0].meta.get("example_value"), "device_mesh", None)
+        return str(mesh.get_group().group_name) if mesh is not None and mesh.ndim == 1 else None
+    return None
+
+
+def _plan_of(report: GraphReport, group: str) -> str:
+    """What of a group's sums is fused, and with what; empty for nothing."""
+    facts = [s.shapes for s in report.matches if s.pattern == SHARED and s.shapes["group"] == group]
+    return f"{torch.__version__} {[sorted(f.items()) for f in facts]}" if facts else ""
+
+
+def _heard(shared: RankSums, plan: str) -> str:
+    """What holds for all, once it is said. Where a rank does not come, this one may have been alone
+    to compile again: then what held before holds still."""
+    store, place = _compat.store(), f"{shared.place}/{shared.compiled}"
+    votes = [f"{place}/{rank}" for rank in _members(shared.group)]
+    store.set(f"{place}/{dist.get_rank()}", plan)
+    end = time.monotonic() + WAIT_S
+    while not store.check([f"{place}/all"]):
+        if store.check(votes):
+            same = all(store.get(vote).decode() == plan for vote in votes)
+            return _decided(shared, plan if same else _UNFUSED)
+        if time.monotonic() > end:
+            return _decided(shared, plan if shared.said == plan else _UNFUSED)
+        time.sleep(_LOOK_S)
+    return _text(store.get(f"{place}/all"))
+
+
+def _decided(shared: RankSums, what: str) -> str:
+    """What holds for all: what was said first."""
+    place = f"{shared.place}/{shared.compiled}/all"
+    return _text(_compat.store().compare_set(place, "", what))
+
+
+def _text(said: Any) -> str:
+    return str(said.decode())

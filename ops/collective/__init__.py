@@ -1,0 +1,1 @@
+"""Ops in which the ranks of a group work together."""

@@ -1,0 +1,125 @@
+"""`all_reduce_residual_norm`: the ranks' parts of a linear summed, the residual added, and the norm
+of that, which the next layer's linears read.
+
+Every rank gets the same bits. Through memory that the ranks share where they have it; else by the
+collective that the graph had, and a kernel for the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+import torch
+
+from tilewright.ops.checks import FLOAT_DTYPES, ArgumentError, check_number, check_operand
+from tilewright.ops.collective.cases import REDUCE_CASES, sample_reduce
+from tilewright.ops.collective.operands import unsupported
+from tilewright.ops.contract import FusedOp, emitted_kernel, register, rounded_once
+from tilewright.ops.reference.norm import apply_norm
+from tilewright.ops.sampling import sampler_of
+
+NAME = "all_reduce_residual_norm"
+ERROR_MODEL = (
+    "fp32 sums and norm; each result is rounded once. Where the ranks have no memory in common, "
+    "their sum is rounded as the graph rounds it"
+)
+
+
+@dataclass(frozen=True)
+class AllReduceResidualNormArguments:
+    """The arguments of `all_reduce_residual_norm`: T tokens, N columns.
+
+    x [T, N]: this rank's part of a sum over ranks. residual [T, N] of x's dtype, the same on all
+    ranks. norm_weight [N], of x's dtype or float32; the norm multiplies by norm_offset +
+    norm_weight where it is given. group: name of the process group, as functional collectives take
+    it; "" where num_ranks, its size, is 1. Result: the sum with the residual, and its RMS norm,
+    both [T, N] of x's dtype, new memory. All ranks must make the call, one after the other on one
+    stream of each.
+    """
+
+    x: torch.Tensor
+    residual: torch.Tensor
+    norm_weight: torch.Tensor | None
+    _: KW_ONLY
+    group: str = ""
+    num_ranks: int = 1
+    norm_eps: float = 1e-6
+    norm_offset: float = 0.0
+
+
+def validate(a: AllReduceResidualNormArguments) -> None:
+    check_operand(NAME, "x", a.x, "[T, N]", (None, None), FLOAT_DTYPES, dense=True)
+    form = "[T, N]", tuple(a.x.shape), (a.x.dtype,), a.x.device
+    check_operand(NAME, "residual", a.residual, *form, dense=True)
+    if a.norm_weight is not None:
+        dtypes = (a.x.dtype, torch.float32)
+        check_operand(
+            NAME, "norm_weight", a.norm_weight, "[N]", (a.x.shape[1],), dtypes, a.x.device
+        )
+    check_number(NAME, "norm_eps", a.norm_eps, 0)
+    check_number(NAME, "norm_offset", a.norm_offset)
+    if a.num_ranks < 1:
+        raise ArgumentError(NAME, "num_ranks", "at least 1", a.num_ranks)
+    if (a.group != "") != (a.num_ranks > 1):
+        expected = f"the name of a group of {a.num_ranks}" if a.num_ranks > 1 else "'' for one rank"
+        raise ArgumentError(NAME, "group", expected, a.group)
+
+
+def fake(a: AllReduceResidualNormArguments) -> tuple[torch.Tensor, torch.Tensor]:
+    return a.x.new_empty(a.x.shape), a.x.new_empty(a.x.shape)
+
+
+def reference(a: AllReduceResidualNormArguments) -> tuple[torch.Tensor, torch.Tensor]:
+    """In fp32 (float64 for float64 x), each result rounded once:
+
+        summed = residual + all_reduce(x)
+        normed = summed / sqrt(mean(summed²) + norm_eps) * (norm_offset + norm_weight)
+
+    normed is that of summed before it is rounded.
+    """
+    compute = torch.promote_types(a.x.dtype, torch.float32)
+    total = a.x.to(compute)
+    if a.num_ranks > 1:
+        total = torch.ops._c10d_functional.all_reduce(total.contiguous(), "sum", a.group)
+        total = torch.ops._c10d_functional.wait_tensor(total)
+    total = total + a.residual.to(compute)
+    normed = apply_norm(total, a.norm_weight, a.norm_eps, offset=a.norm_offset)
+    results = (one.to(a.x.dtype).contiguous() for one in (total, normed))
+    summed, normed = results
+    return summed, normed
+
+
+sample_inputs = sampler_of(AllReduceResidualNormArguments, sample_reduce)
+
+OP = register(
+    FusedOp(
+        name=NAME,
+        arguments=AllReduceResidualNormArguments,
+        returns="(Tensor, Tensor)",
+        validate=validate,
+        validate_values=lambda a: None,
+        fake=fake,
+        reference=reference,
+        lowerings=(
+            emitted_kernel(
+                "tilewright.ops.collective.lowering:all_reduce_residual_norm_steps", unsupported
+            ),
+        ),
+        cases=REDUCE_CASES,
+        sample_inputs=sample_inputs,
+        tolerances=rounded_once(2.0**-16, 2.0**-16, 2.0**-20, 2.0**-48),
+        error_model=ERROR_MODEL,
+    )
+)
+
+
+def all_reduce_residual_norm(
+    x: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor | None, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The op, called by hand: (residual + the ranks' sum of x, its RMS norm), [T, N].
+
+    The options are those of AllReduceResidualNormArguments. Raises ArgumentError. Not
+    differentiable.
+    """
+    return OP.torch_op(x, residual, norm_weight, **options)

@@ -1,0 +1,137 @@
+"""Memory that every rank of a group reaches, and ranks that agree on it.
+
+torch's symmetric memory: each rank allocates, and all learn the addresses. A kernel through it
+waits for the other ranks, so that all take it or none: one that cannot (another backend, GPUs that
+do not reach each other, a kernel that does not compile) says so to the others first.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+log = logging.getLogger("tilewright")
+
+# (addresses, sent, rank) of a `ops.runtime.program.PeerMemory`.
+Memory = tuple[int, int, int]
+
+# By group, device and form: the group itself (another may have its name later), and what was made.
+_shared: dict[tuple[str, int, str], tuple[Any, Memory | None]] = {}
+# What keeps the memory of `_shared` allocated.
+_kept: list[Any] = []
+
+
+def group_named(name: str) -> Any:
+    """A process group by the name that functional collectives have. Raises what torch does for one
+    that is not there."""
+    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def group_size(name: str) -> int | None:
+    """How many ranks a group has; None where there is none of that name."""
+    try:
+        return int(group_named(name).size())
+    except (RuntimeError, ValueError, AttributeError):
+        return None
+
+
+def obstacle(name: str) -> str | None:
+    """Why a group's ranks can never reach each other's memory, the same on all; None where they may
+    (torch's fake groups, which plans are made with, too)."""
+    backend = dist.get_backend(group_named(name))
+    if "nccl" in backend or backend in ("fake", "undefined"):
+        return None
+    return f"the ranks of group {name} talk through {backend}: there is no symmetric memory"
+
+
+def peer_memory(
+    wanted: Any, index: int, compiled: Callable[[], Any], apart: Callable[..., Memory | None]
+) -> Memory | None:
+    """The memory of a step, a `Peers`, on the device of this index: made at its first call on all
+    ranks; None where they do without. A call whose launches are captured makes none: the ranks
+    would wait for each other in the graph.
+
+    compiled: compiles the kernel. apart: calls a function out of sight of the caller's stream.
+    """
+    key, group = (wanted.group, index, wanted.form), group_named(wanted.group)
+    known = _shared.get(key)
+    if known is not None and known[0] is group:
+        return known[1]
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    made = apart(partial(_agreed_memory, wanted, group, index, compiled))
+    _shared[key] = group, made
+    return made
+
+
+def _agreed_memory(
+    wanted: Any, group: Any, index: int, compiled: Callable[[], Any]
+) -> Memory | None:
+    """What all ranks have made, or None on all."""
+    with torch.cuda.device(index):
+        allocate, meet = _allocating(wanted.nbytes, compiled, index), _meeting(wanted.group)
+        made: Any = None
+        for step in (allocate, meet):
+            made, why = _attempt(step, made)
+            if not _all_can(why is None, wanted.form, group, index):
+                why = why or "another rank cannot, or has other releases"
+                log.warning("no symmetric memory in group %s, NCCL instead: %s", wanted.group, why)
+                return None
+        own, meeting = made
+        addresses = torch.tensor(meeting.buffer_ptrs, dtype=torch.int64, device=own.device)
+        sent = torch.zeros(wanted.programs, dtype=torch.int32, device=own.device)
+        torch.cuda.current_stream().synchronize()
+    _kept.append((own, meeting, addresses, sent))
+    return addresses.data_ptr(), sent.data_ptr(), meeting.rank
+
+
+def _attempt(step: Callable[[Any], Any], made: Any) -> tuple[Any, str | None]:
+    try:
+        return step(made), None
+    except Exception as error:  # told to the other ranks, and logged
+        return None, f"{type(error).__name__}: {error}"
+
+
+def _allocating(nbytes: int, compiled: Callable[[], Any], index: int) -> Callable[[Any], Any]:
+    """Gives this rank's memory, once the kernel compiles."""
+
+    def allocate(_: Any) -> torch.Tensor:
+        from torch.distributed import _symmetric_memory
+
+        compiled()
+        device = torch.device("cuda", index)
+        own = _symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
+        own.zero_()
+        torch.cuda.current_stream().synchronize()  # before anyone writes
+        return own
+
+    return allocate
+
+
+def _meeting(group: str) -> Callable[[Any], Any]:
+    """Gives the memory with the addresses of the other ranks'."""
+
+    def meet(own: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        from torch.distributed import _symmetric_memory
+
+        return own, _symmetric_memory.rendezvous(own, group)  # type: ignore[arg-type]
+
+    return meet
+
+
+def _all_can(can: bool, form: str, group: Any, index: int) -> bool:
+    """Whether every rank can, with kernels of the same form and releases; waits for all of them."""
+    import triton
+
+    text = f"{form} {torch.__version__} {triton.__version__}"
+    mark = zlib.crc32(text.encode())
+    answers = torch.tensor([int(can), mark, -mark], dtype=torch.int64, device=f"cuda:{index}")
+    dist.all_reduce(answers, dist.ReduceOp.MIN, group=group)
+    all_can, least, most = answers.tolist()
+    return bool(all_can) and least == -most

@@ -1,0 +1,107 @@
+"""What follows a linear that ranks share: their parts are summed, the residual is added, and the
+next layer's linears read the norm of that.
+
+    summed = residual + all_reduce(part)
+    normed = rms_norm(summed) * norm_weight      ⇒   all_reduce_residual_norm(part, residual, ...)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tilewright.patterns import effects
+from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope
+from tilewright.patterns.language import Match, Result, Stage, as_advice, register, reject
+from tilewright.patterns.recognise.dtypes import HALVES, check_device, check_dtypes, dtype_name
+from tilewright.patterns.recognise.norm import Norm
+from tilewright.patterns.recognise.rank_sum import RankSum, match_rank_sum
+from tilewright.patterns.recognise.row_norm import rms_norm_of
+
+# How many values behind the sum its norm is looked for: casts, and those of a norm spelled out.
+_REACH = 16
+
+
+@dataclass(frozen=True)
+class AllReduceResidualNorm:
+    """The pattern; see the module."""
+
+    name: str = "all_reduce_residual_norm"
+    op: str = "all_reduce_residual_norm"
+
+    def anchors(self, flow: Dataflow) -> Iterator[Value]:
+        """Sums with a residual of what the ranks have summed, whose norm follows."""
+        for value in flow.values:
+            if match_rank_sum(value) is not None and _norm_of(value, flow) is not None:
+                yield value
+
+    def match(self, anchor: Value, flow: Dataflow) -> Match:
+        with as_advice(anchor):  # the library's collective computes the graph as it is
+            return self._match(anchor, flow)
+
+    def _match(self, anchor: Value, flow: Dataflow) -> Match:
+        found, normed_by = match_rank_sum(anchor), _norm_of(anchor, flow)
+        assert found is not None
+        assert normed_by is not None
+        normed, norm = normed_by
+        _check(found, norm)
+        made = found.part.matrix.shape
+        whole = effects.reshape(effects.identity(made), anchor.shape)
+        tokens, columns = made
+        return Match(
+            pattern=self.name,
+            op=self.op,
+            anchor=anchor,
+            arguments={
+                "x": found.part.matrix,
+                "residual": found.residual.matrix,
+                "norm_weight": norm.weight and norm.weight.reshape(norm.width),
+                "group": found.group,
+                "num_ranks": found.num_ranks,
+                "norm_eps": norm.eps,
+                "norm_offset": norm.offset,
+            },
+            results=(Result(anchor, whole), Result(normed, whole, output=1)),
+            absorbed=tuple(dict.fromkeys((*found.absorbed, *norm.absorbed, normed))),
+            scratch=_written_back(found, flow),
+            facts={
+                "x": f"{dtype_name(anchor.dtype)}[{effects.size_fact(tokens)},{columns}]",
+                "ranks": found.num_ranks,
+                "group": found.group,
+            },
+            scope=common_scope(found.part.value.scope, anchor.scope),
+            needs_kernel=True,
+            miss_weight="advice",
+        )
+
+
+def _norm_of(end: Value, flow: Dataflow) -> tuple[Value, Norm] | None:
+    """The norm of a value, with its result: of those that are one inside another the outermost."""
+    norms = [
+        (value, norm)
+        for value in flow.downstream(end, _REACH)
+        if (norm := rms_norm_of(value.whole)) is not None and norm.x == end.whole
+    ]
+    return max(norms, key=lambda found: len(found[1].absorbed), default=None)
+
+
+def _check(found: RankSum, norm: Norm) -> None:
+    given: list[View] = [found.part, found.residual]
+    dtypes = [view.value.dtype for view in given]
+    if len(set(dtypes)) > 1:
+        reject("DTYPE", Stage.CAPABILITY, f"{dtypes[0]} is added to {dtypes[1]}", found.end)
+    check_dtypes([*dtypes, found.end.dtype], "parts and residual", found.end, HALVES)
+    check_device(found.part)
+
+
+def _written_back(found: RankSum, flow: Dataflow) -> tuple[Value, ...]:
+    """Writes of the sum into the part's memory, as `dist.all_reduce` is captured."""
+    (waited, _) = found.absorbed[1:]
+    return tuple(
+        store
+        for store in flow.users.get(waited, ())
+        if store.store is not None and store.store.source == waited.whole
+    )
+
+
+register(AllReduceResidualNorm())

@@ -1,0 +1,61 @@
+"""A sum over ranks and the residual added to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilewright.codegen.collective.plan import most_tokens
+from tilewright.ops.runtime.peers import group_size
+from tilewright.patterns import effects
+from tilewright.patterns.dataflow import Value, View
+
+_REDUCED, _WAITED = "_c10d_functional::all_reduce", "_c10d_functional::wait_tensor"
+
+
+@dataclass(frozen=True)
+class RankSum:
+    """residual + the sum of the ranks' parts. end: the sum with the residual."""
+
+    part: View
+    residual: View
+    group: str
+    num_ranks: int
+    end: Value
+    absorbed: tuple[Value, ...]
+
+
+def match_rank_sum(value: Value) -> RankSum | None:
+    """The sum that a value is, of few enough tokens for ranks to read each other's rows; else
+    None."""
+    if value.op != "aten.add" or value.kwargs.get("alpha", 1) != 1:
+        return None
+    for side, residual in value.either_way:
+        found = _reduced(side)
+        if found is None or side.shape != value.shape or residual.shape != value.shape:
+            continue
+        part, group, absorbed = found
+        ranks = group_size(group)
+        if ranks is not None and ranks > 1 and _few(value, ranks):
+            return RankSum(part, residual, group, ranks, value, (value, *absorbed))
+    return None
+
+
+def _reduced(side: View) -> tuple[View, str, tuple[Value, ...]] | None:
+    """One rank's part of what `side` is the sum of, the group, and the collective's values."""
+    waited = side.value
+    if waited.op != _WAITED or side != waited.whole.reshape(*side.shape):
+        return None
+    reduced = waited.operands[0].value
+    if reduced.op != _REDUCED or not waited.operands[0].is_whole:
+        return None
+    part, kind, group = reduced.args[0], reduced.argument(1, "reduce_op"), reduced.args[-1]
+    if kind != "sum" or not isinstance(group, str):
+        return None
+    return part, group, (waited, reduced)
+
+
+def _few(value: Value, ranks: int) -> bool:
+    """A count that is a symbol is told at the call."""
+    *rows, columns = value.shape
+    tokens, most = effects.product(rows), most_tokens(columns, ranks)
+    return most is None or not isinstance(tokens, int) or tokens <= most

@@ -1,0 +1,153 @@
+"""The kernel of sums over ranks without GPUs: each rank is a process of its own, and the
+interpreter's loads and stores go to memory that all of them have."""
+
+from __future__ import annotations
+
+import multiprocessing
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tests.interpreted import Interpreter
+from tilewright.codegen.collective.plan import most_tokens
+from tilewright.codegen.collective.specs import ReduceConfig, shared_bytes
+from tilewright.ops.checks import ArgumentError
+from tilewright.ops.collective import all_reduce_residual_norm as op
+from tilewright.ops.collective.cases import ReduceCase, sample_reduce
+from tilewright.ops.collective.lowering import all_reduce_residual_norm_steps
+from tilewright.ops.collective.operands import reduce_problem
+from tilewright.ops.runtime.program import PeerMemory, drive
+from tilewright.ops.runtime.replay import repeat
+
+F16 = torch.float16
+CASES = {
+    "rows": (ReduceCase("", num_tokens=5, n=72, stride=80), ReduceConfig(2, 4), 2),
+    "gemma": (ReduceCase("", num_tokens=3, norm_offset=1.0, dtype=F16), ReduceConfig(4, 4), 3),
+}
+CALLS = 3
+
+
+def parts_of(case, ranks):
+    """What each rank gives to the op: a part of its own, and the same for the rest."""
+    whole = op.sample_inputs(case)
+    parts = [sample_reduce(case, "cpu", seed=1 + rank)["x"] for rank in range(ranks)]
+    return [replace(whole, x=x, group="ranks", num_ranks=ranks) for x in parts]
+
+
+def be_rank(rank, a, config, memories, addresses, results):
+    torch.set_num_threads(1)
+    sent = torch.zeros(config.blocks, dtype=torch.int32)
+    machine = Interpreter(peers=PeerMemory(addresses, sent, rank))
+    for call in range(CALLS):
+        given = replace(a, x=a.x * 2**call)
+        program = drive(all_reduce_residual_norm_steps(given, machine.target, config), machine)
+        for kept, made in zip(results[rank][call], program.outcome.result, strict=True):
+            kept.copy_(made)
+    assert machine.kernels == ["all_reduce_residual_norm"] * CALLS
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_get_the_same_bits_and_the_right_ones(name):
+    """Three calls one after the other: slots are written again."""
+    case, config, ranks = CASES[name]
+    parts = parts_of(case, ranks)
+    nbytes = shared_bytes(reduce_problem(parts[0], ranks), config)
+    memories = [torch.zeros(nbytes, dtype=torch.uint8).share_memory_() for _ in parts]
+    addresses = torch.tensor([memory.data_ptr() for memory in memories])
+    shape = (CALLS, 2, case.num_tokens, case.n)
+    results = [torch.zeros(shape, dtype=case.dtype).share_memory_() for _ in parts]
+    forked = multiprocessing.get_context("fork")
+    running = [
+        forked.Process(target=be_rank, args=(rank, a, config, memories, addresses, results))
+        for rank, a in enumerate(parts)
+    ]
+    for process in running:
+        process.start()
+    for process in running:
+        process.join(timeout=60)
+        process.kill()
+    assert [process.exitcode for process in running] == [0] * ranks
+    assert all(torch.equal(results[0], other) for other in results[1:])
+    tolerance = op.OP.tolerances[case.dtype]
+    for call in range(CALLS):
+        total = sum(part.x.double() * 2**call for part in parts)
+        alone = replace(parts[0], x=total, residual=parts[0].residual.double(), group="")
+        exact = op.reference(replace(alone, num_ranks=1))
+        for made, wanted in zip(results[0][call], exact, strict=True):
+            assert tolerance.problem(made, wanted) is None, (call, tolerance.problem(made, wanted))
+
+
+@pytest.fixture
+def fake_ranks():
+    """The first of two ranks that are not there; gives the group's name."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield dist.group.WORLD.group_name
+    dist.destroy_process_group()
+
+
+def test_without_memory_in_common_the_library_sums(fake_ranks):
+    """And nothing is remembered: a call that is captured has none, and the next may have some."""
+    a = replace(op.sample_inputs(ReduceCase("", n=72)), group=fake_ranks, num_ranks=2)
+    machine = Interpreter()
+    program = drive(all_reduce_residual_norm_steps(a, machine.target), machine)
+    assert [type(step) for step, _ in program.steps] == []
+    assert not program.repeatable
+    assert program.outcome.name == "norm kernel"
+    exact = op.reference(replace(a, x=a.x.double(), residual=a.residual.double()))
+    for made, wanted in zip(program.outcome.result, exact, strict=True):
+        assert op.OP.tolerances[torch.bfloat16].problem(made, wanted) is None
+
+
+def test_more_ranks_sum_many_tokens_by_the_library(fake_ranks):
+    """Each would read all rows of all others."""
+    few = most_tokens(4096, 8)
+    case = ReduceCase("", num_tokens=few, n=4096)
+    for tokens, name in ((few, "peer kernel"), (few + 1, "norm kernel")):
+        a = sample_reduce(replace(case, num_tokens=tokens), "meta", 0)
+        arguments = op.AllReduceResidualNormArguments(**a, group=fake_ranks, num_ranks=8)
+        assert op.OP.plan_for(arguments, "sm90").name == name
+    assert most_tokens(4096, 2) is None
+
+
+def test_a_call_is_made_again_through_the_same_memory():
+    """By address: what the ranks share is no argument's memory."""
+    a = replace(parts_of(ReduceCase(""), 2)[0])
+    machine = Interpreter(runs=False, peers=PeerMemory(1024, 2048, 0))
+    program = drive(all_reduce_residual_norm_steps(a, machine.target), machine)
+    again = repeat(program, *op.OP.split(a), machine)
+    assert again is not None
+    assert len(again(*op.OP.split(a)[0], **op.OP.split(a)[1])) == 2
+    assert machine.kernels == ["all_reduce_residual_norm"] * 2
+
+
+def test_ranks_without_symmetric_memory_take_the_reference(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/here", rank=0, world_size=1)
+    try:
+        a = replace(parts_of(ReduceCase(""), 2)[0], group=dist.group.WORLD.group_name)
+        report = op.OP.plan_for(a, "sm90")
+    finally:
+        dist.destroy_process_group()
+    assert report.name == "reference"
+    assert "talk through gloo: there is no symmetric memory" in report.reason
+
+
+@pytest.mark.parametrize(
+    ("change", "argument"),
+    [
+        ({"residual": torch.zeros(5, 63).bfloat16()}, "residual"),
+        ({"residual": torch.zeros(5, 64)}, "residual"),
+        ({"norm_weight": torch.zeros(63)}, "norm_weight"),
+        ({"norm_eps": -1.0}, "norm_eps"),
+        ({"num_ranks": 0}, "num_ranks"),
+        ({"num_ranks": 2}, "group"),
+        ({"group": "ranks"}, "group"),
+    ],
+    ids=str,
+)
+def test_bad_arguments_are_named(change, argument):
+    with pytest.raises(ArgumentError) as raised:
+        op.OP.call(replace(op.sample_inputs(ReduceCase("")), **change))
+    assert raised.value.argument == argument

@@ -1,0 +1,122 @@
+"""When ranks ask each other for memory, and when they do without; the asking itself needs GPUs."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.distributed import _symmetric_memory
+
+from tilewright.ops.runtime import peers
+
+WANTED = SimpleNamespace(group="ranks", form="2 x bf16[64] x4", nbytes=64, programs=4)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """How often the ranks were asked; `asked.group` and `asked.capturing` may be set."""
+    found = SimpleNamespace(count=0, group=object(), capturing=False, answer=(1024, 2048, 1))
+
+    def apart(function):
+        found.count += 1
+        return found.answer
+
+    found.apart = apart
+    monkeypatch.setattr(peers, "_shared", {})
+    monkeypatch.setattr(peers, "group_named", lambda name: found.group)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: found.capturing)
+    return found
+
+
+def memory(asked, wanted=WANTED):
+    return peers.peer_memory(wanted, 0, lambda: None, asked.apart)
+
+
+def test_ranks_agree_once_for_a_form(asked):
+    assert memory(asked) == memory(asked) == asked.answer
+    assert asked.count == 1
+    memory(asked, SimpleNamespace(**vars(WANTED) | {"form": "2 x bf16[128] x4"}))
+    assert asked.count == 2
+
+
+def test_a_capture_asks_nobody_and_the_next_call_does(asked):
+    asked.capturing = True
+    assert memory(asked) is None
+    assert asked.count == 0
+    asked.capturing = False
+    assert memory(asked) == asked.answer
+    asked.capturing = True
+    assert memory(asked) == asked.answer
+
+
+def test_that_there_is_none_is_remembered(asked):
+    asked.answer = None
+    assert memory(asked) is None
+    assert memory(asked) is None
+    assert asked.count == 1
+
+
+def test_another_group_of_the_name_is_asked_again(asked):
+    memory(asked)
+    asked.group = object()
+    memory(asked)
+    assert asked.count == 2
+
+
+def test_a_group_that_is_not_there_has_no_size():
+    assert peers.group_size("no such group") is None
+
+
+def test_what_one_rank_cannot_do_no_rank_does(monkeypatch):
+    """Each says whether it can, and with what; the least of all answers counts."""
+    others = []
+
+    def all_reduce(answers, kind, group):
+        for other in others:
+            answers.copy_(torch.minimum(answers, other))
+
+    monkeypatch.setattr(peers.dist, "all_reduce", all_reduce)
+    real = torch.tensor
+    monkeypatch.setattr(peers.torch, "tensor", lambda data, dtype, device: real(data, dtype=dtype))
+    assert peers._all_can(True, "form", None, 0)
+    assert not peers._all_can(False, "form", None, 0)
+    mark = peers.zlib.crc32(b"another release")
+    others.append(real([1, mark, -mark]))
+    assert not peers._all_can(True, "form", None, 0)
+    others[:] = [real([0, 2**40, 2**40])]
+    assert not peers._all_can(True, "form", None, 0)
+
+
+@pytest.fixture
+def on_the_cpu(monkeypatch):
+    """Memory of the CPU in place of a GPU's, and a rank that agrees with itself."""
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    stream = SimpleNamespace(synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(peers, "_all_can", lambda can, *_: can)
+    monkeypatch.setattr(peers, "_kept", [])
+    empty = torch.empty
+    monkeypatch.setattr(_symmetric_memory, "empty", lambda n, dtype, device: empty(n, dtype=dtype))
+    met = SimpleNamespace(buffer_ptrs=[4096, 8192], rank=1)
+    monkeypatch.setattr(_symmetric_memory, "rendezvous", lambda own, group: met)
+
+
+def test_memory_is_zero_and_kept(on_the_cpu):
+    addresses, sent, rank = peers._agreed_memory(WANTED, None, 0, lambda: None)
+    ((own, _, table, counts),) = peers._kept
+    assert rank == 1
+    assert (addresses, sent) == (table.data_ptr(), counts.data_ptr())
+    assert table.tolist() == [4096, 8192]
+    assert counts.tolist() == [0] * WANTED.programs
+    assert own.tolist() == [0] * WANTED.nbytes
+
+
+def test_a_kernel_that_does_not_compile_is_told_and_logged(on_the_cpu, caplog):
+    def compiled():
+        raise ValueError("no such kernel")
+
+    assert peers._agreed_memory(WANTED, None, 0, compiled) is None
+    assert "NCCL instead: ValueError: no such kernel" in caplog.text
+    assert peers._kept == []
