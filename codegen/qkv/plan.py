@@ -232,6 +232,7 @@ def epilogue_config(epilogue: HeadEpilogue, num_tokens: int, target: Target) -> 
         heads = next_power_of_2(max(epilogue.num_heads, epilogue.num_kv_heads))
         return EpilogueConfig(1, heads, num_warps=max(4, min(heads * width // 512, 16)))
     counts = [epilogue.num_heads, epilogue.num_kv_heads][epilogue.num_heads == 0 :]
+    counts += [epilogue.gate_run]  # gcd(n, 0) is n
     heads = math.gcd(*counts) & -math.gcd(*counts)
     heads = max(min(heads, 2, 4096 // width), 1)
     block_t = max(4096 // (width * heads), 1)

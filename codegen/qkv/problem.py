@@ -55,7 +55,8 @@ class HeadEpilogue:
 
     q_out: None where there is no q (num_heads is 0 then). num_kv_heads: of the projection; each is
     stored to kv_repeat heads of the cache. group: q heads in a group where q's weight, its bias and
-    the product of a GEMM have an axis for groups, else 0.
+    the product of a GEMM have an axis for groups, else 0. gate_run: q's heads are so many queries,
+    then as many gates, which are neither normed nor rotated, and so on; 0: all are queries.
     k_cache, v_cache: windows [page, slot, head, dim] with those strides; v_cache None: there is no
     v. page_size: slots in a page.
     biases: of q, k, v, strides (head,), of a grouped q (group, head). delta: strides (row,).
@@ -78,6 +79,7 @@ class HeadEpilogue:
     norm: Norm = Norm()
     kv_repeat: int = 1
     group: int = 0
+    gate_run: int = 0
     clip: float = 0.0
     cache_scales: tuple[Operand | None, Operand | None] = (None, None)
     scale_multiplies: bool = False
@@ -147,6 +149,7 @@ class HeadEpilogue:
             **constants_of(self, "num_heads", "num_kv_heads", "head_dim", "group", "kv_repeat"),
             **constants_of(self, "pair_half", "interleaved", "halves", "clip", "page_size"),
             **constants_of(self, "row_unit", "scale_multiplies"),
+            **(constants_of(self, "gate_run") if self.gate_run else {}),
             "ROTARY_DIM": rope.rotary_dim if rope else 0,
             "ROPE_FULL_WIDTH": rope.full_width if rope else False,
             "COS_STRIDE": rope.cos.strides[0] if rope else 0,
@@ -329,7 +332,8 @@ def tiled_obstacle(problem: QkvProblem) -> str | None:
 def heads_fit(problem: QkvProblem, heads_per_tile: int) -> bool:
     """Whether tiles of so many heads lie wholly in q, k or v, and can be loaded at once."""
     heads = problem.epilogue
-    if heads.num_heads % heads_per_tile or heads.num_kv_heads % heads_per_tile:
+    counts = (heads.num_heads, heads.num_kv_heads, heads.gate_run)
+    if any(count % heads_per_tile for count in counts):
         return False
     if heads_per_tile == 1:
         return True

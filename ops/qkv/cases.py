@@ -61,6 +61,10 @@ PROJECTION_CASES = (
     AttentionCase("delta_grouped", delta=True, projection="grouped", rope_style="interleaved",
                   rotary_dim=32),
     AttentionCase("delta_int8", delta=True, weight_format="int8", scale_block=(1, 64)),
+    AttentionCase("gates", gate_run=1, qk_norm=True, norm_offset=1.0, rope_style="half",
+                  rotary_dim=16, clip=1.5),
+    AttentionCase("gates_behind", gate_run=2, num_kv_heads=1, bias=True, weightless_norm=True,
+                  norm_after_rope=True, rope_style="interleaved", rotary_dim=32, num_tokens=1),
     AttentionCase("one_query_many_heads", num_kv_heads=1, projection="packed", num_tokens=1),
 )  # fmt: skip
 

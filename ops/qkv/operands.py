@@ -142,6 +142,7 @@ def head_epilogue(
         norm=_norm(a, values),
         kv_repeat=kv_repeat,
         group=q_weight.shape[1] if q_weight is not None and q_weight.dim() == 4 else 0,
+        gate_run=getattr(a, "gate_run", 0),
         clip=getattr(a, "clip", 0.0),
         cache_scales=(_per_head(a.k_cache_scale), _per_head(a.v_cache_scale)),
         scale_multiplies=a.cache_scale_multiplies,

@@ -21,7 +21,7 @@ from tilewright.ops.cache.checks import (
 )
 from tilewright.ops.cache.scale_values import check_scale_values, check_token_scale_values
 from tilewright.ops.cache.writes import write_kv
-from tilewright.ops.checks import ArgumentError, check_number, check_tensor
+from tilewright.ops.checks import ArgumentError, check_number, check_tensor, holds
 from tilewright.ops.contract import FusedOp, emitted_kernel, register
 from tilewright.ops.formats.paged_cache import CacheWindow
 from tilewright.ops.formats.quantized_weight import dequantize, expand_blocks, logical_shape
@@ -55,6 +55,9 @@ class FusedQkvArguments:
     q_weight [Hq, D, K], or [Hkv, G, D, K] where q heads lie in groups beside others;
     k_weight, v_weight [Hkv, D, K]. v_weight None: K alone is made and written. Biases [H, D], for a
     grouped q [Hkv, G, D]; they and other parameters are values or float32.
+
+    gate_run: Hq counts gates too: gate_run queries, then gate_run gates, and so on (1 where a query
+    has its gate beside it). Gates are projected, held to clip, and no more. 0: all are queries.
 
     weight_format:
       "dense"   values, with K or D contiguous, other strides free.
@@ -119,6 +122,7 @@ class FusedQkvArguments:
     indexing: str = "paged"
     static_tokens: bool = False
     kv_repeat: int = 1
+    gate_run: int = 0
     clip: float = 0.0
     weightless_norm: bool = False
     norm_kind: str = "rms"
@@ -155,6 +159,7 @@ def validate(a: FusedQkvArguments) -> None:
     check_delta(NAME, a.delta, num_tokens, _num_rows(a), dtype, device)
     check_number(NAME, "kv_repeat", a.kv_repeat, 1)
     check_number(NAME, "clip", a.clip, 0.0)
+    _check_gates(a)
     check_norm(NAME, a.norm_kind, a.norm_width, a.norm_eps, a.norm_offset)
     for letter, heads in (("q", _num_heads(a)), ("k", num_kv_heads)):
         name = f"{letter}_norm_weight"
@@ -164,6 +169,17 @@ def validate(a: FusedQkvArguments) -> None:
     check_rope(NAME, num_tokens, head_dim, *rope, dtype, device)
     values = HeadValues(num_tokens, num_kv_heads, head_dim, dtype, device, a.kv_repeat)
     check_caches(NAME, a, values, writes_v=a.v_weight is not None)
+
+
+def _check_gates(a: FusedQkvArguments) -> None:
+    check_number(NAME, "gate_run", a.gate_run, 0)
+    if a.gate_run == 0:
+        return
+    if not holds(_num_heads(a) % (2 * a.gate_run) == 0):
+        expected = f"half of a divisor of the {_num_heads(a)} heads of q"
+        raise ArgumentError(NAME, "gate_run", expected, str(a.gate_run))
+    if a.norm_width == "row":
+        raise ArgumentError(NAME, "norm_width", "'head' beside gates", repr(a.norm_width))
 
 
 def _num_heads(a: FusedQkvArguments) -> Any:
@@ -204,6 +220,7 @@ def reference(a: FusedQkvArguments) -> torch.Tensor:
         q = rope(norm(clip(x @ q_weight^T + q_bias + delta[q columns])))
         k = rope(norm(clip(x @ k_weight^T + k_bias + delta[k columns])))
         v = clip(x @ v_weight^T + v_bias + delta[v columns])
+        gates = clip(x @ q_weight^T + q_bias + delta[q columns]), in q's place where gate_run says
         result[t] = q[t]
         k_cache[slot of t] = k[t] / k_cache_scale
         v_cache[slot of t] = v[t] / v_cache_scale
@@ -212,7 +229,11 @@ def reference(a: FusedQkvArguments) -> torch.Tensor:
     cache_scale_multiplies: times the scale. Each number is rounded once, when it is stored.
     """
     x = _input(a)
-    q = _normed_and_rotated(a, _project(a, x, "q"), a.q_norm_weight)
+    made = _project(a, x, "q")
+    q = _normed_and_rotated(a, made, a.q_norm_weight)
+    if a.gate_run:
+        heads = torch.arange(made.shape[1], device=made.device)
+        q = torch.where((heads // a.gate_run % 2 == 1)[:, None], made, q)
     k = _normed_and_rotated(a, _project(a, x, "k"), a.k_norm_weight)
     v = None if a.v_weight is None else _project(a, x, "v")
     write_kv(a, k, v, a.kv_repeat)

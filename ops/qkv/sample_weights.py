@@ -23,6 +23,7 @@ def sample_projection(case: AttentionCase, sampler: Sampler) -> dict[str, Any]:
         **_norms(case, sampler),
         **_delta(case, sampler),
         "kv_repeat": case.kv_repeat,
+        "gate_run": case.gate_run,
         "clip": case.clip,
     }
 

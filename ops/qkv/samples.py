@@ -52,6 +52,7 @@ class AttentionCase(PagedBatch):
     tokens_per_row: int = 1
     writes_v: bool = True
     kv_repeat: int = 1
+    gate_run: int = 0
     clip: float = 0.0
     weightless_norm: bool = False
     normed: str = "qk"

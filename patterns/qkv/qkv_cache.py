@@ -1,5 +1,5 @@
 """QKV projection and KV-cache write: three projections of one activation, optional bias, per-head
-RMS norm and rotation, K and V written into a cache by slot.
+RMS norm and rotation, K and V written into a cache by slot. Gates of q's linear come with it.
 
     x ─ linear ─ [+bias] ─ [norm] ─ [rope] ─▶ q
     x ─ linear ─ [+bias] ─ [norm] ─ [rope] ─▶ k ─▶ cache[slots] = k      ⇒   fused_qkv_paged
@@ -28,6 +28,7 @@ from tilewright.patterns.lora.arguments import has_kernels, own_deltas, packed_d
 from tilewright.patterns.projection.epilogue import norm_arguments, norm_fact
 from tilewright.patterns.projection.heads import Heads, match_heads, rope_table, same_activation
 from tilewright.patterns.projection.written import check_tokens
+from tilewright.patterns.qkv.gates import Gated, with_gates
 from tilewright.patterns.qkv.query import find_query
 from tilewright.patterns.quantised.scales import weight_arguments
 from tilewright.patterns.quantised.weights import refuse
@@ -113,10 +114,11 @@ class QkvCache:
                 hint="clamp q, k and v alike, or none of them",
             )
         place = max(flow.positions[store.node] for store in anchor.stores)
-        q = find_query(flow, k, v, k_write.store, inside, place)
+        q = with_gates(flow, find_query(flow, k, v, k_write.store, inside, place), (k, v))
         _guard(flow, q.heads, k, v, k_place, v_place, k_write.memory.dtype)
         shared = k_write.memory is v_write.memory
         arguments = _arguments(q.heads, k, v, k_place, v_place)
+        arguments["gate_run"] = q.run
         arguments["kv_repeat"] = repeats[0]
         arguments["k_cache"] = k_write.memory.root
         arguments["v_cache"] = None if shared else v_write.memory.root
@@ -132,10 +134,10 @@ class QkvCache:
             op=self.op,
             anchor=anchor.first.store,
             arguments=arguments,
-            results=(q.result,),
+            results=q.results,
             absorbed=tuple(value for value in absorbed if value not in kept),
             stores=anchor.stores,
-            facts=_facts(q.heads, k, v, k_place, record.kind),
+            facts=_facts(q, k, v, k_place, record.kind),
             scope=common_scope(k.product.scope, anchor.first.store.scope),
         )
 
@@ -256,16 +258,17 @@ def _codes(q: Heads, k: Heads, v: Heads) -> dict[str, Any]:
     return arguments
 
 
-def _facts(q: Heads, k: Heads, v: Heads, place: Address, kind: str) -> dict[str, Any]:
-    rope = k.rope
+def _facts(gated: Gated, k: Heads, v: Heads, place: Address, kind: str) -> dict[str, Any]:
+    q, rope = gated.heads, k.rope
+    num_heads = q.num_heads // 2 if gated.run else q.num_heads
     style = "none" if rope is None else rope.style
     if rope is not None and rope.rotary_dim != k.head_dim:
         style += f"({rope.rotary_dim})"
     tokens = size_fact(q.num_tokens)
     facts = {
         "projection": _projection(q, k, v),
-        "gqa": q.num_heads // k.num_heads,
-        "heads": f"{q.num_heads}/{k.num_heads}x{k.head_dim}",
+        "gqa": num_heads // k.num_heads,
+        "heads": f"{num_heads}/{k.num_heads}x{k.head_dim}",
         "rope": style,
         "bias": "yes" if any(p.linear.bias is not None for p in (q, k, v)) else "no",
         "norm": norm_fact(k.norm),
@@ -274,6 +277,8 @@ def _facts(q: Heads, k: Heads, v: Heads, place: Address, kind: str) -> dict[str,
         "cache": "x".join(str(n) for n in place.window.shape),
         "x": f"{dtype_name(k.x.value.dtype)}[{tokens},{k.x.shape[1]}]",
     }
+    if gated.run:
+        facts["gates"] = "beside q" if gated.run == 1 else "behind q"
     if k.linear.clip:
         facts["clip"] = k.linear.clip
     facts |= lora_fact([p.linear.deltas for p in (q, k, v)], own=_own_deltas((q, k, v)))

@@ -269,6 +269,74 @@ def layer_norm_by_other_head(m, x, keys, values, positions):
     return usual(q, k, v, keys, values, positions)
 
 
+# --- gates ----------------------------------------------------------------------------------------
+
+
+def _gated(m, x, keys, values, positions, gate_of, split, packed=False):
+    """split: q_proj's result [B, S, H, 2, D] or [B, S, 2, H, D] as q and gate [B, S, H, D]. packed:
+    one linear makes all."""
+
+    def normed(t, weight):
+        out = t.float() * torch.rsqrt(t.float().pow(2).mean(-1, keepdim=True) + EPS)
+        return (out * (1.0 + weight.float())).type_as(t)
+
+    if packed:
+        both = (2 * HEADS * WIDTH, KV_HEADS * WIDTH, KV_HEADS * WIDTH)
+        made, *kv = F.linear(x, m.packed, m.packed_bias).split(both, dim=-1)
+    else:
+        made, kv = m.wqg(x), [m.wk(x), m.wv(x)]
+    q, gate = split(made)
+    gate = gate_of(gate)
+    k, v = (t.unflatten(-1, (-1, WIDTH)) for t in kv)
+    q, k = normed(q, m.q_norm), normed(k, m.k_norm)
+    q, k = (rotate(t.transpose(1, 2), positions).transpose(1, 2) for t in (q, k))
+    return usual(q, k, v, keys, values, positions), gate
+
+
+def gate_beside_query(m, x, keys, values, positions):
+    """As Qwen3-Next: a head of q_proj is a query's and its gate's columns."""
+
+    def split(t):
+        q, gate = torch.chunk(t.view(BATCH, SEQ, -1, WIDTH * 2), 2, dim=-1)
+        return q, gate.reshape(BATCH, SEQ, -1)
+
+    out, gate = _gated(m, x, keys, values, positions, lambda g: g, split)
+    return out * torch.sigmoid(gate)
+
+
+def gate_in_packed(m, x, keys, values, positions):
+    """As engines pack it: queries and gates, keys, values in one linear with a bias."""
+
+    def split(t):
+        q, gate = t.view(BATCH, SEQ, -1, WIDTH * 2).chunk(2, dim=-1)
+        return q, gate.flatten(2)
+
+    out, gate = _gated(m, x, keys, values, positions, lambda g: g, split, packed=True)
+    return out * torch.sigmoid(gate)
+
+
+def gate_behind_query(m, x, keys, values, positions):
+    """All queries, then all gates; the sigmoid stands before the writes."""
+
+    def split(t):
+        q, gate = t.chunk(2, dim=-1)
+        return q.unflatten(-1, (-1, WIDTH)), gate
+
+    out, gate = _gated(m, x, keys, values, positions, torch.sigmoid, split)
+    return out * gate
+
+
+def gate_across_query(m, x, keys, values, positions):
+    """The near miss: the gates are read with the queries as they were projected."""
+
+    def split(t):
+        t = t.view(BATCH, SEQ, -1, WIDTH * 2)
+        return t[..., :WIDTH], t.sum(-1, keepdim=True).expand(-1, -1, -1, WIDTH).flatten(2)
+
+    out, gate = _gated(m, x, keys, values, positions, lambda g: g, split)
+    return out * torch.sigmoid(gate)
+
+
 # --- scales ---------------------------------------------------------------------------------------
 
 
@@ -483,6 +551,10 @@ STYLES = {
         Style(layer_norm_with_bias, names=(*_NORMS, *_BIASES)),
         Style(layer_norm_by_head, names=("norms",)),
         Style(layer_norm_by_other_head, names=("norms",)),
+        Style(gate_beside_query, names=(*_NORMS, "gated")),
+        Style(gate_in_packed, names=(*_NORMS, "packed")),
+        Style(gate_behind_query, names=(*_NORMS, "gated")),
+        Style(gate_across_query, names=(*_NORMS, "gated")),
         Style(int8_product_scaled, names=("codes",)),
         Style(int8_both_scaled, names=("codes",)),
         Style(key_multiplier),
@@ -511,7 +583,13 @@ class Layer(nn.Module):
         super().__init__()
         self.step = style.step
         self.wq = nn.Linear(HIDDEN, HEADS * WIDTH, bias=False)
+        if "gated" in style.names:
+            self.wqg = nn.Linear(HIDDEN, 2 * HEADS * WIDTH, bias=False)
         self.wk, self.wv = (nn.Linear(HIDDEN, KV_HEADS * WIDTH, bias=False) for _ in range(2))
+        if "packed" in style.names:
+            rows = 2 * (HEADS + KV_HEADS) * WIDTH
+            self.packed = nn.Parameter(torch.empty(rows, HIDDEN))
+            self.packed_bias = nn.Parameter(torch.empty(rows))
         self.wo = nn.Linear(HEADS * WIDTH, HIDDEN, bias=False)
         for weight in self.parameters():
             weight.data = normal(*weight.shape) * HIDDEN**-0.5

@@ -99,6 +99,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "norm of rows": {"qk_norm": True, "norm_width": "row"},
     "delta": {"delta": True},
     "kv heads repeated": {"kv_repeat": 4, "clip": 8.0},
+    "gates": {"gate_run": 1, "qk_norm": True, "rotary_dim": 32},
     "interleaved to half": {"rope_style": "interleaved_to_half", "rotary_dim": 64},
     "n-major": {"projection": "n_major"},
     "grouped q": {"projection": "grouped"},

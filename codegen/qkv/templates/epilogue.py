@@ -18,7 +18,14 @@ from tilewright.codegen.qkv.templates.loads import (
     load_rope,
     pair_dims,
 )
-from tilewright.codegen.templates.places import KEY, QUERY, VALUE, head_of_tile, store_target
+from tilewright.codegen.templates.places import (
+    KEY,
+    QUERY,
+    VALUE,
+    head_of_tile,
+    store_target,
+    turned_kind,
+)
 from tilewright.codegen.templates.rounding import rounded
 
 
@@ -91,7 +98,7 @@ def norm_heads(
 
 @triton.jit
 def add_bias_and_norm(
-    low, high, kind, low_bias, high_bias, low_norm, high_norm, head_limit,
+    low, high, turned, low_bias, high_bias, low_norm, high_norm, head_limit,
     HEAD_DIM: tl.constexpr, PAIR_HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
     HAS_BIAS: tl.constexpr, CLIP: tl.constexpr,
     NORM: tl.constexpr, NORMED: tl.constexpr, NORM_EPS: tl.constexpr,
@@ -105,7 +112,7 @@ def add_bias_and_norm(
         high = tl.clamp(high, -CLIP, CLIP, propagate_nan=tl.PropagateNan.ALL)
     if NORM != "none":
         low, high = norm_heads(
-            low, high, kind, low_norm, high_norm, head_limit,
+            low, high, turned, low_norm, high_norm, head_limit,
             HEAD_DIM, PAIR_HALF, INTERLEAVED, NORM, NORMED, NORM_EPS,
         )  # fmt: skip
     return low, high
@@ -142,7 +149,7 @@ def store_pairs(
 
 @triton.jit
 def rotate_and_store(
-    low, high, kind, tokens, token_mask, heads, head_limit, first_pair,
+    low, high, kind, turned, tokens, token_mask, heads, head_limit, first_pair,
     low_cos, low_sin, high_cos, high_sin, rotates, low_norm, high_norm, cache_scale,
     q_out_ptr, pointer, row_offsets, row_mask, head_stride, dim_stride,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
@@ -164,7 +171,7 @@ def rotate_and_store(
         high = tl.where(rotates, new_high, high)
     if NORM != "none":
         low, high = norm_heads(
-            low, high, kind, low_norm, high_norm, head_limit,
+            low, high, turned, low_norm, high_norm, head_limit,
             HEAD_DIM, PAIR_HALF, INTERLEAVED, NORM, NORMED, NORM_EPS,
         )  # fmt: skip
     if q_out_ptr is not None and q_out_ptr.dtype.element_ty != pointer.dtype.element_ty:
@@ -253,7 +260,7 @@ def qkv_epilogue(
     K_STRIDES: tl.constexpr, V_STRIDES: tl.constexpr, ROW_UNIT: tl.constexpr,
     SCALE_STRIDES: tl.constexpr, SCALE_MULTIPLIES: tl.constexpr,
     BLOCK_T: tl.constexpr, HEADS_PER_TILE: tl.constexpr, BLOCK_P: tl.constexpr,
-    WHOLE_ROWS: tl.constexpr,
+    WHOLE_ROWS: tl.constexpr, GATE_RUN: tl.constexpr = 0,
 ):  # fmt: skip
     """Epilogue of a QKV projection: bias, clipping, QK norm and rotary embedding of q [T, Hq, D]
     and of k and v [T, Hkv, D], of any strides, and the store to q_out and to a paged cache.
@@ -261,7 +268,8 @@ def qkv_epilogue(
     Grid (cdiv(T, BLOCK_T), heads / HEADS_PER_TILE), heads counted over q, then k, then v;
     HEADS_PER_TILE divides each of the three. With WHOLE_ROWS, grid (cdiv(T, BLOCK_T), 3, or 2
     without q or v), and HEADS_PER_TILE is a power of two that covers the most heads. NUM_HEADS 0
-    and q_ptr None: no q. v_ptr None: no v.
+    and q_ptr None: no q. v_ptr None: no v. GATE_RUN: as in `turned_kind`, a multiple of
+    HEADS_PER_TILE, and 0 with WHOLE_ROWS.
     q_out [T, Hq, D] is contiguous and may be q itself; the caches are windows of four strides
     (page, slot, head, dim), the pointers at their first elements; addresses as in `cache_places`.
     BLOCK_P is a power of two that covers the pairs of a head.
@@ -275,6 +283,7 @@ def qkv_epilogue(
     else:
         kind, head = head_of_tile(tl.program_id(1) * HEADS_PER_TILE, NUM_HEADS, NUM_KV_HEADS)
         head_limit = None
+    turned = turned_kind(kind, head, GATE_RUN)
     tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     token_mask = tokens < num_tokens
     heads = head + tl.arange(0, HEADS_PER_TILE)
@@ -301,7 +310,7 @@ def qkv_epilogue(
         BLOCK_P, PAIR_HALF, HEAD_DIM, INTERLEAVED, GROUP, BIAS_STRIDES,
     )  # fmt: skip
     low_norm, high_norm = load_norm(
-        kind, heads, head_limit, 0, q_norm_ptr, k_norm_ptr,
+        turned, heads, head_limit, 0, q_norm_ptr, k_norm_ptr,
         BLOCK_P, PAIR_HALF, HEAD_DIM, INTERLEAVED, NORM_HALVES, NORM_STRIDES, NORM_OFFSET,
     )  # fmt: skip
     cache_scale = load_cache_scale(
@@ -315,13 +324,13 @@ def qkv_epilogue(
         low += low_delta
         high += high_delta
     low, high = add_bias_and_norm(
-        low, high, kind, low_bias, high_bias, low_norm, high_norm, head_limit,
+        low, high, turned, low_bias, high_bias, low_norm, high_norm, head_limit,
         HEAD_DIM, PAIR_HALF, INTERLEAVED,
         q_bias_ptr is not None or k_bias_ptr is not None or v_bias_ptr is not None,
         CLIP, NORM_BEFORE, NORMED, NORM_EPS,
     )  # fmt: skip
     low_cos, low_sin, high_cos, high_sin, rotates = load_rope(
-        kind, tokens, token_mask, 0, cos_ptr, sin_ptr, rope_tokens,
+        turned, tokens, token_mask, 0, cos_ptr, sin_ptr, rope_tokens,
         BLOCK_P, PAIR_HALF, INTERLEAVED, HALVES, ROTARY_DIM, ROPE_FULL_WIDTH,
         COS_STRIDE, SIN_STRIDE,
     )  # fmt: skip
@@ -333,7 +342,7 @@ def qkv_epilogue(
         K_STRIDES, V_STRIDES, ROW_UNIT,
     )  # fmt: skip
     rotate_and_store(
-        low, high, kind, tokens, token_mask, heads, head_limit, 0,
+        low, high, kind, turned, tokens, token_mask, heads, head_limit, 0,
         low_cos, low_sin, high_cos, high_sin, rotates, low_norm, high_norm, cache_scale,
         q_out_ptr, pointer, row_offsets, row_mask, head_stride, dim_stride,
         NUM_HEADS, HEAD_DIM, PAIR_HALF, INTERLEAVED, HALVES, ROTARY_DIM,

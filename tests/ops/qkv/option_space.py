@@ -19,6 +19,8 @@ def attention_cases(draw, kernels=False):
     options |= draw(weights(options))
     options |= draw(norms(options)) | draw(ropes(options)) | draw(caches(options))
     options |= draw(addresses(options))
+    if options["num_heads"] % 2 == 0 and options.get("norm_width") != "row":
+        options["gate_run"] = draw(st.sampled_from((0, 0, 1, options["num_heads"] // 2)))
     if options["slots"] in ("flat", "block_table", "ragged"):
         divisors = [n for n in range(1, 5) if options["num_tokens"] % n == 0]
         options["tokens_per_row"] = draw(st.sampled_from(divisors))

@@ -30,7 +30,9 @@ def outcome(a):
         x = activations(a)
         q, k = (projected(a, x, letter) for letter in "qk")
         v = None if a.v_weight is None else projected(a, x, "v")
-        q, k = normed_and_rotated(a, q, "q"), normed_and_rotated(a, k, "k")
+        turned, k = normed_and_rotated(a, q, "q"), normed_and_rotated(a, k, "k")
+        gates = [a.gate_run > 0 and head // a.gate_run % 2 == 1 for head in range(q.shape[1])]
+        q = torch.stack([(q if g else turned)[:, h] for h, g in enumerate(gates)], dim=1)
         repeat = a.kv_repeat
     else:
         q, k, v, repeat = None, rotated(a, a.k.double()), a.v, 1

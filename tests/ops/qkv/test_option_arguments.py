@@ -124,6 +124,9 @@ def heads(shape, dtype=torch.bfloat16):
 QKV_METADATA = [
     (PLAIN, just(kv_repeat=0), "kv_repeat", "a finite number from 1, got 0"),
     (PLAIN, just(kv_repeat=2), "k_window", "num_kv_heads = 4, got 2"),
+    (PLAIN, just(gate_run=-1), "gate_run", "a finite number from 0, got -1"),
+    (PLAIN, just(gate_run=4), "gate_run", "half of a divisor of the 4 heads of q, got 4"),
+    (CASES["row_norm"], just(gate_run=1), "norm_width", "'head' beside gates, got 'row'"),
     (PLAIN, just(clip=-1.0), "clip", "a finite number from 0.0, got -1.0"),
     (PLAIN, just(clip=float("nan")), "clip", "a finite number"),
     (NORMED, just(norm_kind="batch"), "norm_kind", "one of 'rms', 'layer', got 'batch'"),
