@@ -36,7 +36,8 @@ class Norm:
 
     weights: of q and k, [head_dim] or [H, head_dim], None where there is none; strides (head,),
     0 where the heads share one. row: over all heads of a projection together. offset is added to
-    the weights. weightless: q and k are normed also without a weight.
+    the weights. weightless: q and k are normed also without a weight. biases: what q and k add
+    then, shaped as weights. values: v is normed too, without a weight.
     """
 
     weights: tuple[Operand | None, Operand | None] = (None, None)
@@ -45,6 +46,8 @@ class Norm:
     after_rope: bool = False
     offset: float = 0.0
     weightless: bool = False
+    biases: tuple[Operand | None, Operand | None] = (None, None)
+    values: bool = False
     eps: float = 1e-6
 
 
@@ -121,7 +124,7 @@ class HeadEpilogue:
 
     @property
     def has_norm(self) -> bool:
-        return self.norm.weightless or any(self.norm.weights)
+        return self.norm.weightless or self.norm.values or any(self.norm.weights)
 
     @property
     def row_norm(self) -> bool:
@@ -177,6 +180,8 @@ class HeadEpilogue:
             "NORM_OFFSET": norm.offset,
             "NORM_HALVES": self.halves if self.norm_after_rope else 0,
             "NORM_STRIDES": first_strides(*norm.weights),
+            **({"V_NORMED": True} if norm.values else {}),
+            **({"NORM_BIAS_STRIDES": first_strides(*norm.biases)} if any(norm.biases) else {}),
         }
 
     @property
@@ -201,6 +206,11 @@ class HeadEpilogue:
             "cos_ptr": rope.cos if rope else None,
             "sin_ptr": rope.sin if rope else None,
         }
+
+    def last_pointers(self) -> dict[str, Operand]:
+        """The tensors that kernels take behind their counts, where there are any."""
+        biases = zip(("q_norm_bias_ptr", "k_norm_bias_ptr"), self.norm.biases, strict=True)
+        return {name: bias for name, bias in biases if bias is not None}
 
     def counts(self) -> dict[str, str | int | None]:
         """The counts that every kernel takes: the number where it is static, else a type."""

@@ -106,6 +106,8 @@ def head_values(
         "delta_ptr": getattr(a, "delta", None),
         "q_norm_ptr": getattr(a, "q_norm_weight", None),
         "k_norm_ptr": getattr(a, "k_norm_weight", None),
+        "q_norm_bias_ptr": getattr(a, "q_norm_bias", None),
+        "k_norm_bias_ptr": getattr(a, "k_norm_bias", None),
         "cos_ptr": a.cos,
         "sin_ptr": a.sin,
         "num_tokens": num_tokens,
@@ -173,6 +175,8 @@ def _norm(a: Any, values: dict[str, Any]) -> Norm:
         after_rope=a.norm_after_rope,
         offset=a.norm_offset,
         weightless=a.weightless_norm,
+        biases=(_per_head(a.q_norm_bias, 2), _per_head(a.k_norm_bias, 2)),
+        values=a.v_norm,
         eps=a.norm_eps,
     )
 

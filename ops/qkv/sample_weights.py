@@ -129,6 +129,7 @@ def _norms(case: AttentionCase, sampler: Sampler) -> dict[str, Any]:
         "norm_width": case.norm_width,
         "norm_after_rope": case.norm_after_rope,
         "norm_offset": case.norm_offset,
+        "v_norm": case.v_norm,
     }
     if not case.qk_norm:
         return options
@@ -137,4 +138,6 @@ def _norms(case: AttentionCase, sampler: Sampler) -> dict[str, Any]:
         if letter in case.normed:
             shape = (heads, case.head_dim) if per_head else (case.head_dim,)
             options[f"{letter}_norm_weight"] = sampler.normal(*shape, dtype=case.dtype)
+            if case.norm_bias:
+                options[f"{letter}_norm_bias"] = sampler.normal(*shape, dtype=case.dtype)
     return options

@@ -36,7 +36,7 @@ class Gated:
 def with_gates(flow: Dataflow, query: Query, kv: tuple[Heads, Heads]) -> Gated:
     """The query with what else its product makes, where those are gates that something reads."""
     q, alone = query.heads, Gated(query.heads, (query.result,))
-    if not isinstance(query.result, Result) or not covers(q.linear):
+    if not isinstance(query.result, Result) or not covers(q.linear) or kv[1].norm is not None:
         return alone
     taken = frozenset().union(*(h.rows.indices() for h in kv if h.product is q.product))
     size = q.linear.gemm.shape[-1]

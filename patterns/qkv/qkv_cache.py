@@ -160,9 +160,12 @@ def _keys_and_values(places: tuple[Address, Address], writes: tuple) -> tuple:
     v = match_heads(places[1].source, _VALUES)
     if v.rope is not None:
         reject("V_PATH", Stage.V_PATH, "both writes are rotated", v.end)
-    if v.norm is not None:
-        message = "the values are normalised; one op normalises queries and keys alone"
+    if v.norm is not None and (v.norm.weight is not None or v.norm.bias is not None):
+        message = "the values are normalised with a weight; the op normalises them without one"
         reject("V_PATH", Stage.V_PATH, message, v.end, hint="their write is fused by itself")
+    if k.product is v.product and k.rows.indices() & v.rows.indices():
+        message = "K and V are made of one projection; the op would compute it twice"
+        reject("V_PATH", Stage.V_PATH, message, v.product, hint="their write is fused by itself")
     return k, v, places, writes
 
 
@@ -217,7 +220,7 @@ def _arguments(q: Heads, k: Heads, v: Heads, k_place: Address, v_place: Address)
         "q_bias": q.bias_rows,
         "k_bias": k.bias_rows,
         "v_bias": v.bias_rows,
-        **norm_arguments(q.norm, k.norm, q.product),
+        **norm_arguments(q.norm, k.norm, v.norm, q.product),
         "cos": None if rope is None else rope_table(k, rope.cos),
         "sin": None if rope is None else rope_table(k, rope.sin),
         "rotary_dim": 0 if rope is None else rope.rotary_dim,
@@ -271,7 +274,7 @@ def _facts(gated: Gated, k: Heads, v: Heads, place: Address, kind: str) -> dict[
         "heads": f"{num_heads}/{k.num_heads}x{k.head_dim}",
         "rope": style,
         "bias": "yes" if any(p.linear.bias is not None for p in (q, k, v)) else "no",
-        "norm": norm_fact(k.norm),
+        "norm": norm_fact(k.norm) + (", v too" if v.norm is not None else ""),
         "write": kind,
         "slots": place.slots.fact,
         "cache": "x".join(str(n) for n in place.window.shape),

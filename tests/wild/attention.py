@@ -221,6 +221,23 @@ def norm_of_values(m, x, keys, values, positions):
     return usual(q, k, v, keys, values, positions)
 
 
+def norm_of_values_weighted(m, x, keys, values, positions):
+    """The near miss: the norm of the values has a weight too."""
+    q, k, v = project(m, x)
+    q, k, v = (F.rms_norm(t, (WIDTH,), m.k_norm, EPS) for t in (q, k, v))
+    q, k = (rotate(t.transpose(1, 2), positions).transpose(1, 2) for t in (q, k))
+    return usual(q, k, v, keys, values, positions)
+
+
+def values_of_keys(m, x, keys, values, positions):
+    """As Gemma 4's global layers: the values are the keys' projection, normed otherwise."""
+    q, k, _ = project(m, x)
+    v = F.rms_norm(k, (WIDTH,), None, EPS)
+    q, k = (F.rms_norm(t, (WIDTH,), w, EPS) for t, w in ((q, m.q_norm), (k, m.k_norm)))
+    q, k = (rotate(t.transpose(1, 2), positions).transpose(1, 2) for t in (q, k))
+    return usual(q, k, v, keys, values, positions)
+
+
 def layer_norm_with_bias(m, x, keys, values, positions):
     """As Persimmon: a layer norm with a bias on each head, and a rotation of the first half."""
 
@@ -235,6 +252,32 @@ def layer_norm_with_bias(m, x, keys, values, positions):
     q = F.layer_norm(q, (WIDTH,), m.q_norm, m.q_bias, 1e-5)
     k = F.layer_norm(k, (WIDTH,), m.k_norm, m.k_bias, 1e-5)
     return usual(turned(q), turned(k), v, keys, values, positions)
+
+
+def layer_norm_spelled_out(m, x, keys, values, positions):
+    """The same by hand, in fp32 and over whole heads' rotation; the keys' norm alone has a bias."""
+
+    def normed(t, weight, bias):
+        t = t.float()
+        out = (t - t.mean(-1, keepdim=True)) * torch.rsqrt(
+            t.var(-1, keepdim=True, correction=0) + EPS
+        )
+        return out * weight.float() + bias
+
+    q, k, v = project(m, x)
+    q = F.layer_norm(q, (WIDTH,), m.q_norm, None, EPS)
+    k = normed(k, m.k_norm, m.k_bias.float()).to(x.dtype)
+    q, k = (rotate(t.transpose(1, 2), positions).transpose(1, 2) for t in (q, k))
+    return usual(q, k, v, keys, values, positions)
+
+
+def norm_shifted_by_token(m, x, keys, values, positions):
+    """The near miss: what is added after the norm differs from token to token."""
+    q, k, v = project(m, x)
+    shift = positions[:, None, None] * m.k_bias
+    q, k = (F.layer_norm(t, (WIDTH,), w, None, EPS) for t, w in ((q, m.q_norm), (k, m.k_norm)))
+    q, k = (rotate((t + shift).transpose(1, 2), positions).transpose(1, 2) for t in (q, k))
+    return usual(q, k, v, keys, values, positions)
 
 
 def layer_norm_by_head(m, x, keys, values, positions):
@@ -548,7 +591,11 @@ STYLES = {
         Style(norm_in_place, names=_NORMS),
         Style(norm_in_place_seen),
         Style(norm_of_values, names=_NORMS),
+        Style(norm_of_values_weighted, names=_NORMS),
+        Style(values_of_keys, names=_NORMS),
         Style(layer_norm_with_bias, names=(*_NORMS, *_BIASES)),
+        Style(layer_norm_spelled_out, names=(*_NORMS, *_BIASES)),
+        Style(norm_shifted_by_token, names=(*_NORMS, *_BIASES)),
         Style(layer_norm_by_head, names=("norms",)),
         Style(layer_norm_by_other_head, names=("norms",)),
         Style(gate_beside_query, names=(*_NORMS, "gated")),

@@ -38,6 +38,7 @@ from tilewright.codegen.qkv.templates.loads import (
     load_cache_scale,
     load_delta,
     load_norm,
+    load_norm_bias,
     load_rope,
     pair_dims,
     token_rows,
@@ -130,6 +131,8 @@ def qkv_projection(
     GROUP_M: tl.constexpr, EPILOGUE_PARTS: tl.constexpr,
     FLATTEN: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
     PAIRS_FIRST: tl.constexpr, LAUNCH_PDL: tl.constexpr, GATE_RUN: tl.constexpr = 0,
+    V_NORMED: tl.constexpr = False, q_norm_bias_ptr=None, k_norm_bias_ptr=None,
+    NORM_BIAS_STRIDES: tl.constexpr = (0, 0),
 ):  # fmt: skip
     """QKV projection, many tokens: q, k, v = x @ [Wq; Wk; Wv]^T with bias, QK norm, rotary
     embedding, and the store to q and to a paged cache.
@@ -218,7 +221,11 @@ def qkv_projection(
             low_norm, high_norm = load_norm(
                 turned, heads, None, 0, q_norm_ptr, k_norm_ptr,
                 HEAD_DIM // 2, PAIR_HALF, HEAD_DIM, INTERLEAVED,
-                NORM_HALVES, NORM_STRIDES, NORM_OFFSET,
+                NORM_HALVES, NORM_STRIDES, NORM_OFFSET, V_NORMED,
+            )  # fmt: skip
+            low_shift, high_shift = load_norm_bias(
+                turned, heads, None, 0, q_norm_bias_ptr, k_norm_bias_ptr,
+                HEAD_DIM // 2, PAIR_HALF, HEAD_DIM, INTERLEAVED, NORM_HALVES, NORM_BIAS_STRIDES,
             )  # fmt: skip
             cache_scale = load_cache_scale(
                 kind, heads, None, k_cache_scale_ptr, v_cache_scale_ptr, SCALE_STRIDES
@@ -232,10 +239,11 @@ def qkv_projection(
                 low += low_delta
                 high += high_delta
             low, high = add_bias_and_norm(
-                low, high, turned, low_bias, high_bias, low_norm, high_norm, None,
+                low, high, turned, low_bias, high_bias, low_norm, high_norm, low_shift, high_shift,
+                None,
                 HEAD_DIM, PAIR_HALF, INTERLEAVED,
                 q_bias_ptr is not None or k_bias_ptr is not None or v_bias_ptr is not None,
-                CLIP, NORM_BEFORE, NORMED, NORM_EPS,
+                CLIP, NORM_BEFORE, NORMED, V_NORMED, NORM_EPS,
             )  # fmt: skip
             for pair_part in tl.static_range(PAIR_PARTS):
                 low_cos, low_sin, high_cos, high_sin, rotates = load_rope(
@@ -248,10 +256,10 @@ def qkv_projection(
                     pairs_part(high, pair_part, PAIR_PARTS),
                     kind, turned, tokens, token_mask, heads, None, pair_part * PAIRS,
                     low_cos, low_sin, high_cos, high_sin, rotates,
-                    low_norm, high_norm, cache_scale,
+                    low_norm, high_norm, low_shift, high_shift, cache_scale,
                     q_out_ptr, pointer, row_offsets, row_mask, head_stride, dim_stride,
                     NUM_HEADS, HEAD_DIM, PAIR_HALF, INTERLEAVED, HALVES, ROTARY_DIM,
-                    NORM_AFTER, NORMED, NORM_EPS, KV_REPEAT, SCALE_MULTIPLIES,
+                    NORM_AFTER, NORMED, V_NORMED, NORM_EPS, KV_REPEAT, SCALE_MULTIPLIES,
                 )  # fmt: skip
 
 
@@ -337,6 +345,8 @@ def qkv_projection_swapped(
     SCALE_ROWS: tl.constexpr = 1, SCALE_COLUMNS: tl.constexpr = 1,
     PACKED_ZEROS: tl.constexpr = False, CODE_OFFSET: tl.constexpr = 0,
     ZERO_OFFSET: tl.constexpr = 0, GATE_RUN: tl.constexpr = 0,
+    V_NORMED: tl.constexpr = False, q_norm_bias_ptr=None, k_norm_bias_ptr=None,
+    NORM_BIAS_STRIDES: tl.constexpr = (0, 0),
 ):  # fmt: skip
     """QKV projection, few tokens: q, k, v = x @ [Wq; Wk; Wv]^T with bias, QK norm, rotary
     embedding, and the store to q and to a paged cache.
@@ -435,7 +445,12 @@ def qkv_projection_swapped(
     )  # fmt: skip
     low_norm, high_norm = load_norm(
         turned, heads, None, first_pair, q_norm_ptr, k_norm_ptr,
-        BLOCK_P, PAIR_HALF, HEAD_DIM, INTERLEAVED, NORM_HALVES, NORM_STRIDES, NORM_OFFSET,
+        BLOCK_P, PAIR_HALF, HEAD_DIM, INTERLEAVED,
+        NORM_HALVES, NORM_STRIDES, NORM_OFFSET, V_NORMED,
+    )  # fmt: skip
+    low_shift, high_shift = load_norm_bias(
+        turned, heads, None, first_pair, q_norm_bias_ptr, k_norm_bias_ptr,
+        BLOCK_P, PAIR_HALF, HEAD_DIM, INTERLEAVED, NORM_HALVES, NORM_BIAS_STRIDES,
     )  # fmt: skip
     cache_scale = load_cache_scale(
         kind, heads, None, k_cache_scale_ptr, v_cache_scale_ptr, SCALE_STRIDES
@@ -589,15 +604,17 @@ def qkv_projection_swapped(
             low += low_delta
             high += high_delta
         low, high = add_bias_and_norm(
-            low, high, turned, low_bias, high_bias, low_norm, high_norm, None,
+            low, high, turned, low_bias, high_bias, low_norm, high_norm, low_shift, high_shift,
+            None,
             HEAD_DIM, PAIR_HALF, INTERLEAVED,
             q_bias_ptr is not None or k_bias_ptr is not None or v_bias_ptr is not None,
-            CLIP, NORM_BEFORE, NORMED, NORM_EPS,
+            CLIP, NORM_BEFORE, NORMED, V_NORMED, NORM_EPS,
         )  # fmt: skip
         rotate_and_store(
             low, high, kind, turned, tokens, token_mask, heads, None, first_pair,
-            low_cos, low_sin, high_cos, high_sin, rotates, low_norm, high_norm, cache_scale,
+            low_cos, low_sin, high_cos, high_sin, rotates,
+            low_norm, high_norm, low_shift, high_shift, cache_scale,
             q_out_ptr, pointer, row_offsets, target_mask, head_stride, dim_stride,
             NUM_HEADS, HEAD_DIM, PAIR_HALF, INTERLEAVED, HALVES, ROTARY_DIM,
-            NORM_AFTER, NORMED, NORM_EPS, KV_REPEAT, SCALE_MULTIPLIES,
+            NORM_AFTER, NORMED, V_NORMED, NORM_EPS, KV_REPEAT, SCALE_MULTIPLIES,
         )  # fmt: skip

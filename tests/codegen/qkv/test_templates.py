@@ -133,13 +133,20 @@ OPTIONS = {
         qk_norm=True,
         norm_after_rope=True,
     ),
-    "norm of rows": replace(LLAMA, qk_norm=True, norm_width="row", bias=True),
+    "norm bias": replace(LLAMA, qk_norm=True, norm_kind="layer", norm_bias=True, rotary_dim=16),
+    "norm bias after rope": replace(
+        LLAMA, qk_norm=True, norm_bias=True, normed="q", norm_after_rope=True, norm_per_head=True
+    ),
+    "norm of v": replace(LLAMA, qk_norm=True, norm_offset=1.0, v_norm=True),
+    "norm of v alone": replace(LLAMA, v_norm=True, norm_kind="layer", bias=True),
+    "norm of rows": replace(LLAMA, qk_norm=True, norm_width="row", bias=True, v_norm=True),
     "layer norm of rows": replace(
         LLAMA,
         num_heads=6,
         qk_norm=True,
         norm_width="row",
         norm_kind="layer",
+        norm_bias=True,
         head_dim=24,
         rotary_dim=24,
         bias=True,
