@@ -146,7 +146,7 @@ def _keys_and_values(places: tuple[Address, Address], writes: tuple) -> tuple:
     """Which of two writes is K: the one that is rotated or normalised, else the first."""
     first, second = places
     try:
-        k = match_heads(first.source, _KEYS)
+        k = match_heads(first.source, _KEYS, factors=True)
     except Reject as rejection:
         # Try the other order only where the second write is rotated or normalised, as no V is.
         swapped = _rotated(second)
@@ -157,7 +157,7 @@ def _keys_and_values(places: tuple[Address, Address], writes: tuple) -> tuple:
         swapped = _rotated(second) if k.rope is None else None
         if swapped is not None and (k.norm is None or swapped.rope is not None):
             k, places, writes = swapped, places[::-1], writes[::-1]
-    v = match_heads(places[1].source, _VALUES)
+    v = match_heads(places[1].source, _VALUES, factors=True)
     if v.rope is not None:
         reject("V_PATH", Stage.V_PATH, "both writes are rotated", v.end)
     if v.norm is not None and (v.norm.weight is not None or v.norm.bias is not None):
@@ -171,7 +171,7 @@ def _keys_and_values(places: tuple[Address, Address], writes: tuple) -> tuple:
 
 def _rotated(place: Address) -> Heads | None:
     try:
-        heads = match_heads(place.source, _KEYS)
+        heads = match_heads(place.source, _KEYS, factors=True)
     except Reject:
         return None
     return heads if heads.rope is not None or heads.norm is not None else None
@@ -227,9 +227,26 @@ def _arguments(q: Heads, k: Heads, v: Heads, k_place: Address, v_place: Address)
         "rope_style": "none" if rope is None else rope.style,
         "static_tokens": isinstance(q.num_tokens, int),
         "clip": k.linear.clip,
+        **_factors(k, v, k_place, v_place),
         "delta": _delta((q, k, v)),
         **_codes(q, k, v),
     }
+
+
+def _factors(k: Heads, v: Heads, k_place: Address, v_place: Address) -> dict[str, Any]:
+    """Numbers that K and V are multiplied by, as scales of the cache."""
+    if k.factor == v.factor == 1.0:
+        return {}
+    for heads, place in ((k, k_place), (v, v_place)):
+        if place.scale is not None:
+            message = "a constant factor on what the cache scales already"
+            hint = "multiply the projection's weight by it once, when the model is loaded"
+            reject("UNSUPPORTED", Stage.GUARDS, message, heads.end, hint=hint)
+    options = (("dtype", torch.float32), ("device", k.product.device))
+    return {
+        name: None if heads.factor == 1.0 else Computed("full", ((), heads.factor), options)
+        for name, heads in (("k_cache_scale", k), ("v_cache_scale", v))
+    } | {"cache_scale_multiplies": True}
 
 
 def _delta(heads: tuple[Heads, Heads, Heads]) -> Computed | None:
@@ -280,6 +297,9 @@ def _facts(gated: Gated, k: Heads, v: Heads, place: Address, kind: str) -> dict[
         "cache": "x".join(str(n) for n in place.window.shape),
         "x": f"{dtype_name(k.x.value.dtype)}[{tokens},{k.x.shape[1]}]",
     }
+    factors = {name: h.factor for name, h in (("k", k), ("v", v)) if h.factor != 1.0}
+    if factors:
+        facts["factor"] = ", ".join(f"{name} {factor:g}" for name, factor in factors.items())
     if gated.run:
         facts["gates"] = "beside q" if gated.run == 1 else "behind q"
     if k.linear.clip:

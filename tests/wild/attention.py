@@ -438,6 +438,27 @@ def value_multiplier(m, x, keys, values, positions):
     return usual(q, k, v * 0.707, keys, values, positions)
 
 
+def key_divided(m, x, keys, values, positions):
+    """Keys over a number once they are rotated, in fp32; both have a factor."""
+    q, k, v = project(m, x)
+    q, k = (rotate(t.transpose(1, 2), positions).transpose(1, 2) for t in (q, k))
+    return usual(q, (k.float() / 3.0).to(x.dtype), 2 * v, keys, values, positions)
+
+
+def key_multiplied_before_norm(m, x, keys, values, positions):
+    """The near miss: a norm follows, whose epsilon the factor would move."""
+    q, k, v = project(m, x)
+    q, k = (F.rms_norm(t, (WIDTH,), w, 1e-3) for t, w in ((q, m.q_norm), (k * 0.05, m.k_norm)))
+    return usual(q, k, v, keys, values, positions)
+
+
+def query_multiplier(m, x, keys, values, positions):
+    """The near miss: a factor on the queries."""
+    q, k, v = project(m, x)
+    q, k = (rotate(t.transpose(1, 2), positions).transpose(1, 2) for t in (q * 0.39, k))
+    return usual(q, k, v, keys, values, positions)
+
+
 # --- writes ---------------------------------------------------------------------------------------
 
 
@@ -606,6 +627,9 @@ STYLES = {
         Style(int8_both_scaled, names=("codes",)),
         Style(key_multiplier),
         Style(value_multiplier),
+        Style(key_divided),
+        Style(key_multiplied_before_norm, names=_NORMS),
+        Style(query_multiplier),
         Style(rows_unrolled, by_row=True),
         Style(rows_crossed, by_row=True),
         Style(scattered_rows, by_row=True),

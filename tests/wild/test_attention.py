@@ -27,6 +27,9 @@ FUSED = {
     "gate_beside_query": "half",
     "gate_in_packed": "half",
     "gate_behind_query": "half",
+    "key_multiplier": "half",
+    "value_multiplier": "half",
+    "key_divided": "half",
     "int8_product_scaled": "interleaved",
     "int8_both_scaled": "half",
     "rows_unrolled": "half",
@@ -41,8 +44,8 @@ FUSED = {
 #: Style -> the code of what stands in the way, and words of its message or hint.
 MISSED = {
     "complex_pairs_turned_back": ("K_PATH", "aten.cat"),
-    "key_multiplier": ("K_PATH", "multiply the projection's weight by it once"),
-    "value_multiplier": ("V_PATH", "multiply the projection's weight by it once"),
+    "key_multiplied_before_norm": ("K_PATH", "multiply the projection's weight by it once"),
+    "query_multiplier": ("Q_PATH", "no query projection"),
     "norm_shifted_by_token": ("K_PATH", "aten.add"),
     "layer_norm_by_other_head": ("K_PATH", "aten.cat"),
     "norm_of_values_weighted": ("V_PATH", "the values are normalised with a weight"),
