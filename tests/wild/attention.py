@@ -560,6 +560,18 @@ def beside_recurrence(m, x, keys, values, positions):
     return usual(*project(m, x), keys, values, positions)
 
 
+def beside_recurrence_by_head(m, x, keys, values, positions):
+    """As Zamba: each head's part of the state is replaced by itself; time steps are made of two
+    products with a matrix for each head, and a bias."""
+    _, k, v = project(m, x[:, :1].flip(-1))
+    steps = m.up[:, None] @ (m.down[:, None] @ k.permute(2, 0, 3, 1)) + m.step_bias
+    for head in range(KV_HEADS):
+        decay = torch.exp(-F.softplus(steps[head].float()))
+        new = k[:, 0, head, :, None].float() * v[:, 0, head, None].float()
+        m.state[:, head].copy_(m.state[:, head] * decay + new)
+    return usual(*project(m, x), keys, values, positions)
+
+
 def replaced_whole(m, x, keys, values, positions):
     """The near miss: as many tokens as the caches have slots, and none is an index."""
     q, k, v = project(m, x.repeat(1, LENGTH // SEQ, 1))
@@ -640,6 +652,7 @@ STYLES = {
         Style(sum_after),
         Style(beside_convolution, names=("inputs",)),
         Style(beside_recurrence, names=("state",)),
+        Style(beside_recurrence_by_head, names=("state", "steps")),
         Style(replaced_whole),
         Style(query_in_float32),
         Style(cross_once, names=("states",)),
@@ -661,6 +674,10 @@ class Layer(nn.Module):
             rows = 2 * (HEADS + KV_HEADS) * WIDTH
             self.packed = nn.Parameter(torch.empty(rows, HIDDEN))
             self.packed_bias = nn.Parameter(torch.empty(rows))
+        if "steps" in style.names:
+            self.down = nn.Parameter(torch.empty(KV_HEADS, 4, WIDTH))
+            self.up = nn.Parameter(torch.empty(KV_HEADS, WIDTH, 4))
+            self.step_bias = nn.Parameter(torch.empty(WIDTH, 1))
         self.wo = nn.Linear(HEADS * WIDTH, HIDDEN, bias=False)
         for weight in self.parameters():
             weight.data = normal(*weight.shape) * HIDDEN**-0.5

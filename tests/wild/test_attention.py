@@ -39,6 +39,7 @@ FUSED = {
     "put_rows_heads_first": "half",
     "beside_convolution": "none",
     "beside_recurrence": "none",
+    "beside_recurrence_by_head": "none",
 }
 
 #: Style -> the code of what stands in the way, and words of its message or hint.
@@ -84,6 +85,7 @@ def test_a_style_is_fused(name):
     (site,) = matches_of(report, "qkv")
     assert (site.pattern, site.shapes["rope"]) == ("qkv_cache", FUSED[name])
     assert misses_of(report, "qkv") == []
+    assert misses_of(report, "lora") == []
 
 
 @pytest.mark.parametrize("name", MISSED)
