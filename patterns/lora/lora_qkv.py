@@ -188,7 +188,7 @@ _AROUND = {
     "aten.flip",
     "cast",
 }
-_STACKS = {"aten.index", "aten.index_select", "constant", "input"}
+_STACKS = {"aten.index", "aten.index_select", "constant"}
 
 
 def _resembles_sum(value: Value) -> bool:
