@@ -23,11 +23,17 @@ def replaces_state(store: Store) -> bool:
     if source is None or store.index:
         return False
     if effects.product(store.target.shape) != effects.product(store.memory.shape):
-        return _continues(source.value, store.memory) and _is_recurrent(source.value)
+        return continues(source.value, store.memory) and _is_recurrent(source.value)
     if _is_recurrent(source.value):
         return True
     axes = {atom.axis for atom in source.effect.dims[-1]}
     return len(store.memory.shape) == 3 and _walk_tokens(source.value, axes)
+
+
+def continues(value: Value, memory: Memory) -> bool:
+    """Whether a value is made of what a memory held, as no new key is."""
+    before = upstream(value, _REACH, lambda v: match_gemm(v) is None)
+    return any(v.node is memory.root or (v.store and v.store.memory is memory) for v in before)
 
 
 def _walk_tokens(value: Value, axes: set[int | None]) -> bool:
@@ -47,12 +53,6 @@ def _walk_tokens(value: Value, axes: set[int | None]) -> bool:
     gemm = match_gemm(value)
     joined = value.op == "aten.cat" and axes == {value.args[1]}
     return joined or (gemm is not None and len(axes) == 1 and axes.isdisjoint({gemm.feature, None}))
-
-
-def _continues(value: Value, memory: Memory) -> bool:
-    """Whether a value is made of what a memory held, as no new key is."""
-    before = upstream(value, _REACH, lambda v: match_gemm(v) is None)
-    return any(v.node is memory.root or (v.store and v.store.memory is memory) for v in before)
 
 
 def _is_recurrent(value: Value) -> bool:

@@ -581,6 +581,19 @@ def replaced_whole(m, x, keys, values, positions):
     return attend(q[:, :, :SEQ], keys, values, positions)
 
 
+def replaced_by_joined(m, x, keys, values, positions):
+    """The same of heads that end in a join of their parts: no token moves."""
+
+    def turned(t):
+        return torch.cat((t[..., : WIDTH // 2].tanh(), t[..., WIDTH // 2 :]), -1)
+
+    q, k, v = project(m, x.repeat(1, LENGTH // SEQ, 1))
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    keys.copy_(turned(k))
+    values.copy_(torch.stack(v.unbind(1), 1))
+    return attend(turned(q)[:, :, :SEQ], keys, values, positions)
+
+
 def query_in_float32(m, x, keys, values, positions):
     """As CodeGen: the tables are fp32, the keys are rounded for the cache, the queries never."""
     cos, sin = cos_sin(positions)
@@ -654,6 +667,7 @@ STYLES = {
         Style(beside_recurrence, names=("state",)),
         Style(beside_recurrence_by_head, names=("state", "steps")),
         Style(replaced_whole),
+        Style(replaced_by_joined),
         Style(query_in_float32),
         Style(cross_once, names=("states",)),
     )

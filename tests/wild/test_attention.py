@@ -55,6 +55,7 @@ MISSED = {
     "scattered_heads": ("CACHE_LAYOUT", "element by element"),
     "rolled": ("MOVED_CACHE", "positions % window"),
     "replaced_whole": ("SLICE_WRITE", "which dimension holds the slots is not known"),
+    "replaced_by_joined": ("SLICE_WRITE", "which dimension holds the slots is not known"),
     "query_in_float32": ("Q_PATH", "cast it to bfloat16"),
     "cross_once": ("Q_PATH", "as in cross-attention"),
     "gate_across_query": ("ESCAPES", "across its parts"),
@@ -74,7 +75,7 @@ def check(name):
     assert_no_worse(out, expected, wanted, f"{name}, output")
     for i in (1, 2):
         assert_no_worse(ours[i], theirs[i], exact[i], f"{name}, cache {i}")
-        if name not in ("rolled", "replaced_whole"):
+        if name not in ("rolled", "replaced_whole", "replaced_by_joined"):
             assert_untouched(args[i], ours[i], exact[i], f"{name}, cache {i}")
     return reports()[-1]
 
