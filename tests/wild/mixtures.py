@@ -213,13 +213,17 @@ def mapped_rows(m, x):
 # --- activations ----------------------------------------------------------------------------------
 
 
-def _clamped(m, x, join):
+def _clamped_once(gate, lin):
+    return gate.clamp(max=7.0), lin.clamp(min=-7.0, max=7.0)
+
+
+def _clamped(m, x, join, clamps=_clamped_once):
     weights, ids = softmax_choice(m, x)
     order = torch.argsort(ids.view(-1), stable=True)
     counts = torch.histc(ids.view(-1).float(), bins=EXPERTS, min=0, max=EXPERTS)
     ends = torch.cumsum(counts, 0, dtype=torch.int32)
     h = multiplied(x[order // SLOTS], m.gate_up, ends)
-    gate, lin = h[..., ::2].clamp(max=7.0), h[..., 1::2].clamp(min=-7.0, max=7.0)
+    gate, lin = clamps(h[..., ::2], h[..., 1::2])
     glu = gate * torch.sigmoid(1.702 * gate)
     y = multiplied(join(glu, lin), m.down_t, ends)
     y = y * weights.view(-1)[order][:, None].to(y.dtype)
@@ -234,6 +238,29 @@ def added_product(m, x):
 def added_product_of_others(m, x):
     """The near miss: glu * lin + lin."""
     return _clamped(m, x, lambda glu, lin: torch.addcmul(lin, glu, lin))
+
+
+def clamped_twice(m, x):
+    """As gpt-oss's remote code: a bound at a time, and one of them again."""
+    return _clamped(
+        m,
+        x,
+        lambda glu, lin: glu * (lin + 1),
+        lambda gate, lin: (
+            gate.clamp(max=0.6).clamp(max=0.4),
+            lin.clamp(min=-0.4).clamp(max=0.4),
+        ),
+    )
+
+
+def clamped_twice_unlike(m, x):
+    """The near miss: the smaller bound is the gate's."""
+    return _clamped(
+        m,
+        x,
+        lambda glu, lin: glu * (lin + 1),
+        lambda gate, lin: (gate.clamp(max=0.6).clamp(max=0.4), lin.clamp(-0.6, 0.6)),
+    )
 
 
 def added_half_product(m, x):
@@ -314,7 +341,8 @@ STYLES = {
         counted_by_other_mask, counted_by_repeated_choice, sorted_scatter_back,
         sorted_scatter_into, top_one_sigmoid, top_one_after, top_two_before,
         added_to_shared, mapped_rows, added_product, added_product_of_others,
-        added_half_product, clamped_silu, clamped_silu_unlike, loop_over_hits,
+        added_half_product, clamped_twice, clamped_twice_unlike, clamped_silu,
+        clamped_silu_unlike, loop_over_hits,
         moe_loop_over_modules, moe_loop_over_counts,
     )
 }  # fmt: skip

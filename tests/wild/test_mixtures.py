@@ -25,6 +25,7 @@ FUSED = {
     "top_one_after": 1,
     "added_product": 1,
     "clamped_silu": 1,
+    "clamped_twice": 1,
 }
 
 #: Style -> the code of what stands in the way, and words of its message or hint.
@@ -35,6 +36,7 @@ MISSED = {
     "counted_by_repeated_choice": ("EXPERT_ENDS", "does not place the rows"),
     "added_product_of_others": ("EXPERT_ACTIVATION", "aten.addcmul"),
     "added_half_product": ("EXPERT_ACTIVATION", "aten.addcmul"),
+    "clamped_twice_unlike": ("EXPERT_ACTIVATION", "aten.mul"),
     "clamped_silu_unlike": ("EXPERT_ACTIVATION", "aten.clamp"),
     "added_to_shared": ("EXPERT_COMBINE", "add the experts' results to zeros"),
 }
