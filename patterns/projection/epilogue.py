@@ -147,17 +147,19 @@ def _weight(
     by_head: bool,
     stage: Stage,
 ) -> View:
-    """A norm's weight as the op takes it: [D] for all heads, or [H, D]."""
+    """A norm's weight or bias as the op takes it: [D] for all heads, or [H, D]."""
     *lead, last = view.effect.dims
     along = [i for i, dim in enumerate(lead) if dim]
     axes = {a.axis for i in along for a in layout.dims[i]}
     if not axes <= {feature} or (along and not by_head):
-        reject("UNSUPPORTED", stage, "the norm's weight varies from token to token", view)
+        reject("UNSUPPORTED", stage, "the norm's weight or bias varies from token to token", view)
     # The op numbers heads by their rows in the projection: the outer dimension steps furthest.
     split = [i for i, dim in enumerate(layout.dims[:-1]) if any(a.axis == feature for a in dim)]
     steps = [a.step for i in split for a in layout.dims[i] if a.axis == feature]
     if along and (along != split or steps != sorted(steps, reverse=True)):
-        reject("UNSUPPORTED", stage, "the norm's weight has the heads in another order", view)
+        reject(
+            "UNSUPPORTED", stage, "the norm's weight or bias has the heads in another order", view
+        )
     if by_head and not along:
         return view.with_dims(last)
     flat = (*(a for i in along for a in lead[i]), *last)
