@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from tilewright.patterns import effects
-from tilewright.patterns.dataflow import Dataflow
+from tilewright.patterns.dataflow import Dataflow, View
 from tilewright.patterns.effects import Effect
 from tilewright.patterns.language import Parts, Result
+from tilewright.patterns.projection.epilogue import HeadNorm
 from tilewright.patterns.projection.heads import Heads, on_heads
 from tilewright.patterns.projection.rows import Rows, rest_of
 from tilewright.patterns.qkv.query import Query, covers
@@ -45,13 +46,20 @@ def with_gates(flow: Dataflow, query: Query, kv: tuple[Heads, Heads]) -> Gated:
     if both is None or gates is None or len(both.heads) > 1 or not _is_read(flow, q):
         return alone
     run = _run(both, q.rows)
-    own_weights = q.norm is not None and q.norm.weight is not None and len(q.norm.weight.shape) > 1
-    if run == 0 or own_weights or (q.norm is not None and q.norm.width == "row"):
+    if run == 0 or (q.norm is not None and not _for_all_heads(q.norm)):
         return alone
     wide = replace(q, rows=both)
     result = replace(query.result, effect=on_heads(wide, q.layout))
     held = Parts(q.linear.value, partial(_restated, wide, replace(q, rows=gates)))
     return Gated(wide, (result, held), run)
+
+
+def _for_all_heads(norm: HeadNorm) -> bool:
+    """Whether a norm is the same for each head by itself: gates have no weights of theirs."""
+    vectors = [vector for vector in (norm.weight, norm.bias) if vector is not None]
+    return norm.width == "head" and all(
+        isinstance(vector, View) and len(vector.shape) == 1 for vector in vectors
+    )
 
 
 def _is_read(flow: Dataflow, q: Heads) -> bool:
