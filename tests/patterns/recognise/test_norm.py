@@ -201,7 +201,7 @@ NEAR_MISSES = {
     "bias_by_token": (lambda m, x, _: F.rms_norm(x, (D,), m.weight, 1e-6) + m.by, "UNSUPPORTED"),
     "two_biases": (
         lambda m, x, _: F.layer_norm(x, (D,), m.weight, m.other) + m.by_head,
-        "UNSUPPORTED",
+        "K_PATH",
     ),
     "over_heads": (
         lambda m, x, _: x * torch.rsqrt(x.pow(2).mean(-2, keepdim=True) + 1e-6),
