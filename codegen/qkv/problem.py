@@ -37,7 +37,8 @@ class Norm:
 
     weights: of q and k, [head_dim] or [H, head_dim], None where there is none; strides (head,),
     0 where the heads share one. row: over all heads of a projection together. offset is added to
-    the weights. weightless: q and k are normed also without a weight.
+    the weights. weightless: q and k are normed also without a weight. biases: what q and k add
+    then, shaped as weights. values: v is normed too, without a weight.
     """
 
     weights: tuple[Operand | None, Operand | None] = (None, None)
@@ -46,6 +47,8 @@ class Norm:
     after_rope: bool = False
     offset: float = 0.0
     weightless: bool = False
+    biases: tuple[Operand | None, Operand | None] = (None, None)
+    values: bool = False
     eps: float = 1e-6
 
 
@@ -56,7 +59,8 @@ class HeadEpilogue:
 
     q_out: None where there is no q (num_heads is 0 then). num_kv_heads: of the projection; each is
     stored to kv_repeat heads of the cache. group: q heads in a group where q's weight, its bias and
-    the product of a GEMM have an axis for groups, else 0.
+    the product of a GEMM have an axis for groups, else 0. gate_run: q's heads are so many queries,
+    then as many gates, which are neither normed nor rotated, and so on; 0: all are queries.
     k_cache, v_cache: windows [page, slot, head, dim] with those strides; v_cache None: there is no
     v. page_size: slots in a page.
     biases: of q, k, v, strides (head,), of a grouped q (group, head). delta: strides (row,).
@@ -79,6 +83,7 @@ class HeadEpilogue:
     norm: Norm = Norm()
     kv_repeat: int = 1
     group: int = 0
+    gate_run: int = 0
     clip: float = 0.0
     cache_scales: tuple[Operand | None, Operand | None] = (None, None)
     scale_multiplies: bool = False
@@ -120,7 +125,7 @@ class HeadEpilogue:
 
     @property
     def has_norm(self) -> bool:
-        return self.norm.weightless or any(self.norm.weights)
+        return self.norm.weightless or self.norm.values or any(self.norm.weights)
 
     @property
     def row_norm(self) -> bool:
@@ -148,6 +153,7 @@ class HeadEpilogue:
             **constants_of(self, "num_heads", "num_kv_heads", "head_dim", "group", "kv_repeat"),
             **constants_of(self, "pair_half", "interleaved", "halves", "clip", "page_size"),
             **constants_of(self, "row_unit", "scale_multiplies"),
+            **(constants_of(self, "gate_run") if self.gate_run else {}),
             "ROTARY_DIM": rope.rotary_dim if rope else 0,
             "ROPE_FULL_WIDTH": rope.full_width if rope else False,
             "COS_STRIDE": rope.cos.strides[0] if rope else 0,
@@ -175,6 +181,8 @@ class HeadEpilogue:
             "NORM_OFFSET": norm.offset,
             "NORM_HALVES": self.halves if self.norm_after_rope else 0,
             "NORM_STRIDES": first_strides(*norm.weights),
+            **({"V_NORMED": True} if norm.values else {}),
+            **({"NORM_BIAS_STRIDES": first_strides(*norm.biases)} if any(norm.biases) else {}),
         }
 
     @property
@@ -199,6 +207,11 @@ class HeadEpilogue:
             "cos_ptr": rope.cos if rope else None,
             "sin_ptr": rope.sin if rope else None,
         }
+
+    def last_pointers(self) -> dict[str, Operand]:
+        """The tensors that kernels take behind their counts, where there are any."""
+        biases = zip(("q_norm_bias_ptr", "k_norm_bias_ptr"), self.norm.biases, strict=True)
+        return {name: bias for name, bias in biases if bias is not None}
 
     def counts(self) -> dict[str, str | int | None]:
         """The counts that every kernel takes: the number where it is static, else a type."""
@@ -342,7 +355,8 @@ def tiled_obstacle(problem: QkvProblem) -> str | None:
 def heads_fit(problem: QkvProblem, heads_per_tile: int) -> bool:
     """Whether tiles of so many heads lie wholly in q, k or v, and can be loaded at once."""
     heads = problem.epilogue
-    if heads.num_heads % heads_per_tile or heads.num_kv_heads % heads_per_tile:
+    counts = (heads.num_heads, heads.num_kv_heads, heads.gate_run)
+    if any(count % heads_per_tile for count in counts):
         return False
     if heads_per_tile == 1:
         return True

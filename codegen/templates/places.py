@@ -24,6 +24,17 @@ def head_of_tile(tile_head, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr)
 
 
 @triton.jit
+def turned_kind(kind, head, GATE_RUN: tl.constexpr):
+    """As which `kind` a head is normed and rotated: a gate among q's heads as v, not at all.
+
+    GATE_RUN: so many queries, then as many gates, and so on; 0: no gates.
+    """
+    if GATE_RUN > 0:
+        kind = tl.where((kind == QUERY) & (head // GATE_RUN % 2 == 1), VALUE, kind)
+    return kind
+
+
+@triton.jit
 def sequence_of(
     tokens, row_offsets_ptr, num_sequences, OFFSETS_STRIDE: tl.constexpr,
     SEARCH_STEPS: tl.constexpr,

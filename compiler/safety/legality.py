@@ -238,9 +238,9 @@ def _nothing_escapes(match: Match, flow: Dataflow) -> None:
     replaced = {r.replaced: r for r in match.results}
     for value in match.absorbed:
         if value in replaced:
-            _consumed_late(value, inside, match, flow)
             if isinstance(parts := replaced[value], Parts):
                 _parts_are_held(parts, inside, flow)
+            _consumed_late(value, inside, match, flow)
             continue
         users = [u for u in flow.users.get(value, ()) if u not in inside]
         if users or value in flow.output_values:
@@ -276,7 +276,9 @@ def _consumed_late(value: Value, inside: set[Value], match: Match, flow: Dataflo
 
 
 # What may be computed later than it was written: plain functions of their operands.
-_DEFERRABLE = {"aten.mul", "aten.div", "aten.add", "aten.sub", "aten.neg", "aten.cat", "cast"}
+_DEFERRABLE = {
+    "aten.mul", "aten.div", "aten.add", "aten.sub", "aten.neg", "aten.cat", "aten.sigmoid", "cast",
+}  # fmt: skip
 
 
 def _can_wait(user: Value, value: Value, last: int, flow: Dataflow) -> bool:

@@ -109,6 +109,8 @@ def head_values(
         "delta_ptr": getattr(a, "delta", None),
         "q_norm_ptr": getattr(a, "q_norm_weight", None),
         "k_norm_ptr": getattr(a, "k_norm_weight", None),
+        "q_norm_bias_ptr": getattr(a, "q_norm_bias", None),
+        "k_norm_bias_ptr": getattr(a, "k_norm_bias", None),
         "cos_ptr": a.cos,
         "sin_ptr": a.sin,
         "num_tokens": num_tokens,
@@ -145,6 +147,7 @@ def head_epilogue(
         norm=_norm(a, values),
         kv_repeat=kv_repeat,
         group=q_weight.shape[1] if q_weight is not None and q_weight.dim() == 4 else 0,
+        gate_run=getattr(a, "gate_run", 0),
         clip=getattr(a, "clip", 0.0),
         cache_scales=(_per_head(a.k_cache_scale), _per_head(a.v_cache_scale)),
         scale_multiplies=a.cache_scale_multiplies,
@@ -181,6 +184,8 @@ def _norm(a: Any, values: dict[str, Any]) -> Norm:
         after_rope=a.norm_after_rope,
         offset=a.norm_offset,
         weightless=a.weightless_norm,
+        biases=(_per_head(a.q_norm_bias, 2), _per_head(a.k_norm_bias, 2)),
+        values=a.v_norm,
         eps=a.norm_eps,
     )
 

@@ -21,7 +21,7 @@ from tilewright.ops.cache.checks import (
 )
 from tilewright.ops.cache.scale_values import check_scale_values, check_token_scale_values
 from tilewright.ops.cache.writes import write_kv
-from tilewright.ops.checks import ArgumentError, check_number, check_tensor
+from tilewright.ops.checks import ArgumentError, check_absent, check_number, check_tensor, holds
 from tilewright.ops.contract import FusedOp, emitted_kernel, register
 from tilewright.ops.formats.paged_cache import CacheWindow
 from tilewright.ops.formats.quantized_weight import dequantize, expand_blocks, logical_shape
@@ -63,6 +63,9 @@ class FusedQkvArguments:
     k_weight, v_weight [Hkv, D, K]. v_weight None: K alone is made and written. Biases [H, D], for a
     grouped q [Hkv, G, D]; they and other parameters are values or float32.
 
+    gate_run: Hq counts gates too: gate_run queries, then gate_run gates, and so on (1 where a query
+    has its gate beside it). Gates are projected, held to clip, and no more. 0: all are queries.
+
     weight_format:
       "dense"   values, with K or D contiguous, other strides free.
       "int8", "fp8" (float8_e4m3fn)   codes, any strides.
@@ -79,10 +82,11 @@ class FusedQkvArguments:
 
     clip: values are held to [-clip, clip] after bias and delta; 0: not. Norm: of q where
     q_norm_weight is given, of k where k_norm_weight is, of both where weightless_norm. norm_kind
-    "rms" or "layer" (mean subtracted; no bias); norm_width "head" or "row" (all heads of the
-    projection together); norm weights [D] or [H, D] ("row": [H, D]), each used as norm_offset +
-    weight; norm_after_rope. cos, sin [T_rope, R] or [T_rope, R / 2] with R = rotary_dim; rope_style
-    as in `apply_rope`.
+    "rms" or "layer" (mean subtracted); norm_width "head" or "row" (all heads of the projection
+    together); norm weights [D] or [H, D] ("row": [H, D]), each used as norm_offset + weight;
+    q_norm_bias, k_norm_bias, shaped likewise, added after the norm of theirs; v_norm: v is normed
+    too, without a weight (not beside gates); norm_after_rope. cos, sin [T_rope, R] or
+    [T_rope, R / 2] with R = rotary_dim; rope_style as in `apply_rope`.
 
     k_cache, v_cache: base tensors, written, of values, float8_e4m3fn or float8_e5m2; v_cache None:
     V lives in k_cache too. k_window, v_window: the nine integers of a CacheWindow on the base, with
@@ -130,12 +134,16 @@ class FusedQkvArguments:
     indexing: str = "paged"
     static_tokens: bool = False
     kv_repeat: int = 1
+    gate_run: int = 0
     clip: float = 0.0
     weightless_norm: bool = False
     norm_kind: str = "rms"
     norm_width: str = "head"
     norm_after_rope: bool = False
     norm_offset: float = 0.0
+    q_norm_bias: torch.Tensor | None = None
+    k_norm_bias: torch.Tensor | None = None
+    v_norm: bool = False
     weight_format: str = "dense"
     q_scale: torch.Tensor | None = None
     k_scale: torch.Tensor | None = None
@@ -173,15 +181,31 @@ def validate(a: FusedQkvArguments) -> None:
     check_delta(NAME, a.delta, num_tokens, _num_rows(a), dtype, device)
     check_number(NAME, "kv_repeat", a.kv_repeat, 1)
     check_number(NAME, "clip", a.clip, 0.0)
+    _check_gates(a)
     check_norm(NAME, a.norm_kind, a.norm_width, a.norm_eps, a.norm_offset)
     for letter, heads in (("q", _num_heads(a)), ("k", num_kv_heads)):
-        name = f"{letter}_norm_weight"
-        weight = getattr(a, name)
-        check_norm_weight(NAME, name, weight, a.norm_width, heads, head_dim, dtype, device)
+        for name in (f"{letter}_norm_weight", f"{letter}_norm_bias"):
+            vector = getattr(a, name)
+            check_norm_weight(NAME, name, vector, a.norm_width, heads, head_dim, dtype, device)
+        if getattr(a, f"{letter}_norm_weight") is None and not a.weightless_norm:
+            check_absent(NAME, a, [f"{letter}_norm_bias"], f"{letter} is not normed")
     rope = (a.cos, a.sin, a.rotary_dim, a.rope_style)
     check_rope(NAME, num_tokens, head_dim, *rope, dtype, device)
     values = HeadValues(num_tokens, num_kv_heads, head_dim, dtype, device, a.kv_repeat)
     check_caches(NAME, a, values, writes_v=a.v_weight is not None)
+
+
+def _check_gates(a: FusedQkvArguments) -> None:
+    check_number(NAME, "gate_run", a.gate_run, 0)
+    if a.gate_run == 0:
+        return
+    if not holds(_num_heads(a) % (2 * a.gate_run) == 0):
+        expected = f"half of a divisor of the {_num_heads(a)} heads of q"
+        raise ArgumentError(NAME, "gate_run", expected, str(a.gate_run))
+    if a.norm_width == "row":
+        raise ArgumentError(NAME, "norm_width", "'head' beside gates", repr(a.norm_width))
+    if a.v_norm:
+        raise ArgumentError(NAME, "v_norm", "False beside gates", "True")
 
 
 def _num_heads(a: FusedQkvArguments) -> Any:
@@ -222,19 +246,27 @@ def reference(a: FusedQkvArguments) -> torch.Tensor:
         y = x / sqrt(mean(x^2) + input_norm_eps) * (input_norm_offset + input_norm_weight)
         q = rope(norm(clip(y @ q_weight^T + q_bias + delta[q columns])))
         k = rope(norm(clip(y @ k_weight^T + k_bias + delta[k columns])))
-        v = clip(y @ v_weight^T + v_bias + delta[v columns])
+        v = norm(clip(y @ v_weight^T + v_bias + delta[v columns]))
+        gates = clip(y @ q_weight^T + q_bias + delta[q columns]), in q's place where gate_run says
         result[t] = q[t]
         k_cache[slot of t] = k[t] / k_cache_scale
         v_cache[slot of t] = v[t] / v_cache_scale
 
-    A step without its arguments is left out; y = x without input_rms_norm. norm_after_rope:
+    A step without its arguments is left out (the norm of v: without v_norm; y = x without
+    input_rms_norm). norm_after_rope:
     norm(rope(...)). cache_scale_multiplies: times the scale. Each number is rounded once, when it
     is stored.
     """
     x = _input(a)
-    q = _normed_and_rotated(a, _project(a, x, "q"), a.q_norm_weight)
-    k = _normed_and_rotated(a, _project(a, x, "k"), a.k_norm_weight)
+    made = _project(a, x, "q")
+    q = _normed_and_rotated(a, made, a.q_norm_weight, a.q_norm_bias)
+    if a.gate_run:
+        heads = torch.arange(made.shape[1], device=made.device)
+        q = torch.where((heads // a.gate_run % 2 == 1)[:, None], made, q)
+    k = _normed_and_rotated(a, _project(a, x, "k"), a.k_norm_weight, a.k_norm_bias)
     v = None if a.v_weight is None else _project(a, x, "v")
+    if v is not None and a.v_norm:
+        v = apply_norm(v, None, a.norm_eps, a.norm_kind, a.norm_width)
     write_kv(a, k, v, a.kv_repeat)
     return fake(a).copy_(q)
 
@@ -270,17 +302,26 @@ def _project(a: FusedQkvArguments, x: torch.Tensor, letter: str) -> torch.Tensor
 
 
 def _normed_and_rotated(
-    a: FusedQkvArguments, x: torch.Tensor, weight: torch.Tensor | None
+    a: FusedQkvArguments,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
 ) -> torch.Tensor:
     if a.norm_after_rope:
-        return _norm(a, _rotate(a, x), weight)
-    return _rotate(a, _norm(a, x, weight))
+        return _norm(a, _rotate(a, x), weight, bias)
+    return _rotate(a, _norm(a, x, weight, bias))
 
 
-def _norm(a: FusedQkvArguments, x: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+def _norm(
+    a: FusedQkvArguments,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
     if weight is None and not a.weightless_norm:
         return x
-    return apply_norm(x, weight, a.norm_eps, a.norm_kind, a.norm_width, a.norm_offset)
+    x = apply_norm(x, weight, a.norm_eps, a.norm_kind, a.norm_width, a.norm_offset)
+    return x if bias is None else x + bias.to(x.dtype)
 
 
 def _rotate(a: FusedQkvArguments, x: torch.Tensor) -> torch.Tensor:

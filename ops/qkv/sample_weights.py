@@ -24,6 +24,7 @@ def sample_projection(case: AttentionCase, sampler: Sampler) -> dict[str, Any]:
         **_delta(case, sampler),
         **_input_norm(case, sampler),
         "kv_repeat": case.kv_repeat,
+        "gate_run": case.gate_run,
         "clip": case.clip,
     }
 
@@ -140,6 +141,7 @@ def _norms(case: AttentionCase, sampler: Sampler) -> dict[str, Any]:
         "norm_width": case.norm_width,
         "norm_after_rope": case.norm_after_rope,
         "norm_offset": case.norm_offset,
+        "v_norm": case.v_norm,
     }
     if not case.qk_norm:
         return options
@@ -148,4 +150,6 @@ def _norms(case: AttentionCase, sampler: Sampler) -> dict[str, Any]:
         if letter in case.normed:
             shape = (heads, case.head_dim) if per_head else (case.head_dim,)
             options[f"{letter}_norm_weight"] = sampler.normal(*shape, dtype=case.dtype)
+            if case.norm_bias:
+                options[f"{letter}_norm_bias"] = sampler.normal(*shape, dtype=case.dtype)
     return options

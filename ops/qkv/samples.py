@@ -25,7 +25,8 @@ class AttentionCase(PagedBatch):
     GPT-2 has them. Quantised weights: "separate" or "packed".
     table_width: "full" for cos and sin of width rotary_dim, "half" for half of it.
     tokens_per_row: T / T_rope, the tokens that share a row of cos and sin.
-    qk_norm: norm weights for each of `normed`, of [D] or, norm_per_head, of [H, D].
+    qk_norm: norm weights for each of `normed`, of [D] or, norm_per_head, of [H, D]; norm_bias:
+    biases beside them.
     words: the dtype that nibbles are packed in. transposed: the memory order of the stored weight
     and its scales is the other one, as GPTQ and AWQ have it.
     zeros: "none", "float", "int" (a tensor of its own) or "packed" in words of eight rows.
@@ -53,6 +54,7 @@ class AttentionCase(PagedBatch):
     tokens_per_row: int = 1
     writes_v: bool = True
     kv_repeat: int = 1
+    gate_run: int = 0
     clip: float = 0.0
     weightless_norm: bool = False
     normed: str = "qk"
@@ -61,6 +63,8 @@ class AttentionCase(PagedBatch):
     norm_width: str = "head"
     norm_after_rope: bool = False
     norm_offset: float = 0.0
+    norm_bias: bool = False
+    v_norm: bool = False
     weight_format: str = "dense"
     scale_block: tuple[int, ...] = ()
     nibble_order: tuple[int, ...] = ()

@@ -16,6 +16,7 @@ from tilewright.patterns import effects
 from tilewright.patterns.cache.eight_bit import Written, scale_argument
 from tilewright.patterns.cache.slices import fill_slices
 from tilewright.patterns.cache.slots import Slots, block_table, own_slots, paged_slot, slot_table
+from tilewright.patterns.cache.states import continues
 from tilewright.patterns.cache.writes import CacheWrite
 from tilewright.patterns.dataflow import (
     REINTERPRETED,
@@ -253,7 +254,7 @@ def _two_indices(
 def _filled(write: CacheWrite, written: Written) -> Address:
     """`cache[:B, start : start + S] = k`: slots that follow each other, the same in every page."""
     whole = effects.product(write.target.shape) == effects.product(write.memory.shape)
-    if whole and written.view.value.op in ("store", "aten.cat"):
+    if whole and continues(written.view.value, write.memory):
         _refuse(
             "MOVED_CACHE",
             f"{write.record.kind} writes the whole cache anew, old tokens too",

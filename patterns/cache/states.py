@@ -1,12 +1,13 @@
 """What layers without attention keep of the past, in memory that looks like a cache's and is none.
 
-The inputs that a convolution still needs, and the state of a recurrence: both are replaced whole.
+The inputs that a convolution still needs, and the state of a recurrence: both are replaced whole, a
+state also head by head.
 """
 
 from __future__ import annotations
 
 from tilewright.patterns import effects
-from tilewright.patterns.dataflow import Store, Value, upstream
+from tilewright.patterns.dataflow import Memory, Store, Value, upstream
 from tilewright.patterns.recognise.gemm import match_gemm
 
 # A decay, and products of two activations: keys and values are made by neither.
@@ -19,13 +20,20 @@ _REACH = 64
 def replaces_state(store: Store) -> bool:
     """Whether a write replaces the state of a convolution or of a recurrence."""
     source = store.source
-    size = effects.product(store.memory.shape)
-    if source is None or store.index or effects.product(store.target.shape) != size:
+    if source is None or store.index:
         return False
+    if effects.product(store.target.shape) != effects.product(store.memory.shape):
+        return continues(source.value, store.memory) and _is_recurrent(source.value)
     if _is_recurrent(source.value):
         return True
     axes = {atom.axis for atom in source.effect.dims[-1]}
     return len(store.memory.shape) == 3 and _walk_tokens(source.value, axes)
+
+
+def continues(value: Value, memory: Memory) -> bool:
+    """Whether a value is made of what a memory held, as no new key is."""
+    before = upstream(value, _REACH, lambda v: match_gemm(v) is None)
+    return any(v.node is memory.root or (v.store and v.store.memory is memory) for v in before)
 
 
 def _walk_tokens(value: Value, axes: set[int | None]) -> bool:

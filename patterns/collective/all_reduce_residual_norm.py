@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tilewright.patterns import effects
+from tilewright.patterns.collective.sums import RankSum, match_rank_sum
 from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope
 from tilewright.patterns.language import Match, Result, Stage, as_advice, register, reject
 from tilewright.patterns.recognise.dtypes import HALVES, check_device, check_dtypes, dtype_name
 from tilewright.patterns.recognise.norm import Norm
-from tilewright.patterns.recognise.rank_sum import RankSum, match_rank_sum
 from tilewright.patterns.recognise.row_norm import rms_norm_of
 
 # How many values behind the sum its norm is looked for: casts, and those of a norm spelled out.

@@ -32,6 +32,7 @@ from tilewright.patterns.lora.arguments import (
 from tilewright.patterns.lora.delta import LoraDelta, match_delta
 from tilewright.patterns.lora.product import BATCHED
 from tilewright.patterns.recognise.dtypes import check_device, check_dtypes, dtype_name
+from tilewright.patterns.recognise.gemm import is_weight
 
 
 @dataclass(frozen=True)
@@ -187,14 +188,16 @@ _AROUND = {
     "aten.flip",
     "cast",
 }
-_STACKS = {"aten.index", "aten.index_select", "constant", "input"}
+_STACKS = {"aten.index", "aten.index_select", "constant"}
 
 
 def _resembles_sum(value: Value) -> bool:
-    """Whether two products with stacks of matrices, one of the other's result, are added."""
-    if value.op != "aten.add" or len(value.operands) != 2:
-        return False
-    return any(_stacked_products(view.value) > 1 for view in value.operands)
+    """Whether two products with stacks of matrices, one of the other's result, are added to what is
+    no parameter: a bias is added to other things (Mamba's time steps)."""
+    return any(
+        _stacked_products(delta.value) > 1 and not is_weight(base)
+        for base, delta in (value.either_way if value.op == "aten.add" else ())
+    )
 
 
 def _stacked_products(value: Value, reach: int = 8) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 
 from tilewright.codegen.mlp.plan import most_tokens
 from tilewright.ops.reference.activation import ACTIVATIONS
+from tilewright.patterns.collective.sums import unless_summed
 from tilewright.patterns.dataflow import Dataflow, Value, common_scope
 from tilewright.patterns.language import Match, Result, as_advice, register
 from tilewright.patterns.mlp.linears import (
@@ -66,7 +67,7 @@ class LinearActivation:
         gate, up = linears[0], linears[1] if len(linears) == 2 else None
         absorbed = (*activation.absorbed, *(v for linear in linears for v in linear.absorbed))
         products, place = [linear.product for linear in linears], flow.positions[anchor.node]
-        norm = match_norm_before(gate.x, products, place, flow)
+        norm = unless_summed(match_norm_before(gate.x, products, place, flow))
         x, given = gate.x, match_codes(linears, _NAMES)
         if norm is not None:
             x = norm.x

@@ -3,7 +3,7 @@ slots, in any order and spelling."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -85,10 +85,8 @@ def match_combine(
         elif not in_token_order and (extra := _unpermuted(user, value, order)) is not None:
             value, in_token_order = user, True
             absorbed += extra
-        elif (
-            _sums_slots(user, value, num_slots)
-            if in_token_order
-            else _adds_rows(user, value, order, num_slots)
+        elif (in_token_order and _sums_slots(user, value, num_slots)) or _adds_rows(
+            user, value, replace(order, permutation=None) if in_token_order else order, num_slots
         ):
             return _finish(flow, user, weights, num_slots, absorbed, dtype, weighed)
         else:

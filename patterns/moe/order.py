@@ -22,6 +22,7 @@ from tilewright.patterns.recognise.routing import (
     match_order,
     match_rows,
     per_row,
+    without_counting,
 )
 
 _SORTS = ("aten.sort", "aten.argsort")
@@ -93,6 +94,8 @@ def _gathered_rows(view: View) -> RouteRows:
         order = match_order(permutation)
         num_slots = None if order is None else match_rows(rows, order)
         if order is not None and num_slots is not None:
+            if num_slots == 1:
+                num_slots, source = _repeated_tokens(source)
             return RouteRows(order, num_slots, source, absorbed=(view.value,))
     refuse_order("the rows are not taken in the order of a sort of the expert numbers", rows)
 
@@ -100,11 +103,17 @@ def _gathered_rows(view: View) -> RouteRows:
 def _rows_by_route(gemm: ExpertGemm) -> RouteRows:
     """The same where the routes stay in their own order."""
     assert gemm.experts is not None
-    rows, hidden = gemm.x.effect.dims
-    repeats = rows[-1].axis is None if rows else False
-    num_slots = rows[-1].length if repeats else 1
-    tokens = gemm.x.with_dims(rows[:-1] if repeats else rows, hidden)  # fmt: skip
+    num_slots, tokens = _repeated_tokens(gemm.x)
     return RouteRows(Order(None, gemm.experts), num_slots, tokens)
+
+
+def _repeated_tokens(rows: View) -> tuple[Any, View]:
+    """(S, x [T, H]) of rows [T * S, H], each token S times in a row; S 1 where they are not."""
+    rows = without_counting(rows)
+    by_row, hidden = rows.effect.dims
+    if not by_row or by_row[-1].axis is not None:
+        return 1, rows
+    return by_row[-1].length, rows.with_dims(by_row[:-1], hidden)
 
 
 def _permutations(rows: View) -> Iterator[View]:

@@ -34,7 +34,8 @@ class HeadEpilogue:
 class HeadNorm:
     """A norm as the op takes it: see `fused_qkv_paged`.
 
-    weight: [D], or [H, D]; None where it has none. factor: `offset + weight` as the graph has it.
+    weight, bias: [D], or [H, D]; None where it has none. factor: `offset + weight` as the graph has
+    it.
     """
 
     kind: str
@@ -44,6 +45,7 @@ class HeadNorm:
     offset: float
     factor: View | Computed | None
     eps: float
+    bias: View | None = None
 
     @property
     def with_factor(self) -> HeadNorm:
@@ -70,7 +72,7 @@ def match_epilogue(view: View, stage: Stage) -> HeadEpilogue:
         elif norm is None and (joined := match_joined_norms(head.value, stage)) is not None:
             norm, own = joined.norm, joined.weights
             below, found = norm.x.through(head.effect), norm.absorbed
-        elif (scaled := match_norm(head.value.whole, stage)) is not None:
+        elif (scaled := match_norm(head.value.whole, stage, True)) is not None:
             if norm is not None:
                 message = (
                     "the heads are normalised twice; one norm, before or after the rotation, "
@@ -120,9 +122,11 @@ def head_norm(
     width = "head" if by_head else "row"
     if epilogue.head_weights:
         weight = factor = _each_head(epilogue, layout, feature, heads, stage)
-    return HeadNorm(
-        norm.kind, width, epilogue.norm_after_rope, weight, norm.offset, factor, norm.eps
-    )
+    bias = None
+    if norm.bias is not None:
+        bias = _weight(norm.bias, layout, feature, heads, by_head, stage)
+    after = epilogue.norm_after_rope
+    return HeadNorm(norm.kind, width, after, weight, norm.offset, factor, norm.eps, bias)
 
 
 def _each_head(
@@ -143,28 +147,37 @@ def _weight(
     by_head: bool,
     stage: Stage,
 ) -> View:
-    """A norm's weight as the op takes it: [D] for all heads, or [H, D]."""
+    """A norm's weight or bias as the op takes it: [D] for all heads, or [H, D]."""
     *lead, last = view.effect.dims
     along = [i for i, dim in enumerate(lead) if dim]
     axes = {a.axis for i in along for a in layout.dims[i]}
     if not axes <= {feature} or (along and not by_head):
-        reject("UNSUPPORTED", stage, "the norm's weight varies from token to token", view)
+        reject("UNSUPPORTED", stage, "the norm's weight or bias varies from token to token", view)
     # The op numbers heads by their rows in the projection: the outer dimension steps furthest.
     split = [i for i, dim in enumerate(layout.dims[:-1]) if any(a.axis == feature for a in dim)]
     steps = [a.step for i in split for a in layout.dims[i] if a.axis == feature]
     if along and (along != split or steps != sorted(steps, reverse=True)):
-        reject("UNSUPPORTED", stage, "the norm's weight has the heads in another order", view)
+        reject(
+            "UNSUPPORTED", stage, "the norm's weight or bias has the heads in another order", view
+        )
     if by_head and not along:
         return view.with_dims(last)
     flat = (*(a for i in along for a in lead[i]), *last)
     return View(view.value, effects.reshape(Effect((flat,), view.effect.start), heads))
 
 
-def norm_arguments(q: HeadNorm | None, k: HeadNorm | None, culprit: Value) -> dict[str, Any]:
-    """The op's arguments for the norms of q and k; raises Reject (UNSUPPORTED)."""
+def norm_arguments(
+    q: HeadNorm | None, k: HeadNorm | None, v: HeadNorm | None, culprit: Value
+) -> dict[str, Any]:
+    """The op's arguments for the norms of q, k and v; raises Reject (UNSUPPORTED)."""
     norms = [n for n in (q, k) if n is not None]
+    if v is not None and norms:
+        v = replace(v, after_rope=norms[0].after_rope)  # v has no rotation to come after
+    if v is not None and len({(n.kind, n.width, n.after_rope, n.eps) for n in (*norms, v)}) > 1:
+        message = f"k and v are normalised differently: {_describe(k)}, and {_describe(v)}"
+        reject("UNSUPPORTED", Stage.GUARDS, message, culprit)
     if not norms:
-        return {}
+        return {} if v is None else {"v_norm": True, **_shared_arguments(v)}
     weightless = any(n.weight is None for n in norms)
     kinds = {(n.kind, n.width, n.after_rope, n.eps) for n in norms}
     if len(kinds) > 1 or (weightless and len(norms) == 1):
@@ -173,16 +186,24 @@ def norm_arguments(q: HeadNorm | None, k: HeadNorm | None, culprit: Value) -> di
     if len({n.offset for n in norms if n.weight is not None}) > 1:
         q, k = (None if n is None else n.with_factor for n in (q, k))
     weighted = [n for n in (q, k) if n is not None and n.weight is not None]
-    norm = norms[0]
     return {
+        **_shared_arguments(norms[0]),
         "q_norm_weight": None if q is None else q.weight,
         "k_norm_weight": None if k is None else k.weight,
-        "norm_eps": norm.eps,
         "weightless_norm": weightless,
+        "norm_offset": weighted[0].offset if weighted else 0.0,
+        "q_norm_bias": None if q is None else q.bias,
+        "k_norm_bias": None if k is None else k.bias,
+        "v_norm": v is not None,
+    }
+
+
+def _shared_arguments(norm: HeadNorm) -> dict[str, Any]:
+    return {
+        "norm_eps": norm.eps,
         "norm_kind": norm.kind,
         "norm_width": norm.width,
         "norm_after_rope": norm.after_rope,
-        "norm_offset": weighted[0].offset if weighted else 0.0,
     }
 
 
@@ -202,6 +223,7 @@ def norm_fact(norm: HeadNorm | None) -> str:
     words += ["row"] if norm.width == "row" else []
     words += ["after rope"] if norm.after_rope else []
     words += ["weightless"] if norm.weight is None else []
+    words += ["bias"] if norm.bias is not None else []
     return ", ".join(words)
 
 

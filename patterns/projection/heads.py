@@ -24,7 +24,9 @@ from tilewright.patterns.quantised.weights import (
 from tilewright.patterns.recognise.equality import equal_values
 from tilewright.patterns.recognise.gemm import piece_of
 from tilewright.patterns.recognise.linear import Linear, Path, match_linear
+from tilewright.patterns.recognise.norm import strip_casts
 from tilewright.patterns.recognise.rope import Rope, Table, table_argument
+from tilewright.patterns.recognise.steps import constant_factor
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Heads:
     rows: which of the product's features are these heads.
     layout: the heads' dimensions on the product's axes [tokens..., N].
     end: the last absorbed value, whose elements are the heads.
+    factor: what the heads, normed and rotated, are multiplied by.
     """
 
     path: Path
@@ -47,6 +50,7 @@ class Heads:
     rope_layout: Effect | None
     end: Value
     absorbed: tuple[Value, ...]
+    factor: float = 1.0
 
     @property
     def product(self) -> Value:
@@ -152,14 +156,21 @@ class Heads:
         return rows if dense else Computed("contiguous", (rows,))
 
 
-def match_heads(view: View, path: Path, head_dim: int | None = None) -> Heads:
+def match_heads(
+    view: View, path: Path, head_dim: int | None = None, factors: bool = False
+) -> Heads:
     """The projection whose heads `view` [..., H, ..., D] holds.
 
     head_dim: D, where the view does not separate heads (its feature dimension is split by it).
-    Raises Reject with the codes of `path`.
+    factors: they may be multiplied by numbers. Raises Reject with the codes of `path`.
     """
-    stage, epilogue = path.stage, match_epilogue(view, path.stage)
-    head, absorbed = epilogue.head, epilogue.absorbed
+    stage, end = path.stage, view.value
+    view, factor, scaled = _unscaled(view) if factors else (view, 1.0, ())
+    epilogue = match_epilogue(view, stage)
+    head, absorbed = epilogue.head, (*scaled, *epilogue.absorbed)
+    if factors and epilogue.norm is None:
+        head, inner, scaled = _unscaled(head)
+        factor, absorbed = factor * inner, (*absorbed, *scaled)
     if epilogue.rope is not None:
         head_dim = epilogue.rope.x.shape[-1]
     linear = match_linear(head.value, path, match_delta)
@@ -175,7 +186,8 @@ def match_heads(view: View, path: Path, head_dim: int | None = None) -> Heads:
             epilogue, _layout_of(epilogue.norm.x, path), linear.gemm.feature, rows, stage
         )
     if epilogue.rope is not None:
-        rope_layout = _layout_of(epilogue.rope.x, path)
+        before = _unscaled(epilogue.rope.x)[0] if factors else epilogue.rope.x
+        rope_layout = _layout_of(before, path)
         if rope_layout.dims[-1] != (Atom(linear.gemm.feature, 1, rows.head_dim),):
             reject("LAYOUT", stage, "a rotation runs over another axis than head_dim", linear.value)
     return Heads(
@@ -186,9 +198,22 @@ def match_heads(view: View, path: Path, head_dim: int | None = None) -> Heads:
         norm=norm,
         rope=epilogue.rope,
         rope_layout=rope_layout,
-        end=view.value,
+        end=end,
         absorbed=tuple(dict.fromkeys(absorbed)),
+        factor=factor,
     )
+
+
+def _unscaled(view: View) -> tuple[View, float, tuple[Value, ...]]:
+    """A view before products with numbers, and casts; the numbers' product; what is left out."""
+    factor, absorbed = 1.0, []
+    inner, casts = strip_casts(view)
+    while (found := constant_factor(inner.value)) is not None:
+        x, number = found
+        absorbed += [*casts, inner.value]
+        view, factor = x.through(inner.effect), factor * number
+        inner, casts = strip_casts(view)
+    return view, factor, tuple(absorbed)
 
 
 def _layout_of(view: View, path: Path) -> Effect:

@@ -1,5 +1,5 @@
 """QKV projection and KV-cache write: three projections of one activation, optional bias, per-head
-RMS norm and rotation, K and V written into a cache by slot.
+RMS norm and rotation, K and V written into a cache by slot. Gates of q's linear come with it.
 
     x ─ linear ─ [+bias] ─ [norm] ─ [rope] ─▶ q
     x ─ linear ─ [+bias] ─ [norm] ─ [rope] ─▶ k ─▶ cache[slots] = k      ⇒   fused_qkv_paged
@@ -23,6 +23,7 @@ from tilewright.ops.formats.fp8 import FP8_DTYPES
 from tilewright.patterns.cache.address import Address, address, check_pair, place_arguments
 from tilewright.patterns.cache.latent_writes import latent_writes
 from tilewright.patterns.cache.writes import WritePair, pairs
+from tilewright.patterns.collective.sums import unless_summed
 from tilewright.patterns.dataflow import Computed, Dataflow, common_scope
 from tilewright.patterns.effects import size_fact
 from tilewright.patterns.language import Match, Reject, Stage, register, reject
@@ -31,6 +32,7 @@ from tilewright.patterns.lora.arguments import has_kernels, own_deltas, packed_d
 from tilewright.patterns.projection.epilogue import norm_arguments, norm_fact
 from tilewright.patterns.projection.heads import Heads, match_heads, rope_table, same_activation
 from tilewright.patterns.projection.written import check_tokens
+from tilewright.patterns.qkv.gates import Gated, with_gates
 from tilewright.patterns.qkv.query import find_query
 from tilewright.patterns.quantised.scales import weight_arguments
 from tilewright.patterns.quantised.weights import refuse
@@ -118,13 +120,14 @@ class QkvCache:
                 hint="clamp q, k and v alike, or none of them",
             )
         place = max(flow.positions[store.node] for store in anchor.stores)
-        q = find_query(flow, k, v, k_write.store, inside, place)
+        q = with_gates(flow, find_query(flow, k, v, k_write.store, inside, place), (k, v))
         _guard(flow, q.heads, k, v, k_place, v_place, k_write.memory.dtype)
         shared = k_write.memory is v_write.memory
         arguments = _arguments(q.heads, k, v, k_place, v_place)
         norm = _input_norm((q.heads, k, v), place, flow)
         if norm is not None:
             arguments |= {"x": norm.x, **row_norm_arguments(norm, "input_")}
+        arguments["gate_run"] = q.run
         arguments["kv_repeat"] = repeats[0]
         arguments["k_cache"] = k_write.memory.root
         arguments["v_cache"] = None if shared else v_write.memory.root
@@ -141,10 +144,10 @@ class QkvCache:
             op=self.op,
             anchor=anchor.first.store,
             arguments=arguments,
-            results=(q.result,),
+            results=q.results,
             absorbed=tuple(value for value in absorbed if value not in kept),
             stores=anchor.stores,
-            facts=_facts(q.heads, k, v, k_place, record.kind) | _norm_fact(norm),
+            facts=_facts(q, k, v, k_place, record.kind) | _norm_fact(norm),
             scope=common_scope(k.product.scope, anchor.first.store.scope),
         )
 
@@ -153,7 +156,7 @@ def _keys_and_values(places: tuple[Address, Address], writes: tuple) -> tuple:
     """Which of two writes is K: the one that is rotated or normalised, else the first."""
     first, second = places
     try:
-        k = match_heads(first.source, _KEYS)
+        k = match_heads(first.source, _KEYS, factors=True)
     except Reject as rejection:
         # Try the other order only where the second write is rotated or normalised, as no V is.
         swapped = _rotated(second)
@@ -164,18 +167,21 @@ def _keys_and_values(places: tuple[Address, Address], writes: tuple) -> tuple:
         swapped = _rotated(second) if k.rope is None else None
         if swapped is not None and (k.norm is None or swapped.rope is not None):
             k, places, writes = swapped, places[::-1], writes[::-1]
-    v = match_heads(places[1].source, _VALUES)
+    v = match_heads(places[1].source, _VALUES, factors=True)
     if v.rope is not None:
         reject("V_PATH", Stage.V_PATH, "both writes are rotated", v.end)
-    if v.norm is not None:
-        message = "the values are normalised; one op normalises queries and keys alone"
+    if v.norm is not None and (v.norm.weight is not None or v.norm.bias is not None):
+        message = "the values are normalised with a weight; the op normalises them without one"
         reject("V_PATH", Stage.V_PATH, message, v.end, hint="their write is fused by itself")
+    if k.product is v.product and k.rows.indices() & v.rows.indices():
+        message = "K and V are made of one projection; the op would compute it twice"
+        reject("V_PATH", Stage.V_PATH, message, v.product, hint="their write is fused by itself")
     return k, v, places, writes
 
 
 def _rotated(place: Address) -> Heads | None:
     try:
-        heads = match_heads(place.source, _KEYS)
+        heads = match_heads(place.source, _KEYS, factors=True)
     except Reject:
         return None
     return heads if heads.rope is not None or heads.norm is not None else None
@@ -224,13 +230,14 @@ def _arguments(q: Heads, k: Heads, v: Heads, k_place: Address, v_place: Address)
         "q_bias": q.bias_rows,
         "k_bias": k.bias_rows,
         "v_bias": v.bias_rows,
-        **norm_arguments(q.norm, k.norm, q.product),
+        **norm_arguments(q.norm, k.norm, v.norm, q.product),
         "cos": None if rope is None else rope_table(k, rope.cos),
         "sin": None if rope is None else rope_table(k, rope.sin),
         "rotary_dim": 0 if rope is None else rope.rotary_dim,
         "rope_style": "none" if rope is None else rope.style,
         "static_tokens": isinstance(q.num_tokens, int),
         "clip": k.linear.clip,
+        **_factors(k, v, k_place, v_place),
         "delta": _delta((q, k, v)),
         **_codes(q, k, v),
     }
@@ -244,11 +251,28 @@ def _input_norm(heads: tuple[Heads, Heads, Heads], place: int, flow: Dataflow) -
     by_row = any(h.norm is not None and h.norm.width == "row" for h in heads)
     if not few or by_row or any(h.quantized is not None for h in heads):
         return None
-    return match_norm_before(heads[1].x, [h.product for h in heads], place, flow)
+    readers = [h.product for h in heads]
+    return unless_summed(match_norm_before(heads[1].x, readers, place, flow))
 
 
 def _norm_fact(norm: Norm | None) -> dict[str, Any]:
     return {} if norm is None else {"input_norm": norm.kind}
+
+
+def _factors(k: Heads, v: Heads, k_place: Address, v_place: Address) -> dict[str, Any]:
+    """Numbers that K and V are multiplied by, as scales of the cache."""
+    if k.factor == v.factor == 1.0:
+        return {}
+    for heads, place in ((k, k_place), (v, v_place)):
+        if place.scale is not None:
+            message = "a constant factor on what the cache scales already"
+            hint = "multiply the projection's weight by it once, when the model is loaded"
+            reject("UNSUPPORTED", Stage.GUARDS, message, heads.end, hint=hint)
+    options = (("dtype", torch.float32), ("device", k.product.device))
+    return {
+        name: None if heads.factor == 1.0 else Computed("full", ((), heads.factor), options)
+        for name, heads in (("k_cache_scale", k), ("v_cache_scale", v))
+    } | {"cache_scale_multiplies": True}
 
 
 def _delta(heads: tuple[Heads, Heads, Heads]) -> Computed | None:
@@ -280,24 +304,30 @@ def _codes(q: Heads, k: Heads, v: Heads) -> dict[str, Any]:
     return arguments
 
 
-def _facts(q: Heads, k: Heads, v: Heads, place: Address, kind: str) -> dict[str, Any]:
-    rope = k.rope
+def _facts(gated: Gated, k: Heads, v: Heads, place: Address, kind: str) -> dict[str, Any]:
+    q, rope = gated.heads, k.rope
+    num_heads = q.num_heads // 2 if gated.run else q.num_heads
     style = "none" if rope is None else rope.style
     if rope is not None and rope.rotary_dim != k.head_dim:
         style += f"({rope.rotary_dim})"
     tokens = size_fact(q.num_tokens)
     facts = {
         "projection": _projection(q, k, v),
-        "gqa": q.num_heads // k.num_heads,
-        "heads": f"{q.num_heads}/{k.num_heads}x{k.head_dim}",
+        "gqa": num_heads // k.num_heads,
+        "heads": f"{num_heads}/{k.num_heads}x{k.head_dim}",
         "rope": style,
         "bias": "yes" if any(p.linear.bias is not None for p in (q, k, v)) else "no",
-        "norm": norm_fact(k.norm),
+        "norm": norm_fact(k.norm) + (", v too" if v.norm is not None else ""),
         "write": kind,
         "slots": place.slots.fact,
         "cache": "x".join(str(n) for n in place.window.shape),
         "x": f"{dtype_name(k.x.value.dtype)}[{tokens},{k.x.shape[1]}]",
     }
+    factors = {name: h.factor for name, h in (("k", k), ("v", v)) if h.factor != 1.0}
+    if factors:
+        facts["factor"] = ", ".join(f"{name} {factor:g}" for name, factor in factors.items())
+    if gated.run:
+        facts["gates"] = "beside q" if gated.run == 1 else "behind q"
     if k.linear.clip:
         facts["clip"] = k.linear.clip
     facts |= lora_fact([p.linear.deltas for p in (q, k, v)], own=_own_deltas((q, k, v)))

@@ -227,7 +227,7 @@ def _rests(k: Heads, v: Heads) -> Iterator[Query]:
     for heads in (k,) if shared else (k, v):
         taken = heads.rows.indices() | (v.rows.indices() if shared else frozenset())
         alone = not shared or k.linear.value is v.linear.value
-        linear = heads.linear if alone and _covers(heads.linear) else heads.linear.product
+        linear = heads.linear if alone and covers(heads.linear) else heads.linear.product
         rows = rest_of(linear.gemm.shape[-1], taken, k.head_dim)
         if rows is None or linear.clip != k.linear.clip:
             continue
@@ -243,7 +243,7 @@ def _rests(k: Heads, v: Heads) -> Iterator[Query]:
         yield Query(q, Parts(linear.value, partial(_restated, q)))
 
 
-def _covers(linear: Linear) -> bool:
+def covers(linear: Linear) -> bool:
     """Whether bias and clamp were applied to all features, not to a part of them."""
     return effects.product(linear.layout.shape) == effects.product(linear.gemm.shape)
 

@@ -192,17 +192,25 @@ def _times_one_more(value: Value) -> Iterator[tuple[View, View, tuple[Value, ...
 
 
 def _clamp(view: View, both: bool) -> tuple[View, float, tuple[Value, ...]]:
-    """(x, limit, values) of a clamp to at most limit (and at least -limit); limit 0: none."""
+    """(x, limit, values) of clamps to at most limit (and at least -limit); limit 0: none.
+
+    Several in a row hold a number between the largest lower bound and the smallest upper one.
+    """
     bare, casts = strip_casts(view)
-    value = bare.value
-    bounds = clamp_bounds(value)
-    if bounds is None or not bare.is_whole or any(isinstance(b, View) for b in bounds):
-        return bare, 0.0, casts  # views differ from element to element
-    low, high = (given_number(bound) for bound in bounds)
+    inner, values = bare, casts
+    lows: list[float] = []
+    highs: list[float] = []
+    while inner.is_whole and (bounds := clamp_bounds(inner.value)) is not None:
+        if any(isinstance(bound, View) for bound in bounds):
+            break  # views differ from element to element
+        for bound, held in zip(bounds, (lows, highs), strict=True):
+            held += [] if (number := given_number(bound)) is None else [number]
+        before, more = strip_casts(inner.value.args[0])
+        inner, values = before, (*values, inner.value, *more)
+    low, high = max(lows, default=None), min(highs, default=None)
     if high is None or high <= 0 or low != (-high if both else None):
         return bare, 0.0, casts
-    inner, more = strip_casts(value.args[0])
-    return inner, float(high), (*casts, value, *more)
+    return inner, float(high), values
 
 
 def _factors(value: Value) -> Sequence[tuple[View, View]]:

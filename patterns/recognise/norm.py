@@ -1,6 +1,6 @@
 """Recognises norms, of attention heads or of any value, fused or spelled out, with or without casts
 in between: RMS norms and layer norms over the last dimension, with a weight, with `1 + weight`, or
-with none.
+with none; with a bias where the caller can have one.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from tilewright.patterns.recognise.steps import reduced_dims
 
 @dataclass(frozen=True)
 class Norm:
-    """(x - mean) / sqrt(mean((x - mean)²) + eps) * (offset + weight) over the last dimension.
+    """(x - mean) / sqrt(mean((x - mean)²) + eps) * (offset + weight) + bias, by the last dimension.
 
     kind: `layer`, or `rms`, which subtracts no mean. x: what is normalised, dimensions as the
-    result's. weight: dimensions as x's, those that it does not vary along of length one; None where
-    there is none. factor: `offset + weight` as the graph computes it. width: length of the
+    result's. weight, bias: dimensions as x's, those that they do not vary along of length one; None
+    where there is none. factor: `offset + weight` as the graph computes it. width: length of the
     normalised dimension.
     """
 
@@ -36,6 +36,7 @@ class Norm:
     eps: float
     width: int
     absorbed: tuple[Value, ...]
+    bias: View | None = None
 
 
 def is_float_cast(value: Value) -> bool:
@@ -67,23 +68,37 @@ def before_widening(view: View) -> View:
     return view
 
 
-def match_norm(head: View, stage: Stage = Stage.K_PATH) -> Norm | None:
+def match_norm(head: View, stage: Stage = Stage.K_PATH, biased: bool = False) -> Norm | None:
     """The norm whose result is `head`, heads of a projection or any other value, or None.
 
-    Raises Reject (UNSUPPORTED) at `stage` for a norm with a bias.
+    biased: it may have a bias; else Reject (UNSUPPORTED) is raised at `stage` for one that has.
     """
+    found = _match_norm(head)
+    if found is not None and found.bias is not None and not biased:
+        reject(
+            "UNSUPPORTED",
+            stage,
+            "the norm has a bias",
+            found.absorbed[0],
+            hint="norms with a weight, or with none, are fused; LayerNorm(bias=False) where it is "
+            "zero",
+        )
+    return found
+
+
+def _match_norm(head: View) -> Norm | None:
     value = head.value
     if not head.is_whole:
         return None
     if value.op in _FUSED:
-        return _fused(value, stage)
+        return _fused(value)
     outer, casts = strip_casts(head)
-    if outer.value.op == "aten.add" and _adds_bias(outer.value):
-        _refuse_bias(outer.value, stage)
+    if outer.value.op == "aten.add" and (found := _biased(outer.value)) is not None:
+        return replace(found, absorbed=(*casts, *found.absorbed))
     inner = _normalised(outer)
     if inner is not None:
         return replace(inner, absorbed=(*casts, *inner.absorbed))
-    found = _weighted(outer.value, stage)
+    found = _weighted(outer.value)
     return None if found is None else replace(found, absorbed=(*casts, *found.absorbed))
 
 
@@ -137,13 +152,11 @@ def match_joined_norms(value: Value, stage: Stage = Stage.K_PATH) -> JoinedNorms
 _FUSED = ("aten.rms_norm", "aten.layer_norm")
 
 
-def _fused(value: Value, stage: Stage) -> Norm | None:
+def _fused(value: Value) -> Norm | None:
     layer = value.op == "aten.layer_norm"
     names = ["input", "normalized_shape", "weight", *(["bias"] if layer else []), "eps"]
     given = dict(zip(names, value.args, strict=False)) | dict(value.kwargs)
     x, normalized = given["input"], given.get("normalized_shape")
-    if given.get("bias") is not None:
-        _refuse_bias(value, stage)
     width = x.shape[-1]
     if normalized is None or len(normalized) != 1 or not isinstance(width, int):
         return None
@@ -155,35 +168,34 @@ def _fused(value: Value, stage: Stage) -> Norm | None:
     if weight is not None:
         weight, offset, factor = _plus_number(weight)
         weight, factor = (_aligned(v, len(x.shape)) for v in (weight, factor))
+    bias = given.get("bias")
+    bias = None if bias is None else _aligned(strip_casts(bias)[0], len(x.shape))
     inner, casts = strip_casts(x)
     kind = "layer" if layer else "rms"
-    return Norm(kind, inner, weight, offset, factor, number_of(eps), width, (value, *casts))
+    absorbed = (value, *casts)
+    return Norm(kind, inner, weight, offset, factor, number_of(eps), width, absorbed, bias)
 
 
-def _adds_bias(value: Value) -> bool:
-    """Whether a vector is added to a norm's result."""
+def _biased(value: Value) -> Norm | None:
+    """The norm to whose result the sum `value` adds a vector."""
+    if value.kwargs.get("alpha", 1) != 1:
+        return None
     for bias, other in value.either_way:
-        inner, _ = strip_casts(other)
+        inner, casts = strip_casts(other)
         scaled = inner.value.op in ("aten.mul", "aten.div", *_FUSED)
-        if scaled and _may_be_weight(bias) and match_norm(inner) is not None:
-            return True
-    return False
-
-
-def _refuse_bias(value: Value, stage: Stage) -> None:
-    reject(
-        "UNSUPPORTED",
-        stage,
-        "the norm has a bias",
-        value,
-        hint="norms with a weight, or with none, are fused; LayerNorm(bias=False) where it is zero",
-    )
+        if not scaled or not _may_be_weight(bias) or inner.shape != value.shape:
+            continue
+        found = _match_norm(inner)
+        if found is not None and found.bias is None:
+            aligned = _aligned(strip_casts(bias)[0], len(value.shape))
+            return replace(found, bias=aligned, absorbed=(value, *casts, *found.absorbed))
+    return None
 
 
 # --- the weight -----------------------------------------------------------------------------------
 
 
-def _weighted(value: Value, stage: Stage) -> Norm | None:
+def _weighted(value: Value) -> Norm | None:
     """The norm with a weight whose last step is the product `value`."""
     if value.op != "aten.mul":
         return None
@@ -192,8 +204,10 @@ def _weighted(value: Value, stage: Stage) -> Norm | None:
         if not _may_be_weight(weight):
             continue
         bare, casts = strip_casts(normalised)
-        inner = match_norm(bare, stage) if bare.value.op in _FUSED else _normalised(bare)
-        if inner is not None and inner.weight is None and inner.x.shape == value.shape:
+        inner = _match_norm(bare) if bare.value.op in _FUSED else _normalised(bare)
+        if inner is None or inner.weight is not None or inner.bias is not None:
+            continue
+        if inner.x.shape == value.shape:
             weight, total = (_aligned(v, len(value.shape)) for v in (weight, total))
             absorbed = (value, *casts, *inner.absorbed)
             return replace(inner, weight=weight, offset=offset, factor=total, absorbed=absorbed)

@@ -200,7 +200,9 @@ def match_rows(view: View, order: Order) -> Size | None:
     """S where `view` is the token of each route in order: permutation // S, or its gather."""
     view = strip_integer_casts(view)
     value = view.value
-    if order.permutation is not None and view == strip_integer_casts(order.permutation):
+    if order.permutation is None:
+        return _tokens_of_routes(view)
+    if view == strip_integer_casts(order.permutation):
         return 1  # a token of each route
     if value.op in _INTEGER_STEPS and view.is_whole and _floors(value):
         divisor = value.args[1]
@@ -224,7 +226,7 @@ def _tokens_of_routes(view: View) -> Size | None:
     atoms = view.effect.dims[0]
     if len(atoms) == 2 and atoms[0].axis == 0 and atoms[1].axis is None:
         return atoms[1].length
-    return None
+    return 1 if view.is_whole else None
 
 
 def is_arange(view: View) -> bool:

@@ -12,7 +12,6 @@ from tilewright.patterns.dataflow import Dataflow, Value, View
 from tilewright.patterns.effects import InexpressibleError
 from tilewright.patterns.language import Reject, Stage
 from tilewright.patterns.recognise.norm import Norm, match_norm
-from tilewright.patterns.recognise.rank_sum import match_rank_sum
 
 
 def match_norm_before(
@@ -34,8 +33,6 @@ def match_norm_before(
         norm = rms_norm_of(normed.whole) if x == normed.whole.matrix else None
         if norm is None or not flow.rows_are_dense(norm.x):
             return None
-        if match_rank_sum(norm.x.value) is not None:
-            return None  # what sums over ranks makes the norm in passing
         norm = replace(norm, x=norm.x.matrix, absorbed=unread(norm.absorbed, readers, flow))
     except InexpressibleError:
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -42,6 +43,20 @@ def clamp_bounds(value: Value) -> tuple[Any, Any] | None:
         return None
     low, high = (None if place is None else value.argument(*place) for place in places)
     return low, high
+
+
+def constant_factor(value: Value) -> tuple[View, float] | None:
+    """(what a value is a multiple of, how many times), where a number says that: finite and not
+    zero; None for another value."""
+    if value.op not in ("aten.mul", "aten.div") or len(value.args) != 2 or value.kwargs:
+        return None
+    x, number = value.args
+    if value.op == "aten.mul" and not isinstance(x, View):
+        x, number = number, x
+    factor = given_number(number)
+    if not isinstance(x, View) or factor is None or factor == 0 or not math.isfinite(factor):
+        return None
+    return x, factor if value.op == "aten.mul" else 1 / factor
 
 
 def is_filled(item: Any, number: float) -> bool:

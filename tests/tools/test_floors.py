@@ -73,6 +73,7 @@ FAMILIES = {room.parent.name for room in (ROOT / "codegen").glob("*/templates")}
 EDGES = {
     ("moe", "grouped"),
     ("mlp", "collective"),
+    ("qkv", "collective"),
     ("mla", "attention"),
     ("qkv", "projection"),
     ("mla", "projection"),

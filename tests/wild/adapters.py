@@ -78,6 +78,15 @@ def one_stack_crossed(m, x, ids):
     return y.unbind(1)
 
 
+def picked_by_mapping(m, x, ids):
+    """No adapters, as XLNet: which tokens a target takes is an input of three axes, and the matrix
+    of the next projection has heads apart."""
+    made = F.linear(x, m.w[0]).view(3, TOKENS // 3, 2, WIDTH // 2)
+    taken = torch.einsum("mlb,mbnd->lbnd", m.mapping, made)
+    out = torch.einsum("lbnd,hnd->lbh", taken, m.o)
+    return (out + x[: out.shape[1]],)
+
+
 @dataclass(frozen=True)
 class Style:
     step: Callable[..., Any]
@@ -92,6 +101,7 @@ STYLES = {
         one_stack_in_turn,
         one_stack_views,
         one_stack_crossed,
+        picked_by_mapping,
     )
 }
 
@@ -112,6 +122,8 @@ class Layer(nn.Module):
         self.packed = weight(3 * WIDTH, HIDDEN)
         self.a_stack = weight(ADAPTERS, 3, RANK, HIDDEN)
         self.b_stack = weight(ADAPTERS, 3, WIDTH, RANK)
+        self.o = weight(HIDDEN, 2, WIDTH // 2)
+        self.register_buffer("mapping", normal(3, 1, TOKENS // 3))
 
     def forward(self, x, ids):
         return tuple(y * 1.0 for y in self.step(self, x, ids))

@@ -221,6 +221,23 @@ def norm_of_values(m, x, keys, values, positions):
     return usual(q, k, v, keys, values, positions)
 
 
+def norm_of_values_weighted(m, x, keys, values, positions):
+    """The near miss: the norm of the values has a weight too."""
+    q, k, v = project(m, x)
+    q, k, v = (F.rms_norm(t, (WIDTH,), m.k_norm, EPS) for t in (q, k, v))
+    q, k = (rotate(t.transpose(1, 2), positions).transpose(1, 2) for t in (q, k))
+    return usual(q, k, v, keys, values, positions)
+
+
+def values_of_keys(m, x, keys, values, positions):
+    """As Gemma 4's global layers: the values are the keys' projection, normed otherwise."""
+    q, k, _ = project(m, x)
+    v = F.rms_norm(k, (WIDTH,), None, EPS)
+    q, k = (F.rms_norm(t, (WIDTH,), w, EPS) for t, w in ((q, m.q_norm), (k, m.k_norm)))
+    q, k = (rotate(t.transpose(1, 2), positions).transpose(1, 2) for t in (q, k))
+    return usual(q, k, v, keys, values, positions)
+
+
 def layer_norm_with_bias(m, x, keys, values, positions):
     """As Persimmon: a layer norm with a bias on each head, and a rotation of the first half."""
 
@@ -235,6 +252,32 @@ def layer_norm_with_bias(m, x, keys, values, positions):
     q = F.layer_norm(q, (WIDTH,), m.q_norm, m.q_bias, 1e-5)
     k = F.layer_norm(k, (WIDTH,), m.k_norm, m.k_bias, 1e-5)
     return usual(turned(q), turned(k), v, keys, values, positions)
+
+
+def layer_norm_spelled_out(m, x, keys, values, positions):
+    """The same by hand, in fp32 and over whole heads' rotation; the keys' norm alone has a bias."""
+
+    def normed(t, weight, bias):
+        t = t.float()
+        out = (t - t.mean(-1, keepdim=True)) * torch.rsqrt(
+            t.var(-1, keepdim=True, correction=0) + EPS
+        )
+        return out * weight.float() + bias
+
+    q, k, v = project(m, x)
+    q = F.layer_norm(q, (WIDTH,), m.q_norm, None, EPS)
+    k = normed(k, m.k_norm, m.k_bias.float()).to(x.dtype)
+    q, k = (rotate(t.transpose(1, 2), positions).transpose(1, 2) for t in (q, k))
+    return usual(q, k, v, keys, values, positions)
+
+
+def norm_shifted_by_token(m, x, keys, values, positions):
+    """The near miss: what is added after the norm differs from token to token."""
+    q, k, v = project(m, x)
+    shift = positions[:, None, None] * m.k_bias
+    q, k = (F.layer_norm(t, (WIDTH,), w, None, EPS) for t, w in ((q, m.q_norm), (k, m.k_norm)))
+    q, k = (rotate((t + shift).transpose(1, 2), positions).transpose(1, 2) for t in (q, k))
+    return usual(q, k, v, keys, values, positions)
 
 
 def layer_norm_by_head(m, x, keys, values, positions):
@@ -267,6 +310,74 @@ def layer_norm_by_other_head(m, x, keys, values, positions):
     q, k = normed(q, m.q_norms), normed(k, m.k_norms)
     q, k = (rotate(t.transpose(1, 2), positions).transpose(1, 2) for t in (q, k))
     return usual(q, k, v, keys, values, positions)
+
+
+# --- gates ----------------------------------------------------------------------------------------
+
+
+def _gated(m, x, keys, values, positions, gate_of, split, packed=False):
+    """split: q_proj's result [B, S, H, 2, D] or [B, S, 2, H, D] as q and gate [B, S, H, D]. packed:
+    one linear makes all."""
+
+    def normed(t, weight):
+        out = t.float() * torch.rsqrt(t.float().pow(2).mean(-1, keepdim=True) + EPS)
+        return (out * (1.0 + weight.float())).type_as(t)
+
+    if packed:
+        both = (2 * HEADS * WIDTH, KV_HEADS * WIDTH, KV_HEADS * WIDTH)
+        made, *kv = F.linear(x, m.packed, m.packed_bias).split(both, dim=-1)
+    else:
+        made, kv = m.wqg(x), [m.wk(x), m.wv(x)]
+    q, gate = split(made)
+    gate = gate_of(gate)
+    k, v = (t.unflatten(-1, (-1, WIDTH)) for t in kv)
+    q, k = normed(q, m.q_norm), normed(k, m.k_norm)
+    q, k = (rotate(t.transpose(1, 2), positions).transpose(1, 2) for t in (q, k))
+    return usual(q, k, v, keys, values, positions), gate
+
+
+def gate_beside_query(m, x, keys, values, positions):
+    """As Qwen3-Next: a head of q_proj is a query's and its gate's columns."""
+
+    def split(t):
+        q, gate = torch.chunk(t.view(BATCH, SEQ, -1, WIDTH * 2), 2, dim=-1)
+        return q, gate.reshape(BATCH, SEQ, -1)
+
+    out, gate = _gated(m, x, keys, values, positions, lambda g: g, split)
+    return out * torch.sigmoid(gate)
+
+
+def gate_in_packed(m, x, keys, values, positions):
+    """As engines pack it: queries and gates, keys, values in one linear with a bias."""
+
+    def split(t):
+        q, gate = t.view(BATCH, SEQ, -1, WIDTH * 2).chunk(2, dim=-1)
+        return q, gate.flatten(2)
+
+    out, gate = _gated(m, x, keys, values, positions, lambda g: g, split, packed=True)
+    return out * torch.sigmoid(gate)
+
+
+def gate_behind_query(m, x, keys, values, positions):
+    """All queries, then all gates; the sigmoid stands before the writes."""
+
+    def split(t):
+        q, gate = t.chunk(2, dim=-1)
+        return q.unflatten(-1, (-1, WIDTH)), gate
+
+    out, gate = _gated(m, x, keys, values, positions, torch.sigmoid, split)
+    return out * gate
+
+
+def gate_across_query(m, x, keys, values, positions):
+    """The near miss: the gates are read with the queries as they were projected."""
+
+    def split(t):
+        t = t.view(BATCH, SEQ, -1, WIDTH * 2)
+        return t[..., :WIDTH], t.sum(-1, keepdim=True).expand(-1, -1, -1, WIDTH).flatten(2)
+
+    out, gate = _gated(m, x, keys, values, positions, lambda g: g, split)
+    return out * torch.sigmoid(gate)
 
 
 # --- scales ---------------------------------------------------------------------------------------
@@ -325,6 +436,27 @@ def value_multiplier(m, x, keys, values, positions):
     q, k, v = project(m, x)
     q, k = (rotate(t.transpose(1, 2), positions).transpose(1, 2) for t in (q, k))
     return usual(q, k, v * 0.707, keys, values, positions)
+
+
+def key_divided(m, x, keys, values, positions):
+    """Keys over a number once they are rotated, in fp32; both have a factor."""
+    q, k, v = project(m, x)
+    q, k = (rotate(t.transpose(1, 2), positions).transpose(1, 2) for t in (q, k))
+    return usual(q, (k.float() / 3.0).to(x.dtype), 2 * v, keys, values, positions)
+
+
+def key_multiplied_before_norm(m, x, keys, values, positions):
+    """The near miss: a norm follows, whose epsilon the factor would move."""
+    q, k, v = project(m, x)
+    q, k = (F.rms_norm(t, (WIDTH,), w, 1e-3) for t, w in ((q, m.q_norm), (k * 0.05, m.k_norm)))
+    return usual(q, k, v, keys, values, positions)
+
+
+def query_multiplier(m, x, keys, values, positions):
+    """The near miss: a factor on the queries."""
+    q, k, v = project(m, x)
+    q, k = (rotate(t.transpose(1, 2), positions).transpose(1, 2) for t in (q * 0.39, k))
+    return usual(q, k, v, keys, values, positions)
 
 
 # --- writes ---------------------------------------------------------------------------------------
@@ -428,6 +560,18 @@ def beside_recurrence(m, x, keys, values, positions):
     return usual(*project(m, x), keys, values, positions)
 
 
+def beside_recurrence_by_head(m, x, keys, values, positions):
+    """As Zamba: each head's part of the state is replaced by itself; time steps are made of two
+    products with a matrix for each head, and a bias."""
+    _, k, v = project(m, x[:, :1].flip(-1))
+    steps = m.up[:, None] @ (m.down[:, None] @ k.permute(2, 0, 3, 1)) + m.step_bias
+    for head in range(KV_HEADS):
+        decay = torch.exp(-F.softplus(steps[head].float()))
+        new = k[:, 0, head, :, None].float() * v[:, 0, head, None].float()
+        m.state[:, head].copy_(m.state[:, head] * decay + new)
+    return usual(*project(m, x), keys, values, positions)
+
+
 def replaced_whole(m, x, keys, values, positions):
     """The near miss: as many tokens as the caches have slots, and none is an index."""
     q, k, v = project(m, x.repeat(1, LENGTH // SEQ, 1))
@@ -435,6 +579,19 @@ def replaced_whole(m, x, keys, values, positions):
     keys.copy_(k)
     values.copy_(v)
     return attend(q[:, :, :SEQ], keys, values, positions)
+
+
+def replaced_by_joined(m, x, keys, values, positions):
+    """The same of heads that end in a join of their parts: no token moves."""
+
+    def turned(t):
+        return torch.cat((t[..., : WIDTH // 2].tanh(), t[..., WIDTH // 2 :]), -1)
+
+    q, k, v = project(m, x.repeat(1, LENGTH // SEQ, 1))
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    keys.copy_(turned(k))
+    values.copy_(torch.stack(v.unbind(1), 1))
+    return attend(turned(q)[:, :, :SEQ], keys, values, positions)
 
 
 def query_in_float32(m, x, keys, values, positions):
@@ -480,13 +637,24 @@ STYLES = {
         Style(norm_in_place, names=_NORMS),
         Style(norm_in_place_seen),
         Style(norm_of_values, names=_NORMS),
+        Style(norm_of_values_weighted, names=_NORMS),
+        Style(values_of_keys, names=_NORMS),
         Style(layer_norm_with_bias, names=(*_NORMS, *_BIASES)),
+        Style(layer_norm_spelled_out, names=(*_NORMS, *_BIASES)),
+        Style(norm_shifted_by_token, names=(*_NORMS, *_BIASES)),
         Style(layer_norm_by_head, names=("norms",)),
         Style(layer_norm_by_other_head, names=("norms",)),
+        Style(gate_beside_query, names=(*_NORMS, "gated")),
+        Style(gate_in_packed, names=(*_NORMS, "packed")),
+        Style(gate_behind_query, names=(*_NORMS, "gated")),
+        Style(gate_across_query, names=(*_NORMS, "gated")),
         Style(int8_product_scaled, names=("codes",)),
         Style(int8_both_scaled, names=("codes",)),
         Style(key_multiplier),
         Style(value_multiplier),
+        Style(key_divided),
+        Style(key_multiplied_before_norm, names=_NORMS),
+        Style(query_multiplier),
         Style(rows_unrolled, by_row=True),
         Style(rows_crossed, by_row=True),
         Style(scattered_rows, by_row=True),
@@ -497,7 +665,9 @@ STYLES = {
         Style(sum_after),
         Style(beside_convolution, names=("inputs",)),
         Style(beside_recurrence, names=("state",)),
+        Style(beside_recurrence_by_head, names=("state", "steps")),
         Style(replaced_whole),
+        Style(replaced_by_joined),
         Style(query_in_float32),
         Style(cross_once, names=("states",)),
     )
@@ -511,7 +681,17 @@ class Layer(nn.Module):
         super().__init__()
         self.step = style.step
         self.wq = nn.Linear(HIDDEN, HEADS * WIDTH, bias=False)
+        if "gated" in style.names:
+            self.wqg = nn.Linear(HIDDEN, 2 * HEADS * WIDTH, bias=False)
         self.wk, self.wv = (nn.Linear(HIDDEN, KV_HEADS * WIDTH, bias=False) for _ in range(2))
+        if "packed" in style.names:
+            rows = 2 * (HEADS + KV_HEADS) * WIDTH
+            self.packed = nn.Parameter(torch.empty(rows, HIDDEN))
+            self.packed_bias = nn.Parameter(torch.empty(rows))
+        if "steps" in style.names:
+            self.down = nn.Parameter(torch.empty(KV_HEADS, 4, WIDTH))
+            self.up = nn.Parameter(torch.empty(KV_HEADS, WIDTH, 4))
+            self.step_bias = nn.Parameter(torch.empty(WIDTH, 1))
         self.wo = nn.Linear(HEADS * WIDTH, HIDDEN, bias=False)
         for weight in self.parameters():
             weight.data = normal(*weight.shape) * HIDDEN**-0.5

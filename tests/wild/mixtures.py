@@ -181,6 +181,48 @@ def added_to_shared(m, x):
     return out
 
 
+def _by_route(m, x, slots, back):
+    """As transformers 5.0's batched experts: rows by an index of tokens, added back by it."""
+    weights, ids = softmax_choice(m, x, slots)
+    token = torch.arange(TOKENS).unsqueeze(1).expand(-1, slots).reshape(-1)
+    ids, rows = ids.reshape(-1), x[token]
+    gate = torch.bmm(m.gate[ids], rows.unsqueeze(-1)).squeeze(-1)
+    up = torch.bmm(m.up[ids], rows.unsqueeze(-1)).squeeze(-1)
+    y = torch.bmm(m.down[ids], (F.silu(gate) * up).unsqueeze(-1)).squeeze(-1)
+    y = y * weights.reshape(-1).unsqueeze(-1)
+    out = torch.zeros_like(x)
+    out.index_add_(0, back(token), y.to(out.dtype))
+    return out
+
+
+def added_by_route(m, x):
+    return _by_route(m, x, SLOTS, lambda token: token)
+
+
+def added_by_route_top_one(m, x):
+    return _by_route(m, x, 1, lambda token: token)
+
+
+def added_by_other_route(m, x):
+    """The near miss: the rows go back to other tokens than they were taken of."""
+    return _by_route(m, x, SLOTS, lambda token: token.flip(0))
+
+
+def sorted_and_added_by_route(m, x):
+    """As transformers 5.0's grouped experts: sorted, put back in order, and then added."""
+    weights, ids = softmax_choice(m, x)
+    token = torch.arange(TOKENS).unsqueeze(1).expand(-1, SLOTS).reshape(-1)
+    ids = ids.reshape(-1)
+    perm = torch.argsort(ids)
+    inverse = torch.argsort(perm)
+    counts = torch.histc(ids[perm].float(), bins=EXPERTS, min=0, max=EXPERTS - 1)
+    y = swiglu(x[token][perm], m, torch.cumsum(counts, 0, dtype=torch.int32))
+    y = (y * weights.reshape(-1)[perm].unsqueeze(-1))[inverse]
+    out = torch.zeros_like(x)
+    out.index_add_(0, token, y.to(out.dtype))
+    return out
+
+
 def top_one_after(m, x):
     """The same, weighed behind the experts."""
     scores = F.linear(x, m.router)
@@ -213,13 +255,17 @@ def mapped_rows(m, x):
 # --- activations ----------------------------------------------------------------------------------
 
 
-def _clamped(m, x, join):
+def _clamped_once(gate, lin):
+    return gate.clamp(max=7.0), lin.clamp(min=-7.0, max=7.0)
+
+
+def _clamped(m, x, join, clamps=_clamped_once):
     weights, ids = softmax_choice(m, x)
     order = torch.argsort(ids.view(-1), stable=True)
     counts = torch.histc(ids.view(-1).float(), bins=EXPERTS, min=0, max=EXPERTS)
     ends = torch.cumsum(counts, 0, dtype=torch.int32)
     h = multiplied(x[order // SLOTS], m.gate_up, ends)
-    gate, lin = h[..., ::2].clamp(max=7.0), h[..., 1::2].clamp(min=-7.0, max=7.0)
+    gate, lin = clamps(h[..., ::2], h[..., 1::2])
     glu = gate * torch.sigmoid(1.702 * gate)
     y = multiplied(join(glu, lin), m.down_t, ends)
     y = y * weights.view(-1)[order][:, None].to(y.dtype)
@@ -234,6 +280,29 @@ def added_product(m, x):
 def added_product_of_others(m, x):
     """The near miss: glu * lin + lin."""
     return _clamped(m, x, lambda glu, lin: torch.addcmul(lin, glu, lin))
+
+
+def clamped_twice(m, x):
+    """As gpt-oss's remote code: a bound at a time, and one of them again."""
+    return _clamped(
+        m,
+        x,
+        lambda glu, lin: glu * (lin + 1),
+        lambda gate, lin: (
+            gate.clamp(max=0.6).clamp(max=0.4),
+            lin.clamp(min=-0.4).clamp(max=0.4),
+        ),
+    )
+
+
+def clamped_twice_unlike(m, x):
+    """The near miss: the smaller bound is the gate's."""
+    return _clamped(
+        m,
+        x,
+        lambda glu, lin: glu * (lin + 1),
+        lambda gate, lin: (gate.clamp(max=0.6).clamp(max=0.4), lin.clamp(-0.6, 0.6)),
+    )
 
 
 def added_half_product(m, x):
@@ -313,8 +382,10 @@ STYLES = {
         gathered_weights, two_layers, scattered_back, scattered_back_twice, counted_by_mask,
         counted_by_other_mask, counted_by_repeated_choice, sorted_scatter_back,
         sorted_scatter_into, top_one_sigmoid, top_one_after, top_two_before,
-        added_to_shared, mapped_rows, added_product, added_product_of_others,
-        added_half_product, clamped_silu, clamped_silu_unlike, loop_over_hits,
+        added_to_shared, added_by_route, added_by_route_top_one, added_by_other_route,
+        sorted_and_added_by_route, mapped_rows, added_product, added_product_of_others,
+        added_half_product, clamped_twice, clamped_twice_unlike, clamped_silu,
+        clamped_silu_unlike, loop_over_hits,
         moe_loop_over_modules, moe_loop_over_counts,
     )
 }  # fmt: skip

@@ -52,5 +52,11 @@ def test_a_miss_says_what_stands_in_the_way(name):
     assert all(words in miss.hint for miss in found)
 
 
+def test_what_is_no_adapter_is_no_miss():
+    report = check("picked_by_mapping")
+    assert not matches_of(report, "lora")
+    assert misses_of(report, "lora") == []
+
+
 def test_every_style_is_asked_for():
-    assert sorted([*FUSED, *MISSED]) == sorted(STYLES)
+    assert sorted([*FUSED, *MISSED, "picked_by_mapping"]) == sorted(STYLES)

@@ -23,8 +23,12 @@ FUSED = {
     "sorted_scatter_into": 1,
     "top_one_sigmoid": 1,
     "top_one_after": 1,
+    "added_by_route": 1,
+    "added_by_route_top_one": 1,
+    "sorted_and_added_by_route": 1,
     "added_product": 1,
     "clamped_silu": 1,
+    "clamped_twice": 1,
 }
 
 #: Style -> the code of what stands in the way, and words of its message or hint.
@@ -33,8 +37,10 @@ MISSED = {
     "top_two_before": ("EXPERT_ORDER", "score_before_experts=False"),
     "counted_by_other_mask": ("EXPERT_ENDS", "does not place the rows"),
     "counted_by_repeated_choice": ("EXPERT_ENDS", "does not place the rows"),
+    "added_by_other_route": ("EXPERT_COMBINE", "aten.index_add"),
     "added_product_of_others": ("EXPERT_ACTIVATION", "aten.addcmul"),
     "added_half_product": ("EXPERT_ACTIVATION", "aten.addcmul"),
+    "clamped_twice_unlike": ("EXPERT_ACTIVATION", "aten.mul"),
     "clamped_silu_unlike": ("EXPERT_ACTIVATION", "aten.clamp"),
     "added_to_shared": ("EXPERT_COMBINE", "add the experts' results to zeros"),
 }

@@ -14,11 +14,19 @@ from tilewright.codegen.qkv.templates.loads import (
     load_cache_scale,
     load_delta,
     load_norm,
+    load_norm_bias,
     load_partners,
     load_rope,
     pair_dims,
 )
-from tilewright.codegen.templates.places import KEY, QUERY, VALUE, head_of_tile, store_target
+from tilewright.codegen.templates.places import (
+    KEY,
+    QUERY,
+    VALUE,
+    head_of_tile,
+    store_target,
+    turned_kind,
+)
 from tilewright.codegen.templates.rounding import rounded
 
 
@@ -57,13 +65,14 @@ def centred(
 
 @triton.jit
 def norm_heads(
-    low, high, kind, low_norm, high_norm, head_limit,
+    low, high, kind, low_norm, high_norm, low_shift, high_shift, head_limit,
     HEAD_DIM: tl.constexpr, PAIR_HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
-    NORM: tl.constexpr, NORMED: tl.constexpr, NORM_EPS: tl.constexpr,
+    NORM: tl.constexpr, NORMED: tl.constexpr, V_NORMED: tl.constexpr, NORM_EPS: tl.constexpr,
 ):  # fmt: skip
     """RMSNorm ("rms") or LayerNorm ("layer") of whole heads, or of all of a kind (head_limit).
 
-    NORMED: whether (q, k) have a norm. Padded dims and heads hold zeros and do not count.
+    NORMED: whether (q, k) have a norm; V_NORMED: whether v has. low_shift, high_shift: what is
+    added then, or None. Padded dims and heads hold zeros and do not count.
     """
     width = HEAD_DIM
     if head_limit is not None:
@@ -78,6 +87,8 @@ def norm_heads(
     square_sum = sum_of_heads(low_part * low_part, high_part * high_part, head_limit)
     scale = tl.rsqrt(square_sum / width + NORM_EPS)[:, :, None]
     normed = ((kind == QUERY) & NORMED[0]) | ((kind == KEY) & NORMED[1])
+    if V_NORMED:
+        normed = normed | (kind == VALUE)
     if NORM == "rms":
         # What has no norm is multiplied by ones, exactly: only small tensors are selected.
         scale = tl.where(normed, scale, 1.0)
@@ -86,15 +97,18 @@ def norm_heads(
     else:
         low = tl.where(normed, low_part * scale * low_norm, low)
         high = tl.where(normed, high_part * scale * high_norm, high)
+    if low_shift is not None:
+        low += low_shift
+        high += high_shift
     return low, high
 
 
 @triton.jit
 def add_bias_and_norm(
-    low, high, kind, low_bias, high_bias, low_norm, high_norm, head_limit,
+    low, high, turned, low_bias, high_bias, low_norm, high_norm, low_shift, high_shift, head_limit,
     HEAD_DIM: tl.constexpr, PAIR_HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
     HAS_BIAS: tl.constexpr, CLIP: tl.constexpr,
-    NORM: tl.constexpr, NORMED: tl.constexpr, NORM_EPS: tl.constexpr,
+    NORM: tl.constexpr, NORMED: tl.constexpr, V_NORMED: tl.constexpr, NORM_EPS: tl.constexpr,
 ):  # fmt: skip
     """What comes before the rotation: bias, clipping, and a norm unless NORM is "none"."""
     if HAS_BIAS:
@@ -105,8 +119,8 @@ def add_bias_and_norm(
         high = tl.clamp(high, -CLIP, CLIP, propagate_nan=tl.PropagateNan.ALL)
     if NORM != "none":
         low, high = norm_heads(
-            low, high, kind, low_norm, high_norm, head_limit,
-            HEAD_DIM, PAIR_HALF, INTERLEAVED, NORM, NORMED, NORM_EPS,
+            low, high, turned, low_norm, high_norm, low_shift, high_shift, head_limit,
+            HEAD_DIM, PAIR_HALF, INTERLEAVED, NORM, NORMED, V_NORMED, NORM_EPS,
         )  # fmt: skip
     return low, high
 
@@ -142,13 +156,13 @@ def store_pairs(
 
 @triton.jit
 def rotate_and_store(
-    low, high, kind, tokens, token_mask, heads, head_limit, first_pair,
-    low_cos, low_sin, high_cos, high_sin, rotates, low_norm, high_norm, cache_scale,
-    q_out_ptr, pointer, row_offsets, row_mask, head_stride, dim_stride,
+    low, high, kind, turned, tokens, token_mask, heads, head_limit, first_pair,
+    low_cos, low_sin, high_cos, high_sin, rotates, low_norm, high_norm, low_shift, high_shift,
+    cache_scale, q_out_ptr, pointer, row_offsets, row_mask, head_stride, dim_stride,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     PAIR_HALF: tl.constexpr, INTERLEAVED: tl.constexpr, HALVES: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
-    NORM: tl.constexpr, NORMED: tl.constexpr, NORM_EPS: tl.constexpr,
+    NORM: tl.constexpr, NORMED: tl.constexpr, V_NORMED: tl.constexpr, NORM_EPS: tl.constexpr,
     KV_REPEAT: tl.constexpr, SCALE_MULTIPLIES: tl.constexpr,
 ):  # fmt: skip
     """Rotates fp32 low, high [tokens, heads, pairs], norms them unless NORM is "none", stores them.
@@ -164,8 +178,8 @@ def rotate_and_store(
         high = tl.where(rotates, new_high, high)
     if NORM != "none":
         low, high = norm_heads(
-            low, high, kind, low_norm, high_norm, head_limit,
-            HEAD_DIM, PAIR_HALF, INTERLEAVED, NORM, NORMED, NORM_EPS,
+            low, high, turned, low_norm, high_norm, low_shift, high_shift, head_limit,
+            HEAD_DIM, PAIR_HALF, INTERLEAVED, NORM, NORMED, V_NORMED, NORM_EPS,
         )  # fmt: skip
     if q_out_ptr is not None and q_out_ptr.dtype.element_ty != pointer.dtype.element_ty:
         q_rows = q_out_ptr + tokens.to(tl.int64)[:, None, None] * (NUM_HEADS * HEAD_DIM)
@@ -253,7 +267,9 @@ def qkv_epilogue(
     K_STRIDES: tl.constexpr, V_STRIDES: tl.constexpr, ROW_UNIT: tl.constexpr,
     SCALE_STRIDES: tl.constexpr, SCALE_MULTIPLIES: tl.constexpr,
     BLOCK_T: tl.constexpr, HEADS_PER_TILE: tl.constexpr, BLOCK_P: tl.constexpr,
-    WHOLE_ROWS: tl.constexpr,
+    WHOLE_ROWS: tl.constexpr, GATE_RUN: tl.constexpr = 0,
+    V_NORMED: tl.constexpr = False, q_norm_bias_ptr=None, k_norm_bias_ptr=None,
+    NORM_BIAS_STRIDES: tl.constexpr = (0, 0),
 ):  # fmt: skip
     """Epilogue of a QKV projection: bias, clipping, QK norm and rotary embedding of q [T, Hq, D]
     and of k and v [T, Hkv, D], of any strides, and the store to q_out and to a paged cache.
@@ -261,7 +277,8 @@ def qkv_epilogue(
     Grid (cdiv(T, BLOCK_T), heads / HEADS_PER_TILE), heads counted over q, then k, then v;
     HEADS_PER_TILE divides each of the three. With WHOLE_ROWS, grid (cdiv(T, BLOCK_T), 3, or 2
     without q or v), and HEADS_PER_TILE is a power of two that covers the most heads. NUM_HEADS 0
-    and q_ptr None: no q. v_ptr None: no v.
+    and q_ptr None: no q. v_ptr None: no v. GATE_RUN: as in `turned_kind`, a multiple of
+    HEADS_PER_TILE, and 0 with WHOLE_ROWS.
     q_out [T, Hq, D] is contiguous and may be q itself; the caches are windows of four strides
     (page, slot, head, dim), the pointers at their first elements; addresses as in `cache_places`.
     BLOCK_P is a power of two that covers the pairs of a head.
@@ -275,6 +292,7 @@ def qkv_epilogue(
     else:
         kind, head = head_of_tile(tl.program_id(1) * HEADS_PER_TILE, NUM_HEADS, NUM_KV_HEADS)
         head_limit = None
+    turned = turned_kind(kind, head, GATE_RUN)
     tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     token_mask = tokens < num_tokens
     heads = head + tl.arange(0, HEADS_PER_TILE)
@@ -301,8 +319,13 @@ def qkv_epilogue(
         BLOCK_P, PAIR_HALF, HEAD_DIM, INTERLEAVED, GROUP, BIAS_STRIDES,
     )  # fmt: skip
     low_norm, high_norm = load_norm(
-        kind, heads, head_limit, 0, q_norm_ptr, k_norm_ptr,
-        BLOCK_P, PAIR_HALF, HEAD_DIM, INTERLEAVED, NORM_HALVES, NORM_STRIDES, NORM_OFFSET,
+        turned, heads, head_limit, 0, q_norm_ptr, k_norm_ptr,
+        BLOCK_P, PAIR_HALF, HEAD_DIM, INTERLEAVED,
+        NORM_HALVES, NORM_STRIDES, NORM_OFFSET, V_NORMED,
+    )  # fmt: skip
+    low_shift, high_shift = load_norm_bias(
+        turned, heads, head_limit, 0, q_norm_bias_ptr, k_norm_bias_ptr,
+        BLOCK_P, PAIR_HALF, HEAD_DIM, INTERLEAVED, NORM_HALVES, NORM_BIAS_STRIDES,
     )  # fmt: skip
     cache_scale = load_cache_scale(
         kind, heads, head_limit, k_cache_scale_ptr, v_cache_scale_ptr, SCALE_STRIDES
@@ -315,13 +338,14 @@ def qkv_epilogue(
         low += low_delta
         high += high_delta
     low, high = add_bias_and_norm(
-        low, high, kind, low_bias, high_bias, low_norm, high_norm, head_limit,
+        low, high, turned, low_bias, high_bias, low_norm, high_norm, low_shift, high_shift,
+        head_limit,
         HEAD_DIM, PAIR_HALF, INTERLEAVED,
         q_bias_ptr is not None or k_bias_ptr is not None or v_bias_ptr is not None,
-        CLIP, NORM_BEFORE, NORMED, NORM_EPS,
+        CLIP, NORM_BEFORE, NORMED, V_NORMED, NORM_EPS,
     )  # fmt: skip
     low_cos, low_sin, high_cos, high_sin, rotates = load_rope(
-        kind, tokens, token_mask, 0, cos_ptr, sin_ptr, rope_tokens,
+        turned, tokens, token_mask, 0, cos_ptr, sin_ptr, rope_tokens,
         BLOCK_P, PAIR_HALF, INTERLEAVED, HALVES, ROTARY_DIM, ROPE_FULL_WIDTH,
         COS_STRIDE, SIN_STRIDE,
     )  # fmt: skip
@@ -333,9 +357,10 @@ def qkv_epilogue(
         K_STRIDES, V_STRIDES, ROW_UNIT,
     )  # fmt: skip
     rotate_and_store(
-        low, high, kind, tokens, token_mask, heads, head_limit, 0,
-        low_cos, low_sin, high_cos, high_sin, rotates, low_norm, high_norm, cache_scale,
+        low, high, kind, turned, tokens, token_mask, heads, head_limit, 0,
+        low_cos, low_sin, high_cos, high_sin, rotates,
+        low_norm, high_norm, low_shift, high_shift, cache_scale,
         q_out_ptr, pointer, row_offsets, row_mask, head_stride, dim_stride,
         NUM_HEADS, HEAD_DIM, PAIR_HALF, INTERLEAVED, HALVES, ROTARY_DIM,
-        NORM_AFTER, NORMED, NORM_EPS, KV_REPEAT, SCALE_MULTIPLIES,
+        NORM_AFTER, NORMED, V_NORMED, NORM_EPS, KV_REPEAT, SCALE_MULTIPLIES,
     )  # fmt: skip

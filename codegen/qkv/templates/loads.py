@@ -197,12 +197,12 @@ def load_norm(
     kind, heads, head_limit, first_pair, q_norm_ptr, k_norm_ptr,
     PAIRS: tl.constexpr, PAIR_HALF: tl.constexpr, HEAD_DIM: tl.constexpr,
     INTERLEAVED: tl.constexpr, NORM_HALVES: tl.constexpr,
-    NORM_STRIDES: tl.constexpr, NORM_OFFSET: tl.constexpr,
+    NORM_STRIDES: tl.constexpr, NORM_OFFSET: tl.constexpr, V_NORMED: tl.constexpr,
 ):  # fmt: skip
     """The norm weight of one `kind`, for both members: fp32 [1, heads or 1, pairs]; 1 if absent.
 
     NORM_STRIDES: head strides of q's and k's; 0: all heads share one vector. NORM_HALVES: that of
-    `output_dims` where the norm follows the rotation, else 0.
+    `output_dims` where the norm follows the rotation, else 0. V_NORMED: v has a norm without one.
     """
     DENSE: tl.constexpr = INTERLEAVED and NORM_HALVES == 0
     pairs = first_pair + tl.arange(0, PAIRS)
@@ -239,7 +239,45 @@ def load_norm(
         else:
             low_norm += tl.where(kind == KEY, 1.0, 0.0)
             high_norm += tl.where(kind == KEY, 1.0, 0.0)
+    if V_NORMED:
+        low_norm += tl.where(kind == VALUE, 1.0, 0.0)
+        high_norm += tl.where(kind == VALUE, 1.0, 0.0)
     return low_norm, high_norm
+
+
+@triton.jit
+def load_norm_bias(
+    kind, heads, head_limit, first_pair, q_bias_ptr, k_bias_ptr,
+    PAIRS: tl.constexpr, PAIR_HALF: tl.constexpr, HEAD_DIM: tl.constexpr,
+    INTERLEAVED: tl.constexpr, NORM_HALVES: tl.constexpr, STRIDES: tl.constexpr,
+):  # fmt: skip
+    """What one `kind` adds after its norm: fp32 [1, heads or 1, pairs], or None; zeros if absent.
+
+    STRIDES, NORM_HALVES: as in `load_norm`.
+    """
+    low_shift = None
+    high_shift = None
+    if q_bias_ptr is not None or k_bias_ptr is not None:
+        DENSE: tl.constexpr = INTERLEAVED and NORM_HALVES == 0
+        pairs = first_pair + tl.arange(0, PAIRS)
+        low_dims, high_dims = output_dims(pairs, PAIR_HALF, INTERLEAVED, NORM_HALVES)
+        low_shift = tl.zeros((1, 1, PAIRS), tl.float32)
+        high_shift = tl.zeros((1, 1, PAIRS), tl.float32)
+        if q_bias_ptr is not None:
+            low, high = norm_vectors(
+                q_bias_ptr, kind == QUERY, heads, head_limit, first_pair, low_dims, high_dims,
+                STRIDES[0], HEAD_DIM, DENSE, 0.0,
+            )  # fmt: skip
+            low_shift += low
+            high_shift += high
+        if k_bias_ptr is not None:
+            low, high = norm_vectors(
+                k_bias_ptr, kind == KEY, heads, head_limit, first_pair, low_dims, high_dims,
+                STRIDES[1], HEAD_DIM, DENSE, 0.0,
+            )  # fmt: skip
+            low_shift += low
+            high_shift += high
+    return low_shift, high_shift
 
 
 @triton.jit

@@ -38,6 +38,7 @@ from tilewright.codegen.qkv.templates.loads import (
     load_cache_scale,
     load_delta,
     load_norm,
+    load_norm_bias,
     load_rope,
     pair_dims,
     token_rows,
@@ -52,7 +53,14 @@ from tilewright.codegen.templates.codes import (
     x_in_order,
 )
 from tilewright.codegen.templates.parts import part_of
-from tilewright.codegen.templates.places import KEY, QUERY, VALUE, head_of_tile, store_target
+from tilewright.codegen.templates.places import (
+    KEY,
+    QUERY,
+    VALUE,
+    head_of_tile,
+    store_target,
+    turned_kind,
+)
 from tilewright.codegen.templates.split_k import arrive, sum_of_parts
 from tilewright.codegen.templates.streaming import places_of_norm, prefetch_rows, step_of_x
 
@@ -123,7 +131,9 @@ def qkv_projection(
     BLOCK_M: tl.constexpr, HEADS_PER_TILE: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, EPILOGUE_PARTS: tl.constexpr,
     FLATTEN: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
-    PAIRS_FIRST: tl.constexpr, LAUNCH_PDL: tl.constexpr,
+    PAIRS_FIRST: tl.constexpr, LAUNCH_PDL: tl.constexpr, GATE_RUN: tl.constexpr = 0,
+    V_NORMED: tl.constexpr = False, q_norm_bias_ptr=None, k_norm_bias_ptr=None,
+    NORM_BIAS_STRIDES: tl.constexpr = (0, 0),
 ):  # fmt: skip
     """QKV projection, many tokens: q, k, v = x @ [Wq; Wk; Wv]^T with bias, QK norm, rotary
     embedding, and the store to q and to a paged cache.
@@ -134,8 +144,8 @@ def qkv_projection(
     where. k-major: WEIGHT_STRIDES is (unit, row), heads begin at multiples of `unit`, and
     HEAD_STEPS and WEIGHT_EXTENT count units. N_MAJOR: WEIGHT_STRIDES is (column of K,), and both
     count elements. HEAD_DIM is a power of two and a multiple of 2 * PAIR_HALF. HEADS_PER_TILE
-    divides both head counts (and GROUP); above 1, heads must lie side by side, one unit apart. The
-    other arguments are those of `qkv_epilogue`.
+    divides both head counts (and GROUP and GATE_RUN); above 1, heads must lie side by side, one
+    unit apart. The other arguments are those of `qkv_epilogue`.
     """
     # Before the descriptors: the previous kernel may still read the memory they are made in.
     if LAUNCH_PDL:
@@ -170,6 +180,7 @@ def qkv_projection(
         in_group = tile % (GROUP_M * TILES_N)
         first_token = (group * GROUP_M + in_group % group_rows) * BLOCK_M
         kind, head = head_of_tile(in_group // group_rows * HEADS_PER_TILE, NUM_HEADS, NUM_KV_HEADS)
+        turned = turned_kind(kind, head, GATE_RUN)
         place = tl.where(kind == QUERY, q_place, tl.where(kind == KEY, k_place, v_place))
         second = (place == 1).to(tl.int32)
         third = (place == 2).to(tl.int32)
@@ -209,9 +220,13 @@ def qkv_projection(
                 HEAD_DIM // 2, PAIR_HALF, HEAD_DIM, INTERLEAVED, GROUP, BIAS_STRIDES,
             )  # fmt: skip
             low_norm, high_norm = load_norm(
-                kind, heads, None, 0, q_norm_ptr, k_norm_ptr,
+                turned, heads, None, 0, q_norm_ptr, k_norm_ptr,
                 HEAD_DIM // 2, PAIR_HALF, HEAD_DIM, INTERLEAVED,
-                NORM_HALVES, NORM_STRIDES, NORM_OFFSET,
+                NORM_HALVES, NORM_STRIDES, NORM_OFFSET, V_NORMED,
+            )  # fmt: skip
+            low_shift, high_shift = load_norm_bias(
+                turned, heads, None, 0, q_norm_bias_ptr, k_norm_bias_ptr,
+                HEAD_DIM // 2, PAIR_HALF, HEAD_DIM, INTERLEAVED, NORM_HALVES, NORM_BIAS_STRIDES,
             )  # fmt: skip
             cache_scale = load_cache_scale(
                 kind, heads, None, k_cache_scale_ptr, v_cache_scale_ptr, SCALE_STRIDES
@@ -225,26 +240,27 @@ def qkv_projection(
                 low += low_delta
                 high += high_delta
             low, high = add_bias_and_norm(
-                low, high, kind, low_bias, high_bias, low_norm, high_norm, None,
+                low, high, turned, low_bias, high_bias, low_norm, high_norm, low_shift, high_shift,
+                None,
                 HEAD_DIM, PAIR_HALF, INTERLEAVED,
                 q_bias_ptr is not None or k_bias_ptr is not None or v_bias_ptr is not None,
-                CLIP, NORM_BEFORE, NORMED, NORM_EPS,
+                CLIP, NORM_BEFORE, NORMED, V_NORMED, NORM_EPS,
             )  # fmt: skip
             for pair_part in tl.static_range(PAIR_PARTS):
                 low_cos, low_sin, high_cos, high_sin, rotates = load_rope(
-                    kind, tokens, token_mask, pair_part * PAIRS, cos_ptr, sin_ptr, rope_tokens,
+                    turned, tokens, token_mask, pair_part * PAIRS, cos_ptr, sin_ptr, rope_tokens,
                     PAIRS, PAIR_HALF, INTERLEAVED, HALVES, ROTARY_DIM, ROPE_FULL_WIDTH,
                     COS_STRIDE, SIN_STRIDE,
                 )  # fmt: skip
                 rotate_and_store(
                     pairs_part(low, pair_part, PAIR_PARTS),
                     pairs_part(high, pair_part, PAIR_PARTS),
-                    kind, tokens, token_mask, heads, None, pair_part * PAIRS,
+                    kind, turned, tokens, token_mask, heads, None, pair_part * PAIRS,
                     low_cos, low_sin, high_cos, high_sin, rotates,
-                    low_norm, high_norm, cache_scale,
+                    low_norm, high_norm, low_shift, high_shift, cache_scale,
                     q_out_ptr, pointer, row_offsets, row_mask, head_stride, dim_stride,
                     NUM_HEADS, HEAD_DIM, PAIR_HALF, INTERLEAVED, HALVES, ROTARY_DIM,
-                    NORM_AFTER, NORMED, NORM_EPS, KV_REPEAT, SCALE_MULTIPLIES,
+                    NORM_AFTER, NORMED, V_NORMED, NORM_EPS, KV_REPEAT, SCALE_MULTIPLIES,
                 )  # fmt: skip
 
 
@@ -346,6 +362,8 @@ def qkv_projection_swapped(
     INPUT_NORM_EPS: tl.constexpr = 0.0, INPUT_NORM_OFFSET: tl.constexpr = 0.0,
     INPUT_NORM_STRIDE: tl.constexpr = 0,
     PREFETCH: tl.constexpr = 0, LETS_IN: tl.constexpr = False,
+    GATE_RUN: tl.constexpr = 0, V_NORMED: tl.constexpr = False,
+    q_norm_bias_ptr=None, k_norm_bias_ptr=None, NORM_BIAS_STRIDES: tl.constexpr = (0, 0),
 ):  # fmt: skip
     """QKV projection, few tokens: q, k, v = x @ [Wq; Wk; Wv]^T with bias, QK norm, rotary
     embedding, and the store to q and to a paged cache.
@@ -374,6 +392,7 @@ def qkv_projection_swapped(
     row_tile = tl.program_id(0) // SPLIT_K
     part = tl.program_id(0) % SPLIT_K
     kind, head = head_of_tile(row_tile // TILES_PER_HEAD, NUM_HEADS, NUM_KV_HEADS)
+    turned = turned_kind(kind, head, GATE_RUN)
     first_pair = row_tile % TILES_PER_HEAD * BLOCK_P
     # Rows go by eight: the low members of 8 pairs, then the high ones. In the layouts of mma and
     # wgmma one thread holds rows r and r + 8, so that the split below moves nothing. But the order
@@ -453,8 +472,13 @@ def qkv_projection_swapped(
         BLOCK_P, PAIR_HALF, HEAD_DIM, INTERLEAVED, GROUP, BIAS_STRIDES,
     )  # fmt: skip
     low_norm, high_norm = load_norm(
-        kind, heads, None, first_pair, q_norm_ptr, k_norm_ptr,
-        BLOCK_P, PAIR_HALF, HEAD_DIM, INTERLEAVED, NORM_HALVES, NORM_STRIDES, NORM_OFFSET,
+        turned, heads, None, first_pair, q_norm_ptr, k_norm_ptr,
+        BLOCK_P, PAIR_HALF, HEAD_DIM, INTERLEAVED,
+        NORM_HALVES, NORM_STRIDES, NORM_OFFSET, V_NORMED,
+    )  # fmt: skip
+    low_shift, high_shift = load_norm_bias(
+        turned, heads, None, first_pair, q_norm_bias_ptr, k_norm_bias_ptr,
+        BLOCK_P, PAIR_HALF, HEAD_DIM, INTERLEAVED, NORM_HALVES, NORM_BIAS_STRIDES,
     )  # fmt: skip
     cache_scale = load_cache_scale(
         kind, heads, None, k_cache_scale_ptr, v_cache_scale_ptr, SCALE_STRIDES
@@ -463,7 +487,7 @@ def qkv_projection_swapped(
     ROPE_FIRST: tl.constexpr = not CODES or BLOCK_T < 64
     if ROPE_FIRST:
         low_cos, low_sin, high_cos, high_sin, rotates = load_rope(
-            kind, tokens, token_mask, first_pair, cos_ptr, sin_ptr, rope_tokens,
+            turned, tokens, token_mask, first_pair, cos_ptr, sin_ptr, rope_tokens,
             BLOCK_P, PAIR_HALF, INTERLEAVED, HALVES, ROTARY_DIM, ROPE_FULL_WIDTH,
             COS_STRIDE, SIN_STRIDE,
         )  # fmt: skip
@@ -595,7 +619,7 @@ def qkv_projection_swapped(
             accumulator *= tl.rsqrt(square / HIDDEN + INPUT_NORM_EPS)[None, :]
         if not ROPE_FIRST:
             low_cos, low_sin, high_cos, high_sin, rotates = load_rope(
-                kind, tokens, token_mask, first_pair, cos_ptr, sin_ptr, rope_tokens,
+                turned, tokens, token_mask, first_pair, cos_ptr, sin_ptr, rope_tokens,
                 BLOCK_P, PAIR_HALF, INTERLEAVED, HALVES, ROTARY_DIM, ROPE_FULL_WIDTH,
                 COS_STRIDE, SIN_STRIDE,
             )  # fmt: skip
@@ -620,15 +644,17 @@ def qkv_projection_swapped(
             low += low_delta
             high += high_delta
         low, high = add_bias_and_norm(
-            low, high, kind, low_bias, high_bias, low_norm, high_norm, None,
+            low, high, turned, low_bias, high_bias, low_norm, high_norm, low_shift, high_shift,
+            None,
             HEAD_DIM, PAIR_HALF, INTERLEAVED,
             q_bias_ptr is not None or k_bias_ptr is not None or v_bias_ptr is not None,
-            CLIP, NORM_BEFORE, NORMED, NORM_EPS,
+            CLIP, NORM_BEFORE, NORMED, V_NORMED, NORM_EPS,
         )  # fmt: skip
         rotate_and_store(
-            low, high, kind, tokens, token_mask, heads, None, first_pair,
-            low_cos, low_sin, high_cos, high_sin, rotates, low_norm, high_norm, cache_scale,
+            low, high, kind, turned, tokens, token_mask, heads, None, first_pair,
+            low_cos, low_sin, high_cos, high_sin, rotates,
+            low_norm, high_norm, low_shift, high_shift, cache_scale,
             q_out_ptr, pointer, row_offsets, target_mask, head_stride, dim_stride,
             NUM_HEADS, HEAD_DIM, PAIR_HALF, INTERLEAVED, HALVES, ROTARY_DIM,
-            NORM_AFTER, NORMED, NORM_EPS, KV_REPEAT, SCALE_MULTIPLIES,
+            NORM_AFTER, NORMED, V_NORMED, NORM_EPS, KV_REPEAT, SCALE_MULTIPLIES,
         )  # fmt: skip

@@ -111,6 +111,8 @@ OPTIONS = {
     "n-major, interleaved": replace(LLAMA, projection="n_major", rope_style="interleaved"),
     "kv heads repeated": replace(LLAMA, kv_repeat=3, bias=True, layout="head_major"),
     "clipped": replace(LLAMA, bias=True, clip=0.7),
+    "gates": replace(LLAMA, gate_run=1, qk_norm=True, norm_offset=1.0, bias=True),
+    "gates behind": replace(LLAMA, gate_run=2, qk_norm=True, norm_after_rope=True),
     "delta": replace(LLAMA, bias=True, delta=True, qk_norm=True),
     "delta, interleaved": replace(LLAMA, delta=True, rope_style="interleaved", writes_v=False),
     "layer norm": replace(LLAMA, qk_norm=True, norm_kind="layer"),
@@ -132,13 +134,20 @@ OPTIONS = {
         qk_norm=True,
         norm_after_rope=True,
     ),
-    "norm of rows": replace(LLAMA, qk_norm=True, norm_width="row", bias=True),
+    "norm bias": replace(LLAMA, qk_norm=True, norm_kind="layer", norm_bias=True, rotary_dim=16),
+    "norm bias after rope": replace(
+        LLAMA, qk_norm=True, norm_bias=True, normed="q", norm_after_rope=True, norm_per_head=True
+    ),
+    "norm of v": replace(LLAMA, qk_norm=True, norm_offset=1.0, v_norm=True),
+    "norm of v alone": replace(LLAMA, v_norm=True, norm_kind="layer", bias=True),
+    "norm of rows": replace(LLAMA, qk_norm=True, norm_width="row", bias=True, v_norm=True),
     "layer norm of rows": replace(
         LLAMA,
         num_heads=6,
         qk_norm=True,
         norm_width="row",
         norm_kind="layer",
+        norm_bias=True,
         head_dim=24,
         rotary_dim=24,
         bias=True,
@@ -174,7 +183,10 @@ OPTIONS = {
 }
 
 # What concerns the addresses of weights and stores, and so each kernel by itself.
-EVERYWHERE = ("grouped q", "n-major", "n-major, interleaved", "fp8 cache", "ragged", "no v")
+EVERYWHERE = (
+    *("grouped q", "n-major", "n-major, interleaved", "fp8 cache", "ragged", "no v"),
+    *("gates", "gates behind"),
+)
 OPTION_RUNS = [
     (name, kernel)
     for index, name in enumerate(OPTIONS)
@@ -233,7 +245,7 @@ def run_epilogue(a: FusedQkvArguments) -> torch.Tensor:
     q_in, k_in, v_in = (*inputs, None)[:3]
     problem = epilogue_problem(q_in, k_in, v_in, call.problem.epilogue)
     values = {**call.values, "q_out_ptr": q, "q_ptr": q_in, "k_ptr": k_in, "v_ptr": v_in}
-    config = EpilogueConfig(4, 2, 4)
+    config = EpilogueConfig(4, 1 if problem.epilogue.gate_run == 1 else 2, 4)
     if problem.epilogue.row_norm:
         config = epilogue_config(problem.epilogue, a.x.shape[0], SM100)
     grid = epilogue_grid(problem, config, a.x.shape[0])
@@ -326,7 +338,7 @@ def test_options(name: str, kernel: str) -> None:
     else:
         assert obstacle is None
         several = heads_fit(problem, 2)
-        assert several == (case.projection != "grouped")
+        assert several == (case.projection != "grouped" and case.gate_run != 1)
         config = TILED["two heads, persistent" if several else "one head"]
         check(qkv_cache.OP, arguments, lambda a: run_fused(a, config))
 

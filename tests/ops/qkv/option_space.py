@@ -20,6 +20,9 @@ def attention_cases(draw, kernels=False):
     options |= draw(norms(options)) | draw(ropes(options)) | draw(caches(options))
     options |= draw(input_norms(options))
     options |= draw(addresses(options))
+    alone = options.get("norm_width") != "row" and not options.get("v_norm")
+    if options["num_heads"] % 2 == 0 and alone:
+        options["gate_run"] = draw(st.sampled_from((0, 0, 1, options["num_heads"] // 2)))
     if options["slots"] in ("flat", "block_table", "ragged"):
         divisors = [n for n in range(1, 5) if options["num_tokens"] % n == 0]
         options["tokens_per_row"] = draw(st.sampled_from(divisors))
@@ -115,6 +118,8 @@ def norms(draw, chosen):
         "norm_per_head": draw(st.booleans()),
         "norm_after_rope": draw(st.booleans()),
         "norm_offset": draw(st.sampled_from((0.0, 1.0))),
+        "norm_bias": draw(st.booleans()),
+        "v_norm": draw(st.booleans()),
     }
 
 

@@ -30,7 +30,11 @@ def outcome(a):
         x = activations(a)
         q, k = (projected(a, x, letter) for letter in "qk")
         v = None if a.v_weight is None else projected(a, x, "v")
-        q, k = normed_and_rotated(a, q, "q"), normed_and_rotated(a, k, "k")
+        if v is not None and a.v_norm:
+            v = normalised(a, v)
+        turned, k = normed_and_rotated(a, q, "q"), normed_and_rotated(a, k, "k")
+        gates = [a.gate_run > 0 and head // a.gate_run % 2 == 1 for head in range(q.shape[1])]
+        q = torch.stack([(q if g else turned)[:, h] for h, g in enumerate(gates)], dim=1)
         repeat = a.kv_repeat
     else:
         q, k, v, repeat = None, rotated(a, a.k.double()), a.v, 1
@@ -139,13 +143,20 @@ def normed(a, x, letter):
     weight = getattr(a, f"{letter}_norm_weight")
     if weight is None and not a.weightless_norm:
         return x
+    out = normalised(a, x)
+    if weight is not None:
+        out = out * (a.norm_offset + weight.double())
+    bias = getattr(a, f"{letter}_norm_bias")
+    return out if bias is None else out + bias.double()
+
+
+def normalised(a, x):
     wide = x.flatten(1) if a.norm_width == "row" else x
     if a.norm_kind == "rms":
         out = F.rms_norm(wide, wide.shape[-1:], None, a.norm_eps)
     else:
         out = F.layer_norm(wide, wide.shape[-1:], None, None, a.norm_eps)
-    out = out.view(x.shape)
-    return out if weight is None else out * (a.norm_offset + weight.double())
+    return out.view(x.shape)
 
 
 def rotated(a, x):

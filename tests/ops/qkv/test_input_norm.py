@@ -23,7 +23,7 @@ from tilewright.ops.runtime.program import Launch, Library, drive
 from tilewright.ops.runtime.replay import repeat
 
 QKV = get_op("fused_qkv_paged")
-CASE = AttentionCase("normed", input_norm="rms", num_tokens=3, hidden=328)
+CASE = AttentionCase("normed", input_norm="rms", num_tokens=1, hidden=328)
 
 
 def arguments(**changes):
@@ -47,9 +47,10 @@ def own_norm(x, weight, eps):
 
 @pytest.mark.parametrize("norm", [hf_norm, own_norm])
 @pytest.mark.parametrize("size", [1.0, 1e-3, 1e4])
-def test_the_kernel_is_no_less_accurate_than_the_graph(norm, size):
-    """Of x of any size, with a few columns that are larger than the others. Which of two roundings
+def test_the_kernel_is_no_less_accurate_than_the_graph(norm, size, monkeypatch):
+    """Of x of any size, 16 tokens of it, with a few columns that are larger than the others. Which of two roundings
     is the larger changes with the size of what is rounded: over an octave they are alike."""
+    monkeypatch.setattr("tilewright.codegen.qkv.plan.MOST_NORMED_TOKENS", 16)
     ours, graph = [], []
     for step in range(4):
         a = arguments(hidden=1032, num_tokens=16)
@@ -66,7 +67,7 @@ def test_the_kernel_is_no_less_accurate_than_the_graph(norm, size):
 
 @pytest.mark.parametrize("target", [SM90, SM100], ids=lambda target: target.name)
 def test_few_tokens_are_normed_by_the_kernel_that_projects_them(target):
-    for tokens, inside in ((1, True), (MOST_NORMED_TOKENS, True), (MOST_NORMED_TOKENS + 1, False)):
+    for tokens, inside in ((MOST_NORMED_TOKENS, True), (MOST_NORMED_TOKENS + 1, False)):
         normed = problem(num_tokens=tokens)
         choice = choose(normed, tokens, target)
         assert choice.norms_x == inside
@@ -101,7 +102,7 @@ def test_before_any_other_kernel_x_is_normed_by_itself(changes):
     assert relative_error(program.outcome.result, wanted) < 2.0**-6
 
 
-@pytest.mark.parametrize("tokens", [2, MOST_NORMED_TOKENS + 1])
+@pytest.mark.parametrize("tokens", [MOST_NORMED_TOKENS, MOST_NORMED_TOKENS + 1])
 def test_a_call_made_again_norms_again(tokens):
     a = arguments(num_tokens=tokens)
     machine = Interpreter()
@@ -126,7 +127,7 @@ def test_a_tile_of_the_norm_s_weight_takes_its_share_of_memory():
 
 def test_what_is_measured_is_what_norms():
     """A kernel beside other kernels that norm x; else, with x normed before, all that there is."""
-    few = trials(Case(problem(), 3, SM90, packed=False))
+    few = trials(Case(problem(), 1, SM90, packed=False))
     assert len(few) > 2
     assert all(choice.norms_x for choice in few.values())
     many = MOST_NORMED_TOKENS + 1

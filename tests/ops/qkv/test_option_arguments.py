@@ -125,6 +125,12 @@ def heads(shape, dtype=torch.bfloat16):
 QKV_METADATA = [
     (PLAIN, just(kv_repeat=0), "kv_repeat", "a finite number from 1, got 0"),
     (PLAIN, just(kv_repeat=2), "k_window", "num_kv_heads = 4, got 2"),
+    (PLAIN, just(gate_run=-1), "gate_run", "a finite number from 0, got -1"),
+    (PLAIN, just(gate_run=4), "gate_run", "half of a divisor of the 4 heads of q, got 4"),
+    (CASES["row_norm"], just(gate_run=1), "norm_width", "'head' beside gates, got 'row'"),
+    (CASES["gates"], just(v_norm=True), "v_norm", "False beside gates, got True"),
+    (PLAIN, just(q_norm_bias=heads(32)), "q_norm_bias", "None, since q is not normed"),
+    (NORMED, just(k_norm_bias=heads(31)), "k_norm_bias", r"\[32\]"),
     (PLAIN, just(clip=-1.0), "clip", "a finite number from 0.0, got -1.0"),
     (PLAIN, just(clip=float("nan")), "clip", "a finite number"),
     (PRENORMED, just(input_rms_norm=False), "input_norm_weight", "None, since input_rms_norm is F"),

@@ -299,7 +299,7 @@ MISSED = {
     "scaled by a tensor": NearMiss(
         "K_PATH", KP, "aten.mul", of_rows(lambda k, m: k * m.b), ROWS | {"b": (HKV * D,)}
     ),
-    "scaled": NearMiss("K_PATH", KP, "aten.mul", of_keys(lambda k, m: k * 0.5)),
+    "scaled to nothing": NearMiss("K_PATH", KP, "aten.mul", of_keys(lambda k, m: k * 0.0)),
     "dropout": NearMiss(
         "K_PATH", KP, "dropout", of_keys(lambda k, m: F.dropout(k, 0.5, training=True))
     ),

@@ -88,6 +88,13 @@ SPELLINGS = {
         "rms",
     ),
     "fused": (lambda m, x, _: F.rms_norm(x, (D,), m.weight, 1e-6), "rms"),
+    "bias": (lambda m, x, _: F.layer_norm(x, (D,), m.weight, m.other), "layer, bias"),
+    "bias_apart": (lambda m, x, _: m.other + F.rms_norm(x, (D,), m.weight, 1e-6), "rms, bias"),
+    "bias_by_head": (lambda m, x, _: F.layer_norm(x, (D,), m.weight) + m.by_head, "layer, bias"),
+    "bias_by_row": (
+        lambda m, x, _: F.layer_norm(x.flatten(1), (H * D,), m.row, m.row).view(-1, H, D),
+        "layer, row, bias",
+    ),
     "fused_offset": (lambda m, x, _: F.rms_norm(x, (D,), 1 + m.weight, 1e-6), "rms"),
     "fused_then_weight": (lambda m, x, _: F.rms_norm(x, (D,), None, 1e-6) * m.weight, "rms"),
     "weightless": (lambda m, x, _: F.rms_norm(x, (D,), eps=1e-6), "rms, weightless"),
@@ -191,8 +198,11 @@ def whole(x, by):
 
 
 NEAR_MISSES = {
-    "bias": (lambda m, x, _: F.layer_norm(x, (D,), m.weight, m.other), "UNSUPPORTED"),
-    "bias_apart": (lambda m, x, _: F.rms_norm(x, (D,), m.weight, 1e-6) + m.other, "UNSUPPORTED"),
+    "bias_by_token": (lambda m, x, _: F.rms_norm(x, (D,), m.weight, 1e-6) + m.by, "UNSUPPORTED"),
+    "two_biases": (
+        lambda m, x, _: F.layer_norm(x, (D,), m.weight, m.other) + m.by_head,
+        "K_PATH",
+    ),
     "over_heads": (
         lambda m, x, _: x * torch.rsqrt(x.pow(2).mean(-2, keepdim=True) + 1e-6),
         "K_PATH",

@@ -8,6 +8,7 @@ from tilewright.codegen.collective.plan import most_tokens
 from tilewright.ops.runtime.peers import group_size
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Value, View
+from tilewright.patterns.recognise.norm import Norm
 
 _REDUCED, _WAITED = "_c10d_functional::all_reduce", "_c10d_functional::wait_tensor"
 
@@ -38,6 +39,12 @@ def match_rank_sum(value: Value) -> RankSum | None:
         if ranks is not None and ranks > 1 and _few(value, ranks):
             return RankSum(part, residual, group, ranks, value, (value, *absorbed))
     return None
+
+
+def unless_summed(norm: Norm | None) -> Norm | None:
+    """A norm that linears may take, which is none of what ranks have summed: the op that sums makes
+    it in passing."""
+    return None if norm is None or match_rank_sum(norm.x.value) is not None else norm
 
 
 def _reduced(side: View) -> tuple[View, str, tuple[Value, ...]] | None:

@@ -1,0 +1,84 @@
+"""Gates that one linear makes beside the query.
+
+    x ─ linear ─┬─ [norm] ─ [rope] ─▶ q ─▶ attention ─▶ · sigmoid(gate)
+                └─▶ gate ──────────────────────────────────▲
+
+The linear has as many rows again for the gates: beside each query head, or behind all of them. The
+op makes both, and norms and rotates the queries alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+from tilewright.patterns import effects
+from tilewright.patterns.dataflow import Dataflow, View
+from tilewright.patterns.effects import Effect
+from tilewright.patterns.language import Parts, Result
+from tilewright.patterns.projection.epilogue import HeadNorm
+from tilewright.patterns.projection.heads import Heads, on_heads
+from tilewright.patterns.projection.rows import Rows, rest_of
+from tilewright.patterns.qkv.query import Query, covers
+
+
+@dataclass(frozen=True)
+class Gated:
+    """A query's projection with its gates.
+
+    heads: of both. run: so many queries, then as many gates, and so on; 0: there are no gates.
+    """
+
+    heads: Heads
+    results: tuple[Result | Parts, ...]
+    run: int = 0
+
+
+def with_gates(flow: Dataflow, query: Query, kv: tuple[Heads, Heads]) -> Gated:
+    """The query with what else its product makes, where those are gates that something reads."""
+    q, alone = query.heads, Gated(query.heads, (query.result,))
+    if not isinstance(query.result, Result) or not covers(q.linear) or kv[1].norm is not None:
+        return alone
+    taken = frozenset().union(*(h.rows.indices() for h in kv if h.product is q.product))
+    size = q.linear.gemm.shape[-1]
+    both = rest_of(size, taken, q.head_dim)
+    gates = rest_of(size, taken | q.rows.indices(), q.head_dim)
+    if both is None or gates is None or len(both.heads) > 1 or not _is_read(flow, q):
+        return alone
+    run = _run(both, q.rows)
+    if run == 0 or (q.norm is not None and not _for_all_heads(q.norm)):
+        return alone
+    wide = replace(q, rows=both)
+    result = replace(query.result, effect=on_heads(wide, q.layout))
+    held = Parts(q.linear.value, partial(_restated, wide, replace(q, rows=gates)))
+    return Gated(wide, (result, held), run)
+
+
+def _for_all_heads(norm: HeadNorm) -> bool:
+    """Whether a norm is the same for each head by itself: gates have no weights of theirs."""
+    vectors = [vector for vector in (norm.weight, norm.bias) if vector is not None]
+    return norm.width == "head" and all(
+        isinstance(vector, View) and len(vector.shape) == 1 for vector in vectors
+    )
+
+
+def _is_read(flow: Dataflow, q: Heads) -> bool:
+    """Whether the projection has readers beside the query."""
+    inside, value = set(q.absorbed), q.linear.value
+    return value in flow.output_values or not inside.issuperset(flow.users.get(value, ()))
+
+
+def _run(both: Rows, queries: Rows) -> int:
+    """How many queries come before as many gates, again and again; 0 where they do not."""
+    is_query = [row in queries.indices() for row in sorted(both.indices())[:: both.head_dim]]
+    run = is_query.index(False) if False in is_query else 0
+    regular = [run > 0 and at // run % 2 == 0 for at in range(len(is_query))]
+    return run if is_query == regular and len(is_query) == 2 * queries.num_heads else 0
+
+
+def _restated(wide: Heads, gates: Heads, effect: Effect) -> Effect:
+    """An effect on the projection as one on the op's output. Raises InexpressibleError where it
+    takes queries: those are normed and rotated there."""
+    on_product = effects.compose(effect, wide.linear.layout)
+    on_heads(gates, on_product)
+    return on_heads(wide, on_product)
