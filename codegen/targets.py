@@ -215,14 +215,14 @@ def gpu_targets() -> list[Target]:
 def detect_target(device: int | None = None) -> Target | None:
     """The target of the present CUDA device, with its own SM count; None without a usable one.
 
-    A GPU of a generation that has no record (compute capability other than 9.x and 10.x) also
-    gives None: nothing is emitted for it.
+    A GPU of a generation that has no record (compute capability other than 9.x and 10.x), or that
+    torch reaches through ROCm, also gives None: nothing is emitted for it.
     """
     try:
         import torch
     except ImportError:  # the worker and the audit run where torch is not installed
         return None
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() or torch.version.hip is not None:
         return None
     properties = torch.cuda.get_device_properties(
         torch.cuda.current_device() if device is None else device

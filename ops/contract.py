@@ -25,6 +25,7 @@ from tilewright.codegen.targets import Target, get_target
 from tilewright.ops.checks import ArgumentError
 from tilewright.ops.checks import debug_values as debug_values
 from tilewright.ops.formats.fp8 import FP8_DTYPES
+from tilewright.ops.runtime.device import emits_for
 from tilewright.ops.runtime.launch import machine_of
 from tilewright.ops.runtime.program import Planner, Steps, drive
 from tilewright.ops.runtime.recording import address_key
@@ -267,6 +268,16 @@ class FusedOp:
                 return Choice(lowering, tuple(rejected))
             rejected.append((lowering.name, reason))
         return Choice(self.reference_lowering(), tuple(rejected))
+
+    def has_lowering_on(self, device: torch.device) -> bool:
+        """Whether a lowering is for `device`, whatever the arguments; an op that declares none is
+        for every device. Meta tensors stand for those of the GPU that is planned for."""
+        if not self.lowerings or device.type == "meta":
+            return True
+        return any(
+            device.type in lowering.device_types and (lowering.build is None or emits_for(device))
+            for lowering in self.lowerings
+        )
 
     def reference_lowering(self) -> Lowering:
         """The op's meaning as its last resort."""

@@ -27,6 +27,7 @@ BAD_OPTIONS = {
     "target": ("sm999", "one of ['sm100', 'sm90', 'interpret']"),
     "report": ("/no/such/folder/report.jsonl", "a path in an existing folder"),
     "tune": (1, "a bool"),
+    "everywhere": (1, "a bool"),
     "inner_options": (["triton.cudagraphs"], "a dictionary or None"),
 }
 
