@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 import tilewright.patterns  # noqa: F401  registers the families
-from tilewright.codegen.targets import detect_target
+from tilewright.codegen.targets import detect_target, get_target
 from tilewright.compiler import _compat
 from tilewright.compiler.dataflow.access import call_key
 from tilewright.compiler.dataflow.build import build_view
@@ -119,6 +119,7 @@ def _attempt(
     inputs: list[InputMemory] = []
 
     patterns = registered(options.patterns)
+    planned = get_target(target_name(options))
 
     def run(graph: fx.Graph) -> None:
         make_sums_new(graph)
@@ -140,7 +141,7 @@ def _attempt(
                 found = find(flow, patterns, check, failures)
                 wanted, left = plan(found, options, len(rewritten))
             with clock.phase("rewrite"):
-                done, no = rewrite_sites(graph, flow, wanted, failures)
+                done, no = rewrite_sites(graph, flow, wanted, failures, planned)
             rewritten.extend(done)
             refused |= {(match.pattern, match.anchor.node): miss for match, miss in no}
             if not no:

@@ -19,7 +19,7 @@ from tilewright.tools.kernel_audit import KernelAudit
 if TYPE_CHECKING:
     from tilewright.tools.sharding import Rank
 
-_LABEL_WIDTH = 10
+_LABEL_WIDTH = 11
 
 
 def render(name: str, lowered: Lowered, audits: Sequence[KernelAudit], width: int) -> Group:
@@ -58,7 +58,9 @@ def _head(name: str, lowered: Lowered) -> Text:
     count = _count(len(lowered.graphs), "graph")
     text = Text(name, style="bold")
     size = f"{before} nodes, {after} after fusion ({seconds:.2f} s)"
-    return text.append(f"\ntarget {lowered.target}, {count}, {size}", style="not bold")
+    # Where nothing ran on a chip, its times and choices are a model's.
+    chip = lowered.target + ("" if get_target(lowered.target).measured else " (modelled)")
+    return text.append(f"\ntarget {chip}, {count}, {size}", style="not bold")
 
 
 def _count(number: int, noun: str) -> str:

@@ -25,6 +25,14 @@ def emits_for(device: torch.device) -> bool:
     return not torch.cuda.is_available() or device_target(device) is not None
 
 
+def target_at(device: torch.device, planned: Target | None) -> Target | None:
+    """The target of a GPU at hand; for tensors elsewhere, which stand for a GPU's, the one that is
+    planned for."""
+    if device.type == "cuda" and torch.cuda.is_available():
+        return device_target(device)
+    return planned
+
+
 @cache
 def target_of(device: torch.device) -> Target:
     """The same; a chip without a record has that of SM90 without its features."""

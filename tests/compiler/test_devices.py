@@ -10,7 +10,9 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from tests.compiler.running import build, compiled, run_both, same_bits
-from tests.found import matches_of, patterns_in
+from tests.found import matches_of, misses_of, patterns_in
+from tests.models import moe_idioms
+from tilewright.codegen.targets import get_target
 from tilewright.compiler import StrictError, backend, lower, reports
 from tilewright.compiler.fuse import fuse
 from tilewright.compiler.options import Options
@@ -181,3 +183,69 @@ def test_a_gpu_without_a_target_is_named(monkeypatch):
     assert matches_of(found[0], "qkv") == []
     (miss,) = found[0].misses
     assert "no kernels for Tesla T4 (compute capability 7.5): qkv_cache x1" in miss.message
+
+
+@pytest.mark.parametrize(("target", "fused"), [("sm90", 1), ("sm103", 1), ("sm120", 0)])
+def test_a_family_without_kernels_for_a_chip_leaves_its_sites(target, fused):
+    module, args = moe_idioms.build("plain")
+    found = lower(module, args, target=target)
+    assert len(matches_of(found, "fused_moe")) == fused
+    told = [(m.code, m.weight, m.message) for m in misses_of(found, "moe") if m.pattern == "moe"]
+    why = f"fused_moe: its kernels are not audited for {target}"
+    assert told == [("NO_KERNELS", "advice", why)] * (1 - fused)
+
+
+@pytest.mark.parametrize(("target", "fused"), [("sm89", True), ("sm80", False)])
+def test_numbers_that_a_chip_does_not_have_leave_a_site(target, fused):
+    x, weights, k_cache, v_cache, slots = its_arguments()
+    caches = [cache.to(torch.float8_e4m3fn) for cache in (k_cache, v_cache)]
+
+    def step(x, weights, k_cache, v_cache, slots):
+        q, k, v = (torch.nn.functional.linear(x, weight) for weight in weights)
+        for cache, new in ((k_cache, k), (v_cache, v)):
+            cache.view(torch.uint8)[slots] = new.view(-1, 2, 32).to(cache.dtype).view(torch.uint8)
+        return q * 2
+
+    found = lower(step, (x, weights, *caches, slots), target=target)
+    assert patterns_in(found, "qkv") == ["qkv_cache"] * fused
+    if not fused:
+        assert {m.code for m in found.misses} == {"NO_KERNELS"}
+        assert "k_cache is of float8_e4m3fn, which sm80 does not have" in found.misses[0].message
+
+
+def test_an_adapter_s_ops_are_asked_too():
+    """They stand before the op that a match names; the writes are then fused by themselves."""
+    layer, args = attention_with_adapter()
+    found = lower(layer, args, target="sm120")
+    whole = matches_of(lower(layer, args, target="sm90"), "qkv")
+    assert [m.op for m in whole] == ["fused_qkv_paged"]
+    assert [m.op for m in matches_of(found, "qkv")] == ["paged_kv_store"]
+    told = {m.message for m in found.misses}
+    assert any("shrink_qkv_permute_3mn: its kernels are not audited for sm120" in m for m in told)
+
+
+def attention_with_adapter():
+    down = torch.ones(8, 64, dtype=torch.bfloat16)
+    up = torch.ones(64, 8, dtype=torch.bfloat16)
+
+    def step(x, weights, k_cache, v_cache, slots):
+        q, k, v = (torch.nn.functional.linear(x, weight) for weight in weights)
+        k = k + torch.nn.functional.linear(torch.nn.functional.linear(x, down), up) * 2.0
+        k_cache.index_copy_(0, slots, k.view(-1, 2, 32))
+        v_cache.index_copy_(0, slots, v.view(-1, 2, 32))
+        return q * 2
+
+    return step, its_arguments()
+
+
+@pytest.mark.parametrize("target", ["sm90", "sm120"])
+def test_a_call_by_hand_is_told_of_its_chip(target):
+    op = contract.get_op("fused_moe")
+    arguments = op.sample_inputs(op.cases[0])
+    chosen = op.choose("cuda", arguments, get_target(target))
+    reasons = [reason for _, reason in chosen.rejected]
+    assert (chosen.lowering.name, reasons) == {
+        "sm90": ("emitted_kernel", []),
+        "sm120": ("reference", ["its kernels are not audited for sm120"]),
+    }[target]
+    assert op.plan_for(arguments, target).name != "reference" or target == "sm120"

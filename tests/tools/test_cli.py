@@ -125,7 +125,7 @@ def test_the_version_is_the_package_s():
 def test_a_users_function_as_text(inspect, model):
     done = inspect(model, "--no-kernels")
     assert done.exit_code == 0, done.stderr
-    assert done.stdout.startswith(f"{model}\ntarget sm100, 1 graph")
+    assert done.stdout.startswith(f"{model}\ntarget sm100 (modelled), 1 graph")
     assert "Fused: 2 sites" in done.stdout
     assert "layers.*  x2  qkv_cache -> fused_qkv_paged  mine.py:" in done.stdout
     assert "heads=4/2x32 rope=none" in done.stdout
@@ -241,8 +241,8 @@ ERRORS = [
     (("mine.py:make_exit",), "its code ended the process (exit 7)"),
     (("mine.py:make_untraceable",), "cannot be traced: RuntimeError: boom"),
     (("mine.py:make_misshapen",), "same reduction dim, but got [1, 5] X [3, 2]"),
-    (("mine.py:make", "--target", "sm80"), "--target: expected one of sm100, sm90, got 'sm80'"),
-    (("mine.py:make", "--target", "interpret"), "--target: expected one of sm100, sm90"),
+    (("mine.py:make", "--target", "sm70"), "sm90, sm89, sm86, sm80, got 'sm70'"),
+    (("mine.py:make", "--target", "interpret"), "--target: expected one of sm100, sm103"),
     (("mine.py:make", "--patterns", "nonsense"), "--patterns: unknown ['nonsense']"),
 ]
 
