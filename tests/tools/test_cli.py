@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import logging
+import re
 import sys
 import textwrap
 from pathlib import Path
@@ -14,6 +15,8 @@ import torch
 from typer.testing import CliRunner
 
 from tilewright.tools.cli import app
+from tilewright.tools.commands import models
+from tilewright.tools.kernel_audit import audit_kernels
 
 CACHE_MODEL = """
     import torch
@@ -215,20 +218,61 @@ def test_dynamic_makes_the_token_count_a_symbol(inspect, option, tokens):
     assert [m["shapes"]["x"] for m in report["matches"]] == [f"bfloat16[{tokens},128]"] * 2
 
 
-def test_a_zoo_model_in_full_size():
+README = (Path(__file__).resolve().parents[2] / "README.md").read_text("utf-8")
+
+
+def assert_shows(document: str, first_line: str, output: str) -> None:
+    """The block of a document that begins so is the output, to the last character: but for the
+    command, times, and what `[...]` cuts, lines or the end of an entry."""
+    (block,) = re.findall(rf"^```\n({re.escape(first_line)}\n.*?)^```$", document, re.M | re.S)
+    shown = re.escape(re.sub(r"^\$ .*\n", "", block).strip("\n"))
+    shown = re.sub(r"\\\([\d\\.]+\\ s\\\)", r"\\(\\d+\\.\\d+ s\\)", shown)
+    cut = re.escape("[...]")
+    shown = shown.replace(f"\\\n{cut}", r"(?:\n.*)*").replace(f"\\ {cut}", r".*(?:\n    .*)*")
+    said = "\n".join(line.rstrip() for line in output.strip("\n").splitlines())
+    assert re.fullmatch(shown, said), f"the document shows\n{block}\nand the command says\n{said}"
+
+
+def test_a_zoo_model_in_full_size_is_shown_as_in_the_readme(monkeypatch):
     pytest.importorskip("transformers", reason="the zoo needs transformers")
+    monkeypatch.setattr(
+        models,
+        "audit_kernels",
+        lambda kernels, *given, **options: audit_kernels(kernels[:1], *given),
+    )
     torch._dynamo.reset()
-    done = CliRunner().invoke(app, ["inspect", "llama3-8b", "--no-kernels"])
+    done = CliRunner().invoke(app, ["inspect", "llama3-8b"])
     assert done.exit_code == 0, done.stderr
     assert "model.layers.*.self_attn  x32  qkv_cache -> fused_qkv_paged" in done.stdout
-    assert "heads=32/8x128 rope=half" in done.stdout
-    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text("utf-8")
-    sites = done.stdout.partition("Fused: 160 sites\n")[2].partition("    lowering")[0]
-    assert sites.strip()
-    assert sites in readme
-    names = [word for word in done.stdout.split() if word.startswith("qkv_projection")]
-    assert names
-    assert all(name in readme for name in names)
+    assert_shows(README, "$ tilewright inspect llama3-8b", done.stdout)
+
+
+def test_a_missed_site_is_shown_as_in_the_readme(inspect, tmp_path):
+    pytest.importorskip("transformers", reason="a cache of transformers")
+    (tmp_path / "growing.py").write_text(
+        "from tests.models.hf import build_hf\n"
+        "def make():\n    return build_hf('llama', cache='dynamic')[:3]\n"
+    )
+    done = inspect("growing.py:make", "--no-kernels", "--patterns", "cache_absent")
+    head, _, missed = done.stdout.partition("\n\n")
+    assert head.startswith("growing.py:make\n"), done.stderr
+    assert_shows(README, "Missed: 4 sites", missed)
+
+
+@pytest.mark.parametrize(("was", "now"), [
+    ("11.2 us modelled", "11.3 us modelled"),
+    ("_6cfb8", "_7cfb8"),
+    ("2539 nodes", "2540 nodes"),
+    ("sdpa_attention.py:193", "sdpa_attention.py:194"),
+    ("    81936", "   181936"),
+])  # fmt: skip
+def test_a_stale_readme_would_be_seen(was, now):
+    (block,) = re.findall(r"^```\n\$ tilewright inspect llama3-8b\n(.*?)^```$", README, re.M | re.S)
+    output = block.replace(" [...]", "\n    shapes     some").replace("[...]", "streamed_linear")
+    assert_shows(README, "$ tilewright inspect llama3-8b", output)
+    assert was in output
+    with pytest.raises(AssertionError, match="the document shows"):
+        assert_shows(README, "$ tilewright inspect llama3-8b", output.replace(was, now))
 
 
 ERRORS = [
