@@ -15,6 +15,7 @@ from tilewright.compiler import Lowered, Site
 from tilewright.compiler.report import collapse_misses, collapse_sites
 from tilewright.patterns.language import Miss
 from tilewright.tools.kernel_audit import KernelAudit
+from tilewright.tools.looked_for import nearest_lines
 
 if TYPE_CHECKING:
     from tilewright.tools.sharding import Rank
@@ -27,12 +28,20 @@ def render(name: str, lowered: Lowered, audits: Sequence[KernelAudit], width: in
     parts: list[RenderableType] = [_head(name, lowered)]
     parts += [*_matches(lowered.matches, width), *_misses(lowered.misses, width)]
     if not lowered.matches and not lowered.misses:
-        parts.append(Text("\nNothing to fuse was found: no pattern has an anchor in this model."))
+        parts += _nothing(lowered, width)
     parts += [Text(f"note: {note}", style="yellow") for note in lowered.notes]
     if audits:
         parts += [Text(f"\nKernels for {lowered.target}", style="bold")]
         parts.append(render_kernels(audits, lowered.target))
     return Group(*parts)
+
+
+def _nothing(lowered: Lowered, width: int) -> Iterator[RenderableType]:
+    yield Text(
+        "\nNothing to fuse was found. Where patterns start, and what is there:", style="bold"
+    )
+    for line in nearest_lines(lowered):
+        yield Text(textwrap.fill(line, width, initial_indent="  ", subsequent_indent="    "))
 
 
 def render_rank(rank: Rank, target: Target, width: int) -> Text:

@@ -66,6 +66,21 @@ CACHE_MODEL = """
     def make_plain():
         return torch.nn.Linear(3, 2), (torch.ones(1, 3),), {}
 
+    class Encoder(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k, self.v = (torch.nn.Linear(32, 32) for _ in range(3))
+
+        def forward(self, x):
+            return torch.nn.functional.scaled_dot_product_attention(  # no mask
+                self.q(x), self.k(x), self.v(x)
+            )
+
+    def make_encoder():
+        model = torch.nn.Sequential()
+        model.attention = Encoder()
+        return model, (torch.ones(1, 2, 128, 32),), {}
+
     def make_empty():
         return len, ([1],), {}
 
@@ -196,7 +211,20 @@ def test_misses_come_with_code_place_reason_and_count(inspect):
 def test_nothing_to_fuse_is_a_report_too(inspect):
     done = inspect("mine.py:make_plain")
     assert done.exit_code == 0
-    assert "Nothing to fuse was found" in done.stdout
+    said = " ".join(done.stdout.split())
+    assert "Nothing to fuse was found. Where patterns start, and what is there:" in said
+    assert "(index_copy_, cache[slots] = k): nothing like it" in said
+    assert "behind them: only linear x1, the first in the top level" in said
+
+
+def test_where_nothing_starts_the_nearest_is_named_with_its_place(inspect):
+    done = inspect("mine.py:make_encoder")
+    said = " ".join(done.stdout.split())
+    line = line_of("no mask")
+    where = f"the first in attention (mine.py:{line})"
+    assert f"among heads: only scaled_dot_product_attention x1, {where}" in said
+    assert "behind them: only linear x3, the first in attention.q" in said
+    assert "topk, and a product of rows in groups (torch._grouped_mm, bmm): nothing" in said
 
 
 def test_a_call_without_tensors_is_said_to_be_one(inspect):
