@@ -327,6 +327,9 @@ END_TO_END = (
     "llama3_8b_end_to_end.json",
     "qwen3_30b_a3b_end_to_end.json",
     "deepseek_v2_lite_end_to_end.json",
+    "youtu_end_to_end.json",
+    "glm_4_7_flash_end_to_end.json",
+    "minicpm3_end_to_end.json",
 )
 GENERATE = (
     "llama3_8b_generate.json",

@@ -16,6 +16,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # a worker per core: more threads are i
 # The ops' references are tested here, on the CPU.
 os.environ.setdefault("TILEWRIGHT_EVERYWHERE", "1")
 
+# Inductor compiles a program for each instruction set that the processor says it has.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+
 # Dynamo makes many short-lived objects beside a large heap, which the collector reads each time,
 # and which Dynamo has it read after each compilation.
 gc.set_threshold(100_000, 20, 20)

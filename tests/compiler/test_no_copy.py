@@ -16,6 +16,7 @@ from torch._inductor.utils import run_and_get_code
 from torch.profiler import ProfilerActivity, profile
 
 from tests.found import patterns_in
+from tests.generated_code import generated_code
 from tilewright.compiler import reports
 
 T, K, HQ, HKV, D, S = 8, 64, 4, 2, 16, 16  # tokens, hidden, heads, head_dim, slots per page
@@ -237,30 +238,41 @@ def largest_allocation(function, *args):
     return max(event.nbytes() for event in events if event.name() == "[memory]")
 
 
+def compiled(model):
+    # Without the linears Inductor has no buffer left to allocate.
+    options = {"patterns": ["-linear_residual"]}
+    return torch.compile(model, backend="tilewright", options=options)
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_nothing_of_a_caches_size_is_made(name):
+def test_generated_code_makes_nothing_of_a_caches_size(name):
+    layout = LAYOUTS[name]
+    model, *args = make(layout)
+    code = generated_code(compiled(model), *args, *layout.caches())
+    assert patterns_in(reports()[-1], "qkv") == ["qkv_cache"] * 2
+    assert code.count("torch.ops.tilewright.fused_qkv_paged.default(") == 2
+    assert allocations(code)  # the expression still reads what this torch generates
+    assert max(allocations(code)) < MIB // 8
+    assert max(loops(code)) < MIB // SLOT_BYTES
+    assert "copy_(" not in code
+
+
+@pytest.mark.parametrize("name", ["one_tensor", "eight_bits"])
+def test_a_call_makes_nothing_of_a_caches_size(name):
     layout = LAYOUTS[name]
     model, *args = make(layout)
     eager, ours = layout.caches(), layout.caches()
     expected = model(*args, *eager)
     scratch = largest_allocation(model, *args, *layout.caches())
     assert scratch < MIB // 4  # the smallest window: K of one layer in a pool of 1 MiB
-    # Without the linears Inductor has no buffer left to allocate.
-    run = torch.compile(model, backend="tilewright", options={"patterns": ["-linear_residual"]})
-    actual, codes = run_and_get_code(run, *args, *ours)
-    assert patterns_in(reports()[-1], "qkv") == ["qkv_cache"] * 2
+    run = compiled(model)
+    actual = run(*args, *ours)
     near = {"rtol": layout.rounding, "atol": layout.rounding}
     torch.testing.assert_close(actual, expected, **near)
     for a, b in zip(ours, eager, strict=True):
         a, b = (c.to(torch.bfloat16) for c in (a, b))
         torch.testing.assert_close(a, b, **near)
         assert int((a != 0).any(-1).sum()) == int((b != 0).any(-1).sum())
-    code = "\n".join(codes)
-    assert code.count("torch.ops.tilewright.fused_qkv_paged.default(") == 2
-    assert allocations(code)  # the expression still reads what this torch generates
-    assert max(allocations(code)) < MIB // 8
-    assert max(loops(code)) < MIB // SLOT_BYTES
-    assert "copy_(" not in code
     assert largest_allocation(run, *args, *ours) <= max(scratch, MIB // 16)
 
 

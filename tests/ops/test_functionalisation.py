@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch._inductor.utils import run_and_get_code
 
+from tests.generated_code import generated_code
 from tilewright.ops.contract import get_op
 from tilewright.ops.qkv.samples import AttentionCase
 
@@ -73,17 +73,10 @@ def allocated_elements(code):
 @pytest.mark.parametrize("case", [TWO_BASES, ONE_BASE, INSIDE_BLOCK], ids=lambda case: case.name)
 @pytest.mark.parametrize("op", [QKV, STORE], ids=lambda op: op.name)
 def test_inductor_allocates_nothing_of_the_caches_size(op, case, v2):
-    arguments, eager = (op.sample_inputs(case) for _ in range(2))
-    run = layers(op, 2)
-    expected = run(*op.split(eager))
     config = torch._inductor.config.patch(enable_auto_functionalized_v2=v2)
     with config, torch.no_grad():
-        compiled = torch.compile(run, fullgraph=True)
-        actual, codes = run_and_get_code(compiled, *op.split(arguments))
-    torch.testing.assert_close(actual, expected)
-    torch.testing.assert_close(arguments.k_cache, eager.k_cache)
-    torch.testing.assert_close(arguments.v_cache, eager.v_cache)
-    code = "\n".join(codes)
+        compiled = torch.compile(layers(op, 2), fullgraph=True)
+        code = generated_code(compiled, *op.split(op.sample_inputs(case)))
     sizes = allocated_elements(code)
     assert code.count(f"torch.ops.tilewright.{op.name}.default(") == 2
     assert sizes  # the pattern still reads what this torch generates
@@ -91,6 +84,18 @@ def test_inductor_allocates_nothing_of_the_caches_size(op, case, v2):
     assert max(sizes) < window_elements // 8
     assert "clone" not in code
     assert "copy_(" not in code
+
+
+@pytest.mark.parametrize("v2", [True, False], ids=["v2", "v1"])
+def test_inductor_gives_what_eager_gives(v2):
+    arguments, eager = (QKV.sample_inputs(ONE_BASE) for _ in range(2))
+    expected = layers(QKV, 2)(*QKV.split(eager))
+    config = torch._inductor.config.patch(enable_auto_functionalized_v2=v2)
+    with config, torch.no_grad():
+        actual = torch.compile(layers(QKV, 2), fullgraph=True)(*QKV.split(arguments))
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(arguments.k_cache, eager.k_cache)
+    torch.testing.assert_close(arguments.v_cache, eager.v_cache)
 
 
 def test_the_measure_sees_a_copy():
@@ -109,8 +114,8 @@ def test_the_measure_sees_a_copy():
 
     with torch._inductor.config.patch(enable_auto_functionalized_v2=False), torch.no_grad():
         compiled = torch.compile(run, fullgraph=True)
-        _, codes = run_and_get_code(compiled, arguments.k, arguments.k_cache)
-    assert max(allocated_elements("\n".join(codes))) >= arguments.k_cache.numel()
+        code = generated_code(compiled, arguments.k, arguments.k_cache)
+    assert max(allocated_elements(code)) >= arguments.k_cache.numel()
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

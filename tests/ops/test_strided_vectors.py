@@ -14,6 +14,12 @@ from tilewright.codegen.targets import SM90
 from tilewright.ops import ArgumentError
 from tilewright.ops.contract import all_ops
 
+OPS = [
+    op
+    for op in all_ops()
+    if op.namespace == "tilewright" and any(lowering.build for lowering in op.lowerings)
+]
+
 
 def vectors_of(a):
     """The integer vectors of a call, by name."""
@@ -32,27 +38,20 @@ def apart(vector):
     return held[:, 0]
 
 
-def cases():
-    """Of each op as many cases as make each of its vectors strided once."""
-    for op in all_ops():
-        if op.namespace != "tilewright" or not any(lowering.build for lowering in op.lowerings):
+def cases(op):
+    """As many cases of the op as make each of its vectors strided once."""
+    left: set[str] = set()
+    for case in op.cases:
+        a = op.sample_inputs(case)
+        names = set(vectors_of(a))
+        if not names - left or op.choose("cuda", a).lowering.name == "reference":
             continue
-        left: set[str] | None = None
-        for case in op.cases:
-            a = op.sample_inputs(case)
-            if op.choose("cuda", a).lowering.name == "reference":
-                continue
-            if programs_of(op, a, SM90) > MOST_PROGRAMS:
-                continue
-            names = set(vectors_of(a))
-            if names - (left or set()):
-                left = (left or set()) | names
-                yield pytest.param(op, case, id=f"{op.name}-{case.name}")
+        if programs_of(op, a, SM90) <= MOST_PROGRAMS:
+            left |= names
+            yield case
 
 
-@pytest.mark.parametrize(("op", "case"), cases())
-def test_vectors_may_have_any_stride(op, case):
-    """Taken as they are, copied, or refused by name: never read as if they followed each other."""
+def check(op, case):
     given, expected = op.sample_inputs(case), op.sample_inputs(case)
     given = replace(given, **{name: apart(t) for name, t in vectors_of(given).items()})
     refused = ""
@@ -61,15 +60,27 @@ def test_vectors_may_have_any_stride(op, case):
     except ArgumentError as error:
         refused = error.argument
     if refused:
-        assert refused in vectors_of(given)
+        assert refused in vectors_of(given), case.name
         return
     if op.choose("cuda", given).lowering.name == "reference":
         return
     program = interpret(op, given, SM90, Interpreter().target.num_sms)
     wanted = op.reference(expected)
     for got, want in zip(results_of(program.outcome.result), results_of(wanted), strict=True):
-        assert allowed(op, program, want.dtype).problem(got, want) is None
+        assert allowed(op, program, want.dtype).problem(got, want) is None, case.name
     for name in op.mutated:
         got, want = getattr(given, name), getattr(expected, name)
         if want is not None:
-            assert allowed(op, program, want.dtype).problem(got, want) is None, name
+            assert allowed(op, program, want.dtype).problem(got, want) is None, (case.name, name)
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_vectors_may_have_any_stride(op):
+    """Taken as they are, copied, or refused by name: never read as if they followed each other."""
+    for case in cases(op):
+        check(op, case)
+
+
+def test_most_ops_have_a_vector():
+    having = [op for op in OPS if any(vectors_of(op.sample_inputs(case)) for case in op.cases)]
+    assert len(having) > len(OPS) / 2
