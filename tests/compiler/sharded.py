@@ -66,7 +66,6 @@ CONFIGS = {
     "odd_heads": Qwen3Config(**_SIZES | {"num_attention_heads": 6, "num_key_value_heads": 3}),
     "odd_experts": MixtralConfig(**_SIZES, **_EXPERTS, num_local_experts=3),
     "llama": LlamaConfig(**_SIZES),
-    "qwen3": Qwen3Config(**_SIZES),
     "mixtral": MixtralConfig(**_SIZES, **_EXPERTS, num_local_experts=4),
     "qwen3_moe": Qwen3MoeConfig(**_SIZES, **_EXPERTS, num_experts=4, moe_intermediate_size=64),
     "gpt_oss": GptOssConfig(
@@ -203,9 +202,8 @@ WORLDS = {
         "llama by hand": Case("llama", by_hand, _DENSE),
         "llama by sequence": Case("llama", by_sequence, _DENSE, (6,)),
         "llama by weights": Case("llama", by_weights, _DENSE | {"linear_residual"}, (5,), True),
-        "qwen3 by plan": Case("qwen3", by_plan, _DENSE),
         "mixtral by plan": Case("mixtral", by_plan, _MIXTURE),
-        "mixtral by experts": Case("mixtral", by_experts, _MIXTURE, (5, 1)),
+        "mixtral by experts": Case("mixtral", by_experts, _MIXTURE),
         "gpt_oss by experts": Case("gpt_oss", by_experts, _MIXTURE, (5,), True),
         "deepseek_v2 by plan": Case("deepseek_v2", by_plan, _LATENT, (5,), True),
     },

@@ -35,16 +35,14 @@ MASKED = (
 
 
 def cases():
-    """(name, mask, phase, dynamic): every model in both phases, those of MASKED with every mask and
-    with one of them in both; every mask in both phases of many models."""
-    for name in MODELS:
-        phases = ("prefill", "decode")
-        if name not in MASKED:
-            yield from ((name, "none", phase, None) for phase in phases)
-            continue
-        one, other = phases if MASKED.index(name) % 2 else phases[::-1]
-        yield from ((name, "none", one, None), (name, "tensor", other, None))
-        yield name, "padding", one, None
+    """(name, mask, phase, dynamic): every model in one phase without a mask, those of MASKED in the
+    other with one; every mask in both phases of many models."""
+    for number, name in enumerate(MODELS):
+        one, other = ("prefill", "decode") if number % 2 else ("decode", "prefill")
+        yield name, "none", one, None
+        if name in MASKED:
+            masks = ("tensor", "padding")
+            yield name, masks[MASKED.index(name) // 2 % 2], other, None
     yield from ((name, "none", "prefill", True) for name in DYNAMIC)
 
 

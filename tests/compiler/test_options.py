@@ -79,7 +79,7 @@ def test_lower_refuses_a_bad_pattern_or_target():
         lower(model, args, target="sm999")
 
 
-@pytest.mark.parametrize("fuel", [0, 1, 2, 9, None])
+@pytest.mark.parametrize("fuel", [0, 2, None])
 def test_fuel_limits_the_rewrites_in_program_order(fuel):
     model, args = build("page_offset", num_layers=3)
     assert_close(model, args, fuel=fuel, patterns=["qkv_cache"])

@@ -117,8 +117,8 @@ def run(seed: int) -> set[str]:
     return {m.pattern for report in reports() for m in report.matches}
 
 
-@pytest.mark.parametrize("first", range(0, 40, 10))
+@pytest.mark.parametrize("first", range(0, 24, 12))
 def test_a_random_step_gives_eagers_answer(first):
     with torch.no_grad():
-        used = set().union(*(run(seed) for seed in range(first, first + 10)))
+        used = set().union(*(run(seed) for seed in range(first, first + 12)))
     assert used == {"qkv_cache", "cache_store"}

@@ -135,9 +135,9 @@ def test_a_miss_by_any_pattern(project, pytester):
 def test_workers_and_no_logging_plugin(pytester, project):
     """As with `pytest-xdist`, whose workers get the plugin's option, and without pytest's log."""
     pytester.makeini("[pytest]\naddopts = -p no:cacheprovider\n")
-    plain = ("-n", "1", "-p", "no:logging", "-k", "snapshot")
-    project(*plain, "--tilewright-update").assert_outcomes(passed=1)
-    project(*plain).assert_outcomes(passed=1)
+    project("-p", "no:logging", "-k", "snapshot").assert_outcomes(failed=1)
+    workers = ("-n", "1", "-p", "no:logging", "-k", "snapshot", "--tilewright-update")
+    project(*workers).assert_outcomes(passed=1)
 
 
 def test_tests_of_two_classes_have_a_snapshot_each(project, pytester):
