@@ -325,6 +325,14 @@ class Dataflow:
         """The node whose tensor holds the value: a write's lives in the memory it wrote."""
         return self.homes.get(value, value.node)
 
+    def rows_are_dense(self, view: View) -> bool:
+        """Whether a view's last dimension is a run of neighbours in memory."""
+        width = view.effect.dims[-1]
+        if len(width) != 1 or width[0].axis is None:
+            return width == ()
+        held = self.home(view.value).meta["example_value"]
+        return bool(held.stride(width[0].axis) * width[0].step == 1)
+
     @cached_property
     def nodes_by_view(self) -> Mapping[View, fx.Node]:
         """The first node that selects a view, among nodes whose memory is never written."""
@@ -349,6 +357,19 @@ class Dataflow:
     def on_storage(self, storage: int) -> Sequence[Memory]:
         """All memories that share a storage."""
         return self._by_storage.get(storage, ())
+
+    def writes_on(self, storage: int) -> Iterator[Value]:
+        """Every in-place write to any of the memories on a storage."""
+        for memory in self.on_storage(storage):
+            yield from self.written.get(memory, ())
+
+    def changes(self, view: View, place: int) -> Iterator[Value]:
+        """The in-place writes to a view's memory after it is computed and before a place in program
+        order."""
+        memory = self.memory_of.get(self.home(view.value))
+        for write in self.writes_on(memory.storage) if memory is not None else ():
+            if view.value.position < self.positions[write.node] < place:
+                yield write
 
     @cached_property
     def _by_storage(self) -> Mapping[int, Sequence[Memory]]:

@@ -7,16 +7,7 @@ from dataclasses import dataclass
 from tilewright.codegen.arithmetic import ELEMENT_BYTES
 from tilewright.codegen.formats import Quantization
 from tilewright.codegen.operand import Operand
-
-
-@dataclass(frozen=True)
-class Norm:
-    """An RMS norm of rows: x / rms(x) * (offset + weight). weight: strides (column,), None for a
-    norm without one."""
-
-    weight: Operand | None
-    eps: float
-    offset: float
+from tilewright.codegen.row_norm import RowNorm
 
 
 @dataclass(frozen=True)
@@ -37,12 +28,12 @@ class LinearProblem:
     up_weight: Operand | None = None
     bias: Operand | None = None
     up_bias: Operand | None = None
-    norm: Norm | None = None
+    norm: RowNorm | None = None
     residual: Operand | None = None
     activation: str = ""
     scale: float = 1.0
     quantization: Quantization | None = None
-    post_norm: Norm | None = None
+    post_norm: RowNorm | None = None
 
     @property
     def num_weights(self) -> int:

@@ -7,6 +7,8 @@ Three lowerings compute `fused_qkv_paged`:
     library    library GEMMs (one where the three weights are rows of one tensor), then
                `qkv_epilogue` over their results
 
+An RMS norm of x is a part of `swapped`; before the others x is normed by itself.
+
 Times come from the measured table where it has the problem's dims (`measured_qkv.json`, written by
 `benchmarks/tune_qkv.py`), else from the model of `qkv_time`.
 """
@@ -53,6 +55,9 @@ from tilewright.codegen.qkv.time import Config, estimate, library_estimate, shar
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
 
+# Up to so many tokens the few-token kernel norms x itself: its tiles have as many in any case.
+MOST_NORMED_TOKENS = 16
+
 # Upper ends of the token counts that share a kernel where the count is known at run time only.
 TOKEN_BUCKETS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
@@ -83,6 +88,11 @@ class LoweringChoice:
     @property
     def measured(self) -> bool:
         return self.source != MODEL
+
+    @property
+    def norms_x(self) -> bool:
+        """Whether the kernel has the problem's norm of x in it."""
+        return ("INPUT_NORM", True) in self.specs[0].constants
 
 
 @dataclass(frozen=True)
@@ -115,7 +125,7 @@ def plan_fused_qkv(problem: QkvProblem, target: Target, packed: bool = False) ->
 
     def pick(num_tokens: int) -> LoweringChoice:
         if not target.has("tma"):
-            return library_choice(problem, num_tokens, target, packed, None)
+            return library_choice(problem.after_norm, num_tokens, target, packed, None)
         return choose(problem, num_tokens, target, packed)
 
     if problem.epilogue.num_tokens is not None:
@@ -129,7 +139,12 @@ def plan_fused_qkv(problem: QkvProblem, target: Target, packed: bool = False) ->
 def choose(
     problem: QkvProblem, num_tokens: int, target: Target, packed: bool = False
 ) -> LoweringChoice:
-    """The fastest lowering at one token count."""
+    """The fastest lowering at one token count; of x that is to be normed, the one that would be the
+    fastest without, which has the norm in it where that can be."""
+    if problem.input_norm is not None:
+        chosen = choose(problem.after_norm, num_tokens, target, packed)
+        apart = replace(chosen, reason=f"x is normed, then {chosen.reason}")
+        return _with_norm(problem, num_tokens, target, chosen) or apart
     row = measured_row(problem, num_tokens, target)
     fused = _fused_choice(problem, num_tokens, target, row)
     library = library_choice(problem, num_tokens, target, packed, row)
@@ -139,6 +154,15 @@ def choose(
         slower = f"{library.reason}; the fused kernel would take {_us(fused.seconds)}"
         return replace(library, reason=slower)
     return fused
+
+
+def _with_norm(
+    problem: QkvProblem, num_tokens: int, target: Target, chosen: LoweringChoice
+) -> LoweringChoice | None:
+    """What is chosen once x is normed, with the norm in it; None where it cannot be."""
+    if chosen.name != "swapped" or num_tokens > MOST_NORMED_TOKENS:
+        return None
+    return _fused_choice(problem, num_tokens, target, measured_row(problem, num_tokens, target))
 
 
 def _fused_choice(
@@ -170,7 +194,8 @@ def fused_choice(
 ) -> LoweringChoice:
     specs = _fused_specs(problem, config, target)
     source = TABLE if measured else MODEL
-    reason = f"one fused kernel, {config}: {_us(seconds)} {_WORDS[source]}"
+    kernel = "one fused kernel" if problem.input_norm is None else "one fused kernel that norms x"
+    reason = f"{kernel}, {config}: {_us(seconds)} {_WORDS[source]}"
     return LoweringChoice(_name(config), reason, None, config, None, specs, seconds, source)
 
 

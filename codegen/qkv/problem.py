@@ -7,12 +7,13 @@ cache geometry, strides in elements).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tilewright.codegen.addressing import Addressing
 from tilewright.codegen.arithmetic import ELEMENT_BYTES, next_power_of_2
 from tilewright.codegen.formats import Quantization
 from tilewright.codegen.operand import Operand, first_strides
+from tilewright.codegen.row_norm import RowNorm
 from tilewright.codegen.spec import Constant, constants_of, operands_of
 
 
@@ -220,6 +221,7 @@ class QkvProblem:
     contiguous dim (k-major); else row is 1 (n-major).
     one_descriptor: the three weights are near enough for one TMA descriptor (strides below 2**40
     bytes). quantization: of weights that are codes; their strides then count stored words.
+    input_norm: of x, before the projection.
     """
 
     hidden: int
@@ -228,6 +230,7 @@ class QkvProblem:
     epilogue: HeadEpilogue
     one_descriptor: bool = True
     quantization: Quantization | None = None
+    input_norm: RowNorm | None = None
 
     @property
     def k_major(self) -> bool:
@@ -249,6 +252,14 @@ class QkvProblem:
         size = ELEMENT_BYTES[self.epilogue.dtype]
         per_token = self.hidden + self.num_rows
         return size * (self.hidden * self.num_rows + num_tokens * per_token)
+
+    @property
+    def after_norm(self) -> QkvProblem:
+        """What is left once x is normed, in a tensor of its own; where it is not normed, itself."""
+        if self.input_norm is None:
+            return self
+        x = Operand(self.x.dtype, (self.hidden,))
+        return replace(self, x=x, input_norm=None)
 
 
 @dataclass(frozen=True)
@@ -309,6 +320,8 @@ def tiled_obstacle(problem: QkvProblem) -> str | None:
     size = ELEMENT_BYTES[problem.x.dtype]
     if (obstacle := fused_obstacle(heads)) is not None:
         return obstacle
+    if problem.input_norm is not None:
+        return "what TMA loads goes to the tensor cores as it is"
     weights = [weight for weight in problem.weights if weight is not None]
     if len({weight.strides[2:] for weight in weights}) != 1:
         return "the three weights differ in strides"
@@ -344,6 +357,8 @@ def swapped_obstacle(problem: QkvProblem) -> str | None:
         return obstacle
     if len({weight.strides[-1] == 1 for weight in problem.weights if weight}) != 1:
         return "k-major and n-major weights together"
+    if problem.input_norm is not None and problem.x.dtype != "bf16":
+        return f"{problem.x.dtype} has no range for sums that are normed afterwards"
     return None
 
 

@@ -33,6 +33,8 @@ def quantized_obstacle(problem: QkvProblem) -> str | None:
     q, heads = quantization_of(problem), problem.epilogue
     if (obstacle := fused_obstacle(heads)) is not None:
         return obstacle
+    if problem.input_norm is not None:
+        return "x meets codes in their order, not normed"
     if q.differs:
         return q.differs
     if not problem.coded_x and problem.x.dtype != heads.dtype:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
-from tilewright.codegen.operand import Operand
+from tilewright.codegen.operand import Operand, first_strides
 from tilewright.codegen.qkv.problem import EpilogueProblem, QkvProblem, tiled_weights
 from tilewright.codegen.spec import Constant, KernelSpec, constants_of
 
@@ -154,6 +154,23 @@ def slices_of_heads(problem: QkvProblem, config: SwappedConfig) -> int:
 
 
 WEIGHT_NAMES = ("q_weight_ptr", "k_weight_ptr", "v_weight_ptr")
+# Columns of a weight row that are asked for while the kernel before this one ends: where x is
+# normed here, that is one of ours.
+PREFETCHED = 256
+
+
+def _input_norm_constants(problem: QkvProblem) -> dict[str, Constant]:
+    norm = problem.input_norm
+    if norm is None:
+        return {}
+    return {
+        "INPUT_NORM": True,
+        "INPUT_NORM_EPS": norm.eps,
+        "INPUT_NORM_OFFSET": norm.offset,
+        "INPUT_NORM_STRIDE": first_strides(norm.weight)[0],
+        "PREFETCH": PREFETCHED if problem.k_major else 0,
+        "LETS_IN": True,
+    }
 
 
 def _swapped_constants(problem: QkvProblem, config: SwappedConfig) -> dict[str, Constant]:
@@ -178,12 +195,16 @@ def swapped_spec(
 ) -> KernelSpec:
     """`qkv_projection_swapped`; codes: more constants, of weights of codes. A norm over slices of a
     head is a ValueError."""
-    q, split = problem.quantization, config.split_k > 1
+    q, norm, split = problem.quantization, problem.input_norm, config.split_k > 1
     scales, zeros = (q.scales, q.zeros) if q else ((None,) * 3, (None,) * 3)
     return KernelSpec.of(
         "qkv.projection",
         "qkv_projection_swapped",
-        {**_swapped_constants(problem, config), **(codes or {})},
+        {
+            **_swapped_constants(problem, config),
+            **_input_norm_constants(problem),
+            **(codes or {}),
+        },
         {
             "x_ptr": problem.x,
             "x_scale_ptr": q.x_scale if q else None,
@@ -194,6 +215,7 @@ def swapped_spec(
             "workspace_ptr": Operand("fp32") if split else None,
             "counters_ptr": Operand("i32") if split else None,
             **problem.epilogue.counts(),
+            **({"input_norm_weight_ptr": norm.weight} if norm else {}),
         },
         ranges=COUNTS,
         num_warps=config.num_warps,
@@ -201,6 +223,12 @@ def swapped_spec(
         target=target,
         dependent=q is None,
     )
+
+
+def workspace_elements(problem: QkvProblem, config: SwappedConfig) -> int:
+    """Numbers that the parts of one tile take."""
+    sums = 2 * config.block_p + (problem.input_norm is not None)
+    return config.split_k * sums * config.block_t
 
 
 def swapped_grid(problem: QkvProblem, config: SwappedConfig, num_tokens: int) -> tuple[int, int]:

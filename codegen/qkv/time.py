@@ -33,7 +33,10 @@ def shared_bytes(problem: QkvProblem, config: Config) -> int:
     size = ELEMENT_BYTES[problem.epilogue.dtype]
     if isinstance(config, SwappedConfig):
         rows = 2 * config.block_p + config.block_t
-        return rows * config.block_k * size * config.num_stages
+        # The norm's weight for each token, and one tile that is normed already.
+        normed = config.block_t if problem.input_norm is not None else 0
+        staged = (rows + normed) * config.num_stages + normed
+        return staged * config.block_k * size
     width = config.heads_per_tile * problem.epilogue.head_dim
     tiles = (config.block_m + width) * config.block_k * size * config.num_stages
     # A flattened loop keeps what the epilogue stages beside the pipeline: a part of the

@@ -74,16 +74,20 @@ def trials(case: Case) -> Mapping[str, LoweringChoice]:
     Each is what a plan holds for up to `case.num_tokens` tokens.
     """
     problem, tokens, target = case.problem, case.num_tokens, case.target
+    chosen = choose(problem, tokens, target, case.packed)
+    if not chosen.norms_x:
+        problem = problem.after_norm
     ranked = sorted(
         (estimate(problem, config, tokens, target), str(config), config)
         for config in candidates(problem, tokens, target)
     )
-    found = [choose(problem, tokens, target, case.packed)]
+    found = [chosen]
     found += [
         fused_choice(problem, config, target, seconds, measured=False)
         for seconds, _, config in ranked[:MAX_FUSED]
     ]
-    found.append(library_choice(problem, tokens, target, case.packed, None))
+    if problem.input_norm is None:
+        found.append(library_choice(problem, tokens, target, case.packed, None))
     named: dict[str, LoweringChoice] = {}
     for choice in found:
         named.setdefault(name_of(choice), choice)

@@ -15,7 +15,7 @@ from tilewright.compiler import _compat
 from tilewright.compiler.dataflow.spelling import argument, shape_of
 from tilewright.compiler.rewrite.materialise import Materialiser
 from tilewright.compiler.rewrite.strides import steps, strides_matter
-from tilewright.compiler.safety.legality import insertion_node, writes_on
+from tilewright.compiler.safety.legality import insertion_node
 from tilewright.compiler.safety.lint import check_site
 from tilewright.ops.checks import ArgumentError
 from tilewright.ops.contract import FusedOp, get_op, is_ours
@@ -159,7 +159,7 @@ def _moved_and_written(
     """
     for old, new in replacements:
         one, two = old.meta["example_value"], new.meta["example_value"]
-        written = next(writes_on(flow, flow.storage_of(one)), None)
+        written = next(flow.writes_on(flow.storage_of(one)), None)
         if written is not None and steps(one) != steps(two):
             return old
     return None

@@ -13,7 +13,6 @@ from torch import fx
 
 from tilewright.compiler import _compat
 from tilewright.compiler.dataflow.spelling import shape_of
-from tilewright.compiler.safety.legality import writes_on
 from tilewright.ops.contract import get_op
 from tilewright.ops.formats import nvfp4, scale_layout
 from tilewright.patterns import effects
@@ -264,7 +263,7 @@ class Materialiser:
         return not any(
             self.flow.positions[write.node] < here
             for storage in storages
-            for write in writes_on(self.flow, storage)
+            for write in self.flow.writes_on(storage)
         )
 
     def _storages(self, *nodes: fx.Node) -> set[int]:

@@ -14,7 +14,6 @@ from torch import fx
 
 from tilewright.compiler import _compat
 from tilewright.compiler.dataflow.spelling import name_of, shape_of
-from tilewright.compiler.safety.legality import writes_on
 from tilewright.patterns.dataflow import Dataflow
 
 _READ = ("as_strided", "stride", "is_contiguous", "storage_offset", "data_ptr", "untyped_storage",
@@ -81,7 +80,7 @@ def _shares_otherwise(
         shared = not _keys(tensors).isdisjoint(_keys(_compat.tensors_in(changed[source])))
         if shared == (not own.isdisjoint(theirs)):
             continue
-        if any(next(writes_on(flow, storage), None) for storage in own | theirs):
+        if any(next(flow.writes_on(storage), None) for storage in own | theirs):
             return True
         returned = set(_compat.storages_of(*user.graph.output_node().all_input_nodes))
         if own & returned and theirs & returned:

@@ -46,12 +46,6 @@ def _hazard(code: str, message: str, *at: Any, hint: str = "") -> NoReturn:
     reject(code, Stage.HAZARDS, message, *at, hint=hint)
 
 
-def writes_on(flow: Dataflow, storage: int) -> Iterator[Value]:
-    """Every in-place write to any of the memories on a storage."""
-    for memory in flow.on_storage(storage):
-        yield from flow.written.get(memory, ())
-
-
 def _operands(match: Match) -> Iterator[tuple[str, View]]:
     """Every view that the op is given, with the argument's name."""
     for name, argument in match.arguments.items():
@@ -94,7 +88,7 @@ def _no_read(match: Match, flow: Dataflow) -> None:
 def _no_other_write(match: Match, flow: Dataflow) -> None:
     first, last = _between(match, flow)
     for memory in _memories(match):
-        for value in writes_on(flow, memory.storage):
+        for value in flow.writes_on(memory.storage):
             inside = first < flow.positions[value.node] < last
             if inside and value not in match.stores and not _lies_apart_from(match, value):
                 _hazard(
@@ -209,13 +203,8 @@ def _inputs_unchanged(match: Match, flow: Dataflow) -> None:
         if view.value.position >= last:
             message = f"{name} is computed only after {_place(match, flow)}"
             _hazard("ORDER", message, view, hint="compute every operand before that")
-        memory = flow.memory_of.get(flow.home(view.value))
-        if memory is None:
-            continue
-        for write in writes_on(flow, memory.storage):
-            if write.node in vanishing:
-                continue
-            if view.value.position < flow.positions[write.node] < last:
+        for write in flow.changes(view, last):
+            if write.node not in vanishing:
                 message = f"{name} is changed in place before {_place(match, flow)}"
                 _hazard("INPUT_MUTATED", message, write)
 
@@ -305,7 +294,7 @@ def _can_wait(user: Value, value: Value, last: int, flow: Dataflow) -> bool:
     for memory in (*memories, own):
         if memory is None:
             return False
-        writes = writes_on(flow, memory.storage)
+        writes = flow.writes_on(memory.storage)
         if any(position < flow.positions[write.node] < last for write in writes):
             return False
     return all(_can_wait(u, user, last, flow) for u in flow.users.get(user, ()))

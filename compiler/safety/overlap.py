@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from tilewright.compiler import _compat
-from tilewright.compiler.safety.legality import lie_apart, writes_on
+from tilewright.compiler.safety.legality import lie_apart
 from tilewright.ops.formats.paged_cache import in_bytes, strided_disjoint
 from tilewright.patterns.dataflow import Dataflow
 
@@ -154,7 +154,7 @@ def input_memory(flow: Dataflow) -> InputMemory:
     """Which inputs a graph writes, and which overlap. flow: before anything is rewritten."""
     nodes = [node for node in flow.graph.nodes if node.op == "placeholder"]
     memories = {i: flow.memory_of[n] for i, n in enumerate(nodes) if n in flow.memory_of}
-    written = {i for i, memory in memories.items() if any(writes_on(flow, memory.storage))}
+    written = {i for i, memory in memories.items() if any(flow.writes_on(memory.storage))}
     looked_at = {i: m for i, m in memories.items() if i in written or not m.is_constant}
     together = {
         (i, j)

@@ -8,11 +8,9 @@ import torch
 
 from tilewright.ops.checks import (
     FLOAT_DTYPES,
-    check_absent,
     check_choice,
     check_device,
     check_dtype,
-    check_number,
     check_operand,
     check_tensor,
 )
@@ -62,12 +60,3 @@ def check_vector(
     if vector is None:
         return
     check_operand(op, argument, vector, letters, (size,), (x.dtype, torch.float32), x.device)
-
-
-def check_norm(op: str, a: Any, letters: str, size: Any) -> None:
-    """Checks an RMS norm of rows of so many numbers. Raises ArgumentError."""
-    if not a.rms_norm:
-        check_absent(op, a, ["norm_weight"], "rms_norm is False")
-    check_vector(op, "norm_weight", a.x, a.norm_weight, letters, size)
-    check_number(op, "norm_eps", a.norm_eps, 0)
-    check_number(op, "norm_offset", a.norm_offset)

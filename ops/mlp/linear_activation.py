@@ -17,7 +17,6 @@ from tilewright.ops.contract import FusedOp, Tolerance, emitted_kernel, register
 from tilewright.ops.mlp.cases import ACTIVATION_CASES, sample_activation
 from tilewright.ops.mlp.checks import (
     check_linear,
-    check_norm,
     check_vector,
     check_weight,
     num_rows,
@@ -25,7 +24,7 @@ from tilewright.ops.mlp.checks import (
 from tilewright.ops.mlp.operands import activation_unsupported, dense_weight
 from tilewright.ops.reference.activation import ACTIVATIONS
 from tilewright.ops.reference.linear import apply_linear
-from tilewright.ops.reference.norm import apply_norm
+from tilewright.ops.reference.norm import apply_norm, check_row_norm
 from tilewright.ops.sampling import sampler_of
 
 NAME = "linear_activation"
@@ -90,7 +89,7 @@ def validate(a: LinearActivationArguments) -> None:
         check_absent(NAME, a, ("up_bias", "up_scale", "up_zero"), "up_weight is None")
     check_vector(NAME, "up_bias", a.x, a.up_bias, "[N]", rows)
     check_choice(NAME, "activation", a.activation, tuple(ACTIVATIONS))
-    check_norm(NAME, a, "[K]", a.x.shape[1])
+    check_row_norm(NAME, a, "[K]", a.x.shape[1])
 
 
 def fake(a: LinearActivationArguments) -> torch.Tensor:

@@ -16,13 +16,12 @@ from tilewright.ops.contract import FusedOp, Tolerance, emitted_kernel, register
 from tilewright.ops.mlp.cases import RESIDUAL_CASES, sample_residual
 from tilewright.ops.mlp.checks import (
     check_linear,
-    check_norm,
     num_rows,
 )
 from tilewright.ops.mlp.operands import dense_weight, residual_unsupported
 from tilewright.ops.reference import tolerances
 from tilewright.ops.reference.linear import apply_linear
-from tilewright.ops.reference.norm import apply_norm
+from tilewright.ops.reference.norm import apply_norm, check_row_norm
 from tilewright.ops.sampling import sampler_of
 
 NAME = "linear_residual"
@@ -70,7 +69,7 @@ def validate(a: LinearResidualArguments) -> None:
     form = "[T, N]", (x.shape[0], rows), (x.dtype,), x.device
     check_operand(NAME, "residual", a.residual, *form, dense=True)
     check_number(NAME, "scale", a.scale)
-    check_norm(NAME, a, "[N]", rows)
+    check_row_norm(NAME, a, "[N]", rows)
 
 
 def fake(a: LinearResidualArguments) -> torch.Tensor:

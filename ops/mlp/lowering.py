@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 from tilewright.codegen.arithmetic import next_power_of_2
 from tilewright.codegen.mlp.plan import linear_config, most_tokens
@@ -23,6 +22,7 @@ from tilewright.codegen.mlp.specs import (
 )
 from tilewright.codegen.targets import Target
 from tilewright.ops.mlp.operands import activation_problem, kernel_weights, residual_problem
+from tilewright.ops.runtime.norms import rms_normed
 from tilewright.ops.runtime.products import linear
 from tilewright.ops.runtime.program import (
     Buffer,
@@ -103,9 +103,7 @@ def _residual_by_library(a: Any) -> Steps:
 def _activation_by_library(problem: LinearProblem, a: Any, target: Target) -> Steps:
     x = a.x
     if a.rms_norm:
-        norm = partial(_rms_norm, eps=a.norm_eps, offset=a.norm_offset)
-        x = yield Buffer.like(x)
-        yield Library(norm, (x, a.x) if a.norm_weight is None else (x, a.x, a.norm_weight))
+        x = yield from rms_normed(x, a.norm_weight, a.norm_eps, a.norm_offset)
     out = yield from linear(x, a.weight, a.bias)
     up = None
     if a.up_weight is not None:
@@ -124,19 +122,3 @@ def _add_product(
     out: torch.Tensor, start: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, scale: float
 ) -> None:
     torch.addmm(start, x, weight.t(), alpha=scale, out=out)
-
-
-def _rms_norm(
-    out: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    *,
-    eps: float,
-    offset: float,
-) -> None:
-    factor = None if weight is None else _widened(weight).add_(offset)
-    out.copy_(functional.rms_norm(_widened(x), x.shape[-1:], factor, eps))
-
-
-def _widened(x: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(x, dtype=torch.float32).copy_(x)

@@ -9,7 +9,8 @@ import torch
 
 from tilewright.codegen.arithmetic import INT32_MAX
 from tilewright.codegen.formats import Quantization
-from tilewright.codegen.mlp.problem import LinearProblem, Norm, codes_obstacle
+from tilewright.codegen.mlp.problem import LinearProblem, codes_obstacle
+from tilewright.codegen.row_norm import RowNorm
 from tilewright.ops.formats.code_operands import Blocks, code_words, differences, quantization_of
 from tilewright.ops.formats.quantized_weight import dequantize, logical_shape
 from tilewright.ops.mlp.checks import BLOCKS
@@ -85,10 +86,10 @@ def residual_problem(a: Any) -> LinearProblem:
     return LinearProblem(**_product(a), residual=residual, scale=a.scale, post_norm=_norm(a))
 
 
-def _norm(a: Any) -> Norm | None:
+def _norm(a: Any) -> RowNorm | None:
     if not a.rms_norm:
         return None
-    return Norm(operand_of(a.norm_weight, 0), a.norm_eps, a.norm_offset)
+    return RowNorm(operand_of(a.norm_weight, 0), a.norm_eps, a.norm_offset)
 
 
 def _product(a: Any) -> dict[str, Any]:

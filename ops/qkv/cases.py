@@ -78,6 +78,17 @@ NORM_CASES = (
     AttentionCase("weightless_row_norm", weightless_norm=True, norm_width="row", kv_repeat=2),
 )  # fmt: skip
 
+INPUT_NORM_CASES = (
+    AttentionCase("input_norm", input_norm="rms", rope_style="half", rotary_dim=32),
+    AttentionCase("input_norm_uneven", input_norm="rms", input_norm_offset=1.0, num_tokens=1,
+                  hidden=1096, qk_norm=True, projection="packed", bias=True),
+    AttentionCase("input_norm_weightless", input_norm="weightless", projection="n_major",
+                  num_tokens=3),
+    AttentionCase("input_norm_half", input_norm="rms", dtype=torch.float16, delta=True),
+    AttentionCase("input_norm_many", input_norm="rms", num_tokens=18, num_pages=3),
+    AttentionCase("input_norm_int8", input_norm="rms", weight_format="int8", scale_block=(1, 64)),
+)  # fmt: skip
+
 CODE_CASES = (
     AttentionCase("int8", weight_format="int8", scale_block=(1, 64), bias=True),
     AttentionCase("int8_zeros", weight_format="int8", scale_block=(1, 32), zeros="int",
@@ -106,4 +117,6 @@ CODE_CASES = (
                   cache_dtype=FP8),
 )  # fmt: skip
 
-QKV_CASES = (*ATTENTION_CASES, *PROJECTION_CASES, *NORM_CASES, *CODE_CASES)
+QKV_CASES = (
+    *ATTENTION_CASES, *PROJECTION_CASES, *NORM_CASES, *INPUT_NORM_CASES, *CODE_CASES,
+)  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -17,12 +18,14 @@ from tilewright.codegen.qkv.specs import (
     epilogue_spec,
     swapped_grid,
     tiled_grid,
+    workspace_elements,
 )
 from tilewright.codegen.targets import Target
 from tilewright.ops.qkv.library import dequantized_weights, dequantized_x, project, project_packed
 from tilewright.ops.qkv.operands import FusedCall, epilogue_problem, prepare
 from tilewright.ops.qkv.qkv_cache import FusedQkvArguments, result_buffer
 from tilewright.ops.runtime.launch import machine_of
+from tilewright.ops.runtime.norms import rms_normed
 from tilewright.ops.runtime.program import (
     Buffer,
     Launch,
@@ -39,10 +42,19 @@ _epilogue_spec = cache(epilogue_spec)
 
 
 def choice_steps(call: FusedCall, choice: LoweringChoice, target: Target) -> Steps:
-    """The steps of a call by one lowering, whatever a plan would take."""
+    """The steps of a call by one lowering, whatever a plan would take; x is normed before where the
+    kernel does not."""
     q = yield result_buffer(call.a)
+    if call.problem.input_norm is not None and not choice.norms_x:
+        call = yield from _normed(call.a)
     yield from _PARTS[choice.name](call, choice, {**call.values, "q_out_ptr": q}, target)
     return Outcome(q, choice.name, choice.reason)
+
+
+def _normed(a: FusedQkvArguments) -> Generator[Step, Any, FusedCall]:
+    """The call that is left once x is normed."""
+    x = yield from rms_normed(a.x, a.input_norm_weight, a.input_norm_eps, a.input_norm_offset)
+    return prepare(replace(a, x=x, input_rms_norm=False, input_norm_weight=None))
 
 
 def run(
@@ -63,8 +75,7 @@ def _swapped(
     grid = swapped_grid(call.problem, config, num_tokens)
     if config.split_k > 1:
         tiles = grid[0] // config.split_k * grid[1]
-        elements = config.split_k * 2 * config.block_p * config.block_t
-        workspace, counters = yield SplitK(tiles, elements)
+        workspace, counters = yield SplitK(tiles, workspace_elements(call.problem, config))
         values |= {"workspace_ptr": workspace, "counters_ptr": counters}
     if config.ordered_x:
         ordered = yield Buffer((num_tokens, ordered_width(call.problem, config)), call.a.x.dtype)

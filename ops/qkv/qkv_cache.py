@@ -28,6 +28,7 @@ from tilewright.ops.formats.quantized_weight import dequantize, expand_blocks, l
 from tilewright.ops.qkv.cases import QKV_CASES
 from tilewright.ops.qkv.checks import (
     ACTIVATION_BLOCK,
+    ACTIVATION_CODES,
     check_delta,
     check_projection,
     value_dtype,
@@ -35,7 +36,12 @@ from tilewright.ops.qkv.checks import (
 from tilewright.ops.qkv.obstacles import STEPS, kernel_obstacle
 from tilewright.ops.qkv.sample_weights import sample_projection
 from tilewright.ops.qkv.samples import AttentionCase, sample_cache
-from tilewright.ops.reference.norm import apply_norm, check_norm, check_norm_weight
+from tilewright.ops.reference.norm import (
+    apply_norm,
+    check_norm,
+    check_norm_weight,
+    check_row_norm,
+)
 from tilewright.ops.reference.rope import apply_rope, check_rope
 from tilewright.ops.reference.tolerances import ONE_ROUNDING, TOLERANCES
 from tilewright.ops.runtime.program import Buffer
@@ -43,6 +49,7 @@ from tilewright.ops.sampling import Sampler
 from tilewright.ops.schema import SymInt, Written
 
 NAME = "fused_qkv_paged"
+ERROR_MODEL = f"{ONE_ROUNDING}; x that is normed may be rounded to its dtype before the product"
 
 
 @dataclass(frozen=True)
@@ -87,6 +94,10 @@ class FusedQkvArguments:
     and positions [T], row_offsets [B + 1], cache_lengths [B]: as in `ops.cache.addressing`; int32
     or int64, for slots="ragged" uint32 too. static_tokens: T is a constant of the caller's graph; a
     kernel may be built for it alone. tune: measure the lowerings on the GPU at first need.
+
+    input_rms_norm: before the projection x, which has no codes then, is divided by the root of the
+    mean of its squares plus input_norm_eps, and multiplied by input_norm_offset +
+    input_norm_weight [K] where that is given, of x's dtype or float32, any stride.
 
     Bad values (slots, sequences, positions, offsets and pages that name no place or one twice,
     scales that are NaN, infinite or 0) raise ArgumentError before anything is written where they
@@ -146,12 +157,19 @@ class FusedQkvArguments:
     row_offsets: torch.Tensor | None = None
     cache_lengths: torch.Tensor | None = None
     tune: bool = False
+    input_rms_norm: bool = False
+    input_norm_weight: torch.Tensor | None = None
+    input_norm_eps: float = 1e-06
+    input_norm_offset: float = 0.0
 
 
 def validate(a: FusedQkvArguments) -> None:
     check_projection(NAME, a)
     dtype, device = value_dtype(a), a.x.device
     num_tokens, head_dim, num_kv_heads = a.x.shape[0], _head_dim(a), a.k_weight.shape[0]
+    if a.input_rms_norm and a.x.dtype == ACTIVATION_CODES:
+        raise ArgumentError(NAME, "input_rms_norm", "False, since x has codes", True)
+    check_row_norm(NAME, a, "[K]", a.x.shape[1], prefix="input_")
     check_delta(NAME, a.delta, num_tokens, _num_rows(a), dtype, device)
     check_number(NAME, "kv_repeat", a.kv_repeat, 1)
     check_number(NAME, "clip", a.clip, 0.0)
@@ -201,15 +219,17 @@ def fake(a: FusedQkvArguments) -> torch.Tensor:
 def reference(a: FusedQkvArguments) -> torch.Tensor:
     """In fp32 (float64 for float64 values), for token t; quantised inputs are dequantised first:
 
-        q = rope(norm(clip(x @ q_weight^T + q_bias + delta[q columns])))
-        k = rope(norm(clip(x @ k_weight^T + k_bias + delta[k columns])))
-        v = clip(x @ v_weight^T + v_bias + delta[v columns])
+        y = x / sqrt(mean(x^2) + input_norm_eps) * (input_norm_offset + input_norm_weight)
+        q = rope(norm(clip(y @ q_weight^T + q_bias + delta[q columns])))
+        k = rope(norm(clip(y @ k_weight^T + k_bias + delta[k columns])))
+        v = clip(y @ v_weight^T + v_bias + delta[v columns])
         result[t] = q[t]
         k_cache[slot of t] = k[t] / k_cache_scale
         v_cache[slot of t] = v[t] / v_cache_scale
 
-    A step without its arguments is left out. norm_after_rope: norm(rope(...)).
-    cache_scale_multiplies: times the scale. Each number is rounded once, when it is stored.
+    A step without its arguments is left out; y = x without input_rms_norm. norm_after_rope:
+    norm(rope(...)). cache_scale_multiplies: times the scale. Each number is rounded once, when it
+    is stored.
     """
     x = _input(a)
     q = _normed_and_rotated(a, _project(a, x, "q"), a.q_norm_weight)
@@ -220,8 +240,10 @@ def reference(a: FusedQkvArguments) -> torch.Tensor:
 
 
 def _input(a: FusedQkvArguments) -> torch.Tensor:
-    """x in compute precision, its codes scaled."""
+    """x in compute precision, its codes scaled, or normed."""
     x = a.x.to(torch.promote_types(value_dtype(a), torch.float32))
+    if a.input_rms_norm:
+        return apply_norm(x, a.input_norm_weight, a.input_norm_eps, offset=a.input_norm_offset)
     if a.x_scale is None:
         return x
     block = (1, x.shape[1] if a.x_scale.shape[1] == 1 else ACTIVATION_BLOCK)
@@ -290,7 +312,7 @@ OP = register(
         cases=(*QKV_CASES, AttentionCase("k_only", writes_v=False, bias=True)),
         sample_inputs=sample_inputs,
         tolerances=TOLERANCES,
-        error_model=ONE_ROUNDING,
+        error_model=ERROR_MODEL,
         plan=f"{STEPS}:plan_fused_qkv_paged",
     )
 )

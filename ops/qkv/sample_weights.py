@@ -22,6 +22,7 @@ def sample_projection(case: AttentionCase, sampler: Sampler) -> dict[str, Any]:
         **weights,
         **_norms(case, sampler),
         **_delta(case, sampler),
+        **_input_norm(case, sampler),
         "kv_repeat": case.kv_repeat,
         "clip": case.clip,
     }
@@ -59,6 +60,17 @@ def _delta(case: AttentionCase, sampler: Sampler) -> dict[str, Any]:
     kinds = 2 if case.writes_v else 1
     width = (case.num_heads + kinds * case.num_kv_heads) * case.head_dim
     return {"delta": sampler.normal(case.num_tokens, width + 8, dtype=case.dtype)[:, :width]}
+
+
+def _input_norm(case: AttentionCase, sampler: Sampler) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "input_rms_norm": case.input_norm != "",
+        "input_norm_offset": case.input_norm_offset,
+    }
+    if case.input_norm == "rms":
+        weight = sampler.normal(case.hidden, dtype=case.dtype)
+        options["input_norm_weight"] = weight + (1 - case.input_norm_offset)
+    return options
 
 
 def _named(suffix: str, tensors: tuple[torch.Tensor, ...]) -> dict[str, Any]:

@@ -32,6 +32,7 @@ class AttentionCase(PagedBatch):
     x_scale: "none", "tensor", "token" or "block"; read where x has `codes`, and dtype is q's.
     cache_dtype: None for dtype. cache_scale: "none", "scalar" [], "one" [1] or "head" [Hkv].
     new_tokens, cached_tokens: for slots "block_table" and "ragged".
+    input_norm: "", "rms" or "weightless".
     """
 
     hidden: int = 64
@@ -72,6 +73,8 @@ class AttentionCase(PagedBatch):
     cache_dtype: torch.dtype | None = None
     cache_scale: str = "none"
     cache_scale_multiplies: bool = False
+    input_norm: str = ""
+    input_norm_offset: float = 0.0
 
 
 def sample_cache(case: AttentionCase, sampler: Sampler) -> dict[str, Any]:

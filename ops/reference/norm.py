@@ -1,4 +1,4 @@
-"""Norms of q and k as the fused ops define them."""
+"""Norms of q and k, and of rows, as the fused ops define them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tilewright.ops.checks import check_choice, check_number, check_operand
+from tilewright.ops.checks import check_absent, check_choice, check_number, check_operand
 
 NORM_KINDS = ("rms", "layer")
 NORM_WIDTHS = ("head", "row")
@@ -39,6 +39,20 @@ def check_norm_weight(
     letters, sizes = ("[D]", (head_dim,)) if shared else ("[H, D]", (heads, head_dim))
     dtypes = (dtype, torch.float32)
     check_operand(op, argument, weight, letters, sizes, dtypes, device, dense=True)
+
+
+def check_row_norm(op: str, a: Any, letters: str, size: Any, prefix: str = "") -> None:
+    """Checks an RMS norm of rows of so many numbers: the arguments rms_norm, norm_weight, norm_eps
+    and norm_offset, their names with a prefix. The weight is of x's dtype or float32. Raises
+    ArgumentError."""
+    weight_name, weight = f"{prefix}norm_weight", getattr(a, f"{prefix}norm_weight")
+    if not getattr(a, f"{prefix}rms_norm"):
+        check_absent(op, a, [weight_name], f"{prefix}rms_norm is False")
+    if weight is not None:
+        dtypes = (a.x.dtype, torch.float32)
+        check_operand(op, weight_name, weight, letters, (size,), dtypes, a.x.device)
+    check_number(op, f"{prefix}norm_eps", getattr(a, f"{prefix}norm_eps"), 0)
+    check_number(op, f"{prefix}norm_offset", getattr(a, f"{prefix}norm_offset"))
 
 
 def apply_norm(

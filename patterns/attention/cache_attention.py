@@ -26,7 +26,6 @@ from tilewright.patterns.attention.shared_heads import (
     group_of,
     heads_repeat,
     once,
-    rows_are_dense,
 )
 from tilewright.patterns.attention.visible import mask_fact, visible_keys
 from tilewright.patterns.dataflow import Computed, Dataflow, Value, View
@@ -108,7 +107,7 @@ def _arguments(attention: Attention, flow: Dataflow) -> dict[str, Any]:
                 hint="query heads that share a key head follow each other: repeat_interleave, or "
                 "enable_gqa",
             )
-        if not rows_are_dense(view, flow):
+        if not flow.rows_are_dense(view):
             refuse(f"a {who}'s numbers do not follow each other in memory", attention.end)
     return {
         "q": _queries(q, flow),
@@ -134,7 +133,7 @@ def _queries(q: View, flow: Dataflow) -> View | Computed:
     """[B, S, Hq, D] as [T, Hq, D]."""
     batch, queries, heads, width = q.shape
     by_token = q.reshape(effects.product((batch, queries)), heads, width)
-    return by_token if rows_are_dense(q, flow) else Computed("contiguous", (by_token,))
+    return by_token if flow.rows_are_dense(q) else Computed("contiguous", (by_token,))
 
 
 def _facts(attention: Attention, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from tilewright.patterns.dataflow import Dataflow, View
+from tilewright.patterns.dataflow import View
 from tilewright.patterns.effects import Atom, coalesce
 
 
@@ -36,12 +36,3 @@ def once(view: View, group: int) -> View:
 def heads_repeat(view: View) -> bool:
     """Whether heads of [B, K, H, D] repeat, side by side or in turn."""
     return any(atom.axis is None for atom in view.effect.dims[2])
-
-
-def rows_are_dense(view: View, flow: Dataflow) -> bool:
-    """Whether the last dimension is a run of neighbours in memory."""
-    width = view.effect.dims[-1]
-    if len(width) != 1 or width[0].axis is None:
-        return width == ()
-    held = flow.home(view.value).meta["example_value"]
-    return bool(held.stride(width[0].axis) * width[0].step == 1)

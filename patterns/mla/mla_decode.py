@@ -22,7 +22,6 @@ import torch
 from tilewright.patterns import effects
 from tilewright.patterns.attention.bare import bare, between, with_end_in
 from tilewright.patterns.attention.pages import same_pages
-from tilewright.patterns.attention.shared_heads import rows_are_dense
 from tilewright.patterns.attention.visible import mask_fact, visible_keys
 from tilewright.patterns.dataflow import Computed, Dataflow, Value, View, common_scope
 from tilewright.patterns.effects import Effect, Size, size_fact
@@ -171,7 +170,7 @@ def _guarded(
     if ended is None or ended.end is not result.x.view.value:
         refuse("its result is not what the values' weight multiplies", attention.end)
     for view, who in ((columns.latents, "latent"), (columns.rope_keys, "rope key")):
-        if not rows_are_dense(view, flow):
+        if not flow.rows_are_dense(view):
             refuse(f"a {who}'s numbers do not follow each other in memory", attention.end)
     return ended
 

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 from tilewright.patterns import effects
-from tilewright.patterns.attention.shared_heads import rows_are_dense
 from tilewright.patterns.dataflow import Dataflow, View
 from tilewright.patterns.effects import InexpressibleError
 from tilewright.patterns.language import Reject
@@ -48,7 +47,7 @@ def _lies_in_rows(whole: View, flow: Dataflow) -> bool:
     """Whether [H, N + V, L] is [H * (N + V), L] without a copy."""
     all_of_it = effects.product(whole.shape) == effects.product(whole.value.shape)
     in_order = all_of_it and whole.reshape(*whole.value.shape).is_whole
-    return rows_are_dense(whole, flow) and (in_order or len(whole.matrix.effect.dims[0]) == 1)
+    return flow.rows_are_dense(whole) and (in_order or len(whole.matrix.effect.dims[0]) == 1)
 
 
 def _codes(whole: View) -> dict[str, Any] | None:

@@ -24,12 +24,10 @@ from tilewright.patterns.mlp.linears import (
     linear_facts,
     match_codes,
     match_few_tokens,
-    match_norm_before,
-    norm_arguments,
-    unread,
 )
 from tilewright.patterns.recognise.activation import Activation, match_activation
 from tilewright.patterns.recognise.equality import equal_values
+from tilewright.patterns.recognise.row_norm import match_norm_before, row_norm_arguments
 
 _NAMES = (
     ("weight", "weight_scale", "weight_zero"),
@@ -67,11 +65,12 @@ class LinearActivation:
         check_linears(linears, (), anchor)
         gate, up = linears[0], linears[1] if len(linears) == 2 else None
         absorbed = (*activation.absorbed, *(v for linear in linears for v in linear.absorbed))
-        norm = match_norm_before(linears, flow)
+        products, place = [linear.product for linear in linears], flow.positions[anchor.node]
+        norm = match_norm_before(gate.x, products, place, flow)
         x, given = gate.x, match_codes(linears, _NAMES)
         if norm is not None:
-            x = norm.x.matrix
-            absorbed += unread(norm.absorbed, (linear.product for linear in linears), flow)
+            x = norm.x
+            absorbed += norm.absorbed
         return Match(
             pattern=self.name,
             op=self.op,
@@ -83,7 +82,7 @@ class LinearActivation:
                 "up_bias": up and up.bias,
                 "activation": activation.name,
                 **given,
-                **norm_arguments(norm),
+                **row_norm_arguments(norm),
             },
             results=(Result(anchor, in_shape_of(anchor, gate)),),
             absorbed=tuple(dict.fromkeys(absorbed)),

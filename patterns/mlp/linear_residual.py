@@ -21,13 +21,11 @@ from tilewright.patterns.mlp.linears import (
     linear_facts,
     match_codes,
     match_few_tokens,
-    norm_arguments,
-    rms_norm_of,
-    unread,
 )
 from tilewright.patterns.recognise.activation import times_number
 from tilewright.patterns.recognise.norm import Norm
 from tilewright.patterns.recognise.ranks import part_of_a_sum
+from tilewright.patterns.recognise.row_norm import rms_norm_of, row_norm_arguments, unread
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,7 @@ class LinearResidual:
                 "residual": found.residual.matrix,
                 "bias": linear.bias,
                 "scale": found.scale,
-                **norm_arguments(found.norm),
+                **row_norm_arguments(found.norm),
             },
             results=(Result(anchor, in_shape_of(anchor, linear)),),
             absorbed=(anchor, *found.absorbed),

@@ -6,20 +6,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from tilewright.codegen.mlp.plan import MOST_TOKENS
 from tilewright.patterns import effects
-from tilewright.patterns.dataflow import Dataflow, Value, View
+from tilewright.patterns.dataflow import Value, View
 from tilewright.patterns.effects import InexpressibleError
-from tilewright.patterns.language import Reject, Stage
 from tilewright.patterns.quantised.scales import Names, weight_arguments
 from tilewright.patterns.quantised.weights import match_scaled_weight, refuse, repeated
 from tilewright.patterns.quantised.words import holds_codes
 from tilewright.patterns.recognise.dtypes import HALVES, check_dtypes, dtype_name
 from tilewright.patterns.recognise.gemm import piece_of
 from tilewright.patterns.recognise.linear import match_columns
-from tilewright.patterns.recognise.norm import Norm, match_norm
 
 # Values that the model stores.
 STORED = ("constant", "input")
@@ -136,67 +132,3 @@ def in_shape_of(end: Value, linear: FewTokens) -> effects.Effect:
     """The op's output [T, N] in the shape of the value that it replaces."""
     made = (linear.x.shape[0], linear.weight.shape[0])
     return effects.reshape(effects.identity(made), end.shape)
-
-
-def match_norm_before(linears: Iterable[FewTokens], flow: Dataflow) -> Norm | None:
-    """The RMS norm that made x, where nobody but these linears reads it: what is absorbed of it are
-    values that nobody else reads. None where the op cannot take it: it multiplies before it
-    divides, which wants the range of bfloat16, and for many tokens a norm apart is faster."""
-    linears = list(linears)
-    x, readers = linears[0].x, {one.product for one in linears}
-    normed = x.value
-    if normed.dtype != torch.bfloat16 or not isinstance(x.shape[0], int):
-        return None
-    if not readers.issuperset(flow.users.get(normed, ())) or normed in flow.output_values:
-        return None
-    try:
-        return rms_norm_of(normed.whole) if x == normed.whole.matrix else None
-    except InexpressibleError:
-        return None
-
-
-def rms_norm_of(normed: View) -> Norm | None:
-    """The RMS norm whose result `normed` is, with one weight for all rows; None for any other."""
-    try:
-        norm = match_norm(normed, Stage.ACTIVATION)
-    except (Reject, InexpressibleError):
-        return None
-    dtype = normed.value.dtype
-    if norm is None or norm.kind != "rms" or norm.x.shape != normed.shape:
-        return None
-    if norm.x.value.dtype != dtype or norm.width != normed.shape[-1]:
-        return None
-    weight = norm.weight
-    if weight is not None:
-        if any(size != 1 for size in weight.shape[:-1]) or weight.shape[-1] != norm.width:
-            return None
-        if weight.value.dtype not in (dtype, torch.float32):
-            return None
-    return norm
-
-
-def norm_arguments(norm: Norm | None) -> dict[str, Any]:
-    """The op's arguments for a norm; none for none."""
-    if norm is None:
-        return {}
-    return {
-        "rms_norm": True,
-        "norm_weight": norm.weight and norm.weight.reshape(norm.width),
-        "norm_eps": norm.eps,
-        "norm_offset": norm.offset,
-    }
-
-
-def unread(values: Iterable[Value], readers: Iterable[Value], flow: Dataflow) -> tuple[Value, ...]:
-    """Those of `values` that none but the others of them and `readers` read."""
-    inside, readers = set(values), set(readers)
-    while True:
-        left = {
-            value
-            for value in inside
-            if value not in flow.output_values
-            and (inside | readers).issuperset(flow.users.get(value, ()))
-        }
-        if left == inside:
-            return tuple(sorted(inside, key=lambda value: value.position))
-        inside = left

@@ -5,6 +5,8 @@ RMS norm and rotation, K and V written into a cache by slot.
     x ─ linear ─ [+bias] ─ [norm] ─ [rope] ─▶ k ─▶ cache[slots] = k      ⇒   fused_qkv_paged
     x ─ linear ─ [+bias] ──────────────────▶ v ─▶ cache[slots] = v
 
+With the RMS norm that made x, where tokens are few and nobody else reads its result.
+
 Dimension letters: T tokens, K hidden size, Hq and Hkv heads, D head_dim.
 """
 
@@ -16,6 +18,7 @@ from typing import Any
 
 import torch
 
+from tilewright.codegen.qkv.plan import MOST_NORMED_TOKENS
 from tilewright.ops.formats.fp8 import FP8_DTYPES
 from tilewright.patterns.cache.address import Address, address, check_pair, place_arguments
 from tilewright.patterns.cache.latent_writes import latent_writes
@@ -33,6 +36,8 @@ from tilewright.patterns.quantised.scales import weight_arguments
 from tilewright.patterns.quantised.weights import refuse
 from tilewright.patterns.recognise.dtypes import check_dtypes, dtype_name
 from tilewright.patterns.recognise.linear import Path
+from tilewright.patterns.recognise.norm import Norm
+from tilewright.patterns.recognise.row_norm import match_norm_before, row_norm_arguments
 
 _KEYS = Path("K_PATH", Stage.K_PATH, "the cache", masked="MASKED_WRITE")
 _VALUES = Path("V_PATH", Stage.V_PATH, "the cache", masked="MASKED_WRITE")
@@ -117,6 +122,9 @@ class QkvCache:
         _guard(flow, q.heads, k, v, k_place, v_place, k_write.memory.dtype)
         shared = k_write.memory is v_write.memory
         arguments = _arguments(q.heads, k, v, k_place, v_place)
+        norm = _input_norm((q.heads, k, v), place, flow)
+        if norm is not None:
+            arguments |= {"x": norm.x, **row_norm_arguments(norm, "input_")}
         arguments["kv_repeat"] = repeats[0]
         arguments["k_cache"] = k_write.memory.root
         arguments["v_cache"] = None if shared else v_write.memory.root
@@ -124,7 +132,8 @@ class QkvCache:
         kept = set()
         if _own_deltas(three):
             kept = {value for h in three for d in h.linear.deltas for value in d.absorbed}
-        absorbed = dict.fromkeys((*q.heads.absorbed, *k.absorbed, *v.absorbed, *stored))
+        before = () if norm is None else norm.absorbed
+        absorbed = dict.fromkeys((*before, *q.heads.absorbed, *k.absorbed, *v.absorbed, *stored))
         record = anchor.first.store.store
         assert record is not None
         return Match(
@@ -135,7 +144,7 @@ class QkvCache:
             results=(q.result,),
             absorbed=tuple(value for value in absorbed if value not in kept),
             stores=anchor.stores,
-            facts=_facts(q.heads, k, v, k_place, record.kind),
+            facts=_facts(q.heads, k, v, k_place, record.kind) | _norm_fact(norm),
             scope=common_scope(k.product.scope, anchor.first.store.scope),
         )
 
@@ -225,6 +234,21 @@ def _arguments(q: Heads, k: Heads, v: Heads, k_place: Address, v_place: Address)
         "delta": _delta((q, k, v)),
         **_codes(q, k, v),
     }
+
+
+def _input_norm(heads: tuple[Heads, Heads, Heads], place: int, flow: Dataflow) -> Norm | None:
+    """The norm that made x, where the kernel for few tokens takes it: one for weights that are no
+    codes, whose tiles hold what the norm of a head needs. place: where the op will stand."""
+    tokens = heads[0].num_tokens
+    few = isinstance(tokens, int) and 0 < tokens <= MOST_NORMED_TOKENS
+    by_row = any(h.norm is not None and h.norm.width == "row" for h in heads)
+    if not few or by_row or any(h.quantized is not None for h in heads):
+        return None
+    return match_norm_before(heads[1].x, [h.product for h in heads], place, flow)
+
+
+def _norm_fact(norm: Norm | None) -> dict[str, Any]:
+    return {} if norm is None else {"input_norm": norm.kind}
 
 
 def _delta(heads: tuple[Heads, Heads, Heads]) -> Computed | None:

@@ -13,6 +13,7 @@ from tilewright.codegen.mlp.specs import LinearConfig, linear_spec
 from tilewright.codegen.operand import Operand
 from tilewright.codegen.qkv.problem import HeadEpilogue, QkvProblem, Rope
 from tilewright.codegen.qkv.specs import SwappedConfig, TiledConfig, swapped_spec, tiled_spec
+from tilewright.codegen.row_norm import RowNorm
 from tilewright.codegen.spec import KernelSpec
 
 MEMORY = ("tl.load(", "tl.store(", "tl.atomic_add(", "tl.make_tensor_descriptor(")
@@ -25,11 +26,13 @@ def specs(target: str) -> list[KernelSpec]:
     epilogue = HeadEpilogue(Operand("bf16"), 4, 2, 64, 16, cache, cache, slots, rope)
     rows = Operand("bf16", (0, 64 * 256, 256, 1))
     problem = QkvProblem(256, Operand("bf16", (256,)), (rows, rows, rows), epilogue)
+    normed = replace(problem, input_norm=RowNorm(Operand("bf16", (1,)), 1e-6, 0.0))
     linear = LinearProblem(256, 256, Operand("bf16", (256,)), Operand("bf16", (256, 1)))
     return [
         linear_spec(linear, LinearConfig(64, 16, 64, 2, 4, 2, prefetch=64, lets_in=True), target),
         swapped_spec(problem, SwappedConfig(32, 16, 64, 4, 2, split_k=2), target),
         tiled_spec(problem, TiledConfig(64, 2, 64, 4, 2, persistent=True), target),
+        swapped_spec(normed, SwappedConfig(32, 16, 64, 4, 2, split_k=2), target),
     ]
 
 

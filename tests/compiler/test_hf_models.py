@@ -20,6 +20,12 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 #: Models whose experts are fused too, in every layer.
 SPARSE = ("gpt_oss", "qwen2_moe", "qwen3_moe", "mixtral")
 
+#: Models whose layers begin with an RMS norm that q, k and v alone read.
+NORMED = (
+    "llama", "mistral", "qwen2", "qwen3", "phi3", "gemma2", "gemma3", "gpt_oss", "qwen2_moe",
+    "qwen3_moe", "mixtral", "llama4", "granite", "glm4",
+)  # fmt: skip
+
 #: Models whose second layer is another than the first: a sliding window, no rotation.
 UNLIKE_LAYERS = ("gemma2", "gemma3", "gpt_oss", "llama4")
 
@@ -70,6 +76,8 @@ def test_every_layer_is_fused_and_right(name, mask, phase, dynamic):
     missed = misses_of(found, "attention", "fused_moe", "qkv")
     assert sorted(patterns_in(found, "attention", "fused_moe", "qkv")) == fused, missed
     assert missed == []
+    normed = {"input_norm" in site.shapes for site in matches_of(found, "qkv")}
+    assert normed == {name in NORMED and not dynamic}
     assert_no_worse(logits, expected, reference, f"{name} logits")
     for layer in range(layers):
         for part in range(2):

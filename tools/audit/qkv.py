@@ -99,6 +99,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "norm of rows": {"qk_norm": True, "norm_width": "row"},
     "delta": {"delta": True},
     "kv heads repeated": {"kv_repeat": 4, "clip": 8.0},
+    "input norm": {"input_norm": "rms"},
+    "input norm, offset": {"input_norm": "rms", "input_norm_offset": 1.0, "qk_norm": True},
     "interleaved to half": {"rope_style": "interleaved_to_half", "rotary_dim": 64},
     "n-major": {"projection": "n_major"},
     "grouped q": {"projection": "grouped"},

@@ -18,19 +18,7 @@ from tilewright.codegen.templates.codes import (
     scaled_whole,
     x_in_order,
 )
-
-
-@triton.jit
-def prefetch_rows(
-    rows_ptr, first, K: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr
-):  # fmt: skip
-    """Asks the L2 cache for LINES lines of LINE elements, 128 bytes, of each row of K, from column
-    `first` on: a hint, which reads nothing, so that whoever still writes there is not disturbed."""
-    columns = tl.minimum(first + tl.arange(0, LINES) * LINE, K - 1)
-    lines = rows_ptr[:, None] + columns[None, :]
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [lines], tl.int32, False, 1
-    )
+from tilewright.codegen.templates.streaming import places_of_norm, prefetch_rows, step_of_x
 
 
 @triton.jit
@@ -68,37 +56,6 @@ def wait_for_kernel_before(
         tl.extra.cuda.gdc_wait()
         if LETS_IN:
             tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def places_of_x(
-    x_ptr, norm_weight_ptr, tokens, columns, X_STRIDE: tl.constexpr, NORM_STRIDE: tl.constexpr
-):
-    """Pointers [tokens, columns] to x and to the norm's weight, None where it has none."""
-    x_ptrs = x_ptr + tokens.to(tl.int64)[:, None] * X_STRIDE + columns[None, :]
-    norm_ptrs = None
-    if norm_weight_ptr is not None:
-        # The same for each token: a load of so many bytes can be made ahead, a row's not.
-        norm_ptrs = tl.broadcast_to(
-            norm_weight_ptr + columns[None, :] * NORM_STRIDE, (tokens.shape[0], columns.shape[0])
-        )
-    return x_ptrs, norm_ptrs
-
-
-@triton.jit
-def step_of_x(
-    x_ptrs, norm_ptrs, squares, step, mask,
-    NORM: tl.constexpr, NORM_STRIDE: tl.constexpr, NORM_OFFSET: tl.constexpr,
-):  # fmt: skip
-    """(x [tokens, columns] of a step, times the norm's weight; squares, with x's added)."""
-    x = tl.load(x_ptrs + step, mask=mask, other=0.0)
-    if NORM:
-        wide = x.to(tl.float32)
-        squares += wide * wide
-        if norm_ptrs is not None:
-            factor = tl.load(norm_ptrs + step * NORM_STRIDE, mask=mask, other=0.0)
-            x = (wide * (factor.to(tl.float32) + NORM_OFFSET)).to(x_ptrs.dtype.element_ty)
-    return x, squares
 
 
 @triton.jit
@@ -203,7 +160,8 @@ def streamed_linear(
     word_ptrs = word_lines[:, None] + word_columns[None, :] * WEIGHT_STRIDES[1]
     if up_weight_ptr is not None:
         up_ptrs = up_lines[:, None] + word_columns[None, :] * UP_STRIDES[1]
-    x_ptrs, norm_ptrs = places_of_x(x_ptr, norm_weight_ptr, tokens, columns, X_STRIDE, NORM_STRIDE)
+    x_ptrs = x_ptr + tokens.to(tl.int64)[:, None] * X_STRIDE + columns[None, :]
+    norm_ptrs = places_of_norm(norm_weight_ptr, tokens, columns, NORM_STRIDE)
     squares = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
     product = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     sums = product

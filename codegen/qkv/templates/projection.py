@@ -54,6 +54,7 @@ from tilewright.codegen.templates.codes import (
 from tilewright.codegen.templates.parts import part_of
 from tilewright.codegen.templates.places import KEY, QUERY, VALUE, head_of_tile, store_target
 from tilewright.codegen.templates.split_k import arrive, sum_of_parts
+from tilewright.codegen.templates.streaming import places_of_norm, prefetch_rows, step_of_x
 
 
 @triton.jit
@@ -249,23 +250,35 @@ def qkv_projection(
 
 @triton.jit
 def reduce_partials(
-    partial, workspace_ptr, counters_ptr, tile, part,
+    partial, square, workspace_ptr, counters_ptr, tile, part,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLIT_K: tl.constexpr,
 ):  # fmt: skip
-    """(sum over the SPLIT_K parts of `tile`, whether this program runs the epilogue).
+    """(sum over the SPLIT_K parts of `tile`, that of `square` [COLUMNS] unless it is None, whether
+    this program runs the epilogue).
 
     Every program writes its part; the last to arrive adds them in the order of the parts, so the
     sum does not depend on which was last.
     """
     offsets = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-    parts = workspace_ptr + tile * (SPLIT_K * ROWS * COLUMNS)
+    NUMBERS: tl.constexpr = ROWS * COLUMNS + (0 if square is None else COLUMNS)
+    parts = workspace_ptr + tile * (SPLIT_K * NUMBERS)
     tl.store(parts + part * (ROWS * COLUMNS) + offsets, partial)
+    if square is not None:
+        square_parts = parts + SPLIT_K * ROWS * COLUMNS
+        own = tl.arange(0, COLUMNS)
+        tl.store(square_parts + part * COLUMNS + own, square)
     is_last = arrive(counters_ptr + tile, SPLIT_K)
     total = partial
-    if is_last:
-        # A mask that is always true.
-        total = sum_of_parts(parts, offsets, offsets >= 0, ROWS * COLUMNS, SPLIT_K)
-    return total, is_last
+    total_square = square
+    # Masks that are always true.
+    if square is None:
+        if is_last:
+            total = sum_of_parts(parts, offsets, offsets >= 0, ROWS * COLUMNS, SPLIT_K)
+    else:
+        if is_last:
+            total = sum_of_parts(parts, offsets, offsets >= 0, ROWS * COLUMNS, SPLIT_K)
+            total_square = sum_of_parts(square_parts, own, own >= 0, COLUMNS, SPLIT_K)
+    return total, total_square, is_last
 
 
 @triton.jit
@@ -329,6 +342,10 @@ def qkv_projection_swapped(
     SCALE_ROWS: tl.constexpr = 1, SCALE_COLUMNS: tl.constexpr = 1,
     PACKED_ZEROS: tl.constexpr = False, CODE_OFFSET: tl.constexpr = 0,
     ZERO_OFFSET: tl.constexpr = 0,
+    input_norm_weight_ptr=None, INPUT_NORM: tl.constexpr = False,
+    INPUT_NORM_EPS: tl.constexpr = 0.0, INPUT_NORM_OFFSET: tl.constexpr = 0.0,
+    INPUT_NORM_STRIDE: tl.constexpr = 0,
+    PREFETCH: tl.constexpr = 0, LETS_IN: tl.constexpr = False,
 ):  # fmt: skip
     """QKV projection, few tokens: q, k, v = x @ [Wq; Wk; Wv]^T with bias, QK norm, rotary
     embedding, and the store to q and to a paged cache.
@@ -336,10 +353,15 @@ def qkv_projection_swapped(
     A program computes 2 * BLOCK_P weight rows by BLOCK_T tokens.
     Grid ((Hq + 2 Hkv) * TILES_PER_HEAD * SPLIT_K, cdiv(T, BLOCK_T)). BLOCK_P is a power of two, at
     least 8, and TILES_PER_HEAD * BLOCK_P covers the pairs of a head; a norm needs TILES_PER_HEAD 1.
-    With SPLIT_K > 1, workspace holds fp32 [tiles, SPLIT_K, 2 * BLOCK_P, BLOCK_T] and counters one
-    zeroed int32 per tile, both for this launch alone. The weights may have any strides (group,
-    head, row, column of K); the first of K_WEIGHT_STRIDES and V_WEIGHT_STRIDES is not used. The
-    other arguments are those of `qkv_epilogue`.
+    With SPLIT_K > 1, workspace holds fp32 [tiles, SPLIT_K, (2 * BLOCK_P + INPUT_NORM) * BLOCK_T]
+    and counters one zeroed int32 per tile, both for this launch alone. The weights may have any
+    strides (group, head, row, column of K); the first of K_WEIGHT_STRIDES and V_WEIGHT_STRIDES is
+    not used. The other arguments are those of `qkv_epilogue`.
+
+    INPUT_NORM, of weights that are no codes: x is divided by its rms and multiplied by
+    INPUT_NORM_OFFSET + input_norm_weight, rounded before the product. PREFETCH: columns of each
+    weight row that are asked for before the kernel waits for the one before it. LETS_IN: the next
+    kernel's programs may take their places while this one runs.
 
     With scales, weights are codes: 8-bit (PER 1), or words of PER codes along K or, with
     PACKED_ROWS, along the rows, which their strides count. Q_BLOCK_STRIDES are those of scales and
@@ -416,8 +438,14 @@ def qkv_projection_swapped(
     word_columns = first_column // STEP + tl.arange(0, BLOCK_K // STEP)
     word_ptrs = (weight_ptr + word_offsets)[:, None] + word_columns[None, :] * column_stride
     x_ptrs = x_ptr + token_rows(tokens, X_STRIDE) + columns[None, :]
+    norm_ptrs = places_of_norm(input_norm_weight_ptr, tokens, columns, INPUT_NORM_STRIDE)
     if LAUNCH_PDL:
+        if PREFETCH > 0:
+            lines = weight_ptr + tl.minimum(dims, HEAD_DIM - 1) * row_stride
+            prefetch_rows(lines, first_column, HIDDEN, PREFETCH // 64, 64)
         tl.extra.cuda.gdc_wait()
+        if LETS_IN:
+            tl.extra.cuda.gdc_launch_dependents()
     # Before the loop: after it nothing would hide the latency of these loads.
     heads = head + tl.arange(0, 1)
     low_bias, high_bias = load_bias(
@@ -480,6 +508,7 @@ def qkv_projection_swapped(
             )
     accumulator = tl.zeros((ROWS, BLOCK_T), tl.float32)
     sums = tl.zeros((ROWS, BLOCK_T), tl.float32)
+    squares = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
     for step in range(0, PART, BLOCK_K):
         if EVEN:
             word_mask = word_row_mask[:, None]
@@ -493,7 +522,13 @@ def qkv_projection_swapped(
             word_ptrs + step // STEP * column_stride,
             mask=word_mask, other=0.0, eviction_policy="evict_first",
         )  # fmt: skip
-        x = tl.load(x_ptrs + step, mask=x_mask, other=0.0)
+        if INPUT_NORM:
+            x, squares = step_of_x(
+                x_ptrs, norm_ptrs, squares, step, x_mask,
+                True, INPUT_NORM_STRIDE, INPUT_NORM_OFFSET,
+            )  # fmt: skip
+        else:
+            x = tl.load(x_ptrs + step, mask=x_mask, other=0.0)
         if CODES:
             # A step ahead: Triton does not pipeline these loads through shared memory.
             next_scale = scale
@@ -546,13 +581,18 @@ def qkv_projection_swapped(
             accumulator, sums, scale, zero, x_scale, HAS_ZEROS, q_zero_ptr is not None, ZERO_OFFSET,
             x_scale_ptr is not None, UNIT,
         )  # fmt: skip
+    square = None
+    if INPUT_NORM:
+        square = tl.sum(squares, axis=1)
     is_finisher = True
     if SPLIT_K > 1:
         tile = tl.program_id(1) * (tl.num_programs(0) // SPLIT_K) + row_tile
-        accumulator, is_finisher = reduce_partials(
-            accumulator, workspace_ptr, counters_ptr, tile, part, ROWS, BLOCK_T, SPLIT_K
+        accumulator, square, is_finisher = reduce_partials(
+            accumulator, square, workspace_ptr, counters_ptr, tile, part, ROWS, BLOCK_T, SPLIT_K
         )
     if is_finisher:
+        if INPUT_NORM:
+            accumulator *= tl.rsqrt(square / HIDDEN + INPUT_NORM_EPS)[None, :]
         if not ROPE_FIRST:
             low_cos, low_sin, high_cos, high_sin, rotates = load_rope(
                 kind, tokens, token_mask, first_pair, cos_ptr, sin_ptr, rope_tokens,

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from tests.interpreted import Interpreter
+from tests.ops.qkv import plain
 from tilewright.codegen.emit import emit
 from tilewright.codegen.operand import Operand
 from tilewright.codegen.qkv.plan import epilogue_config, fused_choice
@@ -255,17 +256,18 @@ def in_float64(a: Any) -> Any:
     return replace(a, **wide)
 
 
-def check(op: Any, a: Any, run_kernel: Any) -> None:
+def check(op: Any, a: Any, run_kernel: Any, tolerances: Any = None) -> None:
     """Result and caches against the reference in float64; untouched slots bit for bit."""
+    tolerances = tolerances or op.tolerances
     exact = in_float64(a)
     want = op.reference(exact)
     before = {name: getattr(a, name).clone() for name in op.mutated if getattr(a, name) is not None}
     got = run_kernel(a)
     if want is not None:
-        assert op.tolerances[got.dtype].problem(got, want) is None
+        assert tolerances[got.dtype].problem(got, want) is None
     for name, old in before.items():
         new, exact_new = getattr(a, name), getattr(exact, name)
-        assert op.tolerances[new.dtype].problem(new, exact_new) is None, name
+        assert tolerances[new.dtype].problem(new, exact_new) is None, name
         untouched = exact_new == old.double()
         assert torch.equal(new.double()[untouched], old.double()[untouched]), name
         assert not untouched.all(), f"{name}: the case writes nothing"
@@ -279,6 +281,22 @@ def test_swapped(case: AttentionCase, config: SwappedConfig) -> None:
             run_fused(qkv_cache.OP.sample_inputs(case), config)
         return
     check(qkv_cache.OP, qkv_cache.OP.sample_inputs(case), lambda a: run_fused(a, config))
+
+
+@pytest.mark.parametrize("config", SWAPPED.values(), ids=SWAPPED)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"input_norm": "rms", "num_tokens": 37, "bias": True, "delta": True, "hidden": 200},
+        {"input_norm": "weightless", "projection": "n_major"},
+        {"input_norm": "rms", "input_norm_offset": 1.0, "num_tokens": 1, "clip": 2.0},
+    ],
+    ids=["rms", "weightless", "offset"],
+)
+def test_swapped_norms_x(changes: dict[str, Any], config: SwappedConfig) -> None:
+    """x times the weight is rounded before the product, as the graph rounds it."""
+    a = qkv_cache.OP.sample_inputs(replace(LLAMA, **changes))
+    check(qkv_cache.OP, a, lambda a: run_fused(a, config), plain.LIBRARY)
 
 
 @pytest.mark.parametrize("config", TILED.values(), ids=TILED)

@@ -18,6 +18,7 @@ def attention_cases(draw, kernels=False):
     options = {**draw(shapes(kernels)), **draw(dtypes(kernels))}
     options |= draw(weights(options))
     options |= draw(norms(options)) | draw(ropes(options)) | draw(caches(options))
+    options |= draw(input_norms(options))
     options |= draw(addresses(options))
     if options["slots"] in ("flat", "block_table", "ragged"):
         divisors = [n for n in range(1, 5) if options["num_tokens"] % n == 0]
@@ -114,6 +115,16 @@ def norms(draw, chosen):
         "norm_per_head": draw(st.booleans()),
         "norm_after_rope": draw(st.booleans()),
         "norm_offset": draw(st.sampled_from((0.0, 1.0))),
+    }
+
+
+@st.composite
+def input_norms(draw, chosen):
+    if chosen.get("codes"):
+        return {}
+    return {
+        "input_norm": draw(st.sampled_from(("", "", "rms", "weightless"))),
+        "input_norm_offset": draw(st.sampled_from((0.0, 1.0))),
     }
 
 

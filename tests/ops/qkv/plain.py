@@ -58,6 +58,10 @@ def strided_copy(tensor):
 
 def activations(a):
     x = a.x.double()
+    if a.input_rms_norm:
+        x = F.rms_norm(x, x.shape[-1:], None, a.input_norm_eps)
+        if a.input_norm_weight is not None:
+            x = x * (a.input_norm_offset + a.input_norm_weight.double())
     if a.x_scale is None:
         return x
     tokens, columns = torch.meshgrid(*map(torch.arange, x.shape), indexing="ij")
@@ -211,7 +215,8 @@ def store(a, result, name, window, values, scale, repeat, places):
             cache[place][head], touched[place][head] = value, True
 
 
-#: A library GEMM rounds before the epilogue, as the graph it replaces does.
+#: A library GEMM rounds before the epilogue, as the graph it replaces does; a kernel that norms x
+#: rounds that before the product.
 LIBRARY = {
     torch.bfloat16: Tolerance(relative=2.0**-7, of_rms=2.0**-6),
     torch.float16: Tolerance(relative=2.0**-10, of_rms=2.0**-9),

@@ -20,6 +20,7 @@ WRAPPED = CASES["block_table_of_a_model"]
 FP8_CACHE, GPTQ, AWQ = CASES["fp8_cache_multiplied"], CASES["gptq"], CASES["awq"]
 INT8, CODES, BLOCKS = CASES["int8"], CASES["fp8_codes_token"], CASES["fp8_blocks"]
 NORMED = AttentionCase("normed", qk_norm=True)
+PRENORMED = AttentionCase("prenormed", input_norm="rms")
 
 
 def put(name, where, value):
@@ -126,6 +127,13 @@ QKV_METADATA = [
     (PLAIN, just(kv_repeat=2), "k_window", "num_kv_heads = 4, got 2"),
     (PLAIN, just(clip=-1.0), "clip", "a finite number from 0.0, got -1.0"),
     (PLAIN, just(clip=float("nan")), "clip", "a finite number"),
+    (PRENORMED, just(input_rms_norm=False), "input_norm_weight", "None, since input_rms_norm is F"),
+    (PRENORMED, just(input_norm_weight=heads(63)), "input_norm_weight", r"\[K\] = \[64\], got"),
+    (PRENORMED, just(input_norm_weight=heads(64).half()), "input_norm_weight", "dtype"),
+    (PRENORMED, of("input_norm_weight", lambda t: t.to("meta")), "input_norm_weight", "on cpu"),
+    (PRENORMED, just(input_norm_eps=-1.0), "input_norm_eps", "a finite number from 0"),
+    (PRENORMED, just(input_norm_offset=float("nan")), "input_norm_offset", "a finite number"),
+    (CODES, just(input_rms_norm=True), "input_rms_norm", "False, since x has codes"),
     (NORMED, just(norm_kind="batch"), "norm_kind", "one of 'rms', 'layer', got 'batch'"),
     (NORMED, just(norm_width="token"), "norm_width", "one of 'head', 'row'"),
     (NORMED, just(norm_width="row"), "q_norm_weight", r"\[H, D\] = \[4, 32\], got shape \[32\]"),

@@ -37,7 +37,8 @@ def check(op, a, run):
     a, changes = plain.guarded(a, op)
     expected = plain.outcome(plain.on_cpu(a))
     q, name = run(a)
-    allowed = library_tolerances(a) if name == "library" else op.tolerances
+    rounds = name == "library" or getattr(a, "input_rms_norm", False)
+    allowed = library_tolerances(a) if rounds else op.tolerances
     assert not list(plain.mismatches(op, a, q, expected, allowed)), name
     assert not list(changes(expected.touched)), name
 

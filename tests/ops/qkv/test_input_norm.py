@@ -1,0 +1,138 @@
+"""The norm of x in front of the projection: which kernel has it, what is done without one, and that
+no number gets worse by it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.agreement import relative_error, upcast
+from tests.interpreted import Interpreter, interpret
+from tilewright.codegen.qkv.plan import MOST_NORMED_TOKENS, choose, fits
+from tilewright.codegen.qkv.specs import SwappedConfig
+from tilewright.codegen.qkv.tune import Case, trials
+from tilewright.codegen.targets import SM90, SM100
+from tilewright.ops.contract import get_op
+from tilewright.ops.qkv.lowering import fused_qkv_paged_steps
+from tilewright.ops.qkv.operands import prepare
+from tilewright.ops.qkv.samples import AttentionCase
+from tilewright.ops.runtime.program import Launch, Library, drive
+from tilewright.ops.runtime.replay import repeat
+
+QKV = get_op("fused_qkv_paged")
+CASE = AttentionCase("normed", input_norm="rms", num_tokens=3, hidden=328)
+
+
+def arguments(**changes):
+    return replace(QKV.sample_inputs(replace(CASE, **changes)), static_tokens=True)
+
+
+def problem(**changes):
+    return prepare(arguments(**changes)).problem
+
+
+def hf_norm(x, weight, eps):
+    """Two roundings."""
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def own_norm(x, weight, eps):
+    """One."""
+    return F.rms_norm(x, x.shape[-1:], weight, eps)
+
+
+@pytest.mark.parametrize("norm", [hf_norm, own_norm])
+@pytest.mark.parametrize("size", [1.0, 1e-3, 1e4])
+def test_the_kernel_is_no_less_accurate_than_the_graph(norm, size):
+    """Of x of any size, with a few columns that are larger than the others. Which of two roundings
+    is the larger changes with the size of what is rounded: over an octave they are alike."""
+    ours, graph = [], []
+    for step in range(4):
+        a = arguments(hidden=1032, num_tokens=16)
+        a.x.mul_(size * 2 ** (step / 4))[:, ::129] *= 3
+        wide = {name: upcast(value) for name, value in vars(a).items()}
+        exact = QKV.reference(replace(a, **wide)).flatten(1)
+        normed = norm(a.x, a.input_norm_weight, a.input_norm_eps)
+        graph.append(relative_error(F.linear(normed, a.q_weight.flatten(0, 1)), exact))
+        program = interpret(QKV, a, SM90)
+        assert ("INPUT_NORM", True) in program.specs[0].constants
+        ours.append(relative_error(program.outcome.result.flatten(1), exact))
+    assert sum(ours) <= 1.01 * sum(graph)
+
+
+@pytest.mark.parametrize("target", [SM90, SM100], ids=lambda target: target.name)
+def test_few_tokens_are_normed_by_the_kernel_that_projects_them(target):
+    for tokens, inside in ((1, True), (MOST_NORMED_TOKENS, True), (MOST_NORMED_TOKENS + 1, False)):
+        normed = problem(num_tokens=tokens)
+        choice = choose(normed, tokens, target)
+        assert choice.norms_x == inside
+        assert ("x is normed, then" in choice.reason) != inside
+        # Behind a norm by itself everything is as without one.
+        plain = choose(problem(num_tokens=tokens, input_norm=""), tokens, target)
+        if not inside:
+            assert (choice.config, choice.specs) == (plain.config, plain.specs)
+        else:
+            assert "that norms x" in choice.reason
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": torch.float16},
+        {"dtype": torch.float32},
+        {"weight_format": "int8", "scale_block": (1, 328)},
+        {"qk_norm": True, "norm_width": "row"},
+        {"num_tokens": MOST_NORMED_TOKENS + 1},
+    ],
+    ids=["float16", "float32", "codes", "norm of rows", "many tokens"],
+)
+def test_before_any_other_kernel_x_is_normed_by_itself(changes):
+    a, exact = arguments(**changes), arguments(**changes)
+    program = interpret(QKV, a, SM90)
+    steps = [step for step, _ in program.steps if isinstance(step, (Launch, Library))]
+    assert isinstance(steps[0], Library)
+    assert steps[0].tensors[1] is a.x
+    wide = {name: upcast(value) for name, value in vars(exact).items()}
+    wanted = QKV.reference(replace(exact, **wide))
+    assert relative_error(program.outcome.result, wanted) < 2.0**-6
+
+
+@pytest.mark.parametrize("tokens", [2, MOST_NORMED_TOKENS + 1])
+def test_a_call_made_again_norms_again(tokens):
+    a = arguments(num_tokens=tokens)
+    machine = Interpreter()
+    program = drive(fused_qkv_paged_steps(a, machine.target), machine)
+    args, kwargs = QKV.split(a)
+    again = repeat(program, args, kwargs, machine)
+    assert again is not None
+    kept = program.outcome.result.clone()
+    a.x.square_()
+    second = again(*args, **kwargs)
+    assert torch.equal(second, interpret(QKV, a).outcome.result)
+    assert not torch.equal(second, kept)
+
+
+def test_a_tile_of_the_norm_s_weight_takes_its_share_of_memory():
+    """More stages than fit are no candidate."""
+    widest = SwappedConfig(64, 32, 128, 4, 5)
+    wide = {"head_dim": 128, "hidden": 4096}
+    assert fits(problem(**wide, input_norm=""), widest, SM90)
+    assert not fits(problem(**wide), widest, SM90)
+
+
+def test_what_is_measured_is_what_norms():
+    """A kernel beside other kernels that norm x; else, with x normed before, all that there is."""
+    few = trials(Case(problem(), 3, SM90, packed=False))
+    assert len(few) > 2
+    assert all(choice.norms_x for choice in few.values())
+    many = MOST_NORMED_TOKENS + 1
+    tried = trials(Case(problem(num_tokens=many), many, SM90, packed=False))
+    assert (
+        tried.keys()
+        == trials(Case(problem(num_tokens=many, input_norm=""), many, SM90, False)).keys()
+    )
+    assert not any(choice.norms_x for choice in tried.values())
