@@ -75,7 +75,7 @@ def arguments(draw: random.Random, batch: int) -> tuple[torch.Tensor, ...]:
 
 def compiled(model: nn.Module, backend: str, inner: str, dynamic: bool | None):
     if backend == "tilewright":
-        options = {"inner": inner}
+        options = {"inner": inner, "everywhere": True}
         return torch.compile(model, backend="tilewright", options=options, dynamic=dynamic)
     return torch.compile(model, backend=inner, dynamic=dynamic)
 

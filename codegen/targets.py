@@ -7,6 +7,11 @@ H200: 4.3 TB/s copy and 790 TFLOP/s bf16, measured with random data; its fp8 rat
 fp8 GEMMs reach. B200: rates that cuBLAS and public memory-bound kernels report. Links: four fifths
 of NVLink's 450 and 900 GB/s in each direction; a collective's start is that of vLLM's one-stage
 all-reduce (7 us for 0.5 MB on two H100). Neither is measured here.
+
+Of the others nothing but data sheets and the CUDA programming guide was seen: rates are 0.88 of the
+sheet's memory rate and 0.65 of its dense tensor-core peaks, as about H200 and B200 reach of theirs.
+They are those of one product: sm80 of A100 (80 GB), sm86 of A10, sm89 of L40S, sm103 of B300, sm120
+of RTX 5090. A GPU of the same capability has its own number of multiprocessors.
 """
 
 from __future__ import annotations
@@ -16,8 +21,15 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 FEATURES = frozenset(
-    {"tma", "wgmma", "tcgen05", "tma_gather", "block_scaled_mma", "dependent_launch"}
+    {"tma", "wgmma", "tcgen05", "tma_gather", "block_scaled_mma", "dependent_launch", "fp8"}
 )
+#: Folders of `codegen/` that have kernels.
+FAMILIES = frozenset({"attention", "collective", "grouped", "lora", "mla", "mlp", "moe", "qkv"})
+# Of dense layers.
+_DENSE = frozenset({"attention", "mlp", "qkv"})
+# The peaks of a data sheet that are reached.
+_OF_MEMORY = 0.88
+_OF_TENSOR_CORES = 0.65
 
 
 @dataclass(frozen=True)
@@ -25,10 +37,10 @@ class Target:
     """What code generation and the time model need to know about one chip.
 
     Attributes:
-        name: "sm100", "sm90" or "interpret".
+        name: a key of TARGETS, such as "sm100".
         capability: CUDA compute capability (major, minor); (0, 0) for the interpreter.
         warp_size: threads per warp.
-        max_shared_bytes: shared memory one block may use (227 KiB on both chips).
+        max_shared_bytes: shared memory one block may use; an SM has 1 KiB more.
         tmem_columns: tensor-memory columns of 128 lanes x 4 bytes per SM; 0 where there is none.
         num_sms: streaming multiprocessors.
         max_registers: registers one thread may hold.
@@ -44,7 +56,12 @@ class Target:
         sm_name: the target string in the machine code.
         mma_opcodes: (operand dtype, SASS opcode of the tensor-core path meant for it).
         legacy_mma: SASS opcodes of older, slower tensor-core paths.
-        features: subset of FEATURES.
+        features: subset of FEATURES; "fp8": it has e4m3 numbers.
+        families: subset of FAMILIES, whose kernels are audited for the chip; sites of the others
+            stay as they are.
+        measured: whether kernels have run on the chip, and choices rest on their times; else all
+            times are the model's.
+        threads_per_sm, blocks_per_sm: how many an SM holds at once.
     """
 
     name: str
@@ -66,12 +83,20 @@ class Target:
     sm_name: str = ""
     mma_opcodes: tuple[tuple[str, str], ...] = ()
     legacy_mma: frozenset[str] = frozenset()
+    families: frozenset[str] = FAMILIES
+    measured: bool = False
+    threads_per_sm: int = 2048
+    blocks_per_sm: int = 32
 
     def __post_init__(self) -> None:
         unknown = self.features - FEATURES
         if unknown:
             raise ValueError(
                 f"features: expected names out of {sorted(FEATURES)}, got {sorted(unknown)}"
+            )
+        if self.families - FAMILIES:
+            raise ValueError(
+                f"families: expected names out of {sorted(FAMILIES)}, got {sorted(self.families)}"
             )
 
     @property
@@ -82,6 +107,16 @@ class Target:
     @property
     def is_gpu(self) -> bool:
         return self.capability != (0, 0)
+
+    @property
+    def complete(self) -> bool:
+        """Whether there are kernels for it of every family, and of every dtype."""
+        return self.families == FAMILIES and "fp8" in self.features
+
+    @property
+    def multiplies_registers(self) -> bool:
+        """Whether tiles are multiplied out of registers (mma.sync), of which both take some."""
+        return ("bf16", "HMMA") in self.mma_opcodes
 
     def has(self, feature: str) -> bool:
         """Whether the chip has `feature`; a name outside FEATURES raises ValueError."""
@@ -127,7 +162,9 @@ SM100 = Target(
     ),
     bytes_in_flight_per_sm=43 * 1000,
     launch_s=2.5e-6,
-    features=frozenset({"tma", "tcgen05", "tma_gather", "block_scaled_mma", "dependent_launch"}),
+    features=frozenset(
+        {"tma", "tcgen05", "tma_gather", "block_scaled_mma", "dependent_launch", "fp8"}
+    ),
     link_bytes_per_s=720e9,
     collective_s=6e-6,
     sm_name="sm_100a",
@@ -161,7 +198,8 @@ SM90 = Target(
     ),
     bytes_in_flight_per_sm=25 * 1000,
     launch_s=2.5e-6,
-    features=frozenset({"tma", "wgmma", "dependent_launch"}),
+    features=frozenset({"tma", "wgmma", "dependent_launch", "fp8"}),
+    measured=True,
     link_bytes_per_s=360e9,
     collective_s=6e-6,
     sm_name="sm_90a",
@@ -172,6 +210,114 @@ SM90 = Target(
         ("fp8e5", "QGMMA"),
     ),
     legacy_mma=frozenset({"HMMA", "QMMA", "IMMA", "OMMA"}),
+)
+
+SM103 = replace(
+    SM100,
+    name="sm103",
+    capability=(10, 3),
+    flops=(
+        ("bf16", _OF_TENSOR_CORES * 2.25e15),
+        ("fp16", _OF_TENSOR_CORES * 2.25e15),
+        ("fp32", _OF_TENSOR_CORES * 1.1e15),
+        ("fp8e4nv", _OF_TENSOR_CORES * 4.5e15),
+        ("fp8e5", _OF_TENSOR_CORES * 4.5e15),
+        ("nvfp4", _OF_TENSOR_CORES * 13.5e15),
+    ),
+    sm_name="sm_103a",
+)
+
+# mma.sync multiplies on all of these, and its opcodes are the chip's own path. NVFP4 by mma.sync,
+# which sm120 has, is not emitted.
+_HALVES_BY_MMA_SYNC = (("bf16", "HMMA"), ("fp16", "HMMA"))
+_FP8_BY_MMA_SYNC = (*_HALVES_BY_MMA_SYNC, ("fp8e4nv", "QMMA"), ("fp8e5", "QMMA"))
+
+SM120 = Target(
+    name="sm120",
+    capability=(12, 0),
+    warp_size=32,
+    max_shared_bytes=101376,
+    tmem_columns=0,
+    num_sms=170,
+    max_registers=255,
+    registers_per_sm=65536,
+    hbm_bytes_per_s=_OF_MEMORY * 1.792e12,
+    l2_bytes=96 * 1024 * 1024,
+    flops=(
+        ("bf16", _OF_TENSOR_CORES * 209.5e12),
+        ("fp16", _OF_TENSOR_CORES * 209.5e12),
+        ("fp32", _OF_TENSOR_CORES * 104.8e12),
+        ("fp8e4nv", _OF_TENSOR_CORES * 419e12),
+        ("fp8e5", _OF_TENSOR_CORES * 419e12),
+    ),
+    bytes_in_flight_per_sm=7 * 1000,
+    launch_s=2.5e-6,
+    features=frozenset({"tma", "dependent_launch", "fp8"}),
+    link_bytes_per_s=0.8 * 64e9,
+    collective_s=6e-6,
+    sm_name="sm_120a",
+    mma_opcodes=_FP8_BY_MMA_SYNC,
+    families=_DENSE,
+    threads_per_sm=1536,
+    blocks_per_sm=24,
+)
+
+SM89 = replace(
+    SM120,
+    name="sm89",
+    capability=(8, 9),
+    num_sms=142,
+    hbm_bytes_per_s=_OF_MEMORY * 864e9,
+    flops=(
+        ("bf16", _OF_TENSOR_CORES * 362e12),
+        ("fp16", _OF_TENSOR_CORES * 362e12),
+        ("fp32", _OF_TENSOR_CORES * 183e12),
+        ("fp8e4nv", _OF_TENSOR_CORES * 733e12),
+        ("fp8e5", _OF_TENSOR_CORES * 733e12),
+    ),
+    bytes_in_flight_per_sm=4 * 1000,
+    features=frozenset({"fp8"}),
+    link_bytes_per_s=0.8 * 32e9,
+    sm_name="sm_89",
+)
+
+SM86 = replace(
+    SM89,
+    name="sm86",
+    capability=(8, 6),
+    num_sms=72,
+    hbm_bytes_per_s=_OF_MEMORY * 600e9,
+    l2_bytes=6 * 1024 * 1024,
+    flops=(
+        ("bf16", _OF_TENSOR_CORES * 125e12),
+        ("fp16", _OF_TENSOR_CORES * 125e12),
+        ("fp32", _OF_TENSOR_CORES * 62.5e12),
+    ),
+    bytes_in_flight_per_sm=6 * 1000,
+    features=frozenset(),
+    sm_name="sm_86",
+    mma_opcodes=_HALVES_BY_MMA_SYNC,
+    blocks_per_sm=16,
+)
+
+SM80 = replace(
+    SM86,
+    name="sm80",
+    capability=(8, 0),
+    max_shared_bytes=166912,
+    num_sms=108,
+    hbm_bytes_per_s=_OF_MEMORY * 2.039e12,
+    l2_bytes=40 * 1024 * 1024,
+    flops=(
+        ("bf16", _OF_TENSOR_CORES * 312e12),
+        ("fp16", _OF_TENSOR_CORES * 312e12),
+        ("fp32", _OF_TENSOR_CORES * 156e12),
+    ),
+    bytes_in_flight_per_sm=13 * 1000,
+    link_bytes_per_s=0.8 * 300e9,
+    sm_name="sm_80",
+    threads_per_sm=2048,
+    blocks_per_sm=32,
 )
 
 # Runs on the CPU; it has no rates, so the time model refuses it. Few SMs, so that persistent
@@ -190,14 +336,14 @@ INTERPRET = Target(
     flops=(),
     bytes_in_flight_per_sm=0,
     launch_s=0.0,
-    features=frozenset({"tma"}),
+    features=frozenset({"tma", "fp8"}),
 )
 
 TARGETS: Mapping[str, Target] = MappingProxyType(
-    {target.name: target for target in (SM100, SM90, INTERPRET)}
+    {target.name: target for target in (SM100, SM103, SM120, SM90, SM89, SM86, SM80, INTERPRET)}
 )
 
-_BY_MAJOR = {9: SM90, 10: SM100}
+_BY_CAPABILITY = {target.capability: target for target in TARGETS.values()}
 
 
 def get_target(name: str) -> Target:
@@ -215,19 +361,19 @@ def gpu_targets() -> list[Target]:
 def detect_target(device: int | None = None) -> Target | None:
     """The target of the present CUDA device, with its own SM count; None without a usable one.
 
-    A GPU of a generation that has no record (compute capability other than 9.x and 10.x) also
-    gives None: nothing is emitted for it.
+    A GPU whose compute capability has no record, or that torch reaches through ROCm, also gives
+    None: nothing is emitted for it.
     """
     try:
         import torch
     except ImportError:  # the worker and the audit run where torch is not installed
         return None
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() or torch.version.hip is not None:
         return None
     properties = torch.cuda.get_device_properties(
         torch.cuda.current_device() if device is None else device
     )
-    target = _BY_MAJOR.get(properties.major)
+    target = _BY_CAPABILITY.get((properties.major, properties.minor))
     if target is None or target.num_sms == properties.multi_processor_count:
         return target
     return replace(target, num_sms=properties.multi_processor_count)

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 import tilewright.patterns  # noqa: F401  registers the families
-from tilewright.codegen.targets import detect_target
+from tilewright.codegen.targets import detect_target, get_target
 from tilewright.compiler import _compat
 from tilewright.compiler.dataflow.access import call_key
 from tilewright.compiler.dataflow.build import build_view
@@ -31,6 +31,7 @@ from tilewright.compiler.rewrite.lengths import advance_lengths_last
 from tilewright.compiler.rewrite.local_linears import make_linears_local
 from tilewright.compiler.rewrite.rank_sums import make_rank_sums_plain
 from tilewright.compiler.rewrite.sums import make_sums_new
+from tilewright.compiler.safety.devices import lost_nowhere, with_kernels
 from tilewright.compiler.safety.legality import check_legality
 from tilewright.compiler.safety.lint import check_graph
 from tilewright.compiler.safety.overlap import InputMemory, input_memory
@@ -118,6 +119,9 @@ def _attempt(
     misses: list[Miss] = []
     inputs: list[InputMemory] = []
 
+    patterns = registered(options.patterns)
+    planned = get_target(target_name(options))
+
     def run(graph: fx.Graph) -> None:
         make_sums_new(graph)
         make_rank_sums_plain(graph)
@@ -136,15 +140,18 @@ def _attempt(
                 if not inputs:
                     inputs.append(input_memory(flow))
             with clock.phase("match"):
-                found = find(flow, registered(options.patterns), check, failures)
+                found = find(flow, patterns, check, failures)
                 wanted, left = plan(found, options, len(rewritten))
             with clock.phase("rewrite"):
-                done, no = rewrite_sites(graph, flow, wanted, failures)
+                done, no = rewrite_sites(graph, flow, wanted, failures, planned)
             rewritten.extend(done)
             refused |= {(match.pattern, match.anchor.node): miss for match, miss in no}
             if not no:
                 unread = [failures("view", "to read a node", e, (n,)) for n, e in flow.failed]
-                misses.extend((*found.misses, *left, *unread))
+                missed = found.misses
+                if not options.everywhere:
+                    missed = lost_nowhere(missed, patterns)
+                misses.extend((*missed, *left, *unread))
                 put_flex_back(graph, spelled)
                 if rewritten:
                     advance_lengths_last(graph)
@@ -205,7 +212,8 @@ def plan(found: Findings, options: Options, done: int = 0) -> tuple[list[Match],
     done: how many rewrites there have been in earlier rounds; they count towards `fuel`.
 
     Of matches that overlap, those that together absorb the most are kept (a maximum-weight clique
-    of the graph of compatible matches); the others are reported as CLAIMED.
+    of the graph of compatible matches); the others are reported as CLAIMED. Of these, sites on
+    devices without kernels are reported as NO_KERNELS, unless `everywhere` asks for them.
     """
     wanted = [m for m in found.matches if _wanted(m, options.only)]
     conflicts = nx.Graph()
@@ -221,6 +229,9 @@ def plan(found: Findings, options: Options, done: int = 0) -> tuple[list[Match],
             lost |= _losers(conflicts.subgraph(rivals), wanted)
     chosen = [m for i, m in enumerate(wanted) if i not in lost]
     left = [_claimed(wanted[i], wanted[winner]) for i, winner in sorted(lost.items())]
+    if not options.everywhere:
+        chosen, without = with_kernels(chosen)
+        left += without
     return (chosen if options.fuel is None else chosen[: options.fuel - done]), left
 
 

@@ -14,6 +14,7 @@ from tilewright.compiler import _compat
 from tilewright.patterns.language import CAPTURE, Miss, registered
 
 INNER = ("inductor", "eager")
+EVERYWHERE = "TILEWRIGHT_EVERYWHERE"
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class Options:
     report: a file to which each compiled graph's report is appended as one line of JSON.
     tune: measure the lowerings of each fused op on the GPU at hand, at the first need of each
         bucket of token counts; times are kept on disk. The report says what was measured.
+    everywhere: rewrite graphs also on devices that the ops have no kernels for, the CPU among them,
+        where they run as their PyTorch references; None for what TILEWRIGHT_EVERYWHERE says.
     inner_options: Inductor's own settings by their dotted names, such as
         {"triton.cudagraphs": True}; only with inner="inductor".
     """
@@ -47,11 +50,14 @@ class Options:
     only: tuple[str, ...] | None = None
     report: str | None = None
     tune: bool = False
+    everywhere: bool | None = None
     inner_options: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         _one_of("inner", self.inner, INNER)
-        for name in ("verify", "tune"):
+        if self.everywhere is None:
+            object.__setattr__(self, "everywhere", os.environ.get(EVERYWHERE, "0") not in ("", "0"))
+        for name in ("verify", "tune", "everywhere"):
             _expect(name, isinstance(getattr(self, name), bool), "a bool", getattr(self, name))
         for name in ("patterns", "only"):
             given = getattr(self, name)

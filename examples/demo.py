@@ -7,7 +7,8 @@
 2. The kernels it would run on a B200 are emitted, cross-compiled and held to the chip's limits.
 3. A small Llama decodes for real (on the GPU, where there is an NVIDIA one) through
    `torch.compile(model, backend="tilewright")`; its logits and caches are compared with the eager
-   model's, both against a float64 run.
+   model's, both against a float64 run. The option `everywhere` has the ops run on a CPU too, as
+   their PyTorch reference: by default a graph without kernels for its device stays as it is.
 
 The exit status is 1 where anything is not as it should be.
 """
@@ -165,7 +166,7 @@ def run_small(checks: Checks) -> None:
     shape = (BATCH, SMALL["num_key_value_heads"], CACHE_LENGTH, SMALL["head_dim"])
     noise = torch.randn(2 * SMALL["num_hidden_layers"], *shape).bfloat16().to(device)
 
-    compiled = torch.compile(model, backend="tilewright")
+    compiled = torch.compile(model, backend="tilewright", options={"everywhere": True})
     with torch.no_grad():
         start = time.perf_counter()
         fused = decode(model, compiled, tokens.to(device), noise)

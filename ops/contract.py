@@ -25,6 +25,7 @@ from tilewright.codegen.targets import Target, get_target
 from tilewright.ops.checks import ArgumentError
 from tilewright.ops.checks import debug_values as debug_values
 from tilewright.ops.formats.fp8 import FP8_DTYPES
+from tilewright.ops.runtime.device import emits_for, target_of
 from tilewright.ops.runtime.launch import machine_of
 from tilewright.ops.runtime.program import Planner, Steps, drive
 from tilewright.ops.runtime.recording import address_key
@@ -207,7 +208,7 @@ class FusedOp:
 
     def plan_for(self, arguments: Any, target: str) -> LoweringReport:
         """The lowering these arguments (metadata suffices) get on `target`, and why."""
-        choice = self.choose("cuda", arguments)
+        choice = self.choose("cuda", arguments, get_target(target))
         if self.plan is None and choice.lowering.build is None and not choice.rejected:
             return LoweringReport("reference", "the op declares no kernel")
         if self.lowerings and choice.lowering.name == "reference":
@@ -255,18 +256,51 @@ class FusedOp:
             {f.name: getattr(arguments, f.name) for f in keyword},
         )
 
-    def choose(self, device_type: str, arguments: Any) -> Choice:
-        """The first lowering that takes these arguments; metadata only, so fakes will do."""
+    def choose(self, device_type: str, arguments: Any, target: Target | None = None) -> Choice:
+        """The first lowering that takes these arguments; metadata only, so fakes will do.
+
+        target: of emitted kernels; None where it is not asked whether it has any for the op."""
         rejected: list[tuple[str, str]] = []
         for lowering in self.lowerings:
+            reason: str | None = None
             if device_type not in lowering.device_types:
-                reason: str | None = f"runs on {', '.join(sorted(lowering.device_types))} only"
-            else:
-                reason = lowering.unsupported(arguments)
+                reason = f"runs on {', '.join(sorted(lowering.device_types))} only"
+            elif lowering.build is not None and target is not None:
+                reason = self.target_obstacle(arguments, target)
+            reason = reason or lowering.unsupported(arguments)
             if reason is None:
                 return Choice(lowering, tuple(rejected))
             rejected.append((lowering.name, reason))
         return Choice(self.reference_lowering(), tuple(rejected))
+
+    @property
+    def family(self) -> str:
+        """The folder of `ops/` that it is in; empty for an op from elsewhere."""
+        package, _, rest = self.arguments.__module__.partition(".ops.")
+        return rest.partition(".")[0] if package == "tilewright" else ""
+
+    def target_obstacle(self, arguments: Any, target: Target) -> str | None:
+        """Why a chip has no emitted kernels for a call; None where it may have some."""
+        if self.family and self.family not in target.families:
+            return f"its kernels are not audited for {target.name}"
+        if target.has("fp8"):
+            return None
+        given = {f.name: getattr(arguments, f.name) for f in fields(arguments)}
+        for name, value in given.items():
+            for item in value if isinstance(value, (list, tuple)) else (value,):
+                if isinstance(item, torch.Tensor) and item.dtype == torch.float8_e4m3fn:
+                    return f"{name} is of float8_e4m3fn, which {target.name} does not have"
+        return None
+
+    def has_lowering_on(self, device: torch.device) -> bool:
+        """Whether a lowering is for `device`, whatever the arguments; an op that declares none is
+        for every device. Meta tensors stand for those of the GPU that is planned for."""
+        if not self.lowerings or device.type == "meta":
+            return True
+        return any(
+            device.type in lowering.device_types and (lowering.build is None or emits_for(device))
+            for lowering in self.lowerings
+        )
 
     def reference_lowering(self) -> Lowering:
         """The op's meaning as its last resort."""
@@ -326,6 +360,11 @@ def get_op(name: str) -> FusedOp:
     return _registry[qualified]
 
 
+def is_ours(called: torch._ops.OpOverload) -> bool:
+    """Whether a registered op is called."""
+    return called._schema.name in _registry
+
+
 def all_ops() -> Iterator[FusedOp]:
     """Every registered op, by name."""
     return iter([_registry[name] for name in sorted(_registry)])
@@ -372,7 +411,8 @@ def _implementation(op: FusedOp, device_type: str) -> OpCallable:
                 return whole(*op.split(_with_lists(lists, arguments)), seen)
             _check_tensors_given(op, arguments)
             op.validate(arguments)
-            entry = _guarded(op, op.choose(device_type, arguments).lowering)
+            target = target_of(_device(arguments)) if device_type == "cuda" else None
+            entry = _guarded(op, op.choose(device_type, arguments, target).lowering)
             _remember(entries, key, entry)
         if torch.is_grad_enabled() or forward_ad._current_level >= 0:
             _check_needs_no_grad(op, arguments)

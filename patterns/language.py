@@ -442,6 +442,7 @@ CODES: dict[str, str] = {
     "RANKS": "not all ranks fuse the same sums over ranks, so none does",
     "GRAPH_BREAK": "Dynamo could not trace part of the model, so no pattern saw it",
     "CLAIMED": "another match already absorbs part of this one",
+    "NO_KERNELS": "the device has no kernels of the op, and PyTorch computes the site faster",
     "UNSUPPORTED": "the op does not support this combination",
     "SUBCLASS": "the cache or another operand is a tensor subclass, whose memory is not seen",
     "EARLIER_GRAPH": "what is written was computed in an earlier graph",
@@ -453,6 +454,7 @@ CODES: dict[str, str] = {
 WEIGHTS: dict[str, Weight] = {
     "RANKS": "advice",  # the library's collectives compute the graph as it is
     "CLAIMED": "advice",  # the site is fused, by the other match
+    "NO_KERNELS": "advice",  # the site is at its fastest as it is
     "EARLIER_GRAPH": "advice",  # the break is what is lost, and is told; else it is the design
 }
 

@@ -13,6 +13,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # a worker per core: more threads are i
     torch.set_num_threads(1)
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
+# The ops' references are tested here, on the CPU.
+os.environ.setdefault("TILEWRIGHT_EVERYWHERE", "1")
+
 # Inductor compiles a program for each instruction set that the processor says it has.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 

@@ -15,11 +15,12 @@ from tilewright.compiler import Lowered, Site
 from tilewright.compiler.report import collapse_misses, collapse_sites
 from tilewright.patterns.language import Miss
 from tilewright.tools.kernel_audit import KernelAudit
+from tilewright.tools.looked_for import nearest_lines
 
 if TYPE_CHECKING:
     from tilewright.tools.sharding import Rank
 
-_LABEL_WIDTH = 10
+_LABEL_WIDTH = 11
 
 
 def render(name: str, lowered: Lowered, audits: Sequence[KernelAudit], width: int) -> Group:
@@ -27,12 +28,20 @@ def render(name: str, lowered: Lowered, audits: Sequence[KernelAudit], width: in
     parts: list[RenderableType] = [_head(name, lowered)]
     parts += [*_matches(lowered.matches, width), *_misses(lowered.misses, width)]
     if not lowered.matches and not lowered.misses:
-        parts.append(Text("\nNothing to fuse was found: no pattern has an anchor in this model."))
+        parts += _nothing(lowered, width)
     parts += [Text(f"note: {note}", style="yellow") for note in lowered.notes]
     if audits:
         parts += [Text(f"\nKernels for {lowered.target}", style="bold")]
         parts.append(render_kernels(audits, lowered.target))
     return Group(*parts)
+
+
+def _nothing(lowered: Lowered, width: int) -> Iterator[RenderableType]:
+    yield Text(
+        "\nNothing to fuse was found. Where patterns start, and what is there:", style="bold"
+    )
+    for line in nearest_lines(lowered):
+        yield Text(textwrap.fill(line, width, initial_indent="  ", subsequent_indent="    "))
 
 
 def render_rank(rank: Rank, target: Target, width: int) -> Text:
@@ -58,7 +67,9 @@ def _head(name: str, lowered: Lowered) -> Text:
     count = _count(len(lowered.graphs), "graph")
     text = Text(name, style="bold")
     size = f"{before} nodes, {after} after fusion ({seconds:.2f} s)"
-    return text.append(f"\ntarget {lowered.target}, {count}, {size}", style="not bold")
+    # Where nothing ran on a chip, its times and choices are a model's.
+    chip = lowered.target + ("" if get_target(lowered.target).measured else " (modelled)")
+    return text.append(f"\ntarget {chip}, {count}, {size}", style="not bold")
 
 
 def _count(number: int, noun: str) -> str:

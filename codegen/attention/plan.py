@@ -42,6 +42,13 @@ BY_POINTERS = (
     PrefillConfig(64, 32, 4, 2),
     PrefillConfig(64, 32, 4, 1),
 )
+# With scores, output and q all in registers: fewer scores of a thread.
+IN_REGISTERS = (
+    PrefillConfig(64, 32, 4, 2),
+    PrefillConfig(64, 32, 8, 2),
+    PrefillConfig(64, 32, 8, 1),
+    PrefillConfig(32, 32, 4, 1),
+)
 # With a mask tensor, whose tile takes registers too.
 MASKED = (PrefillConfig(64, 64, 4, 2), *BY_POINTERS[2:])
 
@@ -81,6 +88,8 @@ def prefill_config(problem: CacheProblem, target: Target) -> PrefillConfig:
     if target.tmem_columns:
         wide = max(problem.blocks) > 128
         tried = (PrefillConfig(128, 32 if wide else 64, 8, 2, tma=problem.tma),)
+    if target.multiplies_registers:
+        tried = IN_REGISTERS if max(problem.blocks) <= 128 else IN_REGISTERS[1:]
     return next((config for config in tried if _fits(problem, config, target)), tried[-1])
 
 

@@ -87,10 +87,10 @@ class Audit:
     def blocks_per_sm(self, target: Target) -> int:
         """Blocks that fit an SM at once, by registers, shared memory, TMEM and threads."""
         threads = self.num_warps * target.warp_size
-        limits = [32, 2048 // threads]
+        limits = [target.blocks_per_sm, target.threads_per_sm // threads]
         limits.append(target.registers_per_sm // max(1, threads * (-(-self.registers // 8) * 8)))
         if self.shared_bytes:
-            # Each block also takes 1 KiB of the 228 KiB of an SM.
+            # Each block also takes 1 KiB of the SM's.
             limits.append((target.max_shared_bytes + 1024) // (self.shared_bytes + 1024))
         if self.tmem_columns:
             limits.append(target.tmem_columns // self.tmem_columns)

@@ -13,6 +13,8 @@ MOST_TOKENS = 64
 MOST_GATED_TOKENS = 16
 # Tokens of a tile where two weights of codes are decoded beside its sums: more spill.
 MOST_CODED_TILE = 32
+# The same of any weight of codes where the tensor core takes both operands out of registers.
+MOST_CODED_IN_REGISTERS = 16
 # All programs are there at once, so that they end together: two on each multiprocessor.
 PROGRAMS_PER_SM = 2
 # What a program leaves of its half of the shared memory: its barriers, and sums over tokens.
@@ -35,6 +37,8 @@ def most_tokens(num_weights: int) -> int:
 def linear_config(problem: LinearProblem, num_tokens: int, target: Target) -> LinearConfig:
     """The tiles for so many tokens: as many bytes in flight as fit two programs."""
     most = MOST_CODED_TILE if problem.quantization and problem.num_weights == 2 else MOST_TOKENS
+    if problem.quantization and target.multiplies_registers:
+        most = MOST_CODED_IN_REGISTERS
     block_t = min(max(next_power_of_2(num_tokens), 16), most)
     block_k = 64 if problem.num_weights == 2 or block_t > 32 else 128
     if problem.quantization is not None:

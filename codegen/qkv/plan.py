@@ -120,13 +120,13 @@ class LoweringPlan:
 
 
 def plan_fused_qkv(problem: QkvProblem, target: Target, packed: bool = False) -> LoweringPlan:
-    """The lowerings of a problem on a target; for a chip without features, that of the library.
+    """The lowerings of a problem on a target; for a chip without TMA, that of the library.
 
     packed: the weights are rows of one tensor.
     """
 
     def pick(num_tokens: int) -> LoweringChoice:
-        if not target.features:
+        if not target.has("tma"):
             return library_choice(problem.after_norm, num_tokens, target, packed, None)
         return choose(problem, num_tokens, target, packed)
 

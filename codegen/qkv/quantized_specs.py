@@ -19,6 +19,9 @@ from tilewright.codegen.qkv.specs import (
 from tilewright.codegen.spec import Constant, KernelSpec, constants_of
 from tilewright.codegen.targets import Target
 
+# Tokens of a tile where the tensor core takes codes and x out of registers: more spill (sm120).
+MOST_TOKENS_IN_REGISTERS = 32
+
 
 def quantization_of(problem: QkvProblem) -> Quantization:
     assert problem.quantization is not None
@@ -67,6 +70,8 @@ def quantized_fits(problem: QkvProblem, config: SwappedConfig, target: Target) -
     if quantized_shared_bytes(problem, config) > target.max_shared_bytes - 2048:
         return False
     if not 8 <= config.block_p <= next_power_of_2(heads.pairs_per_head):
+        return False
+    if target.multiplies_registers and config.block_t > MOST_TOKENS_IN_REGISTERS:
         return False
     if config.ordered_x and (q.packed_rows or problem.coded_x):
         return False

@@ -94,7 +94,7 @@ def repro_text(gm: fx.GraphModule, options: Options) -> str:
     """The file: a module made of the graph's code, its inputs, and a strict compilation of it."""
     held = [n.meta["example_value"] for n in gm.graph.nodes if n.op == "placeholder"]
     graph = gm.print_readable(print_output=False, include_stride=True, include_device=True)
-    given = {"inner": "eager", "strict": True} | {
+    given = {"inner": "eager", "strict": True, "everywhere": True} | {
         name: list(value) if isinstance(value, tuple) else value
         for name in ("patterns", "only", "target")
         if (value := getattr(options, name)) is not None

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from tilewright.codegen.targets import Target
 from tilewright.compiler import _compat
 from tilewright.compiler.dataflow.spelling import argument, shape_of
 from tilewright.compiler.rewrite.materialise import Materialiser
@@ -17,7 +18,8 @@ from tilewright.compiler.rewrite.strides import steps, strides_matter
 from tilewright.compiler.safety.legality import insertion_node
 from tilewright.compiler.safety.lint import check_site
 from tilewright.ops.checks import ArgumentError
-from tilewright.ops.contract import FusedOp, get_op
+from tilewright.ops.contract import FusedOp, get_op, is_ours
+from tilewright.ops.runtime.device import target_at
 from tilewright.patterns.dataflow import Dataflow
 from tilewright.patterns.effects import Effect, InexpressibleError
 from tilewright.patterns.language import (
@@ -57,18 +59,20 @@ def rewrite_sites(
     flow: Dataflow,
     matches: Sequence[Match],
     failed: Failed = internal_miss,
+    target: Target | None = None,
 ) -> tuple[list[Rewritten], list[tuple[Match, Miss]]]:
     """Rewrites every match of `flow` in `graph`; the matches must not overlap.
 
     The op's fake implementation runs first. Where it refuses its arguments or fails, the graph
-    stays as it was, and the result is a Miss; `failed` makes the miss of a failure. Raises
+    stays as it was, and the result is a Miss; `failed` makes the miss of a failure. So does one for
+    whose op a chip has no kernels; target: the chip where no device at hand says it. Raises
     HalfRewrittenError for a failure after the graph has changed.
     """
     materialiser = Materialiser(graph, flow)
     done: list[Rewritten] = []
     refused: list[tuple[Match, Miss]] = []
     for match in matches:
-        answer = _rewrite(match, materialiser, failed)
+        answer = _rewrite(match, materialiser, failed, target)
         if isinstance(answer, Rewritten):
             done.append(answer)
         else:
@@ -76,7 +80,9 @@ def rewrite_sites(
     return done, refused
 
 
-def _rewrite(match: Match, materialiser: Materialiser, failed: Failed) -> Rewritten | Miss:
+def _rewrite(
+    match: Match, materialiser: Materialiser, failed: Failed, target: Target | None
+) -> Rewritten | Miss:
     graph, flow = materialiser.graph, materialiser.flow
     last = insertion_node(match, flow)
     materialiser.serving = last
@@ -85,6 +91,10 @@ def _rewrite(match: Match, materialiser: Materialiser, failed: Failed) -> Rewrit
         op = get_op(match.op if "::" in match.op else f"tilewright::{match.op}")
         with graph.inserting_before(last):
             node = _insert(op, match, materialiser)
+            chip = target_at(match.anchor.device, target)
+            if chip is not None and (obstacle := _target_obstacle(before, last, chip)):
+                _erase_between(graph, before, last)
+                return _miss(match, "NO_KERNELS", Stage.CAPABILITY, obstacle, last)
             if match.needs_kernel and _device_type(match) == "cuda":
                 _check_kernel(op, node)
             found = [pair for r in match.results for pair in _restate(r, node, materialiser)]
@@ -184,6 +194,18 @@ def arguments_of(op: FusedOp, node: fx.Node) -> Any:
 
 def _device_type(match: Match) -> str:
     return match.anchor.device.type
+
+
+def _target_obstacle(before: fx.Node, last: fx.Node, target: Target) -> str | None:
+    """Why a chip has no kernels for one of our ops between two nodes; None where it may have."""
+    node = before.next
+    while node is not last and not target.complete:
+        called, node = node, node.next
+        if isinstance(called.target, torch._ops.OpOverload) and is_ours(called.target):
+            op = get_op(called.target._schema.name)
+            if obstacle := op.target_obstacle(arguments_of(op, called), target):
+                return f"{op.name}: {obstacle}"
+    return None
 
 
 def _check_kernel(op: FusedOp, node: fx.Node) -> None:

@@ -56,7 +56,8 @@ def verify_sites(
     of different layers are rewritten together. Raises ValueError for meta tensors, and what the
     model raises.
     """
-    options = Options(inner="eager", patterns=tuple(patterns) if patterns is not None else None)
+    chosen = None if patterns is None else tuple(patterns)
+    options = Options(inner="eager", patterns=chosen, everywhere=True)
     found: list[SiteError] = []
 
     def capture(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -62,7 +62,7 @@ def case_of(call: FusedCall, target: Target) -> Case:
 def measured_lowering(call: FusedCall, target: Target) -> LoweringChoice | None:
     """What was measured on the call's GPU, measured now where that can be done."""
     index = gpu_index(call.a.x.device)
-    if index is None or not target.features:
+    if index is None or not target.has("tma"):
         return None
     return measured_choice(call.a, case_of(call, target), index)
 

@@ -17,6 +17,22 @@ def device_target(device: torch.device) -> Target | None:
     return detect_target(device.index)
 
 
+def emits_for(device: torch.device) -> bool:
+    """Whether kernels are emitted for a device: a CUDA device with a target. Where there is no GPU,
+    tensors on one are fakes, of a graph that is planned and does not run."""
+    if device.type != "cuda":
+        return False
+    return not torch.cuda.is_available() or device_target(device) is not None
+
+
+def target_at(device: torch.device, planned: Target | None) -> Target | None:
+    """The target of a GPU at hand; for tensors elsewhere, which stand for a GPU's, the one that is
+    planned for."""
+    if device.type == "cuda" and torch.cuda.is_available():
+        return device_target(device)
+    return planned
+
+
 @cache
 def target_of(device: torch.device) -> Target:
     """The same; a chip without a record has that of SM90 without its features."""

@@ -37,7 +37,7 @@ from tilewright.patterns.recognise.attention import (
     refuse,
     sketch_of,
 )
-from tilewright.patterns.recognise.dtypes import FLOATS, check_device, check_dtypes, dtype_name
+from tilewright.patterns.recognise.dtypes import FLOATS, check_dtypes, dtype_name
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,6 @@ def _arguments(attention: Attention, flow: Dataflow) -> dict[str, Any]:
     check_dtypes(
         dtypes, "queries, keys, values and result", attention.end, (*FLOATS, torch.float64)
     )
-    check_device(v)
     group = group_of(k, v)
     keys = _keys(once(k, group), once(v, group))
     for view, who in ((keys["k"], "key"), (keys["v"], "value")):

@@ -14,7 +14,7 @@ from tilewright.patterns import effects
 from tilewright.patterns.collective.sums import RankSum, match_rank_sum
 from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope
 from tilewright.patterns.language import Match, Result, Stage, as_advice, register, reject
-from tilewright.patterns.recognise.dtypes import HALVES, check_device, check_dtypes, dtype_name
+from tilewright.patterns.recognise.dtypes import HALVES, check_dtypes, dtype_name
 from tilewright.patterns.recognise.norm import Norm
 from tilewright.patterns.recognise.row_norm import rms_norm_of
 
@@ -91,7 +91,6 @@ def _check(found: RankSum, norm: Norm) -> None:
     if len(set(dtypes)) > 1:
         reject("DTYPE", Stage.CAPABILITY, f"{dtypes[0]} is added to {dtypes[1]}", found.end)
     check_dtypes([*dtypes, found.end.dtype], "parts and residual", found.end, HALVES)
-    check_device(found.part)
 
 
 def _written_back(found: RankSum, flow: Dataflow) -> tuple[Value, ...]:

@@ -28,7 +28,7 @@ from tilewright.patterns.quantised.expert_arguments import (
     expert_arguments,
 )
 from tilewright.patterns.quantised.experts import match_dequantized_experts, match_dequantized_rows
-from tilewright.patterns.recognise.dtypes import HALVES, check_device, check_dtypes, dtype_name
+from tilewright.patterns.recognise.dtypes import HALVES, check_dtypes, dtype_name
 from tilewright.patterns.recognise.grouped_gemm import ExpertGemm, match_grouped
 
 # Columns of an NVFP4 block, and of what the op's loads take at a time.
@@ -90,7 +90,6 @@ def _guard(gemm: ExpertGemm) -> None:
         reject("UNSUPPORTED", Stage.GUARDS, "a bias inside the grouped product", gemm.end)
     dtypes = {gemm.x.value.dtype, gemm.weight.value.dtype, gemm.end.dtype}
     check_dtypes(dtypes, "rows, weights and result", gemm.end, HALVES)
-    check_device(gemm.x)
 
 
 def _weight_only(gemm: ExpertGemm, weight: DequantizedExperts | None) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from tilewright.patterns.lora.arguments import (
 )
 from tilewright.patterns.lora.delta import LoraDelta, match_delta
 from tilewright.patterns.lora.product import BATCHED
-from tilewright.patterns.recognise.dtypes import check_device, check_dtypes, dtype_name
+from tilewright.patterns.recognise.dtypes import check_dtypes, dtype_name
 from tilewright.patterns.recognise.gemm import is_weight
 
 
@@ -237,7 +237,6 @@ def _guard(item: Sum, flow: Dataflow) -> None:
     dtypes.add(item.value.dtype)
     what, hint = "activation, adapter and projection", CAST_ADAPTERS
     check_dtypes(dtypes, what, item.value, FLOAT_DTYPES, hint)
-    check_device(delta.x)
     check_kernels(delta)
 
 

@@ -38,7 +38,7 @@ from tilewright.patterns.mla.absorbed import (
 from tilewright.patterns.mla.keys import assembled
 from tilewright.patterns.mla.up_weight import weight_arguments
 from tilewright.patterns.recognise.attention import Attention, match_attention, refuse
-from tilewright.patterns.recognise.dtypes import FLOATS, check_device, check_dtypes, dtype_name
+from tilewright.patterns.recognise.dtypes import FLOATS, check_dtypes, dtype_name
 from tilewright.patterns.recognise.equality import equal_values
 from tilewright.patterns.recognise.gemm import piece_of
 
@@ -172,7 +172,6 @@ def _guarded(
     for view, who in ((columns.latents, "latent"), (columns.rope_keys, "rope key")):
         if not flow.rows_are_dense(view):
             refuse(f"a {who}'s numbers do not follow each other in memory", attention.end)
-    check_device(attention.v)
     return ended
 
 

@@ -30,7 +30,7 @@ from tilewright.patterns.recognise.attention import (
     refuse,
     without_padding,
 )
-from tilewright.patterns.recognise.dtypes import check_device, check_dtypes, dtype_name
+from tilewright.patterns.recognise.dtypes import check_dtypes, dtype_name
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,6 @@ def _guard(attention: Attention, keys: LatentKeys) -> None:
     codes = () if keys.scales else (keys.latents, keys.weight)
     dtypes = {keys.dtype, *(view.value.dtype for view in (*queries, keys.rope_keys, *codes))}
     check_dtypes(dtypes, "query, latents, rope keys and weight", attention.end)
-    check_device(attention.v)
 
 
 def _arguments(attention: Attention, keys: LatentKeys, query: Query) -> dict[str, Any]:

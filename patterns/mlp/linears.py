@@ -13,7 +13,7 @@ from tilewright.patterns.effects import InexpressibleError
 from tilewright.patterns.quantised.scales import Names, weight_arguments
 from tilewright.patterns.quantised.weights import match_scaled_weight, refuse, repeated
 from tilewright.patterns.quantised.words import holds_codes
-from tilewright.patterns.recognise.dtypes import HALVES, check_device, check_dtypes, dtype_name
+from tilewright.patterns.recognise.dtypes import HALVES, check_dtypes, dtype_name
 from tilewright.patterns.recognise.gemm import piece_of
 from tilewright.patterns.recognise.linear import match_columns
 
@@ -115,7 +115,6 @@ def check_linears(linears: Iterable[FewTokens], others: Iterable[View], end: Val
     made = [value.dtype for one in linears for value in one.absorbed]
     more = [view.value.dtype for view in others]
     check_dtypes([*given, *made, *more, end.dtype], "activations and weights", end, HALVES)
-    check_device(linears[0].x)
 
 
 def linear_facts(linear: FewTokens, arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from tilewright.patterns.moe.products import DenseGemm
 from tilewright.patterns.quantised.expert_arguments import DequantizedExperts, expert_arguments
 from tilewright.patterns.quantised.experts import match_dequantized_experts
 from tilewright.patterns.recognise.activation import Activation
-from tilewright.patterns.recognise.dtypes import HALVES, check_device, check_dtypes, dtype_name
+from tilewright.patterns.recognise.dtypes import HALVES, check_dtypes, dtype_name
 from tilewright.patterns.recognise.gemm import named_product
 from tilewright.patterns.recognise.grouped_gemm import ExpertGemm
 from tilewright.patterns.recognise.linear import Columns
@@ -50,10 +50,9 @@ class Layer(Generic[Gemm]):
             refuse_rows(self.down.x)
 
     def check_kernels(self, x: View, anchor: Value) -> None:
-        """Raises Reject (DTYPE, UNSUPPORTED) for what there are no kernels for."""
+        """Raises Reject (DTYPE) for what there are no kernels for."""
         dtypes = {tensor.value.dtype for tensor in (x, *(gemm.weight for gemm in self.gemms))}
         check_dtypes(dtypes, "activation and expert weights", anchor, HALVES)
-        check_device(x)
 
     def arguments(self) -> dict[str, Any]:
         """The op's arguments beside x and the routes: weights, biases, activation.

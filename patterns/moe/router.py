@@ -24,7 +24,7 @@ from tilewright.patterns.language import Match, Parts, Result, Stage, register, 
 from tilewright.patterns.moe.choice import Choice, is_choice, match_choice
 from tilewright.patterns.moe.combine import SHAPED_LIKE
 from tilewright.patterns.moe.weights import Weights, match_weights
-from tilewright.patterns.recognise.dtypes import FLOATS, check_device, dtype_name, dtype_names
+from tilewright.patterns.recognise.dtypes import FLOATS, dtype_name, dtype_names
 from tilewright.patterns.recognise.gemm import Gemm, match_gemm
 from tilewright.patterns.recognise.norm import before_widening, strip_casts
 from tilewright.patterns.recognise.routing import match_order
@@ -175,7 +175,6 @@ def _check(
     wide = next((v for v in absorbed if v.dtype == torch.float64), None)
     if wide is not None:
         reject("DTYPE", Stage.GUARDS, f"{wide} is computed in float64", wide, weight="advice")
-    check_device(x)
 
 
 # --- results --------------------------------------------------------------------------------------

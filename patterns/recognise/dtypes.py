@@ -1,4 +1,4 @@
-"""Dtypes and devices that ops have kernels for, and how misses name dtypes."""
+"""Dtypes that ops have kernels for, and how misses name them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from collections.abc import Collection, Iterable
 
 import torch
 
-from tilewright.codegen.targets import detect_target
-from tilewright.patterns.dataflow import Value, View
+from tilewright.patterns.dataflow import Value
 from tilewright.patterns.language import Stage, reject
 
 #: Dtypes of projections and attention, and of experts' GEMMs.
@@ -38,10 +37,3 @@ def check_dtypes(
         expected = f"expected one of {dtype_names(known)} for all"
         message = f"{what} have {dtype_names(found)}; {expected}"
         reject("DTYPE", Stage.GUARDS, message, culprit, hint=hint)
-
-
-def check_device(x: View) -> None:
-    """Without kernels for the GPU at hand an op would run its reference: slower than the graph."""
-    device = x.value.device
-    if device.type == "cuda" and detect_target(device.index) is None:
-        reject("UNSUPPORTED", Stage.CAPABILITY, "there are no kernels for this GPU's generation", x)

@@ -1,12 +1,21 @@
 """Targets and kernel specs: canonical, hashable, checked on construction."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 
 from tilewright.codegen.operand import Operand
 from tilewright.codegen.spec import KernelSpec
-from tilewright.codegen.targets import INTERPRET, SM90, SM100, TARGETS, detect_target, get_target
+from tilewright.codegen.targets import (
+    INTERPRET,
+    SM90,
+    SM100,
+    TARGETS,
+    detect_target,
+    get_target,
+    gpu_targets,
+)
 
 ARGUMENTS = {
     "template": "fp4",
@@ -80,7 +89,7 @@ def test_order_of_constants_does_not_matter_but_types_do():
         ({"ranges": {"n": (2, 1)}}, r"ranges\['n'\]: expected low <= high, got 2 > 1"),
         ({"num_warps": 3}, "num_warps: expected a power of two, got 3"),
         ({"num_stages": 0}, "num_stages: expected at least 1, got 0"),
-        ({"target": "sm80"}, "target: expected one of"),
+        ({"target": "sm70"}, "target: expected one of"),
         ({"grid": (0,)}, "grid: expected one to three positive extents"),
     ],
 )
@@ -95,7 +104,11 @@ def test_json_of_another_version_is_refused():
 
 
 def test_targets():
-    assert TARGETS == {"sm100": SM100, "sm90": SM90, "interpret": INTERPRET}
+    assert (TARGETS["sm100"], TARGETS["sm90"], TARGETS["interpret"]) == (SM100, SM90, INTERPRET)
+    assert [target.name for target in gpu_targets()] == [
+        *("sm100", "sm103", "sm120", "sm90", "sm89", "sm86", "sm80")
+    ]
+    assert all(target.name == name for name, target in TARGETS.items())
     assert (SM100.arch, SM90.arch) == (100, 90)
     assert SM100.has("tcgen05")
     assert not SM90.has("tcgen05")
@@ -106,9 +119,42 @@ def test_targets():
     with pytest.raises(ValueError, match="feature: expected one of"):
         SM90.has("warp_drive")
     with pytest.raises(ValueError, match="target: expected one of"):
-        get_target("sm80")
+        get_target("sm70")
     with pytest.raises(ValueError, match="features: expected names"):
         dataclasses.replace(SM90, features=frozenset({"warp_drive"}))
+    with pytest.raises(ValueError, match="families: expected names"):
+        dataclasses.replace(SM90, families=frozenset({"moes"}))
+
+
+def test_records_of_chips_agree_with_each_other():
+    for target in gpu_targets():
+        major, minor = target.capability
+        assert target.name == f"sm{major}{minor}"
+        assert target.sm_name.removesuffix("a") == f"sm_{major}{minor}"
+        assert target.has("tma") is target.has("dependent_launch") is (major >= 9)
+        assert target.has("tcgen05") is (target.tmem_columns > 0)
+        assert target.has("fp8") is ("fp8e4nv" in dict(target.flops))
+        assert set(dict(target.mma_opcodes)) == set(dict(target.flops)) - {"fp32"}
+        assert (target.measured, target.complete) == (target is SM90, major in (9, 10))
+        assert not target.multiplies_registers or not target.has("wgmma")
+        # 700 ns of what the memory gives, of each multiprocessor.
+        needed = 700e-9 * target.hbm_bytes_per_s / target.num_sms
+        assert 0.8 < target.bytes_in_flight_per_sm / needed < 1.3, target.name
+
+
+@pytest.mark.parametrize(("capability", "hip", "name"), [
+    ((9, 0), None, "sm90"), ((10, 0), None, "sm100"), ((10, 3), None, "sm103"),
+    ((12, 0), None, "sm120"), ((12, 1), None, None), ((8, 6), None, "sm86"), ((7, 5), None, None),
+    ((9, 0), "6.4", None),  # what torch says of some of AMD's
+])  # fmt: skip
+def test_a_gpu_has_the_record_of_its_very_capability(capability, hip, name, monkeypatch):
+    torch = pytest.importorskip("torch")
+    properties = SimpleNamespace(major=capability[0], minor=capability[1], multi_processor_count=7)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    found = detect_target(0)
+    assert found == (name and dataclasses.replace(get_target(name), num_sms=7))
 
 
 def test_detect_target_agrees_with_torch():
@@ -118,6 +164,6 @@ def test_detect_target_agrees_with_torch():
         assert found is None
         return
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    known = {9: "sm90", 10: "sm100"}.get(properties.major)
+    known = {t.capability: t.name for t in gpu_targets()}.get((properties.major, properties.minor))
     assert (found and found.name) == known
     assert found is None or found.num_sms == properties.multi_processor_count

@@ -34,7 +34,9 @@ def wrong(monkeypatch, change, name="fused_qkv_paged"):
         return reference if self.name == name else self.__dict__["reference"]
 
     monkeypatch.setattr(
-        type(op), "choose", lambda self, device, a: contract.Choice(self.reference_lowering(), ())
+        type(op),
+        "choose",
+        lambda self, device, a, target: contract.Choice(self.reference_lowering(), ()),
     )
     monkeypatch.setattr(type(op), "reference", property(reference_of), raising=False)
 

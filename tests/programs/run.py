@@ -34,7 +34,7 @@ from tilewright.ops.checks import ArgumentError
 
 PER_MODEL = 20
 HOW_MANY = (0, 1, 1, 1, 2, 2, 3, 3)
-OPTIONS = Options(inner="eager", target="sm100")
+OPTIONS = Options(inner="eager", target="sm100", everywhere=True)
 #: A result is called unstable where eager's own moves this fraction of the difference, or more,
 #: when its inputs are moved by a rounding; so many times it is tried.
 AMPLIFIED, TRIALS = 8.0, 6

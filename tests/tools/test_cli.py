@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import logging
+import re
 import sys
 import textwrap
 from pathlib import Path
@@ -14,6 +15,8 @@ import torch
 from typer.testing import CliRunner
 
 from tilewright.tools.cli import app
+from tilewright.tools.commands import models
+from tilewright.tools.kernel_audit import audit_kernels
 
 CACHE_MODEL = """
     import torch
@@ -62,6 +65,21 @@ CACHE_MODEL = """
 
     def make_plain():
         return torch.nn.Linear(3, 2), (torch.ones(1, 3),), {}
+
+    class Encoder(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k, self.v = (torch.nn.Linear(32, 32) for _ in range(3))
+
+        def forward(self, x):
+            return torch.nn.functional.scaled_dot_product_attention(  # no mask
+                self.q(x), self.k(x), self.v(x)
+            )
+
+    def make_encoder():
+        model = torch.nn.Sequential()
+        model.attention = Encoder()
+        return model, (torch.ones(1, 2, 128, 32),), {}
 
     def make_empty():
         return len, ([1],), {}
@@ -125,7 +143,7 @@ def test_the_version_is_the_package_s():
 def test_a_users_function_as_text(inspect, model):
     done = inspect(model, "--no-kernels")
     assert done.exit_code == 0, done.stderr
-    assert done.stdout.startswith(f"{model}\ntarget sm100, 1 graph")
+    assert done.stdout.startswith(f"{model}\ntarget sm100 (modelled), 1 graph")
     assert "Fused: 2 sites" in done.stdout
     assert "layers.*  x2  qkv_cache -> fused_qkv_paged  mine.py:" in done.stdout
     assert "heads=4/2x32 rope=none" in done.stdout
@@ -193,7 +211,20 @@ def test_misses_come_with_code_place_reason_and_count(inspect):
 def test_nothing_to_fuse_is_a_report_too(inspect):
     done = inspect("mine.py:make_plain")
     assert done.exit_code == 0
-    assert "Nothing to fuse was found" in done.stdout
+    said = " ".join(done.stdout.split())
+    assert "Nothing to fuse was found. Where patterns start, and what is there:" in said
+    assert "(index_copy_, cache[slots] = k): nothing like it" in said
+    assert "behind them: only linear x1, the first in the top level" in said
+
+
+def test_where_nothing_starts_the_nearest_is_named_with_its_place(inspect):
+    done = inspect("mine.py:make_encoder")
+    said = " ".join(done.stdout.split())
+    line = line_of("no mask")
+    where = f"the first in attention (mine.py:{line})"
+    assert f"among heads: only scaled_dot_product_attention x1, {where}" in said
+    assert "behind them: only linear x3, the first in attention.q" in said
+    assert "topk, and a product of rows in groups (torch._grouped_mm, bmm): nothing" in said
 
 
 def test_a_call_without_tensors_is_said_to_be_one(inspect):
@@ -215,20 +246,61 @@ def test_dynamic_makes_the_token_count_a_symbol(inspect, option, tokens):
     assert [m["shapes"]["x"] for m in report["matches"]] == [f"bfloat16[{tokens},128]"] * 2
 
 
-def test_a_zoo_model_in_full_size():
+README = (Path(__file__).resolve().parents[2] / "README.md").read_text("utf-8")
+
+
+def assert_shows(document: str, first_line: str, output: str) -> None:
+    """The block of a document that begins so is the output, to the last character: but for the
+    command, times, and what `[...]` cuts, lines or the end of an entry."""
+    (block,) = re.findall(rf"^```\n({re.escape(first_line)}\n.*?)^```$", document, re.M | re.S)
+    shown = re.escape(re.sub(r"^\$ .*\n", "", block).strip("\n"))
+    shown = re.sub(r"\\\([\d\\.]+\\ s\\\)", r"\\(\\d+\\.\\d+ s\\)", shown)
+    cut = re.escape("[...]")
+    shown = shown.replace(f"\\\n{cut}", r"(?:\n.*)*").replace(f"\\ {cut}", r".*(?:\n    .*)*")
+    said = "\n".join(line.rstrip() for line in output.strip("\n").splitlines())
+    assert re.fullmatch(shown, said), f"the document shows\n{block}\nand the command says\n{said}"
+
+
+def test_a_zoo_model_in_full_size_is_shown_as_in_the_readme(monkeypatch):
     pytest.importorskip("transformers", reason="the zoo needs transformers")
+    monkeypatch.setattr(
+        models,
+        "audit_kernels",
+        lambda kernels, *given, **options: audit_kernels(kernels[:1], *given),
+    )
     torch._dynamo.reset()
-    done = CliRunner().invoke(app, ["inspect", "llama3-8b", "--no-kernels"])
+    done = CliRunner().invoke(app, ["inspect", "llama3-8b"])
     assert done.exit_code == 0, done.stderr
     assert "model.layers.*.self_attn  x32  qkv_cache -> fused_qkv_paged" in done.stdout
-    assert "heads=32/8x128 rope=half" in done.stdout
-    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text("utf-8")
-    sites = done.stdout.partition("Fused: 160 sites\n")[2].partition("    lowering")[0]
-    assert sites.strip()
-    assert sites in readme
-    names = [word for word in done.stdout.split() if word.startswith("qkv_projection")]
-    assert names
-    assert all(name in readme for name in names)
+    assert_shows(README, "$ tilewright inspect llama3-8b", done.stdout)
+
+
+def test_a_missed_site_is_shown_as_in_the_readme(inspect, tmp_path):
+    pytest.importorskip("transformers", reason="a cache of transformers")
+    (tmp_path / "growing.py").write_text(
+        "from tests.models.hf import build_hf\n"
+        "def make():\n    return build_hf('llama', cache='dynamic')[:3]\n"
+    )
+    done = inspect("growing.py:make", "--no-kernels", "--patterns", "cache_absent")
+    head, _, missed = done.stdout.partition("\n\n")
+    assert head.startswith("growing.py:make\n"), done.stderr
+    assert_shows(README, "Missed: 4 sites", missed)
+
+
+@pytest.mark.parametrize(("was", "now"), [
+    ("11.2 us modelled", "11.3 us modelled"),
+    ("qkv_projection_swapped_", "qkv_projection_swapped_0"),
+    (" nodes, ", "0 nodes, "),
+    ("sdpa_attention.py:193", "sdpa_attention.py:194"),
+    ("UTCHMMA x16", "UTCHMMA x17"),
+])  # fmt: skip
+def test_a_stale_readme_would_be_seen(was, now):
+    (block,) = re.findall(r"^```\n\$ tilewright inspect llama3-8b\n(.*?)^```$", README, re.M | re.S)
+    output = block.replace(" [...]", "\n    shapes     some").replace("[...]", "streamed_linear")
+    assert_shows(README, "$ tilewright inspect llama3-8b", output)
+    assert was in output
+    with pytest.raises(AssertionError, match="the document shows"):
+        assert_shows(README, "$ tilewright inspect llama3-8b", output.replace(was, now))
 
 
 ERRORS = [
@@ -241,8 +313,8 @@ ERRORS = [
     (("mine.py:make_exit",), "its code ended the process (exit 7)"),
     (("mine.py:make_untraceable",), "cannot be traced: RuntimeError: boom"),
     (("mine.py:make_misshapen",), "same reduction dim, but got [1, 5] X [3, 2]"),
-    (("mine.py:make", "--target", "sm80"), "--target: expected one of sm100, sm90, got 'sm80'"),
-    (("mine.py:make", "--target", "interpret"), "--target: expected one of sm100, sm90"),
+    (("mine.py:make", "--target", "sm70"), "sm90, sm89, sm86, sm80, got 'sm70'"),
+    (("mine.py:make", "--target", "interpret"), "--target: expected one of sm100, sm103"),
     (("mine.py:make", "--patterns", "nonsense"), "--patterns: unknown ['nonsense']"),
 ]
 

@@ -16,6 +16,7 @@ import torch
 from tilewright.ops.contract import all_ops
 from tilewright.patterns.language import CODES
 from tilewright.tools import zoo
+from tilewright.tools.miss_guide import miss_guide
 
 ROOT = Path(__file__).resolve().parents[2]
 # Taken when the tests are collected: no pattern of a test has added codes by then.
@@ -27,6 +28,14 @@ def test_every_miss_code_has_its_paragraph_under_its_meaning():
     sections = re.findall(r"^### (\w+)\n\*(.+)\*\n\n(.+)", text, re.MULTILINE)
     assert {code: meaning for code, meaning, _ in sections} == OWN_CODES
     assert len(sections) == len(OWN_CODES)
+
+
+def test_every_miss_code_says_last_what_to_do():
+    guide = miss_guide({})
+    assert set(guide) == set(OWN_CODES)
+    for code, entry in guide.items():
+        *_, last = entry.text.split("\n\n")
+        assert re.match(r"\*\*What to do:\*\* \S", last), f"{code}: {last}"
 
 
 def test_links_between_documents_lead_somewhere():

@@ -13,12 +13,22 @@ from tilewright.tools.audit.mlp import mlp_cases
 from tilewright.tools.audit.moe import moe_cases
 from tilewright.tools.audit.qkv import qkv_cases, quantized_cases
 
-FAMILIES = (
-    *(qkv_cases, quantized_cases, lora_cases, moe_cases),
-    *(mla_cases, mla_attention_cases, attention_cases, mlp_cases),
-    collective_cases,
-)
+FAMILIES = {
+    "qkv": (qkv_cases, quantized_cases),
+    "lora": (lora_cases,),
+    "moe": (moe_cases,),  # with those of `grouped`
+    "mla": (mla_cases, mla_attention_cases),
+    "attention": (attention_cases,),
+    "mlp": (mlp_cases,),
+    "collective": (collective_cases,),
+}
 
 
 def all_cases(target: Target) -> list[AuditCase]:
-    return [case for cases in FAMILIES for case in cases(target)]
+    """The kernels of the families that there are for a chip, of the dtypes that it has."""
+    known = [make for name, makes in FAMILIES.items() if name in target.families for make in makes]
+    return [case for make in known for case in make(target) if _has_dtypes(case, target)]
+
+
+def _has_dtypes(case: AuditCase, target: Target) -> bool:
+    return target.has("fp8") or all("fp8e4nv" not in kind for _, kind in case.spec.signature)

@@ -66,7 +66,7 @@ def _coded_cases(target: Target) -> Iterator[AuditCase]:
     """Weights of codes, as checkpoints have them, of the first model."""
     hidden, inner, _ = next(iter(MODELS.values()))
     for name, options in FORMATS.items():
-        if options.get("codes"):
+        if options.get("codes") or ("fp8" in name and not target.has("fp8")):
             continue
         up, down = (_coded(options, *sizes) for sizes in ((hidden, inner), (inner, hidden)))
         up = replace(up, layout=up.layout.replace("plain", "separate"), norm="rms")

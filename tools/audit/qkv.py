@@ -189,6 +189,8 @@ def quantized_cases(target: Target) -> list[AuditCase]:
     cases: list[AuditCase] = []
     for model in MODELS[:4]:
         for fmt in MODEL_FORMATS.get(model.name, OTHERS):
+            if "fp8" in fmt and not target.has("fp8"):
+                continue
             call, name = prepare(arguments(quantized(model, fmt))), f"{model.name} {fmt}"
             for tokens in QUANTIZED_COUNTS:
                 cases += _best_fused(f"{name} T={tokens}", call, tokens, target)
@@ -199,7 +201,10 @@ def quantized_cases(target: Target) -> list[AuditCase]:
 
 
 def _best_fused(name: str, call: FusedCall, tokens: int, target: Target) -> Iterator[AuditCase]:
-    """The kernels of the best fused lowering by the model of times, where there is one."""
+    """The kernels of the best fused lowering by the model of times, where there is one: a chip
+    without TMA is given none."""
+    if not target.has("tma"):
+        return
     ranked = sorted(
         (estimate(call.problem, config, tokens, target), str(config), config)
         for config in candidates(call.problem, tokens, target)

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
+from tilewright.codegen.targets import gpu_targets
 from tilewright.tools.zoo import FORMS_OF_A_MODEL, ZOO, ModelError
 
 FAILED = 1
@@ -33,7 +34,9 @@ DynamicOption = Annotated[
     bool | None,
     typer.Option("--dynamic/--no-dynamic", help="As in torch.compile; default: its own."),
 ]
-TargetOption = Annotated[str, typer.Option(help="The chip to plan for: sm100 or sm90.")]
+TargetOption = Annotated[
+    str, typer.Option(help=f"The chip to plan for: {', '.join(t.name for t in gpu_targets())}.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON only.")]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Full traces of errors.")]
 

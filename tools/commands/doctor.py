@@ -71,13 +71,14 @@ def _gpu() -> Finding:
     import torch
 
     if not torch.cuda.is_available():
-        detail = "none: graphs are fused and kernels cross-compiled; the ops run their references"
+        detail = "none: kernels are cross-compiled, and what a GPU would run is reported; "
+        detail += "torch.compile leaves graphs as they are"
         return Finding("GPU", "no", detail)
     arch = torch.cuda.get_device_capability()
     name = f"{torch.cuda.get_device_name()} (sm_{arch[0]}{arch[1]})"
     fits = [target.name for target in gpu_targets() if target.arch == 10 * arch[0] + arch[1]]
     if not fits:
-        detail = f"{name}: no kernels for it; the ops run their references"
+        detail = f"{name}: no kernels for it; torch.compile leaves graphs as they are"
         return Finding("GPU", "no", detail)
     return Finding("GPU", "ok", f"{name}: target {fits[0]}")
 

@@ -48,8 +48,9 @@ def own_norm(x, weight, eps):
 @pytest.mark.parametrize("norm", [hf_norm, own_norm])
 @pytest.mark.parametrize("size", [1.0, 1e-3, 1e4])
 def test_the_kernel_is_no_less_accurate_than_the_graph(norm, size, monkeypatch):
-    """Of x of any size, 16 tokens of it, with a few columns that are larger than the others. Which of two roundings
-    is the larger changes with the size of what is rounded: over an octave they are alike."""
+    """Of 16 tokens of any size, with a few columns that are larger than the others. Which of two
+    roundings is the larger changes with the size of what is rounded: over an octave they are
+    alike."""
     monkeypatch.setattr("tilewright.codegen.qkv.plan.MOST_NORMED_TOKENS", 16)
     ours, graph = [], []
     for step in range(4):

@@ -3,18 +3,13 @@ what only looks like a mixture does not."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from tests.agreement import assert_no_worse, relative_error
 from tests.found import codes_of, matches_of
 from tests.models.moe_idioms import ENDS, IDIOMS, build, exact
-from tilewright.codegen import targets
 from tilewright.compiler import lower, reports
-from tilewright.patterns import language
-from tilewright.patterns.recognise import dtypes
 
 
 @pytest.mark.parametrize("name", IDIOMS)
@@ -363,19 +358,3 @@ def test_rows_written_in_place_that_others_read_stay():
         module.combine = stored_and_kept
 
     assert "EXPERT_COMBINE" in misses("plain", change)
-
-
-@pytest.mark.parametrize(("device", "known", "refused"), [
-    ("cuda", False, True), ("cuda", True, False), ("cpu", False, False),
-])  # fmt: skip
-def test_a_gpu_without_kernels_keeps_its_graph(monkeypatch, device, known, refused):
-    target = targets.SM90 if known else None
-    monkeypatch.setattr(dtypes, "detect_target", lambda index: target)
-    value = SimpleNamespace(device=torch.device(device))
-    view = SimpleNamespace(value=value, meta={})
-    if refused:
-        with pytest.raises(language.Reject) as caught:
-            dtypes.check_device(view)
-        assert caught.value.miss.code == "UNSUPPORTED"
-    else:
-        dtypes.check_device(view)

@@ -1,0 +1,86 @@
+"""Sites on devices that the fused op has no kernels for: PyTorch computes them faster as they are.
+
+There an op would run as its PyTorch reference, and a step would take longer than without us.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from tilewright.ops.contract import FusedOp, get_op
+from tilewright.patterns.language import Match, Miss, Pattern, Stage
+
+HINT = (
+    "`tilewright inspect` shows what is fused on a GPU; "
+    'options={"everywhere": True} or TILEWRIGHT_EVERYWHERE=1 fuses here too, and is slower'
+)
+
+
+def with_kernels(matches: Sequence[Match]) -> tuple[list[Match], list[Miss]]:
+    """(the matches on devices that their ops have kernels for, a miss NO_KERNELS for each other
+    device)."""
+    fused: list[Match] = []
+    left: dict[torch.device, list[Match]] = defaultdict(list)
+    for match in matches:
+        device = match.anchor.device
+        if _runs_on(match.op, device):
+            fused.append(match)
+        else:
+            left[device].append(match)
+    return fused, [_no_kernels(device, sites) for device, sites in left.items()]
+
+
+def lost_nowhere(misses: Iterable[Miss], patterns: Iterable[Pattern]) -> list[Miss]:
+    """The misses, those on devices without kernels as advice: a match would not be fused either.
+    What failed stays lost."""
+    ops = {pattern.name: pattern.op for pattern in patterns}
+    return [
+        replace(miss, weight="advice") if _was_idle(miss, ops.get(miss.pattern)) else miss
+        for miss in misses
+    ]
+
+
+def _was_idle(miss: Miss, op: str | None) -> bool:
+    device = _device_of(miss.nodes[0]) if miss.nodes else None
+    if op is None or device is None or miss.code == "INTERNAL":
+        return False
+    return not _runs_on(op, device)
+
+
+def _device_of(node: fx.Node) -> torch.device | None:
+    held = node.meta.get("example_value")
+    return held.device if isinstance(held, torch.Tensor) else None
+
+
+def _runs_on(name: str, device: torch.device) -> bool:
+    op = _op(name)
+    return op is None or op.has_lowering_on(device)
+
+
+def _op(name: str) -> FusedOp | None:
+    """None for one that is not registered, which the rewrite says."""
+    try:
+        return get_op(name)
+    except KeyError:
+        return None
+
+
+def _no_kernels(device: torch.device, sites: Sequence[Match]) -> Miss:
+    counts = Counter(match.pattern for match in sites)
+    listed = ", ".join(f"{pattern} x{n}" for pattern, n in sorted(counts.items()))
+    what = "1 site stays" if len(sites) == 1 else f"{len(sites)} sites stay"
+    message = f"{what} as written, as there are no kernels for {_named(device)}: {listed}"
+    nodes = tuple(match.anchor.node for match in sites)
+    return Miss("tilewright", "NO_KERNELS", Stage.CAPABILITY, message, nodes, HINT, len(sites))
+
+
+def _named(device: torch.device) -> str:
+    if device.type != "cuda":
+        return f"the {device.type.upper()}"
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{torch.cuda.get_device_name(device)} (compute capability {major}.{minor})"

@@ -1,0 +1,41 @@
+"""Which kernels there are for each chip; of those that nothing was measured on some compiled."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tilewright.codegen.audit import check
+from tilewright.codegen.build import compile_for
+from tilewright.codegen.targets import TARGETS, gpu_targets
+from tilewright.tools.audit.families import FAMILIES, all_cases
+
+#: Where registers, shared memory or an instruction would be missing first.
+CASES = {
+    "sm120": r"awq T=64: qkv_projection|mask tensor, 1 x 1024",
+    "sm103": r"llama3-8b T=1: qkv_projection",
+    "sm89": r"fp8 block gate and up T=1$",
+    "sm86": r"gptq gate and up T=1$",
+    "sm80": r"awq down T=1$",
+}
+
+
+@pytest.mark.parametrize("target", gpu_targets(), ids=lambda target: target.name)
+def test_cases_are_those_that_the_chip_may_have(target):
+    cases = all_cases(target)
+    families = {case.spec.template.partition(".")[0] for case in cases}
+    assert families - {"grouped"} == set(FAMILIES) & target.families
+    assert {case.spec.target for case in cases} == {target.name}
+    kinds = {kind for case in cases for _, kind in case.spec.signature}
+    assert ("*fp8e4nv" in kinds) is target.has("fp8")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_keeps_every_rule(name):
+    target = TARGETS[name]
+    cases = [case for case in all_cases(target) if re.search(CASES[name], case.name)]
+    assert cases
+    for case in cases:
+        problems = check(compile_for(case.spec).audit, target, case.expectations)
+        assert problems == [], case.name
