@@ -8,12 +8,12 @@ The op rounds once and saturates. Without the clamp PyTorch turns what does not 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from tilewright.ops.checks import FLOAT32
 from tilewright.ops.formats.fp8 import FP8_DTYPES
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Computed, Value, View
@@ -126,8 +126,13 @@ def _unscaled(written: Written) -> Written | None:
 def _is_scale(item: Any) -> bool:
     if isinstance(item, View):
         return item.value.dtype in _WIDE and not item.value.projected
-    number = isinstance(item, (int, float)) and not isinstance(item, bool)
-    return number and item != 0 and math.isfinite(item)
+    return isinstance(item, (int, float)) and not isinstance(item, bool) and can_scale(item)
+
+
+def can_scale(number: float) -> bool:
+    """Whether a number can be a cache's scale, which is float32: there it is neither 0 nor infinite,
+    nor so small that it loses digits."""
+    return FLOAT32.tiny <= abs(number) <= FLOAT32.max
 
 
 def scale_argument(written: Written, device: torch.device) -> View | Computed | None:

@@ -21,6 +21,7 @@ import torch
 from tilewright.codegen.qkv.plan import MOST_NORMED_TOKENS
 from tilewright.ops.formats.fp8 import FP8_DTYPES
 from tilewright.patterns.cache.address import Address, address, check_pair, place_arguments
+from tilewright.patterns.cache.eight_bit import can_scale
 from tilewright.patterns.cache.latent_writes import latent_writes
 from tilewright.patterns.cache.writes import WritePair, pairs
 from tilewright.patterns.collective.sums import unless_summed
@@ -268,6 +269,9 @@ def _factors(k: Heads, v: Heads, k_place: Address, v_place: Address) -> dict[str
             message = "a constant factor on what the cache scales already"
             hint = "multiply the projection's weight by it once, when the model is loaded"
             reject("UNSUPPORTED", Stage.GUARDS, message, heads.end, hint=hint)
+        if not can_scale(heads.factor):
+            message = f"the factor {heads.factor} is no scale of the cache: those are float32"
+            reject("UNSUPPORTED", Stage.GUARDS, message, heads.end)
     options = (("dtype", torch.float32), ("device", k.product.device))
     return {
         name: None if heads.factor == 1.0 else Computed("full", ((), heads.factor), options)

@@ -300,6 +300,12 @@ MISSED = {
         "K_PATH", KP, "aten.mul", of_rows(lambda k, m: k * m.b), ROWS | {"b": (HKV * D,)}
     ),
     "scaled to nothing": NearMiss("K_PATH", KP, "aten.mul", of_keys(lambda k, m: k * 0.0)),
+    "scaled to less than fp32 has": NearMiss(
+        "UNSUPPORTED", G, "the factor 1e-46", of_keys(lambda k, m: k * 1e-46)
+    ),
+    "divided by less than fp32 has": NearMiss(
+        "UNSUPPORTED", G, "the factor inf", of_keys(lambda k, m: k / 1e-320)
+    ),
     "dropout": NearMiss(
         "K_PATH", KP, "dropout", of_keys(lambda k, m: F.dropout(k, 0.5, training=True))
     ),
@@ -356,10 +362,11 @@ def test_a_norm_weight_goes_by_the_projection_s_heads(turned):
     assert patterns_in(report, "qkv") == [expected]
 
 
-def test_a_cache_scale_of_zero_is_no_scale():
+@pytest.mark.parametrize("scale", [0, 1e-46, 1e39])
+def test_what_fp32_has_as_zero_or_infinite_is_no_scale(scale):
     def step(m, x, k_cache, v_cache, slots):
         q, k, v = (heads(F.linear(x, w)) for w in (m.q, m.k, m.v))
-        write(k_cache, v_cache, slots, (k * 0).to(k_cache.dtype), (v * 0).to(v_cache.dtype))
+        write(k_cache, v_cache, slots, (k * scale).to(k_cache.dtype), (v * 0).to(v_cache.dtype))
         return q + 0
 
     x, *caches, slots = make_args()
