@@ -126,8 +126,6 @@ def plan_fused_qkv(problem: QkvProblem, target: Target, packed: bool = False) ->
     """
 
     def pick(num_tokens: int) -> LoweringChoice:
-        if not target.has("tma"):
-            return library_choice(problem.after_norm, num_tokens, target, packed, None)
         return choose(problem, num_tokens, target, packed)
 
     if problem.epilogue.num_tokens is not None:
@@ -147,6 +145,8 @@ def choose(
         chosen = choose(problem.after_norm, num_tokens, target, packed)
         apart = replace(chosen, reason=f"x is normed, then {chosen.reason}")
         return _with_norm(problem, num_tokens, target, chosen) or apart
+    if not target.has("tma"):
+        return library_choice(problem, num_tokens, target, packed, None)
     row = measured_row(problem, num_tokens, target)
     fused = _fused_choice(problem, num_tokens, target, row)
     library = library_choice(problem, num_tokens, target, packed, row)

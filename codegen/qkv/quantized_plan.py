@@ -115,7 +115,7 @@ def quantized_estimate(
 
 def _resident(problem: QkvProblem, config: SwappedConfig, target: Target) -> int:
     """Programs that one SM holds, by shared memory and by registers."""
-    by_shared = target.max_shared_bytes // (quantized_shared_bytes(problem, config) + 1024)
+    by_shared = target.max_shared_bytes // (quantized_shared_bytes(problem, config, target) + 1024)
     elements = 2 * config.block_p * config.block_t // (32 * config.num_warps)
     registers = min(80 + 2 * elements, target.max_registers)
     by_registers = target.registers_per_sm // (registers * 32 * config.num_warps)

@@ -67,7 +67,7 @@ def quantized_fits(problem: QkvProblem, config: SwappedConfig, target: Target) -
     q, heads = quantization_of(problem), problem.epilogue
     if quantized_obstacle(problem) is not None or not _block_k_fits(problem, config.block_k):
         return False
-    if quantized_shared_bytes(problem, config) > target.max_shared_bytes - 2048:
+    if quantized_shared_bytes(problem, config, target) > target.max_shared_bytes - 2048:
         return False
     if not 8 <= config.block_p <= next_power_of_2(heads.pairs_per_head):
         return False
@@ -80,21 +80,22 @@ def quantized_fits(problem: QkvProblem, config: SwappedConfig, target: Target) -
     return not heads.has_norm or tiles_per_head(problem, config) == 1
 
 
-def quantized_shared_bytes(problem: QkvProblem, config: SwappedConfig) -> int:
+def quantized_shared_bytes(problem: QkvProblem, config: SwappedConfig, target: Target) -> int:
     """Shared memory of the staged words and activations, and of the operands made of them."""
     q = quantization_of(problem)
     rows, x_bytes = 2 * config.block_p, ELEMENT_BYTES[problem.x.dtype]
     words = rows * config.block_k * q.code_bytes
     x = config.block_t * config.block_k * x_bytes
     made = 0 if problem.coded_x else x
-    if q.packed_rows or _staged_codes(config):
+    if q.packed_rows or _staged_codes(q, config, target):
         made += rows * config.block_k * 2
     return int((words + x) * config.num_stages + made)
 
 
-def _staged_codes(config: SwappedConfig) -> bool:
-    """Whether the codes reach the tensor core by way of shared memory: tiles below wgmma's."""
-    return 2 * config.block_p < 64
+def _staged_codes(q: Quantization, config: SwappedConfig, target: Target) -> bool:
+    """Whether the codes reach the tensor core by way of shared memory: tiles below wgmma's, and
+    words of eight codes of a row where its threads hold fewer of them side by side (mma.sync)."""
+    return 2 * config.block_p < 64 or (target.multiplies_registers and q.per_word == 8)
 
 
 def quantized_spec(problem: QkvProblem, config: SwappedConfig, target: str) -> KernelSpec:

@@ -24,7 +24,7 @@ from tilewright.codegen.qkv.quantized_specs import (
     quantized_spec,
 )
 from tilewright.codegen.qkv.specs import SwappedConfig
-from tilewright.codegen.targets import SM100
+from tilewright.codegen.targets import SM90, SM100, SM120
 from tilewright.ops.formats.quantized_weight import AWQ_ORDER, dequantize
 from tilewright.ops.qkv import qkv_cache
 from tilewright.ops.qkv.cases import CODE_CASES
@@ -156,3 +156,16 @@ def test_rows_far_apart_are_counted_in_64_bits(stride: int) -> None:
     source = emit(quantized_spec(far, CONFIGS["whole heads"], "sm90"))
     (line,) = [line for line in source.splitlines() if "x_ptrs =" in line]
     assert ("int64" in line) == (stride > 2**15)
+
+
+def test_codes_that_mma_sync_takes_in_another_order_go_through_shared_memory() -> None:
+    """Heads of 256: the compiled kernel takes 106496 bytes for 16 tokens, of 101376 on sm120."""
+    case = AttentionCase(
+        "gptq", weight_format="int4_k", transposed=True, scale_block=(1, 128), zeros="packed",
+        hidden=2560, head_dim=256, dtype=torch.float16,
+    )  # fmt: skip
+    problem = problem_of(qkv_cache.OP.sample_inputs(case, "meta"))
+    whole = SwappedConfig(128, 16, 128, 4, 3)
+    assert quantized_fits(problem, whole, SM90)
+    assert not quantized_fits(problem, whole, SM120)
+    assert quantized_fits(problem, replace(whole, block_p=64), SM120)

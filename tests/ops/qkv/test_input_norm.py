@@ -11,10 +11,10 @@ import torch.nn.functional as F
 
 from tests.agreement import relative_error, upcast
 from tests.interpreted import Interpreter, interpret
-from tilewright.codegen.qkv.plan import MOST_NORMED_TOKENS, choose, fits
+from tilewright.codegen.qkv.plan import MOST_NORMED_TOKENS, choose, fits, plan_fused_qkv
 from tilewright.codegen.qkv.specs import SwappedConfig
 from tilewright.codegen.qkv.tune import Case, trials
-from tilewright.codegen.targets import SM90, SM100
+from tilewright.codegen.targets import SM80, SM90, SM100
 from tilewright.ops.contract import get_op
 from tilewright.ops.qkv.lowering import fused_qkv_paged_steps
 from tilewright.ops.qkv.operands import prepare
@@ -79,6 +79,12 @@ def test_few_tokens_are_normed_by_the_kernel_that_projects_them(target):
             assert (choice.config, choice.specs) == (plain.config, plain.specs)
         else:
             assert "that norms x" in choice.reason
+
+
+def test_a_chip_without_tma_says_that_x_is_normed_before():
+    (choice,) = plan_fused_qkv(problem(), SM80).choices
+    assert choice.name == "library"
+    assert choice.reason.startswith("x is normed, then")
 
 
 @pytest.mark.parametrize(
