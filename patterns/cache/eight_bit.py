@@ -130,8 +130,8 @@ def _is_scale(item: Any) -> bool:
 
 
 def can_scale(number: float) -> bool:
-    """Whether a number can be a cache's scale, which is float32: there it is neither 0 nor infinite,
-    nor so small that it loses digits."""
+    """Whether a number can be a cache's scale, which is float32: there it is neither 0 nor
+    infinite, nor so small that it loses digits."""
     return FLOAT32.tiny <= abs(number) <= FLOAT32.max
 
 
