@@ -151,7 +151,7 @@ def replicated_cache(m, x, k_cache, v_cache, slots):
 REFUSED = {
     activation_changed_between: "Q_PATH",
     weight_changed_behind: "INPUT_MUTATED",
-    result_changed_under_another_name: "K_PATH",
+    result_changed_under_another_name: "ESCAPES",
     cache_read_between: "CACHE_READ",
     cache_written_between: "CACHE_READ",
     replicated_cache: "SUBCLASS",
@@ -200,7 +200,7 @@ COLLECTIVES = {
     gathered: {"COLLECTIVE"},
     made_whole: {"COLLECTIVE"},
     reduced_under_another_name: {"COLLECTIVE"},
-    gathered_into_the_cache_between: {"CACHE_READ", "SLICE_WRITE"},
+    gathered_into_the_cache_between: {"CACHE_READ", "MOVED_CACHE"},
     activation_sent_between: {"ACTIVATION"},
 }
 
