@@ -43,6 +43,8 @@ from tilewright.patterns.recognise.row_norm import match_norm_before, row_norm_a
 
 _KEYS = Path("K_PATH", Stage.K_PATH, "the cache", masked="MASKED_WRITE")
 _VALUES = Path("V_PATH", Stage.V_PATH, "the cache", masked="MASKED_WRITE")
+# What a scale of the cache is kept in.
+_FLOAT32 = torch.finfo(torch.float32)
 
 
 @dataclass(frozen=True)
@@ -268,6 +270,9 @@ def _factors(k: Heads, v: Heads, k_place: Address, v_place: Address) -> dict[str
             message = "a constant factor on what the cache scales already"
             hint = "multiply the projection's weight by it once, when the model is loaded"
             reject("UNSUPPORTED", Stage.GUARDS, message, heads.end, hint=hint)
+        if not _FLOAT32.tiny <= abs(heads.factor) <= _FLOAT32.max:
+            message = f"the factor {heads.factor:g} is no number of full precision in float32"
+            reject("UNSUPPORTED", Stage.GUARDS, message, heads.end)
     options = (("dtype", torch.float32), ("device", k.product.device))
     return {
         name: None if heads.factor == 1.0 else Computed("full", ((), heads.factor), options)

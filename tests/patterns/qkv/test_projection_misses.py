@@ -300,6 +300,12 @@ MISSED = {
         "K_PATH", KP, "aten.mul", of_rows(lambda k, m: k * m.b), ROWS | {"b": (HKV * D,)}
     ),
     "scaled to nothing": NearMiss("K_PATH", KP, "aten.mul", of_keys(lambda k, m: k * 0.0)),
+    "scaled to less than float32 has": NearMiss(
+        "UNSUPPORTED", Stage.GUARDS, "1e-60", of_keys(lambda k, m: (k * 1e-30) * 1e-30)
+    ),
+    "scaled to more than float32 has": NearMiss(
+        "UNSUPPORTED", Stage.GUARDS, "1e+60", of_keys(lambda k, m: (k * 1e30) * 1e30)
+    ),
     "dropout": NearMiss(
         "K_PATH", KP, "dropout", of_keys(lambda k, m: F.dropout(k, 0.5, training=True))
     ),
