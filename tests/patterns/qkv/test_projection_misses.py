@@ -376,3 +376,17 @@ def test_a_cache_scale_of_zero_is_no_scale():
     torch.compile(layer, backend="tilewright", options={"inner": "eager"})(*ours)
     for a, b in zip(eager, ours, strict=True):
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def test_tokens_that_change_places_on_their_way_are_all_written():
+    """Pieces that are joined along the tokens are two writes of one store: neither is lost."""
+
+    def step(m, x, k_cache, v_cache, slots):
+        k, v = (heads(F.linear(x, w)) for w in (m.k, m.v))
+        k_cache.copy_(torch.cat((k[T // 2 :], k[: T // 2])))
+        v_cache.copy_(torch.cat((v[T // 2 :], v[: T // 2])))
+        return k + 0
+
+    x, *caches, slots = make_args()
+    args = (x, *(cache.flatten(0, 1)[:T] for cache in caches), slots)
+    compare(Layer(step, **ROWS), args, exactly=True)
