@@ -295,9 +295,15 @@ def pairs(flow: Dataflow) -> Iterator[WritePair]:
             continue
         later = [j for j in range(i + 1, len(writes)) if j not in taken]
         mates = (j for j in later if _of_one_input(projected[i], projected[j]))
-        twin = next((j for j in mates if _is_twin(write, writes[j])), None)
+        if _is_part(write):  # an op that has one of a store's parts has them all
+            twin = next((j for j in later if writes[j].store is write.store), None)
+            if twin is None or not _belong(write, writes[twin]):
+                continue
+        else:
+            twin = next((j for j in mates if _is_twin(write, writes[j])), None)
         if twin is None:
-            twin = next((j for j in later[:1] if _belong(write, writes[j])), None)
+            after = (j for j in later[:1] if not _is_part(writes[j]))
+            twin = next((j for j in after if _belong(write, writes[j])), None)
         if twin is not None:
             taken.add(twin)
             yield WritePair(write, writes[twin])
@@ -306,6 +312,14 @@ def pairs(flow: Dataflow) -> Iterator[WritePair]:
             others = (writes[j] for j in beside if _of_one_input(projected[i], projected[j]))
             unlike = (other for other in others if _differ_in_width(write, other))
             yield WritePair(write, None, next(unlike, None))
+
+
+def _is_part(write: CacheWrite) -> bool:
+    """Whether another write comes from the same store."""
+    stored = write.store.store
+    return stored is not None and effects.product(write.target.shape) != effects.product(
+        stored.target.shape
+    )
 
 
 def _stands_alone(write: CacheWrite) -> bool:

@@ -8,6 +8,7 @@ from tilewright.codegen.collective.plan import most_tokens
 from tilewright.ops.runtime.peers import group_size
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Value, View
+from tilewright.patterns.effects import InexpressibleError
 from tilewright.patterns.recognise.norm import Norm
 
 _REDUCED, _WAITED = "_c10d_functional::all_reduce", "_c10d_functional::wait_tensor"
@@ -50,7 +51,7 @@ def unless_summed(norm: Norm | None) -> Norm | None:
 def _reduced(side: View) -> tuple[View, str, tuple[Value, ...]] | None:
     """One rank's part of what `side` is the sum of, the group, and the collective's values."""
     waited = side.value
-    if waited.op != _WAITED or side != waited.whole.reshape(*side.shape):
+    if waited.op != _WAITED or not _is_whole(side):
         return None
     reduced = waited.operands[0].value
     if reduced.op != _REDUCED or not waited.operands[0].is_whole:
@@ -59,6 +60,14 @@ def _reduced(side: View) -> tuple[View, str, tuple[Value, ...]] | None:
     if kind != "sum" or not isinstance(group, str):
         return None
     return part, group, (waited, reduced)
+
+
+def _is_whole(side: View) -> bool:
+    """Whether a view is its value in another shape, its elements in their order."""
+    try:
+        return side == side.value.whole.reshape(*side.shape)
+    except InexpressibleError:  # dimensions that changed places
+        return False
 
 
 def _few(value: Value, ranks: int) -> bool:

@@ -201,10 +201,11 @@ def _clamp(view: View, both: bool) -> tuple[View, float, tuple[Value, ...]]:
     lows: list[float] = []
     highs: list[float] = []
     while inner.is_whole and (bounds := clamp_bounds(inner.value)) is not None:
-        if any(isinstance(bound, View) for bound in bounds):
-            break  # views differ from element to element
-        for bound, held in zip(bounds, (lows, highs), strict=True):
-            held += [] if (number := given_number(bound)) is None else [number]
+        numbers = [bound if bound is None else given_number(bound) for bound in bounds]
+        if any(n != n or (n is None) != (b is None) for n, b in zip(numbers, bounds, strict=True)):
+            break  # views differ from element to element, sizes from call to call; NaN is no bound
+        for number, held in zip(numbers, (lows, highs), strict=True):
+            held += [] if number is None else [number]
         before, more = strip_casts(inner.value.args[0])
         inner, values = before, (*values, inner.value, *more)
     low, high = max(lows, default=None), min(highs, default=None)

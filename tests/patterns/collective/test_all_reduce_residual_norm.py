@@ -112,6 +112,12 @@ def average(x, w, residual, norm):
     return total, rms(total, norm)
 
 
+def turned_between(x, w, residual, norm):
+    """Dimensions that changed places are no reshape."""
+    total = (residual.t() + summed(F.linear(x, w)).t()).t()
+    return total, rms(total, norm)
+
+
 def without_a_norm(x, w, residual, norm):
     return residual + summed(F.linear(x, w))
 
@@ -166,6 +172,7 @@ NOT_FOUND = (
     averaged_dtensor,
     of_a_product,
     average,
+    turned_between,
     without_a_norm,
     layer_norm,
     norm_of_half_a_row,

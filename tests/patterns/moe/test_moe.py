@@ -235,6 +235,36 @@ def test_near_misses_say_what_is_wrong(change):
     assert NEAR_MISSES[change] in misses(name, change)
 
 
+def clamped_more(name, bound):
+    """gpt-oss's activation with another upper bound for gate, up or both."""
+
+    def activation(gate, up):
+        given = {"gate": gate, "up": up}
+        given[name] = given[name].clamp(max=bound(gate))
+        gate, up = given["gate"].clamp(max=1.0), given["up"].clamp(-1.0, 1.0)
+        return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+
+    return activation
+
+
+BOUNDS = {"of_tokens": lambda gate: gate.shape[0] - 29, "of_nan": lambda gate: float("nan")}
+
+
+@pytest.mark.parametrize("name", ["gate", "up"])
+@pytest.mark.parametrize("bound", BOUNDS)
+def test_a_bound_that_is_no_number_keeps_the_activation(bound, name):
+    """A size is one at each call, and NaN leaves nothing but NaN."""
+    torch._dynamo.reset()
+    module, (x,) = build("interleaved")
+    module.activation = clamped_more(name, BOUNDS[bound])
+    compiled = torch.compile(module, backend="tilewright", options={"inner": "eager"}, dynamic=True)
+    with torch.no_grad():
+        eager = module(x)
+        assert torch.allclose(compiled(x), eager, atol=2**-6, equal_nan=True)
+    assert not matches_of(reports()[-1], "fused_moe")
+    assert "EXPERT_ACTIVATION" in codes_of(reports()[-1], "fused_moe")
+
+
 @pytest.mark.parametrize(("dtype", "held"), [(torch.bfloat16, 256), (torch.float16, 2048)])
 @pytest.mark.parametrize("ends", ["histc", "compared"])
 def test_experts_are_counted_in_a_type_that_tells_them_apart(ends, dtype, held):

@@ -306,6 +306,12 @@ MISSED = {
     "divided by less than fp32 has": NearMiss(
         "UNSUPPORTED", G, "the factor inf", of_keys(lambda k, m: k / 1e-320)
     ),
+    "scaled to less than float32 has": NearMiss(
+        "UNSUPPORTED", Stage.GUARDS, "1e-60", of_keys(lambda k, m: (k * 1e-30) * 1e-30)
+    ),
+    "scaled to more than float32 has": NearMiss(
+        "UNSUPPORTED", Stage.GUARDS, "1e+60", of_keys(lambda k, m: (k * 1e30) * 1e30)
+    ),
     "dropout": NearMiss(
         "K_PATH", KP, "dropout", of_keys(lambda k, m: F.dropout(k, 0.5, training=True))
     ),
@@ -377,3 +383,17 @@ def test_what_fp32_has_as_zero_or_infinite_is_no_scale(scale):
     torch.compile(layer, backend="tilewright", options={"inner": "eager"})(*ours)
     for a, b in zip(eager, ours, strict=True):
         assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def test_tokens_that_change_places_on_their_way_are_all_written():
+    """Pieces that are joined along the tokens are two writes of one store: neither is lost."""
+
+    def step(m, x, k_cache, v_cache, slots):
+        k, v = (heads(F.linear(x, w)) for w in (m.k, m.v))
+        k_cache.copy_(torch.cat((k[T // 2 :], k[: T // 2])))
+        v_cache.copy_(torch.cat((v[T // 2 :], v[: T // 2])))
+        return k + 0
+
+    x, *caches, slots = make_args()
+    args = (x, *(cache.flatten(0, 1)[:T] for cache in caches), slots)
+    compare(Layer(step, **ROWS), args, exactly=True)
