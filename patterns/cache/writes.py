@@ -315,11 +315,9 @@ def pairs(flow: Dataflow) -> Iterator[WritePair]:
 
 
 def _is_part(write: CacheWrite) -> bool:
-    """Whether another write comes from the same store."""
-    stored = write.store.store
-    return stored is not None and effects.product(write.target.shape) != effects.product(
-        stored.target.shape
-    )
+    """Whether its store writes more than this write does."""
+    everything = write.record.target.shape
+    return effects.product(write.target.shape) != effects.product(everything)
 
 
 def _stands_alone(write: CacheWrite) -> bool:

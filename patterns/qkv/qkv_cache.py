@@ -44,7 +44,6 @@ from tilewright.patterns.recognise.row_norm import match_norm_before, row_norm_a
 
 _KEYS = Path("K_PATH", Stage.K_PATH, "the cache", masked="MASKED_WRITE")
 _VALUES = Path("V_PATH", Stage.V_PATH, "the cache", masked="MASKED_WRITE")
-# What a scale of the cache is kept in.
 
 
 @dataclass(frozen=True)
