@@ -25,7 +25,7 @@ from tilewright.codegen.targets import Target, get_target
 from tilewright.ops.checks import ArgumentError
 from tilewright.ops.checks import debug_values as debug_values
 from tilewright.ops.formats.fp8 import FP8_DTYPES
-from tilewright.ops.runtime.device import emits_for, target_of
+from tilewright.ops.runtime.device import emits_for
 from tilewright.ops.runtime.launch import machine_of
 from tilewright.ops.runtime.program import Planner, Steps, drive
 from tilewright.ops.runtime.recording import address_key
@@ -411,7 +411,8 @@ def _implementation(op: FusedOp, device_type: str) -> OpCallable:
                 return whole(*op.split(_with_lists(lists, arguments)), seen)
             _check_tensors_given(op, arguments)
             op.validate(arguments)
-            target = target_of(_device(arguments)) if device_type == "cuda" else None
+            emits = device_type == "cuda" and any(lowering.build for lowering in op.lowerings)
+            target = machine_of(_device(arguments)).target if emits else None
             entry = _guarded(op, op.choose(device_type, arguments, target).lowering)
             _remember(entries, key, entry)
         if torch.is_grad_enabled() or forward_ad._current_level >= 0:
@@ -593,9 +594,10 @@ def _loaded(function: OpCallable | str | None) -> OpCallable:
 
 
 def _device(arguments: Any) -> torch.device:
-    """Where a call is: with its first tensor."""
-    tensors = (getattr(arguments, field.name) for field in fields(arguments))
-    return next(tensor.device for tensor in tensors if isinstance(tensor, torch.Tensor))
+    """Where a call is: with its first tensor, which may be in a list."""
+    given = (getattr(arguments, field.name) for field in fields(arguments))
+    items = (item for one in given for item in (one if isinstance(one, (list, tuple)) else (one,)))
+    return next(item.device for item in items if isinstance(item, torch.Tensor))
 
 
 @cache

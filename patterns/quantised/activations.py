@@ -210,7 +210,7 @@ def _unbounded(walk: _Walk, view: View) -> View:
     """A scale before a small lower bound."""
     while (bounds := clamp_bounds(view.value)) is not None:
         low, high = bounds
-        if high is not None or not isinstance(low, (int, float)) or low > LARGEST_BOUND:
+        if high is not None or not isinstance(low, (int, float)) or not low <= LARGEST_BOUND:
             break
         view = walk.before(view)
     return view

@@ -31,12 +31,20 @@ def bounded(examples):
     )
 
 
+def normed(a):
+    return getattr(a, "input_rms_norm", False)
+
+
 def check(op, case, seed):
     a, changes = plain.guarded(op.sample_inputs(case, seed=seed), op)
     expected = plain.outcome(a)
     assert not expected.twice
     q = op.call(a)
-    assert not list(plain.mismatches(op, a, q, expected))
+    # What x is divided by is a sum that is rounded too.
+    allowed = op.tolerances
+    if normed(a):
+        allowed = {dtype: replace(one, of_rms=2 * one.of_rms) for dtype, one in allowed.items()}
+    assert not list(plain.mismatches(op, a, q, expected, allowed))
     assert not list(changes(expected.touched))
 
 
