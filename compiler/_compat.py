@@ -57,11 +57,6 @@ def compile_fx(
     return cast(Callable[..., Any], inductor.compile_fx(gm, inputs, config_patches=config_patches))
 
 
-def process_group(name: str) -> Any:
-    """A process group by the name that functional collectives have."""
-    return torch.distributed.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
-
-
 def store() -> Any:
     """What the ranks of the default group tell each other by key; starts no collective."""
     return torch.distributed.distributed_c10d._get_default_store()

@@ -285,11 +285,9 @@ class FusedOp:
             return f"its kernels are not audited for {target.name}"
         if target.has("fp8"):
             return None
-        given = {f.name: getattr(arguments, f.name) for f in fields(arguments)}
-        for name, value in given.items():
-            for item in value if isinstance(value, (list, tuple)) else (value,):
-                if isinstance(item, torch.Tensor) and item.dtype == torch.float8_e4m3fn:
-                    return f"{name} is of float8_e4m3fn, which {target.name} does not have"
+        for name, tensor in _tensors(arguments):
+            if tensor.dtype == torch.float8_e4m3fn:
+                return f"{name} is of float8_e4m3fn, which {target.name} does not have"
         return None
 
     def has_lowering_on(self, device: torch.device) -> bool:
@@ -594,10 +592,17 @@ def _loaded(function: OpCallable | str | None) -> OpCallable:
 
 
 def _device(arguments: Any) -> torch.device:
-    """Where a call is: with its first tensor, which may be in a list."""
-    given = (getattr(arguments, field.name) for field in fields(arguments))
-    items = (item for one in given for item in (one if isinstance(one, (list, tuple)) else (one,)))
-    return next(item.device for item in items if isinstance(item, torch.Tensor))
+    """Where a call is: with its first tensor."""
+    return next(tensor.device for _, tensor in _tensors(arguments))
+
+
+def _tensors(arguments: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """A record's tensors, those of its lists too, each with its argument's name."""
+    for field in fields(arguments):
+        value = getattr(arguments, field.name)
+        for item in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(item, torch.Tensor):
+                yield field.name, item
 
 
 @cache

@@ -3,6 +3,7 @@ there."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -55,9 +56,7 @@ def nearest_lines(lowered: Lowered) -> Iterator[str]:
 def _seen(values: list[Value]) -> str:
     if not values:
         return "nothing like it"
-    counts: dict[str, int] = {}
-    for value in values:
-        counts[value.op] = counts.get(value.op, 0) + 1
+    counts = Counter(value.op for value in values)
     listed = ", ".join(f"{name.removeprefix('aten.')} x{n}" for name, n in counts.items())
     first = values[0]
     place = scope_of(first.node) or "the top level"

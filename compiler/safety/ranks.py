@@ -21,6 +21,7 @@ from torch import fx
 from tilewright.compiler import _compat
 from tilewright.compiler.dataflow.spelling import name_of
 from tilewright.compiler.report import GraphReport
+from tilewright.ops.runtime.peers import group_named
 
 #: The pattern whose op the ranks run together.
 SHARED = "all_reduce_residual_norm"
@@ -102,7 +103,7 @@ def _sums(graph: fx.Graph) -> dict[str, list[str]]:
 
 
 def _members(group: str) -> list[int]:
-    return dist.get_process_group_ranks(_compat.process_group(group))
+    return dist.get_process_group_ranks(group_named(group))
 
 
 def _group_of(node: fx.Node) -> str | None:

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from tilewright.ops.checks import FLOAT_DTYPES, ArgumentError, check_number, check_operand
+from tilewright.ops.checks import FLOAT_DTYPES, ArgumentError, check_operand
 from tilewright.ops.collective.cases import REDUCE_CASES, sample_reduce
 from tilewright.ops.collective.operands import unsupported
 from tilewright.ops.contract import FusedOp, emitted_kernel, register, rounded_once
-from tilewright.ops.reference.norm import apply_norm
+from tilewright.ops.reference.norm import apply_norm, check_row_norm_values
 from tilewright.ops.sampling import sampler_of
 
 NAME = "all_reduce_residual_norm"
@@ -52,13 +52,7 @@ def validate(a: AllReduceResidualNormArguments) -> None:
     check_operand(NAME, "x", a.x, "[T, N]", (None, None), FLOAT_DTYPES, dense=True)
     form = "[T, N]", tuple(a.x.shape), (a.x.dtype,), a.x.device
     check_operand(NAME, "residual", a.residual, *form, dense=True)
-    if a.norm_weight is not None:
-        dtypes = (a.x.dtype, torch.float32)
-        check_operand(
-            NAME, "norm_weight", a.norm_weight, "[N]", (a.x.shape[1],), dtypes, a.x.device
-        )
-    check_number(NAME, "norm_eps", a.norm_eps, 0)
-    check_number(NAME, "norm_offset", a.norm_offset)
+    check_row_norm_values(NAME, a, "[N]", a.x.shape[1])
     if a.num_ranks < 1:
         raise ArgumentError(NAME, "num_ranks", "at least 1", a.num_ranks)
     if (a.group != "") != (a.num_ranks > 1):
@@ -85,9 +79,7 @@ def reference(a: AllReduceResidualNormArguments) -> tuple[torch.Tensor, torch.Te
         total = torch.ops._c10d_functional.wait_tensor(total)
     total = total + a.residual.to(compute)
     normed = apply_norm(total, a.norm_weight, a.norm_eps, offset=a.norm_offset)
-    results = (one.to(a.x.dtype).contiguous() for one in (total, normed))
-    summed, normed = results
-    return summed, normed
+    return total.to(a.x.dtype).contiguous(), normed.to(a.x.dtype).contiguous()
 
 
 sample_inputs = sampler_of(AllReduceResidualNormArguments, sample_reduce)

@@ -42,12 +42,17 @@ def check_norm_weight(
 
 
 def check_row_norm(op: str, a: Any, letters: str, size: Any, prefix: str = "") -> None:
-    """Checks an RMS norm of rows of so many numbers: the arguments rms_norm, norm_weight, norm_eps
-    and norm_offset, their names with a prefix. The weight is of x's dtype or float32. Raises
-    ArgumentError."""
-    weight_name, weight = f"{prefix}norm_weight", getattr(a, f"{prefix}norm_weight")
+    """Checks an RMS norm of rows that a call may have: the arguments rms_norm, norm_weight,
+    norm_eps and norm_offset, their names with a prefix. Raises ArgumentError."""
     if not getattr(a, f"{prefix}rms_norm"):
-        check_absent(op, a, [weight_name], f"{prefix}rms_norm is False")
+        check_absent(op, a, [f"{prefix}norm_weight"], f"{prefix}rms_norm is False")
+    check_row_norm_values(op, a, letters, size, prefix)
+
+
+def check_row_norm_values(op: str, a: Any, letters: str, size: Any, prefix: str = "") -> None:
+    """The same of a norm of so many numbers that every call has. The weight is of x's dtype or
+    float32, or absent."""
+    weight_name, weight = f"{prefix}norm_weight", getattr(a, f"{prefix}norm_weight")
     if weight is not None:
         dtypes = (a.x.dtype, torch.float32)
         check_operand(op, weight_name, weight, letters, (size,), dtypes, a.x.device)

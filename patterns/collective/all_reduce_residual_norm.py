@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from tilewright.patterns import effects
 from tilewright.patterns.collective.sums import RankSum, match_rank_sum
-from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope
+from tilewright.patterns.dataflow import Dataflow, Value, common_scope
 from tilewright.patterns.language import Match, Result, Stage, as_advice, register, reject
 from tilewright.patterns.recognise.dtypes import HALVES, check_dtypes, dtype_name
 from tilewright.patterns.recognise.norm import Norm
@@ -44,7 +44,7 @@ class AllReduceResidualNorm:
         assert found is not None
         assert normed_by is not None
         normed, norm = normed_by
-        _check(found, norm)
+        _check(found)
         made = found.part.matrix.shape
         whole = effects.reshape(effects.identity(made), anchor.shape)
         tokens, columns = made
@@ -85,9 +85,8 @@ def _norm_of(end: Value, flow: Dataflow) -> tuple[Value, Norm] | None:
     return max(norms, key=lambda found: len(found[1].absorbed), default=None)
 
 
-def _check(found: RankSum, norm: Norm) -> None:
-    given: list[View] = [found.part, found.residual]
-    dtypes = [view.value.dtype for view in given]
+def _check(found: RankSum) -> None:
+    dtypes = [view.value.dtype for view in (found.part, found.residual)]
     if len(set(dtypes)) > 1:
         reject("DTYPE", Stage.CAPABILITY, f"{dtypes[0]} is added to {dtypes[1]}", found.end)
     check_dtypes([*dtypes, found.end.dtype], "parts and residual", found.end, HALVES)

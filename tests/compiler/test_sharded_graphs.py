@@ -10,27 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.agreement import flat
 from tests.compiler.steps import HKV, D, Layer, T, make_args, store
+from tests.fake_ranks import MESH, two_ranks  # noqa: F401  a fixture
 from tests.found import codes_of, misses_of, patterns_in
 from tilewright.compiler import lower, reports
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
-
-MESH: list[object] = []
-
-
-@pytest.fixture(scope="module", autouse=True)
-def two_ranks():
-    """The first of two ranks that are not there."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    MESH[:] = [init_device_mesh("cpu", (2,))]
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("two_ranks", "fresh_dynamo")
 
 
 def wrapped(tensor, placement=None):

@@ -11,25 +11,15 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed import _functional_collectives as functional
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.fake_ranks import MESH, two_ranks  # noqa: F401  a fixture
 from tests.found import codes_of, patterns_in
 from tilewright.compiler import lower
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+pytestmark = pytest.mark.usefixtures("two_ranks", "fresh_dynamo")
 
 NAME = "all_reduce_residual_norm"
-MESH: list[object] = []
-
-
-@pytest.fixture(scope="module", autouse=True)
-def two_ranks():
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    MESH[:] = [init_device_mesh("cpu", (2,))]
-    yield
-    dist.destroy_process_group()
 
 
 def rms(x, weight, eps=1e-5):
