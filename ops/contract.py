@@ -27,6 +27,7 @@ from tilewright.ops.checks import debug_values as debug_values
 from tilewright.ops.formats.fp8 import FP8_DTYPES
 from tilewright.ops.runtime.device import emits_for
 from tilewright.ops.runtime.launch import machine_of
+from tilewright.ops.runtime.peers import RankFailedError
 from tilewright.ops.runtime.program import Planner, Steps, drive
 from tilewright.ops.runtime.recording import address_key
 from tilewright.ops.runtime.replay import repeat
@@ -478,7 +479,8 @@ def _guarded(op: FusedOp, lowering: Lowering) -> OpCallable:
     """`lowering.call`; where it cannot be built or launched, the reference from then on, and a log.
 
     The writes are pure stores, so what a failed attempt may have written is written again.
-    `TILEWRIGHT_DEBUG=1` lets the failure through, and so do running out of memory and bad values.
+    `TILEWRIGHT_DEBUG=1` lets the failure through, and so do running out of memory, bad values, and
+    what the other ranks of a group wait for.
     """
     failed: list[Exception] = []
 
@@ -486,7 +488,7 @@ def _guarded(op: FusedOp, lowering: Lowering) -> OpCallable:
         if not failed:
             try:
                 return lowering.call(arguments, args, kwargs, seen)
-            except (ArgumentError, torch.OutOfMemoryError):
+            except (ArgumentError, RankFailedError, torch.OutOfMemoryError):
                 raise
             except Exception as error:
                 if debug_values() or lowering.name == "reference":
