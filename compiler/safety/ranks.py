@@ -86,10 +86,10 @@ def disagreement(shared: Sequence[RankSums], report: GraphReport) -> str | None:
     for one in shared:
         plan = _plan_of(report, one.group)
         one.said = _heard(one, plan) if plan else _decided(one, _UNFUSED)
-        if not plan and one.said != _UNFUSED:
+        if one.said not in (plan, _UNFUSED):
             raise RuntimeError(
-                f"the other ranks of group {one.group} sum with {SHARED}, and this one cannot: "
-                f"compile all of them with options={{'patterns': ['-{SHARED}']}}"
+                f"the other ranks of group {one.group} sum with {SHARED}, and this one cannot as "
+                f"they do: compile all of them with options={{'patterns': ['-{SHARED}']}}"
             )
         if plan and one.said != plan:
             return f"not all ranks of group {one.group} have compiled the same"

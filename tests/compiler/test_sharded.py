@@ -17,7 +17,9 @@ pytest.importorskip("transformers.distributed")
 from tests.compiler import sharded
 
 _ROOT = Path(__file__).resolve().parents[2]
-_SECONDS = 240
+_SECONDS = 480
+# For what no rank may wait for longer, on a machine with other work.
+_PATIENCE_S = 30
 _CASES = [(ranks, name) for ranks, cases in sharded.WORLDS.items() for name in cases]
 
 
@@ -43,6 +45,8 @@ def worlds(tmp_path_factory):
     assert code == 0, (folder / "log.txt").read_text()[-3000:]
     found: dict = {"example": (folder / "example").read_text()}
     found["log"] = (folder / "log.txt").read_text()
+    killed = {one: folder / f"killed-{one}.json" for one in (True, False)}
+    found["killed"] = {one: json.loads(path.read_text()) for one, path in killed.items()}
     return found | {
         ranks: [json.loads((folder / f"{ranks}-{rank}.json").read_text()) for rank in range(ranks)]
         for ranks in sharded.WORLDS
@@ -78,7 +82,8 @@ def test_what_cannot_be_shared_ends_with_what_eager_says(worlds, name):
     """Each rank is told, and none waits for the other."""
     _, said = sharded.REFUSED[name]
     for found in worlds[2]:
-        eager, ours = found[name]
+        eager, ours, seconds = found[name]
+        assert seconds < _PATIENCE_S
         assert said in eager
         assert said in ours
 
@@ -87,10 +92,19 @@ def test_what_cannot_be_shared_ends_with_what_eager_says(worlds, name):
 def test_ranks_fuse_the_same_sums_or_none(worlds, name):
     """One that cannot does not leave the other waiting for its kernel."""
     one, other = (found[name] for found in worlds[2])
-    fused = ["all_reduce_residual_norm"] if name == "alike" else []
+    fused = ["all_reduce_residual_norm"] if name in sharded.TOGETHER else []
     assert one["fused"] == other["fused"] == fused
-    assert ("RANKS" in one["codes"]) == (name not in ("alike", "verify"))
+    assert ("RANKS" in one["codes"]) == (not fused and name != "verify")
+    assert max(one["seconds"], other["seconds"]) < _PATIENCE_S
     assert max(one["error"], other["error"]) <= (2**-5 if fused else 0.0)
+
+
+@pytest.mark.parametrize("compiling", [True, False])
+def test_a_rank_that_is_killed_ends_the_others(worlds, compiling):
+    """In the library's collective, with its error: one that compiled no more is not waited for."""
+    found = worlds["killed"][compiling]
+    assert "Connection closed by peer" in found["said"] or "Connection reset" in found["said"]
+    assert found["seconds"] < _PATIENCE_S
 
 
 def test_the_example_runs_on_two_ranks(worlds):
