@@ -181,7 +181,7 @@ def _silence(shared: RankSums, votes: dict[int, str]) -> Iterator[bool]:
 
 @contextmanager
 def _telling(shared: Sequence[RankSums]) -> Iterator[None]:
-    """Says every BEAT_S seconds, from the start of the block to its end, that this rank compiles."""
+    """While the block runs, says every BEAT_S seconds that this rank compiles."""
     if not shared:
         yield
         return

@@ -2,8 +2,8 @@
 the library's collective in front of it.
 
 The op's reference is no way out for a rank whose kernel fails: it would sum once more, or wait for
-kernels that never come. Such a rank goes on with torch's own sum and norm behind the one collective,
-or raises.
+kernels that never come. Such a rank goes on with torch's own addition and norm behind the one
+collective, or raises.
 """
 
 from __future__ import annotations

@@ -159,8 +159,8 @@ class Program:
 
 
 def drive(steps: Steps, machine: Machine, *, keep: bool | None = None) -> Program:
-    """Performs the steps of a call. A step that fails raises where the steps yielded it, so that they
-    may go another way.
+    """Performs the steps of a call. What a step raises is raised where it was yielded, so that the
+    steps may go another way.
 
     keep: all steps, or none, are in the program; None: all while the call is repeatable, so that
     the memory of one that is not may be freed. A program without its steps is not repeatable.

@@ -215,6 +215,7 @@ WORLDS = {
     4: {"qwen3_moe by plan": Case("qwen3_moe", by_plan, _MIXTURE)},
 }
 
+
 def with_whole_values(folder: str) -> Any:
     """Queries and keys by heads; values whole on every rank."""
     model = loaded(folder)
@@ -334,7 +335,7 @@ def _dies() -> None:
 
 
 def be_survivor(rank: int, ranks: int, folder: Path, compiling: bool) -> None:
-    """Rank 1 is killed while it compiles, or at a call behind that; what rank 0 is told, and when."""
+    """Rank 1 is killed while it compiles, or at a call after that; what rank 0 is told."""
     start_group(rank, ranks, folder, f"killed-{compiling}")
     agreed.WAIT_S, agreed.BEAT_S = 2.0, 0.2
     x, weight = torch.ones(3, 32).bfloat16(), torch.ones(64, 32).bfloat16()

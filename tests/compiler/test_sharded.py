@@ -12,9 +12,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import fx
 
 pytest.importorskip("transformers.distributed")
 from tests.compiler import sharded
+from tilewright.compiler.safety import ranks as agreed
 
 _ROOT = Path(__file__).resolve().parents[2]
 _SECONDS = 480
@@ -110,6 +114,23 @@ def test_a_rank_that_is_killed_ends_the_others(worlds, compiling):
 def test_the_example_runs_on_two_ranks(worlds):
     assert worlds["example"] == "True"
     assert "each of 2 ranks is fused, and no worse than as written" in worlds["log"]
+
+
+def test_another_group_of_the_name_begins_anew(tmp_path):
+    """What ranks compiled in a group that is gone is nothing that a new rank knows."""
+    graph = fx.Graph()
+    reduced = graph.call_function(
+        torch.ops._c10d_functional.all_reduce.default, (graph.placeholder("x"), "sum", "0")
+    )
+    reduced.meta["example_value"] = torch.zeros(3)
+    for life in (1, 2):
+        where = f"file://{tmp_path}/{life}"
+        dist.init_process_group("gloo", init_method=where, rank=0, world_size=1)
+        try:
+            compiled = [agreed._shared_of(graph)[0].compiled for _ in range(2)]
+        finally:
+            dist.destroy_process_group()
+        assert compiled == [1, 2]
 
 
 def test_the_example_says_how_it_is_started(monkeypatch, capsys):
