@@ -47,6 +47,7 @@ from transformers import (
 )
 from transformers.distributed import DistributedConfig
 
+from tests.compiler import sharded_parts
 from tilewright.compiler import backend, reports
 from tilewright.compiler.safety import ranks as agreed
 
@@ -70,6 +71,7 @@ CONFIGS = {
     "odd_heads": Qwen3Config(**_SIZES | {"num_attention_heads": 6, "num_key_value_heads": 3}),
     "odd_experts": MixtralConfig(**_SIZES, **_EXPERTS, num_local_experts=3),
     "llama": LlamaConfig(**_SIZES),
+    "qwen3": Qwen3Config(**_SIZES),
     "mixtral": MixtralConfig(**_SIZES, **_EXPERTS, num_local_experts=4),
     "qwen3_moe": Qwen3MoeConfig(**_SIZES, **_EXPERTS, num_experts=4, moe_intermediate_size=64),
     "gpt_oss": GptOssConfig(
@@ -204,7 +206,6 @@ _LATENT = frozenset({"mla_latent_store", "mla_prefill", "moe", "moe_router"}) | 
 WORLDS = {
     2: {
         "llama by plan": Case("llama", by_plan, _DENSE | _SUMMED, (5, 1)),
-        "llama by hand": Case("llama", by_hand, _DENSE | _SUMMED),
         "llama by sequence": Case("llama", by_sequence, _DENSE, (6,)),
         "llama by weights": Case("llama", by_weights, _DENSE | {"linear_residual"}, (5,), True),
         "mixtral by plan": Case("mixtral", by_plan, _MIXTURE),
@@ -212,7 +213,10 @@ WORLDS = {
         "gpt_oss by experts": Case("gpt_oss", by_experts, _MIXTURE, (5,), True),
         "deepseek_v2 by plan": Case("deepseek_v2", by_plan, _LATENT, (5,), True),
     },
-    4: {"qwen3_moe by plan": Case("qwen3_moe", by_plan, _MIXTURE)},
+    4: {
+        "qwen3 by hand": Case("qwen3", by_hand, _DENSE | _SUMMED),
+        "qwen3_moe by plan": Case("qwen3_moe", by_plan, _MIXTURE),
+    },
 }
 
 
@@ -446,6 +450,8 @@ def be_rank(rank: int, ranks: int, folder: Path) -> None:
             torch._dynamo.reset()
             started = time.monotonic()
             found[name] = differing(rank, name) | {"seconds": time.monotonic() - started}
+        for name in sharded_parts.PARTS if ranks == 2 else ():
+            found[name] = sharded_parts.found(name)
     (folder / f"{ranks}-{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 

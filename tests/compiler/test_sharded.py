@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import fx
 
 pytest.importorskip("transformers.distributed")
-from tests.compiler import sharded
+from tests.compiler import sharded, sharded_parts
 from tilewright.compiler.safety import ranks as agreed
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -79,6 +79,18 @@ def test_what_is_said_to_be_lost_is_lost(worlds, ranks, name):
     for found in worlds[ranks]:
         assert found[name]["lost"] == lost
         assert set(found[name]["advice"]) <= {"linear_residual COLLECTIVE"}
+
+
+@pytest.mark.parametrize("name", sharded_parts.PARTS)
+def test_parts_shared_by_hand_are_fused_or_say_why(worlds, name):
+    """Experts that tokens are sent to, sequence parallel, stages of a pipeline."""
+    fused, lost, advice = sharded_parts.WANTED[name]
+    for found in worlds[2]:
+        assert (found[name]["fused"], found[name]["lost"]) == (fused, lost)
+        assert found[name]["advice"] == advice
+        eager, ours = found[name]["errors"]
+        assert ours <= 1.25 * eager + 1e-3
+    assert max(found[name]["errors"][1] for found in worlds[2]) > 0
 
 
 @pytest.mark.parametrize("name", sharded.REFUSED)
