@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.interpreted import Interpreter
 from tilewright.codegen.collective.plan import most_tokens
 from tilewright.codegen.collective.specs import ReduceConfig, shared_bytes
-from tilewright.ops import contract
+from tilewright.ops import calls, fused_op
 from tilewright.ops.checks import ArgumentError
 from tilewright.ops.collective import all_reduce_residual_norm as op
 from tilewright.ops.collective import lowering
@@ -139,7 +139,7 @@ def broken(monkeypatch):
     """The op as on a GPU whose kernels do not compile; `broken.sums` are the sums over ranks."""
     machine = Broken()
     machine.sums = []
-    monkeypatch.setattr(contract, "machine_of", lambda device: machine)
+    monkeypatch.setattr(fused_op, "machine_of", lambda device: machine)
     monkeypatch.setattr(lowering, "_failed", set())
     real = lowering._all_reduce
 
@@ -157,12 +157,12 @@ def test_a_rank_whose_norm_kernel_fails_sums_once_as_the_others_do(fake_ranks, b
     case = ReduceCase("", n=72, norm=norm, norm_offset=1.0)
     a = replace(op.sample_inputs(case), group=fake_ranks, num_ranks=2)
     args, kwargs = op.OP.split(a)
-    run = contract._implementation(op.OP, "cuda")
+    run = calls.implementation(op.OP, "cuda")
     exact = op.reference(replace(a, x=a.x.double(), residual=a.residual.double()))
-    for calls in (1, 2):
+    for count in (1, 2):
         for made, wanted in zip(run(*args, **kwargs), exact, strict=True):
             assert op.OP.tolerances[torch.bfloat16].problem(made, wanted) is None
-        assert broken.sums == [tuple(a.x.shape)] * calls
+        assert broken.sums == [tuple(a.x.shape)] * count
 
 
 def test_a_rank_whose_kernel_fails_when_the_others_run_it_raises(fake_ranks, broken):
@@ -170,7 +170,7 @@ def test_a_rank_whose_kernel_fails_when_the_others_run_it_raises(fake_ranks, bro
     broken.peers = PeerMemory(1024, 2048, 0)
     a = replace(op.sample_inputs(ReduceCase("", n=72)), group=fake_ranks, num_ranks=2)
     args, kwargs = op.OP.split(a)
-    run = contract._implementation(op.OP, "cuda")
+    run = calls.implementation(op.OP, "cuda")
     for _ in range(2):
         with pytest.raises(RankFailedError, match="the others wait for it: ValueError: no such"):
             run(*args, **kwargs)
@@ -181,7 +181,7 @@ def test_alone_the_reference_takes_over(broken):
     a = op.sample_inputs(ReduceCase("", n=72))
     args, kwargs = op.OP.split(a)
     for made, wanted in zip(
-        contract._implementation(op.OP, "cuda")(*args, **kwargs), op.reference(a), strict=True
+        calls.implementation(op.OP, "cuda")(*args, **kwargs), op.reference(a), strict=True
     ):
         assert torch.equal(made, wanted)
 
@@ -191,7 +191,7 @@ def test_memory_of_a_group_that_is_gone_is_not_written_again(monkeypatch):
     a = parts_of(ReduceCase(""), 2)[0]
     held = [True]
     machine = Interpreter(runs=False, peers=PeerMemory(1024, 2048, 0, lambda: held[0]))
-    monkeypatch.setattr(contract, "machine_of", lambda device: machine)
+    monkeypatch.setattr(fused_op, "machine_of", lambda device: machine)
     monkeypatch.setattr("tilewright.ops.collective.operands.obstacle", lambda name: None)
     launched = []
     real = machine.launcher
@@ -202,7 +202,7 @@ def test_memory_of_a_group_that_is_gone_is_not_written_again(monkeypatch):
 
     machine.launcher = launcher
     args, kwargs = op.OP.split(a)
-    run = contract._implementation(op.OP, "cuda")
+    run = calls.implementation(op.OP, "cuda")
     for _ in range(3):
         run(*args, **kwargs)
     assert launched == [1024, 1024]  # the third is the second once more
