@@ -36,6 +36,7 @@ from tilewright.ops.runtime.program import (
     Outcome,
     PeerMemory,
     Peers,
+    Step,
     Steps,
     chooser,
 )
@@ -62,7 +63,7 @@ def all_reduce_residual_norm_steps(
     x, why = a.x, "of one rank"
     if a.num_ranks > 1:
         x, why = (yield Buffer.like(a.x)), "the library's all-reduce, then the norm"
-        yield Library(partial(_all_reduce, group=a.group), (x, a.x))
+        yield from _together(a.group, Library(partial(_all_reduce, group=a.group), (x, a.x)))
     alone = replace(a, x=x)
     config, spec = _chosen(reduce_problem(alone, 1), target)
     launch = Launch(spec, reduce_grid(config, tokens), _values(alone, results))
@@ -70,7 +71,7 @@ def all_reduce_residual_norm_steps(
         return Outcome(results, "norm kernel", why)
     weight = () if a.norm_weight is None else (a.norm_weight,)
     function = partial(_residual_norm, eps=a.norm_eps, offset=a.norm_offset)
-    yield Library(function, (*results, x, a.residual, *weight))
+    yield from _together(a.group, Library(function, (*results, x, a.residual, *weight)))
     return Outcome(results, "library", f"{why}, whose kernel failed")
 
 
@@ -98,21 +99,27 @@ def _through_peers(
     problem, tokens = reduce_problem(a, a.num_ranks), a.x.shape[0]
     config, spec = _chosen(problem, target, config=config)
     form, nbytes = shared_form(problem, config), shared_bytes(problem, config)
+    step = Peers(a.group, form, _kind(a), nbytes, config.blocks, spec)
+    shared: PeerMemory | None = yield from _together(a.group, step)
+    if shared is None:
+        # A captured call has none that a later one may have, and then all ranks must ask for it.
+        yield NotRepeatable("the ranks share no memory")
+        return None
+    peers = {"peers_ptr": shared.addresses, "steps_ptr": shared.sent, "rank": shared.rank}
+    launch = Launch(spec, reduce_grid(config, tokens), _values(a, results) | peers)
+    yield from _together(a.group, launch)
+    return config
+
+
+def _together(group: str, step: Step) -> Any:
+    """Gives the answer of a step that all ranks take, or that follows one. Raises what ends it on
+    this rank alone."""
     try:
-        shared: PeerMemory | None = yield Peers(
-            a.group, form, _kind(a), nbytes, config.blocks, spec
-        )
-        if shared is None:
-            # A captured call has none that a later one may have: then all ranks must ask for it.
-            yield NotRepeatable("the ranks share no memory")
-            return None
-        peers = {"peers_ptr": shared.addresses, "steps_ptr": shared.sent, "rank": shared.rank}
-        yield Launch(spec, reduce_grid(config, tokens), _values(a, results) | peers)
+        return (yield step)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        raise RankFailedError(a.group, error) from error
-    return config
+        raise RankFailedError(group, error) from error
 
 
 def _kind(a: Any) -> str:

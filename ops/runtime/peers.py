@@ -29,7 +29,7 @@ class RankFailedError(RuntimeError):
 
     def __init__(self, group: str, error: Exception) -> None:
         super().__init__(
-            f"this rank failed in a kernel that all ranks of group {group} run together, and the "
+            f"this rank failed in what all ranks of group {group} do together, and the "
             f"others wait for it: {type(error).__name__}: {error}"
         )
 

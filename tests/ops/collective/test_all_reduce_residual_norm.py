@@ -177,6 +177,21 @@ def test_a_rank_whose_kernel_fails_when_the_others_run_it_raises(fake_ranks, bro
     assert broken.sums == []
 
 
+def test_a_collective_that_fails_is_not_called_again(fake_ranks, broken, monkeypatch):
+    sums = []
+
+    def failing(out, x, group):
+        sums.append(group)
+        raise RuntimeError("closed by a peer")
+
+    monkeypatch.setattr(lowering, "_all_reduce", failing)
+    a = replace(op.sample_inputs(ReduceCase("", n=72)), group=fake_ranks, num_ranks=2)
+    args, kwargs = op.OP.split(a)
+    with pytest.raises(RankFailedError, match="closed by a peer"):
+        calls.implementation(op.OP, "cuda")(*args, **kwargs)
+    assert len(sums) == 1
+
+
 def test_alone_the_reference_takes_over(broken):
     a = op.sample_inputs(ReduceCase("", n=72))
     args, kwargs = op.OP.split(a)
