@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.interpreted import Interpreter
 from tilewright.codegen.collective.plan import most_tokens
 from tilewright.codegen.collective.specs import ReduceConfig, shared_bytes
-from tilewright.ops import calls, fused_op
+from tilewright.ops import calls
 from tilewright.ops.checks import ArgumentError
 from tilewright.ops.collective import all_reduce_residual_norm as op
 from tilewright.ops.collective import lowering
@@ -139,7 +139,7 @@ def broken(monkeypatch):
     """The op as on a GPU whose kernels do not compile; `broken.sums` are the sums over ranks."""
     machine = Broken()
     machine.sums = []
-    monkeypatch.setattr(fused_op, "machine_of", lambda device: machine)
+    monkeypatch.setattr(calls, "machine_of", lambda device: machine)
     monkeypatch.setattr(lowering, "_failed", set())
     real = lowering._all_reduce
 
@@ -206,7 +206,7 @@ def test_memory_of_a_group_that_is_gone_is_not_written_again(monkeypatch):
     a = parts_of(ReduceCase(""), 2)[0]
     held = [True]
     machine = Interpreter(runs=False, peers=PeerMemory(1024, 2048, 0, lambda: held[0]))
-    monkeypatch.setattr(fused_op, "machine_of", lambda device: machine)
+    monkeypatch.setattr(calls, "machine_of", lambda device: machine)
     monkeypatch.setattr("tilewright.ops.collective.operands.obstacle", lambda name: None)
     launched = []
     real = machine.launcher
