@@ -16,7 +16,7 @@ from pattern_examples import EXAMPLES
 from torch import fx
 
 from tilewright.compiler import GraphReport, lower
-from tilewright.tools.graph_drawing import draw
+from tilewright.tools.report.graph_drawing import draw
 
 PICTURES = Path(__file__).parent / "pictures"
 STYLE = (

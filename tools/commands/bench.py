@@ -90,7 +90,7 @@ def _run(names: list[str]) -> None:
 
 
 def _draw(folder: Path, names: list[str], as_json: bool) -> None:
-    from tilewright.tools.plots import draw_results
+    from tilewright.tools.report.plots import draw_results
 
     try:
         drawn = draw_results(FOLDER / "results", names, folder)

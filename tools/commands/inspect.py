@@ -55,7 +55,7 @@ def inspect(
     """
     from tilewright.codegen.targets import get_target
     from tilewright.tools.commands.models import audited, load_and_lower, load_and_lower_rank
-    from tilewright.tools.text_report import graph_text, render, render_rank
+    from tilewright.tools.report.text_report import graph_text, render, render_rank
 
     with errors_for_people(debug):
         if as_json and (before or after):
@@ -97,7 +97,7 @@ def _check_page(path: Path | None) -> None:
 
 def _write_page(path: Path, model: str, lowered: Lowered, audits: Sequence[KernelAudit]) -> None:
     try:
-        from tilewright.tools.html_report import write_html
+        from tilewright.tools.report.html_report import write_html
 
         write_html(path, model, lowered, audits)
     except ImportError as error:

@@ -56,7 +56,7 @@ def kernels(
     where it stopped. Exit code 1 where a kernel does not compile or breaks a rule of the target.
     """
     from tilewright.tools.commands.models import audited, load_and_lower
-    from tilewright.tools.text_report import render_kernels
+    from tilewright.tools.report.text_report import render_kernels
 
     with errors_for_people(debug):
         folder = writable_folder(output, "--output")

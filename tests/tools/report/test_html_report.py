@@ -13,8 +13,8 @@ import torch
 from tests.models import qkv_idioms
 from tests.tools.test_commands import command  # noqa: F401  a fixture
 from tilewright.compiler import lower
-from tilewright.tools.html_report import render_html, write_html
 from tilewright.tools.layers import layers
+from tilewright.tools.report.html_report import render_html, write_html
 from tilewright.tools.zoo import build_zoo_model
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")

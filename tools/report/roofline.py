@@ -99,7 +99,7 @@ def _multiplies(node: fx.Node, tensors: Sequence[torch.Tensor]) -> bool:
 
 def plot(points: Mapping[str, Work], target: Target) -> str:
     """The roofline of the target, with each site under it, as SVG. Needs matplotlib."""
-    from tilewright.tools.plots import Figure, svg
+    from tilewright.tools.report.plots import Figure, svg
 
     figure = Figure(figsize=(7, 3.6), layout="constrained")
     axes = figure.add_subplot()

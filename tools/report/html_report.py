@@ -24,11 +24,11 @@ from tilewright.compiler import GraphReport, Lowered, Site
 from tilewright.compiler.report import collapse_misses, collapse_sites
 from tilewright.patterns.language import CODES
 from tilewright.tools.files import write_whole
-from tilewright.tools.graph_drawing import MAX_NODES, draw
 from tilewright.tools.kernel_audit import KernelAudit
 from tilewright.tools.layers import Layer, layer_of, layers
 from tilewright.tools.miss_guide import miss_guide
-from tilewright.tools.roofline import Work, plot, site_work
+from tilewright.tools.report.graph_drawing import MAX_NODES, draw
+from tilewright.tools.report.roofline import Work, plot, site_work
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def render_html(model: str, lowered: Lowered, audits: Sequence[KernelAudit] = ()
 
 @cache
 def _template() -> jinja2.Template:
-    text = files("tilewright.tools").joinpath("assets/report.html.j2").read_text("utf-8")
+    text = files("tilewright.tools.report").joinpath("assets/report.html.j2").read_text("utf-8")
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["bytes"] = _readable_bytes
     return environment.from_string(text)
