@@ -28,12 +28,15 @@ class Layer:
 
     @property
     def title(self) -> str:
-        """`model.layers.3 … 60 (58 layers)`."""
-        if not self.scope:
-            return "outside the layers"
-        last = self.scopes[-1].rpartition(".")[2]
-        more = f" … {last} ({len(self.scopes)} layers)" if len(self.scopes) > 1 else ""
-        return self.scope + more
+        return title_of(self.scopes)
+
+
+def title_of(scopes: Sequence[str]) -> str:
+    """Equal layers by name: `model.layers.3 … 60 (58 layers)`."""
+    if not scopes[0]:
+        return "outside the layers"
+    last = scopes[-1].rpartition(".")[2]
+    return scopes[0] + (f" … {last} ({len(scopes)} layers)" if len(scopes) > 1 else "")
 
 
 def layer_of(scope: str) -> str:
@@ -45,9 +48,10 @@ def layer_of(scope: str) -> str:
 def layers(graph: GraphReport) -> list[Layer]:
     """The distinct layers of a graph, in order."""
     before, after = _by_layer(graph.before), _by_layer(graph.after)
-    groups: dict[tuple[str, ...], list[str]] = {}
+    groups: dict[tuple[object, ...], list[str]] = {}
     for scope, nodes in before.items():
-        groups.setdefault((bool(scope) * "layer", *_signature(nodes)), []).append(scope)
+        alike = bool(scope), _signature(nodes), _signature(after.get(scope, ()))
+        groups.setdefault(alike, []).append(scope)
     return [
         Layer(scopes[0], tuple(scopes), tuple(before[scopes[0]]), tuple(after.get(scopes[0], ())))
         for scopes in groups.values()

@@ -1,55 +1,52 @@
-"""A report as one self-contained HTML page, usable with the keyboard alone.
-
-Needs the extra `report` (grandalf for the drawings, matplotlib for the roofline).
-"""
+"""A report as one self-contained HTML page, usable with the keyboard alone, in light and dark, and
+on paper."""
 
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import jinja2
 from markupsafe import Markup
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
-from torch import fx
 
 from tilewright.codegen.targets import get_target
 from tilewright.compiler import GraphReport, Lowered, Site
-from tilewright.compiler.report import collapse_misses, collapse_sites
+from tilewright.compiler.report import collapse_misses, collapse_sites, site_kind
+from tilewright.compiler.report.step import step_of
+from tilewright.patterns.dataflow import source_of
 from tilewright.patterns.language import CODES
 from tilewright.tools.files import write_whole
 from tilewright.tools.kernel_audit import KernelAudit
-from tilewright.tools.layers import Layer, layer_of, layers
 from tilewright.tools.miss_guide import miss_guide
-from tilewright.tools.report.graph_drawing import MAX_NODES, draw
-from tilewright.tools.report.roofline import Work, plot, site_work
+from tilewright.tools.report.drawings import Drawing, drawings, numbers_of, replaced
+from tilewright.tools.report.node_facts import SourceLine, source_lines
+from tilewright.tools.report.roofline import Point, Work, chart, site_work
+from tilewright.tools.report.step_bars import site_bars, step_view
 
 
 @dataclass(frozen=True)
 class SiteEntry:
-    """Equal fused sites as the page shows them. anchor: their id on the page."""
+    """Equal fused sites as the page shows them. number: theirs on the page. source: the model's own
+    line, then the library's."""
 
     site: Site
     scope: str
     count: int
-    anchor: str
+    number: int
     work: Work | None
+    source: tuple[SourceLine, ...]
 
-
-@dataclass(frozen=True)
-class LayerEntry:
-    """A distinct layer: its title, and its drawings as SVG (or why there is none)."""
-
-    title: str
-    before: str
-    after: str
-    fused: int
+    @property
+    def anchor(self) -> str:
+        """Their id on the page."""
+        return f"site-{self.number}"
 
 
 def write_html(
@@ -63,21 +60,19 @@ def render_html(model: str, lowered: Lowered, audits: Sequence[KernelAudit] = ()
     """The page's HTML."""
     target = get_target(lowered.target)
     entries = _site_entries(lowered)
-    guide = miss_guide(CODES)
-    works = {f"{e.site.pattern} {e.scope}": e.work for e in entries if e.work}
+    step = step_of(lowered)
     return _template().render(
         model=model,
         lowered=lowered,
         target=target,
         sites=entries,
-        misses=[
-            (miss, scope, count, guide.get(miss.code))
-            for miss, scope, count in collapse_misses(lowered.misses)
-        ],
-        layers=[layer for graph in lowered.graphs for layer in _layer_entries(graph, entries)],
+        bars=site_bars([(e.site, e.count) for e in entries], step),
+        step=step_view(step),
+        misses=list(_miss_entries(lowered)),
+        drawings=_drawings(lowered, entries),
         kernels=list(_kernels(lowered, audits)),
-        roofline=Markup(plot(works, target)) if works else "",
-        code_css=Markup(_formatter().get_style_defs(".code")),
+        roofline=_roofline(entries, lowered.target),
+        code_css=Markup(_code_css()),
         nodes=(
             sum(len(graph.before.graph.nodes) for graph in lowered.graphs),
             sum(len(graph.after.graph.nodes) for graph in lowered.graphs),
@@ -88,10 +83,15 @@ def render_html(model: str, lowered: Lowered, audits: Sequence[KernelAudit] = ()
 
 @cache
 def _template() -> jinja2.Template:
-    text = files("tilewright.tools.report").joinpath("assets/report.html.j2").read_text("utf-8")
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    environment.filters["bytes"] = _readable_bytes
-    return environment.from_string(text)
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("tilewright.tools.report", "assets"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters |= {"bytes": _readable_bytes, "us": _readable_time}
+    return environment.get_template("report.html.j2")
 
 
 def _readable_bytes(size: float) -> str:
@@ -102,63 +102,66 @@ def _readable_bytes(size: float) -> str:
     return f"{size:.1f} GiB"
 
 
+def _readable_time(microseconds: float) -> str:
+    for unit in ("µs", "ms"):
+        if microseconds < 1000:
+            return f"{microseconds:.3g} {unit}"
+        microseconds /= 1000
+    return f"{microseconds:.3g} s"
+
+
 def _site_entries(lowered: Lowered) -> list[SiteEntry]:
     target = get_target(lowered.target)
     graphs = {id(site): graph for graph in lowered.graphs for site in graph.matches}
-    return [
-        SiteEntry(site, scope, count, f"site-{i}", site_work(graphs[id(site)], site, target))
-        for i, (site, scope, count) in enumerate(collapse_sites(lowered.matches))
-    ]
+    entries = []
+    for number, (site, scope, count) in enumerate(collapse_sites(lowered.matches), 1):
+        graph = graphs[id(site)]
+        work = site_work(graph, site, target)
+        entries.append(SiteEntry(site, scope, count, number, work, _source(graph, site)))
+    return entries
 
 
-def _layer_entries(graph: GraphReport, entries: Sequence[SiteEntry]) -> list[LayerEntry]:
-    by_node = _by_node(graph, entries)
-    kept = {node.name for node in graph.after.graph.nodes}
-    return [
-        LayerEntry(
-            layer.title,
-            _drawing(layer.before, f"{layer.title}, as captured", by_node, kept),
-            _drawing(layer.after, f"{layer.title}, as rewritten", by_node, kept),
-            sum(1 for node in layer.after if "tilewright" in node.meta),
+def _source(graph: GraphReport, site: Site) -> tuple[SourceLine, ...]:
+    """Where a site comes from: the lines of the node that it is named by."""
+    by_name = {node.name: node for node in graph.before.graph.nodes}
+    op = next((node for node in graph.after.graph.nodes if node.name == site.node), None)
+    names = site.absorbed if op is None else replaced(op)
+    nodes = [by_name[name] for name in names if name in by_name]
+    named = next((node for node in nodes if source_of(node) == site.source), None)
+    return source_lines(named) if named is not None else ()
+
+
+def _miss_entries(lowered: Lowered) -> Iterator[dict[str, Any]]:
+    guide = miss_guide(CODES)
+    for miss, scope, count in collapse_misses(lowered.misses):
+        source = source_lines(miss.nodes[0]) if miss.nodes else ()
+        yield {"miss": miss, "scope": scope, "count": count, "source": source,
+               "guide": guide.get(miss.code)}  # fmt: skip
+
+
+def _drawings(lowered: Lowered, entries: Sequence[SiteEntry]) -> list[Drawing]:
+    numbers = {site_kind(entry.site): entry.number for entry in entries}
+    found = []
+    for i, graph in enumerate(lowered.graphs):
+        ops = {site.node: numbers[site_kind(site)] for site in graph.matches}
+        title = f"graph {i}: " if len(lowered.graphs) > 1 else ""
+        found += drawings(graph, numbers_of(graph, ops), title)
+    return found
+
+
+def _roofline(entries: Sequence[SiteEntry], target: str) -> Markup:
+    points = [
+        Point(
+            f"{entry.number} {entry.site.pattern}",
+            f"#{entry.anchor}",
+            entry.work,
+            # What leaves the graph would be written and read again.
+            2 * entry.site.intermediate_bytes,
         )
-        for layer in _fused_first(layers(graph))
+        for entry in entries
+        if entry.work is not None
     ]
-
-
-def _fused_first(found: Sequence[Layer]) -> list[Layer]:
-    return sorted(found, key=lambda layer: not any("tilewright" in n.meta for n in layer.after))
-
-
-def _by_node(graph: GraphReport, entries: Sequence[SiteEntry]) -> Mapping[str, str]:
-    """Node name, before or after, to the anchor of its kind of site."""
-    anchors = {_kind(entry.site): entry.anchor for entry in entries}
-    return {
-        name: anchors.get(_kind(site), "")
-        for site in graph.matches
-        for name in (*site.absorbed, site.node)
-    }
-
-
-def _kind(site: Site) -> tuple[str, ...]:
-    facts = (f"{key}={value}" for key, value in site.shapes.items())
-    return (site.pattern, layer_of(site.scope) and "layer", site.lowering, *facts)
-
-
-def _drawing(
-    nodes: Sequence[fx.Node], title: str, by_node: Mapping[str, str], kept: Set[str]
-) -> str:
-    """kept: names of the nodes that the rewritten graph still has."""
-    if len(nodes) > MAX_NODES:
-        return f"{len(nodes)} nodes: too many for one readable drawing."
-
-    def css_class(node: fx.Node) -> str:
-        return "op" if "tilewright" in node.meta else "" if node.name in kept else "fused"
-
-    def link(node: fx.Node) -> str:
-        anchor = by_node.get(node.name, "")
-        return f"#{anchor}" if anchor else ""
-
-    return Markup(draw(nodes, title, css_class, link))
+    return Markup(chart(points, get_target(target))) if points else Markup("")
 
 
 def _kernels(
@@ -168,9 +171,16 @@ def _kernels(
     outcomes = {outcome.kernel.spec.name: outcome for outcome in audits}
     for kernel in lowered.kernels:
         outcome = outcomes.get(kernel.spec.name) or KernelAudit(kernel, None, ())
-        yield outcome, Markup(highlight(kernel.source, PythonLexer(), _formatter()))
+        yield outcome, Markup(highlight(kernel.source, PythonLexer(), _formatter("default")))
 
 
 @cache
-def _formatter() -> HtmlFormatter:
-    return HtmlFormatter(cssclass="code", style="default")
+def _formatter(style: str) -> HtmlFormatter:
+    return HtmlFormatter(cssclass="code", style=style)
+
+
+def _code_css() -> str:
+    """The colours of sources, light and dark."""
+    dark = _formatter("github-dark").get_style_defs(".code")
+    light = _formatter("default").get_style_defs(".code")
+    return f"{light}\n@media screen and (prefers-color-scheme: dark) {{\n{dark}\n}}"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from html import escape
 
 import torch
 from torch import fx
@@ -97,28 +98,118 @@ def _multiplies(node: fx.Node, tensors: Sequence[torch.Tensor]) -> bool:
     return concrete and bool(_PRODUCTS.search(str(name)))
 
 
-def plot(points: Mapping[str, Work], target: Target) -> str:
-    """The roofline of the target, with each site under it, as SVG. Needs matplotlib."""
-    from tilewright.tools.report.plots import Figure, svg
+@dataclass(frozen=True)
+class Point:
+    """A site under the roof. label: its name; link: where it leads. apart_bytes: what its parts
+    would move besides, were each computed by itself."""
 
-    figure = Figure(figsize=(7, 3.6), layout="constrained")
-    axes = figure.add_subplot()
-    intensities = [work.intensity for work in points.values()]
-    low, high = min([0.5, *intensities]) / 2, max([2000.0, *intensities]) * 2
-    for rate in sorted({work.rate for work in points.values()}):
-        ridge = rate / target.hbm_bytes_per_s
-        axes.plot(
-            [low, ridge, high],
-            [low * target.hbm_bytes_per_s / 1e12, rate / 1e12, rate / 1e12],
-            color="#888",
-            linewidth=1,
-        )
-    for label, work in points.items():
-        reach = min(work.rate, work.intensity * target.hbm_bytes_per_s) / 1e12
-        axes.plot([work.intensity], [reach], "o", label=label)
-    axes.set(xscale="log", yscale="log", xlabel="FLOP per byte", ylabel="TFLOP/s at best")
-    axes.set_title(f"{target.name}: {target.hbm_bytes_per_s / 1e12:.1f} TB/s", fontsize=9)
-    axes.grid(True, which="major", alpha=0.3)
-    axes.legend(fontsize=7)
-    text = svg(figure)
-    return text[text.index("<svg") :]
+    label: str
+    link: str
+    work: Work
+    apart_bytes: int
+
+    @property
+    def apart(self) -> float:
+        """FLOP per byte of the same work in parts."""
+        return self.work.flops / (self.work.bytes + self.apart_bytes)
+
+
+#: Pixels of the chart: the plot's edges, the whole's size, the least distance of two labels.
+LEFT, TOP, RIGHT, BOTTOM, WIDTH, HEIGHT, LABEL_SPACE = 62, 24, 640, 380, 960, 430, 19
+
+
+def chart(points: Sequence[Point], target: Target) -> str:
+    """The roofline of the target as an SVG element: both axes logarithmic, each site at what the
+    target allows it at best, labels in a column beside the plot where none covers another."""
+    bandwidth = target.hbm_bytes_per_s
+    rates = sorted({point.work.rate for point in points})
+    x = _Axis.over([p.apart for p in points] + [p.work.intensity for p in points]
+                   + [3 * rates[-1] / bandwidth], LEFT, RIGHT)  # fmt: skip
+    y = _Axis.over([bandwidth * x.low / 1e12, 1.5 * rates[-1] / 1e12], BOTTOM, TOP)
+
+    def at(intensity: float, rate: float) -> tuple[float, float]:
+        return x.at(intensity), y.at(min(rate, intensity * bandwidth) / 1e12)
+
+    height = max(HEIGHT, TOP + LABEL_SPACE * (len(points) + 1))
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="group" '
+        f'aria-label="Roofline of {escape(target.name)}">',
+        *_grid(x, y),
+    ]
+    for rate in rates:
+        corners = [at(x.low, rate), at(rate / bandwidth, rate), at(x.high, rate)]
+        parts.append(f'<polyline class="roof" points="{_corners(corners)}"/>')
+        parts.append(_text(RIGHT - 4, y.at(rate / 1e12) - 6, f"{rate / 1e12:.0f} TFLOP/s", "end"))
+    parts.append(_text(LEFT + 8, y.at(x.low * bandwidth / 1e12) - 34,
+                       f"{bandwidth / 1e12:.1f} TB/s"))  # fmt: skip
+    # The higher a point, the higher its label: lines to them cross nothing.
+    ordered = sorted(points, key=lambda p: -p.work.intensity)
+    places = [at(p.work.intensity, p.work.rate) for p in ordered]
+    labels = spread([py for _, py in places], LABEL_SPACE, TOP + 6, height - 12)
+    for point, (px, py), label_y in zip(ordered, places, labels, strict=True):
+        lead = [(px, py), (RIGHT + 8, label_y), (RIGHT + 16, label_y)]
+        fx_, fy = at(point.apart, point.work.rate)
+        parts.append(f'<polyline class="lead" points="{_corners(lead)}"/>')
+        parts.append(f'<polyline class="shift" points="{_corners([(fx_, fy), (px, py)])}"/>')
+        parts.append(f'<circle class="from" cx="{fx_:.1f}" cy="{fy:.1f}" r="4"/>')
+        parts.append(f'<circle class="to" cx="{px:.1f}" cy="{py:.1f}" r="5"/>')
+        said = f"{point.label}: {point.work.intensity:.3g} FLOP/B"
+        parts.append(f'<a href="{escape(point.link)}">{_text(RIGHT + 20, label_y + 4, said)}</a>')
+    return "".join([*parts, "</svg>"])
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """A logarithmic axis of whole decades, drawn from one pixel to another."""
+
+    low: float
+    high: float
+    first: float
+    last: float
+
+    @classmethod
+    def over(cls, values: Sequence[float], first: float, last: float) -> _Axis:
+        ends = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+        return cls(10.0 ** ends[0], 10.0 ** max(ends[1], ends[0] + 1), first, last)
+
+    def at(self, value: float) -> float:
+        share = math.log10(value / self.low) / math.log10(self.high / self.low)
+        return self.first + share * (self.last - self.first)
+
+    def decades(self) -> list[float]:
+        count = round(math.log10(self.high / self.low))
+        return [self.low * 10.0**i for i in range(count + 1)]
+
+
+def spread(wanted: Sequence[float], space: float, low: float, high: float) -> list[float]:
+    """Places as near as may be to those wanted, in their order, `space` apart and between `low` and
+    `high`; where there is no room for that, they go on behind `high`."""
+    placed: list[float] = []
+    for value in wanted:
+        placed.append(max(value, placed[-1] + space if placed else low))
+    for i in reversed(range(len(placed))):  # back up from the end
+        limit = placed[i + 1] - space if i + 1 < len(placed) else high
+        placed[i] = max(min(placed[i], limit), low + i * space)
+    return placed
+
+
+def _grid(x: _Axis, y: _Axis) -> Iterator[str]:
+    for value in x.decades():
+        px = x.at(value)
+        yield f'<path class="grid" d="M{px:.1f} {TOP}V{BOTTOM}"/>'
+        yield _text(px, BOTTOM + 17, f"{value:g}", "middle", "tick")
+    for value in y.decades():
+        py = y.at(value)
+        yield f'<path class="grid" d="M{LEFT} {py:.1f}H{RIGHT}"/>'
+        yield _text(LEFT - 6, py + 4, f"{value:g}", "end", "tick")
+    yield _text((LEFT + RIGHT) / 2, BOTTOM + 38, "FLOP per byte", "middle", "tick")
+    yield _text(4, TOP - 10, "TFLOP/s at best", "start", "tick")
+
+
+def _text(x: float, y: float, text: str, anchor: str = "start", css_class: str = "") -> str:
+    kind = f' class="{css_class}"' if css_class else ""
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{kind}>{escape(text)}</text>'
+
+
+def _corners(corners: Sequence[tuple[float, float]]) -> str:
+    return " ".join(f"{x:.1f},{y:.1f}" for x, y in corners)
