@@ -46,11 +46,11 @@ def layer_of(scope: str) -> str:
 
 
 def layers(graph: GraphReport) -> list[Layer]:
-    """The distinct layers of a graph, in order."""
+    """The distinct layers of a graph, in order: those with other nodes, or other fused ops."""
     before, after = _by_layer(graph.before), _by_layer(graph.after)
     groups: dict[tuple[object, ...], list[str]] = {}
     for scope, nodes in before.items():
-        alike = bool(scope), _signature(nodes), _signature(after.get(scope, ()))
+        alike = bool(scope), _signature(nodes), _signature(_fused(after.get(scope, ())))
         groups.setdefault(alike, []).append(scope)
     return [
         Layer(scopes[0], tuple(scopes), tuple(before[scopes[0]]), tuple(after.get(scopes[0], ())))
@@ -64,6 +64,10 @@ def _by_layer(module: fx.GraphModule) -> dict[str, list[fx.Node]]:
         if node.op not in ("placeholder", "output", "get_attr"):
             found.setdefault(layer_of(scope_of(node)), []).append(node)
     return found
+
+
+def _fused(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    return [node for node in nodes if "tilewright" in node.meta]
 
 
 def _signature(nodes: Sequence[fx.Node]) -> tuple[str, ...]:

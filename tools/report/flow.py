@@ -1,5 +1,5 @@
-"""A part of a graph in rows, with lanes for the values that flow from row to row; and two such parts
-side by side, as captured and as rewritten, with the same things on the same line.
+"""A part of a graph in rows, with lanes for the values that flow from row to row; and two such
+parts side by side, as captured and as rewritten, with the same things on the same line.
 
 A row has one node, or several that hand a value on with no other reader. What goes around a row
 passes in a lane beside it, as the branches of a history do. So a drawing is as wide as its longest
@@ -15,20 +15,22 @@ from torch import fx
 
 from tilewright.tools.report.node_facts import INPUTS, is_view_of_input, label
 
-#: The letters of a row's labels at most; a label by itself may be longer.
-MAX_LETTERS = 40
+#: The letters of a row's labels at most, with what stands around each; one label may be longer.
+MAX_LETTERS = 38
 
 
 @dataclass(frozen=True)
 class Row:
     """A line of a drawing. lane: of its dot. into: lanes that end in the dot or give to it.
-    passing: lanes that go by, from top to bottom. goes_on: whether its own goes on below."""
+    passing: lanes that go by, from top to bottom. goes_on: whether its own goes on below.
+    outside: whether its node is not of the part that is drawn."""
 
     nodes: tuple[fx.Node, ...]
     lane: int
     into: tuple[int, ...]
     passing: tuple[int, ...]
     goes_on: bool
+    outside: bool = False
 
     @property
     def below(self) -> tuple[int, ...]:
@@ -110,7 +112,7 @@ def _in_lanes(
         if goes_on := last[i] > i:
             open_lanes[own : own + 1] = [i]
         passing = tuple(lane for lane, _ in held if lane not in ending)
-        yield Row(group, own, tuple(into), passing, goes_on)
+        yield Row(group, own, tuple(into), passing, goes_on, i < len(outside))
 
 
 def side_by_side(
@@ -131,8 +133,8 @@ def side_by_side(
     for row in after:
         waiting.append(row)
         known = [at[name] for n in row.nodes if (name := came_from.get(n, n.name)) in at]
-        if known:
-            target = max(known)
+        if known or row.outside:
+            target = max(known, default=upper)
             while upper <= target - len(waiting):
                 pairs.append((before[upper], None))
                 upper += 1

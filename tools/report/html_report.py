@@ -103,6 +103,8 @@ def _readable_bytes(size: float) -> str:
 
 
 def _readable_time(microseconds: float) -> str:
+    if 0 < microseconds < 1:
+        return f"{microseconds:.2f} µs"
     for unit in ("µs", "ms"):
         if microseconds < 1000:
             return f"{microseconds:.3g} {unit}"
@@ -155,6 +157,7 @@ def _roofline(entries: Sequence[SiteEntry], target: str) -> Markup:
             f"{entry.number} {entry.site.pattern}",
             f"#{entry.anchor}",
             entry.work,
+            max(len(entry.site.kernels), 1),
             # What leaves the graph would be written and read again.
             2 * entry.site.intermediate_bytes,
         )

@@ -45,8 +45,14 @@ def _name(target: Any) -> str:
 
 
 def shape(node: fx.Node) -> str:
-    """Its first result as `bfloat16[1,4096]`; empty for what is no tensor."""
-    return next(_shapes(node.meta.get("example_value")), "")
+    """Its first result as `bf16[1,4096]`; empty for what is no tensor."""
+    whole = next(_shapes(node.meta.get("example_value")), "")
+    return re.sub(r"^(b?)(float|int|u)\w*?(\d+)", _short, whole)
+
+
+def _short(dtype: re.Match[str]) -> str:
+    """`bf16` of bfloat16, `i64` of int64."""
+    return dtype[1] + dtype[2][0] + dtype[3]
 
 
 def facts(node: fx.Node) -> str:
@@ -70,21 +76,8 @@ def inputs_of(node: fx.Node) -> Iterator[fx.Node]:
             yield from inputs_of(used)
 
 
-_LAYOUT = frozenset(
-    [
-        "reshape",
-        "view",
-        "permute",
-        "transpose",
-        "select",
-        "narrow",
-        "unsqueeze",
-        "squeeze",
-        "expand",
-        "t",
-        "flatten",
-    ]
-)
+_LAYOUT = frozenset({"reshape", "view", "permute", "transpose", "select", "narrow", "unsqueeze",
+                     "squeeze", "expand", "t", "flatten"})  # fmt: skip
 
 
 def is_view_of_input(node: fx.Node) -> bool:

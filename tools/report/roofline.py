@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 
 import torch
@@ -100,18 +100,20 @@ def _multiplies(node: fx.Node, tensors: Sequence[torch.Tensor]) -> bool:
 
 @dataclass(frozen=True)
 class Point:
-    """A site under the roof. label: its name; link: where it leads. apart_bytes: what its parts
-    would move besides, were each computed by itself."""
+    """A site under the roof. label: its name; link: where it leads. launches: of its kernels.
+    apart_bytes: what its parts would move besides, were each computed by itself."""
 
     label: str
     link: str
     work: Work
+    launches: int
     apart_bytes: int
 
-    @property
-    def apart(self) -> float:
-        """FLOP per byte of the same work in parts."""
-        return self.work.flops / (self.work.bytes + self.apart_bytes)
+    def at(self, target: Target, more_bytes: int = 0) -> tuple[float, float]:
+        """(FLOP per byte, FLOP/s) of the least time and the start of each kernel."""
+        work = replace(self.work, bytes=self.work.bytes + more_bytes)
+        seconds = 1e-6 * work.bound_us(target) + self.launches * target.launch_s
+        return work.intensity, work.flops / seconds
 
 
 #: Pixels of the chart: the plot's edges, the whole's size, the least distance of two labels.
@@ -119,43 +121,52 @@ LEFT, TOP, RIGHT, BOTTOM, WIDTH, HEIGHT, LABEL_SPACE = 62, 24, 640, 380, 960, 43
 
 
 def chart(points: Sequence[Point], target: Target) -> str:
-    """The roofline of the target as an SVG element: both axes logarithmic, each site at what the
-    target allows it at best, labels in a column beside the plot where none covers another."""
+    """The roofline of the target as an SVG element: both axes logarithmic, each site at what it
+    reaches at best when its kernels have to be started, labels in a column beside the plot, where
+    none covers another."""
     bandwidth = target.hbm_bytes_per_s
     rates = sorted({point.work.rate for point in points})
-    x = _Axis.over([p.apart for p in points] + [p.work.intensity for p in points]
-                   + [3 * rates[-1] / bandwidth], LEFT, RIGHT)  # fmt: skip
-    y = _Axis.over([bandwidth * x.low / 1e12, 1.5 * rates[-1] / 1e12], BOTTOM, TOP)
-
-    def at(intensity: float, rate: float) -> tuple[float, float]:
-        return x.at(intensity), y.at(min(rate, intensity * bandwidth) / 1e12)
-
+    whole = {point: point.at(target) for point in points}
+    apart = {point: point.at(target, point.apart_bytes) for point in points}
+    seen = [*whole.values(), *apart.values()]
+    x = _Axis.over([flops_per_byte for flops_per_byte, _ in seen] + [3 * rates[-1] / bandwidth],
+                   LEFT, RIGHT)  # fmt: skip
+    y = _Axis.over([rate for _, rate in seen] + [1.5 * rates[-1]], BOTTOM, TOP)
     height = max(HEIGHT, TOP + LABEL_SPACE * (len(points) + 1))
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="group" '
         f'aria-label="Roofline of {escape(target.name)}">',
         *_grid(x, y),
+        *_roofs(x, y, bandwidth, rates),
     ]
-    for rate in rates:
-        corners = [at(x.low, rate), at(rate / bandwidth, rate), at(x.high, rate)]
-        parts.append(f'<polyline class="roof" points="{_corners(corners)}"/>')
-        parts.append(_text(RIGHT - 4, y.at(rate / 1e12) - 6, f"{rate / 1e12:.0f} TFLOP/s", "end"))
-    parts.append(_text(LEFT + 8, y.at(x.low * bandwidth / 1e12) - 34,
-                       f"{bandwidth / 1e12:.1f} TB/s"))  # fmt: skip
-    # The higher a point, the higher its label: lines to them cross nothing.
-    ordered = sorted(points, key=lambda p: -p.work.intensity)
-    places = [at(p.work.intensity, p.work.rate) for p in ordered]
+    # The higher a point, the higher its label.
+    ordered = sorted(points, key=lambda p: -whole[p][1])
+    places = [(x.at(whole[p][0]), y.at(whole[p][1])) for p in ordered]
     labels = spread([py for _, py in places], LABEL_SPACE, TOP + 6, height - 12)
     for point, (px, py), label_y in zip(ordered, places, labels, strict=True):
+        ax, ay = x.at(apart[point][0]), y.at(apart[point][1])
         lead = [(px, py), (RIGHT + 8, label_y), (RIGHT + 16, label_y)]
-        fx_, fy = at(point.apart, point.work.rate)
-        parts.append(f'<polyline class="lead" points="{_corners(lead)}"/>')
-        parts.append(f'<polyline class="shift" points="{_corners([(fx_, fy), (px, py)])}"/>')
-        parts.append(f'<circle class="from" cx="{fx_:.1f}" cy="{fy:.1f}" r="4"/>')
-        parts.append(f'<circle class="to" cx="{px:.1f}" cy="{py:.1f}" r="5"/>')
         said = f"{point.label}: {point.work.intensity:.3g} FLOP/B"
-        parts.append(f'<a href="{escape(point.link)}">{_text(RIGHT + 20, label_y + 4, said)}</a>')
+        parts += [
+            f'<polyline class="lead" points="{_corners(lead)}"/>',
+            f'<polyline class="shift" points="{_corners([(ax, ay), (px, py)])}"/>',
+            f'<circle class="from" cx="{ax:.1f}" cy="{ay:.1f}" r="4"/>',
+            f'<circle class="to" cx="{px:.1f}" cy="{py:.1f}" r="5"/>',
+            f'<a href="{escape(point.link)}">{_text(RIGHT + 20, label_y + 4, said)}</a>',
+        ]
     return "".join([*parts, "</svg>"])
+
+
+def _roofs(x: _Axis, y: _Axis, bandwidth: float, rates: Sequence[float]) -> Iterator[str]:
+    """What memory allows, up to what each rate of products does."""
+    start = max(x.low, y.low / bandwidth)
+    for rate in rates:
+        ends = [(start, start * bandwidth), (rate / bandwidth, rate), (x.high, rate)]
+        yield f'<polyline class="roof" points="{_corners([(x.at(i), y.at(r)) for i, r in ends])}"/>'
+        yield _text(RIGHT - 4, y.at(rate) - 6, f"{rate / 1e12:.0f} TFLOP/s", "end")
+    rate = math.sqrt(start * bandwidth * rates[0])  # half way up
+    place = x.at(rate / bandwidth) - 8, y.at(rate) - 6
+    yield _text(*place, f"{bandwidth / 1e12:.1f} TB/s", "end")
 
 
 @dataclass(frozen=True)
@@ -201,9 +212,9 @@ def _grid(x: _Axis, y: _Axis) -> Iterator[str]:
     for value in y.decades():
         py = y.at(value)
         yield f'<path class="grid" d="M{LEFT} {py:.1f}H{RIGHT}"/>'
-        yield _text(LEFT - 6, py + 4, f"{value:g}", "end", "tick")
+        yield _text(LEFT - 6, py + 4, f"{value / 1e12:g}", "end", "tick")
     yield _text((LEFT + RIGHT) / 2, BOTTOM + 38, "FLOP per byte", "middle", "tick")
-    yield _text(4, TOP - 10, "TFLOP/s at best", "start", "tick")
+    yield _text(4, TOP - 10, "TFLOP/s", "start", "tick")
 
 
 def _text(x: float, y: float, text: str, anchor: str = "start", css_class: str = "") -> str:

@@ -17,7 +17,7 @@ document.addEventListener("click", event => {
 
 // One tab stop for a drawing's nodes, and arrow keys from there; fused ops are links of their own.
 for (const table of document.querySelectorAll("table.flow")) {
-  const first = table.querySelector("[data-facts]");
+  const first = table.querySelector("span[data-facts]");
   if (first) first.tabIndex = 0;
 }
 const steps = { ArrowDown: [1, 0], ArrowUp: [-1, 0], ArrowRight: [0, 1], ArrowLeft: [0, -1] };
@@ -42,8 +42,7 @@ document.addEventListener("keydown", event => {
   const next = steps[event.key] && neighbour(chip, steps[event.key]);
   if (steps[event.key]) event.preventDefault();
   if (!next) return;
-  const stop = chip.closest("table").querySelector('[tabindex="0"]');
-  if (stop && stop.tagName !== "A") stop.tabIndex = -1;
+  for (const stop of chip.closest("table").querySelectorAll("span[tabindex]")) stop.tabIndex = -1;
   next.tabIndex = 0;
   next.focus();
 });
