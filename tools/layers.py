@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
 from tilewright.compiler import GraphReport
+from tilewright.compiler.scopes import layer_of
 from tilewright.patterns.dataflow import scope_of
-
-_LAYER = re.compile(r"^((?:[A-Za-z_]\w*\.)*)(\d+)(?=\.|$)")
 
 
 @dataclass(frozen=True)
@@ -34,12 +32,6 @@ class Layer:
         last = self.scopes[-1].rpartition(".")[2]
         more = f" … {last} ({len(self.scopes)} layers)" if len(self.scopes) > 1 else ""
         return self.scope + more
-
-
-def layer_of(scope: str) -> str:
-    """The layer that a module path belongs to: `model.layers.3` of `model.layers.3.mlp`."""
-    found = _LAYER.match(scope)
-    return found[0] if found else ""
 
 
 def layers(graph: GraphReport) -> list[Layer]:
