@@ -22,6 +22,7 @@ from torch.autograd import forward_ad
 
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target, get_target
+from tilewright.ops.cache.read import CacheRead
 from tilewright.ops.checks import ArgumentError
 from tilewright.ops.checks import debug_values as debug_values
 from tilewright.ops.formats.fp8 import FP8_DTYPES
@@ -188,6 +189,7 @@ class FusedOp:
     returns: the result in the schema: "(Tensor, Tensor)", or "()" for None.
     schema: "(Tensor x, Tensor(a!) cache) -> Tensor", in place of what the fields and `returns` say,
         for what they cannot.
+    cache_read: what a call reads of caches, by its arguments' metadata; None where it reads none.
     """
 
     name: str
@@ -205,6 +207,7 @@ class FusedOp:
     plan: Callable[[Any, str], LoweringReport] | str | None = None
     returns: str = "Tensor"
     schema: str | None = None
+    cache_read: Callable[[Any], CacheRead] | None = None
 
     def plan_for(self, arguments: Any, target: str) -> LoweringReport:
         """The lowering these arguments (metadata suffices) get on `target`, and why."""

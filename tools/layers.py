@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
 from tilewright.compiler import GraphReport
+from tilewright.compiler.scopes import layer_of
 from tilewright.patterns.dataflow import scope_of
-
-_LAYER = re.compile(r"^((?:[A-Za-z_]\w*\.)*)(\d+)(?=\.|$)")
 
 
 @dataclass(frozen=True)
@@ -37,12 +35,6 @@ def title_of(scopes: Sequence[str]) -> str:
         return "outside the layers"
     last = scopes[-1].rpartition(".")[2]
     return scopes[0] + (f" … {last} ({len(scopes)} layers)" if len(scopes) > 1 else "")
-
-
-def layer_of(scope: str) -> str:
-    """The layer that a module path belongs to: `model.layers.3` of `model.layers.3.mlp`."""
-    found = _LAYER.match(scope)
-    return found[0] if found else ""
 
 
 def layers(graph: GraphReport) -> list[Layer]:

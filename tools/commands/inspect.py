@@ -46,6 +46,10 @@ def inspect(
     ep: Annotated[
         int, typer.Option(min=1, help="As one of so many ranks that share its experts: 1 or --tp.")
     ] = 1,
+    present: Annotated[
+        int | None,
+        typer.Option(min=0, help="Tokens in the caches of each sequence: counts their bytes."),
+    ] = None,
     debug: DebugOption = False,
 ) -> None:
     """Show what is fused in MODEL, what is missed and why, and the kernels, without running it.
@@ -54,6 +58,7 @@ def inspect(
     step takes at least.
     """
     from tilewright.codegen.targets import get_target
+    from tilewright.compiler.report.step import step_of
     from tilewright.tools.commands.models import audited, load_and_lower, load_and_lower_rank
     from tilewright.tools.report.text_report import graph_text, render, render_rank
 
@@ -71,7 +76,8 @@ def inspect(
             _write_page(html, model, lowered, audits)
         if as_json:
             shared = {} if rank is None else {"rank": rank.as_dict(get_target(target))}
-            print_json({"model": model} | report_dict(lowered, audits) | shared)
+            step = {"step": step_of(lowered, present).as_dict()}
+            print_json({"model": model} | report_dict(lowered, audits) | step | shared)
             return
         if before or after:
             typer.echo(graph_text(lowered, before=before, after=after))

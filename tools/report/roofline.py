@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 
-import torch
-from torch import fx
-from torch.utils.flop_counter import FlopCounterMode
-
 from tilewright.codegen.targets import Target
 from tilewright.compiler import GraphReport, Site, _compat
+from tilewright.compiler.report.work import flop_rate, flops_of, share_of_experts
 from tilewright.ops.contract import get_op
-
-#: Names a Triton signature has for torch's dtypes, as `Target.flops` lists them.
-RATES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8e4nv"}
 
 
 @dataclass(frozen=True)
@@ -26,7 +19,7 @@ class Work:
 
     flops: of the matrix products it replaces. bytes: every operand read once and every result
     written once, but caches, of which a step writes little; of a mixture only as many experts as
-    the tokens can reach. rate: the target's FLOP/s for the activation's dtype.
+    tokens reach that are spread evenly. rate: the target's FLOP/s for the activation's dtype.
     """
 
     flops: int
@@ -48,7 +41,7 @@ def site_work(graph: GraphReport, site: Site, target: Target) -> Work | None:
     before = {node.name: node for node in graph.before.graph.nodes}
     node = after.get(site.node)
     absorbed = [before[name] for name in site.absorbed if name in before]
-    flops = sum(map(_flops, absorbed))
+    flops = sum(map(flops_of, absorbed))
     if node is None or not flops:
         return None
     op = get_op(node.meta["tilewright"]["op"])
@@ -57,45 +50,11 @@ def site_work(graph: GraphReport, site: Site, target: Target) -> Work | None:
     written = {argument for name, argument in given if name in op.mutated}
     read = [n for n in node.all_input_nodes if n not in written]
     tensors = _compat.tensors_of(*read, node)
-    share = _share_of_experts(site)
+    share = share_of_experts(site)
     sizes = [t.numel() * t.element_size() * (share if t.dim() == 3 else 1) for t in tensors]
     if not all(isinstance(size, (int, float)) for size in sizes):
         return None
-    dtypes = [t.dtype for t in tensors if t.dtype in RATES]
-    rates = dict(target.flops)
-    rate = rates.get(RATES[dtypes[0]], min(rates.values())) if dtypes else min(rates.values())
-    return Work(flops, int(sum(sizes)), rate)
-
-
-def _share_of_experts(site: Site) -> float:
-    """The largest share of stacked expert weights [experts, ...] that the tokens can reach."""
-    facts = site.shapes
-    tokens = re.search(r"\[(\d+),", str(facts.get("x", "")))
-    if tokens is None or not {"experts", "slots"} <= facts.keys():
-        return 1.0
-    return min(1.0, int(tokens[1]) * int(facts["slots"]) / int(facts["experts"]))
-
-
-def _flops(node: fx.Node) -> int:
-    """The FLOPs of one node, run by itself on fake tensors."""
-    tensors = _compat.tensors_of(*node.all_input_nodes)
-    if node.op not in ("call_function", "call_method") or not _multiplies(node, tensors):
-        return 0
-    if node.target in _compat.GROUPED_MM:
-        rows, weight = tensors[:2]
-        return 2 * math.prod(rows.shape) * weight.shape[-1]
-    with FlopCounterMode(display=False) as counter:
-        _compat.run_fake(node)
-    return counter.get_total_flops()
-
-
-_PRODUCTS = re.compile(r"linear|matmul|\bmm|bmm|einsum|grouped_mm|attention|__matmul__")
-
-
-def _multiplies(node: fx.Node, tensors: Sequence[torch.Tensor]) -> bool:
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    concrete = all(isinstance(s, int) for t in tensors for s in t.shape)
-    return concrete and bool(_PRODUCTS.search(str(name)))
+    return Work(flops, int(sum(sizes)), flop_rate(tensors, target))
 
 
 @dataclass(frozen=True)
