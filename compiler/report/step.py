@@ -14,12 +14,13 @@ a part's time adds what crosses, and the start of each kernel.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
 from typing import Any, Literal
 
-from tilewright.codegen.targets import get_target
-from tilewright.compiler.report import GraphReport, Lowered
+from tilewright.codegen.targets import Target, get_target
+from tilewright.compiler.report import Lowered
 from tilewright.compiler.report.traffic import Unit, units_of
 
 Kind = Literal["fused", "library", "inductor"]
@@ -69,16 +70,18 @@ class Amounts:
 class Part:
     """What runs as one: a fused op, a library's product, or nodes that Inductor puts together.
 
-    name: the pattern's, the product's, or the first few of the functions in a group. node: the
+    scope: of its layer, as `LayerStep.scope`. name: the pattern's, the product's, or the first few of the functions in a group. node: the
     first node, in the rewritten graph; of a fused op `Site.node`. symbols: sizes that are symbols;
-    what has them is not in the amounts.
+    what has them is not in the amounts. kernels: names of those that are emitted.
     """
 
+    scope: str
     kind: Kind
     name: str
     node: str
     amounts: Amounts
     symbols: tuple[str, ...] = ()
+    kernels: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -105,26 +108,37 @@ class LayerStep:
 
 @dataclass(frozen=True)
 class Step:
-    """All layers of a model's graphs. target: a name. present: tokens in the caches of each
-    sequence; None where that is not said: then caches are in no bytes and in no time."""
+    """All parts of a model's graphs, in order. target: a name. present: tokens in the caches of
+    each sequence; None where that is not said: then caches are in no bytes and in no time."""
 
     target: str
     present: int | None
-    layers: tuple[LayerStep, ...]
+    parts: tuple[Part, ...]
 
-    @property
+    @cached_property
+    def layers(self) -> tuple[LayerStep, ...]:
+        """The distinct layers, in order."""
+        by_scope: dict[str, list[Part]] = {}
+        for part in self.parts:
+            by_scope.setdefault(part.scope, []).append(part)
+        alike: dict[Any, list[str]] = {}
+        for scope, own in by_scope.items():
+            key = bool(scope), tuple(replace(part, scope="", node="") for part in own)
+            alike.setdefault(key, []).append(scope)
+        return tuple(LayerStep(s[0], tuple(s), tuple(by_scope[s[0]])) for s in alike.values())
+
+    @cached_property
     def total(self) -> Amounts:
-        return _sum(layer.total.times(len(layer.scopes)) for layer in self.layers)
+        return _sum(part.amounts for part in self.parts)
 
     def of(self, kind: Kind) -> Amounts:
         """What one kind of parts is in all layers."""
-        return _sum(layer.of(kind).times(len(layer.scopes)) for layer in self.layers)
+        return _sum(part.amounts for part in self.parts if part.kind == kind)
 
     @property
     def symbols(self) -> tuple[str, ...]:
         """Sizes that are symbols: what has them is in no sum."""
-        found = (s for layer in self.layers for part in layer.parts for s in part.symbols)
-        return tuple(dict.fromkeys(found))
+        return tuple(dict.fromkeys(s for part in self.parts for s in part.symbols))
 
     @property
     def left_share(self) -> float:
@@ -160,26 +174,24 @@ class Step:
 
 def step_of(lowered: Lowered, present: int | None = None) -> Step:
     """The step of a model on the target it was lowered for. present: as in Step."""
-    parts = (pair for graph in lowered.graphs for pair in _parts(graph, lowered.target, present))
-    by_scope: dict[str, list[Part]] = {}
-    for scope, part in parts:
-        by_scope.setdefault(scope, []).append(part)
-    alike: dict[Any, list[str]] = {}
-    for scope, own in by_scope.items():
-        key = bool(scope), tuple(replace(part, node="") for part in own)
-        alike.setdefault(key, []).append(scope)
-    layers = (LayerStep(s[0], tuple(s), tuple(by_scope[s[0]])) for s in alike.values())
-    return Step(lowered.target, present, tuple(layers))
+    target = get_target(lowered.target)
+    units = (unit for graph in lowered.graphs for unit in units_of(graph, target))
+    parts = (
+        Part(
+            unit.scope,
+            unit.kind,
+            unit.name,
+            unit.node,
+            _amounts(unit, target, present),
+            unit.symbols,
+            unit.kernels,
+        )
+        for unit in units
+    )
+    return Step(lowered.target, present, tuple(parts))
 
 
-def _parts(graph: GraphReport, target: str, present: int | None) -> Iterator[tuple[str, Part]]:
-    for unit in units_of(graph, get_target(target)):
-        yield unit.scope, Part(unit.kind, unit.name, unit.node, _amounts(unit, target, present),
-                               unit.symbols)  # fmt: skip
-
-
-def _amounts(unit: Unit, name: str, present: int | None) -> Amounts:
-    target = get_target(name)
+def _amounts(unit: Unit, target: Target, present: int | None) -> Amounts:
     reads = unit.cache_reads
     caches = unit.caches
     if present is not None:

@@ -59,6 +59,7 @@ class Unit:
     flops: int
     flop_rate: float
     symbols: tuple[str, ...]
+    kernels: tuple[str, ...]
 
 
 def units_of(graph: GraphReport, target: Target) -> list[Unit]:
@@ -84,6 +85,7 @@ def _unit(
     target: Target,
 ) -> Unit:
     first = nodes[0]
+    kernels = tuple(kernel.spec.name for kernel in site.kernels) if site is not None else ()
     replaced = site.absorbed if site is not None else [node.name for node in nodes]
     return Unit(
         scope=layer_of(scope_of(first)),
@@ -91,7 +93,7 @@ def _unit(
         name=_name(nodes, site),
         node=first.name,
         nodes=len(nodes),
-        launches=max(len(site.kernels), 1) if site is not None else 1,
+        launches=max(len(kernels), 1),
         weights=sum(traffic.weights.values()),
         caches=sum(traffic.caches.values()),
         activations=sum(traffic.activations.values()),
@@ -99,6 +101,7 @@ def _unit(
         flops=sum(map(products.flops, replaced)),
         flop_rate=flop_rate(_compat.tensors_of(*first.all_input_nodes), target),
         symbols=tuple(sorted(traffic.symbols)),
+        kernels=kernels,
     )
 
 
@@ -150,7 +153,7 @@ class _Memory:
         last: dict[int, fx.Node] = {}
         alive = _alive(graph)
         for node in graph.nodes:
-            held = memory.keys(_compat.tensors_of(node))
+            held = memory.keys(_tensors(node))
             if node.op in ("placeholder", "get_attr"):
                 memory.given |= held
                 memory.owned |= held if _compat.is_models_own(node) else set()
@@ -159,7 +162,7 @@ class _Memory:
         return memory
 
     def _add(self, node: fx.Node, held: set[int], last: dict[int, fx.Node]) -> None:
-        sources = self.keys(_compat.tensors_of(*node.all_input_nodes))
+        sources = self.keys(_tensors(*node.all_input_nodes))
         self.makers |= {(node, key): last[key] for key in sources if key in last}
         if node.op == "output":
             return
@@ -180,7 +183,7 @@ class _Memory:
 
     def sources(self, node: fx.Node) -> list[fx.Node]:
         """The nodes that computed what a node is given."""
-        keys = self.keys(_compat.tensors_of(*node.all_input_nodes))
+        keys = self.keys(_tensors(*node.all_input_nodes))
         return list(dict.fromkeys(self.makers[node, k] for k in keys if (node, k) in self.makers))
 
 
@@ -195,7 +198,7 @@ def _alive(graph: fx.Graph) -> set[fx.Node]:
 
 def _moves_nothing(node: fx.Node) -> bool:
     """Whether a node only gives dense elements another shape."""
-    sources = _compat.tensors_of(*node.all_input_nodes)
+    sources = _tensors(*node.all_input_nodes)
     return name_of(node) in SHAPES and len(sources) == 1 and sources[0].is_contiguous()
 
 
@@ -270,13 +273,13 @@ class _Moved:
     def _reads(self, node: fx.Node, seen: set[fx.Node], traffic: _Traffic) -> None:
         op = _op_of(node)
         skipped = self._cache_read(op, node, traffic) if op is not None else ()
-        limit = sum(_sizes(_compat.tensors_of(node), traffic)) if _looks_up(node) else None
+        limit = sum(_sizes(_tensors(node), traffic)) if _looks_up(node) else None
         share = self._share(node)
         for source in node.all_input_nodes:
             if source in skipped or source in seen:
                 continue
             seen.add(source)
-            for tensor in _compat.tensors_of(source):
+            for tensor in _tensors(source):
                 self._read(node, tensor, share, limit, traffic)
 
     def _read(
@@ -341,7 +344,7 @@ class _Moved:
 
     def _holds(self, node: fx.Node, tensor: torch.Tensor) -> bool:
         keys = self.memory.keys
-        return not keys(_compat.tensors_of(node)).isdisjoint(keys([tensor]))
+        return not keys(_tensors(node)).isdisjoint(keys([tensor]))
 
     def _share(self, node: fx.Node) -> float:
         """Of stacked experts, those in use."""
@@ -353,6 +356,11 @@ class _Moved:
             if isinstance(rows.shape[0], int):
                 return reached(rows.shape[0], 1 / weight.shape[0])
         return 1.0
+
+
+def _tensors(*nodes: fx.Node) -> list[torch.Tensor]:
+    """The plain tensors that nodes hold: of a DTensor this rank's part."""
+    return [part for tensor in _compat.tensors_of(*nodes) for part in _compat.parts_of(tensor)]
 
 
 def _looks_up(node: fx.Node) -> bool:

@@ -35,10 +35,6 @@ def lowered(model, *args, **options):
     return lower(model, given, target="sm90", **options)
 
 
-def parts(step):
-    return [part for layer in step.layers for part in layer.parts]
-
-
 class Tiny(nn.Module):
     """Two products with a bias, and something between them."""
 
@@ -52,7 +48,7 @@ class Tiny(nn.Module):
 
 def test_every_byte_of_a_small_model():
     step = step_of(lowered(on_meta(Tiny), (2, 8)))
-    up, between, down = parts(step)
+    up, between, down = step.parts
     x, wide, out = 2 * 8 * F32, 2 * 16 * F32, 2 * 4 * F32
     assert [p.kind for p in (up, between, down)] == [LIBRARY, INDUCTOR, LIBRARY]
     assert [p.name for p in (up, between, down)] == ["linear", "relu, add", "linear"]
@@ -72,7 +68,7 @@ def test_every_byte_of_a_small_model():
 def test_many_tokens_are_bound_by_their_products():
     model = on_meta(lambda: nn.Linear(1024, 1024, bias=False).bfloat16())
     x = torch.empty(65536, 1024, dtype=torch.bfloat16, device="meta")
-    (product,) = parts(step_of(lowered(model, x)))
+    (product,) = step_of(lowered(model, x)).parts
     seconds = 2 * 65536 * 1024**2 / H200.flops_per_s("bf16")
     assert product.amounts.floor_us == pytest.approx(1e6 * seconds)
 
@@ -97,9 +93,9 @@ def test_what_stands_on_both_sides_of_a_product_is_two_kernels():
 
     step = step_of(lowered(on_meta(Residual), (2, 8)))
     rows = 2 * 8 * F32
-    assert [p.kind for p in parts(step)] == [INDUCTOR, LIBRARY, INDUCTOR]
+    assert [p.kind for p in step.parts] == [INDUCTOR, LIBRARY, INDUCTOR]
     # x in, both results out; product in and out; both operands in, the sum out.
-    assert [p.amounts.activations for p in parts(step)] == [3 * rows, 2 * rows, 3 * rows]
+    assert [p.amounts.activations for p in step.parts] == [3 * rows, 2 * rows, 3 * rows]
 
 
 def test_a_lookup_reads_its_rows_and_a_view_what_it_selects():
@@ -230,7 +226,7 @@ def test_equal_layers_are_one_and_kinds_add_up(llama):
     assert step.of(LIBRARY).weights == 128256 * 4096 * 2  # of the head
     assert step.left_share == pytest.approx(1 - step.of(FUSED).modelled_us / step.total.modelled_us)
     nodes = {site.node for site in llama.matches}
-    assert {p.node for p in parts(step) if p.kind == FUSED} <= nodes
+    assert {p.node for p in step.parts if p.kind == FUSED} <= nodes
 
 
 def test_the_data_is_json(llama):
