@@ -182,7 +182,7 @@ def step_of(lowered: Lowered, present: int | None = None) -> Step:
             unit.kind,
             unit.name,
             unit.node,
-            _amounts(unit, target, present),
+            amounts_of(unit, target, present),
             unit.symbols,
             unit.kernels,
         )
@@ -191,7 +191,8 @@ def step_of(lowered: Lowered, present: int | None = None) -> Step:
     return Step(lowered.target, present, tuple(parts))
 
 
-def _amounts(unit: Unit, target: Target, present: int | None) -> Amounts:
+def amounts_of(unit: Unit, target: Target, present: int | None) -> Amounts:
+    """What one unit moves and takes. present: as in Step."""
     reads = unit.cache_reads
     caches = unit.caches
     if present is not None:

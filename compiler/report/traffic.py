@@ -44,7 +44,8 @@ _LOOKUPS = frozenset({"embedding", "index_select", "gather", "index", "getitem",
 @dataclass(frozen=True)
 class Unit:
     """One unit. scope: of its layer. weights, caches, activations: bytes; caches only those that no
-    `cache_reads` say, whole. flops: of products with weights, at flop_rate."""
+    `cache_reads` say, whole. flops: of products with weights, at flop_rate. members: the names of
+    its nodes, the first of which is `node`."""
 
     scope: str
     kind: Literal["fused", "library", "inductor"]
@@ -60,6 +61,7 @@ class Unit:
     flop_rate: float
     symbols: tuple[str, ...]
     kernels: tuple[str, ...]
+    members: tuple[str, ...]
 
 
 def units_of(graph: GraphReport, target: Target) -> list[Unit]:
@@ -102,6 +104,7 @@ def _unit(
         flop_rate=flop_rate(_compat.tensors_of(*first.all_input_nodes), target),
         symbols=tuple(sorted(traffic.symbols)),
         kernels=kernels,
+        members=tuple(node.name for node in nodes),
     )
 
 

@@ -73,7 +73,7 @@ def inspect(
             lowered, rank = load_and_lower_rank(model, tp, ep, patterns, dynamic, target, debug)
         audits = audited(lowered.kernels, lowered.target) if kernels else []
         if html is not None:
-            _write_page(html, model, lowered, audits)
+            _write_page(html, model, lowered, audits, present)
         if as_json:
             shared = {} if rank is None else {"rank": rank.as_dict(get_target(target))}
             step = {"step": step_of(lowered, present).as_dict()}
@@ -101,11 +101,13 @@ def _check_page(path: Path | None) -> None:
         raise CommandError(f"--html: no such folder: {path.resolve().parent}")
 
 
-def _write_page(path: Path, model: str, lowered: Lowered, audits: Sequence[KernelAudit]) -> None:
+def _write_page(
+    path: Path, model: str, lowered: Lowered, audits: Sequence[KernelAudit], present: int | None
+) -> None:
     try:
         from tilewright.tools.report.html_report import write_html
 
-        write_html(path, model, lowered, audits)
+        write_html(path, model, lowered, audits, present)
     except ImportError as error:
         message = f"--html needs the extra 'report': pip install 'tilewright[report]' ({error})"
         raise CommandError(message) from error

@@ -4,7 +4,7 @@ on paper."""
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,10 +16,9 @@ from pygments import highlight
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
 
-from tilewright.codegen.targets import get_target
+from tilewright.codegen.targets import Target, get_target
 from tilewright.compiler import GraphReport, Lowered, Site
 from tilewright.compiler.report import collapse_misses, collapse_sites, site_kind
-from tilewright.compiler.report.step import step_of
 from tilewright.patterns.dataflow import source_of
 from tilewright.patterns.language import CODES
 from tilewright.tools.files import write_whole
@@ -28,7 +27,7 @@ from tilewright.tools.miss_guide import miss_guide
 from tilewright.tools.report.drawings import Drawing, drawings, numbers_of, replaced
 from tilewright.tools.report.node_facts import SourceLine, source_lines
 from tilewright.tools.report.roofline import Point, Work, chart, site_work
-from tilewright.tools.report.step_bars import site_bars, step_view
+from tilewright.tools.report.step_bars import SiteBars, site_bars, step_view
 
 
 @dataclass(frozen=True)
@@ -50,28 +49,39 @@ class SiteEntry:
 
 
 def write_html(
-    path: Path, model: str, lowered: Lowered, audits: Sequence[KernelAudit] = ()
+    path: Path,
+    model: str,
+    lowered: Lowered,
+    audits: Sequence[KernelAudit] = (),
+    present: int | None = None,
 ) -> None:
-    """Writes the page of a report. audits: of its kernels, or none. Raises OSError."""
-    write_whole(path, render_html(model, lowered, audits))
+    """Writes the page of a report. audits: of its kernels, or none. present: tokens in the caches
+    of each sequence; None for full caches. Raises OSError."""
+    write_whole(path, render_html(model, lowered, audits, present))
 
 
-def render_html(model: str, lowered: Lowered, audits: Sequence[KernelAudit] = ()) -> str:
-    """The page's HTML."""
+def render_html(
+    model: str,
+    lowered: Lowered,
+    audits: Sequence[KernelAudit] = (),
+    present: int | None = None,
+) -> str:
+    """The page's HTML. audits, present: as in `write_html`."""
     target = get_target(lowered.target)
     entries = _site_entries(lowered)
-    step = step_of(lowered)
+    numbers = _numbers(lowered, entries)
+    bars = site_bars(lowered, numbers, present)
     return _template().render(
         model=model,
         lowered=lowered,
         target=target,
         sites=entries,
-        bars=site_bars([(e.site, e.count) for e in entries], step),
-        step=step_view(step),
+        bars=bars,
+        step=step_view(lowered, present),
         misses=list(_miss_entries(lowered)),
-        drawings=_drawings(lowered, entries),
+        drawings=list(_drawings(lowered, numbers)),
         kernels=list(_kernels(lowered, audits)),
-        roofline=_roofline(entries, lowered.target),
+        roofline=_roofline(entries, bars, target),
         code_css=Markup(_code_css()),
         nodes=(
             sum(len(graph.before.graph.nodes) for graph in lowered.graphs),
@@ -141,30 +151,33 @@ def _miss_entries(lowered: Lowered) -> Iterator[dict[str, Any]]:
                "guide": guide.get(miss.code)}  # fmt: skip
 
 
-def _drawings(lowered: Lowered, entries: Sequence[SiteEntry]) -> list[Drawing]:
-    numbers = {site_kind(entry.site): entry.number for entry in entries}
-    found = []
-    for i, graph in enumerate(lowered.graphs):
-        ops = {site.node: numbers[site_kind(site)] for site in graph.matches}
-        title = f"graph {i}: " if len(lowered.graphs) > 1 else ""
-        found += drawings(graph, numbers_of(graph, ops), title)
-    return found
+def _numbers(lowered: Lowered, entries: Sequence[SiteEntry]) -> list[dict[str, int]]:
+    """For each graph, the number of the site that a node is in, by the node's name."""
+    by_kind = {site_kind(entry.site): entry.number for entry in entries}
+    return [
+        numbers_of(graph, {site.node: by_kind[site_kind(site)] for site in graph.matches})
+        for graph in lowered.graphs
+    ]
 
 
-def _roofline(entries: Sequence[SiteEntry], target: str) -> Markup:
+def _drawings(lowered: Lowered, numbers: Sequence[Mapping[str, int]]) -> Iterator[Drawing]:
+    for i, (graph, own) in enumerate(zip(lowered.graphs, numbers, strict=True)):
+        yield from drawings(graph, own, f"graph {i}: " if len(lowered.graphs) > 1 else "")
+
+
+def _roofline(entries: Sequence[SiteEntry], bars: Mapping[int, SiteBars], target: Target) -> Markup:
     points = [
         Point(
             f"{entry.number} {entry.site.pattern}",
             f"#{entry.anchor}",
             entry.work,
             max(len(entry.site.kernels), 1),
-            # What leaves the graph would be written and read again.
-            2 * entry.site.intermediate_bytes,
+            int(bars[entry.number].spared.bytes / entry.count),
         )
         for entry in entries
         if entry.work is not None
     ]
-    return Markup(chart(points, get_target(target))) if points else Markup("")
+    return Markup(chart(points, target) if points else "")
 
 
 def _kernels(
