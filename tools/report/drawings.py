@@ -84,10 +84,11 @@ def numbers_of(graph: GraphReport, numbers: Mapping[str, int]) -> dict[str, int]
         if "tilewright" in op.meta:
             found |= dict.fromkeys(replaced(op), numbers.get(op.name, 0))
     kept = {node.name for node in graph.after.graph.nodes}
-    for node in reversed(graph.before.graph.nodes):
-        if node.name not in kept and node.name not in found:
-            near = (found[n.name] for n in (*node.users, *node.all_input_nodes) if n.name in found)
-            found[node.name] = next(near, 0)
+    gone = [n for n in graph.before.graph.nodes if n.name not in kept and n.name not in found]
+    for node in (*reversed(gone), *gone):  # what hands on to a site, then what it hands on to
+        near = (found[n.name] for n in (*node.users, *node.all_input_nodes) if n.name in found)
+        if node.name not in found and (number := next(near, 0)):
+            found[node.name] = number
     return found
 
 

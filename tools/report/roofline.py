@@ -76,7 +76,7 @@ class Point:
 
 
 #: Pixels of the chart: the plot's edges, the whole's size, the least distance of two labels.
-LEFT, TOP, RIGHT, BOTTOM, WIDTH, HEIGHT, LABEL_SPACE = 62, 24, 640, 380, 960, 430, 19
+LEFT, TOP, RIGHT, BOTTOM, WIDTH, HEIGHT, LABEL_SPACE = 62, 24, 640, 480, 960, 530, 19
 
 
 def chart(points: Sequence[Point], target: Target) -> str:
@@ -109,8 +109,8 @@ def chart(points: Sequence[Point], target: Target) -> str:
         parts += [
             f'<polyline class="lead" points="{_corners(lead)}"/>',
             f'<polyline class="shift" points="{_corners([(ax, ay), (px, py)])}"/>',
-            f'<circle class="from" cx="{ax:.1f}" cy="{ay:.1f}" r="4"/>',
-            f'<circle class="to" cx="{px:.1f}" cy="{py:.1f}" r="5"/>',
+            f'<circle class="from" cx="{ax:.1f}" cy="{ay:.1f}" r="4.5"/>',
+            f'<circle class="to" cx="{px:.1f}" cy="{py:.1f}" r="4.5"/>',
             f'<a href="{escape(point.link)}">{_text(RIGHT + 20, label_y + 4, said)}</a>',
         ]
     return "".join([*parts, "</svg>"])

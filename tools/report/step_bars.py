@@ -36,7 +36,7 @@ FULL = sys.maxsize
 #: The kinds of parts, as a page calls them.
 KIND_NAMES: dict[Kind, str] = {
     FUSED: "fused",
-    LIBRARY: "products of a library",
+    LIBRARY: "library products",
     INDUCTOR: "left to Inductor",
 }
 
