@@ -104,12 +104,9 @@ def _check_page(path: Path | None) -> None:
 def _write_page(
     path: Path, model: str, lowered: Lowered, audits: Sequence[KernelAudit], present: int | None
 ) -> None:
-    try:
-        from tilewright.tools.report.html_report import write_html
+    from tilewright.tools.report.html_report import write_html
 
+    try:
         write_html(path, model, lowered, audits, present)
-    except ImportError as error:
-        message = f"--html needs the extra 'report': pip install 'tilewright[report]' ({error})"
-        raise CommandError(message) from error
     except OSError as error:
         raise CommandError(f"--html: cannot write {path}: {error.strerror}") from error

@@ -29,7 +29,6 @@ from tilewright.tools.report.node_facts import SourceLine, source_lines
 from tilewright.tools.report.roofline import Point, Work, chart, site_work
 from tilewright.tools.report.step_bars import SiteBars, site_bars, step_view
 
-
 #: Styles of Pygments whose every colour stands out (4.5 to 1) from the page's panels.
 LIGHT, DARK = "xcode", "lightbulb"
 
