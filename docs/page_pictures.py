@@ -3,7 +3,7 @@
     python docs/page_pictures.py [--chromium PATH] [--page FILE]
 
 Needs Chromium, and Pillow, which matplotlib brings. Without a Chromium nothing is done. The page is
-made of DeepSeek-V3 with its 61 layers (a minute or two), or is FILE, one that `inspect --html` wrote.
+made of DeepSeek-V3 with its 61 layers (minutes), or is FILE, one that `inspect --html` wrote.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 PICTURES = Path(__file__).parent / "pictures"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -25,22 +25,22 @@ MODEL = "deepseek-v3"
 COLOURS = 48
 
 
-@dataclass(frozen=True)
-class Picture:
-    """A screenshot: its file, the place on the page, the window, the colour scheme."""
+class Picture(NamedTuple):
+    """A screenshot: its file, the sections that it shows (all, where none is named), the window,
+    the colour scheme."""
 
     name: str
-    place: str
+    sections: tuple[str, ...]
     width: int
     height: int
     dark: bool = False
 
 
 WANTED = (
-    Picture("page.png", "", 1280, 1180),
-    Picture("page-graph.png", "#graph", 1280, 1240),
-    Picture("page-dark.png", "#site-2", 1920, 1240, dark=True),
-    Picture("page-roofline.png", "#roofline", 1280, 720),
+    Picture("page.png", (), 1280, 1180),
+    Picture("page-graph.png", ("graph",), 1280, 1500),
+    Picture("page-dark.png", ("step", "fused"), 1920, 1400, dark=True),
+    Picture("page-roofline.png", ("roofline",), 1280, 730),
 )
 
 
@@ -78,7 +78,8 @@ def _take(chromium: str, page: Path, picture: Picture, folder: Path) -> None:
     """Raises CalledProcessError or TimeoutExpired where the browser fails."""
     from PIL import Image
 
-    shot = folder / picture.name
+    shot, shown = folder / picture.name, folder / "shown.html"
+    shown.write_text(_only(page.read_text("utf-8"), picture.sections), "utf-8")
     command = [
         *(chromium, "--headless", "--disable-gpu", "--hide-scrollbars", "--no-first-run"),
         *("--disable-background-networking", "--disable-sync", "--disable-component-update"),
@@ -86,12 +87,21 @@ def _take(chromium: str, page: Path, picture: Picture, folder: Path) -> None:
         f"--window-size={picture.width},{picture.height}",
         f"--blink-settings=preferredColorScheme={0 if picture.dark else 1}",
         *(["--no-sandbox"] if os.geteuid() == 0 else []),
-        f"{page.resolve().as_uri()}{picture.place}",
+        shown.as_uri(),
     ]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
     image = Image.open(shot).convert("RGB")
     few = image.quantize(COLOURS, dither=Image.Dither.NONE)
     few.save(PICTURES / picture.name, optimize=True)
+
+
+def _only(page: str, sections: Sequence[str]) -> str:
+    """The page with no other sections: a headless browser takes pictures of its top alone."""
+    if not sections:
+        return page
+    kept = "".join(f":not([aria-labelledby={name}])" for name in sections)
+    hidden = f"<style>header, nav, .numbers, section{kept} {{ display: none }}</style>"
+    return page.replace("</head>", f"{hidden}</head>", 1)
 
 
 if __name__ == "__main__":

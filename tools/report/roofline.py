@@ -105,7 +105,8 @@ def chart(points: Sequence[Point], target: Target) -> str:
     for point, (px, py), label_y in zip(ordered, places, labels, strict=True):
         ax, ay = x.at(apart[point][0]), y.at(apart[point][1])
         lead = [(px, py), (RIGHT + 8, label_y), (RIGHT + 16, label_y)]
-        said = f"{point.label}: {point.work.intensity:.3g} FLOP/B"
+        intensity = point.work.intensity
+        said = f"{point.label}: {intensity:{'.0f' if intensity >= 100 else '.3g'}} FLOP/B"
         parts += [
             f'<polyline class="lead" points="{_corners(lead)}"/>',
             f'<polyline class="shift" points="{_corners([(ax, ay), (px, py)])}"/>',
