@@ -26,12 +26,16 @@ class Layer:
 
     @property
     def title(self) -> str:
-        """`model.layers.3 … 60 (58 layers)`."""
-        if not self.scope:
-            return "outside the layers"
-        last = self.scopes[-1].rpartition(".")[2]
-        more = f" … {last} ({len(self.scopes)} layers)" if len(self.scopes) > 1 else ""
-        return self.scope + more
+        return title_of(self.scopes)
+
+
+def title_of(scopes: Sequence[str]) -> str:
+    """`model.layers.3 … 60 (58 layers)`."""
+    if not scopes[0]:
+        return "outside the layers"
+    last = scopes[-1].rpartition(".")[2]
+    more = f" … {last} ({len(scopes)} layers)" if len(scopes) > 1 else ""
+    return scopes[0] + more
 
 
 def layers(graph: GraphReport) -> list[Layer]:
