@@ -80,7 +80,9 @@ def render_profile(profile: Profile, step: Step) -> Group:
     """Where a measured step lies above its floor, furthest first."""
     title = Text(f"A step of {profile.us:.1f} us", style="bold")
     told = f", of which the floor of {profile.floor_us:.1f} us on {step.target} is "
-    title.append(f"{told}{100 * profile.of_floor:.0f} % (mean of {profile.steps})", style="not bold")
+    title.append(
+        f"{told}{100 * profile.of_floor:.0f} % (mean of {profile.steps})", style="not bold"
+    )
     kinds = _table("", "us", "%", "floor")
     floors = {"fused": step.of(FUSED).floor_us}
     left = f"{sum(step.of(kind).floor_us for kind in _LEFT):.1f}"
