@@ -30,11 +30,12 @@ class Layer:
 
 
 def title_of(scopes: Sequence[str]) -> str:
-    """Equal layers by name: `model.layers.3 … 60 (58 layers)`."""
+    """`model.layers.3 … 60 (58 layers)`."""
     if not scopes[0]:
         return "outside the layers"
     last = scopes[-1].rpartition(".")[2]
-    return scopes[0] + (f" … {last} ({len(scopes)} layers)" if len(scopes) > 1 else "")
+    more = f" … {last} ({len(scopes)} layers)" if len(scopes) > 1 else ""
+    return scopes[0] + more
 
 
 def layers(graph: GraphReport) -> list[Layer]:

@@ -70,9 +70,10 @@ class Amounts:
 class Part:
     """What runs as one: a fused op, a library's product, or nodes that Inductor puts together.
 
-    scope: of its layer, as `LayerStep.scope`. name: the pattern's, the product's, or the first few of the functions in a group. node: the
-    first node, in the rewritten graph; of a fused op `Site.node`. symbols: sizes that are symbols;
-    what has them is not in the amounts. kernels: names of those that are emitted.
+    scope: of its layer, as `LayerStep.scope`. name: the pattern's, the product's, or the first few
+    of the functions in a group. node: the first node, in the rewritten graph; of a fused op
+    `Site.node`. symbols: sizes that are symbols; what has them is not in the amounts. kernels:
+    names of those that are emitted.
     """
 
     scope: str

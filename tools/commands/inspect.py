@@ -61,6 +61,7 @@ def inspect(
     from tilewright.compiler.report.step import step_of
     from tilewright.tools.commands.models import audited, load_and_lower, load_and_lower_rank
     from tilewright.tools.report.text_report import graph_text, render, render_rank
+    from tilewright.tools.step.tables import render_step
 
     with errors_for_people(debug):
         if as_json and (before or after):
@@ -75,16 +76,20 @@ def inspect(
         if html is not None:
             _write_page(html, model, lowered, audits, present)
         if as_json:
-            shared = {} if rank is None else {"rank": rank.as_dict(get_target(target))}
-            step = {"step": step_of(lowered, present).as_dict()}
-            print_json({"model": model} | report_dict(lowered, audits) | step | shared)
+            if rank is None:
+                told = {"step": step_of(lowered, present).as_dict()}
+            else:
+                told = {"rank": rank.as_dict(get_target(target))}
+            print_json({"model": model} | report_dict(lowered, audits) | told)
             return
         if before or after:
             typer.echo(graph_text(lowered, before=before, after=after))
             return
         console = make_console()
         console.print(render(model, lowered, audits, console.width))
-        if rank is not None:
+        if rank is None:
+            console.print(render_step(step_of(lowered, present)))
+        else:
             console.print(render_rank(rank, get_target(target), console.width))
 
 
