@@ -74,7 +74,8 @@ def inspect(
             lowered, rank = load_and_lower_rank(model, tp, ep, patterns, dynamic, target, debug)
         audits = audited(lowered.kernels, lowered.target) if kernels else []
         if html is not None:
-            _write_page(html, model, lowered, audits, present)
+            title = model if rank is None else f"{model}, a rank of {tp}, a layer of each kind"
+            _write_page(html, title, lowered, audits, present)
         if as_json:
             if rank is None:
                 told = {"step": step_of(lowered, present).as_dict()}

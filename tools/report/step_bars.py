@@ -193,7 +193,7 @@ def step_view(lowered: Lowered, present: int | None) -> StepView:
     most = max((len(x.scopes) * _widest(x.total) for x in layers), default=0.0)
     most_of_all = max(_widest(step.total), _widest(alone.total))
     return StepView(
-        _row("whole step", 1, step, most_of_all),
+        _row("all", 1, step, most_of_all),
         _row("as captured, by Inductor alone", 1, alone, most_of_all),
         tuple(_row(title_of(layer.scopes), len(layer.scopes), layer, most) for layer in layers),
         present,
