@@ -123,7 +123,11 @@ def site_bars(
                 unknown |= {number} if part.symbols else set()
         for number, taken in _taken_apart(graph, own, lowered.target, present):
             apart[number] += taken
-    spared = {number: apart[number].less(taken) for number, taken in now.items()}
+    # Where sizes are symbols, more is missing of one side than of the other.
+    spared = {
+        number: Taken() if number in unknown else apart[number].less(taken)
+        for number, taken in now.items()
+    }
     most_bytes = max((now[n].bytes + spared[n].bytes for n in now), default=0.0)
     most_us = max((now[n].us + spared[n].us for n in now), default=0.0)
     return {
