@@ -130,6 +130,11 @@ def test_two_drawings_stand_line_by_line(seed):
     assert [line.before for line in lines if line.before] == left
     assert [line.after for line in lines if line.after] == right
     assert all(line.before or line.after for line in lines)
+    above: list[tuple[int, ...]] = [(), ()]  # lanes go by where a drawing has no row
+    for line in lines:
+        assert [line.before_passing, line.after_passing] == above
+        sides = zip((line.before, line.after), above, strict=True)
+        above = [row.below if row else lanes for row, lanes in sides]
     line_of = {n.name: i for i, line in enumerate(lines) if line.before for n in line.before.nodes}
     for i, line in enumerate(lines):
         kept = (
