@@ -103,7 +103,7 @@ def _template() -> jinja2.Template:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters |= {"bytes": _readable_bytes, "us": _readable_time}
+    environment.filters |= {"bytes": _readable_bytes, "us": readable_time}
     return environment.get_template("report.html.j2")
 
 
@@ -115,12 +115,13 @@ def _readable_bytes(size: float) -> str:
     return f"{size:.1f} GiB"
 
 
-def _readable_time(microseconds: float) -> str:
+def readable_time(microseconds: float) -> str:
+    """`12.3 µs`, `1.23 ms`: three digits."""
     if 0 < microseconds < 1:
         return f"{microseconds:.2f} µs"
     for unit in ("µs", "ms"):
         if microseconds < 1000:
-            return f"{microseconds:.3g} {unit}"
+            return f"{float(f'{microseconds:.3g}'):g} {unit}"  # no 1e+03
         microseconds /= 1000
     return f"{microseconds:.3g} s"
 

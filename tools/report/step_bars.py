@@ -123,13 +123,11 @@ def site_bars(
                 unknown |= {number} if part.symbols else set()
         for number, taken in _taken_apart(graph, own, lowered.target, present):
             apart[number] += taken
+    sites = {number for own in numbers for number in own.values() if number}
     # Where sizes are symbols, more is missing of one side than of the other.
-    spared = {
-        number: Taken() if number in unknown else apart[number].less(taken)
-        for number, taken in now.items()
-    }
-    most_bytes = max((now[n].bytes + spared[n].bytes for n in now), default=0.0)
-    most_us = max((now[n].us + spared[n].us for n in now), default=0.0)
+    spared = {n: Taken() if n in unknown else apart[n].less(now[n]) for n in sites}
+    most_bytes = max((now[n].bytes + spared[n].bytes for n in sites), default=0.0)
+    most_us = max((now[n].us + spared[n].us for n in sites), default=0.0)
     return {
         number: SiteBars(
             _two(now[number].bytes, spared[number].bytes, most_bytes),
@@ -137,7 +135,7 @@ def site_bars(
             spared[number],
             number not in unknown,
         )
-        for number in now
+        for number in sites
     }
 
 

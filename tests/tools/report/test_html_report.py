@@ -13,10 +13,10 @@ import torch
 
 from tests.models import qkv_idioms
 from tests.tools.test_commands import command  # noqa: F401  a fixture
-from tilewright.compiler import lower
+from tilewright.compiler import Lowered, lower
 from tilewright.compiler.report import collapse_sites, site_kind
 from tilewright.tools.layers import layers
-from tilewright.tools.report.html_report import render_html, write_html
+from tilewright.tools.report.html_report import readable_time, render_html, write_html
 from tilewright.tools.report.step_bars import step_view
 from tilewright.tools.zoo import build_zoo_model
 
@@ -254,3 +254,17 @@ def test_a_browser_opens_it_without_a_word(page, tmp_path):
     opened = re.search(r'<details [^>]*id="site-2"[^>]*>', done.stdout)
     assert opened
     assert 'open=""' in opened[0]
+
+
+@pytest.mark.parametrize(
+    ("us", "said"),
+    [(0, "0 µs"), (0.03, "0.03 µs"), (12.34, "12.3 µs"), (999.8, "1000 µs"), (1234, "1.23 ms")],
+)
+def test_times_are_read_without_exponents(us, said):
+    assert readable_time(us) == said
+
+
+def test_a_page_of_nothing_says_so():
+    page = render_html("none", Lowered((), "sm100"))
+    assert "Nothing was fused." in page
+    assert "NO_GRAPH" in page
