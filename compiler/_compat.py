@@ -93,6 +93,16 @@ def tensors_of(*nodes: fx.Node) -> list[torch.Tensor]:
     return [t for node in nodes for t in tensors_in(node.meta.get("example_value"))]
 
 
+def is_models_own(node: fx.Node) -> bool:
+    """Whether an input of a graph is a parameter or a buffer, or else an attribute, of a module."""
+    if node.op == "get_attr":
+        return True
+    if isinstance(node.meta.get("example_value"), torch.nn.Parameter):
+        return True
+    source = getattr(node, "_dynamo_source", None)
+    return source is not None and source.guard_source.is_unspecialized_nn_module()
+
+
 def storages_of(*nodes: fx.Node) -> list[int]:
     """The :func:`storage_keys` of the tensors that nodes hold."""
     return [key for tensor in tensors_of(*nodes) for key in storage_keys(tensor)]

@@ -27,6 +27,7 @@ from tilewright.compiler.report import GraphReport, Kernel, Site
 from tilewright.compiler.report.failures import Failures, raise_strictly
 from tilewright.compiler.rewrite import HalfRewrittenError, Rewritten, arguments_of, rewrite_sites
 from tilewright.compiler.rewrite.flex import put_flex_back, spell_flex_out
+from tilewright.compiler.rewrite.last_rows import take_rows_first
 from tilewright.compiler.rewrite.lengths import advance_lengths_last
 from tilewright.compiler.rewrite.local_linears import make_linears_local
 from tilewright.compiler.rewrite.rank_sums import make_rank_sums_plain
@@ -126,6 +127,7 @@ def _attempt(
         make_sums_new(graph)
         make_rank_sums_plain(graph)
         make_linears_local(graph)
+        take_rows_first(graph)
         spelled = spell_flex_out(graph)
         # Where an op refuses a site, another round gives the site to the next pattern.
         refused: dict[tuple[str, fx.Node], Miss] = {}

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from graph_drawing import draw
 from pattern_examples import EXAMPLES
 from torch import fx
 
 from tilewright.compiler import GraphReport, lower
-from tilewright.tools.graph_drawing import draw
 from tilewright.tools.sharding import one_rank_of
 
 PICTURES = Path(__file__).parent / "pictures"

@@ -32,7 +32,7 @@ from tilewright.compiler import Kernel, lower, reports
 from tilewright.compiler.report import collapse_sites
 from tilewright.tools.console import make_console
 from tilewright.tools.kernel_audit import audit_kernels
-from tilewright.tools.text_report import kernel_table
+from tilewright.tools.report.text_report import kernel_table
 from tilewright.tools.zoo import load_model
 
 TARGET = "sm100"

@@ -12,6 +12,7 @@ import torch
 
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target, get_target
+from tilewright.ops.cache.read import CacheRead
 from tilewright.ops.runtime.device import emits_for
 from tilewright.ops.runtime.program import Planner, Steps, drive
 from tilewright.ops.schema import schema_of
@@ -96,6 +97,7 @@ class FusedOp:
     returns: the result in the schema: "(Tensor, Tensor)", or "()" for None.
     schema: "(Tensor x, Tensor(a!) cache) -> Tensor", in place of what the fields and `returns` say,
         for what they cannot.
+    cache_read: what a call reads of caches, by its arguments' metadata; None where it reads none.
     """
 
     name: str
@@ -113,6 +115,7 @@ class FusedOp:
     plan: Callable[[Any, str], LoweringReport] | str | None = None
     returns: str = "Tensor"
     schema: str | None = None
+    cache_read: Callable[[Any], CacheRead] | None = None
 
     def plan_for(self, arguments: Any, target: str) -> LoweringReport:
         """The lowering these arguments (metadata suffices) get on `target`, and why."""

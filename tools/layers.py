@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
 from tilewright.compiler import GraphReport
+from tilewright.compiler.scopes import layer_of
 from tilewright.patterns.dataflow import scope_of
-
-_LAYER = re.compile(r"^((?:[A-Za-z_]\w*\.)*)(\d+)(?=\.|$)")
 
 
 @dataclass(frozen=True)
@@ -28,26 +26,25 @@ class Layer:
 
     @property
     def title(self) -> str:
-        """`model.layers.3 … 60 (58 layers)`."""
-        if not self.scope:
-            return "outside the layers"
-        last = self.scopes[-1].rpartition(".")[2]
-        more = f" … {last} ({len(self.scopes)} layers)" if len(self.scopes) > 1 else ""
-        return self.scope + more
+        return title_of(self.scopes)
 
 
-def layer_of(scope: str) -> str:
-    """The layer that a module path belongs to: `model.layers.3` of `model.layers.3.mlp`."""
-    found = _LAYER.match(scope)
-    return found[0] if found else ""
+def title_of(scopes: Sequence[str]) -> str:
+    """`model.layers.3 … 60 (58 layers)`."""
+    if not scopes[0]:
+        return "outside the layers"
+    last = scopes[-1].rpartition(".")[2]
+    more = f" … {last} ({len(scopes)} layers)" if len(scopes) > 1 else ""
+    return scopes[0] + more
 
 
 def layers(graph: GraphReport) -> list[Layer]:
-    """The distinct layers of a graph, in order."""
+    """The distinct layers of a graph, in order: those with other nodes, or other fused ops."""
     before, after = _by_layer(graph.before), _by_layer(graph.after)
-    groups: dict[tuple[str, ...], list[str]] = {}
+    groups: dict[tuple[object, ...], list[str]] = {}
     for scope, nodes in before.items():
-        groups.setdefault((bool(scope) * "layer", *_signature(nodes)), []).append(scope)
+        alike = bool(scope), _signature(nodes), _signature(_fused(after.get(scope, ())))
+        groups.setdefault(alike, []).append(scope)
     return [
         Layer(scopes[0], tuple(scopes), tuple(before[scopes[0]]), tuple(after.get(scopes[0], ())))
         for scopes in groups.values()
@@ -60,6 +57,10 @@ def _by_layer(module: fx.GraphModule) -> dict[str, list[fx.Node]]:
         if node.op not in ("placeholder", "output", "get_attr"):
             found.setdefault(layer_of(scope_of(node)), []).append(node)
     return found
+
+
+def _fused(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    return [node for node in nodes if "tilewright" in node.meta]
 
 
 def _signature(nodes: Sequence[fx.Node]) -> tuple[str, ...]:

@@ -238,11 +238,14 @@ def _repeat(effect: Effect, node: Call, shape: Sequence[Size]) -> Effect:
 
 Rule = Callable[[Effect, Call, Sequence[Size]], Effect]
 
+#: What gives a tensor another shape: of dense elements a view, of others perhaps a copy.
+SHAPES = _names("view reshape view_as reshape_as flatten unflatten ravel _unsafe_view")
+
 #: What each operation that only selects selects: from its input's effect, the call and its shape.
 LAYOUT: dict[str, Rule] = {
     name: rule
     for rule, names in (
-        (_to_shape, "view reshape view_as reshape_as flatten unflatten ravel _unsafe_view"),
+        (_to_shape, " ".join(SHAPES)),
         (_transpose, "transpose"),
         (_reverse_dims, "t T"),
         (_permute, "permute"),

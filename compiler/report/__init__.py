@@ -192,12 +192,13 @@ Placed = TypeVar("Placed", Site, Miss)
 
 def collapse_sites(sites: Sequence[Site]) -> list[tuple[Site, str, int]]:
     """Equal sites of different layers as one: (a representative, collapsed scope, count)."""
+    return [(g[0], scope, len(g)) for g, scope in _alike(sites, site_kind)]
 
-    def kind(site: Site) -> tuple[Any, ...]:
-        facts = tuple(sorted((k, str(v)) for k, v in site.shapes.items()))
-        return site.pattern, facts, site.lowering, site.kernel
 
-    return [(g[0], scope, len(g)) for g, scope in _alike(sites, kind)]
+def site_kind(site: Site) -> tuple[Any, ...]:
+    """What sites of one place are equal by."""
+    facts = tuple(sorted((k, str(v)) for k, v in site.shapes.items()))
+    return collapse_scope(site.scope), site.pattern, facts, site.lowering, site.kernel
 
 
 def collapse_misses(misses: Sequence[Miss]) -> list[tuple[Miss, str, int]]:

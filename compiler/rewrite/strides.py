@@ -66,10 +66,11 @@ def strides_matter(
 
 def _has_new_sizes(node: fx.Node) -> bool:
     """Whether data decide the sizes of a node's result: run again, it would have other symbols."""
-    return not _unbacked(node) <= set().union(*map(_unbacked, node.all_input_nodes))
+    return not unbacked(node) <= set().union(*map(unbacked, node.all_input_nodes))
 
 
-def _unbacked(node: fx.Node) -> set[str]:
+def unbacked(node: fx.Node) -> set[str]:
+    """The symbols in a node's shapes that only data decide."""
     sizes = [size for t in _compat.tensors_of(node) for size in shape_of(t)]
     symbols = {str(s) for n in sizes if not isinstance(n, int) for s in n.free_symbols}
     return {name for name in symbols if name.startswith("u")}

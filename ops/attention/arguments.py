@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tilewright.ops.cache.read import CacheRead
 from tilewright.ops.schema import SymInt
 
 
@@ -79,3 +80,20 @@ def as_attention(a: Any, q: torch.Tensor, keys: torch.Tensor) -> AttentionArgume
     the values, too."""
     k = keys.unsqueeze(2)
     return AttentionArguments(q, k, k, **{name: getattr(a, name) for name in BATCH_NAMES})
+
+
+def cache_read(a: AttentionArguments) -> CacheRead:
+    """What a call reads of keys and values, each once for the queries of a sequence."""
+    token_bytes = sum(t.shape[2] * t.shape[3] * t.element_size() for t in (a.k, a.v))
+    return CacheRead(("k", "v"), token_bytes, *present_of(a, a.k))
+
+
+def present_of(a: BatchArguments, keys: torch.Tensor) -> tuple[int, int]:
+    """(sequences, the tokens of one that are read at most) of a cache [N, P, ..]."""
+    pages, page_size = keys.shape[:2]
+    if a.block_table is None:
+        sequences, capacity = pages, page_size
+    else:
+        sequences, capacity = a.block_table.shape[0], a.block_table.shape[1] * page_size
+    windowed = a.mask in ("sliding_window", "chunked")
+    return sequences, min(capacity, a.window) if windowed else capacity

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tilewright.ops.attention.arguments import AttentionArguments as AttentionArguments
+from tilewright.ops.attention.arguments import cache_read
 from tilewright.ops.attention.cases import CASES, sample_attention
 from tilewright.ops.attention.checks import (
     attention_obstacle,
@@ -72,6 +73,7 @@ OP = register(
         sample_inputs=sample_inputs,
         tolerances=TOLERANCES,
         error_model=ERROR_MODEL,
+        cache_read=cache_read,
     )
 )
 

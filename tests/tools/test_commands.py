@@ -66,7 +66,9 @@ def test_inspect_prints_the_graphs_before_and_after(command):
 
 def test_inspect_as_json_keeps_to_its_schema(command):
     done = command("inspect", "mine.py:make", "--json", "--no-kernels")
-    assert schema_checked("inspect", done.stdout)["matches"]
+    report = schema_checked("inspect", done.stdout)
+    assert report["matches"]
+    assert report["step"]["fused"]["weights"] == report["step"]["total"]["weights"] > 0
     missed = command("inspect", "mine.py:make_missed", "--json", "--no-kernels")
     assert schema_checked("inspect", missed.stdout)["misses"]
 

@@ -154,3 +154,8 @@ _NODE = re.compile(r'<g class="(node[^"]*)".*?<text[^>]*>([^<]*)</text>', re.DOT
 def _nodes(svg):
     """Every node's class and label; where each stands may differ from run to run."""
     return sorted(_NODE.findall(svg))
+
+
+def test_screenshots_are_skipped_without_a_browser(capsys):
+    assert _script("page_pictures").main(["--chromium", "no-such-browser"]) == 0
+    assert "skipped" in capsys.readouterr().err

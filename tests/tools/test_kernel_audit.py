@@ -13,7 +13,7 @@ from tilewright.codegen.audit import Audit
 from tilewright.codegen.build import BuildError
 from tilewright.codegen.targets import SM90, SM100
 from tilewright.tools.kernel_audit import audit_kernels, expectations
-from tilewright.tools.text_report import kernel_table, render
+from tilewright.tools.report.text_report import kernel_table, render
 
 FACTS = {
     "kernel": "k",

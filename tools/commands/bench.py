@@ -1,4 +1,4 @@
-"""`tilewright bench`: the project's own benchmarks, from a checkout."""
+"""`tilewright bench`: the project's own benchmarks, from a checkout; and a step of any model."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from rich.table import Table
 
 from tilewright.tools.commands.common import (
     CommandError,
+    DebugOption,
     JsonOption,
     errors_for_people,
     print_json,
     writable_folder,
 )
+from tilewright.tools.commands.profile import Wanted
 from tilewright.tools.console import make_console
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -30,13 +32,40 @@ def bench(
     plot: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Draw the kept results as SVG; run nothing.")
     ] = None,
+    profile: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="Measure a step of a model here, kernel by kernel."),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="With --profile: read torch.profiler's trace instead."),
+    ] = None,
+    target: Annotated[
+        str | None, typer.Option(help="With --trace: the chip it was recorded on.")
+    ] = None,
+    present: Annotated[
+        int | None,
+        typer.Option(min=0, help="With --profile: tokens in the caches of each sequence."),
+    ] = None,
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="With --profile: layers of a zoo model; default: all.")
+    ] = None,
+    cuda_graph: Annotated[
+        bool, typer.Option(help="With --profile: replay the step as a CUDA graph.")
+    ] = True,
     as_json: JsonOption = False,
+    debug: DebugOption = False,
 ) -> None:
     """Run benchmarks of the checkout tilewright is installed from, or draw their kept results.
 
-    Each takes its own options when run as `python benchmarks/NAME.py`.
+    Each takes its own options when run as `python benchmarks/NAME.py`. With --profile the distance
+    of a step of MODEL (as for `inspect`) to the memory floor, kernel by kernel.
     """
-    with errors_for_people(debug=False):
+    with errors_for_people(debug):
+        if profile is not None:
+            wanted = Wanted(profile, trace, target, present, layers, cuda_graph)
+            _profile(wanted, as_json, debug)
+            return
         if not FOLDER.is_dir():
             raise CommandError(
                 f"the benchmarks live in a checkout of the project; none at {FOLDER}"
@@ -51,6 +80,17 @@ def bench(
             _run(names)
         else:
             _list(known, as_json)
+
+
+def _profile(wanted: Wanted, as_json: bool, debug: bool) -> None:
+    from tilewright.tools.commands.profile import measured
+    from tilewright.tools.step.tables import render_profile
+
+    profile, step = measured(wanted, debug)
+    if as_json:
+        print_json({"profile": {"model": wanted.model, "target": step.target} | profile.as_dict()})
+    else:
+        make_console().print(render_profile(profile, step))
 
 
 def _benchmarks() -> dict[str, str]:
@@ -90,7 +130,7 @@ def _run(names: list[str]) -> None:
 
 
 def _draw(folder: Path, names: list[str], as_json: bool) -> None:
-    from tilewright.tools.plots import draw_results
+    from tilewright.tools.report.plots import draw_results
 
     try:
         drawn = draw_results(FOLDER / "results", names, folder)

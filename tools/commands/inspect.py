@@ -46,6 +46,10 @@ def inspect(
     ep: Annotated[
         int, typer.Option(min=1, help="As one of so many ranks that share its experts: 1 or --tp.")
     ] = 1,
+    present: Annotated[
+        int | None,
+        typer.Option(min=0, help="Tokens in the caches of each sequence: counts their bytes."),
+    ] = None,
     debug: DebugOption = False,
 ) -> None:
     """Show what is fused in MODEL, what is missed and why, and the kernels, without running it.
@@ -54,8 +58,10 @@ def inspect(
     step takes at least.
     """
     from tilewright.codegen.targets import get_target
+    from tilewright.compiler.report.step import step_of
     from tilewright.tools.commands.models import audited, load_and_lower, load_and_lower_rank
-    from tilewright.tools.text_report import graph_text, render, render_rank
+    from tilewright.tools.report.text_report import graph_text, render, render_rank
+    from tilewright.tools.step.tables import render_step
 
     with errors_for_people(debug):
         if as_json and (before or after):
@@ -68,17 +74,23 @@ def inspect(
             lowered, rank = load_and_lower_rank(model, tp, ep, patterns, dynamic, target, debug)
         audits = audited(lowered.kernels, lowered.target) if kernels else []
         if html is not None:
-            _write_page(html, model, lowered, audits)
+            title = model if rank is None else f"{model}, a rank of {tp}, a layer of each kind"
+            _write_page(html, title, lowered, audits, present)
         if as_json:
-            shared = {} if rank is None else {"rank": rank.as_dict(get_target(target))}
-            print_json({"model": model} | report_dict(lowered, audits) | shared)
+            if rank is None:
+                told = {"step": step_of(lowered, present).as_dict()}
+            else:
+                told = {"rank": rank.as_dict(get_target(target))}
+            print_json({"model": model} | report_dict(lowered, audits) | told)
             return
         if before or after:
             typer.echo(graph_text(lowered, before=before, after=after))
             return
         console = make_console()
         console.print(render(model, lowered, audits, console.width))
-        if rank is not None:
+        if rank is None:
+            console.print(render_step(step_of(lowered, present)))
+        else:
             console.print(render_rank(rank, get_target(target), console.width))
 
 
@@ -95,13 +107,12 @@ def _check_page(path: Path | None) -> None:
         raise CommandError(f"--html: no such folder: {path.resolve().parent}")
 
 
-def _write_page(path: Path, model: str, lowered: Lowered, audits: Sequence[KernelAudit]) -> None:
-    try:
-        from tilewright.tools.html_report import write_html
+def _write_page(
+    path: Path, model: str, lowered: Lowered, audits: Sequence[KernelAudit], present: int | None
+) -> None:
+    from tilewright.tools.report.html_report import write_html
 
-        write_html(path, model, lowered, audits)
-    except ImportError as error:
-        message = f"--html needs the extra 'report': pip install 'tilewright[report]' ({error})"
-        raise CommandError(message) from error
+    try:
+        write_html(path, model, lowered, audits, present)
     except OSError as error:
         raise CommandError(f"--html: cannot write {path}: {error.strerror}") from error

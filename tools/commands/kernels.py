@@ -58,7 +58,7 @@ def kernels(
     breaks a rule of the target.
     """
     from tilewright.tools.commands.models import audited, load_and_lower
-    from tilewright.tools.text_report import render_kernels
+    from tilewright.tools.report.text_report import render_kernels
 
     with errors_for_people(debug):
         folder = None if output is None else writable_folder(output, "--output")

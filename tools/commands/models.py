@@ -48,6 +48,13 @@ def load_and_lower(
             )
 
 
+def lowered_as(model: str, loaded: LoadedModel, target: str, debug: bool) -> Lowered:
+    """A loaded MODEL lowered for a target. Raises CommandError."""
+    check_target(target)
+    with traced(model, debug):
+        return lower(loaded.model, loaded.args, loaded.kwargs, target=target)
+
+
 def load_and_lower_rank(
     model: str,
     tp: int,

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from tilewright.ops.attention.arguments import BatchArguments
+from tilewright.ops.attention.arguments import BatchArguments, present_of
+from tilewright.ops.cache.read import CacheRead
 from tilewright.ops.contract import FusedOp, emitted_kernel, register
 from tilewright.ops.mla.cases import DECODE_CASES
 from tilewright.ops.mla.decode.checks import check_decode, check_decode_values, decode_obstacle
@@ -95,6 +96,12 @@ def reference(a: MlaDecodeArguments) -> torch.Tensor:
     return decode_reference(a)
 
 
+def cache_read(a: MlaDecodeArguments) -> CacheRead:
+    """What a call reads of latents and rope keys, each once for all heads."""
+    token_bytes = sum(t.shape[2] * t.element_size() for t in (a.latent, a.rope_keys))
+    return CacheRead(("latent", "rope_keys"), token_bytes, *present_of(a, a.latent))
+
+
 sample_inputs = sampler_of(MlaDecodeArguments, sample_decode)
 
 OP = register(
@@ -112,6 +119,7 @@ OP = register(
         sample_inputs=sample_inputs,
         tolerances=TOLERANCES,
         error_model=ERROR_MODEL,
+        cache_read=cache_read,
     )
 )
 

@@ -15,7 +15,7 @@ from tilewright.compiler import Lowered, Site
 from tilewright.compiler.report import collapse_misses, collapse_sites
 from tilewright.patterns.language import Miss
 from tilewright.tools.kernel_audit import KernelAudit
-from tilewright.tools.looked_for import nearest_lines
+from tilewright.tools.report.looked_for import nearest_lines
 
 if TYPE_CHECKING:
     from tilewright.tools.sharding import Rank

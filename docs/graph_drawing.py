@@ -1,7 +1,7 @@
-"""Draws a part of a captured graph as SVG: in layers, fused nodes highlighted, facts on hover.
+"""Draws a small captured graph as SVG for a document: in layers, fused nodes highlighted.
 
 The layout is grandalf's (Sugiyama's method). Weights are not drawn as nodes: they are named in the
-facts of the node that reads them.
+facts of the node that reads them, its title. Whole layers are drawn by `tools/report/flow.py`.
 """
 
 from __future__ import annotations
@@ -9,18 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any
 
-import torch
 from grandalf.graphs import Edge, Graph, Vertex
 from grandalf.layouts import SugiyamaLayout
 from grandalf.routing import EdgeViewer, route_with_lines
 from torch import fx
 
-from tilewright.patterns.dataflow import scope_of, source_of
+from tilewright.tools.report.node_facts import facts, label
 
-#: A graph with more nodes is not readable as one drawing.
-MAX_NODES = 600
 _HEIGHT, _PER_LETTER, _PADDING = 24, 7.2, 18
 _X_SPACE, _Y_SPACE, _MARGIN = 16, 26, 20
 
@@ -37,15 +33,14 @@ class _Box:
 def draw(
     nodes: Sequence[fx.Node],
     title: str,
-    css_class: Callable[[fx.Node], str] = lambda node: "",
-    link: Callable[[fx.Node], str] = lambda node: "",
+    css_class: Callable[[fx.Node], str],
 ) -> str:
     """The nodes and what flows between them, as an SVG element.
 
-    css_class: a class for a node, empty for none. link: where a node leads to, empty for nowhere.
+    css_class: a class for a node, empty for none.
     """
     shown = [node for node in nodes if node.op not in ("get_attr", "placeholder", "output")]
-    boxes = {node: _Box(len(_label(node)) * _PER_LETTER + _PADDING) for node in shown}
+    boxes = {node: _Box(len(label(node)) * _PER_LETTER + _PADDING) for node in shown}
     lines = _place(boxes)
     right = max((box.xy[0] + box.w / 2 for box in boxes.values()), default=0) + _MARGIN
     bottom = max((box.xy[1] + box.h / 2 for box in boxes.values()), default=0) + _MARGIN
@@ -54,7 +49,7 @@ def draw(
         f'width="{right:.0f}" height="{bottom:.0f}" role="group" aria-label="{escape(title)}">'
     ]
     parts += [f'<polyline points="{_points(line)}"/>' for line in lines]
-    parts += [_node(node, box, css_class(node), link(node)) for node, box in boxes.items()]
+    parts += [_node(node, box, css_class(node)) for node, box in boxes.items()]
     return "".join([*parts, "</svg>"])
 
 
@@ -97,44 +92,10 @@ def _points(line: Iterable[tuple[float, float]]) -> str:
     return " ".join(f"{x:.0f},{y:.0f}" for x, y in line)
 
 
-def _node(node: fx.Node, box: _Box, css_class: str, link: str) -> str:
+def _node(node: fx.Node, box: _Box, css_class: str) -> str:
     x, y = box.xy[0] - box.w / 2, box.xy[1] - box.h / 2
-    shape = (
-        f'<g class="node {css_class}" tabindex="0"><title>{escape(facts(node))}</title>'
+    return (
+        f'<g class="node {css_class}"><title>{escape(facts(node))}</title>'
         f'<rect x="{x:.0f}" y="{y:.0f}" width="{box.w:.0f}" height="{box.h}" rx="5"/>'
-        f'<text x="{box.xy[0]:.0f}" y="{box.xy[1] + 4:.0f}">{escape(_label(node))}</text></g>'
+        f'<text x="{box.xy[0]:.0f}" y="{box.xy[1] + 4:.0f}">{escape(label(node))}</text></g>'
     )
-    return f'<a href="{escape(link)}">{shape}</a>' if link else shape
-
-
-def _label(node: fx.Node) -> str:
-    """The operator's name, without its namespace."""
-    target = node.target if isinstance(node.target, str) else _name(node.target)
-    return target.rpartition("::")[2].removesuffix(".default") or node.op
-
-
-def _name(target: Any) -> str:
-    if isinstance(target, torch._ops.OpOverload):
-        return target._schema.name
-    return getattr(target, "__name__", str(target)).rpartition(".")[2]
-
-
-def facts(node: fx.Node) -> str:
-    """What the page shows of a node on hover: operator, shape, weights, module, source line."""
-    lines = [_label(node), *_shapes(node.meta.get("example_value"))]
-    weights = [used for used in node.all_input_nodes if used.op in ("get_attr", "placeholder")]
-    for used in weights:
-        lines += [f"reads {used.name} {shape}" for shape in _shapes(used.meta.get("example_value"))]
-    place = scope_of(node)
-    return "\n".join(
-        [*lines, *([place] if place else []), *([s] if (s := source_of(node)) else [])]
-    )
-
-
-def _shapes(value: Any) -> list[str]:
-    if isinstance(value, torch.Tensor):
-        dims = ",".join(str(size) for size in value.shape)
-        return [f"{str(value.dtype).removeprefix('torch.')}[{dims}]"]
-    if isinstance(value, (tuple, list)):
-        return [shape for item in value for shape in _shapes(item)]
-    return []

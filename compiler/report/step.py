@@ -1,0 +1,218 @@
+"""A step, seen whole: the bytes that a graph moves, and the least time they take on a chip.
+
+    from tilewright.compiler.report.step import step_of
+    step = step_of(lowered, present=1000)
+    step.total.floor_us, step.total.modelled_us   # of the whole graph
+    for layer in step.layers:                     # equal layers once, with their count
+        layer.total, layer.of(FUSED), layer.of(INDUCTOR)
+
+Nothing is measured. Weights in use are read once; of caches the tokens that are said to be present.
+What crosses from one part to the next is written and read again. The floor is of weights and caches
+alone, which no fusing saves, or of the products with weights where those take longer. The model of
+a part's time adds what crosses, and the start of each kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
+from typing import Any, Literal
+
+from tilewright.codegen.targets import Target, get_target
+from tilewright.compiler.report import Lowered
+from tilewright.compiler.report.traffic import Unit, units_of
+
+Kind = Literal["fused", "library", "inductor"]
+FUSED: Kind = "fused"
+#: Products that a library computes, called from what Inductor generates.
+LIBRARY: Kind = "library"
+#: What Inductor generates kernels for.
+INDUCTOR: Kind = "inductor"
+KINDS: tuple[Kind, ...] = (FUSED, LIBRARY, INDUCTOR)
+
+
+@dataclass(frozen=True)
+class Amounts:
+    """Sums over parts; times in microseconds, the rest in bytes but for the counts.
+
+    weights: parameters and buffers in use, each once; of a mixture as many experts as tokens reach
+    that are spread evenly. caches: of the tokens present, 0 where nobody says how many those are.
+    cache_capacity: of full caches. activations: what parts hand to each other, what the graph is
+    given besides, and returns; written once and read by each. nodes: what computes, views apart.
+    launches: kernels, of a library's product one. floor_us, modelled_us: as this file says.
+    """
+
+    weights: int = 0
+    caches: int = 0
+    cache_capacity: int = 0
+    activations: int = 0
+    nodes: int = 0
+    launches: int = 0
+    floor_us: float = 0.0
+    modelled_us: float = 0.0
+
+    @property
+    def bytes(self) -> int:
+        """All that is moved."""
+        return self.weights + self.caches + self.activations
+
+    def __add__(self, other: Amounts) -> Amounts:
+        names = (field.name for field in fields(self))
+        return Amounts(*(getattr(self, name) + getattr(other, name) for name in names))
+
+    def times(self, count: int) -> Amounts:
+        """Of so many alike."""
+        return Amounts(*(count * getattr(self, field.name) for field in fields(self)))
+
+
+@dataclass(frozen=True)
+class Part:
+    """What runs as one: a fused op, a library's product, or nodes that Inductor puts together.
+
+    scope: of its layer, as `LayerStep.scope`. name: the pattern's, the product's, or the first few
+    of the functions in a group. node: the first node, in the rewritten graph; of a fused op
+    `Site.node`. symbols: sizes that are symbols; what has them is not in the amounts. kernels:
+    names of those that are emitted.
+    """
+
+    scope: str
+    kind: Kind
+    name: str
+    node: str
+    amounts: Amounts
+    symbols: tuple[str, ...] = ()
+    kernels: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class LayerStep:
+    """Layers with equal parts, represented by the first of them.
+
+    scope: "model.layers.0", or "" for what is outside of all layers. scopes: of all equal ones.
+    parts: of one of them, in order.
+    """
+
+    scope: str
+    scopes: tuple[str, ...]
+    parts: tuple[Part, ...]
+
+    @property
+    def total(self) -> Amounts:
+        """Of one layer."""
+        return _sum(part.amounts for part in self.parts)
+
+    def of(self, kind: Kind) -> Amounts:
+        """What one kind of parts of one layer is in it."""
+        return _sum(part.amounts for part in self.parts if part.kind == kind)
+
+
+@dataclass(frozen=True)
+class Step:
+    """All parts of a model's graphs, in order. target: a name. present: tokens in the caches of
+    each sequence; None where that is not said: then caches are in no bytes and in no time."""
+
+    target: str
+    present: int | None
+    parts: tuple[Part, ...]
+
+    @cached_property
+    def layers(self) -> tuple[LayerStep, ...]:
+        """The distinct layers, in order."""
+        by_scope: dict[str, list[Part]] = {}
+        for part in self.parts:
+            by_scope.setdefault(part.scope, []).append(part)
+        alike: dict[Any, list[str]] = {}
+        for scope, own in by_scope.items():
+            key = bool(scope), tuple(replace(part, scope="", node="") for part in own)
+            alike.setdefault(key, []).append(scope)
+        return tuple(LayerStep(s[0], tuple(s), tuple(by_scope[s[0]])) for s in alike.values())
+
+    @cached_property
+    def total(self) -> Amounts:
+        return _sum(part.amounts for part in self.parts)
+
+    def of(self, kind: Kind) -> Amounts:
+        """What one kind of parts is in all layers."""
+        return _sum(part.amounts for part in self.parts if part.kind == kind)
+
+    @property
+    def symbols(self) -> tuple[str, ...]:
+        """Sizes that are symbols: what has them is in no sum."""
+        return tuple(dict.fromkeys(s for part in self.parts for s in part.symbols))
+
+    @property
+    def left_share(self) -> float:
+        """The share of the modelled time that is not in fused ops."""
+        whole = self.total.modelled_us
+        return 1.0 - self.of(FUSED).modelled_us / whole if whole else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready data."""
+        return {
+            "target": self.target,
+            "present": self.present,
+            "bytes_per_s": get_target(self.target).hbm_bytes_per_s,
+            "symbols": list(self.symbols),
+            "left_share": self.left_share,
+            "total": asdict(self.total),
+            **{kind: asdict(self.of(kind)) for kind in KINDS},
+            "layers": [
+                {
+                    "scopes": list(layer.scopes),
+                    "total": asdict(layer.total),
+                    "parts": [
+                        {"kind": p.kind, "name": p.name, "node": p.node}
+                        | {"symbols": list(p.symbols)}
+                        | asdict(p.amounts)
+                        for p in layer.parts
+                    ],
+                }
+                for layer in self.layers
+            ],
+        }
+
+
+def step_of(lowered: Lowered, present: int | None = None) -> Step:
+    """The step of a model on the target it was lowered for. present: as in Step."""
+    target = get_target(lowered.target)
+    units = (unit for graph in lowered.graphs for unit in units_of(graph, target))
+    parts = (
+        Part(
+            unit.scope,
+            unit.kind,
+            unit.name,
+            unit.node,
+            amounts_of(unit, target, present),
+            unit.symbols,
+            unit.kernels,
+        )
+        for unit in units
+    )
+    return Step(lowered.target, present, tuple(parts))
+
+
+def amounts_of(unit: Unit, target: Target, present: int | None) -> Amounts:
+    """What one unit moves and takes. present: as in Step."""
+    reads = unit.cache_reads
+    caches = unit.caches
+    if present is not None:
+        caches += sum(read.bytes_of(present) for read in reads)
+    fixed = unit.weights + caches
+    computed = 1e6 * unit.flops / unit.flop_rate
+    floor = max(1e6 * fixed / target.hbm_bytes_per_s, computed)
+    moved = max(1e6 * (fixed + unit.activations) / target.hbm_bytes_per_s, computed)
+    return Amounts(
+        weights=unit.weights,
+        caches=caches,
+        cache_capacity=unit.caches + sum(read.bytes_of(read.capacity) for read in reads),
+        activations=unit.activations,
+        nodes=unit.nodes,
+        launches=unit.launches,
+        floor_us=floor,
+        modelled_us=moved + 1e6 * unit.launches * target.launch_s,
+    )
+
+
+def _sum(amounts: Iterable[Amounts]) -> Amounts:
+    return sum(amounts, Amounts())

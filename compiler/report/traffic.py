@@ -1,0 +1,421 @@
+"""What runs as one in a rewritten graph, and the bytes that each such unit moves.
+
+A fused op is a unit, and a product is one. Of the rest, nodes of a layer that hand values to each
+other, with no unit between them, are taken for one kernel of Inductor's: it may make more of them.
+Views move nothing. A tensor that several nodes of a unit read is read once, and of a view only what
+it selects; a lookup reads as much as it gives.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from networkx.utils import UnionFind
+from torch import fx
+
+from tilewright.codegen.targets import Target
+from tilewright.compiler import _compat
+from tilewright.compiler.dataflow.access import access_of, call_key
+from tilewright.compiler.dataflow.spelling import SHAPES, name_of
+from tilewright.compiler.report import GraphReport, Site
+from tilewright.compiler.report.work import (
+    flop_rate,
+    flops_of,
+    is_product,
+    reached,
+    share_of_experts,
+)
+from tilewright.compiler.rewrite import arguments_of
+from tilewright.compiler.scopes import layer_of
+from tilewright.ops.cache.read import CacheRead
+from tilewright.ops.contract import FusedOp, get_op, is_ours
+from tilewright.patterns.dataflow import scope_of
+
+# Functions of a group that its name lists.
+_NAMED = 4
+# What reads a table at places that are known when it runs.
+_LOOKUPS = frozenset({"embedding", "index_select", "gather", "index", "getitem", "take_along_dim"})
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One unit. scope: of its layer. weights, caches, activations: bytes; caches only those that no
+    `cache_reads` say, whole. flops: of products with weights, at flop_rate. members: the names of
+    its nodes, the first of which is `node`."""
+
+    scope: str
+    kind: Literal["fused", "library", "inductor"]
+    name: str
+    node: str
+    nodes: int
+    launches: int
+    weights: int
+    caches: int
+    activations: int
+    cache_reads: tuple[CacheRead, ...]
+    flops: int
+    flop_rate: float
+    symbols: tuple[str, ...]
+    kernels: tuple[str, ...]
+    members: tuple[str, ...]
+
+
+def units_of(graph: GraphReport, target: Target) -> list[Unit]:
+    """The units of a rewritten graph, in order."""
+    sites = {site.node: site for site in graph.matches}
+    memory = _Memory.of(graph.after.graph)
+    groups = _groups(memory)
+    moved, products = _Moved(memory, groups, sites), _Products(graph)
+    units = ((nodes, moved.of(nodes)) for nodes in groups.members.values())
+    return [
+        _unit(nodes, traffic, sites.get(nodes[0].name), products, target)
+        for nodes, traffic in units
+        # Numbers from nothing are made by those who read them.
+        if traffic.moves or _kind(nodes[0]) != "inductor"
+    ]
+
+
+def _unit(
+    nodes: Sequence[fx.Node],
+    traffic: _Traffic,
+    site: Site | None,
+    products: _Products,
+    target: Target,
+) -> Unit:
+    first = nodes[0]
+    kernels = tuple(kernel.spec.name for kernel in site.kernels) if site is not None else ()
+    replaced = site.absorbed if site is not None else [node.name for node in nodes]
+    return Unit(
+        scope=layer_of(scope_of(first)),
+        kind=_kind(first),
+        name=_name(nodes, site),
+        node=first.name,
+        nodes=len(nodes),
+        launches=max(len(kernels), 1),
+        weights=sum(traffic.weights.values()),
+        caches=sum(traffic.caches.values()),
+        activations=sum(traffic.activations.values()),
+        cache_reads=tuple(traffic.reads),
+        flops=sum(map(products.flops, replaced)),
+        flop_rate=flop_rate(_compat.tensors_of(*first.all_input_nodes), target),
+        symbols=tuple(sorted(traffic.symbols)),
+        kernels=kernels,
+        members=tuple(node.name for node in nodes),
+    )
+
+
+def _kind(node: fx.Node) -> Literal["fused", "library", "inductor"]:
+    if _op_of(node) is not None:
+        return "fused"
+    return "library" if is_product(node) else "inductor"
+
+
+def _name(nodes: Sequence[fx.Node], site: Site | None) -> str:
+    if site is not None:
+        return site.pattern
+    op = _op_of(nodes[0])
+    if op is not None:
+        return op.name
+    names = list(dict.fromkeys(map(name_of, nodes)))
+    return ", ".join(names[:_NAMED]) + ", ..." * (len(names) > _NAMED)
+
+
+def _op_of(node: fx.Node) -> FusedOp | None:
+    called = node.target
+    if isinstance(called, torch._ops.OpOverload) and is_ours(called):
+        return get_op(called._schema.name)
+    return None
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Memory:
+    """Storages of a graph, by key. owned: of the model's parameters and buffers. given: of all that
+    the graph does not make. written: those of them that it writes. makers: the node that made what
+    a node's argument holds, (node, storage) -> maker. writes: what nodes that compute write in
+    place, of most nothing.
+    """
+
+    owned: set[int] = field(default_factory=set)
+    given: set[int] = field(default_factory=set)
+    written: set[int] = field(default_factory=set)
+    makers: dict[tuple[fx.Node, int], fx.Node] = field(default_factory=dict)
+    writes: dict[fx.Node, tuple[torch.Tensor, ...]] = field(default_factory=dict)
+    # Of views that were made when their source was another node's tensor.
+    aliases: dict[int, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, graph: fx.Graph) -> _Memory:
+        memory = cls()
+        last: dict[int, fx.Node] = {}
+        alive = _alive(graph)
+        for node in graph.nodes:
+            held = memory.keys(_tensors(node))
+            if node.op in ("placeholder", "get_attr"):
+                memory.given |= held
+                memory.owned |= held if _compat.is_models_own(node) else set()
+            elif node in alive:
+                memory._add(node, held, last)
+        return memory
+
+    def _add(self, node: fx.Node, held: set[int], last: dict[int, fx.Node]) -> None:
+        sources = self.keys(_tensors(*node.all_input_nodes))
+        self.makers |= {(node, key): last[key] for key in sources if key in last}
+        if node.op == "output":
+            return
+        if _moves_nothing(node):
+            (source,) = sources
+            self.aliases |= dict.fromkeys(held - sources, source)
+            return
+        written = access_of(node).written
+        if written or held - sources:
+            self.writes[node] = written
+            self.written |= self.keys(written)
+            last.update(dict.fromkeys(self.keys(written) | held, node))
+
+    def keys(self, tensors: Iterable[torch.Tensor]) -> set[int]:
+        """The storages of tensors."""
+        found = (key for tensor in tensors for key in _compat.storage_keys(tensor))
+        return {self.aliases.get(key, key) for key in found}
+
+    def sources(self, node: fx.Node) -> list[fx.Node]:
+        """The nodes that computed what a node is given."""
+        keys = self.keys(_tensors(*node.all_input_nodes))
+        return list(dict.fromkeys(self.makers[node, k] for k in keys if (node, k) in self.makers))
+
+
+def _alive(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes that write, or whose result is used in the end."""
+    alive: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node.op == "output" or not alive.isdisjoint(node.users) or access_of(node):
+            alive.add(node)
+    return alive
+
+
+def _moves_nothing(node: fx.Node) -> bool:
+    """Whether a node only gives dense elements another shape."""
+    sources = _tensors(*node.all_input_nodes)
+    return name_of(node) in SHAPES and len(sources) == 1 and sources[0].is_contiguous()
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """Nodes by unit. leader: the first node of the unit that a node is in."""
+
+    members: Mapping[fx.Node, list[fx.Node]]
+    leader: Mapping[fx.Node, fx.Node]
+
+
+def _groups(memory: _Memory) -> _Groups:
+    """Units of nodes: depth counts the fused ops and products on the way to a node, so that what
+    stands before one of them and what stands behind it are apart."""
+    depth: dict[fx.Node, int] = {}
+    joined: UnionFind = UnionFind()
+    for node in memory.writes:
+        sources = list(memory.sources(node))
+        alone = _kind(node) != "inductor"
+        depth[node] = max((depth[s] + (_kind(s) != "inductor") for s in sources), default=0)
+        joined.union(node)
+        if not alone:
+            layer = layer_of(scope_of(node))
+            for source in sources:
+                near = depth[source] == depth[node] and layer_of(scope_of(source)) == layer
+                if near and _kind(source) == "inductor":
+                    joined.union(source, node)
+    members: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+    for node in memory.writes:
+        members[joined[node]].append(node)
+    by_first = {nodes[0]: nodes for nodes in members.values()}
+    return _Groups(by_first, {n: first for first, nodes in by_first.items() for n in nodes})
+
+
+# --- bytes ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Traffic:
+    """What a unit moves, by storage."""
+
+    weights: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    caches: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    activations: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    reads: list[CacheRead] = field(default_factory=list)
+    symbols: set[str] = field(default_factory=set)
+
+    @property
+    def moves(self) -> bool:
+        return bool(self.weights or self.caches or self.activations or self.symbols)
+
+
+class _Moved:
+    """The bytes of each unit."""
+
+    def __init__(self, memory: _Memory, groups: _Groups, sites: Mapping[str, Site]) -> None:
+        self.memory, self.groups, self.sites = memory, groups, sites
+        # What a unit makes and others read, or the graph returns.
+        self.handed_on: set[tuple[fx.Node, int]] = set()
+        for (node, key), maker in memory.makers.items():
+            if groups.leader.get(node) is not groups.leader[maker]:
+                self.handed_on.add((maker, key))
+
+    def of(self, nodes: list[fx.Node]) -> _Traffic:
+        traffic = _Traffic()
+        seen: set[fx.Node] = set()
+        for node in nodes:
+            self._reads(node, seen, traffic)
+            self._writes(node, traffic)
+        return traffic
+
+    def _reads(self, node: fx.Node, seen: set[fx.Node], traffic: _Traffic) -> None:
+        op = _op_of(node)
+        skipped = self._cache_read(op, node, traffic) if op is not None else ()
+        limit = sum(_sizes(_tensors(node), traffic)) if _looks_up(node) else None
+        share = self._share(node)
+        for source in node.all_input_nodes:
+            if source in skipped or source in seen:
+                continue
+            seen.add(source)
+            for tensor in _tensors(source):
+                self._read(node, tensor, share, limit, traffic)
+
+    def _read(
+        self,
+        node: fx.Node,
+        tensor: torch.Tensor,
+        share: float,
+        limit: int | None,
+        traffic: _Traffic,
+    ) -> None:
+        for key in self.memory.keys([tensor]):
+            maker = self.memory.makers.get((node, key))
+            if maker is not None and self.groups.leader[maker] is self.groups.leader[node]:
+                continue
+            into = self._kind_of(key, traffic)
+            (size,) = _sizes([tensor], traffic)
+            if into is traffic.weights and tensor.dim() == 3:
+                size = int(share * size)
+            size = size if limit is None else min(size, limit)
+            whole = tensor.untyped_storage().nbytes()
+            into[key] = into[key] + size
+            if isinstance(whole, int):
+                into[key] = min(into[key], whole)
+
+    def _kind_of(self, key: int, traffic: _Traffic) -> dict[int, int]:
+        if key in self.memory.given and key in self.memory.written:
+            return traffic.caches
+        return traffic.weights if key in self.memory.owned else traffic.activations
+
+    def _writes(self, node: fx.Node, traffic: _Traffic) -> None:
+        made = {key: tensor for tensor in _compat.tensors_of(node)
+                for key in self.memory.keys([tensor])}  # fmt: skip
+        for key, tensor in made.items():
+            if (node, key) in self.handed_on and key not in self.memory.given:
+                traffic.activations[key] += sum(_sizes([tensor], traffic))
+        if _op_of(node) is None:
+            for tensor in self.memory.writes[node]:
+                given = [s for s in node.all_input_nodes if not self._holds(s, tensor)]
+                put = sum(_sizes(_compat.tensors_of(*given), traffic))
+                (size,) = _sizes([tensor], traffic)
+                for key in self.memory.keys([tensor]):
+                    traffic.activations[key] += min(size, put) if put else size
+
+    def _cache_read(self, op: FusedOp, node: fx.Node, traffic: _Traffic) -> Set[fx.Node]:
+        """The arguments of an op of ours that are no reads by their size: what it writes, and the
+        caches, whose read is noted."""
+        names = [argument.name for argument in op.torch_op._schema.arguments]
+        given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+        skipped = {given[name] for name in op.mutated if isinstance(given.get(name), fx.Node)}
+        if op.cache_read is None:
+            return skipped
+        read = op.cache_read(arguments_of(op, node))
+        caches = [given[name] for name in read.names]
+        if not self.memory.keys(_compat.tensors_of(*caches)) <= self.memory.given:
+            return skipped
+        symbols = [s for t in _compat.tensors_of(*caches) for n in t.shape for s in _symbol(n)]
+        if symbols:
+            traffic.symbols.update(symbols)
+        else:
+            traffic.reads.append(read)
+        return skipped | set(caches)
+
+    def _holds(self, node: fx.Node, tensor: torch.Tensor) -> bool:
+        keys = self.memory.keys
+        return not keys(_tensors(node)).isdisjoint(keys([tensor]))
+
+    def _share(self, node: fx.Node) -> float:
+        """Of stacked experts, those in use."""
+        site = self.sites.get(node.name)
+        if site is not None:
+            return share_of_experts(site)
+        if node.target in _compat.GROUPED_MM:
+            rows, weight = _compat.tensors_of(*node.all_input_nodes)[:2]
+            if isinstance(rows.shape[0], int):
+                return reached(rows.shape[0], 1 / weight.shape[0])
+        return 1.0
+
+
+def _tensors(*nodes: fx.Node) -> list[torch.Tensor]:
+    """The plain tensors that nodes hold: of a DTensor this rank's part."""
+    return [part for tensor in _compat.tensors_of(*nodes) for part in _compat.parts_of(tensor)]
+
+
+def _looks_up(node: fx.Node) -> bool:
+    return name_of(node) in _LOOKUPS
+
+
+def _sizes(tensors: Iterable[torch.Tensor], traffic: _Traffic) -> list[int]:
+    """Bytes of tensors; 0, with its symbols noted, of one that has any."""
+    found = []
+    for tensor in tensors:
+        symbols = [s for n in tensor.shape for s in _symbol(n)]
+        traffic.symbols.update(symbols)
+        found.append(0 if symbols else tensor.numel() * tensor.element_size())
+    return found
+
+
+def _symbol(size: Any) -> list[str]:
+    return [] if isinstance(size, int) else [str(size)]
+
+
+# --- products -------------------------------------------------------------------------------------
+
+
+class _Products:
+    """FLOPs of a graph's products with weights, by the names of nodes in the graph as captured."""
+
+    def __init__(self, graph: GraphReport) -> None:
+        self.nodes = {node.name: node for node in graph.before.graph.nodes}
+        self.fixed = _fixed(graph.before.graph)
+        self.known: dict[Any, int] = {}
+
+    def flops(self, name: str) -> int:
+        node = self.nodes.get(name)
+        if node is None or not is_product(node):
+            return 0
+        if not any(source in self.fixed for source in node.all_input_nodes):
+            return 0
+        key = call_key(node)
+        if key not in self.known:
+            self.known[key] = flops_of(node)
+        return self.known[key]
+
+
+def _fixed(graph: fx.Graph) -> set[fx.Node]:
+    """What is made of the model's parameters and buffers alone."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            known = _compat.is_models_own(node)
+        else:
+            sources = [s for s in node.all_input_nodes if _compat.tensors_of(s)]
+            known = bool(sources) and found.issuperset(sources)
+        if known:
+            found.add(node)
+    return found

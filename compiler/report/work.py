@@ -1,0 +1,63 @@
+"""What parts of a graph compute: the FLOPs of a node, a chip's rate for them, experts in use."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import FlopCounterMode
+
+from tilewright.codegen.targets import Target
+from tilewright.compiler import _compat
+from tilewright.compiler.report import Site
+
+#: Names a Triton signature has for torch's dtypes, as `Target.flops` lists them.
+RATES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8e4nv"}
+
+_PRODUCTS = re.compile(r"linear|matmul|\bmm|addmm|bmm|einsum|grouped_mm|attention|__matmul__")
+
+
+def is_product(node: fx.Node) -> bool:
+    """Whether a node calls for products of matrices, which a library computes."""
+    if node.op not in ("call_function", "call_method"):
+        return False
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return bool(_PRODUCTS.search(str(name)))
+
+
+def flops_of(node: fx.Node) -> int:
+    """The FLOPs of a node's products, run by itself on fake tensors; 0 where a size is a symbol."""
+    tensors = _compat.tensors_of(*node.all_input_nodes)
+    if not is_product(node) or any(map(_compat.is_symbolic, tensors)):
+        return 0
+    if node.target in _compat.GROUPED_MM:
+        rows, weight = tensors[:2]
+        return 2 * math.prod(rows.shape) * weight.shape[-1]
+    with FlopCounterMode(display=False) as counter:
+        _compat.run_fake(node)
+    return counter.get_total_flops()
+
+
+def flop_rate(tensors: Sequence[torch.Tensor], target: Target) -> float:
+    """The target's FLOP/s for the dtype of the first tensor that says one; else its least."""
+    rates = dict(target.flops)
+    dtypes = [t.dtype for t in tensors if t.dtype in RATES]
+    return rates.get(RATES[dtypes[0]], min(rates.values())) if dtypes else min(rates.values())
+
+
+def share_of_experts(site: Site) -> float:
+    """The share of stacked expert weights [experts, ...] that the tokens of a site reach where they
+    are spread evenly; 1 where the site has none."""
+    facts = site.shapes
+    tokens = re.search(r"\[(\d+),", str(facts.get("x", "")))
+    if tokens is None or not {"experts", "slots"} <= facts.keys():
+        return 1.0
+    return reached(int(tokens[1]), int(facts["slots"]) / int(facts["experts"]))
+
+
+def reached(draws: int, share: float) -> float:
+    """The share of experts that any of so many draws reaches, each of which reaches `share`."""
+    return 1.0 - (1.0 - min(share, 1.0)) ** draws

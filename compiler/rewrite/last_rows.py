@@ -1,0 +1,204 @@
+"""Rows of a product that alone are read, taken before it: `linear(x)[:, -1]` is `linear(x[:, -1])`.
+
+A language model's head gives a row of logits for every token of a prompt, of which a step reads the
+last. What stands between product and selection may work on each number by itself. Where that can be
+seen, the result has the strides that the selection had.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from tilewright.compiler import _compat
+from tilewright.compiler.dataflow.spelling import CASTS, argument, name_of
+from tilewright.compiler.rewrite.strides import same_steps, unbacked
+
+# What gives a number for each number, whatever the others are.
+_EACH = CASTS | {"add", "clamp", "div", "mul", "neg", "sub", "tanh"}
+_PRODUCTS = ("linear", "matmul")
+_WHOLE = slice(None, None, None)
+
+
+def take_rows_first(graph: fx.Graph) -> int:
+    """Moves selections of rows in front of products that nothing else reads; returns how many."""
+    moved = 0
+    for node in list(graph.nodes):
+        if name_of(node) in _PRODUCTS and _is_of_rows(node):
+            between, selection = _selected(node)
+            if selection is not None and _takes_fewer(node, selection):
+                _move(node, between, selection)
+                moved += 1
+    return moved
+
+
+def _is_of_rows(product: fx.Node) -> bool:
+    """Whether each row of a product is made of the same row of its first operand, and a weight."""
+    source, weight = argument(product, 0, "input"), product.args[1:2]
+    if not all(map(_is_plain, (product, *product.all_input_nodes))) or not weight:
+        return False
+    held, rows, columns = (n.meta["example_value"] for n in (product, source, *weight))
+    return columns.dim() == 2 and held.dim() == rows.dim() >= 2 and type(held.shape[-1]) is int
+
+
+def _is_plain(node: fx.Node) -> bool:
+    held = node.meta.get("example_value")
+    return isinstance(held, torch.Tensor) and not _compat.is_subclass(held)
+
+
+def _selected(product: fx.Node) -> tuple[list[fx.Node], fx.Node | None]:
+    """The selection of a product's rows, and what stands between, each the only reader of the one
+    before it; None where something else is done with the product."""
+    between: list[fx.Node] = []
+    node = product
+    while len(node.users) == 1:
+        (user,) = node.users
+        if _kept(user, node) is not None:
+            return between, user
+        if not _works_on_each(user, node):
+            break
+        between.append(user)
+        node = user
+    return between, None
+
+
+def _works_on_each(user: fx.Node, node: fx.Node) -> bool:
+    """Whether a node computes a number of each of `node`'s, and reads no other tensor."""
+    if user.op == "output" or name_of(user) not in _EACH or user.all_input_nodes != [node]:
+        return False
+    made, held = user.meta.get("example_value"), node.meta["example_value"]
+    if not isinstance(made, torch.Tensor) or made.device != held.device:
+        return False
+    return made.shape == held.shape and made.stride() == held.stride()
+
+
+def _kept(user: fx.Node, node: fx.Node) -> list[tuple[int, int]] | None:
+    """The dimensions of `node` that a node selects rows of, and the steps it takes in them; None
+    where it does anything else, or selects of the last dimension."""
+    rank = node.meta["example_value"].dim()
+    name = name_of(user)
+    if name in ("select", "narrow"):
+        dim = argument(user, 1, "dim")
+        if type(dim) is not int or dim % rank == rank - 1 or argument(user, 0, "input") is not node:
+            return None
+        return [(d, 1) for d in range(rank) if name == "narrow" or d != dim % rank]
+    if name != "getitem" or user.args[0] is not node:
+        return None
+    given = user.args[1]
+    items: list[Any] = list(given) if isinstance(given, tuple) else [given]
+    if items.count(...) > 1 or not all(map(_is_basic, items)):
+        return None
+    at = items.index(...) if ... in items else len(items)
+    items[at : at + 1] = [_WHOLE] * (rank - len(items) + (at < len(items)))
+    if items[-1] != _WHOLE or len(items) != rank:
+        return None
+    return [(d, item.step or 1) for d, item in enumerate(items) if isinstance(item, slice)]
+
+
+def _is_basic(item: Any) -> bool:
+    """Whether an index is a number, a slice of numbers in constant steps, or an ellipsis."""
+    if isinstance(item, slice):
+        known = item.step is None or type(item.step) is int
+        return known and all(end is None or _is_number(end) for end in (item.start, item.stop))
+    return item is ... or _is_number(item)
+
+
+def _is_number(item: Any) -> bool:
+    if isinstance(item, fx.Node):
+        return isinstance(item.meta.get("example_value"), (int, torch.SymInt))
+    return type(item) is int
+
+
+def _takes_fewer(product: fx.Node, selection: fx.Node) -> bool:
+    """Whether a selection takes fewer rows than there are, or some that only the call knows, and
+    its other arguments are known before the product."""
+    others = [n for n in selection.all_input_nodes if "example_value" in n.meta]
+    if any(product < other for other in others if not _is_plain(other)):
+        return False
+    whole, part = (n.meta["example_value"] for n in (product, selection))
+    if unbacked(product) or unbacked(selection) or not whole.is_contiguous():
+        return False
+    if not _is_as_made(product):
+        return False
+    if _compat.is_symbolic(whole) or _compat.is_symbolic(part):
+        return tuple(map(str, whole.shape)) != tuple(map(str, part.shape))
+    return part.numel() < whole.numel()
+
+
+def _is_as_made(product: fx.Node) -> bool:
+    """Whether a product has the dtype that its operands say: under autocast it has another."""
+    try:
+        made = _compat.run_fake(product)
+    except (RuntimeError, ValueError):
+        return False
+    return bool(made.dtype == product.meta["example_value"].dtype)
+
+
+def _move(product: fx.Node, between: Sequence[fx.Node], selection: fx.Node) -> None:
+    graph, source = product.graph, argument(product, 0, "input")
+    front = between[-1] if between else product
+    with graph.inserting_before(product):
+        made = _again(selection, front, source)
+        made = _again(product, source, made)
+        for old in between:
+            made = _again(old, old.all_input_nodes[0], made)
+        made = _laid_out(made, selection, product)
+    selection.replace_all_uses_with(made)
+    for gone in (selection, *reversed(between), product):
+        graph.erase_node(gone)
+
+
+def _again(node: fx.Node, old: fx.Node, new: fx.Node) -> fx.Node:
+    """The same call with another node in the place of one it is given."""
+    args, kwargs = (
+        fx.node.map_arg(item, lambda n: new if n is old else n) for item in (node.args, node.kwargs)
+    )
+    return _made(node, node.op, node.target, args, kwargs)
+
+
+def _made(like: fx.Node, op: str, target: Any, args: Any, kwargs: Any) -> fx.Node:
+    made = like.graph.create_node(op, target, args, kwargs)
+    made.meta = {k: v for k, v in like.meta.items() if k != "example_value"}
+    made.meta["example_value"] = _compat.run_fake(made)
+    return made
+
+
+def _laid_out(made: fx.Node, selection: fx.Node, product: fx.Node) -> fx.Node:
+    """The result with the strides of what was selected of the whole."""
+    now, old = (node.meta["example_value"] for node in (made, selection))
+    symbolic = _compat.is_symbolic(old) or _compat.is_symbolic(product.meta["example_value"])
+    if not symbolic and same_steps(now, old):
+        return made
+    sizes = [_size(made, dim) for dim in range(now.dim())]
+    options = {"dtype": now.dtype, "device": now.device}
+    strides = _strides(selection, product)
+    room = _made(selection, "call_function", torch.empty_strided, (sizes, strides), options)
+    return _made(selection, "call_method", "copy_", (room, made), {})
+
+
+def _strides(selection: fx.Node, product: fx.Node) -> list[Any]:
+    """Those of rows as they lie in the dense whole."""
+    source, held = argument(product, 0, "input"), product.meta["example_value"]
+    strides: list[Any] = [1]
+    for dim in reversed(range(1, held.dim())):
+        size = held.shape[-1] if dim == held.dim() - 1 else _size(source, dim)
+        strides.insert(0, _product(selection, strides[0], size))
+    kept = _kept(selection, selection.all_input_nodes[0]) or []
+    return [_product(selection, strides[dim], by) for dim, by in kept]
+
+
+def _size(node: fx.Node, dim: int) -> Any:
+    size = node.meta["example_value"].shape[dim]
+    return size if isinstance(size, int) else _made(node, "call_method", "size", (node, dim), {})
+
+
+def _product(like: fx.Node, one: Any, other: Any) -> Any:
+    if isinstance(one, int) and isinstance(other, int):
+        return one * other
+    if 1 in (one, other):
+        return other if one == 1 else one
+    return _made(like, "call_function", operator.mul, (one, other), {})

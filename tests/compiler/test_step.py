@@ -1,0 +1,235 @@
+"""The bytes of a step against sums made by hand, and the floor that a benchmark kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tilewright.codegen.targets import get_target
+from tilewright.compiler import lower
+from tilewright.compiler.report.step import FUSED, INDUCTOR, KINDS, LIBRARY, step_of
+from tilewright.compiler.report.work import reached
+from tilewright.ops.attention.arguments import AttentionArguments, cache_read
+
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
+H200 = get_target("sm90")
+F32 = 4
+LAYERS = 3
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+def on_meta(build):
+    """A model without memory."""
+    with torch.device("meta"):
+        return build().requires_grad_(False)
+
+
+def lowered(model, *args, **options):
+    given = [torch.empty(a, device="meta") if isinstance(a, tuple) else a for a in args]
+    return lower(model, given, target="sm90", **options)
+
+
+class Tiny(nn.Module):
+    """Two products with a bias, and something between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 4, bias=False)
+
+    def forward(self, x):
+        return self.down(F.relu(self.up(x)).add(1.0))
+
+
+def test_every_byte_of_a_small_model():
+    step = step_of(lowered(on_meta(Tiny), (2, 8)))
+    up, between, down = step.parts
+    x, wide, out = 2 * 8 * F32, 2 * 16 * F32, 2 * 4 * F32
+    assert [p.kind for p in (up, between, down)] == [LIBRARY, INDUCTOR, LIBRARY]
+    assert [p.name for p in (up, between, down)] == ["linear", "relu, add", "linear"]
+    assert (up.amounts.weights, up.amounts.activations) == ((8 * 16 + 16) * F32, x + wide)
+    assert (between.amounts.weights, between.amounts.activations) == (0, 2 * wide)
+    assert (between.amounts.nodes, between.amounts.launches) == (2, 1)
+    assert (down.amounts.weights, down.amounts.activations) == (16 * 4 * F32, wide + out)
+    total = step.total
+    assert total.bytes == (8 * 16 + 16 + 16 * 4) * F32 + x + wide + 2 * wide + wide + out
+    assert total.floor_us == pytest.approx(1e6 * total.weights / H200.hbm_bytes_per_s)
+    crossing = 1e6 * total.activations / H200.hbm_bytes_per_s
+    started = 3e6 * H200.launch_s
+    assert total.modelled_us == pytest.approx(total.floor_us + crossing + started)
+    assert step.left_share == 1.0
+
+
+def test_many_tokens_are_bound_by_their_products():
+    model = on_meta(lambda: nn.Linear(1024, 1024, bias=False).bfloat16())
+    x = torch.empty(65536, 1024, dtype=torch.bfloat16, device="meta")
+    (product,) = step_of(lowered(model, x)).parts
+    seconds = 2 * 65536 * 1024**2 / H200.flops_per_s("bf16")
+    assert product.amounts.floor_us == pytest.approx(1e6 * seconds)
+
+
+def test_products_of_activations_are_no_floor():
+    step = step_of(lowered(lambda a, b: a @ b, (64, 64), (64, 64)))
+    assert step.total.floor_us == 0.0
+    assert step.total.activations == 3 * 64 * 64 * F32
+
+
+def test_what_stands_on_both_sides_of_a_product_is_two_kernels():
+    """The residual is written before it and read behind it."""
+
+    class Residual(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8, bias=False)
+
+        def forward(self, x):
+            x = x * 2
+            return x + self.linear(x.sigmoid())
+
+    step = step_of(lowered(on_meta(Residual), (2, 8)))
+    rows = 2 * 8 * F32
+    assert [p.kind for p in step.parts] == [INDUCTOR, LIBRARY, INDUCTOR]
+    # x in, both results out; product in and out; both operands in, the sum out.
+    assert [p.amounts.activations for p in step.parts] == [3 * rows, 2 * rows, 3 * rows]
+
+
+def test_a_lookup_reads_its_rows_and_a_view_what_it_selects():
+    class Lookup(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(1000, 8)
+            self.register_buffer("both", torch.ones(2, 8))
+
+        def forward(self, ids):
+            return self.table(ids) * self.both[0]
+
+    ids = torch.zeros(3, dtype=torch.int64, device="meta")
+    step = step_of(lowered(on_meta(Lookup), ids))
+    assert step.total.weights == 3 * 8 * F32 + 8 * F32
+    assert step.total.activations == 3 * 8 + 3 * 8 * F32
+
+
+def test_two_halves_of_a_weight_are_read_once():
+    class Halves(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(16, 8))
+
+        def forward(self, x):
+            gate, up = self.weight.chunk(2)
+            return x * gate.sum() + up.sum() + self.weight.sum()
+
+    step = step_of(lowered(on_meta(Halves), (2, 8)))
+    assert step.total.weights == 16 * 8 * F32
+
+
+def test_what_nobody_uses_is_not_counted():
+    class Wasteful(Tiny):
+        def forward(self, x):
+            self.down(self.up(x))
+            return self.up(x)
+
+    step = step_of(lowered(on_meta(Wasteful), (2, 8)))
+    assert step.total.weights == (8 * 16 + 16) * F32
+
+
+def test_a_write_in_place_counts_what_it_puts_there():
+    def write(cache, rows, at):
+        cache.index_copy_(0, at, rows)
+        return rows.sum()
+
+    at = torch.zeros(2, dtype=torch.int64, device="meta")
+    step = step_of(lowered(write, (4096, 8), (2, 8), at, patterns=[]))
+    written = 2 * 8 * F32 + 2 * 8
+    assert 2 * written <= step.total.activations <= 4 * written + 2 * F32
+
+
+def test_sizes_that_are_symbols_are_named_and_not_guessed():
+    x = torch.empty(2, 8, device="meta")
+    torch._dynamo.mark_dynamic(x, 0)
+    step = step_of(lowered(on_meta(Tiny), x))
+    assert len(step.symbols) == 1
+    assert step.total.activations == 0
+    assert step.total.weights == (8 * 16 + 16 + 16 * 4) * F32
+    torch._dynamo.reset()  # it remembers what was dynamic
+    assert step_of(lowered(on_meta(Tiny), (2, 8))).symbols == ()
+
+
+def test_tokens_present_up_to_what_fits_or_a_window():
+    def read(mask="causal", window=0, table=None, pages=3):
+        k, v = torch.empty(pages, 16, 2, 8), torch.empty(pages, 16, 2, 4)
+        given = {"scale": 1.0, "mask": mask, "window": window, "block_table": table}
+        return cache_read(AttentionArguments(torch.empty(3, 4, 8), k, v, **given))
+
+    token = 2 * (8 + 4) * F32
+    assert [read().bytes_of(n) for n in (0, 5, 99)] == [0, 3 * 5 * token, 3 * 16 * token]
+    assert read("sliding_window", 4).bytes_of(5) == 3 * 4 * token
+    table = torch.zeros(2, 5, dtype=torch.int32)
+    assert read(table=table, pages=7).bytes_of(99) == 2 * 80 * token
+
+
+def test_experts_reached():
+    assert reached(1, 8 / 128) == pytest.approx(1 / 16)
+    assert reached(16, 8 / 128) == pytest.approx(1 - (15 / 16) ** 16)
+    assert reached(0, 0.5) == 0.0
+
+
+@pytest.fixture(scope="module")
+def llama():
+    pytest.importorskip("transformers", reason="the zoo needs transformers")
+    from tilewright.tools.zoo import build_zoo_model
+
+    torch._dynamo.reset()
+    model, args, kwargs = build_zoo_model("llama3-8b", layers=LAYERS)
+    return lower(model, args, kwargs, target="sm90")
+
+
+def test_llama_has_the_floor_that_was_kept(llama):
+    """The benchmark counts the weights of the model itself, and the copy rate of its run. Its 8
+    layers are the last two of these, which are alike, times as many as are missing."""
+    rows = json.loads((RESULTS / "llama3_8b_end_to_end.json").read_text("utf-8"))["rows"]
+    (kept,) = [r for r in rows if (r["batch"], r["tokens"], r["kind"]) == (1, 1, "mask")]
+    assert kept["layers"] == 8
+    step = step_of(llama, present=1001)
+    (alike,) = [layer for layer in step.layers if len(layer.scopes) > 1]
+    total = step.total + alike.total.times(8 - LAYERS)
+    per_layer = 4096 * (4096 + 2 * 1024) + 4096**2 + 3 * 4096 * 14336 + 2 * 4096
+    others = (
+        128256 * 4096 + 4096 + 4096 + 128
+    )  # of the head, a norm, one token, frequencies as fp32
+    assert total.weights == 2 * (8 * per_layer + others)
+    assert abs(total.caches - 8 * 2 * 1001 * 1024 * 2) < 1000  # and counters
+    assert total.floor_us == pytest.approx(kept["floor"], rel=0.02)
+    assert kept["floor"] < total.modelled_us < 1.1 * kept["tilewright"]
+
+
+def test_caches_count_where_their_tokens_are_known(llama):
+    unknown, known = step_of(llama), step_of(llama, present=1001)
+    assert unknown.total.caches < 1000 < known.total.caches
+    assert unknown.total.cache_capacity == known.total.cache_capacity
+    full = step_of(llama, present=10**6)
+    assert full.total.caches == full.total.cache_capacity
+
+
+def test_equal_layers_are_one_and_kinds_add_up(llama):
+    step = step_of(llama, present=1001)
+    assert sum(len(layer.scopes) for layer in step.layers if layer.scope) == LAYERS
+    assert max(len(layer.scopes) for layer in step.layers) == LAYERS - 1
+    of_kinds = [step.of(kind) for kind in KINDS]
+    assert sum(a.bytes for a in of_kinds) == step.total.bytes
+    assert sum(a.modelled_us for a in of_kinds) == pytest.approx(step.total.modelled_us)
+    assert step.of(LIBRARY).weights == 128256 * 4096 * 2  # of the head
+    assert step.left_share == pytest.approx(1 - step.of(FUSED).modelled_us / step.total.modelled_us)
+    nodes = {site.node for site in llama.matches}
+    assert {p.node for p in step.parts if p.kind == FUSED} <= nodes
+
+
+def test_the_data_is_json(llama):
+    data = json.loads(json.dumps(step_of(llama).as_dict()))
+    assert data["present"] is None
+    assert data["total"]["weights"] == step_of(llama).total.weights

@@ -1,0 +1,94 @@
+"""`tilewright bench --profile MODEL`: a step, recorded here or elsewhere, beside its floor."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tilewright.codegen.targets import detect_target
+from tilewright.tools.commands.common import CommandError
+from tilewright.tools.zoo import is_zoo_name
+
+if TYPE_CHECKING:
+    from tilewright.compiler.report.step import Step
+    from tilewright.tools.step.profile import Profile
+    from tilewright.tools.zoo import LoadedModel
+
+RECORDED_STEPS = 10
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is to be profiled. trace: a record of it, None to make one on this GPU. target: the chip
+    of the record. present: tokens in the caches. layers: of a zoo model, None for all of them."""
+
+    model: str
+    trace: Path | None
+    target: str | None
+    present: int | None
+    layers: int | None
+    cuda_graph: bool
+
+
+def measured(wanted: Wanted, debug: bool) -> tuple[Profile, Step]:
+    """The profile, and the step that it is of. Raises CommandError."""
+    target = _target(wanted)
+    from tilewright.compiler.report.step import step_of
+    from tilewright.tools.commands.models import load, lowered_as
+    from tilewright.tools.step.profile import TraceError, profile_of
+
+    with contextlib.redirect_stdout(sys.stderr):
+        loaded = load(wanted.model, **(_options(wanted) if is_zoo_name(wanted.model) else {}))
+        step = step_of(lowered_as(wanted.model, loaded, target, debug), wanted.present)
+        if wanted.trace is not None:
+            trace, steps = _read(wanted.trace), None
+        else:
+            trace, steps = _recorded(wanted, loaded, debug), RECORDED_STEPS
+    try:
+        return profile_of(trace, step, steps), step
+    except TraceError as error:
+        raise CommandError(f"{wanted.trace or wanted.model}: {error}") from error
+
+
+def _target(wanted: Wanted) -> str:
+    if wanted.trace is not None:
+        if wanted.target is None:
+            raise CommandError("--trace needs --target, the chip that it was recorded on")
+        return wanted.target
+    chip = detect_target()
+    if chip is None:
+        raise CommandError("--profile needs an NVIDIA GPU, and there is none here")
+    if wanted.target not in (None, chip.name):
+        raise CommandError(f"--target: this GPU is {chip.name}, got {wanted.target!r}")
+    return chip.name
+
+
+def _options(wanted: Wanted) -> dict[str, Any]:
+    options: dict[str, Any] = {} if wanted.layers is None else {"layers": wanted.layers}
+    return options if wanted.trace is not None else options | {"device": "cuda"}
+
+
+def _recorded(wanted: Wanted, loaded: LoadedModel, debug: bool) -> dict[str, Any]:
+    import torch
+
+    from tilewright.tools.commands.models import traced
+    from tilewright.tools.step.record import record
+
+    given = [t for t in (*loaded.args, *loaded.kwargs.values()) if isinstance(t, torch.Tensor)]
+    away = next((t.device for t in given if t.device.type != "cuda"), None)
+    if away is not None:
+        raise CommandError(f"{wanted.model}: --profile runs it, and its arguments are on {away}")
+    with traced(wanted.model, debug):
+        return record(loaded, RECORDED_STEPS, wanted.cuda_graph)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise CommandError(f"--trace: cannot read {path}: {error}") from error
+    return found if isinstance(found, dict) else {}

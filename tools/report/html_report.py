@@ -1,0 +1,208 @@
+"""A report as one self-contained HTML page, usable with the keyboard alone, in light and dark, and
+on paper."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+from pygments import highlight
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import PythonLexer
+
+from tilewright.codegen.targets import Target, get_target
+from tilewright.compiler import GraphReport, Lowered, Site
+from tilewright.compiler.report import collapse_misses, collapse_sites, site_kind
+from tilewright.patterns.dataflow import source_of
+from tilewright.patterns.language import CODES
+from tilewright.tools.files import write_whole
+from tilewright.tools.kernel_audit import KernelAudit
+from tilewright.tools.miss_guide import miss_guide
+from tilewright.tools.report.drawings import Drawing, drawings, numbers_of, replaced
+from tilewright.tools.report.node_facts import SourceLine, source_lines
+from tilewright.tools.report.roofline import Point, Work, chart, site_work
+from tilewright.tools.report.step_bars import SiteBars, site_bars, step_view
+
+#: Styles of Pygments whose every colour stands out (4.5 to 1) from the page's panels.
+LIGHT, DARK = "xcode", "lightbulb"
+
+
+@dataclass(frozen=True)
+class SiteEntry:
+    """Equal fused sites as the page shows them. number: theirs on the page. source: the model's own
+    line, then the library's."""
+
+    site: Site
+    scope: str
+    count: int
+    number: int
+    work: Work | None
+    source: tuple[SourceLine, ...]
+
+    @property
+    def anchor(self) -> str:
+        """Their id on the page."""
+        return f"site-{self.number}"
+
+
+def write_html(
+    path: Path,
+    model: str,
+    lowered: Lowered,
+    audits: Sequence[KernelAudit] = (),
+    present: int | None = None,
+) -> None:
+    """Writes the page of a report. audits: of its kernels, or none. present: tokens in the caches
+    of each sequence; None for full caches. Raises OSError."""
+    write_whole(path, render_html(model, lowered, audits, present))
+
+
+def render_html(
+    model: str,
+    lowered: Lowered,
+    audits: Sequence[KernelAudit] = (),
+    present: int | None = None,
+) -> str:
+    """The page's HTML. audits, present: as in `write_html`."""
+    target = get_target(lowered.target)
+    entries = _site_entries(lowered)
+    numbers = _numbers(lowered, entries)
+    bars = site_bars(lowered, numbers, present)
+    return _template().render(
+        model=model,
+        lowered=lowered,
+        target=target,
+        sites=entries,
+        bars=bars,
+        step=step_view(lowered, present),
+        misses=list(_miss_entries(lowered)),
+        drawings=list(_drawings(lowered, numbers)),
+        kernels=list(_kernels(lowered, audits)),
+        roofline=_roofline(entries, bars, target),
+        code_css=Markup(_code_css()),
+        nodes=(
+            sum(len(graph.before.graph.nodes) for graph in lowered.graphs),
+            sum(len(graph.after.graph.nodes) for graph in lowered.graphs),
+        ),
+        versions={n: importlib.metadata.version(n) for n in ("tilewright", "torch", "triton")},
+    )
+
+
+@cache
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("tilewright.tools.report", "assets"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters |= {"bytes": _readable_bytes, "us": readable_time}
+    return environment.get_template("report.html.j2")
+
+
+def _readable_bytes(size: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
+
+
+def readable_time(microseconds: float) -> str:
+    """`12.3 µs`, `1.23 ms`: three digits."""
+    if 0 < microseconds < 1:
+        return f"{microseconds:.2f} µs"
+    for unit in ("µs", "ms"):
+        if microseconds < 1000:
+            return f"{float(f'{microseconds:.3g}'):g} {unit}"  # no 1e+03
+        microseconds /= 1000
+    return f"{microseconds:.3g} s"
+
+
+def _site_entries(lowered: Lowered) -> list[SiteEntry]:
+    target = get_target(lowered.target)
+    graphs = {id(site): graph for graph in lowered.graphs for site in graph.matches}
+    entries = []
+    for number, (site, scope, count) in enumerate(collapse_sites(lowered.matches), 1):
+        graph = graphs[id(site)]
+        work = site_work(graph, site, target)
+        entries.append(SiteEntry(site, scope, count, number, work, _source(graph, site)))
+    return entries
+
+
+def _source(graph: GraphReport, site: Site) -> tuple[SourceLine, ...]:
+    """Where a site comes from: the lines of the node that it is named by."""
+    by_name = {node.name: node for node in graph.before.graph.nodes}
+    op = next((node for node in graph.after.graph.nodes if node.name == site.node), None)
+    names = site.absorbed if op is None else replaced(op)
+    nodes = [by_name[name] for name in names if name in by_name]
+    named = next((node for node in nodes if source_of(node) == site.source), None)
+    return source_lines(named) if named is not None else ()
+
+
+def _miss_entries(lowered: Lowered) -> Iterator[dict[str, Any]]:
+    guide = miss_guide(CODES)
+    for miss, scope, count in collapse_misses(lowered.misses):
+        source = source_lines(miss.nodes[0]) if miss.nodes else ()
+        yield {"miss": miss, "scope": scope, "count": count, "source": source,
+               "guide": guide.get(miss.code)}  # fmt: skip
+
+
+def _numbers(lowered: Lowered, entries: Sequence[SiteEntry]) -> list[dict[str, int]]:
+    """For each graph, the number of the site that a node is in, by the node's name."""
+    by_kind = {site_kind(entry.site): entry.number for entry in entries}
+    return [
+        numbers_of(graph, {site.node: by_kind[site_kind(site)] for site in graph.matches})
+        for graph in lowered.graphs
+    ]
+
+
+def _drawings(lowered: Lowered, numbers: Sequence[Mapping[str, int]]) -> Iterator[Drawing]:
+    for i, (graph, own) in enumerate(zip(lowered.graphs, numbers, strict=True)):
+        yield from drawings(graph, own, f"graph {i}: " if len(lowered.graphs) > 1 else "")
+
+
+def _roofline(entries: Sequence[SiteEntry], bars: Mapping[int, SiteBars], target: Target) -> Markup:
+    points = [
+        Point(
+            f"{entry.number} {entry.site.pattern}",
+            f"#{entry.anchor}",
+            entry.work,
+            max(len(entry.site.kernels), 1),
+            int(bars[entry.number].spared.bytes / entry.count),
+        )
+        for entry in entries
+        if entry.work is not None
+    ]
+    return Markup(chart(points, target) if points else "")
+
+
+def _kernels(
+    lowered: Lowered, audits: Sequence[KernelAudit]
+) -> Iterator[tuple[KernelAudit, Markup]]:
+    """Each kernel's audit, empty where there is none, and its source as highlighted HTML."""
+    outcomes = {outcome.kernel.spec.name: outcome for outcome in audits}
+    for kernel in lowered.kernels:
+        outcome = outcomes.get(kernel.spec.name) or KernelAudit(kernel, None, ())
+        code = highlight(kernel.source, PythonLexer(), _formatter(LIGHT))
+        # What scrolls is reached by the keyboard.
+        said = f'<pre tabindex="0" role="region" aria-label="Source of {kernel.spec.name}">'
+        yield outcome, Markup(code.replace("<pre>", said, 1))
+
+
+@cache
+def _formatter(style: str) -> HtmlFormatter:
+    return HtmlFormatter(cssclass="code", style=style)
+
+
+def _code_css() -> str:
+    """The colours of sources, light and dark."""
+    light, dark = (_formatter(style).get_style_defs(".code") for style in (LIGHT, DARK))
+    return f"{light}\n@media screen and (prefers-color-scheme: dark) {{\n{dark}\n}}"

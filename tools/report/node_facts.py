@@ -1,0 +1,134 @@
+"""What a page says of a node: its label, its facts, and the lines of source that it comes from."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from tilewright.patterns.dataflow import innermost_outside_torch, scope_of
+
+#: Nodes of these kinds are no operations: they are named in the facts of what reads them.
+INPUTS = ("placeholder", "get_attr")
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in \S+\n[ \t]*(.*)')
+
+
+@dataclass(frozen=True)
+class SourceLine:
+    """A line of source: its file's name, its number, its text (empty where it is not known)."""
+
+    file: str
+    number: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.number}"
+
+
+def label(node: fx.Node) -> str:
+    """The operator's name, without its namespace."""
+    target = node.target if isinstance(node.target, str) else _name(node.target)
+    return target.rpartition("::")[2].removesuffix(".default") or node.op
+
+
+def _name(target: Any) -> str:
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name
+    return getattr(target, "__name__", str(target)).rpartition(".")[2]
+
+
+def shape(node: fx.Node) -> str:
+    """Its first result as `bf16[1,4096]`; empty for what is no tensor."""
+    whole = next(_shapes(node.meta.get("example_value")), "")
+    return re.sub(r"^(b?)(float|int|u)\w*?(\d+)", _short, whole)
+
+
+def _short(dtype: re.Match[str]) -> str:
+    """`bf16` of bfloat16, `i64` of int64."""
+    return dtype[1] + dtype[2][0] + dtype[3]
+
+
+def facts(node: fx.Node) -> str:
+    """What a page shows of a node when it is pointed at, in lines: operator, shapes, weights and
+    caches that it reads, module, source."""
+    lines = [label(node), *_shapes(node.meta.get("example_value"))]
+    for read in inputs_of(node):
+        lines += [f"reads {read.name} {s}" for s in _shapes(read.meta.get("example_value"))]
+    lines += [place] if (place := scope_of(node)) else []
+    lines += [f"{line}  {line.text}".strip() for line in source_lines(node)]
+    return "\n".join(lines)
+
+
+def inputs_of(node: fx.Node) -> Iterator[fx.Node]:
+    """Weights, caches and other inputs of the graph that a node reads, itself or through views that
+    are not drawn (:func:`is_view_of_input`)."""
+    for used in node.all_input_nodes:
+        if used.op in INPUTS:
+            yield used
+        elif is_view_of_input(used):
+            yield from inputs_of(used)
+
+
+_LAYOUT = frozenset({"reshape", "view", "permute", "transpose", "select", "narrow", "unsqueeze",
+                     "squeeze", "expand", "t", "flatten"})  # fmt: skip
+
+
+def is_view_of_input(node: fx.Node) -> bool:
+    """Whether it gives an input of the graph another shape, and does nothing else."""
+    sources = node.all_input_nodes
+    if len(sources) != 1 or label(node) not in _LAYOUT:
+        return False
+    return sources[0].op in INPUTS or is_view_of_input(sources[0])
+
+
+def writes_in_place(node: fx.Node) -> bool:
+    """Whether it says itself that it writes into what it is given: `index_copy_`, `cache[i] = k`,
+    an operator with a mutable schema."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.is_mutable
+    name = label(node)
+    return name == "setitem" or (name.endswith("_") and not name.endswith("__"))
+
+
+def _shapes(value: Any) -> Iterator[str]:
+    if isinstance(value, torch.Tensor):
+        dims = ",".join(str(size) for size in value.shape)
+        yield f"{str(value.dtype).removeprefix('torch.')}[{dims}]"
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _shapes(item)
+
+
+def source_lines(node: fx.Node) -> tuple[SourceLine, ...]:
+    """The innermost line of the model's own code, then the library's that it calls, if any.
+
+    The model's own code is in the files that define the modules around the node.
+    """
+    trace = node.meta.get("stack_trace") or ""
+    lines = {(f, int(n)): text for f, n, text in _FRAME.findall(trace)}
+    inner = innermost_outside_torch(list(lines))
+    own_files = _files_of_modules(node)
+    own = next((at for at in reversed(lines) if at[0] in own_files), None)
+    found = dict.fromkeys(at for at in (own, inner) if at is not None)
+    return tuple(SourceLine(os.path.basename(at[0]), at[1], lines[at]) for at in found)
+
+
+def _files_of_modules(node: fx.Node) -> set[str]:
+    """The files of the classes of the modules around a node, but for torch's own."""
+    classes = (kind for _, kind in (node.meta.get("nn_module_stack") or {}).values())
+    found = set()
+    for kind in classes:
+        if isinstance(kind, type) and not kind.__module__.startswith("torch."):
+            try:
+                found.add(inspect.getsourcefile(kind) or "")
+            except (OSError, TypeError):  # a class that was typed in, or is built in
+                continue
+    return found

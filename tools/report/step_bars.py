@@ -1,0 +1,216 @@
+"""The bars of a page: what each site takes and spares, and what a whole step takes.
+
+What is spared is the difference to the graph as it was captured, by the same model: what it would
+move and take if Inductor alone compiled it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from tilewright.codegen.targets import get_target
+from tilewright.compiler import GraphReport, Lowered, _compat
+from tilewright.compiler.report.step import (
+    FUSED,
+    INDUCTOR,
+    LIBRARY,
+    Amounts,
+    Kind,
+    LayerStep,
+    Step,
+    amounts_of,
+    step_of,
+)
+from tilewright.compiler.report.traffic import units_of
+from tilewright.tools.layers import title_of
+from tilewright.tools.report.node_facts import writes_in_place
+
+#: As many tokens as caches have room for, where it is not said how many are present.
+FULL = sys.maxsize
+
+#: The kinds of parts, as a page calls them.
+KIND_NAMES: dict[Kind, str] = {
+    FUSED: "fused",
+    LIBRARY: "library products",
+    INDUCTOR: "left to Inductor",
+}
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A part of a bar. kind: its colour; value: in the bar's unit; share: of the widest bar, in
+    percent."""
+
+    kind: str
+    name: str
+    value: float
+    share: float
+
+
+Bar = tuple[Segment, ...]
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What sites move, and what they take by the model, in microseconds; or what they spare."""
+
+    bytes: float = 0.0
+    us: float = 0.0
+
+    def __add__(self, other: Taken) -> Taken:
+        return Taken(self.bytes + other.bytes, self.us + other.us)
+
+    def less(self, other: Taken) -> Taken:
+        """What this takes more than the other, or nothing."""
+        return Taken(max(self.bytes - other.bytes, 0.0), max(self.us - other.us, 0.0))
+
+
+@dataclass(frozen=True)
+class SiteBars:
+    """Of equal sites together. bytes, time: what they move or take, and what is spared. known:
+    False where sizes are symbols, which are in no bar."""
+
+    bytes: Bar
+    time: Bar
+    spared: Taken
+    known: bool
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """A step's total, or equal layers together. bar: its modelled time by kind of part; floor: the
+    least time, as a bar of its own."""
+
+    title: str
+    count: int
+    amounts: Amounts
+    bar: Bar
+    floor: Segment
+
+
+@dataclass(frozen=True)
+class StepView:
+    """A step as the page shows it. alone: the graph as captured, by Inductor alone. present: as in
+    Step, None for full caches."""
+
+    total: StepRow
+    alone: StepRow
+    layers: tuple[StepRow, ...]
+    present: int | None
+    symbols: tuple[str, ...]
+
+
+def site_bars(
+    lowered: Lowered, numbers: Sequence[Mapping[str, int]], present: int | None
+) -> dict[int, SiteBars]:
+    """The bars of equal sites by their number, at one scale.
+
+    numbers: for each graph, the number of the site that a node is in, by the node's name.
+    """
+    now: defaultdict[int, Taken] = defaultdict(Taken)
+    apart: defaultdict[int, Taken] = defaultdict(Taken)
+    unknown: set[int] = set()
+    for graph, own in zip(lowered.graphs, numbers, strict=True):
+        for part in step_of(replace(lowered, graphs=(graph,)), _tokens(present)).parts:
+            if part.kind == FUSED:
+                number = own.get(part.node, 0)
+                now[number] += Taken(part.amounts.bytes, part.amounts.modelled_us)
+                unknown |= {number} if part.symbols else set()
+        for number, taken in _taken_apart(graph, own, lowered.target, present):
+            apart[number] += taken
+    sites = {number for own in numbers for number in own.values() if number}
+    # Where sizes are symbols, more is missing of one side than of the other.
+    spared = {n: Taken() if n in unknown else apart[n].less(now[n]) for n in sites}
+    most_bytes = max((now[n].bytes + spared[n].bytes for n in sites), default=0.0)
+    most_us = max((now[n].us + spared[n].us for n in sites), default=0.0)
+    return {
+        number: SiteBars(
+            _two(now[number].bytes, spared[number].bytes, most_bytes),
+            _two(now[number].us, spared[number].us, most_us),
+            spared[number],
+            number not in unknown,
+        )
+        for number in sites
+    }
+
+
+def _tokens(present: int | None) -> int:
+    return FULL if present is None else present
+
+
+def _taken_apart(
+    graph: GraphReport, numbers: Mapping[str, int], name: str, present: int | None
+) -> Iterator[tuple[int, Taken]]:
+    """What the captured graph's units move and take, (number of a site, its share of one unit). The
+    sites that share a unit do so by the sizes of what their nodes make."""
+    target = get_target(name)
+    by_name = {node.name: node for node in graph.before.graph.nodes}
+    for unit in units_of(as_captured(graph), target):
+        amounts = amounts_of(unit, target, _tokens(present))
+        made: defaultdict[int, float] = defaultdict(float)
+        for member in unit.members:
+            made[numbers.get(member, 0)] += _made(by_name[member])
+        whole = sum(made.values())
+        for number, size in made.items():
+            yield number, Taken(amounts.bytes * size / whole, amounts.modelled_us * size / whole)
+
+
+def as_captured(graph: GraphReport) -> GraphReport:
+    """The graph with nothing fused."""
+    return replace(graph, after=graph.before, matches=())
+
+
+def _made(node: fx.Node) -> float:
+    """The bytes of what a node makes, at least one; of a write in place, of what is written."""
+    tensors = _compat.tensors_of(node)
+    if writes_in_place(node):
+        tensors = _compat.tensors_of(*node.all_input_nodes)[1:]
+    sizes = (t.numel() * t.element_size() for t in tensors)
+    return 1.0 + sum(size for size in sizes if isinstance(size, int))
+
+
+def _two(taken: float, spared: float, most: float) -> Bar:
+    return (
+        _segment("takes", "moved or taken", taken, most),
+        _segment("saved", "spared", spared, most),
+    )
+
+
+def _segment(kind: str, name: str, value: float, most: float) -> Segment:
+    return Segment(kind, name, value, 100 * value / most if most else 0.0)
+
+
+def step_view(lowered: Lowered, present: int | None) -> StepView:
+    """The bars of a step and of its layers; those of the layers at a scale of their own."""
+    step = step_of(lowered, _tokens(present))
+    alone = step_of(
+        replace(lowered, graphs=tuple(map(as_captured, lowered.graphs))), _tokens(present)
+    )
+    layers = sorted(step.layers, key=lambda layer: -len(layer.scopes) * layer.total.modelled_us)
+    most = max((len(x.scopes) * _widest(x.total) for x in layers), default=0.0)
+    most_of_all = max(_widest(step.total), _widest(alone.total))
+    return StepView(
+        _row("all", 1, step, most_of_all),
+        _row("as captured, by Inductor alone", 1, alone, most_of_all),
+        tuple(_row(title_of(layer.scopes), len(layer.scopes), layer, most) for layer in layers),
+        present,
+        step.symbols,
+    )
+
+
+def _widest(amounts: Amounts) -> float:
+    return max(amounts.modelled_us, amounts.floor_us)
+
+
+def _row(title: str, count: int, of: Step | LayerStep, most: float) -> StepRow:
+    total = of.total.times(count)
+    bar = tuple(
+        _segment(kind, name, of.of(kind).times(count).modelled_us, most)
+        for kind, name in KIND_NAMES.items()
+    )
+    return StepRow(title, count, total, bar, _segment("floor", "floor", total.floor_us, most))

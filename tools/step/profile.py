@@ -1,0 +1,223 @@
+"""What a recorded step took, kernel by kernel, beside the floor of each part.
+
+The record is a trace as torch.profiler exports it (Chrome's format): one dictionary with
+`traceEvents`. Only what ran on the GPU is looked at.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from tilewright.compiler.report.step import FUSED, Part, Step
+from tilewright.compiler.scopes import collapse_scope
+
+Kind = Literal["fused", "inductor", "library", "torch", "copy", "gap"]
+#: Kinds as a table lists them.
+WORDS: Mapping[Kind, str] = {
+    "fused": "fused ops",
+    "inductor": "Inductor's kernels",
+    "library": "libraries' kernels",
+    "torch": "torch's own kernels",
+    "copy": "copies and fills",
+    "gap": "nothing running",
+}
+
+# Of a row: kind, name, scope, kernels.
+_Key = tuple[Kind, str, str, tuple[str, ...]]
+# Emitted kernels end in twelve digits of their spec's hash.
+_OURS = re.compile(r"_[0-9a-f]{12}$")
+_TORCHS = re.compile(r"\b(at|c10)::|\bat_cuda_")
+_COPIES = frozenset({"gpu_memcpy", "gpu_memset"})
+
+
+class TraceError(ValueError):
+    """A trace that cannot be read as steps of a model."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel, copy or fill on the GPU. start, end: in microseconds."""
+
+    name: str
+    category: str
+    start: float
+    end: float
+
+    @property
+    def kind(self) -> Kind:
+        if self.category in _COPIES:
+            return "copy"
+        if self.name.startswith("triton_"):
+            return "inductor"
+        if _OURS.search(self.name):
+            return "fused"
+        return "torch" if _TORCHS.search(self.name) else "library"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What takes time in a step.
+
+    name: of a fused op its pattern; else the kernel's. scope: the layer of a fused op, "" for what
+    the trace does not place. kernels: those of a fused op. count: launches in a step. us: in a
+    step; of kernels that overlap each has what it adds to the step; mean of the steps. floor_us: of
+    the part, None where nobody knows what it works on.
+    """
+
+    kind: Kind
+    name: str
+    scope: str
+    kernels: tuple[str, ...]
+    count: float
+    us: float
+    floor_us: float | None = None
+
+    @property
+    def distance_us(self) -> float:
+        """What it takes above its floor."""
+        return self.us - (self.floor_us or 0.0)
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A measured step. us: from its first kernel to the end of its last; mean of the steps.
+    rows: together that time, by layer. floor_us: of the whole step."""
+
+    steps: int
+    us: float
+    floor_us: float
+    rows: tuple[Row, ...]
+
+    @property
+    def of_floor(self) -> float:
+        """The floor's share of the time."""
+        return self.floor_us / self.us if self.us else 0.0
+
+    def of(self, kind: Kind) -> float:
+        """The time of one kind, in microseconds."""
+        return sum(row.us for row in self.rows if row.kind == kind)
+
+    def folded(self) -> list[Row]:
+        """Rows of equal name in all layers as one, the furthest from its floor first."""
+        groups: dict[_Key, list[Row]] = defaultdict(list)
+        for row in self.rows:
+            groups[row.kind, row.name, collapse_scope(row.scope), row.kernels].append(row)
+        found = [_joined(rows, scope) for (_, _, scope, _), rows in groups.items()]
+        return sorted(found, key=lambda row: -row.distance_us)
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready data."""
+        return {
+            "steps": self.steps,
+            "us": self.us,
+            "floor_us": self.floor_us,
+            "of_floor": self.of_floor,
+            "kinds": {kind: self.of(kind) for kind in WORDS},
+            "rows": [asdict(row) for row in self.rows],
+        }
+
+
+def _joined(rows: Sequence[Row], scope: str) -> Row:
+    floors = [row.floor_us for row in rows if row.floor_us is not None]
+    first = rows[0]
+    scope = scope if len(rows) > 1 else first.scope
+    count, us = sum(row.count for row in rows), sum(row.us for row in rows)
+    floor = sum(floors) if floors else None
+    return Row(first.kind, first.name, scope, first.kernels, count, us, floor)
+
+
+def profile_of(trace: Mapping[str, Any], step: Step, steps: int | None = None) -> Profile:
+    """The profile of a trace of equal steps. steps: how many it has; None to tell from our kernels.
+
+    Raises TraceError where the trace has no kernels, or does not repeat so many times.
+    """
+    launches = list(_launches(trace))
+    if not launches:
+        raise TraceError("the trace has no kernels: record it with ProfilerActivity.CUDA, on a GPU")
+    expected = _expected(step)
+    steps = _count(launches, expected) if steps is None else steps
+    if steps < 1 or len(launches) % steps:
+        raise TraceError(f"{len(launches)} launches are not {steps} equal steps")
+    each = len(launches) // steps
+    runs = [launches[i : i + each] for i in range(0, len(launches), each)]
+    if len({tuple(launch.name for launch in run) for run in runs}) > 1:
+        raise TraceError(f"the {steps} steps of the trace launch different kernels")
+    times: dict[_Key, float] = defaultdict(float)
+    counts: Counter[_Key] = Counter()
+    for run in runs:
+        for key, us in _timed(run, expected):
+            times[key] += us
+            counts[key] += 1
+    floors = _floors(step)
+    rows = (
+        Row(*key, counts[key] / steps, us / steps, floors.get(key)) for key, us in times.items()
+    )
+    whole = sum(run[-1].end - run[0].start for run in runs) / steps
+    return Profile(steps, whole, step.total.floor_us, tuple(rows))
+
+
+def _launches(trace: Mapping[str, Any]) -> Iterator[Launch]:
+    """What ran on the GPU, in the order of starts."""
+    found = [
+        Launch(event["name"], event["cat"], event["ts"], event["ts"] + event["dur"])
+        for event in trace.get("traceEvents", ())
+        if event.get("ph") == "X" and event.get("cat") in ("kernel", *_COPIES)
+    ]
+    return iter(sorted(found, key=lambda launch: (launch.start, launch.end)))
+
+
+def _timed(
+    run: Sequence[Launch], expected: Mapping[str, Sequence[Part]]
+) -> Iterator[tuple[_Key, float]]:
+    """What each launch of a step, and each gap before one, adds to the step's time."""
+    seen: Counter[str] = Counter()
+    often = Counter(launch.name for launch in run)
+    until = run[0].start
+    for launch in run:
+        if launch.start > until:
+            yield ("gap", WORDS["gap"], "", ()), launch.start - until
+            until = launch.start
+        parts = expected.get(launch.name, ())
+        key: _Key = launch.kind, launch.name, "", ()
+        if parts:  # each launches the kernel equally often
+            key = _key(parts[seen[launch.name] * len(parts) // often[launch.name]])
+        seen[launch.name] += 1
+        yield key, max(launch.end - until, 0.0)
+        until = max(until, launch.end)
+
+
+def _key(part: Part) -> _Key:
+    return "fused", part.name, part.scope, part.kernels
+
+
+def _expected(step: Step) -> dict[str, list[Part]]:
+    """The parts that launch each emitted kernel, in order."""
+    found: dict[str, list[Part]] = defaultdict(list)
+    for part in step.parts:
+        for kernel in dict.fromkeys(part.kernels):
+            found[kernel].append(part)
+    return found
+
+
+def _floors(step: Step) -> Mapping[_Key, float]:
+    found: dict[_Key, float] = defaultdict(float)
+    for part in step.parts:
+        if part.kind == FUSED and part.kernels:
+            found[_key(part)] += part.amounts.floor_us
+    return dict(found)
+
+
+def _count(launches: Sequence[Launch], expected: Mapping[str, Sequence[Part]]) -> int:
+    """How many steps a trace has, by the launches of our kernels; 1 where it has none of them."""
+    names = Counter(launch.name for launch in launches if launch.name in expected)
+    counts = {name: number / len(expected[name]) for name, number in names.items()}
+    steps = min(counts.values(), default=1.0)
+    odd = [name for name, count in counts.items() if steps < 1 or count % steps]
+    if odd:
+        said = ", ".join(f"{name} x{names[name]} of {len(expected[name])}" for name in odd)
+        raise TraceError(f"the trace has no whole number of steps of this model: {said}")
+    return int(steps)

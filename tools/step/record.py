@@ -1,0 +1,40 @@
+"""Records steps of a model on the GPU at hand, as torch.profiler's trace."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from tilewright.ops.runtime.timing import capture
+from tilewright.tools.zoo import LoadedModel
+
+
+def record(loaded: LoadedModel, steps: int, graphs: bool) -> dict[str, Any]:
+    """The trace of so many steps of a model, compiled by tilewright; its tensors are on a GPU.
+
+    graphs: whether a step is a replay of a CUDA graph, as serving runs it; else Python launches its
+    kernels, and gaps are Python's.
+    """
+    compiled = torch.compile(loaded.model, backend="tilewright")
+    with torch.no_grad():
+        step: Callable[[], Any] = lambda: compiled(*loaded.args, **loaded.kwargs)  # noqa: E731
+        if graphs:
+            step = capture([step]).replay
+        for _ in range(2):  # compiled, and once more as it will run
+            step()
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            for _ in range(steps):
+                step()
+            torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        found: dict[str, Any] = json.loads(path.read_text("utf-8"))
+    return found
