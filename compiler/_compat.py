@@ -28,7 +28,11 @@ from torch._dynamo.exc import UserError as UserError
 from torch._dynamo.utils import graph_break_reasons as graph_break_reasons
 from torch._library.fake_class_registry import FakeScriptObject
 from torch._logging import trace_structured
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+)
 from torch.fx._lazy_graph_module import _make_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -405,6 +409,19 @@ def empty_like(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(tensor)
 
 
+def made_again(value: Any) -> Any:
+    """Fake tensors, or a tuple of them, each laid out as a given one, with memory of its own."""
+    with fake_mode_of(tensors_in(value)) or nullcontext(), torch.no_grad():
+        return tree_map(_strided_again, value)
+
+
+def _strided_again(item: Any) -> Any:
+    if not isinstance(item, torch.Tensor):
+        return item
+    layout = item.shape, item.stride()
+    return torch.empty_strided(*layout, dtype=item.dtype, device=item.device)
+
+
 def aten_graph(
     function: Callable[..., Any], tensors: Sequence[torch.Tensor], pre_dispatch: bool
 ) -> fx.Graph:
@@ -427,6 +444,11 @@ def call(target: Callable[..., Any] | str, args: Sequence[Any], kwargs: Mapping[
 
 def run_fake(node: fx.Node, instead: Mapping[fx.Node, Any] | None = None) -> Any:
     """What a node computes, on its arguments' fake tensors. instead: of some arguments, others."""
+    if instead is None and _is_quick(node):
+        source = cast(fx.Node, node.args[0]).meta["example_value"]
+        with torch.no_grad(), in_kernel_invocation_manager(source.fake_mode):
+            made = call(cast(str, node.target), (source, *node.args[1:]), {})
+        return _fake_like(source, made)
     others = instead or {}
 
     def held(argument: fx.Node) -> Any:
@@ -438,6 +460,36 @@ def run_fake(node: fx.Node, instead: Mapping[fx.Node, Any] | None = None) -> Any
     mode = fake_mode_of(source.meta.get("example_value") for source in nodes)
     with mode or nullcontext(), torch.no_grad():
         return call(cast(Any, node.target), args, kwargs)
+
+
+# Methods that give a view, of whose layout the meta tensor inside of a fake one is asked at once;
+# FakeTensor's own way takes several times as long. `reshape` gives one of dense tensors.
+_QUICK = frozenset(
+    {"expand", "movedim", "narrow", "permute", "reshape", "select", "unflatten", "unfold"}
+    | {"unsqueeze"}
+)
+
+
+def _is_quick(node: fx.Node) -> bool:
+    """Whether a node calls a method of _QUICK on a fake tensor without symbols."""
+    if node.op != "call_method" or node.target not in _QUICK or len(node.all_input_nodes) != 1:
+        return False
+    held = node.all_input_nodes[0].meta.get("example_value")
+    if node.kwargs or node.args[0] is not node.all_input_nodes[0] or not _is_plain_fake(held):
+        return False
+    return node.target != "reshape" or bool(held.is_contiguous())
+
+
+def _is_plain_fake(held: Any) -> bool:
+    """Whether a value is a fake tensor that knows no more than its layout and device."""
+    if type(held) is not FakeTensor or held.constant is not None or is_symbolic(held):
+        return False
+    return getattr(held, "real_tensor", None) is None
+
+
+def _fake_like(like: Any, meta: torch.Tensor) -> torch.Tensor:
+    """A meta tensor as a fake one of the mode and device of another."""
+    return FakeTensor(like.fake_mode, meta, like.fake_device)
 
 
 def mode_patches(mode: str | None) -> dict[str, Any] | None:

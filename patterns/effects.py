@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import sympy
@@ -70,6 +71,11 @@ def product(sizes: Iterable[Size]) -> Size:
 
 def identity(shape: Sequence[Size]) -> Effect:
     """The effect of the base itself."""
+    return _identity(tuple(shape))
+
+
+@lru_cache(maxsize=1024)  # a model has few shapes, and asks for thousands
+def _identity(shape: tuple[Size, ...]) -> Effect:
     dims = tuple(() if n == 1 else (Atom(a, 1, n),) for a, n in enumerate(shape))
     return Effect(dims, (0,) * len(shape))
 

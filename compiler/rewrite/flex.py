@@ -134,7 +134,7 @@ class _Writer:
         with self.graph.inserting_before(self.before):
             node = self.graph.create_node(kind, target, args, kwargs)
         self.added.append(node)
-        describe(node, self.before)
+        describe(node, self.before, _compat.run_fake(node))
         return node
 
     def size(self, node: fx.Node, dim: int) -> Any:

@@ -12,8 +12,9 @@ import torch
 from torch import fx
 
 from tilewright.compiler import _compat
+from tilewright.compiler.dataflow.access import call_key
 from tilewright.compiler.dataflow.spelling import shape_of
-from tilewright.ops.contract import get_op
+from tilewright.ops.contract import get_op, is_ours
 from tilewright.ops.formats import nvfp4, scale_layout
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Computed, Dataflow, Value, View, source_of
@@ -68,6 +69,8 @@ class Materialiser:
         self.flow = flow
         self.serving: fx.Node | None = None
         self._made: dict[Any, fx.Node] = {}
+        # Results of our ops, by `call_key`: most layers of a model call them alike.
+        self._results: dict[Any, Any] = {}
         # What an earlier rewrite replaced a node with.
         self.replaced: dict[fx.Node, fx.Node] = {}
         # Values that an earlier rewrite removed but for parts: the op's output that holds those.
@@ -245,9 +248,26 @@ class Materialiser:
         else:
             node = self.graph.call_function(target, args, kwargs)
         assert self.serving is not None
-        describe(node, self.serving)
+        describe(node, self.serving, self._result(node))
         self._made[key] = node
         return node
+
+    def _result(self, node: fx.Node) -> Any:
+        """What a node gives: of one of our ops that was called alike, the same again in memory of
+        its own, for its fake looks at nothing but what `call_key` has."""
+        called = node.target
+        if not (isinstance(called, torch._ops.OpOverload) and is_ours(called)):
+            return _compat.run_fake(node)
+        key = call_key(node)
+        if key in self._results:
+            return _compat.made_again(self._results[key])
+        made = _compat.run_fake(node)
+        tensors = _compat.tensors_in(made)
+        own = set(map(self.flow.storage_of, tensors))
+        apart = len(own) == len(tensors) and own.isdisjoint(self._storages(*node.all_input_nodes))
+        if apart and not any(map(_compat.is_symbolic, tensors)):
+            self._results[key] = made
+        return made
 
     def _holds(self, made: fx.Node) -> bool:
         """Whether a node made earlier holds what an equal call would give here: it writes nothing,
@@ -270,11 +290,11 @@ class Materialiser:
         return set(map(self.flow.storage_of, _compat.tensors_of(*nodes)))
 
 
-def describe(node: fx.Node, serving: fx.Node) -> None:
+def describe(node: fx.Node, serving: fx.Node, held: Any) -> None:
     """Gives a new node its example value, and source line and module of the node that it serves."""
     kept = ("nn_module_stack", "stack_trace", "source_fn_stack")
     node.meta |= {name: serving.meta[name] for name in kept if name in serving.meta}
-    node.meta["example_value"] = _compat.run_fake(node)
+    node.meta["example_value"] = held
 
 
 def _is_reshape(effect: Effect, shape: Sequence[Size]) -> bool:

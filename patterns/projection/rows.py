@@ -144,7 +144,10 @@ def rows(first: int, heads: Sequence[tuple[int, int]], head_dim: int) -> Rows | 
 
 def rest_of(size: int, taken: frozenset[int], head_dim: int) -> Rows | None:
     """The heads in the remaining rows of `size`; None where none remain, or not in order."""
-    left = np.setdiff1d(np.arange(size), np.fromiter(taken, dtype=np.int64))
+    gone = np.fromiter(taken, dtype=np.int64)
+    remain = np.ones(size, dtype=bool)
+    remain[gone[(gone >= 0) & (gone < size)]] = False
+    left = np.flatnonzero(remain)
     if not len(left):
         return None
     cuts = np.flatnonzero(np.diff(left) != 1) + 1

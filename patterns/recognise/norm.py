@@ -44,8 +44,10 @@ def is_float_cast(value: Value) -> bool:
 
     A detour through eight bits is a quantisation the user asked for, and stays.
     """
+    if value.op != "cast":
+        return False
     types = (value.dtype, *(v.value.dtype for v in value.operands))
-    return value.op == "cast" and all(t.is_floating_point and t.itemsize > 1 for t in types)
+    return all(t.is_floating_point and t.itemsize > 1 for t in types)
 
 
 def strip_casts(view: View) -> tuple[View, tuple[Value, ...]]:
