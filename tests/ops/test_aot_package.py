@@ -9,6 +9,9 @@ import textwrap
 
 import pytest
 
+from tests.codegen.build.test_cached_kernels import ADD
+from tilewright.codegen.build import emitted, travel
+
 MODEL = """
     import torch
     import tilewright.ops
@@ -38,8 +41,11 @@ MAKE = """
     torch._inductor.aoti_compile_and_package(
         exported, package_path=PACKAGE, inductor_configs=quickly
     )
+    assert travel.parcels()  # of whatever this process used
+    assert tilewright.ops.pack_kernels(PACKAGE)
 """
 LOAD = """
+    assert tilewright.ops.load_kernels(PACKAGE) > 0
     a, b = sample(), sample()
     with torch.no_grad():
         expected = Layer(b)(b.x, b.k_cache, b.v_cache, b.slot_mapping)
@@ -59,7 +65,8 @@ def test_a_package_runs_in_a_fresh_process(tmp_path):
     """AOTInductor's runtime gives None for an argument whose default is an empty list."""
     package = str(tmp_path / "layer.pt2")
     make, load = (textwrap.dedent(MODEL) + textwrap.dedent(part) for part in (MAKE, LOAD))
-    exec(make, {"PACKAGE": package})
+    emitted(ADD)
+    exec(make, {"PACKAGE": package, "travel": travel})
     script = tmp_path / "load.py"
     script.write_text(f"PACKAGE = {package!r}\n{load}")
     command = [sys.executable, str(script)]

@@ -48,7 +48,12 @@ TERMS = (
         "of a streaming kernel: columns that are asked for while the kernel before it ends, and the "
         "next kernel may come in early; of others `p2` is programs on a multiprocessor",
     ),
-    Term("g8", "reason", r" g\d+\b", "so many tiles of rows follow each other on one part of a weight"),
+    Term(
+        "g8",
+        "reason",
+        r" g\d+\b",
+        "so many tiles of rows follow each other on one part of a weight",
+    ),
     Term("ws", "reason", r" ws\b", "warps are specialised: some load, some multiply"),
     Term("modelled", "reason", "modelled", "the time is the chip's model's; nothing was measured"),
     Term(
@@ -64,9 +69,14 @@ TERMS = (
         "the graph gives a page and a place in it apart: the slot is page * page size + offset",
     ),
     Term(
-        "slots=slice", "shapes", r"slots=slice", "the cache is written from one place on, as a slice"
+        "slots=slice",
+        "shapes",
+        r"slots=slice",
+        "the cache is written from one place on, as a slice",
     ),
-    Term("rope=half", "shapes", r"rope=half", "rotary embedding turns the halves of a head together"),
+    Term(
+        "rope=half", "shapes", r"rope=half", "rotary embedding turns the halves of a head together"
+    ),
     Term("gqa=4", "shapes", r"gqa=\d", "so many heads of queries share a head of keys and values"),
     Term(
         "anchored",

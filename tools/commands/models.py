@@ -121,7 +121,9 @@ def waiting(what: str) -> Iterator[None]:
     """What is being done, with its time, on stderr while the block runs; on terminals only."""
     console = make_console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
         bar.add_task(what, total=None)
         yield
 
