@@ -1,5 +1,5 @@
-"""Kernels and tuned times among torch's cache artifacts: `torch.compiler.save_cache_artifacts()` takes
-what this process has used, and `load_cache_artifacts` puts it into the caches of another.
+"""Kernels and tuned times among torch's cache artifacts: `torch.compiler.save_cache_artifacts()`
+takes what this process has used, and `load_cache_artifacts` puts it into the caches of another.
 
 The backend imports this module. A process that loads artifacts must have imported it, too, before:
 torch refuses artifacts of a type that it does not know, all of them.

@@ -1,8 +1,8 @@
-"""Hooks of mkdocs.yml: the documents beside docs/ are pages too, and links to any file lead to one.
+"""Hooks of mkdocs.yml: documents beside docs/ are pages too, and a link to any file leads to one.
 
-A link in a document is a path in the repository, as a git host reads it. Here each is resolved in the
-repository and written as the site has it: README.md and its like are pages at the top; any other file
-outside of docs/ that a page links to is a page of its own, with its text in colour.
+A link in a document is a path in the repository, as a git host reads it. Here each is resolved in
+the repository and written as the site has it: README.md and its like are pages at the top; any
+other file outside of docs/ that a page links to is a page of its own, with its text in colour.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DOCS = "docs"
 TOP = {name: name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")}
 SOURCES = "source"
 
-# A link or picture outside of code: group 1 is what stands before the path, 2 the path, 3 its anchor.
+# A link or picture: group 1 is what stands before the path, 2 the path, 3 its anchor.
 _LINK = re.compile(r"(\]\()([^)#\s]+)(#[^)\s]*)?(?=\))")
 _FENCE = re.compile(r"^(```.*?^```)", re.MULTILINE | re.DOTALL)
 

@@ -2,8 +2,8 @@
 compiled of it, so that a container starts warm.
 
 A parcel is one entry. Of the kernel cache: an emitted file ("source"), measured times ("tuned"). Of
-Triton's own: the files of one compiled kernel ("triton"), by Triton's hash, which holds its version,
-its compilers and the chip; a parcel for another machine lies there and is not used.
+Triton's own: the files of one compiled kernel ("triton"), by Triton's hash, which holds its
+version, its compilers and the chip; a parcel for another machine lies there and is not used.
 
 What is unpacked is run: take parcels from whom you would take code.
 """
@@ -69,14 +69,13 @@ def noting_triton() -> Iterator[None]:
 
     before = knobs.compilation.listener
 
-    def note(
-        *, metadata: Mapping[str, Any], metadata_group: Mapping[str, str], **rest: Any
-    ) -> None:
+    def note(**said: Any) -> None:
         with contextlib.suppress(OSError):  # a cache that is being cleared
-            files = {name: Path(path).read_bytes() for name, path in metadata_group.items()}
-            _add(TRITON, metadata["hash"], files)
+            paths = said["metadata_group"].items()
+            files = {name: Path(path).read_bytes() for name, path in paths}
+            _add(TRITON, said["metadata"]["hash"], files)
         if before is not None:
-            before(metadata=metadata, metadata_group=metadata_group, **rest)
+            before(**said)
 
     knobs.compilation.listener = note
     try:
@@ -86,17 +85,17 @@ def noting_triton() -> Iterator[None]:
 
 
 def packed(files: Files) -> bytes:
-    """Files as one text, compressed."""
-    texts = {name: base64.b64encode(data).decode() for name, data in sorted(files.items())}
-    return zlib.compress(json.dumps(texts).encode())
+    """Files as one text, compressed; ASCII, since torch reads what a package has besides as text."""
+    texts = {name: data.decode("latin-1") for name, data in sorted(files.items())}
+    return base64.b64encode(zlib.compress(json.dumps(texts).encode()))
 
 
 def unpacked(data: bytes) -> dict[str, bytes]:
     """The files of :func:`packed`. Raises ValueError for anything else, and for names that would
     leave their folder."""
     try:
-        texts = json.loads(zlib.decompress(data))
-        files = {name: base64.b64decode(text, validate=True) for name, text in texts.items()}
+        texts = json.loads(zlib.decompress(base64.b64decode(data, validate=True)))
+        files = {name: text.encode("latin-1") for name, text in texts.items()}
     except (zlib.error, AttributeError, TypeError) as error:
         raise ValueError(f"no parcel of kernels: {error}") from error
     outside = [name for name in files if name in ("", ".", "..") or Path(name).name != name]

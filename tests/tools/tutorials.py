@@ -34,7 +34,7 @@ _BLOCK = re.compile(rf"<!-- ({_KINDS})(?: (\S+))? -->\n```\w*\n(.*?)^```$", re.M
 @dataclass
 class Reader:
     """Does what a tutorial says, in the present folder. pytest: runs it, and gives its output.
-    forget: patterns and codes of files that a step imported; each step is a process to its reader."""
+    forget: patterns and codes of files that a step imported, which is a process to its reader."""
 
     pytest: Callable[[list[str]], str]
     forget: Callable[[], None]

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Term:
-    """A short form as docs/command-line.md shows it. label: of the lines that may have it; seen: how
-    it stands there."""
+    """A short form, as docs/command-line.md shows it. label: of the lines that may have it; seen:
+    how it stands there."""
 
     shown: str
     label: str
@@ -25,7 +25,7 @@ TERMS = (
         "swapped",
         "lowering|reason",
         r"swapped\b",
-        "the kernel for few tokens: rows of the weight are the tensor core's M side, tokens its N side",
+        "the kernel for few tokens: the weight's rows are the tensor core's M side, tokens N",
     ),
     Term(
         "128x16x128",
@@ -45,14 +45,14 @@ TERMS = (
         "p256 early",
         "reason",
         r"\bp\d+\b| early\b",
-        "of a streaming kernel: columns that are asked for while the kernel before it ends, and the "
-        "next kernel may come in early; of others `p2` is programs on a multiprocessor",
+        "of a streaming kernel: columns that are asked for while the kernel before it ends, and "
+        "the next kernel may come in early; of others `p2` is programs on a multiprocessor",
     ),
     Term(
         "g8",
         "reason",
         r" g\d+\b",
-        "so many tiles of rows follow each other on one part of a weight",
+        "tiles of rows that follow each other on one part of a weight",
     ),
     Term("ws", "reason", r" ws\b", "warps are specialised: some load, some multiply"),
     Term("modelled", "reason", "modelled", "the time is the chip's model's; nothing was measured"),
@@ -72,11 +72,9 @@ TERMS = (
         "slots=slice",
         "shapes",
         r"slots=slice",
-        "the cache is written from one place on, as a slice",
+        "the cache is written as a slice of it",
     ),
-    Term(
-        "rope=half", "shapes", r"rope=half", "rotary embedding turns the halves of a head together"
-    ),
+    Term("rope=half", "shapes", r"rope=half", "rotary embedding pairs a head's two halves"),
     Term("gqa=4", "shapes", r"gqa=\d", "so many heads of queries share a head of keys and values"),
     Term(
         "anchored",
@@ -88,8 +86,8 @@ TERMS = (
         "k path, v path, q path",
         "stage",
         "[kvq] path",
-        "the way back from the cache (or the attention) to the projection of K, V or Q: something in "
-        "between is not known",
+        "the way from the cache (or the attention) back to the projection of K, V or Q: something "
+        "between them is not known",
     ),
     Term(
         "activation", "stage", "activation", "the projections do not share one input as they must"
