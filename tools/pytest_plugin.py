@@ -217,7 +217,7 @@ def _agreed(lowered: Lowered, wrong: Sequence[str]) -> Lowered:
 
 
 def _misses(lowered: Lowered) -> list[str]:
-    """A line for each kind of miss: one of them says why a match was lost; then where to read on."""
+    """A line for each kind of miss, one of which says why a match was lost; then where more is."""
     from tilewright.compiler.report import collapse_misses
 
     lines = [f"missed {miss.pattern}: {miss}" for miss, _, _ in collapse_misses(lowered.misses)]
