@@ -87,7 +87,7 @@ def noting_triton() -> Iterator[None]:
 def packed(files: Files) -> bytes:
     """Files as one text, compressed; ASCII, for torch reads as text what a package has besides."""
     texts = {name: data.decode("latin-1") for name, data in sorted(files.items())}
-    return base64.b64encode(zlib.compress(json.dumps(texts).encode()))
+    return base64.b64encode(zlib.compress(json.dumps(texts).encode(), 1))
 
 
 def unpacked(data: bytes) -> dict[str, bytes]:
