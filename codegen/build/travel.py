@@ -125,9 +125,10 @@ def _put_in_triton_s_cache(key: str, files: Files) -> None:
     from triton.runtime.cache import get_cache_manager
 
     # Triton asks for the group by the name of its description.
-    (group, *others) = [name for name in files if name.endswith(".json")] or [None]
-    if group is None or others:
+    groups = [name for name in files if name.endswith(".json")]
+    if len(groups) != 1:
         raise ValueError(f"a parcel of one kernel with files {sorted(files)}")
+    (group,) = groups
     manager = get_cache_manager(key)
     if manager.get_group(group) is None:
         manager.put_group(group, {name: manager.put(data, name) for name, data in files.items()})
