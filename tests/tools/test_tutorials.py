@@ -75,6 +75,7 @@ def test_a_tutorial_does_what_it_says(tutorial, reader, pytester):
         sys.modules[Path(name).stem] = zoo.import_place(name)
     reader.read(tutorial)
     assert reader.done
+    assert not torch.distributed.is_initialized()
 
 
 def test_every_tutorial_is_a_page_of_the_site():
@@ -91,7 +92,7 @@ def test_a_stale_output_would_be_seen():
     texts = [tutorial.read_text("utf-8") for tutorial in TUTORIALS]
     marks = [line for text in texts for line in text.splitlines() if line.startswith("<!--")]
     known = [block for text in texts for block in blocks(text)]
-    assert len([m for m in marks if not m.startswith("<!-- from ")]) == len(known) > 20
+    assert len([m for m in marks if not m.startswith("<!-- from ")]) == len(known) > 15
 
 
 @pytest.mark.skipif(importlib.util.find_spec("material") is None, reason="needs the extra 'docs'")
