@@ -9,8 +9,8 @@ import textwrap
 
 import pytest
 
-from tests.codegen.build.test_cached_kernels import ADD
 from tilewright.codegen.build import emitted, travel
+from tilewright.ops import contract
 
 MODEL = """
     import torch
@@ -65,7 +65,8 @@ def test_a_package_runs_in_a_fresh_process(tmp_path):
     """AOTInductor's runtime gives None for an argument whose default is an empty list."""
     package = str(tmp_path / "layer.pt2")
     make, load = (textwrap.dedent(MODEL) + textwrap.dedent(part) for part in (MAKE, LOAD))
-    emitted(ADD)
+    op = contract.get_op("fused_qkv_paged")
+    emitted(op.plan_for(op.sample_inputs(op.cases[0]), "sm100").specs[0])
     exec(make, {"PACKAGE": package, "travel": travel})
     script = tmp_path / "load.py"
     script.write_text(f"PACKAGE = {package!r}\n{load}")
