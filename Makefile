@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 FOLDERS := codegen ops patterns compiler tools
 
-.PHONY: demo test pytest lint audit matrix bench clean
+.PHONY: demo test pytest lint docs audit matrix bench clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -22,6 +22,10 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	MYPYPATH=$(VENV)/src $(BIN)/mypy
+
+# The documents as a site, in site/; a warning is an error.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # Compiles the emitted SM100 kernels with several Triton releases, each alone in its environment.
 audit: $(STAMP)
@@ -42,4 +46,4 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 clean:
-	rm -rf $(VENV) .audit .matrix .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) site .audit .matrix .mypy_cache .pytest_cache .ruff_cache

@@ -11,7 +11,7 @@ import difflib
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from typing import Any, cast, get_origin
 
@@ -59,6 +59,32 @@ def compile_fx(
     from torch._inductor import compile_fx as inductor
 
     return cast(Callable[..., Any], inductor.compile_fx(gm, inputs, config_patches=config_patches))
+
+
+def register_artifacts(
+    kind: str, populate: Callable[[str, bytes], Any]
+) -> Callable[[str, bytes], None] | None:
+    """Makes `kind` a type of torch's cache artifacts: `populate(key, content)` is called for each
+    that is loaded. What records one; None where this torch has another interface."""
+    try:
+        from torch.compiler._cache import (
+            CacheArtifact,
+            CacheArtifactFactory,
+            CacheArtifactManager,
+        )
+
+        class Artifact(CacheArtifact):
+            def populate_cache(self) -> None:
+                populate(self.key, self.content)
+
+            @staticmethod
+            def type() -> str:
+                return kind
+
+        CacheArtifactFactory.register(Artifact)
+        return partial(CacheArtifactManager.record_artifact, kind)
+    except (ImportError, AttributeError, TypeError, AssertionError):
+        return None
 
 
 def store() -> Any:

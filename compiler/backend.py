@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from tilewright.compiler import _compat
+from tilewright.compiler import artifacts as _artifacts  # noqa: F401  registers them
 from tilewright.compiler.fuse import fuse, target_name
 from tilewright.compiler.graph_breaks import listen_for_breaks, noting_breaks, why_graph_ended
 from tilewright.compiler.options import Options, without

@@ -1,5 +1,6 @@
 """Fused ops: schema, fake, validation, reference and lowerings, one file per op."""
 
+from tilewright.codegen.build.travel import load_kernels, pack_kernels
 from tilewright.ops.attention import mask_blocks as _mask_blocks  # noqa: F401  registers it
 from tilewright.ops.attention.cache_attention import cache_attention
 from tilewright.ops.checks import ArgumentError
@@ -36,6 +37,7 @@ __all__ = [
     "grouped_matmul_dynamic_scaled_nvfp4",
     "linear_activation",
     "linear_residual",
+    "load_kernels",
     "lora_expand_add",
     "mla_decode",
     "mla_latent_store",
@@ -43,6 +45,7 @@ __all__ = [
     "mla_prefill_branch_fp8",
     "mla_prefill_plan",
     "moe_router",
+    "pack_kernels",
     "paged_kv_store",
     "quantize_nvfp4",
     "shrink_qkv_permute_3mn",

@@ -77,15 +77,37 @@ def test_the_sdist_has_no_part_of_the_tests(published):
     assert not [name for name in inside if name.startswith("tests/")]
 
 
-def test_the_wheel_starts_in_a_folder_of_its_own(published, tmp_path):
-    site = tmp_path / "site"
-    install = ("-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(site))
-    run(sys.executable, *install, str(published[1]), cwd=tmp_path)
-    place = "import tilewright.tools.cli as cli; print(cli.__file__)"
-    assert run(sys.executable, "-c", place, cwd=tmp_path, path=site).startswith(str(site))
-    program = str(site / "bin" / "tilewright")
-    assert run(sys.executable, program, "--version", cwd=tmp_path, path=site) == (
-        f"tilewright {published[1].name.split('-')[1]}\n"
-    )
-    text = run(sys.executable, program, "explain", "GROWING_CACHE", cwd=tmp_path, path=site)
-    assert "static cache" in text
+def test_the_files_pass_twine_s_check(published):
+    """What PyPI asks of them, warnings too."""
+    check = pytest.importorskip("twine.commands.check", reason="twine is in the extra 'dev'")
+    assert check.check([str(path) for path in published], strict=True) is False
+
+
+ENTRY_POINTS = """
+from importlib.metadata import distribution, entry_points
+groups = ("console_scripts", "pytest11", "torch_dynamo_backends")
+print(*(len(entry_points(group=group, name="tilewright")) for group in groups))
+print(distribution("tilewright").locate_file(""))
+"""
+
+
+def test_the_wheel_is_installed_into_an_empty_environment_and_starts(published, tmp_path):
+    """pip finds each requirement among what is installed here, as it would on an index; nothing
+    of this checkout is in the way."""
+    run(sys.executable, "-m", "venv", "--without-pip", "new", cwd=tmp_path)
+    python = str(tmp_path / "new" / "bin" / "python")
+    (own,) = (tmp_path / "new").glob("lib/python*/site-packages")
+    (own / "requirements.pth").write_text("\n".join(installed_here()) + "\n")
+    pip = (sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check")
+    run(*pip, "install", "-q", "--no-index", "--no-compile", str(published[1]), cwd=tmp_path)
+    program = str(tmp_path / "new" / "bin" / "tilewright")
+    said = run(program, "--version", cwd=tmp_path)
+    assert said == f"tilewright {published[1].name.split('-')[1]}\n"
+    assert "static cache" in run(program, "explain", "GROWING_CACHE", cwd=tmp_path)
+    found, place = run(python, "-c", ENTRY_POINTS, cwd=tmp_path).splitlines()
+    assert (found, Path(place)) == ("1 1 1", own)
+
+
+def installed_here() -> list[str]:
+    """The folders of installed packages; a checkout that is installed editable is not followed."""
+    return [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]

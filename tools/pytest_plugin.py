@@ -217,7 +217,9 @@ def _agreed(lowered: Lowered, wrong: Sequence[str]) -> Lowered:
 
 
 def _misses(lowered: Lowered) -> list[str]:
-    """A line for each kind of miss: one of them says why a match was lost."""
+    """A line for each kind of miss, one of which says why a match was lost; then where more is."""
     from tilewright.compiler.report import collapse_misses
 
-    return [f"missed {miss.pattern}: {miss}" for miss, _, _ in collapse_misses(lowered.misses)]
+    lines = [f"missed {miss.pattern}: {miss}" for miss, _, _ in collapse_misses(lowered.misses)]
+    codes = sorted({miss.code for miss in lowered.misses if miss.is_lost})
+    return lines + [f"what to do: tilewright explain {code}" for code in codes]

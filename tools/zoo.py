@@ -7,11 +7,13 @@ transformers is an optional extra: `pip install 'tilewright[models]'`.
 
 from __future__ import annotations
 
+import ast
 import difflib
 import importlib
 import importlib.util
 import inspect
 import sys
+import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -218,6 +220,9 @@ def load_model(spec: str, **options: Any) -> LoadedModel:
     if is_zoo_name(spec):
         return build_zoo_model(spec, **options)
     place, colon, function_name = spec.rpartition(":")
+    if (file := spec.removesuffix(":")).endswith(".py"):
+        found = _functions(import_place(file))
+        raise ModelError(f"{spec}: expected {file}:function; {found}")
     if not colon or not place or not function_name:
         close = difflib.get_close_matches(spec, zoo_names(), n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
@@ -382,12 +387,28 @@ def _failed(doing: str, error: Exception) -> ModelError:
 
 
 def _functions(module: ModuleType) -> str:
-    names = [
-        name
+    """The functions of a user's module, those first that look like a MODEL's."""
+    found = [
+        (name, value)
         for name, value in vars(module).items()
         if inspect.isfunction(value) and value.__module__ == module.__name__
     ]
-    return f"it defines {', '.join(sorted(names))}" if names else "it defines no function"
+    names = [name for name, _ in sorted(found, key=lambda one: (_unlike_a_model(one[1]), one[0]))]
+    return f"it defines {', '.join(names)}" if names else "it defines no function"
+
+
+def _unlike_a_model(function: Callable[..., Any]) -> int:
+    """0 for a function without arguments that returns three values, as its text shows; 1 where it
+    may, behind a call; 2 for any other."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        inspect.signature(function).bind()
+    except (OSError, SyntaxError, TypeError):
+        return 2
+    returned = [node.value for node in ast.walk(tree) if isinstance(node, ast.Return)]
+    if any(isinstance(value, ast.Tuple) and len(value.elts) == 3 for value in returned):
+        return 0
+    return 1 if any(isinstance(value, ast.Call) for value in returned) else 2
 
 
 def _call(spec: str, function: Callable[..., Any], options: Mapping[str, Any]) -> Any:

@@ -9,6 +9,9 @@ import textwrap
 
 import pytest
 
+from tilewright.codegen.build import emitted, travel
+from tilewright.ops import contract
+
 MODEL = """
     import torch
     import tilewright.ops
@@ -38,8 +41,11 @@ MAKE = """
     torch._inductor.aoti_compile_and_package(
         exported, package_path=PACKAGE, inductor_configs=quickly
     )
+    assert travel.parcels()  # of whatever this process used
+    assert tilewright.ops.pack_kernels(PACKAGE)
 """
 LOAD = """
+    assert tilewright.ops.load_kernels(PACKAGE) > 0
     a, b = sample(), sample()
     with torch.no_grad():
         expected = Layer(b)(b.x, b.k_cache, b.v_cache, b.slot_mapping)
@@ -59,7 +65,9 @@ def test_a_package_runs_in_a_fresh_process(tmp_path):
     """AOTInductor's runtime gives None for an argument whose default is an empty list."""
     package = str(tmp_path / "layer.pt2")
     make, load = (textwrap.dedent(MODEL) + textwrap.dedent(part) for part in (MAKE, LOAD))
-    exec(make, {"PACKAGE": package})
+    op = contract.get_op("fused_qkv_paged")
+    emitted(op.plan_for(op.sample_inputs(op.cases[0]), "sm100").specs[0])
+    exec(make, {"PACKAGE": package, "travel": travel})
     script = tmp_path / "load.py"
     script.write_text(f"PACKAGE = {package!r}\n{load}")
     command = [sys.executable, str(script)]

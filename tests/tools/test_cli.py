@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import importlib.metadata
+import io
 import json
 import logging
 import re
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from typer.testing import CliRunner
 
 from tilewright.tools.cli import app
 from tilewright.tools.commands import models
+from tilewright.tools.commands.legend import explained
 from tilewright.tools.kernel_audit import audit_kernels
 
 CACHE_MODEL = """
@@ -282,8 +286,10 @@ def test_a_missed_site_is_shown_as_in_the_readme(inspect, tmp_path):
         "def make():\n    return build_hf('llama', cache='dynamic')[:3]\n"
     )
     done = inspect("growing.py:make", "--no-kernels", "--patterns", "cache_absent")
-    head, _, missed = done.stdout.partition("\n\n")
+    head, _, rest = done.stdout.partition("\n\n")
     assert head.startswith("growing.py:make\n"), done.stderr
+    missed, _, words = rest.partition("\n\nIn words\n")
+    assert "tilewright explain GROWING_CACHE" in words
     assert_shows(README, "Missed: 4 sites", missed)
 
 
@@ -301,6 +307,59 @@ def test_a_stale_readme_would_be_seen(was, now):
     assert was in output
     with pytest.raises(AssertionError, match="the document shows"):
         assert_shows(README, "$ tilewright inspect llama3-8b", output.replace(was, now))
+
+
+def test_a_report_ends_in_words_for_its_short_forms(inspect):
+    """Those that it has alone, and where more is said of its misses."""
+    report, _, words = inspect("mine.py:make", "--no-kernels").stdout.partition("In words\n")
+    assert "\n  w4 s4" in words
+    assert "what to do" not in words
+    assert ("gqa=" in report, "page+offset" in report) == ("gqa=4" in words, "page+offset" in words)
+    missed = inspect("mine.py:make_missed", "--no-kernels").stdout.partition("In words\n")[2]
+    assert "anchored" in missed
+    assert "what to do: tilewright explain ACCUMULATED_WRITE" in " ".join(missed.split())
+
+
+@pytest.mark.parametrize(
+    ("report", "shown"),
+    [
+        (
+            "  layers.0  x2  p -> op  m.py:1\n    shapes     slots=page+offset",
+            ["slots=page+offset"],
+        ),
+        ("  graph  p -> op  m.py:1", ["graph"]),
+        ("  layers.0  p  K_PATH  m.py:1\n    k path     seen", ["k path, v path, q path"]),
+        ("    reason     swapped 128x16x128 /2 w4 s4", ["swapped", "128x16x128", "/2", "w4 s4"]),
+        ("    reason     one kernel,\n               64x16x128 w4 s4", ["128x16x128", "w4 s4"]),
+        ("  modelled.w4  p -> op  ws.py:1\n    kernels    graph_w4_s4", []),
+    ],
+)
+def test_a_short_form_is_found_where_it_stands(report, shown):
+    assert [term for term, _ in explained(report)] == shown
+
+
+def test_a_file_without_a_function_lists_those_that_give_a_model_first(inspect, tmp_path):
+    (tmp_path / "models.py").write_text(
+        "def about(x): return x\n"
+        "def behind(): return make()\n"
+        "def make(): return None, (), {}\n"
+        "def another(x): return x, (), {}\n"
+    )
+    for given in ("models.py", "models.py:"):
+        done = inspect(given)
+        assert done.exit_code == 2
+        said = f"{given}: expected models.py:function; it defines make, behind, about, another"
+        assert done.stderr.strip() == f"tilewright: {said}"
+
+
+def test_tracing_is_shown_on_a_terminal_alone(monkeypatch):
+    for is_terminal in (True, False):
+        out = io.StringIO()
+        console = Console(file=out, force_terminal=is_terminal)
+        monkeypatch.setattr(models, "make_console", lambda stderr, console=console: console)
+        with models.waiting("tracing m"):
+            time.sleep(0.15)
+        assert ("tracing m" in out.getvalue()) is is_terminal
 
 
 ERRORS = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import inspect
 import re
@@ -16,6 +17,7 @@ import torch
 from tilewright.ops.contract import all_ops
 from tilewright.patterns.language import CODES
 from tilewright.tools import zoo
+from tilewright.tools.commands.legend import TERMS
 from tilewright.tools.miss_guide import miss_guide
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,9 +40,13 @@ def test_every_miss_code_says_last_what_to_do():
         assert re.match(r"\*\*What to do:\*\* \S", last), f"{code}: {last}"
 
 
+DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
+
+
 def test_links_between_documents_lead_somewhere():
-    for document in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]:
-        for link in re.findall(r"\]\(([^)#]+)[^)]*\)", document.read_text("utf-8")):
+    for document in DOCUMENTS:
+        prose = re.sub(r"^```.*?^```", "", document.read_text("utf-8"), flags=re.M | re.S)
+        for link in re.findall(r"\]\(([^)#]+)[^)]*\)", prose):
             if "://" not in link:
                 assert (document.parent / link).exists(), f"{document.name}: {link}"
 
@@ -50,9 +56,26 @@ def test_files_that_documents_name_exist():
     named = re.compile(
         r"`((?:codegen|ops|patterns|compiler|tools|tests|examples|benchmarks)/[\w/.]+)"
     )
-    for document in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]:
+    for document in DOCUMENTS:
         for path in named.findall(document.read_text("utf-8")):
             assert (ROOT / path).exists(), f"{document.name}: {path}"
+
+
+def test_every_short_form_of_a_report_is_explained():
+    text = (ROOT / "docs" / "command-line.md").read_text("utf-8")
+    assert [t.shown for t in TERMS if f"| `{t.shown}` | {t.meaning} |" not in text] == []
+
+
+def test_the_citation_names_the_version_of_the_package():
+    text = (ROOT / "CITATION.cff").read_text("utf-8")
+    assert f"version: {importlib.metadata.version('tilewright')}\n" in text
+
+
+def test_issue_templates_ask_for_what_a_bug_needs():
+    for template in ROOT.glob(".github/ISSUE_TEMPLATE/*.yml"):
+        text = template.read_text("utf-8")
+        assert "tilewright doctor" in text
+        assert "repro file" in text.lower()
 
 
 def test_functions_that_architecture_names_exist():
@@ -68,7 +91,7 @@ def test_functions_that_architecture_names_exist():
 def test_code_that_documents_quote_stands_in_its_file():
     quoted = re.compile(r"<!-- from (\S+) -->\n```(?:python|text)\n(.*?)```", re.DOTALL)
     found = 0
-    for document in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]:
+    for document in DOCUMENTS:
         for path, block in quoted.findall(document.read_text("utf-8")):
             source = (ROOT / path).read_text("utf-8")
             depths = [textwrap.indent(block, " " * depth) for depth in range(0, 17, 4)]

@@ -23,7 +23,9 @@ EXAMPLES = ROOT / "examples"
 
 
 def load(name: str):
-    spec = importlib.util.spec_from_file_location(f"examples_{name}", EXAMPLES / f"{name}.py")
+    """As `tilewright inspect` names it: an op registers once in a process, from one module."""
+    name_here = f"tilewright_model_{name}"
+    spec = importlib.util.spec_from_file_location(name_here, EXAMPLES / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)

@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
 
 from tilewright.tools.commands.common import (
     CommandError,
@@ -19,6 +22,7 @@ from tilewright.tools.commands.common import (
     errors_for_people,
     print_json,
 )
+from tilewright.tools.commands.legend import explained
 from tilewright.tools.console import make_console
 
 if TYPE_CHECKING:
@@ -87,11 +91,28 @@ def inspect(
             typer.echo(graph_text(lowered, before=before, after=after))
             return
         console = make_console()
-        console.print(render(model, lowered, audits, console.width))
+        report = render(model, lowered, audits, console.width)
+        console.print(report)
         if rank is None:
             console.print(render_step(step_of(lowered, present)))
         else:
             console.print(render_rank(rank, get_target(target), console.width))
+        _explain(console, report, sorted({miss.code for miss in lowered.misses}))
+
+
+def _explain(console: Console, report: Group, codes: Sequence[str]) -> None:
+    """The words for the short forms of a report, behind it, and where those for its codes are."""
+    with console.capture() as captured:
+        console.print(report)
+    terms = list(explained(Text.from_ansi(captured.get()).plain))
+    terms += [(code, f"what to do: tilewright explain {code}") for code in codes]
+    if not terms:
+        return
+    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+    for shown, meaning in terms:
+        table.add_row(Text(f"  {shown}", style="dim"), Text(meaning, style="dim"))
+    console.print(Text("\nIn words", style="bold"))
+    console.print(table)
 
 
 def report_dict(lowered: Lowered, audits: Sequence[KernelAudit]) -> dict[str, Any]:

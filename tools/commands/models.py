@@ -8,7 +8,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 from tilewright.codegen.targets import gpu_targets
 from tilewright.compiler import Kernel, Lowered, lower
@@ -99,6 +106,7 @@ def traced(name: str, debug: bool) -> Iterator[None]:
         if not debug:  # torch would log the whole trace of what one line reports here
             logging.disable(logging.ERROR)
             stack.callback(logging.disable, logging.NOTSET)
+        stack.enter_context(waiting(f"tracing {name}"))
         try:
             yield
         except Exception as error:  # a model's own code may raise anything
@@ -113,6 +121,18 @@ def audited(kernels: Sequence[Kernel], target: str, **options: Any) -> list[Kern
     except OSError as error:
         message = f"cannot compile: no folder to write to: {error}"
         raise CommandError(f"{message}; TMPDIR names another") from error
+
+
+@contextlib.contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """What is being done, with its time, on stderr while the block runs; on terminals only."""
+    console = make_console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        bar.add_task(what, total=None)
+        yield
 
 
 @contextlib.contextmanager

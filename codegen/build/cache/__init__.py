@@ -39,13 +39,16 @@ from tilewright.codegen.build.cache.folder import (
     warn_once,
 )
 
-__all__ = ["Entry", "KernelCache", "cache_dir", "key_of"]
+__all__ = ["Entry", "KernelCache", "cache_dir", "key_of", "observers"]
 
 MANIFEST = "manifest.json"
 _FORMAT = 2
 
 #: A process that has waited this long for another one's build makes the entry itself.
 _WAIT_S = 900.0
+#: Told of each entry that is found or made: its kind, its key and its files.
+observers: list[Callable[[str, str, Mapping[str, bytes]], None]] = []
+
 # An entry's time of last use is written no more often than this.
 _USED_EVERY_S = 3600.0
 _MOVES = 3
@@ -83,6 +86,20 @@ class KernelCache:
 
     def find(self, kind: str, key: str) -> Entry | None:
         """The entry if it exists and matches its manifest, else None."""
+        found = self._found(kind, key)
+        if found is not None:
+            _tell(kind, key, found.files)
+        return found
+
+    def has(self, kind: str, key: str) -> bool:
+        """Whether :meth:`find` would find it; nobody is told."""
+        return self._found(kind, key) is not None
+
+    def put(self, kind: str, key: str, files: Mapping[str, bytes]) -> None:
+        """Stores an entry that was made elsewhere under this key."""
+        self._store(kind, key, files)
+
+    def _found(self, kind: str, key: str) -> Entry | None:
         if self._usable():
             files = _read(self.entry(kind, key), kind, key)
             if files is not None:
@@ -115,6 +132,7 @@ class KernelCache:
             if found is not None and accept(found):
                 return found
             files = dict(make())
+            _tell(kind, key, files)
             return Entry(files, self._store(kind, key, files))
 
     def _usable(self) -> bool:
@@ -174,6 +192,11 @@ class KernelCache:
                 upkeep.prune_hourly(root)
             return _place(root, kind, key)
         return None
+
+
+def _tell(kind: str, key: str, files: Mapping[str, bytes]) -> None:
+    for told in observers:
+        told(kind, key, files)
 
 
 # Where a process keeps entries that it cannot write to a cache, by process and the cache's root.

@@ -1,0 +1,31 @@
+"""Kernels and tuned times among torch's cache artifacts: `torch.compiler.save_cache_artifacts()`
+takes what this process has used, and `load_cache_artifacts` puts it into the caches of another.
+
+The backend imports this module. A process that loads artifacts must have imported it, too, before:
+torch refuses artifacts of a type that it does not know, all of them.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from tilewright.codegen.build import travel
+from tilewright.compiler import _compat
+
+log = logging.getLogger("tilewright")
+
+#: The type of the artifacts, as torch's CacheInfo names it: `info.tilewright_artifacts`.
+TYPE = "tilewright"
+
+
+def _register() -> None:
+    record = _compat.register_artifacts(TYPE, travel.deliver)
+    if record is None:
+        log.info("this torch takes no cache artifacts of others: kernels are made anew elsewhere")
+        return
+    for name, data in travel.parcels().items():
+        record(name, data)
+    travel.listeners.append(record)
+
+
+_register()

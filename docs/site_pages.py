@@ -1,0 +1,100 @@
+"""Hooks of mkdocs.yml: documents beside docs/ are pages too, and a link to any file leads to one.
+
+A link in a document is a path in the repository, as a git host reads it. Here each is resolved in
+the repository and written as the site has it: README.md and its like are pages at the top; any
+other file outside of docs/ that a page links to is a page of its own, with its text in colour.
+"""
+
+from __future__ import annotations
+
+import os.path
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = "docs"
+#: Documents at the top of the repository, by the page that each is.
+TOP = {name: name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")}
+SOURCES = "source"
+
+# A link or picture: group 1 is what stands before the path, 2 the path, 3 its anchor.
+_LINK = re.compile(r"(\]\()([^)#\s]+)(#[^)\s]*)?(?=\))")
+_FENCE = re.compile(r"^(```.*?^```)", re.MULTILINE | re.DOTALL)
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Adds the documents at the top, and a page for each file that a document links to."""
+    from mkdocs.structure.files import File, InclusionLevel
+
+    for name, page in TOP.items():
+        files.append(File.generated(config, page, abs_src_path=str(ROOT / name)))
+    for path in sorted(linked_files()):
+        found = {"content": _source_page(path), "inclusion": InclusionLevel.NOT_IN_NAV}
+        files.append(File.generated(config, page_of(path), **found))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """The page's text with the site's links."""
+    if page.file.src_uri.startswith(f"{SOURCES}/"):
+        return markdown
+    return with_site_links(markdown, page.file.src_uri)
+
+
+def linked_files() -> set[str]:
+    """Every file of the repository, not itself a page, that a document links to."""
+    documents = [*(ROOT / DOCS).rglob("*.md"), *(ROOT / name for name in TOP)]
+    found: set[str] = set()
+    for document in documents:
+        place = document.relative_to(ROOT).as_posix()
+        targets = (_resolved(link, place) for link in _links(document.read_text("utf-8")))
+        found |= {t for t in targets if t and (ROOT / t).is_file()}
+    return {t for t in found if t not in TOP and not t.startswith(f"{DOCS}/")}
+
+
+def with_site_links(markdown: str, page: str) -> str:
+    """The text of a page with each link to a file of the repository as one to the file's page."""
+    place = page if page in TOP else f"{DOCS}/{page}"
+
+    def turned(link: re.Match[str]) -> str:
+        target = _resolved(link[2], place)
+        if target is None or not (ROOT / target).is_file():
+            return link[0]
+        path = os.path.relpath(page_of(target), os.path.dirname(page) or ".")
+        return f"{link[1]}{path}{link[3] or ''}"
+
+    return "".join(
+        part if part.startswith("```") else _LINK.sub(turned, part)
+        for part in _FENCE.split(markdown)
+    )
+
+
+def page_of(path: str) -> str:
+    """The page (or picture) of a file, as a path in the site's sources."""
+    if path in TOP:
+        return TOP[path]
+    if path.startswith(f"{DOCS}/") and not path.endswith(".py"):
+        return path.removeprefix(f"{DOCS}/")
+    return f"{SOURCES}/{path}.md"
+
+
+def _links(markdown: str) -> Iterator[str]:
+    for part in _FENCE.split(markdown):
+        if not part.startswith("```"):
+            yield from (link[2] for link in _LINK.finditer(part))
+
+
+def _resolved(link: str, place: str) -> str | None:
+    """A link's file, by its path in the repository; None for an address elsewhere."""
+    if "://" in link or link.startswith("mailto:"):
+        return None
+    return os.path.normpath(os.path.join(os.path.dirname(place), link))
+
+
+def _source_page(path: str) -> str:
+    """A file's text as a page; more tildes than any file has, so that it cannot end the block."""
+    text = (ROOT / path).read_text("utf-8")
+    kind = Path(path).suffix.removeprefix(".") or "text"
+    return f"# {path}\n\n~~~~~~~~{kind}\n{text.rstrip()}\n~~~~~~~~\n"
