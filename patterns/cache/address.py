@@ -77,7 +77,8 @@ def check_pair(k: Address, v: Address, flow: Dataflow, *culprits: Value) -> None
     if k.slots.fact == "slice":
         same = same and k.slots == v.slots
     if not same:
-        reject("SLOT_INDEX", Stage.GUARDS, "K and V are written at different slots", *culprits)
+        message, hint = "K and V are written at different slots", "write both by one index tensor"
+        reject("SLOT_INDEX", Stage.GUARDS, message, *culprits, hint=hint)
     scaled = [p.scale_multiplies for p in (k, v) if p.scale is not None]
     if len(set(scaled)) > 1:
         message = "one of K and V is multiplied by its cache scale, the other divided by it"
