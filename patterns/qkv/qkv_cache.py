@@ -327,7 +327,8 @@ def _facts(gated: Gated, k: Heads, v: Heads, place: Address, kind: str) -> dict[
         "cache": "x".join(str(n) for n in place.window.shape),
         "x": f"{dtype_name(k.x.value.dtype)}[{tokens},{k.x.shape[1]}]",
     }
-    factors = {name: h.factor for name, h in (("k", k), ("v", v)) if h.factor != 1.0}
+    three = (("q", q), ("k", k), ("v", v))
+    factors = {name: h.factor for name, h in three if h.factor != 1.0}
     if factors:
         facts["factor"] = ", ".join(f"{name} {factor:g}" for name, factor in factors.items())
     if gated.run:

@@ -453,9 +453,17 @@ def key_multiplied_before_norm(m, x, keys, values, positions):
 
 
 def query_multiplier(m, x, keys, values, positions):
-    """The near miss: a factor on the queries."""
+    """A constant on the queries before they are rotated: they are multiplied behind the op."""
     q, k, v = project(m, x)
     q, k = (rotate(t.transpose(1, 2), positions).transpose(1, 2) for t in (q * 0.39, k))
+    return usual(q, k, v, keys, values, positions)
+
+
+def query_multiplied_by_token(m, x, keys, values, positions):
+    """The near miss: a factor that differs from token to token, in front of the rotation."""
+    q, k, v = project(m, x)
+    q = q * (1 + positions.to(x.dtype))[:, None, None]
+    q, k = (rotate(t.transpose(1, 2), positions).transpose(1, 2) for t in (q, k))
     return usual(q, k, v, keys, values, positions)
 
 
@@ -655,6 +663,7 @@ STYLES = {
         Style(key_divided),
         Style(key_multiplied_before_norm, names=_NORMS),
         Style(query_multiplier),
+        Style(query_multiplied_by_token),
         Style(rows_unrolled, by_row=True),
         Style(rows_crossed, by_row=True),
         Style(scattered_rows, by_row=True),

@@ -30,6 +30,7 @@ FUSED = {
     "key_multiplier": "half",
     "value_multiplier": "half",
     "key_divided": "half",
+    "query_multiplier": "half",
     "int8_product_scaled": "interleaved",
     "int8_both_scaled": "half",
     "rows_unrolled": "half",
@@ -46,7 +47,7 @@ FUSED = {
 MISSED = {
     "complex_pairs_turned_back": ("K_PATH", "aten.cat"),
     "key_multiplied_before_norm": ("K_PATH", "multiply the projection's weight by it once"),
-    "query_multiplier": ("Q_PATH", "no query projection"),
+    "query_multiplied_by_token": ("Q_PATH", "nothing of it is rotated as K is"),
     "norm_shifted_by_token": ("K_PATH", "aten.add"),
     "layer_norm_by_other_head": ("K_PATH", "aten.cat"),
     "norm_of_values_weighted": ("V_PATH", "the values are normalised with a weight"),
