@@ -194,7 +194,7 @@ def _refuse_turned(flow: Dataflow, k: Heads, v: Heads) -> None:
     for product in _products_of(flow, k):
         for end in _ends(flow, product):
             try:
-                epilogue = match_epilogue(end.whole, Stage.Q_PATH)
+                epilogue = match_epilogue(end.whole, Stage.Q_PATH, True)
             except (Reject, effects.InexpressibleError):
                 continue
             if epilogue.rope is None or end in k.absorbed:
