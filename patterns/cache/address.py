@@ -126,9 +126,17 @@ def _reject_unknown(write: CacheWrite) -> NoReturn:
     _refuse("OPAQUE_WRITE", message, write.store, hint=hint)
 
 
+#: What to do where nothing more precise is known.
+_HINTS = {
+    "CACHE_LAYOUT": "allocate the cache as [pages, page size, heads, head dim], axes in any order",
+    "SLOT_INDEX": "write all tokens once, by one index tensor that K and V share",
+    "ACCUMULATED_WRITE": "compute the sum first and write it: cache[slots] = old + new",
+}
+
+
 def _refuse(code: str, message: str, culprit: Value | View, hint: str = "") -> NoReturn:
     """Ends the attempt at the write itself."""
-    reject(code, Stage.ANCHORED, message, culprit, hint=hint)
+    reject(code, Stage.ANCHORED, message, culprit, hint=hint or _HINTS.get(code, ""))
 
 
 # --- index tensors --------------------------------------------------------------------------------
