@@ -204,6 +204,8 @@ def _refuse_turned(flow: Dataflow, k: Heads, v: Heads) -> None:
                 heads = match_heads(end.whole, _PATH, head_dim=k.head_dim, factors=True)
                 if heads.product in (k.product, v.product):
                     continue
+                if not _keeps_range(heads):
+                    why = f"float16 may not hold it before the factor {heads.factor:g}"
             except Reject as rejection:
                 why = rejection.miss.message
             except effects.InexpressibleError:

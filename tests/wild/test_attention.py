@@ -9,7 +9,7 @@ import torch
 from tests.agreement import assert_no_worse, assert_untouched, cloned, upcast
 from tests.found import codes_of, matches_of, misses_of
 from tests.wild.attention import STYLES, build
-from tilewright.compiler import reports
+from tilewright.compiler import lower, reports
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -100,6 +100,13 @@ def test_a_miss_says_what_stands_in_the_way(name):
     assert codes_of(report, "qkv_cache") == {code}
     miss = misses_of(report, "qkv_cache")[0]
     assert words in f"{miss.message} {miss.hint}"
+
+
+def test_a_factor_that_keeps_float16_in_range_stays_in_front():
+    module, args = build("query_multiplier", torch.float16)
+    (miss,) = misses_of(lower(module, tuple(args)), "qkv_cache")
+    assert miss.code == "Q_PATH"
+    assert "float16 may not hold it" in miss.message
 
 
 def test_every_style_is_asked_for():
