@@ -50,6 +50,12 @@ _EXPERTS_HINT = (
     "experts_implementation='grouped_mm')"
 )
 
+# Libraries in whose own code a break lies, where Dynamo's hint is nothing that a user could follow.
+_LIBRARIES = {
+    "peft": "merge the adapters into the weights before compiling (model.merge_and_unload()); LoRA "
+    "without use_dora is fused as it is",
+}
+
 _GIVEN_UP = "; Dynamo gives up "
 
 _listeners: dict[Any, Listener] = {}
@@ -175,6 +181,8 @@ def _break_text(reason: str, stack: Sequence[traceback.FrameSummary]) -> str:
     words, hint = _REASONS.get(first.partition(" ")[0], (first, ""))
     if first.startswith(_SIZED_BY_DATA) and _is_among_experts(stack):
         hint, rest = _EXPERTS_HINT, ""
+    elif library := _LIBRARIES.get(_library(stack)):
+        hint, rest = library, ""
     rest += f"\nHint: {hint}" if hint else ""
     return f"{words}{_place(stack)}{newline or (rest and chr(10))}{rest.lstrip(chr(10))}"
 
@@ -186,5 +194,16 @@ def _is_among_experts(stack: Sequence[traceback.FrameSummary]) -> bool:
 
 
 def _place(stack: Sequence[traceback.FrameSummary]) -> str:
-    found = innermost_outside_torch([(f.filename, f.lineno or 0) for f in stack])
+    found = _innermost(stack)
     return f" ({os.path.basename(found[0])}:{found[1]})" if found else ""
+
+
+def _library(stack: Sequence[traceback.FrameSummary]) -> str:
+    """The package below `site-packages` that the break lies in; empty for others."""
+    found = _innermost(stack)
+    _, _, inside = (found[0] if found else "").rpartition(f"site-packages{os.sep}")
+    return inside.partition(os.sep)[0]
+
+
+def _innermost(stack: Sequence[traceback.FrameSummary]) -> tuple[str, int] | None:
+    return innermost_outside_torch([(f.filename, f.lineno or 0) for f in stack])

@@ -88,7 +88,8 @@ class Miss:
 
 @dataclass(frozen=True)
 class Result:
-    """`replaced`, a value of the user's graph, is what `effect` selects of the op's output.
+    """`replaced`, a value of the user's graph, is what `effect` selects of the op's output, times
+    `factor`.
 
     output: which output, of an op that returns several. One op may replace several values: a match
     has one Result for each value that others read.
@@ -97,6 +98,7 @@ class Result:
     replaced: Value
     effect: Effect
     output: int = 0
+    factor: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from typing import Any, NoReturn
 
+import torch
 from torch import fx
 
 from tilewright.compiler import _compat
@@ -269,37 +271,60 @@ def _parts_are_held(parts: Parts, inside: set[Value], flow: Dataflow) -> None:
 def _consumed_late(value: Value, inside: set[Value], match: Match, flow: Dataflow) -> None:
     last = insertion_position(match, flow)
     for user in flow.users.get(value, ()):
-        if user not in inside and not _can_wait(user, value, last, flow):
+        if user not in inside and not _can_wait(user, last, flow):
             message = f"{value} is used by {user.op} before {_place(match, flow)}"
             hint = "write the cache before the query is used" if match.stores else ""
             _hazard("ORDER", message, user, hint=hint)
 
 
-# What may be computed later than it was written: plain functions of their operands.
+# What may be computed later than it was written, beside what goes element by element: plain
+# functions of their operands.
 _DEFERRABLE = {
-    "aten.mul", "aten.div", "aten.add", "aten.sub", "aten.neg", "aten.cat", "aten.sigmoid", "cast",
+    "aten.cat", "cast", "aten.roll", "aten.sum", "aten.mean", "aten.amax", "aten.rms_norm",
+    "aten.layer_norm",
 }  # fmt: skip
 
 
-def _can_wait(user: Value, value: Value, last: int, flow: Dataflow) -> bool:
+def _can_wait(user: Value, last: int, flow: Dataflow) -> bool:
     """Whether a reader of a replaced value stands behind the op, or can be moved behind it.
 
     The rewriter moves it with all that depends on it, so what they read must not change in between.
     """
-    position = flow.positions[user.node]
-    if position > last:
-        return True
-    if user.op not in _DEFERRABLE or user in flow.output_values:
+    pending, seen = [user], set()
+    while pending:
+        reader = pending.pop()
+        if reader in seen or flow.positions[reader.node] > last:
+            continue
+        if not _can_move(reader, last, flow):
+            return False
+        seen.add(reader)
+        pending += flow.users.get(reader, ())
+    return True
+
+
+def _can_move(reader: Value, last: int, flow: Dataflow) -> bool:
+    """Whether one value may be computed behind a place instead of where it is."""
+    plain = reader.op in _DEFERRABLE or _is_pointwise(reader.op)
+    if not plain or reader in flow.output_values or reader.node in flow.store_nodes:
         return False
-    memories = [flow.memory_of.get(flow.home(v.value)) for v in user.operands]
-    own = flow.memory_of.get(user.node)
-    for memory in (*memories, own):
+    position = flow.positions[reader.node]
+    memories = [flow.memory_of.get(flow.home(v.value)) for v in reader.operands]
+    for memory in (*memories, flow.memory_of.get(reader.node)):
         if memory is None:
             return False
         writes = flow.writes_on(memory.storage)
         if any(position < flow.positions[write.node] < last for write in writes):
             return False
-    return all(_can_wait(u, user, last, flow) for u in flow.users.get(user, ()))
+    return True
+
+
+@cache
+def _is_pointwise(op: str) -> bool:
+    """Whether ATen says of an operator that it goes element by element, by no random numbers."""
+    packet = getattr(torch.ops.aten, op.removeprefix("aten."), None) if op[:5] == "aten." else None
+    tags = [getattr(packet, name).tags for name in packet.overloads()] if packet else []
+    pointwise = any(torch.Tag.pointwise in t for t in tags)
+    return pointwise and not any(torch.Tag.nondeterministic_seeded in t for t in tags)
 
 
 def _place(match: Match, flow: Dataflow) -> str:

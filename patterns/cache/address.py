@@ -77,7 +77,8 @@ def check_pair(k: Address, v: Address, flow: Dataflow, *culprits: Value) -> None
     if k.slots.fact == "slice":
         same = same and k.slots == v.slots
     if not same:
-        reject("SLOT_INDEX", Stage.GUARDS, "K and V are written at different slots", *culprits)
+        message, hint = "K and V are written at different slots", "write both by one index tensor"
+        reject("SLOT_INDEX", Stage.GUARDS, message, *culprits, hint=hint)
     scaled = [p.scale_multiplies for p in (k, v) if p.scale is not None]
     if len(set(scaled)) > 1:
         message = "one of K and V is multiplied by its cache scale, the other divided by it"
@@ -125,9 +126,17 @@ def _reject_unknown(write: CacheWrite) -> NoReturn:
     _refuse("OPAQUE_WRITE", message, write.store, hint=hint)
 
 
+#: What to do where nothing more precise is known.
+_HINTS = {
+    "CACHE_LAYOUT": "allocate the cache as [pages, page size, heads, head dim], axes in any order",
+    "SLOT_INDEX": "write all tokens once, by one index tensor that K and V share",
+    "ACCUMULATED_WRITE": "compute the sum first and write it: cache[slots] = old + new",
+}
+
+
 def _refuse(code: str, message: str, culprit: Value | View, hint: str = "") -> NoReturn:
     """Ends the attempt at the write itself."""
-    reject(code, Stage.ANCHORED, message, culprit, hint=hint)
+    reject(code, Stage.ANCHORED, message, culprit, hint=hint or _HINTS.get(code, ""))
 
 
 # --- index tensors --------------------------------------------------------------------------------

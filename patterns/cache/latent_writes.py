@@ -29,12 +29,7 @@ def latent_writes(flow: Dataflow) -> Iterator[WritePair]:
 
 def _has_one_head(write: CacheWrite) -> bool:
     rest = write.rest
-    return (
-        write.written is not None
-        and bool(write.index)
-        and len(rest) >= 2
-        and write.target.dims[rest[-2]] == ()
-    )
+    return write.written is not None and len(rest) >= 2 and write.target.dims[rest[-2]] == ()
 
 
 def _belong(one: CacheWrite, other: CacheWrite) -> bool:

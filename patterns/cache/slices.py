@@ -14,7 +14,7 @@ from tilewright.patterns.effects import Dim, Effect, Size
 @dataclass(frozen=True)
 class Slots:
     """Dimensions of the slice: page (None: one page), slot, head and element. axis: the slots' axis
-    of the memory."""
+    of the memory. The head, of one, may be no axis of it."""
 
     page: int | None
     slot: int
@@ -29,26 +29,33 @@ def fill_slices(target: Effect, shape: Sequence[Size]) -> Slots | str:
     if axes is None or len(axes) not in (3, 4):
         return "its dimensions are not pages, slots, heads and head_dim"
     page = 0 if len(axes) == 4 else None
-    choices = [d for d in range(len(axes) - 3, len(axes) - 1) if _is_cut(target, shape, d, axes[d])]
+    inner = range(len(axes) - 3, len(axes) - 1)
+    choices = [d for d in inner if axes[d] is not None]
+    if len(choices) > 1:
+        choices = [d for d in choices if _is_cut(target, shape, d, axes[d])]
     if len(choices) != 1:
         return "which dimension holds the slots is not known"
     slot = choices[0]
-    (head,) = (d for d in range(len(axes) - 3, len(axes) - 1) if d != slot)
-    if page is not None and not isinstance(target.start[axes[page]], int):
+    (head,) = (d for d in inner if d != slot)
+    first = 0 if page is None else axes[page]
+    axis = axes[slot]
+    assert axis is not None
+    if page is not None and (first is None or not isinstance(target.start[first], int)):
         return "it starts at a sequence that is not known"
-    return Slots(page, slot, head, len(axes) - 1, axes[slot])
+    return Slots(page, slot, head, len(axes) - 1, axis)
 
 
-def _axes(dims: Sequence[Dim], rank: int) -> list[int] | None:
+def _axes(dims: Sequence[Dim], rank: int) -> list[int | None] | None:
     """The memory's axis behind every dimension. A dimension of one names none: it is the axis that
-    is left between its neighbours', where just as many are left as are needed."""
+    is left between its neighbours', where just as many are left as are needed. Where fewer are, the
+    last of such dimensions, which are alike, have none."""
     known: list[int | None] = []
     for dim in dims:
         if len(dim) > 1 or any(a.axis is None or a.step != 1 for a in dim):
             return None
         known.append(dim[0].axis if dim else None)
     taken = {axis for axis in known if axis is not None}
-    found: list[int] = []
+    found: list[int | None] = []
     for place, axis in enumerate(known):
         if axis is not None:
             found.append(axis)
@@ -57,9 +64,10 @@ def _axes(dims: Sequence[Dim], rank: int) -> list[int] | None:
         after = min((a for a in known[place:] if a is not None), default=rank)
         free = [a for a in range(before + 1, after) if a not in taken]
         run = _run_of_ones(known, place)
-        if len(free) != len(run):
+        if len(free) > len(run):
             return None
-        found.append(free[run.index(place)])
+        at = run.index(place)
+        found.append(free[at] if at < len(free) else None)
     return found
 
 
@@ -74,6 +82,6 @@ def _run_of_ones(known: Sequence[int | None], place: int) -> list[int]:
     return list(range(first, last + 1))
 
 
-def _is_cut(target: Effect, shape: Sequence[Size], dim: int, axis: int) -> bool:
+def _is_cut(target: Effect, shape: Sequence[Size], dim: int, axis: int | None) -> bool:
     """Whether less than the whole axis is taken."""
-    return bool(target.start[axis] != 0 or target.shape[dim] != shape[axis])
+    return axis is not None and bool(target.start[axis] != 0 or target.shape[dim] != shape[axis])

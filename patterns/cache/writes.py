@@ -14,7 +14,7 @@ from tilewright.patterns.cache.states import replaces_state
 from tilewright.patterns.dataflow import Dataflow, Memory, Store, Value, View, upstream
 from tilewright.patterns.effects import Effect
 from tilewright.patterns.recognise.equality import equal_values
-from tilewright.patterns.recognise.gemm import match_gemm, piece_of
+from tilewright.patterns.recognise.gemm import Gemm, match_gemm, piece_of
 
 
 @dataclass(frozen=True)
@@ -128,12 +128,9 @@ def _is_given(store: Store, flow: Dataflow) -> bool:
 
 def _with_head(write: CacheWrite) -> CacheWrite:
     """Adds the head dimension, of one, to a cache without one (latents: [pages, slots, width])."""
-    rest = write.rest
-    # Index tensors of different shapes: one of them is the heads' arange.
-    shapes = {view.shape for view in write.index.values()}
-    if len(shapes) != 1 or write.written is None or len(rest) != 1:
+    if write.written is None or not _lacks_heads(write):
         return write
-    (element,) = rest
+    element = write.rest[-1]
     view = write.written.view
     return replace(
         write,
@@ -144,6 +141,26 @@ def _with_head(write: CacheWrite) -> CacheWrite:
             effects.unsqueeze(effects.identity(view.shape), len(view.shape) - 1)
         ),
     )
+
+
+def _lacks_heads(write: CacheWrite) -> bool:
+    """Whether index tensors leave one dimension, or a row of three dimensions is all of a token."""
+    if write.written is None:
+        return False
+    # Index tensors of different shapes: one of them may be the heads' arange.
+    if len({view.shape for view in write.index.values()}) == 1 and len(write.rest) == 1:
+        return True
+    if len(write.target.dims) != 3 or not write.rest or _is_one(write, write.rest[-2:][0]):
+        return False
+    rows = effects.product(write.written.view.shape[:-1])
+    made = [effects.product(gemm.shape[:-1]) for gemm in _products(write)]
+    return bool(made) and all(tokens == rows for tokens in made)
+
+
+def _is_one(write: CacheWrite, dim: int) -> bool:
+    """Whether a dimension is all of an axis of one: a slice's token is one of many."""
+    one = write.target.dims[dim] == ()
+    return one and (bool(write.index) or write.memory.shape[-2] == 1)
 
 
 def _inputs_of(flow: Dataflow, value: Value) -> list[View]:
@@ -337,11 +354,15 @@ def _of_one_input(one: set[Value], other: set[Value]) -> bool:
 
 def _projected(write: CacheWrite) -> set[Value]:
     """The activations in the nearest products that a write is computed from."""
+    return {gemm.flat_x.value for gemm in _products(write)}
+
+
+def _products(write: CacheWrite) -> list[Gemm]:
+    """The nearest products that a write is computed from."""
     if write.written is None:
-        return set()
+        return []
     nearest = upstream(write.written.view.value, _REACH, lambda v: match_gemm(v) is None)
-    found = [gemm for value in nearest if (gemm := match_gemm(value)) is not None]
-    return {gemm.flat_x.value for gemm in found}
+    return [gemm for value in nearest if (gemm := match_gemm(value)) is not None]
 
 
 def _belong(a: CacheWrite, b: CacheWrite) -> bool:

@@ -43,7 +43,7 @@ class MlaLatentStore:
         writes = [w for w in (anchor.first, anchor.second) if w is not None]
         parts = [_part(write, flow, anchor) for write in writes]
         parts.sort(key=lambda part: part.is_rope_key)
-        latent, rope_key = parts
+        latent, rope_key = (_known(part, i == 1) for i, part in enumerate(parts))
         _guard(latent, rope_key, flow)
         record = latent.write.record
         shared = latent.write.memory is rope_key.write.memory
@@ -112,11 +112,31 @@ def _part(write: CacheWrite, flow: Dataflow, anchor: WritePair) -> Part:
     place = address(write, flow)
     heads = _absorbable(place, flow, anchor)
     if heads is None:
-        rows = place.source.reshape(place.tokens, place.window.head_dim)
-        return Part(write, place, None, rows, place.absorbed)
+        return _as_it_comes(write, place)
     below = {*heads.linear.absorbed}
     between = tuple(v for v in heads.absorbed if v not in below)
     return Part(write, place, heads, _rows(heads), (*place.absorbed, *between))
+
+
+def _as_it_comes(write: CacheWrite, place: Address) -> Part:
+    """A part of which nothing in front of its write is absorbed."""
+    rows = place.source.reshape(place.tokens, place.window.head_dim)
+    return Part(write, place, None, rows, place.absorbed)
+
+
+def _known(part: Part, is_rope_key: bool) -> Part:
+    """The part itself where the op has what its rows go through, else as it comes: the op norms
+    the latent, by a weight, and rotates the rope key, whole."""
+    heads = part.heads
+    if heads is None:
+        return part
+    norm, rope = heads.norm, heads.rope
+    if is_rope_key:
+        fits = norm is None and (rope is None or rope.rotary_dim == heads.head_dim)
+    else:
+        plain = norm is None or (norm.kind == "rms" and norm.weight is not None)
+        fits = rope is None and plain and (norm is None or norm.bias is None)
+    return part if fits else _as_it_comes(part.write, part.place)
 
 
 def _absorbable(place: Address, flow: Dataflow, anchor: WritePair) -> Heads | None:
@@ -150,9 +170,6 @@ def _rows(heads: Heads) -> View:
 def _guard(latent: Part, rope_key: Part, flow: Dataflow) -> None:
     culprit = latent.write.store
     check_pair(latent.place, rope_key.place, flow, culprit)
-    if rope_key.norm is not None or (latent.heads is not None and latent.heads.rope is not None):
-        what = "is normalised" if rope_key.norm is not None else "and the latent are both rotated"
-        reject("UNSUPPORTED", Stage.GUARDS, f"the rope key {what}", culprit)
     if latent.place.scale is not None or rope_key.place.scale is not None:
         reject("UNSUPPORTED", Stage.GUARDS, "a latent cache with a scale", culprit)
     dtypes = {part.place.dtype for part in (latent, rope_key)}
@@ -164,13 +181,6 @@ def _guard(latent: Part, rope_key: Part, flow: Dataflow) -> None:
 def _norm(norm: HeadNorm | None) -> dict[str, Any]:
     if norm is None:
         return {}
-    if norm.kind != "rms" or norm.weight is None or norm.after_rope:
-        reject(
-            "UNSUPPORTED",
-            Stage.GUARDS,
-            f"the latent has a {norm.kind} norm, with a weight: {norm.weight is not None}",
-            *(() if norm.weight is None else (norm.weight,)),
-        )
     return {"norm_weight": norm.with_factor.weight, "norm_eps": norm.eps}
 
 
@@ -178,13 +188,6 @@ def _rope(heads: Heads | None) -> dict[str, Any]:
     if heads is None or heads.rope is None:
         return {}
     rope = heads.rope
-    if rope.rotary_dim != heads.head_dim:
-        reject(
-            "UNSUPPORTED",
-            Stage.GUARDS,
-            f"{rope.rotary_dim} of the rope key's {heads.head_dim} columns are rotated",
-            rope.x,
-        )
     return {
         "cos": rope_table(heads, rope.cos),
         "sin": rope_table(heads, rope.sin),

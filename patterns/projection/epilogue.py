@@ -14,12 +14,14 @@ from tilewright.patterns.projection.rows import Rows
 from tilewright.patterns.recognise.norm import Norm, match_joined_norms, match_norm, strip_casts
 from tilewright.patterns.recognise.rope import Rope, match_rope
 from tilewright.patterns.recognise.rope_terms import joined_axes
+from tilewright.patterns.recognise.steps import constant_factor
 
 
 @dataclass(frozen=True)
 class HeadEpilogue:
     """Norm and rotation of heads. head: their input, its dimensions as the matched view's.
-    head_weights: [D] of each head, where the norm has none for all.
+    head_weights: [D] of each head, where the norm has none for all. factor: what the heads are
+    multiplied by in front of the rotation.
     """
 
     head: View
@@ -28,6 +30,7 @@ class HeadEpilogue:
     norm_after_rope: bool
     absorbed: tuple[Value, ...]
     head_weights: tuple[View, ...] = ()
+    factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -53,12 +56,14 @@ class HeadNorm:
         return replace(self, weight=self.factor, offset=0.0)
 
 
-def match_epilogue(view: View, stage: Stage) -> HeadEpilogue:
+def match_epilogue(view: View, stage: Stage, factors: bool = False) -> HeadEpilogue:
     """The norm and rotation, if any, whose result is `view` [..., H, ..., D].
 
-    Raises Reject for those of a kind that the op does not have.
+    factors: in front of the rotation, and behind the norm, there may be numbers. Raises Reject for
+    those of a kind that the op does not have.
     """
     head, absorbed = strip_casts(view)
+    factor = 1.0
     norm: Norm | None = None
     rope: Rope | None = None
     norm_after_rope = False
@@ -82,9 +87,24 @@ def match_epilogue(view: View, stage: Stage) -> HeadEpilogue:
             norm = scaled
             below, found = scaled.x.through(head.effect), scaled.absorbed
         else:
-            return HeadEpilogue(head, norm, rope, norm_after_rope, absorbed, own)
+            inner, more, found = unscaled(head)
+            if not found or not factors or rope is None or norm is not None:
+                return HeadEpilogue(head, norm, rope, norm_after_rope, absorbed, own, factor)
+            below, factor = inner, factor * more
         head, casts = strip_casts(below)
         absorbed = (*absorbed, *found, *casts)
+
+
+def unscaled(view: View) -> tuple[View, float, tuple[Value, ...]]:
+    """A view before products with numbers, and casts; the numbers' product; what is left out."""
+    factor, absorbed = 1.0, []
+    inner, casts = strip_casts(view)
+    while (found := constant_factor(inner.value)) is not None:
+        x, number = found
+        absorbed += [*casts, inner.value]
+        view, factor = x.through(inner.effect), factor * number
+        inner, casts = strip_casts(view)
+    return view, factor, tuple(absorbed)
 
 
 def _is_delta(view: View) -> bool:

@@ -14,7 +14,12 @@ from tilewright.patterns.dataflow import Computed, Value, View
 from tilewright.patterns.effects import Atom, Effect, Size
 from tilewright.patterns.language import reject
 from tilewright.patterns.lora.delta import LoraDelta, match_delta
-from tilewright.patterns.projection.epilogue import HeadNorm, head_norm, match_epilogue
+from tilewright.patterns.projection.epilogue import (
+    HeadNorm,
+    head_norm,
+    match_epilogue,
+    unscaled,
+)
 from tilewright.patterns.projection.rows import Rows, heads_of
 from tilewright.patterns.quantised.weights import (
     DequantizedWeight,
@@ -24,9 +29,7 @@ from tilewright.patterns.quantised.weights import (
 from tilewright.patterns.recognise.equality import equal_values
 from tilewright.patterns.recognise.gemm import piece_of
 from tilewright.patterns.recognise.linear import Linear, Path, match_linear
-from tilewright.patterns.recognise.norm import strip_casts
 from tilewright.patterns.recognise.rope import Rope, Table, table_argument
-from tilewright.patterns.recognise.steps import constant_factor
 
 
 @dataclass(frozen=True)
@@ -165,12 +168,10 @@ def match_heads(
     factors: they may be multiplied by numbers. Raises Reject with the codes of `path`.
     """
     stage, end = path.stage, view.value
-    view, factor, scaled = _unscaled(view) if factors else (view, 1.0, ())
-    epilogue = match_epilogue(view, stage)
+    view, factor, scaled = unscaled(view) if factors else (view, 1.0, ())
+    epilogue = match_epilogue(view, stage, factors)
     head, absorbed = epilogue.head, (*scaled, *epilogue.absorbed)
-    if factors and epilogue.norm is None:
-        head, inner, scaled = _unscaled(head)
-        factor, absorbed = factor * inner, (*absorbed, *scaled)
+    factor *= epilogue.factor
     if epilogue.rope is not None:
         head_dim = epilogue.rope.x.shape[-1]
     linear = match_linear(head.value, path, match_delta)
@@ -186,7 +187,7 @@ def match_heads(
             epilogue, _layout_of(epilogue.norm.x, path), linear.gemm.feature, rows, stage
         )
     if epilogue.rope is not None:
-        before = _unscaled(epilogue.rope.x)[0] if factors else epilogue.rope.x
+        before = unscaled(epilogue.rope.x)[0] if factors else epilogue.rope.x
         rope_layout = _layout_of(before, path)
         if rope_layout.dims[-1] != (Atom(linear.gemm.feature, 1, rows.head_dim),):
             reject("LAYOUT", stage, "a rotation runs over another axis than head_dim", linear.value)
@@ -202,18 +203,6 @@ def match_heads(
         absorbed=tuple(dict.fromkeys(absorbed)),
         factor=factor,
     )
-
-
-def _unscaled(view: View) -> tuple[View, float, tuple[Value, ...]]:
-    """A view before products with numbers, and casts; the numbers' product; what is left out."""
-    factor, absorbed = 1.0, []
-    inner, casts = strip_casts(view)
-    while (found := constant_factor(inner.value)) is not None:
-        x, number = found
-        absorbed += [*casts, inner.value]
-        view, factor = x.through(inner.effect), factor * number
-        inner, casts = strip_casts(view)
-    return view, factor, tuple(absorbed)
 
 
 def _layout_of(view: View, path: Path) -> Effect:

@@ -18,7 +18,8 @@ def check_tokens(heads: Heads, place: Address, who: str, stage: Stage) -> int:
     source = heads.layout
     if not holds_all_tokens(source, place.token_rank, heads.tokens):
         message = f"the {who} write does not store every token once and in order"
-        reject("SLOT_INDEX", stage, message, heads.product)
+        hint = "write all tokens of the projection at once, in their order"
+        reject("SLOT_INDEX", stage, message, heads.product, hint=hint)
     written = place.window.shape[2:]
     repeat = effects.divides(heads.num_heads, written[0])
     if written[1] != heads.head_dim or not isinstance(repeat, int):
@@ -26,7 +27,10 @@ def check_tokens(heads: Heads, place: Address, who: str, stage: Stage) -> int:
             f"the cache holds {written[0]} heads of {written[1]}, the {who} projection makes "
             f"{heads.num_heads} of {heads.head_dim}"
         )
-        reject("CACHE_LAYOUT", stage, message, heads.product)
+        hint = (
+            f"allocate the cache with heads of its own: [..., {heads.num_heads}, {heads.head_dim}]"
+        )
+        reject("CACHE_LAYOUT", stage, message, heads.product, hint=hint)
     if source.dims[place.token_rank :] != heads.rows.dims(heads.feature, repeat):
         message = (
             f"{who} is not written head by head, each {repeat} times, with its features in order"

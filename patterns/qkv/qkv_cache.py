@@ -42,8 +42,9 @@ from tilewright.patterns.recognise.linear import Path
 from tilewright.patterns.recognise.norm import Norm
 from tilewright.patterns.recognise.row_norm import match_norm_before, row_norm_arguments
 
-_KEYS = Path("K_PATH", Stage.K_PATH, "the cache", masked="MASKED_WRITE")
-_VALUES = Path("V_PATH", Stage.V_PATH, "the cache", masked="MASKED_WRITE")
+_ALONE = "their write is fused by itself, and what stands in front of it stays in the graph"
+_KEYS = Path("K_PATH", Stage.K_PATH, "the cache", masked="MASKED_WRITE", hint=_ALONE)
+_VALUES = Path("V_PATH", Stage.V_PATH, "the cache", masked="MASKED_WRITE", hint=_ALONE)
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,8 @@ class QkvCache:
                 Stage.ANCHORED,
                 "this write has no twin at the same slots: K and V are written in pairs",
                 anchor.first.store,
+                hint="what is cached alone is written by an op of its own; keys and values by the "
+                "same index, in one module",
             )
         second = address(anchor.second, flow)
         k, v, (k_place, v_place), (k_write, v_write) = _keys_and_values(
@@ -327,7 +330,8 @@ def _facts(gated: Gated, k: Heads, v: Heads, place: Address, kind: str) -> dict[
         "cache": "x".join(str(n) for n in place.window.shape),
         "x": f"{dtype_name(k.x.value.dtype)}[{tokens},{k.x.shape[1]}]",
     }
-    factors = {name: h.factor for name, h in (("k", k), ("v", v)) if h.factor != 1.0}
+    three = (("q", q), ("k", k), ("v", v))
+    factors = {name: h.factor for name, h in three if h.factor != 1.0}
     if factors:
         facts["factor"] = ", ".join(f"{name} {factor:g}" for name, factor in factors.items())
     if gated.run:

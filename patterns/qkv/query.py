@@ -11,17 +11,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
+
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Dataflow, Value, View
 from tilewright.patterns.effects import Effect
 from tilewright.patterns.language import Parts, Reject, Result, Stage, reject
+from tilewright.patterns.projection.epilogue import match_epilogue
 from tilewright.patterns.projection.heads import Heads, match_heads, on_heads, rope_table
 from tilewright.patterns.projection.rows import rest_of
 from tilewright.patterns.recognise.dtypes import dtype_name
 from tilewright.patterns.recognise.equality import equal_values
 from tilewright.patterns.recognise.gemm import match_gemm
 from tilewright.patterns.recognise.linear import Linear, Path
+from tilewright.patterns.recognise.norm import strip_casts
 from tilewright.patterns.recognise.rope import same_table
+from tilewright.patterns.recognise.steps import constant_factor
 
 # Operations between a projection and attention: bias, norm, RoPE, casts. The walk from the
 # projection goes through these only.
@@ -33,6 +38,10 @@ _INSIDE = {
 }  # fmt: skip
 _REACH = 64
 _PATH = Path("Q_PATH", Stage.Q_PATH, "attention")
+_KNOWN = (
+    "between a query's projection and attention there may be a bias, a norm, a constant factor and "
+    "a rotation by K's cos and sin"
+)
 
 # A query may meet the output of attention in these without being attended with: residuals, gates.
 _JOINS = {"aten.add", "aten.sub", "aten.mul", "aten.div", "aten.cat", "aten.where", "cast"}
@@ -88,6 +97,8 @@ def find_query(
             wide.end,
             hint=f"cast it to {made} before attention, as the keys are",
         )
+    if not found and k.rope is not None:
+        _refuse_turned(flow, k, v)
     what = f"{len(found)} candidates for the" if found else "no"
     were = "were" if found else "was"
     reject(
@@ -142,10 +153,13 @@ def _query_at(
     first: Query | None = None
     late: Query | None = None
     for end in _ends(flow, product):
+        if constant_factor(strip_casts(end.whole)[0].value) is not None:
+            continue  # attention reads what is in front of it, and scales its logits
         try:
-            heads = match_heads(end.whole, _PATH, head_dim=k.head_dim)
-            query = Query(heads, Result(end, on_heads(heads, heads.layout)))
-            fits = heads.product is product and _mirrors(heads, k)
+            heads = match_heads(end.whole, _PATH, head_dim=k.head_dim, factors=True)
+            result = Result(end, on_heads(heads, heads.layout), factor=heads.factor)
+            query = Query(heads, result)
+            fits = heads.product is product and _mirrors(heads, k) and _keeps_range(heads)
         except (Reject, effects.InexpressibleError):
             continue
         if not fits or any(heads.rows.indices() & rows for rows in taken):
@@ -174,6 +188,38 @@ def _cast_query(flow: Dataflow, k: Heads, v: Heads) -> Heads | None:
     return None
 
 
+def _refuse_turned(flow: Dataflow, k: Heads, v: Heads) -> None:
+    """Raises Reject where one projection beside K and V might be the query's, and says what keeps
+    it from that."""
+    for product in _products_of(flow, k):
+        for end in _ends(flow, product):
+            try:
+                epilogue = match_epilogue(end.whole, Stage.Q_PATH, True)
+            except (Reject, effects.InexpressibleError):
+                continue
+            if epilogue.rope is None or end in k.absorbed:
+                continue
+            why = "its rotation, or its clamp, is not K's"
+            try:
+                heads = match_heads(end.whole, _PATH, head_dim=k.head_dim, factors=True)
+                if heads.product in (k.product, v.product):
+                    continue
+                if not _keeps_range(heads):
+                    why = f"float16 may not hold it before the factor {heads.factor:g}"
+            except Reject as rejection:
+                why = rejection.miss.message
+            except effects.InexpressibleError:
+                continue
+            message = f"what {product} makes is rotated, but no query: {why}"
+            reject("Q_PATH", Stage.Q_PATH, message, end, hint=_KNOWN)
+    others = [p for p in _products_of(flow, k) if p not in (k.product, v.product)]
+    if len(others) == 1:
+        message = (
+            f"no query: {others[0]} projects {k.x.value} too, and nothing of it is rotated as K is"
+        )
+        reject("Q_PATH", Stage.Q_PATH, message, others[0], hint=_KNOWN)
+
+
 def _is_ready(flow: Dataflow, q: Heads, place: int) -> bool:
     """Whether bias and norm of Q are computed before a place in program order."""
     weight = None if q.norm is None else q.norm.weight
@@ -200,6 +246,11 @@ def _ends(flow: Dataflow, product: Value) -> list[Value]:
 def _mirrors(q: Heads, k: Heads) -> bool:
     """Whether one op can compute both: the same rotation, clamp and head_dim."""
     return q.end.dtype == q.product.dtype and _same_projection(q, k)
+
+
+def _keeps_range(q: Heads) -> bool:
+    """Whether the heads are in the range of their dtype before they are multiplied, too."""
+    return abs(q.factor) >= 1 or q.end.dtype != torch.float16
 
 
 def _same_projection(q: Heads, k: Heads) -> bool:

@@ -23,7 +23,7 @@ from tilewright.patterns.effects import Atom, Dim, Effect, Size
 from tilewright.patterns.recognise.constants import number_of, one_number
 from tilewright.patterns.recognise.gemm import NamedProduct, Side, named_product
 from tilewright.patterns.recognise.norm import is_float_cast
-from tilewright.patterns.recognise.steps import reduced_dims
+from tilewright.patterns.recognise.steps import is_filled, reduced_dims
 
 # How many operations there are between a product and its softmax.
 _REACH = 12
@@ -282,7 +282,7 @@ def _batched_sum(found: Logits, view: View) -> NamedProduct | None:
     if value.op != "aten.baddbmm" or len(value.operands) != 3 or found.terms:
         return None
     alpha, beta = (number_of(value.kwargs.get(name, 1)) for name in ("alpha", "beta"))
-    if beta != 0:
+    if beta != 0 and not is_filled(value.operands[0], 0.0):
         if beta != 1 or found.added is not None or found.scale != 1.0 or found.softcap:
             return None
         found.added = view.of_operand(value.operands[0])

@@ -33,13 +33,14 @@ class Path:
     """How a pattern's misses name the path from a linear to what reads it.
 
     code: no linear was found. masked: a boolean mask selects rows on the path; empty: `code`.
-    reader: what reads the result, in words.
+    reader: what reads the result, in words. hint: of misses that have none of their own.
     """
 
     code: str
     stage: Stage
     reader: str
     masked: str = ""
+    hint: str = ""
 
 
 #: The first of some columns, their number, and the distance from one to the next.
@@ -312,7 +313,7 @@ class _Search:
             code, what = "CAST", f"cast from {' to '.join(map(dtype_name, steps))} {way}"
         elif value.op == "aten.index" and any(v.value.dtype == torch.bool for v in value.operands):
             code, what = path.masked or code, "a boolean mask selects the tokens that are written"
-        hint = _HINTS.get(value.op, "")
+        hint = _HINTS.get(value.op, path.hint if code == path.code else "")
         if _is_scaled_by_constant(value):
             what += ", a constant factor"
             hint = "multiply the projection's weight by it once, when the model is loaded"

@@ -10,7 +10,7 @@ from tests.agreement import assert_no_worse, assert_untouched
 from tests.compiler.test_hf_models import in_float64
 from tests.found import codes_of, matches_of, misses_of, patterns_in
 from tests.models.hf import build_hf
-from tilewright.compiler import reports
+from tilewright.compiler import lower, reports
 from tilewright.patterns.qkv import qkv_cache
 
 pytest.importorskip("transformers", reason="Hugging Face models need the extra [models]")
@@ -231,3 +231,13 @@ def test_a_batch_of_several_adapters_is_missed_by_name():
     assert off < 0.05
     assert set(patterns_in(report, "lora", "qkv")) == {"cache_store"}
     assert codes_of(report, "lora", "qkv") == {"LORA_IN_PLACE", "K_PATH", "LONE_WRITE"}
+
+
+def test_dora_breaks_the_graph_and_its_hint_can_be_followed():
+    case = adapted(use_dora=True)
+    lowered = lower(case.model, case.args, case.kwargs)
+    breaks = [m for m in misses_of(lowered, "capture") if "integrations.py" in m.message]
+    assert breaks
+    assert all("merge_and_unload" in m.hint for m in breaks)
+    merged = lower(case.model.merge_and_unload(), case.args, case.kwargs)
+    assert patterns_in(merged, "qkv") == ["qkv_cache"] * LAYERS

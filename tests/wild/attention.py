@@ -453,9 +453,25 @@ def key_multiplied_before_norm(m, x, keys, values, positions):
 
 
 def query_multiplier(m, x, keys, values, positions):
-    """The near miss: a factor on the queries."""
+    """A constant on the queries before they are rotated: they are multiplied behind the op."""
     q, k, v = project(m, x)
     q, k = (rotate(t.transpose(1, 2), positions).transpose(1, 2) for t in (q * 0.39, k))
+    return usual(q, k, v, keys, values, positions)
+
+
+def key_multiplied_after_norm(m, x, keys, values, positions):
+    """Constants on queries and keys between their norms and the rotation."""
+    q, k, v = project(m, x)
+    q, k = (F.rms_norm(t, (WIDTH,), w, EPS) * 1.2 for t, w in ((q, m.q_norm), (k, m.k_norm)))
+    q, k = (rotate(t.transpose(1, 2), positions).transpose(1, 2) for t in (q, k))
+    return usual(q, k, v, keys, values, positions)
+
+
+def query_multiplied_by_token(m, x, keys, values, positions):
+    """The near miss: a factor that differs from token to token, in front of the rotation."""
+    q, k, v = project(m, x)
+    q = q * (1 + positions.to(x.dtype))[:, None, None]
+    q, k = (rotate(t.transpose(1, 2), positions).transpose(1, 2) for t in (q, k))
     return usual(q, k, v, keys, values, positions)
 
 
@@ -544,6 +560,22 @@ def sum_after(m, x, keys, values, positions):
     keys, values = store(keys, values, positions, k, v)
     q = q + x.sum() * 0
     return attend(q, keys, values, positions)
+
+
+def query_capped(m, x, keys, values, positions):
+    """What the op has not goes over the finished queries, before the caches are written."""
+    q, k, v = (t.transpose(1, 2) for t in project(m, x))
+    q, k = rotate(q, positions), rotate(k, positions)
+    q = torch.where(positions[:, None] > 4, 5.0 * torch.tanh(q / 5.0), q)
+    return attend(q, *store(keys, values, positions, k, v), positions)
+
+
+def query_by_old_cache(m, x, keys, values, positions):
+    """The near miss: what goes over them reads the cache as it was."""
+    q, k, v = (t.transpose(1, 2) for t in project(m, x))
+    q, k = rotate(q, positions), rotate(k, positions)
+    q = torch.maximum(q, keys[:, :1, 4 : 4 + SEQ])
+    return attend(q, *store(keys, values, positions, k, v), positions)
 
 
 def beside_convolution(m, x, keys, values, positions):
@@ -655,6 +687,10 @@ STYLES = {
         Style(key_divided),
         Style(key_multiplied_before_norm, names=_NORMS),
         Style(query_multiplier),
+        Style(query_multiplied_by_token),
+        Style(key_multiplied_after_norm, names=_NORMS),
+        Style(query_capped),
+        Style(query_by_old_cache),
         Style(rows_unrolled, by_row=True),
         Style(rows_crossed, by_row=True),
         Style(scattered_rows, by_row=True),

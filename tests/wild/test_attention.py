@@ -9,7 +9,7 @@ import torch
 from tests.agreement import assert_no_worse, assert_untouched, cloned, upcast
 from tests.found import codes_of, matches_of, misses_of
 from tests.wild.attention import STYLES, build
-from tilewright.compiler import reports
+from tilewright.compiler import lower, reports
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -30,6 +30,9 @@ FUSED = {
     "key_multiplier": "half",
     "value_multiplier": "half",
     "key_divided": "half",
+    "query_multiplier": "half",
+    "key_multiplied_after_norm": "half",
+    "query_capped": "half",
     "int8_product_scaled": "interleaved",
     "int8_both_scaled": "half",
     "rows_unrolled": "half",
@@ -46,11 +49,12 @@ FUSED = {
 MISSED = {
     "complex_pairs_turned_back": ("K_PATH", "aten.cat"),
     "key_multiplied_before_norm": ("K_PATH", "multiply the projection's weight by it once"),
-    "query_multiplier": ("Q_PATH", "no query projection"),
+    "query_multiplied_by_token": ("Q_PATH", "nothing of it is rotated as K is"),
     "norm_shifted_by_token": ("K_PATH", "aten.add"),
     "layer_norm_by_other_head": ("K_PATH", "aten.cat"),
     "norm_of_values_weighted": ("V_PATH", "the values are normalised with a weight"),
     "values_of_keys": ("V_PATH", "made of one projection"),
+    "query_by_old_cache": ("ORDER", "used by aten.maximum before"),
     "rows_crossed": ("SLOT_INDEX", "every token once and in order"),
     "scattered_heads": ("CACHE_LAYOUT", "element by element"),
     "rolled": ("MOVED_CACHE", "positions % window"),
@@ -96,6 +100,13 @@ def test_a_miss_says_what_stands_in_the_way(name):
     assert codes_of(report, "qkv_cache") == {code}
     miss = misses_of(report, "qkv_cache")[0]
     assert words in f"{miss.message} {miss.hint}"
+
+
+def test_a_factor_that_keeps_float16_in_range_stays_in_front():
+    module, args = build("query_multiplier", torch.float16)
+    (miss,) = misses_of(lower(module, tuple(args)), "qkv_cache")
+    assert miss.code == "Q_PATH"
+    assert "float16 may not hold it" in miss.message
 
 
 def test_every_style_is_asked_for():

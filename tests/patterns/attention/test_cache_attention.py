@@ -192,6 +192,13 @@ def baddbmm_of_nothing(q, k, v, mask, *_):
     return weighted(sums.view(*q.shape[:3], -1).masked_fill(~mask, HIDDEN), v)
 
 
+def baddbmm_to_zeros(q, k, v, mask, *_):
+    """As GPT-NeoX-Japanese: beta is 1, and what is added is nothing."""
+    zeros = torch.zeros(q.shape[0] * q.shape[1], q.shape[2], k.shape[2], dtype=q.dtype)
+    sums = torch.baddbmm(zeros, merged(q), merged(repeat_kv(k)).mT, beta=1.0, alpha=0.3)
+    return weighted(sums.view(*q.shape[:3], -1).masked_fill(~mask, HIDDEN), v)
+
+
 def einsum_by_token(q, k, v, mask, *_):
     q, k, v = (x.transpose(1, 2) for x in (q, repeat_kv(k), repeat_kv(v)))
     weights = weights_of(torch.einsum("bqhd,bkhd->bhqk", q, k), mask, v)
@@ -218,8 +225,8 @@ def groups_beside_queries(q, k, v, mask, *_):
 SPELLINGS = (
     by_hand, shared, interleaved, numbers_added, masked_fill, hidden_filled, biased_and_hidden,
     einsum, one_sequence, capped, capped_by_products, with_sinks, divided, scaled_before,
-    single_precision, in_place, where, where_hidden, baddbmm, baddbmm_of_nothing, einsum_by_token,
-    einsum_by_group, matmul_by_group, groups_beside_queries,
+    single_precision, in_place, where, where_hidden, baddbmm, baddbmm_of_nothing, baddbmm_to_zeros,
+    einsum_by_token, einsum_by_group, matmul_by_group, groups_beside_queries,
 )  # fmt: skip
 
 

@@ -309,7 +309,6 @@ def written_twice(module):
 @pytest.mark.parametrize(
     ("change", "code"),
     [
-        (rope_key_normed, "UNSUPPORTED"),
         (read_between, "CACHE_READ"),
         (written_twice, "CACHE_WRITE"),
         (other_slots, "LONE_WRITE"),
@@ -326,6 +325,12 @@ def test_a_latent_finished_in_its_own_way_is_stored_as_it_comes():
     """Only the rotation is absorbed: what the latent went through after its norm is not known."""
     assert missed(latent_bent(lambda x: x.sin())) == ([STORE, PREFILL], set())
     check_with(latent_bent(lambda x: x.sin()))
+
+
+def test_a_rope_key_finished_in_its_own_way_is_stored_as_it_comes():
+    """The op has no norm of the rope key: that and the rotation stay in the graph."""
+    assert missed(rope_key_normed) == ([STORE, PREFILL], set())
+    check_with(rope_key_normed)
 
 
 def test_a_normed_latent_that_others_read_is_stored_as_it_comes():

@@ -1,0 +1,70 @@
+"""Latent attention as public code writes it, caches without an axis of heads: what is fused, what
+is told instead, and that outputs and caches are no worse than eager against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.agreement import assert_no_worse, assert_untouched, cloned, upcast
+from tests.found import matches_of, misses_of, patterns_in
+from tests.wild.latents import STYLES, build
+from tilewright.compiler import reports
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+STORE, DECODE = "mla_latent_store", "mla_decode"
+
+#: Style -> norm and rotation of the fused write.
+FUSED = {
+    "slices_apart": ("rms", "interleaved"),
+    "slices_joined": ("rms", "interleaved"),
+    "slices_of_columns": ("rms", "interleaved"),
+    "copied_by_position": ("rms", "interleaved"),
+    "put_by_row": ("rms", "interleaved"),
+    "normed_behind": ("rms", "none"),
+    "norm_with_bias": ("none", "interleaved"),
+}
+
+#: Style -> what is fused all the same, the code of what stands in the way, and words of it.
+MISSED = {
+    "slices_shifted": ([DECODE], "SLOT_INDEX", "written at different slots"),
+    "keys_up_projected": ([], "LONE_WRITE", "keys and values of one width"),
+}
+
+
+def check(name, tokens):
+    """The report of a layer that was no worse than eager, outputs and caches."""
+    module, args = build(name, tokens)
+    ours, theirs, exact = cloned(args), cloned(args), [upcast(a) for a in args]
+    with torch.no_grad():
+        compiled = torch.compile(module, backend="tilewright", options={"inner": "eager"})
+        out, expected, wanted = compiled(*ours), module(*theirs), upcast(module)(*exact)
+    assert_no_worse(out, expected, wanted, f"{name}, output")
+    for i in range(2, len(args)):
+        assert_no_worse(ours[i], theirs[i], exact[i], f"{name}, cache {i}")
+        assert_untouched(args[i], ours[i], exact[i], f"{name}, cache {i}")
+    return reports()[-1]
+
+
+@pytest.mark.parametrize(("name", "tokens"), [("slices_apart", 1), *((n, 2) for n in FUSED)])
+def test_a_style_is_fused(name, tokens):
+    report = check(name, tokens)
+    assert patterns_in(report, "mla", "qkv") == [STORE, DECODE]
+    assert misses_of(report, "mla", "qkv") == []
+    store, _ = matches_of(report, "mla")
+    assert (store.shapes["norm"], store.shapes["rope"]) == FUSED[name]
+
+
+@pytest.mark.parametrize("name", MISSED)
+def test_a_miss_says_what_stands_in_the_way(name):
+    report = check(name, 2)
+    fused, code, words = MISSED[name]
+    assert patterns_in(report, "mla", "qkv") == [*fused, "cache_store", "cache_store"]
+    found = misses_of(report, "mla", "qkv")
+    assert {miss.code for miss in found} == {code}
+    assert all(words in miss.message and miss.hint for miss in found)
+
+
+def test_every_style_is_asked_for():
+    assert sorted([*FUSED, *MISSED]) == sorted(STYLES)
