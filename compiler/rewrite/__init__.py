@@ -254,7 +254,10 @@ def _restate(
     node = _output(result, node, materialiser)
     shape = shape_of(node.meta["example_value"])
     if isinstance(result, Result):
-        return [(result.replaced.node, materialiser.select(node, shape, result.effect))]
+        selected = materialiser.select(node, shape, result.effect)
+        if result.added is not None:
+            selected = materialiser.call(operator.add, selected, materialiser.view(result.added))
+        return [(result.replaced.node, selected)]
     held = _held_parts(result, materialiser.flow)
     return [(part, materialiser.select(node, shape, effect)) for part, effect in held]
 

@@ -106,7 +106,7 @@ def match_choice(ids: Value) -> Choice:
         logits = value.args[0]
     if scores == "softmax" and reduced_dims(value) != (1,):
         reject("ROUTER_CHOICE", Stage.ACTIVATION, "the softmax is not over experts", value)
-    if not scored.is_whole or not logits.is_whole or len(logits.shape) != 2:
+    if not scored.is_whole or len(logits.shape) != 2 or logits != logits.value.whole.matrix:
         reject("ROUTER_CHOICE", Stage.ACTIVATION, f"{scored.value} is read in parts", scored)
     if groups is not None and correction is not None and not _fills_infinity(masked):
         message = "experts of other groups are given 0, and a corrected score may be less"

@@ -10,18 +10,24 @@ import torch
 
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Dataflow, Value, View
-from tilewright.patterns.moe.layer import cast_back, contracted, refuse_combine, refuse_sum
+from tilewright.patterns.moe.layer import (
+    added_to,
+    cast_back,
+    contracted,
+    refuse_combine,
+    refuse_sum,
+)
 from tilewright.patterns.moe.sentinels import is_row_mask
 from tilewright.patterns.recognise.grouped_gemm import ExpertGemm
 from tilewright.patterns.recognise.norm import is_float_cast, strip_casts
 from tilewright.patterns.recognise.routing import (
     Order,
-    added_rows,
     flat,
     gathered,
     match_inverse,
     match_rows,
     per_row,
+    rows_added_to,
 )
 from tilewright.patterns.recognise.steps import is_filled, keeps_dim, reduced_dims
 
@@ -35,13 +41,14 @@ class Combine:
     """What lies between the down GEMM's rows and the tokens. weights: expert weights [T, S]; None
     where the rows were weighed before.
 
-    end: the result [T, H].
+    end: the result [T, H]. added: what the sum is added to; None for zeros.
     """
 
     weights: View | None
     num_slots: Any
     end: Value
     absorbed: tuple[Value, ...]
+    added: View | None = None
 
 
 def match_combine(
@@ -121,11 +128,13 @@ def _finish(
     """With the cast back to the activation's dtype, where one is the only reader."""
     if weights is None and not weighed:
         refuse_sum("the experts' results are summed without weights", end)
+    added = rows_added_to(end)
     *_, end = ends = cast_back(flow, end, dtype)
     if end.store is not None:
         message = "the sum is in memory that was written in place, under more than one name"
         refuse_sum(message, end, hint="use index_add instead of index_add_")
-    return Combine(weights, num_slots, end, (*absorbed, *ends))
+    base = None if added is None else added_to(added[0], ends)
+    return Combine(weights, num_slots, end, (*absorbed, *ends), base)
 
 
 def _only_user(flow: Dataflow, value: Value) -> Value | None:
@@ -151,9 +160,9 @@ def _weights(
     column = per_row(weight)
     if column is None:
         return None
-    column = flat(column)
-    base, _ = strip_casts(column)
-    taken = gathered(base)
+    base, _ = strip_casts(flat(column))
+    # A column [M, 1] is gathered as well as a list [M].
+    taken = gathered(base.value.whole) if base == flat(base.value.whole) else None
     if taken is None or taken[1] != order.permutation:
         return None
     return _by_token(strip_casts(taken[0])[0], num_slots)
@@ -197,12 +206,12 @@ def _sums_slots(user: Value, value: Value, num_slots: Any) -> bool:
 
 
 def _adds_rows(user: Value, value: Value, order: Order, num_slots: Any) -> bool:
-    """Whether `user` adds each row of value to its token, from zero."""
+    """Whether `user` adds each row of value to its token: from zero, where that is in place."""
     store = user.store
     if user.shape != (effects.divides(num_slots, value.shape[0]), value.shape[-1]):
         return False  # the sum has more rows than there are tokens
-    if (added := added_rows(user)) is not None:
-        index, source = added
+    if (added := rows_added_to(user)) is not None:
+        _, index, source = added
         column = per_row(index) if len(index.shape) == 2 else None
         if column is not None and index.shape != source.shape:
             return False  # a scatter of some columns alone

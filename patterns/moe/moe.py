@@ -201,7 +201,7 @@ def _match(
             "expert_weights": _expert_weights(combine, ids, x),
             **arguments,
         },
-        results=(Result(combine.end, _in_shape_of(combine.end, tokens, x)),),
+        results=(Result(combine.end, _in_shape_of(combine.end, tokens, x), added=combine.added),),
         absorbed=tuple(sorted(absorbed.difference(scratch), key=lambda value: value.position)),
         scratch=scratch,
         facts=facts,

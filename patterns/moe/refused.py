@@ -18,7 +18,14 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from tilewright.patterns.dataflow import Dataflow, Value, View, is_in_package, upstream
+from tilewright.patterns.dataflow import (
+    Dataflow,
+    Value,
+    View,
+    calls_of,
+    is_in_package,
+    upstream,
+)
 from tilewright.patterns.language import Miss, Reject, Stage, register_code
 from tilewright.patterns.recognise.activation import match_activation
 from tilewright.patterns.recognise.linear import match_columns
@@ -114,9 +121,15 @@ def _is_one_of_many(weight: View) -> bool:
     return stacked and len(weight.shape) == 2
 
 
+# How many of the innermost calls in the user's code are asked for their names.
+_CALLS = 2
+
+
 def _of_experts(value: Value) -> bool:
-    """Whether the user's code there has "expert" or "moe" in its names: enough for a message."""
-    words = (value.node.meta.get("stack_trace") or "").lower() + value.scope.lower()
+    """Whether the user's code there, its file or its module has "expert" or "moe" in its names:
+    enough for a message."""
+    named = calls_of(value.node.meta.get("stack_trace") or "")[-_CALLS:]
+    words = " ".join((*named, value.scope)).lower()
     return "expert" in words or "moe" in words
 
 

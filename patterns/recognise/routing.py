@@ -104,6 +104,11 @@ def is_top_indices(value: Value) -> bool:
     return value.op == "aten.topk" and value.kwargs.get("output") == 1 and last
 
 
+def is_distinct(ids: View) -> bool:
+    """Whether no token of ids [T, S] names an expert twice: the indices of a top-k of its scores."""
+    return ids.shape[-1] == 1 or (ids.is_whole and is_top_indices(ids.value))
+
+
 def match_order(view: View) -> Order | None:
     """The order whose permutation `view` is: the indices of a sort of the routes' experts."""
     view = strip_integer_casts(view)
@@ -389,14 +394,20 @@ def _added(value: Value) -> tuple[View, Size] | None:
 
 def added_rows(value: Value) -> tuple[View, View] | None:
     """(index, source) of an `index_add` or `scatter_add` of rows to zeros."""
+    added = rows_added_to(value)
+    return added[1:] if added is not None and is_filled(added[0], 0) else None
+
+
+def rows_added_to(value: Value) -> tuple[View, View, View] | None:
+    """(what they are added to, index, source) of an `index_add` or `scatter_add` of rows."""
     if value.op not in ("aten.index_add", "aten.scatter_add"):
         return None
     name = "source" if value.op == "aten.index_add" else "src"
     dim, index = value.argument(1, "dim"), value.argument(2, "index")
     source, times = value.argument(3, name), value.argument(4, "alpha", 1)
-    if dim != 0 or times != 1 or not is_filled(value.args[0], 0):
+    if dim != 0 or times != 1 or not isinstance(source, View):
         return None
-    return (index, source) if isinstance(source, View) else None
+    return value.args[0], index, source
 
 
 def _stored_ones(value: Value) -> tuple[View, Size] | None:
