@@ -31,7 +31,7 @@ from torch._logging import trace_structured
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx._lazy_graph_module import _make_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, statically_known_true
 from torch.fx.passes.graph_transform_observer import (
     GraphTransformObserver as GraphTransformObserver,
 )
@@ -364,6 +364,11 @@ def size_comparison(inputs: Iterable[Any]) -> Callable[[Any, Any], bool]:
         return bool(environment.evaluate_expr(sympy.Eq(a, b)))
 
     return same
+
+
+def is_at_least(size: Any, other: Any) -> bool:
+    """Whether a size is certainly as large as another; asks for no guard."""
+    return isinstance(size, (int, torch.SymInt)) and bool(statically_known_true(size >= other))
 
 
 def size_symbols(size: Any) -> tuple[sympy.Symbol, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tilewright.patterns import effects
-from tilewright.patterns.dataflow import Dataflow, Value, View
+from tilewright.patterns.dataflow import Computed, Dataflow, Value, View
 from tilewright.patterns.moe.layer import (
     added_to,
     cast_back,
@@ -22,6 +22,7 @@ from tilewright.patterns.recognise.grouped_gemm import ExpertGemm
 from tilewright.patterns.recognise.norm import is_float_cast, strip_casts
 from tilewright.patterns.recognise.routing import (
     Order,
+    by_cell,
     flat,
     gathered,
     match_inverse,
@@ -44,7 +45,7 @@ class Combine:
     end: the result [T, H]. added: what the sum is added to; None for zeros.
     """
 
-    weights: View | None
+    weights: View | Computed | None
     num_slots: Any
     end: Value
     absorbed: tuple[Value, ...]
@@ -58,7 +59,8 @@ def match_combine(
 
     weighed: the rows were weighed before the experts, and are not again.
     """
-    value, weights, absorbed = down.end, None, []
+    value, absorbed = down.end, list[Value]()
+    weights: View | Computed | None = None
     in_token_order = order.permutation is None
     matrix = effects.product(order.ids.shape), down.weight.shape[1]
     dtype = down.x.value.dtype
@@ -119,7 +121,7 @@ def _is_matrix(view: View, matrix: tuple[Any, Any]) -> bool:
 def _finish(
     flow: Dataflow,
     end: Value,
-    weights: View | None,
+    weights: View | Computed | None,
     num_slots: Any,
     absorbed: list[Value],
     dtype: torch.dtype,
@@ -147,17 +149,21 @@ def _only_user(flow: Dataflow, value: Value) -> Value | None:
 
 def _weights(
     product: Value, value: Value, order: Order, num_slots: Any, in_token_order: bool
-) -> View | None:
+) -> View | Computed | None:
     """Expert weights [T, S] of value * weight."""
     if len(product.operands) != 2:
         return None
     weight = next((v for v in product.operands if v.value is not value), None)
     if weight is None:
         return None
-    weight, _ = strip_casts(weight)
     if in_token_order:
-        return _by_token(per_row(weight), num_slots)
-    column = per_row(weight)
+        return _by_token(per_row(strip_casts(weight)[0]), num_slots)
+    return weights_in_order(weight, order, num_slots)
+
+
+def weights_in_order(weight: View, order: Order, num_slots: Any) -> View | Computed | None:
+    """Expert weights [T, S] of a number for each row, in order."""
+    column = per_row(strip_casts(weight)[0])
     if column is None:
         return None
     base, _ = strip_casts(flat(column))
@@ -165,7 +171,12 @@ def _weights(
     taken = gathered(base.value.whole) if base == flat(base.value.whole) else None
     if taken is None or taken[1] != order.permutation:
         return None
-    return _by_token(strip_casts(taken[0])[0], num_slots)
+    if order.cells is None:
+        return _by_token(strip_casts(taken[0])[0], num_slots)
+    scores = by_cell(taken[0])
+    if scores is None or scores.shape != order.cells.shape:
+        return None
+    return Computed("gather", (scores, 1, order.ids.reshape(scores.shape[0], num_slots)))
 
 
 def _by_token(view: View | None, num_slots: Any) -> View | None:
@@ -185,7 +196,7 @@ def _unpermuted(user: Value, value: Value, order: Order) -> list[Value] | None:
     if taken is not None and taken[0] == value.whole and match_inverse(taken[1], order):
         return []
     store = user.store
-    if store is None or store.accumulate or store.memory.is_input:
+    if store is None or store.accumulate or store.memory.is_input or order.cells is not None:
         return None
     by_index = list(store.index.items()) == [(0, order.permutation)]
     whole = effects.is_identity(store.target, store.memory.shape)
