@@ -30,7 +30,12 @@ from tilewright.patterns.recognise.routing import (
     per_row,
     rows_added_to,
 )
-from tilewright.patterns.recognise.steps import is_filled, keeps_dim, reduced_dims
+from tilewright.patterns.recognise.steps import (
+    constant_factor,
+    is_filled,
+    keeps_dim,
+    reduced_dims,
+)
 
 # They read a tensor's shape, not its elements.
 SHAPED_LIKE = ("aten.empty_like", "aten.zeros_like")
@@ -40,7 +45,7 @@ _PRODUCTS = ("aten.einsum", "aten.bmm", "aten.matmul")
 @dataclass(frozen=True)
 class Combine:
     """What lies between the down GEMM's rows and the tokens. weights: expert weights [T, S]; None
-    where the rows were weighed before.
+    where the rows were weighed before, and `factor` is what all of them are multiplied by.
 
     end: the result [T, H]. added: what the sum is added to; None for zeros.
     """
@@ -50,6 +55,7 @@ class Combine:
     end: Value
     absorbed: tuple[Value, ...]
     added: View | None = None
+    factor: float = 1.0
 
 
 def match_combine(
@@ -59,7 +65,7 @@ def match_combine(
 
     weighed: the rows were weighed before the experts, and are not again.
     """
-    value, absorbed = down.end, list[Value]()
+    value, absorbed, factor = down.end, list[Value](), 1.0
     weights: View | Computed | None = None
     in_token_order = order.permutation is None
     matrix = effects.product(order.ids.shape), down.weight.shape[1]
@@ -77,15 +83,17 @@ def match_combine(
         if in_token_order and weights is None and user.op in _PRODUCTS:
             weights = contracted(user, value, roles)
             if weights is not None:
-                return _finish(flow, user, weights, num_slots, absorbed, dtype)
+                found = _finish(flow, user, weights, num_slots, absorbed, dtype)
+                return times(found, factor)
             break
-        unchanged = user.op == "aten.clone" or is_float_cast(user)
+        scaled = constant_factor(user)
+        unchanged = user.op == "aten.clone" or is_float_cast(user) or scaled is not None
         unchanged |= is_row_mask(user) and not in_token_order
         steps = unchanged or user.op == "aten.mul"
         if steps and not _keeps_rows(user, value, matrix):
             break
         if unchanged:
-            value = user
+            value, factor = user, factor * (1.0 if scaled is None else scaled[1])
         elif user.op == "aten.mul" and weights is None and not weighed:
             weights = _weights(user, value, order, num_slots, in_token_order)
             if weights is None:
@@ -97,7 +105,8 @@ def match_combine(
         elif (in_token_order and _sums_slots(user, value, num_slots)) or _adds_rows(
             user, value, replace(order, permutation=None) if in_token_order else order, num_slots
         ):
-            return _finish(flow, user, weights, num_slots, absorbed, dtype, weighed)
+            found = _finish(flow, user, weights, num_slots, absorbed, dtype, weighed)
+            return times(found, factor)
         else:
             break
     refuse_combine(absorbed[-1] if absorbed else None, down.end)
@@ -135,8 +144,17 @@ def _finish(
     if end.store is not None:
         message = "the sum is in memory that was written in place, under more than one name"
         refuse_sum(message, end, hint="use index_add instead of index_add_")
-    base = None if added is None else added_to(added[0], ends)
+    base = None if added is None else added_to(added[0], ends, absorbed)
     return Combine(weights, num_slots, end, (*absorbed, *ends), base)
+
+
+def times(found: Combine, factor: float) -> Combine:
+    """The combine of results that are multiplied by a number besides: weights in float32, so that
+    their product is rounded no more than the results' was."""
+    if found.weights is None or factor == 1.0:
+        return replace(found, factor=factor)
+    wide = Computed("to", (found.weights, torch.float32))
+    return replace(found, weights=Computed("mul", (wide, factor)))
 
 
 def _only_user(flow: Dataflow, value: Value) -> Value | None:

@@ -34,6 +34,7 @@ from tilewright.patterns.recognise.routing import (
     is_arange,
     is_distinct,
     per_row,
+    rows_added_to,
     strip_integer_casts,
 )
 
@@ -89,9 +90,9 @@ def expert_loops(flow: Dataflow) -> Iterator[Loop]:
 
 def _adds_found(value: Value) -> Added | None:
     """What a value adds to rows at places that `where` finds; None for another value."""
-    if value.op == "aten.index_add" and len(value.args) == 4 and not value.kwargs:
-        before, dim, token, rows = value.args
-        return Added(value, before, token, rows) if dim == 0 and _finds(token) else None
+    if (added := rows_added_to(value)) is not None:
+        before, token, rows = added
+        return Added(value, before, token, rows) if _finds(token) else None
     if value.op != "aten.index_put" or value.argument(3, "accumulate", False):
         return None
     before, indices, put = value.args[:3]
@@ -158,19 +159,28 @@ def match_loop(name: str, op: str, loop: Loop, flow: Dataflow) -> Match:
             "expert_weights": weights,
             **arguments,
         },
-        results=(Result(ends[-1], effects.identity(last.shape), added=added_to(before, ends)),),
+        results=(
+            Result(ends[-1], effects.identity(last.shape), added=added_to(before, ends, absorbed)),
+        ),
         absorbed=tuple(absorbed),
         facts=layer.facts(x, ids.shape[1], kind, gate="loop", bias="no"),
         scope=common_scope(gate.end.scope, last.scope),
     )
 
 
-def _refuse(culprit: Value, why: str) -> NoReturn:
+_SORT = (
+    "keep the experts' weights in one tensor [E, N, K]; sort the routes by expert and "
+    "multiply with torch._grouped_mm"
+)
+_STACK = (
+    "where the model is loaded, put the experts' weights into one parameter [E, N, K] for each "
+    "projection (torch.stack), and let expert e multiply with part e of it; to stack them in every "
+    "call would copy all experts"
+)
+
+
+def _refuse(culprit: Value, why: str, hint: str = _SORT) -> NoReturn:
     message = f"a loop over experts was captured, but {why}"
-    hint = (
-        "keep the experts' weights in one tensor [E, N, K]; sort the routes by expert and "
-        "multiply with torch._grouped_mm"
-    )
     reject("EXPERT_LOOP", Stage.ACTIVATION, message, culprit, hint=hint)
 
 
@@ -301,6 +311,6 @@ def _stack(weight: View, expert: int, end: Value) -> View:
     stacked = value.op in ("constant", "input") and len(value.shape) == 3 and len(effect.dims) == 2
     walked = any(atom.axis == 0 for dim in effect.dims for atom in dim)
     if not stacked or walked or effect.start[0] != expert:
-        _refuse(end, "the experts' weights are tensors of their own, no stack")
+        _refuse(end, "the experts' weights are tensors of their own, no stack", _STACK)
     whole = Effect(((Atom(0, 1, value.shape[0]),), *effect.dims), (0, *effect.start[1:]))
     return View(value, whole)

@@ -25,6 +25,7 @@ from tilewright.patterns.moe.combine import (
     SHAPED_LIKE,
     Combine,
     match_combine,
+    times,
     weights_in_order,
 )
 from tilewright.patterns.moe.layer import Layer, first_gemm, refuse_activation, refuse_rows
@@ -152,7 +153,8 @@ class _Weighed:
         if down.bias is not None:
             message = "the rows are weighed before the last GEMM, and its bias is not"
             refuse_order(message, self.factor, hint="weigh the experts' results")
-        return replace(combine, weights=weights, absorbed=(*combine.absorbed, *self.absorbed))
+        absorbed = (*combine.absorbed, *self.absorbed)
+        return times(replace(combine, weights=weights, absorbed=absorbed), combine.factor)
 
 
 def _weighed_inside(entering: View) -> _Weighed | None:
@@ -269,11 +271,11 @@ def _expert_ids(
 
 
 def _expert_weights(combine: Combine, ids: View, x: View) -> View | Computed:
-    """The expert_weights argument: ones where the rows were weighed before."""
+    """The expert_weights argument: ones, or a number, where the rows were weighed before."""
     if combine.weights is not None:
         return combine.weights
     options = (("dtype", torch.float32), ("device", x.value.device))
-    return Computed("full", (list(ids.shape), 1.0), options)
+    return Computed("full", (list(ids.shape), combine.factor), options)
 
 
 def _in_shape_of(end: Value, tokens: Any, x: View) -> effects.Effect:

@@ -212,7 +212,7 @@ def _finish(
         reject("EXPERT_COMBINE", Stage.GUARDS, f"the sum {end} is not [tokens, hidden]", end)
     added = rows_added_to(end)
     ends = cast_back(flow, end, dtype)
-    base = None if added is None else added_to(added[0], ends)
+    base = None if added is None else added_to(added[0], ends, absorbed)
     return Weighted(scores, ends[-1], (*absorbed, *ends), base)
 
 

@@ -88,6 +88,11 @@ def _counts(dtype: torch.dtype) -> bool:
     return dtype in (*_INDICES, torch.float32, torch.float64)
 
 
+def holds_counts(value: Value) -> bool:
+    """Whether a value keeps counts of routes, whole numbers, as they are."""
+    return _counts(value.dtype)
+
+
 def _end_of(value: Value) -> Size | None:
     """What all numbers of a value are below, none of them negative; None where not known."""
     if value.dtype == torch.bool or value.op == "aten.one_hot":
@@ -402,12 +407,15 @@ def _marked(inner: View) -> tuple[View, Size] | None:
     return experts_of(flat(ids)), inner.shape[1]
 
 
-def scattered_ones(value: Value) -> View | None:
-    """ids [T, S] of zeros(T, E).scatter(1, ids, 1), also in place; None for another value."""
+def scattered_ones(value: Value, mark: int = 1) -> View | None:
+    """ids [T, S] of zeros(T, E).scatter(1, ids, 1), also in place; None for another value.
+
+    mark: 0 for ones(T, E).scatter(1, ids, 0).
+    """
     node = value.node
     given = node.kwargs.get("value", node.args[3] if len(node.args) > 3 else None)
-    replaces = node.kwargs.get("reduce") is None and is_filled(given, 1)
-    return scattered_into(value, 0.0) if replaces else None
+    replaces = node.kwargs.get("reduce") is None and is_filled(given, mark)
+    return scattered_into(value, 1.0 - mark) if replaces else None
 
 
 def scattered_into(value: Value, number: float) -> View | None:
