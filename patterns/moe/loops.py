@@ -148,6 +148,7 @@ def match_loop(name: str, op: str, loop: Loop, flow: Dataflow) -> Match:
     if any(added.once for added in loop.added) and not is_distinct(ids):
         _refuse(last, "a token that names an expert twice would count once")
     absorbed = dict.fromkeys((*(v for step in steps for v in step.absorbed), *ends))
+    base = added_to(before, ends, absorbed)
     kind = arguments.get("weight_format", "dense")
     return Match(
         pattern=name,
@@ -159,9 +160,7 @@ def match_loop(name: str, op: str, loop: Loop, flow: Dataflow) -> Match:
             "expert_weights": weights,
             **arguments,
         },
-        results=(
-            Result(ends[-1], effects.identity(last.shape), added=added_to(before, ends, absorbed)),
-        ),
+        results=(Result(ends[-1], effects.identity(last.shape), added=base),),
         absorbed=tuple(absorbed),
         facts=layer.facts(x, ids.shape[1], kind, gate="loop", bias="no"),
         scope=common_scope(gate.end.scope, last.scope),
@@ -262,7 +261,8 @@ def _by_route(factor: View, token: View) -> tuple[View, tuple[Value, ...]] | Non
     same = _finds(slot) and slot.value.node is token.value.node and slot != token
     if not same or any(weights.effect.dims[2:]):
         return None
-    whole = weights.with_dims(*weights.effect.dims[:2])
+    # Each expert may cast the weights anew.
+    whole, _ = strip_casts(weights.with_dims(*weights.effect.dims[:2]))
     return whole, (*casts, value, slot.value)
 
 

@@ -65,7 +65,7 @@ def two_layers(m, x):
 # --- all experts, tokens weighed before: Llama 4 --------------------------------------------------
 
 
-def scattered_back(m, x, slots=1):
+def scattered_back(m, x, slots=1, out=None):
     """As Meta's Llama 4: each token E times, weighed by sigmoid of its choice, added by scatter."""
     scores = F.linear(x, m.router)
     top, ids = torch.topk(scores, slots, dim=1)
@@ -78,7 +78,7 @@ def scattered_back(m, x, slots=1):
     rows = rows.view(EXPERTS, -1, HIDDEN)
     gate, up = torch.bmm(rows, m.gate.transpose(1, 2)), torch.bmm(rows, m.up.transpose(1, 2))
     routed = torch.bmm(F.silu(gate) * up, m.down.transpose(1, 2)).view(-1, HIDDEN)
-    out = torch.zeros_like(x)
+    out = torch.zeros_like(x) if out is None else out
     out.scatter_add_(0, index, routed)
     return out
 
@@ -181,6 +181,35 @@ def added_to_shared(m, x):
     return out
 
 
+def added_to_shared_of_all(m, x):
+    """The same where all experts are computed: as Meta's Llama 4 is published."""
+    return scattered_back(m, x, out=m.experts[0](x))
+
+
+def added_to_wider(m, x):
+    """The near miss: the shared expert's result is wider, and so is the sum."""
+    weights, ids = softmax_choice(m, x)
+    order = torch.argsort(ids.view(-1), stable=True)
+    counts = torch.histc(ids.view(-1).float(), bins=EXPERTS, min=0, max=EXPERTS)
+    y = swiglu(x[order // SLOTS], m, torch.cumsum(counts, 0, dtype=torch.int32))
+    y = y * weights.view(-1)[order][:, None].to(y.dtype)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    out = m.experts[0](x).to(wide).index_add(0, order // SLOTS, y.to(wide))
+    return out.to(x.dtype)
+
+
+def added_beside_a_view(m, x):
+    """Another name of the memory that is added to goes out: nothing may move there."""
+    weights, ids = softmax_choice(m, x)
+    order = torch.argsort(ids.view(-1), stable=True)
+    counts = torch.histc(ids.view(-1).float(), bins=EXPERTS, min=0, max=EXPERTS)
+    y = swiglu(x[order // SLOTS], m, torch.cumsum(counts, 0, dtype=torch.int32))
+    out = m.experts[0](x)
+    whole = out.view(-1)
+    out.index_add_(0, order // SLOTS, y * weights.view(-1)[order][:, None].to(y.dtype))
+    return out, whole
+
+
 def _by_route(m, x, slots, back):
     """As transformers 5.0's batched experts: rows by an index of tokens, added back by it."""
     weights, ids = softmax_choice(m, x, slots)
@@ -206,6 +235,18 @@ def added_by_route_top_one(m, x):
 def added_by_other_route(m, x):
     """The near miss: the rows go back to other tokens than they were taken of."""
     return _by_route(m, x, SLOTS, lambda token: token.flip(0))
+
+
+def columns_in_order(m, x):
+    """As transformers 5.0's grouped experts: weights are a column, put in order as the rows are."""
+    weights, ids = softmax_choice(m, x)
+    token = torch.arange(TOKENS).unsqueeze(1).expand(-1, SLOTS).reshape(-1)
+    ids = ids.reshape(-1)
+    perm = torch.argsort(ids)
+    counts = torch.histc(ids[perm].float(), bins=EXPERTS, min=0, max=EXPERTS - 1)
+    y = swiglu(x[token][perm], m, torch.cumsum(counts, 0, dtype=torch.int32))
+    y = (y * weights.reshape(-1, 1)[perm])[torch.argsort(perm)]
+    return y.view(TOKENS, SLOTS, HIDDEN).sum(dim=1).to(x.dtype)
 
 
 def sorted_and_added_by_route(m, x):
@@ -252,6 +293,44 @@ def mapped_rows(m, x):
     return out
 
 
+def _mapped_cells(m, x, inside=False, stable=True, mapped=lambda ids: ids):
+    logits = F.linear(x, m.router)
+    top, ids = torch.topk(logits, SLOTS, dim=1)
+    probs = torch.softmax(top, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
+    spread = torch.zeros_like(logits).scatter(1, ids, probs.to(x.dtype))
+    routes = torch.zeros_like(logits).int().scatter(1, mapped(ids), 1).bool()
+    cells = routes.T.contiguous().reshape(-1).argsort(descending=True, stable=stable)
+    cells = cells[: TOKENS * SLOTS]
+    token = cells % TOKENS
+    by = spread.T.contiguous().reshape(-1)[cells].unsqueeze(-1)
+    rows, ends = x.index_select(0, token), torch.cumsum(routes.sum(0), 0, dtype=torch.int32)
+    gate, up = (multiplied(rows, w.transpose(1, 2), ends) for w in (m.gate, m.up))
+    h = F.silu(gate) * up
+    y = multiplied((h * by).to(h.dtype) if inside else h, m.down.transpose(1, 2), ends)
+    out = torch.zeros_like(x)
+    return out.scatter_add_(0, token.unsqueeze(1).expand(-1, HIDDEN), y if inside else y * by)
+
+
+def mapped_cells(m, x):
+    """As Megatron: the true cells of a map [T, E], by expert, from a stable sort of all."""
+    return _mapped_cells(m, x)
+
+
+def mapped_cells_weighed_inside(m, x):
+    """The same, the rows weighed before the last product."""
+    return _mapped_cells(m, x, inside=True)
+
+
+def mapped_cells_in_any_order(m, x):
+    """The near miss: nothing says that an expert's cells stay together."""
+    return _mapped_cells(m, x, stable=False)
+
+
+def mapped_cells_of_others(m, x):
+    """The near miss: a token may name an expert twice, which the map holds once."""
+    return _mapped_cells(m, x, mapped=lambda ids: ids // 2)
+
+
 # --- activations ----------------------------------------------------------------------------------
 
 
@@ -275,6 +354,36 @@ def _clamped(m, x, join, clamps=_clamped_once):
 def added_product(m, x):
     """As torchtitan's gpt-oss: addcmul(glu, glu, lin) is glu * (lin + 1)."""
     return _clamped(m, x, lambda glu, lin: torch.addcmul(glu, glu, lin))
+
+
+def _biased_by_count(m, x, repeats=lambda counts: counts):
+    weights, ids = softmax_choice(m, x)
+    order = torch.argsort(ids.view(-1), stable=True)
+    counts = torch.zeros(TOKENS, EXPERTS, dtype=torch.bool).scatter_(-1, ids, True).sum(0)
+    ends = torch.cumsum(counts, 0, dtype=torch.int32)
+    left = (TOKENS * SLOTS - ends[-1]).unsqueeze(0).to(counts.dtype)
+    times = torch.cat([repeats(counts), left]).long()
+
+    def biased(rows, bias):
+        wide = torch.cat([bias, bias.new_zeros(1, bias.shape[-1])])
+        return rows + wide.repeat_interleave(times, dim=0, output_size=TOKENS * SLOTS)
+
+    h = biased(multiplied(x[order // SLOTS], m.gate_up, ends), m.gate_up[:, 0])
+    gate, lin = _clamped_once(h[..., ::2], h[..., 1::2])
+    glu = gate * torch.sigmoid(1.702 * gate)
+    y = biased(multiplied(torch.addcmul(glu, glu, lin), m.down_t, ends), m.down_t[:, 0])
+    y = y * weights.view(-1)[order][:, None].to(y.dtype)
+    return torch.zeros_like(x).index_add(0, order // SLOTS, y)
+
+
+def biased_by_count(m, x):
+    """As torchtitan's gpt-oss: each expert's bias, as often as it has rows."""
+    return _biased_by_count(m, x)
+
+
+def biased_by_other_count(m, x):
+    """The near miss: as often as another expert has rows."""
+    return _biased_by_count(m, x, lambda counts: counts.flip(0))
 
 
 def added_product_of_others(m, x):
@@ -331,49 +440,73 @@ def clamped_silu_unlike(m, x):
     return _clamped_silu(m, x, 0.5)
 
 
-# --- loops ----------------------------------------------------------------------------------------
+# --- what stands around a mixture -----------------------------------------------------------------
 
 
-def loop_over_hits(m, x):
-    """As transformers' eager experts."""
+def scaled_results(m, x):
+    """Each expert's result is scaled besides."""
     weights, ids = softmax_choice(m, x)
-    out = torch.zeros_like(x)
-    expert_mask = F.one_hot(ids, EXPERTS).permute(2, 1, 0)
-    expert_hit = (expert_mask.sum((-1, -2)) > 0).nonzero()
-    for e in expert_hit:
-        slot, token = torch.where(expert_mask[e[0]])
-        y = m.expert(x[token], e[0]) * weights[token, slot, None]
-        out.index_add_(0, token, y.to(out.dtype))
-    return out
+    order = torch.argsort(ids.view(-1), stable=True)
+    counts = torch.histc(ids.view(-1).float(), bins=EXPERTS, min=0, max=EXPERTS)
+    y = swiglu(x[order // SLOTS], m, torch.cumsum(counts, 0, dtype=torch.int32))
+    y = y * weights.view(-1)[order][:, None].to(y.dtype) * 2.5
+    return torch.zeros_like(x).index_add(0, order // SLOTS, y)
 
 
-def moe_loop_over_modules(m, x):
-    """As Mistral's reference code."""
+def scaled_channels(m, x):
+    """The near miss: by a number for each channel."""
     weights, ids = softmax_choice(m, x)
-    weights = weights.to(x.dtype)
-    results = torch.zeros_like(x)
-    for i, expert in enumerate(m.experts):
-        token, slot = torch.where(ids == i)
-        results[token] += weights[token, slot, None] * expert(x[token])
-    return results
+    order = torch.argsort(ids.view(-1), stable=True)
+    counts = torch.histc(ids.view(-1).float(), bins=EXPERTS, min=0, max=EXPERTS)
+    y = swiglu(x[order // SLOTS], m, torch.cumsum(counts, 0, dtype=torch.int32)) * m.router[0]
+    y = y * weights.view(-1)[order][:, None].to(y.dtype)
+    return torch.zeros_like(x).index_add(0, order // SLOTS, y)
 
 
-def moe_loop_over_counts(m, x):
-    """As DeepSeek's reference code."""
+def counted_for_statistics(m, x):
+    """The counts of the experts go out, too: no loop is prepared by that."""
     weights, ids = softmax_choice(m, x)
-    y = torch.zeros_like(x)
-    counts = torch.bincount(ids.flatten(), minlength=EXPERTS).tolist()
-    for i in range(EXPERTS):
-        if counts[i] == 0:
-            continue
-        token, slot = torch.where(ids == i)
-        y[token] += m.experts[i](x[token]) * weights[token, slot, None].to(x.dtype)
-    return y
+    counts = torch.histc(ids.view(-1).float(), bins=EXPERTS, min=0, max=EXPERTS)
+    return _sorted_experts(m, x, weights, ids, counts), F.one_hot(ids, EXPERTS).sum((0, 1))
 
 
 @dataclass(frozen=True)
 class Style:
     step: Callable[..., Any]
+
+
+# --- routers -------------------------------------------------------------------------------------
+
+
+def _limited_groups(m, x, mask, fill):
+    scores = torch.sigmoid(F.linear(x, m.router).float())
+    grouped = (scores + m.router[:, 0].float()).unflatten(-1, (2, EXPERTS // 2))
+    best = grouped.topk(2, dim=-1)[0].sum(-1).topk(1, dim=-1, sorted=False)[1]
+    left = grouped.masked_fill(mask(best), fill).flatten(-2)
+    ids = torch.topk(left, SLOTS, dim=-1, sorted=False)[1]
+    weights = scores.gather(-1, ids)
+    weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) * 2.5
+    counts = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, ids, True).sum(0)
+    return _sorted_experts(m, x, weights, ids, counts)
+
+
+def _others(best):
+    return torch.ones(TOKENS, 2, dtype=torch.bool).scatter_(-1, best, False).unsqueeze(-1)
+
+
+def limited_groups(m, x):
+    """As torchtitan and DeepSeek: scores by group [T, G, E / G], all but the best left out."""
+    return _limited_groups(m, x, _others, float("-inf"))
+
+
+def limited_groups_filled(m, x):
+    """The near miss: with 0, which is more than a corrected score may be."""
+    return _limited_groups(m, x, _others, 0.0)
+
+
+def limited_groups_turned(m, x):
+    """The near miss: the best groups are the ones that are left out."""
+    return _limited_groups(m, x, lambda best: ~_others(best), float("-inf"))
 
 
 STYLES = {
@@ -385,8 +518,11 @@ STYLES = {
         added_to_shared, added_by_route, added_by_route_top_one, added_by_other_route,
         sorted_and_added_by_route, mapped_rows, added_product, added_product_of_others,
         added_half_product, clamped_twice, clamped_twice_unlike, clamped_silu,
-        clamped_silu_unlike, loop_over_hits,
-        moe_loop_over_modules, moe_loop_over_counts,
+        clamped_silu_unlike, added_to_shared_of_all, added_to_wider, added_beside_a_view,
+        columns_in_order, mapped_cells, mapped_cells_weighed_inside, mapped_cells_in_any_order,
+        mapped_cells_of_others, biased_by_count, biased_by_other_count, scaled_results,
+        scaled_channels, counted_for_statistics, limited_groups, limited_groups_filled,
+        limited_groups_turned,
     )
 }  # fmt: skip
 
@@ -427,12 +563,12 @@ class Mixture(nn.Module):
         return self.step(self, x)
 
 
-def build(name, dtype=torch.bfloat16):
+def build(name, dtype=torch.bfloat16, styles=STYLES):
     """(module, its arguments): seeded, so that the same call gives the same numbers."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape):
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
-    module = Mixture(STYLES[name], normal).eval()
+    module = Mixture(styles[name], normal).eval()
     return module, [normal(TOKENS, HIDDEN)]
