@@ -10,7 +10,7 @@ from torch import fx
 
 from tilewright.compiler import _compat
 
-_PLAIN = {torch.zeros_like: torch.zeros, torch.ones_like: torch.ones}
+_PLAIN: dict[Any, Any] = {torch.zeros_like: torch.zeros, torch.ones_like: torch.ones}
 
 
 def make_fills_plain(graph: fx.Graph) -> int:

@@ -95,10 +95,12 @@ def _adds_found(value: Value) -> Added | None:
         return Added(value, before, token, rows) if _finds(token) else None
     if value.op != "aten.index_put" or value.argument(3, "accumulate", False):
         return None
-    before, indices, put = value.args[:3]
+    before, indices, given = value.args[:3]
     token = indices[0] if len(indices) == 1 else None
-    put, casts = strip_casts(put) if isinstance(put, View) else (None, ())
-    if put is None or not _finds(token) or put.value.op != "aten.add" or not put.is_whole:
+    if not isinstance(given, View) or not _finds(token):
+        return None
+    put, casts = strip_casts(given)
+    if put.value.op != "aten.add" or not put.is_whole:
         return None
     if put.value.kwargs.get("alpha", 1) != 1:
         return None
