@@ -11,7 +11,7 @@ import torch
 
 from tilewright.codegen.build import load_interpreted
 from tilewright.codegen.targets import SM90, Target
-from tilewright.ops import contract
+from tilewright.ops import fused_op
 from tilewright.ops.contract import FusedOp
 from tilewright.ops.runtime.program import (
     Buffer,
@@ -101,7 +101,7 @@ def steps_of(op: FusedOp, arguments, target: Target) -> Steps:
     """Of the lowering that a GPU would take."""
     lowering = op.choose("cuda", arguments).lowering
     assert lowering.build is not None, f"{op.name} is computed by its reference"
-    return contract._loaded(lowering.build)(arguments, target)
+    return fused_op.loaded(lowering.build)(arguments, target)
 
 
 def interpret(op: FusedOp, arguments, target: Target = SM90, num_sms: int = 3) -> Program:
@@ -112,8 +112,8 @@ def interpret(op: FusedOp, arguments, target: Target = SM90, num_sms: int = 3) -
 
 @pytest.fixture
 def interpreter(monkeypatch):
-    """Ops run on CPU tensors as on a GPU, on the interpreter: `contract._implementation(op,
+    """Ops run on CPU tensors as on a GPU, on the interpreter: `calls.implementation(op,
     "cuda")` finds it."""
     machine = Interpreter()
-    monkeypatch.setattr(contract, "machine_of", lambda device: machine)
+    monkeypatch.setattr(fused_op, "machine_of", lambda device: machine)
     return machine

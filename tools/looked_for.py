@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from tilewright.codegen.mlp.plan import MOST_TOKENS
 from tilewright.compiler import Lowered
 from tilewright.compiler.dataflow.build import build_view
 from tilewright.patterns.dataflow import Value, scope_of
@@ -32,7 +33,8 @@ LOOKED_FOR = (
         frozenset({"aten.scaled_dot_product_attention", "aten.softmax", "aten.bmm"}),
     ),
     LookedFor(
-        "linears of at most 64 tokens with an activation, a gate or a residual sum behind them",
+        f"linears of at most {MOST_TOKENS} tokens with an activation, a gate or a residual sum "
+        "behind them",
         _LINEARS,
     ),
     LookedFor(

@@ -94,6 +94,12 @@ def test_kernels_writes_every_file_and_a_second_run_compiles_nothing(
     monkeypatch.setattr(compiled, lambda *a: pytest.fail("compiled again"))
     torch._dynamo.reset()
     assert command(*arguments).exit_code == 0
+    torch._dynamo.reset()
+    there = set(tmp_path.rglob("*"))
+    told = command("kernels", "mine.py:make", "--target", "sm90", "--json")
+    audits = [kernel | {"files": []} for kernel in manifest["kernels"]]
+    assert schema_checked("kernels", told.stdout)["kernels"] == audits
+    assert set(tmp_path.rglob("*")) == there, "without -o nothing is written"
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""`tilewright kernels MODEL -o DIR`: every kernel as source, PTX, cubin and audit."""
+"""`tilewright kernels MODEL`: every kernel audited; its source, PTX and cubin with `-o DIR`."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ SUFFIXES = (".py", ".ptx", ".cubin", ".audit.json")
 def kernels(
     model: ModelArgument,
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="DIR", help="Where the files go.")
-    ],
+        Path | None,
+        typer.Option("--output", "-o", metavar="DIR", help="Where files go; none without it."),
+    ] = None,
     patterns: PatternsOption = None,
     dynamic: DynamicOption = None,
     target: TargetOption = "sm100",
@@ -49,41 +50,46 @@ def kernels(
     as_json: JsonOption = False,
     debug: DebugOption = False,
 ) -> None:
-    """Write every kernel of MODEL as .py, .ptx, .cubin and .audit.json, and a manifest.
+    """Audit every kernel of MODEL; with -o, write each as .py, .ptx, .cubin and .audit.json.
 
-    Files that an earlier run's manifest lists and this one does not write are removed; all others
-    stay. Compiled kernels are cached, so a second run only copies, and an interrupted one goes on
-    where it stopped. Exit code 1 where a kernel does not compile or breaks a rule of the target.
+    A manifest lists them there. Files that an earlier run's manifest lists and this one does not
+    write are removed; all others stay. Compiled kernels are cached, so a second run only copies,
+    and an interrupted one goes on where it stopped. Exit code 1 where a kernel does not compile or
+    breaks a rule of the target.
     """
     from tilewright.tools.commands.models import audited, load_and_lower
     from tilewright.tools.text_report import render_kernels
 
     with errors_for_people(debug):
-        folder = writable_folder(output, "--output")
-        earlier = listed_files(folder / MANIFEST)
+        folder = None if output is None else writable_folder(output, "--output")
+        earlier = set() if folder is None else listed_files(folder / MANIFEST)
         lowered = load_and_lower(model, patterns, dynamic, target, debug)
         outcomes = audited(lowered.kernels, target, workers=jobs)
-        files = {o.kernel.spec.name: write_kernel(folder, o, target) for o in outcomes}
-        manifest = {
-            "model": model,
-            "target": target,
-            "versions": _versions(),
-            "kernels": [
-                {"name": o.kernel.spec.name, "files": files[o.kernel.spec.name]} | o.as_dict()
-                for o in outcomes
-            ],
-        }
-        for name in earlier.difference(*files.values()):
-            (folder / name).unlink(missing_ok=True)
-        write_whole(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+        found: dict[str, Any] = {"model": model, "target": target, "versions": _versions()}
+        found["kernels"] = [_told(folder, outcome, target) for outcome in outcomes]
+        if folder is not None:
+            _keep_only(folder, earlier, found)
         if as_json:
-            print_json(manifest)
+            print_json(found)
         else:
             console = make_console()
             console.print(render_kernels(outcomes, target))
-            console.print(f"{len(outcomes)} kernels in {folder}")
+            console.print(f"{len(outcomes)} kernels" + (f" in {folder}" if folder else ""))
     if not all(outcome.good for outcome in outcomes):
         raise typer.Exit(FAILED)
+
+
+def _told(folder: Path | None, outcome: KernelAudit, target: str) -> dict[str, Any]:
+    """A kernel of the manifest, its files written where there is a folder."""
+    files = [] if folder is None else write_kernel(folder, outcome, target)
+    return {"name": outcome.kernel.spec.name, "files": files} | outcome.as_dict()
+
+
+def _keep_only(folder: Path, earlier: set[str], manifest: dict[str, Any]) -> None:
+    """Writes the manifest, and removes what an earlier one listed and this one does not."""
+    for name in earlier.difference(*(kernel["files"] for kernel in manifest["kernels"])):
+        (folder / name).unlink(missing_ok=True)
+    write_whole(folder / MANIFEST, json.dumps(manifest, indent=2) + "\n")
 
 
 def listed_files(manifest: Path) -> set[str]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.interpreted import Interpreter, interpret, interpreter  # noqa: F401
-from tilewright.ops import contract
+from tilewright.ops import calls
 from tilewright.ops.moe import moe
 from tilewright.ops.moe.cases import MoeCase
 from tilewright.ops.moe.lowering import fused_moe_steps
@@ -135,7 +135,7 @@ def test_weights_that_start_anywhere_are_left_to_the_reference(which, weight_for
     a = moe.sample_inputs(replace(CASE, weight_format=weight_format, inner=64))
     a = replace(a, gate_weight=a.gate_weight.clone(), up_weight=a.up_weight.clone())
     want = moe.reference(a)
-    run = contract._implementation(moe.OP, "cuda")
+    run = calls.implementation(moe.OP, "cuda")
     for arguments in (a, misaligned(a, which)):
         args, kwargs = moe.OP.split(arguments)
         with torch.no_grad():

@@ -10,7 +10,7 @@ import torch
 
 from tests.interpreted import interpreter as interpreter
 from tests.ops.qkv import plain
-from tilewright.ops import ArgumentError, contract, fused_qkv_matmul_kv_cache_paged_ragged
+from tilewright.ops import ArgumentError, fused_qkv_matmul_kv_cache_paged_ragged
 from tilewright.ops.contract import get_op
 from tilewright.ops.qkv.ragged_samples import RAGGED_CASES, RaggedCase
 
@@ -96,7 +96,7 @@ def test_a_call_is_repeated_where_its_scales_are_views(name, calls, interpreter,
     """Scales that are expanded, since a block has rows of two projections, are a call's own."""
     whole = []
     op = replace(OP, validate_values=whole.append)
-    run, a = contract._implementation(op, "cuda"), OP.sample_inputs(CASES[name])
+    run, a = calls.implementation(op, "cuda"), OP.sample_inputs(CASES[name])
     monkeypatch.setattr(interpreter, "launcher", lambda launch: lambda values: None)
     args, kwargs = OP.split(a)
     results = [run(*args, **kwargs) for _ in range(3)]

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.interpreted import Interpreter, steps_of
 from tests.ops.qkv import plain
 from tilewright.codegen.targets import SM90
-from tilewright.ops import contract
+from tilewright.ops import calls, fused_op
 from tilewright.ops.checks import ArgumentError
 from tilewright.ops.contract import FusedOp, Lowering, all_ops, get_op
 from tilewright.ops.lora.cases import LoraCase
@@ -140,7 +140,7 @@ class Breakable(Interpreter):
 @pytest.fixture
 def machine(monkeypatch):
     made = Breakable()
-    monkeypatch.setattr(contract, "machine_of", lambda device: made)
+    monkeypatch.setattr(fused_op, "machine_of", lambda device: made)
     return made
 
 
@@ -155,7 +155,7 @@ class Checked:
             op.validate_values(arguments)
 
         self.op = replace(op, validate_values=validate_values)
-        self.run = contract._implementation(self.op, "cuda")
+        self.run = calls.implementation(self.op, "cuda")
 
     def __call__(self, arguments):
         args, kwargs = self.op.split(arguments)
@@ -281,7 +281,7 @@ def test_what_is_not_measured_yet_is_not_repeated(machine):
 def test_a_library_is_repeated_too(projection, monkeypatch):
     """On a chip without a record calls go to library GEMMs: new x at the old address."""
     machine = Interpreter(replace(SM90, features=frozenset()))
-    monkeypatch.setattr(contract, "machine_of", lambda device: machine)
+    monkeypatch.setattr(fused_op, "machine_of", lambda device: machine)
     heads = {"per_head": 4, "grouped": 2}.get(projection)
     case = PLAIN if heads is None else replace(PLAIN, num_kv_heads=heads, projection=projection)
     run, a = Checked(QKV), QKV.sample_inputs(case)
@@ -307,7 +307,7 @@ def test_on_the_cpu_nothing_is_repeated():
         return None, lambda *_, **__: pytest.fail("made again on the CPU")
 
     own = Lowering("own", repeatable, frozenset({"cpu"}), lambda a: None, repeatable)
-    run = contract._implementation(replace(op, lowerings=(own,)), "cpu")
+    run = calls.implementation(replace(op, lowerings=(own,)), "cpu")
     args, kwargs = op.split(op.sample_inputs(AttentionCase("plain")))
     for _ in range(2):
         run(*args, **kwargs)
@@ -340,7 +340,7 @@ def test_a_list_of_tensors_is_neither_kept_nor_taken_for_another():
         tolerances={},
         error_model="",
     )
-    run_op = contract._implementation(op, "cuda")
+    run_op = calls.implementation(op, "cuda")
     xs = [torch.ones(2), torch.ones(2)]
     assert run_op(xs).tolist() == [2.0, 2.0]
     assert run_op([xs[0], 3 * xs[1]]).tolist() == [4.0, 4.0]

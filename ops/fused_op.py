@@ -1,0 +1,264 @@
+"""What every fused op declares: one frozen record, and the ways it is computed."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cache, cached_property
+from typing import Any
+
+import torch
+
+from tilewright.codegen.spec import KernelSpec
+from tilewright.codegen.targets import Target, get_target
+from tilewright.ops.runtime.device import emits_for
+from tilewright.ops.runtime.launch import Machine, machine_of
+from tilewright.ops.runtime.program import Planner, Steps, drive
+from tilewright.ops.runtime.replay import repeat
+from tilewright.ops.schema import schema_of
+from tilewright.ops.tolerance import Tolerance
+
+OpCallable = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """One way to compute an op.
+
+    `build` takes the arguments record and the target, and generates the steps of a call
+    (`ops.runtime.program`): from them the call is run, repeated and reported. Or `entry` is called
+    exactly as the op is. Each may be "module:function", imported on first use.
+    `unsupported` takes the arguments record: None, or why this lowering cannot take them.
+    `repeatable`, where given, is called as `entry` is and gives (result, again): `again`, called so
+    too, makes the same call once more while metadata and addresses of all tensors stay (whatever
+    their contents), and is None where nothing can be remembered. It must hold no tensor. Used on
+    CUDA alone.
+    """
+
+    name: str
+    entry: OpCallable | str | None
+    device_types: frozenset[str]
+    unsupported: Callable[[Any], str | None]
+    repeatable: OpCallable | str | None = None
+    build: Callable[[Any, Target], Steps] | str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.entry is None) == (self.build is None):
+            raise ValueError(f"lowering {self.name!r}: expected one of entry and build")
+
+    def call(
+        self, arguments: Any, args: Sequence[Any], kwargs: Mapping[str, Any], seen: bool = True
+    ) -> tuple[Any, OpCallable | None]:
+        """The result, and what makes the same call again. arguments: the record of args and
+        kwargs. seen: whether such a call was made before; it is not prepared to be made again
+        otherwise."""
+        if self.build is not None:
+            machine = machine_for(arguments)
+            steps = loaded(self.build)(arguments, machine.target)
+            program = drive(steps, machine, keep=None if seen else False)
+            return program.outcome.result, repeat(program, args, kwargs, machine)
+        if self.repeatable is None:
+            return loaded(self.entry)(*args, **kwargs), None
+        return loaded(self.repeatable)(*args, **kwargs)
+
+
+def _anything(arguments: Any) -> str | None:
+    return None
+
+
+def emitted_kernel(
+    build: Callable[[Any, Target], Steps] | str,
+    unsupported: Callable[[Any], str | None] = _anything,
+) -> Lowering:
+    """The lowering whose steps launch emitted kernels; see Lowering."""
+    return Lowering("emitted_kernel", None, frozenset({"cuda"}), unsupported, build=build)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The lowering taken for one call, and why each one before it was not."""
+
+    lowering: Lowering
+    rejected: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class LoweringReport:
+    """What a call at given shapes will run on a target: its name, why it, its emitted kernels."""
+
+    name: str
+    reason: str
+    specs: tuple[KernelSpec, ...] = ()
+
+
+@dataclass(frozen=True)
+class FusedOp:
+    """Everything there is to know about one fused op.
+
+    arguments: a dataclass whose fields are the op's arguments, typed as `ops.schema` says; the
+        callables below take one instance of it.
+    validate: checks metadata and nothing else, raises ArgumentError; also runs on fake tensors,
+        adds no guard. Accepted metadata is remembered.
+    validate_values: checks what only real memory shows (index values, aliases), before any write.
+    fake: returns outputs with the right metadata.
+    reference: defines the meaning; fp32 arithmetic (float64 for float64 inputs), rounded once.
+    lowerings: tried in order; the reference is always the last resort.
+    cases: settings that together reach every option of the op.
+    sample_inputs: sample_inputs(case, device="cpu", seed=0) gives an instance of `arguments`.
+    tolerances: per dtype of the op's result.
+    error_model: in words, what `tolerances` follow from.
+    plan: plan(arguments, target name) gives a LoweringReport, also for fake arguments and without a
+        GPU; may be "module:function". None: what the lowering's `build` generates.
+    returns: the result in the schema: "(Tensor, Tensor)", or "()" for None.
+    schema: "(Tensor x, Tensor(a!) cache) -> Tensor", in place of what the fields and `returns` say,
+        for what they cannot.
+    """
+
+    name: str
+    arguments: type[Any]
+    validate: Callable[[Any], None]
+    validate_values: Callable[[Any], None]
+    fake: Callable[[Any], Any]
+    reference: Callable[[Any], Any]
+    lowerings: tuple[Lowering, ...]
+    cases: tuple[Any, ...]
+    sample_inputs: Callable[..., Any]
+    tolerances: Mapping[torch.dtype, Tolerance]
+    error_model: str
+    namespace: str = "tilewright"
+    plan: Callable[[Any, str], LoweringReport] | str | None = None
+    returns: str = "Tensor"
+    schema: str | None = None
+
+    def plan_for(self, arguments: Any, target: str) -> LoweringReport:
+        """The lowering these arguments (metadata suffices) get on `target`, and why."""
+        choice = self.choose("cuda", arguments, get_target(target))
+        if self.plan is None and choice.lowering.build is None and not choice.rejected:
+            return LoweringReport("reference", "the op declares no kernel")
+        if self.lowerings and choice.lowering.name == "reference":
+            reasons = (f"{name}: {reason}" for name, reason in choice.rejected)
+            return LoweringReport("reference", "; ".join(reasons))
+        if self.plan is not None:
+            return loaded(self.plan)(arguments, target)
+        planner = Planner(get_target(target))
+        steps = loaded(choice.lowering.build)(arguments, planner.target)
+        program = drive(steps, planner, keep=True)
+        outcome = program.outcome
+        return LoweringReport(outcome.name, str(outcome.reason), program.specs)
+
+    @property
+    def qualified_name(self) -> str:
+        return f"{self.namespace}::{self.name}"
+
+    @property
+    def torch_op(self) -> Any:
+        """`torch.ops.<namespace>.<name>.default`; the op must be registered."""
+        return getattr(getattr(torch.ops, self.namespace), self.name).default
+
+    @cached_property
+    def declaration(self) -> str:
+        """Name and schema, as `torch.library.Library.define` takes them."""
+        return self.name + (self.schema or schema_of(self.arguments, self.returns))
+
+    @property
+    def mutated(self) -> tuple[str, ...]:
+        """Names of the arguments the schema declares as written."""
+        schema = torch._C.parse_schema(self.declaration)
+        return tuple(a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write)
+
+    def call(self, arguments: Any) -> Any:
+        """Calls the registered op with an instance of `arguments`."""
+        args, kwargs = self.split(arguments)
+        return self.torch_op(*args, **kwargs)
+
+    def split(self, arguments: Any) -> tuple[list[Any], dict[str, Any]]:
+        """An instance of `arguments` as the positional and keyword arguments of the op."""
+        positional = [f for f in fields(self.arguments) if not f.kw_only]
+        keyword = [f for f in fields(self.arguments) if f.kw_only]
+        return (
+            [getattr(arguments, f.name) for f in positional],
+            {f.name: getattr(arguments, f.name) for f in keyword},
+        )
+
+    def choose(self, device_type: str, arguments: Any, target: Target | None = None) -> Choice:
+        """The first lowering that takes these arguments; metadata only, so fakes will do.
+
+        target: of emitted kernels; None where it is not asked whether it has any for the op."""
+        rejected: list[tuple[str, str]] = []
+        for lowering in self.lowerings:
+            reason: str | None = None
+            if device_type not in lowering.device_types:
+                reason = f"runs on {', '.join(sorted(lowering.device_types))} only"
+            elif lowering.build is not None and target is not None:
+                reason = self.target_obstacle(arguments, target)
+            reason = reason or lowering.unsupported(arguments)
+            if reason is None:
+                return Choice(lowering, tuple(rejected))
+            rejected.append((lowering.name, reason))
+        return Choice(self.reference_lowering(), tuple(rejected))
+
+    @property
+    def family(self) -> str:
+        """The folder of `ops/` that it is in; empty for an op from elsewhere."""
+        package, _, rest = self.arguments.__module__.partition(".ops.")
+        return rest.partition(".")[0] if package == "tilewright" else ""
+
+    def target_obstacle(self, arguments: Any, target: Target) -> str | None:
+        """Why a chip has no emitted kernels for a call; None where it may have some."""
+        if self.family and self.family not in target.families:
+            return f"its kernels are not audited for {target.name}"
+        if target.has("fp8"):
+            return None
+        for name, tensor in tensors_of(arguments):
+            if tensor.dtype == torch.float8_e4m3fn:
+                return f"{name} is of float8_e4m3fn, which {target.name} does not have"
+        return None
+
+    def has_lowering_on(self, device: torch.device) -> bool:
+        """Whether a lowering is for `device`, whatever the arguments; an op that declares none is
+        for every device. Meta tensors stand for those of the GPU that is planned for."""
+        if not self.lowerings or device.type == "meta":
+            return True
+        return any(
+            device.type in lowering.device_types and (lowering.build is None or emits_for(device))
+            for lowering in self.lowerings
+        )
+
+    def reference_lowering(self) -> Lowering:
+        """The op's meaning as its last resort."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return self.reference(self.arguments(*args, **kwargs))
+
+        return Lowering("reference", run, frozenset({"cpu", "cuda"}), _anything)
+
+
+def loaded(function: OpCallable | str | None) -> OpCallable:
+    assert function is not None
+    return _load(function) if isinstance(function, str) else function
+
+
+def device_of(arguments: Any) -> torch.device:
+    """Where a call is: with its first tensor."""
+    return next(tensor.device for _, tensor in tensors_of(arguments))
+
+
+def machine_for(arguments: Any) -> Machine:
+    """What launches for a call."""
+    return machine_of(device_of(arguments))
+
+
+def tensors_of(arguments: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """A record's tensors, those of its lists too, each with its argument's name."""
+    for field in fields(arguments):
+        value = getattr(arguments, field.name)
+        for item in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(item, torch.Tensor):
+                yield field.name, item
+
+
+@cache
+def _load(entry: str) -> OpCallable:
+    module, _, function = entry.partition(":")
+    return getattr(importlib.import_module(module), function)

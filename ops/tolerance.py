@@ -1,0 +1,66 @@
+"""How far a result may be from the exact one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tilewright.ops.formats.fp8 import FP8_DTYPES
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Largest accepted error of an element: `relative * |exact| + of_rms * rms(exact) + absolute`.
+
+    `relative` is the rounding to the output dtype, `absolute` that of its subnormal numbers where
+    it has few others; `of_rms` is what accumulating in the op's compute precision costs where terms
+    cancel. `exact` is the reference run in float64; of 8-bit floats, saturated as they are.
+    """
+
+    relative: float
+    of_rms: float
+    absolute: float = 0.0
+
+    def problem(self, actual: torch.Tensor, exact: torch.Tensor) -> str | None:
+        """None, or a sentence on the worst element."""
+        if actual.shape != exact.shape:
+            return f"shape {list(actual.shape)}, expected {list(exact.shape)}"
+        if exact.numel() == 0:
+            return None
+        got, want = actual.detach().double().cpu(), exact.detach().double().cpu()
+        if actual.dtype in FP8_DTYPES:
+            limit = torch.finfo(actual.dtype).max
+            want = want.clamp(-limit, limit)
+        same = (got == want) | (got.isnan() & want.isnan())
+        error = torch.where(same, 0.0, (got - want).abs().nan_to_num(nan=float("inf")))
+        finite = torch.where(want.isfinite(), want, 0.0)
+        allowed = self.relative * finite.abs() + self.of_rms * finite.square().mean().sqrt()
+        allowed = allowed + self.absolute
+        excess = error - allowed
+        worst = int(excess.argmax())
+        if float(excess.flatten()[worst]) <= 0:
+            return None
+        where = [int(i) for i in torch.unravel_index(torch.tensor(worst), want.shape)]
+        got_value, want_value = float(got.flatten()[worst]), float(want.flatten()[worst])
+        over = int((excess > 0).sum())
+        return (
+            f"{over} of {want.numel()} elements off; worst at {where}: {got_value!r}, exact "
+            f"{want_value!r}, allowed error {float(allowed.flatten()[worst]):.3e}"
+        )
+
+
+EXACT = Tolerance(relative=0.0, of_rms=0.0)
+#: `Tolerance.relative` of a result that is rounded once.
+ROUNDING = {
+    torch.bfloat16: 2.0**-8,
+    torch.float16: 2.0**-11,
+    torch.float32: 2.0**-20,
+    torch.float64: 2.0**-49,
+}
+
+
+def rounded_once(*of_rms: float) -> dict[torch.dtype, Tolerance]:
+    """Tolerances of results that are rounded once, with `of_rms` of each dtype of ROUNDING."""
+    pairs = zip(ROUNDING.items(), of_rms, strict=False)
+    return {dtype: Tolerance(relative, size) for (dtype, relative), size in pairs}
