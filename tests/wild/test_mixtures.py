@@ -8,11 +8,13 @@ import torch
 
 from tests.agreement import assert_no_worse, flat, upcast
 from tests.found import matches_of, misses_of
-from tests.wild import expert_loops
-from tests.wild.mixtures import STYLES, build
+from tests.wild import expert_activations, expert_loops, mixtures
+from tests.wild.mixtures import build
 from tilewright.compiler import lower, reports
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+STYLES = mixtures.STYLES | expert_activations.STYLES
 
 #: Style -> how many mixtures of it are fused.
 FUSED = {
@@ -115,7 +117,7 @@ def test_a_style_is_fused(name):
 @pytest.mark.parametrize("name", MISSED)
 def test_a_miss_says_what_stands_in_the_way(name):
     if name in UNCOUNTED:
-        module, args = build(name)
+        module, args = build(name, styles=STYLES)
         report = lower(module, tuple(args))
     else:
         report = check(name)
@@ -139,7 +141,7 @@ def test_a_router_is_fused_or_says_why_not(name):
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_graph_that_is_cut_is_told(name):
-    module, args = build(name)
+    module, args = build(name, styles=STYLES)
     assert misses_of(lower(module, tuple(args)), "fused_moe", "capture")
 
 
