@@ -224,7 +224,8 @@ def _scores(product: Value, value: Value, order: str) -> View | None:
         return None
     wide = product.whole.of_operand(strip_casts(other)[0])
     dims = dict(zip(order, wide.effect.dims, strict=True))
-    if any(a.axis is not None for a in dims["h"]) or not dims["e"] or not dims["t"]:
+    one = wide.shape[order.index("t")] == 1
+    if any(a.axis is not None for a in dims["h"]) or not dims["e"] or not (dims["t"] or one):
         return None
     return wide.with_dims(dims["t"], dims["e"])
 
@@ -242,8 +243,7 @@ def _tokens(gate: DenseGemm, weighted: Weighted) -> tuple[View, View, bool]:
     if weighted.scores is None and product.op == "aten.mul" and len(product.operands) == 2:
         for a, b in product.either_way:
             x, by = without_counting(gate.x.of_operand(a)), gate.x.of_operand(b)
-            over = [all(atom.axis is None for atom in dim) for dim in x.effect.dims]
-            repeats = [all(atom.axis is None for atom in dim) for dim in by.effect.dims]
+            over, repeats = _repeats(x), _repeats(by)
             if over == [True, False, False] and repeats == [False, False, True]:
                 e, t, _ = by.effect.dims
                 x = x.with_dims(*x.effect.dims[1:])
@@ -253,6 +253,13 @@ def _tokens(gate: DenseGemm, weighted: Weighted) -> tuple[View, View, bool]:
     )
     hint = "capacity buffers and dispatch masks are not fused: sort the routes by expert"
     reject("EXPERT_SCORES", Stage.GUARDS, message, gate.x, hint=hint)
+
+
+def _repeats(view: View) -> list[bool]:
+    """Which dimensions of a view [E, T, n] only repeat; one token does not."""
+    one = view.shape[1] == 1
+    found = [all(atom.axis is None for atom in dim) for dim in view.effect.dims]
+    return [found[0], found[1] and not one, found[2]]
 
 
 def _routed(x: View, scores: View, ids: View, on_input: bool) -> dict[str, Any]:

@@ -246,7 +246,8 @@ def counts_again(view: View) -> Size | None:
     length = view.value.shape[0]
     atoms = [atom for atom in view.effect.dims[0] if atom.axis is not None]
     whole = atoms in ([Atom(0, 1, length)], [Atom(0, 1, length)][: length != 1])
-    return length if whole and view.effect.dims[0][-1:] == tuple(atoms) else None
+    again = length == 1 or view.effect.dims[0][-1:] == tuple(atoms)
+    return length if whole and again else None
 
 
 def match_rows(view: View, order: Order) -> Size | None:
@@ -431,7 +432,9 @@ def scattered_into(value: Value, number: float) -> View | None:
         return None
     if store.dtype != store.memory.dtype or value.node.args[:1] != (store.memory.root,):
         return None
-    return _into(value, value.args[0], 1, store.index[1], number)
+    ids = store.index[1]
+    one = value.shape[0] == 1 and len(ids.shape) == 1  # the write names a row's columns alone
+    return _into(value, value.args[0], 1, ids.unsqueeze(0) if one else ids, number)
 
 
 def _into(value: Value, base: Any, dim: Any, ids: Any, number: float) -> View | None:

@@ -88,9 +88,10 @@ REFUSED = {
 }
 
 
-def check(name, styles=STYLES):
+def check(name, styles=STYLES, tokens=mixtures.TOKENS):
     """The report of a mixture that was no worse than eager."""
     module, (x,) = build(name, styles=styles)
+    x = x[:tokens]
     with torch.no_grad():
         compiled = torch.compile(module, backend="tilewright", options={"inner": "eager"})
         results = compiled(x), module(x), upcast(module)(upcast(x))
@@ -112,6 +113,11 @@ def test_a_style_is_fused(name):
     report = check(name)
     assert len(matches_of(report, "fused_moe")) == FUSED[name]
     assert misses_of(report, "fused_moe") == []
+
+
+@pytest.mark.parametrize("name", ["scattered_back", "added_to_shared_of_all"])
+def test_one_token_is_fused(name):
+    assert len(matches_of(check(name, tokens=1), "fused_moe")) == 1
 
 
 @pytest.mark.parametrize("name", MISSED)
@@ -158,6 +164,14 @@ def test_a_captured_loop_is_fused(name):
     report = captured(name)
     assert len(matches_of(report, "fused_moe")) == 1
     assert misses_of(report, "fused_moe") == []
+
+
+def test_a_loop_that_is_cut_while_captured_is_told_with_what_to_write_instead():
+    """Over those that were hit, whose number is not known."""
+    module, args = build("loop_over_hits", styles=expert_loops.STYLES)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        missed = misses_of(lower(module, tuple(args)), "fused_moe", "capture")
+    assert any("_grouped_mm" in miss.hint for miss in missed if miss.code == "GRAPH_BREAK")
 
 
 @pytest.mark.parametrize("name", REFUSED)
