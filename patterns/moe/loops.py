@@ -96,8 +96,8 @@ def _adds_found(value: Value) -> Added | None:
     if value.op != "aten.index_put" or value.argument(3, "accumulate", False):
         return None
     before, indices, given = value.args[:3]
-    token = indices[0] if len(indices) == 1 else None
-    if not isinstance(given, View) or not _finds(token):
+    found: Any = indices[0] if len(indices) == 1 else None
+    if not isinstance(given, View) or not _finds(found):
         return None
     put, casts = strip_casts(given)
     if put.value.op != "aten.add" or not put.is_whole:
@@ -105,8 +105,8 @@ def _adds_found(value: Value) -> Added | None:
     if put.value.kwargs.get("alpha", 1) != 1:
         return None
     for read, rows in put.value.either_way:
-        if gathered(read) == (before, token):
-            return Added(value, before, token, rows, True, (*casts, put.value, read.value))
+        if gathered(read) == (before, found):
+            return Added(value, before, found, rows, True, (*casts, put.value, read.value))
     return None
 
 
