@@ -16,6 +16,7 @@ The exit status is 1 where anything is not as it should be.
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 import time
 from collections.abc import Callable
@@ -140,12 +141,17 @@ def decode(
     tensors = [t for layer in cache.layers for t in (layer.keys, layer.values)]
     for tensor, random in zip(tensors, noise, strict=True):
         tensor.copy_(random)
-    model(tokens[:, :PROMPT_TOKENS], past_key_values=cache)
+    places = torch.arange(tokens.shape[1], device=tokens.device)
+    takes_places = "cache_position" in inspect.signature(model.forward).parameters
+
+    def run(call: Callable[..., Any], first: int, end: int) -> torch.Tensor:
+        # transformers 5.0 counts the slots that are not zero where no place is given.
+        given = {"cache_position": places[first:end]} if takes_places else {}
+        return call(tokens[:, first:end], past_key_values=cache, **given).logits
+
+    run(model, 0, PROMPT_TOKENS)
     before = [t.clone() for t in tensors]
-    logits = [
-        step(tokens[:, i : i + 1], past_key_values=cache).logits.clone()
-        for i in range(PROMPT_TOKENS, tokens.shape[1])
-    ]
+    logits = [run(step, i, i + 1).clone() for i in range(PROMPT_TOKENS, tokens.shape[1])]
     return Run(logits, before, tensors)
 
 
