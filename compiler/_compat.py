@@ -35,7 +35,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx._lazy_graph_module import _make_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, statically_known_true
 from torch.fx.passes.graph_transform_observer import (
     GraphTransformObserver as GraphTransformObserver,
 )
@@ -406,6 +406,11 @@ def size_comparison(inputs: Iterable[Any]) -> Callable[[Any, Any], bool]:
     return same
 
 
+def is_at_least(size: Any, other: Any) -> bool:
+    """Whether a size is certainly as large as another; asks for no guard."""
+    return isinstance(size, (int, torch.SymInt)) and bool(statically_known_true(size >= other))
+
+
 def size_symbols(size: Any) -> tuple[sympy.Symbol, ...]:
     """The symbols a SymInt stands for: its own, and the one that guards have replaced it by."""
     if not isinstance(size, torch.SymInt):
@@ -501,7 +506,9 @@ def _is_quick(node: fx.Node) -> bool:
     if node.op != "call_method" or node.target not in _QUICK or len(node.all_input_nodes) != 1:
         return False
     held = node.all_input_nodes[0].meta.get("example_value")
-    if node.kwargs or node.args[0] is not node.all_input_nodes[0] or not _is_plain_fake(held):
+    if node.kwargs or node.args[0] is not node.all_input_nodes[0]:
+        return False
+    if not isinstance(held, torch.Tensor) or not _is_plain_fake(held):
         return False
     return node.target != "reshape" or bool(held.is_contiguous())
 

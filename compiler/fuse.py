@@ -26,6 +26,7 @@ from tilewright.compiler.options import Options
 from tilewright.compiler.report import GraphReport, Kernel, Site
 from tilewright.compiler.report.failures import Failures, raise_strictly
 from tilewright.compiler.rewrite import HalfRewrittenError, Rewritten, arguments_of, rewrite_sites
+from tilewright.compiler.rewrite.fills import make_fills_plain
 from tilewright.compiler.rewrite.flex import put_flex_back, spell_flex_out
 from tilewright.compiler.rewrite.last_rows import take_rows_first
 from tilewright.compiler.rewrite.lengths import advance_lengths_last
@@ -124,6 +125,7 @@ def _attempt(
     planned = get_target(target_name(options))
 
     def run(graph: fx.Graph) -> None:
+        make_fills_plain(graph)
         make_sums_new(graph)
         make_rank_sums_plain(graph)
         make_linears_local(graph)

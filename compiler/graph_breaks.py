@@ -43,7 +43,9 @@ _REASONS = {
 }
 
 # Reasons that a Python loop over experts gives, whose own hints lead to graphs that are not fused.
-_SIZED_BY_DATA = ("Dynamic shape operator", "Data dependent operator")
+_SIZED_BY_DATA = (
+    "Dynamic shape operator", "Data dependent operator", "Consider annotating your code",
+)  # fmt: skip
 _EXPERTS_HINT = (
     "in a loop over experts, keep their weights in one tensor [E, N, K] and multiply with "
     "torch._grouped_mm, the routes sorted by expert (transformers: "

@@ -239,6 +239,17 @@ def frames_of(trace: str) -> list[tuple[str, int]]:
     return [(file, int(line)) for file, line in named]
 
 
+def calls_of(trace: str) -> list[str]:
+    """`file.py function line-of-code` of every frame that a trace names outside of torch, outermost
+    first; without the folders."""
+    found = re.findall(r'File "([^"]+)", line \d+, in (\S+)[ \t]*\n?[ \t]*([^\n]*)', trace)
+    return [
+        f"{os.path.basename(file)} {function} {code}"
+        for file, function, code in found
+        if f"{os.sep}torch{os.sep}" not in file
+    ]
+
+
 def innermost_outside_torch(frames: Sequence[tuple[str, int]]) -> tuple[str, int] | None:
     """The frame in the user's code, of (file, line) outermost first."""
     return next((f for f in reversed(frames) if f"{os.sep}torch{os.sep}" not in f[0]), None)

@@ -93,12 +93,14 @@ class Result:
 
     output: which output, of an op that returns several. One op may replace several values: a match
     has one Result for each value that others read.
+    added: of the value's shape and dtype, what has to be added to that; None for nothing.
     """
 
     replaced: Value
     effect: Effect
     output: int = 0
     factor: float = 1.0
+    added: View | None = None
 
 
 @dataclass(frozen=True)

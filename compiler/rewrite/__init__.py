@@ -14,6 +14,7 @@ from tilewright.codegen.targets import Target
 from tilewright.compiler import _compat
 from tilewright.compiler.dataflow.spelling import argument, shape_of
 from tilewright.compiler.rewrite.materialise import Materialiser
+from tilewright.compiler.rewrite.size_checks import erase_size_checks
 from tilewright.compiler.rewrite.strides import same_steps, strides_matter
 from tilewright.compiler.safety.legality import insertion_node
 from tilewright.compiler.safety.lint import check_site
@@ -257,6 +258,8 @@ def _restate(
         selected = materialiser.select(node, shape, result.effect)
         if result.factor != 1.0:
             selected = materialiser.call(torch.mul, selected, result.factor)
+        if result.added is not None:
+            selected = materialiser.call(operator.add, selected, materialiser.view(result.added))
         return [(result.replaced.node, selected)]
     held = _held_parts(result, materialiser.flow)
     return [(part, materialiser.select(node, shape, effect)) for part, effect in held]
@@ -314,7 +317,10 @@ def _erase(match: Match, materialiser: Materialiser, replaced: Sequence[fx.Node]
     candidates += [*(v.node for v in match.absorbed), *replaced]
     while candidates:
         node = candidates.pop()
-        if node._erased or node.users or not _removable(node, flow):
+        if node._erased:
+            continue
+        erase_size_checks(graph, node)
+        if node.users or not _removable(node, flow):
             continue
         inputs = node.all_input_nodes
         graph.erase_node(node)

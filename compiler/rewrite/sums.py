@@ -32,7 +32,7 @@ class _Kind:
 
 _SUM = _Kind(
     {operator.iadd: operator.add, "add_": "add"},
-    frozenset({"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "add"}),
+    frozenset({"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "add", "getitem"}),
     read_before=False,
 )
 _QUOTIENT = _Kind(
@@ -45,11 +45,19 @@ _PRODUCT = _Kind(
     frozenset({"mul", "to", "float", "type_as", "type", "bfloat16", "half", "double"}),
     read_before=True,
 )
+_ZEROS = frozenset({"zeros", "zeros_like", "new_zeros"})
 _ROWS = _Kind(
     {"index_add_": "index_add", "scatter_add_": "scatter_add"},
-    frozenset({"zeros", "zeros_like", "new_zeros", "index_add", "scatter_add"}),
+    frozenset({*_ZEROS, *_SUM.made_by, "mul", "clone", "index_add", "scatter_add"}),
     read_before=False,
     added=3,
+)
+# y[rows] += delta reads the rows, by a copy, adds, and puts them back.
+_PUT = _Kind(
+    {operator.setitem: torch.index_put},
+    frozenset({*_ZEROS, "index_put"}),
+    read_before=True,
+    added=2,
 )
 
 
@@ -63,12 +71,17 @@ def make_sums_new(graph: fx.Graph) -> int:
     for node in graph.nodes:
         kind = _kind_of(node)
         if kind and _is_private(base := node.args[0], node, owners, kind):
+            if kind is _PUT:
+                node.meta["example_value"] = base.meta["example_value"]
             # Later nodes share the result's memory, so what was written to gets its own.
             for storage in _compat.storages_of(base):
                 owners[storage] = []
             _give_memory(base)
             base.replace_all_uses_with(node, partial(operator.lt, node))
             node.target = kind.new[node.target]
+            if kind is _PUT:
+                _, rows, source = node.args
+                node.args = (base, (rows,), source)
             changed += 1
         for storage in _compat.storages_of(node):
             owners.setdefault(storage, []).append(node)
@@ -80,12 +93,18 @@ def _kind_of(node: fx.Node) -> _Kind | None:
     base = node.args[0] if node.args else None
     if not isinstance(base, fx.Node):
         return None
-    for kind in (_SUM, _QUOTIENT, _PRODUCT, _ROWS):
-        if node.target in kind.new:
+    for kind in (_SUM, _QUOTIENT, _PRODUCT, _ROWS, _PUT):
+        if node.target in kind.new and (kind is not _PUT or _names_rows(node.args[1])):
             maker = _maker(base)
             calls = maker.op in ("call_function", "call_method")
             return kind if calls and name_of(maker) in kind.made_by else None
     return None
+
+
+def _names_rows(index: Any) -> bool:
+    """Whether an index is a list of numbers of rows."""
+    held = index.meta.get("example_value") if isinstance(index, fx.Node) else None
+    return isinstance(held, torch.Tensor) and held.dtype == torch.int64 and held.dim() == 1
 
 
 def _maker(base: fx.Node) -> fx.Node:
@@ -114,6 +133,8 @@ def _is_private(
     if isinstance(other, fx.Node):
         other = other.meta.get("example_value")
     if not isinstance(other, torch.Tensor) or torch.result_type(held, other) != held.dtype:
+        return False
+    if kind is _PUT and other.dtype != held.dtype:
         return False
     storages, own = _compat.storages_of(base), {base, _maker(base)}
     return (

@@ -19,7 +19,16 @@ from tilewright.compiler import _compat
 from tilewright.ops.formats.paged_cache import in_bytes, strided_disjoint
 from tilewright.patterns.dataflow import Computed, Dataflow, Memory, Store, Value, View, source_of
 from tilewright.patterns.effects import Effect, InexpressibleError, Size
-from tilewright.patterns.language import Match, Miss, Parts, PatternError, Reject, Stage, reject
+from tilewright.patterns.language import (
+    Match,
+    Miss,
+    Parts,
+    PatternError,
+    Reject,
+    Result,
+    Stage,
+    reject,
+)
 
 
 def check_legality(match: Match, flow: Dataflow) -> Miss | None:
@@ -49,10 +58,13 @@ def _hazard(code: str, message: str, *at: Any, hint: str = "") -> NoReturn:
 
 
 def _operands(match: Match) -> Iterator[tuple[str, View]]:
-    """Every view that the op is given, with the argument's name."""
+    """Every view that the op is given, with the argument's name, or that is added to its result."""
     for name, argument in match.arguments.items():
         for view in views_in(argument):
             yield name, view
+    for result in match.results:
+        if isinstance(result, Result) and result.added is not None:
+            yield "what the result is added to", result.added
 
 
 def views_in(item: Any) -> Iterator[View]:

@@ -79,22 +79,30 @@ def _takes_largest_of_rows(choice: Value) -> bool:
     return bool(choice.argument(3, "largest", True)) and choice.argument(2, "dim", -1) in (1, -1)
 
 
+def _is_regrouped(view: View) -> bool:
+    """Whether a view is all of its value, in order, whatever its dimensions."""
+    try:
+        return view == view.value.whole.reshape(*view.shape)
+    except effects.InexpressibleError:
+        return False
+
+
 def match_choice(ids: Value) -> Choice:
     """The choice whose indices a value is; raises Reject."""
     if not is_choice(ids):
         message = f"the experts are {ids}, not the indices of a topk of their scores"
         reject("ROUTER_CHOICE", Stage.ACTIVATION, message, ids)
     compared = ids.args[0]
-    if not _takes_largest_of_rows(ids) or not compared.is_whole:
+    if not _takes_largest_of_rows(ids) or not _is_regrouped(compared):
         reject("ROUTER_CHOICE", Stage.ACTIVATION, "not the largest numbers of whole rows", ids)
     slots = ids.shape[1]
     assert isinstance(slots, int)
     numbers, casts = strip_casts(compared)
     groups, masked, absorbed = None, numbers.value, [ids]
     if masked.op in ("aten.masked_fill", "aten.where"):
-        if not numbers.is_whole:
+        if not _is_regrouped(numbers):
             reject("ROUTER_CHOICE", Stage.ACTIVATION, f"{masked} is read in parts", numbers)
-        compared, groups, steps = _grouped(masked)
+        compared, groups, steps = _grouped(masked, numbers)
         absorbed += [*casts, *steps]
         numbers, casts = strip_casts(compared)
     scored, correction, steps = _corrected(numbers)
@@ -106,7 +114,7 @@ def match_choice(ids: Value) -> Choice:
         logits = value.args[0]
     if scores == "softmax" and reduced_dims(value) != (1,):
         reject("ROUTER_CHOICE", Stage.ACTIVATION, "the softmax is not over experts", value)
-    if not scored.is_whole or not logits.is_whole or len(logits.shape) != 2:
+    if not scored.is_whole or len(logits.shape) != 2 or logits != logits.value.whole.matrix:
         reject("ROUTER_CHOICE", Stage.ACTIVATION, f"{scored.value} is read in parts", scored)
     if groups is not None and correction is not None and not _fills_infinity(masked):
         message = "experts of other groups are given 0, and a corrected score may be less"
@@ -150,9 +158,14 @@ def _fills_infinity(masked: Value) -> bool:
     return is_filled(fill, -_INFINITY)
 
 
-def _grouped(masked: Value) -> tuple[View, Groups | None, tuple[Value, ...]]:
-    """(numbers before the mask, groups, values absorbed); raises Reject (ROUTER_GROUPS)."""
+def _grouped(masked: Value, flat: View) -> tuple[View, Groups | None, tuple[Value, ...]]:
+    """(numbers before the mask, groups, values absorbed); raises Reject (ROUTER_GROUPS).
+
+    flat: the masked numbers as [T, E], where they are [T, G, E / G].
+    """
     numbers, mask, inverted = _unmasked(masked)
+    numbers = masked.whole.of_operand(numbers).reshape(*flat.shape)
+    mask = mask and masked.whole.of_operand(mask).reshape(*flat.shape)
     found = None if mask is None else _mask_of_groups(mask, inverted)
     if found is None or not (_fills_infinity(masked) or is_filled(masked.args[2], 0.0)):
         message = f"{masked} leaves out experts, not in a way that is known"
@@ -195,14 +208,15 @@ def _mask_of_groups(mask: View, stays: bool) -> tuple[Value, int, list[Value]] |
         absorbed.append(value)
         mask = value.args[0].through(mask.effect)
     groups = value.shape[-1]
-    if not stays or len(value.shape) != 2 or not isinstance(groups, int):
+    mark = int(stays)  # ones among zeros mark what stays, zeros among ones what goes
+    if len(value.shape) != 2 or not isinstance(groups, int):
         return None
     tokens, experts = mask.shape
     size = effects.divides(groups, experts)
     if size is None:
         return None
     wide = value.whole.unsqueeze(2).expand(tokens, groups, size).reshape(tokens, experts)
-    ids = scattered_ones(value)
+    ids = scattered_ones(value, mark)
     if wide != mask or ids is None or not ids.is_whole:
         return None
     zeros = value.args[0]

@@ -9,21 +9,33 @@ from typing import Any
 import torch
 
 from tilewright.patterns import effects
-from tilewright.patterns.dataflow import Dataflow, Value, View
-from tilewright.patterns.moe.layer import cast_back, contracted, refuse_combine, refuse_sum
+from tilewright.patterns.dataflow import Computed, Dataflow, Value, View
+from tilewright.patterns.moe.layer import (
+    added_to,
+    cast_back,
+    contracted,
+    refuse_combine,
+    refuse_sum,
+)
 from tilewright.patterns.moe.sentinels import is_row_mask
 from tilewright.patterns.recognise.grouped_gemm import ExpertGemm
 from tilewright.patterns.recognise.norm import is_float_cast, strip_casts
 from tilewright.patterns.recognise.routing import (
     Order,
-    added_rows,
+    by_cell,
     flat,
     gathered,
     match_inverse,
     match_rows,
     per_row,
+    rows_added_to,
 )
-from tilewright.patterns.recognise.steps import is_filled, keeps_dim, reduced_dims
+from tilewright.patterns.recognise.steps import (
+    constant_factor,
+    is_filled,
+    keeps_dim,
+    reduced_dims,
+)
 
 # They read a tensor's shape, not its elements.
 SHAPED_LIKE = ("aten.empty_like", "aten.zeros_like")
@@ -33,15 +45,17 @@ _PRODUCTS = ("aten.einsum", "aten.bmm", "aten.matmul")
 @dataclass(frozen=True)
 class Combine:
     """What lies between the down GEMM's rows and the tokens. weights: expert weights [T, S]; None
-    where the rows were weighed before.
+    where the rows were weighed before, and `factor` is what all of them are multiplied by.
 
-    end: the result [T, H].
+    end: the result [T, H]. added: what the sum is added to; None for zeros.
     """
 
-    weights: View | None
+    weights: View | Computed | None
     num_slots: Any
     end: Value
     absorbed: tuple[Value, ...]
+    added: View | None = None
+    factor: float = 1.0
 
 
 def match_combine(
@@ -51,7 +65,8 @@ def match_combine(
 
     weighed: the rows were weighed before the experts, and are not again.
     """
-    value, weights, absorbed = down.end, None, []
+    value, absorbed, factor = down.end, list[Value](), 1.0
+    weights: View | Computed | None = None
     in_token_order = order.permutation is None
     matrix = effects.product(order.ids.shape), down.weight.shape[1]
     dtype = down.x.value.dtype
@@ -68,15 +83,17 @@ def match_combine(
         if in_token_order and weights is None and user.op in _PRODUCTS:
             weights = contracted(user, value, roles)
             if weights is not None:
-                return _finish(flow, user, weights, num_slots, absorbed, dtype)
+                found = _finish(flow, user, weights, num_slots, absorbed, dtype)
+                return times(found, factor)
             break
-        unchanged = user.op == "aten.clone" or is_float_cast(user)
+        scaled = constant_factor(user)
+        unchanged = user.op == "aten.clone" or is_float_cast(user) or scaled is not None
         unchanged |= is_row_mask(user) and not in_token_order
         steps = unchanged or user.op == "aten.mul"
         if steps and not _keeps_rows(user, value, matrix):
             break
         if unchanged:
-            value = user
+            value, factor = user, factor * (1.0 if scaled is None else scaled[1])
         elif user.op == "aten.mul" and weights is None and not weighed:
             weights = _weights(user, value, order, num_slots, in_token_order)
             if weights is None:
@@ -88,7 +105,8 @@ def match_combine(
         elif (in_token_order and _sums_slots(user, value, num_slots)) or _adds_rows(
             user, value, replace(order, permutation=None) if in_token_order else order, num_slots
         ):
-            return _finish(flow, user, weights, num_slots, absorbed, dtype, weighed)
+            found = _finish(flow, user, weights, num_slots, absorbed, dtype, weighed)
+            return times(found, factor)
         else:
             break
     refuse_combine(absorbed[-1] if absorbed else None, down.end)
@@ -112,7 +130,7 @@ def _is_matrix(view: View, matrix: tuple[Any, Any]) -> bool:
 def _finish(
     flow: Dataflow,
     end: Value,
-    weights: View | None,
+    weights: View | Computed | None,
     num_slots: Any,
     absorbed: list[Value],
     dtype: torch.dtype,
@@ -121,11 +139,22 @@ def _finish(
     """With the cast back to the activation's dtype, where one is the only reader."""
     if weights is None and not weighed:
         refuse_sum("the experts' results are summed without weights", end)
+    added = rows_added_to(end)
     *_, end = ends = cast_back(flow, end, dtype)
     if end.store is not None:
         message = "the sum is in memory that was written in place, under more than one name"
         refuse_sum(message, end, hint="use index_add instead of index_add_")
-    return Combine(weights, num_slots, end, (*absorbed, *ends))
+    base = None if added is None else added_to(added[0], ends, absorbed)
+    return Combine(weights, num_slots, end, (*absorbed, *ends), base)
+
+
+def times(found: Combine, factor: float) -> Combine:
+    """The combine of results that are multiplied by a number besides: weights in float32, so that
+    their product is rounded no more than the results' was."""
+    if found.weights is None or factor == 1.0:
+        return replace(found, factor=factor)
+    wide = Computed("to", (found.weights, torch.float32))
+    return replace(found, weights=Computed("mul", (wide, factor)))
 
 
 def _only_user(flow: Dataflow, value: Value) -> Value | None:
@@ -138,25 +167,34 @@ def _only_user(flow: Dataflow, value: Value) -> Value | None:
 
 def _weights(
     product: Value, value: Value, order: Order, num_slots: Any, in_token_order: bool
-) -> View | None:
+) -> View | Computed | None:
     """Expert weights [T, S] of value * weight."""
     if len(product.operands) != 2:
         return None
     weight = next((v for v in product.operands if v.value is not value), None)
     if weight is None:
         return None
-    weight, _ = strip_casts(weight)
     if in_token_order:
-        return _by_token(per_row(weight), num_slots)
-    column = per_row(weight)
+        return _by_token(per_row(strip_casts(weight)[0]), num_slots)
+    return weights_in_order(weight, order, num_slots)
+
+
+def weights_in_order(weight: View, order: Order, num_slots: Any) -> View | Computed | None:
+    """Expert weights [T, S] of a number for each row, in order."""
+    column = per_row(strip_casts(weight)[0])
     if column is None:
         return None
-    column = flat(column)
-    base, _ = strip_casts(column)
-    taken = gathered(base)
+    base, _ = strip_casts(flat(column))
+    # A column [M, 1] is gathered as well as a list [M].
+    taken = gathered(base.value.whole) if base == flat(base.value.whole) else None
     if taken is None or taken[1] != order.permutation:
         return None
-    return _by_token(strip_casts(taken[0])[0], num_slots)
+    if order.cells is None:
+        return _by_token(strip_casts(taken[0])[0], num_slots)
+    scores = by_cell(taken[0])
+    if scores is None or scores.shape != order.cells.shape:
+        return None
+    return Computed("gather", (scores, 1, order.ids.reshape(scores.shape[0], num_slots)))
 
 
 def _by_token(view: View | None, num_slots: Any) -> View | None:
@@ -176,7 +214,7 @@ def _unpermuted(user: Value, value: Value, order: Order) -> list[Value] | None:
     if taken is not None and taken[0] == value.whole and match_inverse(taken[1], order):
         return []
     store = user.store
-    if store is None or store.accumulate or store.memory.is_input:
+    if store is None or store.accumulate or store.memory.is_input or order.cells is not None:
         return None
     by_index = list(store.index.items()) == [(0, order.permutation)]
     whole = effects.is_identity(store.target, store.memory.shape)
@@ -197,12 +235,12 @@ def _sums_slots(user: Value, value: Value, num_slots: Any) -> bool:
 
 
 def _adds_rows(user: Value, value: Value, order: Order, num_slots: Any) -> bool:
-    """Whether `user` adds each row of value to its token, from zero."""
+    """Whether `user` adds each row of value to its token: from zero, where that is in place."""
     store = user.store
     if user.shape != (effects.divides(num_slots, value.shape[0]), value.shape[-1]):
         return False  # the sum has more rows than there are tokens
-    if (added := added_rows(user)) is not None:
-        index, source = added
+    if (added := rows_added_to(user)) is not None:
+        _, index, source = added
         column = per_row(index) if len(index.shape) == 2 else None
         if column is not None and index.shape != source.shape:
             return False  # a scatter of some columns alone

@@ -3,7 +3,7 @@ them, weights dense or of codes. Dimension letters: E experts, N outputs, K inpu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, NoReturn, TypeVar
 
@@ -19,6 +19,7 @@ from tilewright.patterns.recognise.gemm import named_product
 from tilewright.patterns.recognise.grouped_gemm import ExpertGemm
 from tilewright.patterns.recognise.linear import Columns
 from tilewright.patterns.recognise.norm import is_float_cast, strip_casts
+from tilewright.patterns.recognise.steps import is_filled
 
 register_code("EXPERT_ACTIVATION", "what lies between the two grouped GEMMs is no known activation")
 register_code("EXPERT_COMBINE", "the experts' results are not summed per token in a known way")
@@ -153,6 +154,22 @@ def cast_back(flow: Dataflow, end: Value, dtype: Any) -> tuple[Value, ...]:
         hint = "cast the sum back to the dtype of the tokens, and use that alone"
         refuse_sum(message, end, hint=hint)
     return end, user
+
+
+def added_to(base: View, ends: Sequence[Value], absorbed: Collection[Value]) -> View | None:
+    """What the experts' sum is added to, as `Result` takes it; None for zeros.
+
+    ends: the sum, cast or not. absorbed: what the op takes the place of. Raises Reject
+    (EXPERT_COMBINE) where it has another shape or dtype than the tokens have, or is the experts'.
+    """
+    if is_filled(base, 0):
+        return None
+    if base.value in absorbed:
+        refuse_combine(ends[0], base.value)
+    if len(ends) > 1 or base.shape != ends[0].shape or base.value.dtype != ends[0].dtype:
+        message = f"the experts' results are added to {base.value}, of another shape or dtype"
+        refuse_sum(message, ends[0], hint=_TO_ZEROS)
+    return base
 
 
 def contracted(product: Value, value: Value, roles: Callable[[View], str | None]) -> View | None:

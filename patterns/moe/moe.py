@@ -21,7 +21,13 @@ import torch
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Computed, Dataflow, Value, View, common_scope, upstream
 from tilewright.patterns.language import Match, Result, Stage, register, reject
-from tilewright.patterns.moe.combine import SHAPED_LIKE, Combine, match_combine
+from tilewright.patterns.moe.combine import (
+    SHAPED_LIKE,
+    Combine,
+    match_combine,
+    times,
+    weights_in_order,
+)
 from tilewright.patterns.moe.layer import Layer, first_gemm, refuse_activation, refuse_rows
 from tilewright.patterns.moe.loops import Loop, expert_loops, match_loop
 from tilewright.patterns.moe.order import RouteRows, check_groups, refuse_order, rows_in_order
@@ -48,7 +54,7 @@ from tilewright.patterns.recognise.grouped_gemm import (
     rows_of,
 )
 from tilewright.patterns.recognise.norm import strip_casts
-from tilewright.patterns.recognise.routing import Order, in_order
+from tilewright.patterns.recognise.routing import Order, flat, gathered, in_order, per_row
 
 # How many values the search goes back from a GEMM's rows to the GEMM before it.
 _REACH = 48
@@ -91,6 +97,8 @@ class Moe:
         down, coded = before_quantisation(down)
         activated, masked = unmasked(down.x)
         down = replace(down, absorbed=(*down.absorbed, *masked))
+        weighed = _weighed_inside(activated)
+        activated = activated if weighed is None else weighed.rows
         activation = match_activation(_whole_again(activated))
         if activation is None and holds_codes(down.x):
             refuse_format(down.x, "are quantised to eight bits in another way than the op does")
@@ -114,13 +122,50 @@ class Moe:
             # Quantised before the gather, maybe for other readers too: if not, it is dead code.
             x, gate_coded = tokens.source, True
         check_groups(layer.gemms, order)
-        combine = match_combine(flow, down, order, rows.num_slots, weighed=rows.weights is not None)
+        early_weights = rows.weights is not None or weighed is not None
+        combine = match_combine(flow, down, order, rows.num_slots, weighed=early_weights)
+        if weighed is not None:
+            if coded or gate_coded or rows.weights is not None:
+                refuse_activation(down.x)
+            combine = weighed.weigh(combine, down, order, rows.num_slots)
         arguments = layer.arguments()
         if coded or gate_coded:
             check_formats(coded, gate_coded, x, activated, arguments)
             arguments["activation_format"] = "fp8"
         layer.check_kernels(x, anchor)
         return _match(self, flow, anchor, replace(rows, x=x), layer, combine, arguments)
+
+
+@dataclass(frozen=True)
+class _Weighed:
+    """What enters the last GEMM where rows are weighed there: rows * factor, a number for each."""
+
+    rows: View
+    factor: View
+    absorbed: tuple[Value, ...]
+
+    def weigh(self, combine: Combine, down: ExpertGemm, order: Order, num_slots: Any) -> Combine:
+        """The combine with these weights; raises Reject where they are no routes' or where a bias
+        is added that they leave out."""
+        weights = weights_in_order(self.factor, order, num_slots)
+        if weights is None:
+            refuse_order(f"{self.factor.value} weighs the rows, not in their order", self.factor)
+        if down.bias is not None:
+            message = "the rows are weighed before the last GEMM, and its bias is not"
+            refuse_order(message, self.factor, hint="weigh the experts' results")
+        absorbed = (*combine.absorbed, *self.absorbed)
+        return times(replace(combine, weights=weights, absorbed=absorbed), combine.factor)
+
+
+def _weighed_inside(entering: View) -> _Weighed | None:
+    bare, casts = strip_casts(entering)
+    for rows, factor in bare.value.either_way if bare.value.op == "aten.mul" else ():
+        column = per_row(strip_casts(factor)[0])
+        taken = None if column is None else gathered(strip_casts(flat(column))[0].value.whole)
+        if bare.is_whole and taken is not None and rows.shape == bare.shape:
+            rows, more = strip_casts(rows)
+            return _Weighed(rows, factor, (*casts, bare.value, *more))
+    return None
 
 
 def _is_of_a_later_layer(value: Value, feeds: set[Value]) -> bool:
@@ -201,7 +246,7 @@ def _match(
             "expert_weights": _expert_weights(combine, ids, x),
             **arguments,
         },
-        results=(Result(combine.end, _in_shape_of(combine.end, tokens, x)),),
+        results=(Result(combine.end, _in_shape_of(combine.end, tokens, x), added=combine.added),),
         absorbed=tuple(sorted(absorbed.difference(scratch), key=lambda value: value.position)),
         scratch=scratch,
         facts=facts,
@@ -226,11 +271,11 @@ def _expert_ids(
 
 
 def _expert_weights(combine: Combine, ids: View, x: View) -> View | Computed:
-    """The expert_weights argument: ones where the rows were weighed before."""
+    """The expert_weights argument: ones, or a number, where the rows were weighed before."""
     if combine.weights is not None:
         return combine.weights
     options = (("dtype", torch.float32), ("device", x.value.device))
-    return Computed("full", (list(ids.shape), 1.0), options)
+    return Computed("full", (list(ids.shape), combine.factor), options)
 
 
 def _in_shape_of(end: Value, tokens: Any, x: View) -> effects.Effect:

@@ -28,6 +28,7 @@ from tilewright.patterns.dataflow import (
 from tilewright.patterns.language import Match, Result, Stage, register, register_code, reject
 from tilewright.patterns.moe.layer import (
     Layer,
+    added_to,
     cast_back,
     contracted,
     first_gemm,
@@ -39,9 +40,9 @@ from tilewright.patterns.moe.routes import chosen_experts
 from tilewright.patterns.recognise.activation import match_activation
 from tilewright.patterns.recognise.norm import is_float_cast, strip_casts
 from tilewright.patterns.recognise.routing import (
-    added_rows,
     counts_again,
     per_row,
+    rows_added_to,
     without_counting,
 )
 from tilewright.patterns.recognise.steps import keeps_dim, reduced_dims
@@ -61,11 +62,15 @@ _REACH = 48
 
 @dataclass(frozen=True)
 class Weighted:
-    """out [T, H] = the sum over experts. scores [T, E]; None: they were not seen on the way."""
+    """out [T, H] = the sum over experts. scores [T, E]; None: they were not seen on the way.
+
+    added: what the sum is added to; None for zeros.
+    """
 
     scores: View | None
     end: Value
     absorbed: tuple[Value, ...]
+    added: View | None = None
 
 
 @dataclass(frozen=True)
@@ -122,7 +127,9 @@ class MoeDense:
             op=self.op,
             anchor=anchor,
             arguments={**_routed(x, scores, ids, on_input), **arguments},
-            results=(Result(weighted.end, effects.identity(weighted.end.shape)),),
+            results=(
+                Result(weighted.end, effects.identity(weighted.end.shape), added=weighted.added),
+            ),
             absorbed=tuple(dict.fromkeys(absorbed)),
             facts=layer.facts(x, ids.shape[1], weights, weighs=weighs),
             scope=common_scope(gate.end.scope, anchor.scope),
@@ -183,11 +190,11 @@ def _weighted(flow: Dataflow, down: DenseGemm) -> Weighted:
 
 
 def _adds_experts(user: Value, value: Value, roles: str) -> bool:
-    """Whether `user` adds the rows of every expert, [E * T, H], to the tokens, from zero."""
-    added = added_rows(user)
+    """Whether `user` adds the rows of every expert, [E * T, H], to the tokens."""
+    added = rows_added_to(user)
     if added is None:
         return False
-    index, source = added
+    _, index, source = added
     rows = value.whole.permute(*(roles.index(role) for role in "eth"))
     by_row = per_row(index) if len(index.shape) == 2 else None
     return counts_again(by_row or index) == user.shape[0] and source == rows.matrix
@@ -203,8 +210,10 @@ def _finish(
 ) -> Weighted:
     if order != "th" or len(end.shape) != 2:
         reject("EXPERT_COMBINE", Stage.GUARDS, f"the sum {end} is not [tokens, hidden]", end)
+    added = rows_added_to(end)
     ends = cast_back(flow, end, dtype)
-    return Weighted(scores, ends[-1], (*absorbed, *ends))
+    base = None if added is None else added_to(added[0], ends, absorbed)
+    return Weighted(scores, ends[-1], (*absorbed, *ends), base)
 
 
 def _scores(product: Value, value: Value, order: str) -> View | None:
@@ -215,7 +224,8 @@ def _scores(product: Value, value: Value, order: str) -> View | None:
         return None
     wide = product.whole.of_operand(strip_casts(other)[0])
     dims = dict(zip(order, wide.effect.dims, strict=True))
-    if any(a.axis is not None for a in dims["h"]) or not dims["e"] or not dims["t"]:
+    one = wide.shape[order.index("t")] == 1
+    if any(a.axis is not None for a in dims["h"]) or not dims["e"] or not (dims["t"] or one):
         return None
     return wide.with_dims(dims["t"], dims["e"])
 
@@ -233,8 +243,7 @@ def _tokens(gate: DenseGemm, weighted: Weighted) -> tuple[View, View, bool]:
     if weighted.scores is None and product.op == "aten.mul" and len(product.operands) == 2:
         for a, b in product.either_way:
             x, by = without_counting(gate.x.of_operand(a)), gate.x.of_operand(b)
-            over = [all(atom.axis is None for atom in dim) for dim in x.effect.dims]
-            repeats = [all(atom.axis is None for atom in dim) for dim in by.effect.dims]
+            over, repeats = _repeats(x), _repeats(by)
             if over == [True, False, False] and repeats == [False, False, True]:
                 e, t, _ = by.effect.dims
                 x = x.with_dims(*x.effect.dims[1:])
@@ -244,6 +253,13 @@ def _tokens(gate: DenseGemm, weighted: Weighted) -> tuple[View, View, bool]:
     )
     hint = "capacity buffers and dispatch masks are not fused: sort the routes by expert"
     reject("EXPERT_SCORES", Stage.GUARDS, message, gate.x, hint=hint)
+
+
+def _repeats(view: View) -> list[bool]:
+    """Which dimensions of a view [E, T, n] only repeat; one token does not."""
+    one = view.shape[1] == 1
+    found = [all(atom.axis is None for atom in dim) for dim in view.effect.dims]
+    return [found[0], found[1] and not one, found[2]]
 
 
 def _routed(x: View, scores: View, ids: View, on_input: bool) -> dict[str, Any]:

@@ -77,6 +77,7 @@ def _weighed(product: Value, rows: RouteRows, by_route: View) -> RouteRows:
     """Rows that are multiplied by a number for each route, in order, before the experts."""
     taken = gathered(by_route)
     one_each = rows.num_slots == 1 and product.dtype == rows.x.value.dtype
+    one_each &= rows.order.cells is None
     if not one_each or taken is None or taken[1] != rows.order.permutation:
         message = f"{product} weighs the rows before the experts; one expert of each token may"
         hint = "weigh the experts' results (torchtitan: score_before_experts=False)"

@@ -113,7 +113,11 @@ def roles_through(view: View, roles: Sequence[str]) -> str | None:
     if view.effect.start != (0,) * len(roles) or len(view.effect.dims) != len(roles):
         return None
     found = []
+    ones = [axis for axis, size in enumerate(view.value.shape) if size == 1]
     for dim in view.effect.dims:
+        if dim == () and len(ones) == 1:  # one token
+            found.append(roles[ones[0]])
+            continue
         axis = dim[0].axis if len(dim) == 1 else None
         if axis is None or dim[0].length != view.value.shape[axis] or dim[0].step != 1:
             return None

@@ -18,9 +18,17 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from tilewright.patterns.dataflow import Dataflow, Value, View, is_in_package, upstream
+from tilewright.patterns.dataflow import (
+    Dataflow,
+    Value,
+    View,
+    calls_of,
+    is_in_package,
+    upstream,
+)
 from tilewright.patterns.language import Miss, Reject, Stage, register_code
 from tilewright.patterns.recognise.activation import match_activation
+from tilewright.patterns.recognise.grouped_gemm import is_expert_gemm, routes_of
 from tilewright.patterns.recognise.linear import match_columns
 from tilewright.patterns.recognise.norm import strip_casts
 
@@ -75,22 +83,40 @@ def _loops(flow: Dataflow, captured: frozenset[fx.Node]) -> Refused | None:
     """What shows that a graph was cut before a loop over experts, or holds one."""
     values = [v for v in flow.values if v.node not in captured]
     prepared = [v for v in values if v.op in _PREPARED and _of_experts(v) and _by_ids(v)]
+    multiplied = _choices_of_gemms(flow) if prepared else frozenset()
+    prepared = [v for v in prepared if multiplied.isdisjoint(_choices(v, _NEAR))]
     found = [v for v in prepared if _finds_tokens(v) or _leaves(v, flow)]
     alone = [v for v in flow.values if _is_lone_expert(v) and _of_experts(v)]
     found += alone if len(alone) == 1 else []
     if not found:
         return None
+    whole = all(map(_finds_tokens, found))
     return Refused(
         tuple(found),
         "EXPERT_LOOP",
-        "the experts run in a Python loop over the tokens that each of them gets: their products "
-        "are in no graph, or each in one of its own",
+        "a loop over experts was captured, but it does not add each expert's results to the rows "
+        "of its tokens, one expert after the other"
+        if whole
+        else "the experts run in a Python loop over the tokens that each of them gets: their "
+        "products are in no graph, or each in one of its own",
         "experts_implementation='grouped_mm' (model.set_experts_implementation)"
         if any(is_in_package(v.node, "transformers") for v in found)
         else "sort the routes by expert and multiply with torch._grouped_mm (or gather "
         "weights[expert_ids] for torch.bmm); torch._dynamo.config.capture_dynamic_output_shape_ops "
         "makes one graph of a loop over all experts: fused where they are parts of one tensor",
     )
+
+
+def _choices(value: Value, reach: int) -> Iterator[Value]:
+    """The choices of experts that a value is computed from."""
+    return (item for item in upstream(value, reach) if item.op == "aten.topk")
+
+
+def _choices_of_gemms(flow: Dataflow) -> frozenset[Value]:
+    """The choices by which the graph itself multiplies with experts: what else it computes from
+    them, counts for statistics, prepares no loop."""
+    routes = (routes_of(v) for v in flow.values if is_expert_gemm(v))
+    return frozenset(c for view in routes if view for c in _choices(view.value, 4 * _NEAR))
 
 
 def _finds_tokens(value: Value) -> bool:
@@ -114,9 +140,15 @@ def _is_one_of_many(weight: View) -> bool:
     return stacked and len(weight.shape) == 2
 
 
+# How many of the innermost calls in the user's code are asked for their names.
+_CALLS = 2
+
+
 def _of_experts(value: Value) -> bool:
-    """Whether the user's code there has "expert" or "moe" in its names: enough for a message."""
-    words = (value.node.meta.get("stack_trace") or "").lower() + value.scope.lower()
+    """Whether the user's code there, its file or its module has "expert" or "moe" in its names:
+    enough for a message."""
+    named = calls_of(value.node.meta.get("stack_trace") or "")[-_CALLS:]
+    words = " ".join((*named, value.scope)).lower()
     return "expert" in words or "moe" in words
 
 

@@ -148,7 +148,7 @@ def _is_plain(gemm: Gemm, logits: View) -> bool:
     """Whether logits [T, E] are the whole product of plain numbers, features last."""
     plain = gemm.x_scale is None and gemm.weight_scale is None
     order = gemm.layout == effects.identity(gemm.shape)
-    return plain and order and logits == logits.value.whole and len(logits.shape) == 2
+    return plain and order and logits == logits.value.whole.matrix and len(logits.shape) == 2
 
 
 def _escapes(flow: Dataflow, steps: tuple[Value, ...], absorbed: set[Value]) -> bool:

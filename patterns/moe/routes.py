@@ -15,7 +15,7 @@ from typing import Any
 
 from tilewright.patterns.dataflow import Value, View
 from tilewright.patterns.recognise.routing import (
-    is_top_indices,
+    is_distinct,
     scattered_into,
     strip_integer_casts,
 )
@@ -31,14 +31,7 @@ def chosen_experts(scores: View) -> View | None:
     """ids [T, S], distinct for each token, outside of which scores [T, E] are zero; None where that
     is not known."""
     ids = _outside(scores, 0.0)
-    return ids if ids is not None and _are_distinct(ids) else None
-
-
-def _are_distinct(ids: View) -> bool:
-    """Whether no token names an expert twice: the indices of a top-k of its scores."""
-    if ids.shape[-1] == 1:
-        return True
-    return ids.is_whole and is_top_indices(ids.value)
+    return ids if ids is not None and is_distinct(ids) else None
 
 
 def _outside(view: View, number: float) -> View | None:

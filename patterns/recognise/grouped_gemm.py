@@ -7,14 +7,19 @@ einsum("tk, tsnk -> tsn", x, weight[experts [T, S]])          with M = T * S rou
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Dataflow, Value, View
 from tilewright.patterns.recognise.gemm import Side, named_product
 from tilewright.patterns.recognise.linear import Columns, columns_along
 from tilewright.patterns.recognise.norm import strip_casts
-from tilewright.patterns.recognise.routing import flat, gathered, strip_integer_casts
+from tilewright.patterns.recognise.routing import (
+    flat,
+    gathered,
+    holds_counts,
+    strip_integer_casts,
+)
 
 _GROUPED = "aten._grouped_mm"
 _BATCHED = ("aten.bmm", "aten.einsum", "aten.matmul")
@@ -176,6 +181,10 @@ def _with_bias(gemm: ExpertGemm, add: Value, value: Value) -> ExpertGemm | None:
         return None
     other, casts = strip_casts(others[0])
     taken = gathered(other)
+    repeated = _repeated_bias(other, gemm)
+    if repeated is not None and add.shape == own[0].shape == other.shape:
+        absorbed = (*gemm.absorbed, add, other.value, *casts)
+        return replace(gemm, bias=repeated, end=add, column_axis=1, absorbed=absorbed)
     if taken is None or len(taken[0].shape) != 2 or not add.shape == own[0].shape == other.shape:
         return None
     absorbed = (*gemm.absorbed, add, other.value, *casts)
@@ -184,3 +193,35 @@ def _with_bias(gemm: ExpertGemm, add: Value, value: Value) -> ExpertGemm | None:
         gemm.x, gemm.weight, taken[0], index, gemm.ends, gemm.experts, add, len(add.shape) - 1,
         absorbed,
     )  # fmt: skip
+
+
+def _repeated_bias(view: View, gemm: ExpertGemm) -> View | None:
+    """bias [E, N] of rows in groups, each expert's repeated for the rows that end at its own end:
+
+    repeat_interleave(bias, counts), or of cat(bias, zeros), cat(counts, what is left of rows)
+    """
+    value, ends = view.value, None if gemm.ends is None else gemm.ends.value
+    if value.op != "aten.repeat_interleave" or not view.is_whole or value.argument(2, "dim") != 0:
+        return None
+    bias, repeats = value.args[0], strip_integer_casts(value.args[1])
+    if repeats.value.op == "cast" and holds_counts(repeats.value.args[0].value):
+        repeats = repeats.value.args[0].through(repeats.effect)
+    if ends is None or ends.op != "aten.cumsum" or not gemm.ends or not gemm.ends.is_whole:
+        return None
+    counts = strip_integer_casts(ends.args[0])
+    if strip_integer_casts(repeats) != counts:
+        pair = _joined(bias), _joined(repeats)
+        if pair[0] is None or pair[1] is None or strip_integer_casts(pair[1]) != counts:
+            return None
+        bias = pair[0]
+    stored = isinstance(bias, View) and bias.shape == gemm.weight.shape[:2]
+    return strip_casts(bias)[0] if stored else None
+
+
+def _joined(view: View) -> View | None:
+    """The first of two tensors that are joined along their first dimension, the second of one."""
+    value = view.value
+    if value.op != "aten.cat" or not view.is_whole or value.argument(1, "dim", 0) != 0:
+        return None
+    parts = value.args[0]
+    return parts[0] if len(parts) == 2 and parts[1].shape[:1] == (1,) else None

@@ -29,10 +29,13 @@ class Order:
 
     permutation: [T * S], the route at each place of the order; None: the routes' own order.
     ids: the experts, [T * S] by route.
+    cells: a map [T, E] of routes. Then `permutation` numbers its true cells by expert, e * T + t,
+    and no routes.
     """
 
     permutation: View | None
     ids: View
+    cells: View | None = None
 
 
 def flat(view: View) -> View:
@@ -85,6 +88,11 @@ def _counts(dtype: torch.dtype) -> bool:
     return dtype in (*_INDICES, torch.float32, torch.float64)
 
 
+def holds_counts(value: Value) -> bool:
+    """Whether a value keeps counts of routes, whole numbers, as they are."""
+    return _counts(value.dtype)
+
+
 def _end_of(value: Value) -> Size | None:
     """What all numbers of a value are below, none of them negative; None where not known."""
     if value.dtype == torch.bool or value.op == "aten.one_hot":
@@ -104,15 +112,56 @@ def is_top_indices(value: Value) -> bool:
     return value.op == "aten.topk" and value.kwargs.get("output") == 1 and last
 
 
+def is_distinct(ids: View) -> bool:
+    """Whether no token of ids [T, S] names an expert twice: they are the indices of a top-k."""
+    return ids.shape[-1] == 1 or (ids.is_whole and is_top_indices(ids.value))
+
+
 def match_order(view: View) -> Order | None:
     """The order whose permutation `view` is: the indices of a sort of the routes' experts."""
     view = strip_integer_casts(view)
     value = view.value
-    if value.op not in _ORDER_OUTPUTS or not view.is_whole or len(value.shape) != 1:
+    if value.op not in _ORDER_OUTPUTS or len(value.shape) != 1:
         return None
-    if value.kwargs.get("output") != _ORDER_OUTPUTS[value.op] or _descending(value):
+    if value.kwargs.get("output") != _ORDER_OUTPUTS[value.op]:
         return None
-    return Order(view, strip_integer_casts(value.args[0]))
+    if _descending(value):
+        return _order_of_cells(view)
+    return Order(view, strip_integer_casts(value.args[0])) if view.is_whole else None
+
+
+def _order_of_cells(view: View) -> Order | None:
+    """The order of a map [T, E] of routes: its cells by expert, of which a stable sort places the
+    true ones first, and of these T * S are taken, S different experts of each token."""
+    value = view.value
+    source = by_cell(value.args[0], of_ones=True)
+    ids = None if source is None else scattered_ones(source.value)
+    if source is None or ids is None or not is_distinct(ids) or not value.kwargs.get("stable"):
+        return None
+    routes = flat(ids)
+    if view != value.whole.narrow(0, 0, routes.shape[0]):
+        return None
+    return Order(view, routes, source)
+
+
+def by_cell(view: View, of_ones: bool = False) -> View | None:
+    """[T, E] of which a view [E * T] holds the cells by expert; None where it holds others.
+
+    Copies and casts between floating-point types are left out; of_ones: of zeros and ones, which
+    are those in any type, all casts.
+    """
+    while view.value.op == "aten.clone" or (
+        view.value.op == "cast" and _floats(view.value, of_ones)
+    ):
+        view = view.value.args[0].through(view.effect)
+    cells = view.value.whole
+    known = len(cells.shape) == 2 and view == flat(cells.permute(1, 0))
+    return cells if known else None
+
+
+def _floats(cast: Value, of_ones: bool) -> bool:
+    given: torch.dtype = cast.args[0].value.dtype
+    return of_ones or (given.is_floating_point and cast.dtype.is_floating_point)
 
 
 def _descending(value: Value) -> bool:
@@ -132,7 +181,11 @@ def experts_of(view: View, num_experts: Size | None = None) -> View:
     taken = gathered(view)
     if taken is not None:
         order = match_order(taken[1])
-        if order is not None and order.ids == strip_integer_casts(taken[0], num_experts):
+        if (
+            order is not None
+            and order.cells is None
+            and order.ids == strip_integer_casts(taken[0], num_experts)
+        ):
             return order.ids
     return view
 
@@ -193,7 +246,8 @@ def counts_again(view: View) -> Size | None:
     length = view.value.shape[0]
     atoms = [atom for atom in view.effect.dims[0] if atom.axis is not None]
     whole = atoms in ([Atom(0, 1, length)], [Atom(0, 1, length)][: length != 1])
-    return length if whole and view.effect.dims[0][-1:] == tuple(atoms) else None
+    again = length == 1 or view.effect.dims[0][-1:] == tuple(atoms)
+    return length if whole and again else None
 
 
 def match_rows(view: View, order: Order) -> Size | None:
@@ -202,6 +256,11 @@ def match_rows(view: View, order: Order) -> Size | None:
     value = view.value
     if order.permutation is None:
         return _tokens_of_routes(view)
+    if order.cells is not None:
+        tokens = order.cells.shape[0]
+        within = value.op == "aten.remainder" and view.is_whole
+        found = within and value.args[0] == order.permutation and value.args[1] == tokens
+        return effects.divides(tokens, order.ids.shape[0]) if found else None
     if view == strip_integer_casts(order.permutation):
         return 1  # a token of each route
     if value.op in _INTEGER_STEPS and view.is_whole and _floors(value):
@@ -243,7 +302,7 @@ def match_inverse(view: View, order: Order) -> bool:
     """Whether `view` is the inverse of the order's permutation."""
     view = strip_integer_casts(view)
     value = view.value
-    if not view.is_whole:
+    if not view.is_whole or order.cells is not None:
         return False
     if value.op in _ORDER_OUTPUTS and value.kwargs.get("output") == _ORDER_OUTPUTS[value.op]:
         return not _descending(value) and value.args[0] == order.permutation
@@ -341,18 +400,23 @@ def _along(view: View, dim: int) -> View | None:
 def _marked(inner: View) -> tuple[View, Size] | None:
     """The same of the sum over tokens of zeros [T, E] in which ones mark the experts of each: the
     indices of a topk, so that none is marked twice."""
+    while inner.value.op == "cast":  # ones and zeros are those in any type
+        inner = inner.value.args[0].through(inner.effect)
     ids = scattered_ones(inner.value)
     if ids is None or not inner.is_whole or not ids.is_whole or not is_top_indices(ids.value):
         return None
     return experts_of(flat(ids)), inner.shape[1]
 
 
-def scattered_ones(value: Value) -> View | None:
-    """ids [T, S] of zeros(T, E).scatter(1, ids, 1), also in place; None for another value."""
+def scattered_ones(value: Value, mark: int = 1) -> View | None:
+    """ids [T, S] of zeros(T, E).scatter(1, ids, 1), also in place; None for another value.
+
+    mark: 0 for ones(T, E).scatter(1, ids, 0).
+    """
     node = value.node
     given = node.kwargs.get("value", node.args[3] if len(node.args) > 3 else None)
-    replaces = node.kwargs.get("reduce") is None and is_filled(given, 1)
-    return scattered_into(value, 0.0) if replaces else None
+    replaces = node.kwargs.get("reduce") is None and is_filled(given, mark)
+    return scattered_into(value, 1.0 - mark) if replaces else None
 
 
 def scattered_into(value: Value, number: float) -> View | None:
@@ -368,7 +432,9 @@ def scattered_into(value: Value, number: float) -> View | None:
         return None
     if store.dtype != store.memory.dtype or value.node.args[:1] != (store.memory.root,):
         return None
-    return _into(value, value.args[0], 1, store.index[1], number)
+    ids = store.index[1]
+    one = value.shape[0] == 1 and len(ids.shape) == 1  # the write names a row's columns alone
+    return _into(value, value.args[0], 1, ids.unsqueeze(0) if one else ids, number)
 
 
 def _into(value: Value, base: Any, dim: Any, ids: Any, number: float) -> View | None:
@@ -389,14 +455,20 @@ def _added(value: Value) -> tuple[View, Size] | None:
 
 def added_rows(value: Value) -> tuple[View, View] | None:
     """(index, source) of an `index_add` or `scatter_add` of rows to zeros."""
+    added = rows_added_to(value)
+    return added[1:] if added is not None and is_filled(added[0], 0) else None
+
+
+def rows_added_to(value: Value) -> tuple[View, View, View] | None:
+    """(what they are added to, index, source) of an `index_add` or `scatter_add` of rows."""
     if value.op not in ("aten.index_add", "aten.scatter_add"):
         return None
     name = "source" if value.op == "aten.index_add" else "src"
     dim, index = value.argument(1, "dim"), value.argument(2, "index")
     source, times = value.argument(3, name), value.argument(4, "alpha", 1)
-    if dim != 0 or times != 1 or not is_filled(value.args[0], 0):
+    if dim != 0 or times != 1 or not isinstance(source, View):
         return None
-    return (index, source) if isinstance(source, View) else None
+    return value.args[0], index, source
 
 
 def _stored_ones(value: Value) -> tuple[View, Size] | None:

@@ -226,10 +226,49 @@ def rows_multiplied(x, d):
     return out.scatter_(0, AT[:, None].expand(-1, 8), d, reduce="multiply")
 
 
+def rows_added_to_a_product(x, d):
+    out = F.linear(x, W)
+    out.index_add_(0, AT, d)
+    return out
+
+
+def rows_put_back(x, d):
+    out = torch.zeros_like(d)
+    out[AT] += d
+    out[AT] += d
+    return out
+
+
+def rows_put_into_an_input(x, d):
+    d[AT] += x[:, :8]
+    return d
+
+
+def rows_put_beside_a_view(x, d):
+    out = torch.zeros_like(d)
+    first = out[0]
+    out[AT] += d
+    return first, out
+
+
+def rows_put_of_a_number(x, d):
+    out = torch.zeros_like(d)
+    out[AT] = 2.0
+    return out
+
+
+def rows_put_by_a_mask(x, d):
+    out = torch.zeros_like(d)
+    out[AT > 0] = d[:2]
+    return out
+
+
 @pytest.mark.parametrize(
     ("step", "sums"),
     [(rows_added, 2), (rows_added_to_an_input, 0), (rows_added_beside_a_view, 0),
-     (rows_multiplied, 0)],
+     (rows_multiplied, 0), (rows_added_to_a_product, 1), (rows_put_back, 4),
+     (rows_put_into_an_input, 1), (rows_put_beside_a_view, 1), (rows_put_of_a_number, 0),
+     (rows_put_by_a_mask, 0)],
 )  # fmt: skip
 def test_only_sums_of_rows_that_nobody_can_tell_apart_change(step, sums):
     x, d = torch.randn(3, 16), torch.randn(3, 8)

@@ -65,7 +65,7 @@ def two_layers(m, x):
 # --- all experts, tokens weighed before: Llama 4 --------------------------------------------------
 
 
-def scattered_back(m, x, slots=1):
+def scattered_back(m, x, slots=1, out=None):
     """As Meta's Llama 4: each token E times, weighed by sigmoid of its choice, added by scatter."""
     scores = F.linear(x, m.router)
     top, ids = torch.topk(scores, slots, dim=1)
@@ -78,7 +78,7 @@ def scattered_back(m, x, slots=1):
     rows = rows.view(EXPERTS, -1, HIDDEN)
     gate, up = torch.bmm(rows, m.gate.transpose(1, 2)), torch.bmm(rows, m.up.transpose(1, 2))
     routed = torch.bmm(F.silu(gate) * up, m.down.transpose(1, 2)).view(-1, HIDDEN)
-    out = torch.zeros_like(x)
+    out = torch.zeros_like(x) if out is None else out
     out.scatter_add_(0, index, routed)
     return out
 
@@ -181,6 +181,35 @@ def added_to_shared(m, x):
     return out
 
 
+def added_to_shared_of_all(m, x):
+    """The same where all experts are computed: as Meta's Llama 4 is published."""
+    return scattered_back(m, x, out=m.experts[0](x))
+
+
+def added_to_wider(m, x):
+    """The near miss: the shared expert's result is wider, and so is the sum."""
+    weights, ids = softmax_choice(m, x)
+    order = torch.argsort(ids.view(-1), stable=True)
+    counts = torch.histc(ids.view(-1).float(), bins=EXPERTS, min=0, max=EXPERTS)
+    y = swiglu(x[order // SLOTS], m, torch.cumsum(counts, 0, dtype=torch.int32))
+    y = y * weights.view(-1)[order][:, None].to(y.dtype)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    out = m.experts[0](x).to(wide).index_add(0, order // SLOTS, y.to(wide))
+    return out.to(x.dtype)
+
+
+def added_beside_a_view(m, x):
+    """Another name of the memory that is added to goes out: nothing may move there."""
+    weights, ids = softmax_choice(m, x)
+    order = torch.argsort(ids.view(-1), stable=True)
+    counts = torch.histc(ids.view(-1).float(), bins=EXPERTS, min=0, max=EXPERTS)
+    y = swiglu(x[order // SLOTS], m, torch.cumsum(counts, 0, dtype=torch.int32))
+    out = m.experts[0](x)
+    whole = out.view(-1)
+    out.index_add_(0, order // SLOTS, y * weights.view(-1)[order][:, None].to(y.dtype))
+    return out, whole
+
+
 def _by_route(m, x, slots, back):
     """As transformers 5.0's batched experts: rows by an index of tokens, added back by it."""
     weights, ids = softmax_choice(m, x, slots)
@@ -206,6 +235,18 @@ def added_by_route_top_one(m, x):
 def added_by_other_route(m, x):
     """The near miss: the rows go back to other tokens than they were taken of."""
     return _by_route(m, x, SLOTS, lambda token: token.flip(0))
+
+
+def columns_in_order(m, x):
+    """As transformers 5.0's grouped experts: weights are a column, put in order as the rows are."""
+    weights, ids = softmax_choice(m, x)
+    token = torch.arange(TOKENS).unsqueeze(1).expand(-1, SLOTS).reshape(-1)
+    ids = ids.reshape(-1)
+    perm = torch.argsort(ids)
+    counts = torch.histc(ids[perm].float(), bins=EXPERTS, min=0, max=EXPERTS - 1)
+    y = swiglu(x[token][perm], m, torch.cumsum(counts, 0, dtype=torch.int32))
+    y = (y * weights.reshape(-1, 1)[perm])[torch.argsort(perm)]
+    return y.view(TOKENS, SLOTS, HIDDEN).sum(dim=1).to(x.dtype)
 
 
 def sorted_and_added_by_route(m, x):
@@ -252,123 +293,72 @@ def mapped_rows(m, x):
     return out
 
 
-# --- activations ----------------------------------------------------------------------------------
+def _mapped_cells(m, x, inside=False, stable=True, mapped=lambda ids: ids):
+    logits = F.linear(x, m.router)
+    top, ids = torch.topk(logits, SLOTS, dim=1)
+    probs = torch.softmax(top, dim=-1, dtype=torch.promote_types(x.dtype, torch.float32))
+    spread = torch.zeros_like(logits).scatter(1, ids, probs.to(x.dtype))
+    routes = torch.zeros_like(logits).int().scatter(1, mapped(ids), 1).bool()
+    cells = routes.T.contiguous().reshape(-1).argsort(descending=True, stable=stable)
+    cells = cells[: TOKENS * SLOTS]
+    token = cells % TOKENS
+    by = spread.T.contiguous().reshape(-1)[cells].unsqueeze(-1)
+    rows, ends = x.index_select(0, token), torch.cumsum(routes.sum(0), 0, dtype=torch.int32)
+    gate, up = (multiplied(rows, w.transpose(1, 2), ends) for w in (m.gate, m.up))
+    h = F.silu(gate) * up
+    y = multiplied((h * by).to(h.dtype) if inside else h, m.down.transpose(1, 2), ends)
+    out = torch.zeros_like(x)
+    return out.scatter_add_(0, token.unsqueeze(1).expand(-1, HIDDEN), y if inside else y * by)
 
 
-def _clamped_once(gate, lin):
-    return gate.clamp(max=7.0), lin.clamp(min=-7.0, max=7.0)
+def mapped_cells(m, x):
+    """As Megatron: the true cells of a map [T, E], by expert, from a stable sort of all."""
+    return _mapped_cells(m, x)
 
 
-def _clamped(m, x, join, clamps=_clamped_once):
+def mapped_cells_weighed_inside(m, x):
+    """The same, the rows weighed before the last product."""
+    return _mapped_cells(m, x, inside=True)
+
+
+def mapped_cells_in_any_order(m, x):
+    """The near miss: nothing says that an expert's cells stay together."""
+    return _mapped_cells(m, x, stable=False)
+
+
+def mapped_cells_of_others(m, x):
+    """The near miss: a token may name an expert twice, which the map holds once."""
+    return _mapped_cells(m, x, mapped=lambda ids: ids // 2)
+
+
+# --- what stands around a mixture -----------------------------------------------------------------
+
+
+def scaled_results(m, x):
+    """Each expert's result is scaled besides."""
     weights, ids = softmax_choice(m, x)
     order = torch.argsort(ids.view(-1), stable=True)
     counts = torch.histc(ids.view(-1).float(), bins=EXPERTS, min=0, max=EXPERTS)
-    ends = torch.cumsum(counts, 0, dtype=torch.int32)
-    h = multiplied(x[order // SLOTS], m.gate_up, ends)
-    gate, lin = clamps(h[..., ::2], h[..., 1::2])
-    glu = gate * torch.sigmoid(1.702 * gate)
-    y = multiplied(join(glu, lin), m.down_t, ends)
+    y = swiglu(x[order // SLOTS], m, torch.cumsum(counts, 0, dtype=torch.int32))
+    y = y * weights.view(-1)[order][:, None].to(y.dtype) * 2.5
+    return torch.zeros_like(x).index_add(0, order // SLOTS, y)
+
+
+def scaled_channels(m, x):
+    """The near miss: by a number for each channel."""
+    weights, ids = softmax_choice(m, x)
+    order = torch.argsort(ids.view(-1), stable=True)
+    counts = torch.histc(ids.view(-1).float(), bins=EXPERTS, min=0, max=EXPERTS)
+    y = swiglu(x[order // SLOTS], m, torch.cumsum(counts, 0, dtype=torch.int32)) * m.router[0]
     y = y * weights.view(-1)[order][:, None].to(y.dtype)
     return torch.zeros_like(x).index_add(0, order // SLOTS, y)
 
 
-def added_product(m, x):
-    """As torchtitan's gpt-oss: addcmul(glu, glu, lin) is glu * (lin + 1)."""
-    return _clamped(m, x, lambda glu, lin: torch.addcmul(glu, glu, lin))
-
-
-def added_product_of_others(m, x):
-    """The near miss: glu * lin + lin."""
-    return _clamped(m, x, lambda glu, lin: torch.addcmul(lin, glu, lin))
-
-
-def clamped_twice(m, x):
-    """As gpt-oss's remote code: a bound at a time, and one of them again."""
-    return _clamped(
-        m,
-        x,
-        lambda glu, lin: glu * (lin + 1),
-        lambda gate, lin: (
-            gate.clamp(max=0.6).clamp(max=0.4),
-            lin.clamp(min=-0.4).clamp(max=0.4),
-        ),
-    )
-
-
-def clamped_twice_unlike(m, x):
-    """The near miss: the smaller bound is the gate's."""
-    return _clamped(
-        m,
-        x,
-        lambda glu, lin: glu * (lin + 1),
-        lambda gate, lin: (gate.clamp(max=0.6).clamp(max=0.4), lin.clamp(-0.6, 0.6)),
-    )
-
-
-def added_half_product(m, x):
-    """The near miss: glu + glu * lin / 2."""
-    return _clamped(m, x, lambda glu, lin: torch.addcmul(glu, glu, lin, value=0.5))
-
-
-def _clamped_silu(m, x, up_limit):
+def counted_for_statistics(m, x):
+    """The counts of the experts go out, too: no loop is prepared by that."""
     weights, ids = softmax_choice(m, x)
-    order = torch.argsort(ids.view(-1), stable=True)
     counts = torch.histc(ids.view(-1).float(), bins=EXPERTS, min=0, max=EXPERTS)
-    ends = torch.cumsum(counts, 0, dtype=torch.int32)
-    gate, up = multiplied(x[order // SLOTS], m.gate_up, ends).chunk(2, -1)
-    h = F.silu(gate.clamp(max=1.0)) * up.clamp(min=-up_limit, max=up_limit)
-    y = multiplied(h, m.down_t, ends) * weights.view(-1)[order][:, None].to(x.dtype)
-    return torch.zeros_like(x).index_add(0, order // SLOTS, y)
-
-
-def clamped_silu(m, x):
-    """As DeepSeek-V4: a plain SwiGLU of a gate clamped above and an up on both sides."""
-    return _clamped_silu(m, x, 1.0)
-
-
-def clamped_silu_unlike(m, x):
-    """The near miss: two limits."""
-    return _clamped_silu(m, x, 0.5)
-
-
-# --- loops ----------------------------------------------------------------------------------------
-
-
-def loop_over_hits(m, x):
-    """As transformers' eager experts."""
-    weights, ids = softmax_choice(m, x)
-    out = torch.zeros_like(x)
-    expert_mask = F.one_hot(ids, EXPERTS).permute(2, 1, 0)
-    expert_hit = (expert_mask.sum((-1, -2)) > 0).nonzero()
-    for e in expert_hit:
-        slot, token = torch.where(expert_mask[e[0]])
-        y = m.expert(x[token], e[0]) * weights[token, slot, None]
-        out.index_add_(0, token, y.to(out.dtype))
-    return out
-
-
-def moe_loop_over_modules(m, x):
-    """As Mistral's reference code."""
-    weights, ids = softmax_choice(m, x)
-    weights = weights.to(x.dtype)
-    results = torch.zeros_like(x)
-    for i, expert in enumerate(m.experts):
-        token, slot = torch.where(ids == i)
-        results[token] += weights[token, slot, None] * expert(x[token])
-    return results
-
-
-def moe_loop_over_counts(m, x):
-    """As DeepSeek's reference code."""
-    weights, ids = softmax_choice(m, x)
-    y = torch.zeros_like(x)
-    counts = torch.bincount(ids.flatten(), minlength=EXPERTS).tolist()
-    for i in range(EXPERTS):
-        if counts[i] == 0:
-            continue
-        token, slot = torch.where(ids == i)
-        y[token] += m.experts[i](x[token]) * weights[token, slot, None].to(x.dtype)
-    return y
+    return _sorted_experts(m, x, weights, ids, counts), F.one_hot(ids, EXPERTS).sum((0, 1))
 
 
 @dataclass(frozen=True)
@@ -376,17 +366,51 @@ class Style:
     step: Callable[..., Any]
 
 
+# --- routers -------------------------------------------------------------------------------------
+
+
+def _limited_groups(m, x, mask, fill):
+    scores = torch.sigmoid(F.linear(x, m.router).float())
+    grouped = (scores + m.router[:, 0].float()).unflatten(-1, (2, EXPERTS // 2))
+    best = grouped.topk(2, dim=-1)[0].sum(-1).topk(1, dim=-1, sorted=False)[1]
+    left = grouped.masked_fill(mask(best), fill).flatten(-2)
+    ids = torch.topk(left, SLOTS, dim=-1, sorted=False)[1]
+    weights = scores.gather(-1, ids)
+    weights = weights / (weights.sum(-1, keepdim=True) + 1e-20) * 2.5
+    counts = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, ids, True).sum(0)
+    return _sorted_experts(m, x, weights, ids, counts)
+
+
+def _others(best):
+    return torch.ones(TOKENS, 2, dtype=torch.bool).scatter_(-1, best, False).unsqueeze(-1)
+
+
+def limited_groups(m, x):
+    """As torchtitan and DeepSeek: scores by group [T, G, E / G], all but the best left out."""
+    return _limited_groups(m, x, _others, float("-inf"))
+
+
+def limited_groups_filled(m, x):
+    """The near miss: with 0, which is more than a corrected score may be."""
+    return _limited_groups(m, x, _others, 0.0)
+
+
+def limited_groups_turned(m, x):
+    """The near miss: the best groups are the ones that are left out."""
+    return _limited_groups(m, x, lambda best: ~_others(best), float("-inf"))
+
+
 STYLES = {
     step.__name__: Style(step)
     for step in (
         gathered_weights, two_layers, scattered_back, scattered_back_twice, counted_by_mask,
         counted_by_other_mask, counted_by_repeated_choice, sorted_scatter_back,
-        sorted_scatter_into, top_one_sigmoid, top_one_after, top_two_before,
-        added_to_shared, added_by_route, added_by_route_top_one, added_by_other_route,
-        sorted_and_added_by_route, mapped_rows, added_product, added_product_of_others,
-        added_half_product, clamped_twice, clamped_twice_unlike, clamped_silu,
-        clamped_silu_unlike, loop_over_hits,
-        moe_loop_over_modules, moe_loop_over_counts,
+        sorted_scatter_into, top_one_sigmoid, top_one_after, top_two_before, added_to_shared,
+        added_by_route, added_by_route_top_one, added_by_other_route, sorted_and_added_by_route,
+        mapped_rows, added_to_shared_of_all, added_to_wider, added_beside_a_view,
+        columns_in_order, mapped_cells, mapped_cells_weighed_inside, mapped_cells_in_any_order,
+        mapped_cells_of_others, scaled_results, scaled_channels, counted_for_statistics,
+        limited_groups, limited_groups_filled, limited_groups_turned,
     )
 }  # fmt: skip
 
@@ -427,12 +451,12 @@ class Mixture(nn.Module):
         return self.step(self, x)
 
 
-def build(name, dtype=torch.bfloat16):
+def build(name, dtype=torch.bfloat16, styles=STYLES):
     """(module, its arguments): seeded, so that the same call gives the same numbers."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape):
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
-    module = Mixture(STYLES[name], normal).eval()
+    module = Mixture(styles[name], normal).eval()
     return module, [normal(TOKENS, HIDDEN)]

@@ -6,12 +6,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.agreement import assert_no_worse, upcast
+from tests.agreement import assert_no_worse, flat, upcast
 from tests.found import matches_of, misses_of
-from tests.wild.mixtures import STYLES, build
+from tests.wild import expert_activations, expert_loops, mixtures
+from tests.wild.mixtures import build
 from tilewright.compiler import lower, reports
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+STYLES = mixtures.STYLES | expert_activations.STYLES
 
 #: Style -> how many mixtures of it are fused.
 FUSED = {
@@ -29,6 +32,17 @@ FUSED = {
     "added_product": 1,
     "clamped_silu": 1,
     "clamped_twice": 1,
+    "added_to_shared": 1,
+    "added_to_shared_of_all": 1,
+    "columns_in_order": 1,
+    "mapped_cells": 1,
+    "mapped_cells_weighed_inside": 1,
+    "biased_by_count": 1,
+    "scaled_results": 1,
+    "counted_for_statistics": 1,
+    "limited_groups": 1,
+    "limited_groups_filled": 1,
+    "limited_groups_turned": 1,
 }
 
 #: Style -> the code of what stands in the way, and words of its message or hint.
@@ -42,22 +56,56 @@ MISSED = {
     "added_half_product": ("EXPERT_ACTIVATION", "aten.addcmul"),
     "clamped_twice_unlike": ("EXPERT_ACTIVATION", "aten.mul"),
     "clamped_silu_unlike": ("EXPERT_ACTIVATION", "aten.clamp"),
-    "added_to_shared": ("EXPERT_COMBINE", "add the experts' results to zeros"),
+    "added_to_wider": ("EXPERT_COMBINE", "of another shape or dtype"),
+    "added_beside_a_view": ("EXPERT_COMBINE", "add the experts' results to zeros"),
+    "mapped_cells_in_any_order": ("EXPERT_ORDER", "not taken in the order of a sort"),
+    "mapped_cells_of_others": ("EXPERT_ORDER", "not taken in the order of a sort"),
+    "biased_by_other_count": ("EXPERT_ACTIVATION", "not a set of columns"),
+    "scaled_channels": ("EXPERT_COMBINE", "aten.mul"),
+}
+#: Of these, rows that they count once too few are never computed.
+UNCOUNTED = ["counted_by_repeated_choice", "mapped_cells_of_others"]
+
+#: Style -> why its router is not fused, or None where it is.
+ROUTERS = {
+    "limited_groups": None,
+    "limited_groups_filled": "a corrected score may be less",
+    "limited_groups_turned": "leaves out experts, not in a way that is known",
+    "counted_by_mask": None,
 }
 
-#: Styles that Dynamo does not capture whole.
-BROKEN = ["mapped_rows", "loop_over_hits", "moe_loop_over_modules", "moe_loop_over_counts"]
+#: Styles that Dynamo does not capture whole, with its settings as they are.
+BROKEN = ["mapped_rows"]
+LOOPS = ["loop_over_hits", "moe_loop_over_modules", "moe_loop_over_counts"]
+
+#: Loops that it captures with `capture_dynamic_output_shape_ops`.
+CAPTURED = ["moe_put_back", "moe_put_back_by_masks", "moe_added_by_one_hot", "moe_added_to_shared"]
+REFUSED = {
+    "moe_put_back_repeated": "names an expert twice",
+    "moe_put_back_by_other_number": "EXPERT_LOOP",
+    "moe_put_back_modules": "one parameter [E, N, K]",
+    "moe_added_modules": "one parameter [E, N, K]",
+}
 
 
-def check(name):
+def check(name, styles=STYLES, tokens=mixtures.TOKENS):
     """The report of a mixture that was no worse than eager."""
-    module, (x,) = build(name)
+    module, (x,) = build(name, styles=styles)
+    x = x[:tokens]
     with torch.no_grad():
         compiled = torch.compile(module, backend="tilewright", options={"inner": "eager"})
-        out, expected = compiled(x), module(x)
-        exact = upcast(module)(upcast(x))
-    assert_no_worse(out, expected, exact, name)
+        results = compiled(x), module(x), upcast(module)(upcast(x))
+    for out, expected, exact in zip(*map(flat, results), strict=True):
+        if expected.dtype.is_floating_point:
+            assert_no_worse(out, expected, exact, name)
+        else:
+            assert torch.equal(out, expected)
     return reports()[-1]
+
+
+def captured(name):
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        return check(name, expert_loops.STYLES)
 
 
 @pytest.mark.parametrize("name", FUSED)
@@ -67,10 +115,15 @@ def test_a_style_is_fused(name):
     assert misses_of(report, "fused_moe") == []
 
 
+@pytest.mark.parametrize("name", ["scattered_back", "added_to_shared_of_all"])
+def test_one_token_is_fused(name):
+    assert len(matches_of(check(name, tokens=1), "fused_moe")) == 1
+
+
 @pytest.mark.parametrize("name", MISSED)
 def test_a_miss_says_what_stands_in_the_way(name):
-    if name == "counted_by_repeated_choice":  # rows that it counts once too few are never computed
-        module, args = build(name)
+    if name in UNCOUNTED:
+        module, args = build(name, styles=STYLES)
         report = lower(module, tuple(args))
     else:
         report = check(name)
@@ -80,14 +133,66 @@ def test_a_miss_says_what_stands_in_the_way(name):
     assert words in f"{miss.message} {miss.hint}"
 
 
+@pytest.mark.parametrize("name", ROUTERS)
+def test_a_router_is_fused_or_says_why_not(name):
+    report = check(name)
+    misses = misses_of(report, "moe_router")
+    if ROUTERS[name] is None:
+        assert len(matches_of(report, "moe_router")) == 1
+        assert misses == []
+    else:
+        (miss,) = misses
+        assert ROUTERS[name] in miss.message
+
+
 @pytest.mark.parametrize("name", BROKEN)
+def test_a_graph_that_is_cut_is_told(name):
+    module, args = build(name, styles=STYLES)
+    assert misses_of(lower(module, tuple(args)), "fused_moe", "capture")
+
+
+@pytest.mark.parametrize("name", LOOPS)
 def test_a_loop_is_told_with_what_to_write_instead(name):
-    module, args = build(name)
+    module, args = build(name, styles=expert_loops.STYLES)
     missed = misses_of(lower(module, tuple(args)), "fused_moe", "capture")
     assert missed
-    if name != "mapped_rows":
-        assert all("_grouped_mm" in miss.hint for miss in missed), missed
+    assert all("_grouped_mm" in miss.hint for miss in missed), missed
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+def test_a_captured_loop_is_fused(name):
+    report = captured(name)
+    assert len(matches_of(report, "fused_moe")) == 1
+    assert misses_of(report, "fused_moe") == []
+
+
+def test_a_loop_that_is_cut_while_captured_is_told_with_what_to_write_instead():
+    """Over those that were hit, whose number is not known."""
+    module, args = build("loop_over_hits", styles=expert_loops.STYLES)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        missed = misses_of(lower(module, tuple(args)), "fused_moe", "capture")
+    assert any("_grouped_mm" in miss.hint for miss in missed if miss.code == "GRAPH_BREAK")
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_captured_loop_that_is_refused_says_why(name):
+    report = captured(name)
+    assert not matches_of(report, "fused_moe")
+    (miss,) = misses_of(report, "fused_moe")
+    assert miss.code == "EXPERT_LOOP"
+    assert REFUSED[name] in f"{miss.code} {miss.message} {miss.hint}"
+
+
+def test_nothing_of_a_fused_loop_waits_for_the_data():
+    module, args = build("moe_put_back", styles=expert_loops.STYLES)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        lowered = lower(module, tuple(args))
+    (graph,) = lowered.graphs
+    called = [str(node.target) for node in graph.after.graph.nodes]
+    assert any("fused_moe" in name for name in called)
+    assert not [name for name in called if "where" in name or "assert" in name]
 
 
 def test_every_style_is_asked_for():
-    assert sorted([*FUSED, *MISSED, *BROKEN]) == sorted(STYLES)
+    assert {*FUSED, *MISSED, *BROKEN} == set(STYLES)
+    assert {*LOOPS, *CAPTURED, *REFUSED} == set(expert_loops.STYLES)

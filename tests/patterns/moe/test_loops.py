@@ -130,6 +130,33 @@ def test_experts_that_are_not_in_the_stack_are_left_out():
     assert matches_of(captured(of_more_experts), "fused_moe")
 
 
+def test_counts_that_nothing_says_are_of_experts_are_no_loop():
+    """This file lies in a folder of that name, as a user's may."""
+    torch._dynamo.reset()
+
+    def best(x):
+        return torch.nn.functional.one_hot(x.topk(2, -1)[1], 4).sum((0, 1))
+
+    assert not misses_of(lower(best, (torch.randn(5, 4),)), "fused_moe")
+
+
+def test_a_count_that_is_asked_for_stays():
+    """How many tokens an expert has goes out: the loop is fused, and that is found out still."""
+    torch._dynamo.reset()
+    module, (x,) = build("where_each")
+    module.step = counted
+    with torch.no_grad(), torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(module, backend="tilewright", options={"inner": "eager"})
+        (out, found), (expected, exact) = compiled(x), module(x)
+    assert len(matches_of(reports()[-1], "fused_moe")) == 1
+    assert found.shape == exact.shape
+    torch.testing.assert_close(out, expected, rtol=2e-2, atol=2e-2)
+
+
+def counted(m, x, weights, ids):
+    return where_each(m, x, weights, ids), torch.where(ids == 1)[0]
+
+
 def test_transformers_are_told_their_own_setting():
     pytest.importorskip("transformers", reason="Hugging Face models need the extra [models]")
     from tests.compiler.test_hf_moe import built
