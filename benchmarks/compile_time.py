@@ -20,7 +20,6 @@ from tilewright.compiler.fuse import fuse
 from tilewright.compiler.options import Options
 from tilewright.tools.zoo import build_zoo_model
 
-
 MODEL = "llama3-70b"
 
 
