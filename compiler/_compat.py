@@ -481,10 +481,12 @@ def _is_quick(node: fx.Node) -> bool:
 
 
 def _is_plain_fake(held: Any) -> bool:
-    """Whether a value is a fake tensor that knows no more than its layout and device."""
-    if type(held) is not FakeTensor or held.constant is not None or is_symbolic(held):
+    """Whether a value is a fake tensor that knows no more than its layout, in numbers, and its
+    device."""
+    if type(held) is not FakeTensor or held.constant is not None:
         return False
-    return getattr(held, "real_tensor", None) is None
+    layout = *held.shape, *held.stride(), held.storage_offset()
+    return all(type(n) is int for n in layout) and getattr(held, "real_tensor", None) is None
 
 
 def _fake_like(like: Any, meta: torch.Tensor) -> torch.Tensor:
