@@ -16,7 +16,7 @@ from torch import fx
 
 from tilewright.compiler import _compat
 from tilewright.compiler.dataflow.spelling import CASTS, argument, name_of
-from tilewright.compiler.rewrite.strides import steps, unbacked
+from tilewright.compiler.rewrite.strides import same_steps, unbacked
 
 # What gives a number for each number, whatever the others are.
 _EACH = CASTS | {"add", "clamp", "div", "mul", "neg", "sub", "tanh"}
@@ -170,8 +170,7 @@ def _made(like: fx.Node, op: str, target: Any, args: Any, kwargs: Any) -> fx.Nod
 def _laid_out(made: fx.Node, selection: fx.Node, product: fx.Node) -> fx.Node:
     """The result with the strides of what was selected of the whole."""
     now, old = (node.meta["example_value"] for node in (made, selection))
-    symbolic = _compat.is_symbolic(old) or _compat.is_symbolic(product.meta["example_value"])
-    if not symbolic and steps(now) == steps(old):
+    if same_steps(now, old):
         return made
     sizes = [_size(made, dim) for dim in range(now.dim())]
     options = {"dtype": now.dtype, "device": now.device}
