@@ -1,10 +1,10 @@
 """What tilewright adds to Dynamo's own time, from 8 to 80 layers of Llama-3-70B on the meta device.
 
-    python benchmarks/compile_time.py [--layers 8 16 32 80]
+    python benchmarks/compile_time.py [--layers 8 16 32 80] [--model qwen3-30b-a3b --out DIR]
 
 Dynamo's time is from the call to the backend being called; ours is all of `fuse`: copy, view,
 match, rewrite, lint and the plans of the report. Needs no GPU. Results go to
-benchmarks/results/compile_time.json.
+benchmarks/results/compile_time.json; of another model of the zoo, say where.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from tilewright.compiler.fuse import fuse
 from tilewright.compiler.options import Options
 from tilewright.tools.zoo import build_zoo_model
 
+MODEL = "llama3-70b"
 
-def measure(layers: int) -> dict[str, float]:
+
+def measure(layers: int, model: str = MODEL) -> dict[str, float]:
     """Seconds of Dynamo, of our phases, and the sites fused, for one depth."""
     torch._dynamo.reset()
-    loaded = build_zoo_model("llama3-70b", layers=layers)
+    loaded = build_zoo_model(model, layers=layers)
     row: dict[str, float] = {"layers": layers}
     start = time.perf_counter()
 
@@ -48,11 +50,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, nargs="+", default=[8, 16, 32, 80])
     parser.add_argument("--out", type=Path, default=None, help="folder for the results")
+    parser.add_argument("--model", default=MODEL, help="of the zoo")
     given = parser.parse_args()
-    measure(2)  # imports and first-use costs are not what is measured
+    if given.model != MODEL and given.out is None:
+        parser.error("--model: the results of another model need --out")
+    measure(2, given.model)  # imports and first-use costs are not what is measured
     rows = []
     for layers in given.layers:
-        rows.append(measure(layers))
+        rows.append(measure(layers, given.model))
         r = rows[-1]
         print(
             f"{layers:3} layers {r['nodes']:5} nodes  Dynamo {r['dynamo_s']:6.2f} s  "

@@ -505,19 +505,19 @@ def _is_quick(node: fx.Node) -> bool:
     """Whether a node calls a method of _QUICK on a fake tensor without symbols."""
     if node.op != "call_method" or node.target not in _QUICK or len(node.all_input_nodes) != 1:
         return False
-    held = node.all_input_nodes[0].meta.get("example_value")
-    if node.kwargs or node.args[0] is not node.all_input_nodes[0]:
-        return False
-    if not isinstance(held, torch.Tensor) or not _is_plain_fake(held):
+    held: Any = node.all_input_nodes[0].meta.get("example_value")
+    if node.kwargs or node.args[0] is not node.all_input_nodes[0] or not _is_plain_fake(held):
         return False
     return node.target != "reshape" or bool(held.is_contiguous())
 
 
 def _is_plain_fake(held: Any) -> bool:
-    """Whether a value is a fake tensor that knows no more than its layout and device."""
-    if type(held) is not FakeTensor or held.constant is not None or is_symbolic(held):
+    """Whether a value is a fake tensor that knows no more than its layout, in numbers, and its
+    device."""
+    if type(held) is not FakeTensor or held.constant is not None:
         return False
-    return getattr(held, "real_tensor", None) is None
+    layout = *held.shape, *held.stride(), held.storage_offset()
+    return all(type(n) is int for n in layout) and getattr(held, "real_tensor", None) is None
 
 
 def _fake_like(like: Any, meta: torch.Tensor) -> torch.Tensor:

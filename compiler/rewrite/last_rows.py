@@ -170,8 +170,7 @@ def _made(like: fx.Node, op: str, target: Any, args: Any, kwargs: Any) -> fx.Nod
 def _laid_out(made: fx.Node, selection: fx.Node, product: fx.Node) -> fx.Node:
     """The result with the strides of what was selected of the whole."""
     now, old = (node.meta["example_value"] for node in (made, selection))
-    symbolic = _compat.is_symbolic(old) or _compat.is_symbolic(product.meta["example_value"])
-    if not symbolic and same_steps(now, old):
+    if same_steps(now, old):
         return made
     sizes = [_size(made, dim) for dim in range(now.dim())]
     options = {"dtype": now.dtype, "device": now.device}

@@ -6,6 +6,11 @@ import pytest
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
 
 from tilewright.compiler import _compat
 
@@ -66,3 +71,16 @@ def test_what_is_made_again_has_memory_of_its_own():
     assert number == 3
     assert (again.shape, again.stride()) == (held.shape, held.stride())
     assert _compat.storage_keys(again) != _compat.storage_keys(held)
+
+
+def test_symbols_go_the_long_way_also_where_only_the_offset_has_one():
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC, DimDynamic.STATIC])
+    held = mode.from_tensor(torch.empty(5, 8), symbolic_context=context)
+    last = held[-1]
+    assert last.shape == (8,)
+    _, node = node_of("reshape", (2, 4))
+    for tensor in (held, last):
+        node.args[0].meta["example_value"] = tensor
+        assert not _compat._is_quick(node)
+    assert _compat.run_fake(node).shape == (2, 4)
