@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import _functional_collectives as functional
 
 Loaded = tuple[Any, tuple[Any, ...], dict[str, Any]]
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 8, 2, 64, 256
@@ -129,6 +131,20 @@ class OutputProjection(nn.Module):
         return residual + self.out(attended)
 
 
+class SharedLinear(nn.Module):
+    """all_reduce_residual_norm: each rank has a part of the linear's columns; the next layer reads
+    the norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Linear(INNER, HIDDEN, bias=False)
+        self.norm = nn.RMSNorm(HIDDEN)
+
+    def forward(self, x, residual):
+        total = residual + functional.all_reduce(self.down(x), "sum", dist.group.WORLD)
+        return total, self.norm(total)
+
+
 class LatentAttention(nn.Module):
     """mla_prefill: keys and values of every head made of one latent, one rope key for all."""
 
@@ -247,6 +263,11 @@ def linear_residual() -> Loaded:
     return _loaded(OutputProjection(), _floats(TOKENS, HIDDEN), _floats(TOKENS, HIDDEN))
 
 
+def all_reduce_residual_norm() -> Loaded:
+    """Needs the ranks of a process group."""
+    return _loaded(SharedLinear(), _floats(TOKENS, INNER), _floats(TOKENS, HIDDEN))
+
+
 def mla_prefill() -> Loaded:
     q, rope_keys = _floats(1, HEADS, TOKENS, NOPE + ROPE), _floats(1, TOKENS, ROPE)
     return _loaded(LatentAttention(), q, _floats(1, TOKENS, RANK), rope_keys)
@@ -285,6 +306,7 @@ FAMILIES = (
     cache_attention,
     linear_activation,
     linear_residual,
+    all_reduce_residual_norm,
     mla_prefill,
     mla_decode,
     mla_latent_store,

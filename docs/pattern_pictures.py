@@ -17,6 +17,7 @@ from torch import fx
 
 from tilewright.compiler import GraphReport, lower
 from tilewright.tools.graph_drawing import draw
+from tilewright.tools.sharding import one_rank_of
 
 PICTURES = Path(__file__).parent / "pictures"
 STYLE = (
@@ -29,10 +30,13 @@ Example = Callable[[], tuple[Any, tuple[Any, ...], dict[str, Any]]]
 
 
 def pictures(pattern: str, example: Example) -> dict[str, str]:
-    """File name to SVG. Raises ValueError where the example does not match."""
+    """File name to SVG, as the first of two ranks sees it. Raises ValueError where the example does
+    not match."""
     torch._dynamo.reset()
-    model, args, kwargs = example()
-    for graph in lower(model, args, kwargs).graphs:
+    with one_rank_of(2):
+        model, args, kwargs = example()
+        lowered = lower(model, args, kwargs)
+    for graph in lowered.graphs:
         if any(site.pattern == pattern for site in graph.matches):
             return {
                 f"{pattern}-before.svg": _picture(graph, graph.before, f"{pattern}: before"),

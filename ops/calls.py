@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from operator import attrgetter
 from typing import Any
@@ -11,8 +12,12 @@ import torch
 from torch.autograd import forward_ad
 
 from tilewright.ops.checks import ArgumentError, debug_values
-from tilewright.ops.fused_op import FusedOp, Lowering, OpCallable, machine_for
+from tilewright.ops.fused_op import FusedOp, Lowering, OpCallable, device_of, loaded
+from tilewright.ops.runtime.launch import machine_of
+from tilewright.ops.runtime.peers import RankFailedError
+from tilewright.ops.runtime.program import Machine, drive
 from tilewright.ops.runtime.recording import address_key
+from tilewright.ops.runtime.replay import repeat
 
 log = logging.getLogger("tilewright")
 
@@ -62,7 +67,7 @@ def implementation(op: FusedOp, device_type: str) -> OpCallable:
             _check_tensors_given(op, arguments)
             op.validate(arguments)
             emits = device_type == "cuda" and any(lowering.build for lowering in op.lowerings)
-            target = machine_for(arguments).target if emits else None
+            target = _machine(arguments).target if emits else None
             entry = _guarded(op, op.choose(device_type, arguments, target).lowering)
             _remember(entries, key, entry)
         if torch.is_grad_enabled() or forward_ad._current_level >= 0:
@@ -126,19 +131,40 @@ def _differentiated(tensor: torch.Tensor) -> bool:
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
 
 
+def _called(
+    lowering: Lowering, arguments: Any, args: Sequence[Any], kwargs: Mapping[str, Any], seen: bool
+) -> tuple[Any, OpCallable | None]:
+    """The result, and what makes the same call again. arguments: the record of args and kwargs.
+    seen: whether such a call was made before; it is not prepared to be made again otherwise."""
+    if lowering.build is not None:
+        machine = _machine(arguments)
+        steps = loaded(lowering.build)(arguments, machine.target)
+        program = drive(steps, machine, keep=None if seen else False)
+        return program.outcome.result, repeat(program, args, kwargs, machine)
+    if lowering.repeatable is None:
+        return loaded(lowering.entry)(*args, **kwargs), None
+    return loaded(lowering.repeatable)(*args, **kwargs)
+
+
+def _machine(arguments: Any) -> Machine:
+    """What launches for a call."""
+    return machine_of(device_of(arguments))
+
+
 def _guarded(op: FusedOp, lowering: Lowering) -> OpCallable:
-    """`lowering.call`; where it cannot be built or launched, the reference from then on, and a log.
+    """The lowering; where it cannot be built or launched, the reference from then on, and a log.
 
     The writes are pure stores, so what a failed attempt may have written is written again.
-    `TILEWRIGHT_DEBUG=1` lets the failure through, and so do running out of memory and bad values.
+    `TILEWRIGHT_DEBUG=1` lets the failure through, and so do running out of memory, bad values, and
+    what the other ranks of a group wait for.
     """
     failed: list[Exception] = []
 
     def run(arguments: Any, args: Any, kwargs: Any, seen: bool) -> Any:
         if not failed:
             try:
-                return lowering.call(arguments, args, kwargs, seen)
-            except (ArgumentError, torch.OutOfMemoryError):
+                return _called(lowering, arguments, args, kwargs, seen)
+            except (ArgumentError, RankFailedError, torch.OutOfMemoryError):
                 raise
             except Exception as error:
                 if debug_values() or lowering.name == "reference":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
 from typing import Any
@@ -13,9 +13,7 @@ import torch
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target, get_target
 from tilewright.ops.runtime.device import emits_for
-from tilewright.ops.runtime.launch import Machine, machine_of
 from tilewright.ops.runtime.program import Planner, Steps, drive
-from tilewright.ops.runtime.replay import repeat
 from tilewright.ops.schema import schema_of
 from tilewright.ops.tolerance import Tolerance
 
@@ -46,21 +44,6 @@ class Lowering:
     def __post_init__(self) -> None:
         if (self.entry is None) == (self.build is None):
             raise ValueError(f"lowering {self.name!r}: expected one of entry and build")
-
-    def call(
-        self, arguments: Any, args: Sequence[Any], kwargs: Mapping[str, Any], seen: bool = True
-    ) -> tuple[Any, OpCallable | None]:
-        """The result, and what makes the same call again. arguments: the record of args and
-        kwargs. seen: whether such a call was made before; it is not prepared to be made again
-        otherwise."""
-        if self.build is not None:
-            machine = machine_for(arguments)
-            steps = loaded(self.build)(arguments, machine.target)
-            program = drive(steps, machine, keep=None if seen else False)
-            return program.outcome.result, repeat(program, args, kwargs, machine)
-        if self.repeatable is None:
-            return loaded(self.entry)(*args, **kwargs), None
-        return loaded(self.repeatable)(*args, **kwargs)
 
 
 def _anything(arguments: Any) -> str | None:
@@ -242,11 +225,6 @@ def loaded(function: OpCallable | str | None) -> OpCallable:
 def device_of(arguments: Any) -> torch.device:
     """Where a call is: with its first tensor."""
     return next(tensor.device for _, tensor in tensors_of(arguments))
-
-
-def machine_for(arguments: Any) -> Machine:
-    """What launches for a call."""
-    return machine_of(device_of(arguments))
 
 
 def tensors_of(arguments: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -11,7 +11,7 @@ import torch
 
 from tilewright.codegen.build import load_interpreted
 from tilewright.codegen.targets import SM90, Target
-from tilewright.ops import fused_op
+from tilewright.ops import calls, fused_op
 from tilewright.ops.contract import FusedOp
 from tilewright.ops.runtime.program import (
     Buffer,
@@ -115,5 +115,5 @@ def interpreter(monkeypatch):
     """Ops run on CPU tensors as on a GPU, on the interpreter: `calls.implementation(op,
     "cuda")` finds it."""
     machine = Interpreter()
-    monkeypatch.setattr(fused_op, "machine_of", lambda device: machine)
+    monkeypatch.setattr(calls, "machine_of", lambda device: machine)
     return machine

@@ -14,7 +14,7 @@ from tilewright.codegen.targets import Target
 from tilewright.compiler import _compat
 from tilewright.compiler.dataflow.spelling import argument, shape_of
 from tilewright.compiler.rewrite.materialise import Materialiser
-from tilewright.compiler.rewrite.strides import steps, strides_matter
+from tilewright.compiler.rewrite.strides import same_steps, strides_matter
 from tilewright.compiler.safety.legality import insertion_node
 from tilewright.compiler.safety.lint import check_site
 from tilewright.ops.checks import ArgumentError
@@ -160,7 +160,7 @@ def _moved_and_written(
     for old, new in replacements:
         one, two = old.meta["example_value"], new.meta["example_value"]
         written = next(flow.writes_on(flow.storage_of(one)), None)
-        if written is not None and steps(one) != steps(two):
+        if written is not None and not same_steps(one, two):
             return old
     return None
 
@@ -168,7 +168,7 @@ def _moved_and_written(
 def _laid_out(old: fx.Node, new: fx.Node, materialiser: Materialiser) -> fx.Node:
     """The replacement of a node, copied where the graph can tell that it has other strides."""
     held, now = (node.meta["example_value"] for node in (old, new))
-    if steps(held) == steps(now) or not strides_matter(old, now, materialiser.flow):
+    if same_steps(held, now) or not strides_matter(old, now, materialiser.flow):
         return new
     if held.is_contiguous():
         return materialiser.call("contiguous", new)

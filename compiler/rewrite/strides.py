@@ -14,15 +14,23 @@ from torch import fx
 
 from tilewright.compiler import _compat
 from tilewright.compiler.dataflow.spelling import name_of, shape_of
+from tilewright.ops.checks import proven
 from tilewright.patterns.dataflow import Dataflow
 
 _READ = ("as_strided", "stride", "is_contiguous", "storage_offset", "data_ptr", "untyped_storage",
          "set_", "resize_", "triton_kernel_wrapper")  # fmt: skip
 
 
-def steps(tensor: torch.Tensor) -> list[Any]:
-    """The strides that matter: those of dimensions that have more than one element."""
-    return [s for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n != 1]
+def same_steps(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """Whether two tensors have the same strides that matter: those of dimensions that have, or of
+    which nobody knows that they have not, more than one element. Adds no guard."""
+    a, b = _steps(one), _steps(two)
+    return len(a) == len(b) and all(proven(x == y) for x, y in zip(a, b, strict=True))
+
+
+def _steps(tensor: torch.Tensor) -> list[Any]:
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return [stride for size, stride in pairs if not proven(size == 1)]
 
 
 def strides_matter(
@@ -50,7 +58,7 @@ def strides_matter(
             tensors = _compat.tensors_in(made)
             if _shares_otherwise(user, tensors, changed, flow):
                 return True
-            if any(steps(a) != steps(b) for a, b in zip(held, tensors, strict=True)):
+            if not all(same_steps(a, b) for a, b in zip(held, tensors, strict=True)):
                 changed[user] = made
                 front.append(user)
     return False

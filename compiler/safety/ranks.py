@@ -3,14 +3,17 @@
 A fused sum waits for the same kernel on every rank; beside a rank that calls the library's
 collective in its place it would wait for ever. So each rank says in the group's store what it
 compiled, and the first to know all (or to have waited in vain) says there what holds for all.
+While a rank compiles, it says so every few seconds: one that takes long is waited for, one that
+is gone or never comes is not.
 """
 
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +28,12 @@ from tilewright.ops.runtime.peers import group_named
 
 #: The pattern whose op the ranks run together.
 SHARED = "all_reduce_residual_norm"
-WAIT_S = 120.0
+#: How long a rank may say nothing: all go on without it then.
+WAIT_S = 20.0
+#: How long one that still compiles is waited for: as long as NCCL waits in a collective.
+COMPILING_S = 600.0
+#: How often one says that it compiles.
+BEAT_S = 4.0
 _LOOK_S = 0.05
 _UNFUSED = "unfused"
 
@@ -33,12 +41,22 @@ _UNFUSED = "unfused"
 @dataclass
 class RankSums:
     """What a group sums in one graph, the same on all its ranks. place: in the store. compiled: how
-    often this rank has. said: what held for all at last."""
+    often this rank has. said: what held for all at last. of: the group itself."""
 
     group: str
     place: str
+    of: Any
     compiled: int = 0
     said: str = ""
+
+    @property
+    def now(self) -> str:
+        """Where ranks speak of this compilation."""
+        return f"{self.place}/{self.compiled}"
+
+    def alive(self, rank: int) -> str:
+        """Where a rank counts that it still compiles."""
+        return f"{self.now}/alive/{rank}"
 
 
 # By place.
@@ -51,7 +69,8 @@ def compiling(gm: fx.GraphModule) -> Iterator[list[RankSums]]:
     need not wait for this one."""
     shared = _shared_of(gm.graph)
     try:
-        yield shared
+        with _telling(shared):
+            yield shared
     except BaseException:
         for one in shared:
             _decided(one, _UNFUSED)
@@ -60,16 +79,17 @@ def compiling(gm: fx.GraphModule) -> Iterator[list[RankSums]]:
 
 def disagreement(shared: Sequence[RankSums], report: GraphReport) -> str | None:
     """Why this rank must not run the sums over ranks that the report has fused; None where all
-    ranks have fused the same. Waits for ranks that have yet to compile, WAIT_S seconds at most.
+    ranks have fused the same. Waits for ranks that compile, COMPILING_S seconds at most, and
+    WAIT_S for one that says nothing.
 
     Raises RuntimeError where the others run them fused, and this rank cannot."""
     for one in shared:
         plan = _plan_of(report, one.group)
         one.said = _heard(one, plan) if plan else _decided(one, _UNFUSED)
-        if not plan and one.said != _UNFUSED:
+        if one.said not in (plan, _UNFUSED):
             raise RuntimeError(
-                f"the other ranks of group {one.group} sum with {SHARED}, and this one cannot: "
-                f"compile all of them with options={{'patterns': ['-{SHARED}']}}"
+                f"the other ranks of group {one.group} sum with {SHARED}, and this one cannot as "
+                f"they do: compile all of them with options={{'patterns': ['-{SHARED}']}}"
             )
         if plan and one.said != plan:
             return f"not all ranks of group {one.group} have compiled the same"
@@ -82,7 +102,9 @@ def _shared_of(graph: fx.Graph) -> list[RankSums]:
     for group, said in _sums(graph).items():
         text = "\n".join([str(_members(group)), *said])
         place = f"tilewright/{hashlib.sha256(text.encode()).hexdigest()[:16]}"
-        shared = _known.setdefault(place, RankSums(group, place))
+        shared, of = _known.get(place), group_named(group)
+        if shared is None or shared.of is not of:  # another group has the name by now
+            shared = _known[place] = RankSums(group, place, of)
         shared.compiled += 1
         found.append(shared)
     return found
@@ -126,24 +148,68 @@ def _plan_of(report: GraphReport, group: str) -> str:
 def _heard(shared: RankSums, plan: str) -> str:
     """What holds for all, once it is said. Where a rank does not come, this one may have been alone
     to compile again: then what held before holds still."""
-    store, place = _compat.store(), f"{shared.place}/{shared.compiled}"
-    votes = [f"{place}/{rank}" for rank in _members(shared.group)]
+    store, place = _compat.store(), shared.now
+    votes = {rank: f"{place}/{rank}" for rank in _members(shared.group)}
     store.set(f"{place}/{dist.get_rank()}", plan)
-    end = time.monotonic() + WAIT_S
+    silent = _silence(shared, votes)
     while not store.check([f"{place}/all"]):
-        if store.check(votes):
-            same = all(store.get(vote).decode() == plan for vote in votes)
+        if store.check(list(votes.values())):
+            same = all(store.get(vote).decode() == plan for vote in votes.values())
             return _decided(shared, plan if same else _UNFUSED)
-        if time.monotonic() > end:
+        if next(silent):
             return _decided(shared, plan if shared.said == plan else _UNFUSED)
         time.sleep(_LOOK_S)
     return _text(store.get(f"{place}/all"))
 
 
+def _silence(shared: RankSums, votes: dict[int, str]) -> Iterator[bool]:
+    """Whether a rank that has not said what it compiled says nothing at all for too long."""
+    store, started = _compat.store(), time.monotonic()
+    heard = dict.fromkeys(votes, (0, started))
+    looked, lost = started, False
+    while True:
+        now = time.monotonic()
+        if now - looked > min(1.0, WAIT_S / 4):
+            looked = now
+            for rank, vote in votes.items():
+                beats = store.add(shared.alive(rank), 0)
+                if beats != heard[rank][0] or store.check([vote]):
+                    heard[rank] = beats, now
+            lost = any(now - at > WAIT_S for _, at in heard.values())
+        yield lost or now - started > COMPILING_S
+
+
+@contextmanager
+def _telling(shared: Sequence[RankSums]) -> Iterator[None]:
+    """While the block runs, says every BEAT_S seconds that this rank compiles."""
+    if not shared:
+        yield
+        return
+    store, rank, done = _compat.store(), dist.get_rank(), threading.Event()
+
+    def tell() -> None:
+        while True:
+            for one in shared:
+                store.add(one.alive(rank), 1)
+            if done.wait(BEAT_S):
+                return
+
+    def until_it_is_gone() -> None:
+        with suppress(RuntimeError):  # the store, with the rank that keeps it
+            tell()
+
+    thread = threading.Thread(target=until_it_is_gone, name="tilewright-compiling", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join(BEAT_S)
+
+
 def _decided(shared: RankSums, what: str) -> str:
     """What holds for all: what was said first."""
-    place = f"{shared.place}/{shared.compiled}/all"
-    return _text(_compat.store().compare_set(place, "", what))
+    return _text(_compat.store().compare_set(f"{shared.now}/all", "", what))
 
 
 def _text(said: Any) -> str:

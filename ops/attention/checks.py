@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tilewright.ops.attention.mask_blocks import check_mask_blocks, check_mask_blocks_values
+from tilewright.ops.attention.block_lists import check_mask_blocks, check_mask_blocks_values
 from tilewright.ops.attention.masks import check_attn_mask, check_mask, lowest_hides
 from tilewright.ops.attention.positions import (
     check_runs,

@@ -29,8 +29,8 @@ from tilewright.codegen.attention.specs import (
     workspace_elements,
 )
 from tilewright.codegen.targets import Target
+from tilewright.ops.attention.block_lists import list_steps
 from tilewright.ops.attention.library import library_steps, library_wanted
-from tilewright.ops.attention.mask_blocks import list_steps
 from tilewright.ops.attention.masks import lowest_hides
 from tilewright.ops.attention.operands import RopePart, Values, cache_problem, cache_sizes
 from tilewright.ops.attention.positions import room

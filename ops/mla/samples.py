@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from tilewright.ops.attention import mask_blocks
+from tilewright.ops.attention import block_lists
+from tilewright.ops.attention.block_lists import MaskBlocksArguments
 from tilewright.ops.attention.cases import sample_attention
-from tilewright.ops.attention.mask_blocks import MaskBlocksArguments
 from tilewright.ops.cache.addressing import SLOT_FORMS
 from tilewright.ops.formats import fp8_block
 from tilewright.ops.formats.paged_cache import CacheWindow
@@ -61,7 +61,7 @@ def sample_prefill(case: PrefillCase, device: str | torch.device, seed: int) -> 
         values["attn_mask"] = _mask(case, sampler)
         if case.listed:
             given = MaskBlocksArguments(values["attn_mask"])
-            values["mask_blocks"] = mask_blocks.reference(given)
+            values["mask_blocks"] = block_lists.reference(given)
     return values
 
 

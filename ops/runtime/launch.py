@@ -23,7 +23,7 @@ from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
 from tilewright.ops.runtime.device import target_of
 from tilewright.ops.runtime.isolation import apart
-from tilewright.ops.runtime.peers import peer_memory
+from tilewright.ops.runtime.peers import group_named, is_group, peer_memory
 from tilewright.ops.runtime.program import (
     Buffer,
     Launch,
@@ -75,7 +75,9 @@ class Gpu:
     def _peer_memory(self, step: Peers) -> PeerMemory | None:
         index = torch.cuda.current_device() if self.device.index is None else self.device.index
         made = peer_memory(step, index, partial(compiled_kernel, step.spec, index), apart)
-        return None if made is None else PeerMemory(*made)
+        if made is None:
+            return None
+        return PeerMemory(*made, partial(is_group, step.group, group_named(step.group)))
 
     def maker(self, buffer: Buffer) -> Callable[[], torch.Tensor]:
         return partial(torch.empty, tuple(buffer.shape), dtype=buffer.dtype, device=self.device)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -21,9 +22,31 @@ log = logging.getLogger("tilewright")
 # (addresses, sent, rank) of a `ops.runtime.program.PeerMemory`.
 Memory = tuple[int, int, int]
 
-# By group, device and form: the group itself (another may have its name later), and what was made.
-_shared: dict[tuple[str, int, str], tuple[Any, Memory | None]] = {}
-# What keeps the memory of `_shared` allocated.
+
+class RankFailedError(RuntimeError):
+    """This rank cannot do what the other ranks of its group do now. Raised: they wait for it, and
+    nothing that it might do alone is what they wait for."""
+
+    def __init__(self, group: str, error: Exception) -> None:
+        super().__init__(
+            f"this rank failed in what all ranks of group {group} do together, and the "
+            f"others wait for it: {type(error).__name__}: {error}"
+        )
+
+
+@dataclass
+class _Shared:
+    """What ranks made for one form. group: itself, since another may have its name later. kinds:
+    of calls, and whether all ranks have compiled their kernels."""
+
+    group: Any
+    memory: Memory | None
+    kinds: dict[str, bool] = field(default_factory=dict)
+
+
+# By group, device and form.
+_shared: dict[tuple[str, int, str], _Shared] = {}
+# What keeps the memory of `_shared` allocated, graphs that were captured with it, too.
 _kept: list[Any] = []
 
 
@@ -31,6 +54,14 @@ def group_named(name: str) -> Any:
     """A process group by the name that functional collectives have. Raises what torch does for one
     that is not there."""
     return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+
+
+def is_group(name: str, group: Any) -> bool:
+    """Whether a group still has this name."""
+    try:
+        return group_named(name) is group
+    except (RuntimeError, ValueError):  # there is none
+        return False
 
 
 def group_size(name: str) -> int | None:
@@ -51,23 +82,37 @@ def obstacle(name: str) -> str | None:
 
 
 def peer_memory(
-    wanted: Any, index: int, compiled: Callable[[], Any], apart: Callable[..., Memory | None]
+    wanted: Any, index: int, compiled: Callable[[], Any], apart: Callable[..., Any]
 ) -> Memory | None:
-    """The memory of a step, a `Peers`, on the device of this index: made at its first call on all
-    ranks; None where they do without. A call whose launches are captured makes none: the ranks
-    would wait for each other in the graph.
+    """The memory of a step, a `Peers`, on the device of this index: made at the first call of its
+    form on all ranks; None where they do without, for this form or for this kind of call. A call
+    whose launches are captured asks nobody: the ranks would wait for each other in the graph.
 
     compiled: compiles the kernel. apart: calls a function out of sight of the caller's stream.
     """
     key, group = (wanted.group, index, wanted.form), group_named(wanted.group)
     known = _shared.get(key)
-    if known is not None and known[0] is group:
-        return known[1]
+    if known is not None and known.group is not group:
+        known = None
+    if known is not None and (known.memory is None or wanted.kind in known.kinds):
+        return known.memory if known.kinds.get(wanted.kind) else None
     if torch.cuda.is_current_stream_capturing():
         return None
-    made = apart(partial(_agreed_memory, wanted, group, index, compiled))
-    _shared[key] = group, made
-    return made
+    if known is None:
+        made = apart(partial(_agreed_memory, wanted, group, index, compiled))
+        known = _shared[key] = _Shared(group, made)
+        known.kinds[wanted.kind] = made is not None
+    else:
+        agreed = partial(_agreed_kernel, wanted, group, index, compiled)
+        known.kinds[wanted.kind] = apart(agreed)
+    return known.memory if known.kinds[wanted.kind] else None
+
+
+def _agreed_kernel(wanted: Any, group: Any, index: int, compiled: Callable[[], Any]) -> bool:
+    """Whether every rank compiles its kernel for another kind of call."""
+    with torch.cuda.device(index):
+        _, why = _attempt(lambda _: compiled(), None)
+        return _agreed(why, wanted, group, index)
 
 
 def _agreed_memory(
@@ -79,9 +124,7 @@ def _agreed_memory(
         made: Any = None
         for step in (allocate, meet):
             made, why = _attempt(step, made)
-            if not _all_can(why is None, wanted.form, group, index):
-                why = why or "another rank cannot, or has other releases"
-                log.warning("no symmetric memory in group %s, NCCL instead: %s", wanted.group, why)
+            if not _agreed(why, wanted, group, index):
                 return None
         own, meeting = made
         addresses = torch.tensor(meeting.buffer_ptrs, dtype=torch.int64, device=own.device)
@@ -89,6 +132,15 @@ def _agreed_memory(
         torch.cuda.current_stream().synchronize()
     _kept.append((own, meeting, addresses, sent))
     return addresses.data_ptr(), sent.data_ptr(), meeting.rank
+
+
+def _agreed(why: str | None, wanted: Any, group: Any, index: int) -> bool:
+    """Whether all ranks can; else it is logged. why: this one cannot."""
+    if _all_can(why is None, f"{wanted.form} {wanted.kind}", group, index):
+        return True
+    why = why or "another rank cannot, or has other releases"
+    log.warning("no symmetric memory in group %s, NCCL instead: %s", wanted.group, why)
+    return False
 
 
 def _attempt(step: Callable[[Any], Any], made: Any) -> tuple[Any, str | None]:

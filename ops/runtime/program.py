@@ -75,26 +75,34 @@ class Library:
 class Peers:
     """Memory of so many bytes on each rank of a group, zero at first, that all of them reach.
 
-    form: how kernels use it; calls of one form have the same memory, on all ranks. programs: of a
-    launch at most. spec: a kernel that this rank must be able to compile. Answer: a PeerMemory, the
-    same at every call; None where the ranks have none.
+    form: how kernels use it; calls of one form have the same memory, on all ranks. kind: what else
+    is the same on all ranks of the kernels that such calls launch. programs: of a launch at most.
+    spec: the kernel of this call, which each rank must be able to compile at the first call of its
+    kind. Answer: a PeerMemory, the same at every call; None where the ranks have none.
     """
 
     group: str
     form: str
+    kind: str
     nbytes: int
     programs: int
     spec: KernelSpec
 
 
+def always() -> bool:
+    return True
+
+
 @dataclass(frozen=True, slots=True)
 class PeerMemory:
     """addresses: of int64, where each rank's memory begins here. sent: of int32, zero at first, one
-    for each program. Both tensors, or where they lie. rank: one's own."""
+    for each program. Both tensors, or where they lie. rank: one's own. holds: whether it is still
+    that of the group of this name."""
 
     addresses: Any
     sent: Any
     rank: int
+    holds: Callable[[], bool] = always
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,24 +159,30 @@ class Program:
 
 
 def drive(steps: Steps, machine: Machine, *, keep: bool | None = None) -> Program:
-    """Performs the steps of a call.
+    """Performs the steps of a call. What a step raises is raised where it was yielded, so that the
+    steps may go another way.
 
     keep: all steps, or none, are in the program; None: all while the call is repeatable, so that
     the memory of one that is not may be freed. A program without its steps is not repeatable.
     """
     done: list[Done] = []
     repeatable, answer = keep is not False, None
+    failure: Exception | None = None
     while True:
         try:
-            step = steps.send(answer)
+            step = steps.send(answer) if failure is None else steps.throw(failure)
         except StopIteration as stop:
             return Program(stop.value, tuple(done), repeatable)
         if isinstance(step, NotRepeatable):
-            repeatable, answer = False, None
+            repeatable, answer, failure = False, None, None
             if not keep:
                 done.clear()
             continue
-        answer = machine.perform(step)
+        try:
+            answer, failure = machine.perform(step), None
+        except Exception as error:
+            failure = error
+            continue
         if repeatable or keep:
             done.append((step, answer))
 

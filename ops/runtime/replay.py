@@ -17,6 +17,8 @@ from tilewright.ops.runtime.program import (
     Launch,
     Library,
     Machine,
+    PeerMemory,
+    Peers,
     Program,
     Result,
     SplitK,
@@ -146,7 +148,15 @@ def _again(step: Any, answer: Any, memory: _Memory, machine: Machine) -> Call | 
         case SplitK():
             memory.add_split(answer)
             return partial(_new_split, partial(machine.perform, step))
+        case Peers() if answer is not None:
+            return partial(_check_shared, answer)
     return None
+
+
+def _check_shared(memory: PeerMemory, *_: Any) -> None:
+    """Raises where the group's name is that of another group by now."""
+    if not memory.holds():
+        raise RuntimeError("the ranks that shared this memory are no longer the group")
 
 
 def _is_as_new(tensor: torch.Tensor) -> bool:

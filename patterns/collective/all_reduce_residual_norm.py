@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tilewright.patterns import effects
-from tilewright.patterns.collective.sums import RankSum, match_rank_sum
+from tilewright.patterns.collective.sums import RankSum, is_scattered_sum, match_rank_sum
 from tilewright.patterns.dataflow import Dataflow, Value, common_scope
 from tilewright.patterns.language import Match, Result, Stage, as_advice, register, reject
 from tilewright.patterns.recognise.dtypes import HALVES, check_dtypes, dtype_name
@@ -30,9 +30,11 @@ class AllReduceResidualNorm:
     op: str = "all_reduce_residual_norm"
 
     def anchors(self, flow: Dataflow) -> Iterator[Value]:
-        """Sums with a residual of what the ranks have summed, whose norm follows."""
+        """Sums with a residual of what the ranks have summed, whose norm follows; those of
+        sequence parallel, too."""
         for value in flow.values:
-            if match_rank_sum(value) is not None and _norm_of(value, flow) is not None:
+            summed = match_rank_sum(value) is not None or is_scattered_sum(value)
+            if summed and _norm_of(value, flow) is not None:
                 yield value
 
     def match(self, anchor: Value, flow: Dataflow) -> Match:
@@ -41,7 +43,9 @@ class AllReduceResidualNorm:
 
     def _match(self, anchor: Value, flow: Dataflow) -> Match:
         found, normed_by = match_rank_sum(anchor), _norm_of(anchor, flow)
-        assert found is not None
+        if found is None:
+            message = "each rank keeps a part of the sum, and gathers norms: the library does both"
+            reject("COLLECTIVE", Stage.ANCHORED, message, anchor)
         assert normed_by is not None
         normed, norm = normed_by
         _check(found)

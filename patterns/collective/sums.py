@@ -12,6 +12,7 @@ from tilewright.patterns.effects import InexpressibleError
 from tilewright.patterns.recognise.norm import Norm
 
 _REDUCED, _WAITED = "_c10d_functional::all_reduce", "_c10d_functional::wait_tensor"
+_SCATTERED = "_c10d_functional::reduce_scatter_tensor"
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,14 @@ def match_rank_sum(value: Value) -> RankSum | None:
         if ranks is not None and ranks > 1 and _few(value, ranks):
             return RankSum(part, residual, group, ranks, value, (value, *absorbed))
     return None
+
+
+def is_scattered_sum(value: Value) -> bool:
+    """Whether a residual is added to what the ranks have summed of which each keeps a part."""
+    if value.op != "aten.add":
+        return False
+    waited = [side.value for side, _ in value.either_way]
+    return any(one.op == _WAITED and one.operands[0].value.op == _SCATTERED for one in waited)
 
 
 def unless_summed(norm: Norm | None) -> Norm | None:

@@ -13,6 +13,7 @@ from tilewright.patterns.dataflow import Computed, Value, View, upstream
 from tilewright.patterns.language import Stage, register_code, reject
 from tilewright.patterns.moe.sentinels import unclamped, unmasked
 from tilewright.patterns.recognise.grouped_gemm import ExpertGemm
+from tilewright.patterns.recognise.ranks import collective_behind
 from tilewright.patterns.recognise.routing import (
     Order,
     flat,
@@ -138,6 +139,11 @@ def check_groups(gemms: Sequence[ExpertGemm], order: Order) -> None:
         if not same:
             place = gemm.ends or gemm.experts
             assert place is not None
+            if sent := collective_behind(place.value, _REACH):
+                message = f"{sent} sends rows and counts between ranks: the experts' rows are no "
+                reject(
+                    "COLLECTIVE", Stage.ACTIVATION, f"{message}order of this rank's tokens", sent
+                )
             message = (
                 f"{place.value} does not place the rows of the {num_experts} experts; expected the "
                 "running counts of the experts among the sorted routes, or each route's expert"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tilewright.patterns.dataflow import Value, View
+from tilewright.patterns.dataflow import Value, View, upstream
 
 # How a DTensor goes to another placement; where that moves nothing, the graph's view has no value.
 _PLACED_ANEW = frozenset({"opaque:redistribute", "opaque:full_tensor"})
@@ -14,6 +14,12 @@ def collective_of(value: Value) -> Value | None:
     if value.op == _UNWRAPPED and value.operands:
         value = value.operands[0].value
     return value if "c10d" in value.op or value.op in _PLACED_ANEW else None
+
+
+def collective_behind(value: Value, reach: int) -> Value | None:
+    """The nearest collective that a value is computed from, `reach` values back at most."""
+    moved = (v for v in upstream(value, reach) if collective_of(v) is not None)
+    return next((v for v in moved if "wait_tensor" not in v.op), None)
 
 
 def part_of_a_sum(view: View) -> View | None:

@@ -10,12 +10,15 @@ import json
 import multiprocessing
 import os
 import runpy
+import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -44,6 +47,7 @@ from transformers import (
 )
 from transformers.distributed import DistributedConfig
 
+from tests.compiler import sharded_parts
 from tilewright.compiler import backend, reports
 from tilewright.compiler.safety import ranks as agreed
 
@@ -67,6 +71,7 @@ CONFIGS = {
     "odd_heads": Qwen3Config(**_SIZES | {"num_attention_heads": 6, "num_key_value_heads": 3}),
     "odd_experts": MixtralConfig(**_SIZES, **_EXPERTS, num_local_experts=3),
     "llama": LlamaConfig(**_SIZES),
+    "qwen3": Qwen3Config(**_SIZES),
     "mixtral": MixtralConfig(**_SIZES, **_EXPERTS, num_local_experts=4),
     "qwen3_moe": Qwen3MoeConfig(**_SIZES, **_EXPERTS, num_experts=4, moe_intermediate_size=64),
     "gpt_oss": GptOssConfig(
@@ -201,7 +206,6 @@ _LATENT = frozenset({"mla_latent_store", "mla_prefill", "moe", "moe_router"}) | 
 WORLDS = {
     2: {
         "llama by plan": Case("llama", by_plan, _DENSE | _SUMMED, (5, 1)),
-        "llama by hand": Case("llama", by_hand, _DENSE | _SUMMED),
         "llama by sequence": Case("llama", by_sequence, _DENSE, (6,)),
         "llama by weights": Case("llama", by_weights, _DENSE | {"linear_residual"}, (5,), True),
         "mixtral by plan": Case("mixtral", by_plan, _MIXTURE),
@@ -209,8 +213,22 @@ WORLDS = {
         "gpt_oss by experts": Case("gpt_oss", by_experts, _MIXTURE, (5,), True),
         "deepseek_v2 by plan": Case("deepseek_v2", by_plan, _LATENT, (5,), True),
     },
-    4: {"qwen3_moe by plan": Case("qwen3_moe", by_plan, _MIXTURE)},
+    4: {
+        "qwen3 by hand": Case("qwen3", by_hand, _DENSE | _SUMMED),
+        "qwen3_moe by plan": Case("qwen3_moe", by_plan, _MIXTURE),
+    },
 }
+
+
+def with_whole_values(folder: str) -> Any:
+    """Queries and keys by heads; values whole on every rank."""
+    model = loaded(folder)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    plan = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qk"}
+    for layer in model.model.layers:
+        parallelize_module(layer, mesh, plan)
+    return model
+
 
 #: What two ranks cannot share so, and what each is told.
 REFUSED = {
@@ -218,6 +236,10 @@ REFUSED = {
     "experts": (Case("odd_experts", by_experts, frozenset()), "Cannot evenly shard 3 experts"),
     "whole cache": (
         Case("llama", by_plan, frozenset(), (5,), True),
+        "index_copy_",
+    ),
+    "mixed placements": (
+        Case("llama", with_whole_values, frozenset()),
         "index_copy_",
     ),
 }
@@ -244,20 +266,39 @@ def _compiles_nothing_fused() -> None:
     backend._inner = refuse  # type: ignore[assignment]
 
 
+def _compiles_slowly() -> None:
+    """Longer than a rank may be silent; it tells that it compiles."""
+    fuse = backend.fuse
+
+    def slow(*args: Any) -> Any:
+        time.sleep(2.5 * agreed.WAIT_S)
+        return fuse(*args)
+
+    backend.fuse = slow  # type: ignore[assignment]
+
+
+def _has_another_release() -> None:
+    agreed.torch = SimpleNamespace(__version__="0.1")  # type: ignore[assignment]
+
+
 def _nothing() -> None:
     pass
 
 
-#: What happens to rank 1, and the options it has.
+#: What happens to rank 1, and the options it has; in this order, as ranks know what held before.
 DIFFERING: dict[str, tuple[Callable[[], None], dict[str, Any]]] = {
+    "compiles slowly": (_compiles_slowly, {}),
     "alike": (_nothing, {}),
     "fusing fails": (_fuses_nothing, {}),
     "compiling fails": (_compiles_nothing_fused, {}),
     "other options": (_nothing, {"patterns": ["-all_reduce_residual_norm"]}),
     "verify": (_nothing, {"verify": True}),
     "nothing compiles": (_fuses_nothing, {"strict": True}),
+    "another release": (_has_another_release, {}),
     "says nothing": (_nothing, {}),
 }
+#: Where both ranks fuse.
+TOGETHER = ("alike", "compiles slowly")
 
 
 def summed(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> Any:
@@ -268,7 +309,7 @@ def summed(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor) -> Any
 def differing(rank: int, name: str) -> dict[str, Any]:
     """What a rank has fused, why not, and how far its result is from eager's."""
     happens, options = DIFFERING[name]
-    kept = backend.fuse, backend._inner
+    kept = backend.fuse, backend._inner, agreed.torch
     options = {"inner": "eager"} | (options if rank == 1 or name == "verify" else {})
     if rank == 1:
         happens()
@@ -277,20 +318,45 @@ def differing(rank: int, name: str) -> dict[str, Any]:
     weight, residual = torch.ones(64, 32).bfloat16() / 8, torch.ones(3, 64).bfloat16()
     backend._REPORTS.clear()
     silent = name == "says nothing"
-    agreed.WAIT_S = 1.0 if silent else 60.0
+    agreed.WAIT_S, agreed.BEAT_S = (1.0, 0.2) if silent or "slowly" in name else (60.0, 4.0)
     step: Any = torch.compile(summed, backend="tilewright", options=options)
     try:
         made = (summed if silent and rank == 1 else step)(x, weight, residual)
     except torch._dynamo.exc.BackendCompilerFailed:
         made = summed(x, weight, residual)  # the other rank is not left alone
     finally:
-        backend.fuse, backend._inner = kept
+        backend.fuse, backend._inner, agreed.torch = kept  # type: ignore[assignment]
     exact = summed(x, weight, residual)
     return {
         "fused": [site.pattern for report in reports() for site in report.matches],
         "codes": [miss.code for report in reports() for miss in report.misses],
         "error": max((a - b).abs().max().item() for a, b in zip(made, exact, strict=True)),
     }
+
+
+def _dies() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def be_survivor(rank: int, ranks: int, folder: Path, compiling: bool) -> None:
+    """Rank 1 is killed while it compiles, or at a call after that; what rank 0 is told."""
+    start_group(rank, ranks, folder, f"killed-{compiling}")
+    agreed.WAIT_S, agreed.BEAT_S = 2.0, 0.2
+    x, weight = torch.ones(3, 32).bfloat16(), torch.ones(64, 32).bfloat16()
+    residual = torch.ones(3, 64).bfloat16()
+    step: Any = torch.compile(summed, **_COMPILED)
+    if compiling and rank == 1:
+        backend.fuse = lambda *_: _dies()  # type: ignore[assignment]
+    said, started = "", time.monotonic()
+    try:
+        step(x, weight, residual)
+        if rank == 1:
+            _dies()
+        step(x, weight, residual)
+    except Exception as error:
+        said = str(error)
+    found = {"said": said, "seconds": time.monotonic() - started}
+    (folder / f"killed-{compiling}.json").write_text(json.dumps(found))
 
 
 # --- one rank -------------------------------------------------------------------------------------
@@ -355,16 +421,20 @@ def error_of(case: Case, folder: Path, compiled: bool) -> str:
     return ""
 
 
-def be_rank(rank: int, ranks: int, folder: Path) -> None:
+def start_group(rank: int, ranks: int, folder: Path, world: str) -> None:
     # What torchrun tells: transformers reads it.
     os.environ |= {"WORLD_SIZE": str(ranks), "RANK": str(rank), "LOCAL_RANK": str(rank)}
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{folder}/rendezvous-{ranks}",
+        init_method=f"file://{folder}/rendezvous-{world}",
         rank=rank,
         world_size=ranks,
         timeout=timedelta(seconds=60),
     )
+
+
+def be_rank(rank: int, ranks: int, folder: Path) -> None:
+    start_group(rank, ranks, folder, str(ranks))
     found = {}
     with torch.no_grad():
         for name, case in WORLDS[ranks].items():
@@ -373,10 +443,15 @@ def be_rank(rank: int, ranks: int, folder: Path) -> None:
             found[name] = result_of(case, rank, folder)
         for name, (case, _) in REFUSED.items() if ranks == 2 else ():
             torch._dynamo.reset()
-            found[name] = [error_of(case, folder, compiled) for compiled in (False, True)]
+            started = time.monotonic()
+            told = [error_of(case, folder, compiled) for compiled in (False, True)]
+            found[name] = [*told, time.monotonic() - started]
         for name in DIFFERING if ranks == 2 else ():
             torch._dynamo.reset()
-            found[name] = differing(rank, name)
+            started = time.monotonic()
+            found[name] = differing(rank, name) | {"seconds": time.monotonic() - started}
+        for name in sharded_parts.PARTS if ranks == 2 else ():
+            found[name] = sharded_parts.found(name)
     (folder / f"{ranks}-{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
@@ -411,6 +486,8 @@ def main(folder: Path) -> int:
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder / kind)
     worlds = all(in_processes(be_rank, ranks, folder) for ranks in WORLDS)
+    for compiling in (True, False):
+        in_processes(be_survivor, 2, folder, compiling)
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]

@@ -12,8 +12,8 @@ from tilewright.codegen.attention.mask_plan import PROGRAMS_PER_SM
 from tilewright.codegen.audit import Expectations
 from tilewright.codegen.targets import Target
 from tilewright.ops.attention import cache_attention, mask_blocks
+from tilewright.ops.attention.block_lists import MaskBlocksArguments
 from tilewright.ops.attention.cache_attention import AttentionArguments
-from tilewright.ops.attention.mask_blocks import MaskBlocksArguments
 from tilewright.tools.audit.cases import SOFTMAX_REASON, AuditCase, distinct, meta
 
 # (sequences, queries, keys, dtype): decode steps, prefills, a cache of no round length. Of numbers

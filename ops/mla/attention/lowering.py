@@ -13,8 +13,8 @@ from tilewright.codegen.mla import attention_specs as kernels
 from tilewright.codegen.mla.attention_plan import attention_config, own_head_group, rotates_queries
 from tilewright.codegen.mla.query_specs import query_grid, query_spec
 from tilewright.codegen.targets import Target
+from tilewright.ops.attention.block_lists import list_steps
 from tilewright.ops.attention.lowering import with_dense
-from tilewright.ops.attention.mask_blocks import list_steps
 from tilewright.ops.attention.masks import lowest_hides
 from tilewright.ops.mla.attention.cudnn import library_steps, library_wanted, whole_steps
 from tilewright.ops.mla.attention.operands import (

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tilewright.ops.attention.mask_blocks import check_mask_blocks, check_mask_blocks_values
+from tilewright.ops.attention.block_lists import check_mask_blocks, check_mask_blocks_values
 from tilewright.ops.attention.masks import lowest_hides
 from tilewright.ops.attention.positions import check_positions, check_runs, positions_of
 from tilewright.ops.cache.address_checks import check_address_values

@@ -12,7 +12,7 @@ from tilewright.codegen.attention.mask_plan import PROGRAMS_PER_SM, mask_config
 from tilewright.codegen.attention.mask_specs import MaskConfig, MaskProblem, blocks_per_part
 from tilewright.codegen.operand import Operand
 from tilewright.codegen.targets import SM90
-from tilewright.ops.attention.mask_blocks import (
+from tilewright.ops.attention.block_lists import (
     MaskBlocksArguments,
     mask_blocks_steps,
     reference,

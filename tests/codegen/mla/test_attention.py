@@ -26,7 +26,7 @@ from tilewright.codegen.build import load_interpreted
 from tilewright.codegen.mla import attention_specs as kernels
 from tilewright.codegen.targets import SM100
 from tilewright.ops.attention import mask_blocks
-from tilewright.ops.attention.mask_blocks import MaskBlocksArguments
+from tilewright.ops.attention.block_lists import MaskBlocksArguments
 from tilewright.ops.mla.attention.lowering import merge_steps, query_steps
 from tilewright.ops.mla.attention.operands import (
     AttentionCall,

@@ -8,7 +8,7 @@ import torch
 from tilewright.codegen.attention.blocks import LOGIT, LOWEST, ORDINARY
 from tilewright.codegen.attention.templates import softmax
 from tilewright.ops import ArgumentError
-from tilewright.ops.attention.mask_blocks import MaskBlocksArguments, reference
+from tilewright.ops.attention.block_lists import MaskBlocksArguments, reference
 from tilewright.ops.attention.masks import largest_power
 from tilewright.ops.contract import get_op
 

@@ -4,7 +4,7 @@ interpreter's loads and stores go to memory that all of them have."""
 from __future__ import annotations
 
 import multiprocessing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -14,12 +14,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.interpreted import Interpreter
 from tilewright.codegen.collective.plan import most_tokens
 from tilewright.codegen.collective.specs import ReduceConfig, shared_bytes
+from tilewright.ops import calls
 from tilewright.ops.checks import ArgumentError
 from tilewright.ops.collective import all_reduce_residual_norm as op
+from tilewright.ops.collective import lowering
 from tilewright.ops.collective.cases import ReduceCase, sample_reduce
 from tilewright.ops.collective.lowering import all_reduce_residual_norm_steps
 from tilewright.ops.collective.operands import reduce_problem
-from tilewright.ops.runtime.program import PeerMemory, drive
+from tilewright.ops.runtime.peers import RankFailedError
+from tilewright.ops.runtime.program import Launch, PeerMemory, drive
 from tilewright.ops.runtime.replay import repeat
 
 F16 = torch.float16
@@ -121,6 +124,106 @@ def test_a_call_is_made_again_through_the_same_memory():
     assert again is not None
     assert len(again(*op.OP.split(a)[0], **op.OP.split(a)[1])) == 2
     assert machine.kernels == ["all_reduce_residual_norm"] * 2
+
+
+@dataclass
+class Broken(Interpreter):
+    """No kernel of it compiles."""
+
+    def launcher(self, launch):
+        raise ValueError("no such kernel")
+
+
+@pytest.fixture
+def broken(monkeypatch):
+    """The op as on a GPU whose kernels do not compile; `broken.sums` are the sums over ranks."""
+    machine = Broken()
+    machine.sums = []
+    monkeypatch.setattr(calls, "machine_of", lambda device: machine)
+    monkeypatch.setattr(lowering, "_failed", set())
+    real = lowering._all_reduce
+
+    def counted(out, x, group):
+        machine.sums.append(tuple(x.shape))
+        real(out, x, group)
+
+    monkeypatch.setattr(lowering, "_all_reduce", counted)
+    return machine
+
+
+@pytest.mark.parametrize("norm", ["rms", "weightless"])
+def test_a_rank_whose_norm_kernel_fails_sums_once_as_the_others_do(fake_ranks, broken, norm):
+    """The reference would call a second collective, and other ranks' next one would meet it."""
+    case = ReduceCase("", n=72, norm=norm, norm_offset=1.0)
+    a = replace(op.sample_inputs(case), group=fake_ranks, num_ranks=2)
+    args, kwargs = op.OP.split(a)
+    run = calls.implementation(op.OP, "cuda")
+    exact = op.reference(replace(a, x=a.x.double(), residual=a.residual.double()))
+    for count in (1, 2):
+        for made, wanted in zip(run(*args, **kwargs), exact, strict=True):
+            assert op.OP.tolerances[torch.bfloat16].problem(made, wanted) is None
+        assert broken.sums == [tuple(a.x.shape)] * count
+
+
+def test_a_rank_whose_kernel_fails_when_the_others_run_it_raises(fake_ranks, broken):
+    """They wait in theirs, and a collective of this rank alone is not what they wait for."""
+    broken.peers = PeerMemory(1024, 2048, 0)
+    a = replace(op.sample_inputs(ReduceCase("", n=72)), group=fake_ranks, num_ranks=2)
+    args, kwargs = op.OP.split(a)
+    run = calls.implementation(op.OP, "cuda")
+    for _ in range(2):
+        with pytest.raises(RankFailedError, match="the others wait for it: ValueError: no such"):
+            run(*args, **kwargs)
+    assert broken.sums == []
+
+
+def test_a_collective_that_fails_is_not_called_again(fake_ranks, broken, monkeypatch):
+    sums = []
+
+    def failing(out, x, group):
+        sums.append(group)
+        raise RuntimeError("closed by a peer")
+
+    monkeypatch.setattr(lowering, "_all_reduce", failing)
+    a = replace(op.sample_inputs(ReduceCase("", n=72)), group=fake_ranks, num_ranks=2)
+    args, kwargs = op.OP.split(a)
+    with pytest.raises(RankFailedError, match="closed by a peer"):
+        calls.implementation(op.OP, "cuda")(*args, **kwargs)
+    assert len(sums) == 1
+
+
+def test_alone_the_reference_takes_over(broken):
+    a = op.sample_inputs(ReduceCase("", n=72))
+    args, kwargs = op.OP.split(a)
+    for made, wanted in zip(
+        calls.implementation(op.OP, "cuda")(*args, **kwargs), op.reference(a), strict=True
+    ):
+        assert torch.equal(made, wanted)
+
+
+def test_memory_of_a_group_that_is_gone_is_not_written_again(monkeypatch):
+    """Another group of the name may have other ranks: a call that was remembered asks anew."""
+    a = parts_of(ReduceCase(""), 2)[0]
+    held = [True]
+    machine = Interpreter(runs=False, peers=PeerMemory(1024, 2048, 0, lambda: held[0]))
+    monkeypatch.setattr(calls, "machine_of", lambda device: machine)
+    monkeypatch.setattr("tilewright.ops.collective.operands.obstacle", lambda name: None)
+    launched = []
+    real = machine.launcher
+
+    def launcher(launch: Launch):
+        launched.append(launch.values["peers_ptr"])
+        return real(launch)
+
+    machine.launcher = launcher
+    args, kwargs = op.OP.split(a)
+    run = calls.implementation(op.OP, "cuda")
+    for _ in range(3):
+        run(*args, **kwargs)
+    assert launched == [1024, 1024]  # the third is the second once more
+    held[0], machine.peers = False, PeerMemory(4096, 8192, 1)
+    run(*args, **kwargs)
+    assert launched == [1024, 1024, 4096]
 
 
 def test_ranks_without_symmetric_memory_take_the_reference(tmp_path):

@@ -11,7 +11,11 @@ from torch.distributed import _symmetric_memory
 
 from tilewright.ops.runtime import peers
 
-WANTED = SimpleNamespace(group="ranks", form="2 x bf16[64] x4", nbytes=64, programs=4)
+WANTED = SimpleNamespace(group="ranks", form="2 x bf16[64] x4", kind="", nbytes=64, programs=4)
+
+
+def wanted(**changes):
+    return SimpleNamespace(**vars(WANTED) | changes)
 
 
 @pytest.fixture
@@ -30,15 +34,30 @@ def asked(monkeypatch):
     return found
 
 
-def memory(asked, wanted=WANTED):
-    return peers.peer_memory(wanted, 0, lambda: None, asked.apart)
+def memory(asked, step=WANTED):
+    return peers.peer_memory(step, 0, lambda: None, asked.apart)
 
 
 def test_ranks_agree_once_for_a_form(asked):
     assert memory(asked) == memory(asked) == asked.answer
     assert asked.count == 1
-    memory(asked, SimpleNamespace(**vars(WANTED) | {"form": "2 x bf16[128] x4"}))
+    memory(asked, wanted(form="2 x bf16[128] x4"))
     assert asked.count == 2
+
+
+def test_a_kernel_of_another_kind_is_compiled_on_all_ranks_before_one_runs(asked):
+    """Or on none: one whose kernel fails later would leave the others waiting in theirs."""
+    memory(asked)
+    other = wanted(kind="norm none")
+    for answer, given in ((True, asked.answer), (False, None)):
+        asked.answer, before = answer, asked.count
+        kind = wanted(kind=f"{other.kind} {answer}")
+        assert memory(asked, kind) == memory(asked, kind)
+        assert memory(asked, kind) == (given if given is None else memory(asked))
+        assert asked.count == before + 1
+    asked.capturing = True
+    assert memory(asked, other) is None
+    assert memory(asked) is not None
 
 
 def test_a_capture_asks_nobody_and_the_next_call_does(asked):
@@ -67,6 +86,7 @@ def test_another_group_of_the_name_is_asked_again(asked):
 
 def test_a_group_that_is_not_there_has_no_size():
     assert peers.group_size("no such group") is None
+    assert not peers.is_group("no such group", object())
 
 
 def test_what_one_rank_cannot_do_no_rank_does(monkeypatch):
@@ -111,6 +131,12 @@ def test_memory_is_zero_and_kept(on_the_cpu):
     assert table.tolist() == [4096, 8192]
     assert counts.tolist() == [0] * WANTED.programs
     assert own.tolist() == [0] * WANTED.nbytes
+
+
+def test_another_kind_of_kernel_is_tried_and_told(on_the_cpu, caplog):
+    assert peers._agreed_kernel(WANTED, None, 0, lambda: None)
+    assert not peers._agreed_kernel(WANTED, None, 0, lambda: 1 / 0)
+    assert "NCCL instead: ZeroDivisionError" in caplog.text
 
 
 def test_a_kernel_that_does_not_compile_is_told_and_logged(on_the_cpu, caplog):

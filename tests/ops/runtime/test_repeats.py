@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.interpreted import Interpreter, steps_of
 from tests.ops.qkv import plain
 from tilewright.codegen.targets import SM90
-from tilewright.ops import calls, fused_op
+from tilewright.ops import calls
 from tilewright.ops.checks import ArgumentError
 from tilewright.ops.contract import FusedOp, Lowering, all_ops, get_op
 from tilewright.ops.lora.cases import LoraCase
@@ -140,7 +140,7 @@ class Breakable(Interpreter):
 @pytest.fixture
 def machine(monkeypatch):
     made = Breakable()
-    monkeypatch.setattr(fused_op, "machine_of", lambda device: made)
+    monkeypatch.setattr(calls, "machine_of", lambda device: made)
     return made
 
 
@@ -281,7 +281,7 @@ def test_what_is_not_measured_yet_is_not_repeated(machine):
 def test_a_library_is_repeated_too(projection, monkeypatch):
     """On a chip without a record calls go to library GEMMs: new x at the old address."""
     machine = Interpreter(replace(SM90, features=frozenset()))
-    monkeypatch.setattr(fused_op, "machine_of", lambda device: machine)
+    monkeypatch.setattr(calls, "machine_of", lambda device: machine)
     heads = {"per_head": 4, "grouped": 2}.get(projection)
     case = PLAIN if heads is None else replace(PLAIN, num_kv_heads=heads, projection=projection)
     run, a = Checked(QKV), QKV.sample_inputs(case)

@@ -122,6 +122,11 @@ def norm_of_half_a_row(x, w, residual, norm):
     return total, rms(total[:, :32], norm[:32])
 
 
+def scattered_without_a_norm(x, w, residual, norm):
+    part = functional.reduce_scatter_tensor(F.linear(x, w), "sum", 0, dist.group.WORLD)
+    return residual[:2] + part
+
+
 def scaled_between(x, w, residual, norm):
     total = residual + 0.5 * summed(F.linear(x, w))
     return total, rms(total, norm)
@@ -159,6 +164,7 @@ def averaged_dtensor(x, w, residual, norm):
 NOT_FOUND = (
     doubled_as_a_dtensor,
     scattered,
+    scattered_without_a_norm,
     averaged_dtensor,
     of_a_product,
     average,
@@ -198,7 +204,15 @@ def other_dtypes(x, w, residual, norm):
     return total, rms(total, norm.float())
 
 
+def scattered_by_token(x, w, residual, norm):
+    """Sequence parallel: each rank has some of the tokens between its linears."""
+    part = functional.reduce_scatter_tensor(F.linear(x, w), "sum", 0, dist.group.WORLD)
+    total = residual[:2] + part
+    return total, functional.all_gather_tensor(rms(total, norm), 0, dist.group.WORLD)
+
+
 REFUSED = {
+    scattered_by_token: "COLLECTIVE",
     sum_read_elsewhere: "ESCAPES",
     part_read_behind: "ESCAPES",
     residual_changed_between: "INPUT_MUTATED",
@@ -213,7 +227,7 @@ def name_of(step):
     return getattr(step, "__name__", None)
 
 
-def lowered(step, tokens=3):
+def lowered(step, tokens=4):
     shapes = (tokens, 128), (64, 128), (tokens, 64), (64,)
     return lower(step, [torch.randn(shape).bfloat16() for shape in shapes])
 

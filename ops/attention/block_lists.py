@@ -1,0 +1,230 @@
+"""Lists of the blocks of keys that a mask lets some query of a tile see, which the op `mask_blocks`
+gives: its arguments, meaning and kernel, and the checks of a list that is given."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import KW_ONLY, dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from tilewright.codegen.arithmetic import cdiv, next_power_of_2
+from tilewright.codegen.attention.blocks import KEYS, LOWEST, ORDINARY, QUERIES
+from tilewright.codegen.attention.mask_plan import mask_config
+from tilewright.codegen.attention.mask_specs import (
+    MaskProblem,
+    blocks_per_part,
+    mask_spec,
+    numbers_per_tile,
+)
+from tilewright.codegen.targets import Target
+from tilewright.ops.attention.masks import largest_power
+from tilewright.ops.checks import (
+    FLOAT_DTYPES,
+    ArgumentError,
+    check_dtype,
+    check_operand,
+    check_shape,
+    holds,
+    readable,
+)
+from tilewright.ops.runtime.operands import broadcast_strides, mask_bytes, operand
+from tilewright.ops.runtime.program import Buffer, Launch, Outcome, SplitK, Step, Steps
+
+NAME = "mask_blocks"
+# A list holds 2 * block + whole, and kernels count keys in 32 bits.
+MOST_KEYS = 2**30
+
+
+@dataclass(frozen=True)
+class MaskBlocksArguments:
+    """The arguments of `mask_blocks`: B sequences, H heads, S queries, K keys.
+
+    attn_mask [B or 1, H or 1, S or 1, K], any strides: bool, True is seen; or numbers that are
+    added to logits, of which -inf hides.
+
+    hide_lowest: so do numbers of -1.75 E and less in a tile of 128 queries of which each has one of
+    -E / 8 or more, E the largest power of two of the mask's dtype: `torch.finfo(dtype).min` is
+    almost -2 E. True where such numbers leave no weight beside ordinary ones: logits are at most
+    E / 2, and the mask alone says which keys are seen, of as many keys as it has. Of booleans it
+    says nothing.
+
+    Result int32 [.., .., ceil(S / 128), 1 + ceil(K / 64)]: for each tile of 128 queries how many
+    blocks of 64 keys some query of it sees, then those blocks in ascending order, then zeros. A
+    block is 2 * its number, plus 1 where every query of the tile sees every key of it, there are
+    64, and a mask that is added adds nothing.
+    """
+
+    attn_mask: torch.Tensor
+    _: KW_ONLY
+    hide_lowest: bool = False
+
+
+def validate(a: MaskBlocksArguments) -> None:
+    check_shape(NAME, "attn_mask", a.attn_mask, "[B, H, S, K]", (None,) * 4)
+    check_dtype(NAME, "attn_mask", a.attn_mask, (torch.bool, *FLOAT_DTYPES))
+    keys = a.attn_mask.shape[3]
+    if not holds(keys <= MOST_KEYS):
+        raise ArgumentError(NAME, "attn_mask", f"at most {MOST_KEYS} keys", keys)
+
+
+def validate_values(a: MaskBlocksArguments) -> None:
+    """Every value is one."""
+
+
+def blocks_shape(mask: torch.Tensor) -> tuple[Any, Any, Any, Any]:
+    """Of a mask's list of blocks."""
+    batch, heads, queries, keys = mask.shape
+    return batch, heads, (queries + QUERIES - 1) // QUERIES, 1 + (keys + KEYS - 1) // KEYS
+
+
+def fake(a: MaskBlocksArguments) -> torch.Tensor:
+    return a.attn_mask.new_empty(blocks_shape(a.attn_mask), dtype=torch.int32)
+
+
+def reference(a: MaskBlocksArguments) -> torch.Tensor:
+    """For tile t of queries, block b of keys and what the mask has for them, [128, 64]:
+
+        seen[t, b] = any(mask[128 t:, 64 b:] != -inf)
+        whole[t, b] = all(mask[128 t:, 64 b:] == 0)            and there are 64 keys
+        out[t] = n, then 2 b + whole[t, b] of the n blocks that are seen, then zeros
+
+    Of booleans, True is seen, and whole where there is nothing else. With hide_lowest, where
+    all(any(mask[128 t:] >= -E / 8, keys)):
+
+        seen[t, b] = any(mask[128 t:, 64 b:] > -1.75 E)
+    """
+    mask, made = a.attn_mask, fake(a).zero_()
+    if mask.dtype != torch.bool:
+        seen_pairs, whole_pairs = mask != float("-inf"), mask == 0
+    else:
+        seen_pairs = whole_pairs = mask
+    seen = _tiled(seen_pairs, spare_query=False).any(3).any(-1)
+    whole = _tiled(whole_pairs, spare_query=True).all(3).all(-1)
+    if unit := _unit(a):
+        higher = _tiled(~(mask <= LOWEST * unit), spare_query=False).any(3).any(-1)
+        ordinary = _tiled(mask >= ORDINARY * unit, spare_query=True).flatten(-2).any(-1).all(-1)
+        seen = torch.where(ordinary[..., None], higher, seen)
+    # Blocks that are seen in their order, and then the others.
+    order = (~seen).int().argsort(dim=-1, stable=True)
+    entries = torch.where(seen, 2 * torch.arange(seen.shape[-1], device=mask.device) + whole, 0)
+    made[..., 0] = seen.sum(-1)
+    made[..., 1:] = entries.gather(-1, order)
+    return made
+
+
+def _tiled(pairs: torch.Tensor, *, spare_query: bool) -> torch.Tensor:
+    """[B, H, S, K] as [B, H, tiles, QUERIES, blocks, KEYS], with what queries that are not there
+    have; keys that are not there have False."""
+    *outer, queries, keys = pairs.shape
+    rows, columns = cdiv(queries, QUERIES) * QUERIES, cdiv(keys, KEYS) * KEYS
+    full = pairs.new_zeros((*outer, rows, columns))
+    full[..., queries:, :keys] = spare_query
+    full[..., :queries, :keys] = pairs
+    return full.unflatten(-2, (-1, QUERIES)).unflatten(-1, (-1, KEYS))
+
+
+def _unit(a: MaskBlocksArguments) -> float:
+    """The largest power of two of a mask whose lowest numbers hide; 0 where they do not."""
+    hides = a.hide_lowest and a.attn_mask.dtype != torch.bool
+    return largest_power(a.attn_mask.dtype) if hides else 0.0
+
+
+# --- the kernel -----------------------------------------------------------------------------------
+
+
+def unsupported(a: MaskBlocksArguments) -> str | None:
+    """Why the emitted kernel cannot take a call; None where it can. Metadata only."""
+    dtype = a.attn_mask.dtype
+    return f"no kernel for {dtype}" if dtype == torch.float64 else None
+
+
+def mask_problem(a: MaskBlocksArguments, numbers: dict[str, Any]) -> MaskProblem:
+    """The static part of a call. numbers: of its launch, by the kernel's parameter names."""
+    mask = a.attn_mask
+    _, _, queries, keys = mask.shape
+    return MaskProblem(
+        mask=operand(mask_bytes(mask)),
+        contiguous=numbers["column_stride"] == 1,
+        rows=next_power_of_2(min(queries, QUERIES)),
+        key_blocks=next_power_of_2(cdiv(keys, KEYS)),
+        divisible=tuple(name for name in _DIVISIBLE if numbers[name] % 16 == 0),
+        unit=_unit(a),
+    )
+
+
+_DIVISIBLE = ("num_keys", "sequence_stride", "head_stride", "row_stride", "column_stride")
+
+
+_spec = cache(mask_spec)
+
+
+def mask_blocks_steps(a: MaskBlocksArguments, target: Target) -> Steps:
+    """The steps of a call."""
+    mask = a.attn_mask
+    batch, heads, query_tiles, columns = shape = blocks_shape(mask)
+    tiles, key_blocks = batch * heads * query_tiles, columns - 1
+    steps = broadcast_strides(mask)
+    numbers = {
+        "num_heads": heads,
+        "num_queries": mask.shape[2],
+        "num_keys": mask.shape[3],
+        "query_tiles": query_tiles,
+        "key_blocks": key_blocks,
+        "sequence_stride": steps[0],
+        "head_stride": steps[1],
+        "row_stride": steps[2],
+        "column_stride": mask.stride(3) if mask.shape[3] > 1 else 1,
+    }
+    problem = mask_problem(a, numbers)
+    config = mask_config(problem, tiles, target)
+    out = yield Buffer(shape, torch.int32)
+    flags, counters = yield SplitK(tiles, numbers_per_tile(problem, config, key_blocks))
+    values = numbers | {
+        "mask_ptr": mask_bytes(mask),
+        "out_ptr": out,
+        "flags_ptr": flags,
+        "counters_ptr": counters,
+        "blocks_per_part": blocks_per_part(config, key_blocks),
+        "parts": config.parts,
+    }
+    yield Launch(_spec(problem, config, target.name), (tiles, config.parts), values)
+    return Outcome(out, "mask blocks", str(config))
+
+
+def list_steps(
+    mask: torch.Tensor, target: Target, *, hide_lowest: bool
+) -> Generator[Step, Any, torch.Tensor]:
+    """The steps that make the list of blocks of a mask, for a call that was given none. Dimensions
+    that a mask is expanded along have one element there."""
+    for dim in range(3):
+        if mask.stride(dim) == 0:
+            mask = mask.narrow(dim, 0, min(mask.shape[dim], 1))
+    done = yield from mask_blocks_steps(MaskBlocksArguments(mask, hide_lowest=hide_lowest), target)
+    assert isinstance(done.result, torch.Tensor)
+    return done.result
+
+
+def check_mask_blocks(op: str, mask: torch.Tensor | None, blocks: torch.Tensor | None) -> None:
+    """Checks a list of blocks that is given beside its mask. Metadata only; raises
+    ArgumentError."""
+    if blocks is None:
+        return
+    if mask is None:
+        raise ArgumentError(op, "mask_blocks", "None, since attn_mask is None", "a tensor")
+    letters, shape, dtypes = "of mask_blocks(attn_mask)", blocks_shape(mask), (torch.int32,)
+    check_operand(op, "mask_blocks", blocks, letters, shape, dtypes, mask.device, dense=True)
+
+
+def check_mask_blocks_values(
+    op: str, mask: torch.Tensor | None, blocks: torch.Tensor | None, *, hide_lowest: bool
+) -> None:
+    """Checks that a list is that of its mask, where it is on the CPU, or under TILEWRIGHT_DEBUG=1.
+    hide_lowest: that with its lowest numbers hidden will do, too. Raises ArgumentError."""
+    if mask is None or blocks is None or not readable((blocks,)):
+        return
+    own = [MaskBlocksArguments(mask, hide_lowest=hides) for hides in {False, hide_lowest}]
+    if not any(torch.equal(blocks, reference(arguments)) for arguments in own):
+        raise ArgumentError(op, "mask_blocks", "mask_blocks(attn_mask)", "another list")
