@@ -150,8 +150,7 @@ def test_an_entry_with_other_files_is_made_again(machine):
         (f"source/{TUNED}", base64.b64encode(zlib.compress(b"[" * 10**5))),
         (f"source/{TUNED}", base64.b64encode(zlib.compress(b" " * 2**21))),
     ],
-    ids=["path", "empty", "bytes", "kind", "key", "group", "another", "manifest", "nul", "cut"]
-    + ["deep", "huge"],
+    ids="path empty bytes kind key group another manifest nul cut deep huge".split(),
 )
 def test_what_is_no_parcel_is_left_with_a_warning(machine, monkeypatch, name, data, caplog):
     """And the loading of the others goes on."""
@@ -195,8 +194,8 @@ def test_no_package_is_left_as_it_was(machine, tmp_path, monkeypatch):
     with zipfile.ZipFile(package, "w") as archive:
         archive.writestr("model/x.so", b"code" * 100)
     before = package.read_bytes()
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="full"):
-        patch.setattr(zipfile.ZipFile, "writestr", _fail_half_way)
+    monkeypatch.setattr(zipfile.ZipFile, "writestr", _fail_half_way)
+    with pytest.raises(OSError, match="full"):
         pack_kernels(package)
     assert package.read_bytes() == before
 
