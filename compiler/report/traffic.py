@@ -298,8 +298,9 @@ class _Moved:
         put = self.memory.puts.get(node)
         if put is not None and not put.also:
             skipped = {put.target}
-        elif op is None and isinstance(node.kwargs.get("out"), fx.Node):
-            skipped = {node.kwargs["out"]} - set(node.args)
+        out = node.kwargs.get("out")
+        if op is None and isinstance(out, fx.Node) and out not in node.args:
+            skipped = {out}
         for source in node.all_input_nodes:
             if source in skipped or source in seen:
                 continue

@@ -150,7 +150,20 @@ def test_an_entry_with_other_files_is_made_again(machine):
         (f"source/{TUNED}", base64.b64encode(zlib.compress(b"[" * 10**5))),
         (f"source/{TUNED}", base64.b64encode(zlib.compress(b" " * 2**21))),
     ],
-    ids="path empty bytes kind key group another manifest nul cut deep huge".split(),
+    ids=[
+        "path",
+        "empty",
+        "bytes",
+        "kind",
+        "key",
+        "group",
+        "another",
+        "manifest",
+        "nul",
+        "cut",
+        "deep",
+        "huge",
+    ],
 )
 def test_what_is_no_parcel_is_left_with_a_warning(machine, monkeypatch, name, data, caplog):
     """And the loading of the others goes on."""
