@@ -72,17 +72,24 @@ def _own_lines(
 
 
 def compile_without_dead_barriers(
-    source: Any, target: Any, options: dict[str, Any], keep: Callable[[str], Path]
+    source: Any,
+    target: Any,
+    options: dict[str, Any],
+    keep: Callable[[str], Path],
+    note: Callable[[Any], None] = lambda kernel: None,
 ) -> Any:
     """`triton.compile`; where the module has dead barriers, once more from its text without them.
-    keep: writes the text to a file, because Triton compiles texts from files."""
+    keep: writes the text to a file, because Triton compiles texts from files. note: told of each
+    kernel that Triton compiled."""
     import triton
 
     compiled = triton.compile(source, target=target, options=options)
+    note(compiled)
     ttgir = str(compiled.asm["ttgir"])
     mended = without_dead_barriers(ttgir)
     if mended == ttgir:
         return compiled
     again = triton.compile(str(keep(mended)), target=target, options=options)
+    note(again)
     again.asm["ttir"] = compiled.asm["ttir"]
     return again

@@ -440,6 +440,13 @@ def empty_like(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(tensor)
 
 
+def selected(tensor: torch.Tensor, index: Any) -> torch.Tensor:
+    """`tensor[index]` of fake tensors. Raises RuntimeError for a mask, whose result has no known
+    shape."""
+    with fake_mode_of(tensors_in([tensor, index])) or nullcontext(), torch.no_grad():
+        return cast(torch.Tensor, tensor[index])
+
+
 def made_again(value: Any) -> Any:
     """Fake tensors, or a tuple of them, each laid out as a given one, with memory of its own."""
     with fake_mode_of(tensors_in(value)) or nullcontext(), torch.no_grad():

@@ -82,13 +82,20 @@ class Artifact:
 def emitted(spec: KernelSpec, store: KernelCache | None = None) -> Entry:
     """The entry of a spec's emitted file, `<name>.py`; emitted now where it is missing."""
 
+    names = {f"{spec.name}.py", "spec.json"}
+
     def make() -> dict[str, bytes]:
         return {
             f"{spec.name}.py": emitter.emit(spec).encode(),
             "spec.json": spec.to_json().encode(),
         }
 
-    return (store or KernelCache()).get_or_make("source", emitter.source_fingerprint(spec), make)
+    def is_whole(entry: Entry) -> bool:
+        """An entry may have been brought along."""
+        return entry.files.keys() == names
+
+    key = emitter.source_fingerprint(spec)
+    return (store or KernelCache()).get_or_make("source", key, make, is_whole)
 
 
 def emitted_path(spec: KernelSpec, store: KernelCache | None = None) -> Path:

@@ -14,25 +14,25 @@ import base64
 import contextlib
 import json
 import re
-import threading
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tilewright.codegen.build.cache import KernelCache, observers
+from tilewright.codegen.build.cache import MANIFEST, KernelCache, observers
 from tilewright.codegen.build.cache.folder import warn_once
 
 Files = Mapping[str, bytes]
 
 CACHED = ("source", "tuned")
 TRITON = "triton"
+#: A parcel is never larger, in bytes: Triton's files of one kernel are a few MB.
+MOST_BYTES = 1 << 28
 #: Where the parcels lie in a package of AOTInductor, below the folder that all of it is in.
 FOLDER = "extra/tilewright"
 
 _KEY = re.compile(r"[0-9a-f]{64}\Z")
-_lock = threading.Lock()
 _parcels: dict[str, bytes] = {}
 #: Told of each new parcel: its name, `kind/key`, and its bytes.
 listeners: list[Callable[[str, bytes], None]] = []
@@ -40,16 +40,17 @@ listeners: list[Callable[[str, bytes], None]] = []
 
 def parcels() -> dict[str, bytes]:
     """What this process has used so far, by `kind/key`."""
-    with _lock:
-        return dict(_parcels)
+    return _parcels.copy()
 
 
 def _add(kind: str, key: str, files: Files) -> None:
     name = f"{kind}/{key}"
-    with _lock:
-        if name in _parcels:
-            return
-        _parcels[name] = data = packed(files)
+    if name in _parcels:
+        return
+    data = packed(files)
+    # No lock: a fork of another thread would find it held for ever.
+    if _parcels.setdefault(name, data) is not data:
+        return
     for told in listeners:
         told(name, data)
 
@@ -62,26 +63,14 @@ def _used(kind: str, key: str, files: Files) -> None:
 observers.append(_used)
 
 
-@contextlib.contextmanager
-def noting_triton() -> Iterator[None]:
-    """Around a compilation: what Triton makes, or finds in its cache, becomes a parcel."""
-    from triton import knobs
+def note_triton(kernel: Any) -> None:
+    """What Triton compiled, or found in its cache, becomes a parcel.
 
-    before = knobs.compilation.listener
-
-    def note(**said: Any) -> None:
-        with contextlib.suppress(OSError):  # a cache that is being cleared
-            paths = said["metadata_group"].items()
-            files = {name: Path(path).read_bytes() for name, path in paths}
-            _add(TRITON, said["metadata"]["hash"], files)
-        if before is not None:
-            before(**said)
-
-    knobs.compilation.listener = note
-    try:
-        yield
-    finally:
-        knobs.compilation.listener = before
+    Asked of the kernel itself: a listener would be the whole process's, and other threads' too.
+    """
+    with contextlib.suppress(OSError):  # a cache that is being cleared
+        paths = kernel.metadata_group.items()
+        _add(TRITON, kernel.hash, {name: Path(path).read_bytes() for name, path in paths})
 
 
 def packed(files: Files) -> bytes:
@@ -91,17 +80,26 @@ def packed(files: Files) -> bytes:
 
 
 def unpacked(data: bytes) -> dict[str, bytes]:
-    """The files of :func:`packed`. Raises ValueError for anything else, and for names that would
-    leave their folder."""
+    """The files of :func:`packed`. Raises ValueError for anything else, for names that would leave
+    their folder or are a cache's own, and for more than MOST_BYTES."""
     try:
-        texts = json.loads(zlib.decompress(base64.b64decode(data, validate=True)))
-        files = {name: text.encode("latin-1") for name, text in texts.items()}
-    except (zlib.error, AttributeError, TypeError) as error:
+        opened = zlib.decompressobj()
+        text = opened.decompress(base64.b64decode(data, validate=True), MOST_BYTES)
+        if not opened.eof:
+            raise ValueError(f"a parcel of kernels that is cut off, or over {MOST_BYTES} bytes")
+        files = {name: text.encode("latin-1") for name, text in json.loads(text).items()}
+    except (zlib.error, AttributeError, TypeError, RecursionError) as error:
         raise ValueError(f"no parcel of kernels: {error}") from error
-    outside = [name for name in files if name in ("", ".", "..") or Path(name).name != name]
-    if outside or not files:
+    if not files or not all(map(_is_plain, files)):
         raise ValueError(f"a parcel of kernels with files {sorted(files)}")
     return files
+
+
+def _is_plain(name: str) -> bool:
+    """Whether a file of this name lies in its folder, and is no file of the caches' own."""
+    if name in ("", ".", "..", MANIFEST, "lock") or name.startswith(("__grp__", "tmp.")):
+        return False
+    return "\0" not in name and Path(name).name == name
 
 
 def deliver(name: str, data: bytes) -> bool:
@@ -113,9 +111,9 @@ def deliver(name: str, data: bytes) -> bool:
         files = unpacked(data)
         if kind == TRITON:
             _put_in_triton_s_cache(key, files)
-        elif not KernelCache().has(kind, key):
-            KernelCache().put(kind, key, files)
-    except (OSError, ValueError) as error:
+        else:
+            KernelCache().put_new(kind, key, files)
+    except (OSError, ValueError, ImportError) as error:
         warn_once("parcels", f"kernels that were brought along are not used: {error}")
         return False
     return True
@@ -129,8 +127,12 @@ def _put_in_triton_s_cache(key: str, files: Files) -> None:
     if len(groups) != 1:
         raise ValueError(f"a parcel of one kernel with files {sorted(files)}")
     (group,) = groups
+    description = json.loads(files[group])
+    if not isinstance(description, dict) or description.get("hash") != key:
+        raise ValueError("a parcel of one kernel under the name of another")
     manager = get_cache_manager(key)
-    if manager.get_group(group) is None:
+    # By whatever name a group is asked for: its files may be those of one that is there.
+    if not any(manager.get_file(name) for name in (*files, f"__grp__{group}")):
         manager.put_group(group, {name: manager.put(data, name) for name, data in files.items()})
 
 
@@ -138,17 +140,38 @@ def pack_kernels(package: str | Path) -> int:
     """Adds what this process has used to a package of AOTInductor (`model.pt2`), which runs as
     before; how many parcels there were. Run the package once before, so that its kernels are made.
 
-    Raises OSError, and zipfile.BadZipFile for what is no package.
+    Raises OSError, and zipfile.BadZipFile for what is no package; the file stays as it was then.
     """
     found = parcels()
-    with zipfile.ZipFile(package, "a") as archive:
+    with zipfile.ZipFile(package) as archive:
         names = archive.namelist()
-        place = f"{names[0].partition('/')[0]}/{FOLDER}"
-        new = {f"{place}/{name}": data for name, data in found.items()}
-        for path, data in new.items():
-            if path not in names:
-                archive.writestr(path, data)
+        if not names:
+            raise zipfile.BadZipFile("an empty archive is no package")
+    place = f"{names[0].partition('/')[0]}/{FOLDER}"
+    new = {f"{place}/{name}": data for name, data in found.items()}
+    new = {path: data for path, data in new.items() if path not in names}
+    if new:
+        _append(Path(package), new)
     return len(found)
+
+
+def _append(package: Path, files: Files) -> None:
+    """Adds files to an archive. They are written over its directory of files, which is put back
+    where that fails, as on a full disk."""
+    with package.open("r+b") as file:
+        with zipfile.ZipFile(file) as archive:
+            start = archive.start_dir
+        file.seek(start)
+        end = file.read()
+        try:
+            with zipfile.ZipFile(file, "a") as archive:
+                for path, data in files.items():
+                    archive.writestr(path, data)
+        except BaseException:
+            file.seek(start)
+            file.write(end)
+            file.truncate()
+            raise
 
 
 def load_kernels(package: str | Path) -> int:
@@ -156,7 +179,17 @@ def load_kernels(package: str | Path) -> int:
     before the package's first run.
 
     A package without any is no error. What it brings is run: it must come from whom you trust.
+    Raises OSError, and zipfile.BadZipFile for what is no package.
     """
     with zipfile.ZipFile(package) as archive:
         found = [(path, path.partition(f"/{FOLDER}/")[2]) for path in archive.namelist()]
-        return sum(deliver(name, archive.read(path)) for path, name in found if name)
+        return sum(deliver(name, _content(archive, path)) for path, name in found if name)
+
+
+def _content(archive: zipfile.ZipFile, path: str) -> bytes:
+    """A file of an archive; nothing, which is no parcel, for one that cannot be read."""
+    try:
+        with archive.open(path) as file:
+            return file.read(MOST_BYTES)
+    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError):  # damaged, or with a password
+        return b""

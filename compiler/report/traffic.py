@@ -2,8 +2,9 @@
 
 A fused op is a unit, and a product is one. Of the rest, nodes of a layer that hand values to each
 other, with no unit between them, are taken for one kernel of Inductor's: it may make more of them.
-Views move nothing. A tensor that several nodes of a unit read is read once, and of a view only what
-it selects; a lookup reads as much as it gives.
+Views move nothing. What is written in place is not read, unless something is added to it, and of a
+cache the rows move that are written. A tensor that several nodes of a unit read is read once, and
+of a view only what it selects; a lookup reads as much as it gives.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from torch import fx
 from tilewright.codegen.targets import Target
 from tilewright.compiler import _compat
 from tilewright.compiler.dataflow.access import access_of, call_key
-from tilewright.compiler.dataflow.spelling import SHAPES, name_of
+from tilewright.compiler.dataflow.spelling import IN_PLACE_ARITHMETIC, SHAPES, name_of
 from tilewright.compiler.report import GraphReport, Site
+from tilewright.compiler.report.puts import Put, put_of
 from tilewright.compiler.report.work import (
     flop_rate,
     flops_of,
@@ -139,7 +141,7 @@ class _Memory:
     """Storages of a graph, by key. owned: of the model's parameters and buffers. given: of all that
     the graph does not make. written: those of them that it writes. makers: the node that made what
     a node's argument holds, (node, storage) -> maker. writes: what nodes that compute write in
-    place, of most nothing.
+    place, of most nothing. puts: those writes that read nothing of their target.
     """
 
     owned: set[int] = field(default_factory=set)
@@ -147,6 +149,7 @@ class _Memory:
     written: set[int] = field(default_factory=set)
     makers: dict[tuple[fx.Node, int], fx.Node] = field(default_factory=dict)
     writes: dict[fx.Node, tuple[torch.Tensor, ...]] = field(default_factory=dict)
+    puts: dict[fx.Node, Put] = field(default_factory=dict)
     # Of views that were made when their source was another node's tensor.
     aliases: dict[int, int] = field(default_factory=dict)
 
@@ -176,6 +179,9 @@ class _Memory:
         written = access_of(node).written
         if written or held - sources:
             self.writes[node] = written
+            put = put_of(node) if written else None
+            if put is not None:
+                self.puts[node] = put
             self.written |= self.keys(written)
             last.update(dict.fromkeys(self.keys(written) | held, node))
 
@@ -248,6 +254,17 @@ class _Traffic:
     activations: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     reads: list[CacheRead] = field(default_factory=list)
     symbols: set[str] = field(default_factory=set)
+    # What is in `activations` because it is written in place.
+    _written: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+
+    def write(self, key: int, tensor: torch.Tensor, size: int) -> None:
+        """Adds what is written in place; a unit writes a storage once."""
+        before = self._written[key]
+        whole = tensor.untyped_storage().nbytes()
+        self._written[key] += size
+        if isinstance(whole, int):
+            self._written[key] = min(self._written[key], whole)
+        self.activations[key] += self._written[key] - before
 
     @property
     def moves(self) -> bool:
@@ -275,9 +292,15 @@ class _Moved:
 
     def _reads(self, node: fx.Node, seen: set[fx.Node], traffic: _Traffic) -> None:
         op = _op_of(node)
-        skipped = self._cache_read(op, node, traffic) if op is not None else ()
+        skipped = self._cache_read(op, node, traffic) if op is not None else set()
         limit = sum(_sizes(_tensors(node), traffic)) if _looks_up(node) else None
         share = self._share(node)
+        put = self.memory.puts.get(node)
+        if put is not None and not put.also:
+            skipped = {put.target}
+        out = node.kwargs.get("out")
+        if op is None and isinstance(out, fx.Node) and out not in node.args:
+            skipped = {out}
         for source in node.all_input_nodes:
             if source in skipped or source in seen:
                 continue
@@ -294,8 +317,7 @@ class _Moved:
         traffic: _Traffic,
     ) -> None:
         for key in self.memory.keys([tensor]):
-            maker = self.memory.makers.get((node, key))
-            if maker is not None and self.groups.leader[maker] is self.groups.leader[node]:
+            if self._makes(node, key):
                 continue
             into = self._kind_of(key, traffic)
             (size,) = _sizes([tensor], traffic)
@@ -312,19 +334,49 @@ class _Moved:
             return traffic.caches
         return traffic.weights if key in self.memory.owned else traffic.activations
 
+    def _makes(self, node: fx.Node, key: int) -> bool:
+        """Whether what a node is given of a storage is all made in its unit."""
+        if key in self.memory.given:
+            return False
+        leader = self.groups.leader
+        maker = self.memory.makers.get((node, key))
+        while maker in self.memory.puts and leader[maker] is leader[node]:
+            maker = self.memory.makers.get((maker, key))  # of what it leaves as it was
+        return maker is not None and leader[maker] is leader[node]
+
     def _writes(self, node: fx.Node, traffic: _Traffic) -> None:
+        written = self.memory.writes[node] if _op_of(node) is None else ()
+        in_place = self.memory.keys(written)
         made = {key: tensor for tensor in _compat.tensors_of(node)
                 for key in self.memory.keys([tensor])}  # fmt: skip
         for key, tensor in made.items():
-            if (node, key) in self.handed_on and key not in self.memory.given:
+            if (node, key) in self.handed_on and key not in self.memory.given | in_place:
                 traffic.activations[key] += sum(_sizes([tensor], traffic))
-        if _op_of(node) is None:
-            for tensor in self.memory.writes[node]:
-                given = [s for s in node.all_input_nodes if not self._holds(s, tensor)]
-                put = sum(_sizes(_compat.tensors_of(*given), traffic))
-                (size,) = _sizes([tensor], traffic)
-                for key in self.memory.keys([tensor]):
-                    traffic.activations[key] += min(size, put) if put else size
+        for tensor in written:
+            for key in self.memory.keys([tensor]):
+                if not self._makes(node, key):
+                    self._writes_over(node, key, tensor, traffic)
+                elif (node, key) in self.handed_on:
+                    traffic.write(key, tensor, sum(_sizes([tensor], traffic)))
+
+    def _writes_over(
+        self, node: fx.Node, key: int, tensor: torch.Tensor, traffic: _Traffic
+    ) -> None:
+        """What others made, or the graph is given, is written in place."""
+        put = self.memory.puts.get(node)
+        if put is not None:
+            symbols = [s for n in put.shape for s in _symbol(n)]
+            traffic.symbols.update(symbols)
+            size = 0 if symbols else put.elements * tensor.element_size()
+            if put.reads:
+                self._kind_of(key, traffic)[key] += size
+        else:
+            (size,) = _sizes([tensor], traffic)
+            given = [s for s in node.all_input_nodes if not self._holds(s, tensor)]
+            # Arithmetic writes all; of an op that nobody knows, no more than it is given.
+            if name_of(node) not in IN_PLACE_ARITHMETIC and "out" not in node.kwargs:
+                size = min(size, sum(_sizes(_compat.tensors_of(*given), traffic)) or size)
+        traffic.write(key, tensor, size)
 
     def _cache_read(self, op: FusedOp, node: fx.Node, traffic: _Traffic) -> Set[fx.Node]:
         """The arguments of an op of ours that are no reads by their size: what it writes, and the

@@ -16,7 +16,7 @@ from tilewright.codegen.build import (
     keep_ttgir,
     load_jit,
 )
-from tilewright.codegen.build.travel import noting_triton
+from tilewright.codegen.build.travel import note_triton
 from tilewright.codegen.build.worker import attributes
 from tilewright.codegen.dead_barriers import compile_without_dead_barriers
 from tilewright.codegen.spec import KernelSpec
@@ -139,8 +139,7 @@ def compiled_kernel(spec: KernelSpec, device_index: int) -> Any:
     )
     target = triton.runtime.driver.active.get_current_target()
     options = dict(launchable.options)
-    with noting_triton():
-        return compile_without_dead_barriers(source, target, options, keep_ttgir)
+    return compile_without_dead_barriers(source, target, options, keep_ttgir, note_triton)
 
 
 def _split_k_scratch(

@@ -138,15 +138,81 @@ def test_what_nobody_uses_is_not_counted():
     assert step.total.weights == (8 * 16 + 16) * F32
 
 
-def test_a_write_in_place_counts_what_it_puts_there():
-    def write(cache, rows, at):
-        cache.index_copy_(0, at, rows)
-        return rows.sum()
+ROW = 8 * F32
 
+
+def put_rows(cache, rows, at):
+    cache.index_copy_(0, at, rows)
+
+
+def set_rows(cache, rows, at):
+    cache[at] = rows
+
+
+def set_slice(cache, rows, at):
+    cache[3:5] = rows
+
+
+def scatter_rows(cache, rows, at):
+    cache.scatter_(0, at[:, None].expand(2, 8), rows)
+
+
+def put_a_number(cache, rows, at):
+    cache.index_put_((at,), rows[0, 0])
+
+
+def fill_rows(cache, rows, at):
+    cache[1:3].zero_()
+
+
+def add_rows(cache, rows, at):
+    cache.index_add_(0, at, rows)
+
+
+def read_behind(cache, rows, at):
+    cache.index_copy_(0, at, rows)
+    return cache.sum(-1)
+
+
+def from_the_same(cache, rows, at):
+    cache[:2] = cache[2:4]
+
+
+def write_what_it_made(cache, rows, at):
+    made = rows * 2
+    made[at] = rows
+    return made
+
+
+@pytest.mark.parametrize(
+    ("write", "read", "moved"),
+    [
+        # What is read of the cache; the rows given, their places, the rows written.
+        (put_rows, 0, 2 * ROW + 16 + 2 * ROW),
+        (set_rows, 0, 2 * ROW + 16 + 2 * ROW),
+        (set_slice, 0, 2 * ROW + 2 * ROW),
+        (scatter_rows, 0, 2 * ROW + 16 + 2 * ROW),
+        (put_a_number, 0, F32 + 16 + 2 * ROW),
+        (fill_rows, 0, 2 * ROW),
+        (add_rows, 2 * ROW, 2 * ROW + 16 + 2 * ROW),
+        (read_behind, 4096 * ROW, 2 * ROW + 16 + 2 * ROW + 4096 * F32),
+        (from_the_same, 2 * ROW, 2 * ROW),
+        (write_what_it_made, 0, 2 * ROW + 16 + 2 * ROW),
+    ],
+)
+def test_a_write_in_place_moves_the_rows_it_writes(write, read, moved):
+    """The rest of the target stays, and is not read."""
     at = torch.zeros(2, dtype=torch.int64, device="meta")
-    step = step_of(lowered(write, (4096, 8), (2, 8), at, patterns=[]))
-    written = 2 * 8 * F32 + 2 * 8
-    assert 2 * written <= step.total.activations <= 4 * written + 2 * F32
+    total = step_of(lowered(write, (4096, 8), (2, 8), at, patterns=[])).total
+    assert (total.caches, total.activations) == (read, moved)
+
+
+def test_sums_in_place_read_and_write_all_once():
+    def add(cache, bias):
+        cache.add_(bias).mul_(2)
+
+    total = step_of(lowered(add, (64, 8), (8,), patterns=[])).total
+    assert (total.caches, total.activations) == (64 * ROW, ROW + 64 * ROW)
 
 
 def test_sizes_that_are_symbols_are_named_and_not_guessed():

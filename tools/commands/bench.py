@@ -66,6 +66,8 @@ def bench(
             wanted = Wanted(profile, trace, target, present, layers, cuda_graph)
             _profile(wanted, as_json, debug)
             return
+        if trace is not None:
+            raise CommandError("--trace needs --profile MODEL, the model that was recorded")
         if not FOLDER.is_dir():
             raise CommandError(
                 f"the benchmarks live in a checkout of the project; none at {FOLDER}"

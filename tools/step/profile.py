@@ -165,7 +165,9 @@ def _launches(trace: Mapping[str, Any]) -> Iterator[Launch]:
     found = [
         Launch(event["name"], event["cat"], event["ts"], event["ts"] + event["dur"])
         for event in trace.get("traceEvents", ())
-        if event.get("ph") == "X" and event.get("cat") in ("kernel", *_COPIES)
+        if isinstance(event, dict)
+        and event.get("ph") == "X"
+        and event.get("cat") in ("kernel", *_COPIES)
     ]
     return iter(sorted(found, key=lambda launch: (launch.start, launch.end)))
 

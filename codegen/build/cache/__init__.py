@@ -95,9 +95,14 @@ class KernelCache:
         """Whether :meth:`find` would find it; nobody is told."""
         return self._found(kind, key) is not None
 
-    def put(self, kind: str, key: str, files: Mapping[str, bytes]) -> None:
-        """Stores an entry that was made elsewhere under this key."""
-        self._store(kind, key, files)
+    def put_new(self, kind: str, key: str, files: Mapping[str, bytes]) -> None:
+        """Stores an entry that was made elsewhere under this key, unless there is one. Raises
+        OSError where it can be stored nowhere."""
+        if self.has(kind, key):
+            return
+        with self._locked(kind, key):  # another process may be making it
+            if not self.has(kind, key) and self._store(kind, key, files) is None:
+                raise OSError("neither cache nor private folder can be written")
 
     def _found(self, kind: str, key: str) -> Entry | None:
         if self._usable():
@@ -124,16 +129,23 @@ class KernelCache:
         returned all the same. accept: whether an entry's contents can be used; if not, it is made
         again.
         """
-        found = self.find(kind, key)
-        if found is not None and accept(found):
+        found = self._accepted(kind, key, accept)
+        if found is not None:
             return found
         with self._locked(kind, key):
-            found = self.find(kind, key)
-            if found is not None and accept(found):
+            found = self._accepted(kind, key, accept)
+            if found is not None:
                 return found
             files = dict(make())
             _tell(kind, key, files)
             return Entry(files, self._store(kind, key, files))
+
+    def _accepted(self, kind: str, key: str, accept: Callable[[Entry], bool]) -> Entry | None:
+        found = self._found(kind, key)
+        if found is None or not accept(found):
+            return None
+        _tell(kind, key, found.files)
+        return found
 
     def _usable(self) -> bool:
         reason = refusal(self.root)

@@ -192,6 +192,7 @@ def test_the_worker_tells_a_full_disk_from_a_kernel_that_fails(monkeypatch, tmp_
 
     monkeypatch.setattr(worker, "compile_kernel", full)
     monkeypatch.setenv("TRITON_CACHE_DIR", "")  # main sets it
+    monkeypatch.setenv("TRITON_ALWAYS_COMPILE", "1")  # and this
     (tmp_path / "request.json").write_text(json.dumps({"out": str(tmp_path)}))
     monkeypatch.setattr(sys, "argv", ["worker.py", str(tmp_path / "request.json")])
     with pytest.raises(SystemExit) as ended:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import logging
 import os
 import zipfile
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -100,12 +103,35 @@ def test_a_package_brings_them(machine, monkeypatch, tmp_path):
         assert archive.read("model/data/aotinductor/model/x.so") == b"code"
 
 
-def test_what_is_there_stays(machine):
+def test_what_is_there_stays(machine, monkeypatch):
+    """Also an entry that another process makes in the meantime, and a kernel of Triton's whose
+    files a parcel has under another description."""
     machine("one")
     entry = emitted(ADD)
     key = source_fingerprint(ADD)
     assert travel.deliver(f"source/{key}", travel.packed({"other.py": b"x"}))
     assert KernelCache().find("source", key).files == entry.files
+    with monkeypatch.context() as patch:
+        known = iter([False])
+        has = KernelCache.has
+        patch.setattr(KernelCache, "has", lambda *given: next(known, has(*given)))
+        assert travel.deliver(f"source/{key}", travel.packed({"other.py": b"x"}))
+    assert KernelCache().find("source", key).files == entry.files
+
+    kernel = compiled_kernel(ADD, 0)
+    cubin = Path(next(p for n, p in kernel.metadata_group.items() if n.endswith(".cubin")))
+    before = cubin.read_bytes()
+    files = {"other.json": json.dumps({"hash": kernel.hash}).encode(), cubin.name: b"poison"}
+    assert travel.deliver(f"triton/{kernel.hash}", travel.packed(files))
+    assert cubin.read_bytes() == before
+
+
+def test_an_entry_with_other_files_is_made_again(machine):
+    machine("one")
+    key = source_fingerprint(ADD)
+    assert travel.deliver(f"source/{key}", travel.packed({"other.py": b"x"}))
+    assert f"{ADD.name}.py" in emitted(ADD).files
+    assert f"{ADD.name}.py" in travel.unpacked(travel.parcels()[f"source/{key}"])
 
 
 @pytest.mark.parametrize(
@@ -117,11 +143,31 @@ def test_what_is_there_stays(machine):
         (f"binary/{TUNED}", travel.packed({"a.py": b"x"})),
         ("source/../../../out", travel.packed({"a.py": b"x"})),
         (f"triton/{TUNED}", travel.packed({"kernel.cubin": b"x"})),
+        (f"triton/{TUNED}", travel.packed({"kernel.json": b'{"hash": "another"}'})),
+        (f"source/{TUNED}", travel.packed({"a.py": b"x", "manifest.json": b"{}"})),
+        (f"source/{TUNED}", travel.packed({"a\0.py": b"x"})),
+        (f"source/{TUNED}", travel.packed({"a.py": b"x"})[:-8]),
+        (f"source/{TUNED}", base64.b64encode(zlib.compress(b"[" * 10**5))),
+        (f"source/{TUNED}", base64.b64encode(zlib.compress(b" " * 2**21))),
     ],
-    ids=["path", "empty", "bytes", "kind", "key", "group"],
+    ids=[
+        "path",
+        "empty",
+        "bytes",
+        "kind",
+        "key",
+        "group",
+        "another",
+        "manifest",
+        "nul",
+        "cut",
+        "deep",
+        "huge",
+    ],
 )
-def test_what_is_no_parcel_is_left_with_a_warning(machine, name, data, caplog):
+def test_what_is_no_parcel_is_left_with_a_warning(machine, monkeypatch, name, data, caplog):
     """And the loading of the others goes on."""
+    monkeypatch.setattr(travel, "MOST_BYTES", 2**20)
     folder = machine("one")
     with caplog.at_level(logging.WARNING, logger="tilewright"):
         assert not travel.deliver(name, data)
@@ -130,13 +176,59 @@ def test_what_is_no_parcel_is_left_with_a_warning(machine, name, data, caplog):
     assert os.environ["TILEWRIGHT_CACHE_DIR"].startswith(str(folder))
 
 
-def test_a_listener_of_triton_s_hears_too(machine, monkeypatch):
+def test_triton_s_listener_is_the_user_s(machine, monkeypatch):
+    """It is the whole process's: two threads that compile would each put back what they found."""
     machine("one")
     heard = []
-    monkeypatch.setattr(knobs.compilation, "listener", lambda **said: heard.append(said))
-    compiled_kernel(ADD, 0)
-    assert [said["cache_hit"] for said in heard] == [False]
-    assert {"src", "metadata", "metadata_group", "times"} <= set(heard[0])
+
+    def listener(**said):
+        heard.append((said["cache_hit"], knobs.compilation.listener is listener))
+
+    monkeypatch.setattr(knobs.compilation, "listener", listener)
+    kernel = compiled_kernel(ADD, 0)
+    assert heard == [(False, True)]
+    assert f"triton/{kernel.hash}" in travel.parcels()
+
+
+def test_no_package_is_left_as_it_was(machine, tmp_path, monkeypatch):
+    """One that is absent, another file, and a package on a disk that is full."""
+    machine("one")
+    KernelCache().get_or_make("tuned", TUNED, lambda: TIMES)
+    with pytest.raises(FileNotFoundError):
+        pack_kernels(tmp_path / "absent.pt2")
+    assert not (tmp_path / "absent.pt2").exists()
+    other = tmp_path / "notes.txt"
+    other.write_text("mine")
+    with pytest.raises(zipfile.BadZipFile):
+        pack_kernels(other)
+    assert other.read_text() == "mine"
+
+    package = tmp_path / "model.pt2"
+    with zipfile.ZipFile(package, "w") as archive:
+        archive.writestr("model/x.so", b"code" * 100)
+    before = package.read_bytes()
+    monkeypatch.setattr(zipfile.ZipFile, "writestr", _fail_half_way)
+    with pytest.raises(OSError, match="full"):
+        pack_kernels(package)
+    assert package.read_bytes() == before
+
+
+def _fail_half_way(archive, *given):
+    archive.fp.write(b"half")
+    archive._didModify = True
+    raise OSError(28, "the disk is full")
+
+
+def test_a_damaged_parcel_of_a_package_is_left_out(machine, tmp_path):
+    machine("one")
+    package = tmp_path / "model.pt2"
+    with zipfile.ZipFile(package, "w") as archive:
+        for key in (TUNED, key_of("more")):
+            archive.writestr(f"model/{travel.FOLDER}/tuned/{key}", travel.packed(TIMES))
+    data = bytearray(package.read_bytes())
+    data[data.index(travel.packed(TIMES))] ^= 1
+    package.write_bytes(data)
+    assert load_kernels(package) == 1
 
 
 def test_a_torch_with_another_interface_is_no_error(monkeypatch):

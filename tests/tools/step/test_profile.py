@@ -166,6 +166,7 @@ def test_kinds_of_kernels(name, kind):
     [
         ({"traceEvents": []}, None, "no kernels"),
         ({}, None, "no kernels"),
+        ({"traceEvents": [3]}, None, "no kernels"),
         (trace_of(*LAUNCHES), 3, "10 launches are not 3 equal steps"),
         (trace_of(*LAUNCHES[:4]), None, "no whole number of steps"),
         (trace_of((QKV, 0, 1)), None, "no whole number of steps"),
