@@ -96,7 +96,7 @@ def _kept(user: fx.Node, node: fx.Node) -> list[tuple[int, int]] | None:
         dim = argument(user, 1, "dim")
         if type(dim) is not int or dim % rank == rank - 1 or argument(user, 0, "input") is not node:
             return None
-        if user.all_input_nodes[0] is not node or not all(map(_is_number, user.all_input_nodes[1:])):
+        if not all(map(_is_number, (n for n in user.all_input_nodes if n is not node))):
             return None
         return [(d, 1) for d in range(rank) if name == "narrow" or d != dim % rank]
     if name != "getitem" or user.args[0] is not node:
