@@ -95,10 +95,19 @@ def _kind_of(node: fx.Node) -> _Kind | None:
         return None
     for kind in (_SUM, _QUOTIENT, _PRODUCT, _ROWS, _PUT):
         if node.target in kind.new and (kind is not _PUT or _names_rows(node.args[1])):
-            maker = _maker(base)
-            calls = maker.op in ("call_function", "call_method")
-            return kind if calls and name_of(maker) in kind.made_by else None
+            return kind if _is_made_by(_maker(base), kind) else None
     return None
+
+
+def _is_made_by(maker: fx.Node, kind: _Kind) -> bool:
+    """Whether a tensor is made as the kind asks; rows that are taken by an index are rows of sums
+    that are put back."""
+    if maker.op not in ("call_function", "call_method") or name_of(maker) not in kind.made_by:
+        return False
+    if name_of(maker) != "getitem":
+        return True
+    source = maker.args[0]
+    return isinstance(source, fx.Node) and name_of(_maker(source)) in _PUT.made_by
 
 
 def _names_rows(index: Any) -> bool:

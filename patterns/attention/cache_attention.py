@@ -33,6 +33,7 @@ from tilewright.patterns.language import Match, as_advice, register
 from tilewright.patterns.recognise.attention import (
     Attention,
     Sketch,
+    is_of_cached_keys,
     match_attention,
     refuse,
     sketch_of,
@@ -49,10 +50,11 @@ class CacheAttention:
     takes_leftovers: bool = True
 
     def anchors(self, flow: Dataflow) -> Iterator[Value]:
-        """Attentions that read keys which nobody sees, or the same keys more than once."""
+        """Attentions that read keys which nobody sees, or the same keys more than once, and
+        softmaxes of cached keys that cannot be read."""
         for value in flow.values:
             sketch = sketch_of(value)
-            if sketch is not None and _gains(sketch):
+            if is_of_cached_keys(value) if sketch is None else _gains(sketch):
                 yield value
         yield from unread_calls(flow)
 

@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from tilewright.patterns import effects
-from tilewright.patterns.dataflow import Dataflow, Value, View
+from tilewright.patterns.dataflow import Dataflow, Value, View, upstream
 from tilewright.patterns.effects import Atom, Effect, Size
 from tilewright.patterns.language import Parts, Result, Stage, register_code, reject
 from tilewright.patterns.recognise.attention_eager import (
     HeadsOf,
     by_roles,
     logits_of,
+    product_of,
     weighted_by,
 )
 from tilewright.patterns.recognise.attention_varlen import FORMS, arguments_of, name_of_op, obstacle
@@ -95,6 +96,20 @@ class Attention:
         return effects.compose(taken, effects.reshape(flat, (batch, queries, heads, width)))
 
 
+def is_of_cached_keys(value: Value) -> bool:
+    """Whether a softmax is of a product with what was just cached, made in a way that
+    :func:`logits_of` cannot read."""
+    if value.op != "aten.softmax" or logits_of(value) is not None:
+        return False
+    before = list(upstream(value, _REACH, lambda v: not _multiplies(v)))
+    factors = [view.value for v in before if _multiplies(v) for view in v.operands]
+    return any(v.op == "store" and len(v.shape) > 2 for v in factors)
+
+
+def _multiplies(value: Value) -> bool:
+    return value.op == "aten.baddbmm" or product_of(value) is not None
+
+
 def match_attention(value: Value, flow: Dataflow, heads_of: HeadsOf | None = None) -> Attention:
     """The attention that a value for which :func:`keys_of` finds keys is, or is a part of.
 
@@ -156,6 +171,8 @@ def sketch_of(value: Value) -> Sketch | None:
     return Sketch(q, k, bool(logits.seen or logits.hidden or logits.added))
 
 
+# How many operations there may be between a product and its softmax.
+_REACH = 24
 _SDPA = "aten.scaled_dot_product_attention"
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
@@ -258,7 +275,12 @@ def _spelled_out(softmax: Value, flow: Dataflow, heads_of: HeadsOf | None) -> At
             hint='hide keys by float("-inf"), or add torch.where(seen, 0.0, number) to the logits',
         )
     if logits is None:
-        refuse("its logits are no known sum of products of queries and keys", softmax)
+        refuse(
+            "its logits are no known sum of products of queries and keys",
+            softmax,
+            hint="add up what is added to the products, and give scaled_dot_product_attention the "
+            "sum as attn_mask",
+        )
     if above is None:
         refuse("it is not read by one product with values alone", softmax)
     batch, queries, heads, _ = _broadcast([q.shape for q, _ in logits.terms])

@@ -44,7 +44,10 @@ def flat(view: View) -> View:
 
 
 def per_row(view: View) -> View | None:
-    """A number per row [M, 1], or broadcast to [M, N], as [M]; None where it varies by column."""
+    """A number per row [M, 1], or broadcast to [M, N], as [M]; None where it varies by column, and
+    for a single number."""
+    if not view.effect.dims:
+        return None
     *rows, last = view.effect.dims
     if any(a.axis is not None for a in last):
         return None

@@ -17,7 +17,7 @@ from tilewright.compiler import StrictError, backend, lower, reports
 from tilewright.compiler.fuse import fuse
 from tilewright.compiler.options import Options
 from tilewright.compiler.verify.sites import verify_sites
-from tilewright.ops import contract
+from tilewright.ops import contract, fused_op
 from tilewright.ops.runtime import device as devices
 from tilewright.patterns.qkv.qkv_cache import QkvCache
 
@@ -169,7 +169,7 @@ def test_an_op_is_for_the_devices_of_its_lowerings(lowerings, target, where, mon
 
 
 def test_a_gpu_without_a_target_is_named(monkeypatch):
-    monkeypatch.setattr(contract, "emits_for", lambda device: False)
+    monkeypatch.setattr(fused_op, "emits_for", lambda device: False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
     found = []

@@ -274,7 +274,7 @@ def rows_put_by_a_mask(x, d):
     ("step", "sums"),
     [(rows_added, 2), (rows_added_to_an_input, 0), (rows_added_beside_a_view, 0),
      (rows_multiplied, 0), (rows_added_to_a_product, 1), (rows_put_back, 4),
-     (rows_put_into_an_input, 1), (rows_put_beside_a_view, 1), (rows_put_of_a_number, 0),
+     (rows_put_into_an_input, 0), (rows_put_beside_a_view, 1), (rows_put_of_a_number, 0),
      (rows_put_by_a_mask, 0), (rows_put_of_more_dims, 0)],
 )  # fmt: skip
 def test_only_sums_of_rows_that_nobody_can_tell_apart_change(step, sums):

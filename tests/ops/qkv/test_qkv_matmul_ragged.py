@@ -10,7 +10,7 @@ import torch
 
 from tests.interpreted import interpreter as interpreter
 from tests.ops.qkv import plain
-from tilewright.ops import ArgumentError, fused_qkv_matmul_kv_cache_paged_ragged
+from tilewright.ops import ArgumentError, calls, fused_qkv_matmul_kv_cache_paged_ragged
 from tilewright.ops.contract import get_op
 from tilewright.ops.qkv.ragged_samples import RAGGED_CASES, RaggedCase
 
@@ -90,9 +90,9 @@ def test_result_and_pages_are_those_of_the_description(case):
 
 
 @pytest.mark.parametrize(
-    ("name", "calls"), [("plain", 2), ("gptq_zeros", 2), ("fp8_blocks_across_heads", 3)]
+    ("name", "launches"), [("plain", 2), ("gptq_zeros", 2), ("fp8_blocks_across_heads", 3)]
 )
-def test_a_call_is_repeated_where_its_scales_are_views(name, calls, interpreter, monkeypatch):
+def test_a_call_is_repeated_where_its_scales_are_views(name, launches, interpreter, monkeypatch):
     """Scales that are expanded, since a block has rows of two projections, are a call's own."""
     whole = []
     op = replace(OP, validate_values=whole.append)
@@ -100,7 +100,7 @@ def test_a_call_is_repeated_where_its_scales_are_views(name, calls, interpreter,
     monkeypatch.setattr(interpreter, "launcher", lambda launch: lambda values: None)
     args, kwargs = OP.split(a)
     results = [run(*args, **kwargs) for _ in range(3)]
-    assert len(whole) == calls
+    assert len(whole) == launches
     assert all(result.shape == OP.fake(a).shape for result in results)
 
 

@@ -553,6 +553,23 @@ def test_misses_are_advice(attend, code):
     assert (miss.code, miss.is_lost) == (code, False)
 
 
+def capped_from_below(q, k, v):
+    """No known logits: hidden ones are raised to a number once more."""
+    return weighted(torch.max(logits_of(q, k), torch.tensor(-1e4, dtype=q.dtype)), v)
+
+
+def test_a_softmax_of_cached_keys_that_cannot_be_read_is_mentioned():
+    def cached(q, k, v, *_):
+        k[:, :, 3:4] = q[:, :KV_HEADS, :1] * 2
+        return capped_from_below(q, k, v)
+
+    (miss,) = misses_of(lower(cached, inputs()), "attention")
+    assert (miss.code, miss.is_lost) == ("ATTENTION_FORM", False)
+    assert "attn_mask" in miss.hint
+    given = lower(lambda q, k, v, *_: capped_from_below(q, k, v), inputs())
+    assert misses_of(given, "attention") == []
+
+
 def test_a_view_that_needs_the_graphs_own_strides():
     """`view` of a result [B, H, S, D] that lies so; the op's lies by tokens."""
 
