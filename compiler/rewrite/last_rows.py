@@ -138,8 +138,21 @@ def _takes_fewer(product: fx.Node, selection: fx.Node) -> bool:
     if not _is_as_made(product) or _is_read_by_strides(selection):
         return False
     if _compat.is_symbolic(whole) or _compat.is_symbolic(part):
-        return tuple(map(str, whole.shape)) != tuple(map(str, part.shape))
+        same = tuple(map(str, whole.shape)) == tuple(map(str, part.shape))
+        return not same and not _asks_for_guards(selection, whole, part)
     return part.numel() < whole.numel()
+
+
+def _asks_for_guards(selection: fx.Node, whole: torch.Tensor, part: torch.Tensor) -> bool:
+    """Whether the traced run takes one row, or as many as there are, of a number that may change:
+    a product of them asks whether they are dense, and would hold for that number alone."""
+    kept = _kept(selection, selection.all_input_nodes[0]) or []
+    for (dim, _), size in zip(kept, part.shape, strict=False):
+        if str(size) != str(whole.shape[dim]) and not isinstance(whole.shape[dim], int):
+            taken, there = _compat.hints_of((size, whole.shape[dim]))
+            if taken == there or (taken == 1 and not isinstance(size, int)):
+                return True
+    return False
 
 
 def _is_read_by_strides(selection: fx.Node) -> bool:

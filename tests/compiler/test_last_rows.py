@@ -87,6 +87,10 @@ def by_narrow(x):
     return head(x).narrow(1, 2, 3)
 
 
+def of_two_tokens(x):
+    return head(x)[:, -2:]
+
+
 def of_one_sequence(x):
     return head(x)[1]
 
@@ -141,6 +145,16 @@ def test_other_numbers_of_tokens_take_the_same_graph():
         same_layout(ours, eager)
         torch.testing.assert_close(ours, eager)
     assert [moved for moved, _ in found] == [1]
+
+
+def test_as_many_rows_as_the_traced_run_has_do_not_make_that_number_the_only_one():
+    for step in (of_two_tokens, by_steps):
+        forward = compiled(step)
+        for tokens in (2, 5):
+            x = torch.randn(BATCH, tokens, 16)
+            torch._dynamo.mark_dynamic(x, 1)
+            torch.testing.assert_close(forward(x), step(x))
+        assert len(found) == 1, step.__name__
 
 
 def test_through_inductor():
