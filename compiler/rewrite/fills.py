@@ -34,7 +34,10 @@ def _make_plain(node: fx.Node, sizes: dict[Any, fx.Node]) -> bool:
     held, made = base.meta.get("example_value"), node.meta.get("example_value")
     if not isinstance(held, torch.Tensor) or not isinstance(made, torch.Tensor):
         return False
-    if _compat.is_subclass(held) or not (held.is_contiguous() and made.is_contiguous()):
+    # Inside of vmap a tensor like another is one of each entry.
+    if _compat.is_subclass(held) or _compat.is_functorch_wrapper(held):
+        return False
+    if not (held.is_contiguous() and made.is_contiguous()):
         return False
     shape = [n if isinstance(n, int) else sizes.get(n.node.expr) for n in held.shape]
     if any(n is None for n in shape):

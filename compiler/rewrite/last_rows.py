@@ -16,11 +16,12 @@ from torch import fx
 
 from tilewright.compiler import _compat
 from tilewright.compiler.dataflow.spelling import CASTS, argument, name_of
-from tilewright.compiler.rewrite.strides import same_steps, unbacked
+from tilewright.compiler.rewrite.strides import READS, same_steps, unbacked
 
 # What gives a number for each number, whatever the others are.
 _EACH = CASTS | {"add", "clamp", "div", "mul", "neg", "sub", "tanh"}
 _PRODUCTS = ("linear", "matmul")
+_OPERANDS = ("input", "weight", "bias")
 _WHOLE = slice(None, None, None)
 
 
@@ -38,16 +39,26 @@ def take_rows_first(graph: fx.Graph) -> int:
 
 def _is_of_rows(product: fx.Node) -> bool:
     """Whether each row of a product is made of the same row of its first operand, and a weight."""
-    source, weight = argument(product, 0, "input"), product.args[1:2]
-    if not all(map(_is_plain, (product, *product.all_input_nodes))) or not weight:
+    source, weight, bias = (argument(product, at, name) for at, name in enumerate(_OPERANDS))
+    given = [operand for operand in (source, weight, bias) if operand is not None]
+    # Besides them there is perhaps `out`, that is written; and one tensor may be both operands.
+    if weight is None or set(given) != set(product.all_input_nodes):
         return False
-    held, rows, columns = (n.meta["example_value"] for n in (product, source, *weight))
-    return columns.dim() == 2 and held.dim() == rows.dim() >= 2 and type(held.shape[-1]) is int
+    if len(set(given)) != len(given):
+        return False
+    if not all(map(_is_plain, (product, *given))):
+        return False
+    held, rows, columns, *added = (n.meta["example_value"] for n in (product, *given))
+    if columns.dim() != 2 or any(tensor.dim() > 1 for tensor in added):
+        return False
+    return held.dim() == rows.dim() >= 2 and type(held.shape[-1]) is int
 
 
 def _is_plain(node: fx.Node) -> bool:
     held = node.meta.get("example_value")
-    return isinstance(held, torch.Tensor) and not _compat.is_subclass(held)
+    if not isinstance(held, torch.Tensor) or _compat.is_functorch_wrapper(held):
+        return False
+    return not _compat.is_subclass(held)
 
 
 def _selected(product: fx.Node) -> tuple[list[fx.Node], fx.Node | None]:
@@ -84,6 +95,8 @@ def _kept(user: fx.Node, node: fx.Node) -> list[tuple[int, int]] | None:
     if name in ("select", "narrow"):
         dim = argument(user, 1, "dim")
         if type(dim) is not int or dim % rank == rank - 1 or argument(user, 0, "input") is not node:
+            return None
+        if not all(map(_is_number, (n for n in user.all_input_nodes if n is not node))):
             return None
         return [(d, 1) for d in range(rank) if name == "narrow" or d != dim % rank]
     if name != "getitem" or user.args[0] is not node:
@@ -122,11 +135,35 @@ def _takes_fewer(product: fx.Node, selection: fx.Node) -> bool:
     whole, part = (n.meta["example_value"] for n in (product, selection))
     if unbacked(product) or unbacked(selection) or not whole.is_contiguous():
         return False
-    if not _is_as_made(product):
+    if not _is_as_made(product) or _is_read_by_strides(selection):
         return False
     if _compat.is_symbolic(whole) or _compat.is_symbolic(part):
-        return tuple(map(str, whole.shape)) != tuple(map(str, part.shape))
+        same = tuple(map(str, whole.shape)) == tuple(map(str, part.shape))
+        return not same and not _asks_for_guards(selection, whole, part)
     return part.numel() < whole.numel()
+
+
+def _asks_for_guards(selection: fx.Node, whole: torch.Tensor, part: torch.Tensor) -> bool:
+    """Whether the traced run takes one row, or as many as there are, of a number that may change:
+    a product of them asks whether they are dense, and would hold for that number alone."""
+    kept = _kept(selection, selection.all_input_nodes[0]) or []
+    for (dim, _), size in zip(kept, part.shape, strict=False):
+        if str(size) != str(whole.shape[dim]) and not isinstance(whole.shape[dim], int):
+            taken, there = _compat.hints_of((size, whole.shape[dim]))
+            if taken == there or (taken == 1 and not isinstance(size, int)):
+                return True
+    return False
+
+
+def _is_read_by_strides(selection: fx.Node) -> bool:
+    """Whether `as_strided`, or the like, may read rows of the product that are not selected."""
+    own = set(_compat.storages_of(selection))
+    return any(
+        name_of(node).startswith(READS)
+        and not own.isdisjoint(_compat.storages_of(*node.all_input_nodes))
+        for node in selection.graph.nodes
+        if node.op in ("call_function", "call_method")
+    )
 
 
 def _is_as_made(product: fx.Node) -> bool:

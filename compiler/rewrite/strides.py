@@ -17,7 +17,8 @@ from tilewright.compiler.dataflow.spelling import name_of, shape_of
 from tilewright.ops.checks import proven
 from tilewright.patterns.dataflow import Dataflow
 
-_READ = ("as_strided", "stride", "is_contiguous", "storage_offset", "data_ptr", "untyped_storage",
+#: How the names of what reads a tensor's memory by strides begin.
+READS = ("as_strided", "stride", "is_contiguous", "storage_offset", "data_ptr", "untyped_storage",
          "set_", "resize_", "triton_kernel_wrapper")  # fmt: skip
 
 
@@ -44,7 +45,7 @@ def strides_matter(
         for user in front.pop().users:
             if user.op == "output" and not returned:
                 continue
-            if user.op == "output" or name_of(user).startswith(_READ):
+            if user.op == "output" or name_of(user).startswith(READS):
                 return True
             if isinstance(user.target, torch._ops.HigherOrderOperator) or _has_new_sizes(user):
                 continue  # dense results, whatever the strides of what they read

@@ -143,7 +143,8 @@ def _is_private(
         other = other.meta.get("example_value")
     if not isinstance(other, torch.Tensor) or torch.result_type(held, other) != held.dtype:
         return False
-    if kind is _PUT and other.dtype != held.dtype:
+    # Leading dimensions of one, which setitem takes off, are too many for index_put.
+    if kind is _PUT and (other.dtype != held.dtype or other.dim() > held.dim()):
         return False
     storages, own = _compat.storages_of(base), {base, _maker(base)}
     return (

@@ -38,9 +38,20 @@ def pinned(x):
     return torch.zeros_like(x.sigmoid(), memory_format=torch.contiguous_format)
 
 
+def inside_of_vmap(x):
+    """Each entry has zeros of its own, that are written to."""
+
+    def one(row):
+        y = row.sigmoid()
+        return torch.zeros_like(y).add_(y)
+
+    return torch.vmap(one)(x)
+
+
 def test_only_fills_whose_sizes_are_known_change():
     x = torch.randn(3, 4)
-    for step, changed in ((computed, 2), (given, 0), (turned, 0), (pinned, 0)):
+    for step, changed in ((computed, 2), (given, 0), (turned, 0), (pinned, 0),
+                          (inside_of_vmap, 0)):  # fmt: skip
         for dynamic in (False, True):
             count, ours, eager = filled(step, x, dynamic=dynamic)
             assert count == changed, step.__name__

@@ -87,6 +87,10 @@ def by_narrow(x):
     return head(x).narrow(1, 2, 3)
 
 
+def of_two_tokens(x):
+    return head(x)[:, -2:]
+
+
 def of_one_sequence(x):
     return head(x)[1]
 
@@ -141,6 +145,16 @@ def test_other_numbers_of_tokens_take_the_same_graph():
         same_layout(ours, eager)
         torch.testing.assert_close(ours, eager)
     assert [moved for moved, _ in found] == [1]
+
+
+def test_as_many_rows_as_the_traced_run_has_do_not_make_that_number_the_only_one():
+    for step in (of_two_tokens, by_steps):
+        forward = compiled(step)
+        for tokens in (2, 5):
+            x = torch.randn(BATCH, tokens, 16)
+            torch._dynamo.mark_dynamic(x, 1)
+            torch.testing.assert_close(forward(x), step(x))
+        assert len(found) == 1, step.__name__
 
 
 def test_through_inductor():
@@ -213,6 +227,36 @@ def two_of_activations(x):
     return (x @ x.transpose(1, 2))[:, -1]
 
 
+def with_a_bias_of_each_row(x):
+    return F.linear(x[0], W.to(x.dtype), x.sum((0, 2))[:, None].expand(-1, 40))[-1:]
+
+
+def into_a_given_tensor(x):
+    """What is written there is returned besides."""
+    room = x.new_zeros(TOKENS, 40)
+    found = torch.matmul(x[0], W.to(x.dtype).t(), out=room)[-1:]
+    return found, room
+
+
+def of_a_square(x):
+    square = x[0, :, :TOKENS]
+    return (square @ square)[-1:]
+
+
+def with_strides_of_the_whole(x):
+    """Rows that are not selected are read."""
+    return head(x)[:, 2:4].as_strided((BATCH, TOKENS, 40), (TOKENS * 40, 40, 1), 0)
+
+
+def from_a_tensor_with_a_number(x):
+    logits = head(x)
+    return logits.narrow(1, torch.tensor(2), 2)
+
+
+def inside_of_vmap(x):
+    return torch.vmap(lambda one: F.linear(one, W.to(x.dtype))[-2:])(x)
+
+
 def at_a_place_known_later(x):
     logits = head(x)
     at = int(x.shape[1] - 1)
@@ -221,7 +265,9 @@ def at_a_place_known_later(x):
 
 STAY = [read_twice, returned_whole, two_selections, of_columns, of_some_columns, by_tensor, by_mask,
         with_a_new_dim, all_of_it, behind_a_softmax_of_rows, behind_a_sum_with_others,
-        written_before, of_a_vector, two_of_activations, at_a_place_known_later]  # fmt: skip
+        written_before, of_a_vector, two_of_activations, at_a_place_known_later,
+        with_a_bias_of_each_row, into_a_given_tensor, of_a_square, with_strides_of_the_whole,
+        from_a_tensor_with_a_number, inside_of_vmap]  # fmt: skip
 
 
 @pytest.mark.parametrize("step", STAY, ids=lambda step: step.__name__)

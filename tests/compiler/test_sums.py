@@ -257,6 +257,13 @@ def rows_put_of_a_number(x, d):
     return out
 
 
+def rows_put_of_more_dims(x, d):
+    """Assignment takes leading dimensions of one off."""
+    y = torch.zeros_like(x)
+    y[torch.tensor([2, 0])] = x[None, :1]
+    return y
+
+
 def rows_put_by_a_mask(x, d):
     out = torch.zeros_like(d)
     out[AT > 0] = d[:2]
@@ -268,7 +275,7 @@ def rows_put_by_a_mask(x, d):
     [(rows_added, 2), (rows_added_to_an_input, 0), (rows_added_beside_a_view, 0),
      (rows_multiplied, 0), (rows_added_to_a_product, 1), (rows_put_back, 4),
      (rows_put_into_an_input, 0), (rows_put_beside_a_view, 1), (rows_put_of_a_number, 0),
-     (rows_put_by_a_mask, 0)],
+     (rows_put_by_a_mask, 0), (rows_put_of_more_dims, 0)],
 )  # fmt: skip
 def test_only_sums_of_rows_that_nobody_can_tell_apart_change(step, sums):
     x, d = torch.randn(3, 16), torch.randn(3, 8)
