@@ -99,7 +99,7 @@ class Attention:
 def is_of_cached_keys(value: Value) -> bool:
     """Whether a softmax is of a product with what was just cached, made in a way that
     :func:`logits_of` cannot read."""
-    if value.op != "aten.softmax" or logits_of(value) is not None:
+    if value.op != "aten.softmax" or len(value.shape) < 3 or logits_of(value) is not None:
         return False
     before = list(upstream(value, _REACH, lambda v: not _multiplies(v)))
     factors = [view.value for v in before if _multiplies(v) for view in v.operands]
@@ -107,7 +107,7 @@ def is_of_cached_keys(value: Value) -> bool:
 
 
 def _multiplies(value: Value) -> bool:
-    return value.op == "aten.baddbmm" or product_of(value) is not None
+    return value.op in _WITH_SUM or product_of(value) is not None
 
 
 def match_attention(value: Value, flow: Dataflow, heads_of: HeadsOf | None = None) -> Attention:
@@ -171,6 +171,8 @@ def sketch_of(value: Value) -> Sketch | None:
     return Sketch(q, k, bool(logits.seen or logits.hidden or logits.added))
 
 
+# Products to which something is added.
+_WITH_SUM = frozenset({"aten.linear", "aten.addmm", "aten.baddbmm"})
 # How many operations there may be between a product and its softmax.
 _REACH = 24
 _SDPA = "aten.scaled_dot_product_attention"
