@@ -68,9 +68,11 @@ def note_triton(kernel: Any) -> None:
 
     Asked of the kernel itself: a listener would be the whole process's, and other threads' too.
     """
+    paths, key = getattr(kernel, "metadata_group", None), getattr(kernel, "hash", None)
+    if not paths or not isinstance(key, str):
+        return  # a Triton that says it otherwise: the kernel itself is good
     with contextlib.suppress(OSError):  # a cache that is being cleared
-        paths = kernel.metadata_group.items()
-        _add(TRITON, kernel.hash, {name: Path(path).read_bytes() for name, path in paths})
+        _add(TRITON, key, {name: Path(path).read_bytes() for name, path in paths.items()})
 
 
 def packed(files: Files) -> bytes:

@@ -52,6 +52,8 @@ def test_a_row_that_is_run_again_replaces_its_line_and_leaves_the_others():
     again = line(Outcome(first, versions(first), "", good), "2000-01-01")
     text = with_lines(with_lines(header, [other, failed]), [again])
     assert text == f"{header}{again}\n{other}\n"
+    rest = "\nWords.\n\n| another | table |\n|---|---|\n| is | kept |\n"
+    assert with_lines(text + rest, [failed]) == f"{header}{failed}\n{other}\n{rest}"
     assert "| not run |" in failed
     assert "| 3 pass |" in again
 

@@ -21,6 +21,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -198,7 +199,7 @@ def with_lines(text: str, lines: Sequence[str]) -> str:
     """The document with lines in the place of the rows of their name; rows go in ROWS' order."""
     before, _, rest = text.partition(HEADER)
     rule, *body = rest.strip("\n").splitlines()
-    table = [row for row in body if row.startswith("| ")]
+    table = list(takewhile(lambda row: row.startswith("| "), body))
     after = body[len(table) :]
     named = {row.split("|")[1].strip(): row for row in (*table, *lines)}
     kept = [named[row.name] for row in ROWS if row.name in named]

@@ -190,6 +190,13 @@ def test_triton_s_listener_is_the_user_s(machine, monkeypatch):
     assert f"triton/{kernel.hash}" in travel.parcels()
 
 
+def test_a_triton_that_keeps_its_files_otherwise_is_no_error(machine):
+    machine("builder")
+    for kernel in (SimpleNamespace(), SimpleNamespace(metadata_group={"a": "b"}, hash=7)):
+        travel.note_triton(kernel)
+    assert not travel.parcels()
+
+
 def test_no_package_is_left_as_it_was(machine, tmp_path, monkeypatch):
     """One that is absent, another file, and a package on a disk that is full."""
     machine("one")
