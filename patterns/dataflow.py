@@ -233,20 +233,29 @@ def is_in_package(node: fx.Node, package: str) -> bool:
     return f"/{package}/" in trace.replace("\\", "/")
 
 
+# A frame, its function and its line of code where the trace has them.
+_FRAME = re.compile(
+    r'File "([^"]+)", line (\d+)(?:, in (\S+)[ \t]*(?:\n(?![ \t]*File "))?[ \t]*([^\n]*))?'
+)
+
+
+def lines_of(trace: str) -> dict[tuple[str, int], str]:
+    """The line of code, or "", of every (file, line) that a trace names, outermost first."""
+    return {(file, int(line)): code for file, line, _, code in _FRAME.findall(trace)}
+
+
 def frames_of(trace: str) -> list[tuple[str, int]]:
     """(file, line) of every frame that a trace names, outermost first."""
-    named = re.findall(r'File "([^"]+)", line (\d+)', trace)
-    return [(file, int(line)) for file, line in named]
+    return [(file, int(line)) for file, line, _, _ in _FRAME.findall(trace)]
 
 
 def calls_of(trace: str) -> list[str]:
     """`file.py function line-of-code` of every frame that a trace names outside of torch, outermost
     first; without the folders."""
-    found = re.findall(r'File "([^"]+)", line \d+, in (\S+)[ \t]*\n?[ \t]*([^\n]*)', trace)
     return [
         f"{os.path.basename(file)} {function} {code}"
-        for file, function, code in found
-        if f"{os.sep}torch{os.sep}" not in file
+        for file, _, function, code in _FRAME.findall(trace)
+        if function and f"{os.sep}torch{os.sep}" not in file
     ]
 
 

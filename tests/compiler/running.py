@@ -21,6 +21,14 @@ def compiled(model, **options):
     return torch.compile(model, backend="tilewright", options={"inner": "eager", **options})
 
 
+def through(rewrite, gm):
+    """What a rewrite of a graph returns; the graph is whole after it."""
+    told = rewrite(gm.graph)
+    gm.graph.lint()
+    gm.recompile()
+    return told
+
+
 def same_bits(a, b):
     return all(
         torch.equal(x.view(torch.uint8), y.view(torch.uint8))

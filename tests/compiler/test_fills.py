@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from tests.compiler.running import through
 from tilewright.compiler.rewrite.fills import make_fills_plain
 
 
@@ -12,9 +13,7 @@ def filled(step, *args, dynamic=False):
     found = []
 
     def backend(gm, inputs):
-        found.append(make_fills_plain(gm.graph))
-        gm.graph.lint()
-        gm.recompile()
+        found.append(through(make_fills_plain, gm))
         return gm.forward
 
     torch._dynamo.reset()

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.agreement import assert_no_worse
+from tests.compiler.running import through
 from tilewright.compiler import lower
 from tilewright.compiler.rewrite.last_rows import take_rows_first
 
@@ -22,9 +23,7 @@ def compiled(step, inner="eager"):
     graph's products give, go to found."""
 
     def backend(gm, inputs):
-        moved = take_rows_first(gm.graph)
-        gm.graph.lint()
-        gm.recompile()
+        moved = through(take_rows_first, gm)
         products = [n for n in gm.graph.nodes if "linear" in str(n.target) or "matmul" in n.name]
         found.append((moved, [tuple(n.meta["example_value"].shape) for n in products]))
         if inner == "eager":

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.compiler.running import through
 from tilewright.compiler.rewrite.sums import make_sums_new
 
 W = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
@@ -20,9 +21,7 @@ def compiled(step):
     """The step with its sums made new, through eager; how many there were goes to found."""
 
     def backend(gm, inputs):
-        found.append(make_sums_new(gm.graph))
-        gm.graph.lint()
-        gm.recompile()
+        found.append(through(make_sums_new, gm))
         return gm.forward
 
     torch._dynamo.reset()

@@ -90,12 +90,27 @@ def scattered_back_twice(m, x):
 # --- routes in order: torchtitan, Megatron --------------------------------------------------------
 
 
-def _sorted_experts(m, x, weights, ids, counts):
+def counts_of(ids):
+    """How many routes each expert has."""
+    return torch.histc(ids.view(-1).float(), bins=EXPERTS, min=0, max=EXPERTS)
+
+
+def sorted_results(m, x, weights, ids, counts):
+    """(tokens, weighed results) of the routes, by expert."""
     order = torch.argsort(ids.view(-1), stable=True)
     rows = x[order // SLOTS]
     y = swiglu(rows, m, torch.cumsum(counts, 0, dtype=torch.int32))
-    y = y * weights.view(-1)[order][:, None].to(y.dtype)
-    return torch.zeros_like(x).index_add(0, order // SLOTS, y)
+    return order // SLOTS, y * weights.view(-1)[order][:, None].to(y.dtype)
+
+
+def softmax_results(m, x):
+    """The same of the choice by softmax, counted as a histogram."""
+    weights, ids = softmax_choice(m, x)
+    return sorted_results(m, x, weights, ids, counts_of(ids))
+
+
+def _sorted_experts(m, x, weights, ids, counts):
+    return torch.zeros_like(x).index_add(0, *sorted_results(m, x, weights, ids, counts))
 
 
 def counted_by_mask(m, x):
@@ -128,7 +143,7 @@ def sorted_scatter_back(m, x):
     """As torchtitan: the rows are added to their tokens by scatter_add with a repeated index."""
     weights, ids = softmax_choice(m, x)
     order = torch.argsort(ids.view(-1), stable=True)
-    counts = torch.histc(ids.view(-1).float(), bins=EXPERTS, min=0, max=EXPERTS)
+    counts = counts_of(ids)
     index = (order // SLOTS).reshape(-1, 1).expand(-1, HIDDEN)
     rows = torch.gather(x, dim=0, index=index)
     y = swiglu(rows, m, torch.cumsum(counts, 0, dtype=torch.int32))
@@ -138,13 +153,9 @@ def sorted_scatter_back(m, x):
 
 def sorted_scatter_into(m, x):
     """The same in place."""
-    weights, ids = softmax_choice(m, x)
-    order = torch.argsort(ids.view(-1), stable=True)
-    counts = torch.histc(ids.view(-1).float(), bins=EXPERTS, min=0, max=EXPERTS)
-    y = swiglu(x[order // SLOTS], m, torch.cumsum(counts, 0, dtype=torch.int32))
-    y = y * weights.view(-1)[order][:, None].to(y.dtype)
+    tokens, y = softmax_results(m, x)
     out = torch.zeros_like(x)
-    out.scatter_add_(0, (order // SLOTS)[:, None].expand(-1, HIDDEN), y)
+    out.scatter_add_(0, tokens[:, None].expand(-1, HIDDEN), y)
     return out
 
 
@@ -154,7 +165,7 @@ def top_one_sigmoid(m, x):
     top, ids = torch.topk(scores, 1, dim=1)
     weights = torch.sigmoid(top.float()).to(x.dtype)
     order = torch.argsort(ids.view(-1), stable=True)
-    counts = torch.histc(ids.view(-1).float(), bins=EXPERTS, min=0, max=EXPERTS)
+    counts = counts_of(ids)
     rows = x[order] * weights.view(-1)[order][:, None]
     y = swiglu(rows, m, torch.cumsum(counts, 0, dtype=torch.int32))
     return torch.zeros_like(x).index_add(0, order, y)
@@ -164,7 +175,7 @@ def top_two_before(m, x):
     """The near miss: two experts each, weighed before."""
     weights, ids = softmax_choice(m, x)
     order = torch.argsort(ids.view(-1), stable=True)
-    counts = torch.histc(ids.view(-1).float(), bins=EXPERTS, min=0, max=EXPERTS)
+    counts = counts_of(ids)
     rows = x[order // SLOTS] * weights.to(x.dtype).view(-1)[order][:, None]
     y = swiglu(rows, m, torch.cumsum(counts, 0, dtype=torch.int32))
     return torch.zeros_like(x).index_add(0, order // SLOTS, y)
@@ -172,12 +183,9 @@ def top_two_before(m, x):
 
 def added_to_shared(m, x):
     """As Meta's Llama 4 with a shared expert, to whose result the others are added in place."""
-    weights, ids = softmax_choice(m, x)
-    order = torch.argsort(ids.view(-1), stable=True)
-    counts = torch.histc(ids.view(-1).float(), bins=EXPERTS, min=0, max=EXPERTS)
-    y = swiglu(x[order // SLOTS], m, torch.cumsum(counts, 0, dtype=torch.int32))
+    tokens, y = softmax_results(m, x)
     out = m.experts[0](x)
-    out.index_add_(0, order // SLOTS, y * weights.view(-1)[order][:, None].to(y.dtype))
+    out.index_add_(0, tokens, y)
     return out
 
 
@@ -188,25 +196,18 @@ def added_to_shared_of_all(m, x):
 
 def added_to_wider(m, x):
     """The near miss: the shared expert's result is wider, and so is the sum."""
-    weights, ids = softmax_choice(m, x)
-    order = torch.argsort(ids.view(-1), stable=True)
-    counts = torch.histc(ids.view(-1).float(), bins=EXPERTS, min=0, max=EXPERTS)
-    y = swiglu(x[order // SLOTS], m, torch.cumsum(counts, 0, dtype=torch.int32))
-    y = y * weights.view(-1)[order][:, None].to(y.dtype)
+    tokens, y = softmax_results(m, x)
     wide = torch.promote_types(x.dtype, torch.float32)
-    out = m.experts[0](x).to(wide).index_add(0, order // SLOTS, y.to(wide))
+    out = m.experts[0](x).to(wide).index_add(0, tokens, y.to(wide))
     return out.to(x.dtype)
 
 
 def added_beside_a_view(m, x):
     """Another name of the memory that is added to goes out: nothing may move there."""
-    weights, ids = softmax_choice(m, x)
-    order = torch.argsort(ids.view(-1), stable=True)
-    counts = torch.histc(ids.view(-1).float(), bins=EXPERTS, min=0, max=EXPERTS)
-    y = swiglu(x[order // SLOTS], m, torch.cumsum(counts, 0, dtype=torch.int32))
+    tokens, y = softmax_results(m, x)
     out = m.experts[0](x)
     whole = out.view(-1)
-    out.index_add_(0, order // SLOTS, y * weights.view(-1)[order][:, None].to(y.dtype))
+    out.index_add_(0, tokens, y)
     return out, whole
 
 
@@ -270,7 +271,7 @@ def top_one_after(m, x):
     top, ids = torch.topk(scores, 1, dim=1)
     weights = torch.sigmoid(top.float()).to(x.dtype)
     order = torch.argsort(ids.view(-1), stable=True)
-    counts = torch.histc(ids.view(-1).float(), bins=EXPERTS, min=0, max=EXPERTS)
+    counts = counts_of(ids)
     y = swiglu(x[order], m, torch.cumsum(counts, 0, dtype=torch.int32))
     return torch.zeros_like(x).index_add(0, order, y * weights.view(-1)[order][:, None])
 
@@ -336,19 +337,15 @@ def mapped_cells_of_others(m, x):
 
 def scaled_results(m, x):
     """Each expert's result is scaled besides."""
-    weights, ids = softmax_choice(m, x)
-    order = torch.argsort(ids.view(-1), stable=True)
-    counts = torch.histc(ids.view(-1).float(), bins=EXPERTS, min=0, max=EXPERTS)
-    y = swiglu(x[order // SLOTS], m, torch.cumsum(counts, 0, dtype=torch.int32))
-    y = y * weights.view(-1)[order][:, None].to(y.dtype) * 2.5
-    return torch.zeros_like(x).index_add(0, order // SLOTS, y)
+    tokens, y = softmax_results(m, x)
+    return torch.zeros_like(x).index_add(0, tokens, y * 2.5)
 
 
 def scaled_channels(m, x):
     """The near miss: by a number for each channel."""
     weights, ids = softmax_choice(m, x)
     order = torch.argsort(ids.view(-1), stable=True)
-    counts = torch.histc(ids.view(-1).float(), bins=EXPERTS, min=0, max=EXPERTS)
+    counts = counts_of(ids)
     y = swiglu(x[order // SLOTS], m, torch.cumsum(counts, 0, dtype=torch.int32)) * m.router[0]
     y = y * weights.view(-1)[order][:, None].to(y.dtype)
     return torch.zeros_like(x).index_add(0, order // SLOTS, y)
@@ -357,8 +354,7 @@ def scaled_channels(m, x):
 def counted_for_statistics(m, x):
     """The counts of the experts go out, too: no loop is prepared by that."""
     weights, ids = softmax_choice(m, x)
-    counts = torch.histc(ids.view(-1).float(), bins=EXPERTS, min=0, max=EXPERTS)
-    return _sorted_experts(m, x, weights, ids, counts), F.one_hot(ids, EXPERTS).sum((0, 1))
+    return _sorted_experts(m, x, weights, ids, counts_of(ids)), F.one_hot(ids, EXPERTS).sum((0, 1))
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from tilewright.patterns.dataflow import innermost_outside_torch, scope_of
+from tilewright.patterns.dataflow import innermost_outside_torch, lines_of, scope_of
+from tilewright.patterns.recognise.dtypes import dtype_name
 
 #: Nodes of these kinds are no operations: they are named in the facts of what reads them.
 INPUTS = ("placeholder", "get_attr")
-
-_FRAME = re.compile(r'File "([^"]+)", line (\d+), in \S+\n[ \t]*(.*)')
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,7 @@ def writes_in_place(node: fx.Node) -> bool:
 def _shapes(value: Any) -> Iterator[str]:
     if isinstance(value, torch.Tensor):
         dims = ",".join(str(size) for size in value.shape)
-        yield f"{str(value.dtype).removeprefix('torch.')}[{dims}]"
+        yield f"{dtype_name(value.dtype)}[{dims}]"
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from _shapes(item)
@@ -112,8 +111,7 @@ def source_lines(node: fx.Node) -> tuple[SourceLine, ...]:
 
     The model's own code is in the files that define the modules around the node.
     """
-    trace = node.meta.get("stack_trace") or ""
-    lines = {(f, int(n)): text for f, n, text in _FRAME.findall(trace)}
+    lines = lines_of(node.meta.get("stack_trace") or "")
     inner = innermost_outside_torch(list(lines))
     own_files = _files_of_modules(node)
     own = next((at for at in reversed(lines) if at[0] in own_files), None)
