@@ -1,16 +1,51 @@
-"""An RMS norm of rows, as a part of a problem."""
+"""A norm of rows, as a part of a problem."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tilewright.codegen.arithmetic import next_power_of_2
 from tilewright.codegen.operand import Operand
+
+# Of a layer norm a program takes mean and variance from a whole row in its registers, in two passes:
+# 128 numbers of each thread, of four warps.
+MOST_LAYER_COLUMNS = 16384
 
 
 @dataclass(frozen=True)
 class RowNorm:
-    """x / rms(x) * (offset + weight). weight: strides (column,), None for a norm without one."""
+    """(x - mean) / sqrt(mean((x - mean)²) + eps) * (offset + weight) + bias.
+
+    kind: "layer", or "rms", which subtracts no mean and has no bias. weight, bias: strides
+    (column,), None for a norm without one.
+    """
 
     weight: Operand | None
     eps: float
     offset: float
+    kind: str = "rms"
+    bias: Operand | None = None
+
+    @property
+    def follows(self) -> bool:
+        """Whether its factor of each row is known, and multiplied, once the product is there."""
+        return self.kind == "rms"
+
+    @property
+    def tiles(self) -> int:
+        """Tiles like x's that its vectors take in shared memory."""
+        return 1 + (self.bias is not None)
+
+    def layer_row(self, columns: int) -> int:
+        """Columns that hold a row whose statistics come before the product; 0 where none do."""
+        return 0 if self.follows else next_power_of_2(columns)
+
+
+def takes_columns(kind: str, columns: int) -> bool:
+    """Whether a kernel that multiplies can have a norm of rows of so many columns in it."""
+    return kind == "rms" or columns <= MOST_LAYER_COLUMNS
+
+
+def squares_a_row(norm: RowNorm | None) -> bool:
+    """Whether a kernel adds up x's squares beside the product."""
+    return norm is not None and norm.follows

@@ -5,12 +5,17 @@ from __future__ import annotations
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
 from tilewright.codegen.mlp.problem import LinearProblem, code_step
 from tilewright.codegen.mlp.specs import LinearConfig
+from tilewright.codegen.row_norm import takes_columns
 from tilewright.codegen.targets import Target
 
 # Above, a library's GEMM takes more of the tensor core than a kernel that streams weights; of gate
 # and up on an H200: 66 us of 16 tokens where Inductor's take 68, but 113 and 74 of 64.
 MOST_TOKENS = 64
 MOST_GATED_TOKENS = 16
+# Up to so many tokens the kernel layer-norms x itself. Modelled, not measured: every program reads
+# whole rows before its first product, of 4096 columns in about 1 us a token, where a norm by itself
+# takes about 2.
+MOST_LAYER_NORMED_TOKENS = 1
 # Tokens of a tile where two weights of codes are decoded beside its sums: more spill.
 MOST_CODED_TILE = 32
 # The same of any weight of codes where the tensor core takes both operands out of registers.
@@ -32,6 +37,12 @@ PREFETCHED = 256
 def most_tokens(num_weights: int) -> int:
     """Up to how many tokens the kernel is the faster one."""
     return MOST_TOKENS if num_weights == 1 else MOST_GATED_TOKENS
+
+
+def takes_norm(kind: str, num_tokens: int, columns: int) -> bool:
+    """Whether the kernel norms so many rows itself. kind: as in `RowNorm`."""
+    few = kind == "rms" or num_tokens <= MOST_LAYER_NORMED_TOKENS
+    return few and takes_columns(kind, columns)
 
 
 def linear_config(problem: LinearProblem, num_tokens: int, target: Target) -> LinearConfig:
@@ -58,7 +69,8 @@ def linear_config(problem: LinearProblem, num_tokens: int, target: Target) -> Li
 def stage_bytes(problem: LinearProblem, block_t: int, block_k: int) -> int:
     """Of the weights' tiles, and of those of x and the norm, 16 bits a number."""
     weights = problem.num_weights * BLOCK_N * problem.weight_bytes
-    return int(weights + 2 * block_t * (1 if problem.norm is None else 2)) * block_k
+    tiles = 1 + (0 if problem.norm is None else problem.norm.tiles)
+    return int(weights + 2 * block_t * tiles) * block_k
 
 
 def made_bytes(problem: LinearProblem, block_t: int, block_k: int) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv
 from tilewright.codegen.mlp.problem import LinearProblem
 from tilewright.codegen.operand import Operand, first_strides
+from tilewright.codegen.row_norm import squares_a_row
 from tilewright.codegen.spec import Constant, KernelSpec, constants_of, operands_of
 from tilewright.codegen.targets import get_target
 
@@ -46,6 +47,7 @@ def linear_spec(problem: LinearProblem, config: LinearConfig, target: str) -> Ke
         "streamed_linear",
         {
             **_constants(problem),
+            **_layer_constants(problem),
             **_code_constants(problem, config),
             **constants_of(config, "block_n", "block_t", "block_k", "split_k", "lets_in"),
             "PREFETCH": config.prefetch if problem.k_major else 0,
@@ -59,6 +61,7 @@ def linear_spec(problem: LinearProblem, config: LinearConfig, target: str) -> Ke
             "workspace_ptr": Operand("fp32") if scratch else None,
             "counters_ptr": Operand("i32", aligned=False) if scratch else None,
             "num_tokens": "i32",
+            **_norm_bias(problem),
         },
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -79,10 +82,25 @@ def _constants(problem: LinearProblem) -> dict[str, Constant]:
         "UP_STRIDES": problem.up_weight.strides if problem.up_weight else (0, 0),
         "BIAS_STRIDES": first_strides(problem.bias, problem.up_bias),
         "RESIDUAL_STRIDE": first_strides(problem.residual)[0],
-        "NORM": norm is not None,
+        "NORM": squares_a_row(norm),
         "NORM_EPS": norm.eps if norm else 0.0,
         "NORM_OFFSET": norm.offset if norm else 0.0,
     }
+
+
+def _layer_constants(problem: LinearProblem) -> dict[str, Constant]:
+    norm = problem.norm
+    if norm is None or norm.follows:
+        return {}
+    return {
+        "LAYER_ROW": norm.layer_row(problem.k),
+        "NORM_BIAS_STRIDE": first_strides(norm.bias)[0],
+    }
+
+
+def _norm_bias(problem: LinearProblem) -> dict[str, Operand]:
+    norm = problem.norm
+    return {"norm_bias_ptr": norm.bias} if norm is not None and norm.bias is not None else {}
 
 
 # Of a norm of the result: columns of a row at a time.
@@ -149,7 +167,7 @@ def linear_grid(problem: LinearProblem, config: LinearConfig, num_tokens: int) -
 
 def workspace_elements(problem: LinearProblem, config: LinearConfig) -> int:
     """Numbers that the parts of one tile take."""
-    sums = problem.num_weights * config.block_n + (problem.norm is not None)
+    sums = problem.num_weights * config.block_n + squares_a_row(problem.norm)
     return config.split_k * sums * config.block_t
 
 

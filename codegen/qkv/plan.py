@@ -7,7 +7,7 @@ Three lowerings compute `fused_qkv_paged`:
     library    library GEMMs (one where the three weights are rows of one tensor), then
                `qkv_epilogue` over their results
 
-An RMS norm of x is a part of `swapped`; before the others x is normed by itself.
+A norm of x is a part of `swapped`; before the others x is normed by itself.
 
 Times come from the measured table where it has the problem's dims (`measured_qkv.json`, written by
 `benchmarks/tune_qkv.py`), else from the model of `qkv_time`.
@@ -52,12 +52,13 @@ from tilewright.codegen.qkv.specs import (
     tiles_per_head,
 )
 from tilewright.codegen.qkv.time import Config, estimate, library_estimate, shared_bytes
+from tilewright.codegen.row_norm import takes_columns
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
 
 # Up to so many tokens the few-token kernel norms x itself. On an H200 a layer of Llama-3-8B takes
 # 1.5 us less than behind a norm that Inductor compiled with one token; with 4, 8 and 16 tokens 0.9,
-# 0.6 and 4.5 us more.
+# 0.6 and 4.5 us more. The same for a layer norm, of which that is modelled, not measured.
 MOST_NORMED_TOKENS = 1
 
 # Upper ends of the token counts that share a kernel where the count is known at run time only.
@@ -94,7 +95,7 @@ class LoweringChoice:
     @property
     def norms_x(self) -> bool:
         """Whether the kernel has the problem's norm of x in it."""
-        return ("INPUT_NORM", True) in self.specs[0].constants
+        return "INPUT_NORM_EPS" in dict(self.specs[0].constants)
 
 
 @dataclass(frozen=True)
@@ -158,13 +159,26 @@ def choose(
     return fused
 
 
+def takes_norm(kind: str, num_tokens: int, columns: int) -> bool:
+    """Whether the few-token kernel norms so many rows itself. kind: as in `RowNorm`."""
+    return 0 < num_tokens <= MOST_NORMED_TOKENS and takes_columns(kind, columns)
+
+
 def _with_norm(
     problem: QkvProblem, num_tokens: int, target: Target, chosen: LoweringChoice
 ) -> LoweringChoice | None:
     """What is chosen once x is normed, with the norm in it; None where it cannot be."""
-    if chosen.name != "swapped" or num_tokens > MOST_NORMED_TOKENS:
+    norm = problem.input_norm
+    assert norm is not None
+    if chosen.name != "swapped" or not takes_norm(norm.kind, num_tokens, problem.hidden):
         return None
-    return _fused_choice(problem, num_tokens, target, measured_row(problem, num_tokens, target))
+    row = measured_row(problem, num_tokens, target)
+    fused = _fused_choice(problem, num_tokens, target, row)
+    if fused is None or fused.config is None or norm.follows:
+        return fused
+    # What was measured had no statistics to take first.
+    seconds = estimate(problem, fused.config, num_tokens, target)
+    return fused_choice(problem, fused.config, target, seconds, measured=False)
 
 
 def _fused_choice(

@@ -13,7 +13,7 @@ from tilewright.codegen.addressing import Addressing
 from tilewright.codegen.arithmetic import ELEMENT_BYTES, next_power_of_2
 from tilewright.codegen.formats import Quantization
 from tilewright.codegen.operand import Operand, first_strides
-from tilewright.codegen.row_norm import RowNorm
+from tilewright.codegen.row_norm import RowNorm, squares_a_row
 from tilewright.codegen.spec import Constant, constants_of, operands_of
 
 
@@ -371,7 +371,7 @@ def swapped_obstacle(problem: QkvProblem) -> str | None:
         return obstacle
     if len({weight.strides[-1] == 1 for weight in problem.weights if weight}) != 1:
         return "k-major and n-major weights together"
-    if problem.input_norm is not None and problem.x.dtype != "bf16":
+    if squares_a_row(problem.input_norm) and problem.x.dtype != "bf16":
         return f"{problem.x.dtype} has no range for sums that are normed afterwards"
     return None
 

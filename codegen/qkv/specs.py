@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
 from tilewright.codegen.operand import Operand, first_strides
 from tilewright.codegen.qkv.problem import EpilogueProblem, QkvProblem, tiled_weights
+from tilewright.codegen.row_norm import squares_a_row
 from tilewright.codegen.spec import Constant, KernelSpec, constants_of
 
 # Counts that kernels build on: each is at least 1.
@@ -164,8 +165,12 @@ def _input_norm_constants(problem: QkvProblem) -> dict[str, Constant]:
     norm = problem.input_norm
     if norm is None:
         return {}
+    layer: dict[str, Constant] = {
+        "INPUT_LAYER_ROW": norm.layer_row(problem.hidden),
+        "INPUT_NORM_BIAS_STRIDE": first_strides(norm.bias)[0],
+    }
     return {
-        "INPUT_NORM": True,
+        **({"INPUT_NORM": True} if norm.follows else layer),
         "INPUT_NORM_EPS": norm.eps,
         "INPUT_NORM_OFFSET": norm.offset,
         "INPUT_NORM_STRIDE": first_strides(norm.weight)[0],
@@ -218,6 +223,7 @@ def swapped_spec(
             **problem.epilogue.counts(),
             **({"input_norm_weight_ptr": norm.weight} if norm else {}),
             **problem.epilogue.last_pointers(),
+            **({"input_norm_bias_ptr": norm.bias} if norm and norm.bias else {}),
         },
         ranges=COUNTS,
         num_warps=config.num_warps,
@@ -229,7 +235,7 @@ def swapped_spec(
 
 def workspace_elements(problem: QkvProblem, config: SwappedConfig) -> int:
     """Numbers that the parts of one tile take."""
-    sums = 2 * config.block_p + (problem.input_norm is not None)
+    sums = 2 * config.block_p + squares_a_row(problem.input_norm)
     return config.split_k * sums * config.block_t
 
 

@@ -33,9 +33,10 @@ def shared_bytes(problem: QkvProblem, config: Config) -> int:
     size = ELEMENT_BYTES[problem.epilogue.dtype]
     if isinstance(config, SwappedConfig):
         rows = 2 * config.block_p + config.block_t
-        # The norm's weight for each token, and one tile that is normed already.
-        normed = config.block_t if problem.input_norm is not None else 0
-        staged = (rows + normed) * config.num_stages + normed
+        # The norm's vectors for each token, and one tile that is normed already.
+        norm = problem.input_norm
+        vectors, normed = (norm.tiles * config.block_t, config.block_t) if norm else (0, 0)
+        staged = (rows + vectors) * config.num_stages + normed
         return staged * config.block_k * size
     width = config.heads_per_tile * problem.epilogue.head_dim
     tiles = (config.block_m + width) * config.block_k * size * config.num_stages
@@ -79,6 +80,9 @@ def estimate(problem: QkvProblem, config: Config, num_tokens: int, target: Targe
     if per_sm > resident:
         # A last round with fewer tiles than fit takes as long as a full one.
         per_sm = cdiv(tiles, target.num_sms * resident) * resident
+    if (norm := problem.input_norm) is not None and not norm.follows:
+        # Of each program, whole rows before the first product.
+        overhead += per_sm * num_tokens * problem.hidden * size / _LOAD_BYTES_PER_SM_S
     groups = config.num_warps // 4 * together
     share = _WARP_GROUP_SHARE.get(groups, 0.94) + (0.04 if rows * columns >= 128 * 256 else 0.0)
     rate = target.flops_per_s(heads.dtype) / target.num_sms * share

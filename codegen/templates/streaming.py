@@ -1,8 +1,12 @@
-"""What kernels that stream weights for few tokens do besides: rows asked for early, an RMS norm of
-x on its way to the product.
+"""What kernels that stream weights for few tokens do besides: rows asked for early, a norm of x on
+its way to the product.
 
-Such a norm is a factor of each row of the result. Only x times the norm's weight is rounded before
+An RMS norm is a factor of each row of the result. Only x times the norm's weight is rounded before
 the product; the sum of x's squares is taken in the same pass over K.
+
+A layer norm is none: what its mean and its bias add to a sum may be much larger than the sum. So
+its statistics come first, of whole rows, and each step's x is normed as a norm apart would do it:
+rounded once, before the product.
 """
 
 import triton
@@ -24,7 +28,7 @@ def prefetch_rows(
 
 @triton.jit
 def places_of_norm(norm_weight_ptr, tokens, columns, STRIDE: tl.constexpr):
-    """Pointers [tokens, columns] to a norm's weight; None where it has none."""
+    """Pointers [tokens, columns] to a norm's weight, or bias; None where it has none."""
     norm_ptrs = None
     if norm_weight_ptr is not None:
         # The same for each token: a load of so many bytes can be made ahead, a row's not.
@@ -35,11 +39,55 @@ def places_of_norm(norm_weight_ptr, tokens, columns, STRIDE: tl.constexpr):
 
 
 @triton.jit
+def row_statistics(
+    x_ptr, first, num_tokens,
+    TOKENS: tl.constexpr, K: tl.constexpr, X_STRIDE: tl.constexpr, EPS: tl.constexpr,
+    ROW: tl.constexpr,
+):  # fmt: skip
+    """(mean, 1 / sqrt(variance + EPS)) of x's TOKENS rows from `first` on, fp32 [TOKENS, 1], zero
+    where there is no token. ROW: a power of two, no less than K.
+
+    Each row is loaded once. The differences from its mean are squared, not its numbers: of a row
+    far from zero those would leave the variance no digits."""
+    mean = tl.zeros((TOKENS,), tl.float32)
+    inverse = tl.zeros((TOKENS,), tl.float32)
+    columns = tl.arange(0, ROW)
+    for token in range(0, tl.minimum(num_tokens - first, TOKENS)):
+        row_ptr = x_ptr + (first + token).to(tl.int64) * X_STRIDE
+        row = tl.load(row_ptr + columns, mask=columns < K, other=0.0).to(tl.float32)
+        centre = tl.sum(row, axis=0) / K
+        apart = tl.where(columns < K, row - centre, 0.0)
+        factor = tl.rsqrt(tl.sum(apart * apart, axis=0) / K + EPS)
+        here = tl.arange(0, TOKENS) == token
+        mean = tl.where(here, centre, mean)
+        inverse = tl.where(here, factor, inverse)
+    return mean[:, None], inverse[:, None]
+
+
+@triton.jit
+def layer_step_of_x(
+    x_ptrs, norm_ptrs, shift_ptrs, mean, inverse, step, mask,
+    NORM_STRIDE: tl.constexpr, NORM_OFFSET: tl.constexpr, SHIFT_STRIDE: tl.constexpr,
+):  # fmt: skip
+    """x [tokens, columns] of a step, layer-normed and rounded; zero outside the mask. mean,
+    inverse: as `row_statistics` has them. shift_ptrs: to the norm's bias."""
+    x = tl.load(x_ptrs + step, mask=mask, other=0.0)
+    wide = (x.to(tl.float32) - mean) * inverse
+    if norm_ptrs is not None:
+        factor = tl.load(norm_ptrs + step * NORM_STRIDE, mask=mask, other=0.0)
+        wide *= factor.to(tl.float32) + NORM_OFFSET
+    if shift_ptrs is not None:
+        shift = tl.load(shift_ptrs + step * SHIFT_STRIDE, mask=mask, other=0.0)
+        wide += shift.to(tl.float32)
+    return tl.where(mask, wide, 0.0).to(x_ptrs.dtype.element_ty)
+
+
+@triton.jit
 def step_of_x(
     x_ptrs, norm_ptrs, squares, step, mask,
     NORM: tl.constexpr, NORM_STRIDE: tl.constexpr, NORM_OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """(x [tokens, columns] of a step, times the norm's weight; squares, with x's added)."""
+    """(x [tokens, columns] of a step, times an RMS norm's weight; squares, with x's added)."""
     x = tl.load(x_ptrs + step, mask=mask, other=0.0)
     if NORM:
         wide = x.to(tl.float32)

@@ -1,4 +1,4 @@
-"""`linear_activation`: the first half of an MLP, gated or not, behind an RMS norm or not."""
+"""`linear_activation`: the first half of an MLP, gated or not, behind a norm or not."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tilewright.ops.mlp.checks import (
 from tilewright.ops.mlp.operands import activation_unsupported, dense_weight
 from tilewright.ops.reference.activation import ACTIVATIONS
 from tilewright.ops.reference.linear import apply_linear
-from tilewright.ops.reference.norm import apply_norm, check_row_norm
+from tilewright.ops.reference.norm import apply_row_norm, check_row_norm
 from tilewright.ops.sampling import sampler_of
 
 NAME = "linear_activation"
@@ -50,7 +50,8 @@ class LinearActivationArguments:
     joint weight, concatenated or interleaved, is two views of one tensor. Biases [N], of x's dtype
     or float32. activation: one of ops.reference.activation.ACTIVATIONS. rms_norm: x is divided by
     the root of the mean of its squares plus norm_eps, and multiplied by norm_offset + norm_weight
-    [K] where that is given. Result [T, N] of x's dtype.
+    [K] where that is given. layer_norm, instead: the row's mean is subtracted from x before that,
+    and norm_bias [K], where that is given, added behind. Result [T, N] of x's dtype.
 
     weight_format "dense", or "int8", "fp8", "int4_k", "int4_n": codes as in `fused_qkv_paged`,
     with scale_block, zero_point and nibble_order as there. A weight is [N, K], or words of two
@@ -78,6 +79,8 @@ class LinearActivationArguments:
     zero_point: int = 0
     scale_block: Sequence[int] = ()
     nibble_order: Sequence[int] = ()
+    layer_norm: bool = False
+    norm_bias: torch.Tensor | None = None
 
 
 def validate(a: LinearActivationArguments) -> None:
@@ -102,13 +105,12 @@ def reference(a: LinearActivationArguments) -> torch.Tensor:
         y = x / sqrt(mean(x^2) + norm_eps) * (norm_offset + norm_weight)
         out = activation(y @ weight^T + bias) * (y @ up_weight^T + up_bias)
 
-    y = x without rms_norm; norm_weight None: y is not multiplied. up_weight None: out =
-    activation(y @ weight^T + bias). Codes are dequantised before.
+    layer_norm: x - mean(x) in place of x, and y + norm_bias of y. y = x without a norm; norm_weight
+    None: y is not multiplied. up_weight None: out = activation(y @ weight^T + bias). Codes are
+    dequantised before.
     """
     compute = torch.promote_types(a.x.dtype, torch.float32)
-    y = a.x.to(compute)
-    if a.rms_norm:
-        y = apply_norm(y, a.norm_weight, a.norm_eps, offset=a.norm_offset)
+    y = apply_row_norm(a.x.to(compute), a)
     out = ACTIVATIONS[a.activation](apply_linear(y, dense_weight(a, "weight", compute), a.bias))
     if a.up_weight is not None:
         out = out * apply_linear(y, dense_weight(a, "up_weight", compute), a.up_bias)

@@ -21,7 +21,7 @@ from tilewright.ops.mlp.checks import (
 from tilewright.ops.mlp.operands import dense_weight, residual_unsupported
 from tilewright.ops.reference import tolerances
 from tilewright.ops.reference.linear import apply_linear
-from tilewright.ops.reference.norm import apply_norm, check_row_norm
+from tilewright.ops.reference.norm import apply_row_norm, check_row_norm
 from tilewright.ops.sampling import sampler_of
 
 NAME = "linear_residual"
@@ -87,9 +87,7 @@ def reference(a: LinearResidualArguments) -> torch.Tensor:
     compute = torch.promote_types(a.x.dtype, torch.float32)
     made = apply_linear(a.x.to(compute), dense_weight(a, "weight", compute), a.bias)
     made = a.scale * made
-    if a.rms_norm:
-        made = apply_norm(made, a.norm_weight, a.norm_eps, offset=a.norm_offset)
-    return (a.residual.to(compute) + made).to(a.x.dtype)
+    return (a.residual.to(compute) + apply_row_norm(made, a)).to(a.x.dtype)
 
 
 sample_inputs = sampler_of(LinearResidualArguments, sample_residual)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from tilewright.codegen.arithmetic import next_power_of_2
-from tilewright.codegen.mlp.plan import linear_config, most_tokens
+from tilewright.codegen.mlp.plan import linear_config, most_tokens, takes_norm
 from tilewright.codegen.mlp.problem import LinearProblem
 from tilewright.codegen.mlp.specs import (
     CODE_NAMES,
@@ -22,7 +23,7 @@ from tilewright.codegen.mlp.specs import (
 )
 from tilewright.codegen.targets import Target
 from tilewright.ops.mlp.operands import activation_problem, kernel_weights, residual_problem
-from tilewright.ops.runtime.norms import rms_normed
+from tilewright.ops.runtime.norms import normed, without_norm
 from tilewright.ops.runtime.products import linear
 from tilewright.ops.runtime.program import (
     Buffer,
@@ -34,7 +35,7 @@ from tilewright.ops.runtime.program import (
     chooser,
 )
 
-TENSORS = ("x", "norm_weight", *CODE_NAMES, "bias", "up_bias", "residual")
+TENSORS = ("x", "norm_weight", "norm_bias", *CODE_NAMES, "bias", "up_bias", "residual")
 
 
 _chosen = chooser(linear_config, linear_spec)
@@ -43,6 +44,9 @@ _chosen = chooser(linear_config, linear_spec)
 def linear_activation_steps(a: Any, target: Target, config: LinearConfig | None = None) -> Steps:
     """The steps of a call. config: the tiles; None: what the plan chooses."""
     problem = activation_problem(a)
+    if config is None and problem.norm is not None and not _norms_x(problem, a.x.shape[0]):
+        a = replace(a, **without_norm((yield from normed(a))))
+        problem = activation_problem(a)
     if config is None and _are_many(problem, a.x.shape[0]):
         return (yield from _activation_by_library(problem, a, target))
     return (yield from _streamed(problem, a, target, config))
@@ -56,6 +60,14 @@ def linear_residual_steps(a: Any, target: Target, config: LinearConfig | None = 
     return (yield from _streamed(problem, a, target, config))
 
 
+def _norms_x(problem: LinearProblem, num_tokens: int) -> bool:
+    """Whether the kernel norms x itself, where that is the faster way."""
+    assert problem.norm is not None
+    return not _are_many(problem, num_tokens) and takes_norm(
+        problem.norm.kind, num_tokens, problem.k
+    )
+
+
 def _are_many(problem: LinearProblem, num_tokens: int) -> bool:
     """Whether the library's GEMM is the faster one; of codes it would want the numbers first, and
     round before a norm."""
@@ -66,8 +78,8 @@ def _are_many(problem: LinearProblem, num_tokens: int) -> bool:
 def _streamed(problem: LinearProblem, a: Any, target: Target, config: LinearConfig | None) -> Steps:
     num_tokens = a.x.shape[0]
     config, spec = _chosen(problem, next_power_of_2(num_tokens), target, config=config)
-    normed = problem.post_norm is not None
-    out = yield Buffer((num_tokens, problem.n), torch.float32 if normed else a.x.dtype)
+    behind = problem.post_norm is not None
+    out = yield Buffer((num_tokens, problem.n), torch.float32 if behind else a.x.dtype)
     values: dict[str, Any] = {f"{name}_ptr": getattr(a, name, None) for name in TENSORS}
     values["weight_ptr"], values["up_weight_ptr"] = kernel_weights(a)
     values |= {"out_ptr": out, "num_tokens": num_tokens}
@@ -77,7 +89,7 @@ def _streamed(problem: LinearProblem, a: Any, target: Target, config: LinearConf
         scratch = yield SplitK(tiles, workspace_elements(problem, config))
         values["workspace_ptr"], values["counters_ptr"] = scratch
     yield Launch(spec, grid, values)
-    if normed:
+    if behind:
         made, out = out, (yield Buffer((num_tokens, problem.n), a.x.dtype))
         rows = values | {"made_ptr": made, "out_ptr": out}
         yield Launch(norm_rows_spec(problem, target.name), (num_tokens,), rows)
@@ -101,13 +113,10 @@ def _residual_by_library(a: Any) -> Steps:
 
 
 def _activation_by_library(problem: LinearProblem, a: Any, target: Target) -> Steps:
-    x = a.x
-    if a.rms_norm:
-        x = yield from rms_normed(x, a.norm_weight, a.norm_eps, a.norm_offset)
-    out = yield from linear(x, a.weight, a.bias)
+    out = yield from linear(a.x, a.weight, a.bias)
     up = None
     if a.up_weight is not None:
-        up = yield from linear(x, a.up_weight, a.up_bias)
+        up = yield from linear(a.x, a.up_weight, a.up_bias)
     values = {"gate_ptr": out, "up_ptr": up, "out_ptr": out, "num_elements": out.numel()}
     spec = activate_spec(problem, target.name)
     yield Launch(spec, activate_grid(out.numel()), values)

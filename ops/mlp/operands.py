@@ -10,10 +10,10 @@ import torch
 from tilewright.codegen.arithmetic import INT32_MAX
 from tilewright.codegen.formats import Quantization
 from tilewright.codegen.mlp.problem import LinearProblem, codes_obstacle
-from tilewright.codegen.row_norm import RowNorm
 from tilewright.ops.formats.code_operands import Blocks, code_words, differences, quantization_of
 from tilewright.ops.formats.quantized_weight import dequantize, logical_shape
 from tilewright.ops.mlp.checks import BLOCKS
+from tilewright.ops.runtime.norms import row_norm_of
 from tilewright.ops.runtime.operands import ALIGNMENT, operand, operand_of
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
@@ -76,20 +76,14 @@ def _scattered(name: str, weight: torch.Tensor) -> str | None:
 def activation_problem(a: Any) -> LinearProblem:
     """The problem of a call; `a` is a LinearActivationArguments. Metadata and addresses only."""
     return LinearProblem(
-        **_product(a), up_bias=operand_of(a.up_bias, 0), norm=_norm(a), activation=a.activation
+        **_product(a), up_bias=operand_of(a.up_bias, 0), norm=row_norm_of(a), activation=a.activation
     )
 
 
 def residual_problem(a: Any) -> LinearProblem:
     """The same of a LinearResidualArguments."""
     residual = operand(a.residual, a.residual.stride(0))
-    return LinearProblem(**_product(a), residual=residual, scale=a.scale, post_norm=_norm(a))
-
-
-def _norm(a: Any) -> RowNorm | None:
-    if not a.rms_norm:
-        return None
-    return RowNorm(operand_of(a.norm_weight, 0), a.norm_eps, a.norm_offset)
+    return LinearProblem(**_product(a), residual=residual, scale=a.scale, post_norm=row_norm_of(a))
 
 
 def _product(a: Any) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from tilewright.ops.qkv.library import dequantized_weights, dequantized_x, proje
 from tilewright.ops.qkv.operands import FusedCall, epilogue_problem, prepare
 from tilewright.ops.qkv.qkv_cache import FusedQkvArguments, result_buffer
 from tilewright.ops.runtime.launch import machine_of
-from tilewright.ops.runtime.norms import rms_normed
+from tilewright.ops.runtime.norms import normed, without_norm
 from tilewright.ops.runtime.program import (
     Buffer,
     Launch,
@@ -53,8 +53,8 @@ def choice_steps(call: FusedCall, choice: LoweringChoice, target: Target) -> Ste
 
 def _normed(a: FusedQkvArguments) -> Generator[Step, Any, FusedCall]:
     """The call that is left once x is normed."""
-    x = yield from rms_normed(a.x, a.input_norm_weight, a.input_norm_eps, a.input_norm_offset)
-    return prepare(replace(a, x=x, input_rms_norm=False, input_norm_weight=None))
+    x = yield from normed(a, "input_")
+    return prepare(replace(a, **without_norm(x, "input_")))
 
 
 def run(

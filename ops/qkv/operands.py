@@ -9,7 +9,6 @@ import torch
 
 from tilewright.codegen.operand import Operand
 from tilewright.codegen.qkv.problem import EpilogueProblem, HeadEpilogue, Norm, QkvProblem, Rope
-from tilewright.codegen.row_norm import RowNorm
 from tilewright.ops.cache.addressing import address_values, addressing_operands
 from tilewright.ops.formats.paged_cache import CacheWindow
 from tilewright.ops.formats.weight_rows import WeightRows, weight_rows
@@ -20,6 +19,7 @@ from tilewright.ops.qkv.quantized_operands import (
     quantized_values,
 )
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
+from tilewright.ops.runtime.norms import row_norm_of
 from tilewright.ops.runtime.operands import operand, operand_of
 
 
@@ -48,6 +48,7 @@ def prepare(a: Any) -> FusedCall:
         values |= {f"{letter}_weight_ptr": getattr(a, f"{letter}_weight") for letter in "qkv"}
         values["x_ptr"] = a.x
     values["input_norm_weight_ptr"] = a.input_norm_weight
+    values["input_norm_bias_ptr"] = a.input_norm_bias
     problem = QkvProblem(
         hidden=a.x.shape[1],
         x=operand(a.x, a.x.stride(0)),
@@ -55,7 +56,7 @@ def prepare(a: Any) -> FusedCall:
         epilogue=head_epilogue(a, values, a.q_weight.shape[:-2].numel(), value_dtype(a)),
         one_descriptor=_in_reach(a.q_weight, a.k_weight, a.v_weight),
         quantization=quantization(a, values) if coded else None,
-        input_norm=_input_norm(a),
+        input_norm=row_norm_of(a, "input_"),
     )
     rows = dequantized_rows(a) if coded else weight_rows(a.q_weight, a.k_weight, a.v_weight)
     return FusedCall(a, values, problem, rows)
@@ -165,12 +166,6 @@ def _rope(a: Any) -> Rope | None:
         cos=operand(a.cos, a.cos.stride(0)),
         sin=operand(a.sin, a.sin.stride(0)),
     )
-
-
-def _input_norm(a: Any) -> RowNorm | None:
-    if not a.input_rms_norm:
-        return None
-    return RowNorm(operand_of(a.input_norm_weight, 0), a.input_norm_eps, a.input_norm_offset)
 
 
 def _norm(a: Any, values: dict[str, Any]) -> Norm:

@@ -38,9 +38,11 @@ from tilewright.ops.qkv.sample_weights import sample_projection
 from tilewright.ops.qkv.samples import AttentionCase, sample_cache
 from tilewright.ops.reference.norm import (
     apply_norm,
+    apply_row_norm,
     check_norm,
     check_norm_weight,
     check_row_norm,
+    row_norm_kind,
 )
 from tilewright.ops.reference.rope import apply_rope, check_rope
 from tilewright.ops.reference.tolerances import ONE_ROUNDING, TOLERANCES
@@ -102,6 +104,8 @@ class FusedQkvArguments:
     input_rms_norm: before the projection x, which has no codes then, is divided by the root of the
     mean of its squares plus input_norm_eps, and multiplied by input_norm_offset +
     input_norm_weight [K] where that is given, of x's dtype or float32, any stride.
+    input_layer_norm, instead: the row's mean is subtracted from x before that, and input_norm_bias
+    [K], where that is given, added behind.
 
     Bad values (slots, sequences, positions, offsets and pages that name no place or one twice,
     scales that are NaN, infinite or 0) raise ArgumentError before anything is written where they
@@ -169,14 +173,17 @@ class FusedQkvArguments:
     input_norm_weight: torch.Tensor | None = None
     input_norm_eps: float = 1e-06
     input_norm_offset: float = 0.0
+    input_layer_norm: bool = False
+    input_norm_bias: torch.Tensor | None = None
 
 
 def validate(a: FusedQkvArguments) -> None:
     check_projection(NAME, a)
     dtype, device = value_dtype(a), a.x.device
     num_tokens, head_dim, num_kv_heads = a.x.shape[0], _head_dim(a), a.k_weight.shape[0]
-    if a.input_rms_norm and a.x.dtype == ACTIVATION_CODES:
-        raise ArgumentError(NAME, "input_rms_norm", "False, since x has codes", True)
+    kind = row_norm_kind(a, "input_")
+    if kind and a.x.dtype == ACTIVATION_CODES:
+        raise ArgumentError(NAME, f"input_{kind}_norm", "False, since x has codes", True)
     check_row_norm(NAME, a, "[K]", a.x.shape[1], prefix="input_")
     check_delta(NAME, a.delta, num_tokens, _num_rows(a), dtype, device)
     check_number(NAME, "kv_repeat", a.kv_repeat, 1)
@@ -252,9 +259,9 @@ def reference(a: FusedQkvArguments) -> torch.Tensor:
         k_cache[slot of t] = k[t] / k_cache_scale
         v_cache[slot of t] = v[t] / v_cache_scale
 
-    A step without its arguments is left out (the norm of v: without v_norm; y = x without
-    input_rms_norm). norm_after_rope:
-    norm(rope(...)). cache_scale_multiplies: times the scale. Each number is rounded once, when it
+    input_layer_norm: x - mean(x) in place of x, and y + input_norm_bias of y. A step without its
+    arguments is left out (the norm of v: without v_norm; y = x without a norm of x).
+    norm_after_rope: norm(rope(...)). cache_scale_multiplies: times the scale. Each number is rounded once, when it
     is stored.
     """
     x = _input(a)
@@ -274,10 +281,8 @@ def reference(a: FusedQkvArguments) -> torch.Tensor:
 def _input(a: FusedQkvArguments) -> torch.Tensor:
     """x in compute precision, its codes scaled, or normed."""
     x = a.x.to(torch.promote_types(value_dtype(a), torch.float32))
-    if a.input_rms_norm:
-        return apply_norm(x, a.input_norm_weight, a.input_norm_eps, offset=a.input_norm_offset)
     if a.x_scale is None:
-        return x
+        return apply_row_norm(x, a, "input_")
     block = (1, x.shape[1] if a.x_scale.shape[1] == 1 else ACTIVATION_BLOCK)
     return x * expand_blocks(a.x_scale.to(x.dtype), x.shape, block)
 

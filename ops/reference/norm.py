@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tilewright.ops.checks import check_absent, check_choice, check_number, check_operand
+from tilewright.ops.checks import ArgumentError, check_absent, check_choice, check_number, check_operand
 
 NORM_KINDS = ("rms", "layer")
 NORM_WIDTHS = ("head", "row")
@@ -42,22 +42,53 @@ def check_norm_weight(
 
 
 def check_row_norm(op: str, a: Any, letters: str, size: Any, prefix: str = "") -> None:
-    """Checks an RMS norm of rows that a call may have: the arguments rms_norm, norm_weight,
-    norm_eps and norm_offset, their names with a prefix. Raises ArgumentError."""
-    if not getattr(a, f"{prefix}rms_norm"):
+    """Checks a norm of rows that a call may have: the arguments rms_norm, norm_weight, norm_eps and
+    norm_offset, and where the op has them layer_norm and norm_bias, their names with a prefix.
+    Raises ArgumentError."""
+    kind = row_norm_kind(a, prefix)
+    if not kind:
         check_absent(op, a, [f"{prefix}norm_weight"], f"{prefix}rms_norm is False")
     check_row_norm_values(op, a, letters, size, prefix)
+    if not hasattr(a, f"{prefix}layer_norm"):
+        return
+    if kind != "layer":
+        check_absent(op, a, [f"{prefix}norm_bias"], f"{prefix}layer_norm is False")
+    elif getattr(a, f"{prefix}rms_norm"):
+        raise ArgumentError(op, f"{prefix}layer_norm", f"False, since {prefix}rms_norm is", True)
+    _check_vector(op, a, f"{prefix}norm_bias", letters, size)
+
+
+def row_norm_kind(a: Any, prefix: str = "") -> str:
+    """Which norm of rows a call has: "rms", "layer" or ""."""
+    if getattr(a, f"{prefix}layer_norm", False):
+        return "layer"
+    return "rms" if getattr(a, f"{prefix}rms_norm") else ""
 
 
 def check_row_norm_values(op: str, a: Any, letters: str, size: Any, prefix: str = "") -> None:
     """The same of a norm of so many numbers that every call has. The weight is of x's dtype or
     float32, or absent."""
-    weight_name, weight = f"{prefix}norm_weight", getattr(a, f"{prefix}norm_weight")
-    if weight is not None:
-        dtypes = (a.x.dtype, torch.float32)
-        check_operand(op, weight_name, weight, letters, (size,), dtypes, a.x.device)
+    _check_vector(op, a, f"{prefix}norm_weight", letters, size)
     check_number(op, f"{prefix}norm_eps", getattr(a, f"{prefix}norm_eps"), 0)
     check_number(op, f"{prefix}norm_offset", getattr(a, f"{prefix}norm_offset"))
+
+
+def _check_vector(op: str, a: Any, name: str, letters: str, size: Any) -> None:
+    vector = getattr(a, name)
+    if vector is not None:
+        dtypes = (a.x.dtype, torch.float32)
+        check_operand(op, name, vector, letters, (size,), dtypes, a.x.device)
+
+
+def apply_row_norm(x: torch.Tensor, a: Any, prefix: str = "") -> torch.Tensor:
+    """x [T, N] behind the norm of rows that a call has, in x's dtype; x itself where it has none.
+    The arguments are those of `check_row_norm`."""
+    kind = row_norm_kind(a, prefix)
+    if not kind:
+        return x
+    weight, eps, offset = (getattr(a, f"{prefix}norm_{n}") for n in ("weight", "eps", "offset"))
+    x, bias = apply_norm(x, weight, eps, kind, offset=offset), getattr(a, f"{prefix}norm_bias", None)
+    return x if bias is None else x + bias.to(x.dtype)
 
 
 def apply_norm(

@@ -1,10 +1,11 @@
 """The first half of an MLP: linears of one activation, and what becomes of them.
 
-    y   = rms_norm(x) * norm_weight
+    y   = rms_norm(x) * norm_weight, or layer_norm(x) * norm_weight + norm_bias
     out = act(linear(y, gate_weight)) * linear(y, up_weight)     ⇒   linear_activation(x, ...)
 
 Gated or not, the weights of gate and up apart or rows of one tensor; of codes that the graph
-dequantises, the op reads the codes. The norm is taken where nobody else reads its result.
+dequantises, the op reads the codes. The norm is taken where nobody else reads its result; a layer
+norm, of one token.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from tilewright.codegen.mlp.plan import most_tokens
+from tilewright.codegen.mlp.plan import most_tokens, takes_norm
 from tilewright.ops.reference.activation import ACTIVATIONS
 from tilewright.patterns.collective.sums import unless_summed
 from tilewright.patterns.dataflow import Dataflow, Value, common_scope
@@ -67,7 +68,7 @@ class LinearActivation:
         gate, up = linears[0], linears[1] if len(linears) == 2 else None
         absorbed = (*activation.absorbed, *(v for linear in linears for v in linear.absorbed))
         products, place = [linear.product for linear in linears], flow.positions[anchor.node]
-        norm = unless_summed(match_norm_before(gate.x, products, place, flow))
+        norm = unless_summed(match_norm_before(gate.x, products, place, flow, takes_norm))
         x, given = gate.x, match_codes(linears, _NAMES)
         if norm is not None:
             x = norm.x
@@ -92,7 +93,7 @@ class LinearActivation:
                 "activation": activation.name,
                 "gate": _gate_layout(given),
                 "bias": "yes" if gate.bias is not None else "no",
-                "norm": "no" if norm is None else "rms",
+                "norm": "no" if norm is None else norm.kind,
             },
             scope=common_scope(gate.product.scope, anchor.scope),
             needs_kernel=True,

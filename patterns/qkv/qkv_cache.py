@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from tilewright.codegen.qkv.plan import MOST_NORMED_TOKENS
+from tilewright.codegen.qkv.plan import takes_norm
 from tilewright.ops.formats.fp8 import FP8_DTYPES
 from tilewright.patterns.cache.address import Address, address, check_pair, place_arguments
 from tilewright.patterns.cache.eight_bit import can_scale
@@ -250,13 +250,11 @@ def _arguments(q: Heads, k: Heads, v: Heads, k_place: Address, v_place: Address)
 def _input_norm(heads: tuple[Heads, Heads, Heads], place: int, flow: Dataflow) -> Norm | None:
     """The norm that made x, where the kernel for few tokens takes it: one for weights that are no
     codes, whose tiles hold what the norm of a head needs. place: where the op will stand."""
-    tokens = heads[0].num_tokens
-    few = isinstance(tokens, int) and 0 < tokens <= MOST_NORMED_TOKENS
     by_row = any(h.norm is not None and h.norm.width == "row" for h in heads)
-    if not few or by_row or any(h.quantized is not None for h in heads):
+    if by_row or any(h.quantized is not None for h in heads):
         return None
     readers = [h.product for h in heads]
-    return unless_summed(match_norm_before(heads[1].x, readers, place, flow))
+    return unless_summed(match_norm_before(heads[1].x, readers, place, flow, takes_norm))
 
 
 def _norm_fact(norm: Norm | None) -> dict[str, Any]:

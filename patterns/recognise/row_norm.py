@@ -1,8 +1,8 @@
-"""RMS norms of whole rows, before linears or behind them."""
+"""Norms of whole rows, before linears or behind them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -11,65 +11,90 @@ import torch
 from tilewright.patterns.dataflow import Dataflow, Value, View
 from tilewright.patterns.effects import InexpressibleError
 from tilewright.patterns.language import Reject, Stage
+from tilewright.patterns.recognise.dtypes import HALVES
 from tilewright.patterns.recognise.norm import Norm, match_norm
 
 
-def match_norm_before(
-    x: View, readers: Collection[Value], place: int, flow: Dataflow
-) -> Norm | None:
-    """The RMS norm that made x [T, K], the activation of `readers`, where nobody but these reads
-    it. Its own x is [T, K] too, and what is absorbed of it are values that nobody else reads.
+# Kinds and dtypes. RMS norms are multiplied before they are divided, which wants the range of
+# bfloat16; a layer norm is rounded to x's dtype before, as in the graph.
+_TAKEN = {"rms": (torch.bfloat16,), "layer": HALVES}
 
-    place: where the op will stand, in program order. None where no op can take it: they multiply
-    before they divide, which wants the range of bfloat16, and for many tokens a norm apart is
-    faster; or where it reads rows that are not dense, or that change before the op's place.
+
+def match_norm_before(
+    x: View,
+    readers: Collection[Value],
+    place: int,
+    flow: Dataflow,
+    takes: Callable[[str, int, int], bool],
+) -> Norm | None:
+    """The RMS or layer norm that made x [T, K], the activation of `readers`, where nobody but these
+    reads it. Its own x is [T, K] too, and what is absorbed of it are values that nobody else reads.
+
+    place: where the op will stand, in program order. takes(kind, T, K): whether the op's kernel has
+    such a norm in it, and is the faster way. None where no op can take it, or where it reads rows
+    that are not dense, or that change before the op's place.
     """
     normed = x.value
-    if normed.dtype != torch.bfloat16 or not isinstance(x.shape[0], int):
+    if normed.dtype not in HALVES or not isinstance(x.shape[0], int):
         return None
     if not set(readers).issuperset(flow.users.get(normed, ())) or normed in flow.output_values:
         return None
     try:
-        norm = rms_norm_of(normed.whole) if x == normed.whole.matrix else None
+        norm = _row_norm_of(normed.whole) if x == normed.whole.matrix else None
         if norm is None or not flow.rows_are_dense(norm.x):
+            return None
+        if normed.dtype not in _TAKEN[norm.kind] or not takes(norm.kind, x.shape[0], norm.width):
             return None
         norm = replace(norm, x=norm.x.matrix, absorbed=unread(norm.absorbed, readers, flow))
     except InexpressibleError:
         return None
-    read = [view for view in (norm.x, norm.weight) if view is not None]
+    read = [view for view in (norm.x, norm.weight, norm.bias) if view is not None]
     return None if any(any(flow.changes(view, place)) for view in read) else norm
 
 
 def rms_norm_of(normed: View) -> Norm | None:
     """The RMS norm whose result `normed` is, with one weight for all rows; None for any other."""
+    norm = _row_norm_of(normed)
+    return norm if norm is not None and norm.kind == "rms" else None
+
+
+def _row_norm_of(normed: View) -> Norm | None:
+    """The norm whose result `normed` is, with one weight and one bias for all rows; None for any
+    other, and for an RMS norm with a bias."""
     try:
-        norm = match_norm(normed, Stage.ACTIVATION)
+        norm = match_norm(normed, Stage.ACTIVATION, biased=True)
     except (Reject, InexpressibleError):
         return None
     dtype = normed.value.dtype
-    if norm is None or norm.kind != "rms" or norm.x.shape != normed.shape:
+    if norm is None or norm.x.shape != normed.shape:
         return None
     if norm.x.value.dtype != dtype or norm.width != normed.shape[-1]:
         return None
-    weight = norm.weight
-    if weight is not None:
-        if any(size != 1 for size in weight.shape[:-1]) or weight.shape[-1] != norm.width:
-            return None
-        if weight.value.dtype not in (dtype, torch.float32):
-            return None
-    return norm
+    if norm.kind == "rms" and norm.bias is not None:
+        return None
+    vectors = [vector for vector in (norm.weight, norm.bias) if vector is not None]
+    return norm if all(_is_for_all_rows(v, norm.width, dtype) for v in vectors) else None
+
+
+def _is_for_all_rows(vector: View, width: int, dtype: torch.dtype) -> bool:
+    """Whether a norm's weight or bias is [width], of a dtype that ops take."""
+    if any(size != 1 for size in vector.shape[:-1]) or vector.shape[-1] != width:
+        return False
+    return vector.value.dtype in (dtype, torch.float32)
 
 
 def row_norm_arguments(norm: Norm | None, prefix: str = "") -> dict[str, Any]:
     """The op's arguments for a norm, their names with a prefix; none for none."""
     if norm is None:
         return {}
-    return {
-        f"{prefix}rms_norm": True,
+    given = {
+        f"{prefix}{norm.kind}_norm": True,
         f"{prefix}norm_weight": norm.weight and norm.weight.reshape(norm.width),
         f"{prefix}norm_eps": norm.eps,
         f"{prefix}norm_offset": norm.offset,
     }
+    bias = norm.bias and norm.bias.reshape(norm.width)
+    return given if bias is None else given | {f"{prefix}norm_bias": bias}
 
 
 def unread(values: Iterable[Value], readers: Iterable[Value], flow: Dataflow) -> tuple[Value, ...]:

@@ -55,7 +55,7 @@ def cases():
 @pytest.mark.parametrize(("name", "mask", "phase", "dynamic"), cases())
 def test_every_layer_is_fused_and_right(name, mask, phase, dynamic, monkeypatch):
     # Kernels norm one token; a batch here has more, and so the op's reference is seen norming.
-    monkeypatch.setattr("tilewright.patterns.qkv.qkv_cache.MOST_NORMED_TOKENS", 16)
+    monkeypatch.setattr("tilewright.codegen.qkv.plan.MOST_NORMED_TOKENS", 16)
     layers = LAYERS if name in UNLIKE_LAYERS or name == "llama" else 1
     ours, eager, exact = (
         with_mask(build_hf(name, cache="static", phase=phase, num_hidden_layers=layers), mask)

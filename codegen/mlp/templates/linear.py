@@ -18,7 +18,13 @@ from tilewright.codegen.templates.codes import (
     scaled_whole,
     x_in_order,
 )
-from tilewright.codegen.templates.streaming import places_of_norm, prefetch_rows, step_of_x
+from tilewright.codegen.templates.streaming import (
+    layer_step_of_x,
+    places_of_norm,
+    prefetch_rows,
+    row_statistics,
+    step_of_x,
+)
 
 
 @triton.jit
@@ -110,13 +116,15 @@ def streamed_linear(
     SCALE_ROWS: tl.constexpr = 1, SCALE_COLUMNS: tl.constexpr = 1,
     PACKED_ZEROS: tl.constexpr = False, CODE_OFFSET: tl.constexpr = 0,
     ZERO_OFFSET: tl.constexpr = 0, APART: tl.constexpr = False,
+    norm_bias_ptr=None, NORM_BIAS_STRIDE: tl.constexpr = 0, LAYER_ROW: tl.constexpr = 0,
 ):  # fmt: skip
     """out [T, N] = residual + SCALE * activation(norm(x) @ weight^T + bias) * (norm(x) @
     up_weight^T + up_bias), all but the product optional; fp32, rounded once.
 
     Grid (cdiv(N, BLOCK_N) * SPLIT_K, cdiv(T, BLOCK_T)). NORM: x is divided by its rms and
-    multiplied by NORM_OFFSET + norm_weight, rounded before the product. ACTIVATION "": none. Weight
-    strides (row, column). With SPLIT_K > 1, workspace holds fp32 [tiles, SPLIT_K, weights * BLOCK_N
+    multiplied by NORM_OFFSET + norm_weight, rounded before the product. LAYER_ROW, a power of two
+    no less than K, instead of NORM: x's mean is subtracted before and norm_bias added behind; 0: x
+    is not layer-normed. ACTIVATION "": none. Weight strides (row, column). With SPLIT_K > 1, workspace holds fp32 [tiles, SPLIT_K, weights * BLOCK_N
     * BLOCK_T + NORM * BLOCK_T] and counters one zero per tile. PREFETCH: 16-bit numbers of each row
     that are asked for before the kernel waits for the one before it; LINE: elements in 128 bytes.
     LETS_IN: the next kernel's programs may take their places while this one runs. APART: as in
@@ -162,6 +170,11 @@ def streamed_linear(
         up_ptrs = up_lines[:, None] + word_columns[None, :] * UP_STRIDES[1]
     x_ptrs = x_ptr + tokens.to(tl.int64)[:, None] * X_STRIDE + columns[None, :]
     norm_ptrs = places_of_norm(norm_weight_ptr, tokens, columns, NORM_STRIDE)
+    if LAYER_ROW > 0:
+        shift_ptrs = places_of_norm(norm_bias_ptr, tokens, columns, NORM_BIAS_STRIDE)
+        mean, inverse = row_statistics(
+            x_ptr, tl.program_id(1) * BLOCK_T, num_tokens, BLOCK_T, K, X_STRIDE, NORM_EPS, LAYER_ROW
+        )
     squares = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
     product = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     sums = product
@@ -187,9 +200,15 @@ def streamed_linear(
         word_mask = (word_columns + step // STEP < K // STEP)[None, :]
         if not EVEN:
             x_mask = x_mask & (columns + step < K)[None, :]
-        x, squares = step_of_x(
-            x_ptrs, norm_ptrs, squares, step, x_mask, NORM, NORM_STRIDE, NORM_OFFSET
-        )
+        if LAYER_ROW > 0:
+            x = layer_step_of_x(
+                x_ptrs, norm_ptrs, shift_ptrs, mean, inverse, step, x_mask,
+                NORM_STRIDE, NORM_OFFSET, NORM_BIAS_STRIDE,
+            )  # fmt: skip
+        else:
+            x, squares = step_of_x(
+                x_ptrs, norm_ptrs, squares, step, x_mask, NORM, NORM_STRIDE, NORM_OFFSET
+            )
         words = weight_tile(
             word_ptrs + step // STEP * WEIGHT_STRIDES[1], word_row_mask, word_mask,
             N % BLOCK_N == 0, EVEN,

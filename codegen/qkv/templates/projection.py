@@ -62,7 +62,13 @@ from tilewright.codegen.templates.places import (
     turned_kind,
 )
 from tilewright.codegen.templates.split_k import arrive, sum_of_parts
-from tilewright.codegen.templates.streaming import places_of_norm, prefetch_rows, step_of_x
+from tilewright.codegen.templates.streaming import (
+    layer_step_of_x,
+    places_of_norm,
+    prefetch_rows,
+    row_statistics,
+    step_of_x,
+)
 
 
 @triton.jit
@@ -364,6 +370,8 @@ def qkv_projection_swapped(
     PREFETCH: tl.constexpr = 0, LETS_IN: tl.constexpr = False,
     GATE_RUN: tl.constexpr = 0, V_NORMED: tl.constexpr = False,
     q_norm_bias_ptr=None, k_norm_bias_ptr=None, NORM_BIAS_STRIDES: tl.constexpr = (0, 0),
+    input_norm_bias_ptr=None, INPUT_NORM_BIAS_STRIDE: tl.constexpr = 0,
+    INPUT_LAYER_ROW: tl.constexpr = 0,
 ):  # fmt: skip
     """QKV projection, few tokens: q, k, v = x @ [Wq; Wk; Wv]^T with bias, QK norm, rotary
     embedding, and the store to q and to a paged cache.
@@ -377,7 +385,9 @@ def qkv_projection_swapped(
     not used. The other arguments are those of `qkv_epilogue`.
 
     INPUT_NORM, of weights that are no codes: x is divided by its rms and multiplied by
-    INPUT_NORM_OFFSET + input_norm_weight, rounded before the product. PREFETCH: columns of each
+    INPUT_NORM_OFFSET + input_norm_weight, rounded before the product. INPUT_LAYER_ROW, a power of
+    two no less than HIDDEN, instead: x's mean is subtracted before and input_norm_bias added
+    behind; 0: x is not layer-normed. PREFETCH: columns of each
     weight row that are asked for before the kernel waits for the one before it. LETS_IN: the next
     kernel's programs may take their places while this one runs.
 
@@ -530,6 +540,12 @@ def qkv_projection_swapped(
                 X_SCALE_BLOCK,
                 X_SCALE_STRIDES,
             )
+    if INPUT_LAYER_ROW > 0:
+        shift_ptrs = places_of_norm(input_norm_bias_ptr, tokens, columns, INPUT_NORM_BIAS_STRIDE)
+        mean, inverse = row_statistics(
+            x_ptr, tl.program_id(1) * BLOCK_T, num_tokens,
+            BLOCK_T, HIDDEN, X_STRIDE, INPUT_NORM_EPS, INPUT_LAYER_ROW,
+        )  # fmt: skip
     accumulator = tl.zeros((ROWS, BLOCK_T), tl.float32)
     sums = tl.zeros((ROWS, BLOCK_T), tl.float32)
     squares = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
@@ -550,6 +566,11 @@ def qkv_projection_swapped(
             x, squares = step_of_x(
                 x_ptrs, norm_ptrs, squares, step, x_mask,
                 True, INPUT_NORM_STRIDE, INPUT_NORM_OFFSET,
+            )  # fmt: skip
+        elif INPUT_LAYER_ROW > 0:
+            x = layer_step_of_x(
+                x_ptrs, norm_ptrs, shift_ptrs, mean, inverse, step, x_mask,
+                INPUT_NORM_STRIDE, INPUT_NORM_OFFSET, INPUT_NORM_BIAS_STRIDE,
             )  # fmt: skip
         else:
             x = tl.load(x_ptrs + step, mask=x_mask, other=0.0)

@@ -21,7 +21,7 @@ FEW = 6
 @pytest.fixture(autouse=True)
 def six_tokens_are_few(monkeypatch):
     """One is, for the kernels that there are; six have more numbers to differ in."""
-    monkeypatch.setattr("tilewright.patterns.qkv.qkv_cache.MOST_NORMED_TOKENS", FEW)
+    monkeypatch.setattr("tilewright.codegen.qkv.plan.MOST_NORMED_TOKENS", FEW)
 
 
 WIDTHS = [HQ * D, HKV * D, HKV * D]
