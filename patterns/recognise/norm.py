@@ -95,6 +95,11 @@ def _match_norm(head: View) -> Norm | None:
     if value.op in _FUSED:
         return _fused(value)
     outer, casts = strip_casts(head)
+    if not outer.is_whole:
+        return None  # a cast of what lies in another order, of the same shape or not
+    if outer.value.op in _FUSED:
+        found = _fused(outer.value)
+        return None if found is None else replace(found, absorbed=(*casts, *found.absorbed))
     if outer.value.op == "aten.add" and (found := _biased(outer.value)) is not None:
         return replace(found, absorbed=(*casts, *found.absorbed))
     inner = _normalised(outer)
@@ -151,11 +156,13 @@ def match_joined_norms(value: Value, stage: Stage = Stage.K_PATH) -> JoinedNorms
 
 # --- one operation --------------------------------------------------------------------------------
 
-_FUSED = ("aten.rms_norm", "aten.layer_norm")
+_FUSED = ("aten.rms_norm", "aten.layer_norm", "aten.native_layer_norm")
 
 
 def _fused(value: Value) -> Norm | None:
-    layer = value.op == "aten.layer_norm"
+    layer = value.op != "aten.rms_norm"
+    if value.kwargs.get("output", 0) != 0:
+        return None  # mean or inverse root, of the native layer norm
     names = ["input", "normalized_shape", "weight", *(["bias"] if layer else []), "eps"]
     given = dict(zip(names, value.args, strict=False)) | dict(value.kwargs)
     x, normalized = given["input"], given.get("normalized_shape")

@@ -172,7 +172,7 @@ def streamed_linear(
     norm_ptrs = places_of_norm(norm_weight_ptr, tokens, columns, NORM_STRIDE)
     if LAYER_ROW > 0:
         shift_ptrs = places_of_norm(norm_bias_ptr, tokens, columns, NORM_BIAS_STRIDE)
-        mean, inverse = row_statistics(
+        x_mean, x_inverse = row_statistics(
             x_ptr, tl.program_id(1) * BLOCK_T, num_tokens, BLOCK_T, K, X_STRIDE, NORM_EPS, LAYER_ROW
         )
     squares = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
@@ -202,7 +202,7 @@ def streamed_linear(
             x_mask = x_mask & (columns + step < K)[None, :]
         if LAYER_ROW > 0:
             x = layer_step_of_x(
-                x_ptrs, norm_ptrs, shift_ptrs, mean, inverse, step, x_mask,
+                x_ptrs, norm_ptrs, shift_ptrs, x_mean, x_inverse, step, x_mask,
                 NORM_STRIDE, NORM_OFFSET, NORM_BIAS_STRIDE,
             )  # fmt: skip
         else:

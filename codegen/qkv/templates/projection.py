@@ -542,7 +542,7 @@ def qkv_projection_swapped(
             )
     if INPUT_LAYER_ROW > 0:
         shift_ptrs = places_of_norm(input_norm_bias_ptr, tokens, columns, INPUT_NORM_BIAS_STRIDE)
-        mean, inverse = row_statistics(
+        x_mean, x_inverse = row_statistics(
             x_ptr, tl.program_id(1) * BLOCK_T, num_tokens,
             BLOCK_T, HIDDEN, X_STRIDE, INPUT_NORM_EPS, INPUT_LAYER_ROW,
         )  # fmt: skip
@@ -569,7 +569,7 @@ def qkv_projection_swapped(
             )  # fmt: skip
         elif INPUT_LAYER_ROW > 0:
             x = layer_step_of_x(
-                x_ptrs, norm_ptrs, shift_ptrs, mean, inverse, step, x_mask,
+                x_ptrs, norm_ptrs, shift_ptrs, x_mean, x_inverse, step, x_mask,
                 INPUT_NORM_STRIDE, INPUT_NORM_OFFSET, INPUT_NORM_BIAS_STRIDE,
             )  # fmt: skip
         else:
