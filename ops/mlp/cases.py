@@ -19,7 +19,7 @@ class LinearCase:
 
     layout: how the weights lie: "separate" tensors, "halves" of one, "up_first" halves,
     "interleaved" rows of one, "n_major" tensors; "plain": one weight, "plain_n_major": with rows
-    contiguous. norm: "", "rms", "weightless".
+    contiguous. norm: "", "rms", "weightless"; "layer" (with a bias), "layer_unbiased", "layer_bare".
     """
 
     name: str
@@ -91,6 +91,15 @@ ACTIVATION_CASES = (
     LinearCase("many_plain", num_tokens=70, activation="gelu"),
     LinearCase("no_tokens", num_tokens=0, layout="separate"),
     LinearCase("half_normed", dtype=torch.float16, norm="rms"),
+    LinearCase("layer", num_tokens=1, k=1032, n=80, norm="layer", activation="gelu_tanh",
+               bias=True),
+    LinearCase("layer_gated", layout="halves", num_tokens=1, norm="layer_unbiased",
+               norm_offset=1.0),
+    LinearCase("layer_half", num_tokens=1, dtype=torch.float16, norm="layer_bare"),
+    LinearCase("layer_apart", norm="layer", bias=True),
+    LinearCase("layer_codes", num_tokens=1, layout="separate", weight_format="int8",
+               scale_block=(1, 64), norm="layer"),
+    LinearCase("layer_float", dtype=torch.float32, norm="layer"),
     LinearCase("float", dtype=torch.float32, layout="separate", norm="rms"),
     LinearCase("double", dtype=torch.float64, layout="halves"),
     *_coded("separate"),
@@ -178,9 +187,14 @@ def _weight(case: LinearCase, sampler: Sampler, name: str) -> dict[str, torch.Te
 
 
 def _norm(case: LinearCase, sampler: Sampler, width: int) -> dict[str, Any]:
-    given: dict[str, Any] = {"rms_norm": case.norm != "", "norm_offset": case.norm_offset}
-    if case.norm == "rms":
+    layer = case.norm.startswith("layer")
+    given: dict[str, Any] = {"norm_offset": case.norm_offset}
+    if case.norm:
+        given["layer_norm" if layer else "rms_norm"] = True
+    if case.norm in ("rms", "layer", "layer_unbiased"):
         given["norm_weight"] = sampler.normal(width, dtype=case.dtype) + (1 - case.norm_offset)
+    if case.norm == "layer":
+        given["norm_bias"] = sampler.normal(width, dtype=case.dtype)
     return given
 
 

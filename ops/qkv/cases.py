@@ -97,6 +97,12 @@ INPUT_NORM_CASES = (
                   num_tokens=3),
     AttentionCase("input_norm_half", input_norm="rms", dtype=torch.float16, delta=True),
     AttentionCase("input_norm_many", input_norm="rms", num_tokens=18, num_pages=3),
+    AttentionCase("input_layer_norm", input_norm="layer", num_tokens=1, hidden=1096,
+                  projection="packed", bias=True, rope_style="half", rotary_dim=32),
+    AttentionCase("input_layer_norm_half", input_norm="layer_bare", num_tokens=1,
+                  dtype=torch.float16, projection="n_major"),
+    AttentionCase("input_layer_norm_some", input_norm="layer_unbiased", input_norm_offset=1.0,
+                  num_tokens=3),
     AttentionCase("input_norm_int8", input_norm="rms", weight_format="int8", scale_block=(1, 64)),
 )  # fmt: skip
 

@@ -64,13 +64,15 @@ def _delta(case: AttentionCase, sampler: Sampler) -> dict[str, Any]:
 
 
 def _input_norm(case: AttentionCase, sampler: Sampler) -> dict[str, Any]:
-    options: dict[str, Any] = {
-        "input_rms_norm": case.input_norm != "",
-        "input_norm_offset": case.input_norm_offset,
-    }
-    if case.input_norm == "rms":
+    options: dict[str, Any] = {"input_norm_offset": case.input_norm_offset}
+    if case.input_norm:
+        kind = "layer" if case.input_norm.startswith("layer") else "rms"
+        options[f"input_{kind}_norm"] = True
+    if case.input_norm in ("rms", "layer", "layer_unbiased"):
         weight = sampler.normal(case.hidden, dtype=case.dtype)
         options["input_norm_weight"] = weight + (1 - case.input_norm_offset)
+    if case.input_norm == "layer":
+        options["input_norm_bias"] = sampler.normal(case.hidden, dtype=case.dtype)
     return options
 
 

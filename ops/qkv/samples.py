@@ -33,7 +33,7 @@ class AttentionCase(PagedBatch):
     x_scale: "none", "tensor", "token" or "block"; read where x has `codes`, and dtype is q's.
     cache_dtype: None for dtype. cache_scale: "none", "scalar" [], "one" [1] or "head" [Hkv].
     new_tokens, cached_tokens: for slots "block_table" and "ragged".
-    input_norm: "", "rms" or "weightless".
+    input_norm: "", "rms", "weightless", "layer" (with a bias), "layer_unbiased" or "layer_bare".
     """
 
     hidden: int = 64

@@ -37,7 +37,7 @@ def allowed(op, program, dtype):
         isinstance(step, Library) and step.function is not torch.Tensor.zero_
         for step, _ in program.steps
     )
-    norms_x = any(("INPUT_NORM", True) in spec.constants for spec in program.specs)
+    norms_x = any("INPUT_NORM_EPS" in dict(spec.constants) for spec in program.specs)
     if (by_library or norms_x) and op.name in ROUND_BETWEEN:
         tolerance = replace(tolerance, of_rms=4 * min(tolerance.relative, 2.0**-8))
     return replace(tolerance, relative=2 * tolerance.relative, absolute=2 * tolerance.absolute)

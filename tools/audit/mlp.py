@@ -23,6 +23,7 @@ MODELS = {
     "Llama-3.2-1B": (2048, 8192, 2048),
     "Qwen3-32B": (5120, 25600, 8192),
 }
+LAYER_NORMED = {"StarCoder2-7B": (4608, 18432), "Bloom-176B": (14336, 57344)}
 TOKEN_COUNTS = (1, 32, 64)
 CODED_COUNTS = (1, 64)
 # Scales and zeros of groups with K contiguous along the rows, on SM100.
@@ -53,6 +54,13 @@ def _plain_cases(target: Target) -> Iterator[AuditCase]:
     x, weight, bias = meta(1, 2048, dtype=half), meta(8192, 2048, dtype=half), meta(8192)
     first = LinearActivationArguments(x, weight, bias=bias.float(), activation="gelu_tanh")
     yield _case("not gated", linear_activation.OP, first, target, "fp16")
+    # A layer norm of a row, of the most registers that one takes.
+    for name, (hidden, inner) in LAYER_NORMED.items():
+        case = LinearCase(
+            "", 1, hidden, inner, bias=True, activation="gelu_tanh", norm="layer", layout="plain"
+        )
+        fourth = linear_activation.sample_inputs(case, "meta")
+        yield _case(f"{name} up", linear_activation.OP, fourth, target)
     wide = meta(1600, 6400).t().contiguous().t()
     second = LinearResidualArguments(meta(16, 6400), wide, meta(16, 1600), bias=meta(1600))
     yield _case("GPT-2 XL down", linear_residual.OP, second, target)

@@ -101,6 +101,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "kv heads repeated": {"kv_repeat": 4, "clip": 8.0},
     "input norm": {"input_norm": "rms"},
     "input norm, offset": {"input_norm": "rms", "input_norm_offset": 1.0, "qk_norm": True},
+    "input layer norm": {"input_norm": "layer", "bias": True},
     "gates": {"gate_run": 1, "qk_norm": True, "rotary_dim": 32},
     "interleaved to half": {"rope_style": "interleaved_to_half", "rotary_dim": 64},
     "n-major": {"projection": "n_major"},

@@ -62,10 +62,13 @@ def strided_copy(tensor):
 
 def activations(a):
     x = a.x.double()
-    if a.input_rms_norm:
-        x = F.rms_norm(x, x.shape[-1:], None, a.input_norm_eps)
+    if a.input_rms_norm or a.input_layer_norm:
+        norm = F.layer_norm if a.input_layer_norm else F.rms_norm
+        x = norm(x, x.shape[-1:], eps=a.input_norm_eps)
         if a.input_norm_weight is not None:
             x = x * (a.input_norm_offset + a.input_norm_weight.double())
+        if a.input_norm_bias is not None:
+            x = x + a.input_norm_bias.double()
     if a.x_scale is None:
         return x
     tokens, columns = torch.meshgrid(*map(torch.arange, x.shape), indexing="ij")

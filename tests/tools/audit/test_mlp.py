@@ -18,6 +18,7 @@ KINDS = (
     r"Llama-3-8B down T=64$",
     r"GPT-2 XL",
     r"Gemma-2-9B down T=1$",
+    r"Bloom-176B up",
     r"Llama-3-8B awq gate and up T=1$",
     r"Llama-3-8B fp8 block gate and up T=1$",
     r"Llama-3-8B int4 down T=1$",
