@@ -52,7 +52,7 @@ def row_statistics(
     mean = tl.zeros((TOKENS,), tl.float32)
     inverse = tl.zeros((TOKENS,), tl.float32)
     columns = tl.arange(0, ROW)
-    for token in range(0, tl.minimum(num_tokens - first, TOKENS)):
+    for token in range(tl.minimum(num_tokens - first, TOKENS)):
         row_ptr = x_ptr + (first + token).to(tl.int64) * X_STRIDE
         row = tl.load(row_ptr + columns, mask=columns < K, other=0.0).to(tl.float32)
         centre = tl.sum(row, axis=0) / K

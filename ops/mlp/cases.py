@@ -19,7 +19,8 @@ class LinearCase:
 
     layout: how the weights lie: "separate" tensors, "halves" of one, "up_first" halves,
     "interleaved" rows of one, "n_major" tensors; "plain": one weight, "plain_n_major": with rows
-    contiguous. norm: "", "rms", "weightless"; "layer" (with a bias), "layer_unbiased", "layer_bare".
+    contiguous. norm: "", "rms", "weightless", or "layer" (with a bias), "layer_unbiased",
+    "layer_bare".
     """
 
     name: str

@@ -76,7 +76,10 @@ def _scattered(name: str, weight: torch.Tensor) -> str | None:
 def activation_problem(a: Any) -> LinearProblem:
     """The problem of a call; `a` is a LinearActivationArguments. Metadata and addresses only."""
     return LinearProblem(
-        **_product(a), up_bias=operand_of(a.up_bias, 0), norm=row_norm_of(a), activation=a.activation
+        **_product(a),
+        up_bias=operand_of(a.up_bias, 0),
+        norm=row_norm_of(a),
+        activation=a.activation,
     )
 
 

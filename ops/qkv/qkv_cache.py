@@ -261,8 +261,8 @@ def reference(a: FusedQkvArguments) -> torch.Tensor:
 
     input_layer_norm: x - mean(x) in place of x, and y + input_norm_bias of y. A step without its
     arguments is left out (the norm of v: without v_norm; y = x without a norm of x).
-    norm_after_rope: norm(rope(...)). cache_scale_multiplies: times the scale. Each number is rounded once, when it
-    is stored.
+    norm_after_rope: norm(rope(...)). cache_scale_multiplies: times the scale. Each number is
+    rounded once, when it is stored.
     """
     x = _input(a)
     made = _project(a, x, "q")

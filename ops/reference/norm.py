@@ -6,7 +6,13 @@ from typing import Any
 
 import torch
 
-from tilewright.ops.checks import ArgumentError, check_absent, check_choice, check_number, check_operand
+from tilewright.ops.checks import (
+    ArgumentError,
+    check_absent,
+    check_choice,
+    check_number,
+    check_operand,
+)
 
 NORM_KINDS = ("rms", "layer")
 NORM_WIDTHS = ("head", "row")
@@ -87,7 +93,10 @@ def apply_row_norm(x: torch.Tensor, a: Any, prefix: str = "") -> torch.Tensor:
     if not kind:
         return x
     weight, eps, offset = (getattr(a, f"{prefix}norm_{n}") for n in ("weight", "eps", "offset"))
-    x, bias = apply_norm(x, weight, eps, kind, offset=offset), getattr(a, f"{prefix}norm_bias", None)
+    x, bias = (
+        apply_norm(x, weight, eps, kind, offset=offset),
+        getattr(a, f"{prefix}norm_bias", None),
+    )
     return x if bias is None else x + bias.to(x.dtype)
 
 

@@ -14,7 +14,6 @@ from tilewright.patterns.language import Reject, Stage
 from tilewright.patterns.recognise.dtypes import HALVES
 from tilewright.patterns.recognise.norm import Norm, match_norm
 
-
 # Kinds and dtypes. RMS norms are multiplied before they are divided, which wants the range of
 # bfloat16; a layer norm is rounded to x's dtype before, as in the graph.
 _TAKEN = {"rms": (torch.bfloat16,), "layer": HALVES}

@@ -124,11 +124,11 @@ def streamed_linear(
     Grid (cdiv(N, BLOCK_N) * SPLIT_K, cdiv(T, BLOCK_T)). NORM: x is divided by its rms and
     multiplied by NORM_OFFSET + norm_weight, rounded before the product. LAYER_ROW, a power of two
     no less than K, instead of NORM: x's mean is subtracted before and norm_bias added behind; 0: x
-    is not layer-normed. ACTIVATION "": none. Weight strides (row, column). With SPLIT_K > 1, workspace holds fp32 [tiles, SPLIT_K, weights * BLOCK_N
-    * BLOCK_T + NORM * BLOCK_T] and counters one zero per tile. PREFETCH: 16-bit numbers of each row
-    that are asked for before the kernel waits for the one before it; LINE: elements in 128 bytes.
-    LETS_IN: the next kernel's programs may take their places while this one runs. APART: as in
-    `second_operand`.
+    is not layer-normed. ACTIVATION "": none. Weight strides (row, column). With SPLIT_K > 1,
+    workspace holds fp32 [tiles, SPLIT_K, weights * BLOCK_N * BLOCK_T + NORM * BLOCK_T] and counters
+    one zero per tile. PREFETCH: 16-bit numbers of each row that are asked for before the kernel
+    waits for the one before it; LINE: elements in 128 bytes. LETS_IN: the next kernel's programs
+    may take their places while this one runs. APART: as in `second_operand`.
 
     With scales, weights are codes (code - zero) * scale: 8-bit (PER 1), or words of PER codes along
     K or, with PACKED_ROWS, along the rows, which strides count. BLOCK_STRIDES: (scale row, scale

@@ -302,8 +302,11 @@ def test_swapped(case: AttentionCase, config: SwappedConfig) -> None:
         {"input_norm": "rms", "num_tokens": 37, "bias": True, "delta": True, "hidden": 200},
         {"input_norm": "weightless", "projection": "n_major"},
         {"input_norm": "rms", "input_norm_offset": 1.0, "num_tokens": 1, "clip": 2.0},
+        {"input_norm": "layer", "num_tokens": 5, "bias": True, "hidden": 200},
+        {"input_norm": "layer_unbiased", "input_norm_offset": 1.0, "projection": "n_major"},
+        {"input_norm": "layer_bare", "num_tokens": 1, "dtype": torch.float16},
     ],
-    ids=["rms", "weightless", "offset"],
+    ids=["rms", "weightless", "offset", "layer", "layer offset", "layer bare"],
 )
 def test_swapped_norms_x(changes: dict[str, Any], config: SwappedConfig) -> None:
     """x times the weight is rounded before the product, as the graph rounds it."""

@@ -128,9 +128,11 @@ def input_norms(draw, chosen):
     if chosen.get("codes"):
         return {}
     return {
-        "input_norm": draw(st.sampled_from(
-            ("", "", "", "rms", "weightless", "layer", "layer_unbiased", "layer_bare")
-        )),
+        "input_norm": draw(
+            st.sampled_from(
+                ("", "", "", "rms", "weightless", "layer", "layer_unbiased", "layer_bare")
+            )
+        ),
         "input_norm_offset": draw(st.sampled_from((0.0, 1.0))),
     }
 

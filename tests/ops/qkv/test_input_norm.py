@@ -66,6 +66,36 @@ def test_the_kernel_is_no_less_accurate_than_the_graph(norm, size, monkeypatch):
     assert sum(ours) <= 1.01 * sum(graph)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_behind_a_layer_norm_it_rounds_as_the_graph_does(dtype, monkeypatch):
+    """Of rows far from zero, too, whose mean is many times what is left without it."""
+    monkeypatch.setattr("tilewright.codegen.qkv.plan.MOST_NORMED_TOKENS", 16)
+    ours, graph = [], []
+    for offset in (0.0, 1.0, 1000.0):
+        a = arguments(hidden=328, num_tokens=16, input_norm="layer", dtype=dtype)
+        a.x.add_(offset)
+        wide = {name: upcast(value) for name, value in vars(a).items()}
+        exact = QKV.reference(replace(a, **wide)).flatten(1)
+        vectors = a.input_norm_weight, a.input_norm_bias
+        normed = F.layer_norm(a.x, a.x.shape[-1:], *vectors, a.input_norm_eps)
+        graph.append(relative_error(F.linear(normed, a.q_weight.flatten(0, 1)), exact))
+        program = interpret(QKV, a, SM90)
+        assert "INPUT_LAYER_ROW" in dict(program.specs[0].constants)
+        ours.append(relative_error(program.outcome.result.flatten(1), exact))
+    assert all(one <= 1.05 * other for one, other in zip(ours, graph, strict=True))
+
+
+def test_a_layer_norm_s_time_is_modelled_whatever_was_measured_without():
+    shape = {"hidden": 4096, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128}
+    cases = [replace(CASE, **shape, input_norm=norm) for norm in ("rms", "layer")]
+    problems = [prepare(QKV.sample_inputs(case, "meta")).problem for case in cases]
+    table, model = (choose(one, 1, SM90) for one in problems)
+    assert (table.measured, model.measured) == (True, False)
+    assert table.norms_x
+    assert model.norms_x
+    assert "modelled" in model.reason
+
+
 @pytest.mark.parametrize("target", [SM90, SM100], ids=lambda target: target.name)
 def test_few_tokens_are_normed_by_the_kernel_that_projects_them(target):
     for tokens, inside in ((MOST_NORMED_TOKENS, True), (MOST_NORMED_TOKENS + 1, False)):
@@ -95,8 +125,20 @@ def test_a_chip_without_tma_says_that_x_is_normed_before():
         {"weight_format": "int8", "scale_block": (1, 328)},
         {"qk_norm": True, "norm_width": "row"},
         {"num_tokens": MOST_NORMED_TOKENS + 1},
+        {"num_tokens": MOST_NORMED_TOKENS + 1, "input_norm": "layer"},
+        {"dtype": torch.float32, "input_norm": "layer"},
+        {"input_norm": "layer", "hidden": 16392},
     ],
-    ids=["float16", "float32", "codes", "norm of rows", "many tokens"],
+    ids=[
+        "float16",
+        "float32",
+        "codes",
+        "norm of rows",
+        "many tokens",
+        "layer, many tokens",
+        "layer, float32",
+        "layer, long rows",
+    ],
 )
 def test_before_any_other_kernel_x_is_normed_by_itself(changes):
     a, exact = arguments(**changes), arguments(**changes)

@@ -139,6 +139,8 @@ QKV_METADATA = [
     (PRENORMED, of("input_norm_weight", lambda t: t.to("meta")), "input_norm_weight", "on cpu"),
     (PRENORMED, just(input_norm_eps=-1.0), "input_norm_eps", "a finite number from 0"),
     (PRENORMED, just(input_norm_offset=float("nan")), "input_norm_offset", "a finite number"),
+    (PRENORMED, just(input_layer_norm=True), "input_layer_norm", "False, since input_rms_norm is"),
+    (PRENORMED, just(input_norm_bias=heads(64)), "input_norm_bias", "None, since input_layer_norm"),
     (CODES, just(input_rms_norm=True), "input_rms_norm", "False, since x has codes"),
     (NORMED, just(norm_kind="batch"), "norm_kind", "one of 'rms', 'layer', got 'batch'"),
     (NORMED, just(norm_width="token"), "norm_width", "one of 'head', 'row'"),

@@ -14,7 +14,7 @@ from tilewright.compiler import lower, reports
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
-SHAPES = {**PACKED, "n": (K,)}
+SHAPES = {**PACKED, "n": (K,), "b": (K,)}
 FEW = 6
 
 
@@ -48,7 +48,23 @@ def weightless_norm(m, x):
 
 
 def layer_norm(m, x):
-    return F.layer_norm(x, (K,), m.n)
+    return F.layer_norm(x, (K,), m.n, m.b)
+
+
+def layer_norm_by_hand(m, x):
+    wide = x.float()
+    mean = wide.mean(-1, keepdim=True)
+    variance = (wide - mean).pow(2).mean(-1, keepdim=True)
+    return (m.n.float() * ((wide - mean) * torch.rsqrt(variance + 1e-5))).to(x.dtype)
+
+
+def bare_layer_norm(m, x):
+    return F.layer_norm(x.float(), (K,), eps=1e-5).to(x.dtype)
+
+
+def layer_norm_in_two_parts(m, x):
+    """Each with half of the columns."""
+    return F.layer_norm(x.unflatten(-1, (2, K // 2)), (2, K // 2)).flatten(-2)
 
 
 def norm_in_place(m, x):
@@ -105,6 +121,19 @@ def test_a_norm_that_nobody_else_reads_is_part_of_it(norm):
     assert site_of(step_of(norm))["input_norm"] == "rms"
 
 
+@pytest.mark.parametrize("norm", [layer_norm, layer_norm_by_hand, bare_layer_norm])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_layer_norm_is_part_of_it_too(norm, dtype):
+    """In float16 as well: it is rounded before the product."""
+    assert site_of(step_of(norm), dtype)["input_norm"] == "layer"
+
+
+def test_a_layer_norm_of_rows_longer_than_registers_hold_stays(monkeypatch):
+    monkeypatch.setattr("tilewright.codegen.row_norm.MOST_LAYER_COLUMNS", K - 1)
+    assert "input_norm" not in site_of(step_of(layer_norm))
+    assert site_of(step_of(own_norm))["input_norm"] == "rms"
+
+
 def test_as_many_tokens_as_one_tile_has():
     layer, args = case_of(step_of(hf_norm), tokens=FEW)
     (site,) = matches_of(lower(layer, args), "qkv")
@@ -149,7 +178,14 @@ def by_column(m, x):
 
 STAYS = {
     "read by another": step_of(hf_norm, also=lambda m, x, normed: F.linear(normed, m.w[: HQ * D])),
-    "layer norm": step_of(layer_norm),
+    "over two dimensions": step_of(layer_norm_in_two_parts),
+    "its bias changes": step_of(layer_norm, also=lambda m, x, normed: m.b.mul_(1).sum()),
+    "a layer norm read by another": step_of(
+        layer_norm, also=lambda m, x, normed: F.linear(normed, m.w[: HQ * D])
+    ),
+    "layer norm before codes": step_of(
+        layer_norm, weight=lambda m: m.codes.to(m.n.dtype) * m.scale
+    ),
     "by column": step_of(by_column),
     "x changes": step_of(hf_norm, also=lambda m, x, normed: x.mul_(2).sum()),
     "its weight changes": step_of(hf_norm, also=lambda m, x, normed: m.n.mul_(1).sum()),
