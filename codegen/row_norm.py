@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from tilewright.codegen.arithmetic import next_power_of_2
 from tilewright.codegen.operand import Operand
 
-# Of a layer norm a program takes mean and variance from a whole row in its registers: 128 numbers in
-# each thread of four warps.
+# Of a layer norm a program takes mean and variance from a whole row in its registers: 128 numbers
+# in each thread of four warps.
 MOST_LAYER_COLUMNS = 16384
 
 
