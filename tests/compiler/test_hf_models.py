@@ -26,6 +26,9 @@ NORMED = (
     "qwen3_moe", "mixtral", "llama4", "granite", "glm4",
 )  # fmt: skip
 
+#: Models whose layers begin with a layer norm that q, k and v alone read.
+LAYER_NORMED = ("gpt_neox", "falcon_40b", "gpt2", "gpt_bigcode", "starcoder2")
+
 #: Models whose second layer is another than the first: a sliding window, no rotation.
 UNLIKE_LAYERS = ("gemma2", "gemma3", "gpt_oss", "llama4")
 
@@ -78,8 +81,9 @@ def test_every_layer_is_fused_and_right(name, mask, phase, dynamic, monkeypatch)
     missed = misses_of(found, "attention", "fused_moe", "qkv")
     assert sorted(patterns_in(found, "attention", "fused_moe", "qkv")) == fused, missed
     assert missed == []
-    normed = {"input_norm" in site.shapes for site in matches_of(found, "qkv")}
-    assert normed == {name in NORMED and not dynamic}
+    normed = {site.shapes.get("input_norm") for site in matches_of(found, "qkv")}
+    kind = "rms" if name in NORMED else "layer" if name in LAYER_NORMED else None
+    assert normed == {None if dynamic else kind}
     assert_no_worse(logits, expected, reference, f"{name} logits")
     for layer in range(layers):
         for part in range(2):
@@ -88,6 +92,22 @@ def test_every_layer_is_fused_and_right(name, mask, phase, dynamic, monkeypatch)
             c = exact.caches[layer][part]
             assert_no_worse(a, b, c, what)
             assert_untouched(before[layer][part], a, c, what)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("gpt_neox", "layer"), ("starcoder2", "layer"), ("cohere", None)]
+)
+def test_a_layer_norm_is_part_of_both_linears_of_one_token(name, kind):
+    """In every layer; but where attention and MLP share one norm, it stays."""
+    ours, eager, exact = (build_hf(name, cache="static", batch=1) for _ in range(3))
+    expected, reference = eager.model(*eager.args, **eager.kwargs).logits, in_float64(exact)
+    compiled = torch.compile(ours.model, backend="tilewright", options={"inner": "eager"})
+    logits = compiled(*ours.args, **ours.kwargs).logits
+    found = reports()[-1]
+    projections, linears = (matches_of(found, p) for p in ("qkv_cache", "linear_activation"))
+    assert [site.shapes.get("input_norm") for site in projections] == [kind] * LAYERS
+    assert [site.shapes["norm"] for site in linears] == [kind or "no"] * LAYERS
+    assert_no_worse(logits, expected, reference, "logits")
 
 
 @pytest.mark.parametrize(("name", "phase"), [("llama", "prefill"), ("gpt2", "decode")])
