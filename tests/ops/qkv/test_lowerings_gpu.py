@@ -45,6 +45,7 @@ CASES = {
     "per head": replace(LLAMA, projection="per_head", num_kv_heads=8, bias=True),
     "norm": replace(LLAMA, qk_norm=True, num_tokens=70),
     "input norm": replace(LLAMA, input_norm="rms", num_tokens=9),
+    "input layer norm": replace(LLAMA, input_norm="layer", num_tokens=1),
     "input norm, norm": replace(LLAMA, input_norm="rms", qk_norm=True, num_tokens=1),
     "interleaved": replace(LLAMA, rope_style="interleaved", rotary_dim=64, num_tokens=70),
     "head_dim 64": replace(LLAMA, head_dim=64, rotary_dim=64, num_tokens=140),
