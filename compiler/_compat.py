@@ -626,7 +626,7 @@ def numbers_fake_on_meta() -> Iterator[None]:
         mode = torch._guards.detect_fake_mode() if plain else None
         return made if mode is None else mode.from_tensor(made)
 
-    torch._dynamo.utils.run_node = run_node_faked
+    torch._dynamo.utils.run_node = run_node_faked  # type: ignore[assignment]
     try:
         yield
     finally:
