@@ -128,21 +128,41 @@ def test_the_example_runs_on_two_ranks(worlds):
     assert "each of 2 ranks is fused, and no worse than as written" in worlds["log"]
 
 
-def test_another_group_of_the_name_begins_anew(tmp_path):
-    """What ranks compiled in a group that is gone is nothing that a new rank knows."""
+def _summed_in(group):
     graph = fx.Graph()
     reduced = graph.call_function(
-        torch.ops._c10d_functional.all_reduce.default, (graph.placeholder("x"), "sum", "0")
+        torch.ops._c10d_functional.all_reduce.default, (graph.placeholder("x"), "sum", group)
     )
     reduced.meta["example_value"] = torch.zeros(3)
+    return graph
+
+
+def test_another_group_of_the_name_begins_anew(tmp_path):
+    """What ranks compiled in a group that is gone is nothing that a new rank knows."""
+    graph = _summed_in("0")
     for life in (1, 2):
         where = f"file://{tmp_path}/{life}"
         dist.init_process_group("gloo", init_method=where, rank=0, world_size=1)
         try:
-            compiled = [agreed._shared_of(graph)[0].compiled for _ in range(2)]
+            compiled = [agreed._shared_of(graph)[0].now for _ in range(2)]
         finally:
             dist.destroy_process_group()
-        assert compiled == [1, 2]
+        assert [now.rpartition("/")[2] for now in compiled] == ["1", "2"]
+
+
+def test_a_group_made_anew_does_not_hear_what_the_last_one_said(tmp_path):
+    """In one store: other names for the same ranks, and the name again."""
+
+    store, names, places = dist.FileStore(f"{tmp_path}/store", 1), [], []
+    for _ in range(2):
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        try:
+            names += [dist.new_group([0]).group_name for _ in range(2)]
+            places += [agreed._shared_of(_summed_in(name))[0].now for name in names[-2:]]
+        finally:
+            dist.destroy_process_group()
+    assert names[:2] == names[2:]
+    assert len(set(places)) == 4
 
 
 def test_the_example_says_how_it_is_started(monkeypatch, capsys):
