@@ -52,16 +52,20 @@ _shared: dict[tuple[str, int, str], _Shared] = {}
 _kept: list[Any] = []
 
 
+# Looked up once: `is_group` is asked at every call of every sum. None where torch has no groups.
+_resolve: Any = getattr(getattr(dist, "distributed_c10d", None), "_resolve_process_group", None)
+
+
 def group_named(name: str) -> Any:
     """A process group by the name that functional collectives have. Raises what torch does for one
     that is not there."""
-    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+    return _resolve(name)
 
 
 def is_group(name: str, group: Any) -> bool:
     """Whether a group still has this name."""
     try:
-        return group_named(name) is group
+        return _resolve(name) is group
     except (RuntimeError, ValueError):  # there is none
         return False
 
@@ -70,7 +74,7 @@ def group_size(name: str) -> int | None:
     """How many ranks a group has; None where there is none of that name."""
     try:
         return int(group_named(name).size())
-    except (RuntimeError, ValueError, AttributeError):
+    except (RuntimeError, ValueError, TypeError):
         return None
 
 
