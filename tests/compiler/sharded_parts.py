@@ -15,7 +15,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 from tilewright.compiler import backend, reports
 
-TOKENS, WIDTH, INNER, EXPERTS, SLOTS, ROOM = 8, 64, 64, 4, 2, 8
+TOKENS, WIDTH, INNER, EXPERTS, SLOTS, ROOM = 8, 64, 128, 8, 2, 8
 _COMPILED: dict[str, Any] = {"backend": "tilewright", "options": {"inner": "eager"}}
 
 
