@@ -172,7 +172,7 @@ def storage_keys(tensor: torch.Tensor) -> tuple[int, ...]:
 def wrapping_of(tensor: torch.Tensor) -> str:
     """What the class of a subclass knows besides the tensors inside (of a DTensor its mesh and its
     placements), with the layouts of those; empty for a plain tensor."""
-    if not is_traceable_wrapper_subclass(tensor):
+    if not is_subclass(tensor):
         return ""
     _, context = tensor.__tensor_flatten__()
     return repr((context, [layout_of(part) for part in parts_of(tensor)]))
@@ -391,7 +391,8 @@ def triton_kernel_writes(kwargs: Mapping[str, Any]) -> list[torch.Tensor] | None
 def is_subclass(value: Any) -> bool:
     """Whether a value is a tensor that wraps others (DTensor, quantised weights): it has no memory
     of its own, and its class decides what operators on it do."""
-    return isinstance(value, torch.Tensor) and is_traceable_wrapper_subclass(value)
+    plain = type(value) is FakeTensor  # nearly all of a graph
+    return not plain and isinstance(value, torch.Tensor) and is_traceable_wrapper_subclass(value)
 
 
 def size_comparison(inputs: Iterable[Any]) -> Callable[[Any, Any], bool]:
@@ -448,16 +449,18 @@ def selected(tensor: torch.Tensor, index: Any) -> torch.Tensor:
 
 
 def made_again(value: Any) -> Any:
-    """Fake tensors, or a tuple of them, each laid out as a given one, with memory of its own."""
-    with fake_mode_of(tensors_in(value)) or nullcontext(), torch.no_grad():
-        return tree_map(_strided_again, value)
+    """Fake tensors of numbers, or a tuple of them, each laid out as a given one, with memory of its
+    own."""
+    return _strided_again(value) if type(value) is FakeTensor else tree_map(_strided_again, value)
 
 
 def _strided_again(item: Any) -> Any:
     if not isinstance(item, torch.Tensor):
         return item
-    layout = item.shape, item.stride()
-    return torch.empty_strided(*layout, dtype=item.dtype, device=item.device)
+    fake = cast(FakeTensor, item)
+    with torch.no_grad(), in_kernel_invocation_manager(fake.fake_mode):
+        made = torch.empty_strided(item.shape, item.stride(), dtype=item.dtype, device="meta")
+    return _fake_like(item, made)
 
 
 def aten_graph(
@@ -501,7 +504,8 @@ def run_fake(node: fx.Node, instead: Mapping[fx.Node, Any] | None = None) -> Any
 
 
 # Methods that give a view, of whose layout the meta tensor inside of a fake one is asked at once;
-# FakeTensor's own way takes several times as long. `reshape` gives one of dense tensors.
+# FakeTensor's own way takes several times as long. `reshape` gives one of dense tensors; of others
+# the two may differ in the strides of dimensions of one.
 _QUICK = frozenset(
     {"expand", "movedim", "narrow", "permute", "reshape", "select", "unflatten", "unfold"}
     | {"unsqueeze"}

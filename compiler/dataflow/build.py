@@ -146,7 +146,7 @@ class _Builder:
         """Whether a node reads or returns tensors in which vmap, grad or jvp hide dimensions or
         tangents."""
         wrapped = self.memory.storages.wrapped
-        return node in wrapped or not wrapped.isdisjoint(node.all_input_nodes)
+        return bool(wrapped) and (node in wrapped or not wrapped.isdisjoint(node.all_input_nodes))
 
     def _meets_subclasses(self, node: fx.Node) -> bool:
         """Whether a class of the user's (DTensor, quantised weights) decides what a node does."""
