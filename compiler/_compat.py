@@ -514,10 +514,11 @@ _QUICK = frozenset(
 
 def _is_quick(node: fx.Node) -> bool:
     """Whether a node calls a method of _QUICK on a fake tensor without symbols."""
-    if node.op != "call_method" or node.target not in _QUICK or len(node.all_input_nodes) != 1:
+    if node.op != "call_method" or node.target not in _QUICK or node.kwargs:
         return False
-    held: Any = node.all_input_nodes[0].meta.get("example_value")
-    if node.kwargs or node.args[0] is not node.all_input_nodes[0] or not _is_plain_fake(held):
+    inputs = node.all_input_nodes
+    held: Any = inputs[0].meta.get("example_value") if len(inputs) == 1 else None
+    if not _is_plain_fake(held) or node.args[0] is not inputs[0]:
         return False
     return node.target != "reshape" or bool(held.is_contiguous())
 

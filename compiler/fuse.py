@@ -331,7 +331,7 @@ def _copy(gm: fx.GraphModule) -> fx.GraphModule:
         new.args = fx.node.map_arg(node.args, copies.__getitem__)
         if node.kwargs:
             new.kwargs = fx.node.map_arg(node.kwargs, copies.__getitem__)
-        new.meta = dict(node.meta)
+        new.meta.update(node.meta)
         copies[node] = new
     copy = _compat.graph_module(gm, graph)
     _compat.copy_origin(copy, gm)

@@ -52,9 +52,9 @@ class Effect(NamedTuple):
 
 
 def _length(dim: Dim) -> Size:
-    if len(dim) == 1:
-        return dim[0].length
-    return product(atom.length for atom in dim)
+    if len(dim) > 1:
+        return product(atom.length for atom in dim)
+    return dim[0].length if dim else 1
 
 
 def size_fact(size: Size) -> int | str:

@@ -420,11 +420,13 @@ class _Builder:
     ) -> Value:
         self._note_reads(node)
         value = self._value(op, args, result, node, kwargs)
-        sources = [a for a in node.all_input_nodes if self.memory.shared_with(result, a)]
+        storage, places = self.memory.storages.of(result), self.memory.places
+        given = ((a, places.get(a)) for a in node.all_input_nodes)
+        sources = [a for a, place in given if place and place.memory.storage == storage]
         if not sources:
             self.memory.allocate(node, result, value.whole, is_input=False)
             return value
-        place = self.memory.places[sources[0]]
+        place = places[sources[0]]
         if self._stays(sources[0], result):
             self.memory.alias(node, place, place.effect, value.whole, place.why)
         else:

@@ -293,7 +293,7 @@ class Materialiser:
 def describe(node: fx.Node, serving: fx.Node, held: Any) -> None:
     """Gives a new node its example value, and source line and module of the node that it serves."""
     kept = ("nn_module_stack", "stack_trace", "source_fn_stack")
-    node.meta |= {name: serving.meta[name] for name in kept if name in serving.meta}
+    node.meta.update((name, serving.meta[name]) for name in kept if name in serving.meta)
     node.meta["example_value"] = held
 
 
