@@ -487,8 +487,10 @@ def run_fake(node: fx.Node, instead: Mapping[fx.Node, Any] | None = None) -> Any
     """What a node computes, on its arguments' fake tensors. instead: of some arguments, others."""
     if instead is None and _is_quick(node):
         source = cast(fx.Node, node.args[0]).meta["example_value"]
+        # `reshape` would ask for the device, which a fake tensor answers in Python.
+        method = "view" if node.target == "reshape" else cast(str, node.target)
         with torch.no_grad(), in_kernel_invocation_manager(source.fake_mode):
-            made = call(cast(str, node.target), (source, *node.args[1:]), {})
+            made = call(method, (source, *node.args[1:]), {})
         return _fake_like(source, made)
     others = instead or {}
 
@@ -518,18 +520,27 @@ def _is_quick(node: fx.Node) -> bool:
         return False
     inputs = node.all_input_nodes
     held: Any = inputs[0].meta.get("example_value") if len(inputs) == 1 else None
-    if not _is_plain_fake(held) or node.args[0] is not inputs[0]:
+    if not is_plain_fake(held) or node.args[0] is not inputs[0]:
         return False
     return node.target != "reshape" or bool(held.is_contiguous())
 
 
-def _is_plain_fake(held: Any) -> bool:
+def is_plain_fake(held: Any) -> bool:
     """Whether a value is a fake tensor that knows no more than its layout, in numbers, and its
     device."""
     if type(held) is not FakeTensor or held.constant is not None:
         return False
     layout = *held.shape, *held.stride(), held.storage_offset()
     return all(type(n) is int for n in layout) and getattr(held, "real_tensor", None) is None
+
+
+def strided_view(
+    source: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int
+) -> torch.Tensor:
+    """A view of a plain fake tensor, of a layout in numbers."""
+    fake = cast(FakeTensor, source)
+    with torch.no_grad(), in_kernel_invocation_manager(fake.fake_mode):
+        return _fake_like(fake, source.as_strided(size, stride, offset))
 
 
 def _fake_like(like: Any, meta: torch.Tensor) -> torch.Tensor:
