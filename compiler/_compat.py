@@ -174,7 +174,7 @@ def wrapping_of(tensor: torch.Tensor) -> str:
     placements), with the layouts of those; empty for a plain tensor."""
     if not is_subclass(tensor):
         return ""
-    _, context = tensor.__tensor_flatten__()
+    _, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     return repr((context, [layout_of(part) for part in parts_of(tensor)]))
 
 
