@@ -172,9 +172,9 @@ def storage_keys(tensor: torch.Tensor) -> tuple[int, ...]:
 def wrapping_of(tensor: torch.Tensor) -> str:
     """What the class of a subclass knows besides the tensors inside (of a DTensor its mesh and its
     placements), with the layouts of those; empty for a plain tensor."""
-    if not is_traceable_wrapper_subclass(tensor):
+    if not is_subclass(tensor):
         return ""
-    _, context = tensor.__tensor_flatten__()
+    _, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     return repr((context, [layout_of(part) for part in parts_of(tensor)]))
 
 
@@ -391,7 +391,8 @@ def triton_kernel_writes(kwargs: Mapping[str, Any]) -> list[torch.Tensor] | None
 def is_subclass(value: Any) -> bool:
     """Whether a value is a tensor that wraps others (DTensor, quantised weights): it has no memory
     of its own, and its class decides what operators on it do."""
-    return isinstance(value, torch.Tensor) and is_traceable_wrapper_subclass(value)
+    plain = type(value) is FakeTensor  # nearly all of a graph
+    return not plain and isinstance(value, torch.Tensor) and is_traceable_wrapper_subclass(value)
 
 
 def size_comparison(inputs: Iterable[Any]) -> Callable[[Any, Any], bool]:
@@ -448,16 +449,18 @@ def selected(tensor: torch.Tensor, index: Any) -> torch.Tensor:
 
 
 def made_again(value: Any) -> Any:
-    """Fake tensors, or a tuple of them, each laid out as a given one, with memory of its own."""
-    with fake_mode_of(tensors_in(value)) or nullcontext(), torch.no_grad():
-        return tree_map(_strided_again, value)
+    """Fake tensors of numbers, or a tuple of them, each laid out as a given one, with memory of its
+    own."""
+    return _strided_again(value) if type(value) is FakeTensor else tree_map(_strided_again, value)
 
 
 def _strided_again(item: Any) -> Any:
     if not isinstance(item, torch.Tensor):
         return item
-    layout = item.shape, item.stride()
-    return torch.empty_strided(*layout, dtype=item.dtype, device=item.device)
+    fake = cast(FakeTensor, item)
+    with torch.no_grad(), in_kernel_invocation_manager(fake.fake_mode):
+        made = torch.empty_strided(item.shape, item.stride(), dtype=item.dtype, device="meta")
+    return _fake_like(item, made)
 
 
 def aten_graph(
@@ -484,8 +487,10 @@ def run_fake(node: fx.Node, instead: Mapping[fx.Node, Any] | None = None) -> Any
     """What a node computes, on its arguments' fake tensors. instead: of some arguments, others."""
     if instead is None and _is_quick(node):
         source = cast(fx.Node, node.args[0]).meta["example_value"]
+        # `reshape` would ask for the device, which a fake tensor answers in Python.
+        method = "view" if node.target == "reshape" else cast(str, node.target)
         with torch.no_grad(), in_kernel_invocation_manager(source.fake_mode):
-            made = call(cast(str, node.target), (source, *node.args[1:]), {})
+            made = call(method, (source, *node.args[1:]), {})
         return _fake_like(source, made)
     others = instead or {}
 
@@ -501,7 +506,8 @@ def run_fake(node: fx.Node, instead: Mapping[fx.Node, Any] | None = None) -> Any
 
 
 # Methods that give a view, of whose layout the meta tensor inside of a fake one is asked at once;
-# FakeTensor's own way takes several times as long. `reshape` gives one of dense tensors.
+# FakeTensor's own way takes several times as long. `reshape` gives one of dense tensors; of others
+# the two may differ in the strides of dimensions of one.
 _QUICK = frozenset(
     {"expand", "movedim", "narrow", "permute", "reshape", "select", "unflatten", "unfold"}
     | {"unsqueeze"}
@@ -510,21 +516,31 @@ _QUICK = frozenset(
 
 def _is_quick(node: fx.Node) -> bool:
     """Whether a node calls a method of _QUICK on a fake tensor without symbols."""
-    if node.op != "call_method" or node.target not in _QUICK or len(node.all_input_nodes) != 1:
+    if node.op != "call_method" or node.target not in _QUICK or node.kwargs:
         return False
-    held: Any = node.all_input_nodes[0].meta.get("example_value")
-    if node.kwargs or node.args[0] is not node.all_input_nodes[0] or not _is_plain_fake(held):
+    inputs = node.all_input_nodes
+    held: Any = inputs[0].meta.get("example_value") if len(inputs) == 1 else None
+    if not is_plain_fake(held) or node.args[0] is not inputs[0]:
         return False
     return node.target != "reshape" or bool(held.is_contiguous())
 
 
-def _is_plain_fake(held: Any) -> bool:
+def is_plain_fake(held: Any) -> bool:
     """Whether a value is a fake tensor that knows no more than its layout, in numbers, and its
     device."""
     if type(held) is not FakeTensor or held.constant is not None:
         return False
     layout = *held.shape, *held.stride(), held.storage_offset()
     return all(type(n) is int for n in layout) and getattr(held, "real_tensor", None) is None
+
+
+def strided_view(
+    source: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int
+) -> torch.Tensor:
+    """A view of a plain fake tensor, of a layout in numbers."""
+    fake = cast(FakeTensor, source)
+    with torch.no_grad(), in_kernel_invocation_manager(fake.fake_mode):
+        return _fake_like(fake, source.as_strided(size, stride, offset))
 
 
 def _fake_like(like: Any, meta: torch.Tensor) -> torch.Tensor:

@@ -329,8 +329,9 @@ def _copy(gm: fx.GraphModule) -> fx.GraphModule:
         # Arguments are set afterwards: create_node would search them for symbolic numbers.
         new = graph.create_node(node.op, node.target, (), {}, node.name, node.type)
         new.args = fx.node.map_arg(node.args, copies.__getitem__)
-        new.kwargs = fx.node.map_arg(node.kwargs, copies.__getitem__)
-        new.meta = dict(node.meta)
+        if node.kwargs:
+            new.kwargs = fx.node.map_arg(node.kwargs, copies.__getitem__)
+        new.meta.update(node.meta)
         copies[node] = new
     copy = _compat.graph_module(gm, graph)
     _compat.copy_origin(copy, gm)

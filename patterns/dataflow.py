@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -202,7 +202,11 @@ def scope_of(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ""
-    path = next(reversed(stack.values()))[0]
+    return _spelled_plainly(next(reversed(stack.values()))[0])
+
+
+@lru_cache(maxsize=1024)
+def _spelled_plainly(path: str) -> str:
     path = re.sub(r"^L\['\w+'\]\.?", "", path)
     path = re.sub(r"(?:\._modules)?\[['\"]?([\w.]+)['\"]?\]", r".\1", path)
     # A wrapper whose __getattr__ hands on (PEFT's) is traced through its __dict__.

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import sympy
 
@@ -27,8 +26,7 @@ class InexpressibleError(ValueError):
     """The view selects something that has no normal form (a split that does not divide, ...)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Atom:
+class Atom(NamedTuple):
     """`length` indices along base axis `axis`, `step` apart; `axis` None repeats one element.
 
     A step is a symbol only where tokens are split by one, e.g. [B*S] -> [B, S].
@@ -42,8 +40,7 @@ class Atom:
 Dim = tuple[Atom, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Effect:
+class Effect(NamedTuple):
     """`dims[i]` is output dimension i; `start[a]` the first index taken on base axis a."""
 
     dims: tuple[Dim, ...]
@@ -51,13 +48,13 @@ class Effect:
 
     @property
     def shape(self) -> tuple[Size, ...]:
-        return tuple(_length(dim) for dim in self.dims)
+        return tuple([_length(dim) for dim in self.dims])
 
 
 def _length(dim: Dim) -> Size:
-    if len(dim) == 1:
-        return dim[0].length
-    return product(atom.length for atom in dim)
+    if len(dim) > 1:
+        return product(atom.length for atom in dim)
+    return dim[0].length if dim else 1
 
 
 def size_fact(size: Size) -> int | str:
@@ -233,6 +230,11 @@ def select(effect: Effect, dim: int, index: Size) -> Effect:
 
 def compose(outer: Effect, inner: Effect) -> Effect:
     """`outer`, whose base is what `inner` selects, as an effect on `inner`'s base."""
+    between = inner.shape
+    if is_identity(inner, between):
+        return outer
+    if is_identity(outer, between):
+        return inner
     start = list(inner.start)
     axes: list[Dim] = list(inner.dims)
     used = {atom.axis for dim in outer.dims for atom in dim}

@@ -146,7 +146,7 @@ class _Builder:
         """Whether a node reads or returns tensors in which vmap, grad or jvp hide dimensions or
         tangents."""
         wrapped = self.memory.storages.wrapped
-        return node in wrapped or not wrapped.isdisjoint(node.all_input_nodes)
+        return bool(wrapped) and (node in wrapped or not wrapped.isdisjoint(node.all_input_nodes))
 
     def _meets_subclasses(self, node: fx.Node) -> bool:
         """Whether a class of the user's (DTensor, quantised weights) decides what a node does."""
@@ -421,11 +421,13 @@ class _Builder:
     ) -> Value:
         self._note_reads(node)
         value = self._value(op, args, result, node, kwargs)
-        sources = [a for a in node.all_input_nodes if self.memory.shared_with(result, a)]
+        storage, places = self.memory.storages.of(result), self.memory.places
+        given = ((a, places.get(a)) for a in node.all_input_nodes)
+        sources = [a for a, place in given if place and place.memory.storage == storage]
         if not sources:
             self.memory.allocate(node, result, value.whole, is_input=False)
             return value
-        place = self.memory.places[sources[0]]
+        place = places[sources[0]]
         if self._stays(sources[0], result):
             self.memory.alias(node, place, place.effect, value.whole, place.why)
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import sympy
 import torch
@@ -71,6 +71,8 @@ class Materialiser:
         self._made: dict[Any, fx.Node] = {}
         # Results of our ops, by `call_key`: most layers of a model call them alike.
         self._results: dict[Any, Any] = {}
+        # Layouts of views that a reshape gives, by its arguments and what it is given.
+        self._reshapes: dict[Any, tuple[Any, ...]] = {}
         # What an earlier rewrite replaced a node with.
         self.replaced: dict[fx.Node, fx.Node] = {}
         # Values that an earlier rewrite removed but for parts: the op's output that holds those.
@@ -254,8 +256,11 @@ class Materialiser:
 
     def _result(self, node: fx.Node) -> Any:
         """What a node gives: of one of our ops that was called alike, the same again in memory of
-        its own, for its fake looks at nothing but what `call_key` has."""
+        its own, for its fake looks at nothing but what `call_key` has; of a reshape of what is laid
+        out alike, the same view."""
         called = node.target
+        if called == "reshape":
+            return self._reshaped(node)
         if not (isinstance(called, torch._ops.OpOverload) and is_ours(called)):
             return _compat.run_fake(node)
         key = call_key(node)
@@ -267,6 +272,19 @@ class Materialiser:
         apart = len(own) == len(tensors) and own.isdisjoint(self._storages(*node.all_input_nodes))
         if apart and not any(map(_compat.is_symbolic, tensors)):
             self._results[key] = made
+        return made
+
+    def _reshaped(self, node: fx.Node) -> torch.Tensor:
+        source = node.all_input_nodes[0].meta["example_value"]
+        if not _compat.is_plain_fake(source):
+            return cast(torch.Tensor, _compat.run_fake(node))
+        key = (repr((node.args[1:], node.kwargs)), *_compat.layout_of(source))
+        if key in self._reshapes:
+            return _compat.strided_view(source, *self._reshapes[key])
+        made = cast(torch.Tensor, _compat.run_fake(node))
+        is_view = _compat.storage_keys(made) == _compat.storage_keys(source)
+        if is_view and _compat.is_plain_fake(made):
+            self._reshapes[key] = _compat.layout_of(made)
         return made
 
     def _holds(self, made: fx.Node) -> bool:
@@ -293,7 +311,7 @@ class Materialiser:
 def describe(node: fx.Node, serving: fx.Node, held: Any) -> None:
     """Gives a new node its example value, and source line and module of the node that it serves."""
     kept = ("nn_module_stack", "stack_trace", "source_fn_stack")
-    node.meta |= {name: serving.meta[name] for name in kept if name in serving.meta}
+    node.meta.update((name, serving.meta[name]) for name in kept if name in serving.meta)
     node.meta["example_value"] = held
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -156,12 +157,14 @@ def input_memory(flow: Dataflow) -> InputMemory:
     memories = {i: flow.memory_of[n] for i, n in enumerate(nodes) if n in flow.memory_of}
     written = {i for i, memory in memories.items() if any(flow.writes_on(memory.storage))}
     looked_at = {i: m for i, m in memories.items() if i in written or not m.is_constant}
+    sharing: dict[int, list[int]] = defaultdict(list)
+    for i, memory in looked_at.items():
+        sharing[memory.storage].append(i)
     together = {
         (i, j)
         for i in written
-        for j in looked_at
-        if looked_at[i].storage == looked_at[j].storage
-        and not lie_apart(looked_at[i], looked_at[j])
+        for j in sharing[memories[i].storage]
+        if not lie_apart(memories[i], memories[j])
     }
     numbers = (int, torch.SymInt)
     sizes = [i for i, n in enumerate(nodes) if isinstance(n.meta.get("example_value"), numbers)]

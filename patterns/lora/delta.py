@@ -15,6 +15,7 @@ from typing import Any
 
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Computed, Value, View
+from tilewright.patterns.effects import Size
 from tilewright.patterns.lora.factors import Factors, peel
 from tilewright.patterns.lora.one_hot import match_one_hot
 from tilewright.patterns.lora.product import Product, match_product
@@ -116,7 +117,7 @@ def match_delta(view: View) -> LoraDelta | None:
 
 def _by_rows(view: View, outer: Factors) -> LoraDelta | None:
     second = match_product(outer.view)
-    if second is None or second.ends is not None:
+    if second is None or second.ends is not None or not _may_be_rank(second.weight.shape[2]):
         return None
     inner = peel(second.x)
     first = match_product(inner.view)
@@ -211,7 +212,11 @@ def _is_adapter(first: Product, second: Product) -> bool:
         return False
     if first.weight.shape[0] != second.weight.shape[0] or second.weight.shape[2] != rank:
         return False
-    return rank <= MAX_RANK and rank < hidden and rank < width
+    return _may_be_rank(rank) and rank < hidden and rank < width
+
+
+def _may_be_rank(size: Size) -> bool:
+    return isinstance(size, int) and size <= MAX_RANK
 
 
 def _same(one: View | None, other: View | None) -> bool:

@@ -138,6 +138,10 @@ def is_index(view: View) -> bool:
 def _rows_of(factor: View, value: Value, effect: Effect) -> View | None:
     """What a broadcast factor of `value` holds for each row of `effect` [..., W]: [T], or [B] where
     rows in sequence share it; None where it varies along the columns."""
+    width = factor.effect.dims[-1:]
+    varies = width not in ((), ((),)) and all(atom.axis is not None for atom in width[0])
+    if varies and any(atom.axis == len(value.shape) - 1 for atom in effect.dims[-1]):
+        return None  # nearly all
     try:
         read = factor.expand(*value.shape).through(effect)
     except effects.InexpressibleError:

@@ -207,7 +207,7 @@ def _swapped(layout: Effect) -> Effect:
     """An effect on the axes [B, S, H, D] as one on [B, H, S, D]."""
     order = (0, 2, 1, 3)
     dims = (
-        tuple(a if a.axis is None else replace(a, axis=order[a.axis]) for a in dim)
+        tuple(a if a.axis is None else a._replace(axis=order[a.axis]) for a in dim)
         for dim in layout.dims
     )
     return Effect(tuple(dims), tuple(layout.start[axis] for axis in order))

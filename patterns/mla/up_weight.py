@@ -6,7 +6,6 @@ Dimension letters: as in `patterns/mla/keys.py`.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from tilewright.patterns import effects
@@ -38,7 +37,7 @@ def _joined(keys: View, values: View) -> View | None:
     heads, rows, rank = keys.effect.dims
     if len(rows) != 1:
         return None
-    longer = replace(rows[0], length=nope + v_dim)
+    longer = rows[0]._replace(length=nope + v_dim)
     whole = keys.with_dims(heads, (longer,), rank)
     return whole if equal_values(whole.narrow(1, nope, v_dim), values) else None
 

@@ -99,7 +99,7 @@ class Heads:
     def num_tokens(self) -> Size:
         return effects.product(self.tokens)
 
-    @property
+    @cached_property
     def weight(self) -> View:
         """This projection's rows of the weight, [H, D, K], or [groups, G, D, K]."""
         return piece_of(self.rows.of(self.linear.gemm.weight))

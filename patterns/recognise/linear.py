@@ -126,7 +126,7 @@ class LinearColumns:
     def _rows(self, tensor: View, first: int) -> View:
         feature = self.linear.gemm.feature
         dims = [
-            tuple(replace(a, axis=0 if a.axis == feature else a.axis) for a in dim)
+            tuple(a._replace(axis=0 if a.axis == feature else a.axis) for a in dim)
             for dim in self.layout.dims[self.rank :]
         ]
         return rows_of(tensor, dims, self.layout.start[feature] - first)

@@ -52,6 +52,8 @@ def is_float_cast(value: Value) -> bool:
 
 def strip_casts(view: View) -> tuple[View, tuple[Value, ...]]:
     """The view before any casts between floating types, and the casts."""
+    if view.value.op != "cast":
+        return view, ()  # nearly all
     stripped: list[Value] = []
     while is_float_cast(view.value):
         inner = view.value.args[0]

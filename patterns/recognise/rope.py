@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -142,6 +143,7 @@ def _rotated(terms: Sequence[Term], first: int, head_dim: int) -> int:
     return rotary_dim
 
 
+@lru_cache(maxsize=16)
 def _styles(rotary_dim: int) -> dict[str, _Pairs]:
     """What each style pairs."""
     i, half = np.arange(rotary_dim), rotary_dim // 2

@@ -67,10 +67,15 @@ def test_what_may_copy_goes_the_long_way():
 
 def test_what_is_made_again_has_memory_of_its_own():
     held, _ = node_of("permute", (0, 2, 1, 3), dense=False)
-    (again, number) = _compat.made_again((held, 3))
+    (again, number), alone = _compat.made_again((held, 3)), _compat.made_again(held)
     assert number == 3
-    assert (again.shape, again.stride()) == (held.shape, held.stride())
-    assert _compat.storage_keys(again) != _compat.storage_keys(held)
+    for made in (again, alone):
+        assert type(made) is type(held)
+        assert made.fake_mode is MODE
+        for fact in ("shape", "dtype", "device", "layout", "requires_grad"):
+            assert getattr(made, fact) == getattr(held, fact)
+        assert made.stride() == held.stride()
+    assert len({*map(_compat.storage_keys, (held, again, alone))}) == 3
 
 
 def test_symbols_go_the_long_way_also_where_only_the_offset_has_one():
