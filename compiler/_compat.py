@@ -457,7 +457,11 @@ def _strided_again(item: Any) -> Any:
     if not isinstance(item, torch.Tensor):
         return item
     layout = item.shape, item.stride()
-    return torch.empty_strided(*layout, dtype=item.dtype, device=item.device)
+    if not _is_plain_fake(item):
+        return torch.empty_strided(*layout, dtype=item.dtype, device=item.device)
+    with in_kernel_invocation_manager(item.fake_mode):  # no dispatch, as in `run_fake`
+        made = torch.empty_strided(*layout, dtype=item.dtype, device="meta")
+    return _fake_like(item, made)
 
 
 def aten_graph(
@@ -486,7 +490,8 @@ def run_fake(node: fx.Node, instead: Mapping[fx.Node, Any] | None = None) -> Any
         source = cast(fx.Node, node.args[0]).meta["example_value"]
         with torch.no_grad(), in_kernel_invocation_manager(source.fake_mode):
             made = call(cast(str, node.target), (source, *node.args[1:]), {})
-        return _fake_like(source, made)
+        if storage_keys(made) == storage_keys(source):  # a `reshape` may be a copy
+            return _fake_like(source, made)
     others = instead or {}
 
     def held(argument: fx.Node) -> Any:
@@ -501,7 +506,7 @@ def run_fake(node: fx.Node, instead: Mapping[fx.Node, Any] | None = None) -> Any
 
 
 # Methods that give a view, of whose layout the meta tensor inside of a fake one is asked at once;
-# FakeTensor's own way takes several times as long. `reshape` gives one of dense tensors.
+# FakeTensor's own way takes several times as long. `reshape` gives one where it can.
 _QUICK = frozenset(
     {"expand", "movedim", "narrow", "permute", "reshape", "select", "unflatten", "unfold"}
     | {"unsqueeze"}
@@ -513,9 +518,7 @@ def _is_quick(node: fx.Node) -> bool:
     if node.op != "call_method" or node.target not in _QUICK or len(node.all_input_nodes) != 1:
         return False
     held: Any = node.all_input_nodes[0].meta.get("example_value")
-    if node.kwargs or node.args[0] is not node.all_input_nodes[0] or not _is_plain_fake(held):
-        return False
-    return node.target != "reshape" or bool(held.is_contiguous())
+    return not node.kwargs and node.args[0] is node.all_input_nodes[0] and _is_plain_fake(held)
 
 
 def _is_plain_fake(held: Any) -> bool:

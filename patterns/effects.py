@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -48,10 +48,11 @@ class Effect:
 
     dims: tuple[Dim, ...]
     start: tuple[Size, ...]
+    #: The sizes of the output dimensions: kept, for nothing else of an effect is asked so often.
+    shape: tuple[Size, ...] = field(init=False, repr=False, compare=False)
 
-    @property
-    def shape(self) -> tuple[Size, ...]:
-        return tuple(_length(dim) for dim in self.dims)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple([_length(dim) for dim in self.dims]))
 
 
 def _length(dim: Dim) -> Size:
@@ -233,6 +234,11 @@ def select(effect: Effect, dim: int, index: Size) -> Effect:
 
 def compose(outer: Effect, inner: Effect) -> Effect:
     """`outer`, whose base is what `inner` selects, as an effect on `inner`'s base."""
+    whole = identity(inner.shape)
+    if outer == whole:
+        return inner
+    if inner == whole and not any(outer.start):
+        return outer
     start = list(inner.start)
     axes: list[Dim] = list(inner.dims)
     used = {atom.axis for dim in outer.dims for atom in dim}

@@ -39,11 +39,13 @@ def with_gates(flow: Dataflow, query: Query, kv: tuple[Heads, Heads]) -> Gated:
     q, alone = query.heads, Gated(query.heads, (query.result,))
     if not isinstance(query.result, Result) or not covers(q.linear) or kv[1].norm is not None:
         return alone
+    if not _is_read(flow, q):
+        return alone
     taken = frozenset().union(*(h.rows.indices() for h in kv if h.product is q.product))
     size = q.linear.gemm.shape[-1]
     both = rest_of(size, taken, q.head_dim)
     gates = rest_of(size, taken | q.rows.indices(), q.head_dim)
-    if both is None or gates is None or len(both.heads) > 1 or not _is_read(flow, q):
+    if both is None or gates is None or len(both.heads) > 1:
         return alone
     run = _run(both, q.rows)
     if run == 0 or (q.norm is not None and not _for_all_heads(q.norm)):

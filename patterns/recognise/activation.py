@@ -13,6 +13,8 @@ from tilewright.patterns.recognise.steps import clamp_bounds
 
 _NAMES = {"aten.silu": "silu", "aten.relu": "relu"}
 _DEFAULT_ALPHA = 1.702
+#: The last steps that an activation can have, before casts.
+_ENDS = {*_NAMES, "aten.gelu", "aten.square", "aten.pow", "aten.mul", "aten.addcmul"}
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class Activation:
 def match_activation(view: View) -> Activation | None:
     """The activation whose result is `view`, or None."""
     bare, casts = strip_casts(view)
-    if not bare.is_whole:
+    if bare.value.op not in _ENDS or not bare.is_whole:
         return None
     for rule in (_clamped_swiglu, _gated, _plain):
         found = rule(bare.value)
