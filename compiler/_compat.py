@@ -172,7 +172,7 @@ def storage_keys(tensor: torch.Tensor) -> tuple[int, ...]:
 def wrapping_of(tensor: torch.Tensor) -> str:
     """What the class of a subclass knows besides the tensors inside (of a DTensor its mesh and its
     placements), with the layouts of those; empty for a plain tensor."""
-    if not is_traceable_wrapper_subclass(tensor):
+    if not is_subclass(tensor):
         return ""
     _, context = tensor.__tensor_flatten__()
     return repr((context, [layout_of(part) for part in parts_of(tensor)]))
@@ -391,6 +391,8 @@ def triton_kernel_writes(kwargs: Mapping[str, Any]) -> list[torch.Tensor] | None
 def is_subclass(value: Any) -> bool:
     """Whether a value is a tensor that wraps others (DTensor, quantised weights): it has no memory
     of its own, and its class decides what operators on it do."""
+    if type(value) is FakeTensor:  # nearly all of a graph
+        return False
     return isinstance(value, torch.Tensor) and is_traceable_wrapper_subclass(value)
 
 
@@ -449,6 +451,8 @@ def selected(tensor: torch.Tensor, index: Any) -> torch.Tensor:
 
 def made_again(value: Any) -> Any:
     """Fake tensors, or a tuple of them, each laid out as a given one, with memory of its own."""
+    if _is_plain_fake(value):
+        return _strided_again(value)
     with fake_mode_of(tensors_in(value)) or nullcontext(), torch.no_grad():
         return tree_map(_strided_again, value)
 

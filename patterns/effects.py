@@ -52,13 +52,14 @@ class Effect:
     shape: tuple[Size, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", tuple([_length(dim) for dim in self.dims]))
+        shape = [dim[0].length if len(dim) == 1 else _length(dim) for dim in self.dims]
+        object.__setattr__(self, "shape", tuple(shape))
 
 
 def _length(dim: Dim) -> Size:
     if len(dim) == 1:
         return dim[0].length
-    return product(atom.length for atom in dim)
+    return product([atom.length for atom in dim])
 
 
 def size_fact(size: Size) -> int | str:
