@@ -323,8 +323,9 @@ class _Builder:
         if name in ("cat", "hstack"):
             tensors = argument(node, 0, "tensors")
             dim = argument(node, 1, "dim", 0) if name == "cat" else min(len(result.shape), 2) - 1
-            pieces = tuple(self._operand(t) for t in tensors)
-            return "aten.cat", (pieces, dim % len(result.shape)), {}
+            dim, shape = dim % len(result.shape), shape_of(result)
+            pieces = tuple(_piece_of_rank(self._operand(t), dim, shape) for t in tensors)
+            return "aten.cat", (pieces, dim), {}
         if name in spelling.PLAIN:
             return f"aten.{name}", self._arguments(node), self._keywords(node)
         return self._ask(node, name)
@@ -644,6 +645,15 @@ class _Builder:
             reshaped=frozenset(self.reshaped),
             failed=tuple(self.failed),
         )
+
+
+def _piece_of_rank(piece: View | None, dim: int, shape: tuple[Size, ...]) -> View | None:
+    """A piece of a concatenation [shape] along dim. torch.cat leaves out tensors of shape [0],
+    whatever the rank of the others; here such a one is nothing along dim."""
+    if piece is None or piece.shape != (0,) or len(shape) == 1:
+        return piece
+    nothing = tuple(0 if axis == dim else size for axis, size in enumerate(shape))
+    return piece.reshape(*(0 if size == 0 else 1 for size in nothing)).expand(*nothing)
 
 
 def _split_before(

@@ -248,3 +248,13 @@ def test_a_dimension_that_is_an_argument_of_the_graph_is_read():
     (graph,) = lower(step, (torch.ones(3, 4), 2), dynamic=True).graphs
     assert any(node.target in ("unsqueeze", torch.unsqueeze) for node in graph.before.graph.nodes)
     assert graph.misses == ()
+
+
+@pytest.mark.parametrize("dim", [0, -1])
+def test_a_concatenation_has_pieces_of_one_rank(dim):
+    """torch.cat leaves out tensors of shape [0], as a cache of transformers that holds nothing."""
+    x = torch.randn(4, 3, 2)
+    joined = returned(lambda x: torch.cat((torch.tensor([]), x, x), dim), x).value
+    assert joined.op == "aten.cat"
+    empty = tuple(0 if axis == dim % 3 else size for axis, size in enumerate(x.shape))
+    assert [piece.shape for piece in joined.args[0]] == [empty, (4, 3, 2), (4, 3, 2)]

@@ -1,4 +1,4 @@
-"""Random models of five families, each put together from spellings that tests/models keeps.
+"""Random models of seven families, each put together from spellings that tests/models keeps.
 
 `FAMILIES[name](draw)` gives (module, args, what was drawn) for a `random.Random`.
 """
@@ -27,7 +27,8 @@ from tests.models import (
 )
 from tests.models.attention import ROPES
 from tests.models.cache_writes import BATCHED, Step
-from tests.programs import lora
+from tests.programs import dense, lora
+from tests.programs import wild as styles
 
 Drawn = tuple[nn.Module, tuple[Any, ...], str]
 
@@ -199,10 +200,36 @@ def mla(draw: random.Random) -> Drawn:
     return *mla_idioms.build("plain", **axes), str(axes)
 
 
+def mlp(draw: random.Random) -> Drawn:
+    """A dense MLP with norm, residual sum and what reads its last tokens."""
+    axes = dense.DenseAxes(
+        norm=draw.choice(tuple(dense.NORMS)),
+        form=draw.choice(dense.FORMS),
+        activation=draw.choice(tuple(dense.ACTIVATIONS)),
+        bias=draw.random() < 0.3,
+        post=draw.choice(("none", "none", "none", *dense.NORMS)),
+        scale=draw.choice((1.0, 1.0, 0.25)),
+        sum=draw.choice(tuple(dense.SUMS)),
+        head=draw.choice(tuple(dense.HEADS)),
+        tokens=draw.choice((1, 2, 5)),
+        hidden=draw.choice((32, 64)),
+        inner=draw.choice((64, 96)),
+        dtype=draw.choice((torch.bfloat16, torch.bfloat16, torch.float16, torch.float32)),
+    )
+    return *dense.build(axes), str(axes)
+
+
+def wild(draw: random.Random) -> Drawn:
+    """Attention, mixtures, latents and adapters as public code bases write them."""
+    return styles.build(draw, draw.choice(DTYPES))
+
+
 FAMILIES: dict[str, Callable[[random.Random], Drawn]] = {
     "attention": attention,
     "cache_store": cache_store,
     "moe": moe,
     "lora": adapters,
     "mla": mla,
+    "mlp": mlp,
+    "wild": wild,
 }

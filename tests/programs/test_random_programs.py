@@ -38,6 +38,8 @@ SOUGHT = {
     "moe": {"moe"},
     "lora": {"lora_qkv"},
     "mla": {"mla_latent_store"},
+    "mlp": {"linear_activation", "linear_residual"},
+    "wild": {"cache_attention"},
 }
 
 
