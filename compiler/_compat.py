@@ -174,7 +174,7 @@ def wrapping_of(tensor: torch.Tensor) -> str:
     placements), with the layouts of those; empty for a plain tensor."""
     if not is_subclass(tensor):
         return ""
-    _, context = tensor.__tensor_flatten__()
+    _, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     return repr((context, [layout_of(part) for part in parts_of(tensor)]))
 
 
@@ -463,7 +463,8 @@ def _strided_again(item: Any) -> Any:
     layout = item.shape, item.stride()
     if not _is_plain_fake(item):
         return torch.empty_strided(*layout, dtype=item.dtype, device=item.device)
-    with in_kernel_invocation_manager(item.fake_mode):  # no dispatch, as in `run_fake`
+    mode = fake_mode_of([item])
+    with in_kernel_invocation_manager(mode):  # no dispatch, as in `run_fake`
         made = torch.empty_strided(*layout, dtype=item.dtype, device="meta")
     return _fake_like(item, made)
 
