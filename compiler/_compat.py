@@ -619,6 +619,28 @@ def autocast_off_on_meta() -> Iterator[None]:
         torch.is_autocast_enabled = asked
 
 
+@contextmanager
+def numbers_fake_on_meta() -> Iterator[None]:
+    """Within, what Dynamo traces on the meta device is fake as on any other.
+
+    `torch.tensor(0.0, device="meta")` makes a plain tensor under fake tensors too, which the next
+    call of them refuses. On other devices it makes a fake one.
+    """
+    run_node = torch._dynamo.utils.run_node
+
+    def run_node_faked(tracer: Any, node: fx.Node, *rest: Any) -> Any:
+        made = run_node(tracer, node, *rest)
+        plain = node.op == "call_function" and type(made) is torch.Tensor and made.is_meta
+        mode = torch._guards.detect_fake_mode() if plain else None
+        return made if mode is None else mode.from_tensor(made)
+
+    torch._dynamo.utils.run_node = run_node_faked  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch._dynamo.utils.run_node = run_node
+
+
 def unlimited_compiles() -> Any:
     """A context without recompile limits: Dynamo never gives up and runs the model uncompiled."""
     many = 1 << 30

@@ -288,6 +288,7 @@ def lower(
         torch.no_grad(),
         _compat.unlimited_compiles(),
         _compat.autocast_off_on_meta(),
+        _compat.numbers_fake_on_meta(),
     ):
         compiled = _compat.compile_isolated(model, backend=capture, dynamic=dynamic)
         try:

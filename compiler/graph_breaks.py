@@ -33,13 +33,22 @@ log = logging.getLogger("tilewright")
 #: shall be an error, which is possible where Dynamo gave up the frame.
 Listener = Callable[[list[str], Mapping[str, Any]], bool]
 
-# What Dynamo's bare names for reasons mean, and a hint.
+# What Dynamo's reasons that begin so mean, and what to do: Dynamo's own words name its settings.
 _REASONS = {
     "generic_jump": (
         "a branch depends on the data of a tensor",
         "compute both sides and choose with torch.where, or use torch.cond",
     ),
-    "step_unsupported": ("Dynamo does not know this statement", ""),
+    "step_unsupported": (
+        "Dynamo does not know this statement",
+        "write what this line does with tensors alone, or do it before the model is called; "
+        "torch.compile(..., fullgraph=True) shows what Dynamo says of it",
+    ),
+    "Unsupported Tensor.item() call": (
+        "this line needs a tensor's number in Python, as an index, a length or by .item()",
+        "compute with the tensor itself, or give the model a Python number in its place; "
+        "torch._dynamo.config.capture_scalar_outputs = True keeps .item() in the graph",
+    ),
 }
 
 # Reasons that a Python loop over experts gives, whose own hints lead to graphs that are not fused.
@@ -180,12 +189,13 @@ def _unwrapped(compiler: Any) -> tuple[Any, Mapping[str, Any]]:
 
 def _break_text(reason: str, stack: Sequence[traceback.FrameSummary]) -> str:
     first, newline, rest = reason.partition("\n")
-    words, hint = _REASONS.get(first.partition(" ")[0], (first, ""))
+    known = (_REASONS[start] for start in _REASONS if first.startswith(start))
+    words, hint = next(known, (first, ""))
     if first.startswith(_SIZED_BY_DATA) and _is_among_experts(stack):
         hint, rest = _EXPERTS_HINT, ""
     elif library := _LIBRARIES.get(_library(stack)):
         hint, rest = library, ""
-    rest += f"\nHint: {hint}" if hint else ""
+    rest = f"Hint: {hint}\n{rest}" if hint else rest  # ours before Dynamo's: the first is shown
     return f"{words}{_place(stack)}{newline or (rest and chr(10))}{rest.lstrip(chr(10))}"
 
 

@@ -82,7 +82,8 @@ class Miss:
 
     def __str__(self) -> str:
         place = f"{self.scope or 'graph'} ({self.source})" if self.source else self.scope or "graph"
-        hint = f" Hint: {self.hint}" if self.hint else ""
+        stop = "" if self.message.endswith(".") else "."
+        hint = f"{stop} Hint: {self.hint}" if self.hint else ""
         return f"{place} {self.stage.label}, {self.code}: {self.message}{hint}"
 
 

@@ -288,11 +288,15 @@ def build_zoo_model(
         if form.endswith(LORA):
             model = _with_adapters(name, model)
         cache = _cache(transformers, config, form.endswith(PAGED), cache_length)
-        _allocate(cache, config, batch, dtype, torch.device(device))
         input_ids = torch.zeros(batch, tokens, dtype=torch.int64)
         kwargs = {"past_key_values": cache}
         if takes_places:  # as generate() gives; others count from the cache themselves
             kwargs["cache_position"] = torch.arange(tokens)
+        if hasattr(config, "kv_lora_rank"):
+            _allocate_as_cached(cache, model, input_ids, kwargs)
+        else:
+            heads, head_dim = config.num_key_value_heads, config.head_dim
+            cache.early_initialization(batch, heads, head_dim, dtype, torch.device(device))
     return LoadedModel(model, (input_ids,), kwargs)
 
 
@@ -307,23 +311,36 @@ def _cache(transformers: ModuleType, config: Any, paged: bool, length: int) -> A
     return cache
 
 
-def _allocate(
-    cache: Any, config: Any, batch: int, dtype: torch.dtype, device: torch.device
-) -> None:
-    """Allocates a cache's tensors; with latent attention they hold latents and rope keys."""
+class _Cached(Exception):
+    """What a layer was about to cache."""
+
+    def __init__(self, keys: Any, values: Any) -> None:
+        super().__init__()
+        self.keys, self.values = keys, values
+
+
+def _allocate_as_cached(cache: Any, model: Any, input_ids: Any, kwargs: Mapping[str, Any]) -> None:
+    """Allocates a cache's tensors for what the model's first layer gives it, and the others alike.
+
+    With latent attention that is latents and rope keys, or the keys and values made of them: no
+    configuration tells which. The model runs up to there, and caches nothing.
+    """
     import torch
 
-    rank = getattr(config, "kv_lora_rank", None)
-    if rank is None:
-        heads, head_dim = config.num_key_value_heads, config.head_dim
-        cache.early_initialization(batch, heads, head_dim, dtype, device)
-        return
-    latent, rope_key = (
-        torch.zeros(batch, 1, 0, width, dtype=dtype, device=device)
-        for width in (rank, config.qk_rope_head_dim)
-    )
-    for layer in cache.layers:
-        layer.lazy_initialization(latent, rope_key)
+    from tilewright.compiler._compat import autocast_off_on_meta
+
+    def update(keys: Any, values: Any, *_: Any, **__: Any) -> None:
+        raise _Cached(keys, values)
+
+    cache.update = update
+    try:
+        with torch.no_grad(), autocast_off_on_meta():
+            model(input_ids, **kwargs)
+    except _Cached as given:
+        for layer in cache.layers:
+            layer.lazy_initialization(given.keys[:, :, :0], given.values[:, :, :0])
+    finally:
+        del cache.update
 
 
 def _with_adapters(name: str, model: Any) -> Any:

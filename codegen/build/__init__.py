@@ -21,7 +21,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from tilewright.codegen import emit as emitter
-from tilewright.codegen.audit import Audit, audit_folder
 from tilewright.codegen.build.cache import Entry, KernelCache, key_of
 from tilewright.codegen.build.cache.folder import private_folder, warn_once
 from tilewright.codegen.build.worker import DISK_ERROR_EXIT
@@ -29,6 +28,7 @@ from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target, get_target
 
 if TYPE_CHECKING:
+    from tilewright.codegen.audit import Audit
     from tilewright.codegen.build.interpreter import InterpretedKernel
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -76,6 +76,8 @@ class Artifact:
 
     @functools.cached_property
     def audit(self) -> Audit:
+        from tilewright.codegen.audit import Audit
+
         return Audit.from_json(self.files["audit.json"].decode())
 
 
@@ -145,6 +147,8 @@ def compile_for(
     )
 
     def make() -> dict[str, bytes]:
+        from tilewright.codegen.audit import audit_folder
+
         with tempfile.TemporaryDirectory(dir=private_folder()) as name:
             folder = Path(name)
             (folder / "source.py").write_text(text, "utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from tilewright.codegen.arithmetic import ELEMENT_BYTES, next_power_of_2
@@ -41,7 +42,7 @@ def reduce_spec(problem: ReduceProblem, config: ReduceConfig, target: str) -> Ke
             "NORM_STRIDE": problem.norm_weight.strides[0] if problem.norm_weight else 0,
             "BLOCK": next_power_of_2(problem.n),
             "RANKS": problem.num_ranks,
-            "FLAGS": _flags(problem, config),
+            "FLAGS": math.prod(flags_shape(problem, config)),
             "LIMIT": PATIENCE,
         },
         {
@@ -66,14 +67,15 @@ def reduce_grid(config: ReduceConfig, num_tokens: int) -> tuple[int]:
     return (min(num_tokens, config.blocks),)
 
 
-def _flags(problem: ReduceProblem, config: ReduceConfig) -> int:
-    """Words of the flags, one for each slot of each rank's rows."""
-    return config.blocks * RING * problem.num_ranks
+def flags_shape(problem: ReduceProblem, config: ReduceConfig) -> tuple[int, int, int]:
+    """Of the words before the slots: one for each slot of each rank's rows."""
+    return config.blocks, RING, problem.num_ranks
 
 
 def shared_bytes(problem: ReduceProblem, config: ReduceConfig) -> int:
     """What each rank gives the others to write into: flags, then slots."""
-    flags, row = _flags(problem, config), ELEMENT_BYTES[problem.x.dtype] * problem.n
+    flags = math.prod(flags_shape(problem, config))
+    row = ELEMENT_BYTES[problem.x.dtype] * problem.n
     return int(flags * (WORD_BYTES + row))
 
 

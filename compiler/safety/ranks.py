@@ -40,19 +40,21 @@ _UNFUSED = "unfused"
 
 @dataclass
 class RankSums:
-    """What a group sums in one graph, the same on all its ranks. place: in the store. compiled: how
-    often this rank has. said: what held for all at last. of: the group itself."""
+    """What a group sums in one graph, the same on all its ranks. place: in the store. of: the group
+    itself. life: of how many groups of this name and these ranks that store has heard from this
+    rank. compiled: how often this rank has, in this one. said: what held for all at last."""
 
     group: str
     place: str
     of: Any
+    life: int
     compiled: int = 0
     said: str = ""
 
     @property
     def now(self) -> str:
         """Where ranks speak of this compilation."""
-        return f"{self.place}/{self.compiled}"
+        return f"{self.place}/{self.life}/{self.compiled}"
 
     def alive(self, rank: int) -> str:
         """Where a rank counts that it still compiles."""
@@ -100,11 +102,13 @@ def _shared_of(graph: fx.Graph) -> list[RankSums]:
     """What each group sums in a graph that is compiled now."""
     found = []
     for group, said in _sums(graph).items():
-        text = "\n".join([str(_members(group)), *said])
+        text = "\n".join([group, str(_members(group)), *said])
         place = f"tilewright/{hashlib.sha256(text.encode()).hexdigest()[:16]}"
         shared, of = _known.get(place), group_named(group)
         if shared is None or shared.of is not of:  # another group has the name by now
-            shared = _known[place] = RankSums(group, place, of)
+            # The store may be the same, with all that ranks of the last one said.
+            life = _compat.store().add(f"{place}/lives/{dist.get_rank()}", 1)
+            shared = _known[place] = RankSums(group, place, of, life)
         shared.compiled += 1
         found.append(shared)
     return found

@@ -18,6 +18,7 @@ import torch
 from tilewright.codegen.collective.plan import most_tokens, reduce_config
 from tilewright.codegen.collective.specs import (
     ReduceConfig,
+    flags_shape,
     reduce_grid,
     reduce_spec,
     shared_bytes,
@@ -99,7 +100,8 @@ def _through_peers(
     problem, tokens = reduce_problem(a, a.num_ranks), a.x.shape[0]
     config, spec = _chosen(problem, target, config=config)
     form, nbytes = shared_form(problem, config), shared_bytes(problem, config)
-    step = Peers(a.group, form, _kind(a), nbytes, config.blocks, spec)
+    flags = flags_shape(problem, config)
+    step = Peers(a.group, form, _kind(a), nbytes, config.blocks, spec, flags)
     shared: PeerMemory | None = yield from _together(a.group, step)
     if shared is None:
         # A captured call has none that a later one may have, and then all ranks must ask for it.

@@ -21,6 +21,7 @@ from tilewright.codegen.build.worker import attributes
 from tilewright.codegen.dead_barriers import compile_without_dead_barriers
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
+from tilewright.ops.runtime import watch
 from tilewright.ops.runtime.device import target_of
 from tilewright.ops.runtime.isolation import apart
 from tilewright.ops.runtime.peers import group_named, is_group, peer_memory
@@ -74,7 +75,7 @@ class Gpu:
 
     def _peer_memory(self, step: Peers) -> PeerMemory | None:
         index = torch.cuda.current_device() if self.device.index is None else self.device.index
-        made = peer_memory(step, index, partial(compiled_kernel, step.spec, index), apart)
+        made = peer_memory(step, index, partial(compiled_kernel, step.spec, index), apart, watch)
         if made is None:
             return None
         return PeerMemory(*made, partial(is_group, step.group, group_named(step.group)))

@@ -8,8 +8,10 @@ do not reach each other, a kernel that does not compile) says so to the others f
 from __future__ import annotations
 
 import logging
+import math
+import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -50,16 +52,20 @@ _shared: dict[tuple[str, int, str], _Shared] = {}
 _kept: list[Any] = []
 
 
+# Looked up once: `is_group` is asked at every call of every sum. None where torch has no groups.
+_resolve: Any = getattr(getattr(dist, "distributed_c10d", None), "_resolve_process_group", None)
+
+
 def group_named(name: str) -> Any:
     """A process group by the name that functional collectives have. Raises what torch does for one
     that is not there."""
-    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+    return _resolve(name)
 
 
 def is_group(name: str, group: Any) -> bool:
     """Whether a group still has this name."""
     try:
-        return group_named(name) is group
+        return _resolve(name) is group
     except (RuntimeError, ValueError):  # there is none
         return False
 
@@ -68,7 +74,7 @@ def group_size(name: str) -> int | None:
     """How many ranks a group has; None where there is none of that name."""
     try:
         return int(group_named(name).size())
-    except (RuntimeError, ValueError, AttributeError):
+    except (RuntimeError, ValueError, TypeError):
         return None
 
 
@@ -82,13 +88,14 @@ def obstacle(name: str) -> str | None:
 
 
 def peer_memory(
-    wanted: Any, index: int, compiled: Callable[[], Any], apart: Callable[..., Any]
+    wanted: Any, index: int, compiled: Callable[[], Any], apart: Callable[..., Any], watch: Any
 ) -> Memory | None:
     """The memory of a step, a `Peers`, on the device of this index: made at the first call of its
     form on all ranks; None where they do without, for this form or for this kind of call. A call
     whose launches are captured asks nobody: the ranks would wait for each other in the graph.
 
     compiled: compiles the kernel. apart: calls a function out of sight of the caller's stream.
+    watch: `ops.runtime.watch`.
     """
     key, group = (wanted.group, index, wanted.form), group_named(wanted.group)
     known = _shared.get(key)
@@ -99,7 +106,7 @@ def peer_memory(
     if torch.cuda.is_current_stream_capturing():
         return None
     if known is None:
-        made = apart(partial(_agreed_memory, wanted, group, index, compiled))
+        made = apart(partial(_agreed_memory, wanted, group, index, compiled, watch))
         known = _shared[key] = _Shared(group, made)
         known.kinds[wanted.kind] = made is not None
     else:
@@ -116,7 +123,7 @@ def _agreed_kernel(wanted: Any, group: Any, index: int, compiled: Callable[[], A
 
 
 def _agreed_memory(
-    wanted: Any, group: Any, index: int, compiled: Callable[[], Any]
+    wanted: Any, group: Any, index: int, compiled: Callable[[], Any], watch: Any
 ) -> Memory | None:
     """What all ranks have made, or None on all."""
     with torch.cuda.device(index):
@@ -130,6 +137,9 @@ def _agreed_memory(
         addresses = torch.tensor(meeting.buffer_ptrs, dtype=torch.int64, device=own.device)
         sent = torch.zeros(wanted.programs, dtype=torch.int32, device=own.device)
         torch.cuda.current_stream().synchronize()
+        _, why = _attempt(partial(_watch_ranks, wanted, group, watch, meeting), own)
+    if why is not None:
+        log.warning("that a rank of group %s ends is not noticed here: %s", wanted.group, why)
     _kept.append((own, meeting, addresses, sent))
     return addresses.data_ptr(), sent.data_ptr(), meeting.rank
 
@@ -187,3 +197,68 @@ def _all_can(can: bool, form: str, group: Any, index: int) -> bool:
     dist.all_reduce(answers, dist.ReduceOp.MIN, group=group)
     all_can, least, most = answers.tolist()
     return bool(all_can) and least == -most
+
+
+# --- ranks that end -------------------------------------------------------------------------------
+
+# In memory that a copy has not reached yet. No flag is this.
+_NOT_YET = -(1 << 63)
+# Callers work on streams of higher numbers, and may be capturing on them.
+_PRIORITY = -3
+
+
+@dataclass(frozen=True)
+class _Waits:
+    """Whether a kernel of this rank waits for another one, whose process has ended: it has sent a
+    row there and got none back, which can come no more.
+
+    The copies go by a stream of their own, and in the CPU's memory it is seen that they are done:
+    nothing waits for the caller's work, or asks what is forbidden while someone captures. there,
+    here: the flags in the other's memory and in this one's. copies: of both, pinned.
+    """
+
+    rank: int
+    other: int
+    there: torch.Tensor
+    here: torch.Tensor
+    copies: tuple[torch.Tensor, torch.Tensor]
+    stream: Any
+
+    def __call__(self) -> bool:
+        for copy in self.copies:
+            copy.fill_(_NOT_YET)
+        with torch.no_grad(), torch.cuda.stream(self.stream):
+            for copy, flags in zip(self.copies, (self.there, self.here), strict=True):
+                copy.copy_(flags, non_blocking=True)
+        while any(bool((copy == _NOT_YET).any()) for copy in self.copies):
+            time.sleep(0.01)
+        there, here = self.copies
+        ahead = there[..., self.rank] - here[..., self.other]
+        return bool((ahead.to(torch.int32) > 0).any())  # rows are counted in 32 bits
+
+
+def _watch_ranks(wanted: Any, group: Any, watch: Any, meeting: Any, own: torch.Tensor) -> None:
+    """Ends this process where it waits for a rank that has ended. Called by all ranks."""
+    processes = _gathered(watch.this_process(dist.get_rank()), group, own.device)
+    stream = torch.cuda.Stream(own.device, priority=_PRIORITY)
+    here = own[: 8 * math.prod(wanted.flags)].view(torch.int64).view(wanted.flags)
+    others = []
+    for rank, process in enumerate(processes):
+        if rank != meeting.rank:
+            there = meeting.get_buffer(rank, wanted.flags, torch.int64)
+            copies = _pinned(wanted.flags), _pinned(wanted.flags)
+            waits = _Waits(meeting.rank, rank, there, here, copies, stream)
+            others.append((process, waits))
+    watch.watch(others, dist.get_rank())
+
+
+def _pinned(shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.int64, pin_memory=True)
+
+
+def _gathered(numbers: Sequence[int], group: Any, device: torch.device) -> list[list[int]]:
+    """The numbers of each rank."""
+    own = torch.tensor(numbers, dtype=torch.int64, device=device)
+    told = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(told, own, group=group)
+    return [one.tolist() for one in told]

@@ -78,7 +78,10 @@ class Peers:
     form: how kernels use it; calls of one form have the same memory, on all ranks. kind: what else
     is the same on all ranks of the kernels that such calls launch. programs: of a launch at most.
     spec: the kernel of this call, which each rank must be able to compile at the first call of its
-    kind. Answer: a PeerMemory, the same at every call; None where the ranks have none.
+    kind. flags: shape of the int64 numbers that the memory begins with, [..., ranks]: of the last
+    row that each rank has sent here, a higher number for a later one. A rank does not end a kernel
+    before all others have sent what it has. Answer: a PeerMemory, the same at every call; None
+    where the ranks have none.
     """
 
     group: str
@@ -87,6 +90,7 @@ class Peers:
     nbytes: int
     programs: int
     spec: KernelSpec
+    flags: tuple[int, ...]
 
 
 def always() -> bool:

@@ -353,8 +353,9 @@ def _of_one_input(one: set[Value], other: set[Value]) -> bool:
 
 
 def _projected(write: CacheWrite) -> set[Value]:
-    """The activations in the nearest products that a write is computed from."""
-    return {gemm.flat_x.value for gemm in _products(write)}
+    """The activations in the nearest products that a write is computed from. The angles of a
+    rotation, positions times frequencies, are no projection: all layers share them."""
+    return {gemm.flat_x.value for gemm in _products(write) if gemm.flat_x.shape[-1] != 1}
 
 
 def _products(write: CacheWrite) -> list[Gemm]:

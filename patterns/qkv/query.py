@@ -95,7 +95,7 @@ def find_query(
             Stage.Q_PATH,
             f"the query is rotated like K and stays {read}, where its projection makes {made}",
             wide.end,
-            hint=f"cast it to {made} before attention, as the keys are",
+            hint=f"cast the rotated query as the keys are: query = query.to(torch.{made})",
         )
     if not found and k.rope is not None:
         _refuse_turned(flow, k, v)

@@ -6,12 +6,12 @@ float64 to FOLDER/WORLD-RANK.json.
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import os
 import runpy
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -50,8 +50,11 @@ from transformers.distributed import DistributedConfig
 from tests.compiler import sharded_parts
 from tilewright.compiler import backend, reports
 from tilewright.compiler.safety import ranks as agreed
+from tilewright.ops.runtime import peers, watch
 
 LENGTH = 16
+# For a rank that is busy, where none is gone.
+_PATIENCE_S = 300.0
 _EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "tensor_parallel.py"
 _COMPILED: dict[str, Any] = {"backend": "tilewright", "options": {"inner": "eager"}}
 _SIZES: dict[str, Any] = {
@@ -152,6 +155,34 @@ def _columns_and_rows(**rows: Any) -> dict[str, Any]:
     return plan | {name: RowwiseParallel(**rows) for name in _ROWS}
 
 
+def in_pairs(folder: str) -> Any:
+    """Each pair has the whole model, and sums in a group of its own."""
+    model = loaded(folder)
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    for layer in model.model.layers:
+        parallelize_module(layer, mesh["tp"], _columns_and_rows())
+    return model
+
+
+def in_a_grid(columns: int) -> Callable[[str], Any]:
+    """By transformers' plans, the attention's heads among the ranks of a row, the experts among
+    those of a column, both on the same tokens."""
+
+    def share(folder: str) -> Any:
+        from transformers.distributed.expert_parallel import apply_expert_parallelism
+        from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+        model, rows = loaded(folder), dist.get_world_size() // columns
+        mesh = init_device_mesh("cpu", (rows, columns), mesh_dim_names=("ep", "tp"))
+        both = DistributedConfig(tp_size=rows, ep_size=rows)
+        heads, experts, _ = model._resolve_parallel_plans(both)
+        if columns > 1:
+            apply_tensor_parallelism(model, mesh["tp"], heads)
+        return apply_expert_parallelism(model, mesh["ep"], mesh["ep"], experts, "all_reduce")
+
+    return share
+
+
 def by_sequence(folder: str) -> Any:
     """What is between attention and MLP, the norms and the residual, by tokens, in DTensors."""
     model = loaded(folder)
@@ -189,13 +220,19 @@ def by_weights(folder: str) -> Any:
 
 @dataclass(frozen=True)
 class Case:
-    """steps: how many tokens each call has. whole_cache: whether each rank has all heads."""
+    """steps: how many tokens each call has. heads_by: how many ranks, one behind the other, divide
+    a cache's heads among them; None: all."""
 
     kind: str
     share: Callable[[str], Any]
     fused: frozenset[str]
     steps: tuple[int, ...] = (5,)
-    whole_cache: bool = False
+    heads_by: int | None = None
+
+    @property
+    def parts(self) -> int:
+        """Of a cache's heads."""
+        return self.heads_by or dist.get_world_size()
 
 
 _ATTENTION = frozenset({"qkv_cache", "cache_attention"})
@@ -207,15 +244,27 @@ WORLDS = {
     2: {
         "llama by plan": Case("llama", by_plan, _DENSE | _SUMMED, (5, 1)),
         "llama by sequence": Case("llama", by_sequence, _DENSE, (6,)),
-        "llama by weights": Case("llama", by_weights, _DENSE | {"linear_residual"}, (5,), True),
-        "mixtral by plan": Case("mixtral", by_plan, _MIXTURE),
+        "llama by weights": Case("llama", by_weights, _DENSE | {"linear_residual"}, (5,), 1),
+        "qwen3 by hand": Case("qwen3", by_hand, _DENSE | _SUMMED),
         "mixtral by experts": Case("mixtral", by_experts, _MIXTURE),
-        "gpt_oss by experts": Case("gpt_oss", by_experts, _MIXTURE, (5,), True),
-        "deepseek_v2 by plan": Case("deepseek_v2", by_plan, _LATENT, (5,), True),
+        "qwen3_moe by plan": Case("qwen3_moe", by_plan, _MIXTURE),
+        "gpt_oss by experts": Case("gpt_oss", by_experts, _MIXTURE, (5,), 1),
+        "deepseek_v2 by plan": Case("deepseek_v2", by_plan, _LATENT, (5,), 1),
     },
     4: {
+        "llama by plan": Case("llama", by_plan, _DENSE | _SUMMED),
+        "llama by sequence": Case("llama", by_sequence, _DENSE, (8,)),
+        "llama in pairs": Case("llama", in_pairs, _DENSE | _SUMMED, (5,), 2),
         "qwen3 by hand": Case("qwen3", by_hand, _DENSE | _SUMMED),
+        "mixtral by plan": Case("mixtral", by_plan, _MIXTURE),
+        "mixtral in a grid": Case("mixtral", in_a_grid(2), _MIXTURE, (5,), 2),
+        # Groups of the same ranks as the last model's, of other names.
+        "qwen3_moe in a grid": Case("qwen3_moe", in_a_grid(2), _MIXTURE, (5,), 2),
+        "qwen3_moe by experts alone": Case("qwen3_moe", in_a_grid(1), _MIXTURE, (5,), 1),
         "qwen3_moe by plan": Case("qwen3_moe", by_plan, _MIXTURE),
+        "gpt_oss by experts": Case("gpt_oss", by_experts, _MIXTURE, (5,), 1),
+        "deepseek_v2 by plan": Case("deepseek_v2", by_plan, _LATENT, (5,), 1),
+        "deepseek_v2 by experts": Case("deepseek_v2", by_experts, _LATENT, (5,), 1),
     },
 }
 
@@ -235,7 +284,7 @@ REFUSED = {
     "heads": (Case("odd_heads", by_plan, frozenset()), "is invalid for input of size"),
     "experts": (Case("odd_experts", by_experts, frozenset()), "Cannot evenly shard 3 experts"),
     "whole cache": (
-        Case("llama", by_plan, frozenset(), (5,), True),
+        Case("llama", by_plan, frozenset(), (5,), 1),
         "index_copy_",
     ),
     "mixed placements": (
@@ -359,6 +408,20 @@ def be_survivor(rank: int, ranks: int, folder: Path, compiling: bool) -> None:
     (folder / f"killed-{compiling}.json").write_text(json.dumps(found))
 
 
+def be_watched(rank: int, ranks: int, folder: Path) -> None:
+    """Rank 1 is killed; rank 0 says that it waits for it, and is aborted."""
+    start_group(rank, ranks, folder, "watched")
+    told = peers._gathered(watch.this_process(rank), dist.group.WORLD, torch.device("cpu"))
+    dist.barrier()
+    if rank == 1:
+        _dies()
+    watch._watch = watch.Watch(every_s=0.05)
+    (folder / "watched").write_text(str(told[1][4]))
+    watch.watch([(told[1], lambda: True)], rank)
+    time.sleep(_PATIENCE_S / 10)
+    (folder / "watched").write_text("not aborted")
+
+
 # --- one rank -------------------------------------------------------------------------------------
 
 
@@ -389,9 +452,9 @@ def result_of(case: Case, rank: int, folder: Path) -> dict[str, Any]:
     whole = AutoModelForCausalLM.from_pretrained(where, dtype=torch.float64)
     whole.config._experts_implementation = "eager"  # there is no grouped product in float64
     exact = run(whole, case, 1, compiled=False)
-    ranks = 1 if case.whole_cache else dist.get_world_size()
+    ranks = case.parts
     if ranks > 1:
-        exact[-2:] = [t.chunk(ranks, dim=1)[rank] for t in exact[-2:]]
+        exact[-2:] = [t.chunk(ranks, dim=1)[rank % ranks] for t in exact[-2:]]
     shared = case.share(where).requires_grad_(False)
     eager = run(shared, case, ranks, compiled=False)
     ours = run(shared, case, ranks, compiled=True)
@@ -415,7 +478,7 @@ def error_of(case: Case, folder: Path, compiled: bool) -> str:
     """What a rank is told where the model cannot run; empty where it runs."""
     try:
         shared = case.share(str(folder / case.kind)).requires_grad_(False)
-        run(shared, case, 1 if case.whole_cache else dist.get_world_size(), compiled)
+        run(shared, case, case.parts, compiled)
     except Exception as error:
         return str(error)
     return ""
@@ -429,12 +492,14 @@ def start_group(rank: int, ranks: int, folder: Path, world: str) -> None:
         init_method=f"file://{folder}/rendezvous-{world}",
         rank=rank,
         world_size=ranks,
-        timeout=timedelta(seconds=60),
+        timeout=timedelta(seconds=_PATIENCE_S),
     )
 
 
 def be_rank(rank: int, ranks: int, folder: Path) -> None:
     start_group(rank, ranks, folder, str(ranks))
+    # A rank that Dynamo still traces a model in says nothing: long, on a machine with other work.
+    agreed.WAIT_S = _PATIENCE_S
     found = {}
     with torch.no_grad():
         for name, case in WORLDS[ranks].items():
@@ -450,16 +515,17 @@ def be_rank(rank: int, ranks: int, folder: Path) -> None:
             torch._dynamo.reset()
             started = time.monotonic()
             found[name] = differing(rank, name) | {"seconds": time.monotonic() - started}
-        for name in sharded_parts.PARTS if ranks == 2 else ():
+        for name in sharded_parts.PARTS:
             found[name] = sharded_parts.found(name)
     (folder / f"{ranks}-{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
 def be_example(rank: int, ranks: int, port: int) -> None:
-    """A rank of examples/tensor_parallel.py, as torchrun starts it."""
+    """A rank of examples/tensor_parallel.py, as torchrun starts it: the store is the parent's."""
     address = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "LOCAL_RANK": str(rank)}
     os.environ |= address | {"RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     backend._REPORTS.clear()  # the parent's own
     sys.exit(runpy.run_path(str(_EXAMPLE))["main"]())
 
@@ -481,17 +547,22 @@ def in_processes(function: Callable[..., None], ranks: int, *args: Any) -> bool:
 def main(folder: Path) -> int:
     """Starts the ranks of each world as forks of this process, which has imported everything."""
     torch.set_num_threads(1)
+    # As in tests/conftest.py, for what Dynamo does once more in every rank.
+    torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0  # type: ignore[attr-defined]
+    gc.set_threshold(100_000, 20, 20)
     torch.compile(torch.neg, **_COMPILED)(torch.ones(1))  # imports what compilations need
     for kind, config in CONFIGS.items():
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder / kind)
+    gc.collect()
+    gc.freeze()
     worlds = all(in_processes(be_rank, ranks, folder) for ranks in WORLDS)
     for compiling in (True, False):
         in_processes(be_survivor, 2, folder, compiling)
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    (folder / "example").write_text(str(in_processes(be_example, 2, port)))
+    in_processes(be_watched, 2, folder)
+    # No other process takes its port before the ranks come.
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    (folder / "example").write_text(str(in_processes(be_example, 2, store.port)))
     return 0 if worlds else 1
 
 

@@ -1,4 +1,4 @@
-"""Parts of models that two processes share by hand: tokens sent to their experts' ranks and back,
+"""Parts of models that processes share by hand: tokens sent to their experts' ranks and back,
 sequence parallel, stages of a pipeline. tests/compiler/sharded.py starts the ranks."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 from tilewright.compiler import backend, reports
 
-TOKENS, WIDTH, INNER, EXPERTS, SLOTS, ROOM = 6, 64, 64, 4, 2, 8
+TOKENS, WIDTH, INNER, EXPERTS, SLOTS, ROOM = 8, 64, 128, 8, 2, 8
 _COMPILED: dict[str, Any] = {"backend": "tilewright", "options": {"inner": "eager"}}
 
 

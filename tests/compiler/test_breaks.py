@@ -24,6 +24,11 @@ def branch(x):
     return y - 1
 
 
+def number(x):
+    y = x + 1
+    return y * x.sum().item()
+
+
 def loop(x):
     for _ in range(3):
         x = x * 2
@@ -74,6 +79,7 @@ def line_of(function, text):
 
 BREAKS = {
     "branch": (branch, branch, "if y.sum()", "depends on the data"),
+    "number": (number, number, ".item()", "needs a tensor's number in Python"),
     "loop": (loop, loop, "graph_break()", "Dynamo gives up loop()"),
     "block": (block, block, "graph_break()", "Dynamo gives up block()"),
     "nested": (nested, helper, "graph_break()", "graph_break"),

@@ -62,6 +62,25 @@ def test_a_model_that_asks_for_autocast_on_its_device_is_lowered_on_meta():
     assert torch.is_autocast_enabled is asked
 
 
+def test_a_tensor_made_of_a_number_on_meta_is_traced():
+    """torch makes it a plain one there, under fake tensors too, and refuses to compute with it."""
+
+    def model(mask):
+        return torch.where(mask, torch.tensor(0.0, device=mask.device, dtype=torch.half), -1.0)
+
+    ran = torch._dynamo.utils.run_node
+    mask = torch.empty(2, 3, dtype=torch.bool, device="meta")
+    (graph,) = lower(model, (mask,)).graphs
+    nodes = list(graph.before.graph.nodes)[:-1]
+    values = [node.meta["example_value"] for node in nodes]
+    assert [(v.device.type, tuple(v.shape), v.dtype) for v in values] == [
+        ("meta", (2, 3), torch.bool),
+        ("meta", (), torch.half),
+        ("meta", (2, 3), torch.half),
+    ]
+    assert torch._dynamo.utils.run_node is ran
+
+
 def test_lower_again_and_again_never_runs_the_model():
     model, args = build("page_offset")
     before = copies(args)

@@ -21,9 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-from filelock import FileLock
+from typing import TYPE_CHECKING, Any
 
 from tilewright.codegen.build.cache import upkeep
 from tilewright.codegen.build.cache.folder import (
@@ -38,6 +36,9 @@ from tilewright.codegen.build.cache.folder import (
     set_aside,
     warn_once,
 )
+
+if TYPE_CHECKING:
+    from filelock import FileLock
 
 __all__ = ["Entry", "KernelCache", "cache_dir", "key_of", "observers"]
 
@@ -226,6 +227,8 @@ def _unlink(path: str) -> None:
 
 def _lock(root: Path, kind: str, key: str) -> FileLock:
     """The lock of one entry, open to whoever its folder is open to."""
+    from filelock import FileLock  # where something is made; a warm cache needs none
+
     place = _place(root, kind, key)
     make_folders(root, place.parent)
     mode = stat.S_IMODE(place.parent.stat().st_mode) & 0o666

@@ -11,7 +11,9 @@ from torch.distributed import _symmetric_memory
 
 from tilewright.ops.runtime import peers
 
-WANTED = SimpleNamespace(group="ranks", form="2 x bf16[64] x4", kind="", nbytes=64, programs=4)
+WANTED = SimpleNamespace(
+    group="ranks", form="2 x bf16[64] x4", kind="", nbytes=128, programs=4, flags=(4, 2, 2)
+)
 
 
 def wanted(**changes):
@@ -35,7 +37,7 @@ def asked(monkeypatch):
 
 
 def memory(asked, step=WANTED):
-    return peers.peer_memory(step, 0, lambda: None, asked.apart)
+    return peers.peer_memory(step, 0, lambda: None, asked.apart, None)
 
 
 def test_ranks_agree_once_for_a_form(asked):
@@ -119,18 +121,54 @@ def on_the_cpu(monkeypatch):
     monkeypatch.setattr(peers, "_kept", [])
     empty = torch.empty
     monkeypatch.setattr(_symmetric_memory, "empty", lambda n, dtype, device: empty(n, dtype=dtype))
-    met = SimpleNamespace(buffer_ptrs=[4096, 8192], rank=1)
+    theirs = torch.zeros(WANTED.flags, dtype=torch.int64)
+    met = SimpleNamespace(buffer_ptrs=[4096, 8192], rank=1, get_buffer=lambda *_: theirs)
     monkeypatch.setattr(_symmetric_memory, "rendezvous", lambda own, group: met)
+    found = SimpleNamespace(theirs=theirs, watched=[])
+    found.watch = lambda others, rank: found.watched.append((rank, others))
+    found.this_process = lambda rank: (rank, 10 + rank)
+    monkeypatch.setattr(peers, "_gathered", lambda own, group, device: [(0, 10), own])
+    monkeypatch.setattr(peers.dist, "get_rank", lambda: 1)
+    monkeypatch.setattr(peers, "_pinned", lambda shape: empty(shape, dtype=torch.int64))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    return found
 
 
 def test_memory_is_zero_and_kept(on_the_cpu):
-    addresses, sent, rank = peers._agreed_memory(WANTED, None, 0, lambda: None)
+    addresses, sent, rank = peers._agreed_memory(WANTED, None, 0, lambda: None, on_the_cpu)
     ((own, _, table, counts),) = peers._kept
     assert rank == 1
     assert (addresses, sent) == (table.data_ptr(), counts.data_ptr())
     assert table.tolist() == [4096, 8192]
     assert counts.tolist() == [0] * WANTED.programs
     assert own.tolist() == [0] * WANTED.nbytes
+
+
+def test_a_rank_waits_for_one_that_did_not_send_what_it_has(on_the_cpu):
+    """In the last of either slot, and where the count of rows begins again."""
+    peers._agreed_memory(WANTED, None, 0, lambda: None, on_the_cpu)
+    ((rank, ((numbers, waits),)),) = on_the_cpu.watched
+    assert (rank, numbers) == (1, (0, 10))
+    there = on_the_cpu.theirs
+    here = peers._kept[0][0].view(torch.int64).view(WANTED.flags)
+    assert not waits()
+    there[2, 1, 1] = 7
+    assert waits()
+    here[2, 1, 0] = 7
+    assert not waits()
+    here[2, 0, 0] = 8  # the other was ahead when it ended
+    assert not waits()
+    here[3, 1, 0], there[3, 1, 1] = 2**31 - 1, -(2**31) + 1
+    assert waits()
+    here[3, 1, 0] = -(2**31) + 1
+    assert not waits()
+
+
+def test_ranks_that_cannot_be_watched_share_memory_nonetheless(on_the_cpu, caplog):
+    on_the_cpu.watch = lambda *_: 1 / 0
+    assert peers._agreed_memory(WANTED, None, 0, lambda: None, on_the_cpu)
+    assert "that a rank of group ranks ends is not noticed here: ZeroDivisionError" in caplog.text
 
 
 def test_another_kind_of_kernel_is_tried_and_told(on_the_cpu, caplog):
@@ -143,6 +181,6 @@ def test_a_kernel_that_does_not_compile_is_told_and_logged(on_the_cpu, caplog):
     def compiled():
         raise ValueError("no such kernel")
 
-    assert peers._agreed_memory(WANTED, None, 0, compiled) is None
+    assert peers._agreed_memory(WANTED, None, 0, compiled, None) is None
     assert "NCCL instead: ValueError: no such kernel" in caplog.text
     assert peers._kept == []

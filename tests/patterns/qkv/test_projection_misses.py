@@ -268,7 +268,7 @@ MISSED = {
     "keys clamped alone": NearMiss(
         "UNSUPPORTED",
         G,
-        "V to nothing Hint: clamp q, k and v alike",
+        "V to nothing. Hint: clamp q, k and v alike",
         clamps(lambda x: x.clamp(-0.5, 0.5)),
     ),
     "clamp by a tensor": NearMiss(
@@ -278,7 +278,7 @@ MISSED = {
         clamps(lambda x: x.clamp(-x[:1].abs(), x[:1].abs())),
     ),
     "clamp from one side": NearMiss(
-        "K_PATH", KP, "aten.clamp_max[6, 16] Hint: clamp once", clamps(lambda x: x.clamp_max(0.5))
+        "K_PATH", KP, "aten.clamp_max[6, 16]. Hint: clamp once", clamps(lambda x: x.clamp_max(0.5))
     ),
     "clamp in place": NearMiss(
         "UNSUPPORTED", KP, "instead of clamp_", clipped(lambda x: x.clamp_(-0.5, 0.5))

@@ -1,0 +1,261 @@
+"""A rank that waits for one that has ended is aborted; no other is.
+
+The processes are real; what says whether this rank waits is given.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tilewright.ops.runtime import watch
+
+pytestmark = pytest.mark.skipif(
+    watch.this_process(0) == watch.UNKNOWN, reason="needs Linux's pidfd_open"
+)
+_FILE = Path(watch.__file__)
+_LONG = 20.0
+# Every look at what has ended takes so long here.
+_EVERY_S = 0.05
+
+
+@contextmanager
+def started(*command):
+    """A process that lasts until it is told something."""
+    running = subprocess.Popen(command or ("cat",), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        yield running
+    finally:
+        running.kill()
+        running.wait()
+        running.stdin.close()
+        running.stdout.close()
+
+
+def told_of(process, rank=1):
+    """What another process, here a child, says of itself."""
+    return watch.this_process(rank)._replace(
+        pid=process.pid, started=watch._started(process.pid), rank=rank
+    )
+
+
+def until(condition):
+    begun = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begun < _LONG
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def watching():
+    """A watch whose message is kept, and how often it asked."""
+    said, asked = [], []
+    made = watch.Watch(_EVERY_S, 0.2, said.append)
+    made.said, made.asked = said, asked
+
+    def add(process, answer):
+        def waits():
+            asked.append(time.monotonic())
+            return answer() if callable(answer) else answer
+
+        made.add(process, waits)
+
+    made.of = add
+    yield made
+    made.stop()
+    assert not made._thread or not made._thread.is_alive()
+    made.close()
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_a_rank_that_waits_for_one_that_ended_is_ended(watching, killed):
+    with started() as other:
+        watching.of(told_of(other), True)
+        time.sleep(3 * _EVERY_S)
+        assert not watching.asked  # no GPU is asked while all live
+        if killed:
+            other.kill()
+        else:
+            other.stdin.close()
+        until(lambda: watching.said)
+        assert len(watching.asked) == 2
+        assert f"rank 1 (pid {other.pid}) ended, and this rank waits for it" in watching.said[0]
+        assert f"this process (pid {os.getpid()}) is aborted" in watching.said[0]
+
+
+def test_a_gpu_that_does_not_answer_is_waited_for_no_longer(watching):
+    held = threading.Event()
+    with started() as other:
+        watching.of(told_of(other), held.wait)
+        other.kill()
+        until(lambda: watching.said)
+        held.set()
+    assert "this rank's GPU says nothing for 0.2 s" in watching.said[0]
+
+
+def test_a_rank_that_waits_for_nobody_goes_on(watching):
+    """It is asked again: it may come to wait for that one later, or only have seemed to."""
+    answers = [False, True, False, False]
+    with started() as other:
+        watching.of(told_of(other), lambda: answers.pop(0) if answers else False)
+        other.kill()
+        until(lambda: len(watching.asked) > 6)
+    assert not watching.said
+    watching.of(told_of_this(), True)
+    with started() as another:
+        watching.of(told_of(another, 2), True)
+        another.kill()
+        until(lambda: watching.said)
+    assert "rank 2" in watching.said[0]
+    assert "rank 1" not in watching.said[0]
+
+
+def told_of_this():
+    return watch.this_process(3)
+
+
+def test_what_cannot_say_whether_it_waits_ends_nothing(watching):
+    with started() as other:
+        watching.of(told_of(other), lambda: 1 / 0)
+        other.kill()
+        until(lambda: len(watching.asked) > 3)
+    assert not watching.said
+
+
+def test_one_process_is_watched_once_for_all_its_groups(watching):
+    with started() as other:
+        watching.of(told_of(other), False)
+        watching.of(told_of(other), True)
+        assert len(watching._alive) == 1
+        other.kill()
+        until(lambda: watching.said)
+        watching.of(told_of(other), False)  # made anew beside one that has ended
+
+
+def test_a_pid_that_was_given_again_is_not_the_rank(watching):
+    with started() as other:
+        gone = told_of(other)._replace(started=1)
+        watching.of(gone, True)
+        until(lambda: watching.said)
+        assert other.poll() is None
+
+
+def test_a_rank_that_ended_before_it_was_watched_is_seen(watching):
+    with started() as other:
+        process = told_of(other)
+        other.kill()
+        other.wait()
+    watching.of(process, True)
+    until(lambda: watching.said)
+
+
+def test_descriptors_are_closed_for_programs_that_are_started(watching):
+    with started() as other:
+        watching.of(told_of(other), False)
+        fds = (watching._events.fileno(), watching._wake, *watching._alive)
+        assert not any(os.get_inheritable(fd) for fd in fds)
+
+
+@pytest.fixture
+def own(monkeypatch, caplog):
+    monkeypatch.setattr(watch, "_watch", None)
+    monkeypatch.setattr(watch, "_told", set())
+    yield caplog
+    if watch._watch is not None:
+        watch._watch.stop()
+        watch._watch.close()
+
+
+def test_threads_of_one_process_and_other_hosts_are_not_watched(own):
+    here = watch.this_process(0)
+    for _ in range(2):
+        watch.watch([(here._replace(rank=1), lambda: True)], 0)
+    assert (watch._watch, own.text) == (None, "")
+    elsewhere = [here._replace(boot=1, pid=1), here._replace(names=1), watch.UNKNOWN]
+    watch.watch([(one, lambda: True) for one in elsewhere * 2], 0)
+    assert watch._watch is None
+    assert own.text.count("that some ranks end is not noticed here") == 1
+
+
+def test_without_descriptors_of_processes_nothing_is_watched(own, monkeypatch):
+    with started() as other:
+        process = told_of(other)
+        monkeypatch.delattr(os, "pidfd_open")
+        assert watch.this_process(0) == watch.UNKNOWN
+        for _ in range(2):
+            watch.watch([(process, lambda: True)], 0)
+    assert watch._watch is None
+    assert own.text.count("without pidfd_open") == 1
+
+
+# --- processes that watch -------------------------------------------------------------------------
+
+_RANK = f"""
+import importlib.util, os, subprocess, sys, time
+found = importlib.util.spec_from_file_location("watch", {str(_FILE)!r})
+watch = sys.modules["watch"] = importlib.util.module_from_spec(found)
+found.loader.exec_module(watch)
+watch.EVERY_S, watch.DEADLINE_S = 0.05, 1.0
+watch.Watch.__init__.__defaults__ = (0.05, 1.0, watch._abort)
+other = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+told = watch.this_process(1)._replace(pid=other.pid, started=watch._started(other.pid))
+waits = sys.argv[1] == "waits"
+watch.watch([(told, lambda: waits)], 0)
+"""
+_ENDS = "other.kill(); time.sleep(float(sys.argv[2]))"
+_FORKS = """
+fds = [watch._watch._wake, watch._watch._events.fileno(), *watch._watch._alive]
+child = os.fork()
+if not child:
+    assert watch._watch is None
+    for fd in fds:
+        try:
+            os.fstat(fd)
+        except OSError:
+            continue
+        os._exit(1)
+    time.sleep(0.3)
+    os._exit(2 if waits else 0)
+assert os.waitpid(child, 0)[1] == (512 if waits else 0)
+"""
+
+
+def rank(program, *args):
+    done = subprocess.run(
+        [sys.executable, "-c", _RANK + program, *args],
+        capture_output=True,
+        text=True,
+        timeout=_LONG,
+    )
+    return done.returncode, done.stderr
+
+
+def test_the_process_is_aborted_and_says_why():
+    begun = time.monotonic()
+    code, said = rank(_ENDS, "waits", "60")
+    assert code == -signal.SIGABRT
+    assert said.count("\n") == 1
+    assert "rank 1 (pid " in said
+    assert "start all ranks again" in said
+    assert time.monotonic() - begun < _LONG / 2
+
+
+def test_a_normal_end_says_nothing():
+    """Before, and behind the end of another that it does not wait for; no thread holds it."""
+    assert rank("", "waits") == (0, "")
+    assert rank(_ENDS, "alone", "0.4") == (0, "")
+
+
+def test_a_fork_watches_nothing_and_its_parent_goes_on_watching():
+    assert rank(_FORKS, "alone") == (0, "")
+    code, said = rank(_FORKS + _ENDS, "waits", "60")
+    assert code == -signal.SIGABRT
+    assert "rank 1 (pid " in said
