@@ -81,17 +81,14 @@ def fuse(gm: fx.GraphModule, options: Options) -> GraphReport:
     target = target_name(options)
     with failures.of_the_graph(), _collector_paused():
         while True:
-            attempt = _attempt(gm, options, failures, clock)
-            if attempt is None:
-                continue
-            sites = _sites(attempt.rewritten, target, failures)
-            if sites is not None:
+            attempt = _attempt(gm, options, failures, clock, target)
+            if attempt is not None:
                 break
     raise_strictly(attempt.misses, options)
     return GraphReport(
         before=gm,
         after=attempt.after,
-        matches=sites,
+        matches=attempt.sites,
         misses=tuple(attempt.misses),
         notes=attempt.notes,
         seconds=clock.seconds,
@@ -101,20 +98,23 @@ def fuse(gm: fx.GraphModule, options: Options) -> GraphReport:
 
 @dataclass(frozen=True)
 class _Attempt:
-    """A rewritten copy of the graph. inputs: which of its inputs share memory."""
+    """A rewritten copy of the graph. inputs: which of its inputs share memory.
+
+    It holds nothing of the view: that is gone before the collector runs again and would walk it.
+    """
 
     after: fx.GraphModule
-    rewritten: list[Rewritten]
+    sites: tuple[Site, ...]
     misses: list[Miss]
     notes: tuple[str, ...]
     inputs: InputMemory
 
 
 def _attempt(
-    gm: fx.GraphModule, options: Options, failures: Failures, clock: _Clock
+    gm: fx.GraphModule, options: Options, failures: Failures, clock: _Clock, target: str
 ) -> _Attempt | None:
-    """None where a rewrite failed half-way: the copy cannot be used, and its site is refused in the
-    next."""
+    """None where a rewrite failed half-way, or the plan of an op: the copy cannot be used, and its
+    site is refused in the next."""
     with clock.phase("copy"):
         after = _copy(gm)
     rewritten: list[Rewritten] = []
@@ -122,7 +122,7 @@ def _attempt(
     inputs: list[InputMemory] = []
 
     patterns = registered(options.patterns)
-    planned = get_target(target_name(options))
+    planned = get_target(target)
 
     def run(graph: fx.Graph) -> None:
         make_fills_plain(graph)
@@ -173,7 +173,8 @@ def _attempt(
         with clock.phase("lint"):
             check_graph(after.graph)
             after.recompile()
-    return _Attempt(after, rewritten, misses, notes, inputs[0])
+    sites = _sites(rewritten, target, failures)
+    return None if sites is None else _Attempt(after, sites, misses, notes, inputs[0])
 
 
 def _sites(

@@ -147,6 +147,12 @@ class FusedOp:
         """Name and schema, as `torch.library.Library.define` takes them."""
         return self.name + (self.schema or schema_of(self.arguments, self.returns))
 
+    @cached_property
+    def parameters(self) -> Mapping[str, bool]:
+        """Names of the schema's arguments, in order, and whether each goes by keyword alone."""
+        schema = torch._C.parse_schema(self.declaration)
+        return {argument.name: argument.kwarg_only for argument in schema.arguments}
+
     @property
     def mutated(self) -> tuple[str, ...]:
         """Names of the arguments the schema declares as written."""

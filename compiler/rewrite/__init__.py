@@ -220,18 +220,17 @@ def _check_kernel(op: FusedOp, node: fx.Node) -> None:
 
 def _insert(op: FusedOp, match: Match, materialiser: Materialiser) -> fx.Node:
     """Adds the op's node; arguments go by position up to the first that has its default."""
-    schema = op.torch_op._schema
-    _check_names(op, match, [spec.name for spec in schema.arguments])
+    _check_names(op, match)
     given = {name: materialiser.argument(item) for name, item in match.arguments.items()}
     positional: list[Any] = []
     keyword: dict[str, Any] = {}
-    for at, spec in enumerate(schema.arguments):
-        if spec.name not in given:
+    for at, (name, by_keyword) in enumerate(op.parameters.items()):
+        if name not in given:
             continue
-        if spec.kwarg_only or at != len(positional):
-            keyword[spec.name] = given[spec.name]
+        if by_keyword or at != len(positional):
+            keyword[name] = given[name]
         else:
-            positional.append(given[spec.name])
+            positional.append(given[name])
     return materialiser.call(op.torch_op, *positional, **keyword)
 
 
@@ -239,12 +238,12 @@ def _refusal(op: FusedOp, error: Exception) -> str:
     return str(error) if isinstance(error, ArgumentError) else f"{op.name}: {error}"
 
 
-def _check_names(op: FusedOp, match: Match, names: list[str]) -> None:
-    unknown = sorted(set(match.arguments) - set(names))
+def _check_names(op: FusedOp, match: Match) -> None:
+    unknown = sorted(set(match.arguments) - set(op.parameters))
     if unknown:
         raise PatternError(
             f"pattern {match.pattern!r}: {op.qualified_name} has no argument {unknown}; it takes "
-            f"{names}"
+            f"{[*op.parameters]}"
         )
 
 

@@ -246,7 +246,8 @@ class Materialiser:
         if known is not None and not known._erased and self._precedes(known) and self._holds(known):
             return known
         if isinstance(target, str):
-            node = self.graph.call_method(target, args, kwargs)
+            # Named as `call_method` would: that spells the name of the method anew for each node.
+            node = self.graph.create_node("call_method", target, args, kwargs, target)
         else:
             node = self.graph.call_function(target, args, kwargs)
         assert self.serving is not None

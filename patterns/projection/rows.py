@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -45,10 +46,7 @@ class Rows:
 
     def indices(self) -> frozenset[int]:
         """Every row."""
-        at = np.array([self.first])
-        for count, step in (*self.heads, (self.head_dim, 1)):
-            at = (at[:, None] + np.arange(count) * step).reshape(-1)
-        return frozenset(at.tolist())
+        return _indices(self)
 
     def of(self, view: View, base: int = 0) -> View:
         """These rows of `view` [N - base, ...], whose first row is row `base`: [H, D, ...]."""
@@ -99,6 +97,14 @@ class Rows:
             found.append((Atom(1, out, count), step))
             out *= count
         return found[::-1]
+
+
+@lru_cache(maxsize=64)  # thousands of numbers, and those of a layer are those of the next
+def _indices(rows: Rows) -> frozenset[int]:
+    at = np.array([rows.first])
+    for count, step in (*rows.heads, (rows.head_dim, 1)):
+        at = (at[:, None] + np.arange(count) * step).reshape(-1)
+    return frozenset(at.tolist())
 
 
 def heads_of(layout: Effect, feature: int, head_dim: int | None) -> Rows | None:
