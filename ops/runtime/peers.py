@@ -137,7 +137,9 @@ def _agreed_memory(
         addresses = torch.tensor(meeting.buffer_ptrs, dtype=torch.int64, device=own.device)
         sent = torch.zeros(wanted.programs, dtype=torch.int32, device=own.device)
         torch.cuda.current_stream().synchronize()
-        _, why = _attempt(partial(_watch_ranks, wanted, group, watch, meeting), own)
+        # Together: a rank that fails here must not go on to the next collective alone.
+        processes = _gathered(watch.this_process(dist.get_rank()), group, own.device)
+        _, why = _attempt(partial(_watch_ranks, wanted, watch, meeting, processes), own)
     if why is not None:
         log.warning("that a rank of group %s ends is not noticed here: %s", wanted.group, why)
     _kept.append((own, meeting, addresses, sent))
@@ -205,6 +207,8 @@ def _all_can(can: bool, form: str, group: Any, index: int) -> bool:
 _NOT_YET = -(1 << 63)
 # Callers work on streams of higher numbers, and may be capturing on them.
 _PRIORITY = -3
+# Copies that are not done by then are asked for once more.
+_AGAIN_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -227,19 +231,27 @@ class _Waits:
     def __call__(self) -> bool:
         for copy in self.copies:
             copy.fill_(_NOT_YET)
-        with torch.no_grad(), torch.cuda.stream(self.stream):
-            for copy, flags in zip(self.copies, (self.there, self.here), strict=True):
-                copy.copy_(flags, non_blocking=True)
+        self._copy()
+        begun = time.monotonic()
         while any(bool((copy == _NOT_YET).any()) for copy in self.copies):
             time.sleep(0.01)
+            if time.monotonic() - begun > _AGAIN_S:
+                begun = time.monotonic()
+                self._copy()  # raises where the GPU has failed since, and no copy comes
         there, here = self.copies
         ahead = there[..., self.rank] - here[..., self.other]
         return bool((ahead.to(torch.int32) > 0).any())  # rows are counted in 32 bits
 
+    def _copy(self) -> None:
+        with torch.no_grad(), torch.cuda.stream(self.stream):
+            for copy, flags in zip(self.copies, (self.there, self.here), strict=True):
+                copy.copy_(flags, non_blocking=True)
 
-def _watch_ranks(wanted: Any, group: Any, watch: Any, meeting: Any, own: torch.Tensor) -> None:
-    """Ends this process where it waits for a rank that has ended. Called by all ranks."""
-    processes = _gathered(watch.this_process(dist.get_rank()), group, own.device)
+
+def _watch_ranks(
+    wanted: Any, watch: Any, meeting: Any, processes: Sequence[Sequence[int]], own: torch.Tensor
+) -> None:
+    """Ends this process where it waits for a rank that has ended. processes: of all ranks."""
     stream = torch.cuda.Stream(own.device, priority=_PRIORITY)
     here = own[: 8 * math.prod(wanted.flags)].view(torch.int64).view(wanted.flags)
     others = []
@@ -253,7 +265,7 @@ def _watch_ranks(wanted: Any, group: Any, watch: Any, meeting: Any, own: torch.T
 
 
 def _pinned(shape: tuple[int, ...]) -> torch.Tensor:
-    return torch.empty(shape, dtype=torch.int64, pin_memory=True)
+    return torch.empty(shape, dtype=torch.int64, device="cpu", pin_memory=True)
 
 
 def _gathered(numbers: Sequence[int], group: Any, device: torch.device) -> list[list[int]]:

@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
 import select
 import threading
+import time
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -27,10 +29,12 @@ from typing import NamedTuple
 
 log = logging.getLogger("tilewright")
 
-#: How often it is asked whether this rank waits for one that is gone. It must say so twice.
+#: How often it is asked whether this rank waits for one that is gone. It must say so for as long.
 EVERY_S = 5.0
-#: How long the answer may take.
-DEADLINE_S = 20.0
+#: How long the answer may take: other calls of the driver, as one that compiles PTX, may be before.
+DEADLINE_S = 60.0
+#: How long the message may take to be written.
+SAY_S = 5.0
 # The deadline goes by in so many parts: a process that was stopped for a while has the rest left.
 _PARTS = 20
 
@@ -97,19 +101,37 @@ def _opened(process: Process) -> int | None:
 
 @dataclass(eq=False)
 class _Peer:
-    """waits: say whether this rank waits for it. told: how often in a row they said so."""
+    """waits: say whether this rank waits for it. since: the first look of those up to the last that
+    all said so."""
 
     process: Process
     waits: list[Waits] = field(default_factory=list)
-    told: int = 0
+    since: float = math.inf
 
 
 def _abort(message: str) -> None:
-    """The message, and SIGABRT."""
+    """The message, and SIGABRT.
+
+    Whoever prints a tensor in a handler of logging holds that handler, and waits for the GPU: then
+    the message goes to standard error as it is.
+    """
     try:
-        log.critical("%s", message)
+        for say in (_logged, _written):
+            said = threading.Thread(target=say, args=(message,), daemon=True)
+            said.start()
+            said.join(SAY_S)
+            if not said.is_alive():
+                break
     finally:
         os.abort()
+
+
+def _logged(message: str) -> None:
+    log.critical("%s", message)
+
+
+def _written(message: str) -> None:
+    os.write(2, f"{message}\n".encode())
 
 
 @dataclass
@@ -136,24 +158,31 @@ class Watch:
 
     def add(self, process: Process, waits: Waits) -> None:
         """Watches a process. waits: whether this rank waits for it now; called from a thread of its
-        own, once the process has ended. Raises OSError where it cannot be watched."""
+        own, once the process has ended. Raises OSError where it cannot be watched, RuntimeError
+        where no thread can be started."""
         with self._lock:
-            peer = self._peers.get(process)
-            if peer is None:
-                fd = _opened(process)
-                peer = self._peers[process] = _Peer(process)
-                if fd is None:
-                    self._gone.append(peer)
-                else:
-                    self._alive[fd] = peer
-                    self._events.register(fd, select.EPOLLIN)
+            peer = self._peers.get(process) or self._new(process)
             peer.waits.append(waits)
             if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="tilewright-watch", daemon=True
-                )
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="tilewright-watch", daemon=True)
+                thread.start()
+                self._thread = thread
         os.eventfd_write(self._wake, 1)
+
+    def _new(self, process: Process) -> _Peer:
+        """Under the lock. Known only once it is watched."""
+        peer, fd = _Peer(process), _opened(process)
+        if fd is None:
+            self._gone.append(peer)
+        else:
+            try:
+                self._events.register(fd, select.EPOLLIN)
+            except OSError:
+                os.close(fd)
+                raise
+            self._alive[fd] = peer
+        self._peers[process] = peer
+        return peer
 
     def stop(self) -> None:
         """Nothing is ended from now on; waits for what is asked."""
@@ -189,15 +218,16 @@ class Watch:
         """Ends the process where it waits for one that is gone."""
         with self._lock:
             asked = [(peer, tuple(peer.waits)) for peer in self._gone]
+        now = time.monotonic()
         waiting = _answer(asked, self.deadline_s)
         if self._stopped:
             return
         for peer, _ in asked:
-            peer.told = peer.told + 1 if waiting is not None and peer in waiting else 0
+            peer.since = min(peer.since, now) if peer in (waiting or ()) else math.inf
         if waiting is None:
             gone = [peer for peer, _ in asked]
             self.end(_message(gone, f"this rank's GPU says nothing for {self.deadline_s:g} s"))
-        elif lost := [peer for peer in waiting if peer.told > 1]:
+        elif lost := [peer for peer in waiting if now - peer.since >= self.every_s]:
             self.end(_message(lost, "this rank waits for it in all_reduce_residual_norm"))
 
 
@@ -213,7 +243,11 @@ def _answer(asked: Sequence[tuple[_Peer, Sequence[Waits]]], deadline_s: float) -
             said.append([])
 
     thread = threading.Thread(target=ask, name="tilewright-watch-asks", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError as error:  # no more threads, for now
+        log.debug("nothing is asked of what this rank waits for: %s", error)
+        return []
     for _ in range(_PARTS):
         thread.join(deadline_s / _PARTS)
         if said:
@@ -250,7 +284,7 @@ def watch(processes: Sequence[tuple[Sequence[int], Waits]], rank: int) -> None:
                 apart.append("on another host, in another PID namespace, or without pidfd_open")
             else:
                 _of_this_process().add(process, waits)
-        except (OSError, AttributeError) as error:
+        except (OSError, AttributeError, RuntimeError) as error:
             apart.append(str(error))
     for why in set(apart) - _told:
         _told.add(why)

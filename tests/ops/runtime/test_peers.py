@@ -171,6 +171,25 @@ def test_ranks_that_cannot_be_watched_share_memory_nonetheless(on_the_cpu, caplo
     assert "that a rank of group ranks ends is not noticed here: ZeroDivisionError" in caplog.text
 
 
+def test_a_collective_that_fails_on_one_rank_is_raised(on_the_cpu, monkeypatch):
+    """The others are in it, or behind it: alone it would be in another one with them."""
+    monkeypatch.setattr(peers, "_gathered", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        peers._agreed_memory(WANTED, None, 0, lambda: None, on_the_cpu)
+
+
+def test_a_gpu_that_fails_while_it_is_asked_is_no_gpu_that_says_nothing(on_the_cpu, monkeypatch):
+    """Copies that were under way never come, and the next one raises."""
+    peers._agreed_memory(WANTED, None, 0, lambda: None, on_the_cpu)
+    ((_, ((_, waits),)),) = on_the_cpu.watched
+    calls = []
+    monkeypatch.setattr(peers, "_AGAIN_S", 0.0)
+    monkeypatch.setattr(peers._Waits, "_copy", lambda _: calls.append(1) or 1 / (2 - len(calls)))
+    with pytest.raises(ZeroDivisionError):
+        waits()
+    assert len(calls) == 2
+
+
 def test_another_kind_of_kernel_is_tried_and_told(on_the_cpu, caplog):
     assert peers._agreed_kernel(WANTED, None, 0, lambda: None)
     assert not peers._agreed_kernel(WANTED, None, 0, lambda: 1 / 0)

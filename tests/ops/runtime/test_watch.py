@@ -13,6 +13,7 @@ import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -148,6 +149,60 @@ def test_a_pid_that_was_given_again_is_not_the_rank(watching):
         assert other.poll() is None
 
 
+def test_it_must_be_said_for_a_while_however_often_it_is_asked():
+    """Ends of others, and new groups, wake the thread as well."""
+    said, asked = [], []
+    made = watch.Watch(60.0, _LONG, said.append)
+    with started() as other:
+        process = told_of(other)
+        other.kill()
+        other.wait()
+    try:
+        for count in range(1, 6):
+            made.add(process, lambda: not asked.append(1))
+            until(lambda count=count: len(asked) >= count)
+        assert not said
+    finally:
+        made.stop()
+        made.close()
+
+
+def test_what_cannot_be_watched_is_not_known(watching, monkeypatch):
+    """So that the next group of its ranks says so, too; no descriptor is left."""
+    real = watching._events
+    full = SimpleNamespace(register=lambda *_: os.fstat(-1))
+    with started() as other:
+        before = len(os.listdir("/proc/self/fd"))
+        monkeypatch.setattr(watching, "_events", full)
+        for _ in range(2):
+            with pytest.raises(OSError, match="Bad file descriptor"):
+                watching.of(told_of(other), True)
+        assert len(os.listdir("/proc/self/fd")) == before
+        monkeypatch.setattr(watching, "_events", real)
+        watching.of(told_of(other), True)
+        other.kill()
+        until(lambda: watching.said)
+
+
+def test_without_a_thread_to_ask_nothing_is_ended(watching, monkeypatch):
+    real, tried = threading.Thread.start, []
+
+    def start(thread):
+        if thread.name != "tilewright-watch-asks":
+            return real(thread)
+        tried.append(thread)
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with started() as other:
+        watching.of(told_of(other), True)
+        other.kill()
+        until(lambda: len(tried) > 3)
+        assert not watching.said
+        monkeypatch.undo()
+        until(lambda: watching.said)
+
+
 def test_a_rank_that_ended_before_it_was_watched_is_seen(watching):
     with started() as other:
         process = told_of(other)
@@ -203,7 +258,7 @@ import importlib.util, os, subprocess, sys, time
 found = importlib.util.spec_from_file_location("watch", {str(_FILE)!r})
 watch = sys.modules["watch"] = importlib.util.module_from_spec(found)
 found.loader.exec_module(watch)
-watch.EVERY_S, watch.DEADLINE_S = 0.05, 1.0
+watch.SAY_S = 0.2
 watch.Watch.__init__.__defaults__ = (0.05, 1.0, watch._abort)
 other = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
 told = watch.this_process(1)._replace(pid=other.pid, started=watch._started(other.pid))
@@ -246,6 +301,14 @@ def test_the_process_is_aborted_and_says_why():
     assert "rank 1 (pid " in said
     assert "start all ranks again" in said
     assert time.monotonic() - begun < _LONG / 2
+
+
+def test_a_handler_that_waits_for_the_gpu_does_not_keep_it_alive():
+    """As one does that writes a tensor's number: it holds its lock meanwhile."""
+    held = "import logging; kept = logging.StreamHandler(); watch.log.addHandler(kept); "
+    code, said = rank(held + "kept.acquire(); " + _ENDS, "waits", "60")
+    assert code == -signal.SIGABRT
+    assert said.count("start all ranks again") == 1
 
 
 def test_a_normal_end_says_nothing():
