@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -364,6 +365,18 @@ class Dataflow:
         for node, view in self.views.items():
             if isinstance(view, View) and not self.written.get(self.memory_of[node]):
                 found.setdefault(view, node)
+        return found
+
+    def values_at(self, nodes: Iterable[fx.Node]) -> list[Value]:
+        """The values that these nodes make, in program order."""
+        found = [value for node in dict.fromkeys(nodes) for value in self._values_at.get(node, ())]
+        return sorted(found, key=attrgetter("position"))
+
+    @cached_property
+    def _values_at(self) -> Mapping[fx.Node, Sequence[Value]]:
+        found: dict[fx.Node, list[Value]] = {}
+        for value in self.values:
+            found.setdefault(value.node, []).append(value)
         return found
 
     def nodes_of(self, value: Value) -> Sequence[fx.Node]:

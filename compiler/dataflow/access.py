@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from tilewright.compiler import _compat
+from tilewright.compiler._compat import trials
 from tilewright.compiler.dataflow import spelling
 from tilewright.compiler.dataflow.spelling import argument, is_torch_function, name_of
 from tilewright.compiler.dataflow.writes import WRITES
@@ -74,7 +75,7 @@ def access_of(node: fx.Node) -> Access:
         called = _overloads(node, target)
         if len(called) == 1:
             return _written_by_schema(node, called[0])
-        return _tried(node, given(node)) if any(map(_compat.writes, called)) else _NONE
+        return _tried(node, given(node)) if any(map(trials.writes, called)) else _NONE
     name = name_of(node)
     if name in _WRITES_ITS_FIRST and spelling.is_tensor_node(argument(node, 0, "input")):
         return Access((argument(node, 0, "input").meta["example_value"],))
@@ -93,7 +94,7 @@ def given(node: fx.Node) -> list[torch.Tensor]:
 
 def _written_by_schema(node: fx.Node, target: Any) -> Access:
     args, kwargs = _held(node.args), _held(dict(node.kwargs))
-    written = _compat.tensors_in(_compat.written_arguments(target, args, kwargs))
+    written = _compat.tensors_in(trials.written_arguments(target, args, kwargs))
     if torch.Tag.inplace_view in target.tags:
         return Access(reshaped=tuple(_compat.tensors_in([*args, *kwargs.values()])))
     return Access(tuple(written))
@@ -157,7 +158,7 @@ def _inplace_position(function: Callable[..., Any]) -> int | None:
 def _higher_order(node: fx.Node) -> Access:
     tensors = given(node)
     if str(node.target) == "triton_kernel_wrapper_mutation":
-        written = _compat.triton_kernel_writes(_held(dict(node.kwargs)))
+        written = trials.triton_kernel_writes(_held(dict(node.kwargs)))
         return Access(tuple(tensors if written is None else written))
     bodies = [attribute_of(n) for n in node.all_input_nodes if n.op == "get_attr"]
     bodies = [body for body in bodies if not isinstance(body, torch.Tensor)]
@@ -208,7 +209,7 @@ def _places(node: fx.Node, tensors: list[torch.Tensor], torchs: bool) -> _Places
         return None  # another size may take another branch of the user's code
     try:
         args, kwargs = _held(node.args), _held(dict(node.kwargs))
-        written, reshaped = _compat.run_recorded(node.target, args, kwargs)
+        written, reshaped = trials.run_recorded(node.target, args, kwargs)
     except Exception:  # whatever it raises, it is not known what the call writes
         return None
 

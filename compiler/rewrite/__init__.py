@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from tilewright.codegen.targets import Target
-from tilewright.compiler import _compat
+from tilewright.compiler._compat import trials
 from tilewright.compiler.dataflow.spelling import argument, shape_of
 from tilewright.compiler.rewrite.materialise import Materialiser
 from tilewright.compiler.rewrite.size_checks import erase_size_checks
@@ -188,7 +188,7 @@ def arguments_of(op: FusedOp, node: fx.Node) -> Any:
     """An op's arguments at a node, as meta tensors."""
     args = fx.node.map_arg(node.args, lambda n: n.meta["example_value"])
     kwargs = fx.node.map_arg(node.kwargs, lambda n: n.meta["example_value"])
-    tensors = _compat.as_meta([*args, *kwargs.values()])
+    tensors = trials.as_meta([*args, *kwargs.values()])
     named = dict(zip(kwargs, tensors[len(args) :], strict=True))
     return op.arguments(*tensors[: len(args)], **named)
 

@@ -226,10 +226,10 @@ def _match(
         for user in flow.users.get(value, ())
         if user.op in SHAPED_LIKE and user.operands[0].value is value
     }
-    nodes = {value.node for value in absorbed}
+    made = flow.values_at(value.node for value in absorbed)
     # `max` over a dimension gives values and indices: both outputs go.
-    absorbed |= {v for v in flow.values if v.op == "aten.max" and v.node in nodes}
-    scratch = tuple(store for store in flow.stores if store.node in nodes)
+    absorbed |= {v for v in made if v.op == "aten.max"}
+    scratch = tuple(v for v in made if v.op == "store")
     weights = arguments.get("weight_format", "dense")
     biased = any(gemm.bias is not None for gemm in (layer.gate, layer.down))
     own = {"gate": _gate_layout(layer), "bias": "yes" if biased else "no"}

@@ -60,13 +60,14 @@ class MoeRouter:
     def match(self, anchor: Value, flow: Dataflow) -> Match:
         choice = match_choice(anchor)
         weights = match_weights(flow, choice)
-        nodes = {v.node for v in (*choice.absorbed, *weights.absorbed)}
-        absorbed = {v for v in flow.values if v.node in nodes}
+        own = (*choice.absorbed, *weights.absorbed)
+        absorbed = set(flow.values_at(v.node for v in own))
         absorbed |= _shaped_like(flow, absorbed)
         x, weight, bias, product = _logits(flow, choice, absorbed)
         absorbed |= set(product)
         _check(x, weight, bias, choice, weights, absorbed)
-        scratch = {store for store in flow.stores if store.node in {v.node for v in absorbed}}
+        made = flow.values_at(v.node for v in absorbed)
+        scratch = {v for v in made if v.op == "store"}
         groups = choice.groups
         arguments: dict[str, Any] = {
             "x": x,

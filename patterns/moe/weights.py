@@ -61,9 +61,8 @@ def _chosen_scores(flow: Dataflow, choice: Choice) -> Value:
     gathers = [user for user in flow.users.get(ids, ()) if _gathers(user, choice)]
     if gathers:
         return gathers[0]
-    values = next(
-        (v for v in flow.values if v.node is ids.node and v.kwargs.get("output") == 0), None
-    )
+    made = flow.values_at([ids.node])
+    values = next((v for v in made if v.kwargs.get("output") == 0), None)
     if values is None or not _is_read(flow, values):
         message = (
             f"the scores of the experts of {ids} are not read by gather, nor the topk's values"

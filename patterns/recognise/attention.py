@@ -73,8 +73,8 @@ class Attention:
 
     def scratch(self, flow: Dataflow) -> tuple[Value, ...]:
         """Writes in place into the logits or the weights."""
-        nodes = {value.node for value in self.absorbed}
-        return tuple(store for store in flow.stores if store.node in nodes)
+        made = flow.values_at(value.node for value in self.absorbed)
+        return tuple(value for value in made if value.op == "store")
 
     def result(self) -> Result | Parts:
         """`end` as what it is of an output [T, H, V]."""
@@ -347,7 +347,7 @@ def _ragged(value: Value, flow: Dataflow) -> Attention:
     q, k, v, rows, keys = tensors
     if any(len(view.shape) != 3 for view in (q, k, v)):
         refuse("queries, keys and values have other axes than [tokens, heads, width]", value)
-    others = [u for u in flow.values if u.node is value.node and u is not value]
+    others = [u for u in flow.values_at([value.node]) if u is not value]
     if any(flow.users.get(u) or u in flow.output_values for u in others):
         _refuse_chunk(value)
     q, k, v = (view.unsqueeze(0) for view in (q, k, v))

@@ -19,7 +19,8 @@ from torch.utils.checkpoint import checkpoint
 from tests.agreement import flat
 from tests.compiler.steps import Layer, cos_sin, make_args, rotate, store
 from tests.found import matches_of, misses_of
-from tilewright.compiler import _compat, reports
+from tilewright.compiler import reports
+from tilewright.compiler._compat import trials
 from tilewright.compiler.dataflow import access
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -386,13 +387,13 @@ def test_what_is_taken_to_write_nothing_has_no_schema_that_writes(name):
     for overload in overloads(name):
         arguments = overload._schema.arguments
         if not any(argument.is_out for argument in arguments):
-            assert _compat._written_places(overload) == [], overload
+            assert trials._written_places(overload) == [], overload
 
 
 @pytest.mark.parametrize("name", sorted(access._WRITES_ITS_FIRST - {"setitem"}))
 def test_what_is_taken_to_write_its_first_argument_writes_no_other(name):
     for overload in overloads(name):
-        assert [at for at, _ in _compat._written_places(overload)] == [0], overload
+        assert [at for at, _ in trials._written_places(overload)] == [0], overload
 
 
 # --- inputs that share memory at a later call only ------------------------------------------------
