@@ -8,8 +8,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any, cast, get_origin
@@ -435,45 +436,64 @@ def compile_isolated(model: Callable[..., Any], **options: Any) -> Callable[...,
     return compiled
 
 
+_REPLACING = threading.Lock()
+#: What was there before, and how many contexts want something else there, by owner and name.
+_REPLACED: dict[tuple[Any, str], tuple[Any, int]] = {}
+
+
 @contextmanager
-def autocast_off_on_meta() -> Iterator[None]:
+def _replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """Within, `owner.name` is what `make` makes of it. Contexts of several threads may overlap in
+    any order: the first puts it there, and the last takes it away."""
+    with _REPLACING:
+        before, count = _REPLACED.get((owner, name), (getattr(owner, name), 0))
+        _REPLACED[owner, name] = before, count + 1
+        if count == 0:
+            setattr(owner, name, make(before))
+    try:
+        yield
+    finally:
+        with _REPLACING:
+            before, count = _REPLACED.pop((owner, name))
+            if count > 1:
+                _REPLACED[owner, name] = before, count - 1
+            else:
+                setattr(owner, name, before)
+
+
+def autocast_off_on_meta() -> AbstractContextManager[None]:
     """Within, torch says of the meta device that autocast is off, where it raises otherwise.
 
     Models ask of the device of their arguments before they compute in fp32, transformers 5.0 of
     any; there is no autocast of what computes nothing.
     """
-    asked = torch.is_autocast_enabled
 
-    def is_autocast_enabled(*device_type: str) -> bool:
-        return device_type != ("meta",) and asked(*device_type)
+    def make(asked: Callable[..., bool]) -> Callable[..., bool]:
+        def is_autocast_enabled(*device_type: str) -> bool:
+            return device_type != ("meta",) and asked(*device_type)
 
-    torch.is_autocast_enabled = is_autocast_enabled  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.is_autocast_enabled = asked
+        return is_autocast_enabled
+
+    return _replaced(torch, "is_autocast_enabled", make)
 
 
-@contextmanager
-def numbers_fake_on_meta() -> Iterator[None]:
+def numbers_fake_on_meta() -> AbstractContextManager[None]:
     """Within, what Dynamo traces on the meta device is fake as on any other.
 
     `torch.tensor(0.0, device="meta")` makes a plain tensor under fake tensors too, which the next
     call of them refuses. On other devices it makes a fake one.
     """
-    run_node = torch._dynamo.utils.run_node
 
-    def run_node_faked(tracer: Any, node: fx.Node, *rest: Any) -> Any:
-        made = run_node(tracer, node, *rest)
-        plain = node.op == "call_function" and type(made) is torch.Tensor and made.is_meta
-        mode = torch._guards.detect_fake_mode() if plain else None
-        return made if mode is None else mode.from_tensor(made)
+    def make(run_node: Callable[..., Any]) -> Callable[..., Any]:
+        def run_node_faked(tracer: Any, node: fx.Node, *rest: Any) -> Any:
+            made = run_node(tracer, node, *rest)
+            plain = node.op == "call_function" and type(made) is torch.Tensor and made.is_meta
+            mode = torch._guards.detect_fake_mode() if plain else None
+            return made if mode is None else mode.from_tensor(made)
 
-    torch._dynamo.utils.run_node = run_node_faked  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch._dynamo.utils.run_node = run_node
+        return run_node_faked
+
+    return _replaced(torch._dynamo.utils, "run_node", make)
 
 
 def unlimited_compiles() -> Any:

@@ -15,7 +15,7 @@ from tests.compiler.running import (
     same_bits,
 )
 from tests.found import matches_of, patterns_in
-from tilewright.compiler import lower
+from tilewright.compiler import _compat, lower
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -101,3 +101,15 @@ def test_lower_leaves_later_compilation_alone():
             lower(model, args)
         assert_close(model, args)
     assert patterns_used() == ["qkv_cache"]
+
+
+@pytest.mark.parametrize("context", [_compat.autocast_off_on_meta, _compat.numbers_fake_on_meta])
+def test_what_is_replaced_in_torch_comes_back_whichever_thread_leaves_first(context):
+    before = torch.is_autocast_enabled, torch._dynamo.utils.run_node
+    one, other = context(), context()
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)
+    assert (torch.is_autocast_enabled, torch._dynamo.utils.run_node) != before
+    other.__exit__(None, None, None)
+    assert (torch.is_autocast_enabled, torch._dynamo.utils.run_node) == before
