@@ -322,7 +322,9 @@ class _Builder:
             return "aten.cat", self._stack(node), {}
         if name in ("cat", "hstack"):
             tensors = argument(node, 0, "tensors")
-            dim = argument(node, 1, "dim", 0) if name == "cat" else min(len(result.shape), 2) - 1
+            # hstack asks the first alone, which may be of rank one and empty where others are not.
+            beside = name == "hstack" and tensors[0].meta["example_value"].dim() > 1
+            dim = argument(node, 1, "dim", 0) if name == "cat" else int(beside)
             dim, shape = dim % len(result.shape), shape_of(result)
             pieces = tuple(_piece_of_rank(self._operand(t), dim, shape) for t in tensors)
             return "aten.cat", (pieces, dim), {}
@@ -655,7 +657,7 @@ def _piece_of_rank(piece: View | None, dim: int, shape: tuple[Size, ...]) -> Vie
     if piece is None or piece.shape != (0,) or len(shape) == 1:
         return piece
     nothing = tuple(0 if axis == dim else size for axis, size in enumerate(shape))
-    return piece.reshape(*(0 if size == 0 else 1 for size in nothing)).expand(*nothing)
+    return piece.reshape(*(0 if axis == dim else 1 for axis in range(len(shape)))).expand(*nothing)
 
 
 def _split_before(

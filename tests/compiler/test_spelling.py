@@ -258,3 +258,22 @@ def test_a_concatenation_has_pieces_of_one_rank(dim):
     assert joined.op == "aten.cat"
     empty = tuple(0 if axis == dim % 3 else size for axis, size in enumerate(x.shape))
     assert [piece.shape for piece in joined.args[0]] == [empty, (4, 3, 2), (4, 3, 2)]
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((0, 5), 1), ((5, 0), 0), ((0, 5), 0)])
+def test_a_concatenation_of_nothing_has_pieces_of_one_rank(shape, dim):
+    x = torch.empty(shape)
+    joined = returned(lambda x: torch.cat((torch.tensor([]), x), dim), x).value
+    empty = tuple(0 if axis == dim else size for axis, size in enumerate(shape))
+    assert [piece.shape for piece in joined.args[0]] == [empty, shape]
+
+
+@pytest.mark.parametrize(("first", "dim"), [((0,), 0), ((4, 0), 1)])
+def test_hstack_joins_along_the_dimension_that_its_first_tensor_has(first, dim):
+    """torch asks the first alone: one of rank one makes rows, whatever the rank of the others."""
+    x, y = torch.randn(4, 4), torch.randn(4, 4)
+    empty = torch.empty(first)
+    joined = returned(lambda x, y: torch.hstack((empty, x, y)), x, y).value
+    assert joined.args[1] == dim
+    nothing = [0, 4] if dim == 0 else [4, 0]
+    assert [list(piece.shape) for piece in joined.args[0]] == [nothing, [4, 4], [4, 4]]
