@@ -327,7 +327,8 @@ def bias_rows(bias: Any, product: Effect, feature: int) -> tuple[View, int] | No
 
 
 def piece_of(view: View) -> View:
-    """The same elements as a view of one concatenated tensor, where one holds them all."""
+    """The same elements as a view of one concatenated tensor, where one holds them all and is not
+    made wider."""
     value = view.value
     if value.op != "aten.cat":
         return view
@@ -341,6 +342,8 @@ def piece_of(view: View) -> View:
         if not all(isinstance(n, int) for n in (low, reach, first, length)):
             return view
         if first <= low and low + reach < first + length:
+            if piece.value.dtype != value.dtype:
+                return view
             start = list(view.effect.start)
             start[axis] = low - first
             try:

@@ -8,7 +8,7 @@ import string
 import pytest
 import torch
 
-from tests.compiler.flow_check import numbers, selected
+from tests.compiler.flow_check import numbers, returned, selected
 from tests.patterns.test_effects import random_view
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Value, View
@@ -253,3 +253,10 @@ def test_the_piece_that_holds_a_view():
         assert torch.equal(held(found, piece), piece[2:6])
     across = View(joined, effects.narrow(effects.identity((24, 3)), 0, 6, 4))
     assert piece_of(across) is across
+
+
+def test_a_part_that_a_concatenation_makes_wider_is_none_of_its_pieces():
+    narrow, wide = torch.ones(4, 3, dtype=torch.int8), torch.ones(2, 3, dtype=torch.int64)
+    joined = returned(lambda x, y: torch.cat((x, y)), narrow, wide)
+    assert piece_of(joined.narrow(0, 0, 4)).value is joined.value
+    assert piece_of(joined.narrow(0, 4, 2)).value.op == "input"
