@@ -27,19 +27,14 @@ from torch._dynamo.exc import Unsupported as Unsupported
 from torch._dynamo.exc import UserError as UserError
 from torch._dynamo.utils import graph_break_reasons as graph_break_reasons
 from torch._logging import trace_structured
-from torch._subclasses.fake_tensor import (
-    FakeTensor,
-    in_kernel_invocation_manager,
-)
+from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 from torch.fx._lazy_graph_module import _make_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.passes.graph_transform_observer import (
     GraphTransformObserver as GraphTransformObserver,
 )
-from torch.utils._python_dispatch import (
-    is_traceable_wrapper_subclass,
-)
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
 
 #: Every spelling of the grouped GEMM that a Dynamo graph may call.
@@ -285,9 +280,11 @@ def made_again(value: Any) -> Any:
 def _strided_again(item: Any) -> Any:
     if not isinstance(item, torch.Tensor):
         return item
-    fake = cast(FakeTensor, item)
-    with torch.no_grad(), in_kernel_invocation_manager(fake.fake_mode):
-        made = torch.empty_strided(item.shape, item.stride(), dtype=item.dtype, device="meta")
+    layout = item.shape, item.stride()
+    if type(item) is not FakeTensor:
+        return torch.empty_strided(*layout, dtype=item.dtype, device=item.device)
+    with torch.no_grad(), in_kernel_invocation_manager(item.fake_mode):
+        made = torch.empty_strided(*layout, dtype=item.dtype, device="meta")
     return _fake_like(item, made)
 
 

@@ -93,10 +93,8 @@ def apply_row_norm(x: torch.Tensor, a: Any, prefix: str = "") -> torch.Tensor:
     if not kind:
         return x
     weight, eps, offset = (getattr(a, f"{prefix}norm_{n}") for n in ("weight", "eps", "offset"))
-    x, bias = (
-        apply_norm(x, weight, eps, kind, offset=offset),
-        getattr(a, f"{prefix}norm_bias", None),
-    )
+    bias = getattr(a, f"{prefix}norm_bias", None)
+    x = apply_norm(x, weight, eps, kind, offset=offset)
     return x if bias is None else x + bias.to(x.dtype)
 
 
