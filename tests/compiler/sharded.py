@@ -256,7 +256,6 @@ WORLDS = {
         "llama by sequence": Case("llama", by_sequence, _DENSE, (8,)),
         "llama in pairs": Case("llama", in_pairs, _DENSE | _SUMMED, (5,), 2),
         "qwen3 by hand": Case("qwen3", by_hand, _DENSE | _SUMMED),
-        "mixtral by plan": Case("mixtral", by_plan, _MIXTURE),
         "mixtral in a grid": Case("mixtral", in_a_grid(2), _MIXTURE, (5,), 2),
         # Groups of the same ranks as the last model's, of other names.
         "qwen3_moe in a grid": Case("qwen3_moe", in_a_grid(2), _MIXTURE, (5,), 2),
@@ -264,7 +263,6 @@ WORLDS = {
         "qwen3_moe by plan": Case("qwen3_moe", by_plan, _MIXTURE),
         "gpt_oss by experts": Case("gpt_oss", by_experts, _MIXTURE, (5,), 1),
         "deepseek_v2 by plan": Case("deepseek_v2", by_plan, _LATENT, (5,), 1),
-        "deepseek_v2 by experts": Case("deepseek_v2", by_experts, _LATENT, (5,), 1),
     },
 }
 

@@ -280,6 +280,13 @@ def test_doctor_says_where_a_version_is_newer_than_any_tried():
     assert doctor._tried("rich", "99.0").state == "ok"
 
 
+@pytest.fixture
+def doctor_compiles_nothing(monkeypatch):
+    """It compiles a kernel for each target, which takes a second each."""
+    monkeypatch.setattr(doctor, "gpu_targets", lambda: ())
+
+
+@pytest.mark.usefixtures("doctor_compiles_nothing")
 def test_doctor_reports_an_unwritable_cache(command, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(tmp_path / "file" / "cache"))
@@ -338,6 +345,7 @@ def test_no_folder_to_compile_in_is_one_line(command, monkeypatch):
     assert done.stdout == ""
 
 
+@pytest.mark.usefixtures("doctor_compiles_nothing")
 def test_doctor_says_what_the_cache_holds_and_why_it_is_not_used(command, tmp_path, monkeypatch):
     root = tmp_path / "cache"
     monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(root))

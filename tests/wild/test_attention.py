@@ -60,7 +60,7 @@ MISSED = {
     "rolled": ("MOVED_CACHE", "positions % window"),
     "replaced_whole": ("SLICE_WRITE", "which dimension holds the slots is not known"),
     "replaced_by_joined": ("SLICE_WRITE", "which dimension holds the slots is not known"),
-    "query_in_float32": ("Q_PATH", "cast it to bfloat16"),
+    "query_in_float32": ("Q_PATH", "query = query.to(torch.bfloat16)"),
     "cross_once": ("Q_PATH", "as in cross-attention"),
     "gate_across_query": ("ESCAPES", "across its parts"),
     "norm_in_place_seen": ("ESCAPES", "also used by"),
