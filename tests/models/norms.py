@@ -1,4 +1,4 @@
-"""Norms of attention heads, as models spell them. Each takes heads [..., H, D]."""
+"""Norms of attention heads [..., H, D], and of rows [..., K], as models spell them."""
 
 from __future__ import annotations
 
@@ -112,3 +112,17 @@ class HeadNorms(nn.Module):
 
     def forward(self, q, k):
         return self.q(q), self.k(k)
+
+
+def hf_row_norm(x, weight, eps=1e-5):
+    """As most of transformers' models norm a row."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * wide.to(x.dtype)
+
+
+def gemma_row_norm(x, weight, eps=1e-5):
+    """As Gemma does: 1 + weight, and one rounding."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (wide * (1.0 + weight.float())).to(x.dtype)

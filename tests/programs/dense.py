@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.models.norms import gemma_row_norm, hf_row_norm
+
 
 @dataclass(frozen=True)
 class DenseAxes:
@@ -32,18 +34,6 @@ class DenseAxes:
     dtype: torch.dtype = torch.bfloat16
 
 
-def hf_norm(x, weight, eps=1e-5):
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * wide.to(x.dtype)
-
-
-def gemma_norm(x, weight):
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
-    return (wide * (1.0 + weight.float())).to(x.dtype)
-
-
 def spelled_layer_norm(x, weight):
     wide = x.float()
     wide = wide - wide.mean(-1, keepdim=True)
@@ -53,8 +43,8 @@ def spelled_layer_norm(x, weight):
 
 NORMS: dict[str, Callable[..., Any]] = {
     "none": lambda x, weight: x,
-    "hf": hf_norm,
-    "gemma": gemma_norm,
+    "hf": hf_row_norm,
+    "gemma": lambda x, weight: gemma_row_norm(x, weight, 1e-6),
     "own": lambda x, weight: F.rms_norm(x, weight.shape, weight, 1e-5),
     "weightless": lambda x, weight: F.rms_norm(x, weight.shape, eps=1e-5),
     "layer": lambda x, weight: F.layer_norm(x, weight.shape, weight),
@@ -106,7 +96,7 @@ HEADS: dict[str, Callable[..., Any]] = {
     "first_then_linear": lambda m, x: F.linear(x[:, -1], m.head),
     "selected": lambda m, x: F.linear(x, m.head).select(1, -1).float(),
     "all": lambda m, x: F.linear(x, m.head),
-    "normed_last": lambda m, x: F.linear(hf_norm(x, m.norms[0]), m.head)[:, 1:],
+    "normed_last": lambda m, x: F.linear(hf_row_norm(x, m.norms[0]), m.head)[:, 1:],
 }
 FORMS = ("separate", "packed", "up_first", "in_turn", "matmul", "rows", "plain", "addmm")
 

@@ -27,15 +27,18 @@ from tests.wild.attention_pieces import (
 # --- rotations ------------------------------------------------------------------------------------
 
 
+def _turned_pairs(t, turns):
+    """[B, S, H, D] as pairs (i, i + half), turned: [B, H, S, D / 2, 2]."""
+    pairs = torch.view_as_complex(torch.stack(torch.chunk(t.transpose(1, 2).float(), 2, -1), -1))
+    return torch.view_as_real(pairs * turns).type_as(t)
+
+
 def complex_pairs(m, x, keys, values, positions):
     """As gemma_pytorch: (i, i + half) as complex numbers, split again by chunk and cat."""
     turns = torch.polar(torch.ones(SEQ, WIDTH // 2), angles(positions))
 
     def turned(t):
-        pairs = torch.view_as_complex(
-            torch.stack(torch.chunk(t.transpose(1, 2).float(), 2, -1), -1)
-        )
-        out = torch.view_as_real(pairs * turns).type_as(t)
+        out = _turned_pairs(t, turns)
         out = torch.cat(torch.chunk(out, 2, dim=-1), dim=-2)
         return out.reshape(out.shape[0], out.shape[1], out.shape[2], -1).transpose(1, 2)
 
@@ -48,10 +51,7 @@ def complex_pairs_turned_back(m, x, keys, values, positions):
     turns = torch.polar(torch.ones(SEQ, WIDTH // 2), angles(positions))
 
     def turned(t):
-        pairs = torch.view_as_complex(
-            torch.stack(torch.chunk(t.transpose(1, 2).float(), 2, -1), -1)
-        )
-        out = torch.view_as_real(pairs * turns).type_as(t)
+        out = _turned_pairs(t, turns)
         out = out.roll(1, dims=-2)
         out = torch.cat(torch.chunk(out, 2, dim=-1), dim=-2)
         return out.reshape(out.shape[0], out.shape[1], -1, WIDTH).transpose(1, 2)

@@ -210,6 +210,7 @@ def test_a_rank_that_ended_before_it_was_watched_is_seen(watching):
         other.wait()
     watching.of(process, True)
     until(lambda: watching.said)
+    assert f"rank 1 (pid {other.pid}) ended, and this rank waits for it" in watching.said[0]
 
 
 def test_descriptors_are_closed_for_programs_that_are_started(watching):

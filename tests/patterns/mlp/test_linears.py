@@ -11,6 +11,8 @@ import torch.nn.functional as F
 
 from tests.agreement import assert_no_worse, cloned, upcast
 from tests.found import matches_of, misses_of
+from tests.models.norms import gemma_row_norm as gemma_norm
+from tests.models.norms import hf_row_norm as hf_norm
 from tilewright.codegen.mlp.plan import MOST_GATED_TOKENS, MOST_TOKENS
 from tilewright.compiler import lower, reports
 
@@ -132,18 +134,6 @@ def test_a_count_of_tokens_that_is_a_symbol():
 
 
 # --- norms ----------------------------------------------------------------------------------------
-
-
-def hf_norm(x, weight):
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
-    return weight * wide.to(x.dtype)
-
-
-def gemma_norm(x, weight):
-    wide = x.float()
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
-    return (wide * (1.0 + weight.float())).to(x.dtype)
 
 
 def own_norm(x, weight):
