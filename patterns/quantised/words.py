@@ -273,6 +273,12 @@ def _run(step: int, length: int, axis: int) -> Atom:
 _BEFORE = {"aten.index": _before_gather, "store": _before_store}
 
 
+# Operations that leave numbers as they are, or move them.
+_UNSCALED = frozenset(
+    ("cast", "bitcast", "store", *(f"aten.{n}" for n in ("cat", "index", "add", "sub")))
+)
+
+
 def holds_codes(value: Value, known: dict[Value, bool]) -> bool:
     """Whether a value is computed from integers or floats of eight bits that the model stores."""
     if value not in known:
@@ -283,6 +289,17 @@ def holds_codes(value: Value, known: dict[Value, bool]) -> bool:
             of = value.operands[:1] if value.op == "aten.index" else value.operands
             known[value] = any(holds_codes(v.value, known) for v in of)
     return known[value]
+
+
+def is_scaled(weight: Value) -> bool:
+    """Whether numbers that codes became are multiplied on their way to `weight`, or changed in a
+    way that is not known."""
+    if not weight.dtype.is_floating_point or is_code(weight.dtype):
+        return False
+    if weight.op not in _UNSCALED:
+        return True
+    known: dict[Value, bool] = {}
+    return any(is_scaled(v.value) for v in weight.operands if holds_codes(v.value, known))
 
 
 def is_code(dtype: torch.dtype) -> bool:

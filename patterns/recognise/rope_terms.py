@@ -14,9 +14,10 @@ import numpy as np
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Value, View
 from tilewright.patterns.effects import Effect, InexpressibleError
-from tilewright.patterns.quantised.words import holds_codes
+from tilewright.patterns.quantised.words import holds_codes, is_scaled
 from tilewright.patterns.recognise.equality import equal_values
 from tilewright.patterns.recognise.gemm import match_gemm
+from tilewright.patterns.recognise.linear import match_columns
 from tilewright.patterns.recognise.norm import is_float_cast, match_norm, strip_casts
 
 _CONJUGATES = {"aten.conj", "aten._conj", "aten.conj_physical", "aten.resolve_conj"}
@@ -127,16 +128,23 @@ def _is_boundary(view: View, walk: _Walk) -> bool:
         projected = [v for v in value.operands if v.value.projected]
         if len(projected) != 1 or len(value.operands) != 2:
             return True
-        return _scales_product(projected[0]) or match_norm(value.whole) is not None
+        return _scales_codes(value, projected[0]) or match_norm(value.whole) is not None
     if value.op == "cast":
         return not is_float_cast(value) or not is_arithmetic(value.operands[0].value)
     return False
 
 
-def _scales_product(view: View) -> bool:
-    """Whether a view is a product of a weight of codes: what it is multiplied by is their scale."""
-    gemm = match_gemm(strip_casts(view)[0].value)
-    return gemm is not None and holds_codes(gemm.weight.value, {})
+def _scales_codes(value: Value, product: View) -> bool:
+    """Whether a product is that of codes with their scale: a number per row of the weight, which
+    nothing has scaled before. A rotation of one token has a number per row too."""
+    gemm = match_gemm(strip_casts(product)[0].value)
+    if gemm is None or gemm.weight_scale is not None:
+        return False
+    weight = gemm.weight.value
+    if not holds_codes(weight, {}) or is_scaled(weight):
+        return False
+    columns = match_columns(value.whole)
+    return columns is not None and columns.linear.scale is not None
 
 
 def _leaf(view: View) -> tuple[Leaf, np.ndarray]:

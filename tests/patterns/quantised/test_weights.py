@@ -109,6 +109,38 @@ def test_one_weight_for_all_three(form, bias):
     assert facts["bias"] == ("yes" if bias else "no")
 
 
+class Rotated(Attention):
+    """The same heads, q and k turned by position right behind the product."""
+
+    def forward(self, x, slots, k_cache, v_cache):
+        q, k, v = (part(x).view(*x.shape[:-1], -1, D) for part in self.parts)
+        angles = slots[:, None] / torch.arange(1, D // 2 + 1)
+        cos, sin = (
+            torch.cat((t, t), -1)[:, None].to(x.dtype) for t in (angles.cos(), angles.sin())
+        )
+        q, k = (
+            t * cos + torch.cat((-t[..., D // 2 :], t[..., : D // 2]), -1) * sin for t in (q, k)
+        )
+        k_cache.view(-1, HK, D)[slots] = k
+        v_cache.view(-1, HK, D)[slots] = v
+        return q * 2
+
+
+@pytest.mark.parametrize(
+    ("form", "tokens"),
+    [
+        (quantized.int8, 1),
+        (quantized.int8_after, 1),
+        (quantized.int8_after, 5),
+        (quantized.fp8_blocks_viewed, 5),
+        pytest.param(quantized.scaled_mm_token, 1, marks=ROW_SCALES),
+    ],
+)
+def test_a_rotation_is_no_scale_of_the_codes(form, tokens):
+    """Those of one token, and a scale of the sums, are both a number per row of the weight."""
+    assert check(Rotated(linear_of(form)), arguments(tokens))["rope"] == "half"
+
+
 STORED_AS = {
     quantized.nibbles_low_first: (torch.uint8, None),
     quantized.awq: (torch.int32, torch.int32),
@@ -333,6 +365,25 @@ def test_activations_scaled_by_block():
     assert fused.kwargs["out_dtype"] == torch.bfloat16
     assert fused.kwargs["x_scale"].meta["example_value"].shape == (5, 2)
     assert fused.args[0].meta["example_value"].dtype == torch.float8_e4m3fn
+
+
+def sums_scaled_besides(layer, x):
+    """The weight is scaled, and its sums by column once more."""
+    return x @ quantized.int8(layer, x.dtype).t() * layer.scale.to(x.dtype)
+
+
+def sums_of_bare_codes(layer, x):
+    return x @ layer.codes.to(x.dtype).t()
+
+
+@pytest.mark.parametrize(
+    ("form", "tokens", "code"),
+    [(sums_scaled_besides, 1, "K_PATH"), (sums_of_bare_codes, 5, "WEIGHT_FORMAT")],
+)
+def test_rotated_sums_with_two_scales_or_none_are_missed(form, tokens, code, monkeypatch):
+    monkeypatch.setitem(STORED, form, STORED[quantized.int8])
+    monkeypatch.setitem(WHOLE, form, form)
+    assert_missed(Rotated(linear_of(form)), arguments(tokens), code)
 
 
 def one_of(forms):
