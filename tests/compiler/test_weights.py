@@ -6,7 +6,6 @@ import json
 import logging
 from dataclasses import dataclass
 
-import jsonschema
 import pytest
 import torch
 import torch.nn.functional as F
@@ -325,6 +324,7 @@ def test_a_growing_cache_of_two_dimensions_is_told():
 def test_the_schema_knows_the_weight():
     from importlib.resources import files
 
+    jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is in the extra 'dev'")
     schema = json.loads(files("tilewright.tools").joinpath("schemas/inspect.json").read_text())
     item = schema["properties"]["misses"]["items"]
     model, args = build("out_of_place")

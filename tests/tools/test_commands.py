@@ -10,7 +10,6 @@ import textwrap
 from importlib.resources import files
 from pathlib import Path
 
-import jsonschema
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -51,6 +50,7 @@ def command(tmp_path, monkeypatch):
 def schema_checked(command: str, text: str) -> dict:
     """The JSON a command printed, held to its published schema."""
     data = json.loads(text)
+    jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is in the extra 'dev'")
     schema = json.loads(files("tilewright.tools").joinpath(f"schemas/{command}.json").read_text())
     jsonschema.validate(data, schema)
     return data

@@ -149,3 +149,45 @@ def test_a_step_aside_would_be_seen(monkeypatch):
     assert sideways(ROOT / "ops" / "grouped" / "cases.py") == taken[:1]
     assert sideways(ROOT / "ops" / "formats" / "fp8.py") == taken[:1]
     assert sideways(ROOT / "ops" / "moe" / "lowering.py") == []
+
+
+# What a machine must have to collect the tests: the package's own needs, and what runs them.
+COLLECTING = {
+    *("torch", "triton", "sympy", "networkx", "numpy", "filelock", "jinja2", "pygments", "rich"),
+    *("typer", "click", "setuptools", "pytest", "hypothesis", "tests", "tilewright"),
+}
+
+
+def imported_on_top(body: list[ast.stmt]) -> Iterator[str]:
+    """Modules that a file's own statements import, not those of its functions."""
+    for node in body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+
+
+def skipped_on_top(body: list[ast.stmt]) -> Iterator[str]:
+    """Modules without which the whole file is skipped."""
+    for node in body:
+        call = node.value if isinstance(node, ast.Expr | ast.Assign) else None
+        if isinstance(call, ast.Call) and ast.unparse(call.func) == "pytest.importorskip":
+            assert isinstance(call.args[0], ast.Constant)
+            yield str(call.args[0].value)
+
+
+def optional_packages(path: Path) -> set[str]:
+    """Packages other than COLLECTING that a file of tests cannot be imported without."""
+    body = ast.parse(path.read_text("utf-8")).body
+    needed, skipped = (
+        {name.partition(".")[0] for name in names}
+        for names in (imported_on_top(body), skipped_on_top(body))
+    )
+    beside = {path.parent.name, *(file.stem for file in path.parent.glob("*.py"))}
+    return needed - skipped - beside - COLLECTING - set(sys.stdlib_module_names)
+
+
+def test_tests_are_collected_without_what_is_optional():
+    files = (ROOT / "tests").rglob("test_*.py")
+    found = {str(path.relative_to(ROOT)): optional_packages(path) for path in files}
+    assert {path: names for path, names in found.items() if names} == {}
