@@ -99,6 +99,8 @@ def audit(kernels: list[Kernel], checks: Checks) -> None:
         limits += f"{found.tmem_columns} of {target.tmem_columns} TMEM columns"
         problems = "; ".join(outcome.problems)
         checks.expect(outcome.good, problems or f"{name}: {limits}, {found.spills} spills")
+        for note in outcome.notes:
+            print(f"       note: {note}")
         print(f"       {emitted_path(outcome.kernel.spec)}")
     mma = target.mma_opcode("bf16")
     tcgen05 = [o for o in outcomes if o.audit is not None and o.audit.count(mma)]

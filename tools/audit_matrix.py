@@ -19,7 +19,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tilewright.codegen.audit import Audit, check
+from tilewright.codegen.audit import Audit, check, notes
 from tilewright.codegen.build import BuildError, compile_for
 from tilewright.codegen.targets import Target, get_target
 from tilewright.tools.audit.cases import AuditCase
@@ -31,13 +31,17 @@ ENVIRONMENTS = Path(".audit")
 
 @dataclass(frozen=True)
 class Outcome:
-    """One kernel with one Triton release; error has the compiler's words where it failed."""
+    """One kernel with one Triton release; error has the compiler's words where it failed.
+
+    problems: the rules it breaks. notes: what else is to know of it.
+    """
 
     case: AuditCase
     release: str
     audit: Audit | None
     problems: tuple[str, ...]
     error: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def good(self) -> bool:
@@ -79,7 +83,8 @@ def audit_one(case: AuditCase, release: str, python: Path, target: Target) -> Ou
         audit = compile_for(case.spec, target, python=str(python)).audit
     except BuildError as error:
         return Outcome(case, release, None, (), str(error))
-    return Outcome(case, release, audit, tuple(check(audit, target, case.expectations)))
+    problems, told = (tuple(of(audit, target, case.expectations)) for of in (check, notes))
+    return Outcome(case, release, audit, problems, notes=told)
 
 
 def run_matrix(
@@ -130,7 +135,7 @@ def _row(outcome: Outcome, target: Target) -> list[str]:
         str(audit.tmem_columns),
         f"{audit.num_warps}{' ws' if audit.warp_specialized else ''}",
         str(audit.bytes_in_flight(target)),
-        "; ".join(outcome.problems) or "ok",
+        "; ".join(outcome.problems) or "; ".join(["ok", *outcome.notes]),
     ]
 
 

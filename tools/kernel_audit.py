@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tilewright.codegen.audit import Audit, Expectations, check
+from tilewright.codegen.audit import Audit, Expectations, check, notes
 from tilewright.codegen.build import BuildError
 from tilewright.codegen.targets import Target, get_target
 from tilewright.compiler import Kernel
@@ -28,13 +28,15 @@ class KernelAudit:
     """One kernel after the compiler.
 
     audit: None where it did not compile; error then has the compiler's last words. problems: the
-    rules that the machine code breaks, as `rule: sentence`.
+    rules that the machine code breaks, as `rule: sentence`. notes: what else is to know of it, in
+    the same form.
     """
 
     kernel: Kernel
     audit: Audit | None
     problems: tuple[str, ...]
     error: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def good(self) -> bool:
@@ -45,7 +47,8 @@ class KernelAudit:
         facts = None
         if self.audit is not None:
             facts = asdict(self.audit) | {"mma": self.audit.mma, "spills": self.audit.spills}
-        return {"audit": facts, "problems": list(self.problems), "error": self.error or None}
+        told = {"problems": list(self.problems), "notes": list(self.notes)}
+        return {"audit": facts, **told, "error": self.error or None}
 
 
 def audit_kernels(
@@ -78,7 +81,9 @@ def _audit(kernel: Kernel, target: Target) -> KernelAudit:
         audit = kernel.build(target.name).audit
     except BuildError as error:
         return KernelAudit(kernel, None, (), str(error))
-    return KernelAudit(kernel, audit, tuple(check(audit, target, expectations(kernel, target))))
+    expected = expectations(kernel, target)
+    problems, told = (tuple(of(audit, target, expected)) for of in (check, notes))
+    return KernelAudit(kernel, audit, problems, notes=told)
 
 
 def expectations(kernel: Kernel, target: Target) -> Expectations:

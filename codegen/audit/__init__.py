@@ -20,6 +20,8 @@ from tilewright.codegen.dead_barriers import count_dead_barriers
 from tilewright.codegen.targets import Target
 
 SPILL_OPCODES = frozenset({"LDL", "STL"})
+# Bytes of spilled registers per thread that are a note where no loop repeats their accesses.
+FEW_SPILLED_BYTES = 16
 # A real kernel has more registers: the whole body was replaced by a trap.
 TRAP_REGISTERS = 16
 
@@ -46,6 +48,7 @@ class Audit:
         global_scratch_bytes: per block, for descriptors made on the device.
         opcodes: how often each SASS opcode (without modifiers) occurs in the kernel.
         main_loop: the same for the innermost loop with tensor-core arithmetic.
+        looped_spills: loads and stores of spilled registers that a loop, of any kind, repeats.
         mma_kinds: PTX spellings of the tcgen05 instructions.
         staged_bytes: shared memory of multi-stage load buffers, what a block has in flight.
         dead_barriers: barriers that nothing waits for, in memory that is used for data as well.
@@ -66,6 +69,7 @@ class Audit:
     global_scratch_bytes: int
     opcodes: dict[str, int]
     main_loop: dict[str, int]
+    looped_spills: int
     mma_kinds: tuple[str, ...]
     staged_bytes: int
     dead_barriers: int
@@ -82,7 +86,7 @@ class Audit:
     @property
     def spills(self) -> int:
         """Loads and stores of spilled registers."""
-        return sum(self.count(name) for name in SPILL_OPCODES)
+        return _spills_among(self.opcodes)
 
     def blocks_per_sm(self, target: Target) -> int:
         """Blocks that fit an SM at once, by registers, shared memory, TMEM and threads."""
@@ -146,10 +150,10 @@ def read_audit(
     if usage is None or target is None:
         raise ValueError("resource usage and target are missing from the compiler's outputs")
     version = _PTXAS.search(cubin)
-    opcodes, main_loop = count_opcodes(section(sass, str(metadata["name"])))
+    counts = count_opcodes(section(sass, str(metadata["name"])))
     threads = re.search(r"^\.reqntid\s+(\d+)", ptx, re.MULTILINE)
     registers, stack = map(int, usage.groups())
-    instructions = sum(opcodes.values()) - opcodes["NOP"]
+    instructions = counts.whole.total() - counts.whole["NOP"]
     return Audit(
         kernel=str(metadata["name"]),
         sm_target=target.group(1),
@@ -163,13 +167,18 @@ def read_audit(
         num_warps=int(threads.group(1)) // 32 if threads else int(metadata["num_warps"]),
         warp_specialized="ttg.warp_specialize(" in ttgir,
         global_scratch_bytes=int(metadata["global_scratch_size"] or 0),
-        opcodes=dict(sorted(opcodes.items())),
-        main_loop=dict(sorted(main_loop.items())),
+        opcodes=dict(sorted(counts.whole.items())),
+        main_loop=dict(sorted(counts.main_loop.items())),
+        looped_spills=_spills_among(counts.in_loops),
         mma_kinds=tuple(sorted(set(re.findall(r"tcgen05\.mma[\w.:]*", ptx)))),
         staged_bytes=staged_bytes(ttgir),
         dead_barriers=count_dead_barriers(ttgir),
         is_trap=registers <= TRAP_REGISTERS and instructions < 32,
     )
+
+
+def _spills_among(opcodes: Mapping[str, int]) -> int:
+    return sum(opcodes.get(name, 0) for name in SPILL_OPCODES)
 
 
 def staged_bytes(ttgir: str) -> int:
@@ -265,7 +274,28 @@ def _accumulator(audit: Audit, target: Target, expected: Expectations) -> str | 
 def _spills(audit: Audit, target: Target, expected: Expectations) -> str | None:
     if not audit.main_loop:
         return _limit(audit.spills, "", 0)
-    return _limit(sum(audit.main_loop.get(k, 0) for k in SPILL_OPCODES), "in the main loop", 0)
+    return _limit(_spills_among(audit.main_loop), "in the main loop", 0)
+
+
+def _stack(audit: Audit, target: Target, expected: Expectations) -> str | None:
+    if _spills_once(audit):
+        return None
+    return _limit(audit.stack_bytes, "bytes", expected.stack_bytes)
+
+
+def _spills_once(audit: Audit) -> bool:
+    """Whether all that is on the stack is a few registers, spilled around the main loop.
+
+    Each is stored once and loaded once for a thread, which costs less than one step of the loop.
+    """
+    few = audit.stack_bytes <= FEW_SPILLED_BYTES
+    return bool(few and audit.main_loop and audit.spills and not audit.looped_spills)
+
+
+def _stack_note(audit: Audit, target: Target, expected: Expectations) -> str | None:
+    told = audit.stack_bytes > expected.stack_bytes and _spills_once(audit)
+    problem = f"{audit.stack_bytes} bytes of registers are spilled, outside of every loop"
+    return _unless(not told, f"{problem} ({audit.spills} loads and stores)")
 
 
 def _in_flight(audit: Audit, target: Target, expected: Expectations) -> str | None:
@@ -288,7 +318,7 @@ RULES: Mapping[str, Callable[[Audit, Target, Expectations], str | None]] = {
     "no legacy tensor core": _no_legacy_mma,
     "block scales": _block_scaled,
     "accumulator": _accumulator,
-    "stack": lambda a, t, e: _limit(a.stack_bytes, "bytes", e.stack_bytes),
+    "stack": _stack,
     "spills": _spills,
     "registers": lambda a, t, e: _limit(a.registers, "", t.max_registers),
     "shared": lambda a, t, e: _limit(a.shared_bytes, "bytes", t.max_shared_bytes),
@@ -308,8 +338,26 @@ RULES: Mapping[str, Callable[[Audit, Target, Expectations], str | None]] = {
 }
 
 
+#: Name to what gives a sentence where there is something to know that breaks no rule, else None.
+NOTES: Mapping[str, Callable[[Audit, Target, Expectations], str | None]] = {"stack": _stack_note}
+
+
 def check(audit: Audit, target: Target, expectations: Expectations | None = None) -> list[str]:
-    """The rules that a kernel breaks, as `rule: sentence`; empty where it keeps every rule."""
+    """Lists the rules that a kernel breaks, as `rule: sentence`; empty where it keeps all."""
+    return _told(RULES, audit, target, expectations)
+
+
+def notes(audit: Audit, target: Target, expectations: Expectations | None = None) -> list[str]:
+    """Lists what else is to know of a kernel, as `rule: sentence`; no note breaks a rule."""
+    return _told(NOTES, audit, target, expectations)
+
+
+def _told(
+    rules: Mapping[str, Callable[[Audit, Target, Expectations], str | None]],
+    audit: Audit,
+    target: Target,
+    expectations: Expectations | None,
+) -> list[str]:
     expected = expectations or Expectations()
-    found = ((name, problem(audit, target, expected)) for name, problem in RULES.items())
-    return [f"{name}: {problem}" for name, problem in found if problem]
+    found = ((name, rule(audit, target, expected)) for name, rule in rules.items())
+    return [f"{name}: {sentence}" for name, sentence in found if sentence]

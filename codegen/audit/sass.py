@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 # Opcodes of tensor-core arithmetic, all generations.
@@ -17,6 +18,20 @@ _LABEL = re.compile(r"^(\.L_x_\d+):")
 _BRANCH_TARGET = re.compile(r"`\((\.L_x_\d+)\)")
 # Where control does not go on to the next instruction, if nothing guards them.
 _ENDS = frozenset({"EXIT", "RET", "BRA", "BRX", "BRXU", "JMP"})
+
+
+@dataclass(frozen=True)
+class OpcodeCounts:
+    """How often each opcode stands in a kernel, without modifiers.
+
+    Attributes:
+        whole: in all of the kernel. main_loop: in the shortest loop that holds tensor-core
+            arithmetic; empty where none does. in_loops: in blocks that any loop repeats.
+    """
+
+    whole: Counter[str]
+    main_loop: Counter[str]
+    in_loops: Counter[str]
 
 
 @dataclass
@@ -37,22 +52,27 @@ def section(sass: str, kernel: str) -> str:
     return sass[start : stop if stop >= 0 else len(sass)]
 
 
-def count_opcodes(sass: str) -> tuple[Counter[str], Counter[str]]:
-    """(opcodes of the kernel, opcodes of its main loop), without modifiers.
+def count_opcodes(sass: str) -> OpcodeCounts:
+    """Counts the opcodes of a kernel, of its main loop and of all its loops.
 
-    The main loop is the shortest loop that holds tensor-core arithmetic. A jump backwards alone is
-    none: compilers put the waiting for a barrier behind the kernel, and it jumps back into the
-    middle of what waits. Nor is what repeats an instruction for every value that the lanes of a
-    warp hold (`.ANY`).
+    A jump backwards alone is no loop: compilers put the waiting for a barrier behind the kernel,
+    and it jumps back into the middle of what waits. Nor is what repeats an instruction for every
+    value that the lanes of a warp hold (`.ANY`).
     """
     blocks, places = _blocks(sass)
-    opcodes = Counter(opcode for block in blocks for opcode in block.opcodes)
     before = _predecessors(blocks, places)
     heads = [places.get(block.target, len(blocks)) for block in blocks]
     bodies = [_loop(before, head, end) for end, head in enumerate(heads) if head <= end]
-    counts = [Counter(op for i in body for op in blocks[i].opcodes) for body in bodies]
-    holding = [count for count in counts if MMA_OPCODES & set(count)]
-    return opcodes, min(holding, key=lambda count: count.total(), default=Counter())
+
+    def counted(numbers: Iterable[int]) -> Counter[str]:
+        return Counter(opcode for number in numbers for opcode in blocks[number].opcodes)
+
+    holding = [count for count in map(counted, bodies) if MMA_OPCODES & set(count)]
+    return OpcodeCounts(
+        whole=counted(range(len(blocks))),
+        main_loop=min(holding, key=lambda count: count.total(), default=Counter()),
+        in_loops=counted(frozenset[int]().union(*bodies)),
+    )
 
 
 def _blocks(sass: str) -> tuple[list[_Block], dict[str, int]]:

@@ -13,7 +13,7 @@ from tilewright.codegen.audit import Audit
 from tilewright.codegen.build import BuildError
 from tilewright.codegen.targets import SM90, SM100
 from tilewright.tools.kernel_audit import audit_kernels, expectations
-from tilewright.tools.report.text_report import kernel_table, render
+from tilewright.tools.report.text_report import kernel_table, render, render_kernels
 
 FACTS = {
     "kernel": "k",
@@ -30,6 +30,7 @@ FACTS = {
     "global_scratch_bytes": 0,
     "opcodes": {"UTCHMMA": 4, "LDTM": 1},
     "main_loop": {"UTCHMMA": 4},
+    "looped_spills": 0,
     "mma_kinds": ("kind::f16",),
     "staged_bytes": 1024,
     "dead_barriers": 0,
@@ -84,7 +85,12 @@ def test_outcomes_keep_the_order_and_name_every_broken_rule():
 
 def test_a_kernel_that_does_not_compile_is_an_outcome():
     (outcome,) = audit_kernels([BROKEN], "sm100")
-    assert outcome.as_dict() == {"audit": None, "problems": [], "error": BROKEN.error}
+    assert outcome.as_dict() == {
+        "audit": None,
+        "problems": [],
+        "notes": [],
+        "error": BROKEN.error,
+    }
 
 
 def test_json_of_an_outcome_has_the_facts():
@@ -148,6 +154,16 @@ def test_the_table_shows_limits_and_what_does_not_compile():
     good = next(line for line in text.splitlines() if line.startswith("good"))
     assert good.split() == ["good", "UTCHMMA", "x4", "90", "0", "0", "1024", "64", "4", "kept"]
     assert "does not compile" in next(x for x in text.splitlines() if x.startswith("broken"))
+
+
+def test_a_note_stands_in_the_table_under_it_and_in_the_json():
+    spills = (("stack_bytes", 8), ("opcodes", {"UTCHMMA": 4, "STL": 2, "LDL": 2}))
+    (outcome,) = audit_kernels([FakeKernel("noted", spills)], "sm100")
+    assert outcome.good
+    assert outcome.as_dict()["notes"] == list(outcome.notes)
+    row, note = printed(render_kernels([outcome], "sm100")).splitlines()[2:4]
+    assert row.split()[-1] == "note"
+    assert note.strip().startswith("noted: note: stack: 8 bytes of registers are spilled")
 
 
 def test_problems_stand_under_the_table():

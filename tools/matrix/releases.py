@@ -28,8 +28,7 @@ ROWS = (
     Row("python-3.12", "3.12", "2.15.0", "3.9.0", "5.23.0"),
     Row("torch-2.14", "3.11", "2.14.1", "3.8.0", "5.23.0",
         "the ptxas of Triton 3.8.0 spills two registers of the QKV kernel of one token on SM100, "
-        "around its main loop, which the demo's audit calls broken; those of the other releases "
-        "spill none"),
+        "around its main loop, a note of the audit; those of the other releases spill none"),
     Row("pinned", "3.11", "2.13.0", "3.7.1", "5.23.0", "what `make test` runs in"),
     Row("transformers-5.0", "3.11", "2.13.0", "3.7.1", "5.0.0",
         "the DeepSeek models of then: they cache expanded keys"),

@@ -141,8 +141,8 @@ def graph_text(lowered: Lowered, *, before: bool, after: bool) -> str:
 
 
 def render_kernels(audits: Sequence[KernelAudit], target: str) -> Group:
-    """The kernels of a report: facts of their machine code, and the rules they break."""
-    return Group(kernel_table(audits, get_target(target)), *_kernel_errors(audits))
+    """Renders the kernels of a report: facts of their machine code, rules they break, and notes."""
+    return Group(kernel_table(audits, get_target(target)), *_kernel_remarks(audits))
 
 
 _COLUMNS = ("kernel", "tensor core", "regs", "spills", "stack", "shared", "TMEM", "warps", "rules")
@@ -174,12 +174,19 @@ def _row(outcome: KernelAudit) -> list[Text]:
     mma = " ".join(f"{opcode} x{n}" for opcode, n in audit.mma.items()) or "none"
     numbers = [audit.registers, audit.spills, audit.stack_bytes, audit.shared_bytes]
     numbers += [audit.tmem_columns, audit.num_warps]
-    verdict = Text(f"{len(outcome.problems)} broken", style="red") if outcome.problems else None
-    return [name, Text(mma), *(Text(str(n)) for n in numbers), verdict or Text("kept", "green")]
+    return [name, Text(mma), *(Text(str(n)) for n in numbers), _verdict(outcome)]
 
 
-def _kernel_errors(audits: Sequence[KernelAudit]) -> Iterator[RenderableType]:
+def _verdict(outcome: KernelAudit) -> Text:
+    if outcome.problems:
+        return Text(f"{len(outcome.problems)} broken", style="red")
+    return Text("note" if outcome.notes else "kept", "green")
+
+
+def _kernel_remarks(audits: Sequence[KernelAudit]) -> Iterator[RenderableType]:
     for outcome in audits:
         last = outcome.error.strip().splitlines()[-1:] if outcome.error else []
         for line in (*outcome.problems, *last):
             yield Text(f"  {outcome.kernel.spec.name}: {line}", style="red")
+        for line in outcome.notes:
+            yield Text(f"  {outcome.kernel.spec.name}: note: {line}", style="dim")

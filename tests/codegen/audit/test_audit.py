@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from tilewright.codegen.audit import Audit, Expectations, check, staged_bytes
+from tilewright.codegen.audit import Audit, Expectations, check, notes, staged_bytes
 from tilewright.codegen.targets import SM100
 
 GOOD = Audit(
@@ -22,6 +22,7 @@ GOOD = Audit(
     global_scratch_bytes=256,
     opcodes={"UTCHMMA": 8, "UTMALDG": 4, "UTMASTG": 2, "LDTM": 4, "BRA": 10},
     main_loop={"UTCHMMA": 8, "UTMALDG": 4, "BRA": 1},
+    looped_spills=0,
     mma_kinds=("tcgen05.mma.cta_group::1.kind::f16",),
     staged_bytes=98_304,
     dead_barriers=0,
@@ -63,6 +64,34 @@ def test_a_good_kernel_has_no_problems():
 def test_each_rule_is_reached(change, problem):
     found = check(dataclasses.replace(GOOD, **change), SM100, CLAIMS)
     assert any(line.startswith(problem) for line in found), found
+
+
+SPILLED = dataclasses.replace(GOOD, stack_bytes=8, opcodes={**GOOD.opcodes, "STL": 2, "LDL": 2})
+
+
+def test_a_few_registers_spilled_outside_of_loops_are_a_note():
+    assert check(SPILLED, SM100, CLAIMS) == []
+    (note,) = notes(SPILLED, SM100, CLAIMS)
+    assert note.startswith("stack: 8 bytes of registers are spilled, outside of every loop (4 ")
+    assert notes(GOOD, SM100, CLAIMS) == []
+    allowed = dataclasses.replace(CLAIMS, stack_bytes=8)
+    assert check(SPILLED, SM100, allowed) == notes(SPILLED, SM100, allowed) == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"looped_spills": 1},
+        {"stack_bytes": 20},
+        {"opcodes": GOOD.opcodes},  # the stack holds something else
+        {"main_loop": {}},
+    ],
+    ids=("in a loop", "many", "no spills", "no main loop"),
+)
+def test_what_else_is_on_the_stack_breaks_the_rule(change):
+    changed = dataclasses.replace(SPILLED, **change)
+    assert any(line.startswith("stack: ") for line in check(changed, SM100, CLAIMS))
+    assert notes(changed, SM100, CLAIMS) == []
 
 
 def test_claims_not_made_are_not_held_against_a_kernel():
