@@ -1,6 +1,6 @@
 """What is fused of every causal language model of the installed transformers, unmodified.
 
-    python benchmarks/coverage.py [--models llama mixtral] [--jobs 2] [--limit 240] [--out DIR]
+    python benchmarks/coverage.py [--models llama mixtral] [--part 1/4] [--jobs 2] [--limit 240]
 
 Small models with random weights in bfloat16 (`coverage_models.py`), two sequences, one padded. Each
 is called as `generate()` calls it: the inputs are those of its own `prepare_inputs_for_generation`,
@@ -8,13 +8,15 @@ with a `StaticCache` where the class works with one (prefill and decode are comp
 cache it makes itself (decode alone). Every graph runs three times on copies of its inputs: eager,
 compiled by tilewright, and in float64, which judges the other two. Each model is a process with a
 time limit. Needs no GPU: fused ops compute by their references. Results go to
-benchmarks/results/coverage.json, and as a table to docs/coverage.md; rows of models that are not
-asked for stay.
+benchmarks/results/coverage.json, row by row: runs for different models, or parts of all of them,
+may go side by side, and rows of models that are not asked for stay. docs/coverage.md is made of
+the whole file.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import inspect
 import json
 import logging
@@ -33,12 +35,14 @@ import coverage_table
 import torch
 import transformers
 from coverage_models import NotSwept, small_model
-from timing import RESULTS, environment
+from coverage_table import KEPT, MADE
+from timing import environment
 from transformers import StaticCache
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tilewright.compiler import reports, tilewright
 from tilewright.compiler.verify.sites import compared
+from tilewright.tools.files import write_whole
 
 CACHE_LENGTH, PROMPT, SEEDS = 32, 7, 3
 MEMORY = 10 << 30
@@ -285,29 +289,47 @@ def finished(names: Sequence[str], jobs: int, limit: int) -> Iterator[dict[str, 
             yield json.loads(file.read_text()) if file.exists() else {"model": name, "failed": died}
 
 
+def part_of(names: Sequence[str], part: str) -> list[str]:
+    """The names of part "i/n", i from 1 on: every n-th one, as neighbours take as long."""
+    which, count = map(int, part.split("/"))
+    return list(names)[which - 1 :: count]
+
+
+def keep(file: Path, row: dict[str, Any]) -> None:
+    """Puts a row into the file of results, which other runs may do at the same time."""
+    facts = environment() | {"transformers": transformers.__version__}
+    facts["command"] = "python benchmarks/coverage.py"
+    folder = os.open(file.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        known = json.loads(file.read_text("utf-8")) if file.exists() else {"rows": []}
+        before = known | {"rows": []}
+        rows = {r["model"]: r | {n: r.get(n, before[n]) for n in MADE} for r in known["rows"]}
+        rows[row["model"]] = row | {name: facts[name] for name in MADE}
+        ordered = [rows[name] for name in sorted(rows)]
+        write_whole(file, json.dumps(known | facts | {"rows": ordered}, indent=1) + "\n")
+    finally:
+        os.close(folder)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", default=list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
-    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--part", default="1/1", help="i/n: of the models, every n-th from i on")
+    parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--limit", type=int, default=120, help="CPU seconds for a model")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
-    parser.add_argument("--doc", type=Path, default=coverage_table.DOC, help="the table")
+    parser.add_argument("--out", type=Path, help="another folder for results; no page is made")
     given = parser.parse_args()
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     warm_up()
-    file = given.out / "coverage.json"
-    kept = json.loads(file.read_text())["rows"] if file.exists() else []
-    rows = {row["model"]: row for row in kept}
-    facts = environment() | {"transformers": transformers.__version__}
-    facts["command"] = "python benchmarks/coverage.py"
-    for row in finished(given.models, given.jobs, given.limit):
-        rows[row["model"]] = row
+    file = KEPT if given.out is None else given.out / KEPT.name
+    for row in finished(part_of(given.models, given.part), given.jobs, given.limit):
         print(line(row), flush=True)
-        ordered = [rows[name] for name in sorted(rows)]
-        file.write_text(json.dumps(facts | {"rows": ordered}, indent=1) + "\n")
-        coverage_table.write(facts, ordered, given.doc)
+        keep(file, row)
+        if given.out is None:
+            coverage_table.main()
 
 
 def line(row: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import inspect
+import json
 import re
 import sys
 import textwrap
@@ -108,6 +109,17 @@ def test_the_tables_are_those_of_the_results():
     assert tables.with_table(readme) == readme, again
 
 
+def test_the_page_of_coverage_shows_every_kept_row():
+    """A run for a few models writes the page anew, from what is kept of all of them."""
+    table = _script("coverage_table", "benchmarks")
+    kept = json.loads(table.KEPT.read_text("utf-8"))
+    text = table.DOC.read_text("utf-8")
+    assert text == table.page(kept), "run python benchmarks/coverage_table.py"
+    assert len(kept["rows"]) > 180
+    run = [row["model"] for row in kept["rows"] if "decode" in row]
+    assert [name for name in run if f"\n| {name} |" not in text] == []
+
+
 def test_the_readme_stays_short_and_has_no_other_figures_than_the_generated_ones():
     readme = (ROOT / "README.md").read_text("utf-8")
     assert len(readme.splitlines()) <= 200
@@ -136,9 +148,9 @@ def test_the_examples_of_documents_run(document, shown, capsys, monkeypatch):
     assert all(part in said for part in shown)
 
 
-def _script(name):
-    """A module of docs/, which is no package."""
-    path = ROOT / "docs" / f"{name}.py"
+def _script(name, folder="docs"):
+    """A module of a folder that is no package."""
+    path = ROOT / folder / f"{name}.py"
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(path.parent))
