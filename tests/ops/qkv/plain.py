@@ -24,10 +24,15 @@ class Outcome:
     twice: bool = False
 
 
-def outcome(a):
-    """What `fused_qkv_paged` or `paged_kv_store` does with these arguments."""
+def outcome(a, rounds_x=False):
+    """What `fused_qkv_paged` or `paged_kv_store` does with these arguments.
+
+    rounds_x: a normed x is rounded to its dtype before the product, as kernels do.
+    """
     if hasattr(a, "x"):
         x = activations(a)
+        if rounds_x and (a.input_rms_norm or a.input_layer_norm):
+            x = x.to(a.x.dtype).double()
         q, k = (projected(a, x, letter) for letter in "qk")
         v = None if a.v_weight is None else projected(a, x, "v")
         if v is not None and a.v_norm:
@@ -229,8 +234,7 @@ def store(a, result, name, window, values, scale, repeat, places):
             cache[place][head], touched[place][head] = value, True
 
 
-#: A library GEMM rounds before the epilogue, as the graph it replaces does; a kernel that norms x
-#: rounds that before the product.
+#: A library GEMM rounds before the epilogue, as the graph it replaces does.
 LIBRARY = {
     torch.bfloat16: Tolerance(relative=2.0**-7, of_rms=2.0**-6),
     torch.float16: Tolerance(relative=2.0**-10, of_rms=2.0**-9),
