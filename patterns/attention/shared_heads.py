@@ -19,9 +19,11 @@ def group_of(*tensors: View) -> int:
 
 
 def _repeats(view: View) -> int:
+    """How often each head stands there; a number that is not known counts as one."""
     heads = view.effect.dims[2]
     last = heads[-1] if heads else None
-    return last.length if last is not None and last.axis is None else 1
+    known = last is not None and last.axis is None and isinstance(last.length, int)
+    return last.length if last is not None and known else 1
 
 
 def once(view: View, group: int) -> View:

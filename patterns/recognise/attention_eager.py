@@ -82,7 +82,7 @@ def logits_of(softmax: Value, heads_of: HeadsOf | None = None) -> Logits | None:
         whole = _peel(found, softmax.args[0])
     except effects.InexpressibleError:
         return None
-    if not whole or not found.terms:
+    if not whole or not found.terms or not _keeps_sinks_by_head(found):
         return None
     found.scale *= found.softcap or 1.0
     return found
@@ -204,18 +204,31 @@ def _shifted(found: Logits, value: Value) -> View | None:
 
 
 def _without_sinks(found: Logits, view: View) -> View | None:
-    """cat(x [B, H, S, K], sinks of the heads [B, H, S, 1])."""
+    """cat(x, sinks) of x [..., K] and sinks [..., 1]; the product tells which are heads."""
     parts, axis = view.value.args
     if not view.is_whole or len(parts) != 2 or not _is_bare(found) or found.sinks is not None:
         return None
     x, sinks = parts
-    if axis != len(view.shape) - 1 or sinks.shape[axis] != 1 or len(view.shape) != 4:
+    if axis != len(view.shape) - 1 or sinks.shape[axis] != 1:
         return None
-    batch, heads, queries, _ = sinks.effect.dims
-    if any(atom.axis is not None for dim in (batch, queries) for atom in dim):
-        return None
-    found.sinks = sinks.with_dims(heads)
+    found.sinks = sinks
     return x
+
+
+def _keeps_sinks_by_head(found: Logits) -> bool:
+    """Makes [H] of the sinks, if there are any; False where one sequence or query has others."""
+    if found.sinks is None:
+        return True
+    batch, heads, queries, _ = found.roles
+    if any(_varies(found.sinks, at) for at in (*batch, *queries)):
+        return False
+    dims = found.sinks.effect.dims
+    found.sinks = found.sinks.with_dims(effects.coalesce(a for at in heads for a in dims[at]))
+    return True
+
+
+def _varies(view: View | None, dim: int) -> bool:
+    return view is not None and any(atom.axis is not None for atom in view.effect.dims[dim])
 
 
 def _is_bare(found: Logits) -> bool:
@@ -305,7 +318,7 @@ def _term(found: Logits, view: View, product: NamedProduct) -> bool:
     q_names, k_names = q.names, k.names
     if keys in q_names or keys not in k_names:
         return False
-    order = found.roles or _roles_in(dims, q, k_names, found.heads_of)
+    order = found.roles or _roles_in(dims, q, k_names, found)
     if not order:
         return False
     batch, heads, queries, last = (tuple(n for at in role if (n := dims[at])) for role in order)
@@ -331,14 +344,17 @@ def _term(found: Logits, view: View, product: NamedProduct) -> bool:
 
 
 def _roles_in(
-    dims: Sequence[str | None], q: Side, k_names: Sequence[str], heads_of: HeadsOf | None
+    dims: Sequence[str | None], q: Side, k_names: Sequence[str], found: Logits
 ) -> tuple[tuple[int, ...], ...]:
     """Which of the softmax's dimensions are B, H, S and K, by a product with keys for each head or
-    each group of heads, or, where heads_of says which are the heads, for all of them."""
+    each group of heads, or, where heads_of says which are the heads, for all of them.
+
+    A first dimension is that of sequences, unless sinks vary along it: those are the heads'.
+    """
     of_q = [n for n in dims[:-1] if n is not None and n in q.names]
     own = [n for n in of_q if n not in k_names]
-    if heads_of is not None:
-        heads = heads_of(q)
+    if found.heads_of is not None:
+        heads = found.heads_of(q)
         if heads not in of_q:
             return ()
         others = [n for n in of_q if n != heads]
@@ -347,7 +363,7 @@ def _roles_in(
         lead = [n for n in of_q if n not in own[-1:]]
         if not own or not lead or not set(lead) & set(k_names):
             return ()
-        first = len(lead) > 1
+        first = len(lead) > 1 and not _varies(found.sinks, dims.index(lead[0]))
         wanted = (lead[:first], lead[first:], own[-1:])
     return (*(tuple(dims.index(n) for n in names) for names in wanted), (len(dims) - 1,))
 

@@ -137,6 +137,25 @@ def with_sinks(q, k, v, mask, _, __, sinks):
     return joined.softmax(-1)[..., :-1] @ repeat_kv(v)
 
 
+def with_sinks_of_groups(q, k, v, mask, _, __, sinks):
+    """Heads in two dimensions, by the head of keys that they share; without sequences (gpt-oss)."""
+    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
+    q = q.unflatten(1, (-1, GROUP))
+    k, v = (x[:, :, None].expand(-1, -1, GROUP, -1) for x in (k, v))
+    extra = sinks.reshape(KV_HEADS, GROUP, 1, 1).expand(-1, -1, q.shape[0], -1)
+    logits = torch.einsum("qhmd,khmd->hmqk", q, k)
+    logits *= 0.3
+    logits += torch.where(mask, 0.0, HIDDEN).to(q.dtype)[0]
+    weights = torch.softmax(torch.cat([logits, extra], dim=-1), dim=-1)[..., :-1]
+    return torch.einsum("hmqk,khmd->qhmd", weights, v).reshape(q.shape[0], -1)
+
+
+def with_sinks_of_one_sequence(q, k, v, mask, _, __, sinks):
+    logits = (q[0] @ repeat_kv(k)[0].mT * 0.3).masked_fill(~mask[0], HIDDEN)
+    extra = sinks[:, None, None].expand(-1, q.shape[2], -1)
+    return torch.cat([logits, extra], -1).softmax(-1)[..., :-1] @ repeat_kv(v)[0]
+
+
 # What follows has logits without a scale of their own.
 
 
@@ -224,7 +243,8 @@ def groups_beside_queries(q, k, v, mask, *_):
 
 SPELLINGS = (
     by_hand, shared, interleaved, numbers_added, masked_fill, hidden_filled, biased_and_hidden,
-    einsum, one_sequence, capped, capped_by_products, with_sinks, divided, scaled_before,
+    einsum, one_sequence, capped, capped_by_products, with_sinks, with_sinks_of_groups,
+    with_sinks_of_one_sequence, divided, scaled_before,
     single_precision, in_place, where, where_hidden, baddbmm, baddbmm_of_nothing, baddbmm_to_zeros,
     einsum_by_token, einsum_by_group, matmul_by_group, groups_beside_queries,
 )  # fmt: skip
@@ -236,7 +256,7 @@ def test_spellings(attend):
     assert site.shapes["heads"] == f"{HEADS}/{KV_HEADS}x{WIDTH}"
     assert site.shapes["mask"] == "tensor"
     assert site.shapes.get("softcap", 0) == (2.0 if "capped" in attend.__name__ else 0)
-    assert ("sinks" in site.shapes) == (attend is with_sinks)
+    assert ("sinks" in site.shapes) == attend.__name__.startswith("with_sinks")
 
 
 def test_one_head_of_keys_serves_all():
@@ -252,6 +272,21 @@ def test_counts_that_are_symbols(attend):
     report = run(attend, inputs(), symbols=[(0, 2), (1, 2), (2, 2), (3, 2), (3, 3)])
     shapes = site_of(report).shapes
     assert (shapes["queries"], shapes["keys"]) == ("T", "T")
+
+
+def test_groups_of_symbolic_size_are_no_error():
+    report = run(matmul_by_group, inputs(), symbols=[(0, 1), (1, 1), (2, 1)])
+    assert not [m for m in report.misses if m.code == "INTERNAL"]
+
+
+def test_sinks_of_each_query_are_none_of_the_ops():
+    def attend(q, k, v, mask, _, __, sinks):
+        logits = logits_of(q, k).masked_fill(~mask, HIDDEN)
+        extra = sinks.reshape(1, -1, 1, 1) * torch.arange(q.shape[2]).view(-1, 1)
+        joined = torch.cat([logits, extra.to(q.dtype).expand(BATCH, -1, -1, -1)], dim=-1)
+        return joined.softmax(-1)[..., :-1] @ repeat_kv(v)
+
+    assert matches_of(run(attend, inputs()), "attention") == []
 
 
 # --- masks ----------------------------------------------------------------------------------------
