@@ -104,7 +104,7 @@ def _arguments(attention: Attention, flow: Dataflow) -> dict[str, Any]:
     for view, who in ((keys["k"], "key"), (keys["v"], "value")):
         if heads_repeat(view):
             refuse(
-                f"the {who} heads that repeat do not lie side by side",
+                f"the {who} heads that repeat do not lie side by side, a known number of each",
                 attention.end,
                 hint="query heads that share a key head follow each other: repeat_interleave, or "
                 "enable_gqa",
