@@ -17,6 +17,7 @@ from torch import fx
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Dataflow, Value, View, scope_of, source_of
 from tilewright.patterns.effects import Effect
+from tilewright.patterns.hints import hint_for
 
 
 class Stage(IntEnum):
@@ -48,7 +49,8 @@ class Miss:
     """Why an anchor did not become a match.
 
     code: a stable identifier, see :data:`CODES`. message: expected and found, in the user's terms.
-    nodes: the culprits in the graph. hint: what the user can do. count: anchors it stands for.
+    nodes: the culprits in the graph. hint: what the user can do, the code's own
+    (`patterns/hints.py`) where none is given. count: anchors it stands for.
     weight: `lost` or `advice`; None for the code's own, see :data:`WEIGHTS`. `strict` raises, and
     warnings count, for `lost` alone.
     """
@@ -67,6 +69,8 @@ class Miss:
             object.__setattr__(self, "weight", WEIGHTS.get(self.code, "lost"))
         elif self.weight not in get_args(Weight):
             raise ValueError(f"weight: expected one of {get_args(Weight)}, got {self.weight!r}")
+        if not self.hint:
+            object.__setattr__(self, "hint", hint_for(self.code, self.nodes))
 
     @property
     def is_lost(self) -> bool:

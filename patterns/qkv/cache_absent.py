@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from tilewright.patterns.dataflow import Dataflow, Value, View
+from tilewright.patterns.dataflow import Dataflow, Value, View, is_in_package
 from tilewright.patterns.language import Match, Miss, Reject, Stage, register
 
 _FACTORIES = {
@@ -47,9 +47,10 @@ class CacheAbsent:
                 yield AbsentCache(code, values)
 
     def match(self, anchor: AbsentCache, flow: Dataflow) -> Match:
-        _, message, hint = _KINDS[anchor.code]
+        _, message, of_transformers = _KINDS[anchor.code]
         count = len(anchor.values)
         nodes = tuple(v.node for v in anchor.values)
+        hint = of_transformers if is_in_package(nodes[0], "transformers") else ""
         raise Reject(
             Miss(self.name, anchor.code, Stage.ANCHORED, f"{count} {message}", nodes, hint, count)
         )
@@ -85,18 +86,18 @@ def _updates(value: Value, flow: Dataflow) -> bool:
     return target.value.op == "input" and any(v.value.projected for v in others)
 
 
-#: Code -> what such a value is, the message, the hint.
+#: Code -> what such a value is, the message, the hint where transformers' code does so.
 _KINDS: dict[str, tuple[Callable[[Value, Dataflow], bool], str, str]] = {
     "GROWING_CACHE": (
         _grows,
         "caches grow by torch.cat: every step copies them whole, and there is no memory for a "
         "fused op to write into",
-        "use a static cache (transformers: StaticCache, or cache_implementation='static')",
+        "use a static cache: StaticCache, or cache_implementation='static'",
     ),
     "FUNCTIONAL_WRITE": (
         _updates,
         "cache updates return a new tensor instead of writing in place",
-        "use the in-place form: index_put_, index_copy_ or cache[slots] = k",
+        "",
     ),
     "FRESH_CACHE": (
         _fresh,
