@@ -26,6 +26,7 @@ from tilewright.compiler.options import Options
 from tilewright.compiler.report import GraphReport, Kernel, Site
 from tilewright.compiler.report.failures import Failures, raise_strictly
 from tilewright.compiler.rewrite import HalfRewrittenError, Rewritten, arguments_of, rewrite_sites
+from tilewright.compiler.rewrite.dropouts import remove_idle_dropouts
 from tilewright.compiler.rewrite.fills import make_fills_plain
 from tilewright.compiler.rewrite.flex import put_flex_back, spell_flex_out
 from tilewright.compiler.rewrite.last_rows import take_rows_first
@@ -126,6 +127,7 @@ def _attempt(
 
     def run(graph: fx.Graph) -> None:
         make_fills_plain(graph)
+        remove_idle_dropouts(graph)
         make_sums_new(graph)
         make_rank_sums_plain(graph)
         make_linears_local(graph)
