@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tilewright.codegen.spec import KernelSpec
-from tilewright.codegen.targets import Target, get_target
+from tilewright.codegen.targets import FAMILIES, Target, get_target
 from tilewright.ops.cache.read import CacheRead
 from tilewright.ops.runtime.device import emits_for
 from tilewright.ops.runtime.program import Planner, Steps, drive
@@ -198,6 +198,8 @@ class FusedOp:
 
     def target_obstacle(self, arguments: Any, target: Target) -> str | None:
         """Why a chip has no emitted kernels for a call; None where it may have some."""
+        if self.family and self.family not in FAMILIES:
+            return f"codegen/targets.py FAMILIES has no entry {self.family!r}, its folder of ops/"
         if self.family and self.family not in target.families:
             return f"its kernels are not audited for {target.name}"
         if target.has("fp8"):

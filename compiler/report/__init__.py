@@ -228,7 +228,9 @@ def text_lines(lowered: Lowered) -> list[str]:
     for site, scope, count in collapse_sites(lowered.matches):
         times = f" x{count}" if count > 1 else ""
         facts = " ".join(f"{k}={v}" for k, v in site.shapes.items())
-        lines.append(f"{scope}{times}  {site.pattern}  {facts}  [{site.lowering}]")
+        # What the reference computes could be faster, so it says why no kernel does.
+        why = f": {site.reason}" if site.lowering == "reference" and site.reason else ""
+        lines.append(f"{scope}{times}  {site.pattern}  {facts}  [{site.lowering}{why}]")
     for miss, _, count in collapse_misses(lowered.misses):
         times = f" (x{count})" if count > 1 else ""
         word = "missed" if miss.is_lost else "advice by"
