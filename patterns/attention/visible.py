@@ -22,19 +22,23 @@ def visible_keys(attention: Attention) -> dict[str, Any]:
     """The mask's arguments; raises Reject (ATTENTION_FORM)."""
     if attention.row_offsets is not None:
         return _ragged(attention)
-    if attention.mask is None:
+    mask, added = attention.mask, attention.added
+    says = mask or added
+    if says is None:
         return {"mask": "causal" if attention.causal else "none"}
     if attention.causal:
         refuse("it has a mask besides is_causal", attention.end)
-    found = visible_by(attention.mask, *attention.queries[:2], sees=attention.sees)
+    found = visible_by(says, *attention.queries[:2], sees=attention.sees, added=mask is None)
     if found is None:
-        seen = attention.mask if attention.sees else Computed("invert", (attention.mask,))
-        whole = _with_numbers(seen, attention.added)
+        seen = mask if mask is None or attention.sees else Computed("invert", (mask,))
+        whole = _with_numbers(seen, added)
         return {"mask": "none", **_tensor(whole, hide_lowest=_lowest_hides(attention))}
+    # Numbers that say who sees whom are said by now.
+    more = None if mask is None else added
     given = {
         "positions": found.positions,
         "window": found.window or None,
-        **_tensor(_with_numbers(found.padding, attention.added)),
+        **_tensor(_with_numbers(found.padding, more)),
     }
     return {"mask": found.mask, **{n: item for n, item in given.items() if item is not None}}
 
@@ -61,19 +65,25 @@ def _tensor(mask: View | Computed | None, *, hide_lowest: bool = False) -> dict[
 
 def _lowest_hides(attention: Attention) -> bool:
     """Whether the lowest numbers of a mask that nothing else joins may hide keys."""
-    numbers = attention.added or attention.mask
-    assert numbers is not None
-    dtype = numbers.value.dtype
-    if dtype == torch.bool:
+    if attention.added is None or not attention.added.value.dtype.is_floating_point:
         return False
-    return bounds_logits(attention.scale, attention.softcap, dtype)
+    return bounds_logits(attention.scale, attention.softcap, attention.added.value.dtype)
 
 
 def _with_numbers(seen: View | Computed | None, numbers: View | None) -> View | Computed | None:
     """One mask of a bool mask, True is seen, and numbers that are added."""
-    if seen is None or numbers is None:
-        return numbers if seen is None else seen
-    return Computed("where", (seen, numbers, float("-inf")))
+    if numbers is None:
+        return seen
+    added = _as_floats(numbers)
+    return added if seen is None else Computed("where", (seen, added, float("-inf")))
+
+
+def _as_floats(numbers: View) -> View | Computed:
+    """Numbers that are added, as floats: to the op a bool mask would say which keys are seen, where
+    a sum takes True for 1."""
+    if numbers.value.dtype.is_floating_point:
+        return numbers
+    return Computed("to", (numbers,), (("dtype", torch.float32),))
 
 
 def _ragged(attention: Attention) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
+import torch
+
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Dataflow, Value, View, upstream
 from tilewright.patterns.effects import Atom, Effect, Size
@@ -33,8 +35,9 @@ class Attention:
     """One attention, token-major.
 
     terms: q [B, S, H, d] and k [B, K, H, d] for each part of the heads whose product was made
-    apart; one of the whole heads in most graphs. v [B, K, H, V]. mask: [B or 1, H or 1, S or 1, K],
-    numbers, added, or bool: a key is seen where it is `sees`. added: numbers besides a bool mask.
+    apart; one of the whole heads in most graphs. v [B, K, H, V]. mask, added: [B or 1, H or 1, S or
+    1, K]. mask: a key is seen where it is `sees`. added: numbers on top of the scaled products; of
+    any dtype: True is 1.
     causal: query i sees the keys up to i. scale: of q @ k^T. softcap c: what is masked is
         c * tanh(scale * q @ k^T / c); 0: not capped. sinks [H]: one more logit for each head,
         without a value.
@@ -203,6 +206,8 @@ def _scaled_dot_product(value: Value) -> Attention:
     if scale is None and not isinstance(head_dim, int):
         refuse("its head_dim is not known", value)
     mask = given.get("attn_mask")
+    given_mask = None if mask is None else _four_axes(mask, k.shape[1], value)
+    shows = mask is not None and mask.value.dtype == torch.bool
     shape = (q.shape[0], q.shape[1], q.shape[2], v.shape[3])
     order = (0, 2, 1, 3) if rank == 4 else (2, 1, 3)
     layout = effects.identity(shape)
@@ -212,7 +217,8 @@ def _scaled_dot_product(value: Value) -> Attention:
     return Attention(
         terms=((q, k),),
         v=v,
-        mask=None if mask is None else _four_axes(mask, k.shape[1], value),
+        mask=given_mask if shows else None,
+        added=None if shows else given_mask,
         causal=bool(given.get("is_causal", False)),
         scale=head_dim**-0.5 if scale is None else number_of(scale),
         end=value,
@@ -293,8 +299,7 @@ def _spelled_out(softmax: Value, flow: Dataflow, heads_of: HeadsOf | None) -> At
         for q, k in parts
     )
     v = _expanded(above.v, (batch, above.v.shape[1], heads))
-    mask = logits.seen or logits.hidden or logits.added
-    numbers = logits.added if mask is not logits.added else None
+    mask = logits.seen or logits.hidden
     return Attention(
         terms=terms,
         v=v,
@@ -306,7 +311,7 @@ def _spelled_out(softmax: Value, flow: Dataflow, heads_of: HeadsOf | None) -> At
         width=v.shape[-1],
         absorbed=_with_all_outputs((*logits.absorbed, *above.absorbed), flow),
         sees=logits.hidden is None,
-        added=None if numbers is None else by_roles(numbers, logits),
+        added=None if logits.added is None else by_roles(logits.added, logits),
         softcap=logits.softcap,
         sinks=logits.sinks,
     )

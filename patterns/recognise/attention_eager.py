@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Dataflow, Value, View, upstream
 from tilewright.patterns.effects import Atom, Dim, Effect, Size
@@ -24,6 +26,8 @@ from tilewright.patterns.recognise.constants import number_of, one_number
 from tilewright.patterns.recognise.gemm import NamedProduct, Side, named_product
 from tilewright.patterns.recognise.norm import is_float_cast
 from tilewright.patterns.recognise.steps import is_filled, reduced_dims
+
+_NOT = ("aten.bitwise_not", "aten.logical_not")
 
 # How many operations there are between a product and its softmax.
 _REACH = 12
@@ -251,9 +255,12 @@ def _masked(found: Logits, value: Value, view: View) -> View | None:
     if not (isinstance(x, View) and isinstance(mask, View)) or value.kwargs or number is None:
         return None
     found.finite = number != float("-inf")
+    if mask.value.dtype != torch.bool:
+        return None
     where = view.of_operand(mask)
-    if fills and where.value.op in ("aten.bitwise_not", "aten.logical_not"):
-        found.seen = where.of_operand(where.value.operands[0])
+    inner = where.value.operands[0] if where.value.op in _NOT else None
+    if fills and inner is not None and inner.value.dtype == torch.bool:
+        found.seen = where.of_operand(inner)
     elif fills:
         found.hidden = where
     else:

@@ -125,4 +125,4 @@ def _select(tensor: torch.Tensor, view: View) -> np.ndarray:
             step = 0 if atom.axis is None else atom.step * strides[atom.axis]
             steps = (steps[:, None] + np.arange(int(atom.length)) * step).reshape(-1)
         at = at[..., None] + steps
-    return tensor.contiguous().view(-1).numpy()[at]
+    return np.asarray(tensor.contiguous().view(-1).numpy()[at])

@@ -135,7 +135,7 @@ def _diff(value: Value) -> Line | None:
 
 def _running_sum(value: Value) -> Line | None:
     """The running sum of one number."""
-    if len(value.args) + len(value.kwargs) != 2:
+    if len(value.args) + len(value.kwargs) != 2 or value.dtype not in INTEGERS:
         return None
     dim = value.argument(1, "dim", -1) % len(value.shape)
     source = value.args[0]
@@ -169,6 +169,8 @@ def _gathered(value: Value) -> Line | None:
     for slope, (_, index) in zip(line.slopes, indices, strict=True):
         if slope == 0:
             continue
+        if not isinstance(index, View) or index.value.dtype not in INTEGERS:
+            return None  # bool and uint8 choose rows, and do not count them
         at = line_of_operand(value.whole, index)
         # A negative index would count from the end.
         if at is None or not _never_negative(at):

@@ -67,18 +67,23 @@ class _Terms:
     whole: bool = True
 
 
-def visible_by(mask: View, batch: Size, queries: Size, sees: bool = True) -> Visible | None:
+def visible_by(
+    mask: View, batch: Size, queries: Size, sees: bool = True, added: bool = False
+) -> Visible | None:
     """What a mask [B or 1, H or 1, S or 1, K] says to `batch` times `queries` queries: a boolean
-    one, or numbers to add that are zero or minus infinity.
+    one, or one that is `added` to the logits, of floats that are zero or minus infinity.
 
     sees: a key is seen where a boolean mask is that. None: it cannot be said.
     """
     terms = _Terms(queries)
+    dtype = mask.value.dtype
+    if not (dtype.is_floating_point if added else dtype == torch.bool):
+        return None
     try:
-        if mask.value.dtype == torch.bool:
-            _collect(mask, sees, terms)
-        else:
+        if added:
             terms.whole = _add_numbers(mask, terms)
+        else:
+            _collect(mask, sees, terms)
         return _visible(terms, mask, batch, queries) if terms.whole else None
     except InexpressibleError:
         return None
@@ -287,6 +292,8 @@ def _shifted(view: View) -> tuple[View, int]:
     """(x, n) of integers x + n, what repeats left out."""
     shift = 0
     while view.value.op in ("aten.add", "aten.sub") and len(view.value.args) == 2:
+        if view.value.dtype not in INTEGERS:
+            break  # eight bits wrap
         x, n = view.value.args
         line = line_of_operand(view, n)
         known = None if line is None else line.constant
@@ -449,6 +456,8 @@ def _hiding(value: Value) -> tuple[View, bool] | None:
         return None
     numbers = [_number(x) if isinstance(x, View) else x for x in (one, other)]
     if not isinstance(condition, View) or sorted(map(repr, numbers)) not in _TWO:
+        return None
+    if condition.value.dtype != torch.bool:
         return None
     return condition, numbers[1] == _HIDDEN
 

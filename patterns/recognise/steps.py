@@ -77,11 +77,17 @@ def filled_with(item: Any) -> float | None:
     if kind in ("zeros", "ones"):
         return float(kind == "ones")
     if kind in ("tensor", "scalar_tensor"):
-        return filled_with(value.args[0]) if value.args else None
-    if kind != "full":
+        given = value.args[0] if value.args else None
+    elif kind == "full":
+        named = value.kwargs.get("fill_value")
+        given = value.args[-1] if named is None else named
+    else:
         return None
-    named = value.kwargs.get("fill_value")
-    return filled_with(value.args[-1] if named is None else named)
+    number = filled_with(given)
+    # Of 0.5 an integer tensor holds 0, and a bool one True.
+    if number is None:
+        return None
+    return float(torch.tensor(number, dtype=torch.float64).to(value.dtype))
 
 
 def start_and_step(arange: Value) -> tuple[Any, Any]:

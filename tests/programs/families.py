@@ -1,4 +1,4 @@
-"""Random models of seven families, each put together from spellings that tests/models keeps.
+"""Random models of eight families, each put together from spellings that tests/models keeps.
 
 `FAMILIES[name](draw)` gives (module, args, what was drawn) for a `random.Random`.
 """
@@ -28,6 +28,7 @@ from tests.models import (
 from tests.models.attention import ROPES
 from tests.models.cache_writes import BATCHED, Step
 from tests.programs import dense, lora
+from tests.programs import dtypes as of_dtypes
 from tests.programs import wild as styles
 
 Drawn = tuple[nn.Module, tuple[Any, ...], str]
@@ -224,6 +225,14 @@ def wild(draw: random.Random) -> Drawn:
     return styles.build(draw, draw.choice(DTYPES))
 
 
+def dtypes(draw: random.Random) -> Drawn:
+    """Models that are broken by other dtypes: scores with masks, coded weights, any family's."""
+    kind = draw.random()
+    if kind < 0.65:
+        return of_dtypes.scores(draw) if kind < 0.5 else of_dtypes.coded(draw)
+    return draw.choice([f for f in FAMILIES.values() if f is not dtypes])(draw)
+
+
 FAMILIES: dict[str, Callable[[random.Random], Drawn]] = {
     "attention": attention,
     "cache_store": cache_store,
@@ -232,4 +241,5 @@ FAMILIES: dict[str, Callable[[random.Random], Drawn]] = {
     "mla": mla,
     "mlp": mlp,
     "wild": wild,
+    "dtypes": dtypes,
 }

@@ -1,7 +1,8 @@
 """Random programs beside eager: capture a random model, break its graph, fuse, compare.
 
 A model is drawn from `families.FAMILIES` and captured by Dynamo once for `PER_MODEL` seeds; each
-seed draws 0 to 3 of `breakages.BREAKAGES` on the captured graph. What eager cannot run is drawn
+seed draws 0 to 3 of `breakages.BREAKAGES` (`dtypes.BREAKAGES` for the family of that name) on the
+captured graph. What eager cannot run is drawn
 again. Where something is fused, outputs and every input after the call are compared: fused must
 not be further from the same graph in float64 than eager is, times 1.25, plus one rounding.
 """
@@ -21,6 +22,7 @@ from torch import fx, nn
 from torch._dynamo.exc import Unsupported
 
 from tests.agreement import ALLOWANCE
+from tests.programs import dtypes
 from tests.programs.breakages import BREAKAGES, remember, told_again
 from tests.programs.families import FAMILIES
 from tilewright.compiler._compat import tensors_in
@@ -33,6 +35,8 @@ from tilewright.compiler.verify.sites import SLACK
 from tilewright.ops.checks import ArgumentError
 
 PER_MODEL = 20
+#: Where most of what varies is in the model.
+SEEDS_OF_MODEL = {"dtypes": 4}
 HOW_MANY = (0, 1, 1, 1, 2, 2, 3, 3)
 OPTIONS = Options(inner="eager", target="sm100", everywhere=True)
 #: A result is called unstable where eager's own moves this fraction of the difference, or more,
@@ -105,8 +109,10 @@ def captured(family: str, number: int) -> Captured:
         torch.manual_seed(number)
         try:
             module, args, drawn = FAMILIES[family](draw)
-            return capture(module, args, drawn)
-        except Exception:  # sizes that do not go together
+            found = capture(module, args, drawn)
+            found.module.forward(*clone_inputs(found.inputs))
+            return found
+        except Exception:  # sizes, or dtypes, that do not go together
             continue
 
 
@@ -123,23 +129,25 @@ def copied(original: fx.Graph) -> fx.Graph:
 def program(family: str, seed: int, model: Captured) -> tuple[Program, Any, list[Any]]:
     """The program of a seed; eager's outputs and the inputs after it."""
     draw = random.Random(f"{family} program {seed}")
+    breakages = dtypes.BREAKAGES if family == "dtypes" else BREAKAGES
     while True:
         graph = copied(model.module.graph)
         done: list[str] = []
         wanted = draw.choice(HOW_MANY)
         try:
             while len(done) < wanted:
-                said = draw.choice(BREAKAGES)(draw, graph)
+                said = draw.choice(breakages)(draw, graph)
                 if said is not None:
                     told_again(graph)
                     done.append(said)
             graph.lint()
             module = fx.GraphModule(model.module, graph)
-            ours = clone_inputs(model.inputs)
+            inputs = dtypes.given_as_told(graph, model.inputs)
+            ours = clone_inputs(inputs)
             result = module.forward(*ours)
         except Exception:  # no valid program: another one is drawn
             continue
-        found = Program(module, model.inputs, model.drawn, tuple(done))
+        found = Program(module, inputs, model.drawn, tuple(done))
         return found, result, ours
 
 
@@ -404,8 +412,8 @@ def run(family: str, seeds: Iterable[int], dynamo_every: int = 0) -> Tally:
     tally, model, number = Tally(), None, None
     with torch.no_grad():
         for seed in seeds:
-            if seed // PER_MODEL != number:
-                number = seed // PER_MODEL
+            if seed // SEEDS_OF_MODEL.get(family, PER_MODEL) != number:
+                number = seed // SEEDS_OF_MODEL.get(family, PER_MODEL)
                 model = captured(family, number)
                 tally.models += 1
             made, result, after = program(family, seed, model)
