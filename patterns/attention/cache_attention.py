@@ -33,7 +33,7 @@ from tilewright.patterns.language import Match, as_advice, register
 from tilewright.patterns.recognise.attention import (
     Attention,
     Sketch,
-    is_of_cached_keys,
+    is_of_shared_keys,
     match_attention,
     refuse,
     sketch_of,
@@ -51,10 +51,10 @@ class CacheAttention:
 
     def anchors(self, flow: Dataflow) -> Iterator[Value]:
         """Attentions that read keys which nobody sees, or the same keys more than once, and
-        softmaxes of cached keys that cannot be read."""
+        softmaxes of such keys that cannot be read."""
         for value in flow.values:
             sketch = sketch_of(value)
-            if is_of_cached_keys(value) if sketch is None else _gains(sketch):
+            if is_of_shared_keys(value) if sketch is None else _gains(sketch):
                 yield value
         yield from unread_calls(flow)
 

@@ -28,13 +28,16 @@ def visible_keys(attention: Attention) -> dict[str, Any]:
         return {"mask": "causal" if attention.causal else "none"}
     if attention.causal:
         refuse("it has a mask besides is_causal", attention.end)
-    found = visible_by(says, *attention.queries[:2], sees=attention.sees, added=mask is None)
+    found = None
+    if mask is not None or not attention.subtracted:
+        found = visible_by(says, *attention.queries[:2], sees=attention.sees, added=mask is None)
+    numbers = _numbers(attention)
     if found is None:
         seen = mask if mask is None or attention.sees else Computed("invert", (mask,))
-        whole = _with_numbers(seen, added)
+        whole = _with_numbers(seen, numbers)
         return {"mask": "none", **_tensor(whole, hide_lowest=_lowest_hides(attention))}
     # Numbers that say who sees whom are said by now.
-    more = None if mask is None else added
+    more = None if mask is None else numbers
     given = {
         "positions": found.positions,
         "window": found.window or None,
@@ -70,20 +73,24 @@ def _lowest_hides(attention: Attention) -> bool:
     return bounds_logits(attention.scale, attention.softcap, attention.added.value.dtype)
 
 
-def _with_numbers(seen: View | Computed | None, numbers: View | None) -> View | Computed | None:
+def _with_numbers(
+    seen: View | Computed | None, numbers: View | Computed | None
+) -> View | Computed | None:
     """One mask of a bool mask, True is seen, and numbers that are added."""
-    if numbers is None:
-        return seen
-    added = _as_floats(numbers)
-    return added if seen is None else Computed("where", (seen, added, float("-inf")))
+    if seen is None or numbers is None:
+        return numbers if seen is None else seen
+    return Computed("where", (seen, numbers, float("-inf")))
 
 
-def _as_floats(numbers: View) -> View | Computed:
-    """Numbers that are added, as floats: to the op a bool mask would say which keys are seen, where
-    a sum takes True for 1."""
-    if numbers.value.dtype.is_floating_point:
-        return numbers
-    return Computed("to", (numbers,), (("dtype", torch.float32),))
+def _numbers(attention: Attention) -> View | Computed | None:
+    """The numbers that are added, as floats: to the op a bool mask would say which keys are seen,
+    where a sum takes True for 1."""
+    if attention.added is None:
+        return None
+    added: View | Computed = attention.added
+    if not attention.added.value.dtype.is_floating_point:
+        added = Computed("to", (added,), (("dtype", torch.float32),))
+    return Computed("neg", (added,)) if attention.subtracted else added
 
 
 def _ragged(attention: Attention) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from tilewright.patterns.recognise.attention_eager import (
     by_roles,
     logits_of,
     product_of,
+    unread_step,
     weighted_by,
 )
 from tilewright.patterns.recognise.attention_varlen import FORMS, arguments_of, name_of_op, obstacle
@@ -36,8 +37,8 @@ class Attention:
 
     terms: q [B, S, H, d] and k [B, K, H, d] for each part of the heads whose product was made
     apart; one of the whole heads in most graphs. v [B, K, H, V]. mask, added: [B or 1, H or 1, S or
-    1, K]. mask: a key is seen where it is `sees`. added: numbers on top of the scaled products; of
-    any dtype: True is 1.
+    1, K]. mask: a key is seen where it is `sees`. added: numbers on top of the scaled products, or
+    `subtracted` from them; of any dtype: True is 1.
     causal: query i sees the keys up to i. scale: of q @ k^T. softcap c: what is masked is
         c * tanh(scale * q @ k^T / c); 0: not capped. sinks [H]: one more logit for each head,
         without a value.
@@ -59,6 +60,7 @@ class Attention:
     absorbed: tuple[Value, ...]
     sees: bool = True
     added: View | None = None
+    subtracted: bool = False
     softcap: float = 0.0
     sinks: View | None = None
     row_offsets: View | None = None
@@ -99,14 +101,22 @@ class Attention:
         return effects.compose(taken, effects.reshape(flat, (batch, queries, heads, width)))
 
 
-def is_of_cached_keys(value: Value) -> bool:
-    """Whether a softmax is of a product with what was just cached, made in a way that
-    :func:`logits_of` cannot read."""
+def is_of_shared_keys(value: Value) -> bool:
+    """Whether a softmax is of a product with what was just cached, or with heads that are repeated,
+    made in a way that :func:`logits_of` cannot read."""
     if value.op != "aten.softmax" or len(value.shape) < 3 or logits_of(value) is not None:
         return False
     before = list(upstream(value, _REACH, lambda v: not _multiplies(v)))
-    factors = [view.value for v in before if _multiplies(v) for view in v.operands]
-    return any(v.op == "store" and len(v.shape) > 2 for v in factors)
+    factors = [view for v in before if _multiplies(v) for view in v.operands]
+    cached = any(v.value.op == "store" and len(v.value.shape) > 2 for v in factors)
+    return cached or any(_repeats_heads(view) for view in factors)
+
+
+def _repeats_heads(view: View) -> bool:
+    """Whether a dimension of a batch of matrices holds several things, each several times."""
+    return len(view.shape) > 2 and any(
+        {atom.axis is None for atom in dim} == {True, False} for dim in view.effect.dims
+    )
 
 
 def _multiplies(value: Value) -> bool:
@@ -283,12 +293,7 @@ def _spelled_out(softmax: Value, flow: Dataflow, heads_of: HeadsOf | None) -> At
             hint='hide keys by float("-inf"), or add torch.where(seen, 0.0, number) to the logits',
         )
     if logits is None:
-        refuse(
-            "its logits are no known sum of products of queries and keys",
-            softmax,
-            hint="add up what is added to the products, and give scaled_dot_product_attention the "
-            "sum as attn_mask",
-        )
+        _refuse_logits(softmax)
     if above is None:
         refuse("it is not read by one product with values alone", softmax)
     batch, queries, heads, _ = _broadcast([q.shape for q, _ in logits.terms])
@@ -312,8 +317,27 @@ def _spelled_out(softmax: Value, flow: Dataflow, heads_of: HeadsOf | None) -> At
         absorbed=_with_all_outputs((*logits.absorbed, *above.absorbed), flow),
         sees=logits.hidden is None,
         added=None if logits.added is None else by_roles(logits.added, logits),
+        subtracted=logits.subtracted,
         softcap=logits.softcap,
         sinks=logits.sinks,
+    )
+
+
+def _refuse_logits(softmax: Value) -> NoReturn:
+    step = unread_step(softmax)
+    if step is not None and step.op == "aten.mul" and len(step.operands) == 2:
+        refuse(
+            f"its products of queries and keys are multiplied by a tensor ({step}); the op scales "
+            "them by one number",
+            softmax,
+            hint='hide keys by masked_fill(mask == 0, float("-inf")), or add torch.where(mask == '
+            "0, number, 0.0) to the products",
+        )
+    refuse(
+        "its logits are no known sum of products of queries and keys",
+        softmax,
+        hint="add up what is added to the products, and give scaled_dot_product_attention the "
+        "sum as attn_mask",
     )
 
 

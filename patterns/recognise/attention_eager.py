@@ -42,9 +42,10 @@ class Logits:
 
     seen, hidden: where a key is seen, or is not, over the softmax's dimensions. finite: hidden
     logits are a large number instead of minus infinity. added: numbers on top of the scaled
-    products. softcap c: what is masked are c * tanh(scaled products / c); 0: the products. sinks
-    [H]. roles: which of the softmax's dimensions are B (or none), H (two where groups of heads have
-    their own), S (or none, where heads_of says which are the heads) and K.
+    products; where `subtracted`, they are taken from these. softcap c: what is masked are
+    c * tanh(scaled products / c); 0: the products. sinks [H]. roles: which of the softmax's
+    dimensions are B (or none), H (two where groups of heads have their own), S (or none, where
+    heads_of says which are the heads) and K. unread: the operation that ended the reading.
     """
 
     scale: float = 1.0
@@ -52,12 +53,14 @@ class Logits:
     hidden: View | None = None
     finite: bool = False
     added: View | None = None
+    subtracted: bool = False
     softcap: float = 0.0
     sinks: View | None = None
     terms: list[tuple[View, View]] = field(default_factory=list)
     absorbed: list[Value] = field(default_factory=list)
     roles: tuple[tuple[int, ...], ...] = ()
     heads_of: HeadsOf | None = None
+    unread: Value | None = None
 
 
 @dataclass(frozen=True)
@@ -76,20 +79,17 @@ def logits_of(softmax: Value, heads_of: HeadsOf | None = None) -> Logits | None:
 
     heads_of: of keys that all heads share, which tell heads from queries no more.
     """
-    if not isinstance(softmax.args[0], View):
-        return None
-    rank = len(softmax.args[0].shape)
-    if reduced_dims(softmax) != (rank - 1,) or rank not in (3, 4, 5):
-        return None
     found = Logits(absorbed=[softmax], heads_of=heads_of)
-    try:
-        whole = _peel(found, softmax.args[0])
-    except effects.InexpressibleError:
-        return None
-    if not whole or not found.terms or not _keeps_sinks_by_head(found):
+    if not _read(found, softmax) or not _keeps_sinks_by_head(found):
         return None
     found.scale *= found.softcap or 1.0
     return found
+
+
+def unread_step(softmax: Value) -> Value | None:
+    """The operation between a product and a softmax at which :func:`logits_of` gives up."""
+    found = Logits()
+    return None if _read(found, softmax) else found.unread
 
 
 def weighted_by(softmax: Value, logits: Logits, flow: Dataflow) -> Weighted | None:
@@ -112,10 +112,24 @@ def weighted_by(softmax: Value, logits: Logits, flow: Dataflow) -> Weighted | No
 # --- below ----------------------------------------------------------------------------------------
 
 
+def _read(found: Logits, softmax: Value) -> bool:
+    """Reads the logits of a softmax over the last dimension; False for those of no attention."""
+    logits = softmax.args[0]
+    if not isinstance(logits, View):
+        return False
+    rank = len(logits.shape)
+    if reduced_dims(softmax) != (rank - 1,) or rank not in (3, 4, 5):
+        return False
+    try:
+        return _peel(found, logits) and bool(found.terms)
+    except effects.InexpressibleError:
+        return False
+
+
 def _peel(found: Logits, view: View) -> bool:
     """Walks back from the logits, operation by operation; False where one is unknown."""
     for _ in range(_REACH):
-        value = view.value
+        value = found.unread = view.value
         if (product := _batched_sum(found, view) or product_of(value)) is not None:
             return _term(found, view, product)
         if is_float_cast(value):
@@ -125,7 +139,7 @@ def _peel(found: Logits, view: View) -> bool:
         elif value.op == "aten.tanh":
             inner = _capped(found, value)
         elif value.op == "aten.sub":
-            inner = _shifted(found, value)
+            inner = _shifted(found, value) or _added(found, value, view)
         elif value.op == "aten.cat":
             inner = _without_sinks(found, view)
         elif value.op in ("aten.masked_fill", "aten.where"):
@@ -155,7 +169,7 @@ def _sum(found: Logits, view: View) -> bool:
 
 
 def _around(found: Logits) -> tuple[Any, ...]:
-    masks = found.seen, found.hidden, found.added, found.finite
+    masks = found.seen, found.hidden, found.added, found.subtracted, found.finite
     return found.scale, found.softcap, found.sinks, *masks
 
 
@@ -269,7 +283,8 @@ def _masked(found: Logits, value: Value, view: View) -> View | None:
 
 
 def _added(found: Logits, value: Value, view: View) -> View | None:
-    """A mask of numbers; it is added to the scaled products, so none may be scaled after it."""
+    """A mask of numbers; it is added to the scaled products, or taken from them, so none may be
+    scaled after it."""
     products = [v for v in value.operands if v.value.projected]
     if len(products) != 1:
         products = [v for v in value.operands if _holds_product(v)]
@@ -278,7 +293,10 @@ def _added(found: Logits, value: Value, view: View) -> View | None:
     if found.scale != 1.0 or found.softcap or found.terms:
         return None
     (other,) = [v for v in value.operands if v is not products[0]]
-    found.added = view.of_operand(other)
+    subtracted = value.op == "aten.sub"
+    if value.kwargs.get("alpha", 1) != 1 or (subtracted and value.args[0] is not products[0]):
+        return None
+    found.added, found.subtracted = view.of_operand(other), subtracted
     return products[0]
 
 

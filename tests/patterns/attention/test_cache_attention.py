@@ -241,12 +241,42 @@ def groups_beside_queries(q, k, v, mask, *_):
     return (weights.view(BATCH, KV_HEADS, GROUP * q.shape[2], -1) @ v).view(q.shape)
 
 
+def bools_added(q, k, v, mask, *_):
+    """True is 1 in a sum, and hides nothing."""
+    return weighted(logits_of(q, k) + mask, v)
+
+
+def bool_triangle_added_in_place(q, k, v, *_):
+    seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
+    return weighted(logits_of(q, k).add_(seen), v)
+
+
+def whole_numbers_added(q, k, v, mask, positions, *_):
+    return weighted(logits_of(q, k) + (counted(k) - positions[:, None]).to(torch.int8), v)
+
+
+def hidden_where_zero(q, k, v, mask, *_):
+    return weighted(logits_of(q, k).masked_fill(mask.to(q.dtype).logical_not(), HIDDEN), v)
+
+
+def subtracted(q, k, v, mask, *_):
+    return weighted(logits_of(q, k) - 1e9 * (1.0 - mask.to(q.dtype)), v)
+
+
+def bools_of_integers_subtracted(q, k, v, mask, *_):
+    logits = logits_of(q, k)
+    logits -= 10000 * (1 - mask.int())
+    return weighted(logits, v)
+
+
 SPELLINGS = (
     by_hand, shared, interleaved, numbers_added, masked_fill, hidden_filled, biased_and_hidden,
     einsum, one_sequence, capped, capped_by_products, with_sinks, with_sinks_of_groups,
     with_sinks_of_one_sequence, divided, scaled_before,
     single_precision, in_place, where, where_hidden, baddbmm, baddbmm_of_nothing, baddbmm_to_zeros,
-    einsum_by_token, einsum_by_group, matmul_by_group, groups_beside_queries,
+    einsum_by_token, einsum_by_group, matmul_by_group, groups_beside_queries, bools_added,
+    bool_triangle_added_in_place, whole_numbers_added, hidden_where_zero, subtracted,
+    bools_of_integers_subtracted,
 )  # fmt: skip
 
 
@@ -570,9 +600,26 @@ def sum_of_another_share(q, k, v, mask, *_):
     return weighted(sums.view(numbers.shape), v)
 
 
+def multiplied(q, k, v, mask, *_):
+    """As older GPT-2 code hides keys: what is hidden becomes zero, and then a large number."""
+    mask = mask.to(q.dtype)
+    return weighted(logits_of(q, k) * mask - 1e4 * (1 - mask), v)
+
+
+def taken_from_the_mask(q, k, v, mask, *_):
+    return weighted(mask.to(q.dtype) - logits_of(q, k), v)
+
+
+def taken_twice(q, k, v, mask, *_):
+    return weighted(torch.sub(logits_of(q, k), mask.to(q.dtype), alpha=2), v)
+
+
 @pytest.mark.parametrize(
     ("attend", "code"),
     [
+        (multiplied, "ATTENTION_FORM"),
+        (taken_from_the_mask, "ATTENTION_FORM"),
+        (taken_twice, "ATTENTION_FORM"),
         (repeated_in_turn, "ATTENTION_FORM"),
         (keys_by_column, "ATTENTION_FORM"),
         (large_number, "ATTENTION_FORM"),
@@ -586,22 +633,30 @@ def test_misses_are_advice(attend, code):
     assert matches_of(report, "attention") == []
     (miss,) = misses_of(report, "attention")
     assert (miss.code, miss.is_lost) == (code, False)
+    assert ("multiplied by a tensor" in miss.message) == (attend is multiplied)
 
 
 def capped_from_below(q, k, v):
     """No known logits: hidden ones are raised to a number once more."""
-    return weighted(torch.max(logits_of(q, k), torch.tensor(-1e4, dtype=q.dtype)), v)
+    logits = torch.max(q @ k.mT, torch.tensor(-1e4, dtype=q.dtype))
+    return logits.softmax(-1, dtype=torch.float32).to(v.dtype) @ v
 
 
-def test_a_softmax_of_cached_keys_that_cannot_be_read_is_mentioned():
-    def cached(q, k, v, *_):
-        k[:, :, 3:4] = q[:, :KV_HEADS, :1] * 2
-        return capped_from_below(q, k, v)
+def cached_and_capped(q, k, v, *_):
+    k[:, :, 3:4] = q[:, :, :1] * 2
+    return capped_from_below(q, k, v)
 
-    (miss,) = misses_of(lower(cached, inputs()), "attention")
+
+def shared_and_capped(q, k, v, *_):
+    return capped_from_below(q, *(x[:, :KV_HEADS].repeat_interleave(GROUP, 1) for x in (k, v)))
+
+
+@pytest.mark.parametrize("attend", [cached_and_capped, shared_and_capped])
+def test_a_softmax_of_such_keys_that_cannot_be_read_is_mentioned(attend):
+    (miss,) = misses_of(lower(attend, inputs(kv_heads=HEADS)), "attention")
     assert (miss.code, miss.is_lost) == ("ATTENTION_FORM", False)
     assert "attn_mask" in miss.hint
-    given = lower(lambda q, k, v, *_: capped_from_below(q, k, v), inputs())
+    given = lower(lambda q, k, v, *_: capped_from_below(q, k, v), inputs(kv_heads=HEADS))
     assert misses_of(given, "attention") == []
 
 
