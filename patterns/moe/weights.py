@@ -64,6 +64,7 @@ def _chosen_scores(flow: Dataflow, choice: Choice) -> Value:
     made = flow.values_at([ids.node])
     values = next((v for v in made if v.kwargs.get("output") == 0), None)
     if values is None or not _is_read(flow, values):
+        _refuse_changed(flow, choice)
         message = (
             f"the scores of the experts of {ids} are not read by gather, nor the topk's values"
         )
@@ -77,6 +78,23 @@ def _chosen_scores(flow: Dataflow, choice: Choice) -> Value:
 
 def _is_read(flow: Dataflow, value: Value) -> bool:
     return bool(flow.users.get(value)) or value in flow.output_values
+
+
+def _refuse_changed(flow: Dataflow, choice: Choice) -> None:
+    """Raises Reject where what is gathered for the chosen experts was written meanwhile."""
+    gathers = [u for u in flow.users.get(choice.ids, ()) if u.op == "aten.gather"]
+    sources = [strip_casts(u.args[0])[0].value.node for u in gathers]
+    write = next((v.store for v in flow.values_at(sources) if v.store is not None), None)
+    if write is None:
+        return
+    reject(
+        "ROUTER_WEIGHTS",
+        Stage.ACTIVATION,
+        f"the scores that are gathered for {choice.ids} were changed in place ({write.kind}) after "
+        "they were computed",
+        choice.ids,
+        hint="mask a copy of the scores: masked_fill or where, or clone before the write",
+    )
 
 
 def _gathers(user: Value, choice: Choice) -> bool:
@@ -147,6 +165,8 @@ def _normalised(
     quotient = next((u for u in users if u.op == "aten.div"), None)
     if total is None or quotient is None or quotient.kwargs.get("rounding_mode"):
         return None
+    if not total.dtype.is_floating_point:
+        return None  # `dtype` asks for sums of what is left of the scores as integers
     if reduced_dims(total) != (1,) or not keeps_dim(total) or total.args[0] != end.whole:
         return None
     if quotient.shape != end.shape or quotient.args[0] != end.whole or quotient.store is not None:
