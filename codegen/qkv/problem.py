@@ -65,6 +65,7 @@ class HeadEpilogue:
     v. page_size: slots in a page.
     biases: of q, k, v, strides (head,), of a grouped q (group, head). delta: strides (row,).
     clip 0: none. cache_scales: fp32, of k and v, strides (head,), 0 where the heads share one.
+    saturates: 8-bit floats of the cache do; else they overflow.
     num_tokens: T where it is a constant of the graph, with rope_tokens (rows of the tables) and
     sequence_tokens (tokens per page for per-sequence slots); None: known at the launch.
     """
@@ -87,6 +88,7 @@ class HeadEpilogue:
     clip: float = 0.0
     cache_scales: tuple[Operand | None, Operand | None] = (None, None)
     scale_multiplies: bool = False
+    saturates: bool = True
     num_tokens: int | None = None
     rope_tokens: int | None = None
     sequence_tokens: int | None = None
@@ -154,6 +156,7 @@ class HeadEpilogue:
             **constants_of(self, "pair_half", "interleaved", "halves", "clip", "page_size"),
             **constants_of(self, "row_unit", "scale_multiplies"),
             **(constants_of(self, "gate_run") if self.gate_run else {}),
+            **({} if self.saturates else constants_of(self, "saturates")),
             "ROTARY_DIM": rope.rotary_dim if rope else 0,
             "ROPE_FULL_WIDTH": rope.full_width if rope else False,
             "COS_STRIDE": rope.cos.strides[0] if rope else 0,

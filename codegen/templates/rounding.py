@@ -5,10 +5,23 @@ import triton.language as tl
 
 
 @triton.jit
-def rounded(values, DTYPE: tl.constexpr):
-    """fp32 values in DTYPE; 8-bit floats saturate, and NaN stays NaN."""
+def rounded(values, DTYPE: tl.constexpr, SATURATES: tl.constexpr = True):
+    """fp32 values in DTYPE. What an 8-bit float cannot hold becomes its largest number where it
+    SATURATES, else infinite, or NaN where there is no infinity. NaN stays NaN."""
+    if not SATURATES:
+        magnitude = tl.abs(values)
     if tl.float8e4nv == DTYPE:
         values = tl.clamp(values, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
     if tl.float8e5 == DTYPE:
         values = tl.clamp(values, -57344.0, 57344.0, propagate_nan=tl.PropagateNan.ALL)
-    return values.to(DTYPE)
+    if SATURATES:
+        return values.to(DTYPE)
+    else:
+        # From half a step beyond the largest number; on the tie its last bit decides. The cast of
+        # the hardware saturates: it gives neither.
+        codes = values.to(DTYPE).to(tl.int8, bitcast=True)
+        if tl.float8e4nv == DTYPE:
+            codes = tl.where(magnitude > 464.0, codes | 0x7F, codes)
+        if tl.float8e5 == DTYPE:
+            codes = tl.where(magnitude >= 61440.0, (codes & -128) | 0x7C, codes)
+        return codes.to(DTYPE, bitcast=True)

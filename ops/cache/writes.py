@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from tilewright.ops.cache.addressing import Places, resolve_places
-from tilewright.ops.formats.fp8 import FP8_DTYPES, saturating_cast
+from tilewright.ops.formats.fp8 import FP8_DTYPES, overflowing_cast, saturating_cast
 from tilewright.ops.formats.paged_cache import CacheWindow
 
 
@@ -17,12 +17,13 @@ def write_kv(a: Any, k: torch.Tensor, v: torch.Tensor | None, kv_repeat: int = 1
     k_window = CacheWindow.from_ints(a.k_window)
     places = resolve_places(a, k_window, k.shape[0])
     scales = (a.k_cache_scale, a.v_cache_scale)
+    saturates = getattr(a, "cache_saturates", True)
     k = _scaled(k, scales[0], a.cache_scale_multiplies).repeat_interleave(kv_repeat, dim=1)
-    write_rows(k, a.k_cache, k_window, places)
+    write_rows(k, a.k_cache, k_window, places, saturates)
     if v is not None:
         v = _scaled(v, scales[1], a.cache_scale_multiplies).repeat_interleave(kv_repeat, dim=1)
         base = a.k_cache if a.v_cache is None else a.v_cache
-        write_rows(v, base, CacheWindow.from_ints(a.v_window), places)
+        write_rows(v, base, CacheWindow.from_ints(a.v_window), places, saturates)
 
 
 def _scaled(values: torch.Tensor, scale: torch.Tensor | None, multiplies: bool) -> torch.Tensor:
@@ -33,11 +34,16 @@ def _scaled(values: torch.Tensor, scale: torch.Tensor | None, multiplies: bool) 
 
 
 def write_rows(
-    values: torch.Tensor, base: torch.Tensor, window: CacheWindow, places: Places
+    values: torch.Tensor,
+    base: torch.Tensor,
+    window: CacheWindow,
+    places: Places,
+    saturates: bool = True,
 ) -> None:
-    """Writes values [T, H, D] to their places on a window, saturated and rounded to its dtype."""
+    """Writes values [T, H, D] to their places on a window, rounded to its dtype."""
     page, offset, written = places
-    rows, cache = saturating_cast(values[written], base.dtype), window.view(base)
+    cast = saturating_cast if saturates else overflowing_cast
+    rows, cache = cast(values[written], base.dtype), window.view(base)
     if base.dtype in FP8_DTYPES:
         # Not every backend indexes 8-bit floats; bytes it does.
         rows, cache = rows.view(torch.uint8), cache.view(torch.uint8)

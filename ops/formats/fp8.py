@@ -1,10 +1,17 @@
-"""8-bit floats: which there are, and the cast that saturates."""
+"""8-bit floats: which there are, and what becomes of numbers that do not fit."""
 
 from __future__ import annotations
 
 import torch
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+#: Those whose cast in this release of torch saturates, on every device: float8_e4m3fn in newer ones
+#: (NaN in older), float8_e5m2 in none (infinity).
+SATURATED_BY_TORCH = frozenset(
+    dtype
+    for dtype in FP8_DTYPES
+    if torch.tensor(1e30, device="cpu").to(dtype).float().isfinite().item()
+)
 
 
 def saturating_cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -14,3 +21,22 @@ def saturating_cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         limit = torch.finfo(dtype).max
         values = values.clamp(-limit, limit)
     return values.to(dtype)
+
+
+def overflowing_cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`values` rounded to `dtype`; what lies outside an 8-bit float's range becomes infinite, or
+    NaN in float8_e4m3fn, which has no infinity."""
+    rounded = saturating_cast(values, dtype)
+    if dtype not in FP8_DTYPES:
+        return rounded
+    codes = rounded.view(torch.uint8)
+    nothing = 0x7F if dtype == torch.float8_e4m3fn else 0x7C
+    return torch.where(fits(values, dtype), codes, codes & 0x80 | nothing).view(dtype)
+
+
+def fits(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Whether numbers, rounded to nearest even, are an 8-bit float's: up to half a step beyond its
+    largest, whose last bit decides a tie. NaN is."""
+    if dtype == torch.float8_e4m3fn:
+        return ~(values.abs() > 464.0)
+    return ~(values.abs() >= 61440.0)

@@ -54,6 +54,7 @@ class KvStoreArguments:
     k_cache_scale: torch.Tensor | None = None
     v_cache_scale: torch.Tensor | None = None
     cache_scale_multiplies: bool = False
+    cache_saturates: bool = True
     lookup_table: torch.Tensor | None = None
     sequence_ids: torch.Tensor | None = None
     positions: torch.Tensor | None = None

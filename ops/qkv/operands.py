@@ -152,6 +152,7 @@ def head_epilogue(
         clip=getattr(a, "clip", 0.0),
         cache_scales=(_per_head(a.k_cache_scale), _per_head(a.v_cache_scale)),
         scale_multiplies=a.cache_scale_multiplies,
+        saturates=getattr(a, "cache_saturates", True),
         **{name: values[name] for name in counts},
     )
 

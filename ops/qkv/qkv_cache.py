@@ -94,7 +94,8 @@ class FusedQkvArguments:
     V lives in k_cache too. k_window, v_window: the nine integers of a CacheWindow on the base, with
     Hkv * kv_repeat heads: head h is written to the heads from h * kv_repeat on. k_cache_scale,
     v_cache_scale: float32 [], [1] or [Hkv]; stored is value / scale, or value * scale where
-    cache_scale_multiplies, and for 8-bit floats the largest number stands for all beyond it.
+    cache_scale_multiplies. What lies beyond an 8-bit float's range becomes its largest number where
+    cache_saturates, else infinite, or NaN in float8_e4m3fn, as with PyTorch's plain cast.
 
     slots, indexing, slot_mapping [T] or [T / num_pages], lookup_table [B, columns], sequence_ids
     and positions [T], row_offsets [B + 1], cache_lengths [B]: as in `ops.cache.addressing`; int32
@@ -163,6 +164,7 @@ class FusedQkvArguments:
     k_cache_scale: torch.Tensor | None = None
     v_cache_scale: torch.Tensor | None = None
     cache_scale_multiplies: bool = False
+    cache_saturates: bool = True
     lookup_table: torch.Tensor | None = None
     sequence_ids: torch.Tensor | None = None
     positions: torch.Tensor | None = None

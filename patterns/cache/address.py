@@ -13,7 +13,7 @@ import torch
 
 from tilewright.ops.formats.paged_cache import CacheWindow
 from tilewright.patterns import effects
-from tilewright.patterns.cache.eight_bit import Written, scale_argument
+from tilewright.patterns.cache.eight_bit import Written, saturates, scale_argument
 from tilewright.patterns.cache.slices import fill_slices
 from tilewright.patterns.cache.slots import Slots, block_table, own_slots, paged_slot, slot_table
 from tilewright.patterns.cache.states import continues
@@ -50,6 +50,7 @@ class Address:
     dtype: torch.dtype
     scale: View | Computed | None
     scale_multiplies: bool
+    saturates: bool
     absorbed: tuple[Value, ...]
 
     @property
@@ -66,11 +67,12 @@ def place_arguments(k: Address, v: Address | None) -> dict[str, Any]:
         "k_cache_scale": k.scale,
         "v_cache_scale": None if v is None else v.scale,
         "cache_scale_multiplies": k.scale_multiplies or (v is not None and v.scale_multiplies),
+        **({} if k.saturates else {"cache_saturates": False}),
     }
 
 
 def check_pair(k: Address, v: Address, flow: Dataflow, *culprits: Value) -> None:
-    """Raises Reject unless one op can write both: at the same slots, scaled in the same sense."""
+    """Raises Reject unless one op can write both: at the same slots, scaled and rounded alike."""
     same = k.slots.form == v.slots.form
     sizes = zip(k.window.shape[:2], v.window.shape[:2], strict=True)
     same = same and all(flow.same_size(a, b) for a, b in sizes)
@@ -83,6 +85,9 @@ def check_pair(k: Address, v: Address, flow: Dataflow, *culprits: Value) -> None
     if len(set(scaled)) > 1:
         message = "one of K and V is multiplied by its cache scale, the other divided by it"
         reject("CAST", Stage.GUARDS, message, *culprits, hint="scale both in the same sense")
+    if k.saturates != v.saturates:
+        message = "one of K and V is held to the range of the cache, the other not"
+        reject("CAST", Stage.GUARDS, message, *culprits, hint="clamp both, or neither")
 
 
 def address(write: CacheWrite, flow: Dataflow) -> Address:
@@ -376,5 +381,6 @@ def _address(
         dtype=write.memory.dtype,
         scale=scale_argument(by_token, _device(write)),
         scale_multiplies=written.multiplies,
+        saturates=saturates(written, write.memory.dtype),
         absorbed=written.between,
     )

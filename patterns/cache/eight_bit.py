@@ -2,23 +2,25 @@
 
     k ─ [/ scale or * scale] ─ [clamp] ─ to(float8) ─ [view(uint8)] ─▶ cache
 
-The op rounds once and saturates. Without the clamp PyTorch turns what does not fit into infinity
-(float8_e5m2) or, in some versions, NaN (float8_e4m3fn); the rewrite stores the largest number.
+The op rounds once. With the clamp it saturates; without, what does not fit becomes what PyTorch's
+cast makes of it: infinity (float8_e5m2), or NaN or the largest number (float8_e4m3fn, by release).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from tilewright.ops.checks import FLOAT32
-from tilewright.ops.formats.fp8 import FP8_DTYPES
+from tilewright.ops.formats.fp8 import FP8_DTYPES, SATURATED_BY_TORCH, fits
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Computed, Value, View
 from tilewright.patterns.effects import Effect
 from tilewright.patterns.language import Stage, reject
+from tilewright.patterns.recognise.dtypes import dtype_name
 from tilewright.patterns.recognise.steps import clamp_bounds
 
 _WIDE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -29,13 +31,15 @@ class Written:
     """What a write stores, before it is scaled and rounded to the cache's dtype.
 
     scale: a number, or a view of `view`'s shape that repeats along whatever it does not vary with.
-    multiplies: the values are multiplied by it, else divided. between: the graph's values from
-    `view` to the cache.
+    multiplies: the values are multiplied by it, else divided. held: whether the graph holds them to
+    the cache's range, from below and from above. between: the graph's values from `view` to the
+    cache.
     """
 
     view: View
     scale: View | float | None = None
     multiplies: bool = False
+    held: tuple[bool, bool] = (False, False)
     between: tuple[Value, ...] = ()
 
     def through(self, effect: Effect) -> Written:
@@ -62,8 +66,13 @@ def _earlier(written: Written, dtype: torch.dtype) -> Written | None:
         return _before(written, value.args[0]) if _is_rounding(written, dtype) else None
     if value.dtype not in _WIDE or written.scale is not None:
         return None
-    if clamp_bounds(value) is not None:
-        return _before(written, value.args[0]) if _saturates(value, dtype) else None
+    if (bounds := clamp_bounds(value)) is not None:
+        held = _holds(bounds, dtype)
+        earlier = None if held is None else _before(written, value.args[0])
+        if held is None or earlier is None:
+            return None
+        low, high = (a or b for a, b in zip(written.held, held, strict=True))
+        return replace(earlier, held=(low, high))
     return _unscaled(written)
 
 
@@ -95,13 +104,31 @@ def _there_and_back(written: Written) -> Written | None:
     return None if earlier is None else _before(earlier, inner.value.args[0])
 
 
-def _saturates(value: Value, dtype: torch.dtype) -> bool:
-    """Whether a clamp cuts nothing that saturation would not."""
+def _holds(bounds: tuple[Any, Any], dtype: torch.dtype) -> tuple[bool, bool] | None:
+    """Whether a clamp keeps what is too low, or too high, within a dtype; None where it cuts what
+    fits. Bounds beyond the range do nothing: what they cut does not fit."""
     limit = torch.finfo(dtype).max
-    given = clamp_bounds(value) or (None, None)
-    low, high = (e if b is None else b for b, e in zip(given, (-limit, limit), strict=True))
-    numbers = isinstance(low, (int, float)) and isinstance(high, (int, float))
-    return numbers and low <= -limit and high >= limit
+    low, high = (math.inf if b is None else b * s for b, s in zip(bounds, (-1, 1), strict=True))
+    if not (isinstance(low, (int, float)) and isinstance(high, (int, float))):
+        return None
+    if low < limit or high < limit:
+        return None
+    return bool(fits(torch.tensor(low), dtype)), bool(fits(torch.tensor(high), dtype))
+
+
+def saturates(written: Written, dtype: torch.dtype) -> bool:
+    """Whether what does not fit into a cache's dtype becomes its largest number.
+
+    Raises Reject (CAST) where it does on one side alone.
+    """
+    if dtype not in FP8_DTYPES or dtype in SATURATED_BY_TORCH:
+        return True
+    low, high = written.held
+    if low != high:
+        message = f"values are held to the range of {dtype_name(dtype)} on one side alone"
+        hint = "clamp them from below and from above, or not at all"
+        reject("CAST", Stage.ANCHORED, message, written.view, hint=hint)
+    return low
 
 
 def _unscaled(written: Written) -> Written | None:

@@ -163,7 +163,7 @@ def rotate_and_store(
     PAIR_HALF: tl.constexpr, INTERLEAVED: tl.constexpr, HALVES: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
     NORM: tl.constexpr, NORMED: tl.constexpr, V_NORMED: tl.constexpr, NORM_EPS: tl.constexpr,
-    KV_REPEAT: tl.constexpr, SCALE_MULTIPLIES: tl.constexpr,
+    KV_REPEAT: tl.constexpr, SCALE_MULTIPLIES: tl.constexpr, SATURATES: tl.constexpr,
 ):  # fmt: skip
     """Rotates fp32 low, high [tokens, heads, pairs], norms them unless NORM is "none", stores them.
 
@@ -198,8 +198,8 @@ def rotate_and_store(
         else:
             low = low / cache_scale
             high = high / cache_scale
-    low = rounded(low, pointer.dtype.element_ty)
-    high = rounded(high, pointer.dtype.element_ty)
+    low = rounded(low, pointer.dtype.element_ty, SATURATES)
+    high = rounded(high, pointer.dtype.element_ty, SATURATES)
     rows = pointer + row_offsets[:, None, None]
     if KV_REPEAT == 1:
         rows += heads[None, :, None].to(tl.int64) * head_stride
@@ -269,7 +269,7 @@ def qkv_epilogue(
     BLOCK_T: tl.constexpr, HEADS_PER_TILE: tl.constexpr, BLOCK_P: tl.constexpr,
     WHOLE_ROWS: tl.constexpr, GATE_RUN: tl.constexpr = 0,
     V_NORMED: tl.constexpr = False, q_norm_bias_ptr=None, k_norm_bias_ptr=None,
-    NORM_BIAS_STRIDES: tl.constexpr = (0, 0),
+    NORM_BIAS_STRIDES: tl.constexpr = (0, 0), SATURATES: tl.constexpr = True,
 ):  # fmt: skip
     """Epilogue of a QKV projection: bias, clipping, QK norm and rotary embedding of q [T, Hq, D]
     and of k and v [T, Hkv, D], of any strides, and the store to q_out and to a paged cache.
@@ -362,5 +362,5 @@ def qkv_epilogue(
         low_norm, high_norm, low_shift, high_shift, cache_scale,
         q_out_ptr, pointer, row_offsets, row_mask, head_stride, dim_stride,
         NUM_HEADS, HEAD_DIM, PAIR_HALF, INTERLEAVED, HALVES, ROTARY_DIM,
-        NORM_AFTER, NORMED, V_NORMED, NORM_EPS, KV_REPEAT, SCALE_MULTIPLIES,
+        NORM_AFTER, NORMED, V_NORMED, NORM_EPS, KV_REPEAT, SCALE_MULTIPLIES, SATURATES,
     )  # fmt: skip

@@ -139,7 +139,7 @@ def qkv_projection(
     FLATTEN: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
     PAIRS_FIRST: tl.constexpr, LAUNCH_PDL: tl.constexpr, GATE_RUN: tl.constexpr = 0,
     V_NORMED: tl.constexpr = False, q_norm_bias_ptr=None, k_norm_bias_ptr=None,
-    NORM_BIAS_STRIDES: tl.constexpr = (0, 0),
+    NORM_BIAS_STRIDES: tl.constexpr = (0, 0), SATURATES: tl.constexpr = True,
 ):  # fmt: skip
     """QKV projection, many tokens: q, k, v = x @ [Wq; Wk; Wv]^T with bias, QK norm, rotary
     embedding, and the store to q and to a paged cache.
@@ -266,7 +266,7 @@ def qkv_projection(
                     low_norm, high_norm, low_shift, high_shift, cache_scale,
                     q_out_ptr, pointer, row_offsets, row_mask, head_stride, dim_stride,
                     NUM_HEADS, HEAD_DIM, PAIR_HALF, INTERLEAVED, HALVES, ROTARY_DIM,
-                    NORM_AFTER, NORMED, V_NORMED, NORM_EPS, KV_REPEAT, SCALE_MULTIPLIES,
+                    NORM_AFTER, NORMED, V_NORMED, NORM_EPS, KV_REPEAT, SCALE_MULTIPLIES, SATURATES,
                 )  # fmt: skip
 
 
@@ -371,7 +371,7 @@ def qkv_projection_swapped(
     GATE_RUN: tl.constexpr = 0, V_NORMED: tl.constexpr = False,
     q_norm_bias_ptr=None, k_norm_bias_ptr=None, NORM_BIAS_STRIDES: tl.constexpr = (0, 0),
     input_norm_bias_ptr=None, INPUT_NORM_BIAS_STRIDE: tl.constexpr = 0,
-    INPUT_LAYER_ROW: tl.constexpr = 0,
+    INPUT_LAYER_ROW: tl.constexpr = 0, SATURATES: tl.constexpr = True,
 ):  # fmt: skip
     """QKV projection, few tokens: q, k, v = x @ [Wq; Wk; Wv]^T with bias, QK norm, rotary
     embedding, and the store to q and to a paged cache.
@@ -677,5 +677,5 @@ def qkv_projection_swapped(
             low_norm, high_norm, low_shift, high_shift, cache_scale,
             q_out_ptr, pointer, row_offsets, target_mask, head_stride, dim_stride,
             NUM_HEADS, HEAD_DIM, PAIR_HALF, INTERLEAVED, HALVES, ROTARY_DIM,
-            NORM_AFTER, NORMED, V_NORMED, NORM_EPS, KV_REPEAT, SCALE_MULTIPLIES,
+            NORM_AFTER, NORMED, V_NORMED, NORM_EPS, KV_REPEAT, SCALE_MULTIPLIES, SATURATES,
         )  # fmt: skip

@@ -372,6 +372,37 @@ def test_store(case: AttentionCase) -> None:
     check(cache_store.OP, cache_store.OP.sample_inputs(case), run_store)
 
 
+#: What fits, ties and overflows of both formats, with signs.
+EDGES = (0.0, 3.3, 440.0, 448.0, 464.0, 464.1, 480.0, 5e4, 57344.0, 61439.0, 61440.0, 7e4, 1e30)
+BEYOND = torch.tensor([*EDGES, torch.inf, torch.nan, *(-x for x in EDGES), -torch.inf, 1.0, 2.0])
+
+
+@pytest.mark.parametrize("saturates", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_what_an_8_bit_cache_cannot_hold(dtype: torch.dtype, saturates: bool) -> None:
+    """The largest number, or what IEEE's rounding gives: infinity, or NaN where there is none."""
+    case = replace(LLAMA, rope_style="none", rotary_dim=0, cache_dtype=dtype, dtype=torch.float32)
+    arguments = replace(cache_store.OP.sample_inputs(case), cache_saturates=saturates)
+    arguments.k.copy_(BEYOND.repeat(8)[: arguments.k[0].numel()].view(arguments.k[0].shape))
+    ours, reference = (
+        replace(arguments, k_cache=arguments.k_cache.clone(), v_cache=arguments.v_cache.clone())
+        for _ in range(2)
+    )
+    run_store(ours)
+    cache_store.reference(reference)
+    limit, last = torch.finfo(dtype).max, 464.0 if dtype == torch.float8_e4m3fn else 61439.0
+    held = BEYOND.clamp(-limit, limit)
+    lost = torch.nan if dtype == torch.float8_e4m3fn else torch.inf
+    wanted = held if saturates else held.where(~(BEYOND.abs() > last), lost * BEYOND.sign())
+    wanted = wanted.to(dtype).float()
+    for cache in (ours.k_cache, reference.k_cache):
+        page, slot = divmod(int(arguments.slot_mapping[0]), case.page_size)
+        written = cache[page, slot].float().flatten()[: len(BEYOND)]
+        torch.testing.assert_close(written, wanted, rtol=0, atol=0, equal_nan=True)
+    if dtype == torch.float8_e5m2 and not saturates:  # as every release of torch has it
+        torch.testing.assert_close(BEYOND.to(dtype).float(), wanted, rtol=0, atol=0, equal_nan=True)
+
+
 def test_store_takes_any_strides() -> None:
     arguments = cache_store.OP.sample_inputs(LLAMA)
     turned = arguments.k.permute(2, 1, 0).contiguous().permute(2, 1, 0)
