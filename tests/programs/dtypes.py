@@ -144,9 +144,30 @@ def _of_dtype(item: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return item.to(dtype)
 
 
+#: Calls that may name the dtype in which they compute.
+_ASKED = ("sum", "cumsum", "softmax", "mean", "prod", "log_softmax", "norm")
+
+
+def dtype_asked(draw: random.Random, graph: fx.Graph) -> str | None:
+    """A reduction or softmax computes in a dtype that it names, or names none any more."""
+    found = [
+        n
+        for n in calls(graph)
+        if (n.target if isinstance(n.target, str) else getattr(n.target, "__name__", "")) in _ASKED
+    ]
+    if not found:
+        return None
+    node, dtype = draw.choice(found), draw.choice((None, *DTYPES[:10]))
+    node.kwargs = {k: v for k, v in node.kwargs.items() if k != "dtype"}
+    if dtype is not None:
+        node.kwargs = {**node.kwargs, "dtype": dtype}
+    back = draw.random() < 0.5 and _cast_back(graph, node)
+    return f"{node.name}: asked for {dtype}{', cast back' * back}"
+
+
 BREAKAGES: tuple[Callable[[random.Random, fx.Graph], str | None], ...] = (
     operand_cast, operand_cast, operand_cast, operand_cast, value_cast, input_of_dtype,
-    input_of_dtype, number_as_tensor,
+    input_of_dtype, number_as_tensor, dtype_asked,
 )  # fmt: skip
 
 # --- scores and masks -----------------------------------------------------------------------------

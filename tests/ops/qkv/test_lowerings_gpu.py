@@ -10,6 +10,7 @@ import torch
 
 from tilewright.codegen.qkv.plan import candidates, fused_choice, library_choice, plan_fused_qkv
 from tilewright.codegen.qkv.time import estimate
+from tilewright.ops.formats.fp8 import SATURATED_BY_TORCH
 from tilewright.ops.qkv import cache_store, qkv_cache
 from tilewright.ops.qkv.choices import run
 from tilewright.ops.qkv.operands import prepare
@@ -188,6 +189,29 @@ def test_no_sample_falls_back_to_the_reference(
     for actual, right in zip(got, want, strict=True):
         if actual is not None:
             check_result(actual, right, rounded_twice=True, what=case.name)
+
+
+@pytest.mark.parametrize("saturates", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_what_an_8_bit_cache_cannot_hold(dtype: torch.dtype, saturates: bool) -> None:
+    """The reference's bits, and without saturation those of PyTorch's cast where that does not."""
+    case = replace(LLAMA, rope_style="none", rotary_dim=0, cache_dtype=dtype, dtype=torch.float32)
+    arguments = cache_store.OP.sample_inputs(case, device="cuda")
+    edges = (448.0, 464.0, 464.1, 500.0, 57344.0, 61439.0, 61440.0, 7e4, 1e30, torch.inf, torch.nan)
+    values = torch.tensor([*edges, *(-x for x in edges), -0.0, 3.3], device="cuda")
+    arguments.k.copy_(values.repeat(100)[: arguments.k[0].numel()].view_as(arguments.k[0]))
+    arguments = replace(arguments, cache_saturates=saturates)
+    ours, expected = with_fresh_caches(arguments), with_fresh_caches(arguments)
+    assert cache_store.OP.choose("cuda", ours).lowering.name == "emitted_kernel"
+    cache_store.OP.call(ours)
+    cache_store.reference(expected)
+    got, want = (a.k_cache.float() for a in (ours, expected))
+    torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+    if not saturates and dtype not in SATURATED_BY_TORCH:
+        cast = values.to(dtype).float()
+        page, slot = divmod(int(arguments.slot_mapping[0]), case.page_size)
+        written = got[page, slot].flatten()[: len(values)]
+        torch.testing.assert_close(written, cast, rtol=0, atol=0, equal_nan=True)
 
 
 STORES = {case.name: case for case in cache_store.OP.cases if case.dtype != torch.float64}
