@@ -40,17 +40,20 @@ SOUGHT = {
     "mla": {"mla_latent_store"},
     "mlp": {"linear_activation", "linear_residual"},
     "wild": {"cache_attention"},
+    "dtypes": {"cache_attention"},
 }
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_broken_models_give_what_eager_gives(family):
-    tally = run(family, SEEDS, dynamo_every=PER_MODEL * 3)
+    # A model of other dtypes serves four seeds, not twenty: there are enough in a few.
+    seeds = SEEDS[:16] if family == "dtypes" else SEEDS
+    tally = run(family, seeds, dynamo_every=PER_MODEL * 3)
     assert not tally.found, tally.found
-    assert tally.verdicts["same"] >= 6, tally
-    assert tally.broken >= 30
+    assert tally.verdicts["same"] >= len(seeds) // 8, tally
+    assert tally.broken >= len(seeds) * 5 // 8
     assert SOUGHT[family] <= set(tally.patterns)
-    assert tally.through_dynamo == {"same": 2}
+    assert tally.through_dynamo == {"same": sum(s % (PER_MODEL * 3) == 0 for s in seeds)}
 
 
 @pytest.mark.parametrize(("family", "seed"), MENDED)
