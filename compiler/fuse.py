@@ -10,7 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import networkx as nx
@@ -24,6 +24,7 @@ from tilewright.compiler.dataflow.access import call_key
 from tilewright.compiler.dataflow.build import build_view
 from tilewright.compiler.options import Options
 from tilewright.compiler.report import GraphReport, Kernel, Site
+from tilewright.compiler.report.census import Point, Round, census_of
 from tilewright.compiler.report.failures import Failures, raise_strictly
 from tilewright.compiler.rewrite import HalfRewrittenError, Rewritten, arguments_of, rewrite_sites
 from tilewright.compiler.rewrite.dropouts import remove_idle_dropouts
@@ -70,19 +71,22 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def fuse(gm: fx.GraphModule, options: Options) -> GraphReport:
+def fuse(gm: fx.GraphModule, options: Options, rounds: list[Round] | None = None) -> GraphReport:
     """Fuses what the patterns find in a copy of `gm`; `gm` itself is not touched.
 
     gm: a Dynamo graph module whose nodes carry `meta["example_value"]`. Where a pattern or an op
-    raises at a site, that site stays as written, and a miss INTERNAL says so. Raises StrictError
-    for such a failure or a lost site where `options.strict` asks for it.
+    raises at a site, that site stays as written, and a miss INTERNAL says so. rounds: gets what
+    each pass of the patterns came to. Raises StrictError for such a failure or a lost site where
+    `options.strict` asks for it.
     """
     failures = Failures(gm, options)
     clock = _Clock()
     target = target_name(options)
     with failures.of_the_graph(), _collector_paused():
         while True:
-            attempt = _attempt(gm, options, failures, clock, target)
+            if rounds is not None:
+                rounds.clear()
+            attempt = _attempt(gm, options, failures, clock, target, rounds)
             if attempt is not None:
                 break
     raise_strictly(attempt.misses, options)
@@ -94,7 +98,16 @@ def fuse(gm: fx.GraphModule, options: Options) -> GraphReport:
         notes=attempt.notes,
         seconds=clock.seconds,
         inputs=attempt.inputs,
+        options=options,
     )
+
+
+def points_of_report(report: GraphReport) -> tuple[Point, ...]:
+    """The census of a report's graph: the patterns go over it once more."""
+    options = report.options or Options()
+    rounds: list[Round] = []
+    fuse(report.before, replace(options, strict=False), rounds)
+    return census_of(rounds, registered(options.patterns))
 
 
 @dataclass(frozen=True)
@@ -112,7 +125,12 @@ class _Attempt:
 
 
 def _attempt(
-    gm: fx.GraphModule, options: Options, failures: Failures, clock: _Clock, target: str
+    gm: fx.GraphModule,
+    options: Options,
+    failures: Failures,
+    clock: _Clock,
+    target: str,
+    rounds: list[Round] | None,
 ) -> _Attempt | None:
     """None where a rewrite failed half-way, or the plan of an op: the copy cannot be used, and its
     site is refused in the next."""
@@ -151,6 +169,9 @@ def _attempt(
             with clock.phase("rewrite"):
                 done, no = rewrite_sites(graph, flow, wanted, failures, planned)
             rewritten.extend(done)
+            if rounds is not None:
+                misses_so_far = () if no else (*found.misses, *left)
+                rounds.append(Round(flow, tuple(one.match for one in done), misses_so_far))
             refused |= {(match.pattern, match.anchor.node): miss for match, miss in no}
             if not no:
                 unread = [failures("view", "to read a node", e, (n,)) for n, e in flow.failed]
@@ -262,6 +283,7 @@ def _claimed(match: Match, other: Match) -> Miss:
         Stage.HAZARDS,
         f"{other.pattern} at {other.scope or 'the top level'} already absorbs part of this site",
         (match.anchor.node,),
+        covers=match.nodes,
     )
 
 

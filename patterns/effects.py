@@ -57,6 +57,11 @@ def _length(dim: Dim) -> Size:
     return dim[0].length if dim else 1
 
 
+def only_data_tell(size: Size) -> bool:
+    """Whether a size is known to no input, as that of what `nonzero` finds."""
+    return any(str(symbol).startswith("u") for symbol in getattr(size, "free_symbols", ()))
+
+
 def size_fact(size: Size) -> int | str:
     """A size as reports give it: a number, or T where only a call has one."""
     return size if isinstance(size, int) else "T"

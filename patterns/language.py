@@ -52,7 +52,8 @@ class Miss:
     nodes: the culprits in the graph. hint: what the user can do, the code's own
     (`patterns/hints.py`) where none is given. count: anchors it stands for.
     weight: `lost` or `advice`; None for the code's own, see :data:`WEIGHTS`. `strict` raises, and
-    warnings count, for `lost` alone.
+    warnings count, for `lost` alone. covers: the nodes of its anchors, or of the match that it was;
+    :func:`find` adds them, and a census starts from them (:class:`Sought`).
     """
 
     pattern: str
@@ -63,6 +64,7 @@ class Miss:
     hint: str = ""
     count: int = 1
     weight: Weight | None = None
+    covers: tuple[fx.Node, ...] = ()
 
     def __post_init__(self) -> None:
         if self.weight is None:
@@ -156,6 +158,13 @@ class Match:
     def source(self) -> str:
         return self.anchor.source
 
+    @property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        """The nodes of everything that it replaces or performs."""
+        replaced = (result.replaced for result in self.results)
+        values = (*self.absorbed, *self.stores, *self.scratch, *replaced)
+        return tuple(dict.fromkeys(value.node for value in values))
+
 
 class Reject(Exception):
     """Carries a Miss out of a pattern's helpers; :func:`attempt` turns it into the answer."""
@@ -204,8 +213,40 @@ def as_advice(*culprits: Value | View | fx.Node) -> Iterator[None]:
         raise Reject(miss) from None
 
 
+#: What a census counts: products, softmaxes, writes into memory from outside, and choices.
+Kind = Literal["product", "softmax", "write", "top-k"]
+
+
+@dataclass(frozen=True)
+class Sought:
+    """What the anchors of a pattern are, for people, and what its misses speak for.
+
+    what: a line. near: operations that come nearest where there is no anchor, by the names of
+    `patterns.dataflow`; an in-place write is a "store".
+    before, behind: besides the anchor's own nodes a miss speaks for the first points of these kinds
+    upstream and downstream of it. depth: how many products in a row upstream. beside: also for the
+    products of the same activation as those.
+    """
+
+    what: str = ""
+    near: frozenset[str] = frozenset()
+    before: frozenset[Kind] = frozenset()
+    behind: frozenset[Kind] = frozenset()
+    depth: int = 1
+    beside: bool = False
+
+
+def sought_by(pattern: Any) -> Sought:
+    """What a pattern looks for, as it says itself."""
+    found = getattr(pattern, "sought", None)
+    return found if isinstance(found, Sought) else Sought()
+
+
 class Pattern(Protocol):
-    """A family of subgraphs that one op replaces."""
+    """A family of subgraphs that one op replaces.
+
+    It may also have an attribute `sought`, a :class:`Sought`.
+    """
 
     @property
     def name(self) -> str:
@@ -347,7 +388,7 @@ def find(
     found = Findings()
     taken: set[Value] = set()
     absorbed: set[Value] = set()
-    said: set[tuple[str, tuple[fx.Node, ...]]] = set()
+    said: dict[tuple[str, tuple[fx.Node, ...]], int] = {}
     furthest: dict[Value, Stage] = {}
     sites: dict[int, list[Value]] = {}
     for pattern in patterns:
@@ -366,11 +407,17 @@ def find(
                 continue
             for store in stores:
                 furthest[store] = max(answer.stage, furthest.get(store, answer.stage))
-            if (answer.code, answer.nodes) not in said:
-                said.add((answer.code, answer.nodes))
-                sites[id(answer)] = stores
+            at = said.setdefault((answer.code, answer.nodes), len(found.misses))
+            if at == len(found.misses):
                 found.misses.append(answer)
-    found.misses = [m for m in found.misses if not _outdone(m, sites.get(id(m), []), furthest)]
+                sites[at] = stores
+            covers = (*found.misses[at].covers, *answer.covers, *anchor_nodes(anchor))
+            found.misses[at] = replace(found.misses[at], covers=tuple(dict.fromkeys(covers)))
+    found.misses = [
+        miss
+        for at, miss in enumerate(found.misses)
+        if not _outdone(miss, sites.get(at, []), furthest)
+    ]
     return found
 
 
@@ -399,7 +446,8 @@ def _answer(
         answer = attempt(pattern, anchor, flow)
         if isinstance(answer, Match) and check is not None:
             doing, nodes = "in the check for hazards", (answer.anchor.node,)
-            return check(answer, flow) or answer
+            refused = check(answer, flow)
+            return answer if refused is None else replace(refused, covers=answer.nodes)
         return answer
     except Exception as error:
         return failed(pattern.name, doing, error, nodes)
@@ -409,6 +457,13 @@ def anchored_stores(anchor: Any) -> Iterator[Value]:
     """The in-place writes an anchor starts from."""
     items = anchor if isinstance(anchor, tuple) else getattr(anchor, "stores", (anchor,))
     return (v for v in items if isinstance(v, Value))
+
+
+def anchor_nodes(anchor: Any) -> tuple[fx.Node, ...]:
+    """The nodes an anchor starts from: its own, its writes', its `values`' and `products`'."""
+    lists = (getattr(anchor, name, ()) for name in ("values", "products"))
+    values = (*anchored_stores(anchor), *(value for listed in lists for value in listed))
+    return tuple(dict.fromkeys((*_anchor_nodes(anchor), *(value.node for value in values))))
 
 
 CODES: dict[str, str] = {

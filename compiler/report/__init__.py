@@ -17,6 +17,8 @@ from tilewright.patterns.language import CAPTURE, Miss, Stage
 if TYPE_CHECKING:
     from tilewright.codegen.audit import Audit
     from tilewright.codegen.build import Artifact
+    from tilewright.compiler.options import Options
+    from tilewright.compiler.report.census import Census
     from tilewright.compiler.safety.overlap import InputMemory
 
 
@@ -77,7 +79,8 @@ class Site:
 
 @dataclass(frozen=True)
 class GraphReport:
-    """One Dynamo graph, before and after. inputs: which of its inputs shared memory when traced."""
+    """One Dynamo graph, before and after. inputs: which of its inputs shared memory when traced.
+    options: what it was fused with; None where that was not begun."""
 
     before: fx.GraphModule
     after: fx.GraphModule
@@ -86,6 +89,7 @@ class GraphReport:
     notes: tuple[str, ...] = ()
     seconds: dict[str, float] = field(default_factory=dict)
     inputs: InputMemory | None = None
+    options: Options | None = None
 
 
 @dataclass(frozen=True)
@@ -124,6 +128,18 @@ class Lowered:
         """Every distinct kernel, in order of first use."""
         found = {k.spec.name: k for m in self.matches for k in m.kernels}
         return list(found.values())
+
+    @cached_property
+    def census(self) -> Census:
+        """Every product with a weight, softmax, write into memory from outside and choice of the
+        largest, with the match or miss that it belongs to, or why it is of no interest."""
+        from tilewright.compiler.fuse import points_of_report
+        from tilewright.compiler.report.census import Census
+
+        fused = (graph for graph in self.graphs if graph.options is not None)
+        census = Census(tuple(point for graph in fused for point in points_of_report(graph)))
+        breaks = [miss for miss in self.misses if miss.pattern == CAPTURE]
+        return census.spoken_for_by(breaks[0]) if breaks else census
 
     def to_json(self) -> str:
         return json.dumps(self.as_dict(), indent=2)

@@ -76,7 +76,10 @@ def _no_kernels(device: torch.device, sites: Sequence[Match]) -> Miss:
     what = "1 site stays" if len(sites) == 1 else f"{len(sites)} sites stay"
     message = f"{what} as written, as there are no kernels for {_named(device)}: {listed}"
     nodes = tuple(match.anchor.node for match in sites)
-    return Miss("tilewright", "NO_KERNELS", Stage.CAPABILITY, message, nodes, HINT, len(sites))
+    covers = tuple(dict.fromkeys(node for match in sites for node in match.nodes))
+    return Miss(
+        "tilewright", "NO_KERNELS", Stage.CAPABILITY, message, nodes, HINT, len(sites), None, covers
+    )
 
 
 def _named(device: torch.device) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -29,7 +29,7 @@ from tilewright.patterns.attention.shared_heads import (
 )
 from tilewright.patterns.attention.visible import mask_fact, visible_keys
 from tilewright.patterns.dataflow import Computed, Dataflow, Value, View
-from tilewright.patterns.language import Match, as_advice, register
+from tilewright.patterns.language import Match, Sought, as_advice, register
 from tilewright.patterns.recognise.attention import (
     Attention,
     Sketch,
@@ -48,13 +48,19 @@ class CacheAttention:
     name: str = "cache_attention"
     op: str = "cache_attention"
     takes_leftovers: bool = True
+    sought: ClassVar[Sought] = Sought(
+        "attention that reads a cache, has a mask, or shares keys among heads",
+        frozenset({"aten.scaled_dot_product_attention", "aten.softmax", "aten.bmm"}),
+        before=frozenset({"product", "softmax"}),
+        behind=frozenset({"product"}),
+    )
 
     def anchors(self, flow: Dataflow) -> Iterator[Value]:
         """Attentions that read keys which nobody sees, or the same keys more than once, and
         softmaxes of such keys that cannot be read."""
         for value in flow.values:
             sketch = sketch_of(value)
-            if is_of_shared_keys(value) if sketch is None else _gains(sketch):
+            if is_of_shared_keys(value) if sketch is None else gains(sketch):
                 yield value
         yield from unread_calls(flow)
 
@@ -81,7 +87,7 @@ class CacheAttention:
         )
 
 
-def _gains(sketch: Sketch) -> bool:
+def gains(sketch: Sketch) -> bool:
     """Whether the op has less to read than the graph's own attention."""
     k, _ = bare(sketch.k)
     if heads_repeat(k) or k.shape[2] != sketch.q.shape[2] or sketch.masked:

@@ -13,8 +13,17 @@ from tilewright.patterns.cache.eight_bit import Written, before_rounding
 from tilewright.patterns.cache.states import replaces_state
 from tilewright.patterns.dataflow import Dataflow, Memory, Store, Value, View, upstream
 from tilewright.patterns.effects import Effect
+from tilewright.patterns.language import Sought
 from tilewright.patterns.recognise.equality import equal_values
 from tilewright.patterns.recognise.gemm import Gemm, match_gemm, piece_of
+
+#: What the patterns look for that start from these writes.
+CACHE_WRITES = Sought(
+    "writes into a cache that is an input or a buffer (index_copy_, cache[slots] = k)",
+    frozenset({"store", "aten.cat", "aten.index_put", "aten.index_copy", "aten.scatter"}),
+    before=frozenset({"product"}),
+    beside=True,
+)
 
 
 @dataclass(frozen=True)

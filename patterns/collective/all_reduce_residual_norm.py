@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 from tilewright.patterns import effects
 from tilewright.patterns.collective.sums import RankSum, is_scattered_sum, match_rank_sum
 from tilewright.patterns.dataflow import Dataflow, Value, common_scope
-from tilewright.patterns.language import Match, Result, Stage, as_advice, register, reject
+from tilewright.patterns.language import Match, Result, Sought, Stage, as_advice, register, reject
 from tilewright.patterns.recognise.dtypes import HALVES, check_dtypes, dtype_name
 from tilewright.patterns.recognise.norm import Norm
 from tilewright.patterns.recognise.row_norm import rms_norm_of
@@ -28,6 +29,11 @@ class AllReduceResidualNorm:
 
     name: str = "all_reduce_residual_norm"
     op: str = "all_reduce_residual_norm"
+    sought: ClassVar[Sought] = Sought(
+        "sums over ranks with a residual and a norm behind them",
+        frozenset({"_c10d_functional::all_reduce", "opaque:all_reduce"}),
+        before=frozenset({"product"}),
+    )
 
     def anchors(self, flow: Dataflow) -> Iterator[Value]:
         """Sums with a residual of what the ranks have summed, whose norm follows; those of

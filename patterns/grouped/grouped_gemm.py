@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -20,7 +20,15 @@ from tilewright.ops.formats.expert_weight import FORMATS
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Computed, Dataflow, Value, View
 from tilewright.patterns.effects import Atom
-from tilewright.patterns.language import Match, Result, Stage, register, register_code, reject
+from tilewright.patterns.language import (
+    Match,
+    Result,
+    Sought,
+    Stage,
+    register,
+    register_code,
+    reject,
+)
 from tilewright.patterns.quantised.blocks import unrepeated
 from tilewright.patterns.quantised.expert_arguments import (
     DequantizedExperts,
@@ -49,6 +57,10 @@ class GroupedGemm:
     name: str = "grouped_gemm"
     op: str = "grouped_matmul"
     takes_leftovers: bool = True
+    sought: ClassVar[Sought] = Sought(
+        "rows in groups times a weight for each group",
+        frozenset({"aten._grouped_mm", "aten.bmm", "aten.einsum"}),
+    )
 
     def anchors(self, flow: Dataflow) -> Iterator[Value]:
         """Rows in groups times one weight per group."""

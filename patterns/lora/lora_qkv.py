@@ -14,13 +14,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from tilewright.ops.checks import FLOAT_DTYPES
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope
 from tilewright.patterns.effects import InexpressibleError
-from tilewright.patterns.language import Match, Result, Stage, register, reject
+from tilewright.patterns.language import Match, Result, Sought, Stage, register, reject
 from tilewright.patterns.lora.arguments import (
     CAST_ADAPTERS,
     LETTERS,
@@ -51,6 +51,12 @@ class LoraQkv:
     name: str = "lora_qkv"
     op: str = "lora_expand_add"
     takes_leftovers: bool = True
+    sought: ClassVar[Sought] = Sought(
+        "adapters: a linear, and two products of low rank added to it",
+        frozenset({"aten.linear", "aten.addmm", "aten.mm", "aten.matmul", "aten.bmm"}),
+        before=frozenset({"product"}),
+        depth=2,
+    )
 
     def anchors(self, flow: Dataflow) -> Iterator[tuple[Value, ...]]:
         """The sums of up to three deltas with one shrink."""

@@ -67,6 +67,11 @@ class Absorbed:
     def node(self) -> fx.Node:
         return self.attention.node
 
+    @property
+    def values(self) -> tuple[Value, ...]:
+        """The attention and the two products."""
+        return self.query.value, self.attention, self.result.value
+
 
 def absorbed_attentions(flow: Dataflow) -> Iterator[Absorbed]:
     """What may be absorbed attention; each attention once."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -25,7 +25,15 @@ from tilewright.patterns.attention.pages import same_pages
 from tilewright.patterns.attention.visible import mask_fact, visible_keys
 from tilewright.patterns.dataflow import Computed, Dataflow, Value, View, common_scope
 from tilewright.patterns.effects import Effect, Size, size_fact
-from tilewright.patterns.language import Match, Result, Stage, register, register_code, reject
+from tilewright.patterns.language import (
+    Match,
+    Result,
+    Sought,
+    Stage,
+    register,
+    register_code,
+    reject,
+)
 from tilewright.patterns.mla.absorbed import (
     Absorbed,
     PerHead,
@@ -59,6 +67,13 @@ class MlaDecode:
 
     name: str = "mla_decode"
     op: str = "mla_decode"
+    sought: ClassVar[Sought] = Sought(
+        "attention to latents: its queries and its result are multiplied with weights of each head",
+        frozenset({"aten.scaled_dot_product_attention", "aten.softmax", "aten.einsum", "aten.bmm"}),
+        before=frozenset({"product", "softmax"}),
+        behind=frozenset({"product"}),
+        depth=2,
+    )
 
     def anchors(self, flow: Dataflow) -> Iterator[Absorbed]:
         return absorbed_attentions(flow)

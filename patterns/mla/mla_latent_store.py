@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from tilewright.patterns import effects
 from tilewright.patterns.cache.address import Address, address, check_pair
 from tilewright.patterns.cache.latent_writes import latent_writes
-from tilewright.patterns.cache.writes import CacheWrite, WritePair
+from tilewright.patterns.cache.writes import CACHE_WRITES, CacheWrite, WritePair
 from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope
-from tilewright.patterns.language import Match, Reject, Stage, register, reject
+from tilewright.patterns.language import Match, Reject, Sought, Stage, register, reject
 from tilewright.patterns.projection.epilogue import HeadNorm
 from tilewright.patterns.projection.heads import Heads, match_heads, rope_table
 from tilewright.patterns.projection.written import check_tokens
@@ -35,6 +35,7 @@ class MlaLatentStore:
 
     name: str = "mla_latent_store"
     op: str = "mla_latent_store"
+    sought: ClassVar[Sought] = CACHE_WRITES
 
     def anchors(self, flow: Dataflow) -> Iterator[WritePair]:
         yield from latent_writes(flow)

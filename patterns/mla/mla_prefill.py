@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from tilewright.patterns.attention.visible import mask_fact, visible_keys
 from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope
 from tilewright.patterns.effects import size_fact
-from tilewright.patterns.language import Match, register
+from tilewright.patterns.language import Match, Sought, register
 from tilewright.patterns.mla.keys import LatentKeys, has_shared_part, match_latent_keys
 from tilewright.patterns.mla.query import Query, match_query
 from tilewright.patterns.recognise.attention import (
@@ -39,6 +39,12 @@ class MlaPrefill:
 
     name: str = "mla_prefill"
     op: str = "mla_prefill_dense"
+    sought: ClassVar[Sought] = Sought(
+        "attention to keys and values that are projected from latents",
+        frozenset({"aten.scaled_dot_product_attention", "aten.softmax"}),
+        before=frozenset({"product", "softmax"}),
+        behind=frozenset({"product"}),
+    )
 
     def anchors(self, flow: Dataflow) -> Iterator[Value]:
         for value in flow.values:

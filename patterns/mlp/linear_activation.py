@@ -12,20 +12,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from tilewright.codegen.mlp.plan import most_tokens, takes_norm
+from tilewright.codegen.mlp.plan import MOST_TOKENS, most_tokens, takes_norm
 from tilewright.ops.reference.activation import ACTIVATIONS
 from tilewright.patterns.collective.sums import unless_summed
-from tilewright.patterns.dataflow import Dataflow, Value, common_scope
-from tilewright.patterns.language import Match, Result, as_advice, register
+from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope
+from tilewright.patterns.language import Match, Result, Sought, as_advice, register
 from tilewright.patterns.mlp.linears import (
     FewTokens,
+    Unlike,
     check_linears,
     in_shape_of,
     linear_facts,
     match_codes,
     match_few_tokens,
+    match_unlike,
 )
 from tilewright.patterns.recognise.activation import Activation, match_activation
 from tilewright.patterns.recognise.equality import equal_values
@@ -44,26 +46,40 @@ class LinearActivation:
     name: str = "linear_activation"
     op: str = "linear_activation"
     takes_leftovers: bool = True
+    sought: ClassVar[Sought] = Sought(
+        f"activations of linears of at most {MOST_TOKENS} tokens, or of two linears and their gate",
+        frozenset({"aten.linear", "aten.addmm", "aten.mm", "aten.matmul"}),
+        before=frozenset({"product"}),
+    )
 
     def anchors(self, flow: Dataflow) -> Iterator[tuple[Value, ...]]:
         """Activations of linears for few tokens, with these; of one inside another the outer."""
         inside: set[Value] = set()
         for value in reversed(flow.values):
-            found = None if value in inside else _match_parts(value)
-            if found is not None:
-                inside.update(found[0].absorbed)
-                tokens = found[1][0].x.shape[0]
-                if not isinstance(tokens, int) or tokens <= most_tokens(len(found[1])):
-                    yield value, *(linear.product for linear in found[1])
+            activation = None if value in inside else _activation(value)
+            linears = None if activation is None else _linears(value, activation)
+            if activation is None:
+                continue
+            if linears is not None:
+                inside.update(activation.absorbed)
+                tokens = linears[0].x.shape[0]
+                if not isinstance(tokens, int) or tokens <= most_tokens(len(linears)):
+                    yield value, *(linear.product for linear in linears)
+            elif (unlike := _unlike(activation)) is not None:
+                yield value, unlike.product
 
     def match(self, anchor: tuple[Value, ...], flow: Dataflow) -> Match:
         with as_advice(anchor[0]):  # the library's products compute the graph as it is
             return self._match(anchor[0], flow)
 
     def _match(self, anchor: Value, flow: Dataflow) -> Match:
-        parts = _match_parts(anchor)
-        assert parts is not None
-        activation, linears = parts
+        activation = _activation(anchor)
+        assert activation is not None
+        linears = _linears(anchor, activation)
+        if linears is None:
+            unlike = _unlike(activation)
+            assert unlike is not None
+            unlike.refuse()
         check_linears(linears, (), anchor)
         gate, up = linears[0], linears[1] if len(linears) == 2 else None
         absorbed = (*activation.absorbed, *(v for linear in linears for v in linear.absorbed))
@@ -101,19 +117,33 @@ class LinearActivation:
         )
 
 
-def _match_parts(value: Value) -> tuple[Activation, tuple[FewTokens, ...]] | None:
-    """The activation that a value is, with its linears, gate first."""
+def _activation(value: Value) -> Activation | None:
+    """The activation that a value is, of those that the op has."""
     activation = match_activation(value.whole)
-    if activation is None or activation.name not in ACTIVATIONS or activation.limit:
-        return None
+    known = activation is not None and activation.name in ACTIVATIONS and not activation.limit
+    return activation if known else None
+
+
+def _linears(value: Value, activation: Activation) -> tuple[FewTokens, ...] | None:
+    """The linears of an activation, gate first."""
     if value.dtype != activation.gate.value.dtype:
         return None
-    views = [activation.gate] if activation.up is None else [activation.gate, activation.up]
+    views = _entering(activation)
     linears = tuple(one for view in views if (one := match_few_tokens(view)) is not None)
     if len(linears) != len(views) or any(not equal_values(linears[0].x, o.x) for o in linears):
         return None
     same = all(one.weight.shape == linears[0].weight.shape for one in linears)
-    return (activation, linears) if same else None
+    return linears if same else None
+
+
+def _entering(activation: Activation) -> list[View]:
+    return [view for view in (activation.gate, activation.up) if view is not None]
+
+
+def _unlike(activation: Activation) -> Unlike | None:
+    """A product of few tokens that enters an activation in a form that the op does not take."""
+    found = (match_unlike(view) for view in _entering(activation))
+    return next((one for one in found if one is not None), None)
 
 
 def _gate_layout(weights: dict[str, Any]) -> str:

@@ -11,16 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
+from tilewright.codegen.mlp.plan import MOST_TOKENS
 from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope
-from tilewright.patterns.language import Match, Result, Stage, as_advice, register, reject
+from tilewright.patterns.language import Match, Result, Sought, Stage, as_advice, register, reject
 from tilewright.patterns.mlp.linears import (
     FewTokens,
+    Unlike,
     check_linears,
     in_shape_of,
     linear_facts,
     match_codes,
     match_few_tokens,
+    match_unlike,
 )
 from tilewright.patterns.recognise.activation import times_number
 from tilewright.patterns.recognise.norm import Norm
@@ -47,13 +51,17 @@ class LinearResidual:
     name: str = "linear_residual"
     op: str = "linear_residual"
     takes_leftovers: bool = True
+    sought: ClassVar[Sought] = Sought(
+        f"linears of at most {MOST_TOKENS} tokens with a residual sum behind them",
+        frozenset({"aten.linear", "aten.addmm", "aten.mm", "aten.matmul"}),
+    )
 
     def anchors(self, flow: Dataflow) -> Iterator[tuple[Value, Value]]:
         """Sums of a linear for few tokens that is not read elsewhere, with that; also those of a
         linear that ranks share, and whose sum over them comes first."""
         for value in flow.values:
             found = _match_sum(value, flow)
-            product = found.linear.product if found else _summed_over_ranks(value)
+            product = found.linear.product if found else _refused(value)
             if product is not None:
                 yield value, product
 
@@ -64,6 +72,8 @@ class LinearResidual:
     def _match(self, anchor: Value, flow: Dataflow) -> Match:
         found = _match_sum(anchor, flow)
         if found is None:
+            if (unlike := _unlike(anchor)) is not None:
+                unlike.refuse()
             message = "the ranks' parts of the linear are summed before the residual is added"
             reject("COLLECTIVE", Stage.ACTIVATION, message, anchor)
         linear = found.linear
@@ -105,6 +115,20 @@ def _match_sum(value: Value, flow: Dataflow) -> Sum | None:
         if found is not None and _is_read_here_alone(found, value, flow):
             return found
     return None
+
+
+def _refused(value: Value) -> Value | None:
+    """The product for few tokens that is one side of a sum, and that the op cannot take."""
+    unlike = _unlike(value)
+    return _summed_over_ranks(value) if unlike is None else unlike.product
+
+
+def _unlike(value: Value) -> Unlike | None:
+    """The product that is one side of a sum of two tensors, in a form that the op does not take."""
+    if value.op != "aten.add":
+        return None
+    sides = (match_unlike(side) for side, other in value.either_way if len(other.shape) > 1)
+    return next((one for one in sides if one is not None), None)
 
 
 def _summed_over_ranks(value: Value) -> Value | None:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from tilewright.codegen.mlp.plan import MOST_TOKENS
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Value, View
 from tilewright.patterns.effects import InexpressibleError
+from tilewright.patterns.language import Stage, register_code, reject
 from tilewright.patterns.quantised.scales import Names, weight_arguments
 from tilewright.patterns.quantised.weights import match_scaled_weight, refuse, repeated
 from tilewright.patterns.quantised.words import holds_codes
 from tilewright.patterns.recognise.dtypes import HALVES, check_dtypes, dtype_name
-from tilewright.patterns.recognise.gemm import piece_of
+from tilewright.patterns.recognise.gemm import Gemm, match_gemm, piece_of
 from tilewright.patterns.recognise.linear import match_columns
+
+register_code("LINEAR_FORM", "a linear for few tokens has a weight in no form that the op takes")
 
 # Values that the model stores.
 STORED = ("constant", "input")
@@ -80,6 +83,76 @@ def match_few_tokens(view: View) -> FewTokens | None:
     return FewTokens(x, weight, bias, linear.absorbed, coded, scale)
 
 
+@dataclass(frozen=True)
+class Unlike:
+    """A product for few tokens with a weight of the model, in a form that no op takes, and why."""
+
+    product: Value
+    why: str
+    hint: str
+
+    def refuse(self) -> NoReturn:
+        """Ends the attempt: LINEAR_FORM."""
+        reject("LINEAR_FORM", Stage.GUARDS, self.why, self.product, hint=self.hint)
+
+
+# How many casts, biases and numbers there may be between a product and its reader.
+_STEPS = 6
+_PASSED = frozenset({"cast", "aten.add", "aten.mul", "aten.div", "aten.clamp"})
+_DECODED = frozenset({"cast", "aten.mul", "aten.div", "aten.add", "aten.sub", "aten.cat"})
+_ONCE = "compute it once, when the model is loaded"
+
+
+def match_unlike(view: View) -> Unlike | None:
+    """The product that a view is, or is but for casts and vectors, where :func:`match_few_tokens`
+    does not take it for its weight's sake; None for any other view."""
+    value = view.value
+    for _ in range(_STEPS):
+        gemm = match_gemm(value)
+        if gemm is not None:
+            return _unlike(gemm)
+        wide = [v.value for v in value.operands if v.shape == value.shape]
+        if value.op not in _PASSED or len(wide) != 1:
+            return None
+        value = wide[0]
+    return None
+
+
+def _unlike(gemm: Gemm) -> Unlike | None:
+    x, weight = gemm.flat_x, gemm.weight
+    rows, columns = weight.shape
+    if not _few(x.shape[0]) or not all(isinstance(n, int) for n in (rows, columns)):
+        return None
+    if min(rows, columns) < LEAST_COLUMNS or weight.value.projected:
+        return None
+    given = f"{gemm.value}: its weight"
+    if gemm.x_scale is not None or gemm.weight_scale is not None:
+        return Unlike(
+            gemm.value,
+            f"{gemm.value}: activation and weight are both eight-bit codes",
+            "the op reads activations of 16 bits: keep them so where few tokens are computed",
+        )
+    if weight.value.op in STORED:
+        if len(weight.value.shape) == 2:
+            return None
+        axes = len(weight.value.shape)
+        return Unlike(gemm.value, f"{given} has {axes} axes", "store it as [N, K]")
+    if holds_codes(weight.value, {}) or not _is_stored(weight.value):
+        return None
+    if weight.value.op == "cast":
+        names = [dtype_name(v.dtype) for v in (weight.value.operands[0].value, weight.value)]
+        why = f"{given} is cast from {' to '.join(names)} in every call"
+        return Unlike(gemm.value, why, "cast it once, when the model is loaded: module.to(dtype)")
+    return Unlike(gemm.value, f"{given} is computed in every call, by {weight.value}", _ONCE)
+
+
+def _is_stored(value: Value) -> bool:
+    """Whether a value is computed of what the model stores, and that alone."""
+    if value.op in _DECODED:
+        return all(_is_stored(v.value) for v in value.operands)
+    return value.op == "constant"
+
+
 def match_codes(linears: Sequence[FewTokens], names: Sequence[Names]) -> dict[str, Any]:
     """The op's arguments for the weights of linears, by the names of their codes, scale and zero.
 
@@ -105,7 +178,7 @@ def _few(tokens: Any) -> bool:
     """Not of sizes that only data tell: those are a mixture's."""
     if isinstance(tokens, int):
         return tokens <= MOST_TOKENS
-    return not any(str(symbol).startswith("u") for symbol in tokens.free_symbols)
+    return not effects.only_data_tell(tokens)
 
 
 def check_linears(linears: Iterable[FewTokens], others: Iterable[View], end: Value) -> None:

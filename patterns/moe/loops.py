@@ -69,6 +69,11 @@ class Loop:
         return self.last.node
 
     @property
+    def values(self) -> tuple[Value, ...]:
+        """The sums, and the rows that they add."""
+        return tuple(value for one in self.added for value in (one.end, one.rows.value))
+
+    @property
     def finds(self) -> frozenset[fx.Node]:
         """The nodes that find each expert's tokens."""
         return frozenset(added.token.value.node for added in self.added)

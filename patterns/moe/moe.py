@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Computed, Dataflow, Value, View, common_scope, upstream
-from tilewright.patterns.language import Match, Result, Stage, register, reject
+from tilewright.patterns.language import Match, Result, Sought, Stage, register, reject
 from tilewright.patterns.moe.combine import (
     SHAPED_LIKE,
     Combine,
@@ -69,6 +69,13 @@ class Moe:
     name: str = "moe"
     op: str = "fused_moe"
     takes_leftovers: bool = True
+    sought: ClassVar[Sought] = Sought(
+        "experts: a product of rows in groups (torch._grouped_mm, bmm) behind another one and an "
+        "activation, or a loop over experts",
+        frozenset({"aten._grouped_mm", "aten.bmm", "aten.index_add", "aten.where", "aten.sort"}),
+        before=frozenset({"product", "top-k", "softmax"}),
+        depth=2,
+    )
 
     def anchors(self, flow: Dataflow) -> Iterator[Value | Refused | Loop]:
         """A GEMM with expert weights whose rows come from another one, through an activation: two

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -25,7 +25,15 @@ from tilewright.patterns.dataflow import (
     common_scope,
     upstream,
 )
-from tilewright.patterns.language import Match, Result, Stage, register, register_code, reject
+from tilewright.patterns.language import (
+    Match,
+    Result,
+    Sought,
+    Stage,
+    register,
+    register_code,
+    reject,
+)
 from tilewright.patterns.moe.layer import (
     Layer,
     added_to,
@@ -79,6 +87,11 @@ class MoeDense:
 
     name: str = "moe_dense"
     op: str = "fused_moe"
+    sought: ClassVar[Sought] = Sought(
+        "every expert's product with every token, behind another such product",
+        frozenset({"aten.bmm", "aten.einsum", "aten.matmul"}),
+        before=frozenset({"product"}),
+    )
 
     def anchors(self, flow: Dataflow) -> Iterator[Value]:
         """A GEMM with every expert's weight, rows differing by expert, fed by another such GEMM."""

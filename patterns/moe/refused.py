@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from tilewright.patterns import effects
 from tilewright.patterns.dataflow import (
     Dataflow,
     Value,
@@ -28,6 +29,7 @@ from tilewright.patterns.dataflow import (
 )
 from tilewright.patterns.language import Miss, Reject, Stage, register_code
 from tilewright.patterns.recognise.activation import match_activation
+from tilewright.patterns.recognise.gemm import match_gemm
 from tilewright.patterns.recognise.grouped_gemm import is_expert_gemm, routes_of
 from tilewright.patterns.recognise.linear import match_columns
 from tilewright.patterns.recognise.norm import strip_casts
@@ -39,12 +41,14 @@ register_code("EXPERT_UNROLLED", "the experts are written out one by one, each o
 
 @dataclass(frozen=True)
 class Refused:
-    """Values that show such a mixture: they share one cause, so they get one Miss."""
+    """Values that show such a mixture: they share one cause, so they get one Miss. products: of
+    the experts, where they are in the graph."""
 
     values: tuple[Value, ...]
     code: str
     message: str
     hint: str
+    products: tuple[Value, ...] = ()
 
     @property
     def node(self) -> fx.Node:
@@ -104,7 +108,14 @@ def _loops(flow: Dataflow, captured: frozenset[fx.Node]) -> Refused | None:
         else "sort the routes by expert and multiply with torch._grouped_mm (or gather "
         "weights[expert_ids] for torch.bmm); torch._dynamo.config.capture_dynamic_output_shape_ops "
         "makes one graph of a loop over all experts: fused where they are parts of one tensor",
+        tuple(v for v in flow.values if _is_of_found_rows(v)) if whole else (),
     )
+
+
+def _is_of_found_rows(value: Value) -> bool:
+    """Whether a value is a product of as many rows as only data tell."""
+    gemm = match_gemm(value)
+    return gemm is not None and any(map(effects.only_data_tell, gemm.shape))
 
 
 def _choices(value: Value, reach: int) -> Iterator[Value]:

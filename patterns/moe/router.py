@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope, upstream
-from tilewright.patterns.language import Match, Parts, Result, Stage, register, reject
+from tilewright.patterns.language import Match, Parts, Result, Sought, Stage, register, reject
 from tilewright.patterns.moe.choice import Choice, is_choice, match_choice
 from tilewright.patterns.moe.combine import SHAPED_LIKE
 from tilewright.patterns.moe.weights import Weights, match_weights
@@ -30,7 +30,7 @@ from tilewright.patterns.recognise.norm import before_widening, strip_casts
 from tilewright.patterns.recognise.routing import match_order
 
 # A choice among more is none of experts: of a vocabulary's words, a document's tokens.
-_MOST_EXPERTS = 1024
+MOST_EXPERTS = 1024
 # How many values the search goes back from a choice to the logits' product.
 _REACH = 32
 
@@ -41,6 +41,12 @@ class MoeRouter:
 
     name: str = "moe_router"
     op: str = "moe_router"
+    sought: ClassVar[Sought] = Sought(
+        "a choice of experts: the topk of the numbers in the rows of a product",
+        frozenset({"aten.topk", "aten.sort", "aten.argmax"}),
+        before=frozenset({"top-k", "softmax", "product"}),
+        behind=frozenset({"softmax"}),
+    )
 
     def anchors(self, flow: Dataflow) -> Iterator[Value]:
         """The last choice behind a product (one of groups of experts stands before it), and experts
@@ -103,7 +109,7 @@ class MoeRouter:
 
 def _of_experts(value: Value) -> bool:
     compared = value.args[0].shape[-1]
-    return isinstance(compared, int) and compared <= _MOST_EXPERTS
+    return isinstance(compared, int) and compared <= MOST_EXPERTS
 
 
 def _is_product(value: Value) -> bool:

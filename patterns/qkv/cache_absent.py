@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import fx
 
 from tilewright.patterns.dataflow import Dataflow, Value, View, is_in_package
-from tilewright.patterns.language import Match, Miss, Reject, Stage, register
+from tilewright.patterns.language import Match, Miss, Reject, Sought, Stage, register
 
 _FACTORIES = {
     f"aten.{prefix}{kind}{suffix}"
@@ -39,6 +40,12 @@ class CacheAbsent:
 
     name: str = "cache_absent"
     op: str = "fused_qkv_paged"
+    sought: ClassVar[Sought] = Sought(
+        "caches that grow by cat, are updated out of place, or are made by the graph",
+        frozenset({"aten.cat", "aten.index_put", "aten.index_copy", "aten.scatter"}),
+        before=frozenset({"product"}),
+        beside=True,
+    )
 
     def anchors(self, flow: Dataflow) -> Iterator[AbsentCache]:
         for code, (is_one, _, _) in _KINDS.items():

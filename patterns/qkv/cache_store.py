@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from tilewright.ops.formats.fp8 import FP8_DTYPES
 from tilewright.patterns.cache.address import Address, address, check_pair, place_arguments
-from tilewright.patterns.cache.writes import CacheWrite, WritePair, pairs
+from tilewright.patterns.cache.writes import CACHE_WRITES, CacheWrite, WritePair, pairs
 from tilewright.patterns.dataflow import Dataflow, View
-from tilewright.patterns.language import Match, Stage, as_advice, register, reject
+from tilewright.patterns.language import Match, Sought, Stage, as_advice, register, reject
 from tilewright.patterns.recognise.dtypes import FLOATS, dtype_name, dtype_names
 
 
@@ -24,6 +24,7 @@ class CacheStore:
 
     name: str = "cache_store"
     op: str = "paged_kv_store"
+    sought: ClassVar[Sought] = CACHE_WRITES
 
     def anchors(self, flow: Dataflow) -> Iterator[WritePair]:
         yield from pairs(flow)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -23,11 +23,11 @@ from tilewright.ops.formats.fp8 import FP8_DTYPES
 from tilewright.patterns.cache.address import Address, address, check_pair, place_arguments
 from tilewright.patterns.cache.eight_bit import can_scale
 from tilewright.patterns.cache.latent_writes import latent_writes
-from tilewright.patterns.cache.writes import WritePair, pairs
+from tilewright.patterns.cache.writes import CACHE_WRITES, WritePair, pairs
 from tilewright.patterns.collective.sums import unless_summed
 from tilewright.patterns.dataflow import Computed, Dataflow, common_scope
 from tilewright.patterns.effects import size_fact
-from tilewright.patterns.language import Match, Reject, Stage, register, reject
+from tilewright.patterns.language import Match, Reject, Sought, Stage, register, reject
 from tilewright.patterns.lora.arguments import fact as lora_fact
 from tilewright.patterns.lora.arguments import has_kernels, own_deltas, packed_deltas
 from tilewright.patterns.projection.epilogue import norm_arguments, norm_fact
@@ -53,6 +53,7 @@ class QkvCache:
 
     name: str = "qkv_cache"
     op: str = "fused_qkv_paged"
+    sought: ClassVar[Sought] = CACHE_WRITES
 
     def anchors(self, flow: Dataflow) -> Iterator[WritePair]:
         latents = {store for pair in latent_writes(flow) for store in pair.stores}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,6 +28,7 @@ from tilewright.tools.console import make_console
 if TYPE_CHECKING:
     from tilewright.compiler import Lowered
     from tilewright.tools.kernel_audit import KernelAudit
+    from tilewright.tools.report.looked_for import Module
 
 
 def inspect(
@@ -54,6 +55,18 @@ def inspect(
         int | None,
         typer.Option(min=0, help="Tokens in the caches of each sequence: counts their bytes."),
     ] = None,
+    census: Annotated[
+        bool,
+        typer.Option(
+            "--census",
+            help="Count every product with a weight, softmax, cache write and top-k: in a match, "
+            "in a miss, of no interest, or unaccounted.",
+        ),
+    ] = False,
+    at: Annotated[
+        str | None,
+        typer.Option(metavar="MODULE", help="What each pattern says of one module (`*` matches)."),
+    ] = None,
     debug: DebugOption = False,
 ) -> None:
     """Show what is fused in MODEL, what is missed and why, and the kernels, without running it.
@@ -76,6 +89,9 @@ def inspect(
             lowered = load_and_lower(model, patterns, dynamic, target, debug)
         else:
             lowered, rank = load_and_lower_rank(model, tp, ep, patterns, dynamic, target, debug)
+        module = None if at is None else _module(lowered, at)
+        asked = census or module is not None
+        kernels = kernels and (as_json or not asked)
         audits = audited(lowered.kernels, lowered.target) if kernels else []
         if html is not None:
             title = model if rank is None else f"{model}, a rank of {tp}, a layer of each kind"
@@ -85,12 +101,17 @@ def inspect(
                 told = {"step": step_of(lowered, present).as_dict()}
             else:
                 told = {"rank": rank.as_dict(get_target(target))}
+            told |= {"census": lowered.census.as_dict()} if census else {}
+            told |= {"at": module.as_dict()} if module is not None else {}
             print_json({"model": model} | report_dict(lowered, audits) | told)
             return
         if before or after:
             typer.echo(graph_text(lowered, before=before, after=after))
             return
         console = make_console()
+        if asked:
+            console.print(*_asked(model, lowered, census, module), sep="\n\n")
+            return
         report = render(model, lowered, audits, console.width)
         console.print(report)
         if rank is None:
@@ -98,6 +119,24 @@ def inspect(
         else:
             console.print(render_rank(rank, get_target(target), console.width))
         _explain(console, report, sorted({miss.code for miss in lowered.misses}))
+
+
+def _module(lowered: Lowered, at: str) -> Module:
+    from tilewright.tools.report.looked_for import Module, NoSuchModuleError
+
+    try:
+        return Module(lowered, at)
+    except NoSuchModuleError as error:
+        raise CommandError(f"--at: {error}") from error
+
+
+def _asked(model: str, lowered: Lowered, census: bool, module: Module | None) -> Iterator[Group]:
+    from tilewright.tools.report.census_text import render_census, render_module
+
+    if census:
+        yield render_census(model, lowered.census)
+    if module is not None:
+        yield render_module(module)
 
 
 def _explain(console: Console, report: Group, codes: Sequence[str]) -> None:

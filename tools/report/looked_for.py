@@ -1,58 +1,40 @@
-"""What `inspect` says of a model in which no pattern starts: where they would, and what of it is
-there."""
+"""What `inspect` says where no pattern starts: what each looks for, and what comes nearest; and,
+with `--at`, what each pattern said of one module."""
 
 from __future__ import annotations
 
+import difflib
+import fnmatch
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
-from tilewright.codegen.mlp.plan import MOST_TOKENS
-from tilewright.compiler import Lowered
+from torch import fx
+
+from tilewright.compiler import GraphReport, Lowered, Site
 from tilewright.compiler.dataflow.build import build_view
+from tilewright.compiler.report import miss_dict, site_dict
+from tilewright.compiler.report.census import Point
 from tilewright.patterns.dataflow import Value, scope_of
-
-
-@dataclass(frozen=True)
-class LookedFor:
-    """Where some patterns start. near: operations that a graph which has none may have instead, by
-    the names of `patterns.dataflow`; an in-place write is a "store"."""
-
-    what: str
-    near: frozenset[str]
-
-
-_LINEARS = frozenset({"aten.linear", "aten.addmm", "aten.mm", "aten.matmul"})
-LOOKED_FOR = (
-    LookedFor(
-        "writes into a cache that is an input or a buffer (index_copy_, cache[slots] = k)",
-        frozenset({"store", "aten.cat", "aten.index_put", "aten.index_copy", "aten.scatter"}),
-    ),
-    LookedFor(
-        "attention that reads a cache, has a mask, or shares keys among heads",
-        frozenset({"aten.scaled_dot_product_attention", "aten.softmax", "aten.bmm"}),
-    ),
-    LookedFor(
-        f"linears of at most {MOST_TOKENS} tokens with an activation, a gate or a residual sum "
-        "behind them",
-        _LINEARS,
-    ),
-    LookedFor(
-        "experts: a router's topk, and a product of rows in groups (torch._grouped_mm, bmm)",
-        frozenset({"aten.topk", "aten.sort", "aten._grouped_mm", "aten.bmm"}),
-    ),
-    LookedFor(
-        "adapters: a linear, and two products of low rank added to it",
-        _LINEARS,
-    ),
-)
+from tilewright.patterns.language import Miss, Sought, registered, sought_by
 
 
 def nearest_lines(lowered: Lowered) -> Iterator[str]:
-    """A line for each of LOOKED_FOR, with what of the kind the graphs have."""
-    values = [v for graph in lowered.graphs for v in build_view(graph.before.graph).values]
-    for entry in LOOKED_FOR:
-        yield f"{entry.what}: {_seen([v for v in values if v.op in entry.near])}"
+    """A line for each thing that patterns look for, with what of the kind the graphs have."""
+    values = [value for graph in lowered.graphs for value in _values(graph)]
+    for sought in dict.fromkeys(sought_by(pattern) for pattern in registered()):
+        if sought.what:
+            yield f"{sought.what}: {_seen(_near(values, sought))}"
+
+
+def _values(graph: GraphReport) -> Sequence[Value]:
+    return build_view(graph.before.graph).values
+
+
+def _near(values: Iterable[Value], sought: Sought) -> list[Value]:
+    return [value for value in values if value.op in sought.near]
 
 
 def _seen(values: list[Value]) -> str:
@@ -64,3 +46,104 @@ def _seen(values: list[Value]) -> str:
     place = scope_of(first.node) or "the top level"
     source = f" ({first.source})" if first.source else ""
     return f"only {listed}, the first in {place}{source}"
+
+
+# --- one module -----------------------------------------------------------------------------------
+
+
+class NoSuchModuleError(ValueError):
+    """No node of the graphs lies in the module that was asked for."""
+
+
+@dataclass(frozen=True)
+class Said:
+    """What one pattern said of a module: its matches and misses there; where it has no anchor, the
+    values that come nearest."""
+
+    pattern: str
+    sought: Sought
+    matches: tuple[Site, ...]
+    misses: tuple[Miss, ...]
+    nearest: tuple[Value, ...]
+
+    @property
+    def line(self) -> str:
+        """What is nearest, in words."""
+        return _seen(list(self.nearest))
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready data."""
+        nearest = [
+            {"op": v.op, "node": v.node.name, "scope": v.scope, "source": v.source}
+            for v in self.nearest
+        ]
+        return {
+            "pattern": self.pattern,
+            "looks_for": self.sought.what,
+            "matches": [site_dict(site) for site in self.matches],
+            "misses": [miss_dict(miss) for miss in self.misses],
+            "nearest": nearest,
+        }
+
+
+@dataclass(frozen=True)
+class Module:
+    """The part of a lowered model in the modules whose path, or a parent's, matches `path`, as
+    fnmatch does. Raises NoSuchModuleError, naming modules that there are."""
+
+    lowered: Lowered
+    path: str
+
+    def __post_init__(self) -> None:
+        scopes = {scope_of(node) for graph in self.lowered.graphs for node in _nodes(graph)}
+        if not any(map(self.holds, scopes)):
+            close = difflib.get_close_matches(self.path, sorted(scopes), n=3, cutoff=0.0)
+            raise NoSuchModuleError(
+                f"no operation of the graphs is in a module {self.path!r}; there are, for example, "
+                + ", ".join(scope or "the top level" for scope in close)
+            )
+
+    def holds(self, scope: str) -> bool:
+        """Whether a module path is in this part."""
+        paths = (self.path, f"{self.path}.*")
+        return any(fnmatch.fnmatchcase(scope, path) for path in paths)
+
+    @cached_property
+    def said(self) -> tuple[Said, ...]:
+        """What each registered pattern said, in order of preference."""
+        values = [v for graph in self.lowered.graphs for v in _values(graph) if self.holds(v.scope)]
+        found = []
+        for pattern in registered():
+            matches = tuple(site for site in self._sites() if site.pattern == pattern.name)
+            misses = tuple(m for m in self.lowered.misses if self._tells(m, pattern.name))
+            sought = sought_by(pattern)
+            nearest = () if matches or misses else tuple(_near(values, sought))
+            found.append(Said(pattern.name, sought, matches, misses, nearest))
+        return tuple(found)
+
+    @property
+    def points(self) -> tuple[Point, ...]:
+        """The census of this part."""
+        return tuple(p for p in self.lowered.census.points if self.holds(p.scope))
+
+    def _sites(self) -> Iterator[Site]:
+        for graph in self.lowered.graphs:
+            inside = {node.name for node in _nodes(graph) if self.holds(scope_of(node))}
+            yield from (site for site in graph.matches if not inside.isdisjoint(site.absorbed))
+
+    def _tells(self, miss: Miss, pattern: str) -> bool:
+        nodes = dict.fromkeys((*miss.nodes, *miss.covers))
+        return miss.pattern == pattern and any(self.holds(scope_of(node)) for node in nodes)
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready data."""
+        return {
+            "module": self.path,
+            "patterns": [said.as_dict() for said in self.said],
+            "points": [point.as_dict() for point in self.points],
+        }
+
+
+def _nodes(graph: GraphReport) -> list[fx.Node]:
+    inputs = ("placeholder", "get_attr", "output")
+    return [node for node in graph.before.graph.nodes if node.op not in inputs]

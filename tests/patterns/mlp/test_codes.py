@@ -117,10 +117,15 @@ def test_one_dense_weight_beside_codes_is_advice():
     assert (miss.code, miss.is_lost) == ("WEIGHT_FORMAT", False)
 
 
-def test_codes_of_activations_are_left_alone():
+def test_codes_of_activations_are_left_alone_and_told():
     form = quantized.scaled_mm_token
     report = compiled(Mlp(form, form, form), tokens())
-    assert matches_of(report, "mlp") == misses_of(report, "mlp") == []
+    assert matches_of(report, "mlp") == []
+    missed = misses_of(report, "mlp")
+    assert [(m.pattern, m.code, m.weight) for m in missed] == [
+        ("linear_activation", "LINEAR_FORM", "advice"),
+        ("linear_residual", "LINEAR_FORM", "advice"),
+    ]
 
 
 def test_more_tokens_than_the_kernel_takes_are_left_alone():

@@ -1,0 +1,208 @@
+"""A census of a graph: every product with a weight, softmax, write into memory from outside and
+choice of the largest is in a match, spoken for by a miss, or of no interest for a stated reason.
+What is none of these is unaccounted: a pattern should have said something."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from torch import fx
+
+from tilewright.compiler.report.no_interest import is_of_no_interest
+from tilewright.compiler.report.points import Graph, kind_of, points_of
+from tilewright.patterns.dataflow import (
+    Computed,
+    Dataflow,
+    Value,
+    View,
+    iter_views,
+    scope_of,
+    source_of,
+)
+from tilewright.patterns.language import Kind, Match, Miss, Pattern, Sought, sought_by
+
+Account = Literal["match", "miss", "no interest", "unaccounted"]
+ACCOUNTS: tuple[Account, ...] = ("match", "miss", "no interest", "unaccounted")
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one pass of the patterns over a graph came to. matches: those that were rewritten.
+    misses: of the last pass; none of one that another follows."""
+
+    flow: Dataflow
+    matches: tuple[Match, ...]
+    misses: tuple[Miss, ...]
+
+
+@dataclass(frozen=True)
+class Point:
+    """One place of a graph that is accounted for, or is not.
+
+    node: its name in the graph. op: what it computes. why: the pattern of a match, pattern and code
+    of a miss, or the reason why it is of no interest; empty for what is unaccounted.
+    """
+
+    kind: Kind
+    account: Account
+    why: str
+    op: str
+    node: str
+    scope: str
+    source: str
+
+    def as_dict(self) -> dict[str, str]:
+        """JSON-ready data."""
+        names = ("kind", "account", "why", "op", "node", "scope", "source")
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass(frozen=True)
+class Census:
+    """The points of all graphs of a model, in program order."""
+
+    points: tuple[Point, ...]
+
+    @property
+    def unaccounted(self) -> tuple[Point, ...]:
+        """The points for which no pattern spoke and no rule holds."""
+        return tuple(point for point in self.points if point.account == "unaccounted")
+
+    def spoken_for_by(self, miss: Miss) -> Census:
+        """The same where a miss speaks for all else: of a graph that was cut no pattern sees the
+        rest of a site."""
+        told: Account = "miss"
+        why = f"{miss.pattern} {miss.code}"
+        points = (
+            replace(p, account=told, why=why) if p.account == "unaccounted" else p
+            for p in self.points
+        )
+        return Census(tuple(points))
+
+    def counts(self) -> dict[tuple[Kind, Account, str], int]:
+        """How many points of each kind have each account, by the reason for it."""
+        return dict(Counter((p.kind, p.account, p.why) for p in self.points))
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready data: counts, then the unaccounted points."""
+        return {
+            "counts": [
+                {"kind": kind, "account": account, "why": why, "count": count}
+                for (kind, account, why), count in self.counts().items()
+            ],
+            "unaccounted": [point.as_dict() for point in self.unaccounted],
+        }
+
+
+def census_of(rounds: Sequence[Round], patterns: Iterable[Pattern]) -> tuple[Point, ...]:
+    """The points of one graph, as its first round found it."""
+    matches = [match for one in rounds for match in one.matches]
+    matched = {node: match.pattern for match in matches for node in match.nodes}
+    missed = _spoken_for(rounds[-1], {pattern.name: pattern for pattern in patterns})
+    taken = frozenset(view.value.node for match in matches for view in _arguments(match))
+    graph = Graph(rounds[0].flow, matched.keys() | missed.keys(), taken)
+    return tuple(_point(kind, value, graph, matched, missed) for kind, value in points_of(graph))
+
+
+def _arguments(match: Match) -> Iterator[View]:
+    """The views among a match's arguments, those of small expressions too."""
+    waiting = list(match.arguments.values())
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, Computed):
+            waiting += item.operands
+        else:
+            yield from iter_views(item)
+
+
+def _point(
+    kind: Kind, value: Value, graph: Graph, matched: dict[fx.Node, str], missed: dict[fx.Node, str]
+) -> Point:
+    account: Account = "unaccounted"
+    why = ""
+    if value.node in matched:
+        account, why = "match", matched[value.node]
+    elif value.node in missed:
+        account, why = "miss", missed[value.node]
+    else:
+        why = is_of_no_interest(value, graph)
+        account = "no interest" if why else "unaccounted"
+    place = scope_of(value.node), source_of(value.node)
+    return Point(kind, account, why, value.op, value.node.name, *place)
+
+
+def _spoken_for(last: Round, patterns: dict[str, Pattern]) -> dict[fx.Node, str]:
+    """The nodes that misses speak for, each with pattern and code."""
+    graph = Graph(last.flow)
+    found: dict[fx.Node, str] = {}
+    for miss in last.misses:
+        nodes = (*miss.nodes, *miss.covers)
+        sought = sought_by(patterns.get(miss.pattern))
+        name = f"{miss.pattern} {miss.code}"
+        for node in (*nodes, *_reached(last.flow.values_at(nodes), sought, graph)):
+            found.setdefault(node, name)
+    return found
+
+
+def _reached(start: Sequence[Value], sought: Sought, graph: Graph) -> Iterator[fx.Node]:
+    """The nodes of the points that a miss at `start` reaches."""
+    for value in start:
+        before = _walk(value, sought, graph) if sought.before else []
+        yield from (point.node for point in before)
+        if sought.behind:
+            yield from (point.node for point in _behind(value, sought, graph))
+        if sought.beside:
+            for point in before:
+                yield from _beside(point, graph)
+
+
+def _walk(start: Value, sought: Sought, graph: Graph) -> list[Value]:
+    """The first points upstream, of the kinds in `sought.before`."""
+    found: list[Value] = []
+    front, seen = [(start, 0)], {start}
+    while front:
+        value, passed = front.pop()
+        kind = kind_of(value, graph) if value is not start else None
+        if kind is not None:
+            if kind not in sought.before:
+                continue
+            found.append(value)
+            passed += kind == "product"
+            if kind == "write" or passed >= sought.depth:
+                continue
+        for view in value.operands:
+            if view.value not in seen:
+                seen.add(view.value)
+                front.append((view.value, passed))
+    return found
+
+
+def _behind(start: Value, sought: Sought, graph: Graph) -> Iterator[Value]:
+    """The first points downstream, of the kinds in `sought.behind`; what lies behind a softmax or a
+    choice belongs to it."""
+
+    def goes_on(value: Value) -> bool:
+        return value is start or kind_of(value, graph) in (None, "softmax", "top-k")
+
+    front, seen = [start], {start}
+    for value in front:  # grows meanwhile
+        if value is not start and kind_of(value, graph) in sought.behind:
+            yield value
+        if goes_on(value):
+            new = [user for user in graph.flow.users.get(value, ()) if user not in seen]
+            seen.update(new)
+            front += new
+
+
+def _beside(product: Value, graph: Graph) -> Iterator[fx.Node]:
+    """The nodes of the products with weights that read the activation of another."""
+    held = graph.weights(product)
+    for view in product.operands:
+        if view in held or len(view.shape) < 2:
+            continue
+        for user in graph.flow.users.get(view.value, ()):
+            if kind_of(user, graph) == "product":
+                yield user.node

@@ -1,0 +1,313 @@
+"""Why points of a graph are of no interest to any pattern: rules as data, each with a predicate on
+the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tilewright.codegen.mlp.plan import MOST_GATED_TOKENS, MOST_TOKENS
+from tilewright.compiler.report.points import Graph, kind_of, plain_name
+from tilewright.ops.reference.activation import ACTIVATIONS
+from tilewright.patterns import effects
+from tilewright.patterns.attention.cache_attention import gains
+from tilewright.patterns.cache.states import replaces_state
+from tilewright.patterns.dataflow import Value
+from tilewright.patterns.language import Kind
+from tilewright.patterns.mlp.linears import LEAST_COLUMNS
+from tilewright.patterns.moe.router import MOST_EXPERTS
+from tilewright.patterns.recognise.activation import match_activation
+from tilewright.patterns.recognise.attention import sketch_of
+from tilewright.patterns.recognise.gemm import match_gemm
+
+_ACTIVATIONS = frozenset(
+    f"aten.{name}"
+    for name in (
+        "silu", "gelu", "relu", "relu6", "sigmoid", "tanh", "softplus", "mish", "hardswish", "elu",
+        "hardsigmoid", "leaky_relu", "selu", "celu", "glu", "logsigmoid", "exp", "square", "pow",
+    )
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Points of one kind that are of no interest, and why. holds(value, graph): the predicate."""
+
+    kind: Kind
+    why: str
+    holds: Callable[[Value, Graph], bool]
+
+
+@dataclass(frozen=True)
+class Behind:
+    """What reads a value, by way of operations that are no points.
+
+    ends: the points there. returned: whether the graph returns some of it. activated: an activation
+    is applied. added: it is added to a tensor that is not computed from it.
+    """
+
+    ends: tuple[Value, ...]
+    returned: bool
+    activated: bool
+    added: bool
+
+
+def behind(value: Value, graph: Graph) -> Behind:
+    """What reads a value."""
+    flow = graph.flow
+    through = [v for v in flow.downstream(value, None, lambda v: kind_of(v, graph) is None)]
+    known = set(through)
+    return Behind(
+        ends=tuple(v for v in _users(through, graph) if v not in known),
+        returned=any(v in flow.output_values for v in through),
+        activated=any(v.op in _ACTIVATIONS and not _is_of_a_norm(v, flow) for v in through),
+        added=any(_adds_other(v, known, graph) for v in through if v is not value),
+    )
+
+
+def _users(values: Sequence[Value], graph: Graph) -> list[Value]:
+    return list(dict.fromkeys(u for v in values for u in graph.flow.users.get(v, ())))
+
+
+def _is_of_a_norm(value: Value, flow: Any) -> bool:
+    return value.op in ("aten.pow", "aten.square") and any(
+        user.op in ("aten.mean", "aten.sum") for user in flow.users.get(value, ())
+    )
+
+
+def _adds_other(value: Value, known: set[Value], graph: Graph) -> bool:
+    if value.op not in ("aten.add", "aten.sub", "aten.addcmul"):
+        return False
+    others = [v for v in value.operands if v.value not in known]
+    wide = [v for v in others if effects.product(v.shape) == effects.product(value.shape)]
+    return any(graph.origin(v.value) == "given" for v in wide)
+
+
+def _tokens(value: Value) -> Any:
+    gemm = match_gemm(value)
+    return None if gemm is None else gemm.flat_x.shape[0]
+
+
+def _is_of_two_activations(value: Value, graph: Graph) -> bool:
+    known = value.op.startswith("aten.")
+    return known and not graph.weights(value)
+
+
+def _is_outer(value: Value, graph: Graph) -> bool:
+    gemm = match_gemm(value)
+    if gemm is not None:
+        return gemm.x.shape[-1] == 1
+    return plain_name(value) in ("matmul", "bmm") and value.operands[0].shape[-1] == 1
+
+
+def _is_convolution(value: Value, graph: Graph) -> bool:
+    return plain_name(value).startswith(("conv", "_conv"))
+
+
+def _has_many_tokens(value: Value, graph: Graph) -> bool:
+    tokens = _tokens(value)
+    return isinstance(tokens, int) and tokens > MOST_TOKENS
+
+
+def _is_taken(value: Value, graph: Graph) -> bool:
+    return value.node in graph.taken
+
+
+def _is_gated_for_many(value: Value, graph: Graph) -> bool:
+    tokens = _tokens(value)
+    if not isinstance(tokens, int) or tokens <= MOST_GATED_TOKENS:
+        return False
+    read = behind(value, graph)
+    return len(read.ends) == 1 and not read.returned and not read.added
+
+
+def _is_narrow(value: Value, graph: Graph) -> bool:
+    gemm = match_gemm(value)
+    sizes = () if gemm is None else gemm.weight.shape
+    return any(isinstance(size, int) and size < LEAST_COLUMNS for size in sizes)
+
+
+def _is_returned(value: Value, graph: Graph) -> bool:
+    read = behind(value, graph)
+    return read.returned and not read.added and all(_only_counts(v, graph) for v in read.ends)
+
+
+def _only_counts(value: Value, graph: Graph) -> bool:
+    """Whether a choice or softmax is of what the graph returns: none of experts."""
+    read = behind(value, graph)
+    return kind_of(value, graph) in ("top-k", "softmax") and not any(
+        kind_of(v, graph) == "product" for v in read.ends
+    )
+
+
+def _stands_alone(value: Value, graph: Graph) -> bool:
+    if match_gemm(value) is None:
+        return False
+    read = behind(value, graph)
+    writes = [
+        v for v in read.ends if kind_of(v, graph) == "write" and not is_of_no_interest(v, graph)
+    ]
+    return not (read.activated or read.added or writes)
+
+
+def _readers(value: Value, graph: Graph) -> list[Value]:
+    """What reads a product, behind casts, numbers and what the model holds (a bias, scales)."""
+
+    def passes(reader: Value) -> bool:
+        others = [v for v in reader.operands if graph.origin(v.value) != "own"]
+        return reader.op == "cast" or (reader.op in _BY_NUMBER and len(others) == 1)
+
+    passed = graph.flow.downstream(value, None, passes)
+    return [v for v in _users(passed, graph) if v not in passed]
+
+
+_BY_NUMBER = frozenset({"aten.add", "aten.mul", "aten.div", "aten.clamp"})
+# How many values a spelled activation may be.
+_SPELLED = 8
+
+
+def _has_other_activation(value: Value, graph: Graph) -> bool:
+    flow = graph.flow
+    acted = [
+        r for r in _readers(value, graph) if r.op in _ACTIVATIONS and not _is_of_a_norm(r, flow)
+    ]
+    made = (v for reader in acted for v in flow.downstream(reader, _SPELLED))
+    return bool(acted) and not any(_is_known_activation(v) for v in made)
+
+
+def _is_known_activation(value: Value) -> bool:
+    found = match_activation(value.whole)
+    return found is not None and found.name in ACTIVATIONS and not found.limit
+
+
+def _is_weighed(value: Value, graph: Graph) -> bool:
+    readers = _readers(value, graph)
+    return bool(readers) and all(
+        r.op == "aten.mul" and len(r.operands) == 2 and not _is_known_activation(r) for r in readers
+    )
+
+
+def _is_read_elsewhere(value: Value, graph: Graph) -> bool:
+    readers = _readers(value, graph)
+    sums = [reader for reader in readers if reader.op == "aten.add"]
+    return bool(sums) and (len(readers) > 1 or behind(value, graph).returned)
+
+
+def _feeds_state(value: Value, graph: Graph) -> bool:
+    ends = behind(value, graph).ends
+    return any(kind_of(v, graph) == "write" and _keeps_state(v, graph) for v in ends)
+
+
+def _is_lone_of_a_batch(value: Value, graph: Graph) -> bool:
+    """Whether a product has a matrix for each part of a batch, whole as the model holds it, and no
+    other such product feeds it or reads it."""
+    held = [v for v in graph.weights(value) if v.value.node in graph.own]
+    if match_gemm(value) is not None or len(held) != 1 or len(value.operands) != 2:
+        return False
+    beside = [v for v in behind(value, graph).ends if kind_of(v, graph) == "product"]
+    beside += _products_before(value, graph)
+    return not any(graph.weights(v) and match_gemm(v) is None for v in beside)
+
+
+def _products_before(value: Value, graph: Graph) -> list[Value]:
+    sources = [view.value for view in value.operands]
+    found: list[Value] = []
+    for source in sources:  # grows meanwhile
+        if kind_of(source, graph) == "product":
+            found.append(source)
+        elif kind_of(source, graph) is None:
+            sources += [v.value for v in source.operands if v.value not in sources]
+    return found
+
+
+def _comes_from_outside(value: Value, graph: Graph) -> bool:
+    assert value.store is not None
+    source = value.store.source
+    return source is not None and not source.value.projected
+
+
+def _counts(value: Value, graph: Graph) -> bool:
+    assert value.store is not None
+    return effects.product(value.store.memory.shape) == 1 or not value.dtype.is_floating_point
+
+
+def _keeps_state(value: Value, graph: Graph) -> bool:
+    assert value.store is not None
+    return replaces_state(value.store)
+
+
+def _orders_integers(value: Value, graph: Graph) -> bool:
+    given = value.operands[0].value.dtype if value.operands else value.dtype
+    return not given.is_floating_point
+
+
+def _is_of_words(value: Value, graph: Graph) -> bool:
+    given = value.operands[0]
+    width = given.shape[-1] if given.shape else 1
+    return isinstance(width, int) and width > MOST_EXPERTS
+
+
+def _gains_nothing(value: Value, graph: Graph) -> bool:
+    sketch = sketch_of(value)
+    return sketch is not None and not gains(sketch)
+
+
+def _leads_nowhere(value: Value, graph: Graph) -> bool:
+    read = behind(value, graph)
+    return read.returned and not read.ends
+
+
+RULES: tuple[Rule, ...] = (
+    Rule("product", "two activations, and no weight of the model", _is_of_two_activations),
+    Rule("product", "an outer product: nothing is summed", _is_outer),
+    Rule("product", "a convolution", _is_convolution),
+    Rule("product", "a library's product, whose result a fused op reads", _is_taken),
+    Rule(
+        "product",
+        f"more than {MOST_TOKENS} tokens: the library's GEMM is the faster one",
+        _has_many_tokens,
+    ),
+    Rule(
+        "product",
+        f"one of two that are multiplied, of more than {MOST_GATED_TOKENS} tokens: the library's "
+        "GEMM is the faster one",
+        _is_gated_for_many,
+    ),
+    Rule("product", f"a weight with fewer than {LEAST_COLUMNS} rows or columns", _is_narrow),
+    Rule("product", "the graph returns it (a head): nothing behind it to fuse", _is_returned),
+    Rule(
+        "product",
+        "no activation, residual sum or cache write behind it: a product alone",
+        _stands_alone,
+    ),
+    Rule(
+        "softmax",
+        "no key is read twice, and none that is hidden: PyTorch's kernel does",
+        _gains_nothing,
+    ),
+    Rule("product", "what the state of a convolution or of a recurrence is made of", _feeds_state),
+    Rule(
+        "product",
+        "a matrix for each part of a batch, and no other such product beside it",
+        _is_lone_of_a_batch,
+    ),
+    Rule("product", "an activation behind it that no op has", _has_other_activation),
+    Rule("product", "a gate behind it: another tensor multiplies its result", _is_weighed),
+    Rule("product", "its result is read by more than the sum behind it", _is_read_elsewhere),
+    Rule("softmax", "the graph returns it: probabilities of what is sampled", _leads_nowhere),
+    Rule("write", "one number or integers: a count of tokens, positions", _counts),
+    Rule("write", "the state of a convolution or of a recurrence, replaced", _keeps_state),
+    Rule("write", "what is written is not computed by this graph", _comes_from_outside),
+    Rule("top-k", "integers are sorted: an order of rows", _orders_integers),
+    Rule("top-k", f"among more than {MOST_EXPERTS}: words, or tokens", _is_of_words),
+    Rule("top-k", "the graph returns it: what is sampled", _leads_nowhere),
+)
+
+
+def is_of_no_interest(value: Value, graph: Graph) -> str:
+    """Why a point is of no interest; empty where no rule says so."""
+    kind = kind_of(value, graph)
+    rules = (rule for rule in RULES if rule.kind == kind and rule.holds(value, graph))
+    rule = next(rules, None)
+    return "" if rule is None else rule.why

@@ -1,0 +1,162 @@
+"""The points of a graph that a census counts: products with weights, softmaxes, writes into memory
+that came from outside, and choices of the largest."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Set
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+from torch import fx
+
+from tilewright.compiler import _compat
+from tilewright.patterns.dataflow import Dataflow, Value, View
+from tilewright.patterns.language import Kind
+from tilewright.patterns.recognise.attention_varlen import FORMS
+
+#: Where numbers come from: `own`: the model alone holds them; `given`: the graph's inputs or its
+#: products have a part in them; `made`: by factories.
+Origin = Literal["own", "given", "made"]
+
+PRODUCTS = re.compile(
+    r"(^|[._:])(linear|matmul|mm|addmm|bmm|baddbmm|addbmm|einsum|mv|addmv|addr|tensordot|inner|"
+    r"bilinear|conv(olution|_transpose)?(_?\dd)?|(_?\w*_)?(linear|mm|bmm|matmul|gemm|conv\dd?)"
+    r"(_v2)?)(\.\w+)?$"
+)
+ATTENTION = re.compile(r"attention|attn|flash|sdpa", re.IGNORECASE)
+_SOFTMAX = frozenset({"softmax", "_softmax", "log_softmax", "_log_softmax", "_safe_softmax"})
+_CHOICES = frozenset({"topk", "sort", "argsort", "argmax", "kthvalue"})
+# Operands besides the first say where, not what.
+_SELECTIONS = frozenset({"index", "index_select", "gather", "embedding", "take", "take_along_dim"})
+# Operators that read a matrix of the model and multiply nothing with it.
+_LOOKUPS = re.compile(r"embedding|index|gather|take|memory|norm|getitem|copy|where|scatter")
+
+
+def plain_name(value: Value) -> str:
+    """The name of a value's operation, without ATen's prefix."""
+    return value.op.removeprefix("aten.").removeprefix("opaque:")
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A graph's view, and which of its inputs the model holds.
+
+    told: the nodes in matches, and those that misses speak for. taken: nodes whose results are
+    arguments of matches.
+    """
+
+    flow: Dataflow
+    told: Set[fx.Node] = frozenset()
+    taken: Set[fx.Node] = frozenset()
+    _origins: dict[Value, Origin] = field(default_factory=dict, compare=False)
+
+    @cached_property
+    def own(self) -> frozenset[fx.Node]:
+        """Parameters, buffers and other tensors of modules."""
+        inputs = (n for n in self.flow.graph.nodes if n.op in ("placeholder", "get_attr"))
+        return frozenset(node for node in inputs if _compat.is_models_own(node))
+
+    def origin(self, value: Value) -> Origin:
+        """Where a value's numbers come from."""
+        waiting = [value]
+        while waiting:
+            last = waiting[-1]
+            sources = self._sources(last)
+            new = [] if last in self._origins else [s for s in sources if s not in self._origins]
+            if new:
+                waiting += new
+                continue
+            waiting.pop()
+            if last not in self._origins:
+                self._origins[last] = self._origin_of(last, sources)
+        return self._origins[value]
+
+    def _sources(self, value: Value) -> tuple[Value, ...]:
+        name, operands = plain_name(value), tuple(v.value for v in value.operands)
+        if name in _SELECTIONS:
+            first = 0 if name != "embedding" else -1
+            held = [o for o in operands if o.dtype.is_floating_point or o.node in self.own]
+            return (held or operands)[first:][:1]
+        return operands
+
+    def _origin_of(self, value: Value, sources: tuple[Value, ...]) -> Origin:
+        if value.op in ("input", "constant"):
+            return "own" if value.node in self.own else "given"
+        if kind_of(value, self) is not None and value.op != "store":
+            return "given"
+        found = {self._origins[source] for source in sources}
+        return "given" if "given" in found else "own" if "own" in found else "made"
+
+    def weights(self, value: Value) -> tuple[View, ...]:
+        """The operands of a product that the model holds, or computes of what it holds."""
+        wide = [v for v in value.operands if len(v.shape) > 1]
+        return tuple(v for v in wide if self.origin(v.value) == "own")
+
+
+def kind_of(value: Value, graph: Graph) -> Kind | None:
+    """What a value is counted as; None for what is not."""
+    return next((kind for kind, is_one in _KINDS.items() if is_one(value, graph)), None)
+
+
+def _is_write(value: Value, graph: Graph) -> bool:
+    return value.store is not None and value.store.memory.is_input
+
+
+def _is_softmax(value: Value, graph: Graph) -> bool:
+    name = plain_name(value)
+    if name in _SOFTMAX or name in FORMS:
+        return True
+    if "attention" in name or (value.op.startswith("opaque:") and ATTENTION.search(name)):
+        return len(value.operands) > 1
+    return name in ("div", "mul") and _is_spelled_softmax(value, graph.flow)
+
+
+def _is_spelled_softmax(value: Value, flow: Dataflow) -> bool:
+    """Whether a value is exp(x) over its sum."""
+    for above, below in value.either_way:
+        if above.value.op != "aten.exp":
+            continue
+        total = below.value
+        for _ in range(4):
+            if total.op == "aten.sum" or not total.operands:
+                break
+            total = total.operands[0].value
+        if total.op == "aten.sum" and total.operands[0].value is above.value:
+            return True
+    return False
+
+
+def _is_choice(value: Value, graph: Graph) -> bool:
+    return plain_name(value) in _CHOICES
+
+
+def _is_product(value: Value, graph: Graph) -> bool:
+    if value.op in ("store", "input", "constant", "cast"):
+        return False
+    name = plain_name(value)
+    if PRODUCTS.search(name):
+        return True
+    if not value.op.startswith("opaque:") or _LOOKUPS.search(name):
+        return False
+    matrices = [v for v in value.operands if len(v.shape) > 1]
+    return any(v.value.node in graph.own for v in matrices) and len(value.operands) > 1
+
+
+_KINDS: dict[Kind, Callable[[Value, Graph], bool]] = {
+    "write": _is_write,
+    "softmax": _is_softmax,
+    "top-k": _is_choice,
+    "product": _is_product,
+}
+
+
+def points_of(graph: Graph) -> Iterator[tuple[Kind, Value]]:
+    """The points in program order, each node once for each kind."""
+    seen: set[tuple[Kind, fx.Node]] = set()
+    for value in graph.flow.values:
+        kind = kind_of(value, graph)
+        if kind is not None and (kind, value.node) not in seen:
+            seen.add((kind, value.node))
+            yield kind, value
