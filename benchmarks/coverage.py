@@ -40,8 +40,11 @@ from timing import environment
 from transformers import StaticCache
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tilewright.compiler import reports, tilewright
+from tilewright.compiler import Options, reports, tilewright
+from tilewright.compiler.fuse import points_in
+from tilewright.compiler.report.census import Census, Point
 from tilewright.compiler.verify.sites import compared
+from tilewright.patterns.language import CAPTURE
 from tilewright.tools.files import write_whole
 
 CACHE_LENGTH, PROMPT, SEEDS = 32, 7, 3
@@ -53,13 +56,14 @@ class Judge:
 
     What a graph's first call finds is kept: `errors`, a line for each graph that is worse than the
     eager one, `unjudged` those that cannot run in float64, and seconds of Dynamo and of tilewright,
-    the processor's: another process on the machine does not count.
+    the processor's: another process on the machine does not count. `points`: the census.
     """
 
     def __init__(self) -> None:
         self.errors: list[str] = []
         self.unjudged: list[str] = []
         self.found: list[Any] = []
+        self.points: list[Point] = []
         self.dynamo_s = self.ours_s = 0.0
         self.since = time.process_time()
 
@@ -67,9 +71,10 @@ class Judge:
         begun = time.process_time()
         self.dynamo_s += begun - self.since
         compiled = tilewright(gm, inputs, options={"inner": "eager", "everywhere": True})
-        self.since = time.process_time()
-        self.ours_s += self.since - begun
+        self.ours_s += time.process_time() - begun
         self.found.append(reports()[-1])
+        self.points += points_in(gm, Options.of({"inner": "eager", "everywhere": True}))
+        self.since = time.process_time()
         judged = not self.found[-1].matches
 
         def run(*given: Any) -> Any:
@@ -177,10 +182,21 @@ def compiled_step(model: Any, made: dict[str, Any]) -> dict[str, Any]:
         "notes": [n for r in judge.found for n in r.notes],
         "wrong": judge.errors,
         "unjudged": judge.unjudged,
+        **census(judge),
         "dynamo_s": round(judge.dynamo_s, 3),
         "ours_s": round(judge.ours_s, 3),
     }
     return row
+
+
+def census(judge: Judge) -> dict[str, Any]:
+    """How many points of the census have which account, and those that have none."""
+    counted = Census(tuple(judge.points))
+    breaks = [m for r in judge.found for m in r.misses if m.pattern == CAPTURE]
+    counted = counted.spoken_for_by(breaks[0]) if breaks else counted
+    told = Counter(point.account for point in counted.points)
+    left = [f"{p.kind} {p.op} {p.scope} {p.source}" for p in counted.unaccounted]
+    return {"points": dict(told), "unaccounted": left}
 
 
 def tally(misses: Iterator[Any]) -> dict[str, int]:
@@ -344,7 +360,7 @@ def line(row: dict[str, Any]) -> str:
             step = row[phase]
             text += f"\n{'':>26}{phase}: {step['fused']} lost {step['lost']}"
             text += f" advice {step['advice']}" if step["advice"] else ""
-            for word in ("failed", "wrong", "unjudged", "notes"):
+            for word in ("failed", "wrong", "unjudged", "notes", "unaccounted"):
                 text += f" {word.upper()} {step[word]}" if step.get(word) else ""
             text += f" graphs {step['graphs']}" if step["graphs"] != 1 else ""
     return text

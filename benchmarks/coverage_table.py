@@ -62,6 +62,12 @@ def numbers(row: Row) -> str:
     return "good" if any(step["fused"] for step in steps) else NONE
 
 
+def unaccounted(row: Row) -> str:
+    """How many points of the census nothing accounts for, in both phases."""
+    counted = [step["unaccounted"] for step in steps_of(row) if "unaccounted" in step]
+    return str(sum(map(len, counted))) if counted else NONE
+
+
 def steps_of(row: Row) -> list[Row]:
     return [row[phase] for phase in ("decode", "prefill") if phase in row]
 
@@ -106,6 +112,7 @@ def totals(rows: Sequence[Row]) -> list[str]:
     for r in static:
         lost.update({name for step in steps_of(r) for name in step["lost"]})
     ours, dynamo = (sum(s[k] for r in built for s in steps_of(r)) for k in ("ours_s", "dynamo_s"))
+    left = [len(s.get("unaccounted", ())) for r in built for s in steps_of(r)]
     internal = [r for r in built for s in steps_of(r) if any("INTERNAL" in n for n in s["lost"])]
     return [
         "| | |",
@@ -118,6 +125,7 @@ def totals(rows: Sequence[Row]) -> list[str]:
         f"({100 * len(whole) / max(len(static), 1):.0f} %) |",
         f"| of those with the projections of all layers in the write | {len(projected)} |",
         f"| something is not fused and nothing says why | {sum(map(silent, static))} |",
+        f"| points of the census that nothing accounts for | {sum(left)} |",
         f"| wrong numbers | {sum(numbers(r) == '**wrong**' for r in built)} of {len(judged)} |",
         f"| internal errors | {len(internal)} |",
         f"| tilewright's time, of Dynamo's | {100 * ours / max(dynamo, 1e-9):.0f} % |",
@@ -148,11 +156,12 @@ unmodified classes with few layers of small extents, one of each kind of layer. 
 `prepare_inputs_for_generation`: a static cache, masks of four axes, two sequences. "K and V" counts
 fused writes of a layer (with its projections where nothing else is said; "latent": those of latent
 attention; "store": the write alone), then misses by their code ([miss-codes.md](miss-codes.md)).
-Decode, and prefill behind a slash where it differs. "numbers": outputs and caches against float64,
-no worse than eager.
+Decode, and prefill behind a slash where it differs. "silent": points of the
+[census](soundness.md#census) that nothing accounts for. "numbers": outputs and caches against
+float64, no worse than eager.
 
 """ + "\n".join(totals(rows))
-    columns = ["model", "layers", *FAMILIES, "numbers", "time"]
+    columns = ["model", "layers", *FAMILIES, "silent", "numbers", "time"]
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     for row in rows:
         if "decode" not in row or not row["static"]:
@@ -160,7 +169,11 @@ no worse than eager.
         of_dynamo = [sum(s[k] for s in steps_of(row)) for k in ("ours_s", "dynamo_s")]
         cells = [row["model"], f"{row['attention_layers']} + {row['mixtures']}"]
         cells += [cell(row, family) for family in FAMILIES]
-        cells += [numbers(row), f"{100 * of_dynamo[0] / max(of_dynamo[1], 1e-9):.0f} %"]
+        cells += [
+            unaccounted(row),
+            numbers(row),
+            f"{100 * of_dynamo[0] / max(of_dynamo[1], 1e-9):.0f} %",
+        ]
         lines.append("| " + " | ".join(cells) + " |")
     rest = [
         "| model | why | fused of a decode step |",

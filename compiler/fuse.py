@@ -102,11 +102,10 @@ def fuse(gm: fx.GraphModule, options: Options, rounds: list[Round] | None = None
     )
 
 
-def points_of_report(report: GraphReport) -> tuple[Point, ...]:
-    """The census of a report's graph: the patterns go over it once more."""
-    options = report.options or Options()
+def points_in(gm: fx.GraphModule, options: Options) -> tuple[Point, ...]:
+    """The census of a graph; for that it is fused, and the outcome dropped."""
     rounds: list[Round] = []
-    fuse(report.before, replace(options, strict=False), rounds)
+    fuse(gm, replace(options, strict=False), rounds)
     return census_of(rounds, registered(options.patterns))
 
 

@@ -133,11 +133,12 @@ class Lowered:
     def census(self) -> Census:
         """Every product with a weight, softmax, write into memory from outside and choice of the
         largest, with the match or miss that it belongs to, or why it is of no interest."""
-        from tilewright.compiler.fuse import points_of_report
+        from tilewright.compiler.fuse import points_in
         from tilewright.compiler.report.census import Census
 
-        fused = (graph for graph in self.graphs if graph.options is not None)
-        census = Census(tuple(point for graph in fused for point in points_of_report(graph)))
+        fused = ((graph.before, graph.options) for graph in self.graphs)
+        points = (points_in(gm, options) for gm, options in fused if options is not None)
+        census = Census(tuple(point for found in points for point in found))
         breaks = [miss for miss in self.misses if miss.pattern == CAPTURE]
         return census.spoken_for_by(breaks[0]) if breaks else census
 

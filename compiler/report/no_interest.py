@@ -3,7 +3,7 @@ the graph."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +56,7 @@ class Behind:
 def behind(value: Value, graph: Graph) -> Behind:
     """What reads a value."""
     flow = graph.flow
-    through = [v for v in flow.downstream(value, None, lambda v: kind_of(v, graph) is None)]
+    through = flow.downstream(value, None, lambda v: kind_of(v, graph) is None)
     known = set(through)
     return Behind(
         ends=tuple(v for v in _users(through, graph) if v not in known),
@@ -196,7 +196,11 @@ def _is_read_elsewhere(value: Value, graph: Graph) -> bool:
 
 def _feeds_state(value: Value, graph: Graph) -> bool:
     ends = behind(value, graph).ends
-    return any(kind_of(v, graph) == "write" and _keeps_state(v, graph) for v in ends)
+    if any(kind_of(v, graph) == "write" and _keeps_state(v, graph) for v in ends):
+        return True
+    return bool(ends) and all(
+        kind_of(v, graph) == "product" and _feeds_state(v, graph) for v in ends
+    )
 
 
 def _is_lone_of_a_batch(value: Value, graph: Graph) -> bool:
