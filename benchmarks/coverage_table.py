@@ -112,7 +112,7 @@ def totals(rows: Sequence[Row]) -> list[str]:
     for r in static:
         lost.update({name for step in steps_of(r) for name in step["lost"]})
     ours, dynamo = (sum(s[k] for r in built for s in steps_of(r)) for k in ("ours_s", "dynamo_s"))
-    left = [len(s.get("unaccounted", ())) for r in built for s in steps_of(r)]
+    left = [len(s["unaccounted"]) for r in built for s in steps_of(r) if "unaccounted" in s]
     internal = [r for r in built for s in steps_of(r) if any("INTERNAL" in n for n in s["lost"])]
     return [
         "| | |",
@@ -125,7 +125,7 @@ def totals(rows: Sequence[Row]) -> list[str]:
         f"({100 * len(whole) / max(len(static), 1):.0f} %) |",
         f"| of those with the projections of all layers in the write | {len(projected)} |",
         f"| something is not fused and nothing says why | {sum(map(silent, static))} |",
-        f"| points of the census that nothing accounts for | {sum(left)} |",
+        f"| points of the census that nothing accounts for | {sum(left)}, in {len(left)} steps counted |",
         f"| wrong numbers | {sum(numbers(r) == '**wrong**' for r in built)} of {len(judged)} |",
         f"| internal errors | {len(internal)} |",
         f"| tilewright's time, of Dynamo's | {100 * ours / max(dynamo, 1e-9):.0f} % |",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tilewright.codegen.mlp.plan import MOST_GATED_TOKENS, MOST_TOKENS
-from tilewright.compiler.report.points import Graph, kind_of, plain_name
+from tilewright.compiler.report.points import Graph, is_unknown, kind_of, plain_name
 from tilewright.ops.reference.activation import ACTIVATIONS
 from tilewright.patterns import effects
 from tilewright.patterns.attention.cache_attention import gains
@@ -19,7 +19,7 @@ from tilewright.patterns.mlp.linears import LEAST_COLUMNS
 from tilewright.patterns.moe.router import MOST_EXPERTS
 from tilewright.patterns.recognise.activation import match_activation
 from tilewright.patterns.recognise.attention import sketch_of
-from tilewright.patterns.recognise.gemm import match_gemm
+from tilewright.patterns.recognise.gemm import match_gemm, named_product
 
 _ACTIVATIONS = frozenset(
     f"aten.{name}"
@@ -90,8 +90,7 @@ def _tokens(value: Value) -> Any:
 
 
 def _is_of_two_activations(value: Value, graph: Graph) -> bool:
-    known = value.op.startswith("aten.")
-    return known and not graph.weights(value)
+    return not is_unknown(value) and not graph.weights(value)
 
 
 def _is_outer(value: Value, graph: Graph) -> bool:
@@ -111,7 +110,7 @@ def _has_many_tokens(value: Value, graph: Graph) -> bool:
 
 
 def _is_taken(value: Value, graph: Graph) -> bool:
-    return value.node in graph.taken
+    return any(v.node in graph.taken for v in _passed(value, graph))
 
 
 def _is_gated_for_many(value: Value, graph: Graph) -> bool:
@@ -124,7 +123,11 @@ def _is_gated_for_many(value: Value, graph: Graph) -> bool:
 
 def _is_narrow(value: Value, graph: Graph) -> bool:
     gemm = match_gemm(value)
-    sizes = () if gemm is None else gemm.weight.shape
+    if gemm is None:
+        return False
+    passed = _passed(value, graph)
+    parts = (v for reader in _users(passed, graph) for v in reader.operands if v.value in passed)
+    sizes = (*gemm.weight.shape, *(view.shape[-1] for view in parts if view.shape))
     return any(isinstance(size, int) and size < LEAST_COLUMNS for size in sizes)
 
 
@@ -153,13 +156,18 @@ def _stands_alone(value: Value, graph: Graph) -> bool:
 
 def _readers(value: Value, graph: Graph) -> list[Value]:
     """What reads a product, behind casts, numbers and what the model holds (a bias, scales)."""
+    passed = _passed(value, graph)
+    return [v for v in _users(passed, graph) if v not in passed]
+
+
+def _passed(value: Value, graph: Graph) -> list[Value]:
+    """A product, and that with casts, numbers and what the model holds."""
 
     def passes(reader: Value) -> bool:
         others = [v for v in reader.operands if graph.origin(v.value) != "own"]
         return reader.op == "cast" or (reader.op in _BY_NUMBER and len(others) == 1)
 
-    passed = graph.flow.downstream(value, None, passes)
-    return [v for v in _users(passed, graph) if v not in passed]
+    return graph.flow.downstream(value, None, passes)
 
 
 _BY_NUMBER = frozenset({"aten.add", "aten.mul", "aten.div", "aten.clamp"})
@@ -196,7 +204,9 @@ def _is_read_elsewhere(value: Value, graph: Graph) -> bool:
 
 def _feeds_state(value: Value, graph: Graph) -> bool:
     ends = behind(value, graph).ends
-    if any(kind_of(v, graph) == "write" and _keeps_state(v, graph) for v in ends):
+    if any(_is_convolution(v, graph) for v in ends if kind_of(v, graph) == "product"):
+        return True
+    if any(_keeps_state(v, graph) for v in ends if kind_of(v, graph) == "write"):
         return True
     return bool(ends) and all(
         kind_of(v, graph) == "product" and _feeds_state(v, graph) for v in ends
@@ -207,7 +217,7 @@ def _is_lone_of_a_batch(value: Value, graph: Graph) -> bool:
     """Whether a product has a matrix for each part of a batch, whole as the model holds it, and no
     other such product feeds it or reads it."""
     held = [v for v in graph.weights(value) if v.value.node in graph.own]
-    if match_gemm(value) is not None or len(held) != 1 or len(value.operands) != 2:
+    if named_product(value) is None or match_gemm(value) is not None or len(held) != 1:
         return False
     beside = [v for v in behind(value, graph).ends if kind_of(v, graph) == "product"]
     beside += _products_before(value, graph)
@@ -278,7 +288,7 @@ RULES: tuple[Rule, ...] = (
         "GEMM is the faster one",
         _is_gated_for_many,
     ),
-    Rule("product", f"a weight with fewer than {LEAST_COLUMNS} rows or columns", _is_narrow),
+    Rule("product", f"fewer than {LEAST_COLUMNS} rows or columns of a weight", _is_narrow),
     Rule("product", "the graph returns it (a head): nothing behind it to fuse", _is_returned),
     Rule(
         "product",
@@ -287,10 +297,10 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "softmax",
-        "no key is read twice, and none that is hidden: PyTorch's kernel does",
+        "attention without a mask to as many heads of keys: PyTorch's kernel does",
         _gains_nothing,
     ),
-    Rule("product", "what the state of a convolution or of a recurrence is made of", _feeds_state),
+    Rule("product", "what a convolution, or the state of a recurrence, is made of", _feeds_state),
     Rule(
         "product",
         "a matrix for each part of a batch, and no other such product beside it",
@@ -312,6 +322,8 @@ RULES: tuple[Rule, ...] = (
 def is_of_no_interest(value: Value, graph: Graph) -> str:
     """Why a point is of no interest; empty where no rule says so."""
     kind = kind_of(value, graph)
+    if kind == "product" and is_unknown(value):
+        return ""  # what it computes is a guess
     rules = (rule for rule in RULES if rule.kind == kind and rule.holds(value, graph))
     rule = next(rules, None)
     return "" if rule is None else rule.why

@@ -14,6 +14,7 @@ from torch import fx
 from tilewright.compiler import _compat
 from tilewright.patterns.dataflow import Dataflow, Value, View
 from tilewright.patterns.language import Kind
+from tilewright.patterns.recognise.attention import is_spelled_softmax
 from tilewright.patterns.recognise.attention_varlen import FORMS
 
 #: Where numbers come from: `own`: the model alone holds them; `given`: the graph's inputs or its
@@ -28,6 +29,7 @@ PRODUCTS = re.compile(
 ATTENTION = re.compile(r"attention|attn|flash|sdpa", re.IGNORECASE)
 _SOFTMAX = frozenset({"softmax", "_softmax", "log_softmax", "_log_softmax", "_safe_softmax"})
 _CHOICES = frozenset({"topk", "sort", "argsort", "argmax", "kthvalue"})
+_KNOWN = frozenset({"input", "constant", "store", "cast", "bitcast"})
 # Operands besides the first say where, not what.
 _SELECTIONS = frozenset({"index", "index_select", "gather", "embedding", "take", "take_along_dim"})
 # Operators that read a matrix of the model and multiply nothing with it.
@@ -37,6 +39,12 @@ _LOOKUPS = re.compile(r"embedding|index|gather|take|memory|norm|getitem|copy|whe
 def plain_name(value: Value) -> str:
     """The name of a value's operation, without ATen's prefix."""
     return value.op.removeprefix("aten.").removeprefix("opaque:")
+
+
+def is_unknown(value: Value) -> bool:
+    """Whether a value is computed by an operator that is none of ATen's."""
+    known = value.op.startswith("aten.") or value.op in _KNOWN
+    return not known and plain_name(value) not in FORMS
 
 
 @dataclass(frozen=True)
@@ -77,7 +85,7 @@ class Graph:
         name, operands = plain_name(value), tuple(v.value for v in value.operands)
         if name in _SELECTIONS:
             first = 0 if name != "embedding" else -1
-            held = [o for o in operands if o.dtype.is_floating_point or o.node in self.own]
+            held = tuple(o for o in operands if o.dtype.is_floating_point or o.node in self.own)
             return (held or operands)[first:][:1]
         return operands
 
@@ -108,24 +116,9 @@ def _is_softmax(value: Value, graph: Graph) -> bool:
     name = plain_name(value)
     if name in _SOFTMAX or name in FORMS:
         return True
-    if "attention" in name or (value.op.startswith("opaque:") and ATTENTION.search(name)):
+    if "attention" in name or (is_unknown(value) and ATTENTION.search(name)):
         return len(value.operands) > 1
-    return name in ("div", "mul") and _is_spelled_softmax(value, graph.flow)
-
-
-def _is_spelled_softmax(value: Value, flow: Dataflow) -> bool:
-    """Whether a value is exp(x) over its sum."""
-    for above, below in value.either_way:
-        if above.value.op != "aten.exp":
-            continue
-        total = below.value
-        for _ in range(4):
-            if total.op == "aten.sum" or not total.operands:
-                break
-            total = total.operands[0].value
-        if total.op == "aten.sum" and total.operands[0].value is above.value:
-            return True
-    return False
+    return is_spelled_softmax(value)
 
 
 def _is_choice(value: Value, graph: Graph) -> bool:
@@ -133,12 +126,12 @@ def _is_choice(value: Value, graph: Graph) -> bool:
 
 
 def _is_product(value: Value, graph: Graph) -> bool:
-    if value.op in ("store", "input", "constant", "cast"):
+    if value.op in _KNOWN:
         return False
     name = plain_name(value)
     if PRODUCTS.search(name):
         return True
-    if not value.op.startswith("opaque:") or _LOOKUPS.search(name):
+    if not is_unknown(value) or _LOOKUPS.search(name):
         return False
     matrices = [v for v in value.operands if len(v.shape) > 1]
     return any(v.value.node in graph.own for v in matrices) and len(value.operands) > 1

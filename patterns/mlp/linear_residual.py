@@ -127,8 +127,10 @@ def _unlike(value: Value) -> Unlike | None:
     """The product that is one side of a sum of two tensors, in a form that the op does not take."""
     if value.op != "aten.add":
         return None
-    sides = (match_unlike(side) for side, other in value.either_way if len(other.shape) > 1)
-    return next((one for one in sides if one is not None), None)
+    sides = [side for side, other in value.either_way if len(other.shape) > 1]
+    bare = [times_number(side) or (side,) for side in sides]
+    found = (match_unlike(inner) for inner, *_ in bare)
+    return next((one for one in found if one is not None), None)
 
 
 def _summed_over_ranks(value: Value) -> Value | None:

@@ -18,7 +18,9 @@ from tilewright.patterns.recognise.dtypes import HALVES, check_dtypes, dtype_nam
 from tilewright.patterns.recognise.gemm import Gemm, match_gemm, piece_of
 from tilewright.patterns.recognise.linear import match_columns
 
-register_code("LINEAR_FORM", "a linear for few tokens has a weight in no form that the op takes")
+register_code(
+    "LINEAR_FORM", "a linear for few tokens has a weight in no form that the op takes", "advice"
+)
 
 # Values that the model stores.
 STORED = ("constant", "input")
@@ -106,19 +108,22 @@ _ONCE = "compute it once, when the model is loaded"
 def match_unlike(view: View) -> Unlike | None:
     """The product that a view is, or is but for casts and vectors, where :func:`match_few_tokens`
     does not take it for its weight's sake; None for any other view."""
-    value = view.value
+    value, scaled = view.value, None
     for _ in range(_STEPS):
         gemm = match_gemm(value)
         if gemm is not None:
-            return _unlike(gemm)
+            return _unlike(gemm, scaled)
         wide = [v.value for v in value.operands if v.shape == value.shape]
-        if value.op not in _PASSED or len(wide) != 1:
+        others = [v.value for v in value.operands if v.value not in wide]
+        if value.op not in _PASSED or len(wide) != 1 or not all(map(_is_stored, others)):
             return None
+        scaled = value if value.op in ("aten.mul", "aten.div") else scaled
         value = wide[0]
     return None
 
 
-def _unlike(gemm: Gemm) -> Unlike | None:
+def _unlike(gemm: Gemm, scaled: Value | None) -> Unlike | None:
+    """scaled: a product or quotient by a number or a vector that lies behind it."""
     x, weight = gemm.flat_x, gemm.weight
     rows, columns = weight.shape
     if not _few(x.shape[0]) or not all(isinstance(n, int) for n in (rows, columns)):
@@ -134,7 +139,9 @@ def _unlike(gemm: Gemm) -> Unlike | None:
         )
     if weight.value.op in STORED:
         if len(weight.value.shape) == 2:
-            return None
+            why = f"{gemm.value}: {scaled} scales its result"
+            hint = "multiply the weight by it once, when the model is loaded"
+            return None if scaled is None else Unlike(gemm.value, why, hint)
         axes = len(weight.value.shape)
         return Unlike(gemm.value, f"{given} has {axes} axes", "store it as [N, K]")
     if holds_codes(weight.value, {}) or not _is_stored(weight.value):

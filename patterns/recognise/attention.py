@@ -26,6 +26,7 @@ from tilewright.patterns.recognise.attention_eager import (
 )
 from tilewright.patterns.recognise.attention_varlen import FORMS, arguments_of, name_of_op, obstacle
 from tilewright.patterns.recognise.constants import number_of
+from tilewright.patterns.recognise.equality import equal_values
 
 register_code("ATTENTION_FORM", "attention is computed in a way that the op does not know")
 register_code("CHUNKED_PREFIX", "the keys come in chunks whose partial results are merged")
@@ -101,9 +102,26 @@ class Attention:
         return effects.compose(taken, effects.reshape(flat, (batch, queries, heads, width)))
 
 
+def is_spelled_softmax(value: Value) -> bool:
+    """Whether a value is exp(x) over its sum."""
+    if value.op not in ("aten.div", "aten.mul"):
+        return False
+    for above, below in value.either_way:
+        total = below.value
+        for _ in range(_IN_A_SUM):
+            if total.op == "aten.sum" or not total.operands:
+                break
+            total = total.operands[0].value
+        if above.value.op == "aten.exp" and total.op == "aten.sum":
+            return equal_values(above, total.operands[0])
+    return False
+
+
 def is_of_shared_keys(value: Value) -> bool:
     """Whether a softmax is of a product with what was just cached, or with heads that are repeated,
-    made in a way that :func:`logits_of` cannot read."""
+    made in a way that :func:`logits_of` cannot read; or is spelled out, of any product."""
+    if len(value.shape) > 2 and is_spelled_softmax(value):
+        return any(map(_multiplies, upstream(value, _REACH, lambda v: not _multiplies(v))))
     if value.op != "aten.softmax" or len(value.shape) < 3 or logits_of(value) is not None:
         return False
     before = list(upstream(value, _REACH, lambda v: not _multiplies(v)))
@@ -130,6 +148,8 @@ def match_attention(value: Value, flow: Dataflow, heads_of: HeadsOf | None = Non
     """
     if value.op == "aten.logsumexp":
         _refuse_chunk(value)
+    if is_spelled_softmax(value):
+        refuse("its softmax is spelled out", value, hint="torch.softmax(logits, -1)")
     if value.op == _SDPA:
         return _scaled_dot_product(value)
     if value.op == "aten.softmax":
@@ -186,6 +206,8 @@ def sketch_of(value: Value) -> Sketch | None:
 
 # Products to which something is added.
 _WITH_SUM = frozenset({"aten.linear", "aten.addmm", "aten.baddbmm"})
+# How many values lie between a quotient and the sum in it: a reciprocal, a clamp, an epsilon.
+_IN_A_SUM = 4
 # How many operations there may be between a product and its softmax.
 _REACH = 24
 _SDPA = "aten.scaled_dot_product_attention"

@@ -228,7 +228,7 @@ def test_where_nothing_starts_the_nearest_is_named_with_its_place(inspect):
     where = f"the first in attention (mine.py:{line})"
     assert f"among heads: only scaled_dot_product_attention x1, {where}" in said
     assert "behind them: only linear x3, the first in attention.q" in said
-    assert "topk, and a product of rows in groups (torch._grouped_mm, bmm): nothing" in said
+    assert "the topk of the numbers in the rows of a product: nothing" in said
 
 
 def test_a_call_without_tensors_is_said_to_be_one(inspect):

@@ -73,6 +73,33 @@ def test_inspect_as_json_keeps_to_its_schema(command):
     assert schema_checked("inspect", missed.stdout)["misses"]
 
 
+def test_the_census_and_a_module_are_in_the_report(command):
+    asked = ("--no-kernels", "--census", "--at", "layers.0*")
+    report = schema_checked("inspect", command("inspect", "mine.py:make", "--json", *asked).stdout)
+    assert report["census"]["unaccounted"] == []
+    assert {entry["account"] for entry in report["census"]["counts"]} >= {"match"}
+    said = {entry["pattern"]: entry for entry in report["at"]["patterns"]}
+    assert [site["pattern"] for site in said["qkv_cache"]["matches"]] == ["qkv_cache"]
+    assert said["moe_router"]["matches"] == said["moe_router"]["nearest"] == []
+    assert all(entry["looks_for"] for entry in said.values())
+    assert {point["scope"].split(".")[1] for point in report["at"]["points"]} == {"0"}
+
+
+def test_the_census_and_a_module_are_printed(command):
+    done = command("inspect", "mine.py:make_missed", "--census", "--at", "layers.0*")
+    assert done.exit_code == 0, done.stderr
+    said = " ".join(done.stdout.split())
+    assert "0 unaccounted" in said
+    assert "miss 4 qkv_cache ACCUMULATED_WRITE" in said
+    assert "qkv_cache missed: layers.0" in said
+    assert "moe_router no anchor. It looks for a choice of experts" in said
+    assert "Kernels" not in said
+    wrong = command("inspect", "mine.py:make", "--at", "layers.7")
+    assert wrong.exit_code == 2
+    assert "no operation of the graphs is in a module 'layers.7'" in wrong.stderr
+    assert "layers.0" in wrong.stderr
+
+
 def test_kernels_writes_every_file_and_a_second_run_compiles_nothing(
     command, tmp_path, monkeypatch
 ):

@@ -40,3 +40,5 @@ def test_the_zoo_is_fused_as_it_was(tilewright, name, tokens):
     spelled = (operator.setitem if "-paged" in name else "index_copy_",)
     writes = [node for node in graph.before.graph.nodes if node.target in spelled]
     assert len(writes) == 2 * layers
+    if tokens == 1 or name == "gpt-oss-120b":  # a prefill has the same points
+        assert lowered.census.unaccounted == ()
