@@ -125,7 +125,7 @@ def totals(rows: Sequence[Row]) -> list[str]:
         f"({100 * len(whole) / max(len(static), 1):.0f} %) |",
         f"| of those with the projections of all layers in the write | {len(projected)} |",
         f"| something is not fused and nothing says why | {sum(map(silent, static))} |",
-        f"| points of the census that nothing accounts for | {sum(left)}, in {len(left)} steps counted |",
+        f"| points of the census unaccounted for | {sum(left)}, in {len(left)} steps counted |",
         f"| wrong numbers | {sum(numbers(r) == '**wrong**' for r in built)} of {len(judged)} |",
         f"| internal errors | {len(internal)} |",
         f"| tilewright's time, of Dynamo's | {100 * ours / max(dynamo, 1e-9):.0f} % |",
