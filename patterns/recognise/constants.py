@@ -18,6 +18,8 @@ _COMPUTED = {
     "aten.bitwise_and", "aten.bitwise_or", "aten.bitwise_left_shift", "aten.bitwise_right_shift",
 }  # fmt: skip
 
+_DIVISIONS = ("aten.floor_divide", "aten.remainder")
+
 
 def number_of(item: float | fx.Node) -> float:
     """A float; with `dynamic=True` Dynamo traces it as a symbol, which is specialised here."""
@@ -62,6 +64,8 @@ def _evaluate(value: Value) -> torch.Tensor | None:
         operands = [_operand(a) if isinstance(a, View) else a for a in value.args]
         if any(not isinstance(a, (int, float, torch.Tensor)) for a in operands):
             return None
+        if value.op in _DIVISIONS and not torch.as_tensor(operands[1]).all():
+            return None  # of integers the graph raises, or gives anything
         result: torch.Tensor = getattr(torch, value.op.removeprefix("aten."))(*operands)
         return result
     if value.op == "aten.index":

@@ -79,13 +79,27 @@ def _cast_back(graph: fx.Graph, node: fx.Node) -> bool:
     return True
 
 
+def _name(node: fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
+#: Calls that take a tensor where a number may stand; others have Dynamo read its value first.
+_ARITHMETIC = {
+    "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "eq", "ne", "lt", "le",
+    "gt", "ge", "iadd", "isub", "imul", "itruediv", "add_", "sub_", "mul_", "div", "div_", "clamp",
+    "clamp_", "clamp_min", "clamp_max", "masked_fill", "masked_fill_", "where", "maximum",
+    "minimum", "remainder", "floor_divide",
+}  # fmt: skip
+
+
 def number_as_tensor(draw: random.Random, graph: fx.Graph) -> str | None:
     """A Python number is a tensor of one element, which promotes otherwise."""
 
     def is_number(item: Any) -> bool:
         return isinstance(item, (int, float)) and not isinstance(item, bool)
 
-    found = [(n, at) for n in calls(graph) for at in places(_arguments(n), is_number)]
+    arithmetic = [n for n in calls(graph) if _name(n) in _ARITHMETIC]
+    found = [(n, at) for n in arithmetic for at in places(_arguments(n), is_number)]
     if not found:
         return None
     node, at = draw.choice(found)
@@ -150,11 +164,7 @@ _ASKED = ("sum", "cumsum", "softmax", "mean", "prod", "log_softmax", "norm")
 
 def dtype_asked(draw: random.Random, graph: fx.Graph) -> str | None:
     """A reduction or softmax computes in a dtype that it names, or names none any more."""
-    found = [
-        n
-        for n in calls(graph)
-        if (n.target if isinstance(n.target, str) else getattr(n.target, "__name__", "")) in _ASKED
-    ]
+    found = [n for n in calls(graph) if _name(n) in _ASKED]
     if not found:
         return None
     node, dtype = draw.choice(found), draw.choice((None, *DTYPES[:10]))

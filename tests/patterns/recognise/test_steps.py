@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from tests.patterns.recognise.test_gemm import value
+from tilewright.patterns.recognise.constants import constant_of
 from tilewright.patterns.recognise.steps import (
     clamp_bounds,
+    filled_with,
     is_filled,
     keeps_dim,
     reduced_dims,
@@ -121,3 +123,26 @@ def test_numbers_that_count_up(args, kwargs):
     found, result = made("arange", *args, **kwargs)
     start, step = start_and_step(found)
     assert torch.equal(start + step * torch.arange(result.numel()), result)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.bfloat16])
+@pytest.mark.parametrize("number", [0.3, 2.7, 1, True])
+def test_a_fill_is_what_the_dtype_holds_of_it(number, dtype):
+    found, result = made("full", (2,), number, dtype=dtype)
+    assert filled_with(found.whole) == result[0].item()
+
+
+@pytest.mark.parametrize("op", ["mul", "floor_divide", "remainder"])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.float32])
+@pytest.mark.parametrize("number", [100, 2, 0.5, 0])
+def test_constants_are_computed_in_their_dtype(op, dtype, number):
+    held = torch.full((), 7, dtype=dtype)
+    given = replace(value("aten.full", held, (), 7), kwargs={"dtype": dtype})
+    if number == 0 and op != "mul":
+        result = held.clone()
+        assert constant_of(value(f"aten.{op}", result, given.whole, number).whole) is None
+        return
+    result = getattr(torch, op)(held, number)
+    found = constant_of(value(f"aten.{op}", result, given.whole, number).whole)
+    assert found is not None
+    assert found.item() == result.item()
