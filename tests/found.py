@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+from torch import fx
+
+from tilewright.compiler import Options, tilewright
+from tilewright.compiler.fuse import points_in
+from tilewright.compiler.report.census import Census, Point
 from tilewright.patterns import language
 
 
@@ -45,3 +51,19 @@ def patterns_of(*names: str) -> set[str]:
     own = {pattern.name: {pattern.name} for pattern in language.registered()}
     known = ops | own | families
     return set().union(*(known.get(name, {name}) for name in names))
+
+
+def counting(points: list[Point]) -> Callable[..., Any]:
+    """tilewright's backend, which also adds the census of each graph to `points`."""
+
+    def backend(gm: fx.GraphModule, inputs: Any, **given: Any) -> Callable[..., Any]:
+        points.extend(points_in(gm, Options.of(given.get("options"))))
+        return tilewright(gm, inputs, **given)
+
+    return backend
+
+
+def assert_accounted(points: list[Point]) -> None:
+    """Every point of a census has a match, a miss or a reason why it is of no interest."""
+    assert points
+    assert Census(tuple(points)).unaccounted == ()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.agreement import assert_no_worse, flat, upcast
-from tests.found import matches_of, misses_of
+from tests.found import assert_accounted, counting, matches_of, misses_of
 from tests.wild import expert_activations, expert_loops, mixtures
 from tests.wild.mixtures import build
 from tilewright.compiler import lower, reports
@@ -92,14 +92,16 @@ def check(name, styles=STYLES, tokens=mixtures.TOKENS):
     """The report of a mixture that was no worse than eager."""
     module, (x,) = build(name, styles=styles)
     x = x[:tokens]
+    points = []
     with torch.no_grad():
-        compiled = torch.compile(module, backend="tilewright", options={"inner": "eager"})
+        compiled = torch.compile(module, backend=counting(points), options={"inner": "eager"})
         results = compiled(x), module(x), upcast(module)(upcast(x))
     for out, expected, exact in zip(*map(flat, results), strict=True):
         if expected.dtype.is_floating_point:
             assert_no_worse(out, expected, exact, name)
         else:
             assert torch.equal(out, expected)
+    assert_accounted(points)
     return reports()[-1]
 
 
