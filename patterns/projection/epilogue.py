@@ -13,7 +13,7 @@ from tilewright.patterns.lora.delta import match_delta
 from tilewright.patterns.projection.rows import Rows
 from tilewright.patterns.recognise.norm import Norm, match_joined_norms, match_norm, strip_casts
 from tilewright.patterns.recognise.rope import Rope, match_rope
-from tilewright.patterns.recognise.rope_terms import joined_axes
+from tilewright.patterns.recognise.rope_terms import joined_axes, summed_axis
 from tilewright.patterns.recognise.steps import constant_factor
 
 
@@ -274,11 +274,14 @@ def one_head_axis(view: View) -> tuple[View, Effect]:
 
 
 def _is_pairs(view: View) -> bool:
-    """Whether the last two axes of a value, joined from pieces, are one head in this view."""
+    """Whether the last two axes of a value, joined from pieces or summed pair by pair, are one head
+    in this view."""
     value = view.value
+    last = len(value.shape) - 1
+    if value.op == "aten.sum" and last > 0:
+        return summed_axis(value) is not None and value.shape[last] == 2
     if value.op not in ("aten.view_as_real", "aten.cat") or joined_axes(value) != 2:
         return False
-    last = len(value.shape) - 1
     if value.op == "aten.view_as_real" or value.args[1] == last or value.shape[last] == 1:
         return True
     # Heads that are joined stay apart; halves of one lie in one dimension.

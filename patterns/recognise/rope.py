@@ -8,7 +8,7 @@ they take, with which sign.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -37,16 +37,20 @@ class Table:
 
     view: [..., width], dimensions as the rotated head's, width rotary_dim or rotary_dim / 2.
     part: `real` or `imag` of a complex view. signs: of the first and of the second members of the
-    pairs, relative to x0 * cos - x1 * sin, x1 * cos + x0 * sin.
+    pairs, relative to x0 * cos - x1 * sin, x1 * cos + x0 * sin. second: the view [..., rotary_dim /
+    2] of the second members, where each member has a table of its own; `view` is then that of the
+    first. alternates: whether the members of a pair are neighbours.
     """
 
     view: View
     part: str = ""
     signs: tuple[int, int] = (1, 1)
+    second: View | None = None
+    alternates: bool = False
 
     @property
     def width(self) -> Size:
-        return self.view.shape[-1]
+        return self.view.shape[-1] * (1 if self.second is None else 2)
 
 
 @dataclass(frozen=True)
@@ -113,11 +117,11 @@ def _classify(head: View, terms: Sequence[Term], absorbed: tuple[Value, ...]) ->
     first = min(int(t.leaves[0][1][t.present].min()) for t in terms if np.any(t.factor))
     rotary_dim = _rotated(terms, first, head_dim)
     for style, pairs in _styles(rotary_dim).items():
-        own = _column(terms, pairs.own + first, rotary_dim)
-        partner = _column(terms, pairs.partner + first, rotary_dim)
+        own = _column(terms, pairs.own + first, pairs.second)
+        partner = _column(terms, pairs.partner + first, pairs.second)
         if own is not None and partner is not None:
             # The second element of a pair adds x_partner * sin, the first subtracts it.
-            partner = _Column(partner.leaf, partner.index, partner.sign * (2 * pairs.second - 1))
+            partner = replace(partner, sign=partner.sign * (2 * pairs.second - 1))
             cos, sin = (_table(c, pairs, style) for c in (own, partner))
             cos, sin = _same_width(cos, sin, rotary_dim, style)
             return Rope(style, rotary_dim, cos, sin, _x(head, x_leaf, first, head_dim), absorbed)
@@ -158,17 +162,24 @@ def _styles(rotary_dim: int) -> dict[str, _Pairs]:
 
 @dataclass(frozen=True)
 class _Column:
-    """For each rotated element: which column of one coefficient it takes, and with which sign."""
+    """For each rotated element: which column of a coefficient it takes, and with which sign.
 
-    leaf: Leaf
+    leaves: the coefficient of the first and of the second members of the pairs.
+    """
+
+    leaves: tuple[Leaf, Leaf]
     index: np.ndarray
     sign: np.ndarray
 
 
-def _column(terms: Sequence[Term], x: np.ndarray, rotary_dim: int) -> _Column | None:
-    """The coefficient of x[x[i]] in every element i; None where one has none, or several do."""
+def _column(terms: Sequence[Term], x: np.ndarray, second: np.ndarray) -> _Column | None:
+    """The coefficient of x[x[i]] in every element i; None where one has none, or several do.
+
+    second: which member of its pair an element is.
+    """
+    rotary_dim = len(x)
     index, sign = np.zeros(rotary_dim, dtype=np.int64), np.zeros(rotary_dim)
-    leaf: Leaf | None = None
+    leaves: dict[int, Leaf] = {}
     for term in terms:
         if len(term.leaves) != 2:
             continue
@@ -176,14 +187,15 @@ def _column(terms: Sequence[Term], x: np.ndarray, rotary_dim: int) -> _Column | 
         here = term.present[:rotary_dim] & (of[:rotary_dim] == x)
         if not np.any(here):
             continue
-        if np.any(sign[here]) or leaf not in (None, coefficient):
+        members = set(second[here].tolist())
+        if np.any(sign[here]) or any(leaves.get(m, coefficient) != coefficient for m in members):
             return None
-        leaf = coefficient
+        leaves |= dict.fromkeys(members, coefficient)
         sign[here] = term.factor[:rotary_dim][here]
         index[here] = at[:rotary_dim][here]
-    if leaf is None or np.any(np.abs(sign) != 1):
+    if len(leaves) != 2 or np.any(np.abs(sign) != 1):
         return None
-    return _Column(leaf, index, sign)
+    return _Column((leaves[0], leaves[1]), index, sign)
 
 
 def _table(column: _Column, pairs: _Pairs, style: str) -> Table:
@@ -192,6 +204,8 @@ def _table(column: _Column, pairs: _Pairs, style: str) -> Table:
     if np.any(first != first[0]) or np.any(second != second[0]):
         raise _Unknown("its signs alternate")
     signs = (int(first[0]), int(second[0]))
+    if column.leaves[0] != column.leaves[1]:
+        return _table_of_members(column, pairs, style, signs)
     if signs[0] != signs[1] and style == "interleaved":
         raise _Unknown("the members of a pair take a coefficient with different signs")
     rotary_dim = len(column.index)
@@ -199,7 +213,7 @@ def _table(column: _Column, pairs: _Pairs, style: str) -> Table:
     pair = each // 2 if style == "interleaved" else each % half
     low = int(column.index.min())
     reach = int(column.index.max()) - low
-    leaf = column.leaf
+    leaf = column.leaves[0]
     start = list(leaf.rest.start)
     start[leaf.axis] = low
     for place, width in ((each, rotary_dim), (pair, half)):
@@ -209,6 +223,24 @@ def _table(column: _Column, pairs: _Pairs, style: str) -> Table:
             view = View(leaf.value, Effect((*leaf.rest.dims, last), tuple(start)))
             return Table(view, leaf.part, signs)
     raise _Unknown("cos and sin are not laid out like the pairs")
+
+
+def _table_of_members(column: _Column, pairs: _Pairs, style: str, signs: tuple[int, int]) -> Table:
+    """A table of the first members beside one of the second."""
+    parts = {leaf.part for leaf in column.leaves}
+    if len(parts) != 1:
+        raise _Unknown("cos and sin are parts of different numbers")
+    views = []
+    for member, leaf in enumerate(column.leaves):
+        index = column.index[pairs.second == member]
+        step = int(index[1] - index[0]) if len(index) > 1 else 1
+        if step <= 0 or np.any(index - index[0] != np.arange(len(index)) * step):
+            raise _Unknown("cos and sin are not laid out like the pairs")
+        start = list(leaf.rest.start)
+        start[leaf.axis] = int(index[0])
+        last = effects.coalesce([Atom(leaf.axis, step, len(index))])
+        views.append(View(leaf.value, Effect((*leaf.rest.dims, last), tuple(start))))
+    return Table(views[0], parts.pop(), signs, views[1], style == "interleaved")
 
 
 def _same_width(cos: Table, sin: Table, rotary_dim: int, style: str) -> tuple[Table, Table]:
@@ -251,6 +283,9 @@ def table_argument(
     """
     rows = _rows(table.view, layout, feature, tokens, stage)
     first, second = table.signs
+    if table.second is not None:
+        others = _rows(table.second, layout, feature, tokens, stage)
+        return _side_by_side(table, rows, others)
     if first != second:
         half = rows.shape[-1] // 2
         pieces = (rows.narrow(1, start, half) for start in (0, half))
@@ -258,6 +293,17 @@ def table_argument(
         return Computed("cat", (tuple(_signed(p, table.part, s) for p, s in signed), -1))
     item = _signed(rows, table.part, first)
     return item if _is_dense(rows, item) else Computed("contiguous", (item,))
+
+
+def _side_by_side(table: Table, first: View, second: View) -> Computed:
+    """A row of the first members' columns and the second's, by turns where they are neighbours."""
+    count, half = max((first, second), key=lambda view: len(view.effect.dims[0])).shape
+    both = zip((first, second), table.signs, strict=True)
+    members = [(view.expand(count, half), sign) for view, sign in both]
+    if not table.alternates:
+        return Computed("cat", (tuple(_signed(v, table.part, s) for v, s in members), -1))
+    apart = tuple(_signed(view.unsqueeze(2), table.part, sign) for view, sign in members)
+    return Computed("reshape", (Computed("cat", (apart, -1)), (count, 2 * half)))
 
 
 def same_table(a: Any, b: Any) -> bool:

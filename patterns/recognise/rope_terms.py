@@ -19,9 +19,12 @@ from tilewright.patterns.recognise.equality import equal_values
 from tilewright.patterns.recognise.gemm import match_gemm
 from tilewright.patterns.recognise.linear import match_columns
 from tilewright.patterns.recognise.norm import is_float_cast, match_norm, strip_casts
+from tilewright.patterns.recognise.steps import keeps_dim, reduced_dims
 
 _CONJUGATES = {"aten.conj", "aten._conj", "aten.conj_physical", "aten.resolve_conj"}
 _MAX_TERMS = 8
+# How many products a sum over an axis may have: the members of a pair.
+_MOST_SUMMED = 2
 
 
 class NotRotation(Exception):
@@ -129,9 +132,20 @@ def _is_boundary(view: View, walk: _Walk) -> bool:
         if len(projected) != 1 or len(value.operands) != 2:
             return True
         return _scales_codes(value, projected[0]) or match_norm(value.whole) is not None
+    if value.op == "aten.sum":
+        return summed_axis(value) is None
     if value.op == "cast":
         return not is_float_cast(value) or not is_arithmetic(value.operands[0].value)
     return False
+
+
+def summed_axis(value: Value) -> int | None:
+    """The short axis that a sum goes over; None where it goes over another, or over several."""
+    dims = reduced_dims(value)
+    if len(dims) != 1 or keeps_dim(value) or value.dtype != value.operands[0].value.dtype:
+        return None
+    length = value.operands[0].shape[dims[0]]
+    return dims[0] if isinstance(length, int) and 0 < length <= _MOST_SUMMED else None
 
 
 def _scales_codes(value: Value, product: View) -> bool:
@@ -243,8 +257,69 @@ def _add(view: View, walk: _Walk) -> list[Term]:
 def _mul(view: View, walk: _Walk) -> list[Term]:
     left, right = view.value.operands
     head, coefficient = (left, right) if left.value.projected else (right, left)
-    leaf = _leaf(view.of_operand(coefficient))
-    return [_times(term, leaf) for term in _terms(view.of_operand(head), walk)]
+    terms = _terms(view.of_operand(head), walk)
+    factors = _coefficients(view.of_operand(coefficient))
+    return [_times(_where(term, here), leaf) for term in terms for leaf, here in factors]
+
+
+def _where(term: Term, here: np.ndarray) -> Term:
+    if len(here) != len(term.factor):
+        raise NotRotation
+    return replace(term, factor=term.factor * here)
+
+
+def _coefficients(view: View) -> list[tuple[tuple[Leaf, np.ndarray], np.ndarray]]:
+    """A table as leaves of one open axis, each with the elements whose coefficients it holds: a
+    table [pairs, 2] of the members of pairs is two."""
+    view = _one_piece(view)
+    places = _places(view)
+    if len(places) < 2:
+        whole = _leaf(view)
+        return [(whole, np.ones(len(whole[1]), dtype=bool))]
+    opened, *others = places
+    if any(len(set(places[axis].tolist())) > _MOST_SUMMED for axis in others):
+        raise NotRotation
+    lead = tuple(() if all(a.axis is None for a in d) else d for d in view.effect.dims[:-1])
+    found = []
+    for at in sorted(set(zip(*(places[axis].tolist() for axis in others), strict=True))):
+        start = list(view.effect.start)
+        first, start[opened] = start[opened], 0
+        if not isinstance(first, int):
+            raise NotRotation
+        here = np.ones(len(places[opened]), dtype=bool)
+        for axis, place in zip(others, at, strict=True):
+            start[axis] = start[axis] + place
+            here &= places[axis] == place
+        leaf = Leaf(view.value, Effect(lead, tuple(start)), opened)
+        found.append(((leaf, np.where(here, places[opened] + first, 0)), here))
+    return found
+
+
+def _places(view: View) -> dict[int, np.ndarray]:
+    """Where each element of a view's last dimension lies on the axes that it walks, the longest
+    axis first."""
+    if not view.effect.dims:
+        raise NotRotation
+    last = view.effect.dims[-1]
+    if not all(isinstance(a.length, int) for a in last):
+        raise NotRotation
+    axes = {a.axis: a.length for a in last if a.axis is not None}
+    places = {axis: np.zeros(1, dtype=np.int64) for axis in sorted(axes, key=lambda a: -axes[a])}
+    for atom in last:
+        steps = np.arange(int(atom.length))
+        for axis, place in places.items():
+            own = steps * atom.step if axis == atom.axis else steps * 0
+            places[axis] = (place[:, None] + own[None, :]).reshape(-1)
+    return places
+
+
+def _sum(view: View, walk: _Walk) -> list[Term]:
+    """A sum over a short axis: that of its parts."""
+    (summed,) = view.value.operands
+    axis = summed_axis(view.value)
+    assert axis is not None
+    parts = [summed.select(axis, place) for place in range(int(summed.shape[axis]))]
+    return [term for part in parts for term in _terms(view.of_operand(part), walk)]
 
 
 def _times(term: Term, coefficient: tuple[Leaf, np.ndarray]) -> Term:
@@ -266,6 +341,7 @@ _RULES: dict[str, Callable[[View, _Walk], list[Term]]] = {
     "aten.sub": _add,
     "aten.mul": _mul,
     "aten.neg": _neg,
+    "aten.sum": _sum,
     "cast": _cast,
 }
 

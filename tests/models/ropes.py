@@ -83,6 +83,20 @@ def interleaved_pairs(x, cos, sin):
     return torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
 
 
+def pair_matrices(x, cos, sin):
+    """A matrix of two rows and columns for each pair (lingua)."""
+    turn = torch.stack((cos, -sin, sin, cos), dim=-1).unflatten(-1, (2, 2))
+    pairs = x.reshape(*x.shape[:-1], -1, 1, 2)
+    return (pairs * wide(turn)).sum(-1).flatten(-2).type_as(x)
+
+
+def two_tables(x, cos, sin):
+    """Each half of the heads has tables of its own."""
+    a, b = x.chunk(2, dim=-1)
+    other_cos, other_sin = cos * 1.0, sin + 0.0
+    return torch.cat((a * cos - b * sin, b * other_cos + a * other_sin), dim=-1)
+
+
 def complex_numbers(x, cos, sin):
     """Pairs as complex numbers (Llama, DeepSeek-V2)."""
     pairs = torch.view_as_complex(wide(x).reshape(*x.shape[:-1], -1, 2))
@@ -147,6 +161,8 @@ SPELLINGS = {
     interleaved: "interleaved",
     interleaved_repeated: "interleaved",
     interleaved_pairs: "interleaved",
+    pair_matrices: "interleaved",
+    two_tables: "half",
     complex_numbers: "interleaved",
     complex_table: "interleaved",
     complex_backwards: "interleaved",

@@ -122,6 +122,40 @@ def test_gathered_tables(name):
     check(turn, arguments(T))
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_buffer_of_matrices(seed):
+    """Of any numbers: nothing says that they rotate, and the op's tables need not."""
+    generator = torch.Generator().manual_seed(seed)
+    freqs = torch.randn(9, D // 2, 2, 2, generator=generator)
+
+    def turn(x):
+        rows = freqs[:T].view(1, T, 1, D // 2, 2, 2)
+        return (x.reshape(*x.shape[:-1], -1, 1, 2) * rows).sum(5).flatten(3)
+
+    check(turn, arguments(2, T), rope="interleaved")
+
+
+@pytest.mark.parametrize("how", ["keepdim", "one axis more", "mean", "by head"])
+def test_other_sums_of_matrices_are_no_rotation(how):
+    generator = torch.Generator().manual_seed(0)
+    freqs = torch.randn(T, H if how == "by head" else 1, D // 2, 2, 2, generator=generator)
+
+    def turn(x):
+        product = x.reshape(T, H, -1, 1, 2) * freqs
+        if how == "keepdim":
+            product = product.sum(4, keepdim=True)
+        elif how == "one axis more":
+            product = product.sum((3, 4)).repeat_interleave(2, -1)
+        else:
+            product = product.mean(4) if how == "mean" else product.sum(4)
+        return product.reshape(T, H, D)
+
+    torch._dynamo.reset()
+    found = lower(Attention(turn), arguments(T))
+    assert "qkv_cache" not in patterns_in(found, "qkv")
+    assert bool(codes_of(found, "qkv"))
+
+
 def test_a_complex_table_before_the_transpose():
     """Llama 4: `[B, S, H, D]` is rotated, then transposed."""
     table = torch.polar(torch.ones(2, T, D // 2), angles(2, T))
