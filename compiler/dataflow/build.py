@@ -313,7 +313,7 @@ class _Builder:
             op = "bitcast" if name == "view" else "cast"
             return op, (self._operand(node.args[0]),), self._keywords(node)
         if name == "getitem":
-            return *self._gather(node), self._keywords(node)
+            return *self._gather(*node.args), self._keywords(node)
         if name in ("linear", "addmm", "mm", "matmul"):
             found = self._linear(node, name)
             if found is not None:
@@ -364,11 +364,10 @@ class _Builder:
         dim = argument(node, 1, "dim", 0) % rank
         return tuple(View(t.value, effects.unsqueeze(t.effect, dim)) for t in tensors), dim
 
-    def _gather(self, node: fx.Node) -> tuple[str, tuple[Any, ...]]:
-        base = self._operand(node.args[0])
-        index = with_rows(node.args[1]) or node.args[1]
+    def _gather(self, of: fx.Node, given: Any) -> tuple[str, tuple[Any, ...]]:
+        base = self._operand(of)
         try:
-            effect, tensors = index_effect(base.effect, index)
+            effect, tensors = index_effect(base.effect, with_rows(given) or given)
         except InexpressibleError:
             return "opaque:getitem", (base,)
         indices = tuple((dim, self._operand(t)) for dim, t in tensors.items())
@@ -380,6 +379,10 @@ class _Builder:
             call, sources = self._alone(node, aten_call)
             if call is not None:
                 operands = fill((call.args, call.kwargs), sources)
+                if call.name == "aten.index":  # a place for each dimension, as export spells it
+                    of, places = operands[0]
+                    every = tuple(slice(None) if i is None else i for i in places)
+                    return *self._gather(of, every), {}
                 return call.name, self._operand(operands[0]), self._operand(operands[1])
         self.unknown.append(node)
         return f"opaque:{name}", self._arguments(node), self._keywords(node)

@@ -65,7 +65,7 @@ NOISE = _names(
 )
 
 # The value is its first operand's, element for element; whether memory is shared, storage tells.
-IDENTITY = _names("contiguous clone detach alias lift_fresh_copy requires_grad_ positive")
+IDENTITY = _names("contiguous clone detach detach_ alias lift_fresh_copy requires_grad_ positive")
 
 # Identity where the dtype stays, else a cast.
 CASTS = _names("to _to_copy float half bfloat16 double type type_as long int bool cuda cpu")

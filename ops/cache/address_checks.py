@@ -1,4 +1,4 @@
-"""Checks of what only real memory shows of a cache write: aliases, slots, scales. Each raises
+"""Checks of what only real memory shows of a cache write: aliases and slots. Each raises
 ArgumentError; those of slots name the token.
 
 They run where the tensors are: on a GPU a check computes there and reads one number back.
@@ -18,21 +18,20 @@ from tilewright.ops.cache.addressing import (
     token_positions,
 )
 from tilewright.ops.cache.checks import (
-    CACHE_SCALES,
     check_aliases,
     shares_memory,
     storage_address,
 )
 from tilewright.ops.cache.ragged_batch import check_row_offsets
-from tilewright.ops.cache.scale_values import check_scale_values
 from tilewright.ops.checks import ArgumentError, readable
 from tilewright.ops.checks import first as first
 from tilewright.ops.formats.paged_cache import CacheWindow, slot_limit
 
 
 def check_values(op: str, a: Any, num_tokens: int, writes_v: bool = True) -> None:
-    """Checks that no source shares memory with a cache, that K and V share none, where tokens go,
-    and the cache scales. `a`: arguments whose tensors are all sources but the caches.
+    """Checks that no source shares memory with a cache, that K and V share none, and where tokens
+    go. Scales may be any numbers, whose results are IEEE's. `a`: arguments whose tensors are all
+    sources but the caches.
 
     Values on a GPU are looked at, which waits for it, only under TILEWRIGHT_DEBUG=1.
     """
@@ -57,8 +56,6 @@ def check_values(op: str, a: Any, num_tokens: int, writes_v: bool = True) -> Non
             raise ArgumentError(op, "v_cache", expected, "overlapping windows on one storage")
     if readable(getattr(a, name) for name in ADDRESS_TENSORS):
         check_address_values(op, a, CacheWindow(*a.k_window), num_tokens)
-    for name in CACHE_SCALES:
-        check_scale_values(op, name, getattr(a, name))
 
 
 def check_address_values(

@@ -19,7 +19,6 @@ from tilewright.ops.cache.checks import (
     check_caches,
     window_integers,
 )
-from tilewright.ops.cache.scale_values import check_scale_values, check_token_scale_values
 from tilewright.ops.cache.writes import write_kv
 from tilewright.ops.checks import ArgumentError, check_absent, check_number, check_tensor, holds
 from tilewright.ops.contract import FusedOp, emitted_kernel, register
@@ -234,9 +233,6 @@ def _head_dim(a: FusedQkvArguments) -> Any:
 
 def validate_values(a: FusedQkvArguments) -> None:
     check_values(NAME, a, a.x.shape[0], writes_v=a.v_weight is not None)
-    for name in ("q_scale", "k_scale", "v_scale"):
-        check_scale_values(NAME, name, getattr(a, name))
-    check_token_scale_values(NAME, "x_scale", a.x_scale, a.x)
 
 
 def result_buffer(a: FusedQkvArguments) -> Buffer:

@@ -16,7 +16,6 @@ import torch
 
 from tilewright.ops.cache.address_checks import check_address_values
 from tilewright.ops.cache.checks import check_aliases
-from tilewright.ops.cache.scale_values import check_scale_values, check_token_scale_values
 from tilewright.ops.checks import ArgumentError, in_words_of, readable
 from tilewright.ops.contract import FusedOp, emitted_kernel, register
 from tilewright.ops.formats.gptq_buffer import SYMMETRIC_ZERO, sections
@@ -119,12 +118,6 @@ def validate_values(a: RaggedQkvArguments) -> None:
         window = CacheWindow.from_ints(fused.k_window)
         with in_words_of(NAME, FUSED_WORDS):
             check_address_values(NAME, fused, window, a.hidden_state.shape[0])
-    for name in ("weight_scale", "k_cache_scale", "v_cache_scale"):
-        check_scale_values(NAME, name, getattr(a, name))
-    check_token_scale_values(NAME, "input_scale", fused.x_scale, a.hidden_state)
-    if a.group_size:
-        parts = sections(a.weight, a.hidden_state.shape[1], a.group_size, a.has_zp)
-        check_scale_values(NAME, "weight", parts.scales)
 
 
 def fake(a: RaggedQkvArguments) -> torch.Tensor:
@@ -220,8 +213,8 @@ def _weights(
         return named
     scale, block = _scale_blocks(a, rows)
     for letter, (first, end) in rows.items():
-        part = scale[first // block[0] : -(-end // block[0])] if block[0] < end else scale
-        named[f"{letter}_scale"] = part
+        own = slice(first // block[0], -(-end // block[0]))
+        named[f"{letter}_scale"] = scale if scale.shape[0] == 1 else scale[own]
     return {**named, "weight_format": "fp8", "scale_block": block}
 
 

@@ -33,6 +33,7 @@ from tilewright.patterns.lora.delta import LoraDelta, match_delta
 from tilewright.patterns.lora.product import BATCHED
 from tilewright.patterns.recognise.dtypes import check_dtypes, dtype_name
 from tilewright.patterns.recognise.gemm import is_weight
+from tilewright.patterns.recognise.routing import gathered
 
 
 @dataclass(frozen=True)
@@ -199,11 +200,17 @@ _STACKS = {"aten.index", "aten.index_select", "constant"}
 
 def _resembles_sum(value: Value) -> bool:
     """Whether two products with stacks of matrices, one of the other's result, are added to what is
-    no parameter: a bias is added to other things (Mamba's time steps)."""
+    no parameter, nor taken from one: a bias is added to other things (Mamba's time steps, experts'
+    results)."""
     return any(
-        _stacked_products(delta.value) > 1 and not is_weight(base)
+        _stacked_products(delta.value) > 1 and not _is_bias(base)
         for base, delta in (value.either_way if value.op == "aten.add" else ())
     )
+
+
+def _is_bias(base: View) -> bool:
+    taken = gathered(base.value.whole)
+    return is_weight(base if taken is None else taken[0])
 
 
 def _stacked_products(value: Value, reach: int = 8) -> int:

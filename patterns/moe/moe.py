@@ -85,8 +85,7 @@ class Moe:
             if rows is None or is_expert_gemm(strip_casts(rows)[0].value):
                 continue
             before = upstream(rows.value, _REACH, lambda v: not is_expert_gemm(v))
-            feeds = {v for v in before if is_expert_gemm(v)}
-            if feeds and not _is_of_a_later_layer(value, feeds):
+            if not _of_earlier_layers(value) >= {v for v in before if is_expert_gemm(v)}:
                 yield value
         loops = tuple(expert_loops(flow))
         yield from loops
@@ -175,14 +174,14 @@ def _weighed_inside(entering: View) -> _Weighed | None:
     return None
 
 
-def _is_of_a_later_layer(value: Value, feeds: set[Value]) -> bool:
-    """Whether a GEMM's routes are computed from the results of `feeds`: those end an earlier layer,
-    since a layer's routes are known before its first GEMM."""
+def _of_earlier_layers(value: Value) -> set[Value]:
+    """The GEMMs that a GEMM's routes are computed from: those end earlier layers, since a layer's
+    routes are known before its first GEMM."""
     routes = routes_of(value)
     if routes is None:
-        return False
+        return set()
     before = upstream(routes.value, _ROUTING_REACH, lambda v: not is_expert_gemm(v))
-    return any(v in feeds for v in before)
+    return {v for v in before if is_expert_gemm(v)}
 
 
 def _whole_again(rows: View) -> View:

@@ -12,7 +12,6 @@ from tilewright.ops.attention.checks import (
     check_attention_values,
     check_batch,
 )
-from tilewright.ops.cache.scale_values import check_scale_values
 from tilewright.ops.checks import (
     FLOAT_DTYPES,
     ArgumentError,
@@ -61,10 +60,9 @@ def _check_halves(op: str, a: Any) -> Any:
 
 
 def check_decode_values(op: str, a: Any) -> None:
-    """Checks what only real memory shows: offsets, lengths, pages, scales. Raises ArgumentError."""
+    """Checks what only real memory shows: offsets, lengths, pages. Raises ArgumentError."""
     with in_words_of(op, OWN_NAMES):
         check_attention_values(op, as_attention(a, a.q, a.latent))
-    check_scale_values(op, "kv_b_scale", a.kv_b_scale)
 
 
 def decode_obstacle(a: Any) -> str | None:

@@ -14,7 +14,6 @@ from tilewright.ops.cache.address_checks import check_address_values
 from tilewright.ops.cache.addressing import ADDRESS_TENSORS, SLOT_FORMS, check_addressing
 from tilewright.ops.cache.checks import check_aliases
 from tilewright.ops.cache.ragged_batch import check_row_offsets
-from tilewright.ops.cache.scale_values import check_scale_values
 from tilewright.ops.checks import (
     FLOAT_DTYPES,
     ArgumentError,
@@ -144,7 +143,6 @@ def check_prefill_values(op: str, a: Any) -> None:
         check_positions(op, _position_source(a), positions_of(a), a.cos.shape[0])
     hides = a.attn_mask is not None and lowest_hides(a, buffer_rows(a) // a.num_sequences)
     check_mask_blocks_values(op, a.attn_mask, a.mask_blocks, hide_lowest=hides)
-    check_scale_values(op, "kv_b_scale", a.kv_b_scale)
 
 
 def _check_room(op: str, a: Any) -> None:

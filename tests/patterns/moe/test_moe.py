@@ -62,6 +62,30 @@ def test_the_public_grouped_mm_is_the_private_one():
     assert_no_worse(fused, eager, exact(module, *args), "grouped_mm")
 
 
+def test_every_layer_of_a_chain_with_biases_is_fused():
+    """The index of a layer's biases comes from the layer before, and so leads back to its GEMMs."""
+    layers = [build("plain", gemm="einsum", bias=True, weigh="tokens")[0] for _ in range(2)]
+    x = build("plain")[1][0]
+    torch._dynamo.reset()
+    with torch.no_grad():
+        found = lower(torch.nn.Sequential(*layers), (x,))
+        assert [site.op for site in matches_of(found, "fused_moe")] == ["fused_moe"] * 2, str(found)
+        # float32 has no kernels: what is missed is a mixture, and no adapter.
+        missed = lower(torch.nn.Sequential(*layers).float(), (x.float(),))
+    assert "LORA_FORM" not in {miss.code for miss in missed.misses}
+
+
+@pytest.mark.parametrize("name", ["batched", "elsewhere_bias"])
+def test_exported_spellings_match(name):
+    """Export indexes rows by aten.index.Tensor, with a list of places."""
+    module, args = build(name)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        exported = torch.export.export(module, args).module(check_guards=False)
+        lowered = lower(exported, args)
+    assert [site.op for site in matches_of(lowered, "fused_moe")] == ["fused_moe"], str(lowered)
+
+
 CLAMPS = {
     "in_place": lambda ids: ids.clamp_max_(7),
     "apart": lambda ids: ids.clamp(0, 7),

@@ -141,6 +141,28 @@ def test_a_rotation_is_no_scale_of_the_codes(form, tokens):
     assert check(Rotated(linear_of(form)), arguments(tokens))["rope"] == "half"
 
 
+@pytest.mark.parametrize("number", [0.0, -0.25, torch.nan, torch.inf])
+@pytest.mark.parametrize(
+    "form", [quantized.int8, quantized.nibbles_low_first, quantized.fp8_blocks_repeated],
+    ids=lambda f: f.__name__,
+)  # fmt: skip
+def test_a_scale_may_be_any_number(form, number):
+    """A group of zeros has scale 0 by every quantiser that asks for the largest number."""
+    module, (x, *rest) = Attention(linear_of(form)), arguments(5)
+    x[0] = 0
+    for part in module.parts:
+        part.scale.view(-1)[0] = number
+    results = []
+    for run in (module, torch.compile(module, backend="tilewright", options={"inner": "eager"})):
+        caches = [t.clone() for t in rest]
+        results.append([run(x, *caches), *caches])
+    assert patterns_in(reports()[-1], "qkv") == ["qkv_cache"]
+    for eager, ours in zip(*results, strict=True):
+        assert torch.equal(eager.isfinite(), ours.isfinite())
+        same = (t.nan_to_num(0, 0, 0) for t in (ours, eager))
+        torch.testing.assert_close(*same, atol=0.03, rtol=0.02)
+
+
 STORED_AS = {
     quantized.nibbles_low_first: (torch.uint8, None),
     quantized.awq: (torch.int32, torch.int32),

@@ -1,0 +1,120 @@
+"""Random models beside themselves as torch.export spells them: ATen's overloads on every node.
+
+    python -m tests.programs.exported --seeds 0:100
+
+A model is drawn from `families.FAMILIES`, unbroken. What is fused in it, and missed, must be the
+same after `torch.export.export(model, args).module()`, and the exported graph must give what eager
+gives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from tests.programs.families import FAMILIES
+from tests.programs.run import Captured, Outcome, Program, capture, compared
+from tilewright.compiler.verify import clone_inputs
+
+#: Export makes a buffer of a table that the model makes where it uses it, and names constants
+#: apart: whose numbers a graph does not know.
+TABLES = ("WEIGHT_FORMAT", "LATENT_WEIGHT")
+
+
+@dataclass
+class Tally:
+    """found: family and seed of each model that differs, and how."""
+
+    models: int = 0
+    fused: int = 0
+    verdicts: Counter[str] = field(default_factory=Counter)
+    found: dict[str, str] = field(default_factory=dict)
+
+
+def run(family: str, seeds: Iterable[int]) -> Tally:
+    """Compares the models of some seeds; what cannot be exported is counted, and left out."""
+    tally = Tally()
+    with torch.no_grad():
+        for seed in seeds:
+            draw = random.Random(f"{family} exported {seed}")
+            torch.manual_seed(seed)
+            try:
+                module, args, drawn = FAMILIES[family](draw)
+                here = _outcome(capture(module, args, drawn))
+            except Exception:  # eager refuses what was drawn
+                continue
+            tally.models += 1
+            try:
+                aten = capture(spelled(module, args), tree_leaves(args), drawn)
+            except Exception as error:
+                tally.verdicts[f"not exported: {type(error).__name__} {str(error)[:60]}"] += 1
+                continue
+            there = _outcome(aten)
+            tally.fused += bool(there.patterns)
+            tally.verdicts[there.verdict] += 1
+            if differs := difference(here, there):
+                tally.found[f"{family} {seed}"] = f"{differs} [{drawn}]"
+    return tally
+
+
+def spelled(module: torch.nn.Module, args: Sequence[Any]) -> Callable[..., Any]:
+    """A module as export spells it, on the leaves of its arguments, without checks of them."""
+    found = torch.export.export(module, tuple(clone_inputs(args))).module(check_guards=False)
+    found.graph.eliminate_dead_code()  # Dynamo takes no question for a dtype
+    found.graph.set_codegen(torch.fx.graph.CodeGen())
+    found.recompile()
+    graph = torch.fx.GraphModule(found, found.graph)
+    return lambda *leaves: graph(*leaves)  # Dynamo does not take a graph module whole
+
+
+def _outcome(model: Captured) -> Outcome:
+    inputs = clone_inputs(model.inputs)
+    result = model.module.forward(*inputs)
+    return compared(Program(model.module, model.inputs, model.drawn, ()), result, inputs)
+
+
+def difference(plain: Outcome, exported: Outcome) -> str:
+    """What differs between a model and the same exported; empty where nothing does."""
+    if exported.verdict in ("wrong", "raised", "refused"):
+        return f"{exported.verdict}: {exported.why}"
+    if set(exported.codes) - set(plain.codes) & set(TABLES):
+        return ""
+    for what, a, b in (
+        ("matches", plain.patterns, exported.patterns),
+        ("misses", plain.codes, exported.codes),
+    ):
+        if sorted(a) != sorted(b):
+            return f"{what} {sorted(a)}, exported {sorted(b)}"
+    return ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--family", nargs="+", choices=sorted(FAMILIES), default=list(FAMILIES))
+    parser.add_argument("--seeds", default="0:20", help="first:stop")
+    given = parser.parse_args()
+    failed = 0
+    logging.disable(logging.ERROR)  # what fake tensors say of models drawn again
+    for family in given.family:
+        tally = run(family, range(*map(int, given.seeds.split(":"))))
+        print(f"{family:12} {tally.models} models  {tally.fused} fused  {dict(tally.verdicts)}")
+        for which, why in tally.found.items():
+            print(f"  {which}: {why}")
+        failed += len(tally.found)
+    with suppress(BrokenPipeError):
+        sys.stdout.flush()
+    sys.exit(1 if failed else 0)
+
+
+if __name__ == "__main__":
+    main()
