@@ -364,7 +364,7 @@ class _Builder:
         dim = argument(node, 1, "dim", 0) % rank
         return tuple(View(t.value, effects.unsqueeze(t.effect, dim)) for t in tensors), dim
 
-    def _gather(self, of: fx.Node, given: Any) -> tuple[str, tuple[Any, ...]]:
+    def _gather(self, of: Any, given: Any) -> tuple[str, tuple[Any, ...]]:
         base = self._operand(of)
         try:
             effect, tensors = index_effect(base.effect, with_rows(given) or given)

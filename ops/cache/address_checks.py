@@ -90,10 +90,12 @@ def _check_slots(op: str, a: Any, window: CacheWindow) -> None:
     if where is not None:
         expected = f"slots below {limit}"
         raise ArgumentError(op, "slot_mapping", expected, f"{int(slots[where])} at {where}")
-    if a.indexing == "torch":
-        where = first(slots < -limit)
+    if a.indexing != "paged":
+        lowest = -limit if a.indexing == "torch" else 0
+        where = first(slots < lowest)
         if where is not None:
-            expected = f"slots from {-limit} (a negative slot counts from the end)"
+            counts = " (a negative slot counts from the end)" if lowest else ""
+            expected = f"slots from {lowest}{counts}"
             raise ArgumentError(op, "slot_mapping", expected, f"{int(slots[where])} at {where}")
         return
     kept = slots[slots >= 0]
@@ -116,8 +118,9 @@ def _check_offsets(op: str, a: Any, num_tokens: int) -> None:
 def _check_sequences(op: str, a: Any, sequence: torch.Tensor) -> None:
     rows = a.lookup_table.shape[0]
     bad, expected = sequence >= rows, f"sequences below {rows}"
-    if a.indexing == "torch":
-        bad, expected = bad | (sequence < -rows), f"sequences from {-rows} to {rows - 1}"
+    if a.indexing != "paged":
+        lowest = -rows if a.indexing == "torch" else 0
+        bad, expected = bad | (sequence < lowest), f"sequences from {lowest} to {rows - 1}"
     where = first(bad)
     if where is not None:
         actual = f"{int(sequence[where])} of token {where}"
@@ -134,9 +137,10 @@ def _check_positions(
     """Positions past a sequence's row of the table."""
     columns = a.lookup_table.shape[1]
     bad, expected = position >= columns * page_size, f"positions below {columns * page_size}"
-    if a.indexing == "torch":
-        bad = bad | (position < -columns * page_size)
-        expected = f"positions from {-columns * page_size} to {columns * page_size - 1}"
+    if a.indexing != "paged":
+        lowest = -columns * page_size if a.indexing == "torch" else 0
+        bad = bad | (position < lowest)
+        expected = f"positions from {lowest} to {columns * page_size - 1}"
     else:
         bad = bad & (sequence >= 0)
     where = first(bad)
@@ -160,7 +164,7 @@ def _check_entries(
     entry = slot.div(size, rounding_mode="floor")
     lowest = -pages if a.indexing == "torch" else 0
     bad = named & (entry >= pages)
-    if a.indexing == "torch" or a.slots == "ragged":
+    if a.indexing != "paged" or a.slots == "ragged":
         bad = bad | (named & (entry < lowest))
     where = first(bad)
     if where is not None:

@@ -8,7 +8,7 @@
 
 What resolves outside the cache is never written. With indexing="paged" a negative slot, page,
 position or sequence means a token without a place, such as padding; with indexing="torch" a
-negative index counts from the end, as PyTorch's does.
+negative index counts from the end, as PyTorch's does, and with indexing="exact" it is an error.
 
 Everywhere `a` is the arguments of an op: `slots`, `indexing` and ADDRESS_TENSORS.
 """
@@ -33,7 +33,7 @@ from tilewright.ops.checks import (
 from tilewright.ops.formats.paged_cache import CacheWindow, slot_limit
 from tilewright.ops.runtime.operands import operand_of
 
-INDEXINGS = ("paged", "torch")
+INDEXINGS = ("paged", "torch", "exact")
 
 #: The tensors that each form reads, in the order in which kernels take them; the others are None.
 SLOT_FORMS: dict[str, tuple[str, ...]] = {

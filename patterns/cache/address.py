@@ -60,10 +60,11 @@ class Address:
 
 def place_arguments(k: Address, v: Address | None) -> dict[str, Any]:
     """Windows, slots and scales, by the names that every op with a paged cache has for them."""
+    slots = k.slots if v is None or v.slots.wraps else v.slots
     return {
         "k_window": k.window.to_ints(),
         "v_window": (v or k).window.to_ints(),
-        **k.slots.arguments,
+        **slots.arguments,
         "k_cache_scale": k.scale,
         "v_cache_scale": None if v is None else v.scale,
         "cache_scale_multiplies": k.scale_multiplies or (v is not None and v.scale_multiplies),
@@ -130,6 +131,9 @@ def _reject_unknown(write: CacheWrite) -> NoReturn:
     hint = "write the cache in PyTorch: cache.view(-1, H, D)[slots] = k"
     _refuse("OPAQUE_WRITE", message, write.store, hint=hint)
 
+
+#: Writes to which a negative index is an error.
+_EXACT = ("index_copy_", "scatter_")
 
 #: What to do where nothing more precise is known.
 _HINTS = {
@@ -209,12 +213,17 @@ def _one_index(
     flow: Dataflow,
 ) -> Address:
     (slot_dim, slots), *_ = index.items()
+    wraps = write.record.kind not in _EXACT
+    if write.record.kind == "index_copy_" and slots.value.dtype != torch.int64:
+        message = f"index_copy_ takes no slots of {slots.value.dtype}: the call raises an error"
+        _refuse("SLOT_INDEX", message, slots, "give it 64-bit slots: slots.long()")
     page, head, element, at = _roles(write, written, index, head_axis)
     lead = list(range(len(slots.effect.dims)))
     if page is None:
         pages = _flat_slots(write, slot_dim)
         (slots,) = _flattened(index, slots.shape).values()
-        found = slot_table(flow, slots, pages[1]) or Slots("flat", (slots,))
+        table = slot_table(flow, slots, pages[1]) if wraps else None
+        found = table or Slots("flat", (slots,), wraps)
         return _address(write, written, pages, (head, element), at, lead, found)
     if len(lead) != 1:
         _refuse("SLOT_INDEX", "positions that vary by sequence", slots)
@@ -222,7 +231,7 @@ def _one_index(
     page_size, slot_stride = _stride(write, slot_dim)
     pages = (num_pages, page_size, page_stride, slot_stride)
     lead = [at[page], *lead]
-    found = Slots("per_sequence", (slots,))
+    found = Slots("per_sequence", (slots,), wraps)
     return _address(write, written, pages, (head, element), at, lead, found)
 
 

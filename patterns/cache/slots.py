@@ -25,11 +25,13 @@ _INTEGERS = (torch.int32, torch.int64)
 class Slots:
     """How tokens find their slots: a form of `ops.cache.addressing`, and the tensors that it reads.
 
-    A negative index counts from the end, as PyTorch's does.
+    wraps: whether a negative index counts from the end, as in cache[slots]; to index_copy_ and
+    scatter_ it is an error.
     """
 
     form: str
     tensors: tuple[View | Computed, ...]
+    wraps: bool = True
 
     @property
     def fact(self) -> str:
@@ -43,29 +45,38 @@ class Slots:
     def arguments(self) -> dict[str, Any]:
         """By the names that every op with a paged cache has for them."""
         named = dict(zip(SLOT_FORMS[self.form], self.tensors, strict=True))
-        return {"slots": self.form, "indexing": "torch", "slot_mapping": None, **named}
+        indexing = "torch" if self.wraps else "exact"
+        return {"slots": self.form, "indexing": indexing, "slot_mapping": None, **named}
 
 
 def own_slots(offsets: View, num_pages: Size, page_size: Size, device: torch.device) -> Computed:
-    """[P * T] of offsets [P, T], the tokens of page p in row p."""
+    """[P * T] of offsets [P, T], the tokens of page p in row p, as scatter_ has them: none is
+    negative."""
     pages = Computed("arange", (num_pages,), (("device", device),))
     rows = Computed("reshape", (pages, [num_pages, 1]))
-    slots = paged_slot(rows, offsets, num_pages, page_size)
+    slots = paged_slot(rows, offsets, num_pages, page_size, lowest=0)
     return Computed("reshape", (slots, [effects.product(offsets.shape)]))
 
 
-def paged_slot(pages: View | Computed, offsets: View, num_pages: Size, page_size: Size) -> Computed:
+def paged_slot(
+    pages: View | Computed,
+    offsets: View,
+    num_pages: Size,
+    page_size: Size,
+    lowest: Size | None = None,
+) -> Computed:
     """page * page_size + offset, with PyTorch's meaning of an offset that is not in its page.
 
-    A negative offset counts from the page's end; one out of range becomes a slot out of range,
-    which the op refuses or skips, and never a slot of the next page.
+    A negative offset counts from the page's end; one out of range, or below `lowest`, becomes a
+    slot out of range, which the op refuses or skips, and never a slot of the next page.
     """
+    lowest = -page_size if lowest is None else lowest
     start = Computed("mul", (pages, page_size))
     if _position_of(offsets, page_size) is not None:
         return Computed("add", (start, offsets))
     inside = Computed(
         "bitwise_and",
-        (Computed("ge", (offsets, -page_size)), Computed("lt", (offsets, page_size))),
+        (Computed("ge", (offsets, lowest)), Computed("lt", (offsets, page_size))),
     )
     slot = Computed("add", (start, Computed("remainder", (offsets, page_size))))
     return Computed("where", (inside, slot, num_pages * page_size))

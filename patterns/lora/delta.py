@@ -20,14 +20,18 @@ from tilewright.patterns.lora.factors import Factors, peel
 from tilewright.patterns.lora.one_hot import match_one_hot
 from tilewright.patterns.lora.product import Product, match_product
 from tilewright.patterns.recognise.equality import equal_values
+from tilewright.patterns.recognise.outside import (
+    Outside,
+    both,
+    experts_argument,
+    is_natural,
+)
 from tilewright.patterns.recognise.routing import (
     gathered,
     match_ends,
     match_inverse,
     match_order,
-    strip_integer_casts,
 )
-from tilewright.patterns.recognise.steps import clamp_bounds
 
 #: Above this inner dimension two products in a row are a bottleneck MLP, not an adapter.
 MAX_RANK = 512
@@ -38,42 +42,27 @@ class Adapters:
     """Which adapter each row has.
 
     index [T or B]; None: there is one. mask, of the index's shape or [T]: rows without an adapter
-    are False; None: all have one. below: what a negative index means: `last` counts from the last
-    adapter, `first` is the first adapter, `error` an error, `none` no adapter, as any index does
-    then that names none.
+    are False; None: all have one. outside: what an index is that names no adapter. sorted_by: ends
+    and permutation of rows that are sorted by adapter.
     """
 
     index: View | None
     mask: View | None
-    below: str
+    outside: Outside
+    sorted_by: tuple[View, View] | None = None
 
     def same(self, other: Adapters) -> bool:
         return (
             _same(self.index, other.index)
             and _same(self.mask, other.mask)
-            and self.below == other.below
+            and self.outside == other.outside
         )
 
     def argument(self, num_adapters: int) -> View | Computed | None:
         """The LoRA ops' expert_ids: -1 is no adapter, other negative ids are errors."""
         index: Any = self.index
-        if index is not None and self.below == "none":
-            there = Computed(
-                "bitwise_and",
-                tuple(
-                    Computed(name, (index, bound))
-                    for name, bound in (("ge", 0), ("lt", num_adapters))
-                ),
-            )
-            index = Computed("where", (there, index, -1))
-        elif index is not None and self.below != "error" and not _is_natural(index):
-            instead: Any = 0
-            if self.below == "last":
-                # Below -G it must stay an error, as an adapter past the last one is.
-                counted = Computed("add", (index, num_adapters))
-                there = Computed("ge", (index, -num_adapters))
-                instead = Computed("where", (there, counted, num_adapters))
-            index = Computed("where", (Computed("lt", (index, 0)), instead, index))
+        if index is not None:
+            index = experts_argument(index, num_adapters, self.outside, self.sorted_by)
         if self.mask is not None:
             index = Computed("where", (self.mask, 0 if index is None else index, -1))
         return index
@@ -127,8 +116,7 @@ def _by_rows(view: View, outer: Factors) -> LoraDelta | None:
     # A mask on x's rows masks the delta's rows; other factors of x stay with x.
     if rows.mask is None or rows.scale != 1 or rows.table is not None:
         rows = Factors(first.x)
-    below = "last" if first.wraps or second.wraps else "error"
-    return _joined(view, (outer, inner, rows), first, second, rows.view, first.index, below)
+    return _joined(view, (outer, inner, rows), first, second, rows.view, first.index)
 
 
 def _sorted(view: View, outer: Factors) -> LoraDelta | None:
@@ -154,10 +142,10 @@ def _sorted(view: View, outer: Factors) -> LoraDelta | None:
     if any(f.table is not None or f.mask is not None for f in (after, inner)):
         return None
     gathers = (outer.view.value, first.x.value)
-    found = _joined(
-        view, (outer, after, inner), first, second, taken[0], order.ids, "first", gathers
+    by = (first.ends, order.permutation)
+    return _joined(
+        view, (outer, after, inner), first, second, taken[0], order.ids, gathers, sorted_by=by
     )
-    return found
 
 
 def _one_hot(view: View, outer: Factors) -> LoraDelta | None:
@@ -166,9 +154,8 @@ def _one_hot(view: View, outer: Factors) -> LoraDelta | None:
     if found is None:
         return None
     first, second = found.first, found.second
-    return _joined(
-        view, (outer,), first, second, first.x, first.index, found.below, (found.masked.value,)
-    )
+    masked = (found.masked.value,)
+    return _joined(view, (outer,), first, second, first.x, first.index, masked)
 
 
 def _joined(
@@ -178,8 +165,8 @@ def _joined(
     second: Product,
     x: View,
     index: View | None,
-    below: str,
     more: tuple[Value, ...] = (),
+    sorted_by: tuple[View, View] | None = None,
 ) -> LoraDelta | None:
     tables = [(f.table, f.index) for f in factors if f.table is not None]
     masks = [f.mask for f in factors if f.mask is not None]
@@ -191,13 +178,19 @@ def _joined(
     mask = masks[0] if masks else None
     if mask is not None and index is not None and mask.shape != index.shape:
         return None
+    outside = both(first.outside, second.outside)
+    for factor in factors:
+        if factor.table is not None:
+            outside = outside and both(outside, factor.outside)
+    if outside is None and index is not None and not is_natural(index):
+        return None
     scale = effects.product(f.scale for f in factors)
     absorbed = [value for f in factors for value in f.absorbed]
     return LoraDelta(
         x,
         first.weight,
         second.weight,
-        Adapters(index, mask, below),
+        Adapters(index, mask, outside or first.outside, sorted_by),
         scale,
         table,
         view,
@@ -223,11 +216,3 @@ def _same(one: View | None, other: View | None) -> bool:
     if one is None or other is None:
         return one is other
     return equal_values(one, other)
-
-
-def _is_natural(index: View) -> bool:
-    """Whether the graph shows that an index is never negative."""
-    value = strip_integer_casts(index).value
-    if (bounds := clamp_bounds(value)) is not None:
-        return isinstance(bounds[0], int) and bounds[0] >= 0
-    return value.op in ("aten.argmax", "aten.argmin", "aten.arange")

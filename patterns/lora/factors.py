@@ -15,6 +15,7 @@ from tilewright.patterns.dataflow import Value, View
 from tilewright.patterns.effects import Atom, Effect
 from tilewright.patterns.recognise.constants import given_number
 from tilewright.patterns.recognise.norm import is_float_cast, strip_casts
+from tilewright.patterns.recognise.outside import LOOKUPS, REFUSED, Outside
 from tilewright.patterns.recognise.routing import flat, gathered, strip_integer_casts
 from tilewright.patterns.recognise.steps import is_filled
 
@@ -23,13 +24,15 @@ from tilewright.patterns.recognise.steps import is_filled
 class Factors:
     """scale * table[index] * view, rows zero where mask is False; all but the view optional.
 
-    table [G] with index [T or B]; mask [T or B] bool. absorbed: the values of the products.
+    table [G] with index [T or B], of which `outside` says what it makes of numbers that name none;
+    mask [T or B] bool. absorbed: the values of the products.
     """
 
     view: View
     scale: float = 1.0
     table: View | None = None
     index: View | None = None
+    outside: Outside = REFUSED
     mask: View | None = None
     absorbed: tuple[Value, ...] = ()
 
@@ -55,6 +58,7 @@ def peel(view: View, casts: bool = True) -> Factors:
             scale=found.scale * step.scale,
             table=found.table if step.table is None else step.table,
             index=found.index if step.table is None else step.index,
+            outside=found.outside if step.table is None else step.outside,
             mask=found.mask if step.mask is None else step.mask,
             absorbed=(*found.absorbed, value, *step.absorbed),
         )
@@ -126,7 +130,8 @@ def _by_row(factor: Any, value: Value, effect: Effect) -> Factors | None:
         return None
     if len(taken[0].shape) < 1 or not is_index(taken[1]):
         return None
-    return Factors(factor, table=flat(taken[0]), index=flat(strip_integer_casts(taken[1])))
+    index, outside = flat(strip_integer_casts(taken[1])), LOOKUPS.get(source.op, REFUSED)
+    return Factors(factor, table=flat(taken[0]), index=index, outside=outside)
 
 
 def is_index(view: View) -> bool:

@@ -19,17 +19,16 @@ from tilewright.patterns.effects import Effect
 from tilewright.patterns.lora.factors import is_index
 from tilewright.patterns.lora.product import BATCHED, Product
 from tilewright.patterns.recognise.gemm import Side, named_product
+from tilewright.patterns.recognise.outside import COMPARED, REFUSED, Outside
 from tilewright.patterns.recognise.routing import flat, is_arange, strip_integer_casts
 
 
 @dataclass(frozen=True)
 class OneHot:
-    """The two products of a delta. below: what an index that names no adapter is, `error` or
-    `none`; masked: the product with the mask, between them."""
+    """The two products of a delta; masked: the product with the mask, between them."""
 
     first: Product
     second: Product
-    below: str
     masked: View
 
 
@@ -63,15 +62,14 @@ def _masked_product(view: View, masked: Side, stack: Side, result: str) -> OneHo
         first = _all_products(operand, len(tokens), place)
         if chosen is None or first is None:
             continue
-        index, below = chosen
+        index, outside = chosen
         matrices = stack.ordered((group, feature, rank))
         if matrices.shape[0] != first[1].shape[0] or flat(index).shape != (first[0].shape[0],):
             continue
         rows = flat(index)
         return OneHot(
-            Product(first[0], first[1], rows, operand.value),
-            Product(s, matrices, rows, view.value),
-            below,
+            Product(first[0], first[1], rows, operand.value, outside),
+            Product(s, matrices, rows, view.value, outside),
             s,
         )
     return None
@@ -103,15 +101,16 @@ def _without(factor: View, shape: tuple, axis: int) -> View:
     return wide.with_dims(*dims[:axis], *dims[axis + 1 :])
 
 
-def _index_of(mask: View) -> tuple[View, str] | None:
-    """(index, below) of a mask [..., G] that is one at each row's adapter."""
+def _index_of(mask: View) -> tuple[View, Outside] | None:
+    """(index, what numbers are that name no adapter) of a mask [..., G] that is one at each row's
+    adapter."""
     mask = strip_integer_casts(mask)
     value = mask.value
     if not mask.is_whole:
         return None
     if value.op == "aten.one_hot":
         index = value.args[0]
-        return (strip_integer_casts(index), "error") if is_index(index) else None
+        return (strip_integer_casts(index), REFUSED) if is_index(index) else None
     if value.op == "aten.eq" and len(value.operands) == 2 and not value.kwargs:
         for index, count in value.either_way:
             wide = _expanded(index, value.shape)
@@ -126,7 +125,7 @@ def _index_of(mask: View) -> tuple[View, str] | None:
                 continue
             if (numbered,) == effects.identity(count.value.shape).dims:
                 picked = View(index.value, Effect(tuple(rows), wide.effect.start))
-                return strip_integer_casts(picked), "none"
+                return strip_integer_casts(picked), COMPARED
     return None
 
 

@@ -17,6 +17,7 @@ from tilewright.patterns.lora.factors import is_index
 from tilewright.patterns.recognise.gemm import Side, is_weight, named_product
 from tilewright.patterns.recognise.grouped_gemm import match_grouped
 from tilewright.patterns.recognise.linear import match_columns
+from tilewright.patterns.recognise.outside import LOOKUPS, REFUSED, Outside
 from tilewright.patterns.recognise.routing import flat, gathered, strip_integer_casts
 
 #: Products of which one operand may be a stack of matrices.
@@ -28,14 +29,14 @@ class Product:
     """x [T, K] times weight [G, N, K] of each row's adapter.
 
     index [T or B]: the adapters; None: there is one, or the rows are sorted and `ends` [G] are the
-    ends of their groups. wraps: an index below zero counts from the last adapter.
+    ends of their groups. outside: what numbers are that name no adapter.
     """
 
     x: View
     weight: View
     index: View | None
     value: Value
-    wraps: bool = False
+    outside: Outside = REFUSED
     ends: View | None = None
 
 
@@ -73,7 +74,7 @@ def _of_groups(view: View) -> Product | None:
         return None
     start, length, step = columns
     weight = gemm.weight.narrow(1, start, length, step)
-    return Product(gemm.x, weight, None, gemm.end, ends=gemm.ends)
+    return Product(gemm.x, weight, None, gemm.end, gemm.outside, gemm.ends)
 
 
 def _by_index(view: View) -> Product | None:
@@ -122,7 +123,7 @@ def _gathered_product(view: View, x: Side, weight: Side, result: str) -> Product
         View(stored.value, effects.compose(_cut(whole, features, result, columns), whole.effect)),
         flat(strip_integer_casts(index)),
         view.value,
-        wraps=matrices.value.op == "aten.index",
+        outside=LOOKUPS.get(matrices.value.op, REFUSED),
     )
 
 

@@ -21,14 +21,13 @@ from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope
 from tilewright.patterns.effects import Atom, Effect
 from tilewright.patterns.language import Match, Result, Stage, reject
-from tilewright.patterns.moe.choice import is_choice
 from tilewright.patterns.moe.layer import Layer, added_to, cast_back, refuse_activation
-from tilewright.patterns.moe.sentinels import without_foreign
 from tilewright.patterns.recognise.activation import Activation, match_activation
 from tilewright.patterns.recognise.gemm import match_gemm
 from tilewright.patterns.recognise.grouped_gemm import ExpertGemm
 from tilewright.patterns.recognise.linear import match_columns
 from tilewright.patterns.recognise.norm import strip_casts
+from tilewright.patterns.recognise.outside import COMPARED, Outside, experts_argument
 from tilewright.patterns.recognise.routing import (
     gathered,
     is_arange,
@@ -128,6 +127,7 @@ class _Step:
     """What one expert computes: tensors as all experts share them, and its number."""
 
     expert: int
+    outside: Outside
     shared: tuple[Any, ...]
     activation: Activation
     gemms: tuple[ExpertGemm, ...]
@@ -150,8 +150,7 @@ def match_loop(name: str, op: str, loop: Loop, flow: Dataflow) -> Match:
     arguments = layer.arguments()
     layer.check_kernels(x, last)
     ends = cast_back(flow, last, x.value.dtype)
-    num_experts = down.weight.shape[0]
-    chosen = is_choice(ids.value) and ids.value.args[0].shape[-1] == num_experts
+    num_experts, outside = down.weight.shape[0], first.outside
     if any(added.once for added in loop.added) and not is_distinct(ids):
         _refuse(last, "a token that names an expert twice would count once")
     absorbed = dict.fromkeys((*(v for step in steps for v in step.absorbed), *ends))
@@ -163,7 +162,7 @@ def match_loop(name: str, op: str, loop: Loop, flow: Dataflow) -> Match:
         anchor=last,
         arguments={
             "x": x,
-            "expert_ids": ids if chosen else without_foreign(ids, num_experts),
+            "expert_ids": experts_argument(ids, num_experts, outside),
             "expert_weights": weights,
             **arguments,
         },
@@ -207,21 +206,23 @@ def _step(added: Added) -> _Step:
         if down.bias is not None:
             _refuse(end, "its experts have biases")
         kind = (activation.name, activation.alpha, activation.limit)
-        shared = (x, chosen.ids, weights, kind, *(gemm.weight for gemm in gemms))
+        shared = (x, chosen.ids, weights, chosen.outside, kind, *(gemm.weight for gemm in gemms))
         own = (end, *added.absorbed, token.value, *chosen.absorbed)
         finds = (*own, *casts, product.value, *more, down.value, *steps, *below)
-        return _Step(chosen.expert, shared, activation, gemms, finds)
+        return _Step(chosen.expert, chosen.outside, shared, activation, gemms, finds)
     _refuse(end, "its results are not weighed by route")
 
 
 @dataclass(frozen=True)
 class _Chosen:
-    """Where ids [T, S] name an expert. tokens: which dimension of the mask is of tokens."""
+    """Where ids [T, S] name an expert. tokens: which dimension of the mask is of tokens. outside:
+    what numbers are that name none."""
 
     ids: View
     expert: int
     tokens: int
     absorbed: tuple[Value, ...]
+    outside: Outside = COMPARED
 
 
 def _mask(found: View) -> _Chosen | None:
@@ -235,9 +236,11 @@ def _mask(found: View) -> _Chosen | None:
     by_expert = _by_expert(value) if len(value.shape) == 3 and isinstance(expert, int) else None
     if by_expert is None or len(found.shape) != 2:
         return None
+    one_hot = value.op == "aten.one_hot"
+    outside = Outside("error", "none", end=value.shape[2]) if one_hot else COMPARED
     for tokens, order in enumerate(((0, 1), (1, 0))):
         if found == value.whole.select(2, expert).permute(*order):
-            return _Chosen(strip_integer_casts(by_expert), expert, tokens, (value,))
+            return _Chosen(strip_integer_casts(by_expert), expert, tokens, (value,), outside)
     return None
 
 

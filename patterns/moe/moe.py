@@ -36,7 +36,6 @@ from tilewright.patterns.moe.sentinels import (
     clamps,
     foreign_experts,
     unmasked,
-    without_foreign,
 )
 from tilewright.patterns.quantised.activations import (
     before_quantisation,
@@ -54,6 +53,7 @@ from tilewright.patterns.recognise.grouped_gemm import (
     rows_of,
 )
 from tilewright.patterns.recognise.norm import strip_casts
+from tilewright.patterns.recognise.outside import Outside, both, experts_argument, is_natural
 from tilewright.patterns.recognise.routing import Order, flat, gathered, in_order, per_row
 
 # How many values the search goes back from a GEMM's rows to the GEMM before it.
@@ -266,14 +266,31 @@ def _expert_ids(
     """The expert_ids argument. Experts on other devices become -1 where the graph masks their rows,
     or clamps their ids for the biases: then their rows, behind the last end, are undefined."""
     num_experts = gemms[-1].weight.shape[0]
-    clamped = order.permutation is not None and any(
-        gemm.bias_index is not None and not in_order(gemm.bias_index, order) for gemm in gemms
-    )
     masks = [(v, found) for v in absorbed if (found := foreign_experts(v)) is not None]
     for value, found in masks:
         if not in_order(found[0], order) or found[1] != num_experts:
             refuse_order(f"{value} does not fill the rows of experts {num_experts} and up", value)
-    return without_foreign(ids, num_experts) if masks or clamped else ids
+    outside = _outside(gemms, order)
+    if outside is None and not is_natural(ids):
+        message = f"the weight of a number in {ids.value} below 0 is another expert's than its bias"
+        refuse_order(message, ids, hint="clamp the experts' numbers from below, at 0")
+    outside = outside or gemms[-1].outside
+    ends, permutation = gemms[-1].ends, order.permutation
+    by = None if ends is None or permutation is None else (ends, permutation)
+    return experts_argument(ids, num_experts, outside, by)
+
+
+def _outside(gemms: Sequence[ExpertGemm], order: Order) -> Outside | None:
+    """What numbers that name no expert are to all weights and biases; None where they differ."""
+    found: Outside | None = gemms[0].outside
+    for gemm in gemms:
+        found = found and both(found, gemm.outside)
+        index = gemm.bias_index
+        if found is not None and index is not None:
+            clamped = not in_order(index, order)
+            above = "none" if clamped else gemm.bias_outside.above
+            found = both(found, replace(gemm.bias_outside, above=above))
+    return found
 
 
 def _expert_weights(combine: Combine, ids: View, x: View) -> View | Computed:

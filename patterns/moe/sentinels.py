@@ -11,9 +11,7 @@ of expert -1, which is what such routes become.
 
 from __future__ import annotations
 
-from typing import Any
-
-from tilewright.patterns.dataflow import Computed, Dataflow, Value, View
+from tilewright.patterns.dataflow import Dataflow, Value, View
 from tilewright.patterns.effects import Size
 from tilewright.patterns.recognise.constants import given_number
 from tilewright.patterns.recognise.routing import Order, experts_of, per_row, strip_integer_casts
@@ -68,8 +66,3 @@ def clamps(flow: Dataflow, order: Order, num_experts: Size) -> list[Value]:
         and ids.value.op == "aten.sort"
         and experts_of(ids) == order.ids
     ]
-
-
-def without_foreign(ids: View, first: Size) -> Any:
-    """Experts [T, S], -1 in place of `first` and up."""
-    return Computed("where", (Computed("ge", (ids, first)), -1, ids))

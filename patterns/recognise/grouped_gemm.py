@@ -14,6 +14,7 @@ from tilewright.patterns.dataflow import Dataflow, Value, View
 from tilewright.patterns.recognise.gemm import Side, named_product
 from tilewright.patterns.recognise.linear import Columns, columns_along
 from tilewright.patterns.recognise.norm import strip_casts
+from tilewright.patterns.recognise.outside import LOOKUPS, REFUSED, Outside, outside_of_ends
 from tilewright.patterns.recognise.routing import (
     flat,
     gathered,
@@ -33,6 +34,7 @@ class ExpertGemm:
     taken by.
     ends [E]: where each expert's sorted rows end; None where `experts` [M] has each row's expert.
     end: the value with the result. column_axis: its axis of N.
+    outside, bias_outside: what numbers are that name no expert, for the weight and for the bias.
     """
 
     x: View
@@ -44,6 +46,8 @@ class ExpertGemm:
     end: Value
     column_axis: int
     absorbed: tuple[Value, ...]
+    outside: Outside = REFUSED
+    bias_outside: Outside = REFUSED
 
     def columns_of(self, part: View) -> Columns | None:
         """The columns that a view [M, n] (or [T, S, n]) of the result takes of every row; None for
@@ -96,7 +100,8 @@ def match_grouped(value: Value) -> ExpertGemm | None:
     if len(weight.shape) != 3 or not isinstance(ends, View):
         return None
     by_row = weight.permute(0, 2, 1)
-    return ExpertGemm(value.args[0], by_row, None, None, ends, None, value, 1, (value,))
+    outside = outside_of_ends(ends)
+    return ExpertGemm(value.args[0], by_row, None, None, ends, None, value, 1, (value,), outside)
 
 
 def match_batched(value: Value) -> ExpertGemm | None:
@@ -147,7 +152,10 @@ def _by_route(value: Value, x: Side, weight: Side, result: str) -> ExpertGemm | 
     column_axis = result.index(name_of[n[0]])
     ids = flat(strip_integer_casts(experts))
     absorbed = (value, weight.view.value)
-    return ExpertGemm(rows_view, by_row, None, None, None, ids, value, column_axis, absorbed)
+    outside = LOOKUPS.get(weight.view.value.op, REFUSED)
+    return ExpertGemm(
+        rows_view, by_row, None, None, None, ids, value, column_axis, absorbed, outside
+    )
 
 
 def _axes(view: View) -> list[int] | None:
@@ -189,9 +197,9 @@ def _with_bias(gemm: ExpertGemm, add: Value, value: Value) -> ExpertGemm | None:
         return None
     absorbed = (*gemm.absorbed, add, other.value, *casts)
     index = flat(strip_integer_casts(taken[1]))
-    return ExpertGemm(
-        gemm.x, gemm.weight, taken[0], index, gemm.ends, gemm.experts, add, len(add.shape) - 1,
-        absorbed,
+    return replace(
+        gemm, bias=taken[0], bias_index=index, end=add, column_axis=len(add.shape) - 1,
+        absorbed=absorbed, bias_outside=LOOKUPS.get(other.value.op, REFUSED),
     )  # fmt: skip
 
 

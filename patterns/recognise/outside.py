@@ -1,0 +1,192 @@
+"""Numbers of experts, or adapters, that name none: what each way of looking one up makes of them,
+and expert_ids for an op that makes the same of them.
+
+An op takes -1 for no expert, and refuses other numbers from outside.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from tilewright.patterns.dataflow import Computed, Value, View
+from tilewright.patterns.effects import Size
+from tilewright.patterns.recognise.routing import is_top_indices, strip_integer_casts
+from tilewright.patterns.recognise.steps import clamp_bounds, start_and_step
+
+# How many values are asked for their range.
+_REACH = 8
+
+
+@dataclass(frozen=True)
+class Outside:
+    """What numbers are from outside of 0 to N - 1.
+
+    below, for negative ones: "error"; "none", no expert; "first", expert 0; "last", counted from
+    the last expert, an error where that passes the first; "shifted": they are sorted in front of
+    the others and not counted, so that all rows behind them are read as other experts'.
+    above, for N and up: "error" or "none". end: numbers from that one up are errors all the same.
+    """
+
+    below: Literal["error", "none", "first", "last", "shifted"]
+    above: Literal["error", "none"]
+    end: Size | None = None
+
+
+#: weight[ids], by the name of the lookup.
+WRAPPED, REFUSED = Outside("last", "error"), Outside("error", "error")
+LOOKUPS = {"aten.index": WRAPPED}
+#: ids == expert.
+COMPARED = Outside("none", "none")
+
+_COUNTED = {
+    "aten.searchsorted": Outside("first", "none"),
+    "aten.bincount": Outside("error", "none"),
+    "aten.histc": Outside("shifted", "none"),
+    "aten.eq": Outside("shifted", "none"),
+    "setitem": Outside("shifted", "error"),
+    "index_put_": Outside("shifted", "error"),
+    "_index_put_impl_": Outside("shifted", "error"),
+}
+
+
+def outside_of_ends(ends: View) -> Outside:
+    """What ends of experts' rows, as `match_ends` knows them, make of numbers from outside."""
+    value = strip_integer_casts(ends).value
+    while value.op in ("aten.cumsum", "aten.sum", "cast"):
+        value = value.args[0].value
+    kind = value.op if value.store is None else value.store.kind
+    return _COUNTED.get(kind, REFUSED)
+
+
+def both(one: Outside, other: Outside) -> Outside | None:
+    """What two lookups by the same numbers make of those from outside; None for what no op can say:
+    the weight of one expert with the bias of another."""
+    ways = {one.below, other.below}
+    if "error" in ways:
+        below: Any = "error"
+    elif len(ways) == 1 or ways == {"none", "last"}:
+        below = "none" if "none" in ways else one.below
+    else:
+        return None
+    return Outside(below, "error" if "error" in (one.above, other.above) else "none")
+
+
+def experts_argument(
+    ids: View, count: Size, outside: Outside, sorted_by: tuple[View, View] | None = None
+) -> Any:
+    """The expert_ids of an op for what a graph looks up by ids.
+
+    count: of experts. sorted_by: where each expert's rows end, and the permutation that sorts them;
+    for lookups that count.
+    """
+    if outside.below != "shifted" or sorted_by is None or is_natural(ids):
+        return _placed(ids, count, outside)
+    by_place = _shifted_back(*sorted_by, ids)
+    return Computed("where", (Computed("ge", (by_place, count)), -1, by_place))
+
+
+def _placed(ids: View, count: Size, outside: Outside) -> Any:
+    """Numbers as an op takes them that knows -1 alone, given what they are from outside."""
+    least, end = _range_of(ids)
+    given: Any = ids
+    found: Any = ids
+    if least is None:
+        below: Any = {"error": count, "none": -1, "first": 0}.get(outside.below)
+        if below is None:
+            counted = Computed("add", (given, count))
+            below = Computed("where", (Computed("ge", (given, -count)), counted, count))
+        found = Computed("where", (Computed("lt", (given, 0)), below, found))
+    known = isinstance(end, int) and isinstance(count, int) and end <= count
+    if outside.above == "none" and not known:
+        found = Computed("where", (Computed("ge", (given, count)), -1, found))
+        last = outside.end
+        within = isinstance(end, int) and isinstance(last, int) and end <= last
+        if last is not None and not within:
+            found = Computed("where", (Computed("ge", (given, last)), count, found))
+    return found
+
+
+def is_natural(ids: View) -> bool:
+    """Whether the graph shows that no number is negative."""
+    return _range_of(ids)[0] is not None
+
+
+def _shifted_back(ends: View, permutation: View, ids: View) -> Computed:
+    """The expert whose weight each route of ids meets, by the place where it is sorted to."""
+    options = (("dtype", ends.value.dtype), ("device", ids.value.device))
+    (routes,) = permutation.shape
+    places = Computed("arange", (routes,), options)
+    by_place = Computed("searchsorted", (ends, places), (("right", True),))
+    inverse = Computed("argsort", (permutation,))
+    by_route = Computed("index_select", (by_place, 0, inverse))
+    return Computed("reshape", (by_route, *ids.shape))
+
+
+def _range_of(ids: Any, reach: int = _REACH) -> tuple[int | None, Size | None]:
+    """(0, or None where some may be negative; what all are below, or None where not known)."""
+    if isinstance(ids, (int, float)):
+        return (0, int(ids) + 1) if ids >= 0 and int(ids) == ids else (None, None)
+    if not isinstance(ids, View) or reach == 0:
+        return None, None
+    value = ids.value
+    rule = _RANGES.get(value.op)
+    if clamp_bounds(value) is not None:
+        return _clamped(value, reach)
+    if is_top_indices(value) or value.op in ("aten.argmax", "aten.argmin"):
+        return 0, value.args[0].shape[-1] if is_top_indices(value) else None
+    return rule(value, reach) if rule is not None else (None, None)
+
+
+def _clamped(value: Value, reach: int) -> tuple[int | None, Size | None]:
+    low, high = clamp_bounds(value) or (None, None)
+    least, end = _range_of(value.args[0], reach - 1)
+    if high is not None and not (isinstance(high, int) and high >= 0):
+        return None, None
+    if isinstance(low, int) and low >= 0:
+        least = 0
+    if isinstance(high, int):
+        end = min(end, high + 1) if isinstance(end, int) else high + 1
+    return least, end
+
+
+def _counted(value: Value, reach: int) -> tuple[int | None, Size | None]:
+    return (0, value.shape[0]) if start_and_step(value) == (0, 1) else (None, None)
+
+
+def _either(value: Value, reach: int) -> tuple[int | None, Size | None]:
+    """Of where(mask, one, other), and masked_fill(one, mask, other)."""
+    sides = value.args[1:] if value.op == "aten.where" else (value.args[0], value.args[2])
+    if len(sides) != 2:
+        return None, None
+    (least, end), (other, last) = (_range_of(side, reach - 1) for side in sides)
+    known = isinstance(end, int) and isinstance(last, int)
+    least = None if least is None or other is None else 0
+    return least, max(end, last) if known else None  # type: ignore[type-var]
+
+
+def _remainder(value: Value, reach: int) -> tuple[int | None, Size | None]:
+    divisor = value.args[1]
+    return (0, divisor) if isinstance(divisor, int) and divisor > 0 else (None, None)
+
+
+def _cast(value: Value, reach: int) -> tuple[int | None, Size | None]:
+    """No cast makes a number that it keeps negative; those that do not fit are not known."""
+    least, end = _range_of(value.args[0], reach - 1)
+    fits = not value.dtype.is_floating_point and isinstance(end, int) and end <= 1 << 31
+    wide = value.dtype.itemsize >= 4 and not value.dtype.is_floating_point
+    return (least, end) if fits and wide else (None, None)
+
+
+def _same(value: Value, reach: int) -> tuple[int | None, Size | None]:
+    return _range_of(value.args[0], reach - 1)
+
+
+_RANGES: dict[str, Any] = {
+    "aten.arange": _counted,
+    "aten.where": _either,
+    "aten.masked_fill": _either,
+    "aten.remainder": _remainder,
+    "cast": _cast,
+    "aten.clone": _same,
+}

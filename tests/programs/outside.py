@@ -1,0 +1,308 @@
+"""Random numbers from outside their range, beside eager.
+
+    python -m tests.programs.outside --seeds 0:2000
+
+A program looks experts, adapters or slots up by numbers that it is given: some negative, some past
+the last, of 32 or 64 bits. What eager computes is what the fused graph must give; where eager
+raises, the fused graph must raise too, with every input as it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.models.moe_idioms import ENDS
+from tests.programs.run import OPTIONS, capture
+from tilewright.compiler.fuse import fuse
+from tilewright.compiler.verify import clone_inputs, relative_error
+
+EXPERTS, TOKENS, HIDDEN, INNER, SLOTS, PLACES = 4, 6, 32, 32, 2, 16
+#: How far a result may be from eager's, relative to its size: another expert is a whole one off.
+NEAR = 0.03
+
+
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape).bfloat16()
+
+
+class Mixture(nn.Module):
+    """Experts by `lookup`: a key of LOOKUPS, or of ENDS for rows that are sorted."""
+
+    def __init__(self, lookup: str, bias: bool, masked: bool) -> None:
+        super().__init__()
+        self.lookup, self.masked = lookup, masked
+        self.up = nn.Parameter(normal(EXPERTS, INNER, HIDDEN) * 0.2)
+        self.down = nn.Parameter(normal(EXPERTS, HIDDEN, INNER) * 0.2)
+        self.bias = nn.Parameter(normal(EXPERTS, HIDDEN)) if bias else None
+
+    def forward(self, x, ids, weights):
+        if self.lookup in LOOKUPS:
+            take = LOOKUPS[self.lookup]
+            rows = x.repeat_interleave(SLOTS, 0)
+            flat = ids.reshape(-1)
+            h = F.silu(torch.bmm(take(self.up, flat), rows.unsqueeze(-1)).squeeze(-1))
+            y = torch.bmm(take(self.down, flat), h.unsqueeze(-1)).squeeze(-1)
+            if self.bias is not None:
+                y = y + take(self.bias, flat)
+            return (y.view(*ids.shape, -1) * weights[..., None]).sum(1)
+        flat = ids.reshape(-1)
+        ordered, order = flat.sort(stable=True)
+        ends = COUNTS[self.lookup](flat, ordered, EXPERTS)
+        h = F.silu(torch._grouped_mm(x[order // SLOTS], self.up.mT, offs=ends))
+        y = torch._grouped_mm(h, self.down.mT, offs=ends)
+        if self.bias is not None:
+            y = y + self.bias[ordered]
+        if self.masked:
+            y = y.masked_fill((ordered >= EXPERTS)[:, None], 0)
+        y = y * weights.reshape(-1)[order][:, None]
+        return y[order.argsort()].view(*ids.shape, -1).sum(1)
+
+    def defined(self, x, ids, weights):
+        """The tokens of which no row lies behind the last end, where it holds anything."""
+        if self.lookup in LOOKUPS:
+            return torch.ones(len(x), dtype=torch.bool)
+        ordered, order = ids.reshape(-1).sort(stable=True)
+        ends = COUNTS[self.lookup](ids.reshape(-1), ordered, EXPERTS)
+        known = torch.arange(len(order)) < ends[-1]
+        if self.masked:
+            known |= ordered >= EXPERTS
+        return known[order.argsort()].view(ids.shape).all(1)
+
+
+def counted_in_place(ids, ordered, n):
+    counts = torch.zeros(n, dtype=torch.int32)
+    counts.index_put_((ids,), torch.ones_like(ids, dtype=torch.int32), accumulate=True)
+    return counts.cumsum(0, dtype=torch.int32)
+
+
+COUNTS: dict[str, Callable[..., Any]] = {
+    **{name: ends for name, ends in ENDS.items() if "bincount" not in name},
+    "counted_in_place": counted_in_place,
+}
+LOOKUPS: dict[str, Callable[..., Any]] = {
+    "indexed": lambda table, ids: table[ids],
+    "selected": lambda table, ids: table.index_select(0, ids),
+}
+
+
+class Loop(nn.Module):
+    """Experts one by one, of the routes that are found by `hits`."""
+
+    def __init__(self, hits: str) -> None:
+        super().__init__()
+        self.hits = HITS[hits]
+        self.up = nn.Parameter(normal(EXPERTS, INNER, HIDDEN) * 0.2)
+        self.down = nn.Parameter(normal(EXPERTS, HIDDEN, INNER) * 0.2)
+
+    def forward(self, x, ids, weights):
+        out, hits = torch.zeros_like(x), self.hits(ids)
+        for e in range(EXPERTS):
+            token, slot = torch.where(ids == e if hits is None else hits[..., e])
+            y = F.linear(F.silu(F.linear(x[token], self.up[e])), self.down[e])
+            out = out.index_add(0, token, y * weights[token, slot, None])
+        return out
+
+
+HITS: dict[str, Callable[..., Any]] = {
+    "compared": lambda ids: None,
+    "one_hot": lambda ids: F.one_hot(ids.long(), EXPERTS),
+    "one_hot_of_more": lambda ids: F.one_hot(ids.long(), EXPERTS + 1),
+    "compared_with_all": lambda ids: ids[..., None] == torch.arange(EXPERTS),
+}
+
+
+class Adapted(nn.Module):
+    """A projection with an adapter for each row."""
+
+    def __init__(self, take: str, scaled: bool) -> None:
+        super().__init__()
+        self.take, self.scaled = LOOKUPS[take], scaled
+        self.base = nn.Parameter(normal(HIDDEN, HIDDEN) * 0.2)
+        self.a = nn.Parameter(normal(EXPERTS, 8, HIDDEN) * 0.2)
+        self.b = nn.Parameter(normal(EXPERTS, HIDDEN, 8))
+        self.scale = nn.Parameter(normal(EXPERTS))
+
+    def forward(self, x, ids):
+        s = torch.bmm(self.take(self.a, ids), x.unsqueeze(-1))
+        delta = torch.bmm(self.take(self.b, ids), s).squeeze(-1)
+        if self.scaled:
+            delta = delta * self.take(self.scale, ids)[:, None]
+        return F.linear(x, self.base) + delta
+
+
+class Written(nn.Module):
+    """Keys and values that a statement puts into a cache."""
+
+    def __init__(self, write: str) -> None:
+        super().__init__()
+        self.write = WRITES[write]
+        self.k = nn.Parameter(normal(HIDDEN, HIDDEN) * 0.2)
+        self.v = nn.Parameter(normal(HIDDEN, HIDDEN) * 0.2)
+        self.q = nn.Parameter(normal(HIDDEN, HIDDEN) * 0.2)
+
+    def forward(self, x, slots, k_cache, v_cache):
+        q, k, v = (F.linear(x, w).view(-1, 2, HIDDEN // 2) for w in (self.q, self.k, self.v))
+        self.write(k_cache, slots, k)
+        self.write(v_cache, slots, v)
+        return q * 2
+
+
+def scatter(cache, slots, rows):
+    cache.scatter_(0, slots[:, None, None].expand_as(rows), rows)
+
+
+WRITES: dict[str, Callable[..., Any]] = {
+    "setitem": lambda cache, slots, rows: cache.__setitem__(slots, rows),
+    "index_put_": lambda cache, slots, rows: cache.index_put_((slots,), rows),
+    "index_copy_": lambda cache, slots, rows: cache.index_copy_(0, slots, rows),
+    "scatter_": scatter,
+}
+
+
+def numbers(draw: random.Random, count: int, shape: tuple[int, ...], distinct: bool) -> Any:
+    """Numbers of which some may be from outside of 0 to count - 1."""
+    total = int(torch.Size(shape).numel())
+    given = draw.sample(range(count), total) if distinct else draw.choices(range(count), k=total)
+    outside = draw.choice(
+        ((), (), (-1,), (-1, -2), (count,), (-1, count), (-count - 1,), (-count,))
+    )
+    for number in outside:
+        given[draw.randrange(total)] = number
+    if distinct and len({n % count for n in given if -count <= n < count}) < total - sum(
+        not -count <= n < count for n in given
+    ):
+        return numbers(draw, count, shape, distinct)
+    dtype = draw.choice((torch.int64, torch.int64, torch.int64, torch.int32))
+    return torch.tensor(given, dtype=dtype).view(shape)
+
+
+def mixture(draw: random.Random) -> tuple[nn.Module, tuple[Any, ...], str]:
+    lookup = draw.choice((*LOOKUPS, *COUNTS))
+    bias, masked = draw.random() < 0.25, draw.random() < 0.5
+    ids = numbers(draw, EXPERTS, (TOKENS, SLOTS), False)
+    weights = normal(TOKENS, SLOTS)
+    if lookup in COUNTS and not masked:  # rows of no expert hold anything in eager
+        ids = torch.where(ids >= EXPERTS, 0, ids)
+    module = Mixture(lookup, bias, masked)
+    return module, (normal(TOKENS, HIDDEN), ids, weights), f"{lookup} {bias=} {masked=} {ids}"
+
+
+def loop(draw: random.Random) -> tuple[nn.Module, tuple[Any, ...], str]:
+    hits = draw.choice(tuple(HITS))
+    ids = numbers(draw, EXPERTS, (TOKENS, SLOTS), False)
+    return Loop(hits), (normal(TOKENS, HIDDEN), ids, normal(TOKENS, SLOTS)), f"{hits} {ids}"
+
+
+def adapted(draw: random.Random) -> tuple[nn.Module, tuple[Any, ...], str]:
+    take, scaled = draw.choice(tuple(LOOKUPS)), draw.random() < 0.4
+    ids = numbers(draw, EXPERTS, (TOKENS,), False)
+    return Adapted(take, scaled), (normal(TOKENS, HIDDEN), ids), f"{take} {scaled=} {ids}"
+
+
+def written(draw: random.Random) -> tuple[nn.Module, tuple[Any, ...], str]:
+    write = draw.choice(tuple(WRITES))
+    slots = numbers(draw, PLACES, (TOKENS,), True)
+    caches = [normal(PLACES, 2, HIDDEN // 2) for _ in range(2)]
+    return Written(write), (normal(TOKENS, HIDDEN), slots, *caches), f"{write} {slots}"
+
+
+KINDS = {"mixture": mixture, "loop": loop, "adapted": adapted, "written": written}
+
+
+@dataclass
+class Tally:
+    """found: the seeds that were wrong, and why."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    found: dict[str, str] = field(default_factory=dict)
+
+
+def run(seeds: Iterable[int], kinds: Iterable[str] = tuple(KINDS)) -> Tally:
+    """Runs the program of each seed and kind."""
+    tally = Tally()
+    patch = torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+    with torch.no_grad(), patch:
+        for seed in seeds:
+            for kind in kinds:
+                draw = random.Random(f"{kind} {seed}")
+                torch.manual_seed(seed)
+                module, args, drawn = KINDS[kind](draw)
+                verdict = judged(module, args, drawn)
+                tally.counts[f"{kind}: {verdict.partition(':')[0]}"] += 1
+                if verdict.startswith("wrong"):
+                    tally.found[f"{kind} {seed}"] = f"{verdict} [{drawn}]"
+    return tally
+
+
+def ran(run: Callable[..., Any], args: Any) -> tuple[Any, list[Any]]:
+    """The result, or the error, and the inputs after the call."""
+    inputs = clone_inputs(args)
+    try:
+        return run(*inputs), inputs
+    except (IndexError, RuntimeError, ValueError) as error:
+        return error, inputs
+
+
+def judged(module: nn.Module, args: Any, drawn: str) -> str:
+    expected, after = ran(module, args)
+    try:
+        model = capture(module, args, drawn)
+    except Exception:  # fake tensors refuse some 32-bit indices, as eager does
+        return "not captured"
+    report = fuse(model.module, OPTIONS)
+    if any(miss.code == "INTERNAL" for miss in report.misses):
+        return "wrong: INTERNAL"
+    if not report.matches:
+        return "nothing fused"
+    ours, mine = ran(report.after.forward, model.inputs)
+    if isinstance(expected, Exception):
+        if not isinstance(ours, Exception):
+            return f"wrong: eager raises {expected}"
+        same = all(torch.equal(a, b) for a, b in zip(mine, model.inputs, strict=True))
+        return "both raise" if same else "wrong: written before the error"
+    if isinstance(ours, Exception):
+        return f"wrong: raises {ours}"
+    # Captured inputs come in the graph's order: the caches are those that eager changed.
+    ours = ours[0] if isinstance(ours, (tuple, list)) else ours
+    if isinstance(module, Mixture):
+        known = module.defined(*args)
+        ours, expected = ours[known], expected[known]
+    results = [(ours, expected)]
+    changed = [(b, a) for b, a in zip(after, args, strict=True) if not torch.equal(b, a)]
+    for new, old in changed:
+        results += [(m, new) for m, g in zip(mine, model.inputs, strict=True)
+                    if g.shape == old.shape and torch.equal(g, old)]  # fmt: skip
+    for a, b in results:
+        off = relative_error(a.double(), b.double())
+        if not off <= NEAR:
+            return f"wrong: {off:.1e} from eager"
+    return "same"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kind", nargs="+", choices=sorted(KINDS), default=list(KINDS))
+    parser.add_argument("--seeds", default="0:100", help="first:stop")
+    given = parser.parse_args()
+    logging.disable(logging.ERROR)
+    tally = run(range(*map(int, given.seeds.split(":"))), given.kind)
+    for what, count in sorted(tally.counts.items()):
+        print(f"{what:28} {count}")
+    for which, why in tally.found.items():
+        print(f"  {which}: {why}")
+    sys.exit(1 if tally.found else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,22 @@
+"""Some programs of numbers from outside their range, and some models as export spells them; the
+modules run more of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.programs import exported, outside
+
+
+@pytest.mark.parametrize("kind", outside.KINDS)
+def test_numbers_from_outside_do_what_they_do_in_eager(kind):
+    tally = outside.run(range(6, 11), [kind])
+    assert not tally.found, tally.found
+    assert {f"{kind}: same", f"{kind}: both raise"} <= set(tally.counts), tally.counts
+
+
+@pytest.mark.parametrize("family", ["attention", "wild"])
+def test_exported_models_are_fused_as_they_were(family):
+    tally = exported.run(family, range(1, 3))
+    assert not tally.found, tally.found
+    assert tally.fused, tally
