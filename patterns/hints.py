@@ -107,7 +107,7 @@ _HINTS: Mapping[str, str | Callable[[Sequence[fx.Node]], str]] = {
     "LATENT_WEIGHT": "torch.cat the two weights, head by head, when the model is loaded",
     "LAYOUT": "select the same elements by views that divide evenly (split or chunk in place of a "
     "strided slice), or call contiguous() first",
-    "LINEAR_FORM": "cast or compute the weight once, when the model is loaded, and store it as [N, K]",
+    "LINEAR_FORM": "cast or compute the weight once, when the model is loaded, as [N, K]",
     "LONE_WRITE": "write K and V in one module, at the same slots",
     "LORA_FORM": "take each row's matrices by index, or sort the rows and use grouped_mm",
     "LORA_IN_PLACE": "write y = y + delta for each projection",
