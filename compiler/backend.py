@@ -21,6 +21,7 @@ from tilewright.compiler.options import Options, without
 from tilewright.compiler.report import GraphReport, Lowered, break_miss
 from tilewright.compiler.report.failures import StrictError, raise_strictly
 from tilewright.compiler.report.kept import KeptReport, kept
+from tilewright.compiler.safety.modes import modes_of
 from tilewright.compiler.safety.overlap import unfused_where_inputs_meet
 from tilewright.compiler.safety.ranks import (
     SHARED,
@@ -72,7 +73,7 @@ def _compiled(
     """The function of a graph, whose report is published. shared: what ranks sum in it."""
     found = _fuse_or_not(gm, example_inputs, chosen)
     breaks = why_graph_ended(gm)
-    if torch.is_grad_enabled() and _needing_grad(example_inputs):
+    if _trains(gm, example_inputs):
         breaks = []  # nothing would be fused without them either
     missed = [break_miss(text) for text in breaks]
     raise_strictly(missed, chosen)
@@ -130,12 +131,20 @@ def _needing_grad(inputs: Sequence[Any]) -> str:
     return f"{' and '.join(said)} {'need' if len(tensors) > 1 else 'needs'} grad" if said else ""
 
 
+def _trains(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
+    """Whether grad mode is on at a graph's entry and a gradient flows to an input that needs it."""
+    if not torch.is_grad_enabled() or not _needing_grad(inputs):
+        return False
+    return bool(modes_of(gm.graph, grad=True).recorded)
+
+
 def _unfused(gm: fx.GraphModule, note: str, misses: tuple[Miss, ...] = ()) -> GraphReport:
     return GraphReport(gm, gm, (), misses, (note,))
 
 
 def _fuse_or_not(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> GraphReport:
-    if torch.is_grad_enabled() and (needing := _needing_grad(inputs)):
+    if _trains(gm, inputs):
+        needing = _needing_grad(inputs)
         note = f"nothing was fused: {needing}, and fused ops compute no gradients; {WITHOUT_GRAD}"
         log.warning(note)
         return _unfused(gm, note)

@@ -27,6 +27,7 @@ from tilewright.compiler.report import GraphReport, Kernel, Site
 from tilewright.compiler.report.census import Point, Round, census_of
 from tilewright.compiler.report.failures import Failures, raise_strictly
 from tilewright.compiler.rewrite import HalfRewrittenError, Rewritten, arguments_of, rewrite_sites
+from tilewright.compiler.rewrite.bodies import inline_bodies, unseen_in_bodies
 from tilewright.compiler.rewrite.dropouts import remove_idle_dropouts
 from tilewright.compiler.rewrite.fills import make_fills_plain
 from tilewright.compiler.rewrite.flex import put_flex_back, spell_flex_out
@@ -38,6 +39,7 @@ from tilewright.compiler.rewrite.sums import make_sums_new
 from tilewright.compiler.safety.devices import lost_nowhere, with_kernels
 from tilewright.compiler.safety.legality import check_legality
 from tilewright.compiler.safety.lint import check_graph
+from tilewright.compiler.safety.modes import check_modes, modes_of, unseen_in_transforms
 from tilewright.compiler.safety.overlap import InputMemory, input_memory
 from tilewright.ops.contract import LoweringReport, get_op
 from tilewright.ops.qkv.tuning import describe
@@ -143,6 +145,7 @@ def _attempt(
     planned = get_target(target)
 
     def run(graph: fx.Graph) -> None:
+        inline_bodies(graph, modes_of(graph, torch.is_grad_enabled()))
         make_fills_plain(graph)
         remove_idle_dropouts(graph)
         make_sums_new(graph)
@@ -155,11 +158,13 @@ def _attempt(
 
         def check(match: Match, flow: Dataflow) -> Miss | None:
             known = refused.get((match.pattern, match.anchor.node))
-            return known or failures.earlier(match) or check_legality(match, flow)
+            known = known or failures.earlier(match) or check_legality(match, flow)
+            return known or check_modes(match, flow, modes)
 
         while True:
             with clock.phase("view"):
                 flow = build_view(graph)
+                modes = modes_of(graph, torch.is_grad_enabled())
                 if not inputs:
                     inputs.append(input_memory(flow))
             with clock.phase("match"):
@@ -174,10 +179,11 @@ def _attempt(
             refused |= {(match.pattern, match.anchor.node): miss for match, miss in no}
             if not no:
                 unread = [failures("view", "to read a node", e, (n,)) for n, e in flow.failed]
-                missed = found.misses
+                missed = [*found.misses, *unseen_in_bodies(graph, modes, patterns)]
                 if not options.everywhere:
                     missed = lost_nowhere(missed, patterns)
-                misses.extend((*missed, *left, *unread))
+                unseen = unseen_in_transforms(graph, modes)
+                misses.extend((*missed, *left, *unread, *unseen))
                 put_flex_back(graph, spelled)
                 if rewritten:
                     advance_lengths_last(graph)

@@ -10,7 +10,7 @@ import difflib
 import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any, cast, get_origin
@@ -28,6 +28,7 @@ from torch._dynamo.exc import UserError as UserError
 from torch._dynamo.utils import graph_break_reasons as graph_break_reasons
 from torch._logging import trace_structured
 from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
+from torch.amp.autocast_mode import _enter_autocast
 from torch.fx._lazy_graph_module import _make_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -326,8 +327,53 @@ def run_fake(node: fx.Node, instead: Mapping[fx.Node, Any] | None = None) -> Any
     # What is made of numbers alone has the mode of the graph's other nodes.
     nodes = chain(node.all_input_nodes, node.graph.nodes)
     mode = fake_mode_of(source.meta.get("example_value") for source in nodes)
-    with mode or nullcontext(), torch.no_grad():
+    with mode or nullcontext(), torch.no_grad(), autocast_at(node):
         return call(cast(Any, node.target), args, kwargs)
+
+
+# --- autocast in the graph ---
+
+
+def has_autocast(graph: fx.Graph) -> bool:
+    """Whether a graph enters autocast, or leaves it for a while."""
+    return bool(graph.find_nodes(op="call_function", target=_enter_autocast, sort=False))
+
+
+def autocast_in_force(node: fx.Node) -> dict[str, torch.dtype | None]:
+    """The dtype of autocast where a node stands, None where it is off, for each device type for
+    which the graph itself sets another than there is around it."""
+    found: dict[str, torch.dtype | None] = {}
+    for entry in node.graph.find_nodes(op="call_function", target=_enter_autocast):
+        # Its other users are none: what is entered is left by a node that is given it.
+        if entry < node and not any(leave < node for leave in entry.users):
+            device, dtype, enabled, *_ = entry.args
+            chosen = (dtype or torch.get_autocast_dtype(device)) if enabled else None
+            found[device] = chosen
+    return {device: dtype for device, dtype in found.items() if dtype != autocast_dtype(device)}
+
+
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """The dtype of autocast for a type of device, as it is now; None where it is off."""
+    try:
+        on = torch.is_autocast_enabled(device)
+    except RuntimeError:  # of the meta device torch does not say
+        return None
+    return torch.get_autocast_dtype(device) if on else None
+
+
+def autocast_at_devices(node: fx.Node, devices: Iterable[str]) -> frozenset[Any]:
+    """The dtypes of autocast, where it is on, for some types of devices where a node stands."""
+    known = autocast_in_force(node)
+    now = {device: known.get(device, autocast_dtype(device)) for device in devices}
+    return frozenset((device, dtype) for device, dtype in now.items() if dtype is not None)
+
+
+def autocast_at(node: fx.Node) -> AbstractContextManager[Any]:
+    """Within, autocast is as where a node stands in its graph."""
+    stack = ExitStack()
+    for device, dtype in autocast_in_force(node).items():
+        stack.enter_context(torch.autocast(device, dtype, enabled=dtype is not None))
+    return stack
 
 
 # Methods that give a view, of whose layout the meta tensor inside of a fake one is asked at once;
@@ -516,6 +562,14 @@ def is_symbolic(value: Any) -> bool:
     """Whether a value is a symbolic number, or a tensor with one in its shape."""
     numbers = value.shape if isinstance(value, torch.Tensor) else (value,)
     return any(isinstance(n, (torch.SymInt, torch.SymFloat, torch.SymBool)) for n in numbers)
+
+
+def is_unbacked(value: Any) -> bool:
+    """Whether a value is a symbolic number that only the data decides, or a tensor with one in its
+    shape."""
+    numbers = value.shape if isinstance(value, torch.Tensor) else (value,)
+    symbolic = [n for n in numbers if isinstance(n, (torch.SymInt, torch.SymFloat, torch.SymBool))]
+    return not all(n.node.has_hint() for n in symbolic)
 
 
 def hint_of(value: Any) -> Any:

@@ -403,10 +403,12 @@ class _Builder:
         kwargs = fx.node.map_arg(node.kwargs, leaf)
         tensors = [source.meta["example_value"] for source in sources]
         described = tuple((t.dtype, tuple(t.shape), str(t.device)) for t in tensors)
-        key = (trace, node.target, repr(args), repr(kwargs), repr(described))
+        autocast = _compat.autocast_at_devices(node, {t.device.type for t in tensors})
+        key = (trace, node.target, repr(args), repr(kwargs), repr(described), autocast)
 
         def ask() -> T | None:
-            with contextlib.suppress(Exception):  # a node that cannot be traced is opaque
+            # A node that cannot be traced is opaque.
+            with contextlib.suppress(Exception), _compat.autocast_at(node):
                 return trace(node, args, kwargs, tensors)
             return None
 
@@ -443,9 +445,9 @@ class _Builder:
     def _stays(self, source: fx.Node, result: torch.Tensor) -> bool:
         """Whether a plain tensor lies exactly where a plain operand does, as that of a wait for a
         collective; the wait's value is its own, so that nobody reads what has not arrived."""
-        given = source.meta["example_value"]
-        plain = not _compat.is_subclass(given) and not _compat.is_subclass(result)
-        return plain and _compat.holds_in_place(given, result)
+        both = source.meta["example_value"], result
+        wrapped = any(_compat.is_subclass(t) or _compat.is_functorch_wrapper(t) for t in both)
+        return not wrapped and _compat.holds_in_place(*both)
 
     def _opaque(self, node: fx.Node, name: str, result: Any) -> None:
         """Adds a node that returns no tensor, or several."""

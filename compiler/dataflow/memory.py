@@ -15,6 +15,9 @@ from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Memory, Store, Value, View
 from tilewright.patterns.effects import Effect, InexpressibleError
 
+#: In a node's metadata: further fake tensors that stand for the memory of its own.
+LIES_WITH = "tilewright_lies_with"
+
 
 @dataclass
 class Place:
@@ -52,6 +55,10 @@ class Storages:
                 keys = _compat.storage_keys(tensor)
                 if not keys:
                     keys = (self._unknown.setdefault(id(tensor), -id(tensor)), *self._given(node))
+                keys = (
+                    *keys,
+                    *(key for t in node.meta.get(LIES_WITH, ()) for key in _compat.storage_keys(t)),
+                )
                 if len(keys) > 1:
                     self._joined.union(*keys)
 

@@ -57,7 +57,7 @@ def _hazard(code: str, message: str, *at: Any, hint: str = "") -> NoReturn:
     reject(code, Stage.HAZARDS, message, *at, hint=hint)
 
 
-def _operands(match: Match) -> Iterator[tuple[str, View]]:
+def operands_of(match: Match) -> Iterator[tuple[str, View]]:
     """Every view that the op is given, with the argument's name, or that is added to its result."""
     for name, argument in match.arguments.items():
         for view in views_in(argument):
@@ -150,7 +150,7 @@ def _meet(one: Store, other: Store) -> bool:
 
 def _no_alias(match: Match, flow: Dataflow) -> None:
     storages = {m.storage for m in _memories(match)}
-    for name, view in _operands(match):
+    for name, view in operands_of(match):
         memory = flow.memory_of.get(flow.home(view.value))
         if memory is not None and memory.storage in storages:
             _hazard("CACHE_ALIAS", f"{name} lies in the cache's own memory", view)
@@ -208,7 +208,7 @@ def _extent(effect: Effect, axis: int) -> tuple[int, int] | None:
 def _inputs_unchanged(match: Match, flow: Dataflow) -> None:
     last = insertion_position(match, flow)
     vanishing = {value.node for value in match.scratch}
-    for name, view in _operands(match):
+    for name, view in operands_of(match):
         if view.value in match.scratch:
             raise PatternError(
                 f"pattern {match.pattern!r}: argument {name!r} is what scratch writes, and "
@@ -358,7 +358,7 @@ def _no_hidden_write(match: Match, flow: Dataflow) -> None:
 
 def _keeps_its_layout(match: Match, flow: Dataflow) -> None:
     """No `set_` or resize changes a tensor: the graph records only one shape of each."""
-    read = [view.value for _, view in _operands(match)]
+    read = [view.value for _, view in operands_of(match)]
     for value in (*read, *match.absorbed, *match.stores):
         memory = flow.memory_of.get(flow.home(value))
         if memory is not None and memory.storage in flow.reshaped:
@@ -368,7 +368,7 @@ def _keeps_its_layout(match: Match, flow: Dataflow) -> None:
 
 def _plain_tensors(match: Match, flow: Dataflow) -> None:
     """The op is given plain tensors, no subclasses that wrap others."""
-    read = [(name, flow.home(view.value)) for name, view in _operands(match)]
+    read = [(name, flow.home(view.value)) for name, view in operands_of(match)]
     read += [(name, node) for name, node in match.arguments.items() if isinstance(node, fx.Node)]
     for name, node in read:
         held = node.meta.get("example_value")

@@ -1,0 +1,155 @@
+"""Puts the bodies of wrappers that compute nothing of their own in the place of their calls.
+
+    (y,) = tag_activation_checkpoint(body, x, w)      ⇒   y = body(x, w), node by node
+
+`torch.utils.checkpoint` decides what a backward pass keeps, and a nested compile region what is
+compiled once; a forward pass alone computes their bodies. What else holds a graph inside of the
+graph (`torch.cond`, an autograd.Function that records) stays, and a miss says what it hides.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from tilewright.compiler import _compat
+from tilewright.compiler.dataflow.access import attribute_of
+from tilewright.compiler.dataflow.build import build_view
+from tilewright.compiler.dataflow.memory import LIES_WITH
+from tilewright.compiler.safety.legality import check_legality
+from tilewright.compiler.safety.modes import GRAD_HINT, Modes
+from tilewright.patterns.language import Miss, Pattern, Stage, find
+
+# Wrappers by name, each with the place of its first operand.
+_TRANSPARENT = {"tag_activation_checkpoint": 1, "wrap": 1, "invoke_subgraph": 2}
+# Their patterns read the bodies.
+_READ = frozenset({"flex_attention", "flex_attention_backward"})
+
+
+def inline_bodies(graph: fx.Graph, modes: Modes) -> int:
+    """Inlines the bodies of such wrappers through which no gradient can flow; returns how many."""
+    inlined = 0
+    pending = [node for node in graph.nodes if _is_transparent(node)]
+    for node in pending:
+        if node in modes.recorded:
+            continue
+        added = _inlined(node)
+        if added is not None:
+            inlined += 1
+            pending += filter(_is_transparent, added)
+    return inlined
+
+
+def _is_transparent(node: fx.Node) -> bool:
+    called = node.target
+    return isinstance(called, torch._ops.HigherOrderOperator) and str(called) in _TRANSPARENT
+
+
+def _inlined(call: fx.Node) -> list[fx.Node] | None:
+    """The nodes that took the place of a call; None where it has to stay."""
+    body = _body(call)
+    if body is None:
+        return None
+    results = body.graph.output_node().args[0]
+    results = results if isinstance(results, (tuple, list)) else (results,)
+    parts = [user for user in call.users if user.target is operator.getitem]
+    operands = call.args[_TRANSPARENT[str(call.target)] :]
+    inputs = body.graph.find_nodes(op="placeholder")
+    fits = len(parts) == len(call.users) and len(inputs) == len(operands)
+    if not fits or not all(isinstance(results[part.args[1]], fx.Node) for part in parts):  # type: ignore[index]
+        return None
+    known: dict[fx.Node, Any] = dict(zip(inputs, operands, strict=True))
+    added: list[fx.Node] = []
+    try:
+        _copy_nodes(body.graph, call, known, added)
+    except Exception:  # what cannot be run on fake tensors again
+        for node in reversed(added):
+            call.graph.erase_node(node)
+        return None
+    for part in parts:
+        made = known[results[part.args[1]]]  # type: ignore[index]
+        made.meta.setdefault(LIES_WITH, []).append(part.meta["example_value"])
+        part.replace_all_uses_with(made)
+        call.graph.erase_node(part)
+    attribute = call.args[0]
+    call.graph.erase_node(call)
+    if isinstance(attribute, fx.Node) and not attribute.users:
+        attribute.graph.erase_node(attribute)
+    return added
+
+
+def _body(call: fx.Node) -> fx.GraphModule | None:
+    """The body of a wrapper; None where it may do more than its nodes do."""
+    attribute = call.args[0]
+    body = attribute_of(attribute) if isinstance(attribute, fx.Node) else attribute
+    if not isinstance(body, fx.GraphModule) or "_checkpoint_context_fn" in body.meta:
+        return None
+    return body
+
+
+def _copy_nodes(
+    body: fx.Graph, call: fx.Node, known: dict[fx.Node, Any], added: list[fx.Node]
+) -> None:
+    """Adds a body's nodes before a call. known: what stands for each of them, filled here."""
+    graph, owner = call.graph, call.args[0]
+    assert isinstance(owner, fx.Node)
+    for node in body.nodes:
+        if node in known or node.op == "output":
+            continue
+        held = node.meta.get("example_value")
+        if _compat.is_unbacked(held):
+            raise NotImplementedError(f"{node} is a number that only the data decides")
+        with graph.inserting_before(call):
+            made = graph.node_copy(node, known.__getitem__)
+        added.append(made)
+        known[node] = made
+        if node.op == "get_attr":
+            made.target = f"{owner.target}.{node.target}"
+        elif isinstance(node.target, torch._ops.HigherOrderOperator):
+            made.meta["example_value"] = _compat.made_again(held)
+        elif held is not None:
+            # Two calls of one body have memory of their own.
+            made.meta["example_value"] = _compat.run_fake(made)
+
+
+# --- what stays -----------------------------------------------------------------------------------
+
+
+def unseen_in_bodies(graph: fx.Graph, modes: Modes, patterns: Sequence[Pattern]) -> list[Miss]:
+    """A miss for each pattern that would match in the body of a call that is not inlined."""
+    return [
+        _unseen(node, pattern, count, modes)
+        for node in graph.nodes
+        for pattern, count in _matches_in(node, patterns).items()
+    ]
+
+
+def _matches_in(node: fx.Node, patterns: Sequence[Pattern]) -> Counter[str]:
+    """How often each pattern matches in the bodies that a node is given."""
+    found: Counter[str] = Counter()
+    called = node.target
+    if not isinstance(called, torch._ops.HigherOrderOperator) or str(called) in _READ:
+        return found
+    for source in node.all_input_nodes:
+        body = attribute_of(source) if source.op == "get_attr" else None
+        if isinstance(body, fx.GraphModule):
+            matches = find(build_view(body.graph), patterns, check_legality).matches
+            found |= Counter(match.pattern for match in matches)
+            for inner in body.graph.nodes:
+                found |= _matches_in(inner, patterns)
+    return found
+
+
+def _unseen(node: fx.Node, pattern: str, count: int, modes: Modes) -> Miss:
+    sites = "a site" if count == 1 else f"{count} sites"
+    if node in modes.recorded:
+        message = f"{sites} inside of {node.target}, through which a gradient can flow"
+        return Miss(pattern, "GRADIENT", Stage.HAZARDS, message, (node,), GRAD_HINT, count)
+    message = f"{sites} in a graph of its own, which {node.target} is given"
+    hint = "compute it outside of that, or compile the function that it is given"
+    return Miss(pattern, "SUBGRAPH", Stage.HAZARDS, message, (node,), hint, count)

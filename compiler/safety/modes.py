@@ -1,0 +1,221 @@
+"""In which modes each node of a graph runs, and which sites may not be fused for them.
+
+A graph may turn grad mode on and off inside, wrap tensors for vmap, grad or jvp, and make dual
+tensors. A fused op records nothing for a backward pass and knows neither tangents nor hidden
+dimensions, so where one of them can meet a site, the site stays as written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from tilewright.compiler import _compat
+from tilewright.compiler.dataflow.spelling import name_of
+from tilewright.compiler.safety.legality import insertion_node, operands_of
+from tilewright.patterns.dataflow import Dataflow, Value
+from tilewright.patterns.language import Match, Miss, Stage
+
+_DUAL = "forward-mode differentiation"
+# What enters and leaves a transform of torch.func, or a level of forward-mode differentiation.
+_ENTER = {
+    "_vmap_increment_nesting": "vmap",
+    "_grad_increment_nesting": "grad",
+    "_jvp_increment_nesting": "jvp",
+    "_func_increment_nesting": "functionalize",
+    "_enter_dual_level": _DUAL,
+}
+_LEAVE = frozenset(
+    {
+        "_vmap_decrement_nesting",
+        "_grad_decrement_nesting",
+        "_jvp_decrement_nesting",
+        "_func_decrement_nesting",
+        "_exit_dual_level",
+    }
+)
+#: Results of these are no part of what autograd records, whatever they are given.
+_CUTS = frozenset({"detach", "_autograd_grad", "grad"})
+# Products and attention: what a model computes with its weights.
+_WEIGHTY = frozenset({
+    "linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "_grouped_mm", "_scaled_mm",
+    "scaled_dot_product_attention", "conv1d",
+})  # fmt: skip
+GRAD_HINT = (
+    "call the model under torch.no_grad() without torch.enable_grad() inside, or detach what "
+    "needs no gradient"
+)
+OUTSIDE = "compute it outside of that; under vmap, give the batch as a dimension of its own"
+
+
+@dataclass(frozen=True)
+class Mode:
+    """What holds where a node runs. grad: whether autograd records. levels: the transforms around
+    it, outermost first. autocast: the dtype of each device type that the graph itself sets."""
+
+    grad: bool
+    levels: tuple[str, ...] = ()
+    autocast: frozenset[tuple[str, torch.dtype | None]] = frozenset()
+
+
+@dataclass(frozen=True)
+class Modes:
+    """The modes of a graph's nodes. grad: at its entry. of: of each node, empty where the graph
+    changes none. differentiated: nodes with a tensor that a gradient can flow to."""
+
+    grad: bool
+    of: dict[fx.Node, Mode] = field(default_factory=dict)
+    differentiated: frozenset[fx.Node] = frozenset()
+    recorded: frozenset[fx.Node] = frozenset()
+
+    def at(self, node: fx.Node) -> Mode:
+        return self.of.get(node) or Mode(self.grad)
+
+
+def modes_of(graph: fx.Graph, grad: bool) -> Modes:
+    """Reads the modes of a graph. grad: whether grad mode is on at its entry."""
+    of = _read(graph, grad)
+    if not grad and not any(mode.grad for mode in of.values()):
+        return Modes(grad, of)
+    differentiated: set[fx.Node] = set()
+    recorded: set[fx.Node] = set()
+    for node in graph.nodes:
+        # Dynamo's fake tensors know whether they need grad; those of nodes that we made do not.
+        tensors = _compat.tensors_of(node)
+        if any(tensor.requires_grad for tensor in tensors):
+            differentiated.add(node)
+        if node.op in ("placeholder", "get_attr", "output"):
+            continue
+        if not (of[node].grad if of else grad) or name_of(node) in _CUTS:
+            continue
+        if not differentiated.isdisjoint(node.all_input_nodes):
+            recorded.add(node)
+            if any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors):
+                differentiated.add(node)
+    return Modes(grad, of, frozenset(differentiated), frozenset(recorded))
+
+
+def _read(graph: fx.Graph, grad: bool) -> dict[fx.Node, Mode]:
+    """The mode of each node; empty where no node changes any."""
+    of: dict[fx.Node, Mode] = {}
+    levels: list[str] = []
+    before: dict[fx.Node, bool] = {}
+    changed = False
+    casts = _compat.has_autocast(graph)
+    autocast: frozenset[tuple[str, torch.dtype | None]] = frozenset()
+    for node in graph.nodes:
+        of[node] = Mode(grad, tuple(levels), autocast)
+        name = name_of(node) if node.op == "call_function" else ""
+        if name == "_set_grad_enabled":
+            grad = bool(node.args[0])
+        elif name == "_enter_inference_mode":
+            # Leaving inference mode turns grad mode on, whatever it was outside of it.
+            before[node], grad = grad, not node.args[0]
+        elif name == "_exit_inference_mode":
+            grad = before.get(node.args[0], grad)  # type: ignore[arg-type]
+        elif name in _ENTER:
+            levels.append(_ENTER[name])
+        elif name in _LEAVE and levels:
+            levels.pop()
+        elif casts and name in ("_enter_autocast", "_exit_autocast"):
+            autocast = frozenset(_compat.autocast_in_force(node.next))
+        else:
+            continue
+        changed = True
+    return of if changed else {}
+
+
+# --- sites ----------------------------------------------------------------------------------------
+
+
+def check_modes(match: Match, flow: Dataflow, modes: Modes) -> Miss | None:
+    """None where the modes of a graph allow a site to be fused, else why they do not."""
+    if not modes.of and not modes.recorded:
+        return None
+    place = insertion_node(match, flow)
+    results = [result.replaced for result in match.results]
+    nodes = [v.node for v in (*match.absorbed, *match.stores, *match.scratch, *results)]
+    for node in (*nodes, place):
+        if levels := modes.at(node).levels:
+            what = f"it is computed inside of {_named(levels)}"
+            return _miss(match, "TRANSFORM", what, node, OUTSIDE)
+    written = [v.node for v in match.stores]
+    ended = [n for n in (*written, *(value.node for value in results)) if n in modes.recorded]
+    if ended:
+        what = "a gradient can flow through it, and fused ops compute none"
+        return _miss(match, "GRADIENT", what, ended[0], GRAD_HINT)
+    if modes.at(place).grad:
+        for name, view in operands_of(match):
+            if {view.value.node, flow.home(view.value)} & modes.differentiated:
+                what = f"{name} needs grad, and grad mode is on where the fused op would stand"
+                return _miss(match, "GRADIENT", what, view.value.node, GRAD_HINT)
+    here = modes.at(place)
+    for reader in _moved(results, place, match, flow):
+        if modes.at(reader) != here:
+            what = "a result is read before the op's place, in another mode (grad or autocast)"
+            return _miss(match, "ORDER", what, reader)
+    return None
+
+
+def _moved(
+    results: Sequence[Value], place: fx.Node, match: Match, flow: Dataflow
+) -> Iterator[fx.Node]:
+    """The readers that the rewrite moves behind the op, with what depends on them."""
+    last = flow.positions[place]
+    inside = {*match.absorbed, *match.stores, *match.scratch}
+    pending, seen = list(results), set(results)
+    while pending:
+        for user in flow.users.get(pending.pop(), ()):
+            if user not in seen and user not in inside and flow.positions[user.node] < last:
+                seen.add(user)
+                pending.append(user)
+                yield user.node
+
+
+def _named(levels: Sequence[str]) -> str:
+    """`vmap in grad`; jvp enters a level of dual tensors of its own."""
+    named = [level for level in levels if level != _DUAL] or [_DUAL]
+    return " in ".join(reversed(named))
+
+
+def _miss(match: Match, code: str, message: str, node: fx.Node, hint: str = "") -> Miss:
+    weight = match.miss_weight
+    return Miss(match.pattern, code, Stage.HAZARDS, message, (node,), hint, weight=weight)
+
+
+# --- what no pattern saw --------------------------------------------------------------------------
+
+
+def unseen_in_transforms(graph: fx.Graph, modes: Modes) -> list[Miss]:
+    """A miss for each outermost transform in which there are products or attention: their tensors
+    hide dimensions or tangents, so no pattern reads them. Dual tensors alone patterns do read."""
+    found: dict[fx.Node, list[fx.Node]] = {}
+    outermost: fx.Node | None = None
+    for node in graph.nodes:
+        mode = modes.at(node)
+        if not mode.levels:
+            outermost = None
+        elif outermost is None:
+            outermost = node
+        if outermost is not None and {*mode.levels} != {_DUAL} and _is_weighty(node):
+            found.setdefault(outermost, []).append(node)
+    return [_unseen(nodes, modes) for nodes in found.values()]
+
+
+def _is_weighty(node: fx.Node) -> bool:
+    if node.op not in ("call_function", "call_method") or name_of(node) not in _WEIGHTY:
+        return False
+    tensors = _compat.tensors_of(*node.all_input_nodes)
+    return any(tensor.is_floating_point() for tensor in tensors)
+
+
+def _unseen(nodes: Sequence[fx.Node], modes: Modes) -> Miss:
+    where = _named(modes.at(nodes[0]).levels)
+    what = "a product or attention" if len(nodes) == 1 else f"{len(nodes)} products or attentions"
+    message = f"{what} inside of {where}, where no pattern looks"
+    return Miss(
+        "tilewright", "TRANSFORM", Stage.ANCHORED, message, tuple(nodes), OUTSIDE, weight="advice"
+    )  # whether they are any site is not known
