@@ -217,6 +217,26 @@ def transformed(op: FusedOp) -> OpCallable:
     return run
 
 
+def told_apart(op: FusedOp) -> OpCallable:
+    """The op before autograd, which hands a traced call that writes nothing to another op.
+
+    Functionalisation, of torch.export and AOTInductor, reads such a call as one of several results
+    and returns one.
+    """
+    names, written = tuple(_kinds(op)), op.mutated
+    other = getattr(torch.ops, op.namespace)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        traced = torch._C._len_torch_dispatch_stack() > 0
+        given = dict(zip(names, args, strict=False)) | kwargs if traced else {}
+        if traced and all(given.get(name) is None for name in written):
+            return getattr(other, op.without_writes)(*args, **kwargs)
+        with torch._C._AutoDispatchBelowAutograd():
+            return op.torch_op(*args, **kwargs)
+
+    return run
+
+
 def _unwrapped(op: FusedOp, name: str, tensor: torch.Tensor) -> torch.Tensor:
     """What the wrappers of torch.func hold. Raises ArgumentError for one that is differentiated
     or batched."""

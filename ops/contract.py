@@ -77,6 +77,8 @@ def register(op: FusedOp) -> FusedOp:
     library.impl(op.name, calls.implementation(op, "cpu"), "CPU")
     library.impl(op.name, calls.implementation(op, "cuda"), "CUDA")
     library.impl(op.name, calls.transformed(op), "FuncTorchDynamicLayerFrontMode")
+    if op.without_writes:
+        library.impl(op.name, calls.told_apart(op), "Autograd")
     torch.library.register_fake(name, calls.fake_implementation(op), lib=library)
     _registry[name] = op
     return op

@@ -232,6 +232,37 @@ def test_a_gradient_is_refused_not_lost(op):
     assert not any(r is not None and r.requires_grad for r in results_of(result))
 
 
+def test_an_op_that_may_write_nothing_names_one_that_never_does():
+    """Functionalisation has no form for a call whose written arguments are all None."""
+    for op in OPS.values():
+        schema = torch._C.parse_schema(op.declaration)
+        given = {a.name: a for a in schema.arguments if a.name in op.mutated}
+        may_be_none = bool(given) and all("Optional" in str(a.type) for a in given.values())
+        assert bool(op.without_writes) == may_be_none, op.name
+        if may_be_none:
+            other = OPS[op.without_writes]
+            assert other.parameters == op.parameters
+            assert not other.mutated
+
+
+def test_a_call_that_writes_nothing_is_functionalised():
+    """As torch.export and AOTInductor do."""
+    op = OPS["mla_prefill"]
+    arguments = next(a for a in map(op.sample_inputs, op.cases) if a.latent_cache is None)
+    values = {f.name: getattr(arguments, f.name) for f in fields(arguments)}
+    tensors = {name: v for name, v in values.items() if isinstance(v, torch.Tensor)}
+    others = {name: v for name, v in values.items() if name not in tensors}
+
+    class Call(torch.nn.Module):
+        def forward(self, **tensors):
+            return op.torch_op(**tensors, **others)
+
+    exported = torch.export.export(Call(), (), tensors).run_decompositions({})
+    called = [str(n.target) for n in exported.graph.nodes if n.op == "call_function"]
+    assert called == ["tilewright.mla_prefill_dense.default"]
+    assert torch.equal(exported.module()(**tensors), op.torch_op(**values))
+
+
 def test_registering_the_same_op_again_changes_nothing():
     op = OPS["paged_kv_store"]
     assert contract.register(op) is op

@@ -43,6 +43,7 @@ OP = register(
     replace(
         _PREFILL,
         name=NAME,
+        without_writes="",
         arguments=MlaDenseArguments,
         validate=validate,
         validate_values=validate_values,

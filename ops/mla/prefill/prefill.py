@@ -152,6 +152,7 @@ sample_inputs = sampler_of(MlaPrefillArguments, sample_prefill)
 OP = register(
     FusedOp(
         name=NAME,
+        without_writes="mla_prefill_dense",
         arguments=MlaPrefillArguments,
         validate=validate,
         validate_values=validate_values,
