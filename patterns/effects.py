@@ -118,9 +118,12 @@ def divides(divisor: Size, size: Size) -> Size | None:
 
 
 def reshape(effect: Effect, sizes: Sequence[Size]) -> Effect:
-    """Row-major regrouping into `sizes` (no -1: resolve it first)."""
+    """Row-major regrouping into `sizes` (no -1: resolve it first). Of no elements, any shape of none
+    is one."""
     if tuple(sizes) == effect.shape:
         return effect
+    if 0 in sizes and 0 in effect.shape:
+        return Effect(tuple(() if n == 1 else (Atom(None, 0, n),) for n in sizes), effect.start)
     # Innermost first: atoms still to be handed out, on a stack.
     pending = [atom for dim in effect.dims for atom in dim]
     dims: list[Dim] = []

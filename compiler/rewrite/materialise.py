@@ -113,7 +113,8 @@ class Materialiser:
         """A node that selects `effect` of `base`, a tensor of `shape`."""
         if effects.is_identity(effect, shape):
             return base
-        if _is_reshape(effect, shape):
+        nothing = 0 in shape and 0 in effect.shape
+        if nothing or _is_reshape(effect, shape):
             return self.call("reshape", base, self.sizes(effect.shape))
         node, atoms = self._cut_axes(base, shape, effect)
         node = self._ordered(node, atoms, effect)

@@ -115,13 +115,13 @@ def _read(graph: fx.Graph, grad: bool) -> dict[fx.Node, Mode]:
             # Leaving inference mode turns grad mode on, whatever it was outside of it.
             before[node], grad = grad, not node.args[0]
         elif name == "_exit_inference_mode":
-            grad = before.get(node.args[0], grad)  # type: ignore[arg-type]
+            grad = before.get(node.args[0], grad)
         elif name in _ENTER:
             levels.append(_ENTER[name])
         elif name in _LEAVE and levels:
             levels.pop()
         elif casts and name in ("_enter_autocast", "_exit_autocast"):
-            autocast = frozenset(_compat.autocast_in_force(node.next))
+            autocast = frozenset(_compat.autocast_in_force(node.next).items())
         else:
             continue
         changed = True
