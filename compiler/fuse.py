@@ -39,7 +39,12 @@ from tilewright.compiler.rewrite.sums import make_sums_new
 from tilewright.compiler.safety.devices import lost_nowhere, with_kernels
 from tilewright.compiler.safety.legality import check_legality
 from tilewright.compiler.safety.lint import check_graph
-from tilewright.compiler.safety.modes import check_modes, modes_of, unseen_in_transforms
+from tilewright.compiler.safety.modes import (
+    check_modes,
+    modes_of,
+    unknown_writes,
+    unseen_in_transforms,
+)
 from tilewright.compiler.safety.overlap import InputMemory, input_memory
 from tilewright.ops.contract import LoweringReport, get_op
 from tilewright.ops.qkv.tuning import describe
@@ -170,6 +175,8 @@ def _attempt(
             with clock.phase("match"):
                 found = find(flow, patterns, check, failures)
                 wanted, left = plan(found, options, len(rewritten))
+                inside = unseen_in_bodies(graph, modes, patterns)
+                unseen = [*unseen_in_transforms(graph, modes), *unknown_writes(flow, found.matches)]
             with clock.phase("rewrite"):
                 done, no = rewrite_sites(graph, flow, wanted, failures, planned)
             rewritten.extend(done)
@@ -179,10 +186,9 @@ def _attempt(
             refused |= {(match.pattern, match.anchor.node): miss for match, miss in no}
             if not no:
                 unread = [failures("view", "to read a node", e, (n,)) for n, e in flow.failed]
-                missed = [*found.misses, *unseen_in_bodies(graph, modes, patterns)]
+                missed = [*found.misses, *inside]
                 if not options.everywhere:
                     missed = lost_nowhere(missed, patterns)
-                unseen = unseen_in_transforms(graph, modes)
                 misses.extend((*missed, *left, *unread, *unseen))
                 put_flex_back(graph, spelled)
                 if rewritten:

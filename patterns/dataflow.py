@@ -303,6 +303,7 @@ class Dataflow:
 
     values: in program order. users: who reads a value. views: what each node's tensor is, as it
     was when the node ran. outputs: what the graph returns. homes: see :meth:`home`.
+    opaque: calls of which is not known what they write: all tensors count as written there.
     failed: nodes that could not be read, each with why; they count as reading and writing anything.
     storage_of: the number of a fake tensor's storage, equal for tensors that may share memory.
     reshaped: storages of tensors whose shape, strides or storage change in place (`set_`).
@@ -324,6 +325,7 @@ class Dataflow:
     unknown: Sequence[fx.Node]
     reshaped: frozenset[int]
     failed: Sequence[tuple[fx.Node, Exception]]
+    opaque: Sequence[fx.Node] = ()
 
     def downstream(
         self,

@@ -118,8 +118,10 @@ def divides(divisor: Size, size: Size) -> Size | None:
 
 
 def reshape(effect: Effect, sizes: Sequence[Size]) -> Effect:
-    """Row-major regrouping into `sizes` (no -1: resolve it first). Of no elements, any shape of none
-    is one."""
+    """Row-major regrouping into `sizes` (no -1: resolve it first).
+
+    Of no elements, any shape of none is one.
+    """
     if tuple(sizes) == effect.shape:
         return effect
     if 0 in sizes and 0 in effect.shape:

@@ -442,6 +442,9 @@ def _answer(
     pattern: Pattern, anchor: Any, flow: Dataflow, check: Check | None, failed: Failed
 ) -> Match | Miss:
     doing, nodes = "to match", _anchor_nodes(anchor)
+    if any(map(_is_empty, nodes)):
+        message = "it computes a tensor of no elements"
+        return Miss(pattern.name, "EMPTY", Stage.ANCHORED, message, nodes)
     try:
         answer = attempt(pattern, anchor, flow)
         if isinstance(answer, Match) and check is not None:
@@ -451,6 +454,12 @@ def _answer(
         return answer
     except Exception as error:
         return failed(pattern.name, doing, error, nodes)
+
+
+def _is_empty(node: fx.Node) -> bool:
+    """Whether a node's tensor certainly has no elements."""
+    shape = getattr(node.meta.get("example_value"), "shape", ())
+    return any(isinstance(n, int) and n == 0 for n in shape)
 
 
 def anchored_stores(anchor: Any) -> Iterator[Value]:
@@ -474,6 +483,7 @@ CODES: dict[str, str] = {
     "FUNCTIONAL_WRITE": "the cache is updated out of place: a new tensor is returned",
     "FRESH_CACHE": "the cache is made inside the graph: there is nothing to write into yet",
     "OPAQUE_WRITE": "the cache is written by an operator whose effect is not known",
+    "OPAQUE_CALL": "it is not known what a Python function writes, so behind it all has changed",
     "MASKED_WRITE": "a boolean mask selects the slots",
     "SLICE_WRITE": "the cache is written at a slice that does not tell which dimension is slots",
     "MOVED_CACHE": "the whole cache is written anew, so that old tokens change their slots",
@@ -514,6 +524,7 @@ CODES: dict[str, str] = {
     "SUBCLASS": "the cache or another operand is a tensor subclass, whose memory is not seen",
     "EARLIER_GRAPH": "what is written was computed in an earlier graph",
     "NO_GRAPH": "Dynamo captured no graph of the model, so no pattern saw it",
+    "EMPTY": "the site computes a tensor of no elements",
     "INTERNAL": "a pattern, or tilewright itself, failed at this site",
 }
 
@@ -521,6 +532,7 @@ CODES: dict[str, str] = {
 WEIGHTS: dict[str, Weight] = {
     "RANKS": "advice",  # the library's collectives compute the graph as it is
     "CLAIMED": "advice",  # the site is fused, by the other match
+    "EMPTY": "advice",  # nothing is computed there
     "NO_KERNELS": "advice",  # the site is at its fastest as it is
     "EARLIER_GRAPH": "advice",  # the break is what is lost, and is told; else it is the design
 }

@@ -205,7 +205,7 @@ def _tried(node: fx.Node, tensors: list[torch.Tensor]) -> Access:
 def _places(node: fx.Node, tensors: list[torch.Tensor], torchs: bool) -> _Places | None:
     """Which of `tensors` a call writes, and of which it changes the shape, strides or storage; None
     where that is unknown."""
-    if not torchs and has_symbols(node):
+    if not torchs and has_unbacked(node):
         return None  # another size may take another branch of the user's code
     try:
         args, kwargs = _held(node.args), _held(dict(node.kwargs))
@@ -219,6 +219,13 @@ def _places(node: fx.Node, tensors: list[torch.Tensor], torchs: bool) -> _Places
         return tuple(i for i, own in enumerate(parts) if own & ids)
 
     return places(written), places(reshaped)
+
+
+def has_unbacked(node: fx.Node) -> bool:
+    """Whether a node is given a number that only the data decides, or a tensor with one in its
+    shape. On other symbols Dynamo has run the call already: which branch it takes is guarded."""
+    values = [source.meta.get("example_value") for source in node.all_input_nodes]
+    return any(map(_compat.is_unbacked, (*values, *given(node))))
 
 
 def has_symbols(node: fx.Node) -> bool:

@@ -74,6 +74,7 @@ class _Builder:
         self.visited: tuple[int, fx.Node]
         self.outputs: tuple[View, ...] = ()
         self.unknown: list[fx.Node] = []
+        self.opaque: list[fx.Node] = []
         self.homes: dict[Value, fx.Node] = {}
         self.reshaped: set[int] = set()
         self.asked: dict[Any, Any] = {}
@@ -104,6 +105,8 @@ class _Builder:
 
     def _call(self, node: fx.Node, name: str, result: Any) -> None:
         access = access_of(node)
+        if access.everything:
+            self.opaque.append(node)
         if node.op == "call_module" or self._is_transformed(node):
             self._unknown_call(node, name, result, access)
             return
@@ -651,6 +654,7 @@ class _Builder:
             ),
             storage_of=self.memory.storages.of,
             unknown=tuple(self.unknown),
+            opaque=tuple(self.opaque),
             reshaped=frozenset(self.reshaped),
             failed=tuple(self.failed),
         )

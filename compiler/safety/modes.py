@@ -8,7 +8,7 @@ dimensions, so where one of them can meet a site, the site stays as written.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
@@ -17,7 +17,7 @@ from tilewright.compiler import _compat
 from tilewright.compiler.dataflow.spelling import name_of
 from tilewright.compiler.safety.legality import insertion_node, operands_of
 from tilewright.patterns.dataflow import Dataflow, Value
-from tilewright.patterns.language import Match, Miss, Stage
+from tilewright.patterns.language import Match, Miss, Stage, Weight
 
 _DUAL = "forward-mode differentiation"
 # What enters and leaves a transform of torch.func, or a level of forward-mode differentiation.
@@ -48,6 +48,7 @@ GRAD_HINT = (
     "call the model under torch.no_grad() without torch.enable_grad() inside, or detach what "
     "needs no gradient"
 )
+CUSTOM_OP = "make it a custom operator: torch.library.custom_op says what it writes (mutates_args)"
 OUTSIDE = "compute it outside of that; under vmap, give the batch as a dimension of its own"
 
 
@@ -219,3 +220,24 @@ def _unseen(nodes: Sequence[fx.Node], modes: Modes) -> Miss:
     return Miss(
         "tilewright", "TRANSFORM", Stage.ANCHORED, message, tuple(nodes), OUTSIDE, weight="advice"
     )  # whether they are any site is not known
+
+
+def unknown_writes(flow: Dataflow, matches: Sequence[Match]) -> list[Miss]:
+    """A miss for each call of which is not known what it writes, with products or attention behind
+    it; as advice where something behind it matches all the same."""
+    weighty = [flow.positions[node] for node in flow.graph.nodes if _is_weighty(node)]
+    matched = max((flow.positions[match.anchor.node] for match in matches), default=-1)
+    found = []
+    for node in flow.opaque:
+        position = flow.positions[node]
+        if weighty and position < weighty[-1]:
+            weight: Weight = "advice" if position < matched else "lost"
+            at = (node,)
+            miss = Miss("tilewright", "OPAQUE_CALL", Stage.ANCHORED, _opaque(node), at, CUSTOM_OP)
+            found.append(replace(miss, weight=weight))
+    return found
+
+
+def _opaque(node: fx.Node) -> str:
+    name = name_of(node).removeprefix("python::")
+    return f"what {name} writes is not known, so all that is read behind it may have changed"

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.agreement import flat
 from tests.compiler.steps import Layer, cos_sin, make_args, rotate, store
-from tests.found import matches_of, misses_of
+from tests.found import matches_of, misses_of, patterns_in
 from tilewright.compiler import reports
 from tilewright.compiler._compat import trials
 from tilewright.compiler.dataflow import access
@@ -520,3 +520,68 @@ def test_a_report_that_cannot_be_written_costs_no_model(caplog):
     torch.compile(Layer(stored), backend="tilewright", options=options)(*make_args())
     assert fused() == ["qkv_cache"]
     assert "nothing could be written" in caplog.text
+
+
+# --- a Python function and sizes that are symbols -------------------------------------------------
+
+
+@torch._dynamo.allow_in_graph
+def halved_where_long(x):
+    """Writes what it is given, where that is long."""
+    return x.mul_(0.5) if x.shape[0] > 4 else x * 0.5
+
+
+@torch._dynamo.allow_in_graph
+def halved(x):
+    return x * 0.5
+
+
+def stored_behind(change):
+    def step(m, x, k_cache, v_cache, slots):
+        y = change(x + 0)
+        q, k, v = (p(x).view(-1, 2, 16) for p in (m.q_proj, m.k_proj, m.v_proj))
+        k_cache.view(-1, *k_cache.shape[2:])[slots] = k
+        v_cache.view(-1, *v_cache.shape[2:])[slots] = v
+        return q * 2, y
+
+    return step
+
+
+class Projections(torch.nn.Module):
+    def __init__(self, step):
+        super().__init__()
+        torch.manual_seed(0)
+        self.step = step
+        parts = (torch.nn.Linear(32, 32, bias=False) for _ in range(3))
+        self.q_proj, self.k_proj, self.v_proj = parts
+
+    def forward(self, *args):
+        return self.step(self, *args)
+
+
+def some_tokens(num_tokens):
+    x = torch.randn(num_tokens, 32, generator=torch.Generator().manual_seed(1))
+    slots = torch.arange(num_tokens)
+    for tensor in (x, slots):
+        torch._dynamo.mark_dynamic(tensor, 0)
+    return x, torch.zeros(4, 4, 2, 16), torch.zeros(4, 4, 2, 16), slots
+
+
+def test_what_a_python_function_writes_is_found_out_at_symbolic_sizes():
+    model = Projections(stored_behind(halved_where_long))
+    ours = torch.compile(model, backend="tilewright", options={"inner": "eager"})
+    for num_tokens in (3, 4, 6, 7):  # two graphs: Dynamo guards the branch
+        mine, theirs = some_tokens(num_tokens), some_tokens(num_tokens)
+        results = [*ours(*mine), *mine], [*model(*theirs), *theirs]
+        for a, b in zip(*results, strict=True):
+            torch.testing.assert_close(a, b)
+    assert [patterns_in(report, "qkv") for report in reports()] == [["qkv_cache"]] * 2
+
+
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_a_python_function_of_which_nothing_is_known_is_told():
+    model = Projections(stored_behind(lambda x: halved(x[x[:, 0] > 0]).sum()))
+    torch.compile(model, backend="tilewright", options={"inner": "eager"})(*some_tokens(3))
+    misses = [m for report in reports() for m in report.misses]
+    (miss,) = (m for m in misses if m.code == "OPAQUE_CALL")
+    assert "what halved writes is not known" in miss.message
