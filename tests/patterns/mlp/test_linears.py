@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from tests.agreement import assert_no_worse, cloned, upcast
 from tests.found import matches_of, misses_of
@@ -380,3 +381,55 @@ def test_misses_are_advice(function, dtype, code):
     assert matches_of(report, "mlp") == []
     (miss,) = misses_of(report, "mlp")
     assert (miss.code, miss.is_lost) == (code, False)
+
+
+class Formed(nn.Module):
+    """An MLP of two halves, each a function of x and its weight."""
+
+    def __init__(self, up, down):
+        super().__init__()
+        self.halves = up, down
+        self.up = nn.Parameter(torch.zeros(128, 64, dtype=torch.bfloat16))
+        self.down = nn.Parameter(torch.zeros(64, 128, dtype=torch.bfloat16))
+        self.scale = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+
+    def forward(self, x):
+        up, down = self.halves
+        return x + down(self, F.silu(up(self, x, self.up)), self.down)
+
+
+def as_stored(m, x, weight):
+    return F.linear(x, weight)
+
+
+def computed(m, x, weight):
+    return F.linear(x, weight * m.scale)
+
+
+def scaled_behind(m, x, weight):
+    return F.linear(x, weight) * m.scale
+
+
+#: How a half multiplies -> words of the miss.
+FORMS = {
+    computed: ("computed in every call, by aten.mul", "when the model is loaded"),
+    scaled_behind: ("scales its result", "multiply the weight by it once"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.__name__)
+def test_a_weight_in_another_form_is_told(form):
+    """Beside a half that is fused."""
+    message, hint = FORMS[form]
+    for halves, pattern in (
+        ((form, as_stored), "linear_activation"),
+        ((as_stored, form), "linear_residual"),
+    ):
+        torch._dynamo.reset()
+        model = Formed(*halves).requires_grad_(False)
+        report = lower(model, (torch.zeros(2, 64, dtype=torch.bfloat16),))
+        (miss,) = misses_of(report, "mlp")
+        assert (miss.pattern, miss.code, miss.weight) == (pattern, "LINEAR_FORM", "advice")
+        assert message in miss.message
+        assert hint in miss.hint
+        assert len(matches_of(report, "mlp")) == 1
