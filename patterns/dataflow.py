@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import os
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -406,9 +407,31 @@ class Dataflow:
         """The in-place writes to a view's memory after it is computed and before a place in program
         order."""
         memory = self.memory_of.get(self.home(view.value))
-        for write in self.writes_on(memory.storage) if memory is not None else ():
-            if view.value.position < self.positions[write.node] < place:
-                yield write
+        if memory is not None:
+            yield from self.writes_between(memory.storage, view.value.position, place)
+
+    def writes_between(self, storage: int, first: int, last: int) -> Sequence[Value]:
+        """The in-place writes on a storage behind one place in program order and before another."""
+        positions, writes = self._writes_in_order.get(storage, ((), ()))
+        return writes[bisect_right(positions, first) : bisect_left(positions, last)]
+
+    def reads_between(self, memory: Memory, first: int, last: int) -> Sequence[tuple[int, fx.Node]]:
+        """Who reads a memory, with positions, behind one place in program order and before
+        another."""
+        reads = self.read.get(memory, ())
+        begin, end = (bisect_left(reads, at, key=itemgetter(0)) for at in (first + 1, last))
+        return reads[begin:end]
+
+    @cached_property
+    def _writes_in_order(self) -> Mapping[int, tuple[Sequence[int], Sequence[Value]]]:
+        """Where each storage is written, and the writes, in program order."""
+        found: dict[int, tuple[list[int], list[Value]]] = {}
+        for value in self.stores:
+            assert value.store is not None
+            positions, writes = found.setdefault(value.store.memory.storage, ([], []))
+            positions.append(self.positions[value.node])
+            writes.append(value)
+        return found
 
     @cached_property
     def _by_storage(self) -> Mapping[int, Sequence[Memory]]:

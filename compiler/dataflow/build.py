@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import takewhile
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ from tilewright.compiler import _compat
 from tilewright.compiler.dataflow import spelling
 from tilewright.compiler.dataflow.access import Access, access_of, given, has_symbols, remembered
 from tilewright.compiler.dataflow.aten_names import Hole, aten_call, fill
-from tilewright.compiler.dataflow.memory import MemoryMap, Storages, slices_of_fresh_memory
+from tilewright.compiler.dataflow.memory import MemoryMap, Storages
 from tilewright.compiler.dataflow.selections import selections
 from tilewright.compiler.dataflow.spelling import (
     argument,
@@ -281,10 +282,9 @@ class _Builder:
         return True
 
     def _split(self, node: fx.Node, of: fx.Node, name: str, result: Sequence[torch.Tensor]) -> None:
-        shapes = [shape_of(part) for part in result]
+        parts = spelling.Parts(name, node, [shape_of(part) for part in result])
         self.others[node] = tuple(
-            (of, part, lambda e, i=i: spelling.split_effects(e, name, node, shapes)[i])
-            for i, part in enumerate(result)
+            (of, part, partial(parts.select, at=i)) for i, part in enumerate(result)
         )
 
     def _pick(self, node: fx.Node, parts: tuple[Any, ...]) -> None:
@@ -494,7 +494,7 @@ class _Builder:
         self.memory.write(store, value)
         memory = store.memory
         self.homes[value] = memory.root
-        if not memory.is_input and len(self.memory.stores[memory]) > 1:
+        if not memory.is_input:
             self._join_slices(node, store)
         if isinstance(result, torch.Tensor):
             place = self.memory.places[target]
@@ -502,8 +502,10 @@ class _Builder:
             self.memory.alias(node, place, place.effect, now)
 
     def _join_slices(self, node: fx.Node, store: Store) -> None:
-        joined = slices_of_fresh_memory(self.memory.stores[store.memory])
-        if joined is not None:
+        slices = self.memory.slices[store.memory]
+        slices.add(store)
+        joined = slices.joined(store.memory.shape)
+        if joined is not None and len(joined[1]) > 1:
             axis, pieces = joined
             result = store.memory.root.meta["example_value"]
             cat = self._value("aten.cat", (tuple(pieces), axis), result, node)

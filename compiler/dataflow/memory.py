@@ -89,6 +89,7 @@ class MemoryMap:
     reads: dict[Memory, list[tuple[int, fx.Node]]] = field(
         default_factory=lambda: defaultdict(list)
     )
+    slices: dict[Memory, Slices] = field(default_factory=lambda: defaultdict(Slices))
 
     def allocate(
         self,
@@ -188,33 +189,55 @@ class MemoryMap:
         return value.whole
 
 
-def slices_of_fresh_memory(stores: list[Value]) -> tuple[int, list[View]] | None:
-    """`new_empty` filled by slice copies: the axis they tile and the pieces in order, else None."""
-    pieces: list[tuple[int, int, View]] = []
+@dataclass
+class Slices:
+    """Slice copies that fill a `new_empty`, gathered write by write: a loop makes thousands.
+
+    axis: which they tile. covered: how much of it. Not `plain` where another write is among them.
+    """
+
+    plain: bool = True
     axis: int | None = None
-    for value in stores:
-        store = value.store
-        if store is None or store.index or store.accumulate or store.source is None:
+    covered: Size = 0
+    pieces: list[tuple[int, int, View]] = field(default_factory=list)
+
+    def add(self, store: Store) -> None:
+        """Adds the next write to the memory."""
+        piece = _slice_copied(store) if self.plain else None
+        if piece is None or self.axis not in (None, piece[0]):
+            self.plain, self.pieces = False, []
+            return
+        self.axis, start, length, source = piece
+        self.covered += length
+        self.pieces.append((start, length, source))
+
+    def joined(self, shape: tuple[Size, ...]) -> tuple[int, list[View]] | None:
+        """The axis and the pieces in order where they are all of a memory of `shape`, else None."""
+        if not self.plain or self.axis is None or self.covered != shape[self.axis]:
             return None
-        shape, window = store.memory.shape, store.target.shape
-        cut = [a for a in range(len(shape)) if len(shape) == len(window) and shape[a] != window[a]]
-        if len(cut) != 1 or (axis is not None and cut[0] != axis):
-            return None
-        axis = cut[0]
-        start, length = store.target.start[axis], window[axis]
-        if not isinstance(start, int) or not isinstance(length, int):
-            return None
-        if {store.source.value.dtype, store.dtype} != {store.memory.dtype}:
-            return None
-        pieces.append((start, length, store.source))
-    if axis is None:
+        self.pieces.sort(key=lambda piece: piece[0])
+        end = 0
+        for start, length, _ in self.pieces:
+            if start != end:
+                return None
+            end += length
+        return self.axis, [source for _, _, source in self.pieces]
+
+
+def _slice_copied(store: Store) -> tuple[int, int, int, View] | None:
+    """The axis that a plain copy is a slice of, its start and length, and what is copied."""
+    if store.index or store.accumulate or store.source is None:
         return None
-    pieces.sort(key=lambda piece: piece[0])
-    end = 0
-    for start, length, _ in pieces:
-        if start != end:
-            return None
-        end += length
-    whole = stores[0].store
-    assert whole is not None
-    return (axis, [source for _, _, source in pieces]) if end == whole.memory.shape[axis] else None
+    shape, window = store.memory.shape, store.target.shape
+    cut = [a for a in range(len(shape)) if len(shape) == len(window) and shape[a] != window[a]]
+    if len(cut) != 1:
+        return None
+    start, length = store.target.start[cut[0]], window[cut[0]]
+    if not isinstance(start, int) or not isinstance(length, int):
+        return None
+    # Not every other row, nor a transposed square.
+    if store.target != effects.narrow(effects.identity(shape), cut[0], start, length):
+        return None
+    if {store.source.value.dtype, store.dtype} != {store.memory.dtype}:
+        return None
+    return cut[0], start, length, store.source

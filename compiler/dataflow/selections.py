@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -89,9 +90,11 @@ def _is_split(node: fx.Node) -> bool:
 
 
 def _part_of(split: fx.Node, at: Any) -> Callable[[Effect], Effect]:
-    name, shapes = name_of(split), [shape_of(part) for part in _made(split)]
-    call = _call_of(split, name)
-    return lambda e: spelling.split_effects(e, name, call, shapes)[at]
+    parts = split.meta.get("parts")
+    if parts is None:
+        name, shapes = name_of(split), [shape_of(part) for part in _made(split)]
+        parts = split.meta["parts"] = spelling.Parts(name, _call_of(split, name), shapes)
+    return partial(parts.select, at=at)
 
 
 def _call_of(node: fx.Node, name: str) -> AtenCall:

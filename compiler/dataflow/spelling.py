@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import pairwise
+from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 import torch
@@ -268,20 +269,26 @@ def selected(effect: Effect, name: str, call: Call, shape: Sequence[Size]) -> Ef
     return LAYOUT[name](effect, call, shape)
 
 
-def split_effects(
-    effect: Effect, name: str, node: Call, shapes: Sequence[Sequence[Size]]
-) -> list[Effect]:
-    """The parts of split, chunk, unbind, tensor_split; `shapes` are the parts' shapes."""
-    rank = len(effect.dims)
-    position = 1 if name == "unbind" else 2
-    dim = _dim(argument(node, position, "dim", 0), rank)
-    if name == "unbind":
-        return [effects.select(effect, dim, i) for i in range(len(shapes))]
-    parts, start = [], 0
-    for shape in shapes:
-        parts.append(effects.narrow(effect, dim, start, shape[dim]))
-        start = start + shape[dim]
-    return parts
+class Parts:
+    """The parts of a split, chunk, unbind or tensor_split, each asked by itself: a tensor may have
+    thousands of them. shapes: the parts' shapes."""
+
+    def __init__(self, name: str, node: Call, shapes: Sequence[Sequence[Size]]) -> None:
+        self._name = name
+        self._dim = argument(node, 1 if name == "unbind" else 2, "dim", 0)
+        self._shapes = shapes
+
+    @cached_property
+    def _starts(self) -> list[Size]:
+        dim = _dim(self._dim, len(self._shapes[0]))
+        return list(accumulate((shape[dim] for shape in self._shapes), initial=0))
+
+    def select(self, effect: Effect, at: int) -> Effect:
+        """What part `at` selects, where `effect` is what the split tensor does."""
+        dim = _dim(self._dim, len(effect.dims))
+        if self._name == "unbind":
+            return effects.select(effect, dim, range(len(self._shapes))[at])
+        return effects.narrow(effect, dim, self._starts[at], self._shapes[at][dim])
 
 
 SPLITS = _names("split split_with_sizes chunk unbind unsafe_chunk unsafe_split tensor_split")
@@ -296,7 +303,7 @@ LISTED = (
     | SPLITS
     | TRANSFORMS
     | frozenset(LAYOUT)
-    | _names("linear addmm mm matmul cat stack getitem getattr")
+    | _names("linear addmm mm matmul cat hstack stack getitem getattr")
 )
 
 

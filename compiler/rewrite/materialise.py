@@ -304,9 +304,7 @@ class Materialiser:
         assert self.serving is not None
         here = self.flow.positions[self.serving]
         return not any(
-            self.flow.positions[write.node] < here
-            for storage in storages
-            for write in self.flow.writes_on(storage)
+            self.flow.writes_between(storage, -1, here) for storage in storages
         )
 
     def _storages(self, *nodes: fx.Node) -> set[int]:

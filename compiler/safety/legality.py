@@ -93,8 +93,8 @@ def _no_read(match: Match, flow: Dataflow) -> None:
     own = {v.node for v in (*match.stores, *match.absorbed)}
     for memory in _memories(match):
         for alias in flow.on_storage(memory.storage):
-            for position, node in flow.read.get(alias, ()):
-                if first < position < last and node not in own:
+            for _, node in flow.reads_between(alias, first, last):
+                if node not in own:
                     message = f"{node.format_node()} reads the cache between the absorbed writes"
                     _hazard("CACHE_READ", message, node, hint="write K and V before either is read")
 
@@ -102,9 +102,8 @@ def _no_read(match: Match, flow: Dataflow) -> None:
 def _no_other_write(match: Match, flow: Dataflow) -> None:
     first, last = _between(match, flow)
     for memory in _memories(match):
-        for value in flow.writes_on(memory.storage):
-            inside = first < flow.positions[value.node] < last
-            if inside and value not in match.stores and not _lies_apart_from(match, value):
+        for value in flow.writes_between(memory.storage, first, last):
+            if value not in match.stores and not _lies_apart_from(match, value):
                 _hazard(
                     "CACHE_WRITE", "the cache is written again between the absorbed writes", value
                 )
@@ -231,7 +230,7 @@ def _scratch_is_private(match: Match, flow: Dataflow) -> None:
         assert value.store is not None
         for memory in flow.on_storage(value.store.memory.storage):
             first = flow.positions[value.node]
-            readers = [n for p, n in flow.read.get(memory, ()) if p >= first]
+            readers = [n for _, n in flow.reads_between(memory, first - 1, len(flow.positions))]
             outside = [n for n in readers if n not in own and not _copied_for(n, own, flow)]
             outside += [w.node for w in flow.written.get(memory, ()) if w.node not in own]
             if memory.is_input or outside:
@@ -324,8 +323,7 @@ def _can_move(reader: Value, last: int, flow: Dataflow) -> bool:
     for memory in (*memories, flow.memory_of.get(reader.node)):
         if memory is None:
             return False
-        writes = flow.writes_on(memory.storage)
-        if any(position < flow.positions[write.node] < last for write in writes):
+        if flow.writes_between(memory.storage, position, last):
             return False
     return True
 

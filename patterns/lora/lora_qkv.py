@@ -62,6 +62,7 @@ class LoraQkv:
     def anchors(self, flow: Dataflow) -> Iterator[tuple[Value, ...]]:
         """The sums of up to three deltas with one shrink."""
         groups: list[list[Sum]] = []
+        waiting: list[list[Sum]] = []
         for value in flow.values:
             if _is_foreign(value):
                 yield (value,)
@@ -71,11 +72,13 @@ class LoraQkv:
                 if _resembles_sum(value):
                     yield (value,)
                 continue
-            home = next((g for g in groups if _joins(found, g, flow)), None)
+            waiting = [group for group in waiting if _waits(group, value, flow)]
+            home = next((g for g in waiting if together(g[0].delta, found.delta)), None)
             if home is None:
-                groups.append([found])
-            else:
-                home.append(found)
+                home = []
+                groups.append(home)
+                waiting.append(home)
+            home.append(found)
         yield from (tuple(item.value for item in group) for group in groups)
 
     def match(self, anchor: tuple[Value, ...], flow: Dataflow) -> Match:
@@ -145,13 +148,10 @@ def match_sum(value: Value) -> Sum | None:
     return None
 
 
-def _joins(found: Sum, group: Sequence[Sum], flow: Dataflow) -> bool:
-    """Whether a delta shares its shrink with a group whose sums nothing reads before it."""
-    if len(group) == len(LETTERS) or not together(group[0].delta, found.delta):
-        return False
-    earlier = [item.value for item in group]
-    users = [user for value in earlier for user in flow.users.get(value, ())]
-    return all(user.position > found.value.position for user in users)
+def _waits(group: Sequence[Sum], place: Value, flow: Dataflow) -> bool:
+    """Whether a group takes one more sum at a place: none of its own is read before."""
+    readers = (user for item in group for user in flow.users.get(item.value, ()))
+    return len(group) < len(LETTERS) and all(user.position > place.position for user in readers)
 
 
 def _with_gathers(delta: LoraDelta, flow: Dataflow) -> LoraDelta:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ def equal_values(a: View, b: View) -> bool:
     )
 
 
+@cache
 def _repeatable(op: str) -> bool:
     """Whether the same operands give the same result again: not so for random numbers."""
     packet = getattr(torch.ops.aten, op.removeprefix("aten."), None)
