@@ -1,6 +1,6 @@
 """What a node of a large graph costs us, where one structure is repeated 512 to 4096 times.
 
-    python benchmarks/large_graphs.py [--sizes 512 1024 2048 4096] [--only unbind experts] [--profile]
+    python benchmarks/large_graphs.py [--sizes 512 1024 2048 4096] [--only unbind] [--profile]
 
 A size is about how many nodes a graph has. Each row has Dynamo's seconds and ours (all of `fuse`:
 copy, view, match, rewrite, lint and plans), and ours for each node; `growth` is the time of a node

@@ -382,8 +382,9 @@ def find(
     What a pattern raises beside its answers costs that anchor alone: `failed` makes a miss of it.
 
     A store goes to the first pattern that matches it and passes `check`. Where a later pattern
-    takes what an earlier one missed, the earlier miss is kept: it is the one worth reading. A
-    pattern with a true attribute `takes_leftovers` is not asked of values that a match absorbs.
+    takes what an earlier one missed, the earlier miss is kept, as the one worth reading, unless the
+    later absorbs what is written, too: then nothing of the site is lost. A pattern with a true
+    attribute `takes_leftovers` is not asked of values that a match absorbs.
     """
     found = Findings()
     taken: set[Value] = set()
@@ -391,6 +392,7 @@ def find(
     said: dict[tuple[str, tuple[fx.Node, ...]], int] = {}
     furthest: dict[Value, Stage] = {}
     sites: dict[int, list[Value]] = {}
+    whole: set[Value] = set()  # writes that are fused with what they write
     for pattern in patterns:
         for anchor in _anchors(pattern, flow, found, failed):
             stores = list(anchored_stores(anchor))
@@ -404,6 +406,7 @@ def find(
                 found.matches.append(answer)
                 taken.update(answer.stores)
                 absorbed.update(answer.absorbed)
+                whole.update(answer.stores if answer.absorbed else ())
                 continue
             for store in stores:
                 furthest[store] = max(answer.stage, furthest.get(store, answer.stage))
@@ -416,13 +419,18 @@ def find(
     found.misses = [
         miss
         for at, miss in enumerate(found.misses)
-        if not _outdone(miss, sites.get(at, []), furthest)
+        if not _outdone(miss, sites.get(at, []), furthest, whole)
     ]
     return found
 
 
-def _outdone(miss: Miss, stores: list[Value], furthest: Mapping[Value, Stage]) -> bool:
-    """Whether a miss that saw no more than the write stands beside one that got further there."""
+def _outdone(
+    miss: Miss, stores: list[Value], furthest: Mapping[Value, Stage], whole: set[Value]
+) -> bool:
+    """Whether a miss that saw no more than the write stands beside one that got further there, or
+    its writes are among those fused with what they write."""
+    if stores and whole.issuperset(stores) and miss.code != "INTERNAL":
+        return True
     only_anchored = miss.stage == Stage.ANCHORED and miss.code in ("LONE_WRITE", "EARLIER_GRAPH")
     return only_anchored and any(furthest[s] > Stage.ANCHORED for s in stores if s in furthest)
 

@@ -301,7 +301,11 @@ class _Builder:
 
     def _compute(self, node: fx.Node, name: str, result: torch.Tensor) -> None:
         op, args, kwargs = self._canonical(node, name, result)
-        whole = _split_before(args[0], args[1], shape_of(result)) if op == "aten.cat" else None
+        whole = None
+        if op == "aten.cat":
+            pieces = _without_rests(args[0], args[1])
+            args = (pieces, args[1])
+            whole = _copied_whole(pieces, result) or _split_before(*args, shape_of(result))
         if whole is None:
             self._define(node, op, args, result, kwargs)
             return
@@ -669,6 +673,23 @@ def _piece_of_rank(piece: View | None, dim: int, shape: tuple[Size, ...]) -> Vie
         return piece
     nothing = tuple(0 if axis == dim else size for axis, size in enumerate(shape))
     return piece.reshape(*(0 if axis == dim else 1 for axis in range(len(shape)))).expand(*nothing)
+
+
+def _without_rests(pieces: tuple[View | None, ...], dim: int) -> tuple[View | None, ...]:
+    """The pieces of a concatenation without empty slices of what has elements, as the rest of a
+    head that is rotated whole; all of them where nothing else is left."""
+    kept = [p for p in pieces if p is None or p.shape[dim] != 0 or 0 in p.value.shape]
+    kept_dtypes = {p.value.dtype for p in kept if p is not None}
+    plain = all(p is None or p.value.dtype in kept_dtypes for p in pieces)  # they promote, too
+    return tuple(kept) if kept and plain else pieces
+
+
+def _copied_whole(pieces: tuple[View | None, ...], result: torch.Tensor) -> View | None:
+    """The one piece of a concatenation, which is a copy of it."""
+    (piece, *others) = pieces or (None,)
+    if others or piece is None or piece.value.dtype != result.dtype:
+        return None
+    return piece if piece.value.device == result.device else None
 
 
 def _split_before(

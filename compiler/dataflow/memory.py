@@ -13,7 +13,7 @@ from tilewright.compiler import _compat
 from tilewright.compiler.dataflow.spelling import shape_of, size_of, sizes
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Memory, Store, Value, View
-from tilewright.patterns.effects import Effect, InexpressibleError
+from tilewright.patterns.effects import Effect, InexpressibleError, Size
 
 #: In a node's metadata: further fake tensors that stand for the memory of its own.
 LIES_WITH = "tilewright_lies_with"

@@ -205,33 +205,35 @@ class Materialiser:
         return total
 
     def _symbol(self, symbol: sympy.Expr) -> fx.Node:
-        if symbol not in self._symbols:
-            raise InexpressibleError(self._unknown(symbol))
-        node, dim = self._symbols[symbol]
-        return node if dim is None else self.call("size", node, dim)
+        for node, dim in self._symbols.get(symbol, ()):
+            if not node._erased and self._precedes(node):
+                return node if dim is None else self.call("size", node, dim)
+        raise InexpressibleError(self._unknown(symbol))
 
     def _unknown(self, symbol: sympy.Expr) -> str:
-        """Why a size cannot be made of the sizes of inputs."""
-        for node in self.graph.nodes:
-            if symbol in _compat.size_symbols(node.meta.get("example_value")):
-                place = source_of(node)
-                where = f" ({place})" if place else ""
-                return f"the size {symbol} is computed from data{where}, so no input has it"
+        """Why nothing in front of the fused op has a size."""
+        for node, _ in self._symbols.get(symbol, ()):
+            place = source_of(node)
+            where = f" ({place})" if place else ""
+            return f"the size {symbol} is computed from data{where} only behind the op's place"
         return f"the size {symbol} is that of no input: it depends on data"
 
     @cached_property
-    def _symbols(self) -> dict[sympy.Expr, tuple[fx.Node, int | None]]:
-        """The input that holds a symbol, and the dimension that has it as its size."""
-        found: dict[sympy.Expr, tuple[fx.Node, int | None]] = {}
+    def _symbols(self) -> dict[sympy.Expr, list[tuple[fx.Node, int | None]]]:
+        """The nodes that hold a symbol, in program order, and the dimension that has it as its
+        size: inputs, and where data decide a size, what computes it (`item`, `nonzero`)."""
+        found: dict[sympy.Expr, list[tuple[fx.Node, int | None]]] = {}
         for node in self.graph.nodes:
-            if node.op != "placeholder":
-                continue
             held = node.meta.get("example_value")
-            for symbol in _compat.size_symbols(held):
-                found[symbol] = node, None
-            for dim, size in enumerate(held.shape if isinstance(held, torch.Tensor) else ()):
+            sizes: Sequence[Any] = held.shape if isinstance(held, torch.Tensor) else ()
+            for dim, size in ((None, held), *enumerate(sizes)):
                 for symbol in _compat.size_symbols(size):
-                    found.setdefault(symbol, (node, dim))
+                    found.setdefault(symbol, []).append((node, dim))
+        for symbol, holders in found.items():
+            # What is the number, before what has it as a size; inputs are never erased.
+            holders.sort(key=lambda holder: holder[1] is not None)
+            inputs = [holder for holder in holders if holder[0].op == "placeholder"]
+            found[symbol] = inputs[:1] or holders
         return found
 
     # --- nodes ---
@@ -303,9 +305,7 @@ class Materialiser:
             return True
         assert self.serving is not None
         here = self.flow.positions[self.serving]
-        return not any(
-            self.flow.writes_between(storage, -1, here) for storage in storages
-        )
+        return not any(self.flow.writes_between(storage, -1, here) for storage in storages)
 
     def _storages(self, *nodes: fx.Node) -> set[int]:
         return set(map(self.flow.storage_of, _compat.tensors_of(*nodes)))

@@ -23,8 +23,8 @@ def replaces_state(store: Store) -> bool:
     if source is None or store.index:
         return False
     if effects.product(store.target.shape) != effects.product(store.memory.shape):
-        return continues(source.value, store.memory) and _is_recurrent(source.value)
-    if _is_recurrent(source.value):
+        return continues(source.value, store.memory) and made_by_recurrence(source.value)
+    if made_by_recurrence(source.value):
         return True
     axes = {atom.axis for atom in source.effect.dims[-1]}
     return len(store.memory.shape) == 3 and _walk_tokens(source.value, axes)
@@ -55,6 +55,7 @@ def _walk_tokens(value: Value, axes: set[int | None]) -> bool:
     return joined or (gemm is not None and len(axes) == 1 and axes.isdisjoint({gemm.feature, None}))
 
 
-def _is_recurrent(value: Value) -> bool:
+def made_by_recurrence(value: Value) -> bool:
+    """Whether a value is made by a decay, or by a product of two activations."""
     before = upstream(value, _REACH, lambda v: match_gemm(v) is None)
     return any(v.op in _RECURRENT and v.projected and match_gemm(v) is None for v in before)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from torch import fx
 
@@ -316,19 +317,22 @@ def pairs(flow: Dataflow) -> Iterator[WritePair]:
     writes = list(cache_writes(flow))
     projected = [_projected(write) for write in writes]
     taken: set[int] = set()
+
+    def later(i: int) -> Iterator[int]:
+        return (j for j in range(i + 1, len(writes)) if j not in taken)
+
     for i, write in enumerate(writes):
         if i in taken:
             continue
-        later = [j for j in range(i + 1, len(writes)) if j not in taken]
-        mates = (j for j in later if _of_one_input(projected[i], projected[j]))
+        mates = (j for j in later(i) if _of_one_input(projected[i], projected[j]))
         if _is_part(write):  # an op that has one of a store's parts has them all
-            twin = next((j for j in later if writes[j].store is write.store), None)
+            twin = next((j for j in later(i) if writes[j].store is write.store), None)
             if twin is None or not _belong(write, writes[twin]):
                 continue
         else:
             twin = next((j for j in mates if _is_twin(write, writes[j])), None)
         if twin is None:
-            after = (j for j in later[:1] if not _is_part(writes[j]))
+            after = (j for j in islice(later(i), 1) if not _is_part(writes[j]))
             twin = next((j for j in after if _belong(write, writes[j])), None)
         if twin is not None:
             taken.add(twin)

@@ -6,13 +6,16 @@ Never a match: these anchors exist so that the user is told what to change.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 from torch import fx
 
-from tilewright.patterns.dataflow import Dataflow, Value, View, is_in_package
+from tilewright.patterns import effects
+from tilewright.patterns.cache.states import made_by_recurrence
+from tilewright.patterns.dataflow import Dataflow, Memory, Store, Value, View, is_in_package
 from tilewright.patterns.language import Match, Miss, Reject, Sought, Stage, register
+from tilewright.patterns.recognise.gemm import match_gemm
 
 _FACTORIES = {
     f"aten.{prefix}{kind}{suffix}"
@@ -58,9 +61,10 @@ class CacheAbsent:
         count = len(anchor.values)
         nodes = tuple(v.node for v in anchor.values)
         hint = of_transformers if is_in_package(nodes[0], "transformers") else ""
-        raise Reject(
-            Miss(self.name, anchor.code, Stage.ANCHORED, f"{count} {message}", nodes, hint, count)
+        miss = Miss(
+            self.name, anchor.code, Stage.ANCHORED, f"{count} {message}", nodes, hint, count
         )
+        raise Reject(replace(miss, weight="advice") if _is_scratch(anchor, flow) else miss)
 
 
 def _grows(value: Value, flow: Dataflow) -> bool:
@@ -75,14 +79,82 @@ def _grows(value: Value, flow: Dataflow) -> bool:
 
 
 def _fresh(value: Value, flow: Dataflow) -> bool:
-    """An indexed write of projected data into memory allocated in the graph, that is returned."""
+    """A write of projected data into memory allocated in the graph: at slots, or to a part of what
+    attention reads, or of what is returned where attention reads the same data."""
     store = value.store
-    if store is None or store.memory.is_input or len(store.memory.shape) < 3 or not store.index:
+    if store is None or store.memory.is_input or len(store.memory.shape) < 3:
         return False
-    made = flow.views.get(store.memory.root)
-    if not isinstance(made, View) or made.value.op not in _FACTORIES:
-        return False  # a copy of something
-    return store.source is not None and store.source.value.projected
+    if not _is_made_anew(flow.views.get(store.memory.root)):
+        return False
+    if store.source is None:
+        written = [flow.views[n] for n in value.node.all_input_nodes if n in flow.views]
+        keys = any(isinstance(v, View) and v.value.projected for v in written)
+        return bool(store.note) and keys and _is_attended(value, flow)
+    if not store.source.value.projected:
+        return False
+    return bool(store.index) or (_is_part(store, flow) and _holds_keys(value, store, flow))
+
+
+def _is_made_anew(made: Any) -> bool:
+    """Whether memory is new, or a copy of an input in another dtype or place."""
+    if not isinstance(made, View):
+        return False
+    source = made.value
+    if source.op == "cast":
+        source = source.operands[0].value
+        return source.op == "input" and made.is_whole
+    return source.op in _FACTORIES or (source.op == "input" and made.is_whole)
+
+
+def _is_part(store: Store, flow: Dataflow) -> bool:
+    """Whether the copies into a memory leave some of it as it was: a rotation that is put together
+    in an empty tensor fills it."""
+    stores = [value.store for value in flow.written.get(store.memory, ()) if value.store]
+    filled = sum(effects.product(each.target.shape) for each in stores)
+    total = effects.product(store.memory.shape)
+    known = isinstance(filled, int) and isinstance(total, int)
+    return bool(filled < total) if known else filled != total
+
+
+def _holds_keys(value: Value, store: Store, flow: Dataflow) -> bool:
+    assert store.source is not None
+    if made_by_recurrence(store.source.value):
+        return False
+    returned = _is_returned(store.memory, flow)
+    return _is_attended(value, flow) or (returned and _is_attended(store.source.value, flow))
+
+
+def _is_scratch(anchor: AbsentCache, flow: Dataflow) -> bool:
+    """Whether all are slices of memory that no one sees after the graph: it may be padding."""
+    stores = [value.store for value in anchor.values]
+    return anchor.code == "FRESH_CACHE" and all(
+        store is not None and not store.index and not _is_returned(store.memory, flow)
+        for store in stores
+    )
+
+
+def _is_returned(memory: Memory, flow: Dataflow) -> bool:
+    written = set(flow.written.get(memory, ()))
+    return any(view.value in written for view in flow.outputs)
+
+
+#: Where activations meet activations, and what may lie between keys and there.
+_ATTENTION = {
+    "aten.matmul", "aten.bmm", "aten.baddbmm", "aten.einsum", "aten.scaled_dot_product_attention"
+}  # fmt: skip
+_BETWEEN = {"cast", "store", *(f"aten.{name}" for name in ("mul", "cat", "repeat_interleave"))}
+_REACH = 16
+
+
+def _is_attended(value: Value, flow: Dataflow) -> bool:
+    """Whether attention reads a value: it meets what is projected, too, in a product."""
+    return any(
+        user.op in _ATTENTION
+        and match_gemm(user) is None
+        and any(view.value.projected and view.value is not item for view in user.operands)
+        for item in flow.downstream(value, _REACH, lambda v: v.op in _BETWEEN)
+        for user in flow.users.get(item, ())
+    )
 
 
 def _updates(value: Value, flow: Dataflow) -> bool:

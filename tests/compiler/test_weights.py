@@ -283,24 +283,6 @@ def test_a_dtensor_cache_is_told(tmp_path):
     assert "INTERNAL" not in [m.code for m in misses_of(lowered, "qkv")]
 
 
-def test_a_size_from_data_is_told_as_one():
-    def step(q, k, v, k_cache, v_cache, slots):
-        start = slots[2].item()
-        torch._check(start >= 0)
-        torch._check(start + 4 <= 9)
-        k_cache[:, start : start + 4] = k
-        v_cache[:, start : start + 4] = v
-        return q
-
-    x, k_cache, v_cache, slots = arguments()
-    args = (x, k_cache.unsqueeze(0), v_cache.unsqueeze(0), slots)
-    with torch._dynamo.config.patch(capture_scalar_outputs=True):
-        lowered = lower(Attention(step).requires_grad_(False), args)
-    messages = [m.message for m in misses_of(lowered, "qkv") if m.code == "UNSUPPORTED"]
-    assert messages
-    assert all("is computed from data (test_weights.py:" in message for message in messages)
-
-
 def test_a_growing_cache_of_two_dimensions_is_told():
     class Grows(nn.Module):
         def __init__(self):
