@@ -8,7 +8,7 @@ import math
 import operator
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -160,6 +160,8 @@ def _attempt(
         spelled = spell_flex_out(graph)
         # Where an op refuses a site, another round gives the site to the next pattern.
         refused: dict[tuple[str, fx.Node], Miss] = {}
+        left_open: set[fx.Node] = set()
+        told: list[Miss] = []
 
         def check(match: Match, flow: Dataflow) -> Miss | None:
             known = refused.get((match.pattern, match.anchor.node))
@@ -179,17 +181,19 @@ def _attempt(
                 unseen = [*unseen_in_transforms(graph, modes), *unknown_writes(flow, found.matches)]
             with clock.phase("rewrite"):
                 done, no = rewrite_sites(graph, flow, wanted, failures, planned)
+            missed = found.misses if options.everywhere else lost_nowhere(found.misses, patterns)
+            told = _told(told, [*missed, *left], found.matches, left_open if rewritten else None)
             rewritten.extend(done)
             if rounds is not None:
-                misses_so_far = () if no else (*found.misses, *left)
+                misses_so_far = () if no else tuple(told)
                 rounds.append(Round(flow, tuple(one.match for one in done), misses_so_far))
             refused |= {(match.pattern, match.anchor.node): miss for match, miss in no}
+            left_open.update(node for match, _ in no for node in _nodes_of(match))
             if not no:
                 unread = [failures("view", "to read a node", e, (n,)) for n, e in flow.failed]
-                missed = [*found.misses, *inside]
                 if not options.everywhere:
-                    missed = lost_nowhere(missed, patterns)
-                misses.extend((*missed, *left, *unread, *unseen))
+                    inside = lost_nowhere(inside, patterns)
+                misses.extend((*told, *inside, *unread, *unseen))
                 put_flex_back(graph, spelled)
                 if rewritten:
                     advance_lengths_last(graph)
@@ -209,6 +213,29 @@ def _attempt(
             after.recompile()
     sites = _sites(rewritten, target, failures)
     return None if sites is None else _Attempt(after, sites, misses, notes, inputs[0])
+
+
+def _told(
+    before: Sequence[Miss],
+    now: Sequence[Miss],
+    matches: Sequence[Match],
+    left_open: Collection[fx.Node] | None,
+) -> list[Miss]:
+    """The misses of all rounds so far. before: of the earlier ones, whose sites may be rewritten by
+    now; a pattern that matches such a site after all has not missed it. left_open: the nodes of
+    sites that ops refused, which alone are new to this round's patterns; None where nothing is
+    rewritten yet."""
+    found = {(match.pattern, match.anchor.node) for match in matches}
+    kept = [m for m in before if not any((m.pattern, node) in found for node in m.nodes)]
+    said = {(m.pattern, m.code, m.nodes) for m in kept}
+    new = [m for m in now if (m.pattern, m.code, m.nodes) not in said]
+    if left_open is not None:
+        new = [m for m in new if not left_open.isdisjoint(m.nodes)]
+    return [*kept, *new]
+
+
+def _nodes_of(match: Match) -> set[fx.Node]:
+    return {value.node for value in (match.anchor, *match.absorbed, *match.stores)}
 
 
 def _sites(

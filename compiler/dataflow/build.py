@@ -39,12 +39,12 @@ from tilewright.patterns.dataflow import (
     iter_views,
 )
 from tilewright.patterns.effects import Effect, InexpressibleError, Size
-from tilewright.patterns.recognise.gemm import is_weight
+from tilewright.patterns.recognise.gemm import is_weight, multiplies_stored, unread_product
 
-# Besides `aten.linear`: with a parameter among the operands these project too.
+# Products whose second operand is a weight, and those that are where it is stored.
+_OF_WEIGHTS = frozenset(("aten.linear", "aten._scaled_mm", "aten._scaled_mm_v2"))
 _PRODUCTS = frozenset(
-    f"aten.{name}"
-    for name in ("einsum", "bmm", "mm", "matmul", "baddbmm", "addmm", "_scaled_mm", "_grouped_mm")
+    f"aten.{name}" for name in ("einsum", "bmm", "mm", "matmul", "baddbmm", "addmm", "_grouped_mm")
 )
 
 T = TypeVar("T")
@@ -578,15 +578,7 @@ class _Builder:
             kwargs=kwargs or {},
             store=store,
         )
-        # An operation that nobody knows may be a product too.
-        product = op in _PRODUCTS or not op.startswith(("aten.", "store", "cast", "bitcast"))
-        weighted = product and any(is_weight(v) for v in value.operands)
-        projected = (
-            weighted
-            or op in ("aten.linear", "aten._scaled_mm")
-            or any(v.value.projected for v in value.operands)
-        )
-        if projected:
+        if _projects(value) or any(v.value.projected for v in value.operands):
             object.__setattr__(value, "projected", True)
         self.values.append(value)
         for operand in {v.value: None for v in value.operands}:
@@ -664,6 +656,18 @@ class _Builder:
             reshaped=frozenset(self.reshaped),
             failed=tuple(self.failed),
         )
+
+
+def _projects(value: Value) -> bool:
+    """Whether a value is a product with what the model stores; an operation that is not known may
+    be one too."""
+    if value.op in _OF_WEIGHTS:
+        return True
+    if value.op in _PRODUCTS:
+        return multiplies_stored(value)
+    foreign = not value.op.startswith(("aten.", "store", "cast", "bitcast"))
+    given = foreign and any(is_weight(view) for view in value.operands)
+    return given or unread_product(value) is not None
 
 
 def _piece_of_rank(piece: View | None, dim: int, shape: tuple[Size, ...]) -> View | None:

@@ -97,6 +97,7 @@ PLAIN = _names(
     scaled_dot_product_attention scatter scatter_add searchsorted sigmoid sign silu sin softmax
     softplus sort sqrt square std sub sum tanh topk tril triu tril_indices var view_as_complex
     view_as_real where zeros zeros_like _grouped_mm _scaled_mm polar roll hardtanh index_copy
+    _scaled_mm_v2
     index_add log_softmax tensor scalar_tensor diff
     """
 )

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from tilewright.compiler import _compat
+from tilewright.compiler.safety.subclasses import described
 from tilewright.ops.formats.paged_cache import in_bytes, strided_disjoint
 from tilewright.patterns.dataflow import Computed, Dataflow, Memory, Store, Value, View, source_of
 from tilewright.patterns.effects import Effect, InexpressibleError, Size
@@ -371,13 +372,9 @@ def _plain_tensors(match: Match, flow: Dataflow) -> None:
     for name, node in read:
         held = node.meta.get("example_value")
         if _compat.is_subclass(held):
-            _hazard(
-                "SUBCLASS",
-                f"{name} is a {type(held).__name__}: which memory it stands for is not seen",
-                match.anchor,
-                hint="give the plain tensor inside (DTensor: to_local()), or fuse before it is "
-                "wrapped",
-            )
+            what, hint = described(held)
+            message = f"{name} is {what}: which memory it stands for is not seen"
+            _hazard("SUBCLASS", message, match.anchor, hint=hint)
 
 
 _RULES = (

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from tilewright.patterns.attention.visible import mask_fact, visible_keys
-from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope
+from tilewright.patterns.dataflow import Computed, Dataflow, Value, View, common_scope
 from tilewright.patterns.effects import size_fact
 from tilewright.patterns.language import Match, Sought, register
 from tilewright.patterns.mla.keys import LatentKeys, has_shared_part, match_latent_keys
@@ -61,7 +61,7 @@ class MlaPrefill:
             pattern=self.name,
             op=self.op,
             anchor=anchor,
-            arguments=_arguments(attention, keys, query),
+            arguments=_arguments(attention, keys, query, flow),
             results=(attention.result(),),
             absorbed=tuple(dict.fromkeys(absorbed)),
             facts=_facts(attention, keys, query),
@@ -85,12 +85,14 @@ def _guard(attention: Attention, keys: LatentKeys) -> None:
     check_dtypes(dtypes, "query, latents, rope keys and weight", attention.end)
 
 
-def _arguments(attention: Attention, keys: LatentKeys, query: Query) -> dict[str, Any]:
+def _arguments(
+    attention: Attention, keys: LatentKeys, query: Query, flow: Dataflow
+) -> dict[str, Any]:
     arguments = {
         **query.arguments,
         "latent": keys.latents.matrix,
         "k_rope": keys.rope_keys.matrix,
-        "kv_b_weight": keys.weight,
+        "kv_b_weight": _in_rows(keys.weight, flow),
         "v_dim": keys.v_dim,
         "scale": attention.scale,
         **{name: _flat(item) for name, item in keys.scales.items()},
@@ -100,6 +102,13 @@ def _arguments(attention: Attention, keys: LatentKeys, query: Query) -> dict[str
         return arguments | {"num_sequences": attention.queries[0]}
     offsets = {"row_offsets": attention.row_offsets, "key_offsets": attention.key_offsets}
     return arguments | offsets
+
+
+def _in_rows(weight: View, flow: Dataflow) -> View | Computed:
+    """The weight [N, L]. One that the graph computes as [L, N], as codes by column are decoded, is
+    computed in rows instead; one that is stored so is left to the op's checks."""
+    stored = weight.value.op in ("constant", "input")
+    return weight if stored or flow.rows_are_dense(weight) else Computed("contiguous", (weight,))
 
 
 def _flat(item: Any) -> Any:

@@ -8,20 +8,29 @@ from typing import Any, NoReturn
 
 from tilewright.codegen.mlp.plan import MOST_TOKENS
 from tilewright.patterns import effects
-from tilewright.patterns.dataflow import Value, View
+from tilewright.patterns.dataflow import Value, View, upstream
 from tilewright.patterns.effects import InexpressibleError
 from tilewright.patterns.language import Stage, register_code, reject
 from tilewright.patterns.quantised.scales import Names, weight_arguments
 from tilewright.patterns.quantised.weights import match_scaled_weight, refuse, repeated
-from tilewright.patterns.quantised.words import holds_codes
+from tilewright.patterns.quantised.words import holds_codes, is_code
 from tilewright.patterns.recognise.dtypes import HALVES, check_dtypes, dtype_name
-from tilewright.patterns.recognise.gemm import Gemm, match_gemm, piece_of
-from tilewright.patterns.recognise.linear import match_columns
+from tilewright.patterns.recognise.gemm import (
+    Gemm,
+    match_gemm,
+    operator_of,
+    piece_of,
+    unread_product,
+)
+from tilewright.patterns.recognise.linear import READABLE, UNREAD, match_columns
+from tilewright.patterns.recognise.norm import is_float_cast
 
 register_code(
     "LINEAR_FORM", "a linear for few tokens has a weight in no form that the op takes", "advice"
 )
 
+# Steps from what a model stores to a weight that the graph computes.
+_REACH = 64
 # Values that the model stores.
 STORED = ("constant", "input")
 # A shorter sum, or fewer of them, is a factor of an adapter, or a gate.
@@ -80,7 +89,7 @@ def match_few_tokens(view: View) -> FewTokens | None:
     # Of codes the library's GEMM would want the numbers first: an op for few tokens alone.
     if not _few(x.shape[0]) or (coded and not isinstance(x.shape[0], int)):
         return None
-    if not coded and (weight.value.op not in STORED or len(weight.value.shape) != 2):
+    if not coded and (not _is_kept(weight.value) or len(weight.value.shape) != 2):
         return None
     return FewTokens(x, weight, bias, linear.absorbed, coded, scale)
 
@@ -113,6 +122,8 @@ def match_unlike(view: View) -> Unlike | None:
         gemm = match_gemm(value)
         if gemm is not None:
             return _unlike(gemm, scaled)
+        if (unread := unread_product(value)) is not None:
+            return _unread(value, unread[0])
         wide = [v.value for v in value.operands if v.shape == value.shape]
         others = [v.value for v in value.operands if v.value not in wide]
         if value.op not in _PASSED or len(wide) != 1 or not all(map(_is_stored, others)):
@@ -144,13 +155,34 @@ def _unlike(gemm: Gemm, scaled: Value | None) -> Unlike | None:
             return None if scaled is None else Unlike(gemm.value, why, hint)
         axes = len(weight.value.shape)
         return Unlike(gemm.value, f"{given} has {axes} axes", "store it as [N, K]")
-    if holds_codes(weight.value, {}) or not _is_stored(weight.value):
+    if holds_codes(weight.value, {}) or not (_is_stored(weight.value) or _of_codes(weight.value)):
         return None
-    if weight.value.op == "cast":
+    if weight.value.op == "cast" and weight.value.operands[0].value.op in STORED:
         names = [dtype_name(v.dtype) for v in (weight.value.operands[0].value, weight.value)]
         why = f"{given} is cast from {' to '.join(names)} in every call"
         return Unlike(gemm.value, why, "cast it once, when the model is loaded: module.to(dtype)")
     return Unlike(gemm.value, f"{given} is computed in every call, by {weight.value}", _ONCE)
+
+
+def _unread(value: Value, x: View) -> Unlike | None:
+    """A product by an operator that is not known."""
+    if not _few(effects.product(x.shape[:-1])):
+        return None
+    wide = (value.shape[-1], x.shape[-1])
+    if not all(isinstance(n, int) and n >= LEAST_COLUMNS for n in wide):
+        return None
+    return Unlike(value, f"{operator_of(value)} computes the linear, {UNREAD}", READABLE)
+
+
+def _is_kept(weight: Value) -> bool:
+    """Whether a weight is what the model stores, or a cast of that to the activation's dtype, which
+    stays in the graph."""
+    return (weight.operands[0].value if is_float_cast(weight) else weight).op in STORED
+
+
+def _of_codes(weight: Value) -> bool:
+    """Whether stored codes are somewhere among what a weight is computed from."""
+    return any(not v.operands and is_code(v.dtype) for v in upstream(weight, _REACH))
 
 
 def _is_stored(value: Value) -> bool:
@@ -204,8 +236,17 @@ def linear_facts(linear: FewTokens, arguments: Mapping[str, Any]) -> dict[str, A
     return {
         "x": f"{dtype_name(linear.x.value.dtype)}[{size},{columns}]",
         "n": linear.weight.shape[0],
-        **({"weights": arguments["weight_format"]} if linear.coded else {}),
+        **({"weights": arguments["weight_format"]} if linear.coded else _cast_fact(linear)),
     }
+
+
+def _cast_fact(linear: FewTokens) -> dict[str, Any]:
+    """What a weight is cast from in every call: stored in the activation's dtype, a step reads and
+    writes less."""
+    weight = linear.weight.value
+    if not is_float_cast(weight):
+        return {}
+    return {"weights": f"cast from {dtype_name(weight.operands[0].value.dtype)}"}
 
 
 def in_shape_of(end: Value, linear: FewTokens) -> effects.Effect:

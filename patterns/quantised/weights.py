@@ -51,11 +51,15 @@ def match_weight(weight: View) -> DequantizedWeight | None:
     """
     if not holds_codes(weight.value, {}):
         return None
-    rows = weight.matrix
-    try:
-        found = _whole_codes(rows) or _nibbles(rows)
-    except InexpressibleError:
-        found = None
+    found = _decoded(weight.matrix)
+    if found is None and len(weight.value.shape) == 2 and _decoded(weight.value.whole) is not None:
+        reject(
+            "SCALE_BLOCK",
+            Stage.GUARDS,
+            f"{weight.value}: its rows, head by head, do not begin and end with blocks of scales",
+            weight,
+            hint="store q, k and v apart, or one behind the other, and quantise them so",
+        )
     if found is None:
         refuse(weight, "in no format that the op knows")
     shape = list(weight.shape[:-1])
@@ -65,6 +69,13 @@ def match_weight(weight: View) -> DequantizedWeight | None:
             refuse(weight, f"{per} rows share a word, head_dim is {shape[-1]}")
         shape[-1] //= per
     return replace(found, codes=found.codes.reshape(*shape, found.codes.shape[1]))
+
+
+def _decoded(rows: View) -> DequantizedWeight | None:
+    try:
+        return _whole_codes(rows) or _nibbles(rows)
+    except InexpressibleError:
+        return None
 
 
 def match_scaled_weight(weight: View, *outside: View | None) -> DequantizedWeight | None:

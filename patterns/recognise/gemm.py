@@ -10,7 +10,7 @@ Dimension letters: N output features, K hidden size.
 from __future__ import annotations
 
 import string
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,12 +77,49 @@ def _scaled_mm(value: Value) -> Gemm | None:
     """Both operands are codes: (x * scale_a) @ (weight * scale_b), scales over blocks."""
     names = ("self", "mat2", "scale_a", "scale_b", "bias", "scale_result")
     given = dict(zip(names, value.args, strict=False)) | dict(value.kwargs)
-    x, weight, scale_a, scale_b = (given.get(name) for name in names[:4])
+    scales = given.get("scale_a"), given.get("scale_b")
+    if given.get("scale_result") is not None or not all(isinstance(s, View) for s in scales):
+        return None
+    return _of_codes(value, given, *scales)
+
+
+# How a scale of `_scaled_mm_v2` goes: one for all, or one per row.
+_TENSOR_WISE, _ROW_WISE = 0, 1
+_V2 = ("self", "mat2", "scale_a", "recipe_a", "swizzle_a", "scale_b", "recipe_b", "swizzle_b")
+
+
+def _scaled_mm_v2(value: Value) -> Gemm | None:
+    """The same with scales in lists, and how they go as numbers; by tensor and by row are read."""
+    names = (*_V2, "bias", "out_dtype", "contraction_dim")
+    given = dict(zip(names, value.args, strict=False)) | dict(value.kwargs)
+    x, weight = given.get("self"), given.get("mat2")
     if not isinstance(x, View) or not isinstance(weight, View):
         return None
-    if not isinstance(scale_a, View) or not isinstance(scale_b, View):
+    if any(given.get("swizzle_a") or ()) or any(given.get("swizzle_b") or ()):
         return None
-    if weight.value.projected or given.get("scale_result") is not None:
+    if given.get("contraction_dim"):
+        return None
+    scale_a = _by_recipe(given, "a", (x.shape[0], 1))
+    scale_b = _by_recipe(given, "b", (1, weight.shape[-1]))
+    if scale_a is None or scale_b is None:
+        return None
+    return _of_codes(value, given, scale_a, scale_b)
+
+
+def _by_recipe(given: Mapping[str, Any], side: str, rows: tuple[Size, Size]) -> View | None:
+    """The scale of one side in two dimensions: one number, or `rows`; None for another recipe."""
+    scales, recipe = given.get(f"scale_{side}") or (), given.get(f"recipe_{side}") or ()
+    if len(scales) != 1 or len(recipe) != 1 or not isinstance(scales[0], View):
+        return None
+    wanted = {_TENSOR_WISE: (1, 1), _ROW_WISE: rows}.get(int(recipe[0]))
+    if wanted is None or effects.product(scales[0].shape) != effects.product(wanted):
+        return None
+    return scales[0].reshape(*wanted)
+
+
+def _of_codes(value: Value, given: Mapping[str, Any], scale_a: View, scale_b: View) -> Gemm | None:
+    x, weight = given.get("self"), given.get("mat2")
+    if not isinstance(x, View) or not isinstance(weight, View) or weight.value.projected:
         return None
     weight_scale = _over_blocks(scale_b, weight.shape)
     x_scale = _two_dims(scale_a)
@@ -219,6 +256,64 @@ def is_weight(view: View) -> bool:
     return view.value.op == "constant"
 
 
+# A sum of fewer is no product with a weight: angles are positions times frequencies.
+_LEAST_SUMMED = 16
+_NO_OPERATIONS = ("input", "constant", "store", "cast", "bitcast")
+_KNOWN = ("aten.", "tilewright::", "opaque:tilewright::")
+# How many codes a stored number may hold.
+_CODES_IN_A_WORD = (1, 2, 4, 8)
+
+
+def multiplies_stored(value: Value) -> bool:
+    """Whether a value is a product with what the model stores: a parameter, or a buffer."""
+    if any(is_weight(view) for view in value.operands):
+        return True
+    gemm = match_gemm(value)
+    if gemm is None or gemm.weight.value.op != "input":
+        return False
+    summed = gemm.weight.shape[-1]
+    return isinstance(summed, int) and summed >= _LEAST_SUMMED
+
+
+def unread_product(value: Value) -> tuple[View, View] | None:
+    """(x, weight) of an operation that no table has, where their shapes tell a product: of x
+    [..., K] with a stored matrix of N * K numbers, or of as many codes, to [..., N]. It may write
+    its result in place."""
+    written = value.op == "store" and value.store is not None and value.store.source is None
+    known = value.op in _NO_OPERATIONS or value.op.startswith(_KNOWN)
+    if (known and not written) or len(value.shape) < 2:
+        return None
+    *rows, columns = value.shape
+    tokens = effects.product(rows)
+    stored = [
+        view
+        for view in value.operands
+        if view.value.op in ("input", "constant") and len(view.shape) == 2
+    ]
+    for x in value.operands:
+        if len(x.shape) < 2 or effects.product(x.shape[:-1]) != tokens:
+            continue
+        for weight in stored:
+            if weight.value is not x.value and _holds(weight, columns, x.shape[-1]):
+                return x, weight
+    return None
+
+
+def _holds(weight: View, columns: Size, summed: Size) -> bool:
+    """Whether a stored matrix has a number, or a code, for each column and each that is summed."""
+    count = effects.product(weight.shape)
+    if not all(isinstance(n, int) for n in (count, columns, summed)) or summed < _LEAST_SUMMED:
+        return False
+    wide = weight.value.dtype.is_floating_point and weight.value.dtype.itemsize > 1
+    return any(count * per == columns * summed for per in ((1,) if wide else _CODES_IN_A_WORD))
+
+
+def operator_of(value: Value) -> str:
+    """What an unread product's operation is called."""
+    named = value.store.kind if value.store is not None else value.op
+    return named.removeprefix("opaque:")
+
+
 def _contraction(value: Value, x: Side, weight: Side, result: str) -> Gemm | None:
     """The GEMM of x and a weight; None for diagonals, batched weights and the like."""
     xs, ws = x.dims, weight.dims
@@ -289,6 +384,7 @@ def _layout(
 _RULES = {
     "aten.linear": _linear,
     "aten._scaled_mm": _scaled_mm,
+    "aten._scaled_mm_v2": _scaled_mm_v2,
     **dict.fromkeys(("aten.einsum", "aten.matmul", "aten.mm", "aten.bmm"), _contracted),
 }
 

@@ -22,7 +22,13 @@ from tilewright.patterns.language import Reject, Stage, reject
 from tilewright.patterns.quantised.words import holds_codes
 from tilewright.patterns.recognise.dtypes import dtype_name
 from tilewright.patterns.recognise.equality import equal_values
-from tilewright.patterns.recognise.gemm import Gemm, bias_rows, match_gemm
+from tilewright.patterns.recognise.gemm import (
+    Gemm,
+    bias_rows,
+    match_gemm,
+    operator_of,
+    unread_product,
+)
 from tilewright.patterns.recognise.norm import is_float_cast, strip_casts
 from tilewright.patterns.recognise.ranks import collective_of
 from tilewright.patterns.recognise.steps import clamp_bounds
@@ -161,6 +167,13 @@ def match_columns(view: View, bare: bool = False) -> LinearColumns | None:
         return None
     return LinearColumns(linear, layout, rank)
 
+
+#: Of a product by an operator that is in no table, and what to do about it.
+UNREAD = "an operator whose arithmetic is not known"
+READABLE = (
+    "load the model with weights that PyTorch multiplies, or decodes in the graph "
+    "(transformers: dequantize=True)"
+)
 
 _UNNAMED = Path("UNSUPPORTED", Stage.ANCHORED, "its reader")
 
@@ -314,6 +327,8 @@ class _Search:
         elif value.op == "aten.index" and any(v.value.dtype == torch.bool for v in value.operands):
             code, what = path.masked or code, "a boolean mask selects the tokens that are written"
         hint = _HINTS.get(value.op, path.hint if code == path.code else "")
+        if code == path.code and unread_product(value) is not None:
+            what, hint = f"{operator_of(value)} computes the projection, {UNREAD}", READABLE
         if _is_scaled_by_constant(value):
             what += ", a constant factor"
             hint = "multiply the projection's weight by it once, when the model is loaded"

@@ -16,6 +16,7 @@ from tests.compiler.running import build, compiled, copies
 from tests.found import matches_of, misses_of, patterns_in
 from tilewright.compiler import StrictError, lower, reports
 from tilewright.compiler.options import Options
+from tilewright.compiler.safety.subclasses import described
 from tilewright.patterns import language
 from tilewright.patterns.language import CODES, WEIGHTS, Miss, Stage, reject
 
@@ -237,6 +238,25 @@ def test_a_store_of_given_heads_passes_strict_as_ever():
 
 
 # --- subclasses, sizes from data, growing ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("package", "what", "hint"),
+    [
+        ("torchao.quantization", "torchao's quantised weight", "weight.dequantize()"),
+        ("optimum.quanto.tensor", "quanto's quantised weight", "weight.dequantize()"),
+        ("torch.distributed.tensor", "a part of a tensor that ranks share", "to_local()"),
+        ("torchaox", "a class that wraps other tensors", "plain tensors inside"),
+    ],
+)
+def test_what_to_do_about_a_subclass_goes_by_its_library(package, what, hint, monkeypatch):
+    class Int8Tensor(TwoTensor):
+        """Stands for the quantised weight of a library."""
+
+    monkeypatch.setattr(Int8Tensor, "__module__", package)
+    said = described(Int8Tensor(torch.zeros(2), torch.zeros(2)))
+    assert said[0] == f"a Int8Tensor, {what}"
+    assert hint in said[1]
 
 
 @pytest.mark.parametrize("wrapped", ["cache", "weight"])

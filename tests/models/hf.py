@@ -8,6 +8,7 @@ case.caches          # the (keys, values) tensors that the call writes, layer by
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -84,6 +85,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "phi": ("PhiConfig", {}),
 }
 
+#: More of them, for tests of other weights.
+MORE: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma": ("GemmaConfig", {"head_dim": 16, "num_key_value_heads": 1}),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {"kv_lora_rank": 32, "q_lora_rank": None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16}
+        | {"v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1}
+        | {"topk_group": 1, "moe_intermediate_size": 64, "first_k_dense_replace": 1}
+        | {"num_key_value_heads": 4},
+    ),
+}
+
 #: Encoders with decoders: name -> (model class, config class, fields, a batch for the encoder).
 ENCODER_DECODERS: dict[str, tuple[str, str, dict[str, Any], dict[str, torch.Tensor]]] = {
     "t5": (
@@ -122,14 +135,15 @@ def build_hf(
     past_tokens: int = PREFILL_TOKENS,
     dtype: torch.dtype = torch.bfloat16,
     seed: int = 0,
+    prepare: Callable[[Any], None] = lambda model: None,
     **changes: Any,
 ) -> HfCase:
-    """One of MODELS with a cache that already holds `past_tokens` tokens per sequence
-    (phase="decode": one more token follows) or none ("prefill": that many follow). `changes` are
-    fields of the config."""
+    """One of MODELS, or of MORE, with a cache that already holds `past_tokens` tokens per sequence
+    (phase="decode": one more token follows) or none ("prefill": that many follow). `prepare`
+    changes the new model; `changes` are fields of the config."""
     import transformers
 
-    class_name, fields = MODELS[name]
+    class_name, fields = (MODELS | MORE)[name]
     fields = {**DIMS, **fields, **changes}
     fields = {field: value for field, value in fields.items() if value is not None}
     config = getattr(transformers, class_name)(**fields)
@@ -137,6 +151,7 @@ def build_hf(
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     model.requires_grad_(False)
     perturb_vectors(model)
+    prepare(model)
     past = make_cache(transformers, config, cache)
     tokens = torch.randint(3, DIMS["vocab_size"], (batch, past_tokens + 1))
     step = tokens[:, :past_tokens]

@@ -22,7 +22,7 @@ class QuantizedLinear(nn.Module):
         super().__init__()
         self.form, self.hidden, self.width = form, hidden, width
         generator = torch.Generator().manual_seed(seed)
-        for name, tensor in STORED[form](width, hidden, generator).items():
+        for name, tensor in (STORED | OTHER_LAYERS)[form](width, hidden, generator).items():
             self.register_buffer(name, tensor)
         if bias:
             values = torch.randn(width, generator=generator).bfloat16()
@@ -31,8 +31,8 @@ class QuantizedLinear(nn.Module):
             self.bias = None
 
     def forward(self, x):
-        if self.form in WHOLE:
-            return WHOLE[self.form](self, x)
+        if self.form in WHOLE or self.form in OTHER_LAYERS:
+            return self.form(self, x)
         return F.linear(x, self.form(self, x.dtype), self.bias)
 
 
@@ -94,6 +94,33 @@ def nibbles_scaled_by_column(layer, dtype):
     low, high = layer.packed & 0xF, layer.packed >> 4
     codes = torch.stack((low, high), dim=-1).flatten(-2).to(dtype) - 8
     return codes * layer.by_column.repeat_interleave(GROUP, dim=0).to(dtype)
+
+
+TABLE = [-1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0]
+TABLE += [0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.723, 1.0]
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+
+
+def nf4(layer, dtype):
+    """Sixteen numbers of a normal distribution, the first in the high nibble."""
+    table = torch.tensor(TABLE, device=layer.packed.device)
+    codes = torch.stack((layer.packed >> 4, layer.packed & 0xF), dim=-1).view(-1, GROUP)
+    values = table[codes.int()] * layer.scale.view(-1, 1).float()
+    return values.view(layer.width, -1).to(dtype)
+
+
+def nvfp4(layer, dtype):
+    """Floats of four bits, with a scale of eight for every 16 and one for all."""
+    table = torch.tensor([*E2M1, *(-m for m in E2M1)], device=layer.packed.device)
+    codes = torch.stack((layer.packed & 0xF, layer.packed >> 4), dim=-1).flatten(-2)
+    blocks = table[codes.int()].view(layer.width, -1, GROUP) * layer.scale.float()[:, :, None]
+    return (blocks * layer.factor).view(layer.width, -1).to(dtype)
+
+
+def nvfp4_buffers(rows, hidden, generator):
+    nibbles = nibble_buffers(rows, hidden, generator)
+    scale = (64 * nibbles["scale"].float()).to(torch.float8_e4m3fn)
+    return {"packed": nibbles["packed"], "scale": scale, "factor": torch.tensor(1 / 64)}
 
 
 # --- eight nibbles in an int32 --------------------------------------------------------------------
@@ -226,7 +253,7 @@ def fp8_channel_buffers(rows, hidden, generator):
 
 
 def fp8_block_buffers(rows, hidden, generator):
-    scale = scales(generator, rows // BLOCK, hidden // BLOCK, dtype=torch.float32)
+    scale = scales(generator, -(-rows // BLOCK), -(-hidden // BLOCK), dtype=torch.float32)
     return {"codes": fp8_codes(rows, hidden, generator), "scale": scale}
 
 
@@ -239,7 +266,9 @@ def fp8_channel(layer, dtype):
 
 
 def fp8_blocks_repeated(layer, dtype):
+    """The last block of rows or columns may be a part of one."""
     scale = layer.scale.repeat_interleave(BLOCK, dim=0).repeat_interleave(BLOCK, dim=1)
+    scale = scale[: layer.width, : layer.hidden]
     return (layer.codes.to(layer.scale.dtype) * scale).to(dtype)
 
 
@@ -282,6 +311,65 @@ def scaled_mm_token(layer, x):
     return out.view(*x.shape[:-1], layer.width)
 
 
+@torch.library.custom_op("quantized_tests::linear", mutates_args=())
+def linear_operator(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """A library's operator: what it computes is not in the graph."""
+    return F.linear(x, (codes.to(scale.dtype) * scale[:, None]).to(x.dtype))
+
+
+@linear_operator.register_fake
+def _(x, codes, scale):
+    return x.new_empty(*x.shape[:-1], codes.shape[0])
+
+
+@torch.library.custom_op("quantized_tests::linear_out", mutates_args=("out",))
+def linear_out_operator(
+    x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, out: torch.Tensor
+) -> None:
+    out.copy_(F.linear(x, (codes.to(scale.dtype) * scale[:, None]).to(x.dtype)))
+
+
+def by_operator(layer, x):
+    return linear_operator(x, layer.codes, layer.scale)
+
+
+def by_operator_in_place(layer, x):
+    out = x.new_empty(*x.shape[:-1], layer.width)
+    linear_out_operator(x, layer.codes, layer.scale, out)
+    return out
+
+
+def scaled_mm_v2_token(layer, x):
+    """`F.scaled_mm`, by row on both sides."""
+    rows = x.reshape(-1, layer.hidden).to(layer.scale.dtype)
+    scale = rows.abs().amax(dim=-1, keepdim=True) / 448
+    codes = (rows / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+    if layer.codes.dtype != torch.float8_e4m3fn:
+        out = quantized_product(codes, layer.codes, scale, layer.scale.t(), None, x.dtype)
+    else:
+        by_row = F.ScalingType.RowWise
+        out = F.scaled_mm(
+            codes, layer.codes.t(), scale, by_row, layer.scale.t(), by_row, output_dtype=x.dtype
+        )
+    return out.view(*x.shape[:-1], layer.width)
+
+
+def buffer_einsum(layer, x):
+    return torch.einsum("...k,nk->...n", x, layer.dense)
+
+
+def dense_buffers(rows, hidden, generator):
+    return {"dense": (torch.randn(rows, hidden, generator=generator) / 8).bfloat16()}
+
+
+#: Layers in tests of their own: form -> what it stores.
+OTHER_LAYERS = {
+    by_operator: int8_buffers,
+    by_operator_in_place: int8_buffers,
+    scaled_mm_v2_token: fp8_channel_buffers,
+    buffer_einsum: dense_buffers,
+}
+
 #: form -> what it stores
 STORED = {
     nibbles_low_first: nibble_buffers,
@@ -290,6 +378,8 @@ STORED = {
     nibbles_in_flat_groups: nibble_buffers,
     nibbles_scaled_apart: nibble_buffers,
     nibbles_scaled_by_column: nibble_buffers,
+    nf4: nibble_buffers,
+    nvfp4: nvfp4_buffers,
     awq: awq_buffers,
     awq_plain: awq_buffers,
     awq_listed: awq_buffers,

@@ -1,4 +1,5 @@
-"""What is fused in the zoo, kept as snapshots with the project's own plugin.
+"""What is fused in the zoo, and in small models with quantised weights, kept as snapshots with the
+project's own plugin.
 
 `pytest tests/tools/test_zoo_snapshots.py --tilewright-update` writes them anew; read the diff.
 """
@@ -6,10 +7,14 @@
 from __future__ import annotations
 
 import operator
+from pathlib import Path
 
 import pytest
 import torch
 
+from tests.models.coded import build_coded, outcome_by_layer
+from tilewright.compiler import lower
+from tilewright.tools.pytest_plugin import FOLDER, UPDATE
 from tilewright.tools.zoo import ZOO, build_zoo_model
 
 pytest.importorskip("transformers", reason="the zoo needs transformers")
@@ -42,3 +47,35 @@ def test_the_zoo_is_fused_as_it_was(tilewright, name, tokens):
     assert len(writes) == 2 * layers
     if tokens == 1 or name == "gpt-oss-120b":  # a prefill has the same points
         assert lowered.census.unaccounted == ()
+
+
+#: Unmodified models, with a layer of each format; `benchmarks/coverage.py` has all combinations.
+CODED = {
+    "llama": ("int8", "gptq"),
+    "qwen2": ("fp8_block",),
+    "phi": ("int4",),
+    "gpt2": ("int8_after",),
+    "gpt_neox": ("fp8_row",),
+    "deepseek_v3": ("fp8_tensor", "awq"),
+    "qwen3_moe": ("nvfp4",),
+    "gpt_oss": ("mxfp4",),
+}
+CODED_FOLDER = Path(__file__).parent / FOLDER / "coded"
+
+
+@pytest.mark.parametrize("name", CODED)
+def test_quantised_weights_are_fused_as_they_were(name, request):
+    """A line for each format: the matches of its layer, and the misses by their code."""
+    torch._dynamo.reset()
+    case = build_coded(name, CODED[name])
+    with torch.no_grad():
+        report = lower(case.model, case.args, case.kwargs)
+    lines = [f"{form}: {said}" for form, said in outcome_by_layer(report, CODED[name]).items()]
+    path = CODED_FOLDER / f"{name}.snapshot"
+    if request.config.getoption(UPDATE):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(f"{line}\n" for line in lines), "utf-8")
+    stored = path.read_text("utf-8").splitlines()
+    assert lines == stored, f"if that is meant: pytest {UPDATE}; " + "; ".join(
+        map(str, report.misses)
+    )

@@ -49,8 +49,9 @@ def compiled(module, x):
 
 
 FORMATS = {"nibbles": "int4_k", "gptq": "int4_k", "awq": "int4_n", "int8": "int8", "fp8": "fp8"}
-# The activation is quantised too, or the groups are a buffer's.
+# The activation is quantised too, the groups are a buffer's, or the codes are floats of four bits.
 OTHERS = {quantized.scaled_mm_tensor, quantized.scaled_mm_token, quantized.gptq_act_order}
+OTHERS |= {quantized.nf4, quantized.nvfp4}
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
@@ -117,15 +118,50 @@ def test_one_dense_weight_beside_codes_is_advice():
     assert (miss.code, miss.is_lost) == ("WEIGHT_FORMAT", False)
 
 
-def test_codes_of_activations_are_left_alone_and_told():
-    form = quantized.scaled_mm_token
+@pytest.mark.parametrize(
+    ("form", "why"),
+    [
+        (quantized.scaled_mm_tensor, "activation and weight are both eight-bit codes"),
+        (quantized.nf4, "its weight is computed in every call"),
+    ],
+)
+def test_products_that_the_op_cannot_read_are_advice(form, why):
     report = compiled(Mlp(form, form, form), tokens())
-    assert matches_of(report, "mlp") == []
-    missed = misses_of(report, "mlp")
-    assert [(m.pattern, m.code, m.weight) for m in missed] == [
-        ("linear_activation", "LINEAR_FORM", "advice"),
-        ("linear_residual", "LINEAR_FORM", "advice"),
-    ]
+    assert not matches_of(report, "mlp")
+    misses = misses_of(report, "mlp")
+    assert sorted(miss.pattern for miss in misses) == ["linear_activation", "linear_residual"]
+    assert all(why in miss.message and miss.hint and not miss.is_lost for miss in misses)
+
+
+@pytest.mark.parametrize("form", [quantized.by_operator, quantized.by_operator_in_place])
+def test_linears_by_an_operator_are_advice(form):
+    report = lower(Mlp(form, form, form), (tokens(),))
+    assert not matches_of(report, "mlp")
+    misses = misses_of(report, "mlp")
+    assert sorted(miss.pattern for miss in misses) == ["linear_activation", "linear_residual"]
+    name = "quantized_tests::linear"
+    assert all(name in miss.message and miss.hint and not miss.is_lost for miss in misses)
+
+
+class CastMlp(nn.Module):
+    """Weights in float32, cast to the activation's dtype in each call."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(4)
+        shapes = ((N, K), (K, N))
+        weights = (torch.randn(*shape, generator=generator) / 8 for shape in shapes)
+        self.up, self.down = (nn.Parameter(w, requires_grad=False) for w in weights)
+
+    def forward(self, x):
+        h = F.relu(F.linear(x, self.up.to(x.dtype))).square()
+        return x + F.linear(h, self.down.to(x.dtype))
+
+
+def test_weights_that_are_cast_are_found():
+    found = {site.pattern: site.shapes for site in matches_of(compiled(CastMlp(), tokens()), "mlp")}
+    assert found.keys() == {"linear_activation", "linear_residual"}
+    assert {shapes["weights"] for shapes in found.values()} == {"cast from float32"}
 
 
 def test_more_tokens_than_the_kernel_takes_are_left_alone():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from tests.agreement import assert_no_worse, assert_untouched, cloned, upcast
@@ -64,7 +65,7 @@ def check(module, args):
     return matches_of(found, "qkv")[0].shapes
 
 
-MISSED = {quantized.gptq_act_order: "SCALE_BLOCK"}
+MISSED = (quantized.gptq_act_order, quantized.nf4, quantized.nvfp4)
 FORMATS = {
     "nibbles": "int4_k",
     "gptq": "int4_k with zeros",
@@ -308,6 +309,7 @@ NEAR_MISSES = {
     multiplied_codes: "WEIGHT_FORMAT",
     scales_in_tiles: "SCALE_BLOCK",
     quantized.gptq_act_order: "SCALE_BLOCK",
+    quantized.nvfp4: "WEIGHT_FORMAT",
 }
 
 
@@ -387,6 +389,40 @@ def test_activations_scaled_by_block():
     assert fused.kwargs["out_dtype"] == torch.bfloat16
     assert fused.kwargs["x_scale"].meta["example_value"].shape == (5, 2)
     assert fused.args[0].meta["example_value"].dtype == torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [
+        (quantized.by_operator, "quantized_tests::linear "),
+        (quantized.by_operator_in_place, "quantized_tests::linear_out "),
+    ],
+)
+def test_projections_by_an_operator_are_told_by_its_name(form, name):
+    """Also one that writes its result in place; its weights are buffers."""
+    report = lower(Attention(linear_of(form)), arguments(5))
+    assert patterns_in(report, "qkv") == ["cache_store"]
+    (miss,) = misses_of(report, "qkv")
+    assert (miss.code, miss.is_lost) == ("K_PATH", True)
+    assert f"{name}computes the projection" in miss.message
+    assert "dequantize=True" in miss.hint
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        quantized.buffer_einsum,
+        pytest.param(
+            quantized.scaled_mm_v2_token,
+            marks=[
+                ROW_SCALES,
+                pytest.mark.skipif(not hasattr(F, "scaled_mm"), reason="this PyTorch has none"),
+            ],
+        ),
+    ],
+)
+def test_projections_from_buffers_are_matched(form):
+    check(Attention(linear_of(form)), arguments(5))
 
 
 def sums_scaled_besides(layer, x):
