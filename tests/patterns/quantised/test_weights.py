@@ -425,6 +425,26 @@ def test_projections_from_buffers_are_matched(form):
     check(Attention(linear_of(form)), arguments(5))
 
 
+def test_a_site_that_the_op_refuses_hides_no_miss_of_another():
+    """The op refuses the second, and its site is given to the next pattern in another round, when
+    the first is rewritten by `cache_store`."""
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            forms = (quantized.nvfp4, quantized.int8)
+            self.parts = nn.ModuleList(Attention(linear_of(form)) for form in forms)
+
+        def forward(self, x, y, slots, *caches):
+            return self.parts[0](x, slots, *caches[:2]), self.parts[1](y, slots, *caches[2:])
+
+    x, slots, *caches = arguments(5)
+    y = x.t().contiguous().t()
+    report = lower(Two(), (x, y, slots, *caches, *cloned(caches)))
+    assert codes_of(report, "qkv") == {"WEIGHT_FORMAT", "UNSUPPORTED"}
+    assert patterns_in(report, "qkv") == ["cache_store", "cache_store"]
+
+
 def sums_scaled_besides(layer, x):
     """The weight is scaled, and its sums by column once more."""
     return x @ quantized.int8(layer, x.dtype).t() * layer.scale.to(x.dtype)
