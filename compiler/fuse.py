@@ -8,7 +8,7 @@ import math
 import operator
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -219,7 +219,7 @@ def _told(
     before: Sequence[Miss],
     now: Sequence[Miss],
     matches: Sequence[Match],
-    left_open: Collection[fx.Node] | None,
+    left_open: Set[fx.Node] | None,
 ) -> list[Miss]:
     """The misses of all rounds so far. before: of the earlier ones, whose sites may be rewritten by
     now; a pattern that matches such a site after all has not missed it. left_open: the nodes of

@@ -77,10 +77,12 @@ def _scaled_mm(value: Value) -> Gemm | None:
     """Both operands are codes: (x * scale_a) @ (weight * scale_b), scales over blocks."""
     names = ("self", "mat2", "scale_a", "scale_b", "bias", "scale_result")
     given = dict(zip(names, value.args, strict=False)) | dict(value.kwargs)
-    scales = given.get("scale_a"), given.get("scale_b")
-    if given.get("scale_result") is not None or not all(isinstance(s, View) for s in scales):
+    scale_a, scale_b = given.get("scale_a"), given.get("scale_b")
+    if not isinstance(scale_a, View) or not isinstance(scale_b, View):
         return None
-    return _of_codes(value, given, *scales)
+    if given.get("scale_result") is not None:
+        return None
+    return _of_codes(value, given, scale_a, scale_b)
 
 
 # How a scale of `_scaled_mm_v2` goes: one for all, or one per row.
@@ -91,7 +93,7 @@ _V2 = ("self", "mat2", "scale_a", "recipe_a", "swizzle_a", "scale_b", "recipe_b"
 def _scaled_mm_v2(value: Value) -> Gemm | None:
     """The same with scales in lists, and how they go as numbers; by tensor and by row are read."""
     names = (*_V2, "bias", "out_dtype", "contraction_dim")
-    given = dict(zip(names, value.args, strict=False)) | dict(value.kwargs)
+    given: dict[str, Any] = dict(zip(names, value.args, strict=False)) | dict(value.kwargs)
     x, weight = given.get("self"), given.get("mat2")
     if not isinstance(x, View) or not isinstance(weight, View):
         return None
@@ -108,13 +110,17 @@ def _scaled_mm_v2(value: Value) -> Gemm | None:
 
 def _by_recipe(given: Mapping[str, Any], side: str, rows: tuple[Size, Size]) -> View | None:
     """The scale of one side in two dimensions: one number, or `rows`; None for another recipe."""
-    scales, recipe = given.get(f"scale_{side}") or (), given.get(f"recipe_{side}") or ()
-    if len(scales) != 1 or len(recipe) != 1 or not isinstance(scales[0], View):
+    scales: Sequence[Any] = given.get(f"scale_{side}") or ()
+    recipe: Sequence[Any] = given.get(f"recipe_{side}") or ()
+    if len(scales) != 1 or len(recipe) != 1:
         return None
-    wanted = {_TENSOR_WISE: (1, 1), _ROW_WISE: rows}.get(int(recipe[0]))
-    if wanted is None or effects.product(scales[0].shape) != effects.product(wanted):
+    (scale,), (number,) = scales, recipe
+    wanted = {_TENSOR_WISE: (1, 1), _ROW_WISE: rows}.get(int(number))
+    if wanted is None or not isinstance(scale, View):
         return None
-    return scales[0].reshape(*wanted)
+    if effects.product(scale.shape) != effects.product(wanted):
+        return None
+    return scale.reshape(*wanted)
 
 
 def _of_codes(value: Value, given: Mapping[str, Any], scale_a: View, scale_b: View) -> Gemm | None:
