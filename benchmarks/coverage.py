@@ -1,6 +1,7 @@
 """What is fused of every causal language model of the installed transformers, unmodified.
 
     python benchmarks/coverage.py [--models llama mixtral] [--part 1/4] [--jobs 2] [--limit 240]
+    python benchmarks/coverage.py --coded      quantised formats x models; or --models llama+awq
 
 Small models with random weights in bfloat16 (`coverage_models.py`), two sequences, one padded. Each
 is called as `generate()` calls it: the inputs are those of its own `prepare_inputs_for_generation`,
@@ -34,8 +35,9 @@ from typing import Any
 import coverage_table
 import torch
 import transformers
+from coverage_coded import coded_case, combinations
 from coverage_models import NotSwept, small_model
-from coverage_table import KEPT, MADE
+from coverage_table import KEPT, MADE, SECTIONS
 from timing import environment
 from transformers import StaticCache
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -246,6 +248,15 @@ def swept(name: str, seed: int) -> dict[str, Any]:
     return row
 
 
+def swept_coded(name: str, seed: int) -> dict[str, Any]:
+    """The row of a model with quantised weights, "llama+awq"."""
+    row: dict[str, Any] = {"model": name}
+    for phase in ("decode", "prefill"):
+        model, made = coded_case(name, phase, seed)
+        row[phase] = compiled_step(model, made)
+    return row
+
+
 def rewind(cache: Any, position: int) -> None:
     """Sets how many tokens a cache holds."""
     for layer in cache.layers:
@@ -259,9 +270,10 @@ def run_model(name: str) -> dict[str, Any]:
     """The row of a model. A wrong number has to be wrong with every seed: with experts that nearly
     tie, another order of a sum chooses others, in eager as in ours."""
     begun = time.process_time()
+    one = swept_coded if "+" in name else swept
     with torch.no_grad():
         for seed in range(SEEDS):
-            row = swept(name, seed)
+            row = one(name, seed)
             steps = [row[step] for step in ("decode", "prefill") if step in row]
             if not any(step["wrong"] for step in steps):
                 break
@@ -318,12 +330,17 @@ def keep(file: Path, row: dict[str, Any]) -> None:
     folder = os.open(file.parent, os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)
-        known = json.loads(file.read_text("utf-8")) if file.exists() else {"rows": []}
-        before = known | {"rows": []}
-        rows = {r["model"]: r | {n: r.get(n, before[n]) for n in MADE} for r in known["rows"]}
-        rows[row["model"]] = row | {name: facts[name] for name in MADE}
-        ordered = [rows[name] for name in sorted(rows)]
-        write_whole(file, json.dumps(known | facts | {"rows": ordered}, indent=1) + "\n")
+        known = json.loads(file.read_text("utf-8")) if file.exists() else {}
+        # Rows that do not say when they were made were made with the file.
+        kept = {
+            section: [{n: known[n] for n in MADE} | old for old in known.get(section, [])]
+            for section in SECTIONS
+        }
+        section = SECTIONS["+" in row["model"]]
+        others = [old for old in kept[section] if old["model"] != row["model"]]
+        others.append(row | {name: facts[name] for name in MADE})
+        kept[section] = sorted(others, key=lambda old: old["model"])
+        write_whole(file, json.dumps(facts | kept, indent=1) + "\n")
     finally:
         os.close(folder)
 
@@ -331,6 +348,9 @@ def keep(file: Path, row: dict[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", default=list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+    parser.add_argument(
+        "--coded", action="store_true", help="quantised formats x models instead; or llama+awq"
+    )
     parser.add_argument("--part", default="1/1", help="i/n: of the models, every n-th from i on")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--limit", type=int, default=120, help="CPU seconds for a model")
@@ -341,7 +361,8 @@ def main() -> None:
     torch.set_num_threads(1)
     warm_up()
     file = KEPT if given.out is None else given.out / KEPT.name
-    for row in finished(part_of(given.models, given.part), given.jobs, given.limit):
+    names = combinations() if given.coded else given.models
+    for row in finished(part_of(names, given.part), given.jobs, given.limit):
         print(line(row), flush=True)
         keep(file, row)
         if given.out is None:
@@ -353,8 +374,10 @@ def line(row: dict[str, Any]) -> str:
     if "decode" not in row:
         return f"{row['model']:>24}  {row.get('skipped') or row.get('failed')}"
     text = f"{row['model']:>24}  "
-    text += f"{row['attention_layers']}a" if row["static"] else f"- ({row['why_not_static']})"
-    text += f" {row['mixtures']}m {row['seconds']}s x{row['seeds']}"
+    if "static" in row:
+        text += f"{row['attention_layers']}a" if row["static"] else f"- ({row['why_not_static']})"
+        text += f" {row['mixtures']}m"
+    text += f" {row['seconds']}s x{row['seeds']}"
     for phase in ("decode", "prefill"):
         if phase in row:
             step = row[phase]

@@ -20,6 +20,8 @@ Row = Mapping[str, Any]
 NONE = "-"
 #: What a row says of its own run.
 MADE = ("date", "torch", "transformers")
+#: Lists of rows in the file of results: classes as they are, and models with quantised weights.
+SECTIONS = ("rows", "coded")
 
 #: Column -> the patterns whose matches and misses it shows.
 FAMILIES = {
@@ -138,12 +140,54 @@ def totals(rows: Sequence[Row]) -> list[str]:
 
 def made_with(kept: Mapping[str, Any]) -> str:
     """When, and by which releases, the rows were made: those of a row, else of the file."""
-    rows = kept["rows"]
+    rows = [row for section in SECTIONS for row in kept.get(section, ())]
     dates, torches, libraries = (
         sorted({row.get(name, kept[name]) for row in rows}) for name in MADE
     )
     when = f"on {dates[0]}" if len(dates) == 1 else f"from {dates[0]} to {dates[-1]}"
     return f"{when}: torch {' and '.join(torches)}, transformers {' and '.join(libraries)}"
+
+
+def coded(rows: Sequence[Row]) -> list[str]:
+    """Quantised formats x models; what a format has differently from bf16."""
+    found = {tuple(row["model"].split("+")): row for row in rows}
+    models, forms = (list(dict.fromkeys(key[i] for key in found)) for i in (0, 1))
+    columns = ["bf16", *(form for form in forms if form != "bf16")]
+    lines = ["| model | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    for model in models:
+        plain = found.get((model, "bf16"))
+        cells = [_coded_cell(found.get((model, form)), plain) for form in columns]
+        lines.append(f"| {model} | " + " | ".join(cells) + " |")
+    wrong = sum(numbers(row) == "**wrong**" for row in rows)
+    unjudged = sum(numbers(row) == "not judged" for row in rows)
+    return [
+        "## Quantised formats x models",
+        "Small unmodified classes, every linear of a layer (and stacked experts, where a format "
+        "has them) with codes that the forward pass decodes in PyTorch, as loaders of such "
+        'checkpoints do. "=": fused as with bf16 weights, in decode and prefill; else what is '
+        "missed in both by its code. "
+        f"Wrong numbers: {wrong} of {len(rows)}, not judged: {unjudged}.",
+        "\n".join(lines),
+    ]
+
+
+def _coded_cell(row: Row | None, plain: Row | None) -> str:
+    if row is None:
+        return NONE
+    if "decode" not in row:
+        return "failed"
+    missed: Counter[str] = Counter()
+    for step in steps_of(row):
+        missed.update(step["lost"])
+        missed.update(step["advice"])
+    said = [f"{name} {count}" for name, count in sorted(missed.items())]
+    same = plain is not None and [s["fused"] for s in steps_of(row)] == [
+        s["fused"] for s in steps_of(plain)
+    ]
+    if not same and not said:
+        said = ["**silent**"]
+    said = [] if same else said
+    return ", ".join([*said, *(["**wrong**"] if numbers(row) == "**wrong**" else [])]) or "="
 
 
 def page(kept: Mapping[str, Any]) -> str:
@@ -194,6 +238,7 @@ float64, no worse than eager.
         "\n".join(lines),
         "## Without one",
         "\n".join(rest),
+        *(coded(kept["coded"]) if kept.get("coded") else ()),
         "## Not run",
         "\n".join(failed),
     )

@@ -71,13 +71,15 @@ FORMATS: dict[str, Format] = {
 }
 
 
-def build_coded(name: str, formats: Sequence[str], phase: str = "decode") -> hf.HfCase:
+def build_coded(
+    name: str, formats: Sequence[str], phase: str = "decode", seed: int = 0
+) -> hf.HfCase:
     """A model with a layer of each format. The first of DeepSeek's is the dense one."""
     changes = MODELS[name] | {"num_hidden_layers": len(formats)}
     if "layer_types" in hf.MODELS.get(name, hf.MORE.get(name))[1]:
         changes["layer_types"] = ["full_attention"] * len(formats)
     with_codes = lambda model: quantise(model, [FORMATS[f] for f in formats])  # noqa: E731
-    return hf.build_hf(name, phase=phase, prepare=with_codes, **changes)
+    return hf.build_hf(name, phase=phase, seed=seed, prepare=with_codes, **changes)
 
 
 def quantise(model: nn.Module, formats: Sequence[Format]) -> None:

@@ -1,0 +1,32 @@
+"""Quantised formats crossed with models, for `coverage.py`: the models and formats of the tests."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.models.coded import FORMATS, MODELS, build_coded
+
+#: Those with experts, which alone have formats of their own.
+MIXTURES = ("deepseek_v3", "mixtral", "qwen3_moe", "gpt_oss")
+OF_EXPERTS = ("mxfp4",)
+
+
+def combinations() -> list[str]:
+    """ "llama+awq" for each model and format that it can have."""
+    return [
+        f"{model}+{form}"
+        for model in MODELS
+        for form in FORMATS
+        if form not in OF_EXPERTS or model in MIXTURES
+    ]
+
+
+def coded_case(name: str, phase: str, seed: int) -> tuple[Any, dict[str, Any]]:
+    """(model, keyword arguments of its step) of "llama+awq": two layers of the format."""
+    model, form = name.split("+")
+    case = build_coded(model, [form, form], phase, seed)
+    return case.model, {"input_ids": case.args[0], **case.kwargs}
