@@ -108,8 +108,8 @@ def sorted_integers(m, x):
     return mlp(m, x) * m.positions.sort().values[:, None]
 
 
-def cast_weight(m, x):
-    return x + F.linear(x, m.wide.to(x.dtype))
+def computed_weight(m, x):
+    return x + F.linear(x, (m.wide * 2).to(x.dtype))
 
 
 def spelled_softmax(m, x):
@@ -132,7 +132,7 @@ CASES = {
     sampled: ("top-k", {"no interest"}, "words"),
     greedy: ("top-k", {"no interest"}, "words"),
     sorted_integers: ("top-k", {"no interest"}, "integers"),
-    cast_weight: ("product", {"miss"}, "linear_residual LINEAR_FORM"),
+    computed_weight: ("product", {"miss"}, "linear_residual LINEAR_FORM"),
     spelled_softmax: ("softmax", {"miss"}, "cache_attention ATTENTION_FORM"),
 }
 
@@ -154,7 +154,7 @@ def test_many_tokens_are_the_library_s():
 
 
 def opaque(m, x):
-    return x + scrambled(F.silu(m.up(x)), m.down.weight)
+    return scrambled(F.silu(m.up(x)), m.down.weight).tanh()
 
 
 def test_an_unknown_product_with_a_parameter_is_unaccounted():
