@@ -44,13 +44,15 @@ class Behind:
     """What reads a value, by way of operations that are no points.
 
     ends: the points there. returned: whether the graph returns some of it. activated: an activation
-    is applied. added: it is added to a tensor that is not computed from it.
+    is applied. added: it is added to a tensor that is not computed from it. gated: two tensors of
+    its elements are multiplied.
     """
 
     ends: tuple[Value, ...]
     returned: bool
     activated: bool
     added: bool
+    gated: bool
 
 
 def behind(value: Value, graph: Graph) -> Behind:
@@ -63,6 +65,7 @@ def behind(value: Value, graph: Graph) -> Behind:
         returned=any(v in flow.output_values for v in through),
         activated=any(v.op in _ACTIVATIONS and not _is_of_a_norm(v, flow) for v in through),
         added=any(_adds_other(v, known, graph) for v in through if v is not value),
+        gated=any(_is_of_two(v) for v in through),
     )
 
 
@@ -82,6 +85,10 @@ def _adds_other(value: Value, known: set[Value], graph: Graph) -> bool:
     others = [v for v in value.operands if v.value not in known]
     wide = [v for v in others if effects.product(v.shape) == effects.product(value.shape)]
     return any(graph.origin(v.value) == "given" for v in wide)
+
+
+def _is_of_two(value: Value) -> bool:
+    return value.op == "aten.mul" and [v.shape for v in value.operands] == [value.shape] * 2
 
 
 def _tokens(value: Value) -> Any:
@@ -118,7 +125,8 @@ def _is_gated_for_many(value: Value, graph: Graph) -> bool:
     if not isinstance(tokens, int) or tokens <= MOST_GATED_TOKENS:
         return False
     read = behind(value, graph)
-    return len(read.ends) == 1 and not read.returned and not read.added
+    read_once = len(read.ends) == 1 and not read.returned and not read.added
+    return read_once and read.gated and kind_of(read.ends[0], graph) == "product"
 
 
 def _is_narrow(value: Value, graph: Graph) -> bool:
@@ -126,8 +134,10 @@ def _is_narrow(value: Value, graph: Graph) -> bool:
     if gemm is None:
         return False
     passed = _passed(value, graph)
-    parts = (v for reader in _users(passed, graph) for v in reader.operands if v.value in passed)
-    sizes = (*gemm.weight.shape, *(view.shape[-1] for view in parts if view.shape))
+    read = (v for reader in _users(passed, graph) for v in reader.operands if v.value in passed)
+    # Heads of a projection are columns of it, too, and no parts of an MLP.
+    parts = (v for v in read if v.shape and v.shape[:-1] == value.shape[:-1])
+    sizes = (*gemm.weight.shape, *(view.shape[-1] for view in parts))
     return any(isinstance(size, int) and size < LEAST_COLUMNS for size in sizes)
 
 

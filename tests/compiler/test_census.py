@@ -40,6 +40,7 @@ class Program(nn.Module):
         self.conv = nn.Conv1d(K, K, 1, bias=False)
         self.vocabulary = nn.Linear(K, 2048, bias=False)
         self.register_buffer("count", torch.zeros(1, dtype=torch.long), persistent=False)
+        self.register_buffer("turns", torch.ones(16, 2, 2), persistent=False)
         self.register_buffer("cache", torch.zeros(8, 32), persistent=False)
         self.register_buffer("positions", torch.zeros(T, dtype=torch.long), persistent=False)
 
@@ -151,6 +152,26 @@ def test_many_tokens_are_the_library_s():
     told = accounts(mlp, "product", 1024)
     assert {account for account, _ in told} == {"no interest"}
     assert all("tokens" in why for _, why in told)
+
+
+def turned_heads(m, x):
+    """Halves of heads of 32 columns are read, of weights of 64 rows."""
+    q, k, v = (m.square(t).view(-1, 2, 32).transpose(0, 1) for t in (x, x + 1, x + 2))
+    q = torch.cat((q[..., 16:], q[..., :16]), -1)
+    k = (k.unflatten(-1, (16, 1, 2)) * m.turns).sum(-1).flatten(-2)
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def ungated(m, x):
+    return m.down(F.mish(m.up(x)))
+
+
+@pytest.mark.parametrize("tokens", [4, 32])
+@pytest.mark.parametrize("step", [turned_heads, ungated])
+def test_what_is_neither_gated_nor_narrow_is_not_called_so(step, tokens):
+    reasons = [why for account, why in accounts(step, "product", tokens) if account != "match"]
+    assert reasons
+    assert not any("multiplied" in why or "fewer" in why for why in reasons), reasons
 
 
 def opaque(m, x):
