@@ -1,5 +1,6 @@
-"""Turns `zeros_like(y)` into `zeros(sizes)` where `y` is computed in the graph: it reads the shape
-of `y` and no element, and would keep `y` where a pattern takes its place."""
+"""Turns `zeros_like(y)` and `y.new_zeros(sizes)` into `zeros(sizes)` where `y` is computed in the
+graph: they read the shape or dtype of `y` and no element, and would keep `y` where a pattern takes
+its place, or look as though they were computed from it."""
 
 from __future__ import annotations
 
@@ -11,32 +12,69 @@ from torch import fx
 from tilewright.compiler import _compat
 
 _PLAIN: dict[Any, Any] = {torch.zeros_like: torch.zeros, torch.ones_like: torch.ones}
+# Methods of a tensor that gives its dtype and device alone: sizes are arguments.
+_NEW: dict[Any, Any] = {
+    "new_zeros": torch.zeros,
+    "new_ones": torch.ones,
+    "new_full": torch.full,
+    torch.ops.aten.new_zeros.default: torch.zeros,
+    torch.ops.aten.new_ones.default: torch.ones,
+    torch.ops.aten.new_full.default: torch.full,
+}
 
 
 def make_fills_plain(graph: fx.Graph) -> int:
     """Gives such tensors sizes of their own, where these are numbers or inputs of the graph;
     returns how many there were."""
+    made = sum(_make_new(node) for node in graph.nodes if node.target in _NEW)
     likes = [node for node in graph.nodes if node.target in _PLAIN]
     if not likes:
-        return 0
+        return made
     sizes = {
         held.node.expr: node
         for node in graph.find_nodes(op="placeholder")
         if isinstance(held := node.meta.get("example_value"), torch.SymInt)
     }
-    return sum(_make_plain(node, sizes) for node in likes)
+    return made + sum(_make_plain(node, sizes) for node in likes)
+
+
+def _fills(node: fx.Node) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The tensor that a fill is like, computed in the graph, and what it makes; None where one of
+    them is no plain tensor."""
+    base = node.args[0] if node.args else None
+    if not isinstance(base, fx.Node) or base.op == "placeholder":
+        return None
+    held, made = base.meta.get("example_value"), node.meta.get("example_value")
+    if not isinstance(held, torch.Tensor) or not isinstance(made, torch.Tensor):
+        return None
+    # Inside of vmap a tensor like another is one of each entry.
+    if _compat.is_subclass(held) or _compat.is_functorch_wrapper(held):
+        return None
+    return held, made
+
+
+def _make_new(node: fx.Node) -> bool:
+    said = {name: given for name, given in node.kwargs.items() if given not in (None, False)}
+    if set(said) - {"dtype", "device", "size", "fill_value"} or (fill := _fills(node)) is None:
+        return False
+    if any(isinstance(a, fx.Node) and _is_tensor(a) for a in (*node.args[1:], *said.values())):
+        return False
+    kept = {name: given for name, given in node.kwargs.items() if name in ("size", "fill_value")}
+    node.op, node.target = "call_function", _NEW[node.target]
+    node.args = node.args[1:]
+    node.kwargs = {**kept, "dtype": fill[1].dtype, "device": fill[1].device}
+    return True
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("example_value"), torch.Tensor)
 
 
 def _make_plain(node: fx.Node, sizes: dict[Any, fx.Node]) -> bool:
-    base = node.args[0] if len(node.args) == 1 else None
-    if not isinstance(base, fx.Node) or base.op == "placeholder" or set(node.kwargs) - {"dtype"}:
+    fill = _fills(node) if len(node.args) == 1 and not set(node.kwargs) - {"dtype"} else None
+    if fill is None:
         return False
-    held, made = base.meta.get("example_value"), node.meta.get("example_value")
-    if not isinstance(held, torch.Tensor) or not isinstance(made, torch.Tensor):
-        return False
-    # Inside of vmap a tensor like another is one of each entry.
-    if _compat.is_subclass(held) or _compat.is_functorch_wrapper(held):
-        return False
+    held, made = fill
     if not (held.is_contiguous() and made.is_contiguous()):
         return False
     shape = [n if isinstance(n, int) else sizes.get(n.node.expr) for n in held.shape]

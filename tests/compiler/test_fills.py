@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from tests.compiler.running import through
+from tilewright.compiler import lower
 from tilewright.compiler.rewrite.fills import make_fills_plain
 
 
@@ -25,6 +26,19 @@ def computed(x):
     return torch.zeros_like(x.sigmoid(), dtype=torch.bool), torch.ones_like(x * 2)
 
 
+def of_its_dtype(x):
+    """Sizes in a row and in a list, another dtype, and a number."""
+    y = x.double().sigmoid()
+    return (
+        y.new_full((2, 3), -float("inf")),
+        y.new_zeros(2, x.shape[1]),
+        y.new_ones([4], dtype=torch.int32),
+        y.new_full(size=(2,), fill_value=True, dtype=torch.bool),
+        y.new_full(size=(2,), fill_value=False, dtype=torch.bool),
+        torch.ops.aten.new_full.default(y, [2], 0.5, pin_memory=False),
+    )
+
+
 def given(x):
     return torch.zeros_like(x) + x
 
@@ -42,14 +56,14 @@ def inside_of_vmap(x):
 
     def one(row):
         y = row.sigmoid()
-        return torch.zeros_like(y).add_(y)
+        return torch.zeros_like(y).add_(y) + y.new_ones(4).add_(y)
 
     return torch.vmap(one)(x)
 
 
 def test_only_fills_whose_sizes_are_known_change():
     x = torch.randn(3, 4)
-    for step, changed in ((computed, 2), (given, 0), (turned, 0), (pinned, 0),
+    for step, changed in ((computed, 2), (of_its_dtype, 6), (given, 0), (turned, 0), (pinned, 0),
                           (inside_of_vmap, 0)):  # fmt: skip
         for dynamic in (False, True):
             count, ours, eager = filled(step, x, dynamic=dynamic)
@@ -57,3 +71,21 @@ def test_only_fills_whose_sizes_are_known_change():
             torch.testing.assert_close(ours, eager)
             for one, other in zip(ours, eager, strict=True):
                 assert (one.dtype, one.stride()) == (other.dtype, other.stride())
+
+
+def test_a_mask_made_like_projected_queries_is_a_mask():
+    """The near miss of scores to which something else that is projected is added."""
+
+    class Attention(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.qkv = torch.nn.Linear(64, 3 * 64, bias=False, dtype=torch.bfloat16)
+
+        def forward(self, x):
+            q, k, v = (t.view(5, 2, 32).transpose(0, 1) for t in self.qkv(x).chunk(3, -1))
+            scores = q @ k.mT * 0.25 + q.new_full((5, 5), -float("inf")).triu(1)
+            return scores.softmax(-1) @ v
+
+    x = torch.randn(5, 64, dtype=torch.bfloat16)
+    found = lower(Attention().requires_grad_(False), (x,))
+    assert [site.pattern for site in found.matches] == ["cache_attention"]
