@@ -60,8 +60,8 @@ class LinearResidual:
         """Sums of a linear for few tokens that is not read elsewhere, with that; also those of a
         linear that ranks share, and whose sum over them comes first."""
         for value in flow.values:
-            found = _match_sum(value, flow)
-            product = found.linear.product if found else _refused(value)
+            sums = list(_sums_of(value, flow))
+            product = sums[0].linear.product if sums else _refused(value)
             if product is not None:
                 yield value, product
 
@@ -70,8 +70,14 @@ class LinearResidual:
             return self._match(anchor[0], flow)
 
     def _match(self, anchor: Value, flow: Dataflow) -> Match:
-        found = _match_sum(anchor, flow)
+        sums = list(_sums_of(anchor, flow))
+        found = next((one for one in sums if _is_taken(one)), None)
         if found is None:
+            if sums:
+                product = sums[0].linear.product
+                message = f"{product}: a norm reads it, and how many tokens it has is a symbol"
+                hint = "give this graph one number of tokens: torch.compile(..., dynamic=False)"
+                reject("UNSUPPORTED", Stage.GUARDS, message, product, hint=hint)
             if (unlike := _unlike(anchor)) is not None:
                 unlike.refuse()
             message = "the ranks' parts of the linear are summed before the residual is added"
@@ -105,16 +111,21 @@ class LinearResidual:
         )
 
 
-def _match_sum(value: Value, flow: Dataflow) -> Sum | None:
+def _sums_of(value: Value, flow: Dataflow) -> Iterator[Sum]:
+    """The sums of a linear for few tokens that is not read elsewhere, that a value is."""
     if value.op != "aten.add" or value.kwargs.get("alpha", 1) != 1:
-        return None
+        return
     for product, residual in value.either_way:
         if product.shape != value.shape or residual.shape != value.shape:
             continue
         found = _match_normed(product, residual) or _match_scaled(product, residual)
         if found is not None and _is_read_here_alone(found, value, flow):
-            return found
-    return None
+            yield found
+
+
+def _is_taken(found: Sum) -> bool:
+    """Whether the op takes a sum: a norm for a count of tokens alone that is a number."""
+    return found.norm is None or isinstance(found.linear.x.shape[0], int)
 
 
 def _refused(value: Value) -> Value | None:
@@ -156,7 +167,7 @@ def _match_scaled(product: View, residual: View) -> Sum | None:
 def _match_normed(normed: View, residual: View) -> Sum | None:
     norm = rms_norm_of(normed)
     linear = None if norm is None else match_few_tokens(norm.x)
-    if norm is None or linear is None or not isinstance(linear.x.shape[0], int):
+    if norm is None or linear is None:
         return None
     return Sum(linear, residual, 1.0, norm, (*norm.absorbed, *linear.absorbed))
 

@@ -342,6 +342,21 @@ def test_a_weight_whose_sizes_are_symbols_is_left_alone():
     assert not lowered.matches + lowered.misses, str(lowered)
 
 
+def test_a_norm_before_the_sum_wants_a_number_of_tokens():
+    args = inputs()
+    hidden = torch.randn(BATCH, TOKENS, N).to(args[0].dtype)
+    step = lambda x, w, norm, r: r + own_norm(F.linear(x, w), norm)  # noqa: E731
+    for dynamic in (False, True):
+        torch._dynamo.reset()
+        rows, residual = hidden.clone(), args[-1].clone()
+        if dynamic:
+            torch._dynamo.mark_dynamic(rows, 1)
+            torch._dynamo.mark_dynamic(residual, 1)
+        report = lower(step, (rows, args[2], args[5], residual))
+        assert len(report.matches) == (not dynamic)
+        assert [(m.code, m.is_lost) for m in report.misses] == [("UNSUPPORTED", False)] * dynamic
+
+
 def test_one_of_several_weights_in_a_tensor_is_an_expert_s():
     args = inputs()
     args[1] = args[1].view(2, N, K)
