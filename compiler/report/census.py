@@ -22,7 +22,7 @@ from tilewright.patterns.dataflow import (
     scope_of,
     source_of,
 )
-from tilewright.patterns.language import Kind, Match, Miss, Pattern, Sought, sought_by
+from tilewright.patterns.language import Kind, Match, Miss, Pattern, Result, Sought, sought_by
 
 Account = Literal["match", "miss", "no interest", "unaccounted"]
 ACCOUNTS: tuple[Account, ...] = ("match", "miss", "no interest", "unaccounted")
@@ -108,8 +108,10 @@ def census_of(rounds: Sequence[Round], patterns: Iterable[Pattern]) -> tuple[Poi
 
 
 def _arguments(match: Match) -> Iterator[View]:
-    """The views among a match's arguments, those of small expressions too."""
-    waiting = list(match.arguments.values())
+    """The views among a match's arguments, those of small expressions too, and what is added to
+    its results."""
+    added = (result.added for result in match.results if isinstance(result, Result))
+    waiting = [*match.arguments.values(), *(view for view in added if view is not None)]
     while waiting:
         item = waiting.pop()
         if isinstance(item, Computed):

@@ -36,6 +36,7 @@ class Program(nn.Module):
         self.down = nn.Linear(N, K, bias=False)
         self.square = nn.Linear(K, K, bias=False)
         self.stack = nn.Parameter(torch.zeros(2, K, K))
+        self.router = nn.Parameter(torch.zeros(K, 2))
         self.wide = nn.Parameter(torch.zeros(K, K, dtype=torch.float32))
         self.conv = nn.Conv1d(K, K, 1, bias=False)
         self.vocabulary = nn.Linear(K, 2048, bias=False)
@@ -113,6 +114,18 @@ def computed_weight(m, x):
     return x + F.linear(x, (m.wide * 2).to(x.dtype))
 
 
+def shared_expert(m, x):
+    """Two experts, and one for all tokens to whose result theirs are added."""
+    best, ids = (x @ m.router).topk(1, dim=1)
+    scores = torch.full_like(x[:, :2], -float("inf")).scatter_(1, ids, best).sigmoid()
+    rows = torch.arange(T).repeat(2)[:, None].expand(-1, K)
+    routed = (torch.gather(x, 0, rows) * scores.T.reshape(-1, 1)).view(2, T, K)
+    inner = F.silu(torch.bmm(routed, m.stack)) * torch.bmm(routed, m.stack)
+    out = m.square(x)
+    out.scatter_add_(0, rows, torch.bmm(inner, m.stack).view(-1, K))
+    return x + out
+
+
 def spelled_softmax(m, x):
     q = m.square(x).view(1, T, K)
     scores = (q @ q.mT).float()
@@ -172,6 +185,13 @@ def test_what_is_neither_gated_nor_narrow_is_not_called_so(step, tokens):
     reasons = [why for account, why in accounts(step, "product", tokens) if account != "match"]
     assert reasons
     assert not any("multiplied" in why or "fewer" in why for why in reasons), reasons
+
+
+def test_what_the_results_of_a_match_are_added_to_is_read_by_it():
+    why = [why for account, why in accounts(shared_expert, "product") if account != "match"]
+    assert why
+    assert all("a fused op reads" in reason for reason in why), why
+    assert census(shared_expert).unaccounted == ()
 
 
 def opaque(m, x):
