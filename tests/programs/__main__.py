@@ -3,17 +3,21 @@
     python -m tests.programs --more 6000                    # of every family, after those kept
     python -m tests.programs --family moe --seeds 1200:1240 # these, keeping nothing
 
-Counts go to benchmarks/results/random_programs.json, one entry for each run of a family; the next
-run goes on behind the last seed. Exits with 1 where a result was wrong.
+A family is one of `families.FAMILIES`, whose models are broken at random, or one of OTHERS, which
+have programs and a judge of their own. Counts go to benchmarks/results/random_programs.json, one
+entry for each run of a family; the next run goes on behind the last seed. Exits with 1 where a
+result was wrong. `python -m tests.programs.table` prints what docs/soundness.md shows of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import platform
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import fields
 from datetime import date
@@ -22,11 +26,28 @@ from pathlib import Path
 
 import torch
 
+from tests.programs import exported, modes, outside
 from tests.programs.families import FAMILIES
-from tests.programs.run import PER_MODEL, Tally, task
+from tests.programs.run import PER_MODEL, task
+from tests.programs.tally import Tally
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "random_programs.json"
-PER_TASK = 10 * PER_MODEL
+PER_TASK = 5 * PER_MODEL
+
+OTHERS: dict[str, Callable[[Iterable[int]], Tally]] = {
+    "outside": outside.run,
+    "exported": exported.run_all,
+    "modes": modes.run,
+}
+
+
+def run_task(family: str, first: int, stop: int, dynamo_every: int) -> Tally:
+    """Runs the seeds of a family in a process of its own."""
+    if family in FAMILIES:
+        return task(family, first, stop, dynamo_every)
+    logging.disable(logging.ERROR)
+    torch.set_num_threads(1)
+    return OTHERS[family](range(first, stop))
 
 
 def kept() -> list[dict]:
@@ -75,8 +96,9 @@ def line(family: str, tally: Tally) -> str:
 
 
 def main() -> None:
+    names = [*FAMILIES, *OTHERS]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--family", nargs="+", choices=sorted(FAMILIES), default=list(FAMILIES))
+    parser.add_argument("--family", nargs="+", choices=names, default=names)
     parser.add_argument("--seeds", default="", help="first:stop; counts are not kept")
     parser.add_argument("--more", type=int, default=0, help="so many seeds more of each family")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
@@ -96,7 +118,7 @@ def main() -> None:
         total = Tally()
         with ProcessPoolExecutor(given.jobs, mp_context=get_context("spawn")) as pool:
             results = pool.map(
-                task, [family] * len(ends), cuts[:-1], ends, [given.dynamo_every] * len(ends)
+                run_task, [family] * len(ends), cuts[:-1], ends, [given.dynamo_every] * len(ends)
             )
             for start, end, tally in zip(cuts, ends, results, strict=False):
                 total.add(tally)

@@ -13,17 +13,17 @@ import argparse
 import logging
 import random
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from tests.programs.families import FAMILIES
-from tests.programs.run import Captured, Outcome, Program, capture, compared
+from tests.programs.run import Captured, Program, capture, compared
+from tests.programs.tally import Outcome, Tally
 from tilewright.compiler.verify import clone_inputs
 
 #: Export makes a buffer of a table that the model makes where it uses it, and names constants
@@ -31,40 +31,42 @@ from tilewright.compiler.verify import clone_inputs
 TABLES = ("WEIGHT_FORMAT", "LATENT_WEIGHT")
 
 
-@dataclass
-class Tally:
-    """found: family and seed of each model that differs, and how."""
-
-    models: int = 0
-    fused: int = 0
-    verdicts: Counter[str] = field(default_factory=Counter)
-    found: dict[str, str] = field(default_factory=dict)
-
-
 def run(family: str, seeds: Iterable[int]) -> Tally:
     """Compares the models of some seeds; what cannot be exported is counted, and left out."""
     tally = Tally()
     with torch.no_grad():
         for seed in seeds:
-            draw = random.Random(f"{family} exported {seed}")
-            torch.manual_seed(seed)
-            try:
-                module, args, drawn = FAMILIES[family](draw)
-                here = _outcome(capture(module, args, drawn))
-            except Exception:  # eager refuses what was drawn
-                continue
-            tally.models += 1
-            try:
-                aten = capture(spelled(module, args), tree_leaves(args), drawn)
-            except Exception as error:
-                tally.verdicts[f"not exported: {type(error).__name__} {str(error)[:60]}"] += 1
-                continue
-            there = _outcome(aten)
-            tally.fused += bool(there.patterns)
-            tally.verdicts[there.verdict] += 1
-            if differs := difference(here, there):
-                tally.found[f"{family} {seed}"] = f"{differs} [{drawn}]"
+            _count(tally, family, seed)
     return tally
+
+
+def run_all(seeds: Iterable[int]) -> Tally:
+    """`run` of each family in turn: seed by seed."""
+    tally, names = Tally(), list(FAMILIES)
+    with torch.no_grad():
+        for seed in seeds:
+            _count(tally, names[seed % len(names)], seed)
+    return tally
+
+
+def _count(tally: Tally, family: str, seed: int) -> None:
+    draw = random.Random(f"{family} exported {seed}")
+    torch.manual_seed(seed)
+    try:
+        module, args, drawn = FAMILIES[family](draw)
+        here = _outcome(capture(module, args, drawn))
+    except Exception:  # eager refuses what was drawn
+        return
+    tally.models += 1
+    try:
+        aten = capture(spelled(module, args), tree_leaves(args), drawn)
+    except Exception:
+        tally.count(f"{family} {seed}", Outcome("not exported"), drawn)
+        return
+    there = _outcome(aten)
+    differs = difference(here, there)
+    outcome = replace(there, verdict="wrong", why=differs) if differs else there
+    tally.count(f"{family} {seed}", outcome, drawn)
 
 
 def spelled(module: torch.nn.Module, args: Sequence[Any]) -> Callable[..., Any]:

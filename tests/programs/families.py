@@ -1,4 +1,4 @@
-"""Random models of eight families, each put together from spellings that tests/models keeps.
+"""Random models of several families, each put together from spellings that tests/models keeps.
 
 `FAMILIES[name](draw)` gives (module, args, what was drawn) for a `random.Random`.
 """
@@ -27,6 +27,8 @@ from tests.models import (
 )
 from tests.models.attention import ROPES
 from tests.models.cache_writes import BATCHED, Step
+from tests.models.coded import FORMATS, MODELS, build_coded
+from tests.models.large import RESTATED, STRUCTURES, Restated
 from tests.programs import dense, lora
 from tests.programs import dtypes as of_dtypes
 from tests.programs import wild as styles
@@ -225,12 +227,64 @@ def wild(draw: random.Random) -> Drawn:
     return styles.build(draw, draw.choice(DTYPES))
 
 
+class CodedStep(nn.Module):
+    """A step of an unmodified model of transformers whose weights are codes."""
+
+    def __init__(self, model: str, formats: tuple[str, ...], phase: str, seed: int) -> None:
+        super().__init__()
+        case = build_coded(model, formats, phase, seed)
+        self.model, self.ids, self.given = case.model, case.args[0], case.kwargs
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.model(ids, **self.given).logits
+
+
+def coded(draw: random.Random) -> Drawn:
+    """Models of transformers, each layer's weights in a format of quantised checkpoints."""
+    model, phase = draw.choice(tuple(MODELS)), draw.choice(("decode", "decode", "prefill"))
+    formats = tuple(draw.sample(tuple(FORMATS), draw.choice((1, 2))))
+    step = CodedStep(model, formats, phase, draw.randrange(100))
+    return step, (step.ids,), f"{model} {formats} {phase}"
+
+
+class Repeated(nn.Module):
+    """A structure of many pieces."""
+
+    def __init__(self, name: str, pieces: int) -> None:
+        super().__init__()
+        self.function, self.given = STRUCTURES[name].make(pieces)
+
+    def forward(self, *given: torch.Tensor) -> torch.Tensor:
+        return self.function(*given)
+
+
+def large(draw: random.Random) -> Drawn:
+    """Structures of many pieces: a layer whose tensors are taken apart, or one of STRUCTURES."""
+    if draw.random() < 0.25:
+        name, pieces = draw.choice(tuple(STRUCTURES)), draw.choice((8, 16, 33, 64))
+        made = Repeated(name, pieces)
+        return made, made.given, f"{name} {pieces}"
+    tokens = draw.choice((1, 3, 16))
+    how = lambda *dims: (  # noqa: E731
+        draw.choice(tuple(RESTATED)),
+        draw.choice(dims),
+        draw.choice((1, 2, 5, 16)),
+    )
+    chosen = {name: how(0, 1) for name in ("x", "w", "up")} | {n: how(1, 2, 3) for n in ("k", "v")}
+    module = Restated(chosen).to(draw.choice((torch.float32, torch.bfloat16)))
+    dtype = module.w.dtype
+    caches = [torch.randn(1, 4, 32, 16).to(dtype) for _ in range(2)]
+    first = draw.randrange(16)
+    args = (torch.randn(tokens, 64).to(dtype), torch.arange(first, first + tokens), *caches)
+    return module, args, f"{chosen} {tokens}"
+
+
 def dtypes(draw: random.Random) -> Drawn:
     """Models that are broken by other dtypes: scores with masks, coded weights, any family's."""
     kind = draw.random()
     if kind < 0.65:
         return of_dtypes.scores(draw) if kind < 0.5 else of_dtypes.coded(draw)
-    return draw.choice([f for f in FAMILIES.values() if f is not dtypes])(draw)
+    return draw.choice([attention, cache_store, moe, adapters, mla, mlp, wild])(draw)
 
 
 FAMILIES: dict[str, Callable[[random.Random], Drawn]] = {
@@ -242,4 +296,6 @@ FAMILIES: dict[str, Callable[[random.Random], Drawn]] = {
     "mlp": mlp,
     "wild": wild,
     "dtypes": dtypes,
+    "coded": coded,
+    "large": large,
 }

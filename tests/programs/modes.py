@@ -12,10 +12,9 @@ from __future__ import annotations
 import random
 import sys
 import warnings
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,6 +24,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.agreement import ALLOWANCE
+from tests.programs.tally import Outcome, Tally
 from tilewright.compiler import reports
 from tilewright.compiler.verify import relative_error
 
@@ -219,14 +219,6 @@ def compiled(part: Part, backend: str = "tilewright") -> Part:
     return torch.compile(part, backend=backend, dynamic=False, options=options)
 
 
-@dataclass
-class Tally:
-    verdicts: Counter[str] = field(default_factory=Counter)
-    codes: Counter[str] = field(default_factory=Counter)
-    patterns: Counter[str] = field(default_factory=Counter)
-    found: dict[int, str] = field(default_factory=dict)
-
-
 def judged(made: Program) -> tuple[str, str]:
     """(verdict, why): "same", "wrong", "raised", or "torch's" where eager, or torch.compile without
     us, gives something else or nothing."""
@@ -267,7 +259,7 @@ def _difference(ours: list[Any], eager: list[Any]) -> str:
     return ""
 
 
-def run(seeds: range) -> Tally:
+def run(seeds: Iterable[int]) -> Tally:
     from tilewright.compiler import backend
 
     tally = Tally()
@@ -277,11 +269,9 @@ def run(seeds: range) -> Tally:
             backend._REPORTS.clear()
             made = program(seed)
             verdict, why = judged(made)
-            tally.verdicts[verdict] += 1
-            tally.codes.update({m.code for r in reports() for m in r.misses})
-            tally.patterns.update({m.pattern for r in reports() for m in r.matches})
-            if verdict in ("wrong", "raised"):
-                tally.found[seed] = f"{verdict}: {why.splitlines()[0]} [{made.drawn}]"
+            codes = tuple(m.code for r in reports() for m in r.misses)
+            patterns = tuple(m.pattern for r in reports() for m in r.matches)
+            tally.count(seed, Outcome(verdict, patterns, codes, why), made.drawn)
     return tally
 
 
@@ -290,7 +280,7 @@ def main() -> None:
     torch.set_num_threads(1)
     first, stop = map(int, sys.argv[1].split(":"))
     tally = run(range(first, stop))
-    print(dict(tally.verdicts), dict(tally.patterns), dict(tally.codes))
+    print(dict(tally.verdicts), dict(tally.patterns), dict(tally.misses))
     for seed, why in tally.found.items():
         print(f"  {seed}: {why}")
     sys.exit(1 if tally.found else 0)

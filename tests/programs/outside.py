@@ -13,9 +13,7 @@ import argparse
 import logging
 import random
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,6 +22,7 @@ from torch import nn
 
 from tests.models.moe_idioms import ENDS
 from tests.programs.run import OPTIONS, capture
+from tests.programs.tally import Outcome, Tally
 from tilewright.compiler.fuse import fuse
 from tilewright.compiler.verify import clone_inputs, relative_error
 
@@ -220,14 +219,6 @@ def written(draw: random.Random) -> tuple[nn.Module, tuple[Any, ...], str]:
 KINDS = {"mixture": mixture, "loop": loop, "adapted": adapted, "written": written}
 
 
-@dataclass
-class Tally:
-    """found: the seeds that were wrong, and why."""
-
-    counts: Counter[str] = field(default_factory=Counter)
-    found: dict[str, str] = field(default_factory=dict)
-
-
 def run(seeds: Iterable[int], kinds: Iterable[str] = tuple(KINDS)) -> Tally:
     """Runs the program of each seed and kind."""
     tally = Tally()
@@ -238,10 +229,9 @@ def run(seeds: Iterable[int], kinds: Iterable[str] = tuple(KINDS)) -> Tally:
                 draw = random.Random(f"{kind} {seed}")
                 torch.manual_seed(seed)
                 module, args, drawn = KINDS[kind](draw)
-                verdict = judged(module, args, drawn)
-                tally.counts[f"{kind}: {verdict.partition(':')[0]}"] += 1
-                if verdict.startswith("wrong"):
-                    tally.found[f"{kind} {seed}"] = f"{verdict} [{drawn}]"
+                verdict, _, why = judged(module, args, drawn).partition(": ")
+                tally.count(f"{kind} {seed}", Outcome(verdict, why=why), drawn)
+                tally.fused += verdict not in ("nothing fused", "not captured")
     return tally
 
 
@@ -297,8 +287,7 @@ def main() -> None:
     given = parser.parse_args()
     logging.disable(logging.ERROR)
     tally = run(range(*map(int, given.seeds.split(":"))), given.kind)
-    for what, count in sorted(tally.counts.items()):
-        print(f"{what:28} {count}")
+    print(f"{tally.programs} programs  {tally.fused} fused  {dict(tally.verdicts)}")
     for which, why in tally.found.items():
         print(f"  {which}: {why}")
     sys.exit(1 if tally.found else 0)

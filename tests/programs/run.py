@@ -12,10 +12,9 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from tests.agreement import ALLOWANCE
 from tests.programs import dtypes
 from tests.programs.breakages import BREAKAGES, remember, told_again
 from tests.programs.families import FAMILIES
+from tests.programs.tally import Outcome, Tally
 from tilewright.compiler._compat import tensors_in
 from tilewright.compiler.fuse import fuse
 from tilewright.compiler.options import Options
@@ -37,7 +37,7 @@ from tilewright.ops.checks import ArgumentError
 
 PER_MODEL = 20
 #: Where most of what varies is in the model.
-SEEDS_OF_MODEL = {"dtypes": 4}
+SEEDS_OF_MODEL = {"dtypes": 4, "coded": 10, "large": 4}
 HOW_MANY = (0, 1, 1, 1, 2, 2, 3, 3)
 OPTIONS = Options(inner="eager", target="sm100", everywhere=True)
 #: A result is called unstable where eager's own moves this fraction of the difference, or more,
@@ -66,20 +66,6 @@ class Program:
     inputs: tuple[Any, ...]
     drawn: str
     broken: tuple[str, ...]
-
-
-@dataclass
-class Outcome:
-    """verdict: "same", "nothing fused", "unstable" (no verdict: a rounding of the
-    inputs moves eager's own result as far), "undefined" (memory is read that nothing wrote), "tied"
-    (right but for which of equal numbers topk takes, of which PyTorch promises nothing),
-    "refused" (the fused op refuses a value, such as a group's end, that eager takes), "raised" (our
-    compiler did) or "wrong"."""
-
-    verdict: str
-    patterns: tuple[str, ...] = ()
-    codes: tuple[str, ...] = ()
-    why: str = ""
 
 
 class _GotIt(Exception):
@@ -374,42 +360,6 @@ def _parameters_again(program: Program) -> list[Any]:
 # --- many of them ---------------------------------------------------------------------------------
 
 
-@dataclass
-class Tally:
-    """Counts over programs. broken: how many had at least one breakage. patterns, misses: programs
-    with at least one. through_dynamo: how many were compiled by torch.compile too, and differed.
-    found: seeds that were wrong, raised or refused, and why."""
-
-    programs: int = 0
-    models: int = 0
-    broken: int = 0
-    fused: int = 0
-    verdicts: Counter[str] = field(default_factory=Counter)
-    patterns: Counter[str] = field(default_factory=Counter)
-    misses: Counter[str] = field(default_factory=Counter)
-    through_dynamo: Counter[str] = field(default_factory=Counter)
-    found: dict[str, str] = field(default_factory=dict)
-
-    def count(self, seed: int, made: Program, outcome: Outcome) -> None:
-        self.programs += 1
-        self.broken += bool(made.broken)
-        self.fused += bool(outcome.patterns)
-        self.verdicts[outcome.verdict] += 1
-        self.patterns.update(set(outcome.patterns))
-        self.misses.update(set(outcome.codes))
-        if outcome.verdict in ("wrong", "raised", "refused"):
-            said = f"{outcome.verdict}: {outcome.why.splitlines()[0]}"
-            self.found[str(seed)] = f"{said} [{'; '.join(made.broken)}]"
-
-    def add(self, other: Tally) -> None:
-        for part in fields(self):
-            mine, more = getattr(self, part.name), getattr(other, part.name)
-            if isinstance(more, Counter):
-                setattr(self, part.name, Counter(mine) + more)
-            else:
-                setattr(self, part.name, mine | more if isinstance(more, dict) else mine + more)
-
-
 def run(family: str, seeds: Iterable[int], dynamo_every: int = 0) -> Tally:
     """Runs the seeds of a family. dynamo_every: each so many-th goes through torch.compile too."""
     tally, model, number = Tally(), None, None
@@ -421,7 +371,7 @@ def run(family: str, seeds: Iterable[int], dynamo_every: int = 0) -> Tally:
                 tally.models += 1
             made, result, after = program(family, seed, model)
             outcome = compared(made, result, after)
-            tally.count(seed, made, outcome)
+            tally.count(seed, outcome, "; ".join(made.broken), bool(made.broken))
             if dynamo_every and seed % dynamo_every == 0 and outcome.verdict != "raised":
                 differs = same_through_dynamo(made, outcome)
                 said = "not traced" if differs is None else "differs" if differs else "same"

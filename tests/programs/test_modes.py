@@ -12,4 +12,4 @@ def test_programs_of_modes_give_what_eager_gives():
     assert not tally.found, tally.found
     assert tally.verdicts["same"] >= 5, tally
     assert tally.patterns
-    assert {"GRADIENT", "TRANSFORM"} & set(tally.codes)
+    assert {"GRADIENT", "TRANSFORM"} & set(tally.misses)

@@ -1,0 +1,63 @@
+"""What random programs came to, and how many."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+
+@dataclass
+class Outcome:
+    """What became of a program.
+
+    verdict: "same", "nothing fused", "unstable" (no verdict: a rounding of the
+    inputs moves eager's own result as far), "undefined" (memory is read that nothing wrote), "tied"
+    (right but for which of equal numbers topk takes, of which PyTorch promises nothing),
+    "refused" (the fused op refuses a value, such as a group's end, that eager takes), "raised" (our
+    compiler did) or "wrong"."""
+
+    verdict: str
+    patterns: tuple[str, ...] = ()
+    codes: tuple[str, ...] = ()
+    why: str = ""
+
+
+@dataclass
+class Tally:
+    """Counts over programs.
+
+    broken: how many had at least one breakage. patterns, misses: programs with at least one.
+    through_dynamo: how many were compiled by torch.compile too, and differed. found: seeds that
+    were wrong, raised or refused, and why.
+    """
+
+    programs: int = 0
+    models: int = 0
+    broken: int = 0
+    fused: int = 0
+    verdicts: Counter[str] = field(default_factory=Counter)
+    patterns: Counter[str] = field(default_factory=Counter)
+    misses: Counter[str] = field(default_factory=Counter)
+    through_dynamo: Counter[str] = field(default_factory=Counter)
+    found: dict[str, str] = field(default_factory=dict)
+
+    def count(self, seed: Any, outcome: Outcome, drawn: str = "", broken: bool = False) -> None:
+        """Adds one program; drawn: what is told of it where it was wrong."""
+        self.programs += 1
+        self.broken += broken
+        self.fused += bool(outcome.patterns)
+        self.verdicts[outcome.verdict] += 1
+        self.patterns.update(set(outcome.patterns))
+        self.misses.update(set(outcome.codes))
+        if outcome.verdict in ("wrong", "raised", "refused"):
+            said = f"{outcome.verdict}: {outcome.why.splitlines()[0]}"
+            self.found[str(seed)] = f"{said} [{drawn}]"
+
+    def add(self, other: Tally) -> None:
+        for part in fields(self):
+            mine, more = getattr(self, part.name), getattr(other, part.name)
+            if isinstance(more, Counter):
+                setattr(self, part.name, Counter(mine) + more)
+            else:
+                setattr(self, part.name, mine | more if isinstance(more, dict) else mine + more)
