@@ -3,51 +3,37 @@
     python -m tests.programs --more 6000                    # of every family, after those kept
     python -m tests.programs --family moe --seeds 1200:1240 # these, keeping nothing
 
-A family is one of `families.FAMILIES`, whose models are broken at random, or one of OTHERS, which
-have programs and a judge of their own. Counts go to benchmarks/results/random_programs.json, one
-entry for each run of a family; the next run goes on behind the last seed. Exits with 1 where a
-result was wrong. `python -m tests.programs.table` prints what docs/soundness.md shows of them.
+A family is one of `families.FAMILIES`, whose models are broken at random, or one of
+`tasks.OTHERS`, which have programs and a judge of their own. Counts go to
+benchmarks/results/random_programs.json, one entry for each run of a family; the next run goes on
+behind the last seed. What is counted stays where a run is ended early. Exits with 1 where a result
+was wrong.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import logging
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import fields
 from datetime import date
+from itertools import repeat, zip_longest
 from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 
-from tests.programs import exported, modes, outside
 from tests.programs.families import FAMILIES
-from tests.programs.run import PER_MODEL, task
+from tests.programs.run import PER_MODEL
 from tests.programs.tally import Tally
+from tests.programs.tasks import OTHERS, run_task
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "random_programs.json"
-PER_TASK = 5 * PER_MODEL
-
-OTHERS: dict[str, Callable[[Iterable[int]], Tally]] = {
-    "outside": outside.run,
-    "exported": exported.run_all,
-    "modes": modes.run,
-}
-
-
-def run_task(family: str, first: int, stop: int, dynamo_every: int) -> Tally:
-    """Runs the seeds of a family in a process of its own."""
-    if family in FAMILIES:
-        return task(family, first, stop, dynamo_every)
-    logging.disable(logging.ERROR)
-    torch.set_num_threads(1)
-    return OTHERS[family](range(first, stop))
+PER_TASK, PER_OTHER = 5 * PER_MODEL, 20
 
 
 def kept() -> list[dict]:
@@ -95,6 +81,21 @@ def line(family: str, tally: Tally) -> str:
     return f"{family:12} {tally.programs:6} programs  {tally.fused:6} fused  {counts}"
 
 
+Task = tuple[str, int, int]
+
+
+def pieces(family: str, seeds: str, more: int) -> list[Task]:
+    """Tasks of the seeds "first:stop" of a family, or of so many more than are kept."""
+    first, stop = map(int, seeds.split(":")) if seeds else (done(family), done(family) + more)
+    step = PER_TASK if family in FAMILIES else PER_OTHER
+    return [(family, start, min(start + step, stop)) for start in range(first, stop, step)]
+
+
+def in_turns(each: Sequence[Sequence[Task]]) -> list[Task]:
+    """The first task of each family, then the second, so that all families get as far."""
+    return [task for row in zip_longest(*each) for task in row if task is not None]
+
+
 def main() -> None:
     names = [*FAMILIES, *OTHERS]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -106,29 +107,19 @@ def main() -> None:
     given = parser.parse_args()
     if bool(given.seeds) == bool(given.more):
         parser.error("give one of --seeds and --more")
-    wrong, facts = 0, environment()
-    for family in given.family:
-        if given.seeds:
-            first, stop = map(int, given.seeds.split(":"))
-        else:
-            first = done(family)
-            stop = first + given.more
-        cuts = [*range(first, stop, PER_TASK), stop]
-        ends = cuts[1:]
-        total = Tally()
-        with ProcessPoolExecutor(given.jobs, mp_context=get_context("spawn")) as pool:
-            results = pool.map(
-                run_task, [family] * len(ends), cuts[:-1], ends, [given.dynamo_every] * len(ends)
-            )
-            for start, end, tally in zip(cuts, ends, results, strict=False):
-                total.add(tally)
-                if given.more:
-                    keep(family, start, end, tally, facts)
-        print(line(family, total), flush=True)
+    facts, totals = environment(), {family: Tally() for family in given.family}
+    tasks = in_turns([pieces(family, given.seeds, given.more) for family in given.family])
+    with ProcessPoolExecutor(given.jobs, mp_context=get_context("spawn")) as pool:
+        results = pool.map(run_task, *zip(*tasks, strict=True), repeat(given.dynamo_every))
+        for (family, first, stop), tally in zip(tasks, results, strict=True):
+            totals[family].add(tally)
+            if given.more:
+                keep(family, first, stop, tally, facts)
+    for family, total in totals.items():
+        print(line(family, total))
         for seed, why in total.found.items():
             print(f"  {seed}: {why}")
-        wrong += total.verdicts["wrong"] + total.verdicts["raised"]
-    sys.exit(1 if wrong else 0)
+    sys.exit(any(t.verdicts["wrong"] + t.verdicts["raised"] for t in totals.values()))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,29 @@
+"""A piece of a run of random programs, as a process of its own runs it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+
+import torch
+
+from tests.programs import exported, modes, outside
+from tests.programs.families import FAMILIES
+from tests.programs.run import task
+from tests.programs.tally import Tally
+
+#: Families of programs that are not models broken at random, and have judges of their own.
+OTHERS: dict[str, Callable[[Iterable[int]], Tally]] = {
+    "outside": outside.run,
+    "exported": exported.run_all,
+    "modes": modes.run,
+}
+
+
+def run_task(family: str, first: int, stop: int, dynamo_every: int) -> Tally:
+    """Runs the seeds of a family in a process of its own."""
+    if family in FAMILIES:
+        return task(family, first, stop, dynamo_every)
+    logging.disable(logging.ERROR)
+    torch.set_num_threads(1)
+    return OTHERS[family](range(first, stop))
