@@ -57,7 +57,9 @@ def _autocast_dtype(node: fx.Node) -> torch.dtype | None:
     return made.dtype if dtypes and made.dtype not in dtypes else None
 
 
-_READ_BACK = "read them back from the cache, behind the write"
+_OUTSIDE = (
+    "read in its place what goes into the layer or comes out of it; keys and values, from the cache"
+)
 _ALL_TOKENS = "keep the number of tokens fixed: give skipped tokens a spare slot, and write all"
 _BY_ITSELF = "nothing need change where this is meant: the cache write is fused by itself"
 _AS_IS = "nothing need change: the graph as it is computes this as well"
@@ -81,7 +83,7 @@ _HINTS: Mapping[str, str | Callable[[Sequence[fx.Node]], str]] = {
     "each rank's experts give for all tokens",
     "DTYPE": _one_dtype,
     "EARLIER_GRAPH": "remove the graph break that the report names",
-    "ESCAPES": _READ_BACK,
+    "ESCAPES": _OUTSIDE,
     "EXPERT_ACTIVATION": "take gate and up of one product, or of products of the same rows",
     "EXPERT_COMBINE": "weigh the results, put them back and sum them for each token, and read "
     "nothing in between",

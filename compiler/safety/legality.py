@@ -236,7 +236,8 @@ def _scratch_is_private(match: Match, flow: Dataflow) -> None:
             outside += [w.node for w in flow.written.get(memory, ()) if w.node not in own]
             if memory.is_input or outside:
                 message = f"{value} writes in place what is also used elsewhere"
-                _hazard("ESCAPES", message, value, *outside)
+                hint = "compute a new tensor there: y = x + 1 in place of x += 1"
+                _hazard("ESCAPES", message, value, *outside, hint=hint)
 
 
 def _copied_for(node: fx.Node, own: set[fx.Node], flow: Dataflow) -> bool:

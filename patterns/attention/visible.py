@@ -27,7 +27,12 @@ def visible_keys(attention: Attention) -> dict[str, Any]:
     if says is None:
         return {"mask": "causal" if attention.causal else "none"}
     if attention.causal:
-        refuse("it has a mask besides is_causal", attention.end)
+        refuse(
+            "it has a mask besides is_causal",
+            attention.end,
+            hint="say all in the mask: hide what ones(S, K, dtype=bool).tril() hides in it, too, "
+            "and leave is_causal out",
+        )
     found = None
     if mask is not None or not attention.subtracted:
         found = visible_by(says, *attention.queries[:2], sees=attention.sees, added=mask is None)

@@ -222,7 +222,7 @@ def _scaled_dot_product(value: Value) -> Attention:
     given = _named(value)
     q, k, v = (given["query"], given["key"], given["value"])
     if number_of(given.get("dropout_p") or 0.0) != 0.0:
-        refuse("its weights are dropped at random", value)
+        refuse("its weights are dropped at random", value, hint="model.eval(), or dropout_p=0.0")
     rank = len(q.shape)
     if rank not in (3, 4) or any(len(view.shape) != rank for view in (k, v)):
         refuse(f"q, k and v have {len(q.shape)}, {len(k.shape)} and {len(v.shape)} axes", value)
@@ -317,7 +317,11 @@ def _spelled_out(softmax: Value, flow: Dataflow, heads_of: HeadsOf | None) -> At
     if logits is None:
         _refuse_logits(softmax)
     if above is None:
-        refuse("it is not read by one product with values alone", softmax)
+        refuse(
+            "it is not read by one product with values alone",
+            softmax,
+            hint="return no attention weights, and compute nothing else of them",
+        )
     batch, queries, heads, _ = _broadcast([q.shape for q, _ in logits.terms])
     # The part that all heads share (RoPE) comes last.
     parts = sorted(logits.terms, key=lambda term: term[1].effect.dims[2] == ())

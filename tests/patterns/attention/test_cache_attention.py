@@ -636,6 +636,39 @@ def test_misses_are_advice(attend, code):
     assert ("multiplied by a tensor" in miss.message) == (attend is multiplied)
 
 
+def dropped(q, k, v, mask, *_):
+    return sdpa(q, k, v, attn_mask=mask, dropout_p=0.5)
+
+
+def written_in_part(q, k, v, mask, *_):
+    """The scores are also returned: they cannot vanish."""
+    logits = logits_of(q, k)
+    logits += torch.where(mask, 0.0, HIDDEN).to(q.dtype)
+    return weighted(logits, v), logits
+
+
+@pytest.mark.parametrize(
+    ("attend", "words"),
+    [
+        (weights_are_read, "return no attention weights"),
+        (dropped, "dropout_p=0.0"),
+        (written_in_part, "compute a new tensor"),
+    ],
+)
+def test_a_hint_says_what_to_change(attend, words):
+    (miss,) = misses_of(lower(attend, inputs()), "attention")
+    assert words in miss.hint
+
+
+def test_a_mask_beside_is_causal_is_to_say_all():
+    def attend(q, k, v, mask, *_):
+        k, v, mask = k[:, :, : q.shape[2]], v[:, :, : q.shape[2]], mask[..., : q.shape[2]]
+        return sdpa(q, k, v, attn_mask=mask, is_causal=True)
+
+    (miss,) = misses_of(lower(attend, inputs()), "attention")
+    assert "leave is_causal out" in miss.hint
+
+
 def capped_from_below(q, k, v):
     """No known logits: hidden ones are raised to a number once more."""
     logits = torch.max(q @ k.mT, torch.tensor(-1e4, dtype=q.dtype))
