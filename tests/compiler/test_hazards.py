@@ -433,5 +433,5 @@ def test_a_cache_that_grows_is_told_to_stop(caplog):
         assert_as_eager(layer, make_args, exactly=True)
     (miss,) = misses_of(reports()[-1], "qkv")
     assert (miss.code, miss.count, miss.stage) == ("GROWING_CACHE", 2, Stage.ANCHORED)
-    assert "static cache" in miss.hint
+    assert "allocate the cache once" in miss.hint
     assert "GROWING_CACHE x2" in caplog.text
