@@ -84,6 +84,7 @@ _HINTS: Mapping[str, str | Callable[[Sequence[fx.Node]], str]] = {
     "DTYPE": _one_dtype,
     "EARLIER_GRAPH": "remove the graph break that the report names",
     "ESCAPES": _OUTSIDE,
+    "EMPTY": _AS_IS,
     "EXPERT_ACTIVATION": "take gate and up of one product, or of products of the same rows",
     "EXPERT_COMBINE": "weigh the results, put them back and sum them for each token, and read "
     "nothing in between",
@@ -136,6 +137,7 @@ _HINTS: Mapping[str, str | Callable[[Sequence[fx.Node]], str]] = {
     "SLICE_WRITE": "write through an index tensor: cache.index_copy_(1, positions, k)",
     "SLOT_INDEX": "write all tokens once, by one index tensor that K and V share",
     "SUBCLASS": "hand over the plain tensor inside, or weights as codes and scales",
+    "TRANSFORM": "compute it outside of the transform; under vmap, give the batch as a dimension",
     "UNSUPPORTED": "change what the message names, or leave it: the graph computes it as written",
     "V_PATH": _BY_ITSELF,
     "WEIGHT_FORMAT": "apply zeros and scales in one order, as (code - zero) * scale",
