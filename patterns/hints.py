@@ -98,6 +98,7 @@ _HINTS: Mapping[str, str | Callable[[Sequence[fx.Node]], str]] = {
     "FLEX_FUNCTION": "write a mask as a score_mod that fills with -inf",
     "FRESH_CACHE": "make the cache before the compiled call, and give it as an argument or buffer",
     "FUNCTIONAL_WRITE": "write in place: index_copy_, index_put_, or cache[slots] = k",
+    "GRADIENT": "call the model under torch.no_grad(), and turn grad mode on for the rest alone",
     "GRAPH_BREAK": "torch.compile(..., fullgraph=True) shows where",
     "GROWING_CACHE": "allocate the cache once, for the longest sequence, outside of the compiled "
     "code; write new tokens by cache.index_copy_(dim, positions, k), and mask what is not written",
@@ -124,6 +125,7 @@ _HINTS: Mapping[str, str | Callable[[Sequence[fx.Node]], str]] = {
     "NO_GAIN": _AS_IS,
     "NO_GRAPH": "compile the module that computes, by itself",
     "NO_KERNELS": 'nothing need change; options={"everywhere": True} tries the fused ops here',
+    "OPAQUE_CALL": "make it a custom operator: torch.library.custom_op says what it writes",
     "OPAQUE_WRITE": "write the cache in PyTorch: cache.view(-1, H, D)[slots] = k",
     "ORDER": "have everything that it needs computed before, and use the query behind it",
     "Q_PATH": "project q from the input of k and v",
@@ -137,6 +139,7 @@ _HINTS: Mapping[str, str | Callable[[Sequence[fx.Node]], str]] = {
     "SLICE_WRITE": "write through an index tensor: cache.index_copy_(1, positions, k)",
     "SLOT_INDEX": "write all tokens once, by one index tensor that K and V share",
     "SUBCLASS": "hand over the plain tensor inside, or weights as codes and scales",
+    "SUBGRAPH": "compute it outside of that, or compile the function that is given by itself",
     "TRANSFORM": "compute it outside of the transform; under vmap, give the batch as a dimension",
     "UNSUPPORTED": "change what the message names, or leave it: the graph computes it as written",
     "V_PATH": _BY_ITSELF,
