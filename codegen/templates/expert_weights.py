@@ -27,8 +27,6 @@ def block_scales(
         bits = tl.where(exponent == 0, 0x00400000, exponent << 23)
         return bits.to(tl.float32, bitcast=True)
     values = tl.load(scale_ptr + places, mask=mask, other=0.0).to(tl.float32)
-    if FORMAT == "nvfp4":
-        values = tl.abs(values)
     return values
 
 
@@ -113,8 +111,11 @@ def word_scales(scales, WORDS: tl.constexpr, FORMAT: tl.constexpr):
     COUNT: tl.constexpr = WORDS // 2 if FORMAT == "nvfp4" else WORDS // 4
     codes = scale_codes(scales, COUNT)
     if FORMAT == "nvfp4":
-        # e4m3 without its sign: bits of an fp32 that is 2 ** 120 times too small.
-        values = ((codes & 0x7F) << 20).to(tl.float32, bitcast=True) * 2.0**120
+        # Bits of an fp32 that is 2 ** 120 times too small; the sign is moved by itself.
+        magnitude = codes & 0x7F
+        bits = (magnitude << 20) + ((codes & 0x80) << 24)
+        bits = tl.where(magnitude == 0x7F, 0x7FFFFFFF, bits)
+        values = bits.to(tl.float32, bitcast=True) * 2.0**120
     else:
         exponent = codes & 0xFF
         bits = tl.where(exponent == 0, 0x00400000, exponent << 23)
@@ -197,8 +198,11 @@ def e4m3_pairs(scales, WORDS: tl.constexpr):
     """
     ROWS: tl.constexpr = scales.shape[0]
     COUNT: tl.constexpr = WORDS // 2
-    # Bits of a bf16 number that is 2 ** 120 times too small.
-    pairs = (scale_codes(scales, COUNT) & 0x7F) * 0x00100010
+    # Bits of a bf16 number that is 2 ** 120 times too small; the sign is moved by itself.
+    codes = scale_codes(scales, COUNT)
+    magnitude = codes & 0x7F
+    pairs = magnitude * 0x00100010 + (codes & 0x80) * 0x01000100
+    pairs = tl.where(magnitude == 0x7F, 0x7FFF7FFF, pairs)
     power = tl.full(pairs.shape, 0x7B007B00, tl.int32)  # 2 ** 119
     pairs = times(pairs, power)
     pairs = times(pairs, power)

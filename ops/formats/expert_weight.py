@@ -4,7 +4,7 @@ format   weight                              scale
 dense    [E, N, K], the activation's dtype   none
 fp8      [E, N, K] float8_e4m3fn             fp32 [E, ceil(N/bn), ceil(K/bk)], block (bn, bk)
 int4     [E, N, K/2] uint8, even k low       float [E, ceil(N/bn), ceil(K/bk)]; value (code - 8) * s
-nvfp4    [E, N, K/2] uint8                   e4m3 [E, N, K/16]
+nvfp4    [E, N, K/2] uint8                   e4m3 [E, N, K/16], signs count
 mxfp4    [E, N, K/2] uint8                   e8m0 as uint8 [E, N, K/32]
 
 Strides are free, so weights stored [E, K, N] arrive as transposed views. Quantised weights may have
@@ -90,8 +90,6 @@ class ExpertWeight:
             scale = torch.where(taken == 255, torch.nan, scale)
         else:
             scale = taken.to(dtype)
-        if self.format == "nvfp4":
-            scale = scale.abs()
         if self.expert_scale is not None:
             scale = scale * self.expert_scale[experts].to(dtype)[:, None, None]
         # A block may be larger than the weight.

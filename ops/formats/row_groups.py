@@ -73,6 +73,24 @@ def group_of_rows(group_ends: torch.Tensor, num_rows: int) -> torch.Tensor:
     return torch.searchsorted(group_ends.long().contiguous(), rows, right=True)
 
 
+def last_expert_of_rows(
+    group_ends: torch.Tensor, expert_ids: torch.Tensor | None, num_rows: int
+) -> torch.Tensor:
+    """Expert of each row, int64 [num_rows], for ends in any order, as slices take them: negative
+    ones count from the last row, and a row of several groups belongs to the last; -1: no expert."""
+    ends = group_ends.long()
+    ends = torch.where(ends < 0, ends + num_rows, ends).clamp(0, num_rows)
+    starts = torch.cat((ends.new_zeros(1), ends[:-1]))[: ends.shape[0], None]
+    rows = torch.arange(num_rows, device=ends.device)
+    inside = (starts <= rows) & (rows < ends[:, None])
+    groups = torch.arange(1, ends.shape[0] + 1, device=ends.device, dtype=torch.int32)[:, None]
+    if ends.shape[0] == 0:
+        return torch.full_like(rows, -1)
+    group = (inside * groups).amax(0).long() - 1
+    expert = group if expert_ids is None else expert_ids.long()[group.clamp_min(0)]
+    return torch.where(group < 0, -1, expert)
+
+
 def expert_of_rows(
     group_ends: torch.Tensor, expert_ids: torch.Tensor | None, num_rows: int
 ) -> torch.Tensor:

@@ -103,13 +103,20 @@ def quantized_weight(name: str, dense: torch.Tensor) -> ExpertWeight:
     return ExpertWeight(data.to(dense.device), name, scale.to(dense.device), block, factor)
 
 
+def _with_signs(data: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same NVFP4 numbers with the scale of every other block negative, and its codes turned."""
+    turned = torch.arange(scale.numel()).view(scale.shape).remainder(2).to(torch.uint8)
+    signs = (turned * 0x88).repeat_interleave(nvfp4.BLOCK // 2, -1)
+    return data ^ signs, (scale.view(torch.uint8) ^ turned << 7).view(scale.dtype)
+
+
 def _quantized(name: str, dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
     if name == "fp8":
         codes, scale = fp8_block.quantize_blocks(dense)
         return codes, scale, [fp8_block.BLOCK, fp8_block.BLOCK]
     if name in ("nvfp4", "mxfp4"):
         data, scale = (nvfp4 if name == "nvfp4" else mxfp4).quantize(dense)
-        return data, scale, []
+        return (*_with_signs(data, scale), []) if name == "nvfp4" else (data, scale, [])
     groups = dense.float().unflatten(-1, (-1, INT4_GROUP))
     scale = divided(groups.abs().amax(-1), 7)
     codes = (groups / scale[..., None]).round().clamp(-8, 7) + INT4_ZERO

@@ -29,6 +29,7 @@ from tilewright.ops.formats.row_groups import (
     check_offset_values,
     check_offsets,
     expert_of_rows,
+    last_expert_of_rows,
 )
 from tilewright.ops.grouped.cases import GROUPED_CASES, sample_grouped
 from tilewright.ops.grouped.operands import unsupported
@@ -51,7 +52,9 @@ class GroupedMatmulArguments:
 
     x [M, K], rows sorted by group. weight [E, N, K], any strides with N or K contiguous.
     group_offsets int [G + 1], exclusive: group g has rows [offsets[g], offsets[g + 1]), the first
-    is 0; with end_offsets int [G], where each group ends (`offs` of torch's grouped_mm).
+    is 0; with end_offsets int [G], where each group ends (`offs` of torch's grouped_mm). Any ends
+    are taken: negative ones count from the last row, those past it mean it, and of groups that
+    overlap the last one has the row; on a GPU, where torch refuses them, they may give anything.
     expert_ids int [G], -1: none; None: group g's expert is g, and G is at most E. bias [E, N].
     weight_format, scale_block, weight_scale, weight_expert_scale: see ops.formats.expert_weight.
     x_scale fp32 [M, ceil(K/128)]: of an x of float8_e4m3fn codes, whose weights have the format
@@ -130,8 +133,8 @@ def _check_groups(a: GroupedMatmulArguments, num_experts: int) -> None:
 def validate_values(a: GroupedMatmulArguments) -> None:
     if not readable([a.group_offsets, a.expert_ids]):
         return
-    offsets, num_rows = a.group_offsets, a.x.shape[0]
-    check_offset_values(NAME, "group_offsets", offsets, num_rows, ends=a.end_offsets)
+    if not a.end_offsets:
+        check_offset_values(NAME, "group_offsets", a.group_offsets, a.x.shape[0])
     check_expert_values(NAME, "expert_ids", a.expert_ids, a.weight.shape[0])
 
 
@@ -151,7 +154,11 @@ def reference(a: GroupedMatmulArguments) -> torch.Tensor:
     x = a.x.to(compute)
     if a.x_scale is not None:
         x = x * a.x_scale.repeat_interleave(X_BLOCK, 1)[:, : x.shape[1]]
-    expert = expert_of_rows(a.ends, a.expert_ids, a.x.shape[0])
+    num_rows = a.x.shape[0]
+    if a.end_offsets:
+        expert = last_expert_of_rows(a.ends, a.expert_ids, num_rows)
+    else:
+        expert = expert_of_rows(a.ends, a.expert_ids, num_rows)
     return multiply_by_expert(x, expert, a.experts, a.bias).to(a.result_dtype)
 
 

@@ -51,7 +51,7 @@ class Nvfp4MatmulArguments:
 
     a uint8 [T, K/2]; b uint8 [E, N, K/2], K contiguous. a_scales float8_e4m3fn
     [S, ceil(K/64), 32, 4, 4], b_scales [E, ceil(N/128), ceil(K/64), 32, 4, 4]: see
-    ops.formats.scale_layout. group_offsets int or uint32 [>= G + 1], exclusive;
+    ops.formats.scale_layout; their signs are ignored. group_offsets int or uint32 [>= G + 1], exclusive;
     group_scale_offsets likewise [>= G]: the delta form of
     ops.formats.scale_layout.group_scale_offsets, of empty groups too; expert_ids int [>= G], -1:
     none; expert_scales fp32 [E], by expert id. num_active_experts: G; None: all the offsets given.
@@ -157,8 +157,8 @@ def fake(a: Nvfp4MatmulArguments) -> torch.Tensor:
 def reference(a: Nvfp4MatmulArguments) -> torch.Tensor:
     """In fp32, for the rows t of group g and its expert e = expert_ids[g]:
 
-        A[t, k] = e2m1(a[t, k]) * a_scales[t, k // 16]
-        B[n, k] = e2m1(b[e, n, k]) * b_scales[e, n, k // 16] * expert_scales[e]
+        A[t, k] = e2m1(a[t, k]) * |a_scales[t, k // 16]|
+        B[n, k] = e2m1(b[e, n, k]) * |b_scales[e, n, k // 16]| * expert_scales[e]
         out[t] = A[t] @ B^T
 
     Rows of expert -1 and of no group are zero. With float64 expert_scales all is float64.
@@ -170,9 +170,8 @@ def reference(a: Nvfp4MatmulArguments) -> torch.Tensor:
     scales = nvfp4.read_scales(a.a_scales, offsets, deltas, (num_rows, columns))
     x = nvfp4.dequantize(a.a, scales, dtype=compute)
     b_scales = unswizzle(a.b_scales.view(torch.uint8), a.b.shape[1], columns)
-    weight = ExpertWeight(
-        a.b, "nvfp4", b_scales.view(torch.float8_e4m3fn), expert_scale=a.expert_scales
-    )
+    magnitudes = (b_scales & 0x7F).view(torch.float8_e4m3fn)
+    weight = ExpertWeight(a.b, "nvfp4", magnitudes, expert_scale=a.expert_scales)
     expert = expert_of_rows(offsets[1:], a.expert_ids[: a.num_groups], num_rows)
     out = multiply_by_expert(x, expert, weight)
     return out if compute == torch.float64 else out.to(a.result_dtype)

@@ -30,7 +30,7 @@ class Pages:
 
 @dataclass(frozen=True)
 class SamePages:
-    """Two pools of one table, in which no page is negative."""
+    """Two pools of one table, in which no page is negative that the pool has."""
 
     pools: tuple[View, View]
     block_table: Computed
@@ -45,8 +45,9 @@ def same_pages(k: View, v: View) -> SamePages | None:
     if not equal_values(table, found[1].block_table):
         return None
     pools = found[0].pool, found[1].pool
-    # The op does not count pages from the end.
-    return SamePages(pools, Computed("remainder", (table, pools[0].shape[0])))
+    # The op does not count pages from the end; one that the graph refuses stays one.
+    counted = Computed("add", (table, pools[0].shape[0]))
+    return SamePages(pools, Computed("where", (Computed("lt", (table, 0)), counted, table)))
 
 
 def pages_of(keys: View) -> Pages | None:

@@ -5,7 +5,8 @@
 
 The weight is dense, stored or computed, or dequantised in the graph. That x is NVFP4 is seen where
 the graph decodes it from codes and e4m3 scales, which it was given or made itself: the op reads
-those, so whichever way the graph rounds stays its own.
+those, so whichever way the graph rounds stays its own. That op ignores the signs of block scales,
+as the tensor core does: it is taken where the graph shows that no scale is negative.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from tilewright.patterns.dataflow import Computed, Dataflow, Value, View
 from tilewright.patterns.effects import Atom
 from tilewright.patterns.language import (
     Match,
+    Reject,
     Result,
     Sought,
     Stage,
@@ -48,6 +50,9 @@ ALIGNED_BYTES = 16
 SHORT_INNER, MANY_ROWS = 512, 160
 
 register_code("NO_GAIN", "PyTorch's own kernel is as fast for these sizes", weight="advice")
+register_code(
+    "SCALE_SIGN", "scales that may be negative keep an op from reading NVFP4 rows", weight="advice"
+)
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,7 @@ class GroupedGemm:
         assert gemm is not None
         _guard(gemm)
         weight = match_dequantized_experts(gemm.weight)
-        rows = match_dequantized_rows(gemm.x) if _is_nvfp4(weight) else None
+        rows = _rows_of(gemm, weight)
         both = None if rows is None or weight is None else _both_quantised(gemm, weight, rows)
         if both is not None:
             op, arguments = "grouped_matmul_dynamic_scaled_nvfp4", both
@@ -92,8 +97,11 @@ class GroupedGemm:
         )
 
 
-def _is_nvfp4(weight: DequantizedExperts | None) -> bool:
-    return weight is not None and weight.format == "nvfp4"
+def _rows_of(gemm: ExpertGemm, weight: DequantizedExperts | None) -> DequantizedExperts | None:
+    """The NVFP4 rows of a product with an NVFP4 weight, or None."""
+    if weight is None or weight.format != "nvfp4":
+        return None
+    return match_dequantized_rows(gemm.x)
 
 
 def _guard(gemm: ExpertGemm) -> None:
@@ -135,12 +143,12 @@ def _check_gain(gemm: ExpertGemm) -> None:
 def _both_quantised(
     gemm: ExpertGemm, weight: DequantizedExperts, rows: DequantizedExperts
 ) -> dict[str, Any] | None:
-    """The arguments of the NVFP4 op; None where the rows have scales that it does not take."""
-    factor = _by_expert(rows, weight.shape[0])
-    assert rows.scale is not None
-    own = unrepeated(rows.scale.effect.dims[1])[1]
-    if factor is None or (own or weight.shape[2]) % NVFP4_BLOCK or weight.shape[2] % NVFP4_COLUMNS:
+    """The arguments of the NVFP4 op; None where it does not take the rows, or the signs."""
+    factor = _factors_of(weight, rows)
+    if factor is None or not (weight.has_natural_scale and rows.has_natural_scale):
         return None
+    # The op ignores signs: nobody need clear them.
+    weight, rows = replace(weight, unsigned=False), replace(rows, unsigned=False)
     given = expert_arguments({("b", "b_scales", "factor"): weight})
     num_experts, device = weight.shape[0], weight.device
     offsets = Computed("pad", (gemm.ends, [1, 0]))
@@ -162,6 +170,15 @@ def _both_quantised(
         "expert_scales": scale,
         "out_dtype": gemm.end.dtype,
     }
+
+
+def _factors_of(weight: DequantizedExperts, rows: DequantizedExperts) -> list[Computed] | None:
+    """The rows' common factor as [E], in parts; None where the op does not take rows of theirs."""
+    assert rows.scale is not None
+    own = unrepeated(rows.scale.effect.dims[1])[1]
+    if (own or weight.shape[2]) % NVFP4_BLOCK or weight.shape[2] % NVFP4_COLUMNS:
+        return None
+    return _by_expert(rows, weight.shape[0])
 
 
 def _by_expert(rows: DequantizedExperts, num_experts: int) -> list[Computed] | None:
@@ -200,4 +217,46 @@ def _facts(
     }
 
 
+@dataclass(frozen=True)
+class SignedScales:
+    """Products of NVFP4 rows and weights whose scales may be negative, as far as the graph shows.
+
+    Never a match: :class:`GroupedGemm` takes them, with rows that the graph decodes.
+    """
+
+    name: str = "grouped_gemm_nvfp4"
+    op: str = "grouped_matmul_dynamic_scaled_nvfp4"
+    takes_leftovers: bool = True
+
+    def anchors(self, flow: Dataflow) -> Iterator[Value]:
+        """Products that the op would take but for the signs."""
+        for value in GroupedGemm().anchors(flow):
+            if _signed_in(value):
+                yield value
+
+    def match(self, anchor: Value, flow: Dataflow) -> Match:
+        message = (
+            f"the NVFP4 scales of the {_signed_in(anchor)} may be negative, and the tensor core "
+            "ignores their signs: the rows are decoded, and the weights alone are read as codes"
+        )
+        hint = "take scale.abs() where codes are decoded, if no scale is negative"
+        reject("SCALE_SIGN", Stage.CAPABILITY, message, anchor, hint=hint)
+
+
+def _signed_in(anchor: Value) -> str:
+    """Which operands have scales that may be negative, where all else suits the NVFP4 op."""
+    gemm = match_grouped(anchor)
+    assert gemm is not None
+    try:
+        weight = match_dequantized_experts(gemm.weight)
+        rows = _rows_of(gemm, weight)
+    except Reject:
+        return ""
+    if weight is None or rows is None or _factors_of(weight, rows) is None:
+        return ""
+    operands = (("weights", weight), ("rows", rows))
+    return " and the ".join(what for what, part in operands if not part.has_natural_scale)
+
+
+register(SignedScales())
 register(GroupedGemm())

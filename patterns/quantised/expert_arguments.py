@@ -16,6 +16,8 @@ from tilewright.patterns.dataflow import Computed, View
 from tilewright.patterns.effects import InexpressibleError
 from tilewright.patterns.language import Stage, reject
 from tilewright.patterns.quantised.blocks import Block, block_of, common_block, cut_to_blocks
+from tilewright.patterns.quantised.expert_factors import MAGNITUDE, Steps
+from tilewright.patterns.recognise.signs import never_negative
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class DequantizedExperts:
 
     data: codes as stored, [E, N, K / per byte], for activations [M, K / 2]. shape: (E, N, K).
     scale: one number per element, [E, N, K] with what repeats; None: only the expert's factors.
-    steps: what becomes of it once it is cut to blocks: ("to", dtype) or ("bitcast", dtype).
+    steps: what becomes of it once it is cut to blocks. unsigned: without its sign then.
     factors: fp32 factors by expert, views [E] (activations: by row, [M]), those of `divisors`
     divide; number: a factor for all.
     """
@@ -33,7 +35,8 @@ class DequantizedExperts:
     format: str
     shape: tuple[Any, ...]
     scale: View | None
-    steps: tuple[tuple[str, torch.dtype], ...] = ()
+    steps: Steps = ()
+    unsigned: bool = False
     factors: tuple[View, ...] = ()
     divisors: tuple[View, ...] = ()
     number: float = 1.0
@@ -43,6 +46,11 @@ class DequantizedExperts:
         codes = self.data if isinstance(self.data, View) else self.data.operands[0]
         device: torch.device = codes.value.device
         return device
+
+    @property
+    def has_natural_scale(self) -> bool:
+        """Whether the graph shows that no block's scale is negative."""
+        return self.unsigned or (self.scale is not None and never_negative(self.scale))
 
     def expert_scale(self) -> Computed | None:
         """The product of all factors per expert (or row): fp32, contiguous; None for none."""
@@ -130,6 +138,6 @@ def cut_scale(weight: DequantizedExperts, block: Sequence[int]) -> Any:
     lead, *inner = weight.scale.effect.dims
     dims = (lead, *cut_to_blocks(inner, weight.shape[1:], block))
     item: Any = weight.scale.with_dims(*dims)
-    for function, dtype in weight.steps:
-        item = Computed(function, (item, dtype))
+    for function, given in (*weight.steps, *(MAGNITUDE if weight.unsigned else ())):
+        item = Computed(function, (item, given))
     return item

@@ -18,8 +18,12 @@ from tilewright.patterns.quantised.byte_functions import byte_function
 from tilewright.patterns.quantised.words import follow
 from tilewright.patterns.recognise.norm import is_float_cast
 
-# Casts that the rewriter applies to a view: ("to", dtype) or ("bitcast", dtype).
-Steps = tuple[tuple[str, torch.dtype], ...]
+# What the rewriter applies to a view: ("to", dtype), ("bitcast", dtype) or ("bitwise_and", number).
+Steps = tuple[tuple[str, torch.dtype | int], ...]
+#: To e4m3 numbers without their signs.
+MAGNITUDE: Steps = (
+    ("bitcast", torch.uint8), ("bitwise_and", 0x7F), ("bitcast", torch.float8_e4m3fn),
+)  # fmt: skip
 
 E4M3 = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).double()
 _BYTES = torch.arange(256).double()
@@ -38,11 +42,13 @@ class Factor:
 
 @dataclass(frozen=True)
 class BlockScale:
-    """The only factor that varies within an expert. kind: "e4m3", "e8m0" or "float"."""
+    """The only factor that varies within an expert. kind: "e4m3", "e8m0" or "float". unsigned: of
+    e4m3 the graph takes no sign."""
 
     view: View
     kind: str
     steps: Steps = ()
+    unsigned: bool = False
 
 
 @dataclass(frozen=True)
@@ -150,12 +156,11 @@ def _stored_scale(view: View, kind: str) -> tuple[BlockScale, float] | None:
     exponent = kind == "exponent" and torch.equal(found.table, _BYTES - 127)
     if exponent or (kind == "times" and torch.equal(found.table[1:255], _E8M0[1:255])):
         return BlockScale(found.leaf, "e8m0", _stored_as(found.leaf, torch.uint8)), 1.0
-    # The op ignores a scale's sign.
-    for numbers in (E4M3, E4M3.abs()) if kind == "times" else ():
-        unit = multiple(found.table, numbers)
+    for unsigned in (False, True) if kind == "times" else ():
+        unit = multiple(found.table, E4M3.abs() if unsigned else E4M3)
         if unit is not None:
             steps = _stored_as(found.leaf, torch.float8_e4m3fn)
-            return BlockScale(found.leaf, "e4m3", steps), unit
+            return BlockScale(found.leaf, "e4m3", steps, unsigned), unit
     return None
 
 

@@ -4,8 +4,8 @@
 
 The decoding is recognised by what it makes of all 256 bytes (:mod:`.byte_functions`), the factors
 by what they vary along; what comes out is what `ops/formats/expert_weight.py` takes. E8M0's ends
-are taken as that format has them: 0 is 2^-127, 255 is NaN. NVFP4's scales count without their sign,
-which no quantiser sets.
+are taken as that format has them: 0 is 2^-127, 255 is NaN. NVFP4's scales count with their sign
+where the decoder keeps it, and without where it does not.
 
 The same for activations [M, K] whose NVFP4 codes and scales the graph has.
 Dimension letters: E experts, N rows, K columns.
@@ -99,7 +99,9 @@ def _one_by_one(weight: View) -> DequantizedExperts | None:
         if found is None or not isinstance(found.data, View):
             return None
         parts.append(found)
-    kinds = {(p.format, p.steps, p.number, len(p.factors), len(p.divisors)) for p in parts}
+    kinds = {
+        (p.format, p.steps, p.unsigned, p.number, len(p.factors), len(p.divisors)) for p in parts
+    }
     data = joined([p.data for p in parts if isinstance(p.data, View)], 0)
     if len(kinds) != 1 or data is None:
         return None
@@ -239,6 +241,7 @@ def _scaled(
         weight.shape,
         None if block is None else block.view,
         () if block is None else block.steps,
+        block is not None and block.unsigned,
         found.factors,
         found.divisors,
         found.number,

@@ -17,12 +17,15 @@ TABLE = [*E2M1, *(-m for m in E2M1)]
 
 
 def stored(name, seed=0, shape=(E, N, K)):
-    """(codes, scales, factor) of random weights in a format."""
+    """(codes, scales, factor) of random weights in a format; NVFP4's with some negative scales."""
     generator = torch.Generator().manual_seed(seed)
     w = torch.randn(shape, generator=generator) * shape[-1] ** -0.5
     factor = torch.rand(shape[0], generator=generator) + 0.5
     if name == "nvfp4":
-        return (*nvfp4.quantize(w * 64), factor / 64)
+        codes, scales = nvfp4.quantize(w * 64)
+        signs = torch.rand(scales.shape, generator=generator) < 0.25
+        scales = (scales.view(torch.uint8) | signs.to(torch.uint8) << 7).view(scales.dtype)
+        return codes, scales, factor / 64
     if name == "mxfp4":
         return (*mxfp4.quantize(w), factor)
     if name == "fp8":
@@ -69,6 +72,15 @@ def nvfp4_arithmetic(codes, scales, factor):
     )
     values = magnitude * (1 - 2 * (code >> 3))
     return by_block(values * factor[:, None, None], scales.float()).bfloat16()
+
+
+def nvfp4_magnitudes(codes, scales, factor):
+    return by_block(look_up(codes), scales.float().abs() * factor[:, None, None]).bfloat16()
+
+
+def nvfp4_seven_bits(codes, scales, factor):
+    unsigned = (scales.view(torch.uint8) & 0x7F).view(torch.float8_e4m3fn)
+    return by_block(look_up(codes, torch.bfloat16), unsigned.bfloat16())
 
 
 def nvfp4_library(codes, scales, factor):
@@ -172,8 +184,9 @@ SPELLINGS = {
     f.__name__: (f.__name__.split("_")[0], f)
     for f in (
         nvfp4_table, nvfp4_sign_and_magnitude, nvfp4_arithmetic, nvfp4_library, nvfp4_one_factor,
-        nvfp4_no_factor, nvfp4_scale_per_32, nvfp4_stacked, nvfp4_concatenated, mxfp4_ldexp,
-        mxfp4_stored_by_halves, mxfp4_exp2, mxfp4_power, mxfp4_e8m0, mxfp4_bits, mxfp4_library,
+        nvfp4_no_factor, nvfp4_magnitudes, nvfp4_seven_bits, nvfp4_scale_per_32,
+        nvfp4_stacked, nvfp4_concatenated, mxfp4_ldexp, mxfp4_stored_by_halves, mxfp4_exp2,
+        mxfp4_power, mxfp4_e8m0, mxfp4_bits, mxfp4_library,
         fp8_repeated, fp8_blocks, fp8_library, fp8_by_expert, fp8_rounded_scale, int4_groups,
     )
 }  # fmt: skip

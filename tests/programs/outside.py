@@ -3,8 +3,10 @@
     python -m tests.programs.outside --seeds 0:2000
 
 A program looks experts, adapters or slots up by numbers that it is given: some negative, some past
-the last, of 32 or 64 bits. What eager computes is what the fused graph must give; where eager
-raises, the fused graph must raise too, with every input as it was.
+the last, of 32 or 64 bits. Others give ends of groups in any order, routers rows of NaN, infinities
+and equal scores, codes every byte, and scales zero, NaN, infinities and negative numbers. What
+eager computes is what the fused graph must give; where eager raises, the fused graph must raise
+too, with every input as it was.
 """
 
 from __future__ import annotations
@@ -20,11 +22,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.models import quantized
+from tests.models.moe_dequant import SPELLINGS, E, K, N, stored
 from tests.models.moe_idioms import ENDS
+from tests.models.quantized import QuantizedLinear
 from tests.programs.run import OPTIONS, capture
 from tests.programs.tally import Outcome, Tally
 from tilewright.compiler.fuse import fuse
 from tilewright.compiler.verify import clone_inputs, relative_error
+from tilewright.ops.formats import nvfp4
 
 EXPERTS, TOKENS, HIDDEN, INNER, SLOTS, PLACES = 4, 6, 32, 32, 2, 16
 #: How far a result may be from eager's, relative to its size: another expert is a whole one off.
@@ -216,7 +222,184 @@ def written(draw: random.Random) -> tuple[nn.Module, tuple[Any, ...], str]:
     return Written(write), (normal(TOKENS, HIDDEN), slots, *caches), f"{write} {slots}"
 
 
-KINDS = {"mixture": mixture, "loop": loop, "adapted": adapted, "written": written}
+# --- other numbers --------------------------------------------------------------------------------
+
+
+class Ended(nn.Module):
+    """A product of rows with one weight for each group, which ends where the caller says.
+
+    decode: of SPELLINGS of tests/models/moe_dequant.py, whose codes and scales any bytes may be;
+    None for dense weights.
+    """
+
+    def __init__(self, decode: str | None, rows: str) -> None:
+        super().__init__()
+        self.rows = ROWS[rows]
+        self.format, self.decode = (None, None) if decode is None else SPELLINGS[decode]
+        if self.format is None:
+            self.weight = nn.Parameter(normal(E, N, K) * 0.2)
+            return
+        codes, scales, factor = stored(self.format, int(torch.randint(100, ())))
+        for name, tensor in (("codes", codes), ("scales", scales), ("factor", factor)):
+            self.register_buffer(name, tensor)
+
+    def forward(self, x, ends):
+        if self.decode is None:
+            weight = self.weight
+        else:
+            weight = self.decode(self.codes, self.scales, self.factor)
+        return torch._grouped_mm(self.rows(x), weight.mT, offs=ends)
+
+    def defined(self, x, ends):
+        """The rows that belong to a group: others are memory that nobody wrote."""
+        known, start = torch.zeros(len(x), dtype=torch.bool), 0
+        for end in ends.tolist():
+            known[start:end] = True
+            start = end
+        return known
+
+
+ROWS: dict[str, Callable[..., Any]] = {
+    "plain": lambda x: x,
+    "coded": lambda x: nvfp4.dequantize(*nvfp4.quantize(x), dtype=torch.bfloat16),
+}
+
+
+class Router(nn.Module):
+    """The weights of a token's experts, and the experts."""
+
+    def __init__(self, choose: str, slots: int) -> None:
+        super().__init__()
+        self.choose, self.slots = ROUTERS[choose], slots
+        self.weight = nn.Parameter(torch.randn(EXPERTS * 2, HIDDEN))
+        self.bias = nn.Parameter(torch.randn(EXPERTS * 2))
+
+    def forward(self, x):
+        return self.choose(F.linear(x, self.weight, self.bias), self.slots)
+
+    def defined(self, x):
+        """All weights, and experts where every choice is clear: of equal scores eager takes any."""
+        top = self.choose(F.linear(x, self.weight, self.bias), EXPERTS * 2, True)
+        apart = top.diff(dim=1).abs() > 1e-5
+        return torch.ones(len(x), dtype=torch.bool), apart[:, : self.slots].all(1)
+
+
+def softmax_router(logits, slots, scored=False):
+    scores = logits.softmax(-1, dtype=torch.float32)
+    top, ids = scores.topk(slots)
+    return top if scored else (top / top.sum(-1, keepdim=True), ids)
+
+
+def softmax_of_chosen(logits, slots, scored=False):
+    top, ids = logits.topk(slots)
+    return top if scored else (top.softmax(-1), ids)
+
+
+def sigmoid_router(logits, slots, scored=False):
+    top, ids = logits.sigmoid().topk(slots)
+    return top if scored else (top * 2.5, ids)
+
+
+def bare_router(logits, slots, scored=False):
+    top, ids = logits.topk(slots)
+    return top if scored else (top, ids)
+
+
+ROUTERS: dict[str, Callable[..., Any]] = {
+    "softmax": softmax_router, "softmax_of_chosen": softmax_of_chosen,
+    "sigmoid": sigmoid_router, "logits": bare_router,
+}  # fmt: skip
+
+
+class Paged(nn.Module):
+    """Attention over the pages of a table, under a mask."""
+
+    def forward(self, q, k_cache, v_cache, table, mask):
+        k, v = (cache[table].flatten(1, 2).transpose(1, 2) for cache in (k_cache, v_cache))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+
+
+class CodedProjections(nn.Module):
+    """Keys and values by weights of codes, written into a cache."""
+
+    def __init__(self, form: Callable[..., Any]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(QuantizedLinear(form, 64, 64, seed) for seed in range(3))
+
+    def forward(self, x, slots, k_cache, v_cache):
+        q, k, v = (part(x).view(-1, 2, 32) for part in self.parts)
+        k_cache[slots] = k
+        v_cache[slots] = v
+        return q * 2
+
+
+CODED = (quantized.int8, quantized.int8_after, quantized.nibbles_low_first,
+         quantized.fp8_blocks_repeated)  # fmt: skip
+ODD = (0.0, -0.0, -0.25, torch.nan, torch.inf, -torch.inf)
+
+
+def put(draw: random.Random, tensor: torch.Tensor, some: Iterable[float]) -> str:
+    """Puts such numbers into a few places; says which."""
+    flat, given = tensor.view(-1), [draw.choice(tuple(some)) for _ in range(draw.choice((0, 1, 3)))]
+    for number in given:
+        flat[draw.randrange(len(flat))] = number
+    return str(given)
+
+
+def ended(draw: random.Random) -> tuple[nn.Module, tuple[Any, ...], str]:
+    decode = draw.choice((None, "nvfp4", "nvfp4", "mxfp4", "fp8", "int4"))
+    spelling = decode and draw.choice([n for n, (of, _) in SPELLINGS.items() if of == decode])
+    module = Ended(spelling, rows := draw.choice(tuple(ROWS)))
+    ends = draw.choice(
+        ([4, 6, 12], [4, 4, 12], [4, 9, 12], [4, 6, 30], [14, 20, 30], [0, 0, 5], [6, 3, 12],
+         [-2, 5, 12], [3, -1, 12], [0, 0, 0])
+    )  # fmt: skip
+    drawn = f"{spelling} {rows} {ends}"
+    if decode == "nvfp4":
+        drawn += put(draw, module.scales.view(torch.uint8), (0, 0x80, 0x7F, 0xFF, 0xB8, 0x01))
+        drawn += put(draw, module.codes, (0x08, 0x80, 0x88, 0xFF))
+    elif decode == "mxfp4":
+        drawn += put(draw, module.scales, (0, 1, 255))
+    elif decode in ("fp8", "int4"):
+        drawn += put(draw, module.scales, ODD)
+    if decode == "fp8":
+        drawn += put(draw, module.codes.view(torch.uint8), (0x80, 0x7F, 0xFF, 0xFE))
+    return module, (normal(12, K), torch.tensor(ends, dtype=torch.int32)), drawn
+
+
+def router(draw: random.Random) -> tuple[nn.Module, tuple[Any, ...], str]:
+    module = Router(choose := draw.choice(tuple(ROUTERS)), slots := draw.choice((1, 2, 3)))
+    x = torch.randn(TOKENS, HIDDEN)
+    x[0], x[1, 3] = draw.choice((0.0, 0.0, 1.0, torch.nan)), draw.choice((*ODD, -1e30))
+    most = draw.choice((0, 1, EXPERTS, EXPERTS * 2 - slots, EXPERTS * 2 - 1, EXPERTS * 2))
+    number = draw.choice((-torch.inf, -torch.inf, torch.inf, torch.nan, 0.5, -1e30))
+    module.bias[:most] = number
+    return module, (x,), f"{choose} {slots} {x[0, 0]} {x[1, 3]} {most} of {number}"
+
+
+def paged(draw: random.Random) -> tuple[nn.Module, tuple[Any, ...], str]:
+    table = numbers(draw, PLACES, (2, 3), False)
+    caches = [normal(PLACES, 4, 2, 32) for _ in range(2)]
+    mask = torch.rand(2, 1, 5, 12) < 0.7
+    if draw.random() < 0.3:
+        mask[0, :, 2] = False
+    args = (normal(2, 4, 5, 32), *caches, table, mask)
+    return Paged(), args, f"{table}"
+
+
+def coded(draw: random.Random) -> tuple[nn.Module, tuple[Any, ...], str]:
+    module, drawn = CodedProjections(form := draw.choice(CODED)), ""
+    for part in module.parts:
+        drawn += put(draw, part.scale, ODD)
+    caches = [normal(PLACES, 2, 32) for _ in range(2)]
+    slots = torch.tensor(draw.sample(range(PLACES), TOKENS))
+    return module, (normal(TOKENS, 64), slots, *caches), f"{form.__name__} {drawn}"
+
+
+KINDS = {
+    "mixture": mixture, "loop": loop, "adapted": adapted, "written": written, "ended": ended,
+    "router": router, "paged": paged, "coded": coded,
+}  # fmt: skip
 
 
 def run(seeds: Iterable[int], kinds: Iterable[str] = tuple(KINDS)) -> Tally:
@@ -244,6 +427,14 @@ def ran(run: Callable[..., Any], args: Any) -> tuple[Any, list[Any]]:
         return error, inputs
 
 
+def _tuple(result: Any) -> tuple[Any, ...]:
+    return tuple(result) if isinstance(result, (tuple, list)) else (result,)
+
+
+def _one_nan(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.where(tensor.isfinite(), tensor, torch.nan)
+
+
 def judged(module: nn.Module, args: Any, drawn: str) -> str:
     expected, after = ran(module, args)
     try:
@@ -264,15 +455,20 @@ def judged(module: nn.Module, args: Any, drawn: str) -> str:
     if isinstance(ours, Exception):
         return f"wrong: raises {ours}"
     # Captured inputs come in the graph's order: the caches are those that eager changed.
-    ours = ours[0] if isinstance(ours, (tuple, list)) else ours
-    if isinstance(module, Mixture):
-        known = module.defined(*args)
-        ours, expected = ours[known], expected[known]
-    results = [(ours, expected)]
+    results = list(zip(_tuple(ours), _tuple(expected), strict=False))
+    if isinstance(module, (Mixture, Ended, Router)):
+        known = _tuple(module.defined(*args))
+        results = [(a[rows], b[rows]) for (a, b), rows in zip(results, known, strict=True)]
+    if isinstance(module, (Ended, CodedProjections)):
+        # A sum of infinities is one or NaN, as it is ordered.
+        results = [(_one_nan(a), _one_nan(b)) for a, b in results]
     changed = [(b, a) for b, a in zip(after, args, strict=True) if not torch.equal(b, a)]
     for new, old in changed:
-        results += [(m, new) for m, g in zip(mine, model.inputs, strict=True)
-                    if g.shape == old.shape and torch.equal(g, old)]  # fmt: skip
+        results += [
+            (_one_nan(m), _one_nan(new))
+            for m, g in zip(mine, model.inputs, strict=True)
+            if g.shape == old.shape and torch.equal(g, old)
+        ]
     for a, b in results:
         off = relative_error(a.double(), b.double())
         if not off <= NEAR:

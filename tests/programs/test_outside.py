@@ -7,12 +7,17 @@ import pytest
 
 from tests.programs import exported, outside
 
+#: Of each kind, a few seeds of which one raises where that kind can.
+SEEDS = {"mixture": (6, 11), "loop": (6, 10), "adapted": (6, 11), "written": (6, 10)}
+LOOKED_UP = ("mixture", "loop", "adapted", "written", "paged")
+
 
 @pytest.mark.parametrize("kind", outside.KINDS)
 def test_numbers_from_outside_do_what_they_do_in_eager(kind):
-    tally = outside.run(range(6, 11), [kind])
+    tally = outside.run(range(*SEEDS.get(kind, (0, 3))), [kind])
     assert not tally.found, tally.found
-    assert {"same", "both raise"} <= set(tally.verdicts), tally.verdicts
+    verdicts = {"same", "both raise"} if kind in LOOKED_UP else {"same"}
+    assert verdicts <= set(tally.verdicts), tally.verdicts
 
 
 @pytest.mark.parametrize("family", ["attention", "wild"])

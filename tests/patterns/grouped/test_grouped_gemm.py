@@ -12,7 +12,10 @@ from tests.found import matches_of, misses_of, patterns_in
 from tests.models import moe_dequant
 from tests.models.moe_idioms import build
 from tilewright.compiler import lower, reports
+from tilewright.compiler.dataflow.build import build_view
+from tilewright.ops import grouped_matmul
 from tilewright.ops.formats import fp4, nvfp4
+from tilewright.patterns.recognise.signs import never_negative
 
 E, N, K = moe_dequant.E, moe_dequant.N, moe_dequant.K
 SIZES = (5, 0, 9)
@@ -122,6 +125,20 @@ def test_float16_in_hugging_face_s_own_operator():
     assert matched(function, (x, weight, ENDS), exact)[0] == WEIGHT_ONLY
 
 
+@pytest.mark.parametrize(
+    "ends", [[4, 9, 99], [20, 30, 40], [9, 4, 14], [-2, 5, 14], [3, -1, 14], [14, 14, 2], [0, 0, 0]]
+)
+def test_ends_in_any_order_are_what_torch_makes_of_them(ends):
+    x, weight, ends = rows(), dense(), torch.tensor(ends, dtype=torch.int32)
+    known, start = torch.zeros(len(x), dtype=torch.bool), 0
+    for end in ends.tolist():
+        known[start:end], start = True, end
+    eager = torch._grouped_mm(x, weight.mT, offs=ends)
+    ours = grouped_matmul(x, weight, ends, end_offsets=True)
+    torch.testing.assert_close(ours[known], eager[known])
+    assert not ours[~known].any()
+
+
 # --- weights of codes -----------------------------------------------------------------------------
 
 
@@ -144,7 +161,8 @@ class Coded(nn.Module):
 
 
 WEIGHTS = (
-    "nvfp4_table", "nvfp4_arithmetic", "nvfp4_no_factor", "mxfp4_ldexp", "mxfp4_e8m0",
+    "nvfp4_table", "nvfp4_arithmetic", "nvfp4_no_factor", "nvfp4_magnitudes", "mxfp4_ldexp",
+    "mxfp4_e8m0",
     "fp8_blocks", "fp8_by_expert", "int4_groups",
 )  # fmt: skip
 
@@ -195,7 +213,7 @@ def by_row(x):
 
 
 @pytest.mark.parametrize("prepare", [library, with_a_tensor_scale, spelled_out])
-@pytest.mark.parametrize("spelling", ["nvfp4_table", "nvfp4_arithmetic", "nvfp4_no_factor"])
+@pytest.mark.parametrize("spelling", ["nvfp4_magnitudes", "nvfp4_library", "nvfp4_seven_bits"])
 def test_codes_of_both_are_taken_by_the_nvfp4_op(spelling, prepare):
     module, x = Coded(spelling, prepare), rows()
     op, facts = matched(module, (x, ENDS), product(prepare(x), module.weight()))
@@ -204,20 +222,68 @@ def test_codes_of_both_are_taken_by_the_nvfp4_op(spelling, prepare):
     assert facts["weights"] == "nvfp4"
 
 
-def test_codes_of_both_that_the_caller_gives():
-    module = Coded("nvfp4_table")
+@pytest.mark.parametrize(
+    ("spelling", "keep", "said"),
+    [
+        ("nvfp4_magnitudes", torch.abs, []), ("nvfp4_table", torch.abs, ["weights"]),
+        ("nvfp4_seven_bits", torch.clone, ["rows"]),
+        ("nvfp4_no_factor", torch.clone, ["weights and the rows"]),
+    ],
+)  # fmt: skip
+def test_codes_of_both_that_the_caller_gives(spelling, keep, said):
+    """The op ignores signs: it is taken where the graph does, and what keeps it away is told."""
+    module = Coded(spelling)
     packed, scales = nvfp4.quantize(rows())
+    scales = (scales.view(torch.uint8) | 0x80).view(scales.dtype)
+
+    def values(packed, scales):
+        decoded = moe_dequant.by_block(moe_dequant.look_up(packed), keep(scales.float()))
+        return decoded.bfloat16()
 
     def function(packed, scales, ends):
-        values = moe_dequant.by_block(moe_dequant.look_up(packed), scales.float())
-        return torch._grouped_mm(values.bfloat16(), module.weight().mT, offs=ends)
+        return torch._grouped_mm(values(packed, scales), module.weight().mT, offs=ends)
 
-    exact = product(nvfp4.dequantize(packed, scales), module.weight())
-    assert matched(function, (packed, scales, ENDS), exact)[0] == BOTH
+    exact = product(values(packed, scales), module.weight())
+    op, _ = matched(function, (packed, scales, ENDS), exact)
+    assert op == (WEIGHT_ONLY if said else BOTH)
+    told = [m for m in reports()[-1].misses if m.code == "SCALE_SIGN"]
+    assert all(f"of the {what} may be" in m.message for m, what in zip(told, said, strict=True))
+    assert all(not m.is_lost and "scale.abs()" in m.hint for m in told)
+
+
+@pytest.mark.parametrize(
+    ("scale_of", "natural"),
+    [
+        (lambda x: x.abs().amax(-1) / 6.0, True),
+        (lambda x: (x.amax(-1).clamp(min=0) * 0.25).sqrt(), True),
+        (lambda x: torch.where(x.amax(-1) > 0, x.abs().mean(-1), 1.0), True),
+        (lambda x: torch.maximum(x.amax(-1).abs(), x.amin(-1).abs()), True),
+        (lambda x: x.square().sum(-1).nan_to_num(nan=1.0), True),
+        (lambda x: x.amax(-1), False),
+        (lambda x: x.abs().amax(-1) * -1.0, False),
+        (lambda x: x.abs().amax(-1) - 0.5, False),
+        (lambda x: x.abs().amax(-1).clamp(max=-1.0), False),
+        (lambda x: 1.0 / x.amax(-1).clamp(min=0), False),
+        (lambda x: x.amax(-1).clamp(min=-1e-3), False),
+        (lambda x: torch.where(x.amax(-1) > 0, x.abs().mean(-1), -1.0), False),
+        (lambda x: x.abs().mean(-1).nan_to_num(nan=-1.0), False),
+        (lambda x: torch.add(x.abs().mean(-1), x.abs().mean(-1), alpha=-1), False),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_negative(scale_of, natural):
+    found = []
+
+    def backend(gm, _):
+        found.append(never_negative(build_view(gm.graph).outputs[0]))
+        return gm.forward
+
+    torch._dynamo.reset()
+    torch.compile(lambda x: scale_of(x).to(torch.float8_e4m3fn), backend=backend)(rows(1))
+    assert found == [natural]
 
 
 def test_the_nvfp4_op_with_a_symbol_of_rows_that_go_over_blocks_and_past_the_groups():
-    module, x = Coded("nvfp4_table", library), rows(count=210)
+    module, x = Coded("nvfp4_magnitudes", library), rows(count=210)
     ends = torch.tensor([129, 129, 200], dtype=torch.int32)
     torch._dynamo.mark_dynamic(x, 0)
     got = compiled(module, (x, ends))
@@ -328,7 +394,7 @@ NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU
 @pytest.mark.parametrize(
     ("spelling", "prepare", "op"),
     [
-        ("nvfp4_table", library, BOTH), ("nvfp4_no_factor", spelled_out, BOTH),
+        ("nvfp4_magnitudes", library, BOTH), ("nvfp4_seven_bits", spelled_out, BOTH),
         ("nvfp4_table", by_row, WEIGHT_ONLY), ("mxfp4_ldexp", torch.clone, WEIGHT_ONLY),
         ("fp8_blocks", torch.clone, WEIGHT_ONLY),
     ],
