@@ -51,8 +51,8 @@ class Nvfp4MatmulArguments:
 
     a uint8 [T, K/2]; b uint8 [E, N, K/2], K contiguous. a_scales float8_e4m3fn
     [S, ceil(K/64), 32, 4, 4], b_scales [E, ceil(N/128), ceil(K/64), 32, 4, 4]: see
-    ops.formats.scale_layout; their signs are ignored. group_offsets int or uint32 [>= G + 1], exclusive;
-    group_scale_offsets likewise [>= G]: the delta form of
+    ops.formats.scale_layout; their signs are ignored. group_offsets int or uint32 [>= G + 1],
+    exclusive; group_scale_offsets likewise [>= G]: the delta form of
     ops.formats.scale_layout.group_scale_offsets, of empty groups too; expert_ids int [>= G], -1:
     none; expert_scales fp32 [E], by expert id. num_active_experts: G; None: all the offsets given.
     Result [T, N] of out_dtype (None: bfloat16).
