@@ -13,9 +13,11 @@ _MODULES = {
     "Options": "options",
     "Site": "report",
     "StrictError": "report.failures",
+    "declare": "rewrite.declared",
     "lower": "backend",
     "reports": "backend",
     "tilewright": "backend",
+    "undeclare": "rewrite.declared",
 }
 
 if TYPE_CHECKING:
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from tilewright.compiler.options import Options
     from tilewright.compiler.report import GraphReport, Kernel, Lowered, Site
     from tilewright.compiler.report.failures import StrictError
+    from tilewright.compiler.rewrite.declared import declare, undeclare
 else:
 
     def __getattr__(name: str) -> Any:
@@ -38,7 +41,9 @@ __all__ = [
     "Options",
     "Site",
     "StrictError",
+    "declare",
     "lower",
     "reports",
     "tilewright",
+    "undeclare",
 ]

@@ -28,13 +28,20 @@ from tilewright.compiler.report.census import Point, Round, census_of
 from tilewright.compiler.report.failures import Failures, raise_strictly
 from tilewright.compiler.rewrite import HalfRewrittenError, Rewritten, arguments_of, rewrite_sites
 from tilewright.compiler.rewrite.bodies import inline_bodies, unseen_in_bodies
+from tilewright.compiler.rewrite.declared import spell_declared_out
 from tilewright.compiler.rewrite.dropouts import remove_idle_dropouts
 from tilewright.compiler.rewrite.fills import make_fills_plain
-from tilewright.compiler.rewrite.flex import put_flex_back, spell_flex_out
+from tilewright.compiler.rewrite.flex import spell_flex_out
 from tilewright.compiler.rewrite.last_rows import take_rows_first
 from tilewright.compiler.rewrite.lengths import advance_lengths_last
 from tilewright.compiler.rewrite.local_linears import make_linears_local
 from tilewright.compiler.rewrite.rank_sums import make_rank_sums_plain
+from tilewright.compiler.rewrite.spelled import (
+    KeptCallsError,
+    drop_taken,
+    named_by_calls,
+    put_back,
+)
 from tilewright.compiler.rewrite.sums import make_sums_new
 from tilewright.compiler.safety.devices import lost_nowhere, with_kernels
 from tilewright.compiler.safety.legality import check_legality
@@ -89,11 +96,12 @@ def fuse(gm: fx.GraphModule, options: Options, rounds: list[Round] | None = None
     failures = Failures(gm, options)
     clock = _Clock()
     target = target_name(options)
+    kept: dict[str, Miss | None] = {}
     with failures.of_the_graph(), _collector_paused():
         while True:
             if rounds is not None:
                 rounds.clear()
-            attempt = _attempt(gm, options, failures, clock, target, rounds)
+            attempt = _attempt(gm, options, failures, clock, target, rounds, kept)
             if attempt is not None:
                 break
     raise_strictly(attempt.misses, options)
@@ -137,9 +145,11 @@ def _attempt(
     clock: _Clock,
     target: str,
     rounds: list[Round] | None,
+    kept: dict[str, Miss | None],
 ) -> _Attempt | None:
     """None where a rewrite failed half-way, or the plan of an op: the copy cannot be used, and its
-    site is refused in the next."""
+    site is refused in the next. kept: the calls that are not spelled out, to which those are added
+    that turn out to be better left as they are."""
     with clock.phase("copy"):
         after = _copy(gm)
     rewritten: list[Rewritten] = []
@@ -157,7 +167,8 @@ def _attempt(
         make_rank_sums_plain(graph)
         make_linears_local(graph)
         take_rows_first(graph)
-        spelled = spell_flex_out(graph)
+        declared, unfit = spell_declared_out(graph, kept)
+        spelled = [*spell_flex_out(graph, kept), *declared]
         # Where an op refuses a site, another round gives the site to the next pattern.
         refused: dict[tuple[str, fx.Node], Miss] = {}
         left_open: set[fx.Node] = set()
@@ -183,6 +194,8 @@ def _attempt(
                 done, no = rewrite_sites(graph, flow, wanted, failures, planned)
             missed = found.misses if options.everywhere else lost_nowhere(found.misses, patterns)
             told = _told(told, [*missed, *left], found.matches, left_open if rewritten else None)
+            done = named_by_calls(done, spelled)
+            drop_taken(graph, flow, spelled)
             rewritten.extend(done)
             if rounds is not None:
                 misses_so_far = () if no else tuple(told)
@@ -193,8 +206,9 @@ def _attempt(
                 unread = [failures("view", "to read a node", e, (n,)) for n, e in flow.failed]
                 if not options.everywhere:
                     inside = lost_nowhere(inside, patterns)
-                misses.extend((*told, *inside, *unread, *unseen))
-                put_flex_back(graph, spelled)
+                misses.extend((*told, *inside, *unread, *unseen, *unfit))
+                misses.extend(filter(None, kept.values()))
+                put_back(graph, spelled, rewritten)
                 if rewritten:
                     advance_lengths_last(graph)
                 return
@@ -202,6 +216,9 @@ def _attempt(
     observer = _compat.GraphTransformObserver(after, "tilewright_fuse", "tilewright")
     try:
         observer.apply_graph_pass(run)
+    except KeptCallsError as error:
+        kept.update(error.calls)
+        return None
     except HalfRewrittenError as error:
         cause = error.__cause__
         failures.refuse(error.match, "to rewrite", cause if isinstance(cause, Exception) else error)

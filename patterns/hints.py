@@ -1,8 +1,9 @@
-"""What to do about a miss whose message brings no hint of its own, by its code."""
+"""What to do about a miss, by its code where its message brings no hint of its own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -17,6 +18,43 @@ def hint_for(code: str, nodes: Sequence[fx.Node]) -> str:
     """What to do about a miss of `code` at these nodes; "" for a code that has no hint."""
     hint = _HINTS.get(code, "")
     return hint if isinstance(hint, str) else hint(nodes)
+
+
+def with_declare(hint: str, code: str, nodes: Sequence[fx.Node]) -> str:
+    """A hint that names `declare` too, where one of the nodes calls an operator of a library."""
+    if code not in _OF_UNKNOWN_OPERATORS or "compiler.declare" in hint:
+        return hint
+    name = next(filter(None, map(_library_operator, nodes)), "")
+    if not name:
+        return hint
+    said = f"say what {name} computes: tilewright.compiler.declare"
+    return f"{hint}; or {said}" if hint else said
+
+
+def _library_operator(node: fx.Node) -> str:
+    """`namespace::name` of an operator that PyTorch does not bring; "" for other nodes."""
+    target: Any = node.target
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        target = getattr(target, target.overloads()[0])
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace in _TORCHS:
+        return ""
+    return str(target._schema.name)
+
+
+# Namespaces of operators that PyTorch brings, and of ours.
+_TORCHS = frozenset({
+    "aten", "prim", "prims", "c10d", "_c10d_functional", "_dtensor", "symm_mem", "inductor",
+    "quantized", "tilewright", "torch_attn",
+})  # fmt: skip
+# The codes of sites at which an operator may stand that is not known.
+_OF_UNKNOWN_OPERATORS = frozenset({
+    "ABSORBED_DECODE", "ACTIVATION", "ACTIVATION_FORMAT", "ATTENTION_FORM", "CACHE_READ",
+    "CACHE_WRITE", "CAST", "ESCAPES", "EXPERT_ACTIVATION", "EXPERT_COMBINE", "EXPERT_ENDS",
+    "EXPERT_KERNEL", "EXPERT_ORDER", "EXPERT_SCORES", "EXPERT_WEIGHT", "K_PATH", "LATENT_KEYS",
+    "LATENT_VALUES", "LATENT_WEIGHT", "LINEAR_FORM", "LONE_WRITE", "LORA_FORM", "LORA_OPERATOR",
+    "OPAQUE_WRITE", "Q_PATH", "ROPE_STYLE", "ROPE_TABLE", "ROUTER_CHOICE", "ROUTER_GROUPS",
+    "ROUTER_WEIGHTS", "SLOT_INDEX", "V_PATH", "WEIGHT_FORMAT",
+})  # fmt: skip
 
 
 def _one_dtype(nodes: Sequence[fx.Node]) -> str:
@@ -81,6 +119,8 @@ _HINTS: Mapping[str, str | Callable[[Sequence[fx.Node]], str]] = {
     "CLAIMED": _AS_IS,
     "COLLECTIVE": "shard by heads, so that the sum over ranks comes behind attention, and sum what "
     "each rank's experts give for all tokens",
+    "DECLARED_FORM": "give the meaning the operator's arguments by name, and have it return what "
+    "the operator returns, and write what its schema says",
     "DTYPE": _one_dtype,
     "EARLIER_GRAPH": "remove the graph break that the report names",
     "ESCAPES": _OUTSIDE,
@@ -128,6 +168,7 @@ _HINTS: Mapping[str, str | Callable[[Sequence[fx.Node]], str]] = {
     "OPAQUE_CALL": "make it a custom operator: torch.library.custom_op says what it writes",
     "OPAQUE_WRITE": "write the cache in PyTorch: cache.view(-1, H, D)[slots] = k",
     "ORDER": "have everything that it needs computed before, and use the query behind it",
+    "PART_OF_CALL": "nothing need change: the operator computes it as before",
     "Q_PATH": "project q from the input of k and v",
     "RANKS": "look in the logs and reports of the ranks that could not: they say why",
     "ROPE_STYLE": "half-split and interleaved rotations of the leading dimensions are supported",

@@ -17,7 +17,7 @@ from torch import fx
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Dataflow, Value, View, scope_of, source_of
 from tilewright.patterns.effects import Effect
-from tilewright.patterns.hints import hint_for
+from tilewright.patterns.hints import hint_for, with_declare
 
 
 class Stage(IntEnum):
@@ -71,8 +71,8 @@ class Miss:
             object.__setattr__(self, "weight", WEIGHTS.get(self.code, "lost"))
         elif self.weight not in get_args(Weight):
             raise ValueError(f"weight: expected one of {get_args(Weight)}, got {self.weight!r}")
-        if not self.hint:
-            object.__setattr__(self, "hint", hint_for(self.code, self.nodes))
+        hint = self.hint or hint_for(self.code, self.nodes)
+        object.__setattr__(self, "hint", with_declare(hint, self.code, self.nodes))
 
     @property
     def is_lost(self) -> bool:
@@ -492,6 +492,8 @@ CODES: dict[str, str] = {
     "FRESH_CACHE": "the cache is made inside the graph: there is nothing to write into yet",
     "OPAQUE_WRITE": "the cache is written by an operator whose effect is not known",
     "OPAQUE_CALL": "it is not known what a Python function writes, so behind it all has changed",
+    "DECLARED_FORM": "what an operator is declared to mean does not fit its call",
+    "PART_OF_CALL": "patterns know a part of what an operator computes, and products are left",
     "MASKED_WRITE": "a boolean mask selects the slots",
     "SLICE_WRITE": "the cache is written at a slice that does not tell which dimension is slots",
     "MOVED_CACHE": "the whole cache is written anew, so that old tokens change their slots",
@@ -541,6 +543,7 @@ WEIGHTS: dict[str, Weight] = {
     "RANKS": "advice",  # the library's collectives compute the graph as it is
     "CLAIMED": "advice",  # the site is fused, by the other match
     "EMPTY": "advice",  # nothing is computed there
+    "PART_OF_CALL": "advice",  # the operator computes it as before
     "NO_KERNELS": "advice",  # the site is at its fastest as it is
     "EARLIER_GRAPH": "advice",  # the break is what is lost, and is told; else it is the design
 }

@@ -26,6 +26,7 @@ from torch._dynamo.exc import TorchDynamoException as DynamoError  # noqa: F401
 from torch._dynamo.exc import Unsupported as Unsupported
 from torch._dynamo.exc import UserError as UserError
 from torch._dynamo.utils import graph_break_reasons as graph_break_reasons
+from torch._library.custom_ops import CustomOpDef
 from torch._logging import trace_structured
 from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 from torch.amp.autocast_mode import _enter_autocast
@@ -263,6 +264,28 @@ def empty_like(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor laid out as a fake one, of its fake mode, with memory of its own."""
     with fake_mode_of([tensor]) or nullcontext(), torch.no_grad():
         return torch.empty_like(tensor)
+
+
+def detached(value: Any) -> Any:
+    """A fake tensor on the memory of another, which a change of its shape leaves as it is; of
+    anything else, the value."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    with torch.no_grad():
+        return value.detach()
+
+
+def name_of_operator(op: Any) -> str | None:
+    """`namespace::name` of an operator, with the overload where one is given that is not the only
+    one; None for anything else."""
+    if isinstance(op, CustomOpDef):
+        return op._qualname
+    if isinstance(op, torch._ops.OpOverloadPacket):
+        return op._qualified_op_name
+    if not isinstance(op, torch._ops.OpOverload):
+        return None
+    only = len(op.overloadpacket.overloads()) == 1
+    return op._schema.name if only else f"{op._schema.name}.{op._overloadname}"
 
 
 def selected(tensor: torch.Tensor, index: Any) -> torch.Tensor:

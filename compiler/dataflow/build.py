@@ -88,6 +88,8 @@ class _Builder:
     def visit(self, position: int, node: fx.Node) -> None:
         self.positions[node] = position
         self.visited = position, node
+        if spelling.PASSED_OVER in node.meta:
+            return
         result = node.meta.get("example_value")
         if node.op == "output":
             self.outputs = tuple(iter_views(self._operand(node.args)))

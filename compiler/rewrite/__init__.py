@@ -314,8 +314,15 @@ def _erase(match: Match, materialiser: Materialiser, replaced: Sequence[fx.Node]
             store.replace_all_uses_with(target)
         graph.erase_node(store)
     candidates += [*(v.node for v in match.absorbed), *replaced]
-    while candidates:
-        node = candidates.pop()
+    erase_unused(graph, flow, candidates)
+
+
+def erase_unused(graph: fx.Graph, flow: Dataflow, candidates: Sequence[fx.Node]) -> None:
+    """Erases those of some nodes that nothing uses and that have no effect, and the nodes that only
+    they used."""
+    front = list(candidates)
+    while front:
+        node = front.pop()
         if node._erased:
             continue
         erase_size_checks(graph, node)
@@ -323,7 +330,7 @@ def _erase(match: Match, materialiser: Materialiser, replaced: Sequence[fx.Node]
             continue
         inputs = node.all_input_nodes
         graph.erase_node(node)
-        candidates += inputs
+        front += inputs
 
 
 def _removable(node: fx.Node, flow: Dataflow) -> bool:

@@ -1,5 +1,4 @@
-"""Spells `flex_attention` out, so that patterns see one form of attention, and puts back what none
-of them took.
+"""Spells `flex_attention` out (`spelled.py`), so that patterns see one form of attention.
 
     flex_attention(q, k, v, score_mod)
         ⇒   softmax(score_mod(scale * q @ k^T, b, h, i, j)) @ v
@@ -14,7 +13,7 @@ Dimension letters: B sequences, H query heads, S queries, K keys.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +23,7 @@ from torch import fx
 from tilewright.compiler import _compat
 from tilewright.compiler.dataflow.access import attribute_of
 from tilewright.compiler.dataflow.spelling import is_tensor_node, name_of
-from tilewright.compiler.rewrite.materialise import describe
+from tilewright.compiler.rewrite.spelled import SpelledOut, Writer
 from tilewright.patterns.attention.flex import SPELLED, UNREAD
 
 # What computes each element from the same element of its operands.
@@ -42,23 +41,12 @@ class _Unreadable(Exception):
     """A call, or a function that it is given, that cannot be spelled out; says why."""
 
 
-@dataclass(frozen=True)
-class SpelledOut:
-    """A call of flex_attention and what stands for it meanwhile. out: the call's first result.
-    end: the same, spelled out. added: the nodes that this took, in order."""
-
-    call: fx.Node
-    out: fx.Node
-    end: fx.Node
-    added: tuple[fx.Node, ...]
-
-
-def spell_flex_out(graph: fx.Graph) -> list[SpelledOut]:
+def spell_flex_out(graph: fx.Graph, kept: Collection[str] = ()) -> list[SpelledOut]:
     """Gives the users of every call that can be spelled out the result of that; a call that cannot
-    has the reason in `meta[UNREAD]`."""
+    has the reason in `meta[UNREAD]`. kept: names of calls that are to stay."""
     found = []
     for node in list(graph.nodes):
-        if node.target is not torch.ops.higher_order.flex_attention:
+        if node.target is not torch.ops.higher_order.flex_attention or node.name in kept:
             continue
         before = node.prev
         try:
@@ -69,22 +57,6 @@ def spell_flex_out(graph: fx.Graph) -> list[SpelledOut]:
             known = isinstance(error, _Unreadable)
             node.meta[UNREAD] = str(error) if known else f"{type(error).__name__}: {error}"
     return found
-
-
-def put_flex_back(graph: fx.Graph, spelled: Sequence[SpelledOut]) -> None:
-    """Undoes :func:`spell_flex_out` where nothing took the place of what was spelled out; erases
-    the call elsewhere."""
-    for site in spelled:
-        if not site.end._erased:
-            site.end.replace_all_uses_with(site.out)
-        for node in reversed(site.added):
-            if not node._erased and not node.users:
-                graph.erase_node(node)
-        bodies = [n for n in site.call.all_input_nodes if n.op == "get_attr"]
-        if not site.out.users:
-            for node in (site.out, site.call, *bodies):
-                if not node.users:
-                    graph.erase_node(node)
 
 
 # --- one call -------------------------------------------------------------------------------------
@@ -122,28 +94,8 @@ def _first_result(node: fx.Node) -> fx.Node:
     return parts[0]
 
 
-class _Writer:
-    """Adds nodes before one; they get its source line and module."""
-
-    def __init__(self, graph: fx.Graph, before: fx.Node) -> None:
-        self.graph, self.before = graph, before
-        self.added: list[fx.Node] = []
-
-    def call(self, target: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> fx.Node:
-        kind = "call_method" if isinstance(target, str) else "call_function"
-        with self.graph.inserting_before(self.before):
-            node = self.graph.create_node(kind, target, args, kwargs)
-        self.added.append(node)
-        describe(node, self.before, _compat.run_fake(node))
-        return node
-
-    def size(self, node: fx.Node, dim: int) -> Any:
-        size = node.meta["example_value"].shape[dim]
-        return size if isinstance(size, int) else self.call("size", node, dim)
-
-
 def _spelled_out(graph: fx.Graph, node: fx.Node) -> SpelledOut:
-    call, out, write = _call_of(node), _first_result(node), _Writer(graph, node)
+    call, out, write = _call_of(node), _first_result(node), Writer(graph, node)
     q = call.q.meta["example_value"]
     k, v = (_for_each_head(write, call.q, tensor) for tensor in (call.k, call.v))
     indices = _indices(write, call.q, k)
@@ -155,11 +107,10 @@ def _spelled_out(graph: fx.Graph, node: fx.Node) -> SpelledOut:
     weights.meta[SPELLED] = True
     end = write.call(torch.matmul, write.call("to", weights, q.dtype), v)
     end.meta["example_value"] = _compat.empty_like(out.meta["example_value"])
-    out.replace_all_uses_with(end)
-    return SpelledOut(node, out, end, tuple(write.added))
+    return write.stand_in([out], [end])
 
 
-def _for_each_head(write: _Writer, q: fx.Node, tensor: fx.Node) -> fx.Node:
+def _for_each_head(write: Writer, q: fx.Node, tensor: fx.Node) -> fx.Node:
     """k or v [1 or B, Hkv, K, D] as [B, H, K, D]."""
     heads, own = (n.meta["example_value"].shape[1] for n in (q, tensor))
     if not (isinstance(heads, int) and isinstance(own, int) and heads % own == 0):
@@ -171,7 +122,7 @@ def _for_each_head(write: _Writer, q: fx.Node, tensor: fx.Node) -> fx.Node:
     return tensor
 
 
-def _indices(write: _Writer, q: fx.Node, k: fx.Node) -> tuple[fx.Node, ...]:
+def _indices(write: Writer, q: fx.Node, k: fx.Node) -> tuple[fx.Node, ...]:
     """b, h, i and j, each along its own dimension of four."""
     found = []
     for dim, of in enumerate((q, q, q, k)):
@@ -194,7 +145,7 @@ def _hides_nothing(body: fx.Graph) -> bool:
 
 
 def _applied(
-    write: _Writer, body: fx.Graph, captured: Sequence[Any], elements: Sequence[fx.Node]
+    write: Writer, body: fx.Graph, captured: Sequence[Any], elements: Sequence[fx.Node]
 ) -> fx.Node:
     """What a function gives for all elements. captured: the tensors and numbers that it reads."""
     taken = iter((*elements, *captured))
@@ -224,7 +175,7 @@ def _applied(
     return _wide(write, result, known)
 
 
-def _wide(write: _Writer, node: fx.Node, known: dict[fx.Node, Any]) -> Any:
+def _wide(write: Writer, node: fx.Node, known: dict[fx.Node, Any]) -> Any:
     """An operand with the four dimensions that dtypes of results are decided by."""
     item = known[node]
     if not is_tensor_node(item) or item.meta["example_value"].dim() == 4:

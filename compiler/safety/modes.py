@@ -201,12 +201,13 @@ def unseen_in_transforms(graph: fx.Graph, modes: Modes) -> list[Miss]:
             outermost = None
         elif outermost is None:
             outermost = node
-        if outermost is not None and {*mode.levels} != {_DUAL} and _is_weighty(node):
+        if outermost is not None and {*mode.levels} != {_DUAL} and is_weighty(node):
             found.setdefault(outermost, []).append(node)
     return [_unseen(nodes, modes) for nodes in found.values()]
 
 
-def _is_weighty(node: fx.Node) -> bool:
+def is_weighty(node: fx.Node) -> bool:
+    """Whether a node is a product or attention of floating-point numbers."""
     if node.op not in ("call_function", "call_method") or name_of(node) not in _WEIGHTY:
         return False
     tensors = _compat.tensors_of(*node.all_input_nodes)
@@ -225,7 +226,7 @@ def _unseen(nodes: Sequence[fx.Node], modes: Modes) -> Miss:
 def unknown_writes(flow: Dataflow, matches: Sequence[Match]) -> list[Miss]:
     """A miss for each call of which is not known what it writes, with products or attention behind
     it; as advice where something behind it matches all the same."""
-    weighty = [flow.positions[node] for node in flow.graph.nodes if _is_weighty(node)]
+    weighty = [flow.positions[node] for node in flow.graph.nodes if is_weighty(node)]
     matched = max((flow.positions[match.anchor.node] for match in matches), default=-1)
     found = []
     for node in flow.opaque:

@@ -1,0 +1,381 @@
+"""What operators of libraries mean, as their users declare it, and their calls spelled out.
+
+    declare("somebodys::op", meaning)
+
+`meaning` is a function in plain PyTorch. While patterns look, every call of the operator is what
+`meaning` computes; a call of which none took a part runs as it was written (`spelled.py`).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import inspect
+import operator
+import re
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from tilewright.compiler import _compat
+from tilewright.compiler._compat import trials
+from tilewright.compiler.dataflow.access import access_of, call_key, given
+from tilewright.compiler.dataflow.spelling import name_of, shape_of
+from tilewright.compiler.rewrite.spelled import SpelledOut, Writer
+from tilewright.compiler.rewrite.strides import same_steps
+from tilewright.patterns.language import Miss, Stage
+
+Meaning = Callable[..., Any]
+
+#: What is declared, by `namespace::name`, which may hold the wildcards of fnmatch.
+_DECLARED: dict[str, Meaning] = {}
+# The hub calls the operators of a kernel's build `_<kernel>_<hash>::name`.
+_BUILD = r"_{}_[0-9a-z]{{6,}}(_dirty)?"
+# ATen's operators, and ours, are known.
+_KNOWN = ("aten", "prim", "prims", "tilewright")
+
+
+def declare(op: Any, meaning: Meaning) -> None:
+    """Says what an operator of a library computes, so that patterns see that in its place.
+
+    op: the operator (an `OpOverload`, an `OpOverloadPacket`, or what `torch.library.custom_op`
+    returns), or its name `"namespace::name"`, which stands for all its overloads. A name may hold
+    the wildcards of fnmatch. That of a hub's kernel, `"kernel::name"`, stands for all its builds
+    `_kernel_<hash>::name` and `_kernel_<hash>_dirty::name` too. What is declared by its full name
+    comes before what a wildcard names.
+    meaning: a function in plain PyTorch whose parameters have the names of the operator's
+    arguments. It returns what the operator returns, and writes in place what the operator's schema
+    says that it writes. It is traced with fake tensors for every layout of a call.
+
+    Raises ValueError for a name without a namespace, an operator of PyTorch, a meaning that does
+    not take the arguments of the operator, and an operator that has been declared otherwise.
+    """
+    name = _name(op)
+    if not callable(meaning):
+        raise ValueError(f"meaning: expected a function, got {meaning!r}")
+    for overload in _registered(name):
+        if fault := _fault_of_names(meaning, overload):
+            raise ValueError(fault)
+    known = _DECLARED.setdefault(name, meaning)
+    if known is not meaning:
+        raise ValueError(
+            f"op: {name!r} is declared as {_described(known)}, got {_described(meaning)}; "
+            "undeclare it first"
+        )
+
+
+def undeclare(op: Any) -> None:
+    """Forgets what was declared of an operator; raises KeyError where nothing was."""
+    del _DECLARED[_name(op)]
+
+
+def _name(op: Any) -> str:
+    found = op if isinstance(op, str) else _compat.name_of_operator(op)
+    if not isinstance(found, str) or not re.fullmatch(r"[^:]+::[^:]+", found):
+        raise ValueError(f'op: expected an operator or its name "namespace::name", got {op!r}')
+    if found.split("::")[0] in _KNOWN:
+        raise ValueError(f"op: {found!r} is known; expected an operator of a library")
+    return found
+
+
+def _registered(name: str) -> list[Any]:
+    """The overloads of an operator that torch knows by a name."""
+    namespace, _, rest = name.partition("::")
+    called, _, overload = rest.partition(".")
+    packet = getattr(getattr(torch.ops, namespace), called, None)
+    if not isinstance(packet, torch._ops.OpOverloadPacket):
+        return []
+    return [getattr(packet, one) for one in packet.overloads() if overload in ("", one)]
+
+
+def _described(meaning: Meaning) -> str:
+    module, name = (getattr(meaning, a, "") for a in ("__module__", "__qualname__"))
+    return f"{module}.{name}" if name else repr(meaning)
+
+
+def _fault_of_names(meaning: Meaning, overload: Any) -> str:
+    """How the parameters of a meaning differ from the arguments of an operator; "" for not."""
+    names = [spec.name for spec in overload._schema.arguments]
+    try:
+        parameters = inspect.signature(meaning)
+    except (TypeError, ValueError):  # a function written in C
+        return ""
+    try:
+        parameters.bind(**dict.fromkeys(names))
+    except TypeError as error:
+        expected = ", ".join(names)
+        return (
+            f"meaning: expected a function of ({expected}), the arguments of {overload}; got "
+            f"{_described(meaning)}{parameters}: {error}"
+        )
+    return ""
+
+
+def _meaning_of(overload: Any) -> Meaning | None:
+    """What is declared of an operator: by its name, by that of a hub's kernel, by a wildcard."""
+    if not _DECLARED:
+        return None
+    namespace, _, name = overload._schema.name.partition("::")
+    if namespace in _KNOWN:
+        return None
+    names = (f"{name}.{overload._overloadname}", name)
+    for whole in (f"{namespace}::{one}" for one in names):
+        if whole in _DECLARED:
+            return _DECLARED[whole]
+    for key, meaning in _DECLARED.items():
+        space, _, called = key.partition("::")
+        build = called in names and re.fullmatch(_BUILD.format(re.escape(space)), namespace)
+        wild = any(fnmatch.fnmatchcase(f"{namespace}::{one}", key) for one in names)
+        if build or wild:
+            return meaning
+    return None
+
+
+# --- calls ----------------------------------------------------------------------------------------
+
+
+class _UnfitError(Exception):
+    """A call of which a declared meaning cannot stand in the place; says why."""
+
+
+@dataclass(frozen=True)
+class _Trace:
+    """What a meaning computes, traced. inputs: the placeholders, one for each input of the call's
+    node. outputs: what it returns, one after the other."""
+
+    graph: fx.Graph
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[Any, ...]
+
+
+def spell_declared_out(
+    graph: fx.Graph, kept: Collection[str] = ()
+) -> tuple[list[SpelledOut], list[Miss]]:
+    """Spells out the calls of declared operators; a miss for each whose meaning does not fit it.
+
+    kept: names of calls that are to stay.
+    """
+    found: list[SpelledOut] = []
+    misses: list[Miss] = []
+    traces: dict[Any, _Trace | _UnfitError] = {}
+    for node in list(graph.nodes) if _DECLARED else ():
+        overload = _overload(node)
+        meaning = None if overload is None else _meaning_of(overload)
+        if meaning is None or node.name in kept:
+            continue
+        write = Writer(graph, node)
+        try:
+            if site := _spelled_out(node, overload, meaning, write, traces):
+                found.append(site)
+        except _compat.DynamoError:
+            raise
+        except Exception as error:  # the meaning is the user's, and may raise anything
+            write.undo()
+            why = str(error) if isinstance(error, _UnfitError) else _raised(error)
+            message = f"{name_of(node)} is declared as {_described(meaning)}, {why}"
+            misses.append(Miss("declare", "DECLARED_FORM", Stage.ANCHORED, message, (node,)))
+    return found, misses
+
+
+def _raised(error: Exception) -> str:
+    what = next(iter(str(error).strip().splitlines()), "")
+    return f"which raises {type(error).__name__}: {what}"
+
+
+def _overload(node: fx.Node) -> Any:
+    """The overload of an operator that a node calls; None for other nodes."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverloadPacket) and len(target.overloads()) == 1:
+        target = getattr(target, target.overloads()[0])
+    return target if isinstance(target, torch._ops.OpOverload) else None
+
+
+def _spelled_out(
+    call: fx.Node, overload: Any, meaning: Meaning, write: Writer, traces: dict[Any, Any]
+) -> SpelledOut | None:
+    """None for a call that does nothing."""
+    results = _results(call)
+    if not results and not access_of(call):
+        return None
+    _require_plain(call)
+    trace = _remembered(call, overload, meaning, traces)
+    held = call.meta.get("example_value")
+    _compare(trace, list(held) if isinstance(held, (tuple, list)) else [held])
+    known = _copy(call, trace, [trace.outputs[at] for at, _ in results], write)
+    _require_same_writes(call, write.added)
+    ends: list[fx.Node] = []
+    for at, result in results:
+        ends.append(_end(known[trace.outputs[at]], result, call, ends, write))
+    return write.stand_in([result for _, result in results], ends) if write.added else None
+
+
+def _results(call: fx.Node) -> list[tuple[int, fx.Node]]:
+    """The results of a call that are used: which each is, and its node."""
+    held = call.meta.get("example_value")
+    if isinstance(held, torch.Tensor):
+        return [(0, call)] if call.users else []
+    if held is not None and not isinstance(held, (tuple, list)):
+        raise _UnfitError("and returns something else than tensors")
+    parts = [user for user in call.users if user.target is operator.getitem]
+    if len(parts) != len(call.users) or not all(isinstance(p.args[1], int) for p in parts):
+        raise _UnfitError("and its results are used as a whole")
+    return [(p.args[1], p) for p in parts if p.users]  # type: ignore[misc]
+
+
+def _require_plain(call: fx.Node) -> None:
+    """Raises _UnfitError where a call is not of plain tensors, computed as they are."""
+    tensors = _compat.tensors_of(call, *call.all_input_nodes)
+    if not given(call):
+        raise _UnfitError("and is given no tensor")
+    for tensor in tensors:
+        if _compat.is_subclass(tensor) or _compat.is_functorch_wrapper(tensor):
+            raise _UnfitError(f"for plain tensors; it is called with a {type(tensor).__name__}")
+        if not _compat.storage_keys(tensor):
+            raise _UnfitError("for dense tensors; it is called with another layout")
+    if _compat.autocast_at_devices(call, {tensor.device.type for tensor in tensors}):
+        raise _UnfitError("and called under autocast, which computes its meaning in other dtypes")
+
+
+def _remembered(
+    call: fx.Node, overload: Any, meaning: Meaning, traces: dict[Any, _Trace | _UnfitError]
+) -> _Trace:
+    """The trace of a meaning, of which calls of one layout share one."""
+    key = call_key(call)
+    if key not in traces:
+        try:
+            traces[key] = _traced(call, overload, meaning)
+        except _compat.DynamoError:
+            raise
+        except _UnfitError as error:
+            traces[key] = error
+        except Exception as error:
+            traces[key] = _UnfitError(_raised(error))
+    known = traces[key]
+    if isinstance(known, _UnfitError):
+        raise _UnfitError(*known.args)
+    return known
+
+
+def _traced(call: fx.Node, overload: Any, meaning: Meaning) -> _Trace:
+    if fault := _fault_of_names(meaning, overload):
+        raise _UnfitError(f"and takes other arguments. {fault}")
+    sources = call.all_input_nodes
+    arguments: dict[str, Any] = {}
+    for at, spec in enumerate(overload._schema.arguments):
+        default = call.kwargs.get(spec.name, spec.default_value)
+        arguments[spec.name] = call.args[at] if at < len(call.args) else default
+    held = [_compat.detached(source.meta["example_value"]) for source in sources]
+
+    def compute(*values: Any) -> Any:
+        known = dict(zip(sources, values, strict=True))
+        return meaning(**{name: fx.node.map_arg(a, known.get) for name, a in arguments.items()})
+
+    graph = _compat.aten_graph(compute, held, pre_dispatch=True)
+    for node in graph.nodes:
+        if why := _obstacle(node):
+            raise _UnfitError(why)
+    (returned,) = graph.output_node().args
+    outputs = tuple(returned) if isinstance(returned, (tuple, list)) else (returned,)
+    return _Trace(graph, tuple(graph.find_nodes(op="placeholder")), outputs)
+
+
+def _obstacle(node: fx.Node) -> str:
+    """Why a node of a trace cannot be a part of the graph; "" where it can."""
+    if node.op == "get_attr":
+        return "which reads a tensor that the operator is not given"
+    if node.op != "call_function":
+        return ""
+    target = node.target
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return f"which calls {target}"
+    if torch.Tag.inplace_view in getattr(target, "tags", ()):
+        return f"which changes the shape or strides of a tensor in place, by {target}"
+    if any(map(_compat.is_unbacked, _compat.tensors_in(node.meta.get("val")))):
+        return f"in which {target} gives a tensor of a size that only the data decides"
+    return ""
+
+
+def _compare(trace: _Trace, expected: Sequence[Any]) -> None:
+    """Raises _UnfitError where a meaning returns other tensors than the operator."""
+    made = [out.meta["val"] if isinstance(out, fx.Node) else out for out in trace.outputs]
+    of_both = [[*map(_laid_out, results)] for results in (made, expected)]
+    if of_both[0] != of_both[1]:
+        got, wanted = (", ".join(map(str, texts)) for texts in of_both)
+        raise _UnfitError(f"which returns {got}; the operator returns {wanted}")
+
+
+def _laid_out(held: Any) -> str:
+    if not isinstance(held, torch.Tensor):
+        return str(held)
+    dtype = str(held.dtype).removeprefix("torch.")
+    return f"{dtype}{[*shape_of(held)]} on {held.device}"
+
+
+def _copy(
+    call: fx.Node, trace: _Trace, used: Sequence[fx.Node], write: Writer
+) -> dict[fx.Node, Any]:
+    """Adds the nodes of a trace that the used outputs, and what it writes, are made of."""
+    known: dict[fx.Node, Any] = dict(zip(trace.inputs, call.all_input_nodes, strict=True))
+    needed = set(used)
+    for node in reversed(trace.graph.nodes):
+        if node in needed or _writes(node):
+            needed |= {node, *node.all_input_nodes}
+    for node in trace.graph.nodes:
+        if node in needed and node not in known:
+            target: Any = node.target
+            args, kwargs = (fx.node.map_arg(a, known.get) for a in (node.args, node.kwargs))
+            known[node] = write.call(target, *args, **kwargs)
+    return known
+
+
+def _writes(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and trials.writes(node.target)
+
+
+def _require_same_writes(call: fx.Node, added: Sequence[fx.Node]) -> None:
+    """Raises _UnfitError where a meaning writes other arguments than the operator's schema says."""
+    own = {key for tensor in given(call) for key in _compat.storage_keys(tensor)}
+    says, does = (
+        own & {k for n in nodes for t in access_of(n).written for k in _compat.storage_keys(t)}
+        for nodes in ([call], added)
+    )
+    if says != does:
+        names = [
+            ", ".join(n.name for n in call.all_input_nodes if set(_compat.storages_of(n)) & keys)
+            for keys in (does, says)
+        ]
+        wrote, expected = (text or "nothing" for text in names)
+        raise _UnfitError(f"which writes {wrote}; the operator's schema says {expected}")
+
+
+# --- results --------------------------------------------------------------------------------------
+
+
+def _end(
+    made: fx.Node, result: fx.Node, call: fx.Node, others: Sequence[fx.Node], write: Writer
+) -> fx.Node:
+    """The node that stands for a result: it has its strides, and shares memory as that does."""
+    held, wanted = made.meta["example_value"], result.meta["example_value"]
+    taken = {key for n in (*call.all_input_nodes, *others) for key in _compat.storages_of(n)}
+    if not taken.isdisjoint(_compat.storage_keys(wanted)):
+        if not _compat.holds_in_place(held, wanted):
+            raise _UnfitError("which returns new memory where the operator returns an argument's")
+        return write.call(torch.ops.aten.alias.default, made)
+    if not taken.isdisjoint(_compat.storage_keys(held)):
+        made = write.call(torch.ops.aten.clone.default, made)
+    return _with_strides_of(wanted, made, write)
+
+
+def _with_strides_of(wanted: torch.Tensor, made: fx.Node, write: Writer) -> fx.Node:
+    if same_steps(made.meta["example_value"], wanted):
+        return made
+    if wanted.is_contiguous():
+        return write.call("contiguous", made)
+    strides = wanted.stride()
+    order = sorted(range(wanted.dim()), key=lambda dim: -strides[dim])
+    if not wanted.permute(order).is_contiguous():
+        raise _UnfitError(f"and returns strides {strides}, which are not dense")
+    packed = write.call("contiguous", write.call("permute", made, order))
+    return write.call("permute", packed, [order.index(dim) for dim in range(wanted.dim())])

@@ -1,0 +1,169 @@
+"""Spells calls out while patterns look, and puts back those of which none took a part.
+
+    y = somebodys::op(x, w)      ⇒   y = linear(rms_norm(x), w)   ⇒   a fused op, or the call again
+
+A library's operator is one opaque node; what it means may be a form that patterns know. While they
+look, the users of its results read the spelled-out ones, and the call itself, which stays where it
+is, is passed over. In the end every call is whole again or gone: gone where matches were in it, and
+what they left of it holds no product. Where it does, the call is not spelled out at all
+(:class:`KeptCallsError`): its own kernel is the faster one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import fx
+
+from tilewright.compiler import _compat
+from tilewright.compiler.dataflow.access import access_of
+from tilewright.compiler.dataflow.memory import LIES_WITH
+from tilewright.compiler.dataflow.spelling import PASSED_OVER, STANDS_IN, name_of
+from tilewright.compiler.rewrite import Rewritten, erase_unused
+from tilewright.compiler.rewrite.materialise import describe
+from tilewright.compiler.safety.modes import is_weighty
+from tilewright.patterns.dataflow import Dataflow
+from tilewright.patterns.language import Miss, Stage
+
+
+@dataclass(frozen=True)
+class SpelledOut:
+    """A call and what stands for it meanwhile.
+
+    results: the nodes that held what the call gives, those that are used. added: the nodes that
+    this took, in order. ends: those of them that stand for the results, in the same order.
+    """
+
+    call: fx.Node
+    results: tuple[fx.Node, ...]
+    added: tuple[fx.Node, ...]
+    ends: tuple[fx.Node, ...]
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether a rewrite took a part, or made a part unused."""
+        return any(node._erased for node in self.added)
+
+    def only_selects(self, node: fx.Node) -> bool:
+        """Whether a node only selects of what the call is given."""
+        given = _compat.storages_of(*self.call.all_input_nodes)
+        return not set(_compat.storages_of(node)).isdisjoint(given)
+
+
+class KeptCallsError(Exception):
+    """Calls that are better left as they are, by name, each with the miss that says so, or None
+    where nothing is lost by it: then the spelled-out form was read, and no match was in it."""
+
+    def __init__(self, calls: dict[str, Miss | None]) -> None:
+        super().__init__(f"{[*calls]} are better left as they are")
+        self.calls = calls
+
+
+class Writer:
+    """Adds nodes before one; they get its source line and module."""
+
+    def __init__(self, graph: fx.Graph, before: fx.Node) -> None:
+        self.graph, self.before = graph, before
+        self.added: list[fx.Node] = []
+
+    def call(self, target: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> fx.Node:
+        kind = "call_method" if isinstance(target, str) else "call_function"
+        with self.graph.inserting_before(self.before):
+            node = self.graph.create_node(kind, target, args, kwargs)
+        self.added.append(node)
+        describe(node, self.before, _compat.run_fake(node))
+        node.meta[STANDS_IN] = True
+        return node
+
+    def size(self, node: fx.Node, dim: int) -> Any:
+        size = node.meta["example_value"].shape[dim]
+        return size if isinstance(size, int) else self.call("size", node, dim)
+
+    def undo(self) -> None:
+        """Erases all that was added."""
+        for node in reversed(self.added):
+            self.graph.erase_node(node)
+
+    def stand_in(self, results: Sequence[fx.Node], ends: Sequence[fx.Node]) -> SpelledOut:
+        """Gives the users of results the ends, which were added for them."""
+        for result, end in zip(results, ends, strict=True):
+            end.meta.setdefault(LIES_WITH, []).append(result.meta["example_value"])
+            result.replace_all_uses_with(end)
+        for node in {self.before, *results}:
+            node.meta[PASSED_OVER] = True
+        return SpelledOut(self.before, tuple(results), tuple(self.added), tuple(ends))
+
+
+def drop_taken(graph: fx.Graph, flow: Dataflow, spelled: Sequence[SpelledOut]) -> None:
+    """Erases the calls of which rewrites took a part, and what nothing reads then."""
+    while taken := [s for s in spelled if not s.call._erased and s.is_taken]:
+        for site in taken:  # which may have kept what stands for another
+            _drop(graph, flow, site)
+
+
+def _drop(graph: fx.Graph, flow: Dataflow, site: SpelledOut) -> None:
+    unused = [*site.call.all_input_nodes, *site.added]
+    for node in (*site.results, site.call):
+        if not node._erased:
+            graph.erase_node(node)
+    erase_unused(graph, flow, [node for node in unused if not node._erased])
+    for node in unused:
+        if node.op == "get_attr" and not node._erased and not node.users:
+            graph.erase_node(node)
+
+
+def named_by_calls(done: Sequence[Rewritten], spelled: Sequence[SpelledOut]) -> list[Rewritten]:
+    """Rewritten sites that say of spelled-out nodes which call of the user's graph they were."""
+    calls = {node.name: site.call.name for site in spelled for node in site.added}
+    named = []
+    for one in done:
+        said = one.node.meta["tilewright"]
+        for what in ("absorbed", "stores"):
+            said[what] = tuple(dict.fromkeys(calls.get(name, name) for name in said[what]))
+        named.append(replace(one, before=said["absorbed"]))
+    return named
+
+
+def put_back(
+    graph: fx.Graph, spelled: Sequence[SpelledOut], rewritten: Sequence[Rewritten]
+) -> None:
+    """Puts the calls that :func:`drop_taken` left in the place of what stood for them.
+
+    rewritten: all sites of the graph. Raises KeptCallsError for calls that are gone though a
+    product of them is left or no match was in them, and for those that cannot be put back because
+    a part is read elsewhere, or because they were moved.
+    """
+    matched = {node for one in rewritten for node in one.match.nodes}
+    kept: dict[str, Miss | None] = {}
+    for site in spelled:
+        if not site.call._erased:
+            if not _put_back(graph, site):
+                kept[site.call.name] = None
+        elif matched.isdisjoint(site.added):
+            kept[site.call.name] = None
+        elif any(not node._erased and is_weighty(node) for node in site.added):
+            kept[site.call.name] = _part_of(site.call)
+    if kept:
+        raise KeptCallsError(kept)
+
+
+def _put_back(graph: fx.Graph, site: SpelledOut) -> bool:
+    """False where a call could not be put back."""
+    if site.call.prev is not site.added[-1]:
+        return False
+    for result, end in zip(site.results, site.ends, strict=True):
+        end.replace_all_uses_with(result)
+    for node in {site.call, *site.results}:
+        del node.meta[PASSED_OVER]
+    for node in reversed(site.added):
+        if not node.users:
+            graph.erase_node(node)
+    left = [node for node in site.added if not node._erased]
+    return all(site.only_selects(node) and not access_of(node) for node in left)
+
+
+def _part_of(call: fx.Node) -> Miss:
+    message = f"patterns know a part of what {name_of(call)} computes; the rest has products"
+    return Miss("declare", "PART_OF_CALL", Stage.ANCHORED, message, (call,))
