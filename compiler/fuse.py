@@ -32,6 +32,7 @@ from tilewright.compiler.rewrite.declared import spell_declared_out
 from tilewright.compiler.rewrite.dropouts import remove_idle_dropouts
 from tilewright.compiler.rewrite.fills import make_fills_plain
 from tilewright.compiler.rewrite.flex import spell_flex_out
+from tilewright.compiler.rewrite.in_place import make_arithmetic_new
 from tilewright.compiler.rewrite.last_rows import take_rows_first
 from tilewright.compiler.rewrite.lengths import advance_lengths_last
 from tilewright.compiler.rewrite.local_linears import make_linears_local
@@ -42,7 +43,6 @@ from tilewright.compiler.rewrite.spelled import (
     named_by_calls,
     put_back,
 )
-from tilewright.compiler.rewrite.sums import make_sums_new
 from tilewright.compiler.safety.devices import lost_nowhere, with_kernels
 from tilewright.compiler.safety.legality import check_legality
 from tilewright.compiler.safety.lint import check_graph
@@ -163,7 +163,7 @@ def _attempt(
         inline_bodies(graph, modes_of(graph, torch.is_grad_enabled()))
         make_fills_plain(graph)
         remove_idle_dropouts(graph)
-        make_sums_new(graph)
+        make_arithmetic_new(graph)
         make_rank_sums_plain(graph)
         make_linears_local(graph)
         take_rows_first(graph)

@@ -79,7 +79,7 @@ def access_of(node: fx.Node) -> Access:
     name = name_of(node)
     if name in _WRITES_ITS_FIRST and spelling.is_tensor_node(argument(node, 0, "input")):
         return Access((argument(node, 0, "input").meta["example_value"],))
-    if name in _PURE and "out" not in node.kwargs and not _asked_in_place(node):
+    if name in _PURE and "out" not in node.kwargs and not asked_in_place(node):
         return _NONE
     tensors = given(node)
     if not tensors and _is_torchs(node):
@@ -136,14 +136,14 @@ _WRITES_ITS_FIRST = spelling.IN_PLACE_ARITHMETIC | frozenset(WRITES)
 _PURE = spelling.LISTED - {"embedding"}
 
 
-def _asked_in_place(node: fx.Node) -> bool:
+def asked_in_place(node: fx.Node) -> bool:
     """`F.relu(x, inplace=True)` and its like."""
-    position = None if isinstance(node.target, str) else _inplace_position(node.target)
+    position = None if isinstance(node.target, str) else inplace_position(node.target)
     return position is not None and bool(argument(node, position, "inplace", False))
 
 
 @cache
-def _inplace_position(function: Callable[..., Any]) -> int | None:
+def inplace_position(function: Callable[..., Any]) -> int | None:
     """Where a function takes `inplace`, or None."""
     try:
         names = list(inspect.signature(function).parameters)

@@ -7,7 +7,8 @@ strides into its arguments as numbers.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 import torch
 from torch import fx
@@ -15,11 +16,16 @@ from torch import fx
 from tilewright.compiler import _compat
 from tilewright.compiler.dataflow.spelling import name_of, shape_of
 from tilewright.ops.checks import proven
-from tilewright.patterns.dataflow import Dataflow
 
 #: How the names of what reads a tensor's memory by strides begin.
 READS = ("as_strided", "stride", "is_contiguous", "storage_offset", "data_ptr", "untyped_storage",
          "set_", "resize_", "triton_kernel_wrapper")  # fmt: skip
+
+
+class Writes(Protocol):
+    """What tells of the writes to a storage, as a Dataflow does."""
+
+    def writes_on(self, storage: int) -> Iterator[Any]: ...
 
 
 def same_steps(one: torch.Tensor, two: torch.Tensor) -> bool:
@@ -34,9 +40,7 @@ def _steps(tensor: torch.Tensor) -> list[Any]:
     return [stride for size, stride in pairs if not proven(size == 1)]
 
 
-def strides_matter(
-    old: fx.Node, now: torch.Tensor, flow: Dataflow, *, returned: bool = True
-) -> bool:
+def strides_matter(old: fx.Node, now: torch.Tensor, flow: Writes, *, returned: bool = True) -> bool:
     """Whether a graph with `now`, a fake tensor, in the place of a node's would compute something
     else, raise, or, where that counts (returned), return tensors with other strides."""
     changed: dict[fx.Node, Any] = {old: now}
@@ -78,7 +82,7 @@ def unbacked(node: fx.Node) -> set[str]:
 
 
 def _shares_otherwise(
-    user: fx.Node, tensors: list[torch.Tensor], changed: dict[fx.Node, Any], flow: Dataflow
+    user: fx.Node, tensors: list[torch.Tensor], changed: dict[fx.Node, Any], flow: Writes
 ) -> bool:
     """Whether a view becomes a copy, or the other way round, of memory that the graph writes, or
     that it returns besides."""

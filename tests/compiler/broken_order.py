@@ -91,11 +91,12 @@ def scale_outside_the_cache(m, x, k_cache, v_cache, slots):
 def slots_moved_between(m, x, k_cache, v_cache, slots):
     q, k, v = m.qkv(x)
     at = slots + 0
+    first = at[:1]  # another name for what changes, that is read below
     store(k_cache, at, k)
     keep = at.clone()
     at.add_(1)
     store(v_cache, keep, v)
-    return q * 2
+    return q * 2 * (first >= 0)
 
 
 def slots_moved_before(m, x, k_cache, v_cache, slots):
@@ -104,14 +105,17 @@ def slots_moved_before(m, x, k_cache, v_cache, slots):
     return plain(m, x, k_cache, v_cache, at)
 
 
-def activation_changed(change):
+def activation_changed(change, seen=True):
+    """seen: whether the change is read by another name, so that it must happen in place."""
+
     def step(m, x, k_cache, v_cache, slots):
         h = x + 0
+        name = h.view(-1)
         q, k, v = m.qkv(h)
         store(k_cache, slots, k)
         change(h)
         store(v_cache, slots, v)
-        return q * 2
+        return q * 2 + name[0] if seen else q * 2
 
     return step
 

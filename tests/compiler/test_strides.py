@@ -15,10 +15,10 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def flattened_then_written(y):
-    """`flatten` of a transposed result is a copy, which the write does not reach."""
+    """`flatten` of a transposed result is a copy, which the write does not reach; `y` is."""
     row, flat = y[0], y.flatten(1)
     row.mul_(0.5)
-    return flat.view(y.shape)
+    return flat.view(y.shape) + y
 
 
 def written_then_flattened(y):

@@ -204,6 +204,17 @@ def weight_changed_before(m, x, index):
 
 @bent(0, "INPUT_MUTATED")
 def activation_changed_between(m, x, index):
+    """The change is read by another name, so it has to happen in place."""
+    x = x * 1.5
+    name = x.view(-1)
+    found = delta(m, x, index, "q")
+    y = base(m, x, "q")
+    x.mul_(2)
+    return y + found, name
+
+
+@bent(1)
+def activation_changed_for_itself(m, x, index):
     x = x * 1.5
     found = delta(m, x, index, "q")
     y = base(m, x, "q")
@@ -214,10 +225,11 @@ def activation_changed_between(m, x, index):
 @bent(0, "INPUT_MUTATED")
 def index_changed_between(m, x, index):
     index = index * 1
+    name = index[:2]
     found = delta(m, x, index, "q")
     y = base(m, x, "q")
     index.zero_()
-    return y + found, index
+    return y + found, index, name
 
 
 @bent(0)

@@ -15,7 +15,7 @@ import torch
 
 from tests.models.attention import Axes
 from tests.models.qkv_idioms import paged
-from tests.programs import breakages
+from tests.programs import breakages, in_place
 from tests.programs.families import FAMILIES
 from tests.programs.known import MENDED
 from tests.programs.run import (
@@ -58,6 +58,20 @@ def test_broken_models_give_what_eager_gives(family):
     assert tally.broken >= len(seeds) * 5 // 8
     assert SOUGHT[family] <= set(tally.patterns)
     assert tally.through_dynamo == Counter(same=sum(s % (PER_MODEL * 3) == 0 for s in seeds))
+
+
+#: Some models of a family, and how many nodes of them there are to spell in place.
+IN_PLACE = (range(3), 6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_arithmetic_in_place_is_fused_alike(family):
+    numbers, least = IN_PLACE
+    with torch.no_grad():
+        found = [in_place.beside(family, n, captured(family, n)) for n in numbers]
+    found = [both for both in found if both is not None]
+    assert all(both.same for both in found), found
+    assert sum(len(both.spelled) for both in found) >= least
 
 
 @pytest.mark.parametrize(("family", "seed"), MENDED)

@@ -81,6 +81,13 @@ def before_gate_and_up(x, w, residual, norm):
     return total, F.silu(F.linear(y, w.T)) * F.linear(y, 2 * w.T)
 
 
+def residual_changed_for_itself(x, w, residual, norm):
+    residual = residual + 0
+    total = residual + summed(F.linear(x, w))
+    residual.mul_(2)
+    return total, rms(total, norm), residual
+
+
 FUSED = (
     functionally,
     in_place,
@@ -89,6 +96,7 @@ FUSED = (
     in_another_shape,
     of_no_linear,
     before_gate_and_up,
+    residual_changed_for_itself,
 )
 
 
@@ -193,7 +201,6 @@ def part_read_behind(x, w, residual, norm):
 
 
 def residual_changed_between(x, w, residual, norm):
-    residual = residual + 0
     total = residual + summed(F.linear(x, w))
     residual.mul_(2)
     return total, rms(total, norm)

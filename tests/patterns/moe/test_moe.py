@@ -213,8 +213,11 @@ def summed_in_float32(module):
 
 
 def weights_changed_later(module):
+    """They are read by another name afterwards, so they are changed in place."""
+
     def change(weights, order):
         taken = weights[order]
+        module.seen = weights.view(-1, 1)
         weights.mul_(2)
         return taken
 

@@ -193,6 +193,7 @@ MATCHED = {
     "scaled before the write": (query_scaled_before_the_write, ROWS),
     "clip": (clipped(lambda x: torch.clip(x, -0.5, 0.5)), ROWS),
     "clip by keyword": (clipped(lambda x: torch.clip(x, min=-0.5, max=0.5)), ROWS),
+    "clamp in place": (clipped(lambda x: x.clamp_(-0.5, 0.5)), ROWS),
     "hardtanh": (clipped(lambda x: F.hardtanh(x, -0.5, 0.5)), ROWS),
 }
 

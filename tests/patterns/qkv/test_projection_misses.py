@@ -23,7 +23,6 @@ from tests.patterns.qkv.projecting import (
     K,
     Layer,
     T,
-    clipped,
     compare,
     heads,
     make_args,
@@ -171,6 +170,15 @@ def clamps(k_clamp, v_clamp=lambda x: x):
     return step
 
 
+def clamped_with_another_name(m, x, k_cache, v_cache, slots):
+    """The clamp is read by a name from before it, so it happens in place."""
+    k = F.linear(x, m.k)
+    name = k.view(-1)
+    k.clamp_(-0.5, 0.5)
+    write(k_cache, v_cache, slots, heads(k), heads(F.linear(x, m.v).clamp_(-0.5, 0.5)))
+    return F.linear(x, m.q) * 2 + name[0]
+
+
 def attend(q, k_cache, v_cache):
     keys, values = (c.view(-1, HKV, D).repeat_interleave(HQ // HKV, 1) for c in (k_cache, v_cache))
     scores = torch.einsum("thd,shd->hts", q, keys).softmax(-1)
@@ -281,7 +289,7 @@ MISSED = {
         "K_PATH", KP, "aten.clamp_max[6, 16]. Hint: clamp once", clamps(lambda x: x.clamp_max(0.5))
     ),
     "clamp in place": NearMiss(
-        "UNSUPPORTED", KP, "instead of clamp_", clipped(lambda x: x.clamp_(-0.5, 0.5))
+        "UNSUPPORTED", KP, "instead of clamp_", clamped_with_another_name, ROWS
     ),
     "bias behind a clamp": NearMiss(
         "K_PATH",

@@ -1,0 +1,367 @@
+"""Turns changes in place into the same arithmetic out of place, where no one can tell.
+
+`q.mul_(s)`, `q *= s`, `scores.masked_fill_(mask, -inf)`, `F.relu(x, inplace=True)`, `q[:] = other`,
+`out.index_add_(0, rows, y)`: where the graph itself made the memory, and nothing that overlaps what
+is written is read by another name afterwards, readers behind the write read its result, which may
+as well be a new tensor. Views count by what they cover: one part of a split is changed and the
+others are read on. Patterns then see one spelling.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from tilewright.compiler import _compat
+from tilewright.compiler.dataflow.access import asked_in_place, inplace_position
+from tilewright.compiler.dataflow.memory import LIES_WITH
+from tilewright.compiler.dataflow.spelling import (
+    IN_PLACE_ARITHMETIC,
+    is_tensor_node,
+    is_torch_function,
+    name_of,
+)
+from tilewright.compiler.rewrite.strides import same_steps, strides_matter, unbacked
+from tilewright.compiler.safety.modes import modes_of
+from tilewright.ops.checks import proven
+from tilewright.ops.formats.paged_cache import in_bytes, strided_disjoint
+
+_OPERATORS: dict[Any, Any] = {
+    operator.iadd: operator.add,
+    operator.isub: operator.sub,
+    operator.imul: operator.mul,
+    operator.itruediv: operator.truediv,
+}
+#: Functions with an argument `inplace` that go element by element.
+_ACTIVATIONS = frozenset(
+    {"relu", "relu6", "silu", "mish", "elu", "selu", "celu", "leaky_relu", "hardtanh",
+     "hardswish", "hardsigmoid"}
+)  # fmt: skip
+# Changes of some rows copy the others, out of place, so what they change has to be one of these:
+# memory that is filled so as a whole, and not a cache.
+_ZEROS = frozenset({"zeros", "zeros_like", "new_zeros"})
+_PRODUCTS = frozenset({"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum"})
+_ROWS_ADDED = dict.fromkeys(
+    ("index_add_", "scatter_add_"),
+    _ZEROS | _PRODUCTS | {"add", "mul", "clone", "index_add", "scatter_add"},
+)
+_ROWS_PUT = _ZEROS | {"index_put"}
+_ALL = (..., slice(None, None, None))
+#: A memory with more names than these is left alone.
+_MAX_NAMES = 64
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call that gives, as a new tensor, what a call in place leaves behind. target: a function,
+    or the name of a method."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def put_into(self, node: fx.Node) -> None:
+        node.op = "call_method" if isinstance(self.target, str) else "call_function"
+        node.target, node.args, node.kwargs = self.target, self.args, self.kwargs
+
+
+def make_arithmetic_new(graph: fx.Graph) -> int:
+    """Makes such changes of `graph` return new tensors; returns how many there were."""
+    if not any(_out_of_place(node) for node in graph.nodes):
+        return 0
+    rewriter = _Rewriter(graph)
+    return sum(map(rewriter.visit, list(graph.nodes)))
+
+
+# --- spellings ------------------------------------------------------------------------------------
+
+
+def _out_of_place(node: fx.Node) -> _Call | None:
+    """The call out of place that a node's call in place equals; None for any other."""
+    base = node.args[0] if node.args else None
+    if node.op not in ("call_function", "call_method") or not is_tensor_node(base):
+        return None
+    target, name = node.target, name_of(node)
+    if target is operator.setitem:
+        return _assigned(node)
+    if name == "copy_":
+        return _copied(node.args[1]) if len(node.args) == 2 and not node.kwargs else None
+    if name in _ACTIVATIONS and is_torch_function(target) and asked_in_place(node):
+        return _without_inplace(node)
+    if name not in IN_PLACE_ARITHMETIC and not _is_made_by(base, _ROWS_ADDED.get(name)):
+        return None
+    new = _new_target(target, name)
+    return None if new is None else _Call(new, node.args, dict(node.kwargs))
+
+
+def _new_target(target: Any, name: str) -> Any:
+    if target in _OPERATORS:
+        return _OPERATORS[target]
+    if isinstance(target, torch._ops.OpOverload):
+        packet = getattr(torch.ops.aten, name[:-1], None)
+        return getattr(packet, target._overloadname, None)
+    if isinstance(target, str):
+        return name[:-1] if hasattr(torch.Tensor, name[:-1]) else None
+    return getattr(torch, name[:-1], None)
+
+
+def _is_made_by(base: Any, makers: frozenset[str] | None) -> bool:
+    called = makers is not None and base.op in ("call_function", "call_method")
+    return called and name_of(base) in makers  # type: ignore[operator]
+
+
+def _without_inplace(node: fx.Node) -> _Call:
+    kwargs = {key: value for key, value in node.kwargs.items() if key != "inplace"}
+    position = inplace_position(node.target)
+    args = tuple(False if at == position else a for at, a in enumerate(node.args))
+    return _Call(node.target, args, kwargs)
+
+
+def _copied(source: Any) -> _Call | None:
+    return _Call(torch.clone, (source,)) if is_tensor_node(source) else None
+
+
+def _assigned(node: fx.Node) -> _Call | None:
+    """The new tensor of `x[:] = y`, of `x[mask] = number` and of `x[rows] = y`."""
+    base, index, value = node.args
+    items = index if isinstance(index, tuple) else (index,)
+    if all(any(item is whole or _is_slice(item, whole) for whole in _ALL) for item in items):
+        return _copied(value)
+    if not is_tensor_node(index):
+        return None
+    at, held = index.meta["example_value"], base.meta["example_value"]  # type: ignore[union-attr]
+    if at.dtype == torch.bool and tuple(at.shape) == tuple(held.shape):
+        return _Call(torch.masked_fill, (base, index, value)) if _holds(held, value) else None
+    if at.dtype != torch.int64 or at.dim() != 1 or not is_tensor_node(value):
+        return None
+    put = value.meta["example_value"]  # type: ignore[union-attr]
+    # Assignment takes leading dimensions of one off, which are too many for index_put.
+    fits = put.dtype == held.dtype and put.dim() <= held.dim()
+    return _Call(torch.index_put, (base, (index,), value)) if fits and _is_zeros(base) else None
+
+
+def _is_zeros(base: Any) -> bool:
+    return _is_made_by(base, _ROWS_PUT)
+
+
+def _is_slice(item: Any, whole: Any) -> bool:
+    return isinstance(item, slice) and isinstance(whole, slice) and item == whole
+
+
+def _holds(held: torch.Tensor, value: Any) -> bool:
+    """Whether a tensor's dtype has a number, or infinity in its place: `masked_fill` raises for
+    what overflows, and assignment does not."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    if not held.is_floating_point():
+        return False
+    return abs(value) <= torch.finfo(held.dtype).max or value in (float("inf"), float("-inf"))
+
+
+# --- privacy --------------------------------------------------------------------------------------
+
+
+class _Written:
+    """Takes all memory for written, as :func:`strides_matter` asks it of a view."""
+
+    def writes_on(self, storage: int) -> Iterator[bool]:
+        yield True
+
+
+@dataclass
+class _Rewriter:
+    """Goes through a graph in program order.
+
+    names: the nodes so far with a tensor in each storage. last: where a node is read last. result:
+    what later nodes read in a node's place; former: the nodes whose place one has taken. moved:
+    nodes whose tensors lie elsewhere since what they come from is new, and where they lay; stepped:
+    those with other strides, too. kept: the tensors that nodes had, so that no new storage gets the
+    key of an old one.
+    """
+
+    graph: fx.Graph
+    names: dict[int, list[fx.Node]] = field(default_factory=lambda: defaultdict(list))
+    position: dict[fx.Node, int] = field(default_factory=dict)
+    last: dict[fx.Node, int] = field(default_factory=dict)
+    result: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    former: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
+    moved: dict[fx.Node, set[int]] = field(default_factory=dict)
+    stepped: set[fx.Node] = field(default_factory=set)
+    kept: list[Any] = field(default_factory=list)
+    shared: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        modes = modes_of(self.graph, torch.is_grad_enabled())
+        # A change under no_grad keeps what autograd has recorded, and a new tensor has none of it.
+        self.recorded = modes.recorded | modes.differentiated
+        for at, node in enumerate(self.graph.nodes):
+            self.position[node] = at
+            self.last.update(dict.fromkeys(node.all_input_nodes, at))
+            for tensor in node.meta.get(LIES_WITH, ()):
+                self.shared.update((*_compat.storage_keys(tensor), *_compat.storages_of(node)))
+
+    def visit(self, node: fx.Node) -> bool:
+        """Follows what moved before a node, and makes it new where it can be."""
+        for source in node.all_input_nodes:
+            if source in self.result:
+                node.replace_input_with(source, self._result_of(source))
+        self._follow(node)
+        call = _out_of_place(node)  # not before: what it reads may be new by now
+        done = call is not None and self._make_new(node, call)
+        for storage in dict.fromkeys(_compat.storages_of(node)):
+            self.names[storage].append(node)
+        return done
+
+    def _result_of(self, node: fx.Node) -> fx.Node:
+        newest = node
+        while newest in self.result:
+            newest = self.result[newest]
+        while node is not newest:  # the next search is short
+            self.result[node], node = newest, self.result[node]
+        return newest
+
+    def _follow(self, node: fx.Node) -> None:
+        sources = [source for source in node.all_input_nodes if source in self.moved]
+        before = set(_compat.storages_of(node))
+        if not sources or not before:
+            return
+        shares = any(before & self.moved[source] for source in sources)
+        if not shares and (self.stepped.isdisjoint(sources) or _is_dense(node)):
+            return
+        made = _compat.run_fake(node)
+        held = zip(_compat.tensors_of(node), _compat.tensors_in(made), strict=True)
+        alike = all(same_steps(old, new) for old, new in held)
+        if not alike:
+            self.stepped.add(node)
+        if shares or not alike:
+            self.moved[node] = before
+            self._hold(node, made)
+
+    def _hold(self, node: fx.Node, made: Any) -> None:
+        self.kept.append(node.meta.get("example_value"))
+        node.meta["example_value"] = made
+
+    def _make_new(self, node: fx.Node, call: _Call) -> bool:
+        base = node.args[0]
+        assert isinstance(base, fx.Node)
+        if not self._is_private(base, node):
+            return False
+        old = _Call(node.target, node.args, dict(node.kwargs))
+        call.put_into(node)
+        made = self._computed(node, base)
+        if made is None:
+            old.put_into(node)
+            return False
+        # Views behind it have lain where the first of its former places did.
+        self.moved[node] = self.moved.get(base, set()) | set(_compat.storages_of(base))
+        if base in self.stepped or not same_steps(made, base.meta["example_value"]):
+            self.stepped.add(node)
+        self._hold(node, made)
+        self.result[base] = node
+        self.former.setdefault(node, self.former.pop(base, [])).append(base)
+        self.last[node] = max(self.last.get(node, 0), self.last[base])
+        self.last[base] = self.position[node]
+        return True
+
+    def _computed(self, node: fx.Node, base: fx.Node) -> torch.Tensor | None:
+        """What a call out of place makes of fake tensors; None where it is another thing than the
+        call in place leaves behind."""
+        held = base.meta["example_value"]
+        try:
+            made = _compat.run_fake(node)
+        except (RuntimeError, TypeError, ValueError):
+            return None
+        if not isinstance(made, torch.Tensor) or made.dtype != held.dtype:
+            return None
+        if tuple(made.shape) != tuple(held.shape) or made.device != held.device:
+            return None
+        if not set(_compat.storages_of(base)).isdisjoint(_compat.storage_keys(made)):
+            return None
+        return made if same_steps(made, held) or self._may_be_packed(node, base, made) else None
+
+    def _may_be_packed(self, node: fx.Node, base: fx.Node, made: torch.Tensor) -> bool:
+        """Whether what reads a node, or its base behind it, can do so by other strides."""
+        for name in self.former.get(base, ()):
+            name.replace_all_uses_with(base, lambda user: node < user)
+        if strides_matter(node, made, _Written()):
+            return False
+        before, node.meta["example_value"] = node.meta.get("example_value"), made
+        matter = strides_matter(base, made, _Written())
+        node.meta["example_value"] = before
+        return not matter
+
+    def _is_private(self, base: fx.Node, node: fx.Node) -> bool:
+        """Whether the graph made a tensor's memory, and no other name for what overlaps it is read
+        behind a node."""
+        held = base.meta["example_value"]
+        if not _is_plain(held) or _meets_itself(held) or not self.recorded.isdisjoint((base, node)):
+            return False
+        storages = _compat.storage_keys(held)
+        names = self.names[storages[0]] if len(storages) == 1 else []
+        if base not in names or len(names) > _MAX_NAMES or storages[0] in self.shared:
+            return False
+        if not all(map(_makes_memory, names)):
+            return False
+        here = self.position[node]
+        others = [n for n in names if n is not base and self.last.get(n, 0) > here]
+        return all(
+            _lies_apart(tensor, held)
+            for other in others
+            for tensor in self._read_behind(other, node)
+            if storages[0] in _compat.storage_keys(tensor)
+        )
+
+    def _read_behind(self, name: fx.Node, node: fx.Node) -> list[torch.Tensor]:
+        """The tensors of a name that may be read behind a node: of several, those taken there."""
+        behind = [user for user in name.users if node < user]
+        several = not isinstance(name.meta["example_value"], torch.Tensor)
+        if several and all(user.target is operator.getitem for user in behind):
+            return _compat.tensors_of(*behind)
+        return _compat.tensors_of(name)
+
+
+def _is_dense(node: fx.Node) -> bool:
+    """Whether a node that shares no memory has a dense result, whatever strides it reads."""
+    return isinstance(node.target, torch._ops.HigherOrderOperator) or bool(unbacked(node))
+
+
+def _makes_memory(node: fx.Node) -> bool:
+    """Whether the tensors of a node are in memory of the graph's own, as far as fake tensors tell:
+    an opaque Python function may keep what it returns, and tensors without storage share theirs
+    unseen."""
+    if node.op not in ("call_function", "call_method") or name_of(node).startswith("python::"):
+        return False
+    return all(map(_compat.storage_keys, _compat.tensors_of(*node.all_input_nodes)))
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    wrapped = _compat.is_subclass(tensor) or _compat.is_functorch_wrapper(tensor)
+    return tensor.layout is torch.strided and not wrapped
+
+
+def _meets_itself(tensor: torch.Tensor) -> bool:
+    """Whether two elements of a tensor may lie in one place."""
+    axes = zip(tensor.stride(), tensor.shape, strict=True)
+    reach: Any = 0
+    for stride, size in sorted(axes, key=_compat.hints_of):
+        if proven(size == 1):
+            continue
+        if not proven(stride > reach):
+            return True
+        reach = reach + (size - 1) * stride
+    return False
+
+
+def _lies_apart(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors on one storage certainly share no element."""
+    if not _is_plain(one) or not _is_plain(other):
+        return False
+    parts = [in_bytes(tuple(t.shape), t.stride(), t.element_size()) for t in (one, other)]
+    starts = [t.storage_offset() * t.element_size() for t in (one, other)]
+    return strided_disjoint(*parts[0], *parts[1], starts[1] - starts[0])

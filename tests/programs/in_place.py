@@ -1,0 +1,143 @@
+"""Spells arithmetic of a captured graph in place where eager's meaning stays: the graph made the
+memory that is written, and nothing that shares it is read behind the write by another name.
+
+    python -m tests.programs.in_place 0:40 [family ...]     # matches of models, spelled both ways
+"""
+
+from __future__ import annotations
+
+import operator
+import random
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from tests.programs.breakages import calls, held, told_again
+from tests.programs.families import FAMILIES
+from tests.programs.run import OPTIONS, Captured, Outcome, Program, captured, compared, copied
+from tilewright.compiler import _compat
+from tilewright.compiler.fuse import fuse
+from tilewright.compiler.verify import clone_inputs
+
+#: What each operation is in place: as an operator, or as a method.
+_IN_PLACE: dict[Any, tuple[Any, ...]] = {
+    operator.add: (operator.iadd, "add_"),
+    operator.sub: (operator.isub, "sub_"),
+    operator.mul: (operator.imul, "mul_"),
+    operator.truediv: (operator.itruediv, "div_"),
+    torch.add: ("add_",),
+    torch.mul: ("mul_",),
+    torch.sigmoid: ("sigmoid_",),
+    torch.tanh: ("tanh_",),
+    "add": ("add_",),
+    "mul": ("mul_",),
+    "div": ("div_",),
+    "sub": ("sub_",),
+    "neg": ("neg_",),
+    "clamp": ("clamp_",),
+    "sigmoid": ("sigmoid_",),
+    "tanh": ("tanh_",),
+    "masked_fill": ("masked_fill_",),
+}
+_ACTIVATIONS = (F.relu, F.silu, torch.relu)
+
+
+def spell_in_place(draw: random.Random, graph: fx.Graph, share: float = 1.0) -> list[str]:
+    """Spells a share of the arithmetic in place; the names of the nodes that were."""
+    found = []
+    for node in calls(graph):
+        if draw.random() < share and _may_write(node, graph) and _spell(draw, node):
+            told_again(graph)
+            found.append(node.name)
+    return found
+
+
+def _spell(draw: random.Random, node: fx.Node) -> bool:
+    if node.target in (F.relu, F.silu):
+        node.kwargs = {**node.kwargs, "inplace": True}
+        return True
+    spellings = _IN_PLACE.get(node.target)
+    if spellings is None:
+        return False
+    chosen = draw.choice(spellings)
+    node.op = "call_method" if isinstance(chosen, str) else "call_function"
+    node.target = chosen
+    return True
+
+
+def _may_write(node: fx.Node, graph: fx.Graph) -> bool:
+    base = node.args[0] if node.args else None
+    if not isinstance(base, fx.Node) or node.target not in {*_IN_PLACE, *_ACTIVATIONS}:
+        return False
+    one, made = held(base), held(node)
+    if not isinstance(one, torch.Tensor) or not isinstance(made, torch.Tensor):
+        return False
+    if (one.shape, one.dtype) != (made.shape, made.dtype) or base in node.args[1:]:
+        return False
+    if any(stride == 0 and size > 1 for size, stride in zip(one.shape, one.stride(), strict=True)):
+        return False
+    if one.stride() != made.stride() and any(user.op == "output" for user in node.users):
+        return False  # whoever gets it can tell
+    storage = set(_compat.storages_of(base))
+    names = [n for n in graph.nodes if storage & set(_compat.storages_of(n))]
+    behind = (user for name in names for user in name.users if node < user)
+    fresh = all(name.op in ("call_function", "call_method") for name in names)
+    return fresh and not any(behind)
+
+
+@dataclass(frozen=True)
+class Both:
+    """A model with arithmetic in place: what becomes of it, the patterns that are found in it and
+    in the model as it was, and what was spelled so."""
+
+    outcome: Outcome
+    found: tuple[str, ...]
+    plain: tuple[str, ...]
+    spelled: tuple[str, ...]
+
+    @property
+    def same(self) -> bool:
+        right = self.outcome.verdict not in ("wrong", "raised", "refused")
+        return right and self.found == self.plain
+
+
+def beside(family: str, number: int, model: Captured, share: float = 1.0) -> Both | None:
+    """Both spellings of a model; None where eager refuses its values."""
+    draw = random.Random(f"{family} in place {number}")
+    try:
+        model.module.forward(*clone_inputs(model.inputs))
+    except Exception:
+        return None
+    graph = copied(model.module.graph)
+    spelled = spell_in_place(draw, graph, share)
+    module = fx.GraphModule(model.module, graph)
+    inputs = clone_inputs(model.inputs)
+    result = module.forward(*inputs)
+    made = Program(module, model.inputs, model.drawn, tuple(spelled))
+    outcome = compared(made, result, inputs)
+    plain = sorted(match.pattern for match in fuse(model.module, OPTIONS).matches)
+    return Both(outcome, tuple(sorted(outcome.patterns)), tuple(plain), tuple(spelled))
+
+
+def main() -> None:
+    first, _, last = sys.argv[1].partition(":")
+    for family in sys.argv[2:] or FAMILIES:
+        count = fused = 0
+        for number in range(int(first), int(last)):
+            with torch.no_grad():
+                both = beside(family, number, captured(family, number))
+            if both is None:
+                continue
+            count += len(both.spelled)
+            fused += len(both.plain)
+            if not both.same:
+                print(family, number, both, flush=True)
+        print(f"{family}: {count} spelled in place, {fused} matches", flush=True)
+
+
+if __name__ == "__main__":
+    main()
