@@ -30,7 +30,7 @@ from tilewright.compiler.dataflow.spelling import (
 from tilewright.compiler.rewrite.strides import same_steps, strides_matter, unbacked
 from tilewright.compiler.safety.modes import modes_of
 from tilewright.ops.checks import proven
-from tilewright.ops.formats.paged_cache import in_bytes, strided_disjoint
+from tilewright.ops.formats.paged_cache import strided_disjoint
 
 _OPERATORS: dict[Any, Any] = {
     operator.iadd: operator.add,
@@ -347,21 +347,41 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 def _meets_itself(tensor: torch.Tensor) -> bool:
     """Whether two elements of a tensor may lie in one place."""
-    axes = zip(tensor.stride(), tensor.shape, strict=True)
     reach: Any = 0
-    for stride, size in sorted(axes, key=_compat.hints_of):
-        if proven(size == 1):
-            continue
+    for stride, size in sorted(_axes(tensor), key=_compat.hints_of):
         if not proven(stride > reach):
             return True
         reach = reach + (size - 1) * stride
     return False
 
 
+def _axes(tensor: torch.Tensor) -> list[tuple[Any, Any]]:
+    """The stride and the size of each axis that may have more than one element."""
+    axes = zip(tensor.stride(), tensor.shape, strict=True)
+    return [(stride, size) for stride, size in axes if not proven(size == 1)]
+
+
 def _lies_apart(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors on one storage certainly share no element."""
-    if not _is_plain(one) or not _is_plain(other):
+    if not _is_plain(one) or not _is_plain(other) or one.element_size() != other.element_size():
         return False
-    parts = [in_bytes(tuple(t.shape), t.stride(), t.element_size()) for t in (one, other)]
-    starts = [t.storage_offset() * t.element_size() for t in (one, other)]
-    return strided_disjoint(*parts[0], *parts[1], starts[1] - starts[0])
+    # Sequences of a batch may lie a symbolic number of elements apart: those of one lie within it.
+    far = [[stride for stride, _ in _axes(t) if not isinstance(stride, int)] for t in (one, other)]
+    near = [[axis for axis in _axes(t) if isinstance(axis[0], int)] for t in (one, other)]
+    starts = [t.storage_offset() for t in (one, other)]
+    if far[0] or far[1]:
+        if len(far[0]) != 1 or len(far[1]) != 1 or not proven(far[0][0] == far[1][0]):
+            return False
+        first = starts[0] if proven(starts[0] <= starts[1]) else starts[1]
+        ends = [
+            start + sum(stride * (size - 1) for stride, size in axes)
+            for start, axes in zip(starts, near, strict=True)
+        ]
+        if not all(proven(end - first < far[0][0]) for end in ends):
+            return False
+    (strides_a, shape_a), (strides_b, shape_b) = (_transposed(axes) for axes in near)
+    return strided_disjoint(shape_a, strides_a, shape_b, strides_b, starts[1] - starts[0])
+
+
+def _transposed(axes: list[tuple[Any, Any]]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    return tuple(stride for stride, _ in axes), tuple(size for _, size in axes)

@@ -19,7 +19,7 @@ W = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
 found: list[int] = []
 
 
-def compiled(step):
+def compiled(step, dynamic=None):
     """The step with its arithmetic made new, through eager; how much there was goes to found."""
 
     def backend(gm, inputs):
@@ -29,7 +29,7 @@ def compiled(step):
 
     torch._dynamo.reset()
     found.clear()
-    return torch.compile(step, backend=backend)
+    return torch.compile(step, backend=backend, dynamic=dynamic)
 
 
 def through_views(x, d):
@@ -395,6 +395,30 @@ def test_only_arithmetic_that_nobody_can_tell_apart_becomes_new(step, count):
     torch.testing.assert_close(*results, check_stride=True)
     assert torch.equal(ours, eager)
     assert found == [count]
+
+
+def parts_of_a_batch(x, d):
+    """q, k and v of several sequences lie beside each other, token by token."""
+    q, k, v = F.linear(torch.stack([x, x + 1]), W).split([4, 2, 2], -1)
+    q.mul_(2)
+    heads = q.view(2, -1, 2, 2).transpose(1, 2)
+    heads.add_(1)
+    return heads @ heads.mT, k + v
+
+
+def rows_behind(x, d):
+    y = F.linear(x, W)
+    y[1:].mul_(2)
+    return y[:1] + 1, y[2:] + 1
+
+
+@pytest.mark.parametrize(("step", "count"), [(parts_of_a_batch, 2), (rows_behind, 0)])
+def test_a_number_of_rows_that_changes(step, count):
+    ours = compiled(step, dynamic=True)
+    for rows in (3, 5):
+        x, d = torch.randn(rows, 16), torch.randn(rows, 8)
+        torch.testing.assert_close(ours(x, d), step(x, d))
+    assert set(found) == {count}
 
 
 @pytest.mark.parametrize("outside", [True, False])
