@@ -168,6 +168,7 @@ def test_new_empty_filled_through_narrow_and_copy_reads_as_a_concatenation():
 PARTIAL = {
     "a gap": lambda k, a: (k[:, :2].copy_(a[:, :2]), k[:, 3:].copy_(a[:, 3:])),
     "an overlap": lambda k, a: (k[:, :4].copy_(a[:, :4]), k[:, 3:].copy_(a[:, 3:])),
+    "every other row": lambda k, a: (k[::2].copy_(a[:2]), k[2:].copy_(a[2:])),
     "two axes": lambda k, a: (k[:, :3].copy_(a[:, :3]), k[2:].copy_(a[2:])),
     "another dtype": lambda k, a: (
         k[:, :3].copy_(a[:, :3].double()),

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from tests.agreement import assert_no_worse, assert_untouched, cloned, upcast
 from tests.found import codes_of, matches_of, misses_of, patterns_in
@@ -361,3 +363,35 @@ def check_with(change):
     actual = torch.compile(module, backend="tilewright", options={"inner": "eager"})(*ours)
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(ours[5], eager[5], rtol=1e-4, atol=1e-5)
+
+
+class RotatedWhole(nn.Module):
+    """Falcon: one KV head of 16, of which `rotated` features are, and the rest put behind them."""
+
+    def __init__(self, rotated):
+        super().__init__()
+        self.rotated = rotated
+        self.qkv = nn.Linear(64, 6 * 16, bias=False)
+
+    def rope(self, x, cos, sin):
+        turned, rest = x[..., : self.rotated], x[..., self.rotated :]
+        a, b = turned.chunk(2, -1)
+        return torch.cat((turned * cos + torch.cat((-b, a), -1) * sin, rest), -1)
+
+    def forward(self, x, cos, sin, k_cache, v_cache, positions):
+        q, k, v = self.qkv(x).view(1, -1, 6, 16).transpose(1, 2).split([4, 1, 1], 1)
+        k_cache.index_copy_(2, positions, self.rope(k, cos, sin))
+        v_cache.index_copy_(2, positions, v)
+        q = self.rope(q, cos, sin)
+        return F.scaled_dot_product_attention(q, k_cache, v_cache, enable_gqa=True)
+
+
+@pytest.mark.parametrize("rotated", [16, 8])
+def test_a_rotated_key_with_an_empty_rest_is_no_latent(rotated):
+    """It is fused whole, so nothing is lost: strict does not raise."""
+    table, cache = torch.randn(3, rotated).bfloat16(), torch.zeros(1, 1, 32, 16).bfloat16()
+    args = torch.randn(3, 64).bfloat16(), table, table + 1, cache, cache.clone(), torch.arange(3)
+    model = RotatedWhole(rotated).bfloat16().requires_grad_(False)
+    found = lower(model, args, strict=True)
+    assert patterns_in(found, "qkv", "attention", "mla") == ["qkv_cache", "cache_attention"]
+    assert not codes_of(found, "mla")
