@@ -38,6 +38,7 @@ _OPERATORS: dict[Any, Any] = {
     operator.imul: operator.mul,
     operator.itruediv: operator.truediv,
 }
+_OPERATOR_NAMES = {function.__name__ for function in (*_OPERATORS, operator.setitem)}
 #: Functions with an argument `inplace` that go element by element.
 _ACTIVATIONS = frozenset(
     {"relu", "relu6", "silu", "mish", "elu", "selu", "celu", "leaky_relu", "hardtanh",
@@ -84,9 +85,11 @@ def make_arithmetic_new(graph: fx.Graph) -> int:
 
 def _out_of_place(node: fx.Node) -> _Call | None:
     """The call out of place that a node's call in place equals; None for any other."""
-    base = node.args[0] if node.args else None
-    if node.op not in ("call_function", "call_method") or not is_tensor_node(base):
+    if not _is_call(node) or not _may_write(node.target):
         return None
+    base = node.args[0] if node.args else None
+    if not is_tensor_node(base) or not _is_call(base):
+        return None  # an input's change is seen outside
     target, name = node.target, name_of(node)
     if target is operator.setitem:
         return _assigned(node)
@@ -98,6 +101,17 @@ def _out_of_place(node: fx.Node) -> _Call | None:
         return None
     new = _new_target(target, name)
     return None if new is None else _Call(new, node.args, dict(node.kwargs))
+
+
+def _is_call(node: Any) -> bool:
+    return node.op in ("call_function", "call_method")
+
+
+def _may_write(target: Any) -> bool:
+    """Whether a target may be one of these changes, by its name alone: most are not."""
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    base, _, _ = name.partition(".")  # an overload's name follows
+    return base.endswith("_") or base in _ACTIVATIONS or base in _OPERATOR_NAMES
 
 
 def _new_target(target: Any, name: str) -> Any:
@@ -112,8 +126,7 @@ def _new_target(target: Any, name: str) -> Any:
 
 
 def _is_made_by(base: Any, makers: frozenset[str] | None) -> bool:
-    called = makers is not None and base.op in ("call_function", "call_method")
-    return called and name_of(base) in makers  # type: ignore[operator]
+    return makers is not None and _is_call(base) and name_of(base) in makers
 
 
 def _without_inplace(node: fx.Node) -> _Call:
@@ -335,7 +348,7 @@ def _makes_memory(node: fx.Node) -> bool:
     """Whether the tensors of a node are in memory of the graph's own, as far as fake tensors tell:
     an opaque Python function may keep what it returns, and tensors without storage share theirs
     unseen."""
-    if node.op not in ("call_function", "call_method") or name_of(node).startswith("python::"):
+    if not _is_call(node) or name_of(node).startswith("python::"):
         return False
     return all(map(_compat.storage_keys, _compat.tensors_of(*node.all_input_nodes)))
 
