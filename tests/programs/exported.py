@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.programs.families import FAMILIES
 from tests.programs.run import Captured, Program, capture, compared
-from tests.programs.tally import Outcome, Tally
+from tests.programs.tally import JUDGED, Outcome, Tally
 from tilewright.compiler.verify import clone_inputs
 
 #: Export makes a buffer of a table that the model makes where it uses it, and names constants
@@ -87,7 +87,7 @@ def _outcome(model: Captured) -> Outcome:
 
 def difference(plain: Outcome, exported: Outcome) -> str:
     """What differs between a model and the same exported; empty where nothing does."""
-    if exported.verdict in ("wrong", "raised", "refused"):
+    if exported.verdict in JUDGED:
         return f"{exported.verdict}: {exported.why}"
     if set(exported.codes) - set(plain.codes) & set(TABLES):
         return ""

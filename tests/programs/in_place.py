@@ -9,7 +9,8 @@ from __future__ import annotations
 import operator
 import random
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from torch import fx
 
 from tests.programs.breakages import calls, held, told_again
 from tests.programs.families import FAMILIES
-from tests.programs.run import OPTIONS, Captured, Outcome, Program, captured, compared, copied
+from tests.programs.run import OPTIONS, Captured, Program, captured, compared, copied
+from tests.programs.tally import JUDGED, Outcome, Tally
 from tilewright.compiler import _compat
 from tilewright.compiler.fuse import fuse
 from tilewright.compiler.verify import clone_inputs
@@ -101,8 +103,7 @@ class Both:
 
     @property
     def same(self) -> bool:
-        right = self.outcome.verdict not in ("wrong", "raised", "refused")
-        return right and self.found == self.plain
+        return self.outcome.verdict not in JUDGED and self.found == self.plain
 
 
 def beside(family: str, number: int, model: Captured, share: float = 1.0) -> Both | None:
@@ -121,6 +122,25 @@ def beside(family: str, number: int, model: Captured, share: float = 1.0) -> Bot
     outcome = compared(made, result, inputs)
     plain = sorted(match.pattern for match in fuse(model.module, OPTIONS).matches)
     return Both(outcome, tuple(sorted(outcome.patterns)), tuple(plain), tuple(spelled))
+
+
+def run(seeds: Iterable[int]) -> Tally:
+    """Compares both spellings of a model for each seed, of one family after the other."""
+    tally, names = Tally(), list(FAMILIES)
+    with torch.no_grad():
+        for seed in seeds:
+            family, number = names[seed % len(names)], seed // len(names)
+            model = captured(family, number)
+            both = beside(family, number, model)
+            if both is None:
+                continue
+            outcome = both.outcome
+            if not both.same and outcome.verdict not in JUDGED:
+                why = f"matches {both.plain}, in place {both.found}"
+                outcome = replace(outcome, verdict="wrong", why=why)
+            tally.models += 1
+            tally.count(f"{family} {number}", outcome, model.drawn, bool(both.spelled))
+    return tally
 
 
 def main() -> None:

@@ -6,6 +6,9 @@ from collections import Counter
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+#: Verdicts of which a tally keeps the program.
+JUDGED = ("wrong", "raised", "refused")
+
 
 @dataclass
 class Outcome:
@@ -50,7 +53,7 @@ class Tally:
         self.verdicts[outcome.verdict] += 1
         self.patterns.update(set(outcome.patterns))
         self.misses.update(set(outcome.codes))
-        if outcome.verdict in ("wrong", "raised", "refused"):
+        if outcome.verdict in JUDGED:
             said = f"{outcome.verdict}: {outcome.why.splitlines()[0]}"
             self.found[str(seed)] = f"{said} [{drawn}]"
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from tests.programs import exported, modes, outside
+from tests.programs import exported, in_place, modes, outside
 from tests.programs.families import FAMILIES
 from tests.programs.run import task
 from tests.programs.tally import Tally
@@ -17,6 +17,7 @@ OTHERS: dict[str, Callable[[Iterable[int]], Tally]] = {
     "outside": outside.run,
     "exported": exported.run_all,
     "modes": modes.run,
+    "in_place": in_place.run,
 }
 
 
