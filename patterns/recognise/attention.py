@@ -118,16 +118,32 @@ def is_spelled_softmax(value: Value) -> bool:
 
 
 def is_of_shared_keys(value: Value) -> bool:
-    """Whether a softmax is of a product with what was just cached, or with heads that are repeated,
-    made in a way that :func:`logits_of` cannot read; or is spelled out, of any product."""
+    """Whether a softmax that :func:`logits_of` cannot read has keys for which the op would gain: it
+    is of a product with what was just cached, or with heads that are repeated, or is masked; or is
+    spelled out, of any product."""
     if len(value.shape) > 2 and is_spelled_softmax(value):
-        return any(map(_multiplies, upstream(value, _REACH, lambda v: not _multiplies(v))))
+        return bool(_products_above(value))
     if value.op != "aten.softmax" or len(value.shape) < 3 or logits_of(value) is not None:
         return False
     before = list(upstream(value, _REACH, lambda v: not _multiplies(v)))
     factors = [view for v in before if _multiplies(v) for view in v.operands]
     cached = any(v.value.op == "store" and len(v.value.shape) > 2 for v in factors)
-    return cached or any(_repeats_heads(view) for view in factors)
+    return cached or any(map(_repeats_heads, factors)) or any(map(_is_masked, before))
+
+
+def _is_masked(value: Value) -> bool:
+    """Whether numbers that no product makes hide elements of a product of batches of matrices."""
+    if value.op not in _MASKING:
+        return False
+    above = [(view, _products_above(view.value)) for view in value.operands]
+    batched = any(all(len(v.shape) > 2 for v in p.operands) for _, found in above for p in found)
+    return batched and any(not found and effects.product(v.shape) != 1 for v, found in above)
+
+
+def _products_above(value: Value) -> list[Value]:
+    """The products that a value is computed from, up to the nearest on each way."""
+    above = upstream(value, _REACH, lambda v: not _multiplies(v))
+    return [v for v in above if _multiplies(v)]
 
 
 def _repeats_heads(view: View) -> bool:
@@ -210,6 +226,8 @@ _WITH_SUM = frozenset({"aten.linear", "aten.addmm", "aten.baddbmm"})
 _IN_A_SUM = 4
 # How many operations there may be between a product and its softmax.
 _REACH = 24
+# What takes a mask beside the scores.
+_MASKING = frozenset({"aten.add", "aten.sub", "aten.where", "aten.masked_fill"})
 _SDPA = "aten.scaled_dot_product_attention"
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 

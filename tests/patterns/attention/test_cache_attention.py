@@ -652,7 +652,7 @@ def written_in_part(q, k, v, mask, *_):
     [
         (weights_are_read, "return no attention weights"),
         (dropped, "dropout_p=0.0"),
-        (written_in_part, "compute a new tensor"),
+        (written_in_part, "read in its place"),
     ],
 )
 def test_a_hint_says_what_to_change(attend, words):
@@ -675,6 +675,12 @@ def capped_from_below(q, k, v):
     return logits.softmax(-1, dtype=torch.float32).to(v.dtype) @ v
 
 
+def masked_and_capped(q, k, v, mask, *_):
+    """ALiBi's models of one head of keys for each of queries, such as Baichuan's."""
+    logits = torch.max(q @ k.mT + torch.where(mask, 0.0, HIDDEN), torch.tensor(HIDDEN))
+    return logits.softmax(-1, dtype=torch.float32).to(v.dtype) @ v
+
+
 def cached_and_capped(q, k, v, *_):
     k[:, :, 3:4] = q[:, :, :1] * 2
     return capped_from_below(q, k, v)
@@ -684,7 +690,7 @@ def shared_and_capped(q, k, v, *_):
     return capped_from_below(q, *(x[:, :KV_HEADS].repeat_interleave(GROUP, 1) for x in (k, v)))
 
 
-@pytest.mark.parametrize("attend", [cached_and_capped, shared_and_capped])
+@pytest.mark.parametrize("attend", [cached_and_capped, shared_and_capped, masked_and_capped])
 def test_a_softmax_of_such_keys_that_cannot_be_read_is_mentioned(attend):
     (miss,) = misses_of(lower(attend, inputs(kv_heads=HEADS)), "attention")
     assert (miss.code, miss.is_lost) == ("ATTENTION_FORM", False)
