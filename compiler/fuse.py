@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import networkx as nx
@@ -113,7 +114,7 @@ def fuse(gm: fx.GraphModule, options: Options, rounds: list[Round] | None = None
         notes=attempt.notes,
         seconds=clock.seconds,
         inputs=attempt.inputs,
-        options=options,
+        points=partial(points_in, gm, options),
     )
 
 

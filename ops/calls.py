@@ -230,7 +230,12 @@ def told_apart(op: FusedOp) -> OpCallable:
         traced = torch._C._len_torch_dispatch_stack() > 0
         given = dict(zip(names, args, strict=False)) | kwargs if traced else {}
         if traced and all(given.get(name) is None for name in written):
-            return getattr(other, op.without_writes)(*args, **kwargs)
+            try:
+                return getattr(other, op.without_writes)(*args, **kwargs)
+            except ArgumentError as error:  # names the op that was called
+                raise ArgumentError(
+                    op.name, error.argument, error.expected, error.actual
+                ) from error
         with torch._C._AutoDispatchBelowAutograd():
             return op.torch_op(*args, **kwargs)
 

@@ -177,6 +177,7 @@ _HINTS: Mapping[str, str | Callable[[Sequence[fx.Node]], str]] = {
     "ROUTER_GROUPS": "fill the scores of other groups with -inf before one topk",
     "ROUTER_WEIGHTS": "gather the weights from the scores that topk compared",
     "SCALE_BLOCK": "quantise by rows, by groups along a row, or by blocks of rows and columns",
+    "SCALE_SIGN": "take scale.abs() where the weight is decoded",
     "SLICE_WRITE": "write through an index tensor: cache.index_copy_(1, positions, k)",
     "SLOT_INDEX": "write all tokens once, by one index tensor that K and V share",
     "SUBCLASS": "hand over the plain tensor inside, or weights as codes and scales",

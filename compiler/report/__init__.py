@@ -17,8 +17,7 @@ from tilewright.patterns.language import CAPTURE, Miss, Stage
 if TYPE_CHECKING:
     from tilewright.codegen.audit import Audit
     from tilewright.codegen.build import Artifact
-    from tilewright.compiler.options import Options
-    from tilewright.compiler.report.census import Census
+    from tilewright.compiler.report.census import Census, Point
     from tilewright.compiler.safety.overlap import InputMemory
 
 
@@ -79,8 +78,11 @@ class Site:
 
 @dataclass(frozen=True)
 class GraphReport:
-    """One Dynamo graph, before and after. inputs: which of its inputs shared memory when traced.
-    options: what it was fused with; None where that was not begun."""
+    """One Dynamo graph, before and after.
+
+    inputs: which of its inputs shared memory when traced. points: counts the points of its census;
+    None where fusing was not begun.
+    """
 
     before: fx.GraphModule
     after: fx.GraphModule
@@ -89,7 +91,7 @@ class GraphReport:
     notes: tuple[str, ...] = ()
     seconds: dict[str, float] = field(default_factory=dict)
     inputs: InputMemory | None = None
-    options: Options | None = None
+    points: Callable[[], tuple[Point, ...]] | None = None
 
 
 @dataclass(frozen=True)
@@ -133,12 +135,10 @@ class Lowered:
     def census(self) -> Census:
         """Every product with a weight, softmax, write into memory from outside and choice of the
         largest, with the match or miss that it belongs to, or why it is of no interest."""
-        from tilewright.compiler.fuse import points_in
         from tilewright.compiler.report.census import Census
 
-        fused = ((graph.before, graph.options) for graph in self.graphs)
-        points = (points_in(gm, options) for gm, options in fused if options is not None)
-        census = Census(tuple(point for found in points for point in found))
+        counted = (graph.points() for graph in self.graphs if graph.points is not None)
+        census = Census(tuple(point for found in counted for point in found))
         breaks = [miss for miss in self.misses if miss.pattern == CAPTURE]
         return census.spoken_for_by(breaks[0]) if breaks else census
 

@@ -227,6 +227,10 @@ class SignedScales:
     name: str = "grouped_gemm_nvfp4"
     op: str = "grouped_matmul_dynamic_scaled_nvfp4"
     takes_leftovers: bool = True
+    sought: ClassVar[Sought] = Sought(
+        "a grouped product of NVFP4 rows and weights whose scales may be negative",
+        frozenset({"aten._grouped_mm"}),
+    )
 
     def anchors(self, flow: Dataflow) -> Iterator[Value]:
         """Products that the op would take but for the signs."""

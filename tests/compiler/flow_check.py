@@ -127,7 +127,9 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 def selected(effect: Effect, tensor: torch.Tensor) -> torch.Tensor:
     """What an effect selects of a tensor, by its definition."""
     if 0 in effect.shape:
-        return tensor.new_empty([int(n) for n in effect.shape])  # a start may lie outside of nothing
+        return tensor.new_empty(
+            [int(n) for n in effect.shape]
+        )  # a start may lie outside of nothing
     atoms = [atom for dim in effect.dims for atom in dim]
     index = [torch.tensor(int(start)) for start in effect.start]
     for place, atom in enumerate(atoms):

@@ -114,10 +114,13 @@ def beside(family: str, number: int, model: Captured, share: float = 1.0) -> Bot
     except Exception:
         return None
     graph = copied(model.module.graph)
-    spelled = spell_in_place(draw, graph, share)
-    module = fx.GraphModule(model.module, graph)
     inputs = clone_inputs(model.inputs)
-    result = module.forward(*inputs)
+    try:
+        spelled = spell_in_place(draw, graph, share)
+        module = fx.GraphModule(model.module, graph)
+        result = module.forward(*inputs)
+    except Exception:  # a tensor now lies in another way, which an operator refuses
+        return None
     made = Program(module, model.inputs, model.drawn, tuple(spelled))
     outcome = compared(made, result, inputs)
     plain = sorted(match.pattern for match in fuse(model.module, OPTIONS).matches)

@@ -82,7 +82,7 @@ def test_a_tutorial_does_what_it_says(tutorial, reader, pytester):
 def test_every_tutorial_is_a_page_of_the_site():
     pages = (ROOT / "mkdocs.yml").read_text("utf-8")
     assert [t for t in TUTORIALS if f"- tutorials/{t.name}\n" not in pages] == []
-    assert len(TUTORIALS) == 5
+    assert len(TUTORIALS) == 6
 
 
 def test_a_stale_output_would_be_seen():

@@ -17,7 +17,6 @@ FUSED = ["rows_by_mask", "one_stack_in_turn", "one_stack_views"]
 
 #: Style -> the code of what stands in the way, and words of the hint.
 MISSED = {
-    "rows_in_place": ("LORA_IN_PLACE", "instead of adapter_names"),
     "one_stack": ("LORA_FORM", "A[:, p][index]"),
     "one_stack_crossed": ("LORA_FORM", "A[:, p][index]"),
 }
@@ -54,6 +53,13 @@ def test_a_miss_says_what_stands_in_the_way(name):
     assert all(words in miss.hint for miss in found)
 
 
+def test_rows_that_are_added_in_place_are_told():
+    """One adapter's delta by itself may be fused; the sum of all into some rows is told."""
+    found = misses_of(check("rows_in_place"), "lora")
+    assert {miss.code for miss in found} == {"LORA_IN_PLACE"}
+    assert all("instead of adapter_names" in miss.hint for miss in found)
+
+
 def test_what_is_no_adapter_is_no_miss():
     report = check("picked_by_mapping")
     assert not matches_of(report, "lora")
@@ -61,4 +67,4 @@ def test_what_is_no_adapter_is_no_miss():
 
 
 def test_every_style_is_asked_for():
-    assert sorted([*FUSED, *MISSED, "picked_by_mapping"]) == sorted(STYLES)
+    assert sorted([*FUSED, *MISSED, "picked_by_mapping", "rows_in_place"]) == sorted(STYLES)

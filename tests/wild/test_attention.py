@@ -19,6 +19,7 @@ FUSED = {
     "cast_after_half": "half",
     "cast_after_pairs": "interleaved",
     "tables_stacked": "interleaved",
+    "tables_stacked_apart": "interleaved",
     "norm_in_place": "half",
     "norm_of_values": "half",
     "layer_norm_with_bias": "half(8)",
@@ -64,7 +65,6 @@ MISSED = {
     "cross_once": ("Q_PATH", "as in cross-attention"),
     "gate_across_query": ("ESCAPES", "across its parts"),
     "norm_in_place_seen": ("ESCAPES", "also used by"),
-    "tables_stacked_apart": ("K_PATH", "aten.add"),
     "cast_of_sums": ("ROPE_STYLE", "different tensors"),
 }
 

@@ -15,7 +15,7 @@ from tilewright.compiler import lower, reports
 from tilewright.compiler.dataflow.build import build_view
 from tilewright.ops import grouped_matmul
 from tilewright.ops.formats import fp4, nvfp4
-from tilewright.patterns.recognise.signs import never_negative
+from tilewright.patterns.quantised.signs import never_negative
 
 E, N, K = moe_dequant.E, moe_dequant.N, moe_dequant.K
 SIZES = (5, 0, 9)

@@ -24,7 +24,7 @@ def test_lower_says_that_the_experts_run_one_by_one(name):
     # One for each graph that shows it.
     assert 1 <= codes.count(code) <= len(lowered.graphs), str(lowered)
     assert ("GRAPH_BREAK" in codes) == breaks
-    assert set(codes) <= {code, "GRAPH_BREAK"}
+    assert set(codes) <= {code, "GRAPH_BREAK", "EMPTY"}  # behind a break no row is of an expert
     assert all(
         "torch._grouped_mm" in m.hint
         for m in misses_of(lowered, "fused_moe", "capture")
