@@ -72,8 +72,8 @@ class Census:
         return tuple(point for point in self.points if point.account == "unaccounted")
 
     def spoken_for_by(self, miss: Miss) -> Census:
-        """The same where a miss speaks for all else: of a graph that was cut no pattern sees the
-        rest of a site."""
+        """Returns a census in which a miss accounts for every unaccounted point, as a graph break
+        does: it cuts a site in two, and no pattern sees both parts."""
         told: Account = "miss"
         why = f"{miss.pattern} {miss.code}"
         points = (

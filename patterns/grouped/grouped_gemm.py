@@ -147,7 +147,7 @@ def _both_quantised(
     factor = _factors_of(weight, rows)
     if factor is None or not (weight.has_natural_scale and rows.has_natural_scale):
         return None
-    # The op ignores signs: nobody need clear them.
+    # The op ignores signs, so the graph need not clear them.
     weight, rows = replace(weight, unsigned=False), replace(rows, unsigned=False)
     given = expert_arguments({("b", "b_scales", "factor"): weight})
     num_experts, device = weight.shape[0], weight.device

@@ -8,7 +8,7 @@ import numpy as np
 
 from tilewright.patterns.dataflow import Value, View
 from tilewright.patterns.recognise.constants import constant_of
-from tilewright.patterns.recognise.steps import clamp_bounds, filled_with
+from tilewright.patterns.recognise.steps import clamp_bounds, filled_with, sides_of
 
 # How many values back the search goes.
 _REACH = 24
@@ -91,8 +91,7 @@ def _inverse(value: Value, zero: bool, reach: int) -> bool:
 
 
 def _either(value: Value, zero: bool, reach: int) -> bool:
-    """Of where(mask, one, other), and masked_fill(one, mask, other)."""
-    sides = value.args[1:] if value.op == "aten.where" else (value.args[0], value.args[2])
+    sides = sides_of(value)
     return len(sides) == 2 and all(never_negative(v, zero=zero, reach=reach) for v in sides)
 
 

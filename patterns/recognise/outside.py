@@ -12,7 +12,7 @@ from typing import Any, Literal
 from tilewright.patterns.dataflow import Computed, Value, View
 from tilewright.patterns.effects import Size
 from tilewright.patterns.recognise.routing import is_top_indices, strip_integer_casts
-from tilewright.patterns.recognise.steps import clamp_bounds, start_and_step
+from tilewright.patterns.recognise.steps import clamp_bounds, sides_of, start_and_step
 
 # How many values are asked for their range.
 _REACH = 8
@@ -155,8 +155,7 @@ def _counted(value: Value, reach: int) -> tuple[int | None, Size | None]:
 
 
 def _either(value: Value, reach: int) -> tuple[int | None, Size | None]:
-    """Of where(mask, one, other), and masked_fill(one, mask, other)."""
-    sides = value.args[1:] if value.op == "aten.where" else (value.args[0], value.args[2])
+    sides = sides_of(value)
     if len(sides) != 2:
         return None, None
     (least, end), (other, last) = (_range_of(side, reach - 1) for side in sides)

@@ -45,6 +45,12 @@ def clamp_bounds(value: Value) -> tuple[Any, Any] | None:
     return low, high
 
 
+def sides_of(value: Value) -> tuple[Any, ...]:
+    """The two sides that `where(mask, one, other)` or `masked_fill(one, mask, other)` chooses from;
+    fewer where they are not given by position."""
+    return value.args[1:] if value.op == "aten.where" else (value.args[0], *value.args[2:3])
+
+
 def constant_factor(value: Value) -> tuple[View, float] | None:
     """(what a value is a multiple of, how many times), where a number says that: finite and not
     zero; None for another value."""
