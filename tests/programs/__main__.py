@@ -6,8 +6,8 @@
 A family is one of `families.FAMILIES`, whose models are broken at random, or one of
 `tasks.OTHERS`, which have programs and a judge of their own. Counts go to
 benchmarks/results/random_programs.json, one entry for each run of a family; the next run goes on
-behind the last seed. What is counted stays where a run is ended early. Exits with 1 where a result
-was wrong.
+behind the last seed. What is counted stays where a run is ended early, or where a piece of it raises,
+whose seeds are left out. Exits with 1 where a result was wrong or a piece raised.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import json
 import platform
 import subprocess
 import sys
+import traceback
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import fields
 from datetime import date
-from itertools import repeat, zip_longest
+from itertools import zip_longest
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -110,16 +111,23 @@ def main() -> None:
     facts, totals = environment(), {family: Tally() for family in given.family}
     tasks = in_turns([pieces(family, given.seeds, given.more) for family in given.family])
     with ProcessPoolExecutor(given.jobs, mp_context=get_context("spawn")) as pool:
-        results = pool.map(run_task, *zip(*tasks, strict=True), repeat(given.dynamo_every))
-        for (family, first, stop), tally in zip(tasks, results, strict=True):
-            totals[family].add(tally)
+        running = [pool.submit(run_task, *task, given.dynamo_every) for task in tasks]
+        failed = 0
+        for (family, first, stop), future in zip(tasks, running, strict=True):
+            if error := future.exception():
+                failed += 1
+                print(f"{family} {first}:{stop} was not run to its end:")
+                traceback.print_exception(error)
+                continue
+            totals[family].add(future.result())
             if given.more:
-                keep(family, first, stop, tally, facts)
+                keep(family, first, stop, future.result(), facts)
     for family, total in totals.items():
         print(line(family, total))
         for seed, why in total.found.items():
             print(f"  {seed}: {why}")
-    sys.exit(any(t.verdicts["wrong"] + t.verdicts["raised"] for t in totals.values()))
+    wrong = sum(t.verdicts["wrong"] + t.verdicts["raised"] for t in totals.values())
+    sys.exit(bool(wrong or failed))
 
 
 if __name__ == "__main__":
