@@ -21,6 +21,7 @@ import torch
 from tilewright.patterns import effects
 from tilewright.patterns.attention.bare import bare, of_bare_operands
 from tilewright.patterns.attention.flex import refuse_unread, unread_calls
+from tilewright.patterns.attention.from_cache import reads_a_cache
 from tilewright.patterns.attention.pages import pages_of, same_pages
 from tilewright.patterns.attention.shared_heads import (
     group_of,
@@ -29,7 +30,7 @@ from tilewright.patterns.attention.shared_heads import (
 )
 from tilewright.patterns.attention.visible import mask_fact, visible_keys
 from tilewright.patterns.dataflow import Computed, Dataflow, Value, View
-from tilewright.patterns.language import Match, Sought, as_advice, register
+from tilewright.patterns.language import Match, Sought, Weight, as_advice, register
 from tilewright.patterns.recognise.attention import (
     Attention,
     Sketch,
@@ -65,11 +66,13 @@ class CacheAttention:
         yield from unread_calls(flow)
 
     def match(self, anchor: Value, flow: Dataflow) -> Match:
+        if reads_a_cache(anchor):
+            return self._match(anchor, flow, None)
         with as_advice(anchor):  # a library's kernel computes the graph as it is
-            refuse_unread(anchor)
-            return self._match(anchor, flow)
+            return self._match(anchor, flow, "advice")
 
-    def _match(self, anchor: Value, flow: Dataflow) -> Match:
+    def _match(self, anchor: Value, flow: Dataflow, weight: Weight | None) -> Match:
+        refuse_unread(anchor)
         attention = of_bare_operands(match_attention(anchor, flow), flow)
         arguments = _arguments(attention, flow)
         return Match(
@@ -83,7 +86,7 @@ class CacheAttention:
             facts=_facts(attention, arguments),
             scope=anchor.scope,
             needs_kernel=True,
-            miss_weight="advice",
+            miss_weight=weight,
         )
 
 

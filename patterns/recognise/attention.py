@@ -125,10 +125,15 @@ def is_of_shared_keys(value: Value) -> bool:
         return bool(_products_above(value))
     if value.op != "aten.softmax" or len(value.shape) < 3 or logits_of(value) is not None:
         return False
-    before = list(upstream(value, _REACH, lambda v: not _multiplies(v)))
-    factors = [view for v in before if _multiplies(v) for view in v.operands]
+    before = upstream(value, _REACH, lambda v: not _multiplies(v))
+    factors = factors_of(value)
     cached = any(v.value.op == "store" and len(v.value.shape) > 2 for v in factors)
     return cached or any(map(_repeats_heads, factors)) or any(map(_is_masked, before))
+
+
+def factors_of(value: Value) -> list[View]:
+    """The operands of the products that a value is computed from, up to the nearest on each way."""
+    return [view for product in _products_above(value) for view in product.operands]
 
 
 def _is_masked(value: Value) -> bool:

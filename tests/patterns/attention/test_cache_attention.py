@@ -1,5 +1,6 @@
 """Pattern `cache_attention`: attention in any spelling becomes one op that reads each key once, no
-worse than eager; what gains nothing is not mentioned, what cannot be taken is advice."""
+worse than eager; what gains nothing is not mentioned, what cannot be taken is advice, and lost
+where it reads a cache."""
 
 from __future__ import annotations
 
@@ -636,6 +637,42 @@ def test_misses_are_advice(attend, code):
     assert ("multiplied by a tensor" in miss.message) == (attend is multiplied)
 
 
+def behind_a_write(q, k):
+    """The keys are a cache from outside, into which the graph writes."""
+    k[:, :, 3:4] = q[:, :KV_HEADS, :1] * 2
+    return q, k
+
+
+def behind_a_projection(q, k):
+    """The keys are given where the graph makes the queries: they are those of earlier tokens."""
+    return F.linear(q, torch.ones(WIDTH, WIDTH, dtype=q.dtype)), k
+
+
+def of_its_own(q, k):
+    return F.linear(q, torch.ones(WIDTH, WIDTH, dtype=q.dtype)), k.sin()
+
+
+@pytest.mark.parametrize("attend", [large_number, repeated_in_turn, moved_queries])
+@pytest.mark.parametrize("keys", [behind_a_write, behind_a_projection, of_its_own])
+def test_a_cache_that_unfused_attention_reads_whole_is_lost(attend, keys):
+    lowered = lower(lambda q, k, *others: attend(*keys(q, k), *others), inputs())
+    (miss,) = misses_of(lowered, "attention")
+    assert miss.is_lost == (keys is not of_its_own)
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_pages_that_unfused_attention_reads_whole_are_lost(given):
+    def attend(q, pool, table, v, mask):
+        pool = pool if given else pool.sin()
+        return large_number(q, pool[table].flatten(1, 2).transpose(1, 2), v, mask)
+
+    q, k, v, mask, *_ = inputs()
+    pool = k.transpose(1, 2).reshape(-1, 2, KV_HEADS, WIDTH)
+    table = torch.arange(len(pool)).view(BATCH, -1)
+    (miss,) = misses_of(lower(attend, (q, pool, table, v, mask)), "attention")
+    assert miss.is_lost == given
+
+
 def dropped(q, k, v, mask, *_):
     return sdpa(q, k, v, attn_mask=mask, dropout_p=0.5)
 
@@ -693,7 +730,7 @@ def shared_and_capped(q, k, v, *_):
 @pytest.mark.parametrize("attend", [cached_and_capped, shared_and_capped, masked_and_capped])
 def test_a_softmax_of_such_keys_that_cannot_be_read_is_mentioned(attend):
     (miss,) = misses_of(lower(attend, inputs(kv_heads=HEADS)), "attention")
-    assert (miss.code, miss.is_lost) == ("ATTENTION_FORM", False)
+    assert (miss.code, miss.is_lost) == ("ATTENTION_FORM", attend is cached_and_capped)
     assert "attn_mask" in miss.hint
     given = lower(lambda q, k, v, *_: capped_from_below(q, k, v), inputs(kv_heads=HEADS))
     assert misses_of(given, "attention") == []

@@ -1,0 +1,35 @@
+"""Attention whose keys come from a cache that lies outside of the graph, and attention whose keys
+are new: where the op does not take the first, a cache is read whole that it would read in part."""
+
+from __future__ import annotations
+
+from tilewright.patterns.attention.bare import bare
+from tilewright.patterns.attention.pages import pages_of
+from tilewright.patterns.attention.shared_heads import group_of, once
+from tilewright.patterns.dataflow import Value, View
+from tilewright.patterns.recognise.attention import factors_of, sketch_of
+
+
+def reads_a_cache(value: Value) -> bool:
+    """Whether the keys of an attention are a cache from outside: they lie in memory that the graph
+    writes, in pages, or are given where the queries are projected."""
+    sketch = sketch_of(value)
+    if sketch is None:
+        factors = factors_of(value)
+        return any(_is_outside(bare(view)[0].value) for view in factors)
+    keys, _ = bare(sketch.k)
+    pages = pages_of(once(keys, group_of(keys)))
+    if pages is not None:
+        return pages.pool.value.op == "input" or _is_outside(pages.pool.value)
+    return _is_outside(keys.value) or (_is_given(keys) and sketch.q.value.projected)
+
+
+def _is_outside(value: Value) -> bool:
+    """Whether a value is memory from outside behind a write of keys."""
+    store = value.store
+    return store is not None and store.memory.is_input and len(store.memory.shape) > 2
+
+
+def _is_given(keys: View) -> bool:
+    """Whether keys are an input by heads; one of fewer dimensions may be a layer's own."""
+    return keys.value.op == "input" and len(keys.value.shape) > 3
