@@ -6,8 +6,8 @@
 A family is one of `families.FAMILIES`, whose models are broken at random, or one of
 `tasks.OTHERS`, which have programs and a judge of their own. Counts go to
 benchmarks/results/random_programs.json, one entry for each run of a family; the next run goes on
-behind the last seed. What is counted stays where a run is ended early, or where a piece of it raises,
-whose seeds are left out. Exits with 1 where a result was wrong or a piece raised.
+behind the last seed. What is counted stays where a run is ended early, or where a piece of it
+raises, whose seeds are left out. Exits with 1 where a result was wrong or a piece raised.
 """
 
 from __future__ import annotations

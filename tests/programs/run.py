@@ -188,7 +188,9 @@ def _ordered(program: Program) -> Program:
     return replace(program, module=fx.GraphModule(program.module, graph))
 
 
-def _topk_in_order(x: torch.Tensor, k: int, dim: int = -1, largest: bool = True, *_: bool, **__: bool) -> Any:
+def _topk_in_order(
+    x: torch.Tensor, k: int, dim: int = -1, largest: bool = True, *_: bool, **__: bool
+) -> Any:
     found = x.sort(dim=dim, descending=largest, stable=True)
     return torch.return_types.topk([part.narrow(dim, 0, k) for part in found])
 
