@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from tests.tools.test_cli import CACHE_MODEL
-from tilewright.compiler import lower
 from tilewright.tools.pytest_plugin import FOLDER
 from tilewright.tools.snapshot import SnapshotError, parse_snapshot
 
@@ -37,12 +36,6 @@ USERS_TESTS = """
 """
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _torch_is_imported():
-    """pytester forgets what a run imports, and some modules of torch register things once only."""
-    lower(torch.nn.Linear(2, 2), (torch.zeros(1, 2),))
-
-
 @pytest.fixture
 def project(pytester, monkeypatch):
     """project(*arguments): pytest in a folder with a model and its tests."""
@@ -55,6 +48,16 @@ def project(pytester, monkeypatch):
         return pytester.runpytest_inprocess(*arguments)
 
     return run
+
+
+def test_a_run_inside_this_process_loads_a_module_once(pytester, monkeypatch):
+    """What it imports stays, but for the files that the test wrote."""
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    pytester.makepyfile(written="", test_it="import colorsys, written\ndef test_nothing(): pass")
+    monkeypatch.syspath_prepend(pytester.path)
+    pytester.runpytest_inprocess("-p", "no:cacheprovider").assert_outcomes(passed=1)
+    assert "colorsys" in sys.modules
+    assert "written" not in sys.modules
 
 
 def test_a_lost_match_fails_with_its_miss_until_the_snapshot_is_updated(

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from tests.tools.tutorials import Reader, assert_like, blocks
-from tilewright.compiler import lower
 from tilewright.patterns import language
 from tilewright.tools import zoo
 
@@ -26,12 +25,6 @@ TAKEN = {
     "write-a-kernel": ("add_rms_norm_kernel.py", "post_norm_pattern.py"),
 }
 NEEDS = {"serve-llama": "transformers", "two-gpus": "transformers.distributed"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _torch_is_imported():
-    """pytester forgets what a run imports, and some modules of torch register things once only."""
-    lower(torch.nn.Linear(2, 2), (torch.zeros(1, 2),))
 
 
 @pytest.fixture
@@ -98,8 +91,7 @@ def test_a_stale_output_would_be_seen():
 
 @pytest.mark.skipif(importlib.util.find_spec("material") is None, reason="needs the extra 'docs'")
 def test_the_site_builds_without_a_warning(tmp_path):
-    """And every link leads to a page of it, those to sources too. In a process of its own: the
-    tutorials' pytest takes modules out of this one, yaml's among them."""
+    """And every link leads to a page of it, those to sources too."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", tmp_path / "site"]
     made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert made.returncode == 0, made.stderr
