@@ -105,9 +105,17 @@ class Base:
     inputs: list[torch.Tensor]
 
 
-@cache
+_CAPTURED: dict[str, Base] = {}
+
+
 def base(family: str) -> Base:
     """The graph of a family's model; every pattern of the family matches it."""
+    if family not in _CAPTURED:
+        _CAPTURED[family] = _capture(family)
+    return _CAPTURED[family]
+
+
+def _capture(family: str) -> Base:
     with torch.no_grad():
         model, args = FAMILIES[family]()
     captured: list[Base] = []
@@ -293,7 +301,7 @@ class Program:
                     self.module.graph.erase_node(node)
             finally:
                 if any(shape_of(n) != shape for n, shape in shapes):
-                    base.cache_clear()
+                    del _CAPTURED[self.family]
                     raise Spoiled  # an `out` of another shape was given a new one
         raise Undrawn
 

@@ -78,5 +78,5 @@ def test_every_family_fuses_as_it_is():
 def test_a_wrong_rewrite_is_seen(monkeypatch):
     """With the rules of legality switched off, statements make wrong results."""
     monkeypatch.setattr("tilewright.compiler.fuse.check_legality", lambda match, flow: None)
-    outcomes = [statements.tried(seed) for seed in range(60)]
+    outcomes = map(statements.tried, range(60))
     assert any(outcome is not None and outcome.wrong for outcome in outcomes)
