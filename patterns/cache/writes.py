@@ -311,6 +311,10 @@ def _rows_of(first: Effect, other: Effect, count: int) -> Effect | None:
 # --- pairs ----------------------------------------------------------------------------------------
 
 
+# How many writes before and behind one without a twin are asked whether they are of another width.
+_NEAR = 4
+
+
 def pairs(flow: Dataflow) -> Iterator[WritePair]:
     """Writes of the same shape at the same slots belong together: to the same place of two caches
     where there are such of one activation, else neighbours."""
@@ -338,10 +342,11 @@ def pairs(flow: Dataflow) -> Iterator[WritePair]:
             taken.add(twin)
             yield WritePair(write, writes[twin])
         elif _stands_alone(write):
-            beside = (j for j in (i - 1, i + 1) if 0 <= j < len(writes))
-            others = (writes[j] for j in beside if _of_one_input(projected[i], projected[j]))
-            unlike = (other for other in others if _differ_in_width(write, other))
-            yield WritePair(write, None, next(unlike, None))
+            near = range(max(0, i - _NEAR), min(len(writes), i + _NEAR + 1))
+            mates = (j for j in near if _of_one_input(projected[i], projected[j]))
+            unlike = (j for j in mates if _differ_in_width(write, writes[j]))
+            nearest = min(unlike, key=lambda j: abs(i - j), default=None)
+            yield WritePair(write, None, None if nearest is None else writes[nearest])
 
 
 def _is_part(write: CacheWrite) -> bool:

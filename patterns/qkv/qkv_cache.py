@@ -78,6 +78,7 @@ class QkvCache:
                 "one op writes keys and values of one width",
                 anchor.first.store,
                 hint="each write is fused by itself",
+                weight="advice",  # no op has both
             )
         if anchor.second is None:
             reject(

@@ -301,28 +301,41 @@ def test_k_and_v_at_different_starts_are_no_pair():
 
 
 class OfTwoWidths(torch.nn.Module):
-    """Values are narrower than keys; each layer projects what the one before it made."""
+    """Values are narrower than keys; each layer projects what the one before it made.
 
-    def __init__(self):
+    between: one more write of the same activation, between those of keys and values.
+    """
+
+    def __init__(self, between=False):
         super().__init__()
         self.keys = torch.nn.ModuleList(torch.nn.Linear(16, 2 * 8) for _ in range(2))
         self.values = torch.nn.ModuleList(torch.nn.Linear(16, 2 * 4) for _ in range(2))
+        self.between = between
 
     def forward(self, x, caches, slots):
-        for key, value, (k_cache, v_cache) in zip(self.keys, self.values, caches, strict=True):
+        for key, value, (k_cache, v_cache, more) in zip(
+            self.keys, self.values, caches, strict=True
+        ):
             k_cache[slots] = key(x).view(-1, 2, 8)
+            if self.between:
+                more[slots] = key(x)[:, None]
             v_cache[slots] = value(x).view(-1, 2, 4)
             x = x + k_cache[slots].flatten(1) + v_cache[slots].flatten(1).repeat(1, 2)
         return x
 
 
-def test_keys_of_two_layers_are_no_pair():
+@pytest.mark.parametrize("between", [False, True])
+def test_keys_of_two_layers_are_no_pair(between):
     """They lie at the same place of two caches, as K and V of one layer do."""
-    caches = [(torch.zeros(32, 2, 8), torch.zeros(32, 2, 4)) for _ in range(2)]
+    caches = [[torch.zeros(32, *last) for last in ((2, 8), (2, 4), (1, 16))] for _ in range(2)]
     with torch.no_grad():
-        run(OfTwoWidths(), torch.randn(3, 16), caches, torch.tensor([1, 5, 9]))
-    assert patterns() == ["cache_store"] * 4
-    assert codes() == {"LONE_WRITE"}
+        run(OfTwoWidths(between), torch.randn(3, 16), caches, torch.tensor([1, 5, 9]))
+    assert patterns() == ["cache_store"] * (6 if between else 4)
+    misses = misses_of(reports()[-1], "qkv")
+    assert {miss.code for miss in misses} == {"LONE_WRITE"}
+    unlike = [miss for miss in misses if "keys and values of one width" in miss.message]
+    assert len(unlike) == 4  # `more` has one head, and no twin
+    assert not any(miss.is_lost for miss in unlike)
 
 
 # --- one storage --------------------------------------------------------------------------------
