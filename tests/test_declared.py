@@ -9,7 +9,7 @@ from torch import nn
 
 from tests.agreement import assert_no_worse, cloned
 from tests.extension_example import opaque_ops as ops
-from tests.found import misses_of, patterns_in
+from tests.found import assert_accounted, counting, misses_of, patterns_in
 from tests.models import moe_idioms
 from tilewright.compiler import declare, lower, reports, undeclare
 from tilewright.compiler.rewrite import declared
@@ -101,6 +101,29 @@ def attention_args():
         for s in ((3, 64), (4, 4, 2, 32), (4, 4, 2, 32))
     )
     return x, torch.tensor([3, 9, 1]), k_cache, v_cache
+
+
+class TiledAttention(Attention):
+    """The codes lie in tiles: their shape is that of no matrix."""
+
+    def __init__(self):
+        super().__init__()
+        for name in "qkv":
+            codes = getattr(self, name)
+            tiles = codes.view(len(codes) // 16, 16, 4, 16).transpose(1, 2).contiguous()
+            setattr(self, name, tiles)
+
+    def linear(self, x, name):
+        return ops.tiled_linear(x, getattr(self, name), getattr(self, f"{name}_scale"))
+
+
+def test_projections_and_a_cache_write_that_no_one_knows_are_told():
+    points = []
+    backend = counting(points)
+    torch.compile(TiledAttention(), backend=backend, options={"inner": "eager"})(*attention_args())
+    (miss,) = misses_of(reports()[-1], "qkv")
+    assert miss.code == "OPAQUE_WRITE"
+    assert_accounted(points)
 
 
 def test_quantised_projections_and_a_cache_write():

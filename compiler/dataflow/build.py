@@ -668,8 +668,25 @@ def _projects(value: Value) -> bool:
     if value.op in _PRODUCTS:
         return multiplies_stored(value)
     foreign = not value.op.startswith(("aten.", "store", "cast", "bitcast"))
-    given = foreign and any(is_weight(view) for view in value.operands)
+    given = foreign and any(is_weight(v) or _holds_own_codes(v) for v in value.operands)
     return given or unread_product(value) is not None
+
+
+# A tensor of fewer integers that a model holds may say where: slots, groups, an order of columns.
+_LEAST_CODES = 256
+_OF_CODES = frozenset((torch.int8, torch.uint8, torch.int16, torch.int32))
+
+
+def _holds_own_codes(view: View) -> bool:
+    """Whether a view is of codes that the model holds: a quantised weight, however it is packed."""
+    value = view.value
+    if value.op != "input" or not _compat.is_models_own(value.node):
+        return False
+    many = effects.product(value.shape)
+    coded = value.dtype in _OF_CODES or (
+        value.dtype.is_floating_point and value.dtype.itemsize == 1
+    )
+    return coded and isinstance(many, int) and many >= _LEAST_CODES
 
 
 def _piece_of_rank(piece: View | None, dim: int, shape: tuple[Size, ...]) -> View | None:

@@ -35,6 +35,13 @@ def int8_linear_meaning(x, codes, scale, bias):
     return F.linear(x, codes.to(x.dtype) * scale, bias)
 
 
+@torch.library.custom_op(f"{LIBRARY}::tiled_linear", mutates_args=())
+def tiled_linear(x: torch.Tensor, tiles: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """x [..., K], int8 tiles [N / 16, K / 16, 16, 16] of codes [N, K], scale [N, 1]."""
+    codes = tiles.transpose(1, 2).reshape(len(scale), x.shape[-1])
+    return (x.float() @ (codes.float() * scale.float()).T).to(x.dtype)
+
+
 @torch.library.custom_op(f"{LIBRARY}::store", mutates_args=("k_cache", "v_cache"))
 def store(
     k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
@@ -69,6 +76,7 @@ def halves_meaning(out, x):
 for op, shape_of in (
     (scatter_add, lambda out, index, src: torch.empty_like(out)),
     (int8_linear, lambda x, codes, scale, bias=None: x.new_empty(*x.shape[:-1], len(codes))),
+    (tiled_linear, lambda x, tiles, scale: x.new_empty(*x.shape[:-1], len(scale))),
     (store, lambda *given: None),
     (
         halves,
