@@ -329,6 +329,9 @@ class _Builder:
                 return "aten.linear", found, {}
         if name == "stack":
             return "aten.cat", self._stack(node), {}
+        if name == "embedding" and node.target is torch.nn.functional.embedding:
+            ids, table = argument(node, 0, "input"), argument(node, 1, "weight")
+            return "aten.embedding", (self._operand(table), self._operand(ids)), {}
         if name in ("cat", "hstack"):
             tensors = argument(node, 0, "tensors")
             # hstack asks the first alone, which may be of rank one and empty where others are not.

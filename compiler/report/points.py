@@ -84,9 +84,8 @@ class Graph:
     def _sources(self, value: Value) -> tuple[Value, ...]:
         name, operands = plain_name(value), tuple(v.value for v in value.operands)
         if name in _SELECTIONS:
-            first = 0 if name != "embedding" else -1
             held = tuple(o for o in operands if o.dtype.is_floating_point or o.node in self.own)
-            return (held or operands)[first:][:1]
+            return (held or operands)[:1]
         return operands
 
     def _origin_of(self, value: Value, sources: tuple[Value, ...]) -> Origin:

@@ -17,15 +17,18 @@ from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Computed, View
 from tilewright.patterns.effects import Effect, InexpressibleError, Size
 from tilewright.patterns.recognise.equality import equal_values
+from tilewright.patterns.recognise.outside import LOOKUPS, WRAPPED
 from tilewright.patterns.recognise.routing import gathered
 
 
 @dataclass(frozen=True)
 class Pages:
-    """pool [N, P, H, D]; block_table [B, C], integers, negative ones counted from the end."""
+    """pool [N, P, H, D]; block_table [B, C], integers. wrapped: negative ones count from the end;
+    else they are errors."""
 
     pool: View
     block_table: View
+    wrapped: bool
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class SamePages:
     """Two pools of one table, in which no page is negative that the pool has."""
 
     pools: tuple[View, View]
-    block_table: Computed
+    block_table: View | Computed
 
 
 def same_pages(k: View, v: View) -> SamePages | None:
@@ -45,6 +48,10 @@ def same_pages(k: View, v: View) -> SamePages | None:
     if not equal_values(table, found[1].block_table):
         return None
     pools = found[0].pool, found[1].pool
+    if found[0].wrapped != found[1].wrapped:
+        return None
+    if not found[0].wrapped:
+        return SamePages(pools, table)
     # The op does not count pages from the end; one that the graph refuses stays one.
     counted = Computed("add", (table, pools[0].shape[0]))
     return SamePages(pools, Computed("where", (Computed("lt", (table, 0)), counted, table)))
@@ -79,7 +86,8 @@ def _pages(keys: View, pool: View, index: View) -> Pages | None:
             continue
         if effects.narrow(by_key, 3, first, columns) == keys.effect:
             ordered_pool = pool.permute(0, *order).narrow(3, first, columns)
-            return Pages(ordered_pool, index.reshape(batch, count))
+            wrapped = LOOKUPS.get(keys.value.op) == WRAPPED
+            return Pages(ordered_pool, index.reshape(batch, count), wrapped)
     return None
 
 

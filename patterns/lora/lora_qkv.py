@@ -33,7 +33,7 @@ from tilewright.patterns.lora.delta import LoraDelta, match_delta
 from tilewright.patterns.lora.product import BATCHED
 from tilewright.patterns.recognise.dtypes import check_dtypes, dtype_name
 from tilewright.patterns.recognise.gemm import is_weight
-from tilewright.patterns.recognise.routing import gathered
+from tilewright.patterns.recognise.routing import GATHERS, gathered
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ def _with_gathers(delta: LoraDelta, flow: Dataflow) -> LoraDelta:
         view.value
         for value in delta.absorbed
         for view in value.operands
-        if view.value.op in ("aten.index", "aten.index_select")
+        if view.value.op in GATHERS
         and view.value not in flow.output_values
         and inside.issuperset(flow.users.get(view.value, ()))
     )
@@ -186,16 +186,10 @@ def _is_foreign(value: Value) -> bool:
 
 
 #: Operations between the products, and behind them, in what resembles a delta.
-_AROUND = {
-    "aten.mul",
-    "aten.div",
-    "aten.where",
-    "aten.index",
-    "aten.index_select",
-    "aten.flip",
-    "cast",
-}
-_STACKS = {"aten.index", "aten.index_select", "constant"}
+# take_along_dim has its own rule for numbers from outside: it is read by no pattern.
+_TAKEN = {*GATHERS, "aten.take_along_dim"}
+_AROUND = {"aten.mul", "aten.div", "aten.where", "aten.flip", "cast", *_TAKEN}
+_STACKS = {"constant", *_TAKEN}
 
 
 def _resembles_sum(value: Value) -> bool:
@@ -242,7 +236,7 @@ def _guard(item: Sum, flow: Dataflow) -> None:
     users = flow.users.get(item.value, ())
     stores = [u for u in users if u.store is not None and u.store.memory is memory]
     if stores:
-        whole = item.base.is_whole and item.base.value.op not in _GATHERS
+        whole = item.base.is_whole and item.base.value.op not in GATHERS
         message = f"the delta is added to {'' if whole else 'some rows of '}its projection in place"
         hint = "y = y + delta instead of y += delta" if whole else _BY_ROW
         reject("LORA_IN_PLACE", Stage.GUARDS, message, *stores, hint=hint)
@@ -253,7 +247,6 @@ def _guard(item: Sum, flow: Dataflow) -> None:
     check_kernels(delta)
 
 
-_GATHERS = ("aten.index", "aten.index_select")
 _BY_ROW = (
     "keep the adapters in one stack and take each row's by index, A[ids] and B[ids]; with PEFT "
     "give a batch one adapter (set_adapter) instead of adapter_names"

@@ -218,17 +218,26 @@ def gathered(view: View) -> tuple[View, View] | None:
             return value.args[0], items[0][1]
     if value.op == "aten.index_select" and value.args[1] == 0:
         return value.args[0], value.args[2]
+    if value.op == "aten.embedding":
+        return value.args[0], value.args[1]
     if value.op == "aten.gather" and value.argument(1, "dim") == 0:
         return _gathered_rows(value.args[0], value.argument(2, "index"))
     return None
 
 
+#: Operations that :func:`gathered` reads.
+GATHERS = frozenset({"aten.index", "aten.index_select", "aten.embedding", "aten.gather"})
+
+
 def _gathered_rows(source: View, index: View) -> tuple[View, View] | None:
     """The same of a gather whose index repeats along whole rows."""
-    if len(source.shape) != 2 or index.shape[1] != source.shape[1]:
+    if not source.shape or index.shape[1:] != source.shape[1:]:
         return None
-    rows = per_row(index)
-    return None if rows is None else (source, rows)
+    if index.value.dtype != torch.int64:
+        return None  # of 32 bits, torch 2.13 on a CPU takes the first row for all
+    first, *rest = index.effect.dims
+    repeats = all(atom.axis is None for dim in rest for atom in dim)
+    return (source, index.with_dims(first)) if repeats else None
 
 
 def without_counting(view: View) -> View:

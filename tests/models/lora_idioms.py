@@ -81,6 +81,33 @@ def select_matmul(m, x, index, n):
     return (s @ m.b[n].index_select(0, index).transpose(1, 2)).squeeze(1)
 
 
+def by_row(stack, index):
+    return index.long()[:, None, None].expand(-1, *stack.shape[1:])
+
+
+def embedded_rows(stack, index):
+    return F.embedding(index, stack.flatten(1)).view(-1, *stack.shape[1:])
+
+
+@each
+def embedded(m, x, index, n):
+    s = torch.bmm(embedded_rows(m.a[n], index), x.unsqueeze(-1))
+    return torch.bmm(embedded_rows(m.b[n], index), s).squeeze(-1)
+
+
+@each
+def gathered_rows(m, x, index, n):
+    s = torch.bmm(m.a[n].gather(0, by_row(m.a[n], index)), x.unsqueeze(-1))
+    return torch.bmm(m.b[n].gather(0, by_row(m.b[n], index)), s).squeeze(-1)
+
+
+@each
+def taken_along(m, x, index, n):
+    at = index.long()[:, None, None]
+    s = torch.bmm(m.a[n].take_along_dim(at, 0), x.unsqueeze(-1))
+    return torch.bmm(m.b[n].take_along_dim(at, 0), s).squeeze(-1)
+
+
 @each
 def scaled_between(m, x, index, n):
     s = torch.einsum("th,trh->tr", x, m.a[n][index]) * m.scales[index][:, None]
@@ -303,6 +330,7 @@ IDIOMS = {
     step.__name__: (step, ROWS_ONCE, ROWS)
     for step in (
         gather_einsum, gather_einsum_scaled, gather_bmm, select_matmul, scaled_between,
+        embedded, gathered_rows, taken_along,
         stacked_split, stacked_weights_split, stacked_unbind, stacked_matmul, stacked_single,
         weights_before, grouped, grouped_stacked, grouped_counted, looped, one_hot,
         one_hot_factors_swapped, slice_add, in_place,

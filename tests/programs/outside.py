@@ -98,7 +98,18 @@ COUNTS: dict[str, Callable[..., Any]] = {
 LOOKUPS: dict[str, Callable[..., Any]] = {
     "indexed": lambda table, ids: table[ids],
     "selected": lambda table, ids: table.index_select(0, ids),
+    "gathered": lambda table, ids: table.gather(
+        0, _by_number(table, ids).expand(-1, *table.shape[1:])
+    ),
+    "taken_along": lambda table, ids: table.take_along_dim(_by_number(table, ids).long(), 0),
+    "embedded": lambda table, ids: F.embedding(ids, table.reshape(len(table), -1)).view(
+        -1, *table.shape[1:]
+    ),
 }
+
+
+def _by_number(table, ids):
+    return ids.view(-1, *(1 for _ in table.shape[1:]))
 
 
 class Loop(nn.Module):
@@ -314,8 +325,15 @@ ROUTERS: dict[str, Callable[..., Any]] = {
 class Paged(nn.Module):
     """Attention over the pages of a table, under a mask."""
 
+    def __init__(self, take: str) -> None:
+        super().__init__()
+        self.take = LOOKUPS[take]
+
     def forward(self, q, k_cache, v_cache, table, mask):
-        k, v = (cache[table].flatten(1, 2).transpose(1, 2) for cache in (k_cache, v_cache))
+        k, v = (
+            self.take(cache, table.flatten()).view(len(q), -1, *cache.shape[2:]).transpose(1, 2)
+            for cache in (k_cache, v_cache)
+        )
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
 
 
@@ -384,7 +402,7 @@ def paged(draw: random.Random) -> tuple[nn.Module, tuple[Any, ...], str]:
     if draw.random() < 0.3:
         mask[0, :, 2] = False
     args = (normal(2, 4, 5, 32), *caches, table, mask)
-    return Paged(), args, f"{table}"
+    return Paged(take := draw.choice(tuple(LOOKUPS))), args, f"{take} {table}"
 
 
 def coded(draw: random.Random) -> tuple[nn.Module, tuple[Any, ...], str]:

@@ -19,7 +19,7 @@ from tilewright.patterns.lora.arguments import has_kernels
 from tilewright.patterns.qkv import qkv_cache
 
 #: What is not fused, and why.
-MISSED = {"slice_add": "LORA_IN_PLACE"}
+MISSED = {"slice_add": "LORA_IN_PLACE", "taken_along": "LORA_FORM"}
 #: One site for each adapter.
 SITES = {"looped": 4}
 DYNAMIC = (
