@@ -299,7 +299,11 @@ RULES: tuple[Rule, ...] = (
         _is_gated_for_many,
     ),
     Rule("product", f"fewer than {LEAST_COLUMNS} rows or columns of a weight", _is_narrow),
-    Rule("product", "the graph returns it (a head): nothing behind it to fuse", _is_returned),
+    Rule(
+        "product",
+        "the graph returns it: a head, or what a graph break parts from its readers",
+        _is_returned,
+    ),
     Rule(
         "product",
         "no activation, residual sum or cache write behind it: a product alone",

@@ -269,3 +269,14 @@ def test_a_break_speaks_for_what_is_left_of_its_graphs():
     cut = census(broken)
     assert cut.unaccounted == ()
     assert ("miss", "capture GRAPH_BREAK") in {(p.account, p.why) for p in cut.points}
+
+
+def test_a_projection_in_front_of_a_break_is_not_called_a_head_alone():
+    def broken(m, x):
+        q = m.square(x)
+        torch._dynamo.graph_break()
+        m.cache.index_copy_(0, m.positions[:T], q[:, :32].cos())
+        return mlp(m, q)
+
+    (why,) = {p.why for p in census(broken).points if p.account == "no interest"}
+    assert "a head, or what a graph break parts" in why
