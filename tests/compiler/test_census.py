@@ -278,5 +278,6 @@ def test_a_projection_in_front_of_a_break_is_not_called_a_head_alone():
         m.cache.index_copy_(0, m.positions[:T], q[:, :32].cos())
         return mlp(m, q)
 
-    (why,) = {p.why for p in census(broken).points if p.account == "no interest"}
+    points = census(broken).points
+    (why,) = {p.why for p in points if (p.kind, p.account) == ("product", "no interest")}
     assert "a head, or what a graph break parts" in why
