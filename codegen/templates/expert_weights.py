@@ -8,6 +8,15 @@ from tilewright.codegen.templates.fp4 import e2m1_value, unpack_codes
 
 
 @triton.jit
+def e8m0_value(codes):
+    """fp32 of e8m0 codes in integers: 2 ** (code - 127), NaN of 255."""
+    # 2 ** -127, code 0, has no exponent bits of its own; those of 255 alone would be infinity's.
+    bits = tl.where(codes == 0, 0x00400000, codes << 23)
+    bits = tl.where(codes == 255, 0x7FFFFFFF, bits)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def block_scales(
     scale_ptr, rows, row_mask, first_k, K: tl.constexpr, COLUMNS: tl.constexpr,
     STRIDES: tl.constexpr, BLOCK: tl.constexpr, FORMAT: tl.constexpr,
@@ -22,10 +31,7 @@ def block_scales(
     places = (rows // BLOCK[0])[:, None] * STRIDES[1] + columns[None, :] * STRIDES[2]
     mask = row_mask[:, None] & (columns * BLOCK[1] < K)[None, :]
     if FORMAT == "mxfp4":
-        # 2 ** -127, code 0, has no exponent bits of its own.
-        exponent = tl.load(scale_ptr + places, mask=mask, other=0).to(tl.int32)
-        bits = tl.where(exponent == 0, 0x00400000, exponent << 23)
-        return bits.to(tl.float32, bitcast=True)
+        return e8m0_value(tl.load(scale_ptr + places, mask=mask, other=0).to(tl.int32))
     values = tl.load(scale_ptr + places, mask=mask, other=0.0).to(tl.float32)
     return values
 
@@ -117,9 +123,7 @@ def word_scales(scales, WORDS: tl.constexpr, FORMAT: tl.constexpr):
         bits = tl.where(magnitude == 0x7F, 0x7FFFFFFF, bits)
         values = bits.to(tl.float32, bitcast=True) * 2.0**120
     else:
-        exponent = codes & 0xFF
-        bits = tl.where(exponent == 0, 0x00400000, exponent << 23)
-        values = bits.to(tl.float32, bitcast=True)
+        values = e8m0_value(codes & 0xFF)
     REPEAT: tl.constexpr = WORDS // COUNT
     values = tl.broadcast_to(tl.reshape(values, (ROWS, 4, COUNT, 1)), (ROWS, 4, COUNT, REPEAT))
     return tl.reshape(values, (ROWS, 4, WORDS))
