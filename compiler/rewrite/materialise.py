@@ -15,7 +15,7 @@ from tilewright.compiler import _compat
 from tilewright.compiler.dataflow.access import call_key
 from tilewright.compiler.dataflow.spelling import shape_of
 from tilewright.ops.contract import get_op, is_ours
-from tilewright.ops.formats import nvfp4, scale_layout
+from tilewright.ops.formats import nvfp4, row_groups, scale_layout
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Computed, Dataflow, Value, View, source_of
 from tilewright.patterns.effects import Atom, Effect, InexpressibleError, Size
@@ -50,6 +50,8 @@ _FUNCTIONS: dict[str, Callable[..., Any] | str] = {
     "pad": torch.nn.functional.pad,
     "place_scales": nvfp4.place_scales,
     "layout_scales": nvfp4.layout_scales,
+    "ends_in_order": row_groups.ends_in_order,
+    "experts_in_order": row_groups.experts_in_order,
     "group_scale_offsets": scale_layout.group_scale_offsets,
 }
 

@@ -73,22 +73,49 @@ def group_of_rows(group_ends: torch.Tensor, num_rows: int) -> torch.Tensor:
     return torch.searchsorted(group_ends.long().contiguous(), rows, right=True)
 
 
+def _from_the_front(group_ends: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Ends as slices of `num_rows` rows take them: negative ones count from the last row."""
+    ends = group_ends.long()
+    return torch.where(ends < 0, ends + num_rows, ends).clamp(0, num_rows)
+
+
+def _last_group_of(rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """The last of the groups that hold each row, int64; -1: none. `ends` may decrease."""
+    starts = torch.cat((ends.new_zeros(1), ends[:-1]))[: ends.shape[0], None]
+    inside = (starts <= rows) & (rows < ends[:, None])
+    groups = torch.arange(1, ends.shape[0] + 1, device=ends.device, dtype=torch.int32)[:, None]
+    if ends.shape[0] == 0:
+        return torch.full_like(rows, -1)
+    return (inside * groups).amax(0).long() - 1
+
+
 def last_expert_of_rows(
     group_ends: torch.Tensor, expert_ids: torch.Tensor | None, num_rows: int
 ) -> torch.Tensor:
     """Expert of each row, int64 [num_rows], for ends in any order, as slices take them: negative
     ones count from the last row, and a row of several groups belongs to the last; -1: no expert."""
-    ends = group_ends.long()
-    ends = torch.where(ends < 0, ends + num_rows, ends).clamp(0, num_rows)
-    starts = torch.cat((ends.new_zeros(1), ends[:-1]))[: ends.shape[0], None]
-    rows = torch.arange(num_rows, device=ends.device)
-    inside = (starts <= rows) & (rows < ends[:, None])
-    groups = torch.arange(1, ends.shape[0] + 1, device=ends.device, dtype=torch.int32)[:, None]
+    ends = _from_the_front(group_ends, num_rows)
+    group = _last_group_of(torch.arange(num_rows, device=ends.device), ends)
     if ends.shape[0] == 0:
-        return torch.full_like(rows, -1)
-    group = (inside * groups).amax(0).long() - 1
+        return group
     expert = group if expert_ids is None else expert_ids.long()[group.clamp_min(0)]
     return torch.where(group < 0, -1, expert)
+
+
+def ends_in_order(group_ends: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Where groups end that hold the rows of `group_ends` in ascending order, int32 [G].
+
+    `group_ends` may be in any order, as slices take them (see last_expert_of_rows); which expert
+    each group then has: `experts_in_order`.
+    """
+    return _from_the_front(group_ends, num_rows).sort().values.to(torch.int32)
+
+
+def experts_in_order(group_ends: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Expert of each group that `ends_in_order` makes, int32 [G]; -1: its rows have none."""
+    ends = _from_the_front(group_ends, num_rows)
+    starts = torch.nn.functional.pad(ends.sort().values, (1, 0))[:-1]
+    return _last_group_of(starts, ends).to(torch.int32)
 
 
 def expert_of_rows(

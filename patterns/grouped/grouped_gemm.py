@@ -151,8 +151,10 @@ def _both_quantised(
     weight, rows = replace(weight, unsigned=False), replace(rows, unsigned=False)
     given = expert_arguments({("b", "b_scales", "factor"): weight})
     num_experts, device = weight.shape[0], weight.device
-    offsets = Computed("pad", (gemm.ends, [1, 0]))
-    experts = Computed("arange", (num_experts,), (("dtype", torch.int32), ("device", device)))
+    # The op wants ends that ascend; slices take any.
+    num_rows = gemm.x.shape[0]
+    offsets = Computed("pad", (Computed("ends_in_order", (gemm.ends, num_rows)), [1, 0]))
+    experts = Computed("experts_in_order", (gemm.ends, num_rows))
     factors = [f for f in (given.get("factor"), *factor) if f is not None]
     scale: Any = Computed(
         "full", ([num_experts], 1.0), (("dtype", torch.float32), ("device", device))

@@ -222,6 +222,19 @@ def test_codes_of_both_are_taken_by_the_nvfp4_op(spelling, prepare):
     assert facts["weights"] == "nvfp4"
 
 
+def test_the_nvfp4_op_takes_ends_in_any_order():
+    """A row of several groups belongs to the last, and negative ends count from the last row."""
+    module, x = Coded("nvfp4_magnitudes", library), rows()
+    ends = torch.tensor([9, -10, 12], dtype=torch.int32)
+    got = compiled(module, (x, ends))
+    assert [site.op for site in matches_of(reports()[-1], "grouped", "fused_moe")] == [BOTH]
+    with torch.no_grad():
+        eager = module(x, ends)[:12]
+    exact, weight = library(x).double(), module.weight().double()
+    expected = torch.cat((exact[:4] @ weight[0].mT, exact[4:12] @ weight[2].mT))
+    assert_no_worse(got[:12], eager, expected, "result")
+
+
 @pytest.mark.parametrize(
     ("spelling", "keep", "said"),
     [
