@@ -108,10 +108,10 @@ def _holds(bounds: tuple[Any, Any], dtype: torch.dtype) -> tuple[bool, bool] | N
     """Whether a clamp keeps what is too low, or too high, within a dtype; None where it cuts what
     fits. Bounds beyond the range do nothing: what they cut does not fit."""
     limit = torch.finfo(dtype).max
-    low, high = (math.inf if b is None else b * s for b, s in zip(bounds, (-1, 1), strict=True))
-    if not (isinstance(low, (int, float)) and isinstance(high, (int, float))):
+    if not all(bound is None or isinstance(bound, (int, float)) for bound in bounds):
         return None
-    if low < limit or high < limit:
+    low, high = (math.inf if b is None else b * s for b, s in zip(bounds, (-1, 1), strict=True))
+    if not (low >= limit and high >= limit):
         return None
     return bool(fits(torch.tensor(low), dtype)), bool(fits(torch.tensor(high), dtype))
 

@@ -500,6 +500,7 @@ def test_scales_and_clamps_are_the_op_s(name, scale):
 BY_TOKEN = torch.linspace(0.5, 1.5, T)[:, None, None]
 REFUSED = {
     "clamped lower": (lambda h, s: (h / s).clamp(-1.0, 1.0).to(FP8), None, "K_PATH"),
+    "clamped to tensors": (lambda h, s: (h / s).clamp(-s * 448, s * 448).to(FP8), None, "K_PATH"),
     "scaled twice": (lambda h, s: (h / s * s).to(FP8), None, "K_PATH"),
     "by token": (lambda h, s: (h / BY_TOKEN).to(FP8), None, "CAST"),
     "by element": (lambda h, s: (h * torch.ones(D)).to(FP8), None, "CAST"),
