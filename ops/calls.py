@@ -70,7 +70,7 @@ def implementation(op: FusedOp, device_type: str) -> OpCallable:
             target = _machine(arguments).target if emits else None
             entry = _guarded(op, op.choose(device_type, arguments, target).lowering)
             _remember(entries, key, entry)
-        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+        if _records_backward() or forward_ad._current_level >= 0:
             _check_needs_no_grad(op, arguments)
         op.validate_values(arguments)
         return entry(arguments, args, kwargs, seen)
@@ -115,8 +115,13 @@ def _remember(known: dict[Any, Any], key: Any, value: Any) -> None:
     known[key] = value
 
 
+def _records_backward() -> bool:
+    """Whether autograd records: in inference mode it does not, whatever the grad mode is."""
+    return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+
+
 def _needs_grad(args: Any, kwargs: Any) -> bool:
-    if not torch.is_grad_enabled() and forward_ad._current_level < 0:
+    if not _records_backward() and forward_ad._current_level < 0:
         return False
     return any(
         isinstance(value, torch.Tensor) and _differentiated(value)
@@ -126,7 +131,7 @@ def _needs_grad(args: Any, kwargs: Any) -> bool:
 
 def _differentiated(tensor: torch.Tensor) -> bool:
     """Whether a derivative with respect to the tensor, backward or forward, is asked for."""
-    if torch.is_grad_enabled() and tensor.requires_grad:
+    if tensor.requires_grad and _records_backward():
         return True
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
 
@@ -282,7 +287,7 @@ def fake_implementation(op: FusedOp) -> OpCallable:
         op.validate(arguments)
         # Dynamo asks here, before AOTAutograd would take the results for constants. What is
         # exported is for inference, whatever its parameters say.
-        if torch.is_grad_enabled() and not torch.compiler.is_exporting():
+        if _records_backward() and not torch.compiler.is_exporting():
             _check_needs_no_grad(op, arguments)
         return op.fake(arguments)
 

@@ -103,6 +103,16 @@ def test_what_a_transform_does_not_differentiate_goes_through():
     assert torch.equal(gradient, expected.k_cache.float().sum().expand(2))
 
 
+def test_inference_mode_records_nothing_whatever_the_grad_mode():
+    op = OPS["fused_moe"]
+    arguments, name = wide_float(op)
+    function, x = of_one(op, arguments, name)
+    expected = function(x)
+    needing = x.clone().requires_grad_()
+    with torch.inference_mode(), torch.enable_grad():
+        assert torch.equal(function(needing), expected)
+
+
 def test_a_compiled_graph_loses_no_gradient():
     """A backward pass through a compiled op gave nothing, and no error."""
     torch._dynamo.reset()
