@@ -94,12 +94,13 @@ def _may_write(node: fx.Node, graph: fx.Graph) -> bool:
 @dataclass(frozen=True)
 class Both:
     """A model with arithmetic in place: what becomes of it, the patterns that are found in it and
-    in the model as it was, and what was spelled so."""
+    in the model as it was, what was spelled so, and the codes of misses that this alone has."""
 
     outcome: Outcome
     found: tuple[str, ...]
     plain: tuple[str, ...]
     spelled: tuple[str, ...]
+    told: tuple[str, ...]
 
     @property
     def same(self) -> bool:
@@ -123,8 +124,12 @@ def beside(family: str, number: int, model: Captured, share: float = 1.0) -> Bot
         return None
     made = Program(module, model.inputs, model.drawn, tuple(spelled))
     outcome = compared(made, result, inputs)
-    plain = sorted(match.pattern for match in fuse(model.module, OPTIONS).matches)
-    return Both(outcome, tuple(sorted(outcome.patterns)), tuple(plain), tuple(spelled))
+    report = fuse(model.module, OPTIONS)
+    plain = sorted(match.pattern for match in report.matches)
+    told = set(outcome.codes) - {miss.code for miss in report.misses}
+    return Both(
+        outcome, tuple(sorted(outcome.patterns)), tuple(plain), tuple(spelled), tuple(sorted(told))
+    )
 
 
 def run(seeds: Iterable[int]) -> Tally:
@@ -140,7 +145,8 @@ def run(seeds: Iterable[int]) -> Tally:
             outcome = both.outcome
             if not both.same and outcome.verdict not in JUDGED:
                 why = f"matches {both.plain}, in place {both.found}"
-                outcome = replace(outcome, verdict="wrong", why=why)
+                verdict = "lost, told" if both.told else "wrong"
+                outcome = replace(outcome, verdict=verdict, why=why)
             tally.models += 1
             tally.count(f"{family} {number}", outcome, model.drawn, bool(both.spelled))
     return tally

@@ -17,8 +17,8 @@ class Outcome:
     verdict: "same", "nothing fused", "unstable" (no verdict: a rounding of the
     inputs moves eager's own result as far), "undefined" (memory is read that nothing wrote), "tied"
     (right but for which of equal numbers topk takes, of which PyTorch promises nothing),
-    "refused" (the fused op refuses a value that eager takes), "raised" (our compiler did) or
-    "wrong"."""
+    "lost, told" (right, and a miss says why less is fused than in another spelling), "refused" (the
+    fused op refuses a value that eager takes), "raised" (our compiler did) or "wrong"."""
 
     verdict: str
     patterns: tuple[str, ...] = ()

@@ -21,6 +21,7 @@ def test_each_row_keeps_its_expert(seed):
     if seed % 4 == 0:
         ends = ends.sort().values
     ordered = ends_in_order(ends, num_rows)
-    assert bool((ordered.diff() >= 0).all()) and bool((ordered <= num_rows).all())
+    assert bool((ordered.diff() >= 0).all())
+    assert bool((ordered <= num_rows).all())
     got = expert_of_rows(ordered, experts_in_order(ends, num_rows), num_rows)
     assert torch.equal(got, last_expert_of_rows(ends, None, num_rows))
