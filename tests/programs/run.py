@@ -236,8 +236,11 @@ def _attends(program: Program) -> bool:
 
 
 def _nan_in_eager_alone(fused: torch.Tensor, eager: torch.Tensor) -> bool:
-    """Whether the tensors differ only where eager is NaN: a key or value that is NaN spreads through
-    eager's product to queries that do not see it, and through the op only where it is read."""
+    """Whether the tensors differ only where eager is NaN.
+
+    A key or value that is NaN spreads through eager's product to queries that do not see it, and
+    through the op only where the kernel reads it.
+    """
     if not eager.is_floating_point() or bool(fused[~eager.isnan()].isnan().any()):
         return False
     return _near(fused.nan_to_num()[~eager.isnan()], eager[~eager.isnan()])
