@@ -1,10 +1,10 @@
 """Turns changes in place into the same arithmetic out of place, where no one can tell.
 
 `q.mul_(s)`, `q *= s`, `scores.masked_fill_(mask, -inf)`, `F.relu(x, inplace=True)`, `q[:] = other`,
-`out.index_add_(0, rows, y)`: where the graph itself made the memory, and nothing that overlaps what
-is written is read by another name afterwards, readers behind the write read its result, which may
-as well be a new tensor. Views count by what they cover: one part of a split is changed and the
-others are read on. Patterns then see one spelling.
+`out.index_add_(0, rows, y)`, `out.index_put_((rows,), y)`: where the graph itself made the memory,
+and nothing that overlaps what is written is read by another name afterwards, readers behind the
+write read its result, which may as well be a new tensor. Views count by what they cover: one part
+of a split is changed and the others are read on. Patterns then see one spelling.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from tilewright.compiler.dataflow.access import asked_in_place, inplace_position
 from tilewright.compiler.dataflow.memory import LIES_WITH
 from tilewright.compiler.dataflow.spelling import (
     IN_PLACE_ARITHMETIC,
+    argument,
     is_tensor_node,
     is_torch_function,
     name_of,
@@ -95,6 +96,9 @@ def _out_of_place(node: fx.Node) -> _Call | None:
         return _assigned(node)
     if name == "copy_":
         return _copied(node.args[1]) if len(node.args) == 2 and not node.kwargs else None
+    if name == "index_put_":
+        given = argument(node, 1, "indices"), argument(node, 2, "values")
+        return None if argument(node, 3, "accumulate", False) else _put(base, *given)
     if name in _ACTIVATIONS and is_torch_function(target) and asked_in_place(node):
         return _without_inplace(node)
     if name not in IN_PLACE_ARITHMETIC and not _is_made_by(base, _ROWS_ADDED.get(name)):
@@ -151,12 +155,20 @@ def _assigned(node: fx.Node) -> _Call | None:
     at, held = index.meta["example_value"], base.meta["example_value"]  # type: ignore[union-attr]
     if at.dtype == torch.bool and tuple(at.shape) == tuple(held.shape):
         return _Call(torch.masked_fill, (base, index, value)) if _holds(held, value) else None
-    if at.dtype != torch.int64 or at.dim() != 1 or not is_tensor_node(value):
+    return _put(base, (index,), value)
+
+
+def _put(base: Any, indices: Any, value: Any) -> _Call | None:
+    """The new tensor of rows that are put into zeros: of `x.index_put_((rows,), y)`."""
+    if len(indices) != 1 or not is_tensor_node(indices[0]) or not is_tensor_node(value):
         return None
-    put = value.meta["example_value"]  # type: ignore[union-attr]
+    at, held, put = (n.meta["example_value"] for n in (indices[0], base, value))
+    if at.dtype != torch.int64 or at.dim() != 1:
+        return None
     # Assignment takes leading dimensions of one off, which are too many for index_put.
     fits = put.dtype == held.dtype and put.dim() <= held.dim()
-    return _Call(torch.index_put, (base, (index,), value)) if fits and _is_zeros(base) else None
+    call = _Call(torch.index_put, (base, tuple(indices), value))
+    return call if fits and _is_zeros(base) else None
 
 
 def _is_zeros(base: Any) -> bool:

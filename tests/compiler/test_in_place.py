@@ -340,6 +340,21 @@ def rows_put_back(x, d):
     return out
 
 
+def rows_put_by_name(x, d):
+    """As export spells it, and by keywords."""
+    out = torch.zeros_like(d)
+    torch.ops.aten.index_put_.default(out, [AT], out[AT] + d)
+    out.index_put_(indices=(AT,), values=d, accumulate=False)
+    return out
+
+
+def rows_put_and_added(x, d):
+    out = torch.zeros_like(d)
+    out.index_put_((AT,), d, accumulate=True)
+    out.index_put_((AT, AT), d[0, 0])
+    return out
+
+
 def rows_put_into_an_input(x, d):
     d[AT] += x[:, :8]
     return d
@@ -384,7 +399,8 @@ def rows_put_by_a_mask(x, d):
      (divided_input, 0), (of_a_product, 1), (by_wider_numbers, 0), (of_a_cast, 2), (of_no_cast, 0),
      (of_a_cast_in_parts, 0), (of_a_factor, 1), (rows_added, 2), (rows_added_to_an_input, 0),
      (rows_added_beside_a_view, 0), (rows_multiplied, 0), (rows_added_to_a_product, 1),
-     (rows_put_back, 4), (rows_put_into_an_input, 1), (rows_put_beside_a_view, 1),
+     (rows_put_back, 4), (rows_put_by_name, 2), (rows_put_and_added, 0),
+     (rows_put_into_an_input, 1), (rows_put_beside_a_view, 1),
      (rows_put_of_a_number, 0), (rows_put_by_a_mask, 0), (rows_put_of_more_dims, 0)],
 )  # fmt: skip
 def test_only_arithmetic_that_nobody_can_tell_apart_becomes_new(step, count):

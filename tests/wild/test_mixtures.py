@@ -185,6 +185,15 @@ def test_a_captured_loop_that_is_refused_says_why(name):
     assert REFUSED[name] in f"{miss.code} {miss.message} {miss.hint}"
 
 
+def test_an_exported_loop_is_fused_as_it_was():
+    """Export puts rows back by `aten.index_put_`."""
+    module, args = build("moe_put_back_by_masks", styles=expert_loops.STYLES)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True), torch.no_grad():
+        exported = torch.export.export(module, tuple(args)).module(check_guards=False)
+        report = lower(exported, tuple(args))
+    assert len(matches_of(report, "fused_moe")) == 1, str(report)
+
+
 def test_nothing_of_a_fused_loop_waits_for_the_data():
     module, args = build("moe_put_back", styles=expert_loops.STYLES)
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
