@@ -180,6 +180,8 @@ _HINTS: Mapping[str, str | Callable[[Sequence[fx.Node]], str]] = {
     "SCALE_SIGN": "take scale.abs() where the weight is decoded",
     "SLICE_WRITE": "write through an index tensor: cache.index_copy_(1, positions, k)",
     "SLOT_INDEX": "write all tokens once, by one index tensor that K and V share",
+    "SUM_PATH": "nothing need change: the graph computes it as written; the op has RMS norms of "
+    "whole rows",
     "SUBCLASS": "hand over the plain tensor inside, or weights as codes and scales",
     "SUBGRAPH": "compute it outside of that, or compile the function that is given by itself",
     "TRANSFORM": "compute it outside of the transform; under vmap, give the batch as a dimension",

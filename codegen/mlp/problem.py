@@ -18,7 +18,7 @@ class LinearProblem:
     x: [T, k], strides (token,). weight, up_weight: [n, k], strides (row, column); up_weight None:
     not gated. Biases: strides (row,). residual: [T, n], strides (token,). activation "": none.
     quantization: of weights of codes, whose strides count stored words. post_norm: of what is
-    added to the residual.
+    multiplied by the scale and added to the residual.
     """
 
     n: int

@@ -74,7 +74,8 @@ def linear_spec(problem: LinearProblem, config: LinearConfig, target: str) -> Ke
 def _constants(problem: LinearProblem) -> dict[str, Constant]:
     norm = problem.norm
     return {
-        **constants_of(problem, "n", "k", "activation", "scale"),
+        **constants_of(problem, "n", "k", "activation"),
+        "SCALE": problem.scale if problem.post_norm is None else 1.0,  # else behind the norm
         "X_STRIDE": problem.x.strides[0],
         "NORM_STRIDE": first_strides(norm.weight if norm else None)[0],
         "LINE": 128 // int(ELEMENT_BYTES[problem.weight.dtype]),
@@ -121,6 +122,7 @@ def norm_rows_spec(problem: LinearProblem, target: str) -> KernelSpec:
             "NORM_STRIDE": norm.weight.strides[0] if norm.weight else 0,
             "NORM_EPS": norm.eps,
             "NORM_OFFSET": norm.offset,
+            "SCALE": problem.scale,
             "BLOCK": NORM_BLOCK,
         },
         {

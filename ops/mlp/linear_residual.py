@@ -40,8 +40,9 @@ class LinearResidualArguments:
     """The arguments of `linear_residual`: T tokens, K columns of x, N rows of the weight.
 
     x [T, K]; weight [N, K], of any strides; residual [T, N] of x's dtype; bias [N], of x's dtype or
-    float32. rms_norm: what is added to the residual is divided by the root of the mean of its
-    squares plus norm_eps, and multiplied by norm_offset + norm_weight [N] where that is given.
+    float32. rms_norm: the linear's result is divided by the root of the mean of its squares plus
+    norm_eps, and multiplied by norm_offset + norm_weight [N] where that is given. scale: what is
+    added to the residual is multiplied by it, behind the norm where there is one.
     Result [T, N] of x's dtype, new memory. weight_format, weight_scale, weight_zero, zero_point,
     scale_block, nibble_order: as for `linear_activation`.
     """
@@ -81,13 +82,12 @@ def reference(a: LinearResidualArguments) -> torch.Tensor:
 
         out = residual + scale * (x @ weight^T + bias)
 
-    Without bias nothing is added to the product. rms_norm: what is added to the residual is
-    normed. Codes are dequantised before.
+    Without bias nothing is added to the product. rms_norm: the sum in brackets is normed before
+    it is scaled. Codes are dequantised before.
     """
     compute = torch.promote_types(a.x.dtype, torch.float32)
     made = apply_linear(a.x.to(compute), dense_weight(a, "weight", compute), a.bias)
-    made = a.scale * made
-    return (a.residual.to(compute) + apply_row_norm(made, a)).to(a.x.dtype)
+    return (a.residual.to(compute) + a.scale * apply_row_norm(made, a)).to(a.x.dtype)
 
 
 sample_inputs = sampler_of(LinearResidualArguments, sample_residual)

@@ -2,7 +2,7 @@
 of an MLP.
 
     out = residual + scale * linear(x, weight)     ⇒   linear_residual(x, weight, residual)
-    out = residual + rms_norm(linear(x, weight))   ⇒   the same, rms_norm=True
+    out = residual + scale * rms_norm(linear(x, weight))   ⇒   the same, rms_norm=True
 
 The second for a count of tokens that is a number.
 """
@@ -16,6 +16,7 @@ from typing import ClassVar
 from tilewright.codegen.mlp.plan import MOST_TOKENS
 from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope
 from tilewright.patterns.language import Match, Result, Sought, Stage, as_advice, register, reject
+from tilewright.patterns.mlp.between import norms_between
 from tilewright.patterns.mlp.linears import (
     FewTokens,
     Unlike,
@@ -34,14 +35,23 @@ from tilewright.patterns.recognise.row_norm import rms_norm_of, row_norm_argumen
 
 @dataclass(frozen=True)
 class Sum:
-    """residual + scale * linear, or residual + norm(linear). absorbed: with the products by the
-    number, and the norm."""
+    """residual + scale * linear, or residual + scale * norm(linear). absorbed: with the products
+    by the number, and the norm."""
 
     linear: FewTokens
     residual: View
     scale: float
     norm: Norm | None
     absorbed: tuple[Value, ...]
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """A sum and its linears. stores: the sum, and the linear that it goes to. products: all of its
+    sides' linears, for which a miss speaks."""
+
+    stores: tuple[Value, Value]
+    products: tuple[Value, ...]
 
 
 @dataclass(frozen=True)
@@ -56,18 +66,17 @@ class LinearResidual:
         frozenset({"aten.linear", "aten.addmm", "aten.mm", "aten.matmul"}),
     )
 
-    def anchors(self, flow: Dataflow) -> Iterator[tuple[Value, Value]]:
-        """Sums of a linear for few tokens that is not read elsewhere, with that; also those of a
-        linear that ranks share, and whose sum over them comes first."""
+    def anchors(self, flow: Dataflow) -> Iterator[Anchor]:
+        """Sums of linears for few tokens, those that the op can take and those that come near."""
         for value in flow.values:
-            sums = list(_sums_of(value, flow))
-            product = sums[0].linear.product if sums else _refused(value)
-            if product is not None:
-                yield value, product
+            products = tuple(_products(value, flow))
+            if products:
+                yield Anchor((value, products[0]), products)
 
-    def match(self, anchor: tuple[Value, Value], flow: Dataflow) -> Match:
-        with as_advice(anchor[0]):  # the library's product computes the graph as it is
-            return self._match(anchor[0], flow)
+    def match(self, anchor: Anchor, flow: Dataflow) -> Match:
+        end, _ = anchor.stores
+        with as_advice(end):  # the library's product computes the graph as it is
+            return self._match(end, flow)
 
     def _match(self, anchor: Value, flow: Dataflow) -> Match:
         sums = list(_sums_of(anchor, flow))
@@ -78,8 +87,8 @@ class LinearResidual:
                 message = f"{product}: a norm reads it, and how many tokens it has is a symbol"
                 hint = "give this graph one number of tokens: torch.compile(..., dynamic=False)"
                 reject("UNSUPPORTED", Stage.GUARDS, message, product, hint=hint)
-            if (unlike := _unlike(anchor)) is not None:
-                unlike.refuse()
+            for near in (*_unlike(anchor), *norms_between(anchor)):
+                near.refuse()
             message = "the ranks' parts of the linear are summed before the residual is added"
             reject("COLLECTIVE", Stage.ACTIVATION, message, anchor)
         linear = found.linear
@@ -128,20 +137,24 @@ def _is_taken(found: Sum) -> bool:
     return found.norm is None or isinstance(found.linear.x.shape[0], int)
 
 
-def _refused(value: Value) -> Value | None:
-    """The product for few tokens that is one side of a sum, and that the op cannot take."""
-    unlike = _unlike(value)
-    return _summed_over_ranks(value) if unlike is None else unlike.product
+def _products(value: Value, flow: Dataflow) -> Iterator[Value]:
+    """The linears for few tokens that are sides of a sum: first those that the op can take, then
+    those of ranks, in another form, or with a norm that the op does not take."""
+    yield from (found.linear.product for found in _sums_of(value, flow))
+    yield from (unlike.product for unlike in _unlike(value))
+    yield from (between.product for between in norms_between(value))
+    if (shared := _summed_over_ranks(value)) is not None:
+        yield shared
 
 
-def _unlike(value: Value) -> Unlike | None:
-    """The product that is one side of a sum of two tensors, in a form that the op does not take."""
+def _unlike(value: Value) -> list[Unlike]:
+    """The products that are sides of a sum of two tensors, in a form that the op does not take."""
     if value.op != "aten.add":
-        return None
+        return []
     sides = [side for side, other in value.either_way if len(other.shape) > 1]
     bare = [times_number(side) or (side,) for side in sides]
     found = (match_unlike(inner) for inner, *_ in bare)
-    return next((one for one in found if one is not None), None)
+    return [one for one in found if one is not None]
 
 
 def _summed_over_ranks(value: Value) -> Value | None:
@@ -164,12 +177,13 @@ def _match_scaled(product: View, residual: View) -> Sum | None:
     return Sum(linear, residual, scale, None, (*values, *linear.absorbed))
 
 
-def _match_normed(normed: View, residual: View) -> Sum | None:
+def _match_normed(product: View, residual: View) -> Sum | None:
+    normed, scale, values = times_number(product) or (product, 1.0, ())
     norm = rms_norm_of(normed)
     linear = None if norm is None else match_few_tokens(norm.x)
     if norm is None or linear is None:
         return None
-    return Sum(linear, residual, 1.0, norm, (*norm.absorbed, *linear.absorbed))
+    return Sum(linear, residual, scale, norm, (*values, *norm.absorbed, *linear.absorbed))
 
 
 def _is_read_here_alone(found: Sum, end: Value, flow: Dataflow) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -114,22 +114,35 @@ _DECODED = frozenset({"cast", "aten.mul", "aten.div", "aten.add", "aten.sub", "a
 _ONCE = "compute it once, when the model is loaded"
 
 
+def bare_product(value: Value) -> Value | None:
+    """The product that a value is, but for casts, numbers and what the model stores; None for any
+    other value."""
+    return next((passed for passed in _passed(value) if match_gemm(passed) is not None), None)
+
+
+def _passed(value: Value) -> Iterator[Value]:
+    """A value, and those before it, as long as it is one of them with casts, numbers and what the
+    model stores."""
+    for _ in range(_STEPS):
+        yield value
+        wide = [v.value for v in value.operands if v.shape == value.shape]
+        others = [v.value for v in value.operands if v.value not in wide]
+        if value.op not in _PASSED or len(wide) != 1 or not all(map(_is_stored, others)):
+            return
+        (value,) = wide
+
+
 def match_unlike(view: View) -> Unlike | None:
     """The product that a view is, or is but for casts and vectors, where :func:`match_few_tokens`
     does not take it for its weight's sake; None for any other view."""
-    value, scaled = view.value, None
-    for _ in range(_STEPS):
+    scaled = None
+    for value in _passed(view.value):
         gemm = match_gemm(value)
         if gemm is not None:
             return _unlike(gemm, scaled)
         if (unread := unread_product(value)) is not None:
             return _unread(value, unread[0])
-        wide = [v.value for v in value.operands if v.shape == value.shape]
-        others = [v.value for v in value.operands if v.value not in wide]
-        if value.op not in _PASSED or len(wide) != 1 or not all(map(_is_stored, others)):
-            return None
         scaled = value if value.op in ("aten.mul", "aten.div") else scaled
-        value = wide[0]
     return None
 
 

@@ -29,10 +29,11 @@ def residual_tile(residual_ptr, places, rows, there, STRIDE: tl.constexpr):
 def norm_rows(
     made_ptr, norm_weight_ptr, residual_ptr, out_ptr,
     N: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr, NORM_STRIDE: tl.constexpr,
-    NORM_EPS: tl.constexpr, NORM_OFFSET: tl.constexpr, BLOCK: tl.constexpr,
+    NORM_EPS: tl.constexpr, NORM_OFFSET: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
     LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [T, N] = residual + made / rms(made) * (NORM_OFFSET + norm_weight) of fp32 made [T, N].
+    """out [T, N] = residual + SCALE * made / rms(made) * (NORM_OFFSET + norm_weight) of fp32 made
+    [T, N].
 
     In BLOCK columns at a time. Grid (T,)."""
     if LAUNCH_PDL:
@@ -51,6 +52,8 @@ def norm_rows(
         if norm_weight_ptr is not None:
             factor = tl.load(norm_weight_ptr + columns * NORM_STRIDE, mask=columns < N, other=0.0)
             made *= factor.to(tl.float32) + NORM_OFFSET
+        if SCALE != 1.0:
+            made *= SCALE
         residual = tl.load(
             residual_ptr + row * RESIDUAL_STRIDE + columns, mask=columns < N, other=0.0
         )

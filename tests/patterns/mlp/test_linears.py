@@ -251,6 +251,17 @@ def test_a_norm_of_what_is_added_is_part_of_it(norm, dtype):
     assert (shapes["norm"], shapes["bias"]) == ("rms", "yes")
 
 
+@pytest.mark.parametrize("factor", [1.0, 0.5773502691896258, -2.0])
+def test_a_number_behind_the_norm_is_part_of_it(factor):
+    """As where a residual is weighed by its depth; the residual's own factor stays outside."""
+
+    def weighed(x, both, down, bias, down_bias, weight, residual):
+        return hf_norm(F.linear(both_of(x, both), down), weight) * factor + residual * 0.8
+
+    shapes = site_of(run(weighed, inputs()), "linear_residual").shapes
+    assert (shapes["norm"], shapes.get("scale", 1.0)) == ("rms", factor)
+
+
 def test_for_a_symbol_of_tokens_the_norm_stays_in_the_graph():
     def post_normed(x, both, down, bias, down_bias, weight, residual):
         return residual + hf_norm(F.linear(x, both[:K]), weight)
@@ -313,6 +324,20 @@ def norm_read_again(x, both, down, bias, down_bias, weight, residual):
     return (residual + normed) * normed
 
 
+def product_read_again(x, both, down, bias, down_bias, weight, residual):
+    out = F.linear(both_of(x, both), down)
+    return (residual + hf_norm(out, weight)) * out
+
+
+def other_normed_before_the_sum(x, both, down, bias, down_bias, weight, residual):
+    """A norm of a gated linear: no linear's own rows."""
+    return residual + hf_norm(F.linear(both_of(x, both), down) * x.tanh(), weight)
+
+
+def gated_before_the_sum(x, both, down, bias, down_bias, weight, residual):
+    return residual + F.linear(both_of(x, both), down) * x.tanh()
+
+
 def normed_over_heads(x, both, down, bias, down_bias, weight, residual):
     heads = F.linear(both_of(x, both), down).unflatten(-1, (2, K // 2))
     return residual.unflatten(-1, (2, K // 2)) + F.rms_norm(heads, (K // 2,), eps=1e-5)
@@ -322,14 +347,55 @@ def normed_over_heads(x, both, down, bias, down_bias, weight, residual):
     "function",
     [
         other_rows, gate_and_up_of_different_x, computed_weight, a_vector_is_added,
-        added_twice, read_again, layer_normed_before_the_sum, norm_read_again,
-        normed_over_heads,
+        added_twice, read_again, other_normed_before_the_sum, gated_before_the_sum,
     ],
     ids=lambda f: f.__name__,
 )  # fmt: skip
 def test_left_alone(function):
     report = run(function, inputs())
     assert matches_of(report, "mlp") == misses_of(report, "mlp") == []
+
+
+#: A sum behind a norm that the op does not take -> words of the miss.
+OTHER_NORMS = {
+    layer_normed_before_the_sum: "a layer norm",
+    norm_read_again: "others read",
+    normed_over_heads: f"{K // 2} columns",
+    product_read_again: "others read",
+}
+
+
+@pytest.mark.parametrize("function", OTHER_NORMS, ids=lambda f: f.__name__)
+def test_another_norm_before_the_sum_is_told(function):
+    report = run(function, inputs())
+    assert matches_of(report, "mlp") == []
+    (miss,) = misses_of(report, "mlp")
+    assert (miss.code, miss.weight) == ("SUM_PATH", "advice")
+    assert OTHER_NORMS[function] in miss.message
+
+
+def test_a_miss_of_a_sum_speaks_for_both_of_its_linears():
+    """Of an attention and an MLP beside each other, both with weights that each call decodes."""
+
+    def parallel(x, both, down, bias, down_bias, weight, residual):
+        halves = F.linear(both_of(x, both), down * 2), F.linear(residual, both[:K] * 2)
+        return halves[0] + halves[1]
+
+    class Parallel(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weights = nn.ParameterList(inputs()[1:-1])
+
+        def forward(self, x, residual):
+            return parallel(x, *self.weights, residual)
+
+    torch._dynamo.reset()
+    given = inputs()
+    lowered = lower(Parallel().requires_grad_(False), (given[0], given[-1]))
+    (miss,) = misses_of(lowered, "mlp")
+    assert (miss.pattern, miss.code) == ("linear_residual", "LINEAR_FORM")
+    assert lowered.census.unaccounted == ()
+    assert sum(point.account == "miss" for point in lowered.census.points) == 2
 
 
 def test_a_weight_whose_sizes_are_symbols_is_left_alone():
