@@ -12,10 +12,11 @@ from tilewright.compiler.report.points import Graph, is_unknown, kind_of, plain_
 from tilewright.ops.reference.activation import ACTIVATIONS
 from tilewright.patterns import effects
 from tilewright.patterns.attention.cache_attention import gains
-from tilewright.patterns.cache.states import replaces_state
-from tilewright.patterns.dataflow import Value
+from tilewright.patterns.cache.states import continues, replaces_state
+from tilewright.patterns.dataflow import Dataflow, Value
 from tilewright.patterns.language import Kind
 from tilewright.patterns.mlp.linears import LEAST_COLUMNS
+from tilewright.patterns.moe.combine import SHAPED_LIKE
 from tilewright.patterns.moe.router import MOST_EXPERTS
 from tilewright.patterns.recognise.activation import match_activation
 from tilewright.patterns.recognise.attention import sketch_of
@@ -63,7 +64,7 @@ def behind(value: Value, graph: Graph) -> Behind:
     return Behind(
         ends=tuple(v for v in _users(through, graph) if v not in known),
         returned=any(v in flow.output_values for v in through),
-        activated=any(v.op in _ACTIVATIONS and not _is_of_a_norm(v, flow) for v in through),
+        activated=any(_is_activation(v, flow) for v in through),
         added=any(_adds_other(v, known, graph) for v in through if v is not value),
         gated=any(_is_of_two(v) for v in through),
     )
@@ -73,7 +74,14 @@ def _users(values: Sequence[Value], graph: Graph) -> list[Value]:
     return list(dict.fromkeys(u for v in values for u in graph.flow.users.get(v, ())))
 
 
-def _is_of_a_norm(value: Value, flow: Any) -> bool:
+def _is_activation(value: Value, flow: Dataflow) -> bool:
+    return value.op in _ACTIVATIONS and not _is_of_a_norm(value, flow)
+
+
+def _is_of_a_norm(value: Value, flow: Dataflow) -> bool:
+    """Whether a power is a norm's: a square whose mean is taken, or one over a root."""
+    if value.op == "aten.pow" and isinstance(value.args[1], (int, float)) and value.args[1] < 0:
+        return True
     return value.op in ("aten.pow", "aten.square") and any(
         user.op in ("aten.mean", "aten.sum") for user in flow.users.get(value, ())
     )
@@ -186,23 +194,81 @@ _SPELLED = 8
 
 
 def _has_other_activation(value: Value, graph: Graph) -> bool:
-    flow = graph.flow
-    acted = [
-        r for r in _readers(value, graph) if r.op in _ACTIVATIONS and not _is_of_a_norm(r, flow)
-    ]
+    acted, known = _activations_of(value, graph)
+    return bool(acted) and not known
+
+
+def _is_activated_wide(value: Value, graph: Graph) -> bool:
+    acted, known = _activations_of(value, graph)
+    return bool(acted) and all(v.dtype.itemsize > value.dtype.itemsize for v in known)
+
+
+def _activations_of(value: Value, graph: Graph) -> tuple[list[Value], list[Value]]:
+    """The activations that read a product, and those among what is made of them that ops have."""
+    flow, passed = graph.flow, _passed(value, graph)
+    acted = [reader for reader in _readers(value, graph) if _is_activation(reader, flow)]
     made = (v for reader in acted for v in flow.downstream(reader, _SPELLED))
-    return bool(acted) and not any(_is_known_activation(v) for v in made)
+    return acted, [v for v in dict.fromkeys(made) if _is_known_activation(v, passed, graph)]
 
 
-def _is_known_activation(value: Value) -> bool:
+def _is_known_activation(value: Value, passed: Sequence[Value], graph: Graph) -> bool:
+    """Whether a value is an activation that ops have, of a product, and gates no other than one."""
     found = match_activation(value.whole)
-    return found is not None and found.name in ACTIVATIONS and not found.limit
+    if found is None or found.name not in ACTIVATIONS or found.limit:
+        return False
+    entering = [view.value for view in (found.gate, found.up) if view is not None]
+    return any(v in passed for v in entering) and all(_is_of_a_product(v, graph) for v in entering)
+
+
+def _is_of_a_product(value: Value, graph: Graph) -> bool:
+    """Whether a value is a product with a weight, but for casts, numbers and what the model
+    holds."""
+    for _ in range(_SPELLED):
+        if kind_of(value, graph) == "product":
+            return bool(graph.weights(value))
+        made = [view.value for view in value.operands if graph.origin(view.value) == "given"]
+        if len(made) != 1 or value.op not in (*_BY_NUMBER, "cast"):
+            return False
+        (value,) = made
+    return False
 
 
 def _is_weighed(value: Value, graph: Graph) -> bool:
-    readers = _readers(value, graph)
-    return bool(readers) and all(
-        r.op == "aten.mul" and len(r.operands) == 2 and not _is_known_activation(r) for r in readers
+    passed, readers = _passed(value, graph), _readers(value, graph)
+    gates = [
+        r
+        for r in readers
+        if r.op == "aten.mul"
+        and len(r.operands) == 2
+        and not _is_known_activation(r, passed, graph)
+    ]
+    others = [reader for reader in readers if reader not in gates]
+    if not gates or not others:
+        return bool(gates)
+    made = _made_of(value, graph)
+    by_others = all(any(v.value not in made for v in gate.operands) for gate in gates)
+    return by_others and all(
+        _is_of_a_norm(r, graph.flow)
+        or (kind_of(r, graph) == "product" and _is_of_two_activations(r, graph))
+        for r in others
+    )
+
+
+def _made_of(value: Value, graph: Graph) -> set[Value]:
+    """A value and what is computed from it, up to points."""
+    return set(graph.flow.downstream(value, None, lambda v: kind_of(v, graph) is None))
+
+
+_EXTREMES = frozenset({"aten.maximum", "aten.minimum", "aten.mean", "aten.std", "aten.var"})
+
+
+def _is_compared(value: Value, graph: Graph) -> bool:
+    """Whether extremes or statistics are taken of a product, and all else that reads it is its
+    difference or sum with these."""
+    readers, made = _readers(value, graph), _made_of(value, graph)
+    rest = [r for r in readers if r.op not in _EXTREMES and r.op not in SHAPED_LIKE]
+    return any(r.op in _EXTREMES for r in readers) and all(
+        r.op in ("aten.add", "aten.sub") and not _adds_other(r, made, graph) for r in rest
     )
 
 
@@ -259,6 +325,63 @@ def _counts(value: Value, graph: Graph) -> bool:
 def _keeps_state(value: Value, graph: Graph) -> bool:
     assert value.store is not None
     return replaces_state(value.store)
+
+
+def _leaves_for_next(value: Value, graph: Graph) -> bool:
+    """Whether a write replaces the whole of a memory that the graph has read before, or by one of
+    several tokens, and by what was made of none of it: a row of tokens that moved on would be."""
+    store = value.store
+    assert store is not None
+    source, memory = store.source, store.memory
+    if source is None or store.index or continues(source.value, memory):
+        return False
+    if effects.product(store.target.shape) != effects.product(memory.shape):
+        return False
+    axes = {atom.axis for dim in source.effect.dims for atom in dim}
+    one_of_many = any(n != 1 and axis not in axes for axis, n in enumerate(source.value.shape))
+    read = graph.flow.read.get(memory, ())
+    return one_of_many or any(place < value.position for place, _ in read)
+
+
+def _chooses_keys(value: Value, graph: Graph) -> bool:
+    """Whether scores of two activations are compared, and attentions alone read the choice."""
+    read = [behind(v, graph) for v in graph.flow.values_at([value.node])]
+    ends = [end for one in read for end in one.ends]
+    attended = bool(ends) and all(kind_of(v, graph) == "softmax" for v in ends)
+    made_of_two = any(_is_of_two_activations(v, graph) for v in _products_before(value, graph))
+    return made_of_two and attended and not any(one.returned for one in read)
+
+
+def _mixes(value: Value, graph: Graph) -> bool:
+    """Whether a softmax of linears is what another tensor is multiplied by: neither a score of
+    queries with keys, nor experts that are chosen."""
+    scores = _products_before(value, graph)
+    if not scores or not all(graph.weights(v) and match_gemm(v) is not None for v in scores):
+        return False
+    alone, flow = {value}, graph.flow
+    front = [value]
+    readers: list[Value] = []
+    for item in front:  # grows meanwhile
+        for user in flow.users.get(item, ()):
+            if user in alone:
+                continue
+            others = [v.value for v in user.operands if graph.origin(v.value) == "given"]
+            if kind_of(user, graph) is None and alone.issuperset(others):
+                alone.add(user)
+                front.append(user)
+            else:
+                readers.append(user)
+    read = [user for user in dict.fromkeys(readers) if user not in alone]
+    return bool(read) and all(_is_mixed(user, alone, graph) for user in read)
+
+
+def _is_mixed(value: Value, weights: set[Value], graph: Graph) -> bool:
+    """Whether a value is a tensor multiplied by weights; an expert's result is none."""
+    mixed = [view.value for view in value.operands if view.value not in weights]
+    multiplied = value.op == "aten.mul" or (
+        kind_of(value, graph) == "product" and _is_of_two_activations(value, graph)
+    )
+    return multiplied and not any(_is_of_a_product(v, graph) for v in mixed)
 
 
 def _orders_integers(value: Value, graph: Graph) -> bool:
@@ -321,14 +444,39 @@ RULES: tuple[Rule, ...] = (
         _is_lone_of_a_batch,
     ),
     Rule("product", "an activation behind it that no op has", _has_other_activation),
+    Rule(
+        "product",
+        "an activation behind it that stays in a wider dtype than an op's result",
+        _is_activated_wide,
+    ),
+    Rule(
+        "product",
+        "it is compared with a statistic or an extreme of its own before anything else",
+        _is_compared,
+    ),
     Rule("product", "a gate behind it: another tensor multiplies its result", _is_weighed),
     Rule("product", "its result is read by more than the sum behind it", _is_read_elsewhere),
+    Rule(
+        "softmax",
+        "weights by which tensors of a token are mixed: no scores of queries with keys",
+        _mixes,
+    ),
     Rule("softmax", "the graph returns it: probabilities of what is sampled", _leads_nowhere),
     Rule("write", "one number or integers: a count of tokens, positions", _counts),
     Rule("write", "the state of a convolution or of a recurrence, replaced", _keeps_state),
+    Rule(
+        "write",
+        "what one step leaves for the next: all of a memory that was read is replaced",
+        _leaves_for_next,
+    ),
     Rule("write", "what is written is not computed by this graph", _comes_from_outside),
     Rule("top-k", "integers are sorted: an order of rows", _orders_integers),
     Rule("top-k", f"among more than {MOST_EXPERTS}: words, or tokens", _is_of_words),
+    Rule(
+        "top-k",
+        "keys that an attention reads, by scores of their own: a sparse indexer",
+        _chooses_keys,
+    ),
     Rule("top-k", "the graph returns it: what is sampled", _leads_nowhere),
 )
 

@@ -31,7 +31,7 @@ _SOFTMAX = frozenset({"softmax", "_softmax", "log_softmax", "_log_softmax", "_sa
 _CHOICES = frozenset({"topk", "sort", "argsort", "argmax", "kthvalue"})
 _KNOWN = frozenset({"input", "constant", "store", "cast", "bitcast"})
 # Operands besides the first say where, not what.
-_SELECTIONS = frozenset({"index", "index_select", "gather", "embedding", "take", "take_along_dim"})
+_SELECTIONS = frozenset({"index", "index_select", "gather", "take", "take_along_dim"})
 # Operators that read a matrix of the model and multiply nothing with it.
 _LOOKUPS = re.compile(r"embedding|index|gather|take|memory|norm|getitem|copy|where|scatter")
 

@@ -10,8 +10,7 @@ from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Value, View
 from tilewright.patterns.effects import InexpressibleError, Size
 from tilewright.patterns.language import Reject, Stage, register_code, reject
-from tilewright.patterns.mlp.linears import bare_product, match_few_tokens
-from tilewright.patterns.recognise.activation import times_number
+from tilewright.patterns.mlp.linears import bare_product, match_few_tokens, weighed
 from tilewright.patterns.recognise.norm import Norm, match_norm
 from tilewright.patterns.recognise.row_norm import rms_norm_of
 
@@ -51,9 +50,8 @@ def norms_between(end: Value) -> Iterator[Between]:
 
 def _norm_of(side: View) -> Norm | None:
     """The norm that one side of a sum is, but for casts and a number."""
-    made, *_ = times_number(side) or (side,)
     try:
-        return match_norm(made, Stage.ACTIVATION, biased=True)
+        return match_norm(weighed(side)[0], Stage.ACTIVATION, biased=True)
     except (Reject, InexpressibleError):
         return None
 
@@ -63,6 +61,5 @@ def _described(norm: Norm, side: View, columns: Size) -> str:
         return "a layer norm"
     if norm.width != columns:
         return f"an RMS norm of {norm.width} columns at a time"
-    made, *_ = times_number(side) or (side,)
-    whole = rms_norm_of(made) is not None
+    whole = rms_norm_of(weighed(side)[0]) is not None
     return "an RMS norm that others read, too," if whole else "an RMS norm of another form"

@@ -16,7 +16,7 @@ from typing import ClassVar
 from tilewright.codegen.mlp.plan import MOST_TOKENS
 from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope
 from tilewright.patterns.language import Match, Result, Sought, Stage, as_advice, register, reject
-from tilewright.patterns.mlp.between import norms_between
+from tilewright.patterns.mlp.between import Between, norms_between
 from tilewright.patterns.mlp.linears import (
     FewTokens,
     Unlike,
@@ -26,6 +26,7 @@ from tilewright.patterns.mlp.linears import (
     match_codes,
     match_few_tokens,
     match_unlike,
+    weighed,
 )
 from tilewright.patterns.recognise.activation import times_number
 from tilewright.patterns.recognise.norm import Norm
@@ -87,8 +88,9 @@ class LinearResidual:
                 message = f"{product}: a norm reads it, and how many tokens it has is a symbol"
                 hint = "give this graph one number of tokens: torch.compile(..., dynamic=False)"
                 reject("UNSUPPORTED", Stage.GUARDS, message, product, hint=hint)
-            for near in (*_unlike(anchor), *norms_between(anchor)):
-                near.refuse()
+            near: list[Unlike | Between] = [*_unlike(anchor), *norms_between(anchor)]
+            if near:
+                near[0].refuse()
             message = "the ranks' parts of the linear are summed before the residual is added"
             reject("COLLECTIVE", Stage.ACTIVATION, message, anchor)
         linear = found.linear
@@ -178,7 +180,7 @@ def _match_scaled(product: View, residual: View) -> Sum | None:
 
 
 def _match_normed(product: View, residual: View) -> Sum | None:
-    normed, scale, values = times_number(product) or (product, 1.0, ())
+    normed, scale, values = weighed(product)
     norm = rms_norm_of(normed)
     linear = None if norm is None else match_few_tokens(norm.x)
     if norm is None or linear is None:

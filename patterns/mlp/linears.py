@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -14,6 +14,7 @@ from tilewright.patterns.language import Stage, register_code, reject
 from tilewright.patterns.quantised.scales import Names, weight_arguments
 from tilewright.patterns.quantised.weights import match_scaled_weight, refuse, repeated
 from tilewright.patterns.quantised.words import holds_codes, is_code
+from tilewright.patterns.recognise.activation import times_number
 from tilewright.patterns.recognise.dtypes import HALVES, check_dtypes, dtype_name
 from tilewright.patterns.recognise.gemm import (
     Gemm,
@@ -114,20 +115,28 @@ _DECODED = frozenset({"cast", "aten.mul", "aten.div", "aten.add", "aten.sub", "a
 _ONCE = "compute it once, when the model is loaded"
 
 
+def weighed(view: View) -> tuple[View, float, tuple[Value, ...]]:
+    """(x, factor, values) of a view that is x * factor; itself with one, and none, of another. The
+    casts of x stay."""
+    found = times_number(view)
+    return (view, 1.0, ()) if found is None else (view.value.operands[0], found[1], (view.value,))
+
+
 def bare_product(value: Value) -> Value | None:
-    """The product that a value is, but for casts, numbers and what the model stores; None for any
-    other value."""
-    return next((passed for passed in _passed(value) if match_gemm(passed) is not None), None)
+    """The product that a value is, but for casts, numbers, what the model stores and inputs; None
+    for any other value."""
+    before = _passed(value, lambda other: _is_stored(other) or other.op in STORED)
+    return next((passed for passed in before if match_gemm(passed) is not None), None)
 
 
-def _passed(value: Value) -> Iterator[Value]:
-    """A value, and those before it, as long as it is one of them with casts, numbers and what the
-    model stores."""
+def _passed(value: Value, holds: Callable[[Value], bool]) -> Iterator[Value]:
+    """A value, and those before it, as long as it is one of them with casts, numbers and values
+    that `holds` takes."""
     for _ in range(_STEPS):
         yield value
         wide = [v.value for v in value.operands if v.shape == value.shape]
         others = [v.value for v in value.operands if v.value not in wide]
-        if value.op not in _PASSED or len(wide) != 1 or not all(map(_is_stored, others)):
+        if value.op not in _PASSED or len(wide) != 1 or not all(map(holds, others)):
             return
         (value,) = wide
 
@@ -136,7 +145,7 @@ def match_unlike(view: View) -> Unlike | None:
     """The product that a view is, or is but for casts and vectors, where :func:`match_few_tokens`
     does not take it for its weight's sake; None for any other view."""
     scaled = None
-    for value in _passed(view.value):
+    for value in _passed(view.value, _is_stored):
         gemm = match_gemm(value)
         if gemm is not None:
             return _unlike(gemm, scaled)

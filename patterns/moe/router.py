@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from torch import fx
 
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope, upstream
@@ -36,6 +37,25 @@ _REACH = 32
 
 
 @dataclass(frozen=True)
+class Anchor:
+    """Experts, and for what a miss speaks besides.
+
+    stores: what a match would take. values: softmaxes of the scores.
+    """
+
+    ids: Value
+    values: tuple[Value, ...] = ()
+
+    @property
+    def node(self) -> fx.Node:
+        return self.ids.node
+
+    @property
+    def stores(self) -> tuple[Value, ...]:
+        return (self.ids,)
+
+
+@dataclass(frozen=True)
 class MoeRouter:
     """The pattern; see the module."""
 
@@ -48,7 +68,7 @@ class MoeRouter:
         behind=frozenset({"softmax"}),
     )
 
-    def anchors(self, flow: Dataflow) -> Iterator[Value]:
+    def anchors(self, flow: Dataflow) -> Iterator[Anchor]:
         """The last choice behind a product (one of groups of experts stands before it), and experts
         that the routes are sorted by and that come of no choice. (One rank's own experts, numbered
         anew, do.)"""
@@ -56,14 +76,17 @@ class MoeRouter:
         within = {one for before in choices.values() for one in before}
         for value, before in choices.items():
             if value not in within and any(_is_product(v) for v in before):
-                yield value
+                yield Anchor(value)
         orders = (order for v in flow.values if (order := match_order(v.whole)) is not None)
         sorted_ids = dict.fromkeys(order.ids.value for order in orders)
         for value in sorted_ids:
             if value.projected and not any(map(is_choice, upstream(value, _REACH))):
-                yield value
+                yield Anchor(value, tuple(_softmaxes(value, flow)))
 
-    def match(self, anchor: Value, flow: Dataflow) -> Match:
+    def match(self, anchor: Anchor, flow: Dataflow) -> Match:
+        return self._match(anchor.ids, flow)
+
+    def _match(self, anchor: Value, flow: Dataflow) -> Match:
         choice = match_choice(anchor)
         weights = match_weights(flow, choice)
         own = (*choice.absorbed, *weights.absorbed)
@@ -120,6 +143,17 @@ def _before(choice: Value) -> Iterable[Value]:
     """What a choice is computed from, back to products."""
     found = upstream(choice, _REACH, lambda v: not _is_product(v))
     return [value for value in found if value is not choice]
+
+
+def _softmaxes(ids: Value, flow: Dataflow) -> Iterator[Value]:
+    """The softmaxes of the scores that experts were chosen by: a number for each expert."""
+    for product in filter(_is_product, upstream(ids, _REACH, lambda v: not _is_product(v))):
+        yield from (v for v in _of_width(product, flow) if v.op == "aten.softmax")
+
+
+def _of_width(product: Value, flow: Dataflow) -> list[Value]:
+    """What is computed from a product by way of values as wide as that."""
+    return flow.downstream(product, None, lambda v: v.shape[-1:] == product.shape[-1:])
 
 
 def _shaped_like(flow: Dataflow, absorbed: set[Value]) -> set[Value]:

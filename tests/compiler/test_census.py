@@ -43,6 +43,8 @@ class Program(nn.Module):
         self.register_buffer("count", torch.zeros(1, dtype=torch.long), persistent=False)
         self.register_buffer("turns", torch.ones(16, 2, 2), persistent=False)
         self.register_buffer("cache", torch.zeros(8, 32), persistent=False)
+        self.register_buffer("last", torch.zeros(K), persistent=False)
+        self.register_buffer("window", torch.zeros(2, K), persistent=False)
         self.register_buffer("positions", torch.zeros(T, dtype=torch.long), persistent=False)
 
     def forward(self, x):
@@ -126,6 +128,102 @@ def shared_expert(m, x):
     return x + out
 
 
+def heads_for_other_keys(m, x):
+    """A norm of each head by a power of -1/2: no activation."""
+    q = m.square(x).view(T, 2, 32).float()
+    q = (q * torch.pow(q.pow(2).mean(-1, keepdim=True) + 1e-6, -0.5)).to(x.dtype)
+    k = x.view(T, 2, 32)
+    return F.scaled_dot_product_attention(*(t.transpose(0, 1) for t in (q, k, k)))
+
+
+def gate_before_an_mlp(m, x):
+    """The activation that an op has is of another linear."""
+    y = x * torch.sigmoid(m.square(x))
+    return m.down(y.repeat(1, 2) * F.gelu(m.up(x)))
+
+
+def gate_in_float32(m, x):
+    return m.up((x.float() * F.silu(m.square(x).float())).to(x.dtype))
+
+
+def gate_rounded(m, x):
+    return m.up(x * F.silu(m.square(x).float()).to(x.dtype))
+
+
+def above_a_threshold(m, x):
+    """The largest of a row by its mean and deviation."""
+    gate = m.up(x)
+    least = gate.mean(-1, keepdim=True) + 1.5 * gate.std(-1, keepdim=True)
+    return m.down(F.gelu(F.relu(gate - least)))
+
+
+def below_the_largest(m, x):
+    gate = m.up(x)
+    return m.down(F.gelu(F.relu(gate - gate.amax(-1, keepdim=True))))
+
+
+def of_another_length(m, x):
+    """As long as another tensor."""
+    y = m.square(x)
+    return x + y * x.norm(dim=-1, keepdim=True) / y.pow(2).mean(-1, keepdim=True).sqrt()
+
+
+def of_its_own_length(m, x):
+    y = m.square(x)
+    return x + y * y.amax(-1, keepdim=True)
+
+
+def recurrence(m, x):
+    key = m.square(x)
+    return x + key * x.sigmoid(), key.T @ x
+
+
+def indexed(m, x, read=F.scaled_dot_product_attention):
+    """Each token attends to one key, that of the largest score of its own."""
+    x = x.view(2, 2, K)
+    scores = F.relu(x @ x.mT)
+    chosen = scores.topk(1).indices
+    hidden = torch.ones_like(scores, dtype=torch.bool).scatter(-1, chosen, False)
+    return read(x, x, x, ~hidden)
+
+
+def indexed_for_a_linear(m, x):
+    return indexed(m, x, lambda q, k, v, mask: m.square(mask.to(q.dtype) @ v))
+
+
+def mixed_streams(m, x):
+    """Four streams of a token, mixed by numbers of a linear."""
+    weights = m.square(x)[:, :16].view(T, 4, 4).softmax(-1) + 1e-6
+    return (weights / weights.sum(-2, keepdim=True)) @ x.view(T, 4, 16)
+
+
+def mixed_experts(m, x):
+    """The near miss of streams: results of linears are weighed."""
+    weights = m.square(x)[:, :2].softmax(-1)
+    return m.up(weights[:, :1] * m.square(x + 1) + weights[:, 1:] * m.square(x + 2))
+
+
+def looked_up(m, x):
+    return x @ F.embedding(x.argmax(-1), m.square.weight).T
+
+
+def decoded(m, x):
+    """The near miss of tokens: a weight's rows, by codes of the model."""
+    return F.silu(x @ F.embedding(m.positions.repeat(32), m.square.weight).T) @ m.down.weight.T
+
+
+def token_shift(m, x):
+    out = mlp(m, x + m.last)
+    m.last.copy_(m.square(x)[-1])
+    return out
+
+
+def last_tokens(m, x):
+    """The near miss of one token: a window of a cache, without what was in it."""
+    m.window.copy_(m.square(x)[-2:])
+    return mlp(m, x)
+
+
 def spelled_softmax(m, x):
     q = m.square(x).view(1, T, K)
     scores = (q @ q.mT).float()
@@ -158,6 +256,36 @@ def test_a_point_has_its_account(step):
     assert found
     assert {account for account, _ in found} == told
     assert all(words in why for _, why in found)
+
+
+#: Program -> the kind of its first point that is meant, its account, words of the reason: points of
+#: no interest, each with one that looks like it.
+PAIRS = {
+    heads_for_other_keys: ("product", "no interest", "a product alone"),
+    gate_before_an_mlp: ("product", "no interest", "an activation behind it that no op"),
+    gate_in_float32: ("product", "no interest", "a wider dtype"),
+    gate_rounded: ("product", "match", "linear_activation"),
+    above_a_threshold: ("product", "no interest", "a statistic or an extreme"),
+    below_the_largest: ("product", "unaccounted", ""),
+    of_another_length: ("product", "no interest", "a gate behind it"),
+    of_its_own_length: ("product", "unaccounted", ""),
+    recurrence: ("product", "no interest", ""),
+    indexed: ("top-k", "no interest", "a sparse indexer"),
+    indexed_for_a_linear: ("top-k", "unaccounted", ""),
+    mixed_streams: ("softmax", "no interest", "no scores of queries with keys"),
+    mixed_experts: ("softmax", "unaccounted", ""),
+    looked_up: ("product", "no interest", "two activations"),
+    decoded: ("product", "unaccounted", ""),
+    token_shift: ("write", "no interest", "leaves for the next"),
+    last_tokens: ("write", "unaccounted", ""),
+}
+
+
+@pytest.mark.parametrize("step", PAIRS, ids=lambda step: step.__name__)
+def test_what_is_of_no_interest_and_what_looks_like_it(step):
+    kind, told, words = PAIRS[step]
+    account, why = accounts(step, kind)[0]
+    assert (account, words in why) == (told, True), why
 
 
 def test_many_tokens_are_the_library_s():

@@ -252,11 +252,12 @@ def test_a_norm_of_what_is_added_is_part_of_it(norm, dtype):
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.5773502691896258, -2.0])
-def test_a_number_behind_the_norm_is_part_of_it(factor):
+@pytest.mark.parametrize("norm", [hf_norm, gemma_norm])
+def test_a_number_behind_the_norm_is_part_of_it(norm, factor):
     """As where a residual is weighed by its depth; the residual's own factor stays outside."""
 
     def weighed(x, both, down, bias, down_bias, weight, residual):
-        return hf_norm(F.linear(both_of(x, both), down), weight) * factor + residual * 0.8
+        return norm(F.linear(both_of(x, both), down), weight) * factor + residual * 0.8
 
     shapes = site_of(run(weighed, inputs()), "linear_residual").shapes
     assert (shapes["norm"], shapes.get("scale", 1.0)) == ("rms", factor)

@@ -344,12 +344,17 @@ def test_experts_that_are_sorted_by_but_not_chosen_by_a_topk_are_told():
     def step(x, w, b, c):
         scores = F.linear(x, w)
         top, first = scores.max(-1, keepdim=True)
-        second = scores.scatter(-1, first, float("-inf")).max(-1, keepdim=True)[1]
+        others = scores.scatter(-1, first, float("-inf"))
+        second = others.max(-1, keepdim=True)[1]
         ids = torch.cat((first, second), -1)
-        return top, torch.argsort(ids.flatten())
+        weights = scores.softmax(-1).gather(-1, first), others.softmax(-1).gather(-1, second)
+        return top, torch.argsort(ids.flatten()), torch.cat(weights, -1)
 
     torch._dynamo.reset()
-    assert codes_of(lower(step, tensors()), "moe_router") == {"ROUTER_CHOICE"}
+    lowered = lower(step, tensors())
+    assert codes_of(lowered, "moe_router") == {"ROUTER_CHOICE"}
+    softmaxes = [point.why for point in lowered.census.points if point.kind == "softmax"]
+    assert softmaxes == ["moe_router ROUTER_CHOICE"] * 2
 
 
 def test_a_choice_of_words_is_no_router():
