@@ -7,9 +7,11 @@ written cache in attention.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 
 import torch
 
@@ -320,34 +322,53 @@ def _attending(
 
 
 class _Meetings:
-    """Where data read from the written cache meets other projected data: attention."""
+    """Where data read from the written cache meets other projected data: attention.
+
+    The graph is walked as far as a question needs: attention is near, and the layers behind it are
+    many.
+    """
 
     def __init__(self, flow: Dataflow, store: Value) -> None:
         self.flow = flow
-        self.reading = set(flow.downstream(store))
+        self._reading = {store}
+        self._seen = bisect_left(flow.values, store.position, key=attrgetter("position"))
 
     def any(self) -> bool:
-        return any(self._meets(u) for v in self.reading for u in self.flow.users.get(v, ()))
+        for at in range(self._seen, len(self.flow.values)):
+            value = self.flow.values[at]
+            if self._reads(value) and self._meets(value):
+                return True
+        return False
 
     def of(self, query: Value, kv: tuple[Heads, Heads]) -> bool:
         """Whether what is made of a value, other than K and V, reaches such a place."""
         own = {value for heads in kv for value in heads.absorbed if value is not query}
         made = self.flow.downstream(query, None, lambda v: v not in own and self._carries(v))
         return any(
-            user in self.reading and self._meets(user)
+            self._reads(user) and self._meets(user)
             for value in made
             for user in self.flow.users.get(value, ())
         )
 
+    def _reads(self, value: Value) -> bool:
+        """Whether a value is computed from what the write left in the cache."""
+        values = self.flow.values
+        while self._seen < len(values) and values[self._seen].position <= value.position:
+            item = values[self._seen]
+            self._seen += 1
+            if any(view.value in self._reading for view in item.operands):
+                self._reading.add(item)
+        return value in self._reading
+
     def _carries(self, value: Value) -> bool:
         """Whether a value carries a query on: a choice of experts, or the cache, does not."""
         plain = value.op != "store" and value.dtype.is_floating_point
-        return plain and value not in self.reading
+        return plain and not self._reads(value)
 
     def _meets(self, value: Value) -> bool:
         if value.op in _JOINS or value.op == "store":
             return False
-        read = [v.value in self.reading for v in value.operands]
+        read = [self._reads(v.value) for v in value.operands]
         return any(read) and any(
             v.value.projected and not r for v, r in zip(value.operands, read, strict=True)
         )

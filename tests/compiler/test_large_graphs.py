@@ -6,10 +6,13 @@ import cProfile
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.models.large import STRUCTURES
+from tilewright.compiler.dataflow.build import build_view
 from tilewright.compiler.fuse import fuse
 from tilewright.compiler.options import Options
+from tilewright.patterns.language import find, registered
 
 SMALL, LARGE = 24, 144
 
@@ -38,3 +41,42 @@ def test_a_node_of_a_large_graph_takes_no_more_calls(name):
     structure = STRUCTURES[name].make
     calls(structure, SMALL)  # what is done once
     assert calls(structure, LARGE) < 1.3 * calls(structure, SMALL)
+
+
+def layers_of_attention(x, weight, caches, slots):
+    """A layer for each pair of caches [slots, 1, 16]; none is rotated, so that queries are told by
+    what they meet."""
+    for k_cache, v_cache in caches:
+        q, k, v = (F.linear(x, w)[:, None] for w in weight)
+        k_cache[slots] = k
+        v_cache[slots] = v
+        y = F.scaled_dot_product_attention(*(t.transpose(0, 1) for t in (q, k_cache, v_cache)))
+        x = x + y[0]
+    return x
+
+
+def calls_for_queries(layers):
+    """Python calls of `qkv_cache` for each layer."""
+    found = []
+
+    def backend(gm, inputs):
+        flow = build_view(gm.graph)
+        profiler = cProfile.Profile()
+        profiler.enable()
+        matches = find(flow, registered(["qkv_cache"])).matches
+        profiler.disable()
+        assert len(matches) == layers
+        found.append(sum(entry.callcount for entry in profiler.getstats()) / layers)
+        return gm.forward
+
+    torch._dynamo.reset()
+    caches = [[torch.zeros(8, 1, 16) for _ in range(2)] for _ in range(layers)]
+    args = (torch.zeros(2, 16), torch.zeros(3, 16, 16), caches, torch.arange(2))
+    with torch.no_grad():
+        torch.compile(layers_of_attention, backend=backend)(*args)
+    return found[0]
+
+
+def test_a_query_is_found_in_its_own_layer():
+    calls_for_queries(2)  # what is done once
+    assert calls_for_queries(24) < 1.2 * calls_for_queries(4)
