@@ -39,6 +39,7 @@ from tilewright.patterns.dataflow import (
     iter_views,
 )
 from tilewright.patterns.effects import Effect, InexpressibleError, Size
+from tilewright.patterns.recognise.constants import one_number
 from tilewright.patterns.recognise.gemm import is_weight, multiplies_stored, unread_product
 
 # Products whose second operand is a weight, and those that are where it is stored.
@@ -303,6 +304,7 @@ class _Builder:
 
     def _compute(self, node: fx.Node, name: str, result: torch.Tensor) -> None:
         op, args, kwargs = self._canonical(node, name, result)
+        args = _with_numbers(op, args, result.dtype)
         whole = None
         if op == "aten.cat":
             pieces = _without_rests(args[0], args[1])
@@ -690,6 +692,27 @@ def _holds_own_codes(view: View) -> bool:
         value.dtype.is_floating_point and value.dtype.itemsize == 1
     )
     return coded and isinstance(many, int) and many >= _LEAST_CODES
+
+
+_ARITHMETIC = frozenset(f"aten.{name}" for name in ("add", "sub", "mul", "div", "pow"))
+
+
+def _with_numbers(op: str, args: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
+    """Arguments of arithmetic, a tensor of no dimensions that no input goes into as its number.
+
+    Beside floats of the result's dtype either is the same: neither decides the dtype.
+    """
+    views = [a for a in args if isinstance(a, View)]
+    wide = any(v.shape and v.value.dtype == dtype for v in views)
+    if op not in _ARITHMETIC or len(views) != 2 or not wide or not dtype.is_floating_point:
+        return args
+    return tuple(_number_or_view(a) if isinstance(a, View) else a for a in args)
+
+
+def _number_or_view(view: View) -> Any:
+    whole = view.value.shape == () and not view.value.dtype.is_complex
+    number = one_number(view) if whole and view.value.dtype != torch.bool else None
+    return view if number is None else number
 
 
 def _piece_of_rank(piece: View | None, dim: int, shape: tuple[Size, ...]) -> View | None:

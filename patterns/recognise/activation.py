@@ -112,7 +112,9 @@ def _gelu_by_tanh(value: Value) -> tuple[View, tuple[Value, ...]] | None:
         for cubic, other in inner[0].either_way:
             scaled = times_number(cubic)
             cube = scaled and _step(scaled[0], "aten.pow")
-            if not scaled or not cube or scaled[1] != 0.044715 or cube[0].args[1] not in (3, 3.0):
+            if not scaled or not cube or cube[0].args[1] not in (3, 3.0):
+                continue
+            if not isclose(scaled[1], 0.044715, rel_tol=1e-6):
                 continue
             ends = [strip_casts(x) for x in (halved[0], other, cube[0].operands[0])]
             if len({x for x, _ in ends}) == 1:

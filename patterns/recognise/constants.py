@@ -16,6 +16,7 @@ _MADE = {"aten.arange", "aten.tensor", "aten.full", "aten.zeros", "aten.ones"}
 _COMPUTED = {
     "aten.add", "aten.sub", "aten.mul", "aten.neg", "aten.floor_divide", "aten.remainder",
     "aten.bitwise_and", "aten.bitwise_or", "aten.bitwise_left_shift", "aten.bitwise_right_shift",
+    "aten.sqrt", "aten.div", "aten.reciprocal",
 }  # fmt: skip
 
 _DIVISIONS = ("aten.floor_divide", "aten.remainder")
@@ -60,7 +61,7 @@ def _evaluate(value: Value) -> torch.Tensor | None:
     if value.op == "cast":
         operand = _operand(value.args[0])
         return None if operand is None else operand.to(value.dtype)
-    if value.op in _COMPUTED and value.operands and value.kwargs.get("alpha", 1) == 1:
+    if value.op in _COMPUTED and value.operands and dict(value.kwargs) in ({}, {"alpha": 1}):
         operands = [_operand(a) if isinstance(a, View) else a for a in value.args]
         if any(not isinstance(a, (int, float, torch.Tensor)) for a in operands):
             return None

@@ -105,11 +105,19 @@ def transposed(x, both, _, bias, *__):
     return 0.5 * hidden * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * cubic))
 
 
+def of_constant_tensors(x, both, *_):
+    """As books have it: torch.sqrt(torch.tensor(2 / pi)), and every other constant a tensor."""
+    half, one, cube = (torch.tensor(n) for n in (0.5, 1.0, 0.044715))
+    hidden = F.linear(x, both)
+    cubic = hidden + cube * torch.pow(hidden, 3.0)
+    return half * hidden * (one + torch.tanh(torch.sqrt(torch.tensor(2.0 / math.pi)) * cubic))
+
+
 GATED = {
     separate: "silu", turned_round: "silu", packed: "silu", up_first: "gelu",
     in_turn: "gelu_tanh", by_hand: "silu", in_single_precision: "silu", rows: "relu",
 }  # fmt: skip
-PLAIN = {plain: "relu_squared", transposed: "gelu_tanh"}
+PLAIN = {plain: "relu_squared", transposed: "gelu_tanh", of_constant_tensors: "gelu_tanh"}
 
 
 @pytest.mark.parametrize("function", [*GATED, *PLAIN])
@@ -120,13 +128,24 @@ def test_activations(function):
     assert shapes["x"] == f"bfloat16[{BATCH * TOKENS},{K}]"
 
 
-def test_a_cubic_with_another_factor_is_no_gelu():
-    def other(x, both, *_):
+@pytest.mark.parametrize(
+    "constant",
+    [
+        lambda *_: 0.05,
+        lambda *_: torch.tensor(0.05),
+        lambda *_: torch.tensor(0.044715, dtype=torch.bfloat16),  # rounded
+        lambda x, residual: residual[0, 0, 0] * 0 + 0.044715,  # made of an input
+        lambda *_: torch.div(torch.tensor(0.044715), 1, rounding_mode="floor"),
+    ],
+    ids=["another", "tensor", "rounded", "computed", "floored"],
+)
+def test_a_cubic_with_another_factor_is_no_gelu(constant):
+    def other(x, both, *rest):
         hidden = F.linear(x, both)
-        cubic = hidden + 0.05 * torch.pow(hidden, 3.0)
+        cubic = hidden + constant(x, rest[-1]) * torch.pow(hidden, 3.0)
         return 0.5 * hidden * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * cubic))
 
-    assert matches_of(run(other, inputs()), "mlp") == []
+    assert matches_of(lower(other, inputs()), "mlp") == []
 
 
 def test_a_count_of_tokens_that_is_a_symbol():
