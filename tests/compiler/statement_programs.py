@@ -105,17 +105,9 @@ class Base:
     inputs: list[torch.Tensor]
 
 
-_CAPTURED: dict[str, Base] = {}
-
-
+@cache
 def base(family: str) -> Base:
     """The graph of a family's model; every pattern of the family matches it."""
-    if family not in _CAPTURED:
-        _CAPTURED[family] = _capture(family)
-    return _CAPTURED[family]
-
-
-def _capture(family: str) -> Base:
     with torch.no_grad():
         model, args = FAMILIES[family]()
     captured: list[Base] = []
@@ -185,7 +177,7 @@ class Undrawn(Exception):
 
 
 class Spoiled(BaseException):
-    """The metadata that programs of a family share was changed; the graph is captured again."""
+    """The metadata that programs of a family share was changed, and is as before again."""
 
 
 # --- a program ------------------------------------------------------------------------------------
@@ -292,7 +284,7 @@ class Program:
             operands = [n for n in before if is_tensor(n)]
             operand = self.random.choice(operands)
             inserted: list[fx.Node] = []
-            shapes = [(n, shape_of(n)) for n in nodes]
+            shared = [laid_out(t) for n in nodes for t in examples(n)]
             try:
                 self._draw(kind, form, where, operand, inserted)
                 return
@@ -300,9 +292,12 @@ class Program:
                 for node in reversed(inserted):
                     self.module.graph.erase_node(node)
             finally:
-                if any(shape_of(n) != shape for n, shape in shapes):
-                    del _CAPTURED[self.family]
-                    raise Spoiled  # an `out` of another shape was given a new one
+                changed = [was for was in shared if laid_out(was[0]) != was]
+                if changed:  # an `out` of another shape was given a new one
+                    with self.mode, torch.no_grad():
+                        for tensor, *layout in changed:
+                            tensor.as_strided_(*layout)
+                    raise Spoiled
         raise Undrawn
 
     def _draw(
@@ -417,8 +412,13 @@ class Program:
         output.args = ((*returned, *self.results),)
 
 
-def shape_of(node: fx.Node) -> Any:
-    return [tuple(t.shape) for t in _compat.tensors_in(node.meta.get("example_value"))]
+def examples(node: fx.Node) -> list[torch.Tensor]:
+    return _compat.tensors_in(node.meta.get("example_value"))
+
+
+def laid_out(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """The tensor, and where its elements lie."""
+    return tensor, tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
 
 
 def is_tensor(node: fx.Node) -> bool:
