@@ -15,6 +15,7 @@ from pathlib import Path
 
 from tilewright.codegen.emit import source as template_source
 from tilewright.codegen.emit.layout import unparse
+from tilewright.codegen.emit.nodes import nodes_of
 from tilewright.codegen.emit.source import EmitError, External, JitFunction, Library
 from tilewright.codegen.emit.tidy import tidied
 from tilewright.codegen.spec import KernelSpec, is_integer
@@ -28,6 +29,7 @@ _EMITTER_FILES = (
     "expressions.py",
     "index_math.py",
     "layout.py",
+    "nodes.py",
     "rules.py",
     "source.py",
     "statements.py",
@@ -77,9 +79,8 @@ def _emit(spec: KernelSpec) -> str:
     helpers = [_standalone(kept) for _, kept in sorted(evaluator.kept.items())]
     kernel = _function(spec, function, parameters, tidied(body, parameters))
     imports = _extra_imports(evaluator.externals)
-    text = _assemble(spec, function, [*helpers, kernel], imports)
-    _check_names(spec, text)
-    return text
+    _check_names(spec, [*helpers, kernel], imports)
+    return _assemble(spec, function, [*helpers, kernel], imports)
 
 
 def _function(
@@ -89,8 +90,7 @@ def _function(
     arguments = ast.arguments([], typed, None, [], [], None, [])
     docstring = ast.get_docstring(function.node, clean=True)
     first: list[ast.stmt] = [ast.Expr(ast.Constant(_indented(docstring)))] if docstring else []
-    node = ast.FunctionDef(spec.name, arguments, [*first, *(body or [ast.Pass()])], [_jit(spec)])
-    return ast.fix_missing_locations(node)
+    return ast.FunctionDef(spec.name, arguments, [*first, *(body or [ast.Pass()])], [_jit(spec)])
 
 
 def _annotation(type_name: str) -> ast.expr | None:
@@ -120,14 +120,13 @@ def _standalone(function: JitFunction) -> ast.FunctionDef:
     """A helper that is handed to tl.reduce or the like; it must need nothing but its arguments."""
     node = function.node
     known = {arg.arg for arg in node.args.args} | {"tl"} | set(dir(builtins))
-    known |= {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and _is_store(n)}
+    known |= {n.id for n in nodes_of(node) if isinstance(n, ast.Name) and _is_store(n)}
     bodies = ast.Module(node.body, [])
-    free = {n.id for n in ast.walk(bodies) if isinstance(n, ast.Name)} - known
+    free = {n.id for n in nodes_of(bodies) if isinstance(n, ast.Name)} - known
     if free:
         raise EmitError(f"{function} is passed as an argument: it must not read {sorted(free)}")
     decorator = ast.Attribute(ast.Name("triton", ast.Load()), "jit", ast.Load())
-    copy = ast.FunctionDef(node.name, node.args, node.body, [decorator])
-    return ast.fix_missing_locations(copy)
+    return ast.FunctionDef(node.name, node.args, node.body, [decorator])
 
 
 def _is_store(node: ast.Name) -> bool:
@@ -203,18 +202,13 @@ def _header(spec: KernelSpec, function: JitFunction) -> str:
     )
 
 
-def _check_names(spec: KernelSpec, text: str) -> None:
+def _check_names(spec: KernelSpec, functions: list[ast.FunctionDef], imports: list[str]) -> None:
     """The file must stand alone: every name it reads is defined in it."""
-    tree = ast.parse(text)
-    defined = set(dir(builtins)) | {"triton", "tl"}
-    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    defined = {*dir(builtins), "triton", "tl", *(line.rsplit(" ", 1)[1] for line in imports)}
     defined |= {node.name for node in functions}
-    for node in tree.body:
-        if isinstance(node, ast.ImportFrom):
-            defined |= {alias.asname or alias.name for alias in node.names}
     for function in functions:
         local = {arg.arg for arg in function.args.args}
-        names = [node for node in ast.walk(function) if isinstance(node, ast.Name)]
+        names = [node for node in nodes_of(function) if isinstance(node, ast.Name)]
         local |= {node.id for node in names if _is_store(node)}
         clash = local & {node.name for node in functions}
         missing = {node.id for node in names} - local - defined

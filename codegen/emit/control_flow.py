@@ -11,6 +11,7 @@ from typing import TypeGuard
 import sympy
 
 from tilewright.codegen.emit import values
+from tilewright.codegen.emit.nodes import nodes_of
 from tilewright.codegen.emit.rules import Folded
 from tilewright.codegen.emit.source import External
 from tilewright.codegen.emit.statements import Statements, is_constexpr, stored
@@ -186,7 +187,7 @@ class ControlFlow(Statements):
             raise self.error(node, f"static_range needs constants: {ast.unparse(node.iter)}")
         assert isinstance(node.target, ast.Name)
         steps = range(*(bound.value.const for bound in bounds))
-        size = sum(isinstance(part, ast.stmt) for part in ast.walk(node)) - 1
+        size = sum(isinstance(part, ast.stmt) for part in nodes_of(node)) - 1
         if len(steps) * size > UNROLL_STATEMENTS:
             return self._runtime_loop(node, callee, bounds, {}, constexpr=True)
         for step in steps:
@@ -260,7 +261,7 @@ def type_only(value: Value) -> Value:
 
 def assigned_names(statements: Sequence[ast.stmt]) -> set[str]:
     """Run-time variables that the statements store to."""
-    parts = [part for statement in statements for part in ast.walk(statement)]
+    parts = [part for statement in statements for part in nodes_of(statement)]
     names = {p.id for p in parts if isinstance(p, ast.Name) and isinstance(p.ctx, ast.Store)}
     return names - {ast.unparse(part.target) for part in parts if _binds_constant(part)}
 

@@ -14,6 +14,7 @@ from dataclasses import replace
 from tilewright.codegen.emit import values
 from tilewright.codegen.emit.control_flow import ControlFlow, assigned_names
 from tilewright.codegen.emit.expressions import Scope
+from tilewright.codegen.emit.nodes import nodes_of
 from tilewright.codegen.emit.rules import Folded
 from tilewright.codegen.emit.source import EmitError, JitFunction
 from tilewright.codegen.emit.statements import is_constexpr, stored
@@ -28,7 +29,7 @@ class PartialEvaluator(ControlFlow):
     def kernel(self, function: JitFunction) -> tuple[list[str], list[ast.stmt]]:
         """(run-time parameters, body) of the kernel with the spec's constants filled in."""
         self.scope = Scope(function)
-        self.used |= {node.id for node in ast.walk(function.node) if isinstance(node, ast.Name)}
+        self.used |= {node.id for node in nodes_of(function.node) if isinstance(node, ast.Name)}
         self.used |= {arg.arg for arg in function.node.args.args}
         parameters = self._bind_spec(function)
         self.stack.append(function)
@@ -112,7 +113,7 @@ class PartialEvaluator(ControlFlow):
             return
         if any(map(has_side_effects, emitted)):
             raise self.error(call, f"{function} writes memory: call it as a statement of its own")
-        calls = [n for n in ast.walk(self.root) if isinstance(n, ast.Call)] if self.root else []
+        calls = [n for n in nodes_of(self.root) if isinstance(n, ast.Call)] if self.root else []
         if any(is_impure_call(other) for other in calls if other is not self.root):
             raise self.error(call, f"{function} is called beside a call that writes memory")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from typing import Any
 
 from tilewright.codegen.emit import values
 from tilewright.codegen.emit.index_math import INT_RANGES, IndexMath
+from tilewright.codegen.emit.nodes import copy_of
 from tilewright.codegen.emit.rules import (
     FUNCTIONS,
     METHODS,
@@ -137,7 +137,7 @@ class Expressions:
     def _fold_name(self, node: ast.Name) -> Folded:
         bound = self.scope.bindings.get(node.id)
         if bound is not None:
-            return Folded(copy.copy(bound.node), bound.value)
+            return Folded(copy_of(bound.node), bound.value)
         found = self.library.lookup(self.scope.module, node.id)
         if isinstance(found, (External, JitFunction)):
             return Folded(node, constant(found))
@@ -286,7 +286,7 @@ class Expressions:
                 and bound.value.index == value.index
                 and replaces(bound.value, value)
             ):
-                return copy.copy(bound.node)
+                return copy_of(bound.node)
         return None
 
     def _fold_compare(self, node: ast.Compare) -> Folded:

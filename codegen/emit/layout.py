@@ -8,6 +8,8 @@ import re
 import tokenize
 from itertools import pairwise
 
+from tilewright.codegen.emit.nodes import nodes_of
+
 WIDTH = 100
 _INDENT = " " * 4
 _OPEN, _CLOSE = "([{", ")]}"
@@ -19,7 +21,10 @@ def unparse(node: ast.AST) -> str:
     """`ast.unparse` with long lines broken; the text parses to the same ast."""
     lines = []
     inside_docstring = False
-    for line in ast.unparse(ast.fix_missing_locations(node)).split("\n"):
+    for part in nodes_of(node):
+        if "lineno" not in part.__dict__:
+            part.lineno = 0  # type: ignore[attr-defined]  # ast.unparse asks for type comments there
+    for line in ast.unparse(node).split("\n"):
         quotes = line.count('"""')
         if inside_docstring or quotes:
             inside_docstring ^= quotes % 2 == 1

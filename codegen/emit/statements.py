@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ast
-import copy
 from collections.abc import Sequence
 
 from tilewright.codegen.emit import values
 from tilewright.codegen.emit.expressions import Expressions
+from tilewright.codegen.emit.nodes import copy_of, nodes_of
 from tilewright.codegen.emit.rules import Folded
 from tilewright.codegen.emit.source import External
 from tilewright.codegen.emit.values import NOTHING, TL, constant, literal
@@ -53,7 +53,7 @@ class Statements(Expressions):
             if isinstance(callee, External) and callee.path == f"{TL}.assume":
                 return self._assume(node.value)
         folded = self._root(node.value)
-        if any(isinstance(part, ast.Call) for part in ast.walk(folded.node)):
+        if any(isinstance(part, ast.Call) for part in nodes_of(folded.node)):
             self.body.append(ast.Expr(folded.node))
         return False
 
@@ -150,7 +150,7 @@ class Statements(Expressions):
         """Whether a later value reads a name that an earlier one assigns."""
         earlier: set[str] = set()
         for name, item in zip(names, items, strict=True):
-            if earlier & {part.id for part in ast.walk(item.node) if isinstance(part, ast.Name)}:
+            if earlier & {part.id for part in nodes_of(item.node) if isinstance(part, ast.Name)}:
                 return True
             earlier.add(self._local(name))
         return False
@@ -234,7 +234,7 @@ def stored(folded: Folded) -> ast.expr:
     plain = value.known and not value.weak and value.shape == ()
     if plain and value.dtype in ("int32", "int1"):
         return literal(value.const)
-    return copy.copy(folded.node)
+    return copy_of(folded.node)
 
 
 def is_constexpr(annotation: ast.expr | None) -> bool:

@@ -16,6 +16,8 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from tilewright.codegen.emit.nodes import nodes_of
+
 # Calls that must stay even where nothing uses their result.
 _EFFECTS = frozenset(
     {
@@ -49,12 +51,12 @@ def has_side_effects(statement: ast.AST) -> bool:
     A call that stands alone is there for its effect, whatever it is called.
     """
     return _calls_impure(statement) or any(
-        isinstance(node, (ast.Return, ast.Expr)) for node in ast.walk(statement)
+        isinstance(node, (ast.Return, ast.Expr)) for node in nodes_of(statement)
     )
 
 
 def _calls_impure(node: ast.AST) -> bool:
-    return any(isinstance(part, ast.Call) and is_impure_call(part) for part in ast.walk(node))
+    return any(isinstance(part, ast.Call) and is_impure_call(part) for part in nodes_of(node))
 
 
 def tidied(body: list[ast.stmt], parameters: list[str]) -> list[ast.stmt]:
@@ -105,7 +107,7 @@ class _Known:
 
 
 def _names(parts: Iterable[ast.AST]) -> Iterator[ast.Name]:
-    return (node for part in parts for node in ast.walk(part) if isinstance(node, ast.Name))
+    return (node for part in parts for node in nodes_of(part) if isinstance(node, ast.Name))
 
 
 def _parts(statement: ast.stmt) -> tuple[list[ast.AST], list[ast.AST]]:
