@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from tilewright.codegen.build import interpreter_speed
 from tilewright.codegen.build.interpreter import corrected, interpret, round_to_bf16, widen
 
 
@@ -155,3 +156,30 @@ def test_types_of_one_launch_share_their_parts_and_are_checked_as_ever():
                 tl.block_type(tl.int32, [4.0])
             with pytest.raises(TypeError, match="0d"):
                 tl.block_type(tl.int32, [])
+
+
+@triton.jit
+def mixed(x_ptr, n_ptr, out_ptr, scale, N: tl.constexpr):
+    """Operands of every kind twice over, so that the second meets what was kept of the first."""
+    rows, columns = tl.arange(0, N)[:, None], tl.arange(0, N)[None, :]
+    x = tl.load(x_ptr + rows * N + columns)
+    n = tl.load(n_ptr + rows * N + columns)
+    total = x * 0.0
+    for _ in range(2):
+        total += tl.where(n < 2, x * 2, x / 2) + n * 2 + 2 * n + 2.0 * n + n * 2.0 + scale * x
+        total += (rows + columns) * x + columns * rows - (n // 3) + (n % 3) + (3 - n) + (rows < 2)
+        total += n.to(tl.int8) * x + 0.0 * n + True * x
+    tl.store(out_ptr + rows * N + columns, total)
+    tl.store(out_ptr + N * N + rows * N + columns, 1.0 / (x * -0.0) + 1.0 / (x * 0.0))
+
+
+def test_what_is_kept_of_operands_changes_no_bit(monkeypatch):
+    x = torch.rand(8, 8, generator=torch.Generator().manual_seed(0)) + 0.5
+    n = torch.arange(64, dtype=torch.int32).view(8, 8)
+    kept, anew = torch.zeros(2, 8, 8), torch.zeros(2, 8, 8)
+    interpret(mixed)[(1,)](x, n, kept, 0.25, N=8)
+    monkeypatch.setattr(interpreter_speed, "replacements", list)
+    interpret(mixed)[(1,)](x, n, anew, 0.25, N=8)
+    assert torch.equal(kept.view(torch.int32), anew.view(torch.int32))
+    assert len(kept[0].unique()) > 60
+    assert kept[0].isfinite().all()
