@@ -74,7 +74,7 @@ def test_the_space_reaches_every_option():
     """What hypothesis draws has every keyword of the op at more than its default."""
     seen = {}
 
-    @bounded(600)
+    @bounded(250)
     @given(attention_cases())
     def collect(case):
         for field in fields(case):
