@@ -13,7 +13,7 @@ from tilewright.ops.reference.activation import ACTIVATIONS
 from tilewright.patterns import effects
 from tilewright.patterns.attention.cache_attention import gains
 from tilewright.patterns.cache.states import continues, replaces_state
-from tilewright.patterns.dataflow import Dataflow, Value
+from tilewright.patterns.dataflow import Dataflow, Value, View
 from tilewright.patterns.language import Kind
 from tilewright.patterns.mlp.linears import LEAST_COLUMNS
 from tilewright.patterns.moe.combine import SHAPED_LIKE
@@ -328,8 +328,9 @@ def _keeps_state(value: Value, graph: Graph) -> bool:
 
 
 def _leaves_for_next(value: Value, graph: Graph) -> bool:
-    """Whether a write replaces the whole of a memory that the graph has read before, or by one of
-    several tokens, and by what was made of none of it: a row of tokens that moved on would be."""
+    """Whether one token replaces the whole of a memory: one of several, or the only one where the
+    memory has no dimension for tokens and the graph has read it before. It is made of nothing that
+    was there: a row of tokens that moved on would be."""
     store = value.store
     assert store is not None
     source, memory = store.source, store.memory
@@ -337,10 +338,18 @@ def _leaves_for_next(value: Value, graph: Graph) -> bool:
         return False
     if effects.product(store.target.shape) != effects.product(memory.shape):
         return False
-    axes = {atom.axis for dim in source.effect.dims for atom in dim}
-    one_of_many = any(n != 1 and axis not in axes for axis, n in enumerate(source.value.shape))
-    read = graph.flow.read.get(memory, ())
-    return one_of_many or any(place < value.position for place, _ in read)
+    made_of = source.value.operands if kind_of(source.value, graph) == "product" else ()
+    rows = [view for view in made_of if graph.origin(view.value) == "given"]
+    if any(map(_is_one_of_many, (source, *rows))):
+        return True
+    read = any(place < value.position for place, _ in graph.flow.read.get(memory, ()))
+    return read and len(memory.shape) < len(source.value.shape)
+
+
+def _is_one_of_many(view: View) -> bool:
+    """Whether a view selects one place of some dimension."""
+    axes = {atom.axis for dim in view.effect.dims for atom in dim}
+    return any(n != 1 and axis not in axes for axis, n in enumerate(view.value.shape))
 
 
 def _chooses_keys(value: Value, graph: Graph) -> bool:
@@ -458,7 +467,7 @@ RULES: tuple[Rule, ...] = (
     Rule("product", "its result is read by more than the sum behind it", _is_read_elsewhere),
     Rule(
         "softmax",
-        "weights by which tensors of a token are mixed: no scores of queries with keys",
+        "weights of a linear, by which tensors are mixed: no scores of queries with keys",
         _mixes,
     ),
     Rule("softmax", "the graph returns it: probabilities of what is sampled", _leads_nowhere),
@@ -466,7 +475,7 @@ RULES: tuple[Rule, ...] = (
     Rule("write", "the state of a convolution or of a recurrence, replaced", _keeps_state),
     Rule(
         "write",
-        "what one step leaves for the next: all of a memory that was read is replaced",
+        "what one step leaves for the next: one token replaces the whole memory",
         _leaves_for_next,
     ),
     Rule("write", "what is written is not computed by this graph", _comes_from_outside),

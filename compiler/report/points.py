@@ -99,7 +99,17 @@ class Graph:
     def weights(self, value: Value) -> tuple[View, ...]:
         """The operands of a product that the model holds, or computes of what it holds."""
         wide = [v for v in value.operands if len(v.shape) > 1]
-        return tuple(v for v in wide if self.origin(v.value) == "own")
+        return tuple(v for v in wide if self.origin(v.value) == "own" or self._is_looked_up(v))
+
+    def _is_looked_up(self, view: View) -> bool:
+        """Whether a view is a matrix for each index: rows of a table that the model holds, each of
+        them regrouped as rows and columns."""
+        value = view.value
+        if plain_name(value) != "embedding" or len(value.operands) != 2:
+            return False
+        features = {len(value.shape) - 1}
+        matrix = ({atom.axis for atom in dim} == features for dim in view.effect.dims[-2:])
+        return all(matrix) and self.origin(value.operands[0].value) == "own"
 
 
 def kind_of(value: Value, graph: Graph) -> Kind | None:

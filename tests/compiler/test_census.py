@@ -212,6 +212,12 @@ def decoded(m, x):
     return F.silu(x @ F.embedding(m.positions.repeat(32), m.square.weight).T) @ m.down.weight.T
 
 
+def looked_up_matrices(m, x):
+    """The near miss of tokens: a matrix of the model for each."""
+    chosen = F.embedding(x.argmax(-1), m.stack.flatten(1)).view(T, K, K)
+    return m.up(F.silu(torch.bmm(chosen, x[:, :, None])[..., 0]))
+
+
 def token_shift(m, x):
     out = mlp(m, x + m.last)
     m.last.copy_(m.square(x)[-1])
@@ -220,8 +226,9 @@ def token_shift(m, x):
 
 def last_tokens(m, x):
     """The near miss of one token: a window of a cache, without what was in it."""
+    out = mlp(m, x + m.window.sum(0))
     m.window.copy_(m.square(x)[-2:])
-    return mlp(m, x)
+    return out
 
 
 def spelled_softmax(m, x):
@@ -276,6 +283,7 @@ PAIRS = {
     mixed_experts: ("softmax", "unaccounted", ""),
     looked_up: ("product", "no interest", "two activations"),
     decoded: ("product", "unaccounted", ""),
+    looked_up_matrices: ("product", "unaccounted", ""),
     token_shift: ("write", "no interest", "leaves for the next"),
     last_tokens: ("write", "unaccounted", ""),
 }
