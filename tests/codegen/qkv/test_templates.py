@@ -213,6 +213,16 @@ TILED = {
 }
 
 
+def two_of_three(configs: dict[str, Any]) -> list[Any]:
+    """Each case with two of the configs in turn."""
+    return [
+        pytest.param(case, config, id=f"{case_name}-{name}")
+        for number, (case_name, case) in enumerate(CASES.items())
+        for turn, (name, config) in enumerate(configs.items())
+        if number % 3 != turn
+    ]
+
+
 def problem_of(a: FusedQkvArguments) -> QkvProblem:
     return prepare(a).problem
 
@@ -285,8 +295,7 @@ def check(op: Any, a: Any, run_kernel: Any, tolerances: Any = None) -> None:
         assert not untouched.all(), f"{name}: the case writes nothing"
 
 
-@pytest.mark.parametrize("config", SWAPPED.values(), ids=SWAPPED)
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(("case", "config"), two_of_three(SWAPPED))
 def test_swapped(case: AttentionCase, config: SwappedConfig) -> None:
     if case.qk_norm and config.block_p < 64:
         with pytest.raises(ValueError, match="whole heads"):
@@ -314,8 +323,7 @@ def test_swapped_norms_x(changes: dict[str, Any], config: SwappedConfig) -> None
     check(qkv_cache.OP, a, lambda a: run_fused(a, config), plain.LIBRARY)
 
 
-@pytest.mark.parametrize("config", TILED.values(), ids=TILED)
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize(("case", "config"), two_of_three(TILED))
 def test_tiled(case: AttentionCase, config: TiledConfig) -> None:
     arguments = qkv_cache.OP.sample_inputs(case)
     obstacle = tiled_obstacle(problem_of(arguments))
