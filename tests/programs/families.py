@@ -38,6 +38,11 @@ Drawn = tuple[nn.Module, tuple[Any, ...], str]
 DTYPES = (torch.float32,) * 4 + (torch.bfloat16, torch.float16)
 
 
+def few(draw: random.Random, *counts: int) -> int:
+    """One of some counts of tokens, or, now and then, none at all."""
+    return draw.choice((*counts * 3, 0))
+
+
 def attention(draw: random.Random) -> Drawn:
     """Projection, norm, rotation, write, attention; paged or batched, eight-bit caches too."""
     form = draw.choice((*qkv_idioms.PAGED, *BATCHED))
@@ -49,7 +54,7 @@ def attention(draw: random.Random) -> Drawn:
         "num_kv_heads": heads,
         "num_heads": heads * draw.choice((1, 2)),
         "head_dim": draw.choice((16, 32)),
-        "num_tokens": draw.choice((8, 10)),
+        "num_tokens": few(draw, 8, 10),
         "page_size": draw.choice((4, 8)),
         "norm": draw.choice(("none", "none", *norms.BEFORE[1:], *norms.AFTER)),
         "rope": draw.choice(("none", *ROPES)),
@@ -103,7 +108,7 @@ def cache_store(draw: random.Random) -> Drawn:
         num_kv_heads=draw.choice((1, 2, 3)),
         head_dim=draw.choice((8, 16, 32)),
         page_size=draw.choice((4, 8)),
-        num_tokens=draw.choice((8, 10)),
+        num_tokens=few(draw, 8, 10),
         dtype=draw.choice(DTYPES),
     )
     _, args = qkv_idioms.paged(form, axes)
@@ -131,7 +136,7 @@ def moe(draw: random.Random) -> Drawn:
         "weigh": draw.choice(("sorted", "tokens")),
         "bias": draw.random() < 0.3,
         "quantised": quantised,
-        "num_tokens": draw.choice((1, 4, 7)),
+        "num_tokens": few(draw, 1, 4, 7),
         "hidden": 64 if quantised else draw.choice((16, 32)),
         "inner": 64 if quantised else draw.choice((16, 32)),
         "num_experts": draw.choice((4, 6)),
@@ -164,7 +169,7 @@ def adapters(draw: random.Random) -> Drawn:
         base=draw.choice(("separate", "packed")),
         add=draw.choice(lora.ADDS),
         cache=draw.random() < 0.4,
-        num_tokens=draw.choice((3, 6)),
+        num_tokens=few(draw, 3, 6),
         hidden=draw.choice((32, 64)),
         rank=draw.choice((4, 8, 16)),
         num_adapters=draw.choice((3, 4)),
@@ -188,7 +193,7 @@ def mla(draw: random.Random) -> Drawn:
         "norm": draw.choice(("eager", "fused")),
         "concat": draw.choice(tuple(mla_idioms.CONCATS)),
         "attention": attend,
-        "num_tokens": draw.choice((1, 4, 6)),
+        "num_tokens": few(draw, 1, 4, 6),
         "context": draw.choice((0, 6)),
         "hidden": 32,
         "num_heads": draw.choice((2, 4)),
@@ -214,7 +219,7 @@ def mlp(draw: random.Random) -> Drawn:
         scale=draw.choice((1.0, 1.0, 0.25)),
         sum=draw.choice(tuple(dense.SUMS)),
         head=draw.choice(tuple(dense.HEADS)),
-        tokens=draw.choice((1, 2, 5)),
+        tokens=few(draw, 1, 2, 5),
         hidden=draw.choice((32, 64)),
         inner=draw.choice((64, 96)),
         dtype=draw.choice((torch.bfloat16, torch.bfloat16, torch.float16, torch.float32)),
