@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 from types import ModuleType
 
@@ -34,6 +35,14 @@ def test_every_folder_is_a_package_that_pyproject_installs():
     assert setuptools["packages"] == sorted(names)
     assert setuptools["package-dir"] == names
     assert all((folder / "__init__.py").is_file() for folder in folders())
+
+
+def test_pytest_leaves_out_no_folder_of_tests(pytestconfig):
+    left_out = pytestconfig.getini("norecursedirs")
+    tests = {path.parent.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py")}
+    parts = {part for folder in tests for part in folder.parts}
+    assert "build" in parts
+    assert not [part for part in parts if any(fnmatch(part, pattern) for pattern in left_out)]
 
 
 def test_no_folder_holds_more_files_than_one_takes_in():
