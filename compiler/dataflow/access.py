@@ -96,6 +96,8 @@ def _written_by_schema(node: fx.Node, target: Any) -> Access:
     args, kwargs = _held(node.args), _held(dict(node.kwargs))
     written = _compat.tensors_in(trials.written_arguments(target, args, kwargs))
     if torch.Tag.inplace_view in target.tags:
+        if name_of(node) in spelling.IDENTITY:  # detach_: nothing but what autograd knows
+            return _NONE
         return Access(reshaped=tuple(_compat.tensors_in([*args, *kwargs.values()])))
     return Access(tuple(written))
 

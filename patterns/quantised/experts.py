@@ -269,8 +269,11 @@ def _refuse(weight: View) -> NoReturn:
             f"the expert weight is decoded by the table {table}, whose numbers are the model's "
             "data and may change"
         )
-        hint = "make the table where it is used: torch.tensor([0.0, 0.5, ...])"
-        reject("WEIGHT_FORMAT", Stage.GUARDS, message, table, hint=hint)
+        hint = (
+            "make the table where it is used, torch.tensor([0.0, 0.5, ...]), and compile the model "
+            "itself: torch.export makes an input of such a table"
+        )
+        reject("WEIGHT_FORMAT", Stage.GUARDS, message, weight, hint=hint)
     message = f"{weight.value} is dequantised from codes in none of the op's formats"
     hint = (
         "known are NVFP4 (a float8_e4m3fn scale per 16 columns), MXFP4 (e8m0, 32), "

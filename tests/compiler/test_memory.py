@@ -58,6 +58,16 @@ def test_a_copy_keeps_what_it_copied():
     assert returned(step, CACHE.clone(), X).value.operands[0].value.op == "input"
 
 
+def test_detaching_in_place_changes_nothing():
+    """Export spells `torch.tensor([...])` as a copy that is detached in place."""
+
+    def step(table):
+        fresh = torch.ops.aten.lift_fresh_copy.default(table)
+        return torch.ops.aten.detach_.default(fresh)
+
+    assert returned(step, X).value.op == "input"
+
+
 def test_a_view_taken_before_a_write_sees_it():
     def step(cache, x):
         row = cache[:, 0]
