@@ -72,7 +72,8 @@ class MoeRouter:
         """The last choice behind a product (one of groups of experts stands before it), and experts
         that the routes are sorted by and that come of no choice. (One rank's own experts, numbered
         anew, do.)"""
-        choices = {v: set(_before(v)) for v in flow.values if is_choice(v) and _of_experts(v)}
+        made = (v for v in flow.values if is_choice(v) and _of_experts(v) and _is_used(v, flow))
+        choices = {v: set(_before(v)) for v in made}
         within = {one for before in choices.values() for one in before}
         for value, before in choices.items():
             if value not in within and any(_is_product(v) for v in before):
@@ -128,6 +129,11 @@ class MoeRouter:
             needs_kernel=True,
             miss_weight="advice",
         )
+
+
+def _is_used(choice: Value, flow: Dataflow) -> bool:
+    """Whether anything reads a choice, or the scores that it chose: Dynamo keeps what none does."""
+    return any(flow.users.get(v) or v in flow.output_values for v in flow.values_at([choice.node]))
 
 
 def _of_experts(value: Value) -> bool:

@@ -366,6 +366,19 @@ def test_a_choice_of_words_is_no_router():
     assert not matches_of(lowered, "moe_router") + list(codes_of(lowered, "moe_router"))
 
 
+def test_a_choice_that_nothing_reads_is_no_router():
+    """Dynamo keeps the call; export drops it."""
+
+    def step(x, w, b, c):
+        scores = F.linear(x, w).softmax(-1)
+        torch.topk(scores, S)
+        return scores
+
+    torch._dynamo.reset()
+    lowered = lower(step, tensors())
+    assert not matches_of(lowered, "moe_router") + list(codes_of(lowered, "moe_router"))
+
+
 def test_what_follows_the_weights_and_is_not_known_stays():
     """Normalised twice: the second time is the graph's."""
 
