@@ -327,12 +327,27 @@ class _Search:
         elif value.op == "aten.index" and any(v.value.dtype == torch.bool for v in value.operands):
             code, what = path.masked or code, "a boolean mask selects the tokens that are written"
         hint = _HINTS.get(value.op, path.hint if code == path.code else "")
+        if code == path.code and _is_taken_by_input(value):
+            what += ", at positions that a tensor holds"
+            hint = (
+                "where they are constant take them by a slice, x[:, :, 2:3], or compile the model "
+                "itself: torch.export makes an input of a list, x[:, :, [2]]"
+            )
         if code == path.code and unread_product(value) is not None:
             what, hint = f"{operator_of(value)} computes the projection, {UNREAD}", READABLE
         if _is_scaled_by_constant(value):
             what += ", a constant factor"
             hint = "multiply the projection's weight by it once, when the model is loaded"
         reject(code, path.stage, what, value, hint=hint)
+
+
+def _is_taken_by_input(value: Value) -> bool:
+    """Whether a value is parts of a projection, not its rows, at positions that are an input."""
+    if value.op != "aten.index" or not value.args[0].value.projected:
+        return False
+    return any(
+        dim > 0 and isinstance(at, View) and at.value.op == "input" for dim, at in value.args[1]
+    )
 
 
 def _is_scaled_by_constant(value: Value) -> bool:

@@ -223,6 +223,7 @@ def residual_in_addmm(m, x, k_cache, v_cache, slots):
     return F.linear(x, m.q) * 2
 
 
+AT = torch.tensor([1, 0])  # an input of the graph
 KP, VP, QP, G, H = Stage.K_PATH, Stage.V_PATH, Stage.Q_PATH, Stage.GUARDS, Stage.HAZARDS
 
 MISSED = {
@@ -238,6 +239,12 @@ MISSED = {
     "heads in another order": NearMiss("K_PATH", KP, "index", of_keys(lambda k, m: k[:, [1, 0]])),
     "heads gathered": NearMiss(
         "K_PATH", KP, "index", of_keys(lambda k, m: k[:, torch.arange(HKV)])
+    ),
+    "heads at positions of a tensor": NearMiss(
+        "K_PATH",
+        KP,
+        "at positions that a tensor holds. Hint: where they are constant take them by a slice",
+        of_keys(lambda k, m: k[:, AT]),
     ),
     "heads flipped": NearMiss("K_PATH", KP, "flip", of_keys(lambda k, m: k.flip(1))),
     "features rolled": NearMiss("K_PATH", KP, "roll", of_keys(lambda k, m: k.roll(1, -1))),
