@@ -16,7 +16,7 @@ from typing import Any
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Computed, Value, View
 from tilewright.patterns.effects import Size
-from tilewright.patterns.lora.factors import Factors, peel
+from tilewright.patterns.lora.factors import Factors, RowMask, peel
 from tilewright.patterns.lora.one_hot import match_one_hot
 from tilewright.patterns.lora.product import Product, match_product
 from tilewright.patterns.recognise.equality import equal_values
@@ -41,20 +41,20 @@ MAX_RANK = 512
 class Adapters:
     """Which adapter each row has.
 
-    index [T or B]; None: there is one. mask, of the index's shape or [T]: rows without an adapter
-    are False; None: all have one. outside: what an index is that names no adapter. sorted_by: ends
+    index [T or B]; None: there is one. mask, of the index's shape or [T]: which rows have one;
+    None: all. outside: what an index is that names no adapter. sorted_by: ends
     and permutation of rows that are sorted by adapter.
     """
 
     index: View | None
-    mask: View | None
+    mask: RowMask | None
     outside: Outside
     sorted_by: tuple[View, View] | None = None
 
     def same(self, other: Adapters) -> bool:
         return (
             _same(self.index, other.index)
-            and _same(self.mask, other.mask)
+            and _same_mask(self.mask, other.mask)
             and self.outside == other.outside
         )
 
@@ -64,7 +64,7 @@ class Adapters:
         if index is not None:
             index = experts_argument(index, num_adapters, self.outside, self.sorted_by)
         if self.mask is not None:
-            index = Computed("where", (self.mask, 0 if index is None else index, -1))
+            index = self.mask.chosen(0 if index is None else index)
         return index
 
 
@@ -176,7 +176,7 @@ def _joined(
     if table is not None and (by is None or index is None or not equal_values(by, index)):
         return None
     mask = masks[0] if masks else None
-    if mask is not None and index is not None and mask.shape != index.shape:
+    if mask is not None and index is not None and mask.view.shape != index.shape:
         return None
     outside = both(first.outside, second.outside)
     for factor in factors:
@@ -210,6 +210,12 @@ def _is_adapter(first: Product, second: Product) -> bool:
 
 def _may_be_rank(size: Size) -> bool:
     return isinstance(size, int) and size <= MAX_RANK
+
+
+def _same_mask(one: RowMask | None, other: RowMask | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one.hides == other.hides and equal_values(one.view, other.view)
 
 
 def _same(one: View | None, other: View | None) -> bool:

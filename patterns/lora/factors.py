@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tilewright.patterns import effects
-from tilewright.patterns.dataflow import Value, View
+from tilewright.patterns.dataflow import Computed, Value, View
 from tilewright.patterns.effects import Atom, Effect
 from tilewright.patterns.recognise.constants import given_number
 from tilewright.patterns.recognise.norm import is_float_cast, strip_casts
@@ -21,11 +21,24 @@ from tilewright.patterns.recognise.steps import is_filled
 
 
 @dataclass(frozen=True)
-class Factors:
-    """scale * table[index] * view, rows zero where mask is False; all but the view optional.
+class RowMask:
+    """Which rows have an adapter: those where view [T or B] bool is true, or with `hides` false."""
 
-    table [G] with index [T or B], of which `outside` says what it makes of numbers that name none;
-    mask [T or B] bool. absorbed: the values of the products.
+    view: View
+    hides: bool = False
+
+    def chosen(self, index: Any) -> Computed:
+        """The index of rows that have an adapter, and -1 for others."""
+        sides = (-1, index) if self.hides else (index, -1)
+        return Computed("where", (self.view, *sides))
+
+
+@dataclass(frozen=True)
+class Factors:
+    """scale * table[index] * view, rows zero that a mask hides; all but the view optional.
+
+    table [G] with index [T or B], of which `outside` says what it makes of numbers that name none.
+    absorbed: the values of the products.
     """
 
     view: View
@@ -33,7 +46,7 @@ class Factors:
     table: View | None = None
     index: View | None = None
     outside: Outside = REFUSED
-    mask: View | None = None
+    mask: RowMask | None = None
     absorbed: tuple[Value, ...] = ()
 
 
@@ -77,7 +90,7 @@ def _through(view: View, inner: View) -> View | None:
 def _step(value: Value, effect: Effect) -> Factors | None:
     """One factor of a value that is read through `effect` [..., W], what goes beside the value
     absorbed; None for another value."""
-    if value.op == "aten.where":
+    if value.op in ("aten.where", "aten.masked_fill"):
         return _chosen(value, effect)
     if value.op not in ("aten.mul", "aten.div") or value.kwargs or len(value.args) < 2:
         return None
@@ -99,17 +112,24 @@ def _step(value: Value, effect: Effect) -> Factors | None:
 
 
 def _chosen(value: Value, effect: Effect) -> Factors | None:
-    """where(mask, operand, 0): a mask of rows."""
+    """where(mask, operand, 0), where(mask, 0, operand), masked_fill(operand, mask, 0)."""
     if len(value.args) != 3 or value.kwargs:
         return None
-    condition, operand, other = value.args
-    if not isinstance(condition, View) or not isinstance(operand, View) or not is_filled(other, 0):
+    condition, one, other = value.args
+    hides = value.op == "aten.masked_fill"
+    if hides:
+        one, condition = condition, one
+    elif is_filled(one, 0):
+        one, other, hides = other, one, True
+    if not isinstance(condition, View) or not isinstance(one, View) or not is_filled(other, 0):
+        return None
+    if one.shape != value.shape:
         return None
     mask = _rows_of(condition, value, effect)
     # zeros_like(delta) reads the delta, for its shape.
     shaped = isinstance(other, View) and other.value.op in ("aten.zeros_like", "aten.new_zeros")
     beside = (other.value,) if shaped else ()
-    return None if mask is None else Factors(operand, mask=mask, absorbed=beside)
+    return None if mask is None else Factors(one, mask=RowMask(mask, hides), absorbed=beside)
 
 
 def _by_row(factor: Any, value: Value, effect: Effect) -> Factors | None:
@@ -122,9 +142,9 @@ def _by_row(factor: Any, value: Value, effect: Effect) -> Factors | None:
         return None
     source = rows.value
     if source.dtype == torch.bool:
-        return Factors(factor, mask=rows)
+        return Factors(factor, mask=RowMask(rows))
     if source.op == "cast" and source.args[0].value.dtype == torch.bool:
-        return Factors(factor, mask=source.args[0].through(rows.effect))
+        return Factors(factor, mask=RowMask(source.args[0].through(rows.effect)))
     taken = gathered(source.whole)
     if taken is None or effects.product(taken[0].shape[1:]) != 1 or rows != flat(source.whole):
         return None

@@ -188,7 +188,9 @@ def _is_foreign(value: Value) -> bool:
 #: Operations between the products, and behind them, in what resembles a delta.
 # take_along_dim has its own rule for numbers from outside: it is read by no pattern.
 _TAKEN = {*GATHERS, "aten.take_along_dim"}
-_AROUND = {"aten.mul", "aten.div", "aten.where", "aten.flip", "cast", *_TAKEN}
+_AROUND = {
+    "aten.mul", "aten.div", "aten.where", "aten.masked_fill", "aten.flip", "cast", *_TAKEN,
+}  # fmt: skip
 _STACKS = {"constant", *_TAKEN}
 
 
