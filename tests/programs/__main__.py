@@ -79,6 +79,8 @@ def line(family: str, tally: Tally) -> str:
     counts = ", ".join(f"{name} {n}" for name, n in tally.verdicts.most_common())
     dynamo = ", ".join(f"{name} {n}" for name, n in tally.through_dynamo.items())
     counts = f"{counts}; through Dynamo: {dynamo}" if dynamo else counts
+    silent = ", ".join(f"{of} {n}" for of, n in tally.silent.items())
+    counts = f"{counts}; silent: {silent}" if silent else counts
     return f"{family:12} {tally.programs:6} programs  {tally.fused:6} fused  {counts}"
 
 
@@ -124,7 +126,7 @@ def main() -> None:
                 keep(family, first, stop, future.result(), facts)
     for family, total in totals.items():
         print(line(family, total))
-        for seed, why in total.found.items():
+        for seed, why in (*total.found.items(), *total.unaccounted.items()):
             print(f"  {seed}: {why}")
     wrong = sum(t.verdicts["wrong"] + t.verdicts["raised"] for t in totals.values())
     sys.exit(bool(wrong or failed))

@@ -149,18 +149,29 @@ def compared(program: Program, result: Any, after: list[Any]) -> Outcome:
     failed = [str(m) for m in report.misses if m.code == "INTERNAL"]
     if failed:
         return Outcome("raised", patterns, codes, failed[0])
-    if not patterns:
-        return Outcome("nothing fused", (), codes)
+    outcome = _run(program, report, result, after)
+    return replace(outcome, patterns=patterns, codes=codes, silent=_silent(report))
+
+
+def _silent(report: GraphReport) -> tuple[str, ...]:
+    """The points of a graph's census that nothing accounts for."""
+    points = () if report.points is None else report.points()
+    return tuple(f"{p.kind} {p.op} {p.node}" for p in points if p.account == "unaccounted")
+
+
+def _run(program: Program, report: GraphReport, result: Any, after: list[Any]) -> Outcome:
+    if not report.matches:
+        return Outcome("nothing fused")
     ours = clone_inputs(program.inputs)
     try:
         mine = report.after.forward(*ours)
     except ArgumentError as error:
-        return Outcome("refused", patterns, codes, str(error))
+        return Outcome("refused", why=str(error))
     except Exception as error:
-        return Outcome("wrong", patterns, codes, f"fused raises {type(error).__name__}: {error}")
+        return Outcome("wrong", why=f"fused raises {type(error).__name__}: {error}")
     fused, eager = (_numbers(r, i) for r, i in ((mine, ours), (result, after)))
     verdict, why = _verdict(program, fused, eager)
-    return Outcome(verdict, patterns, codes, why)
+    return Outcome(verdict, why=why)
 
 
 def _numbers(result: Any, inputs: Sequence[Any]) -> list[torch.Tensor]:

@@ -18,12 +18,14 @@ class Outcome:
     inputs moves eager's own result as far), "undefined" (memory is read that nothing wrote), "tied"
     (right but for which of equal numbers topk takes, of which PyTorch promises nothing),
     "lost, told" (right, and a miss says why less is fused than in another spelling), "refused" (the
-    fused op refuses a value that eager takes), "raised" (our compiler did) or "wrong"."""
+    fused op refuses a value that eager takes), "raised" (our compiler did) or "wrong".
+    silent: points of the census that nothing accounts for."""
 
     verdict: str
     patterns: tuple[str, ...] = ()
     codes: tuple[str, ...] = ()
     why: str = ""
+    silent: tuple[str, ...] = ()
 
 
 @dataclass
@@ -32,7 +34,8 @@ class Tally:
 
     broken: how many had at least one breakage. patterns, misses: programs with at least one.
     through_dynamo: how many were compiled by torch.compile too, and differed. found: seeds that
-    were wrong, raised or refused, and why.
+    were wrong, raised or refused, and why. silent: programs with points of the census that nothing
+    accounts for, of models broken and as written; unaccounted: their seeds, and the points.
     """
 
     programs: int = 0
@@ -44,6 +47,8 @@ class Tally:
     misses: Counter[str] = field(default_factory=Counter)
     through_dynamo: Counter[str] = field(default_factory=Counter)
     found: dict[str, str] = field(default_factory=dict)
+    silent: Counter[str] = field(default_factory=Counter)
+    unaccounted: dict[str, str] = field(default_factory=dict)
 
     def count(self, seed: Any, outcome: Outcome, drawn: str = "", broken: bool = False) -> None:
         """Adds one program; drawn: what is told of it where it was wrong."""
@@ -53,6 +58,9 @@ class Tally:
         self.verdicts[outcome.verdict] += 1
         self.patterns.update(set(outcome.patterns))
         self.misses.update(set(outcome.codes))
+        if outcome.silent:
+            self.silent["broken" if broken else "as written"] += 1
+            self.unaccounted[str(seed)] = f"{', '.join(outcome.silent[:3])} [{drawn}]"
         if outcome.verdict in JUDGED:
             said = f"{outcome.verdict}: {outcome.why.splitlines()[0]}"
             self.found[str(seed)] = f"{said} [{drawn}]"
