@@ -2,6 +2,7 @@
 
     python -m tests.programs --more 6000                    # of every family, after those kept
     python -m tests.programs --family moe --seeds 1200:1240 # these, keeping nothing
+    python -m tests.programs --table                        # docs/soundness.md's, of those kept
 
 A family is one of `families.FAMILIES`, whose models are broken at random, or one of
 `tasks.OTHERS`, which have programs and a judge of their own. Counts go to
@@ -84,6 +85,37 @@ def line(family: str, tally: Tally) -> str:
     return f"{family:12} {tally.programs:6} programs  {tally.fused:6} fused  {counts}"
 
 
+#: Verdicts that the table has columns for.
+COLUMNS = (
+    "same", "nothing fused", "unstable", "undefined", "unseen", "tied", "both raise", "torch's",
+    "lost, told", "refused", "raised", "wrong",
+)  # fmt: skip
+
+
+def table() -> str:
+    """The kept counts of each family and of all, as a table in Markdown."""
+    totals: dict[str, Tally] = {}
+    for run in kept():
+        counts = {f.name: run[f.name] for f in fields(Tally) if f.name in run}
+        totals.setdefault(run["family"], Tally()).add(Tally(**counts))
+    every = Tally()
+    for total in totals.values():
+        every.add(total)
+    names = ("programs", "models", "broken", "fused")
+    rows = [["Family", *names, *COLUMNS, "of those through Dynamo, the same"]]
+    rows.append(["---"] * len(rows[0]))
+    for family, total in [
+        *((f"`{name}`", total) for name, total in totals.items()),
+        ("all", every),
+    ]:
+        row = [family, *(getattr(total, name) for name in names)]
+        row += [total.verdicts[name] for name in COLUMNS]
+        dynamo = total.through_dynamo
+        told = f"{dynamo['same']} of {dynamo.total() - dynamo['not traced']}" if dynamo else "-"
+        rows.append([*map(str, row), told])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
 Task = tuple[str, int, int]
 
 
@@ -107,9 +139,13 @@ def main() -> None:
     parser.add_argument("--more", type=int, default=0, help="so many seeds more of each family")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--dynamo-every", type=int, default=100, metavar="N")
+    parser.add_argument("--table", action="store_true", help="of the counts that are kept")
     given = parser.parse_args()
+    if given.table:
+        print(table())
+        return
     if bool(given.seeds) == bool(given.more):
-        parser.error("give one of --seeds and --more")
+        parser.error("give one of --seeds, --more and --table")
     facts, totals = environment(), {family: Tally() for family in given.family}
     tasks = in_turns([pieces(family, given.seeds, given.more) for family in given.family])
     with ProcessPoolExecutor(given.jobs, mp_context=get_context("spawn")) as pool:
