@@ -68,7 +68,7 @@ def keep(family: str, first: int, stop: int, tally: Tally, facts: dict) -> None:
         if known["family"] == family and known["seeds"][1] == first and same:
             runs.remove(known)
             first = known["seeds"][0]
-            total = Tally(**{f.name: known[f.name] for f in fields(Tally)})
+            total = Tally.of(known)
             break
     total.add(tally)
     counts = {f.name: getattr(total, f.name) for f in fields(Tally)}
@@ -96,8 +96,7 @@ def table() -> str:
     """The kept counts of each family and of all, as a table in Markdown."""
     totals: dict[str, Tally] = {}
     for run in kept():
-        counts = {f.name: run[f.name] for f in fields(Tally) if f.name in run}
-        totals.setdefault(run["family"], Tally()).add(Tally(**counts))
+        totals.setdefault(run["family"], Tally()).add(Tally.of(run))
     every = Tally()
     for total in totals.values():
         every.add(total)

@@ -50,6 +50,16 @@ class Tally:
     silent: Counter[str] = field(default_factory=Counter)
     unaccounted: dict[str, str] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, counts: dict[str, Any]) -> Tally:
+        """The tally that was kept as JSON."""
+        tally = cls()
+        for part in fields(cls):
+            if part.name in counts:
+                kind = type(getattr(tally, part.name))
+                setattr(tally, part.name, kind(counts[part.name]))
+        return tally
+
     def count(self, seed: Any, outcome: Outcome, drawn: str = "", broken: bool = False) -> None:
         """Adds one program; drawn: what is told of it where it was wrong."""
         self.programs += 1
