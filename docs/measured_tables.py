@@ -323,6 +323,25 @@ def compile_time(data: dict[str, Any]) -> str:
     return f"{head}\n\n{table(header, rows)}"
 
 
+def large_graphs(data: dict[str, Any]) -> str:
+    by_structure: dict[str, list[dict[str, Any]]] = {}
+    for row in data["rows"]:
+        by_structure.setdefault(row["structure"], []).append(row)
+    rows = [
+        (
+            name.replace("_", " "),
+            f"{several[0]['nodes']} to {several[-1]['nodes']}",
+            str(several[-1]["sites"]),
+            *(f"{row['us_per_node']:.0f}" for row in several),
+        )
+        for name, several in by_structure.items()
+    ]
+    sizes = [f"about {row['size']}" for row in next(iter(by_structure.values()))]
+    header = ("structure, repeated", "nodes", "sites of the largest", *sizes)
+    head = "## Time of a node in large graphs\n\nCPU us of tilewright for each node of a graph:"
+    return f"{head}\n\n{table(header, rows)}"
+
+
 def cpu_step(data: dict[str, Any]) -> str:
     rows = [
         (
@@ -363,6 +382,7 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "mla.json": latent_attention,
     "lora.json": adapters,
     "compile_time.json": compile_time,
+    "large_graphs.json": large_graphs,
     "cpu_step.json": cpu_step,
 }
 
