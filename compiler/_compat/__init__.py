@@ -313,16 +313,17 @@ def _strided_again(item: Any) -> Any:
 
 
 def aten_graph(
-    function: Callable[..., Any], tensors: Sequence[torch.Tensor], pre_dispatch: bool
+    function: Callable[..., Any], inputs: Sequence[torch.Tensor | torch.SymInt], pre_dispatch: bool
 ) -> fx.Graph:
-    """The ATen calls `function(*tensors)` makes, under the tensors' fake mode.
+    """The ATen calls `function(*inputs)` makes, under the fake mode of the tensors among them.
 
     pre_dispatch: as they are called, not what autograd makes of those that are composed of others.
     Raises whatever tracing raises: the caller decides what an untraceable node is.
     """
     traced = make_fx(function, pre_dispatch=pre_dispatch, tracing_mode="real")
+    tensors = [held for held in inputs if isinstance(held, torch.Tensor)]
     with fake_mode_of(tensors) or nullcontext(), torch.no_grad():
-        return traced(*tensors).graph
+        return traced(*inputs).graph
 
 
 def call(target: Callable[..., Any] | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -391,6 +391,8 @@ class _Builder:
         """The ATen call of a node that is in no table."""
         if not self._meets_subclasses(node):
             call, sources = self._alone(node, aten_call)
+            if call is None and has_symbols(node):
+                call, sources = self._alone(node, aten_call, symbols=True)
             if call is not None:
                 operands = fill((call.args, call.kwargs), sources)
                 if call.name == "aten.index":  # a place for each dimension, as export spells it
@@ -401,21 +403,26 @@ class _Builder:
         self.unknown.append(node)
         return f"opaque:{name}", self._arguments(node), self._keywords(node)
 
-    def _alone(self, node: fx.Node, trace: Callable[..., T]) -> tuple[T | None, list[fx.Node]]:
+    def _alone(
+        self, node: fx.Node, trace: Callable[..., T], symbols: bool = False
+    ) -> tuple[T | None, list[fx.Node]]:
         """What `trace` tells of a node by itself, on its fake tensors, and the nodes of those; None
-        where it cannot be traced."""
+        where it cannot be traced. symbols: symbolic sizes that it is given are inputs, too, as a
+        call that keeps one needs."""
         sources: list[fx.Node] = []
+        kinds = (torch.Tensor, torch.SymInt) if symbols else torch.Tensor
 
         def leaf(item: fx.Node) -> Any:
             held = item.meta.get("example_value")
-            if isinstance(held, torch.Tensor):
+            if isinstance(held, kinds):
                 sources.append(item)
                 return Hole(len(sources) - 1)
             return held
 
         args = fx.node.map_arg(node.args, leaf)
         kwargs = fx.node.map_arg(node.kwargs, leaf)
-        tensors = [source.meta["example_value"] for source in sources]
+        inputs = [source.meta["example_value"] for source in sources]
+        tensors = [held for held in inputs if isinstance(held, torch.Tensor)]
         described = tuple((t.dtype, tuple(t.shape), str(t.device)) for t in tensors)
         autocast = _compat.autocast_at_devices(node, {t.device.type for t in tensors})
         key = (trace, node.target, repr(args), repr(kwargs), repr(described), autocast)
@@ -423,7 +430,7 @@ class _Builder:
         def ask() -> T | None:
             # A node that cannot be traced is opaque.
             with contextlib.suppress(Exception), _compat.autocast_at(node):
-                return trace(node, args, kwargs, tensors)
+                return trace(node, args, kwargs, inputs)
             return None
 
         if not isinstance(node.target, str) and not spelling.is_torch_function(node.target):

@@ -239,6 +239,27 @@ def test_the_list_index_of_several_positions_is_a_gather_not_a_slice():
     assert mixed.value.args[0].value.op == "opaque:getitem"
 
 
+def test_a_call_in_no_table_that_keeps_a_symbolic_size_is_read():
+    flows = []
+
+    def backend(gm, example_inputs):
+        flows.append(build_view(gm.graph))
+        return gm.forward
+
+    def repeated(x, counts):
+        return x.new_ones(3).repeat_interleave(counts, output_size=x.shape[0]) + 1
+
+    rows = X.clone()
+    torch._dynamo.mark_dynamic(rows, 0)
+    counts = torch.tensor([1, 0, X.shape[0] - 1])
+    torch.compile(repeated, backend=backend, fullgraph=True)(rows, counts)
+    (flow,) = flows
+    (value,) = (v for v in flow.values if "interleave" in v.op)
+    assert value.op == "aten.repeat_interleave"
+    assert value.kwargs["output_size"] == value.shape[0]
+    assert not flow.unknown
+
+
 def test_a_dimension_that_is_an_argument_of_the_graph_is_read():
     """Dynamo makes a number of a call's a symbol where it has changed, as after a graph break."""
 
