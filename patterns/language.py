@@ -6,7 +6,8 @@ and `match`, and call :func:`register`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
@@ -383,16 +384,20 @@ def find(
 
     A store goes to the first pattern that matches it and passes `check`. Where a later pattern
     takes what an earlier one missed, the earlier miss is kept, as the one worth reading, unless the
-    later absorbs what is written, too: then nothing of the site is lost. A pattern with a true
-    attribute `takes_leftovers` is not asked of values that a match absorbs.
+    later absorbs what is written, too: then nothing of the site is lost. A miss whose anchors are
+    all absorbed by matches goes for the same reason. A pattern with a true attribute
+    `takes_leftovers` is not asked of values that a match absorbs; what it matches itself is part of
+    what others look for, and ends no misses but those of patterns with its op.
     """
     found = Findings()
     taken: set[Value] = set()
     absorbed: set[Value] = set()
     said: dict[tuple[str, tuple[fx.Node, ...]], int] = {}
     furthest: dict[Value, Stage] = {}
-    sites: dict[int, list[Value]] = {}
-    whole: set[Value] = set()  # writes that are fused with what they write
+    ops: dict[int, str] = {}  # that the patterns of the misses would have put in
+    sites: dict[int, list[Value]] = defaultdict(list)
+    whole: set[Value] = set()  # what is fused: writes with what they write, and all between
+    by_op: dict[str, set[Value]] = defaultdict(set)  # what leftovers' patterns fused, by their op
     for pattern in patterns:
         for anchor in _anchors(pattern, flow, found, failed):
             stores = list(anchored_stores(anchor))
@@ -407,29 +412,32 @@ def find(
                 taken.update(answer.stores)
                 absorbed.update(answer.absorbed)
                 whole.update(answer.stores if answer.absorbed else ())
+                (by_op[pattern.op] if leftovers else whole).update(answer.absorbed)
                 continue
             for store in stores:
                 furthest[store] = max(answer.stage, furthest.get(store, answer.stage))
             at = said.setdefault((answer.code, answer.nodes), len(found.misses))
             if at == len(found.misses):
                 found.misses.append(answer)
-                sites[at] = stores
+                ops[at] = pattern.op
+            sites[at].extend(stores)
             covers = (*found.misses[at].covers, *answer.covers, *anchor_nodes(anchor))
             found.misses[at] = replace(found.misses[at], covers=tuple(dict.fromkeys(covers)))
     found.misses = [
         miss
         for at, miss in enumerate(found.misses)
-        if not _outdone(miss, sites.get(at, []), furthest, whole)
+        if not _outdone(miss, sites[at], furthest, (whole, by_op[ops.get(at, "")]))
     ]
     return found
 
 
 def _outdone(
-    miss: Miss, stores: list[Value], furthest: Mapping[Value, Stage], whole: set[Value]
+    miss: Miss, stores: list[Value], furthest: Mapping[Value, Stage], fused: Sequence[Set[Value]]
 ) -> bool:
     """Whether a miss that saw no more than the write stands beside one that got further there, or
-    its writes are among those fused with what they write."""
-    if stores and whole.issuperset(stores) and miss.code != "INTERNAL":
+    all that it is about is fused: writes with what they write, or values that a match absorbs."""
+    inside = all(any(store in values for values in fused) for store in stores)
+    if stores and inside and miss.code != "INTERNAL":
         return True
     only_anchored = miss.stage == Stage.ANCHORED and miss.code in ("LONE_WRITE", "EARLIER_GRAPH")
     return only_anchored and any(furthest[s] > Stage.ANCHORED for s in stores if s in furthest)

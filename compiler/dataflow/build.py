@@ -342,6 +342,9 @@ class _Builder:
             dim, shape = dim % len(result.shape), shape_of(result)
             pieces = tuple(_piece_of_rank(self._operand(t), dim, shape) for t in tensors)
             return "aten.cat", (pieces, dim), {}
+        if name == "one_hot" and node.all_input_nodes[0].meta["example_value"].dtype != torch.int64:
+            # Eager raises for other integers, fake tensors do not: what raises stays.
+            return "opaque:one_hot", self._arguments(node), self._keywords(node)
         if name in spelling.PLAIN:
             return f"aten.{name}", self._arguments(node), self._keywords(node)
         return self._ask(node, name)

@@ -33,7 +33,7 @@ from tilewright.patterns.lora.delta import LoraDelta, match_delta
 from tilewright.patterns.lora.product import BATCHED
 from tilewright.patterns.recognise.dtypes import check_dtypes, dtype_name
 from tilewright.patterns.recognise.gemm import is_weight
-from tilewright.patterns.recognise.routing import GATHERS, gathered
+from tilewright.patterns.recognise.routing import GATHERS, TAKEN, gathered
 
 
 @dataclass(frozen=True)
@@ -186,12 +186,10 @@ def _is_foreign(value: Value) -> bool:
 
 
 #: Operations between the products, and behind them, in what resembles a delta.
-# take_along_dim has its own rule for numbers from outside: it is read by no pattern.
-_TAKEN = {*GATHERS, "aten.take_along_dim"}
 _AROUND = {
-    "aten.mul", "aten.div", "aten.where", "aten.masked_fill", "aten.flip", "cast", *_TAKEN,
+    "aten.mul", "aten.div", "aten.where", "aten.masked_fill", "aten.flip", "cast", *TAKEN,
 }  # fmt: skip
-_STACKS = {"constant", *_TAKEN}
+_STACKS = {"constant", *TAKEN}
 
 
 def _resembles_sum(value: Value) -> bool:

@@ -15,7 +15,7 @@ from tilewright.patterns.dataflow import Value, View
 from tilewright.patterns.effects import Atom, Dim, Effect
 from tilewright.patterns.lora.factors import is_index
 from tilewright.patterns.recognise.gemm import Side, is_weight, named_product
-from tilewright.patterns.recognise.grouped_gemm import match_grouped
+from tilewright.patterns.recognise.grouped_gemm import match_grouped, on_stack
 from tilewright.patterns.recognise.linear import match_columns
 from tilewright.patterns.recognise.outside import LOOKUPS, REFUSED, Outside
 from tilewright.patterns.recognise.routing import flat, gathered, strip_integer_casts
@@ -114,7 +114,7 @@ def _gathered_product(view: View, x: Side, weight: Side, result: str) -> Product
     columns = _columns(
         view, [result.index(n) for n in (*rows, *tokens)], [result.index(n) for n in features]
     )
-    whole = _on_stack(stored, lead, [ws[n] for n in (*features, k)], matrices.effect.start)
+    whole = on_stack(stored, lead, [ws[n] for n in (*features, k)], matrices.effect.start)
     if columns is None or whole is None:
         return None
     merged = effects.coalesce(a for n in (*rows, *tokens) for a in xs[n])
@@ -135,17 +135,6 @@ def _part_repeated(xs: dict[str, Dim], ws: dict[str, Dim]) -> None:
             del xs[name]
         elif repeats == [False, True]:
             del ws[name]
-
-
-def _on_stack(stored: View, lead: int, dims: Sequence[Dim], start: Sequence[int]) -> View | None:
-    """Dimensions of stored[index], which has `lead` axes in the place of the stack's first, as a
-    view [G, dims...] of the stack; None where they are not of each matrix alone."""
-    if any(start[:lead]) or any(a.axis is None or a.axis < lead for d in dims for a in d):
-        return None
-    first = effects.identity(stored.shape).dims[0]
-    rest = [tuple(Atom(a.axis - lead + 1, a.step, a.length) for a in d if a.axis is not None)
-            for d in dims]  # fmt: skip
-    return stored.through(Effect((first, *rest), (0, *start[lead:])))
 
 
 def _cut(stack: View, features: Sequence[str], result: str, columns: Effect) -> Effect:

@@ -48,6 +48,7 @@ from tilewright.patterns.moe.routes import chosen_experts
 from tilewright.patterns.recognise.activation import match_activation
 from tilewright.patterns.recognise.norm import is_float_cast, strip_casts
 from tilewright.patterns.recognise.routing import (
+    TAKEN,
     counts_again,
     per_row,
     rows_added_to,
@@ -101,6 +102,7 @@ class MoeDense:
 
     def match(self, anchor: Value, flow: Dataflow) -> Match:
         down = next(g for g in dense_gemms(anchor, flow) if not g.is_shared and _fed(g, flow))
+        _refuse_lookups(down.weight)
         activation = match_activation(down.x.value.whole)
         if activation is None:
             refuse_activation(down.x)
@@ -147,6 +149,18 @@ class MoeDense:
             facts=layer.facts(x, ids.shape[1], weights, weighs=weighs),
             scope=common_scope(gate.end.scope, anchor.scope),
         )
+
+
+def _refuse_lookups(weight: View) -> None:
+    """Raises Reject (EXPERT_WEIGHT) for weights that are taken from a stack by the experts'
+    numbers, one for each row: a mixture of another kind, in a form that its pattern does not
+    know."""
+    taken = weight.value
+    numbers = [v for v in taken.operands if not v.value.dtype.is_floating_point]
+    if taken.op in TAKEN and any(v.value.op != "constant" for v in numbers):
+        message = f"{taken} takes a weight for each row in a form that is not known"
+        hint = "take whole matrices of the stack: weight[expert_ids], weight [E, N, K]"
+        reject("EXPERT_WEIGHT", Stage.GUARDS, message, taken, hint=hint)
 
 
 def _fed(gemm: DenseGemm, flow: Dataflow) -> bool:

@@ -7,10 +7,12 @@ einsum("tk, tsnk -> tsn", x, weight[experts [T, S]])          with M = T * S rou
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Dataflow, Value, View
+from tilewright.patterns.effects import Atom, Dim, Effect
 from tilewright.patterns.recognise.gemm import Side, named_product
 from tilewright.patterns.recognise.linear import Columns, columns_along
 from tilewright.patterns.recognise.norm import strip_casts
@@ -122,34 +124,33 @@ def match_batched(value: Value) -> ExpertGemm | None:
 def _by_route(value: Value, x: Side, weight: Side, result: str) -> ExpertGemm | None:
     """A product of which one operand is weight[experts], a weight for every row of the other."""
     taken = gathered(weight.view.value.whole)
-    axes = _axes(weight.view)
-    if taken is None or axes is None or len(taken[0].shape) != 3:
+    lead = 0 if taken is None else len(taken[1].shape)
+    axes = _axes(weight.view, lead)
+    if taken is None or axes is None or len(taken[0].shape) < 2 or len(axes) != lead + 2:
         return None
     stored, experts = taken
-    lead = len(experts.shape)
-    name_of = dict(zip(axes, weight.names, strict=True))
-    routes = [name_of[axis] for axis in range(lead)]
-    xs = x.dims
-    k = [a for a in axes if a >= lead and name_of[a] in xs and name_of[a] not in result]
-    n = [a for a in axes if a >= lead and name_of[a] in result and name_of[a] not in xs]
+    routes = [weight.names[axes.index(axis)] for axis in range(lead)]
+    xs, ws = x.dims, weight.dims
+    own = [name for name in weight.names if name not in routes]
+    k = [name for name in own if name in xs and name not in result]
+    n = [name for name in own if name in result and name not in xs]
     if len(k) != 1 or len(n) != 1 or len(xs) != len(x.names) or weight.view.value is x.view.value:
         return None
     # bmm has a dimension of one for the row.
-    single = [a for a in xs if a not in routes and a != name_of[k[0]]]
-    if any(xs[a] for a in single) or [a for a in result if a not in single] != [
-        *routes, name_of[n[0]],
-    ]:  # fmt: skip
+    single = [a for a in xs if a not in routes and a != k[0]]
+    if any(xs[a] for a in single) or [a for a in result if a not in single] != [*routes, n[0]]:
+        return None
+    by_row = on_stack(stored, lead, [ws[n[0]], ws[k[0]]], weight.view.effect.start)
+    if by_row is None:
         return None
     sizes = [weight.view.value.shape[axis] for axis in range(lead)]
     rows = [
-        xs[name] if xs.get(name) else (effects.Atom(None, 0, size),)
+        xs[name] if xs.get(name) else (Atom(None, 0, size),)
         for name, size in zip(routes, sizes, strict=True)
     ]
     merged = effects.coalesce(atom for dim in rows for atom in dim)
-    rows_view = x.view.with_dims(merged, xs[name_of[k[0]]])
-    order = [0, n[0] - lead + 1, k[0] - lead + 1]
-    by_row = stored.permute(*order)
-    column_axis = result.index(name_of[n[0]])
+    rows_view = x.view.with_dims(merged, xs[k[0]])
+    column_axis = result.index(n[0])
     ids = flat(strip_integer_casts(experts))
     absorbed = (value, weight.view.value)
     outside = LOOKUPS.get(weight.view.value.op, REFUSED)
@@ -158,10 +159,9 @@ def _by_route(value: Value, x: Side, weight: Side, result: str) -> ExpertGemm | 
     )
 
 
-def _axes(view: View) -> list[int] | None:
-    """The axis of its value that each dimension of a view is, where it only orders them."""
-    if any(s != 0 for s in view.effect.start):
-        return None
+def _axes(view: View, lead: int) -> list[int] | None:
+    """The axis of its value that each dimension of a view goes by: all of one of the first `lead`
+    axes, each once, or places of those behind them; None for another view."""
     ones = [a for a, n in enumerate(view.value.shape) if n == 1]
     axes: list[int] = []
     for dim in view.effect.dims:
@@ -171,12 +171,23 @@ def _axes(view: View) -> list[int] | None:
             axes.append(ones.pop(0))
             continue
         axis = dim[0].axis
-        if len(dim) != 1 or axis is None or dim[0].step != 1:
+        if axis is None:
             return None
-        if dim[0].length != view.value.shape[axis]:
+        if axis < lead and dim != (Atom(axis, 1, view.value.shape[axis]),):
             return None
         axes.append(axis)
-    return axes if sorted(axes) == list(range(len(view.value.shape))) else None
+    return axes if sorted(a for a in axes if a < lead) == list(range(lead)) else None
+
+
+def on_stack(stored: View, lead: int, dims: Sequence[Dim], start: Sequence[int]) -> View | None:
+    """Dimensions of stored[index], which has `lead` axes in the place of the stack's first, as a
+    view [G, dims...] of the stack; None where they are not of each matrix alone."""
+    if any(start[:lead]) or any(a.axis is None or a.axis < lead for d in dims for a in d):
+        return None
+    first = effects.identity(stored.shape).dims[0]
+    rest = [tuple(Atom(a.axis - lead + 1, a.step, a.length) for a in d if a.axis is not None)
+            for d in dims]  # fmt: skip
+    return stored.through(Effect((first, *rest), (0, *start[lead:])))
 
 
 def _with_bias(gemm: ExpertGemm, add: Value, value: Value) -> ExpertGemm | None:

@@ -227,6 +227,8 @@ def gathered(view: View) -> tuple[View, View] | None:
 
 #: Operations that :func:`gathered` reads.
 GATHERS = frozenset({"aten.index", "aten.index_select", "aten.embedding", "aten.gather"})
+#: With those of rules of their own for numbers from outside, which no pattern reads.
+TAKEN = GATHERS | {"aten.take_along_dim"}
 
 
 def _gathered_rows(source: View, index: View) -> tuple[View, View] | None:

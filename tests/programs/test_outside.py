@@ -4,8 +4,13 @@ modules run more of them."""
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.programs import exported, outside
+from tests.programs.run import OPTIONS, capture
+from tilewright.compiler.fuse import fuse
+
+DATA_SHAPES = torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
 
 #: Of each kind, a few seeds of which one raises where that kind can.
 SEEDS = {"mixture": (6, 11), "loop": (6, 10), "adapted": (10, 15), "written": (6, 10)}
@@ -18,6 +23,31 @@ def test_numbers_from_outside_do_what_they_do_in_eager(kind):
     assert not tally.found, tally.found
     verdicts = {"same", "both raise"} if kind in LOOKED_UP else {"same"}
     assert verdicts <= set(tally.verdicts), tally.verdicts
+
+
+@pytest.mark.parametrize("lookup", outside.LOOKUPS)
+def test_experts_looked_up_are_fused_or_told_why_not(lookup):
+    """By one pattern: another that reads the same products as a dense mixture has nothing to say
+    where they are fused, and the true reason where they are not."""
+    module = outside.Mixture(lookup, False, False)
+    ids = torch.randint(outside.EXPERTS, (outside.TOKENS, outside.SLOTS))
+    args = (outside.normal(outside.TOKENS, outside.HIDDEN), ids, outside.normal(*ids.shape))
+    with torch.no_grad():
+        report = fuse(capture(module, args, lookup).module, OPTIONS)
+    told = {miss.code for miss in report.misses if miss.is_lost}
+    fused = [site.op for site in report.matches]
+    unread = lookup == "taken_along"
+    assert (fused, told) == (([], {"EXPERT_WEIGHT"}) if unread else (["fused_moe"], set()))
+
+
+def test_one_hot_of_integers_that_eager_refuses_stays():
+    """Fake tensors take any integers."""
+    module = outside.Loop("one_hot")
+    module.hits = lambda ids: torch.nn.functional.one_hot(ids, outside.EXPERTS)
+    ids = torch.randint(outside.EXPERTS, (outside.TOKENS, outside.SLOTS), dtype=torch.int32)
+    args = (outside.normal(outside.TOKENS, outside.HIDDEN), ids, outside.normal(*ids.shape))
+    with torch.no_grad(), DATA_SHAPES:
+        assert outside.judged(module, args, "") in ("both raise", "nothing fused")
 
 
 @pytest.mark.parametrize("family", ["attention", "wild"])
