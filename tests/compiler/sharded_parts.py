@@ -181,6 +181,8 @@ PARTS: dict[str, Callable[[], Any]] = {
     "sequence": _sequence,
     "stages": lambda: None,
 }
+#: How many ranks share each: a pipeline of four has stages between the first and the last.
+RANKS = {2: ("dispatched", "padded", "sequence"), 4: ("stages",)}
 #: What is fused of each on every rank, what is lost, and what is advice.
 WANTED: dict[str, tuple[list[str], list[str], list[str]]] = {
     "dispatched": (["grouped_gemm", "grouped_gemm", "moe_router"], ["moe COLLECTIVE"], []),

@@ -157,8 +157,9 @@ def tried_all(seeds: range) -> list[tuple[int, Outcome]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--seeds", default="0:1000", help="first:last, the last left out")
-    first, last = map(int, parser.parse_args().seeds.split(":"))
+    given = "first:last or first:last:step, the last left out"
+    parser.add_argument("--seeds", default="0:1000", help=given)
+    every = range(*map(int, parser.parse_args().seeds.split(":")))
     warnings.simplefilter("ignore")
     logging.disable()
     torch.set_num_threads(1)
@@ -168,16 +169,17 @@ def main() -> None:
     unclear = 0
     start = time.time()
     crashed = []
-    left = set(turns())
+    asked = {turn_of(seed) for seed in every}
+    left = set(asked)
     for family in FAMILIES:
         base(family)  # traced once for all processes
-    for chunk in range(first, last, PER_PROCESS):
-        seeds = range(chunk, min(chunk + PER_PROCESS, last))
+    for place in range(0, len(every), PER_PROCESS):
+        seeds = every[place : place + PER_PROCESS]
         with ProcessPoolExecutor(1, mp_context=get_context("fork")) as pool:
             try:
                 outcomes = pool.submit(tried_all, seeds).result()
             except BrokenProcessPool:  # an operator of torch's on arguments that nobody gives it
-                crashed.append(chunk)
+                crashed.append(seeds.start)
                 continue
         for seed, outcome in outcomes:
             programs[outcome.family] += 1
@@ -194,10 +196,10 @@ def main() -> None:
         f"{total} programs, {sum(fused.values())} with a rewrite, {unclear} unclear, "
         f"{len(wrong)} wrong: {wrong}"
     )
-    print(f"of {len(set(turns()))} (family, kind, spelling) not drawn: {sorted(left)}")
+    print(f"of {len(asked)} (family, kind, spelling) not drawn: {sorted(left)}")
     if crashed:
         print(f"torch took its process down: {PER_PROCESS} seeds each from {crashed} left out")
-    print(f"seeds {first}:{last}, {time.time() - start:.0f} s")
+    print(f"seeds {every}, {time.time() - start:.0f} s")
     sys.exit(bool(wrong))
 
 

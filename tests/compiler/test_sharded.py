@@ -100,8 +100,9 @@ def test_what_is_said_to_be_lost_is_lost(worlds, ranks, name):
         assert set(found[name]["advice"]) <= {"linear_residual COLLECTIVE"}
 
 
-@pytest.mark.parametrize("ranks", sharded.WORLDS)
-@pytest.mark.parametrize("name", sharded_parts.PARTS)
+@pytest.mark.parametrize(
+    ("ranks", "name"), [(n, name) for n, names in sharded_parts.RANKS.items() for name in names]
+)
 def test_parts_shared_by_hand_are_fused_or_say_why(worlds, ranks, name):
     """Experts that tokens are sent to, sequence parallel, stages of a pipeline."""
     fused, lost, advice = sharded_parts.WANTED[name]
