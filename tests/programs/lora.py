@@ -60,7 +60,7 @@ def matmul(x, a, b):
 PRODUCTS = {f.__name__: f for f in (einsum, bmm, matmul)}
 #: Products over all adapters, which take none by its number.
 WHOLE = ("one_hot", "compared", "looped", "grouped")
-MASKS = ("", "where", "factor", "fill")
+MASKS = ("", "where", "factor", "fill", "fill_below", "where_below")
 ADDS = ("plus", "in_place", "reversed", "after_view")
 
 
@@ -126,6 +126,11 @@ class Lora(nn.Module):
             return torch.where(some, d, 0.0)
         if axes.masked == "factor":
             return d * some.to(d.dtype)
+        none = (index < 0)[:, None]
+        if axes.masked == "fill_below":
+            return d.masked_fill(none, 0.0)
+        if axes.masked == "where_below":
+            return torch.where(none, 0.0, d)
         return d.masked_fill(~some, 0.0) if axes.masked == "fill" else d
 
     def one_hot(self, x, index, a, b):

@@ -14,6 +14,7 @@ from tests.agreement import assert_no_worse, upcast
 from tests.found import codes_of, matches_of, misses_of, patterns_in
 from tests.models.lora_bent import BENT, build_bent
 from tests.models.lora_idioms import IDIOMS, Layer, build
+from tests.programs import lora
 from tilewright.compiler import lower, reports
 from tilewright.patterns.lora.arguments import has_kernels
 from tilewright.patterns.qkv import qkv_cache
@@ -66,6 +67,17 @@ def test_each_idiom_is_fused_or_missed_by_name(name, dynamic):
         patterns = ["lora_qkv"] * SITES.get(name, 1)
         assert patterns_in(report, "lora", "qkv") == patterns, misses_of(report, "lora", "qkv")
         assert misses_of(report, "lora", "qkv") == []
+
+
+@pytest.mark.parametrize("masked", lora.MASKS)
+def test_rows_that_a_mask_takes_out_have_no_adapter(masked):
+    """However the mask is written: as the rows with an adapter, or those without one."""
+    module, args = lora.build(lora.LoraAxes(masked=masked))
+    eager, ours, report = run(module, args)
+    assert patterns_in(report, "lora") == ["lora_qkv"]
+    exact = outputs(upcast(module)(*map(upcast, args)))
+    for a, b, c in zip(ours, eager, exact, strict=True):
+        assert_no_worse(a, b, c, masked)
 
 
 def test_the_adapters_are_read_where_they_are():
