@@ -361,6 +361,14 @@ def _chooses_keys(value: Value, graph: Graph) -> bool:
     return made_of_two and attended and not any(one.returned for one in read)
 
 
+def _compares_tokens(value: Value, graph: Graph) -> bool:
+    """Whether the scores that are compared are products of one activation with itself."""
+    scores = _products_before(value, graph)
+    sides = [{view.value for view in v.operands if len(view.shape) > 1} for v in scores]
+    alone = all(len(side) == 1 for side in sides)
+    return bool(scores) and alone and all(_is_of_two_activations(v, graph) for v in scores)
+
+
 def _mixes(value: Value, graph: Graph) -> bool:
     """Whether a softmax of linears is what another tensor is multiplied by: neither a score of
     queries with keys, nor experts that are chosen."""
@@ -486,6 +494,7 @@ RULES: tuple[Rule, ...] = (
         "keys that an attention reads, by scores of their own: a sparse indexer",
         _chooses_keys,
     ),
+    Rule("top-k", "scores of tokens with each other: no experts", _compares_tokens),
     Rule("top-k", "the graph returns it: what is sampled", _leads_nowhere),
 )
 

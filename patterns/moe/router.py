@@ -26,7 +26,7 @@ from tilewright.patterns.moe.choice import Choice, is_choice, match_choice
 from tilewright.patterns.moe.combine import SHAPED_LIKE
 from tilewright.patterns.moe.weights import Weights, match_weights
 from tilewright.patterns.recognise.dtypes import FLOATS, dtype_name, dtype_names
-from tilewright.patterns.recognise.gemm import Gemm, match_gemm
+from tilewright.patterns.recognise.gemm import Gemm, match_gemm, named_product
 from tilewright.patterns.recognise.norm import before_widening, strip_casts
 from tilewright.patterns.recognise.routing import match_order
 
@@ -76,7 +76,7 @@ class MoeRouter:
         choices = {v: set(_before(v)) for v in made}
         within = {one for before in choices.values() for one in before}
         for value, before in choices.items():
-            if value not in within and any(_is_product(v) for v in before):
+            if value not in within and any(_is_projection(v) for v in before):
                 yield Anchor(value)
         orders = (order for v in flow.values if (order := match_order(v.whole)) is not None)
         sorted_ids = dict.fromkeys(order.ids.value for order in orders)
@@ -145,9 +145,25 @@ def _is_product(value: Value) -> bool:
     return match_gemm(value) is not None
 
 
+def _is_projection(value: Value) -> bool:
+    """Whether a value is a product with a weight: with nothing that its activation is made of, as
+    the scores of tokens with each other are."""
+    gemm = match_gemm(value)
+    if gemm is None:
+        return False
+    made_of = {v for v in upstream(gemm.weight.value, _REACH) if v.op == "input"}
+    return made_of.isdisjoint(upstream(gemm.x.value, _REACH))
+
+
+def _is_of_activations(value: Value) -> bool:
+    """Whether a value is a product of what earlier products made, as an attention's scores are."""
+    product = named_product(value)
+    return product is not None and all(side.view.value.projected for side in product.sides)
+
+
 def _before(choice: Value) -> Iterable[Value]:
-    """What a choice is computed from, back to products."""
-    found = upstream(choice, _REACH, lambda v: not _is_product(v))
+    """What a choice is computed from, back to products, those of activations among them."""
+    found = upstream(choice, _REACH, lambda v: not (_is_product(v) or _is_of_activations(v)))
     return [value for value in found if value is not choice]
 
 

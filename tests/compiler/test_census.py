@@ -191,6 +191,12 @@ def indexed_for_a_linear(m, x):
     return indexed(m, x, lambda q, k, v, mask: m.square(mask.to(q.dtype) @ v))
 
 
+def indexed_by_others(m, x):
+    """The near miss of tokens with each other: scores of two activations, read by a linear."""
+    chosen = F.relu(x @ m.square(x).mT).topk(1).indices
+    return m.square(torch.zeros(T, T, dtype=x.dtype).scatter(-1, chosen, 1.0) @ x)
+
+
 def mixed_streams(m, x):
     """Four streams of a token, mixed by numbers of a linear."""
     weights = m.square(x)[:, :16].view(T, 4, 4).softmax(-1) + 1e-6
@@ -278,7 +284,8 @@ PAIRS = {
     of_its_own_length: ("product", "unaccounted", ""),
     recurrence: ("product", "no interest", ""),
     indexed: ("top-k", "no interest", "a sparse indexer"),
-    indexed_for_a_linear: ("top-k", "unaccounted", ""),
+    indexed_for_a_linear: ("top-k", "no interest", "tokens with each other"),
+    indexed_by_others: ("top-k", "unaccounted", ""),
     mixed_streams: ("softmax", "no interest", "no scores of queries with keys"),
     mixed_experts: ("softmax", "unaccounted", ""),
     looked_up: ("product", "no interest", "two activations"),

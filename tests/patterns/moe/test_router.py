@@ -366,6 +366,22 @@ def test_a_choice_of_words_is_no_router():
     assert not matches_of(lowered, "moe_router") + list(codes_of(lowered, "moe_router"))
 
 
+@pytest.mark.parametrize("projected", [False, True])
+def test_scores_of_tokens_with_each_other_are_no_router(projected):
+    """A sparse mask's, that an attention reads or anything else."""
+
+    def step(x, w, b, c):
+        x = F.linear(x, w).relu() if projected else x
+        chosen = F.relu(x @ x.T).topk(2).indices
+        return F.silu(torch.zeros(T, T, dtype=x.dtype).scatter(1, chosen, 1.0) @ x)
+
+    torch._dynamo.reset()
+    lowered = lower(step, tensors())
+    assert not matches_of(lowered, "moe_router") + list(codes_of(lowered, "moe_router"))
+    choices = [point.account for point in lowered.census.points if point.kind == "top-k"]
+    assert choices == ["no interest"]
+
+
 def test_a_choice_that_nothing_reads_is_no_router():
     """Dynamo keeps the call; export drops it."""
 
