@@ -216,6 +216,19 @@ def _parts(write: CacheWrite) -> Iterator[CacheWrite]:
         yield _part(write, written, part, at[0], rest[at[0] - lead])
 
 
+def joined_features(write: CacheWrite) -> Value | None:
+    """The cat along the features of two projections of one width that a write stores: keys and
+    values in a row; None where it stores anything else, as the parts of a rotated head."""
+    value = None if write.written is None else write.written.view.value
+    if value is None or value.op != "aten.cat" or len(value.args[0]) != 2:
+        return None
+    one, other = value.args[0]
+    made, more = ({gemm.value for gemm in _nearest(part.value)} for part in (one, other))
+    last = value.args[1] == len(value.shape) - 1
+    apart = made and more and made.isdisjoint(more)
+    return value if last and apart and one.shape == other.shape else None
+
+
 def _part(write: CacheWrite, written: Written, part: int, at: int, dim: int) -> CacheWrite:
     """One of the two pieces: `at` is the source's dimension that tells them apart, `dim` the
     target's. Of a stack that dimension is dropped."""
@@ -378,9 +391,12 @@ def _projected(write: CacheWrite) -> set[Value]:
 
 def _products(write: CacheWrite) -> list[Gemm]:
     """The nearest products that a write is computed from."""
-    if write.written is None:
-        return []
-    nearest = upstream(write.written.view.value, _REACH, lambda v: match_gemm(v) is None)
+    return [] if write.written is None else _nearest(write.written.view.value)
+
+
+def _nearest(value: Value) -> list[Gemm]:
+    """The nearest products that a value is computed from."""
+    nearest = upstream(value, _REACH, lambda v: match_gemm(v) is None)
     return [gemm for value in nearest if (gemm := match_gemm(value)) is not None]
 
 

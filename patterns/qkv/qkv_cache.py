@@ -23,7 +23,7 @@ from tilewright.ops.formats.fp8 import FP8_DTYPES
 from tilewright.patterns.cache.address import Address, address, check_pair, place_arguments
 from tilewright.patterns.cache.eight_bit import can_scale
 from tilewright.patterns.cache.latent_writes import latent_writes
-from tilewright.patterns.cache.writes import CACHE_WRITES, WritePair, pairs
+from tilewright.patterns.cache.writes import CACHE_WRITES, WritePair, joined_features, pairs
 from tilewright.patterns.collective.sums import unless_summed
 from tilewright.patterns.dataflow import Computed, Dataflow, common_scope
 from tilewright.patterns.effects import size_fact
@@ -79,6 +79,16 @@ class QkvCache:
                 anchor.first.store,
                 hint="each write is fused by itself",
                 weight="advice",  # no op has both
+            )
+        if anchor.second is None and (joined := joined_features(anchor.first)) is not None:
+            reject(
+                "CACHE_LAYOUT",
+                Stage.ANCHORED,
+                f"keys and values are written together, as the features of one head: {joined} "
+                f"joins them into rows of {joined.shape[-1]}",
+                anchor.first.store,
+                hint="give keys and values a dimension of their own, [..., 2, heads, head_dim], or "
+                "a cache each",
             )
         if anchor.second is None:
             reject(

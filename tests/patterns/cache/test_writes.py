@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.compiler.steps import HKV, D, Layer, T, make_args, plain, store
+from tests.compiler.steps import HKV, D, K, Layer, T, make_args, plain, store
 from tests.found import codes_of, matches_of, misses_of, patterns_in
 from tests.models.fp8_writes import LARGEST
 from tests.models.qkv_idioms import build
@@ -298,6 +298,27 @@ def test_k_and_v_at_different_starts_are_no_pair():
     module = Sliced(apart)
     check_against_eager("apart", module, args, [])
     assert codes() == {"SLOT_INDEX"}
+
+
+@pytest.mark.parametrize("by", ["index", "slice"])
+def test_keys_and_values_in_one_row_are_told_as_that(by):
+    """They have no twin since they are both in one write."""
+
+    class InOneRow(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = Layer(plain)
+
+        def forward(self, x, cache, slots):
+            q, k, v = self.layer.qkv(x)
+            cache[slots if by == "index" else slice(0, len(x))] = torch.cat((k, v), -1)
+            return q * 2
+
+    cache = torch.zeros(64, HKV, 2 * D)
+    with torch.no_grad():
+        run(InOneRow(), torch.randn(T, K), cache, torch.arange(T))
+    (miss,) = misses_of(reports()[-1], "qkv_cache")
+    assert (miss.code, "written together" in miss.message) == ("CACHE_LAYOUT", True)
 
 
 class OfTwoWidths(torch.nn.Module):
