@@ -15,7 +15,16 @@ from typing import ClassVar
 
 from tilewright.codegen.mlp.plan import MOST_TOKENS
 from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope
-from tilewright.patterns.language import Match, Result, Sought, Stage, as_advice, register, reject
+from tilewright.patterns.language import (
+    Match,
+    Reject,
+    Result,
+    Sought,
+    Stage,
+    as_advice,
+    register,
+    reject,
+)
 from tilewright.patterns.mlp.between import Between, norms_between
 from tilewright.patterns.mlp.linears import (
     FewTokens,
@@ -81,8 +90,8 @@ class LinearResidual:
 
     def _match(self, anchor: Value, flow: Dataflow) -> Match:
         sums = list(_sums_of(anchor, flow))
-        found = next((one for one in sums if _is_taken(one)), None)
-        if found is None:
+        taken = [one for one in sums if _is_taken(one)]
+        if not taken:
             if sums:
                 product = sums[0].linear.product
                 message = f"{product}: a norm reads it, and how many tokens it has is a symbol"
@@ -93,6 +102,16 @@ class LinearResidual:
                 near[0].refuse()
             message = "the ranks' parts of the linear are summed before the residual is added"
             reject("COLLECTIVE", Stage.ACTIVATION, message, anchor)
+        refused: list[Reject] = []
+        for one in taken:
+            try:
+                return self._of(anchor, one)
+            except Reject as why:  # the other side may do
+                refused.append(why)
+        raise refused[0]
+
+    def _of(self, anchor: Value, found: Sum) -> Match:
+        """The match that gives a sum to one of its sides; raises Reject."""
         linear = found.linear
         check_linears([linear], [found.residual], anchor)
         weights = match_codes([linear], [("weight", "weight_scale", "weight_zero")])

@@ -111,6 +111,25 @@ def test_codes_that_no_op_takes_are_advice(forms, code, monkeypatch):
     assert miss.nodes
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_of_two_linears_that_are_added_the_one_that_the_op_takes(first):
+    """Groups of a buffer are refused late, by the weights' arguments."""
+
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            forms = (quantized.gptq_act_order, quantized.int8)
+            self.sides = nn.ModuleList(
+                QuantizedLinear(form, K, K, 2) for form in (forms if first else forms[::-1])
+            )
+
+        def forward(self, x):
+            return self.sides[0](x) + self.sides[1](x)
+
+    (site,) = matches_of(compiled(Both(), tokens()), "mlp")
+    assert (site.pattern, site.shapes["weights"]) == ("linear_residual", "int8")
+
+
 def test_one_dense_weight_beside_codes_is_advice():
     module = Mlp(quantized.int8, quantized.int8, quantized.int8)
     module.up = nn.Linear(K, N, bias=False, dtype=torch.bfloat16).requires_grad_(False)
