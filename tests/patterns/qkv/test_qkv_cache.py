@@ -9,7 +9,7 @@ import torch
 
 from tests.agreement import cloned
 from tests.found import codes_of, matches_of, misses_of, patterns_in, patterns_of
-from tests.models.qkv_idioms import IDIOMS, TOLD_APART, axes_of, build
+from tests.models.qkv_idioms import IDIOMS, TOLD_APART, VARIANTS, axes_of, build
 from tests.patterns.running import check_against_eager
 from tilewright.compiler import lower, reports
 
@@ -29,6 +29,12 @@ ASKED_ALREADY = [
     name
     for form in (f"p_{form}" for form in TOLD_APART)
     for name in (f"{form}_no_rope_paged", f"{form}_static")
+]
+
+#: An axis that is no form of the projection is asked of one kind of write, in turn.
+_IN_TURN = [axis for axis in VARIANTS if not axis.startswith("p_")]
+ASKED_ALREADY += [
+    f"{axis}_{'static' if number % 2 else 'paged'}" for number, axis in enumerate(_IN_TURN)
 ]
 
 FUSED = [name for name in IDIOMS if name not in {*MISSED, *STORED, *ASKED_ALREADY}]

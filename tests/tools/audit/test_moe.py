@@ -21,22 +21,15 @@ from tilewright.tools.audit.families import all_cases
 from tilewright.tools.audit.moe import MODELS, moe_cases, nvfp4_arguments, nvfp4_case
 from tilewright.tools.audit_matrix import audit_one
 
-# One kernel of each family and form.
+# One kernel of each family, in the form with most to go wrong; `make audit` has all forms.
 COMPILED = {
-    "sort": r"qwen3-30b-a3b dense .* moe_order",
     "weights stream": r"qwen3-30b-a3b dense T=64 moe_up",
-    "gathered rows": r"qwen3-30b-a3b dense T=8192 moe_up",
     "specialised warps": r"gpt-oss-20b dense T=8192 grouped_gemm",
-    "codes stream": r"gpt-oss-20b mxfp4 T=64 grouped_gemm",
     "codes in tiles": r"qwen3-30b-a3b int4 T=1024 grouped_gemm",
     "rows by codes": r"deepseek-v3 of 8 fp8 by codes T=1024 moe_up_scaled",
-    "weights stream by codes": r"deepseek-v3 of 8 fp8 by codes T=1 grouped_scaled",
     "combine": r"qwen3-30b-a3b dense .* moe_combine",
-    "router": r"router qwen3-30b-a3b T=1 moe_router",
     "router of groups": r"router deepseek-v3 T=64 moe_router",
-    "router of many tokens": r"router deepseek-v3 T=1024 moe_router",
     "choice": r"router deepseek-v3 T=1024 moe_choose",
-    "router in fp32": r"router ernie-4.5-21b T=1 moe_router",
     "alone": r"grouped bfloat16 dense rows=1024",
     "nvfp4 weights as rows": r"nvfp4 2880x2880 rows=1$",
     "nvfp4 tokens as rows": r"nvfp4 2880x2880 rows=1024",
