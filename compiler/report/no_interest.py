@@ -311,6 +311,11 @@ def _products_before(value: Value, graph: Graph) -> list[Value]:
     return found
 
 
+def _rescales(value: Value, graph: Graph) -> bool:
+    assert value.store is not None
+    return value.store.kind in ("embedding", "embedding_renorm_")
+
+
 def _comes_from_outside(value: Value, graph: Graph) -> bool:
     assert value.store is not None
     source = value.store.source
@@ -480,6 +485,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("softmax", "the graph returns it: probabilities of what is sampled", _leads_nowhere),
     Rule("write", "one number or integers: a count of tokens, positions", _counts),
+    Rule("write", "a table that a lookup rescales (max_norm): no rows are put there", _rescales),
     Rule("write", "the state of a convolution or of a recurrence, replaced", _keeps_state),
     Rule(
         "write",

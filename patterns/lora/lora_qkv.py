@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 from tilewright.ops.checks import FLOAT_DTYPES
 from tilewright.patterns import effects
-from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope
+from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope, upstream
 from tilewright.patterns.effects import InexpressibleError
 from tilewright.patterns.language import Match, Result, Sought, Stage, register, reject
 from tilewright.patterns.lora.arguments import (
@@ -33,7 +33,7 @@ from tilewright.patterns.lora.delta import LoraDelta, match_delta
 from tilewright.patterns.lora.product import BATCHED
 from tilewright.patterns.recognise.dtypes import check_dtypes, dtype_name
 from tilewright.patterns.recognise.gemm import is_weight
-from tilewright.patterns.recognise.routing import GATHERS, TAKEN, gathered
+from tilewright.patterns.recognise.routing import GATHERS, RESCALED, TAKEN, gathered
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,10 @@ class LoraQkv:
             )
             reject("LORA_OPERATOR", Stage.ANCHORED, message, anchor[0], hint=hint)
         sums = [found for value in anchor if (found := match_sum(value)) is not None]
+        if not sums and (rescaled := _rescaled(anchor[0])):
+            message = f"{rescaled[0]} takes the adapters and writes them: max_norm rescales rows"
+            hint = "rescale the stacks once, when the adapters are loaded, and leave max_norm out"
+            reject("LORA_FORM", Stage.ACTIVATION, message, anchor[0], *rescaled, hint=hint)
         if not sums:
             message = "two products with stacks of matrices are added in no known form of adapters"
             hint = (
@@ -190,6 +194,15 @@ _AROUND = {
     "aten.mul", "aten.div", "aten.where", "aten.masked_fill", "aten.flip", "cast", *TAKEN,
 }  # fmt: skip
 _STACKS = {"constant", *TAKEN}
+# How many values before a sum are searched for lookups.
+_REACH = 32
+
+
+def _rescaled(sums: Value) -> list[Value]:
+    """The lookups behind the products of a sum that write their tables."""
+    around = _AROUND | {*BATCHED}
+    before = upstream(sums, _REACH, lambda v: v is sums or v.op in around)
+    return [value for value in before if value.op == RESCALED]
 
 
 def _resembles_sum(value: Value) -> bool:
@@ -225,7 +238,8 @@ def _rest_of_product(value: Value) -> View | None:
     if value.op not in BATCHED:
         return None
     for stack, rest in value.either_way:
-        if len(stack.value.shape) > 2 and stack.value.op in _STACKS:
+        shape = stack.shape if stack.value.op == RESCALED else stack.value.shape
+        if len(shape) > 2 and stack.value.op in _STACKS:
             return rest
     return None
 

@@ -227,8 +227,10 @@ def gathered(view: View) -> tuple[View, View] | None:
 
 #: Operations that :func:`gathered` reads.
 GATHERS = frozenset({"aten.index", "aten.index_select", "aten.embedding", "aten.gather"})
-#: With those of rules of their own for numbers from outside, which no pattern reads.
-TAKEN = GATHERS | {"aten.take_along_dim"}
+#: A lookup that writes its table, as `F.embedding(..., max_norm=)` does.
+RESCALED = "opaque:embedding"
+#: With those that no pattern reads: of a rule of its own for numbers from outside, or writing.
+TAKEN = GATHERS | {"aten.take_along_dim", RESCALED}
 
 
 def _gathered_rows(source: View, index: View) -> tuple[View, View] | None:

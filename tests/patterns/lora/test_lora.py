@@ -111,6 +111,23 @@ def test_a_bent_model_stays_right(name):
     assert codes_of(report, "lora", "moe", "qkv") == set(expected.codes)
 
 
+def test_adapters_that_a_lookup_rescales_are_told():
+    """With max_norm the lookup writes the table that it reads."""
+    stacks = [torch.zeros(4, 8 * 64), torch.zeros(4, 64 * 8)]
+
+    def adapted(x, base, ids, a, b):
+        a = F.embedding(ids, a, max_norm=1.0).view(-1, 8, 64)
+        b = F.embedding(ids, b, max_norm=1.0).view(-1, 64, 8)
+        return F.linear(x, base) + (b @ (a @ x[..., None])).squeeze(-1)
+
+    given = (torch.zeros(5, 64), torch.zeros(64, 64), torch.arange(5) % 4, *stacks)
+    torch._dynamo.reset()
+    lowered = lower(adapted, given)
+    (miss,) = misses_of(lowered, "lora_qkv")
+    assert (miss.code, "max_norm" in miss.message) == ("LORA_FORM", True)
+    assert not lowered.census.unaccounted
+
+
 def test_the_report_lists_the_kernels_of_both_ops():
     names = [kernel.spec.name for kernel in lower(*build("gather_einsum")).kernels]
     assert any("shrink" in name for name in names), names
