@@ -5,7 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
+
+import torch
 
 from tilewright.codegen.mlp.plan import MOST_GATED_TOKENS, MOST_TOKENS
 from tilewright.compiler.report.points import Graph, is_unknown, kind_of, plain_name
@@ -316,6 +319,32 @@ def _rescales(value: Value, graph: Graph) -> bool:
     return value.store.kind in ("embedding", "embedding_renorm_")
 
 
+# Names of writes of one number that torch's operators of these names are not tagged for.
+_FILLS = frozenset({"setitem", "zero", "fill"})
+
+
+def _changes_elements(value: Value, graph: Graph) -> bool:
+    """Whether a write is arithmetic on what is there, or fills it with a number: nothing that a
+    product made has a part in it but by what was written before."""
+    store, flow = value.store, graph.flow
+    assert store is not None
+    name = store.kind.removeprefix("_foreach_").removesuffix("_")
+    if store.index or store.source is not None or not (name in _FILLS or _is_pointwise(name)):
+        return False
+    others = (v.value for v in value.operands)
+    return not any(
+        v.projected and flow.memory_of.get(flow.home(v)) is not store.memory for v in others
+    )
+
+
+@cache
+def _is_pointwise(name: str) -> bool:
+    """Whether torch says of an operator that it computes each element from those at its place."""
+    packet = getattr(torch.ops.aten, name, None)
+    overloads = () if packet is None else map(packet.__getattr__, packet.overloads())
+    return any(torch.Tag.pointwise in overload.tags for overload in overloads)
+
+
 def _comes_from_outside(value: Value, graph: Graph) -> bool:
     assert value.store is not None
     source = value.store.source
@@ -485,6 +514,11 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule("softmax", "the graph returns it: probabilities of what is sampled", _leads_nowhere),
     Rule("write", "one number or integers: a count of tokens, positions", _counts),
+    Rule(
+        "write",
+        "an input is changed element by element, whole or in a slice: no rows are put into places",
+        _changes_elements,
+    ),
     Rule("write", "a table that a lookup rescales (max_norm): no rows are put there", _rescales),
     Rule("write", "the state of a convolution or of a recurrence, replaced", _keeps_state),
     Rule(

@@ -197,6 +197,21 @@ def indexed_by_others(m, x):
     return m.square(torch.zeros(T, T, dtype=x.dtype).scatter(-1, chosen, 1.0) @ x)
 
 
+def changed_in_slices(m, x):
+    m.cache[..., -1] = 0.5
+    F.relu(m.cache[0], inplace=True)
+    torch._foreach_mul_([m.last], 2)
+    torch.add(m.last, m.last, out=m.last)
+    return mlp(m, x)
+
+
+def sum_put_into_a_cache(m, x):
+    """The near miss: `out=` is a write of what a linear made."""
+    made = m.square(x)
+    torch.add(made[0], made[1], out=m.last)
+    return x
+
+
 def mixed_streams(m, x):
     """Four streams of a token, mixed by numbers of a linear."""
     weights = m.square(x)[:, :16].view(T, 4, 4).softmax(-1) + 1e-6
@@ -254,6 +269,7 @@ CASES = {
     other_activation: ("product", {"no interest", "match"}, ""),
     gated_result: ("product", {"no interest"}, "a gate behind it"),
     counted: ("write", {"no interest"}, "count"),
+    changed_in_slices: ("write", {"no interest"}, "element by element"),
     sampled: ("top-k", {"no interest"}, "words"),
     greedy: ("top-k", {"no interest"}, "words"),
     sorted_integers: ("top-k", {"no interest"}, "integers"),
@@ -286,6 +302,7 @@ PAIRS = {
     indexed: ("top-k", "no interest", "a sparse indexer"),
     indexed_for_a_linear: ("top-k", "no interest", "tokens with each other"),
     indexed_by_others: ("top-k", "unaccounted", ""),
+    sum_put_into_a_cache: ("write", "unaccounted", ""),
     mixed_streams: ("softmax", "no interest", "no scores of queries with keys"),
     mixed_experts: ("softmax", "unaccounted", ""),
     looked_up: ("product", "no interest", "two activations"),
