@@ -111,6 +111,10 @@ def _is_of_two_activations(value: Value, graph: Graph) -> bool:
     return not is_unknown(value) and not graph.weights(value)
 
 
+def _is_empty(value: Value, graph: Graph) -> bool:
+    return 0 in value.shape
+
+
 def _is_outer(value: Value, graph: Graph) -> bool:
     gemm = match_gemm(value)
     if gemm is not None:
@@ -341,8 +345,8 @@ def _changes_elements(value: Value, graph: Graph) -> bool:
 def _is_pointwise(name: str) -> bool:
     """Whether torch says of an operator that it computes each element from those at its place."""
     packet = getattr(torch.ops.aten, name, None)
-    overloads = () if packet is None else map(packet.__getattr__, packet.overloads())
-    return any(torch.Tag.pointwise in overload.tags for overload in overloads)
+    overloads = [] if packet is None else packet.overloads()
+    return any(torch.Tag.pointwise in getattr(packet, one).tags for one in overloads)
 
 
 def _comes_from_outside(value: Value, graph: Graph) -> bool:
@@ -457,6 +461,7 @@ def _leads_nowhere(value: Value, graph: Graph) -> bool:
 
 
 RULES: tuple[Rule, ...] = (
+    Rule("product", "a tensor of no elements", _is_empty),
     Rule("product", "two activations, and no weight of the model", _is_of_two_activations),
     Rule("product", "an outer product: nothing is summed", _is_outer),
     Rule("product", "a convolution", _is_convolution),

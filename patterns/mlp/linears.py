@@ -111,7 +111,6 @@ class Unlike:
 # How many casts, biases and numbers there may be between a product and its reader.
 _STEPS = 6
 _PASSED = frozenset({"cast", "aten.add", "aten.mul", "aten.div", "aten.clamp"})
-_DECODED = frozenset({"cast", "aten.mul", "aten.div", "aten.add", "aten.sub", "aten.cat"})
 _ONCE = "compute it once, when the model is loaded"
 
 
@@ -209,9 +208,9 @@ def _of_codes(weight: Value) -> bool:
 
 def _is_stored(value: Value) -> bool:
     """Whether a value is computed of what the model stores, and that alone."""
-    if value.op in _DECODED:
-        return all(_is_stored(v.value) for v in value.operands)
-    return value.op == "constant"
+    before = list(upstream(value, _REACH))
+    leaves = [v for v in before if not v.operands]
+    return len(before) < _REACH and bool(leaves) and all(v.op == "constant" for v in leaves)
 
 
 def match_codes(linears: Sequence[FewTokens], names: Sequence[Names]) -> dict[str, Any]:

@@ -197,6 +197,11 @@ def indexed_by_others(m, x):
     return m.square(torch.zeros(T, T, dtype=x.dtype).scatter(-1, chosen, 1.0) @ x)
 
 
+def no_tokens(m, x):
+    rows = torch.addmm(m.last, x[:0], m.square.weight.t())
+    return m.square(F.silu(rows.view(2, 0, K))) + 1
+
+
 def changed_in_slices(m, x):
     m.cache[..., -1] = 0.5
     F.relu(m.cache[0], inplace=True)
@@ -269,6 +274,7 @@ CASES = {
     other_activation: ("product", {"no interest", "match"}, ""),
     gated_result: ("product", {"no interest"}, "a gate behind it"),
     counted: ("write", {"no interest"}, "count"),
+    no_tokens: ("product", {"no interest"}, ""),
     changed_in_slices: ("write", {"no interest"}, "element by element"),
     sampled: ("top-k", {"no interest"}, "words"),
     greedy: ("top-k", {"no interest"}, "words"),

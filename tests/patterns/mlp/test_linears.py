@@ -455,6 +455,28 @@ def test_one_of_several_weights_in_a_tensor_is_an_expert_s():
     assert matches_of(run(lambda x, both, *_: F.silu(F.linear(x, both[N:])), args), "mlp") != []
 
 
+@pytest.mark.parametrize("compute", ["rolled", "rounded", "changed"])
+def test_weights_that_each_call_computes_are_told_whatever_computes_them(compute):
+    class Computed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(inputs()[1][:K], requires_grad=False)
+
+        def forward(self, x, residual):
+            weight = self.weight
+            if compute == "changed":
+                weight.T[..., -1] = 0
+            made = {"rolled": weight.roll(1, 0), "rounded": weight.round(decimals=1)}
+            return residual + F.linear(x, made.get(compute, weight))
+
+    given = inputs()
+    torch._dynamo.reset()
+    lowered = lower(Computed(), (given[0], given[-1]))
+    (miss,) = misses_of(lowered, "linear_residual")
+    assert (miss.code, "computed in every call" in miss.message) == ("LINEAR_FORM", True)
+    assert not lowered.census.unaccounted
+
+
 def test_many_tokens_are_left_to_the_library():
     for function, most in ((separate, MOST_GATED_TOKENS), (added, MOST_TOKENS)):
         few, many = (inputs(tokens) for tokens in (most // BATCH, most // BATCH + 1))
