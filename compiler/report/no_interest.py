@@ -455,12 +455,24 @@ def _gains_nothing(value: Value, graph: Graph) -> bool:
     return sketch is not None and not gains(sketch)
 
 
+def _is_unread(value: Value, graph: Graph) -> bool:
+    """Whether no output of the graph, no write and no call that is not known depends on it."""
+    nodes = [value.node]
+    for node in nodes:  # grows meanwhile
+        made = graph.flow.values_at([node])
+        if node.op == "output" or any(v.store is not None or is_unknown(v) for v in made):
+            return False
+        nodes += [user for user in node.users if user not in nodes]
+    return True
+
+
 def _leads_nowhere(value: Value, graph: Graph) -> bool:
     read = behind(value, graph)
     return read.returned and not read.ends
 
 
 RULES: tuple[Rule, ...] = (
+    *(Rule(kind, "nothing reads it", _is_unread) for kind in ("product", "softmax", "top-k")),
     Rule("product", "a tensor of no elements", _is_empty),
     Rule("product", "two activations, and no weight of the model", _is_of_two_activations),
     Rule("product", "an outer product: nothing is summed", _is_outer),

@@ -238,8 +238,9 @@ def _rest_of_product(value: Value) -> View | None:
     if value.op not in BATCHED:
         return None
     for stack, rest in value.either_way:
-        shape = stack.shape if stack.value.op == RESCALED else stack.value.shape
-        if len(shape) > 2 and stack.value.op in _STACKS:
+        # An embedding's rows are matrices once they are viewed so.
+        rank = max(len(stack.shape), len(stack.value.shape))
+        if rank > 2 and stack.value.op in _STACKS:
             return rest
     return None
 

@@ -264,6 +264,18 @@ def spelled_softmax(m, x):
     return (e / e.sum(-1, keepdim=True)).to(x.dtype) @ q
 
 
+def unread(m, x):
+    m.square(x).softmax(-1).topk(2)
+    return mlp(m, x)
+
+
+def read_from_memory(m, x):
+    """The near miss of what nothing reads: a write alone reads it, and the graph that memory."""
+    held = torch.zeros_like(x)
+    held.copy_(m.square(m.square(x).softmax(-1)))
+    return mlp(m, x) + held.cos()
+
+
 #: Program -> the kind of its points that is meant, their accounts, words of the reason.
 CASES = {
     mlp: ("product", {"match"}, "linear_"),
@@ -314,6 +326,8 @@ PAIRS = {
     looked_up: ("product", "no interest", "two activations"),
     decoded: ("product", "unaccounted", ""),
     looked_up_matrices: ("product", "unaccounted", ""),
+    unread: ("softmax", "no interest", "nothing reads it"),
+    read_from_memory: ("softmax", "unaccounted", ""),
     token_shift: ("write", "no interest", "leaves for the next"),
     last_tokens: ("write", "unaccounted", ""),
 }

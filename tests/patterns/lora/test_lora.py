@@ -305,3 +305,11 @@ def test_in_fp32_kernels_are_for_a_few_rows(device, dtype, rows, there):
     x = SimpleNamespace(value=value, shape=(rows, 4096))
     delta = SimpleNamespace(x=x, shrink=SimpleNamespace(value=value), rank=16)
     assert has_kernels(delta) is there
+
+
+@pytest.mark.parametrize("take", lora.TAKES)
+def test_adapters_as_wide_as_their_projection_are_told(take):
+    module, args = lora.build(lora.LoraAxes(take=take, rank=16, num_heads=1))
+    lowered = lower(module, args)
+    assert codes_of(lowered, "lora") == {"LORA_FORM"}
+    assert not lowered.census.unaccounted
