@@ -105,7 +105,12 @@ def _picked(value: Value) -> torch.Tensor | None:
         return None
     (dim, index), *_ = indices
     at = torch.tensor(index) if isinstance(index, tuple) else _operand(index)
-    return None if at is None or at.dim() != 1 else tensor.index_select(dim, at.long())
+    if at is None or at.dim() != 1 or at.dtype == torch.bool:
+        return None
+    size, at = tensor.shape[dim], at.long()
+    if bool(((at < -size) | (at >= size)).any()):
+        return None  # the graph raises
+    return tensor.index_select(dim, torch.where(at < 0, at + size, at))
 
 
 def _operand(view: View) -> torch.Tensor | None:

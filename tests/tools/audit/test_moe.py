@@ -21,7 +21,7 @@ from tilewright.tools.audit.families import all_cases
 from tilewright.tools.audit.moe import MODELS, moe_cases, nvfp4_arguments, nvfp4_case
 from tilewright.tools.audit_matrix import audit_one
 
-# One kernel of each family, in the form with most to go wrong; `make audit` has all forms.
+# Of most families one kernel, in the form with most to go wrong; `make audit` has all of them.
 COMPILED = {
     "weights stream": r"qwen3-30b-a3b dense T=64 moe_up",
     "specialised warps": r"gpt-oss-20b dense T=8192 grouped_gemm",
