@@ -39,6 +39,12 @@ def rounded_between(x, weight, bias):
     return F.layer_norm(x.float(), (K,), eps=1e-5).to(x.dtype) * weight + bias
 
 
+def epsilon_in_a_tensor(x, weight, bias):
+    wide = x.float() - x.float().mean(-1, keepdim=True)
+    eps = torch.full((), 1e-5, device=x.device)
+    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
 class Module(nn.Module):
     def __init__(self):
         super().__init__()
@@ -62,6 +68,7 @@ SPELLINGS = {
     "by hand": by_hand,
     "by variance": by_variance,
     "rounded between": rounded_between,
+    "epsilon in a tensor": epsilon_in_a_tensor,
     "bias apart": lambda x, w, b: b + F.layer_norm(x, (K,), w),
 }
 
@@ -117,9 +124,9 @@ def half_rows(x, weight, bias):
     return F.layer_norm(x.unflatten(-1, (2, -1)), (K // 2,)).flatten(-2)
 
 
-def epsilon_in_a_tensor(x, weight, bias):
+def epsilon_of_the_model(x, weight, bias):
     wide = x.float() - x.float().mean(-1, keepdim=True)
-    eps = torch.full((), 1e-5, device=x.device)
+    eps = bias[0].float().square()
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
@@ -156,7 +163,7 @@ def through_eight_bits(x, weight, bias):
 
 
 STAYS = [
-    two_dimensions, half_rows, epsilon_in_a_tensor, corrected, another_s_mean,
+    two_dimensions, half_rows, epsilon_of_the_model, corrected, another_s_mean,
     a_weight_for_each_token, a_bias_for_each_token, rms_with_a_bias, of_another_dtype,
     through_eight_bits,
 ]  # fmt: skip
