@@ -1,11 +1,13 @@
 """Takes a dropout that is off out of the graph: it returns the very tensor that it is given, and a
-change in place of its result would look like one of a tensor that has other names."""
+change in place of its result would look like one of a tensor that has other names. Its fake result
+has memory of its own, though: what lies there is computed again, on the memory it really has."""
 
 from __future__ import annotations
 
 import torch
 from torch import fx
 
+from tilewright.compiler import _compat
 from tilewright.compiler.dataflow.spelling import argument
 
 _DROPOUTS = (
@@ -25,10 +27,23 @@ def remove_idle_dropouts(graph: fx.Graph) -> int:
         for node in graph.find_nodes(op="call_function", target=target)
         if isinstance(node.args[0] if node.args else None, fx.Node) and _is_idle(node)
     ]
+    gone: set[int] = set()
     for node in idle:
-        node.replace_all_uses_with(node.args[0])
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        gone |= {*_compat.storages_of(node)} - {*_compat.storages_of(source)}
+        node.replace_all_uses_with(source)
         graph.erase_node(node)
+    if gone:
+        _move(graph, gone)
     return len(idle)
+
+
+def _move(graph: fx.Graph, gone: set[int]) -> None:
+    """Gives the nodes whose tensors lie in storages that are gone the tensors they really have."""
+    for node in graph.nodes:
+        if node.op != "placeholder" and not gone.isdisjoint(_compat.storages_of(node)):
+            node.meta["example_value"] = _compat.run_fake(node)
 
 
 def _is_idle(node: fx.Node) -> bool:

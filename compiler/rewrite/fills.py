@@ -11,7 +11,12 @@ from torch import fx
 
 from tilewright.compiler import _compat
 
-_PLAIN: dict[Any, Any] = {torch.zeros_like: torch.zeros, torch.ones_like: torch.ones}
+_PLAIN: dict[Any, Any] = {
+    torch.zeros_like: torch.zeros,
+    torch.ones_like: torch.ones,
+    torch.ops.aten.zeros_like.default: torch.zeros,
+    torch.ops.aten.ones_like.default: torch.ones,
+}
 # Methods of a tensor that gives its dtype and device alone: sizes are arguments.
 _NEW: dict[Any, Any] = {
     "new_zeros": torch.zeros,
@@ -54,7 +59,7 @@ def _fills(node: fx.Node) -> tuple[torch.Tensor, torch.Tensor] | None:
 
 
 def _make_new(node: fx.Node) -> bool:
-    said = {name: given for name, given in node.kwargs.items() if given not in (None, False)}
+    said = _said(node)
     if set(said) - {"dtype", "device", "size", "fill_value"} or (fill := _fills(node)) is None:
         return False
     if any(isinstance(a, fx.Node) and _is_tensor(a) for a in (*node.args[1:], *said.values())):
@@ -66,12 +71,17 @@ def _make_new(node: fx.Node) -> bool:
     return True
 
 
+def _said(node: fx.Node) -> dict[str, Any]:
+    """The keywords of a call that ask for something, as export spells `pin_memory=False`, too."""
+    return {name: given for name, given in node.kwargs.items() if given not in (None, False)}
+
+
 def _is_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta.get("example_value"), torch.Tensor)
 
 
 def _make_plain(node: fx.Node, sizes: dict[Any, fx.Node]) -> bool:
-    fill = _fills(node) if len(node.args) == 1 and not set(node.kwargs) - {"dtype"} else None
+    fill = _fills(node) if len(node.args) == 1 and not set(_said(node)) - {"dtype"} else None
     if fill is None:
         return False
     held, made = fill

@@ -26,6 +26,12 @@ def computed(x):
     return torch.zeros_like(x.sigmoid(), dtype=torch.bool), torch.ones_like(x * 2)
 
 
+def exported(x):
+    """As export spells them."""
+    zeros = torch.ops.aten.zeros_like.default(x.sigmoid(), dtype=torch.bool, pin_memory=False)
+    return zeros, torch.ops.aten.ones_like.default(x * 2, pin_memory=False)
+
+
 def of_its_dtype(x):
     """Sizes in a row and in a list, another dtype, and a number."""
     y = x.double().sigmoid()
@@ -63,8 +69,8 @@ def inside_of_vmap(x):
 
 def test_only_fills_whose_sizes_are_known_change():
     x = torch.randn(3, 4)
-    for step, changed in ((computed, 2), (of_its_dtype, 6), (given, 0), (turned, 0), (pinned, 0),
-                          (inside_of_vmap, 0)):  # fmt: skip
+    for step, changed in ((computed, 2), (exported, 2), (of_its_dtype, 6), (given, 0), (turned, 0),
+                          (pinned, 0), (inside_of_vmap, 0)):  # fmt: skip
         for dynamic in (False, True):
             count, ours, eager = filled(step, x, dynamic=dynamic)
             assert count == changed, step.__name__
