@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Value, View
 from tilewright.patterns.language import Stage, register_code, reject
+from tilewright.patterns.recognise.casts import strip_casts
 from tilewright.patterns.recognise.gemm import bias_rows
-from tilewright.patterns.recognise.norm import strip_casts
 from tilewright.patterns.recognise.routing import scattered_ones
 from tilewright.patterns.recognise.steps import is_filled, keeps_dim, reduced_dims
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from tilewright.patterns.dataflow import Dataflow, Value, View
 from tilewright.patterns.language import Stage, register_code, reject
 from tilewright.patterns.moe.choice import Choice
+from tilewright.patterns.recognise.casts import is_float_cast, strip_casts
 from tilewright.patterns.recognise.constants import given_number
-from tilewright.patterns.recognise.norm import is_float_cast, strip_casts
 from tilewright.patterns.recognise.steps import clamp_bounds, keeps_dim, reduced_dims
 
 register_code(

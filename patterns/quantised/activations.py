@@ -23,8 +23,8 @@ from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Value, View, upstream
 from tilewright.patterns.effects import InexpressibleError
 from tilewright.patterns.language import Stage, register_code, reject
+from tilewright.patterns.recognise.casts import is_float_cast
 from tilewright.patterns.recognise.grouped_gemm import ExpertGemm
-from tilewright.patterns.recognise.norm import is_float_cast
 from tilewright.patterns.recognise.steps import clamp_bounds, reduced_dims
 
 register_code(

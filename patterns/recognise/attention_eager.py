@@ -22,9 +22,9 @@ import torch
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Dataflow, Value, View, upstream
 from tilewright.patterns.effects import Atom, Dim, Effect, Size
+from tilewright.patterns.recognise.casts import is_float_cast
 from tilewright.patterns.recognise.constants import number_of, one_number
 from tilewright.patterns.recognise.gemm import NamedProduct, Side, named_product
-from tilewright.patterns.recognise.norm import is_float_cast
 from tilewright.patterns.recognise.steps import is_filled, reduced_dims
 
 _NOT = ("aten.bitwise_not", "aten.logical_not")

@@ -1,0 +1,456 @@
+"""Formulas that views are matched with, written as arithmetic.
+
+    X, ALPHA = Tensor("x"), Number("alpha")
+    SWISH = X * call("sigmoid", X) | X * call("sigmoid", ALPHA * X)
+    found = SWISH.match(view)
+    found.bound["x"], found.bound["alpha"], found.absorbed
+
+Factors and summands are matched in either order. Casts between floating types, and layout (`view`,
+`transpose`, slices, `expand`) between two steps, are seen through: what a formula names has the
+dimensions of the view that is matched, or fewer where all values on the way are read whole and it
+broadcasts. A formula is compiled to closures when it is first used; alternatives are looked up by
+their last operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from math import isclose
+from typing import Any, NamedTuple
+
+from tilewright.patterns import effects
+from tilewright.patterns.dataflow import Value, View, once
+from tilewright.patterns.effects import Atom, Effect, InexpressibleError
+from tilewright.patterns.recognise.casts import strip_casts, value_before_casts
+from tilewright.patterns.recognise.constants import given_number
+from tilewright.patterns.recognise.equality import equal_values
+from tilewright.patterns.recognise.steps import reduced_dims
+
+_COMMUTE = frozenset({"aten.add", "aten.mul"})
+# What options have to be for an operation to be the plain one.
+_NEUTRAL = {"alpha": 1, "value": 1, "rounding_mode": None}.items()
+# The roots of arguments that are no views.
+_NUMBER, _ABSENT = "number", "absent"
+# How many signatures are remembered for each formula; a model has a few hundred.
+_KNOWN = 4096
+
+#: A view's last operation and those of its arguments, by ATen's names, all before casts.
+Signature = tuple[str, ...]
+
+
+class Found(NamedTuple):
+    """What the names of a formula stand for, and the values it was matched with, the last first."""
+
+    bound: Mapping[str, Any]
+    absorbed: tuple[Value, ...]
+
+
+#: Goes on with what was found so far; None makes the formula try its next alternative.
+Then = Callable[[Found], Any]
+_Matcher = Callable[[Any, Found, Then], Any]
+
+
+class Formula:
+    """A pattern of arithmetic; `|` is either of two, the first one first."""
+
+    @cached_property
+    def roots(self) -> frozenset[str] | None:
+        """The operations that the last step may be, by ATen's names; None for any."""
+        return None
+
+    def match(self, item: Any, then: Then = lambda found: found) -> Any:
+        """The first match that `then` takes (does not answer None for), as it answers; else None.
+
+        item: a view, a number or another argument.
+        """
+        return self._matcher(item, Found({}, ()), then)
+
+    @cached_property
+    def _matcher(self) -> _Matcher:
+        return self._compile()
+
+    def _compile(self) -> _Matcher:
+        raise NotImplementedError
+
+    def fits(self, signature: Signature) -> bool:
+        """Whether something with this signature can match at all."""
+        return self.roots is None or signature[0] in self.roots
+
+    def giving(self, **facts: Any) -> Formula:
+        """The same formula; a match of it binds these names."""
+        return _Giving(self, facts)
+
+    def __or__(self, other: Formula) -> Formula:
+        return _Either((*_ways(self), *_ways(other)))
+
+    def __add__(self, other: Any) -> Formula:
+        return call("add", self, other)
+
+    def __mul__(self, other: Any) -> Formula:
+        return call("mul", self, other)
+
+    def __sub__(self, other: Any) -> Formula:
+        return call("sub", self, other)
+
+    def __truediv__(self, other: Any) -> Formula:
+        return call("div", self, other)
+
+    def __rtruediv__(self, other: Any) -> Formula:
+        return call("div", other, self)
+
+    def __pow__(self, other: Any) -> Formula:
+        return call("pow", self, other)
+
+    __radd__, __rmul__ = __add__, __mul__
+
+
+@dataclass(frozen=True)
+class Tensor(Formula):
+    """A view, by name; equal wherever the name stands. holds: what else it has to be."""
+
+    name: str
+    holds: Callable[[View], bool] | None = None
+
+    def _compile(self) -> _Matcher:
+        name, holds = self.name, self.holds
+
+        def match(item: Any, found: Found, then: Then) -> Any:
+            if not isinstance(item, View):
+                return None
+            bare, casts = _strip(item)
+            bound, known = found.bound, found.bound.get(name)
+            if known is None:
+                if holds is not None and not holds(bare):
+                    return None
+                bound = {**bound, name: bare}
+            elif not equal_values(known, bare):
+                return None
+            return then(Found(bound, (*found.absorbed, *casts)))
+
+        return match
+
+
+@dataclass(frozen=True)
+class Number(Formula):
+    """A number: by name, the same wherever that stands, or this one.
+
+    within: the relative difference that is allowed to it.
+    """
+
+    known: str | float
+    within: float = 0.0
+
+    @cached_property
+    def roots(self) -> frozenset[str] | None:
+        return frozenset({_NUMBER})
+
+    def _compile(self) -> _Matcher:
+        known, within = self.known, self.within
+
+        def match(item: Any, found: Found, then: Then) -> Any:
+            number = given_number(item)
+            if number is None:
+                return None
+            if isinstance(known, str):
+                bound = _bind(found, known, number)
+                return None if bound is None else then(bound)
+            return then(found) if isclose(number, known, rel_tol=within) else None
+
+        return match
+
+
+@dataclass(frozen=True)
+class Absent(Formula):
+    """An argument that is not given."""
+
+    @cached_property
+    def roots(self) -> frozenset[str] | None:
+        return frozenset({_ABSENT})
+
+    def _compile(self) -> _Matcher:
+        return lambda item, found, then: then(found) if item is None else None
+
+
+@dataclass(frozen=True)
+class Call(Formula):
+    """One of some element-wise ATen operations, of operands; see :func:`call`."""
+
+    ops: frozenset[str]
+    operands: tuple[Formula, ...]
+    holds: Callable[[Value], bool] | None = None
+    read: Callable[[View], tuple[Any, ...] | None] | None = None
+
+    @cached_property
+    def roots(self) -> frozenset[str] | None:
+        return self.ops
+
+    def fits(self, signature: Signature) -> bool:
+        return bool(self._turns(signature))
+
+    def _turns(self, signature: Signature) -> tuple[int, ...]:
+        """The orders of the arguments, 1 or -1, that can match."""
+        if signature[0] not in self.ops:
+            return ()
+        orders, given = (1, -1) if self.ops <= _COMMUTE else (1,), signature[1:]
+        wanted = [operand.roots for operand in self.operands]
+        return tuple(turn for turn in orders if self.read or _fit(wanted, given[::turn]))
+
+    def _compile(self) -> _Matcher:
+        holds, read, count = self.holds, self.read, len(self.operands)
+        matchers = tuple(operand._matcher for operand in self.operands)
+        turns_of = lru_cache(_KNOWN)(self._turns)
+
+        def match(item: Any, found: Found, then: Then) -> Any:
+            turns = turns_of(_signature(item))
+            if not turns:
+                return None
+            bare, casts = _strip(item)
+            value = bare.value
+            if holds is not None and not holds(value):
+                return None
+            items = _positional(value, count) if read is None else read(bare)
+            if items is None or (not bare.is_whole and (items := _seen(bare, items)) is None):
+                return None
+            found = Found(found.bound, (*found.absorbed, *casts, value))
+            for turn in turns:
+                answer = _in_turn(matchers, items[::turn], found, then)
+                if answer is not None:
+                    return answer
+            return None
+
+        return match
+
+
+@dataclass(frozen=True)
+class Reduction(Formula):
+    """What `aten.<op>` makes of each run of `width` numbers along the last dimension.
+
+    operand: has the dimensions of what is matched, each number in the place of its run's result.
+    width: the name of the length of a run. holds: what else the value has to be.
+    """
+
+    op: str
+    operand: Formula
+    width: str
+    holds: Callable[[Value], bool] | None = None
+
+    @cached_property
+    def roots(self) -> frozenset[str] | None:
+        return frozenset({self.op})
+
+    def _compile(self) -> _Matcher:
+        op, holds, width, operand = self.op, self.holds, self.width, self.operand._matcher
+
+        def match(item: Any, found: Found, then: Then) -> Any:
+            if not isinstance(item, View):
+                return None
+            bare, casts = _strip(item)
+            value = bare.value
+            if value.op != op or (holds is not None and not holds(value)):
+                return None
+            runs = _runs_of(bare)
+            bound = None if runs is None else _bind(found, width, runs.shape[-1])
+            if runs is None or bound is None:
+                return None
+            inner = _in_run(bare, runs)
+            absorbed = (*found.absorbed, *casts, value)
+            return None if inner is None else operand(inner, Found(bound.bound, absorbed), then)
+
+        return match
+
+
+@dataclass(frozen=True)
+class Aside(Formula):
+    """What is matched, and stays in the graph: none of its values are absorbed.
+
+    name: of the view itself, if it is wanted.
+    """
+
+    formula: Formula
+    name: str = ""
+
+    @cached_property
+    def roots(self) -> frozenset[str] | None:
+        return self.formula.roots
+
+    def fits(self, signature: Signature) -> bool:
+        return self.formula.fits(signature)
+
+    def _compile(self) -> _Matcher:
+        inner, name = self.formula._matcher, self.name
+
+        def match(item: Any, found: Found, then: Then) -> Any:
+            def go_on(so_far: Found) -> Any:
+                bound = so_far.bound
+                if name and isinstance(item, View):
+                    bound = {**bound, name: _strip(item)[0]}
+                return then(Found(bound, found.absorbed))
+
+            return inner(item, found, go_on)
+
+        return match
+
+
+@dataclass(frozen=True)
+class _Either(Formula):
+    ways: tuple[Formula, ...]
+
+    @cached_property
+    def roots(self) -> frozenset[str] | None:
+        known = [way.roots for way in self.ways if way.roots is not None]
+        return frozenset().union(*known) if len(known) == len(self.ways) else None
+
+    def fits(self, signature: Signature) -> bool:
+        return any(way.fits(signature) for way in self.ways)
+
+    def _compile(self) -> _Matcher:
+        @lru_cache(_KNOWN)
+        def ways_of(signature: Signature) -> tuple[_Matcher, ...]:
+            return tuple(way._matcher for way in self.ways if way.fits(signature))
+
+        def match(item: Any, found: Found, then: Then) -> Any:
+            for way in ways_of(_signature(item)):
+                answer = way(item, found, then)
+                if answer is not None:
+                    return answer
+            return None
+
+        return match
+
+
+@dataclass(frozen=True)
+class _Giving(Formula):
+    formula: Formula
+    facts: Mapping[str, Any] = field(hash=False)
+
+    @cached_property
+    def roots(self) -> frozenset[str] | None:
+        return self.formula.roots
+
+    def fits(self, signature: Signature) -> bool:
+        return self.formula.fits(signature)
+
+    def _compile(self) -> _Matcher:
+        inner, facts = self.formula._matcher, self.facts
+
+        def match(item: Any, found: Found, then: Then) -> Any:
+            return inner(item, found, lambda f: then(Found({**f.bound, **facts}, f.absorbed)))
+
+        return match
+
+
+def call(
+    ops: str,
+    *operands: Any,
+    holds: Callable[[Value], bool] | None = None,
+    read: Callable[[View], tuple[Any, ...] | None] | None = None,
+) -> Formula:
+    """One of `ops`, as in "clamp clamp_min", element by element, of formulas and numbers.
+
+    holds: what else the value has to be. read: the operands of a view of it, where they are not its
+    first arguments; None where it is no such operation.
+    """
+    made = tuple(o if isinstance(o, Formula) else Number(o) for o in operands)
+    return Call(frozenset(f"aten.{op}" for op in ops.split()), made, holds, read)
+
+
+# --- what closures do -----------------------------------------------------------------------------
+
+
+def _ways(formula: Formula) -> tuple[Formula, ...]:
+    return formula.ways if isinstance(formula, _Either) else (formula,)
+
+
+def _in_turn(
+    matchers: tuple[_Matcher, ...], items: tuple[Any, ...], found: Found, then: Then, at: int = 0
+) -> Any:
+    """Matches each item with its formula; a later one that fails has the earlier ones go on."""
+    if at == len(matchers) - 1:
+        return matchers[at](items[at], found, then)
+    return matchers[at](items[at], found, lambda f: _in_turn(matchers, items, f, then, at + 1))
+
+
+def _bind(found: Found, name: str, item: Any) -> Found | None:
+    """With a name for a number, if it has no other one."""
+    known = found.bound.get(name)
+    if known is None:
+        return Found({**found.bound, name: item}, found.absorbed)
+    return found if known == item else None
+
+
+def _strip(view: View) -> tuple[View, tuple[Value, ...]]:
+    """The view before casts, and these; where what was cast cannot be said of it, the view."""
+    if view.value.op != "cast":
+        return view, ()
+    try:
+        return strip_casts(view)
+    except InexpressibleError:
+        return view, ()
+
+
+def _signature(item: Any) -> Signature:
+    if not isinstance(item, View):
+        return (_ABSENT,) if item is None else (_NUMBER,)
+    return _signature_of(item.value)
+
+
+@once
+def _signature_of(value: Value) -> Signature:
+    value = value_before_casts(value)
+    return (value.op, *(_root(item) for item in value.args))
+
+
+def _root(item: Any) -> str:
+    if not isinstance(item, View):
+        return _ABSENT if item is None else _NUMBER
+    return value_before_casts(item.value).op
+
+
+def _fit(wanted: Sequence[frozenset[str] | None], given: Signature) -> bool:
+    """Whether arguments can match formulas with these roots."""
+    pairs = zip(wanted, given, strict=False)
+    return all(roots is None or root in roots for roots, root in pairs)
+
+
+def _positional(value: Value, count: int) -> tuple[Any, ...] | None:
+    """The arguments of a plain operation; those behind the one of a function are its options."""
+    args, kwargs = value.args, value.kwargs
+    if len(args) != count and (count != 1 or not args):
+        return None
+    if kwargs and any(kwargs.get(name, neutral) != neutral for name, neutral in _NEUTRAL):
+        return None
+    return args[:count]
+
+
+def _seen(view: View, items: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """What a view of an element-wise value takes of its operands."""
+    try:
+        return tuple(view.of_operand(one) if isinstance(one, View) else one for one in items)
+    except InexpressibleError:
+        return None
+
+
+def _runs_of(view: View) -> View | None:
+    """What a value reduces along the last dimension, to a floating type: an integer is rounded."""
+    value = view.value
+    source = value.args[0] if value.args else None
+    if not isinstance(source, View) or not source.shape or not value.dtype.is_floating_point:
+        return None
+    one_run = reduced_dims(value) == (len(source.shape) - 1,)
+    return source if one_run and isinstance(source.shape[-1], int) else None
+
+
+def _in_run(view: View, runs: View) -> View | None:
+    """What is reduced, each number where the view has the result of its run: [..., n] of [..., 1],
+    or of a view whose last dimension repeats every result n times."""
+    *lead, last = view.effect.dims or ((),)
+    axis, length = len(runs.shape) - 1, runs.shape[-1]
+    if last and (last[-1].axis is not None or last[-1].length != length):
+        return None
+    own = effects.coalesce((*last[:-1], Atom(axis, 1, length)))
+    try:
+        return runs.through(Effect((*lead, own), (*view.effect.start[:axis], 0)))
+    except InexpressibleError:
+        return None
