@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import pi, sqrt
 
 from tilewright.patterns.dataflow import Value, View, once
-from tilewright.patterns.recognise.formula import Absent, Found, Number, Tensor, call
+from tilewright.patterns.recognise.formula import ABSENT, Found, call, number, tensor
 from tilewright.patterns.recognise.steps import clamp_bounds
 
 _DEFAULT_ALPHA = 1.702
@@ -38,10 +38,10 @@ def _is_not_activated(view: View) -> bool:
 
 # --- the formulas ---------------------------------------------------------------------------------
 
-_GATE, _UP, _ALPHA = Tensor("gate"), Tensor("up"), Number("alpha")
+_GATE, _UP, _ALPHA = tensor("gate"), tensor("up"), number("alpha")
 _RELU = call("relu", _GATE)
-_CUBIC = _GATE + Number(0.044715, within=1e-6) * _GATE**3
-_TANH = call("tanh", Number(sqrt(2 / pi), within=1e-6) * _CUBIC)
+_CUBIC = _GATE + number(0.044715, within=1e-6) * _GATE**3
+_TANH = call("tanh", number(sqrt(2 / pi), within=1e-6) * _CUBIC)
 _SWISH = _GATE * call("sigmoid", _GATE) | _GATE * call("sigmoid", _ALPHA * _GATE)
 _SILU = call("silu", _GATE) | _GATE * call("sigmoid", _GATE) | _GATE * call("sigmoid", 1 * _GATE)
 _UNARY = (
@@ -55,7 +55,7 @@ _UNARY = (
 _CLAMPED_SWIGLU = (
     (_UP + 1) * _SWISH | call("addcmul", _SWISH, _SWISH, _UP) | call("addcmul", _SWISH, _UP, _SWISH)
 ).giving(name="clamped_swiglu")
-_ACTIVATION = _CLAMPED_SWIGLU | _UNARY * Tensor("up", holds=_is_not_activated) | _UNARY
+_ACTIVATION = _CLAMPED_SWIGLU | _UNARY * tensor("up", holds=_is_not_activated) | _UNARY
 
 
 def match_activation(view: View) -> Activation | None:
@@ -79,7 +79,7 @@ def times_number(view: View) -> tuple[View, float, tuple[Value, ...]] | None:
     return None if found is None else (found.bound["x"], found.bound["factor"], found.absorbed)
 
 
-_SCALED = Tensor("x") * Number("factor")
+_SCALED = tensor("x") * number("factor")
 
 
 # --- clamps ---------------------------------------------------------------------------------------
@@ -127,8 +127,8 @@ def _clamp(view: View, both: bool) -> tuple[View, float, tuple[Value, ...]]:
 
 _CLAMP = call(
     "clamp clamp_ hardtanh clamp_min clamp_max",
-    Tensor("x"),
-    Number("low") | Absent(),
-    Number("high") | Absent(),
+    tensor("x"),
+    number("low") | ABSENT,
+    number("high") | ABSENT,
     read=lambda view: (view.value.args[0], *(clamp_bounds(view.value) or ())),
 )

@@ -1,6 +1,6 @@
 """Formulas that views are matched with, written as arithmetic.
 
-    X, ALPHA = Tensor("x"), Number("alpha")
+    X, ALPHA = tensor("x"), number("alpha")
     SWISH = X * call("sigmoid", X) | X * call("sigmoid", ALPHA * X)
     found = SWISH.match(view)
     found.bound["x"], found.bound["alpha"], found.absorbed
@@ -8,15 +8,15 @@
 Factors and summands are matched in either order. Casts between floating types, and layout (`view`,
 `transpose`, slices, `expand`) between two steps, are seen through: what a formula names has the
 dimensions of the view that is matched, or fewer where all values on the way are read whole and it
-broadcasts. A formula is compiled to closures when it is first used; alternatives are looked up by
-their last operation.
+broadcasts. A formula is made of closures; those that can match a view are looked up by its last
+operation and those of its arguments.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import isclose
 from typing import Any, NamedTuple
 
@@ -43,7 +43,7 @@ Signature = tuple[str, ...]
 class Found(NamedTuple):
     """What the names of a formula stand for, and the values it was matched with, the last first."""
 
-    bound: Mapping[str, Any]
+    bound: dict[str, Any]
     absorbed: tuple[Value, ...]
 
 
@@ -52,38 +52,38 @@ Then = Callable[[Found], Any]
 _Matcher = Callable[[Any, Found, Then], Any]
 
 
+@dataclass(frozen=True, eq=False)
 class Formula:
-    """A pattern of arithmetic; `|` is either of two, the first one first."""
+    """A pattern of arithmetic; `|` is either of two, the first one first.
 
-    @cached_property
-    def roots(self) -> frozenset[str] | None:
-        """The operations that the last step may be, by ATen's names; None for any."""
-        return None
+    matcher: matches an argument. roots: what the last operation may be, None for any. fits: whether
+    what has a signature can match at all. ways: the formulas that this one is either of.
+    """
+
+    matcher: _Matcher
+    roots: frozenset[str] | None
+    fits: Callable[[Signature], bool]
+    ways: tuple[Formula, ...] = ()
 
     def match(self, item: Any, then: Then = lambda found: found) -> Any:
         """The first match that `then` takes (does not answer None for), as it answers; else None.
 
         item: a view, a number or another argument.
         """
-        return self._matcher(item, Found({}, ()), then)
-
-    @cached_property
-    def _matcher(self) -> _Matcher:
-        return self._compile()
-
-    def _compile(self) -> _Matcher:
-        raise NotImplementedError
-
-    def fits(self, signature: Signature) -> bool:
-        """Whether something with this signature can match at all."""
-        return self.roots is None or signature[0] in self.roots
+        return self.matcher(item, Found({}, ()), then)
 
     def giving(self, **facts: Any) -> Formula:
         """The same formula; a match of it binds these names."""
-        return _Giving(self, facts)
+
+        def match(item: Any, found: Found, then: Then) -> Any:
+            return self.matcher(
+                item, found, lambda f: then(Found({**f.bound, **facts}, f.absorbed))
+            )
+
+        return replace(self, matcher=match, ways=())
 
     def __or__(self, other: Formula) -> Formula:
-        return _Either((*_ways(self), *_ways(other)))
+        return _either((*(self.ways or (self,)), *(other.ways or (other,))))
 
     def __add__(self, other: Any) -> Formula:
         return call("add", self, other)
@@ -106,239 +106,41 @@ class Formula:
     __radd__, __rmul__ = __add__, __mul__
 
 
-@dataclass(frozen=True)
-class Tensor(Formula):
+def tensor(name: str, holds: Callable[[View], bool] | None = None) -> Formula:
     """A view, by name; equal wherever the name stands. holds: what else it has to be."""
 
-    name: str
-    holds: Callable[[View], bool] | None = None
-
-    def _compile(self) -> _Matcher:
-        name, holds = self.name, self.holds
-
-        def match(item: Any, found: Found, then: Then) -> Any:
-            if not isinstance(item, View):
+    def match(item: Any, found: Found, then: Then) -> Any:
+        if not isinstance(item, View):
+            return None
+        bare, casts = _strip(item)
+        bound, known = found.bound, found.bound.get(name)
+        if known is None:
+            if holds is not None and not holds(bare):
                 return None
-            bare, casts = _strip(item)
-            bound, known = found.bound, found.bound.get(name)
-            if known is None:
-                if holds is not None and not holds(bare):
-                    return None
-                bound = {**bound, name: bare}
-            elif not equal_values(known, bare):
-                return None
-            return then(Found(bound, (*found.absorbed, *casts)))
+            bound = {**bound, name: bare}
+        elif not equal_values(known, bare):
+            return None
+        return then(Found(bound, (*found.absorbed, *casts)))
 
-        return match
+    return _formula(match)
 
 
-@dataclass(frozen=True)
-class Number(Formula):
+def number(known: str | float, within: float = 0.0) -> Formula:
     """A number: by name, the same wherever that stands, or this one.
 
     within: the relative difference that is allowed to it.
     """
 
-    known: str | float
-    within: float = 0.0
-
-    @cached_property
-    def roots(self) -> frozenset[str] | None:
-        return frozenset({_NUMBER})
-
-    def _compile(self) -> _Matcher:
-        known, within = self.known, self.within
-
-        def match(item: Any, found: Found, then: Then) -> Any:
-            number = given_number(item)
-            if number is None:
-                return None
-            if isinstance(known, str):
-                bound = _bind(found, known, number)
-                return None if bound is None else then(bound)
-            return then(found) if isclose(number, known, rel_tol=within) else None
-
-        return match
-
-
-@dataclass(frozen=True)
-class Absent(Formula):
-    """An argument that is not given."""
-
-    @cached_property
-    def roots(self) -> frozenset[str] | None:
-        return frozenset({_ABSENT})
-
-    def _compile(self) -> _Matcher:
-        return lambda item, found, then: then(found) if item is None else None
-
-
-@dataclass(frozen=True)
-class Call(Formula):
-    """One of some element-wise ATen operations, of operands; see :func:`call`."""
-
-    ops: frozenset[str]
-    operands: tuple[Formula, ...]
-    holds: Callable[[Value], bool] | None = None
-    read: Callable[[View], tuple[Any, ...] | None] | None = None
-
-    @cached_property
-    def roots(self) -> frozenset[str] | None:
-        return self.ops
-
-    def fits(self, signature: Signature) -> bool:
-        return bool(self._turns(signature))
-
-    def _turns(self, signature: Signature) -> tuple[int, ...]:
-        """The orders of the arguments, 1 or -1, that can match."""
-        if signature[0] not in self.ops:
-            return ()
-        orders, given = (1, -1) if self.ops <= _COMMUTE else (1,), signature[1:]
-        wanted = [operand.roots for operand in self.operands]
-        return tuple(turn for turn in orders if self.read or _fit(wanted, given[::turn]))
-
-    def _compile(self) -> _Matcher:
-        holds, read, count = self.holds, self.read, len(self.operands)
-        matchers = tuple(operand._matcher for operand in self.operands)
-        turns_of = lru_cache(_KNOWN)(self._turns)
-
-        def match(item: Any, found: Found, then: Then) -> Any:
-            turns = turns_of(_signature(item))
-            if not turns:
-                return None
-            bare, casts = _strip(item)
-            value = bare.value
-            if holds is not None and not holds(value):
-                return None
-            items = _positional(value, count) if read is None else read(bare)
-            if items is None or (not bare.is_whole and (items := _seen(bare, items)) is None):
-                return None
-            found = Found(found.bound, (*found.absorbed, *casts, value))
-            for turn in turns:
-                answer = _in_turn(matchers, items[::turn], found, then)
-                if answer is not None:
-                    return answer
+    def match(item: Any, found: Found, then: Then) -> Any:
+        given = given_number(item)
+        if given is None:
             return None
+        if isinstance(known, str):
+            bound = _bind(found, known, given)
+            return None if bound is None else then(bound)
+        return then(found) if isclose(given, known, rel_tol=within) else None
 
-        return match
-
-
-@dataclass(frozen=True)
-class Reduction(Formula):
-    """What `aten.<op>` makes of each run of `width` numbers along the last dimension.
-
-    operand: has the dimensions of what is matched, each number in the place of its run's result.
-    width: the name of the length of a run. holds: what else the value has to be.
-    """
-
-    op: str
-    operand: Formula
-    width: str
-    holds: Callable[[Value], bool] | None = None
-
-    @cached_property
-    def roots(self) -> frozenset[str] | None:
-        return frozenset({self.op})
-
-    def _compile(self) -> _Matcher:
-        op, holds, width, operand = self.op, self.holds, self.width, self.operand._matcher
-
-        def match(item: Any, found: Found, then: Then) -> Any:
-            if not isinstance(item, View):
-                return None
-            bare, casts = _strip(item)
-            value = bare.value
-            if value.op != op or (holds is not None and not holds(value)):
-                return None
-            runs = _runs_of(bare)
-            bound = None if runs is None else _bind(found, width, runs.shape[-1])
-            if runs is None or bound is None:
-                return None
-            inner = _in_run(bare, runs)
-            absorbed = (*found.absorbed, *casts, value)
-            return None if inner is None else operand(inner, Found(bound.bound, absorbed), then)
-
-        return match
-
-
-@dataclass(frozen=True)
-class Aside(Formula):
-    """What is matched, and stays in the graph: none of its values are absorbed.
-
-    name: of the view itself, if it is wanted.
-    """
-
-    formula: Formula
-    name: str = ""
-
-    @cached_property
-    def roots(self) -> frozenset[str] | None:
-        return self.formula.roots
-
-    def fits(self, signature: Signature) -> bool:
-        return self.formula.fits(signature)
-
-    def _compile(self) -> _Matcher:
-        inner, name = self.formula._matcher, self.name
-
-        def match(item: Any, found: Found, then: Then) -> Any:
-            def go_on(so_far: Found) -> Any:
-                bound = so_far.bound
-                if name and isinstance(item, View):
-                    bound = {**bound, name: _strip(item)[0]}
-                return then(Found(bound, found.absorbed))
-
-            return inner(item, found, go_on)
-
-        return match
-
-
-@dataclass(frozen=True)
-class _Either(Formula):
-    ways: tuple[Formula, ...]
-
-    @cached_property
-    def roots(self) -> frozenset[str] | None:
-        known = [way.roots for way in self.ways if way.roots is not None]
-        return frozenset().union(*known) if len(known) == len(self.ways) else None
-
-    def fits(self, signature: Signature) -> bool:
-        return any(way.fits(signature) for way in self.ways)
-
-    def _compile(self) -> _Matcher:
-        @lru_cache(_KNOWN)
-        def ways_of(signature: Signature) -> tuple[_Matcher, ...]:
-            return tuple(way._matcher for way in self.ways if way.fits(signature))
-
-        def match(item: Any, found: Found, then: Then) -> Any:
-            for way in ways_of(_signature(item)):
-                answer = way(item, found, then)
-                if answer is not None:
-                    return answer
-            return None
-
-        return match
-
-
-@dataclass(frozen=True)
-class _Giving(Formula):
-    formula: Formula
-    facts: Mapping[str, Any] = field(hash=False)
-
-    @cached_property
-    def roots(self) -> frozenset[str] | None:
-        return self.formula.roots
-
-    def fits(self, signature: Signature) -> bool:
-        return self.formula.fits(signature)
-
-    def _compile(self) -> _Matcher:
-        inner, facts = self.formula._matcher, self.facts
-
-        def match(item: Any, found: Found, then: Then) -> Any:
-            return inner(item, found, lambda f: then(Found({**f.bound, **facts}, f.absorbed)))
-
-        return match
+    return _formula(match, _NUMBER)
 
 
 def call(
@@ -352,15 +154,110 @@ def call(
     holds: what else the value has to be. read: the operands of a view of it, where they are not its
     first arguments; None where it is no such operation.
     """
-    made = tuple(o if isinstance(o, Formula) else Number(o) for o in operands)
-    return Call(frozenset(f"aten.{op}" for op in ops.split()), made, holds, read)
+    names = frozenset(f"aten.{op}" for op in ops.split())
+    formulas = tuple(one if isinstance(one, Formula) else number(one) for one in operands)
+    matchers, count = tuple(one.matcher for one in formulas), len(formulas)
+    orders = (1, -1) if names <= _COMMUTE else (1,)
+
+    @lru_cache(_KNOWN)
+    def turns_of(signature: Signature) -> tuple[int, ...]:
+        """The orders of the arguments that can match."""
+        if signature[0] not in names:
+            return ()
+        return tuple(turn for turn in orders if read or _fit(formulas, signature[1:][::turn]))
+
+    def match(item: Any, found: Found, then: Then) -> Any:
+        turns = turns_of(_signature(item))
+        if not turns:
+            return None
+        bare, casts = _strip(item)
+        value = bare.value
+        if holds is not None and not holds(value):
+            return None
+        items = _positional(value, count) if read is None else read(bare)
+        if items is None or (not bare.is_whole and (items := _seen(bare, items)) is None):
+            return None
+        found = Found(found.bound, (*found.absorbed, *casts, value))
+        for turn in turns:
+            answer = _in_turn(matchers, items[::turn], found, then)
+            if answer is not None:
+                return answer
+        return None
+
+    return Formula(match, names, lambda signature: bool(turns_of(signature)))
+
+
+def reduction(
+    op: str, operand: Formula, width: str, holds: Callable[[Value], bool] | None = None
+) -> Formula:
+    """What `op` makes of each run of numbers along the last dimension.
+
+    operand: has the dimensions of what is matched, each number in the place of its run's result.
+    width: the name of the length of a run. holds: what else the value has to be.
+    """
+    name = f"aten.{op}"
+
+    def match(item: Any, found: Found, then: Then) -> Any:
+        if not isinstance(item, View):
+            return None
+        bare, casts = _strip(item)
+        value = bare.value
+        runs = _runs_of(bare) if value.op == name else None
+        if runs is None or (holds is not None and not holds(value)):
+            return None
+        bound, inner = _bind(found, width, runs.shape[-1]), _in_run(bare, runs)
+        if bound is None or inner is None:
+            return None
+        absorbed = (*found.absorbed, *casts, value)
+        return operand.matcher(inner, Found(bound.bound, absorbed), then)
+
+    return _formula(match, name)
+
+
+def aside(formula: Formula, name: str = "") -> Formula:
+    """What is matched, and stays in the graph: none of its values are absorbed.
+
+    name: of the view itself, if it is wanted.
+    """
+
+    def match(item: Any, found: Found, then: Then) -> Any:
+        own = {name: _strip(item)[0]} if name and isinstance(item, View) else {}
+        return formula.matcher(item, found, lambda f: then(Found(f.bound | own, found.absorbed)))
+
+    return replace(formula, matcher=match, ways=())
+
+
+def _either(ways: tuple[Formula, ...]) -> Formula:
+    """Any of some formulas, tried in order."""
+    roots = [way.roots for way in ways if way.roots is not None]
+
+    @lru_cache(_KNOWN)
+    def matchers_of(signature: Signature) -> tuple[_Matcher, ...]:
+        return tuple(way.matcher for way in ways if way.fits(signature))
+
+    def match(item: Any, found: Found, then: Then) -> Any:
+        for matcher in matchers_of(_signature(item)):
+            answer = matcher(item, found, then)
+            if answer is not None:
+                return answer
+        return None
+
+    known = frozenset().union(*roots) if len(roots) == len(ways) else None
+    return Formula(match, known, lambda signature: bool(matchers_of(signature)), ways)
+
+
+def _formula(matcher: _Matcher, root: str = "") -> Formula:
+    """One whose last operation is `root`, or any."""
+    if not root:
+        return Formula(matcher, None, lambda signature: True)
+    return Formula(matcher, frozenset({root}), lambda signature: signature[0] == root)
+
+
+#: An argument that is not given.
+ABSENT = _formula(lambda item, found, then: then(found) if item is None else None, _ABSENT)
 
 
 # --- what closures do -----------------------------------------------------------------------------
-
-
-def _ways(formula: Formula) -> tuple[Formula, ...]:
-    return formula.ways if isinstance(formula, _Either) else (formula,)
 
 
 def _in_turn(
@@ -408,10 +305,10 @@ def _root(item: Any) -> str:
     return value_before_casts(item.value).op
 
 
-def _fit(wanted: Sequence[frozenset[str] | None], given: Signature) -> bool:
-    """Whether arguments can match formulas with these roots."""
+def _fit(wanted: Sequence[Formula], given: Signature) -> bool:
+    """Whether arguments with these roots can match formulas."""
     pairs = zip(wanted, given, strict=False)
-    return all(roots is None or root in roots for roots, root in pairs)
+    return all(formula.roots is None or root in formula.roots for formula, root in pairs)
 
 
 def _positional(value: Value, count: int) -> tuple[Any, ...] | None:

@@ -16,14 +16,14 @@ from tilewright.patterns.effects import Atom
 from tilewright.patterns.language import Stage, reject
 from tilewright.patterns.recognise.constants import number_of
 from tilewright.patterns.recognise.formula import (
-    Absent,
-    Aside,
+    ABSENT,
     Formula,
     Found,
-    Number,
-    Reduction,
-    Tensor,
+    aside,
     call,
+    number,
+    reduction,
+    tensor,
 )
 
 
@@ -185,7 +185,7 @@ def _is_uncorrected(variance: Value) -> bool:
 
 
 def _mean(of: Formula) -> Formula:
-    return Reduction("aten.mean", of, "width") | Reduction("aten.sum", of, "width") / _WIDTH
+    return reduction("mean", of, "width") | reduction("sum", of, "width") / _WIDTH
 
 
 def _squared(of: Formula) -> Formula:
@@ -200,12 +200,12 @@ def _over_root(of: Formula, radicand: Formula) -> Formula:
 
 def _with_offset(weight: Formula) -> Formula:
     """A weight, as it is or counted from a number; both stay in the graph."""
-    return Aside(Number("offset") + weight | weight, "factor")
+    return aside(number("offset") + weight | weight, "factor")
 
 
-_X, _EPS, _WIDTH = Tensor("x"), Number("eps"), Number("width")
+_X, _EPS, _WIDTH = tensor("x"), number("eps"), number("width")
 _CENTRED = _X - _mean(_X)
-_VARIANCE = Reduction("aten.var", _X, "width", holds=_is_uncorrected)
+_VARIANCE = reduction("var", _X, "width", holds=_is_uncorrected)
 _SPELLED = (
     _over_root(_CENTRED, _mean(_squared(_CENTRED)) + _EPS).giving(kind="layer")
     | _over_root(_CENTRED, _VARIANCE + _EPS).giving(kind="layer")
@@ -219,13 +219,13 @@ def _fused(weight: Formula, bias: Formula) -> Formula:
     return call("rms_norm", *operands, read=_given).giving(kind="rms") | layer.giving(kind="layer")
 
 
-_FACTOR = _with_offset(Tensor("weight", holds=_may_be_weight))
-_ANY_FACTOR, _ANY_BIAS = _with_offset(Tensor("weight")), Aside(Tensor("bias"))
-_PLAIN = _SPELLED | _fused(Absent(), Absent())
-_WEIGHTED = _FACTOR * _PLAIN | _fused(_ANY_FACTOR, Absent())
+_FACTOR = _with_offset(tensor("weight", holds=_may_be_weight))
+_ANY_FACTOR, _ANY_BIAS = _with_offset(tensor("weight")), aside(tensor("bias"))
+_PLAIN = _SPELLED | _fused(ABSENT, ABSENT)
+_WEIGHTED = _FACTOR * _PLAIN | _fused(_ANY_FACTOR, ABSENT)
 _UNBIASED = _PLAIN | _WEIGHTED
-_BIAS = Aside(Tensor("bias", holds=_may_be_weight))
-_NORM = _UNBIASED | _fused(_ANY_FACTOR | Absent(), _ANY_BIAS) | _BIAS + _UNBIASED
+_BIAS = aside(tensor("bias", holds=_may_be_weight))
+_NORM = _UNBIASED | _fused(_ANY_FACTOR | ABSENT, _ANY_BIAS) | _BIAS + _UNBIASED
 
 
 def _aligned(vector: View | None, rank: int) -> View | None:

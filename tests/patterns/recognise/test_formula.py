@@ -10,19 +10,19 @@ import torch.nn.functional as F
 from tests.compiler.flow_check import returned, selected
 from tilewright.patterns.recognise.activation import match_activation
 from tilewright.patterns.recognise.formula import (
-    Absent,
-    Aside,
-    Number,
-    Reduction,
-    Tensor,
+    ABSENT,
+    aside,
     call,
+    number,
+    reduction,
+    tensor,
 )
 from tilewright.patterns.recognise.norm import match_norm
 
 T, N, G = 3, 24, 4
 D = N // G
-X, Y = Tensor("x"), Tensor("y")
-MEAN = Reduction("aten.mean", X, "width")
+X, Y = tensor("x"), tensor("y")
+MEAN = reduction("mean", X, "width")
 
 
 def given(seed=0, shape=(T, N)):
@@ -87,9 +87,9 @@ def test_numbers():
     assert match(half, lambda x: 0.5 * x, given()) is not None
     assert match(half, lambda x: 0.50001 * x, given()) is None
     assert match(half, lambda x, y: x * y) is None
-    rounded = X * Number(0.5, within=1e-3)
+    rounded = X * number(0.5, within=1e-3)
     assert match(rounded, lambda x: 0.50001 * x, given()) is not None
-    same = X * Number("n") + Number("n")
+    same = X * number("n") + number("n")
     assert match(same, lambda x: x * 3 + 3, given()).bound["n"] == 3
     assert match(same, lambda x: x * 3 + 2, given()) is None
 
@@ -119,13 +119,13 @@ def test_options_make_another_operation(name):
 
 
 def test_an_argument_that_may_be_absent():
-    clamp = call("clamp", X, Number("low") | Absent(), read=lambda view: view.value.args[:2])
+    clamp = call("clamp", X, number("low") | ABSENT, read=lambda view: view.value.args[:2])
     assert match(clamp, lambda x: x.clamp(None, 3), given()).bound.keys() == {"x"}
     assert match(clamp, lambda x: x.clamp(1, 3), given()).bound["low"] == 1
     assert match(clamp, lambda x, y: x.clamp(y, None)) is None
 
 
-# --- casts and layout -----------------------------------------------------------------------------
+# --- casts and layout ----------------------------------------------------------------------------
 
 
 def test_casts_between_floating_types_alone_are_seen_through():
@@ -172,7 +172,7 @@ def test_other_elements_are_others(name):
 
 
 def test_what_stays_aside_is_not_absorbed():
-    formula = X * Aside(Number("n") + Y, "factor")
+    formula = X * aside(number("n") + Y, "factor")
     view = returned(lambda x, y: x * (y + 2), given(), given(1))
     found = formula.match(view)
     assert [value.op for value in found.absorbed] == ["aten.mul"]
@@ -241,7 +241,7 @@ def test_runs_of_two_lengths_are_no_one_width():
     assert match(both, two, given()) is None
 
 
-# --- activations and norms through layout ----------------------------------------------------------
+# --- activations and norms through layout ---------------------------------------------------------
 
 
 def mamba(x, gate, weight):
