@@ -38,7 +38,7 @@ from tilewright.patterns.mlp.linears import (
     weighed,
 )
 from tilewright.patterns.mlp.norms_before import NormBefore, norms_before
-from tilewright.patterns.recognise.activation import times_number
+from tilewright.patterns.recognise.formula import times_number
 from tilewright.patterns.recognise.norm import Norm
 from tilewright.patterns.recognise.ranks import part_of_a_sum
 from tilewright.patterns.recognise.row_norm import rms_norm_of, row_norm_arguments, unread

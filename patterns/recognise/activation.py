@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from math import pi, sqrt
 
 from tilewright.patterns.dataflow import Value, View, once
-from tilewright.patterns.recognise.formula import ABSENT, Found, call, number, tensor
-from tilewright.patterns.recognise.steps import clamp_bounds
+from tilewright.patterns.recognise.formula import ABSENT, Found, call, clamp, number, tensor
 
 _DEFAULT_ALPHA = 1.702
 
@@ -73,15 +72,6 @@ def _find_activation(view: View) -> Activation | None:
     return found
 
 
-def times_number(view: View) -> tuple[View, float, tuple[Value, ...]] | None:
-    """(x, factor, values) of x * factor."""
-    found = _SCALED.match(view)
-    return None if found is None else (found.bound["x"], found.bound["factor"], found.absorbed)
-
-
-_SCALED = tensor("x") * number("factor")
-
-
 # --- clamps ---------------------------------------------------------------------------------------
 
 
@@ -125,10 +115,4 @@ def _clamp(view: View, both: bool) -> tuple[View, float, tuple[Value, ...]]:
     return inner, float(high), values
 
 
-_CLAMP = call(
-    "clamp clamp_ hardtanh clamp_min clamp_max",
-    tensor("x"),
-    number("low") | ABSENT,
-    number("high") | ABSENT,
-    read=lambda view: (view.value.args[0], *(clamp_bounds(view.value) or ())),
-)
+_CLAMP = clamp(tensor("x"), number("low") | ABSENT, number("high") | ABSENT)

@@ -44,11 +44,18 @@ def value_before_casts(value: Value) -> Value:
     return value
 
 
-def before_widening(view: View) -> View:
-    """The view before casts to wider floating types: those change no number."""
+def strip_widening(view: View) -> tuple[View, tuple[Value, ...]]:
+    """The view before casts to wider floating types, which change no number, and the casts."""
+    stripped: list[Value] = []
     while is_float_cast(view.value):
         inner = view.value.args[0]
         if inner.value.dtype.itemsize >= view.value.dtype.itemsize:
             break
+        stripped.append(view.value)
         view = inner.through(view.effect)
-    return view
+    return view, tuple(stripped)
+
+
+def before_widening(view: View) -> View:
+    """The view before casts to wider floating types."""
+    return strip_widening(view)[0]

@@ -26,7 +26,7 @@ from tilewright.patterns.effects import Atom, Effect, InexpressibleError
 from tilewright.patterns.recognise.casts import strip_casts, value_before_casts
 from tilewright.patterns.recognise.constants import given_number
 from tilewright.patterns.recognise.equality import equal_values
-from tilewright.patterns.recognise.steps import reduced_dims
+from tilewright.patterns.recognise.steps import clamp_bounds, reduced_dims
 
 _COMMUTE = frozenset({"aten.add", "aten.mul"})
 # What options have to be for an operation to be the plain one.
@@ -50,6 +50,7 @@ class Found(NamedTuple):
 #: Goes on with what was found so far; None makes the formula try its next alternative.
 Then = Callable[[Found], Any]
 _Matcher = Callable[[Any, Found, Then], Any]
+_Strip = Callable[[View], tuple[View, tuple[Value, ...]]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +83,18 @@ class Formula:
 
         return replace(self, matcher=match, ways=())
 
+    def named(self, name: str) -> Formula:
+        """The same formula; a match of it binds the view itself, equal wherever the name stands."""
+        view = tensor(name)
+
+        def match(item: Any, found: Found, then: Then) -> Any:
+            def bind(so_far: Found) -> Any:
+                return view.matcher(item, so_far, lambda f: then(Found(f.bound, so_far.absorbed)))
+
+            return self.matcher(item, found, bind)
+
+        return replace(self, matcher=match, ways=())
+
     def __or__(self, other: Formula) -> Formula:
         return _either((*(self.ways or (self,)), *(other.ways or (other,))))
 
@@ -106,13 +119,18 @@ class Formula:
     __radd__, __rmul__ = __add__, __mul__
 
 
-def tensor(name: str, holds: Callable[[View], bool] | None = None) -> Formula:
-    """A view, by name; equal wherever the name stands. holds: what else it has to be."""
+def tensor(
+    name: str, holds: Callable[[View], bool] | None = None, strip: _Strip = strip_casts
+) -> Formula:
+    """A view, by name; equal wherever the name stands.
+
+    holds: what else it has to be. strip: leaves out the casts that made it.
+    """
 
     def match(item: Any, found: Found, then: Then) -> Any:
         if not isinstance(item, View):
             return None
-        bare, casts = _strip(item)
+        bare, casts = _strip(item, strip)
         bound, known = found.bound, found.bound.get(name)
         if known is None:
             if holds is not None and not holds(bare):
@@ -154,7 +172,7 @@ def call(
     holds: what else the value has to be. read: the operands of a view of it, where they are not its
     first arguments; None where it is no such operation.
     """
-    names = frozenset(f"aten.{op}" for op in ops.split())
+    names = frozenset(op if op == "cast" else f"aten.{op}" for op in ops.split())
     formulas = tuple(one if isinstance(one, Formula) else number(one) for one in operands)
     matchers, count = tuple(one.matcher for one in formulas), len(formulas)
     orders = (1, -1) if names <= _COMMUTE else (1,)
@@ -187,6 +205,15 @@ def call(
     return Formula(match, names, lambda signature: bool(turns_of(signature)))
 
 
+def clamp(of: Formula, low: Formula, high: Formula) -> Formula:
+    """A clamp in any of its spellings, whose bounds are numbers or ABSENT."""
+
+    def bounds(view: View) -> tuple[Any, ...]:
+        return view.value.args[0], *(clamp_bounds(view.value) or ())
+
+    return call("clamp clamp_ hardtanh clamp_min clamp_max", of, low, high, read=bounds)
+
+
 def reduction(
     op: str, operand: Formula, width: str, holds: Callable[[Value], bool] | None = None
 ) -> Formula:
@@ -214,15 +241,11 @@ def reduction(
     return _formula(match, name)
 
 
-def aside(formula: Formula, name: str = "") -> Formula:
-    """What is matched, and stays in the graph: none of its values are absorbed.
-
-    name: of the view itself, if it is wanted.
-    """
+def aside(formula: Formula) -> Formula:
+    """What is matched, and stays in the graph: none of its values are absorbed."""
 
     def match(item: Any, found: Found, then: Then) -> Any:
-        own = {name: _strip(item)[0]} if name and isinstance(item, View) else {}
-        return formula.matcher(item, found, lambda f: then(Found(f.bound | own, found.absorbed)))
+        return formula.matcher(item, found, lambda f: then(Found(f.bound, found.absorbed)))
 
     return replace(formula, matcher=match, ways=())
 
@@ -257,6 +280,15 @@ def _formula(matcher: _Matcher, root: str = "") -> Formula:
 ABSENT = _formula(lambda item, found, then: then(found) if item is None else None, _ABSENT)
 
 
+_SCALED = tensor("x") * number("factor")
+
+
+def times_number(view: View) -> tuple[View, float, tuple[Value, ...]] | None:
+    """(x, factor, values) of x * factor."""
+    found = _SCALED.match(view)
+    return None if found is None else (found.bound["x"], found.bound["factor"], found.absorbed)
+
+
 # --- what closures do -----------------------------------------------------------------------------
 
 
@@ -277,12 +309,12 @@ def _bind(found: Found, name: str, item: Any) -> Found | None:
     return found if known == item else None
 
 
-def _strip(view: View) -> tuple[View, tuple[Value, ...]]:
+def _strip(view: View, strip: _Strip = strip_casts) -> tuple[View, tuple[Value, ...]]:
     """The view before casts, and these; where what was cast cannot be said of it, the view."""
     if view.value.op != "cast":
         return view, ()
     try:
-        return strip_casts(view)
+        return strip(view)
     except InexpressibleError:
         return view, ()
 

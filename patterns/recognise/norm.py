@@ -200,7 +200,7 @@ def _over_root(of: Formula, radicand: Formula) -> Formula:
 
 def _with_offset(weight: Formula) -> Formula:
     """A weight, as it is or counted from a number; both stay in the graph."""
-    return aside(number("offset") + weight | weight, "factor")
+    return aside((number("offset") + weight | weight).named("factor"))
 
 
 _X, _EPS, _WIDTH = tensor("x"), number("eps"), number("width")

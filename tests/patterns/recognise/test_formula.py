@@ -172,7 +172,7 @@ def test_other_elements_are_others(name):
 
 
 def test_what_stays_aside_is_not_absorbed():
-    formula = X * aside(number("n") + Y, "factor")
+    formula = X * aside((number("n") + Y).named("factor"))
     view = returned(lambda x, y: x * (y + 2), given(), given(1))
     found = formula.match(view)
     assert [value.op for value in found.absorbed] == ["aten.mul"]
