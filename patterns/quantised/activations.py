@@ -34,8 +34,8 @@ from tilewright.patterns.recognise.formula import (
     Found,
     call,
     clamp,
+    largest,
     number,
-    reduction,
     tensor,
 )
 from tilewright.patterns.recognise.grouped_gemm import ExpertGemm
@@ -115,10 +115,6 @@ def refuse_format(view: View, why: str) -> NoReturn:
 # --- the formulas ---------------------------------------------------------------------------------
 
 
-def _is_largest(value: Value) -> bool:
-    return value.kwargs.get("output", 0) == 0
-
-
 def _bounded(of: Formula, name: str) -> Formula:
     """A number, or that held to a lower bound."""
     return of | clamp(of, number(name), ABSENT)
@@ -139,9 +135,7 @@ _CASTS: dict[str, Callable[[Value], bool]] = {
 }
 
 _X, _SCALE = tensor("x", strip=strip_widening), tensor("scale")
-_LARGEST = reduction("amax", call("abs", _X), "block") | reduction(
-    "max", call("abs", _X), "block", holds=_is_largest
-)
+_LARGEST = largest(call("abs", _X), "block")
 _BLOCK_SCALE = _bounded(_over_448(_bounded(_LARGEST, "least")), "least_scale")
 _QUOTIENT = _X / _SCALE | _X * (call("reciprocal", _SCALE) | 1 / _SCALE)
 _ENCODED = _to("codes", _QUOTIENT | clamp(_QUOTIENT, number(-E4M3_MAX), number(E4M3_MAX)))

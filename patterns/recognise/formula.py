@@ -241,6 +241,12 @@ def reduction(
     return _formula(match, name)
 
 
+def largest(of: Formula, width: str) -> Formula:
+    """The largest number of each run along the last dimension; see :func:`reduction`."""
+    among = reduction("max", of, width, holds=lambda value: value.kwargs.get("output", 0) == 0)
+    return reduction("amax", of, width) | among
+
+
 def aside(formula: Formula) -> Formula:
     """What is matched, and stays in the graph: none of its values are absorbed."""
 

@@ -99,6 +99,22 @@ def _made(found: Found, head: View) -> Norm | None:
     )
 
 
+def by_runs(norm: Norm) -> Norm:
+    """The norm, each run of `width` numbers in a dimension of its own behind the others."""
+    columns, width = norm.x.shape[-1], norm.width
+    if columns == width:
+        return norm
+    rank = len(norm.x.shape) + 1
+
+    def apart(vector: View | None) -> View | None:
+        wide = vector and vector.reshape(*vector.shape[:-1], columns // width, width)
+        return _aligned(wide, rank)
+
+    weight, factor, bias = map(apart, (norm.weight, norm.factor, norm.bias))
+    x = norm.x.reshape(*norm.x.shape[:-1], columns // width, width)
+    return replace(norm, x=x, weight=weight, factor=factor, bias=bias)
+
+
 @dataclass(frozen=True)
 class JoinedNorms:
     """Norms of neighbouring heads, each with its own weight, joined again.
