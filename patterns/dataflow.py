@@ -11,6 +11,8 @@ import os
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, wraps
 from operator import attrgetter, itemgetter
@@ -62,11 +64,6 @@ class Value:
     def whole(self) -> View:
         return View(self, effects.identity(self.shape))
 
-    @cached_property
-    def memo(self) -> dict[Any, Any]:
-        """What :func:`once` keeps."""
-        return {}
-
     @property
     def either_way(self) -> tuple[tuple[View, View], ...]:
         """The two operands of a sum or product, in both orders; nothing for one or three."""
@@ -92,18 +89,35 @@ class Value:
 
 
 T = TypeVar("T")
+_ANSWERS: ContextVar[dict[Any, Any] | None] = ContextVar("answers", default=None)
+
+
+@contextmanager
+def remembering() -> Iterator[None]:
+    """Has functions marked with :func:`once` computed once for each value, until it is left."""
+    token = _ANSWERS.set({})
+    try:
+        yield
+    finally:
+        _ANSWERS.reset(token)
 
 
 def once(function: Callable[[Value], T]) -> Callable[[Value], T]:
-    """Has a function computed once for each value: it may read what the value is computed from, and
-    nothing else."""
+    """A function of a value that reads what the value is computed from, and nothing else.
+
+    Its answers are kept within :func:`remembering`, and not with the values, which would be kept
+    alive by what holds them.
+    """
 
     @wraps(function)
     def remembered(value: Value) -> T:
-        memo = value.memo
-        if function not in memo:
-            memo[function] = function(value)
-        answer: T = memo[function]
+        answers = _ANSWERS.get()
+        if answers is None:
+            return function(value)
+        key = function, value
+        if key not in answers:
+            answers[key] = function(value)
+        answer: T = answers[key]
         return answer
 
     return remembered

@@ -18,7 +18,6 @@ from tilewright.patterns.dataflow import Value, View
 from tilewright.patterns.language import Stage, register_code, reject
 from tilewright.patterns.recognise.casts import strip_casts
 from tilewright.patterns.recognise.formula import largest, reduction, tensor
-from tilewright.patterns.recognise.gemm import bias_rows
 from tilewright.patterns.recognise.routing import scattered_ones
 from tilewright.patterns.recognise.steps import is_filled, reduced_dims
 
@@ -132,23 +131,29 @@ def match_choice(ids: Value) -> Choice:
     return Choice(ids, slots, scores, value, logits, correction, groups, tuple(absorbed))
 
 
+def _are_scores(view: View) -> bool:
+    return view.value.op in _SCORES and view.value.projected
+
+
+def _is_per_expert(view: View) -> bool:
+    """Whether a view has one number for each expert, the same for all tokens."""
+    *tokens, experts = view.effect.dims or ((),)
+    repeats = all(atom.axis is None for dim in tokens for atom in dim)
+    varies = len(experts) == 1 and experts[0].axis is not None
+    return repeats and varies and not view.value.projected
+
+
+# A linear's bias makes logits, no correction of scores.
+_CORRECTED = tensor("scores", holds=_are_scores) + tensor("correction", holds=_is_per_expert)
+
+
 def _corrected(compared: View) -> tuple[View, View | None, tuple[Value, ...]]:
     """(scores, correction [E], values absorbed) of scores + correction."""
-    value = compared.value
-    if value.op != "aten.add" or value.kwargs.get("alpha", 1) != 1 or not compared.is_whole:
+    found = _CORRECTED.match(compared)
+    if found is None or found.bound["scores"].shape != compared.shape:
         return compared, None, ()
-    for scores, vector in value.either_way:
-        if scores.shape != value.shape or not scores.value.projected:
-            continue
-        try:
-            found = bias_rows(vector, effects.identity(value.shape), 1)
-        except effects.InexpressibleError:
-            found = None
-        # A linear's bias makes logits, no correction of scores.
-        if found is not None and found[1] == 0 and strip_casts(scores)[0].value.op in _SCORES:
-            vector, casts = strip_casts(found[0])
-            return scores, vector, (value, *casts)
-    return compared, None, ()
+    vector = found.bound["correction"]
+    return found.bound["scores"], vector.with_dims(vector.effect.dims[-1]), found.absorbed
 
 
 # --- groups ---------------------------------------------------------------------------------------

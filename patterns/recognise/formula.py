@@ -190,7 +190,7 @@ def call(
             return None
         bare, casts = _strip(item)
         value = bare.value
-        if holds is not None and not holds(value):
+        if value.op not in names or (holds is not None and not holds(value)):
             return None
         items = _positional(value, count) if read is None else read(bare)
         if items is None or (not bare.is_whole and (items := _seen(bare, items)) is None):
@@ -373,8 +373,7 @@ def _runs_of(view: View) -> View | None:
     source = value.args[0] if value.args else None
     if not isinstance(source, View) or not source.shape or not value.dtype.is_floating_point:
         return None
-    one_run = reduced_dims(value) == (len(source.shape) - 1,)
-    return source if one_run and isinstance(source.shape[-1], int) else None
+    return source if reduced_dims(value) == (len(source.shape) - 1,) else None
 
 
 def _in_run(view: View, runs: View) -> View | None:

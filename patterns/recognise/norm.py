@@ -81,9 +81,11 @@ def _find_norm(head: View) -> Norm | None:
 
 
 def _made(found: Found, head: View) -> Norm | None:
-    """The norm of a match; None where the weight broadcasts what is normalised."""
+    """The norm of a match; None where the weight broadcasts what is normalised, or a row's length is
+    a symbol."""
     named, rank = found.bound, len(head.shape)
-    if named["x"].shape != head.shape:
+    width = named["width"]
+    if named["x"].shape != head.shape or not isinstance(width, (int, float)):
         return None
     weight, factor, bias = (_aligned(named.get(n), rank) for n in ("weight", "factor", "bias"))
     return Norm(
@@ -93,7 +95,7 @@ def _made(found: Found, head: View) -> Norm | None:
         offset=named.get("offset", 0.0),
         factor=factor,
         eps=named["eps"],
-        width=int(named["width"]),
+        width=int(width),
         absorbed=tuple(dict.fromkeys(found.absorbed)),
         bias=bias,
     )

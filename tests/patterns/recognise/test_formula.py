@@ -3,11 +3,15 @@ thing."""
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from tests.compiler.flow_check import returned, selected
+from tilewright.patterns.dataflow import once, remembering
 from tilewright.patterns.recognise.activation import match_activation
 from tilewright.patterns.recognise.formula import (
     ABSENT,
@@ -290,3 +294,29 @@ def test_a_norm_whose_rows_lie_crosswise_is_none_of_the_last_dimension():
     assert match_norm(returned(lambda x: F.rms_norm(x, (N,)).t(), given())) is None
     assert match_norm(returned(lambda x: F.rms_norm(x, (N,)).t().t(), given())) is not None
     assert match_norm(returned(lambda x: F.rms_norm(x, (N,))[:, :D], given())) is None
+
+
+# --- what is kept ---------------------------------------------------------------------------------
+
+
+def test_answers_are_kept_while_they_are_wanted_and_no_longer():
+    asked = []
+
+    @once
+    def number_of_operands(value):
+        asked.append(value)
+        return len(value.operands)
+
+    value = returned(lambda x, y: x * y, given(), given(1)).value
+    with remembering():
+        assert [number_of_operands(value) for _ in range(2)] == [2, 2]
+    assert len(asked) == 1
+    assert [number_of_operands(value) for _ in range(2)] == [2, 2]
+    assert len(asked) == 3
+    held = weakref.ref(value)
+    with remembering():
+        assert match_norm(value.whole) is None
+    del value
+    asked.clear()
+    gc.collect()
+    assert held() is None
