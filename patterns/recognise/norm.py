@@ -12,7 +12,7 @@ import torch
 
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Value, View, once
-from tilewright.patterns.effects import Atom
+from tilewright.patterns.effects import Atom, InexpressibleError
 from tilewright.patterns.language import Stage, reject
 from tilewright.patterns.recognise.constants import number_of
 from tilewright.patterns.recognise.formula import (
@@ -81,8 +81,8 @@ def _find_norm(head: View) -> Norm | None:
 
 
 def _made(found: Found, head: View) -> Norm | None:
-    """The norm of a match; None where the weight broadcasts what is normalised, or a row's length is
-    a symbol."""
+    """The norm of a match; None where the weight broadcasts what is normalised, or the width is a
+    symbol."""
     named, rank = found.bound, len(head.shape)
     width = named["width"]
     if named["x"].shape != head.shape or not isinstance(width, (int, float)):
@@ -102,7 +102,8 @@ def _made(found: Found, head: View) -> Norm | None:
 
 
 def by_runs(norm: Norm) -> Norm:
-    """The norm, each run of `width` numbers in a dimension of its own behind the others."""
+    """The norm, each run of `width` numbers in a dimension of its own behind the others; the norm
+    as it is where its weight cannot be viewed so."""
     columns, width = norm.x.shape[-1], norm.width
     if columns == width:
         return norm
@@ -112,8 +113,11 @@ def by_runs(norm: Norm) -> Norm:
         wide = vector and vector.reshape(*vector.shape[:-1], columns // width, width)
         return _aligned(wide, rank)
 
-    weight, factor, bias = map(apart, (norm.weight, norm.factor, norm.bias))
-    x = norm.x.reshape(*norm.x.shape[:-1], columns // width, width)
+    try:
+        weight, factor, bias = map(apart, (norm.weight, norm.factor, norm.bias))
+        x = norm.x.reshape(*norm.x.shape[:-1], columns // width, width)
+    except InexpressibleError:
+        return norm
     return replace(norm, x=x, weight=weight, factor=factor, bias=bias)
 
 
