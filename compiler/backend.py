@@ -83,7 +83,7 @@ def _compiled(
         found = _fuse_or_not(gm, example_inputs, without(chosen, SHARED))
         report, compiled = _compile(found, example_inputs, chosen, mode)
         missed.append(Miss(SHARED, "RANKS", Stage.HAZARDS, why))
-    report = replace(report, misses=(*unless_cut(report.misses, breaks), *missed))
+    report = replace(report, misses=(*unless_cut(report.misses, bool(breaks)), *missed))
     _publish(report, chosen, breaks)
     published = _REPORTS[-1]
     if not (chosen.verify and report.matches):

@@ -116,7 +116,7 @@ class Lowered:
         if not self.graphs and not breaks:
             breaks = [NO_GRAPH]
         others = [m for m in found if m.pattern != CAPTURE]
-        return [*unless_cut(others, breaks), *dict.fromkeys(breaks)]
+        return [*unless_cut(others, bool(breaks)), *dict.fromkeys(breaks)]
 
     @property
     def lost(self) -> list[Miss]:
@@ -176,10 +176,10 @@ NO_GRAPH = Miss(
 )
 
 
-def unless_cut(misses: Sequence[Miss], breaks: Sequence[Miss]) -> Sequence[Miss]:
+def unless_cut(misses: Sequence[Miss], is_cut: bool) -> Sequence[Miss]:
     """Returns the misses of a graph. Where graph breaks cut it, they speak for what no pattern
     recognises in the parts."""
-    return [miss for miss in misses if miss.pattern != CENSUS] if breaks else misses
+    return [miss for miss in misses if miss.pattern != CENSUS] if is_cut else misses
 
 
 def break_miss(reason: str) -> Miss:
