@@ -20,9 +20,8 @@ from tests.attention_cases import (
     prefix,
     with_options,
 )
-from tests.interpreted import Interpreter
+from tests.interpreted import Interpreter, interpreted
 from tilewright.codegen.attention.prefill_tiles import PrefillConfig
-from tilewright.codegen.build import load_interpreted
 from tilewright.codegen.mla import attention_specs as kernels
 from tilewright.codegen.targets import SM100
 from tilewright.ops.attention import mask_blocks
@@ -56,7 +55,7 @@ def run(a: AttentionCall, config: PrefillConfig, target: str = "sm100", group: i
     values = launch_values(a) | {"out_ptr": out, "lse_ptr": lse}
     values |= {"row_tiles": tiles, "head_group": group}
     grid = kernels.attention_grid(problem, a.sizes, tiles, group)
-    load_interpreted(spec)[grid](*(values[name] for name, _ in spec.signature))
+    interpreted(spec)[grid](*(values[name] for name, _ in spec.signature))
     return out, lse
 
 
@@ -260,7 +259,7 @@ def test_joined_keys_are_both_parts_side_by_side():
     }  # fmt: skip
     spec = kernels.join_spec(attention_problem(a), "sm90")
     grid = kernels.join_grid(126)
-    load_interpreted(spec)[grid](*(values[name] for name, _ in spec.signature))
+    interpreted(spec)[grid](*(values[name] for name, _ in spec.signature))
     rope = a.k_rope.unsqueeze(2).expand(-1, -1, 3, -1)
     assert torch.equal(out, torch.cat((a.k, rope), -1))
 
