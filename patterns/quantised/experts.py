@@ -36,7 +36,7 @@ from tilewright.patterns.quantised.expert_factors import (
 )
 from tilewright.patterns.quantised.weights import every, joined, repeats
 from tilewright.patterns.quantised.words import follow, is_code
-from tilewright.patterns.recognise.norm import is_float_cast
+from tilewright.patterns.recognise.casts import is_float_cast
 
 _E2M1 = torch.tensor([*MAGNITUDES, *(-m for m in MAGNITUDES)], dtype=torch.float64)
 _INT4 = torch.arange(16, dtype=torch.float64) - INT4_ZERO
