@@ -4,6 +4,7 @@ the codes of a problem; without torch."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from tilewright.codegen.operand import Operand
 from tilewright.codegen.spec import Constant, constants_of
@@ -25,7 +26,8 @@ class WeightFormat:
     subtracted from every code. zeros: whether a call may have zero points besides.
     linears: whether the linears of dense layers take it. expert_scales: the types that a scale of
     experts may have ("u8": e8m0); empty: experts do not take it. expert_block: the rows and columns
-    that share a scale there, where the format fixes them.
+    that share a scale there, where the format fixes them. expert_kernel: whether
+    `codegen.templates.expert_weights` decodes it; without, references compute such calls.
     """
 
     stored: tuple[str, ...]
@@ -37,6 +39,7 @@ class WeightFormat:
     linears: bool = False
     expert_scales: tuple[str, ...] = ()
     expert_block: tuple[int, int] | None = None
+    expert_kernel: bool = False
 
     @property
     def per_byte(self) -> int:
@@ -44,21 +47,23 @@ class WeightFormat:
         return 8 // self.bits
 
 
+_NIBBLES_OF_ROWS: dict[str, Any] = {"bits": 4, "packed_axis": -1}
+_EXPERTS: dict[str, Any] = {"expert_kernel": True, **_NIBBLES_OF_ROWS}
 #: Every format by its name in `weight_format`; "dense" has none. A format is added here: what ops
 #: check, compute, sample and recognise follows.
 WEIGHT_FORMATS = {
     "int8": WeightFormat(("i8",), zeros=True, linears=True),
-    "fp8": WeightFormat(("fp8e4nv",), linears=True, expert_scales=("fp32", "bf16")),
-    "int4_k": WeightFormat(("u8", "i32"), 4, packed_axis=-1, zeros=True, linears=True),
-    "int4_n": WeightFormat(("u8", "i32"), 4, packed_axis=-2, zeros=True, linears=True),
-    "int4": WeightFormat(
-        ("u8",), 4, packed_axis=-1, zero=8, expert_scales=("fp32", "bf16", "fp16")
+    "fp8": WeightFormat(
+        ("fp8e4nv",), linears=True, expert_scales=("fp32", "bf16"), expert_kernel=True
     ),
+    "int4_k": WeightFormat(("u8", "i32"), **_NIBBLES_OF_ROWS, zeros=True, linears=True),
+    "int4_n": WeightFormat(("u8", "i32"), bits=4, packed_axis=-2, zeros=True, linears=True),
+    "int4": WeightFormat(("u8",), zero=8, expert_scales=("fp32", "bf16", "fp16"), **_EXPERTS),
     "nvfp4": WeightFormat(
-        ("u8",), 4, packed_axis=-1, number="e2m1", expert_scales=("fp8e4nv",), expert_block=(1, 16)
+        ("u8",), number="e2m1", expert_scales=("fp8e4nv",), expert_block=(1, 16), **_EXPERTS
     ),
     "mxfp4": WeightFormat(
-        ("u8",), 4, packed_axis=-1, number="e2m1", expert_scales=("u8",), expert_block=(1, 32)
+        ("u8",), number="e2m1", expert_scales=("u8",), expert_block=(1, 32), **_EXPERTS
     ),
 }
 

@@ -19,7 +19,7 @@ that the op has no argument for has the group's default.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from operator import itemgetter
 from types import MappingProxyType
 from typing import Any, Generic, TypeAlias, TypeVar, overload
@@ -36,11 +36,11 @@ class ArgumentGroup:
     names: the op's names of those fields that it calls otherwise; see `named`.
     """
 
-    names: Mapping[str, str]
+    names: Mapping[str, str] = field(default_factory=dict, kw_only=True)
 
-    def named(self, field: str) -> str:
+    def named(self, name: str) -> str:
         """What the op calls a field, as its errors say it."""
-        return self.names.get(field, field)
+        return self.names.get(name, name)
 
 
 class OptionalGroup(Generic[T]):
@@ -89,18 +89,19 @@ class Group(OptionalGroup[T]):
 def _reader(record: type[Any], kind: type[Any], names: Mapping[str, str]) -> Reader:
     """Raises TypeError where a field has neither an argument nor a default, or a name stands for
     nothing."""
-    given, attributes = {field.name for field in fields(record)}, fields(kind)[1:]
+    given = {one.name for one in fields(record)}
+    attributes = [one for one in fields(kind) if one.name != "names"]
     found: list[tuple[str | None, Any]] = []
-    for field in attributes:
-        name = names.get(field.name, field.name)
-        if name not in given and (field.name in names or field.default is MISSING):
+    for one in attributes:
+        name = names.get(one.name, one.name)
+        if name not in given and (one.name in names or one.default is MISSING):
             raise TypeError(f"{record.__qualname__}: {kind.__qualname__} needs an argument {name}")
-        found.append((name if name in given else None, field.default))
-    if unknown := set(names).difference(field.name for field in attributes):
+        found.append((name if name in given else None, one.default))
+    if unknown := set(names).difference(one.name for one in attributes):
         raise TypeError(f"{kind.__qualname__}: no fields {sorted(unknown)}")
     (first, _), *_ = found
     assert first is not None
-    return first, tuple(field.name for field in attributes), _read_all(found)
+    return first, tuple(one.name for one in attributes), _read_all(found)
 
 
 def _read_all(

@@ -94,7 +94,7 @@ class Weight(ArgumentGroup):
             return False
         return zeros_are_packed(self.zero, self.rows, self.scale_block)
 
-    def numbers(self, compute: torch.dtype) -> torch.Tensor:
+    def dequantize(self, compute: torch.dtype) -> torch.Tensor:
         """The weight [..., D, K] in `compute` precision; codes are dequantised."""
         if self.format is None:
             return self.data.to(compute)

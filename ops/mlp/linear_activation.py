@@ -63,9 +63,9 @@ def reference(a: LinearActivationArguments) -> torch.Tensor:
     """
     compute = torch.promote_types(a.x.dtype, torch.float32)
     y = apply_row_norm(a.x.to(compute), a)
-    out = ACTIVATIONS[a.activation](apply_linear(y, a.linear.numbers(compute), a.bias))
+    out = ACTIVATIONS[a.activation](apply_linear(y, a.linear.dequantize(compute), a.bias))
     if a.up_linear is not None:
-        out = out * apply_linear(y, a.up_linear.numbers(compute), a.up_bias)
+        out = out * apply_linear(y, a.up_linear.dequantize(compute), a.up_bias)
     return out.to(a.x.dtype)
 
 

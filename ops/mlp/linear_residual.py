@@ -52,7 +52,7 @@ def reference(a: LinearResidualArguments) -> torch.Tensor:
     it is scaled. Codes are dequantised before.
     """
     compute = torch.promote_types(a.x.dtype, torch.float32)
-    made = apply_linear(a.x.to(compute), a.linear.numbers(compute), a.bias)
+    made = apply_linear(a.x.to(compute), a.linear.dequantize(compute), a.bias)
     return (a.residual.to(compute) + a.scale * apply_row_norm(made, a)).to(a.x.dtype)
 
 

@@ -146,7 +146,7 @@ def _input(a: FusedQkvArguments) -> torch.Tensor:
 def _project(a: FusedQkvArguments, x: torch.Tensor, weight: Weight, first: int) -> torch.Tensor:
     """[T, H, D]: product, bias, delta, clip. first: the weight's first row among those of q, k and
     v, which is its first column of delta."""
-    numbers = weight.numbers(x.dtype).flatten(0, -3)
+    numbers = weight.dequantize(x.dtype).flatten(0, -3)
     out = torch.einsum("tk,hdk->thd", x, numbers)
     if weight.bias is not None:
         out = out + weight.bias.to(x.dtype).flatten(0, -2)

@@ -58,7 +58,7 @@ def test_a_group_is_of_the_record_it_is_read_from():
 
 
 def test_a_group_made_by_hand_is_equal():
-    assert Scaled({"data": "weight"}, WEIGHT, None, [4, 4]) == GIVEN.gate
+    assert Scaled(WEIGHT, None, [4, 4], names={"data": "weight"}) == GIVEN.gate
 
 
 def test_fields_have_the_names_of_the_arguments():

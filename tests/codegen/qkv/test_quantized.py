@@ -116,7 +116,7 @@ def test_numbers_are_those_of_the_reference(case: AttentionCase) -> None:
 
 def dequantized(a: FusedQkvArguments, letter: str) -> torch.Tensor:
     weight = dict(zip(LETTERS, a.projections, strict=True))[letter]
-    return weight.numbers(torch.float32).flatten(0, -2)
+    return weight.dequantize(torch.float32).flatten(0, -2)
 
 
 def words_of(a: FusedQkvArguments) -> torch.dtype:
