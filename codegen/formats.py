@@ -22,11 +22,12 @@ class WeightFormat:
 
     stored: Triton's names of the dtypes that a stored element may have. bits: of a code.
     packed_axis: the axis, -1 (K) or -2 (N), along which codes share an element; None: a code is an
-    element. number: what a code stands for, "" itself or "e2m1" (`ops.formats.fp4`). zero: what is
-    subtracted from every code. zeros: whether a call may have zero points besides.
-    linears: whether the linears of dense layers take it. expert_scales: the types that a scale of
-    experts may have ("u8": e8m0); empty: experts do not take it. expert_block: the rows and columns
-    that share a scale there, where the format fixes them. expert_kernel: whether
+    element. number: what a code stands for, "" itself or "e2m1" (`ops.formats.fp4`).
+
+    linears: whether the linears of dense layers take it. zeros: whether these may have zero points.
+    expert_scales: the types that a scale of experts may have ("u8": e8m0); empty: experts do not
+    take it. expert_zero: the zero of all their codes. expert_block: the rows and columns that share
+    a scale there, where the format fixes them. expert_kernel: whether
     `codegen.templates.expert_weights` decodes it; without, references compute such calls.
     """
 
@@ -34,10 +35,10 @@ class WeightFormat:
     bits: int = 8
     packed_axis: int | None = None
     number: str = ""
-    zero: int = 0
-    zeros: bool = False
     linears: bool = False
+    zeros: bool = False
     expert_scales: tuple[str, ...] = ()
+    expert_zero: int = 0
     expert_block: tuple[int, int] | None = None
     expert_kernel: bool = False
 
@@ -52,13 +53,15 @@ _EXPERTS: dict[str, Any] = {"expert_kernel": True, **_NIBBLES_OF_ROWS}
 #: Every format by its name in `weight_format`; "dense" has none. A format is added here: what ops
 #: check, compute, sample and recognise follows.
 WEIGHT_FORMATS = {
-    "int8": WeightFormat(("i8",), zeros=True, linears=True),
+    "int8": WeightFormat(("i8",), linears=True, zeros=True),
     "fp8": WeightFormat(
         ("fp8e4nv",), linears=True, expert_scales=("fp32", "bf16"), expert_kernel=True
     ),
-    "int4_k": WeightFormat(("u8", "i32"), **_NIBBLES_OF_ROWS, zeros=True, linears=True),
-    "int4_n": WeightFormat(("u8", "i32"), bits=4, packed_axis=-2, zeros=True, linears=True),
-    "int4": WeightFormat(("u8",), zero=8, expert_scales=("fp32", "bf16", "fp16"), **_EXPERTS),
+    "int4_k": WeightFormat(("u8", "i32"), **_NIBBLES_OF_ROWS, linears=True, zeros=True),
+    "int4_n": WeightFormat(("u8", "i32"), bits=4, packed_axis=-2, linears=True, zeros=True),
+    "int4": WeightFormat(
+        ("u8",), expert_zero=8, expert_scales=("fp32", "bf16", "fp16"), **_EXPERTS
+    ),
     "nvfp4": WeightFormat(
         ("u8",), number="e2m1", expert_scales=("fp8e4nv",), expert_block=(1, 16), **_EXPERTS
     ),

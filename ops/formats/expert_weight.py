@@ -68,7 +68,7 @@ class ExpertWeight(ArgumentGroup):
         data = _take_bytes(self.data, experts)
         if self.format is None:
             return data.to(dtype)
-        values = code_numbers(data, self.format, dtype)
+        values = expert_numbers(data, self.format, dtype)
         factor = self._factors(experts, dtype)[:, : values.shape[1], : values.shape[2]]
         return values * factor
 
@@ -109,6 +109,12 @@ class ExpertWeight(ArgumentGroup):
     @property
     def _scale_dtypes(self) -> tuple[torch.dtype, ...]:
         return () if self.format is None else torch_types(self.format.expert_scales)
+
+
+def expert_numbers(stored: torch.Tensor, form: WeightFormat, dtype: torch.dtype) -> torch.Tensor:
+    """What stored codes of experts stand for, in dtype, before scales."""
+    numbers = code_numbers(stored, form, dtype)
+    return numbers - form.expert_zero if form.expert_zero else numbers
 
 
 def _take_bytes(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

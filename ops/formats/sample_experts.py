@@ -44,7 +44,9 @@ def _quantized(name: str, dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     form, groups = WEIGHT_FORMATS[name], dense.float().unflatten(-1, (-1, INTEGER_GROUP))
     most = 2 ** (form.bits - 1)
     scale = divided(groups.abs().amax(-1), most - 1)
-    codes = (groups / scale[..., None]).round().clamp(-most, most - 1).flatten(-2) + form.zero
+    codes = (groups / scale[..., None]).round().clamp(-most, most - 1).flatten(
+        -2
+    ) + form.expert_zero
     (dtype,) = torch_types(form.stored)
     stored = codes.to(dtype) if form.packed_axis is None else fp4.pack(codes.to(torch.uint8))
     return stored, scale.to(dense.dtype), [1, INTEGER_GROUP]

@@ -193,12 +193,11 @@ class Weight(ArgumentGroup):
 def code_numbers(
     stored: torch.Tensor, form: WeightFormat, dtype: torch.dtype, order: Sequence[int] = ()
 ) -> torch.Tensor:
-    """The numbers of stored elements in `dtype`, each code at a place of its own, before zero
-    points of a call and scales. order: of the codes in an element (`ops.formats.quantized_weight`).
+    """What stored codes stand for, in `dtype`, each at a place of its own, before zeros and scales.
+    order: of the codes in an element (`ops.formats.quantized_weight`).
     """
     axis = form.packed_axis
     codes = stored if axis is None else unpack_nibbles(stored, axis, order)
     if form.number == "e2m1":
         return fp4.decode(codes, dtype)
-    numbers = codes.to(dtype)
-    return numbers - form.zero if form.zero else numbers
+    return codes.to(dtype)
