@@ -51,9 +51,9 @@ _COMMUTES = (ast.Add, ast.Mult, ast.BitAnd, ast.BitOr)
 
 
 @cache
-def _rule_of(kind: type[ast.expr]) -> str:
+def _rule_of(kind: str) -> str:
     """The method that folds expressions of a kind."""
-    return f"_fold_{kind.__name__.lower()}"
+    return f"_fold_{kind.lower()}"
 
 
 @dataclass
@@ -121,7 +121,7 @@ class Expressions:
 
     def fold(self, node: ast.expr) -> Folded:
         """Evaluate one expression; what is not understood raises EmitError."""
-        rule = getattr(self, _rule_of(type(node)), None)
+        rule = getattr(self, _rule_of(type(node).__name__), None)
         if rule is None:
             raise self.error(node, f"{type(node).__name__} is not supported: {ast.unparse(node)}")
         folded: Folded = rule(node)

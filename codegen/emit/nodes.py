@@ -26,7 +26,7 @@ def nodes_of(root: ast.AST) -> list[ast.AST]:
     five times as long."""
     found = [root]
     for node in found:  # grows
-        for name in _fields(type(node)):
+        for name in _fields(type(node)):  # type: ignore[arg-type]  # a class is hashable
             value = getattr(node, name, None)
             if isinstance(value, ast.AST):
                 found.append(value)

@@ -284,21 +284,28 @@ LISTED_TILES = [
 ]
 
 
-@pytest.mark.parametrize("config", LISTED_TILES, ids=str)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"mask": "none"},
-        {"mask": "none", "key_lengths": torch.tensor([310, 0])},
-        {"mask": "causal", "query_starts": torch.tensor([250, 100])},
-        {"mask": "sliding_window", "window": 90, "query_starts": torch.tensor([250, 40])},
-        {"mask": "chunked", "window": 128, "query_starts": torch.tensor([250, 0])},
-    ],
-    ids=lambda options: " ".join(options) + " " + options["mask"],
-)
-@pytest.mark.parametrize("added", [False, True], ids=["booleans", "numbers"])
+LISTED_OPTIONS = [
+    {"mask": "none"},
+    {"mask": "none", "key_lengths": torch.tensor([310, 0])},
+    {"mask": "causal", "query_starts": torch.tensor([250, 100])},
+    {"mask": "sliding_window", "window": 90, "query_starts": torch.tensor([250, 40])},
+    {"mask": "chunked", "window": 128, "query_starts": torch.tensor([250, 0])},
+]
+#: Tiles and options in all pairs; either kind of mask with each of both.
+LISTED_CASES = [
+    pytest.param(
+        config, options, (row + column) % 2 == 1,
+        id=f"{' '.join(options)} {options['mask']}-{config}",
+    )
+    for row, config in enumerate(LISTED_TILES)
+    for column, options in enumerate(LISTED_OPTIONS)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "options", "added"), LISTED_CASES)
 def test_blocks_on_a_masks_list(config, options, added):
-    """Whole ones and others, with gaps between; and masked by position besides."""
+    """Whole ones and others, with gaps between; and masked by position besides. Tiles, options and
+    kinds of mask (booleans, numbers) in all pairs, not all triples."""
     seen = holes(2, 1, 150, 400)
     mask = torch.zeros(seen.shape).masked_fill(~seen, -math.inf) if added else seen
     a = call_of(with_options(LISTED, attn_mask=mask, **options))
