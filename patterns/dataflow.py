@@ -391,12 +391,18 @@ class Dataflow:
         return self.homes.get(value, value.node)
 
     def rows_are_dense(self, view: View) -> bool:
-        """Whether a view's last dimension is a run of neighbours in memory."""
+        """Whether a view's last dimension is a run of neighbours in memory, as a dimension made of
+        several axes of the value is where each goes on where the next one ends."""
         width = view.effect.dims[-1]
-        if len(width) != 1 or width[0].axis is None:
-            return width == ()
+        if any(atom.axis is None for atom in width):
+            return False
         held = self.home(view.value).meta["example_value"]
-        return bool(held.stride(width[0].axis) * width[0].step == 1)
+        run: Size = 1
+        for atom in reversed(width):
+            if held.stride(atom.axis) * atom.step != run:
+                return False
+            run = run * atom.length
+        return True
 
     @cached_property
     def nodes_by_view(self) -> Mapping[View, fx.Node]:
