@@ -18,7 +18,7 @@ from tilewright.compiler import artifacts as _artifacts  # noqa: F401  registers
 from tilewright.compiler.fuse import fuse, target_name
 from tilewright.compiler.graph_breaks import listen_for_breaks, noting_breaks, why_graph_ended
 from tilewright.compiler.options import Options, without
-from tilewright.compiler.report import GraphReport, Lowered, break_miss
+from tilewright.compiler.report import GraphReport, Lowered, break_miss, unless_cut
 from tilewright.compiler.report.failures import StrictError, raise_strictly
 from tilewright.compiler.report.kept import KeptReport, kept
 from tilewright.compiler.safety.modes import modes_of
@@ -83,7 +83,7 @@ def _compiled(
         found = _fuse_or_not(gm, example_inputs, without(chosen, SHARED))
         report, compiled = _compile(found, example_inputs, chosen, mode)
         missed.append(Miss(SHARED, "RANKS", Stage.HAZARDS, why))
-    report = replace(report, misses=(*report.misses, *missed))
+    report = replace(report, misses=(*unless_cut(report.misses, bool(breaks)), *missed))
     _publish(report, chosen, breaks)
     published = _REPORTS[-1]
     if not (chosen.verify and report.matches):

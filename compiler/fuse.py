@@ -10,8 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 import networkx as nx
@@ -25,7 +24,7 @@ from tilewright.compiler.dataflow.access import call_key
 from tilewright.compiler.dataflow.build import build_view
 from tilewright.compiler.options import Options
 from tilewright.compiler.report import GraphReport, Kernel, Site
-from tilewright.compiler.report.census import Point, Round, census_of
+from tilewright.compiler.report.census import Point, Round, census_of, unrecognised
 from tilewright.compiler.report.failures import Failures, raise_strictly
 from tilewright.compiler.rewrite import HalfRewrittenError, Rewritten, arguments_of, rewrite_sites
 from tilewright.compiler.rewrite.bodies import inline_bodies, unseen_in_bodies
@@ -86,13 +85,12 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-def fuse(gm: fx.GraphModule, options: Options, rounds: list[Round] | None = None) -> GraphReport:
+def fuse(gm: fx.GraphModule, options: Options) -> GraphReport:
     """Fuses what the patterns find in a copy of `gm`; `gm` itself is not touched.
 
     gm: a Dynamo graph module whose nodes carry `meta["example_value"]`. Where a pattern or an op
-    raises at a site, that site stays as written, and a miss INTERNAL says so. rounds: gets what
-    each pass of the patterns came to. Raises StrictError for such a failure or a lost site where
-    `options.strict` asks for it.
+    raises at a site, that site stays as written, and a miss INTERNAL says so. Raises StrictError
+    for such a failure or a lost site where `options.strict` asks for it.
     """
     failures = Failures(gm, options)
     clock = _Clock()
@@ -100,29 +98,38 @@ def fuse(gm: fx.GraphModule, options: Options, rounds: list[Round] | None = None
     kept: dict[str, Miss | None] = {}
     with failures.of_the_graph(), _collector_paused():
         while True:
-            if rounds is not None:
-                rounds.clear()
+            rounds: list[Round] = []
             attempt = _attempt(gm, options, failures, clock, target, rounds, kept)
             if attempt is not None:
                 break
-    raise_strictly(attempt.misses, options)
+        with clock.phase("census"):
+            points, untold = _counted(rounds, options, failures)
+        del rounds  # the collector must not walk the views
+    misses = (*attempt.misses, *untold)
+    raise_strictly(misses, options)
     return GraphReport(
         before=gm,
         after=attempt.after,
         matches=attempt.sites,
-        misses=tuple(attempt.misses),
+        misses=misses,
         notes=attempt.notes,
         seconds=clock.seconds,
         inputs=attempt.inputs,
-        points=partial(points_in, gm, options),
+        points=points,
     )
 
 
-def points_in(gm: fx.GraphModule, options: Options) -> tuple[Point, ...]:
-    """The census of a graph; for that it is fused, and the outcome dropped."""
-    rounds: list[Round] = []
-    fuse(gm, replace(options, strict=False), rounds)
-    return census_of(rounds, registered(options.patterns))
+def _counted(
+    rounds: Sequence[Round], options: Options, failures: Failures
+) -> tuple[tuple[Point, ...], list[Miss]]:
+    """Returns the census of a graph, and a miss for each point that nothing accounts for. There is
+    no such miss where the options leave patterns or sites out."""
+    try:
+        points = census_of(rounds, registered(options.patterns))
+    except Exception as error:
+        return (), [failures("census", "to count the points of the graph", error, ())]
+    whole = options.patterns is None and options.only is None and options.fuel is None
+    return points, unrecognised(points, rounds[0].flow) if whole else []
 
 
 @dataclass(frozen=True)
@@ -145,12 +152,13 @@ def _attempt(
     failures: Failures,
     clock: _Clock,
     target: str,
-    rounds: list[Round] | None,
+    rounds: list[Round],
     kept: dict[str, Miss | None],
 ) -> _Attempt | None:
-    """None where a rewrite failed half-way, or the plan of an op: the copy cannot be used, and its
-    site is refused in the next. kept: the calls that are not spelled out, to which those are added
-    that turn out to be better left as they are."""
+    """Returns None where a rewrite failed half-way, or the plan of an op: the copy cannot be used,
+    and its site is refused in the next. rounds: gets what each pass of the patterns came to. kept:
+    the calls that are not spelled out, to which those are added that turn out to be better left as
+    they are."""
     with clock.phase("copy"):
         after = _copy(gm)
     rewritten: list[Rewritten] = []
@@ -198,9 +206,8 @@ def _attempt(
             done = named_by_calls(done, spelled)
             drop_taken(graph, flow, spelled)
             rewritten.extend(done)
-            if rounds is not None:
-                misses_so_far = () if no else tuple(told)
-                rounds.append(Round(flow, tuple(one.match for one in done), misses_so_far))
+            misses_so_far = () if no else tuple(told)
+            rounds.append(Round(flow, tuple(one.match for one in done), misses_so_far))
             refused |= {(match.pattern, match.anchor.node): miss for match, miss in no}
             left_open.update(node for match, _ in no for node in _nodes_of(match))
             if not no:

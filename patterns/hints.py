@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from tilewright.patterns.dataflow import scope_of
+
 # Calls whose result has the dtype of their operands, unless autocast computes them.
 _PRODUCTS = frozenset({"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum"})
 # Nodes looked at before a miss for products that autocast computed.
@@ -102,6 +104,16 @@ _ALL_TOKENS = "keep the number of tokens fixed: give skipped tokens a spare slot
 _BY_ITSELF = "nothing need change where this is meant: the cache write is fused by itself"
 _AS_IS = "nothing need change: the graph as it is computes this as well"
 
+
+def _look_at_module(nodes: Sequence[fx.Node]) -> str:
+    """Names the command that shows what each pattern looked for in the module of a node."""
+    scope = scope_of(nodes[0]) if nodes else ""
+    if not scope:
+        return "`tilewright inspect MODEL --census` says what else is accounted for, and how"
+    said = "says what each pattern looked for there, and where it stopped"
+    return f"`tilewright inspect MODEL --at {scope}` {said}"
+
+
 _HINTS: Mapping[str, str | Callable[[Sequence[fx.Node]], str]] = {
     "ABSORBED_DECODE": "write the scores as a sum of two products, of latents and of rope keys, "
     "with one scale",
@@ -185,6 +197,7 @@ _HINTS: Mapping[str, str | Callable[[Sequence[fx.Node]], str]] = {
     "SUBCLASS": "hand over the plain tensor inside, or weights as codes and scales",
     "SUBGRAPH": "compute it outside of that, or compile the function that is given by itself",
     "TRANSFORM": "compute it outside of the transform; under vmap, give the batch as a dimension",
+    "UNRECOGNISED": _look_at_module,
     "UNSUPPORTED": "change what the message names, or leave it: the graph computes it as written",
     "V_PATH": _BY_ITSELF,
     "WEIGHT_FORMAT": "apply zeros and scales in one order, as (code - zero) * scale",

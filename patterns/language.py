@@ -40,6 +40,8 @@ class Stage(IntEnum):
 
 #: The `pattern` of misses for code that Dynamo did not capture.
 CAPTURE = "capture"
+#: The `pattern` of misses for what no pattern recognises.
+CENSUS = "census"
 
 #: `lost`: what the model is written for was not fused. `advice`: nothing was lost by it.
 Weight = Literal["lost", "advice"]
@@ -542,6 +544,7 @@ CODES: dict[str, str] = {
     "SUBCLASS": "the cache or another operand is a tensor subclass, whose memory is not seen",
     "EARLIER_GRAPH": "what is written was computed in an earlier graph",
     "NO_GRAPH": "Dynamo captured no graph of the model, so no pattern saw it",
+    "UNRECOGNISED": "no pattern recognises the form in which it is computed",
     "EMPTY": "the site computes a tensor of no elements",
     "INTERNAL": "a pattern, or tilewright itself, failed at this site",
 }
@@ -553,6 +556,7 @@ WEIGHTS: dict[str, Weight] = {
     "EMPTY": "advice",  # nothing is computed there
     "PART_OF_CALL": "advice",  # the operator computes it as before
     "NO_KERNELS": "advice",  # the site is at its fastest as it is
+    "UNRECOGNISED": "advice",  # it may be nothing that an op computes
     "EARLIER_GRAPH": "advice",  # the break is what is lost, and is told; else it is the design
 }
 

@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from tilewright.compiler import Options, tilewright
-from tilewright.compiler.fuse import points_in
+from tilewright.compiler import reports, tilewright
 from tilewright.compiler.report.census import Census, Point
 from tilewright.patterns import language
 
@@ -57,8 +56,9 @@ def counting(points: list[Point]) -> Callable[..., Any]:
     """tilewright's backend, which also adds the census of each graph to `points`."""
 
     def backend(gm: fx.GraphModule, inputs: Any, **given: Any) -> Callable[..., Any]:
-        points.extend(points_in(gm, Options.of(given.get("options"))))
-        return tilewright(gm, inputs, **given)
+        compiled = tilewright(gm, inputs, **given)
+        points.extend(reports()[-1].points)
+        return compiled
 
     return backend
 

@@ -12,7 +12,7 @@ from torch import fx
 
 from tilewright.codegen.spec import KernelSpec
 from tilewright.compiler.scopes import collapse_scope
-from tilewright.patterns.language import CAPTURE, Miss, Stage
+from tilewright.patterns.language import CAPTURE, CENSUS, Miss, Stage
 
 if TYPE_CHECKING:
     from tilewright.codegen.audit import Audit
@@ -80,8 +80,8 @@ class Site:
 class GraphReport:
     """One Dynamo graph, before and after.
 
-    inputs: which of its inputs shared memory when traced. points: counts the points of its census;
-    None where fusing was not begun.
+    inputs: which of its inputs shared memory when traced. points: its census; empty where fusing
+    did not begin.
     """
 
     before: fx.GraphModule
@@ -91,7 +91,7 @@ class GraphReport:
     notes: tuple[str, ...] = ()
     seconds: dict[str, float] = field(default_factory=dict)
     inputs: InputMemory | None = None
-    points: Callable[[], tuple[Point, ...]] | None = None
+    points: tuple[Point, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -108,13 +108,15 @@ class Lowered:
 
     @property
     def misses(self) -> list[Miss]:
-        """The misses of every graph, then graph breaks, each place once."""
+        """The misses of every graph, then graph breaks, each place once. A graph break speaks for
+        what no pattern recognises in the parts of the graph that it cut."""
         found = [m for g in self.graphs for m in g.misses]
         breaks = [m for m in found if m.pattern == CAPTURE]
         breaks += [break_miss(text) for text in self.graph_breaks]
         if not self.graphs and not breaks:
             breaks = [NO_GRAPH]
-        return [m for m in found if m.pattern != CAPTURE] + list(dict.fromkeys(breaks))
+        others = [m for m in found if m.pattern != CAPTURE]
+        return [*unless_cut(others, bool(breaks)), *dict.fromkeys(breaks)]
 
     @property
     def lost(self) -> list[Miss]:
@@ -137,8 +139,7 @@ class Lowered:
         largest, with the match or miss that it belongs to, or why it is of no interest."""
         from tilewright.compiler.report.census import Census
 
-        counted = (graph.points() for graph in self.graphs if graph.points is not None)
-        census = Census(tuple(point for found in counted for point in found))
+        census = Census(tuple(point for graph in self.graphs for point in graph.points))
         breaks = [miss for miss in self.misses if miss.pattern == CAPTURE]
         return census.spoken_for_by(breaks[0]) if breaks else census
 
@@ -173,6 +174,12 @@ NO_GRAPH = Miss(
     hint="see that neither the model nor what it calls is under torch.compiler.disable, is "
     "compiled by itself already, or is a generator; TORCH_LOGS=graph_breaks,dynamo says more",
 )
+
+
+def unless_cut(misses: Sequence[Miss], is_cut: bool) -> Sequence[Miss]:
+    """Returns the misses of a graph. Where graph breaks cut it, they speak for what no pattern
+    recognises in the parts."""
+    return [miss for miss in misses if miss.pattern != CENSUS] if is_cut else misses
 
 
 def break_miss(reason: str) -> Miss:

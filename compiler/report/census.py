@@ -22,7 +22,17 @@ from tilewright.patterns.dataflow import (
     scope_of,
     source_of,
 )
-from tilewright.patterns.language import Kind, Match, Miss, Pattern, Result, Sought, sought_by
+from tilewright.patterns.language import (
+    CENSUS,
+    Kind,
+    Match,
+    Miss,
+    Pattern,
+    Result,
+    Sought,
+    Stage,
+    sought_by,
+)
 
 Account = Literal["match", "miss", "no interest", "unaccounted"]
 ACCOUNTS: tuple[Account, ...] = ("match", "miss", "no interest", "unaccounted")
@@ -105,6 +115,31 @@ def census_of(rounds: Sequence[Round], patterns: Iterable[Pattern]) -> tuple[Poi
     taken = frozenset(view.value.node for match in matches for view in _arguments(match))
     graph = Graph(rounds[0].flow, matched.keys() | missed.keys(), taken)
     return tuple(_point(kind, value, graph, matched, missed) for kind, value in points_of(graph))
+
+
+#: A point of each kind, in words.
+_IN_WORDS: dict[Kind, str] = {
+    "product": "a product with a weight",
+    "softmax": "a softmax or an attention",
+    "write": "a write into memory from outside of the graph",
+    "top-k": "a choice of the largest",
+}
+
+
+def unrecognised(points: Iterable[Point], flow: Dataflow) -> list[Miss]:
+    """Returns a miss, as advice, for each unaccounted point. flow: the view that was counted."""
+    nodes = {value.node.name: value.node for value in flow.values}
+    return [
+        Miss(
+            CENSUS,
+            "UNRECOGNISED",
+            Stage.ANCHORED,
+            f"no pattern recognises the form of {_IN_WORDS[point.kind]} ({point.op})",
+            (nodes[point.node],),
+        )
+        for point in points
+        if point.account == "unaccounted"
+    ]
 
 
 def _arguments(match: Match) -> Iterator[View]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tilewright.compiler.report import GraphReport, Lowered, Site
+from tilewright.compiler.report.census import Point
 from tilewright.patterns.language import Miss, Stage, Weight
 
 
@@ -43,8 +44,9 @@ class KeptMiss:
 class KeptReport:
     """What happened to one graph.
 
-    nodes, nodes_after: how many the graph had, and has. seconds: by phase. data: the report as
-    JSON-ready data, as the option `report` writes it. `str()` prints what `lower` prints.
+    nodes, nodes_after: how many the graph had, and has. seconds: by phase. points: the census of
+    the graph. data: the report as JSON-ready data, as the option `report` writes it. `str()` prints
+    what `lower` prints.
     """
 
     matches: tuple[Site, ...]
@@ -53,6 +55,7 @@ class KeptReport:
     seconds: Mapping[str, float]
     nodes: int
     nodes_after: int
+    points: tuple[Point, ...]
     data: Mapping[str, Any]
     text: str
 
@@ -77,6 +80,7 @@ def kept(report: GraphReport, lowered: Lowered) -> KeptReport:
         seconds=dict(report.seconds),
         nodes=len(report.before.graph.nodes),
         nodes_after=len(report.after.graph.nodes),
+        points=report.points,
         data=lowered.as_dict(),
         text=str(lowered),
     )

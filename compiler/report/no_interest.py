@@ -473,7 +473,7 @@ def _leads_nowhere(value: Value, graph: Graph) -> bool:
 
 RULES: tuple[Rule, ...] = (
     *(Rule(kind, "nothing reads it", _is_unread) for kind in ("product", "softmax", "top-k")),
-    Rule("product", "a tensor of no elements", _is_empty),
+    *(Rule(kind, "a tensor of no elements", _is_empty) for kind in ("product", "softmax", "top-k")),
     Rule("product", "two activations, and no weight of the model", _is_of_two_activations),
     Rule("product", "an outer product: nothing is summed", _is_outer),
     Rule("product", "a convolution", _is_convolution),

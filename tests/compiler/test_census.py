@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tilewright.compiler import lower
+from tilewright.compiler import fuse, lower, reports
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -51,11 +51,15 @@ class Program(nn.Module):
         return self.step(self, x)
 
 
-def census(step, tokens=T):
+def lowered_step(step, tokens=T, **given):
     torch._dynamo.reset()
     model = Program(step).bfloat16().requires_grad_(False)
     model.wide.data = model.wide.float()
-    return lower(model, (torch.zeros(tokens, K, dtype=torch.bfloat16),)).census
+    return lower(model, (torch.zeros(tokens, K, dtype=torch.bfloat16),), **given)
+
+
+def census(step, tokens=T):
+    return lowered_step(step, tokens).census
 
 
 def accounts(step, kind, tokens=T):
@@ -449,6 +453,63 @@ def test_a_break_speaks_for_what_is_left_of_its_graphs():
     cut = census(broken)
     assert cut.unaccounted == ()
     assert ("miss", "capture GRAPH_BREAK") in {(p.account, p.why) for p in cut.points}
+
+
+def unrecognised(lowered):
+    return [miss for miss in lowered.misses if miss.code == "UNRECOGNISED"]
+
+
+def test_what_nothing_accounts_for_is_told_by_a_miss():
+    lowered = lowered_step(opaque)
+    (point,) = lowered.census.unaccounted
+    (miss,) = unrecognised(lowered)
+    assert (miss.pattern, miss.weight) == ("census", "advice")
+    assert [node.name for node in miss.nodes] == [point.node]
+    assert point.op in miss.message
+    assert "inspect" in miss.hint
+    assert unrecognised(lowered_step(mlp)) == []
+
+
+def compiled_report(step, **options):
+    torch._dynamo.reset()
+    model = Program(step).bfloat16().requires_grad_(False)
+    given = {"inner": "eager", "everywhere": True, **options}
+    torch.compile(model, backend="tilewright", options=given)(
+        torch.zeros(T, K, dtype=torch.bfloat16)
+    )
+    return reports()[-1]
+
+
+@pytest.mark.parametrize("left_out", [{}, {"patterns": ["moe"]}, {"only": ["x.*"]}, {"fuel": 0}])
+def test_what_options_leave_out_is_not_called_unrecognised(left_out):
+    report = compiled_report(opaque, **left_out)
+    assert "unaccounted" in {point.account for point in report.points}
+    assert len(unrecognised(report)) == (not left_out)
+
+
+def test_a_graph_break_speaks_for_what_is_not_recognised():
+    def broken(m, x):
+        y = opaque(m, x)
+        torch._dynamo.graph_break()
+        return y + 1
+
+    lowered = lowered_step(broken)
+    assert unrecognised(lowered) == []
+    assert "GRAPH_BREAK" in {miss.code for miss in lowered.misses}
+
+
+def test_a_census_that_fails_costs_no_fusion(monkeypatch):
+    def fails(*_):
+        raise RuntimeError("no count")
+
+    monkeypatch.setattr(fuse, "census_of", fails)
+    lowered = lowered_step(mlp)
+    assert [miss.code for miss in lowered.misses if miss.pattern == "census"] == ["INTERNAL"]
+    assert lowered.matches
+
+
+def test_kept_reports_have_the_census():
+    assert {point.kind for point in compiled_report(mlp).points} == {"product"}
 
 
 def test_a_projection_in_front_of_a_break_is_not_called_a_head_alone():

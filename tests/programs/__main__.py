@@ -80,8 +80,9 @@ def line(family: str, tally: Tally) -> str:
     counts = ", ".join(f"{name} {n}" for name, n in tally.verdicts.most_common())
     dynamo = ", ".join(f"{name} {n}" for name, n in tally.through_dynamo.items())
     counts = f"{counts}; through Dynamo: {dynamo}" if dynamo else counts
-    silent = ", ".join(f"{of} {n}" for of, n in tally.silent.items())
-    counts = f"{counts}; silent: {silent}" if silent else counts
+    for name in ("silent", "unrecognised"):
+        listed = ", ".join(f"{of} {n}" for of, n in getattr(tally, name).items())
+        counts = f"{counts}; {name}: {listed}" if listed else counts
     return f"{family:12} {tally.programs:6} programs  {tally.fused:6} fused  {counts}"
 
 
@@ -164,7 +165,8 @@ def main() -> None:
         for seed, why in (*total.found.items(), *total.unaccounted.items()):
             print(f"  {seed}: {why}")
     wrong = sum(t.verdicts["wrong"] + t.verdicts["raised"] for t in totals.values())
-    sys.exit(bool(wrong or failed))
+    silent = sum(t.silent.total() for t in totals.values())
+    sys.exit(bool(wrong or failed or silent))
 
 
 if __name__ == "__main__":

@@ -30,10 +30,12 @@ from tilewright.compiler._compat import tensors_in
 from tilewright.compiler.fuse import fuse
 from tilewright.compiler.options import Options
 from tilewright.compiler.report import GraphReport
+from tilewright.compiler.report.census import Point
 from tilewright.compiler.verify import clone_inputs, relative_error, same_elements
 from tilewright.compiler.verify.float64 import NoFloat64Error, run_in_float64, widen
 from tilewright.compiler.verify.sites import SLACK
 from tilewright.ops.checks import ArgumentError
+from tilewright.patterns.language import CENSUS
 
 PER_MODEL = 20
 #: Where most of what varies is in the model.
@@ -150,13 +152,23 @@ def compared(program: Program, result: Any, after: list[Any]) -> Outcome:
     if failed:
         return Outcome("raised", patterns, codes, failed[0])
     outcome = _run(program, report, result, after)
-    return replace(outcome, patterns=patterns, codes=codes, silent=_silent(report))
+    silent, unrecognised = _unaccounted(report)
+    return replace(
+        outcome, patterns=patterns, codes=codes, silent=silent, unrecognised=unrecognised
+    )
 
 
-def _silent(report: GraphReport) -> tuple[str, ...]:
-    """The points of a graph's census that nothing accounts for."""
-    points = () if report.points is None else report.points()
-    return tuple(f"{p.kind} {p.op} {p.node}" for p in points if p.account == "unaccounted")
+def _unaccounted(report: GraphReport) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns the unaccounted points of a graph's census: those that no miss names, and those that
+    a miss says no pattern recognises."""
+    named = {node.name for m in report.misses if m.pattern == CENSUS for node in m.nodes}
+    left = [point for point in report.points if point.account == "unaccounted"]
+    silent, told = ([p for p in left if (p.node in named) is is_told] for is_told in (False, True))
+    return tuple(map(_said, silent)), tuple(map(_said, told))
+
+
+def _said(point: Point) -> str:
+    return f"{point.kind} {point.op} {point.node}"
 
 
 def _run(program: Program, report: GraphReport, result: Any, after: list[Any]) -> Outcome:

@@ -19,13 +19,15 @@ class Outcome:
     (right but for which of equal numbers topk takes, of which PyTorch promises nothing),
     "lost, told" (right, and a miss says why less is fused than in another spelling), "refused" (the
     fused op refuses a value that eager takes), "raised" (our compiler did) or "wrong".
-    silent: points of the census that nothing accounts for."""
+    silent: points of the census that nothing accounts for and no miss names. unrecognised: those
+    that a miss says no pattern recognises."""
 
     verdict: str
     patterns: tuple[str, ...] = ()
     codes: tuple[str, ...] = ()
     why: str = ""
     silent: tuple[str, ...] = ()
+    unrecognised: tuple[str, ...] = ()
 
 
 @dataclass
@@ -35,7 +37,9 @@ class Tally:
     broken: how many had at least one breakage. patterns, misses: programs with at least one.
     through_dynamo: how many were compiled by torch.compile too, and differed. found: seeds that
     were wrong, raised or refused, and why. silent: programs with points of the census that nothing
-    accounts for, of models broken and as written; unaccounted: their seeds, and the points.
+    accounts for and no miss names, of models broken and as written. unrecognised: programs with
+    points that a miss says no pattern recognises. unaccounted: the seeds of both, and the points.
+    Runs before 2026-11-24 count both as silent: there was no such miss.
     """
 
     programs: int = 0
@@ -48,6 +52,7 @@ class Tally:
     through_dynamo: Counter[str] = field(default_factory=Counter)
     found: dict[str, str] = field(default_factory=dict)
     silent: Counter[str] = field(default_factory=Counter)
+    unrecognised: Counter[str] = field(default_factory=Counter)
     unaccounted: dict[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -68,9 +73,13 @@ class Tally:
         self.verdicts[outcome.verdict] += 1
         self.patterns.update(set(outcome.patterns))
         self.misses.update(set(outcome.codes))
-        if outcome.silent:
-            self.silent["broken" if broken else "as written"] += 1
-            self.unaccounted[str(seed)] = f"{', '.join(outcome.silent[:3])} [{drawn}]"
+        for points, counted in (
+            (outcome.unrecognised, self.unrecognised),
+            (outcome.silent, self.silent),
+        ):
+            if points:
+                counted["broken" if broken else "as written"] += 1
+                self.unaccounted[str(seed)] = f"{', '.join(points[:3])} [{drawn}]"
         if outcome.verdict in JUDGED:
             said = f"{outcome.verdict}: {outcome.why.splitlines()[0]}"
             self.found[str(seed)] = f"{said} [{drawn}]"
