@@ -13,8 +13,9 @@ from tilewright.codegen.mlp.problem import LinearProblem, codes_obstacle
 from tilewright.ops.formats.code_operands import Blocks, code_words, differences, quantization_of
 from tilewright.ops.formats.quantized_weight import dequantize, logical_shape
 from tilewright.ops.mlp.checks import BLOCKS
+from tilewright.ops.runtime.dtypes import TRITON_TYPES
 from tilewright.ops.runtime.norms import row_norm_of
-from tilewright.ops.runtime.operands import ALIGNMENT, operand, operand_of
+from tilewright.ops.runtime.operands import ALIGNMENT
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -75,32 +76,20 @@ def _scattered(name: str, weight: torch.Tensor) -> str | None:
 
 def activation_problem(a: Any) -> LinearProblem:
     """The problem of a call; `a` is a LinearActivationArguments. Metadata and addresses only."""
-    return LinearProblem(
-        **_product(a),
-        up_bias=operand_of(a.up_bias, 0),
-        norm=row_norm_of(a),
-        activation=a.activation,
-    )
+    return _problem(a, gated=a.up_weight is not None, norm=row_norm_of(a), activation=a.activation)
 
 
 def residual_problem(a: Any) -> LinearProblem:
-    """The same of a LinearResidualArguments."""
-    residual = operand(a.residual, a.residual.stride(0))
-    return LinearProblem(**_product(a), residual=residual, scale=a.scale, post_norm=row_norm_of(a))
+    """The problem of a call of a LinearResidualArguments, as `activation_problem`."""
+    return _problem(a, gated=False, scale=a.scale, post_norm=row_norm_of(a))
 
 
-def _product(a: Any) -> dict[str, Any]:
+def _problem(a: Any, **options: Any) -> LinearProblem:
     n, k = logical_shape(a.weight, a.weight_format)
-    weight, up_weight = kernel_weights(a)
-    return {
-        "n": n,
-        "k": k,
-        "x": operand(a.x, a.x.stride(0)),
-        "weight": operand_of(weight, 0, 1),
-        "up_weight": operand_of(up_weight, 0, 1),
-        "bias": operand_of(a.bias, 0),
-        "quantization": _quantization(a, n, weight),
-    }
+    weight, _ = kernel_weights(a)
+    dtype, k_major = TRITON_TYPES[weight.dtype], weight.stride(1) == 1
+    quantization = _quantization(a, n, weight)
+    return LinearProblem(n, k, dtype, k_major=k_major, quantization=quantization, **options)
 
 
 def kernel_weights(a: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
