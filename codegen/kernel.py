@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tilewright.codegen.emit.source import Library
 from tilewright.codegen.operand import Operand
@@ -33,6 +33,21 @@ class Pointer(NamedTuple):
     optional: bool
 
 
+class Statics:
+    """Records and constants of a kind of call as one record. It is compared by identity: a call
+    that keeps it, say in the cache of its plan, hashes none of its parts again at a launch."""
+
+    def __init__(self, *records: object, **constants: Constant) -> None:
+        self.records = records
+        self.__dict__.update({name.lower(): value for name, value in constants.items()})
+
+    def __getattr__(self, name: str) -> Any:
+        for record in self.__dict__.get("records", ()):
+            if hasattr(record, name):
+                return getattr(record, name)
+        raise AttributeError(name)
+
+
 @dataclass(frozen=True, eq=False)
 class Kernel:
     """A kernel of a template. The signature of the template's function says what a launch needs:
@@ -47,6 +62,7 @@ class Kernel:
         ranges: numbers that count something, from 1 to INT32_MAX.
         divisible: numbers of which the kernel is told whether 16 divides them.
         unaligned: tensors of whose address the kernel is told nothing.
+        num_warps, num_stages: Triton's options where no record has them.
     """
 
     template: str
@@ -56,6 +72,8 @@ class Kernel:
     ranges: tuple[str, ...] = ()
     divisible: tuple[str, ...] = ()
     unaligned: tuple[str, ...] = ()
+    num_warps: int = 4
+    num_stages: int = 2
 
     @cached_property
     def specs(self) -> dict[object, KernelSpec]:
@@ -87,14 +105,14 @@ class Kernel:
         )
 
     @cached_property
-    def numbers(self) -> dict[str, bool]:
+    def numbers(self) -> tuple[tuple[str, bool], ...]:
         """The numbers known at the launch, in the order of the signature, each with whether the
         kernel is told that 16 divides it."""
         known = {*self._constexprs, *(pointer.parameter for pointer in self.pointers)}
         found = [name for name in self._names if name not in known]
         for what in ("types", "ranges", "divisible"):
             self._check(what, getattr(self, what), found)
-        return {name: name in self.divisible for name in found}
+        return tuple((name, name in self.divisible) for name in found)
 
     def spec(
         self,
@@ -126,7 +144,7 @@ class Kernel:
             divisible=divisible,
             ranges=self.ranges,
             dependent=LAUNCH_PDL in self._constexprs,
-            **_options(records),
+            **_options((*records, self)),
         )
 
     def _constants(
@@ -161,6 +179,7 @@ class Kernel:
         """Tensors and numbers in the kernel's order, without tensors that have a default and are
         absent."""
         pointers = {pointer.parameter: pointer for pointer in self.pointers}
+        numbers = dict(self.numbers)
         made: dict[str, Operand | Constant] = {}
         for name in self._names:
             pointer = pointers.get(name)
@@ -168,7 +187,7 @@ class Kernel:
                 operand = operands[pointer.tensor]
                 if operand is not None or not pointer.optional:
                     made[name] = operand
-            elif name in self.numbers:
+            elif name in numbers:
                 made[name] = constants.get(name, self.types.get(name, "i32"))
         return made
 

@@ -121,7 +121,8 @@ def _fits(problem: AttentionProblem, config: PrefillConfig, target: Target) -> b
     nope, rope, v = problem.blocks
     rope = rope if problem.rope else 0
     size = ELEMENT_BYTES[problem.dtype]
-    return config.fits((nope + rope) * size, (nope + rope + v) * size, problem.attn_mask, target)
+    mask = problem.attn_mask.dtype if problem.attn_mask else ""
+    return config.fits((nope + rope) * size, (nope + rope + v) * size, mask, target)
 
 
 def rotates_queries(problem: AttentionProblem, config: PrefillConfig) -> bool:

@@ -156,7 +156,7 @@ def attention_spec(problem: AttentionProblem, config: PrefillConfig, target: str
             "ROPE_STRIDE": rope_row,
             "PAGE_SIZE": max(p.page_size, 1),
             "PAGE_STRIDE": page,
-            "MASK_KIND": mask_kind(p.attn_mask),
+            "MASK_KIND": mask_kind(p.attn_mask.dtype if p.attn_mask else ""),
             "QUERIES": QUERIES,
             "KEYS": KEYS,
             **p.rotation.constants,

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
+from tilewright.codegen.kernel import Statics
 from tilewright.codegen.lora.kernels import (
     EXPAND,
     ORDER,
@@ -60,28 +61,28 @@ def shrink_steps(a: ShrinkArguments, target: Target, config: ShrinkConfig | None
     if library is not None:
         yield from library_steps(a, library, problem, out, target)
         return Outcome(out, "library GEMM", library)
-    config, constants = _chosen(problem, planned_rows(counts.num_rows), target, config)
+    config, statics = _chosen(problem, planned_rows(counts.num_rows), target, config)
     values = {**_weight_values(a), **(yield from _row_values(a, counts, problem.form, target))}
     values |= {"a": a.a, "out": out, "workspace": None, "counters": None}
     tiles, elements = shrink_scratch(problem, config, counts)
     if tiles:
         values["workspace"], values["counters"] = yield SplitK(tiles, elements)
     grid, kernel = shrink_grid(problem, config, counts), SHRINK[type(config)]
-    yield launch(kernel, target, grid, values, config, problem.form, **constants)
+    yield launch(kernel, target, grid, values, statics, **problem.form.known)
     return Outcome(out, "shrink kernel", config)
 
 
 @cache
 def _chosen(
     problem: ShrinkProblem, num_rows: int, target: Target, config: ShrinkConfig | None
-) -> tuple[ShrinkConfig, dict[str, Constant]]:
+) -> tuple[ShrinkConfig, Statics]:
     """The tiles for up to `num_rows` rows, those of `config` where it is given, and the constants
     of the kernel."""
     config = config or plan_shrink(problem, num_rows, target)
     constants = {**problem.constants, "COLUMNS": tile_columns(problem, config)}
     if isinstance(config, TiledShrink):
         constants["WIDTHS"] = (*tile_widths(problem, config), 0, 0)[:3]
-    return config, constants | problem.form.known
+    return config, Statics(config, problem.form, **constants)
 
 
 def _weight_values(a: ShrinkArguments) -> Values:

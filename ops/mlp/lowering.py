@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tilewright.codegen.arithmetic import next_power_of_2
+from tilewright.codegen.kernel import Statics
 from tilewright.codegen.mlp.kernels import (
     ACTIVATE,
     ACTIVATE_BLOCK,
@@ -38,11 +39,11 @@ TENSORS = ("x", "norm_weight", "norm_bias", *CODE_NAMES, "bias", "up_bias", "res
 @cache
 def _chosen(
     problem: LinearProblem, num_tokens: int, target: Target, config: LinearConfig | None
-) -> tuple[LinearConfig, dict[str, Constant]]:
+) -> tuple[LinearConfig, Statics]:
     """The tiles for up to `num_tokens` tokens, those of `config` where it is given, and the
     constants of the kernel."""
     config = config or linear_config(problem, num_tokens, target)
-    return config, linear_constants(problem, config, target)
+    return config, Statics(config, **linear_constants(problem, config, target))
 
 
 def linear_activation_steps(a: Any, target: Target, config: LinearConfig | None = None) -> Steps:
@@ -81,7 +82,7 @@ def _are_many(problem: LinearProblem, num_tokens: int) -> bool:
 
 def _streamed(problem: LinearProblem, a: Any, target: Target, config: LinearConfig | None) -> Steps:
     num_tokens, norm = a.x.shape[0], problem.post_norm
-    config, constants = _chosen(problem, next_power_of_2(num_tokens), target, config)
+    config, statics = _chosen(problem, next_power_of_2(num_tokens), target, config)
     out = yield Buffer((num_tokens, problem.n), torch.float32 if norm else a.x.dtype)
     values: dict[str, Any] = {name: getattr(a, name, None) for name in TENSORS}
     values["weight"], values["up_weight"] = kernel_weights(a)
@@ -95,7 +96,7 @@ def _streamed(problem: LinearProblem, a: Any, target: Target, config: LinearConf
         values["workspace"], values["counters"] = scratch
     later = ("norm_weight", "norm_bias", "residual") if norm else ()
     now = values | dict.fromkeys(later)
-    yield launch(LINEAR, target, grid, now, config, **constants, RESIDUAL_STRIDE=stride)
+    yield launch(LINEAR, target, grid, now, statics, RESIDUAL_STRIDE=stride)
     if norm is not None:
         made, out = out, (yield Buffer((num_tokens, problem.n), a.x.dtype))
         own = {"N": problem.n, "SCALE": problem.scale, "BLOCK": NORM_BLOCK}

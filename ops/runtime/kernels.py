@@ -35,20 +35,24 @@ def launch(
     # 1 == True == 1.0, but they are different constants.
     key: list[Any] = [target.name, records, *constants, *constants.values()]
     key += map(type, constants.values())
+    add = key.append
     for parameter, name, dims, aligned, optional in kernel.pointers:
         value = given[parameter] = values.get(name) if optional else values[name]
         if value is None or value.__class__ is Operand:
-            key.append(value)
+            add(value)
             continue
-        key.append(value.dtype)
+        add(value.dtype)
         if aligned:
-            key.append(value.data_ptr() % ALIGNMENT == 0)
+            add(value.data_ptr() % ALIGNMENT == 0)
         for dim in dims:
-            key.append(value.stride(dim))
-    for name, divisible in kernel.numbers.items():
+            add(value.stride(dim))
+    for name, divisible in kernel.numbers:
         if name not in constants:
             value = given[name] = values[name]
-            key.append(value if value is None else divisible and value % ALIGNMENT == 0)
+            if value is None:
+                add(name)
+            elif divisible:
+                add(value % ALIGNMENT == 0)
     made = tuple(key)
     spec = kernel.specs.get(made)
     if spec is None:
@@ -69,11 +73,11 @@ def _spec(
         if not isinstance(value, Operand):
             value = operand_of(value, *dims, aligned=aligned)
         operands[name] = value
-    numbers = {name: given[name] for name in kernel.numbers if name in given}
-    absent = {name: None for name, value in numbers.items() if value is None}
-    divisible = [
-        name
-        for name, value in numbers.items()
-        if kernel.numbers[name] and value is not None and value % ALIGNMENT == 0
-    ]
-    return kernel.spec(target.name, operands, {**constants, **absent}, records, divisible)
+    known, divisible = dict(constants), []
+    for name, counts in kernel.numbers:
+        if name not in constants:
+            if given[name] is None:
+                known[name] = None
+            elif counts and given[name] % ALIGNMENT == 0:
+                divisible.append(name)
+    return kernel.spec(target.name, operands, known, records, divisible)

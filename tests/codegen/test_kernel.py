@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from tilewright.codegen.kernel import Kernel
+from tilewright.codegen.kernel import Kernel, Statics
 from tilewright.codegen.operand import Operand
 from tilewright.codegen.spec import KernelSpec
 
@@ -69,6 +69,15 @@ def test_a_constant_that_is_given_counts_before_a_records():
     first = [Tiles(16, 4), Tiles()]
     made = GATHER.spec("sm90", TENSORS, {}, first)
     assert (made.constant("BLOCK"), made.num_warps) == (16, 4)
+
+
+def test_statics_have_what_their_parts_have():
+    statics = Statics(Tiles(), BLOCK=16)
+    made = GATHER.spec("sm90", TENSORS, {}, [statics])
+    assert (made.constant("BLOCK"), made.num_warps) == (16, 8)
+    assert statics != Statics(Tiles(), BLOCK=16)
+    with pytest.raises(AttributeError, match="rows"):
+        statics.rows  # noqa: B018
 
 
 @pytest.mark.parametrize(
