@@ -8,7 +8,8 @@ A family is one of `families.FAMILIES`, whose models are broken at random, or on
 `tasks.OTHERS`, which have programs and a judge of their own. Counts go to
 benchmarks/results/random_programs.json, one entry for each run of a family; the next run goes on
 behind the last seed. What is counted stays where a run is ended early, or where a piece of it
-raises, whose seeds are left out. Exits with 1 where a result was wrong or a piece raised.
+raises or its process dies, whose seeds are left out. Exits with 1 where a result was wrong, a
+point of a census was silent, or a piece was not run to its end.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ import platform
 import subprocess
 import sys
 import traceback
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import fields
 from datetime import date
 from itertools import zip_longest
@@ -131,6 +133,43 @@ def in_turns(each: Sequence[Sequence[Task]]) -> list[Task]:
     return [task for row in zip_longest(*each) for task in row if task is not None]
 
 
+def pool_of(jobs: int) -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(jobs, mp_context=get_context("spawn"))
+
+
+def outcomes(
+    tasks: Sequence[Task], jobs: int, dynamo_every: int
+) -> Iterator[tuple[Task, Tally | BaseException]]:
+    """Yields each task in order, with its tally or with what it raised.
+
+    A process that dies takes the pool and every task in it along. The tasks that may have run in it
+    then run again, each in a process of its own, and the others in a new pool.
+    """
+
+    def alone(task: Task) -> Tally | BaseException:
+        with pool_of(1) as pool:
+            return _result(pool.submit(run_task, *task, dynamo_every))
+
+    waiting = list(tasks)
+    while waiting:
+        with pool_of(jobs) as pool:
+            running = [pool.submit(run_task, *task, dynamo_every) for task in waiting]
+            done = 0
+            for task, future in zip(waiting, running, strict=True):
+                found = _result(future)
+                if isinstance(found, BrokenProcessPool):
+                    break
+                yield task, found
+                done += 1
+        suspects, waiting = waiting[done : done + jobs], waiting[done + jobs :]
+        with ThreadPoolExecutor(jobs) as threads:
+            yield from zip(suspects, threads.map(alone, suspects), strict=True)
+
+
+def _result(future: Future[Tally]) -> Tally | BaseException:
+    return future.exception() or future.result()
+
+
 def main() -> None:
     names = [*FAMILIES, *OTHERS]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -148,18 +187,16 @@ def main() -> None:
         parser.error("give one of --seeds, --more and --table")
     facts, totals = environment(), {family: Tally() for family in given.family}
     tasks = in_turns([pieces(family, given.seeds, given.more) for family in given.family])
-    with ProcessPoolExecutor(given.jobs, mp_context=get_context("spawn")) as pool:
-        running = [pool.submit(run_task, *task, given.dynamo_every) for task in tasks]
-        failed = 0
-        for (family, first, stop), future in zip(tasks, running, strict=True):
-            if error := future.exception():
-                failed += 1
-                print(f"{family} {first}:{stop} was not run to its end:")
-                traceback.print_exception(error)
-                continue
-            totals[family].add(future.result())
-            if given.more:
-                keep(family, first, stop, future.result(), facts)
+    failed = 0
+    for (family, first, stop), found in outcomes(tasks, given.jobs, given.dynamo_every):
+        if isinstance(found, BaseException):
+            failed += 1
+            print(f"{family} {first}:{stop} was not run to its end:", flush=True)
+            traceback.print_exception(found)
+            continue
+        totals[family].add(found)
+        if given.more:
+            keep(family, first, stop, found, facts)
     for family, total in totals.items():
         print(line(family, total))
         for seed, why in (*total.found.items(), *total.unaccounted.items()):
