@@ -20,6 +20,8 @@ OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
 #: (tensor, dimension): the stride of one dimension of a tensor.
 Stride = tuple[str, int]
+#: Constants that are strides, by name: one of them, or a tuple of several.
+Strides = Mapping[str, Stride | tuple[Stride, ...]]
 
 
 class Pointer(NamedTuple):
@@ -56,8 +58,8 @@ class Kernel:
 
     Attributes:
         template, name: those of `KernelSpec.template` and `KernelSpec.kernel`.
-        strides: constants that are strides, each of one dimension or a tuple of several; the stride
-            of an absent tensor is 0.
+        strides: constants that are strides unless a launch says otherwise, each of one dimension or
+            a tuple of several; the stride of an absent tensor is 0.
         types: Triton types of the numbers that are not "i32".
         ranges: numbers that count something, from 1 to INT32_MAX.
         divisible: numbers of which the kernel is told whether 16 divides them.
@@ -67,7 +69,7 @@ class Kernel:
 
     template: str
     name: str
-    strides: Mapping[str, Stride | tuple[Stride, ...]] = field(default_factory=dict)
+    strides: Strides = field(default_factory=dict)
     types: Mapping[str, str] = field(default_factory=dict)
     ranges: tuple[str, ...] = ()
     divisible: tuple[str, ...] = ()
@@ -159,6 +161,8 @@ class Kernel:
             having = next((record for record in records if hasattr(record, name.lower())), None)
             if name in constants:
                 found[name] = constants[name]
+            elif having is not None:
+                found[name] = getattr(having, name.lower())
             elif name in self.strides:
                 places = self._places[name]
                 if name in self._optional and not any(operands[tensor] for tensor, _ in places):
@@ -167,8 +171,6 @@ class Kernel:
                     self._stride(operands[tensor], tensor, dim) for tensor, dim in places
                 )
                 found[name] = values if self.strides[name] is places else values[0]
-            elif having is not None:
-                found[name] = getattr(having, name.lower())
             elif name not in self._optional and name != LAUNCH_PDL:
                 raise ValueError(f"{self}: expected a value for the constant {name}, got none")
         return found

@@ -13,7 +13,6 @@ from tilewright.codegen.grouped.problem import (
     WeightOperands,
     weight_obstacle,
 )
-from tilewright.codegen.operand import Operand
 from tilewright.ops.formats.expert_weight import ExpertWeight
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
 from tilewright.ops.runtime.operands import operand
@@ -47,41 +46,22 @@ def scattered(name: str, weight: torch.Tensor, row_step: int = 1) -> str | None:
 
 def grouped_problem(a: Any) -> GroupedProblem:
     """The problem of a call; `a` is a GroupedMatmulArguments. Metadata and addresses only."""
-    weight, scale, ids = a.experts, a.x_scale, a.expert_ids
+    weight = a.experts
     num_experts, rows, inner = weight.shape
     return GroupedProblem(
         num_groups=a.ends.shape[0],
         num_experts=num_experts,
         rows=rows,
         inner=inner,
-        x=operand(a.x, a.x.stride(0)),
-        weight=weight_operands(
-            a.weight,
-            a.weight_format,
-            scale_block(weight),
-            a.weight_scale,
-            a.weight_expert_scale,
-            a.bias,
-        ),
-        ends=index_operand(a.group_offsets),
-        out=Operand(TRITON_TYPES[a.result_dtype]),
-        x_scale=None if scale is None else operand(scale, *scale.stride()),
-        expert_ids=None if ids is None else index_operand(ids),
+        x=TRITON_TYPES[a.x.dtype],
+        weight=weight_operands(a.weight, a.weight_format, scale_block(weight), a.weight_scale),
+        coded=a.x_scale is not None,
+        named=a.expert_ids is not None,
     )
 
 
-def index_operand(tensor: torch.Tensor) -> Operand:
-    """A number per group, which kernels load one by one."""
-    return Operand(TRITON_TYPES[tensor.dtype], aligned=False)
-
-
 def weight_operands(
-    data: torch.Tensor,
-    form: str,
-    block: tuple[int, int],
-    scale: torch.Tensor | None,
-    factor: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    data: torch.Tensor, form: str, block: tuple[int, int], scale: torch.Tensor | None
 ) -> WeightOperands:
     """A weight [E, N, K] as kernels see it. K counts as contiguous where both N and K could."""
     expert, row, column = data.stride()
@@ -90,8 +70,6 @@ def weight_operands(
         form,
         block,
         None if scale is None else operand(scale, *scale.stride()),
-        operand(factor),
-        None if bias is None else operand(bias, *bias.stride()),
     )
 
 

@@ -9,7 +9,7 @@ import torch
 from tilewright.codegen.grouped.plan import block_k_obstacle
 from tilewright.codegen.moe.problem import MoeProblem, gemm_obstacle
 from tilewright.ops.grouped.operands import KERNEL_DTYPES, scale_block, scattered, weight_operands
-from tilewright.ops.runtime.operands import operand
+from tilewright.ops.runtime.dtypes import TRITON_TYPES
 
 
 def unsupported(a: Any) -> str | None:
@@ -54,15 +54,11 @@ def moe_problem(a: Any) -> MoeProblem:
     """The problem of a call; `a` is a FusedMoeArguments. Metadata and addresses only."""
     gate_weight, form = a.experts("gate"), a.weight_format
     (num_experts, inner, hidden), block = gate_weight.shape, scale_block(gate_weight)
-    gate = weight_operands(
-        a.gate_weight, form, block, a.gate_scale, a.gate_expert_scale, a.gate_bias
-    )
+    gate = weight_operands(a.gate_weight, form, block, a.gate_scale)
     up = None
     if a.up_weight is not None:
-        up = weight_operands(a.up_weight, form, block, a.up_scale, a.up_expert_scale, a.up_bias)
-    down = weight_operands(
-        a.down_weight, form, block, a.down_scale, a.down_expert_scale, a.down_bias
-    )
+        up = weight_operands(a.up_weight, form, block, a.up_scale)
+    down = weight_operands(a.down_weight, form, block, a.down_scale)
     distance = up_distance(a)
     interleaved = up is not None and _interleaved(a.gate_weight, abs(distance))
     one = up is None or one_storage(a.gate_weight, a.up_weight)
@@ -71,9 +67,7 @@ def moe_problem(a: Any) -> MoeProblem:
         num_slots=a.expert_ids.shape[1],
         hidden=hidden,
         inner=inner,
-        x=operand(a.x, a.x.stride(0)),
-        expert_ids=operand(a.expert_ids),
-        expert_weights=operand(a.expert_weights, *a.expert_weights.stride()),
+        dtype=TRITON_TYPES[a.x.dtype],
         gate=gate,
         up=up,
         down=down,
@@ -84,7 +78,6 @@ def moe_problem(a: Any) -> MoeProblem:
         alpha=a.alpha,
         limit=a.limit,
         coded_rows=a.activation_format == "fp8",
-        distance_divisible=interleaved or one or distance % 16 == 0,
     )
 
 

@@ -33,8 +33,9 @@ def launch(
     given: dict[str, Any] = {}
     # What the spec is made of, in one flat tuple, which is hashed at each call. Python holds
     # 1 == True == 1.0, but they are different constants.
-    key: list[Any] = [target.name, records, *constants, *constants.values()]
-    key += map(type, constants.values())
+    key: list[Any] = [target.name, records]
+    if constants:
+        key += [*constants, *constants.values(), *map(type, constants.values())]
     add = key.append
     for parameter, name, dims, aligned, optional in kernel.pointers:
         value = given[parameter] = values.get(name) if optional else values[name]
