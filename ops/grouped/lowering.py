@@ -32,7 +32,8 @@ from tilewright.codegen.grouped.scaled_kernels import GROUPED_SCALED, ScaledConf
 from tilewright.codegen.kernel import Kernel, Statics
 from tilewright.codegen.targets import Target
 from tilewright.ops.formats.row_groups import contiguous
-from tilewright.ops.grouped.matmul import GroupedMatmulArguments, reference
+from tilewright.ops.grouped.arguments import GroupedMatmulArguments
+from tilewright.ops.grouped.matmul import reference
 from tilewright.ops.grouped.operands import grouped_problem, unsupported
 from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.operands import is_aligned

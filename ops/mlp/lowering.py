@@ -27,6 +27,11 @@ from tilewright.codegen.mlp.plan import linear_config, most_tokens, takes_norm
 from tilewright.codegen.mlp.problem import LinearProblem
 from tilewright.codegen.spec import Constant
 from tilewright.codegen.targets import Target
+from tilewright.ops.mlp.arguments import (
+    LinearActivationArguments,
+    LinearArguments,
+    LinearResidualArguments,
+)
 from tilewright.ops.mlp.operands import activation_problem, kernel_weights, residual_problem
 from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.norms import normed, without_norm
@@ -46,7 +51,9 @@ def _chosen(
     return config, Statics(config, **linear_constants(problem, config, target))
 
 
-def linear_activation_steps(a: Any, target: Target, config: LinearConfig | None = None) -> Steps:
+def linear_activation_steps(
+    a: LinearActivationArguments, target: Target, config: LinearConfig | None = None
+) -> Steps:
     """The steps of a call. config: the tiles; None: what the plan chooses."""
     problem = activation_problem(a)
     if config is None and problem.norm is not None and not _norms_x(problem, a.x.shape[0]):
@@ -57,7 +64,9 @@ def linear_activation_steps(a: Any, target: Target, config: LinearConfig | None 
     return (yield from _streamed(problem, a, target, config))
 
 
-def linear_residual_steps(a: Any, target: Target, config: LinearConfig | None = None) -> Steps:
+def linear_residual_steps(
+    a: LinearResidualArguments, target: Target, config: LinearConfig | None = None
+) -> Steps:
     """The steps of a call. config: the tiles; None: what the plan chooses."""
     problem = residual_problem(a)
     if config is None and _are_many(problem, a.x.shape[0]):
@@ -80,7 +89,9 @@ def _are_many(problem: LinearProblem, num_tokens: int) -> bool:
     return alone and num_tokens > most_tokens(problem.num_weights)
 
 
-def _streamed(problem: LinearProblem, a: Any, target: Target, config: LinearConfig | None) -> Steps:
+def _streamed(
+    problem: LinearProblem, a: LinearArguments, target: Target, config: LinearConfig | None
+) -> Steps:
     num_tokens, norm = a.x.shape[0], problem.post_norm
     config, statics = _chosen(problem, next_power_of_2(num_tokens), target, config)
     out = yield Buffer((num_tokens, problem.n), torch.float32 if norm else a.x.dtype)
@@ -111,7 +122,7 @@ def _streamed(problem: LinearProblem, a: Any, target: Target, config: LinearConf
 _MANY = "many tokens: the library's GEMM"
 
 
-def _residual_by_library(a: Any) -> Steps:
+def _residual_by_library(a: LinearResidualArguments) -> Steps:
     """The GEMM adds to the residual what it has summed."""
     start = a.residual
     if a.bias is not None:
@@ -122,7 +133,9 @@ def _residual_by_library(a: Any) -> Steps:
     return Outcome(out, "library", _MANY)
 
 
-def _activation_by_library(problem: LinearProblem, a: Any, target: Target) -> Steps:
+def _activation_by_library(
+    problem: LinearProblem, a: LinearActivationArguments, target: Target
+) -> Steps:
     out = yield from linear(a.x, a.weight, a.bias)
     up = None
     if a.up_weight is not None:

@@ -46,7 +46,7 @@ SOUGHT = {
     "large": {"qkv_cache"},
 }
 #: How many seeds a family has here, eight of a model: as many as it takes to fuse what is sought.
-COUNTS = dict.fromkeys(FAMILIES, 24) | {"mlp": 32, "dtypes": 16, "coded": 4, "large": 16}
+COUNTS = dict.fromkeys(FAMILIES, 16) | {"moe": 24, "mlp": 32, "coded": 4}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -20,9 +20,8 @@ from tests.attention_cases import (
     prefix,
     with_options,
 )
-from tests.interpreted import Interpreter
+from tests.interpreted import Interpreter, interpreted
 from tilewright.codegen.attention.prefill_tiles import PrefillConfig
-from tilewright.codegen.build import load_interpreted
 from tilewright.codegen.targets import SM90, SM100, get_target
 from tilewright.ops.attention import mask_blocks
 from tilewright.ops.attention.block_lists import MaskBlocksArguments
@@ -55,7 +54,7 @@ def run(a: AttentionCall, config: PrefillConfig, target: str = "sm100", group: i
     made = core_launch(
         a, problem, strides, (out, lse), get_target(target), config, head_group=group
     )
-    load_interpreted(made.spec)[made.grid](*made.given)
+    interpreted(made.spec)[made.grid](*made.given)
     return out, lse
 
 
@@ -253,7 +252,7 @@ def test_joined_keys_are_both_parts_side_by_side():
     a = call_of(case)
     out = torch.full((2, 21, 3, 32), math.nan, dtype=case.dtype)
     made = join_launch(a, out, SM90)
-    load_interpreted(made.spec)[made.grid](*made.given)
+    interpreted(made.spec)[made.grid](*made.given)
     rope = a.k_rope.unsqueeze(2).expand(-1, -1, 3, -1)
     assert torch.equal(out, torch.cat((a.k, rope), -1))
 
