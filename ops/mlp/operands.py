@@ -15,8 +15,9 @@ from tilewright.ops.mlp.arguments import (
     LinearArguments,
     LinearResidualArguments,
 )
+from tilewright.ops.runtime.dtypes import TRITON_TYPES
 from tilewright.ops.runtime.norms import row_norm_of
-from tilewright.ops.runtime.operands import ALIGNMENT, operand, operand_of
+from tilewright.ops.runtime.operands import ALIGNMENT
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -68,32 +69,20 @@ def _scattered(name: str, weight: torch.Tensor) -> str | None:
 
 def activation_problem(a: LinearActivationArguments) -> LinearProblem:
     """The problem of a call. Metadata and addresses only."""
-    return LinearProblem(
-        **_product(a),
-        up_bias=operand_of(a.up_bias, 0),
-        norm=row_norm_of(a),
-        activation=a.activation,
-    )
+    return _problem(a, gated=a.up_weight is not None, norm=row_norm_of(a), activation=a.activation)
 
 
 def residual_problem(a: LinearResidualArguments) -> LinearProblem:
-    """The same of `linear_residual`."""
-    residual = operand(a.residual, a.residual.stride(0))
-    return LinearProblem(**_product(a), residual=residual, scale=a.scale, post_norm=row_norm_of(a))
+    """The problem of a call of `linear_residual`, as `activation_problem`."""
+    return _problem(a, gated=False, scale=a.scale, post_norm=row_norm_of(a))
 
 
-def _product(a: LinearArguments) -> dict[str, Any]:
+def _problem(a: LinearArguments, **options: Any) -> LinearProblem:
     n, k = a.linear.shape
-    weight, up_weight = kernel_weights(a)
-    return {
-        "n": n,
-        "k": k,
-        "x": operand(a.x, a.x.stride(0)),
-        "weight": operand_of(weight, 0, 1),
-        "up_weight": operand_of(up_weight, 0, 1),
-        "bias": operand_of(a.bias, 0),
-        "quantization": quantization_of(a.weights, weight.dtype) if a.linear.is_coded else None,
-    }
+    weight, _ = kernel_weights(a)
+    dtype, k_major = TRITON_TYPES[weight.dtype], weight.stride(1) == 1
+    quantization = quantization_of(a.weights, weight.dtype) if a.linear.is_coded else None
+    return LinearProblem(n, k, dtype, k_major=k_major, quantization=quantization, **options)
 
 
 def kernel_weights(a: LinearArguments) -> tuple[torch.Tensor, torch.Tensor | None]:
