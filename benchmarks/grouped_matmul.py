@@ -36,8 +36,9 @@ from tilewright.codegen.grouped.specs import DequantizeConfig, GemmConfig
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import SM90
 from tilewright.ops.formats import fp8_block
+from tilewright.ops.grouped.arguments import GroupedMatmulArguments
 from tilewright.ops.grouped.lowering import grouped_matmul_steps
-from tilewright.ops.grouped.matmul import OP, GroupedMatmulArguments
+from tilewright.ops.grouped.matmul import OP
 from tilewright.ops.grouped.quantize_nvfp4 import OP as QUANTIZE
 from tilewright.ops.grouped.quantize_nvfp4 import QuantizeNvfp4Arguments, quantize_nvfp4_steps
 from tilewright.ops.runtime.launch import machine_of

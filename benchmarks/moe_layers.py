@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn.functional import silu
 
-from tilewright.ops.moe.moe import FusedMoeArguments
+from tilewright.ops.moe.arguments import FusedMoeArguments
 
 # All argument sets of a graph together must not fit the L2 cache (60 MB).
 COLD_BYTES = 250e6

@@ -13,8 +13,9 @@ from timing import capture, cpu_us, interleaved_us
 
 from tilewright.codegen.moe.plan import MoePlan
 from tilewright.codegen.targets import SM90
+from tilewright.ops.moe.arguments import FusedMoeArguments
 from tilewright.ops.moe.lowering import fused_moe_steps
-from tilewright.ops.moe.moe import OP, FusedMoeArguments, reference
+from tilewright.ops.moe.moe import OP, reference
 from tilewright.ops.runtime.launch import machine_of
 from tilewright.ops.runtime.program import Launch, drive
 

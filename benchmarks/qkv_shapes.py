@@ -12,7 +12,7 @@ import torch
 from timing import interleaved_us
 
 from tilewright.ops.formats.paged_cache import CacheWindow
-from tilewright.ops.qkv.qkv_cache import FusedQkvArguments
+from tilewright.ops.qkv.arguments import FusedQkvArguments
 
 PAGE_SIZE = 16
 STATIC_LENGTH = 2048

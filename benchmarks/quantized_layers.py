@@ -9,7 +9,7 @@ import torch
 from qkv_shapes import COLD_BYTES, Cache, Shape, normal
 
 from tilewright.ops.formats.quantized_weight import AWQ_ORDER
-from tilewright.ops.qkv.qkv_cache import FusedQkvArguments
+from tilewright.ops.qkv.arguments import FusedQkvArguments
 
 SHAPES = (
     Shape("llama3-8b", 4096, 32, 8),

@@ -1,8 +1,10 @@
-"""How a linear's weights are stored as codes: static data of a problem, without torch."""
+"""How weights are stored as codes: the table of formats, for all floors, and what is static about
+the codes of a problem; without torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from tilewright.codegen.operand import Operand
 from tilewright.codegen.spec import Constant, constants_of
@@ -15,8 +17,73 @@ _GROUPS = (1, 2, 4)
 
 
 @dataclass(frozen=True)
+class WeightFormat:
+    """How a weight [..., N, K] is stored: w = (number of the code - zero) * scale.
+
+    stored: Triton's names of the dtypes that a stored element may have. bits: of a code.
+    packed_axis: the axis, -1 (K) or -2 (N), along which codes share an element; None: a code is an
+    element. number: what a code stands for, "" itself or "e2m1" (`ops.formats.fp4`).
+
+    linears: whether the linears of dense layers take it. zeros: whether these may have zero points.
+    expert_scales: the types that a scale of experts may have ("u8": e8m0); empty: experts do not
+    take it. expert_zero: the zero of all their codes. expert_block: the rows and columns that share
+    a scale there, where the format fixes them. expert_kernel: whether
+    `codegen.templates.expert_weights` decodes it; without, references compute such calls.
+    """
+
+    stored: tuple[str, ...]
+    bits: int = 8
+    packed_axis: int | None = None
+    number: str = ""
+    linears: bool = False
+    zeros: bool = False
+    expert_scales: tuple[str, ...] = ()
+    expert_zero: int = 0
+    expert_block: tuple[int, int] | None = None
+    expert_kernel: bool = False
+
+    @property
+    def per_byte(self) -> int:
+        """Codes in a byte."""
+        return 8 // self.bits
+
+
+_NIBBLES_OF_ROWS: dict[str, Any] = {"bits": 4, "packed_axis": -1}
+_EXPERTS: dict[str, Any] = {"expert_kernel": True, **_NIBBLES_OF_ROWS}
+#: Every format by its name in `weight_format`; "dense" has none. A format is added here: what ops
+#: check, compute, sample and recognise follows.
+WEIGHT_FORMATS = {
+    "int8": WeightFormat(("i8",), linears=True, zeros=True),
+    "fp8": WeightFormat(
+        ("fp8e4nv",), linears=True, expert_scales=("fp32", "bf16"), expert_kernel=True
+    ),
+    "int4_k": WeightFormat(("u8", "i32"), **_NIBBLES_OF_ROWS, linears=True, zeros=True),
+    "int4_n": WeightFormat(("u8", "i32"), bits=4, packed_axis=-2, linears=True, zeros=True),
+    "int4": WeightFormat(
+        ("u8",), expert_zero=8, expert_scales=("fp32", "bf16", "fp16"), **_EXPERTS
+    ),
+    "nvfp4": WeightFormat(
+        ("u8",), number="e2m1", expert_scales=("fp8e4nv",), expert_block=(1, 16), **_EXPERTS
+    ),
+    "mxfp4": WeightFormat(
+        ("u8",), number="e2m1", expert_scales=("u8",), expert_block=(1, 32), **_EXPERTS
+    ),
+}
+
+
+def linear_formats() -> tuple[str, ...]:
+    """The names of the formats that linears of dense layers take."""
+    return ("dense", *(name for name, form in WEIGHT_FORMATS.items() if form.linears))
+
+
+def expert_formats() -> tuple[str, ...]:
+    """The names of the formats that experts take."""
+    return ("dense", *(name for name, form in WEIGHT_FORMATS.items() if form.expert_scales))
+
+
+@dataclass(frozen=True)
 class Quantization:
-    """weight_format "int8", "fp8", "int4_k" or "int4_n"; w = (code - zero) * scale.
+    """weight_format: one of `linear_formats`; w = (code - zero) * scale.
 
     per_word: codes in a stored word. block: rows and columns that share a scale. scales, zeros: of
     each weight (q, k and v; or gate and up), strides (row, column), 0 along an axis of one; None
@@ -40,16 +107,16 @@ class Quantization:
     differs: str = ""
 
     @property
-    def is_int4(self) -> bool:
-        return self.weight_format.startswith("int4")
+    def format(self) -> WeightFormat:
+        return WEIGHT_FORMATS[self.weight_format]
 
     @property
     def packed_rows(self) -> bool:
-        return self.weight_format == "int4_n"
+        return self.format.packed_axis == -2
 
     @property
     def code_bytes(self) -> float:
-        return 0.5 if self.is_int4 else 1.0
+        return self.format.bits / 8
 
     @property
     def has_zero_tensors(self) -> bool:
@@ -58,7 +125,7 @@ class Quantization:
     @property
     def code_offset(self) -> int:
         """The part of the zero that codes lose while they are made, exactly in any 16-bit type."""
-        if not self.is_int4:
+        if self.format.packed_axis is None:
             return 0
         if not self.has_zero_tensors and 0 <= self.zero_point <= 15:
             return self.zero_point
@@ -67,7 +134,12 @@ class Quantization:
     @property
     def known_order(self) -> bool:
         """Whether kernels have the order of the nibbles in a word."""
-        return not self.is_int4 or self.order in ((), *_COUNTED_UP, AWQ_ORDER, (1, 0))
+        return self.format.packed_axis is None or self.order in (
+            (),
+            *_COUNTED_UP,
+            AWQ_ORDER,
+            (1, 0),
+        )
 
     def block_constants(self, columns: int, block_k: int) -> dict[str, Constant]:
         """What kernels that read words of codes have in common. columns: of the weight; block_k:

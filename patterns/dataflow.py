@@ -12,9 +12,9 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, wraps
 from operator import attrgetter, itemgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -62,6 +62,11 @@ class Value:
     def whole(self) -> View:
         return View(self, effects.identity(self.shape))
 
+    @cached_property
+    def memo(self) -> dict[Any, Any]:
+        """What :func:`once` keeps."""
+        return {}
+
     @property
     def either_way(self) -> tuple[tuple[View, View], ...]:
         """The two operands of a sum or product, in both orders; nothing for one or three."""
@@ -84,6 +89,24 @@ class Value:
     def source(self) -> str:
         """`file.py:214` in the user's code; empty where Dynamo kept none."""
         return source_of(self.node)
+
+
+T = TypeVar("T")
+
+
+def once(function: Callable[[Value], T]) -> Callable[[Value], T]:
+    """Has a function computed once for each value: it may read what the value is computed from, and
+    nothing else."""
+
+    @wraps(function)
+    def remembered(value: Value) -> T:
+        memo = value.memo
+        if function not in memo:
+            memo[function] = function(value)
+        answer: T = memo[function]
+        return answer
+
+    return remembered
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 
 from tilewright.codegen.targets import SM100
 from tilewright.ops.contract import Tolerance
-from tilewright.ops.grouped.matmul import GroupedMatmulArguments
+from tilewright.ops.grouped.arguments import GroupedMatmulArguments
 
 # Few programs, so that the interpreter is done soon: each takes several tiles.
 SMALL_SM100 = replace(SM100, num_sms=3)

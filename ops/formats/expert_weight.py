@@ -18,83 +18,103 @@ from dataclasses import dataclass
 
 import torch
 
+from tilewright.codegen.formats import WEIGHT_FORMATS, WeightFormat, expert_formats
 from tilewright.ops.checks import (
     ArgumentError,
     check_choice,
     check_operand,
     check_scale_block,
 )
-from tilewright.ops.formats import fp4
-
-INT4_ZERO = 8
-
-
-@dataclass(frozen=True)
-class ExpertFormat:
-    """codes, scales: dtypes allowed; None: as the activations, none. per_byte: elements of one
-    storage element. block: (bn, bk) where the format fixes it."""
-
-    codes: tuple[torch.dtype, ...] | None
-    scales: tuple[torch.dtype, ...] | None
-    per_byte: int = 1
-    block: tuple[int, int] | None = None
-
-
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-FORMATS = {
-    "dense": ExpertFormat(None, None),
-    "fp8": ExpertFormat((torch.float8_e4m3fn,), (torch.float32, torch.bfloat16)),
-    "int4": ExpertFormat((torch.uint8,), _FLOATS, per_byte=2),
-    "nvfp4": ExpertFormat((torch.uint8,), (torch.float8_e4m3fn,), per_byte=2, block=(1, 16)),
-    "mxfp4": ExpertFormat((torch.uint8,), (torch.uint8,), per_byte=2, block=(1, 32)),
-}
+from tilewright.ops.formats import mxfp4
+from tilewright.ops.formats.weight import code_numbers
+from tilewright.ops.groups import ArgumentGroup
+from tilewright.ops.runtime.dtypes import torch_types
 
 
 @dataclass(frozen=True)
-class ExpertWeight:
-    """One weight as an op got it: storage, format, scales (see the module)."""
+class ExpertWeight(ArgumentGroup):
+    """The weight [E, N, K] of a mixture's experts, with all that belongs to it; see the module.
+
+    data: numbers, or codes of a `weight_format` as they are stored. bias: [E, N].
+    """
 
     data: torch.Tensor
-    format: str = "dense"
+    weight_format: str = "dense"
     scale: torch.Tensor | None = None
     scale_block: Sequence[int] = ()
     expert_scale: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+
+    @property
+    def format(self) -> WeightFormat | None:
+        """What codes are stored; None where the weight has numbers."""
+        return WEIGHT_FORMATS.get(self.weight_format)
 
     @property
     def block(self) -> tuple[int, int]:
-        fixed = FORMATS[self.format].block
-        return fixed if fixed is not None else (self.scale_block[0], self.scale_block[1])
+        """Rows and columns that share a scale; of weights without scales (1, 1)."""
+        if self.format is None or self.scale is None:
+            return 1, 1
+        return self.format.expert_block or (self.scale_block[0], self.scale_block[1])
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """(E, N, K), K counted in elements."""
         experts, rows, stored = self.data.shape
-        return experts, rows, stored * FORMATS[self.format].per_byte
+        return experts, rows, stored * (1 if self.format is None else self.format.per_byte)
 
     def dequantize(self, experts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The weights of some experts, [len(experts), N, K] in dtype."""
-        data = self.data[experts] if self.format != "fp8" else _take_bytes(self.data, experts)
-        if self.format == "dense":
+        data = _take_bytes(self.data, experts)
+        if self.format is None:
             return data.to(dtype)
-        values = _decode(self.format, data, dtype)
+        values = expert_numbers(data, self.format, dtype)
         factor = self._factors(experts, dtype)[:, : values.shape[1], : values.shape[2]]
         return values * factor
 
     def _factors(self, experts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         assert self.scale is not None
-        rows, columns = self.block
         taken = _take_bytes(self.scale, experts)
-        if self.format == "mxfp4":
-            exponent = taken.to(torch.int32) - 127
-            scale = torch.ldexp(torch.ones_like(exponent, dtype=torch.float64), exponent).to(dtype)
-            scale = torch.where(taken == 255, torch.nan, scale)
-        else:
-            scale = taken.to(dtype)
+        scale = taken.to(dtype) if taken.is_floating_point() else mxfp4.scale_numbers(taken, dtype)
         if self.expert_scale is not None:
             scale = scale * self.expert_scale[experts].to(dtype)[:, None, None]
         # A block may be larger than the weight.
-        rows, columns = (min(b, n) for b, n in zip((rows, columns), self.shape[1:], strict=True))
+        rows, columns = (min(b, n) for b, n in zip(self.block, self.shape[1:], strict=True))
         return scale.repeat_interleave(rows, 1).repeat_interleave(columns, 2)
+
+    def check(self, op: str, dtype: torch.dtype) -> None:
+        """Checks that storage, scales and blocks fit each other. dtype: the activations', which a
+        dense weight must share. Metadata only; raises ArgumentError."""
+        check_choice(op, "weight_format", self.weight_format, expert_formats())
+        dtypes = (dtype,) if self.format is None else torch_types(self.format.stored)
+        check_operand(op, self.named("data"), self.data, "[E, N, K]", (None, None, None), dtypes)
+        if self.format is None:
+            for field, tensor in (("scale", self.scale), ("expert_scale", self.expert_scale)):
+                if tensor is not None:
+                    expected = "none for dense weights"
+                    raise ArgumentError(op, self.named(field), expected, "a tensor")
+            return
+        if self.scale is None:
+            expected = f"the scales of {self.weight_format} weights"
+            raise ArgumentError(op, self.named("scale"), expected, None)
+        if self.format.expert_block is None:
+            check_scale_block(op, self.scale_block)
+        (experts, rows, columns), (bn, bk), device = self.shape, self.block, self.data.device
+        sizes, dtypes = (experts, -(-rows // bn), -(-columns // bk)), self._scale_dtypes
+        check_operand(op, self.named("scale"), self.scale, "[E, N/bn, K/bk]", sizes, dtypes, device)
+        if self.expert_scale is not None:
+            name, form = self.named("expert_scale"), ("[E]", (experts,), (torch.float32,), device)
+            check_operand(op, name, self.expert_scale, *form)
+
+    @property
+    def _scale_dtypes(self) -> tuple[torch.dtype, ...]:
+        return () if self.format is None else torch_types(self.format.expert_scales)
+
+
+def expert_numbers(stored: torch.Tensor, form: WeightFormat, dtype: torch.dtype) -> torch.Tensor:
+    """What stored codes of experts stand for, in dtype, before scales."""
+    numbers = code_numbers(stored, form, dtype)
+    return numbers - form.expert_zero if form.expert_zero else numbers
 
 
 def _take_bytes(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -102,40 +122,3 @@ def _take_bytes(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     if tensor.element_size() > 1:
         return tensor[index]
     return tensor.view(torch.uint8)[index].view(tensor.dtype)
-
-
-def _decode(name: str, data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    if name == "fp8":
-        return data.to(dtype)
-    codes = fp4.unpack(data)
-    return codes.to(dtype) - INT4_ZERO if name == "int4" else fp4.decode(codes, dtype)
-
-
-def check_expert_weight(
-    op: str, name: str, w: ExpertWeight, dtype: torch.dtype, scales: str | None = None
-) -> None:
-    """Raises ArgumentError unless storage, scales and blocks fit each other.
-
-    `name`: the weight's argument; `scales`: what the arguments `<scales>_scale` and
-    `<scales>_expert_scale` start with, where that is not the weight's name. dtype: the
-    activations', which a dense weight must share.
-    """
-    scales = name if scales is None else scales
-    check_choice(op, "weight_format", w.format, tuple(FORMATS))
-    kind = FORMATS[w.format]
-    check_operand(op, name, w.data, "[E, N, K]", (None, None, None), kind.codes or (dtype,))
-    if kind.scales is None:
-        for what, given in (("scale", w.scale), ("expert_scale", w.expert_scale)):
-            if given is not None:
-                raise ArgumentError(op, f"{scales}_{what}", "none for dense weights", "a tensor")
-        return
-    if w.scale is None:
-        raise ArgumentError(op, f"{scales}_scale", f"the scales of {w.format} weights", None)
-    if kind.block is None:
-        check_scale_block(op, w.scale_block)
-    experts, rows, columns = w.shape
-    sizes, device = (experts, -(-rows // w.block[0]), -(-columns // w.block[1])), w.data.device
-    check_operand(op, f"{scales}_scale", w.scale, "[E, N/bn, K/bk]", sizes, kind.scales, device)
-    if w.expert_scale is not None:
-        name, dtypes = f"{scales}_expert_scale", (torch.float32,)
-        check_operand(op, name, w.expert_scale, "[E]", (experts,), dtypes, device)

@@ -1,52 +1,22 @@
-"""Quantised weights: codes of 4 or 8 bits, scales and zero points over blocks.
+"""Codes of 4 or 8 bits in stored elements, and numbers that blocks of a weight share.
 
-    w[n, k] = (code[n, k] - zero[n // bn, k // bk]) * scale[n // bn, k // bk]
-
-n counts the rows of one projection, `h * D + d`. A nibble is an unsigned code 0..15; a word holds
-two (uint8) or eight (int32), and `order` says where: element `i * per + j` of word i is at bits
-`4 * order[j]`. AWQ's int32 words have order [0, 4, 1, 5, 2, 6, 3, 7], all others count up.
+A nibble is an unsigned code 0..15; a word holds two (uint8) or eight (int32), and `order` says
+where: element `i * per + j` of word i is at bits `4 * order[j]`. AWQ's int32 words have order
+[0, 4, 1, 5, 2, 6, 3, 7], all others count up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-
-
-@dataclass(frozen=True)
-class WeightFormat:
-    """dtypes: of the stored weight. packed_axis: the axis that nibbles share a word along; None:
-    a code per element."""
-
-    dtypes: tuple[torch.dtype, ...]
-    packed_axis: int | None = None
-
-
-WEIGHT_FORMATS = {
-    "int8": WeightFormat((torch.int8,)),
-    "fp8": WeightFormat((torch.float8_e4m3fn,)),
-    "int4_k": WeightFormat((torch.uint8, torch.int32), packed_axis=-1),
-    "int4_n": WeightFormat((torch.uint8, torch.int32), packed_axis=-2),
-}
+from tilewright.codegen.formats import AWQ_ORDER as AWQ_ORDER
 
 
 def nibbles_per_word(dtype: torch.dtype) -> int:
     """2 for uint8, 8 for int32."""
     return 2 * dtype.itemsize
-
-
-def logical_shape(weight: torch.Tensor, weight_format: str) -> tuple[Any, ...]:
-    """The shape [..., D, K] of the codes that a stored weight holds."""
-    shape = list(weight.shape)
-    stored = WEIGHT_FORMATS.get(weight_format)
-    if stored is not None and stored.packed_axis is not None:
-        shape[stored.packed_axis] = shape[stored.packed_axis] * nibbles_per_word(weight.dtype)
-    return tuple(shape)
 
 
 def unpack_nibbles(words: torch.Tensor, axis: int, order: Sequence[int] = ()) -> torch.Tensor:
@@ -86,29 +56,6 @@ def expand_blocks(blocks: torch.Tensor, shape: Sequence[int], block: Sequence[in
             continue
         blocks = blocks.repeat_interleave(block[axis], dim=axis).narrow(axis, 0, shape[axis])
     return blocks.expand(*shape)
-
-
-def dequantize(
-    weight: torch.Tensor,
-    weight_format: str,
-    scale: torch.Tensor,
-    zero: torch.Tensor | None,
-    zero_point: int,
-    block: Sequence[int],
-    order: Sequence[int],
-    compute: torch.dtype,
-) -> torch.Tensor:
-    """The weight [..., D, K] in `compute` precision. A zero tensor adds to `zero_point`."""
-    axis = WEIGHT_FORMATS[weight_format].packed_axis
-    codes = weight if axis is None else unpack_nibbles(weight, axis, order)
-    rows = codes.to(compute).flatten(0, -2)
-    values = rows - zero_point
-    if zero is not None:
-        if zeros_are_packed(zero, rows.shape[0], block):
-            zero = unpack_nibbles(zero, 0, order)
-        values = values - expand_blocks(zero.to(compute), rows.shape, block)
-    values = values * expand_blocks(scale.to(compute), rows.shape, block)
-    return values.view(codes.shape)
 
 
 def zeros_are_packed(zero: torch.Tensor, rows: int, block: Sequence[int]) -> bool:

@@ -7,12 +7,9 @@ from typing import Any
 
 import torch
 
-from tilewright.ops.formats import fp4, fp8_block, mxfp4, nvfp4
-from tilewright.ops.formats.division import divided
-from tilewright.ops.formats.expert_weight import INT4_ZERO, ExpertWeight
+from tilewright.ops.formats import fp8_block
+from tilewright.ops.formats.sample_experts import quantized_weight
 from tilewright.ops.sampling import Sampler
-
-INT4_GROUP = 32
 
 
 @dataclass(frozen=True)
@@ -88,36 +85,3 @@ def sample_grouped(case: GroupedCase, device: str | torch.device, seed: int) -> 
     if case.coded_rows:
         made["x"], made["x_scale"] = fp8_block.quantize_rows(made["x"])
     return made
-
-
-def quantized_weight(name: str, dense: torch.Tensor) -> ExpertWeight:
-    """A dense weight [E, N, K] in a format of ops.formats.expert_weight.
-
-    Made on the CPU, so that codes are the same wherever they go.
-    """
-    if name == "dense":
-        return ExpertWeight(dense)
-    (data, scale, block), factor = _quantized(name, dense.cpu()), None
-    if name == "nvfp4":
-        factor = (1 + torch.arange(len(dense)) / len(dense)).float().to(dense.device)
-    return ExpertWeight(data.to(dense.device), name, scale.to(dense.device), block, factor)
-
-
-def _with_signs(data: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same NVFP4 numbers with the scale of every other block negative, and its codes turned."""
-    turned = torch.arange(scale.numel()).view(scale.shape).remainder(2).to(torch.uint8)
-    signs = (turned * 0x88).repeat_interleave(nvfp4.BLOCK // 2, -1)
-    return data ^ signs, (scale.view(torch.uint8) ^ turned << 7).view(scale.dtype)
-
-
-def _quantized(name: str, dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    if name == "fp8":
-        codes, scale = fp8_block.quantize_blocks(dense)
-        return codes, scale, [fp8_block.BLOCK, fp8_block.BLOCK]
-    if name in ("nvfp4", "mxfp4"):
-        data, scale = (nvfp4 if name == "nvfp4" else mxfp4).quantize(dense)
-        return (*_with_signs(data, scale), []) if name == "nvfp4" else (data, scale, [])
-    groups = dense.float().unflatten(-1, (-1, INT4_GROUP))
-    scale = divided(groups.abs().amax(-1), 7)
-    codes = (groups / scale[..., None]).round().clamp(-8, 7) + INT4_ZERO
-    return fp4.pack(codes.flatten(-2).to(torch.uint8)), scale.to(dense.dtype), [1, INT4_GROUP]

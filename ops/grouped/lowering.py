@@ -29,7 +29,8 @@ from tilewright.codegen.grouped.specs import (
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
 from tilewright.ops.formats.row_groups import contiguous
-from tilewright.ops.grouped.matmul import GroupedMatmulArguments, reference
+from tilewright.ops.grouped.arguments import GroupedMatmulArguments
+from tilewright.ops.grouped.matmul import reference
 from tilewright.ops.grouped.operands import grouped_problem, unsupported
 from tilewright.ops.runtime.operands import is_aligned
 from tilewright.ops.runtime.program import (

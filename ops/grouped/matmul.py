@@ -6,8 +6,6 @@ of expert -1, and rows that belong to no group, are zero: the memory of the resu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -22,7 +20,6 @@ from tilewright.ops.checks import (
     readable,
 )
 from tilewright.ops.contract import FusedOp, emitted_kernel, register, rounded_once
-from tilewright.ops.formats.expert_weight import ExpertWeight, check_expert_weight
 from tilewright.ops.formats.row_groups import (
     INDEX_DTYPES,
     check_expert_values,
@@ -31,6 +28,7 @@ from tilewright.ops.formats.row_groups import (
     expert_of_rows,
     last_expert_of_rows,
 )
+from tilewright.ops.grouped.arguments import GroupedMatmulArguments
 from tilewright.ops.grouped.cases import GROUPED_CASES, sample_grouped
 from tilewright.ops.grouped.operands import unsupported
 from tilewright.ops.reference.expert_matmul import multiply_by_expert
@@ -46,56 +44,10 @@ ERROR_MODEL = (
 TOLERANCES = rounded_once(2.0**-6, 2.0**-9, 2.0**-18, 2.0**-46)
 
 
-@dataclass(frozen=True)
-class GroupedMatmulArguments:
-    """The arguments of `grouped_matmul`: M rows, K inner, N outer, E experts, G groups.
-
-    x [M, K], rows sorted by group. weight [E, N, K], any strides with N or K contiguous.
-    group_offsets int [G + 1], exclusive: group g has rows [offsets[g], offsets[g + 1]), the first
-    is 0; with end_offsets int [G], where each group ends (`offs` of torch's grouped_mm). Any ends
-    are taken: negative ones count from the last row, those past it mean it, and of groups that
-    overlap the last one has the row; on a GPU, where torch refuses them, they may give anything.
-    expert_ids int [G], -1: none; None: group g's expert is g, and G is at most E. bias [E, N].
-    weight_format, scale_block, weight_scale, weight_expert_scale: see ops.formats.expert_weight.
-    x_scale fp32 [M, ceil(K/128)]: of an x of float8_e4m3fn codes, whose weights have the format
-    "fp8" with blocks of 128 columns. Result [M, N] of out_dtype (None: x's; of codes bfloat16).
-    """
-
-    x: torch.Tensor
-    weight: torch.Tensor
-    group_offsets: torch.Tensor
-    expert_ids: torch.Tensor | None = None
-    _: KW_ONLY
-    bias: torch.Tensor | None = None
-    end_offsets: bool = False
-    weight_format: str = "dense"
-    scale_block: Sequence[int] = ()
-    weight_scale: torch.Tensor | None = None
-    weight_expert_scale: torch.Tensor | None = None
-    x_scale: torch.Tensor | None = None
-    out_dtype: torch.dtype | None = None
-
-    @property
-    def experts(self) -> ExpertWeight:
-        scales = (self.weight_scale, self.scale_block, self.weight_expert_scale)
-        return ExpertWeight(self.weight, self.weight_format, *scales)
-
-    @property
-    def ends(self) -> torch.Tensor:
-        """Where each group ends [G]."""
-        return self.group_offsets if self.end_offsets else self.group_offsets[1:]
-
-    @property
-    def result_dtype(self) -> torch.dtype:
-        if self.out_dtype is not None:
-            return self.out_dtype
-        return torch.bfloat16 if self.x_scale is not None else self.x.dtype
-
-
 def validate(a: GroupedMatmulArguments) -> None:
     allowed = FLOAT_DTYPES if a.x_scale is None else (torch.float8_e4m3fn,)
     check_operand(NAME, "x", a.x, "[M, K]", (None, None), allowed, dense=True)
-    check_expert_weight(NAME, "weight", a.experts, a.x.dtype)
+    a.experts.check(NAME, a.x.dtype)
     num_experts, rows, inner = a.experts.shape
     if not holds(inner == a.x.shape[1]):
         raise ArgumentError(NAME, "weight", f"{a.x.shape[1]} columns, as x has", inner)
@@ -159,7 +111,7 @@ def reference(a: GroupedMatmulArguments) -> torch.Tensor:
         expert = last_expert_of_rows(a.ends, a.expert_ids, num_rows)
     else:
         expert = expert_of_rows(a.ends, a.expert_ids, num_rows)
-    return multiply_by_expert(x, expert, a.experts, a.bias).to(a.result_dtype)
+    return multiply_by_expert(x, expert, a.experts).to(a.result_dtype)
 
 
 sample_inputs = sampler_of(GroupedMatmulArguments, sample_grouped)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from tilewright.codegen.grouped.plan import block_k_obstacle
@@ -15,13 +13,14 @@ from tilewright.codegen.grouped.problem import (
 )
 from tilewright.codegen.operand import Operand
 from tilewright.ops.formats.expert_weight import ExpertWeight
+from tilewright.ops.grouped.arguments import GroupedMatmulArguments
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
 from tilewright.ops.runtime.operands import operand
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 
 
-def unsupported(a: Any) -> str | None:
+def unsupported(a: GroupedMatmulArguments) -> str | None:
     """Why the emitted kernel cannot take a call; None where it can. Metadata only."""
     if a.x_scale is None and a.x.dtype not in KERNEL_DTYPES:
         return f"no kernel for {a.x.dtype}"
@@ -29,6 +28,8 @@ def unsupported(a: Any) -> str | None:
         return f"no kernel that stores {a.result_dtype}"
     if a.x.shape[1] == 0:
         return "no inner columns"
+    if (obstacle := no_kernel_for(a.experts)) is not None:
+        return obstacle
     weight, stride = grouped_problem(a).weight, a.x.stride(0)
     if stride * a.x.element_size() % TMA_BYTES:
         return f"x: rows {stride} elements apart are not whole {TMA_BYTES} bytes"
@@ -45,8 +46,15 @@ def scattered(name: str, weight: torch.Tensor, row_step: int = 1) -> str | None:
     return f"{name}: strides {weight.stride()} leave neither rows nor columns contiguous"
 
 
-def grouped_problem(a: Any) -> GroupedProblem:
-    """The problem of a call; `a` is a GroupedMatmulArguments. Metadata and addresses only."""
+def no_kernel_for(weight: ExpertWeight) -> str | None:
+    """Why no kernel decodes a weight; None where one does, or has nothing to decode."""
+    if weight.format is None or weight.format.expert_kernel:
+        return None
+    return f"no kernel for {weight.weight_format} weights"
+
+
+def grouped_problem(a: GroupedMatmulArguments) -> GroupedProblem:
+    """The problem of a call. Metadata and addresses only."""
     weight, scale, ids = a.experts, a.x_scale, a.expert_ids
     num_experts, rows, inner = weight.shape
     return GroupedProblem(
@@ -55,14 +63,7 @@ def grouped_problem(a: Any) -> GroupedProblem:
         rows=rows,
         inner=inner,
         x=operand(a.x, a.x.stride(0)),
-        weight=weight_operands(
-            a.weight,
-            a.weight_format,
-            scale_block(weight),
-            a.weight_scale,
-            a.weight_expert_scale,
-            a.bias,
-        ),
+        weight=weight_operands(weight),
         ends=index_operand(a.group_offsets),
         out=Operand(TRITON_TYPES[a.result_dtype]),
         x_scale=None if scale is None else operand(scale, *scale.stride()),
@@ -75,26 +76,15 @@ def index_operand(tensor: torch.Tensor) -> Operand:
     return Operand(TRITON_TYPES[tensor.dtype], aligned=False)
 
 
-def weight_operands(
-    data: torch.Tensor,
-    form: str,
-    block: tuple[int, int],
-    scale: torch.Tensor | None,
-    factor: torch.Tensor | None,
-    bias: torch.Tensor | None,
-) -> WeightOperands:
+def weight_operands(weight: ExpertWeight) -> WeightOperands:
     """A weight [E, N, K] as kernels see it. K counts as contiguous where both N and K could."""
+    data, scale, bias = weight.data, weight.scale, weight.bias
     expert, row, column = data.stride()
     return WeightOperands(
         operand(data, *((expert, row, 1) if column == 1 else (expert, 1, column))),
-        form,
-        block,
+        weight.weight_format,
+        weight.block,
         None if scale is None else operand(scale, *scale.stride()),
-        operand(factor),
+        operand(weight.expert_scale),
         None if bias is None else operand(bias, *bias.stride()),
     )
-
-
-def scale_block(weight: ExpertWeight) -> tuple[int, int]:
-    """Rows and columns that share a scale; of weights without scales (1, 1)."""
-    return (1, 1) if weight.scale is None else weight.block

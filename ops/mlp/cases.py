@@ -8,13 +8,12 @@ from typing import Any
 import torch
 
 from tilewright.ops.formats.quantized_weight import AWQ_ORDER
-from tilewright.ops.formats.sample_codes import sample_codes
-from tilewright.ops.mlp.checks import BLOCKS
+from tilewright.ops.formats.sample_codes import CodedCase, sample_codes
 from tilewright.ops.sampling import Sampler
 
 
 @dataclass(frozen=True)
-class LinearCase:
+class LinearCase(CodedCase):
     """One setting.
 
     layout: how the weights lie: "separate" tensors, "halves" of one, "up_first" halves,
@@ -27,19 +26,12 @@ class LinearCase:
     num_tokens: int = 5
     k: int = 64
     n: int = 48
-    dtype: torch.dtype = torch.bfloat16
     layout: str = "plain"
     bias: bool = False
     activation: str = "silu"
     norm: str = ""
     norm_offset: float = 0.0
     scale: float = 1.0
-    weight_format: str = "dense"
-    scale_block: tuple[int, ...] = ()
-    nibble_order: tuple[int, ...] = ()
-    words: torch.dtype = torch.int32
-    zeros: str = "none"
-    zero_point: int = 0
 
 
 _HALF = {"dtype": torch.float16}
@@ -137,10 +129,7 @@ def _linear(case: LinearCase, sampler: Sampler) -> dict[str, Any]:
         "x": sampler.normal(case.num_tokens, case.k, dtype=case.dtype),
         **_weight(case, sampler, "weight"),
         "bias": _bias(case, sampler),
-        "weight_format": case.weight_format,
-        "scale_block": list(case.scale_block),
-        "nibble_order": list(case.nibble_order),
-        "zero_point": case.zero_point,
+        **case.format_options,
     }
 
 
@@ -184,7 +173,8 @@ def _weight(case: LinearCase, sampler: Sampler, name: str) -> dict[str, torch.Te
         made = made[: 2 if case.zeros == "none" else 3]
     if case.layout.endswith("n_major"):
         made = [one.mT.contiguous().mT for one in made]
-    return dict(zip((name, *BLOCKS[name]), made, strict=False))
+    prefix = name.removesuffix("_weight")
+    return dict(zip((name, f"{prefix}_scale", f"{prefix}_zero"), made, strict=False))
 
 
 def _norm(case: LinearCase, sampler: Sampler, width: int) -> dict[str, Any]:

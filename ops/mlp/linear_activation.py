@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -14,14 +12,10 @@ from tilewright.ops.checks import (
     check_dtype,
 )
 from tilewright.ops.contract import FusedOp, Tolerance, emitted_kernel, register
+from tilewright.ops.mlp.arguments import LinearActivationArguments
 from tilewright.ops.mlp.cases import ACTIVATION_CASES, sample_activation
-from tilewright.ops.mlp.checks import (
-    check_linear,
-    check_vector,
-    check_weight,
-    num_rows,
-)
-from tilewright.ops.mlp.operands import activation_unsupported, dense_weight
+from tilewright.ops.mlp.checks import check_linear, check_weight
+from tilewright.ops.mlp.operands import activation_unsupported
 from tilewright.ops.reference.activation import ACTIVATIONS
 from tilewright.ops.reference.linear import apply_linear
 from tilewright.ops.reference.norm import apply_row_norm, check_row_norm
@@ -42,61 +36,19 @@ TOLERANCES = {
 }
 
 
-@dataclass(frozen=True)
-class LinearActivationArguments:
-    """The arguments of `linear_activation`: T tokens, K columns of x, N rows of each weight.
-
-    x [T, K]; weight [N, K], the gate's where there is an up_weight [N, K]: any strides, so that a
-    joint weight, concatenated or interleaved, is two views of one tensor. Biases [N], of x's dtype
-    or float32. activation: one of ops.reference.activation.ACTIVATIONS. rms_norm: x is divided by
-    the root of the mean of its squares plus norm_eps, and multiplied by norm_offset + norm_weight
-    [K] where that is given. layer_norm, instead: the row's mean is subtracted from x before that,
-    and norm_bias [K], where that is given, added behind. Result [T, N] of x's dtype.
-
-    weight_format "dense", or "int8", "fp8", "int4_k", "int4_n": codes as in `fused_qkv_paged`,
-    with scale_block, zero_point and nibble_order as there. A weight is [N, K], or words of two
-    (uint8) or eight (int32) nibbles along K ("int4_k") or N ("int4_n"), of any strides.
-    weight_scale, and weight_zero where given: [ceil(N / bn), ceil(K / bk)], zeros also as int32
-    words of eight rows. up_scale, up_zero: those of the up_weight.
-    """
-
-    x: torch.Tensor
-    weight: torch.Tensor
-    up_weight: torch.Tensor | None = None
-    _: KW_ONLY
-    bias: torch.Tensor | None = None
-    up_bias: torch.Tensor | None = None
-    activation: str = "silu"
-    rms_norm: bool = False
-    norm_weight: torch.Tensor | None = None
-    norm_eps: float = 1e-6
-    norm_offset: float = 0.0
-    weight_format: str = "dense"
-    weight_scale: torch.Tensor | None = None
-    up_scale: torch.Tensor | None = None
-    weight_zero: torch.Tensor | None = None
-    up_zero: torch.Tensor | None = None
-    zero_point: int = 0
-    scale_block: Sequence[int] = ()
-    nibble_order: Sequence[int] = ()
-    layer_norm: bool = False
-    norm_bias: torch.Tensor | None = None
-
-
 def validate(a: LinearActivationArguments) -> None:
     rows = check_linear(NAME, a)
-    if a.up_weight is not None:
-        check_dtype(NAME, "up_weight", a.up_weight, (a.weight.dtype,))
-        check_weight(NAME, a, "up_weight", rows)
+    if a.up_linear is not None:
+        check_dtype(NAME, "up_weight", a.up_linear.data, (a.weight.dtype,))
+        check_weight(NAME, a.x, a.up_linear, rows)
     else:
         check_absent(NAME, a, ("up_bias", "up_scale", "up_zero"), "up_weight is None")
-    check_vector(NAME, "up_bias", a.x, a.up_bias, "[N]", rows)
     check_choice(NAME, "activation", a.activation, tuple(ACTIVATIONS))
     check_row_norm(NAME, a, "[K]", a.x.shape[1])
 
 
 def fake(a: LinearActivationArguments) -> torch.Tensor:
-    return a.x.new_empty((a.x.shape[0], num_rows(a)))
+    return a.x.new_empty((a.x.shape[0], a.linear.rows))
 
 
 def reference(a: LinearActivationArguments) -> torch.Tensor:
@@ -111,9 +63,9 @@ def reference(a: LinearActivationArguments) -> torch.Tensor:
     """
     compute = torch.promote_types(a.x.dtype, torch.float32)
     y = apply_row_norm(a.x.to(compute), a)
-    out = ACTIVATIONS[a.activation](apply_linear(y, dense_weight(a, "weight", compute), a.bias))
-    if a.up_weight is not None:
-        out = out * apply_linear(y, dense_weight(a, "up_weight", compute), a.up_bias)
+    out = ACTIVATIONS[a.activation](apply_linear(y, a.linear.dequantize(compute), a.bias))
+    if a.up_linear is not None:
+        out = out * apply_linear(y, a.up_linear.dequantize(compute), a.up_bias)
     return out.to(a.x.dtype)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -13,12 +11,10 @@ from tilewright.ops.checks import (
     check_operand,
 )
 from tilewright.ops.contract import FusedOp, Tolerance, emitted_kernel, register
+from tilewright.ops.mlp.arguments import LinearResidualArguments
 from tilewright.ops.mlp.cases import RESIDUAL_CASES, sample_residual
-from tilewright.ops.mlp.checks import (
-    check_linear,
-    num_rows,
-)
-from tilewright.ops.mlp.operands import dense_weight, residual_unsupported
+from tilewright.ops.mlp.checks import check_linear
+from tilewright.ops.mlp.operands import residual_unsupported
 from tilewright.ops.reference import tolerances
 from tilewright.ops.reference.linear import apply_linear
 from tilewright.ops.reference.norm import apply_row_norm, check_row_norm
@@ -35,36 +31,6 @@ TOLERANCES = tolerances.TOLERANCES | {
 }
 
 
-@dataclass(frozen=True)
-class LinearResidualArguments:
-    """The arguments of `linear_residual`: T tokens, K columns of x, N rows of the weight.
-
-    x [T, K]; weight [N, K], of any strides; residual [T, N] of x's dtype; bias [N], of x's dtype or
-    float32. rms_norm: the linear's result is divided by the root of the mean of its squares plus
-    norm_eps, and multiplied by norm_offset + norm_weight [N] where that is given. scale: what is
-    added to the residual is multiplied by it, behind the norm where there is one.
-    Result [T, N] of x's dtype, new memory. weight_format, weight_scale, weight_zero, zero_point,
-    scale_block, nibble_order: as for `linear_activation`.
-    """
-
-    x: torch.Tensor
-    weight: torch.Tensor
-    residual: torch.Tensor
-    _: KW_ONLY
-    bias: torch.Tensor | None = None
-    scale: float = 1.0
-    rms_norm: bool = False
-    norm_weight: torch.Tensor | None = None
-    norm_eps: float = 1e-6
-    norm_offset: float = 0.0
-    weight_format: str = "dense"
-    weight_scale: torch.Tensor | None = None
-    weight_zero: torch.Tensor | None = None
-    zero_point: int = 0
-    scale_block: Sequence[int] = ()
-    nibble_order: Sequence[int] = ()
-
-
 def validate(a: LinearResidualArguments) -> None:
     rows, x = check_linear(NAME, a), a.x
     form = "[T, N]", (x.shape[0], rows), (x.dtype,), x.device
@@ -74,7 +40,7 @@ def validate(a: LinearResidualArguments) -> None:
 
 
 def fake(a: LinearResidualArguments) -> torch.Tensor:
-    return a.x.new_empty((a.x.shape[0], num_rows(a)))
+    return a.x.new_empty((a.x.shape[0], a.linear.rows))
 
 
 def reference(a: LinearResidualArguments) -> torch.Tensor:
@@ -86,7 +52,7 @@ def reference(a: LinearResidualArguments) -> torch.Tensor:
     it is scaled. Codes are dequantised before.
     """
     compute = torch.promote_types(a.x.dtype, torch.float32)
-    made = apply_linear(a.x.to(compute), dense_weight(a, "weight", compute), a.bias)
+    made = apply_linear(a.x.to(compute), a.linear.dequantize(compute), a.bias)
     return (a.residual.to(compute) + a.scale * apply_row_norm(made, a)).to(a.x.dtype)
 
 

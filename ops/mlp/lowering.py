@@ -22,6 +22,11 @@ from tilewright.codegen.mlp.specs import (
     workspace_elements,
 )
 from tilewright.codegen.targets import Target
+from tilewright.ops.mlp.arguments import (
+    LinearActivationArguments,
+    LinearArguments,
+    LinearResidualArguments,
+)
 from tilewright.ops.mlp.operands import activation_problem, kernel_weights, residual_problem
 from tilewright.ops.runtime.norms import normed, without_norm
 from tilewright.ops.runtime.products import linear
@@ -41,7 +46,9 @@ TENSORS = ("x", "norm_weight", "norm_bias", *CODE_NAMES, "bias", "up_bias", "res
 _chosen = chooser(linear_config, linear_spec)
 
 
-def linear_activation_steps(a: Any, target: Target, config: LinearConfig | None = None) -> Steps:
+def linear_activation_steps(
+    a: LinearActivationArguments, target: Target, config: LinearConfig | None = None
+) -> Steps:
     """The steps of a call. config: the tiles; None: what the plan chooses."""
     problem = activation_problem(a)
     if config is None and problem.norm is not None and not _norms_x(problem, a.x.shape[0]):
@@ -52,7 +59,9 @@ def linear_activation_steps(a: Any, target: Target, config: LinearConfig | None 
     return (yield from _streamed(problem, a, target, config))
 
 
-def linear_residual_steps(a: Any, target: Target, config: LinearConfig | None = None) -> Steps:
+def linear_residual_steps(
+    a: LinearResidualArguments, target: Target, config: LinearConfig | None = None
+) -> Steps:
     """The steps of a call. config: the tiles; None: what the plan chooses."""
     problem = residual_problem(a)
     if config is None and _are_many(problem, a.x.shape[0]):
@@ -75,7 +84,9 @@ def _are_many(problem: LinearProblem, num_tokens: int) -> bool:
     return alone and num_tokens > most_tokens(problem.num_weights)
 
 
-def _streamed(problem: LinearProblem, a: Any, target: Target, config: LinearConfig | None) -> Steps:
+def _streamed(
+    problem: LinearProblem, a: LinearArguments, target: Target, config: LinearConfig | None
+) -> Steps:
     num_tokens = a.x.shape[0]
     config, spec = _chosen(problem, next_power_of_2(num_tokens), target, config=config)
     behind = problem.post_norm is not None
@@ -101,7 +112,7 @@ def _streamed(problem: LinearProblem, a: Any, target: Target, config: LinearConf
 _MANY = "many tokens: the library's GEMM"
 
 
-def _residual_by_library(a: Any) -> Steps:
+def _residual_by_library(a: LinearResidualArguments) -> Steps:
     """The GEMM adds to the residual what it has summed."""
     start = a.residual
     if a.bias is not None:
@@ -112,7 +123,9 @@ def _residual_by_library(a: Any) -> Steps:
     return Outcome(out, "library", _MANY)
 
 
-def _activation_by_library(problem: LinearProblem, a: Any, target: Target) -> Steps:
+def _activation_by_library(
+    problem: LinearProblem, a: LinearActivationArguments, target: Target
+) -> Steps:
     out = yield from linear(a.x, a.weight, a.bias)
     up = None
     if a.up_weight is not None:

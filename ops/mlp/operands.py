@@ -8,52 +8,45 @@ from typing import Any
 import torch
 
 from tilewright.codegen.arithmetic import INT32_MAX
-from tilewright.codegen.formats import Quantization
 from tilewright.codegen.mlp.problem import LinearProblem, codes_obstacle
-from tilewright.ops.formats.code_operands import Blocks, code_words, differences, quantization_of
-from tilewright.ops.formats.quantized_weight import dequantize, logical_shape
-from tilewright.ops.mlp.checks import BLOCKS
+from tilewright.ops.formats.code_operands import code_words, quantization_of
+from tilewright.ops.mlp.arguments import (
+    LinearActivationArguments,
+    LinearArguments,
+    LinearResidualArguments,
+)
 from tilewright.ops.runtime.norms import row_norm_of
 from tilewright.ops.runtime.operands import ALIGNMENT, operand, operand_of
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 
 
-def activation_unsupported(a: Any) -> str | None:
+def activation_unsupported(a: LinearActivationArguments) -> str | None:
     """Why no kernel takes a call of `linear_activation`, from metadata; None where one does."""
     if a.rms_norm and a.x.dtype == torch.float16:
         return "float16 has no range for numbers that are normed after they are multiplied"
-    return _unsupported(a, ("weight", "up_weight"))
+    return residual_unsupported(a)
 
 
-def residual_unsupported(a: Any) -> str | None:
+def residual_unsupported(a: LinearArguments) -> str | None:
     """The same of `linear_residual`."""
-    return _unsupported(a, ("weight",))
-
-
-def _unsupported(a: Any, names: tuple[str, ...]) -> str | None:
     if a.x.dtype not in KERNEL_DTYPES:
         return f"no kernel for {a.x.dtype}"
     if a.x.shape[1] == 0:
         return "no inner columns"
-    weights = {name: getattr(a, name) for name in names}
-    if a.weight_format != "dense":
-        far = [name for name, weight in weights.items() if weight is not None and _is_far(weight)]
+    weights = [(weight.named("data"), weight.data) for weight in a.weights if weight is not None]
+    if a.linear.is_coded:
+        far = [name for name, data in weights if _is_far(data)]
         return _TOO_FAR.format(far[0]) if far else _codes_obstacle(a)
-    for name, weight in weights.items():
-        if weight is not None and (obstacle := _scattered(name, weight)) is not None:
-            return obstacle
-    return None
+    return next((found for one in weights if (found := _scattered(*one)) is not None), None)
 
 
-def _codes_obstacle(a: Any) -> str | None:
+def _codes_obstacle(a: LinearArguments) -> str | None:
     """Why there is no kernel for these codes. Bytes of nibbles count as the words that their
     address may make of them."""
-    rows, columns = logical_shape(a.weight, a.weight_format)
-    found = quantization_of(a, a.weight.dtype, a.weight.dtype, [])
-    per_word = 8 if a.weight_format == "int4_k" else found.per_word
-    kinds = differences(filter(None, _blocks(a, rows)), a.scale_block)
-    return codes_obstacle(replace(found, per_word=per_word, differs=kinds), columns)
+    found = quantization_of(a.weights, a.weight.dtype)
+    per_word = 8 if found.format.packed_axis == -1 else found.per_word
+    return codes_obstacle(replace(found, per_word=per_word), a.x.shape[1])
 
 
 def _is_far(weight: torch.Tensor) -> bool:
@@ -73,8 +66,8 @@ def _scattered(name: str, weight: torch.Tensor) -> str | None:
     return _TOO_FAR.format(name) if column != 1 and _is_far(weight) else None
 
 
-def activation_problem(a: Any) -> LinearProblem:
-    """The problem of a call; `a` is a LinearActivationArguments. Metadata and addresses only."""
+def activation_problem(a: LinearActivationArguments) -> LinearProblem:
+    """The problem of a call. Metadata and addresses only."""
     return LinearProblem(
         **_product(a),
         up_bias=operand_of(a.up_bias, 0),
@@ -83,14 +76,14 @@ def activation_problem(a: Any) -> LinearProblem:
     )
 
 
-def residual_problem(a: Any) -> LinearProblem:
-    """The same of a LinearResidualArguments."""
+def residual_problem(a: LinearResidualArguments) -> LinearProblem:
+    """The same of `linear_residual`."""
     residual = operand(a.residual, a.residual.stride(0))
     return LinearProblem(**_product(a), residual=residual, scale=a.scale, post_norm=row_norm_of(a))
 
 
-def _product(a: Any) -> dict[str, Any]:
-    n, k = logical_shape(a.weight, a.weight_format)
+def _product(a: LinearArguments) -> dict[str, Any]:
+    n, k = a.linear.shape
     weight, up_weight = kernel_weights(a)
     return {
         "n": n,
@@ -99,39 +92,15 @@ def _product(a: Any) -> dict[str, Any]:
         "weight": operand_of(weight, 0, 1),
         "up_weight": operand_of(up_weight, 0, 1),
         "bias": operand_of(a.bias, 0),
-        "quantization": _quantization(a, n, weight),
+        "quantization": quantization_of(a.weights, weight.dtype) if a.linear.is_coded else None,
     }
 
 
-def kernel_weights(a: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+def kernel_weights(a: LinearArguments) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The weight and the up weight as kernels read them."""
-    given = [a.weight, getattr(a, "up_weight", None)]
-    if a.weight_format != "dense":
-        given = code_words(given, a.weight_format, a.nibble_order)
-    weight, up_weight = given
-    return weight, up_weight
-
-
-def _quantization(a: Any, rows: int, words: torch.Tensor) -> Quantization | None:
-    if a.weight_format == "dense":
-        return None
-    return quantization_of(a, a.weight.dtype, words.dtype, _blocks(a, rows))
-
-
-def _blocks(a: Any, rows: int) -> list[Blocks | None]:
-    """The scales and zeros of the weight and of the up weight."""
-    there = [getattr(a, name, None) is not None for name in BLOCKS]
-    return [
-        Blocks(getattr(a, scale), getattr(a, zero), rows) if given else None
-        for given, (scale, zero) in zip(there, BLOCKS.values(), strict=True)
-    ]
-
-
-def dense_weight(a: Any, name: str, compute: torch.dtype) -> torch.Tensor:
-    """A weight of a call as numbers [N, K] in `compute` precision."""
-    weight = getattr(a, name)
-    if a.weight_format == "dense":
-        return weight.to(compute)
-    scale, zero = (getattr(a, of) for of in BLOCKS[name])
-    code = (a.zero_point, a.scale_block, a.nibble_order, compute)
-    return dequantize(weight, a.weight_format, scale, zero, *code)
+    if a.linear.is_coded:
+        weight, up_weight = code_words(a.weights)
+        assert weight is not None
+        return weight, up_weight
+    _, up = a.weights
+    return a.weight, None if up is None else up.data

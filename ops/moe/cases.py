@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tilewright.ops.grouped.cases import quantized_weight
+from tilewright.ops.formats.sample_experts import quantized_weight
 from tilewright.ops.sampling import Sampler
 
 

@@ -42,7 +42,8 @@ from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
 from tilewright.ops.formats.row_groups import contiguous
 from tilewright.ops.grouped.lowering import as_words, reference_steps
-from tilewright.ops.moe.moe import FusedMoeArguments, reference
+from tilewright.ops.moe.arguments import FusedMoeArguments
+from tilewright.ops.moe.moe import reference
 from tilewright.ops.moe.operands import moe_problem, up_distance
 from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, Step, Steps
 

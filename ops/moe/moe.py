@@ -5,8 +5,7 @@ With `weight_on_input`, as Llama-4 has it, x[t] times the weight is rounded to x
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,8 +23,9 @@ from tilewright.ops.checks import (
 )
 from tilewright.ops.contract import FusedOp, emitted_kernel, register, rounded_once
 from tilewright.ops.formats import fp8_block
-from tilewright.ops.formats.expert_weight import ExpertWeight, check_expert_weight
+from tilewright.ops.formats.expert_weight import ExpertWeight
 from tilewright.ops.formats.row_groups import INDEX_DTYPES, check_expert_values
+from tilewright.ops.moe.arguments import FusedMoeArguments
 from tilewright.ops.moe.cases import MOE_CASES, sample_moe
 from tilewright.ops.moe.operands import unsupported
 from tilewright.ops.reference import activation
@@ -80,54 +80,6 @@ ACTIVATIONS: dict[str, Activation] = {
 }
 
 
-@dataclass(frozen=True)
-class FusedMoeArguments:
-    """The arguments of `fused_moe`: T tokens, H hidden, S slots (top-k), E experts, I inner.
-
-    x [T, H]; expert_ids int [T, S]; expert_weights float [T, S]. gate_weight, up_weight [E, I, H]
-    (up None: the activation is not gated), down_weight [E, H, I]: any strides, so that a joint
-    weight, concatenated or interleaved, stored either way round, is two views of one tensor.
-    Biases [E, I], [E, I], [E, H]. activation: one of ACTIVATIONS; alpha is clamped_swiglu's. limit,
-    where it is not 0: gate is clamped to at most that, up to ±limit. weight_format, scale_block,
-    *_scale, *_expert_scale: of all weights, see ops.formats.expert_weight. activation_format: one
-    of ACTIVATION_FORMATS, what x and the hidden activation are quantised to here; "fp8" for weights
-    of format "fp8" with blocks of 128 columns.
-    Result [T, H] of x's dtype.
-    """
-
-    x: torch.Tensor
-    expert_ids: torch.Tensor
-    expert_weights: torch.Tensor
-    gate_weight: torch.Tensor
-    up_weight: torch.Tensor | None
-    down_weight: torch.Tensor
-    _: KW_ONLY
-    gate_bias: torch.Tensor | None = None
-    up_bias: torch.Tensor | None = None
-    down_bias: torch.Tensor | None = None
-    activation: str = "silu"
-    alpha: float = 1.702
-    limit: float = 0.0
-    weight_on_input: bool = False
-    weight_format: str = "dense"
-    scale_block: Sequence[int] = ()
-    gate_scale: torch.Tensor | None = None
-    up_scale: torch.Tensor | None = None
-    down_scale: torch.Tensor | None = None
-    gate_expert_scale: torch.Tensor | None = None
-    up_expert_scale: torch.Tensor | None = None
-    down_expert_scale: torch.Tensor | None = None
-    activation_format: str = "dense"
-
-    def experts(self, name: str) -> ExpertWeight | None:
-        """The weight called `gate`, `up` or `down`; None where there is none."""
-        data = getattr(self, f"{name}_weight")
-        if data is None:
-            return None
-        scales = (getattr(self, f"{name}_scale"), getattr(self, f"{name}_expert_scale"))
-        return ExpertWeight(data, self.weight_format, scales[0], self.scale_block, scales[1])
-
-
 def validate(a: FusedMoeArguments) -> None:
     check_operand(NAME, "x", a.x, "[T, H]", (None, None), FLOAT_DTYPES, dense=True)
     check_choice(NAME, "activation", a.activation, tuple(ACTIVATIONS))
@@ -151,30 +103,31 @@ def _check_routes(a: FusedMoeArguments) -> None:
 
 
 def _check_weights(a: FusedMoeArguments) -> None:
-    for name in ("gate", "up", "down"):
-        weight = a.experts(name)
+    gate, up, down = a.gate, a.up, a.down
+    for weight in (gate, up, down):
         if weight is not None:
-            check_expert_weight(NAME, f"{name}_weight", weight, a.x.dtype, scales=name)
-    gate = a.experts("gate")
-    assert gate is not None
+            weight.check(NAME, a.x.dtype)
     num_experts, inner, _ = gate.shape
     hidden = a.x.shape[1]
-    wanted = {"gate": (num_experts, inner, hidden), "up": (num_experts, inner, hidden)}
-    wanted["down"] = (num_experts, hidden, inner)
-    if a.up_weight is None and a.activation == "clamped_swiglu":
+    if up is None and a.activation == "clamped_swiglu":
         raise ArgumentError(NAME, "up_weight", "a weight, as clamped_swiglu is gated", None)
-    for name, shape in wanted.items():
-        weight, bias = a.experts(name), getattr(a, f"{name}_bias")
-        if weight is None:
-            check_absent(NAME, a, [f"{name}_bias"], f"{name}_weight is None")
-            continue
-        check_device(NAME, f"{name}_weight", weight.data, a.x.device)
-        if weight.shape != shape:
-            expected = f"experts, rows and columns {list(shape)}"
-            raise ArgumentError(NAME, f"{name}_weight", expected, list(weight.shape))
-        if bias is not None:
-            dtypes = (a.x.dtype, torch.float32)
-            check_operand(NAME, f"{name}_bias", bias, "[E, N]", shape[:2], dtypes, a.x.device)
+    _check_weight(a, gate, (num_experts, inner, hidden))
+    if up is None:
+        check_absent(NAME, a, ["up_bias"], "up_weight is None")
+    else:
+        _check_weight(a, up, (num_experts, inner, hidden))
+    _check_weight(a, down, (num_experts, hidden, inner))
+
+
+def _check_weight(a: FusedMoeArguments, weight: ExpertWeight, shape: tuple[int, int, int]) -> None:
+    name, device = weight.named("data"), a.x.device
+    check_device(NAME, name, weight.data, device)
+    if weight.shape != shape:
+        expected = f"experts, rows and columns {list(shape)}"
+        raise ArgumentError(NAME, name, expected, list(weight.shape))
+    if weight.bias is not None:
+        form = "[E, N]", shape[:2], (a.x.dtype, torch.float32), device
+        check_operand(NAME, weight.named("bias"), weight.bias, *form)
 
 
 def validate_values(a: FusedMoeArguments) -> None:
@@ -207,14 +160,11 @@ def reference(a: FusedMoeArguments) -> torch.Tensor:
     if a.weight_on_input:
         rows = (rows * weight[..., None]).to(a.x.dtype).to(compute)
     rows = _multiplied(a, rows.reshape(-1, a.x.shape[1]))
-    gate, up, down = (a.experts(name) for name in ("gate", "up", "down"))
-    assert gate is not None
-    assert down is not None
-    gated = multiply_by_expert(rows, expert, gate, a.gate_bias)
-    upper = None if up is None else multiply_by_expert(rows, expert, up, a.up_bias)
+    gated = multiply_by_expert(rows, expert, a.gate)
+    upper = None if a.up is None else multiply_by_expert(rows, expert, a.up)
     hidden = ACTIVATIONS[a.activation](gated, upper, a.alpha, a.limit)
     hidden = _multiplied(a, hidden.to(a.x.dtype).to(compute))
-    out = multiply_by_expert(hidden, expert, down, a.down_bias)
+    out = multiply_by_expert(hidden, expert, a.down)
     out = out.view(num_tokens, num_slots, a.x.shape[1])
     if not a.weight_on_input:
         out = torch.where(expert.view(num_tokens, num_slots, 1) < 0, 0, out * weight[..., None])

@@ -8,11 +8,17 @@ import torch
 
 from tilewright.codegen.grouped.plan import block_k_obstacle
 from tilewright.codegen.moe.problem import MoeProblem, gemm_obstacle
-from tilewright.ops.grouped.operands import KERNEL_DTYPES, scale_block, scattered, weight_operands
+from tilewright.ops.grouped.operands import (
+    KERNEL_DTYPES,
+    no_kernel_for,
+    scattered,
+    weight_operands,
+)
+from tilewright.ops.moe.arguments import FusedMoeArguments
 from tilewright.ops.runtime.operands import operand
 
 
-def unsupported(a: Any) -> str | None:
+def unsupported(a: FusedMoeArguments) -> str | None:
     """Why the emitted kernels cannot take a call; None where they can.
 
     From metadata alone: the answer is kept for all calls of the same metadata. What addresses
@@ -20,6 +26,8 @@ def unsupported(a: Any) -> str | None:
     """
     if a.x.dtype not in KERNEL_DTYPES:
         return f"no kernel for {a.x.dtype}"
+    if (obstacle := no_kernel_for(a.gate)) is not None:
+        return obstacle
     if a.weight_on_input:
         return "no kernel that scales the input"
     obstacle = _uneven(a)
@@ -31,13 +39,16 @@ def unsupported(a: Any) -> str | None:
     return obstacle or gemm_obstacle(problem) or block_k_obstacle(problem.down)
 
 
-def _uneven(a: Any) -> str | None:
+def _uneven(a: FusedMoeArguments) -> str | None:
     """Where the weights differ in what a problem has once; None where they do not."""
     gate, up = a.gate_weight, a.up_weight
     if up is not None and not _same_strides(gate, up):
         return f"up_weight: strides {up.stride()} where gate_weight has {gate.stride()}"
-    for what in ("bias", "scale"):
-        given = [getattr(a, f"{name}_{what}") for name in ("gate", "up", "down")]
+    of_all = {
+        "bias": (a.gate_bias, a.up_bias, a.down_bias),
+        "scale": (a.gate_scale, a.up_scale, a.down_scale),
+    }
+    for what, given in of_all.items():
         types = sorted({str(tensor.dtype) for tensor in given if tensor is not None})
         if len(types) > 1:
             return f"gate_{what}, up_{what}, down_{what}: of {' and '.join(types)}"
@@ -50,22 +61,13 @@ def _same_strides(one: torch.Tensor, other: torch.Tensor) -> bool:
     return all(size <= 1 or step == also for size, step, also in sizes)
 
 
-def moe_problem(a: Any) -> MoeProblem:
-    """The problem of a call; `a` is a FusedMoeArguments. Metadata and addresses only."""
-    gate_weight, form = a.experts("gate"), a.weight_format
-    (num_experts, inner, hidden), block = gate_weight.shape, scale_block(gate_weight)
-    gate = weight_operands(
-        a.gate_weight, form, block, a.gate_scale, a.gate_expert_scale, a.gate_bias
-    )
-    up = None
-    if a.up_weight is not None:
-        up = weight_operands(a.up_weight, form, block, a.up_scale, a.up_expert_scale, a.up_bias)
-    down = weight_operands(
-        a.down_weight, form, block, a.down_scale, a.down_expert_scale, a.down_bias
-    )
+def moe_problem(a: FusedMoeArguments) -> MoeProblem:
+    """The problem of a call. Metadata and addresses only."""
+    gate, up = a.gate, a.up
+    num_experts, inner, hidden = gate.shape
     distance = up_distance(a)
     interleaved = up is not None and _interleaved(a.gate_weight, abs(distance))
-    one = up is None or one_storage(a.gate_weight, a.up_weight)
+    one = up is None or one_storage(gate.data, up.data)
     return MoeProblem(
         num_experts=num_experts,
         num_slots=a.expert_ids.shape[1],
@@ -74,9 +76,9 @@ def moe_problem(a: Any) -> MoeProblem:
         x=operand(a.x, a.x.stride(0)),
         expert_ids=operand(a.expert_ids),
         expert_weights=operand(a.expert_weights, *a.expert_weights.stride()),
-        gate=gate,
-        up=up,
-        down=down,
+        gate=weight_operands(gate),
+        up=None if up is None else weight_operands(up),
+        down=weight_operands(a.down),
         interleaved=interleaved,
         distance=0 if interleaved else abs(distance) if one else None,
         up_first=distance < 0,
@@ -88,7 +90,7 @@ def moe_problem(a: Any) -> MoeProblem:
     )
 
 
-def up_distance(a: Any) -> int:
+def up_distance(a: FusedMoeArguments) -> Any:
     """Elements from the gate weight's first to the up weight's; 0 without an up weight."""
     gate, up = a.gate_weight, a.up_weight
     if up is None:

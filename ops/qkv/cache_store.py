@@ -5,8 +5,6 @@ For what was not fusable with its projection: even then a step touches only the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -17,49 +15,15 @@ from tilewright.ops.cache.writes import write_kv
 from tilewright.ops.checks import FLOAT_DTYPES, check_operand
 from tilewright.ops.contract import FusedOp, emitted_kernel, register
 from tilewright.ops.formats.paged_cache import CacheWindow
+from tilewright.ops.qkv.arguments import KvStoreArguments
 from tilewright.ops.qkv.cases import ATTENTION_CASES
 from tilewright.ops.qkv.obstacles import STEPS, kernel_obstacle
 from tilewright.ops.qkv.samples import AttentionCase, sample_cache
 from tilewright.ops.reference.rope import apply_rope, check_rope
 from tilewright.ops.reference.tolerances import ONE_ROUNDING, TOLERANCES
 from tilewright.ops.sampling import Sampler
-from tilewright.ops.schema import SymInt, Written
 
 NAME = "paged_kv_store"
-
-
-@dataclass(frozen=True)
-class KvStoreArguments:
-    """The arguments of `paged_kv_store`; T tokens, D head_dim.
-
-    k, v [T, Hkv, D], any strides; v None: K alone is written, v_cache is None and v_window is not
-    read. The rest is as for `fused_qkv_paged` (FusedQkvArguments).
-    """
-
-    k: torch.Tensor
-    v: torch.Tensor | None
-    k_cache: Written
-    v_cache: Written | None
-    slot_mapping: torch.Tensor | None
-    k_window: Sequence[SymInt]
-    v_window: Sequence[SymInt]
-    _: KW_ONLY
-    cos: torch.Tensor | None = None
-    sin: torch.Tensor | None = None
-    rotary_dim: int = 0
-    rope_style: str = "none"
-    slots: str = "flat"
-    indexing: str = "paged"
-    static_tokens: bool = False
-    k_cache_scale: torch.Tensor | None = None
-    v_cache_scale: torch.Tensor | None = None
-    cache_scale_multiplies: bool = False
-    cache_saturates: bool = True
-    lookup_table: torch.Tensor | None = None
-    sequence_ids: torch.Tensor | None = None
-    positions: torch.Tensor | None = None
-    row_offsets: torch.Tensor | None = None
-    cache_lengths: torch.Tensor | None = None
 
 
 def validate(a: KvStoreArguments) -> None:

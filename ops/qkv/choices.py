@@ -21,9 +21,10 @@ from tilewright.codegen.qkv.specs import (
     workspace_elements,
 )
 from tilewright.codegen.targets import Target
+from tilewright.ops.qkv.arguments import FusedQkvArguments
 from tilewright.ops.qkv.library import dequantized_weights, dequantized_x, project, project_packed
 from tilewright.ops.qkv.operands import FusedCall, epilogue_problem, prepare
-from tilewright.ops.qkv.qkv_cache import FusedQkvArguments, result_buffer
+from tilewright.ops.qkv.qkv_cache import result_buffer
 from tilewright.ops.runtime.launch import machine_of
 from tilewright.ops.runtime.norms import normed, without_norm
 from tilewright.ops.runtime.program import (

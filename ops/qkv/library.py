@@ -19,8 +19,8 @@ from tilewright.codegen.qkv.quantized_specs import (
 from tilewright.codegen.spec import KernelSpec
 from tilewright.ops.formats.quantized_weight import expand_blocks
 from tilewright.ops.formats.weight_rows import WeightRows
-from tilewright.ops.qkv.checks import ACTIVATION_BLOCK
-from tilewright.ops.qkv.quantized_operands import LETTERS, head_dim
+from tilewright.ops.qkv.arguments import ACTIVATION_BLOCK, FusedQkvArguments
+from tilewright.ops.qkv.quantized_operands import LETTERS
 from tilewright.ops.runtime.products import linear, multiply_batch
 from tilewright.ops.runtime.program import Buffer, Launch, Library, Step
 
@@ -69,10 +69,10 @@ def _stack(out: torch.Tensor, *parts: torch.Tensor) -> None:
 
 
 def dequantized_weights(
-    a: Any, rows: WeightRows, problem: QkvProblem, values: dict[str, Any], target: str
+    a: FusedQkvArguments, rows: WeightRows, problem: QkvProblem, values: dict[str, Any], target: str
 ) -> Generator[Step, Any, list[torch.Tensor]]:
     """q, k and v weights [H, D, K] (v left out where there is none), by a kernel for each."""
-    dim, hidden = head_dim(a), a.x.shape[1]
+    dim, hidden = a.head_dim, a.x.shape[1]
     whole = yield Buffer((rows.total, hidden), number_dtype(a))
     weights = []
     for weight, first in zip(dequantize_problems(problem), rows.firsts, strict=True):
@@ -91,12 +91,12 @@ def _dequantize(problem: DequantizeProblem, target: str) -> tuple[KernelSpec, Se
     return dequantize_spec(problem, target), dequantize_grid(problem)
 
 
-def number_dtype(a: Any) -> torch.dtype:
+def number_dtype(a: FusedQkvArguments) -> torch.dtype:
     """What codes become; as `number_dtype` of the kernels has it."""
     return torch.float32 if a.x.dtype.itemsize == 1 else a.x.dtype
 
 
-def dequantized_x(a: Any) -> Making:
+def dequantized_x(a: FusedQkvArguments) -> Making:
     """x as numbers: its codes times their scales, in fp32; or x itself."""
     if a.x.dtype == number_dtype(a):
         return a.x

@@ -24,11 +24,11 @@ from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target, get_target
 from tilewright.ops.contract import LoweringReport
 from tilewright.ops.qkv import tuning
-from tilewright.ops.qkv.cache_store import KvStoreArguments
+from tilewright.ops.qkv.arguments import FusedQkvArguments, KvStoreArguments, RaggedQkvArguments
 from tilewright.ops.qkv.choices import choice_steps
 from tilewright.ops.qkv.operands import FusedCall, prepare, prepare_store
-from tilewright.ops.qkv.qkv_cache import FusedQkvArguments, result_buffer
-from tilewright.ops.qkv.qkv_matmul_ragged import RaggedQkvArguments, as_fused_qkv
+from tilewright.ops.qkv.qkv_cache import result_buffer
+from tilewright.ops.qkv.qkv_matmul_ragged import as_fused_qkv
 from tilewright.ops.runtime.device import target_of
 from tilewright.ops.runtime.program import (
     Launch,

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
+from tilewright.ops.formats.code_operands import differences
 from tilewright.ops.formats.fp8 import FP8_DTYPES
-from tilewright.ops.qkv.quantized_operands import differences
+from tilewright.ops.qkv.arguments import FusedQkvArguments, KvStoreArguments
 
 #: The module of the ops' steps and plans.
 STEPS = "tilewright.ops.qkv.lowering"
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32, *FP8_DTYPES)
 
 
-def kernel_obstacle(arguments: Any) -> str | None:
+def kernel_obstacle(a: FusedQkvArguments | KvStoreArguments) -> str | None:
     """None, or why no emitted kernel takes these arguments of an attention op."""
-    dtype = arguments.k_cache.dtype
+    dtype = a.k_cache.dtype
     if dtype not in KERNEL_DTYPES:
         return f"no kernel for {dtype}"
-    if arguments.cos is not None and arguments.cos.dtype != arguments.sin.dtype:
-        return f"cos of {arguments.cos.dtype}, sin of {arguments.sin.dtype}"
-    if getattr(arguments, "weight_format", "dense") != "dense":
-        return differences(arguments) or None
+    if a.cos is not None and a.sin is not None and a.cos.dtype != a.sin.dtype:
+        return f"cos of {a.cos.dtype}, sin of {a.sin.dtype}"
     return None
+
+
+def projection_obstacle(a: FusedQkvArguments) -> str | None:
+    """None, or why no emitted kernel takes these arguments of an op that projects."""
+    obstacle = kernel_obstacle(a)
+    if obstacle is None and a.q_projection.is_coded:
+        return differences(a.projections) or None
+    return obstacle

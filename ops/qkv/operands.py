@@ -12,7 +12,7 @@ from tilewright.codegen.qkv.problem import EpilogueProblem, HeadEpilogue, Norm, 
 from tilewright.ops.cache.addressing import address_values, addressing_operands
 from tilewright.ops.formats.paged_cache import CacheWindow
 from tilewright.ops.formats.weight_rows import WeightRows, weight_rows
-from tilewright.ops.qkv.checks import value_dtype
+from tilewright.ops.qkv.arguments import FusedQkvArguments, KvStoreArguments
 from tilewright.ops.qkv.quantized_operands import (
     dequantized_rows,
     quantization,
@@ -31,19 +31,20 @@ class FusedCall:
     rows: set where the three weights are rows of one tensor.
     """
 
-    a: Any
+    a: FusedQkvArguments
     values: dict[str, Any]
     problem: QkvProblem
     rows: WeightRows | None
 
 
-def prepare(a: Any) -> FusedCall:
-    """`a`: FusedQkvArguments; only metadata and addresses are looked at."""
+def prepare(a: FusedQkvArguments) -> FusedCall:
+    """Only metadata and addresses are looked at."""
     windows = window_views(a, writes_v=a.v_weight is not None)
     values = head_values(a, a.x.shape[0], *windows)
-    coded = a.weight_format != "dense"
+    weights = a.projections
+    coded = weights[0].is_coded
     if coded:
-        values |= quantized_values(a)
+        values |= quantized_values(a, weights)
     else:
         values |= {f"{letter}_weight_ptr": getattr(a, f"{letter}_weight") for letter in "qkv"}
         values["x_ptr"] = a.x
@@ -53,16 +54,16 @@ def prepare(a: Any) -> FusedCall:
         hidden=a.x.shape[1],
         x=operand(a.x, a.x.stride(0)),
         weights=tuple(weight_operand(values[f"{letter}_weight_ptr"]) for letter in "qkv"),  # type: ignore[arg-type]
-        epilogue=head_epilogue(a, values, a.q_weight.shape[:-2].numel(), value_dtype(a)),
+        epilogue=head_epilogue(a, values, a.q_weight.shape[:-2].numel(), a.value_dtype),
         one_descriptor=_in_reach(a.q_weight, a.k_weight, a.v_weight),
-        quantization=quantization(a, values) if coded else None,
+        quantization=quantization(a, weights, values) if coded else None,
         input_norm=row_norm_of(a, "input_"),
     )
-    rows = dequantized_rows(a) if coded else weight_rows(a.q_weight, a.k_weight, a.v_weight)
+    rows = dequantized_rows(weights) if coded else weight_rows(a.q_weight, a.k_weight, a.v_weight)
     return FusedCall(a, values, problem, rows)
 
 
-def prepare_store(a: Any) -> tuple[EpilogueProblem, dict[str, Any]]:
+def prepare_store(a: KvStoreArguments) -> tuple[EpilogueProblem, dict[str, Any]]:
     """The problem of a `paged_kv_store` call, and its tensors by the kernel's parameter names."""
     windows = window_views(a, writes_v=a.v is not None)
     values = head_values(a, a.k.shape[0], *windows)

@@ -8,7 +8,6 @@ they are fp16 here. No rope and no norm, as there.
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
 from math import gcd
 from typing import Any
 
@@ -21,13 +20,12 @@ from tilewright.ops.contract import FusedOp, emitted_kernel, register
 from tilewright.ops.formats.gptq_buffer import SYMMETRIC_ZERO, sections
 from tilewright.ops.formats.paged_cache import CacheWindow
 from tilewright.ops.qkv import qkv_cache
-from tilewright.ops.qkv.obstacles import STEPS, kernel_obstacle
-from tilewright.ops.qkv.qkv_cache import FusedQkvArguments
+from tilewright.ops.qkv.arguments import FusedQkvArguments, RaggedQkvArguments
+from tilewright.ops.qkv.obstacles import STEPS, projection_obstacle
 from tilewright.ops.qkv.ragged_checks import NAME, check_metadata, kv_rows
 from tilewright.ops.qkv.ragged_samples import RAGGED_CASES, sample_ragged
 from tilewright.ops.reference.tolerances import ONE_ROUNDING, TOLERANCES
 from tilewright.ops.sampling import sampler_of
-from tilewright.ops.schema import Written
 
 #: What the arguments of `fused_qkv_paged` are called here.
 FUSED_WORDS = {
@@ -43,62 +41,6 @@ FUSED_WORDS = {
     **{f"{letter}_zero": "weight" for letter in "qkv"},
     **{f"{letter}_bias": "bias" for letter in "qkv"},
 }
-
-
-@dataclass(frozen=True)
-class RaggedQkvArguments:
-    """The arguments of `fused_qkv_matmul_kv_cache_paged_ragged`. T tokens of B sequences, K hidden.
-
-    hidden_state [T, K]: the sequences' new tokens one after the other; bf16, fp16, fp32 or fp64, or
-    float8_e4m3fn with input_scale and out_dtype (bf16, fp16 or fp32).
-    input_row_offsets [B + 1]: where each sequence starts, from 0 to T; equal neighbours are a
-    sequence without new tokens. cache_lengths [B]: the tokens each has in the cache already.
-    lookup_table [B, columns]: the page of each sequence's j-th page of tokens; entries that no new
-    token needs may hold anything. These three are uint32, int32 or int64. Token i of sequence b
-    goes to page lookup_table[b, p // page_size], slot p % page_size with p = cache_lengths[b] + i.
-
-    blocks [P, 2, layers, page_size, heads, head_dim], any strides, written at layer_idx: K at 0 of
-    the second axis, V at 1. With 1 there (MLA) all columns past q_dim are K, for head 0. dtype: the
-    result's, float8_e4m3fn or float8_e5m2 (not from fp64); values beyond an 8-bit float's range
-    become its largest number. k_cache_scale, v_cache_scale float32 [], [1] or [heads]: stored is
-    value / scale, or value * scale where cache_scale_multiplies.
-
-    weight, N = q_dim + 2 * heads * head_dim rows (MLA: q_dim + head_dim), Q, K, V in this order:
-      [N, K] of hidden_state's dtype, either dimension contiguous;
-      [N, K] float8_e4m3fn with weight_scale [1, 1] (per tensor), [N, 1] (per channel) or
-      [ceil(N / 128), ceil(K / 128)] (blocks), and where hidden_state is float8 too, input_scale
-      [1, 1], [T, 1] or [T, ceil(K / 128)]; a scale per tensor may be [] or [1];
-      uint8 [R, N] with group_size: GPTQ's int4 as in `formats.gptq_buffer`, contiguous, symmetric
-      (zero point 8), or has_zp with the zero points as they are (GPTQ v1 files store one less).
-    bias [N]: of the result's dtype or float32.
-    static_tokens, tune: as in FusedQkvArguments.
-
-    ArgumentError, before anything is written: layer_idx outside the layers; a scale of another
-    granularity; K not a multiple of the group; a shape, dtype or device that does not fit. And by
-    value, on the CPU always, on a GPU under TILEWRIGHT_DEBUG=1 (by a check that runs there and
-    names the token): offsets that do not start at 0, decrease, or do not end at T; positions past
-    the table; pages outside the pool; a slot for two tokens; scales that are NaN, infinite or 0.
-    """
-
-    hidden_state: torch.Tensor
-    input_row_offsets: torch.Tensor
-    weight: torch.Tensor
-    blocks: Written
-    cache_lengths: torch.Tensor
-    lookup_table: torch.Tensor
-    layer_idx: int
-    _: KW_ONLY
-    bias: torch.Tensor | None = None
-    input_scale: torch.Tensor | None = None
-    weight_scale: torch.Tensor | None = None
-    out_dtype: torch.dtype | None = None
-    group_size: int = 0
-    has_zp: bool = False
-    k_cache_scale: torch.Tensor | None = None
-    v_cache_scale: torch.Tensor | None = None
-    cache_scale_multiplies: bool = False
-    static_tokens: bool = False
-    tune: bool = False
 
 
 def validate(a: RaggedQkvArguments) -> None:
@@ -269,7 +211,7 @@ def _as_matrix(scale: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _unsupported(a: RaggedQkvArguments) -> str | None:
-    return kernel_obstacle(as_fused_qkv(a))
+    return projection_obstacle(as_fused_qkv(a))
 
 
 OP = register(

@@ -23,15 +23,16 @@ from tilewright.ops.checks import (
 )
 from tilewright.ops.formats.fp8 import FP8_DTYPES
 from tilewright.ops.formats.gptq_buffer import buffer_rows
-from tilewright.ops.qkv.checks import ACTIVATION_CODES, FLOAT_DTYPES, X_DTYPES, check_out_dtype
+from tilewright.ops.qkv.arguments import ACTIVATION_CODES, RaggedQkvArguments
+from tilewright.ops.qkv.checks import FLOAT_DTYPES, X_DTYPES, check_out_dtype
 
 NAME = "fused_qkv_matmul_kv_cache_paged_ragged"
 WEIGHT_BLOCK = 128
 SCALES = ("input_scale", "weight_scale")
 
 
-def check_metadata(a: Any) -> None:
-    """Checks a RaggedQkvArguments."""
+def check_metadata(a: RaggedQkvArguments) -> None:
+    """Checks the arguments."""
     hidden = a.hidden_state
     check_operand(NAME, "hidden_state", hidden, "[T, K]", (None, None), X_DTYPES, dense=True)
     check_out_dtype(NAME, hidden.dtype, a.out_dtype)
@@ -46,12 +47,11 @@ def kv_rows(blocks: torch.Tensor) -> Any:
     return blocks.shape[5] * (1 if blocks.shape[1] == 1 else blocks.shape[4])
 
 
-def _result_dtype(a: Any) -> torch.dtype:
-    coded = a.hidden_state.dtype == ACTIVATION_CODES
-    return a.out_dtype if coded else a.hidden_state.dtype
+def _result_dtype(a: RaggedQkvArguments) -> torch.dtype:
+    return a.out_dtype or a.hidden_state.dtype
 
 
-def _check_blocks(a: Any) -> None:
+def _check_blocks(a: RaggedQkvArguments) -> None:
     letters = "[P, 2 or 1, layers, page_size, heads, head_dim]"
     check_shape(NAME, "blocks", a.blocks, letters, (None,) * 6)
     check_device(NAME, "blocks", a.blocks, a.hidden_state.device)
@@ -67,7 +67,7 @@ def _check_blocks(a: Any) -> None:
     check_layer(NAME, a)
 
 
-def _check_weight(a: Any) -> None:
+def _check_weight(a: RaggedQkvArguments) -> None:
     check_shape(NAME, "weight", a.weight, "[R, N]" if a.group_size else "[N, K]", (None, None))
     check_device(NAME, "weight", a.weight, a.hidden_state.device)
     total = a.weight.shape[1] if a.group_size else a.weight.shape[0]
@@ -88,7 +88,7 @@ def _check_weight(a: Any) -> None:
         check_operand(NAME, "bias", a.bias, "[N]", (total,), dtypes, device, dense=True)
 
 
-def _check_rows(a: Any) -> None:
+def _check_rows(a: RaggedQkvArguments) -> None:
     check_shape(NAME, "weight", a.weight, "[N, K]", (None, a.hidden_state.shape[1]))
     coded = a.hidden_state.dtype == ACTIVATION_CODES
     dtypes = (ACTIVATION_CODES,) if coded else (a.hidden_state.dtype, ACTIVATION_CODES)
@@ -110,7 +110,7 @@ def _check_rows(a: Any) -> None:
     _check_granularity(a, "input_scale", a.input_scale, forms)
 
 
-def _check_weight_scale(a: Any) -> None:
+def _check_weight_scale(a: RaggedQkvArguments) -> None:
     total, hidden = a.weight.shape
     blocks = (-(-total // WEIGHT_BLOCK), -(-hidden // WEIGHT_BLOCK))
     forms = {"tensor": (1, 1), "channel": (total, 1), "128x128": blocks}
@@ -118,7 +118,7 @@ def _check_weight_scale(a: Any) -> None:
 
 
 def _check_granularity(
-    a: Any, name: str, scale: torch.Tensor | None, forms: dict[str, tuple[Any, Any]]
+    a: RaggedQkvArguments, name: str, scale: torch.Tensor | None, forms: dict[str, tuple[Any, Any]]
 ) -> None:
     """A scale has one of the shapes that `forms` names."""
     expected = " or ".join(f"{shape_text(shape)} (per {form})" for form, shape in forms.items())
@@ -134,7 +134,7 @@ def _check_granularity(
         raise ArgumentError(NAME, name, expected, f"shape {shape_text(scale.shape)}")
 
 
-def _check_gptq(a: Any, q_dim: Any) -> None:
+def _check_gptq(a: RaggedQkvArguments, q_dim: Any) -> None:
     hidden, rows = a.hidden_state.shape[1], a.weight.shape[1]
     check_dtype(NAME, "weight", a.weight, (torch.uint8,))
     if a.hidden_state.dtype == ACTIVATION_CODES:
@@ -155,11 +155,11 @@ def _check_gptq(a: Any, q_dim: Any) -> None:
         (buffer_rows(hidden, a.group_size, a.has_zp), None),
     )
     if not a.weight.is_contiguous() or a.weight.storage_offset() % 4:
-        actual = f"strides {shape_text(a.weight.stride())}, offset {a.weight.storage_offset()}"
-        raise ArgumentError(NAME, "weight", "a contiguous buffer at a multiple of 4 bytes", actual)
+        found = f"strides {shape_text(a.weight.stride())}, offset {a.weight.storage_offset()}"
+        raise ArgumentError(NAME, "weight", "a contiguous buffer at a multiple of 4 bytes", found)
 
 
-def _check_cache_scales(a: Any) -> None:
+def _check_cache_scales(a: RaggedQkvArguments) -> None:
     heads = 1 if a.blocks.shape[1] == 1 else a.blocks.shape[4]
     if a.blocks.shape[1] == 1:
         check_absent(NAME, a, ["v_cache_scale"], "blocks hold no V")

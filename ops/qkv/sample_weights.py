@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from tilewright.ops.formats.quantized_weight import WEIGHT_FORMATS
 from tilewright.ops.formats.sample_codes import sample_codes
 from tilewright.ops.qkv.samples import AttentionCase
 from tilewright.ops.sampling import Sampler
@@ -109,18 +108,13 @@ def _coded(case: AttentionCase, sampler: Sampler) -> dict[str, Any]:
     sizes = [(heads * case.head_dim, case.hidden) for heads in _heads(case)]
     parts = [sample_codes(case, sampler, *size) for size in sizes]
     stored, scales, zeros = (_laid_out(case, list(part)) for part in zip(*parts, strict=True))
-    per_head = case.head_dim
-    if WEIGHT_FORMATS[case.weight_format].packed_axis == -2:
-        per_head //= 2 * case.words.itemsize
+    per_head = case.head_dim * len(stored[0]) // sizes[0][0]
     return {
         **_named("weight", tuple(rows.unflatten(0, (-1, per_head)) for rows in stored)),
         **_named("scale", scales),
         **({} if case.zeros == "none" else _named("zero", zeros)),
         **_biases(case, sampler),
-        "weight_format": case.weight_format,
-        "scale_block": list(case.scale_block),
-        "nibble_order": list(case.nibble_order),
-        "zero_point": case.zero_point,
+        **case.format_options,
     }
 
 

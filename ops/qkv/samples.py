@@ -9,6 +9,7 @@ import torch
 
 from tilewright.ops.cache.addressing import SLOT_FORMS
 from tilewright.ops.formats.paged_cache import CacheWindow, slot_limit
+from tilewright.ops.formats.sample_codes import CodedCase
 from tilewright.ops.sampling import PagedBatch, Sampler, sample_table
 
 LAYOUTS = ("page_major", "head_major", "static_cache", "vllm_pair", "max_pair")
@@ -16,7 +17,7 @@ PROJECTIONS = ("separate", "packed", "per_head", "grouped", "n_major")
 
 
 @dataclass(frozen=True)
-class AttentionCase(PagedBatch):
+class AttentionCase(CodedCase, PagedBatch):
     """One setting of an attention op that writes a cache.
 
     projection: how the weights lie in memory: three tensors, one [(Hq + 2 Hkv) D, K] tensor, or
@@ -27,9 +28,8 @@ class AttentionCase(PagedBatch):
     tokens_per_row: T / T_rope, the tokens that share a row of cos and sin.
     qk_norm: norm weights for each of `normed`, of [D] or, norm_per_head, of [H, D]; norm_bias:
     biases beside them.
-    words: the dtype that nibbles are packed in. transposed: the memory order of the stored weight
+    transposed: the memory order of the stored weight
     and its scales is the other one, as GPTQ and AWQ have it.
-    zeros: "none", "float", "int" (a tensor of its own) or "packed" in words of eight rows.
     x_scale: "none", "tensor", "token" or "block"; read where x has `codes`, and dtype is q's.
     cache_dtype: None for dtype. cache_scale: "none", "scalar" [], "one" [1] or "head" [Hkv].
     new_tokens, cached_tokens: for slots "block_table" and "ragged".
@@ -40,7 +40,6 @@ class AttentionCase(PagedBatch):
     num_heads: int = 4
     num_kv_heads: int = 2
     head_dim: int = 32
-    dtype: torch.dtype = torch.bfloat16
     layout: str = "page_major"
     indexing: str = "paged"
     projection: str = "separate"
@@ -65,13 +64,7 @@ class AttentionCase(PagedBatch):
     norm_offset: float = 0.0
     norm_bias: bool = False
     v_norm: bool = False
-    weight_format: str = "dense"
-    scale_block: tuple[int, ...] = ()
-    nibble_order: tuple[int, ...] = ()
-    words: torch.dtype = torch.int32
     transposed: bool = False
-    zeros: str = "none"
-    zero_point: int = 0
     codes: bool = False
     x_scale: str = "none"
     cache_dtype: torch.dtype | None = None

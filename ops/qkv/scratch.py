@@ -15,7 +15,7 @@ import torch
 from tilewright.ops.cache.addressing import ADDRESS_TENSORS
 from tilewright.ops.formats.paged_cache import CacheWindow
 from tilewright.ops.formats.weight_rows import weight_rows
-from tilewright.ops.qkv.qkv_cache import FusedQkvArguments
+from tilewright.ops.qkv.arguments import FusedQkvArguments
 
 #: Arguments with a row per token.
 _PER_TOKEN = ("x", "x_scale", "delta")

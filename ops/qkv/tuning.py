@@ -21,9 +21,10 @@ from tilewright.codegen.build.cache import cache_dir
 from tilewright.codegen.qkv.plan import LoweringChoice
 from tilewright.codegen.qkv.tune import Case, Machine, bucket, name_of, remembered, tuned
 from tilewright.codegen.targets import Target
+from tilewright.ops.qkv.arguments import FusedQkvArguments
 from tilewright.ops.qkv.choices import run
 from tilewright.ops.qkv.operands import FusedCall
-from tilewright.ops.qkv.qkv_cache import FusedQkvArguments, reference
+from tilewright.ops.qkv.qkv_cache import reference
 from tilewright.ops.qkv.scratch import argument_bytes, scratch_arguments
 from tilewright.ops.runtime.device import device_target
 from tilewright.ops.runtime.isolation import apart

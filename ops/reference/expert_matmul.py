@@ -8,16 +8,15 @@ from tilewright.ops.formats.expert_weight import ExpertWeight
 from tilewright.ops.reference.linear import apply_linear
 
 
-def multiply_by_expert(
-    x: torch.Tensor, expert: torch.Tensor, weight: ExpertWeight, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """x [M, K] times the weight of each row's expert (-1: zeros), in x's precision: [M, N]."""
+def multiply_by_expert(x: torch.Tensor, expert: torch.Tensor, weight: ExpertWeight) -> torch.Tensor:
+    """x [M, K] times the weight of each row's expert, plus its bias, in x's precision: [M, N];
+    zeros for expert -1."""
     out = x.new_zeros(x.shape[0], weight.shape[1])
     for index in range(weight.shape[0]):
         rows = (expert == index).nonzero().flatten()
         if rows.numel() == 0:
             continue
         which = torch.tensor([index], device=x.device)
-        own = None if bias is None else bias[index]
+        own = None if weight.bias is None else weight.bias[index]
         out[rows] = apply_linear(x[rows], weight.dequantize(which, x.dtype)[0], own)
     return out

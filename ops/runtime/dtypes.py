@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 TRITON_TYPES = {
@@ -17,3 +19,10 @@ TRITON_TYPES = {
     torch.int32: "i32",
     torch.int64: "i64",
 }
+
+_TORCH_TYPES = {name: dtype for dtype, name in TRITON_TYPES.items()}
+
+
+def torch_types(names: Iterable[str]) -> tuple[torch.dtype, ...]:
+    """The torch dtypes that Triton calls by these names."""
+    return tuple(_TORCH_TYPES[name] for name in names)

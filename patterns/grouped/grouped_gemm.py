@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from tilewright.ops.formats.expert_weight import FORMATS
+from tilewright.codegen.formats import WEIGHT_FORMATS
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Computed, Dataflow, Value, View
 from tilewright.patterns.effects import Atom
@@ -118,7 +118,7 @@ def _weight_only(gemm: ExpertGemm, weight: DequantizedExperts | None) -> dict[st
     if weight is None:
         _check_gain(gemm)
         return {**arguments, "weight": gemm.weight}
-    row_bytes = weight.shape[2] // FORMATS[weight.format].per_byte
+    row_bytes = weight.shape[2] // WEIGHT_FORMATS[weight.format].per_byte
     if row_bytes % ALIGNED_BYTES:
         found = f"a row of {weight.format} codes has {row_bytes} bytes"
         message = f"{found}, which {ALIGNED_BYTES} does not divide"

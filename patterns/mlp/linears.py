@@ -14,8 +14,9 @@ from tilewright.patterns.language import Stage, register_code, reject
 from tilewright.patterns.quantised.scales import Names, weight_arguments
 from tilewright.patterns.quantised.weights import match_scaled_weight, refuse, repeated
 from tilewright.patterns.quantised.words import holds_codes, is_code
-from tilewright.patterns.recognise.activation import times_number
+from tilewright.patterns.recognise.casts import is_float_cast
 from tilewright.patterns.recognise.dtypes import HALVES, check_dtypes, dtype_name
+from tilewright.patterns.recognise.formula import times_number
 from tilewright.patterns.recognise.gemm import (
     Gemm,
     match_gemm,
@@ -24,7 +25,6 @@ from tilewright.patterns.recognise.gemm import (
     unread_product,
 )
 from tilewright.patterns.recognise.linear import READABLE, UNREAD, match_columns
-from tilewright.patterns.recognise.norm import is_float_cast
 
 register_code(
     "LINEAR_FORM", "a linear for few tokens has a weight in no form that the op takes", "advice"

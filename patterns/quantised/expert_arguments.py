@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tilewright.ops.formats.expert_weight import FORMATS
+from tilewright.codegen.formats import WEIGHT_FORMATS
 from tilewright.patterns.dataflow import Computed, View
 from tilewright.patterns.effects import InexpressibleError
 from tilewright.patterns.language import Stage, reject
@@ -80,7 +80,7 @@ def blocks_of(weight: DequantizedExperts) -> Block:
     if weight.scale is None:
         return None, None
     own = block_of(weight.scale.effect.dims[1:])
-    fixed = FORMATS[weight.format].block
+    fixed = WEIGHT_FORMATS[weight.format].expert_block
     if fixed is None and own == (1, 1):
         raise InexpressibleError("every element has a scale of its own")
     if fixed is None:
@@ -113,7 +113,7 @@ def expert_arguments(weights: Mapping[Names, DequantizedExperts]) -> dict[str, A
     except InexpressibleError as error:
         reject("SCALE_BLOCK", Stage.GUARDS, str(error), anchor)
     arguments: dict[str, Any] = {"weight_format": first.format}
-    if FORMATS[first.format].block is None:
+    if WEIGHT_FORMATS[first.format].expert_block is None:
         arguments["scale_block"] = list(block)
     for ((codes, scale, factor), weight), grid in zip(weights.items(), scales, strict=True):
         arguments |= {codes: weight.data, scale: grid}

@@ -19,15 +19,16 @@ from typing import Any, NoReturn
 
 import torch
 
-from tilewright.ops.formats.expert_weight import INT4_ZERO
-from tilewright.ops.formats.fp4 import MAGNITUDES
+from tilewright.codegen.formats import WEIGHT_FORMATS, WeightFormat
+from tilewright.ops.formats.expert_weight import expert_numbers
+from tilewright.ops.formats.quantized_weight import pack_nibbles
+from tilewright.ops.runtime.dtypes import torch_types
 from tilewright.patterns.dataflow import Computed, Value, View, upstream
 from tilewright.patterns.effects import InexpressibleError
 from tilewright.patterns.language import Stage, reject
 from tilewright.patterns.quantised.byte_functions import byte_function, looked_up_inputs
 from tilewright.patterns.quantised.expert_arguments import DequantizedExperts, blocks_of
 from tilewright.patterns.quantised.expert_factors import (
-    E4M3,
     Factor,
     Factors,
     is_factor,
@@ -36,14 +37,26 @@ from tilewright.patterns.quantised.expert_factors import (
 )
 from tilewright.patterns.quantised.weights import every, joined, repeats
 from tilewright.patterns.quantised.words import follow, is_code
-from tilewright.patterns.recognise.norm import is_float_cast
+from tilewright.patterns.recognise.casts import is_float_cast
 
-_E2M1 = torch.tensor([*MAGNITUDES, *(-m for m in MAGNITUDES)], dtype=torch.float64)
-_INT4 = torch.arange(16, dtype=torch.float64) - INT4_ZERO
-_FORMATS = {
-    ("fp4", "e4m3"): "nvfp4", ("fp4", "e8m0"): "mxfp4", ("fp8", "float"): "fp8",
-    ("fp8", None): "fp8", ("int4", "float"): "int4", ("int4", None): "int4",
-}  # fmt: skip
+_EXPERTS = {name: form for name, form in WEIGHT_FORMATS.items() if form.expert_scales}
+# The scales of a format whose blocks are no plain numbers.
+_STORED_SCALES: dict[tuple[str, ...], str] = {("fp8e4nv",): "e4m3", ("u8",): "e8m0"}
+
+
+def _all_numbers(form: WeightFormat) -> torch.Tensor:
+    """What each code of a format stands for: 16 or 256 numbers."""
+    (dtype,) = torch_types(form.stored)
+    codes = torch.arange(2**form.bits)
+    if form.packed_axis is None:
+        stored = codes.to(torch.uint8).view(dtype)
+    else:
+        stored = pack_nibbles(codes, dtype, 0)
+    return expert_numbers(stored, form, torch.float64)
+
+
+_NUMBERS = {name: _all_numbers(form) for name, form in _EXPERTS.items()}
+_E2M1 = _NUMBERS["nvfp4"]
 
 
 def match_dequantized_experts(weight: View) -> DequantizedExperts | None:
@@ -143,7 +156,7 @@ def _packed(weight: View) -> DequantizedExperts | None:
         if one.kind != other.kind or view is None:
             return None
         factors.append(Factor(view, one.kind))
-    decoded = "int4" if "int4" in {n for n, *_ in names} else "fp4"
+    ((decoded, *_),) = names
     data = _as_dtype(halves[0].leaf, torch.uint8)
     return _scaled(weight, data, decoded, factors, halves[0].number)
 
@@ -151,9 +164,10 @@ def _packed(weight: View) -> DequantizedExperts | None:
 def _whole(weight: View) -> DequantizedExperts | None:
     """A code to a byte: float8_e4m3fn; of activations also E2M1, which is packed then."""
     coded = _coded(weight)
-    if coded is not None and (unit := multiple(coded.table, E4M3)) is not None:
-        leaf = _as_dtype(coded.leaf, torch.float8_e4m3fn)
-        return _scaled(weight, leaf, "fp8", coded.factors, coded.number * unit)
+    if coded is not None and (known := _decoded_as(coded.table)) is not None:
+        name, factor = known
+        leaf = _as_dtype(coded.leaf, *torch_types(WEIGHT_FORMATS[name].stored))
+        return _scaled(weight, leaf, name, coded.factors, coded.number * factor)
     if len(weight.shape) != 2:
         return None
     coded = _coded(weight, 16)
@@ -162,7 +176,7 @@ def _whole(weight: View) -> DequantizedExperts | None:
         return None
     low, high = (every(coded.leaf, 1, 2, position) for position in range(2))
     packed = Computed("add", (low, Computed("mul", (high, 16))))
-    return _scaled(weight, packed, "fp4", coded.factors, coded.number * unit)
+    return _scaled(weight, packed, "nvfp4", coded.factors, coded.number * unit)
 
 
 def _as_dtype(leaf: View, dtype: torch.dtype) -> View | Computed:
@@ -176,8 +190,13 @@ def _nibble(table: torch.Tensor, position: int) -> tuple[str, float] | None:
     by_nibble = table.view(16, 16) if position else table.view(16, 16).T
     if not torch.equal(by_nibble, by_nibble[:, :1].expand(16, 16)):
         return None
-    for name, numbers in (("fp4", _E2M1), ("int4", _INT4)):
-        unit = multiple(by_nibble[:, 0], numbers)
+    return _decoded_as(by_nibble[:, 0])
+
+
+def _decoded_as(table: torch.Tensor) -> tuple[str, float] | None:
+    """The first format whose codes stand for the numbers of a table, and their unit there."""
+    for name, numbers in _NUMBERS.items():
+        unit = multiple(table, numbers)
         if unit is not None:
             return name, unit
     return None
@@ -225,14 +244,15 @@ def _products(value: Value) -> Iterator[tuple[str, View, Any]]:
 def _scaled(
     weight: View, data: View | Computed, decoded: str, given: Sequence[Factor], number: float
 ) -> DequantizedExperts | None:
-    """The weight of codes and factors, where there is a format of the two."""
+    """The weight of codes and factors, where there is a format of the two. decoded: a format that
+    has such codes."""
     found: Factors | None = Factors(number=number)
     for factor in given:
         found = None if found is None else with_factor(found, factor)
     if found is None or found.number <= 0:
         return None
     block = found.block
-    name = _FORMATS.get((decoded, None if block is None else block.kind))
+    name = _format_of(decoded, None if block is None else block.kind)
     if name is None or found.guard not in (None, None if block is None else block.view):
         return None
     result = DequantizedExperts(
@@ -249,6 +269,16 @@ def _scaled(
     if len(weight.shape) == 3 and block is not None:
         blocks_of(result)  # raises where scales do not repeat over blocks
     return result
+
+
+def _format_of(decoded: str, scales: str | None) -> str | None:
+    """The format with the codes of another whose scales are of a kind; None: it has no scales."""
+    for name, form in _EXPERTS.items():
+        kind = _STORED_SCALES.get(form.expert_scales, "float")
+        same = multiple(_NUMBERS[name], _NUMBERS[decoded]) == 1
+        if same and (scales == kind or (scales is None and kind == "float")):
+            return name
+    return None
 
 
 # --- refusals -------------------------------------------------------------------------------------

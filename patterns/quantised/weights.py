@@ -17,18 +17,31 @@ from typing import Any, NoReturn
 
 import torch
 
+from tilewright.codegen.formats import WEIGHT_FORMATS
+from tilewright.ops.formats.quantized_weight import nibbles_per_word
+from tilewright.ops.runtime.dtypes import torch_types
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Value, View
 from tilewright.patterns.effects import Atom, Effect, InexpressibleError
 from tilewright.patterns.language import Stage, reject
 from tilewright.patterns.quantised.words import Bits, bits_of, follow, holds_codes, is_code
-from tilewright.patterns.recognise.norm import is_float_cast
+from tilewright.patterns.recognise.casts import is_float_cast
+
+# Each dtype in which a format of linears is stored.
+_STORED = [
+    (name, dtype)
+    for name, form in WEIGHT_FORMATS.items()
+    if form.linears
+    for dtype in torch_types(form.stored)
+]
+# The formats with codes that share a word, and those with a code per stored number, by its dtype.
+_PACKED = [one for one in _STORED if WEIGHT_FORMATS[one[0]].packed_axis is not None]
+_WHOLE = {dtype: name for name, dtype in _STORED if (name, dtype) not in _PACKED}
 
 
 @dataclass(frozen=True)
 class DequantizedWeight:
-    """(codes - zero - zero_point) * scale, in one of the formats of
-    `ops/formats/quantized_weight.py`.
+    """(codes - zero - zero_point) * scale, in one of the formats of `codegen/formats.py`.
 
     codes: [H, D, K], of `int4_k` and `int4_n` packed along K and D. scale, zero: [N, K], repeating
     over blocks: `weight_arguments` (`patterns/quantised/scales.py`) cuts them to one number per
@@ -63,7 +76,7 @@ def match_weight(weight: View) -> DequantizedWeight | None:
     if found is None:
         refuse(weight, "in no format that the op knows")
     shape = list(weight.shape[:-1])
-    if found.format == "int4_n":
+    if WEIGHT_FORMATS[found.format].packed_axis == -2:
         per = len(found.nibble_order)
         if not isinstance(shape[-1], int) or shape[-1] % per:
             refuse(weight, f"{per} rows share a word, head_dim is {shape[-1]}")
@@ -116,8 +129,9 @@ def _whole_codes(rows: View) -> DequantizedWeight | None:
     element = _element(rows)
     if element is None or not isinstance(element.code, View):
         return None
-    stored = {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}.get(element.code.value.dtype)
-    if stored is None or (stored == "fp8" and (element.zero or element.zero_point)):
+    stored = _WHOLE.get(element.code.value.dtype)
+    has_zero = element is not None and (element.zero or element.zero_point)
+    if stored is None or (has_zero and not WEIGHT_FORMATS[stored].zeros):
         return None
     return DequantizedWeight(
         element.code, stored, element.scale, element.zero, element.zero_point, ()
@@ -126,17 +140,17 @@ def _whole_codes(rows: View) -> DequantizedWeight | None:
 
 def _nibbles(rows: View) -> DequantizedWeight | None:
     """Two or eight codes per word, along K or along the rows."""
-    for axis, name in ((1, "int4_k"), (0, "int4_n")):
-        for per, dtype in ((2, torch.uint8), (8, torch.int32)):
-            found = packed(rows, axis, per, dtype)
-            if found is not None:
-                words, order, elements = found
-                points = {e.zero_point for e in elements}
-                if len(points) != 1:
-                    return None
-                scale = joined([e.scale for e in elements], axis)
-                zero = joined([e.zero for e in elements], axis)
-                return DequantizedWeight(words, name, scale, zero, points.pop(), order)
+    for name, dtype in _PACKED:
+        axis = 2 + (WEIGHT_FORMATS[name].packed_axis or 0)
+        found = packed(rows, axis, nibbles_per_word(dtype), dtype)
+        if found is not None:
+            words, order, elements = found
+            points = {e.zero_point for e in elements}
+            if len(points) != 1:
+                return None
+            scale = joined([e.scale for e in elements], axis)
+            zero = joined([e.zero for e in elements], axis)
+            return DequantizedWeight(words, name, scale, zero, points.pop(), order)
     return None
 
 
@@ -222,13 +236,14 @@ def _element(view: View) -> Element | None:
         return _scaled(view)
     if value.op in ("aten.sub", "aten.add"):
         return _offset(view)
-    if value.dtype == torch.float8_e4m3fn:
+    if value.dtype.is_floating_point and value.dtype in _WHOLE:
         return Element(view)
     bits = bits_of(view)
     if bits is None:
         return None
-    whole = bits.shift == 0 and bits.width == 8 and bits.signed
-    return Element(bits.word if whole and bits.word.value.dtype == torch.int8 else bits)
+    stored = bits.word.value.dtype
+    whole = bits.shift == 0 and bits.width == 8 and bits.signed == stored.is_signed
+    return Element(bits.word if whole and stored in _WHOLE else bits)
 
 
 def _from_code(value: Value) -> bool:

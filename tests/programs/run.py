@@ -256,8 +256,10 @@ def _judged(
 def _without_rows_of_no_key(fused: torch.Tensor, eager: torch.Tensor) -> torch.Tensor:
     """Returns eager's result with zero where its softmax over no key at all is NaN and the op gives
     zero, as PyTorch's own attention does."""
-    nan = eager.isnan()
-    return eager.masked_fill(nan, 0) if bool((fused[nan] == 0).all()) else eager
+    nan = eager.double().isnan()
+    if not nan.any() or not bool((fused.double()[nan] == 0).all()):
+        return eager
+    return eager.double().masked_fill(nan, 0).to(eager.dtype)
 
 
 def _attends(program: Program) -> bool:
@@ -297,7 +299,7 @@ def _worse(
     rounding = ALLOWANCE.get(eager.dtype, 0.0)
     if exact is None or exact.shape != eager.shape:  # bits read as floats of another width
         return not _error(fused, seen) <= ROUNDINGS * rounding
-    exact = exact.masked_fill(eager.isnan() & ~seen.isnan(), 0)
+    exact = exact.masked_fill(eager.double().isnan() & ~seen.double().isnan(), 0)
     ours, theirs = (_error(t, exact) for t in (fused, seen))
     if math.isnan(theirs):
         theirs = math.inf  # eager overflowed, where float64 has a number
@@ -322,15 +324,16 @@ def _moved_by_roundings(program: Program, eager: list[torch.Tensor], trials: int
         except Exception:  # an index that a rounding drove out of range
             return [float("inf")] * len(eager)
         moved = [
-            max(m, _error(_numbers_of(a, b), b.nan_to_num())) if a.shape == b.shape else math.inf
+            max(m, _error_of_numbers(a, b)) if a.shape == b.shape else math.inf
             for m, a, b in zip(moved, others, eager, strict=True)
         ]
     return moved
 
 
-def _numbers_of(moved: torch.Tensor, eager: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor with zero where eager's result is NaN."""
-    return moved.masked_fill(eager.isnan(), 0)
+def _error_of_numbers(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Returns the error of `a`, leaving out elements at which `b` is NaN."""
+    nan = b.double().isnan()
+    return relative_error(*(t.double().masked_fill(nan, 0) for t in (a, b)))
 
 
 def _error(a: torch.Tensor, b: torch.Tensor) -> float:

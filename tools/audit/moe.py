@@ -11,18 +11,19 @@ import torch
 
 from tilewright.codegen.arithmetic import cdiv
 from tilewright.codegen.audit import Expectations
+from tilewright.codegen.formats import WEIGHT_FORMATS
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
 from tilewright.ops.contract import FusedOp
-from tilewright.ops.formats.expert_weight import FORMATS
 from tilewright.ops.formats.scale_layout import layout_shape
 from tilewright.ops.grouped import matmul, nvfp4_matmul, quantize_nvfp4
-from tilewright.ops.grouped.matmul import GroupedMatmulArguments
+from tilewright.ops.grouped.arguments import GroupedMatmulArguments
 from tilewright.ops.grouped.nvfp4_matmul import Nvfp4MatmulArguments
 from tilewright.ops.grouped.quantize_nvfp4 import QuantizeNvfp4Arguments
 from tilewright.ops.moe import moe, router
-from tilewright.ops.moe.moe import FusedMoeArguments
+from tilewright.ops.moe.arguments import FusedMoeArguments
 from tilewright.ops.moe.router import MoeRouterArguments
+from tilewright.ops.runtime.dtypes import torch_types
 from tilewright.tools.audit.cases import (
     MMA_ROWS,
     SHORT_TILE_REASON,
@@ -89,15 +90,17 @@ class Mixture:
         self, weight_format: str, rows: int, columns: int, dtype: torch.dtype
     ) -> dict[str, torch.Tensor]:
         """A weight [E, rows, columns] with its scales, by what the arguments' names end in."""
-        experts, form = self.num_experts, FORMATS[weight_format]
-        if form.codes is None:
+        experts, form = self.num_experts, WEIGHT_FORMATS.get(weight_format)
+        if form is None:
             if self.gpt_oss:
                 return {"weight": meta(experts, columns, rows, dtype=dtype).mT}
             return {"weight": meta(experts, rows, columns, dtype=dtype)}
         block, scale_dtype = SCALES[weight_format]
         blocks = cdiv(rows, block[0]), cdiv(columns, block[1])
         made = {
-            "weight": meta(experts, rows, columns // form.per_byte, dtype=form.codes[0]),
+            "weight": meta(
+                experts, rows, columns // form.per_byte, dtype=torch_types(form.stored)[0]
+            ),
             "scale": meta(experts, *blocks, dtype=scale_dtype),
         }
         if weight_format == "nvfp4":

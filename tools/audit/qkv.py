@@ -19,9 +19,9 @@ from tilewright.codegen.spec import Constant, KernelSpec
 from tilewright.codegen.targets import Target
 from tilewright.ops.formats.quantized_weight import AWQ_ORDER
 from tilewright.ops.qkv import cache_store, qkv_cache
+from tilewright.ops.qkv.arguments import FusedQkvArguments
 from tilewright.ops.qkv.choices import choice_steps
 from tilewright.ops.qkv.operands import FusedCall, prepare
-from tilewright.ops.qkv.qkv_cache import FusedQkvArguments
 from tilewright.ops.qkv.samples import AttentionCase
 from tilewright.ops.runtime.program import Planner, drive
 from tilewright.tools.audit.cases import (

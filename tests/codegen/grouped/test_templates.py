@@ -15,9 +15,10 @@ from tilewright.codegen.grouped.specs import GemmConfig
 from tilewright.codegen.targets import TARGETS
 from tilewright.ops import ArgumentError
 from tilewright.ops.contract import get_op
+from tilewright.ops.grouped.arguments import GroupedMatmulArguments
 from tilewright.ops.grouped.cases import GROUPED_CASES, GroupedCase
 from tilewright.ops.grouped.lowering import grouped_matmul_steps
-from tilewright.ops.grouped.matmul import OP, GroupedMatmulArguments, reference, sample_inputs
+from tilewright.ops.grouped.matmul import OP, reference, sample_inputs
 from tilewright.ops.grouped.operands import grouped_problem, unsupported
 from tilewright.ops.runtime.program import Buffer, drive
 from tilewright.ops.runtime.replay import repeat

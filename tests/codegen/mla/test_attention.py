@@ -20,9 +20,8 @@ from tests.attention_cases import (
     prefix,
     with_options,
 )
-from tests.interpreted import Interpreter
+from tests.interpreted import Interpreter, interpreted
 from tilewright.codegen.attention.prefill_tiles import PrefillConfig
-from tilewright.codegen.build import load_interpreted
 from tilewright.codegen.mla import attention_specs as kernels
 from tilewright.codegen.targets import SM100
 from tilewright.ops.attention import mask_blocks
@@ -56,7 +55,7 @@ def run(a: AttentionCall, config: PrefillConfig, target: str = "sm100", group: i
     values = launch_values(a) | {"out_ptr": out, "lse_ptr": lse}
     values |= {"row_tiles": tiles, "head_group": group}
     grid = kernels.attention_grid(problem, a.sizes, tiles, group)
-    load_interpreted(spec)[grid](*(values[name] for name, _ in spec.signature))
+    interpreted(spec)[grid](*(values[name] for name, _ in spec.signature))
     return out, lse
 
 
@@ -260,7 +259,7 @@ def test_joined_keys_are_both_parts_side_by_side():
     }  # fmt: skip
     spec = kernels.join_spec(attention_problem(a), "sm90")
     grid = kernels.join_grid(126)
-    load_interpreted(spec)[grid](*(values[name] for name, _ in spec.signature))
+    interpreted(spec)[grid](*(values[name] for name, _ in spec.signature))
     rope = a.k_rope.unsqueeze(2).expand(-1, -1, 3, -1)
     assert torch.equal(out, torch.cat((a.k, rope), -1))
 
@@ -285,21 +284,28 @@ LISTED_TILES = [
 ]
 
 
-@pytest.mark.parametrize("config", LISTED_TILES, ids=str)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"mask": "none"},
-        {"mask": "none", "key_lengths": torch.tensor([310, 0])},
-        {"mask": "causal", "query_starts": torch.tensor([250, 100])},
-        {"mask": "sliding_window", "window": 90, "query_starts": torch.tensor([250, 40])},
-        {"mask": "chunked", "window": 128, "query_starts": torch.tensor([250, 0])},
-    ],
-    ids=lambda options: " ".join(options) + " " + options["mask"],
-)
-@pytest.mark.parametrize("added", [False, True], ids=["booleans", "numbers"])
+LISTED_OPTIONS = [
+    {"mask": "none"},
+    {"mask": "none", "key_lengths": torch.tensor([310, 0])},
+    {"mask": "causal", "query_starts": torch.tensor([250, 100])},
+    {"mask": "sliding_window", "window": 90, "query_starts": torch.tensor([250, 40])},
+    {"mask": "chunked", "window": 128, "query_starts": torch.tensor([250, 0])},
+]
+#: Tiles and options in all pairs; either kind of mask with each of both.
+LISTED_CASES = [
+    pytest.param(
+        config, options, (row + column) % 2 == 1,
+        id=f"{' '.join(options)} {options['mask']}-{config}",
+    )
+    for row, config in enumerate(LISTED_TILES)
+    for column, options in enumerate(LISTED_OPTIONS)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "options", "added"), LISTED_CASES)
 def test_blocks_on_a_masks_list(config, options, added):
-    """Whole ones and others, with gaps between; and masked by position besides."""
+    """Whole ones and others, with gaps between; and masked by position besides. Tiles, options and
+    kinds of mask (booleans, numbers) in all pairs, not all triples."""
     seen = holes(2, 1, 150, 400)
     mask = torch.zeros(seen.shape).masked_fill(~seen, -math.inf) if added else seen
     a = call_of(with_options(LISTED, attn_mask=mask, **options))

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 
 from tests.experts import SMALL_SM100, as_double
-from tests.interpreted import Interpreter
-from tilewright.codegen.build import compile_for, load_interpreted
+from tests.interpreted import Interpreter, interpreted
+from tilewright.codegen.build import compile_for
 from tilewright.codegen.build.interpreter import interpret
 from tilewright.codegen.emit import emit
 from tilewright.codegen.grouped.codes_specs import codes_config, codes_obstacle
@@ -56,7 +56,7 @@ def sorted_routes(problem, ids, config):
     values = {name: torch.full((size,), -7, dtype=torch.int32) for name, size in sizes.items()}
     values |= {"ids_ptr": ids, "num_routes": num_routes, "num_chunks": grids["count"][0]}
     for step, spec in sort_specs(problem, config, "sm100").items():
-        load_interpreted(spec)[grids[step]](*(values[name] for name, _ in spec.signature))
+        interpreted(spec)[grids[step]](*(values[name] for name, _ in spec.signature))
     return values["order_ptr"], values["ends_ptr"]
 
 

@@ -6,7 +6,6 @@ Against the op's reference in float64, which makes numbers of the codes and mult
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -25,11 +24,11 @@ from tilewright.codegen.qkv.quantized_specs import (
 )
 from tilewright.codegen.qkv.specs import SwappedConfig
 from tilewright.codegen.targets import SM90, SM100, SM120
-from tilewright.ops.formats.quantized_weight import AWQ_ORDER, dequantize
+from tilewright.ops.formats.quantized_weight import AWQ_ORDER
 from tilewright.ops.qkv import qkv_cache
+from tilewright.ops.qkv.arguments import FusedQkvArguments
 from tilewright.ops.qkv.cases import CODE_CASES
 from tilewright.ops.qkv.operands import prepare
-from tilewright.ops.qkv.qkv_cache import FusedQkvArguments
 from tilewright.ops.qkv.quantized_operands import LETTERS, quantized_values
 from tilewright.ops.qkv.samples import AttentionCase
 from tilewright.ops.runtime.program import Launch
@@ -116,14 +115,12 @@ def test_numbers_are_those_of_the_reference(case: AttentionCase) -> None:
 
 
 def dequantized(a: FusedQkvArguments, letter: str) -> torch.Tensor:
-    parts = (getattr(a, f"{letter}_{what}") for what in ("weight", "scale", "zero"))
-    weight, scale, zero = parts
-    how: Any = (a.zero_point, a.scale_block, a.nibble_order, torch.float32)
-    return dequantize(weight, a.weight_format, scale, zero, *how).flatten(0, -2)
+    weight = dict(zip(LETTERS, a.projections, strict=True))[letter]
+    return weight.dequantize(torch.float32).flatten(0, -2)
 
 
 def words_of(a: FusedQkvArguments) -> torch.dtype:
-    return quantized_values(a)["q_weight_ptr"].dtype
+    return quantized_values(a, a.projections)["q_weight_ptr"].dtype
 
 
 def test_bytes_are_read_as_words_only_where_they_are() -> None:

@@ -37,10 +37,9 @@ from tilewright.codegen.qkv.time import Config
 from tilewright.codegen.targets import SM100
 from tilewright.ops.formats.weight_rows import weight_rows
 from tilewright.ops.qkv import cache_store, choices, qkv_cache
-from tilewright.ops.qkv.cache_store import KvStoreArguments
+from tilewright.ops.qkv.arguments import FusedQkvArguments, KvStoreArguments
 from tilewright.ops.qkv.library import project, project_packed
 from tilewright.ops.qkv.operands import epilogue_problem, prepare, prepare_store
-from tilewright.ops.qkv.qkv_cache import FusedQkvArguments
 from tilewright.ops.qkv.samples import AttentionCase
 from tilewright.ops.runtime.program import Launch, SplitK, drive
 

@@ -59,7 +59,7 @@ def test_tiles(which, name, tiles):
 def test_numbers_are_those_of_the_dense_weight(name):
     """The reference, against the op with the weight dequantised by hand in float64."""
     a = linear_residual.sample_inputs(coded_case(RESIDUAL_CASES, name))
-    made = linear_residual.dense_weight(a, "weight", torch.float64)
+    made = a.linear.dequantize(torch.float64)
     wide = linear_residual.LinearResidualArguments(
         a.x.double(), made, a.residual.double(), bias=None if a.bias is None else a.bias.float()
     )

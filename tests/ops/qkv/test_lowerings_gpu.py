@@ -12,9 +12,9 @@ from tilewright.codegen.qkv.plan import candidates, fused_choice, library_choice
 from tilewright.codegen.qkv.time import estimate
 from tilewright.ops.formats.fp8 import SATURATED_BY_TORCH
 from tilewright.ops.qkv import cache_store, qkv_cache
+from tilewright.ops.qkv.arguments import FusedQkvArguments
 from tilewright.ops.qkv.choices import run
 from tilewright.ops.qkv.operands import prepare
-from tilewright.ops.qkv.qkv_cache import FusedQkvArguments
 from tilewright.ops.qkv.samples import AttentionCase
 from tilewright.ops.qkv.tuning import NanMemory
 from tilewright.ops.runtime import launch as kernel_launch

@@ -8,7 +8,7 @@ import torch
 from tilewright.codegen.emit import emit
 from tilewright.ops.contract import all_ops, get_op
 from tilewright.ops.formats.paged_cache import CacheWindow
-from tilewright.ops.qkv.cache_store import KvStoreArguments
+from tilewright.ops.qkv.arguments import KvStoreArguments
 
 
 def store_arguments(tokens, pages=4, page_size=16, heads=2, head_dim=32, device="meta"):

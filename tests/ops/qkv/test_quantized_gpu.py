@@ -12,9 +12,8 @@ from tests.ops.qkv.test_lowerings_gpu import in_float64, results, with_fresh_cac
 from tilewright.codegen.qkv.plan import LoweringChoice, candidates, fused_choice, library_choice
 from tilewright.ops.formats.quantized_weight import AWQ_ORDER
 from tilewright.ops.qkv import qkv_cache
-from tilewright.ops.qkv.checks import value_dtype
+from tilewright.ops.qkv.arguments import FusedQkvArguments
 from tilewright.ops.qkv.operands import prepare
-from tilewright.ops.qkv.qkv_cache import FusedQkvArguments
 from tilewright.ops.qkv.samples import AttentionCase
 from tilewright.ops.runtime.device import device_target
 
@@ -89,7 +88,7 @@ def test_lowerings_are_right_and_repeat_themselves(case: AttentionCase) -> None:
     exact = in_float64(a)
     want: list[Any] = [qkv_cache.reference(exact), exact.k_cache]
     want += [] if exact.v_cache is None else [exact.v_cache]
-    tolerance = qkv_cache.OP.tolerances[value_dtype(a)]
+    tolerance = qkv_cache.OP.tolerances[a.value_dtype]
     if case.codes:
         # The tensor core adds up to 128 products of 8-bit floats in about 14 bits.
         tolerance = replace(tolerance, of_rms=2.0**-8)

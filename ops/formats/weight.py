@@ -1,0 +1,203 @@
+"""The weight of a linear of dense layers, as the arguments of an op have it.
+
+    w[n, k] = (code[n, k] - zero[n // bn, k // bk]) * scale[n // bn, k // bk]
+
+n counts the rows of one weight: of heads [H, D], `h * D + d`. What a format stores is a row of
+`codegen.formats.WEIGHT_FORMATS`; how nibbles lie in words: `ops.formats.quantized_weight`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from tilewright.codegen.formats import WEIGHT_FORMATS, WeightFormat, linear_formats
+from tilewright.ops.checks import (
+    FLOAT_DTYPES,
+    ArgumentError,
+    check_choice,
+    check_dtype,
+    check_operand,
+    check_scale_block,
+    check_shape,
+    holds,
+    shape_text,
+)
+from tilewright.ops.formats import fp4
+from tilewright.ops.formats.quantized_weight import (
+    expand_blocks,
+    nibbles_per_word,
+    unpack_nibbles,
+    zeros_are_packed,
+)
+from tilewright.ops.groups import ArgumentGroup
+from tilewright.ops.runtime.dtypes import torch_types
+
+_ZERO_DTYPES = (*FLOAT_DTYPES, torch.uint8, torch.int8, torch.int32, torch.int64)
+
+
+@dataclass(frozen=True)
+class Weight(ArgumentGroup):
+    """A weight [N, K], or of heads [..., D, K], with all that belongs to it.
+
+    data: numbers, or codes of a `weight_format` as they are stored. scale: [ceil(N / bn),
+    ceil(K / bk)] with scale_block = [bn, bk]. The zero of a code is zero_point, plus `zero` where
+    given, of the shape of the scales, or int32 words of eight rows [N / (8 bn), K / bk].
+    nibble_order: where each code of a word lies; empty: counting up. bias: [N] or [..., D].
+    """
+
+    data: torch.Tensor
+    weight_format: str = "dense"
+    scale: torch.Tensor | None = None
+    zero: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    zero_point: int = 0
+    scale_block: Sequence[int] = ()
+    nibble_order: Sequence[int] = ()
+
+    @property
+    def format(self) -> WeightFormat | None:
+        """What codes are stored; None where the weight has numbers."""
+        return WEIGHT_FORMATS.get(self.weight_format)
+
+    @property
+    def is_coded(self) -> bool:
+        return self.weight_format != "dense"
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """What stored codes may be; nothing where the weight has numbers."""
+        return () if self.format is None else torch_types(self.format.stored)
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """Of the numbers, [..., D, K]."""
+        shape = list(self.data.shape)
+        if self.format is not None and self.format.packed_axis is not None:
+            axis = self.format.packed_axis
+            shape[axis] = shape[axis] * nibbles_per_word(self.data.dtype)
+        return tuple(shape)
+
+    @property
+    def rows(self) -> Any:
+        """N, of all heads."""
+        return prod(self.shape[:-1])
+
+    @property
+    def has_packed_zeros(self) -> bool:
+        """Whether a word of zeros holds those of eight rows."""
+        if self.zero is None or self.scale is None or self.zero.shape == self.scale.shape:
+            return False
+        return zeros_are_packed(self.zero, self.rows, self.scale_block)
+
+    def dequantize(self, compute: torch.dtype) -> torch.Tensor:
+        """The weight [..., D, K] in `compute` precision; codes are dequantised."""
+        if self.format is None:
+            return self.data.to(compute)
+        assert self.scale is not None
+        codes = code_numbers(self.data, self.format, compute, self.nibble_order)
+        rows = codes.flatten(0, -2)
+        values = rows - self.zero_point
+        if self.zero is not None:
+            zero = self.zero
+            if zeros_are_packed(zero, rows.shape[0], self.scale_block):
+                zero = unpack_nibbles(zero, 0, self.nibble_order)
+            values = values - expand_blocks(zero.to(compute), rows.shape, self.scale_block)
+        values = values * expand_blocks(self.scale.to(compute), rows.shape, self.scale_block)
+        return values.view(codes.shape)
+
+    # --- checks: metadata only; each raises ArgumentError -------------------------------------
+
+    def check_format(self, op: str) -> None:
+        """Checks what goes with a format as a whole: block, zero point and nibble order."""
+        check_choice(op, "weight_format", self.weight_format, linear_formats())
+        block, order = list(self.scale_block), list(self.nibble_order)
+        if self.format is None:
+            given = {"scale_block": block, "nibble_order": order, "zero_point": self.zero_point}
+            for name, value in given.items():
+                if value:
+                    raise ArgumentError(op, name, "nothing, since weights are dense", value)
+            return
+        check_scale_block(op, block)
+        if self.zero_point and not self.format.zeros:
+            expected = f"0 for {self.weight_format} weights"
+            raise ArgumentError(op, "zero_point", expected, self.zero_point)
+        if not order:
+            return
+        packed = self.format.packed_axis is not None
+        per = nibbles_per_word(self.data.dtype) if packed else 0
+        if sorted(order) != list(range(per)):
+            expected = (
+                f"an order of the {per} nibbles of a word" if per else "nothing, as no nibbles"
+            )
+            raise ArgumentError(op, "nibble_order", expected, order)
+
+    def check_dtype(self, op: str, dtype: torch.dtype) -> None:
+        """Checks the dtype of what is stored: of numbers, `dtype`."""
+        check_dtype(op, self.named("data"), self.data, self.dtypes or (dtype,))
+
+    def check_shape(self, op: str, letters: str, sizes: Sequence[Any]) -> None:
+        """Checks the shape in elements: of a packed axis, what its words hold."""
+        packed = self.format is not None and self.format.packed_axis is not None
+        if not packed or self.data.dim() != len(sizes):
+            check_shape(op, self.named("data"), self.data, letters, sizes)
+            return
+        shape = self.shape
+        if not all(w is None or holds(n == w) for n, w in zip(shape, sizes, strict=True)):
+            known = shape_text(["*" if size is None else size for size in sizes])
+            expected = f"words that hold {letters} = {known} ({self.weight_format})"
+            actual = f"shape {shape_text(self.data.shape)}, which holds {shape_text(shape)}"
+            raise ArgumentError(op, self.named("data"), expected, actual)
+
+    def check_blocks(self, op: str, device: torch.device) -> None:
+        """Checks the scale and the zero."""
+        if self.format is None:
+            for field, tensor in (("scale", self.scale), ("zero", self.zero)):
+                if tensor is not None:
+                    expected = "None, since weights are dense"
+                    raise ArgumentError(op, self.named(field), expected, "a tensor")
+            return
+        name = self.named("scale")
+        if self.scale is None:
+            raise ArgumentError(op, name, f"a tensor, since weights are {self.weight_format}", None)
+        rows, columns, (bn, bk) = self.rows, self.shape[-1], self.scale_block
+        if self.format.packed_axis is not None and not holds(columns % bk == 0):
+            expected = f"a group that divides K = {columns}"
+            raise ArgumentError(op, "scale_block", expected, [bn, bk])
+        grid, letters = (-(-rows // bn), -(-columns // bk)), f"[ceil(N / {bn}), ceil(K / {bk})]"
+        check_operand(op, name, self.scale, letters, grid, FLOAT_DTYPES, device)
+        if self.zero is not None:
+            self._check_zero(op, letters, grid, device)
+
+    def _check_zero(
+        self, op: str, letters: str, grid: tuple[Any, Any], device: torch.device
+    ) -> None:
+        name, zero, (bn, bk) = self.named("zero"), self.zero, self.scale_block
+        assert self.format is not None
+        assert zero is not None
+        if not self.format.zeros:
+            raise ArgumentError(op, name, f"None for {self.weight_format} weights", "a tensor")
+        words = self.format.packed_axis is not None and zero.dim() == 2
+        if words and zeros_are_packed(zero, self.rows, self.scale_block):
+            if len(self.nibble_order) not in (0, 8):
+                expected = "an order of 8 nibbles, as the zeros are packed in words of 8"
+                raise ArgumentError(op, "nibble_order", expected, list(self.nibble_order))
+            letters, grid = f"[N / {8 * bn}, K / {bk}] words", (zero.shape[0], grid[1])
+        check_operand(op, name, zero, letters, grid, _ZERO_DTYPES, device)
+
+
+def code_numbers(
+    stored: torch.Tensor, form: WeightFormat, dtype: torch.dtype, order: Sequence[int] = ()
+) -> torch.Tensor:
+    """What stored codes stand for, in `dtype`, each at a place of its own, before zeros and scales.
+    order: of the codes in an element (`ops.formats.quantized_weight`).
+    """
+    axis = form.packed_axis
+    codes = stored if axis is None else unpack_nibbles(stored, axis, order)
+    if form.number == "e2m1":
+        return fp4.decode(codes, dtype)
+    return codes.to(dtype)

@@ -1,0 +1,56 @@
+"""The arguments of `grouped_matmul`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+
+import torch
+
+from tilewright.ops.formats.expert_weight import ExpertWeight
+from tilewright.ops.groups import Group
+
+
+@dataclass(frozen=True)
+class GroupedMatmulArguments:
+    """The arguments of `grouped_matmul`: M rows, K inner, N outer, E experts, G groups.
+
+    x [M, K], rows sorted by group. weight [E, N, K], any strides with N or K contiguous.
+    group_offsets int [G + 1], exclusive: group g has rows [offsets[g], offsets[g + 1]), the first
+    is 0; with end_offsets int [G], where each group ends (`offs` of torch's grouped_mm). Any ends
+    are taken: negative ones count from the last row, those past it mean it, and of groups that
+    overlap the last one has the row; on a GPU, where torch refuses them, they may give anything.
+    expert_ids int [G], -1: none; None: group g's expert is g, and G is at most E. bias [E, N].
+    weight_format, scale_block, weight_scale, weight_expert_scale: see ops.formats.expert_weight.
+    x_scale fp32 [M, ceil(K/128)]: of an x of float8_e4m3fn codes, whose weights have the format
+    "fp8" with blocks of 128 columns. Result [M, N] of out_dtype (None: x's; of codes bfloat16).
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    group_offsets: torch.Tensor
+    expert_ids: torch.Tensor | None = None
+    _: KW_ONLY
+    bias: torch.Tensor | None = None
+    end_offsets: bool = False
+    weight_format: str = "dense"
+    scale_block: Sequence[int] = ()
+    weight_scale: torch.Tensor | None = None
+    weight_expert_scale: torch.Tensor | None = None
+    x_scale: torch.Tensor | None = None
+    out_dtype: torch.dtype | None = None
+
+    experts = Group(
+        ExpertWeight, data="weight", scale="weight_scale", expert_scale="weight_expert_scale"
+    )
+
+    @property
+    def ends(self) -> torch.Tensor:
+        """Where each group ends [G]."""
+        return self.group_offsets if self.end_offsets else self.group_offsets[1:]
+
+    @property
+    def result_dtype(self) -> torch.dtype:
+        if self.out_dtype is not None:
+            return self.out_dtype
+        return torch.bfloat16 if self.x_scale is not None else self.x.dtype

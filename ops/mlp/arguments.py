@@ -1,0 +1,103 @@
+"""The arguments of linears with what stands around them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import TypeAlias
+
+import torch
+
+from tilewright.ops.formats.weight import Weight
+from tilewright.ops.groups import Group, OptionalGroup
+
+
+@dataclass(frozen=True)
+class LinearActivationArguments:
+    """The arguments of `linear_activation`: T tokens, K columns of x, N rows of each weight.
+
+    x [T, K]; weight [N, K], the gate's where there is an up_weight [N, K]: any strides, so that a
+    joint weight, concatenated or interleaved, is two views of one tensor. Biases [N], of x's dtype
+    or float32. activation: one of ops.reference.activation.ACTIVATIONS. rms_norm: x is divided by
+    the root of the mean of its squares plus norm_eps, and multiplied by norm_offset + norm_weight
+    [K] where that is given. layer_norm, instead: the row's mean is subtracted from x before that,
+    and norm_bias [K], where that is given, added behind. Result [T, N] of x's dtype.
+
+    weight_format "dense", or "int8", "fp8", "int4_k", "int4_n": codes as in `fused_qkv_paged`,
+    with scale_block, zero_point and nibble_order as there. A weight is [N, K], or words of two
+    (uint8) or eight (int32) nibbles along K ("int4_k") or N ("int4_n"), of any strides.
+    weight_scale, and weight_zero where given: [ceil(N / bn), ceil(K / bk)], zeros also as int32
+    words of eight rows. up_scale, up_zero: those of the up_weight.
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    up_weight: torch.Tensor | None = None
+    _: KW_ONLY
+    bias: torch.Tensor | None = None
+    up_bias: torch.Tensor | None = None
+    activation: str = "silu"
+    rms_norm: bool = False
+    norm_weight: torch.Tensor | None = None
+    norm_eps: float = 1e-6
+    norm_offset: float = 0.0
+    weight_format: str = "dense"
+    weight_scale: torch.Tensor | None = None
+    up_scale: torch.Tensor | None = None
+    weight_zero: torch.Tensor | None = None
+    up_zero: torch.Tensor | None = None
+    zero_point: int = 0
+    scale_block: Sequence[int] = ()
+    nibble_order: Sequence[int] = ()
+    layer_norm: bool = False
+    norm_bias: torch.Tensor | None = None
+
+    linear = Group(Weight, data="weight", scale="weight_scale", zero="weight_zero")
+    up_linear = OptionalGroup(
+        Weight, data="up_weight", scale="up_scale", zero="up_zero", bias="up_bias"
+    )
+
+    @property
+    def weights(self) -> tuple[Weight, Weight | None]:
+        """The weight, and the up weight where the activation is gated."""
+        return self.linear, self.up_linear
+
+
+@dataclass(frozen=True)
+class LinearResidualArguments:
+    """The arguments of `linear_residual`: T tokens, K columns of x, N rows of the weight.
+
+    x [T, K]; weight [N, K], of any strides; residual [T, N] of x's dtype; bias [N], of x's dtype or
+    float32. rms_norm: the linear's result is divided by the root of the mean of its squares plus
+    norm_eps, and multiplied by norm_offset + norm_weight [N] where that is given. scale: what is
+    added to the residual is multiplied by it, behind the norm where there is one.
+    Result [T, N] of x's dtype, new memory. weight_format, weight_scale, weight_zero, zero_point,
+    scale_block, nibble_order: as for `linear_activation`.
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    residual: torch.Tensor
+    _: KW_ONLY
+    bias: torch.Tensor | None = None
+    scale: float = 1.0
+    rms_norm: bool = False
+    norm_weight: torch.Tensor | None = None
+    norm_eps: float = 1e-6
+    norm_offset: float = 0.0
+    weight_format: str = "dense"
+    weight_scale: torch.Tensor | None = None
+    weight_zero: torch.Tensor | None = None
+    zero_point: int = 0
+    scale_block: Sequence[int] = ()
+    nibble_order: Sequence[int] = ()
+
+    linear = Group(Weight, data="weight", scale="weight_scale", zero="weight_zero")
+
+    @property
+    def weights(self) -> tuple[Weight, Weight | None]:
+        """The weight; there is no other."""
+        return self.linear, None
+
+
+LinearArguments: TypeAlias = LinearActivationArguments | LinearResidualArguments

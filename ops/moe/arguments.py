@@ -1,0 +1,61 @@
+"""The arguments of `fused_moe`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+
+import torch
+
+from tilewright.ops.formats.expert_weight import ExpertWeight
+from tilewright.ops.groups import Group, OptionalGroup
+
+
+def _names(prefix: str) -> dict[str, str]:
+    """What the arguments of one weight are called."""
+    fields = {"data": "weight", "scale": "scale", "expert_scale": "expert_scale", "bias": "bias"}
+    return {field: f"{prefix}_{name}" for field, name in fields.items()}
+
+
+@dataclass(frozen=True)
+class FusedMoeArguments:
+    """The arguments of `fused_moe`: T tokens, H hidden, S slots (top-k), E experts, I inner.
+
+    x [T, H]; expert_ids int [T, S]; expert_weights float [T, S]. gate_weight, up_weight [E, I, H]
+    (up None: the activation is not gated), down_weight [E, H, I]: any strides, so that a joint
+    weight, concatenated or interleaved, stored either way round, is two views of one tensor.
+    Biases [E, I], [E, I], [E, H]. activation: one of ACTIVATIONS; alpha is clamped_swiglu's. limit,
+    where it is not 0: gate is clamped to at most that, up to ±limit. weight_format, scale_block,
+    *_scale, *_expert_scale: of all weights, see ops.formats.expert_weight. activation_format: one
+    of ACTIVATION_FORMATS, what x and the hidden activation are quantised to here; "fp8" for weights
+    of format "fp8" with blocks of 128 columns.
+    Result [T, H] of x's dtype.
+    """
+
+    x: torch.Tensor
+    expert_ids: torch.Tensor
+    expert_weights: torch.Tensor
+    gate_weight: torch.Tensor
+    up_weight: torch.Tensor | None
+    down_weight: torch.Tensor
+    _: KW_ONLY
+    gate_bias: torch.Tensor | None = None
+    up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+    activation: str = "silu"
+    alpha: float = 1.702
+    limit: float = 0.0
+    weight_on_input: bool = False
+    weight_format: str = "dense"
+    scale_block: Sequence[int] = ()
+    gate_scale: torch.Tensor | None = None
+    up_scale: torch.Tensor | None = None
+    down_scale: torch.Tensor | None = None
+    gate_expert_scale: torch.Tensor | None = None
+    up_expert_scale: torch.Tensor | None = None
+    down_expert_scale: torch.Tensor | None = None
+    activation_format: str = "dense"
+
+    gate = Group(ExpertWeight, **_names("gate"))
+    up = OptionalGroup(ExpertWeight, **_names("up"))
+    down = Group(ExpertWeight, **_names("down"))

@@ -1,0 +1,266 @@
+"""The arguments of the attention ops: projection, rotation and cache write."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from math import prod
+from typing import Any, TypeAlias
+
+import torch
+
+from tilewright.ops.formats.weight import Weight
+from tilewright.ops.groups import Group, OptionalGroup
+from tilewright.ops.schema import SymInt, Written
+
+#: The weights of q, k and v.
+Projections: TypeAlias = tuple[Weight, Weight, Weight | None]
+#: What x may have in place of numbers, and the columns that share a scale then.
+ACTIVATION_CODES = torch.float8_e4m3fn
+ACTIVATION_BLOCK = 128
+
+
+@dataclass(frozen=True)
+class FusedQkvArguments:
+    """The arguments of `fused_qkv_paged`. T tokens, K hidden, D head_dim, N = H * D rows of a
+    projection; "values" are of x's dtype, or of `out_dtype` where given.
+
+    x [T, K], last dimension contiguous: values, or float8_e4m3fn codes (then weight_format="fp8",
+    out_dtype is given, and x_scale, None for 1, is [T or 1, 1 or ceil(K / 128)]).
+    q_weight [Hq, D, K], or [Hkv, G, D, K] where q heads lie in groups beside others;
+    k_weight, v_weight [Hkv, D, K]. v_weight None: K alone is made and written. Biases [H, D], for a
+    grouped q [Hkv, G, D]; they and other parameters are values or float32.
+
+    gate_run: Hq counts gates too: gate_run queries, then gate_run gates, and so on (1 where a query
+    has its gate beside it). Gates are projected, held to clip, and no more. 0: all are queries.
+
+    weight_format:
+      "dense"   values, with K or D contiguous, other strides free.
+      "int8", "fp8" (float8_e4m3fn)   codes, any strides.
+      "int4_k"  nibbles packed along K: [H, D, K / 2] uint8 or [H, D, K / 8] int32, any strides.
+      "int4_n"  nibbles packed along D: [H, D / 2, K] uint8 or [H, D / 8, K] int32, any strides.
+    A code means (code - zero) * scale. q_scale, k_scale, v_scale: float, [ceil(N / bn),
+    ceil(K / bk)] with scale_block = [bn, bk]; a block as large as the weight is one scale per
+    tensor. For int4, bk divides K. zero: zero_point, plus q_zero, k_zero, v_zero where given, of
+    the shape of the scales, or int32 words of eight rows [N / (8 bn), K / bk].
+    nibble_order: as in `formats.quantized_weight`; empty: counting up.
+
+    delta [T, N of q, k and v], last dimension contiguous: added to the projections, columns of q,
+    then k, then v; what `lora_expand_add` packs. Values or float32.
+
+    clip: values are held to [-clip, clip] after bias and delta; 0: not. Norm: of q where
+    q_norm_weight is given, of k where k_norm_weight is, of both where weightless_norm. norm_kind
+    "rms" or "layer" (mean subtracted); norm_width "head" or "row" (all heads of the projection
+    together); norm weights [D] or [H, D] ("row": [H, D]), each used as norm_offset + weight;
+    q_norm_bias, k_norm_bias, shaped likewise, added after the norm of theirs; v_norm: v is normed
+    too, without a weight (not beside gates); norm_after_rope. cos, sin [T_rope, R] or
+    [T_rope, R / 2] with R = rotary_dim; rope_style as in `apply_rope`.
+
+    k_cache, v_cache: base tensors, written, of values, float8_e4m3fn or float8_e5m2; v_cache None:
+    V lives in k_cache too. k_window, v_window: the nine integers of a CacheWindow on the base, with
+    Hkv * kv_repeat heads: head h is written to the heads from h * kv_repeat on. k_cache_scale,
+    v_cache_scale: float32 [], [1] or [Hkv]; stored is value / scale, or value * scale where
+    cache_scale_multiplies. What lies beyond an 8-bit float's range becomes its largest number where
+    cache_saturates, else infinite, or NaN in float8_e4m3fn, as with PyTorch's plain cast.
+
+    slots, indexing, slot_mapping [T] or [T / num_pages], lookup_table [B, columns], sequence_ids
+    and positions [T], row_offsets [B + 1], cache_lengths [B]: as in `ops.cache.addressing`; int32
+    or int64, for slots="ragged" uint32 too. static_tokens: T is a constant of the caller's graph; a
+    kernel may be built for it alone. tune: measure the lowerings on the GPU at first need.
+
+    input_rms_norm: before the projection x, which has no codes then, is divided by the root of the
+    mean of its squares plus input_norm_eps, and multiplied by input_norm_offset +
+    input_norm_weight [K] where that is given, of x's dtype or float32, any stride.
+    input_layer_norm, instead: the row's mean is subtracted from x before that, and input_norm_bias
+    [K], where that is given, added behind.
+
+    Bad values (slots, sequences, positions, offsets and pages that name no place or one twice,
+    scales that are NaN, infinite or 0) raise ArgumentError before anything is written where they
+    are on the CPU, and under TILEWRIGHT_DEBUG=1 on a GPU; else a token without a place on a GPU is
+    not written.
+    """
+
+    x: torch.Tensor
+    q_weight: torch.Tensor
+    k_weight: torch.Tensor
+    v_weight: torch.Tensor | None
+    k_cache: Written
+    v_cache: Written | None
+    slot_mapping: torch.Tensor | None
+    k_window: Sequence[SymInt]
+    v_window: Sequence[SymInt]
+    _: KW_ONLY
+    q_bias: torch.Tensor | None = None
+    k_bias: torch.Tensor | None = None
+    v_bias: torch.Tensor | None = None
+    delta: torch.Tensor | None = None
+    q_norm_weight: torch.Tensor | None = None
+    k_norm_weight: torch.Tensor | None = None
+    norm_eps: float = 1e-06
+    cos: torch.Tensor | None = None
+    sin: torch.Tensor | None = None
+    rotary_dim: int = 0
+    rope_style: str = "none"
+    slots: str = "flat"
+    indexing: str = "paged"
+    static_tokens: bool = False
+    kv_repeat: int = 1
+    gate_run: int = 0
+    clip: float = 0.0
+    weightless_norm: bool = False
+    norm_kind: str = "rms"
+    norm_width: str = "head"
+    norm_after_rope: bool = False
+    norm_offset: float = 0.0
+    q_norm_bias: torch.Tensor | None = None
+    k_norm_bias: torch.Tensor | None = None
+    v_norm: bool = False
+    weight_format: str = "dense"
+    q_scale: torch.Tensor | None = None
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
+    q_zero: torch.Tensor | None = None
+    k_zero: torch.Tensor | None = None
+    v_zero: torch.Tensor | None = None
+    zero_point: int = 0
+    scale_block: Sequence[int] = ()
+    nibble_order: Sequence[int] = ()
+    x_scale: torch.Tensor | None = None
+    out_dtype: torch.dtype | None = None
+    k_cache_scale: torch.Tensor | None = None
+    v_cache_scale: torch.Tensor | None = None
+    cache_scale_multiplies: bool = False
+    cache_saturates: bool = True
+    lookup_table: torch.Tensor | None = None
+    sequence_ids: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+    row_offsets: torch.Tensor | None = None
+    cache_lengths: torch.Tensor | None = None
+    tune: bool = False
+    input_rms_norm: bool = False
+    input_norm_weight: torch.Tensor | None = None
+    input_norm_eps: float = 1e-06
+    input_norm_offset: float = 0.0
+    input_layer_norm: bool = False
+    input_norm_bias: torch.Tensor | None = None
+
+    q_projection = Group(Weight, data="q_weight", scale="q_scale", zero="q_zero", bias="q_bias")
+    k_projection = Group(Weight, data="k_weight", scale="k_scale", zero="k_zero", bias="k_bias")
+    v_projection = OptionalGroup(
+        Weight, data="v_weight", scale="v_scale", zero="v_zero", bias="v_bias"
+    )
+
+    @property
+    def projections(self) -> Projections:
+        """The weights of q, k and v."""
+        return self.q_projection, self.k_projection, self.v_projection
+
+    @property
+    def head_dim(self) -> Any:
+        """D."""
+        return self.q_projection.shape[-2]
+
+    @property
+    def num_heads(self) -> Any:
+        """Hq, of all groups."""
+        return prod(self.q_weight.shape[:-2])
+
+    @property
+    def value_dtype(self) -> torch.dtype:
+        """The dtype of q, and of everything that is not a code."""
+        return self.out_dtype if self.has_codes and self.out_dtype else self.x.dtype
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether x has codes."""
+        return self.x.dtype == ACTIVATION_CODES
+
+
+@dataclass(frozen=True)
+class KvStoreArguments:
+    """The arguments of `paged_kv_store`; T tokens, D head_dim.
+
+    k, v [T, Hkv, D], any strides; v None: K alone is written, v_cache is None and v_window is not
+    read. The rest is as for `fused_qkv_paged` (FusedQkvArguments).
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor | None
+    k_cache: Written
+    v_cache: Written | None
+    slot_mapping: torch.Tensor | None
+    k_window: Sequence[SymInt]
+    v_window: Sequence[SymInt]
+    _: KW_ONLY
+    cos: torch.Tensor | None = None
+    sin: torch.Tensor | None = None
+    rotary_dim: int = 0
+    rope_style: str = "none"
+    slots: str = "flat"
+    indexing: str = "paged"
+    static_tokens: bool = False
+    k_cache_scale: torch.Tensor | None = None
+    v_cache_scale: torch.Tensor | None = None
+    cache_scale_multiplies: bool = False
+    cache_saturates: bool = True
+    lookup_table: torch.Tensor | None = None
+    sequence_ids: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+    row_offsets: torch.Tensor | None = None
+    cache_lengths: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class RaggedQkvArguments:
+    """The arguments of `fused_qkv_matmul_kv_cache_paged_ragged`. T tokens of B sequences, K hidden.
+
+    hidden_state [T, K]: the sequences' new tokens one after the other; bf16, fp16, fp32 or fp64, or
+    float8_e4m3fn with input_scale and out_dtype (bf16, fp16 or fp32).
+    input_row_offsets [B + 1]: where each sequence starts, from 0 to T; equal neighbours are a
+    sequence without new tokens. cache_lengths [B]: the tokens each has in the cache already.
+    lookup_table [B, columns]: the page of each sequence's j-th page of tokens; entries that no new
+    token needs may hold anything. These three are uint32, int32 or int64. Token i of sequence b
+    goes to page lookup_table[b, p // page_size], slot p % page_size with p = cache_lengths[b] + i.
+
+    blocks [P, 2, layers, page_size, heads, head_dim], any strides, written at layer_idx: K at 0 of
+    the second axis, V at 1. With 1 there (MLA) all columns past q_dim are K, for head 0. dtype: the
+    result's, float8_e4m3fn or float8_e5m2 (not from fp64); values beyond an 8-bit float's range
+    become its largest number. k_cache_scale, v_cache_scale float32 [], [1] or [heads]: stored is
+    value / scale, or value * scale where cache_scale_multiplies.
+
+    weight, N = q_dim + 2 * heads * head_dim rows (MLA: q_dim + head_dim), Q, K, V in this order:
+      [N, K] of hidden_state's dtype, either dimension contiguous;
+      [N, K] float8_e4m3fn with weight_scale [1, 1] (per tensor), [N, 1] (per channel) or
+      [ceil(N / 128), ceil(K / 128)] (blocks), and where hidden_state is float8 too, input_scale
+      [1, 1], [T, 1] or [T, ceil(K / 128)]; a scale per tensor may be [] or [1];
+      uint8 [R, N] with group_size: GPTQ's int4 as in `formats.gptq_buffer`, contiguous, symmetric
+      (zero point 8), or has_zp with the zero points as they are (GPTQ v1 files store one less).
+    bias [N]: of the result's dtype or float32.
+    static_tokens, tune: as in FusedQkvArguments.
+
+    ArgumentError, before anything is written: layer_idx outside the layers; a scale of another
+    granularity; K not a multiple of the group; a shape, dtype or device that does not fit. And by
+    value, on the CPU always, on a GPU under TILEWRIGHT_DEBUG=1 (by a check that runs there and
+    names the token): offsets that do not start at 0, decrease, or do not end at T; positions past
+    the table; pages outside the pool; a slot for two tokens; scales that are NaN, infinite or 0.
+    """
+
+    hidden_state: torch.Tensor
+    input_row_offsets: torch.Tensor
+    weight: torch.Tensor
+    blocks: Written
+    cache_lengths: torch.Tensor
+    lookup_table: torch.Tensor
+    layer_idx: int
+    _: KW_ONLY
+    bias: torch.Tensor | None = None
+    input_scale: torch.Tensor | None = None
+    weight_scale: torch.Tensor | None = None
+    out_dtype: torch.dtype | None = None
+    group_size: int = 0
+    has_zp: bool = False
+    k_cache_scale: torch.Tensor | None = None
+    v_cache_scale: torch.Tensor | None = None
+    cache_scale_multiplies: bool = False
+    static_tokens: bool = False
+    tune: bool = False

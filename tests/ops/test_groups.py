@@ -1,0 +1,103 @@
+"""Groups of arguments: what an op's record shows of them, and declarations that say nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, fields, replace
+
+import pytest
+import torch
+
+from tilewright.ops.groups import ArgumentGroup, Group, OptionalGroup
+from tilewright.ops.schema import schema_of
+
+
+@dataclass(frozen=True)
+class Scaled(ArgumentGroup):
+    data: torch.Tensor
+    scale: torch.Tensor | None = None
+    block: Sequence[int] = (1, 1)
+
+
+@dataclass(frozen=True)
+class Arguments:
+    weight: torch.Tensor
+    up_weight: torch.Tensor | None
+    _: KW_ONLY
+    up_scale: torch.Tensor | None = None
+    block: Sequence[int] = ()
+
+    gate = Group(Scaled, data="weight")
+    up = OptionalGroup(Scaled, data="up_weight", scale="up_scale")
+
+
+WEIGHT, UP, SCALE = (torch.full((2,), float(n)) for n in range(3))
+GIVEN = Arguments(WEIGHT, UP, up_scale=SCALE, block=[4, 4])
+
+
+def test_a_group_has_what_its_arguments_have():
+    assert GIVEN.up is not None
+    assert GIVEN.up.data is UP
+    assert GIVEN.up.scale is SCALE
+    assert GIVEN.up.block == [4, 4]
+
+
+def test_what_the_op_has_no_argument_for_is_the_default():
+    assert GIVEN.gate.data is WEIGHT
+    assert GIVEN.gate.scale is None
+
+
+def test_a_group_without_its_first_argument_is_none():
+    assert replace(GIVEN, up_weight=None).up is None
+
+
+def test_a_group_is_of_the_record_it_is_read_from():
+    """Not of the first that was read."""
+    assert GIVEN.gate.data is WEIGHT
+    assert replace(GIVEN, weight=UP).gate.data is UP
+
+
+def test_a_group_made_by_hand_is_equal():
+    assert Scaled(WEIGHT, None, [4, 4], names={"data": "weight"}) == GIVEN.gate
+
+
+def test_fields_have_the_names_of_the_arguments():
+    assert GIVEN.up is not None
+    assert [GIVEN.up.named(name) for name in ("data", "scale", "block")] == [
+        "up_weight",
+        "up_scale",
+        "block",
+    ]
+
+
+def test_a_group_is_no_argument():
+    names = ["weight", "up_weight", "up_scale", "block"]
+    assert [field.name for field in fields(Arguments)] == names
+    assert GIVEN.up is not None
+    assert list(vars(GIVEN)) == names
+    assert "gate" not in schema_of(Arguments, "()")
+
+
+def test_a_subclass_has_its_own_arguments():
+    @dataclass(frozen=True)
+    class More(Arguments):
+        _: KW_ONLY
+        scale: torch.Tensor | None = None
+
+    assert More(WEIGHT, None, scale=SCALE).gate.scale is SCALE
+    assert GIVEN.gate.scale is None
+
+
+@pytest.mark.parametrize(
+    ("group", "what"),
+    [
+        (Group(Scaled, data="weigth"), "needs an argument weigth"),
+        (Group(Scaled), "needs an argument data"),
+        (Group(Scaled, data="weight", scale="gate_scale"), "needs an argument gate_scale"),
+        (Group(Scaled, data="weight", zero="block"), r"no fields \['zero'\]"),
+    ],
+    ids=["typo", "no argument", "a default does not hide a typo", "no such field"],
+)
+def test_a_declaration_that_says_nothing_raises(group, what):
+    with pytest.raises(TypeError, match=what):
+        group.__get__(GIVEN)
