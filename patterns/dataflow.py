@@ -437,6 +437,13 @@ class Dataflow:
                 found.setdefault(view.value, []).append(node)
         return found
 
+    def written_back(self, value: Value) -> Iterator[Value]:
+        """The in-place writes of a value and of nothing else, as `x[...] += y` and
+        `dist.all_reduce(x)` end in one."""
+        for user in self.users.get(value, ()):
+            if user.store is not None and user.store.source == value.whole:
+                yield user
+
     def on_storage(self, storage: int) -> Sequence[Memory]:
         """All memories that share a storage."""
         return self._by_storage.get(storage, ())
