@@ -183,11 +183,12 @@ class View:
 class Computed:
     """A small expression that the rewriter adds to the graph, e.g. page * page_size + offset.
 
-    function: a name that `compiler.rewrite.materialise` knows, or a fused op's. operands, options
-        (the call's keywords): views, numbers, more of these.
+    function: a function of tensors that the graph may call, a name that
+        `compiler.rewrite.materialise` knows, or a fused op's name. operands, options (the call's
+        keywords): views, numbers, more of these.
     """
 
-    function: str
+    function: str | Callable[..., Any]
     operands: tuple[Any, ...]
     options: tuple[tuple[str, Any], ...] = ()
 
