@@ -15,6 +15,7 @@ import torch
 from tests.ops.opcheck_samples import eight_bits, failures
 from tests.ops.qkv import plain
 from tilewright.ops import ArgumentError, contract
+from tilewright.ops.fused_op import loaded
 
 OPS = {op.name: op for op in contract.all_ops()}
 CASES = [
