@@ -40,9 +40,11 @@ from tilewright.ops.runtime.program import (
     chooser,
 )
 
-TENSORS = ("x", "norm_weight", "norm_bias", *CODE_NAMES, "bias", "up_bias", "residual")
+_TENSORS = ("x", "norm_weight", "norm_bias", *CODE_NAMES, "bias", "up_bias", "residual")
 
 
+# The arguments that kernels take, by parameter name.
+_POINTERS = {f"{name}_ptr": name for name in _TENSORS}
 _chosen = chooser(linear_config, linear_spec)
 
 
@@ -52,7 +54,8 @@ def linear_activation_steps(
     """The steps of a call. config: the tiles; None: what the plan chooses."""
     problem = activation_problem(a)
     if config is None and problem.norm is not None and not _norms_x(problem, a.x.shape[0]):
-        a = replace(a, **without_norm((yield from normed(a))))
+        x = yield from normed(a.x, a.norm)
+        a = replace(a, **without_norm(x, a.norm))
         problem = activation_problem(a)
     if config is None and _are_many(problem, a.x.shape[0]):
         return (yield from _activation_by_library(problem, a, target))
@@ -91,7 +94,8 @@ def _streamed(
     config, spec = _chosen(problem, next_power_of_2(num_tokens), target, config=config)
     behind = problem.post_norm is not None
     out = yield Buffer((num_tokens, problem.n), torch.float32 if behind else a.x.dtype)
-    values: dict[str, Any] = {f"{name}_ptr": getattr(a, name, None) for name in TENSORS}
+    given = vars(a)
+    values: dict[str, Any] = {pointer: given.get(name) for pointer, name in _POINTERS.items()}
     values["weight_ptr"], values["up_weight_ptr"] = kernel_weights(a)
     values |= {"out_ptr": out, "num_tokens": num_tokens}
     grid = linear_grid(problem, config, num_tokens)

@@ -15,10 +15,10 @@ from tilewright.codegen.mla.plan import up_config
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
 from tilewright.ops.formats.paged_cache import CacheWindow
+from tilewright.ops.mla.arguments import MlaDecodeArguments, MlaPrefillArguments
 from tilewright.ops.mla.decode import decode
-from tilewright.ops.mla.decode.decode import MlaDecodeArguments
 from tilewright.ops.mla.latents.operands import Buffers, up_problem
-from tilewright.ops.mla.prefill.prefill import OP, MlaPrefillArguments
+from tilewright.ops.mla.prefill.prefill import OP
 from tilewright.tools.audit.cases import (
     SOFTMAX_REASON,
     SPECIALISED_STACK_BYTES,
