@@ -30,9 +30,9 @@ from timing import Call, capture, environment, interleaved_us
 from tune_qkv import compile_quietly
 
 from tilewright.codegen.arithmetic import next_power_of_2
-from tilewright.codegen.grouped.nvfp4_specs import QuantizeConfig
+from tilewright.codegen.grouped.kernels import DequantizeConfig, GemmConfig
+from tilewright.codegen.grouped.nvfp4_kernels import QuantizeConfig
 from tilewright.codegen.grouped.plan import DECODED_ROWS, GroupedPlan, grouped_config
-from tilewright.codegen.grouped.specs import DequantizeConfig, GemmConfig
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import SM90
 from tilewright.ops.formats import fp8_block

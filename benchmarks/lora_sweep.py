@@ -25,7 +25,7 @@ from lora_shapes import LoraSet, LoraShape, make_set, make_sets
 from timing import capture, interleaved_us
 from tune_qkv import compile_quietly
 
-from tilewright.codegen.lora.specs import (
+from tilewright.codegen.lora.kernels import (
     ExpandConfig,
     FewShrink,
     RowShrink,

@@ -24,14 +24,13 @@ import torch
 from timing import capture, interleaved_us, keep
 from tune_qkv import compile_quietly
 
-from tilewright.codegen.mla import key_specs as kernels
-from tilewright.codegen.mla.key_specs import LatentConfig, UpConfig, UpProblem
+from tilewright.codegen.mla.key_kernels import LatentConfig, UpConfig, UpProblem
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import SM90
 from tilewright.ops.formats import fp8_block
 from tilewright.ops.formats.paged_cache import CacheWindow
 from tilewright.ops.mla.arguments import MlaPrefillArguments
-from tilewright.ops.mla.latents.lowering import empty_keys, latent_calls, latent_launch
+from tilewright.ops.mla.latents.lowering import empty_keys, latent_calls, latent_launch, up_launch
 from tilewright.ops.mla.latents.operands import (
     Chunk,
     LatentCall,
@@ -143,7 +142,7 @@ def time_latents(form: str, rows: int, kind: str, bad: set[str]) -> None:
     made = [call_of(form, a, rows) for a in sets]
     graphs = {}
     for config in LATENT_CONFIGS:
-        if kernels.latent_spec(made[0].problem, config, "sm90").name not in bad:
+        if latent_launch(made[0], SM90, config).spec.name not in bad:
             calls = [launched(latent_launch(call, SM90, config)) for call in made]
             graphs[f"{config.block_t}w{config.num_warps}"] = capture(calls, warmup=1)
     half = size // 2
@@ -165,10 +164,11 @@ def time_up(heads: int, rows: int, kind: str, bad: set[str]) -> None:
     problem = up_problem(a, buffers)
     graphs, calls = {}, {}  # a graph works on its call's memory
     for config in configs_of(problem):
-        if kernels.up_spec(problem, config, "sm90").name in bad:
+        step = up_step(a, problem, buffers, config)
+        if step.spec.name in bad:
             continue
         try:
-            calls[str(config)] = up_call(a, problem, buffers, config)
+            calls[str(config)] = launched(step)
             graphs[str(config)] = capture([calls[str(config)]], warmup=1)
         except Exception as error:  # what does not launch is a result here
             print(f"  {config}: {str(error)[:150]}", flush=True)
@@ -180,18 +180,10 @@ def time_up(heads: int, rows: int, kind: str, bad: set[str]) -> None:
     show(f"up {kind} H={heads} K={rows}", times, 2e-6 * rows * problem.rows * RANK, "TFLOP/s")
 
 
-def up_call(a: Any, problem: UpProblem, buffers: Any, config: UpConfig) -> Callable[[], None]:
+def up_step(a: Any, problem: UpProblem, buffers: Any, config: UpConfig) -> Launch:
     rows = buffers.latent.shape[0]
-    k, v = performed(empty_keys(a, rows))
-    values = {
-        "latent_ptr": buffers.latent, "weight_ptr": a.kv_b_weight,
-        "latent_scale_ptr": buffers.scale, "weight_scale_ptr": a.kv_b_scale,
-        "k_ptr": k, "v_ptr": v, "limit_ptr": None, "num_rows": rows, "run": rows,
-        "scale_stride": buffers.scale_strides[0], "v_head_stride": v.stride(1),
-        "v_column_stride": v.stride(2),
-    }  # fmt: skip
-    spec = kernels.up_spec(problem, config, "sm90")
-    return launched(Launch(spec, kernels.up_grid(problem, config, rows, SM90.num_sms), values))
+    keys, weight = performed(empty_keys(a, rows)), a.kv_b_weight
+    return up_launch(a, problem, buffers, weight, keys, SM90, rows=rows, config=config)[0]
 
 
 def configs_of(problem: UpProblem) -> list[UpConfig]:
@@ -217,10 +209,12 @@ def specs_of(head_counts: list[int]) -> dict[KernelSpec, None]:
         a = arguments(heads, 512, 16, kind)
         for form in forms_of(kind):
             call = call_of(form, a, 512)
-            made = [kernels.latent_spec(call.problem, c, "sm90") for c in LATENT_CONFIGS]
+            made = [latent_launch(call, SM90, config).spec for config in LATENT_CONFIGS]
             specs |= dict.fromkeys(made)
-        problem = up_problem(a, performed(key_buffers(a, Chunk(512, a.key_offsets))))
-        specs |= dict.fromkeys(kernels.up_spec(problem, c, "sm90") for c in configs_of(problem))
+        buffers = performed(key_buffers(a, Chunk(512, a.key_offsets)))
+        problem = up_problem(a, buffers)
+        steps = (up_step(a, problem, buffers, config) for config in configs_of(problem))
+        specs |= dict.fromkeys(step.spec for step in steps)
     return specs
 
 

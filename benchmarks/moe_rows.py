@@ -17,7 +17,7 @@ from tilewright.ops.moe.arguments import FusedMoeArguments
 from tilewright.ops.moe.lowering import fused_moe_steps
 from tilewright.ops.moe.moe import OP, reference
 from tilewright.ops.runtime.launch import machine_of
-from tilewright.ops.runtime.program import Launch, drive
+from tilewright.ops.runtime.program import Launch, Machine, drive
 
 MAX_SETS = 16
 # float64 of more routes than this takes longer than all the rest.
@@ -65,10 +65,12 @@ def stored(shape: MoeShape, experts: Experts) -> tuple[Any, ...]:
     return (*pair, experts.gate_up_bias, experts.down_bias)
 
 
-def launches(a: FusedMoeArguments, plan: MoePlan | None = None) -> dict[str, Launch]:
+def launches(
+    a: FusedMoeArguments, plan: MoePlan | None = None, machine: Machine | None = None
+) -> dict[str, Launch]:
     """What a call of the op launches, after it ran once, by kernel; of one that is launched twice,
-    the last. plan: in place of the planner's."""
-    machine = machine_of(a.x.device)
+    the last. plan: in place of the planner's. machine: in place of the tensors' GPU."""
+    machine = machine or machine_of(a.x.device)
     program = drive(fused_moe_steps(a, machine.target, plan), machine, keep=True)
     made = [step for step, _ in program.steps if isinstance(step, Launch)]
     return {GEMMS.get(launch.spec.kernel, launch.spec.kernel): launch for launch in made}

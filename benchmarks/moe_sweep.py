@@ -28,25 +28,25 @@ from moe_rows import launches
 from timing import capture, interleaved_us
 from tune_qkv import compile_quietly
 
-from tilewright.codegen.grouped.codes_specs import codes_config
-from tilewright.codegen.grouped.scaled_specs import (
-    SCALED_K,
-    ScaledConfig,
-    grouped_scaled_spec,
-    scaled_config,
+from tilewright.codegen.grouped.codes_kernels import codes_config
+from tilewright.codegen.grouped.kernels import GemmConfig, gemm_grid
+from tilewright.codegen.grouped.scaled_kernels import SCALED_K, ScaledConfig, scaled_config
+from tilewright.codegen.moe.kernels import (
+    OrderConfig,
+    down_kernel,
+    sort_grids,
+    sort_kernels,
+    up_kernel,
 )
-from tilewright.codegen.grouped.specs import GemmConfig, gemm_grid
-from tilewright.codegen.moe import specs as kernels
 from tilewright.codegen.moe.plan import MoePlan, plan_moe
 from tilewright.codegen.moe.problem import MoeProblem
-from tilewright.codegen.moe.scaled_specs import down_scaled_problem, up_scaled_spec
-from tilewright.codegen.moe.specs import OrderConfig
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import SM90
 from tilewright.ops.grouped.lowering import as_words
 from tilewright.ops.moe.operands import moe_problem
+from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.launch import machine_of
-from tilewright.ops.runtime.program import Launch
+from tilewright.ops.runtime.program import Launch, Planner
 
 GEMM = re.compile(r"([stcdqr])(\d+)x(\d+)x(\d+)w(\d+)s(\d+)(?:p(\d+))?(f?)(?:k(\d+))?(h?)(c?)")
 ORDER = re.compile(r"c(\d+)(k?)w(\d+)l(\d+)r(\d+)")
@@ -95,40 +95,43 @@ def order_config(text: str) -> OrderConfig:
     return OrderConfig(int(chunk), bool(counted), *(int(number) for number in rest))
 
 
-def stage_specs(case: Case, text: str, problem: MoeProblem) -> dict[str, KernelSpec]:
-    """The kernels of a case's stage in one config."""
-    if case.stage == "order":
-        return kernels.sort_specs(problem, order_config(text), SM90.name)
-    config = gemm_config(text, case.stage)
-    if isinstance(config, ScaledConfig) and case.stage == "up":
-        return {"up": up_scaled_spec(problem, config, SM90.name)}
-    if isinstance(config, ScaledConfig):
-        return {"down": grouped_scaled_spec(down_scaled_problem(problem), config, SM90.name)}
-    make = kernels.up_spec if case.stage == "up" else kernels.down_spec
-    return {case.stage: make(problem, config, SM90.name)}
-
-
 def stage_steps(
     case: Case, text: str, base: dict[str, Launch], problem: MoeProblem
 ) -> list[Launch]:
-    """Its launches over the scratch of `base`, whose own configs are plain."""
-    made = stage_specs(case, text, problem)
+    """The launches of a case's stage in one config, over the scratch of `base`, whose own configs
+    are plain."""
     if case.stage == "order":
-        values = dict(base["moe_order"].values)
-        counts = torch.empty(values["num_routes"] * problem.experts, dtype=torch.int32).cuda()
-        grids = kernels.sort_grids(problem, order_config(text), values["num_routes"])
-        values = values | {"counts_ptr": counts, "num_chunks": grids["count"][0]}
-        return [Launch(spec, grids[name], values) for name, spec in made.items()]
+        return order_steps(order_config(text), base, problem)
     config = gemm_config(text, case.stage)
-    values = dict(base[case.stage].values)
+    kernel, statics = (up_kernel if case.stage == "up" else down_kernel)(problem, config)
+    values = dict.fromkeys(pointer.tensor for pointer in kernel.pointers)
+    values |= {"num_routes": None, **by_name(base[case.stage])}
     if isinstance(config, ScaledConfig) and config.codes:
-        tile = torch.empty(SM90.num_sms * config.programs_per_sm, config.block_m, config.block_n)
-        values = values | {
-            "hidden_ptr": base["quantize_rows"].values["codes_ptr"],
-            "tile_ptr": tile.bfloat16().cuda(),
-        }
+        shape = SM90.num_sms * config.programs_per_sm, config.block_m, config.block_n
+        values["tile"] = values["x"].new_empty(shape, dtype=torch.bfloat16)
+        quantised = by_name(base["quantize_rows"])
+        values |= {"hidden": quantised["codes"], "hidden_scale": quantised["scale"]}
     values = as_words(values, problem.down, config)
-    return [Launch(made[case.stage], gemm_grid(config, SM90.num_sms), values)]
+    known = {"distance": statics.distance} if case.stage == "up" else {}
+    return [launch(kernel, SM90, gemm_grid(config, SM90.num_sms), values, statics, **known)]
+
+
+def order_steps(config: OrderConfig, base: dict[str, Launch], problem: MoeProblem) -> list[Launch]:
+    """The launches of the sort."""
+    values = by_name(base["moe_order"])
+    grids = sort_grids(problem, config, values["num_routes"])
+    values["num_chunks"] = grids["count"][0]
+    if config.counted:
+        size = values["num_routes"] * problem.experts
+        values["counts"] = values["order"].new_empty(size)
+        values["total"] = values["order"].new_empty(problem.experts)
+    kernels = sort_kernels(problem, config)
+    return [launch(kernel, SM90, grids[n], values, s) for n, (kernel, s) in kernels.items()]
+
+
+def by_name(made: Launch) -> dict[str, Any]:
+    """The tensors and numbers of a launch by the kernel's names of them."""
+    return {name.removesuffix("_ptr"): value for name, value in made.values.items()}
 
 
 def plain_plan(problem: MoeProblem, case: Case) -> MoePlan:
@@ -145,7 +148,7 @@ def library(case: Case, experts: Experts, base: dict[str, Launch]) -> Any:
     if experts.gate_up is None or experts.down is None or case.stage == "order":
         return None
     values = base["up"].values
-    rows, ends = values["num_routes"], values["ends_ptr"].chunk(2)[0]
+    rows, ends = base["moe_order"].values["num_routes"], values["ends_ptr"].chunk(2)[0]
     up = case.stage == "up"
     x = (
         torch.randn(rows, case.shape.hidden, device="cuda").bfloat16()
@@ -243,8 +246,13 @@ def main() -> None:
     made: dict[Case, dict[str, tuple[KernelSpec, ...]]] = {}
     for case in cases:
         experts = make_experts(case.shape, case.form, "meta")
-        problem = moe_problem(arguments(case.shape, experts, case.tokens, device="meta"))
-        made[case] = {t: tuple(stage_specs(case, t, problem).values()) for t in case.configs}
+        a = arguments(case.shape, experts, case.tokens, device="meta")
+        problem = moe_problem(a)
+        base = launches(a, plain_plan(problem, case), Planner(SM90))
+        made[case] = {
+            text: tuple(step.spec for step in stage_steps(case, text, base, problem))
+            for text in case.configs
+        }
     wanted = list(dict.fromkeys(s for by in made.values() for specs in by.values() for s in specs))
     bad = {} if options.compiled else compiled(wanted)
     print(f"{len(wanted)} kernels in {time.time() - start:.0f} s", flush=True)

@@ -86,6 +86,16 @@ def operands_of(record: object, *names: str) -> dict[str, Operand | None]:
     return {f"{name}_ptr": getattr(record, name) for name in names}
 
 
+def module_of(template: str) -> str:
+    """Dotted path of the module that a `KernelSpec.template` names."""
+    here = Path(__file__).parent
+    family, _, name = template.rpartition(".")
+    if (here / family / "templates" / f"{name}.py").is_file():
+        room = f"{family}.templates" if family else "templates"
+        return f"tilewright.codegen.{room}.{name}"
+    return template
+
+
 @dataclass(frozen=True, eq=False)
 class KernelSpec:
     """One kernel of one template, with every static parameter fixed.
@@ -201,7 +211,7 @@ class KernelSpec:
         template: str,
         kernel: str,
         constants: Mapping[str, Constant],
-        arguments: Mapping[str, Operand | str | int | None],
+        arguments: Mapping[str, Operand | Constant],
         *,
         target: str,
         num_warps: int = 4,
@@ -254,12 +264,7 @@ class KernelSpec:
     @property
     def module(self) -> str:
         """Dotted path of the template module."""
-        here = Path(__file__).parent
-        family, _, name = self.template.rpartition(".")
-        if (here / family / "templates" / f"{name}.py").is_file():
-            room = f"{family}.templates" if family else "templates"
-            return f"tilewright.codegen.{room}.{name}"
-        return self.template
+        return module_of(self.template)
 
     @cached_property
     def hash(self) -> str:

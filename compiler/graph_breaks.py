@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,22 +34,48 @@ log = logging.getLogger("tilewright")
 #: shall be an error, which is possible where Dynamo gave up the frame.
 Listener = Callable[[list[str], Mapping[str, Any]], bool]
 
+_BRANCH = (
+    "a branch depends on the data of a tensor",
+    "compute both sides and choose with torch.where, or use torch.cond",
+)
+_IN_PYTHON = "give the model a Python number in its place"
+_NUMBER = (
+    "this line needs a tensor's number in Python, as an index, a length or by .item()",
+    f"compute with the tensor itself, or {_IN_PYTHON}; "
+    "torch._dynamo.config.capture_scalar_outputs = True keeps .item() in the graph",
+)
+
 # What Dynamo's reasons that begin so mean, and what to do: Dynamo's own words name its settings.
 _REASONS = {
-    "generic_jump": (
-        "a branch depends on the data of a tensor",
-        "compute both sides and choose with torch.where, or use torch.cond",
-    ),
+    "generic_jump": _BRANCH,
+    "Data-dependent branching": _BRANCH,
     "step_unsupported": (
         "Dynamo does not know this statement",
         "write what this line does with tensors alone, or do it before the model is called; "
         "torch.compile(..., fullgraph=True) shows what Dynamo says of it",
     ),
-    "Unsupported Tensor.item() call": (
-        "this line needs a tensor's number in Python, as an index, a length or by .item()",
-        "compute with the tensor itself, or give the model a Python number in its place; "
-        "torch._dynamo.config.capture_scalar_outputs = True keeps .item() in the graph",
+    "Unsupported Tensor.item() call": _NUMBER,
+    "Data dependent operator": _NUMBER,
+    "Consider annotating your code": (
+        "a number that only data tell decides what comes next: {unknown}",
+        f"{_IN_PYTHON}, or say by torch._check(...) what holds for it",
     ),
+    "TypeError when making fake tensor call": (
+        "a call fails while it is traced: {error}",
+        "SymInt and SymBool stand for sizes that change from call to call: give this graph sizes "
+        "that are numbers, as by torch.compile(..., dynamic=False)",
+    ),
+    "Attempted to call function marked as skipped": (
+        "Dynamo cannot trace {called}",
+        "call it outside of what is compiled; a computation in C or C++ can be made an operator by "
+        "torch.library.custom_op; where an earlier break is told of this line, mend that one",
+    ),
+}
+# What stands for the words in braces above, in Dynamo's text.
+_NAMED = {
+    "{called}": re.compile(r"module: (?:<.*?>|(.*?)), qualname: (.*?), skip reason"),
+    "{error}": re.compile(r"context: TypeError <.*?>: (.*)"),
+    "{unknown}": re.compile(r"data-dependent expression (.*?) \(unhinted"),
 }
 
 # Reasons that a Python loop over experts gives, whose own hints lead to graphs that are not fused.
@@ -191,12 +218,25 @@ def _break_text(reason: str, stack: Sequence[traceback.FrameSummary]) -> str:
     first, newline, rest = reason.partition("\n")
     known = (_REASONS[start] for start in _REASONS if first.startswith(start))
     words, hint = next(known, (first, ""))
+    words = _filled(words, reason)
     if first.startswith(_SIZED_BY_DATA) and _is_among_experts(stack):
         hint, rest = _EXPERTS_HINT, ""
+    elif words == _BRANCH[0] and _is_among_experts(stack):
+        hint, rest = f"{hint}; {_EXPERTS_HINT}", ""
     elif library := _LIBRARIES.get(_library(stack)):
         hint, rest = library, ""
     rest = f"Hint: {hint}\n{rest}" if hint else rest  # ours before Dynamo's: the first is shown
     return f"{words}{_place(stack)}{newline or (rest and chr(10))}{rest.lstrip(chr(10))}"
+
+
+def _filled(words: str, reason: str) -> str:
+    """The words with what Dynamo's text names in place of those in braces."""
+    for place, named in _NAMED.items():
+        if place in words:
+            found = named.search(reason)
+            names = [] if found is None else [name for name in found.groups() if name]
+            words = words.replace(place, ".".join(names) or "it does not say what")
+    return words
 
 
 def _is_among_experts(stack: Sequence[traceback.FrameSummary]) -> bool:

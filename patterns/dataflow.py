@@ -11,10 +11,12 @@ import os
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, wraps
 from operator import attrgetter, itemgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -84,6 +86,41 @@ class Value:
     def source(self) -> str:
         """`file.py:214` in the user's code; empty where Dynamo kept none."""
         return source_of(self.node)
+
+
+T = TypeVar("T")
+_ANSWERS: ContextVar[dict[Any, Any] | None] = ContextVar("answers", default=None)
+
+
+@contextmanager
+def remembering() -> Iterator[None]:
+    """Has functions marked with :func:`once` computed once for each value, until it is left."""
+    token = _ANSWERS.set({})
+    try:
+        yield
+    finally:
+        _ANSWERS.reset(token)
+
+
+def once(function: Callable[[Value], T]) -> Callable[[Value], T]:
+    """A function of a value that reads what the value is computed from, and nothing else.
+
+    Its answers are kept within :func:`remembering`, and not with the values, which would be kept
+    alive by what holds them.
+    """
+
+    @wraps(function)
+    def remembered(value: Value) -> T:
+        answers = _ANSWERS.get()
+        if answers is None:
+            return function(value)
+        key = function, value
+        if key not in answers:
+            answers[key] = function(value)
+        answer: T = answers[key]
+        return answer
+
+    return remembered
 
 
 @dataclass(frozen=True)
@@ -354,12 +391,18 @@ class Dataflow:
         return self.homes.get(value, value.node)
 
     def rows_are_dense(self, view: View) -> bool:
-        """Whether a view's last dimension is a run of neighbours in memory."""
+        """Whether a view's last dimension is a run of neighbours in memory, as a dimension made of
+        several axes of the value is where each goes on where the next one ends."""
         width = view.effect.dims[-1]
-        if len(width) != 1 or width[0].axis is None:
-            return width == ()
+        if any(atom.axis is None for atom in width):
+            return False
         held = self.home(view.value).meta["example_value"]
-        return bool(held.stride(width[0].axis) * width[0].step == 1)
+        run: Size = 1
+        for atom in reversed(width):
+            if held.stride(atom.axis) * atom.step != run:
+                return False
+            run = run * atom.length
+        return True
 
     @cached_property
     def nodes_by_view(self) -> Mapping[View, fx.Node]:

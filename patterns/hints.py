@@ -173,6 +173,8 @@ _HINTS: Mapping[str, str | Callable[[Sequence[fx.Node]], str]] = {
     "MOVED_CACHE": "keep a ring of slots, cache[:, :, positions % window] = k",
     "ACCUMULATED_WRITE": "compute the sum first and write it: cache[slots] = old + new",
     "NORM_AFTER_ROPE": _BY_ITSELF,
+    "NORM_FORM": "nothing need change: the graph computes it as written; ops have norms of whole "
+    "rows in their own dtype",
     "NORM_WIDTH": _BY_ITSELF,
     "NO_GAIN": _AS_IS,
     "NO_GRAPH": "compile the module that computes, by itself",

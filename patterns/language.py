@@ -16,7 +16,14 @@ from typing import Any, Literal, NoReturn, Protocol, get_args
 from torch import fx
 
 from tilewright.patterns import effects
-from tilewright.patterns.dataflow import Dataflow, Value, View, scope_of, source_of
+from tilewright.patterns.dataflow import (
+    Dataflow,
+    Value,
+    View,
+    remembering,
+    scope_of,
+    source_of,
+)
 from tilewright.patterns.effects import Effect
 from tilewright.patterns.hints import hint_for, with_declare
 
@@ -374,6 +381,7 @@ def internal_miss(
     return Miss(pattern, "INTERNAL", Stage.ANCHORED, what, nodes, REPORT_IT)
 
 
+@remembering()
 def find(
     flow: Dataflow,
     patterns: Sequence[Pattern],

@@ -8,12 +8,35 @@ from typing import Any
 
 import torch
 
+from tilewright.codegen.attention.prefill_tiles import PrefillConfig
+from tilewright.codegen.mla.attention_kernels import (
+    ATTENTION,
+    LIST_STRIDES,
+    AttentionProblem,
+    attention_statics,
+)
+from tilewright.codegen.mla.query_kernels import NO_ROTATION
+from tilewright.codegen.operand import Operand
+from tilewright.codegen.spec import KernelSpec
 from tilewright.ops.mla.attention.lowering import attention_steps
 from tilewright.ops.mla.attention.operands import AttentionCall
 from tilewright.ops.runtime.launch import machine_of
 from tilewright.ops.runtime.program import drive
 
 FP8 = torch.float8_e4m3fn
+
+
+def attention_spec(problem: AttentionProblem, config: PrefillConfig, key_stride: int) -> KernelSpec:
+    """The kernel of a problem on SM90 whose tensors are aligned, and no stride of which 16 divides
+    but that of keys. key_stride: from key to key."""
+    rows, index = Operand(problem.dtype), Operand("i32") if problem.ragged else None
+    operands: dict[str, Operand | None] = dict.fromkeys(p.tensor for p in ATTENTION.pointers)
+    operands |= {"q": rows, "q_rope": rows, "k": Operand(problem.dtype, (key_stride,)), "v": rows}
+    operands |= {"rope": rows, "out": Operand(problem.out)}
+    operands |= {"query_offsets": index, "key_offsets": index}
+    operands["lse"] = Operand("fp32", aligned=False) if problem.has_lse else None
+    statics, no_list = attention_statics(problem, config), dict.fromkeys(LIST_STRIDES, 0)
+    return ATTENTION.spec("sm90", operands, no_list, (statics, NO_ROTATION))
 
 
 @dataclass(frozen=True)

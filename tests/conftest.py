@@ -7,9 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
+# The process that hands out the tests to workers imports no torch: they start earlier.
 if "PYTEST_XDIST_WORKER" in os.environ:  # a worker per core: more threads are in each other's way
+    import torch
+
     torch.set_num_threads(1)
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
@@ -52,6 +54,8 @@ def pytest_runtest_setup(item):
 @pytest.fixture
 def fresh_dynamo():
     """Nothing compiled, nothing reported, no gradients."""
+    import torch
+
     from tilewright.compiler import backend
 
     torch._dynamo.reset()

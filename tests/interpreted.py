@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 
 import pytest
 import torch
@@ -24,6 +24,12 @@ from tilewright.ops.runtime.program import (
     Steps,
     drive,
 )
+
+
+@lru_cache(maxsize=128)
+def interpreted(spec):
+    """The spec's kernel on Triton's interpreter, which rewrites a kernel when it is first run."""
+    return load_interpreted(spec)
 
 
 @dataclass
@@ -66,7 +72,7 @@ class Interpreter:
             self.kernels.append(spec.kernel)
             if self.runs:
                 given = [argument(*pair) for pair in zip(values, views, strict=True)]
-                load_interpreted(spec)[grid](*given)
+                interpreted(spec)[grid](*given)
 
         return run
 

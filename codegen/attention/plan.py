@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv, next_power_of_2
 from tilewright.codegen.attention.blocks import KEYS
+from tilewright.codegen.attention.kernels import DecodeConfig, decode_tiles
 from tilewright.codegen.attention.prefill_tiles import PrefillConfig, head_group
 from tilewright.codegen.attention.problem import CacheProblem, CacheSizes
-from tilewright.codegen.attention.specs import DecodeConfig, decode_tiles
 from tilewright.codegen.targets import Target
 
 # Rows of a tile at most.
@@ -67,15 +67,15 @@ def decode_rows(
 
 def _most_rows(problem: CacheProblem, held: int) -> int:
     """Rows of a tile whose output fits the registers of its warps."""
-    if problem.v is not None:
+    if not problem.latent:
         return MOST_ROWS
-    return max(min(held * 32 * MOST_WARPS // problem.blocks[1], MOST_ROWS), 16)
+    return max(min(held * 32 * MOST_WARPS // problem.v_block, MOST_ROWS), 16)
 
 
 def decodes(problem: CacheProblem, sizes: CacheSizes) -> bool:
     """Whether the queries of a sequence, of ragged ones on average, fit the rows of one tile."""
     queries = sizes.num_queries
-    if problem.row_offsets is not None:
+    if problem.ragged:
         queries = cdiv(queries, max(sizes.num_sequences, 1))
     return queries <= decode_rows(problem, queries)[0]
 
@@ -83,26 +83,27 @@ def decodes(problem: CacheProblem, sizes: CacheSizes) -> bool:
 def prefill_config(problem: CacheProblem, target: Target) -> PrefillConfig:
     """The tiles of a call of many queries."""
     tried: tuple[PrefillConfig, ...] = BY_POINTERS
-    if problem.attn_mask is not None:
-        tried = MASKED if max(problem.blocks) <= 128 else BY_POINTERS[1:]
+    if problem.attn_mask:
+        tried = MASKED if max(problem.head_block, problem.v_block) <= 128 else BY_POINTERS[1:]
     if target.tmem_columns:
-        wide = max(problem.blocks) > 128
+        wide = max(problem.head_block, problem.v_block) > 128
         tried = (PrefillConfig(128, 32 if wide else 64, 8, 2, tma=problem.tma),)
     if target.multiplies_registers:
-        tried = IN_REGISTERS if max(problem.blocks) <= 128 else IN_REGISTERS[1:]
+        tried = (
+            IN_REGISTERS if max(problem.head_block, problem.v_block) <= 128 else IN_REGISTERS[1:]
+        )
     return next((config for config in tried if _fits(problem, config, target)), tried[-1])
 
 
 def _fits(problem: CacheProblem, config: PrefillConfig, target: Target) -> bool:
-    head_block, v_block = problem.blocks
-    q_bytes = head_block * ELEMENT_BYTES[problem.q.dtype]
-    key_bytes = (head_block + v_block) * ELEMENT_BYTES[problem.k.dtype]
+    q_bytes = problem.head_block * ELEMENT_BYTES[problem.dtype]
+    key_bytes = (problem.head_block + problem.v_block) * ELEMENT_BYTES[problem.key_dtype]
     return config.fits(q_bytes, key_bytes, problem.attn_mask, target)
 
 
 def query_head_group(problem: CacheProblem, sizes: CacheSizes, target: Target) -> int:
     """Heads of q (of a dense batch: pairs of sequence and head) whose tiles run side by side."""
-    ragged = problem.row_offsets is not None
+    ragged = problem.ragged
     pairs = problem.num_kv_heads * (1 if ragged else max(sizes.num_sequences, 1))
     return head_group(pairs, sizes.num_keys * problem.key_bytes, target) * problem.group
 
@@ -110,13 +111,13 @@ def query_head_group(problem: CacheProblem, sizes: CacheSizes, target: Target) -
 def decode_config(problem: CacheProblem, sizes: CacheSizes, target: Target) -> DecodeConfig:
     """The tiles of a call; sizes: rounded to what plans are made for."""
     # Numbers on their way to tensor memory take registers of their own, beside a mask's.
-    crowded = bool(target.tmem_columns) and problem.attn_mask is not None
+    crowded = bool(target.tmem_columns) and problem.attn_mask != ""
     held = HELD_NUMBERS if crowded else MOST_HELD_NUMBERS
     tokens, heads, rows = decode_rows(problem, sizes.num_queries, held)
     warps = 4
-    if problem.v is None:
-        warps = min(max(rows * problem.blocks[1] // (HELD_NUMBERS * 32), 4), MOST_WARPS)
-    keys = KEYS if problem.v is not None else LATENT_KEYS
+    if problem.latent:
+        warps = min(max(rows * problem.v_block // (HELD_NUMBERS * 32), 4), MOST_WARPS)
+    keys = KEYS if not problem.latent else LATENT_KEYS
     stages = _stages(problem, rows, keys, target)
     config = DecodeConfig(tokens, heads, rows, 1, warps, stages, keys)
     tiles = decode_tiles(problem, config, (sizes.num_sequences, sizes.num_queries))
@@ -126,15 +127,15 @@ def decode_config(problem: CacheProblem, sizes: CacheSizes, target: Target) -> D
 
 def _stages(problem: CacheProblem, rows: int, keys: int, target: Target) -> int:
     """As many stages as are useful and fit shared memory."""
-    paged = problem.block_table is not None
+    paged = problem.paged
     wanted = PAGED_STAGES if paged else STAGES
-    fixed = 2 * rows * (problem.blocks[0] + problem.rope_block + keys) + SPARE_BYTES
-    if problem.attn_mask is not None:
-        fixed += wanted * rows * keys * ELEMENT_BYTES[problem.attn_mask.dtype]
+    fixed = 2 * rows * (problem.head_block + problem.rope_block + keys) + SPARE_BYTES
+    if problem.attn_mask:
+        fixed += wanted * rows * keys * ELEMENT_BYTES[problem.attn_mask]
         if target.tmem_columns:
             fixed += 4 * rows * keys  # the logits in fp32, between tensor memory and registers
     fitting = (target.max_shared_bytes - fixed) // (keys * problem.key_bytes)
-    if problem.v is None and paged:
+    if problem.latent and paged:
         # A stage of the loads that come first holds no keys.
         fitting += 1
     return max(min(wanted, fitting), 1)
@@ -147,12 +148,12 @@ def _splits(problem: CacheProblem, config: DecodeConfig, tiles: int, keys: int, 
     counts is how many blocks of keys the busiest one takes.
     """
     blocks, block_bytes = cdiv(keys, config.block_n), config.block_n * problem.key_bytes
-    part_bytes = 4 * config.real_rows * problem.blocks[1]
+    part_bytes = 4 * config.real_rows * problem.v_block
     most = min(MOST_SPLITS, blocks, RESIDENT_PROGRAMS * sms // tiles)
 
     def time(splits: int) -> float:
         programs = tiles * splits
-        longer = LONE_LATENTS if problem.v is None and programs <= sms else 1.0
+        longer = LONE_LATENTS if problem.latent and programs <= sms else 1.0
         reading = longer * cdiv(programs, sms) * cdiv(blocks, splits) * block_bytes
         # Parts are written, and read by those who merge them.
         merging = LAUNCH_BYTES + MERGED_BYTES * splits + 2 * programs * part_bytes / sms

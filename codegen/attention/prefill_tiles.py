@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv
-from tilewright.codegen.operand import Operand
 from tilewright.codegen.spec import Constant, constants_of
 from tilewright.codegen.targets import Target
 
@@ -51,21 +50,21 @@ class PrefillConfig:
             **constants_of(self, "tma", "one_loop", "warp_specialize", "block_m", "block_n"),
         }
 
-    def fits(self, q_bytes: int, key_bytes: int, mask: Operand | None, target: Target) -> bool:
+    def fits(self, q_bytes: int, key_bytes: int, mask: str, target: Target) -> bool:
         """Whether shared memory holds q's tile and the stages of keys, values and mask; q_bytes:
-        of a query's row of its tile, key_bytes: of a key's and its value's."""
+        of a query's row of its tile, key_bytes: of a key's and its value's. mask: its dtype, ""
+        without one."""
         held = self.block_m * q_bytes + self.num_stages * self.block_n * key_bytes + SPARE_BYTES
-        if mask is not None:
-            tile = self.block_m * self.block_n * ELEMENT_BYTES[mask.dtype]
+        if mask:
+            tile = self.block_m * self.block_n * ELEMENT_BYTES[mask]
             held += max(self.num_stages - 1, 1) * tile
         return held <= target.max_shared_bytes
 
 
-def mask_kind(mask: Operand | None) -> str:
-    """What kernels are told of a mask tensor: u8 of booleans, else a float that is added."""
-    if mask is None:
-        return "none"
-    return "bool" if mask.dtype == "u8" else "additive"
+def mask_kind(mask: str) -> str:
+    """What kernels are told of a mask tensor of this dtype, "" without one: u8 is of booleans, a
+    float is added."""
+    return "none" if not mask else "bool" if mask == "u8" else "additive"
 
 
 def num_tiles(block_m: int, sequences: int, queries: int, longest: int, *, ragged: bool) -> int:

@@ -205,6 +205,7 @@ def _scalar_index(original: Callable) -> Callable:
 def _call_helper(self: JITFunction | InterpretedFunction, *args: Any, **kwargs: Any) -> Any:
     rewritten = InterpretedFunction.rewritten_fn.get(self.fn)
     if rewritten is None:
+        interpreter_speed.remember_lines(self)
         rewritten = InterpretedFunction(self.fn).rewrite()
     return rewritten(*args, **kwargs)
 
@@ -277,7 +278,15 @@ def corrected() -> Iterator[None]:
         # Once for all helpers: each call would patch the language again, and leave it so.
         everything = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
         stack.callback(interpreter._patch_lang(everything).restore)
+        # A launch would patch it once more: each operation would pass through two replacements.
+        stack.callback(_restore, interpreter, "_patch_lang", interpreter._patch_lang)
+        interpreter._patch_lang = _is_patched
         yield
+
+
+def _is_patched(function: Callable) -> SimpleNamespace:
+    """Takes the place of the interpreter's `_patch_lang` where the language is patched."""
+    return SimpleNamespace(restore=_nothing_to_wait_for)
 
 
 def _restore(owner: Any, name: str, value: Any) -> None:
@@ -304,4 +313,5 @@ class InterpretedKernel:
 
 def interpret(kernel: JITFunction | InterpretedFunction) -> InterpretedKernel:
     """Any `@triton.jit` function, a template's or an emitted one, made to run on the CPU."""
+    interpreter_speed.remember_lines(kernel)
     return InterpretedKernel(kernel.fn)

@@ -14,6 +14,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import triton.language as tl
@@ -36,12 +37,24 @@ def replacements() -> list[tuple[Any, str, Any]]:
     ]
 
 
+#: Function -> its lines and the number of the first, as `inspect.getsourcelines` gives them.
+_LINES: WeakKeyDictionary[Callable, tuple[list[str], int]] = WeakKeyDictionary()
+
+
+def remember_lines(kernel: Any) -> None:
+    """Keeps the lines of a jit function, which Triton read when it was made."""
+    if hasattr(kernel, "raw_src"):
+        _LINES[kernel.fn] = kernel.raw_src, kernel.starting_line_number
+
+
 def _read_once(original: Callable) -> Callable:
     """The lines of a function, which Triton reads twice where it prepares it."""
     known: dict[int, tuple[Any, Any]] = {}
 
     @functools.wraps(original)
     def function(item: Any) -> Any:
+        if inspect.isfunction(item) and item in _LINES:
+            return _LINES[item]
         code = getattr(item, "__code__", None)
         if code is None:
             return original(item)

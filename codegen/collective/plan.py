@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from tilewright.codegen.arithmetic import next_power_of_2
-from tilewright.codegen.collective.problem import ReduceProblem
-from tilewright.codegen.collective.specs import ReduceConfig
-from tilewright.codegen.targets import Target
+from tilewright.codegen.collective.kernels import ReduceConfig
 
 # Rows of 16-bit numbers that one program holds in registers.
 MOST_COLUMNS = 16384
@@ -25,9 +25,10 @@ def most_tokens(columns: int, num_ranks: int) -> int | None:
     return None if num_ranks <= 2 else MOST_BYTES_OF_MANY // (2 * columns * (num_ranks - 1))
 
 
-def reduce_config(problem: ReduceProblem, target: Target) -> ReduceConfig:
-    """For any number of tokens that ranks read of each other."""
-    most = most_tokens(problem.n, problem.num_ranks)
+@cache
+def reduce_config(columns: int, num_ranks: int) -> ReduceConfig:
+    """The tiles for any number of tokens that ranks read of each other."""
+    most = most_tokens(columns, num_ranks)
     blocks = BLOCKS if most is None else min(next_power_of_2(most), BLOCKS)
-    warps = next_power_of_2(problem.n) // COLUMNS_PER_WARP
+    warps = next_power_of_2(columns) // COLUMNS_PER_WARP
     return ReduceConfig(blocks, min(max(warps, 4), 16))

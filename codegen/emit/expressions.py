@@ -6,6 +6,7 @@ import ast
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from tilewright.codegen.emit import values
@@ -47,6 +48,12 @@ RESERVED_NAMES = BUILTIN_NAMES | {"tl", "triton", "math", "libdevice"}
 _IDENTITY_RIGHT = {ast.Add: 0, ast.Sub: 0, ast.Mult: 1, ast.FloorDiv: 1, ast.LShift: 0}
 _IDENTITY_RIGHT |= {ast.RShift: 0, ast.BitAnd: True, ast.BitOr: False}
 _COMMUTES = (ast.Add, ast.Mult, ast.BitAnd, ast.BitOr)
+
+
+@cache
+def _rule_of(kind: str) -> str:
+    """The method that folds expressions of a kind."""
+    return f"_fold_{kind.lower()}"
 
 
 @dataclass
@@ -114,7 +121,7 @@ class Expressions:
 
     def fold(self, node: ast.expr) -> Folded:
         """Evaluate one expression; what is not understood raises EmitError."""
-        rule = getattr(self, f"_fold_{type(node).__name__.lower()}", None)
+        rule = getattr(self, _rule_of(type(node).__name__), None)
         if rule is None:
             raise self.error(node, f"{type(node).__name__} is not supported: {ast.unparse(node)}")
         folded: Folded = rule(node)

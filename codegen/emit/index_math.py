@@ -91,6 +91,8 @@ class IndexMath:
 
     def bounds(self, expr: sympy.Expr) -> Bounds:
         """Closed range that contains every value of `expr`."""
+        if expr.is_Integer:
+            return int(expr), int(expr)
         return self._lowest(expr, _SUBSTITUTION_DEPTH), self._highest(expr, _SUBSTITUTION_DEPTH)
 
     def _highest(self, expr: sympy.Expr, depth: int) -> int:
@@ -98,7 +100,7 @@ class IndexMath:
         if depth == 0:
             return best
         for symbol, upper in self._replacements(expr, sign=1):
-            best = min(best, self._highest(sympy.expand(expr.subs(symbol, upper)), depth - 1))
+            best = min(best, self._highest(sympy.expand(expr.xreplace({symbol: upper})), depth - 1))
         return best
 
     def _lowest(self, expr: sympy.Expr, depth: int) -> int:
@@ -106,15 +108,17 @@ class IndexMath:
         if depth == 0:
             return best
         for symbol, upper in self._replacements(expr, sign=-1):
-            best = max(best, self._lowest(sympy.expand(expr.subs(symbol, upper)), depth - 1))
+            best = max(best, self._lowest(sympy.expand(expr.xreplace({symbol: upper})), depth - 1))
         return best
 
     def _replacements(
         self, expr: sympy.Expr, sign: int
     ) -> Iterator[tuple[sympy.Symbol, sympy.Expr]]:
-        for symbol in sorted(expr.free_symbols, key=str):
+        bounded = [symbol for symbol in expr.free_symbols if self._facts[symbol].uppers]
+        linear = _linear_symbols(expr) if bounded else ()
+        for symbol in sorted(bounded, key=_name):
             uppers = self._facts[symbol].uppers
-            if not uppers or symbol not in _linear_symbols(expr):
+            if symbol not in linear:
                 continue
             if sign * int(expr.coeff(symbol, 1)) > 0:
                 for upper in uppers:
@@ -253,11 +257,11 @@ class IndexMath:
     def relabel(self, expr: sympy.Expr, tag: str) -> sympy.Expr:
         """The same values along other axes (`x[:, None]`): equal facts, different symbols."""
         renamed = {}
-        for symbol in sorted(expr.free_symbols, key=str):
+        for symbol in sorted(expr.free_symbols, key=_name):
             fact = self._facts[symbol]
             key = ("axes", symbol, tag)
             renamed[symbol] = self.symbol(key, fact.low, fact.high, fact.multiple)
-        return expr.subs(renamed, simultaneous=True)
+        return expr.xreplace(renamed)
 
     def assume(self, comparison: str, left: sympy.Expr, right: sympy.Expr, truth: bool) -> None:
         """Tighten one symbol's range by a comparison that is linear in it; others are left."""
@@ -313,6 +317,10 @@ class IndexMath:
         (low, high), (least, greatest) = self.bounds(left), self.bounds(right)
         multiple = self._common_multiple(left, right)
         return self.symbol(None, min(low, least), max(high, greatest), multiple)
+
+
+def _name(symbol: sympy.Symbol) -> str:
+    return str(symbol.name)
 
 
 def _terms(expr: sympy.Expr) -> tuple[sympy.Expr, ...]:

@@ -11,10 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv, next_power_of_2
-from tilewright.codegen.grouped.codes_specs import CodesConfig, codes_config, codes_obstacle
+from tilewright.codegen.grouped.codes_kernels import CodesConfig, codes_config, codes_obstacle
+from tilewright.codegen.grouped.kernels import DequantizeConfig, GemmConfig
 from tilewright.codegen.grouped.problem import TMA_BYTES, GroupedProblem, WeightOperands
-from tilewright.codegen.grouped.scaled_specs import ScaledConfig, scaled_config
-from tilewright.codegen.grouped.specs import DequantizeConfig, GemmConfig
+from tilewright.codegen.grouped.scaled_kernels import ScaledConfig, scaled_config
 from tilewright.codegen.targets import Target
 
 # Rows per group up to which weights stand on the M side.
@@ -45,7 +45,7 @@ class GroupedPlan:
 def plan_grouped(problem: GroupedProblem, num_rows: int, target: Target) -> GroupedPlan:
     """The kernels for `num_rows` rows on a target."""
     rows = cdiv(num_rows, max(problem.num_groups, 1))
-    if problem.x_scale is not None:
+    if problem.coded:
         codes_by_codes = scaled_gemm_config(rows, target)
         return GroupedPlan(codes_by_codes, None, f"{rows} rows per group, {codes_by_codes}")
     streams = not target.tmem_columns and streams_codes(problem)
@@ -53,7 +53,7 @@ def plan_grouped(problem: GroupedProblem, num_rows: int, target: Target) -> Grou
     bounds = DECODED_ROWS if streams else DECODED_ROWS | DECODED_FROM_TILES
     decode = rows >= bounds.get(form, rows + 1)
     # Rows of dequantised weights follow each other without a gap.
-    decode = decode and problem.inner * ELEMENT_BYTES[problem.x.dtype] % TMA_BYTES == 0
+    decode = decode and problem.inner * ELEMENT_BYTES[problem.x] % TMA_BYTES == 0
     if streams and not decode:
         codes = _codes_config(form, rows)
         return GroupedPlan(codes, None, f"{rows} rows per group, {codes}")
@@ -80,7 +80,7 @@ def grouped_config(rows: int, *, dense: bool) -> GemmConfig:
 def streams_codes(problem: GroupedProblem) -> bool:
     """Whether the GEMM can read its weights by words of codes."""
     scale = problem.weight.scale
-    if problem.expert_ids is not None or scale is None or not scale.aligned:
+    if problem.named or scale is None or not scale.aligned:
         return False
     return codes_obstacle(problem, _codes_config(problem.weight.format, 1)) is None
 

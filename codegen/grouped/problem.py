@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from tilewright.codegen.arithmetic import ELEMENT_BYTES
 from tilewright.codegen.operand import Operand
+from tilewright.codegen.spec import Constant
 
 # TMA: strides and base addresses in whole 16 bytes.
 TMA_BYTES = 16
@@ -18,19 +19,16 @@ PER_BYTE = {"dense": 1, "fp8": 1, "int4": 2, "nvfp4": 2, "mxfp4": 2}
 
 @dataclass(frozen=True)
 class WeightOperands:
-    """A weight [E, N, K] of E experts with all that belongs to it.
+    """A weight [E, N, K] of E experts with its scales.
 
     data: as it is stored, strides (expert, row, column), of which one of the last two is 1. format,
-    scale_block: see ops.formats.expert_weight. scale: strides (expert, row block, column block);
-    factor: one more fp32 factor per expert; bias [E, N]: strides (expert, column).
+    scale_block: see ops.formats.expert_weight. scale: strides (expert, row block, column block).
     """
 
     data: Operand
     format: str = "dense"
     scale_block: tuple[int, int] = (1, 1)
     scale: Operand | None = None
-    factor: Operand | None = None
-    bias: Operand | None = None
 
     @property
     def n_major(self) -> bool:
@@ -47,41 +45,44 @@ class WeightOperands:
         return (0, 0, 0) if self.scale is None else self.scale.strides
 
     @property
-    def bias_strides(self) -> tuple[int, ...]:
-        return (0, 0) if self.bias is None else self.bias.strides
+    def constants(self) -> dict[str, Constant]:
+        """How kernels step through the rows of the weight, and what its codes are."""
+        return {
+            "ROW_STRIDE": self.row_stride,
+            "N_MAJOR": self.n_major,
+            "FORMAT": self.format,
+            "PER_BYTE": PER_BYTE[self.format],
+            "SCALE_BLOCK": self.scale_block,
+        }
 
     def dequantized(self, dtype: str, rows: int, inner: int) -> WeightOperands:
         """The weight [E, rows, inner] after `dequantize_experts`: without a gap, and without its
-        scales; the factors of the experts are left."""
-        data = Operand(dtype, (rows * inner, inner, 1))
-        return WeightOperands(data, factor=self.factor, bias=self.bias)
+        scales."""
+        return WeightOperands(Operand(dtype, (rows * inner, inner, 1)))
 
 
 @dataclass(frozen=True)
 class GroupedProblem:
     """The static part of a grouped GEMM: x [M, K] in groups of rows, weights [E, N, K].
 
-    num_groups: how many ends there are; rows: N; inner: K. x: strides (row,). x_scale: of an x of
-    e4m3 codes, per row and 128 columns, strides (row, column block). ends, expert_ids: where the
-    groups end and their experts; None: group g's expert is g. order: rows of the result are stored
-    where it says.
+    num_groups: how many ends there are; rows: N; inner: K. x: its dtype. coded: x are e4m3 codes
+    with a scale per row and 128 columns. named: the groups' experts are given; else group g's
+    expert is g. ordered: rows of the result are stored where an order says.
     """
 
     num_groups: int
     num_experts: int
     rows: int
     inner: int
-    x: Operand
+    x: str
     weight: WeightOperands
-    ends: Operand
-    out: Operand
-    x_scale: Operand | None = None
-    expert_ids: Operand | None = None
-    order: Operand | None = None
+    coded: bool = False
+    named: bool = False
+    ordered: bool = False
 
     def dequantized(self) -> GroupedProblem:
         """The problem after `dequantize_experts`."""
-        return replace(self, weight=self.weight.dequantized(self.x.dtype, self.rows, self.inner))
+        return replace(self, weight=self.weight.dequantized(self.x, self.rows, self.inner))
 
 
 def weight_obstacle(name: str, weight: WeightOperands) -> str | None:

@@ -5,9 +5,10 @@ The bounds are where kernels of these tiles took equal time on an H200 (docs/lor
 
 from __future__ import annotations
 
+from functools import cache
+
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
-from tilewright.codegen.lora.problem import ExpandProblem, ShrinkProblem
-from tilewright.codegen.lora.specs import (
+from tilewright.codegen.lora.kernels import (
     ExpandConfig,
     FewShrink,
     RowShrink,
@@ -15,6 +16,7 @@ from tilewright.codegen.lora.specs import (
     TiledShrink,
     padded_rank,
 )
+from tilewright.codegen.lora.problem import ShrinkProblem
 from tilewright.codegen.targets import Target
 
 # Rows in any order up to which each program finds its own; more are sorted first.
@@ -152,14 +154,15 @@ def _split(
     return split
 
 
-def plan_expand(problem: ExpandProblem, num_rows: int, target: Target) -> ExpandConfig:
-    """The kernel for up to `num_rows` rows on a target."""
-    block_r = min(padded_rank(problem.rank), 64)
-    if num_rows * problem.rank <= 32 * 16:
+@cache
+def plan_expand(rank: int, dtype: str, num_rows: int) -> ExpandConfig:
+    """The tiles for up to `num_rows` rows. rank: the largest of q, k and v."""
+    block_r = min(padded_rank(rank), 64)
+    if num_rows * rank <= 32 * 16:
         return ExpandConfig(1, 128, block_r, 4)
-    if problem.s.dtype == "fp32":
+    if dtype == "fp32":
         rows = 1 if num_rows <= SINGLE_ROWS else 16
         return ExpandConfig(rows, 128 if rows == 1 else 64, min(block_r, 32), 4)
     if num_rows <= 256:
         return ExpandConfig(16, 128, block_r, 4)
-    return ExpandConfig(32 if problem.rank <= 32 else 64, 128, block_r, 4)
+    return ExpandConfig(32 if rank <= 32 else 64, 128, block_r, 4)

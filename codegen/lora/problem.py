@@ -6,12 +6,7 @@ from dataclasses import dataclass
 
 from tilewright.codegen.arithmetic import cdiv
 from tilewright.codegen.operand import Operand
-from tilewright.codegen.spec import Constant, constants_of
-
-# How far the second and third weight lie from the first, in elements: known at the launch.
-DISTANCES = ("second_distance", "third_distance")
-# Row counts that are known at the launch.
-ROW_COUNTS = ("num_rows", "total_rows", "rows_per_id")
+from tilewright.codegen.spec import Constant
 
 
 @dataclass(frozen=True)
@@ -35,20 +30,9 @@ class RowForm:
     rows: int = 1
 
     @property
-    def constants(self) -> dict[str, Constant]:
-        return {
-            **constants_of(self, "addressing", "inclusive", "num_adapters", "groups", "rows"),
-        }
-
-    @property
-    def tensors(self) -> dict[str, Operand | None]:
-        order = Operand("i32") if self.addressing == "sorted" else None
-        return {"ids_ptr": self.ids, "offsets_ptr": self.offsets, "order_ptr": order}
-
-    @property
-    def rows_per_id(self) -> str | int:
-        """The argument of that name: 1, or a number known at the launch."""
-        return 1 if self.one_each else "i32"
+    def known(self) -> dict[str, Constant]:
+        """The counts of a launch that are constants."""
+        return {"rows_per_id": 1} if self.one_each else {}
 
 
 @dataclass(frozen=True)
@@ -83,7 +67,7 @@ class ShrinkProblem:
 
     hidden: K. ranks: of each weight. a: strides (row,). weights: strides (adapter, row, column of
     K); kernels are given the address of the first and the others' distances from it, so that the
-    alignment of the first alone counts. distances16: those of DISTANCES that 16 divides.
+    alignment of the first alone counts.
     """
 
     hidden: int
@@ -91,7 +75,6 @@ class ShrinkProblem:
     a: Operand
     weights: tuple[Operand, ...]
     form: RowForm
-    distances16: tuple[str, ...] = DISTANCES
 
     @property
     def planes(self) -> int:
@@ -102,38 +85,18 @@ class ShrinkProblem:
         """N, that of the result."""
         return max(self.ranks)
 
-
-@dataclass(frozen=True)
-class Projection:
-    """One of q, k and v in an expand; the default is one that there is not.
-
-    width: columns of the result. plane: of s. weight: strides (adapter, row, rank); base, out:
-    strides (row,).
-    """
-
-    width: int = 0
-    rank: int = 0
-    plane: int = 0
-    scale: float = 1.0
-    weight: Operand | None = None
-    base: Operand | None = None
-    out: Operand | None = None
-
-
-@dataclass(frozen=True)
-class ExpandProblem:
-    """The static part of a `lora_expand_add` call.
-
-    s: strides (row,). projections: q, k, v. planes16: 16 divides the elements from one plane of s
-    to the next.
-    """
-
-    s: Operand
-    projections: tuple[Projection, Projection, Projection]
-    scales: Operand | None
-    form: RowForm
-    planes16: bool = True
-
     @property
-    def rank(self) -> int:
-        return max(projection.rank for projection in self.projections)
+    def constants(self) -> dict[str, Constant]:
+        """The constants of three planes; where there are fewer, the last one's again."""
+        last = self.planes - 1
+        strides = [self.weights[min(plane, last)].strides for plane in range(3)]
+        adapter, row, column = zip(*strides, strict=True)
+        return {
+            "HIDDEN": self.hidden,
+            "N": self.rank,
+            "PLANES": self.planes,
+            "RANKS": tuple([self.ranks[min(plane, last)] for plane in range(3)]),
+            "ADAPTER_STRIDES": adapter,
+            "ROW_STRIDES": row,
+            "COLUMN_STRIDES": column,
+        }

@@ -8,7 +8,7 @@ from dataclasses import replace
 from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv
 from tilewright.codegen.attention.blocks import KEYS
 from tilewright.codegen.attention.prefill_tiles import PrefillConfig, head_group
-from tilewright.codegen.mla.attention_specs import (
+from tilewright.codegen.mla.attention_kernels import (
     MAX_SORTED,
     AttentionProblem,
     AttentionSizes,
@@ -46,7 +46,7 @@ def attention_config(
     reached = problem.tma and (problem.rope_tma or not problem.rope)
     if target.tmem_columns:
         return _in_tensor_memory(problem, sizes, reached)
-    masked = problem.attn_mask is not None
+    masked = problem.attn_mask != ""
     # Three programs on a multiprocessor take turns at the tensor core.
     turns = PrefillConfig(64, 64, 4, 3, tma=True, promote=True, maxnreg=168)
     if problem.is_fp8 and reached and _fits(problem, turns, target):
@@ -69,9 +69,9 @@ def _specialises(problem: AttentionProblem, sizes: AttentionSizes) -> bool:
     result in fp32 (of one chunk of several) gets 64 KiB of shared memory there that the tiles of
     queries and keys do not leave.
     """
-    if problem.out.dtype == "fp32":
+    if problem.out == "fp32":
         return False
-    if problem.is_fp8 or problem.attn_mask is not None or problem.query_positions is not None:
+    if problem.is_fp8 or problem.attn_mask or problem.positioned:
         return False
     if not problem.ragged:
         return sizes.num_keys >= SPECIALISED_KEYS
@@ -87,7 +87,7 @@ def _short(
 ) -> tuple[PrefillConfig, ...]:
     """Tiles for sequences of few keys. A mask comes with a cache's capacity of keys, of which its
     queries may see few: they are taken for as many as there are queries."""
-    masked, keys = problem.attn_mask is not None, _average_keys(problem, sizes)
+    masked, keys = problem.attn_mask != "", _average_keys(problem, sizes)
     if problem.is_fp8 or (min(keys, sizes.num_queries) if masked else keys) > SHORT_KEYS:
         return ()
     if masked and max(problem.blocks) > 128:
@@ -103,10 +103,10 @@ def _in_tensor_memory(
     problem: AttentionProblem, sizes: AttentionSizes, reached: bool
 ) -> PrefillConfig:
     """Before Triton 3.9 two products may not go to one accumulator."""
-    wide, masked = max(problem.blocks) > 128, problem.attn_mask is not None
+    wide, masked = max(problem.blocks) > 128, problem.attn_mask != ""
     if reached and not (masked or wide):
         # A part has its log-sum-exp too, for which two loops leave no registers.
-        part = problem.lse is not None
+        part = problem.has_lse
         return PrefillConfig(
             128, 64, 8, 2, tma=True, warp_specialize=True, one_loop=part, chained=False
         )

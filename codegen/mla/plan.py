@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
-from tilewright.codegen.mla.key_specs import LatentConfig, LatentProblem, UpConfig, UpProblem
+from tilewright.codegen.mla.key_kernels import LatentConfig, LatentProblem, UpConfig, UpProblem
 from tilewright.codegen.targets import Target
 
 # Rows up to which a program has one: there are fewer than warps that hide latency.

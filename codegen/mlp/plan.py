@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
+from tilewright.codegen.mlp.kernels import LinearConfig
 from tilewright.codegen.mlp.problem import LinearProblem, code_step
-from tilewright.codegen.mlp.specs import LinearConfig
 from tilewright.codegen.row_norm import takes_columns
 from tilewright.codegen.targets import Target
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from tilewright.codegen.arithmetic import ELEMENT_BYTES
 from tilewright.codegen.formats import Quantization
-from tilewright.codegen.operand import Operand
 from tilewright.codegen.row_norm import RowNorm
 
 
@@ -15,21 +14,17 @@ class LinearProblem:
     """out [T, n] = residual + scale * activation(norm(x) @ weight^T + bias) * (norm(x) @
     up_weight^T + up_bias).
 
-    x: [T, k], strides (token,). weight, up_weight: [n, k], strides (row, column); up_weight None:
-    not gated. Biases: strides (row,). residual: [T, n], strides (token,). activation "": none.
-    quantization: of weights of codes, whose strides count stored words. post_norm: of what is
-    multiplied by the scale and added to the residual.
+    weight: dtype of what is stored, which is words where there is a quantization. gated: there is
+    an up weight. k_major: K is the contiguous dimension of the weights. activation "": none.
+    post_norm: of what is multiplied by the scale and added to the residual.
     """
 
     n: int
     k: int
-    x: Operand
-    weight: Operand
-    up_weight: Operand | None = None
-    bias: Operand | None = None
-    up_bias: Operand | None = None
+    weight: str
+    gated: bool
+    k_major: bool
     norm: RowNorm | None = None
-    residual: Operand | None = None
     activation: str = ""
     scale: float = 1.0
     quantization: Quantization | None = None
@@ -37,18 +32,13 @@ class LinearProblem:
 
     @property
     def num_weights(self) -> int:
-        return 1 if self.up_weight is None else 2
+        return 2 if self.gated else 1
 
     @property
     def weight_bytes(self) -> float:
         """Of one number of a weight."""
         q = self.quantization
-        return ELEMENT_BYTES[self.weight.dtype] if q is None else q.code_bytes
-
-    @property
-    def k_major(self) -> bool:
-        """Whether K is the contiguous dimension of the weights."""
-        return self.weight.strides[1] == 1
+        return ELEMENT_BYTES[self.weight] if q is None else q.code_bytes
 
 
 def codes_obstacle(q: Quantization, columns: int) -> str | None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tilewright.codegen.arithmetic import cdiv
-from tilewright.codegen.grouped.codes_specs import (
+from tilewright.codegen.grouped.codes_kernels import (
     CodesConfig,
     codes_config,
     codes_obstacle,
     scale_bytes,
 )
+from tilewright.codegen.grouped.kernels import GemmConfig
 from tilewright.codegen.grouped.plan import STREAMED_K, token_tile
-from tilewright.codegen.grouped.specs import GemmConfig
 from tilewright.codegen.moe.problem import MoeProblem, down_problem, up_problem
 
 # Rows per expert from which 128-row tiles are taken.

@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
-from tilewright.codegen.grouped.codes_specs import CodesConfig
+from tilewright.codegen.grouped.codes_kernels import CodesConfig
+from tilewright.codegen.grouped.kernels import DequantizeConfig, GemmConfig
 from tilewright.codegen.grouped.plan import scaled_gemm_config, token_tile
-from tilewright.codegen.grouped.scaled_specs import scaled_config
-from tilewright.codegen.grouped.specs import DequantizeConfig, GemmConfig
+from tilewright.codegen.grouped.scaled_kernels import scaled_config
 from tilewright.codegen.moe.codes_plan import (
     SHORT_INNER,
     STREAMING_TILES,
@@ -23,8 +23,8 @@ from tilewright.codegen.moe.codes_plan import (
     streams_codes,
 )
 from tilewright.codegen.moe.decode import decodable, decoded_problem
+from tilewright.codegen.moe.kernels import CombineConfig, OrderConfig, order_config
 from tilewright.codegen.moe.problem import MoeProblem
-from tilewright.codegen.moe.specs import CombineConfig, OrderConfig, order_config
 from tilewright.codegen.targets import Target
 
 # Rows per expert up to which weights stand on the tensor core's M side.

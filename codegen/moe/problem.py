@@ -11,21 +11,17 @@ from tilewright.codegen.grouped.problem import (
     WeightOperands,
     weight_obstacle,
 )
-from tilewright.codegen.operand import Operand
-
-# What the kernels of a call write for each other, in memory of the call's own.
-INDICES = Operand("i32")
 
 
 @dataclass(frozen=True)
 class MoeProblem:
     """The static part of a `fused_moe` call.
 
-    x: strides (row,); expert_weights: strides (token, slot). gate, up: weights [E, inner, hidden],
+    dtype: of x, of the hidden rows and of the result. gate, up: weights [E, inner, hidden],
     up None where the activation is not gated; down: [E, hidden, inner]; all of one format, biases
     of one dtype. interleaved: up's rows lie between gate's, in one tensor; else up lies `distance`
     stored elements from gate, up_first: before it. distance None: two tensors, whose distance is
-    known at the launch; distance_divisible: that 16 divides it. coded_rows: x and the hidden rows
+    known at the launch. coded_rows: x and the hidden rows
     are quantised to e4m3 before they are multiplied.
     """
 
@@ -33,9 +29,7 @@ class MoeProblem:
     num_slots: int
     hidden: int
     inner: int
-    x: Operand
-    expert_ids: Operand
-    expert_weights: Operand
+    dtype: str
     gate: WeightOperands
     up: WeightOperands | None
     down: WeightOperands
@@ -46,12 +40,6 @@ class MoeProblem:
     alpha: float
     limit: float
     coded_rows: bool = False
-    distance_divisible: bool = True
-
-    @property
-    def dtype(self) -> str:
-        """Of x, of the hidden rows and of the result."""
-        return self.x.dtype
 
     @property
     def format(self) -> str:
@@ -84,11 +72,9 @@ def down_problem(problem: MoeProblem) -> GroupedProblem:
         num_experts=problem.num_experts,
         rows=problem.hidden,
         inner=problem.inner,
-        x=Operand(problem.dtype, (problem.inner,)),
+        x=problem.dtype,
         weight=problem.down,
-        ends=INDICES,
-        out=Operand(problem.dtype),
-        order=INDICES,
+        ordered=True,
     )
 
 

@@ -7,8 +7,10 @@ and the choice, which would be a long end of one program, has a launch of its ow
 
 from __future__ import annotations
 
+from functools import cache
+
 from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv, next_power_of_2
-from tilewright.codegen.moe.router_specs import RouterConfig, RouterProblem
+from tilewright.codegen.moe.router_kernels import RouterConfig, RouterProblem
 from tilewright.codegen.targets import Target
 
 # The tensor core's least tile.
@@ -29,9 +31,10 @@ CHOSEN_BY_WARP = 256
 LARGE_WEIGHT = 1 << 20
 
 
+@cache
 def router_config(problem: RouterProblem, num_tokens: int, target: Target) -> RouterConfig:
     """The tiles for up to `num_tokens` tokens."""
-    if problem.weight is None or uses_library(problem, num_tokens):
+    if not problem.weight or uses_library(problem, num_tokens):
         rows, warps = _choice(problem, num_tokens)
         return RouterConfig(1, 1, 1, 1, rows, 1, 1, chooses=False, choose_warps=warps)
     few = num_tokens <= FEW_TOKENS
@@ -71,5 +74,4 @@ def _choice(problem: RouterProblem, num_tokens: int) -> tuple[int, int]:
 
 
 def _weight_bytes(problem: RouterProblem) -> int:
-    assert problem.weight is not None
-    return problem.num_experts * problem.hidden * ELEMENT_BYTES[problem.weight.dtype]
+    return problem.num_experts * problem.hidden * ELEMENT_BYTES[problem.weight]

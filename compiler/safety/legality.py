@@ -215,6 +215,9 @@ def _inputs_unchanged(match: Match, flow: Dataflow) -> None:
                 f"pattern {match.pattern!r}: argument {name!r} is what scratch writes, and "
                 "that vanishes with the match; give what is written"
             )
+        if write := _vanishing_write(view, match, flow):
+            message = f"{name} is read from memory whose writes would vanish with the match"
+            _hazard("ESCAPES", message, view, write, hint="give it memory of its own: x.clone()")
         if view.value.position >= last:
             message = f"{name} is computed only after {_place(match, flow)}"
             _hazard("ORDER", message, view, hint="compute every operand before that")
@@ -222,6 +225,19 @@ def _inputs_unchanged(match: Match, flow: Dataflow) -> None:
             if write.node not in vanishing:
                 message = f"{name} is changed in place before {_place(match, flow)}"
                 _hazard("INPUT_MUTATED", message, write)
+
+
+def _vanishing_write(view: View, match: Match, flow: Dataflow) -> Value | None:
+    """The scratch write of the match that made a part of what a view holds; None for none."""
+    memory = flow.memory_of.get(flow.home(view.value))
+    if memory is None:
+        return None
+    for write in match.scratch:
+        assert write.store is not None
+        same = write.store.memory.storage is memory.storage
+        if same and write.position <= view.value.position:
+            return write
+    return None
 
 
 def _scratch_is_private(match: Match, flow: Dataflow) -> None:

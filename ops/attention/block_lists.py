@@ -12,13 +12,16 @@ import torch
 
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
 from tilewright.codegen.attention.blocks import KEYS, LOWEST, ORDINARY, QUERIES
-from tilewright.codegen.attention.mask_plan import mask_config
-from tilewright.codegen.attention.mask_specs import (
+from tilewright.codegen.attention.mask_kernels import (
+    MASK_BLOCKS,
+    MaskConfig,
     MaskProblem,
     blocks_per_part,
-    mask_spec,
     numbers_per_tile,
 )
+from tilewright.codegen.attention.mask_plan import mask_config
+from tilewright.codegen.kernel import Statics
+from tilewright.codegen.spec import Constant
 from tilewright.codegen.targets import Target
 from tilewright.ops.attention.masks import largest_power
 from tilewright.ops.checks import (
@@ -30,8 +33,10 @@ from tilewright.ops.checks import (
     holds,
     readable,
 )
-from tilewright.ops.runtime.operands import broadcast_strides, mask_bytes, operand
-from tilewright.ops.runtime.program import Buffer, Launch, Outcome, SplitK, Step, Steps
+from tilewright.ops.runtime.dtypes import TRITON_TYPES
+from tilewright.ops.runtime.kernels import launch
+from tilewright.ops.runtime.operands import broadcast_strides, mask_bytes
+from tilewright.ops.runtime.program import Buffer, Outcome, SplitK, Step, Steps
 
 NAME = "mask_blocks"
 # A list holds 2 * block + whole, and kernels count keys in 32 bits.
@@ -141,57 +146,47 @@ def unsupported(a: MaskBlocksArguments) -> str | None:
     return f"no kernel for {dtype}" if dtype == torch.float64 else None
 
 
-def mask_problem(a: MaskBlocksArguments, numbers: dict[str, Any]) -> MaskProblem:
-    """The static part of a call. numbers: of its launch, by the kernel's parameter names."""
-    mask = a.attn_mask
-    _, _, queries, keys = mask.shape
-    return MaskProblem(
-        mask=operand(mask_bytes(mask)),
-        contiguous=numbers["column_stride"] == 1,
-        rows=next_power_of_2(min(queries, QUERIES)),
-        key_blocks=next_power_of_2(cdiv(keys, KEYS)),
-        divisible=tuple(name for name in _DIVISIBLE if numbers[name] % 16 == 0),
-        unit=_unit(a),
-    )
-
-
-_DIVISIBLE = ("num_keys", "sequence_stride", "head_stride", "row_stride", "column_stride")
-
-
-_spec = cache(mask_spec)
-
-
 def mask_blocks_steps(a: MaskBlocksArguments, target: Target) -> Steps:
     """The steps of a call."""
-    mask = a.attn_mask
+    mask = mask_bytes(a.attn_mask)
     batch, heads, query_tiles, columns = shape = blocks_shape(mask)
     tiles, key_blocks = batch * heads * query_tiles, columns - 1
-    steps = broadcast_strides(mask)
-    numbers = {
+    rows = next_power_of_2(min(mask.shape[2], QUERIES))
+    dtype = TRITON_TYPES[mask.dtype]
+    problem = MaskProblem(dtype, rows, next_power_of_2(key_blocks), _unit(a))
+    config, statics = _mask_kernel(problem, tiles, target)
+    out = yield Buffer(shape, torch.int32)
+    flags, counters = yield SplitK(tiles, numbers_per_tile(problem, config, key_blocks))
+    sequence_stride, head_stride, row_stride, _ = broadcast_strides(mask)
+    column_stride = mask.stride(3) if mask.shape[3] > 1 else 1
+    known: dict[str, Constant] = {"column_stride": 1} if column_stride == 1 else {}
+    values = {
+        "mask": mask,
+        "out": out,
+        "flags": flags,
+        "counters": counters,
         "num_heads": heads,
         "num_queries": mask.shape[2],
         "num_keys": mask.shape[3],
         "query_tiles": query_tiles,
         "key_blocks": key_blocks,
-        "sequence_stride": steps[0],
-        "head_stride": steps[1],
-        "row_stride": steps[2],
-        "column_stride": mask.stride(3) if mask.shape[3] > 1 else 1,
-    }
-    problem = mask_problem(a, numbers)
-    config = mask_config(problem, tiles, target)
-    out = yield Buffer(shape, torch.int32)
-    flags, counters = yield SplitK(tiles, numbers_per_tile(problem, config, key_blocks))
-    values = numbers | {
-        "mask_ptr": mask_bytes(mask),
-        "out_ptr": out,
-        "flags_ptr": flags,
-        "counters_ptr": counters,
         "blocks_per_part": blocks_per_part(config, key_blocks),
         "parts": config.parts,
+        "sequence_stride": sequence_stride,
+        "head_stride": head_stride,
+        "row_stride": row_stride,
+        "column_stride": column_stride,
     }
-    yield Launch(_spec(problem, config, target.name), (tiles, config.parts), values)
-    return Outcome(out, "mask blocks", str(config))
+    grid = (tiles, config.parts)
+    yield launch(MASK_BLOCKS, target, grid, values, statics, **known)
+    return Outcome(out, "mask blocks", config)
+
+
+@cache
+def _mask_kernel(problem: MaskProblem, tiles: int, target: Target) -> tuple[MaskConfig, Statics]:
+    """How a mask is cut, and the constants of the kernel."""
+    config = mask_config(problem, tiles, target)
+    return config, Statics(problem, config, keys=KEYS, queries=QUERIES, **problem.bounds)
 
 
 def list_steps(

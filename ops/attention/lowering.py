@@ -5,11 +5,24 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
+from tilewright.codegen.attention.blocks import KEYS, QUERIES
+from tilewright.codegen.attention.kernels import (
+    DECODE,
+    MERGE,
+    PREFILL,
+    ROPE_STRIDES,
+    V_STRIDES,
+    DecodeConfig,
+    decode_tiles,
+    merge_grid,
+    merged_columns,
+    workspace_elements,
+)
 from tilewright.codegen.attention.plan import (
     decode_config,
     decode_rows,
@@ -19,35 +32,34 @@ from tilewright.codegen.attention.plan import (
 )
 from tilewright.codegen.attention.prefill_tiles import PrefillConfig, num_tiles, tile_grid
 from tilewright.codegen.attention.problem import CacheProblem, CacheSizes
-from tilewright.codegen.attention.specs import (
-    DecodeConfig,
-    decode_spec,
-    decode_tiles,
-    merge_grid,
-    merge_spec,
-    prefill_spec,
-    workspace_elements,
-)
+from tilewright.codegen.kernel import Statics
 from tilewright.codegen.targets import Target
+from tilewright.ops.attention.arguments import AttentionArguments
 from tilewright.ops.attention.block_lists import list_steps
 from tilewright.ops.attention.library import library_steps, library_wanted
 from tilewright.ops.attention.masks import lowest_hides
-from tilewright.ops.attention.operands import RopePart, Values, cache_problem, cache_sizes
+from tilewright.ops.attention.operands import (
+    RopePart,
+    Values,
+    cache_problem,
+    cache_sizes,
+    cache_values,
+    known_strides,
+)
 from tilewright.ops.attention.positions import room
-from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, Step, Steps, chooser
+from tilewright.ops.checks import given
+from tilewright.ops.runtime.kernels import launch
+from tilewright.ops.runtime.program import Buffer, Library, Outcome, Step, Steps
 
 # Tensors with an element for each sequence, which kernels read one after the other.
 BY_SEQUENCE = ("row_offsets", "key_lengths", "cache_lengths")
 
-_merge_spec = cache(merge_spec)
-
-
-_decode_kernel = chooser(decode_config, decode_spec)
-_prefill_kernel = chooser(prefill_config, prefill_spec)
+#: Arguments whose vectors may be copied.
+Record = TypeVar("Record")
 
 
 def attention_steps(
-    a: Any,
+    a: AttentionArguments,
     target: Target,
     config: DecodeConfig | PrefillConfig | None = None,
     rope: RopePart | None = None,
@@ -64,13 +76,14 @@ def attention_steps(
         yield Library(torch.Tensor.zero_, (out,))
         return Outcome(out, "nothing", "there are no keys, so zeros")
     a = yield from _with_list((yield from with_dense(a, BY_SEQUENCE)), target)
-    problem, values = cache_problem(a, rope)
-    sizes, values["out_ptr"] = cache_sizes(a), out
+    sizes = cache_sizes(a)
+    problem = cache_problem(a, rope, listed=a.mask_blocks is not None)
     few = rope is not None or isinstance(config, DecodeConfig)
     few = few or (config is None and decodes(problem, sizes))
-    if few and problem.mask_blocks is not None and a.attn_mask.shape[1] > 1:
+    values = cache_values(a, sizes, rope) | {"out": out}
+    if few and problem.listed and given(a.attn_mask).shape[1] > 1:
         # A tile has all heads that share keys; the list says what each sees.
-        problem, values["mask_blocks_ptr"] = replace(problem, mask_blocks=None), None
+        problem, values["mask_blocks"] = replace(problem, listed=False), None
     steps = _decode if few else _prefill
     return (yield from steps(problem, sizes, values, target, config))
 
@@ -78,38 +91,72 @@ def attention_steps(
 def _decode(
     problem: CacheProblem, sizes: CacheSizes, values: Values, target: Target, config: Any
 ) -> Steps:
-    config, spec = _decode_kernel(problem, _bucket(sizes), target, config=config)
+    config, statics, merging = _decode_kernel(problem, _bucket(sizes), target, config)
     tiles = decode_tiles(problem, config, (sizes.num_sequences, sizes.num_queries))
+    values["workspace"] = None
     if config.splits > 1:
         shape = tiles, workspace_elements(problem, config)
-        values["workspace_ptr"] = yield Buffer(shape, torch.float32)
+        values["workspace"] = yield Buffer(shape, torch.float32)
     values["row_tiles"] = cdiv(sizes.num_queries, config.tokens)
-    yield Launch(spec, (tiles * config.splits,), values)
+    known = known_strides(values) | dict.fromkeys(V_STRIDES if problem.latent else ROPE_STRIDES, 0)
+    yield launch(DECODE, target, (tiles * config.splits,), values, statics, **known)
     if config.splits > 1:
-        merge = _merge_spec(problem, config, target.name)
-        yield Launch(merge, merge_grid(problem, config, tiles), values)
-    return Outcome(values["out_ptr"], "decode kernel", config)
+        yield launch(MERGE, target, merge_grid(problem, config, tiles), values, merging)
+    return Outcome(values["out"], "decode kernel", config)
+
+
+@cache
+def _decode_kernel(
+    problem: CacheProblem, sizes: CacheSizes, target: Target, config: DecodeConfig | None
+) -> tuple[DecodeConfig, Statics, Statics]:
+    """The tiles, those of `config` where it is given, and the constants of both kernels."""
+    config = config or decode_config(problem, sizes, target)
+    shared = Statics(
+        problem,
+        tile_heads=config.heads,
+        tokens=config.tokens,
+        splits=config.splits,
+        real=config.real_rows,
+        # In tensor memory an accumulator that two products share is wrong before Triton 3.9.
+        chained=not target.tmem_columns,
+        stages=config.num_stages,
+        split_block=next_power_of_2(config.splits),
+        columns=merged_columns(problem, config),
+        keys=KEYS,
+        queries=QUERIES,
+    )
+    return config, Statics(config, shared), shared
 
 
 def _prefill(
     problem: CacheProblem, sizes: CacheSizes, values: Values, target: Target, config: Any
 ) -> Steps:
-    config, spec = _prefill_kernel(problem, target, config=config)
-    ragged, queries = problem.row_offsets is not None, sizes.num_queries
+    config, statics = _prefill_kernel(problem, target, config)
+    ragged, queries = problem.ragged, sizes.num_queries
     tiles = num_tiles(config.block_m, sizes.num_sequences, queries, queries, ragged=ragged)
     group = query_head_group(problem, sizes, target)
     values |= {"row_tiles": tiles, "head_group": group}
-    pairs = problem.num_kv_heads * problem.group * (1 if ragged else sizes.num_sequences)
-    yield Launch(spec, tile_grid(pairs, tiles, group), values)
-    return Outcome(values["out_ptr"], "prefill kernel", config)
+    pairs = problem.num_heads * (1 if ragged else sizes.num_sequences)
+    grid = tile_grid(pairs, tiles, group)
+    yield launch(PREFILL, target, grid, values, statics, **known_strides(values))
+    return Outcome(values["out"], "prefill kernel", config)
 
 
-def decode_tile(a: Any, rope: RopePart, num_queries: int) -> int:
+@cache
+def _prefill_kernel(
+    problem: CacheProblem, target: Target, config: PrefillConfig | None
+) -> tuple[PrefillConfig, Statics]:
+    """The tiles, those of `config` where it is given, and the constants of the kernel."""
+    config = config or prefill_config(problem, target)
+    return config, Statics(config, problem, keys=KEYS, queries=QUERIES)
+
+
+def decode_tile(a: AttentionArguments, rope: RopePart, num_queries: int) -> int:
     """Rows of a tile of a call with so many queries in a sequence."""
-    return decode_rows(cache_problem(a, rope)[0], num_queries)[2]
+    return decode_rows(cache_problem(a, rope), num_queries)[2]
 
 
-def with_dense(a: Any, names: Sequence[str]) -> Generator[Step, Any, Any]:
+def with_dense(a: Record, names: Sequence[str]) -> Generator[Step, Any, Record]:
     """The same call with copies of those of its vectors whose elements do not follow each other."""
     made = {}
     for name in names:
@@ -117,10 +164,10 @@ def with_dense(a: Any, names: Sequence[str]) -> Generator[Step, Any, Any]:
         if vector is not None and vector.shape[0] > 1 and vector.stride(0) != 1:
             made[name] = yield Buffer.like(vector)
             yield Library(torch.Tensor.copy_, (made[name], vector))
-    return replace(a, **made) if made else a
+    return replace(a, **made) if made else a  # type: ignore[type-var]
 
 
-def _with_list(a: Any, target: Target) -> Generator[Step, Any, Any]:
+def _with_list(a: AttentionArguments, target: Target) -> Generator[Step, Any, Any]:
     """The same call with the list of blocks of its mask."""
     if a.attn_mask is None or a.mask_blocks is not None:
         return a

@@ -12,15 +12,17 @@ from typing import Any
 
 import torch
 
+from tilewright.codegen.collective.plan import COLUMN_STEP, MOST_COLUMNS
 from tilewright.ops.checks import FLOAT_DTYPES, ArgumentError, check_operand
 from tilewright.ops.collective.cases import REDUCE_CASES, sample_reduce
-from tilewright.ops.collective.operands import unsupported
 from tilewright.ops.contract import FusedOp, emitted_kernel, register, rounded_once
 from tilewright.ops.groups import Group
 from tilewright.ops.reference.norm import RowNorm
+from tilewright.ops.runtime.peers import obstacle
 from tilewright.ops.sampling import sampler_of
 
 NAME = "all_reduce_residual_norm"
+KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 ERROR_MODEL = (
     "fp32 sums and norm; each result is rounded once. Where the ranks have no memory in common, "
     "their sum is rounded as the graph rounds it"
@@ -83,6 +85,16 @@ def reference(a: AllReduceResidualNormArguments) -> tuple[torch.Tensor, torch.Te
     total = total + a.residual.to(compute)
     normed = a.norm.apply(total)
     return total.to(a.x.dtype).contiguous(), normed.to(a.x.dtype).contiguous()
+
+
+def unsupported(a: AllReduceResidualNormArguments) -> str | None:
+    """Why no kernel takes a call, from metadata, the same on all ranks; None where one does."""
+    if a.x.dtype not in KERNEL_DTYPES:
+        return f"no kernel for {a.x.dtype}"
+    columns = a.x.shape[1]
+    if columns > MOST_COLUMNS or columns % COLUMN_STEP or columns == 0:
+        return f"{columns} columns: expected a multiple of {COLUMN_STEP} up to {MOST_COLUMNS}"
+    return obstacle(a.group) if a.num_ranks > 1 else None
 
 
 sample_inputs = sampler_of(AllReduceResidualNormArguments, sample_reduce)

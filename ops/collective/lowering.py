@@ -9,25 +9,29 @@ collective, or raises.
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from tilewright.codegen.collective.plan import most_tokens, reduce_config
-from tilewright.codegen.collective.specs import (
+from tilewright.codegen.arithmetic import next_power_of_2
+from tilewright.codegen.collective.kernels import (
+    PATIENCE,
+    REDUCE,
     ReduceConfig,
     flags_shape,
     reduce_grid,
-    reduce_spec,
     shared_bytes,
-    shared_form,
 )
+from tilewright.codegen.collective.plan import most_tokens, reduce_config
+from tilewright.codegen.operand import Operand
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
-from tilewright.ops.collective.operands import reduce_problem
 from tilewright.ops.reference.norm import apply_norm
+from tilewright.ops.runtime.dtypes import TRITON_TYPES
+from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.peers import RankFailedError
 from tilewright.ops.runtime.program import (
     Buffer,
@@ -39,14 +43,15 @@ from tilewright.ops.runtime.program import (
     Peers,
     Step,
     Steps,
-    chooser,
 )
 
 log = logging.getLogger("tilewright")
 
-_chosen = chooser(reduce_config, reduce_spec)
 # Kernels of one rank that failed here: none is tried at each call.
 _failed: set[KernelSpec] = set()
+# What the ranks share, before they do.
+_SHARED = {"peers": Operand("i64"), "steps": Operand("i32"), "rank": 0}
+_NOT_SHARED = {"peers": None, "steps": None, "rank": None}
 
 
 def all_reduce_residual_norm_steps(
@@ -65,10 +70,9 @@ def all_reduce_residual_norm_steps(
     if a.num_ranks > 1:
         x, why = (yield Buffer.like(a.x)), "the library's all-reduce, then the norm"
         yield from _together(a.group, Library(partial(_all_reduce, group=a.group), (x, a.x)))
-    alone = replace(a, x=x)
-    config, spec = _chosen(reduce_problem(alone, 1), target)
-    launch = Launch(spec, reduce_grid(config, tokens), _values(alone, results))
-    if (yield from _launched(launch, a.num_ranks > 1)):
+    config = config or reduce_config(x.shape[1], 1)
+    step = _reduce(a, (x, 1), results, _NOT_SHARED, target, config)
+    if (yield from _launched(step, a.num_ranks > 1)):
         return Outcome(results, "norm kernel", why)
     weight = () if a.norm_weight is None else (a.norm_weight,)
     function = partial(_residual_norm, eps=a.norm_eps, offset=a.norm_offset)
@@ -76,19 +80,56 @@ def all_reduce_residual_norm_steps(
     return Outcome(results, "library", f"{why}, whose kernel failed")
 
 
-def _launched(launch: Launch, summed: bool) -> Any:
+def _reduce(
+    a: Any,
+    summed: tuple[torch.Tensor, int],
+    results: tuple[torch.Tensor, ...],
+    shared: dict[str, Any],
+    target: Target,
+    config: ReduceConfig,
+) -> Launch:
+    """The one kernel. summed: x, and of how many ranks it sums the parts. shared: what they
+    share."""
+    x, num_ranks = summed
+    tokens, columns = x.shape
+    values = {
+        "x": x,
+        "residual": a.residual,
+        "norm_weight": a.norm_weight,
+        "summed": results[0],
+        "normed": results[1],
+        "num_tokens": tokens,
+        **shared,
+    }
+    return launch(
+        REDUCE,
+        target,
+        reduce_grid(config, tokens),
+        values,
+        config,
+        N=columns,
+        NORM_EPS=a.norm_eps,
+        NORM_OFFSET=a.norm_offset,
+        BLOCK=next_power_of_2(columns),
+        RANKS=num_ranks,
+        FLAGS=math.prod(flags_shape(config, num_ranks)),
+        LIMIT=PATIENCE,
+    )
+
+
+def _launched(step: Launch, summed: bool) -> Any:
     """Gives whether the kernel runs. summed: what the ranks have summed is not to be lost."""
-    if launch.spec in _failed:
+    if step.spec in _failed:
         return False
     try:
-        yield launch
+        yield step
     except torch.OutOfMemoryError:
         raise
     except Exception:
         if not summed:
             raise
-        _failed.add(launch.spec)
-        log.exception("%s failed; torch adds the residual and takes the norm", launch.spec.kernel)
+        _failed.add(step.spec)
+        log.exception("%s failed; torch adds the residual and takes the norm", step.spec.kernel)
         return False
     return True
 
@@ -97,19 +138,21 @@ def _through_peers(
     a: Any, results: tuple[torch.Tensor, ...], target: Target, config: ReduceConfig | None
 ) -> Any:
     """Gives the tiles, or None where the ranks share no memory."""
-    problem, tokens = reduce_problem(a, a.num_ranks), a.x.shape[0]
-    config, spec = _chosen(problem, target, config=config)
-    form, nbytes = shared_form(problem, config), shared_bytes(problem, config)
-    flags = flags_shape(problem, config)
-    step = Peers(a.group, form, _kind(a), nbytes, config.blocks, spec, flags)
-    shared: PeerMemory | None = yield from _together(a.group, step)
+    columns, ranks = a.x.shape[1], a.num_ranks
+    config = config or reduce_config(columns, ranks)
+    step = _reduce(a, (a.x, ranks), results, _SHARED, target, config)
+    # What kernels that use the same memory have in common; where tensors lie is no part of it.
+    form = f"{ranks} x {TRITON_TYPES[a.x.dtype]}[{columns}] x{config.blocks}"
+    nbytes = shared_bytes(config, ranks, a.x.element_size() * columns)
+    flags = flags_shape(config, ranks)
+    peers = Peers(a.group, form, _kind(a), nbytes, config.blocks, step.spec, flags)
+    shared: PeerMemory | None = yield from _together(a.group, peers)
     if shared is None:
         # A captured call has none that a later one may have, and then all ranks must ask for it.
         yield NotRepeatable("the ranks share no memory")
         return None
-    peers = {"peers_ptr": shared.addresses, "steps_ptr": shared.sent, "rank": shared.rank}
-    launch = Launch(spec, reduce_grid(config, tokens), _values(a, results) | peers)
-    yield from _together(a.group, launch)
+    memory = {"peers_ptr": shared.addresses, "steps_ptr": shared.sent, "rank": shared.rank}
+    yield from _together(a.group, replace(step, values={**step.values, **memory}))
     return config
 
 
@@ -129,17 +172,6 @@ def _kind(a: Any) -> str:
     none of it."""
     weight = "none" if a.norm_weight is None else str(a.norm_weight.dtype)
     return f"norm {weight} {a.norm_eps} {a.norm_offset}"
-
-
-def _values(a: Any, results: tuple[torch.Tensor, ...]) -> dict[str, Any]:
-    return {
-        "x_ptr": a.x,
-        "residual_ptr": a.residual,
-        "norm_weight_ptr": a.norm_weight,
-        "summed_ptr": results[0],
-        "normed_ptr": results[1],
-        "num_tokens": a.x.shape[0],
-    }
 
 
 def _all_reduce(out: torch.Tensor, x: torch.Tensor, group: str) -> None:

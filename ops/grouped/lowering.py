@@ -10,37 +10,34 @@ from typing import Any
 import torch
 
 from tilewright.codegen.arithmetic import next_power_of_2
-from tilewright.codegen.grouped.codes_specs import (
+from tilewright.codegen.grouped.codes_kernels import (
+    DOWN_CODES,
     WORD_BYTES,
     CodesConfig,
-    down_codes_spec,
+    down_codes_statics,
     scale_bytes,
+)
+from tilewright.codegen.grouped.kernels import (
+    DEQUANTIZE,
+    GROUPED,
+    GemmConfig,
+    dequantize_grid,
+    dequantize_statics,
+    gemm_grid,
+    grouped_statics,
 )
 from tilewright.codegen.grouped.plan import GroupedPlan, plan_grouped
 from tilewright.codegen.grouped.problem import GroupedProblem, WeightOperands
-from tilewright.codegen.grouped.scaled_specs import ScaledConfig, grouped_scaled_spec
-from tilewright.codegen.grouped.specs import (
-    GemmConfig,
-    dequantize_grid,
-    dequantize_spec,
-    gemm_grid,
-    grouped_spec,
-)
-from tilewright.codegen.spec import KernelSpec
+from tilewright.codegen.grouped.scaled_kernels import GROUPED_SCALED, ScaledConfig
+from tilewright.codegen.kernel import Kernel, Statics
 from tilewright.codegen.targets import Target
 from tilewright.ops.formats.row_groups import contiguous
 from tilewright.ops.grouped.arguments import GroupedMatmulArguments
 from tilewright.ops.grouped.matmul import reference
 from tilewright.ops.grouped.operands import grouped_problem, unsupported
+from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.operands import is_aligned
-from tilewright.ops.runtime.program import (
-    Buffer,
-    Launch,
-    Library,
-    NotRepeatable,
-    Outcome,
-    Steps,
-)
+from tilewright.ops.runtime.program import Buffer, Library, NotRepeatable, Outcome, Steps
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
@@ -48,19 +45,23 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 @cache
 def _chosen(
     problem: GroupedProblem, num_rows: int, target: Target, plan: GroupedPlan | None
-) -> tuple[GroupedPlan, KernelSpec | None, KernelSpec]:
-    """For up to `num_rows` rows: plan, what dequantises the weights, where they are before, GEMM.
-    plan: in place of the planner's."""
+) -> tuple[GroupedPlan, Statics | None, Statics]:
+    """For up to `num_rows` rows: plan, and the constants of what dequantises the weights, where
+    they are before, and of the GEMM. plan: in place of the planner's."""
     plan = plan or plan_grouped(problem, num_rows, target)
     if isinstance(plan.gemm, CodesConfig):
-        return plan, None, down_codes_spec(problem, plan.gemm, target.name)
-    if isinstance(plan.gemm, ScaledConfig):
-        return plan, None, grouped_scaled_spec(problem, plan.gemm, target.name)
+        return plan, None, down_codes_statics(problem, plan.gemm)
     decode = None
     if plan.decode is not None:
-        decode = dequantize_spec(problem, plan.decode, target.name)
+        decode = dequantize_statics(problem, plan.decode)
         problem = problem.dequantized()
-    return plan, decode, grouped_spec(problem, plan.gemm, target.name)
+    return plan, decode, grouped_statics(problem, plan.gemm)
+
+
+def _kernel(config: GemmConfig) -> Kernel:
+    if isinstance(config, CodesConfig):
+        return DOWN_CODES
+    return GROUPED_SCALED if isinstance(config, ScaledConfig) else GROUPED
 
 
 def grouped_matmul_steps(
@@ -80,24 +81,27 @@ def grouped_matmul_steps(
         return Outcome(out, "nothing", "no rows, columns or groups, nothing is launched")
     problem = grouped_problem(a)
     plan, decode, gemm = _chosen(problem, next_power_of_2(a.x.shape[0]), target, plan)
-    weight = {"weight_ptr": a.weight, "scale_ptr": a.weight_scale}
+    weight = {"weight": a.weight, "scale": a.weight_scale}
     if decode is not None and plan.decode is not None:
         decoded = yield Buffer(a.experts.shape, a.x.dtype)
-        grid = dequantize_grid(problem, plan.decode)
-        yield Launch(decode, grid, weight | {"out_ptr": decoded})
-        weight = {"weight_ptr": decoded}
+        blocks = dequantize_grid(problem, plan.decode)
+        yield launch(DEQUANTIZE, target, blocks, weight | {"out": decoded}, decode)
+        weight = {"weight": decoded, "scale": None}
     values = {
-        "x_ptr": a.x,
-        "x_scale_ptr": a.x_scale,
-        "ends_ptr": contiguous(a.ends),
-        "expert_ids_ptr": contiguous(a.expert_ids),
+        "x": a.x,
+        "x_scale": a.x_scale,
+        "ids": None,
+        "order": None,
+        "ends": contiguous(a.ends),
+        "expert_ids": contiguous(a.expert_ids),
         **as_words(weight, problem.weight, plan.gemm),
-        "factor_ptr": contiguous(a.weight_expert_scale),
-        "bias_ptr": a.bias,
-        "y_ptr": out,
+        "factor": contiguous(a.weight_expert_scale),
+        "bias": a.bias,
+        "y": out,
         "num_rows": a.x.shape[0],
     }
-    yield Launch(gemm, gemm_grid(plan.gemm, target.num_sms), values)
+    grid = gemm_grid(plan.gemm, target.num_sms)
+    yield launch(_kernel(plan.gemm), target, grid, values, gemm)
     return Outcome(out, "grouped kernel", plan.reason)
 
 
@@ -122,10 +126,10 @@ def as_words(
     made = dict(values)
     if not isinstance(config, CodesConfig):
         return made
-    made["weight_ptr"] = made["weight_ptr"].view(torch.int32)
+    made["weight"] = made["weight"].view(torch.int32)
     if "distance" in made:
         made["distance"] //= WORD_BYTES
-    for name in ("scale_ptr", "gate_scale_ptr", "up_scale_ptr"):
+    for name in ("scale", "gate_scale", "up_scale"):
         if weight.format != "int4" and made.get(name) is not None:
             made[name] = made[name].view(_INTEGERS[scale_bytes(weight, config)])
     return made

@@ -8,67 +8,60 @@ from functools import cache
 import torch
 
 from tilewright.codegen.arithmetic import next_power_of_2
-from tilewright.codegen.grouped.nvfp4_specs import Nvfp4Problem, nvfp4_config, nvfp4_spec
-from tilewright.codegen.grouped.specs import GemmConfig, gemm_grid
-from tilewright.codegen.operand import Operand
-from tilewright.codegen.spec import KernelSpec
+from tilewright.codegen.grouped.kernels import GemmConfig, gemm_grid
+from tilewright.codegen.grouped.nvfp4_kernels import GROUPED_NVFP4, nvfp4_config, nvfp4_statics
+from tilewright.codegen.kernel import Statics
 from tilewright.codegen.targets import Target
 from tilewright.ops.formats.row_groups import contiguous
 from tilewright.ops.grouped.nvfp4_matmul import Nvfp4MatmulArguments, fake
-from tilewright.ops.runtime.dtypes import TRITON_TYPES
+from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.operands import is_aligned
-from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, Steps
-
-
-def nvfp4_problem(a: Nvfp4MatmulArguments) -> Nvfp4Problem:
-    """The static part of a call; metadata only."""
-    indices = (a.group_offsets, a.group_scale_offsets, a.expert_ids)
-    offsets, deltas, ids = (Operand(TRITON_TYPES[t.dtype], aligned=False) for t in indices)
-    return Nvfp4Problem(
-        num_experts=a.b.shape[0],
-        max_groups=max(a.num_groups, 1),
-        rows=a.b.shape[1],
-        inner=2 * a.b.shape[2],
-        a=Operand("u8", (a.a.stride(0),)),
-        b=Operand("u8", a.b.stride()[:2]),
-        offsets=offsets,
-        deltas=deltas,
-        expert_ids=ids,
-        out_dtype=TRITON_TYPES[a.result_dtype],
-    )
+from tilewright.ops.runtime.program import Buffer, Library, Outcome, Steps
 
 
 @cache
-def _chosen(problem: Nvfp4Problem, num_rows: int, target: Target) -> tuple[GemmConfig, KernelSpec]:
-    """Tiles and kernel for up to `num_rows` rows."""
-    config = nvfp4_config(problem, num_rows, target)
-    scaled = target.has("block_scaled_mma")
-    return config, nvfp4_spec(problem, config, target.name, block_scaled=scaled)
+def _chosen(
+    max_groups: int, num_rows: int, target: Target, config: GemmConfig | None, scaled: bool
+) -> tuple[GemmConfig, Statics]:
+    """Tiles, those of `config` where it is given, and constants for up to `num_rows` rows."""
+    config = config or nvfp4_config(max_groups, num_rows, target)
+    return config, nvfp4_statics(max_groups, config, block_scaled=scaled)
 
 
-def grouped_nvfp4_steps(a: Nvfp4MatmulArguments, target: Target) -> Steps:
-    """The steps of a call."""
+def grouped_nvfp4_steps(
+    a: Nvfp4MatmulArguments,
+    target: Target,
+    config: GemmConfig | None = None,
+    *,
+    block_scaled: bool | None = None,
+) -> Steps:
+    """The steps of a call. config: in place of the planner's. block_scaled: whether the tensor core
+    multiplies NVFP4 itself; None: as the target's does."""
     a = _aligned(a)
     out = yield Buffer.like(fake(a))
     yield Library(torch.Tensor.zero_, (out,))  # rows of no group are in no tile
-    config, spec = _chosen(nvfp4_problem(a), next_power_of_2(a.a.shape[0]), target)
+    scaled = target.has("block_scaled_mma") if block_scaled is None else block_scaled
+    covered = next_power_of_2(a.a.shape[0])
+    config, statics = _chosen(max(a.num_groups, 1), covered, target, config, scaled)
     values = {
-        "a_ptr": a.a,
-        "b_ptr": a.b,
-        "a_scales_ptr": a.a_scales,
-        "b_scales_ptr": a.b_scales,
-        "offsets_ptr": contiguous(a.group_offsets),
-        "deltas_ptr": contiguous(a.group_scale_offsets),
-        "expert_ids_ptr": contiguous(a.expert_ids),
-        "expert_scales_ptr": contiguous(a.expert_scales),
-        "out_ptr": out,
+        "a": a.a,
+        "b": a.b,
+        "a_scales": a.a_scales,
+        "b_scales": a.b_scales,
+        "offsets": contiguous(a.group_offsets),
+        "deltas": contiguous(a.group_scale_offsets),
+        "expert_ids": contiguous(a.expert_ids),
+        "expert_scales": contiguous(a.expert_scales),
+        "out": out,
         "num_rows": a.a.shape[0],
         "num_scale_blocks": a.a_scales.shape[0],
         "num_groups": a.num_groups,
     }
     if 0 not in (out.numel(), a.num_groups, a.a_scales.numel()):
-        yield Launch(spec, gemm_grid(config, target.num_sms), values)
-    scaled = target.has("block_scaled_mma")
+        experts, rows, half = a.b.shape
+        sizes = {"NUM_EXPERTS": experts, "ROWS_OUT": rows, "INNER": 2 * half}
+        grid = gemm_grid(config, target.num_sms)
+        yield launch(GROUPED_NVFP4, target, grid, values, statics, **sizes)
     how = "block-scaled" if scaled else "dequantised exactly"
     return Outcome(out, "grouped kernel", f"{how}, {config}")
 

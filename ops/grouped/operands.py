@@ -11,7 +11,6 @@ from tilewright.codegen.grouped.problem import (
     WeightOperands,
     weight_obstacle,
 )
-from tilewright.codegen.operand import Operand
 from tilewright.ops.formats.expert_weight import ExpertWeight
 from tilewright.ops.grouped.arguments import GroupedMatmulArguments
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
@@ -55,36 +54,27 @@ def no_kernel_for(weight: ExpertWeight) -> str | None:
 
 def grouped_problem(a: GroupedMatmulArguments) -> GroupedProblem:
     """The problem of a call. Metadata and addresses only."""
-    weight, scale, ids = a.experts, a.x_scale, a.expert_ids
+    weight = a.experts
     num_experts, rows, inner = weight.shape
     return GroupedProblem(
         num_groups=a.ends.shape[0],
         num_experts=num_experts,
         rows=rows,
         inner=inner,
-        x=operand(a.x, a.x.stride(0)),
+        x=TRITON_TYPES[a.x.dtype],
         weight=weight_operands(weight),
-        ends=index_operand(a.group_offsets),
-        out=Operand(TRITON_TYPES[a.result_dtype]),
-        x_scale=None if scale is None else operand(scale, *scale.stride()),
-        expert_ids=None if ids is None else index_operand(ids),
+        coded=a.x_scale is not None,
+        named=a.expert_ids is not None,
     )
-
-
-def index_operand(tensor: torch.Tensor) -> Operand:
-    """A number per group, which kernels load one by one."""
-    return Operand(TRITON_TYPES[tensor.dtype], aligned=False)
 
 
 def weight_operands(weight: ExpertWeight) -> WeightOperands:
     """A weight [E, N, K] as kernels see it. K counts as contiguous where both N and K could."""
-    data, scale, bias = weight.data, weight.scale, weight.bias
+    data, scale = weight.data, weight.scale
     expert, row, column = data.stride()
     return WeightOperands(
         operand(data, *((expert, row, 1) if column == 1 else (expert, 1, column))),
         weight.weight_format,
         weight.block,
         None if scale is None else operand(scale, *scale.stride()),
-        operand(weight.expert_scale),
-        None if bias is None else operand(bias, *bias.stride()),
     )

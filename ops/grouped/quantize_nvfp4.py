@@ -7,16 +7,11 @@ The order of operations is written down in ops.formats.nvfp4, bit for bit. What 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 
-from tilewright.codegen.grouped.nvfp4_specs import (
-    QuantizeConfig,
-    QuantizeProblem,
-    quantize_grid,
-    quantize_spec,
-)
+from tilewright.codegen.arithmetic import next_power_of_2
+from tilewright.codegen.grouped.nvfp4_kernels import QUANTIZE_NVFP4, QuantizeConfig, quantize_grid
 from tilewright.codegen.targets import Target
 from tilewright.ops.checks import ArgumentError, check_operand, check_shape, check_tensor, readable
 from tilewright.ops.contract import EXACT, FusedOp, emitted_kernel, register
@@ -28,8 +23,8 @@ from tilewright.ops.formats.row_groups import (
     contiguous,
 )
 from tilewright.ops.formats.scale_layout import layout_shape, max_scale_blocks
-from tilewright.ops.runtime.operands import operand
-from tilewright.ops.runtime.program import Buffer, Launch, Outcome, Steps
+from tilewright.ops.runtime.kernels import launch
+from tilewright.ops.runtime.program import Buffer, Outcome, Steps
 
 NAME = "quantize_nvfp4"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -116,20 +111,6 @@ def reference(a: QuantizeNvfp4Arguments) -> tuple[torch.Tensor, torch.Tensor]:
 CONFIG = QuantizeConfig()
 
 
-def quantize_problem(a: QuantizeNvfp4Arguments) -> QuantizeProblem:
-    """The static part of a call; metadata and addresses only."""
-    return QuantizeProblem(
-        inner=a.x.shape[1],
-        x=operand(a.x, a.x.stride(0)),
-        num_groups=None if a.group_offsets is None else a.num_groups,
-        offsets=operand(a.group_offsets),
-        tensor_scales=operand(a.tensor_scales),
-    )
-
-
-_spec = cache(quantize_spec)
-
-
 def quantize_nvfp4_steps(
     a: QuantizeNvfp4Arguments, target: Target, config: QuantizeConfig = CONFIG
 ) -> Steps:
@@ -137,17 +118,18 @@ def quantize_nvfp4_steps(
     packed, scales = fake(a)
     packed = yield Buffer.like(packed)
     scales = yield Buffer.like(scales)
-    problem = quantize_problem(a)
     values = {
-        "x_ptr": a.x,
-        "offsets_ptr": contiguous(a.group_offsets),
-        "tensor_scales_ptr": contiguous(a.tensor_scales),
-        "packed_ptr": packed,
-        "scales_ptr": scales,
+        "x": a.x,
+        "offsets": contiguous(a.group_offsets),
+        "tensor_scales": contiguous(a.tensor_scales),
+        "packed": packed,
+        "scales": scales,
         "num_rows": a.x.shape[0],
     }
-    grid = quantize_grid(problem, config, a.num_blocks)
-    yield Launch(_spec(problem, config, target.name), grid, values)
+    groups, inner = a.num_groups, a.x.shape[1]
+    sizes = {"NUM_GROUPS": groups, "GROUPS": next_power_of_2(groups), "INNER": inner}
+    grid = quantize_grid(inner, config, a.num_blocks)
+    yield launch(QUANTIZE_NVFP4, target, grid, values, config, **sizes)
     return Outcome((packed, scales), "quantisation kernel", "one pass over x")
 
 

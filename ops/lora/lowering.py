@@ -9,49 +9,44 @@ from typing import Any
 
 import torch
 
-from tilewright.codegen.arithmetic import next_power_of_2
-from tilewright.codegen.lora.library_plan import LibraryShrink, library_shrink
-from tilewright.codegen.lora.plan import plan_expand, plan_shrink, planned_rows
-from tilewright.codegen.lora.problem import RowCounts, RowForm, ShrinkProblem
-from tilewright.codegen.lora.specs import (
+from tilewright.codegen.arithmetic import cdiv, next_power_of_2
+from tilewright.codegen.kernel import Statics
+from tilewright.codegen.lora.kernels import (
+    EXPAND,
+    ORDER,
+    PLANES,
+    SHRINK,
     ExpandConfig,
     OrderConfig,
     ShrinkConfig,
+    TiledShrink,
     expand_grid,
-    expand_spec,
     order_grid,
-    order_spec,
-    planes_grid,
-    planes_spec,
+    planes_config,
     shrink_grid,
     shrink_scratch,
-    shrink_spec,
+    tile_columns,
+    tile_widths,
 )
+from tilewright.codegen.lora.library_plan import LibraryShrink, library_shrink
+from tilewright.codegen.lora.plan import plan_expand, plan_shrink, planned_rows
+from tilewright.codegen.lora.problem import RowCounts, RowForm, ShrinkProblem
+from tilewright.codegen.spec import Constant
 from tilewright.codegen.targets import Target
 from tilewright.ops.formats.row_groups import contiguous
 from tilewright.ops.formats.weight_rows import weight_rows
 from tilewright.ops.lora.expand import ExpandArguments, result_shapes
-from tilewright.ops.lora.operands import Values, expand_problem, row_counts, shrink_problem
+from tilewright.ops.lora.operands import row_counts, row_form, row_values, shrink_problem
 from tilewright.ops.lora.shrink import ShrinkArguments, result_shape
+from tilewright.ops.runtime.dtypes import TRITON_TYPES
+from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.products import linear, multiply, multiply_batch
-from tilewright.ops.runtime.program import (
-    Buffer,
-    Launch,
-    Library,
-    Outcome,
-    SplitK,
-    Step,
-    Steps,
-    chooser,
-)
+from tilewright.ops.runtime.program import Buffer, Library, Outcome, SplitK, Step, Steps
 
 NOTHING = ("nothing", "there are no rows, so nothing is launched")
 SORT = OrderConfig()
-
-
-_shrink_kernel = chooser(plan_shrink, shrink_spec)
-_expand_kernel = chooser(plan_expand, expand_spec)
-_order_spec, _planes_spec = cache(order_spec), cache(planes_spec)
+# Tensors and numbers by the kernels' names of them.
+Values = dict[str, Any]
 
 
 def shrink_steps(a: ShrinkArguments, target: Target, config: ShrinkConfig | None = None) -> Steps:
@@ -61,19 +56,41 @@ def shrink_steps(a: ShrinkArguments, target: Target, config: ShrinkConfig | None
     if out.numel() == 0:
         return Outcome(out, *NOTHING)
     counts = row_counts(a, a.rows, a.rows)
-    problem, values = shrink_problem(a, counts)
+    problem = shrink_problem(a, counts)
     library = library_choice(a, problem, counts) if config is None else None
     if library is not None:
         yield from library_steps(a, library, problem, out, target)
         return Outcome(out, "library GEMM", library)
-    bucket = planned_rows(counts.num_rows)
-    config, spec = _shrink_kernel(problem, bucket, target, config=config)
+    config, statics = _chosen(problem, planned_rows(counts.num_rows), target, config)
+    values = {**_weight_values(a), **(yield from _row_values(a, counts, problem.form, target))}
+    values |= {"a": a.a, "out": out, "workspace": None, "counters": None}
     tiles, elements = shrink_scratch(problem, config, counts)
     if tiles:
-        values["workspace_ptr"], values["counters_ptr"] = yield SplitK(tiles, elements)
-    values |= yield from _sorted_rows(problem.form, counts, values, target)
-    yield Launch(spec, shrink_grid(problem, config, counts), values | {"out_ptr": out})
+        values["workspace"], values["counters"] = yield SplitK(tiles, elements)
+    grid, kernel = shrink_grid(problem, config, counts), SHRINK[type(config)]
+    yield launch(kernel, target, grid, values, statics, **problem.form.known)
     return Outcome(out, "shrink kernel", config)
+
+
+@cache
+def _chosen(
+    problem: ShrinkProblem, num_rows: int, target: Target, config: ShrinkConfig | None
+) -> tuple[ShrinkConfig, Statics]:
+    """The tiles for up to `num_rows` rows, those of `config` where it is given, and the constants
+    of the kernel."""
+    config = config or plan_shrink(problem, num_rows, target)
+    constants = {**problem.constants, "COLUMNS": tile_columns(problem, config)}
+    if isinstance(config, TiledShrink):
+        constants["WIDTHS"] = (*tile_widths(problem, config), 0, 0)[:3]
+    return config, Statics(config, problem.form, **constants)
+
+
+def _weight_values(a: ShrinkArguments) -> Values:
+    """The first weight, and the others' distances from it in elements."""
+    first, *others = [weight for weight in a.weights if weight is not None]
+    apart = [(w.data_ptr() - first.data_ptr()) // w.element_size() for w in others]
+    second, third = (*apart, None, None)[:2]
+    return {"weight": first, "second_distance": second, "third_distance": third}
 
 
 def expand_steps(a: ExpandArguments, target: Target, config: ExpandConfig | None = None) -> Steps:
@@ -85,25 +102,55 @@ def expand_steps(a: ExpandArguments, target: Target, config: ExpandConfig | None
     if not any(out.numel() for out in result):
         return Outcome(result, *NOTHING)
     counts = row_counts(a, a.s.shape[1], a.num_tokens)
-    problem, values = expand_problem(a, counts, result)
+    weight = next(weight for weight in a.weights if weight is not None)
+    form = row_form(a, counts, weight.shape[0])
+    values, constants = _projections(a, result)
     bucket = next_power_of_2(a.num_tokens)
-    config, spec = _expand_kernel(problem, bucket, target, config=config)
-    values |= yield from _sorted_rows(problem.form, counts, values, target)
-    yield Launch(spec, expand_grid(problem, config, counts), values)
+    config = config or plan_expand(max(constants["RANKS"]), TRITON_TYPES[a.s.dtype], bucket)
+    values |= {"s": a.s, "scales": contiguous(a.scales), "s_plane_stride": a.s.stride(0)}
+    values |= yield from _row_values(a, counts, form, target)
+    grid = expand_grid(constants["WIDTHS"], form, config, counts)
+    yield launch(EXPAND, target, grid, values, config, form, **constants, **form.known)
     return Outcome(result, "expand kernel", config)
 
 
-def _sorted_rows(
-    form: RowForm, counts: RowCounts, values: Values, target: Target
+def _projections(
+    a: ExpandArguments, outputs: tuple[torch.Tensor, ...]
+) -> tuple[Values, dict[str, Any]]:
+    """The tensors of q, k and v, and of each its width, rank, factor and plane of s: None and 0
+    where there is nothing to make."""
+    targets = outputs[0].split(list(a.widths), dim=1) if a.packed else outputs
+    values: Values = {}
+    parts: list[tuple[int, int, float, int]] = []
+    plane = 0
+    given = zip("qkv", a.weights, a.bases, targets, a.factors, strict=True)
+    for letter, weight, base, target, factor in given:
+        part: tuple[int, int, float, int] = (0, 0, 1.0, 0)
+        made: tuple[torch.Tensor | None, ...] = (None, None, None)
+        if target.numel():
+            rank = 0 if weight is None else weight.shape[2]
+            part = (target.shape[1], rank, factor, plane)
+            made = (base, weight if rank else None, target)
+        names = (letter, f"{letter}_weight", f"{letter}_out")
+        values |= zip(names, made, strict=True)
+        parts.append(part)
+        plane += weight is not None
+    named = zip(("WIDTHS", "RANKS", "SCALES", "PLANES"), zip(*parts, strict=True), strict=True)
+    return values, dict(named)
+
+
+def _row_values(
+    a: Any, counts: RowCounts, form: RowForm, target: Target
 ) -> Generator[Step, Any, Values]:
-    """The sort of a "sorted" form: its results by parameter name; nothing for other forms."""
+    """Tensors and counts of the rows, which the steps of a "sorted" form sort first."""
+    values = row_values(a, counts, form)
     if form.addressing != "sorted":
-        return {}
+        return values
     order = yield Buffer((counts.total_rows,), torch.int32)
     ends = yield Buffer((form.num_adapters,), torch.int32)
-    spec, grid = _order_spec(form, SORT, target.name), order_grid(SORT, counts.total_rows)
-    yield Launch(spec, grid, {**values, "order_ptr": order, "ends_ptr": ends})
-    return {"order_ptr": order, "offsets_ptr": ends, "num_groups": form.num_adapters}
+    grid, made = order_grid(SORT, counts.total_rows), {"order": order, "ends": ends}
+    yield launch(ORDER, target, grid, values | made, SORT, form, **form.known)
+    return values | {"order": order, "offsets": ends, "num_groups": form.num_adapters}
 
 
 # --- one adapter, by a library --------------------------------------------------------------------
@@ -147,10 +194,12 @@ def library_steps(
         yield Library(multiply_batch, (out, x.expand(planes, *x.shape), apart.mT))
     else:
         made = yield from linear(x, weight)
-        offsets = contiguous(a.a_offsets)
-        values = {"rows_ptr": made, "offsets_ptr": offsets, "out_ptr": out, "num_rows": num_rows}
-        spec = _planes_spec(problem, target.name)
-        yield Launch(spec, planes_grid(problem, num_rows), values)
+        offsets = contiguous(a.a_offsets) if problem.form.offsets else None
+        values = {"rows": made, "offsets": offsets, "out": out, "num_rows": num_rows}
+        config = planes_config(rank)
+        constants: dict[str, Constant] = {"N": rank, "PLANES": planes}
+        grid = (cdiv(num_rows, config.block_m), planes)
+        yield launch(PLANES, target, grid, values, config, problem.form, **constants)
 
 
 def _matrices(a: ShrinkArguments) -> list[torch.Tensor]:

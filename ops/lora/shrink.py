@@ -7,6 +7,7 @@ same name; where MAX leaves rows without an adapter unwritten, they are zero her
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ class ShrinkArguments:
     num_active_experts: SymInt | None = None
     num_rows: SymInt | None = None
 
-    @property
+    @cached_property
     def weights(self) -> tuple[torch.Tensor | None, ...]:
         """The weights of q, k and v [G, R, K]; None where there is none."""
         if self.b is None:

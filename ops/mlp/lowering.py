@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 
 from tilewright.codegen.arithmetic import next_power_of_2
-from tilewright.codegen.mlp.plan import linear_config, most_tokens, takes_norm
-from tilewright.codegen.mlp.problem import LinearProblem
-from tilewright.codegen.mlp.specs import (
+from tilewright.codegen.kernel import Statics
+from tilewright.codegen.mlp.kernels import (
+    ACTIVATE,
+    ACTIVATE_BLOCK,
     CODE_NAMES,
+    LINEAR,
+    NORM_BLOCK,
+    NORM_ROWS,
     LinearConfig,
     activate_grid,
-    activate_spec,
+    linear_constants,
     linear_grid,
-    linear_spec,
-    norm_rows_spec,
     workspace_elements,
 )
+from tilewright.codegen.mlp.plan import linear_config, most_tokens, takes_norm
+from tilewright.codegen.mlp.problem import LinearProblem
+from tilewright.codegen.spec import Constant
 from tilewright.codegen.targets import Target
 from tilewright.ops.mlp.arguments import (
     LinearActivationArguments,
@@ -28,24 +33,22 @@ from tilewright.ops.mlp.arguments import (
     LinearResidualArguments,
 )
 from tilewright.ops.mlp.operands import activation_problem, kernel_weights, residual_problem
+from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.norms import normed, without_norm
 from tilewright.ops.runtime.products import linear
-from tilewright.ops.runtime.program import (
-    Buffer,
-    Launch,
-    Library,
-    Outcome,
-    SplitK,
-    Steps,
-    chooser,
-)
+from tilewright.ops.runtime.program import Buffer, Library, Outcome, SplitK, Steps
 
-_TENSORS = ("x", "norm_weight", "norm_bias", *CODE_NAMES, "bias", "up_bias", "residual")
+TENSORS = ("x", "norm_weight", "norm_bias", *CODE_NAMES, "bias", "up_bias", "residual")
 
 
-# The arguments that kernels take, by parameter name.
-_POINTERS = {f"{name}_ptr": name for name in _TENSORS}
-_chosen = chooser(linear_config, linear_spec)
+@cache
+def _chosen(
+    problem: LinearProblem, num_tokens: int, target: Target, config: LinearConfig | None
+) -> tuple[LinearConfig, Statics]:
+    """The tiles for up to `num_tokens` tokens, those of `config` where it is given, and the
+    constants of the kernel."""
+    config = config or linear_config(problem, num_tokens, target)
+    return config, Statics(config, **linear_constants(problem, config, target))
 
 
 def linear_activation_steps(
@@ -90,24 +93,29 @@ def _are_many(problem: LinearProblem, num_tokens: int) -> bool:
 def _streamed(
     problem: LinearProblem, a: LinearArguments, target: Target, config: LinearConfig | None
 ) -> Steps:
-    num_tokens = a.x.shape[0]
-    config, spec = _chosen(problem, next_power_of_2(num_tokens), target, config=config)
-    behind = problem.post_norm is not None
-    out = yield Buffer((num_tokens, problem.n), torch.float32 if behind else a.x.dtype)
+    num_tokens, norm = a.x.shape[0], problem.post_norm
+    config, statics = _chosen(problem, next_power_of_2(num_tokens), target, config)
+    out = yield Buffer((num_tokens, problem.n), torch.float32 if norm else a.x.dtype)
     given = vars(a)
-    values: dict[str, Any] = {pointer: given.get(name) for pointer, name in _POINTERS.items()}
-    values["weight_ptr"], values["up_weight_ptr"] = kernel_weights(a)
-    values |= {"out_ptr": out, "num_tokens": num_tokens}
+    values: dict[str, Any] = {name: given.get(name) for name in TENSORS}
+    values["weight"], values["up_weight"] = kernel_weights(a)
+    values |= {"out": out, "workspace": None, "counters": None, "num_tokens": num_tokens}
+    residual = values["residual"]
+    stride = 0 if residual is None else residual.stride(0)
     grid = linear_grid(problem, config, num_tokens)
     if config.split_k > 1:
         tiles = grid[0] // config.split_k * grid[1]
         scratch = yield SplitK(tiles, workspace_elements(problem, config))
-        values["workspace_ptr"], values["counters_ptr"] = scratch
-    yield Launch(spec, grid, values)
-    if behind:
+        values["workspace"], values["counters"] = scratch
+    later = ("norm_weight", "norm_bias", "residual") if norm else ()
+    now = values | dict.fromkeys(later)
+    yield launch(LINEAR, target, grid, now, statics, RESIDUAL_STRIDE=stride)
+    if norm is not None:
         made, out = out, (yield Buffer((num_tokens, problem.n), a.x.dtype))
-        rows = values | {"made_ptr": made, "out_ptr": out}
-        yield Launch(norm_rows_spec(problem, target.name), (num_tokens,), rows)
+        own = {"N": problem.n, "SCALE": problem.scale, "BLOCK": NORM_BLOCK}
+        own |= {"NORM_EPS": norm.eps, "NORM_OFFSET": norm.offset}
+        values |= {"made": made, "out": out}
+        yield launch(NORM_ROWS, target, (num_tokens,), values, **own)
     return Outcome(out, "streaming kernel", config)
 
 
@@ -134,9 +142,9 @@ def _activation_by_library(
     up = None
     if a.up_weight is not None:
         up = yield from linear(a.x, a.up_weight, a.up_bias)
-    values = {"gate_ptr": out, "up_ptr": up, "out_ptr": out, "num_elements": out.numel()}
-    spec = activate_spec(problem, target.name)
-    yield Launch(spec, activate_grid(out.numel()), values)
+    values = {"gate": out, "up": up, "out": out, "num_elements": out.numel()}
+    constants: dict[str, Constant] = {"ACTIVATION": problem.activation, "BLOCK": ACTIVATE_BLOCK}
+    yield launch(ACTIVATE, target, activate_grid(out.numel()), values, **constants)
     return Outcome(out, "library", _MANY)
 
 

@@ -16,8 +16,9 @@ from tilewright.ops.mlp.arguments import (
     LinearArguments,
     LinearResidualArguments,
 )
+from tilewright.ops.runtime.dtypes import TRITON_TYPES
 from tilewright.ops.runtime.norms import row_norm_of
-from tilewright.ops.runtime.operands import ALIGNMENT, operand, operand_of
+from tilewright.ops.runtime.operands import ALIGNMENT
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -71,35 +72,22 @@ def _scattered(name: str, weight: torch.Tensor) -> str | None:
 
 def activation_problem(a: LinearActivationArguments) -> LinearProblem:
     """The problem of a call. Metadata and addresses only."""
-    return LinearProblem(
-        **_product(a),
-        up_bias=operand_of(a.up_bias, 0),
-        norm=row_norm_of(a.norm),
-        activation=a.activation,
-    )
+    gated = a.up_weight is not None
+    return _problem(a, gated=gated, norm=row_norm_of(a.norm), activation=a.activation)
 
 
 def residual_problem(a: LinearResidualArguments) -> LinearProblem:
-    """The same of `linear_residual`."""
-    residual = operand(a.residual, a.residual.stride(0))
-    return LinearProblem(
-        **_product(a), residual=residual, scale=a.scale, post_norm=row_norm_of(a.norm)
-    )
+    """The problem of a call of `linear_residual`, as `activation_problem`."""
+    return _problem(a, gated=False, scale=a.scale, post_norm=row_norm_of(a.norm))
 
 
-def _product(a: LinearArguments) -> dict[str, Any]:
+def _problem(a: LinearArguments, **options: Any) -> LinearProblem:
     coded = None if a.weight_format == "dense" else a.weights
-    weight, up_weight = kernel_weights(a) if coded is None else _words(coded)
+    weight, _ = kernel_weights(a) if coded is None else _words(coded)
     n, k = weight.shape if coded is None else coded[0].shape
-    return {
-        "n": n,
-        "k": k,
-        "x": operand(a.x, a.x.stride(0)),
-        "weight": operand_of(weight, 0, 1),
-        "up_weight": operand_of(up_weight, 0, 1),
-        "bias": operand_of(a.bias, 0),
-        "quantization": None if coded is None else quantization_of(coded, weight.dtype),
-    }
+    dtype, k_major = TRITON_TYPES[weight.dtype], weight.stride(1) == 1
+    quantization = None if coded is None else quantization_of(coded, weight.dtype)
+    return LinearProblem(n, k, dtype, k_major=k_major, quantization=quantization, **options)
 
 
 def kernel_weights(a: LinearArguments) -> tuple[torch.Tensor, torch.Tensor | None]:

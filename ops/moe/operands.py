@@ -15,7 +15,7 @@ from tilewright.ops.grouped.operands import (
     weight_operands,
 )
 from tilewright.ops.moe.arguments import FusedMoeArguments
-from tilewright.ops.runtime.operands import operand
+from tilewright.ops.runtime.dtypes import TRITON_TYPES
 
 
 def unsupported(a: FusedMoeArguments) -> str | None:
@@ -73,9 +73,7 @@ def moe_problem(a: FusedMoeArguments) -> MoeProblem:
         num_slots=a.expert_ids.shape[1],
         hidden=hidden,
         inner=inner,
-        x=operand(a.x, a.x.stride(0)),
-        expert_ids=operand(a.expert_ids),
-        expert_weights=operand(a.expert_weights, *a.expert_weights.stride()),
+        dtype=TRITON_TYPES[a.x.dtype],
         gate=weight_operands(gate),
         up=None if up is None else weight_operands(up),
         down=weight_operands(a.down),
@@ -86,7 +84,6 @@ def moe_problem(a: FusedMoeArguments) -> MoeProblem:
         alpha=a.alpha,
         limit=a.limit,
         coded_rows=a.activation_format == "fp8",
-        distance_divisible=interleaved or one or distance % 16 == 0,
     )
 
 

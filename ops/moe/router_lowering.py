@@ -3,35 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import torch
 
 from tilewright.codegen.arithmetic import next_power_of_2
-from tilewright.codegen.moe.router_plan import router_config, uses_library
-from tilewright.codegen.moe.router_specs import (
+from tilewright.codegen.moe.router_kernels import (
+    CHOOSE,
+    ROUTER,
     RouterConfig,
     RouterProblem,
     choose_grid,
-    choose_spec,
+    expert_tiles,
     parts_size,
     router_grid,
-    router_spec,
+    router_steps,
+    row_of_logits,
     token_tiles,
 )
-from tilewright.codegen.operand import Operand
-from tilewright.codegen.spec import KernelSpec
+from tilewright.codegen.moe.router_plan import router_config, uses_library
 from tilewright.codegen.targets import Target
 from tilewright.ops.moe.router import MoeRouterArguments, fake
 from tilewright.ops.moe.router_operands import router_problem
+from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.products import linear
 from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, SplitK, Step, Steps
 
-_plan = cache(router_config)
-_router_spec = cache(router_spec)
-_choose_spec = cache(choose_spec)
+# What a product that leaves the choice to another launch does without.
+_UNCHOSEN = dict.fromkeys(("bias", "correction", "weights", "ids", "counters"))
 
 
 def moe_router_steps(
@@ -45,48 +44,59 @@ def moe_router_steps(
         return Outcome(results, "nothing", "no tokens, nothing is launched")
     covered = next_power_of_2(num_tokens)
     library = config is None and uses_library(problem, covered)
-    config = config or _plan(problem, covered, target)
+    config = config or router_config(problem, covered, target)
     values = {
-        "bias_ptr": a.bias,
-        "correction_ptr": a.correction,
-        "weights_ptr": results[0],
-        "ids_ptr": results[1],
+        "bias": a.bias,
+        "correction": a.correction,
+        "weights": results[0],
+        "ids": results[1],
         "num_tokens": num_tokens,
     }
+    strides = {
+        "BIAS_STRIDE": 0 if a.bias is None else a.bias.stride(0),
+        "CORRECTION_STRIDE": 0 if a.correction is None else a.correction.stride(0),
+    }
     if a.weight is None:
-        yield from _choose(problem, config, target, values | {"logits_ptr": a.x})
+        yield _choose(problem, config, target, values | {"logits": a.x}, strides)
         return Outcome(results, "choice kernel", "logits are given")
     if library:
         logits = yield from _library_logits(a.x, a.weight)
-        given = _of_logits(problem)
-        yield from _choose(given, config, target, values | {"logits_ptr": logits})
+        yield _choose(problem, config, target, values | {"logits": logits}, strides)
         return Outcome(results, "library GEMM, choice kernel", "fp32 numbers of many tokens")
     tiles = token_tiles(config, num_tokens)
     workspace, counters = yield SplitK(tiles, parts_size(problem, config))
-    spec = _router_spec(problem, config, target.name)
-    product = {
-        "x_ptr": a.x,
-        "weight_ptr": a.weight,
-        "workspace_ptr": workspace,
-        "counters_ptr": counters,
-    }
-    yield Launch(spec, router_grid(problem, config, num_tokens), values | product)
+    product = {"x": a.x, "weight": a.weight, "workspace": workspace, "counters": counters}
+    yield launch(
+        ROUTER,
+        target,
+        router_grid(problem, config, num_tokens),
+        values | product | ({} if config.chooses else _UNCHOSEN),
+        problem,
+        config,
+        EXPERT_TILES=expert_tiles(problem, config),
+        STEPS=router_steps(problem, config),
+        **strides,
+    )
     if not config.chooses:
-        yield from _choose(problem, config, target, values | {"logits_ptr": workspace})
+        parts = config.splits, config.block_t, row_of_logits(problem, config)
+        yield _choose(problem, config, target, values | {"logits": workspace}, strides, parts)
     return Outcome(results, "router kernel", config)
 
 
 def _choose(
-    problem: RouterProblem, config: RouterConfig, target: Target, values: dict[str, Any]
-) -> Generator[Step, Any, None]:
-    spec: KernelSpec = _choose_spec(problem, config, target.name)
-    yield Launch(spec, choose_grid(config, values["num_tokens"]), values)
-
-
-@cache
-def _of_logits(problem: RouterProblem) -> RouterProblem:
-    """The choice alone, of fp32 logits that follow each other."""
-    return replace(problem, x=Operand("fp32", (problem.num_experts,)), weight=None)
+    problem: RouterProblem,
+    config: RouterConfig,
+    target: Target,
+    values: dict[str, Any],
+    strides: dict[str, int],
+    parts: tuple[int, int, int] | None = None,
+) -> Launch:
+    """The choice alone. parts: the product's splits, the tokens of its tiles, and the elements of a
+    row; None for logits [T, E] that are whole."""
+    splits, run, row = parts or (1, 1, values["logits"].stride(0))
+    grid = choose_grid(config, values["num_tokens"])
+    own = {"SPLITS": splits, "RUN": run, "ROW": row}
+    return launch(CHOOSE, target, grid, values, problem, config.choice, **own, **strides)
 
 
 def _library_logits(x: torch.Tensor, weight: torch.Tensor) -> Generator[Step, Any, torch.Tensor]:

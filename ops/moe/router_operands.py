@@ -6,10 +6,8 @@ from typing import Any
 
 import torch
 
-from tilewright.codegen.moe.router_specs import RouterProblem
-from tilewright.codegen.operand import Operand
+from tilewright.codegen.moe.router_kernels import RouterProblem
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
-from tilewright.ops.runtime.operands import operand, operand_of
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # Columns of logits that a program holds, for each of its tokens; and slots, each of them a search.
@@ -33,7 +31,7 @@ def unsupported(a: Any) -> str | None:
 
 
 def router_problem(a: Any) -> RouterProblem:
-    """The problem of a call; `a` is a MoeRouterArguments. Metadata and addresses only."""
+    """The problem of a call; `a` is a MoeRouterArguments. Metadata only."""
     return RouterProblem(
         num_experts=a.num_experts,
         hidden=a.x.shape[1],
@@ -46,9 +44,7 @@ def router_problem(a: Any) -> RouterProblem:
         norm_eps=float(a.norm_eps),
         norm_min=float(a.norm_min),
         scaling=float(a.scaling),
-        x=operand(a.x, a.x.stride(0)),
-        weight=operand_of(a.weight, 0, 1),
-        bias=operand_of(a.bias, 0),
-        correction=operand_of(a.correction, 0),
-        weights=Operand(TRITON_TYPES[a.result_dtype]),
+        x=TRITON_TYPES[a.x.dtype],
+        weight="" if a.weight is None else TRITON_TYPES[a.weight.dtype],
+        corrected=a.correction is not None,
     )

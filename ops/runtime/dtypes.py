@@ -16,6 +16,7 @@ TRITON_TYPES = {
     torch.int8: "i8",
     torch.uint8: "u8",
     torch.uint32: "u32",
+    torch.int16: "i16",
     torch.int32: "i32",
     torch.int64: "i64",
 }

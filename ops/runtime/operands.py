@@ -42,9 +42,13 @@ def operand(tensor: torch.Tensor | None, *strides: int) -> Operand | None:
     return _made(TRITON_TYPES[tensor.dtype], strides, is_aligned(tensor))
 
 
-def operand_of(tensor: torch.Tensor | None, *dims: int) -> Operand | None:
-    """The tensor as an operand of a kernel that builds on the strides of these dimensions."""
-    return None if tensor is None else operand(tensor, *(tensor.stride(dim) for dim in dims))
+def operand_of(tensor: torch.Tensor | None, *dims: int, aligned: bool = True) -> Operand | None:
+    """The tensor as an operand of a kernel that builds on the strides of these dimensions, and on
+    the tensor's alignment where `aligned` says so."""
+    if tensor is None:
+        return None
+    strides = tuple([tensor.stride(dim) for dim in dims])
+    return _made(TRITON_TYPES[tensor.dtype], strides, aligned and is_aligned(tensor))
 
 
 def broadcast_strides(tensor: torch.Tensor | None) -> list[int]:

@@ -11,7 +11,7 @@ from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Dataflow, Value, View
 from tilewright.patterns.recognise.attention import Attention
 from tilewright.patterns.recognise.attention_eager import scaled_by
-from tilewright.patterns.recognise.norm import before_widening, is_float_cast
+from tilewright.patterns.recognise.casts import before_widening, is_float_cast
 
 
 def bare(view: View, *, scaled: bool = True) -> tuple[View, float]:

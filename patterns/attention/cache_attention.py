@@ -119,7 +119,11 @@ def _arguments(attention: Attention, flow: Dataflow) -> dict[str, Any]:
                 "enable_gqa",
             )
         if not flow.rows_are_dense(view):
-            refuse(f"a {who}'s numbers do not follow each other in memory", attention.end)
+            refuse(
+                f"a {who}'s numbers do not follow each other in memory",
+                attention.end,
+                hint=f"lay them out so where they are made: {who}s.contiguous()",
+            )
     return {
         "q": _queries(q, flow),
         **keys,

@@ -13,8 +13,8 @@ import torch
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Computed, Value, View
 from tilewright.patterns.effects import Atom, Effect
+from tilewright.patterns.recognise.casts import is_float_cast, strip_casts
 from tilewright.patterns.recognise.constants import given_number
-from tilewright.patterns.recognise.norm import is_float_cast, strip_casts
 from tilewright.patterns.recognise.outside import LOOKUPS, REFUSED, Outside
 from tilewright.patterns.recognise.routing import flat, gathered, strip_integer_casts
 from tilewright.patterns.recognise.steps import is_filled

@@ -186,7 +186,11 @@ def _guarded(
         refuse("its result is not what the values' weight multiplies", attention.end)
     for view, who in ((columns.latents, "latent"), (columns.rope_keys, "rope key")):
         if not flow.rows_are_dense(view):
-            refuse(f"a {who}'s numbers do not follow each other in memory", attention.end)
+            refuse(
+                f"a {who}'s numbers do not follow each other in memory",
+                attention.end,
+                hint=f"lay them out so where they are made: {who.replace(' ', '_')}s.contiguous()",
+            )
     return ended
 
 

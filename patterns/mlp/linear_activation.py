@@ -29,6 +29,7 @@ from tilewright.patterns.mlp.linears import (
     match_few_tokens,
     match_unlike,
 )
+from tilewright.patterns.mlp.norms_before import NormBefore, norms_before
 from tilewright.patterns.recognise.activation import Activation, match_activation
 from tilewright.patterns.recognise.equality import equal_values
 from tilewright.patterns.recognise.row_norm import match_norm_before, row_norm_arguments
@@ -52,8 +53,9 @@ class LinearActivation:
         before=frozenset({"product"}),
     )
 
-    def anchors(self, flow: Dataflow) -> Iterator[tuple[Value, ...]]:
-        """Activations of linears for few tokens, with these; of one inside another the outer."""
+    def anchors(self, flow: Dataflow) -> Iterator[tuple[Value, ...] | NormBefore]:
+        """Activations of linears for few tokens, with these; of one inside another the outer; and
+        norms in front of these that the op cannot take."""
         inside: set[Value] = set()
         for value in reversed(flow.values):
             activation = None if value in inside else _activation(value)
@@ -65,10 +67,13 @@ class LinearActivation:
                 tokens = linears[0].x.shape[0]
                 if not isinstance(tokens, int) or tokens <= most_tokens(len(linears)):
                     yield value, *(linear.product for linear in linears)
+                    yield from norms_before(linears[0])
             elif (unlike := _unlike(activation)) is not None:
                 yield value, unlike.product
 
-    def match(self, anchor: tuple[Value, ...], flow: Dataflow) -> Match:
+    def match(self, anchor: tuple[Value, ...] | NormBefore, flow: Dataflow) -> Match:
+        if isinstance(anchor, NormBefore):
+            anchor.refuse()
         with as_advice(anchor[0]):  # the library's products compute the graph as it is
             return self._match(anchor[0], flow)
 

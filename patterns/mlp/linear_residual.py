@@ -37,7 +37,8 @@ from tilewright.patterns.mlp.linears import (
     match_unlike,
     weighed,
 )
-from tilewright.patterns.recognise.activation import times_number
+from tilewright.patterns.mlp.norms_before import NormBefore, norms_before
+from tilewright.patterns.recognise.formula import times_number
 from tilewright.patterns.recognise.norm import Norm
 from tilewright.patterns.recognise.ranks import part_of_a_sum
 from tilewright.patterns.recognise.row_norm import rms_norm_of, row_norm_arguments, unread
@@ -76,14 +77,19 @@ class LinearResidual:
         frozenset({"aten.linear", "aten.addmm", "aten.mm", "aten.matmul"}),
     )
 
-    def anchors(self, flow: Dataflow) -> Iterator[Anchor]:
-        """Sums of linears for few tokens, those that the op can take and those that come near."""
+    def anchors(self, flow: Dataflow) -> Iterator[Anchor | NormBefore]:
+        """Sums of linears for few tokens, those that the op can take and those that come near; and
+        norms in front of these that it cannot take."""
         for value in flow.values:
             products = tuple(_products(value, flow))
             if products:
                 yield Anchor((value, products[0]), products)
+                for found in _sums_of(value, flow):
+                    yield from norms_before(found.linear)
 
-    def match(self, anchor: Anchor, flow: Dataflow) -> Match:
+    def match(self, anchor: Anchor | NormBefore, flow: Dataflow) -> Match:
+        if isinstance(anchor, NormBefore):
+            anchor.refuse()
         end, _ = anchor.stores
         with as_advice(end):  # the library's product computes the graph as it is
             return self._match(end, flow)

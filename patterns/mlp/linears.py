@@ -14,8 +14,9 @@ from tilewright.patterns.language import Stage, register_code, reject
 from tilewright.patterns.quantised.scales import Names, weight_arguments
 from tilewright.patterns.quantised.weights import match_scaled_weight, refuse, repeated
 from tilewright.patterns.quantised.words import holds_codes, is_code
-from tilewright.patterns.recognise.activation import times_number
+from tilewright.patterns.recognise.casts import is_float_cast
 from tilewright.patterns.recognise.dtypes import HALVES, check_dtypes, dtype_name
+from tilewright.patterns.recognise.formula import number, tensor
 from tilewright.patterns.recognise.gemm import (
     Gemm,
     match_gemm,
@@ -24,7 +25,6 @@ from tilewright.patterns.recognise.gemm import (
     unread_product,
 )
 from tilewright.patterns.recognise.linear import READABLE, UNREAD, match_columns
-from tilewright.patterns.recognise.norm import is_float_cast
 
 register_code(
     "LINEAR_FORM", "a linear for few tokens has a weight in no form that the op takes", "advice"
@@ -117,8 +117,13 @@ _ONCE = "compute it once, when the model is loaded"
 def weighed(view: View) -> tuple[View, float, tuple[Value, ...]]:
     """(x, factor, values) of a view that is x * factor; itself with one, and none, of another. The
     casts of x stay."""
-    found = times_number(view)
-    return (view, 1.0, ()) if found is None else (view.value.operands[0], found[1], (view.value,))
+    found = _WEIGHED.match(view)
+    if found is None:
+        return view, 1.0, ()
+    return found.bound["x"], found.bound["factor"], found.absorbed
+
+
+_WEIGHED = tensor("x", strip=lambda view: (view, ())) * number("factor")
 
 
 def bare_product(value: Value) -> Value | None:

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Value, View
 from tilewright.patterns.language import Stage, register_code, reject
-from tilewright.patterns.recognise.gemm import bias_rows
-from tilewright.patterns.recognise.norm import strip_casts
+from tilewright.patterns.recognise.casts import strip_casts
+from tilewright.patterns.recognise.formula import largest, reduction, tensor
 from tilewright.patterns.recognise.routing import scattered_ones
-from tilewright.patterns.recognise.steps import is_filled, keeps_dim, reduced_dims
+from tilewright.patterns.recognise.steps import is_filled, reduced_dims
 
 register_code(
     "ROUTER_CHOICE", "a token's experts are not the largest of known scores", weight="advice"
@@ -131,23 +131,29 @@ def match_choice(ids: Value) -> Choice:
     return Choice(ids, slots, scores, value, logits, correction, groups, tuple(absorbed))
 
 
+def _are_scores(view: View) -> bool:
+    return view.value.op in _SCORES and view.value.projected
+
+
+def _is_per_expert(view: View) -> bool:
+    """Whether a view has one number for each expert, the same for all tokens."""
+    *tokens, experts = view.effect.dims or ((),)
+    repeats = all(atom.axis is None for dim in tokens for atom in dim)
+    varies = len(experts) == 1 and experts[0].axis is not None
+    return repeats and varies and not view.value.projected
+
+
+# A linear's bias makes logits, no correction of scores.
+_CORRECTED = tensor("scores", holds=_are_scores) + tensor("correction", holds=_is_per_expert)
+
+
 def _corrected(compared: View) -> tuple[View, View | None, tuple[Value, ...]]:
     """(scores, correction [E], values absorbed) of scores + correction."""
-    value = compared.value
-    if value.op != "aten.add" or value.kwargs.get("alpha", 1) != 1 or not compared.is_whole:
+    found = _CORRECTED.match(compared)
+    if found is None or found.bound["scores"].shape != compared.shape:
         return compared, None, ()
-    for scores, vector in value.either_way:
-        if scores.shape != value.shape or not scores.value.projected:
-            continue
-        try:
-            found = bias_rows(vector, effects.identity(value.shape), 1)
-        except effects.InexpressibleError:
-            found = None
-        # A linear's bias makes logits, no correction of scores.
-        if found is not None and found[1] == 0 and strip_casts(scores)[0].value.op in _SCORES:
-            vector, casts = strip_casts(found[0])
-            return scores, vector, (value, *casts)
-    return compared, None, ()
+    vector = found.bound["correction"]
+    return found.bound["scores"], vector.with_dims(vector.effect.dims[-1]), found.absorbed
 
 
 # --- groups ---------------------------------------------------------------------------------------
@@ -223,26 +229,32 @@ def _mask_of_groups(mask: View, stays: bool) -> tuple[Value, int, list[Value]] |
     return ids.value, groups, [*absorbed, value, *([zeros.value] if zeros else [])]
 
 
+def _are_best(view: View) -> bool:
+    """Whether a view is the largest one or two numbers along a last dimension."""
+    value = view.value
+    if value.op != "aten.topk" or value.kwargs.get("output") != 0 or not view.is_whole:
+        return False
+    last = value.argument(2, "dim", -1) in (-1, len(value.shape) - 1)
+    return bool(value.argument(3, "largest", True)) and last and value.shape[-1] in (1, 2)
+
+
+_GROUP_SCORES = largest(tensor("numbers"), "size") | reduction(
+    "sum", tensor("best", holds=_are_best), "top"
+)
+
+
 def _group_scores(
     scores: Value, numbers: View, num_groups: int
 ) -> tuple[int | None, tuple[Value, ...]]:
     """(1 for the largest of each group, 2 for the sum of the two largest; values absorbed)."""
     tokens, experts = numbers.shape
     size = effects.divides(num_groups, experts)
-    if size is None:
+    found = None if size is None else _GROUP_SCORES.match(scores.whole.unsqueeze(len(scores.shape)))
+    if found is None:
         return None, ()
-    by_group = numbers.reshape(tokens, num_groups, size)
-    largest = scores.op == "aten.max" and scores.kwargs.get("output") == 0
-    if (largest or scores.op == "aten.amax") and scores.args[0] == by_group:
-        plain = reduced_dims(scores) == (2,) and not keeps_dim(scores)
-        return (1, (scores,)) if plain else (None, ())
-    if scores.op != "aten.sum" or reduced_dims(scores) != (2,) or keeps_dim(scores):
+    best = found.bound.get("best")
+    compared = found.bound["numbers"] if best is None else best.value.args[0]
+    if strip_casts(compared)[0] != strip_casts(numbers.reshape(tokens, num_groups, size))[0]:
         return None, ()
-    best = scores.args[0]
-    value = best.value
-    if value.op != "aten.topk" or value.kwargs.get("output") != 0 or not best.is_whole:
-        return None, ()
-    plain = value.argument(3, "largest", True) and value.argument(2, "dim", -1) in (2, -1)
-    if not plain or value.args[0] != by_group or value.shape[-1] not in (1, 2):
-        return None, ()
-    return value.shape[-1], (scores, value)
+    chosen = () if best is None else (best.value,)
+    return found.bound.get("top", 1), (*found.absorbed, *chosen)

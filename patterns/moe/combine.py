@@ -18,8 +18,8 @@ from tilewright.patterns.moe.layer import (
     refuse_sum,
 )
 from tilewright.patterns.moe.sentinels import is_row_mask
+from tilewright.patterns.recognise.casts import is_float_cast, strip_casts
 from tilewright.patterns.recognise.grouped_gemm import ExpertGemm
-from tilewright.patterns.recognise.norm import is_float_cast, strip_casts
 from tilewright.patterns.recognise.routing import (
     Order,
     by_cell,

@@ -45,6 +45,7 @@ from tilewright.patterns.quantised.activations import (
     refuse_format,
 )
 from tilewright.patterns.recognise.activation import match_activation
+from tilewright.patterns.recognise.casts import strip_casts
 from tilewright.patterns.recognise.grouped_gemm import (
     ExpertGemm,
     is_expert_gemm,
@@ -52,7 +53,6 @@ from tilewright.patterns.recognise.grouped_gemm import (
     routes_of,
     rows_of,
 )
-from tilewright.patterns.recognise.norm import strip_casts
 from tilewright.patterns.recognise.outside import Outside, both, experts_argument, is_natural
 from tilewright.patterns.recognise.routing import Order, flat, gathered, in_order, per_row
 

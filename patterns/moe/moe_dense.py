@@ -46,7 +46,7 @@ from tilewright.patterns.moe.layer import (
 from tilewright.patterns.moe.products import DenseGemm, dense_gemms, roles_through
 from tilewright.patterns.moe.routes import chosen_experts
 from tilewright.patterns.recognise.activation import match_activation
-from tilewright.patterns.recognise.norm import is_float_cast, strip_casts
+from tilewright.patterns.recognise.casts import is_float_cast, strip_casts
 from tilewright.patterns.recognise.routing import (
     TAKEN,
     counts_again,

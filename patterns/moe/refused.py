@@ -29,10 +29,10 @@ from tilewright.patterns.dataflow import (
 )
 from tilewright.patterns.language import Miss, Reject, Stage, register_code
 from tilewright.patterns.recognise.activation import match_activation
+from tilewright.patterns.recognise.casts import strip_casts
 from tilewright.patterns.recognise.gemm import match_gemm
 from tilewright.patterns.recognise.grouped_gemm import is_expert_gemm, routes_of
 from tilewright.patterns.recognise.linear import match_columns
-from tilewright.patterns.recognise.norm import strip_casts
 
 register_code("EXPERT_LOOP", "the experts run one by one in Python, where no pattern sees them")
 register_code("EXPERT_KERNEL", "the experts are computed by a library's kernel, a closed box")

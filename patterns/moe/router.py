@@ -25,9 +25,9 @@ from tilewright.patterns.language import Match, Parts, Result, Sought, Stage, re
 from tilewright.patterns.moe.choice import Choice, is_choice, match_choice
 from tilewright.patterns.moe.combine import SHAPED_LIKE
 from tilewright.patterns.moe.weights import Weights, match_weights
+from tilewright.patterns.recognise.casts import before_widening, strip_casts
 from tilewright.patterns.recognise.dtypes import FLOATS, dtype_name, dtype_names
 from tilewright.patterns.recognise.gemm import Gemm, match_gemm, named_product
-from tilewright.patterns.recognise.norm import before_widening, strip_casts
 from tilewright.patterns.recognise.routing import match_order
 
 # A choice among more is none of experts: of a vocabulary's words, a document's tokens.

@@ -10,12 +10,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tilewright.patterns.dataflow import Dataflow, Value, View
+from tilewright.patterns.dataflow import Dataflow, Value
 from tilewright.patterns.language import Stage, register_code, reject
 from tilewright.patterns.moe.choice import Choice
-from tilewright.patterns.recognise.constants import given_number
-from tilewright.patterns.recognise.norm import is_float_cast, strip_casts
-from tilewright.patterns.recognise.steps import clamp_bounds, keeps_dim, reduced_dims
+from tilewright.patterns.recognise.casts import is_float_cast, strip_casts
+from tilewright.patterns.recognise.formula import (
+    ABSENT,
+    clamp,
+    number,
+    reduction,
+    tensor,
+    times_number,
+)
+from tilewright.patterns.recognise.steps import reduced_dims
 
 register_code(
     "ROUTER_WEIGHTS", "the chosen experts' weights are made of no scores of theirs", weight="advice"
@@ -118,16 +125,9 @@ def _next(
     inside = (*found.absorbed, *casts)
     if len(users) == 1 and (step := _alone(users[0], end, choice, found)) is not None:
         return replace(step, absorbed=(*inside, *step.absorbed))
-    if found.normalise or found.scaling is not None or len(users) != 2:
+    if found.normalise or found.scaling is not None:
         return None
-    normalised = _normalised(flow, end, users)
-    if normalised is None:
-        return None
-    quotient, steps, eps, least = normalised
-    absorbed = (*inside, *steps, quotient)
-    return replace(
-        found, end=quotient, normalise=True, norm_eps=eps, norm_min=least, absorbed=absorbed
-    )
+    return _normalised(flow, end, replace(found, absorbed=inside))
 
 
 def _alone(user: Value, end: Value, choice: Choice, found: Weights) -> Weights | None:
@@ -144,50 +144,38 @@ def _alone(user: Value, end: Value, choice: Choice, found: Weights) -> Weights |
     by_sums = choice.groups is not None and choice.groups.top == 2
     if plain and user.op == "aten.sigmoid" and not by_sums:
         return replace(step, scores="sigmoid")
-    factor = _other_number(user) if user.op == "aten.mul" else None
-    if factor is None or found.scaling is not None:
+    scaled = times_number(user.whole)
+    if scaled is None or found.scaling is not None:
         return None
-    return replace(step, scaling=factor)
+    return replace(step, scaling=scaled[1])
 
 
-def _other_number(value: Value) -> float | None:
-    """The number that a sum or product has beside its one tensor."""
-    if len(value.operands) != 1 or value.kwargs.get("alpha", 1) != 1:
-        return None
-    return next((given_number(a) for a in value.args[:2] if not isinstance(a, View)), None)
+_SCORES = tensor("scores")
+_TOTAL = reduction("sum", _SCORES, "slots")
+_NORMALISED = _SCORES / (_TOTAL | _TOTAL + number("eps") | clamp(_TOTAL, number("least"), ABSENT))
 
 
-def _normalised(
-    flow: Dataflow, end: Value, users: list[Value]
-) -> tuple[Value, tuple[Value, ...], float, float] | None:
-    """(quotient, what makes its divisor, eps, least divisor) of a value divided by its sums."""
-    total = next((u for u in users if u.op == "aten.sum"), None)
-    quotient = next((u for u in users if u.op == "aten.div"), None)
-    if total is None or quotient is None or quotient.kwargs.get("rounding_mode"):
+def _normalised(flow: Dataflow, end: Value, found: Weights) -> Weights | None:
+    """The step that divides by their sums the scores that `found` ends with; end: the last of their
+    casts, all of which it absorbs."""
+    quotient = next((user for user in flow.users.get(end, ()) if user.op == "aten.div"), None)
+    match = None if quotient is None else _NORMALISED.match(quotient.whole)
+    if quotient is None or match is None or match.bound["scores"] != found.end.whole:
         return None
-    if not total.dtype.is_floating_point:
-        return None  # `dtype` asks for sums of what is left of the scores as integers
-    if reduced_dims(total) != (1,) or not keeps_dim(total) or total.args[0] != end.whole:
+    eps, least = match.bound.get("eps", 0.0), match.bound.get("least")
+    # The op has no bound of 0: sums of logits pass it.
+    if quotient.shape != end.shape or eps < 0 or (least is not None and not least > 0):
         return None
-    if quotient.shape != end.shape or quotient.args[0] != end.whole or quotient.store is not None:
+    absorbed = tuple(dict.fromkeys((*found.absorbed, *match.absorbed)))
+    inside = [value for value in (end, *match.absorbed) if value is not quotient]
+    read = {user for value in inside for user in flow.users.get(value, ())}
+    if not read <= set(absorbed) or not flow.output_values.isdisjoint(inside):
         return None
-    divisor, eps, least = quotient.args[1], 0.0, 0.0
-    steps: list[Value] = []
-    while isinstance(divisor, View) and divisor.value is not total:
-        value = divisor.value
-        steps.append(value)
-        low, high = clamp_bounds(value) or (None, None)
-        is_sum = value.op == "aten.add"
-        number = _other_number(value) if is_sum else given_number(low)
-        if not is_float_cast(value):
-            if number is None or high is not None or eps or least:
-                return None
-            if not is_sum and number <= 0:  # the op has no bound of 0: sums of logits pass it
-                return None
-            eps, least = (number, 0.0) if is_sum else (0.0, number)
-        divisor = value.operands[0].through(divisor.effect)
-    repeats = divisor == total.whole or divisor == total.whole.expand(*end.shape)
-    inner = all(flow.only_user(value) is not None for value in (total, *steps))
-    if not isinstance(divisor, View) or not repeats or not inner or eps < 0:
-        return None
-    return quotient, (total, *steps), eps, least
+    return replace(
+        found,
+        end=quotient,
+        normalise=True,
+        norm_eps=eps,
+        norm_min=least or 0.0,
+        absorbed=absorbed,
+    )

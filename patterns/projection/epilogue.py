@@ -11,7 +11,8 @@ from tilewright.patterns.effects import Atom, Effect
 from tilewright.patterns.language import Stage, reject
 from tilewright.patterns.lora.delta import match_delta
 from tilewright.patterns.projection.rows import Rows
-from tilewright.patterns.recognise.norm import Norm, match_joined_norms, match_norm, strip_casts
+from tilewright.patterns.recognise.casts import strip_casts
+from tilewright.patterns.recognise.norm import Norm, by_runs, match_joined_norms, match_norm
 from tilewright.patterns.recognise.rope import Rope, match_rope
 from tilewright.patterns.recognise.rope_terms import joined_axes, summed_axis
 from tilewright.patterns.recognise.steps import constant_factor
@@ -84,7 +85,7 @@ def match_epilogue(view: View, stage: Stage, factors: bool = False) -> HeadEpilo
                     "can be fused"
                 )
                 reject("NORM_AFTER_ROPE", stage, message, head)
-            norm = scaled
+            norm = by_runs(scaled)
             below, found = scaled.x.through(head.effect), scaled.absorbed
         else:
             inner, more, found = unscaled(head)

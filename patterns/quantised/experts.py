@@ -37,7 +37,7 @@ from tilewright.patterns.quantised.expert_factors import (
 )
 from tilewright.patterns.quantised.weights import every, joined, repeats
 from tilewright.patterns.quantised.words import follow, is_code
-from tilewright.patterns.recognise.norm import is_float_cast
+from tilewright.patterns.recognise.casts import is_float_cast
 
 _EXPERTS = {name: form for name, form in WEIGHT_FORMATS.items() if form.expert_scales}
 # The scales of a format whose blocks are no plain numbers.

@@ -25,7 +25,7 @@ from tilewright.patterns.dataflow import Value, View
 from tilewright.patterns.effects import Atom, Effect, InexpressibleError
 from tilewright.patterns.language import Stage, reject
 from tilewright.patterns.quantised.words import Bits, bits_of, follow, holds_codes, is_code
-from tilewright.patterns.recognise.norm import is_float_cast
+from tilewright.patterns.recognise.casts import is_float_cast
 
 # Each dtype in which a format of linears is stored.
 _STORED = [

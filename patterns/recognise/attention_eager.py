@@ -22,9 +22,10 @@ import torch
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Dataflow, Value, View, upstream
 from tilewright.patterns.effects import Atom, Dim, Effect, Size
+from tilewright.patterns.recognise.casts import is_float_cast
 from tilewright.patterns.recognise.constants import number_of, one_number
+from tilewright.patterns.recognise.formula import largest, tensor
 from tilewright.patterns.recognise.gemm import NamedProduct, Side, named_product
-from tilewright.patterns.recognise.norm import is_float_cast
 from tilewright.patterns.recognise.steps import is_filled, reduced_dims
 
 _NOT = ("aten.bitwise_not", "aten.logical_not")
@@ -205,19 +206,17 @@ def _capped(found: Logits, value: Value) -> View | None:
     return value.operands[0]
 
 
+_X = tensor("x")
+_LESS_THE_LARGEST = _X - largest(_X, "keys")
+
+
 def _shifted(found: Logits, value: Value) -> View | None:
     """x - max(x): no softmax changes by it."""
-    x, largest = value.args if len(value.args) == 2 else (None, None)
-    if not isinstance(x, View) or not isinstance(largest, View) or not _is_bare(found):
+    match = _LESS_THE_LARGEST.match(value.whole) if _is_bare(found) else None
+    if match is None:
         return None
-    largest_of = largest.value
-    known = largest_of.op in ("aten.max", "aten.amax") and largest_of.kwargs.get("output", 0) == 0
-    over_keys = known and reduced_dims(largest_of) == (len(value.shape) - 1,)
-    if not over_keys or largest_of.args[0] != x or not largest.is_whole:
-        return None
-    if not x.is_whole or x.shape != value.shape or value.kwargs.get("alpha", 1) != 1:
-        return None
-    found.absorbed.append(largest_of)
+    x: View = match.bound["x"]
+    found.absorbed += [one for one in match.absorbed if one is not value]
     return x
 
 

@@ -20,6 +20,7 @@ from tilewright.patterns.dataflow import Value, View
 from tilewright.patterns.effects import Dim, Effect, Size
 from tilewright.patterns.language import Reject, Stage, reject
 from tilewright.patterns.quantised.words import holds_codes
+from tilewright.patterns.recognise.casts import is_float_cast, strip_casts
 from tilewright.patterns.recognise.dtypes import dtype_name
 from tilewright.patterns.recognise.equality import equal_values
 from tilewright.patterns.recognise.gemm import (
@@ -29,7 +30,6 @@ from tilewright.patterns.recognise.gemm import (
     operator_of,
     unread_product,
 )
-from tilewright.patterns.recognise.norm import is_float_cast, strip_casts
 from tilewright.patterns.recognise.ranks import collective_of
 from tilewright.patterns.recognise.steps import clamp_bounds
 

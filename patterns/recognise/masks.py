@@ -17,6 +17,7 @@ import torch
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Computed, Value, View
 from tilewright.patterns.effects import Effect, InexpressibleError, Size
+from tilewright.patterns.recognise.casts import is_float_cast
 from tilewright.patterns.recognise.equality import equal_values
 from tilewright.patterns.recognise.lines import (
     INTEGERS,
@@ -29,7 +30,6 @@ from tilewright.patterns.recognise.lines import (
     sum_lines,
     truth_of,
 )
-from tilewright.patterns.recognise.norm import is_float_cast
 from tilewright.patterns.recognise.steps import filled_with
 
 

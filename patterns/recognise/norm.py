@@ -6,16 +6,25 @@ with none; with a bias where the caller can have one.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from torch import fx
 
-from tilewright.patterns.dataflow import Value, View
-from tilewright.patterns.effects import Atom
+from tilewright.patterns import effects
+from tilewright.patterns.dataflow import Value, View, once
+from tilewright.patterns.effects import Atom, InexpressibleError
 from tilewright.patterns.language import Stage, reject
-from tilewright.patterns.recognise.constants import given_number, number_of
-from tilewright.patterns.recognise.equality import equal_values
-from tilewright.patterns.recognise.steps import reduced_dims
+from tilewright.patterns.recognise.constants import number_of
+from tilewright.patterns.recognise.formula import (
+    ABSENT,
+    Formula,
+    Found,
+    aside,
+    call,
+    number,
+    reduction,
+    tensor,
+)
 
 
 @dataclass(frozen=True)
@@ -39,39 +48,6 @@ class Norm:
     bias: View | None = None
 
 
-def is_float_cast(value: Value) -> bool:
-    """Whether a value is a cast between floating types that fp32 arithmetic may leave out.
-
-    A detour through eight bits is a quantisation the user asked for, and stays.
-    """
-    if value.op != "cast":
-        return False
-    types = (value.dtype, *(v.value.dtype for v in value.operands))
-    return all(t.is_floating_point and t.itemsize > 1 for t in types)
-
-
-def strip_casts(view: View) -> tuple[View, tuple[Value, ...]]:
-    """The view before any casts between floating types, and the casts."""
-    if view.value.op != "cast":
-        return view, ()  # nearly all
-    stripped: list[Value] = []
-    while is_float_cast(view.value):
-        inner = view.value.args[0]
-        stripped.append(view.value)
-        view = inner.through(view.effect)
-    return view, tuple(stripped)
-
-
-def before_widening(view: View) -> View:
-    """The view before casts to wider floating types: those change no number."""
-    while is_float_cast(view.value):
-        inner = view.value.args[0]
-        if inner.value.dtype.itemsize >= view.value.dtype.itemsize:
-            break
-        view = inner.through(view.effect)
-    return view
-
-
 def match_norm(head: View, stage: Stage = Stage.K_PATH, biased: bool = False) -> Norm | None:
     """The norm whose result is `head`, heads of a projection or any other value, or None.
 
@@ -91,24 +67,58 @@ def match_norm(head: View, stage: Stage = Stage.K_PATH, biased: bool = False) ->
 
 
 def _match_norm(head: View) -> Norm | None:
-    value = head.value
-    if not head.is_whole:
+    return _norm_that_is(head.value) if head.is_whole else _find_norm(head)
+
+
+@once
+def _norm_that_is(value: Value) -> Norm | None:
+    return _find_norm(value.whole)
+
+
+def _find_norm(head: View) -> Norm | None:
+    found: Norm | None = _NORM.match(head, lambda found: _made(found, head))
+    return found
+
+
+def _made(found: Found, head: View) -> Norm | None:
+    """The norm of a match; None where the weight broadcasts what is normalised, or the width is a
+    symbol."""
+    named, rank = found.bound, len(head.shape)
+    width = named["width"]
+    if named["x"].shape != head.shape or not isinstance(width, (int, float)):
         return None
-    if value.op in _FUSED:
-        return _fused(value)
-    outer, casts = strip_casts(head)
-    if not outer.is_whole:
-        return None  # a cast of what lies in another order, of the same shape or not
-    if outer.value.op in _FUSED:
-        found = _fused(outer.value)
-        return None if found is None else replace(found, absorbed=(*casts, *found.absorbed))
-    if outer.value.op == "aten.add" and (found := _biased(outer.value)) is not None:
-        return replace(found, absorbed=(*casts, *found.absorbed))
-    inner = _normalised(outer)
-    if inner is not None:
-        return replace(inner, absorbed=(*casts, *inner.absorbed))
-    found = _weighted(outer.value)
-    return None if found is None else replace(found, absorbed=(*casts, *found.absorbed))
+    weight, factor, bias = (_aligned(named.get(n), rank) for n in ("weight", "factor", "bias"))
+    return Norm(
+        kind=named["kind"],
+        x=named["x"],
+        weight=weight,
+        offset=named.get("offset", 0.0),
+        factor=factor,
+        eps=named["eps"],
+        width=int(width),
+        absorbed=tuple(dict.fromkeys(found.absorbed)),
+        bias=bias,
+    )
+
+
+def by_runs(norm: Norm) -> Norm:
+    """The norm, each run of `width` numbers in a dimension of its own behind the others; the norm
+    as it is where its weight cannot be viewed so."""
+    columns, width = norm.x.shape[-1], norm.width
+    if columns == width:
+        return norm
+    rank = len(norm.x.shape) + 1
+
+    def apart(vector: View | None) -> View | None:
+        wide = vector and vector.reshape(*vector.shape[:-1], columns // width, width)
+        return _aligned(wide, rank)
+
+    try:
+        weight, factor, bias = map(apart, (norm.weight, norm.factor, norm.bias))
+        x = norm.x.reshape(*norm.x.shape[:-1], columns // width, width)
+    except InexpressibleError:
+        return norm
+    return replace(norm, x=x, weight=weight, factor=factor, bias=bias)
 
 
 @dataclass(frozen=True)
@@ -156,272 +166,94 @@ def match_joined_norms(value: Value, stage: Stage = Stage.K_PATH) -> JoinedNorms
     return JoinedNorms(whole, tuple(own)) if plain else None
 
 
-# --- one operation --------------------------------------------------------------------------------
-
-_FUSED = ("aten.rms_norm", "aten.layer_norm", "aten.native_layer_norm")
+# --- the formulas ---------------------------------------------------------------------------------
 
 
-def _fused(value: Value) -> Norm | None:
-    layer = value.op != "aten.rms_norm"
+def _given(norm: View) -> tuple[Any, ...] | None:
+    """(x, width, epsilon, weight, bias) of a fused norm over the last dimension."""
+    value = norm.value
     if value.kwargs.get("output", 0) != 0:
         return None  # mean or inverse root, of the native layer norm
+    layer = value.op != "aten.rms_norm"
     names = ["input", "normalized_shape", "weight", *(["bias"] if layer else []), "eps"]
     given = dict(zip(names, value.args, strict=False)) | dict(value.kwargs)
-    x, normalized = given["input"], given.get("normalized_shape")
+    x, normalized, eps = given["input"], given.get("normalized_shape"), given.get("eps")
     width = x.shape[-1]
     if normalized is None or len(normalized) != 1 or not isinstance(width, int):
         return None
-    eps = given.get("eps", 1e-5 if layer else None)
+    run = effects.coalesce((Atom(len(value.shape) - 1, 1, width),))
+    if not norm.effect.dims or norm.effect.dims[-1][-1:] != run:
+        return None  # the view has the elements of a row elsewhere than side by side
+    if eps is None and layer:
+        eps = 1e-5
     if eps is None:
         # PyTorch computes in float32 at least, and takes that type's epsilon.
         eps = torch.finfo(torch.promote_types(x.value.dtype, torch.float32)).eps
-    weight, offset, factor = given.get("weight"), 0.0, None
-    if weight is not None:
-        weight, offset, factor = _plus_number(weight)
-        weight, factor = (_aligned(v, len(x.shape)) for v in (weight, factor))
-    bias = given.get("bias")
-    bias = None if bias is None else _aligned(strip_casts(bias)[0], len(x.shape))
-    inner, casts = strip_casts(x)
-    kind = "layer" if layer else "rms"
-    absorbed = (value, *casts)
-    return Norm(kind, inner, weight, offset, factor, number_of(eps), width, absorbed, bias)
-
-
-def _biased(value: Value) -> Norm | None:
-    """The norm to whose result the sum `value` adds a vector."""
-    if value.kwargs.get("alpha", 1) != 1:
-        return None
-    for bias, other in value.either_way:
-        inner, casts = strip_casts(other)
-        scaled = inner.value.op in ("aten.mul", "aten.div", *_FUSED)
-        if not scaled or not _may_be_weight(bias) or inner.shape != value.shape:
-            continue
-        found = _match_norm(inner)
-        if found is not None and found.bias is None:
-            aligned = _aligned(strip_casts(bias)[0], len(value.shape))
-            return replace(found, bias=aligned, absorbed=(value, *casts, *found.absorbed))
-    return None
-
-
-# --- the weight -----------------------------------------------------------------------------------
-
-
-def _weighted(value: Value) -> Norm | None:
-    """The norm with a weight whose last step is the product `value`."""
-    if value.op != "aten.mul":
-        return None
-    for factor, normalised in value.either_way:
-        weight, offset, total = _plus_number(factor)
-        if not _may_be_weight(weight):
-            continue
-        bare, casts = strip_casts(normalised)
-        inner = _match_norm(bare) if bare.value.op in _FUSED else _normalised(bare)
-        if inner is None or inner.weight is not None or inner.bias is not None:
-            continue
-        if inner.x.shape == value.shape:
-            weight, total = (_aligned(v, len(value.shape)) for v in (weight, total))
-            absorbed = (value, *casts, *inner.absorbed)
-            return replace(inner, weight=weight, offset=offset, factor=total, absorbed=absorbed)
-    return None
+    return x, width, number_of(eps), given.get("weight"), given.get("bias")
 
 
 def _may_be_weight(view: View) -> bool:
     """Whether a factor belongs to a norm: a vector, or a parameter; cos and sin are neither."""
     dims = view.effect.dims
-    vector = bool(dims and dims[-1]) and (view.value.op == "constant" or len(dims) == 1)
-    return vector and not view.value.projected
+    varies = bool(dims) and any(atom.axis is not None for atom in dims[-1])
+    return varies and (view.value.op == "constant" or len(dims) == 1) and not view.value.projected
 
 
-def _plus_number(view: View) -> tuple[View, float, View]:
-    """(weight, offset, their sum) of a weight that may be spelled `offset + weight`."""
-    bare, _ = strip_casts(view)
-    value = bare.value
-    numbers = [number for a in value.args if (number := given_number(a)) is not None]
-    plain = len(value.operands) == 1 and len(numbers) == 1 and value.kwargs.get("alpha", 1) == 1
-    if value.op != "aten.add" or not plain:
-        return bare, 0.0, bare
-    inner, _ = strip_casts(value.operands[0].through(bare.effect))
-    return inner, numbers[0], bare
-
-
-def _aligned(weight: View, rank: int) -> View:
-    """A weight with leading dimensions of one, up to `rank`."""
-    missing = rank - len(weight.effect.dims)
-    return weight.with_dims(*((),) * missing + weight.effect.dims)
-
-
-# --- spelled out ----------------------------------------------------------------------------------
-
-
-def _normalised(view: View) -> Norm | None:
-    """The norm without a weight that a view is, where it is spelled out."""
-    value = view.value
-    if not view.is_whole or len(value.operands) != 2 or _rounds(value):
-        return None
-    pairs, root = value.either_way, _inverse_root
-    if value.op == "aten.div":
-        pairs, root = pairs[:1], _root
-    elif value.op != "aten.mul":
-        return None
-    for numerator, denominator in pairs:
-        if (radicand := root(denominator)) is not None:
-            found = _quotient(numerator, *radicand)
-            if found is not None:
-                return replace(found, absorbed=(value, *found.absorbed))
-    return None
-
-
-def _quotient(numerator: View, under: View, values: tuple[Value, ...]) -> Norm | None:
-    """The norm numerator / sqrt(under)."""
-    epsilon = _plus_epsilon(under)
-    if epsilon is None:
-        return None
-    power, eps, added = epsilon
-    top, casts = strip_casts(numerator)
-    centred = _centred(top)
-    squared = _mean_square(power)
-    variance = _variance(power)
-    if squared is not None:
-        of, steps = squared
-        bottom, more = strip_casts(of)
-        if not equal_values(top, bottom):
-            return None
-        kept = (*steps, *casts, *more)
-        if centred is not None and bottom.value is not top.value:
-            again = _centred(bottom)
-            kept += () if again is None else (bottom.value, *again[1])
-    elif variance is not None and centred is not None:
-        of, steps = variance
-        bottom, more = strip_casts(of)
-        if not equal_values(centred[0], bottom):
-            return None
-        kept = (*steps, *casts, *more)
-    else:
-        return None
-    kind, x = "rms", top
-    if centred is not None:
-        kind, x = "layer", centred[0]
-        kept += (top.value, *centred[1])
-    width = x.shape[-1] if x.shape else None
-    if not isinstance(width, int):
-        return None
-    absorbed = tuple(dict.fromkeys((*values, *added, *kept)))
-    return Norm(kind, x, None, 0.0, None, eps, width, absorbed)
-
-
-#: What a step of a norm reads, and the values that compute it.
-_Read = tuple[View, tuple[Value, ...]]
-
-
-def _step(view: View, *ops: str) -> tuple[Value, tuple[Value, ...]] | None:
-    """(value, it and the casts after it) where a view is the whole result of one of `ops`."""
-    bare, casts = strip_casts(view)
-    value = bare.value
-    known = bare.is_whole and value.op in ops and value.operands and not _rounds(value)
-    return (value, (value, *casts)) if known else None
-
-
-def _rounds(value: Value) -> bool:
-    """Whether a value is a quotient that is rounded to an integer."""
-    return value.kwargs.get("rounding_mode") is not None
-
-
-def _inverse_root(view: View) -> _Read | None:
-    """y of 1 / sqrt(y): rsqrt, a power of -1/2, or a reciprocal of a root."""
-    step = _step(view, "aten.rsqrt", "aten.pow", "aten.reciprocal", "aten.div")
-    if step is None:
-        return None
-    value, values = step
-    inner = value.operands[0]
-    if value.op == "aten.rsqrt" or (value.op == "aten.pow" and value.args[1:] == (-0.5,)):
-        return inner, values
-    one = value.op == "aten.div" and len(value.operands) == 1 and value.args[0] == 1
-    root = _root(inner) if one or value.op == "aten.reciprocal" else None
-    return None if root is None else (root[0], (*values, *root[1]))
-
-
-def _root(view: View) -> _Read | None:
-    """y of sqrt(y)."""
-    step = _step(view, "aten.sqrt", "aten.pow")
-    if step is None or (step[0].op == "aten.pow" and step[0].args[1:] != (0.5,)):
-        return None
-    return step[0].operands[0], step[1]
-
-
-def _plus_epsilon(view: View) -> tuple[View, float, tuple[Value, ...]] | None:
-    """(y, eps, values) of y + eps."""
-    add = view.value
-    if add.op != "aten.add" or len(add.operands) != 1 or not view.is_whole:
-        return None
-    eps = next((a for a in add.args if isinstance(a, (int, float, fx.Node))), None)
-    if eps is None or add.kwargs.get("alpha", 1) != 1:
-        return None
-    return add.operands[0], number_of(eps), (add,)
-
-
-def _mean_square(view: View) -> _Read | None:
-    """y of the mean of y² over the last dimension, which stays."""
-    mean = _mean(view)
-    step = None if mean is None else _step(mean[0], "aten.square", "aten.pow", "aten.mul")
-    if mean is None or step is None:
-        return None
-    value, values = step
-    of = value.operands[0]
-    if value.op == "aten.mul" and value.operands != (of, of):
-        return None
-    if value.op == "aten.pow" and value.args[1] != 2:
-        return None
-    return of, (*mean[1], *values)
-
-
-def _mean(view: View) -> _Read | None:
-    """y of the mean of y over the last dimension, which stays; or sum(y) / length."""
-    step = _step(view, "aten.mean", "aten.div")
-    if step is None:
-        return None
-    value, values = step
-    of = value.operands[0]
-    if value.op == "aten.mean":
-        return (of, values) if _over_last(value) else None
-    total = of.value
-    if len(value.operands) != 1 or value.args[0] is not of or not of.is_whole:
-        return None
-    if total.op != "aten.sum" or not _over_last(total):
-        return None
-    inner, by = total.operands[0], value.args[1]
-    length = isinstance(by, (int, float)) and by == inner.shape[-1]
-    return (inner, (*values, total)) if length else None
-
-
-def _variance(view: View) -> _Read | None:
-    """y of the variance of y over the last dimension, not corrected."""
-    step = _step(view, "aten.var")
-    if step is None or not _over_last(step[0]):
-        return None
-    positional = step[0].args[2] if len(step[0].args) > 2 else None
-    named = step[0].kwargs.get("unbiased", step[0].kwargs.get("correction"))
+def _is_uncorrected(variance: Value) -> bool:
+    positional = variance.args[2] if len(variance.args) > 2 else None
+    named = variance.kwargs.get("unbiased", variance.kwargs.get("correction"))
     corrected = positional if named is None else named
-    return (step[0].operands[0], step[1]) if corrected is not None and corrected == 0 else None
+    return corrected is not None and corrected == 0
 
 
-def _centred(view: View) -> _Read | None:
-    """y of y - mean(y)."""
-    value = view.value
-    if value.op != "aten.sub" or len(value.operands) != 2 or not view.is_whole:
+def _mean(of: Formula) -> Formula:
+    return reduction("mean", of, "width") | reduction("sum", of, "width") / _WIDTH
+
+
+def _squared(of: Formula) -> Formula:
+    return call("square", of) | of**2 | of * of
+
+
+def _over_root(of: Formula, radicand: Formula) -> Formula:
+    root = call("sqrt", radicand) | radicand**0.5
+    inverse = call("rsqrt", radicand) | radicand**-0.5 | call("reciprocal", root) | 1 / root
+    return of / root | of * inverse
+
+
+def _with_offset(weight: Formula) -> Formula:
+    """A weight, as it is or counted from a number; both stay in the graph."""
+    return aside((number("offset") + weight | weight).named("factor"))
+
+
+_X, _EPS, _WIDTH = tensor("x"), number("eps"), number("width")
+_CENTRED = _X - _mean(_X)
+_VARIANCE = reduction("var", _X, "width", holds=_is_uncorrected)
+_SPELLED = (
+    _over_root(_CENTRED, _mean(_squared(_CENTRED)) + _EPS).giving(kind="layer")
+    | _over_root(_CENTRED, _VARIANCE + _EPS).giving(kind="layer")
+    | _over_root(_X, _mean(_squared(_X)) + _EPS).giving(kind="rms")
+)
+
+
+def _fused(weight: Formula, bias: Formula) -> Formula:
+    operands = (_X, _WIDTH, _EPS, weight, bias)
+    layer = call("layer_norm native_layer_norm", *operands, read=_given)
+    return call("rms_norm", *operands, read=_given).giving(kind="rms") | layer.giving(kind="layer")
+
+
+_FACTOR = _with_offset(tensor("weight", holds=_may_be_weight))
+_ANY_FACTOR, _ANY_BIAS = _with_offset(tensor("weight")), aside(tensor("bias"))
+_PLAIN = _SPELLED | _fused(ABSENT, ABSENT)
+_WEIGHTED = _FACTOR * _PLAIN | _fused(_ANY_FACTOR, ABSENT)
+_UNBIASED = _PLAIN | _WEIGHTED
+_BIAS = aside(tensor("bias", holds=_may_be_weight))
+_NORM = _UNBIASED | _fused(_ANY_FACTOR | ABSENT, _ANY_BIAS) | _BIAS + _UNBIASED
+
+
+def _aligned(vector: View | None, rank: int) -> View | None:
+    """A weight with `rank` dimensions, those that it does not vary along of length one."""
+    if vector is None:
         return None
-    if value.kwargs.get("alpha", 1) != 1 or not isinstance(value.args[0], View):
-        return None
-    mean = _mean(value.operands[1])
-    if mean is None:
-        return None
-    x, casts = strip_casts(value.operands[0])
-    of, more = strip_casts(mean[0])
-    return (x, (*casts, *more, *mean[1])) if equal_values(x, of) else None
-
-
-def _over_last(value: Value) -> bool:
-    """Whether a reduction is over the last dimension, keeps it, and is of floats: a sum given an
-    integer type is rounded."""
-    shape = value.operands[0].shape
-    kept = value.shape == (*shape[:-1], 1) and value.dtype.is_floating_point
-    return kept and reduced_dims(value) == (len(shape) - 1,)
+    dims = vector.effect.dims
+    varying = (dim if any(atom.axis is not None for atom in dim) else () for dim in dims)
+    return vector.with_dims(*((),) * (rank - len(dims)), *varying)

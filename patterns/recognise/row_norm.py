@@ -39,7 +39,7 @@ def match_norm_before(
     if not set(readers).issuperset(flow.users.get(normed, ())) or normed in flow.output_values:
         return None
     try:
-        norm = _row_norm_of(normed.whole) if x == normed.whole.matrix else None
+        norm = row_norm_of(normed.whole) if x == normed.whole.matrix else None
         if norm is None or not flow.rows_are_dense(norm.x):
             return None
         if normed.dtype not in _TAKEN[norm.kind] or not takes(norm.kind, x.shape[0], norm.width):
@@ -53,11 +53,11 @@ def match_norm_before(
 
 def rms_norm_of(normed: View) -> Norm | None:
     """The RMS norm whose result `normed` is, with one weight for all rows; None for any other."""
-    norm = _row_norm_of(normed)
+    norm = row_norm_of(normed)
     return norm if norm is not None and norm.kind == "rms" else None
 
 
-def _row_norm_of(normed: View) -> Norm | None:
+def row_norm_of(normed: View) -> Norm | None:
     """The norm whose result `normed` is, with one weight and one bias for all rows; None for any
     other, and for an RMS norm with a bias."""
     try:

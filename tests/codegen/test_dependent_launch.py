@@ -5,16 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from tilewright.codegen.addressing import Addressing
 from tilewright.codegen.emit import emit
-from tilewright.codegen.mlp.problem import LinearProblem
-from tilewright.codegen.mlp.specs import LinearConfig, linear_spec
+from tilewright.codegen.mlp.kernels import LinearConfig
 from tilewright.codegen.operand import Operand
 from tilewright.codegen.qkv.problem import HeadEpilogue, QkvProblem, Rope
 from tilewright.codegen.qkv.specs import SwappedConfig, TiledConfig, swapped_spec, tiled_spec
 from tilewright.codegen.row_norm import RowNorm
 from tilewright.codegen.spec import KernelSpec
+from tilewright.codegen.targets import get_target
+from tilewright.ops.mlp.linear_residual import LinearResidualArguments
+from tilewright.ops.mlp.lowering import linear_residual_steps
+from tilewright.ops.runtime.program import Planner, drive
 
 MEMORY = ("tl.load(", "tl.store(", "tl.atomic_add(", "tl.make_tensor_descriptor(")
 
@@ -27,9 +31,12 @@ def specs(target: str) -> list[KernelSpec]:
     rows = Operand("bf16", (0, 64 * 256, 256, 1))
     problem = QkvProblem(256, Operand("bf16", (256,)), (rows, rows, rows), epilogue)
     normed = replace(problem, input_norm=RowNorm(Operand("bf16", (1,)), 1e-6, 0.0))
-    linear = LinearProblem(256, 256, Operand("bf16", (256,)), Operand("bf16", (256, 1)))
+    square = torch.empty(256, 256, dtype=torch.bfloat16, device="meta")
+    linear = LinearResidualArguments(square, square, square)
+    tiles = LinearConfig(64, 16, 64, 2, 4, 2, prefetch=64, lets_in=True)
+    planner = Planner(get_target(target))
     return [
-        linear_spec(linear, LinearConfig(64, 16, 64, 2, 4, 2, prefetch=64, lets_in=True), target),
+        *drive(linear_residual_steps(linear, planner.target, tiles), planner).specs,
         swapped_spec(problem, SwappedConfig(32, 16, 64, 4, 2, split_k=2), target),
         tiled_spec(problem, TiledConfig(64, 2, 64, 4, 2, persistent=True), target),
         swapped_spec(normed, SwappedConfig(32, 16, 64, 4, 2, split_k=2), target),

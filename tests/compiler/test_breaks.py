@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+import re
+import time
 
 import pytest
 import torch
@@ -33,6 +35,33 @@ def loop(x):
     for _ in range(3):
         x = x * 2
         torch._dynamo.graph_break()
+    return x
+
+
+def branch_in_loop(x):
+    for i in range(3):
+        x = x * 2
+        if (x > i).any():
+            x = x + 1
+    return x
+
+
+def listed(x):
+    y = x + 1
+    return y * len(x.long().tolist())
+
+
+def timed(x):
+    y = x + 1
+    time.perf_counter()
+    return y * 2
+
+
+def experts_in_turn(x, w1):
+    for expert in w1.unbind(0):
+        x = x * 2
+        if (x > expert).any():
+            x = x + expert
     return x
 
 
@@ -79,7 +108,10 @@ def line_of(function, text):
 
 BREAKS = {
     "branch": (branch, branch, "if y.sum()", "depends on the data"),
+    "branch in loop": (branch_in_loop, branch_in_loop, "(x > i).any()", "depends on the data"),
     "number": (number, number, ".item()", "needs a tensor's number in Python"),
+    "list of numbers": (listed, listed, ".tolist()", "needs a tensor's number in Python"),
+    "builtin": (timed, timed, "time.perf", "Dynamo cannot trace time.perf_counter"),
     "loop": (loop, loop, "graph_break()", "Dynamo gives up loop()"),
     "block": (block, block, "graph_break()", "Dynamo gives up block()"),
     "nested": (nested, helper, "graph_break()", "graph_break"),
@@ -106,6 +138,56 @@ def test_lower_tells_every_break_once_with_its_place(name):
         lower(model, (torch.ones(3),), strict=True)
 
 
+@pytest.mark.parametrize("name", ["branch", "branch in loop"])
+def test_the_two_texts_of_a_branch_have_one_hint(name):
+    """Dynamo's hint for the second is of clamping, and names nothing that branches."""
+    lowered = lower(BREAKS[name][0], (torch.ones(3),))
+    (miss,) = misses_of(lowered, "capture")
+    assert miss.hint == "compute both sides and choose with torch.where, or use torch.cond"
+
+
+def sum_if_equal(held, x):
+    return held + x if held.shape[0] == x.shape[0] else held
+
+
+def guarded(x, cache):
+    return sum_if_equal(cache[: x.sum().item()], x)
+
+
+def test_what_only_data_tell_is_named():
+    """With scalars in the graph the comparison of one is what breaks it, and not `.item()`."""
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        lowered = lower(guarded, (torch.ones(3, dtype=torch.long), torch.ones(9)))
+    (miss,) = misses_of(lowered, "capture")
+    assert re.search(r"a number that only data tell decides what comes next: Eq", miss.message)
+    assert "a Python number in its place" in miss.hint
+
+
+def causal_if_square(q, k):
+    square = q.shape[2] == k.shape[2]
+    return torch.nn.functional.scaled_dot_product_attention(q, k, k, is_causal=square)
+
+
+def test_a_call_that_fails_while_traced_says_how():
+    compiled = torch.compile(
+        causal_if_square, backend="tilewright", dynamic=True, options={"inner": "eager"}
+    )
+    before = len(reports())
+    compiled(torch.ones(1, 2, 5, 16), torch.ones(1, 2, 9, 16))
+    told = [miss for report in reports()[before:] for miss in misses_of(report, "capture")]
+    assert "a call fails while it is traced: scaled_dot_product_attention()" in told[0].message
+    assert "SymBool" in told[0].message
+    assert "dynamic=False" in told[0].hint
+
+
+def test_a_branch_in_a_loop_over_experts_has_the_hint_for_experts_too():
+    lowered = lower(experts_in_turn, (torch.ones(3), torch.ones(2, 3)))
+    (miss,) = misses_of(lowered, "capture")
+    assert "depends on the data" in miss.message
+    assert "torch.where" in miss.hint
+    assert "torch._grouped_mm" in miss.hint
+
+
 @pytest.mark.parametrize("name", BREAKS)
 def test_torch_compile_reports_and_warns_once(name, caplog, tmp_path):
     model, where, text, _ = BREAKS[name]
@@ -127,7 +209,9 @@ def test_torch_compile_reports_and_warns_once(name, caplog, tmp_path):
     assert {m["weight"] for line in lines for m in line["misses"]} == {"lost"}
 
 
-@pytest.mark.parametrize("name", [n for n in BREAKS if n != "no operation before"])
+@pytest.mark.parametrize(
+    "name", [n for n in BREAKS if n not in ("no operation before", "branch in loop")]
+)
 def test_strict_raises_for_a_break_under_torch_compile(name):
     model = BREAKS[name][0]
     for strict in (True, ["capture"]):
@@ -140,6 +224,12 @@ def test_strict_raises_for_a_break_under_torch_compile(name):
     torch._dynamo.reset()
     options = {"inner": "eager", "strict": ["qkv_cache"]}
     torch.compile(model, backend="tilewright", options=options)(torch.ones(3))
+
+
+def test_strict_raises_with_dynamos_words_for_a_branch_in_a_loop():
+    options = {"inner": "eager", "strict": True}
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="Data-dependent branching"):
+        torch.compile(branch_in_loop, backend="tilewright", options=options)(torch.ones(3))
 
 
 def test_breaks_under_another_backend_are_none_of_ours():

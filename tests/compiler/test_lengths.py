@@ -187,15 +187,15 @@ def test_an_arange_that_is_written_to_is_no_zero(write):
     assert_close(model, args)
 
 
-@pytest.mark.parametrize("inner", ["eager", "inductor"])
-def test_steps_of_a_static_cache_write_behind_each_other(inner):
-    """Three tokens, one after another, through Hugging Face's own cache of two layers."""
+def test_steps_of_a_static_cache_write_behind_each_other():
+    """Three tokens, one after another, through Hugging Face's own cache of two layers. One through
+    Inductor is in test_hf_models.py."""
     case = build_hf("llama", batch=1, past_tokens=4, dtype=torch.float32)
     cache, ids = case.kwargs["past_key_values"], torch.arange(7)[None] + 3
     wanted = case.model(ids, use_cache=False).logits[:, 4:]
     cache.reset()
     case.model(ids[:, :4], past_key_values=cache)
-    step = compiled(case.model, inner=inner)
+    step = compiled(case.model)
     logits = []
     for at in range(4, 7):
         mask = (torch.arange(CACHE_LENGTH) <= at)[None, None, None]

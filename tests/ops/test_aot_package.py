@@ -37,7 +37,10 @@ MODEL = """
 MAKE = """
     a = sample()
     exported = torch.export.export(Layer(a), (a.x, a.k_cache, a.v_cache, a.slot_mapping))
-    quickly = {"aot_inductor.compile_wrapper_opt_level": "O0"}
+    # Two programs are compiled, with two sets of flags: a header for each set saves nothing.
+    quickly = {
+        "aot_inductor.compile_wrapper_opt_level": "O0", "aot_inductor.precompile_headers": False
+    }
     torch._inductor.aoti_compile_and_package(
         exported, package_path=PACKAGE, inductor_configs=quickly
     )

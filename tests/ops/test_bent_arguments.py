@@ -14,7 +14,7 @@ from tests.ops import bent_arguments
 from tilewright.ops import ArgumentError, contract
 
 SCRIPT = Path(bent_arguments.__file__)
-CALLS = 500
+CALLS = 350
 
 
 def test_bent_calls_are_refused_clearly_or_work():

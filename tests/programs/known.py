@@ -20,6 +20,8 @@ MENDED = {
     ("mla", 214): OUT,
     ("mla", 219): FOREACH,
     ("mla", 582): "a query that sees no key: eager's softmax gives NaN, PyTorch's attention zero",
+    ("mla", 5697): "a query was read from memory whose writes the match left out",
+    ("mla", 6390): "no fault: a query that sees no key, beside rows that differ by a rounding",
     ("moe", 46): FOREACH,
     ("moe", 281): "topk of no expert: a pattern raised",
     ("moe", 626): FOREACH,

@@ -25,7 +25,7 @@ LAYERS = {"deepseek-v3": 4}
 
 #: The larger of two models of the same layers is asked for one phase.
 PHASES = {"decode": 1, "prefill": 16}
-LARGER = {"llama3-70b": "decode", "gpt-oss-120b": "prefill"}
+LARGER = {"llama3-70b": "decode", "gpt-oss-120b": "prefill", "qwen3-235b-a22b": "decode"}
 CASES = [
     pytest.param(name, tokens, id=f"{name}-{phase}")
     for name in [*ZOO, "llama3-8b-paged", "llama3-8b-lora"]

@@ -3,6 +3,8 @@ that results are no worse than eager against float64."""
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -105,6 +107,12 @@ def check(name, styles=STYLES, tokens=mixtures.TOKENS):
     return reports()[-1]
 
 
+@cache
+def checked(name):
+    """`check`, once for each style."""
+    return check(name)
+
+
 def captured(name):
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         return check(name, expert_loops.STYLES)
@@ -112,7 +120,7 @@ def captured(name):
 
 @pytest.mark.parametrize("name", FUSED)
 def test_a_style_is_fused(name):
-    report = check(name)
+    report = checked(name)
     assert len(matches_of(report, "fused_moe")) == FUSED[name]
     assert misses_of(report, "fused_moe") == []
 
@@ -137,7 +145,7 @@ def test_a_miss_says_what_stands_in_the_way(name):
 
 @pytest.mark.parametrize("name", ROUTERS)
 def test_a_router_is_fused_or_says_why_not(name):
-    report = check(name)
+    report = checked(name)
     misses = misses_of(report, "moe_router")
     if ROUTERS[name] is None:
         assert len(matches_of(report, "moe_router")) == 1

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+
 from tilewright.codegen.audit import Expectations
-from tilewright.codegen.collective.plan import reduce_config
-from tilewright.codegen.collective.problem import ReduceProblem
-from tilewright.codegen.collective.specs import reduce_spec
-from tilewright.codegen.operand import Operand
 from tilewright.codegen.targets import Target
-from tilewright.tools.audit.cases import AuditCase, distinct
+from tilewright.ops.collective.all_reduce_residual_norm import AllReduceResidualNormArguments
+from tilewright.ops.collective.lowering import all_reduce_residual_norm_steps
+from tilewright.ops.runtime.program import Planner, drive
+from tilewright.tools.audit.cases import AuditCase, distinct, meta
 
 # name -> hidden size.
 MODELS = {"Llama-3-8B": 4096, "DeepSeek-V3": 7168, "Llama-3-70B": 8192}
@@ -24,26 +25,23 @@ def collective_cases(target: Target) -> list[AuditCase]:
 def _model_cases(target: Target) -> Iterator[AuditCase]:
     for name, columns in MODELS.items():
         for ranks in RANKS:
-            yield _case(f"{name} {ranks} ranks", columns, ranks, target)
+            x, weight = meta(1, columns), meta(columns)
+            a = AllReduceResidualNormArguments(
+                x, x, weight, group="ranks", num_ranks=ranks, norm_eps=1e-5
+            )
+            yield _case(f"{name} {ranks} ranks", a, target)
 
 
 def _odd_case(target: Target) -> Iterator[AuditCase]:
     """Rows that fill no power of two, in float16, with a weight in float32."""
-    yield _case("float16", 2880, 2, target, "fp16", norm_dtype="fp32", offset=1.0)
+    x, weight = meta(1, 2880, dtype=torch.float16), meta(2880, dtype=torch.float32)
+    a = AllReduceResidualNormArguments(
+        x, x, weight, group="ranks", num_ranks=2, norm_eps=1e-5, norm_offset=1.0
+    )
+    yield _case("float16", a, target)
 
 
-def _case(
-    name: str,
-    columns: int,
-    ranks: int,
-    target: Target,
-    dtype: str = "bf16",
-    *,
-    norm_dtype: str = "bf16",
-    offset: float = 0.0,
-) -> AuditCase:
-    rows = Operand(dtype, (columns,))
-    weight = Operand(norm_dtype, (1,))
-    problem = ReduceProblem(columns, ranks, rows, rows, weight, 1e-5, offset)
-    spec = reduce_spec(problem, reduce_config(problem, target), target.name)
-    return AuditCase(f"collective {name}", spec, Expectations())
+def _case(name: str, a: AllReduceResidualNormArguments, target: Target) -> AuditCase:
+    """Not by `plan_for`, which wants the ranks to be there."""
+    program = drive(all_reduce_residual_norm_steps(a, target), Planner(target), keep=True)
+    return AuditCase(f"collective {name}", program.specs[0], Expectations())

@@ -11,13 +11,14 @@ import torch
 
 from tilewright.codegen.audit import Expectations
 from tilewright.codegen.lora.plan import UNSORTED_ROWS, plan_shrink
-from tilewright.codegen.lora.specs import shrink_spec
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
 from tilewright.ops.lora import expand, shrink
 from tilewright.ops.lora.expand import ExpandArguments
+from tilewright.ops.lora.lowering import shrink_steps
 from tilewright.ops.lora.operands import LONG_SEQUENCE, row_counts, shrink_problem
 from tilewright.ops.lora.shrink import ShrinkArguments
+from tilewright.ops.runtime.program import Planner, drive
 from tilewright.tools.audit.cases import MMA_ROWS, AuditCase, distinct, meta
 
 # One token, decode batches, a chunk of a prefill, a whole one.
@@ -121,9 +122,8 @@ def _shrink_cases(name: str, a: ShrinkArguments, target: Target) -> Iterator[Aud
     for spec in report.specs:
         yield AuditCase(f"{name} {spec.kernel}: {report.reason}", spec, claims(spec))
     if report.name == "library GEMM":  # other ranks of q, k and v would get the kernel
-        problem, _ = shrink_problem(a, row_counts(a, a.rows, a.rows))
-        config = plan_shrink(problem, a.rows, target)
-        spec = shrink_spec(problem, config, target.name)
+        config = plan_shrink(shrink_problem(a, row_counts(a, a.rows, a.rows)), a.rows, target)
+        (spec,) = drive(shrink_steps(a, target, config), Planner(target), keep=True).specs
         yield AuditCase(f"{name} {spec.kernel}: {config}", spec, claims(spec))
 
 

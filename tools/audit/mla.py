@@ -10,13 +10,12 @@ from typing import Any
 import torch
 
 from tilewright.codegen.audit import Expectations
-from tilewright.codegen.mla.key_specs import UpProblem, up_spec
-from tilewright.codegen.mla.plan import up_config
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
 from tilewright.ops.formats.paged_cache import CacheWindow
-from tilewright.ops.mla.arguments import MlaDecodeArguments, MlaPrefillArguments
+from tilewright.ops.mla.arguments import MlaDecodeArguments, MlaPrefillArguments, widths
 from tilewright.ops.mla.decode import decode
+from tilewright.ops.mla.latents.lowering import up_launch
 from tilewright.ops.mla.latents.operands import Buffers, up_problem
 from tilewright.ops.mla.prefill.prefill import OP
 from tilewright.tools.audit.cases import (
@@ -192,13 +191,14 @@ def _cases(model: Latents, rows: int, target: Target) -> Iterator[AuditCase]:
                 yield up_case(f"{name} up", spec)
     # Of values the library makes the keys, but for those that are limited.
     buffers = Buffers(meta(rows, model.rank), meta(rows, model.rope))
-    problem = up_problem(model.arguments(rows), buffers)
-    for name, of in (("up", problem), ("limited up", replace(problem, limited=True))):
-        yield up_case(f"mla {model.name} values K={rows} {name}", _planned_up(of, rows, target))
-
-
-def _planned_up(problem: UpProblem, rows: int, target: Target) -> KernelSpec:
-    return up_spec(problem, up_config(problem, rows, target), target.name)
+    a = model.arguments(rows)
+    problem, (nope, _, v_dim) = up_problem(a, buffers), widths(a)
+    keys = meta(rows, problem.num_heads, nope + v_dim).split((nope, v_dim), -1)
+    for name, limit in (("up", None), ("limited up", meta(1, dtype=torch.int64))):
+        given = replace(problem, limited=limit is not None)
+        weight = a.kv_b_weight
+        step, _ = up_launch(a, given, buffers, weight, keys, target, rows=rows, limit=limit)
+        yield up_case(f"mla {model.name} values K={rows} {name}", step.spec)
 
 
 def up_case(name: str, spec: KernelSpec) -> AuditCase:

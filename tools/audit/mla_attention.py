@@ -9,17 +9,11 @@ from typing import Any
 import torch
 
 from tilewright.codegen.audit import Expectations
-from tilewright.codegen.mla.attention_specs import join_spec, merge_spec
-from tilewright.codegen.mla.query_specs import query_spec
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
-from tilewright.ops.mla.attention.lowering import attention_steps
-from tilewright.ops.mla.attention.operands import (
-    AttentionCall,
-    RopeTables,
-    attention_problem,
-    query_call,
-)
+from tilewright.ops.mla.attention.cudnn import join_launch
+from tilewright.ops.mla.attention.lowering import attention_steps, merge_steps, query_steps
+from tilewright.ops.mla.attention.operands import AttentionCall, RopeTables
 from tilewright.ops.runtime.program import Planner, drive
 from tilewright.tools.audit.cases import SOFTMAX_REASON, SPECIALISED_STACK_BYTES, AuditCase, meta
 
@@ -133,16 +127,23 @@ def _core_claims(spec: KernelSpec) -> Expectations:
 
 def _others(target: Target) -> Iterator[AuditCase]:
     """What stands before and after the core in calls of other sizes."""
-    dense = attention_problem(CALLS["16 heads, dense"])
-    yield AuditCase("mla join", join_spec(dense, target.name), Expectations())
-    merge = merge_spec(4, 128, "fp32", "bf16", False, target.name)
-    yield AuditCase("mla merge", merge, Expectations())
+    dense = CALLS["16 heads, dense"]
+    keys = meta(*dense.k.shape[:-1], dense.nope + dense.rope)
+    yield AuditCase("mla join", join_launch(dense, keys, target).spec, Expectations())
+    part, lse = meta(4096, 16, 128, dtype=torch.float32), meta(4096, 16, dtype=torch.float32)
+    merge = merge_steps([part] * 4, [lse] * 4, torch.bfloat16, target)
+    yield from _cases("mla merge", merge, target)
     joined = meta(4096, 128, 64 + 128 + 128)
     runs = ROTATED | {"q": meta(1, 4096, 128, 192)}
-    for name, call, keys in (
+    for name, call, rows in (
         ("rotated", attention_call(128, **ROTATED), None),
         ("cast", attention_call(128, dtype=FP8, **ROTATED), None),
         ("with joined keys", attention_call(128, ragged=False, **runs), joined),
     ):
-        problem, _ = query_call(call, keys is not None, keys)
-        yield AuditCase(f"mla query, {name}", query_spec(problem, target.name), Expectations())
+        steps = query_steps(call, target, whole=rows is not None, joined=rows)
+        yield from _cases(f"mla query, {name}", steps, target)
+
+
+def _cases(name: str, steps: Any, target: Target) -> Iterator[AuditCase]:
+    for spec in drive(steps, Planner(target), keep=True).specs:
+        yield AuditCase(name, spec, Expectations())

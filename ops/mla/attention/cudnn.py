@@ -16,15 +16,16 @@ from functools import cache, partial
 
 import torch
 
-from tilewright.codegen.mla import attention_specs as kernels
+from tilewright.codegen.mla import attention_kernels as kernels
 from tilewright.codegen.mla.attention_plan import library_gains
 from tilewright.codegen.targets import Target
 from tilewright.ops.mla.attention.operands import AttentionCall, attention_problem, strides_of
+from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, Steps
 
 NAME = "cuDNN attention over joined keys"
 
-_join_spec = cache(kernels.join_spec)
+_join_statics = cache(kernels.join_statics)
 
 
 def library_wanted(a: AttentionCall, target: Target) -> bool:
@@ -76,17 +77,17 @@ def library_steps(a: AttentionCall, target: Target) -> Steps:
     asked for)."""
     batch, num_keys, heads = a.k.shape[:3]
     keys = yield Buffer((batch, num_keys, heads, a.rope + a.nope), a.k.dtype)
-    rows = batch * num_keys * heads
-    values = {
-        "k_ptr": a.k,
-        "rope_ptr": a.k_rope,
-        "out_ptr": keys,
-        "num_rows": rows,
-        "run": num_keys,
-        **strides_of(a),
-    }
-    yield Launch(_join_spec(attention_problem(a), target.name), kernels.join_grid(rows), values)
+    yield join_launch(a, keys, target)
     return (yield from whole_steps(a, a.q, keys))
+
+
+def join_launch(a: AttentionCall, keys: torch.Tensor, target: Target) -> Launch:
+    """The launch of `mla_join`, which fills keys [B, K, H, N + R]."""
+    strides, (*_, num_keys, heads, _) = strides_of(a), keys.shape
+    rows = keys.shape[0] * num_keys * heads
+    values = {"k": a.k, "rope": a.k_rope, "out": keys, "num_rows": rows, "run": num_keys, **strides}
+    statics = _join_statics(attention_problem(a, strides))
+    return launch(kernels.JOIN, target, kernels.join_grid(rows), values, statics)
 
 
 def whole_steps(a: AttentionCall, first: torch.Tensor, keys: torch.Tensor) -> Steps:

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from tilewright.codegen.mla import attention_specs as kernels
+from tilewright.codegen.attention.prefill_tiles import PrefillConfig
+from tilewright.codegen.mla import attention_kernels as kernels
 from tilewright.codegen.mla.attention_plan import attention_config, own_head_group, rotates_queries
-from tilewright.codegen.mla.query_specs import query_grid, query_spec
+from tilewright.codegen.mla.query_kernels import QUERY, query_grid
 from tilewright.codegen.targets import Target
 from tilewright.ops.attention.block_lists import list_steps
 from tilewright.ops.attention.lowering import with_dense
@@ -21,18 +22,20 @@ from tilewright.ops.mla.attention.operands import (
     AttentionCall,
     attention_problem,
     check_call,
+    known_strides,
     launch_values,
     query_call,
+    rotation_of,
+    strides_of,
 )
-from tilewright.ops.runtime.dtypes import TRITON_TYPES
+from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, Step, Steps
 
 # Tensors with an element for each sequence, which kernels read one after the other.
 BY_SEQUENCE = ("query_offsets", "key_offsets", "query_starts", "key_starts", "key_lengths")
 
-_spec = cache(kernels.attention_spec)
-_query_spec = cache(query_spec)
-_merge_spec = cache(kernels.merge_spec)
+_statics = cache(kernels.attention_statics)
+_merge_statics = cache(kernels.merge_statics)
 
 
 def attention_steps(a: AttentionCall, target: Target, joined: torch.Tensor | None = None) -> Steps:
@@ -56,20 +59,36 @@ def attention_steps(a: AttentionCall, target: Target, joined: torch.Tensor | Non
         hides = lowest_hides(a, a.sizes.num_keys)
         blocks = yield from list_steps(a.attn_mask, target, hide_lowest=hides)
         a = replace(a, mask_blocks=blocks)
-    problem, sizes = attention_problem(a), a.sizes
+    strides, sizes = strides_of(a), a.sizes
+    problem = attention_problem(a, strides)
     config = attention_config(problem, sizes, target)
     results = yield from _results(a)
-    tiles = kernels.row_tiles(problem, config, sizes)
-    group = own_head_group(problem, sizes, target)
-    values = launch_values(a) | {
-        "out_ptr": results[0],
-        "lse_ptr": results[-1],
-        "row_tiles": tiles,
-        "head_group": group,
-    }
-    grid = kernels.attention_grid(problem, sizes, tiles, group)
-    yield Launch(_spec(problem, config, target.name), grid, values)
+    yield core_launch(a, problem, strides, results, target, config)
     return Outcome(results, "mla attention", f"attention {config}")
+
+
+def core_launch(
+    a: AttentionCall,
+    problem: kernels.AttentionProblem,
+    strides: dict[str, int],
+    results: tuple[torch.Tensor, ...],
+    target: Target,
+    config: PrefillConfig,
+    *,
+    head_group: int | None = None,
+) -> Launch:
+    """The launch of `mla_attention` that fills (out,) or (out, lse). strides: those of
+    `strides_of`. head_group: in place of the plan's."""
+    sizes = a.sizes
+    tiles = kernels.row_tiles(problem, config, sizes)
+    group = own_head_group(problem, sizes, target) if head_group is None else head_group
+    rotation, rotated = rotation_of(a.tables, a.rope)
+    values = launch_values(a, strides) | rotated
+    values |= {"out": results[0], "lse": results[1] if a.return_lse else None}
+    values |= {"row_tiles": tiles, "head_group": group}
+    grid = kernels.attention_grid(problem, sizes, tiles, group)
+    statics, known = _statics(problem, config), known_strides(a, strides)
+    return launch(kernels.ATTENTION, target, grid, values, statics, rotation, **known)
 
 
 def _results(a: AttentionCall) -> Generator[Step, Any, tuple[torch.Tensor, ...]]:
@@ -95,7 +114,7 @@ def _ready_queries(a: AttentionCall, target: Target) -> Generator[Step, Any, Att
 
 def _rotates_itself(a: AttentionCall, target: Target) -> bool:
     """Whether our kernel rotates the queries of a call."""
-    problem = attention_problem(a)
+    problem = attention_problem(a, strides_of(a))
     return rotates_queries(problem, attention_config(problem, a.sizes, target))
 
 
@@ -113,12 +132,12 @@ def query_steps(
     many keys as tokens: then the rotated ones come first, and the rope keys are written to its
     first columns.
     """
-    problem, values = query_call(a, whole, joined)
+    problem, rotation, values = query_call(a, whole, joined)
     rows = values["num_rows"]
     out = yield Buffer((*a.q.shape[:-1], problem.out_width), a.k.dtype)
     if rows:
         grid = query_grid(problem, rows)
-        yield Launch(_query_spec(problem, target.name), grid, values | {"out_ptr": out})
+        yield launch(QUERY, target, grid, values | {"out": out}, problem, rotation)
     if joined is not None:
         return out[..., a.rope :], out[..., : a.rope]
     if problem.whole:
@@ -142,17 +161,16 @@ def merge_steps(
     if return_lse:
         results.append((yield Buffer(shape[:-1], torch.float32)))
     values = {
-        "parts_ptr": parts,
-        "lses_ptr": part_lses,
-        "out_ptr": results[0],
-        "lse_ptr": results[-1],
+        "parts": parts,
+        "lses": part_lses,
+        "out": results[0],
+        "lse": results[1] if return_lse else None,
         "num_rows": rows,
         "part_stride": results[0].numel(),
         "lse_stride": rows,
     }
-    types = TRITON_TYPES[parts.dtype], TRITON_TYPES[out_dtype]
-    spec = _merge_spec(len(outs), shape[-1], *types, return_lse, target.name)
-    yield Launch(spec, kernels.merge_grid(rows), values)
+    statics = _merge_statics(len(outs), shape[-1])
+    yield launch(kernels.MERGE, target, kernels.merge_grid(rows), values, statics)
     return Outcome(tuple(results), "mla merge")
 
 

@@ -9,38 +9,27 @@ from typing import Any
 import torch
 
 from tilewright.codegen.arithmetic import next_power_of_2
-from tilewright.codegen.mla.attention_specs import (
+from tilewright.codegen.mla.attention_kernels import (
     LIST_STRIDES,
     MASKS,
-    STRIDES,
-    TENSORS,
     AttentionProblem,
     AttentionSizes,
 )
-from tilewright.codegen.mla.query_specs import (
-    NO_ROTATION,
-    Q_STRIDES,
-    QueryProblem,
-    Rotation,
-)
-from tilewright.codegen.operand import Operand
+from tilewright.codegen.mla.query_kernels import NO_ROTATION, QueryProblem, Rotation
 from tilewright.ops.checks import ArgumentError, check_choice
 from tilewright.ops.formats.fp8 import FP8_DTYPES
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
-from tilewright.ops.runtime.operands import (
-    broadcast_strides,
-    mask_bytes,
-    operand,
-    operand_of,
-    tma_reaches,
-)
+from tilewright.ops.runtime.operands import broadcast_strides, mask_bytes, tma_reaches
 
 OP = "mla attention"
 # Softmax in powers of two.
 LOG2E = math.log2(math.e)
 DTYPES = (torch.bfloat16, torch.float16, *FP8_DTYPES)
-# Tensors of a launch that a call has: parameter -> field of AttentionCall and AttentionProblem.
-GIVEN = {name: field for name, field in TENSORS.items() if field not in ("out", "lse")}
+# Tensors of `mla_attention` that a call has by the same name.
+TENSORS = (
+    "q", "q_rope", "k", "v", "query_offsets", "key_offsets", "query_starts", "key_starts",
+    "key_lengths", "block_table", "mask_blocks", "q_scale", "k_scale", "v_scale",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -54,17 +43,7 @@ class RopeTables:
     style: str
     by_position: bool = False
 
-    def rotation(self, columns: int) -> Rotation:
-        """What is static about it, for so many columns."""
-        return Rotation(
-            style=self.style,
-            cos=operand(self.cos, *self.cos.stride()),
-            sin=None if self._paired(columns) else operand(self.sin, *self.sin.stride()),
-            full_width=self.cos.shape[-1] == columns,
-            by_position=self.by_position,
-        )
-
-    def _paired(self, columns: int) -> bool:
+    def paired(self, columns: int) -> bool:
         """Whether each sine follows its cosine, as imaginary parts follow real ones."""
         cos, sin = self.cos, self.sin
         alike = cos.stride() == sin.stride() and cos.dtype == sin.dtype
@@ -75,6 +54,24 @@ class RopeTables:
     def rows(self) -> int:
         """Rows of the tables, at least 1."""
         return max(self.cos.shape[0], 1)
+
+
+def rotation_of(
+    tables: RopeTables | None, columns: int
+) -> tuple[Rotation, dict[str, torch.Tensor | None]]:
+    """What is static about a rotation of so many columns, and its tables by the kernels' names: no
+    sin where a pair's sine follows its cosine in one table."""
+    if tables is None:
+        return NO_ROTATION, {"cos": None, "sin": None}
+    cos, sin = tables.cos, None if tables.paired(columns) else tables.sin
+    rotation = Rotation(
+        rope_style=tables.style,
+        full_width=cos.shape[-1] == columns,
+        by_position=tables.by_position,
+        cos_strides=cos.stride(),
+        sin_strides=(cos if sin is None else sin).stride(),
+    )
+    return rotation, {"cos": cos, "sin": sin}
 
 
 @dataclass(frozen=True)
@@ -162,10 +159,6 @@ class AttentionCall:
         queries, keys = self.q.shape[-3], self.k.shape[-3]
         longest = queries if self.max_query_tokens is None else self.max_query_tokens
         return AttentionSizes(self.num_sequences, queries, keys, min(longest, queries))
-
-    @property
-    def rotation(self) -> Rotation:
-        return NO_ROTATION if self.tables is None else self.tables.rotation(self.rope)
 
     @property
     def table_rows(self) -> int:
@@ -261,17 +254,16 @@ def strides_of(a: AttentionCall) -> dict[str, int]:
     return found | {"K_STRIDE": k[1], "ROPE_STRIDE": rope[1]}
 
 
-def launch_values(a: AttentionCall) -> dict[str, Any]:
-    """What a launch knows of a call by the kernel's parameter names, but for its results and how
-    it is cut into tiles."""
-    sizes, tables = a.sizes, a.tables
-    tensors = {name: getattr(a, field) for name, field in GIVEN.items()}
+def launch_values(a: AttentionCall, strides: dict[str, int]) -> dict[str, Any]:
+    """Tensors and numbers of a call by the kernel's names, but for its results, its tables and how
+    it is cut into tiles. strides: those of `strides_of`."""
+    sizes = a.sizes
     return {
-        **tensors,
-        **strides_of(a),
-        "mask_ptr": None if a.attn_mask is None else mask_bytes(a.attn_mask),
-        "cos_ptr": None if tables is None else tables.cos,
-        "sin_ptr": None if tables is None else tables.sin,
+        **{name: getattr(a, name) for name in TENSORS},
+        **strides,
+        "rope": a.k_rope,
+        "positions": a.query_positions,
+        "mask": None if a.attn_mask is None else mask_bytes(a.attn_mask),
         "num_sequences": sizes.num_sequences,
         "num_queries": sizes.num_queries,
         "num_keys": sizes.num_keys,
@@ -281,42 +273,39 @@ def launch_values(a: AttentionCall) -> dict[str, Any]:
     }
 
 
-def attention_problem(a: AttentionCall) -> AttentionProblem:
-    """What is static about a call."""
-    strides = strides_of(a)
+def known_strides(a: AttentionCall, strides: dict[str, int]) -> dict[str, Any]:
+    """The strides of a launch that are constants: the keys of a mask mostly follow each other."""
+    known = {} if a.mask_blocks is not None else dict.fromkeys(LIST_STRIDES, 0)
+    if a.attn_mask is not None and strides["mask_column_stride"] == 1:
+        known["mask_column_stride"] = 1
+    return known
+
+
+def attention_problem(a: AttentionCall, strides: dict[str, int]) -> AttentionProblem:
+    """What is static about a call; strides: those of `strides_of`."""
     pages = a.k_rope if a.block_table is not None else None
-    steps = {
-        "k": (strides["K_STRIDE"],),
-        "k_rope": (strides["ROPE_STRIDE"], 0 if pages is None else pages.stride(0)),
-        "attn_mask": (1,) if strides["mask_column_stride"] == 1 else (),
-    }
-    tensors = {field: getattr(a, field) for field in GIVEN.values()}
-    if a.attn_mask is not None:
-        tensors["attn_mask"] = mask_bytes(a.attn_mask)
-    given: Any = {field: operand(t, *steps.get(field, ())) for field, t in tensors.items()}
     return AttentionProblem(
-        **given,
-        out=Operand(TRITON_TYPES[a.out_dtype]),
-        lse=Operand("fp32", aligned=False) if a.return_lse else None,
         num_heads=a.num_heads,
         nope=a.nope,
         rope=a.rope,
         v_dim=a.v.shape[-1],
+        dtype=TRITON_TYPES[a.k.dtype],
+        out=TRITON_TYPES[a.out_dtype],
+        has_lse=a.return_lse,
+        ragged=a.ragged,
+        positioned=a.query_positions is not None,
+        rope_stride=strides["ROPE_STRIDE"],
+        page_stride=0 if pages is None else pages.stride(0),
+        page_size=1 if pages is None else pages.shape[1],
+        attn_mask="" if a.attn_mask is None else TRITON_TYPES[mask_bytes(a.attn_mask).dtype],
         v_by_key=a.v_by_key,
-        page_size=0 if pages is None else pages.shape[1],
         sequences=next_power_of_2(max(a.num_sequences, 1)) if a.ragged else 1,
         mask=a.mask,
         window=a.window if a.mask in ("sliding_window", "chunked") else 0,
-        divisible=_divisible(strides, (*STRIDES, *LIST_STRIDES)),
         tma=_descriptors_reach(a, strides),
         rope_tma=_rope_descriptor_reaches(a, strides),
         joint=_joint(a),
-        rotation=a.rotation,
     )
-
-
-def _divisible(strides: dict[str, int], names: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(name for name in names if strides[name] % 16 == 0)
 
 
 def _joint(a: AttentionCall) -> bool:
@@ -352,8 +341,8 @@ def _rope_descriptor_reaches(a: AttentionCall, strides: dict[str, int]) -> bool:
 
 def query_call(
     a: AttentionCall, whole: bool, joined: torch.Tensor | None
-) -> tuple[QueryProblem, dict[str, Any]]:
-    """The problem and the values, all but the output's, of a launch of `mla_query`.
+) -> tuple[QueryProblem, Rotation, dict[str, Any]]:
+    """The problem, the rotation, and the values, all but the output, of a launch of `mla_query`.
 
     whole: all columns are written. joined: keys with room for the rope columns, which are written.
     """
@@ -370,16 +359,16 @@ def query_call(
         offsets, starts, positions = a.query_offsets, a.query_starts, a.query_positions
         positions = None if positions is None else positions.reshape(-1)
     casts = q.dtype != a.k.dtype
+    rotation, rotated = rotation_of(tables, a.rope)
     values: dict[str, Any] = {
-        "q_ptr": q,
-        "cos_ptr": None if tables is None else tables.cos,
-        "sin_ptr": None if tables is None else tables.sin,
-        "row_offsets_ptr": offsets,
-        "starts_ptr": starts,
-        "positions_ptr": positions,
-        "scale_ptr": a.q_scale if casts else None,
-        "k_rope_ptr": None if joined is None else a.k_rope,
-        "joined_ptr": joined,
+        "q": q,
+        **rotated,
+        "row_offsets": offsets,
+        "starts": starts,
+        "positions": positions,
+        "scale": a.q_scale if casts else None,
+        "k_rope": None if joined is None else a.k_rope,
+        "joined": joined,
         "num_rows": tokens * q.shape[-2],
         "token_run": max(run, 1),
         "rope_rows": a.table_rows,
@@ -388,21 +377,6 @@ def query_call(
         "q_token_stride": q.stride(-3),
         "q_head_stride": q.stride(-2),
     }
-    problem = QueryProblem(
-        num_heads=a.num_heads,
-        nope=a.nope,
-        rope_dim=a.rope,
-        q=operand(q),
-        out=Operand(TRITON_TYPES[a.k.dtype]),
-        rotation=a.rotation,
-        row_offsets=operand_of(offsets, 0),
-        starts=operand_of(starts, 0),
-        positions=operand_of(positions, 0),
-        scale=operand_of(values["scale_ptr"]),
-        k_rope=operand_of(values["k_rope_ptr"], -2),
-        joined=operand_of(joined, -2),
-        search_steps=max(a.num_sequences, 1).bit_length(),
-        whole=whole or casts,
-        divisible=_divisible(values, Q_STRIDES),
-    )
-    return problem, values
+    steps = max(a.num_sequences, 1).bit_length()
+    problem = QueryProblem(a.num_heads, a.nope, a.rope, steps, whole or casts, casts)
+    return problem, rotation, values

@@ -5,21 +5,20 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import torch
 
 from tilewright.codegen.arithmetic import cdiv
-from tilewright.codegen.mla.head_specs import (
+from tilewright.codegen.mla.head_kernels import (
+    BLOCK_K,
+    BLOCK_WIDTH,
+    HEAD_PRODUCTS,
     MOST_TOKENS,
-    HeadProblem,
     block_tokens,
     head_grid,
-    head_spec,
 )
 from tilewright.codegen.mla.plan import DecodeSizes, absorbs
-from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
 from tilewright.ops.attention.arguments import BATCH_NAMES, as_attention
 from tilewright.ops.attention.lowering import attention_steps, decode_tile
@@ -37,9 +36,9 @@ from tilewright.ops.mla.decode.checks import decode_obstacle
 from tilewright.ops.mla.keys import buffer_rows, cache_views
 from tilewright.ops.mla.latents.lowering import dequantized
 from tilewright.ops.mla.latents.operands import rotates_keys
-from tilewright.ops.runtime.operands import operand
+from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.products import multiply_batch
-from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, Step, Steps
+from tilewright.ops.runtime.program import Buffer, Library, Outcome, Step, Steps
 
 NAME = "absorbed attention"
 
@@ -75,24 +74,22 @@ def head_steps(
     tokens = x.shape[0]
     out = yield Buffer((*x.shape[:2], weights.shape[2]), x.dtype)
     if tokens <= MOST_TOKENS and x.dtype == weights.dtype and x.stride(2) == 1:
-        problem, spec = _head_kernel(x, weights, target)
-        values = {"x_ptr": x, "weights_ptr": weights, "out_ptr": out, "num_tokens": tokens}
-        yield Launch(spec, head_grid(problem, tokens), values)
+        heads, k, width = weights.shape
+        yield launch(
+            HEAD_PRODUCTS,
+            target,
+            head_grid(heads, width, tokens),
+            {"x": x, "weights": weights, "out": out, "num_tokens": tokens},
+            NUM_HEADS=heads,
+            K=k,
+            WIDTH=width,
+            BLOCK_T=block_tokens(tokens),
+            BLOCK_W=BLOCK_WIDTH,
+            BLOCK_K=BLOCK_K,
+        )
     else:
         yield Library(multiply_batch, (out.transpose(0, 1), x.transpose(0, 1), weights))
     return out
-
-
-def _head_kernel(
-    x: torch.Tensor, weights: torch.Tensor, target: Target
-) -> tuple[HeadProblem, KernelSpec]:
-    heads, k, width = weights.shape
-    rows, stack = operand(x, *x.stride()[:2]), operand(weights, *weights.stride())
-    problem = HeadProblem(heads, k, width, rows, stack)
-    return problem, _head_spec(problem, block_tokens(x.shape[0]), target.name)
-
-
-_head_spec = cache(head_spec)
 
 
 def absorbed_call(a: MlaPrefillArguments) -> MlaDecodeArguments | None:

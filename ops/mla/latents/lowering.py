@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from tilewright.codegen.arithmetic import next_power_of_2
-from tilewright.codegen.mla import key_specs as kernels
-from tilewright.codegen.mla.key_specs import LatentConfig
+from tilewright.codegen.kernel import Statics
+from tilewright.codegen.mla import key_kernels as kernels
+from tilewright.codegen.mla.key_kernels import LatentConfig, UpConfig, UpProblem
 from tilewright.codegen.mla.plan import latent_config, up_config, uses_library
 from tilewright.codegen.targets import Target
 from tilewright.ops.attention.positions import sequences
@@ -31,10 +32,10 @@ from tilewright.ops.mla.latents.operands import (
     key_buffers,
     latent_call,
     up_problem,
-    weight_problem,
 )
+from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.products import multiply, multiply_batch
-from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, Step, Steps, chooser
+from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, Step, Steps
 
 # Keys of a sequence must be so many more than its queries before rows past the last are left out.
 SPARE_KEYS = 256
@@ -51,11 +52,6 @@ class Keys:
     v: torch.Tensor
     k_rope: torch.Tensor
     joined: torch.Tensor | None = None
-
-
-_latent_spec = cache(kernels.latent_spec)
-_dequantize_spec = cache(kernels.dequantize_spec)
-_up_kernel = chooser(up_config, kernels.up_spec)
 
 
 def latent_store_steps(a: LatentStoreArguments, target: Target) -> Steps:
@@ -92,7 +88,9 @@ def latent_launch(call: LatentCall, target: Target, config: LatentConfig | None 
         config = latent_config(problem, next_power_of_2(tokens + rows))
     grid = kernels.latent_grid(problem, config, tokens, rows)
     values = call.values | {"row_programs": kernels.row_programs(problem, config, rows)}
-    return Launch(_latent_spec(problem, config, target.name), (grid,), values)
+    checked = max(config.checked, config.block_t)
+    records = (call.rotation, problem, config)
+    return launch(kernels.LATENTS, target, (grid,), values, *records, CHECKED=checked)
 
 
 def key_steps(
@@ -127,23 +125,59 @@ def _up_project(
     if uses_library(problem, rows, target):
         yield _library_product(buffers.latent[:, : problem.rank], weight, keys)
         return keys, "library GEMM"
-    config, spec = _up_kernel(problem, next_power_of_2(rows), target)
+    given = (keys.k, keys.v)
+    step, config = up_launch(a, problem, buffers, weight, given, target, rows=rows, limit=limit)
+    yield step
+    return keys, f"up-projection {config}"
+
+
+@cache
+def _up_kernel(
+    problem: UpProblem, num_rows: int, target: Target, config: UpConfig | None
+) -> tuple[UpConfig, Statics]:
+    """The tiles for up to `num_rows` rows, those of `config` where it is given, and the constants
+    of the kernel."""
+    config = config or up_config(problem, num_rows, target)
+    return config, kernels.up_statics(problem, config)
+
+
+def up_launch(
+    a: Any,
+    problem: UpProblem,
+    buffers: Buffers,
+    weight: torch.Tensor,
+    keys: tuple[torch.Tensor, torch.Tensor],
+    target: Target,
+    *,
+    rows: int,
+    limit: torch.Tensor | None = None,
+    config: UpConfig | None = None,
+) -> tuple[Launch, UpConfig]:
+    """The up-projection of `rows` latents to keys and values, and its tiles; config: in place of
+    the plan's."""
+    k, v = keys
+    config, statics = _up_kernel(problem, next_power_of_2(rows), target, config)
+    coded = problem.scale_block is not None
     values = {
-        "latent_ptr": buffers.latent,
-        "weight_ptr": weight,
-        "latent_scale_ptr": buffers.scale,
-        "weight_scale_ptr": a.kv_b_scale,
-        "k_ptr": keys.k,
-        "v_ptr": keys.v,
-        "limit_ptr": limit,
+        "latent": buffers.latent,
+        "weight": weight,
+        "latent_scale": buffers.scale,
+        "weight_scale": a.kv_b_scale if coded else None,
+        "k": k,
+        "v": None if problem.joint else v,
+        "limit": limit if problem.limited else None,
         "num_rows": rows,
         "run": max(rows // max(sequences(a), 1), 1),
         "scale_stride": buffers.scale_strides[0],
-        "v_head_stride": keys.v.stride(1),
-        "v_column_stride": keys.v.stride(2),
+        # Of values that are apart.
+        "v_head_stride": 0 if problem.joint else v.stride(1),
+        "v_column_stride": 0 if problem.joint else v.stride(2),
     }
-    yield Launch(spec, kernels.up_grid(problem, config, rows, target.num_sms), values)
-    return keys, f"up-projection {config}"
+    grid = kernels.up_grid(problem, config, rows, target.num_sms)
+    scale = buffers.scale_strides[1]
+    return launch(
+        kernels.UP_PROJECTION, target, grid, values, statics, LATENT_SCALE_STRIDE=scale
+    ), config
 
 
 def _library_product(latent: torch.Tensor, weight: torch.Tensor, keys: Keys) -> Library:
@@ -218,8 +252,19 @@ def _greatest(numbers: torch.Tensor, out: torch.Tensor) -> None:
 
 def dequantized(a: UpArguments, target: Target) -> Generator[Step, Any, torch.Tensor]:
     """kv_b_weight, which has codes, in q's dtype, [rows, L]."""
-    problem = weight_problem(a)
-    out = yield Buffer(a.kv_b_weight.shape, a.q.dtype)
-    values = {"weight_ptr": a.kv_b_weight, "weight_scale_ptr": a.kv_b_scale, "out_ptr": out}
-    yield Launch(_dequantize_spec(problem, target.name), kernels.dequantize_grid(problem), values)
+    weight = a.kv_b_weight
+    out = yield Buffer(weight.shape, a.q.dtype)
+    rows, rank = weight.shape
+    block_n, block_k = kernels.DEQUANTIZE_TILE
+    yield launch(
+        kernels.WEIGHT_NUMBERS,
+        target,
+        kernels.dequantize_grid(rows, rank),
+        {"weight": weight, "weight_scale": a.kv_b_scale, "out": out},
+        ROWS=rows,
+        RANK=rank,
+        SCALE_BLOCK=(a.scale_block[0], a.scale_block[1]),
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+    )
     return out

@@ -8,31 +8,31 @@ from typing import Any
 
 import torch
 
-from tilewright.codegen.addressing import NOWHERE, Addressing
-from tilewright.codegen.mla.key_specs import (
-    LATENT_TENSORS,
-    LatentProblem,
-    UpProblem,
-    WeightProblem,
-)
-from tilewright.codegen.mla.query_specs import NO_ROTATION
+from tilewright.codegen.mla.key_kernels import LatentProblem, UpProblem, stride_unit
+from tilewright.codegen.mla.query_kernels import Rotation
 from tilewright.codegen.operand import Operand
 from tilewright.ops.attention.positions import sequences
-from tilewright.ops.cache.addressing import address_values, addressing_operands
+from tilewright.ops.cache.addressing import address_values
 from tilewright.ops.checks import given
 from tilewright.ops.mla.arguments import (
     FP8,
     LatentArguments,
     LatentStoreArguments,
     MlaPrefillArguments,
-    UpArguments,
     widths,
 )
-from tilewright.ops.mla.attention.operands import RopeTables
+from tilewright.ops.mla.attention.operands import RopeTables, rotation_of
 from tilewright.ops.mla.keys import cache_views
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
-from tilewright.ops.runtime.operands import operand, operand_of, tma_reaches
+from tilewright.ops.runtime.operands import operand, tma_reaches
 from tilewright.ops.runtime.program import Buffer
+
+# Tensors of `mla_latents` beside the tables of the rotation.
+LATENT_TENSORS = (
+    "latent", "k_rope", "norm", "latent_cache", "rope_cache", "slots", "sequences", "positions",
+    "row_offsets", "lengths", "token_positions", "lookup", "key_offsets", "key_starts", "key_slots",
+    "latent_out", "rope_out", "scale_out",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -126,9 +126,11 @@ def _with_new(
 
 @dataclass(frozen=True)
 class LatentCall:
-    """A launch of `mla_latents`: its problem, and its values but for how it is cut into tiles."""
+    """A launch of `mla_latents`: its problem, the rotation of new tokens, and its values but for
+    how it is cut into tiles."""
 
     problem: LatentProblem
+    rotation: Rotation
     values: dict[str, Any]
 
 
@@ -176,15 +178,12 @@ def latent_call(
             tensors |= {"latent_out": buffers.latent, "scale_out": buffers.scale}
         if "k_rope" in buffers.made:
             tensors["rope_out"] = buffers.k_rope
-    # Keys and new tokens are looked up in one table.
-    places = address_values(a) if store else {}
-    addressing = addressing_operands(a, places) if store else NOWHERE
     batch, rows = _batch(a), 0 if chunk is None else chunk.rows
     run = a.positions.shape[0] if a.positions is not None else num_tokens // max(batch, 1)
+    rotation, rotated = rotation_of(tables, _widths_of(a)[1])
     values = {
-        **{f"{name}_ptr": tensor for name, tensor in tensors.items()},
-        "cos_ptr": None if tables is None else tables.cos,
-        "sin_ptr": None if tables is None else tables.sin,
+        **tensors,
+        **rotated,
         **counts,
         "num_tokens": num_tokens,
         "num_rows": rows,
@@ -193,9 +192,11 @@ def latent_call(
         "key_run": max(rows // max(batch, 1), 1),
         "num_sequences": batch,
         "scale_stride": 16 if buffers is None else buffers.scale_strides[0],
-        **places,
     }
-    return LatentCall(_latent_problem(a, tensors, tables, addressing, batch, gather), values)
+    if store:  # keys and new tokens are looked up in one table
+        values |= {name.removesuffix("_ptr"): value for name, value in address_values(a).items()}
+    problem = _latent_problem(a, tensors, rotation, batch, store=store, gather=gather)
+    return LatentCall(problem, rotation, values)
 
 
 def _batch(a: LatentArguments) -> int:
@@ -207,25 +208,50 @@ def _batch(a: LatentArguments) -> int:
 def _latent_problem(
     a: LatentArguments,
     tensors: dict[str, torch.Tensor | None],
-    tables: RopeTables | None,
-    addressing: Addressing,
+    rotation: Rotation,
     batch: int,
+    *,
+    store: bool,
     gather: bool,
 ) -> LatentProblem:
     rank, rope_dim = _widths_of(a)
-    cache = tensors["latent_cache"]
-    operands: Any = {name: operand_of(t, *LATENT_TENSORS[name]) for name, t in tensors.items()}
+    latent, rope = tensors["latent_cache"], tensors["rope_cache"]
+    rows, turned = tensors["latent_out"], tensors["rope_out"]
+    neighbours = rotates_keys(a) and a.rope_style == "interleaved"
     return LatentProblem(
-        **operands,
         **_made_of(a, tensors, gather),
         rank=rank,
         rope_dim=rope_dim,
+        row=0 if rows is None else rows.stride(0),
         norm_eps=a.norm_eps,
-        rotation=NO_ROTATION if tables is None else tables.rotation(rope_dim),
-        neighbours=rotates_keys(a) and a.rope_style == "interleaved",
-        page_size=1 if cache is None else cache.shape[1],
-        addressing=addressing,
+        neighbours=neighbours,
+        page_size=1 if latent is None else latent.shape[1],
+        addressing=a.slots if store else "none",
+        wrap_negative=store and a.indexing == "torch",
         search_steps=max(batch, 1).bit_length(),
+        keep=not gather and (rows is not None or turned is not None),
+        units=(_unit(latent), _unit(rope)),
+        one_source=_one_source(tensors, rotation, neighbours),
+    )
+
+
+def _unit(cache: torch.Tensor | None) -> int:
+    return 16 if cache is None else stride_unit(*cache.stride()[:2])
+
+
+def _one_source(
+    tensors: dict[str, torch.Tensor | None], rotation: Rotation, neighbours: bool
+) -> bool:
+    """Whether a row is loaded in one way, be it of a token or of the cache."""
+    latent, k_rope = tensors["latent"], tensors["k_rope"]
+    latents, ropes = tensors["latent_cache"], tensors["rope_cache"]
+    if latent is None or k_rope is None or latents is None or ropes is None:
+        return False
+    return (
+        latent.dtype == latents.dtype
+        and k_rope.dtype == ropes.dtype
+        and latents.stride(2) == ropes.stride(2) == 1
+        and neighbours == (rotation.rope_style in ("interleaved", "interleaved_to_half"))
     )
 
 
@@ -234,12 +260,12 @@ def _made_of(
 ) -> dict[str, Any]:
     """What a problem has of a call that makes keys, by field."""
     if isinstance(a, LatentStoreArguments):
-        return {"keys": "none", "group": 0, "cap": 0.0, "rope_scale": 1.0}
+        return {"keys": "none", "group": 1, "cap": 0.0, "rope_scale": 1.0}
     quantized = tensors["scale_out"] is not None
     scaled = tensors["rope_out"] is not None and a.attention_dtype == FP8
     return {
         "keys": a.keys if gather else "none",
-        "group": a.scale_block[1] if quantized else 0,
+        "group": a.scale_block[1] if quantized else 1,
         "cap": a.latent_scale_cap if quantized else 0.0,
         "rope_scale": a.k_scale if scaled else 1.0,
     }
@@ -270,10 +296,8 @@ def up_problem(
         latent=operand(buffers.latent, buffers.latent.stride(0)),
         weight=Operand(value, (rank,)) if dequantizes(a) else operand(weight, weight.stride(0)),
         k=Operand(out, (heads * row, row)),
-        v=Operand(out, (1,)) if narrow else None,
+        joint=not narrow,
         scale_block=(a.scale_block[0], a.scale_block[1]) if coded else None,
-        latent_scale=operand(buffers.scale, buffers.scale_strides[1]),
-        weight_scale=operand_of(a.kv_b_scale, 0, 1) if coded else None,
         k_scale=a.k_scale if narrow else 1.0,
         v_scale=a.v_scale if narrow else 1.0,
         limited=limited,
@@ -284,16 +308,3 @@ def dequantizes(a: MlaPrefillArguments) -> bool:
     """Whether the weight has codes and the latents none, so that it is dequantised first."""
     coded = a.quantize_latent or a.latent_scale is not None
     return a.kv_b_weight.dtype == FP8 and not coded
-
-
-def weight_problem(a: UpArguments) -> WeightProblem:
-    """Dequantising the weight."""
-    weight, scale = a.kv_b_weight, given(a.kv_b_scale)
-    return WeightProblem(
-        rows=weight.shape[0],
-        rank=weight.shape[1],
-        scale_block=(a.scale_block[0], a.scale_block[1]),
-        weight=operand(weight, weight.stride(0)),
-        scale=operand(scale, *scale.stride()),
-        out=Operand(TRITON_TYPES[a.q.dtype]),
-    )

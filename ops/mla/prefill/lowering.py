@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from tilewright.codegen.mla.key_specs import up_obstacle
+from tilewright.codegen.mla.key_kernels import up_obstacle
 from tilewright.codegen.mla.plan import uses_library
-from tilewright.codegen.mla.query_specs import TMA_BYTES
+from tilewright.codegen.mla.query_kernels import TMA_BYTES
 from tilewright.codegen.targets import Target, get_target
 from tilewright.ops.attention.positions import sequences
 from tilewright.ops.checks import given

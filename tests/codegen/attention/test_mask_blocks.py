@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from tests.interpreted import Interpreter
+from tilewright.codegen.attention.mask_kernels import MaskConfig, MaskProblem, blocks_per_part
 from tilewright.codegen.attention.mask_plan import PROGRAMS_PER_SM, mask_config
-from tilewright.codegen.attention.mask_specs import MaskConfig, MaskProblem, blocks_per_part
-from tilewright.codegen.operand import Operand
 from tilewright.codegen.targets import SM90
 from tilewright.ops.attention.block_lists import (
     MaskBlocksArguments,
@@ -124,7 +123,7 @@ def test_parts_of_a_tile_come_together_and_leave_their_counters_at_zero():
 
 
 def problem(rows, key_blocks, dtype="u8"):
-    return MaskProblem(Operand(dtype), True, rows, key_blocks)
+    return MaskProblem(dtype, rows, key_blocks)
 
 
 @pytest.mark.parametrize("rows", [1, 16, 128])

@@ -6,11 +6,11 @@ import re
 
 import pytest
 
+from tests.attention_cases import attention_spec
 from tilewright.codegen.attention.prefill_tiles import PrefillConfig
 from tilewright.codegen.build import compile_for
 from tilewright.codegen.dead_barriers import count_dead_barriers, without_dead_barriers
-from tilewright.codegen.mla.attention_specs import AttentionProblem, attention_spec
-from tilewright.codegen.operand import Operand
+from tilewright.codegen.mla.attention_kernels import AttentionProblem
 
 BARRIER = "!ttg.memdesc<1x1xi64, #shared, #smem, mutable>"
 ONE = "!ttg.memdesc<1xi64, #shared, #smem, mutable>"
@@ -71,14 +71,12 @@ def test_warps_that_are_not_parted_are_left_alone():
 
 def test_attention_with_specialised_warps_on_hopper_has_none():
     """Its machine code initialises no barrier in the memory of a tile, which lies at the start."""
-    bf16 = Operand("bf16")
     problem = AttentionProblem(
-        num_heads=2, nope=64, rope=64, v_dim=64, q=bf16, k=Operand("bf16", (256,)), v=bf16,
-        out=bf16, q_rope=bf16, k_rope=Operand("bf16", (64, 0)), mask="none", tma=True,
-        rope_tma=True,
+        num_heads=2, nope=64, rope=64, v_dim=64, dtype="bf16", out="bf16", rope_stride=64,
+        mask="none", tma=True, rope_tma=True,
     )  # fmt: skip
     config = PrefillConfig(128, 64, 4, 2, tma=True, warp_specialize=True, one_loop=True)
-    built = compile_for(attention_spec(problem, config, "sm90"))
+    built = compile_for(attention_spec(problem, config, 256))
     assert built.audit.warp_specialized
     assert built.audit.dead_barriers == 0
     starts = re.findall(r"mov\.b32\s+(%r\d+), global_smem;", built.ptx)

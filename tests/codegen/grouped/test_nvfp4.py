@@ -9,10 +9,11 @@ import torch
 
 from tests.interpreted import interpret
 from tilewright.codegen.build import load_interpreted
-from tilewright.codegen.grouped.nvfp4_specs import nvfp4_spec
-from tilewright.codegen.grouped.specs import GemmConfig
+from tilewright.codegen.grouped.kernels import GemmConfig
+from tilewright.codegen.targets import SM100
 from tilewright.ops.grouped import nvfp4_matmul as op
-from tilewright.ops.grouped.nvfp4_lowering import nvfp4_problem
+from tilewright.ops.grouped.nvfp4_lowering import grouped_nvfp4_steps
+from tilewright.ops.runtime.program import Planner, drive
 
 CONFIGS = {
     "tiled": GemmConfig(128, 128, 128, False, 4, 2),
@@ -22,9 +23,9 @@ CONFIGS = {
 
 
 def run(a, config, block_scaled):
-    problem = nvfp4_problem(a)
     out = torch.full((a.a.shape[0], a.b.shape[1]), float("nan"), dtype=torch.bfloat16)
-    spec = nvfp4_spec(problem, config, "sm100", block_scaled=block_scaled)
+    steps = grouped_nvfp4_steps(a, SM100, config, block_scaled=block_scaled)
+    (spec,) = drive(steps, Planner(SM100), keep=True).specs
     load_interpreted(spec)[(3,)](
         a.a, a.b, a.a_scales, a.b_scales, a.group_offsets, a.group_scale_offsets, a.expert_ids,
         a.expert_scales, out, a.a.shape[0], a.a_scales.shape[0], a.num_groups,

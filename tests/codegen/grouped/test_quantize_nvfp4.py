@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.interpreted import Interpreter
-from tilewright.codegen.grouped.nvfp4_specs import QuantizeConfig
+from tilewright.codegen.grouped.nvfp4_kernels import QuantizeConfig
 from tilewright.codegen.targets import SM100
 from tilewright.ops import ArgumentError, grouped_matmul_dynamic_scaled_nvfp4
 from tilewright.ops import quantize_nvfp4 as quantize

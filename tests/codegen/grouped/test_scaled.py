@@ -10,17 +10,16 @@ import torch
 
 from tests.experts import ONE_ROUNDING, SMALL_SM100, as_double
 from tests.interpreted import Interpreter
-from tilewright.codegen.build import load_interpreted
 from tilewright.codegen.grouped.plan import GroupedPlan
-from tilewright.codegen.grouped.scaled_specs import (
+from tilewright.codegen.grouped.scaled_kernels import (
+    QUANTIZE_ROWS,
     QuantizeConfig,
     quantize_rows_grid,
-    quantize_rows_spec,
+    quantize_rows_statics,
     scaled_config,
 )
 from tilewright.codegen.moe.plan import plan_moe
-from tilewright.codegen.operand import Operand
-from tilewright.codegen.targets import SM90
+from tilewright.codegen.targets import SM90, SM100
 from tilewright.ops.contract import Tolerance
 from tilewright.ops.formats import fp8_block
 from tilewright.ops.grouped.cases import GROUPED_CASES
@@ -30,7 +29,7 @@ from tilewright.ops.moe import moe
 from tilewright.ops.moe.cases import MoeCase
 from tilewright.ops.moe.lowering import fused_moe_steps
 from tilewright.ops.moe.operands import moe_problem
-from tilewright.ops.runtime.dtypes import TRITON_TYPES
+from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.program import drive
 
 SWAPPED = scaled_config(16, 64, 4, 2, swapped=True)
@@ -53,8 +52,9 @@ def test_rows_are_quantised_to_the_bit(dtype):
     codes = torch.full((5, 384), 9.0).to(torch.float8_e4m3fn)
     scales = torch.full((5, 3), -1.0)
     config = QuantizeConfig(2, 256, 4)
-    spec = quantize_rows_spec(Operand(TRITON_TYPES[dtype], (300,)), 300, config, "sm100")
-    load_interpreted(spec)[quantize_rows_grid(300, config, 5)](x, codes, scales, 5)
+    values = {"x": x, "codes": codes, "scale": scales, "num_rows": 5}
+    statics, grid = quantize_rows_statics(300, config), quantize_rows_grid(300, config, 5)
+    Interpreter(SM100).perform(launch(QUANTIZE_ROWS, SM100, grid, values, statics))
     want, want_scales = fp8_block.quantize_rows(x)
     assert torch.equal(scales, want_scales)
     assert torch.equal(codes[:, :300].view(torch.uint8), want.view(torch.uint8))

@@ -10,8 +10,8 @@ import torch
 
 from tests.experts import ONE_ROUNDING, SMALL_SM100, as_double
 from tests.interpreted import Interpreter, interpret
+from tilewright.codegen.grouped.kernels import GemmConfig
 from tilewright.codegen.grouped.plan import GroupedPlan, plan_grouped
-from tilewright.codegen.grouped.specs import GemmConfig
 from tilewright.codegen.targets import TARGETS
 from tilewright.ops import ArgumentError
 from tilewright.ops.contract import get_op

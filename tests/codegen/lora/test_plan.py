@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from tilewright.codegen.lora.kernels import RowShrink, TiledShrink
 from tilewright.codegen.lora.plan import plan_shrink, planned_rows
 from tilewright.codegen.lora.problem import RowForm, ShrinkProblem
-from tilewright.codegen.lora.specs import RowShrink, TiledShrink
 from tilewright.codegen.operand import Operand
 from tilewright.codegen.targets import SM90
 

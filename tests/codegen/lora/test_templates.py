@@ -10,7 +10,7 @@ import torch
 
 from tests.interpreted import Interpreter
 from tests.ops.test_contract import as_double
-from tilewright.codegen.lora.specs import ExpandConfig, FewShrink, RowShrink, TiledShrink
+from tilewright.codegen.lora.kernels import ExpandConfig, FewShrink, RowShrink, TiledShrink
 from tilewright.codegen.targets import SM100
 from tilewright.ops.lora import expand, shrink
 from tilewright.ops.lora.cases import EXPAND_CASES, SHRINK_CASES, LoraCase

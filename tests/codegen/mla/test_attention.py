@@ -20,20 +20,19 @@ from tests.attention_cases import (
     prefix,
     with_options,
 )
-from tests.interpreted import Interpreter
+from tests.interpreted import Interpreter, interpreted
 from tilewright.codegen.attention.prefill_tiles import PrefillConfig
-from tilewright.codegen.build import load_interpreted
-from tilewright.codegen.mla import attention_specs as kernels
-from tilewright.codegen.targets import SM100
+from tilewright.codegen.targets import SM90, SM100, get_target
 from tilewright.ops.attention import mask_blocks
 from tilewright.ops.attention.block_lists import MaskBlocksArguments
-from tilewright.ops.mla.attention.lowering import merge_steps, query_steps
+from tilewright.ops.mla.attention.cudnn import join_launch
+from tilewright.ops.mla.attention.lowering import core_launch, merge_steps, query_steps
 from tilewright.ops.mla.attention.operands import (
     AttentionCall,
     RopeTables,
     attention_problem,
     check_call,
-    launch_values,
+    strides_of,
 )
 from tilewright.ops.reference.rope import apply_rope
 
@@ -47,16 +46,15 @@ def run(a: AttentionCall, config: PrefillConfig, target: str = "sm100", group: i
     check_call(a)
     if a.attn_mask is not None:
         a = replace(a, mask_blocks=mask_blocks.reference(MaskBlocksArguments(a.attn_mask)))
-    problem = attention_problem(a)
+    strides = strides_of(a)
+    problem = attention_problem(a, strides)
     assert problem.tma or not config.tma
-    spec = kernels.attention_spec(problem, config, target)
-    tiles = kernels.row_tiles(problem, config, a.sizes)
     out = torch.full((*a.q.shape[:-1], a.v.shape[-1]), math.nan, dtype=a.out_dtype)
     lse = torch.full(a.q.shape[:-1], math.nan)
-    values = launch_values(a) | {"out_ptr": out, "lse_ptr": lse}
-    values |= {"row_tiles": tiles, "head_group": group}
-    grid = kernels.attention_grid(problem, a.sizes, tiles, group)
-    load_interpreted(spec)[grid](*(values[name] for name, _ in spec.signature))
+    made = core_launch(
+        a, problem, strides, (out, lse), get_target(target), config, head_group=group
+    )
+    interpreted(made.spec)[made.grid](*made.given)
     return out, lse
 
 
@@ -253,14 +251,8 @@ def test_joined_keys_are_both_parts_side_by_side():
     case = Case("join", (1,) * 2, (21,) * 2, heads=3, nope=24, rope=8, dense=True)
     a = call_of(case)
     out = torch.full((2, 21, 3, 32), math.nan, dtype=case.dtype)
-    values = {
-        "k_ptr": a.k, "rope_ptr": a.k_rope, "out_ptr": out, "num_rows": 126, "run": 21,
-        "k_sequence_stride": a.k.stride(0), "k_head_stride": a.k.stride(2),
-        "rope_sequence_stride": a.k_rope.stride(0),
-    }  # fmt: skip
-    spec = kernels.join_spec(attention_problem(a), "sm90")
-    grid = kernels.join_grid(126)
-    load_interpreted(spec)[grid](*(values[name] for name, _ in spec.signature))
+    made = join_launch(a, out, SM90)
+    interpreted(made.spec)[made.grid](*made.given)
     rope = a.k_rope.unsqueeze(2).expand(-1, -1, 3, -1)
     assert torch.equal(out, torch.cat((a.k, rope), -1))
 
@@ -285,21 +277,28 @@ LISTED_TILES = [
 ]
 
 
-@pytest.mark.parametrize("config", LISTED_TILES, ids=str)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"mask": "none"},
-        {"mask": "none", "key_lengths": torch.tensor([310, 0])},
-        {"mask": "causal", "query_starts": torch.tensor([250, 100])},
-        {"mask": "sliding_window", "window": 90, "query_starts": torch.tensor([250, 40])},
-        {"mask": "chunked", "window": 128, "query_starts": torch.tensor([250, 0])},
-    ],
-    ids=lambda options: " ".join(options) + " " + options["mask"],
-)
-@pytest.mark.parametrize("added", [False, True], ids=["booleans", "numbers"])
+LISTED_OPTIONS = [
+    {"mask": "none"},
+    {"mask": "none", "key_lengths": torch.tensor([310, 0])},
+    {"mask": "causal", "query_starts": torch.tensor([250, 100])},
+    {"mask": "sliding_window", "window": 90, "query_starts": torch.tensor([250, 40])},
+    {"mask": "chunked", "window": 128, "query_starts": torch.tensor([250, 0])},
+]
+#: Tiles and options in all pairs; either kind of mask with each of both.
+LISTED_CASES = [
+    pytest.param(
+        config, options, (row + column) % 2 == 1,
+        id=f"{' '.join(options)} {options['mask']}-{config}",
+    )
+    for row, config in enumerate(LISTED_TILES)
+    for column, options in enumerate(LISTED_OPTIONS)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "options", "added"), LISTED_CASES)
 def test_blocks_on_a_masks_list(config, options, added):
-    """Whole ones and others, with gaps between; and masked by position besides."""
+    """Whole ones and others, with gaps between; and masked by position besides. Tiles, options and
+    kinds of mask (booleans, numbers) in all pairs, not all triples."""
     seen = holes(2, 1, 150, 400)
     mask = torch.zeros(seen.shape).masked_fill(~seen, -math.inf) if added else seen
     a = call_of(with_options(LISTED, attn_mask=mask, **options))

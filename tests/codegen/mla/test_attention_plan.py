@@ -6,24 +6,22 @@ from dataclasses import replace
 
 import pytest
 
+from tests.attention_cases import attention_spec
 from tilewright.codegen.attention.blocks import KEYS, QUERIES
 from tilewright.codegen.build import compile_for
-from tilewright.codegen.mla.attention_plan import attention_config
-from tilewright.codegen.mla.attention_specs import (
+from tilewright.codegen.mla.attention_kernels import (
     AttentionProblem,
     AttentionSizes,
-    attention_spec,
 )
-from tilewright.codegen.operand import Operand
+from tilewright.codegen.mla.attention_plan import attention_config
 from tilewright.codegen.targets import SM90, SM100
 
-BF16, FP32 = Operand("bf16"), Operand("fp32")
 DENSE = AttentionProblem(
-    num_heads=16, nope=128, rope=64, v_dim=128, q=BF16, k=Operand("bf16", (4096,)), v=BF16,
-    out=BF16, q_rope=BF16, k_rope=Operand("bf16", (64, 0)), tma=True, rope_tma=True, joint=True,
+    num_heads=16, nope=128, rope=64, v_dim=128, dtype="bf16", out="bf16", rope_stride=64, tma=True,
+    rope_tma=True, joint=True,
 )  # fmt: skip
 WIDE = replace(DENSE, num_heads=20, nope=192, v_dim=256)
-RAGGED = replace(DENSE, query_offsets=Operand("i32"), key_offsets=Operand("i32"), sequences=8)
+RAGGED = replace(DENSE, ragged=True, sequences=8)
 
 
 def sizes(sequences: int, tokens: int) -> AttentionSizes:
@@ -42,26 +40,26 @@ def sizes(sequences: int, tokens: int) -> AttentionSizes:
         (RAGGED, sizes(8, 1600), "64 queries x 64 keys w4 s2 one loop"),
         (replace(RAGGED, sequences=128), sizes(100, 409600), "128 queries x 64 keys w8 s3"),
         (replace(RAGGED, tma=False), sizes(6, 12288), "128 queries x 64 keys w8 s3"),
-        (replace(DENSE, attn_mask=Operand("u8")), sizes(1, 4096), "128 queries x 64 keys w8 s3"),
-        (replace(DENSE, attn_mask=FP32), sizes(1, 4096), "128 queries x 64 keys w8 s2"),
+        (replace(DENSE, attn_mask="u8"), sizes(1, 4096), "128 queries x 64 keys w8 s3"),
+        (replace(DENSE, attn_mask="fp32"), sizes(1, 4096), "128 queries x 64 keys w8 s2"),
         # As many keys as queries are taken to be seen of a cache.
         (
-            replace(DENSE, attn_mask=Operand("u8")),
+            replace(DENSE, attn_mask="u8"),
             AttentionSizes(1, 1, 65536, 1),
             "64 queries x 64 keys w4 s3",
         ),
         (
-            replace(DENSE, attn_mask=Operand("u8")),
+            replace(DENSE, attn_mask="u8"),
             AttentionSizes(8, 1024, 4096, 1024),
             "64 queries x 64 keys w4 s2",
         ),
         (
-            replace(WIDE, attn_mask=Operand("u8")),
+            replace(WIDE, attn_mask="u8"),
             AttentionSizes(8, 1, 4096, 1),
             "64 queries x 64 keys w8 s2",
         ),
-        (replace(WIDE, attn_mask=Operand("u8")), sizes(1, 1024), "128 queries x 32 keys w8 s2"),
-        (replace(DENSE, out=FP32), sizes(1, 4096), "128 queries x 64 keys w8 s3"),
+        (replace(WIDE, attn_mask="u8"), sizes(1, 1024), "128 queries x 32 keys w8 s2"),
+        (replace(DENSE, out="fp32"), sizes(1, 4096), "128 queries x 64 keys w8 s3"),
     ],
 )
 def test_tiles_by_the_keys_of_a_sequence(problem, given, tiles):
@@ -80,9 +78,9 @@ def test_wider_heads_get_tiles_that_fit():
 def test_a_part_of_several_chunks_fits_shared_memory(tokens, tmp_path, monkeypatch):
     """Its result is in fp32, which the compiler may give shared memory of its own."""
     monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(tmp_path))
-    part = replace(RAGGED, num_heads=128, sequences=1, out=FP32, lse=FP32)
+    part = replace(RAGGED, num_heads=128, sequences=1, out="fp32", has_lse=True)
     config = attention_config(part, sizes(1, tokens), SM90)
-    audit = compile_for(attention_spec(part, config, "sm90")).audit
+    audit = compile_for(attention_spec(part, config, 4096)).audit
     assert audit.shared_bytes <= SM90.max_shared_bytes
 
 
@@ -92,11 +90,7 @@ def test_a_part_of_several_chunks_fits_shared_memory(tokens, tmp_path, monkeypat
 @pytest.mark.parametrize("dtype", ["bf16", "fp8e4nv"])
 def test_tiles_of_a_masked_call_divide_those_of_its_list(target, dims, queries, dtype):
     nope, rope, v_dim = dims
-    k = Operand(dtype, (4096,))
-    masked = replace(
-        DENSE, nope=nope, rope=rope, v_dim=v_dim, q=Operand(dtype), k=k, v=Operand(dtype),
-        attn_mask=Operand("u8"), mask_blocks=Operand("i32"),
-    )  # fmt: skip
+    masked = replace(DENSE, nope=nope, rope=rope, v_dim=v_dim, dtype=dtype, attn_mask="u8")
     config = attention_config(masked, AttentionSizes(2, queries, 4096, queries), target)
     assert (QUERIES % config.block_m, KEYS % config.block_n) == (0, 0)
     assert not config.warp_specialize

@@ -10,9 +10,10 @@ from tests.interpreted import Interpreter
 from tests.mla_library import attention
 from tilewright.codegen.targets import SM90
 from tilewright.ops.mla.attention.lowering import query_steps
-from tilewright.ops.mla.attention.operands import AttentionCall, RopeTables, query_call
+from tilewright.ops.mla.attention.operands import AttentionCall, RopeTables
 from tilewright.ops.mla.latents.lowering import by_head
 from tilewright.ops.reference.rope import apply_rope
+from tilewright.ops.runtime.program import Planner, drive
 
 
 @pytest.mark.parametrize("rope", [16, 24])
@@ -52,7 +53,9 @@ def test_rope_keys_that_are_not_whole_16_bytes_are_told_apart():
 
     def aligned(rows):
         call = AttentionCall(q, None, k, v, rows, scale=1.0, tables=tables)
-        return query_call(call, True, joined)[0].k_rope.aligned
+        steps = query_steps(call, SM90, whole=True, joined=joined)
+        (spec,) = drive(steps, Planner(SM90), keep=True).specs
+        return "k_rope_ptr" in spec.divisible16
 
     assert aligned(torch.zeros(1, 5, 16).bfloat16())
     assert not aligned(torch.zeros(1, 5, 24).bfloat16()[..., 1:17])

@@ -11,7 +11,7 @@ import torch
 from tests.attention_cases import performed
 from tests.interpreted import Interpreter
 from tests.ops.test_contract import clone
-from tilewright.codegen.mla.key_specs import LatentConfig
+from tilewright.codegen.mla.key_kernels import LatentConfig
 from tilewright.codegen.mla.plan import latent_config
 from tilewright.codegen.targets import SM100
 from tilewright.ops.mla.arguments import FP8

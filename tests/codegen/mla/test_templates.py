@@ -12,8 +12,7 @@ from tests.attention_cases import performed
 from tests.interpreted import Interpreter
 from tests.ops.test_contract import clone
 from tilewright.codegen.build import load_interpreted
-from tilewright.codegen.mla import key_specs as kernels
-from tilewright.codegen.mla.key_specs import UpConfig
+from tilewright.codegen.mla.key_kernels import UpConfig
 from tilewright.codegen.targets import SM100
 from tilewright.ops.attention.positions import positions_of
 from tilewright.ops.formats import fp8_block
@@ -21,7 +20,7 @@ from tilewright.ops.mla.arguments import FP8
 from tilewright.ops.mla.cases import PrefillCase
 from tilewright.ops.mla.keys import buffer_rows, gathered_keys, row_key_offsets
 from tilewright.ops.mla.latents.latent_store import OP as STORE
-from tilewright.ops.mla.latents.lowering import key_steps, latent_calls, latent_launch
+from tilewright.ops.mla.latents.lowering import key_steps, latent_calls, latent_launch, up_launch
 from tilewright.ops.mla.latents.operands import Chunk, key_buffers, latent_call, up_problem
 from tilewright.ops.mla.latents.reference import finished_latents
 from tilewright.ops.mla.prefill.branch import OP as BRANCH
@@ -176,12 +175,9 @@ def test_the_emitted_up_projection_of_values(config):
     problem = up_problem(a, buffers)
     rows = buffers.latent.shape[0]
     out = torch.full((rows, problem.rows), float("nan"), dtype=torch.float16)
-    spec = kernels.up_spec(problem, config, "sm100")
-    values = {
-        "latent_ptr": buffers.latent, "weight_ptr": a.kv_b_weight, "k_ptr": out, "num_rows": rows,
-        "run": rows, "scale_stride": 16, "v_head_stride": 0, "v_column_stride": 0,
-    }  # fmt: skip
-    load_interpreted(spec)[(3,)](**{name: values[name] for name, _ in spec.signature})
+    weight, keys = a.kv_b_weight, (out, out)
+    made, _ = up_launch(a, problem, buffers, weight, keys, SM100, rows=rows, config=config)
+    load_interpreted(made.spec)[(3,)](*made.given)
     assert_near(out, buffers.latent.float() @ a.kv_b_weight.float().T)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.experts import SMALL_SM100, as_double
 from tests.interpreted import Interpreter
-from tilewright.codegen.grouped.specs import GemmConfig
+from tilewright.codegen.grouped.kernels import GemmConfig
 from tilewright.codegen.moe.decode import DECODED_BYTES, decodable
 from tilewright.codegen.moe.plan import DECODED_ROWS, plan_moe
 from tilewright.codegen.targets import TARGETS

@@ -6,29 +6,26 @@ from dataclasses import replace
 
 import pytest
 
-from tilewright.codegen.grouped.codes_specs import (
+from tilewright.codegen.grouped.codes_kernels import (
     CodesConfig,
     codes_config,
     codes_obstacle,
     order_of,
 )
 from tilewright.codegen.grouped.problem import WeightOperands
+from tilewright.codegen.moe.kernels import order_config
 from tilewright.codegen.moe.plan import plan_moe
 from tilewright.codegen.moe.problem import MoeProblem, address_obstacle, down_problem
-from tilewright.codegen.moe.specs import order_config
 from tilewright.codegen.operand import Operand
 from tilewright.codegen.targets import SM90, SM100
 
 K, N, EXPERTS = 2048, 768, 128
-X = Operand("bf16", (K,))
 DENSE = MoeProblem(
     num_experts=EXPERTS,
     num_slots=8,
     hidden=K,
     inner=N,
-    x=X,
-    expert_ids=Operand("i64"),
-    expert_weights=Operand("bf16", (8, 1)),
+    dtype="bf16",
     gate=WeightOperands(Operand("bf16", (2 * N * K, K, 1))),
     up=WeightOperands(Operand("bf16", (2 * N * K, K, 1))),
     down=WeightOperands(Operand("bf16", (N * K, N, 1))),
@@ -142,7 +139,7 @@ OBSTACLES = {
     "do not lie as the columns do": (scale_at(N * K // 16, 1, K), {}),
     "not whole quarters": ({}, {"inner": N + 16}),
     "units of 2 bytes": (scale_at(N * K // 16, N // 16 + 1, 1), {}),
-    "powers of two": ({"format": "mxfp4", "scale_block": (1, 32)}, {"x": Operand("fp16", (N,))}),
+    "powers of two": ({"format": "mxfp4", "scale_block": (1, 32)}, {"x": "fp16"}),
     "do not fit steps": ({"format": "int4", "scale_block": (1, 256)}, {}),
 }
 

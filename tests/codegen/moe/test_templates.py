@@ -12,29 +12,29 @@ import triton.language as tl
 
 from tests.experts import SMALL_SM100, as_double
 from tests.interpreted import Interpreter
-from tilewright.codegen.build import compile_for, load_interpreted
+from tilewright.codegen.build import compile_for
 from tilewright.codegen.build.interpreter import interpret
 from tilewright.codegen.emit import emit
-from tilewright.codegen.grouped.codes_specs import codes_config, codes_obstacle
-from tilewright.codegen.grouped.specs import GemmConfig
-from tilewright.codegen.moe.plan import MoePlan
-from tilewright.codegen.moe.problem import down_problem
-from tilewright.codegen.moe.specs import (
+from tilewright.codegen.grouped.codes_kernels import codes_config, codes_obstacle
+from tilewright.codegen.grouped.kernels import GemmConfig
+from tilewright.codegen.moe.kernels import (
     CombineConfig,
     OrderConfig,
-    down_spec,
     order_config,
     sort_grids,
-    sort_specs,
-    up_spec,
+    sort_kernels,
 )
+from tilewright.codegen.moe.plan import MoePlan
+from tilewright.codegen.moe.problem import down_problem
+from tilewright.codegen.targets import SM90, SM100
 from tilewright.codegen.templates.expert_weights import e2m1_codes
 from tilewright.ops.formats import fp4
 from tilewright.ops.moe import moe
 from tilewright.ops.moe.cases import MOE_CASES, MoeCase
 from tilewright.ops.moe.lowering import fused_moe_steps
 from tilewright.ops.moe.operands import moe_problem
-from tilewright.ops.runtime.program import drive
+from tilewright.ops.runtime.kernels import launch
+from tilewright.ops.runtime.program import Planner, drive
 
 CASES = [c for c in MOE_CASES if c.dtype != torch.float64]
 CASES = [c for c in CASES if c.num_tokens and not c.weight_on_input]
@@ -50,14 +50,17 @@ def sorted_routes(problem, ids, config):
     num_routes = ids.numel()
     grids = sort_grids(problem, config, num_routes)
     sizes = {
-        "counts_ptr": grids["count"][0] * problem.experts, "total_ptr": problem.experts,
-        "order_ptr": num_routes, "ends_ptr": 2 * problem.num_experts,
+        "counts": grids["count"][0] * problem.experts, "total": problem.experts,
+        "order": num_routes, "ends": 2 * problem.num_experts,
     }  # fmt: skip
     values = {name: torch.full((size,), -7, dtype=torch.int32) for name, size in sizes.items()}
-    values |= {"ids_ptr": ids, "num_routes": num_routes, "num_chunks": grids["count"][0]}
-    for step, spec in sort_specs(problem, config, "sm100").items():
-        load_interpreted(spec)[grids[step]](*(values[name] for name, _ in spec.signature))
-    return values["order_ptr"], values["ends_ptr"]
+    values |= {"ids": ids, "num_routes": num_routes, "num_chunks": grids["count"][0]}
+    if not config.counted:
+        values |= {"counts": None, "total": None}
+    for step, (kernel, statics) in sort_kernels(problem, config).items():
+        made = launch(kernel, SMALL_SM100, grids[step], values, statics)
+        Interpreter(SMALL_SM100).perform(made)
+    return values["order"], values["ends"]
 
 
 @pytest.mark.parametrize("counted", [False, True])
@@ -84,12 +87,23 @@ def test_routes_are_sorted_by_expert_and_stay_in_order(routing, chunk, counted):
     assert blocks.tolist() == [0, *((sizes + 15) // 16).cumsum(0).tolist()[:-1]]
 
 
-def fused(a, config):
-    """The call with both GEMMs in such tiles."""
+def plan_in(a, config):
+    """A plan with both GEMMs in such tiles."""
     sort = order_config(moe_problem(a), a.expert_ids.numel())
     sort = replace(sort, row_block=config.block_m if config.warp_specialize else 0)
-    plan = MoePlan(sort, config, config, CombineConfig(2, 32), "")
-    program = drive(fused_moe_steps(a, SMALL_SM100, plan), Interpreter())
+    return MoePlan(sort, config, config, CombineConfig(2, 32), "")
+
+
+def gemms(a, config, target):
+    """The specs of both GEMMs in such tiles."""
+    steps = fused_moe_steps(a, target, plan_in(a, config))
+    specs = drive(steps, Planner(target), keep=True).specs
+    return [spec for spec in specs if "SWAPPED" in dict(spec.constants)]
+
+
+def fused(a, config):
+    """The call with both GEMMs in such tiles."""
+    program = drive(fused_moe_steps(a, SMALL_SM100, plan_in(a, config)), Interpreter())
     assert program.outcome.name == "grouped kernels"
     return program.outcome.result
 
@@ -107,7 +121,7 @@ def test_kernels_compute_the_op(case, config):
 def test_nan_passes_the_activation(activation):
     """Which the interpreter would not show: there every maximum of NaN is NaN."""
     a = moe.sample_inputs(MoeCase("case", activation=activation, limit=1.0, hidden=32, inner=32))
-    ptx = compile_for(up_spec(moe_problem(a), SWAPPED, "sm90")).ptx
+    ptx = compile_for(gemms(a, SWAPPED, SM90)[0]).ptx
     assert "max.NaN." in ptx or "min.NaN." in ptx
     assert "min.f32" not in ptx
     assert "max.f32" not in ptx
@@ -180,9 +194,10 @@ def test_experts_that_are_not_there_add_nothing(by_route):
 def test_specialised_warps_find_the_expert_in_memory(routing):
     case = MoeCase("case", num_tokens=37, num_experts=5, routing=routing)
     test_kernels_compute_the_op(case, SPECIALISED)
-    problem = moe_problem(moe.sample_inputs(case))
-    for spec in (up_spec, down_spec):
-        loop = emit(spec(problem, SPECIALISED, "sm100")).partition("warp_specialize=True")[2]
+    made = gemms(moe.sample_inputs(case), SPECIALISED, SM100)
+    assert len(made) == 2
+    for spec in made:
+        loop = emit(spec).partition("warp_specialize=True")[2]
         assert "tl.sum(" not in loop
         assert "tl.cumsum(" not in loop
 

@@ -12,15 +12,14 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.interpreted import Interpreter
+from tilewright.codegen.collective.kernels import ReduceConfig, shared_bytes
 from tilewright.codegen.collective.plan import most_tokens
-from tilewright.codegen.collective.specs import ReduceConfig, shared_bytes
 from tilewright.ops import calls
 from tilewright.ops.checks import ArgumentError
 from tilewright.ops.collective import all_reduce_residual_norm as op
 from tilewright.ops.collective import lowering
 from tilewright.ops.collective.cases import ReduceCase, sample_reduce
 from tilewright.ops.collective.lowering import all_reduce_residual_norm_steps
-from tilewright.ops.collective.operands import reduce_problem
 from tilewright.ops.runtime.peers import RankFailedError
 from tilewright.ops.runtime.program import Launch, PeerMemory, drive
 from tilewright.ops.runtime.replay import repeat
@@ -57,7 +56,7 @@ def test_ranks_get_the_same_bits_and_the_right_ones(name):
     """Three calls one after the other: slots are written again."""
     case, config, ranks = CASES[name]
     parts = parts_of(case, ranks)
-    nbytes = shared_bytes(reduce_problem(parts[0], ranks), config)
+    nbytes = shared_bytes(config, ranks, case.dtype.itemsize * case.n)
     memories = [torch.zeros(nbytes, dtype=torch.uint8).share_memory_() for _ in parts]
     addresses = torch.tensor([memory.data_ptr() for memory in memories])
     shape = (CALLS, 2, case.num_tokens, case.n)
@@ -207,7 +206,9 @@ def test_memory_of_a_group_that_is_gone_is_not_written_again(monkeypatch):
     held = [True]
     machine = Interpreter(runs=False, peers=PeerMemory(1024, 2048, 0, lambda: held[0]))
     monkeypatch.setattr(calls, "machine_of", lambda device: machine)
-    monkeypatch.setattr("tilewright.ops.collective.operands.obstacle", lambda name: None)
+    monkeypatch.setattr(
+        "tilewright.ops.collective.all_reduce_residual_norm.obstacle", lambda name: None
+    )
     launched = []
     real = machine.launcher
 

@@ -17,12 +17,13 @@ import torch
 
 from tilewright.codegen.build import load_interpreted
 from tilewright.codegen.emit import emit
-from tilewright.codegen.grouped.nvfp4_specs import nvfp4_config, nvfp4_spec
+from tilewright.codegen.grouped.nvfp4_kernels import nvfp4_config
 from tilewright.codegen.targets import SM100
 from tilewright.ops.formats import nvfp4
 from tilewright.ops.formats.scale_layout import group_scale_offsets, swizzle
 from tilewright.ops.grouped import nvfp4_lowering as nvfp4_lowerings
 from tilewright.ops.grouped import nvfp4_matmul as op
+from tilewright.ops.runtime.program import Planner, drive
 
 GPU = [
     pytest.mark.gpu,
@@ -181,9 +182,9 @@ def test_interpreted_sm100_source(case):
     of the second an eighth."""
     small = case.shrunk(144, 288)
     a, x = arguments(small, "cpu")
-    problem = nvfp4_lowerings.nvfp4_problem(a)
-    config = nvfp4_config(problem, x.shape[0], SM100)
-    spec = nvfp4_spec(problem, config, "sm100", block_scaled=True)
+    config = nvfp4_config(a.num_groups, x.shape[0], SM100)
+    steps = nvfp4_lowerings.grouped_nvfp4_steps(a, SM100, config)
+    (spec,) = drive(steps, Planner(SM100), keep=True).specs
     out = torch.zeros(x.shape[0], small.rows, dtype=torch.bfloat16)
     load_interpreted(spec)[(3,)](
         a.a, a.b, a.a_scales, a.b_scales, a.group_offsets, a.group_scale_offsets, a.expert_ids,

@@ -99,7 +99,7 @@ def performed(a, way, machine):
 
     def steps():
         out = yield Buffer.like(lora_shrink.fake(a))
-        problem, _ = shrink_problem(a, row_counts(a, a.rows, a.rows))
+        problem = shrink_problem(a, row_counts(a, a.rows, a.rows))
         yield from library_steps(a, way, problem, out, machine.target)
         return Outcome(out, "library GEMM")
 
@@ -202,7 +202,7 @@ def test_weights_on_a_stack_are_seen_as_one():
     def joined(**weights):
         a = lora_shrink.ShrinkArguments(x, **weights)
         counts = row_counts(a, a.rows, a.rows)
-        given, _ = shrink_problem(a, counts)
+        given = shrink_problem(a, counts)
         return library_choice(a, given, counts).joined
 
     assert not joined(q_weight=q, k_weight=k, v_weight=v)
@@ -216,5 +216,5 @@ def test_a_row_seen_many_times_is_no_stack():
         torch.zeros(4096, 128, dtype=row.dtype), row.expand(1, 192, 128)
     )
     counts = row_counts(a, a.rows, a.rows)
-    given, _ = shrink_problem(a, counts)
+    given = shrink_problem(a, counts)
     assert library_choice(a, given, counts) is None

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.interpreted import Interpreter, steps_of
-from tilewright.codegen.lora.specs import TiledShrink
+from tilewright.codegen.lora.kernels import TiledShrink
 from tilewright.ops.lora import expand, shrink
 from tilewright.ops.lora.cases import LoraCase
 from tilewright.ops.lora.lowering import shrink_steps

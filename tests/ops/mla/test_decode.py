@@ -11,8 +11,8 @@ import torch
 
 from tests.attention_cases import performed
 from tests.interpreted import Interpreter, interpret
+from tilewright.codegen.attention.kernels import DecodeConfig
 from tilewright.codegen.attention.plan import decode_rows
-from tilewright.codegen.attention.specs import DecodeConfig
 from tilewright.codegen.targets import SM90
 from tilewright.ops.attention.arguments import as_attention
 from tilewright.ops.attention.lowering import attention_steps
@@ -170,7 +170,7 @@ def test_parts_of_the_keys_merge(name, mask):
     rank = a.latent.shape[2]
     q = torch.randn(*a.q.shape[:2], rank + a.rope_keys.shape[2]).bfloat16()
     call, rope = as_attention(a, q[..., :rank], a.latent), RopePart(q[..., rank:], a.rope_keys)
-    tiles = decode_rows(cache_problem(call, rope)[0], WIDTHS[name].tokens)
+    tiles = decode_rows(cache_problem(call, rope), WIDTHS[name].tokens)
     results = []
     for splits in (1, 2, 5):
         machine = Interpreter(SM90)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.interpreted import Interpreter, interpret
+from tilewright.codegen.mlp.kernels import LinearConfig
 from tilewright.codegen.mlp.problem import code_step
-from tilewright.codegen.mlp.specs import LinearConfig
 from tilewright.ops.checks import ArgumentError
 from tilewright.ops.mlp import linear_activation, linear_residual
 from tilewright.ops.mlp.cases import ACTIVATION_CASES, CODED, RESIDUAL_CASES

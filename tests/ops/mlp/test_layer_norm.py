@@ -11,8 +11,8 @@ import torch.nn.functional as F
 
 from tests.agreement import relative_error, upcast
 from tests.interpreted import Interpreter, interpret
+from tilewright.codegen.mlp.kernels import LinearConfig
 from tilewright.codegen.mlp.plan import MOST_LAYER_NORMED_TOKENS, MOST_TOKENS
-from tilewright.codegen.mlp.specs import LinearConfig
 from tilewright.codegen.row_norm import MOST_LAYER_COLUMNS
 from tilewright.codegen.targets import SM90, SM100
 from tilewright.ops.checks import ArgumentError

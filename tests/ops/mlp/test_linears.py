@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.interpreted import Interpreter, interpret
+from tilewright.codegen.mlp.kernels import LinearConfig
 from tilewright.codegen.mlp.plan import MOST_TOKENS
-from tilewright.codegen.mlp.specs import LinearConfig
 from tilewright.codegen.targets import SM100
 from tilewright.ops.checks import ArgumentError
 from tilewright.ops.contract import Tolerance

@@ -10,8 +10,8 @@ import torch
 
 from tests.interpreted import Interpreter, interpret, interpreter  # noqa: F401
 from tilewright.codegen.arithmetic import cdiv
+from tilewright.codegen.moe.router_kernels import RouterConfig, expert_tiles, router_grid
 from tilewright.codegen.moe.router_plan import FEW_TOKENS, LIBRARY_TOKENS, router_config
-from tilewright.codegen.moe.router_specs import RouterConfig, expert_tiles, router_grid
 from tilewright.codegen.targets import SM90, SM100
 from tilewright.ops import ArgumentError
 from tilewright.ops.moe import router

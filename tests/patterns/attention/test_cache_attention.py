@@ -92,6 +92,13 @@ def interleaved(q, k, v, mask, *_):
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 
+def keys_of_pairs(q, k, v, mask, *_):
+    """A key's numbers lie along two axes, as a rotation of neighbours makes them."""
+    even, odd = k.unflatten(-1, (-1, 2)).unbind(-1)
+    k = torch.stack([even - odd, even + odd], -1).flatten(-2)
+    return sdpa(q, k, v, attn_mask=mask)
+
+
 def numbers_added(q, k, v, mask, *_):
     return weighted(logits_of(q, k) + torch.where(mask, 0.0, -3e38).to(q.dtype), v)
 
@@ -271,11 +278,11 @@ def bools_of_integers_subtracted(q, k, v, mask, *_):
 
 
 SPELLINGS = (
-    by_hand, shared, interleaved, numbers_added, masked_fill, hidden_filled, biased_and_hidden,
-    einsum, one_sequence, capped, capped_by_products, with_sinks, with_sinks_of_groups,
-    with_sinks_of_one_sequence, divided, scaled_before,
-    single_precision, in_place, where, where_hidden, baddbmm, baddbmm_of_nothing, baddbmm_to_zeros,
-    einsum_by_token, einsum_by_group, matmul_by_group, groups_beside_queries, bools_added,
+    by_hand, shared, interleaved, keys_of_pairs, numbers_added, masked_fill, hidden_filled,
+    biased_and_hidden, einsum, one_sequence, capped, capped_by_products, with_sinks,
+    with_sinks_of_groups, with_sinks_of_one_sequence, divided, scaled_before, single_precision,
+    in_place, where, where_hidden, baddbmm, baddbmm_of_nothing, baddbmm_to_zeros, einsum_by_token,
+    einsum_by_group, matmul_by_group, groups_beside_queries, bools_added,
     bool_triangle_added_in_place, whole_numbers_added, hidden_where_zero, subtracted,
     bools_of_integers_subtracted,
 )  # fmt: skip
@@ -296,6 +303,19 @@ def test_one_head_of_keys_serves_all():
 
     site = site_of(run(attend, inputs(kv_heads=1)))
     assert site.shapes["heads"] == f"{HEADS}/1x{WIDTH}"
+
+
+def test_keys_whose_numbers_lie_apart_are_not_read():
+    """The control of `keys_of_pairs`: a key's numbers lie a row of tokens apart."""
+
+    def attend(q, turned, v, mask, *_):
+        return sdpa(q, turned.mT, v, attn_mask=mask)
+
+    q, k, *others = inputs()
+    (miss,) = misses_of(run(attend, (q, k.mT.contiguous(), *others)), "attention")
+    assert miss.code == "ATTENTION_FORM"
+    assert "do not follow each other in memory" in miss.message
+    assert "contiguous()" in miss.hint
 
 
 @pytest.mark.parametrize("attend", [by_hand, masked_fill, capped, with_sinks])

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.agreement import cloned
-from tests.found import matches_of
+from tests.found import codes_of, matches_of
 from tests.models import ropes
 from tests.models.mla_idioms import build
 from tilewright.compiler import reports
@@ -66,10 +66,10 @@ MASKS = {
 }
 
 
-def run(change):
-    """The report of a bent module, once it has given what eager gives."""
+def run(change, **axes):
+    """The report of a bent module, once it has given what eager gives. axes: of the module."""
     torch._dynamo.reset()
-    module, args = build("plain", dtype=torch.float32)
+    module, args = build("plain", dtype=torch.float32, **axes)
     change(module)
     eager, ours = cloned(args), cloned(args)
     with torch.no_grad():
@@ -221,3 +221,12 @@ BENT = {
 def test_bent_attention(name):
     change, fused = BENT[name]
     assert (prefill(run(change)) is not None) == fused
+
+
+@pytest.mark.parametrize(("concat", "fused"), [("cat", True), ("new_empty", False)])
+def test_a_query_that_reads_the_memory_of_the_keys(concat, fused):
+    """Slices written into fresh memory vanish with the match, and the query would read nothing."""
+    as_keys = attending(lambda q, k, v, p, s: sdpa(k[: len(q)], k, v, s))
+    report = run(as_keys, concat=concat)
+    assert (prefill(report) is not None) == fused
+    assert ("ESCAPES" in codes_of(report, "mla_prefill")) == (not fused)

@@ -105,6 +105,16 @@ SPELLINGS = {
         lambda m, x, _: F.rms_norm(x.flatten(1), (H * D,), m.row, 1e-6).view(-1, H, D),
         "rms, row",
     ),
+    "weight_by_row": (
+        lambda m, x, _: (F.rms_norm(x, (D,), eps=1e-6).flatten(1) * m.row).view(-1, H, D),
+        "rms",
+    ),
+    "heads_of_a_row": (
+        lambda m, x, _: (
+            m.row * (x * torch.rsqrt(mean_square(x) + 1e-6)).flatten(1) + m.by_head.view(-1)
+        ).view(-1, H, D),
+        "rms, bias",
+    ),
     "layer": (lambda m, x, _: F.layer_norm(x, (D,), m.weight), "layer"),
     "layer_weightless": (lambda m, x, _: F.layer_norm(x, (D,)), "layer, weightless"),
     "layer_by_variance": (
@@ -213,6 +223,18 @@ NEAR_MISSES = {
     ),
     "half_a_head": (
         lambda m, x, _: F.rms_norm(x.view(-1, 2 * H, D // 2), (D // 2,), eps=1e-6).view(-1, H, D),
+        "NORM_WIDTH",
+    ),
+    "weight_by_row_and_token": (
+        lambda m, x, _: (
+            F.rms_norm(x, (D,), eps=1e-6).flatten(1) * m.by.repeat(1, 1, H)[:, 0]
+        ).view(-1, H, D),
+        "UNSUPPORTED",
+    ),
+    "half_a_head_of_a_row": (
+        lambda m, x, _: (
+            F.rms_norm(x.view(-1, 2 * H, D // 2), (D // 2,), eps=1e-6).flatten(1) * m.row
+        ).view(-1, H, D),
         "NORM_WIDTH",
     ),
     "weight_by_token": (lambda m, x, _: F.rms_norm(x, (D,), eps=1e-6) * m.by, "UNSUPPORTED"),

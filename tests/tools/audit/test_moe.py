@@ -13,10 +13,10 @@ import pytest
 
 from tilewright.codegen.audit import check
 from tilewright.codegen.build import compile_for
-from tilewright.codegen.grouped.nvfp4_specs import nvfp4_spec
-from tilewright.codegen.grouped.specs import GemmConfig
+from tilewright.codegen.grouped.kernels import GemmConfig
 from tilewright.codegen.targets import SM90, SM100
-from tilewright.ops.grouped.nvfp4_lowering import nvfp4_problem
+from tilewright.ops.grouped.nvfp4_lowering import grouped_nvfp4_steps
+from tilewright.ops.runtime.program import Planner, drive
 from tilewright.tools.audit.families import all_cases
 from tilewright.tools.audit.moe import MODELS, moe_cases, nvfp4_arguments, nvfp4_case
 from tilewright.tools.audit_matrix import audit_one
@@ -34,8 +34,15 @@ COMPILED = {
     "nvfp4 weights as rows": r"nvfp4 2880x2880 rows=1$",
     "nvfp4 tokens as rows": r"nvfp4 2880x2880 rows=1024",
 }
-PROBLEM = nvfp4_problem(nvfp4_arguments(1024, 2880, 2880))
 TILES = GemmConfig(128, 128, 256, False, 8, 3)
+
+
+def nvfp4_spec(target, *, block_scaled):
+    """The kernel of a call in TILES."""
+    a = nvfp4_arguments(1024, 2880, 2880)
+    steps = grouped_nvfp4_steps(a, target, TILES, block_scaled=block_scaled)
+    (spec,) = drive(steps, Planner(target), keep=True).specs
+    return spec
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +85,7 @@ def test_make_audit_has_them(cases):
 
 
 def test_a_chip_without_the_format_multiplies_it_as_bf16():
-    spec = nvfp4_spec(PROBLEM, TILES, "sm90", block_scaled=False)
+    spec = nvfp4_spec(SM90, block_scaled=False)
     assert nvfp4_case("case", spec, SM90).expectations.mma == "bf16"
 
 
@@ -101,9 +108,9 @@ def test_the_block_scaled_path_shows_in_the_machine_code(outcomes):
 def test_a_fallback_to_bf16_fails_the_audit(tmp_path, monkeypatch):
     """The same kernel, its operands dequantised: right numbers, at a quarter of the rate."""
     monkeypatch.setenv("TILEWRIGHT_CACHE_DIR", str(tmp_path))
-    scaled = nvfp4_spec(PROBLEM, TILES, "sm100", block_scaled=True)
+    scaled = nvfp4_spec(SM100, block_scaled=True)
     claims = nvfp4_case("case", scaled, SM100).expectations
-    fallback = nvfp4_spec(PROBLEM, TILES, "sm100", block_scaled=False)
+    fallback = nvfp4_spec(SM100, block_scaled=False)
     audit = compile_for(fallback).audit
     assert audit.count("UTCHMMA") > 0
     problems = check(audit, SM100, claims)

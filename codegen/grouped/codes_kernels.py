@@ -1,21 +1,32 @@
-"""Kernel specs of the `codes` template: expert GEMMs that stream weights of 4-bit codes."""
+"""The `codes` template: expert GEMMs that stream weights of 4-bit codes, and their tiles."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from tilewright.codegen.arithmetic import next_power_of_2
+from tilewright.codegen.grouped.kernels import (
+    GEMM_STRIDES,
+    GemmConfig,
+    grouped_statics,
+)
 from tilewright.codegen.grouped.problem import GroupedProblem, WeightOperands
-from tilewright.codegen.grouped.specs import Arguments, GemmConfig, gemm_spec
-from tilewright.codegen.operand import Operand
-from tilewright.codegen.spec import Constant, KernelSpec, constants_of, operands_of
+from tilewright.codegen.kernel import Kernel, Statics
+from tilewright.codegen.spec import Constant
 
 # A word of the weight's storage is an int32.
 WORD_CODES = 8
 WORD_BYTES = 4
 # A quarter of the columns of a part belongs to one thread of the tensor core.
 QUARTERS = 4
-_INTEGERS = {1: "u8", 2: "i16", 4: "i32"}
+# Bytes of scales that are loaded as one integer.
+INTEGERS = (1, 2, 4)
+# A grouped GEMM whose groups are the experts; its weight and scales are given by words.
+DOWN_CODES = Kernel(
+    "grouped.codes",
+    "moe_down_codes",
+    GEMM_STRIDES,
+    unaligned=("ends",),
+)
 
 
 @dataclass(frozen=True)
@@ -78,12 +89,12 @@ def codes_obstacle(problem: GroupedProblem, config: CodesConfig) -> str | None:
             return f"groups of {weight.scale_block} do not fit steps of {block_k} columns"
         return None if inner % WORD_CODES == 0 else "columns are not whole words"
     size, part = scale_bytes(weight, config), part_columns(weight, config)
-    if size not in _INTEGERS or inner * QUARTERS % part:
+    if size not in INTEGERS or inner * QUARTERS % part:
         return f"{inner} columns are not whole quarters of {part}"
     if any(stride % size for stride in weight.scale_strides[:2]):
         return f"scales do not lie in units of {size} bytes"
-    if weight.format == "mxfp4" and problem.x.dtype != "bf16":
-        return f"powers of two beyond those of {problem.x.dtype}"
+    if weight.format == "mxfp4" and problem.x != "bf16":
+        return f"powers of two beyond those of {problem.x}"
     return None
 
 
@@ -105,60 +116,20 @@ def thread_run(weight: WeightOperands, config: CodesConfig) -> int:
     return 8 if weight.format != "int4" and scale_bytes(weight, config) == 1 else 4
 
 
-def as_words(weight: WeightOperands, config: CodesConfig) -> WeightOperands:
-    """The weight as the kernel loads it: codes by the int32, E2M1's scales by the integer of those
-    that a quarter of a part has."""
-    expert, row, _ = weight.data.strides
-    words = replace(weight.data, dtype="i32", strides=(expert // WORD_BYTES, row // WORD_BYTES, 1))
-    assert weight.scale is not None
-    size = 1 if weight.format == "int4" else scale_bytes(weight, config)
-    dtype = weight.scale.dtype if weight.format == "int4" else _INTEGERS[size]
-    expert, row, _ = weight.scale.strides
-    scale = replace(weight.scale, dtype=dtype, strides=(expert // size, row // size, 1))
-    return replace(weight, data=words, scale=scale)
-
-
 def codes_constants(weight: WeightOperands, config: CodesConfig) -> dict[str, Constant]:
-    """What both kernels know of a weight `as_words`, and of how its codes are multiplied."""
+    """How the codes of a weight are multiplied."""
     return {
-        "EXPERT_STRIDE": weight.data.strides[0],
-        **constants_of(weight, "row_stride", "format"),
+        "FORMAT": weight.format,
         "PART_K": part_columns(weight, config),
         "RUN": thread_run(weight, config),
-        "SPLIT": config.split,
     }
 
 
-def row_arguments(
-    config: CodesConfig, ids: Operand | None, order: Operand | None, ends: Operand
-) -> dict[str, Operand | None]:
-    """What says which rows an expert has. ids: the experts of routes."""
-    if config.by_route:
-        return {"ids_ptr": ids, "order_ptr": None, "ends_ptr": None}
-    return {"ids_ptr": None, "order_ptr": order, "ends_ptr": ends}
-
-
-def down_codes_spec(
-    problem: GroupedProblem, config: CodesConfig, target: str, ids: Operand | None = None
-) -> KernelSpec:
-    """A grouped GEMM whose groups are the experts. ids: the experts of routes, by route."""
-    groups, weight = problem.num_groups, as_words(problem.weight, config)
-    arguments: Arguments = {
-        "x_ptr": problem.x,
-        **row_arguments(config, ids, problem.order, problem.ends),
-        "weight_ptr": weight.data,
-        **operands_of(weight, "scale", "factor", "bias"),
-        "y_ptr": problem.out,
-        "num_rows": "i32",
-    }
-    constants: dict[str, Constant] = {
-        "NUM_EXPERTS": groups,
-        "EXPERTS": next_power_of_2(groups if problem.order else groups + 1),
-        "HIDDEN": problem.rows,
-        "INNER": problem.inner,
-        "X_STRIDE": problem.x.strides[0],
-        **codes_constants(weight, config),
-        **constants_of(weight, "scale_strides", "bias_strides"),
+def down_codes_statics(problem: GroupedProblem, config: CodesConfig) -> Statics:
+    """The constants of a grouped GEMM by codes that are no strides of its tensors."""
+    own = codes_constants(problem.weight, config) | {
+        "ROW_STRIDE": problem.weight.row_stride // WORD_BYTES,
+        "NUM_EXPERTS": problem.num_groups,
         "X_IN_ORDER": config.ordered,
     }
-    return gemm_spec("grouped.codes", "moe_down_codes", constants, arguments, config, target)
+    return Statics(grouped_statics(problem, config), **own)

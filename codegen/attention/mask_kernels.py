@@ -1,0 +1,78 @@
+"""The `mask_blocks` kernel, and how a mask is cut for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilewright.codegen.arithmetic import cdiv
+from tilewright.codegen.attention.blocks import LOWEST, ORDINARY
+from tilewright.codegen.attention.prefill_tiles import mask_kind
+from tilewright.codegen.kernel import Kernel
+from tilewright.codegen.spec import Constant
+
+# Entries of a list that are written at a time.
+LEAST_LISTED, MOST_LISTED = 16, 1024
+
+
+_STRIDES = ("sequence_stride", "head_stride", "row_stride", "column_stride")
+MASK_BLOCKS = Kernel(
+    "attention.mask_blocks",
+    "mask_blocks",
+    types=dict.fromkeys(_STRIDES, "i64"),
+    ranges=("num_heads", "query_tiles", "blocks_per_part", "parts"),
+    divisible=("num_keys", *_STRIDES),
+    unaligned=("counters",),
+)
+
+
+@dataclass(frozen=True)
+class MaskProblem:
+    """The static part of a call. mask: dtype, u8 of booleans, else a float that is added. rows,
+    key_blocks: the next powers of two of its rows, at most QUERIES, and of its blocks of keys.
+    unit: the largest power of two of a mask whose lowest numbers hide, too; 0 where they do not."""
+
+    mask: str
+    rows: int
+    key_blocks: int
+    unit: float = 0.0
+
+    @property
+    def kind(self) -> str:
+        return mask_kind(self.mask)
+
+    @property
+    def listed(self) -> int:
+        return max(min(self.key_blocks, MOST_LISTED), LEAST_LISTED)
+
+    @property
+    def bounds(self) -> dict[str, Constant]:
+        """What the lowest numbers are told by, where they hide."""
+        unit = self.unit
+        return {"LOWEST": LOWEST * unit, "ORDINARY": ORDINARY * unit} if unit else {}
+
+
+@dataclass(frozen=True)
+class MaskConfig:
+    """Blocks of a program's step, and the parts that a tile's blocks are cut into."""
+
+    blocks: int
+    parts: int
+    num_warps: int = 8
+
+    @property
+    def split(self) -> bool:
+        return self.parts > 1
+
+    def __str__(self) -> str:
+        return f"{self.blocks} blocks at a time, {self.parts} parts"
+
+
+def blocks_per_part(config: MaskConfig, key_blocks: int) -> int:
+    """Of `key_blocks`, in whole steps; the last part has what is left."""
+    return max(cdiv(cdiv(key_blocks, config.parts), config.blocks), 1) * config.blocks
+
+
+def numbers_per_tile(problem: MaskProblem, config: MaskConfig, key_blocks: int) -> int:
+    """That the programs of a tile hand over: a flag of each block, and where the lowest numbers
+    hide, of each part's rows whether they have an ordinary one."""
+    return key_blocks + (config.parts * problem.rows if problem.unit and config.parts > 1 else 0)

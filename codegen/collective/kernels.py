@@ -1,0 +1,51 @@
+"""The kernel of `all_reduce_residual_norm`, its grid, and the memory that ranks share."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from tilewright.codegen.kernel import Kernel
+
+# Slots of a program, see the template.
+RING = 2
+WORD_BYTES = 8
+# Looks at what is not there yet, each half a microsecond or more: some ten minutes.
+PATIENCE = 1 << 30
+
+# One rank's kernel, the same on all.
+REDUCE = Kernel(
+    "collective.reduce",
+    "all_reduce_residual_norm",
+    {
+        "X_STRIDE": ("x", 0),
+        "RESIDUAL_STRIDE": ("residual", 0),
+        "NORM_STRIDE": ("norm_weight", 0),
+    },
+    ranges=("num_tokens",),
+)
+
+
+@dataclass(frozen=True)
+class ReduceConfig:
+    """blocks: programs at most, each with slots of its own."""
+
+    blocks: int
+    num_warps: int
+
+    def __str__(self) -> str:
+        return f"x{self.blocks} w{self.num_warps}"
+
+
+def reduce_grid(config: ReduceConfig, num_tokens: int) -> tuple[int]:
+    return (min(num_tokens, config.blocks),)
+
+
+def flags_shape(config: ReduceConfig, num_ranks: int) -> tuple[int, int, int]:
+    """Of the words before the slots: one for each slot of each rank's rows."""
+    return config.blocks, RING, num_ranks
+
+
+def shared_bytes(config: ReduceConfig, num_ranks: int, row_bytes: int) -> int:
+    """What each rank gives the others to write into: flags, then slots."""
+    return math.prod(flags_shape(config, num_ranks)) * (WORD_BYTES + row_bytes)

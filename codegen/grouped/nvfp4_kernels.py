@@ -1,0 +1,57 @@
+"""NVFP4: the kernels `grouped_nvfp4` and `quantize_nvfp4`, and their tiles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilewright.codegen.arithmetic import cdiv, next_power_of_2
+from tilewright.codegen.grouped.kernels import GemmConfig, search_steps
+from tilewright.codegen.kernel import Kernel, Statics
+from tilewright.codegen.targets import Target
+
+GROUPED_NVFP4 = Kernel(
+    "grouped.nvfp4",
+    "grouped_nvfp4",
+    {"A_STRIDE": ("a", 0), "B_EXPERT_STRIDE": ("b", 0), "B_STRIDE": ("b", 1)},
+    unaligned=("offsets", "deltas", "expert_ids", "expert_scales"),
+)
+QUANTIZE_NVFP4 = Kernel(
+    "grouped.quantize_nvfp4", "quantize_nvfp4", {"X_STRIDE": ("x", 0)}, num_stages=1
+)
+
+
+# Rows per group up to which weights stand on the M side.
+SWAPPED_ROWS = 64
+
+
+def nvfp4_config(max_groups: int, num_rows: int, target: Target) -> GemmConfig:
+    """Tiles by the rows that a group gets on average."""
+    rows = cdiv(num_rows, max_groups)
+    scaled = "block_scaled_mma" in target.features
+    wide = 256 if scaled else 128
+    if rows <= SWAPPED_ROWS:
+        block_m = min(max(next_power_of_2(rows), 16), 64)
+        return GemmConfig(block_m, 128, wide, True, 4, 4)
+    if scaled:
+        return GemmConfig(128, 128, wide, False, 8, 5, flatten=True, warp_specialize=True)
+    return GemmConfig(128, 128, wide, False, 8, 3)
+
+
+def nvfp4_statics(max_groups: int, config: GemmConfig, *, block_scaled: bool) -> Statics:
+    """block_scaled: the target's tensor core multiplies NVFP4 itself."""
+    groups, steps = next_power_of_2(max_groups), search_steps(config, max_groups)
+    return Statics(config, groups=groups, block_scaled=block_scaled, search_steps=steps)
+
+
+@dataclass(frozen=True)
+class QuantizeConfig:
+    """Columns of a program, a multiple of 64, and the rows it takes at a time, of its 128."""
+
+    block_r: int = 32
+    block_c: int = 256
+    num_warps: int = 4
+
+
+def quantize_grid(inner: int, config: QuantizeConfig, num_blocks: int) -> tuple[int, int]:
+    """num_blocks: of 128 rows, in the scale space."""
+    return (num_blocks, cdiv(inner, config.block_c))

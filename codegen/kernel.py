@@ -1,0 +1,250 @@
+"""Kernel: a template's function, and what its parameters stand for, each named once."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from tilewright.codegen.emit.source import Library
+from tilewright.codegen.operand import Operand
+from tilewright.codegen.spec import Constant, KernelSpec, module_of
+
+POINTER_SUFFIX = "_ptr"
+# Whether the kernel may start while the one before it ends: decided by the target.
+LAUNCH_PDL = "LAUNCH_PDL"
+# Triton's compile options, which a record may have as fields.
+OPTIONS = ("num_warps", "num_stages", "maxnreg")
+
+#: (tensor, dimension): the stride of one dimension of a tensor.
+Stride = tuple[str, int]
+#: Constants that are strides, by name: one of them, or a tuple of several.
+Strides = Mapping[str, Stride | tuple[Stride, ...]]
+
+
+class Pointer(NamedTuple):
+    """A parameter that points to a tensor. dims: the dimensions whose strides are constants.
+    aligned: the kernel is told of its alignment. optional: the parameter has a default."""
+
+    parameter: str
+    tensor: str
+    dims: tuple[int, ...]
+    aligned: bool
+    optional: bool
+
+
+class Statics:
+    """Records and constants of a kind of call as one record. It is compared by identity: a call
+    that keeps it, say in the cache of its plan, hashes none of its parts again at a launch."""
+
+    def __init__(self, *records: object, **constants: Constant) -> None:
+        self.records = records
+        self.__dict__.update({name.lower(): value for name, value in constants.items()})
+
+    def __getattr__(self, name: str) -> Any:
+        for record in self.__dict__.get("records", ()):
+            if hasattr(record, name):
+                return getattr(record, name)
+        raise AttributeError(name)
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """A kernel of a template. The signature of the template's function says what a launch needs:
+    `x_ptr` is the tensor "x", a `tl.constexpr` is a constant, anything else is a number known at
+    the launch.
+
+    Attributes:
+        template, name: those of `KernelSpec.template` and `KernelSpec.kernel`.
+        strides: constants that are strides unless a launch says otherwise, each of one dimension or
+            a tuple of several; the stride of an absent tensor is 0.
+        types: Triton types of the numbers that are not "i32".
+        ranges: numbers that count something, from 1 to INT32_MAX.
+        divisible: numbers of which the kernel is told whether 16 divides them.
+        unaligned: tensors of whose address the kernel is told nothing.
+        num_warps, num_stages: Triton's options where no record has them.
+    """
+
+    template: str
+    name: str
+    strides: Strides = field(default_factory=dict)
+    types: Mapping[str, str] = field(default_factory=dict)
+    ranges: tuple[str, ...] = ()
+    divisible: tuple[str, ...] = ()
+    unaligned: tuple[str, ...] = ()
+    num_warps: int = 4
+    num_stages: int = 2
+
+    @cached_property
+    def specs(self) -> dict[object, KernelSpec]:
+        """The specs made so far. Who launches the kernel keeps them here, by a key of its own."""
+        return {}
+
+    @cached_property
+    def pointers(self) -> tuple[Pointer, ...]:
+        """The tensors, in the order of the signature."""
+        dims: dict[str, list[int]] = {}
+        for name, dim in dict.fromkeys(
+            place for places in self._places.values() for place in places
+        ):
+            dims.setdefault(name, []).append(dim)
+        found = {
+            p: p.removesuffix(POINTER_SUFFIX) for p in self._names if p.endswith(POINTER_SUFFIX)
+        }
+        self._check("strides", dims, found.values())
+        self._check("unaligned", self.unaligned, found.values())
+        return tuple(
+            Pointer(
+                parameter,
+                name,
+                tuple(dims.get(name, ())),
+                name not in self.unaligned,
+                parameter in self._optional,
+            )
+            for parameter, name in found.items()
+        )
+
+    @cached_property
+    def numbers(self) -> tuple[tuple[str, bool], ...]:
+        """The numbers known at the launch, in the order of the signature, each with whether the
+        kernel is told that 16 divides it."""
+        known = {*self._constexprs, *(pointer.parameter for pointer in self.pointers)}
+        found = [name for name in self._names if name not in known]
+        for what in ("types", "ranges", "divisible"):
+            self._check(what, getattr(self, what), found)
+        return tuple((name, name in self.divisible) for name in found)
+
+    def spec(
+        self,
+        target: str,
+        operands: Mapping[str, Operand | None],
+        constants: Mapping[str, Constant],
+        records: Iterable[object] = (),
+        divisible: Iterable[str] = (),
+    ) -> KernelSpec:
+        """The spec of a launch.
+
+        operands: tensors by name, each with the strides of its pointer's `dims`, in that order.
+        constants: constants by name; a number given here is a constant of this spec.
+        records: objects with further constants as attributes, in small letters, and with Triton's
+            options; the first that has one counts.
+        divisible: the numbers that 16 divides.
+
+        Raises ValueError where a constant is missing, or where the kernel has none of that name.
+        """
+        records = tuple(records)
+        self._check("constants", constants, self._names)
+        arguments = self._arguments(operands, constants)
+        return KernelSpec.of(
+            self.template,
+            self.name,
+            self._constants(operands, constants, records),
+            arguments,
+            target=target,
+            divisible=divisible,
+            ranges=self.ranges,
+            dependent=LAUNCH_PDL in self._constexprs,
+            **_options((*records, self)),
+        )
+
+    def _constants(
+        self,
+        operands: Mapping[str, Operand | None],
+        constants: Mapping[str, Constant],
+        records: tuple[object, ...],
+    ) -> dict[str, Constant]:
+        """The constants, without those that have a default and get no value."""
+        found: dict[str, Constant] = {}
+        for name in self._constexprs:
+            having = next((record for record in records if hasattr(record, name.lower())), None)
+            if name in constants:
+                found[name] = constants[name]
+            elif having is not None:
+                found[name] = getattr(having, name.lower())
+            elif name in self.strides:
+                places = self._places[name]
+                if name in self._optional and not any(operands[tensor] for tensor, _ in places):
+                    continue
+                values = tuple(
+                    self._stride(operands[tensor], tensor, dim) for tensor, dim in places
+                )
+                found[name] = values if self.strides[name] is places else values[0]
+            elif name not in self._optional and name != LAUNCH_PDL:
+                raise ValueError(f"{self}: expected a value for the constant {name}, got none")
+        return found
+
+    def _arguments(
+        self, operands: Mapping[str, Operand | None], constants: Mapping[str, Constant]
+    ) -> dict[str, Operand | Constant]:
+        """Tensors and numbers in the kernel's order, without tensors that have a default and are
+        absent."""
+        pointers = {pointer.parameter: pointer for pointer in self.pointers}
+        numbers = dict(self.numbers)
+        made: dict[str, Operand | Constant] = {}
+        for name in self._names:
+            pointer = pointers.get(name)
+            if pointer is not None:
+                operand = operands[pointer.tensor]
+                if operand is not None or not pointer.optional:
+                    made[name] = operand
+            elif name in numbers:
+                made[name] = constants.get(name, self.types.get(name, "i32"))
+        return made
+
+    def _stride(self, operand: Operand | None, tensor: str, dim: int) -> int:
+        if operand is None:
+            return 0
+        dims = next(pointer.dims for pointer in self.pointers if pointer.tensor == tensor)
+        return operand.strides[dims.index(dim)]
+
+    @cached_property
+    def _places(self) -> dict[str, tuple[Stride, ...]]:
+        """The dimensions that each constant of `strides` is made of."""
+        return {
+            name: (places,) if isinstance(places[0], str) else places
+            for name, places in self.strides.items()
+        }
+
+    @cached_property
+    def _function(self) -> ast.arguments:
+        return Library().load(module_of(self.template)).functions[self.name].args
+
+    @cached_property
+    def _names(self) -> tuple[str, ...]:
+        return tuple(argument.arg for argument in self._function.args)
+
+    @cached_property
+    def _constexprs(self) -> frozenset[str]:
+        found = frozenset(a.arg for a in self._function.args if _is_constexpr(a.annotation))
+        self._check("strides", self.strides, found)
+        return found
+
+    @cached_property
+    def _optional(self) -> frozenset[str]:
+        """Parameters with a default."""
+        return frozenset(self._names[len(self._names) - len(self._function.defaults) :])
+
+    def _check(self, what: str, named: Iterable[str], known: Iterable[str]) -> None:
+        unknown = sorted(set(named) - set(known))
+        if unknown:
+            expected = sorted(set(known))
+            raise ValueError(f"{self}: {what}: expected names of {expected}, got {unknown}")
+
+    def __str__(self) -> str:
+        return f"{self.template}.{self.name}"
+
+
+def _is_constexpr(annotation: ast.expr | None) -> bool:
+    return isinstance(annotation, ast.Attribute) and annotation.attr == "constexpr"
+
+
+def _options(records: Iterable[object]) -> dict[str, int]:
+    """Triton's options that records have; the first record that has one counts."""
+    found: dict[str, int] = {}
+    for record in records:
+        for name in OPTIONS:
+            if hasattr(record, name):
+                found.setdefault(name, getattr(record, name))
+    return found

@@ -1,0 +1,188 @@
+"""MLA attention: the kernel `mla_attention`, and those beside it: `mla_merge` and, before a
+library's attention, `mla_join`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv, next_power_of_2
+from tilewright.codegen.attention.blocks import KEYS, QUERIES
+from tilewright.codegen.attention.prefill_tiles import (
+    PrefillConfig,
+    mask_kind,
+    num_tiles,
+    tile_grid,
+)
+from tilewright.codegen.kernel import Kernel, Statics
+from tilewright.codegen.mla.query_kernels import TMA_BYTES
+
+MASKS = ("none", "causal", "sliding_window", "chunked")
+# Sequences whose order by length a program works out itself: it compares each with each.
+MAX_SORTED = 64
+# Weights of fp8 values are this many powers of two too large: the largest is 256, of at most 448,
+# and one part in 2 ** 17 is still a normal number.
+FP8_SHIFT = 8.0
+# Rows of one program of `mla_merge`, and of `mla_join`.
+MERGE_ROWS = 16
+JOIN_ROWS = 32
+STRIDES = (
+    "q_sequence_stride", "q_head_stride", "q_token_stride", "q_rope_sequence_stride",
+    "q_rope_head_stride", "q_rope_token_stride", "k_sequence_stride", "k_head_stride",
+    "v_sequence_stride", "v_head_stride", "v_stride", "rope_sequence_stride", "rope_head_stride",
+    "positions_sequence_stride", "positions_stride", "table_stride", "mask_sequence_stride",
+    "mask_head_stride", "mask_row_stride", "mask_column_stride",
+)  # fmt: skip
+# Strides of a list of blocks, where there is a mask tensor.
+LIST_STRIDES = ("blocks_sequence_stride", "blocks_head_stride", "blocks_tile_stride")
+_JOIN_STRIDES = ("k_sequence_stride", "k_head_stride", "rope_sequence_stride")
+
+ATTENTION = Kernel(
+    "mla.attention",
+    "mla_attention",
+    {"K_STRIDE": ("k", -3)},
+    types={"factor": "fp32", **dict.fromkeys((*STRIDES, *LIST_STRIDES), "i64")},
+    ranges=("row_tiles", "head_group", "table_rows"),
+    divisible=(*STRIDES, *LIST_STRIDES),
+    unaligned=("lse",),
+)
+# Partial results put together.
+MERGE = Kernel(
+    "mla.merge",
+    "mla_merge",
+    types=dict.fromkeys(("num_rows", "part_stride", "lse_stride"), "i64"),
+    unaligned=("lses", "lse"),
+)
+# Both parts of keys side by side.
+JOIN = Kernel(
+    "mla.join",
+    "mla_join",
+    {"K_STRIDE": ("k", -3), "ROPE_STRIDE": ("rope", -2)},
+    types=dict.fromkeys(_JOIN_STRIDES, "i64"),
+    ranges=("run",),
+    divisible=_JOIN_STRIDES,
+)
+
+
+@dataclass(frozen=True)
+class AttentionProblem:
+    """The static part of an MLA attention call.
+
+    nope, rope, v_dim: columns of a head's unrotated and rotated part and of its values. dtype: of
+    queries, keys and values; out: of the result. has_lse: the log-sum-exp is asked for. positioned:
+    queries have positions of their own. rope_stride, page_stride: from row to row and from page to
+    page of the rope keys, whose pages of page_size are looked up; page_stride 0, page_size 1: they
+    are not. attn_mask: dtype of a mask tensor, "" without one: u8 of booleans, else a float that is
+    added. v_by_key: a dim's keys are contiguous, not a key's dims. sequences: a power of two not
+    below their number, 1 where not ragged. tma: descriptors can reach q, k and v; rope_tma: the
+    rope keys too. joint: a key's values follow it, and both fill their tiles.
+    """
+
+    num_heads: int
+    nope: int
+    rope: int
+    v_dim: int
+    dtype: str
+    out: str
+    has_lse: bool = False
+    ragged: bool = False
+    positioned: bool = False
+    rope_stride: int = 0
+    page_stride: int = 0
+    page_size: int = 1
+    attn_mask: str = ""
+    v_by_key: bool = False
+    sequences: int = 1
+    mask: str = "causal"
+    window: int = 0
+    tma: bool = False
+    rope_tma: bool = False
+    joint: bool = False
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.dtype.startswith("fp8")
+
+    @property
+    def blocks(self) -> tuple[int, int, int]:
+        """Tile widths of nope, rope and v: powers of two a tensor core takes."""
+        least = 32 if self.is_fp8 else 16
+        dims = (self.nope, self.rope, self.v_dim)
+        nope, rope, v = (max(next_power_of_2(n), least) for n in dims)
+        return nope, rope, v
+
+    @property
+    def key_bytes(self) -> int:
+        """Bytes of one head's key and value."""
+        return (self.nope + self.v_dim) * ELEMENT_BYTES[self.dtype]
+
+
+def attention_statics(problem: AttentionProblem, config: PrefillConfig) -> Statics:
+    """The constants of `mla_attention`, but for those of a rotation."""
+    p = problem
+    nope_block, rope_block, v_block = p.blocks
+    return Statics(
+        config,
+        problem,
+        sorted=p.ragged and p.sequences <= MAX_SORTED,
+        nope_block=nope_block,
+        rope_block=rope_block,
+        v_block=v_block,
+        v_alignment=TMA_BYTES // ELEMENT_BYTES[p.dtype],
+        mask_kind=mask_kind(p.attn_mask),
+        queries=QUERIES,
+        keys=KEYS,
+        shift=FP8_SHIFT if p.is_fp8 else 0.0,
+        rope_tma=config.tma and p.rope_tma,
+        joint=config.tma and p.joint,
+    )
+
+
+def merge_statics(parts: int, v_dim: int) -> Statics:
+    """The constants of `mla_merge` for so many partial results."""
+    return Statics(parts=parts, v_dim=v_dim, v_block=next_power_of_2(v_dim), block_r=MERGE_ROWS)
+
+
+def join_statics(problem: AttentionProblem) -> Statics:
+    """The constants of `mla_join`, which puts both parts of a problem's keys side by side."""
+    nope_block, rope_block, _ = problem.blocks
+    return Statics(problem, nope_block=nope_block, rope_block=rope_block, block_r=JOIN_ROWS)
+
+
+def join_grid(num_rows: int) -> tuple[int]:
+    return (cdiv(num_rows, JOIN_ROWS),)
+
+
+def merge_grid(num_rows: int) -> tuple[int]:
+    return (cdiv(num_rows, MERGE_ROWS),)
+
+
+@dataclass(frozen=True)
+class AttentionSizes:
+    """What a launch knows of the extents without reading the device.
+
+    num_queries, num_keys: of each sequence where dense, of all together where ragged. longest: a
+    bound on the queries of one sequence.
+    """
+
+    num_sequences: int
+    num_queries: int
+    num_keys: int
+    longest: int
+
+
+def row_tiles(problem: AttentionProblem, config: PrefillConfig, sizes: AttentionSizes) -> int:
+    """Row tiles of one dense sequence, or at most of all ragged ones; at least 1."""
+    counts = (sizes.num_sequences, sizes.num_queries, sizes.longest)
+    return num_tiles(config.block_m, *counts, ragged=problem.ragged)
+
+
+def attention_grid(
+    problem: AttentionProblem, sizes: AttentionSizes, tiles: int, head_group: int
+) -> tuple[int]:
+    return tile_grid(head_pairs(problem, sizes), tiles, head_group)
+
+
+def head_pairs(problem: AttentionProblem, sizes: AttentionSizes) -> int:
+    """Heads, of a dense batch pairs of sequence and head."""
+    return problem.num_heads * (1 if problem.ragged else sizes.num_sequences)

@@ -1,0 +1,31 @@
+"""`head_products`: a product of each head with a weight of its own."""
+
+from __future__ import annotations
+
+from tilewright.codegen.arithmetic import cdiv, next_power_of_2
+from tilewright.codegen.kernel import Kernel
+
+# Above, a library's GEMM takes more of the tensor core than a kernel that streams weights.
+MOST_TOKENS = 64
+BLOCK_WIDTH = 64
+BLOCK_K = 64
+
+HEAD_PRODUCTS = Kernel(
+    "mla.heads",
+    "head_products",
+    {
+        "X_STRIDES": (("x", 0), ("x", 1)),
+        "WEIGHT_STRIDES": (("weights", 0), ("weights", 1), ("weights", 2)),
+    },
+    ranges=("num_tokens",),
+    num_stages=3,
+)
+
+
+def block_tokens(num_tokens: int) -> int:
+    return min(max(next_power_of_2(num_tokens), 16), MOST_TOKENS)
+
+
+def head_grid(num_heads: int, width: int, num_tokens: int) -> tuple[int, int]:
+    tiles = num_heads * cdiv(width, BLOCK_WIDTH)
+    return tiles, cdiv(num_tokens, block_tokens(num_tokens))

@@ -1,0 +1,238 @@
+"""The kernels that make MLA's keys: `mla_latents` and `mla_up_projection`, and their tiles."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv, next_power_of_2
+from tilewright.codegen.kernel import Kernel, Statics
+from tilewright.codegen.mla.query_kernels import TMA_BYTES
+from tilewright.codegen.operand import Operand
+
+LATENTS = Kernel(
+    "mla.latent",
+    "mla_latents",
+    {
+        "LATENT_STRIDE": ("latent", 0),
+        "ROPE_STRIDE": ("k_rope", 0),
+        "LATENT_STRIDES": tuple(("latent_cache", dim) for dim in range(3)),
+        "ROPE_STRIDES": tuple(("rope_cache", dim) for dim in range(3)),
+        "ADDRESS_STRIDES": (("slots", -1), ("sequences", 0), ("positions", 0)),
+        "BATCH_STRIDES": (("row_offsets", 0), ("lengths", 0), ("token_positions", 0)),
+        "LOOKUP_STRIDE": ("lookup", 1),
+        "KEY_STRIDES": (("key_offsets", 0), ("key_starts", 0), ("key_slots", 0)),
+        "OUT_STRIDE": ("latent_out", 0),
+    },
+    types={"scale_stride": "i64"},
+    divisible=("scale_stride",),
+)
+UP_PROJECTION = Kernel(
+    "mla.up_projection",
+    "mla_up_projection",
+    {
+        "LATENT_STRIDE": ("latent", 0),
+        "WEIGHT_STRIDE": ("weight", 0),
+        "WEIGHT_SCALE_STRIDES": (("weight_scale", 0), ("weight_scale", 1)),
+        "V_ROW_STRIDE": ("v", 0),
+    },
+    types=dict.fromkeys(("scale_stride", "v_head_stride", "v_column_stride"), "i64"),
+    divisible=("v_head_stride", "v_column_stride"),
+)
+# Dequantises a weight [rows, rank], which has codes with a scale for each block.
+WEIGHT_NUMBERS = Kernel(
+    "mla.up_projection",
+    "mla_weight_numbers",
+    {
+        "WEIGHT_STRIDE": ("weight", 0),
+        "WEIGHT_SCALE_STRIDES": (("weight_scale", 0), ("weight_scale", 1)),
+    },
+)
+
+
+@dataclass(frozen=True)
+class LatentProblem:
+    """The static part of one launch of `mla_latents`: it stores new tokens' latents to the cache,
+    gathers keys from there, or both in one launch; or it keeps the new tokens themselves as keys.
+
+    rank, rope_dim: columns of a latent and of its rope part; row: of a row of the buffer that is
+    filled with latents, 0 without one. norm_eps: of the RMS norm. neighbours: the members of a
+    rotated pair lie side by side in the cache and the buffers. page_size: slots of a page.
+    addressing: how new tokens find their slot, "none" where none is stored. wrap_negative: a
+    negative index counts from the end. search_steps: of a binary search for a token's or a key's
+    sequence. keys: where keys are gathered from, as `key_places` has it, "none" where they are not.
+    group: columns that share a scale of quantised latents, 1 for none; cap: of a group's largest
+    magnitude, 0 for none. rope_scale: divides the rope columns of the buffer. units: numbers that
+    divide the strides of pages and slots, of latents and of rope columns. one_source: a row is
+    loaded in one way, be it of a token or of the cache.
+    """
+
+    rank: int
+    rope_dim: int
+    row: int
+    norm_eps: float
+    neighbours: bool
+    page_size: int
+    addressing: str
+    wrap_negative: bool
+    search_steps: int
+    keys: str
+    keep: bool
+    group: int
+    cap: float
+    rope_scale: float
+    units: tuple[int, int]
+    one_source: bool
+
+    @property
+    def store(self) -> bool:
+        return self.addressing != "none"
+
+    @property
+    def gather(self) -> bool:
+        return self.keys != "none"
+
+    @property
+    def fused(self) -> bool:
+        """Whether new tokens are stored and become keys in one program."""
+        return self.store and self.gather
+
+    @property
+    def block_l(self) -> int:
+        return next_power_of_2(max(self.rank, self.row))
+
+    @property
+    def pairs(self) -> int:
+        return next_power_of_2(self.rope_dim // 2)
+
+
+def stride_unit(page: int, slot: int) -> int:
+    """The largest number up to 16 that divides both strides."""
+    return math.gcd(16, page, slot)
+
+
+@dataclass(frozen=True)
+class LatentConfig:
+    """Rows of one program, and the warps that share them.
+
+    checked: tokens that a program of a fused launch looks at for those that are no keys. It takes
+    these one block_t after the other, so that more are slower where there are such tokens.
+    """
+
+    block_t: int
+    num_warps: int = 4
+    checked: int = 16
+
+
+def latent_grid(problem: LatentProblem, config: LatentConfig, tokens: int, rows: int) -> int:
+    """Programs of a launch: those of tokens, then those of keys."""
+    block = max(config.checked, config.block_t) if problem.fused else config.block_t
+    own = cdiv(tokens, block) if problem.store or problem.keep else 0
+    return row_programs(problem, config, rows) + own
+
+
+def row_programs(problem: LatentProblem, config: LatentConfig, rows: int) -> int:
+    return cdiv(rows, config.block_t) if problem.gather else 0
+
+
+@dataclass(frozen=True)
+class UpProblem:
+    """The static part of an up-projection: kv [K, H, N + V] = latents [K, L] @ weight^T.
+
+    latent, weight: values or codes, strides (row,). scale_block: (rows, columns) of the weight that
+    share a scale, None for values; latents share scales by as many columns. k: strides (row, head).
+    joint: a head's values follow its keys; else they are apart, [H, V, K]. k_scale, v_scale: divide
+    what is written. limited: rows past a limit are left out.
+    """
+
+    num_heads: int
+    nope: int
+    v_dim: int
+    rank: int
+    latent: Operand
+    weight: Operand
+    k: Operand
+    joint: bool = True
+    scale_block: tuple[int, int] | None = None
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+    limited: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Rows of the weight."""
+        return self.num_heads * (self.nope + self.v_dim)
+
+    @property
+    def by_head(self) -> bool:
+        """Whether heads' keys and values do not follow each other, so that a tile is of one."""
+        return not self.joint or self.k.strides[1] != self.nope + self.v_dim
+
+
+@dataclass(frozen=True)
+class UpConfig:
+    """Tiles of the up-projection: block_m keys, block_n rows and block_k columns of the weight."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int = 1
+    group_m: int = 8
+    flatten: bool = False
+    warp_specialize: bool = False
+
+    def __str__(self) -> str:
+        tile = f"{self.block_m}x{self.block_n}x{self.block_k}"
+        more = f" p{self.programs_per_sm}" if self.programs_per_sm > 1 else ""
+        more += " f" if self.flatten else ""
+        more += " ws" if self.warp_specialize else ""
+        return f"{tile} w{self.num_warps} s{self.num_stages} g{self.group_m}{more}"
+
+
+def up_statics(problem: UpProblem, config: UpConfig) -> Statics:
+    """The constants of the GEMM of a problem. A limited one is launched with one program for each
+    tile."""
+    return Statics(
+        problem,
+        config,
+        scale_block=problem.scale_block or (1, 1),
+        k_strides=problem.k.strides,
+        v_transposed=not problem.joint,
+        flatten=config.flatten and not problem.limited,
+        warp_specialize=config.warp_specialize and not problem.limited,
+    )
+
+
+def up_grid(problem: UpProblem, config: UpConfig, rows: int, num_sms: int) -> tuple[int]:
+    if problem.joint:
+        columns = cdiv(problem.rows, config.block_n)
+    else:
+        parts = cdiv(problem.nope, config.block_n) + cdiv(problem.v_dim, config.block_n)
+        columns = problem.num_heads * parts
+    tiles = cdiv(rows, config.block_m) * columns
+    return (tiles if problem.limited else min(tiles, num_sms * config.programs_per_sm),)
+
+
+def up_obstacle(problem: UpProblem) -> str | None:
+    """Why TMA cannot reach the operands, or no tile fits; None where it is neither."""
+    operands = {"latent": problem.latent, "kv_b_weight": problem.weight}
+    if problem.joint:
+        operands["the result"] = problem.k
+    for name, operand in operands.items():
+        size = operand.strides[0] * ELEMENT_BYTES[operand.dtype]
+        if size % TMA_BYTES:
+            return f"{name}: rows of {size} bytes are not whole {TMA_BYTES} bytes"
+        if not operand.aligned:
+            return f"{name} does not start at a multiple of {TMA_BYTES} bytes"
+    if problem.joint and problem.by_head and (problem.nope + problem.v_dim) % 16:
+        return f"{problem.nope + problem.v_dim} rows of a head are not whole tiles of 16"
+    return None
+
+
+DEQUANTIZE_TILE = (32, 128)
+
+
+def dequantize_grid(rows: int, rank: int) -> tuple[int, int]:
+    return cdiv(rows, DEQUANTIZE_TILE[0]), cdiv(rank, DEQUANTIZE_TILE[1])

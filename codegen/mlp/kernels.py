@@ -1,0 +1,109 @@
+"""The kernels of linears for few tokens, their tiles and their launch grids."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv
+from tilewright.codegen.kernel import Kernel
+from tilewright.codegen.mlp.problem import LinearProblem
+from tilewright.codegen.operand import first_strides
+from tilewright.codegen.row_norm import squares_a_row
+from tilewright.codegen.spec import Constant
+from tilewright.codegen.targets import Target
+
+# Where the result is normed, the kernel leaves fp32 sums to NORM_ROWS.
+LINEAR = Kernel(
+    "mlp.linear",
+    "streamed_linear",
+    {
+        "X_STRIDE": ("x", 0),
+        "NORM_STRIDE": ("norm_weight", 0),
+        "WEIGHT_STRIDES": (("weight", 0), ("weight", 1)),
+        "UP_STRIDES": (("up_weight", 0), ("up_weight", 1)),
+        "BIAS_STRIDES": (("bias", 0), ("up_bias", 0)),
+    },
+    ranges=("num_tokens",),
+    unaligned=("counters",),
+)
+NORM_ROWS = Kernel(
+    "mlp.finish",
+    "norm_rows",
+    {"RESIDUAL_STRIDE": ("residual", 0), "NORM_STRIDE": ("norm_weight", 0)},
+)
+# What is left where the products are a library's, in memory of their own.
+ACTIVATE = Kernel("mlp.linear", "activate_products", types={"num_elements": "i64"})
+# Of a norm of the result: columns of a row at a time.
+NORM_BLOCK = 2048
+# Of `activate_products`: elements of a program.
+ACTIVATE_BLOCK = 2048
+# What codes are scaled with and shifted by, of the weight and of the up weight.
+CODE_NAMES = ("weight_scale", "up_scale", "weight_zero", "up_zero")
+
+
+@dataclass(frozen=True)
+class LinearConfig:
+    """block_n rows of each weight by block_t tokens; split_k programs share a tile's K.
+
+    prefetch: columns of a row that are asked for while the kernel before this one ends, a multiple
+    of 64; of codes, as many bytes as 16-bit numbers would be. lets_in: the next kernel's programs
+    may take their places early.
+    """
+
+    block_n: int
+    block_t: int
+    block_k: int
+    split_k: int
+    num_warps: int
+    num_stages: int
+    prefetch: int = 0
+    lets_in: bool = False
+
+    def __str__(self) -> str:
+        marks = f" p{self.prefetch}" * bool(self.prefetch) + " early" * self.lets_in
+        return (
+            f"{self.block_n}x{self.block_t}x{self.block_k} /{self.split_k} "
+            f"w{self.num_warps} s{self.num_stages}{marks}"
+        )
+
+
+def linear_constants(
+    problem: LinearProblem, config: LinearConfig, target: Target
+) -> dict[str, Constant]:
+    """The constants of `streamed_linear` that are no strides of its tensors."""
+    norm, q = problem.norm, problem.quantization
+    made: dict[str, Constant] = {
+        "N": problem.n,
+        "K": problem.k,
+        "ACTIVATION": problem.activation,
+        "SCALE": problem.scale if problem.post_norm is None else 1.0,  # else behind the norm
+        "LINE": 128 // int(ELEMENT_BYTES[problem.weight]),
+        "NORM": squares_a_row(norm),
+        "NORM_EPS": norm.eps if norm else 0.0,
+        "NORM_OFFSET": norm.offset if norm else 0.0,
+        "PREFETCH": config.prefetch if problem.k_major else 0,
+        # Both operands of two products come out of registers.
+        "APART": (norm is not None or q is not None) and target.tmem_columns > 0,
+    }
+    if norm is not None and not norm.follows:
+        made["LAYER_ROW"] = norm.layer_row(problem.k)
+        made["NORM_BIAS_STRIDE"] = first_strides(norm.bias)[0]
+    if q is not None:
+        made |= q.block_constants(problem.k, config.block_k)
+        made |= {"BLOCK_STRIDES": q.block_strides(0), "UP_BLOCK_STRIDES": q.block_strides(1)}
+    return made
+
+
+def linear_grid(problem: LinearProblem, config: LinearConfig, num_tokens: int) -> tuple[int, int]:
+    tiles = cdiv(problem.n, config.block_n)
+    return tiles * config.split_k, cdiv(num_tokens, config.block_t)
+
+
+def workspace_elements(problem: LinearProblem, config: LinearConfig) -> int:
+    """Numbers that the parts of one tile take."""
+    sums = problem.num_weights * config.block_n + squares_a_row(problem.norm)
+    return config.split_k * sums * config.block_t
+
+
+def activate_grid(num_elements: int) -> tuple[int]:
+    return (cdiv(num_elements, ACTIVATE_BLOCK),)

@@ -1,0 +1,84 @@
+"""Launches of kernels by the names of their tensors, numbers and constants."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tilewright.codegen.kernel import Kernel
+from tilewright.codegen.operand import Operand
+from tilewright.codegen.spec import Constant, KernelSpec
+from tilewright.codegen.targets import Target
+from tilewright.ops.runtime.operands import ALIGNMENT, operand_of
+from tilewright.ops.runtime.program import Launch
+
+
+def launch(
+    kernel: Kernel,
+    target: Target,
+    grid: Sequence[int],
+    values: Mapping[str, Any],
+    *records: object,
+    **constants: Constant,
+) -> Launch:
+    """A launch of `kernel`. Its spec is made once for calls that differ in nothing static.
+
+    values: tensors (None for an absent one) and numbers by name; names that the kernel does not
+        have are ignored. An Operand stands for a tensor that is put into the launch later. A number
+        that is None is a constant.
+    records, constants: those of `Kernel.spec`.
+
+    Raises KeyError where a tensor or a number is missing, ValueError as `Kernel.spec` does.
+    """
+    given: dict[str, Any] = {}
+    # What the spec is made of, in one flat tuple, which is hashed at each call. Python holds
+    # 1 == True == 1.0, but they are different constants.
+    key: list[Any] = [target.name, records]
+    if constants:
+        key += [*constants, *constants.values(), *map(type, constants.values())]
+    add = key.append
+    for parameter, name, dims, aligned, optional in kernel.pointers:
+        value = given[parameter] = values.get(name) if optional else values[name]
+        if value is None or value.__class__ is Operand:
+            add(value)
+            continue
+        add(value.dtype)
+        if aligned:
+            add(value.data_ptr() % ALIGNMENT == 0)
+        for dim in dims:
+            add(value.stride(dim))
+    for name, divisible in kernel.numbers:
+        if name not in constants:
+            value = given[name] = values[name]
+            if value is None:
+                add(name)
+            elif divisible:
+                add(value % ALIGNMENT == 0)
+    made = tuple(key)
+    spec = kernel.specs.get(made)
+    if spec is None:
+        spec = kernel.specs[made] = _spec(kernel, target, given, records, constants)
+    return Launch(spec, grid, given)
+
+
+def _spec(
+    kernel: Kernel,
+    target: Target,
+    given: Mapping[str, Any],
+    records: Sequence[object],
+    constants: Mapping[str, Constant],
+) -> KernelSpec:
+    operands: dict[str, Operand | None] = {}
+    for parameter, name, dims, aligned, _ in kernel.pointers:
+        value = given[parameter]
+        if not isinstance(value, Operand):
+            value = operand_of(value, *dims, aligned=aligned)
+        operands[name] = value
+    known, divisible = dict(constants), []
+    for name, counts in kernel.numbers:
+        if name not in constants:
+            if given[name] is None:
+                known[name] = None
+            elif counts and given[name] % ALIGNMENT == 0:
+                divisible.append(name)
+    return kernel.spec(target.name, operands, known, records, divisible)

@@ -1,0 +1,390 @@
+"""Formulas that views are matched with, written as arithmetic.
+
+    X, ALPHA = tensor("x"), number("alpha")
+    SWISH = X * call("sigmoid", X) | X * call("sigmoid", ALPHA * X)
+    found = SWISH.match(view)
+    found.bound["x"], found.bound["alpha"], found.absorbed
+
+Factors and summands are matched in either order. Casts between floating types, and layout (`view`,
+`transpose`, slices, `expand`) between two steps, are seen through: what a formula names has the
+dimensions of the view that is matched, or fewer where all values on the way are read whole and it
+broadcasts. A formula is made of closures; those that can match a view are looked up by its last
+operation and those of its arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import isclose
+from typing import Any, NamedTuple
+
+from tilewright.patterns import effects
+from tilewright.patterns.dataflow import Value, View, once
+from tilewright.patterns.effects import Atom, Effect, InexpressibleError
+from tilewright.patterns.recognise.casts import strip_casts, value_before_casts
+from tilewright.patterns.recognise.constants import given_number
+from tilewright.patterns.recognise.equality import equal_values
+from tilewright.patterns.recognise.steps import clamp_bounds, reduced_dims
+
+_COMMUTE = frozenset({"aten.add", "aten.mul"})
+# What options have to be for an operation to be the plain one.
+_NEUTRAL = {"alpha": 1, "value": 1, "rounding_mode": None}.items()
+# The roots of arguments that are no views.
+_NUMBER, _ABSENT = "number", "absent"
+# How many signatures are remembered for each formula; a model has a few hundred.
+_KNOWN = 4096
+
+#: A view's last operation and those of its arguments, by ATen's names, all before casts.
+Signature = tuple[str, ...]
+
+
+class Found(NamedTuple):
+    """What the names of a formula stand for, and the values it was matched with, the last first."""
+
+    bound: dict[str, Any]
+    absorbed: tuple[Value, ...]
+
+
+#: Goes on with what was found so far; None makes the formula try its next alternative.
+Then = Callable[[Found], Any]
+_Matcher = Callable[[Any, Found, Then], Any]
+_Strip = Callable[[View], tuple[View, tuple[Value, ...]]]
+
+
+@dataclass(frozen=True, eq=False)
+class Formula:
+    """A pattern of arithmetic; `|` is either of two, the first one first.
+
+    matcher: matches an argument. roots: what the last operation may be, None for any. fits: whether
+    what has a signature can match at all. ways: the formulas that this one is either of.
+    """
+
+    matcher: _Matcher
+    roots: frozenset[str] | None
+    fits: Callable[[Signature], bool]
+    ways: tuple[Formula, ...] = ()
+
+    def match(self, item: Any, then: Then = lambda found: found) -> Any:
+        """The first match that `then` takes (does not answer None for), as it answers; else None.
+
+        item: a view, a number or another argument.
+        """
+        return self.matcher(item, Found({}, ()), then)
+
+    def giving(self, **facts: Any) -> Formula:
+        """The same formula; a match of it binds these names."""
+
+        def match(item: Any, found: Found, then: Then) -> Any:
+            return self.matcher(
+                item, found, lambda f: then(Found({**f.bound, **facts}, f.absorbed))
+            )
+
+        return replace(self, matcher=match, ways=())
+
+    def named(self, name: str) -> Formula:
+        """The same formula; a match of it binds the view itself, equal wherever the name stands."""
+        view = tensor(name)
+
+        def match(item: Any, found: Found, then: Then) -> Any:
+            def bind(so_far: Found) -> Any:
+                return view.matcher(item, so_far, lambda f: then(Found(f.bound, so_far.absorbed)))
+
+            return self.matcher(item, found, bind)
+
+        return replace(self, matcher=match, ways=())
+
+    def __or__(self, other: Formula) -> Formula:
+        return _either((*(self.ways or (self,)), *(other.ways or (other,))))
+
+    def __add__(self, other: Any) -> Formula:
+        return call("add", self, other)
+
+    def __mul__(self, other: Any) -> Formula:
+        return call("mul", self, other)
+
+    def __sub__(self, other: Any) -> Formula:
+        return call("sub", self, other)
+
+    def __truediv__(self, other: Any) -> Formula:
+        return call("div", self, other)
+
+    def __rtruediv__(self, other: Any) -> Formula:
+        return call("div", other, self)
+
+    def __pow__(self, other: Any) -> Formula:
+        return call("pow", self, other)
+
+    __radd__, __rmul__ = __add__, __mul__
+
+
+def tensor(
+    name: str, holds: Callable[[View], bool] | None = None, strip: _Strip = strip_casts
+) -> Formula:
+    """A view, by name; equal wherever the name stands.
+
+    holds: what else it has to be. strip: leaves out the casts that made it.
+    """
+
+    def match(item: Any, found: Found, then: Then) -> Any:
+        if not isinstance(item, View):
+            return None
+        bare, casts = _strip(item, strip)
+        bound, known = found.bound, found.bound.get(name)
+        if known is None:
+            if holds is not None and not holds(bare):
+                return None
+            bound = {**bound, name: bare}
+        elif not equal_values(known, bare):
+            return None
+        return then(Found(bound, (*found.absorbed, *casts)))
+
+    return _formula(match)
+
+
+def number(known: str | float, within: float = 0.0) -> Formula:
+    """A number: by name, the same wherever that stands, or this one.
+
+    within: the relative difference that is allowed to it.
+    """
+
+    def match(item: Any, found: Found, then: Then) -> Any:
+        given = given_number(item)
+        if given is None:
+            return None
+        if isinstance(known, str):
+            bound = _bind(found, known, given)
+            return None if bound is None else then(bound)
+        return then(found) if isclose(given, known, rel_tol=within) else None
+
+    return _formula(match, _NUMBER)
+
+
+def call(
+    ops: str,
+    *operands: Any,
+    holds: Callable[[Value], bool] | None = None,
+    read: Callable[[View], tuple[Any, ...] | None] | None = None,
+) -> Formula:
+    """One of `ops`, as in "clamp clamp_min", element by element, of formulas and numbers.
+
+    holds: what else the value has to be. read: the operands of a view of it, where they are not its
+    first arguments; None where it is no such operation.
+    """
+    names = frozenset(op if op == "cast" else f"aten.{op}" for op in ops.split())
+    formulas = tuple(one if isinstance(one, Formula) else number(one) for one in operands)
+    matchers, count = tuple(one.matcher for one in formulas), len(formulas)
+    orders = (1, -1) if names <= _COMMUTE else (1,)
+
+    @lru_cache(_KNOWN)
+    def turns_of(signature: Signature) -> tuple[int, ...]:
+        """The orders of the arguments that can match."""
+        if signature[0] not in names:
+            return ()
+        return tuple(turn for turn in orders if read or _fit(formulas, signature[1:][::turn]))
+
+    def match(item: Any, found: Found, then: Then) -> Any:
+        turns = turns_of(_signature(item))
+        if not turns:
+            return None
+        bare, casts = _strip(item)
+        value = bare.value
+        if value.op not in names or (holds is not None and not holds(value)):
+            return None
+        items = _positional(value, count) if read is None else read(bare)
+        if items is None or (not bare.is_whole and (items := _seen(bare, items)) is None):
+            return None
+        found = Found(found.bound, (*found.absorbed, *casts, value))
+        for turn in turns:
+            answer = _in_turn(matchers, items[::turn], found, then)
+            if answer is not None:
+                return answer
+        return None
+
+    return Formula(match, names, lambda signature: bool(turns_of(signature)))
+
+
+def clamp(of: Formula, low: Formula, high: Formula) -> Formula:
+    """A clamp in any of its spellings, whose bounds are numbers or ABSENT."""
+
+    def bounds(view: View) -> tuple[Any, ...]:
+        return view.value.args[0], *(clamp_bounds(view.value) or ())
+
+    return call("clamp clamp_ hardtanh clamp_min clamp_max", of, low, high, read=bounds)
+
+
+def reduction(
+    op: str, operand: Formula, width: str, holds: Callable[[Value], bool] | None = None
+) -> Formula:
+    """What `op` makes of each run of numbers along the last dimension.
+
+    operand: has the dimensions of what is matched, each number in the place of its run's result.
+    width: the name of the length of a run. holds: what else the value has to be.
+    """
+    name = f"aten.{op}"
+
+    def match(item: Any, found: Found, then: Then) -> Any:
+        if not isinstance(item, View):
+            return None
+        bare, casts = _strip(item)
+        value = bare.value
+        runs = _runs_of(bare) if value.op == name else None
+        if runs is None or (holds is not None and not holds(value)):
+            return None
+        bound, inner = _bind(found, width, runs.shape[-1]), _in_run(bare, runs)
+        if bound is None or inner is None:
+            return None
+        absorbed = (*found.absorbed, *casts, value)
+        return operand.matcher(inner, Found(bound.bound, absorbed), then)
+
+    return _formula(match, name)
+
+
+def largest(of: Formula, width: str) -> Formula:
+    """The largest number of each run along the last dimension; see :func:`reduction`."""
+    among = reduction("max", of, width, holds=lambda value: value.kwargs.get("output", 0) == 0)
+    return reduction("amax", of, width) | among
+
+
+def aside(formula: Formula) -> Formula:
+    """What is matched, and stays in the graph: none of its values are absorbed."""
+
+    def match(item: Any, found: Found, then: Then) -> Any:
+        return formula.matcher(item, found, lambda f: then(Found(f.bound, found.absorbed)))
+
+    return replace(formula, matcher=match, ways=())
+
+
+def _either(ways: tuple[Formula, ...]) -> Formula:
+    """Any of some formulas, tried in order."""
+    roots = [way.roots for way in ways if way.roots is not None]
+
+    @lru_cache(_KNOWN)
+    def matchers_of(signature: Signature) -> tuple[_Matcher, ...]:
+        return tuple(way.matcher for way in ways if way.fits(signature))
+
+    def match(item: Any, found: Found, then: Then) -> Any:
+        for matcher in matchers_of(_signature(item)):
+            answer = matcher(item, found, then)
+            if answer is not None:
+                return answer
+        return None
+
+    known = frozenset().union(*roots) if len(roots) == len(ways) else None
+    return Formula(match, known, lambda signature: bool(matchers_of(signature)), ways)
+
+
+def _formula(matcher: _Matcher, root: str = "") -> Formula:
+    """One whose last operation is `root`, or any."""
+    if not root:
+        return Formula(matcher, None, lambda signature: True)
+    return Formula(matcher, frozenset({root}), lambda signature: signature[0] == root)
+
+
+#: An argument that is not given.
+ABSENT = _formula(lambda item, found, then: then(found) if item is None else None, _ABSENT)
+
+
+_SCALED = tensor("x") * number("factor")
+
+
+def times_number(view: View) -> tuple[View, float, tuple[Value, ...]] | None:
+    """(x, factor, values) of x * factor."""
+    found = _SCALED.match(view)
+    return None if found is None else (found.bound["x"], found.bound["factor"], found.absorbed)
+
+
+# --- what closures do -----------------------------------------------------------------------------
+
+
+def _in_turn(
+    matchers: tuple[_Matcher, ...], items: tuple[Any, ...], found: Found, then: Then, at: int = 0
+) -> Any:
+    """Matches each item with its formula; a later one that fails has the earlier ones go on."""
+    if at == len(matchers) - 1:
+        return matchers[at](items[at], found, then)
+    return matchers[at](items[at], found, lambda f: _in_turn(matchers, items, f, then, at + 1))
+
+
+def _bind(found: Found, name: str, item: Any) -> Found | None:
+    """With a name for a number, if it has no other one."""
+    known = found.bound.get(name)
+    if known is None:
+        return Found({**found.bound, name: item}, found.absorbed)
+    return found if known == item else None
+
+
+def _strip(view: View, strip: _Strip = strip_casts) -> tuple[View, tuple[Value, ...]]:
+    """The view before casts, and these; where what was cast cannot be said of it, the view."""
+    if view.value.op != "cast":
+        return view, ()
+    try:
+        return strip(view)
+    except InexpressibleError:
+        return view, ()
+
+
+def _signature(item: Any) -> Signature:
+    if not isinstance(item, View):
+        return (_ABSENT,) if item is None else (_NUMBER,)
+    return _signature_of(item.value)
+
+
+@once
+def _signature_of(value: Value) -> Signature:
+    value = value_before_casts(value)
+    return (value.op, *(_root(item) for item in value.args))
+
+
+def _root(item: Any) -> str:
+    if not isinstance(item, View):
+        return _ABSENT if item is None else _NUMBER
+    return value_before_casts(item.value).op
+
+
+def _fit(wanted: Sequence[Formula], given: Signature) -> bool:
+    """Whether arguments with these roots can match formulas."""
+    pairs = zip(wanted, given, strict=False)
+    return all(formula.roots is None or root in formula.roots for formula, root in pairs)
+
+
+def _positional(value: Value, count: int) -> tuple[Any, ...] | None:
+    """The arguments of a plain operation; those behind the one of a function are its options."""
+    args, kwargs = value.args, value.kwargs
+    if len(args) != count and (count != 1 or not args):
+        return None
+    if kwargs and any(kwargs.get(name, neutral) != neutral for name, neutral in _NEUTRAL):
+        return None
+    return args[:count]
+
+
+def _seen(view: View, items: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """What a view of an element-wise value takes of its operands."""
+    try:
+        return tuple(view.of_operand(one) if isinstance(one, View) else one for one in items)
+    except InexpressibleError:
+        return None
+
+
+def _runs_of(view: View) -> View | None:
+    """What a value reduces along the last dimension, to a floating type: an integer is rounded."""
+    value = view.value
+    source = value.args[0] if value.args else None
+    if not isinstance(source, View) or not source.shape or not value.dtype.is_floating_point:
+        return None
+    return source if reduced_dims(value) == (len(source.shape) - 1,) else None
+
+
+def _in_run(view: View, runs: View) -> View | None:
+    """What is reduced, each number where the view has the result of its run: [..., n] of [..., 1],
+    or of a view whose last dimension repeats every result n times."""
+    *lead, last = view.effect.dims or ((),)
+    axis, length = len(runs.shape) - 1, runs.shape[-1]
+    if last and (last[-1].axis is not None or last[-1].length != length):
+        return None
+    own = effects.coalesce((*last[:-1], Atom(axis, 1, length)))
+    try:
+        return runs.through(Effect((*lead, own), (*view.effect.start[:axis], 0)))
+    except InexpressibleError:
+        return None

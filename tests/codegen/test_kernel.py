@@ -1,0 +1,101 @@
+"""A kernel's declaration against the signature of its template's function."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+from tilewright.codegen.kernel import Kernel, Statics
+from tilewright.codegen.operand import Operand
+from tilewright.codegen.spec import KernelSpec
+
+# def gather(x_ptr, ids_ptr, out_ptr, num_rows, X_STRIDES, BLOCK, bias_ptr=None, BIAS_STRIDE=0)
+GATHER = Kernel(
+    "tests.codegen.sample_templates.bound",
+    "gather",
+    {"X_STRIDES": (("x", 0), ("x", 1)), "BIAS_STRIDE": ("bias", 0)},
+    types={"num_rows": "i64"},
+    ranges=("num_rows",),
+    divisible=("num_rows",),
+    unaligned=("ids",),
+)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    block: int = 64
+    num_warps: int = 8
+
+
+X = Operand("bf16", (128, 1))
+TENSORS = {"x": X, "ids": Operand("i64"), "out": Operand("bf16"), "bias": None}
+
+
+def test_a_spec_is_the_one_that_is_written_out():
+    bias = Operand("fp32", (2,), aligned=False)
+    made = GATHER.spec("sm90", {**TENSORS, "bias": bias}, {}, [Tiles()], ["num_rows"])
+    assert made == KernelSpec.of(
+        GATHER.template,
+        "gather",
+        {"X_STRIDES": (128, 1), "BLOCK": 64, "BIAS_STRIDE": 2},
+        {**{f"{name}_ptr": TENSORS[name] for name in ("x", "ids", "out")}, "num_rows": "i64",
+         "bias_ptr": bias},
+        target="sm90", num_warps=8, divisible=("num_rows",), ranges=("num_rows",),
+    )  # fmt: skip
+
+
+def test_what_has_a_default_and_is_absent_is_left_out():
+    made = GATHER.spec("sm90", TENSORS, {"BLOCK": 32})
+    assert "bias_ptr" not in dict(made.constants)
+    assert "BIAS_STRIDE" not in dict(made.constants)
+
+
+def test_a_tensor_without_a_default_that_is_absent_is_a_constant_of_stride_0():
+    made = GATHER.spec("sm90", {**TENSORS, "x": None}, {"BLOCK": 32})
+    assert made.constant("x_ptr") is None
+    assert made.constant("X_STRIDES") == (0, 0)
+
+
+def test_a_known_number_is_a_constant():
+    made = GATHER.spec("sm90", TENSORS, {"BLOCK": 32, "num_rows": 7})
+    assert made.constant("num_rows") == 7
+    assert "num_rows" not in dict(made.signature)
+    assert made.ranges == ()
+
+
+def test_a_constant_that_is_given_counts_before_a_records():
+    assert GATHER.spec("sm90", TENSORS, {"BLOCK": 32}, [Tiles()]).constant("BLOCK") == 32
+    first = [Tiles(16, 4), Tiles()]
+    made = GATHER.spec("sm90", TENSORS, {}, first)
+    assert (made.constant("BLOCK"), made.num_warps) == (16, 4)
+
+
+def test_statics_have_what_their_parts_have():
+    statics = Statics(Tiles(), BLOCK=16)
+    made = GATHER.spec("sm90", TENSORS, {}, [statics])
+    assert (made.constant("BLOCK"), made.num_warps) == (16, 8)
+    assert statics != Statics(Tiles(), BLOCK=16)
+    with pytest.raises(AttributeError, match="rows"):
+        statics.rows  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("constants", "message"),
+    [({}, "a value for the constant BLOCK"), ({"BLOCK": 1, "BLCK": 1}, "got \\['BLCK'\\]")],
+)
+def test_constants_are_those_of_the_signature(constants, message):
+    with pytest.raises(ValueError, match=message):
+        GATHER.spec("sm90", TENSORS, constants)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"strides": {"Y_STRIDE": ("x", 0)}}, {"strides": {"X_STRIDES": ("y", 0)}},
+     {"types": {"rows": "i64"}}, {"ranges": ("rows",)}, {"divisible": ("BLOCK",)},
+     {"unaligned": ("ids_ptr",)}],
+    ids=str,
+)  # fmt: skip
+def test_a_declaration_names_what_the_signature_has(change):
+    with pytest.raises(ValueError, match=f"{next(iter(change))}: expected names of"):
+        replace(GATHER, **change).spec("sm90", TENSORS, {"BLOCK": 1})
