@@ -29,6 +29,7 @@ from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import SM90
 from tilewright.ops.formats import fp8_block
 from tilewright.ops.formats.paged_cache import CacheWindow
+from tilewright.ops.mla.arguments import MlaPrefillArguments
 from tilewright.ops.mla.latents.lowering import empty_keys, latent_calls, latent_launch, up_launch
 from tilewright.ops.mla.latents.operands import (
     Chunk,
@@ -37,7 +38,6 @@ from tilewright.ops.mla.latents.operands import (
     latent_call,
     up_problem,
 )
-from tilewright.ops.mla.prefill.prefill import MlaPrefillArguments
 from tilewright.ops.runtime.launch import machine_of
 from tilewright.ops.runtime.program import Launch, drive
 

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 
 from tilewright.ops.formats import fp8_block
 from tilewright.ops.formats.paged_cache import CacheWindow
-from tilewright.ops.mla.prefill.branch import MlaBranchArguments
-from tilewright.ops.mla.prefill.prefill import MlaPrefillArguments
+from tilewright.ops.mla.arguments import MlaBranchArguments, MlaPrefillArguments
 
 RANK, ROPE, NOPE, V_DIM, PAGE = 512, 64, 128, 128, 128
 SCALE = (NOPE + ROPE) ** -0.5

@@ -72,6 +72,12 @@ def check_tensor(op: str, argument: str, value: object, expected: str = "a tenso
         raise ArgumentError(op, argument, expected, "None" if value is None else repr(value))
 
 
+def given(tensor: torch.Tensor | None) -> torch.Tensor:
+    """The tensor of an argument that the checks of its op have found there."""
+    assert tensor is not None
+    return tensor
+
+
 def check_number(
     op: str, argument: str, value: float, least: float = -FLOAT32.max, *, above: bool = False
 ) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from tilewright.ops.attention.arguments import AttentionArguments
 from tilewright.ops.attention.block_lists import check_mask_blocks, check_mask_blocks_values
 from tilewright.ops.attention.masks import check_attn_mask, check_mask, lowest_hides
 from tilewright.ops.attention.positions import (
@@ -26,6 +27,7 @@ from tilewright.ops.checks import (
     check_operand,
     check_shape,
     first,
+    given,
     holds,
     readable,
 )
@@ -34,10 +36,9 @@ from tilewright.ops.formats.fp8 import FP8_DTYPES
 # What the kernels take, and how wide a head.
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 MAX_WIDTH = 512
-INDICES = ("row_offsets", "block_table", "key_lengths", "positions", "cache_lengths")
 
 
-def check_attention(op: str, a: Any) -> None:
+def check_attention(op: str, a: AttentionArguments) -> None:
     """Checks an AttentionArguments. Metadata only; raises ArgumentError."""
     check_operand(op, "q", a.q, "[T, Hq, D]", (None, None, None), FLOAT_DTYPES, dense=True)
     _check_cache(op, a)
@@ -48,7 +49,7 @@ def check_attention(op: str, a: Any) -> None:
         check_operand(op, "sinks", a.sinks, "[Hq]", sizes, dtypes, a.q.device, dense=True)
 
 
-def _check_cache(op: str, a: Any) -> None:
+def _check_cache(op: str, a: AttentionArguments) -> None:
     heads, width = a.q.shape[1], a.q.shape[2]
     sizes, dtypes, device = (None, None, None, width), (a.q.dtype, *FP8_DTYPES), a.q.device
     check_operand(op, "k", a.k, "[N, P, Hkv, D]", sizes, dtypes, device, dense=True)
@@ -60,8 +61,7 @@ def _check_cache(op: str, a: Any) -> None:
     scales = ("k_scale", "v_scale")
     if a.k.dtype not in FP8_DTYPES:
         check_absent(op, a, scales, f"the cache has {a.k.dtype}")
-    for name in scales:
-        scale = getattr(a, name)
+    for name, scale in zip(scales, (a.k_scale, a.v_scale), strict=True):
         if scale is None:
             continue
         check_dtype(op, name, scale, (torch.float32,))
@@ -70,7 +70,7 @@ def _check_cache(op: str, a: Any) -> None:
             check_shape(op, name, scale, "[Hkv]", (num_kv_heads,))
 
 
-def check_batch(op: str, a: Any) -> None:
+def check_batch(op: str, a: AttentionArguments) -> None:
     """Checks what says where the keys of each sequence are, and which a query sees: of q [T, Hq,
     ...] and k [N, P, ...] only the shapes count. Metadata only; raises ArgumentError."""
     _check_places(op, a, check_runs(op, a))
@@ -83,7 +83,7 @@ def check_batch(op: str, a: Any) -> None:
     check_mask_blocks(op, a.attn_mask, a.mask_blocks)
 
 
-def _check_places(op: str, a: Any, batch: Any) -> None:
+def _check_places(op: str, a: AttentionArguments, batch: Any) -> None:
     table, device = a.block_table, a.q.device
     if table is not None:
         form = "[B, columns]", (batch, None), INDEX_DTYPES, device
@@ -95,20 +95,21 @@ def _check_places(op: str, a: Any, batch: Any) -> None:
         check_operand(op, "key_lengths", a.key_lengths, "[B]", (batch,), INDEX_DTYPES, device)
 
 
-def check_attention_values(op: str, a: Any) -> None:
+def check_attention_values(op: str, a: AttentionArguments) -> None:
     """Checks what only real memory shows: offsets, lengths, pages. Raises ArgumentError."""
     hides = lowest_hides(a, room(a))
     check_mask_blocks_values(op, a.attn_mask, a.mask_blocks, hide_lowest=hides)
-    if not readable(getattr(a, name) for name in INDICES):
+    index = a.row_offsets, a.block_table, a.key_lengths, a.positions, a.cache_lengths
+    if not readable(index):
         return
     if a.row_offsets is not None:
         check_row_offsets(op, "row_offsets", a.row_offsets, a.q.shape[0], "the number of tokens")
     keys = room(a)
-    for name in ("key_lengths", "cache_lengths"):
-        if getattr(a, name) is None:
+    for name, vector in (("key_lengths", a.key_lengths), ("cache_lengths", a.cache_lengths)):
+        if vector is None:
             continue
         # PyTorch compares no unsigned integers.
-        lengths = getattr(a, name).to(torch.int64)
+        lengths = vector.to(torch.int64)
         where = first((lengths < 0) | (lengths > keys))
         if where is not None:
             expected = f"lengths from 0 to {keys}, the keys that a sequence has room for"
@@ -117,7 +118,7 @@ def check_attention_values(op: str, a: Any) -> None:
         _check_pages(op, a, keys)
 
 
-def _check_pages(op: str, a: Any, keys: int) -> None:
+def _check_pages(op: str, a: AttentionArguments, keys: int) -> None:
     """Every key that a query may see by its position lies on a page of the pool."""
     batch, device = sequences(a), a.q.device
     used = torch.full((batch,), keys, device=device)
@@ -128,8 +129,8 @@ def _check_pages(op: str, a: Any, keys: int) -> None:
         last = torch.zeros(batch, dtype=torch.int64, device=device)
         last.scatter_reduce_(0, sequence, positions_of(a) + 1, "amax")
         used = used.minimum(last)
-    columns = torch.arange(a.block_table.shape[1], device=device) * a.k.shape[1]
-    table = a.block_table.to(torch.int64)
+    table = given(a.block_table).to(torch.int64)
+    columns = torch.arange(table.shape[1], device=device) * a.k.shape[1]
     bad = (columns < used[:, None]) & ((table < 0) | (table >= a.k.shape[0]))
     where = first(bad)
     if where is not None:
@@ -139,7 +140,7 @@ def _check_pages(op: str, a: Any, keys: int) -> None:
         raise ArgumentError(op, "block_table", expected, actual)
 
 
-def attention_obstacle(a: Any) -> str | None:
+def attention_obstacle(a: AttentionArguments) -> str | None:
     """Why no kernel takes a call; None where one does. Metadata only."""
     if a.q.dtype not in KERNEL_DTYPES:
         return f"no kernel for {a.q.dtype}"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import torch
 
+from tilewright.ops.attention.arguments import AttentionArguments
 from tilewright.ops.attention.positions import room
 from tilewright.ops.runtime.program import Buffer, Library, Outcome, Steps
 
@@ -14,7 +14,7 @@ from tilewright.ops.runtime.program import Buffer, Library, Outcome, Steps
 LIBRARY_QUERIES = 512
 
 
-def library_wanted(a: Any) -> bool:
+def library_wanted(a: AttentionArguments) -> bool:
     """Whether the library computes the same, by shapes alone, and gains by it."""
     places = (a.row_offsets, a.block_table, a.key_lengths, a.positions, a.cache_lengths)
     others = (*places, a.attn_mask, a.sinks, a.k_scale, a.v_scale)
@@ -27,7 +27,7 @@ def library_wanted(a: Any) -> bool:
     )
 
 
-def library_steps(a: Any) -> Steps:
+def library_steps(a: AttentionArguments) -> Steps:
     function = partial(_attention, a.num_sequences, a.mask == "causal", a.scale)
     made = Buffer((*a.q.shape[:2], a.v.shape[3]), a.q.dtype)
     out = yield Library(function, (a.q, a.k, a.v), makes=made)

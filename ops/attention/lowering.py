@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -34,6 +34,7 @@ from tilewright.codegen.attention.prefill_tiles import PrefillConfig, num_tiles,
 from tilewright.codegen.attention.problem import CacheProblem, CacheSizes
 from tilewright.codegen.kernel import Statics
 from tilewright.codegen.targets import Target
+from tilewright.ops.attention.arguments import AttentionArguments
 from tilewright.ops.attention.block_lists import list_steps
 from tilewright.ops.attention.library import library_steps, library_wanted
 from tilewright.ops.attention.masks import lowest_hides
@@ -46,15 +47,19 @@ from tilewright.ops.attention.operands import (
     known_strides,
 )
 from tilewright.ops.attention.positions import room
+from tilewright.ops.checks import given
 from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.program import Buffer, Library, Outcome, Step, Steps
 
 # Tensors with an element for each sequence, which kernels read one after the other.
 BY_SEQUENCE = ("row_offsets", "key_lengths", "cache_lengths")
 
+#: Arguments whose vectors may be copied.
+Record = TypeVar("Record")
+
 
 def attention_steps(
-    a: Any,
+    a: AttentionArguments,
     target: Target,
     config: DecodeConfig | PrefillConfig | None = None,
     rope: RopePart | None = None,
@@ -76,7 +81,7 @@ def attention_steps(
     few = rope is not None or isinstance(config, DecodeConfig)
     few = few or (config is None and decodes(problem, sizes))
     values = cache_values(a, sizes, rope) | {"out": out}
-    if few and problem.listed and a.attn_mask.shape[1] > 1:
+    if few and problem.listed and given(a.attn_mask).shape[1] > 1:
         # A tile has all heads that share keys; the list says what each sees.
         problem, values["mask_blocks"] = replace(problem, listed=False), None
     steps = _decode if few else _prefill
@@ -146,12 +151,12 @@ def _prefill_kernel(
     return config, Statics(config, problem, keys=KEYS, queries=QUERIES)
 
 
-def decode_tile(a: Any, rope: RopePart, num_queries: int) -> int:
+def decode_tile(a: AttentionArguments, rope: RopePart, num_queries: int) -> int:
     """Rows of a tile of a call with so many queries in a sequence."""
     return decode_rows(cache_problem(a, rope), num_queries)[2]
 
 
-def with_dense(a: Any, names: Sequence[str]) -> Generator[Step, Any, Any]:
+def with_dense(a: Record, names: Sequence[str]) -> Generator[Step, Any, Record]:
     """The same call with copies of those of its vectors whose elements do not follow each other."""
     made = {}
     for name in names:
@@ -159,10 +164,10 @@ def with_dense(a: Any, names: Sequence[str]) -> Generator[Step, Any, Any]:
         if vector is not None and vector.shape[0] > 1 and vector.stride(0) != 1:
             made[name] = yield Buffer.like(vector)
             yield Library(torch.Tensor.copy_, (made[name], vector))
-    return replace(a, **made) if made else a
+    return replace(a, **made) if made else a  # type: ignore[type-var]
 
 
-def _with_list(a: Any, target: Target) -> Generator[Step, Any, Any]:
+def _with_list(a: AttentionArguments, target: Target) -> Generator[Step, Any, Any]:
     """The same call with the list of blocks of its mask."""
     if a.attn_mask is None or a.mask_blocks is not None:
         return a

@@ -12,6 +12,7 @@ from tilewright.codegen.arithmetic import next_power_of_2
 from tilewright.codegen.attention.kernels import ROPE_STRIDES, STRIDES
 from tilewright.codegen.attention.problem import CacheProblem, CacheSizes
 from tilewright.codegen.spec import Constant
+from tilewright.ops.attention.arguments import AttentionArguments
 from tilewright.ops.attention.positions import room, sequences
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
 from tilewright.ops.runtime.operands import broadcast_strides, mask_bytes, tma_reaches
@@ -37,13 +38,15 @@ class RopePart:
     k: torch.Tensor
 
 
-def cache_sizes(a: Any) -> CacheSizes:
+def cache_sizes(a: AttentionArguments) -> CacheSizes:
     """The extents of a call. Of ragged sequences any may have all the queries."""
     num_queries = a.q.shape[0] // (1 if a.row_offsets is not None else a.num_sequences)
     return CacheSizes(sequences(a), num_queries, room(a))
 
 
-def cache_problem(a: Any, rope: RopePart | None = None, *, listed: bool = False) -> CacheProblem:
+def cache_problem(
+    a: AttentionArguments, rope: RopePart | None = None, *, listed: bool = False
+) -> CacheProblem:
     """The problem of a call. rope: the keys' second part; v is not looked at then. listed: the
     kernel gets the list of its mask's blocks."""
     mask = None if a.attn_mask is None else mask_bytes(a.attn_mask)
@@ -70,7 +73,7 @@ def cache_problem(a: Any, rope: RopePart | None = None, *, listed: bool = False)
     )
 
 
-def cache_values(a: Any, sizes: CacheSizes, rope: RopePart | None) -> Values:
+def cache_values(a: AttentionArguments, sizes: CacheSizes, rope: RopePart | None) -> Values:
     """Tensors and numbers of a call, but for the result and the tiles."""
     # tanh(y) of y = scale * q @ k^T / softcap is taken through exp2(2 y log2(e)).
     factor = 2 * a.scale / a.softcap * LOG2E if a.softcap else a.scale * LOG2E
@@ -100,14 +103,14 @@ def known_strides(values: Values) -> dict[str, Constant]:
     return known
 
 
-def _descriptors_reach(a: Any) -> bool:
+def _descriptors_reach(a: AttentionArguments) -> bool:
     """Whether descriptors can read a sequence's queries, keys and values of a head."""
     if a.block_table is not None or a.k.dtype != a.q.dtype:
         return False
     return all(tma_reaches(tensor, *tensor.stride()[:-1]) for tensor in (a.q, a.k, a.v))
 
 
-def _strides(a: Any) -> dict[str, int]:
+def _strides(a: AttentionArguments) -> dict[str, int]:
     """The strides of a launch by the kernel's parameter names."""
     positions = a.positions
     each = positions is not None and positions.shape[0] == a.q.shape[0] != 0

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
+from tilewright.ops.attention.arguments import AttentionArguments
 from tilewright.ops.attention.masks import mask_numbers, visible
 from tilewright.ops.attention.positions import positions_of, room, sequences, token_sequences
 
@@ -13,7 +12,7 @@ from tilewright.ops.attention.positions import positions_of, room, sequences, to
 LOGITS = 1 << 26
 
 
-def attention_reference(a: Any) -> torch.Tensor:
+def attention_reference(a: AttentionArguments) -> torch.Tensor:
     """[T, Hq, V]."""
     out = a.q.new_zeros((*a.q.shape[:2], a.v.shape[3]))
     if out.numel() == 0:
@@ -42,7 +41,7 @@ def attention_reference(a: Any) -> torch.Tensor:
 
 
 def _keys(
-    a: Any, tensor: torch.Tensor, b: int, used: torch.Tensor, compute: torch.dtype
+    a: AttentionArguments, tensor: torch.Tensor, b: int, used: torch.Tensor, compute: torch.dtype
 ) -> torch.Tensor:
     """The keys (or values) `used` of a sequence, [K, Hkv, width]."""
     if a.block_table is None:

@@ -6,29 +6,30 @@ They run where the tensors are: on a GPU a check computes there and reads one nu
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from tilewright.ops.cache.addressing import (
-    ADDRESS_TENSORS,
     SLOT_FORMS,
+    CachePlace,
+    address_tensors,
     resolve_places,
     table_slots,
     token_positions,
 )
 from tilewright.ops.cache.checks import (
+    KvCache,
     check_aliases,
     shares_memory,
     storage_address,
+    v_base,
 )
 from tilewright.ops.cache.ragged_batch import check_row_offsets
-from tilewright.ops.checks import ArgumentError, readable
+from tilewright.ops.checks import ArgumentError, given, readable
 from tilewright.ops.checks import first as first
 from tilewright.ops.formats.paged_cache import CacheWindow, slot_limit
 
 
-def check_values(op: str, a: Any, num_tokens: int, writes_v: bool = True) -> None:
+def check_values(op: str, a: KvCache, num_tokens: int, *, writes_v: bool = True) -> None:
     """Checks that no source shares memory with a cache, that K and V share none, and where tokens
     go. Scales may be any numbers, whose results are IEEE's. `a`: arguments whose tensors are all
     sources but the caches.
@@ -42,8 +43,7 @@ def check_values(op: str, a: Any, num_tokens: int, writes_v: bool = True) -> Non
         )
     written = [("k_cache", a.k_cache, a.k_window)]
     if writes_v:
-        v_base = ("k_cache", a.k_cache) if a.v_cache is None else ("v_cache", a.v_cache)
-        written.append((*v_base, a.v_window))
+        written.append((*v_base(a), a.v_window))
     check_aliases(op, a, written)
     if (
         a.v_cache is not None
@@ -54,44 +54,43 @@ def check_values(op: str, a: Any, num_tokens: int, writes_v: bool = True) -> Non
         if shares_memory(v_view, a.k_cache, CacheWindow(*a.k_window)):
             expected = "a window that shares no memory with the window on k_cache"
             raise ArgumentError(op, "v_cache", expected, "overlapping windows on one storage")
-    if readable(getattr(a, name) for name in ADDRESS_TENSORS):
+    if readable(address_tensors(a)):
         check_address_values(op, a, CacheWindow(*a.k_window), num_tokens)
 
 
 def check_address_values(
     op: str,
-    a: Any,
+    place: CachePlace,
     window: CacheWindow,
     num_tokens: int,
 ) -> None:
     """Checks that every token's place is in the cache and, where negative slots are skipped, that
     no two tokens have the same."""
-    if "slot_mapping" in SLOT_FORMS[a.slots]:
-        _check_slots(op, a, window)
+    if "slot_mapping" in SLOT_FORMS[place.slots]:
+        _check_slots(op, place, window)
         return
-    if a.slots == "ragged":
-        _check_offsets(op, a, num_tokens)
+    if place.slots == "ragged":
+        _check_offsets(op, place, num_tokens)
     if num_tokens == 0:
         return
-    sequence, position, _ = token_positions(a, num_tokens)
-    if a.slots == "block_table":
-        _check_sequences(op, a, sequence)
-    _check_positions(op, a, sequence, position, window.page_size)
-    _check_entries(op, a, sequence, position, window)
-    if a.indexing == "paged":
-        _check_once(op, resolve_places(a, window, num_tokens), window)
+    sequence, position, _ = token_positions(place, num_tokens)
+    if place.slots == "block_table":
+        _check_sequences(op, place, sequence)
+    _check_positions(op, place, sequence, position, window.page_size)
+    _check_entries(op, place, sequence, position, window)
+    if place.indexing == "paged":
+        _check_once(op, resolve_places(place, window, num_tokens), window)
 
 
-def _check_slots(op: str, a: Any, window: CacheWindow) -> None:
-    slots = a.slot_mapping
-    assert slots is not None
-    limit = slot_limit(window, a.slots)
+def _check_slots(op: str, place: CachePlace, window: CacheWindow) -> None:
+    slots = given(place.slot_mapping)
+    limit = slot_limit(window, place.slots)
     where = first(slots >= limit)
     if where is not None:
         expected = f"slots below {limit}"
         raise ArgumentError(op, "slot_mapping", expected, f"{int(slots[where])} at {where}")
-    if a.indexing != "paged":
-        lowest = -limit if a.indexing == "torch" else 0
+    if place.indexing != "paged":
+        lowest = -limit if place.indexing == "torch" else 0
         where = first(slots < lowest)
         if where is not None:
             counts = " (a negative slot counts from the end)" if lowest else ""
@@ -106,20 +105,21 @@ def _check_slots(op: str, a: Any, window: CacheWindow) -> None:
         raise ArgumentError(op, "slot_mapping", expected, actual)
 
 
-def _check_offsets(op: str, a: Any, num_tokens: int) -> None:
-    check_row_offsets(op, "row_offsets", a.row_offsets, num_tokens, "the number of tokens")
-    lengths = a.cache_lengths.to(torch.int64)
+def _check_offsets(op: str, place: CachePlace, num_tokens: int) -> None:
+    row_offsets, cache_lengths = given(place.row_offsets), given(place.cache_lengths)
+    check_row_offsets(op, "row_offsets", row_offsets, num_tokens, "the number of tokens")
+    lengths = cache_lengths.to(torch.int64)
     where = first(lengths < 0)
     if where is not None:
         actual = f"{int(lengths[where])} of sequence {where}"
         raise ArgumentError(op, "cache_lengths", "no negative length", actual)
 
 
-def _check_sequences(op: str, a: Any, sequence: torch.Tensor) -> None:
-    rows = a.lookup_table.shape[0]
+def _check_sequences(op: str, place: CachePlace, sequence: torch.Tensor) -> None:
+    rows = given(place.lookup_table).shape[0]
     bad, expected = sequence >= rows, f"sequences below {rows}"
-    if a.indexing != "paged":
-        lowest = -rows if a.indexing == "torch" else 0
+    if place.indexing != "paged":
+        lowest = -rows if place.indexing == "torch" else 0
         bad, expected = bad | (sequence < lowest), f"sequences from {lowest} to {rows - 1}"
     where = first(bad)
     if where is not None:
@@ -129,23 +129,23 @@ def _check_sequences(op: str, a: Any, sequence: torch.Tensor) -> None:
 
 def _check_positions(
     op: str,
-    a: Any,
+    place: CachePlace,
     sequence: torch.Tensor,
     position: torch.Tensor,
     page_size: int,
 ) -> None:
     """Positions past a sequence's row of the table."""
-    columns = a.lookup_table.shape[1]
+    columns = given(place.lookup_table).shape[1]
     bad, expected = position >= columns * page_size, f"positions below {columns * page_size}"
-    if a.indexing != "paged":
-        lowest = -columns * page_size if a.indexing == "torch" else 0
+    if place.indexing != "paged":
+        lowest = -columns * page_size if place.indexing == "torch" else 0
         bad = bad | (position < lowest)
         expected = f"positions from {lowest} to {columns * page_size - 1}"
     else:
         bad = bad & (sequence >= 0)
     where = first(bad)
     if where is not None:
-        name = "cache_lengths" if a.slots == "ragged" else "positions"
+        name = "cache_lengths" if place.slots == "ragged" else "positions"
         expected += f" ({columns} columns of lookup_table, {page_size} slots a page)"
         actual = f"{int(position[where])} of token {where} (sequence {int(sequence[where])})"
         raise ArgumentError(op, name, expected, actual)
@@ -153,27 +153,27 @@ def _check_positions(
 
 def _check_entries(
     op: str,
-    a: Any,
+    place: CachePlace,
     sequence: torch.Tensor,
     position: torch.Tensor,
     window: CacheWindow,
 ) -> None:
     """The pages that tokens need; what no token needs may hold anything."""
     pages, size = window.num_pages, window.page_size
-    slot, named = table_slots(a, sequence, position, size)
+    slot, named = table_slots(place, sequence, position, size)
     entry = slot.div(size, rounding_mode="floor")
-    lowest = -pages if a.indexing == "torch" else 0
+    lowest = -pages if place.indexing == "torch" else 0
     bad = named & (entry >= pages)
-    if a.indexing != "paged" or a.slots == "ragged":
+    if place.indexing != "paged" or place.slots == "ragged":
         bad = bad | (named & (entry < lowest))
     where = first(bad)
     if where is not None:
-        place = f"sequence {int(sequence[where])}, position {int(position[where])}"
+        token = f"sequence {int(sequence[where])}, position {int(position[where])}"
         raise ArgumentError(
             op,
             "lookup_table",
             f"pages from {lowest} to {pages - 1} where a token goes",
-            f"{int(entry[where])} for token {where} ({place})",
+            f"{int(entry[where])} for token {where} ({token})",
         )
 
 

@@ -9,14 +9,12 @@
 What resolves outside the cache is never written. With indexing="paged" a negative slot, page,
 position or sequence means a token without a place, such as padding; with indexing="torch" a
 negative index counts from the end, as PyTorch's does, and with indexing="exact" it is an error.
-
-Everywhere `a` is the arguments of an op: `slots`, `indexing` and ADDRESS_TENSORS.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -28,6 +26,7 @@ from tilewright.ops.checks import (
     check_dtype,
     check_last_dim_dense,
     check_shape,
+    given,
     holds,
 )
 from tilewright.ops.formats.paged_cache import CacheWindow, slot_limit
@@ -47,9 +46,44 @@ ADDRESS_TENSORS = tuple(dict.fromkeys(name for names in SLOT_FORMS.values() for 
 Places = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def address_values(a: Any) -> dict[str, Any]:
+class CachePlace(Protocol):
+    """Arguments that say where tokens go in a paged cache, T tokens of B sequences: `slots`, one of
+    SLOT_FORMS, and the tensors that it names: slot_mapping [T] or [T / num_pages], lookup_table
+    [B, columns], sequence_ids and positions [T], row_offsets [B + 1], cache_lengths [B]; int32 or
+    int64, for "ragged" uint32 too. indexing: one of INDEXINGS. Every op calls them so.
+    """
+
+    @property
+    def slots(self) -> str: ...
+    @property
+    def indexing(self) -> str: ...
+    @property
+    def slot_mapping(self) -> torch.Tensor | None: ...
+    @property
+    def lookup_table(self) -> torch.Tensor | None: ...
+    @property
+    def sequence_ids(self) -> torch.Tensor | None: ...
+    @property
+    def positions(self) -> torch.Tensor | None: ...
+    @property
+    def row_offsets(self) -> torch.Tensor | None: ...
+    @property
+    def cache_lengths(self) -> torch.Tensor | None: ...
+
+
+def address_tensors(place: CachePlace) -> tuple[torch.Tensor | None, ...]:
+    """ADDRESS_TENSORS of a call."""
+    return tuple([getattr(place, name) for name in ADDRESS_TENSORS])
+
+
+def named_tensors(place: CachePlace) -> tuple[torch.Tensor, ...]:
+    """The tensors that the form of a call reads."""
+    return tuple([getattr(place, name) for name in SLOT_FORMS[place.slots]])
+
+
+def address_values(place: CachePlace) -> dict[str, Any]:
     """Tensors and counts of the kernels, by parameter name."""
-    slots, *table = (getattr(a, name) for name in SLOT_FORMS[a.slots])
+    slots, *table = named_tensors(place)
     sequences, positions = table or (None, None)
     values: dict[str, Any] = {
         "slots_ptr": slots,
@@ -64,22 +98,22 @@ def address_values(a: Any) -> dict[str, Any]:
     return {**values, **counts}
 
 
-def addressing_operands(a: Any, values: Mapping[str, Any]) -> Addressing:
-    """The static part of the arguments; values: those of `address_values`."""
+def addressing_operands(place: CachePlace, values: Mapping[str, Any]) -> Addressing:
+    """The static part of places; values: those of `address_values`."""
     slots, sequences, positions = (values[f"{x}_ptr"] for x in ("slots", "sequences", "positions"))
     return Addressing(
-        form=a.slots,
+        form=place.slots,
         slots=operand_of(slots, -1),
         sequences=operand_of(sequences, 0),
         positions=operand_of(positions, 0),
-        wrap_negative=a.indexing == "torch",
-        search_steps=slots.shape[0].bit_length() if a.slots == "ragged" else 0,
+        wrap_negative=place.indexing == "torch",
+        search_steps=slots.shape[0].bit_length() if place.slots == "ragged" else 0,
     )
 
 
 def check_addressing(
     op: str,
-    a: Any,
+    place: CachePlace,
     num_tokens: Any,
     window: CacheWindow,
     device: torch.device,
@@ -88,66 +122,67 @@ def check_addressing(
 ) -> None:
     """Checks that the tensors of the form are there, their shapes, dtypes and device, and that no
     tensors of other forms are, unless those have another use in the op (`others`)."""
-    check_choice(op, "slots", a.slots, tuple(SLOT_FORMS))
-    check_choice(op, "indexing", a.indexing, INDEXINGS)
+    check_choice(op, "slots", place.slots, tuple(SLOT_FORMS))
+    check_choice(op, "indexing", place.indexing, INDEXINGS)
     dtypes: tuple[torch.dtype, ...] = (torch.int32, torch.int64)
-    if a.slots == "ragged":
+    if place.slots == "ragged":
         dtypes = (*dtypes, torch.uint32)
-        if a.indexing != "paged":
-            raise ArgumentError(op, "indexing", "'paged', since slots is 'ragged'", a.indexing)
-    named = SLOT_FORMS[a.slots]
+        if place.indexing != "paged":
+            raise ArgumentError(op, "indexing", "'paged', since slots is 'ragged'", place.indexing)
+    named = SLOT_FORMS[place.slots]
     for name in named if others else ADDRESS_TENSORS:
-        tensor, needed = getattr(a, name), name in named
+        tensor, needed = getattr(place, name), name in named
         if (tensor is not None) != needed:
             expected = "a tensor" if needed else "None"
             actual = "None" if tensor is None else "a tensor"
-            raise ArgumentError(op, name, f"{expected}, since slots is {a.slots!r}", actual)
+            raise ArgumentError(op, name, f"{expected}, since slots is {place.slots!r}", actual)
         if tensor is not None:
             check_dtype(op, name, tensor, dtypes)
             check_device(op, name, tensor, device)
     if "slot_mapping" in named:
-        _check_slot_mapping(op, a, num_tokens, window)
+        _check_slot_mapping(op, place, num_tokens, window)
     else:
-        _check_table(op, a, num_tokens)
+        _check_table(op, place, num_tokens)
 
 
-def _check_slot_mapping(op: str, a: Any, num_tokens: Any, window: CacheWindow) -> None:
-    shape = list(a.slot_mapping.shape)
+def _check_slot_mapping(op: str, place: CachePlace, num_tokens: Any, window: CacheWindow) -> None:
+    shape = list(given(place.slot_mapping).shape)
     if len(shape) != 1:
         raise ArgumentError(op, "slot_mapping", "one axis", f"shape {shape}")
-    per_slot = window.num_pages if a.slots == "per_sequence" else 1
+    per_slot = window.num_pages if place.slots == "per_sequence" else 1
     if not holds(shape[0] * per_slot == num_tokens):
         form = (
             f"[S] with num_pages * S = {per_slot} * S = {num_tokens} tokens"
-            if a.slots == "per_sequence"
+            if place.slots == "per_sequence"
             else f"[T] = [{num_tokens}]"
         )
         raise ArgumentError(op, "slot_mapping", f"shape {form}", f"shape {shape}")
 
 
-def _check_table(op: str, a: Any, num_tokens: Any) -> None:
-    check_shape(op, "lookup_table", a.lookup_table, "[B, columns]", (None, None))
-    check_last_dim_dense(op, "lookup_table", a.lookup_table)
-    sequences = a.lookup_table.shape[0]
-    if a.slots == "block_table":
-        for name in ("sequence_ids", "positions"):
-            check_shape(op, name, getattr(a, name), "[T]", (num_tokens,))
+def _check_table(op: str, place: CachePlace, num_tokens: Any) -> None:
+    table = given(place.lookup_table)
+    check_shape(op, "lookup_table", table, "[B, columns]", (None, None))
+    check_last_dim_dense(op, "lookup_table", table)
+    sequences = table.shape[0]
+    if place.slots == "block_table":
+        check_shape(op, "sequence_ids", place.sequence_ids, "[T]", (num_tokens,))
+        check_shape(op, "positions", place.positions, "[T]", (num_tokens,))
     else:
-        check_shape(op, "row_offsets", a.row_offsets, "[B + 1]", (sequences + 1,))
-        check_shape(op, "cache_lengths", a.cache_lengths, "[B]", (sequences,))
-    shape = list(a.lookup_table.shape)
+        check_shape(op, "row_offsets", place.row_offsets, "[B + 1]", (sequences + 1,))
+        check_shape(op, "cache_lengths", place.cache_lengths, "[B]", (sequences,))
+    shape = list(table.shape)
     if holds(num_tokens != 0) and not all(holds(size != 0) for size in shape):
         expected = f"pages for {num_tokens} tokens"
         raise ArgumentError(op, "lookup_table", expected, f"shape {shape}")
 
 
-def resolve_places(a: Any, window: CacheWindow, num_tokens: int) -> Places:
+def resolve_places(place: CachePlace, window: CacheWindow, num_tokens: int) -> Places:
     """Page, offset in the page and "is written" for every token; int64, int64, bool, each [T]."""
-    if "slot_mapping" in SLOT_FORMS[a.slots]:
-        return resolve_slots(a.slot_mapping, window, a.slots, a.indexing)
-    sequence, position, known = token_positions(a, num_tokens)
-    slot, named = table_slots(a, sequence, position, window.page_size)
-    page, offset, written = resolve_slots(slot, window, "flat", a.indexing)
+    if "slot_mapping" in SLOT_FORMS[place.slots]:
+        return resolve_slots(given(place.slot_mapping), window, place.slots, place.indexing)
+    sequence, position, known = token_positions(place, num_tokens)
+    slot, named = table_slots(place, sequence, position, window.page_size)
+    page, offset, written = resolve_slots(slot, window, "flat", place.indexing)
     return page, offset, written & named & known
 
 
@@ -166,15 +201,17 @@ def resolve_slots(
     return slot // window.page_size, slot % window.page_size, written
 
 
-def token_positions(a: Any, num_tokens: int) -> Places:
+def token_positions(place: CachePlace, num_tokens: int) -> Places:
     """Sequence, position in the sequence and "belongs to a sequence" for every token."""
-    if a.slots == "block_table":
-        sequence, position = a.sequence_ids.to(torch.int64), a.positions.to(torch.int64)
+    if place.slots == "block_table":
+        sequence, position = given(place.sequence_ids), given(place.positions)
+        sequence, position = sequence.to(torch.int64), position.to(torch.int64)
         return sequence, position, torch.ones_like(sequence, dtype=torch.bool)
-    sequence, place = ragged_sequences(a.row_offsets, num_tokens)
-    known = (sequence >= 0) & (sequence < a.cache_lengths.shape[0])
-    length = a.cache_lengths.to(torch.int64)[torch.where(known, sequence, 0)]
-    return sequence, length + place, known
+    cache_lengths = given(place.cache_lengths)
+    sequence, index = ragged_sequences(given(place.row_offsets), num_tokens)
+    known = (sequence >= 0) & (sequence < cache_lengths.shape[0])
+    length = cache_lengths.to(torch.int64)[torch.where(known, sequence, 0)]
+    return sequence, length + index, known
 
 
 def ragged_sequences(
@@ -190,16 +227,15 @@ def ragged_sequences(
 
 
 def table_slots(
-    a: Any, sequence: torch.Tensor, position: torch.Tensor, page_size: int
+    place: CachePlace, sequence: torch.Tensor, position: torch.Tensor, page_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The flat slot that a block table gives each position, and whether the table has an entry."""
-    rows, columns = a.lookup_table.shape
+    table = given(place.lookup_table)
+    rows, columns = table.shape
     column = position.div(page_size, rounding_mode="floor")
-    if a.indexing == "torch":
+    if place.indexing == "torch":
         sequence = torch.where(sequence < 0, sequence + rows, sequence)
         column = torch.where(column < 0, column + columns, column)
     named = (sequence >= 0) & (sequence < rows) & (column >= 0) & (column < columns)
-    entry = a.lookup_table.to(torch.int64)[
-        torch.where(named, sequence, 0), torch.where(named, column, 0)
-    ]
+    entry = table.to(torch.int64)[torch.where(named, sequence, 0), torch.where(named, column, 0)]
     return entry * page_size + position.remainder(page_size), named

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from tilewright.ops.cache.addressing import check_addressing
+from tilewright.ops.cache.addressing import CachePlace, check_addressing
 from tilewright.ops.checks import (
     ArgumentError,
     check_absent,
@@ -40,19 +40,58 @@ class HeadValues:
     kv_repeat: int = 1
 
 
-def check_caches(op: str, a: Any, values: HeadValues, writes_v: bool = True) -> None:
+class KvCache(CachePlace, Protocol):
+    """Arguments of an op that writes K and V to a cache, and where they go there. k_cache, v_cache:
+    base tensors; v_cache None: V, if it is written, lives in k_cache too. k_window, v_window: the
+    nine integers of a CacheWindow on the base. k_cache_scale, v_cache_scale: float32 [], [1] or
+    [Hkv]; stored is value / scale, or value * scale where cache_scale_multiplies. cache_saturates:
+    what lies beyond an 8-bit float's range becomes its largest number, else infinite, or NaN in
+    float8_e4m3fn. Every op calls them so.
+    """
+
+    @property
+    def k_cache(self) -> torch.Tensor: ...
+    @property
+    def v_cache(self) -> torch.Tensor | None: ...
+    @property
+    def k_window(self) -> Sequence[int]: ...
+    @property
+    def v_window(self) -> Sequence[int]: ...
+    @property
+    def k_cache_scale(self) -> torch.Tensor | None: ...
+    @property
+    def v_cache_scale(self) -> torch.Tensor | None: ...
+    @property
+    def cache_scale_multiplies(self) -> bool: ...
+    @property
+    def cache_saturates(self) -> bool: ...
+
+
+def v_base(a: KvCache) -> tuple[str, torch.Tensor]:
+    """Name and tensor of the base of V."""
+    return ("k_cache", a.k_cache) if a.v_cache is None else ("v_cache", a.v_cache)
+
+
+def kv_views(a: KvCache, *, writes_v: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The K and V windows as tensors on the bases; None where no V is written."""
+    k_view = CacheWindow.from_ints(a.k_window).view(a.k_cache)
+    if not writes_v:
+        return k_view, None
+    return k_view, CacheWindow.from_ints(a.v_window).view(v_base(a)[1])
+
+
+def check_caches(op: str, a: KvCache, values: HeadValues, *, writes_v: bool = True) -> None:
     """Checks caches, windows, scales and addressing against what is written. Metadata only."""
     k_window = _check_cache(op, "k", a.k_cache, a.k_window, "k_cache", values)
     if writes_v:
-        base, name = (a.k_cache, "k_cache") if a.v_cache is None else (a.v_cache, "v_cache")
+        name, base = v_base(a)
         v_window = _check_cache(op, "v", base, a.v_window, name, values)
         check_dtype(op, name, base, (a.k_cache.dtype,))
         windows = {"k_window": k_window, "v_window": v_window}
         check_pair(op, windows, one_base=a.v_cache is None)
     else:
         check_absent(op, a, ("v_cache", "v_cache_scale"), "no V is written")
-    for name in CACHE_SCALES:
-        scale = getattr(a, name)
+    for name, scale in zip(CACHE_SCALES, (a.k_cache_scale, a.v_cache_scale), strict=True):
         check_cache_scale(op, name, scale, values.num_kv_heads, values.device)
     check_addressing(op, a, values.num_tokens, k_window, values.device)
 
@@ -117,7 +156,7 @@ def window_integers(
 
 
 def check_aliases(
-    op: str, a: Any, written: Sequence[tuple[str, torch.Tensor, Sequence[Any]]]
+    op: str, a: object, written: Sequence[tuple[str, torch.Tensor, Sequence[Any]]]
 ) -> None:
     """Checks that of an op's arguments no other tensor shares memory with what is written: (name,
     base, window) each."""

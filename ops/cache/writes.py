@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from tilewright.ops.cache.addressing import Places, resolve_places
+from tilewright.ops.cache.checks import KvCache, v_base
 from tilewright.ops.formats.fp8 import FP8_DTYPES, overflowing_cast, saturating_cast
 from tilewright.ops.formats.paged_cache import CacheWindow
 
 
-def write_kv(a: Any, k: torch.Tensor, v: torch.Tensor | None, kv_repeat: int = 1) -> None:
+def write_kv(a: KvCache, k: torch.Tensor, v: torch.Tensor | None, kv_repeat: int = 1) -> None:
     """Writes k and v [T, Hkv, D], of compute precision, to their slots: scaled, each head repeated
     `kv_repeat` times, and rounded once."""
     k_window = CacheWindow.from_ints(a.k_window)
     places = resolve_places(a, k_window, k.shape[0])
-    scales = (a.k_cache_scale, a.v_cache_scale)
-    saturates = getattr(a, "cache_saturates", True)
-    k = _scaled(k, scales[0], a.cache_scale_multiplies).repeat_interleave(kv_repeat, dim=1)
-    write_rows(k, a.k_cache, k_window, places, saturates)
+    k = _scaled(k, a.k_cache_scale, a.cache_scale_multiplies).repeat_interleave(kv_repeat, dim=1)
+    write_rows(k, a.k_cache, k_window, places, a.cache_saturates)
     if v is not None:
-        v = _scaled(v, scales[1], a.cache_scale_multiplies).repeat_interleave(kv_repeat, dim=1)
-        base = a.k_cache if a.v_cache is None else a.v_cache
-        write_rows(v, base, CacheWindow.from_ints(a.v_window), places, saturates)
+        scaled = _scaled(v, a.v_cache_scale, a.cache_scale_multiplies)
+        (_, base), window = v_base(a), CacheWindow.from_ints(a.v_window)
+        write_rows(
+            scaled.repeat_interleave(kv_repeat, dim=1), base, window, places, a.cache_saturates
+        )
 
 
 def _scaled(values: torch.Tensor, scale: torch.Tensor | None, multiplies: bool) -> torch.Tensor:

@@ -16,7 +16,8 @@ from tilewright.codegen.collective.plan import COLUMN_STEP, MOST_COLUMNS
 from tilewright.ops.checks import FLOAT_DTYPES, ArgumentError, check_operand
 from tilewright.ops.collective.cases import REDUCE_CASES, sample_reduce
 from tilewright.ops.contract import FusedOp, emitted_kernel, register, rounded_once
-from tilewright.ops.reference.norm import apply_norm, check_row_norm_values
+from tilewright.ops.groups import Group
+from tilewright.ops.reference.norm import RowNorm
 from tilewright.ops.runtime.peers import obstacle
 from tilewright.ops.sampling import sampler_of
 
@@ -49,12 +50,14 @@ class AllReduceResidualNormArguments:
     norm_eps: float = 1e-6
     norm_offset: float = 0.0
 
+    norm = Group(RowNorm)
+
 
 def validate(a: AllReduceResidualNormArguments) -> None:
     check_operand(NAME, "x", a.x, "[T, N]", (None, None), FLOAT_DTYPES, dense=True)
     form = "[T, N]", tuple(a.x.shape), (a.x.dtype,), a.x.device
     check_operand(NAME, "residual", a.residual, *form, dense=True)
-    check_row_norm_values(NAME, a, "[N]", a.x.shape[1])
+    a.norm.check(NAME, a.x, "[N]", a.x.shape[1])
     if a.num_ranks < 1:
         raise ArgumentError(NAME, "num_ranks", "at least 1", a.num_ranks)
     if (a.group != "") != (a.num_ranks > 1):
@@ -80,7 +83,7 @@ def reference(a: AllReduceResidualNormArguments) -> tuple[torch.Tensor, torch.Te
         total = torch.ops._c10d_functional.all_reduce(total.contiguous(), "sum", a.group)
         total = torch.ops._c10d_functional.wait_tensor(total)
     total = total + a.residual.to(compute)
-    normed = apply_norm(total, a.norm_weight, a.norm_eps, offset=a.norm_offset)
+    normed = a.norm.apply(total)
     return total.to(a.x.dtype).contiguous(), normed.to(a.x.dtype).contiguous()
 
 

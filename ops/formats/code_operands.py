@@ -6,7 +6,7 @@ such, which is a view.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -42,30 +42,38 @@ def _fills_words(data: torch.Tensor) -> bool:
 def quantization_of(weights: Sequence[Weight | None], words: torch.dtype) -> Quantization:
     """The static data of an op's weights of codes, of which there is the first; words: the dtype
     that kernels read. What the weights do not share is in `differs`."""
-    first, there = weights[0], [weight for weight in weights if weight is not None]
+    first, form = weights[0], weights[0].format if weights[0] else None
     assert first is not None
-    assert first.format is not None
+    assert form is not None
+    packed = [weight is not None and weight.has_packed_zeros for weight in weights]
+    rows, columns = first.scale_block
     return Quantization(
         weight_format=first.weight_format,
-        block=(int(first.scale_block[0]), int(first.scale_block[1])),
-        scales=tuple(blocks_operand(weight.scale if weight else None) for weight in weights),
-        zeros=tuple(blocks_operand(weight.zero if weight else None) for weight in weights),
-        per_word=words.itemsize * first.format.per_byte,
-        packed_zeros=any(weight.has_packed_zeros for weight in there),
+        block=(int(rows), int(columns)),
+        scales=tuple([blocks_operand(weight.scale if weight else None) for weight in weights]),
+        zeros=tuple([blocks_operand(weight.zero if weight else None) for weight in weights]),
+        per_word=words.itemsize * form.per_byte,
+        packed_zeros=any(packed),
         zero_point=first.zero_point,
         # Bytes seen as words count their nibbles up.
         order=tuple(first.nibble_order) if words == first.data.dtype else (),
-        differs=differences(there),
+        differs=_differences(weights, packed),
     )
 
 
-def differences(weights: Iterable[Weight | None]) -> str:
+def differences(weights: Sequence[Weight | None]) -> str:
     """What the scales and zeros of weights do not share; empty where they are of one kind."""
-    there = [weight for weight in weights if weight is not None]
-    kinds = {w.zero if w.zero is None else (w.zero.dtype, w.has_packed_zeros) for w in there}
+    packed = [weight is not None and weight.has_packed_zeros for weight in weights]
+    return _differences(weights, packed)
+
+
+def _differences(weights: Sequence[Weight | None], packed: Sequence[bool]) -> str:
+    """packed: which weights have packed zeros."""
+    pairs = [(one, words) for one, words in zip(weights, packed, strict=True) if one is not None]
+    kinds = {one.zero if one.zero is None else (one.zero.dtype, words) for one, words in pairs}
     if len(kinds) > 1:
         return "zeros of several kinds"
-    several = len({w.scale.dtype for w in there if w.scale is not None}) > 1
+    several = len({one.scale.dtype for one, _ in pairs if one.scale is not None}) > 1
     return "scales of several dtypes" if several else ""
 
 

@@ -53,15 +53,16 @@ class ExpertWeight(ArgumentGroup):
     @property
     def block(self) -> tuple[int, int]:
         """Rows and columns that share a scale; of weights without scales (1, 1)."""
-        if self.format is None or self.scale is None:
+        if self.scale is None:
             return 1, 1
-        return self.format.expert_block or (self.scale_block[0], self.scale_block[1])
+        fixed = WEIGHT_FORMATS[self.weight_format].expert_block
+        return fixed or (self.scale_block[0], self.scale_block[1])
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """(E, N, K), K counted in elements."""
-        experts, rows, stored = self.data.shape
-        return experts, rows, stored * (1 if self.format is None else self.format.per_byte)
+        (experts, rows, stored), form = self.data.shape, self.format
+        return experts, rows, stored if form is None else stored * form.per_byte
 
     def dequantize(self, experts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The weights of some experts, [len(experts), N, K] in dtype."""

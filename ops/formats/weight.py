@@ -76,10 +76,11 @@ class Weight(ArgumentGroup):
     @property
     def shape(self) -> tuple[Any, ...]:
         """Of the numbers, [..., D, K]."""
+        form = self.format
+        if form is None or form.packed_axis is None:
+            return tuple(self.data.shape)
         shape = list(self.data.shape)
-        if self.format is not None and self.format.packed_axis is not None:
-            axis = self.format.packed_axis
-            shape[axis] = shape[axis] * nibbles_per_word(self.data.dtype)
+        shape[form.packed_axis] *= nibbles_per_word(self.data.dtype)
         return tuple(shape)
 
     @property
@@ -89,10 +90,10 @@ class Weight(ArgumentGroup):
 
     @property
     def has_packed_zeros(self) -> bool:
-        """Whether a word of zeros holds those of eight rows."""
-        if self.zero is None or self.scale is None or self.zero.shape == self.scale.shape:
-            return False
-        return zeros_are_packed(self.zero, self.rows, self.scale_block)
+        """Whether a word of zeros holds those of eight rows, of a weight that is checked: else
+        zeros have the shape of the scales."""
+        zero, scale = self.zero, self.scale
+        return zero is not None and scale is not None and zero.shape != scale.shape
 
     def dequantize(self, compute: torch.dtype) -> torch.Tensor:
         """The weight [..., D, K] in `compute` precision; codes are dequantised."""

@@ -14,10 +14,10 @@ from tilewright.ops.checks import (
     holds,
     shape_text,
 )
-from tilewright.ops.mla.sizes import FP8, widths
+from tilewright.ops.mla.arguments import FP8, UpArguments, widths
 
 
-def check_weight(op: str, a: Any) -> Any:
+def check_weight(op: str, a: UpArguments) -> Any:
     """Checks the up-projection's weight [H * (N + V), L], with its scales, beside q [T, H, N + R];
     returns R. Metadata only; raises ArgumentError."""
     weight, heads = a.kv_b_weight, a.q.shape[1]
@@ -37,7 +37,7 @@ def check_weight(op: str, a: Any) -> Any:
     return widths(a)[1]
 
 
-def check_heads(op: str, a: Any) -> None:
+def check_heads(op: str, a: UpArguments) -> None:
     """Checks that q [T, H, N + R] has a head, and each head a value. Raises ArgumentError."""
     if not holds(a.q.shape[1] >= 1):
         raise ArgumentError(op, "q", "at least one head", f"shape {shape_text(a.q.shape)}")
@@ -50,7 +50,7 @@ def refuse_codes(op: str, given: dict[str, bool], dtype: torch.dtype) -> None:
         raise ArgumentError(op, name, f"nothing, since kv_b_weight is {dtype}", "one")
 
 
-def _check_weight_scale(op: str, a: Any) -> None:
+def _check_weight_scale(op: str, a: UpArguments) -> None:
     block = tuple(a.scale_block)
     check_scale_block(op, block)
     if a.kv_b_scale is None:

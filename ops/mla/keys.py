@@ -24,35 +24,37 @@ from tilewright.ops.checks import (
     check_choice,
     check_operand,
     first,
+    given,
     holds,
 )
 from tilewright.ops.formats.paged_cache import CacheWindow
+from tilewright.ops.mla.arguments import LatentArguments, MlaPrefillArguments
 
 KEY_FORMS = ("given", "pages", "table", "slots")
 
 
-def buffer_rows(a: Any) -> Any:
+def buffer_rows(a: MlaPrefillArguments) -> Any:
     """Keys of all sequences together."""
     if a.keys == "given":
-        return a.latent.shape[0]
+        return given(a.latent).shape[0]
     if a.keys == "slots":
-        return a.key_slots.shape[0]
+        return given(a.key_slots).shape[0]
     window = CacheWindow.from_ints(a.latent_window)
     if a.keys == "pages":
         return window.capacity
     if a.key_offsets is not None:
         return a.num_keys
-    return sequences(a) * a.lookup_table.shape[1] * window.page_size
+    return sequences(a) * given(a.lookup_table).shape[1] * window.page_size
 
 
-def row_key_offsets(a: Any) -> torch.Tensor | None:
+def row_key_offsets(a: MlaPrefillArguments) -> torch.Tensor | None:
     """The offsets of each sequence's keys in the buffer; None for equal runs."""
     if a.keys == "given" and a.key_offsets is None and a.row_offsets is not None:
         return a.row_offsets
     return a.key_offsets
 
 
-def check_keys(op: str, a: Any) -> None:
+def check_keys(op: str, a: MlaPrefillArguments) -> None:
     """Checks the arguments that say where keys are. Metadata only; raises ArgumentError."""
     check_choice(op, "keys", a.keys, KEY_FORMS)
     if a.keys == "given":
@@ -87,7 +89,7 @@ def check_keys(op: str, a: Any) -> None:
             raise ArgumentError(op, name, expected, f"{rows} rows")
 
 
-def _check_pages(op: str, a: Any, batch: Any) -> None:
+def _check_pages(op: str, a: MlaPrefillArguments, batch: Any) -> None:
     pages = CacheWindow.from_ints(a.latent_window).num_pages
     if not holds(pages == batch):
         expected = f"num_pages = {batch} sequences, since keys is 'pages'"
@@ -99,21 +101,23 @@ def _zero(value: Any) -> bool:
     return isinstance(value, int) and value == 0
 
 
-def _check_needed(op: str, a: Any, name: str, needed: bool) -> None:
-    given = getattr(a, name) is not None
-    if given != needed:
+def _check_needed(op: str, a: MlaPrefillArguments, name: str, needed: bool) -> None:
+    there = getattr(a, name) is not None
+    if there != needed:
         expected = "a tensor" if needed else "None"
-        actual = "a tensor" if given else None
+        actual = "a tensor" if there else None
         raise ArgumentError(op, name, f"{expected}, since keys is {a.keys!r}", actual)
 
 
-def _check_index(op: str, a: Any, name: str, letters: str, shape: tuple[Any, ...]) -> None:
+def _check_index(
+    op: str, a: MlaPrefillArguments, name: str, letters: str, shape: tuple[Any, ...]
+) -> None:
     tensor = getattr(a, name)
     if tensor is not None:
         check_operand(op, name, tensor, letters, shape, INDEX_DTYPES, a.q.device)
 
 
-def check_key_mask(op: str, a: Any) -> None:
+def check_key_mask(op: str, a: MlaPrefillArguments) -> None:
     """Checks mask, window and attn_mask. Metadata only; raises ArgumentError."""
     check_mask(op, a)
     if a.attn_mask is None:
@@ -125,7 +129,7 @@ def check_key_mask(op: str, a: Any) -> None:
     check_attn_mask(op, a.attn_mask, a.q, batch, buffer_rows(a) // batch)
 
 
-def check_key_values(op: str, a: Any) -> None:
+def check_key_values(op: str, a: MlaPrefillArguments) -> None:
     """Checks offsets, pages and slots of keys by value. Raises ArgumentError."""
     total = buffer_rows(a)
     if a.key_offsets is not None:
@@ -136,7 +140,7 @@ def check_key_values(op: str, a: Any) -> None:
         return
     window = CacheWindow.from_ints(a.latent_window)
     if a.keys == "slots":
-        slots = a.key_slots.to(torch.int64)
+        slots = given(a.key_slots).to(torch.int64)
         where = first((slots < 0) | (slots >= window.capacity))
         if where is not None:
             expected = f"slots from 0 to {window.capacity - 1}"
@@ -144,14 +148,14 @@ def check_key_values(op: str, a: Any) -> None:
         return
     sequence, place = key_places(a)
     column = place // window.page_size
-    columns = a.lookup_table.shape[1]
+    columns = given(a.lookup_table).shape[1]
     where = first(column >= columns)
     if where is not None:
         room = columns * window.page_size
         expected = f"at most {room} keys for a sequence ({columns} columns of lookup_table)"
         actual = f"{int(place[where]) + 1} or more for sequence {int(sequence[where])}"
         raise ArgumentError(op, "key_offsets", expected, actual)
-    entry = a.lookup_table.to(torch.int64)[sequence, column]
+    entry = given(a.lookup_table).to(torch.int64)[sequence, column]
     seen = entry < 0
     if a.key_lengths is not None:
         bounded = place < a.key_lengths.to(torch.int64)[sequence]
@@ -164,31 +168,31 @@ def check_key_values(op: str, a: Any) -> None:
         raise ArgumentError(op, "lookup_table", expected, actual)
 
 
-def cache_views(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def cache_views(a: LatentArguments) -> tuple[torch.Tensor, torch.Tensor]:
     """The latent and the rope window as tensors [num_pages, page_size, L or R] on their bases."""
-    assert a.latent_cache is not None
-    rope_base = a.latent_cache if a.rope_cache is None else a.rope_cache
-    latent = CacheWindow.from_ints(a.latent_window).view(a.latent_cache)
+    base = given(a.latent_cache)
+    rope_base = base if a.rope_cache is None else a.rope_cache
+    latent = CacheWindow.from_ints(a.latent_window).view(base)
     rope = CacheWindow.from_ints(a.rope_window).view(rope_base)
     return latent.squeeze(2), rope.squeeze(2)
 
 
-def key_places(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def key_places(a: MlaPrefillArguments) -> tuple[torch.Tensor, torch.Tensor]:
     """Sequence and place in it of each row of the buffer, int64 [K]."""
     return token_sequences(buffer_rows(a), row_key_offsets(a), sequences(a), a.q.device)
 
 
-def gathered_keys(a: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def gathered_keys(a: MlaPrefillArguments) -> tuple[torch.Tensor, torch.Tensor]:
     """(latent [K, L], k_rope [K, R]) of every key in the cache, as it is now."""
     latent, rope = cache_views(a)
     pages, size = latent.shape[:2]
     if a.keys == "pages":
         return latent.flatten(0, 1), rope.flatten(0, 1)
     if a.keys == "slots":
-        slots = a.key_slots.to(torch.int64)
+        slots = given(a.key_slots).to(torch.int64)
     else:
         sequence, place = key_places(a)
-        table = a.lookup_table.to(torch.int64)
+        table = given(a.lookup_table).to(torch.int64)
         entry = table[sequence, (place // size).clamp(max=table.shape[1] - 1)]
         slots = entry * size + place % size
     slots = slots.clamp(0, max(pages * size - 1, 0))

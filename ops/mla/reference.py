@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from tilewright.ops.attention.arguments import as_attention
 from tilewright.ops.attention.masks import mask_numbers, visible
 from tilewright.ops.attention.positions import positions_of, sequences, token_sequences
 from tilewright.ops.attention.reference import attend, attention_reference
+from tilewright.ops.checks import given
 from tilewright.ops.contract import rounded_once
 from tilewright.ops.formats import fp8_block
 from tilewright.ops.formats.fp8 import saturating_cast
+from tilewright.ops.mla.arguments import (
+    FP8,
+    MlaDecodeArguments,
+    MlaPrefillArguments,
+    UpArguments,
+    halves,
+    widths,
+)
 from tilewright.ops.mla.keys import gathered_keys, key_places
 from tilewright.ops.mla.latents.reference import finished_latents, rotated, write_latents
-from tilewright.ops.mla.sizes import FP8, halves, widths
 
 # How far a kernel may be from it.
 TOLERANCES = rounded_once(3 * 2.0**-6, 3 * 2.0**-9, 2.0**-17, 2.0**-44)
 
 
-def prefill_reference(a: Any) -> torch.Tensor:
+def prefill_reference(a: MlaPrefillArguments) -> torch.Tensor:
     """[T, H, V]; writes the new latents into the cache first, where there is one."""
     positions = positions_of(a)
     latent, k_rope = a.latent, a.k_rope
@@ -40,7 +46,7 @@ def prefill_reference(a: Any) -> torch.Tensor:
     key_sequence, key_position = key_places(a)
     sequence, _ = token_sequences(a.q.shape[0], a.row_offsets, a.num_sequences, a.q.device)
     lengths = None if a.key_lengths is None else a.key_lengths.to(torch.int64)
-    weight, latent = up_weight(a, q.dtype), _key_latents(a, latent, q.dtype)
+    weight, latent = up_weight(a, q.dtype), _key_latents(a, given(latent), q.dtype)
     for b in range(sequences(a)):
         queries, keys = sequence == b, key_sequence == b
         limit = None if lengths is None else lengths[b]
@@ -50,12 +56,12 @@ def prefill_reference(a: Any) -> torch.Tensor:
         rows = keys.nonzero().flatten()[:used]
         kv = _up_projected(a, latent[rows], weight)
         bias = None if a.attn_mask is None else mask_numbers(a.attn_mask, b, used, q.dtype)
-        out[queries] = _attention(a, q[queries], kv, k_rope[rows], seen[:, :used], bias)
+        out[queries] = _attention(a, q[queries], kv, given(k_rope)[rows], seen[:, :used], bias)
     return out
 
 
-def decode_reference(a: Any) -> torch.Tensor:
-    """[T, H, V] of an MlaDecodeArguments."""
+def decode_reference(a: MlaDecodeArguments) -> torch.Tensor:
+    """[T, H, V]."""
     nope = widths(a)[0]
     q = a.q.to(torch.promote_types(a.q.dtype, torch.float32))
     k_weight, v_weight = halves(a, dense_weight(a, q.dtype))
@@ -67,7 +73,7 @@ def decode_reference(a: Any) -> torch.Tensor:
     return out.to(a.q.dtype).contiguous()
 
 
-def _queries(a: Any, positions: torch.Tensor) -> torch.Tensor:
+def _queries(a: MlaPrefillArguments, positions: torch.Tensor) -> torch.Tensor:
     """[T, H, N + R] in compute precision, rotated."""
     q = a.q.to(torch.promote_types(a.q.dtype, torch.float32))
     if a.rope_style == "none" or "q" not in a.rope_on:
@@ -77,26 +83,28 @@ def _queries(a: Any, positions: torch.Tensor) -> torch.Tensor:
     return torch.cat((q[..., :nope], turned), dim=-1)
 
 
-def up_weight(a: Any, compute: torch.dtype) -> torch.Tensor:
+def up_weight(a: MlaPrefillArguments, compute: torch.dtype) -> torch.Tensor:
     """kv_b_weight, dequantised; rounded to q's dtype then, where latents are not quantised."""
     if a.quantize_latent or a.latent_scale is not None:
         return _dequantized(a, compute)
     return dense_weight(a, compute)
 
 
-def dense_weight(a: Any, compute: torch.dtype) -> torch.Tensor:
+def dense_weight(a: UpArguments, compute: torch.dtype) -> torch.Tensor:
     """kv_b_weight, rounded to q's dtype where it has codes."""
     if a.kv_b_scale is None:
         return a.kv_b_weight.to(compute)
     return _dequantized(a, compute).to(a.q.dtype).to(compute)
 
 
-def _dequantized(a: Any, compute: torch.dtype) -> torch.Tensor:
+def _dequantized(a: UpArguments, compute: torch.dtype) -> torch.Tensor:
     block = (a.scale_block[0], a.scale_block[1])
-    return fp8_block.dequantize(a.kv_b_weight, a.kv_b_scale, block, compute)
+    return fp8_block.dequantize(a.kv_b_weight, given(a.kv_b_scale), block, compute)
 
 
-def _key_latents(a: Any, latent: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
+def _key_latents(
+    a: MlaPrefillArguments, latent: torch.Tensor, compute: torch.dtype
+) -> torch.Tensor:
     """The latents of all keys, [K, L]; quantised where they are to be, and dequantised."""
     if not a.quantize_latent and a.latent_scale is None:
         return latent.to(compute)
@@ -106,7 +114,9 @@ def _key_latents(a: Any, latent: torch.Tensor, compute: torch.dtype) -> torch.Te
     return fp8_block.dequantize(codes, scales, (1, block), compute)
 
 
-def _up_projected(a: Any, latent: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _up_projected(
+    a: MlaPrefillArguments, latent: torch.Tensor, weight: torch.Tensor
+) -> torch.Tensor:
     """[K, H, N + V] in compute precision, rounded to q's dtype on the way."""
     compute = weight.dtype
     kv = latent @ weight.T
@@ -116,7 +126,7 @@ def _up_projected(a: Any, latent: torch.Tensor, weight: torch.Tensor) -> torch.T
 
 
 def _attention(
-    a: Any,
+    a: MlaPrefillArguments,
     q: torch.Tensor,
     kv: torch.Tensor,
     k_rope: torch.Tensor,

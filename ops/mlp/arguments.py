@@ -10,6 +10,7 @@ import torch
 
 from tilewright.ops.formats.weight import Weight
 from tilewright.ops.groups import Group, OptionalGroup
+from tilewright.ops.reference.norm import RowNorm
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class LinearActivationArguments:
     norm_bias: torch.Tensor | None = None
 
     linear = Group(Weight, data="weight", scale="weight_scale", zero="weight_zero")
+    norm = Group(RowNorm)
     up_linear = OptionalGroup(
         Weight, data="up_weight", scale="up_scale", zero="up_zero", bias="up_bias"
     )
@@ -93,6 +95,7 @@ class LinearResidualArguments:
     nibble_order: Sequence[int] = ()
 
     linear = Group(Weight, data="weight", scale="weight_scale", zero="weight_zero")
+    norm = Group(RowNorm)
 
     @property
     def weights(self) -> tuple[Weight, Weight | None]:

@@ -18,7 +18,6 @@ from tilewright.ops.mlp.checks import check_linear, check_weight
 from tilewright.ops.mlp.operands import activation_unsupported
 from tilewright.ops.reference.activation import ACTIVATIONS
 from tilewright.ops.reference.linear import apply_linear
-from tilewright.ops.reference.norm import apply_row_norm, check_row_norm
 from tilewright.ops.sampling import sampler_of
 
 NAME = "linear_activation"
@@ -44,7 +43,7 @@ def validate(a: LinearActivationArguments) -> None:
     else:
         check_absent(NAME, a, ("up_bias", "up_scale", "up_zero"), "up_weight is None")
     check_choice(NAME, "activation", a.activation, tuple(ACTIVATIONS))
-    check_row_norm(NAME, a, "[K]", a.x.shape[1])
+    a.norm.check(NAME, a.x, "[K]", a.x.shape[1])
 
 
 def fake(a: LinearActivationArguments) -> torch.Tensor:
@@ -62,7 +61,7 @@ def reference(a: LinearActivationArguments) -> torch.Tensor:
     dequantised before.
     """
     compute = torch.promote_types(a.x.dtype, torch.float32)
-    y = apply_row_norm(a.x.to(compute), a)
+    y = a.norm.apply(a.x.to(compute))
     out = ACTIVATIONS[a.activation](apply_linear(y, a.linear.dequantize(compute), a.bias))
     if a.up_linear is not None:
         out = out * apply_linear(y, a.up_linear.dequantize(compute), a.up_bias)

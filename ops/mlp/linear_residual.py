@@ -17,7 +17,6 @@ from tilewright.ops.mlp.checks import check_linear
 from tilewright.ops.mlp.operands import residual_unsupported
 from tilewright.ops.reference import tolerances
 from tilewright.ops.reference.linear import apply_linear
-from tilewright.ops.reference.norm import apply_row_norm, check_row_norm
 from tilewright.ops.sampling import sampler_of
 
 NAME = "linear_residual"
@@ -36,7 +35,7 @@ def validate(a: LinearResidualArguments) -> None:
     form = "[T, N]", (x.shape[0], rows), (x.dtype,), x.device
     check_operand(NAME, "residual", a.residual, *form, dense=True)
     check_number(NAME, "scale", a.scale)
-    check_row_norm(NAME, a, "[N]", rows)
+    a.norm.check(NAME, a.x, "[N]", rows)
 
 
 def fake(a: LinearResidualArguments) -> torch.Tensor:
@@ -53,7 +52,7 @@ def reference(a: LinearResidualArguments) -> torch.Tensor:
     """
     compute = torch.promote_types(a.x.dtype, torch.float32)
     made = apply_linear(a.x.to(compute), a.linear.dequantize(compute), a.bias)
-    return (a.residual.to(compute) + a.scale * apply_row_norm(made, a)).to(a.x.dtype)
+    return (a.residual.to(compute) + a.scale * a.norm.apply(made)).to(a.x.dtype)
 
 
 sample_inputs = sampler_of(LinearResidualArguments, sample_residual)

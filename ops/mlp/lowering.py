@@ -57,7 +57,8 @@ def linear_activation_steps(
     """The steps of a call. config: the tiles; None: what the plan chooses."""
     problem = activation_problem(a)
     if config is None and problem.norm is not None and not _norms_x(problem, a.x.shape[0]):
-        a = replace(a, **without_norm((yield from normed(a))))
+        x = yield from normed(a.x, a.norm)
+        a = replace(a, **without_norm(x, a.norm))
         problem = activation_problem(a)
     if config is None and _are_many(problem, a.x.shape[0]):
         return (yield from _activation_by_library(problem, a, target))
@@ -95,7 +96,8 @@ def _streamed(
     num_tokens, norm = a.x.shape[0], problem.post_norm
     config, statics = _chosen(problem, next_power_of_2(num_tokens), target, config)
     out = yield Buffer((num_tokens, problem.n), torch.float32 if norm else a.x.dtype)
-    values: dict[str, Any] = {name: getattr(a, name, None) for name in TENSORS}
+    given = vars(a)
+    values: dict[str, Any] = {name: given.get(name) for name in TENSORS}
     values["weight"], values["up_weight"] = kernel_weights(a)
     values |= {"out": out, "workspace": None, "counters": None, "num_tokens": num_tokens}
     residual = values["residual"]

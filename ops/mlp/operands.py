@@ -10,6 +10,7 @@ import torch
 from tilewright.codegen.arithmetic import INT32_MAX
 from tilewright.codegen.mlp.problem import LinearProblem, codes_obstacle
 from tilewright.ops.formats.code_operands import code_words, quantization_of
+from tilewright.ops.formats.weight import Weight
 from tilewright.ops.mlp.arguments import (
     LinearActivationArguments,
     LinearArguments,
@@ -35,8 +36,10 @@ def residual_unsupported(a: LinearArguments) -> str | None:
         return f"no kernel for {a.x.dtype}"
     if a.x.shape[1] == 0:
         return "no inner columns"
-    weights = [(weight.named("data"), weight.data) for weight in a.weights if weight is not None]
-    if a.linear.is_coded:
+    weights = [("weight", a.weight)]
+    if isinstance(a, LinearActivationArguments) and a.up_weight is not None:
+        weights.append(("up_weight", a.up_weight))
+    if a.weight_format != "dense":
         far = [name for name, data in weights if _is_far(data)]
         return _TOO_FAR.format(far[0]) if far else _codes_obstacle(a)
     return next((found for one in weights if (found := _scattered(*one)) is not None), None)
@@ -69,27 +72,32 @@ def _scattered(name: str, weight: torch.Tensor) -> str | None:
 
 def activation_problem(a: LinearActivationArguments) -> LinearProblem:
     """The problem of a call. Metadata and addresses only."""
-    return _problem(a, gated=a.up_weight is not None, norm=row_norm_of(a), activation=a.activation)
+    gated = a.up_weight is not None
+    return _problem(a, gated=gated, norm=row_norm_of(a.norm), activation=a.activation)
 
 
 def residual_problem(a: LinearResidualArguments) -> LinearProblem:
     """The problem of a call of `linear_residual`, as `activation_problem`."""
-    return _problem(a, gated=False, scale=a.scale, post_norm=row_norm_of(a))
+    return _problem(a, gated=False, scale=a.scale, post_norm=row_norm_of(a.norm))
 
 
 def _problem(a: LinearArguments, **options: Any) -> LinearProblem:
-    n, k = a.linear.shape
-    weight, _ = kernel_weights(a)
+    coded = None if a.weight_format == "dense" else a.weights
+    weight, _ = kernel_weights(a) if coded is None else _words(coded)
+    n, k = weight.shape if coded is None else coded[0].shape
     dtype, k_major = TRITON_TYPES[weight.dtype], weight.stride(1) == 1
-    quantization = quantization_of(a.weights, weight.dtype) if a.linear.is_coded else None
+    quantization = None if coded is None else quantization_of(coded, weight.dtype)
     return LinearProblem(n, k, dtype, k_major=k_major, quantization=quantization, **options)
 
 
 def kernel_weights(a: LinearArguments) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The weight and the up weight as kernels read them."""
-    if a.linear.is_coded:
-        weight, up_weight = code_words(a.weights)
-        assert weight is not None
-        return weight, up_weight
-    _, up = a.weights
-    return a.weight, None if up is None else up.data
+    if a.weight_format != "dense":
+        return _words(a.weights)
+    return a.weight, a.up_weight if isinstance(a, LinearActivationArguments) else None
+
+
+def _words(weights: tuple[Weight, Weight | None]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    weight, up_weight = code_words(weights)
+    assert weight is not None
+    return weight, up_weight

@@ -10,9 +10,12 @@ from typing import Any, TypeAlias
 import torch
 
 from tilewright.ops.formats.weight import Weight
-from tilewright.ops.groups import Group, OptionalGroup
+from tilewright.ops.groups import Group, OptionalGroup, prefixed
+from tilewright.ops.reference.norm import RowNorm
+from tilewright.ops.reference.rope import Rope
 from tilewright.ops.schema import SymInt, Written
 
+LETTERS = "qkv"
 #: The weights of q, k and v.
 Projections: TypeAlias = tuple[Weight, Weight, Weight | None]
 #: What x may have in place of numbers, and the columns that share a scale then.
@@ -149,6 +152,8 @@ class FusedQkvArguments:
     v_projection = OptionalGroup(
         Weight, data="v_weight", scale="v_scale", zero="v_zero", bias="v_bias"
     )
+    input_norm = Group(RowNorm, **prefixed("input_", RowNorm))
+    rope = Group(Rope)
 
     @property
     def projections(self) -> Projections:
@@ -156,9 +161,14 @@ class FusedQkvArguments:
         return self.q_projection, self.k_projection, self.v_projection
 
     @property
+    def is_coded(self) -> bool:
+        """Whether weights have codes."""
+        return self.weight_format != "dense"
+
+    @property
     def head_dim(self) -> Any:
         """D."""
-        return self.q_projection.shape[-2]
+        return self.q_projection.shape[-2] if self.is_coded else self.q_weight.shape[-2]
 
     @property
     def num_heads(self) -> Any:
@@ -208,6 +218,8 @@ class KvStoreArguments:
     positions: torch.Tensor | None = None
     row_offsets: torch.Tensor | None = None
     cache_lengths: torch.Tensor | None = None
+
+    rope = Group(Rope)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from tilewright.ops.qkv.arguments import KvStoreArguments
 from tilewright.ops.qkv.cases import ATTENTION_CASES
 from tilewright.ops.qkv.obstacles import STEPS, kernel_obstacle
 from tilewright.ops.qkv.samples import AttentionCase, sample_cache
-from tilewright.ops.reference.rope import apply_rope, check_rope
 from tilewright.ops.reference.tolerances import ONE_ROUNDING, TOLERANCES
 from tilewright.ops.sampling import Sampler
 
@@ -31,8 +30,7 @@ def validate(a: KvStoreArguments) -> None:
     num_tokens, num_kv_heads, head_dim = a.k.shape
     if a.v is not None:
         check_operand(NAME, "v", a.v, "[T, Hkv, D]", a.k.shape, (a.k.dtype,), a.k.device)
-    rope = (a.cos, a.sin, a.rotary_dim, a.rope_style)
-    check_rope(NAME, num_tokens, head_dim, *rope, a.k.dtype, a.k.device)
+    a.rope.check(NAME, num_tokens, head_dim, a.k.dtype, a.k.device)
     values = HeadValues(num_tokens, num_kv_heads, head_dim, a.k.dtype, a.k.device)
     check_caches(NAME, a, values, writes_v=a.v is not None)
 
@@ -55,9 +53,7 @@ def reference(a: KvStoreArguments) -> None:
     """
     compute = torch.promote_types(a.k.dtype, torch.float32)
     k, v = a.k.to(compute), None if a.v is None else a.v.to(compute)
-    if a.cos is not None and a.sin is not None:
-        k = apply_rope(k, a.cos, a.sin, a.rotary_dim, a.rope_style)
-    write_kv(a, k, v)
+    write_kv(a, a.rope.apply(k), v)
 
 
 def sample_inputs(

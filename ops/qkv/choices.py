@@ -23,8 +23,7 @@ from tilewright.codegen.qkv.specs import (
 from tilewright.codegen.targets import Target
 from tilewright.ops.qkv.arguments import FusedQkvArguments
 from tilewright.ops.qkv.library import dequantized_weights, dequantized_x, project, project_packed
-from tilewright.ops.qkv.operands import FusedCall, epilogue_problem, prepare
-from tilewright.ops.qkv.qkv_cache import result_buffer
+from tilewright.ops.qkv.operands import FusedCall, epilogue_problem, prepare, result_buffer
 from tilewright.ops.runtime.launch import machine_of
 from tilewright.ops.runtime.norms import normed, without_norm
 from tilewright.ops.runtime.program import (
@@ -54,8 +53,8 @@ def choice_steps(call: FusedCall, choice: LoweringChoice, target: Target) -> Ste
 
 def _normed(a: FusedQkvArguments) -> Generator[Step, Any, FusedCall]:
     """The call that is left once x is normed."""
-    x = yield from normed(a, "input_")
-    return prepare(replace(a, **without_norm(x, "input_")))
+    x = yield from normed(a.x, a.input_norm)
+    return prepare(replace(a, **without_norm(x, a.input_norm)))
 
 
 def run(

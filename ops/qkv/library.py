@@ -19,8 +19,7 @@ from tilewright.codegen.qkv.quantized_specs import (
 from tilewright.codegen.spec import KernelSpec
 from tilewright.ops.formats.quantized_weight import expand_blocks
 from tilewright.ops.formats.weight_rows import WeightRows
-from tilewright.ops.qkv.arguments import ACTIVATION_BLOCK, FusedQkvArguments
-from tilewright.ops.qkv.quantized_operands import LETTERS
+from tilewright.ops.qkv.arguments import ACTIVATION_BLOCK, LETTERS, FusedQkvArguments
 from tilewright.ops.runtime.products import linear, multiply_batch
 from tilewright.ops.runtime.program import Buffer, Launch, Library, Step
 

@@ -26,8 +26,7 @@ from tilewright.ops.contract import LoweringReport
 from tilewright.ops.qkv import tuning
 from tilewright.ops.qkv.arguments import FusedQkvArguments, KvStoreArguments, RaggedQkvArguments
 from tilewright.ops.qkv.choices import choice_steps
-from tilewright.ops.qkv.operands import FusedCall, prepare, prepare_store
-from tilewright.ops.qkv.qkv_cache import result_buffer
+from tilewright.ops.qkv.operands import FusedCall, prepare, prepare_store, result_buffer
 from tilewright.ops.qkv.qkv_matmul_ragged import as_fused_qkv
 from tilewright.ops.runtime.device import target_of
 from tilewright.ops.runtime.program import (

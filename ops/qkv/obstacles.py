@@ -26,6 +26,6 @@ def kernel_obstacle(a: FusedQkvArguments | KvStoreArguments) -> str | None:
 def projection_obstacle(a: FusedQkvArguments) -> str | None:
     """None, or why no emitted kernel takes these arguments of an op that projects."""
     obstacle = kernel_obstacle(a)
-    if obstacle is None and a.q_projection.is_coded:
+    if obstacle is None and a.is_coded:
         return differences(a.projections) or None
     return obstacle

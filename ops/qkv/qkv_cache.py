@@ -31,15 +31,10 @@ from tilewright.ops.qkv.sample_weights import sample_projection
 from tilewright.ops.qkv.samples import AttentionCase, sample_cache
 from tilewright.ops.reference.norm import (
     apply_norm,
-    apply_row_norm,
     check_norm,
     check_norm_weight,
-    check_row_norm,
-    row_norm_kind,
 )
-from tilewright.ops.reference.rope import apply_rope, check_rope
 from tilewright.ops.reference.tolerances import ONE_ROUNDING, TOLERANCES
-from tilewright.ops.runtime.program import Buffer
 from tilewright.ops.sampling import Sampler
 
 NAME = "fused_qkv_paged"
@@ -50,24 +45,27 @@ def validate(a: FusedQkvArguments) -> None:
     check_projection(NAME, a)
     dtype, device = a.value_dtype, a.x.device
     num_tokens, head_dim, num_kv_heads = a.x.shape[0], a.head_dim, a.k_weight.shape[0]
-    kind = row_norm_kind(a, "input_")
+    kind = a.input_norm.kind
     if kind and a.has_codes:
         raise ArgumentError(NAME, f"input_{kind}_norm", "False, since x has codes", True)
-    check_row_norm(NAME, a, "[K]", a.x.shape[1], prefix="input_")
+    a.input_norm.check(NAME, a.x, "[K]", a.x.shape[1])
     rows = sum(weight.rows for weight in a.projections if weight is not None)
     check_delta(NAME, a.delta, num_tokens, rows, dtype, device)
     check_number(NAME, "kv_repeat", a.kv_repeat, 1)
     check_number(NAME, "clip", a.clip, 0.0)
     _check_gates(a)
     check_norm(NAME, a.norm_kind, a.norm_width, a.norm_eps, a.norm_offset)
-    for letter, heads in (("q", a.num_heads), ("k", num_kv_heads)):
-        for name in (f"{letter}_norm_weight", f"{letter}_norm_bias"):
-            vector = getattr(a, name)
+    normed = (
+        ("q", a.num_heads, a.q_norm_weight, a.q_norm_bias),
+        ("k", num_kv_heads, a.k_norm_weight, a.k_norm_bias),
+    )
+    for letter, heads, weight, bias in normed:
+        for what, vector in (("weight", weight), ("bias", bias)):
+            name = f"{letter}_norm_{what}"
             check_norm_weight(NAME, name, vector, a.norm_width, heads, head_dim, dtype, device)
-        if getattr(a, f"{letter}_norm_weight") is None and not a.weightless_norm:
+        if weight is None and not a.weightless_norm:
             check_absent(NAME, a, [f"{letter}_norm_bias"], f"{letter} is not normed")
-    rope = (a.cos, a.sin, a.rotary_dim, a.rope_style)
-    check_rope(NAME, num_tokens, head_dim, *rope, dtype, device)
+    a.rope.check(NAME, num_tokens, head_dim, dtype, device)
     values = HeadValues(num_tokens, num_kv_heads, head_dim, dtype, device, a.kv_repeat)
     check_caches(NAME, a, values, writes_v=a.v_weight is not None)
 
@@ -89,14 +87,8 @@ def validate_values(a: FusedQkvArguments) -> None:
     check_values(NAME, a, a.x.shape[0], writes_v=a.v_weight is not None)
 
 
-def result_buffer(a: FusedQkvArguments) -> Buffer:
-    """Memory for q."""
-    return Buffer((a.x.shape[0], a.num_heads, a.head_dim), a.value_dtype)
-
-
 def fake(a: FusedQkvArguments) -> torch.Tensor:
-    made = result_buffer(a)
-    return a.x.new_empty(tuple(made.shape), dtype=made.dtype)
+    return a.x.new_empty((a.x.shape[0], a.num_heads, a.head_dim), dtype=a.value_dtype)
 
 
 def reference(a: FusedQkvArguments) -> torch.Tensor:
@@ -138,7 +130,7 @@ def _input(a: FusedQkvArguments) -> torch.Tensor:
     """x in compute precision, its codes scaled, or normed."""
     x = a.x.to(torch.promote_types(a.value_dtype, torch.float32))
     if a.x_scale is None:
-        return apply_row_norm(x, a, "input_")
+        return a.input_norm.apply(x)
     block = (1, x.shape[1] if a.x_scale.shape[1] == 1 else ACTIVATION_BLOCK)
     return x * expand_blocks(a.x_scale.to(x.dtype), x.shape, block)
 
@@ -163,8 +155,8 @@ def _normed_and_rotated(
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
     if a.norm_after_rope:
-        return _norm(a, _rotate(a, x), weight, bias)
-    return _rotate(a, _norm(a, x, weight, bias))
+        return _norm(a, a.rope.apply(x), weight, bias)
+    return a.rope.apply(_norm(a, x, weight, bias))
 
 
 def _norm(
@@ -177,12 +169,6 @@ def _norm(
         return x
     x = apply_norm(x, weight, a.norm_eps, a.norm_kind, a.norm_width, a.norm_offset)
     return x if bias is None else x + bias.to(x.dtype)
-
-
-def _rotate(a: FusedQkvArguments, x: torch.Tensor) -> torch.Tensor:
-    if a.cos is None or a.sin is None:
-        return x
-    return apply_rope(x, a.cos, a.sin, a.rotary_dim, a.rope_style)
 
 
 def sample_inputs(

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from tilewright.ops.checks import (
     ArgumentError,
-    check_absent,
     check_choice,
     check_number,
     check_operand,
 )
+from tilewright.ops.groups import ArgumentGroup
 
 NORM_KINDS = ("rms", "layer")
 NORM_WIDTHS = ("head", "row")
@@ -47,55 +48,56 @@ def check_norm_weight(
     check_operand(op, argument, weight, letters, sizes, dtypes, device, dense=True)
 
 
-def check_row_norm(op: str, a: Any, letters: str, size: Any, prefix: str = "") -> None:
-    """Checks a norm of rows that a call may have: the arguments rms_norm, norm_weight, norm_eps and
-    norm_offset, and where the op has them layer_norm and norm_bias, their names with a prefix.
-    Raises ArgumentError."""
-    kind = row_norm_kind(a, prefix)
-    if not kind:
-        check_absent(op, a, [f"{prefix}norm_weight"], f"{prefix}rms_norm is False")
-    check_row_norm_values(op, a, letters, size, prefix)
-    if not hasattr(a, f"{prefix}layer_norm"):
-        return
-    if kind != "layer":
-        check_absent(op, a, [f"{prefix}norm_bias"], f"{prefix}layer_norm is False")
-    elif getattr(a, f"{prefix}rms_norm"):
-        raise ArgumentError(op, f"{prefix}layer_norm", f"False, since {prefix}rms_norm is", True)
-    _check_vector(op, a, f"{prefix}norm_bias", letters, size)
+@dataclass(frozen=True)
+class RowNorm(ArgumentGroup):
+    """A norm of rows of N numbers that a call may have. rms_norm: x is divided by the root of the
+    mean of its squares plus norm_eps, and multiplied by norm_offset + norm_weight [N] where that is
+    given. layer_norm, instead: the row's mean is subtracted from x before that, and norm_bias [N],
+    where that is given, added behind. Vectors are of x's dtype or float32.
+    """
 
+    rms_norm: bool = True
+    norm_weight: torch.Tensor | None = None
+    norm_eps: float = 1e-6
+    norm_offset: float = 0.0
+    layer_norm: bool = False
+    norm_bias: torch.Tensor | None = None
 
-def row_norm_kind(a: Any, prefix: str = "") -> str:
-    """Which norm of rows a call has: "rms", "layer" or ""."""
-    if getattr(a, f"{prefix}layer_norm", False):
-        return "layer"
-    return "rms" if getattr(a, f"{prefix}rms_norm") else ""
+    @property
+    def kind(self) -> str:
+        """Which norm: "rms", "layer" or ""."""
+        return "layer" if self.layer_norm else "rms" if self.rms_norm else ""
 
+    def check(self, op: str, x: torch.Tensor, letters: str, size: Any) -> None:
+        """Checks the norm of rows of `size` numbers in a call with this x. Raises ArgumentError."""
+        if not self.kind and self.norm_weight is not None:
+            since = f"None, since {self.named('rms_norm')} is False"
+            raise ArgumentError(op, self.named("norm_weight"), since, "a tensor")
+        self._check_vector(op, x, "norm_weight", self.norm_weight, letters, size)
+        check_number(op, self.named("norm_eps"), self.norm_eps, 0)
+        check_number(op, self.named("norm_offset"), self.norm_offset)
+        if self.kind != "layer" and self.norm_bias is not None:
+            since = f"None, since {self.named('layer_norm')} is False"
+            raise ArgumentError(op, self.named("norm_bias"), since, "a tensor")
+        if self.layer_norm and self.rms_norm:
+            expected = f"False, since {self.named('rms_norm')} is"
+            raise ArgumentError(op, self.named("layer_norm"), expected, True)
+        self._check_vector(op, x, "norm_bias", self.norm_bias, letters, size)
 
-def check_row_norm_values(op: str, a: Any, letters: str, size: Any, prefix: str = "") -> None:
-    """The same of a norm of so many numbers that every call has. The weight is of x's dtype or
-    float32, or absent."""
-    _check_vector(op, a, f"{prefix}norm_weight", letters, size)
-    check_number(op, f"{prefix}norm_eps", getattr(a, f"{prefix}norm_eps"), 0)
-    check_number(op, f"{prefix}norm_offset", getattr(a, f"{prefix}norm_offset"))
+    def _check_vector(
+        self, op: str, x: torch.Tensor, field: str, vector: Any, letters: str, size: Any
+    ) -> None:
+        if vector is not None:
+            form = letters, (size,), (x.dtype, torch.float32), x.device
+            check_operand(op, self.named(field), vector, *form)
 
-
-def _check_vector(op: str, a: Any, name: str, letters: str, size: Any) -> None:
-    vector = getattr(a, name)
-    if vector is not None:
-        dtypes = (a.x.dtype, torch.float32)
-        check_operand(op, name, vector, letters, (size,), dtypes, a.x.device)
-
-
-def apply_row_norm(x: torch.Tensor, a: Any, prefix: str = "") -> torch.Tensor:
-    """x [T, N] behind the norm of rows that a call has, in x's dtype; x itself where it has none.
-    The arguments are those of `check_row_norm`."""
-    kind = row_norm_kind(a, prefix)
-    if not kind:
-        return x
-    weight, eps, offset = (getattr(a, f"{prefix}norm_{n}") for n in ("weight", "eps", "offset"))
-    bias = getattr(a, f"{prefix}norm_bias", None)
-    x = apply_norm(x, weight, eps, kind, offset=offset)
-    return x if bias is None else x + bias.to(x.dtype)
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, N] behind the norm, in its dtype; x itself where there is none."""
+        if not self.kind:
+            return x
+        given = self.norm_weight, self.norm_eps, self.kind
+        x = apply_norm(x, *given, offset=self.norm_offset)
+        return x if self.norm_bias is None else x + self.norm_bias.to(x.dtype)
 
 
 def apply_norm(

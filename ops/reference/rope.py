@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,46 +16,53 @@ from tilewright.ops.checks import (
     check_shape,
     holds,
 )
+from tilewright.ops.groups import ArgumentGroup
 
 ROPE_STYLES = ("none", "half", "interleaved", "interleaved_to_half")
 
 
-def check_rope(
-    op: str,
-    num_tokens: Any,
-    head_dim: Any,
-    cos: torch.Tensor | None,
-    sin: torch.Tensor | None,
-    rotary_dim: int,
-    rope_style: str,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> None:
-    """Checks that cos, sin, rotary_dim and rope_style say the same thing.
+@dataclass(frozen=True)
+class Rope(ArgumentGroup):
+    """A rotation of heads by tables. cos, sin: [T_rope, rotary_dim] or [T_rope, rotary_dim / 2],
+    T_rope a divisor of T; rope_style: one of ROPE_STYLES, see `apply_rope`."""
 
-    cos and sin: [T_rope, rotary_dim] or [T_rope, rotary_dim / 2] of `dtype` or float32, with
-    T_rope a divisor of T. Raises ArgumentError.
-    """
-    check_choice(op, "rope_style", rope_style, ROPE_STYLES)
-    if rope_style == "none":
-        given = "cos" if cos is not None else "sin" if sin is not None else None
-        if given is not None:
-            raise ArgumentError(op, given, 'None, since rope_style is "none"', "a tensor")
-        if rotary_dim != 0:
-            raise ArgumentError(op, "rotary_dim", '0, since rope_style is "none"', rotary_dim)
-        return
-    if not holds((rotary_dim > 0) & (rotary_dim % 2 == 0)) or not holds(rotary_dim <= head_dim):
-        expected = f"an even number from 2 to head_dim = {head_dim}"
-        raise ArgumentError(op, "rotary_dim", expected, rotary_dim)
-    if cos is None or sin is None:
-        missing = "cos" if cos is None else "sin"
-        raise ArgumentError(op, missing, f"a tensor, since rope_style is {rope_style!r}", None)
-    _check_table(op, num_tokens, cos, rotary_dim)
-    check_shape(op, "sin", sin, "of cos", cos.shape)
-    for name, table in (("cos", cos), ("sin", sin)):
-        check_dtype(op, name, table, (dtype, torch.float32))
-        check_device(op, name, table, device)
-        check_last_dim_dense(op, name, table)
+    cos: torch.Tensor | None = None
+    sin: torch.Tensor | None = None
+    rotary_dim: Any = 0
+    rope_style: str = "none"
+
+    def check(
+        self, op: str, num_tokens: Any, head_dim: Any, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Checks that the four say the same thing, tables of `dtype` or float32. Raises
+        ArgumentError."""
+        cos, sin, rotary_dim, rope_style = self.cos, self.sin, self.rotary_dim, self.rope_style
+        check_choice(op, "rope_style", rope_style, ROPE_STYLES)
+        if rope_style == "none":
+            given = "cos" if cos is not None else "sin" if sin is not None else None
+            if given is not None:
+                raise ArgumentError(op, given, 'None, since rope_style is "none"', "a tensor")
+            if rotary_dim != 0:
+                raise ArgumentError(op, "rotary_dim", '0, since rope_style is "none"', rotary_dim)
+            return
+        if not holds((rotary_dim > 0) & (rotary_dim % 2 == 0)) or not holds(rotary_dim <= head_dim):
+            expected = f"an even number from 2 to head_dim = {head_dim}"
+            raise ArgumentError(op, "rotary_dim", expected, rotary_dim)
+        if cos is None or sin is None:
+            missing = "cos" if cos is None else "sin"
+            raise ArgumentError(op, missing, f"a tensor, since rope_style is {rope_style!r}", None)
+        _check_table(op, num_tokens, cos, rotary_dim)
+        check_shape(op, "sin", sin, "of cos", cos.shape)
+        for name, table in (("cos", cos), ("sin", sin)):
+            check_dtype(op, name, table, (dtype, torch.float32))
+            check_device(op, name, table, device)
+            check_last_dim_dense(op, name, table)
+
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, H, D] rotated, in its dtype; x itself without tables."""
+        if self.cos is None or self.sin is None:
+            return x
+        return apply_rope(x, self.cos, self.sin, self.rotary_dim, self.rope_style)
 
 
 def _check_table(op: str, num_tokens: Any, cos: torch.Tensor, rotary_dim: int) -> None:

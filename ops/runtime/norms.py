@@ -9,37 +9,35 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from tilewright.codegen.row_norm import RowNorm
-from tilewright.ops.reference.norm import row_norm_kind
+from tilewright.codegen import row_norm
+from tilewright.ops.reference.norm import RowNorm
 from tilewright.ops.runtime.operands import operand_of
 from tilewright.ops.runtime.program import Buffer, Library, Step
 
 
-def row_norm_of(a: Any, prefix: str = "") -> RowNorm | None:
-    """The norm of rows that a call has; its arguments are those of `check_row_norm`."""
-    kind = row_norm_kind(a, prefix)
-    if not kind:
+def row_norm_of(norm: RowNorm) -> row_norm.RowNorm | None:
+    """The norm of rows of a call, as a part of its problem."""
+    if not norm.kind:
         return None
-    weight, eps, offset = (getattr(a, f"{prefix}norm_{n}") for n in ("weight", "eps", "offset"))
-    bias = getattr(a, f"{prefix}norm_bias", None)
-    return RowNorm(operand_of(weight, 0), eps, offset, kind, operand_of(bias, 0))
+    weight, bias = operand_of(norm.norm_weight, 0), operand_of(norm.norm_bias, 0)
+    return row_norm.RowNorm(weight, norm.norm_eps, norm.norm_offset, norm.kind, bias)
 
 
-def without_norm(x: torch.Tensor, prefix: str = "") -> dict[str, Any]:
+def without_norm(x: torch.Tensor, norm: RowNorm) -> dict[str, Any]:
     """The arguments to change of a call whose x has been normed, by name."""
-    names = {"rms_norm": False, "layer_norm": False, "norm_weight": None, "norm_bias": None}
-    return {"x": x, **{f"{prefix}{name}": value for name, value in names.items()}}
+    off = {"rms_norm": False, "layer_norm": False, "norm_weight": None, "norm_bias": None}
+    return {"x": x, **{norm.named(field): value for field, value in off.items()}}
 
 
-def normed(a: Any, prefix: str = "") -> Generator[Step, Any, torch.Tensor]:
-    """x behind the norm that a call has, in new memory; rounded once."""
-    x, kind = a.x, row_norm_kind(a, prefix)
+def normed(x: torch.Tensor, norm: RowNorm) -> Generator[Step, Any, torch.Tensor]:
+    """x behind a norm, in new memory; rounded once."""
     out = yield Buffer.like(x)
-    vectors = {name: getattr(a, f"{prefix}norm_{name}", None) for name in ("weight", "bias")}
+    vectors = {"weight": norm.norm_weight, "bias": norm.norm_bias}
     given = {name: vector for name, vector in vectors.items() if vector is not None}
-    eps, offset = (getattr(a, f"{prefix}norm_{name}") for name in ("eps", "offset"))
-    norm = partial(_norm, names=tuple(given), kind=kind, eps=eps, offset=offset)
-    yield Library(norm, (out, x, *given.values()))
+    made = partial(
+        _norm, names=tuple(given), kind=norm.kind, eps=norm.norm_eps, offset=norm.norm_offset
+    )
+    yield Library(made, (out, x, *given.values()))
     return out
 
 

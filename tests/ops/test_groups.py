@@ -57,8 +57,12 @@ def test_a_group_is_of_the_record_it_is_read_from():
     assert replace(GIVEN, weight=UP).gate.data is UP
 
 
-def test_a_group_made_by_hand_is_equal():
-    assert Scaled(WEIGHT, None, [4, 4], names={"data": "weight"}) == GIVEN.gate
+def test_a_group_made_by_hand_has_the_names_of_its_fields():
+    made = Scaled(WEIGHT, None, [4, 4])
+    assert (made.data, made.scale, made.block) == (WEIGHT, None, [4, 4])
+    assert made.named("data") == "data"
+    assert isinstance(GIVEN.gate, Scaled)
+    assert GIVEN.gate.named("data") == "weight"
 
 
 def test_fields_have_the_names_of_the_arguments():

@@ -13,12 +13,11 @@ from tilewright.codegen.audit import Expectations
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
 from tilewright.ops.formats.paged_cache import CacheWindow
+from tilewright.ops.mla.arguments import MlaDecodeArguments, MlaPrefillArguments, widths
 from tilewright.ops.mla.decode import decode
-from tilewright.ops.mla.decode.decode import MlaDecodeArguments
 from tilewright.ops.mla.latents.lowering import up_launch
 from tilewright.ops.mla.latents.operands import Buffers, up_problem
-from tilewright.ops.mla.prefill.prefill import OP, MlaPrefillArguments
-from tilewright.ops.mla.sizes import widths
+from tilewright.ops.mla.prefill.prefill import OP
 from tilewright.tools.audit.cases import (
     SOFTMAX_REASON,
     SPECIALISED_STACK_BYTES,

@@ -20,15 +20,15 @@ from tilewright.ops.checks import (
     in_words_of,
     shape_text,
 )
+from tilewright.ops.mla.arguments import MlaDecodeArguments, widths
 from tilewright.ops.mla.checks import check_heads, check_weight, refuse_codes
-from tilewright.ops.mla.sizes import widths
 
 # What `cache_attention` calls otherwise.
 OWN_NAMES = {"k": "latent"}
 MAX_ROPE = 128
 
 
-def check_decode(op: str, a: Any) -> None:
+def check_decode(op: str, a: MlaDecodeArguments) -> None:
     """Checks an MlaDecodeArguments. Metadata only; raises ArgumentError."""
     check_operand(op, "q", a.q, "[T, H, N + R]", (None, None, None), FLOAT_DTYPES, dense=True)
     rope_dim = check_weight(op, a) if a.v_weight is None else _check_halves(op, a)
@@ -41,7 +41,7 @@ def check_decode(op: str, a: Any) -> None:
         check_batch(op, as_attention(a, a.q, a.latent))
 
 
-def _check_halves(op: str, a: Any) -> Any:
+def _check_halves(op: str, a: MlaDecodeArguments) -> Any:
     """Checks an up-projection's weights apart, [H, N, L] and [H, V, L]; returns R."""
     heads, width = a.q.shape[1:]
     dtypes, device = (a.q.dtype,), a.q.device
@@ -59,13 +59,13 @@ def _check_halves(op: str, a: Any) -> Any:
     return widths(a)[1]
 
 
-def check_decode_values(op: str, a: Any) -> None:
+def check_decode_values(op: str, a: MlaDecodeArguments) -> None:
     """Checks what only real memory shows: offsets, lengths, pages. Raises ArgumentError."""
     with in_words_of(op, OWN_NAMES):
         check_attention_values(op, as_attention(a, a.q, a.latent))
 
 
-def decode_obstacle(a: Any) -> str | None:
+def decode_obstacle(a: MlaDecodeArguments) -> str | None:
     """Why no kernel takes a call; None where one does. Metadata only."""
     rank, rope_dim = a.latent.shape[2], a.rope_keys.shape[2]
     if rank > MAX_WIDTH or rope_dim > MAX_ROPE:

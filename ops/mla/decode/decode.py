@@ -6,21 +6,19 @@ the keys: each is read once, as it lies in its cache, for all heads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
 
-from tilewright.ops.attention.arguments import BatchArguments, present_of
+from tilewright.ops.attention.arguments import present_of
 from tilewright.ops.cache.read import CacheRead
 from tilewright.ops.contract import FusedOp, emitted_kernel, register
+from tilewright.ops.mla.arguments import MlaDecodeArguments
 from tilewright.ops.mla.cases import DECODE_CASES
 from tilewright.ops.mla.decode.checks import check_decode, check_decode_values, decode_obstacle
 from tilewright.ops.mla.reference import TOLERANCES, decode_reference
 from tilewright.ops.mla.samples import sample_decode
 from tilewright.ops.sampling import sampler_of
-from tilewright.ops.schema import SymInt
 
 NAME = "mla_decode"
 ERROR_MODEL = (
@@ -28,47 +26,6 @@ ERROR_MODEL = (
     "rounded to the queries' dtype: errors of half a unit in the last place of the terms of each "
     "sum, measured against the rms of the output; then one rounding of the result"
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Width:
-    """A base of its own: the schema has v_dim before the arguments of a batch."""
-
-    v_dim: SymInt
-
-
-@dataclass(frozen=True)
-class MlaDecodeArguments(BatchArguments, _Width):
-    """The arguments of `mla_decode`: T queries of B sequences; H heads, N, R and V the widths of a
-    head's unrotated part, rotated part and values, L the latent rank.
-
-    q [T, H, N + R]: unrotated columns first, the others rotated; bf16, fp16, fp32 or fp64, last
-    dimension contiguous. A sequence's queries: row_offsets [B + 1], or num_sequences equal runs.
-
-    latent [P, S, L], rope_keys [P, S, R]: the cache, of q's dtype, any strides, last dimension
-    contiguous; normed and rotated. block_table [B, columns]: key j of sequence b is
-    latent[block_table[b, j // S], j % S]. None: it is latent[b, j], P = B.
-
-    kv_b_weight [H * (N + V), L]: for each head N rows of keys, W_UK, and V = v_dim rows of values,
-    W_UV. Of q's dtype, or float8_e4m3fn with kv_b_scale [ceil(rows / bn), ceil(L / bk)],
-    scale_block = [bn, bk]: it is then rounded to q's dtype. With v_weight [H, V, L] it is W_UK
-    alone, [H, N, L], and v_weight W_UV; both of q's dtype, any strides.
-
-    key_lengths, positions, cache_lengths, mask, window, attn_mask, mask_blocks: which keys a query
-    sees, as for `cache_attention`. A query that sees no key gives zeros. Keys that nobody sees may
-    hold anything, NaN too. Bad values (offsets, lengths, pages) raise ArgumentError where they are
-    on the CPU, and under TILEWRIGHT_DEBUG=1 on a GPU; otherwise a key on a page outside the pool is
-    not seen.
-    """
-
-    q: torch.Tensor
-    latent: torch.Tensor
-    rope_keys: torch.Tensor
-    kv_b_weight: torch.Tensor
-    _: KW_ONLY
-    v_weight: torch.Tensor | None = None
-    kv_b_scale: torch.Tensor | None = None
-    scale_block: Sequence[int] = ()
 
 
 def validate(a: MlaDecodeArguments) -> None:

@@ -24,12 +24,18 @@ from tilewright.ops.attention.arguments import BATCH_NAMES, as_attention
 from tilewright.ops.attention.lowering import attention_steps, decode_tile
 from tilewright.ops.attention.operands import RopePart
 from tilewright.ops.attention.positions import sequences
+from tilewright.ops.checks import given
+from tilewright.ops.mla.arguments import (
+    FP8,
+    MlaDecodeArguments,
+    MlaPrefillArguments,
+    halves,
+    widths,
+)
 from tilewright.ops.mla.decode.checks import decode_obstacle
-from tilewright.ops.mla.decode.decode import MlaDecodeArguments
 from tilewright.ops.mla.keys import buffer_rows, cache_views
 from tilewright.ops.mla.latents.lowering import dequantized
 from tilewright.ops.mla.latents.operands import rotates_keys
-from tilewright.ops.mla.sizes import FP8, halves, widths
 from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.products import multiply_batch
 from tilewright.ops.runtime.program import Buffer, Library, Outcome, Step, Steps
@@ -37,13 +43,15 @@ from tilewright.ops.runtime.program import Buffer, Library, Outcome, Step, Steps
 NAME = "absorbed attention"
 
 
-def decode_steps(a: Any, target: Target) -> Steps:
+def decode_steps(a: MlaDecodeArguments, target: Target) -> Steps:
     """The steps of a call."""
     nope = widths(a)[0]
     return (yield from absorbed_steps(a, a.q[..., :nope], a.q[..., nope:], target))
 
 
-def absorbed_steps(a: Any, q_nope: torch.Tensor, q_rope: torch.Tensor, target: Target) -> Steps:
+def absorbed_steps(
+    a: MlaDecodeArguments, q_nope: torch.Tensor, q_rope: torch.Tensor, target: Target
+) -> Steps:
     """The steps of a call whose queries come in two parts, [T, H, N] and [T, H, R]; a.q is not
     looked at but for its dtype and shape."""
     if a.q.numel() == 0:
@@ -84,7 +92,7 @@ def head_steps(
     return out
 
 
-def absorbed_call(a: Any) -> MlaDecodeArguments | None:
+def absorbed_call(a: MlaPrefillArguments) -> MlaDecodeArguments | None:
     """A call of `mla_prefill` as one of `mla_decode`, its queries not rotated yet; None where that
     does not mean the same, or would take longer. Where keys are counted (key_offsets) the lengths
     are left to `with_lengths`."""
@@ -94,7 +102,7 @@ def absorbed_call(a: Any) -> MlaDecodeArguments | None:
     keys = _keys_in_place(a)
     if keys is None:
         return None
-    given = {name: getattr(a, name) for name in BATCH_NAMES if name != "block_table"}
+    shared = {name: getattr(a, name) for name in BATCH_NAMES if name != "block_table"}
     table = a.lookup_table if a.keys == "table" else None
     call = MlaDecodeArguments(
         a.q,
@@ -104,12 +112,12 @@ def absorbed_call(a: Any) -> MlaDecodeArguments | None:
         kv_b_scale=a.kv_b_scale,
         scale_block=a.scale_block,
         block_table=table,
-        **given,
+        **shared,
     )
     return call if decode_obstacle(call) is None and absorbs(_sizes(call, buffer_rows(a))) else None
 
 
-def _keys_in_place(a: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+def _keys_in_place(a: MlaPrefillArguments) -> tuple[torch.Tensor, torch.Tensor] | None:
     """(latents, rope keys) [P, S, ..] where they are finished and lie as attention can read them:
     equal runs of rows, pages that are sequences, or pages of a table."""
     if a.keys in ("pages", "table"):
@@ -117,8 +125,8 @@ def _keys_in_place(a: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
     finished = a.norm_weight is None and not rotates_keys(a)
     if a.keys != "given" or not finished or a.row_offsets is not None or a.key_offsets is not None:
         return None
-    latent, rope = (rows.unflatten(0, (a.num_sequences, -1)) for rows in (a.latent, a.k_rope))
-    return latent, rope
+    latent, rope = given(a.latent), given(a.k_rope)
+    return latent.unflatten(0, (a.num_sequences, -1)), rope.unflatten(0, (a.num_sequences, -1))
 
 
 def _sizes(call: MlaDecodeArguments, num_keys: int) -> DecodeSizes:
@@ -132,7 +140,9 @@ def _sizes(call: MlaDecodeArguments, num_keys: int) -> DecodeSizes:
     return DecodeSizes(queries, num_keys // batch, heads, nope, rope, v_dim, rank, rows)
 
 
-def with_lengths(call: MlaDecodeArguments, a: Any) -> Generator[Step, Any, MlaDecodeArguments]:
+def with_lengths(
+    call: MlaDecodeArguments, a: MlaPrefillArguments
+) -> Generator[Step, Any, MlaDecodeArguments]:
     """The call with the lengths of sequences whose keys are counted by a.key_offsets."""
     if a.key_offsets is None:
         return call

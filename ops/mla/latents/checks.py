@@ -21,23 +21,30 @@ from tilewright.ops.checks import (
     check_operand,
     check_shape,
     check_tensor,
+    given,
     holds,
 )
 from tilewright.ops.formats.paged_cache import CacheWindow
-from tilewright.ops.mla.sizes import FP8
+from tilewright.ops.mla.arguments import (
+    FP8,
+    LatentArguments,
+    LatentStoreArguments,
+    MlaPrefillArguments,
+)
 from tilewright.ops.reference.norm import check_norm_weight
-from tilewright.ops.reference.rope import ROPE_STYLES, check_rope
+from tilewright.ops.reference.rope import ROPE_STYLES, Rope
 
 # Of latents, for the kernels.
 MAX_RANK = 2048
 
 
-def check_latents(op: str, a: Any, rank: Any, rope_dim: Any, like: torch.Tensor) -> Any:
+def check_latents(op: str, a: LatentArguments, rank: Any, rope_dim: Any, like: torch.Tensor) -> Any:
     """Checks latent and k_rope, both [Tk, .], against `like`'s dtype and device. Returns Tk."""
-    coded = getattr(a, "latent_scale", None) is not None
-    form = "[Tk, L]", (None, rank), (FP8 if coded else like.dtype,), like.device
+    coded = isinstance(a, MlaPrefillArguments) and a.latent_scale is not None
+    sizes: tuple[Any, Any] = (None, rank)
+    form = "[Tk, L]", sizes, (FP8 if coded else like.dtype,), like.device
     check_operand(op, "latent", a.latent, *form, dense=True)
-    rows = a.latent.shape[0]
+    rows = given(a.latent).shape[0]
     if a.k_rope is None:
         raise ArgumentError(op, "k_rope", "a tensor, since latent is one", None)
     form = "[Tk, R]", (rows, rope_dim), (like.dtype,), like.device
@@ -46,7 +53,7 @@ def check_latents(op: str, a: Any, rank: Any, rope_dim: Any, like: torch.Tensor)
 
 
 def check_finish(
-    op: str, a: Any, num_tokens: Any, rank: Any, rope_dim: Any, like: torch.Tensor
+    op: str, a: LatentArguments, num_tokens: Any, rank: Any, rope_dim: Any, like: torch.Tensor
 ) -> None:
     """Checks norm and rope."""
     check_number(op, "norm_eps", a.norm_eps, 0)
@@ -62,15 +69,14 @@ def check_finish(
     if not a.rope_by_position or a.rope_style == "none":
         if a.rope_by_position:
             raise ArgumentError(op, "rope_by_position", 'False, since rope_style is "none"', True)
-        rope = (a.cos, a.sin, width, a.rope_style)
-        check_rope(op, num_tokens, rope_dim, *rope, like.dtype, like.device)
+        rope = Rope(a.cos, a.sin, width, a.rope_style)
+        rope.check(op, num_tokens, rope_dim, like.dtype, like.device)
         return
     _check_position_tables(op, a, rope_dim, like)
 
 
-def _check_position_tables(op: str, a: Any, rope_dim: Any, like: torch.Tensor) -> None:
-    for name in ("cos", "sin"):
-        table = getattr(a, name)
+def _check_position_tables(op: str, a: LatentArguments, rope_dim: Any, like: torch.Tensor) -> None:
+    for name, table in (("cos", a.cos), ("sin", a.sin)):
         if table is None:
             expected = f"a tensor, since rope_style is {a.rope_style!r}"
             raise ArgumentError(op, name, expected, None)
@@ -82,23 +88,20 @@ def _check_position_tables(op: str, a: Any, rope_dim: Any, like: torch.Tensor) -
         if not fits:
             expected = f"shape [positions, {rope_dim}] or [positions, {rope_dim // 2}]"
             raise ArgumentError(op, name, expected, f"shape {list(table.shape)}")
-    check_shape(op, "sin", a.sin, "of cos", a.cos.shape)
+    check_shape(op, "sin", a.sin, "of cos", given(a.cos).shape)
 
 
 def check_latent_cache(
-    op: str, a: Any, rank: Any, rope_dim: Any, like: torch.Tensor
+    op: str, a: LatentArguments, rank: Any, rope_dim: Any, like: torch.Tensor
 ) -> CacheWindow:
     """Checks bases and windows; returns the latent window."""
-    bases = {"latent": ("latent_cache", a.latent_cache), "rope": ("rope_cache", a.rope_cache)}
-    if a.rope_cache is None:
-        bases["rope"] = bases["latent"]
-    windows = {}
-    for part, width in (("latent", rank), ("rope", rope_dim)):
-        name, base = bases[part]
+    windows, widths = {}, {"latent_window": rank, "rope_window": rope_dim}
+    for (argument, width), (name, base, integers) in zip(
+        widths.items(), written_windows(a), strict=True
+    ):
         check_device(op, name, base, like.device)
         check_dtype(op, name, base, (like.dtype,))
-        argument = f"{part}_window"
-        windows[argument] = check_window(op, argument, getattr(a, argument), name, base, 1, width)
+        windows[argument] = check_window(op, argument, integers, name, base, 1, width)
     check_pair(op, windows, one_base=a.rope_cache is None)
     return windows["latent_window"]
 
@@ -128,14 +131,14 @@ def pool_windows(
     return latent.to_ints(), rope.to_ints()
 
 
-def written_windows(a: Any) -> list[tuple[str, torch.Tensor, Any]]:
+def written_windows(a: LatentArguments) -> list[tuple[str, torch.Tensor, Any]]:
     """Name, base and window of what is written."""
-    base = ("latent_cache", a.latent_cache)
+    base = ("latent_cache", given(a.latent_cache))
     rope_base = base if a.rope_cache is None else ("rope_cache", a.rope_cache)
     return [(*base, a.latent_window), (*rope_base, a.rope_window)]
 
 
-def store_obstacle(a: Any) -> str | None:
+def store_obstacle(a: LatentStoreArguments) -> str | None:
     """Why no kernel takes a `mla_latent_store` call; None where one does. Metadata only."""
     if a.latent.dtype not in FLOAT_DTYPES[:3]:
         return f"no kernel for {a.latent.dtype}"

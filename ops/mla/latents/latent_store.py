@@ -6,15 +6,13 @@ leaves the same cache.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
 
 from tilewright.ops.attention.positions import check_positions, token_positions
 from tilewright.ops.cache.address_checks import check_address_values
-from tilewright.ops.cache.addressing import ADDRESS_TENSORS, check_addressing
+from tilewright.ops.cache.addressing import address_tensors, check_addressing
 from tilewright.ops.cache.checks import check_aliases
 from tilewright.ops.cache.ragged_batch import INDEX_DTYPES
 from tilewright.ops.checks import (
@@ -29,6 +27,7 @@ from tilewright.ops.checks import (
 )
 from tilewright.ops.contract import FusedOp, emitted_kernel, register
 from tilewright.ops.formats.paged_cache import CacheWindow
+from tilewright.ops.mla.arguments import LatentStoreArguments
 from tilewright.ops.mla.cases import STORE_CASES
 from tilewright.ops.mla.latents.checks import (
     check_finish,
@@ -42,56 +41,9 @@ from tilewright.ops.mla.latents.reference import finished_latents, write_latents
 from tilewright.ops.mla.samples import sample_store
 from tilewright.ops.reference.tolerances import ONE_ROUNDING, TOLERANCES
 from tilewright.ops.sampling import sampler_of
-from tilewright.ops.schema import SymInt, Written
 
 NAME = "mla_latent_store"
 LOWERING = "tilewright.ops.mla.latents.lowering"
-
-
-@dataclass(frozen=True)
-class LatentStoreArguments:
-    """The arguments of `mla_latent_store`: T tokens, L latent rank, R rope width.
-
-    latent [T, L] and k_rope [T, R]: last dimension contiguous, rows any distance apart, so that
-    slices of one projection serve; bf16, fp16, fp32 or fp64, as are the caches.
-    latent_cache, rope_cache: base tensors, written; rope_cache None: both parts live in
-    latent_cache. latent_window, rope_window: the nine integers of a CacheWindow on the base, of one
-    head and head_dim L and R.
-
-    norm_weight [L] (of latent's dtype or float32): latent / sqrt(mean(latent²) + norm_eps) times
-    it; None: no norm. cos, sin [T_rope, R] or [T_rope, R / 2], styles and rows as in
-    ops/reference/rope.py; or rope_by_position: any strides, a token's row is its position.
-
-    slots, indexing, slot_mapping, lookup_table, sequence_ids, positions, row_offsets,
-    cache_lengths: as in ops/cache/addressing.py. A token's position: `positions` [T] where given,
-    else cache_lengths[b] + i for the i-th token of sequence b.
-
-    Bad values (slots, positions, pages; positions without a row of cos) raise ArgumentError before
-    anything is written where they are on the CPU, and under TILEWRIGHT_DEBUG=1 on a GPU; else a
-    token without a place on a GPU is not written.
-    """
-
-    latent: torch.Tensor
-    k_rope: torch.Tensor
-    latent_cache: Written
-    rope_cache: Written | None
-    slot_mapping: torch.Tensor | None
-    latent_window: Sequence[SymInt]
-    rope_window: Sequence[SymInt]
-    _: KW_ONLY
-    norm_weight: torch.Tensor | None = None
-    norm_eps: float = 1e-06
-    cos: torch.Tensor | None = None
-    sin: torch.Tensor | None = None
-    rope_style: str = "none"
-    rope_by_position: bool = False
-    slots: str = "flat"
-    indexing: str = "paged"
-    lookup_table: torch.Tensor | None = None
-    sequence_ids: torch.Tensor | None = None
-    positions: torch.Tensor | None = None
-    row_offsets: torch.Tensor | None = None
-    cache_lengths: torch.Tensor | None = None
 
 
 def validate(a: LatentStoreArguments) -> None:
@@ -115,7 +67,7 @@ def validate(a: LatentStoreArguments) -> None:
 
 def validate_values(a: LatentStoreArguments) -> None:
     check_aliases(NAME, a, written_windows(a))
-    if readable(getattr(a, name) for name in ADDRESS_TENSORS):
+    if readable(address_tensors(a)):
         window = CacheWindow.from_ints(a.latent_window)
         check_address_values(NAME, a, window, a.latent.shape[0])
         if a.rope_by_position and a.cos is not None:

@@ -16,6 +16,13 @@ from tilewright.codegen.mla.key_kernels import LatentConfig, UpConfig, UpProblem
 from tilewright.codegen.mla.plan import latent_config, up_config, uses_library
 from tilewright.codegen.targets import Target
 from tilewright.ops.attention.positions import sequences
+from tilewright.ops.mla.arguments import (
+    FP8,
+    LatentStoreArguments,
+    MlaPrefillArguments,
+    UpArguments,
+    widths,
+)
 from tilewright.ops.mla.keys import row_key_offsets
 from tilewright.ops.mla.latents.operands import (
     Buffers,
@@ -26,7 +33,6 @@ from tilewright.ops.mla.latents.operands import (
     latent_call,
     up_problem,
 )
-from tilewright.ops.mla.sizes import FP8, widths
 from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.products import multiply, multiply_batch
 from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, Step, Steps
@@ -48,7 +54,7 @@ class Keys:
     joined: torch.Tensor | None = None
 
 
-def latent_store_steps(a: Any, target: Target) -> Steps:
+def latent_store_steps(a: LatentStoreArguments, target: Target) -> Steps:
     """The steps of a call of `mla_latent_store`."""
     if a.latent.shape[0] == 0:
         return Outcome(None, "nothing", "no tokens")
@@ -56,7 +62,9 @@ def latent_store_steps(a: Any, target: Target) -> Steps:
     return Outcome(None, "store", "one kernel norms, rotates and writes the named slots")
 
 
-def latent_calls(a: Any, chunk: Chunk, buffers: Buffers | None) -> Iterator[LatentCall]:
+def latent_calls(
+    a: MlaPrefillArguments, chunk: Chunk, buffers: Buffers | None
+) -> Iterator[LatentCall]:
     """What fills a chunk's buffers (None: it has no keys) and, before its first, writes the new
     tokens; one launch where the keys that are new can be told from the others."""
     store = chunk.first and a.slots != "none" and a.latent is not None and a.latent.shape[0] > 0
@@ -86,7 +94,10 @@ def latent_launch(call: LatentCall, target: Target, config: LatentConfig | None 
 
 
 def key_steps(
-    a: Any, chunk: Chunk, target: Target, joins: Callable[[Buffers], bool] | None = None
+    a: MlaPrefillArguments,
+    chunk: Chunk,
+    target: Target,
+    joins: Callable[[Buffers], bool] | None = None,
 ) -> Generator[Step, Any, tuple[Keys, str]]:
     """Writes the new tokens (before the first chunk) and makes a chunk's keys and values; joins
     says whether these are joined (None: they are not). And how their up-projection is computed."""
@@ -98,7 +109,7 @@ def key_steps(
 
 
 def _up_project(
-    a: Any, chunk: Chunk, buffers: Buffers, target: Target, *, joined: bool
+    a: MlaPrefillArguments, chunk: Chunk, buffers: Buffers, target: Target, *, joined: bool
 ) -> Generator[Step, Any, tuple[Keys, str]]:
     """Keys and values of a chunk's latents; joined: with room for the rope columns before them."""
     rows = chunk.rows
@@ -189,19 +200,21 @@ def by_head(
     return out.transpose(0, 1), x.expand(heads, *x.shape), weights
 
 
-def joined_shape(a: Any, rows: int) -> tuple[tuple[int, int, int], torch.dtype]:
+def joined_shape(a: MlaPrefillArguments, rows: int) -> tuple[tuple[int, int, int], torch.dtype]:
     """Of keys and values with the rope columns before them, [rows, H, R + N + V]."""
     return (rows, a.q.shape[1], sum(widths(a))), a.q.dtype
 
 
-def split_joined(a: Any, joined: torch.Tensor, buffers: Buffers) -> Keys:
+def split_joined(a: MlaPrefillArguments, joined: torch.Tensor, buffers: Buffers) -> Keys:
     """Keys and values as views of one tensor."""
     nope, rope_dim, v_dim = widths(a)
     _, k, v = joined.split((rope_dim, nope, v_dim), dim=-1)
     return Keys(k, v, buffers.k_rope, joined)
 
 
-def empty_keys(a: Any, rows: int) -> Generator[Step, Any, tuple[torch.Tensor, torch.Tensor]]:
+def empty_keys(
+    a: MlaPrefillArguments, rows: int
+) -> Generator[Step, Any, tuple[torch.Tensor, torch.Tensor]]:
     """k [rows, H, N] and v [rows, H, V]: views of one buffer, of values; for the 8-bit core k is
     contiguous and v has its keys side by side, padded to 16."""
     nope, _, v_dim = widths(a)
@@ -215,7 +228,9 @@ def empty_keys(a: Any, rows: int) -> Generator[Step, Any, tuple[torch.Tensor, to
     return k, v.permute(2, 0, 1)[:rows]
 
 
-def _last_position(a: Any, chunk: Chunk) -> Generator[Step, Any, torch.Tensor | None]:
+def _last_position(
+    a: MlaPrefillArguments, chunk: Chunk
+) -> Generator[Step, Any, torch.Tensor | None]:
     """The last position that a query has, where keys past it can be left out; int64 [1]."""
     batch, num_tokens = sequences(a), a.q.shape[0]
     if a.positions is None or a.mask == "none" or row_key_offsets(a) is not None or not batch:
@@ -235,7 +250,7 @@ def _greatest(numbers: torch.Tensor, out: torch.Tensor) -> None:
     torch.amax(numbers, 0, keepdim=True, out=out)
 
 
-def dequantized(a: Any, target: Target) -> Generator[Step, Any, torch.Tensor]:
+def dequantized(a: UpArguments, target: Target) -> Generator[Step, Any, torch.Tensor]:
     """kv_b_weight, which has codes, in q's dtype, [rows, L]."""
     weight = a.kv_b_weight
     out = yield Buffer(weight.shape, a.q.dtype)

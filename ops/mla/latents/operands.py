@@ -13,9 +13,16 @@ from tilewright.codegen.mla.query_kernels import Rotation
 from tilewright.codegen.operand import Operand
 from tilewright.ops.attention.positions import sequences
 from tilewright.ops.cache.addressing import address_values
+from tilewright.ops.checks import given
+from tilewright.ops.mla.arguments import (
+    FP8,
+    LatentArguments,
+    LatentStoreArguments,
+    MlaPrefillArguments,
+    widths,
+)
 from tilewright.ops.mla.attention.operands import RopeTables, rotation_of
 from tilewright.ops.mla.keys import cache_views
-from tilewright.ops.mla.sizes import FP8, widths
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
 from tilewright.ops.runtime.operands import operand, tma_reaches
 from tilewright.ops.runtime.program import Buffer
@@ -55,11 +62,11 @@ class Buffers:
     made: tuple[str, ...] = ()
 
 
-def rotates_keys(a: Any) -> bool:
-    return a.rope_style != "none" and "k" in getattr(a, "rope_on", "k")
+def rotates_keys(a: LatentArguments) -> bool:
+    return a.rope_style != "none" and (isinstance(a, LatentStoreArguments) or "k" in a.rope_on)
 
 
-def dense_views(a: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+def dense_views(a: MlaPrefillArguments) -> tuple[torch.Tensor, torch.Tensor] | None:
     """(latents [B * S, L], rope columns [B * S, R]) where pages follow each other like slots."""
     made = []
     for view in cache_views(a):
@@ -71,14 +78,15 @@ def dense_views(a: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
     return made[0], made[1]
 
 
-def key_buffers(a: Any, chunk: Chunk) -> Generator[Buffer, torch.Tensor, Buffers]:
+def key_buffers(a: MlaPrefillArguments, chunk: Chunk) -> Generator[Buffer, torch.Tensor, Buffers]:
     """Where a chunk's keys are read from; new buffers, not filled yet, where they must be made."""
     fp8_rope = a.attention_dtype == FP8
     if a.latent_scale is not None:
         strides = (a.latent_scale.stride(1), a.latent_scale.stride(0))
-        ready: Buffers | None = Buffers(a.latent, a.k_rope, a.latent_scale, strides)
+        latents = given(a.latent), given(a.k_rope)
+        ready: Buffers | None = Buffers(*latents, a.latent_scale, strides)
     elif a.keys == "given":
-        ready = Buffers(a.latent, a.k_rope)
+        ready = Buffers(given(a.latent), given(a.k_rope))
     else:
         views = dense_views(a) if a.keys == "pages" else None
         ready = None if views is None else Buffers(*views)
@@ -93,7 +101,7 @@ def key_buffers(a: Any, chunk: Chunk) -> Generator[Buffer, torch.Tensor, Buffers
 
 
 def _with_new(
-    a: Any, rows: int, ready: Buffers | None, new_latent: bool, new_rope: bool
+    a: MlaPrefillArguments, rows: int, ready: Buffers | None, new_latent: bool, new_rope: bool
 ) -> Generator[Buffer, torch.Tensor, Buffers]:
     rank, rope_dim = a.kv_b_weight.shape[1], widths(a)[1]
     latent, scale, strides = (None, None, (0, 1))
@@ -127,7 +135,7 @@ class LatentCall:
 
 
 def latent_call(
-    a: Any,
+    a: LatentArguments,
     chunk: Chunk | None = None,
     buffers: Buffers | None = None,
     *,
@@ -142,10 +150,10 @@ def latent_call(
     counts = {"num_pages": 1, "sequence_tokens": 1, "lookup_columns": 1, "lookup_stride": 1}
     num_tokens = 0
     if store or keep:
-        num_tokens = a.latent.shape[0]
+        num_tokens = given(a.latent).shape[0]
         tensors |= {"latent": a.latent, "k_rope": a.k_rope, "norm": a.norm_weight}
         if rotates_keys(a):
-            tables = RopeTables(a.cos, a.sin, a.rope_style, a.rope_by_position)
+            tables = RopeTables(given(a.cos), given(a.sin), a.rope_style, a.rope_by_position)
         by_position = tables is not None and tables.by_position
         if (store and gather) or by_position:
             tensors |= {"row_offsets": a.row_offsets, "lengths": a.cache_lengths}
@@ -158,10 +166,11 @@ def latent_call(
     if gather:
         assert chunk is not None
         tensors |= {"key_offsets": chunk.offsets, "key_starts": chunk.starts}
+        assert isinstance(a, MlaPrefillArguments)
         if a.keys == "table":
-            tensors["lookup"] = a.lookup_table
-            counts["lookup_columns"] = a.lookup_table.shape[1]
-            counts["lookup_stride"] = a.lookup_table.stride(0)
+            table = tensors["lookup"] = given(a.lookup_table)
+            counts["lookup_columns"] = table.shape[1]
+            counts["lookup_stride"] = table.stride(0)
         elif a.keys == "slots":
             tensors["key_slots"] = a.key_slots
     if buffers is not None:
@@ -190,14 +199,14 @@ def latent_call(
     return LatentCall(problem, rotation, values)
 
 
-def _batch(a: Any) -> int:
-    if hasattr(a, "num_sequences"):
+def _batch(a: LatentArguments) -> int:
+    if isinstance(a, MlaPrefillArguments):
         return sequences(a)
     return 1 if a.row_offsets is None else a.row_offsets.shape[0] - 1
 
 
 def _latent_problem(
-    a: Any,
+    a: LatentArguments,
     tensors: dict[str, torch.Tensor | None],
     rotation: Rotation,
     batch: int,
@@ -208,10 +217,9 @@ def _latent_problem(
     rank, rope_dim = _widths_of(a)
     latent, rope = tensors["latent_cache"], tensors["rope_cache"]
     rows, turned = tensors["latent_out"], tensors["rope_out"]
-    quantized = tensors["scale_out"] is not None
-    scaled = turned is not None and a.attention_dtype == FP8
     neighbours = rotates_keys(a) and a.rope_style == "interleaved"
     return LatentProblem(
+        **_made_of(a, tensors, gather),
         rank=rank,
         rope_dim=rope_dim,
         row=0 if rows is None else rows.stride(0),
@@ -221,11 +229,7 @@ def _latent_problem(
         addressing=a.slots if store else "none",
         wrap_negative=store and a.indexing == "torch",
         search_steps=max(batch, 1).bit_length(),
-        keys=a.keys if gather else "none",
         keep=not gather and (rows is not None or turned is not None),
-        group=a.scale_block[1] if quantized else 1,
-        cap=a.latent_scale_cap if quantized else 0.0,
-        rope_scale=a.k_scale if scaled else 1.0,
         units=(_unit(latent), _unit(rope)),
         one_source=_one_source(tensors, rotation, neighbours),
     )
@@ -251,14 +255,30 @@ def _one_source(
     )
 
 
-def _widths_of(a: Any) -> tuple[int, int]:
-    if hasattr(a, "kv_b_weight"):
-        return a.kv_b_weight.shape[1], widths(a)[1]
-    return a.latent.shape[1], a.k_rope.shape[1]
+def _made_of(
+    a: LatentArguments, tensors: dict[str, torch.Tensor | None], gather: bool
+) -> dict[str, Any]:
+    """What a problem has of a call that makes keys, by field."""
+    if isinstance(a, LatentStoreArguments):
+        return {"keys": "none", "group": 1, "cap": 0.0, "rope_scale": 1.0}
+    quantized = tensors["scale_out"] is not None
+    scaled = tensors["rope_out"] is not None and a.attention_dtype == FP8
+    return {
+        "keys": a.keys if gather else "none",
+        "group": a.scale_block[1] if quantized else 1,
+        "cap": a.latent_scale_cap if quantized else 0.0,
+        "rope_scale": a.k_scale if scaled else 1.0,
+    }
+
+
+def _widths_of(a: LatentArguments) -> tuple[int, int]:
+    if isinstance(a, LatentStoreArguments):
+        return a.latent.shape[1], a.k_rope.shape[1]
+    return a.kv_b_weight.shape[1], widths(a)[1]
 
 
 def up_problem(
-    a: Any, buffers: Buffers, *, limited: bool = False, joined: bool = False
+    a: MlaPrefillArguments, buffers: Buffers, *, limited: bool = False, joined: bool = False
 ) -> UpProblem:
     """The up-projection of a chunk's keys. Of values (and of a dequantised weight) the weight and
     the latents are of q's dtype; the fp8 core reads keys and values of 8 bits, values transposed.
@@ -284,7 +304,7 @@ def up_problem(
     )
 
 
-def dequantizes(a: Any) -> bool:
+def dequantizes(a: MlaPrefillArguments) -> bool:
     """Whether the weight has codes and the latents none, so that it is dequantised first."""
     coded = a.quantize_latent or a.latent_scale is not None
     return a.kv_b_weight.dtype == FP8 and not coded

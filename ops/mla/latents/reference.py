@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from tilewright.ops.cache.addressing import resolve_places
 from tilewright.ops.cache.writes import write_rows
+from tilewright.ops.checks import given
 from tilewright.ops.formats.paged_cache import CacheWindow
+from tilewright.ops.mla.arguments import LatentArguments
 from tilewright.ops.reference.norm import apply_norm
 from tilewright.ops.reference.rope import apply_rope
 
 
-def rotated(a: Any, x: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+def rotated(a: LatentArguments, x: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
     """x [T, H, R] rotated in its dtype; positions [T] where the tables go by position."""
     if a.cos is None or a.sin is None:
         return x
@@ -26,25 +26,26 @@ def rotated(a: Any, x: torch.Tensor, positions: torch.Tensor | None) -> torch.Te
 
 
 def finished_latents(
-    a: Any, positions: torch.Tensor | None, *, rotates: bool = True
+    a: LatentArguments, positions: torch.Tensor | None, *, rotates: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(latent [Tk, L], k_rope [Tk, R]) as a cache holds them: computed in fp32 or float64, each
     rounded once to its dtype."""
-    dtype = a.k_rope.dtype
+    latent, k_rope = given(a.latent), given(a.k_rope)
+    dtype = k_rope.dtype
     compute = torch.promote_types(dtype, torch.float32)
-    latent = a.latent
     if a.norm_weight is not None:
         normed = apply_norm(latent.to(compute).unsqueeze(1), a.norm_weight, a.norm_eps)
         latent = normed.squeeze(1).to(dtype)
     if not rotates:
-        return latent, a.k_rope
-    return latent, rotated(a, a.k_rope.to(compute).unsqueeze(1), positions).squeeze(1).to(dtype)
+        return latent, k_rope
+    return latent, rotated(a, k_rope.to(compute).unsqueeze(1), positions).squeeze(1).to(dtype)
 
 
-def write_latents(a: Any, latent: torch.Tensor, k_rope: torch.Tensor) -> None:
+def write_latents(a: LatentArguments, latent: torch.Tensor, k_rope: torch.Tensor) -> None:
     """Writes finished latents to their places."""
     window = CacheWindow.from_ints(a.latent_window)
     places = resolve_places(a, window, latent.shape[0])
-    write_rows(latent.unsqueeze(1), a.latent_cache, window, places)
-    base = a.latent_cache if a.rope_cache is None else a.rope_cache
+    base = given(a.latent_cache)
+    write_rows(latent.unsqueeze(1), base, window, places)
+    base = base if a.rope_cache is None else a.rope_cache
     write_rows(k_rope.unsqueeze(1), base, CacheWindow.from_ints(a.rope_window), places)

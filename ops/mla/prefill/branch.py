@@ -10,7 +10,7 @@ there, latents of keys are quantised with scale = min(amax, 1200) / 448.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ import torch
 from tilewright.ops.checks import ArgumentError, in_words_of, readable
 from tilewright.ops.contract import FusedOp, emitted_kernel, register, rounded_once
 from tilewright.ops.formats.paged_cache import CacheWindow
+from tilewright.ops.mla.arguments import MlaBranchArguments, MlaPrefillArguments
 from tilewright.ops.mla.cases import BRANCH_CASES
 from tilewright.ops.mla.prefill.branch_checks import (
     NAME,
@@ -26,11 +27,9 @@ from tilewright.ops.mla.prefill.branch_checks import (
     check_branch_values,
 )
 from tilewright.ops.mla.prefill.checks import check_prefill_values, prefill_obstacle
-from tilewright.ops.mla.prefill.prefill import MlaPrefillArguments
 from tilewright.ops.mla.reference import TOLERANCES, prefill_reference
 from tilewright.ops.mla.samples import sample_branch
 from tilewright.ops.sampling import sampler_of
-from tilewright.ops.schema import SymInt, Written
 
 LOWERING = "tilewright.ops.mla.prefill.lowering"
 SCALE_CAP = 1200.0
@@ -39,67 +38,6 @@ ERROR_MODEL = (
     "its rounding to the values' dtype: a sixteenth of a few of the terms of each sum"
 )
 BRANCH_TOLERANCES = TOLERANCES | rounded_once(2.0**-3, 2.0**-4)
-
-
-@dataclass(frozen=True)
-class MlaBranchArguments:
-    """The arguments of `mla_prefill_branch_fp8`. T new tokens of B sequences, H heads, N, R and V
-    the widths of a head's unrotated part, rotated part and values, L the latent rank, C chunks.
-
-    q [T, H, N + R]: unrotated columns first, not rotated yet; bf16, fp16, fp32 or fp64, last
-    dimension contiguous. latents [T, L + R]: the new tokens' entries as they leave their
-    projection, of q's dtype.
-    input_row_offsets [B + 1], cache_lengths [B] (tokens in the cache before this call) and
-    lookup_table [B, columns], uint32, int32 or int64, as in
-    `fused_qkv_matmul_kv_cache_paged_ragged`; a sequence without new tokens has no part.
-    freqs_cis [positions, R], of q's dtype or float32: cos and sin of each pair in turn.
-    rope_style: "interleaved", "half" or "interleaved_to_half", for q and the cache.
-    kv_norm_gamma [L], of q's dtype or float32.
-    blocks [P, 1, layers, page_size, 1, L + R], any strides, of q's dtype, written at layer_idx.
-    scale: of the logits. epsilon: of the norm.
-
-    buffer_row_offsets [B + 1] or [C, B + 1]: the rows of a chunk that each sequence's keys take;
-    cache_offsets [B or B + 1] or [C, ..]: the position of its first; buffer_length: rows of each
-    chunk, C integers of which those without keys are -1 (as `mla_prefill_plan` gives them). A
-    sequence's chunks follow each other without a gap from position 0 and hold all its keys; rows
-    past them are not seen. All lengths below 1: nothing is written and the result is zeros.
-
-    kv_b_proj [H * (N + V), L] float8_e4m3fn, kv_b_proj_scale [ceil(rows / g), ceil(L / g)] float32
-    for blocks of granularity g = 128 or 64. V = v_dim.
-    mask, window, attention_dtype, q_scale, k_scale, v_scale: as for `mla_prefill`.
-
-    ArgumentError, before anything is written: a layer, granularity, shape, dtype or device that
-    does not fit. And by value, on the CPU always, on a GPU under TILEWRIGHT_DEBUG=1: offsets that
-    disagree, a buffer shorter than the keys, pages outside the pool, positions past freqs_cis or
-    past the table.
-    """
-
-    q: torch.Tensor
-    latents: torch.Tensor
-    input_row_offsets: torch.Tensor
-    freqs_cis: torch.Tensor
-    kv_norm_gamma: torch.Tensor
-    blocks: Written
-    cache_lengths: torch.Tensor
-    lookup_table: torch.Tensor
-    layer_idx: int
-    scale: float
-    epsilon: float
-    buffer_row_offsets: torch.Tensor
-    cache_offsets: torch.Tensor
-    buffer_length: Sequence[SymInt]
-    kv_b_proj: torch.Tensor
-    kv_b_proj_scale: torch.Tensor
-    _: KW_ONLY
-    v_dim: SymInt = 128
-    mask: str = "causal"
-    window: int = 0
-    rope_style: str = "interleaved"
-    granularity: int = 128
-    attention_dtype: torch.dtype | None = None
-    q_scale: float = 1.0
-    k_scale: float = 1.0
-    v_scale: float = 1.0
 
 
 def validate(a: MlaBranchArguments) -> None:

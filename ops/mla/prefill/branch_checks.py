@@ -4,7 +4,6 @@ before anything is written."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,9 +21,9 @@ from tilewright.ops.checks import (
     in_words_of,
     shape_text,
 )
+from tilewright.ops.mla.arguments import FP8, MlaBranchArguments, UpWeight
 from tilewright.ops.mla.checks import check_weight
 from tilewright.ops.mla.prefill.checks import check_prefill
-from tilewright.ops.mla.sizes import FP8
 from tilewright.ops.reference.rope import ROPE_STYLES
 
 NAME = "mla_prefill_branch_fp8"
@@ -49,7 +48,7 @@ PREFILL_WORDS = {
 }
 
 
-def check_branch(a: Any, as_mla_prefill: Callable[[Any], Any]) -> None:
+def check_branch(a: MlaBranchArguments, as_mla_prefill: Callable[[Any], Any]) -> None:
     """Checks a MlaBranchArguments. Metadata only."""
     check_operand(NAME, "q", a.q, "[T, H, N + R]", (None, None, None), FLOAT_DTYPES)
     rank, rope_dim = _check_weight(a)
@@ -70,33 +69,28 @@ def check_branch(a: Any, as_mla_prefill: Callable[[Any], Any]) -> None:
             check_prefill(NAME, as_mla_prefill(a))
 
 
-def _check_weight(a: Any) -> tuple[Any, Any]:
+def _check_weight(a: MlaBranchArguments) -> tuple[Any, Any]:
     """L and R."""
     if a.granularity not in GRANULARITIES:
         expected = " or ".join(map(str, GRANULARITIES))
         raise ArgumentError(NAME, "granularity", expected, a.granularity)
     check_dtype(NAME, "kv_b_proj", a.kv_b_proj, (FP8,))
     check_dtype(NAME, "kv_b_proj_scale", a.kv_b_proj_scale, (torch.float32, torch.float64))
-    weight = SimpleNamespace(
-        q=a.q,
-        v_dim=a.v_dim,
-        kv_b_weight=a.kv_b_proj,
-        kv_b_scale=a.kv_b_proj_scale,
-        scale_block=(a.granularity, a.granularity),
-    )
+    block = (a.granularity, a.granularity)
+    weight = UpWeight(a.q, a.v_dim, a.kv_b_proj, a.kv_b_proj_scale, block)
     with in_words_of(NAME, PREFILL_WORDS):
         rope_dim = check_weight(NAME, weight)
     return a.kv_b_proj.shape[1], rope_dim
 
 
-def _check_blocks(a: Any, rank: Any, rope_dim: Any) -> None:
+def _check_blocks(a: MlaBranchArguments, rank: Any, rope_dim: Any) -> None:
     letters = "[P, 1, layers, page_size, 1, L + R]"
     sizes, dtypes = (None, 1, None, None, 1, rank + rope_dim), (a.q.dtype,)
     check_operand(NAME, "blocks", a.blocks, letters, sizes, dtypes, a.q.device)
     check_layer(NAME, a)
 
 
-def _check_chunks(a: Any) -> None:
+def _check_chunks(a: MlaBranchArguments) -> None:
     batch, chunks = a.lookup_table.shape[0], len(a.buffer_length)
     rows, starts = a.buffer_row_offsets, a.cache_offsets
     if rows.dim() == 1:
@@ -119,7 +113,7 @@ def _check_chunks(a: Any) -> None:
             raise ArgumentError(NAME, "buffer_length", "rows, or -1", list(a.buffer_length))
 
 
-def check_branch_values(a: Any) -> bool:
+def check_branch_values(a: MlaBranchArguments) -> bool:
     """Checks offsets, chunks and positions by value. Whether there is anything to do."""
     if all(length <= 0 for length in a.buffer_length):
         return False

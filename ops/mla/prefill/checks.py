@@ -11,7 +11,7 @@ from tilewright.ops.attention.block_lists import check_mask_blocks, check_mask_b
 from tilewright.ops.attention.masks import lowest_hides
 from tilewright.ops.attention.positions import check_positions, check_runs, positions_of
 from tilewright.ops.cache.address_checks import check_address_values
-from tilewright.ops.cache.addressing import ADDRESS_TENSORS, SLOT_FORMS, check_addressing
+from tilewright.ops.cache.addressing import SLOT_FORMS, address_tensors, check_addressing
 from tilewright.ops.cache.checks import check_aliases
 from tilewright.ops.cache.ragged_batch import check_row_offsets
 from tilewright.ops.checks import (
@@ -21,10 +21,12 @@ from tilewright.ops.checks import (
     check_choice,
     check_number,
     check_operand,
+    given,
     holds,
     readable,
 )
 from tilewright.ops.formats.paged_cache import CacheWindow
+from tilewright.ops.mla.arguments import FP8, MlaPrefillArguments, widths
 from tilewright.ops.mla.checks import check_weight, refuse_codes
 from tilewright.ops.mla.keys import buffer_rows, check_key_mask, check_key_values, check_keys
 from tilewright.ops.mla.latents.checks import (
@@ -34,15 +36,13 @@ from tilewright.ops.mla.latents.checks import (
     width_obstacle,
     written_windows,
 )
-from tilewright.ops.mla.sizes import FP8, widths
 
-INDICES = (*ADDRESS_TENSORS, "key_offsets", "key_slots", "key_lengths")
 ROPE_ON = ("qk", "q", "k")
 # What the kernels take.
 VALUE_DTYPES = (torch.bfloat16, torch.float16)
 
 
-def check_prefill(op: str, a: Any) -> None:
+def check_prefill(op: str, a: MlaPrefillArguments) -> None:
     """Checks an MlaPrefillArguments. Metadata only."""
     check_operand(op, "q", a.q, "[T, H, N + R]", (None, None, None), FLOAT_DTYPES, dense=True)
     rope_dim = check_weight(op, a)
@@ -68,20 +68,20 @@ def check_prefill(op: str, a: Any) -> None:
     if a.attention_dtype not in (None, a.q.dtype, FP8):
         expected = f"None, {a.q.dtype} or {FP8}"
         raise ArgumentError(op, "attention_dtype", expected, a.attention_dtype)
-    for name in ("q_scale", "k_scale", "v_scale"):
-        check_number(op, name, getattr(a, name), above=True)
+    for name, number in (("q_scale", a.q_scale), ("k_scale", a.k_scale), ("v_scale", a.v_scale)):
+        check_number(op, name, number, above=True)
     check_number(op, "scale", a.scale)
     check_number(op, "latent_scale_cap", a.latent_scale_cap, 0)
 
 
-def _check_uncoded(op: str, a: Any) -> None:
+def _check_uncoded(op: str, a: MlaPrefillArguments) -> None:
     """Latents have codes only where the weight has."""
     if a.kv_b_weight.dtype != FP8:
-        given = {"latent_scale": a.latent_scale is not None, "quantize_latent": a.quantize_latent}
-        refuse_codes(op, given, a.kv_b_weight.dtype)
+        codes = {"latent_scale": a.latent_scale is not None, "quantize_latent": a.quantize_latent}
+        refuse_codes(op, codes, a.kv_b_weight.dtype)
 
 
-def _check_codes(op: str, a: Any, rows: Any, rank: Any) -> None:
+def _check_codes(op: str, a: MlaPrefillArguments, rows: Any, rank: Any) -> None:
     """Latents that are codes already are finished keys."""
     form = "[Tk, ceil(L / bk)]", (rows, -(-rank // a.scale_block[1])), FLOAT_DTYPES, a.q.device
     check_operand(op, "latent_scale", a.latent_scale, *form)
@@ -96,7 +96,7 @@ def _check_codes(op: str, a: Any, rows: Any, rank: Any) -> None:
             raise ArgumentError(op, name, "its default, since latent_scale is given", "another")
 
 
-def _check_new(op: str, a: Any, rows: Any) -> None:
+def _check_new(op: str, a: MlaPrefillArguments, rows: Any) -> None:
     """New latents are one per query, unless they are all the keys, finished."""
     rotated = a.rope_style != "none" and "k" in a.rope_on
     if rotated or a.slots != "none" or a.keys != "given":
@@ -105,7 +105,9 @@ def _check_new(op: str, a: Any, rows: Any) -> None:
             raise ArgumentError(op, "latent", f"a row for each of T = {num_tokens}", f"{rows} rows")
 
 
-def _check_cache(op: str, a: Any, rank: Any, rope_dim: Any, num_tokens: Any) -> None:
+def _check_cache(
+    op: str, a: MlaPrefillArguments, rank: Any, rope_dim: Any, num_tokens: Any
+) -> None:
     if a.latent_cache is None:
         for name in ("rope_cache", "latent_window", "rope_window"):
             value = getattr(a, name)
@@ -124,11 +126,11 @@ def _check_cache(op: str, a: Any, rank: Any, rope_dim: Any, num_tokens: Any) -> 
     check_absent(op, a, sorted(unused), f"slots is {a.slots!r} and keys {a.keys!r}")
 
 
-def check_prefill_values(op: str, a: Any) -> None:
+def check_prefill_values(op: str, a: MlaPrefillArguments) -> None:
     """Checks what only real memory shows: aliases, offsets, places, pages, positions."""
     if a.latent_cache is not None and a.slots != "none":
         check_aliases(op, a, written_windows(a))
-    if not readable(getattr(a, name) for name in INDICES):
+    if not readable((*address_tensors(a), a.key_offsets, a.key_slots, a.key_lengths)):
         return
     num_tokens = a.q.shape[0]
     if a.row_offsets is not None:
@@ -140,16 +142,16 @@ def check_prefill_values(op: str, a: Any) -> None:
     if a.slots == "ragged" and a.keys == "table" and a.key_offsets is not None:
         _check_room(op, a)
     if a.rope_by_position:
-        check_positions(op, _position_source(a), positions_of(a), a.cos.shape[0])
+        check_positions(op, _position_source(a), positions_of(a), given(a.cos).shape[0])
     hides = a.attn_mask is not None and lowest_hides(a, buffer_rows(a) // a.num_sequences)
     check_mask_blocks_values(op, a.attn_mask, a.mask_blocks, hide_lowest=hides)
 
 
-def _check_room(op: str, a: Any) -> None:
+def _check_room(op: str, a: MlaPrefillArguments) -> None:
     """Whether every sequence has rows for its cached and its new keys."""
-    new = a.row_offsets.to(torch.int64).diff()
-    wanted = new + a.cache_lengths.to(torch.int64)
-    rows = a.key_offsets.to(torch.int64).diff()
+    new = given(a.row_offsets).to(torch.int64).diff()
+    wanted = new + given(a.cache_lengths).to(torch.int64)
+    rows = given(a.key_offsets).to(torch.int64).diff()
     short = ((rows < wanted) & (new > 0)).nonzero().flatten()
     if short.numel():
         b = int(short[0])
@@ -157,13 +159,13 @@ def _check_room(op: str, a: Any) -> None:
         raise ArgumentError(op, "key_offsets", expected, f"{int(rows[b])} rows")
 
 
-def _position_source(a: Any) -> str:
+def _position_source(a: MlaPrefillArguments) -> str:
     if a.positions is not None:
         return "positions"
     return "q" if a.cache_lengths is None else "cache_lengths"
 
 
-def prefill_obstacle(a: Any, weight: str = "kv_b_weight") -> str | None:
+def prefill_obstacle(a: MlaPrefillArguments, weight: str = "kv_b_weight") -> str | None:
     """Why no kernels take a `mla_prefill` call; None where they do. weight: what its weight is
     called. Metadata only."""
     if a.q.dtype not in VALUE_DTYPES:
@@ -180,17 +182,17 @@ def prefill_obstacle(a: Any, weight: str = "kv_b_weight") -> str | None:
     return obstacle
 
 
-def _coded(a: Any) -> bool:
+def _coded(a: MlaPrefillArguments) -> bool:
     """Whether the up-projection multiplies codes."""
     return a.quantize_latent or a.latent_scale is not None
 
 
-def _coded_obstacle(a: Any) -> str | None:
+def _coded_obstacle(a: MlaPrefillArguments) -> str | None:
     columns, rows = a.scale_block[1], a.kv_b_weight.shape[0]
     if columns not in (32, 64, 128):
         return f"no kernel for scales of {columns} columns"
     if rows * a.q.element_size() % 16:
         return f"keys and values of {rows} columns are out of TMA's reach"
-    if a.latent_scale is not None and a.latent.stride(0) % 16:
-        return f"latent: rows {a.latent.stride(0)} bytes apart are out of TMA's reach"
+    if a.latent_scale is not None and (row := given(a.latent).stride(0)) % 16:
+        return f"latent: rows {row} bytes apart are out of TMA's reach"
     return None

@@ -7,14 +7,14 @@ cannot take an op whose written arguments are all None.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from tilewright.ops.checks import check_absent
-from tilewright.ops.contract import get_op, register
+from tilewright.ops.contract import register
+from tilewright.ops.mla.arguments import MlaPrefillArguments
 from tilewright.ops.mla.prefill.checks import check_prefill, check_prefill_values
-from tilewright.ops.mla.prefill.prefill import MlaPrefillArguments
+from tilewright.ops.mla.prefill.prefill import OP as PREFILL
 
 NAME = "mla_prefill_dense"
 
@@ -37,16 +37,14 @@ def validate_values(a: MlaPrefillArguments) -> None:
     check_prefill_values(NAME, a)
 
 
-_PREFILL: Any = get_op("tilewright::mla_prefill")
-
 OP = register(
     replace(
-        _PREFILL,
+        PREFILL,
         name=NAME,
         without_writes="",
         arguments=MlaDenseArguments,
         validate=validate,
         validate_values=validate_values,
-        cases=tuple(case for case in _PREFILL.cases if case.keys == "given"),
+        cases=tuple(case for case in PREFILL.cases if case.keys == "given"),
     )
 )

@@ -14,11 +14,18 @@ from tilewright.codegen.mla.plan import uses_library
 from tilewright.codegen.mla.query_kernels import TMA_BYTES
 from tilewright.codegen.targets import Target, get_target
 from tilewright.ops.attention.positions import sequences
+from tilewright.ops.checks import given
 from tilewright.ops.contract import LoweringReport
+from tilewright.ops.mla.arguments import (
+    FP8,
+    MlaBranchArguments,
+    MlaDecodeArguments,
+    MlaPrefillArguments,
+    widths,
+)
 from tilewright.ops.mla.attention.cudnn import library_wanted
 from tilewright.ops.mla.attention.lowering import attention_steps, merge_steps, query_steps
 from tilewright.ops.mla.attention.operands import AttentionCall, RopeTables
-from tilewright.ops.mla.decode.decode import MlaDecodeArguments
 from tilewright.ops.mla.decode.lowering import absorbed_call, absorbed_steps, with_lengths
 from tilewright.ops.mla.keys import buffer_rows, row_key_offsets
 from tilewright.ops.mla.latents.lowering import (
@@ -30,9 +37,7 @@ from tilewright.ops.mla.latents.lowering import (
     split_joined,
 )
 from tilewright.ops.mla.latents.operands import Buffers, Chunk, up_problem
-from tilewright.ops.mla.prefill.branch import MlaBranchArguments, as_mla_prefill
-from tilewright.ops.mla.prefill.prefill import MlaPrefillArguments
-from tilewright.ops.mla.sizes import FP8, widths
+from tilewright.ops.mla.prefill.branch import as_mla_prefill
 from tilewright.ops.runtime.operands import is_aligned
 from tilewright.ops.runtime.program import (
     Buffer,
@@ -84,7 +89,7 @@ def _branch_chunks(a: MlaBranchArguments) -> list[Chunk]:
     ]
 
 
-def _no_keys(a: Any) -> Steps:
+def _no_keys(a: MlaPrefillArguments) -> Steps:
     """Attention to nothing."""
     out = yield Buffer((a.q.shape[0], a.q.shape[1], a.v_dim), a.q.dtype)
     if out.numel():
@@ -92,7 +97,7 @@ def _no_keys(a: Any) -> Steps:
     return Outcome(out, "nothing", "no keys, zeros")
 
 
-def _one_chunk(a: Any, chunk: Chunk, target: Target) -> Steps:
+def _one_chunk(a: MlaPrefillArguments, chunk: Chunk, target: Target) -> Steps:
     """All keys at once; [T, H, V]."""
     if a.q.numel() == 0:
         return (yield from _no_keys(a))
@@ -108,7 +113,7 @@ def _one_chunk(a: Any, chunk: Chunk, target: Target) -> Steps:
     return replace(done, result=out if out.dim() == 3 else out.flatten(0, 1))
 
 
-def _several_chunks(a: Any, chunks: Sequence[Chunk], target: Target) -> Steps:
+def _several_chunks(a: MlaPrefillArguments, chunks: Sequence[Chunk], target: Target) -> Steps:
     """One chunk after the other: each gives a partial result in fp32 with its log-sum-exp; they
     merge exactly."""
     yield NotRepeatable("several chunks")  # so that the memory of each is freed before the next
@@ -142,7 +147,7 @@ def _naming_kernels(steps: Steps) -> Steps:
         answer = yield step
 
 
-def _attended(a: Any, chunk: Chunk, target: Target, *, part: bool = False) -> Steps:
+def _attended(a: MlaPrefillArguments, chunk: Chunk, target: Target, *, part: bool = False) -> Steps:
     """Attention to the keys of a chunk; part: of several, so that the result is in fp32 and has
     its log-sum-exp beside it."""
     joins = None if part else partial(_joins_keys, a, chunk, target)
@@ -157,7 +162,9 @@ def _attended(a: Any, chunk: Chunk, target: Target, *, part: bool = False) -> St
     return replace(done, reason=f"{how}, {done.reason}")
 
 
-def _absorbed(a: Any, call: MlaDecodeArguments, chunk: Chunk, target: Target) -> Steps:
+def _absorbed(
+    a: MlaPrefillArguments, call: MlaDecodeArguments, chunk: Chunk, target: Target
+) -> Steps:
     """The same as `call`, after the new tokens are written and the queries rotated."""
     for latents in latent_calls(a, chunk, None) if a.keys != "given" else ():
         yield latent_launch(latents, target)
@@ -173,14 +180,16 @@ def _absorbed(a: Any, call: MlaDecodeArguments, chunk: Chunk, target: Target) ->
     return (yield from absorbed_steps(call, q_nope, q_rope, target))
 
 
-def _aligned(a: Any) -> Any:
+def _aligned(a: MlaPrefillArguments) -> MlaPrefillArguments:
     """The same call with the weight, and latents that are codes, where TMA can start."""
-    names = ("kv_b_weight",) if a.latent_scale is None else ("kv_b_weight", "latent")
-    away = {name: getattr(a, name) for name in names if not is_aligned(getattr(a, name))}
-    return replace(a, **{name: t.clone() for name, t in away.items()}) if away else a
+    if not is_aligned(a.kv_b_weight):
+        a = replace(a, kv_b_weight=a.kv_b_weight.clone())
+    if a.latent_scale is not None and not is_aligned(given(a.latent)):
+        a = replace(a, latent=given(a.latent).clone())
+    return a
 
 
-def _joins_keys(a: Any, chunk: Chunk, target: Target, buffers: Buffers) -> bool:
+def _joins_keys(a: MlaPrefillArguments, chunk: Chunk, target: Target, buffers: Buffers) -> bool:
     """Whether a call's keys are made joined: where all of them go to the library's attention at
     once, with as many queries, which are rotated first."""
     if chunk.rows != a.q.shape[0] or a.attention_dtype == FP8 or a.positions is not None:
@@ -197,7 +206,9 @@ def _joins_keys(a: Any, chunk: Chunk, target: Target, buffers: Buffers) -> bool:
     return library_wanted(_call(a, chunk, split_joined(a, joined, buffers)).in_parts(), target)
 
 
-def _core_call(a: Any, chunk: Chunk, keys: Keys) -> Generator[Step, Any, AttentionCall]:
+def _core_call(
+    a: MlaPrefillArguments, chunk: Chunk, keys: Keys
+) -> Generator[Step, Any, AttentionCall]:
     """The call of attention for one chunk, with what has to be made for it."""
     call, made = _call(a, chunk, keys), {}
     if _dense_batch(a, chunk) is None:
@@ -206,7 +217,7 @@ def _core_call(a: Any, chunk: Chunk, keys: Keys) -> Generator[Step, Any, Attenti
             made[name] = yield Buffer((sequences(a) + 1,), torch.int32)
             yield Library(partial(_multiples, rows[name] // sequences(a)), (made[name],))
     if a.attention_dtype == FP8:
-        scales = {name: getattr(a, name) for name in ("q_scale", "k_scale", "v_scale")}
+        scales = {"q_scale": a.q_scale, "k_scale": a.k_scale, "v_scale": a.v_scale}
         for name, value in scales.items():
             if value != 1.0:  # the kernel multiplies by nothing where there is none
                 made[name] = yield Buffer((), torch.float32)
@@ -222,7 +233,7 @@ def _fill(value: float, out: torch.Tensor) -> None:
     out.fill_(value)
 
 
-def _call(a: Any, chunk: Chunk, keys: Keys) -> AttentionCall:
+def _call(a: MlaPrefillArguments, chunk: Chunk, keys: Keys) -> AttentionCall:
     """The call of attention for one chunk: dense where all sequences are equal runs; else with the
     offsets that are given."""
     batch, one, positions = _dense_batch(a, chunk), _one_run(a, chunk), a.positions
@@ -258,14 +269,14 @@ def _call(a: Any, chunk: Chunk, keys: Keys) -> AttentionCall:
     )
 
 
-def _dense_batch(a: Any, chunk: Chunk) -> Any:
+def _dense_batch(a: MlaPrefillArguments, chunk: Chunk) -> Any:
     """How many sequences there are, each an equal run; None where they are ragged."""
     if _one_run(a, chunk):
         return 1
     return sequences(a) if a.row_offsets is None and chunk.offsets is None else None
 
 
-def _one_run(a: Any, chunk: Chunk) -> bool:
+def _one_run(a: MlaPrefillArguments, chunk: Chunk) -> bool:
     """Whether a call is one sequence whose keys are its new tokens: as many keys as tokens, all of
     which are among them. Then shapes say all that is on the device."""
     if a.row_offsets is None or a.row_offsets.shape[0] != 2 or a.attention_dtype == FP8:
@@ -274,7 +285,7 @@ def _one_run(a: Any, chunk: Chunk) -> bool:
     return written and a.key_lengths is None and chunk.rows == a.q.shape[0]
 
 
-def _query_tables(a: Any) -> RopeTables | None:
+def _query_tables(a: MlaPrefillArguments) -> RopeTables | None:
     if a.rope_style == "none" or "q" not in a.rope_on:
         return None
-    return RopeTables(a.cos, a.sin, a.rope_style, a.rope_by_position)
+    return RopeTables(given(a.cos), given(a.sin), a.rope_style, a.rope_by_position)

@@ -14,13 +14,13 @@ from tests.ops.test_contract import clone
 from tilewright.codegen.mla.key_kernels import LatentConfig
 from tilewright.codegen.mla.plan import latent_config
 from tilewright.codegen.targets import SM100
+from tilewright.ops.mla.arguments import FP8
 from tilewright.ops.mla.cases import PrefillCase
 from tilewright.ops.mla.keys import buffer_rows, row_key_offsets
 from tilewright.ops.mla.latents.latent_store import OP as STORE
 from tilewright.ops.mla.latents.lowering import latent_calls, latent_launch
 from tilewright.ops.mla.latents.operands import Chunk, key_buffers, latent_call
 from tilewright.ops.mla.prefill.prefill import OP as PREFILL
-from tilewright.ops.mla.sizes import FP8
 
 ONE_ROW = LatentConfig(1, 4)
 TILES = [LatentConfig(2, 1), LatentConfig(4, 2, checked=4)]

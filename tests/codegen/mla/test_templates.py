@@ -16,6 +16,7 @@ from tilewright.codegen.mla.key_kernels import UpConfig
 from tilewright.codegen.targets import SM100
 from tilewright.ops.attention.positions import positions_of
 from tilewright.ops.formats import fp8_block
+from tilewright.ops.mla.arguments import FP8
 from tilewright.ops.mla.cases import PrefillCase
 from tilewright.ops.mla.keys import buffer_rows, gathered_keys, row_key_offsets
 from tilewright.ops.mla.latents.latent_store import OP as STORE
@@ -26,7 +27,6 @@ from tilewright.ops.mla.prefill.branch import OP as BRANCH
 from tilewright.ops.mla.prefill.branch import as_mla_prefill, with_all_keys
 from tilewright.ops.mla.prefill.prefill import OP as PREFILL
 from tilewright.ops.mla.reference import _key_latents, _up_projected, up_weight
-from tilewright.ops.mla.sizes import FP8
 
 
 def case_of(op, name):

@@ -26,10 +26,9 @@ from tilewright.codegen.qkv.specs import SwappedConfig
 from tilewright.codegen.targets import SM90, SM100, SM120
 from tilewright.ops.formats.quantized_weight import AWQ_ORDER
 from tilewright.ops.qkv import qkv_cache
-from tilewright.ops.qkv.arguments import FusedQkvArguments
+from tilewright.ops.qkv.arguments import LETTERS, FusedQkvArguments
 from tilewright.ops.qkv.cases import CODE_CASES
-from tilewright.ops.qkv.operands import prepare
-from tilewright.ops.qkv.quantized_operands import LETTERS, quantized_values
+from tilewright.ops.qkv.operands import prepare, quantized_values
 from tilewright.ops.qkv.samples import AttentionCase
 from tilewright.ops.runtime.program import Launch
 

@@ -39,7 +39,12 @@ from tilewright.ops.formats.weight_rows import weight_rows
 from tilewright.ops.qkv import cache_store, choices, qkv_cache
 from tilewright.ops.qkv.arguments import FusedQkvArguments, KvStoreArguments
 from tilewright.ops.qkv.library import project, project_packed
-from tilewright.ops.qkv.operands import epilogue_problem, prepare, prepare_store
+from tilewright.ops.qkv.operands import (
+    epilogue_problem,
+    prepare,
+    prepare_store,
+    result_buffer,
+)
 from tilewright.ops.qkv.samples import AttentionCase
 from tilewright.ops.runtime.program import Launch, SplitK, drive
 
@@ -239,7 +244,7 @@ def run_fused(a: FusedQkvArguments, config: Config) -> torch.Tensor:
 def run_epilogue(a: FusedQkvArguments) -> torch.Tensor:
     """After GEMMs in fp32, so that the epilogue's rounding is the only one."""
     machine, call = Interpreter(SM100), prepare(a)
-    q = machine.perform(qkv_cache.result_buffer(a))
+    q = machine.perform(result_buffer(a))
     weights = [weight for weight in (a.q_weight, a.k_weight, a.v_weight) if weight is not None]
     rows = weight_rows(*weights)
     if rows is not None:

@@ -12,9 +12,9 @@ from tests.interpreted import interpret
 from tests.ops.test_contract import as_double, clone
 from tilewright.codegen.mla.plan import DecodeSizes, absorbs
 from tilewright.ops.contract import get_op
+from tilewright.ops.mla.arguments import FP8
 from tilewright.ops.mla.cases import PrefillCase
 from tilewright.ops.mla.decode.lowering import absorbed_call
-from tilewright.ops.mla.sizes import FP8
 
 RAGGED = PrefillCase(
     "ragged", num_pages=60, page_size=32, cached_tokens=(300, 0, 557, 400), new_tokens=(2, 0, 1, 3)

@@ -19,7 +19,8 @@ from tilewright.ops.attention.lowering import attention_steps
 from tilewright.ops.attention.operands import RopePart, cache_problem
 from tilewright.ops.checks import ArgumentError
 from tilewright.ops.contract import get_op
-from tilewright.ops.mla.decode.decode import MlaDecodeArguments, mla_decode
+from tilewright.ops.mla.arguments import MlaDecodeArguments
+from tilewright.ops.mla.decode.decode import mla_decode
 from tilewright.ops.mla.decode.lowering import head_steps
 from tilewright.ops.runtime.program import drive
 

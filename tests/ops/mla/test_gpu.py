@@ -16,12 +16,12 @@ import torch
 
 from tests.ops.test_contract import as_double
 from tilewright.ops.contract import Tolerance
+from tilewright.ops.mla.arguments import FP8
 from tilewright.ops.mla.attention import cudnn
 from tilewright.ops.mla.cases import BranchCase, PrefillCase
 from tilewright.ops.mla.latents.lowering import by_head
 from tilewright.ops.mla.prefill.branch import OP as BRANCH
 from tilewright.ops.mla.prefill.prefill import OP as PREFILL
-from tilewright.ops.mla.sizes import FP8
 from tilewright.ops.runtime.products import multiply_batch
 
 pytestmark = [

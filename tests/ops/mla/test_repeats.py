@@ -10,8 +10,8 @@ from tests.mla_library import take_every_call
 from tests.ops.test_contract import clone
 from tilewright.codegen.targets import SM90
 from tilewright.ops.contract import get_op
+from tilewright.ops.mla.arguments import FP8
 from tilewright.ops.mla.cases import BranchCase, PrefillCase
-from tilewright.ops.mla.sizes import FP8
 from tilewright.ops.runtime.program import drive
 from tilewright.ops.runtime.replay import repeat
 

@@ -1,0 +1,284 @@
+"""The arguments of the MLA ops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from tilewright.ops.attention.arguments import BatchArguments
+from tilewright.ops.schema import SymInt, Written
+
+FP8 = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True)
+class LatentStoreArguments:
+    """The arguments of `mla_latent_store`: T tokens, L latent rank, R rope width.
+
+    latent [T, L] and k_rope [T, R]: last dimension contiguous, rows any distance apart, so that
+    slices of one projection serve; bf16, fp16, fp32 or fp64, as are the caches.
+    latent_cache, rope_cache: base tensors, written; rope_cache None: both parts live in
+    latent_cache. latent_window, rope_window: the nine integers of a CacheWindow on the base, of one
+    head and head_dim L and R.
+
+    norm_weight [L] (of latent's dtype or float32): latent / sqrt(mean(latent²) + norm_eps) times
+    it; None: no norm. cos, sin [T_rope, R] or [T_rope, R / 2], styles and rows as in
+    ops/reference/rope.py; or rope_by_position: any strides, a token's row is its position.
+
+    slots, indexing, slot_mapping, lookup_table, sequence_ids, positions, row_offsets,
+    cache_lengths: as in ops/cache/addressing.py. A token's position: `positions` [T] where given,
+    else cache_lengths[b] + i for the i-th token of sequence b.
+
+    Bad values (slots, positions, pages; positions without a row of cos) raise ArgumentError before
+    anything is written where they are on the CPU, and under TILEWRIGHT_DEBUG=1 on a GPU; else a
+    token without a place on a GPU is not written.
+    """
+
+    latent: torch.Tensor
+    k_rope: torch.Tensor
+    latent_cache: Written
+    rope_cache: Written | None
+    slot_mapping: torch.Tensor | None
+    latent_window: Sequence[SymInt]
+    rope_window: Sequence[SymInt]
+    _: KW_ONLY
+    norm_weight: torch.Tensor | None = None
+    norm_eps: float = 1e-06
+    cos: torch.Tensor | None = None
+    sin: torch.Tensor | None = None
+    rope_style: str = "none"
+    rope_by_position: bool = False
+    slots: str = "flat"
+    indexing: str = "paged"
+    lookup_table: torch.Tensor | None = None
+    sequence_ids: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+    row_offsets: torch.Tensor | None = None
+    cache_lengths: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class MlaPrefillArguments:
+    """The arguments of `mla_prefill`. T queries of B sequences, H heads, N, R and V the widths of a
+    head's unrotated part, rotated part and values, L the latent rank, K keys.
+
+    q [T, H, N + R]: unrotated columns first; bf16, fp16, fp32 or fp64, last dimension contiguous.
+    latent [Tk, L], k_rope [Tk, R]: of q's dtype, last dimension contiguous, rows any distance
+    apart; None (both): nothing is new, keys are in the cache. Tk = T but for keys="given".
+    kv_b_weight [H * (N + V), L]: for each head N rows of keys and V = v_dim rows of values. Of q's
+    dtype, or float8_e4m3fn with kv_b_scale [ceil(rows / bn), ceil(L / bk)], scale_block = [bn, bk]:
+    it is then rounded to q's dtype; or, quantize_latent, latents are quantised per 1 x bk
+    (ops/formats/fp8_block.py, amax at most latent_scale_cap where that is not 0); or, latent_scale
+    [Tk, ceil(L / bk)] given, latent has such codes already: of latents that are normed and rotated,
+    for keys="given" and slots="none".
+
+    latent_cache, rope_cache, latent_window, rope_window: as for `mla_latent_store`; None and []
+    without a cache. Written where slots is not "none": slots, indexing, slot_mapping, lookup_table,
+    sequence_ids, positions, row_offsets, cache_lengths as in ops/cache/addressing.py.
+
+    A sequence's queries: row_offsets [B + 1], or num_sequences equal runs.
+    keys, key_offsets [B + 1], key_slots [K], lookup_table [B, columns]: as in ops/mla/keys.py,
+    read after this call's tokens are written; num_keys = key_offsets[B] for keys="table". There,
+    with slots="ragged", a sequence with new tokens has rows for all its keys, cached and new.
+    key_lengths [B]: keys from there on are not seen.
+
+    A query's position p: `positions` [T] or [T / B] (the same for every sequence) where given, else
+    cache_lengths[b] + i, else i. A key's position is its place j among its sequence's keys. mask:
+    "causal" (j <= p), "none", "sliding_window" (p - window < j <= p), "chunked" (j <= p, and
+    j // window == p // window). attn_mask [B or 1, H or 1, T / B or 1, K / B]: bool, True is seen,
+    or numbers (of q's dtype or float32) that are added to the scaled logits, -inf hides; only
+    for equal runs. mask_blocks: what `mask_blocks` gives for this attn_mask; made by the call where
+    it is None. A query that sees no key gives zeros.
+
+    norm_weight, norm_eps, cos, sin, rope_style, rope_by_position: as for `mla_latent_store`;
+    rope_on: "qk", "q" or "k" is rotated.
+
+    attention_dtype float8_e4m3fn: q, keys and values are divided by q_scale, k_scale and v_scale
+    and rounded to it, saturating, and so are the softmax weights, times a power of two; None: q's.
+
+    Bad values (offsets, slots, pages, positions) raise ArgumentError before anything is written
+    where they are on the CPU, and under TILEWRIGHT_DEBUG=1 on a GPU.
+    """
+
+    q: torch.Tensor
+    latent: torch.Tensor | None
+    k_rope: torch.Tensor | None
+    kv_b_weight: torch.Tensor
+    latent_cache: Written | None = None
+    rope_cache: Written | None = None
+    latent_window: Sequence[SymInt] = ()
+    rope_window: Sequence[SymInt] = ()
+    _: KW_ONLY
+    v_dim: SymInt
+    scale: float
+    num_sequences: SymInt = 1
+    row_offsets: torch.Tensor | None = None
+    keys: str = "given"
+    key_offsets: torch.Tensor | None = None
+    key_slots: torch.Tensor | None = None
+    key_lengths: torch.Tensor | None = None
+    num_keys: SymInt = 0
+    slots: str = "none"
+    indexing: str = "paged"
+    slot_mapping: torch.Tensor | None = None
+    lookup_table: torch.Tensor | None = None
+    sequence_ids: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+    cache_lengths: torch.Tensor | None = None
+    norm_weight: torch.Tensor | None = None
+    norm_eps: float = 1e-06
+    cos: torch.Tensor | None = None
+    sin: torch.Tensor | None = None
+    rope_style: str = "none"
+    rope_on: str = "qk"
+    rope_by_position: bool = False
+    mask: str = "causal"
+    window: int = 0
+    attn_mask: torch.Tensor | None = None
+    kv_b_scale: torch.Tensor | None = None
+    scale_block: Sequence[int] = ()
+    quantize_latent: bool = False
+    latent_scale_cap: float = 0.0
+    latent_scale: torch.Tensor | None = None
+    attention_dtype: torch.dtype | None = None
+    q_scale: float = 1.0
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+    mask_blocks: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class MlaBranchArguments:
+    """The arguments of `mla_prefill_branch_fp8`. T new tokens of B sequences, H heads, N, R and V
+    the widths of a head's unrotated part, rotated part and values, L the latent rank, C chunks.
+
+    q [T, H, N + R]: unrotated columns first, not rotated yet; bf16, fp16, fp32 or fp64, last
+    dimension contiguous. latents [T, L + R]: the new tokens' entries as they leave their
+    projection, of q's dtype.
+    input_row_offsets [B + 1], cache_lengths [B] (tokens in the cache before this call) and
+    lookup_table [B, columns], uint32, int32 or int64, as in
+    `fused_qkv_matmul_kv_cache_paged_ragged`; a sequence without new tokens has no part.
+    freqs_cis [positions, R], of q's dtype or float32: cos and sin of each pair in turn.
+    rope_style: "interleaved", "half" or "interleaved_to_half", for q and the cache.
+    kv_norm_gamma [L], of q's dtype or float32.
+    blocks [P, 1, layers, page_size, 1, L + R], any strides, of q's dtype, written at layer_idx.
+    scale: of the logits. epsilon: of the norm.
+
+    buffer_row_offsets [B + 1] or [C, B + 1]: the rows of a chunk that each sequence's keys take;
+    cache_offsets [B or B + 1] or [C, ..]: the position of its first; buffer_length: rows of each
+    chunk, C integers of which those without keys are -1 (as `mla_prefill_plan` gives them). A
+    sequence's chunks follow each other without a gap from position 0 and hold all its keys; rows
+    past them are not seen. All lengths below 1: nothing is written and the result is zeros.
+
+    kv_b_proj [H * (N + V), L] float8_e4m3fn, kv_b_proj_scale [ceil(rows / g), ceil(L / g)] float32
+    for blocks of granularity g = 128 or 64. V = v_dim.
+    mask, window, attention_dtype, q_scale, k_scale, v_scale: as for `mla_prefill`.
+
+    ArgumentError, before anything is written: a layer, granularity, shape, dtype or device that
+    does not fit. And by value, on the CPU always, on a GPU under TILEWRIGHT_DEBUG=1: offsets that
+    disagree, a buffer shorter than the keys, pages outside the pool, positions past freqs_cis or
+    past the table.
+    """
+
+    q: torch.Tensor
+    latents: torch.Tensor
+    input_row_offsets: torch.Tensor
+    freqs_cis: torch.Tensor
+    kv_norm_gamma: torch.Tensor
+    blocks: Written
+    cache_lengths: torch.Tensor
+    lookup_table: torch.Tensor
+    layer_idx: int
+    scale: float
+    epsilon: float
+    buffer_row_offsets: torch.Tensor
+    cache_offsets: torch.Tensor
+    buffer_length: Sequence[SymInt]
+    kv_b_proj: torch.Tensor
+    kv_b_proj_scale: torch.Tensor
+    _: KW_ONLY
+    v_dim: SymInt = 128
+    mask: str = "causal"
+    window: int = 0
+    rope_style: str = "interleaved"
+    granularity: int = 128
+    attention_dtype: torch.dtype | None = None
+    q_scale: float = 1.0
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Width:
+    """A base of its own: the schema has v_dim before the arguments of a batch."""
+
+    v_dim: SymInt
+
+
+@dataclass(frozen=True)
+class MlaDecodeArguments(BatchArguments, _Width):
+    """The arguments of `mla_decode`: T queries of B sequences; H heads, N, R and V the widths of a
+    head's unrotated part, rotated part and values, L the latent rank.
+
+    q [T, H, N + R]: unrotated columns first, the others rotated; bf16, fp16, fp32 or fp64, last
+    dimension contiguous. A sequence's queries: row_offsets [B + 1], or num_sequences equal runs.
+
+    latent [P, S, L], rope_keys [P, S, R]: the cache, of q's dtype, any strides, last dimension
+    contiguous; normed and rotated. block_table [B, columns]: key j of sequence b is
+    latent[block_table[b, j // S], j % S]. None: it is latent[b, j], P = B.
+
+    kv_b_weight [H * (N + V), L]: for each head N rows of keys, W_UK, and V = v_dim rows of values,
+    W_UV. Of q's dtype, or float8_e4m3fn with kv_b_scale [ceil(rows / bn), ceil(L / bk)],
+    scale_block = [bn, bk]: it is then rounded to q's dtype. With v_weight [H, V, L] it is W_UK
+    alone, [H, N, L], and v_weight W_UV; both of q's dtype, any strides.
+
+    key_lengths, positions, cache_lengths, mask, window, attn_mask, mask_blocks: which keys a query
+    sees, as for `cache_attention`. A query that sees no key gives zeros. Keys that nobody sees may
+    hold anything, NaN too. Bad values (offsets, lengths, pages) raise ArgumentError where they are
+    on the CPU, and under TILEWRIGHT_DEBUG=1 on a GPU; otherwise a key on a page outside the pool is
+    not seen.
+    """
+
+    q: torch.Tensor
+    latent: torch.Tensor
+    rope_keys: torch.Tensor
+    kv_b_weight: torch.Tensor
+    _: KW_ONLY
+    v_weight: torch.Tensor | None = None
+    kv_b_scale: torch.Tensor | None = None
+    scale_block: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class UpWeight:
+    """An up-projection by itself: its weight [H * (N + V), L], with its scales, and q."""
+
+    q: torch.Tensor
+    v_dim: Any
+    kv_b_weight: torch.Tensor
+    kv_b_scale: torch.Tensor | None
+    scale_block: Sequence[int]
+
+
+LatentArguments: TypeAlias = LatentStoreArguments | MlaPrefillArguments
+UpArguments: TypeAlias = MlaPrefillArguments | MlaDecodeArguments | UpWeight
+
+
+def widths(a: UpArguments) -> tuple[Any, Any, Any]:
+    """N, R and V: the widths of a head's unrotated part, rotated part and values."""
+    shape = a.kv_b_weight.shape
+    nope = shape[1] if len(shape) == 3 else shape[0] // a.q.shape[1] - a.v_dim
+    return nope, a.q.shape[2] - nope, a.v_dim
+
+
+def halves(a: MlaDecodeArguments, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(W_UK [H, N, L], W_UV [H, V, L]) of an MlaDecodeArguments, whose kv_b_weight, dequantised, is
+    the weight."""
+    if a.v_weight is not None:
+        return weight, a.v_weight
+    nope, _, v_dim = widths(a)
+    per_head = weight.unflatten(0, (a.q.shape[1], nope + v_dim))
+    return per_head[:, :nope], per_head[:, nope:]
