@@ -54,7 +54,7 @@ from tilewright.compiler.safety.modes import (
 )
 from tilewright.compiler.safety.overlap import InputMemory, input_memory
 from tilewright.ops.contract import LoweringReport, get_op
-from tilewright.ops.qkv.tuning import describe
+from tilewright.ops.fused_op import loaded
 from tilewright.patterns.dataflow import Dataflow, Value
 from tilewright.patterns.language import Findings, Match, Miss, Stage, find, registered
 
@@ -279,14 +279,14 @@ def _sites(
 
 
 def _ask_for_tuning(rewritten: Sequence[Rewritten], options: Options) -> tuple[str, ...]:
-    """Sets the argument `tune` at sites whose op has it; a note says what GPU will measure."""
-    asked = False
+    """Sets `tune` at sites whose op can be tuned; a note says which GPU will measure."""
+    notes: dict[str, None] = {}
     for done in rewritten:
-        schema = get_op(done.node.meta["tilewright"]["op"]).torch_op._schema
-        if any(spec.name == "tune" for spec in schema.arguments):
+        tuning = get_op(done.node.meta["tilewright"]["op"]).tuning
+        if tuning is not None:
             done.node.update_kwarg("tune", True)
-            asked = True
-    return (describe(target_name(options)),) if asked else ()
+            notes[loaded(tuning)(target_name(options))] = None
+    return tuple(notes)
 
 
 def target_name(options: Options) -> str:

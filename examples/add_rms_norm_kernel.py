@@ -16,11 +16,10 @@ import triton.language as tl
 
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
 from tilewright.codegen.audit import Expectations
-from tilewright.codegen.operand import Operand
-from tilewright.codegen.spec import KernelSpec
+from tilewright.codegen.kernel import Kernel
 from tilewright.codegen.targets import Target
-from tilewright.ops.runtime.operands import operand
-from tilewright.ops.runtime.program import Buffer, Launch, Outcome, Steps
+from tilewright.ops.runtime.kernels import launch
+from tilewright.ops.runtime.program import Buffer, Outcome, Steps
 
 # --- template -----------------------------------------------------------------------------------
 
@@ -48,21 +47,14 @@ def add_rms_norm(
     tl.store(out, normed.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-# --- problem ------------------------------------------------------------------------------------
+# --- kernel -------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True)
-class NormProblem:
-    """What is static about a call. y, s: strides (row,)."""
-
-    hidden: int
-    eps: float
-    y: Operand
-    s: Operand
-    weight: Operand
-
-
-# --- specs --------------------------------------------------------------------------------------
+ADD_RMS_NORM = Kernel(
+    "add_rms_norm_kernel",  # the module of the template
+    "add_rms_norm",
+    {"Y_STRIDE": ("y", 0), "S_STRIDE": ("s", 0)},
+    num_stages=1,
+)
 
 
 @dataclass(frozen=True)
@@ -71,32 +63,6 @@ class NormConfig:
 
     block_t: int
     num_warps: int
-
-
-@cache
-def norm_spec(problem: NormProblem, config: NormConfig, target: str) -> KernelSpec:
-    return KernelSpec.of(
-        "add_rms_norm_kernel",  # the module of the template
-        "add_rms_norm",
-        {
-            "HIDDEN": problem.hidden,
-            "Y_STRIDE": problem.y.strides[0],
-            "S_STRIDE": problem.s.strides[0],
-            "EPS": problem.eps,
-            "BLOCK_T": config.block_t,
-            "BLOCK_K": next_power_of_2(problem.hidden),
-        },
-        {
-            "y_ptr": problem.y,
-            "s_ptr": problem.s,
-            "weight_ptr": problem.weight,
-            "out_ptr": Operand(problem.y.dtype),
-            "num_tokens": "i32",
-        },
-        num_warps=config.num_warps,
-        num_stages=1,
-        target=target,
-    )
 
 
 def norm_grid(config: NormConfig, num_tokens: int) -> tuple[int]:
@@ -109,15 +75,16 @@ def norm_grid(config: NormConfig, num_tokens: int) -> tuple[int]:
 TILE = 4096
 
 
-def norm_plan(problem: NormProblem, num_tokens: int, target: Target) -> NormConfig:
+@cache
+def norm_plan(hidden: int, num_tokens: int, target: Target) -> NormConfig:
     """As many tokens as fill a tile, where that leaves a program for each multiprocessor."""
-    most = max(TILE // next_power_of_2(problem.hidden), 1)
+    most = max(TILE // next_power_of_2(hidden), 1)
     while most > 1 and cdiv(num_tokens, most) < target.num_sms:
         most //= 2
-    return NormConfig(most, 4 if problem.hidden <= TILE else 8)
+    return NormConfig(most, 4 if hidden <= TILE else 8)
 
 
-# --- operands: from the arguments to the problem --------------------------------------------------
+# --- lowering -----------------------------------------------------------------------------------
 
 # A row is held in registers.
 MAX_HIDDEN = 16384
@@ -135,33 +102,14 @@ def unsupported(a: Any) -> str | None:
     return None
 
 
-def norm_problem(a: Any) -> NormProblem:
-    return NormProblem(
-        hidden=a.y.shape[1],
-        eps=a.eps,
-        y=operand(a.y, a.y.stride(0)),
-        s=operand(a.s, a.s.stride(0)),
-        weight=operand(a.weight),
-    )
-
-
-# --- lowering -----------------------------------------------------------------------------------
-
-
 def add_rms_norm_steps(a: Any, target: Target) -> Steps:
     """The steps of a call: memory for the result, one launch."""
-    problem, num_tokens = norm_problem(a), a.y.shape[0]
-    config = norm_plan(problem, next_power_of_2(num_tokens), target)
+    tokens, hidden = a.y.shape
+    config = norm_plan(hidden, next_power_of_2(tokens), target)
     out = yield Buffer(a.y.shape, a.y.dtype)
-    values = {
-        "y_ptr": a.y,
-        "s_ptr": a.s,
-        "weight_ptr": a.weight,
-        "out_ptr": out,
-        "num_tokens": num_tokens,
-    }
-    spec = norm_spec(problem, config, target.name)
-    yield Launch(spec, norm_grid(config, num_tokens), values)
+    values = {"y": a.y, "s": a.s, "weight": a.weight, "out": out, "num_tokens": tokens}
+    sizes = {"HIDDEN": hidden, "EPS": a.eps, "BLOCK_K": next_power_of_2(hidden)}
+    yield launch(ADD_RMS_NORM, target, norm_grid(config, tokens), values, config, **sizes)
     return Outcome(out, "norm kernel", f"{config.block_t} tokens a program")
 
 

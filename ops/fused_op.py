@@ -98,6 +98,8 @@ class FusedOp:
     schema: "(Tensor x, Tensor(a!) cache) -> Tensor", in place of what the fields and `returns` say,
         for what they cannot.
     cache_read: what a call reads of caches, by its arguments' metadata; None where it reads none.
+    tuning: of an op that has the argument `tune`, tuning(target name) gives a line for reports that
+        says what is measured, and where; may be "module:function".
     without_writes: the op of equal arguments that a traced call becomes where all that it could
         write is None: torch's functionalisation has no form for one that writes nothing.
     """
@@ -118,6 +120,7 @@ class FusedOp:
     returns: str = "Tensor"
     schema: str | None = None
     cache_read: Callable[[Any], CacheRead] | None = None
+    tuning: Callable[[str], str] | str | None = None
     without_writes: str = ""
 
     def plan_for(self, arguments: Any, target: str) -> LoweringReport:

@@ -183,11 +183,12 @@ class View:
 class Computed:
     """A small expression that the rewriter adds to the graph, e.g. page * page_size + offset.
 
-    function: a name that `compiler.rewrite.materialise` knows, or a fused op's. operands, options
-        (the call's keywords): views, numbers, more of these.
+    function: a function of tensors that the graph may call, a name that
+        `compiler.rewrite.materialise` knows, or a fused op's name. operands, options (the call's
+        keywords): views, numbers, more of these.
     """
 
-    function: str
+    function: str | Callable[..., Any]
     operands: tuple[Any, ...]
     options: tuple[tuple[str, Any], ...] = ()
 
@@ -436,6 +437,13 @@ class Dataflow:
             if isinstance(view, View):
                 found.setdefault(view.value, []).append(node)
         return found
+
+    def written_back(self, value: Value) -> Iterator[Value]:
+        """The in-place writes of a value and of nothing else, as `x[...] += y` and
+        `dist.all_reduce(x)` end in one."""
+        for user in self.users.get(value, ()):
+            if user.store is not None and user.store.source == value.whole:
+                yield user
 
     def on_storage(self, storage: int) -> Sequence[Memory]:
         """All memories that share a storage."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv
-from tilewright.codegen.spec import Constant, constants_of
 from tilewright.codegen.targets import Target
 
 # Share of the L2 cache that the keys and values of one group of heads may take.
@@ -42,13 +41,6 @@ class PrefillConfig:
         words += [f"r{self.maxnreg}"] if self.maxnreg else []
         tile = f"{self.block_m} queries x {self.block_n} keys w{self.num_warps} s{self.num_stages}"
         return " ".join([tile, *words])
-
-    @property
-    def constants(self) -> dict[str, Constant]:
-        """What every kernel is told of it."""
-        return {
-            **constants_of(self, "tma", "one_loop", "warp_specialize", "block_m", "block_n"),
-        }
 
     def fits(self, q_bytes: int, key_bytes: int, mask: str, target: Target) -> bool:
         """Whether shared memory holds q's tile and the stages of keys, values and mask; q_bytes:

@@ -15,7 +15,6 @@ from tilewright.compiler import _compat
 from tilewright.compiler.dataflow.access import call_key
 from tilewright.compiler.dataflow.spelling import shape_of
 from tilewright.ops.contract import get_op, is_ours
-from tilewright.ops.formats import nvfp4, row_groups, scale_layout
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Computed, Dataflow, Value, View, source_of
 from tilewright.patterns.effects import Atom, Effect, InexpressibleError, Size
@@ -48,11 +47,6 @@ _FUNCTIONS: dict[str, Callable[..., Any] | str] = {
     "argsort": torch.argsort,
     "index_select": torch.index_select,
     "pad": torch.nn.functional.pad,
-    "place_scales": nvfp4.place_scales,
-    "layout_scales": nvfp4.layout_scales,
-    "ends_in_order": row_groups.ends_in_order,
-    "experts_in_order": row_groups.experts_in_order,
-    "group_scale_offsets": scale_layout.group_scale_offsets,
 }
 
 _SIZE_FUNCTIONS: dict[type, Callable[..., Any]] = {
@@ -243,8 +237,10 @@ class Materialiser:
     def _computed(self, item: Computed) -> fx.Node:
         operands = [self.argument(o) for o in item.operands]
         options = {name: self.argument(option) for name, option in item.options}
-        known = _FUNCTIONS.get(item.function)
-        return self.call(known or get_op(item.function).torch_op, *operands, **options)
+        function = item.function
+        if isinstance(function, str):
+            function = _FUNCTIONS.get(function) or get_op(function).torch_op
+        return self.call(function, *operands, **options)
 
     def call(self, target: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> fx.Node:
         """A new node, or an equal one made before that precedes the insertion point and still holds

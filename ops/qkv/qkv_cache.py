@@ -196,6 +196,7 @@ OP = register(
         tolerances=TOLERANCES,
         error_model=ERROR_MODEL,
         plan=f"{STEPS}:plan_fused_qkv_paged",
+        tuning="tilewright.ops.qkv.tuning:describe",
     )
 )
 

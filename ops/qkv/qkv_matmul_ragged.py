@@ -228,6 +228,7 @@ OP = register(
         tolerances=TOLERANCES,
         error_model=ONE_ROUNDING,
         plan=f"{STEPS}:plan_ragged",
+        tuning="tilewright.ops.qkv.tuning:describe",
     )
 )
 

@@ -228,7 +228,7 @@ class Watch:
             gone = [peer for peer, _ in asked]
             self.end(_message(gone, f"this rank's GPU says nothing for {self.deadline_s:g} s"))
         elif lost := [peer for peer in waiting if now - peer.since >= self.every_s]:
-            self.end(_message(lost, "this rank waits for it in all_reduce_residual_norm"))
+            self.end(_message(lost, "this rank waits for it in a fused sum over ranks"))
 
 
 def _answer(asked: Sequence[tuple[_Peer, Sequence[Waits]]], deadline_s: float) -> list | None:

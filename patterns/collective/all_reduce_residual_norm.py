@@ -58,6 +58,7 @@ class AllReduceResidualNorm:
         made = found.part.matrix.shape
         whole = effects.reshape(effects.identity(made), anchor.shape)
         tokens, columns = made
+        (_, waited, _) = found.absorbed
         return Match(
             pattern=self.name,
             op=self.op,
@@ -73,7 +74,7 @@ class AllReduceResidualNorm:
             },
             results=(Result(anchor, whole), Result(normed, whole, output=1)),
             absorbed=tuple(dict.fromkeys((*found.absorbed, *norm.absorbed, normed))),
-            scratch=_written_back(found, flow),
+            scratch=tuple(flow.written_back(waited)),
             facts={
                 "x": f"{dtype_name(anchor.dtype)}[{effects.size_fact(tokens)},{columns}]",
                 "ranks": found.num_ranks,
@@ -100,16 +101,6 @@ def _check(found: RankSum) -> None:
     if len(set(dtypes)) > 1:
         reject("DTYPE", Stage.CAPABILITY, f"{dtypes[0]} is added to {dtypes[1]}", found.end)
     check_dtypes([*dtypes, found.end.dtype], "parts and residual", found.end, HALVES)
-
-
-def _written_back(found: RankSum, flow: Dataflow) -> tuple[Value, ...]:
-    """Writes of the sum into the part's memory, as `dist.all_reduce` is captured."""
-    (waited, _) = found.absorbed[1:]
-    return tuple(
-        store
-        for store in flow.users.get(waited, ())
-        if store.store is not None and store.store.source == waited.whole
-    )
 
 
 register(AllReduceResidualNorm())

@@ -18,6 +18,9 @@ from typing import Any, ClassVar
 import torch
 
 from tilewright.codegen.formats import WEIGHT_FORMATS
+from tilewright.ops.formats.nvfp4 import layout_scales, place_scales
+from tilewright.ops.formats.row_groups import ends_in_order, experts_in_order
+from tilewright.ops.formats.scale_layout import group_scale_offsets
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Computed, Dataflow, Value, View
 from tilewright.patterns.effects import Atom
@@ -153,8 +156,8 @@ def _both_quantised(
     num_experts, device = weight.shape[0], weight.device
     # The op wants ends that ascend; slices take any.
     num_rows = gemm.x.shape[0]
-    offsets = Computed("pad", (Computed("ends_in_order", (gemm.ends, num_rows)), [1, 0]))
-    experts = Computed("experts_in_order", (gemm.ends, num_rows))
+    offsets = Computed("pad", (Computed(ends_in_order, (gemm.ends, num_rows)), [1, 0]))
+    experts = Computed(experts_in_order, (gemm.ends, num_rows))
     factors = [f for f in (given.get("factor"), *factor) if f is not None]
     scale: Any = Computed(
         "full", ([num_experts], 1.0), (("dtype", torch.float32), ("device", device))
@@ -164,10 +167,10 @@ def _both_quantised(
     return {
         "a": Computed("contiguous", (rows.data,)),
         "b": given["b"],
-        "a_scales": Computed("place_scales", (cut_scale(rows, (NVFP4_BLOCK,)), offsets)),
-        "b_scales": Computed("layout_scales", (given["b_scales"],)),
+        "a_scales": Computed(place_scales, (cut_scale(rows, (NVFP4_BLOCK,)), offsets)),
+        "b_scales": Computed(layout_scales, (given["b_scales"],)),
         "group_offsets": offsets,
-        "group_scale_offsets": Computed("group_scale_offsets", (offsets,)),
+        "group_scale_offsets": Computed(group_scale_offsets, (offsets,)),
         "expert_ids": experts,
         "expert_scales": scale,
         "out_dtype": gemm.end.dtype,

@@ -4,7 +4,8 @@ of an MLP.
     out = residual + scale * linear(x, weight)     ⇒   linear_residual(x, weight, residual)
     out = residual + scale * rms_norm(linear(x, weight))   ⇒   the same, rms_norm=True
 
-The second for a count of tokens that is a number.
+The first in any shape in which all of a token's columns follow its own, the second for a count of
+tokens that is a number.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ class LinearResidual:
             arguments={
                 "x": linear.x,
                 **weights,
-                "residual": found.residual.matrix,
+                "residual": found.residual.reshape(linear.x.shape[0], linear.weight.shape[0]),
                 "bias": linear.bias,
                 "scale": found.scale,
                 **row_norm_arguments(found.norm),
@@ -198,7 +199,7 @@ def _summed_over_ranks(value: Value) -> Value | None:
 
 def _match_scaled(product: View, residual: View) -> Sum | None:
     inner, scale, values = times_number(product) or (product, 1.0, ())
-    linear = match_few_tokens(inner)
+    linear = match_few_tokens(inner, by_head=True)
     if linear is None:
         return None
     return Sum(linear, residual, scale, None, (*values, *linear.absorbed))

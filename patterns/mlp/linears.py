@@ -63,9 +63,12 @@ class FewTokens:
         return (self.x.value,) if self.coded else (self.x.value, self.weight.value)
 
 
-def match_few_tokens(view: View) -> FewTokens | None:
+def match_few_tokens(view: View, by_head: bool = False) -> FewTokens | None:
     """The linear that a view [tokens..., N] is, or whose columns it is; None for any other view,
-    and where there are certainly too many tokens for the op."""
+    and where there are certainly too many tokens for the op.
+
+    by_head: the view may have its columns in several dimensions, as [tokens..., heads, width].
+    """
     value = view.value
     # Of a sum of two tensors of its shape, a residual, none is a bias: nothing to look for behind.
     by_column = value.op in ("aten.add", "aten.mul") and any(
@@ -81,6 +84,11 @@ def match_few_tokens(view: View) -> FewTokens | None:
         x, weight = columns.x.matrix, columns.weight
         coded = weight.value.op not in STORED and holds_codes(weight.value, {})
         bias, scale = columns.bias, columns.scale
+        if by_head and not coded and scale is None:
+            weight = weight.matrix
+            bias = bias and bias.reshape(weight.shape[0])
+            if len(effects.coalesce(weight.effect.dims[0])) > 1:  # its rows in another order
+                return None
     except InexpressibleError:
         return None
     if len(weight.shape) != 2:

@@ -78,9 +78,14 @@ class Attention:
         return batch, queries, heads
 
     def scratch(self, flow: Dataflow) -> tuple[Value, ...]:
-        """Writes in place into the logits or the weights."""
+        """Writes in place into the logits or the weights, and of these into themselves, which is
+        how `logits[...] += mask` ends."""
         made = flow.values_at(value.node for value in self.absorbed)
-        return tuple(value for value in made if value.op == "store")
+        writes = {value: value.store.memory for value in made if value.store is not None}
+        again = (write for value in self.absorbed for write in flow.written_back(value))
+        held = set(writes.values())
+        ends = (write for write in again if write.store and write.store.memory in held)
+        return tuple(dict.fromkeys((*writes, *ends)))
 
     def result(self) -> Result | Parts:
         """`end` as what it is of an output [T, H, V]."""
@@ -382,8 +387,11 @@ def _refuse_logits(softmax: Value) -> NoReturn:
             hint='hide keys by masked_fill(mask == 0, float("-inf")), or add torch.where(mask == '
             "0, number, 0.0) to the products",
         )
+    why = "its logits are no known sum of products of queries and keys"
+    if step is not None and step.store is not None:
+        why = f"a part of its products of queries and keys is changed in place ({step})"
     refuse(
-        "its logits are no known sum of products of queries and keys",
+        why,
         softmax,
         hint="add up what is added to the products, and give scaled_dot_product_attention the "
         "sum as attn_mask",

@@ -142,7 +142,9 @@ def _rotated(terms: Sequence[Term], first: int, head_dim: int) -> int:
     if np.any(products[~passed] != 2) or np.any(products[passed]):
         raise _Unknown("its elements are not sums of two products")
     rotary_dim = int(np.count_nonzero(~passed))
-    if rotary_dim % 2 or not np.array_equal(np.flatnonzero(~passed), np.arange(rotary_dim)):
+    if rotary_dim % 2:
+        raise _Unknown(f"an odd number of elements, {rotary_dim}, cannot turn in pairs")
+    if not np.array_equal(np.flatnonzero(~passed), np.arange(rotary_dim)):
         raise _Unknown("the rotated elements are not the first ones of the head")
     return rotary_dim
 

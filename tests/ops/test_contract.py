@@ -15,6 +15,7 @@ import torch
 from tests.ops.opcheck_samples import eight_bits, failures
 from tests.ops.qkv import plain
 from tilewright.ops import ArgumentError, contract
+from tilewright.ops.fused_op import loaded
 
 OPS = {op.name: op for op in contract.all_ops()}
 CASES = [
@@ -192,6 +193,16 @@ def test_a_call_off_the_gpu_says_why_the_kernel_was_not_taken(op):
     assert choice.lowering.name == "reference"
     kernels = (("emitted_kernel", "runs on cuda only"),)
     assert choice.rejected == (kernels if op.lowerings else ())
+
+
+def test_ops_that_take_tune_say_what_they_measure():
+    tuned = {n for n, op in OPS.items() if op.tuning is not None}
+    takes_tune = {
+        n for n, op in OPS.items() if "tune" in {a.name for a in op.torch_op._schema.arguments}
+    }
+    assert tuned == takes_tune != set()
+    for name in tuned:
+        assert "sm90" in loaded(OPS[name].tuning)("sm90")
 
 
 DOUBLE = {n: op for n, op in OPS.items() if any(c.dtype == torch.float64 for c in op.cases)}

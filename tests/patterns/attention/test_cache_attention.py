@@ -193,6 +193,13 @@ def in_place(q, k, v, mask, *_):
     return weighted(logits, v)
 
 
+def in_place_by_item(q, k, v, mask, *_):
+    """`logits[...] += x` ends in a write of the logits to themselves."""
+    logits = logits_of(q, k)
+    logits[:, :, :, -k.shape[2] :] += torch.where(mask, 0.0, -3e38).to(q.dtype)
+    return weighted(logits, v)
+
+
 def where(q, k, v, mask, *_):
     hidden = torch.tensor(HIDDEN, dtype=q.dtype)
     return weighted(torch.where(mask, logits_of(q, k), hidden), v)
@@ -281,8 +288,8 @@ SPELLINGS = (
     by_hand, shared, interleaved, keys_of_pairs, numbers_added, masked_fill, hidden_filled,
     biased_and_hidden, einsum, one_sequence, capped, capped_by_products, with_sinks,
     with_sinks_of_groups, with_sinks_of_one_sequence, divided, scaled_before, single_precision,
-    in_place, where, where_hidden, baddbmm, baddbmm_of_nothing, baddbmm_to_zeros, einsum_by_token,
-    einsum_by_group, matmul_by_group, groups_beside_queries, bools_added,
+    in_place, in_place_by_item, where, where_hidden, baddbmm, baddbmm_of_nothing, baddbmm_to_zeros,
+    einsum_by_token, einsum_by_group, matmul_by_group, groups_beside_queries, bools_added,
     bool_triangle_added_in_place, whole_numbers_added, hidden_where_zero, subtracted,
     bools_of_integers_subtracted,
 )  # fmt: skip
@@ -303,6 +310,35 @@ def test_one_head_of_keys_serves_all():
 
     site = site_of(run(attend, inputs(kv_heads=1)))
     assert site.shapes["heads"] == f"{HEADS}/1x{WIDTH}"
+
+
+def seen_logits(q, k, v, mask, *_):
+    logits = logits_of(q, k)
+    logits[...] += torch.where(mask, 0.0, -3e38).to(q.dtype)
+    return weighted(logits, v) + logits.amax(-1, keepdim=True)
+
+
+def last_keys_hidden(q, k, v, *_):
+    logits = logits_of(q, k)
+    logits[..., -QUERIES:] += torch.full((QUERIES, QUERIES), HIDDEN).triu(1).to(q.dtype)
+    return weighted(logits, v)
+
+
+@pytest.mark.parametrize(
+    ("attend", "code", "words"),
+    [
+        (seen_logits, "ESCAPES", "also used"),
+        (
+            last_keys_hidden,
+            "ATTENTION_FORM",
+            "a part of its products",
+        ),
+    ],
+)
+def test_logits_changed_by_item_that_stay(attend, code, words):
+    (miss,) = misses_of(run(attend, inputs()), "attention")
+    assert miss.code == code
+    assert words in miss.message
 
 
 def test_keys_whose_numbers_lie_apart_are_not_read():

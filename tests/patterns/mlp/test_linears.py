@@ -249,15 +249,27 @@ def some_columns(x, both, down, bias, down_bias, weight, residual):
     return residual + F.linear(residual, both)[..., :K]
 
 
+def by_head(x, both, down, bias, down_bias, weight, residual):
+    """Values to which a gated embedding of each head is added."""
+    heads = F.linear(both_of(x, both), down, down_bias).unflatten(-1, (4, -1))
+    return heads + residual.unflatten(-1, (4, -1)) * x[..., :4, None]
+
+
+def by_head_of_some_columns(x, both, down, bias, down_bias, weight, residual):
+    return residual.unflatten(-1, (2, -1)) + F.linear(residual, both)[..., :K].unflatten(
+        -1, (2, -1)
+    )
+
+
 @pytest.mark.parametrize(
     "function",
-    [added, added_behind, scaled, added_in_place, some_columns],
+    [added, added_behind, scaled, added_in_place, some_columns, by_head, by_head_of_some_columns],
     ids=lambda f: f.__name__,
 )
 def test_sums(function):
     shapes = site_of(run(function, inputs()), "linear_residual").shapes
     assert shapes.get("scale", 1.0) == (0.22 if function is scaled else 1.0)
-    assert shapes["bias"] == ("yes" if function in (added_behind, scaled) else "no")
+    assert shapes["bias"] == ("yes" if function in (added_behind, scaled, by_head) else "no")
 
 
 @pytest.mark.parametrize("norm", [hf_norm, gemma_norm, own_norm, weightless_norm])
@@ -358,6 +370,17 @@ def gated_before_the_sum(x, both, down, bias, down_bias, weight, residual):
     return residual + F.linear(both_of(x, both), down) * x.tanh()
 
 
+def heads_behind_each_other(x, both, down, bias, down_bias, weight, residual):
+    """The weight's rows in another order: to read them so would copy it in every call."""
+    heads = F.linear(both_of(x, both), down).unflatten(-1, (4, -1)).mT
+    return heads + residual.unflatten(-1, (4, -1)).mT
+
+
+def heads_before_tokens(x, both, down, bias, down_bias, weight, residual):
+    heads = F.linear(both_of(x, both), down).unflatten(-1, (4, -1)).transpose(1, 2)
+    return heads + residual.unflatten(-1, (4, -1)).transpose(1, 2)
+
+
 def normed_over_heads(x, both, down, bias, down_bias, weight, residual):
     heads = F.linear(both_of(x, both), down).unflatten(-1, (2, K // 2))
     return residual.unflatten(-1, (2, K // 2)) + F.rms_norm(heads, (K // 2,), eps=1e-5)
@@ -368,6 +391,7 @@ def normed_over_heads(x, both, down, bias, down_bias, weight, residual):
     [
         other_rows, gate_and_up_of_different_x, computed_weight, a_vector_is_added,
         added_twice, read_again, other_normed_before_the_sum, gated_before_the_sum,
+        heads_behind_each_other, heads_before_tokens,
     ],
     ids=lambda f: f.__name__,
 )  # fmt: skip

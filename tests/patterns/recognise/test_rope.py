@@ -193,12 +193,22 @@ def tripled(x, cos, sin):
     return ropes.half(x, cos, sin) + x * ropes.twice(cos)
 
 
-NEAR_MISSES = [
-    last_dimensions,
-    one_pair_backwards,
-    columns_of_the_other_member,
-    tripled,
-]
+def odd_number_of_dimensions(x, cos, sin):
+    """What a share of the head comes to that is rounded down: halves of 2 and of 3 columns."""
+    cos, sin = (torch.cat((table, table[..., :1]), -1)[..., :5] for table in (cos, sin))
+    turned, rest = x[..., :5], x[..., 5:]
+    other = torch.cat((-turned[..., 2:], turned[..., :2]), -1)
+    return torch.cat((turned * cos + other * sin, rest), -1)
+
+
+#: A rotation that is none of the two -> words of the miss.
+NEAR_MISSES = {
+    last_dimensions: "not the first ones of the head",
+    one_pair_backwards: "",
+    columns_of_the_other_member: "",
+    tripled: "",
+    odd_number_of_dimensions: "an odd number of elements, 5,",
+}
 
 
 def rotated(form):
@@ -224,6 +234,7 @@ def test_near_misses_are_refused_by_name(form):
     with pytest.raises(Reject) as rejected:
         match_rope(whole, Stage.K_PATH)
     assert rejected.value.miss.code == "ROPE_STYLE"
+    assert NEAR_MISSES[form] in rejected.value.miss.message
 
 
 def test_arithmetic_that_is_no_rotation_is_none():
