@@ -97,13 +97,14 @@ def _check_scales(a: Nvfp4MatmulArguments, inner: int) -> None:
     num_experts, rows = a.b.shape[:2]
     columns, device = inner // nvfp4.BLOCK, a.a.device
     b_shape = layout_shape(rows, columns, (num_experts,))
+    a_shape: tuple[Any, ...] = (None, *b_shape[2:])
     wanted = {
-        "a_scales": ("[S, K/64, 32, 4, 4]", (None, *b_shape[2:])),
-        "b_scales": ("[E, N/128, K/64, 32, 4, 4]", b_shape),
+        "a_scales": (a.a_scales, "[S, K/64, 32, 4, 4]", a_shape),
+        "b_scales": (a.b_scales, "[E, N/128, K/64, 32, 4, 4]", b_shape),
     }
-    for name, sizes in wanted.items():
-        check_operand(NAME, name, getattr(a, name), *sizes, (torch.float8_e4m3fn,), device)
-        if not getattr(a, name).is_contiguous():
+    for name, (scales, letters, sizes) in wanted.items():
+        check_operand(NAME, name, scales, letters, sizes, (torch.float8_e4m3fn,), device)
+        if not scales.is_contiguous():
             raise ArgumentError(NAME, name, "a contiguous layout", "another")
     factors = (num_experts,), (torch.float32,)
     check_operand(NAME, "expert_scales", a.expert_scales, "[E]", *factors, device)

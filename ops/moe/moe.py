@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from tilewright.ops.checks import (
-    FLOAT32,
     FLOAT_DTYPES,
     ArgumentError,
     check_absent,
@@ -83,8 +82,8 @@ ACTIVATIONS: dict[str, Activation] = {
 def validate(a: FusedMoeArguments) -> None:
     check_operand(NAME, "x", a.x, "[T, H]", (None, None), FLOAT_DTYPES, dense=True)
     check_choice(NAME, "activation", a.activation, tuple(ACTIVATIONS))
-    for name in ("alpha", "limit"):
-        check_number(NAME, name, getattr(a, name), 0 if name == "limit" else -FLOAT32.max)
+    check_number(NAME, "alpha", a.alpha)
+    check_number(NAME, "limit", a.limit, 0)
     _check_routes(a)
     _check_weights(a)
     check_choice(NAME, "activation_format", a.activation_format, ACTIVATION_FORMATS)

@@ -93,14 +93,13 @@ def validate(a: MoeRouterArguments) -> None:
     if a.weight is not None:
         sizes = (None, a.x.shape[1])
         check_operand(NAME, "weight", a.weight, "[E, K]", sizes, FLOAT_DTYPES, device)
-    for name in ("bias", "correction"):
-        vector = getattr(a, name)
+    for name, vector in (("bias", a.bias), ("correction", a.correction)):
         if vector is not None:
             check_operand(NAME, name, vector, "[E]", (a.num_experts,), FLOAT_DTYPES, device)
     check_choice(NAME, "scores", a.scores, SCORES)
     check_choice(NAME, "weights_dtype", a.weights_dtype, (None, *FLOAT_DTYPES))
-    for name in ("norm_eps", "norm_min"):
-        check_number(NAME, name, getattr(a, name), 0.0)
+    check_number(NAME, "norm_eps", a.norm_eps, 0.0)
+    check_number(NAME, "norm_min", a.norm_min, 0.0)
     check_number(NAME, "scaling", a.scaling)
     _check_groups(a)
 

@@ -163,5 +163,5 @@ def _check_cache_scales(a: RaggedQkvArguments) -> None:
     heads = 1 if a.blocks.shape[1] == 1 else a.blocks.shape[4]
     if a.blocks.shape[1] == 1:
         check_absent(NAME, a, ["v_cache_scale"], "blocks hold no V")
-    for name in CACHE_SCALES:
-        check_cache_scale(NAME, name, getattr(a, name), heads, a.hidden_state.device)
+    for name, scale in zip(CACHE_SCALES, (a.k_cache_scale, a.v_cache_scale), strict=True):
+        check_cache_scale(NAME, name, scale, heads, a.hidden_state.device)

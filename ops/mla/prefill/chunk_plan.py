@@ -55,9 +55,10 @@ def validate(a: PlanArguments) -> None:
     check_operand(NAME, "cache_lengths", a.cache_lengths, "[B]", (None,), INDEX_DTYPES)
     form = "[B + 1]", (a.cache_lengths.shape[0] + 1,), INDEX_DTYPES, a.cache_lengths.device
     check_operand(NAME, "input_row_offsets", a.input_row_offsets, *form)
-    for name, most in (("max_chunks", MAX_CHUNKS), ("page_size", INT32_MAX)):
-        if not 1 <= getattr(a, name) <= most:
-            raise ArgumentError(NAME, name, f"at least 1, at most {most}", getattr(a, name))
+    bounded = ("max_chunks", a.max_chunks, MAX_CHUNKS), ("page_size", a.page_size, INT32_MAX)
+    for name, number, most in bounded:
+        if not 1 <= number <= most:
+            raise ArgumentError(NAME, name, f"at least 1, at most {most}", number)
     if not 1 <= a.buffer_size <= INT32_MAX or a.buffer_size % a.page_size:
         expected = f"a multiple of page_size = {a.page_size}, at least that, at most {INT32_MAX}"
         raise ArgumentError(NAME, "buffer_size", expected, a.buffer_size)
