@@ -113,6 +113,9 @@ OPERANDS = {
 }
 
 
+PLACES = {False: "before", True: "between"}
+
+
 def step_with(statement, operand, between):
     """Projects, rotates and stores, with a statement on an operand before or between the stores."""
 
@@ -146,17 +149,22 @@ def assert_as_eager(step, make=make_args):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("operand", OPERANDS)
-@pytest.mark.parametrize("name", CHANGES)
-def test_what_changes_an_operand_before_the_stores_is_seen(name, operand):
-    assert_as_eager(step_with(CHANGES[name], operand, between=False))
-
-
 # A cache between its writes: `test_what_changes_the_cache_between_its_writes_is_named`.
-@pytest.mark.parametrize("operand", [name for name in OPERANDS if name != "k_cache"])
-@pytest.mark.parametrize("name", CHANGES)
-def test_what_changes_an_operand_between_the_stores_is_seen(name, operand):
-    assert_as_eager(step_with(CHANGES[name], operand, between=True))
+CHANGED = [
+    (name, operand, operand != "k_cache" and (row + column) % 2 == 1)
+    for row, name in enumerate(CHANGES)
+    for column, operand in enumerate(OPERANDS)
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "operand", "between"),
+    [pytest.param(*case, id="-".join((*case[:2], PLACES[case[2]]))) for case in CHANGED],
+)
+def test_what_changes_an_operand_around_the_stores_is_seen(name, operand, between):
+    """Every change of every operand, in turn before the stores and between them: all pairs of a
+    change, an operand and a place."""
+    assert_as_eager(step_with(CHANGES[name], operand, between))
 
 
 # What only reads: it may stand before the stores, and not between them where it reads a cache.

@@ -259,7 +259,7 @@ def test_crop_gives_pages_back_and_reset_all_of_them():
     assert all(torch.equal(found, states(2, 5)[:, 0, :, 0]) for found in held(cache))
 
 
-@pytest.mark.parametrize("backend", ["tilewright", "aot_eager"])
+@pytest.mark.parametrize("backend", ["tilewright", "eager", "aot_eager"])
 def test_generate_compiles_its_steps_once_and_once_for_all_sizes(backend):
     """Compiled as generate() does it: prompts eagerly, steps as one graph."""
     torch._dynamo.reset()
