@@ -14,6 +14,7 @@ from pathlib import Path
 
 import tilewright.ops  # noqa: F401  registers the ops
 from tilewright.ops.contract import FusedOp, all_ops
+from tilewright.ops.groups import OptionalGroup
 
 PAGE = Path(__file__).with_name("op-reference.md")
 HEAD = """# Op reference
@@ -38,12 +39,19 @@ def section(op: FusedOp) -> str:
         f"## {op.name}",
         f"```\n{op.declaration}\n```",
         _text(op.arguments.__doc__),
+        *_groups(op),
         f"**Computes.** {_text(op.reference.__doc__)}",
         f"**Writes.** {', '.join(f'`{name}`' for name in op.mutated) or 'nothing'}.",
         f"**Lowerings.** {lowerings or 'none'}; last, the reference.",
         f"**Error.** {op.error_model}",
     ]
     return "\n\n".join(part for part in parts if part)
+
+
+def _groups(op: FusedOp) -> list[str]:
+    """What the groups of an op's arguments mean, each once."""
+    groups = (item for item in vars(op.arguments).values() if isinstance(item, OptionalGroup))
+    return [f"**{name}.** {_text(text)}" for name, text in dict(g.text for g in groups).items()]
 
 
 def _text(docstring: str | None) -> str:

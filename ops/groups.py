@@ -56,6 +56,12 @@ class OptionalGroup(Generic[T]):
         self._kind = type(kind.__name__, (kind,), {"names": MappingProxyType(names)})
         self._readers: dict[type[Any], Reader] = {}
 
+    @property
+    def text(self) -> tuple[str, str]:
+        """The name of the group's class, and its docstring: what its fields mean."""
+        (kind,) = self._kind.__bases__
+        return kind.__name__, kind.__doc__ or ""
+
     @overload
     def __get__(self, a: None, owner: Any = None) -> OptionalGroup[T]: ...
     @overload

@@ -44,10 +44,19 @@ _ZERO_DTYPES = (*FLOAT_DTYPES, torch.uint8, torch.int8, torch.int32, torch.int64
 class Weight(ArgumentGroup):
     """A weight [N, K], or of heads [..., D, K], with all that belongs to it.
 
-    data: numbers, or codes of a `weight_format` as they are stored. scale: [ceil(N / bn),
-    ceil(K / bk)] with scale_block = [bn, bk]. The zero of a code is zero_point, plus `zero` where
-    given, of the shape of the scales, or int32 words of eight rows [N / (8 bn), K / bk].
-    nibble_order: where each code of a word lies; empty: counting up. bias: [N] or [..., D].
+    data: numbers, or stored codes, by weight_format:
+
+      "dense"   numbers.
+      "int8", "fp8" (float8_e4m3fn)   codes, any strides.
+      "int4_k"  nibbles packed along K: [.., K / 2] uint8 or [.., K / 8] int32, any strides.
+      "int4_n"  nibbles packed along the rows of a head: [.., D / 2, K] uint8 or [.., D / 8, K]
+                int32, any strides.
+
+    A code means (code - zero) * scale. scale: float, [ceil(N / bn), ceil(K / bk)] with
+    scale_block = [bn, bk]; a block as large as the weight is one scale per tensor. For int4, bk
+    divides K. The zero is zero_point, plus `zero` where given, of the shape of the scales, or int32
+    words of eight rows [N / (8 bn), K / bk]. nibble_order: where each code of a word lies, as in
+    `ops.formats.quantized_weight`; empty: counting up. bias: [N] or [..., D].
     """
 
     data: torch.Tensor

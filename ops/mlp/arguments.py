@@ -19,16 +19,11 @@ class LinearActivationArguments:
 
     x [T, K]; weight [N, K], the gate's where there is an up_weight [N, K]: any strides, so that a
     joint weight, concatenated or interleaved, is two views of one tensor. Biases [N], of x's dtype
-    or float32. activation: one of ops.reference.activation.ACTIVATIONS. rms_norm: x is divided by
-    the root of the mean of its squares plus norm_eps, and multiplied by norm_offset + norm_weight
-    [K] where that is given. layer_norm, instead: the row's mean is subtracted from x before that,
-    and norm_bias [K], where that is given, added behind. Result [T, N] of x's dtype.
+    or float32. activation: one of ops.reference.activation.ACTIVATIONS. rms_norm, layer_norm,
+    norm_weight, norm_bias, norm_eps, norm_offset: a RowNorm of x. Result [T, N] of x's dtype.
 
-    weight_format "dense", or "int8", "fp8", "int4_k", "int4_n": codes as in `fused_qkv_paged`,
-    with scale_block, zero_point and nibble_order as there. A weight is [N, K], or words of two
-    (uint8) or eight (int32) nibbles along K ("int4_k") or N ("int4_n"), of any strides.
-    weight_scale, and weight_zero where given: [ceil(N / bn), ceil(K / bk)], zeros also as int32
-    words of eight rows. up_scale, up_zero: those of the up_weight.
+    weight_format, scale_block, zero_point, nibble_order, weight_scale, weight_zero: as a Weight has
+    them, one head of N rows. up_scale, up_zero: those of the up_weight.
     """
 
     x: torch.Tensor

@@ -37,16 +37,8 @@ class FusedQkvArguments:
     gate_run: Hq counts gates too: gate_run queries, then gate_run gates, and so on (1 where a query
     has its gate beside it). Gates are projected, held to clip, and no more. 0: all are queries.
 
-    weight_format:
-      "dense"   values, with K or D contiguous, other strides free.
-      "int8", "fp8" (float8_e4m3fn)   codes, any strides.
-      "int4_k"  nibbles packed along K: [H, D, K / 2] uint8 or [H, D, K / 8] int32, any strides.
-      "int4_n"  nibbles packed along D: [H, D / 2, K] uint8 or [H, D / 8, K] int32, any strides.
-    A code means (code - zero) * scale. q_scale, k_scale, v_scale: float, [ceil(N / bn),
-    ceil(K / bk)] with scale_block = [bn, bk]; a block as large as the weight is one scale per
-    tensor. For int4, bk divides K. zero: zero_point, plus q_zero, k_zero, v_zero where given, of
-    the shape of the scales, or int32 words of eight rows [N / (8 bn), K / bk].
-    nibble_order: as in `formats.quantized_weight`; empty: counting up.
+    weight_format, scale_block, zero_point, nibble_order, and of each weight a scale and a zero: as
+    a Weight has them. Dense weights have K or D contiguous, other strides free.
 
     delta [T, N of q, k and v], last dimension contiguous: added to the projections, columns of q,
     then k, then v; what `lora_expand_add` packs. Values or float32.
@@ -71,11 +63,8 @@ class FusedQkvArguments:
     or int64, for slots="ragged" uint32 too. static_tokens: T is a constant of the caller's graph; a
     kernel may be built for it alone. tune: measure the lowerings on the GPU at first need.
 
-    input_rms_norm: before the projection x, which has no codes then, is divided by the root of the
-    mean of its squares plus input_norm_eps, and multiplied by input_norm_offset +
-    input_norm_weight [K] where that is given, of x's dtype or float32, any stride.
-    input_layer_norm, instead: the row's mean is subtracted from x before that, and input_norm_bias
-    [K], where that is given, added behind.
+    input_rms_norm, input_layer_norm, input_norm_weight, input_norm_bias, input_norm_eps and
+    input_norm_offset: a RowNorm of x, which has no codes then, before the projection.
 
     Bad values (slots, sequences, positions, offsets and pages that name no place or one twice,
     scales that are NaN, infinite or 0) raise ArgumentError before anything is written where they
