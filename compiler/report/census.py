@@ -12,7 +12,7 @@ from typing import Any, Literal
 from torch import fx
 
 from tilewright.compiler.report.no_interest import is_of_no_interest
-from tilewright.compiler.report.points import Graph, kind_of, points_of
+from tilewright.compiler.report.points import Graph, points_of
 from tilewright.patterns.dataflow import (
     Computed,
     Dataflow,
@@ -202,7 +202,7 @@ def _walk(start: Value, sought: Sought, graph: Graph) -> list[Value]:
     front, seen = [(start, 0)], {start}
     while front:
         value, passed = front.pop()
-        kind = kind_of(value, graph) if value is not start else None
+        kind = graph.kind(value) if value is not start else None
         if kind is not None:
             if kind not in sought.before:
                 continue
@@ -222,11 +222,11 @@ def _behind(start: Value, sought: Sought, graph: Graph) -> Iterator[Value]:
     choice belongs to it."""
 
     def goes_on(value: Value) -> bool:
-        return value is start or kind_of(value, graph) in (None, "softmax", "top-k")
+        return value is start or graph.kind(value) in (None, "softmax", "top-k")
 
     front, seen = [start], {start}
     for value in front:  # grows meanwhile
-        if value is not start and kind_of(value, graph) in sought.behind:
+        if value is not start and graph.kind(value) in sought.behind:
             yield value
         if goes_on(value):
             new = [user for user in graph.flow.users.get(value, ()) if user not in seen]
@@ -241,5 +241,5 @@ def _beside(product: Value, graph: Graph) -> Iterator[fx.Node]:
         if view in held or len(view.shape) < 2:
             continue
         for user in graph.flow.users.get(view.value, ()):
-            if kind_of(user, graph) == "product":
+            if graph.kind(user) == "product":
                 yield user.node

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tilewright.codegen.mlp.plan import MOST_GATED_TOKENS, MOST_TOKENS
-from tilewright.compiler.report.points import Graph, is_unknown, kind_of, plain_name
+from tilewright.compiler.report.points import Graph, is_unknown, plain_name
 from tilewright.ops.reference.activation import ACTIVATIONS
 from tilewright.patterns import effects
 from tilewright.patterns.attention.cache_attention import gains
@@ -62,7 +62,7 @@ class Behind:
 def behind(value: Value, graph: Graph) -> Behind:
     """What reads a value."""
     flow = graph.flow
-    through = flow.downstream(value, None, lambda v: kind_of(v, graph) is None)
+    through = flow.downstream(value, None, lambda v: graph.kind(v) is None)
     known = set(through)
     return Behind(
         ends=tuple(v for v in _users(through, graph) if v not in known),
@@ -141,7 +141,7 @@ def _is_gated_for_many(value: Value, graph: Graph) -> bool:
         return False
     read = behind(value, graph)
     read_once = len(read.ends) == 1 and not read.returned and not read.added
-    return read_once and read.gated and kind_of(read.ends[0], graph) == "product"
+    return read_once and read.gated and graph.kind(read.ends[0]) == "product"
 
 
 def _is_narrow(value: Value, graph: Graph) -> bool:
@@ -164,8 +164,8 @@ def _is_returned(value: Value, graph: Graph) -> bool:
 def _only_counts(value: Value, graph: Graph) -> bool:
     """Whether a choice or softmax is of what the graph returns: none of experts."""
     read = behind(value, graph)
-    return kind_of(value, graph) in ("top-k", "softmax") and not any(
-        kind_of(v, graph) == "product" for v in read.ends
+    return graph.kind(value) in ("top-k", "softmax") and not any(
+        graph.kind(v) == "product" for v in read.ends
     )
 
 
@@ -173,9 +173,7 @@ def _stands_alone(value: Value, graph: Graph) -> bool:
     if match_gemm(value) is None:
         return False
     read = behind(value, graph)
-    writes = [
-        v for v in read.ends if kind_of(v, graph) == "write" and not is_of_no_interest(v, graph)
-    ]
+    writes = [v for v in read.ends if graph.kind(v) == "write" and not is_of_no_interest(v, graph)]
     return not (read.activated or read.added or writes)
 
 
@@ -231,7 +229,7 @@ def _is_of_a_product(value: Value, graph: Graph) -> bool:
     """Whether a value is a product with a weight, but for casts, numbers and what the model
     holds."""
     for _ in range(_SPELLED):
-        if kind_of(value, graph) == "product":
+        if graph.kind(value) == "product":
             return bool(graph.weights(value))
         made = [view.value for view in value.operands if graph.origin(view.value) == "given"]
         if len(made) != 1 or value.op not in (*_BY_NUMBER, "cast"):
@@ -256,14 +254,14 @@ def _is_weighed(value: Value, graph: Graph) -> bool:
     by_others = all(any(v.value not in made for v in gate.operands) for gate in gates)
     return by_others and all(
         _is_of_a_norm(r, graph.flow)
-        or (kind_of(r, graph) == "product" and _is_of_two_activations(r, graph))
+        or (graph.kind(r) == "product" and _is_of_two_activations(r, graph))
         for r in others
     )
 
 
 def _made_of(value: Value, graph: Graph) -> set[Value]:
     """A value and what is computed from it, up to points."""
-    return set(graph.flow.downstream(value, None, lambda v: kind_of(v, graph) is None))
+    return set(graph.flow.downstream(value, None, lambda v: graph.kind(v) is None))
 
 
 _EXTREMES = frozenset({"aten.maximum", "aten.minimum", "aten.mean", "aten.std", "aten.var"})
@@ -287,13 +285,11 @@ def _is_read_elsewhere(value: Value, graph: Graph) -> bool:
 
 def _feeds_state(value: Value, graph: Graph) -> bool:
     ends = behind(value, graph).ends
-    if any(_is_convolution(v, graph) for v in ends if kind_of(v, graph) == "product"):
+    if any(_is_convolution(v, graph) for v in ends if graph.kind(v) == "product"):
         return True
-    if any(_keeps_state(v, graph) for v in ends if kind_of(v, graph) == "write"):
+    if any(_keeps_state(v, graph) for v in ends if graph.kind(v) == "write"):
         return True
-    return bool(ends) and all(
-        kind_of(v, graph) == "product" and _feeds_state(v, graph) for v in ends
-    )
+    return bool(ends) and all(graph.kind(v) == "product" and _feeds_state(v, graph) for v in ends)
 
 
 def _is_lone_of_a_batch(value: Value, graph: Graph) -> bool:
@@ -302,7 +298,7 @@ def _is_lone_of_a_batch(value: Value, graph: Graph) -> bool:
     held = [v for v in graph.weights(value) if v.value.node in graph.own]
     if named_product(value) is None or match_gemm(value) is not None or len(held) != 1:
         return False
-    beside = [v for v in behind(value, graph).ends if kind_of(v, graph) == "product"]
+    beside = [v for v in behind(value, graph).ends if graph.kind(v) == "product"]
     beside += _products_before(value, graph)
     return not any(graph.weights(v) and match_gemm(v) is None for v in beside)
 
@@ -311,9 +307,9 @@ def _products_before(value: Value, graph: Graph) -> list[Value]:
     sources = [view.value for view in value.operands]
     found: list[Value] = []
     for source in sources:  # grows meanwhile
-        if kind_of(source, graph) == "product":
+        if graph.kind(source) == "product":
             found.append(source)
-        elif kind_of(source, graph) is None:
+        elif graph.kind(source) is None:
             sources += [v.value for v in source.operands if v.value not in sources]
     return found
 
@@ -376,7 +372,7 @@ def _leaves_for_next(value: Value, graph: Graph) -> bool:
         return False
     if effects.product(store.target.shape) != effects.product(memory.shape):
         return False
-    made_of = source.value.operands if kind_of(source.value, graph) == "product" else ()
+    made_of = source.value.operands if graph.kind(source.value) == "product" else ()
     rows = [view for view in made_of if graph.origin(view.value) == "given"]
     if any(map(_is_one_of_many, (source, *rows))):
         return True
@@ -394,7 +390,7 @@ def _chooses_keys(value: Value, graph: Graph) -> bool:
     """Whether scores of two activations are compared, and attentions alone read the choice."""
     read = [behind(v, graph) for v in graph.flow.values_at([value.node])]
     ends = [end for one in read for end in one.ends]
-    attended = bool(ends) and all(kind_of(v, graph) == "softmax" for v in ends)
+    attended = bool(ends) and all(graph.kind(v) == "softmax" for v in ends)
     made_of_two = any(_is_of_two_activations(v, graph) for v in _products_before(value, graph))
     return made_of_two and attended and not any(one.returned for one in read)
 
@@ -421,7 +417,7 @@ def _mixes(value: Value, graph: Graph) -> bool:
             if user in alone:
                 continue
             others = [v.value for v in user.operands if graph.origin(v.value) == "given"]
-            if kind_of(user, graph) is None and alone.issuperset(others):
+            if graph.kind(user) is None and alone.issuperset(others):
                 alone.add(user)
                 front.append(user)
             else:
@@ -434,7 +430,7 @@ def _is_mixed(value: Value, weights: set[Value], graph: Graph) -> bool:
     """Whether a value is a tensor multiplied by weights; an expert's result is none."""
     mixed = [view.value for view in value.operands if view.value not in weights]
     multiplied = value.op == "aten.mul" or (
-        kind_of(value, graph) == "product" and _is_of_two_activations(value, graph)
+        graph.kind(value) == "product" and _is_of_two_activations(value, graph)
     )
     return multiplied and not any(_is_of_a_product(v, graph) for v in mixed)
 
@@ -456,14 +452,7 @@ def _gains_nothing(value: Value, graph: Graph) -> bool:
 
 
 def _is_unread(value: Value, graph: Graph) -> bool:
-    """Whether no output of the graph, no write and no call that is not known depends on it."""
-    nodes = [value.node]
-    for node in nodes:  # grows meanwhile
-        made = graph.flow.values_at([node])
-        if node.op == "output" or any(v.store is not None or is_unknown(v) for v in made):
-            return False
-        nodes += [user for user in node.users if user not in nodes]
-    return True
+    return value.node not in graph.read
 
 
 def _leads_nowhere(value: Value, graph: Graph) -> bool:
@@ -558,7 +547,7 @@ RULES: tuple[Rule, ...] = (
 
 def is_of_no_interest(value: Value, graph: Graph) -> str:
     """Why a point is of no interest; empty where no rule says so."""
-    kind = kind_of(value, graph)
+    kind = graph.kind(value)
     if kind == "product" and is_unknown(value):
         return ""  # what it computes is a guess
     rules = (rule for rule in RULES if rule.kind == kind and rule.holds(value, graph))

@@ -59,12 +59,32 @@ class Graph:
     told: Set[fx.Node] = frozenset()
     taken: Set[fx.Node] = frozenset()
     _origins: dict[Value, Origin] = field(default_factory=dict, compare=False)
+    _kinds: dict[Value, Kind | None] = field(default_factory=dict, compare=False)
 
     @cached_property
     def own(self) -> frozenset[fx.Node]:
         """Parameters, buffers and other tensors of modules."""
         inputs = (n for n in self.flow.graph.nodes if n.op in ("placeholder", "get_attr"))
         return frozenset(node for node in inputs if _compat.is_models_own(node))
+
+    @cached_property
+    def read(self) -> frozenset[fx.Node]:
+        """The nodes that an output of the graph, a write or a call that is not known depends on."""
+        ends = {v.node for v in self.flow.values if v.store is not None or is_unknown(v)}
+        ends |= {node for node in self.flow.graph.nodes if node.op == "output"}
+        waiting, found = list(ends), set(ends)
+        while waiting:
+            new = [node for node in waiting.pop().all_input_nodes if node not in found]
+            found.update(new)
+            waiting += new
+        return frozenset(found)
+
+    def kind(self, value: Value) -> Kind | None:
+        """What a value is counted as; None for what is not."""
+        if value not in self._kinds:
+            kinds = (kind for kind, is_one in _KINDS.items() if is_one(value, self))
+            self._kinds[value] = next(kinds, None)
+        return self._kinds[value]
 
     def origin(self, value: Value) -> Origin:
         """Where a value's numbers come from."""
@@ -91,7 +111,7 @@ class Graph:
     def _origin_of(self, value: Value, sources: tuple[Value, ...]) -> Origin:
         if value.op in ("input", "constant"):
             return "own" if value.node in self.own else "given"
-        if kind_of(value, self) is not None and value.op != "store":
+        if self.kind(value) is not None and value.op != "store":
             return "given"
         found = {self._origins[source] for source in sources}
         return "given" if "given" in found else "own" if "own" in found else "made"
@@ -110,11 +130,6 @@ class Graph:
         features = {len(value.shape) - 1}
         matrix = ({atom.axis for atom in dim} == features for dim in view.effect.dims[-2:])
         return all(matrix) and self.origin(value.operands[0].value) == "own"
-
-
-def kind_of(value: Value, graph: Graph) -> Kind | None:
-    """What a value is counted as; None for what is not."""
-    return next((kind for kind, is_one in _KINDS.items() if is_one(value, graph)), None)
 
 
 def _is_write(value: Value, graph: Graph) -> bool:
@@ -158,7 +173,7 @@ def points_of(graph: Graph) -> Iterator[tuple[Kind, Value]]:
     """The points in program order, each node once for each kind."""
     seen: set[tuple[Kind, fx.Node]] = set()
     for value in graph.flow.values:
-        kind = kind_of(value, graph)
+        kind = graph.kind(value)
         if kind is not None and (kind, value.node) not in seen:
             seen.add((kind, value.node))
             yield kind, value
