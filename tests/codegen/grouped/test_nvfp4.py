@@ -33,10 +33,16 @@ def run(a, config, block_scaled):
     return out
 
 
-@pytest.mark.parametrize("block_scaled", [False, True], ids=["dequantised", "block_scaled"])
-@pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("case", op.CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    ("case", "config", "block_scaled"),
+    [
+        pytest.param(case, config, (row + column) % 2 == 1, id=f"{case.name}-{config}")
+        for row, case in enumerate(op.CASES)
+        for column, config in enumerate(CONFIGS)
+    ],
+)
 def test_kernel_computes_the_op(case, config, block_scaled):
+    """All pairs of a case, tiles, and products that are scaled in blocks or dequantised."""
     a = op.sample_inputs(case)
     got = run(a, CONFIGS[config], block_scaled)
     end = int(a.group_offsets[-1])

@@ -35,11 +35,16 @@ def coded_case(cases, name):
     return next(case for case in cases if case.name == name and case.weight_format != "dense")
 
 
-@pytest.mark.parametrize("tiles", TILES, ids=str)
-@pytest.mark.parametrize("name", [name for name in CODED if name != "odd_groups"])
-@pytest.mark.parametrize("which", OPS)
+@pytest.mark.parametrize(
+    ("which", "name", "tiles"),
+    [
+        pytest.param(which, name, TILES[(row + column) % 2], id=f"{which}-{name}")
+        for row, which in enumerate(OPS)
+        for column, name in enumerate(name for name in CODED if name != "odd_groups")
+    ],
+)
 def test_tiles(which, name, tiles):
-    """On memory that holds NaN before."""
+    """All pairs of an op, a format and tiles, on memory that holds NaN before."""
     module, steps, problem_of, cases = OPS[which]
     a = module.sample_inputs(coded_case(cases, name))
     q, (rows, tokens, parts, divisor) = problem_of(a).quantization, tiles

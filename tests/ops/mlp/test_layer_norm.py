@@ -93,20 +93,26 @@ def test_a_constant_row_is_the_norm_s_bias():
     torch.testing.assert_close(result.float(), expected.expand(2, -1), rtol=2**-7, atol=2**-7)
 
 
+TILES = [
+    LinearConfig(64, 16, 64, 3, 4, 2),
+    LinearConfig(32, 16, 128, 2, 4, 3, prefetch=128, lets_in=True),
+    # A part that begins past the last column.
+    LinearConfig(64, 16, 128, 5, 4, 2),
+]
+
+
 @pytest.mark.parametrize(
-    "config",
+    ("layout", "tokens", "config"),
     [
-        LinearConfig(64, 16, 64, 3, 4, 2),
-        LinearConfig(32, 16, 128, 2, 4, 3, prefetch=128, lets_in=True),
-        # A part that begins past the last column.
-        LinearConfig(64, 16, 128, 5, 4, 2),
+        (("plain", "separate")[(row + column) % 2], tokens, config)
+        for row, tokens in enumerate((1, 5, 20))
+        for column, config in enumerate(TILES)
     ],
     ids=str,
 )
-@pytest.mark.parametrize("tokens", [1, 5, 20])
-@pytest.mark.parametrize("layout", ["plain", "separate"])
 def test_tiles(layout, tokens, config):
-    """On memory that holds NaN before; more tokens than a tile has are further tiles."""
+    """All pairs of a layout, a number of tokens and tiles, on memory that holds NaN before; more
+    tokens than a tile has are further tiles."""
     a = sample(layout=layout, num_tokens=tokens, norm_offset=1.0)
     problem = OP.tolerances[a.x.dtype].problem(run(a, config).outcome.result, OP.reference(a))
     assert problem is None, problem

@@ -54,9 +54,18 @@ OTHERS = {quantized.scaled_mm_tensor, quantized.scaled_mm_token, quantized.gptq_
 OTHERS |= {quantized.nf4, quantized.nvfp4}
 
 
-@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-@pytest.mark.parametrize("form", [f for f in STORED if f not in OTHERS], ids=lambda f: f.__name__)
+def with_a_bias_in_turn():
+    """(form, whether there is a bias), in turn among the forms of a format."""
+    seen = {}
+    for form in (form for form in STORED if form not in OTHERS):
+        kind = FORMATS[form.__name__.split("_")[0]]
+        seen[kind] = not seen.get(kind, True)
+        yield pytest.param(form, seen[kind], id=form.__name__ + "-bias" * seen[kind])
+
+
+@pytest.mark.parametrize(("form", "bias"), [*with_a_bias_in_turn()])
 def test_both_linears_are_found(form, bias):
+    """Every form once; every format with a bias and without."""
     report = compiled(Mlp(form, form, form, bias=bias), tokens())
     found = {site.pattern: site.shapes for site in matches_of(report, "mlp")}
     assert found.keys() == {"linear_activation", "linear_residual"}
