@@ -25,9 +25,9 @@ from tilewright.ops import contract
 from tilewright.ops.checks import check_dtype, check_shape
 from tilewright.ops.contract import FusedOp, Lowering, Tolerance
 from tilewright.patterns import effects, language
+from tilewright.patterns.arithmetic.casts import strip_casts
 from tilewright.patterns.dataflow import Computed, Dataflow, Value, View
 from tilewright.patterns.language import Match, Result, Stage, reject
-from tilewright.patterns.recognise.casts import strip_casts
 from tilewright.patterns.recognise.norm import Norm, match_norm
 
 NAME = "add_rms_norm"

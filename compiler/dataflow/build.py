@@ -28,6 +28,7 @@ from tilewright.compiler.dataflow.spelling import (
 )
 from tilewright.compiler.dataflow.writes import WRITES, Write
 from tilewright.patterns import effects
+from tilewright.patterns.arithmetic.constants import one_number
 from tilewright.patterns.dataflow import (
     REINTERPRETED,
     WRAPPED,
@@ -39,7 +40,6 @@ from tilewright.patterns.dataflow import (
     iter_views,
 )
 from tilewright.patterns.effects import Effect, InexpressibleError, Size
-from tilewright.patterns.recognise.constants import one_number
 from tilewright.patterns.recognise.gemm import is_weight, multiplies_stored, unread_product
 
 # Products whose second operand is a weight, and those that are where it is stored.

@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 
 from tilewright.patterns import effects
+from tilewright.patterns.arithmetic.casts import before_widening, is_float_cast
 from tilewright.patterns.dataflow import Dataflow, Value, View
 from tilewright.patterns.recognise.attention import Attention
 from tilewright.patterns.recognise.attention_eager import scaled_by
-from tilewright.patterns.recognise.casts import before_widening, is_float_cast
 
 
 def bare(view: View, *, scaled: bool = True) -> tuple[View, float]:

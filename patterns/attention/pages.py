@@ -14,9 +14,9 @@ from itertools import permutations
 import torch
 
 from tilewright.patterns import effects
+from tilewright.patterns.arithmetic.equality import equal_values
 from tilewright.patterns.dataflow import Computed, View
 from tilewright.patterns.effects import Effect, InexpressibleError, Size
-from tilewright.patterns.recognise.equality import equal_values
 from tilewright.patterns.recognise.outside import LOOKUPS, WRAPPED
 from tilewright.patterns.recognise.routing import gathered
 

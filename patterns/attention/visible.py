@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from tilewright.ops.attention.masks import bounds_logits
+from tilewright.patterns.arithmetic.equality import equal_values
 from tilewright.patterns.dataflow import Computed, View
 from tilewright.patterns.recognise.attention import Attention, refuse
-from tilewright.patterns.recognise.equality import equal_values
 from tilewright.patterns.recognise.masks import visible_by
 
 

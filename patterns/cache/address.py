@@ -13,6 +13,7 @@ import torch
 
 from tilewright.ops.formats.paged_cache import CacheWindow
 from tilewright.patterns import effects
+from tilewright.patterns.arithmetic.steps import start_and_step
 from tilewright.patterns.cache.eight_bit import Written, saturates, scale_argument
 from tilewright.patterns.cache.slices import fill_slices
 from tilewright.patterns.cache.slots import Slots, block_table, own_slots, paged_slot, slot_table
@@ -29,7 +30,6 @@ from tilewright.patterns.dataflow import (
 )
 from tilewright.patterns.effects import Effect, Size
 from tilewright.patterns.language import Stage, reject
-from tilewright.patterns.recognise.steps import start_and_step
 
 _Pages = tuple[Size, Size, Size, Size]
 

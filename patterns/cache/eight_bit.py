@@ -17,11 +17,11 @@ import torch
 from tilewright.ops.checks import FLOAT32
 from tilewright.ops.formats.fp8 import FP8_DTYPES, SATURATED_BY_TORCH, fits
 from tilewright.patterns import effects
+from tilewright.patterns.arithmetic.steps import clamp_bounds
 from tilewright.patterns.dataflow import Computed, Value, View
 from tilewright.patterns.effects import Effect
 from tilewright.patterns.language import Stage, reject
 from tilewright.patterns.recognise.dtypes import dtype_name
-from tilewright.patterns.recognise.steps import clamp_bounds
 
 _WIDE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 

@@ -13,9 +13,9 @@ import torch
 
 from tilewright.ops.cache.addressing import SLOT_FORMS
 from tilewright.patterns import effects
+from tilewright.patterns.arithmetic.equality import equal_values
 from tilewright.patterns.dataflow import Computed, Dataflow, View
 from tilewright.patterns.effects import Size
-from tilewright.patterns.recognise.equality import equal_values
 from tilewright.patterns.recognise.routing import gathered, strip_integer_casts
 
 _INTEGERS = (torch.int32, torch.int64)

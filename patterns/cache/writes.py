@@ -10,12 +10,12 @@ from torch import fx
 
 from tilewright.ops.contract import all_ops
 from tilewright.patterns import effects
+from tilewright.patterns.arithmetic.equality import equal_values
 from tilewright.patterns.cache.eight_bit import Written, before_rounding
 from tilewright.patterns.cache.states import replaces_state
 from tilewright.patterns.dataflow import Dataflow, Memory, Store, Value, View, upstream
 from tilewright.patterns.effects import Effect
 from tilewright.patterns.language import Sought
-from tilewright.patterns.recognise.equality import equal_values
 from tilewright.patterns.recognise.gemm import Gemm, match_gemm, piece_of
 
 #: What the patterns look for that start from these writes.

@@ -12,12 +12,12 @@ import torch
 
 from tilewright.codegen.lora.plan import takes_row_kernel
 from tilewright.ops.lora.rows import KERNEL_DTYPES
+from tilewright.patterns.arithmetic.equality import equal_values
 from tilewright.patterns.dataflow import Computed, Value, View
 from tilewright.patterns.effects import Size
 from tilewright.patterns.language import Stage, reject
 from tilewright.patterns.lora.delta import LoraDelta
 from tilewright.patterns.recognise.dtypes import dtype_name
-from tilewright.patterns.recognise.equality import equal_values
 
 LETTERS = ("q", "k", "v")
 CAST_ADAPTERS = "peft: get_peft_model(..., autocast_adapter_dtype=False)"

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from tilewright.patterns import effects
+from tilewright.patterns.arithmetic.equality import equal_values
 from tilewright.patterns.dataflow import Computed, Value, View
 from tilewright.patterns.effects import Size
 from tilewright.patterns.lora.factors import Factors, RowMask, peel
 from tilewright.patterns.lora.one_hot import match_one_hot
 from tilewright.patterns.lora.product import Product, match_product
-from tilewright.patterns.recognise.equality import equal_values
 from tilewright.patterns.recognise.outside import (
     Outside,
     both,

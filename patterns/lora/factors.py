@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from tilewright.patterns import effects
+from tilewright.patterns.arithmetic.casts import is_float_cast, strip_casts
+from tilewright.patterns.arithmetic.constants import given_number
+from tilewright.patterns.arithmetic.steps import is_filled
 from tilewright.patterns.dataflow import Computed, Value, View
 from tilewright.patterns.effects import Atom, Effect
-from tilewright.patterns.recognise.casts import is_float_cast, strip_casts
-from tilewright.patterns.recognise.constants import given_number
 from tilewright.patterns.recognise.outside import LOOKUPS, REFUSED, Outside
 from tilewright.patterns.recognise.routing import flat, gathered, strip_integer_casts
-from tilewright.patterns.recognise.steps import is_filled
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import torch
 
 from tilewright.patterns import effects
+from tilewright.patterns.arithmetic.equality import equal_values
 from tilewright.patterns.dataflow import Dataflow, Value, View
 from tilewright.patterns.effects import Atom, Effect, InexpressibleError, Size
 from tilewright.patterns.language import Stage, register_code, reject
@@ -25,7 +26,6 @@ from tilewright.patterns.projection.rows import Rows, heads_of
 from tilewright.patterns.quantised.scales import weight_arguments
 from tilewright.patterns.quantised.weights import DequantizedWeight
 from tilewright.patterns.recognise.attention import Attention, unpadded
-from tilewright.patterns.recognise.equality import equal_values
 from tilewright.patterns.recognise.gemm import Gemm, piece_of
 from tilewright.patterns.recognise.linear import match_columns
 

@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 import torch
 
 from tilewright.patterns import effects
+from tilewright.patterns.arithmetic.equality import equal_values
 from tilewright.patterns.attention.bare import bare, between, with_end_in
 from tilewright.patterns.attention.pages import same_pages
 from tilewright.patterns.attention.visible import mask_fact, visible_keys
@@ -47,7 +48,6 @@ from tilewright.patterns.mla.keys import assembled
 from tilewright.patterns.mla.up_weight import weight_arguments
 from tilewright.patterns.recognise.attention import Attention, match_attention, refuse
 from tilewright.patterns.recognise.dtypes import FLOATS, check_dtypes, dtype_name
-from tilewright.patterns.recognise.equality import equal_values
 from tilewright.patterns.recognise.gemm import piece_of
 
 register_code(

@@ -9,12 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 from tilewright.patterns import effects
+from tilewright.patterns.arithmetic.equality import equal_values
 from tilewright.patterns.dataflow import Dataflow, View
 from tilewright.patterns.effects import InexpressibleError
 from tilewright.patterns.language import Reject
 from tilewright.patterns.quantised import scales
 from tilewright.patterns.quantised.weights import match_weight
-from tilewright.patterns.recognise.equality import equal_values
 
 
 def weight_arguments(keys: View, values: View, flow: Dataflow) -> dict[str, Any]:

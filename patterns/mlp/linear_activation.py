@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 from tilewright.codegen.mlp.plan import MOST_TOKENS, most_tokens, takes_norm
 from tilewright.ops.reference.activation import ACTIVATIONS
+from tilewright.patterns.arithmetic.equality import equal_values
 from tilewright.patterns.collective.sums import unless_summed
 from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope
 from tilewright.patterns.language import Match, Result, Sought, as_advice, register
@@ -31,7 +32,6 @@ from tilewright.patterns.mlp.linears import (
 )
 from tilewright.patterns.mlp.norms_before import NormBefore, norms_before
 from tilewright.patterns.recognise.activation import Activation, match_activation
-from tilewright.patterns.recognise.equality import equal_values
 from tilewright.patterns.recognise.row_norm import match_norm_before, row_norm_arguments
 
 _NAMES = (

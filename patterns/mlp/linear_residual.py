@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from tilewright.codegen.mlp.plan import MOST_TOKENS
+from tilewright.patterns.arithmetic.formula import times_number
 from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope
 from tilewright.patterns.language import (
     Match,
@@ -39,7 +40,6 @@ from tilewright.patterns.mlp.linears import (
     weighed,
 )
 from tilewright.patterns.mlp.norms_before import NormBefore, norms_before
-from tilewright.patterns.recognise.formula import times_number
 from tilewright.patterns.recognise.norm import Norm
 from tilewright.patterns.recognise.ranks import part_of_a_sum
 from tilewright.patterns.recognise.row_norm import rms_norm_of, row_norm_arguments, unread

@@ -8,15 +8,15 @@ from typing import Any, NoReturn
 
 from tilewright.codegen.mlp.plan import MOST_TOKENS
 from tilewright.patterns import effects
+from tilewright.patterns.arithmetic.casts import is_float_cast
+from tilewright.patterns.arithmetic.formula import number, tensor
 from tilewright.patterns.dataflow import Value, View, upstream
 from tilewright.patterns.effects import InexpressibleError
 from tilewright.patterns.language import Stage, register_code, reject
 from tilewright.patterns.quantised.scales import Names, weight_arguments
 from tilewright.patterns.quantised.weights import match_scaled_weight, refuse, repeated
 from tilewright.patterns.quantised.words import holds_codes, is_code
-from tilewright.patterns.recognise.casts import is_float_cast
 from tilewright.patterns.recognise.dtypes import HALVES, check_dtypes, dtype_name
-from tilewright.patterns.recognise.formula import number, tensor
 from tilewright.patterns.recognise.gemm import (
     Gemm,
     match_gemm,

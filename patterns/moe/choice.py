@@ -14,12 +14,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tilewright.patterns import effects
+from tilewright.patterns.arithmetic.casts import strip_casts
+from tilewright.patterns.arithmetic.formula import largest, reduction, tensor
+from tilewright.patterns.arithmetic.steps import is_filled, reduced_dims
 from tilewright.patterns.dataflow import Value, View
 from tilewright.patterns.language import Stage, register_code, reject
-from tilewright.patterns.recognise.casts import strip_casts
-from tilewright.patterns.recognise.formula import largest, reduction, tensor
 from tilewright.patterns.recognise.routing import scattered_ones
-from tilewright.patterns.recognise.steps import is_filled, reduced_dims
 
 register_code(
     "ROUTER_CHOICE", "a token's experts are not the largest of known scores", weight="advice"

@@ -9,6 +9,13 @@ from typing import Any
 import torch
 
 from tilewright.patterns import effects
+from tilewright.patterns.arithmetic.casts import is_float_cast, strip_casts
+from tilewright.patterns.arithmetic.steps import (
+    constant_factor,
+    is_filled,
+    keeps_dim,
+    reduced_dims,
+)
 from tilewright.patterns.dataflow import Computed, Dataflow, Value, View
 from tilewright.patterns.moe.layer import (
     added_to,
@@ -18,7 +25,6 @@ from tilewright.patterns.moe.layer import (
     refuse_sum,
 )
 from tilewright.patterns.moe.sentinels import is_row_mask
-from tilewright.patterns.recognise.casts import is_float_cast, strip_casts
 from tilewright.patterns.recognise.grouped_gemm import ExpertGemm
 from tilewright.patterns.recognise.routing import (
     Order,
@@ -29,12 +35,6 @@ from tilewright.patterns.recognise.routing import (
     match_rows,
     per_row,
     rows_added_to,
-)
-from tilewright.patterns.recognise.steps import (
-    constant_factor,
-    is_filled,
-    keeps_dim,
-    reduced_dims,
 )
 
 # They read a tensor's shape, not its elements.

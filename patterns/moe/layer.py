@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, NoReturn, TypeVar
 
+from tilewright.patterns.arithmetic.casts import is_float_cast, strip_casts
+from tilewright.patterns.arithmetic.steps import is_filled
 from tilewright.patterns.dataflow import Dataflow, Value, View
 from tilewright.patterns.effects import size_fact
 from tilewright.patterns.language import Stage, register_code, reject
@@ -14,12 +16,10 @@ from tilewright.patterns.moe.products import DenseGemm
 from tilewright.patterns.quantised.expert_arguments import DequantizedExperts, expert_arguments
 from tilewright.patterns.quantised.experts import match_dequantized_experts
 from tilewright.patterns.recognise.activation import Activation
-from tilewright.patterns.recognise.casts import is_float_cast, strip_casts
 from tilewright.patterns.recognise.dtypes import HALVES, check_dtypes, dtype_name
 from tilewright.patterns.recognise.gemm import named_product
 from tilewright.patterns.recognise.grouped_gemm import ExpertGemm
 from tilewright.patterns.recognise.linear import Columns
-from tilewright.patterns.recognise.steps import is_filled
 
 register_code("EXPERT_ACTIVATION", "what lies between the two grouped GEMMs is no known activation")
 register_code("EXPERT_COMBINE", "the experts' results are not summed per token in a known way")

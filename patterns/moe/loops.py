@@ -18,12 +18,12 @@ from typing import Any, NoReturn
 from torch import fx
 
 from tilewright.patterns import effects
+from tilewright.patterns.arithmetic.casts import strip_casts
 from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope
 from tilewright.patterns.effects import Atom, Effect
 from tilewright.patterns.language import Match, Result, Stage, reject
 from tilewright.patterns.moe.layer import Layer, added_to, cast_back, refuse_activation
 from tilewright.patterns.recognise.activation import Activation, match_activation
-from tilewright.patterns.recognise.casts import strip_casts
 from tilewright.patterns.recognise.gemm import match_gemm
 from tilewright.patterns.recognise.grouped_gemm import ExpertGemm
 from tilewright.patterns.recognise.linear import match_columns

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import torch
 
 from tilewright.patterns import effects
+from tilewright.patterns.arithmetic.casts import strip_casts
 from tilewright.patterns.dataflow import Computed, Dataflow, Value, View, common_scope, upstream
 from tilewright.patterns.language import Match, Result, Sought, Stage, register, reject
 from tilewright.patterns.moe.combine import (
@@ -45,7 +46,6 @@ from tilewright.patterns.quantised.activations import (
     refuse_format,
 )
 from tilewright.patterns.recognise.activation import match_activation
-from tilewright.patterns.recognise.casts import strip_casts
 from tilewright.patterns.recognise.grouped_gemm import (
     ExpertGemm,
     is_expert_gemm,

@@ -17,6 +17,8 @@ from typing import Any, ClassVar
 import torch
 
 from tilewright.patterns import effects
+from tilewright.patterns.arithmetic.casts import is_float_cast, strip_casts
+from tilewright.patterns.arithmetic.steps import keeps_dim, reduced_dims
 from tilewright.patterns.dataflow import (
     Computed,
     Dataflow,
@@ -46,7 +48,6 @@ from tilewright.patterns.moe.layer import (
 from tilewright.patterns.moe.products import DenseGemm, dense_gemms, roles_through
 from tilewright.patterns.moe.routes import chosen_experts
 from tilewright.patterns.recognise.activation import match_activation
-from tilewright.patterns.recognise.casts import is_float_cast, strip_casts
 from tilewright.patterns.recognise.routing import (
     TAKEN,
     counts_again,
@@ -54,7 +55,6 @@ from tilewright.patterns.recognise.routing import (
     rows_added_to,
     without_counting,
 )
-from tilewright.patterns.recognise.steps import keeps_dim, reduced_dims
 
 register_code(
     "EXPERT_SCORES", "nothing shows that all but the chosen experts have weight zero for a token"

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tilewright.patterns import effects
+from tilewright.patterns.arithmetic.casts import strip_casts
 from tilewright.patterns.dataflow import Dataflow, Value, View
 from tilewright.patterns.effects import Dim
-from tilewright.patterns.recognise.casts import strip_casts
 from tilewright.patterns.recognise.gemm import Side, named_product
 from tilewright.patterns.recognise.linear import Columns, columns_along
 

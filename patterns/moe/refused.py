@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from tilewright.patterns import effects
+from tilewright.patterns.arithmetic.casts import strip_casts
 from tilewright.patterns.dataflow import (
     Dataflow,
     Value,
@@ -29,7 +30,6 @@ from tilewright.patterns.dataflow import (
 )
 from tilewright.patterns.language import Miss, Reject, Stage, register_code
 from tilewright.patterns.recognise.activation import match_activation
-from tilewright.patterns.recognise.casts import strip_casts
 from tilewright.patterns.recognise.gemm import match_gemm
 from tilewright.patterns.recognise.grouped_gemm import is_expert_gemm, routes_of
 from tilewright.patterns.recognise.linear import match_columns

@@ -20,12 +20,12 @@ import torch
 from torch import fx
 
 from tilewright.patterns import effects
+from tilewright.patterns.arithmetic.casts import before_widening, strip_casts
 from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope, upstream
 from tilewright.patterns.language import Match, Parts, Result, Sought, Stage, register, reject
 from tilewright.patterns.moe.choice import Choice, is_choice, match_choice
 from tilewright.patterns.moe.combine import SHAPED_LIKE
 from tilewright.patterns.moe.weights import Weights, match_weights
-from tilewright.patterns.recognise.casts import before_widening, strip_casts
 from tilewright.patterns.recognise.dtypes import FLOATS, dtype_name, dtype_names
 from tilewright.patterns.recognise.gemm import Gemm, match_gemm, named_product
 from tilewright.patterns.recognise.routing import match_order

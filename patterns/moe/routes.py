@@ -13,13 +13,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from tilewright.patterns.arithmetic.steps import is_filled, reduced_dims
 from tilewright.patterns.dataflow import Value, View
 from tilewright.patterns.recognise.routing import (
     is_distinct,
     scattered_into,
     strip_integer_casts,
 )
-from tilewright.patterns.recognise.steps import is_filled, reduced_dims
 
 _INFINITY = float("inf")
 # f(-inf) is 0; in a softmax such elements do not change the others.

@@ -11,11 +11,11 @@ of expert -1, which is what such routes become.
 
 from __future__ import annotations
 
+from tilewright.patterns.arithmetic.constants import given_number
+from tilewright.patterns.arithmetic.steps import clamp_bounds
 from tilewright.patterns.dataflow import Dataflow, Value, View
 from tilewright.patterns.effects import Size
-from tilewright.patterns.recognise.constants import given_number
 from tilewright.patterns.recognise.routing import Order, experts_of, per_row, strip_integer_casts
-from tilewright.patterns.recognise.steps import clamp_bounds
 
 
 def is_row_mask(value: Value) -> bool:

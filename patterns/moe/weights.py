@@ -10,11 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tilewright.patterns.dataflow import Dataflow, Value
-from tilewright.patterns.language import Stage, register_code, reject
-from tilewright.patterns.moe.choice import Choice
-from tilewright.patterns.recognise.casts import is_float_cast, strip_casts
-from tilewright.patterns.recognise.formula import (
+from tilewright.patterns.arithmetic.casts import is_float_cast, strip_casts
+from tilewright.patterns.arithmetic.formula import (
     ABSENT,
     clamp,
     number,
@@ -22,7 +19,10 @@ from tilewright.patterns.recognise.formula import (
     tensor,
     times_number,
 )
-from tilewright.patterns.recognise.steps import reduced_dims
+from tilewright.patterns.arithmetic.steps import reduced_dims
+from tilewright.patterns.dataflow import Dataflow, Value
+from tilewright.patterns.language import Stage, register_code, reject
+from tilewright.patterns.moe.choice import Choice
 
 register_code(
     "ROUTER_WEIGHTS", "the chosen experts' weights are made of no scores of theirs", weight="advice"

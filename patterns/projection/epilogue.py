@@ -6,16 +6,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tilewright.patterns import effects
+from tilewright.patterns.arithmetic.casts import strip_casts
+from tilewright.patterns.arithmetic.steps import constant_factor
 from tilewright.patterns.dataflow import Computed, Value, View
 from tilewright.patterns.effects import Atom, Effect
 from tilewright.patterns.language import Stage, reject
 from tilewright.patterns.lora.delta import match_delta
 from tilewright.patterns.projection.rows import Rows
-from tilewright.patterns.recognise.casts import strip_casts
 from tilewright.patterns.recognise.norm import Norm, by_runs, match_joined_norms, match_norm
 from tilewright.patterns.recognise.rope import Rope, match_rope
 from tilewright.patterns.recognise.rope_terms import joined_axes, summed_axis
-from tilewright.patterns.recognise.steps import constant_factor
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from tilewright.patterns import effects
+from tilewright.patterns.arithmetic.equality import equal_values
 from tilewright.patterns.dataflow import Computed, Value, View
 from tilewright.patterns.effects import Atom, Effect, Size
 from tilewright.patterns.language import reject
@@ -26,7 +27,6 @@ from tilewright.patterns.quantised.weights import (
     match_scaled_weight,
     repeated,
 )
-from tilewright.patterns.recognise.equality import equal_values
 from tilewright.patterns.recognise.gemm import piece_of
 from tilewright.patterns.recognise.linear import Linear, Path, match_linear
 from tilewright.patterns.recognise.rope import Rope, Table, table_argument

@@ -16,19 +16,19 @@ from operator import attrgetter
 import torch
 
 from tilewright.patterns import effects
+from tilewright.patterns.arithmetic.casts import strip_casts
+from tilewright.patterns.arithmetic.equality import equal_values
+from tilewright.patterns.arithmetic.steps import constant_factor
 from tilewright.patterns.dataflow import Dataflow, Value, View
 from tilewright.patterns.effects import Effect
 from tilewright.patterns.language import Parts, Reject, Result, Stage, reject
 from tilewright.patterns.projection.epilogue import match_epilogue
 from tilewright.patterns.projection.heads import Heads, match_heads, on_heads, rope_table
 from tilewright.patterns.projection.rows import rest_of
-from tilewright.patterns.recognise.casts import strip_casts
 from tilewright.patterns.recognise.dtypes import dtype_name
-from tilewright.patterns.recognise.equality import equal_values
 from tilewright.patterns.recognise.gemm import match_gemm
 from tilewright.patterns.recognise.linear import Linear, Path
 from tilewright.patterns.recognise.rope import same_table
-from tilewright.patterns.recognise.steps import constant_factor
 
 # Operations between a projection and attention: bias, norm, RoPE, casts. The walk from the
 # projection goes through these only.

@@ -19,16 +19,13 @@ from typing import Any, NoReturn
 import torch
 
 from tilewright.ops.formats.fp8_block import BLOCK, E4M3_MAX
-from tilewright.patterns.dataflow import Value, View, upstream
-from tilewright.patterns.effects import InexpressibleError
-from tilewright.patterns.language import Stage, register_code, reject
-from tilewright.patterns.recognise.casts import (
+from tilewright.patterns.arithmetic.casts import (
     is_float_cast,
     strip_casts,
     strip_widening,
     value_before_casts,
 )
-from tilewright.patterns.recognise.formula import (
+from tilewright.patterns.arithmetic.formula import (
     ABSENT,
     Formula,
     Found,
@@ -38,6 +35,9 @@ from tilewright.patterns.recognise.formula import (
     number,
     tensor,
 )
+from tilewright.patterns.dataflow import Value, View, upstream
+from tilewright.patterns.effects import InexpressibleError
+from tilewright.patterns.language import Stage, register_code, reject
 from tilewright.patterns.recognise.grouped_gemm import ExpertGemm
 
 register_code(

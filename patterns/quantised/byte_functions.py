@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from tilewright.patterns.arithmetic.constants import constant_of
 from tilewright.patterns.dataflow import Value, View, upstream
 from tilewright.patterns.effects import Effect, InexpressibleError
 from tilewright.patterns.quantised.words import follow
-from tilewright.patterns.recognise.constants import constant_of
 
 _BYTES = (
     torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu,

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
+from tilewright.patterns.arithmetic.casts import is_float_cast
 from tilewright.patterns.dataflow import Value, View
 from tilewright.patterns.effects import Effect
 from tilewright.patterns.quantised.byte_functions import byte_function
 from tilewright.patterns.quantised.words import follow
-from tilewright.patterns.recognise.casts import is_float_cast
 
 # What the rewriter applies to a view: ("to", dtype), ("bitcast", dtype) or ("bitwise_and", number).
 Steps = tuple[tuple[str, torch.dtype | int], ...]

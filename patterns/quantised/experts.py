@@ -23,6 +23,7 @@ from tilewright.codegen.formats import WEIGHT_FORMATS, WeightFormat
 from tilewright.ops.formats.expert_weight import expert_numbers
 from tilewright.ops.formats.quantized_weight import pack_nibbles
 from tilewright.ops.runtime.dtypes import torch_types
+from tilewright.patterns.arithmetic.casts import is_float_cast
 from tilewright.patterns.dataflow import Computed, Value, View, upstream
 from tilewright.patterns.effects import InexpressibleError
 from tilewright.patterns.language import Stage, reject
@@ -37,7 +38,6 @@ from tilewright.patterns.quantised.expert_factors import (
 )
 from tilewright.patterns.quantised.weights import every, joined, repeats
 from tilewright.patterns.quantised.words import follow, is_code
-from tilewright.patterns.recognise.casts import is_float_cast
 
 _EXPERTS = {name: form for name, form in WEIGHT_FORMATS.items() if form.expert_scales}
 # The scales of a format whose blocks are no plain numbers.

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from tilewright.patterns.arithmetic.constants import constant_of
+from tilewright.patterns.arithmetic.steps import clamp_bounds, filled_with, sides_of
 from tilewright.patterns.dataflow import Value, View
-from tilewright.patterns.recognise.constants import constant_of
-from tilewright.patterns.recognise.steps import clamp_bounds, filled_with, sides_of
 
 # How many values back the search goes.
 _REACH = 24

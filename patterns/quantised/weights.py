@@ -21,11 +21,11 @@ from tilewright.codegen.formats import WEIGHT_FORMATS
 from tilewright.ops.formats.quantized_weight import nibbles_per_word
 from tilewright.ops.runtime.dtypes import torch_types
 from tilewright.patterns import effects
+from tilewright.patterns.arithmetic.casts import is_float_cast
 from tilewright.patterns.dataflow import Value, View
 from tilewright.patterns.effects import Atom, Effect, InexpressibleError
 from tilewright.patterns.language import Stage, reject
 from tilewright.patterns.quantised.words import Bits, bits_of, follow, holds_codes, is_code
-from tilewright.patterns.recognise.casts import is_float_cast
 
 # Each dtype in which a format of linears is stored.
 _STORED = [

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from tilewright.patterns import effects
+from tilewright.patterns.arithmetic.constants import constant_of
 from tilewright.patterns.dataflow import Value, View
 from tilewright.patterns.effects import Atom, Effect, InexpressibleError
-from tilewright.patterns.recognise.constants import constant_of
 from tilewright.patterns.recognise.gemm import piece_of
 
 _WORDS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)

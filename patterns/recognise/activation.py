@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import pi, sqrt
 
+from tilewright.patterns.arithmetic.formula import ABSENT, Found, call, clamp, number, tensor
 from tilewright.patterns.dataflow import Value, View, once
-from tilewright.patterns.recognise.formula import ABSENT, Found, call, clamp, number, tensor
 
 _DEFAULT_ALPHA = 1.702
 

@@ -20,13 +20,13 @@ from typing import Any
 import torch
 
 from tilewright.patterns import effects
+from tilewright.patterns.arithmetic.casts import is_float_cast
+from tilewright.patterns.arithmetic.constants import number_of, one_number
+from tilewright.patterns.arithmetic.formula import largest, tensor
+from tilewright.patterns.arithmetic.steps import is_filled, reduced_dims
 from tilewright.patterns.dataflow import Dataflow, Value, View, upstream
 from tilewright.patterns.effects import Atom, Dim, Effect, Size
-from tilewright.patterns.recognise.casts import is_float_cast
-from tilewright.patterns.recognise.constants import number_of, one_number
-from tilewright.patterns.recognise.formula import largest, tensor
 from tilewright.patterns.recognise.gemm import NamedProduct, Side, named_product
-from tilewright.patterns.recognise.steps import is_filled, reduced_dims
 
 _NOT = ("aten.bitwise_not", "aten.logical_not")
 

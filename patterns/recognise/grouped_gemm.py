@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tilewright.patterns import effects
+from tilewright.patterns.arithmetic.casts import strip_casts
 from tilewright.patterns.dataflow import Dataflow, Value, View
 from tilewright.patterns.effects import Atom, Dim, Effect
-from tilewright.patterns.recognise.casts import strip_casts
 from tilewright.patterns.recognise.gemm import Side, named_product
 from tilewright.patterns.recognise.linear import Columns, columns_along
 from tilewright.patterns.recognise.outside import LOOKUPS, REFUSED, Outside, outside_of_ends

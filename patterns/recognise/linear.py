@@ -16,13 +16,14 @@ from typing import Any, NoReturn
 import torch
 
 from tilewright.patterns import effects
+from tilewright.patterns.arithmetic.casts import is_float_cast, strip_casts
+from tilewright.patterns.arithmetic.equality import equal_values
+from tilewright.patterns.arithmetic.steps import clamp_bounds
 from tilewright.patterns.dataflow import Value, View
 from tilewright.patterns.effects import Dim, Effect, Size
 from tilewright.patterns.language import Reject, Stage, reject
 from tilewright.patterns.quantised.words import holds_codes
-from tilewright.patterns.recognise.casts import is_float_cast, strip_casts
 from tilewright.patterns.recognise.dtypes import dtype_name
-from tilewright.patterns.recognise.equality import equal_values
 from tilewright.patterns.recognise.gemm import (
     Gemm,
     bias_rows,
@@ -31,7 +32,6 @@ from tilewright.patterns.recognise.gemm import (
     unread_product,
 )
 from tilewright.patterns.recognise.ranks import collective_of
-from tilewright.patterns.recognise.steps import clamp_bounds
 
 
 @dataclass(frozen=True)

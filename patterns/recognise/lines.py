@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from tilewright.patterns.arithmetic.steps import start_and_step
 from tilewright.patterns.dataflow import Value, View
 from tilewright.patterns.effects import Effect, Size
-from tilewright.patterns.recognise.steps import start_and_step
 
 #: Dtypes of indices.
 INTEGERS = (torch.int32, torch.int64)

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 
 from tilewright.patterns import effects
+from tilewright.patterns.arithmetic.casts import is_float_cast
+from tilewright.patterns.arithmetic.equality import equal_values
+from tilewright.patterns.arithmetic.steps import filled_with
 from tilewright.patterns.dataflow import Computed, Value, View
 from tilewright.patterns.effects import Effect, InexpressibleError, Size
-from tilewright.patterns.recognise.casts import is_float_cast
-from tilewright.patterns.recognise.equality import equal_values
 from tilewright.patterns.recognise.lines import (
     INTEGERS,
     Compared,
@@ -30,7 +31,6 @@ from tilewright.patterns.recognise.lines import (
     sum_lines,
     truth_of,
 )
-from tilewright.patterns.recognise.steps import filled_with
 
 
 @dataclass(frozen=True)

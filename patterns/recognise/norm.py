@@ -11,11 +11,8 @@ from typing import Any
 import torch
 
 from tilewright.patterns import effects
-from tilewright.patterns.dataflow import Value, View, once
-from tilewright.patterns.effects import Atom, InexpressibleError
-from tilewright.patterns.language import Stage, reject
-from tilewright.patterns.recognise.constants import number_of
-from tilewright.patterns.recognise.formula import (
+from tilewright.patterns.arithmetic.constants import number_of
+from tilewright.patterns.arithmetic.formula import (
     ABSENT,
     Formula,
     Found,
@@ -25,6 +22,9 @@ from tilewright.patterns.recognise.formula import (
     reduction,
     tensor,
 )
+from tilewright.patterns.dataflow import Value, View, once
+from tilewright.patterns.effects import Atom, InexpressibleError
+from tilewright.patterns.language import Stage, reject
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from tilewright.patterns.arithmetic.steps import clamp_bounds, sides_of, start_and_step
 from tilewright.patterns.dataflow import Computed, Value, View
 from tilewright.patterns.effects import Size
 from tilewright.patterns.recognise.routing import is_top_indices, strip_integer_casts
-from tilewright.patterns.recognise.steps import clamp_bounds, sides_of, start_and_step
 
 # How many values are asked for their range.
 _REACH = 8

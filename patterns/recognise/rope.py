@@ -16,10 +16,10 @@ import numpy as np
 import torch
 
 from tilewright.patterns import effects
+from tilewright.patterns.arithmetic.equality import equal_values
 from tilewright.patterns.dataflow import Computed, Value, View
 from tilewright.patterns.effects import Atom, Effect, Size
 from tilewright.patterns.language import Stage, reject
-from tilewright.patterns.recognise.equality import equal_values
 from tilewright.patterns.recognise.rope_terms import (
     IsAddend,
     Leaf,

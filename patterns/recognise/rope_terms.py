@@ -12,15 +12,15 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from tilewright.patterns import effects
+from tilewright.patterns.arithmetic.casts import is_float_cast, strip_casts
+from tilewright.patterns.arithmetic.equality import equal_values
+from tilewright.patterns.arithmetic.steps import keeps_dim, reduced_dims
 from tilewright.patterns.dataflow import Value, View
 from tilewright.patterns.effects import Effect, InexpressibleError
 from tilewright.patterns.quantised.words import holds_codes, is_scaled
-from tilewright.patterns.recognise.casts import is_float_cast, strip_casts
-from tilewright.patterns.recognise.equality import equal_values
 from tilewright.patterns.recognise.gemm import match_gemm
 from tilewright.patterns.recognise.linear import match_columns
 from tilewright.patterns.recognise.norm import match_norm
-from tilewright.patterns.recognise.steps import keeps_dim, reduced_dims
 
 _CONJUGATES = {"aten.conj", "aten._conj", "aten.conj_physical", "aten.resolve_conj"}
 _MAX_TERMS = 8

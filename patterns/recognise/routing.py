@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from tilewright.patterns import effects
+from tilewright.patterns.arithmetic.steps import is_filled, reduced_dims, start_and_step
 from tilewright.patterns.dataflow import Value, View
 from tilewright.patterns.effects import Atom, Effect, Size
-from tilewright.patterns.recognise.steps import is_filled, reduced_dims, start_and_step
 
 _ORDER_OUTPUTS = {"aten.sort": 1, "aten.argsort": None}
 _INTEGER_STEPS = {"aten.floor_divide", "aten.div"}

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from tests.patterns.arithmetic.test_steps import GIVEN, X, made
 
 from tests.patterns.recognise.test_gemm import value
-from tests.patterns.recognise.test_steps import GIVEN, X, made
 from tilewright.patterns.recognise.activation import match_activation
 
 

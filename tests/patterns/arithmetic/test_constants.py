@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tilewright.compiler.dataflow.build import build_view
-from tilewright.patterns.recognise.constants import constant_of
+from tilewright.patterns.arithmetic.constants import constant_of
 
 
 def picked(indices):

@@ -11,9 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.compiler.flow_check import returned, selected
-from tilewright.patterns.dataflow import once, remembering
-from tilewright.patterns.recognise.activation import match_activation
-from tilewright.patterns.recognise.formula import (
+from tilewright.patterns.arithmetic.formula import (
     ABSENT,
     aside,
     call,
@@ -21,6 +19,8 @@ from tilewright.patterns.recognise.formula import (
     reduction,
     tensor,
 )
+from tilewright.patterns.dataflow import once, remembering
+from tilewright.patterns.recognise.activation import match_activation
 from tilewright.patterns.recognise.norm import match_norm
 
 T, N, G = 3, 24, 4

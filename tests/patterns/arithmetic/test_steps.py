@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.patterns.recognise.test_gemm import value
-from tilewright.patterns.recognise.constants import constant_of
-from tilewright.patterns.recognise.steps import (
+from tilewright.patterns.arithmetic.constants import constant_of
+from tilewright.patterns.arithmetic.steps import (
     clamp_bounds,
     filled_with,
     is_filled,

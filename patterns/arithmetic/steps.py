@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from tilewright.patterns.arithmetic.constants import given_number
 from tilewright.patterns.dataflow import Value, View
-from tilewright.patterns.recognise.constants import given_number
 
 # Where each bound stands, its name, and what it is where it is not given.
 _Bound = tuple[int, str, float | None]

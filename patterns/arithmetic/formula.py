@@ -21,12 +21,12 @@ from math import isclose
 from typing import Any, NamedTuple
 
 from tilewright.patterns import effects
+from tilewright.patterns.arithmetic.casts import strip_casts, value_before_casts
+from tilewright.patterns.arithmetic.constants import given_number
+from tilewright.patterns.arithmetic.equality import equal_values
+from tilewright.patterns.arithmetic.steps import clamp_bounds, reduced_dims
 from tilewright.patterns.dataflow import Value, View, once
 from tilewright.patterns.effects import Atom, Effect, InexpressibleError
-from tilewright.patterns.recognise.casts import strip_casts, value_before_casts
-from tilewright.patterns.recognise.constants import given_number
-from tilewright.patterns.recognise.equality import equal_values
-from tilewright.patterns.recognise.steps import clamp_bounds, reduced_dims
 
 _COMMUTE = frozenset({"aten.add", "aten.mul"})
 # What options have to be for an operation to be the plain one.
