@@ -68,11 +68,11 @@ class MaskConfig:
 
 
 def blocks_per_part(config: MaskConfig, key_blocks: int) -> int:
-    """Of `key_blocks`, in whole steps; the last part has what is left."""
+    """Returns how many of `key_blocks` each part has, in whole steps; the last has what is left."""
     return max(cdiv(cdiv(key_blocks, config.parts), config.blocks), 1) * config.blocks
 
 
 def numbers_per_tile(problem: MaskProblem, config: MaskConfig, key_blocks: int) -> int:
-    """That the programs of a tile hand over: a flag of each block, and where the lowest numbers
-    hide, of each part's rows whether they have an ordinary one."""
+    """Returns how many numbers the programs of a tile hand over: a flag for each block and, where
+    the lowest numbers hide, whether each row of each part has an ordinary one."""
     return key_blocks + (config.parts * problem.rows if problem.unit and config.parts > 1 else 0)

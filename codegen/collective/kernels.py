@@ -42,7 +42,7 @@ def reduce_grid(config: ReduceConfig, num_tokens: int) -> tuple[int]:
 
 
 def flags_shape(config: ReduceConfig, num_ranks: int) -> tuple[int, int, int]:
-    """Of the words before the slots: one for each slot of each rank's rows."""
+    """Returns the shape of the words before the slots: one for each slot of each rank's rows."""
     return config.blocks, RING, num_ranks
 
 

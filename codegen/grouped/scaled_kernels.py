@@ -41,7 +41,7 @@ class ScaledConfig(GemmConfig):
 
     @property
     def maxnreg(self) -> int | None:
-        """Of a thread, so that as many programs as are meant fit a multiprocessor; None: any."""
+        """Limits the registers of a thread, so that `programs_per_sm` fit; None: no limit."""
         share = REGISTERS // (WARP_SIZE * self.num_warps * self.programs_per_sm)
         return share // 8 * 8 if share < MAX_REGISTERS else None
 

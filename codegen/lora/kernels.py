@@ -9,7 +9,7 @@ from tilewright.codegen.arithmetic import cdiv, next_power_of_2
 from tilewright.codegen.kernel import Kernel
 from tilewright.codegen.lora.problem import RowCounts, RowForm, ShrinkProblem, tile_bound
 
-# A tensor core multiplies at least so many rows, by as many products.
+# The fewest rows and products that a tensor core multiplies.
 DOT_ROWS = 16
 # The fp32 sums of more columns would not fit the registers.
 MAX_COLUMNS = 256

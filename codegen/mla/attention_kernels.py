@@ -139,7 +139,7 @@ def attention_statics(problem: AttentionProblem, config: PrefillConfig) -> Stati
 
 
 def merge_statics(parts: int, v_dim: int) -> Statics:
-    """The constants of `mla_merge` for so many partial results."""
+    """Returns the constants of `mla_merge` for a number of partial results."""
     return Statics(parts=parts, v_dim=v_dim, v_block=next_power_of_2(v_dim), block_r=MERGE_ROWS)
 
 

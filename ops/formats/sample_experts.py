@@ -28,7 +28,7 @@ def quantized_weight(name: str, dense: torch.Tensor) -> ExpertWeight:
 
 
 def _with_signs(data: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same NVFP4 numbers with the scale of every other block negative, and its codes turned."""
+    """Turns the sign of every other block's scale and codes: the numbers stay what they are."""
     turned = torch.arange(scale.numel()).view(scale.shape).remainder(2).to(torch.uint8)
     signs = (turned * 0x88).repeat_interleave(nvfp4.BLOCK // 2, -1)
     return data ^ signs, (scale.view(torch.uint8) ^ turned << 7).view(scale.dtype)

@@ -84,7 +84,7 @@ class Weight(ArgumentGroup):
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        """Of the numbers, [..., D, K]."""
+        """Returns the shape of the numbers, [..., D, K]."""
         form = self.format
         if form is None or form.packed_axis is None:
             return tuple(self.data.shape)

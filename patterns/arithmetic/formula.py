@@ -74,7 +74,7 @@ class Formula:
         return self.matcher(item, Found({}, ()), then)
 
     def giving(self, **facts: Any) -> Formula:
-        """The same formula; a match of it binds these names."""
+        """Returns the formula whose matches also bind these names."""
 
         def match(item: Any, found: Found, then: Then) -> Any:
             return self.matcher(
@@ -84,7 +84,7 @@ class Formula:
         return replace(self, matcher=match, ways=())
 
     def named(self, name: str) -> Formula:
-        """The same formula; a match of it binds the view itself, equal wherever the name stands."""
+        """Returns the formula whose matches also bind the view, equal wherever the name stands."""
         view = tensor(name)
 
         def match(item: Any, found: Found, then: Then) -> Any:

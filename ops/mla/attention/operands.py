@@ -59,8 +59,8 @@ class RopeTables:
 def rotation_of(
     tables: RopeTables | None, columns: int
 ) -> tuple[Rotation, dict[str, torch.Tensor | None]]:
-    """What is static about a rotation of so many columns, and its tables by the kernels' names: no
-    sin where a pair's sine follows its cosine in one table."""
+    """Returns what is static about a rotation of `columns`, and its tables by the kernels' names.
+    There is no sin where a pair's sine follows its cosine in one table."""
     if tables is None:
         return NO_ROTATION, {"cos": None, "sin": None}
     cos, sin = tables.cos, None if tables.paired(columns) else tables.sin
@@ -165,11 +165,11 @@ class AttentionCall:
         return 1 if self.tables is None else self.tables.rows
 
     def with_queries(self, own: torch.Tensor, turned: torch.Tensor) -> AttentionCall:
-        """The same with the rotated columns of the queries beside their own, if keys have them."""
+        """Returns the call with the rotated columns of the queries apart, if keys have them."""
         return replace(self, q=own, q_rope=None if self.k_rope is None else turned)
 
     def in_parts(self) -> AttentionCall:
-        """The same with q's columns as views of its two parts."""
+        """Returns the call with q's columns as views of its two parts."""
         turned = self.q[..., self.nope :] if self.q_rope is None else self.q_rope
         return self.with_queries(self.q[..., : self.nope], turned)
 

@@ -80,8 +80,8 @@ LISTS = [(4, 3, 1, 700), (2, 1, 5, 64), (1, 2, 129, 333), (1, 1, 700, 1500)]
     ids=str,
 )
 def test_every_number_of_every_list_where_the_lowest_hide(shape, sms, dtype):
-    """Of tiles cut into parts and not, some with a row that has nothing but the lowest: all pairs
-    of a shape, a number of multiprocessors and a dtype."""
+    """Tiles cut into parts and not, some with a row of the lowest number alone, in all pairs of a
+    shape, a number of multiprocessors and a dtype."""
     mask, target = with_lowest(shape, dtype), replace(SM90, num_sms=sms)
     check(mask, target, hide_lowest=True)
     check(scattered(shape, torch.bool), target, hide_lowest=True)

@@ -1,4 +1,4 @@
-"""What ops and patterns make of a format that nobody has yet, beside numbers in float64 by hand.
+"""Compares what ops and patterns make of a made-up format with float64 by hand.
 
 Unsigned codes of 8 bits: with a float zero point per block in linears of dense layers, about 128 in
 experts. `test_new_format.py` calls each function in a process that has added the format's row.
