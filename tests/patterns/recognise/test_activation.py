@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from tests.patterns.arithmetic.test_steps import GIVEN, X, made
 
+from tests.patterns.arithmetic.test_steps import GIVEN, X, made
 from tests.patterns.recognise.test_gemm import value
 from tilewright.patterns.recognise.activation import match_activation
 
