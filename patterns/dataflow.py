@@ -392,16 +392,16 @@ class Dataflow:
         return self.homes.get(value, value.node)
 
     def rows_are_dense(self, view: View) -> bool:
-        """Whether a view's last dimension is a run of neighbours in memory, as a dimension made of
-        several axes of the value is where each goes on where the next one ends."""
+        """Whether a view's last dimension is a run of neighbours in memory. A dimension made of
+        several axes of the value is one where each axis goes on where the next one ends."""
         width = view.effect.dims[-1]
         if any(atom.axis is None for atom in width):
             return False
         held = self.home(view.value).meta["example_value"]
         run: Size = 1
         for atom in reversed(width):
-            if held.stride(atom.axis) * atom.step != run:
-                return False
+            if not isinstance(run, int) or held.stride(atom.axis) * atom.step != run:
+                return False  # a length that is a symbol is not compared: that would be a guard
             run = run * atom.length
         return True
 
