@@ -181,6 +181,8 @@ def _run(program: Program, report: GraphReport, result: Any, after: list[Any]) -
     except ArgumentError as error:
         return Outcome("refused", why=str(error))
     except Exception as error:
+        if not _defined(program):
+            return Outcome("undefined")
         return Outcome("wrong", why=f"fused raises {type(error).__name__}: {error}")
     fused, eager = (_numbers(r, i) for r, i in ((mine, ours), (result, after)))
     verdict, why = _verdict(program, fused, eager)
