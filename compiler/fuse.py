@@ -56,7 +56,7 @@ from tilewright.compiler.safety.overlap import InputMemory, input_memory
 from tilewright.ops.contract import LoweringReport, get_op
 from tilewright.ops.fused_op import loaded
 from tilewright.patterns.dataflow import Dataflow, Value
-from tilewright.patterns.language import Findings, Match, Miss, Stage, find, registered
+from tilewright.patterns.language import CENSUS, Findings, Match, Miss, Stage, find, registered
 
 DEFAULT_TARGET = "sm100"
 
@@ -127,7 +127,7 @@ def _counted(
     try:
         points = census_of(rounds, registered(options.patterns))
     except Exception as error:
-        return (), [failures("census", "to count the points of the graph", error, ())]
+        return (), [failures(CENSUS, "to count the points of the graph", error, ())]
     whole = options.patterns is None and options.only is None and options.fuel is None
     return points, unrecognised(points, rounds[0].flow) if whole else []
 

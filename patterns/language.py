@@ -49,6 +49,8 @@ class Stage(IntEnum):
 CAPTURE = "capture"
 #: The `pattern` of misses for what no pattern recognises.
 CENSUS = "census"
+#: The code of these misses.
+UNRECOGNISED = "UNRECOGNISED"
 
 #: `lost`: what the model is written for was not fused. `advice`: nothing was lost by it.
 Weight = Literal["lost", "advice"]

@@ -12,7 +12,7 @@ from torch import fx
 
 from tilewright.codegen.spec import KernelSpec
 from tilewright.compiler.scopes import collapse_scope
-from tilewright.patterns.language import CAPTURE, CENSUS, Miss, Stage
+from tilewright.patterns.language import CAPTURE, UNRECOGNISED, Miss, Stage
 
 if TYPE_CHECKING:
     from tilewright.codegen.audit import Audit
@@ -179,7 +179,7 @@ NO_GRAPH = Miss(
 def unless_cut(misses: Sequence[Miss], is_cut: bool) -> Sequence[Miss]:
     """Returns the misses of a graph. Where graph breaks cut it, they speak for what no pattern
     recognises in the parts."""
-    return [miss for miss in misses if miss.pattern != CENSUS] if is_cut else misses
+    return [miss for miss in misses if miss.code != UNRECOGNISED] if is_cut else misses
 
 
 def break_miss(reason: str) -> Miss:

@@ -24,6 +24,7 @@ from tilewright.patterns.dataflow import (
 )
 from tilewright.patterns.language import (
     CENSUS,
+    UNRECOGNISED,
     Kind,
     Match,
     Miss,
@@ -132,7 +133,7 @@ def unrecognised(points: Iterable[Point], flow: Dataflow) -> list[Miss]:
     return [
         Miss(
             CENSUS,
-            "UNRECOGNISED",
+            UNRECOGNISED,
             Stage.ANCHORED,
             f"no pattern recognises the form of {_IN_WORDS[point.kind]} ({point.op})",
             (nodes[point.node],),

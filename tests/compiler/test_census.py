@@ -507,6 +507,13 @@ def test_a_census_that_fails_costs_no_fusion(monkeypatch):
     assert [miss.code for miss in lowered.misses if miss.pattern == "census"] == ["INTERNAL"]
     assert lowered.matches
 
+    def broken(m, x):
+        y = mlp(m, x)
+        torch._dynamo.graph_break()
+        return y + 1
+
+    assert "INTERNAL" in {miss.code for miss in lowered_step(broken).misses}
+
 
 def test_kept_reports_have_the_census():
     assert {point.kind for point in compiled_report(mlp).points} == {"product"}
