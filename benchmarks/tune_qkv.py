@@ -27,7 +27,7 @@ from tilewright.codegen.qkv.plan import LoweringChoice
 from tilewright.codegen.qkv.tune import table_text
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
-from tilewright.ops.qkv.choices import run
+from tilewright.ops.qkv.choices import run, specs_of
 from tilewright.ops.qkv.operands import prepare
 from tilewright.ops.qkv.tuning import NanMemory
 from tilewright.ops.runtime.device import device_target
@@ -104,11 +104,11 @@ def measure(shape: Shape, num_tokens: int, target: Target, bad: dict[str, str]) 
         layers = [
             make_layer(shape, num_tokens, packed) for _ in range(shape.argument_sets(num_tokens))
         ]
-        problem = prepare(fused_arguments(shape, layers[0], cache)).problem
-        tried = choices(problem, num_tokens, target, packed)
+        call = prepare(fused_arguments(shape, layers[0], cache))
+        tried = choices(call.problem, num_tokens, target, packed)
         graphs = {}
         for name, choice in tried.items():
-            if any(spec.name in bad for spec in choice.specs):
+            if any(spec.name in bad for spec in specs_of(call, choice, target)):
                 continue
             if wrong(shape, layers[0], cache, choice):
                 raise AssertionError(f"{shape.name}, {num_tokens} tokens: {name} is wrong")
@@ -141,9 +141,9 @@ def compile_all(target: Target, tokens: list[int]) -> dict[str, str]:
         for num_tokens in tokens:
             for packed in (False, True):
                 layer = make_layer(shape, num_tokens, packed)
-                problem = prepare(fused_arguments(shape, layer, cache)).problem
-                for choice in choices(problem, num_tokens, target, packed).values():
-                    specs |= dict.fromkeys(choice.specs)
+                call = prepare(fused_arguments(shape, layer, cache))
+                for choice in choices(call.problem, num_tokens, target, packed).values():
+                    specs |= dict.fromkeys(specs_of(call, choice, target))
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
         outcomes = list(pool.map(compile_quietly, specs, chunksize=4))

@@ -14,6 +14,7 @@ import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,8 @@ from tilewright.codegen.qkv.quantized_plan import MEASURED_FILE, row_key
 from tilewright.codegen.qkv.tune import table_text
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
-from tilewright.ops.qkv.choices import run
-from tilewright.ops.qkv.operands import prepare
+from tilewright.ops.qkv.choices import run, specs_of
+from tilewright.ops.qkv.operands import FusedCall, prepare
 from tilewright.ops.runtime.device import device_target
 
 TOKENS = (16, 32, 64, 128, 256, 512, 1024, 4096)
@@ -52,6 +53,10 @@ class Job:
     shape: Shape
     num_tokens: int
 
+    @cached_property
+    def call(self) -> FusedCall:
+        return prepare(self.prepared(1)[0])
+
     def prepared(self, num_layers: int) -> list[Any]:
         """Arguments of as many layers, over one cache."""
         cache = paged_cache(self.shape, 0.1)
@@ -60,7 +65,7 @@ class Job:
 
     def choices(self, target: Target) -> dict[str, LoweringChoice]:
         """All lowerings to try, by name."""
-        problem = prepare(self.prepared(1)[0]).problem
+        problem = self.call.problem
         tried = {
             str(config): qkv_plan.fused_choice(problem, config, target, 0.0, measured=False)
             for config in qkv_plan.candidates(problem, self.num_tokens, target)
@@ -99,10 +104,12 @@ def measure(job: Job, choices: dict[str, LoweringChoice], target: Target) -> dic
     }
 
 
-def compiled(jobs: dict[Job, dict[str, LoweringChoice]]) -> dict[str, str]:
+def compiled(jobs: dict[Job, dict[str, LoweringChoice]], target: Target) -> dict[str, str]:
     """Compiles all kernels in parallel; failures by kernel name."""
-    every = (choice for choices in jobs.values() for choice in choices.values())
-    specs: dict[KernelSpec, None] = dict.fromkeys(s for choice in every for s in choice.specs)
+    every = ((job, choice) for job, choices in jobs.items() for choice in choices.values())
+    specs: dict[KernelSpec, None] = dict.fromkeys(
+        spec for job, choice in every for spec in specs_of(job.call, choice, target)
+    )
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
         outcomes = list(pool.map(compile_quietly, specs, chunksize=4))
@@ -127,12 +134,16 @@ def main() -> None:
         for shape in shapes
         for tokens in options.tokens
     }
-    bad = compiled(jobs)
+    bad = compiled(jobs, target)
     for name, why in bad.items():
         print(f"left out: {name}: {why}")
     rows = json.loads(MEASURED_FILE.read_text())["rows"]
     for job, choices in jobs.items():
-        good = {n: c for n, c in choices.items() if not any(s.name in bad for s in c.specs)}
+        good = {
+            name: choice
+            for name, choice in choices.items()
+            if not any(spec.name in bad for spec in specs_of(job.call, choice, target))
+        }
         row = measure(job, good, target)
         keys = row.keys() - {"fused_us", "library_us", "packed_library_us", "config"}
         same = {key: row[key] for key in keys}

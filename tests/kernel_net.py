@@ -33,6 +33,7 @@ from tilewright.codegen.targets import TARGETS
 from tilewright.ops.contract import FusedOp, all_ops, get_op
 from tilewright.ops.grouped.quantize_nvfp4 import QuantizeNvfp4Arguments
 from tilewright.ops.mla.attention.lowering import attention_steps
+from tilewright.ops.qkv.choices import specs_of
 from tilewright.ops.qkv.operands import prepare
 from tilewright.ops.runtime.program import Planner, drive
 from tilewright.tools.audit.families import all_cases as audit_cases
@@ -162,7 +163,8 @@ def forced_qkv(target: str) -> Iterator[tuple[str, Sequence[KernelSpec]]]:
         packed = call.rows is not None
         kinds["library"] = library_choice(problem, tokens, chip, packed, None)
         for name, choice in kinds.items():
-            yield f"op, {op.name}, {case.name}, forced {name}", choice.specs
+            *before, last = specs_of(call, choice, chip)
+            yield f"op, {op.name}, {case.name}, forced {name}", [last, *before]
 
 
 class _OnMeta(TorchFunctionMode):

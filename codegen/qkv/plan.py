@@ -18,42 +18,38 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
-from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv, next_power_of_2
-from tilewright.codegen.operand import Operand
+from tilewright.codegen.arithmetic import cdiv, next_power_of_2
+from tilewright.codegen.kernel import Statics
+from tilewright.codegen.qkv.kernels import (
+    EpilogueConfig,
+    SwappedConfig,
+    TiledConfig,
+    dequantize_statics,
+    epilogue_statics,
+    order_statics,
+    swapped_statics,
+    tiled_statics,
+    tiles_per_head,
+)
 from tilewright.codegen.qkv.problem import (
-    EpilogueProblem,
     HeadEpilogue,
     QkvProblem,
     heads_fit,
     swapped_obstacle,
     tiled_obstacle,
 )
-from tilewright.codegen.qkv.quantized_plan import quantized_configs, quantized_row
-from tilewright.codegen.qkv.quantized_specs import (
-    dequantize_problems,
-    dequantize_spec,
-    number_dtype,
-    order_spec,
+from tilewright.codegen.qkv.quantized_plan import (
+    quantized_configs,
     quantized_fits,
     quantized_obstacle,
-    quantized_spec,
-)
-from tilewright.codegen.qkv.specs import (
-    EpilogueConfig,
-    SwappedConfig,
-    TiledConfig,
-    epilogue_spec,
-    swapped_spec,
-    tiled_spec,
-    tiles_per_head,
+    quantized_row,
 )
 from tilewright.codegen.qkv.time import Config, estimate, library_estimate, shared_bytes
 from tilewright.codegen.row_norm import takes_columns
-from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
 
 # Up to so many tokens the few-token kernel norms x itself. On an H200 a layer of Llama-3-8B takes
@@ -74,9 +70,11 @@ class LoweringChoice:
     """One lowering for up to `max_tokens` tokens (None: any number).
 
     name: "swapped", "tiled" or "library". reason: a sentence for reports. config: the tiles of the
-    fused kernel; None for the library. epilogue: the tiles of "library". specs: the kernels, of
-    "library" those expected (a call makes its own, over what the GEMMs did write).
-    seconds: expected time; source: where that is from, HERE, TABLE or MODEL.
+    fused kernel; None for the library. epilogue: the tiles of "library".
+    seconds: expected time; source: where that is from, HERE, TABLE or MODEL. norms_x: the kernel
+    has the problem's norm of x in it. statics: the constants of the fused kernel, then those of
+    `order_x`, if it runs; or those of the epilogue, then for each weight of codes those of
+    `dequantize_weight`.
     """
 
     name: str
@@ -84,18 +82,14 @@ class LoweringChoice:
     max_tokens: int | None
     config: Config | None
     epilogue: EpilogueConfig | None
-    specs: tuple[KernelSpec, ...]
     seconds: float
     source: str
+    norms_x: bool = False
+    statics: tuple[Statics, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def measured(self) -> bool:
         return self.source != MODEL
-
-    @property
-    def norms_x(self) -> bool:
-        """Whether the kernel has the problem's norm of x in it."""
-        return "INPUT_NORM_EPS" in dict(self.specs[0].constants)
 
 
 @dataclass(frozen=True)
@@ -208,28 +202,28 @@ def _us(seconds: float) -> str:
 def fused_choice(
     problem: QkvProblem, config: Config, target: Target, seconds: float, measured: bool
 ) -> LoweringChoice:
-    specs = _fused_specs(problem, config, target)
     source = TABLE if measured else MODEL
-    kernel = "one fused kernel" if problem.input_norm is None else "one fused kernel that norms x"
+    norms_x = problem.input_norm is not None
+    kernel = "one fused kernel that norms x" if norms_x else "one fused kernel"
     reason = f"{kernel}, {config}: {_us(seconds)} {_WORDS[source]}"
-    return LoweringChoice(_name(config), reason, None, config, None, specs, seconds, source)
+    statics = _fused_statics(problem, config)
+    return LoweringChoice(
+        _name(config), reason, None, config, None, seconds, source, norms_x, statics
+    )
 
 
-def _fused_specs(problem: QkvProblem, config: Config, target: Target) -> tuple[KernelSpec, ...]:
-    """The fused kernel, and one that runs before it where the config has one."""
+def _fused_statics(problem: QkvProblem, config: Config) -> tuple[Statics, ...]:
     if isinstance(config, TiledConfig):
-        return (tiled_spec(problem, config, target.name),)
-    if problem.quantization is None:
-        return (swapped_spec(problem, config, target.name),)
-    spec = quantized_spec(problem, config, target.name)
-    return (spec, order_spec(problem, config, target.name)) if config.ordered_x else (spec,)
+        return (tiled_statics(problem, config),)
+    statics = swapped_statics(problem, config)
+    return (statics, order_statics(problem, config)) if config.ordered_x else (statics,)
 
 
 def library_choice(
     problem: QkvProblem, num_tokens: int, target: Target, packed: bool, row: dict | None
 ) -> LoweringChoice:
     config = epilogue_config(problem.epilogue, num_tokens, target)
-    spec = epilogue_spec(library_epilogue_problem(problem, packed), config, target.name)
+    statics = [epilogue_statics(problem.epilogue, config)]
     measured = None if row is None else row["packed_library_us" if packed else "library_us"]
     source = MODEL if measured is None else TABLE
     if measured is not None:
@@ -237,33 +231,18 @@ def library_choice(
     else:
         seconds = library_estimate(problem, num_tokens, target, packed)
     gemms = "one library GEMM" if packed else f"{problem.epilogue.kinds} library GEMMs"
-    specs = [spec]
-    obstacle = swapped_obstacle(problem)
-    if problem.quantization is not None:
-        gemms = f"weights as {number_dtype(problem)} numbers, {gemms}"
-        specs += [dequantize_spec(weight, target.name) for weight in dequantize_problems(problem)]
+    if problem.quantization is None:
+        obstacle = swapped_obstacle(problem)
+    else:
+        gemms = f"weights as {problem.number_dtype} numbers, {gemms}"
+        there = [index for index, weight in enumerate(problem.weights) if weight is not None]
+        statics += [dequantize_statics(problem, index) for index in there]
         obstacle = quantized_obstacle(problem)
     reason = f"{gemms}, then {config}: {_us(seconds)} {_WORDS[source]}"
     if obstacle is not None:
         reason = f"{reason}; no fused kernel: {obstacle}"
-    return LoweringChoice("library", reason, None, None, config, tuple(specs), seconds, source)
-
-
-def library_epilogue_problem(problem: QkvProblem, packed: bool) -> EpilogueProblem:
-    """The epilogue over what the GEMMs write: three tensors, or columns of one."""
-    heads, dim = problem.epilogue, problem.epilogue.head_dim
-    widths = (heads.num_heads * dim, heads.num_kv_heads * dim, heads.num_kv_heads * dim)
-    dtype = heads.dtype if problem.quantization is None else number_dtype(problem)
-    # The GEMMs write fresh tensors of the allocator, aligned; k and v begin inside a packed one.
-    inside = not packed or widths[0] * ELEMENT_BYTES[dtype] % 16 == 0
-
-    def made(width: int, group: int = 0, aligned: bool = True) -> Operand:
-        row = problem.num_rows if packed else width
-        return Operand(dtype, (row, group, dim, 1), aligned)
-
-    q, k, v = widths
-    value = None if heads.v_cache is None else made(v, aligned=inside)
-    return EpilogueProblem(made(q, heads.group * dim), made(k, aligned=inside), value, heads)
+    made = tuple(statics)
+    return LoweringChoice("library", reason, None, None, config, seconds, source, statics=made)
 
 
 def epilogue_config(epilogue: HeadEpilogue, num_tokens: int, target: Target) -> EpilogueConfig:
@@ -374,7 +353,7 @@ def fits(problem: QkvProblem, config: Config, target: Target) -> bool:
     # Neighbours in registers besides: pairs that part, weights that are not transposed for them.
     if width == 256 and heads.interleaved and (heads.halves or not problem.k_major):
         crowded = crowded or config.epilogue_parts < 4
-    if heads.norm_after_rope and config.pair_parts > 1:
+    if heads.norm_after != "none" and config.pair_parts > 1:
         return False
     return (
         heads_fit(problem, config.heads_per_tile)
@@ -401,7 +380,7 @@ def measured_row(problem: QkvProblem, num_tokens: int, target: Target) -> dict |
     if problem.quantization is not None:
         return quantized_row(problem, num_tokens, target)
     heads = problem.epilogue
-    if not problem.k_major or heads.group or heads.v_cache is None:
+    if not problem.k_major or heads.group or not heads.writes_v:
         return None
     same = [
         row

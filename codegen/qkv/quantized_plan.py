@@ -13,15 +13,13 @@ from functools import cache
 from pathlib import Path
 
 from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv, next_power_of_2
-from tilewright.codegen.qkv.problem import QkvProblem
-from tilewright.codegen.qkv.quantized_specs import (
-    number_dtype,
-    quantization_of,
-    quantized_shared_bytes,
-)
-from tilewright.codegen.qkv.specs import SwappedConfig, tiles_per_head
+from tilewright.codegen.formats import Quantization
+from tilewright.codegen.qkv.kernels import SwappedConfig, tiles_per_head
+from tilewright.codegen.qkv.problem import QkvProblem, fused_obstacle
 from tilewright.codegen.targets import Target
 
+# Tokens of a tile where the tensor core takes codes and x out of registers: more spill (sm120).
+MOST_TOKENS_IN_REGISTERS = 32
 # Codes that an SM unpacks in a second, by bytes of a code; fitted on an H200.
 _CODES_PER_SM_S = {0.5: 9.0e10, 1.0: 9.0e10}
 # Share of the tensor cores' rate that tiles of few tokens and of more reach; those of fewer than 64
@@ -33,12 +31,82 @@ _SPLIT_S = 1.0e-6
 _ORDER_S = 1.5e-6
 
 
+def quantized_obstacle(problem: QkvProblem) -> str | None:
+    """Why `qkv_projection_swapped` cannot take the codes; None when it can."""
+    q, heads = problem.codes, problem.epilogue
+    if (obstacle := fused_obstacle(heads)) is not None:
+        return obstacle
+    if problem.input_norm is not None:
+        return "x meets codes in their order, not normed"
+    if q.differs:
+        return q.differs
+    if not problem.coded_x and problem.x.dtype != heads.dtype:
+        return f"x of {problem.x.dtype} where q is {heads.dtype}"
+    if problem.coded_x and q.weight_format != "fp8":
+        return f"x of fp8 with weights of {q.weight_format}"
+    if not q.known_order:
+        return f"nibbles in the order {list(q.order)}"
+    if q.packed_rows and not heads.interleaved and heads.pair_half % q.per_word:
+        return "words that hold both partners of a pair"
+    if q.packed_rows and heads.head_dim % q.per_word:
+        return "words that reach from head to head"
+    if not any(_block_k_fits(problem, block_k) for block_k in (32, 64, 128)):
+        return f"scales of {q.block[1]} columns"
+    return None
+
+
+def _block_k_fits(problem: QkvProblem, block_k: int) -> bool:
+    """Whether steps of block_k columns meet whole scales."""
+    q = problem.codes
+    if not problem.coded_x:
+        return q.step_fits(problem.hidden, block_k)
+    # The tensor core's own sums are short: none is longer than 128 products.
+    most = 256 if q.scales_whole_rows(problem.hidden) else 128
+    return q.groups_in(problem.hidden, block_k) == 1 and 32 <= block_k <= most
+
+
+def quantized_fits(problem: QkvProblem, config: SwappedConfig, target: Target) -> bool:
+    """Whether a config is legal for the problem and within the target's limits."""
+    q, heads = problem.codes, problem.epilogue
+    if quantized_obstacle(problem) is not None or not _block_k_fits(problem, config.block_k):
+        return False
+    if quantized_shared_bytes(problem, config, target) > target.max_shared_bytes - 2048:
+        return False
+    if not 8 <= config.block_p <= next_power_of_2(heads.pairs_per_head):
+        return False
+    if target.multiplies_registers and config.block_t > MOST_TOKENS_IN_REGISTERS:
+        return False
+    if config.ordered_x and (q.packed_rows or problem.coded_x):
+        return False
+    if config.split_k > 1 and cdiv(problem.hidden, config.block_k) < config.split_k:
+        return False
+    return not heads.has_norm or tiles_per_head(problem, config) == 1
+
+
+def quantized_shared_bytes(problem: QkvProblem, config: SwappedConfig, target: Target) -> int:
+    """Shared memory of the staged words and activations, and of the operands made of them."""
+    q = problem.codes
+    rows, x_bytes = 2 * config.block_p, ELEMENT_BYTES[problem.x.dtype]
+    words = rows * config.block_k * q.code_bytes
+    x = config.block_t * config.block_k * x_bytes
+    made = 0 if problem.coded_x else x
+    if q.packed_rows or _staged_codes(q, config, target):
+        made += rows * config.block_k * 2
+    return int((words + x) * config.num_stages + made)
+
+
+def _staged_codes(q: Quantization, config: SwappedConfig, target: Target) -> bool:
+    """Whether the codes reach the tensor core by way of shared memory: tiles below wgmma's, and
+    words of eight codes of a row where its threads hold fewer of them side by side (mma.sync)."""
+    return 2 * config.block_p < 64 or (target.multiplies_registers and q.per_word == 8)
+
+
 def quantized_configs(problem: QkvProblem, num_tokens: int) -> Iterator[SwappedConfig]:
     """What was worth its while on an H200, in any format measured.
 
     Few tokens: small tiles in many parts of K. More: x put in order once, and not by every program.
     """
-    q = quantization_of(problem)
+    q = problem.codes
     whole = next_power_of_2(problem.epilogue.pairs_per_head)
     slices = sorted({min(32, whole), whole})
     block_k = q.longest_step(problem.hidden)
@@ -66,7 +134,7 @@ def quantized_configs(problem: QkvProblem, num_tokens: int) -> Iterator[SwappedC
 
 def quantized_bytes(problem: QkvProblem, num_tokens: int) -> float:
     """Least bytes of global memory: codes, scales and x read once, q and the slots written once."""
-    q, size = quantization_of(problem), ELEMENT_BYTES[problem.epilogue.dtype]
+    q, size = problem.codes, ELEMENT_BYTES[problem.epilogue.dtype]
     blocks = cdiv(problem.num_rows, q.block[0]) * cdiv(problem.hidden, q.block[1])
     per_token = ELEMENT_BYTES[problem.x.dtype] * problem.hidden + size * problem.num_rows
     codes = q.code_bytes * problem.hidden * problem.num_rows
@@ -79,7 +147,7 @@ def quantized_estimate(
     problem: QkvProblem, config: SwappedConfig, num_tokens: int, target: Target
 ) -> float:
     """Expected seconds of the kernel for weights of codes."""
-    q = quantization_of(problem)
+    q = problem.codes
     rows, columns, split = 2 * config.block_p, config.block_t, config.split_k
     row_tiles = problem.epilogue.heads_in_all * tiles_per_head(problem, config)
     tiles = row_tiles * cdiv(num_tokens, columns) * split
@@ -124,7 +192,7 @@ def _resident(problem: QkvProblem, config: SwappedConfig, target: Target) -> int
 
 def numbers_estimate(problem: QkvProblem, target: Target) -> float:
     """Expected seconds of making numbers of the weights: codes read, numbers written."""
-    size = quantization_of(problem).code_bytes + ELEMENT_BYTES[number_dtype(problem)]
+    size = problem.codes.code_bytes + ELEMENT_BYTES[problem.number_dtype]
     kinds = problem.epilogue.kinds
     moved = problem.hidden * problem.num_rows * size
     return kinds * target.launch_s + moved / (0.7 * target.hbm_bytes_per_s)
@@ -143,7 +211,7 @@ def measured_table() -> tuple[dict, ...]:
 
 def row_key(problem: QkvProblem, target: Target) -> dict:
     """What a row of the table is for, beside the token count."""
-    q, heads = quantization_of(problem), problem.epilogue
+    q, heads = problem.codes, problem.epilogue
     return {
         "target": target.name,
         "hidden": problem.hidden,
@@ -162,7 +230,7 @@ def row_key(problem: QkvProblem, target: Target) -> dict:
 
 def quantized_row(problem: QkvProblem, num_tokens: int, target: Target) -> dict | None:
     """The row for the problem's dims and format at the smallest count that is not below."""
-    if problem.epilogue.dtype not in ("bf16", "fp16") or problem.epilogue.v_cache is None:
+    if problem.epilogue.dtype not in ("bf16", "fp16") or not problem.epilogue.writes_v:
         return None
     key = row_key(problem, target)
     same = [row for row in measured_table() if key.items() <= row.items()]

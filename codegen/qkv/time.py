@@ -6,9 +6,9 @@ The model ranks lowerings where nothing was measured; it does not promise a time
 from __future__ import annotations
 
 from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv
+from tilewright.codegen.qkv.kernels import SwappedConfig, TiledConfig, tiles_per_head
 from tilewright.codegen.qkv.problem import QkvProblem
 from tilewright.codegen.qkv.quantized_plan import numbers_estimate, quantized_estimate
-from tilewright.codegen.qkv.specs import SwappedConfig, TiledConfig, tiles_per_head
 from tilewright.codegen.targets import Target
 
 Config = SwappedConfig | TiledConfig
@@ -46,9 +46,7 @@ def shared_bytes(problem: QkvProblem, config: Config) -> int:
     if not (problem.epilogue.has_norm and config.warp_specialize):
         staging //= 4 * config.epilogue_parts
     # A wide tile that is finished in one go is rotated by fp32 tables through shared memory.
-    rope = problem.epilogue.rope
-    wide_tables = rope is not None and rope.cos.dtype == "fp32"
-    if wide_tables and width == 256 and config.epilogue_parts == 1:
+    if problem.epilogue.wide_tables and width == 256 and config.epilogue_parts == 1:
         staging *= 2
     return tiles + staging
 

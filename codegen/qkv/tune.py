@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
+from pathlib import Path
 from types import MappingProxyType
 
+from tilewright.codegen import emit
 from tilewright.codegen.build.cache import Entry, KernelCache, key_of
-from tilewright.codegen.emit import source_fingerprint
+from tilewright.codegen.emit import source
+from tilewright.codegen.qkv.kernels import KERNELS
 from tilewright.codegen.qkv.plan import (
     HERE,
     TOKEN_BUCKETS,
@@ -28,6 +31,7 @@ from tilewright.codegen.qkv.plan import (
 )
 from tilewright.codegen.qkv.problem import QkvProblem
 from tilewright.codegen.qkv.time import estimate
+from tilewright.codegen.spec import module_of
 from tilewright.codegen.targets import Target
 
 #: Fused kernels that are tried, the model's best ones: compiling them is most of the cost.
@@ -148,9 +152,24 @@ def _only(tried: Mapping[str, LoweringChoice]) -> LoweringChoice:
 
 
 def _key(case: Case, machine: Machine, tried: Mapping[str, LoweringChoice]) -> str:
-    sources = sorted({source_fingerprint(s) for choice in tried.values() for s in choice.specs})
     facts = (repr(case.problem), str(case.num_tokens), case.target.name, str(case.packed))
-    return key_of(_FORMAT, repr(machine), *facts, *tried, *sources)
+    return key_of(_FORMAT, repr(machine), *facts, *tried, *_sources())
+
+
+def _sources() -> Iterator[str]:
+    """What kernels are emitted from beside the problem: templates, emitter, and the modules here
+    and in the folder above, which make constants of a problem."""
+    yield emit.emitter_fingerprint()
+    for kernel in KERNELS:
+        yield source.fingerprint(module_of(kernel.template))
+    yield _constants_fingerprint()
+
+
+@cache
+def _constants_fingerprint() -> str:
+    here = Path(__file__).parent
+    modules = [*sorted(here.glob("*.py")), *sorted(here.parent.glob("*.py"))]
+    return key_of(*(module.read_text("utf-8") for module in modules))
 
 
 def _times(entry: Entry, tried: Mapping[str, LoweringChoice]) -> dict[str, float]:

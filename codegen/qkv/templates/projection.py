@@ -139,7 +139,7 @@ def qkv_projection(
     FLATTEN: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
     PAIRS_FIRST: tl.constexpr, LAUNCH_PDL: tl.constexpr, GATE_RUN: tl.constexpr = 0,
     V_NORMED: tl.constexpr = False, q_norm_bias_ptr=None, k_norm_bias_ptr=None,
-    NORM_BIAS_STRIDES: tl.constexpr = (0, 0), SATURATES: tl.constexpr = True,
+    NORM_BIAS_STRIDES: tl.constexpr = None, SATURATES: tl.constexpr = True,
 ):  # fmt: skip
     """QKV projection, many tokens: q, k, v = x @ [Wq; Wk; Wv]^T with bias, QK norm, rotary
     embedding, and the store to q and to a paged cache.
@@ -369,7 +369,7 @@ def qkv_projection_swapped(
     INPUT_NORM_STRIDE: tl.constexpr = 0,
     PREFETCH: tl.constexpr = 0, LETS_IN: tl.constexpr = False,
     GATE_RUN: tl.constexpr = 0, V_NORMED: tl.constexpr = False,
-    q_norm_bias_ptr=None, k_norm_bias_ptr=None, NORM_BIAS_STRIDES: tl.constexpr = (0, 0),
+    q_norm_bias_ptr=None, k_norm_bias_ptr=None, NORM_BIAS_STRIDES: tl.constexpr = None,
     input_norm_bias_ptr=None, INPUT_NORM_BIAS_STRIDE: tl.constexpr = 0,
     INPUT_LAYER_ROW: tl.constexpr = 0, SATURATES: tl.constexpr = True,
 ):  # fmt: skip
