@@ -28,7 +28,7 @@ EPILOGUE = Kernel(
     "qkv.epilogue", "qkv_epilogue", _STRIDES, ranges=_COUNTS, omitted=_OMITTED, num_stages=1
 )
 TILED = Kernel(
-    "qkv.projection",
+    "qkv.tiled",
     "qkv_projection",
     {**_STRIDES, "X_STRIDE": ("x", 0)},
     types=dict.fromkeys(("second_distance", "third_distance"), "i64"),
@@ -36,7 +36,7 @@ TILED = Kernel(
     omitted=_OMITTED,
 )
 SWAPPED = Kernel(
-    "qkv.projection",
+    "qkv.swapped",
     "qkv_projection_swapped",
     {**_STRIDES, "X_STRIDE": ("x", 0)},
     ranges=_COUNTS,
