@@ -32,9 +32,9 @@ from timing import capture, environment, interleaved_us
 from tune_qkv import compile_quietly
 
 from tilewright.codegen.qkv import plan as qkv_plan
+from tilewright.codegen.qkv.candidates import candidates
+from tilewright.codegen.qkv.measured import CODES_FILE, row_key, table_text, write_config
 from tilewright.codegen.qkv.plan import LoweringChoice
-from tilewright.codegen.qkv.quantized_plan import MEASURED_FILE, row_key
-from tilewright.codegen.qkv.tune import table_text
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
 from tilewright.ops.qkv.choices import run, specs_of
@@ -67,8 +67,8 @@ class Job:
         """All lowerings to try, by name."""
         problem = self.call.problem
         tried = {
-            str(config): qkv_plan.fused_choice(problem, config, target, 0.0, measured=False)
-            for config in qkv_plan.candidates(problem, self.num_tokens, target)
+            str(config): qkv_plan.fused_choice(problem, config, 0.0)
+            for config in candidates(problem, self.num_tokens, target)
         }
         if self.form.x == "bf16":  # else it multiplies in fp32, for want of anything else
             library = qkv_plan.library_choice(problem, self.num_tokens, target, True, None)
@@ -100,7 +100,7 @@ def measure(job: Job, choices: dict[str, LoweringChoice], target: Target) -> dic
         "fused_us": round(fused[best], 2),
         "library_us": library,
         "packed_library_us": library,
-        "config": qkv_plan.write_config(config),
+        "config": write_config(config),
     }
 
 
@@ -118,7 +118,7 @@ def compiled(jobs: dict[Job, dict[str, LoweringChoice]], target: Target) -> dict
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=MEASURED_FILE)
+    parser.add_argument("--out", type=Path, default=CODES_FILE)
     parser.add_argument("--formats", nargs="+", default=list(BY_NAME))
     parser.add_argument("--models", nargs="+", default=[shape.name for shape in SHAPES])
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
@@ -137,7 +137,7 @@ def main() -> None:
     bad = compiled(jobs, target)
     for name, why in bad.items():
         print(f"left out: {name}: {why}")
-    rows = json.loads(MEASURED_FILE.read_text())["rows"]
+    rows = json.loads(CODES_FILE.read_text())["rows"]
     for job, choices in jobs.items():
         good = {
             name: choice

@@ -81,6 +81,10 @@ class TiledConfig:
     pairs_first: bool = False
 
     @property
+    def kind(self) -> str:
+        return "tiled"
+
+    @property
     def pair_parts(self) -> int:
         """Into how many slices the pairs of a head fall."""
         heads = 1 if self.pairs_first else min(self.epilogue_parts, self.heads_per_tile)
@@ -115,11 +119,19 @@ class SwappedConfig:
     split_k: int = 1
     ordered_x: bool = False
 
+    @property
+    def kind(self) -> str:
+        return "swapped"
+
     def __str__(self) -> str:
         return (
             f"swapped {2 * self.block_p}x{self.block_t}x{self.block_k} /{self.split_k} "
             f"w{self.num_warps} s{self.num_stages}{' ordered' if self.ordered_x else ''}"
         )
+
+
+#: The tiles of a fused kernel; kind: its name in plans.
+Config = SwappedConfig | TiledConfig
 
 
 @dataclass(frozen=True)

@@ -249,6 +249,8 @@ def tiled_obstacle(problem: QkvProblem) -> str | None:
     size = ELEMENT_BYTES[problem.x.dtype]
     if (obstacle := fused_obstacle(heads)) is not None:
         return obstacle
+    if problem.quantization is not None:
+        return "codes become numbers in registers"
     if problem.input_norm is not None:
         return "what TMA loads goes to the tensor cores as it is"
     weights = [weight for weight in problem.weights if weight is not None]
@@ -285,11 +287,44 @@ def swapped_obstacle(problem: QkvProblem) -> str | None:
     """Why `qkv_projection_swapped` cannot take the problem; None when it can."""
     if (obstacle := fused_obstacle(problem.epilogue)) is not None:
         return obstacle
+    if problem.quantization is not None:
+        return _codes_obstacle(problem)
     if len({weight.strides[-1] == 1 for weight in problem.weights if weight}) != 1:
         return "k-major and n-major weights together"
     if squares_a_row(problem.input_norm) and problem.x.dtype != "bf16":
         return f"{problem.x.dtype} has no range for sums that are normed afterwards"
     return None
+
+
+def _codes_obstacle(problem: QkvProblem) -> str | None:
+    q, heads = problem.codes, problem.epilogue
+    if problem.input_norm is not None:
+        return "x meets codes in their order, not normed"
+    if q.differs:
+        return q.differs
+    if not problem.coded_x and problem.x.dtype != heads.dtype:
+        return f"x of {problem.x.dtype} where q is {heads.dtype}"
+    if problem.coded_x and q.weight_format != "fp8":
+        return f"x of fp8 with weights of {q.weight_format}"
+    if not q.known_order:
+        return f"nibbles in the order {list(q.order)}"
+    if q.packed_rows and not heads.interleaved and heads.pair_half % q.per_word:
+        return "words that hold both partners of a pair"
+    if q.packed_rows and heads.head_dim % q.per_word:
+        return "words that reach from head to head"
+    if not any(steps_fit(problem, block_k) for block_k in (32, 64, 128)):
+        return f"scales of {q.block[1]} columns"
+    return None
+
+
+def steps_fit(problem: QkvProblem, block_k: int) -> bool:
+    """Whether steps of block_k columns of codes meet whole scales."""
+    q = problem.codes
+    if not problem.coded_x:
+        return q.step_fits(problem.hidden, block_k)
+    # The tensor core's own sums are short: none is longer than 128 products.
+    most = 256 if q.scales_whole_rows(problem.hidden) else 128
+    return q.groups_in(problem.hidden, block_k) == 1 and 32 <= block_k <= most
 
 
 def fused_obstacle(heads: HeadEpilogue) -> str | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
@@ -24,13 +24,12 @@ from tilewright.codegen.qkv.plan import (
     HERE,
     TOKEN_BUCKETS,
     LoweringChoice,
-    candidates,
     choose,
     fused_choice,
     library_choice,
+    ranked,
 )
 from tilewright.codegen.qkv.problem import QkvProblem
-from tilewright.codegen.qkv.time import estimate
 from tilewright.codegen.spec import module_of
 from tilewright.codegen.targets import Target
 
@@ -81,14 +80,10 @@ def trials(case: Case) -> Mapping[str, LoweringChoice]:
     chosen = choose(problem, tokens, target, case.packed)
     if not chosen.norms_x:
         problem = problem.after_norm
-    ranked = sorted(
-        (estimate(problem, config, tokens, target), str(config), config)
-        for config in candidates(problem, tokens, target)
-    )
     found = [chosen]
     found += [
-        fused_choice(problem, config, target, seconds, measured=False)
-        for seconds, _, config in ranked[:MAX_FUSED]
+        fused_choice(problem, config, seconds)
+        for seconds, config in ranked(problem, tokens, target)[:MAX_FUSED]
     ]
     if problem.input_norm is None:
         found.append(library_choice(problem, tokens, target, case.packed, None))
@@ -182,12 +177,6 @@ def _times(entry: Entry, tried: Mapping[str, LoweringChoice]) -> dict[str, float
         return {}
     numbers = all(isinstance(s, float) and 0 < s < math.inf for s in seconds.values())
     return seconds if numbers else {}
-
-
-def table_text(facts: Mapping[str, object], rows: Iterable[Mapping[str, object]]) -> str:
-    """A measured table as it is shipped: where it was measured, then its rows, one a line."""
-    head = json.dumps({**facts, "rows": []}, indent=1).removesuffix("]\n}")
-    return head + "\n" + ",\n".join(f"  {json.dumps(row)}" for row in rows) + "\n ]\n}\n"
 
 
 def _fastest(tried: Mapping[str, LoweringChoice], seconds: Mapping[str, float]) -> LoweringChoice:

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from tilewright.codegen.audit import Expectations
-from tilewright.codegen.qkv.plan import candidates, fused_choice, library_choice
-from tilewright.codegen.qkv.time import estimate
+from tilewright.codegen.qkv.plan import fused_choice, library_choice, ranked
 from tilewright.codegen.spec import Constant, KernelSpec
 from tilewright.codegen.targets import Target
 from tilewright.ops.formats.quantized_weight import AWQ_ORDER
@@ -208,12 +207,8 @@ def _best_fused(name: str, call: FusedCall, tokens: int, target: Target) -> Iter
     without TMA is given none."""
     if not target.has("tma"):
         return
-    ranked = sorted(
-        (estimate(call.problem, config, tokens, target), str(config), config)
-        for config in candidates(call.problem, tokens, target)
-    )
-    if ranked:
-        choice = fused_choice(call.problem, ranked[0][2], target, 0.0, measured=False)
+    for seconds, config in ranked(call.problem, tokens, target)[:1]:
+        choice = fused_choice(call.problem, config, seconds)
         for spec in specs_of(call, choice, target):
             yield AuditCase(f"{name}: {spec.kernel}", spec, fused_claims(spec, tokens))
 

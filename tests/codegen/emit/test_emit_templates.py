@@ -72,7 +72,7 @@ def launch_of(kind, case):
     if kind == "epilogue":
         choice = library_choice(call.problem, TOKENS, SM100, call.rows is not None, None)
     else:
-        choice = choice_of(a, CONFIGS[kind], SM100)
+        choice = choice_of(a, CONFIGS[kind])
     steps = drive(choice_steps(call, choice, machine.target), machine).steps
     return [step for step, _ in steps if isinstance(step, Launch)][-1]
 

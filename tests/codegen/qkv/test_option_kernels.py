@@ -9,8 +9,9 @@ import torch
 
 from tests.codegen.qkv.test_templates import fused_spec
 from tilewright.codegen.emit import emit
-from tilewright.codegen.qkv import plan as qkv_plan
+from tilewright.codegen.qkv.candidates import candidates
 from tilewright.codegen.qkv.kernels import SwappedConfig, TiledConfig
+from tilewright.codegen.qkv.plan import choose
 from tilewright.codegen.qkv.problem import (
     QkvProblem,
     heads_fit,
@@ -109,7 +110,7 @@ def test_counts_of_tables_come_at_run_time() -> None:
 )
 def test_what_no_fused_kernel_takes_goes_to_the_library(case: AttentionCase, reason: str) -> None:
     for tokens in (1, 4096):
-        choice = qkv_plan.choose(problem(case), tokens, SM90, packed=False)
+        choice = choose(problem(case), tokens, SM90, packed=False)
         assert choice.name == "library"
         assert reason in choice.reason
 
@@ -119,7 +120,7 @@ def test_weights_of_two_orders_have_no_fused_kernel() -> None:
     mixed = replace(plain, weights=(turned.weights[0], *plain.weights[1:]))
     assert "together" in (swapped_obstacle(mixed) or "")
     assert "strides" in (tiled_obstacle(mixed) or "")
-    assert qkv_plan.choose(mixed, 64, SM90, packed=False).name == "library"
+    assert choose(mixed, 64, SM90, packed=False).name == "library"
 
 
 def test_heads_are_loaded_together_where_they_are_neighbours() -> None:
@@ -140,7 +141,7 @@ def test_heads_are_loaded_together_where_they_are_neighbours() -> None:
 @pytest.mark.parametrize("target", [SM90, SM100], ids=["sm90", "sm100"])
 def test_a_norm_after_the_rotation_keeps_heads_whole(target) -> None:
     after = problem(replace(NORMED, head_dim=128, rotary_dim=128, norm_after_rope=True))
-    found = qkv_plan.candidates(after, 4096, target)
+    found = candidates(after, 4096, target)
     assert found
     for config in found:
         assert isinstance(config, TiledConfig)

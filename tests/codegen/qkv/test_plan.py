@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from tilewright.codegen.operand import Operand
-from tilewright.codegen.qkv import plan as qkv_plan
+from tilewright.codegen.qkv import measured
+from tilewright.codegen.qkv.candidates import candidates, fits
 from tilewright.codegen.qkv.kernels import SwappedConfig, TiledConfig
-from tilewright.codegen.qkv.plan import TOKEN_BUCKETS, candidates, choose, fits, plan_fused_qkv
+from tilewright.codegen.qkv.plan import TOKEN_BUCKETS, choose, plan_fused_qkv
 from tilewright.codegen.qkv.problem import HeadEpilogue, QkvProblem
 from tilewright.codegen.qkv.time import estimate, shared_bytes
 from tilewright.codegen.targets import SM80, SM86, SM89, SM90, SM100, SM120
@@ -28,7 +29,7 @@ UNMEASURED = problem(hidden=5120, heads=40, kv_heads=8)
 
 @pytest.fixture
 def no_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(qkv_plan, "measured_table", lambda: ())
+    monkeypatch.setattr(measured, "measured_table", lambda file: ())
 
 
 def test_fp32_tables_leave_no_room_for_a_wide_tile_in_one_go() -> None:
@@ -43,26 +44,26 @@ def test_fp32_tables_leave_no_room_for_a_wide_tile_in_one_go() -> None:
 def test_measured_rows_can_be_launched() -> None:
     """Every config of the shipped table is legal for its dims, and no row is there twice."""
     keys = set()
-    for row in qkv_plan.measured_table():
+    for row in measured.measured_table(measured.NUMBERS_FILE):
         p = problem(row["hidden"], row["num_heads"], row["num_kv_heads"], row["head_dim"])
         if row["norm"]:
             p = replace(p, epilogue=replace(p.epilogue, normed=(True, True)))
-        config = qkv_plan.read_config(row["config"])
+        config = measured.read_config(row["config"])
         assert fits(p, config, SM90), row
-        assert qkv_plan.write_config(config) == row["config"]
+        assert measured.write_config(config) == row["config"]
         assert 0 < row["fused_us"] < 1e5
         assert row["packed_library_us"] < 1.1 * row["library_us"]
         keys.add((p, row["num_tokens"]))
-    assert len(keys) == len(qkv_plan.measured_table()) >= 60
+    assert len(keys) == len(measured.measured_table(measured.NUMBERS_FILE)) >= 60
 
 
 def test_measured_dims_take_the_measured_config() -> None:
-    row = qkv_plan.measured_row(LLAMA_8B, 50, SM90)
+    row = measured.measured_row(LLAMA_8B, 50, SM90)
     assert row is not None
     assert row["num_tokens"] == 64
     choice = choose(LLAMA_8B, 50, SM90)
     assert choice.measured
-    assert choice.config == qkv_plan.read_config(row["config"])
+    assert choice.config == measured.read_config(row["config"])
     assert f"{row['fused_us']:.1f} us measured" in choice.reason
 
 
@@ -71,7 +72,7 @@ def test_the_faster_of_two_measured_lowerings_is_taken(packed: bool) -> None:
     column = "packed_library_us" if packed else "library_us"
     taken = set()
     for tokens in TOKEN_BUCKETS:
-        row = qkv_plan.measured_row(LLAMA_8B, tokens, SM90)
+        row = measured.measured_row(LLAMA_8B, tokens, SM90)
         choice = choose(LLAMA_8B, tokens, SM90, packed)
         assert choice.seconds == pytest.approx(min(row["fused_us"], row[column]) * 1e-6)
         taken.add(choice.name == "library")
@@ -167,7 +168,7 @@ def test_candidates_fit_the_chip(target) -> None:
             found = candidates(p, tokens, target)
             assert found or target is SM120  # tiles of many tokens are the library's
             for config in found:
-                assert shared_bytes(p, config) < target.max_shared_bytes
+                assert shared_bytes(p, config, target) < target.max_shared_bytes
                 if isinstance(config, TiledConfig):
                     heads = p.epilogue.num_heads, p.epilogue.num_kv_heads
                     assert not any(count % config.heads_per_tile for count in heads)

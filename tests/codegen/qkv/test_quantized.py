@@ -19,9 +19,10 @@ from tests.codegen.qkv.test_templates import (
 )
 from tests.interpreted import Interpreter
 from tilewright.codegen.emit import emit
+from tilewright.codegen.qkv.candidates import fits
 from tilewright.codegen.qkv.kernels import SwappedConfig
 from tilewright.codegen.qkv.plan import library_choice
-from tilewright.codegen.qkv.quantized_plan import quantized_fits, quantized_obstacle
+from tilewright.codegen.qkv.problem import swapped_obstacle
 from tilewright.codegen.targets import SM90, SM100, SM120
 from tilewright.ops.formats.quantized_weight import AWQ_ORDER
 from tilewright.ops.qkv import qkv_cache
@@ -78,12 +79,12 @@ def test_fused(index: int) -> None:
     """Every case with one config, each config with many cases."""
     case = list(CASES.values())[index]
     problem = problem_of(in_wide_cache(case))
-    fitting = [config for config in CONFIGS.values() if quantized_fits(problem, config, SM100)]
-    assert (quantized_obstacle(problem) is None) == bool(fitting)
+    fitting = [config for config in CONFIGS.values() if fits(problem, config, SM100)]
+    assert (swapped_obstacle(problem) is None) == bool(fitting)
     if fitting:
         check_fused(case, fitting[index % len(fitting)])
     else:
-        assert quantized_obstacle(problem) == "scales of 16 columns"
+        assert swapped_obstacle(problem) == "scales of 16 columns"
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
@@ -130,7 +131,7 @@ def test_bytes_are_read_as_words_only_where_they_are() -> None:
 
 def test_an_order_without_a_kernel_says_so() -> None:
     problem = problem_of(in_wide_cache(ODD_ORDER))
-    assert quantized_obstacle(problem) == "nibbles in the order [7, 3, 5, 1, 0, 2, 6, 4]"
+    assert swapped_obstacle(problem) == "nibbles in the order [7, 3, 5, 1, 0, 2, 6, 4]"
 
 
 @pytest.mark.parametrize("what", ["scale", "zero"])
@@ -159,6 +160,6 @@ def test_codes_that_mma_sync_takes_in_another_order_go_through_shared_memory() -
     )  # fmt: skip
     problem = problem_of(qkv_cache.OP.sample_inputs(case, "meta"))
     whole = SwappedConfig(128, 16, 128, 4, 3)
-    assert quantized_fits(problem, whole, SM90)
-    assert not quantized_fits(problem, whole, SM120)
-    assert quantized_fits(problem, replace(whole, block_p=64), SM120)
+    assert fits(problem, whole, SM90)
+    assert not fits(problem, whole, SM120)
+    assert fits(problem, replace(whole, block_p=64), SM120)

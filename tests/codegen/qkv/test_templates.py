@@ -18,6 +18,7 @@ from tests.ops.qkv import plain
 from tilewright.codegen.emit import emit
 from tilewright.codegen.qkv.kernels import (
     EPILOGUE,
+    Config,
     EpilogueConfig,
     SwappedConfig,
     TiledConfig,
@@ -31,9 +32,8 @@ from tilewright.codegen.qkv.problem import (
     swapped_obstacle,
     tiled_obstacle,
 )
-from tilewright.codegen.qkv.time import Config
 from tilewright.codegen.spec import KernelSpec
-from tilewright.codegen.targets import SM100, Target, get_target
+from tilewright.codegen.targets import SM100, get_target
 from tilewright.ops.formats.weight_rows import weight_rows
 from tilewright.ops.qkv import cache_store, choices, qkv_cache
 from tilewright.ops.qkv.arguments import FusedQkvArguments, KvStoreArguments
@@ -232,20 +232,20 @@ def problem_of(a: FusedQkvArguments) -> QkvProblem:
     return prepare(a).problem
 
 
-def choice_of(a: FusedQkvArguments, config: Config, target: Target) -> LoweringChoice:
-    return fused_choice(problem_of(a), config, target, 0.0, measured=False)
+def choice_of(a: FusedQkvArguments, config: Config) -> LoweringChoice:
+    return fused_choice(problem_of(a), config, 0.0)
 
 
 def fused_spec(a: FusedQkvArguments, config: Config, target: str = "sm100") -> KernelSpec:
     """The kernel that projects, of a fused lowering of this config."""
     chip = get_target(target)
-    return choices.specs_of(prepare(a), choice_of(a, config, chip), chip)[-1]
+    return choices.specs_of(prepare(a), choice_of(a, config), chip)[-1]
 
 
 def run_fused(a: FusedQkvArguments, config: Config) -> torch.Tensor:
     """q by a fused kernel of this config; new memory holds NaN."""
     machine = Interpreter(replace(SM100, num_sms=3))
-    choice = choice_of(a, config, machine.target)
+    choice = choice_of(a, config)
     program = drive(choices.choice_steps(prepare(a), choice, machine.target), machine)
     counters = [answer[1] for step, answer in program.steps if isinstance(step, SplitK)]
     assert not any(t.any() for t in counters), "the next launch would find counters in use"

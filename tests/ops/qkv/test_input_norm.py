@@ -11,8 +11,9 @@ import torch.nn.functional as F
 
 from tests.agreement import relative_error, upcast
 from tests.interpreted import Interpreter, interpret
+from tilewright.codegen.qkv.candidates import fits
 from tilewright.codegen.qkv.kernels import SwappedConfig
-from tilewright.codegen.qkv.plan import MOST_NORMED_TOKENS, choose, fits, plan_fused_qkv
+from tilewright.codegen.qkv.plan import MOST_NORMED_TOKENS, choose, plan_fused_qkv
 from tilewright.codegen.qkv.tune import Case, trials
 from tilewright.codegen.targets import SM80, SM90, SM100
 from tilewright.ops.contract import get_op
