@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from tilewright.codegen.attention.blocks import LIST_STRIDES
 from tilewright.codegen.attention.prefill_tiles import PrefillConfig
 from tilewright.codegen.mla.attention_kernels import (
     ATTENTION,
-    LIST_STRIDES,
     AttentionProblem,
     attention_statics,
 )
@@ -32,7 +32,7 @@ def attention_spec(problem: AttentionProblem, config: PrefillConfig, key_stride:
     rows, index = Operand(problem.dtype), Operand("i32") if problem.ragged else None
     operands: dict[str, Operand | None] = dict.fromkeys(p.tensor for p in ATTENTION.pointers)
     operands |= {"q": rows, "q_rope": rows, "k": Operand(problem.dtype, (key_stride,)), "v": rows}
-    operands |= {"rope": rows, "out": Operand(problem.out)}
+    operands |= {"rope": Operand(problem.dtype, (problem.rope,)), "out": Operand(problem.out)}
     operands |= {"query_offsets": index, "key_offsets": index}
     operands["lse"] = Operand("fp32", aligned=False) if problem.has_lse else None
     statics, no_list = attention_statics(problem, config), dict.fromkeys(LIST_STRIDES, 0)

@@ -7,15 +7,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv, next_power_of_2
-from tilewright.codegen.attention.blocks import KEYS, QUERIES
+from tilewright.codegen.attention.blocks import KEYS, LIST_STRIDES, MASK_STRIDES, QUERIES
 from tilewright.codegen.attention.prefill_tiles import (
     PrefillConfig,
     mask_kind,
     num_tiles,
     tile_grid,
 )
-from tilewright.codegen.kernel import Kernel, Statics
-from tilewright.codegen.mla.query_kernels import TMA_BYTES
+from tilewright.codegen.kernel import Kernel, Statics, strides_of
+from tilewright.codegen.mla.query_kernels import Q_STRIDES, TMA_BYTES
 
 MASKS = ("none", "causal", "sliding_window", "chunked")
 # Sequences whose order by length a program works out itself: it compares each with each.
@@ -26,24 +26,27 @@ FP8_SHIFT = 8.0
 # Rows of one program of `mla_merge`, and of `mla_join`.
 MERGE_ROWS = 16
 JOIN_ROWS = 32
-STRIDES = (
-    "q_sequence_stride", "q_head_stride", "q_token_stride", "q_rope_sequence_stride",
-    "q_rope_head_stride", "q_rope_token_stride", "k_sequence_stride", "k_head_stride",
-    "v_sequence_stride", "v_head_stride", "v_stride", "rope_sequence_stride", "rope_head_stride",
-    "positions_sequence_stride", "positions_stride", "table_stride", "mask_sequence_stride",
-    "mask_head_stride", "mask_row_stride", "mask_column_stride",
-)  # fmt: skip
-# Strides of a list of blocks, where there is a mask tensor.
-LIST_STRIDES = ("blocks_sequence_stride", "blocks_head_stride", "blocks_tile_stride")
-_JOIN_STRIDES = ("k_sequence_stride", "k_head_stride", "rope_sequence_stride")
+_KEY_STRIDES = strides_of("k", sequence=-4, head=-2) | strides_of("rope", sequence=-3)
 
 ATTENTION = Kernel(
     "mla.attention",
     "mla_attention",
-    {"K_STRIDE": ("k", -3)},
-    types={"factor": "fp32", **dict.fromkeys((*STRIDES, *LIST_STRIDES), "i64")},
+    {"K_STRIDE": ("k", -3), "ROPE_STRIDE": ("rope", -2)},
+    {
+        **Q_STRIDES,
+        **strides_of("q_rope", sequence=-4, token=-3, head=-2),
+        **_KEY_STRIDES,
+        **strides_of("v", sequence=-4, head=-2),
+        **strides_of("positions", sequence=-2),
+        "positions_stride": ("positions", -1),
+        "table_stride": ("block_table", 0),
+        **MASK_STRIDES,
+        **LIST_STRIDES,
+    },
+    ("mask", "mask_blocks"),
+    types={"factor": "fp32", "v_stride": "i64", "rope_head_stride": "i64"},
     ranges=("row_tiles", "head_group", "table_rows"),
-    divisible=(*STRIDES, *LIST_STRIDES),
+    divisible=("v_stride", "rope_head_stride"),
     unaligned=("lse",),
 )
 # Partial results put together.
@@ -58,9 +61,8 @@ JOIN = Kernel(
     "mla.join",
     "mla_join",
     {"K_STRIDE": ("k", -3), "ROPE_STRIDE": ("rope", -2)},
-    types=dict.fromkeys(_JOIN_STRIDES, "i64"),
+    _KEY_STRIDES,
     ranges=("run",),
-    divisible=_JOIN_STRIDES,
 )
 
 
@@ -70,12 +72,12 @@ class AttentionProblem:
 
     nope, rope, v_dim: columns of a head's unrotated and rotated part and of its values. dtype: of
     queries, keys and values; out: of the result. has_lse: the log-sum-exp is asked for. positioned:
-    queries have positions of their own. rope_stride, page_stride: from row to row and from page to
-    page of the rope keys, whose pages of page_size are looked up; page_stride 0, page_size 1: they
-    are not. attn_mask: dtype of a mask tensor, "" without one: u8 of booleans, else a float that is
-    added. v_by_key: a dim's keys are contiguous, not a key's dims. sequences: a power of two not
-    below their number, 1 where not ragged. tma: descriptors can reach q, k and v; rope_tma: the
-    rope keys too. joint: a key's values follow it, and both fill their tiles.
+    queries have positions of their own. page_stride: from page to page of the rope keys, whose
+    pages of page_size are looked up; page_stride 0, page_size 1: they are not. attn_mask: dtype of
+    a mask tensor, "" without one: u8 of booleans, else a float that is added. v_by_key: a dim's
+    keys are contiguous, not a key's dims. sequences: a power of two not below their number, 1 where
+    not ragged. tma: descriptors can reach q, k and v; rope_tma: the rope keys too. joint: a key's
+    values follow it, and both fill their tiles.
     """
 
     num_heads: int
@@ -87,7 +89,6 @@ class AttentionProblem:
     has_lse: bool = False
     ragged: bool = False
     positioned: bool = False
-    rope_stride: int = 0
     page_stride: int = 0
     page_size: int = 1
     attn_mask: str = ""

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv, next_power_of_2
-from tilewright.codegen.kernel import Kernel, Statics
+from tilewright.codegen.kernel import Kernel, Statics, strides_of
 from tilewright.codegen.mla.query_kernels import TMA_BYTES
 from tilewright.codegen.operand import Operand
 
@@ -36,8 +36,8 @@ UP_PROJECTION = Kernel(
         "WEIGHT_SCALE_STRIDES": (("weight_scale", 0), ("weight_scale", 1)),
         "V_ROW_STRIDE": ("v", 0),
     },
-    types=dict.fromkeys(("scale_stride", "v_head_stride", "v_column_stride"), "i64"),
-    divisible=("v_head_stride", "v_column_stride"),
+    strides_of("v", head=1, column=2),
+    types={"scale_stride": "i64"},
 )
 # Dequantises a weight [rows, rank], which has codes with a scale for each block.
 WEIGHT_NUMBERS = Kernel(

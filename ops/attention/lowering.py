@@ -47,7 +47,6 @@ from tilewright.ops.attention.operands import (
     known_strides,
 )
 from tilewright.ops.attention.positions import room
-from tilewright.ops.checks import given
 from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.program import Buffer, Library, Outcome, Step, Steps
 
@@ -75,15 +74,17 @@ def attention_steps(
     if room(a) == 0:
         yield Library(torch.Tensor.zero_, (out,))
         return Outcome(out, "nothing", "there are no keys, so zeros")
-    a = yield from _with_list((yield from with_dense(a, BY_SEQUENCE)), target)
-    sizes = cache_sizes(a)
-    problem = cache_problem(a, rope, listed=a.mask_blocks is not None)
+    a = yield from with_dense(a, BY_SEQUENCE)
+    sizes, problem = cache_sizes(a), cache_problem(a, rope)
     few = rope is not None or isinstance(config, DecodeConfig)
     few = few or (config is None and decodes(problem, sizes))
+    if few and a.attn_mask is not None and a.attn_mask.shape[1] > 1:
+        # A tile has all heads that share keys; a list says what each of them sees.
+        a = replace(a, mask_blocks=None)
+    else:
+        a = yield from _with_list(a, target)
+    problem = replace(problem, listed=a.mask_blocks is not None)
     values = cache_values(a, sizes, rope) | {"out": out}
-    if few and problem.listed and given(a.attn_mask).shape[1] > 1:
-        # A tile has all heads that share keys; the list says what each sees.
-        problem, values["mask_blocks"] = replace(problem, listed=False), None
     steps = _decode if few else _prefill
     return (yield from steps(problem, sizes, values, target, config))
 
@@ -98,7 +99,9 @@ def _decode(
         shape = tiles, workspace_elements(problem, config)
         values["workspace"] = yield Buffer(shape, torch.float32)
     values["row_tiles"] = cdiv(sizes.num_queries, config.tokens)
-    known = known_strides(values) | dict.fromkeys(V_STRIDES if problem.latent else ROPE_STRIDES, 0)
+    known = known_strides(values["mask"]) | dict.fromkeys(
+        V_STRIDES if problem.latent else ROPE_STRIDES, 0
+    )
     yield launch(DECODE, target, (tiles * config.splits,), values, statics, **known)
     if config.splits > 1:
         yield launch(MERGE, target, merge_grid(problem, config, tiles), values, merging)
@@ -138,7 +141,7 @@ def _prefill(
     values |= {"row_tiles": tiles, "head_group": group}
     pairs = problem.num_heads * (1 if ragged else sizes.num_sequences)
     grid = tile_grid(pairs, tiles, group)
-    yield launch(PREFILL, target, grid, values, statics, **known_strides(values))
+    yield launch(PREFILL, target, grid, values, statics, **known_strides(values["mask"]))
     return Outcome(values["out"], "prefill kernel", config)
 
 

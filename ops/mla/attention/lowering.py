@@ -22,11 +22,10 @@ from tilewright.ops.mla.attention.operands import (
     AttentionCall,
     attention_problem,
     check_call,
-    known_strides,
+    constant_strides,
     launch_values,
     query_call,
     rotation_of,
-    strides_of,
 )
 from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, Step, Steps
@@ -59,35 +58,33 @@ def attention_steps(a: AttentionCall, target: Target, joined: torch.Tensor | Non
         hides = lowest_hides(a, a.sizes.num_keys)
         blocks = yield from list_steps(a.attn_mask, target, hide_lowest=hides)
         a = replace(a, mask_blocks=blocks)
-    strides, sizes = strides_of(a), a.sizes
-    problem = attention_problem(a, strides)
-    config = attention_config(problem, sizes, target)
+    problem = attention_problem(a)
+    config = attention_config(problem, a.sizes, target)
     results = yield from _results(a)
-    yield core_launch(a, problem, strides, results, target, config)
+    yield core_launch(a, problem, results, target, config)
     return Outcome(results, "mla attention", f"attention {config}")
 
 
 def core_launch(
     a: AttentionCall,
     problem: kernels.AttentionProblem,
-    strides: dict[str, int],
     results: tuple[torch.Tensor, ...],
     target: Target,
     config: PrefillConfig,
     *,
     head_group: int | None = None,
 ) -> Launch:
-    """The launch of `mla_attention` that fills (out,) or (out, lse). strides: those of
-    `strides_of`. head_group: in place of the plan's."""
+    """The launch of `mla_attention` that fills (out,) or (out, lse). head_group: in place of the
+    plan's."""
     sizes = a.sizes
     tiles = kernels.row_tiles(problem, config, sizes)
     group = own_head_group(problem, sizes, target) if head_group is None else head_group
     rotation, rotated = rotation_of(a.tables, a.rope)
-    values = launch_values(a, strides) | rotated
+    values = launch_values(a) | rotated
     values |= {"out": results[0], "lse": results[1] if a.return_lse else None}
     values |= {"row_tiles": tiles, "head_group": group}
     grid = kernels.attention_grid(problem, sizes, tiles, group)
-    statics, known = _statics(problem, config), known_strides(a, strides)
+    statics, known = _statics(problem, config), constant_strides(a)
     return launch(kernels.ATTENTION, target, grid, values, statics, rotation, **known)
 
 
@@ -114,7 +111,7 @@ def _ready_queries(a: AttentionCall, target: Target) -> Generator[Step, Any, Att
 
 def _rotates_itself(a: AttentionCall, target: Target) -> bool:
     """Whether our kernel rotates the queries of a call."""
-    problem = attention_problem(a, strides_of(a))
+    problem = attention_problem(a)
     return rotates_queries(problem, attention_config(problem, a.sizes, target))
 
 

@@ -32,7 +32,6 @@ from tilewright.ops.mla.attention.operands import (
     RopeTables,
     attention_problem,
     check_call,
-    strides_of,
 )
 from tilewright.ops.reference.rope import apply_rope
 
@@ -46,14 +45,11 @@ def run(a: AttentionCall, config: PrefillConfig, target: str = "sm100", group: i
     check_call(a)
     if a.attn_mask is not None:
         a = replace(a, mask_blocks=mask_blocks.reference(MaskBlocksArguments(a.attn_mask)))
-    strides = strides_of(a)
-    problem = attention_problem(a, strides)
+    problem = attention_problem(a)
     assert problem.tma or not config.tma
     out = torch.full((*a.q.shape[:-1], a.v.shape[-1]), math.nan, dtype=a.out_dtype)
     lse = torch.full(a.q.shape[:-1], math.nan)
-    made = core_launch(
-        a, problem, strides, (out, lse), get_target(target), config, head_group=group
-    )
+    made = core_launch(a, problem, (out, lse), get_target(target), config, head_group=group)
     interpreted(made.spec)[made.grid](*made.given)
     return out, lse
 

@@ -17,8 +17,8 @@ from tilewright.codegen.mla.attention_plan import attention_config
 from tilewright.codegen.targets import SM90, SM100
 
 DENSE = AttentionProblem(
-    num_heads=16, nope=128, rope=64, v_dim=128, dtype="bf16", out="bf16", rope_stride=64, tma=True,
-    rope_tma=True, joint=True,
+    num_heads=16, nope=128, rope=64, v_dim=128, dtype="bf16", out="bf16", tma=True, rope_tma=True,
+    joint=True,
 )  # fmt: skip
 WIDE = replace(DENSE, num_heads=20, nope=192, v_dim=256)
 RAGGED = replace(DENSE, ragged=True, sequences=8)
