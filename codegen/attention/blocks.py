@@ -29,3 +29,9 @@ LOGIT = 0.5
 # Strides of a mask tensor [B, H, S, K] and of its list, which are known at the launch.
 MASK_STRIDES = strides_of("mask", sequence=0, head=1, row=2, column=3)
 LIST_STRIDES = strides_of("mask_blocks", "blocks", sequence=0, head=1, tile=2)
+
+
+def mask_kind(mask: str) -> str:
+    """What kernels are told of a mask tensor of this dtype, "" without one: u8 is of booleans, a
+    float is added."""
+    return "none" if not mask else "bool" if mask == "u8" else "additive"

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tilewright.codegen.arithmetic import cdiv
-from tilewright.codegen.attention.blocks import LOWEST, ORDINARY
-from tilewright.codegen.attention.prefill_tiles import mask_kind
+from tilewright.codegen.attention.blocks import LOWEST, ORDINARY, mask_kind
 from tilewright.codegen.kernel import Kernel
 from tilewright.codegen.spec import Constant
 

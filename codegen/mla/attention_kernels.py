@@ -7,13 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv, next_power_of_2
-from tilewright.codegen.attention.blocks import KEYS, LIST_STRIDES, MASK_STRIDES, QUERIES
-from tilewright.codegen.attention.prefill_tiles import (
-    PrefillConfig,
-    mask_kind,
-    num_tiles,
-    tile_grid,
-)
+from tilewright.codegen.attention.blocks import KEYS, LIST_STRIDES, MASK_STRIDES, QUERIES, mask_kind
+from tilewright.codegen.attention.prefill_tiles import PrefillConfig
 from tilewright.codegen.kernel import Kernel, Statics, strides_of
 from tilewright.codegen.mla.query_kernels import Q_STRIDES, TMA_BYTES
 
@@ -156,34 +151,3 @@ def join_grid(num_rows: int) -> tuple[int]:
 
 def merge_grid(num_rows: int) -> tuple[int]:
     return (cdiv(num_rows, MERGE_ROWS),)
-
-
-@dataclass(frozen=True)
-class AttentionSizes:
-    """What a launch knows of the extents without reading the device.
-
-    num_queries, num_keys: of each sequence where dense, of all together where ragged. longest: a
-    bound on the queries of one sequence.
-    """
-
-    num_sequences: int
-    num_queries: int
-    num_keys: int
-    longest: int
-
-
-def row_tiles(problem: AttentionProblem, config: PrefillConfig, sizes: AttentionSizes) -> int:
-    """Row tiles of one dense sequence, or at most of all ragged ones; at least 1."""
-    counts = (sizes.num_sequences, sizes.num_queries, sizes.longest)
-    return num_tiles(config.block_m, *counts, ragged=problem.ragged)
-
-
-def attention_grid(
-    problem: AttentionProblem, sizes: AttentionSizes, tiles: int, head_group: int
-) -> tuple[int]:
-    return tile_grid(head_pairs(problem, sizes), tiles, head_group)
-
-
-def head_pairs(problem: AttentionProblem, sizes: AttentionSizes) -> int:
-    """Heads, of a dense batch pairs of sequence and head."""
-    return problem.num_heads * (1 if problem.ragged else sizes.num_sequences)

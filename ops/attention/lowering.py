@@ -28,10 +28,9 @@ from tilewright.codegen.attention.plan import (
     decode_rows,
     decodes,
     prefill_config,
-    query_head_group,
 )
-from tilewright.codegen.attention.prefill_tiles import PrefillConfig, num_tiles, tile_grid
-from tilewright.codegen.attention.problem import CacheProblem, CacheSizes
+from tilewright.codegen.attention.prefill_tiles import PrefillConfig, schedule
+from tilewright.codegen.attention.problem import AttentionSizes, CacheProblem
 from tilewright.codegen.kernel import Statics
 from tilewright.codegen.targets import Target
 from tilewright.ops.attention.arguments import AttentionArguments
@@ -90,7 +89,7 @@ def attention_steps(
 
 
 def _decode(
-    problem: CacheProblem, sizes: CacheSizes, values: Values, target: Target, config: Any
+    problem: CacheProblem, sizes: AttentionSizes, values: Values, target: Target, config: Any
 ) -> Steps:
     config, statics, merging = _decode_kernel(problem, _bucket(sizes), target, config)
     tiles = decode_tiles(problem, config, (sizes.num_sequences, sizes.num_queries))
@@ -110,7 +109,7 @@ def _decode(
 
 @cache
 def _decode_kernel(
-    problem: CacheProblem, sizes: CacheSizes, target: Target, config: DecodeConfig | None
+    problem: CacheProblem, sizes: AttentionSizes, target: Target, config: DecodeConfig | None
 ) -> tuple[DecodeConfig, Statics, Statics]:
     """The tiles, those of `config` where it is given, and the constants of both kernels."""
     config = config or decode_config(problem, sizes, target)
@@ -132,16 +131,26 @@ def _decode_kernel(
 
 
 def _prefill(
-    problem: CacheProblem, sizes: CacheSizes, values: Values, target: Target, config: Any
+    problem: CacheProblem, sizes: AttentionSizes, values: Values, target: Target, config: Any
 ) -> Steps:
     config, statics = _prefill_kernel(problem, target, config)
-    ragged, queries = problem.ragged, sizes.num_queries
-    tiles = num_tiles(config.block_m, sizes.num_sequences, queries, queries, ragged=ragged)
-    group = query_head_group(problem, sizes, target)
-    values |= {"row_tiles": tiles, "head_group": group}
-    pairs = problem.num_heads * (1 if ragged else sizes.num_sequences)
-    grid = tile_grid(pairs, tiles, group)
-    yield launch(PREFILL, target, grid, values, statics, **known_strides(values["mask"]))
+    tiles = schedule(
+        config,
+        sizes,
+        target,
+        heads=problem.num_kv_heads,
+        key_bytes=problem.key_bytes,
+        ragged=problem.ragged,
+        sharing=problem.group,
+    )
+    yield launch(
+        PREFILL,
+        target,
+        tiles.grid,
+        values | tiles._asdict(),
+        statics,
+        **known_strides(values["mask"]),
+    )
     return Outcome(values["out"], "prefill kernel", config)
 
 
@@ -179,7 +188,7 @@ def _with_list(a: AttentionArguments, target: Target) -> Generator[Step, Any, An
     return replace(a, mask_blocks=blocks)
 
 
-def _bucket(sizes: CacheSizes) -> CacheSizes:
+def _bucket(sizes: AttentionSizes) -> AttentionSizes:
     """The sizes that a call is planned for, so that a dynamic one has few plans."""
     counts = (sizes.num_sequences, sizes.num_queries, sizes.num_keys)
-    return CacheSizes(*map(next_power_of_2, counts))
+    return AttentionSizes(*map(next_power_of_2, counts))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tilewright.codegen.arithmetic import next_power_of_2
-from tilewright.codegen.attention.problem import CacheProblem, CacheSizes
+from tilewright.codegen.attention.problem import AttentionSizes, CacheProblem
 from tilewright.codegen.spec import Constant
 from tilewright.ops.attention.arguments import AttentionArguments
 from tilewright.ops.attention.positions import room, sequences
@@ -37,10 +37,10 @@ class RopePart:
     k: torch.Tensor
 
 
-def cache_sizes(a: AttentionArguments) -> CacheSizes:
+def cache_sizes(a: AttentionArguments) -> AttentionSizes:
     """The extents of a call. Of ragged sequences any may have all the queries."""
     num_queries = a.q.shape[0] // (1 if a.row_offsets is not None else a.num_sequences)
-    return CacheSizes(sequences(a), num_queries, room(a))
+    return AttentionSizes(sequences(a), num_queries, room(a))
 
 
 def cache_problem(a: AttentionArguments, rope: RopePart | None = None) -> CacheProblem:
@@ -69,7 +69,7 @@ def cache_problem(a: AttentionArguments, rope: RopePart | None = None) -> CacheP
     )
 
 
-def cache_values(a: AttentionArguments, sizes: CacheSizes, rope: RopePart | None) -> Values:
+def cache_values(a: AttentionArguments, sizes: AttentionSizes, rope: RopePart | None) -> Values:
     """Tensors and numbers of a call, but for the result and the tiles."""
     # tanh(y) of y = scale * q @ k^T / softcap is taken through exp2(2 y log2(e)).
     factor = 2 * a.scale / a.softcap * LOG2E if a.softcap else a.scale * LOG2E

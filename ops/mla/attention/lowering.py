@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from tilewright.codegen.attention.prefill_tiles import PrefillConfig
+from tilewright.codegen.attention.prefill_tiles import PrefillConfig, schedule
 from tilewright.codegen.mla import attention_kernels as kernels
-from tilewright.codegen.mla.attention_plan import attention_config, own_head_group, rotates_queries
+from tilewright.codegen.mla.attention_plan import attention_config, rotates_queries
 from tilewright.codegen.mla.query_kernels import QUERY, query_grid
 from tilewright.codegen.targets import Target
 from tilewright.ops.attention.block_lists import list_steps
@@ -76,16 +76,20 @@ def core_launch(
 ) -> Launch:
     """The launch of `mla_attention` that fills (out,) or (out, lse). head_group: in place of the
     plan's."""
-    sizes = a.sizes
-    tiles = kernels.row_tiles(problem, config, sizes)
-    group = own_head_group(problem, sizes, target) if head_group is None else head_group
+    tiles = schedule(
+        config,
+        a.sizes,
+        target,
+        heads=problem.num_heads,
+        key_bytes=problem.key_bytes,
+        ragged=problem.ragged,
+        head_group=head_group,
+    )
     rotation, rotated = rotation_of(a.tables, a.rope)
-    values = launch_values(a) | rotated
+    values = launch_values(a) | rotated | tiles._asdict()
     values |= {"out": results[0], "lse": results[1] if a.return_lse else None}
-    values |= {"row_tiles": tiles, "head_group": group}
-    grid = kernels.attention_grid(problem, sizes, tiles, group)
     statics, known = _statics(problem, config), constant_strides(a)
-    return launch(kernels.ATTENTION, target, grid, values, statics, rotation, **known)
+    return launch(kernels.ATTENTION, target, tiles.grid, values, statics, rotation, **known)
 
 
 def _results(a: AttentionCall) -> Generator[Step, Any, tuple[torch.Tensor, ...]]:

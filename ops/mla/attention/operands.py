@@ -10,7 +10,8 @@ import torch
 
 from tilewright.codegen.arithmetic import next_power_of_2
 from tilewright.codegen.attention.blocks import LIST_STRIDES
-from tilewright.codegen.mla.attention_kernels import MASKS, AttentionProblem, AttentionSizes
+from tilewright.codegen.attention.problem import AttentionSizes
+from tilewright.codegen.mla.attention_kernels import MASKS, AttentionProblem
 from tilewright.codegen.mla.query_kernels import NO_ROTATION, QueryProblem, Rotation
 from tilewright.codegen.spec import Constant
 from tilewright.ops.attention.operands import LOG2E, known_strides
@@ -92,7 +93,6 @@ class AttentionCall:
     mask_blocks: its list of blocks, as the op `mask_blocks` gives it; None: the call makes it.
     q_scale, k_scale, v_scale: fp32 scalars on the device that 8-bit values are multiplied by.
     return_lse: fp32 [T, H], natural logarithm, of scaled logits.
-    max_query_tokens: a bound on the queries of one ragged sequence.
 
     A query that sees no key gives zeros, and a log-sum-exp of -inf; tokens outside the offsets are
     not written. Nothing is read back from the device.
@@ -120,7 +120,6 @@ class AttentionCall:
     v_scale: torch.Tensor | None = None
     out_dtype: torch.dtype = torch.bfloat16
     return_lse: bool = False
-    max_query_tokens: int | None = None
     tables: RopeTables | None = None
 
     @property
@@ -152,9 +151,7 @@ class AttentionCall:
 
     @property
     def sizes(self) -> AttentionSizes:
-        queries, keys = self.q.shape[-3], self.k.shape[-3]
-        longest = queries if self.max_query_tokens is None else self.max_query_tokens
-        return AttentionSizes(self.num_sequences, queries, keys, min(longest, queries))
+        return AttentionSizes(self.num_sequences, self.q.shape[-3], self.k.shape[-3])
 
     @property
     def table_rows(self) -> int:
