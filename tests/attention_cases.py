@@ -129,11 +129,7 @@ def exact(a: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
         key_at = start + torch.arange(scores.shape[2], device=q.device)
         if a.q_rope is not None:
             q_rope = a.q_rope.flatten(0, -3).double()[mine]
-            if a.block_table is not None:
-                size = a.k_rope.shape[1]
-                k_rope = a.k_rope[a.block_table[b, key_at // size].long(), key_at % size].double()
-            else:
-                k_rope = a.k_rope.flatten(0, -2).double()[keys]
+            k_rope = a.k_rope.flatten(0, -2).double()[keys]
             scores += torch.einsum("qhd,kd->hqk", q_rope, k_rope)
         scores *= a.scale
         for scale in (a.q_scale, a.k_scale):

@@ -34,14 +34,13 @@ ATTENTION = Kernel(
         **strides_of("v", sequence=-4, head=-2),
         **strides_of("positions", sequence=-2),
         "positions_stride": ("positions", -1),
-        "table_stride": ("block_table", 0),
         **MASK_STRIDES,
         **LIST_STRIDES,
     },
     ("mask", "mask_blocks"),
-    types={"factor": "fp32", "v_stride": "i64", "rope_head_stride": "i64"},
+    types={"factor": "fp32", "v_stride": "i64"},
     ranges=("row_tiles", "head_group", "table_rows"),
-    divisible=("v_stride", "rope_head_stride"),
+    divisible=("v_stride",),
     unaligned=("lse",),
 )
 # Partial results put together.
@@ -49,7 +48,7 @@ MERGE = Kernel(
     "mla.merge",
     "mla_merge",
     types=dict.fromkeys(("num_rows", "part_stride", "lse_stride"), "i64"),
-    unaligned=("lses", "lse"),
+    unaligned=("lses",),
 )
 # Both parts of keys side by side.
 JOIN = Kernel(
@@ -67,12 +66,11 @@ class AttentionProblem:
 
     nope, rope, v_dim: columns of a head's unrotated and rotated part and of its values. dtype: of
     queries, keys and values; out: of the result. has_lse: the log-sum-exp is asked for. positioned:
-    queries have positions of their own. page_stride: from page to page of the rope keys, whose
-    pages of page_size are looked up; page_stride 0, page_size 1: they are not. attn_mask: dtype of
-    a mask tensor, "" without one: u8 of booleans, else a float that is added. v_by_key: a dim's
-    keys are contiguous, not a key's dims. sequences: a power of two not below their number, 1 where
-    not ragged. tma: descriptors can reach q, k and v; rope_tma: the rope keys too. joint: a key's
-    values follow it, and both fill their tiles.
+    queries have positions of their own. attn_mask: dtype of a mask tensor, "" without one: u8 of
+    booleans, else a float that is added. v_by_key: a dim's keys are contiguous, not a key's dims.
+    sequences: a power of two not below their number, 1 where not ragged. tma: descriptors can reach
+    q, k and v; rope_tma: the rope keys too. joint: a key's values follow it, and both fill their
+    tiles.
     """
 
     num_heads: int
@@ -84,8 +82,6 @@ class AttentionProblem:
     has_lse: bool = False
     ragged: bool = False
     positioned: bool = False
-    page_stride: int = 0
-    page_size: int = 1
     attn_mask: str = ""
     v_by_key: bool = False
     sequences: int = 1

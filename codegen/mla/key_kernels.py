@@ -34,7 +34,6 @@ UP_PROJECTION = Kernel(
         "LATENT_STRIDE": ("latent", 0),
         "WEIGHT_STRIDE": ("weight", 0),
         "WEIGHT_SCALE_STRIDES": (("weight_scale", 0), ("weight_scale", 1)),
-        "V_ROW_STRIDE": ("v", 0),
     },
     strides_of("v", head=1, column=2),
     types={"scale_stride": "i64"},
@@ -199,7 +198,6 @@ def up_statics(problem: UpProblem, config: UpConfig) -> Statics:
         config,
         scale_block=problem.scale_block or (1, 1),
         k_strides=problem.k.strides,
-        v_transposed=not problem.joint,
         flatten=config.flatten and not problem.limited,
         warp_specialize=config.warp_specialize and not problem.limited,
     )

@@ -33,7 +33,7 @@ def library_wanted(a: AttentionCall, target: Target) -> bool:
     gains by it."""
     if not target.has("wgmma") or a.ragged or a.k.element_size() == 1 or a.k_rope is None:
         return False
-    places = (a.query_starts, a.key_starts, a.key_lengths, a.query_positions, a.block_table)
+    places = (a.query_starts, a.key_starts, a.key_lengths, a.query_positions)
     if any(tensor is not None for tensor in (*places, a.attn_mask)):
         return False
     if a.mask not in ("none", "causal") or not a.out_dtype == a.k.dtype == a.k_rope.dtype:

@@ -151,28 +151,23 @@ def merge_steps(
     lses: Sequence[torch.Tensor],
     out_dtype: torch.dtype,
     target: Target,
-    *,
-    return_lse: bool = False,
 ) -> Steps:
     """Partial results over disjoint keys, put together: outs [T, H, V] and lses fp32 [T, H] give
-    (out [T, H, V] of `out_dtype`,), or with the log-sum-exp [T, H]."""
+    out [T, H, V] of `out_dtype`."""
     shape, rows = outs[0].shape, lses[0].numel()
     parts, part_lses = (yield from _stack(outs)), (yield from _stack(lses))
-    results = [(yield Buffer(shape, out_dtype))]
-    if return_lse:
-        results.append((yield Buffer(shape[:-1], torch.float32)))
+    out = yield Buffer(shape, out_dtype)
     values = {
         "parts": parts,
         "lses": part_lses,
-        "out": results[0],
-        "lse": results[1] if return_lse else None,
+        "out": out,
         "num_rows": rows,
-        "part_stride": results[0].numel(),
+        "part_stride": out.numel(),
         "lse_stride": rows,
     }
     statics = _merge_statics(len(outs), shape[-1])
     yield launch(kernels.MERGE, target, kernels.merge_grid(rows), values, statics)
-    return Outcome(tuple(results), "mla merge")
+    return Outcome(out, "mla merge")
 
 
 def _stack(parts: Sequence[torch.Tensor]) -> Generator[Step, Any, torch.Tensor]:

@@ -25,7 +25,7 @@ DTYPES = (torch.bfloat16, torch.float16, *FP8_DTYPES)
 # Tensors of `mla_attention` that a call has by the same name.
 TENSORS = (
     "q", "q_rope", "k", "v", "query_offsets", "key_offsets", "query_starts", "key_starts",
-    "key_lengths", "block_table", "mask_blocks", "q_scale", "k_scale", "v_scale",
+    "key_lengths", "mask_blocks", "q_scale", "k_scale", "v_scale",
 )  # fmt: skip
 
 
@@ -86,7 +86,6 @@ class AttentionCall:
     query_positions: int [T], [S] or [B, S], in place of query_starts.
     key_starts: int [B], the position of a sequence's first key; None: 0.
     key_lengths: int [B]: keys at positions from there on are not seen.
-    block_table: int [B, pages]: k_rope is [pages, page_size, R], a key's row at its position.
     mask, window: "none", "causal", "sliding_window" (causal, of the last `window` keys) or
         "chunked" (causal, within chunks of `window`).
     attn_mask: bool (True is seen) or added, [B or 1, H or 1, S or 1, K or more]; dense only.
@@ -110,7 +109,6 @@ class AttentionCall:
     key_starts: torch.Tensor | None = None
     key_lengths: torch.Tensor | None = None
     query_positions: torch.Tensor | None = None
-    block_table: torch.Tensor | None = None
     mask: str = "causal"
     window: int = 0
     attn_mask: torch.Tensor | None = None
@@ -202,11 +200,9 @@ def launch_values(a: AttentionCall) -> dict[str, Any]:
         "positions": a.query_positions,
         "mask": None if a.attn_mask is None else mask_bytes(a.attn_mask),
         "v_stride": a.v.stride(-1 if a.v_by_key else -3),
-        "rope_head_stride": 0,
         "num_sequences": sizes.num_sequences,
         "num_queries": sizes.num_queries,
         "num_keys": sizes.num_keys,
-        "num_pages": 0 if a.block_table is None or a.k_rope is None else a.k_rope.shape[0],
         "table_rows": a.table_rows,
         "factor": a.scale * LOG2E,
     }
@@ -220,7 +216,6 @@ def constant_strides(a: AttentionCall) -> dict[str, Constant]:
 
 def attention_problem(a: AttentionCall) -> AttentionProblem:
     """What is static about a call."""
-    pages = a.k_rope if a.block_table is not None else None
     return AttentionProblem(
         num_heads=a.num_heads,
         nope=a.nope,
@@ -231,15 +226,13 @@ def attention_problem(a: AttentionCall) -> AttentionProblem:
         has_lse=a.return_lse,
         ragged=a.ragged,
         positioned=a.query_positions is not None,
-        page_stride=0 if pages is None else pages.stride(0),
-        page_size=1 if pages is None else pages.shape[1],
         attn_mask="" if a.attn_mask is None else TRITON_TYPES[mask_bytes(a.attn_mask).dtype],
         v_by_key=a.v_by_key,
         sequences=next_power_of_2(max(a.num_sequences, 1)) if a.ragged else 1,
         mask=a.mask,
         window=a.window if a.mask in ("sliding_window", "chunked") else 0,
         tma=all(_reached(part) for part in (a.q, a.k, a.v, a.q_rope) if part is not None),
-        rope_tma=_rope_descriptor_reaches(a),
+        rope_tma=a.k_rope is not None and a.k_rope.dtype == a.k.dtype and _reached(a.k_rope),
         joint=_joint(a),
     )
 
@@ -261,12 +254,6 @@ def _reached(part: torch.Tensor) -> bool:
     strides = list(part.stride())
     strides.remove(1)
     return tma_reaches(part, *strides)
-
-
-def _rope_descriptor_reaches(a: AttentionCall) -> bool:
-    if a.k_rope is None or a.block_table is not None or a.k_rope.dtype != a.k.dtype:
-        return False
-    return _reached(a.k_rope)
 
 
 def query_call(
