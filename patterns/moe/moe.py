@@ -30,7 +30,6 @@ from tilewright.patterns.moe.combine import (
     weights_in_order,
 )
 from tilewright.patterns.moe.layer import Layer, first_gemm, refuse_activation, refuse_rows
-from tilewright.patterns.moe.loops import Loop, expert_loops, match_loop
 from tilewright.patterns.moe.order import RouteRows, check_groups, refuse_order, rows_in_order
 from tilewright.patterns.moe.refused import Refused, refused_experts
 from tilewright.patterns.moe.sentinels import (
@@ -71,13 +70,13 @@ class Moe:
     takes_leftovers: bool = True
     sought: ClassVar[Sought] = Sought(
         "experts: a product of rows in groups (torch._grouped_mm, bmm) behind another one and an "
-        "activation, or a loop over experts",
+        "activation",
         frozenset({"aten._grouped_mm", "aten.bmm", "aten.index_add", "aten.where", "aten.sort"}),
         before=frozenset({"product", "top-k", "softmax"}),
         depth=2,
     )
 
-    def anchors(self, flow: Dataflow) -> Iterator[Value | Refused | Loop]:
+    def anchors(self, flow: Dataflow) -> Iterator[Value | Refused]:
         """A GEMM with expert weights whose rows come from another one, through an activation: two
         in direct succession are a LoRA adapter."""
         for value in flow.values:
@@ -87,15 +86,11 @@ class Moe:
             before = upstream(rows.value, _REACH, lambda v: not is_expert_gemm(v))
             if not _of_earlier_layers(value) >= {v for v in before if is_expert_gemm(v)}:
                 yield value
-        loops = tuple(expert_loops(flow))
-        yield from loops
-        yield from refused_experts(flow, frozenset(n for loop in loops for n in loop.finds))
+        yield from refused_experts(flow)
 
-    def match(self, anchor: Value | Refused | Loop, flow: Dataflow) -> Match:
+    def match(self, anchor: Value | Refused, flow: Dataflow) -> Match:
         if isinstance(anchor, Refused):
             raise anchor.reject()
-        if isinstance(anchor, Loop):
-            return match_loop(self.name, self.op, anchor, flow)
         down = match_expert_gemm(anchor, flow)
         if down is None:
             message = f"the weight of {anchor} is computed in the graph"

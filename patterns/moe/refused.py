@@ -1,7 +1,8 @@
 """Mixtures of experts that are never fused, only reported, with what to change.
 
 - EXPERT_LOOP: a Python loop over the experts. How many tokens one gets decides shapes there, so
-  Dynamo ends the graph before the loop; what is left is the routing, prepared and handed out.
+  Dynamo ends the graph before the loop; what is left is the routing, prepared and handed out. With
+  `capture_dynamic_output_shape_ops` the graph may hold the whole loop.
 - EXPERT_KERNEL: a library's operator that takes stacked weights of codes. Hugging Face's
   `FP8Experts` (`integrations/finegrained_fp8.py`) call the hub's `finegrained-fp8` or DeepGEMM:
   matmul_grouped(rows, weight [E, N, K] float8_e4m3fn, scales [E, N/128, K/128], offsets). How such
@@ -59,14 +60,9 @@ class Refused:
         return Reject(Miss("", self.code, Stage.ANCHORED, self.message, nodes, self.hint))
 
 
-def refused_experts(
-    flow: Dataflow, captured: frozenset[fx.Node] = frozenset()
-) -> Iterator[Refused]:
-    """At most one for all loops of a graph and one for all kernels; one for each unrolled layer.
-
-    captured: the nodes that find tokens in loops that the graph holds whole: told by themselves.
-    """
-    for found in (_loops(flow, captured), _kernels(flow)):
+def refused_experts(flow: Dataflow) -> Iterator[Refused]:
+    """At most one for all loops of a graph and one for all kernels; one for each unrolled layer."""
+    for found in (_loops(flow), _kernels(flow)):
         if found:
             yield found
     yield from _unrolled(flow)
@@ -83,10 +79,9 @@ _PREPARED = {
 _NEAR = 12
 
 
-def _loops(flow: Dataflow, captured: frozenset[fx.Node]) -> Refused | None:
+def _loops(flow: Dataflow) -> Refused | None:
     """What shows that a graph was cut before a loop over experts, or holds one."""
-    values = [v for v in flow.values if v.node not in captured]
-    prepared = [v for v in values if v.op in _PREPARED and _of_experts(v) and _by_ids(v)]
+    prepared = [v for v in flow.values if v.op in _PREPARED and _of_experts(v) and _by_ids(v)]
     multiplied = _choices_of_gemms(flow) if prepared else frozenset()
     prepared = [v for v in prepared if multiplied.isdisjoint(_choices(v, _NEAR))]
     found = [v for v in prepared if _finds_tokens(v) or _leaves(v, flow)]
@@ -98,16 +93,14 @@ def _loops(flow: Dataflow, captured: frozenset[fx.Node]) -> Refused | None:
     return Refused(
         tuple(found),
         "EXPERT_LOOP",
-        "a loop over experts was captured, but it does not add each expert's results to the rows "
-        "of its tokens, one expert after the other"
+        "a loop over experts was captured, whose products have as many rows as only data tell"
         if whole
         else "the experts run in a Python loop over the tokens that each of them gets: their "
         "products are in no graph, or each in one of its own",
         "experts_implementation='grouped_mm' (model.set_experts_implementation)"
         if any(is_in_package(v.node, "transformers") for v in found)
-        else "sort the routes by expert and multiply with torch._grouped_mm (or gather "
-        "weights[expert_ids] for torch.bmm); torch._dynamo.config.capture_dynamic_output_shape_ops "
-        "makes one graph of a loop over all experts: fused where they are parts of one tensor",
+        else "keep the experts' weights in one tensor [E, N, K], sort the routes by expert and "
+        "multiply with torch._grouped_mm (or gather weights[expert_ids] for torch.bmm)",
         tuple(v for v in flow.values if _is_of_found_rows(v)) if whole else (),
     )
 
