@@ -79,28 +79,20 @@ def _takes_largest_of_rows(choice: Value) -> bool:
     return bool(choice.argument(3, "largest", True)) and choice.argument(2, "dim", -1) in (1, -1)
 
 
-def _is_regrouped(view: View) -> bool:
-    """Whether a view is all of its value, in order, whatever its dimensions."""
-    try:
-        return view == view.value.whole.reshape(*view.shape)
-    except effects.InexpressibleError:
-        return False
-
-
 def match_choice(ids: Value) -> Choice:
     """The choice whose indices a value is; raises Reject."""
     if not is_choice(ids):
         message = f"the experts are {ids}, not the indices of a topk of their scores"
         reject("ROUTER_CHOICE", Stage.ACTIVATION, message, ids)
     compared = ids.args[0]
-    if not _takes_largest_of_rows(ids) or not _is_regrouped(compared):
+    if not _takes_largest_of_rows(ids) or not compared.is_regrouped:
         reject("ROUTER_CHOICE", Stage.ACTIVATION, "not the largest numbers of whole rows", ids)
     slots = ids.shape[1]
     assert isinstance(slots, int)
     numbers, casts = strip_casts(compared)
     groups, masked, absorbed = None, numbers.value, [ids]
     if masked.op in ("aten.masked_fill", "aten.where"):
-        if not _is_regrouped(numbers):
+        if not numbers.is_regrouped:
             reject("ROUTER_CHOICE", Stage.ACTIVATION, f"{masked} is read in parts", numbers)
         compared, groups, steps = _grouped(masked, numbers)
         absorbed += [*casts, *steps]

@@ -100,7 +100,8 @@ class Moe:
         down = replace(down, absorbed=(*down.absorbed, *masked))
         weighed = _weighed_inside(activated)
         activated = activated if weighed is None else weighed.rows
-        activation = match_activation(_whole_again(activated))
+        regrouped = activated.is_regrouped
+        activation = match_activation(activated.value.whole if regrouped else activated)
         if activation is None and holds_codes(down.x):
             refuse_format(down.x, "are quantised to eight bits in another way than the op does")
         if activation is None:
@@ -179,24 +180,11 @@ def _of_earlier_layers(value: Value) -> set[Value]:
     return {v for v in before if is_expert_gemm(v)}
 
 
-def _whole_again(rows: View) -> View:
-    """The whole value, where rows [M, K] are that value with its leading dimensions merged."""
-    try:
-        matrix = effects.reshape(effects.identity(rows.value.shape), rows.shape)
-    except effects.InexpressibleError:
-        return rows
-    return rows.value.whole if matrix == rows.effect else rows
-
-
 def _first_gemm(part: View, name: str, flow: Dataflow) -> ExpertGemm:
     """The GEMM of which `part`, behind a mask of rows or not, is the gate or up half."""
     part, masked = unmasked(part)
 
-    def gemms_of(value: Value) -> list[ExpertGemm]:
-        gemm = match_expert_gemm(value, flow)
-        return [] if gemm is None else [gemm]
-
-    found = first_gemm(part, name, gemms_of)
+    found = first_gemm(part, name, lambda value: filter(None, [match_expert_gemm(value, flow)]))
     return replace(found, absorbed=(*found.absorbed, *masked))
 
 
@@ -208,7 +196,7 @@ def _match(
     flow: Dataflow,
     anchor: Value,
     rows: RouteRows,
-    layer: Layer[ExpertGemm],
+    layer: Layer,
     combine: Combine,
     arguments: dict[str, Any],
 ) -> Match:
@@ -303,7 +291,7 @@ def _in_shape_of(end: Value, tokens: Any, x: View) -> effects.Effect:
     return effects.reshape(effects.identity((tokens, x.shape[1])), end.shape)
 
 
-def _gate_layout(layer: Layer[ExpertGemm]) -> str:
+def _gate_layout(layer: Layer) -> str:
     if layer.up is None:
         return "none"
     if layer.up.end is not layer.gate.end:
