@@ -21,7 +21,7 @@ import torch
 from tilewright.patterns import effects
 from tilewright.patterns.arithmetic.casts import strip_casts
 from tilewright.patterns.dataflow import Computed, Dataflow, Value, View, common_scope, upstream
-from tilewright.patterns.language import Match, Result, Sought, Stage, register, reject
+from tilewright.patterns.language import Match, Missed, Result, Sought, Stage, register, reject
 from tilewright.patterns.moe.combine import (
     SHAPED_LIKE,
     Combine,
@@ -31,7 +31,7 @@ from tilewright.patterns.moe.combine import (
 )
 from tilewright.patterns.moe.layer import Layer, first_gemm, refuse_activation, refuse_rows
 from tilewright.patterns.moe.order import RouteRows, check_groups, refuse_order, rows_in_order
-from tilewright.patterns.moe.refused import Refused, refused_experts
+from tilewright.patterns.moe.refused import refused_experts
 from tilewright.patterns.moe.sentinels import (
     clamps,
     foreign_experts,
@@ -76,7 +76,7 @@ class Moe:
         depth=2,
     )
 
-    def anchors(self, flow: Dataflow) -> Iterator[Value | Refused]:
+    def anchors(self, flow: Dataflow) -> Iterator[Value | Missed]:
         """A GEMM with expert weights whose rows come from another one, through an activation: two
         in direct succession are a LoRA adapter."""
         for value in flow.values:
@@ -88,9 +88,7 @@ class Moe:
                 yield value
         yield from refused_experts(flow)
 
-    def match(self, anchor: Value | Refused, flow: Dataflow) -> Match:
-        if isinstance(anchor, Refused):
-            raise anchor.reject()
+    def match(self, anchor: Value, flow: Dataflow) -> Match:
         down = match_expert_gemm(anchor, flow)
         if down is None:
             message = f"the weight of {anchor} is computed in the graph"

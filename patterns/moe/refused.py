@@ -14,10 +14,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
-from torch import fx
 
 from tilewright.patterns import effects
 from tilewright.patterns.arithmetic.casts import strip_casts
@@ -29,7 +27,7 @@ from tilewright.patterns.dataflow import (
     is_in_package,
     upstream,
 )
-from tilewright.patterns.language import Miss, Reject, Stage, register_code
+from tilewright.patterns.language import Missed, Stage, miss_at, register_code
 from tilewright.patterns.recognise.activation import match_activation
 from tilewright.patterns.recognise.gemm import match_gemm
 from tilewright.patterns.recognise.grouped_gemm import is_expert_gemm, routes_of
@@ -40,27 +38,7 @@ register_code("EXPERT_KERNEL", "the experts are computed by a library's kernel, 
 register_code("EXPERT_UNROLLED", "the experts are written out one by one, each over all tokens")
 
 
-@dataclass(frozen=True)
-class Refused:
-    """Values that show such a mixture: they share one cause, so they get one Miss. products: of
-    the experts, where they are in the graph."""
-
-    values: tuple[Value, ...]
-    code: str
-    message: str
-    hint: str
-    products: tuple[Value, ...] = ()
-
-    @property
-    def node(self) -> fx.Node:
-        return self.values[0].node
-
-    def reject(self) -> Reject:
-        nodes = tuple(v.node for v in self.values)
-        return Reject(Miss("", self.code, Stage.ANCHORED, self.message, nodes, self.hint))
-
-
-def refused_experts(flow: Dataflow) -> Iterator[Refused]:
+def refused_experts(flow: Dataflow) -> Iterator[Missed]:
     """At most one for all loops of a graph and one for all kernels; one for each unrolled layer."""
     for found in (_loops(flow), _kernels(flow)):
         if found:
@@ -79,7 +57,16 @@ _PREPARED = {
 _NEAR = 12
 
 
-def _loops(flow: Dataflow) -> Refused | None:
+def _missed(
+    values: Sequence[Value], code: str, message: str, hint: str, products: Sequence[Value] = ()
+) -> Missed:
+    """Values that show such a mixture: they share one cause, so they get one miss. products: of
+    the experts, where they are in the graph."""
+    miss = miss_at(code, Stage.ANCHORED, message, *values, hint=hint)
+    return Missed(miss, values=tuple(values), products=tuple(products))
+
+
+def _loops(flow: Dataflow) -> Missed | None:
     """What shows that a graph was cut before a loop over experts, or holds one."""
     prepared = [v for v in flow.values if v.op in _PREPARED and _of_experts(v) and _by_ids(v)]
     multiplied = _choices_of_gemms(flow) if prepared else frozenset()
@@ -90,8 +77,8 @@ def _loops(flow: Dataflow) -> Refused | None:
     if not found:
         return None
     whole = all(map(_finds_tokens, found))
-    return Refused(
-        tuple(found),
+    return _missed(
+        found,
         "EXPERT_LOOP",
         "a loop over experts was captured, whose products have as many rows as only data tell"
         if whole
@@ -101,7 +88,7 @@ def _loops(flow: Dataflow) -> Refused | None:
         if any(is_in_package(v.node, "transformers") for v in found)
         else "keep the experts' weights in one tensor [E, N, K], sort the routes by expert and "
         "multiply with torch._grouped_mm (or gather weights[expert_ids] for torch.bmm)",
-        tuple(v for v in flow.values if _is_of_found_rows(v)) if whole else (),
+        [v for v in flow.values if _is_of_found_rows(v)] if whole else (),
     )
 
 
@@ -176,13 +163,13 @@ def _leaves(value: Value, flow: Dataflow) -> bool:
 _CODES = (torch.float8_e4m3fn, torch.int8, torch.uint8)
 
 
-def _kernels(flow: Dataflow) -> Refused | None:
+def _kernels(flow: Dataflow) -> Missed | None:
     """The unknown operators that take codes [E, N, K] and scales [E, ...] as they are stored."""
     found = tuple(v for v in flow.values if _is_foreign(v.op) and _takes_experts(v))
     if not found:
         return None
     names = ", ".join(dict.fromkeys(v.op.removeprefix("opaque:") for v in found))
-    return Refused(
+    return _missed(
         found,
         "EXPERT_KERNEL",
         f"{names} multiplies with stacked weights of codes",
@@ -205,7 +192,7 @@ def _takes_experts(value: Value) -> bool:
 # --- written out ----------------------------------------------------------------------------------
 
 
-def _unrolled(flow: Dataflow) -> Iterator[Refused]:
+def _unrolled(flow: Dataflow) -> Iterator[Missed]:
     """Two or more MLPs of one x, each weighed by a number per token."""
     by_x: dict[View, list[Value]] = {}
     for value in flow.values:
@@ -219,9 +206,9 @@ def _unrolled(flow: Dataflow) -> Iterator[Refused]:
             yield _written_out(values)
 
 
-def _written_out(values: Sequence[Value]) -> Refused:
-    return Refused(
-        tuple(values),
+def _written_out(values: Sequence[Value]) -> Missed:
+    return _missed(
+        values,
         "EXPERT_UNROLLED",
         f"{len(values)} experts are computed one by one, each for all tokens, and weighed",
         "keep the experts' weights in one tensor [E, N, K] and use torch._grouped_mm with the "
