@@ -198,7 +198,7 @@ def _with_bias(gemm: ExpertGemm, flow: Dataflow) -> ExpertGemm:
         bias = add.whole.of_operand(strip_casts(other)[0])
         by_role = {0: "expert", gemm.column_axis: "column"}
         dims = {by_role.get(at, "token"): dim for at, dim in enumerate(bias.effect.dims)}
-        if all(atom.axis is None for atom in dims["token"]):
+        if effects.repeats(dims["token"]):
             bias = bias.with_dims(dims["expert"], dims["column"])
             return replace(gemm, bias=bias, end=add, absorbed=(value, add))
     return gemm
@@ -262,8 +262,7 @@ def _scores(product: Value, value: Value) -> View | None:
     wide = product.whole.of_operand(strip_casts(other)[0])
     experts, tokens, hidden = wide.effect.dims
     known = experts and (tokens or wide.shape[1] == 1)
-    repeats = all(atom.axis is None for atom in hidden)
-    return wide.with_dims(tokens, experts) if known and repeats else None
+    return wide.with_dims(tokens, experts) if known and effects.repeats(hidden) else None
 
 
 # --- tokens and routes ----------------------------------------------------------------------------
@@ -292,7 +291,7 @@ def _tokens(gate: ExpertGemm, weighted: Weighted) -> tuple[View, View, bool]:
 def _repeats(view: View) -> list[bool]:
     """Which dimensions of a view [E, T, n] only repeat; one token does not."""
     one = view.shape[1] == 1
-    found = [all(atom.axis is None for atom in dim) for dim in view.effect.dims]
+    found = [effects.repeats(dim) for dim in view.effect.dims]
     return [found[0], found[1] and not one, found[2]]
 
 

@@ -227,4 +227,4 @@ def _is_weighed(value: Value, flow: Dataflow) -> bool:
 
 
 def _is_column(view: View) -> bool:
-    return bool(view.effect.dims) and all(a.axis is None for a in view.effect.dims[-1])
+    return bool(view.effect.dims) and effects.repeats(view.effect.dims[-1])
