@@ -18,7 +18,6 @@ from tilewright.patterns.arithmetic.equality import equal_values
 from tilewright.patterns.dataflow import Computed, Value, View
 from tilewright.patterns.effects import Size
 from tilewright.patterns.lora.factors import Factors, RowMask, peel
-from tilewright.patterns.lora.one_hot import match_one_hot
 from tilewright.patterns.lora.product import Product, match_product
 from tilewright.patterns.recognise.outside import (
     Outside,
@@ -99,7 +98,7 @@ def match_delta(view: View) -> LoraDelta | None:
     """The delta that `view` [..., W] is; None for another view."""
     outer = peel(view)
     try:
-        return _by_rows(view, outer) or _sorted(view, outer) or _one_hot(view, outer)
+        return _by_rows(view, outer) or _sorted(view, outer)
     except effects.InexpressibleError:
         return None
 
@@ -146,16 +145,6 @@ def _sorted(view: View, outer: Factors) -> LoraDelta | None:
     return _joined(
         view, (outer, after, inner), first, second, taken[0], order.ids, gathers, sorted_by=by
     )
-
-
-def _one_hot(view: View, outer: Factors) -> LoraDelta | None:
-    """Every row times all adapters, results of other adapters zeroed: see `one_hot.py`."""
-    found = match_one_hot(outer.view)
-    if found is None:
-        return None
-    first, second = found.first, found.second
-    masked = (found.masked.value,)
-    return _joined(view, (outer,), first, second, first.x, first.index, masked)
 
 
 def _joined(
