@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-from tilewright.codegen.mlp.plan import MOST_GATED_TOKENS, MOST_TOKENS
 from tilewright.compiler.report.points import Graph, is_unknown, plain_name
+from tilewright.ops.mlp import linear_activation, linear_residual
+from tilewright.ops.mlp.gains import MOST_GATED_TOKENS, MOST_TOKENS
 from tilewright.ops.reference.activation import ACTIVATIONS
 from tilewright.patterns import effects
 from tilewright.patterns.attention.cache_attention import gains
@@ -127,8 +128,7 @@ def _is_convolution(value: Value, graph: Graph) -> bool:
 
 
 def _has_many_tokens(value: Value, graph: Graph) -> bool:
-    tokens = _tokens(value)
-    return isinstance(tokens, int) and tokens > MOST_TOKENS
+    return linear_residual.OP.slower(tokens=_tokens(value)) is not None
 
 
 def _is_taken(value: Value, graph: Graph) -> bool:
@@ -136,8 +136,7 @@ def _is_taken(value: Value, graph: Graph) -> bool:
 
 
 def _is_gated_for_many(value: Value, graph: Graph) -> bool:
-    tokens = _tokens(value)
-    if not isinstance(tokens, int) or tokens <= MOST_GATED_TOKENS:
+    if linear_activation.OP.slower(tokens=_tokens(value), weights=2) is None:
         return False
     read = behind(value, graph)
     read_once = len(read.ends) == 1 and not read.returned and not read.added
