@@ -87,8 +87,8 @@ def render_html(
         roofline=_roofline(entries, bars, target),
         code_css=Markup(_code_css()),
         nodes=(
-            sum(len(graph.before.graph.nodes) for graph in lowered.graphs),
-            sum(len(graph.after.graph.nodes) for graph in lowered.graphs),
+            sum(graph.nodes for graph in lowered.graphs),
+            sum(graph.nodes_after for graph in lowered.graphs),
         ),
         versions={n: importlib.metadata.version(n) for n in ("tilewright", "torch", "triton")},
     )

@@ -61,8 +61,7 @@ def render_rank(rank: Rank, target: Target, width: int) -> Text:
 
 
 def _head(name: str, lowered: Lowered) -> Text:
-    before = sum(len(g.before.graph.nodes) for g in lowered.graphs)
-    after = sum(len(g.after.graph.nodes) for g in lowered.graphs)
+    before, after = (sum(getattr(g, n) for g in lowered.graphs) for n in ("nodes", "nodes_after"))
     seconds = sum(sum(g.seconds.values()) for g in lowered.graphs)
     count = _count(len(lowered.graphs), "graph")
     text = Text(name, style="bold")
