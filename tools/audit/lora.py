@@ -19,7 +19,7 @@ from tilewright.ops.lora.lowering import shrink_steps
 from tilewright.ops.lora.operands import LONG_SEQUENCE, row_counts, shrink_problem
 from tilewright.ops.lora.shrink import ShrinkArguments
 from tilewright.ops.runtime.program import Planner, drive
-from tilewright.tools.audit.cases import MMA_ROWS, AuditCase, distinct, meta
+from tilewright.tools.audit.cases import MMA_ROWS, AuditCase, audited, distinct, meta
 
 # One token, decode batches, a chunk of a prefill, a whole one.
 TOKEN_COUNTS = (1, 16, 64, 512, 8192)
@@ -85,6 +85,7 @@ ADDRESSINGS = {
 }
 
 
+@audited("lora")
 def lora_cases(target: Target) -> list[AuditCase]:
     """For every layer and token count the shrink and the expand of groups; for the first layer the
     other forms and ranks too."""

@@ -30,6 +30,7 @@ from tilewright.tools.audit.cases import (
     SHORT_TILE_REASON,
     SPECIALISED_STACK_BYTES,
     AuditCase,
+    audited,
     distinct,
     meta,
 )
@@ -159,6 +160,7 @@ def quantized(model: AttentionCase, fmt: str) -> AttentionCase:
     return replace(model, **{**options, "scale_block": (rows, group or model.hidden)})
 
 
+@audited("qkv")
 def qkv_cases(target: Target) -> list[AuditCase]:
     """For every model and token count the best fused kernel by the model of times, and the
     epilogue; then the first model with each option of the op."""
@@ -184,6 +186,7 @@ def _model_cases(model: AttentionCase, target: Target) -> Iterator[AuditCase]:
     yield AuditCase(f"{model.name} store", spec, Expectations())
 
 
+@audited("qkv")
 def quantized_cases(target: Target) -> list[AuditCase]:
     """For every model, format and token count the best fused kernel by the model of times, and what
     makes numbers of the largest weight."""
