@@ -71,6 +71,11 @@ class Site:
     intermediate_bytes: int = 0
 
     @property
+    def facts(self) -> str:
+        """The shapes in a line: `heads=32/8x128 rope=half`."""
+        return " ".join(f"{key}={value}" for key, value in self.shapes.items())
+
+    @property
     def kernel(self) -> str:
         """Names of the emitted kernels, comma-separated; empty where a library does the work."""
         return ", ".join(k.spec.name for k in self.kernels)
@@ -306,10 +311,9 @@ def text_lines(lowered: Lowered) -> list[str]:
     lines = []
     for site, scope, count in collapse_sites(lowered.matches):
         times = f" x{count}" if count > 1 else ""
-        facts = " ".join(f"{k}={v}" for k, v in site.shapes.items())
         # What the reference computes could be faster, so it says why no kernel does.
         why = f": {site.reason}" if site.lowering == "reference" and site.reason else ""
-        lines.append(f"{scope}{times}  {site.pattern}  {facts}  [{site.lowering}{why}]")
+        lines.append(f"{scope}{times}  {site.pattern}  {site.facts}  [{site.lowering}{why}]")
     for miss, _, count in collapse_misses(lowered.misses):
         times = f" (x{count})" if count > 1 else ""
         word = "missed" if miss.is_lost else "advice by"

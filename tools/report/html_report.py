@@ -158,7 +158,7 @@ def _kernels(
     """Each kernel's audit, empty where there is none, and its source as highlighted HTML."""
     outcomes = {outcome.kernel.spec.name: outcome for outcome in audits}
     for kernel in lowered.kernels:
-        outcome = outcomes.get(kernel.spec.name) or KernelAudit(kernel, None, ())
+        outcome = outcomes.get(kernel.spec.name) or KernelAudit(None, kernel=kernel)
         code = highlight(kernel.source, PythonLexer(), _formatter(LIGHT))
         # What scrolls is reached by the keyboard.
         said = f'<pre tabindex="0" role="region" aria-label="Source of {kernel.spec.name}">'

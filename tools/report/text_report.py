@@ -81,8 +81,7 @@ def _matches(sites: Sequence[Site], width: int) -> Iterator[RenderableType]:
     yield Text(f"\nFused: {_count(len(sites), 'site')}", style="bold green")
     for site, scope, count in collapse_sites(sites):
         yield _place(scope, count, f"{site.pattern} -> {site.op}", site.source)
-        facts = " ".join(f"{key}={value}" for key, value in site.shapes.items())
-        values = {"shapes": facts, "lowering": site.lowering, "reason": site.reason}
+        values = {"shapes": site.facts, "lowering": site.lowering, "reason": site.reason}
         yield _fields(values | ({"kernels": site.kernel} if site.kernel else {}), width)
 
 
