@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any, Literal, NoReturn, Protocol, get_args
@@ -57,6 +58,15 @@ Weight = Literal["lost", "advice"]
 
 
 @dataclass(frozen=True)
+class Place:
+    """A node of a graph that is not kept: its name, its module and its line of source."""
+
+    name: str
+    scope: str
+    source: str
+
+
+@dataclass(frozen=True)
 class Miss:
     """Why an anchor did not become a match.
 
@@ -92,11 +102,25 @@ class Miss:
 
     @property
     def scope(self) -> str:
-        return scope_of(self.nodes[0]) if self.nodes else ""
+        place: fx.Node | Place | None = next(iter(self.nodes), None)
+        if isinstance(place, fx.Node):
+            return scope_of(place)
+        return place.scope if place is not None else ""
 
     @property
     def source(self) -> str:
-        return source_of(self.nodes[0]) if self.nodes else ""
+        place: fx.Node | Place | None = next(iter(self.nodes), None)
+        if isinstance(place, fx.Node):
+            return source_of(place)
+        return place.source if place is not None else ""
+
+    def without_graph(self) -> Miss:
+        """The miss as text: each of `nodes` is a :class:`Place`, and `covers` is empty."""
+        places = tuple(Place(n.name, scope_of(n), source_of(n)) for n in self.nodes)
+        made = copy(self)  # hints are not looked for again: that takes nodes
+        object.__setattr__(made, "nodes", places)
+        object.__setattr__(made, "covers", ())
+        return made
 
     def __str__(self) -> str:
         place = f"{self.scope or 'graph'} ({self.source})" if self.source else self.scope or "graph"

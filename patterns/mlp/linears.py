@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tilewright.codegen.mlp.plan import MOST_TOKENS
+from tilewright.ops.mlp.linear_residual import OP
 from tilewright.patterns import effects
 from tilewright.patterns.arithmetic.casts import is_float_cast
 from tilewright.patterns.arithmetic.formula import number, tensor
@@ -243,9 +243,7 @@ def match_codes(linears: Sequence[FewTokens], names: Sequence[Names]) -> dict[st
 
 def _few(tokens: Any) -> bool:
     """Not of sizes that only data tell: those are a mixture's."""
-    if isinstance(tokens, int):
-        return tokens <= MOST_TOKENS
-    return not effects.only_data_tell(tokens)
+    return OP.slower(tokens=tokens) is None and not effects.only_data_tell(tokens)
 
 
 def check_linears(linears: Iterable[FewTokens], others: Iterable[View], end: Value) -> None:
