@@ -1,0 +1,134 @@
+"""Replaces modules of quantisation libraries by ones whose codes are decoded in plain PyTorch.
+
+    prepared = prepare(model)
+    print(prepared)
+    compiled = torch.compile(model, backend="tilewright")
+
+Some libraries break the graph at every linear, or hide its codes in an object that no graph shows. The
+modules that take their place hold the same codes and scales, the very tensors, and compute what the
+library computes; patterns then fuse the decoding with the product.
+"""
+
+from __future__ import annotations
+
+import copy as copying
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from tilewright.compiler.prepare import compressed_tensors, gptqmodel, tensor_subclasses
+
+#: A library's reader: the module that takes another's place; why it is left as it is; None for one
+#: that is not this library's.
+Reader = Callable[[nn.Module], nn.Module | str | None]
+
+READERS: tuple[Reader, ...] = (
+    compressed_tensors.replacement,
+    gptqmodel.replacement,
+    tensor_subclasses.replacement,
+)
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """A module that was replaced: its name in the model, and both modules."""
+
+    name: str
+    original: nn.Module
+    module: nn.Module
+
+
+@dataclass(frozen=True)
+class Left:
+    """A module of a library that stays as it is, and why."""
+
+    name: str
+    original: nn.Module
+    reason: str
+
+
+@dataclass
+class Prepared:
+    """What `prepare` did. model: the model, itself or a copy. replaced, left: its modules.
+
+    `undo()` puts the original modules back; a second call does nothing.
+    """
+
+    model: nn.Module
+    replaced: list[Replaced] = field(default_factory=list)
+    left: list[Left] = field(default_factory=list)
+    _hooks: list[Callable[[], None]] = field(default_factory=list, repr=False)
+
+    def undo(self) -> None:
+        """Puts the original modules back, with the hooks that were taken off the model."""
+        for one in self.replaced:
+            _put(self.model, one.name, one.original)
+        for restore in self._hooks:
+            restore()
+        self.replaced, self._hooks = [], []
+
+    def __str__(self) -> str:
+        if not self.replaced and not self.left:
+            return "prepare: no module needs to be replaced"
+        lines = [f"prepare: {len(self.replaced)} replaced, {len(self.left)} left as they are"]
+        forms = Counter(f"{_called(r.original)}: {r.module}" for r in self.replaced)
+        lines += [f"  {count} x {form}" for form, count in forms.items()]
+        reasons = Counter(f"{_called(one.original)} stays: {one.reason}" for one in self.left)
+        lines += [f"  {count} x {reason}" for reason, count in reasons.items()]
+        return "\n".join(lines)
+
+
+def prepare(model: nn.Module, *, copy: bool = False) -> Prepared:
+    """Replaces modules of quantisation libraries that a graph cannot show, in place.
+
+    model: any module; a model without such modules stays as it is. copy: work on a copy of the module
+    tree; it shares the tensors of the original, which stays as it is.
+
+    Read are linears of compressed-tensors, GPTQ (gptqmodel), torchao and quanto. Names in `state_dict` stay where the
+    library has a tensor for each. Activations are rounded as the library rounds them.
+
+    Raises TypeError where model is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    if copy:
+        model = _shared_copy(model)
+    prepared = Prepared(model)
+    for name, module in list(model.named_modules()):
+        found = _read(module, READERS)
+        if isinstance(found, str):
+            prepared.left.append(Left(name, module, found))
+        elif found is not None:
+            found.train(module.training)
+            _put(model, name, found)
+            prepared.replaced.append(Replaced(name, module, found))
+    if any(compressed_tensors.is_compressed(one.original) for one in prepared.replaced):
+        left = any(compressed_tensors.is_compressed(one.original) for one in prepared.left)
+        prepared._hooks += [] if left else compressed_tensors.without_decompression(model)
+    return prepared
+
+
+def _read(module: nn.Module, readers: Sequence[Reader]) -> nn.Module | str | None:
+    answers = (reader(module) for reader in readers)
+    return next((answer for answer in answers if answer is not None), None)
+
+
+def _put(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, own = name.rpartition(".")
+    # A container may hold modules by number, and a library may have its own __setattr__.
+    model.get_submodule(parent)._modules[own] = module
+
+
+def _shared_copy(model: nn.Module) -> nn.Module:
+    """A copy of the modules, whose tensors are those of the model."""
+    tensors: list[Any] = [*model.parameters(), *model.buffers()]
+    with torch.no_grad():
+        return copying.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+
+
+def _called(module: nn.Module) -> str:
+    return type(module).__name__

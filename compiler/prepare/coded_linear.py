@@ -1,0 +1,51 @@
+"""A linear whose weight is made of codes in its forward pass, in plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class CodedLinear(nn.Module):
+    """x [..., K] -> [..., N]: a linear whose weight [N, K] the codes of this module stand for.
+
+    It takes the place of a library's module and holds that module's own tensors, under its names:
+    parameters as parameters, other tensors as buffers. A class for each way of storing codes gives
+    `weight`, and `rounded` where activations are quantised too.
+    """
+
+    bias: torch.Tensor | None
+
+    def __init__(
+        self, in_features: int, out_features: int, tensors: Mapping[str, torch.Tensor | None]
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        for name, tensor in tensors.items():
+            if isinstance(tensor, nn.Parameter):
+                self.register_parameter(name, tensor)
+            else:
+                self.register_buffer(name, tensor)
+
+    def weight_of_codes(self, dtype: torch.dtype) -> torch.Tensor:
+        """The weight [N, K] in the dtype of the activations."""
+        raise NotImplementedError
+
+    def rounded(self, x: torch.Tensor) -> torch.Tensor:
+        """The activations as the format has them."""
+        return x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(self.rounded(x), self.weight_of_codes(x.dtype), self.bias)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}"
+
+
+def nibbles_of_words(words: torch.Tensor) -> torch.Tensor:
+    """[N, W] words of eight codes, the first in the lowest bits -> [N, 8 W] codes, 0 to 15."""
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
+    return ((words.unsqueeze(-1) >> shifts) & 15).flatten(-2)

@@ -1,0 +1,204 @@
+"""Linears of compressed-tensors, compressed as they are stored.
+
+The library decompresses all of them at the first forward, and wraps each module's forward in a way
+that Dynamo cannot trace. Arithmetic: `compressed_tensors/quantization/lifecycle/forward_helpers.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from tilewright.compiler.prepare.coded_linear import CodedLinear, nibbles_of_words
+
+_LIMITS = {("float", 8): (-448.0, 448.0), ("int", 8): (-128.0, 127.0)}
+#: What a scale of zero becomes, by its dtype, as the library has it.
+_LEAST_SCALE = {torch.float8_e4m3fn: 0.125, torch.uint8: 1.0}
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How activations are rounded: the fields of the library's `QuantizationArgs`."""
+
+    kind: str
+    bits: int
+    strategy: str
+    dynamic: bool | str
+    group_size: int = 0
+    scale_dtype: torch.dtype | None = None
+
+    def __str__(self) -> str:
+        when = "dynamic" if self.dynamic else "static"
+        return f"x {self.kind}{self.bits} per {self.strategy}, {when}"
+
+
+class CompressedLinear(CodedLinear):
+    """A linear of compressed-tensors. rounding: of its activations, or None.
+
+    strategy: "tensor", "channel", "group", "tensor_group" or "block", of the weight's scales; block:
+    the rows and columns that share one, where it is "block".
+    """
+
+    def __init__(
+        self, module: nn.Linear, rounding: Rounding | None, strategy: str, block: tuple[int, int]
+    ) -> None:
+        tensors = dict(module.named_parameters(recurse=False))
+        tensors |= dict(module.named_buffers(recurse=False))
+        super().__init__(module.in_features, module.out_features, {"bias": None} | tensors)
+        self.rounding, self.strategy, self.block = rounding, strategy, block
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {self.strategy}, {self.rounding or 'x as it is'}"
+
+    def codes(self) -> torch.Tensor:
+        """[N, K], in the dtype of the scales."""
+        return self.weight.to(self.scales().dtype)
+
+    def scales(self) -> torch.Tensor:
+        """As they are stored: [1], [N, 1], [N, K / group] or by blocks."""
+        return self.weight_scale
+
+    def zeros(self) -> torch.Tensor | None:
+        """In the shape of the scales."""
+        return getattr(self, "weight_zero_point", None)
+
+    def weight_of_codes(self, dtype: torch.dtype) -> torch.Tensor:
+        codes, scales, zeros = self.codes(), self.scales(), self.zeros()
+        if self.strategy == "block":
+            rows, columns = self.block
+            spread = scales.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+            return (codes * spread[: codes.shape[0], : codes.shape[1]]).to(dtype)
+        if self.strategy in ("group", "tensor_group"):
+            codes = codes.unflatten(-1, (scales.shape[-1], -1))
+            scales = scales.unsqueeze(-1)
+            zeros = None if zeros is None else zeros.unsqueeze(-1)
+        if zeros is not None:
+            codes = codes - zeros.to(scales.dtype)
+        return (codes * scales).reshape(self.out_features, self.in_features).to(dtype)
+
+    def rounded(self, x: torch.Tensor) -> torch.Tensor:
+        if self.rounding is None or x.numel() == 0:
+            return x
+        how, shape = self.rounding, x.shape
+        if "group" in how.strategy:
+            x = x.unflatten(-1, (-1, how.group_size))
+        scale = self._dynamic_scale(x) if how.dynamic else self.input_scale
+        if (factor := getattr(self, "input_global_scale", None)) is not None:
+            scale = scale.to(factor.dtype) / factor
+        low, high = _LIMITS[how.kind, how.bits]
+        codes = _nearest((x / scale).clamp(low, high), how)
+        return (codes.to(scale.dtype) * scale).reshape(shape).to(x.dtype)
+
+    def _dynamic_scale(self, x: torch.Tensor) -> torch.Tensor:
+        how = self.rounding
+        assert how is not None
+        low, high = _LIMITS[how.kind, how.bits]
+        if how.strategy == "tensor" or (how.strategy == "token" and x.dim() == 2):
+            largest = torch.maximum(x.amax().clamp(min=0), -x.amin().clamp(max=0))
+        else:  # a token's channels; of more dimensions the library takes all behind the second
+            dims = (-1,) if how.strategy != "token" else tuple(range(2, x.dim()))
+            high_of, low_of = x.amax(dims, keepdim=True), x.amin(dims, keepdim=True)
+            largest = torch.maximum(high_of.clamp(min=0), -low_of.clamp(max=0))
+        scale = largest / ((high - low) / 2)
+        if (factor := getattr(self, "input_global_scale", None)) is not None:
+            scale = factor * scale
+        if how.scale_dtype is not None:
+            limit = torch.finfo(how.scale_dtype).max
+            scale = scale.clamp(-limit, limit).to(how.scale_dtype).to(scale.dtype)
+        least = _LEAST_SCALE.get(how.scale_dtype or scale.dtype)
+        if least is None:
+            least = torch.finfo(scale.dtype).eps
+        return torch.where(scale == 0, least, scale)
+
+
+def _nearest(x: torch.Tensor, how: Rounding) -> torch.Tensor:
+    """x, clamped and in units of its scale, rounded to the format's numbers, in x's dtype."""
+    return x.round() if how.kind == "int" else x.to(torch.float8_e4m3fn).to(x.dtype)
+
+
+class PackedLinear(CompressedLinear):
+    """4-bit codes, eight in a word along K, the stored code 8 more than what is meant."""
+
+    def codes(self) -> torch.Tensor:
+        return nibbles_of_words(self.weight_packed).to(self.weight_scale.dtype) - 8
+
+    def zeros(self) -> torch.Tensor | None:
+        if (packed := getattr(self, "weight_zero_point", None)) is None:
+            return None
+        return nibbles_of_words(packed.t()).t() - 8
+
+
+def is_compressed(module: nn.Module) -> bool:
+    """Whether compressed-tensors has compressed a module."""
+    status = getattr(module, "quantization_status", None)
+    return type(status).__name__ == "QuantizationStatus" and status.value == "compressed"
+
+
+def replacement(module: nn.Module) -> nn.Module | str | None:
+    """The module that decodes in PyTorch, or why there is none; None for another library's."""
+    if not is_compressed(module):
+        return None
+    scheme: Any = module.quantization_scheme
+    if type(module) is not nn.Linear:
+        return f"a {type(module).__name__} of compressed-tensors is not read; nn.Linear is"
+    if scheme.output_activations is not None:
+        return "its results are quantised"
+    weights = scheme.weights
+    if getattr(module, "weight_g_idx", None) is not None:
+        return "its columns are in another order (actorder), which its groups do not follow"
+    kind = _KINDS.get((_text(weights.type), weights.num_bits, "weight_packed" in module._parameters))
+    if kind is None:
+        return f"{weights.type}{weights.num_bits} weights of compressed-tensors are not read"
+    rounding = _rounding(scheme.input_activations)
+    if isinstance(rounding, str):
+        return rounding
+    block = tuple(weights.block_structure or (1, 1))
+    return kind(module, rounding, _text(weights.strategy), block)
+
+
+_KINDS: dict[tuple[str, int, bool], type[CompressedLinear]] = {
+    ("float", 8, False): CompressedLinear,
+    ("int", 8, False): CompressedLinear,
+    ("int", 4, True): PackedLinear,
+}
+
+
+def _rounding(args: Any) -> Rounding | str | None:
+    """How the library rounds activations; why that is not read; None where it does not."""
+    if args is None:
+        return None
+    if not args.symmetric:
+        return "its activations have zero points"
+    if (_text(args.type), args.num_bits) not in _LIMITS:
+        return f"its activations are {args.type}{args.num_bits}"
+    dynamic = args.dynamic if isinstance(args.dynamic, bool) else _text(args.dynamic)
+    return Rounding(
+        _text(args.type),
+        args.num_bits,
+        _text(args.strategy),
+        dynamic,
+        args.group_size or 0,
+        args.scale_dtype,
+    )
+
+
+def _text(value: Any) -> str:
+    """The word of an option that is a string or an enumeration's member."""
+    return str(getattr(value, "value", value))
+
+
+def without_decompression(model: nn.Module) -> list[Callable[[], None]]:
+    """Takes the hooks that decompress all modules at the first forward off a model; returns what
+    puts them back."""
+    undo: list[Callable[[], None]] = []
+    for module in model.modules():
+        if (handle := getattr(module, "ct_decompress_hook", None)) is not None:
+            hooks = module._forward_pre_hooks
+            if (hook := hooks.pop(handle.id, None)) is not None:
+                undo.append(partial(hooks.__setitem__, handle.id, hook))
+    return undo

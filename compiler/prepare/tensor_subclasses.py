@@ -1,0 +1,124 @@
+"""Linears whose weight is a tensor subclass of torchao or quanto: its inner tensors as plain ones.
+
+Arithmetic: torchao `quantization/quantize_/workflows/`, quanto `library/qbytes_mm.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tilewright.compiler.prepare.coded_linear import CodedLinear
+
+
+class ScaledBehind(CodedLinear):
+    """codes [N, K] int8, scale [N]: x @ codes^T, rounded to x's dtype, times the scale."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        product = F.linear(x, self.codes.to(x.dtype)) * self.scale
+        return (product if self.bias is None else product + self.bias).to(x.dtype)
+
+
+class ScaledInside(CodedLinear):
+    """codes [N, K], scale for each row, for all, or for a block of columns of a row."""
+
+    #: The dtype that the weight is decoded in, None: that of the scale.
+    decoded: torch.dtype | None = None
+
+    def weight_of_codes(self, dtype: torch.dtype) -> torch.Tensor:
+        within = self.decoded or self.scale.dtype
+        codes = self.codes.unflatten(-1, (self.scale.shape[-1], -1)).to(within)
+        if (zero := self.zero) is not None:
+            codes = codes - zero.unsqueeze(-1).to(within)
+        weight = codes * self.scale.unsqueeze(-1)
+        return weight.reshape(self.out_features, self.in_features).to(dtype)
+
+
+class Float8(ScaledInside):
+    """Decoded in float32, as torchao does."""
+
+    decoded = torch.float32
+
+
+class Intx(ScaledInside):
+    """Decoded in bfloat16 or the dtype that the subclass stands for, as torchao does."""
+
+    def __init__(self, *arguments: Any, dtype: torch.dtype) -> None:
+        super().__init__(*arguments)
+        self.decoded = dtype
+
+
+def _int8(module: nn.Module, weight: Any) -> CodedLinear | str:
+    """torchao's Int8Tensor."""
+    if weight.act_quant_kwargs is not None:
+        return "its activations are int8, which no fused op takes"
+    if getattr(weight, "act_pre_scale", None) is not None:
+        return "its activations are scaled before they are read"
+    if weight.zero_point is not None and bool(weight.zero_point.any()):
+        return "its codes have zero points"
+    if weight.block_size[-1] < weight.qdata.shape[-1]:
+        return "its rows have several scales"
+    tensors = {"codes": weight.qdata, "scale": weight.scale.flatten(), "bias": module.bias}
+    return ScaledBehind(module.in_features, module.out_features, tensors)
+
+
+def _float8(module: nn.Module, weight: Any) -> CodedLinear | str:
+    """torchao's Float8Tensor."""
+    if weight.act_quant_kwargs is not None:
+        return "its activations are float8, which the fused MLP does not take"
+    if weight.block_size[0] not in (1, weight.qdata.shape[0]):
+        return "its rows share scales by blocks"
+    return _made(Float8, module, weight.qdata, weight.scale)
+
+
+def _intx(module: nn.Module, weight: Any) -> CodedLinear | str:
+    """torchao's IntxUnpackedToInt8Tensor."""
+    if weight.activation_quantization is not None:
+        return "its activations are quantised"
+    return _made(Intx, module, weight.qdata, weight.scale, weight.zero_point, dtype=weight.dtype)
+
+
+def _quanto(module: nn.Module, weight: Any) -> CodedLinear | str:
+    """quanto's WeightQBytesTensor."""
+    if getattr(module, "activation_qtype", None) is not None:
+        return "its activations are quantised"
+    if weight.axis not in (0, None):
+        return "its scales follow the columns"
+    return _made(ScaledInside, module, weight._data, weight._scale)
+
+
+_CLASSES: dict[str, Callable[[nn.Module, Any], CodedLinear | str]] = {
+    "torchao.Int8Tensor": _int8,
+    "torchao.Float8Tensor": _float8,
+    "torchao.IntxUnpackedToInt8Tensor": _intx,
+    "optimum.WeightQBytesTensor": _quanto,
+}
+
+
+def _made(
+    kind: type[CodedLinear],
+    module: Any,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor | None = None,
+    **options: Any,
+) -> CodedLinear:
+    scale = scale.reshape(-1, 1) if scale.dim() < 2 else scale
+    tensors = {"codes": codes, "scale": scale, "zero": zero, "bias": module.bias}
+    return kind(module.in_features, module.out_features, tensors, **options)
+
+
+def replacement(module: nn.Module) -> nn.Module | str | None:
+    """The module that decodes in PyTorch, or why there is none; None for a plain weight."""
+    weight = getattr(module, "weight", None)
+    if not isinstance(module, nn.Linear) or not hasattr(weight, "__tensor_flatten__"):
+        return None
+    own = type(weight)
+    read = _CLASSES.get(f"{own.__module__.partition('.')[0]}.{own.__name__}")
+    if read is None:
+        return f"a weight that is a {own.__module__}.{own.__name__} is not read"
+    return read(module, weight)
