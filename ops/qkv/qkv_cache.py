@@ -176,7 +176,8 @@ def sample_inputs(
 ) -> FusedQkvArguments:
     """Random arguments of a case; the caches hold random numbers, so a stray write shows."""
     sampler = Sampler(device, seed)
-    values = {**sample_projection(case, sampler), **sample_cache(case, sampler)}
+    values = sample_projection(case, sampler)
+    values = sample_cache(case, sampler, FusedQkvArguments) | values
     if not case.writes_v:
         values |= {"v_weight": None, "v_bias": None, "v_scale": None, "v_zero": None}
     return FusedQkvArguments(**values)
