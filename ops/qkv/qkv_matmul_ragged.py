@@ -140,17 +140,13 @@ def _window(a: RaggedQkvArguments, part: int, head_dim: int) -> list[Any]:
     return CacheWindow.of(view, a.blocks).to_ints()
 
 
-def _heads(
-    what: str, whole: torch.Tensor | None, rows: Rows, head_dim: int
-) -> dict[str, Any]:
+def _heads(what: str, whole: torch.Tensor | None, rows: Rows, head_dim: int) -> dict[str, Any]:
     """What q, k and v have of the rows of a tensor, [H, D, ...], by argument name."""
     parts = _parts(what, whole, {letter: slice(*ends) for letter, ends in rows.items()})
     return {name: part.unflatten(0, (-1, head_dim)) for name, part in parts.items()}
 
 
-def _parts(
-    what: str, whole: torch.Tensor | None, slices: dict[str, slice]
-) -> dict[str, Any]:
+def _parts(what: str, whole: torch.Tensor | None, slices: dict[str, slice]) -> dict[str, Any]:
     if whole is None:
         return {}
     return {f"{letter}_{what}": whole[own] for letter, own in slices.items()}
