@@ -102,7 +102,9 @@ def test_constants_are_those_of_the_signature(constants, message):
     "change",
     [{"strides": {"Y_STRIDE": ("x", 0)}}, {"strides": {"X_STRIDES": ("y", 0)}},
      {"types": {"rows": "i64"}}, {"ranges": ("rows",)}, {"divisible": ("BLOCK",)},
-     {"unaligned": ("ids_ptr",)}, {"omitted": ("BLOCK",)}],
+     {"unaligned": ("ids_ptr",)}, {"omitted": ("BLOCK",)},
+     {"launch_strides": {"BLOCK": ("x", 0)}},
+     {"broadcast": ("y",)}],
     ids=str,
 )  # fmt: skip
 def test_a_declaration_names_what_the_signature_has(change):
