@@ -21,11 +21,12 @@ from tilewright.ops.mla.arguments import (
     MlaBranchArguments,
     MlaDecodeArguments,
     MlaPrefillArguments,
+    rotates_queries,
     widths,
 )
 from tilewright.ops.mla.attention.cudnn import library_wanted
 from tilewright.ops.mla.attention.lowering import attention_steps, merge_steps, query_steps
-from tilewright.ops.mla.attention.operands import AttentionCall, RopeTables
+from tilewright.ops.mla.attention.operands import AttentionCall
 from tilewright.ops.mla.decode.lowering import absorbed_call, absorbed_steps, with_lengths
 from tilewright.ops.mla.keys import buffer_rows, row_key_offsets
 from tilewright.ops.mla.latents.lowering import (
@@ -170,7 +171,7 @@ def _absorbed(
         yield latent_launch(latents, target)
     (tokens, heads, _), (nope, rope, v_dim) = a.q.shape, widths(a)
     q_nope, q_rope = a.q[..., :nope], a.q[..., nope:]
-    if _query_tables(a) is not None:
+    if rotates_queries(a):
         # Of the keys only what a query is rotated by: how wide they are.
         sizes = ((chunk.rows, heads, nope), (chunk.rows, heads, v_dim), (chunk.rows, rope))
         keys = Keys(*(torch.empty(size, dtype=a.q.dtype, device="meta") for size in sizes))
@@ -194,7 +195,7 @@ def _joins_keys(a: MlaPrefillArguments, chunk: Chunk, target: Target, buffers: B
     once, with as many queries, which are rotated first."""
     if chunk.rows != a.q.shape[0] or a.attention_dtype == FP8 or a.positions is not None:
         return False
-    if _dense_batch(a, chunk) is None or _query_tables(a) is None:
+    if _dense_batch(a, chunk) is None or not rotates_queries(a):
         return False
     if any(width * a.q.element_size() % TMA_BYTES for width in widths(a)):
         return False
@@ -265,7 +266,7 @@ def _call(a: MlaPrefillArguments, chunk: Chunk, keys: Keys) -> AttentionCall:
         attn_mask=a.attn_mask,
         mask_blocks=a.mask_blocks,
         out_dtype=a.q.dtype,
-        tables=_query_tables(a),
+        tables=a.rope if rotates_queries(a) else None,
     )
 
 
@@ -283,9 +284,3 @@ def _one_run(a: MlaPrefillArguments, chunk: Chunk) -> bool:
         return False
     written = a.slots == "ragged" and a.keys == "table" and a.positions is None
     return written and a.key_lengths is None and chunk.rows == a.q.shape[0]
-
-
-def _query_tables(a: MlaPrefillArguments) -> RopeTables | None:
-    if a.rope_style == "none" or "q" not in a.rope_on:
-        return None
-    return RopeTables(given(a.cos), given(a.sin), a.rope_style, a.rope_by_position)
