@@ -46,6 +46,3 @@ class Addressing:
         """Sizes of the table, known at the launch; None where there is none."""
         kind = "i32" if self.sequences else None
         return dict.fromkeys(("num_sequences", "lookup_columns", "lookup_stride"), kind)
-
-
-NOWHERE = Addressing()

@@ -23,11 +23,6 @@ from tilewright.ops.runtime.operands import mask_bytes, tma_reaches
 
 OP = "mla attention"
 DTYPES = (torch.bfloat16, torch.float16, *FP8_DTYPES)
-# Tensors of `mla_attention` that a call has by the same name.
-TENSORS = (
-    "q", "q_rope", "k", "v", "query_offsets", "key_offsets", "query_starts", "key_starts",
-    "key_lengths", "mask_blocks", "q_scale", "k_scale", "v_scale",
-)  # fmt: skip
 
 
 def rotation_of(
@@ -174,7 +169,7 @@ def launch_values(a: AttentionCall) -> dict[str, Any]:
     it is cut into tiles."""
     sizes = a.sizes
     return {
-        **{name: getattr(a, name) for name in TENSORS},
+        **vars(a),  # what the kernel calls as the record does
         "rope": a.k_rope,
         "positions": a.query_positions,
         "mask": None if a.attn_mask is None else mask_bytes(a.attn_mask),

@@ -6,6 +6,7 @@ A latent cache is two windows of one head, [num_pages, page_size, 1, L] and [..,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from tilewright.ops.checks import (
     check_dtype,
     check_number,
     check_operand,
+    check_shape,
     check_tensor,
     given,
 )
@@ -75,28 +77,23 @@ def check_latent_cache(
 
 
 def pool_windows(
-    op: str,
-    latent_cache: torch.Tensor,
-    rope_cache: torch.Tensor | None,
-    ranked: tuple[str, torch.Tensor],
-) -> tuple[list[Any], list[Any]]:
-    """The windows of a pool [num_pages, page_size, L + R], or of two pools. `ranked`: name and
-    tensor of the argument [.., L]. Raises ArgumentError."""
+    op: str, options: dict[str, Any], caches: Sequence[torch.Tensor | None], ranked: str, like: Any
+) -> Sequence[Any]:
+    """The windows that `options` loses; else those of a pool [num_pages, page_size, L + R], or of
+    two pools. ranked: the name of `like` [.., L]. Raises ArgumentError."""
+    windows = options.pop("latent_window", None), options.pop("rope_window", None)
+    if None not in windows:
+        return windows
     expected = "windows, or a cache [num_pages, page_size, width]"
-    for name, base in (("latent_cache", latent_cache), ("rope_cache", rope_cache)):
-        if name == "latent_cache" or base is not None:
-            check_tensor(op, name, base, expected)
-        if base is not None and base.dim() != 3:
-            raise ArgumentError(op, name, expected, f"shape {list(base.shape)}")
-    check_tensor(op, *ranked)
-    if ranked[1].dim() != 2:
-        raise ArgumentError(op, ranked[0], "[.., L]", f"shape {list(ranked[1].shape)}")
-    rank = ranked[1].shape[1]
-    base = latent_cache if rope_cache is None else rope_cache
-    first = rank if rope_cache is None else 0
-    latent = CacheWindow.of(latent_cache[..., :rank].unsqueeze(2), latent_cache)
-    rope = CacheWindow.of(base[..., first:].unsqueeze(2), base)
-    return latent.to_ints(), rope.to_ints()
+    check_tensor(op, "latent_cache", caches[0], expected)
+    for name, cache in zip(("latent_cache", "rope_cache"), caches, strict=True):
+        if cache is not None and cache.dim() != 3:
+            raise ArgumentError(op, name, expected, f"shape {list(cache.shape)}")
+    check_shape(op, ranked, like, "[.., L]", (None, None))
+    base, other = given(caches[0]), caches[1]
+    rope, rank = (base, like.shape[1]) if other is None else (other, 0)
+    latent = CacheWindow.of(base[..., : like.shape[1]].unsqueeze(2), base)
+    return latent.to_ints(), CacheWindow.of(rope[..., rank:].unsqueeze(2), rope).to_ints()
 
 
 def written_windows(a: LatentArguments) -> list[tuple[str, torch.Tensor, Any]]:

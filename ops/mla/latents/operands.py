@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from tilewright.codegen.mla.key_kernels import LatentProblem, UpProblem, stride_unit
+from tilewright.codegen.mla.key_kernels import LATENTS, LatentProblem, UpProblem
 from tilewright.codegen.mla.query_kernels import Rotation
 from tilewright.codegen.operand import Operand
 from tilewright.ops.attention.positions import sequences
@@ -26,13 +27,6 @@ from tilewright.ops.mla.keys import cache_views
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
 from tilewright.ops.runtime.operands import operand, tma_reaches
 from tilewright.ops.runtime.program import Buffer
-
-# Tensors of `mla_latents` beside the tables of the rotation.
-LATENT_TENSORS = (
-    "latent", "k_rope", "norm", "latent_cache", "rope_cache", "slots", "sequences", "positions",
-    "row_offsets", "lengths", "token_positions", "lookup", "key_offsets", "key_starts", "key_slots",
-    "latent_out", "rope_out", "scale_out",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -141,7 +135,9 @@ def latent_call(
     """What writes the new tokens (store), makes a chunk's keys of the cache (gather) or of the new
     tokens (a chunk, without gather), or both of the first at once."""
     keep = chunk is not None and not gather
-    tensors: dict[str, torch.Tensor | None] = dict.fromkeys(LATENT_TENSORS)
+    tensors: dict[str, torch.Tensor | None] = dict.fromkeys(
+        pointer.tensor for pointer in LATENTS.pointers
+    )
     tables = None
     counts = {"num_pages": 1, "sequence_tokens": 1, "lookup_columns": 1, "lookup_stride": 1}
     num_tokens = 0
@@ -235,7 +231,8 @@ def _latent_problem(
 
 
 def _unit(cache: torch.Tensor | None) -> int:
-    return 16 if cache is None else stride_unit(*cache.stride()[:2])
+    """The largest number up to 16 that divides the strides of pages and slots."""
+    return 16 if cache is None else math.gcd(16, *cache.stride()[:2])
 
 
 def _one_source(
