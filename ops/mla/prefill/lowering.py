@@ -42,7 +42,6 @@ from tilewright.ops.mla.prefill.branch import as_mla_prefill
 from tilewright.ops.runtime.operands import is_aligned
 from tilewright.ops.runtime.program import (
     Buffer,
-    Launch,
     Library,
     NotRepeatable,
     Outcome,
@@ -108,8 +107,8 @@ def _one_chunk(a: MlaPrefillArguments, chunk: Chunk, target: Target) -> Steps:
         return (yield from _no_keys(a))
     absorbed = absorbed_call(a)
     if absorbed is not None:
-        return (yield from _naming_kernels(_absorbed(a, absorbed, chunk, target)))
-    done = yield from _naming_kernels(_attended(_aligned(a), chunk, target))
+        return (yield from _absorbed(a, absorbed, chunk, target))
+    done = yield from _attended(_aligned(a), chunk, target)
     (out,) = _tensors(done)
     return replace(done, result=out if out.dim() == 3 else out.flatten(0, 1))
 
@@ -122,7 +121,7 @@ def _several_chunks(a: MlaPrefillArguments, chunks: Sequence[Chunk], target: Tar
         return (yield from _no_keys(a))
     a, parts = _aligned(a), []
     for chunk in chunks:
-        parts.append((yield from _naming_kernels(_attended(a, chunk, target, part=True))))
+        parts.append((yield from _attended(a, chunk, target, part=True)))
     outs, lses = zip(*map(_tensors, parts), strict=True)
     merged = yield from merge_steps(outs, lses, a.q.dtype, target)
     return Outcome(merged.result, NAME, f"{len(chunks)} chunks of {parts[0].reason}; merged")
@@ -131,21 +130,6 @@ def _several_chunks(a: MlaPrefillArguments, chunks: Sequence[Chunk], target: Tar
 def _tensors(done: Outcome) -> tuple[torch.Tensor, ...]:
     assert isinstance(done.result, tuple)
     return done.result
-
-
-def _naming_kernels(steps: Steps) -> Steps:
-    """The same steps; the outcome's reason names the kernels that they launch."""
-    kernels: list[str] = []
-    answer = None
-    while True:
-        try:
-            step = steps.send(answer)
-        except StopIteration as stop:
-            reason = f"{stop.value.reason}: {', '.join(kernels)}"
-            return Outcome(stop.value.result, NAME, reason)
-        if isinstance(step, Launch):
-            kernels.append(step.spec.kernel)
-        answer = yield step
 
 
 def _attended(a: MlaPrefillArguments, chunk: Chunk, target: Target, *, part: bool = False) -> Steps:
@@ -160,7 +144,7 @@ def _attended(a: MlaPrefillArguments, chunk: Chunk, target: Target, *, part: boo
     if joined is not None:
         joined = joined.unflatten(0, (call.q.shape[0], -1))
     done = yield from attention_steps(call, target, joined)
-    return replace(done, reason=f"{how}, {done.reason}")
+    return Outcome(done.result, NAME, f"{how}, {done.reason}")
 
 
 def _absorbed(
@@ -178,7 +162,8 @@ def _absorbed(
         _, turned = yield from query_steps((yield from _core_call(a, chunk, keys)), target)
         q_rope = turned.view(tokens, heads, rope)
     call = yield from with_lengths(call, a)
-    return (yield from absorbed_steps(call, q_nope, q_rope, target))
+    done = yield from absorbed_steps(call, q_nope, q_rope, target)
+    return replace(done, name=NAME)
 
 
 def _aligned(a: MlaPrefillArguments) -> MlaPrefillArguments:
