@@ -84,6 +84,8 @@ class Kernel:
         divisible: numbers of which the kernel is told whether 16 divides them.
         unaligned: tensors of whose address, and launch strides of which, the kernel is told
             nothing.
+        omitted: constants left out of a spec that gives them the signature's default.
+        dependent: the kernel may start before the one ahead of it ends, if it has LAUNCH_PDL.
         num_warps, num_stages: Triton's options where no record has them.
     """
 
@@ -96,6 +98,8 @@ class Kernel:
     ranges: tuple[str, ...] = ()
     divisible: tuple[str, ...] = ()
     unaligned: tuple[str, ...] = ()
+    omitted: tuple[str, ...] = ()
+    dependent: bool = True
     num_warps: int = 4
     num_stages: int = 2
 
@@ -168,7 +172,7 @@ class Kernel:
             target=target,
             divisible=divisible,
             ranges=self.ranges,
-            dependent=LAUNCH_PDL in self._constexprs,
+            dependent=self.dependent and LAUNCH_PDL in self._constexprs,
             **_options((*records, self)),
         )
 
@@ -196,6 +200,9 @@ class Kernel:
                 found[name] = values if self.strides[name] is places else values[0]
             elif name not in self._optional and name != LAUNCH_PDL:
                 raise ValueError(f"{self}: expected a value for the constant {name}, got none")
+        for name in self.omitted:
+            if name in found and found[name] == ast.literal_eval(self._optional[name]):
+                del found[name]
         return found
 
     def _arguments(
@@ -243,12 +250,15 @@ class Kernel:
     def _constexprs(self) -> frozenset[str]:
         found = frozenset(a.arg for a in self._function.args if _is_constexpr(a.annotation))
         self._check("strides", self.strides, found)
+        self._check("omitted", self.omitted, found & self._optional.keys())
         return found
 
     @cached_property
-    def _optional(self) -> frozenset[str]:
-        """Parameters with a default."""
-        return frozenset(self._names[len(self._names) - len(self._function.defaults) :])
+    def _optional(self) -> dict[str, ast.expr]:
+        """Parameters with a default, each with that."""
+        defaults = self._function.defaults
+        names = self._names[len(self._names) - len(defaults) :]
+        return dict(zip(names, defaults, strict=True))
 
     def _check(self, what: str, named: Iterable[str], known: Iterable[str]) -> None:
         unknown = sorted(set(named) - set(known))
