@@ -101,14 +101,14 @@ def fuse(gm: fx.GraphModule, options: Options) -> GraphReport:
     misses = (*attempt.misses, *untold)
     raise_strictly(misses, options)
     return GraphReport(
-        before=gm,
-        after=attempt.after,
+        modules=(gm, attempt.after),
         matches=attempt.sites,
         misses=misses,
         notes=attempt.notes,
         seconds=clock.seconds,
         inputs=attempt.inputs,
         points=points,
+        target=target,
     )
 
 

@@ -11,7 +11,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from typing import Any, cast, get_origin
 
@@ -292,6 +292,14 @@ def name_of_operator(op: Any) -> str | None:
         return None
     only = len(op.overloadpacket.overloads()) == 1
     return op._schema.name if only else f"{op._schema.name}.{op._overloadname}"
+
+
+@cache
+def aten_tags(name: str) -> frozenset[torch.Tag]:
+    """What ATen says of an operator, by the tags of its overloads; nothing of an unknown one."""
+    packet = getattr(torch.ops.aten, name, None)
+    overloads = [] if packet is None else packet.overloads()
+    return frozenset(tag for one in overloads for tag in getattr(packet, one).tags)
 
 
 def selected(tensor: torch.Tensor, index: Any) -> torch.Tensor:
