@@ -83,13 +83,15 @@ _DIMS = {
 }  # fmt: skip
 
 
-def _model(name: str, config_class: str, rope: Mapping[str, Any], **fields: Any) -> ZooModel:
+def _model(
+    name: str, config_class: str, rope: Mapping[str, Any], **fields: Any
+) -> tuple[str, ZooModel]:
     """A model of `_DIMS`. rope: its rope_parameters. fields: what its config class has besides."""
     dims = dict(zip(_COLUMNS, _DIMS[name], strict=True))
     common = {"rope_parameters": rope, "tie_word_embeddings": False}
     # A cache of latents has neither pages nor projections with adapters here.
     forms = () if "kv_lora_rank" in fields else (PAGED, LORA)
-    return ZooModel(config_class, dims | common | fields, forms)
+    return name, ZooModel(config_class, dims | common | fields, forms)
 
 
 def _rope(theta: float) -> dict[str, Any]:
@@ -102,82 +104,43 @@ def _yarn(theta: float, factor: float, **more: Any) -> dict[str, Any]:
     return _rope(theta) | {"rope_type": "yarn"} | long | known | more
 
 
-def _gpt_oss(name: str, experts: int) -> ZooModel:
+def _qwen3_moe(name: str, inner: int) -> tuple[str, ZooModel]:
+    routing = {"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
+    rope = _rope(1000000.0)
+    return _model(name, "Qwen3MoeConfig", rope, **routing, moe_intermediate_size=inner)
+
+
+def _gpt_oss(name: str, experts: int) -> tuple[str, ZooModel]:
     rope = _yarn(150000.0, factor=32.0, truncate=False)
     routing = {"num_local_experts": experts, "num_experts_per_tok": 4}
     return _model(name, "GptOssConfig", rope, **routing, sliding_window=128)
 
 
-def _deepseek(name: str, config_class: str, mscale: float, **fields: Any) -> ZooModel:
+def _deepseek(name: str, config_class: str, mscale: float, **fields: Any) -> tuple[str, ZooModel]:
     latents = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
     rope = _yarn(10000.0, factor=40.0, mscale=mscale, mscale_all_dim=mscale)
     return _model(name, config_class, rope, **latents, v_head_dim=128, **fields)
 
 
 #: From each model's published config.json.
-ZOO: Mapping[str, ZooModel] = MappingProxyType(
-    {
-        "llama3-8b": _model("llama3-8b", "LlamaConfig", _rope(500000.0)),
-        "llama3-70b": _model("llama3-70b", "LlamaConfig", _rope(500000.0)),
-        "qwen3-8b": _model("qwen3-8b", "Qwen3Config", _rope(1000000.0)),
-        "qwen3-30b-a3b": _model(
-            "qwen3-30b-a3b",
-            "Qwen3MoeConfig",
-            _rope(1000000.0),
-            moe_intermediate_size=768,
-            num_experts=128,
-            num_experts_per_tok=8,
-            norm_topk_prob=True,
-        ),
-        "qwen3-235b-a22b": _model(
-            "qwen3-235b-a22b",
-            "Qwen3MoeConfig",
-            _rope(1000000.0),
-            moe_intermediate_size=1536,
-            num_experts=128,
-            num_experts_per_tok=8,
-            norm_topk_prob=True,
-        ),
-        "mixtral-8x7b": _model(
-            "mixtral-8x7b",
-            "MixtralConfig",
-            _rope(1000000.0),
-            num_local_experts=8,
-            num_experts_per_tok=2,
-            sliding_window=None,
-        ),
-        "gpt-oss-20b": _gpt_oss("gpt-oss-20b", experts=32),
-        "gpt-oss-120b": _gpt_oss("gpt-oss-120b", experts=128),
-        "deepseek-v2-lite": _deepseek(
-            "deepseek-v2-lite",
-            "DeepseekV2Config",
-            mscale=0.707,
-            moe_intermediate_size=1408,
-            q_lora_rank=None,
-            n_routed_experts=64,
-            n_shared_experts=2,
-            num_experts_per_tok=6,
-            n_group=1,
-            topk_group=1,
-            first_k_dense_replace=1,
-        ),
-        "deepseek-v3": _deepseek(
-            "deepseek-v3",
-            "DeepseekV3Config",
-            mscale=1.0,
-            moe_intermediate_size=2048,
-            q_lora_rank=1536,
-            n_routed_experts=256,
-            n_shared_experts=1,
-            num_experts_per_tok=8,
-            n_group=8,
-            topk_group=4,
-            first_k_dense_replace=3,
-            routed_scaling_factor=2.5,
-            norm_topk_prob=True,
-        ),
-    }
-)
+ZOO: Mapping[str, ZooModel] = MappingProxyType(dict((
+    _model("llama3-8b", "LlamaConfig", _rope(500000.0)),
+    _model("llama3-70b", "LlamaConfig", _rope(500000.0)),
+    _model("qwen3-8b", "Qwen3Config", _rope(1000000.0)),
+    _qwen3_moe("qwen3-30b-a3b", inner=768),
+    _qwen3_moe("qwen3-235b-a22b", inner=1536),
+    _model("mixtral-8x7b", "MixtralConfig", _rope(1000000.0), num_local_experts=8,
+           num_experts_per_tok=2, sliding_window=None),
+    _gpt_oss("gpt-oss-20b", experts=32),
+    _gpt_oss("gpt-oss-120b", experts=128),
+    _deepseek("deepseek-v2-lite", "DeepseekV2Config", mscale=0.707, moe_intermediate_size=1408,
+              q_lora_rank=None, n_routed_experts=64, n_shared_experts=2, num_experts_per_tok=6,
+              n_group=1, topk_group=1, first_k_dense_replace=1),
+    _deepseek("deepseek-v3", "DeepseekV3Config", mscale=1.0, moe_intermediate_size=2048,
+              q_lora_rank=1536, n_routed_experts=256, n_shared_experts=1, num_experts_per_tok=8,
+              n_group=8, topk_group=4, first_k_dense_replace=3, routed_scaling_factor=2.5,
+              norm_topk_prob=True),
+)))  # fmt: skip
 
 #: What config classes call the number of routed experts.
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
