@@ -218,13 +218,25 @@ def reject(
     hint: str = "",
     weight: Weight | None = None,
 ) -> NoReturn:
-    """Ends the attempt with a Miss. `code` must be in :data:`CODES`, see :func:`register_code`."""
+    """Ends the attempt with a Miss, made as by :func:`miss_at`."""
+    raise Reject(miss_at(code, stage, message, *culprits, hint=hint, weight=weight))
+
+
+def miss_at(
+    code: str,
+    stage: Stage,
+    message: str,
+    *culprits: Value | View | fx.Node,
+    hint: str = "",
+    weight: Weight | None = None,
+) -> Miss:
+    """A Miss of the pattern at hand. `code` must be in :data:`CODES`, see :func:`register_code`."""
     if code not in CODES:
         raise ValueError(
             f"miss code {code!r} is not known; give it a meaning: register_code({code!r}, ...)"
         )
     nodes = tuple(_node(c) for c in culprits)
-    raise Reject(Miss("", code, stage, message, nodes, hint, weight=weight))
+    return Miss("", code, stage, message, nodes, hint, weight=weight)
 
 
 def _node(culprit: Value | View | fx.Node) -> fx.Node:
@@ -301,6 +313,8 @@ class Pattern(Protocol):
 
 def attempt(pattern: Pattern, anchor: Any, flow: Dataflow) -> Match | Miss:
     """One pattern at one anchor."""
+    if isinstance(anchor, Missed):
+        return replace(anchor.miss, pattern=pattern.name)
     try:
         return _checked(pattern, pattern.match(anchor, flow))
     except Reject as rejection:
@@ -311,8 +325,23 @@ def attempt(pattern: Pattern, anchor: Any, flow: Dataflow) -> Match | Miss:
 
 def _anchor_nodes(anchor: Any) -> tuple[fx.Node, ...]:
     """The node that an anchor starts from, where it tells."""
+    if isinstance(anchor, Missed):
+        return anchor.miss.nodes[:1]
     node = getattr(anchor, "node", None) or getattr(getattr(anchor, "first", None), "node", None)
     return (node,) if isinstance(node, fx.Node) else ()
+
+
+@dataclass(frozen=True)
+class Missed:
+    """An anchor that a pattern knows to be a miss before it matches; :func:`attempt` gives that.
+
+    stores: what a match would take. values, products: for what else the miss speaks.
+    """
+
+    miss: Miss
+    stores: tuple[Value, ...] = ()
+    values: tuple[Value, ...] = ()
+    products: tuple[Value, ...] = ()
 
 
 class PatternError(RuntimeError):

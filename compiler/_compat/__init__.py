@@ -220,6 +220,12 @@ def is_subclass(value: Any) -> bool:
     return not plain and isinstance(value, torch.Tensor) and is_traceable_wrapper_subclass(value)
 
 
+def is_plain(value: Any) -> bool:
+    """Whether a value is a tensor that wraps no other, and that neither vmap, grad nor jvp does."""
+    wrapped = is_subclass(value) or is_functorch_wrapper(value)
+    return isinstance(value, torch.Tensor) and not wrapped
+
+
 def size_comparison(inputs: Iterable[Any]) -> Callable[[Any, Any], bool]:
     """A test of sizes (ints or sympy expressions) for equality, which adds a guard for symbols."""
     environment = next((e for e in map(_shape_env, inputs) if e is not None), None)

@@ -99,9 +99,6 @@ CALLS: dict[str, AttentionCall] = {
         16, ragged=False, attn_mask=meta(1, 1, 4096, 4096)
     ),
     "64 heads, wide": attention_call(64, dims=(192, 64, 256)),
-    "16 heads, pages": attention_call(
-        16, block_table=_integers(8, 512), k_rope=meta(1024, 64, 576)[..., 512:]
-    ),
     "128 heads, rotated": attention_call(128, **ROTATED),
 }
 
