@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 
 from tilewright.codegen.audit import Expectations
 from tilewright.codegen.targets import SM100
-from tilewright.tools import audit_matrix
 from tilewright.tools.audit.qkv import MODELS, qkv_cases
-from tilewright.tools.audit_matrix import as_snapshot, as_table, audit_one, environment
+from tilewright.tools.matrix import audit_matrix
+from tilewright.tools.matrix.audit_matrix import as_snapshot, as_table, audit_one, environment
 
 RUNNER = CliRunner()
 
