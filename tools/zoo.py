@@ -267,7 +267,7 @@ def _allocate_as_cached(cache: Any, model: Any, input_ids: Any, kwargs: Mapping[
     """
     import torch
 
-    from tilewright.compiler._compat import autocast_off_on_meta
+    from tilewright.compiler._compat.tracing import autocast_off_on_meta
 
     def update(keys: Any, values: Any, *_: Any, **__: Any) -> None:
         raise _Cached(keys, values)
