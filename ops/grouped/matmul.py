@@ -130,6 +130,7 @@ OP = register(
         ),
         cases=GROUPED_CASES,
         sample_inputs=sample_inputs,
+        moving=frozenset({"x", "group_offsets", "expert_ids"}),
         tolerances=TOLERANCES,
         error_model=ERROR_MODEL,
     )

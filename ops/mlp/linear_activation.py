@@ -85,6 +85,7 @@ OP = register(
         ),
         cases=ACTIVATION_CASES,
         sample_inputs=sample_inputs,
+        moving=frozenset({"x"}),
         tolerances=TOLERANCES,
         error_model=ERROR_MODEL,
     )
