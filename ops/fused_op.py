@@ -98,6 +98,8 @@ class FusedOp:
     moving: arguments that may lie elsewhere when a call is repeated (`ops.runtime.replay`): the
         steps of every lowering look at nothing of their addresses but the remainder by 16. Empty
         for an op that writes an argument: no other may share memory with that one.
+    slower: slower(**sizes), sizes of a call by name, says why PyTorch's own calls are the faster
+        way there; None where the op is, and for sizes that are symbols. Patterns ask it.
     without_writes: the op of equal arguments that a traced call becomes where all that it could
         write is None: torch's functionalisation has no form for one that writes nothing.
     """
@@ -121,6 +123,7 @@ class FusedOp:
     tuning: Callable[[str], str] | str | None = None
     moving: frozenset[str] = frozenset()
     without_writes: str = ""
+    slower: Callable[..., str | None] = lambda **sizes: None
 
     def plan_for(self, arguments: Any, target: str) -> LoweringReport:
         """The lowering these arguments (metadata suffices) get on `target`, and why."""

@@ -24,7 +24,9 @@ def quantized_weight(name: str, dense: torch.Tensor) -> ExpertWeight:
     (data, scale, block), factor = _quantized(name, dense.cpu()), None
     if name == "nvfp4":
         factor = (1 + torch.arange(len(dense)) / len(dense)).float().to(dense.device)
-    return ExpertWeight(data.to(dense.device), name, scale.to(dense.device), block, factor)
+    return ExpertWeight(
+        data.to(dense.device), name, scale.to(dense.device), block, expert_scale=factor
+    )
 
 
 def _with_signs(data: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

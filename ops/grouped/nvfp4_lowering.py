@@ -8,8 +8,8 @@ from functools import cache
 import torch
 
 from tilewright.codegen.arithmetic import next_power_of_2
-from tilewright.codegen.grouped.kernels import GemmConfig, gemm_grid
 from tilewright.codegen.grouped.nvfp4_kernels import GROUPED_NVFP4, nvfp4_config, nvfp4_statics
+from tilewright.codegen.grouped.tiles import GemmConfig
 from tilewright.codegen.kernel import Statics
 from tilewright.codegen.targets import Target
 from tilewright.ops.formats.row_groups import contiguous
@@ -60,7 +60,7 @@ def grouped_nvfp4_steps(
     if 0 not in (out.numel(), a.num_groups, a.a_scales.numel()):
         experts, rows, half = a.b.shape
         sizes = {"NUM_EXPERTS": experts, "ROWS_OUT": rows, "INNER": 2 * half}
-        grid = gemm_grid(config, target.num_sms)
+        grid = config.grid(target.num_sms)
         yield launch(GROUPED_NVFP4, target, grid, values, statics, **sizes)
     how = "block-scaled" if scaled else "dequantised exactly"
     return Outcome(out, "grouped kernel", f"{how}, {config}")

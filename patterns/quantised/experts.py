@@ -20,8 +20,8 @@ from typing import Any, NoReturn
 import torch
 
 from tilewright.codegen.formats import WEIGHT_FORMATS, WeightFormat
-from tilewright.ops.formats.expert_weight import expert_numbers
 from tilewright.ops.formats.quantized_weight import pack_nibbles
+from tilewright.ops.formats.weight import code_numbers
 from tilewright.ops.runtime.dtypes import torch_types
 from tilewright.patterns.arithmetic.casts import is_float_cast
 from tilewright.patterns.dataflow import Computed, Value, View, upstream
@@ -52,7 +52,7 @@ def _all_numbers(form: WeightFormat) -> torch.Tensor:
         stored = codes.to(torch.uint8).view(dtype)
     else:
         stored = pack_nibbles(codes, dtype, 0)
-    return expert_numbers(stored, form, torch.float64)
+    return code_numbers(stored, form, torch.float64) - form.expert_zero
 
 
 _NUMBERS = {name: _all_numbers(form) for name, form in _EXPERTS.items()}

@@ -13,7 +13,7 @@ import pytest
 
 from tilewright.codegen.audit import check
 from tilewright.codegen.build import compile_for
-from tilewright.codegen.grouped.kernels import GemmConfig
+from tilewright.codegen.grouped.tiles import GemmConfig
 from tilewright.codegen.targets import SM90, SM100
 from tilewright.ops.grouped.nvfp4_lowering import grouped_nvfp4_steps
 from tilewright.ops.runtime.program import Planner, drive
@@ -34,7 +34,7 @@ COMPILED = {
     "nvfp4 weights as rows": r"nvfp4 2880x2880 rows=1$",
     "nvfp4 tokens as rows": r"nvfp4 2880x2880 rows=1024",
 }
-TILES = GemmConfig(128, 128, 256, False, 8, 3)
+TILES = GemmConfig(128, 128, 256, 8, 3)
 
 
 def nvfp4_spec(target, *, block_scaled):
