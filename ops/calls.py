@@ -37,19 +37,16 @@ class Calls:
     """The calls of an op on a type of device, and what is remembered of them.
 
     A call of new metadata is checked whole, and its lowering is chosen. Later calls of that
-    metadata have their values checked and take the lowering. On CUDA, a call at addresses where
-    two were made before only makes their launches again.
+    metadata have their values checked and take the lowering. On CUDA, a call at the addresses of
+    two earlier ones makes their launches again, and nothing else.
     """
 
     def __init__(self, op: FusedOp, device_type: str) -> None:
         self.op, self.device_type = op, device_type
         self._lists = _list_names(op)
         # On the CPU values are checked at every call. A key has no addresses of tensors in lists.
-        built = device_type == "cuda" and any(lowering.build for lowering in op.lowerings)
-        self._emits, self._repeats = (
-            built,
-            built and not any(map(_holds_tensors, op.kinds.values())),
-        )
+        self._emits = device_type == "cuda" and any(way.build for way in op.lowerings)
+        self._repeats = self._emits and not any(map(_holds_tensors, op.kinds.values()))
         self._moving = frozenset(n for n, name in enumerate(op.parameters) if name in op.moving)
         self._kinds: dict[Key, _Kind] = {}
         self._remembered = 0
