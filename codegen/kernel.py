@@ -24,6 +24,21 @@ Stride = tuple[str, int]
 Strides = Mapping[str, Stride | tuple[Stride, ...]]
 
 
+def strides_of(tensor: str, prefix: str = "", **dims: int) -> dict[str, Stride]:
+    """The strides of a tensor by the names `<prefix>_<axis>_stride`, the dimension of each axis
+    given; prefix: the tensor's name by default."""
+    return {f"{prefix or tensor}_{axis}_stride": (tensor, dim) for axis, dim in dims.items()}
+
+
+class Number(NamedTuple):
+    """A parameter that is a number known at the launch. divisible: the kernel is told whether 16
+    divides it. stride: the tensor and the dimension whose stride it is; None for any other."""
+
+    name: str
+    divisible: bool
+    stride: Stride | None
+
+
 class Pointer(NamedTuple):
     """A parameter that points to a tensor. dims: the dimensions whose strides are constants.
     aligned: the kernel is told of its alignment. optional: the parameter has a default."""
@@ -60,20 +75,31 @@ class Kernel:
         template, name: those of `KernelSpec.template` and `KernelSpec.kernel`.
         strides: constants that are strides unless a launch says otherwise, each of one dimension or
             a tuple of several; the stride of an absent tensor is 0.
-        types: Triton types of the numbers that are not "i32".
+        launch_strides: numbers that are strides, of type "i64", each of one dimension; the kernel
+            is told whether 16 divides them. An absent tensor, or a dimension that a tensor lacks,
+            has the stride 0.
+        broadcast: tensors whose dimensions of at most one element have the stride 0, too.
+        types: Triton types of the other numbers that are not "i32".
         ranges: numbers that count something, from 1 to INT32_MAX.
         divisible: numbers of which the kernel is told whether 16 divides them.
-        unaligned: tensors of whose address the kernel is told nothing.
+        unaligned: tensors of whose address, and launch strides of which, the kernel is told
+            nothing.
+        omitted: constants left out of a spec that gives them the signature's default.
+        dependent: the kernel may start before the one ahead of it ends, if it has LAUNCH_PDL.
         num_warps, num_stages: Triton's options where no record has them.
     """
 
     template: str
     name: str
     strides: Strides = field(default_factory=dict)
+    launch_strides: Mapping[str, Stride] = field(default_factory=dict)
+    broadcast: tuple[str, ...] = ()
     types: Mapping[str, str] = field(default_factory=dict)
     ranges: tuple[str, ...] = ()
     divisible: tuple[str, ...] = ()
     unaligned: tuple[str, ...] = ()
+    omitted: tuple[str, ...] = ()
+    dependent: bool = True
     num_warps: int = 4
     num_stages: int = 2
 
@@ -94,7 +120,7 @@ class Kernel:
             p: p.removesuffix(POINTER_SUFFIX) for p in self._names if p.endswith(POINTER_SUFFIX)
         }
         self._check("strides", dims, found.values())
-        self._check("unaligned", self.unaligned, found.values())
+        self._check("unaligned", self.unaligned, [*found.values(), *self.launch_strides])
         return tuple(
             Pointer(
                 parameter,
@@ -107,14 +133,15 @@ class Kernel:
         )
 
     @cached_property
-    def numbers(self) -> tuple[tuple[str, bool], ...]:
-        """The numbers known at the launch, in the order of the signature, each with whether the
-        kernel is told that 16 divides it."""
+    def numbers(self) -> tuple[Number, ...]:
+        """The numbers known at the launch, in the order of the signature."""
         known = {*self._constexprs, *(pointer.parameter for pointer in self.pointers)}
         found = [name for name in self._names if name not in known]
-        for what in ("types", "ranges", "divisible"):
+        for what in ("launch_strides", "types", "ranges", "divisible"):
             self._check(what, getattr(self, what), found)
-        return tuple((name, name in self.divisible) for name in found)
+        self._check("broadcast", self.broadcast, (p.tensor for p in self.pointers))
+        told = {*self.divisible, *self.launch_strides}.difference(self.unaligned)
+        return tuple(Number(name, name in told, self.launch_strides.get(name)) for name in found)
 
     def spec(
         self,
@@ -145,7 +172,7 @@ class Kernel:
             target=target,
             divisible=divisible,
             ranges=self.ranges,
-            dependent=LAUNCH_PDL in self._constexprs,
+            dependent=self.dependent and LAUNCH_PDL in self._constexprs,
             **_options((*records, self)),
         )
 
@@ -173,6 +200,9 @@ class Kernel:
                 found[name] = values if self.strides[name] is places else values[0]
             elif name not in self._optional and name != LAUNCH_PDL:
                 raise ValueError(f"{self}: expected a value for the constant {name}, got none")
+        for name in self.omitted:
+            if name in found and found[name] == ast.literal_eval(self._optional[name]):
+                del found[name]
         return found
 
     def _arguments(
@@ -181,7 +211,8 @@ class Kernel:
         """Tensors and numbers in the kernel's order, without tensors that have a default and are
         absent."""
         pointers = {pointer.parameter: pointer for pointer in self.pointers}
-        numbers = dict(self.numbers)
+        types = {number.name: "i64" if number.stride else "i32" for number in self.numbers}
+        types |= self.types
         made: dict[str, Operand | Constant] = {}
         for name in self._names:
             pointer = pointers.get(name)
@@ -189,8 +220,8 @@ class Kernel:
                 operand = operands[pointer.tensor]
                 if operand is not None or not pointer.optional:
                     made[name] = operand
-            elif name in numbers:
-                made[name] = constants.get(name, self.types.get(name, "i32"))
+            elif name in types:
+                made[name] = constants.get(name, types[name])
         return made
 
     def _stride(self, operand: Operand | None, tensor: str, dim: int) -> int:
@@ -219,12 +250,15 @@ class Kernel:
     def _constexprs(self) -> frozenset[str]:
         found = frozenset(a.arg for a in self._function.args if _is_constexpr(a.annotation))
         self._check("strides", self.strides, found)
+        self._check("omitted", self.omitted, found & self._optional.keys())
         return found
 
     @cached_property
-    def _optional(self) -> frozenset[str]:
-        """Parameters with a default."""
-        return frozenset(self._names[len(self._names) - len(self._function.defaults) :])
+    def _optional(self) -> dict[str, ast.expr]:
+        """Parameters with a default, each with that."""
+        defaults = self._function.defaults
+        names = self._names[len(self._names) - len(defaults) :]
+        return dict(zip(names, defaults, strict=True))
 
     def _check(self, what: str, named: Iterable[str], known: Iterable[str]) -> None:
         unknown = sorted(set(named) - set(known))

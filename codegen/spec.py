@@ -76,16 +76,6 @@ def _check_scalar(name: str, value: object) -> None:
         raise ValueError(f"constants[{name!r}]: expected a finite float, got {value}")
 
 
-def constants_of(record: object, *names: str) -> dict[str, Constant]:
-    """Fields of a problem or config as constants of a kernel, which has their names in capitals."""
-    return {name.upper(): getattr(record, name) for name in names}
-
-
-def operands_of(record: object, *names: str) -> dict[str, Operand | None]:
-    """Fields of a problem as pointers of a kernel, which has `x` as `x_ptr`."""
-    return {f"{name}_ptr": getattr(record, name) for name in names}
-
-
 def module_of(template: str) -> str:
     """Dotted path of the module that a `KernelSpec.template` names."""
     here = Path(__file__).parent

@@ -48,7 +48,8 @@ def draw(
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {right:.0f} {bottom:.0f}" '
         f'width="{right:.0f}" height="{bottom:.0f}" role="group" aria-label="{escape(title)}">'
     ]
-    parts += [f'<polyline points="{_points(line)}"/>' for line in lines]
+    # The layout gives the lines in an order that differs between runs.
+    parts += sorted(f'<polyline points="{_points(line)}"/>' for line in lines)
     parts += [_node(node, box, css_class(node)) for node, box in boxes.items()]
     return "".join([*parts, "</svg>"])
 

@@ -2,7 +2,8 @@
 
     python docs/op_reference.py
 
-An op's formula is the docstring of its reference: a sentence, then the formula, indented.
+An op's line in the index is the first paragraph of its file's docstring, `name`: and what it does.
+Its formula is the docstring of its reference: a sentence, then the formula, indented.
 
 A test says when the page is no longer what the code says.
 """
@@ -10,6 +11,7 @@ A test says when the page is no longer what the code says.
 from __future__ import annotations
 
 import inspect
+import sys
 from pathlib import Path
 
 import tilewright.ops  # noqa: F401  registers the ops
@@ -19,15 +21,30 @@ from tilewright.ops.groups import OptionalGroup
 PAGE = Path(__file__).with_name("op-reference.md")
 HEAD = """# Op reference
 
-Every fused op as its code declares it; `python docs/op_reference.py` writes this page. What the ops
-are for, and what they refuse: [ops.md](ops.md).
+Every fused op as its code declares it; `python docs/op_reference.py` writes this page. Exported
+programs and other people's calls name these schemas. How ops are called, and what they refuse:
+[ops.md](ops.md).
 """
 
 
 def page() -> str:
     ops = [op for op in all_ops() if op.namespace == "tilewright"]
-    index = "\n".join(f"- [`{op.name}`](#{op.name})" for op in ops)
+    index = "\n".join(f"- [`{op.name}`](#{op.name}): {purpose(op)}" for op in ops)
     return "\n\n".join([HEAD.rstrip(), index, *map(section, ops)]) + "\n"
+
+
+def purpose(op: FusedOp) -> str:
+    """What an op does, in the words of the file that declares it.
+
+    Raises ValueError where the file's docstring does not begin with the op's name and a colon.
+    """
+    files = [sys.modules[part.__module__] for part in (op.validate, op.sample_inputs)]
+    firsts = [_text(file.__doc__).partition("\n\n")[0].replace("\n", " ") for file in files]
+    for name, _, said in (first.partition(": ") for first in firsts):
+        if name == f"`{op.name}`":
+            return said
+    file = files[0].__file__
+    raise ValueError(f"{file}: its docstring must begin with `{op.name}`: and what the op does")
 
 
 def section(op: FusedOp) -> str:

@@ -1,24 +1,29 @@
 """Draws what each pattern family replaces: docs/pictures/PATTERN-before.svg and -after.svg.
 
-    python docs/pattern_pictures.py
+    python docs/pattern_pictures.py [PATTERN ...]
 
+The models are the examples of docs/patterns.md: a block of Python behind `<!-- example PATTERN -->`
+assigns `example`, a module and its arguments; the block called `names` is run before it.
 A test says when a picture is no longer what the code makes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import linecache
+import re
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from graph_drawing import draw
-from pattern_examples import EXAMPLES
 from torch import fx
 
 from tilewright.compiler import GraphReport, lower
 from tilewright.tools.sharding import one_rank_of
 
+PAGE = Path(__file__).with_name("patterns.md")
 PICTURES = Path(__file__).parent / "pictures"
 STYLE = (
     "<style>.node rect{fill:#fff;stroke:#9aa6b2}.node text{font:12px ui-monospace,monospace;"
@@ -26,16 +31,23 @@ STYLE = (
     ".node.fused rect{fill:#d8f0e2;stroke:#0b7a44}.node.op rect{fill:#0b7a44;stroke:#0b7a44}"
     ".node.op text{fill:#fff;font-weight:600}</style>"
 )
-Example = Callable[[], tuple[Any, tuple[Any, ...], dict[str, Any]]]
+_BLOCK = re.compile(r"<!-- example (\w+) -->\n```python\n(.*?)```", re.DOTALL)
 
 
-def pictures(pattern: str, example: Example) -> dict[str, str]:
+def examples() -> dict[str, str]:
+    """Pattern -> the code of its example, in the page's order; `names` is what they share."""
+    return dict(_BLOCK.findall(PAGE.read_text("utf-8")))
+
+
+def pictures(pattern: str, blocks: Mapping[str, str]) -> dict[str, str]:
     """File name to SVG, as the first of two ranks sees it. Raises ValueError where the example does
     not match."""
     torch._dynamo.reset()
     with one_rank_of(2):
-        model, args, kwargs = example()
-        lowered = lower(model, args, kwargs)
+        with torch.device("meta"):
+            model, *args = _run(pattern, blocks)
+        model.to(torch.bfloat16).requires_grad_(False)
+        lowered = lower(model, tuple(args), {})
     for graph in lowered.graphs:
         if any(site.pattern == pattern for site in graph.matches):
             return {
@@ -43,6 +55,17 @@ def pictures(pattern: str, example: Example) -> dict[str, str]:
                 f"{pattern}-after.svg": _picture(graph, graph.after, f"{pattern}: after"),
             }
     raise ValueError(f"the example of {pattern} does not match it")
+
+
+def _run(pattern: str, blocks: Mapping[str, str]) -> Any:
+    """The example's module and arguments. Each block is a file of its own to tracebacks, so that a
+    picture names lines of its own example alone."""
+    names: dict[str, Any] = {"__name__": "patterns"}
+    for block in ("names", pattern):
+        file = f"patterns.md, {block}"
+        linecache.cache[file] = (len(blocks[block]), None, blocks[block].splitlines(True), file)
+        exec(compile(blocks[block], file, "exec"), names)
+    return names["example"]
 
 
 def _picture(graph: GraphReport, module: fx.GraphModule, title: str) -> str:
@@ -56,12 +79,13 @@ def _picture(graph: GraphReport, module: fx.GraphModule, title: str) -> str:
     return f"{head}>{STYLE}{rest}\n"
 
 
-def main() -> None:
+def main(patterns: list[str]) -> None:
     PICTURES.mkdir(exist_ok=True)
-    for pattern, example in EXAMPLES.items():
-        for name, svg in pictures(pattern, example).items():
+    blocks = examples()
+    for pattern in patterns or [name for name in blocks if name != "names"]:
+        for name, svg in pictures(pattern, blocks).items():
             (PICTURES / name).write_text(svg)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

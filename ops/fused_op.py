@@ -100,6 +100,8 @@ class FusedOp:
     cache_read: what a call reads of caches, by its arguments' metadata; None where it reads none.
     tuning: of an op that has the argument `tune`, tuning(target name) gives a line for reports that
         says what is measured, and where; may be "module:function".
+    slower: slower(**sizes), sizes of a call by name, says why PyTorch's own calls are the faster
+        way there; None where the op is, and for sizes that are symbols. Patterns ask it.
     without_writes: the op of equal arguments that a traced call becomes where all that it could
         write is None: torch's functionalisation has no form for one that writes nothing.
     """
@@ -122,6 +124,7 @@ class FusedOp:
     cache_read: Callable[[Any], CacheRead] | None = None
     tuning: Callable[[str], str] | str | None = None
     without_writes: str = ""
+    slower: Callable[..., str | None] = lambda **sizes: None
 
     def plan_for(self, arguments: Any, target: str) -> LoweringReport:
         """The lowering these arguments (metadata suffices) get on `target`, and why."""

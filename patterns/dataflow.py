@@ -138,6 +138,14 @@ class View:
     def is_whole(self) -> bool:
         return effects.is_identity(self.effect, self.value.shape)
 
+    @property
+    def is_regrouped(self) -> bool:
+        """Whether the view is all of its value, in order, whatever its dimensions."""
+        try:
+            return self == self.value.whole.reshape(*self.shape)
+        except effects.InexpressibleError:
+            return False
+
     def through(self, effect: Effect) -> View:
         """The view of this view that `effect` describes."""
         return View(self.value, effects.compose(effect, self.effect))

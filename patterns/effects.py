@@ -105,6 +105,16 @@ def coalesce(atoms: Iterable[Atom]) -> Dim:
     return tuple(out)
 
 
+def repeats(dim: Dim) -> bool:
+    """Whether every index of a dimension is the same element."""
+    return all(atom.axis is None for atom in dim)
+
+
+def once(dims: Iterable[Dim]) -> tuple[Dim, ...]:
+    """The dimensions, with length one where they only repeat an element."""
+    return tuple(() if repeats(dim) else dim for dim in dims)
+
+
 def divides(divisor: Size, size: Size) -> Size | None:
     """size / divisor where it divides for certain, else None."""
     if size == divisor:

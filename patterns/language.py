@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any, Literal, NoReturn, Protocol, get_args
@@ -57,6 +58,15 @@ Weight = Literal["lost", "advice"]
 
 
 @dataclass(frozen=True)
+class Place:
+    """A node of a graph that is not kept: its name, its module and its line of source."""
+
+    name: str
+    scope: str
+    source: str
+
+
+@dataclass(frozen=True)
 class Miss:
     """Why an anchor did not become a match.
 
@@ -92,11 +102,25 @@ class Miss:
 
     @property
     def scope(self) -> str:
-        return scope_of(self.nodes[0]) if self.nodes else ""
+        place: fx.Node | Place | None = next(iter(self.nodes), None)
+        if isinstance(place, fx.Node):
+            return scope_of(place)
+        return place.scope if place is not None else ""
 
     @property
     def source(self) -> str:
-        return source_of(self.nodes[0]) if self.nodes else ""
+        place: fx.Node | Place | None = next(iter(self.nodes), None)
+        if isinstance(place, fx.Node):
+            return source_of(place)
+        return place.source if place is not None else ""
+
+    def without_graph(self) -> Miss:
+        """The miss as text: each of `nodes` is a :class:`Place`, and `covers` is empty."""
+        places = tuple(Place(n.name, scope_of(n), source_of(n)) for n in self.nodes)
+        made = copy(self)  # hints are not looked for again: that takes nodes
+        object.__setattr__(made, "nodes", places)
+        object.__setattr__(made, "covers", ())
+        return made
 
     def __str__(self) -> str:
         place = f"{self.scope or 'graph'} ({self.source})" if self.source else self.scope or "graph"
@@ -194,13 +218,25 @@ def reject(
     hint: str = "",
     weight: Weight | None = None,
 ) -> NoReturn:
-    """Ends the attempt with a Miss. `code` must be in :data:`CODES`, see :func:`register_code`."""
+    """Ends the attempt with a Miss, made as by :func:`miss_at`."""
+    raise Reject(miss_at(code, stage, message, *culprits, hint=hint, weight=weight))
+
+
+def miss_at(
+    code: str,
+    stage: Stage,
+    message: str,
+    *culprits: Value | View | fx.Node,
+    hint: str = "",
+    weight: Weight | None = None,
+) -> Miss:
+    """A Miss of the pattern at hand. `code` must be in :data:`CODES`, see :func:`register_code`."""
     if code not in CODES:
         raise ValueError(
             f"miss code {code!r} is not known; give it a meaning: register_code({code!r}, ...)"
         )
     nodes = tuple(_node(c) for c in culprits)
-    raise Reject(Miss("", code, stage, message, nodes, hint, weight=weight))
+    return Miss("", code, stage, message, nodes, hint, weight=weight)
 
 
 def _node(culprit: Value | View | fx.Node) -> fx.Node:
@@ -277,6 +313,8 @@ class Pattern(Protocol):
 
 def attempt(pattern: Pattern, anchor: Any, flow: Dataflow) -> Match | Miss:
     """One pattern at one anchor."""
+    if isinstance(anchor, Missed):
+        return replace(anchor.miss, pattern=pattern.name)
     try:
         return _checked(pattern, pattern.match(anchor, flow))
     except Reject as rejection:
@@ -287,8 +325,23 @@ def attempt(pattern: Pattern, anchor: Any, flow: Dataflow) -> Match | Miss:
 
 def _anchor_nodes(anchor: Any) -> tuple[fx.Node, ...]:
     """The node that an anchor starts from, where it tells."""
+    if isinstance(anchor, Missed):
+        return anchor.miss.nodes[:1]
     node = getattr(anchor, "node", None) or getattr(getattr(anchor, "first", None), "node", None)
     return (node,) if isinstance(node, fx.Node) else ()
+
+
+@dataclass(frozen=True)
+class Missed:
+    """An anchor that a pattern knows to be a miss before it matches; :func:`attempt` gives that.
+
+    stores: what a match would take. values, products: for what else the miss speaks.
+    """
+
+    miss: Miss
+    stores: tuple[Value, ...] = ()
+    values: tuple[Value, ...] = ()
+    products: tuple[Value, ...] = ()
 
 
 class PatternError(RuntimeError):

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv, next_power_of_2
-from tilewright.codegen.kernel import Kernel, Statics
+from tilewright.codegen.kernel import Kernel, Statics, strides_of
 from tilewright.codegen.mla.query_kernels import TMA_BYTES
 from tilewright.codegen.operand import Operand
 
@@ -34,10 +34,9 @@ UP_PROJECTION = Kernel(
         "LATENT_STRIDE": ("latent", 0),
         "WEIGHT_STRIDE": ("weight", 0),
         "WEIGHT_SCALE_STRIDES": (("weight_scale", 0), ("weight_scale", 1)),
-        "V_ROW_STRIDE": ("v", 0),
     },
-    types=dict.fromkeys(("scale_stride", "v_head_stride", "v_column_stride"), "i64"),
-    divisible=("v_head_stride", "v_column_stride"),
+    strides_of("v", head=1, column=2),
+    types={"scale_stride": "i64"},
 )
 # Dequantises a weight [rows, rank], which has codes with a scale for each block.
 WEIGHT_NUMBERS = Kernel(
@@ -199,7 +198,6 @@ def up_statics(problem: UpProblem, config: UpConfig) -> Statics:
         config,
         scale_block=problem.scale_block or (1, 1),
         k_strides=problem.k.strides,
-        v_transposed=not problem.joint,
         flatten=config.flatten and not problem.limited,
         warp_specialize=config.warp_specialize and not problem.limited,
     )

@@ -11,7 +11,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from typing import Any, cast, get_origin
 
@@ -220,6 +220,12 @@ def is_subclass(value: Any) -> bool:
     return not plain and isinstance(value, torch.Tensor) and is_traceable_wrapper_subclass(value)
 
 
+def is_plain(value: Any) -> bool:
+    """Whether a value is a tensor that wraps no other, and that neither vmap, grad nor jvp does."""
+    wrapped = is_subclass(value) or is_functorch_wrapper(value)
+    return isinstance(value, torch.Tensor) and not wrapped
+
+
 def size_comparison(inputs: Iterable[Any]) -> Callable[[Any, Any], bool]:
     """A test of sizes (ints or sympy expressions) for equality, which adds a guard for symbols."""
     environment = next((e for e in map(_shape_env, inputs) if e is not None), None)
@@ -286,6 +292,14 @@ def name_of_operator(op: Any) -> str | None:
         return None
     only = len(op.overloadpacket.overloads()) == 1
     return op._schema.name if only else f"{op._schema.name}.{op._overloadname}"
+
+
+@cache
+def aten_tags(name: str) -> frozenset[torch.Tag]:
+    """What ATen says of an operator, by the tags of its overloads; nothing of an unknown one."""
+    packet = getattr(torch.ops.aten, name, None)
+    overloads = [] if packet is None else packet.overloads()
+    return frozenset(tag for one in overloads for tag in getattr(packet, one).tags)
 
 
 def selected(tensor: torch.Tensor, index: Any) -> torch.Tensor:

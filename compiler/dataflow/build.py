@@ -470,8 +470,7 @@ class _Builder:
         """Whether a plain tensor lies exactly where a plain operand does, as that of a wait for a
         collective; the wait's value is its own, so that nobody reads what has not arrived."""
         both = source.meta["example_value"], result
-        wrapped = any(_compat.is_subclass(t) or _compat.is_functorch_wrapper(t) for t in both)
-        return not wrapped and _compat.holds_in_place(*both)
+        return all(map(_compat.is_plain, both)) and _compat.holds_in_place(*both)
 
     def _opaque(self, node: fx.Node, name: str, result: Any) -> None:
         """Adds a node that returns no tensor, or several."""

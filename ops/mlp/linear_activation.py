@@ -16,6 +16,7 @@ from tilewright.ops.checks import (
 from tilewright.ops.contract import FusedOp, Tolerance, emitted_kernel, register
 from tilewright.ops.mlp.arguments import LinearActivationArguments
 from tilewright.ops.mlp.cases import ACTIVATION_CASES, sample_activation
+from tilewright.ops.mlp.gains import slower
 from tilewright.ops.mlp.operands import activation_unsupported
 from tilewright.ops.reference.activation import ACTIVATIONS
 from tilewright.ops.reference.linear import apply_linear
@@ -89,6 +90,7 @@ OP = register(
         sample_inputs=sample_inputs,
         tolerances=TOLERANCES,
         error_model=ERROR_MODEL,
+        slower=slower,
     )
 )
 

@@ -14,6 +14,7 @@ from tilewright.ops.checks import (
 from tilewright.ops.contract import FusedOp, Tolerance, emitted_kernel, register
 from tilewright.ops.mlp.arguments import LinearResidualArguments
 from tilewright.ops.mlp.cases import RESIDUAL_CASES, sample_residual
+from tilewright.ops.mlp.gains import slower
 from tilewright.ops.mlp.operands import residual_unsupported
 from tilewright.ops.reference import tolerances
 from tilewright.ops.reference.linear import apply_linear
@@ -76,6 +77,7 @@ OP = register(
         sample_inputs=sample_inputs,
         tolerances=TOLERANCES,
         error_model=ERROR_MODEL,
+        slower=slower,
     )
 )
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tilewright.codegen.qkv.plan import takes_norm
 from tilewright.ops.cache.address_checks import check_values
 from tilewright.ops.cache.checks import (
     HeadValues,
@@ -182,6 +183,14 @@ def sample_inputs(
     return FusedQkvArguments(**values)
 
 
+def slower(*, tokens: int, norm: str, columns: int) -> str | None:
+    """Says why a norm of rows of x is the faster one in a kernel of its own; None where it is in
+    the projection's."""
+    if takes_norm(norm, tokens, columns):
+        return None
+    return f"{norm} norm of {tokens} tokens: a kernel of its own is the faster one"
+
+
 OP = register(
     FusedOp(
         name=NAME,
@@ -195,6 +204,7 @@ OP = register(
         sample_inputs=sample_inputs,
         tolerances=TOLERANCES,
         error_model=ERROR_MODEL,
+        slower=slower,
         plan=f"{STEPS}:plan_fused_qkv_paged",
         tuning="tilewright.ops.qkv.tuning:describe",
     )

@@ -51,13 +51,6 @@ def operand_of(tensor: torch.Tensor | None, *dims: int, aligned: bool = True) ->
     return _made(TRITON_TYPES[tensor.dtype], strides, aligned and is_aligned(tensor))
 
 
-def broadcast_strides(tensor: torch.Tensor | None) -> list[int]:
-    """Of four dimensions, 0 where one has one element; all 0 where there is no tensor."""
-    if tensor is None:
-        return [0, 0, 0, 0]
-    return [step if n > 1 else 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True)]
-
-
 def mask_bytes(mask: torch.Tensor) -> torch.Tensor:
     """A mask as a kernel reads it: booleans as bytes, numbers as they are."""
     return mask.view(torch.uint8) if mask.dtype == torch.bool else mask

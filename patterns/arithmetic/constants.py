@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from torch import fx
 
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Value, View
+from tilewright.patterns.effects import Dim
 
 _MOST = 1 << 20
 _MADE = {"aten.arange", "aten.tensor", "aten.full", "aten.zeros", "aten.ones"}
@@ -127,12 +129,16 @@ def _select(tensor: torch.Tensor, view: View) -> np.ndarray:
         tensor = tensor.float()  # numpy lacks bfloat16 and 8-bit floats
     strides = tensor.contiguous().stride()
     at = np.array(sum(int(s) * n for s, n in zip(view.effect.start, strides, strict=True)))
-    for dim in view.effect.dims:
-        steps = np.zeros(1, dtype=np.int64)
-        for atom in dim:
-            if atom.axis is None and len(dim) == 1:
-                continue
-            step = 0 if atom.axis is None else atom.step * strides[atom.axis]
-            steps = (steps[:, None] + np.arange(int(atom.length)) * step).reshape(-1)
-        at = at[..., None] + steps
+    for dim in effects.once(view.effect.dims):
+        at = at[..., None] + offsets(dim, dict(enumerate(strides)))
     return np.asarray(tensor.contiguous().view(-1).numpy()[at])
+
+
+def offsets(dim: Dim, strides: Mapping[int, int]) -> np.ndarray:
+    """Where each index of a dimension lies behind its start, by the strides of the base's axes; an
+    axis that has none counts as 0."""
+    at = np.zeros(1, dtype=np.int64)
+    for atom in dim:
+        step = 0 if atom.axis is None else atom.step * strides.get(atom.axis, 0)
+        at = (at[:, None] + np.arange(int(atom.length)) * step).reshape(-1)
+    return at

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,18 +52,24 @@ def sides_of(value: Value) -> tuple[Any, ...]:
     return value.args[1:] if value.op == "aten.where" else (value.args[0], *value.args[2:3])
 
 
-def constant_factor(value: Value) -> tuple[View, float] | None:
+def constant_factor(
+    value: Value, number_of: Callable[[Any], float | None] = given_number
+) -> tuple[View, float] | None:
     """(what a value is a multiple of, how many times), where a number says that: finite and not
-    zero; None for another value."""
+    zero; None for another value.
+
+    number_of: the number that an operand is, or None; `one_number` reads tensors of one element.
+    """
     if value.op not in ("aten.mul", "aten.div") or len(value.args) != 2 or value.kwargs:
         return None
-    x, number = value.args
-    if value.op == "aten.mul" and not isinstance(x, View):
-        x, number = number, x
-    factor = given_number(number)
-    if not isinstance(x, View) or factor is None or factor == 0 or not math.isfinite(factor):
-        return None
-    return x, factor if value.op == "aten.mul" else 1 / factor
+    multiplies = value.op == "aten.mul"
+    for x, number in (value.args, value.args[::-1])[: 1 + multiplies]:
+        factor = number_of(number)
+        if not isinstance(x, View) or factor is None or number_of(x) is not None:
+            continue
+        if factor != 0 and math.isfinite(factor):
+            return x, factor if multiplies else 1 / factor
+    return None
 
 
 def is_filled(item: Any, number: float) -> bool:

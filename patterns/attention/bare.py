@@ -9,16 +9,17 @@ import torch
 
 from tilewright.patterns import effects
 from tilewright.patterns.arithmetic.casts import before_widening, is_float_cast
+from tilewright.patterns.arithmetic.constants import one_number
+from tilewright.patterns.arithmetic.steps import constant_factor
 from tilewright.patterns.dataflow import Dataflow, Value, View
 from tilewright.patterns.recognise.attention import Attention
-from tilewright.patterns.recognise.attention_eager import scaled_by
 
 
 def bare(view: View, *, scaled: bool = True) -> tuple[View, float]:
     """(x, n): a view is x * n, in a type that holds x exactly. scaled: whether n may be but 1."""
     factor = 1.0
     view = before_widening(view)
-    while scaled and (known := scaled_by(view.value)) is not None:
+    while scaled and (known := constant_factor(view.value, one_number)) is not None:
         inner, number = known
         factor *= number
         view = before_widening(view.of_operand(inner))
@@ -60,6 +61,6 @@ def between(view: View, below: Value) -> tuple[Value, ...]:
     value = view.value
     while value is not below:
         found.append(value)
-        known = scaled_by(value)
+        known = constant_factor(value, one_number)
         value = (value.operands[0] if known is None else known[0]).value
     return tuple(found)

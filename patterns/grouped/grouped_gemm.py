@@ -189,7 +189,7 @@ def _factors_of(weight: DequantizedExperts, rows: DequantizedExperts) -> list[Co
 def _by_expert(rows: DequantizedExperts, num_experts: int) -> list[Computed] | None:
     """The rows' common factor as [E], in parts; None where rows have factors of their own."""
     views = (*rows.factors, *rows.divisors)
-    if any(atom.axis is not None for view in views for atom in view.effect.dims[0]):
+    if not all(effects.repeats(view.effect.dims[0]) for view in views):
         return None
     again = (Atom(None, 0, num_experts),)
 

@@ -11,18 +11,18 @@ norm, of one token.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from tilewright.codegen.mlp.plan import MOST_TOKENS, most_tokens, takes_norm
+from tilewright.ops.mlp.gains import MOST_TOKENS
+from tilewright.ops.mlp.linear_activation import OP
 from tilewright.ops.reference.activation import ACTIVATIONS
 from tilewright.patterns.arithmetic.equality import equal_values
 from tilewright.patterns.collective.sums import unless_summed
 from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope
-from tilewright.patterns.language import Match, Result, Sought, as_advice, register
+from tilewright.patterns.language import Match, Missed, Result, Sought, as_advice, register
 from tilewright.patterns.mlp.linears import (
     FewTokens,
-    Unlike,
     check_linears,
     in_shape_of,
     linear_facts,
@@ -30,7 +30,7 @@ from tilewright.patterns.mlp.linears import (
     match_few_tokens,
     match_unlike,
 )
-from tilewright.patterns.mlp.norms_before import NormBefore, norms_before
+from tilewright.patterns.mlp.norms import norms_before
 from tilewright.patterns.recognise.activation import Activation, match_activation
 from tilewright.patterns.recognise.row_norm import match_norm_before, row_norm_arguments
 
@@ -53,7 +53,7 @@ class LinearActivation:
         before=frozenset({"product"}),
     )
 
-    def anchors(self, flow: Dataflow) -> Iterator[tuple[Value, ...] | NormBefore]:
+    def anchors(self, flow: Dataflow) -> Iterator[tuple[Value, ...] | Missed]:
         """Activations of linears for few tokens, with these; of one inside another the outer; and
         norms in front of these that the op cannot take."""
         inside: set[Value] = set()
@@ -65,15 +65,13 @@ class LinearActivation:
             if linears is not None:
                 inside.update(activation.absorbed)
                 tokens = linears[0].x.shape[0]
-                if not isinstance(tokens, int) or tokens <= most_tokens(len(linears)):
+                if OP.slower(tokens=tokens, weights=len(linears)) is None:
                     yield value, *(linear.product for linear in linears)
                     yield from norms_before(linears[0])
             elif (unlike := _unlike(activation)) is not None:
-                yield value, unlike.product
+                yield replace(unlike, stores=(value, *unlike.products))
 
-    def match(self, anchor: tuple[Value, ...] | NormBefore, flow: Dataflow) -> Match:
-        if isinstance(anchor, NormBefore):
-            anchor.refuse()
+    def match(self, anchor: tuple[Value, ...], flow: Dataflow) -> Match:
         with as_advice(anchor[0]):  # the library's products compute the graph as it is
             return self._match(anchor[0], flow)
 
@@ -81,15 +79,12 @@ class LinearActivation:
         activation = _activation(anchor)
         assert activation is not None
         linears = _linears(anchor, activation)
-        if linears is None:
-            unlike = _unlike(activation)
-            assert unlike is not None
-            unlike.refuse()
+        assert linears is not None
         check_linears(linears, (), anchor)
         gate, up = linears[0], linears[1] if len(linears) == 2 else None
         absorbed = (*activation.absorbed, *(v for linear in linears for v in linear.absorbed))
         products, place = [linear.product for linear in linears], flow.positions[anchor.node]
-        norm = unless_summed(match_norm_before(gate.x, products, place, flow, takes_norm))
+        norm = unless_summed(match_norm_before(gate.x, products, place, flow, OP))
         x, given = gate.x, match_codes(linears, _NAMES)
         if norm is not None:
             x = norm.x
@@ -145,7 +140,7 @@ def _entering(activation: Activation) -> list[View]:
     return [view for view in (activation.gate, activation.up) if view is not None]
 
 
-def _unlike(activation: Activation) -> Unlike | None:
+def _unlike(activation: Activation) -> Missed | None:
     """A product of few tokens that enters an activation in a form that the op does not take."""
     found = (match_unlike(view) for view in _entering(activation))
     return next((one for one in found if one is not None), None)

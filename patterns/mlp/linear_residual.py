@@ -14,11 +14,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tilewright.codegen.mlp.plan import MOST_TOKENS
+from tilewright.ops.mlp.gains import MOST_TOKENS
 from tilewright.patterns.arithmetic.formula import times_number
 from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope
 from tilewright.patterns.language import (
     Match,
+    Missed,
     Reject,
     Result,
     Sought,
@@ -27,10 +28,8 @@ from tilewright.patterns.language import (
     register,
     reject,
 )
-from tilewright.patterns.mlp.between import Between, norms_between
 from tilewright.patterns.mlp.linears import (
     FewTokens,
-    Unlike,
     check_linears,
     in_shape_of,
     linear_facts,
@@ -39,7 +38,7 @@ from tilewright.patterns.mlp.linears import (
     match_unlike,
     weighed,
 )
-from tilewright.patterns.mlp.norms_before import NormBefore, norms_before
+from tilewright.patterns.mlp.norms import norms_before, norms_between
 from tilewright.patterns.recognise.norm import Norm
 from tilewright.patterns.recognise.ranks import part_of_a_sum
 from tilewright.patterns.recognise.row_norm import rms_norm_of, row_norm_arguments, unread
@@ -78,7 +77,7 @@ class LinearResidual:
         frozenset({"aten.linear", "aten.addmm", "aten.mm", "aten.matmul"}),
     )
 
-    def anchors(self, flow: Dataflow) -> Iterator[Anchor | NormBefore]:
+    def anchors(self, flow: Dataflow) -> Iterator[Anchor | Missed]:
         """Sums of linears for few tokens, those that the op can take and those that come near; and
         norms in front of these that it cannot take."""
         for value in flow.values:
@@ -88,9 +87,7 @@ class LinearResidual:
                 for found in _sums_of(value, flow):
                     yield from norms_before(found.linear)
 
-    def match(self, anchor: Anchor | NormBefore, flow: Dataflow) -> Match:
-        if isinstance(anchor, NormBefore):
-            anchor.refuse()
+    def match(self, anchor: Anchor, flow: Dataflow) -> Match:
         end, _ = anchor.stores
         with as_advice(end):  # the library's product computes the graph as it is
             return self._match(end, flow)
@@ -104,9 +101,8 @@ class LinearResidual:
                 message = f"{product}: a norm reads it, and how many tokens it has is a symbol"
                 hint = "give this graph one number of tokens: torch.compile(..., dynamic=False)"
                 reject("UNSUPPORTED", Stage.GUARDS, message, product, hint=hint)
-            near: list[Unlike | Between] = [*_unlike(anchor), *norms_between(anchor)]
-            if near:
-                near[0].refuse()
+            if near := [*_unlike(anchor), *norms_between(anchor)]:
+                raise Reject(near[0].miss)
             message = "the ranks' parts of the linear are summed before the residual is added"
             reject("COLLECTIVE", Stage.ACTIVATION, message, anchor)
         refused: list[Reject] = []
@@ -169,13 +165,13 @@ def _products(value: Value, flow: Dataflow) -> Iterator[Value]:
     """The linears for few tokens that are sides of a sum: first those that the op can take, then
     those of ranks, in another form, or with a norm that the op does not take."""
     yield from (found.linear.product for found in _sums_of(value, flow))
-    yield from (unlike.product for unlike in _unlike(value))
-    yield from (between.product for between in norms_between(value))
+    for near in (*_unlike(value), *norms_between(value)):
+        yield from near.products
     if (shared := _summed_over_ranks(value)) is not None:
         yield shared
 
 
-def _unlike(value: Value) -> list[Unlike]:
+def _unlike(value: Value) -> list[Missed]:
     """The products that are sides of a sum of two tensors, in a form that the op does not take."""
     if value.op != "aten.add":
         return []

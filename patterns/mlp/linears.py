@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
-from tilewright.codegen.mlp.plan import MOST_TOKENS
+from tilewright.ops.mlp.linear_residual import OP
 from tilewright.patterns import effects
 from tilewright.patterns.arithmetic.casts import is_float_cast
 from tilewright.patterns.arithmetic.formula import number, tensor
 from tilewright.patterns.dataflow import Value, View, upstream
 from tilewright.patterns.effects import InexpressibleError
-from tilewright.patterns.language import Stage, register_code, reject
+from tilewright.patterns.language import Missed, Stage, miss_at, register_code
 from tilewright.patterns.quantised.scales import Names, weight_arguments
 from tilewright.patterns.quantised.weights import match_scaled_weight, refuse, repeated
 from tilewright.patterns.quantised.words import holds_codes, is_code
@@ -103,19 +103,6 @@ def match_few_tokens(view: View, by_head: bool = False) -> FewTokens | None:
     return FewTokens(x, weight, bias, linear.absorbed, coded, scale)
 
 
-@dataclass(frozen=True)
-class Unlike:
-    """A product for few tokens with a weight of the model, in a form that no op takes, and why."""
-
-    product: Value
-    why: str
-    hint: str
-
-    def refuse(self) -> NoReturn:
-        """Ends the attempt: LINEAR_FORM."""
-        reject("LINEAR_FORM", Stage.GUARDS, self.why, self.product, hint=self.hint)
-
-
 # How many casts, biases and numbers there may be between a product and its reader.
 _STEPS = 6
 _PASSED = frozenset({"cast", "aten.add", "aten.mul", "aten.div", "aten.clamp"})
@@ -153,7 +140,7 @@ def _passed(value: Value, holds: Callable[[Value], bool]) -> Iterator[Value]:
         (value,) = wide
 
 
-def match_unlike(view: View) -> Unlike | None:
+def match_unlike(view: View) -> Missed | None:
     """The product that a view is, or is but for casts and vectors, where :func:`match_few_tokens`
     does not take it for its weight's sake; None for any other view."""
     scaled = None
@@ -167,7 +154,7 @@ def match_unlike(view: View) -> Unlike | None:
     return None
 
 
-def _unlike(gemm: Gemm, scaled: Value | None) -> Unlike | None:
+def _unlike(gemm: Gemm, scaled: Value | None) -> Missed | None:
     """scaled: a product or quotient by a number or a vector that lies behind it."""
     x, weight = gemm.flat_x, gemm.weight
     rows, columns = weight.shape
@@ -177,7 +164,7 @@ def _unlike(gemm: Gemm, scaled: Value | None) -> Unlike | None:
         return None
     given = f"{gemm.value}: its weight"
     if gemm.x_scale is not None or gemm.weight_scale is not None:
-        return Unlike(
+        return _missed(
             gemm.value,
             f"{gemm.value}: activation and weight are both eight-bit codes",
             "the op reads activations of 16 bits: keep them so where few tokens are computed",
@@ -186,26 +173,33 @@ def _unlike(gemm: Gemm, scaled: Value | None) -> Unlike | None:
         if len(weight.value.shape) == 2:
             why = f"{gemm.value}: {scaled} scales its result"
             hint = "multiply the weight by it once, when the model is loaded"
-            return None if scaled is None else Unlike(gemm.value, why, hint)
+            return None if scaled is None else _missed(gemm.value, why, hint)
         axes = len(weight.value.shape)
-        return Unlike(gemm.value, f"{given} has {axes} axes", "store it as [N, K]")
+        return _missed(gemm.value, f"{given} has {axes} axes", "store it as [N, K]")
     if holds_codes(weight.value, {}) or not (_is_stored(weight.value) or _of_codes(weight.value)):
         return None
     if weight.value.op == "cast" and weight.value.operands[0].value.op in STORED:
         names = [dtype_name(v.dtype) for v in (weight.value.operands[0].value, weight.value)]
         why = f"{given} is cast from {' to '.join(names)} in every call"
-        return Unlike(gemm.value, why, "cast it once, when the model is loaded: module.to(dtype)")
-    return Unlike(gemm.value, f"{given} is computed in every call, by {weight.value}", _ONCE)
+        return _missed(gemm.value, why, "cast it once, when the model is loaded: module.to(dtype)")
+    return _missed(gemm.value, f"{given} is computed in every call, by {weight.value}", _ONCE)
 
 
-def _unread(value: Value, x: View) -> Unlike | None:
+def _missed(product: Value, why: str, hint: str) -> Missed:
+    """A product for few tokens with a weight of the model, in a form that no op takes."""
+    return Missed(
+        miss_at("LINEAR_FORM", Stage.GUARDS, why, product, hint=hint), products=(product,)
+    )
+
+
+def _unread(value: Value, x: View) -> Missed | None:
     """A product by an operator that is not known."""
     if not _few(effects.product(x.shape[:-1])):
         return None
     wide = (value.shape[-1], x.shape[-1])
     if not all(isinstance(n, int) and n >= LEAST_COLUMNS for n in wide):
         return None
-    return Unlike(value, f"{operator_of(value)} computes the linear, {UNREAD}", READABLE)
+    return _missed(value, f"{operator_of(value)} computes the linear, {UNREAD}", READABLE)
 
 
 def _is_kept(weight: Value) -> bool:
@@ -249,9 +243,7 @@ def match_codes(linears: Sequence[FewTokens], names: Sequence[Names]) -> dict[st
 
 def _few(tokens: Any) -> bool:
     """Not of sizes that only data tell: those are a mixture's."""
-    if isinstance(tokens, int):
-        return tokens <= MOST_TOKENS
-    return not effects.only_data_tell(tokens)
+    return OP.slower(tokens=tokens) is None and not effects.only_data_tell(tokens)
 
 
 def check_linears(linears: Iterable[FewTokens], others: Iterable[View], end: Value) -> None:

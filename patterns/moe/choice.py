@@ -19,7 +19,12 @@ from tilewright.patterns.arithmetic.formula import largest, reduction, tensor
 from tilewright.patterns.arithmetic.steps import is_filled, reduced_dims
 from tilewright.patterns.dataflow import Value, View
 from tilewright.patterns.language import Stage, register_code, reject
-from tilewright.patterns.recognise.routing import scattered_ones
+from tilewright.patterns.recognise.routing import (
+    are_largest,
+    is_top_indices,
+    scattered_ones,
+    takes_largest,
+)
 
 register_code(
     "ROUTER_CHOICE", "a token's experts are not the largest of known scores", weight="advice"
@@ -76,15 +81,7 @@ def is_choice(value: Value) -> bool:
 
 
 def _takes_largest_of_rows(choice: Value) -> bool:
-    return bool(choice.argument(3, "largest", True)) and choice.argument(2, "dim", -1) in (1, -1)
-
-
-def _is_regrouped(view: View) -> bool:
-    """Whether a view is all of its value, in order, whatever its dimensions."""
-    try:
-        return view == view.value.whole.reshape(*view.shape)
-    except effects.InexpressibleError:
-        return False
+    return is_top_indices(choice) and takes_largest(choice)
 
 
 def match_choice(ids: Value) -> Choice:
@@ -93,14 +90,14 @@ def match_choice(ids: Value) -> Choice:
         message = f"the experts are {ids}, not the indices of a topk of their scores"
         reject("ROUTER_CHOICE", Stage.ACTIVATION, message, ids)
     compared = ids.args[0]
-    if not _takes_largest_of_rows(ids) or not _is_regrouped(compared):
+    if not _takes_largest_of_rows(ids) or not compared.is_regrouped:
         reject("ROUTER_CHOICE", Stage.ACTIVATION, "not the largest numbers of whole rows", ids)
     slots = ids.shape[1]
     assert isinstance(slots, int)
     numbers, casts = strip_casts(compared)
     groups, masked, absorbed = None, numbers.value, [ids]
     if masked.op in ("aten.masked_fill", "aten.where"):
-        if not _is_regrouped(numbers):
+        if not numbers.is_regrouped:
             reject("ROUTER_CHOICE", Stage.ACTIVATION, f"{masked} is read in parts", numbers)
         compared, groups, steps = _grouped(masked, numbers)
         absorbed += [*casts, *steps]
@@ -138,9 +135,8 @@ def _are_scores(view: View) -> bool:
 def _is_per_expert(view: View) -> bool:
     """Whether a view has one number for each expert, the same for all tokens."""
     *tokens, experts = view.effect.dims or ((),)
-    repeats = all(atom.axis is None for dim in tokens for atom in dim)
     varies = len(experts) == 1 and experts[0].axis is not None
-    return repeats and varies and not view.value.projected
+    return all(map(effects.repeats, tokens)) and varies and not view.value.projected
 
 
 # A linear's bias makes logits, no correction of scores.
@@ -231,11 +227,7 @@ def _mask_of_groups(mask: View, stays: bool) -> tuple[Value, int, list[Value]] |
 
 def _are_best(view: View) -> bool:
     """Whether a view is the largest one or two numbers along a last dimension."""
-    value = view.value
-    if value.op != "aten.topk" or value.kwargs.get("output") != 0 or not view.is_whole:
-        return False
-    last = value.argument(2, "dim", -1) in (-1, len(value.shape) - 1)
-    return bool(value.argument(3, "largest", True)) and last and value.shape[-1] in (1, 2)
+    return view.is_whole and are_largest(view.value) and view.shape[-1] in (1, 2)
 
 
 _GROUP_SCORES = largest(tensor("numbers"), "size") | reduction(

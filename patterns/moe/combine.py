@@ -17,14 +17,9 @@ from tilewright.patterns.arithmetic.steps import (
     reduced_dims,
 )
 from tilewright.patterns.dataflow import Computed, Dataflow, Value, View
-from tilewright.patterns.moe.layer import (
-    added_to,
-    cast_back,
-    contracted,
-    refuse_combine,
-    refuse_sum,
-)
+from tilewright.patterns.moe.layer import refuse_combine, refuse_sum, sum_of_experts
 from tilewright.patterns.moe.sentinels import is_row_mask
+from tilewright.patterns.recognise.gemm import named_product
 from tilewright.patterns.recognise.grouped_gemm import ExpertGemm
 from tilewright.patterns.recognise.routing import (
     Order,
@@ -68,12 +63,7 @@ def match_combine(
     value, absorbed, factor = down.end, list[Value](), 1.0
     weights: View | Computed | None = None
     in_token_order = order.permutation is None
-    matrix = effects.product(order.ids.shape), down.weight.shape[1]
     dtype = down.x.value.dtype
-
-    def roles(view: View) -> str | None:
-        by_slot = view.shape[1:] == (num_slots, matrix[1]) and _is_matrix(view, matrix)
-        return "tsh" if by_slot else None
 
     for _ in range(8):
         user = _only_user(flow, value)
@@ -81,7 +71,7 @@ def match_combine(
             break
         absorbed.append(user)
         if in_token_order and weights is None and user.op in _PRODUCTS:
-            weights = contracted(user, value, roles)
+            weights = _contracted(user, value, (num_slots, down.weight.shape[1]))
             if weights is not None:
                 found = _finish(flow, user, weights, num_slots, absorbed, dtype)
                 return times(found, factor)
@@ -90,7 +80,7 @@ def match_combine(
         unchanged = user.op == "aten.clone" or is_float_cast(user) or scaled is not None
         unchanged |= is_row_mask(user) and not in_token_order
         steps = unchanged or user.op == "aten.mul"
-        if steps and not _keeps_rows(user, value, matrix):
+        if steps and not _keeps_rows(user, value):
             break
         if unchanged:
             value, factor = user, factor * (1.0 if scaled is None else scaled[1])
@@ -112,19 +102,29 @@ def match_combine(
     refuse_combine(absorbed[-1] if absorbed else None, down.end)
 
 
-def _keeps_rows(user: Value, value: Value, matrix: tuple[Any, Any]) -> bool:
+def _keeps_rows(user: Value, value: Value) -> bool:
     """Whether an element-wise operation reads the whole value, rows in order."""
     own = [v for v in user.operands if v.value is value]
-    return len(own) == 1 and user.shape == own[0].shape and _is_matrix(own[0], matrix)
+    return len(own) == 1 and user.shape == own[0].shape and own[0].is_regrouped
 
 
-def _is_matrix(view: View, matrix: tuple[Any, Any]) -> bool:
-    """Whether a view is its whole value, seen as the matrix [routes, hidden], regrouped."""
-    try:
-        whole = effects.reshape(effects.identity(view.value.shape), matrix)
-        return effects.reshape(view.effect, matrix) == whole
-    except effects.InexpressibleError:
-        return False
+def _contracted(product: Value, value: Value, last: tuple[Any, Any]) -> View | None:
+    """weights [T, S] of einsum("ts, tsh -> th", weights, value), or another product.
+
+    last: (S, H).
+    """
+    found = named_product(product)
+    if found is None or not found.names_differ:
+        return None
+    for y, by in found.either_way:
+        if y.view.value is not value or y.view.shape[1:] != last or not y.view.is_regrouped:
+            continue
+        t, s, h = tuple(y.names)
+        single = {name for name, dim in by.dims.items() if name not in y.names and not dim}
+        result = [name for name in found.result if name not in single]
+        if set(by.names) - single == {t, s} and result == [t, h]:
+            return strip_casts(by.ordered((t, s)))[0]
+    return None
 
 
 def _finish(
@@ -139,13 +139,8 @@ def _finish(
     """With the cast back to the activation's dtype, where one is the only reader."""
     if weights is None and not weighed:
         refuse_sum("the experts' results are summed without weights", end)
-    added = rows_added_to(end)
-    *_, end = ends = cast_back(flow, end, dtype)
-    if end.store is not None:
-        message = "the sum is in memory that was written in place, under more than one name"
-        refuse_sum(message, end, hint="use index_add instead of index_add_")
-    base = None if added is None else added_to(added[0], ends, absorbed)
-    return Combine(weights, num_slots, end, (*absorbed, *ends), base)
+    ends, base = sum_of_experts(flow, end, dtype, absorbed)
+    return Combine(weights, num_slots, ends[-1], (*absorbed, *ends), base)
 
 
 def times(found: Combine, factor: float) -> Combine:

@@ -5,44 +5,43 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, NoReturn
 
-from tilewright.patterns.arithmetic.casts import is_float_cast, strip_casts
+import torch
+
+from tilewright.patterns.arithmetic.casts import is_float_cast
 from tilewright.patterns.arithmetic.steps import is_filled
 from tilewright.patterns.dataflow import Dataflow, Value, View
 from tilewright.patterns.effects import size_fact
 from tilewright.patterns.language import Stage, register_code, reject
-from tilewright.patterns.moe.products import DenseGemm
 from tilewright.patterns.quantised.expert_arguments import DequantizedExperts, expert_arguments
 from tilewright.patterns.quantised.experts import match_dequantized_experts
 from tilewright.patterns.recognise.activation import Activation
 from tilewright.patterns.recognise.dtypes import HALVES, check_dtypes, dtype_name
-from tilewright.patterns.recognise.gemm import named_product
 from tilewright.patterns.recognise.grouped_gemm import ExpertGemm
 from tilewright.patterns.recognise.linear import Columns
+from tilewright.patterns.recognise.routing import rows_added_to
 
 register_code("EXPERT_ACTIVATION", "what lies between the two grouped GEMMs is no known activation")
 register_code("EXPERT_COMBINE", "the experts' results are not summed per token in a known way")
 register_code("EXPERT_WEIGHT", "an expert weight is computed in the graph in an unknown way")
 
-Gemm = TypeVar("Gemm", bound=ExpertGemm | DenseGemm)
-
 
 @dataclass(frozen=True)
-class Layer(Generic[Gemm]):
+class Layer:
     """down(activation(gate(x), up(x))). up None: not gated; gate and up may be one GEMM's parts."""
 
-    gate: Gemm
-    up: Gemm | None
-    down: Gemm
+    gate: ExpertGemm
+    up: ExpertGemm | None
+    down: ExpertGemm
     activation: Activation
 
     @property
-    def firsts(self) -> tuple[Gemm, ...]:
+    def firsts(self) -> tuple[ExpertGemm, ...]:
         return (self.gate,) if self.up is None else (self.gate, self.up)
 
     @property
-    def gemms(self) -> tuple[Gemm, ...]:
+    def gemms(self) -> tuple[ExpertGemm, ...]:
         return (*self.firsts, self.down)
 
     def check_rows(self) -> None:
@@ -120,18 +119,19 @@ def _adds_in_rows(value: Value) -> bool:
     return written or value.op in ("aten.index_add", "aten.scatter_add")
 
 
-def first_gemm(part: View, name: str, gemms_of: Callable[[Value], Iterable[Gemm]]) -> Gemm:
+def first_gemm(
+    part: View, name: str, gemms_of: Callable[[Value], Iterable[ExpertGemm]]
+) -> ExpertGemm:
     """The GEMM of which `part` is the gate or up half; its weight and bias are that half's.
 
-    gemms_of: those that a value may be, with a bias that follows it.
+    gemms_of: those that a value may be, with the bias that follows it.
     """
     for candidate in (part.value, *(v.value for v in part.value.operands)):
         for gemm in gemms_of(candidate):
             columns = gemm.columns_of(part) if gemm.end is part.value else None
-            if columns is None:
-                continue
-            weight, bias = _rows(gemm.weight, columns), gemm.bias and _rows(gemm.bias, columns)
-            return replace(gemm, weight=weight, bias=bias)
+            if columns is not None:
+                weight, bias = _rows(gemm.weight, columns), gemm.bias and _rows(gemm.bias, columns)
+                return replace(gemm, weight=weight, bias=bias)
     message = f"the {name} half is {part.value}, not a set of columns of a GEMM with expert weights"
     reject("EXPERT_ACTIVATION", Stage.ACTIVATION, message, part)
 
@@ -141,7 +141,23 @@ def _rows(view: View, columns: Columns) -> View:
     return view.narrow(1, *columns)
 
 
-def cast_back(flow: Dataflow, end: Value, dtype: Any) -> tuple[Value, ...]:
+def sum_of_experts(
+    flow: Dataflow, end: Value, dtype: torch.dtype, absorbed: Collection[Value]
+) -> tuple[tuple[Value, ...], View | None]:
+    """(the experts' sum `end` and its cast to `dtype`, the tokens', if any; what it is added to, as
+    `Result` takes it).
+
+    absorbed: what the op takes the place of. Raises Reject (EXPERT_COMBINE).
+    """
+    ends = _cast_back(flow, end, dtype)
+    if ends[-1].store is not None:
+        message = "the sum is in memory that was written in place, under more than one name"
+        refuse_sum(message, ends[-1], hint="use index_add instead of index_add_")
+    added = rows_added_to(end)
+    return ends, None if added is None else _added_to(added[0], ends, absorbed)
+
+
+def _cast_back(flow: Dataflow, end: Value, dtype: torch.dtype) -> tuple[Value, ...]:
     """The experts' sum and, where one is its only reader, the cast to the tokens' dtype.
 
     Raises Reject (EXPERT_COMBINE) where the sum stays of another.
@@ -156,11 +172,11 @@ def cast_back(flow: Dataflow, end: Value, dtype: Any) -> tuple[Value, ...]:
     return end, user
 
 
-def added_to(base: View, ends: Sequence[Value], absorbed: Collection[Value]) -> View | None:
-    """What the experts' sum is added to, as `Result` takes it; None for zeros.
+def _added_to(base: View, ends: Sequence[Value], absorbed: Collection[Value]) -> View | None:
+    """What the experts' sum is added to; None for zeros.
 
-    ends: the sum, cast or not. absorbed: what the op takes the place of. Raises Reject
-    (EXPERT_COMBINE) where it has another shape or dtype than the tokens have, or is the experts'.
+    ends: the sum, cast or not. Raises Reject (EXPERT_COMBINE) where it has another shape or dtype
+    than the tokens have, or is the experts'.
     """
     if is_filled(base, 0):
         return None
@@ -170,24 +186,6 @@ def added_to(base: View, ends: Sequence[Value], absorbed: Collection[Value]) -> 
         message = f"the experts' results are added to {base.value}, of another shape or dtype"
         refuse_sum(message, ends[0], hint=_TO_ZEROS)
     return base
-
-
-def contracted(product: Value, value: Value, roles: Callable[[View], str | None]) -> View | None:
-    """weights [T, S] of einsum("ts, tsh -> th", weights, value), or another product; S may be
-    experts. roles: which of "tsh" a view's dimensions are, in order; None for another view."""
-    found = named_product(product)
-    if found is None or not found.names_differ:
-        return None
-    for y, by in found.either_way:
-        order = roles(y.view) if y.view.value is value and len(y.names) == 3 else None
-        if order is None:
-            continue
-        t, s, h = (y.names[order.index(role)] for role in "tsh")
-        single = {name for name, dim in by.dims.items() if name not in y.names and not dim}
-        result = [name for name in found.result if name not in single]
-        if set(by.names) - single == {t, s} and result == [t, h]:
-            return strip_casts(by.ordered((t, s)))[0]
-    return None
 
 
 # --- weights --------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ import torch
 from tilewright.patterns import effects
 from tilewright.patterns.arithmetic.casts import strip_casts
 from tilewright.patterns.dataflow import Computed, Dataflow, Value, View, common_scope, upstream
-from tilewright.patterns.language import Match, Result, Sought, Stage, register, reject
+from tilewright.patterns.language import Match, Missed, Result, Sought, Stage, register, reject
 from tilewright.patterns.moe.combine import (
     SHAPED_LIKE,
     Combine,
@@ -30,9 +30,8 @@ from tilewright.patterns.moe.combine import (
     weights_in_order,
 )
 from tilewright.patterns.moe.layer import Layer, first_gemm, refuse_activation, refuse_rows
-from tilewright.patterns.moe.loops import Loop, expert_loops, match_loop
 from tilewright.patterns.moe.order import RouteRows, check_groups, refuse_order, rows_in_order
-from tilewright.patterns.moe.refused import Refused, refused_experts
+from tilewright.patterns.moe.refused import refused_experts
 from tilewright.patterns.moe.sentinels import (
     clamps,
     foreign_experts,
@@ -71,13 +70,13 @@ class Moe:
     takes_leftovers: bool = True
     sought: ClassVar[Sought] = Sought(
         "experts: a product of rows in groups (torch._grouped_mm, bmm) behind another one and an "
-        "activation, or a loop over experts",
+        "activation",
         frozenset({"aten._grouped_mm", "aten.bmm", "aten.index_add", "aten.where", "aten.sort"}),
         before=frozenset({"product", "top-k", "softmax"}),
         depth=2,
     )
 
-    def anchors(self, flow: Dataflow) -> Iterator[Value | Refused | Loop]:
+    def anchors(self, flow: Dataflow) -> Iterator[Value | Missed]:
         """A GEMM with expert weights whose rows come from another one, through an activation: two
         in direct succession are a LoRA adapter."""
         for value in flow.values:
@@ -87,15 +86,9 @@ class Moe:
             before = upstream(rows.value, _REACH, lambda v: not is_expert_gemm(v))
             if not _of_earlier_layers(value) >= {v for v in before if is_expert_gemm(v)}:
                 yield value
-        loops = tuple(expert_loops(flow))
-        yield from loops
-        yield from refused_experts(flow, frozenset(n for loop in loops for n in loop.finds))
+        yield from refused_experts(flow)
 
-    def match(self, anchor: Value | Refused | Loop, flow: Dataflow) -> Match:
-        if isinstance(anchor, Refused):
-            raise anchor.reject()
-        if isinstance(anchor, Loop):
-            return match_loop(self.name, self.op, anchor, flow)
+    def match(self, anchor: Value, flow: Dataflow) -> Match:
         down = match_expert_gemm(anchor, flow)
         if down is None:
             message = f"the weight of {anchor} is computed in the graph"
@@ -105,7 +98,8 @@ class Moe:
         down = replace(down, absorbed=(*down.absorbed, *masked))
         weighed = _weighed_inside(activated)
         activated = activated if weighed is None else weighed.rows
-        activation = match_activation(_whole_again(activated))
+        regrouped = activated.is_regrouped
+        activation = match_activation(activated.value.whole if regrouped else activated)
         if activation is None and holds_codes(down.x):
             refuse_format(down.x, "are quantised to eight bits in another way than the op does")
         if activation is None:
@@ -184,24 +178,11 @@ def _of_earlier_layers(value: Value) -> set[Value]:
     return {v for v in before if is_expert_gemm(v)}
 
 
-def _whole_again(rows: View) -> View:
-    """The whole value, where rows [M, K] are that value with its leading dimensions merged."""
-    try:
-        matrix = effects.reshape(effects.identity(rows.value.shape), rows.shape)
-    except effects.InexpressibleError:
-        return rows
-    return rows.value.whole if matrix == rows.effect else rows
-
-
 def _first_gemm(part: View, name: str, flow: Dataflow) -> ExpertGemm:
     """The GEMM of which `part`, behind a mask of rows or not, is the gate or up half."""
     part, masked = unmasked(part)
 
-    def gemms_of(value: Value) -> list[ExpertGemm]:
-        gemm = match_expert_gemm(value, flow)
-        return [] if gemm is None else [gemm]
-
-    found = first_gemm(part, name, gemms_of)
+    found = first_gemm(part, name, lambda value: filter(None, [match_expert_gemm(value, flow)]))
     return replace(found, absorbed=(*found.absorbed, *masked))
 
 
@@ -213,7 +194,7 @@ def _match(
     flow: Dataflow,
     anchor: Value,
     rows: RouteRows,
-    layer: Layer[ExpertGemm],
+    layer: Layer,
     combine: Combine,
     arguments: dict[str, Any],
 ) -> Match:
@@ -308,7 +289,7 @@ def _in_shape_of(end: Value, tokens: Any, x: View) -> effects.Effect:
     return effects.reshape(effects.identity((tokens, x.shape[1])), end.shape)
 
 
-def _gate_layout(layer: Layer[ExpertGemm]) -> str:
+def _gate_layout(layer: Layer) -> str:
     if layer.up is None:
         return "none"
     if layer.up.end is not layer.gate.end:

@@ -3,15 +3,20 @@
     y   = bmm(activation(bmm(x, gate_up)), down)           [E, T, H]
     out = sum over e of scores[t, e] * y[e, t]             ⇒   fused_moe on the chosen experts
 
-where the scores are zero outside of a router's choice, which has to be seen in the graph. Finite
-results of experts that were not chosen count for nothing; infinite ones would make the sum NaN.
-Scores that multiply the input instead (Llama-4) are taken for one expert per token.
+where the scores are zero outside of a router's choice, which has to be seen in the graph:
+
+    scores = zeros(T, E).scatter(1, ids, weights)
+    scores = full(T, E, -inf).scatter(1, ids, logits).sigmoid()
+
+Finite results of experts that were not chosen count for nothing; infinite ones would make the sum
+NaN. Scores that multiply the input instead (Llama-4) are taken for one expert per token. Dimension
+letters: E experts, T tokens, S slots (top-k), H hidden, N outputs, K inputs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -27,6 +32,7 @@ from tilewright.patterns.dataflow import (
     common_scope,
     upstream,
 )
+from tilewright.patterns.effects import Atom
 from tilewright.patterns.language import (
     Match,
     Result,
@@ -38,21 +44,20 @@ from tilewright.patterns.language import (
 )
 from tilewright.patterns.moe.layer import (
     Layer,
-    added_to,
-    cast_back,
-    contracted,
     first_gemm,
     refuse_activation,
     refuse_combine,
+    sum_of_experts,
 )
-from tilewright.patterns.moe.products import DenseGemm, dense_gemms, roles_through
-from tilewright.patterns.moe.routes import chosen_experts
 from tilewright.patterns.recognise.activation import match_activation
+from tilewright.patterns.recognise.grouped_gemm import ExpertGemm
 from tilewright.patterns.recognise.routing import (
     TAKEN,
     counts_again,
+    is_distinct,
     per_row,
     rows_added_to,
+    scattered_into,
     without_counting,
 )
 
@@ -65,8 +70,11 @@ _BETWEEN = {
     "cast", "aten.mul", "aten.add", "aten.silu", "aten.sigmoid", "aten.gelu", "aten.relu",
     "aten.clamp", "aten.pow", "aten.square", "aten.tanh", "aten.clamp_max", "aten.sin",
 }  # fmt: skip
+_PRODUCTS = ("aten.bmm", "aten.matmul")
 # How many values they may be.
 _REACH = 48
+# Steps from the experts' results to their sum, at most.
+_STEPS = 6
 
 
 @dataclass(frozen=True)
@@ -97,20 +105,18 @@ class MoeDense:
     def anchors(self, flow: Dataflow) -> Iterator[Value]:
         """A GEMM with every expert's weight, rows differing by expert, fed by another such GEMM."""
         for value in flow.values:
-            if any(not g.is_shared and _fed(g, flow) for g in dense_gemms(value, flow)):
+            if any(map(_is_second, _products_of(value))):
                 yield value
 
     def match(self, anchor: Value, flow: Dataflow) -> Match:
-        down = next(g for g in dense_gemms(anchor, flow) if not g.is_shared and _fed(g, flow))
+        down = _with_bias(next(filter(_is_second, _products_of(anchor))), flow)
         _refuse_lookups(down.weight)
         activation = match_activation(down.x.value.whole)
-        if activation is None:
+        if activation is None or not down.x.is_regrouped:
             refuse_activation(down.x)
 
-        def gemms_of(value: Value) -> Iterator[DenseGemm]:
-            """Those whose experts, tokens and outputs the second product reads as its own."""
-            found = dense_gemms(value, flow)
-            return (g for g in found if roles_through(down.x, g.roles) == "etn")
+        def gemms_of(value: Value) -> Iterator[ExpertGemm]:
+            return (_with_bias(gemm, flow) for gemm in _products_of(value))
 
         gate = first_gemm(activation.gate, "gate", gemms_of)
         up = None if activation.up is None else first_gemm(activation.up, "up", gemms_of)
@@ -118,7 +124,7 @@ class MoeDense:
         layer.check_rows()
         weighted = _weighted(flow, down)
         x, scores, on_input = _tokens(gate, weighted)
-        ids = chosen_experts(scores)
+        ids = _chosen_experts(scores)
         if ids is None:
             reject(
                 "EXPERT_SCORES",
@@ -151,6 +157,53 @@ class MoeDense:
         )
 
 
+# --- the products ---------------------------------------------------------------------------------
+
+
+def _products_of(value: Value) -> Iterator[ExpertGemm]:
+    """The products of every expert's rows x [E, T, K] with its weight that a value can be read as:
+    bmm(x, weight [E, K, N]), or bmm(weight [E, N, K], x^T)."""
+    if value.op not in _PRODUCTS or [len(v.shape) for v in value.operands] != [3, 3]:
+        return
+    one, other = value.operands
+    if _is_by_expert(other):
+        yield ExpertGemm(one, other.permute(0, 2, 1), value, (value,), column_axis=2)
+    if _is_by_expert(one):
+        yield ExpertGemm(other.permute(0, 2, 1), one, value, (value,))
+
+
+def _is_by_expert(weight: View) -> bool:
+    by_expert = weight.effect.dims[0] == (Atom(0, 1, weight.shape[0]),)
+    return by_expert and not weight.value.projected
+
+
+def _is_second(gemm: ExpertGemm) -> bool:
+    """Whether rows differ by expert, and a few element-wise steps, at least one, lead back to
+    another such GEMM."""
+    activated = gemm.x.value
+    if _repeats(gemm.x)[0]:
+        return False
+    before = upstream(activated, _REACH, lambda v: v.op in _BETWEEN)
+    return any(v is not activated and any(_products_of(v)) for v in before)
+
+
+def _with_bias(gemm: ExpertGemm, flow: Dataflow) -> ExpertGemm:
+    """With the bias [E, N] that is added to every token's row, if one is."""
+    value, add = gemm.end, flow.only_user(gemm.end)
+    if add is None or add.op != "aten.add" or add.kwargs.get("alpha", 1) != 1:
+        return gemm
+    for own, other in add.either_way:
+        if own != value.whole or add.shape != value.shape or other.value.projected:
+            continue
+        bias = add.whole.of_operand(strip_casts(other)[0])
+        by_role = {0: "expert", gemm.column_axis: "column"}
+        dims = {by_role.get(at, "token"): dim for at, dim in enumerate(bias.effect.dims)}
+        if effects.repeats(dims["token"]):
+            bias = bias.with_dims(dims["expert"], dims["column"])
+            return replace(gemm, bias=bias, end=add, absorbed=(value, add))
+    return gemm
+
+
 def _refuse_lookups(weight: View) -> None:
     """Raises Reject (EXPERT_WEIGHT) for weights that are taken from a stack by the experts'
     numbers, one for each row: a mixture of another kind, in a form that its pattern does not
@@ -163,109 +216,63 @@ def _refuse_lookups(weight: View) -> None:
         reject("EXPERT_WEIGHT", Stage.GUARDS, message, taken, hint=hint)
 
 
-def _fed(gemm: DenseGemm, flow: Dataflow) -> bool:
-    """Whether a few element-wise steps, at least one, lead back to another such GEMM."""
-    return any(
-        value.op not in _BETWEEN and any(True for _ in dense_gemms(value, flow))
-        for value in upstream(gemm.x.value, _REACH, lambda v: v.op in _BETWEEN)
-        if value is not gemm.x.value
-    )
-
-
 # --- back to tokens -------------------------------------------------------------------------------
 
 
-def _weighted(flow: Dataflow, down: DenseGemm) -> Weighted:
-    """Follows the experts' results through scores and the sum over experts; raises Reject."""
-    value, roles, scores = down.end, down.roles.replace("n", "h"), None
-    absorbed: list[Value] = []
-    dtype = down.x.value.dtype
-
-    def by_expert(view: View) -> str | None:
-        order = roles_through(view, roles)
-        return None if order is None else order.replace("e", "s")
-
-    for _ in range(6):
+def _weighted(flow: Dataflow, down: ExpertGemm) -> Weighted:
+    """Follows the experts' results [E, T, H] through scores and the sum over experts; raises
+    Reject."""
+    value, scores, absorbed = down.end, None, list[Value]()
+    for _ in range(_STEPS):
         user = flow.only_user(value)
-        if user is None:
-            break
-        if scores is None and _adds_experts(user, value, roles):
-            return _finish(flow, user, scores, absorbed, "th", dtype)
-        own = [v for v in user.operands if v.value is value]
-        order = roles_through(own[0], roles) if len(own) == 1 else None
-        if order is None:
-            break
-        if user.op == "aten.clone" or is_float_cast(user):
-            pass
-        elif user.op == "aten.mul" and scores is None and len(user.operands) == 2:
-            scores = _scores(user, value, order)
-            if scores is None:
-                break
-        elif (
-            user.op == "aten.sum"
-            and reduced_dims(user) == (order.index("e"),)
-            and not keeps_dim(user)
-        ):
-            return _finish(flow, user, scores, absorbed, order.replace("e", ""), dtype)
-        elif scores is None and (by := contracted(user, value, by_expert)) is not None:
-            return _finish(flow, user, by, absorbed, "th", dtype)
-        else:
+        if user is None or down.column_axis != 2:  # [E, H, T]
             break
         absorbed.append(user)
-        value, roles = user, order
+        summed = user.op == "aten.sum" and reduced_dims(user) == (0,) and not keeps_dim(user)
+        if (summed and user.operands[0] == value.whole) or _adds_experts(user, value):
+            ends, base = sum_of_experts(flow, user, down.x.value.dtype, absorbed)
+            return Weighted(scores, ends[-1], (*absorbed, *ends), base)
+        if value.whole not in user.operands or user.shape != value.shape:
+            break
+        if user.op == "aten.mul" and scores is None and len(user.operands) == 2:
+            scores = _scores(user, value)
+            if scores is None:
+                break
+        elif user.op != "aten.clone" and not is_float_cast(user):
+            break
+        value = user
     refuse_combine(flow.only_user(value), value)
 
 
-def _adds_experts(user: Value, value: Value, roles: str) -> bool:
+def _adds_experts(user: Value, value: Value) -> bool:
     """Whether `user` adds the rows of every expert, [E * T, H], to the tokens."""
     added = rows_added_to(user)
     if added is None:
         return False
     _, index, source = added
-    rows = value.whole.permute(*(roles.index(role) for role in "eth"))
     by_row = per_row(index) if len(index.shape) == 2 else None
-    return counts_again(by_row or index) == user.shape[0] and source == rows.matrix
+    return counts_again(by_row or index) == user.shape[0] and source == value.whole.matrix
 
 
-def _finish(
-    flow: Dataflow,
-    end: Value,
-    scores: View | None,
-    absorbed: list[Value],
-    order: str,
-    dtype: torch.dtype,
-) -> Weighted:
-    if order != "th" or len(end.shape) != 2:
-        reject("EXPERT_COMBINE", Stage.GUARDS, f"the sum {end} is not [tokens, hidden]", end)
-    added = rows_added_to(end)
-    ends = cast_back(flow, end, dtype)
-    base = None if added is None else added_to(added[0], ends, absorbed)
-    return Weighted(scores, ends[-1], (*absorbed, *ends), base)
-
-
-def _scores(product: Value, value: Value, order: str) -> View | None:
+def _scores(product: Value, value: Value) -> View | None:
     """scores [T, E] of value * scores, that repeat along the hidden dimension."""
-    own = next(v for v in product.operands if v.value is value)
     other = next((v for v in product.operands if v.value is not value), None)
-    if other is None or product.shape != own.shape:
+    if other is None:
         return None
     wide = product.whole.of_operand(strip_casts(other)[0])
-    dims = dict(zip(order, wide.effect.dims, strict=True))
-    one = wide.shape[order.index("t")] == 1
-    if any(a.axis is not None for a in dims["h"]) or not dims["e"] or not (dims["t"] or one):
-        return None
-    return wide.with_dims(dims["t"], dims["e"])
+    experts, tokens, hidden = wide.effect.dims
+    known = experts and (tokens or wide.shape[1] == 1)
+    return wide.with_dims(tokens, experts) if known and effects.repeats(hidden) else None
 
 
 # --- tokens and routes ----------------------------------------------------------------------------
 
 
-def _tokens(gate: DenseGemm, weighted: Weighted) -> tuple[View, View, bool]:
+def _tokens(gate: ExpertGemm, weighted: Weighted) -> tuple[View, View, bool]:
     """(x [T, H], scores [T, E], whether they multiply x)."""
     _, tokens, hidden = gate.x.effect.dims
-    if gate.is_shared and weighted.scores is not None:
-        x = gate.x.with_dims(tokens, hidden)
-        return x, weighted.scores, False
+    if _repeats(gate.x)[0] and weighted.scores is not None:
+        return gate.x.with_dims(tokens, hidden), weighted.scores, False
     product = gate.x.value
     if weighted.scores is None and product.op == "aten.mul" and len(product.operands) == 2:
         for a, b in product.either_way:
@@ -273,8 +280,7 @@ def _tokens(gate: DenseGemm, weighted: Weighted) -> tuple[View, View, bool]:
             over, repeats = _repeats(x), _repeats(by)
             if over == [True, False, False] and repeats == [False, False, True]:
                 e, t, _ = by.effect.dims
-                x = x.with_dims(*x.effect.dims[1:])
-                return x, by.with_dims(t, e), True
+                return x.with_dims(*x.effect.dims[1:]), by.with_dims(t, e), True
     message = (
         f"{gate.x.value} reaches the experts, neither the tokens nor the tokens times their scores"
     )
@@ -285,8 +291,29 @@ def _tokens(gate: DenseGemm, weighted: Weighted) -> tuple[View, View, bool]:
 def _repeats(view: View) -> list[bool]:
     """Which dimensions of a view [E, T, n] only repeat; one token does not."""
     one = view.shape[1] == 1
-    found = [all(atom.axis is None for atom in dim) for dim in view.effect.dims]
+    found = [effects.repeats(dim) for dim in view.effect.dims]
     return [found[0], found[1] and not one, found[2]]
+
+
+def _chosen_experts(scores: View) -> View | None:
+    """ids [T, S], distinct for each token, outside of which scores [T, E] are zero; None where that
+    is not known."""
+    ids = _outside(scores, 0.0)
+    return ids if ids is not None and is_distinct(ids) else None
+
+
+def _outside(view: View, number: float) -> View | None:
+    """The ids [T, S] outside of which a view [T, E] holds `number`."""
+    value = view.value
+    if value.op in ("cast", "aten.clone"):
+        return _outside(value.args[0].through(view.effect), number)
+    if value.op == "aten.sigmoid" and number == 0.0:
+        return _outside(value.args[0].through(view.effect), -float("inf"))
+    if not view.is_whole:
+        return None
+    if value.op == "aten.softmax" and number == 0.0 and reduced_dims(value) == (1,):
+        return _outside(value.args[0], -float("inf"))
+    return scattered_into(value, number)
 
 
 def _routed(x: View, scores: View, ids: View, on_input: bool) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Mixtures of experts that are never fused, only reported, with what to change.
 
 - EXPERT_LOOP: a Python loop over the experts. How many tokens one gets decides shapes there, so
-  Dynamo ends the graph before the loop; what is left is the routing, prepared and handed out.
+  Dynamo ends the graph before the loop; what is left is the routing, prepared and handed out. With
+  `capture_dynamic_output_shape_ops` the graph may hold the whole loop.
 - EXPERT_KERNEL: a library's operator that takes stacked weights of codes. Hugging Face's
   `FP8Experts` (`integrations/finegrained_fp8.py`) call the hub's `finegrained-fp8` or DeepGEMM:
   matmul_grouped(rows, weight [E, N, K] float8_e4m3fn, scales [E, N/128, K/128], offsets). How such
@@ -13,10 +14,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
-from torch import fx
 
 from tilewright.patterns import effects
 from tilewright.patterns.arithmetic.casts import strip_casts
@@ -28,7 +27,7 @@ from tilewright.patterns.dataflow import (
     is_in_package,
     upstream,
 )
-from tilewright.patterns.language import Miss, Reject, Stage, register_code
+from tilewright.patterns.language import Missed, Stage, miss_at, register_code
 from tilewright.patterns.recognise.activation import match_activation
 from tilewright.patterns.recognise.gemm import match_gemm
 from tilewright.patterns.recognise.grouped_gemm import is_expert_gemm, routes_of
@@ -39,34 +38,9 @@ register_code("EXPERT_KERNEL", "the experts are computed by a library's kernel, 
 register_code("EXPERT_UNROLLED", "the experts are written out one by one, each over all tokens")
 
 
-@dataclass(frozen=True)
-class Refused:
-    """Values that show such a mixture: they share one cause, so they get one Miss. products: of
-    the experts, where they are in the graph."""
-
-    values: tuple[Value, ...]
-    code: str
-    message: str
-    hint: str
-    products: tuple[Value, ...] = ()
-
-    @property
-    def node(self) -> fx.Node:
-        return self.values[0].node
-
-    def reject(self) -> Reject:
-        nodes = tuple(v.node for v in self.values)
-        return Reject(Miss("", self.code, Stage.ANCHORED, self.message, nodes, self.hint))
-
-
-def refused_experts(
-    flow: Dataflow, captured: frozenset[fx.Node] = frozenset()
-) -> Iterator[Refused]:
-    """At most one for all loops of a graph and one for all kernels; one for each unrolled layer.
-
-    captured: the nodes that find tokens in loops that the graph holds whole: told by themselves.
-    """
-    for found in (_loops(flow, captured), _kernels(flow)):
+def refused_experts(flow: Dataflow) -> Iterator[Missed]:
+    """At most one for all loops of a graph and one for all kernels; one for each unrolled layer."""
+    for found in (_loops(flow), _kernels(flow)):
         if found:
             yield found
     yield from _unrolled(flow)
@@ -83,10 +57,18 @@ _PREPARED = {
 _NEAR = 12
 
 
-def _loops(flow: Dataflow, captured: frozenset[fx.Node]) -> Refused | None:
+def _missed(
+    values: Sequence[Value], code: str, message: str, hint: str, products: Sequence[Value] = ()
+) -> Missed:
+    """Values that show such a mixture: they share one cause, so they get one miss. products: of
+    the experts, where they are in the graph."""
+    miss = miss_at(code, Stage.ANCHORED, message, *values, hint=hint)
+    return Missed(miss, values=tuple(values), products=tuple(products))
+
+
+def _loops(flow: Dataflow) -> Missed | None:
     """What shows that a graph was cut before a loop over experts, or holds one."""
-    values = [v for v in flow.values if v.node not in captured]
-    prepared = [v for v in values if v.op in _PREPARED and _of_experts(v) and _by_ids(v)]
+    prepared = [v for v in flow.values if v.op in _PREPARED and _of_experts(v) and _by_ids(v)]
     multiplied = _choices_of_gemms(flow) if prepared else frozenset()
     prepared = [v for v in prepared if multiplied.isdisjoint(_choices(v, _NEAR))]
     found = [v for v in prepared if _finds_tokens(v) or _leaves(v, flow)]
@@ -95,20 +77,18 @@ def _loops(flow: Dataflow, captured: frozenset[fx.Node]) -> Refused | None:
     if not found:
         return None
     whole = all(map(_finds_tokens, found))
-    return Refused(
-        tuple(found),
+    return _missed(
+        found,
         "EXPERT_LOOP",
-        "a loop over experts was captured, but it does not add each expert's results to the rows "
-        "of its tokens, one expert after the other"
+        "a loop over experts was captured, whose products have as many rows as only data tell"
         if whole
         else "the experts run in a Python loop over the tokens that each of them gets: their "
         "products are in no graph, or each in one of its own",
         "experts_implementation='grouped_mm' (model.set_experts_implementation)"
         if any(is_in_package(v.node, "transformers") for v in found)
-        else "sort the routes by expert and multiply with torch._grouped_mm (or gather "
-        "weights[expert_ids] for torch.bmm); torch._dynamo.config.capture_dynamic_output_shape_ops "
-        "makes one graph of a loop over all experts: fused where they are parts of one tensor",
-        tuple(v for v in flow.values if _is_of_found_rows(v)) if whole else (),
+        else "keep the experts' weights in one tensor [E, N, K], sort the routes by expert and "
+        "multiply with torch._grouped_mm (or gather weights[expert_ids] for torch.bmm)",
+        [v for v in flow.values if _is_of_found_rows(v)] if whole else (),
     )
 
 
@@ -183,13 +163,13 @@ def _leaves(value: Value, flow: Dataflow) -> bool:
 _CODES = (torch.float8_e4m3fn, torch.int8, torch.uint8)
 
 
-def _kernels(flow: Dataflow) -> Refused | None:
+def _kernels(flow: Dataflow) -> Missed | None:
     """The unknown operators that take codes [E, N, K] and scales [E, ...] as they are stored."""
     found = tuple(v for v in flow.values if _is_foreign(v.op) and _takes_experts(v))
     if not found:
         return None
     names = ", ".join(dict.fromkeys(v.op.removeprefix("opaque:") for v in found))
-    return Refused(
+    return _missed(
         found,
         "EXPERT_KERNEL",
         f"{names} multiplies with stacked weights of codes",
@@ -212,7 +192,7 @@ def _takes_experts(value: Value) -> bool:
 # --- written out ----------------------------------------------------------------------------------
 
 
-def _unrolled(flow: Dataflow) -> Iterator[Refused]:
+def _unrolled(flow: Dataflow) -> Iterator[Missed]:
     """Two or more MLPs of one x, each weighed by a number per token."""
     by_x: dict[View, list[Value]] = {}
     for value in flow.values:
@@ -226,9 +206,9 @@ def _unrolled(flow: Dataflow) -> Iterator[Refused]:
             yield _written_out(values)
 
 
-def _written_out(values: Sequence[Value]) -> Refused:
-    return Refused(
-        tuple(values),
+def _written_out(values: Sequence[Value]) -> Missed:
+    return _missed(
+        values,
         "EXPERT_UNROLLED",
         f"{len(values)} experts are computed one by one, each for all tokens, and weighed",
         "keep the experts' weights in one tensor [E, N, K] and use torch._grouped_mm with the "
@@ -247,4 +227,4 @@ def _is_weighed(value: Value, flow: Dataflow) -> bool:
 
 
 def _is_column(view: View) -> bool:
-    return bool(view.effect.dims) and all(a.axis is None for a in view.effect.dims[-1])
+    return bool(view.effect.dims) and effects.repeats(view.effect.dims[-1])

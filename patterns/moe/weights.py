@@ -8,16 +8,19 @@ w = w * scaling
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 
 from tilewright.patterns.arithmetic.casts import is_float_cast, strip_casts
 from tilewright.patterns.arithmetic.formula import (
     ABSENT,
+    Formula,
+    Found,
+    call,
     clamp,
     number,
     reduction,
     tensor,
-    times_number,
 )
 from tilewright.patterns.arithmetic.steps import reduced_dims
 from tilewright.patterns.dataflow import Dataflow, Value
@@ -28,8 +31,8 @@ register_code(
     "ROUTER_WEIGHTS", "the chosen experts' weights are made of no scores of theirs", weight="advice"
 )
 
-# Steps from the scores to the weights, at most.
-_REACH = 8
+# How many values are computed from the scores, up to the weights, at most.
+_REACH = 16
 
 
 @dataclass(frozen=True)
@@ -48,18 +51,13 @@ class Weights:
 def match_weights(flow: Dataflow, choice: Choice) -> Weights:
     """The weights of a choice, as far as their steps are known; raises Reject."""
     start = _chosen_scores(flow, choice)
-    found = Weights(start, choice.scores, absorbed=(start,))
-    casts: tuple[Value, ...] = ()
-    for _ in range(_REACH):
-        step = _next(flow, choice, found, casts)
-        if step is None:
-            break
-        if is_float_cast(step.end) and step.absorbed[-1:] == (step.end,):
-            # A cast at the end stays: readers that compute wider may go without it.
-            casts = (*casts, step.end)
-            continue
-        found, casts = step, ()
-    return found
+    shapes = start.shape, (start.shape[0], 1)
+    ends = reversed(flow.downstream(start, _REACH, lambda value: value.shape in shapes))
+    found = (
+        _WEIGHTS.match(end.whole, partial(_made, end=end, start=start, choice=choice, flow=flow))
+        for end in ends
+    )
+    return next(weights for weights in found if weights is not None)
 
 
 def _chosen_scores(flow: Dataflow, choice: Choice) -> Value:
@@ -114,68 +112,60 @@ def _gathers(user: Value, choice: Choice) -> bool:
     return wanted in known and index == choice.ids.whole
 
 
-def _next(
-    flow: Dataflow, choice: Choice, found: Weights, casts: tuple[Value, ...]
+# --- the formulas ---------------------------------------------------------------------------------
+
+
+def _is_over_slots(softmax: Value) -> bool:
+    return reduced_dims(softmax) == (1,)
+
+
+def _from(scores: Formula) -> Formula:
+    """The weights that scores become: divided by their sum, or not, and scaled, or not."""
+    total = reduction("sum", scores, "slots")
+    least = clamp(total, number("least"), ABSENT)
+    divided = scores / (total | total + number("eps") | least)
+    weights = divided.giving(normalise=True) | scores
+    return weights * number("scaling") | weights
+
+
+_CHOSEN = tensor("chosen")
+_WEIGHTS = (
+    _from(_CHOSEN)
+    | _from(call("softmax", _CHOSEN, holds=_is_over_slots)).giving(scores="softmax_of_chosen")
+    | _from(call("sigmoid", _CHOSEN)).giving(scores="sigmoid")
+)
+
+
+def _made(
+    found: Found, *, end: Value, start: Value, choice: Choice, flow: Dataflow
 ) -> Weights | None:
-    """One step further; None where no known one follows."""
-    end = casts[-1] if casts else found.end
-    if end in flow.output_values:
+    """The weights that `end` is; None where they are of other scores than `start`, where others
+    read a step before them, and where the op would give other numbers."""
+    named = found.bound
+    scores, eps, least = named.get("scores"), named.get("eps", 0.0), named.get("least")
+    if named["chosen"] != start.whole or end.shape != start.shape:
         return None
-    users = list(dict.fromkeys(flow.users.get(end, ())))
-    inside = (*found.absorbed, *casts)
-    if len(users) == 1 and (step := _alone(users[0], end, choice, found)) is not None:
-        return replace(step, absorbed=(*inside, *step.absorbed))
-    if found.normalise or found.scaling is not None:
+    if is_float_cast(end):  # it stays: readers that compute wider may go without it
         return None
-    return _normalised(flow, end, replace(found, absorbed=inside))
-
-
-def _alone(user: Value, end: Value, choice: Choice, found: Weights) -> Weights | None:
-    """A step that alone reads the value before; absorbed: its own."""
-    if user.operands != (end.whole,) or user.shape != end.shape or user.store is not None:
+    if scores is not None and choice.scores != "logits":
         return None
-    step = replace(found, end=user, absorbed=(user,))
-    if is_float_cast(user) or user.op == "aten.clone":
-        return step
-    plain = found.scores == "logits" and not found.normalise and found.scaling is None
-    if plain and user.op == "aten.softmax" and reduced_dims(user) == (1,):
-        return replace(step, scores="softmax_of_chosen")
     # Of groups that sums of logits decide between, no sums of sigmoids would.
-    by_sums = choice.groups is not None and choice.groups.top == 2
-    if plain and user.op == "aten.sigmoid" and not by_sums:
-        return replace(step, scores="sigmoid")
-    scaled = times_number(user.whole)
-    if scaled is None or found.scaling is not None:
+    if scores == "sigmoid" and choice.groups is not None and choice.groups.top == 2:
         return None
-    return replace(step, scaling=scaled[1])
-
-
-_SCORES = tensor("scores")
-_TOTAL = reduction("sum", _SCORES, "slots")
-_NORMALISED = _SCORES / (_TOTAL | _TOTAL + number("eps") | clamp(_TOTAL, number("least"), ABSENT))
-
-
-def _normalised(flow: Dataflow, end: Value, found: Weights) -> Weights | None:
-    """The step that divides by their sums the scores that `found` ends with; end: the last of their
-    casts, all of which it absorbs."""
-    quotient = next((user for user in flow.users.get(end, ()) if user.op == "aten.div"), None)
-    match = None if quotient is None else _NORMALISED.match(quotient.whole)
-    if quotient is None or match is None or match.bound["scores"] != found.end.whole:
-        return None
-    eps, least = match.bound.get("eps", 0.0), match.bound.get("least")
     # The op has no bound of 0: sums of logits pass it.
-    if quotient.shape != end.shape or eps < 0 or (least is not None and not least > 0):
+    if eps < 0 or (least is not None and not least > 0):
         return None
-    absorbed = tuple(dict.fromkeys((*found.absorbed, *match.absorbed)))
-    inside = [value for value in (end, *match.absorbed) if value is not quotient]
+    absorbed = {start, *found.absorbed}
+    inside = absorbed - {end}
     read = {user for value in inside for user in flow.users.get(value, ())}
-    if not read <= set(absorbed) or not flow.output_values.isdisjoint(inside):
+    if not read <= absorbed or not flow.output_values.isdisjoint(inside):
         return None
-    return replace(
-        found,
-        end=quotient,
-        normalise=True,
+    return Weights(
+        end,
+        scores or choice.scores,
+        normalise="normalise" in named,
         norm_eps=eps,
         norm_min=least or 0.0,
-        absorbed=absorbed,
+        scaling=named.get("scaling"),
+        absorbed=tuple(absorbed),
     )

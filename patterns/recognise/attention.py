@@ -312,8 +312,7 @@ def _four_axes(mask: View, keys: Size, value: Value) -> View:
         refuse(f"its mask has {len(mask.shape)} axes", value)
     effect = effects.expand(mask.effect, (*mask.shape[:-1], keys))
     dims = ((),) * (4 - len(mask.shape)) + effect.dims
-    lead = tuple(() if all(a.axis is None for a in dim) else dim for dim in dims[:-1])
-    return View(mask.value, Effect((*lead, dims[-1]), effect.start))
+    return View(mask.value, Effect((*effects.once(dims[:-1]), dims[-1]), effect.start))
 
 
 def _refuse_chunk(value: Value) -> NoReturn:

@@ -23,7 +23,7 @@ from tilewright.patterns import effects
 from tilewright.patterns.arithmetic.casts import is_float_cast
 from tilewright.patterns.arithmetic.constants import number_of, one_number
 from tilewright.patterns.arithmetic.formula import largest, tensor
-from tilewright.patterns.arithmetic.steps import is_filled, reduced_dims
+from tilewright.patterns.arithmetic.steps import constant_factor, is_filled, reduced_dims
 from tilewright.patterns.dataflow import Dataflow, Value, View, upstream
 from tilewright.patterns.effects import Atom, Dim, Effect, Size
 from tilewright.patterns.recognise.gemm import NamedProduct, Side, named_product
@@ -177,25 +177,11 @@ def _around(found: Logits) -> tuple[Any, ...]:
 def _scaled(found: Logits, value: Value) -> View | None:
     if found.terms:
         return None
-    scaled = scaled_by(value)
+    scaled = constant_factor(value, one_number)
     if scaled is None:
         return None
     found.scale *= scaled[1]
     return scaled[0]
-
-
-def scaled_by(value: Value) -> tuple[View, float] | None:
-    """(x, n) of x * n, n * x and x / n (1 / n)."""
-    if value.op not in ("aten.mul", "aten.div") or len(value.args) != 2 or value.kwargs:
-        return None
-    for x, number in (value.args, value.args[::-1]):
-        known = one_number(number)
-        if known is None or not isinstance(x, View) or one_number(x) is not None:
-            continue
-        if value.op == "aten.mul":
-            return x, known
-        return (x, 1 / known) if x is value.args[0] and known != 0 else None
-    return None
 
 
 def _capped(found: Logits, value: Value) -> View | None:
@@ -245,7 +231,7 @@ def _keeps_sinks_by_head(found: Logits) -> bool:
 
 
 def _varies(view: View | None, dim: int) -> bool:
-    return view is not None and any(atom.axis is not None for atom in view.effect.dims[dim])
+    return view is not None and not effects.repeats(view.effect.dims[dim])
 
 
 def _is_bare(found: Logits) -> bool:
@@ -509,12 +495,10 @@ def _names_of(effect: Effect, names: str, shape: tuple[Size, ...]) -> list[str |
 
 def by_roles(view: View, logits: Logits) -> View:
     """A view over the logits' dimensions as [B or 1, H or 1, S or 1, K]."""
-    dims: list[Dim] = []
-    for place, role in enumerate(logits.roles):
-        dim = effects.coalesce(a for at in role for a in view.effect.dims[at])
-        repeats = place < 3 and all(atom.axis is None for atom in dim)
-        dims.append(() if repeats else dim)
-    return view.with_dims(*dims)
+    *lead, keys = (
+        effects.coalesce(a for at in role for a in view.effect.dims[at]) for role in logits.roles
+    )
+    return view.with_dims(*effects.once(lead), keys)
 
 
 # --- above ----------------------------------------------------------------------------------------

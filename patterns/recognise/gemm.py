@@ -328,9 +328,9 @@ def _contraction(value: Value, x: Side, weight: Side, result: str) -> Gemm | Non
             if bool(xs[name]) != bool(ws[name]):
                 return None
         # A dimension that is broadcast in one operand belongs to the other alone.
-        elif _repeats(ws[name]):
+        elif effects.repeats(ws[name]):
             del ws[name]
-        elif _repeats(xs[name]):
+        elif effects.repeats(xs[name]):
             del xs[name]
         else:
             return None
@@ -341,7 +341,7 @@ def _contraction(value: Value, x: Side, weight: Side, result: str) -> Gemm | Non
         return None
     if not (tokens and features and summed):
         return None
-    if any(_repeats(d) and d for d in (*xs.values(), *ws.values())):
+    if any(effects.repeats(d) and d for d in (*xs.values(), *ws.values())):
         return None
     sizes = [effects.product(a.length for a in ws[n]) for n in features]
     if not all(isinstance(n, int) for n in sizes):
@@ -360,11 +360,6 @@ def _contraction(value: Value, x: Side, weight: Side, result: str) -> Gemm | Non
         View(weight.view.value, weight_effect),
         None,
     )
-
-
-def _repeats(dim: Dim) -> bool:
-    """Whether every index of a dimension is the same element."""
-    return all(a.axis is None for a in dim)
 
 
 def _layout(
@@ -410,12 +405,10 @@ def bias_rows(bias: Any, product: Effect, feature: int) -> tuple[View, int] | No
     wide = effects.expand(bias.effect, product.shape)
     atoms = [a for dim in product.dims for a in dim]
     split = effects.reshape(wide, [a.length for a in atoms])
-    if any(not _repeats(d) for a, d in zip(atoms, split.dims, strict=True) if a.axis != feature):
+    along = list(zip(atoms, split.dims, strict=True))
+    if not all(effects.repeats(dim) for atom, dim in along if atom.axis != feature):
         return None
-    rows = sorted(
-        ((a, d) for a, d in zip(atoms, split.dims, strict=True) if a.axis == feature),
-        key=lambda row: row[0].step,
-    )
+    rows = sorted((row for row in along if row[0].axis == feature), key=lambda row: row[0].step)
     step: Size = 1
     for atom, _ in rows:
         if atom.step != step:

@@ -32,22 +32,22 @@ _BATCHED = ("aten.bmm", "aten.einsum", "aten.matmul")
 class ExpertGemm:
     """`x @ weight[expert]^T + bias[expert]`.
 
-    x [M, K]; weight [E, N, K], stored or computed; bias [E, N] with bias_index, the experts it was
-    taken by.
+    x [M, K], or [E, T, K] where every expert multiplies T rows; weight [E, N, K], stored or
+    computed. end: the value with the result. column_axis: its axis of N.
+    bias [E, N]; bias_index: the experts it was taken by.
     ends [E]: where each expert's sorted rows end; None where `experts` [M] has each row's expert.
-    end: the value with the result. column_axis: its axis of N.
     outside, bias_outside: what numbers are that name no expert, for the weight and for the bias.
     """
 
     x: View
     weight: View
-    bias: View | None
-    bias_index: View | None
-    ends: View | None
-    experts: View | None
     end: Value
-    column_axis: int
     absorbed: tuple[Value, ...]
+    column_axis: int = 1
+    bias: View | None = None
+    bias_index: View | None = None
+    ends: View | None = None
+    experts: View | None = None
     outside: Outside = REFUSED
     bias_outside: Outside = REFUSED
 
@@ -103,7 +103,7 @@ def match_grouped(value: Value) -> ExpertGemm | None:
         return None
     by_row = weight.permute(0, 2, 1)
     outside = outside_of_ends(ends)
-    return ExpertGemm(value.args[0], by_row, None, None, ends, None, value, 1, (value,), outside)
+    return ExpertGemm(value.args[0], by_row, value, (value,), ends=ends, outside=outside)
 
 
 def match_batched(value: Value) -> ExpertGemm | None:
@@ -154,9 +154,7 @@ def _by_route(value: Value, x: Side, weight: Side, result: str) -> ExpertGemm | 
     ids = flat(strip_integer_casts(experts))
     absorbed = (value, weight.view.value)
     outside = LOOKUPS.get(weight.view.value.op, REFUSED)
-    return ExpertGemm(
-        rows_view, by_row, None, None, None, ids, value, column_axis, absorbed, outside
-    )
+    return ExpertGemm(rows_view, by_row, value, absorbed, column_axis, experts=ids, outside=outside)
 
 
 def _axes(view: View, lead: int) -> list[int] | None:

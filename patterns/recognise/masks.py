@@ -142,9 +142,8 @@ def _positions(high: View, shift: Size, batch: Size, queries: Size) -> View | Co
 def _numbers(high: View, batch: Size, queries: Size) -> View:
     """[S] or, where sequences differ, [B * S]."""
     of_batch, _, of_query, _ = high.effect.dims
-    one = all(atom.axis is None for atom in of_batch)
-    both = Effect((() if one else of_batch, of_query), high.effect.start)
-    lead = 1 if one else batch
+    both = Effect((*effects.once((of_batch,)), of_query), high.effect.start)
+    lead = 1 if effects.repeats(of_batch) else batch
     wide = effects.expand(both, (lead, queries))
     return View(high.value, effects.reshape(wide, (effects.product(wide.shape),)))
 
@@ -252,9 +251,9 @@ def _add_padding(view: View, sees: bool, terms: _Terms) -> bool:
     if len(view.shape) != 4 or view.value.dtype != torch.bool:
         return False
     _, heads, queries, keys = view.effect.dims
-    if any(atom.axis is not None for dim in (heads, queries) for atom in dim):
+    if not (effects.repeats(heads) and effects.repeats(queries)):
         return False
-    terms.padding.append((view.with_dims(*_once(view).effect.dims[:3], keys), sees))
+    terms.padding.append((view.with_dims(*effects.once(view.effect.dims[:3]), keys), sees))
     return True
 
 
@@ -271,7 +270,7 @@ def _is_of_queries(view: View) -> bool:
     if view.value.dtype not in INTEGERS or len(view.shape) != 4:
         return False
     _, heads, _, keys = view.effect.dims
-    return all(atom.axis is None for dim in (heads, keys) for atom in dim)
+    return effects.repeats(heads) and effects.repeats(keys)
 
 
 def _apart(one: View | None, other: View | None, more: int = 0) -> int | None:
@@ -301,13 +300,7 @@ def _shifted(view: View) -> tuple[View, int]:
             break
         shift += known if view.value.op == "aten.add" else -known
         view = view.of_operand(x)
-    return _once(view), shift
-
-
-def _once(view: View) -> View:
-    """What only repeats along a dimension, once."""
-    dims = (() if all(a.axis is None for a in dim) else dim for dim in view.effect.dims)
-    return view.with_dims(*dims)
+    return view.with_dims(*effects.once(view.effect.dims)), shift
 
 
 # --- triangles ------------------------------------------------------------------------------------
@@ -355,7 +348,7 @@ def _add_triangle(view: View, sees: bool, terms: _Terms) -> bool:
 
 def _add_part(view: View, found: _Triangle, sees: bool, first: Size, terms: _Terms) -> bool:
     """A triangle over queries and keys, its columns those from `first` on."""
-    *lead, queries, keys = _once(view).effect.dims
+    *lead, queries, keys = effects.once(view.effect.dims)
     by_row = len(queries) == 1 and queries[0].axis == 0 and queries[0].step == 1
     by_row |= terms.queries == 1 and not queries
     by_column = len(keys) == 1 and keys[0].axis == 1 and keys[0].step == 1

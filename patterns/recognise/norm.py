@@ -195,7 +195,7 @@ def _given(norm: View) -> tuple[Any, ...] | None:
 def _may_be_weight(view: View) -> bool:
     """Whether a factor belongs to a norm: a vector, or a parameter; cos and sin are neither."""
     dims = view.effect.dims
-    varies = bool(dims) and any(atom.axis is not None for atom in dims[-1])
+    varies = bool(dims) and not effects.repeats(dims[-1])
     return varies and (view.value.op == "constant" or len(dims) == 1) and not view.value.projected
 
 
@@ -254,6 +254,5 @@ def _aligned(vector: View | None, rank: int) -> View | None:
     """A weight with `rank` dimensions, those that it does not vary along of length one."""
     if vector is None:
         return None
-    dims = vector.effect.dims
-    varying = (dim if any(atom.axis is not None for atom in dim) else () for dim in dims)
-    return vector.with_dims(*((),) * (rank - len(dims)), *varying)
+    dims = effects.once(vector.effect.dims)
+    return vector.with_dims(*((),) * (rank - len(dims)), *dims)

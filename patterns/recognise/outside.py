@@ -25,12 +25,11 @@ class Outside:
     below, for negative ones: "error"; "none", no expert; "first", expert 0; "last", counted from
     the last expert, an error where that passes the first; "shifted": they are sorted in front of
     the others and not counted, so that all rows behind them are read as other experts'.
-    above, for N and up: "error" or "none". end: numbers from that one up are errors all the same.
+    above, for N and up: "error" or "none".
     """
 
     below: Literal["error", "none", "first", "last", "shifted"]
     above: Literal["error", "none"]
-    end: Size | None = None
 
 
 #: weight[ids], by the name of the lookup.
@@ -100,10 +99,6 @@ def _placed(ids: View, count: Size, outside: Outside) -> Any:
     known = isinstance(end, int) and isinstance(count, int) and end <= count
     if outside.above == "none" and not known:
         found = Computed("where", (Computed("ge", (given, count)), -1, found))
-        last = outside.end
-        within = isinstance(end, int) and isinstance(last, int) and end <= last
-        if last is not None and not within:
-            found = Computed("where", (Computed("ge", (given, last)), count, found))
     return found
 
 

@@ -6,13 +6,14 @@ pairs with stack and flatten, complex numbers) comes out as the same table of nu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from tilewright.patterns import effects
 from tilewright.patterns.arithmetic.casts import is_float_cast, strip_casts
+from tilewright.patterns.arithmetic.constants import offsets
 from tilewright.patterns.arithmetic.equality import equal_values
 from tilewright.patterns.arithmetic.steps import keeps_dim, reduced_dims
 from tilewright.patterns.dataflow import Value, View
@@ -165,26 +166,27 @@ def _scales_codes(value: Value, product: View) -> bool:
 def _leaf(view: View) -> tuple[Leaf, np.ndarray]:
     """A view with its last dimension opened: the rest, and the base indices that it takes."""
     view = _one_piece(view)
-    if not view.effect.dims:
+    places = _places(view)
+    if len(places) != 1:
         raise NotRotation
-    *lead, last = view.effect.dims
-    axes = {a.axis for a in last} - {None}
-    if len(axes) != 1 or not all(isinstance(a.length, int) for a in last):
-        raise NotRotation
-    (axis,) = axes
-    assert axis is not None
-    index = np.zeros(1, dtype=np.int64)
-    for atom in last:
-        steps = np.arange(int(atom.length)) * (0 if atom.axis is None else atom.step)
-        index = (index[:, None] + steps[None, :]).reshape(-1)
+    ((axis, index),) = places.items()
+    leaf, first = _opened(view, axis, {})
+    return leaf, index + first
+
+
+def _opened(view: View, axis: int, others: Mapping[int, int]) -> tuple[Leaf, int]:
+    """(a view with one axis of its last dimension open, where it starts on that axis).
+
+    others: at which places of further axes that dimension is.
+    """
     start = list(view.effect.start)
-    first = start[axis]
+    first, start[axis] = start[axis], 0
     if not isinstance(first, int):
         raise NotRotation
-    start[axis] = 0
-    # A dimension along which the elements repeat counts as one of length one.
-    bare = tuple(() if all(a.axis is None for a in dim) else dim for dim in lead)
-    return Leaf(view.value, Effect(bare, tuple(start)), axis), index + first
+    for other, place in others.items():
+        start[other] = start[other] + place
+    rest = Effect(effects.once(view.effect.dims[:-1]), tuple(start))
+    return Leaf(view.value, rest, axis), first
 
 
 def _one_piece(view: View) -> View:
@@ -226,14 +228,9 @@ def _joined_index(view: View, depth: int) -> np.ndarray:
         raise NotRotation
     if not {atom.axis for atom in last} <= set(inner):
         raise NotRotation
-    strides: dict[int | None, int] = {
-        axis: effects.product(sizes[i + 1 :]) for i, axis in enumerate(inner)
-    }
-    index = np.array([sum(int(effect.start[a]) * strides[a] for a in inner)])
-    for atom in last:
-        steps = np.arange(int(atom.length)) * atom.step * strides[atom.axis]
-        index = (index[:, None] + steps[None, :]).reshape(-1)
-    return index
+    strides = {axis: effects.product(sizes[i + 1 :]) for i, axis in enumerate(inner)}
+    first = sum(int(effect.start[axis]) * strides[axis] for axis in inner)
+    return first + offsets(last, strides)
 
 
 def _take(term: Term, index: np.ndarray) -> Term:
@@ -280,18 +277,11 @@ def _coefficients(view: View) -> list[tuple[tuple[Leaf, np.ndarray], np.ndarray]
     opened, *others = places
     if any(len(set(places[axis].tolist())) > _MOST_SUMMED for axis in others):
         raise NotRotation
-    lead = tuple(() if all(a.axis is None for a in d) else d for d in view.effect.dims[:-1])
     found = []
     for at in sorted(set(zip(*(places[axis].tolist() for axis in others), strict=True))):
-        start = list(view.effect.start)
-        first, start[opened] = start[opened], 0
-        if not isinstance(first, int):
-            raise NotRotation
-        here = np.ones(len(places[opened]), dtype=bool)
-        for axis, place in zip(others, at, strict=True):
-            start[axis] = start[axis] + place
-            here &= places[axis] == place
-        leaf = Leaf(view.value, Effect(lead, tuple(start)), opened)
+        fixed = dict(zip(others, at, strict=True))
+        leaf, first = _opened(view, opened, fixed)
+        here = np.logical_and.reduce([places[axis] == place for axis, place in fixed.items()])
         found.append(((leaf, np.where(here, places[opened] + first, 0)), here))
     return found
 
@@ -299,19 +289,11 @@ def _coefficients(view: View) -> list[tuple[tuple[Leaf, np.ndarray], np.ndarray]
 def _places(view: View) -> dict[int, np.ndarray]:
     """Where each element of a view's last dimension lies on the axes that it walks, the longest
     axis first."""
-    if not view.effect.dims:
-        raise NotRotation
-    last = view.effect.dims[-1]
+    last = view.effect.dims[-1] if view.effect.dims else ()
     if not all(isinstance(a.length, int) for a in last):
         raise NotRotation
     axes = {a.axis: a.length for a in last if a.axis is not None}
-    places = {axis: np.zeros(1, dtype=np.int64) for axis in sorted(axes, key=lambda a: -axes[a])}
-    for atom in last:
-        steps = np.arange(int(atom.length))
-        for axis, place in places.items():
-            own = steps * atom.step if axis == atom.axis else steps * 0
-            places[axis] = (place[:, None] + own[None, :]).reshape(-1)
-    return places
+    return {axis: offsets(last, {axis: 1}) for axis in sorted(axes, key=lambda a: -axes[a])}
 
 
 def _sum(view: View, walk: _Walk) -> list[Term]:

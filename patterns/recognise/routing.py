@@ -49,9 +49,7 @@ def per_row(view: View) -> View | None:
     if not view.effect.dims:
         return None
     *rows, last = view.effect.dims
-    if any(a.axis is not None for a in last):
-        return None
-    return view.with_dims(*rows)
+    return view.with_dims(*rows) if effects.repeats(last) else None
 
 
 def strip_integer_casts(view: View, below: Size | None = None) -> View:
@@ -111,8 +109,23 @@ def _end_of(value: Value) -> Size | None:
 def is_top_indices(value: Value) -> bool:
     """Whether a value is the indices of the largest, or smallest, numbers along a last dimension:
     none is named twice there."""
-    last = value.argument(2, "dim", -1) in (-1, len(value.shape) - 1)
-    return value.op == "aten.topk" and value.kwargs.get("output") == 1 and last
+    return _is_of_topk(value, 1)
+
+
+def are_largest(value: Value) -> bool:
+    """Whether a value is the largest numbers along a last dimension."""
+    return _is_of_topk(value, 0) and takes_largest(value)
+
+
+def takes_largest(topk: Value) -> bool:
+    """Whether a topk takes the largest numbers, and not the smallest."""
+    return bool(topk.argument(3, "largest", True))
+
+
+def _is_of_topk(value: Value, output: int) -> bool:
+    if value.op != "aten.topk" or value.kwargs.get("output") != output:
+        return False
+    return value.argument(2, "dim", -1) in (-1, len(value.shape) - 1)
 
 
 def is_distinct(ids: View) -> bool:
@@ -240,8 +253,7 @@ def _gathered_rows(source: View, index: View) -> tuple[View, View] | None:
     if index.value.dtype != torch.int64:
         return None  # of 32 bits, torch 2.13 on a CPU takes the first row for all
     first, *rest = index.effect.dims
-    repeats = all(atom.axis is None for dim in rest for atom in dim)
-    return (source, index.with_dims(first)) if repeats else None
+    return (source, index.with_dims(first)) if all(map(effects.repeats, rest)) else None
 
 
 def without_counting(view: View) -> View:
@@ -408,7 +420,7 @@ def _summed(value: Value) -> tuple[View, Size] | None:
 
 def _along(view: View, dim: int) -> View | None:
     """The one dimension of a view [a, b] that walks its value, where the other only repeats."""
-    if len(view.effect.dims) != 2 or any(a.axis is not None for a in view.effect.dims[1 - dim]):
+    if len(view.effect.dims) != 2 or not effects.repeats(view.effect.dims[1 - dim]):
         return None
     return view.with_dims(view.effect.dims[dim])
 

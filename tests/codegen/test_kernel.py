@@ -51,6 +51,15 @@ def test_what_has_a_default_and_is_absent_is_left_out():
     assert "BIAS_STRIDE" not in dict(made.constants)
 
 
+def test_what_is_omitted_is_there_where_it_is_not_the_default():
+    bias = {**TENSORS, "bias": Operand("fp32", (2,))}
+    for value, there in ((0, False), (2, True)):
+        given = {"BLOCK": 32, "BIAS_STRIDE": value}
+        for omitted in ((), ("BIAS_STRIDE",)):
+            made = replace(GATHER, omitted=omitted).spec("sm90", bias, given)
+            assert ("BIAS_STRIDE" in dict(made.constants)) == (there or not omitted)
+
+
 def test_a_tensor_without_a_default_that_is_absent_is_a_constant_of_stride_0():
     made = GATHER.spec("sm90", {**TENSORS, "x": None}, {"BLOCK": 32})
     assert made.constant("x_ptr") is None
@@ -93,7 +102,9 @@ def test_constants_are_those_of_the_signature(constants, message):
     "change",
     [{"strides": {"Y_STRIDE": ("x", 0)}}, {"strides": {"X_STRIDES": ("y", 0)}},
      {"types": {"rows": "i64"}}, {"ranges": ("rows",)}, {"divisible": ("BLOCK",)},
-     {"unaligned": ("ids_ptr",)}],
+     {"unaligned": ("ids_ptr",)}, {"omitted": ("BLOCK",)},
+     {"launch_strides": {"BLOCK": ("x", 0)}},
+     {"broadcast": ("y",)}],
     ids=str,
 )  # fmt: skip
 def test_a_declaration_names_what_the_signature_has(change):

@@ -65,37 +65,15 @@ def bmm_biases(m, x, logits, weights, ids):
     return (y * scattered(x, weights, ids).T[:, :, None]).sum(0).to(x.dtype)
 
 
-def einsum_all(m, x, logits, weights, ids):
-    both = torch.einsum("th,ehi->tei", x, m.gate_up)
-    y = torch.einsum("tei,eih->teh", act(both), m.down)
-    scores = scattered(x, weights, ids).to(y.dtype)
-    return torch.einsum("te,teh->th", scores, y)
-
-
-def einsum_hits(m, x, logits, weights, ids):
-    both = torch.einsum("th,ehi->eti", x, m.gate_up)
-    y = torch.einsum("eti,eih->eth", act(both), m.down)
-    hits = F.one_hot(ids, E).to(weights.dtype)
-    return (y * (hits * weights[..., None]).sum(1).T[..., None]).sum(0).to(x.dtype)
-
-
-def matmul_all(m, x, logits, weights, ids):
-    y = act(x @ m.gate_up) @ m.down
-    probabilities = logits.float().softmax(-1)
-    chosen = torch.zeros_like(probabilities).scatter(1, ids, 1.0)
-    scores = (probabilities * chosen).to(x.dtype)
-    return (y.transpose(0, 1) * scores[:, :, None]).sum(1)
-
-
-def masked(m, x, logits, weights, ids):
-    chosen = F.one_hot(ids, E).sum(1) > 0
-    scores = logits.float().masked_fill(~chosen, float("-inf")).softmax(-1)
+def sigmoid_of_chosen(m, x, logits, weights, ids):
+    top, ids = logits.topk(m.num_slots, -1)
+    scores = torch.full_like(logits, float("-inf")).scatter(1, ids, top).float().sigmoid()
     return (experts(m, x) * scores.T[..., None]).sum(0).to(x.dtype)
 
 
-def normalised(m, x, logits, weights, ids):
-    scores = scattered(x, weights, ids)
-    scores = scores / scores.sum(-1, keepdim=True)
+def softmax_of_chosen(m, x, logits, weights, ids):
+    top, ids = logits.topk(m.num_slots, -1)
+    scores = torch.full_like(logits, float("-inf")).scatter(1, ids, top).float().softmax(-1)
     return (experts(m, x) * scores.T[..., None]).sum(0).to(x.dtype)
 
 
@@ -120,8 +98,7 @@ def llama4_shared(m, x, logits, weights, ids):
 SPELLINGS = {
     f.__name__: (f, S)
     for f in (
-        bmm_output, bmm_in_place, bmm_biases, einsum_all, einsum_hits, matmul_all, masked,
-        normalised,
+        bmm_output, bmm_in_place, bmm_biases, sigmoid_of_chosen, softmax_of_chosen,
     )
 } | {"llama4": (llama4, 1), "llama4_shared": (llama4_shared, 1)}  # fmt: skip
 
@@ -145,9 +122,8 @@ def sigmoid_of_zeros(m, x, logits, weights, ids):
 
 
 def softmax_over_tokens(m, x, logits, weights, ids):
-    chosen = F.one_hot(ids, E).sum(1) > 0
-    scores = logits.float().masked_fill(~chosen, float("-inf")).softmax(0)
-    return (experts(m, x) * (scores + 0.5).T[..., None]).sum(0).to(x.dtype)
+    scores = torch.full_like(logits, float("-inf")).scatter(1, ids, 1.0).float().softmax(0)
+    return (experts(m, x) * (scores).T[..., None]).sum(0).to(x.dtype)
 
 
 def shifted(m, x, logits, weights, ids):

@@ -112,32 +112,6 @@ def _by_number(table, ids):
     return ids.view(-1, *(1 for _ in table.shape[1:]))
 
 
-class Loop(nn.Module):
-    """Experts one by one, of the routes that are found by `hits`."""
-
-    def __init__(self, hits: str) -> None:
-        super().__init__()
-        self.hits = HITS[hits]
-        self.up = nn.Parameter(normal(EXPERTS, INNER, HIDDEN) * 0.2)
-        self.down = nn.Parameter(normal(EXPERTS, HIDDEN, INNER) * 0.2)
-
-    def forward(self, x, ids, weights):
-        out, hits = torch.zeros_like(x), self.hits(ids)
-        for e in range(EXPERTS):
-            token, slot = torch.where(ids == e if hits is None else hits[..., e])
-            y = F.linear(F.silu(F.linear(x[token], self.up[e])), self.down[e])
-            out = out.index_add(0, token, y * weights[token, slot, None])
-        return out
-
-
-HITS: dict[str, Callable[..., Any]] = {
-    "compared": lambda ids: None,
-    "one_hot": lambda ids: F.one_hot(ids.long(), EXPERTS),
-    "one_hot_of_more": lambda ids: F.one_hot(ids.long(), EXPERTS + 1),
-    "compared_with_all": lambda ids: ids[..., None] == torch.arange(EXPERTS),
-}
-
-
 class Adapted(nn.Module):
     """A projection with an adapter for each row."""
 
@@ -212,12 +186,6 @@ def mixture(draw: random.Random) -> tuple[nn.Module, tuple[Any, ...], str]:
         ids = torch.where(ids >= EXPERTS, 0, ids)
     module = Mixture(lookup, bias, masked)
     return module, (normal(TOKENS, HIDDEN), ids, weights), f"{lookup} {bias=} {masked=} {ids}"
-
-
-def loop(draw: random.Random) -> tuple[nn.Module, tuple[Any, ...], str]:
-    hits = draw.choice(tuple(HITS))
-    ids = numbers(draw, EXPERTS, (TOKENS, SLOTS), False)
-    return Loop(hits), (normal(TOKENS, HIDDEN), ids, normal(TOKENS, SLOTS)), f"{hits} {ids}"
 
 
 def adapted(draw: random.Random) -> tuple[nn.Module, tuple[Any, ...], str]:
@@ -415,8 +383,8 @@ def coded(draw: random.Random) -> tuple[nn.Module, tuple[Any, ...], str]:
 
 
 KINDS = {
-    "mixture": mixture, "loop": loop, "adapted": adapted, "written": written, "ended": ended,
-    "router": router, "paged": paged, "coded": coded,
+    "mixture": mixture, "adapted": adapted, "written": written, "ended": ended, "router": router,
+    "paged": paged, "coded": coded,
 }  # fmt: skip
 
 

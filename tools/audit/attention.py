@@ -14,7 +14,7 @@ from tilewright.codegen.targets import Target
 from tilewright.ops.attention import cache_attention, mask_blocks
 from tilewright.ops.attention.block_lists import MaskBlocksArguments
 from tilewright.ops.attention.cache_attention import AttentionArguments
-from tilewright.tools.audit.cases import SOFTMAX_REASON, AuditCase, distinct, meta
+from tilewright.tools.audit.cases import SOFTMAX_REASON, AuditCase, audited, distinct, meta
 
 # (sequences, queries, keys, dtype): decode steps, prefills, a cache of no round length. Of numbers
 # the lowest hide, as eager attention has them.
@@ -48,6 +48,7 @@ SIZES = ((1, 1, 8192), (64, 1, 2048), (16, 4, 2048), (1, 1024, 2048), (1, 8192, 
 STACK_BYTES = 64
 
 
+@audited("attention")
 def attention_cases(target: Target) -> list[AuditCase]:
     return distinct([*_mask_cases(target), *_attention_cases(target)])
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from tilewright.codegen.audit import Expectations
 from tilewright.codegen.spec import KernelSpec
+from tilewright.codegen.targets import Target
 
 # Warp specialisation keeps up to this many bytes of its own on the stack.
 SPECIALISED_STACK_BYTES = 8
@@ -37,3 +38,18 @@ def distinct(cases: Sequence[AuditCase]) -> list[AuditCase]:
     """The first case of each kernel."""
     first = {case.spec: case for case in reversed(cases)}
     return [case for case in cases if first[case.spec] is case]
+
+
+Cases = Callable[[Target], list[AuditCase]]
+#: (family, its function of cases), as their modules are imported.
+AUDITED: list[tuple[str, Cases]] = []
+
+
+def audited(family: str) -> Callable[[Cases], Cases]:
+    """Registers a function as the cases of a family, on the chips that have its kernels."""
+
+    def register(cases: Cases) -> Cases:
+        AUDITED.append((family, cases))
+        return cases
+
+    return register

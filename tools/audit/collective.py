@@ -11,13 +11,14 @@ from tilewright.codegen.targets import Target
 from tilewright.ops.collective.all_reduce_residual_norm import AllReduceResidualNormArguments
 from tilewright.ops.collective.lowering import all_reduce_residual_norm_steps
 from tilewright.ops.runtime.program import Planner, drive
-from tilewright.tools.audit.cases import AuditCase, distinct, meta
+from tilewright.tools.audit.cases import AuditCase, audited, distinct, meta
 
 # name -> hidden size.
 MODELS = {"Llama-3-8B": 4096, "DeepSeek-V3": 7168, "Llama-3-70B": 8192}
 RANKS = (1, 2, 8)
 
 
+@audited("collective")
 def collective_cases(target: Target) -> list[AuditCase]:
     return distinct([*_model_cases(target), *_odd_case(target)])
 

@@ -1,33 +1,28 @@
-"""The kernels of every family that every compiler release is tried on."""
+"""The kernels of every family that every compiler release is tried on.
+
+A module of this folder is found by itself: its functions that are `audited` are a family's cases.
+"""
 
 from __future__ import annotations
 
-from tilewright.codegen.targets import Target
-from tilewright.tools.audit.attention import attention_cases
-from tilewright.tools.audit.cases import AuditCase
-from tilewright.tools.audit.collective import collective_cases
-from tilewright.tools.audit.lora import lora_cases
-from tilewright.tools.audit.mla import mla_cases
-from tilewright.tools.audit.mla_attention import mla_attention_cases
-from tilewright.tools.audit.mlp import mlp_cases
-from tilewright.tools.audit.moe import moe_cases
-from tilewright.tools.audit.qkv import qkv_cases, quantized_cases
+import importlib
+import pkgutil
 
-FAMILIES = {
-    "qkv": (qkv_cases, quantized_cases),
-    "lora": (lora_cases,),
-    "moe": (moe_cases,),  # with those of `grouped`
-    "mla": (mla_cases, mla_attention_cases),
-    "attention": (attention_cases,),
-    "mlp": (mlp_cases,),
-    "collective": (collective_cases,),
-}
+from tilewright.codegen.targets import Target
+from tilewright.tools import audit
+from tilewright.tools.audit.cases import AUDITED, AuditCase
+
+for _module in pkgutil.iter_modules(audit.__path__):
+    if f"{audit.__name__}.{_module.name}" != __name__:
+        importlib.import_module(f"{audit.__name__}.{_module.name}")
+
+FAMILIES = frozenset(family for family, _ in AUDITED)
 
 
 def all_cases(target: Target) -> list[AuditCase]:
     """The kernels of the families that there are for a chip, of the dtypes that it has."""
-    known = [make for name, makes in FAMILIES.items() if name in target.families for make in makes]
-    return [case for make in known for case in make(target) if _has_dtypes(case, target)]
+    known = (cases(target) for family, cases in AUDITED if family in target.families)
+    return [case for cases in known for case in cases if _has_dtypes(case, target)]
 
 
 def _has_dtypes(case: AuditCase, target: Target) -> bool:

@@ -22,6 +22,7 @@ from tilewright.tools.audit.cases import (
     SOFTMAX_REASON,
     SPECIALISED_STACK_BYTES,
     AuditCase,
+    audited,
     distinct,
     meta,
 )
@@ -125,6 +126,7 @@ DECODED = (
 )
 
 
+@audited("mla")
 def mla_cases(target: Target) -> list[AuditCase]:
     """For every model, number of rows and kind of operands the kernels that the planner picks."""
     cases = [

@@ -15,7 +15,13 @@ from tilewright.ops.mla.attention.cudnn import join_launch
 from tilewright.ops.mla.attention.lowering import attention_steps, merge_steps, query_steps
 from tilewright.ops.mla.attention.operands import AttentionCall, RopeTables
 from tilewright.ops.runtime.program import Planner, drive
-from tilewright.tools.audit.cases import SOFTMAX_REASON, SPECIALISED_STACK_BYTES, AuditCase, meta
+from tilewright.tools.audit.cases import (
+    SOFTMAX_REASON,
+    SPECIALISED_STACK_BYTES,
+    AuditCase,
+    audited,
+    meta,
+)
 
 FP8 = torch.float8_e4m3fn
 # Scores start at zero for each block of keys and are read at once, and the output is rescaled.
@@ -93,13 +99,11 @@ CALLS: dict[str, AttentionCall] = {
         16, ragged=False, attn_mask=meta(1, 1, 4096, 4096)
     ),
     "64 heads, wide": attention_call(64, dims=(192, 64, 256)),
-    "16 heads, pages": attention_call(
-        16, block_table=_integers(8, 512), k_rope=meta(1024, 64, 576)[..., 512:]
-    ),
     "128 heads, rotated": attention_call(128, **ROTATED),
 }
 
 
+@audited("mla")
 def mla_attention_cases(target: Target) -> list[AuditCase]:
     """The core at each call, and the kernels before and after it."""
     return [*_cores(target), *_others(target)]

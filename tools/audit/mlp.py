@@ -14,7 +14,7 @@ from tilewright.ops.mlp import linear_activation, linear_residual
 from tilewright.ops.mlp.cases import LinearCase
 from tilewright.ops.mlp.linear_activation import LinearActivationArguments
 from tilewright.ops.mlp.linear_residual import LinearResidualArguments
-from tilewright.tools.audit.cases import SCALED_SUMS_REASON, AuditCase, distinct, meta
+from tilewright.tools.audit.cases import SCALED_SUMS_REASON, AuditCase, audited, distinct, meta
 from tilewright.tools.audit.qkv import FORMATS
 
 # name -> (hidden size, inner size, columns of the attention's result).
@@ -30,6 +30,7 @@ CODED_COUNTS = (1, 64)
 CODES_STACK = 16
 
 
+@audited("mlp")
 def mlp_cases(target: Target) -> list[AuditCase]:
     return distinct([*_model_cases(target), *_plain_cases(target), *_coded_cases(target)])
 
@@ -40,12 +41,12 @@ def _model_cases(target: Target) -> Iterator[AuditCase]:
             x, norm_weight = meta(tokens, hidden), meta(hidden)
             gate, up = meta(inner, hidden), meta(inner, hidden)
             first = LinearActivationArguments(x, gate, up, rms_norm=True, norm_weight=norm_weight)
-            yield _case(f"{name} gate and up T={tokens}", linear_activation.OP, first, target)
+            yield from _cases(f"{name} gate and up T={tokens}", linear_activation.OP, first, target)
             for what, columns in (("down", inner), ("output", attended)):
                 second = LinearResidualArguments(
                     meta(tokens, columns), meta(hidden, columns), meta(tokens, hidden)
                 )
-                yield _case(f"{name} {what} T={tokens}", linear_residual.OP, second, target)
+                yield from _cases(f"{name} {what} T={tokens}", linear_residual.OP, second, target)
 
 
 def _plain_cases(target: Target) -> Iterator[AuditCase]:
@@ -53,21 +54,21 @@ def _plain_cases(target: Target) -> Iterator[AuditCase]:
     half = torch.float16
     x, weight, bias = meta(1, 2048, dtype=half), meta(8192, 2048, dtype=half), meta(8192)
     first = LinearActivationArguments(x, weight, bias=bias.float(), activation="gelu_tanh")
-    yield _case("not gated", linear_activation.OP, first, target, "fp16")
+    yield from _cases("not gated", linear_activation.OP, first, target, "fp16")
     # A layer norm of a row, of the most registers that one takes.
     for name, (hidden, inner) in LAYER_NORMED.items():
         case = LinearCase(
             "", 1, hidden, inner, bias=True, activation="gelu_tanh", norm="layer", layout="plain"
         )
         fourth = linear_activation.sample_inputs(case, "meta")
-        yield _case(f"{name} up", linear_activation.OP, fourth, target)
+        yield from _cases(f"{name} up", linear_activation.OP, fourth, target)
     wide = meta(1600, 6400).t().contiguous().t()
     second = LinearResidualArguments(meta(16, 6400), wide, meta(16, 1600), bias=meta(1600))
-    yield _case("GPT-2 XL down", linear_residual.OP, second, target)
+    yield from _cases("GPT-2 XL down", linear_residual.OP, second, target)
     for tokens in (1, 16):
         case = LinearCase("", tokens, 14336, 3584, norm="rms", norm_offset=1.0)
         third = linear_residual.sample_inputs(case, "meta")
-        yield _case(f"Gemma-2-9B down T={tokens}", linear_residual.OP, third, target)
+        yield from _cases(f"Gemma-2-9B down T={tokens}", linear_residual.OP, third, target)
 
 
 def _coded_cases(target: Target) -> Iterator[AuditCase]:
@@ -84,7 +85,7 @@ def _coded_cases(target: Target) -> Iterator[AuditCase]:
                 ("down", down, linear_residual.OP),
             ):
                 a = op.sample_inputs(replace(case, num_tokens=tokens), "meta")
-                yield _case(f"Llama-3-8B {name} {what} T={tokens}", op, a, target)
+                yield from _cases(f"Llama-3-8B {name} {what} T={tokens}", op, a, target)
 
 
 def _coded(options: dict[str, Any], k: int, n: int) -> LinearCase:
@@ -97,16 +98,17 @@ def _coded(options: dict[str, Any], k: int, n: int) -> LinearCase:
     )
 
 
-def _case(name: str, op: Any, a: Any, target: Target, dtype: str = "bf16") -> AuditCase:
-    spec = op.plan_for(a, target.name).specs[0]
-    constants = dict(spec.constants)
-    grouped = constants.get("SCALE_COLUMNS", a.x.shape[1]) < a.x.shape[1]
-    # Of many tokens the products are a library's.
-    streamed = spec.kernel.startswith("streamed")
-    claims = Expectations(
-        mma=dtype if streamed else None,
-        memory_bound=streamed,
-        stack_bytes=CODES_STACK if "PER" in constants else 0,
-        fresh_sums_reason=SCALED_SUMS_REASON if grouped else "",
-    )
-    return AuditCase(f"mlp {name}", spec, claims)
+def _cases(name: str, op: Any, a: Any, target: Target, dtype: str = "bf16") -> Iterator[AuditCase]:
+    """The kernels of one call: the product's, and what finishes its result."""
+    for number, spec in enumerate(op.plan_for(a, target.name).specs):
+        constants = dict(spec.constants)
+        grouped = constants.get("SCALE_COLUMNS", a.x.shape[1]) < a.x.shape[1]
+        # Of many tokens the products are a library's.
+        streamed = spec.kernel.startswith("streamed")
+        claims = Expectations(
+            mma=dtype if streamed else None,
+            memory_bound=streamed,
+            stack_bytes=CODES_STACK if "PER" in constants else 0,
+            fresh_sums_reason=SCALED_SUMS_REASON if grouped else "",
+        )
+        yield AuditCase(f"mlp {name}{f', {spec.kernel}' if number else ''}", spec, claims)

@@ -28,6 +28,7 @@ from tilewright.tools.audit.cases import (
     SHORT_TILE_REASON,
     SPECIALISED_STACK_BYTES,
     AuditCase,
+    audited,
     distinct,
     meta,
 )
@@ -114,6 +115,7 @@ NVFP4_EXPERTS = 32
 ROW_SCALES_REASON = "rows of a group in a tile of fewer than 128 are no blocks of the layout"
 
 
+@audited("moe")
 def moe_cases(target: Target) -> list[AuditCase]:
     """For every model, format and token count the kernels that the planner picks."""
     cases: list[AuditCase] = []

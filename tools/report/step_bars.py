@@ -162,7 +162,7 @@ def _taken_apart(
 
 def as_captured(graph: GraphReport) -> GraphReport:
     """The graph with nothing fused."""
-    return replace(graph, after=graph.before, matches=())
+    return replace(graph, modules=(graph.before, graph.before), matches=())
 
 
 def _made(node: fx.Node) -> float:

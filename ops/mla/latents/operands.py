@@ -194,7 +194,7 @@ def latent_call(
         "scale_stride": 16 if buffers is None else buffers.scale_strides[0],
     }
     if store:  # keys and new tokens are looked up in one table
-        values |= {name.removesuffix("_ptr"): value for name, value in address_values(a).items()}
+        values |= address_values(a)
     problem = _latent_problem(a, tensors, rotation, batch, store=store, gather=gather)
     return LatentCall(problem, rotation, values)
 

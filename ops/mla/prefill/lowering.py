@@ -123,8 +123,8 @@ def _several_chunks(a: MlaPrefillArguments, chunks: Sequence[Chunk], target: Tar
     for chunk in chunks:
         parts.append((yield from _naming_kernels(_attended(a, chunk, target, part=True))))
     outs, lses = zip(*map(_tensors, parts), strict=True)
-    (out,) = _tensors((yield from merge_steps(outs, lses, a.q.dtype, target)))
-    return Outcome(out, NAME, f"{len(chunks)} chunks of {parts[0].reason}; merged")
+    merged = yield from merge_steps(outs, lses, a.q.dtype, target)
+    return Outcome(merged.result, NAME, f"{len(chunks)} chunks of {parts[0].reason}; merged")
 
 
 def _tensors(done: Outcome) -> tuple[torch.Tensor, ...]:

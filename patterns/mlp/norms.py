@@ -1,0 +1,78 @@
+"""Norms beside linears for few tokens that no op takes: in front of a linear, and between a linear
+and the sum behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tilewright.patterns import effects
+from tilewright.patterns.dataflow import Value, View
+from tilewright.patterns.effects import InexpressibleError, Size
+from tilewright.patterns.language import Missed, Reject, Stage, miss_at, register_code
+from tilewright.patterns.mlp.linears import FewTokens, bare_product, match_few_tokens, weighed
+from tilewright.patterns.recognise.activation import match_activation
+from tilewright.patterns.recognise.dtypes import dtype_name
+from tilewright.patterns.recognise.norm import Norm, match_norm
+from tilewright.patterns.recognise.row_norm import rms_norm_of, row_norm_of
+
+register_code(
+    "NORM_FORM", "a linear for few tokens reads a norm in a form that no op takes", "advice"
+)
+register_code(
+    "SUM_PATH",
+    "between a linear for few tokens and the sum behind it stands a norm that the op does not take",
+    "advice",
+)
+
+
+def norms_before(linear: FewTokens) -> Iterator[Missed]:
+    """The norm, gated or of parts of rows, that a linear reads, where no op has one like it."""
+    normed = linear.x.value
+    norm = _norm_of(normed.whole)
+    described = None if norm is None else _described(norm)
+    if described is not None and row_norm_of(normed.whole) is None:
+        message = f"{linear.product} reads {described}"
+        yield Missed(miss_at("NORM_FORM", Stage.ACTIVATION, message, normed), (normed,))
+
+
+def norms_between(end: Value) -> Iterator[Missed]:
+    """What stands between the sides of a sum and their linears, where that is a norm."""
+    if end.op != "aten.add":
+        return
+    for side in end.operands:
+        norm = _norm_of(weighed(side)[0]) if side.shape == end.shape else None
+        product = None if norm is None else bare_product(norm.x.value)
+        if norm is None or product is None:
+            continue
+        linear = match_few_tokens(product.whole)
+        if linear is not None and effects.product(product.shape) == effects.product(end.shape):
+            between = _described_between(norm, side, product.shape[-1])
+            message = f"{between} stands between {linear.product} and the sum behind it"
+            miss = miss_at("SUM_PATH", Stage.ACTIVATION, message, linear.product)
+            yield Missed(miss, products=(linear.product,))
+
+
+def _norm_of(normed: View) -> Norm | None:
+    try:
+        return match_norm(normed, Stage.ACTIVATION, biased=True)
+    except (Reject, InexpressibleError):
+        return None
+
+
+def _described(norm: Norm) -> str | None:
+    """What is said of a norm before a linear; None for a plain one of whole rows."""
+    kind = "an RMS norm" if norm.kind == "rms" else "a layer norm"
+    gated = match_activation(norm.x)
+    of = "" if gated is None or gated.up is None else " of a product that is gated"
+    if norm.width != norm.x.shape[-1]:
+        return f"{kind}{of}, {norm.width} columns at a time"
+    return f"{kind}{of}, in {dtype_name(norm.x.value.dtype)}" if of else None
+
+
+def _described_between(norm: Norm, side: View, columns: Size) -> str:
+    if norm.kind == "layer":
+        return "a layer norm"
+    if norm.width != columns:
+        return f"an RMS norm of {norm.width} columns at a time"
+    whole = rms_norm_of(weighed(side)[0]) is not None
+    return "an RMS norm that others read, too," if whole else "an RMS norm of another form"
