@@ -25,7 +25,7 @@ from tilewright.codegen.targets import Target
 from tilewright.ops.formats.row_groups import contiguous
 from tilewright.ops.grouped.arguments import GroupedMatmulArguments
 from tilewright.ops.grouped.matmul import reference
-from tilewright.ops.grouped.operands import grouped_problem, unsupported, weight_values
+from tilewright.ops.grouped.operands import grouped_problem, unsupported
 from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.operands import is_aligned
 from tilewright.ops.runtime.program import Buffer, Library, NotRepeatable, Outcome, Steps
@@ -63,12 +63,12 @@ def grouped_matmul_steps(
         return Outcome(out, "nothing", "no rows, columns or groups, nothing is launched")
     problem = grouped_problem(a)
     plan, decode, (kernel, statics) = _chosen(problem, next_power_of_2(a.x.shape[0]), target, plan)
-    weight = {"weight": a.weight, **weight_values(a.experts)}
+    weight = {"weight": a.weight, "scale": a.weight_scale}
     if decode is not None and plan.decode is not None:
         decoded = yield Buffer(a.experts.shape, a.x.dtype)
         blocks = dequantize_grid(problem, plan.decode)
         yield launch(DEQUANTIZE, target, blocks, weight | {"out": decoded}, decode)
-        weight |= {"weight": decoded, "scale": None}
+        weight = {"weight": decoded, "scale": None}
     values = {
         "x": a.x,
         "x_scale": a.x_scale,
@@ -77,6 +77,8 @@ def grouped_matmul_steps(
         "ends": contiguous(a.ends),
         "expert_ids": contiguous(a.expert_ids),
         **as_words(weight, problem.weight, plan.gemm),
+        "factor": contiguous(a.weight_expert_scale),
+        "bias": a.bias,
         "y": out,
         "num_rows": a.x.shape[0],
     }

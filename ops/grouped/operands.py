@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from tilewright.codegen.grouped.plan import block_k_obstacle
@@ -14,7 +12,6 @@ from tilewright.codegen.grouped.problem import (
     weight_obstacle,
 )
 from tilewright.ops.formats.expert_weight import ExpertWeight
-from tilewright.ops.formats.row_groups import contiguous
 from tilewright.ops.grouped.arguments import GroupedMatmulArguments
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
 from tilewright.ops.runtime.operands import operand
@@ -81,14 +78,3 @@ def weight_operands(weight: ExpertWeight) -> WeightOperands:
         weight.block,
         None if scale is None else operand(scale, *scale.stride()),
     )
-
-
-def weight_values(weight: ExpertWeight | None, prefix: str = "") -> dict[str, Any]:
-    """What belongs to a weight, by the names that kernels have for it behind a prefix."""
-    if weight is None:
-        return dict.fromkeys((f"{prefix}scale", f"{prefix}factor", f"{prefix}bias"))
-    return {
-        f"{prefix}scale": weight.scale,
-        f"{prefix}factor": contiguous(weight.expert_scale),
-        f"{prefix}bias": weight.bias,
-    }

@@ -48,7 +48,6 @@ from tilewright.codegen.moe.problem import (
 from tilewright.codegen.targets import Target
 from tilewright.ops.formats.row_groups import contiguous
 from tilewright.ops.grouped.lowering import as_words, reference_steps
-from tilewright.ops.grouped.operands import weight_values
 from tilewright.ops.moe.arguments import FusedMoeArguments
 from tilewright.ops.moe.moe import reference
 from tilewright.ops.moe.operands import moe_problem, up_distance
@@ -190,10 +189,20 @@ def _weights(a: FusedMoeArguments, problem: MoeProblem) -> tuple[Values, Values]
     gate_up = {
         "weight": a.up_weight if problem.up_first else a.gate_weight,
         "distance": abs(up_distance(a)) if problem.distance is None else problem.distance,
-        **weight_values(a.gate, "gate_"),
-        **weight_values(a.up, "up_"),
+        "gate_scale": a.gate_scale,
+        "up_scale": a.up_scale,
+        "gate_factor": contiguous(a.gate_expert_scale),
+        "up_factor": contiguous(a.up_expert_scale),
+        "gate_bias": a.gate_bias,
+        "up_bias": a.up_bias,
     }
-    return gate_up, {"weight": a.down_weight, **weight_values(a.down)}
+    down = {
+        "weight": a.down_weight,
+        "scale": a.down_scale,
+        "factor": contiguous(a.down_expert_scale),
+        "bias": a.down_bias,
+    }
+    return gate_up, down
 
 
 def _dequantize(call: _Call, config: DequantizeConfig, gate_up: Values, down: Values) -> Launches:
