@@ -106,6 +106,7 @@ def prepare(model: nn.Module, *, copy: bool = False) -> Prepared:
             found.train(module.training)
             _put(model, name, found)
             prepared.replaced.append(Replaced(name, module, found))
+    _share_equal_scales(prepared.replaced)
     if any(compressed_tensors.is_compressed(one.original) for one in prepared.replaced):
         left = any(compressed_tensors.is_compressed(one.original) for one in prepared.left)
         prepared._hooks += [] if left else compressed_tensors.without_decompression(model)
@@ -115,6 +116,17 @@ def prepare(model: nn.Module, *, copy: bool = False) -> Prepared:
 def _read(module: nn.Module, readers: Sequence[Reader]) -> nn.Module | str | None:
     answers = (reader(module) for reader in readers)
     return next((answer for answer in answers if answer is not None), None)
+
+
+def _share_equal_scales(replaced: Sequence[Replaced]) -> None:
+    """Gives linears of one parent that round activations by equal scales one tensor of them: so the
+    activation that they read is seen to be one."""
+    known: dict[tuple[str, bytes], torch.Tensor] = {}
+    for one in replaced:
+        scale = one.module._parameters.get("input_scale")
+        if scale is not None and not scale.is_meta:
+            key = (one.name.rpartition(".")[0], scale.detach().float().cpu().numpy().tobytes())
+            one.module._parameters["input_scale"] = known.setdefault(key, scale)
 
 
 def _put(model: nn.Module, name: str, module: nn.Module) -> None:

@@ -151,7 +151,9 @@ def replacement(module: nn.Module) -> nn.Module | str | None:
     weights = scheme.weights
     if getattr(module, "weight_g_idx", None) is not None:
         return "its columns are in another order (actorder), which its groups do not follow"
-    kind = _KINDS.get((_text(weights.type), weights.num_bits, "weight_packed" in module._parameters))
+    kind = _KINDS.get(
+        (_text(weights.type), weights.num_bits, "weight_packed" in module._parameters)
+    )
     if kind is None:
         return f"{weights.type}{weights.num_bits} weights of compressed-tensors are not read"
     rounding = _rounding(scheme.input_activations)

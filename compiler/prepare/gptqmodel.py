@@ -46,7 +46,7 @@ def replacement(module: nn.Module) -> nn.Module | str | None:
     if name == "AwqTorchLinear":
         return None  # it is traced as it is
     if name != "TorchLinear":
-        return f"{name} has its codes in an order of its own; load with backend=\"torch\""
+        return f'{name} has its codes in an order of its own; load with backend="torch"'
     found: Any = module
     if found.bits != 4 or found.pack_dtype != torch.int32 or getattr(found, "planar", False):
         return f"{found.bits}-bit codes in {found.pack_dtype} are not read; 4-bit in int32 are"
