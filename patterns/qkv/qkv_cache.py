@@ -33,8 +33,8 @@ from tilewright.patterns.lora.arguments import has_kernels, own_deltas, packed_d
 from tilewright.patterns.projection.epilogue import norm_arguments, norm_fact
 from tilewright.patterns.projection.heads import Heads, match_heads, rope_table, same_activation
 from tilewright.patterns.projection.written import check_tokens
-from tilewright.patterns.qkv.gates import Gated, with_gates
-from tilewright.patterns.qkv.query import find_query
+from tilewright.patterns.qkv.gates import with_gates
+from tilewright.patterns.qkv.query import Query, find_query
 from tilewright.patterns.quantised.scales import weight_arguments
 from tilewright.patterns.quantised.weights import refuse
 from tilewright.patterns.recognise.dtypes import check_dtypes, dtype_name
@@ -321,9 +321,9 @@ def _codes(q: Heads, k: Heads, v: Heads) -> dict[str, Any]:
     return arguments
 
 
-def _facts(gated: Gated, k: Heads, v: Heads, place: Address, kind: str) -> dict[str, Any]:
-    q, rope = gated.heads, k.rope
-    num_heads = q.num_heads // 2 if gated.run else q.num_heads
+def _facts(query: Query, k: Heads, v: Heads, place: Address, kind: str) -> dict[str, Any]:
+    q, rope = query.heads, k.rope
+    num_heads = q.num_heads // 2 if query.run else q.num_heads
     style = "none" if rope is None else rope.style
     if rope is not None and rope.rotary_dim != k.head_dim:
         style += f"({rope.rotary_dim})"
@@ -344,8 +344,8 @@ def _facts(gated: Gated, k: Heads, v: Heads, place: Address, kind: str) -> dict[
     factors = {name: h.factor for name, h in three if h.factor != 1.0}
     if factors:
         facts["factor"] = ", ".join(f"{name} {factor:g}" for name, factor in factors.items())
-    if gated.run:
-        facts["gates"] = "beside q" if gated.run == 1 else "behind q"
+    if query.run:
+        facts["gates"] = "beside q" if query.run == 1 else "behind q"
     if k.linear.clip:
         facts["clip"] = k.linear.clip
     facts |= lora_fact([p.linear.deltas for p in (q, k, v)], own=_own_deltas((q, k, v)))
