@@ -13,7 +13,7 @@ import torch
 from tilewright.patterns import effects
 from tilewright.patterns.arithmetic.casts import is_float_cast, strip_casts
 from tilewright.patterns.arithmetic.constants import given_number
-from tilewright.patterns.arithmetic.steps import is_filled
+from tilewright.patterns.arithmetic.steps import chosen_by_mask, is_filled
 from tilewright.patterns.dataflow import Computed, Value, View
 from tilewright.patterns.effects import Atom, Effect
 from tilewright.patterns.recognise.outside import LOOKUPS, REFUSED, Outside
@@ -113,17 +113,13 @@ def _step(value: Value, effect: Effect) -> Factors | None:
 
 def _chosen(value: Value, effect: Effect) -> Factors | None:
     """where(mask, operand, 0), where(mask, 0, operand), masked_fill(operand, mask, 0)."""
-    if len(value.args) != 3 or value.kwargs:
+    chosen = chosen_by_mask(value)
+    if chosen is None:
         return None
-    condition, one, other = value.args
-    hides = value.op == "aten.masked_fill"
-    if hides:
-        one, condition = condition, one
-    elif is_filled(one, 0):
-        one, other, hides = other, one, True
-    if not isinstance(condition, View) or not isinstance(one, View) or not is_filled(other, 0):
-        return None
-    if one.shape != value.shape:
+    condition, one, other = chosen
+    if hides := is_filled(one, 0):
+        one, other = other, one
+    if not isinstance(one, View) or not is_filled(other, 0) or one.shape != value.shape:
         return None
     mask = _rows_of(condition, value, effect)
     # zeros_like(delta) reads the delta, for its shape.
