@@ -30,9 +30,9 @@ from timing import Call, capture, environment, interleaved_us
 from tune_qkv import compile_quietly
 
 from tilewright.codegen.arithmetic import next_power_of_2
-from tilewright.codegen.grouped.kernels import DequantizeConfig, GemmConfig
 from tilewright.codegen.grouped.nvfp4_kernels import QuantizeConfig
 from tilewright.codegen.grouped.plan import DECODED_ROWS, GroupedPlan, grouped_config
+from tilewright.codegen.grouped.tiles import DequantizeConfig, GemmConfig
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import SM90
 from tilewright.ops.formats import fp8_block
@@ -54,10 +54,10 @@ KEPT = (
 )  # fmt: skip
 DEVICE = torch.device("cuda")
 MANY_ROWS = (
-    GemmConfig(64, 128, 64, False, 4, 3, 2), GemmConfig(64, 128, 64, False, 4, 4, 2),
-    GemmConfig(64, 128, 64, True, 4, 4, 2), GemmConfig(64, 256, 64, False, 8, 4, 1, True),
-    GemmConfig(128, 128, 64, False, 4, 3, 2), GemmConfig(128, 128, 64, False, 8, 4, 1, True),
-    GemmConfig(128, 256, 64, False, 8, 3, 1, True), GemmConfig(128, 256, 64, False, 8, 4, 1, True),
+    GemmConfig(64, 128, 64, 4, 3, 2), GemmConfig(64, 128, 64, 4, 4, 2),
+    GemmConfig(64, 128, 64, 4, 4, 2, swapped=True), GemmConfig(64, 256, 64, 8, 4, flatten=True),
+    GemmConfig(128, 128, 64, 4, 3, 2), GemmConfig(128, 128, 64, 8, 4, flatten=True),
+    GemmConfig(128, 256, 64, 8, 3, flatten=True), GemmConfig(128, 256, 64, 8, 4, flatten=True),
 )  # fmt: skip
 DECODERS = (DequantizeConfig(), DequantizeConfig(64, 128, 8), DequantizeConfig(16, 256, 4),
             DequantizeConfig(32, 256, 8), DequantizeConfig(8, 512, 4))  # fmt: skip
@@ -68,11 +68,9 @@ QUANTISERS = (
 
 
 def few_rows(block_m: int) -> tuple[GemmConfig, ...]:
-    return (
-        GemmConfig(block_m, 128, 128, True, 8, 4), GemmConfig(block_m, 64, 128, True, 4, 4, 2),
-        GemmConfig(block_m, 128, 64, True, 4, 4, 2), GemmConfig(block_m, 128, 128, True, 4, 4),
-        GemmConfig(block_m, 64, 256, True, 4, 3, 2),
-    )  # fmt: skip
+    tiles = ((128, 128, 8, 4), (64, 128, 4, 4, 2), (128, 64, 4, 4, 2), (128, 128, 4, 4),
+             (64, 256, 4, 3, 2))  # fmt: skip
+    return tuple(GemmConfig(block_m, *numbers, swapped=True) for numbers in tiles)
 
 
 def candidates(rows: int) -> tuple[GemmConfig, ...]:

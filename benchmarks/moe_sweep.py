@@ -28,18 +28,11 @@ from moe_rows import launches
 from timing import capture, interleaved_us
 from tune_qkv import compile_quietly
 
-from tilewright.codegen.grouped.codes_kernels import codes_config
-from tilewright.codegen.grouped.kernels import GemmConfig, gemm_grid
-from tilewright.codegen.grouped.scaled_kernels import SCALED_K, ScaledConfig, scaled_config
-from tilewright.codegen.moe.kernels import (
-    OrderConfig,
-    down_kernel,
-    sort_grids,
-    sort_kernels,
-    up_kernel,
-)
+from tilewright.codegen.grouped.kernels import gemm_kernel
+from tilewright.codegen.grouped.tiles import SCALED_K, CodesConfig, GemmConfig, ScaledConfig
+from tilewright.codegen.moe.kernels import OrderConfig, sort_grids, sort_kernels, up_kernel
 from tilewright.codegen.moe.plan import MoePlan, plan_moe
-from tilewright.codegen.moe.problem import MoeProblem
+from tilewright.codegen.moe.problem import MoeProblem, down_problem
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import SM90
 from tilewright.ops.grouped.lowering import as_words
@@ -75,16 +68,14 @@ def gemm_config(text: str, stage: str) -> GemmConfig:
     if found is None:
         raise SystemExit(f"config: expected one like s16x64x128w4s3p2, got {text!r}")
     kind, m, n, k, warps, stages, programs, flat, part, halves, codes = found.groups()
+    numbers = (int(m), int(n), int(k), int(warps), int(stages), int(programs or 1))
     if kind in "qr":
-        numbers = (int(m), int(n), int(warps), int(stages), int(programs or 1))
         parts = 2 if halves else 1
-        return scaled_config(*numbers, swapped=kind == "r", parts=parts, codes=bool(codes))
+        return ScaledConfig(*numbers, swapped=kind == "r", parts=parts, codes=bool(codes))
     if kind in "cd":
-        numbers = (int(m), int(n), int(k), int(warps), int(stages), int(programs or 1))
         more = {"ordered": stage == "down", "swapped": kind == "d", "part_k": int(part or 128)}
-        return codes_config(*numbers, **more)
-    numbers = (int(warps), int(stages), int(programs or 1), bool(flat))
-    return GemmConfig(int(m), int(n), int(k), kind == "s", *numbers)
+        return CodesConfig(*numbers, **more)
+    return GemmConfig(*numbers, swapped=kind == "s", flatten=bool(flat))
 
 
 def order_config(text: str) -> OrderConfig:
@@ -103,7 +94,10 @@ def stage_steps(
     if case.stage == "order":
         return order_steps(order_config(text), base, problem)
     config = gemm_config(text, case.stage)
-    kernel, statics = (up_kernel if case.stage == "up" else down_kernel)(problem, config)
+    up = case.stage == "up"
+    kernel, statics = (
+        up_kernel(problem, config) if up else gemm_kernel(down_problem(problem), config)
+    )
     values = dict.fromkeys(pointer.tensor for pointer in kernel.pointers)
     values |= {"num_routes": None, **by_name(base[case.stage])}
     if isinstance(config, ScaledConfig) and config.codes:
@@ -112,8 +106,8 @@ def stage_steps(
         quantised = by_name(base["quantize_rows"])
         values |= {"hidden": quantised["codes"], "hidden_scale": quantised["scale"]}
     values = as_words(values, problem.down, config)
-    known = {"distance": statics.distance} if case.stage == "up" else {}
-    return [launch(kernel, SM90, gemm_grid(config, SM90.num_sms), values, statics, **known)]
+    known = {"distance": statics.distance} if up else {}
+    return [launch(kernel, SM90, config.grid(SM90.num_sms), values, statics, **known)]
 
 
 def order_steps(config: OrderConfig, base: dict[str, Launch], problem: MoeProblem) -> list[Launch]:
@@ -136,9 +130,9 @@ def by_name(made: Launch) -> dict[str, Any]:
 
 def plain_plan(problem: MoeProblem, case: Case) -> MoePlan:
     """A plan whose GEMMs read weights as they are stored."""
-    tiles = GemmConfig(16, 64, 128, True, 4, 3)
+    tiles = GemmConfig(16, 64, 128, 4, 3, swapped=True)
     if problem.coded_rows:
-        tiles = scaled_config(64, 64, 4, 4)
+        tiles = ScaledConfig(64, 64, 128, 4, 4)
     plan = plan_moe(problem, case.tokens, SM90)
     return replace(plan, up=tiles, down=tiles, decode=None)
 

@@ -22,12 +22,13 @@ import torch
 from qkv_shapes import Layer, Shape, fair_us, fused_arguments, make_layer, paged_cache
 from timing import capture, environment, interleaved_us
 
+from tilewright.codegen.qkv import measured
 from tilewright.codegen.qkv import plan as qkv_plan
+from tilewright.codegen.qkv.candidates import candidates
 from tilewright.codegen.qkv.plan import LoweringChoice
-from tilewright.codegen.qkv.tune import table_text
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
-from tilewright.ops.qkv.choices import run
+from tilewright.ops.qkv.choices import run, specs_of
 from tilewright.ops.qkv.operands import prepare
 from tilewright.ops.qkv.tuning import NanMemory
 from tilewright.ops.runtime.device import device_target
@@ -62,8 +63,8 @@ def choices(
     if packed:
         return {"library": qkv_plan.library_choice(problem, num_tokens, target, True, None)}
     fused = {
-        str(config): qkv_plan.fused_choice(problem, config, target, 0.0, measured=False)
-        for config in qkv_plan.candidates(problem, num_tokens, target)
+        str(config): qkv_plan.fused_choice(problem, config, 0.0)
+        for config in candidates(problem, num_tokens, target)
     }
     library = qkv_plan.library_choice(problem, num_tokens, target, False, None)
     return {**fused, "library": library}
@@ -104,11 +105,11 @@ def measure(shape: Shape, num_tokens: int, target: Target, bad: dict[str, str]) 
         layers = [
             make_layer(shape, num_tokens, packed) for _ in range(shape.argument_sets(num_tokens))
         ]
-        problem = prepare(fused_arguments(shape, layers[0], cache)).problem
-        tried = choices(problem, num_tokens, target, packed)
+        call = prepare(fused_arguments(shape, layers[0], cache))
+        tried = choices(call.problem, num_tokens, target, packed)
         graphs = {}
         for name, choice in tried.items():
-            if any(spec.name in bad for spec in choice.specs):
+            if any(spec.name in bad for spec in specs_of(call, choice, target)):
                 continue
             if wrong(shape, layers[0], cache, choice):
                 raise AssertionError(f"{shape.name}, {num_tokens} tokens: {name} is wrong")
@@ -129,7 +130,7 @@ def measure(shape: Shape, num_tokens: int, target: Target, bad: dict[str, str]) 
         "fused_us": round(fused[best], 2),
         "library_us": round(times["library"], 2),
         "packed_library_us": round(times["packed_library"], 2),
-        "config": qkv_plan.write_config(configs[best]),
+        "config": measured.write_config(configs[best]),
     }
 
 
@@ -141,9 +142,9 @@ def compile_all(target: Target, tokens: list[int]) -> dict[str, str]:
         for num_tokens in tokens:
             for packed in (False, True):
                 layer = make_layer(shape, num_tokens, packed)
-                problem = prepare(fused_arguments(shape, layer, cache)).problem
-                for choice in choices(problem, num_tokens, target, packed).values():
-                    specs |= dict.fromkeys(choice.specs)
+                call = prepare(fused_arguments(shape, layer, cache))
+                for choice in choices(call.problem, num_tokens, target, packed).values():
+                    specs |= dict.fromkeys(specs_of(call, choice, target))
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
         outcomes = list(pool.map(compile_quietly, specs, chunksize=4))
@@ -152,7 +153,7 @@ def compile_all(target: Target, tokens: list[int]) -> dict[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=qkv_plan.MEASURED_FILE)
+    parser.add_argument("--out", type=Path, default=measured.NUMBERS_FILE)
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
     options = parser.parse_args()
     torch.manual_seed(0)
@@ -162,7 +163,11 @@ def main() -> None:
     bad = compile_all(target, options.tokens)
     for name, why in bad.items():
         print(f"left out: {name}: {why}")
-    others = [row for row in qkv_plan.measured_table() if row["target"] != target.name]
+    others = [
+        row
+        for row in measured.measured_table(measured.NUMBERS_FILE)
+        if row["target"] != target.name
+    ]
     rows: list[dict[str, Any]] = []
     for shape in SHAPES:
         for num_tokens in options.tokens:
@@ -173,7 +178,7 @@ def main() -> None:
                 f"{row['library_us']} packed {row['packed_library_us']} {row['config']}",
                 flush=True,
             )
-            options.out.write_text(table_text(environment(), [*others, *rows]))
+            options.out.write_text(measured.table_text(environment(), [*others, *rows]))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import multiprocessing
 import os
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,13 @@ from timing import capture, environment, interleaved_us
 from tune_qkv import compile_quietly
 
 from tilewright.codegen.qkv import plan as qkv_plan
+from tilewright.codegen.qkv.candidates import candidates
+from tilewright.codegen.qkv.measured import CODES_FILE, row_key, table_text, write_config
 from tilewright.codegen.qkv.plan import LoweringChoice
-from tilewright.codegen.qkv.quantized_plan import MEASURED_FILE, row_key
-from tilewright.codegen.qkv.tune import table_text
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
-from tilewright.ops.qkv.choices import run
-from tilewright.ops.qkv.operands import prepare
+from tilewright.ops.qkv.choices import run, specs_of
+from tilewright.ops.qkv.operands import FusedCall, prepare
 from tilewright.ops.runtime.device import device_target
 
 TOKENS = (16, 32, 64, 128, 256, 512, 1024, 4096)
@@ -52,6 +53,10 @@ class Job:
     shape: Shape
     num_tokens: int
 
+    @cached_property
+    def call(self) -> FusedCall:
+        return prepare(self.prepared(1)[0])
+
     def prepared(self, num_layers: int) -> list[Any]:
         """Arguments of as many layers, over one cache."""
         cache = paged_cache(self.shape, 0.1)
@@ -60,10 +65,10 @@ class Job:
 
     def choices(self, target: Target) -> dict[str, LoweringChoice]:
         """All lowerings to try, by name."""
-        problem = prepare(self.prepared(1)[0]).problem
+        problem = self.call.problem
         tried = {
-            str(config): qkv_plan.fused_choice(problem, config, target, 0.0, measured=False)
-            for config in qkv_plan.candidates(problem, self.num_tokens, target)
+            str(config): qkv_plan.fused_choice(problem, config, 0.0)
+            for config in candidates(problem, self.num_tokens, target)
         }
         if self.form.x == "bf16":  # else it multiplies in fp32, for want of anything else
             library = qkv_plan.library_choice(problem, self.num_tokens, target, True, None)
@@ -95,14 +100,16 @@ def measure(job: Job, choices: dict[str, LoweringChoice], target: Target) -> dic
         "fused_us": round(fused[best], 2),
         "library_us": library,
         "packed_library_us": library,
-        "config": qkv_plan.write_config(config),
+        "config": write_config(config),
     }
 
 
-def compiled(jobs: dict[Job, dict[str, LoweringChoice]]) -> dict[str, str]:
+def compiled(jobs: dict[Job, dict[str, LoweringChoice]], target: Target) -> dict[str, str]:
     """Compiles all kernels in parallel; failures by kernel name."""
-    every = (choice for choices in jobs.values() for choice in choices.values())
-    specs: dict[KernelSpec, None] = dict.fromkeys(s for choice in every for s in choice.specs)
+    every = ((job, choice) for job, choices in jobs.items() for choice in choices.values())
+    specs: dict[KernelSpec, None] = dict.fromkeys(
+        spec for job, choice in every for spec in specs_of(job.call, choice, target)
+    )
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
         outcomes = list(pool.map(compile_quietly, specs, chunksize=4))
@@ -111,7 +118,7 @@ def compiled(jobs: dict[Job, dict[str, LoweringChoice]]) -> dict[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=MEASURED_FILE)
+    parser.add_argument("--out", type=Path, default=CODES_FILE)
     parser.add_argument("--formats", nargs="+", default=list(BY_NAME))
     parser.add_argument("--models", nargs="+", default=[shape.name for shape in SHAPES])
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
@@ -127,12 +134,16 @@ def main() -> None:
         for shape in shapes
         for tokens in options.tokens
     }
-    bad = compiled(jobs)
+    bad = compiled(jobs, target)
     for name, why in bad.items():
         print(f"left out: {name}: {why}")
-    rows = json.loads(MEASURED_FILE.read_text())["rows"]
+    rows = json.loads(CODES_FILE.read_text())["rows"]
     for job, choices in jobs.items():
-        good = {n: c for n, c in choices.items() if not any(s.name in bad for s in c.specs)}
+        good = {
+            name: choice
+            for name, choice in choices.items()
+            if not any(spec.name in bad for spec in specs_of(job.call, choice, target))
+        }
         row = measure(job, good, target)
         keys = row.keys() - {"fused_us", "library_us", "packed_library_us", "config"}
         same = {key: row[key] for key in keys}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tilewright.codegen.operand import Operand
-from tilewright.codegen.spec import Constant, constants_of
+from tilewright.codegen.spec import Constant
 
 # Where element j of a word of eight nibbles lies in AWQ's words.
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -147,7 +147,9 @@ class Quantization:
         whole = self.block[1] >= columns
         return {
             "PER": self.per_word,
-            **constants_of(self, "packed_rows", "packed_zeros", "code_offset"),
+            "PACKED_ROWS": self.packed_rows,
+            "PACKED_ZEROS": self.packed_zeros,
+            "CODE_OFFSET": self.code_offset,
             "INTERLEAVED_NIBBLES": self.order == AWQ_ORDER,
             "REVERSED": self.order == (1, 0),
             "SCALE_ROWS": self.block[0],

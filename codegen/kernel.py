@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from tilewright.codegen.arithmetic import INT32_MAX
 from tilewright.codegen.emit.source import Library
 from tilewright.codegen.operand import Operand
 from tilewright.codegen.spec import Constant, KernelSpec, module_of
+from tilewright.codegen.targets import get_target
 
 POINTER_SUFFIX = "_ptr"
 # Whether the kernel may start while the one before it ends: decided by the target.
@@ -22,6 +24,21 @@ OPTIONS = ("num_warps", "num_stages", "maxnreg")
 Stride = tuple[str, int]
 #: Constants that are strides, by name: one of them, or a tuple of several.
 Strides = Mapping[str, Stride | tuple[Stride, ...]]
+
+
+def strides_of(tensor: str, prefix: str = "", **dims: int) -> dict[str, Stride]:
+    """The strides of a tensor by the names `<prefix>_<axis>_stride`, the dimension of each axis
+    given; prefix: the tensor's name by default."""
+    return {f"{prefix or tensor}_{axis}_stride": (tensor, dim) for axis, dim in dims.items()}
+
+
+class Number(NamedTuple):
+    """A parameter that is a number known at the launch. divisible: the kernel is told whether 16
+    divides it. stride: the tensor and the dimension whose stride it is; None for any other."""
+
+    name: str
+    divisible: bool
+    stride: Stride | None
 
 
 class Pointer(NamedTuple):
@@ -60,20 +77,31 @@ class Kernel:
         template, name: those of `KernelSpec.template` and `KernelSpec.kernel`.
         strides: constants that are strides unless a launch says otherwise, each of one dimension or
             a tuple of several; the stride of an absent tensor is 0.
-        types: Triton types of the numbers that are not "i32".
+        launch_strides: numbers that are strides, of type "i64", each of one dimension; the kernel
+            is told whether 16 divides them. An absent tensor, or a dimension that a tensor lacks,
+            has the stride 0.
+        broadcast: tensors whose dimensions of at most one element have the stride 0, too.
+        types: Triton types of the other numbers that are not "i32".
         ranges: numbers that count something, from 1 to INT32_MAX.
         divisible: numbers of which the kernel is told whether 16 divides them.
-        unaligned: tensors of whose address the kernel is told nothing.
+        unaligned: tensors of whose address, and launch strides of which, the kernel is told
+            nothing.
+        omitted: constants left out of a spec that gives them the signature's default.
+        dependent: the kernel may start before the one ahead of it ends, if it has LAUNCH_PDL.
         num_warps, num_stages: Triton's options where no record has them.
     """
 
     template: str
     name: str
     strides: Strides = field(default_factory=dict)
+    launch_strides: Mapping[str, Stride] = field(default_factory=dict)
+    broadcast: tuple[str, ...] = ()
     types: Mapping[str, str] = field(default_factory=dict)
     ranges: tuple[str, ...] = ()
     divisible: tuple[str, ...] = ()
     unaligned: tuple[str, ...] = ()
+    omitted: tuple[str, ...] = ()
+    dependent: bool = True
     num_warps: int = 4
     num_stages: int = 2
 
@@ -94,7 +122,7 @@ class Kernel:
             p: p.removesuffix(POINTER_SUFFIX) for p in self._names if p.endswith(POINTER_SUFFIX)
         }
         self._check("strides", dims, found.values())
-        self._check("unaligned", self.unaligned, found.values())
+        self._check("unaligned", self.unaligned, [*found.values(), *self.launch_strides])
         return tuple(
             Pointer(
                 parameter,
@@ -107,14 +135,15 @@ class Kernel:
         )
 
     @cached_property
-    def numbers(self) -> tuple[tuple[str, bool], ...]:
-        """The numbers known at the launch, in the order of the signature, each with whether the
-        kernel is told that 16 divides it."""
+    def numbers(self) -> tuple[Number, ...]:
+        """The numbers known at the launch, in the order of the signature."""
         known = {*self._constexprs, *(pointer.parameter for pointer in self.pointers)}
         found = [name for name in self._names if name not in known]
-        for what in ("types", "ranges", "divisible"):
+        for what in ("launch_strides", "types", "ranges", "divisible"):
             self._check(what, getattr(self, what), found)
-        return tuple((name, name in self.divisible) for name in found)
+        self._check("broadcast", self.broadcast, (p.tensor for p in self.pointers))
+        told = {*self.divisible, *self.launch_strides}.difference(self.unaligned)
+        return tuple(Number(name, name in told, self.launch_strides.get(name)) for name in found)
 
     def spec(
         self,
@@ -136,16 +165,20 @@ class Kernel:
         """
         records = tuple(records)
         self._check("constants", constants, self._names)
-        arguments = self._arguments(operands, constants)
-        return KernelSpec.of(
+        signature, known = self._arguments(operands, constants)
+        given = {pointer.parameter: operands[pointer.tensor] for pointer in self.pointers}
+        aligned = [name for name, operand in given.items() if operand and operand.aligned]
+        if self.dependent and LAUNCH_PDL in self._constexprs:
+            known[LAUNCH_PDL] = get_target(target).has("dependent_launch")
+        return KernelSpec.make(
             self.template,
             self.name,
-            self._constants(operands, constants, records),
-            arguments,
+            {**self._constants(operands, constants, records), **known},
+            signature,
+            divisible16=[*aligned, *(name for name in divisible if name in signature)],
+            ranges={name: (1, INT32_MAX) for name in self.ranges if name in signature},
             target=target,
-            divisible=divisible,
-            ranges=self.ranges,
-            dependent=LAUNCH_PDL in self._constexprs,
+            launch_pdl=bool(known.get(LAUNCH_PDL)),
             **_options((*records, self)),
         )
 
@@ -173,25 +206,33 @@ class Kernel:
                 found[name] = values if self.strides[name] is places else values[0]
             elif name not in self._optional and name != LAUNCH_PDL:
                 raise ValueError(f"{self}: expected a value for the constant {name}, got none")
+        for name in self.omitted:
+            if name in found and found[name] == ast.literal_eval(self._optional[name]):
+                del found[name]
         return found
 
     def _arguments(
         self, operands: Mapping[str, Operand | None], constants: Mapping[str, Constant]
-    ) -> dict[str, Operand | Constant]:
-        """Tensors and numbers in the kernel's order, without tensors that have a default and are
-        absent."""
+    ) -> tuple[dict[str, str], dict[str, Constant]]:
+        """(signature, constants): an operand is a pointer, and a number is known at the launch
+        unless it is given here. An absent tensor that has no default is the constant None."""
         pointers = {pointer.parameter: pointer for pointer in self.pointers}
-        numbers = dict(self.numbers)
-        made: dict[str, Operand | Constant] = {}
+        types = {number.name: "i64" if number.stride else "i32" for number in self.numbers}
+        types |= self.types
+        signature: dict[str, str] = {}
+        known: dict[str, Constant] = {}
         for name in self._names:
             pointer = pointers.get(name)
-            if pointer is not None:
-                operand = operands[pointer.tensor]
-                if operand is not None or not pointer.optional:
-                    made[name] = operand
-            elif name in numbers:
-                made[name] = constants.get(name, self.types.get(name, "i32"))
-        return made
+            if pointer is None:
+                if name in types and name in constants:
+                    known[name] = constants[name]
+                elif name in types:
+                    signature[name] = types[name]
+            elif (operand := operands[pointer.tensor]) is not None:
+                signature[name] = f"*{operand.dtype}"
+            elif not pointer.optional:
+                known[name] = None
+        return signature, known
 
     def _stride(self, operand: Operand | None, tensor: str, dim: int) -> int:
         if operand is None:
@@ -219,12 +260,15 @@ class Kernel:
     def _constexprs(self) -> frozenset[str]:
         found = frozenset(a.arg for a in self._function.args if _is_constexpr(a.annotation))
         self._check("strides", self.strides, found)
+        self._check("omitted", self.omitted, found & self._optional.keys())
         return found
 
     @cached_property
-    def _optional(self) -> frozenset[str]:
-        """Parameters with a default."""
-        return frozenset(self._names[len(self._names) - len(self._function.defaults) :])
+    def _optional(self) -> dict[str, ast.expr]:
+        """Parameters with a default, each with that."""
+        defaults = self._function.defaults
+        names = self._names[len(self._names) - len(defaults) :]
+        return dict(zip(names, defaults, strict=True))
 
     def _check(self, what: str, named: Iterable[str], known: Iterable[str]) -> None:
         unknown = sorted(set(named) - set(known))

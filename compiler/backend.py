@@ -15,12 +15,12 @@ from torch import fx
 
 from tilewright.compiler import _compat
 from tilewright.compiler import artifacts as _artifacts  # noqa: F401  registers them
+from tilewright.compiler._compat import inductor, tracing
 from tilewright.compiler.fuse import fuse, target_name
 from tilewright.compiler.graph_breaks import listen_for_breaks, noting_breaks, why_graph_ended
 from tilewright.compiler.options import Options, without
 from tilewright.compiler.report import GraphReport, Lowered, break_miss, unless_cut
 from tilewright.compiler.report.failures import StrictError, raise_strictly
-from tilewright.compiler.report.kept import KeptReport, kept
 from tilewright.compiler.safety.modes import modes_of
 from tilewright.compiler.safety.overlap import unfused_where_inputs_meet
 from tilewright.compiler.safety.ranks import (
@@ -39,7 +39,7 @@ if level := os.environ.get("TILEWRIGHT_LOG"):
 
 WITHOUT_GRAD = "call the model under torch.no_grad(), or after model.requires_grad_(False)"
 
-_REPORTS: deque[KeptReport] = deque(maxlen=64)
+_REPORTS: deque[GraphReport] = deque(maxlen=64)
 
 
 def tilewright(
@@ -90,8 +90,7 @@ def _compiled(
         return compiled
 
     def note(text: str) -> None:
-        noted = replace(report, notes=(*report.notes, text))
-        _correct(published, kept(noted, Lowered((noted,), target_name(chosen), tuple(breaks))))
+        _correct(published, replace(published, notes=(*published.notes, text)))
 
     return verified(report, compiled, chosen, lambda why: _publish(_unfused(gm, why), chosen), note)
 
@@ -104,7 +103,7 @@ def _frame_broke(breaks: list[str], options: Mapping[str, Any]) -> bool:
         chosen = Options()
     misses = tuple(break_miss(text) for text in breaks)
     empty = fx.GraphModule({}, fx.Graph())
-    _publish(GraphReport(empty, empty, (), misses), chosen, breaks)
+    _publish(GraphReport((empty, empty), (), misses), chosen, breaks)
     return any(chosen.raises_for(miss) for miss in misses)
 
 
@@ -114,10 +113,11 @@ tilewright.reset = _WARNED.clear  # type: ignore[attr-defined]
 listen_for_breaks(tilewright, _frame_broke)
 
 
-def reports() -> tuple[KeptReport, ...]:
+def reports() -> tuple[GraphReport, ...]:
     """Reports of the latest 64 graphs that the backend compiled in this process, oldest first.
 
-    They are text and numbers, and keep no graph, tensor or model alive.
+    They are text and numbers (:meth:`GraphReport.without_graphs`), and keep no graph, tensor or
+    model alive.
     """
     return tuple(_REPORTS)
 
@@ -139,7 +139,7 @@ def _trains(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
 
 
 def _unfused(gm: fx.GraphModule, note: str, misses: tuple[Miss, ...] = ()) -> GraphReport:
-    return GraphReport(gm, gm, (), misses, (note,))
+    return GraphReport((gm, gm), (), misses, (note,))
 
 
 def _fuse_or_not(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> GraphReport:
@@ -198,11 +198,11 @@ def _inner(
 ) -> Callable[..., Any]:
     if options.inner == "eager":
         return _compat.forward_of(gm)
-    patches = {**(_compat.mode_patches(mode) or {}), **(options.inner_options or {})}
+    patches = {**(inductor.mode_patches(mode) or {}), **(options.inner_options or {})}
     return _compat.compile_fx(gm, list(example_inputs), config_patches=patches)
 
 
-def _correct(published: KeptReport, now: KeptReport) -> None:
+def _correct(published: GraphReport, now: GraphReport) -> None:
     """Puts what is known now in the place of a report that was published."""
     for place, known in enumerate(_REPORTS):
         if known is published:
@@ -212,9 +212,9 @@ def _correct(published: KeptReport, now: KeptReport) -> None:
 
 
 def _publish(report: GraphReport, options: Options, breaks: Sequence[str] = ()) -> None:
-    lowered = Lowered((report,), target_name(options), tuple(breaks))
-    _REPORTS.append(kept(report, lowered))
-    _trace(report, lowered)
+    report = replace(report, target=target_name(options), graph_breaks=tuple(breaks))
+    _REPORTS.append(report.without_graphs())
+    _trace(report)
     lost = [miss for miss in report.misses if miss.is_lost and miss.pattern != CAPTURE]
     if lost and not report.matches:
         tally: Counter[str] = Counter()
@@ -226,21 +226,21 @@ def _publish(report: GraphReport, options: Options, breaks: Sequence[str] = ()) 
         if miss.pattern == CAPTURE and miss not in _WARNED:
             _WARNED.add(miss)
             log.warning("%s", miss)
-    for line in str(lowered).splitlines() if report.matches or report.misses else ():
+    for line in report.text.splitlines() if report.matches or report.misses else ():
         log.info("%s", line)
     if options.report is not None:
         try:
             with open(options.report, "a", encoding="utf-8") as file:
-                file.write(json.dumps(lowered.as_dict()) + "\n")
+                file.write(json.dumps(report.data) + "\n")
         except OSError as error:  # the model still compiles
             log.warning("options['report']: nothing could be written: %s", error)
 
 
-def _trace(report: GraphReport, lowered: Lowered) -> None:
+def _trace(report: GraphReport) -> None:
     """What tlparse shows beside Dynamo's and Inductor's own artifacts."""
-    _compat.trace_artifact("tilewright_report", "json", lambda: json.dumps(lowered.as_dict()))
-    _compat.trace_artifact("tilewright_report_text", "string", lambda: str(lowered))
-    _compat.trace_artifact(
+    inductor.trace_artifact("tilewright_report", "json", lambda: json.dumps(report.data))
+    inductor.trace_artifact("tilewright_report_text", "string", lambda: report.text)
+    inductor.trace_artifact(
         "tilewright_graph",
         "string",
         lambda: str(report.after.print_readable(print_output=False, include_stride=True)),
@@ -295,11 +295,11 @@ def lower(
     with (
         noting_breaks(capture) as breaks,
         torch.no_grad(),
-        _compat.unlimited_compiles(),
-        _compat.autocast_off_on_meta(),
-        _compat.numbers_fake_on_meta(),
+        tracing.unlimited_compiles(),
+        tracing.autocast_off_on_meta(),
+        tracing.numbers_fake_on_meta(),
     ):
-        compiled = _compat.compile_isolated(model, backend=capture, dynamic=dynamic)
+        compiled = tracing.compile_isolated(model, backend=capture, dynamic=dynamic)
         try:
             compiled(*args, **(kwargs or {}))
         except Exception as error:

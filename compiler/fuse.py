@@ -27,16 +27,9 @@ from tilewright.compiler.report import GraphReport, Kernel, Site
 from tilewright.compiler.report.census import Point, Round, census_of, unrecognised
 from tilewright.compiler.report.failures import Failures, raise_strictly
 from tilewright.compiler.rewrite import HalfRewrittenError, Rewritten, arguments_of, rewrite_sites
-from tilewright.compiler.rewrite.bodies import inline_bodies, unseen_in_bodies
-from tilewright.compiler.rewrite.declared import spell_declared_out
-from tilewright.compiler.rewrite.dropouts import remove_idle_dropouts
-from tilewright.compiler.rewrite.fills import make_fills_plain
-from tilewright.compiler.rewrite.flex import spell_flex_out
-from tilewright.compiler.rewrite.in_place import make_arithmetic_new
-from tilewright.compiler.rewrite.last_rows import take_rows_first
+from tilewright.compiler.rewrite.bodies import unseen_in_bodies
 from tilewright.compiler.rewrite.lengths import advance_lengths_last
-from tilewright.compiler.rewrite.local_linears import make_linears_local
-from tilewright.compiler.rewrite.rank_sums import make_rank_sums_plain
+from tilewright.compiler.rewrite.normal import normalise
 from tilewright.compiler.rewrite.spelled import (
     KeptCallsError,
     drop_taken,
@@ -108,14 +101,14 @@ def fuse(gm: fx.GraphModule, options: Options) -> GraphReport:
     misses = (*attempt.misses, *untold)
     raise_strictly(misses, options)
     return GraphReport(
-        before=gm,
-        after=attempt.after,
+        modules=(gm, attempt.after),
         matches=attempt.sites,
         misses=misses,
         notes=attempt.notes,
         seconds=clock.seconds,
         inputs=attempt.inputs,
         points=points,
+        target=target,
     )
 
 
@@ -169,15 +162,7 @@ def _attempt(
     planned = get_target(target)
 
     def run(graph: fx.Graph) -> None:
-        inline_bodies(graph, modes_of(graph, torch.is_grad_enabled()))
-        make_fills_plain(graph)
-        remove_idle_dropouts(graph)
-        make_arithmetic_new(graph)
-        make_rank_sums_plain(graph)
-        make_linears_local(graph)
-        take_rows_first(graph)
-        declared, unfit = spell_declared_out(graph, kept)
-        spelled = [*spell_flex_out(graph, kept), *declared]
+        spelled, unfit = normalise(graph, kept)
         # Where an op refuses a site, another round gives the site to the next pattern.
         refused: dict[tuple[str, fx.Node], Miss] = {}
         left_open: set[fx.Node] = set()

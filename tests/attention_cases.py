@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from tilewright.codegen.attention.blocks import LIST_STRIDES
 from tilewright.codegen.attention.prefill_tiles import PrefillConfig
 from tilewright.codegen.mla.attention_kernels import (
     ATTENTION,
-    LIST_STRIDES,
     AttentionProblem,
     attention_statics,
 )
@@ -32,7 +32,7 @@ def attention_spec(problem: AttentionProblem, config: PrefillConfig, key_stride:
     rows, index = Operand(problem.dtype), Operand("i32") if problem.ragged else None
     operands: dict[str, Operand | None] = dict.fromkeys(p.tensor for p in ATTENTION.pointers)
     operands |= {"q": rows, "q_rope": rows, "k": Operand(problem.dtype, (key_stride,)), "v": rows}
-    operands |= {"rope": rows, "out": Operand(problem.out)}
+    operands |= {"rope": Operand(problem.dtype, (problem.rope,)), "out": Operand(problem.out)}
     operands |= {"query_offsets": index, "key_offsets": index}
     operands["lse"] = Operand("fp32", aligned=False) if problem.has_lse else None
     statics, no_list = attention_statics(problem, config), dict.fromkeys(LIST_STRIDES, 0)
@@ -129,11 +129,7 @@ def exact(a: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
         key_at = start + torch.arange(scores.shape[2], device=q.device)
         if a.q_rope is not None:
             q_rope = a.q_rope.flatten(0, -3).double()[mine]
-            if a.block_table is not None:
-                size = a.k_rope.shape[1]
-                k_rope = a.k_rope[a.block_table[b, key_at // size].long(), key_at % size].double()
-            else:
-                k_rope = a.k_rope.flatten(0, -2).double()[keys]
+            k_rope = a.k_rope.flatten(0, -2).double()[keys]
             scores += torch.einsum("qhd,kd->hqk", q_rope, k_rope)
         scores *= a.scale
         for scale in (a.q_scale, a.k_scale):

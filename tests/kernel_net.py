@@ -25,14 +25,16 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 # All that the net knows of where things are.
+from tilewright.codegen import emit as emit_package
 from tilewright.codegen.emit import emit
-from tilewright.codegen.qkv.plan import candidates, fused_choice, library_choice
-from tilewright.codegen.qkv.time import estimate
-from tilewright.codegen.spec import KernelSpec
+from tilewright.codegen.emit.source import fingerprint
+from tilewright.codegen.qkv.plan import fused_choice, library_choice, ranked
+from tilewright.codegen.spec import KernelSpec, module_of
 from tilewright.codegen.targets import TARGETS
 from tilewright.ops.contract import FusedOp, all_ops, get_op
 from tilewright.ops.grouped.quantize_nvfp4 import QuantizeNvfp4Arguments
 from tilewright.ops.mla.attention.lowering import attention_steps
+from tilewright.ops.qkv.choices import specs_of
 from tilewright.ops.qkv.operands import prepare
 from tilewright.ops.runtime.program import Planner, drive
 from tilewright.tools.audit.families import all_cases as audit_cases
@@ -71,6 +73,15 @@ def source_hash(spec: KernelSpec) -> str:
     text = ast.unparse(tree)
     assert spec.name not in text, f"{spec.name} has its name in its body"
     return hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
+
+
+@cache
+def text_hash(template: str) -> str:
+    """Of all that a template's sources are emitted from: its text, the texts of what it imports,
+    and the emitter's."""
+    emitter = sorted(Path(emit_package.__file__).parent.glob("*.py"))
+    texts = [fingerprint(module_of(template)), *(path.read_text("utf-8") for path in emitter)]
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:DIGITS]
 
 
 def own_ops() -> list[FusedOp]:
@@ -152,17 +163,14 @@ def forced_qkv(target: str) -> Iterator[tuple[str, Sequence[KernelSpec]]]:
         call, tokens = prepare(a), a.x.shape[0]
         problem = call.problem
         kinds: dict[str, Any] = {}
-        ranked = sorted(
-            (estimate(problem, config, tokens, chip), str(config), config)
-            for config in candidates(problem, tokens, chip)
-        )
-        for _, _, config in ranked:
-            choice = fused_choice(problem, config, chip, 0.0, measured=False)
+        for seconds, config in ranked(problem, tokens, chip):
+            choice = fused_choice(problem, config, seconds)
             kinds.setdefault(choice.name, choice)
         packed = call.rows is not None
         kinds["library"] = library_choice(problem, tokens, chip, packed, None)
         for name, choice in kinds.items():
-            yield f"op, {op.name}, {case.name}, forced {name}", choice.specs
+            *before, last = specs_of(call, choice, chip)
+            yield f"op, {op.name}, {case.name}, forced {name}", [last, *before]
 
 
 class _OnMeta(TorchFunctionMode):

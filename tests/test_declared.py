@@ -12,7 +12,7 @@ from tests.extension_example import opaque_ops as ops
 from tests.found import assert_accounted, counting, misses_of, patterns_in
 from tests.models import moe_idioms
 from tilewright.compiler import declare, lower, reports, undeclare
-from tilewright.compiler.rewrite import declared
+from tilewright.compiler.rewrite import declared, normal
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "undeclared")
 
@@ -195,17 +195,17 @@ def test_what_a_meaning_returns_lies_as_what_the_operator_returns(monkeypatch):
     declare(ops.halves, ops.halves_meaning)
     args = torch.zeros(4, 8), torch.randn(4, 8)
     seen = []
-    original = declared.spell_declared_out
+    original = normal.spell_out
 
-    def spell(graph, kept=()):
-        found, misses = original(graph, kept)
+    def spell(graph, kinds, kept=()):
+        found, misses = original(graph, kinds, kept)
         seen.append([node.target for site in found for node in site.added])
         for site in found:
             for node in (*site.results, site.call):
                 graph.erase_node(node)
         return [], misses
 
-    monkeypatch.setattr("tilewright.compiler.fuse.spell_declared_out", spell)
+    monkeypatch.setattr("tilewright.compiler.rewrite.normal.spell_out", spell)
     graph = lower(Halves(), args).graphs[0].after
     assert torch.ops.aten.clone.default in seen[0]
     graph.recompile()

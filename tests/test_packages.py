@@ -80,12 +80,12 @@ def test_a_hidden_module_would_be_seen():
 @pytest.mark.parametrize(
     ("template", "module"),
     [
-        ("qkv.projection", "tilewright.codegen.qkv.templates.projection"),
+        ("qkv.tiled", "tilewright.codegen.qkv.templates.tiled"),
         ("grouped.gemm", "tilewright.codegen.grouped.templates.gemm"),
         ("codes", "tilewright.codegen.templates.codes"),
         ("mine.kernels", "mine.kernels"),
         ("emit.values", "emit.values"),
-        ("qkv.templates.projection", "qkv.templates.projection"),
+        ("qkv.templates.tiled", "qkv.templates.tiled"),
     ],
 )
 def test_a_family_s_template_is_named_by_family_and_module(template, module):
@@ -103,5 +103,5 @@ def test_a_family_s_template_is_named_by_family_and_module(template, module):
 )
 def test_a_template_takes_from_every_folder_of_templates(source, taken):
     text = f"from {source} import helper\n"
-    module = parse_module("tilewright.codegen.qkv.templates.projection", text)
+    module = parse_module("tilewright.codegen.qkv.templates.tiled", text)
     assert module.imports == ({"helper": Imported(source, "helper")} if taken else {})

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
-from tilewright.codegen.audit import Audit, Expectations, check, notes
-from tilewright.codegen.build import BuildError
+from tilewright.codegen.audit import Expectations
 from tilewright.codegen.targets import Target, get_target
 from tilewright.compiler import Kernel
 from tilewright.tools.audit.cases import (
@@ -18,29 +18,17 @@ from tilewright.tools.audit.cases import (
     SPECIALISED_STACK_BYTES,
 )
 from tilewright.tools.audit.moe import ROW_SCALES_REASON, nvfp4_mma
+from tilewright.tools.audit.outcome import Audited, outcome_of
 from tilewright.tools.audit.qkv import fresh_sums_reason
 
 WORKERS = 2
 
 
 @dataclass(frozen=True)
-class KernelAudit:
-    """One kernel after the compiler.
+class KernelAudit(Audited):
+    """One kernel of a report after the compiler."""
 
-    audit: None where it did not compile; error then has the compiler's last words. problems: the
-    rules that the machine code breaks, as `rule: sentence`. notes: what else is to know of it, in
-    the same form.
-    """
-
-    kernel: Kernel
-    audit: Audit | None
-    problems: tuple[str, ...]
-    error: str = ""
-    notes: tuple[str, ...] = ()
-
-    @property
-    def good(self) -> bool:
-        return self.audit is not None and not self.problems
+    kernel: Kernel = field(kw_only=True)
 
     def as_dict(self) -> dict[str, Any]:
         """The outcome as JSON-ready data."""
@@ -67,23 +55,13 @@ def audit_kernels(
     chip = get_target(target)
 
     def one(kernel: Kernel) -> KernelAudit:
-        outcome = _audit(kernel, chip)
+        outcome = outcome_of(partial(kernel.build, chip.name), chip, expectations(kernel, chip))
         done()
-        return outcome
+        return KernelAudit(**vars(outcome), kernel=kernel)
 
     # The threads only wait: the compiler runs in the worker processes.
     with ThreadPoolExecutor(workers) as pool:
         return list(pool.map(one, kernels))
-
-
-def _audit(kernel: Kernel, target: Target) -> KernelAudit:
-    try:
-        audit = kernel.build(target.name).audit
-    except BuildError as error:
-        return KernelAudit(kernel, None, (), str(error))
-    expected = expectations(kernel, target)
-    problems, told = (tuple(of(audit, target, expected)) for of in (check, notes))
-    return KernelAudit(kernel, audit, problems, notes=told)
 
 
 def expectations(kernel: Kernel, target: Target) -> Expectations:

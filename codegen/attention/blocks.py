@@ -14,6 +14,10 @@ templates/softmax.py), at most -1.04 E and at least -0.9 E. E is 2 ** 15 or more
 than 150 apart, and exp2(-150) is zero in fp32: the lower one's weight is zero, exactly.
 """
 
+from __future__ import annotations
+
+from tilewright.codegen.kernel import strides_of
+
 QUERIES = 128
 KEYS = 64
 
@@ -21,3 +25,13 @@ KEYS = 64
 LOWEST = -1.75
 ORDINARY = -0.125
 LOGIT = 0.5
+
+# Strides of a mask tensor [B, H, S, K] and of its list, which are known at the launch.
+MASK_STRIDES = strides_of("mask", sequence=0, head=1, row=2, column=3)
+LIST_STRIDES = strides_of("mask_blocks", "blocks", sequence=0, head=1, tile=2)
+
+
+def mask_kind(mask: str) -> str:
+    """What kernels are told of a mask tensor of this dtype, "" without one: u8 is of booleans, a
+    float is added."""
+    return "none" if not mask else "bool" if mask == "u8" else "additive"

@@ -5,50 +5,59 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
-from tilewright.codegen.attention.blocks import KEYS
+from tilewright.codegen.attention.blocks import KEYS, LIST_STRIDES, MASK_STRIDES
 from tilewright.codegen.attention.problem import CacheProblem
-from tilewright.codegen.kernel import Kernel
+from tilewright.codegen.kernel import Kernel, strides_of
 
-# Of a cache whose values have a tensor of their own.
-V_STRIDES = ("v_page_stride", "v_head_stride")
-# Of the keys' second part.
-ROPE_STRIDES = ("q_rope_token_stride", "q_rope_head_stride", "rope_page_stride")
 # fp32 numbers that a warp of the merging program holds: 64 a thread.
 MERGED_NUMBERS = 64 * 32
 MERGE_WARPS = 4
-STRIDES = (
-    "q_token_stride", "q_head_stride", "k_page_stride", "k_head_stride", "v_page_stride",
-    "v_head_stride", "positions_sequence_stride", "positions_stride", "table_stride",
-    "mask_sequence_stride", "mask_head_stride", "mask_row_stride", "mask_column_stride",
-    "blocks_sequence_stride", "blocks_head_stride", "blocks_tile_stride", "k_scale_stride",
-    "v_scale_stride",
-)  # fmt: skip
+# Of a cache whose values have a tensor of their own.
+V_STRIDES = strides_of("v", page=0, head=2)
+# Of the keys' second part.
+ROPE_STRIDES = strides_of("q_rope", token=0, head=1) | strides_of("k_rope", "rope", page=0)
+_STRIDES = {
+    **strides_of("q", token=0, head=1),
+    **strides_of("k", page=0, head=2),
+    **V_STRIDES,
+    **strides_of("positions", sequence=-2),
+    "positions_stride": ("positions", -1),
+    "table_stride": ("block_table", 0),
+    "k_scale_stride": ("k_scale", 0),
+    "v_scale_stride": ("v_scale", 0),
+    **MASK_STRIDES,
+    **LIST_STRIDES,
+}
+_BROADCAST = ("mask", "mask_blocks", "k_scale", "v_scale")
 _SCALARS = {"factor": "fp32", "softcap": "fp32"}
-_DECODE_STRIDES = (*(name for name in STRIDES if name != "blocks_head_stride"), *ROPE_STRIDES)
 
 DECODE = Kernel(
     "attention.decode",
     "attention_decode",
     {"K_STRIDE": ("k", 1), "V_STRIDE": ("v", 1), "ROPE_STRIDE": ("k_rope", 1)},
-    types=_SCALARS | dict.fromkeys(_DECODE_STRIDES, "i64"),
+    {name: s for name, s in _STRIDES.items() if name != "blocks_head_stride"} | ROPE_STRIDES,
+    _BROADCAST,
+    types=_SCALARS,
     ranges=("num_queries", "num_keys", "row_tiles"),
-    divisible=_DECODE_STRIDES,
 )
 # After DECODE, where keys are split.
 MERGE = Kernel(
     "attention.decode",
     "attention_merge",
-    types={"v_scale_stride": "i64"},
+    launch_strides={"v_scale_stride": ("v_scale", 0)},
+    broadcast=_BROADCAST[-1:],
     ranges=("num_queries", "row_tiles"),
+    unaligned=("v_scale_stride",),
     num_warps=MERGE_WARPS,
 )
 PREFILL = Kernel(
     "attention.prefill",
     "attention_prefill",
     {"K_STRIDE": ("k", 1), "V_STRIDE": ("v", 1)},
-    types=_SCALARS | dict.fromkeys(STRIDES, "i64"),
+    _STRIDES,
+    _BROADCAST,
+    types=_SCALARS,
     ranges=("num_queries", "num_keys", "row_tiles", "head_group"),
-    divisible=STRIDES,
 )
 
 

@@ -5,22 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tilewright.codegen.arithmetic import cdiv
-from tilewright.codegen.attention.blocks import LOWEST, ORDINARY
-from tilewright.codegen.attention.prefill_tiles import mask_kind
+from tilewright.codegen.attention.blocks import LOWEST, ORDINARY, mask_kind
 from tilewright.codegen.kernel import Kernel
 from tilewright.codegen.spec import Constant
 
 # Entries of a list that are written at a time.
 LEAST_LISTED, MOST_LISTED = 16, 1024
 
-
-_STRIDES = ("sequence_stride", "head_stride", "row_stride", "column_stride")
+_AXES = ("sequence", "head", "row", "column")
 MASK_BLOCKS = Kernel(
     "attention.mask_blocks",
     "mask_blocks",
-    types=dict.fromkeys(_STRIDES, "i64"),
+    launch_strides={f"{axis}_stride": ("mask", dim) for dim, axis in enumerate(_AXES)},
+    broadcast=("mask",),
     ranges=("num_heads", "query_tiles", "blocks_per_part", "parts"),
-    divisible=("num_keys", *_STRIDES),
+    divisible=("num_keys",),
     unaligned=("counters",),
 )
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv, next_power_of_2
 from tilewright.codegen.attention.blocks import KEYS
 from tilewright.codegen.attention.kernels import DecodeConfig, decode_tiles
-from tilewright.codegen.attention.prefill_tiles import PrefillConfig, head_group
-from tilewright.codegen.attention.problem import CacheProblem, CacheSizes
+from tilewright.codegen.attention.prefill_tiles import PrefillConfig
+from tilewright.codegen.attention.problem import AttentionSizes, CacheProblem
 from tilewright.codegen.targets import Target
 
 # Rows of a tile at most.
@@ -72,7 +72,7 @@ def _most_rows(problem: CacheProblem, held: int) -> int:
     return max(min(held * 32 * MOST_WARPS // problem.v_block, MOST_ROWS), 16)
 
 
-def decodes(problem: CacheProblem, sizes: CacheSizes) -> bool:
+def decodes(problem: CacheProblem, sizes: AttentionSizes) -> bool:
     """Whether the queries of a sequence, of ragged ones on average, fit the rows of one tile."""
     queries = sizes.num_queries
     if problem.ragged:
@@ -101,14 +101,7 @@ def _fits(problem: CacheProblem, config: PrefillConfig, target: Target) -> bool:
     return config.fits(q_bytes, key_bytes, problem.attn_mask, target)
 
 
-def query_head_group(problem: CacheProblem, sizes: CacheSizes, target: Target) -> int:
-    """Heads of q (of a dense batch: pairs of sequence and head) whose tiles run side by side."""
-    ragged = problem.ragged
-    pairs = problem.num_kv_heads * (1 if ragged else max(sizes.num_sequences, 1))
-    return head_group(pairs, sizes.num_keys * problem.key_bytes, target) * problem.group
-
-
-def decode_config(problem: CacheProblem, sizes: CacheSizes, target: Target) -> DecodeConfig:
+def decode_config(problem: CacheProblem, sizes: AttentionSizes, target: Target) -> DecodeConfig:
     """The tiles of a call; sizes: rounded to what plans are made for."""
     # Numbers on their way to tensor memory take registers of their own, beside a mask's.
     crowded = bool(target.tmem_columns) and problem.attn_mask != ""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv
+from tilewright.codegen.attention.problem import AttentionSizes
 from tilewright.codegen.targets import Target
 
 # Share of the L2 cache that the keys and values of one group of heads may take.
@@ -53,23 +55,7 @@ class PrefillConfig:
         return held <= target.max_shared_bytes
 
 
-def mask_kind(mask: str) -> str:
-    """What kernels are told of a mask tensor of this dtype, "" without one: u8 is of booleans, a
-    float is added."""
-    return "none" if not mask else "bool" if mask == "u8" else "additive"
-
-
-def num_tiles(block_m: int, sequences: int, queries: int, longest: int, *, ragged: bool) -> int:
-    """Tiles of one head: of a dense sequence of so many queries, or at most of all ragged ones,
-    which have them together, none more than `longest`; at least 1."""
-    if not ragged:
-        return max(cdiv(queries, block_m), 1)
-    # Each sequence has at most one tile that is not full.
-    together = cdiv(queries, block_m) + sequences - 1
-    return max(min(together, sequences * cdiv(longest, block_m)), 1)
-
-
-def head_group(pairs: int, kept_bytes: int, target: Target) -> int:
+def _head_group(pairs: int, kept_bytes: int, target: Target) -> int:
     """How many of `pairs` heads (of a dense batch: of sequence and head) run side by side.
 
     As many as the L2 cache holds keys and values of, kept_bytes each: then each is read from memory
@@ -80,6 +66,35 @@ def head_group(pairs: int, kept_bytes: int, target: Target) -> int:
     return cdiv(pairs, cdiv(pairs, fitting))
 
 
-def tile_grid(pairs: int, tiles: int, head_group: int) -> tuple[int]:
-    """One program per tile; those of a last group that is not full have nothing to do."""
-    return (cdiv(pairs, head_group) * head_group * tiles,)
+class Schedule(NamedTuple):
+    """row_tiles: of one head of a dense sequence, or at most of all ragged ones. head_group: heads
+    (of a dense batch: pairs of sequence and head) whose tiles run side by side. grid: a program for
+    each tile; those of a last group that is not full have nothing to do."""
+
+    row_tiles: int
+    head_group: int
+    grid: tuple[int]
+
+
+def schedule(
+    config: PrefillConfig,
+    sizes: AttentionSizes,
+    target: Target,
+    *,
+    heads: int,
+    key_bytes: int,
+    ragged: bool,
+    sharing: int = 1,
+    head_group: int | None = None,
+) -> Schedule:
+    """The tiles of a launch and their order. heads: of keys, each of which `sharing` heads of q
+    share. key_bytes: of a key and its value. head_group: in place of what the L2 cache holds."""
+    sequences, tiles = sizes.num_sequences, cdiv(sizes.num_queries, config.block_m)
+    if ragged:
+        # Each sequence has at most one tile that is not full; any may have all the queries.
+        tiles, sequences = min(tiles + sequences - 1, sequences * tiles), 1
+    pairs = heads * sequences
+    if head_group is None:
+        head_group = _head_group(max(pairs, 1), sizes.num_keys * key_bytes, target) * sharing
+    tiles = max(tiles, 1)
+    return Schedule(tiles, head_group, (cdiv(pairs * sharing, head_group) * head_group * tiles,))

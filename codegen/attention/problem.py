@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tilewright.codegen.arithmetic import ELEMENT_BYTES, next_power_of_2
-from tilewright.codegen.attention.prefill_tiles import mask_kind
+from tilewright.codegen.attention.blocks import mask_kind
 
 
 @dataclass(frozen=True)
@@ -71,9 +71,10 @@ class CacheProblem:
 
 
 @dataclass(frozen=True)
-class CacheSizes:
-    """Extents that a launch knows without reading the device: num_queries of each sequence (of the
-    longest at most, where ragged), num_keys that each has room for."""
+class AttentionSizes:
+    """Extents that a launch knows without reading the device: num_queries of each sequence, of all
+    ragged ones together; num_keys that each has room for, or that ragged ones have together where
+    keys are ragged, too."""
 
     num_sequences: int
     num_queries: int

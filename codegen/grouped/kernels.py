@@ -1,93 +1,81 @@
-"""The grouped GEMM of numbers and `dequantize_experts`, their tiles and their launch grids."""
+"""The kernels of grouped GEMMs, of what quantises their rows and of what dequantises their weights;
+the constants and launch grids of each."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
+from tilewright.codegen.grouped.codes import codes_constants
 from tilewright.codegen.grouped.problem import GroupedProblem
+from tilewright.codegen.grouped.tiles import (
+    SCALED_K,
+    CodesConfig,
+    DequantizeConfig,
+    GemmConfig,
+    QuantizeConfig,
+    ScaledConfig,
+)
 from tilewright.codegen.kernel import Kernel, Statics, Stride, Strides
+from tilewright.codegen.spec import Constant
 
 
 def all_strides(tensor: str, dims: int) -> tuple[Stride, ...]:
     return tuple((tensor, dim) for dim in range(dims))
 
 
-# What GEMMs with one weight have.
-GEMM_STRIDES: Strides = {
-    "X_STRIDE": ("x", 0),
-    "EXPERT_STRIDE": ("weight", 0),
-    "SCALE_STRIDES": all_strides("scale", 3),
-    "BIAS_STRIDES": all_strides("bias", 2),
-}
+_SCALES: Strides = {"SCALE_STRIDES": all_strides("scale", 3)}
+_WEIGHT: Strides = {**_SCALES, "BIAS_STRIDES": all_strides("bias", 2)}
+_ROWS: Strides = {"X_STRIDE": ("x", 0)}
+_CODED_ROWS: Strides = {**_ROWS, "X_SCALE_STRIDES": all_strides("x_scale", 2)}
 # A number per group, which kernels load one by one.
-INDICES = ("ends", "expert_ids")
-GROUPED = Kernel("grouped.gemm", "grouped_gemm", GEMM_STRIDES, unaligned=INDICES)
-DEQUANTIZE = Kernel(
-    "grouped.dequantize_experts",
-    "dequantize_experts",
-    {"EXPERT_STRIDE": ("weight", 0), "SCALE_STRIDES": all_strides("scale", 3)},
-    num_stages=1,
-)
+_INDICES = ("ends", "expert_ids")
+# By tiles: of numbers, of words of 4-bit codes, of e4m3 rows by e4m3 weights.
+GROUPED = {
+    GemmConfig: Kernel("grouped.gemm", "grouped_gemm", {**_WEIGHT, **_ROWS}, unaligned=_INDICES),
+    CodesConfig: Kernel(
+        "grouped.codes", "moe_down_codes", {**_WEIGHT, **_ROWS}, unaligned=("ends",)
+    ),
+    ScaledConfig: Kernel(
+        "grouped.scaled", "grouped_scaled", {**_WEIGHT, **_CODED_ROWS}, unaligned=_INDICES
+    ),
+}
+# The same where rows, their scales and the groups' ends are in flat memory of the call's own.
+OWN_ROWS = {
+    tiles: replace(kernel, strides=_WEIGHT, unaligned=()) for tiles, kernel in GROUPED.items()
+}
+DEQUANTIZE = Kernel("grouped.dequantize_experts", "dequantize_experts", _SCALES, num_stages=1)
+# Codes and scales of rows.
+QUANTIZE_ROWS = Kernel("grouped.scaled", "quantize_rows", _ROWS, num_stages=1)
 
 
-@dataclass(frozen=True)
-class GemmConfig:
-    """Tiles of one grouped GEMM: block_m rows of x, block_n columns, block_k of the inner dim.
-    swapped: weights stand on the tensor core's M side."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    swapped: bool
-    num_warps: int
-    num_stages: int
-    programs_per_sm: int = 1
-    flatten: bool = False
-    warp_specialize: bool = False
-
-    def __str__(self) -> str:
-        kind = "swapped " if self.swapped else ""
-        more = f" p{self.programs_per_sm}" + ("f" if self.flatten else "")
-        more += " ws" if self.warp_specialize else ""
-        tile = f"{self.block_m}x{self.block_n}x{self.block_k}"
-        return f"{kind}{tile} w{self.num_warps} s{self.num_stages}{more}"
-
-
-def grouped_statics(problem: GroupedProblem, config: GemmConfig) -> Statics:
-    """The constants of a grouped GEMM that are no strides of its tensors."""
+def gemm_kernel(problem: GroupedProblem, config: GemmConfig) -> tuple[Kernel, Statics]:
+    """The grouped GEMM in these tiles, with the constants that are no strides of its tensors."""
     # One more group has the rows that belong to none.
-    groups = problem.num_groups if problem.ordered else problem.num_groups + 1
-    return Statics(
+    groups = next_power_of_2(problem.num_groups + (not problem.ordered))
+    weight = problem.weight
+    own: dict[str, Constant] = {"num_experts": problem.num_experts}
+    if isinstance(config, CodesConfig):
+        own |= {"num_experts": problem.num_groups, "x_in_order": config.ordered}
+        own |= codes_constants(weight, config)
+        weight = weight.in_words
+    made = Statics(
         config,
         num_groups=problem.num_groups,
-        num_experts=problem.num_experts,
-        groups=next_power_of_2(groups),
-        experts=next_power_of_2(groups),
+        groups=groups,
+        experts=groups,
         hidden=problem.rows,
         inner=problem.inner,
-        search_steps=search_steps(config, problem.num_groups) if problem.ordered else 0,
-        **problem.weight.constants,
+        search_steps=config.search_steps(problem.num_groups) if problem.ordered else 0,
+        **weight.constants,
+        **own,
     )
-
-
-def search_steps(config: GemmConfig, num_experts: int) -> int:
-    """Steps in which a tile of `config` finds its expert in memory; 0: not there."""
-    return next_power_of_2(max(num_experts, 2)).bit_length() - 1 if config.warp_specialize else 0
-
-
-def gemm_grid(config: GemmConfig, num_sms: int) -> tuple[int]:
-    """Persistent: the tiles are known on the device only."""
-    return (num_sms * config.programs_per_sm,)
-
-
-@dataclass(frozen=True)
-class DequantizeConfig:
-    """Tiles of `dequantize_experts`: rows and columns of a weight."""
-
-    block_n: int = 32
-    block_k: int = 128
-    num_warps: int = 4
+    if not problem.ordered:
+        return GROUPED[type(config)], made
+    # Rows of codes come in whole blocks of columns.
+    blocks = cdiv(problem.inner, SCALED_K)
+    columns = blocks * SCALED_K if isinstance(config, ScaledConfig) else problem.inner
+    return OWN_ROWS[type(config)], Statics(made, x_stride=columns, x_scale_strides=(blocks, 1))
 
 
 def dequantize_statics(problem: GroupedProblem, config: DequantizeConfig) -> Statics:
@@ -99,3 +87,13 @@ def dequantize_statics(problem: GroupedProblem, config: DequantizeConfig) -> Sta
 def dequantize_grid(problem: GroupedProblem, config: DequantizeConfig) -> tuple[int, int, int]:
     columns = cdiv(problem.inner, config.block_k)
     return (columns, cdiv(problem.rows, config.block_n), problem.num_experts)
+
+
+def quantize_rows_statics(columns: int, config: QuantizeConfig) -> Statics:
+    """The constants for rows [M, columns]."""
+    return Statics(config, columns=columns, blocks=cdiv(columns, SCALED_K), group=SCALED_K)
+
+
+def quantize_rows_grid(columns: int, config: QuantizeConfig, num_rows: int) -> tuple[int, int]:
+    padded = cdiv(columns, SCALED_K) * SCALED_K
+    return cdiv(num_rows, config.block_m), cdiv(padded, config.block_k)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
-from tilewright.codegen.grouped.kernels import GemmConfig, search_steps
+from tilewright.codegen.grouped.tiles import GemmConfig
 from tilewright.codegen.kernel import Kernel, Statics
 from tilewright.codegen.targets import Target
 
@@ -31,15 +31,15 @@ def nvfp4_config(max_groups: int, num_rows: int, target: Target) -> GemmConfig:
     wide = 256 if scaled else 128
     if rows <= SWAPPED_ROWS:
         block_m = min(max(next_power_of_2(rows), 16), 64)
-        return GemmConfig(block_m, 128, wide, True, 4, 4)
+        return GemmConfig(block_m, 128, wide, 4, 4, swapped=True)
     if scaled:
-        return GemmConfig(128, 128, wide, False, 8, 5, flatten=True, warp_specialize=True)
-    return GemmConfig(128, 128, wide, False, 8, 3)
+        return GemmConfig(128, 128, wide, 8, 5, flatten=True, warp_specialize=True)
+    return GemmConfig(128, 128, wide, 8, 3)
 
 
 def nvfp4_statics(max_groups: int, config: GemmConfig, *, block_scaled: bool) -> Statics:
     """block_scaled: the target's tensor core multiplies NVFP4 itself."""
-    groups, steps = next_power_of_2(max_groups), search_steps(config, max_groups)
+    groups, steps = next_power_of_2(max_groups), config.search_steps(max_groups)
     return Statics(config, groups=groups, block_scaled=block_scaled, search_steps=steps)
 
 

@@ -11,10 +11,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv, next_power_of_2
-from tilewright.codegen.grouped.codes_kernels import CodesConfig, codes_config, codes_obstacle
-from tilewright.codegen.grouped.kernels import DequantizeConfig, GemmConfig
+from tilewright.codegen.grouped.codes import codes_obstacle
 from tilewright.codegen.grouped.problem import TMA_BYTES, GroupedProblem, WeightOperands
-from tilewright.codegen.grouped.scaled_kernels import ScaledConfig, scaled_config
+from tilewright.codegen.grouped.tiles import (
+    SCALED_K,
+    CodesConfig,
+    DequantizeConfig,
+    GemmConfig,
+    ScaledConfig,
+)
 from tilewright.codegen.targets import Target
 
 # Rows per group up to which weights stand on the M side.
@@ -48,8 +53,8 @@ def plan_grouped(problem: GroupedProblem, num_rows: int, target: Target) -> Grou
     if problem.coded:
         codes_by_codes = scaled_gemm_config(rows, target)
         return GroupedPlan(codes_by_codes, None, f"{rows} rows per group, {codes_by_codes}")
-    streams = not target.tmem_columns and streams_codes(problem)
     form = problem.weight.format
+    streams = not target.tmem_columns and codes_obstacle(problem, _codes_config(form, 1)) is None
     bounds = DECODED_ROWS if streams else DECODED_ROWS | DECODED_FROM_TILES
     decode = rows >= bounds.get(form, rows + 1)
     # Rows of dequantised weights follow each other without a gap.
@@ -68,46 +73,38 @@ def grouped_config(rows: int, *, dense: bool) -> GemmConfig:
     """Tiles for so many rows per group; dense: of weights that need no dequantisation."""
     if rows <= SWAPPED_ROWS:
         # Two programs on a multiprocessor hide each other's ends.
-        return GemmConfig(16, 64, STREAMED_K, True, 4, 4, 2)
+        return GemmConfig(16, 64, STREAMED_K, 4, 4, 2, swapped=True)
     if rows < WIDE_ROWS:
-        return GemmConfig(64, 128, BLOCK_K, False, 4, 3, 2)
+        return GemmConfig(64, 128, BLOCK_K, 4, 3, 2)
     if not dense:
         # Dequantising takes registers.
-        return GemmConfig(128, 128, BLOCK_K, False, 8, 3)
-    return GemmConfig(128, 256, BLOCK_K, False, 8, 3, flatten=True)
-
-
-def streams_codes(problem: GroupedProblem) -> bool:
-    """Whether the GEMM can read its weights by words of codes."""
-    scale = problem.weight.scale
-    if problem.named or scale is None or not scale.aligned:
-        return False
-    return codes_obstacle(problem, _codes_config(problem.weight.format, 1)) is None
+        return GemmConfig(128, 128, BLOCK_K, 8, 3)
+    return GemmConfig(128, 256, BLOCK_K, 8, 3, flatten=True)
 
 
 def _codes_config(name: str, rows: int) -> CodesConfig:
     """Tiles of 4-bit codes as they lie; name: the format."""
     if rows < WIDE_CODES_ROWS:
-        return codes_config(token_tile(rows), 64, STREAMED_K, 4, 4, 4)
+        return CodesConfig(token_tile(rows), 64, STREAMED_K, 4, 4, 4)
     if name == "nvfp4":
-        return codes_config(128, 128, BLOCK_K, 8, 3)
-    return codes_config(128, 64, STREAMED_K, 8, 3)
+        return CodesConfig(128, 128, BLOCK_K, 8, 3)
+    return CodesConfig(128, 64, STREAMED_K, 8, 3)
 
 
 def scaled_gemm_config(rows: int, target: Target) -> ScaledConfig:
     """Tiles for so many rows per group of codes by codes. A product is scaled while nothing else of
     its program multiplies: two or three of them share a multiprocessor."""
     if rows <= SWAPPED_ROWS:
-        return scaled_config(16, 128, 4, 3, 3, swapped=True)
+        return ScaledConfig(16, 128, SCALED_K, 4, 3, 3, swapped=True)
     if target.tmem_columns:
         wide = rows >= WIDE_ROWS
-        return scaled_config(128 if wide else 64, 128, 8 if wide else 4, 4)
+        return ScaledConfig(128 if wide else 64, 128, SCALED_K, 8 if wide else 4, 4)
     if rows < WIDE_CODES_ROWS:
-        return scaled_config(64, 128, 4, 4, 2)
+        return ScaledConfig(64, 128, SCALED_K, 4, 4, 2)
     if rows < LONG_ROWS:
         # With 128-row tiles a group's last is mostly padding.
-        return scaled_config(64, 128, 4, 3, 3)
-    return scaled_config(128, 128, 8, 3, 2, parts=2)
+        return ScaledConfig(64, 128, SCALED_K, 4, 3, 3)
+    return ScaledConfig(128, 128, SCALED_K, 8, 3, 2, parts=2)
 
 
 def token_tile(rows: int) -> int:

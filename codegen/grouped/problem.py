@@ -8,13 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tilewright.codegen.arithmetic import ELEMENT_BYTES
+from tilewright.codegen.formats import WEIGHT_FORMATS
 from tilewright.codegen.operand import Operand
 from tilewright.codegen.spec import Constant
 
 # TMA: strides and base addresses in whole 16 bytes.
 TMA_BYTES = 16
-# Weights in a stored element, by format; see ops.formats.expert_weight.
-PER_BYTE = {"dense": 1, "fp8": 1, "int4": 2, "nvfp4": 2, "mxfp4": 2}
+# A word of codes is an int32.
+WORD_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -46,19 +47,22 @@ class WeightOperands:
 
     @property
     def constants(self) -> dict[str, Constant]:
-        """How kernels step through the rows of the weight, and what its codes are."""
+        """How kernels step through the weight, and what its codes are."""
+        form = WEIGHT_FORMATS.get(self.format)
         return {
+            "EXPERT_STRIDE": self.data.strides[0],
             "ROW_STRIDE": self.row_stride,
             "N_MAJOR": self.n_major,
             "FORMAT": self.format,
-            "PER_BYTE": PER_BYTE[self.format],
+            "PER_BYTE": 1 if form is None else form.per_byte,
             "SCALE_BLOCK": self.scale_block,
         }
 
-    def dequantized(self, dtype: str, rows: int, inner: int) -> WeightOperands:
-        """The weight [E, rows, inner] after `dequantize_experts`: without a gap, and without its
-        scales."""
-        return WeightOperands(Operand(dtype, (rows * inner, inner, 1)))
+    @property
+    def in_words(self) -> WeightOperands:
+        """The weight as rows of words."""
+        expert, row, _ = self.data.strides
+        return replace(self, data=Operand("i32", (expert // WORD_BYTES, row // WORD_BYTES, 1)))
 
 
 @dataclass(frozen=True)
@@ -81,8 +85,9 @@ class GroupedProblem:
     ordered: bool = False
 
     def dequantized(self) -> GroupedProblem:
-        """The problem after `dequantize_experts`."""
-        return replace(self, weight=self.weight.dequantized(self.x, self.rows, self.inner))
+        """The problem after `dequantize_experts`, whose result has no gaps, and no scales."""
+        strides = (self.rows * self.inner, self.inner, 1)
+        return replace(self, weight=WeightOperands(Operand(self.x, strides)))
 
 
 def weight_obstacle(name: str, weight: WeightOperands) -> str | None:

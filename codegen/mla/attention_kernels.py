@@ -7,15 +7,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv, next_power_of_2
-from tilewright.codegen.attention.blocks import KEYS, QUERIES
-from tilewright.codegen.attention.prefill_tiles import (
-    PrefillConfig,
-    mask_kind,
-    num_tiles,
-    tile_grid,
-)
-from tilewright.codegen.kernel import Kernel, Statics
-from tilewright.codegen.mla.query_kernels import TMA_BYTES
+from tilewright.codegen.attention.blocks import KEYS, LIST_STRIDES, MASK_STRIDES, QUERIES, mask_kind
+from tilewright.codegen.attention.prefill_tiles import PrefillConfig
+from tilewright.codegen.kernel import Kernel, Statics, strides_of
+from tilewright.codegen.mla.query_kernels import Q_STRIDES, TMA_BYTES
 
 MASKS = ("none", "causal", "sliding_window", "chunked")
 # Sequences whose order by length a program works out itself: it compares each with each.
@@ -26,24 +21,26 @@ FP8_SHIFT = 8.0
 # Rows of one program of `mla_merge`, and of `mla_join`.
 MERGE_ROWS = 16
 JOIN_ROWS = 32
-STRIDES = (
-    "q_sequence_stride", "q_head_stride", "q_token_stride", "q_rope_sequence_stride",
-    "q_rope_head_stride", "q_rope_token_stride", "k_sequence_stride", "k_head_stride",
-    "v_sequence_stride", "v_head_stride", "v_stride", "rope_sequence_stride", "rope_head_stride",
-    "positions_sequence_stride", "positions_stride", "table_stride", "mask_sequence_stride",
-    "mask_head_stride", "mask_row_stride", "mask_column_stride",
-)  # fmt: skip
-# Strides of a list of blocks, where there is a mask tensor.
-LIST_STRIDES = ("blocks_sequence_stride", "blocks_head_stride", "blocks_tile_stride")
-_JOIN_STRIDES = ("k_sequence_stride", "k_head_stride", "rope_sequence_stride")
+_KEY_STRIDES = strides_of("k", sequence=-4, head=-2) | strides_of("rope", sequence=-3)
 
 ATTENTION = Kernel(
     "mla.attention",
     "mla_attention",
-    {"K_STRIDE": ("k", -3)},
-    types={"factor": "fp32", **dict.fromkeys((*STRIDES, *LIST_STRIDES), "i64")},
+    {"K_STRIDE": ("k", -3), "ROPE_STRIDE": ("rope", -2)},
+    {
+        **Q_STRIDES,
+        **strides_of("q_rope", sequence=-4, token=-3, head=-2),
+        **_KEY_STRIDES,
+        **strides_of("v", sequence=-4, head=-2),
+        **strides_of("positions", sequence=-2),
+        "positions_stride": ("positions", -1),
+        **MASK_STRIDES,
+        **LIST_STRIDES,
+    },
+    ("mask", "mask_blocks"),
+    types={"factor": "fp32", "v_stride": "i64"},
     ranges=("row_tiles", "head_group", "table_rows"),
-    divisible=(*STRIDES, *LIST_STRIDES),
+    divisible=("v_stride",),
     unaligned=("lse",),
 )
 # Partial results put together.
@@ -51,16 +48,15 @@ MERGE = Kernel(
     "mla.merge",
     "mla_merge",
     types=dict.fromkeys(("num_rows", "part_stride", "lse_stride"), "i64"),
-    unaligned=("lses", "lse"),
+    unaligned=("lses",),
 )
 # Both parts of keys side by side.
 JOIN = Kernel(
     "mla.join",
     "mla_join",
     {"K_STRIDE": ("k", -3), "ROPE_STRIDE": ("rope", -2)},
-    types=dict.fromkeys(_JOIN_STRIDES, "i64"),
+    _KEY_STRIDES,
     ranges=("run",),
-    divisible=_JOIN_STRIDES,
 )
 
 
@@ -70,12 +66,11 @@ class AttentionProblem:
 
     nope, rope, v_dim: columns of a head's unrotated and rotated part and of its values. dtype: of
     queries, keys and values; out: of the result. has_lse: the log-sum-exp is asked for. positioned:
-    queries have positions of their own. rope_stride, page_stride: from row to row and from page to
-    page of the rope keys, whose pages of page_size are looked up; page_stride 0, page_size 1: they
-    are not. attn_mask: dtype of a mask tensor, "" without one: u8 of booleans, else a float that is
-    added. v_by_key: a dim's keys are contiguous, not a key's dims. sequences: a power of two not
-    below their number, 1 where not ragged. tma: descriptors can reach q, k and v; rope_tma: the
-    rope keys too. joint: a key's values follow it, and both fill their tiles.
+    queries have positions of their own. attn_mask: dtype of a mask tensor, "" without one: u8 of
+    booleans, else a float that is added. v_by_key: a dim's keys are contiguous, not a key's dims.
+    sequences: a power of two not below their number, 1 where not ragged. tma: descriptors can reach
+    q, k and v; rope_tma: the rope keys too. joint: a key's values follow it, and both fill their
+    tiles.
     """
 
     num_heads: int
@@ -87,9 +82,6 @@ class AttentionProblem:
     has_lse: bool = False
     ragged: bool = False
     positioned: bool = False
-    rope_stride: int = 0
-    page_stride: int = 0
-    page_size: int = 1
     attn_mask: str = ""
     v_by_key: bool = False
     sequences: int = 1
@@ -155,34 +147,3 @@ def join_grid(num_rows: int) -> tuple[int]:
 
 def merge_grid(num_rows: int) -> tuple[int]:
     return (cdiv(num_rows, MERGE_ROWS),)
-
-
-@dataclass(frozen=True)
-class AttentionSizes:
-    """What a launch knows of the extents without reading the device.
-
-    num_queries, num_keys: of each sequence where dense, of all together where ragged. longest: a
-    bound on the queries of one sequence.
-    """
-
-    num_sequences: int
-    num_queries: int
-    num_keys: int
-    longest: int
-
-
-def row_tiles(problem: AttentionProblem, config: PrefillConfig, sizes: AttentionSizes) -> int:
-    """Row tiles of one dense sequence, or at most of all ragged ones; at least 1."""
-    counts = (sizes.num_sequences, sizes.num_queries, sizes.longest)
-    return num_tiles(config.block_m, *counts, ragged=problem.ragged)
-
-
-def attention_grid(
-    problem: AttentionProblem, sizes: AttentionSizes, tiles: int, head_group: int
-) -> tuple[int]:
-    return tile_grid(head_pairs(problem, sizes), tiles, head_group)
-
-
-def head_pairs(problem: AttentionProblem, sizes: AttentionSizes) -> int:
-    """Heads, of a dense batch pairs of sequence and head."""
-    return problem.num_heads * (1 if problem.ragged else sizes.num_sequences)

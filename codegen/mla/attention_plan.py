@@ -7,13 +7,9 @@ from dataclasses import replace
 
 from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv
 from tilewright.codegen.attention.blocks import KEYS
-from tilewright.codegen.attention.prefill_tiles import PrefillConfig, head_group
-from tilewright.codegen.mla.attention_kernels import (
-    MAX_SORTED,
-    AttentionProblem,
-    AttentionSizes,
-    head_pairs,
-)
+from tilewright.codegen.attention.prefill_tiles import PrefillConfig
+from tilewright.codegen.attention.problem import AttentionSizes
+from tilewright.codegen.mla.attention_kernels import MAX_SORTED, AttentionProblem
 from tilewright.codegen.targets import Target
 
 # Where all warps load; the first that fits.
@@ -132,12 +128,6 @@ def rotates_queries(problem: AttentionProblem, config: PrefillConfig) -> bool:
     """
     filled = problem.rope == problem.blocks[1]
     return filled and not (config.tma or config.warp_specialize or problem.is_fp8)
-
-
-def own_head_group(problem: AttentionProblem, sizes: AttentionSizes, target: Target) -> int:
-    """Heads (of a dense batch: pairs of sequence and head) whose tiles run side by side."""
-    pairs = max(head_pairs(problem, sizes), 1)
-    return head_group(pairs, sizes.num_keys * problem.key_bytes, target)
 
 
 def library_gains(num_heads: int, sizes: AttentionSizes) -> bool:

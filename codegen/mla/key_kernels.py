@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv, next_power_of_2
-from tilewright.codegen.kernel import Kernel, Statics
+from tilewright.codegen.kernel import Kernel, Statics, strides_of
 from tilewright.codegen.mla.query_kernels import TMA_BYTES
 from tilewright.codegen.operand import Operand
 
@@ -34,10 +33,9 @@ UP_PROJECTION = Kernel(
         "LATENT_STRIDE": ("latent", 0),
         "WEIGHT_STRIDE": ("weight", 0),
         "WEIGHT_SCALE_STRIDES": (("weight_scale", 0), ("weight_scale", 1)),
-        "V_ROW_STRIDE": ("v", 0),
     },
-    types=dict.fromkeys(("scale_stride", "v_head_stride", "v_column_stride"), "i64"),
-    divisible=("v_head_stride", "v_column_stride"),
+    strides_of("v", head=1, column=2),
+    types={"scale_stride": "i64"},
 )
 # Dequantises a weight [rows, rank], which has codes with a scale for each block.
 WEIGHT_NUMBERS = Kernel(
@@ -104,11 +102,6 @@ class LatentProblem:
     @property
     def pairs(self) -> int:
         return next_power_of_2(self.rope_dim // 2)
-
-
-def stride_unit(page: int, slot: int) -> int:
-    """The largest number up to 16 that divides both strides."""
-    return math.gcd(16, page, slot)
 
 
 @dataclass(frozen=True)
@@ -199,7 +192,6 @@ def up_statics(problem: UpProblem, config: UpConfig) -> Statics:
         config,
         scale_block=problem.scale_block or (1, 1),
         k_strides=problem.k.strides,
-        v_transposed=not problem.joint,
         flatten=config.flatten and not problem.limited,
         warp_specialize=config.warp_specialize and not problem.limited,
     )

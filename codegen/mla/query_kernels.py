@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
-from tilewright.codegen.kernel import Kernel
+from tilewright.codegen.kernel import Kernel, strides_of
 
 # TMA: strides and base addresses in whole 16 bytes.
 TMA_BYTES = 16
-Q_STRIDES = ("q_sequence_stride", "q_token_stride", "q_head_stride")
+Q_STRIDES = strides_of("q", sequence=-4, token=-3, head=-2)
 
 QUERY = Kernel(
     "mla.query",
@@ -18,9 +18,8 @@ QUERY = Kernel(
         "BATCH_STRIDES": (("row_offsets", 0), ("starts", 0), ("positions", 0)),
         "KEY_STRIDES": (("k_rope", -2), ("joined", -2)),
     },
-    types=dict.fromkeys(Q_STRIDES, "i64"),
+    Q_STRIDES,
     ranges=("token_run", "rope_rows"),
-    divisible=Q_STRIDES,
 )
 
 

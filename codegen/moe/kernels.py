@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
-from tilewright.codegen.grouped.codes_kernels import (
-    DOWN_CODES,
-    WORD_BYTES,
-    CodesConfig,
-    codes_constants,
-    down_codes_statics,
-)
-from tilewright.codegen.grouped.kernels import (
-    GEMM_STRIDES,
-    GROUPED,
-    GemmConfig,
-    all_strides,
-    grouped_statics,
-    search_steps,
-)
-from tilewright.codegen.grouped.scaled_kernels import GROUPED_SCALED, SCALED_K, ScaledConfig
+from tilewright.codegen.grouped.codes import codes_constants
+from tilewright.codegen.grouped.kernels import all_strides
+from tilewright.codegen.grouped.problem import WORD_BYTES
+from tilewright.codegen.grouped.tiles import CodesConfig, GemmConfig, ScaledConfig
 from tilewright.codegen.kernel import Kernel, Statics, Strides
-from tilewright.codegen.moe.problem import MoeProblem, down_problem
+from tilewright.codegen.moe.problem import MoeProblem
 
 _UP_STRIDES: Strides = {
     "GATE_SCALE_STRIDES": all_strides("gate_scale", 3),
@@ -39,14 +27,13 @@ def _up_kernel(template: str, name: str, strides: Strides) -> Kernel:
 COUNT = Kernel("moe.order", "moe_count")
 SCAN = Kernel("moe.order", "moe_scan", ranges=("num_chunks",))
 ORDER = Kernel("moe.order", "moe_order")
-# The first GEMM. Of gate and up that at the lower address of a tensor of both is its weight.
-UP = _up_kernel("moe.gemm", "moe_up", {"X_STRIDE": ("x", 0)})
-UP_CODES = _up_kernel("grouped.codes", "moe_up_codes", {"X_STRIDE": ("x", 0)})
-UP_SCALED = _up_kernel("grouped.scaled", "moe_up_scaled", {})
-# The second one. Its groups' ends are in memory of the call's own.
-DOWN = replace(GROUPED, unaligned=())
-DOWN_BY_CODES = replace(DOWN_CODES, unaligned=())
-DOWN_SCALED = replace(GROUPED_SCALED, strides=GEMM_STRIDES, unaligned=())
+# The first GEMM, by its tiles. Of gate and up that at the lower address of a tensor of both is its
+# weight.
+UP = {
+    GemmConfig: _up_kernel("moe.gemm", "moe_up", {"X_STRIDE": ("x", 0)}),
+    CodesConfig: _up_kernel("grouped.codes", "moe_up_codes", {"X_STRIDE": ("x", 0)}),
+    ScaledConfig: _up_kernel("grouped.scaled", "moe_up_scaled", {}),
+}
 COMBINE = Kernel("moe.combine", "moe_combine", {"WEIGHT_STRIDES": all_strides("weights", 2)})
 
 # Up to here every program of the sort counts all routes itself.
@@ -118,37 +105,22 @@ def up_kernel(
 ) -> tuple[Kernel, Statics]:
     """The first GEMM with its constants. order: of the result's columns, see `order_of`. distance:
     from gate to up in elements that the kernel counts; None where it is known at the launch."""
-    weight, distance = problem.gate_up, problem.distance
-    words = WORD_BYTES if isinstance(config, CodesConfig) else 1
-    own = weight.constants | {
-        "distance": None if distance is None else distance // words,
-        "EXPERT_STRIDE": weight.data.strides[0] // words,
-        "ROW_STRIDE": weight.row_stride // words,
-        "GATED": problem.up is not None,
-        "HIDDEN_STEP": order[0],
-        "HIDDEN_RUN": order[1],
-        "SEARCH_STEPS": search_steps(config, problem.num_experts),
-    }
+    weight, distance, own = problem.gate_up, problem.distance, {}
     if isinstance(config, CodesConfig):
-        own |= codes_constants(weight, config)
-        return UP_CODES, Statics(config, problem, **own)
-    kernel = UP_SCALED if isinstance(config, ScaledConfig) else UP
-    return kernel, Statics(config, problem, **own)
-
-
-def down_kernel(problem: MoeProblem, config: GemmConfig) -> tuple[Kernel, Statics]:
-    """The second GEMM with its constants. Rows of codes come in whole blocks of columns."""
-    down = down_problem(problem)
-    if isinstance(config, CodesConfig):
-        return DOWN_BY_CODES, Statics(down_codes_statics(down, config), x_stride=down.inner)
-    if isinstance(config, ScaledConfig):
-        blocks = cdiv(down.inner, SCALED_K)
-        made = grouped_statics(down, config)
-        scales = (blocks, 1)
-        return DOWN_SCALED, Statics(made, x_stride=blocks * SCALED_K, x_scale_strides=scales)
-    expert = down.weight.data.strides[0]
-    made = grouped_statics(down, config)
-    return DOWN, Statics(made, x_stride=down.inner, expert_stride=expert)
+        own = codes_constants(weight, config)
+        weight, distance = weight.in_words, distance and distance // WORD_BYTES
+    made = Statics(
+        config,
+        problem,
+        distance=distance,
+        gated=problem.up is not None,
+        hidden_step=order[0],
+        hidden_run=order[1],
+        search_steps=config.search_steps(problem.num_experts),
+        **weight.constants,
+        **own,
+    )
+    return UP[type(config)], made
 
 
 def combine_grid(problem: MoeProblem, config: CombineConfig, num_tokens: int) -> tuple[int, int]:

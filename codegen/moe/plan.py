@@ -8,23 +8,26 @@ as registers and shared memory allow. The bounds in between are where the two to
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
-from tilewright.codegen.grouped.codes_kernels import CodesConfig
-from tilewright.codegen.grouped.kernels import DequantizeConfig, GemmConfig
-from tilewright.codegen.grouped.plan import scaled_gemm_config, token_tile
-from tilewright.codegen.grouped.scaled_kernels import scaled_config
-from tilewright.codegen.moe.codes_plan import (
-    SHORT_INNER,
-    STREAMING_TILES,
-    WIDE_ROWS,
-    codes_configs,
-    few_tiles,
-    streams_codes,
+from tilewright.codegen.grouped.codes import codes_obstacle
+from tilewright.codegen.grouped.plan import STREAMED_K, scaled_gemm_config, token_tile
+from tilewright.codegen.grouped.tiles import (
+    SCALED_K,
+    CodesConfig,
+    DequantizeConfig,
+    GemmConfig,
+    ScaledConfig,
 )
-from tilewright.codegen.moe.decode import decodable, decoded_problem
 from tilewright.codegen.moe.kernels import CombineConfig, OrderConfig, order_config
-from tilewright.codegen.moe.problem import MoeProblem
+from tilewright.codegen.moe.problem import (
+    MoeProblem,
+    decodable,
+    decoded_problem,
+    down_problem,
+    up_problem,
+)
 from tilewright.codegen.targets import Target
 
 # Rows per expert up to which weights stand on the tensor core's M side.
@@ -35,8 +38,19 @@ WIDE_BY_TENSOR_MEMORY = 192
 # Rows per expert from which weights are dequantised before the GEMMs: on an H200 as fast as in
 # them.
 DECODED_ROWS = {"fp8": 224, "int4": 224, "nvfp4": 256, "mxfp4": 256}
+# Rows per expert from which 128-row tiles are taken.
+WIDE_ROWS = 96
+# Tiles of 64 columns that keep a GPU's memory busy.
+STREAMING_TILES = 128
+# Inner columns up to which the down kernel has so few steps that shorter tiles are better.
+SHORT_INNER = 768
+# Rows per expert up to which each warp has columns of its own, and tokens come by eight.
+SPLIT_ROWS = 4
 # Rows of a tile whose warps are specialised.
 SPECIALISED_ROWS = 128
+# Any tiles of codes by words: whether both GEMMs can read their weights so.
+WORDS = CodesConfig(16, 64, STREAMED_K, 4, 4)
+_swapped = partial(GemmConfig, swapped=True)
 
 
 @dataclass(frozen=True)
@@ -68,8 +82,8 @@ def plan_moe(problem: MoeProblem, num_tokens: int, target: Target) -> MoePlan:
         up, down = _by_codes(problem, rows, target)
     elif target.tmem_columns:
         up, down = _in_tensor_memory(problem, rows, routes)
-    elif streams_codes(problem):
-        up, down = codes_configs(problem, rows, routes)
+    elif _fit(problem, WORDS, WORDS):
+        up, down = _by_words(problem, rows, routes)
     else:
         up, down = _numbers(problem, rows, routes)
     how = ", weights decoded before them" if decode else ""
@@ -88,37 +102,105 @@ def _numbers(problem: MoeProblem, rows: int, routes: int) -> tuple[GemmConfig, G
     if rows <= SWAPPED_ROWS:
         block_m = token_tile(rows)
         if not dense:
-            up = GemmConfig(block_m, 64, 128, True, 4, 4, 3)
-            return up, GemmConfig(block_m, 128, 128, True, 4, 3, 2)
-        if few_tiles(problem, routes):
-            return GemmConfig(16, 32, 128, True, 4, 4, 2), GemmConfig(16, 64, 128, True, 4, 3, 2)
-        up = GemmConfig(block_m, 64, 128, True, 4, 3, 2)
+            up = _swapped(block_m, 64, 128, 4, 4, 3)
+            return up, _swapped(block_m, 128, 128, 4, 3, 2)
+        if _few_tiles(problem, routes):
+            return _swapped(16, 32, 128, 4, 4, 2), _swapped(16, 64, 128, 4, 3, 2)
+        up = _swapped(block_m, 64, 128, 4, 3, 2)
         if routes * cdiv(problem.hidden, 128) < STREAMING_TILES:
-            return up, GemmConfig(block_m, 64, 128, True, 4, 4, 2)
+            return up, _swapped(block_m, 64, 128, 4, 4, 2)
         if problem.inner <= SHORT_INNER:
-            return up, GemmConfig(block_m, 64, 128, True, 4, 3, 2 if problem.inner <= 512 else 3)
-        return up, GemmConfig(block_m, 128, 128, True, 4, 3, 2)
+            return up, _swapped(block_m, 64, 128, 4, 3, 2 if problem.inner <= 512 else 3)
+        return up, _swapped(block_m, 128, 128, 4, 3, 2)
     if rows < WIDE_ROWS:
-        return GemmConfig(64, 64, 64, False, 4, 4, 2), GemmConfig(64, 128, 64, False, 4, 4, 2)
-    up = GemmConfig(128, 128, 64, False, 8, 4)
+        return GemmConfig(64, 64, 64, 4, 4, 2), GemmConfig(64, 128, 64, 4, 4, 2)
+    up = GemmConfig(128, 128, 64, 8, 4)
     if not dense:
-        return up, GemmConfig(128, 128, 64, False, 8, 3)
-    return up, GemmConfig(128, 256, 64, False, 8, 4, flatten=True)
+        return up, GemmConfig(128, 128, 64, 8, 3)
+    return up, GemmConfig(128, 256, 64, 8, 4, flatten=True)
+
+
+def _by_words(problem: MoeProblem, rows: int, routes: int) -> tuple[GemmConfig, GemmConfig]:
+    """Weights of 4-bit codes, by words: unpacking them takes longer than reading them."""
+    block_m = token_tile(rows)
+    if rows <= SPLIT_ROWS and problem.format != "mxfp4":
+        up, down = _split_codes(problem, routes)
+        whole = problem.hidden % up.block_k == 0 and problem.inner % down.block_k == 0
+        if whole and _fit(problem, up, down):
+            return up, down
+    if block_m == 16:
+        return _codes_of_few(problem, routes)
+    if rows < WIDE_ROWS:
+        up = CodesConfig(block_m, 64, STREAMED_K, 4, 3, 2)
+        return up, CodesConfig(block_m, 128, STREAMED_K, 4, 3, 2)
+    if problem.format == "nvfp4":
+        return CodesConfig(128, 128, 64, 8, 3), CodesConfig(128, 256, 64, 8, 3)
+    return CodesConfig(128, 64, STREAMED_K, 8, 3), CodesConfig(128, 128, STREAMED_K, 8, 3)
+
+
+def _split_codes(problem: MoeProblem, routes: int) -> tuple[CodesConfig, CodesConfig]:
+    """Warps with columns of their own and the older instruction: registers bound how many weights
+    are on their way, and small programs use them best. Of one token every route is a block of rows.
+    """
+    up = CodesConfig(8, 32, 256, 2, 3, 6, split=2)
+    if routes == problem.num_slots:
+        if problem.inner <= 2 * SHORT_INNER:
+            up = CodesConfig(8, 16, 256, 2, 4, 8, split=2, by_route=True)
+            return up, CodesConfig(8, 16, 256, 2, 2, 8, split=2, by_route=True)
+        return replace(up, by_route=True), CodesConfig(8, 32, 1024, 8, 3, 2, split=8, by_route=True)
+    if problem.inner <= 2 * SHORT_INNER:
+        ordered = problem.inner % STREAMED_K == 0
+        return up, CodesConfig(8, 64, 256, 2, 3, 6, split=2, ordered=ordered)
+    return up, CodesConfig(8, 32, 512, 4, 4, 4, split=4)
+
+
+def _codes_of_few(problem: MoeProblem, routes: int) -> tuple[GemmConfig, GemmConfig]:
+    """Hidden rows are written in the order of the codes: longer tiles take longer to be stored so
+    than to be put in order later."""
+    ordered = problem.inner % STREAMED_K == 0
+    few = CodesConfig(16, 32, 256, 4, 4, 2, part_k=256)
+    few_down = CodesConfig(16, 64, 256, 4, 4, 2, part_k=256, ordered=True)
+    if ordered and _few_tiles(problem, routes) and _fit(problem, few, few_down):
+        return few, few_down
+    # Rows that begin anywhere in a sector of memory.
+    up = CodesConfig(16, 64, STREAMED_K, 4, 4, 3, swapped=False)
+    down = CodesConfig(16, 64, 256, 4, 3, 3, swapped=False, part_k=256)
+    if not ordered and problem.format != "int4" and _fit(problem, up, down):
+        return up, down
+    up = CodesConfig(16, 64, STREAMED_K, 4, 4, 3)
+    if problem.inner > 2 * SHORT_INNER:
+        return up, CodesConfig(16, 64, STREAMED_K, 4, 4, 4, ordered=ordered)
+    return up, CodesConfig(16, 128, STREAMED_K, 4, 4, 3, ordered=ordered)
+
+
+def _fit(problem: MoeProblem, up: CodesConfig, down: CodesConfig) -> bool:
+    """Whether GEMMs in these tiles can stream the codes."""
+    if problem.format == "int4" and up.part_k != STREAMED_K:
+        return False  # its parts are its groups, whatever the tiles
+    gate_up = [problem.gate, problem.up] if problem.up else [problem.gate]
+    weights = [replace(problem.gate_up, scale=weight.scale) for weight in gate_up]
+    gemms = [(up_problem(problem, weight), up) for weight in weights]
+    gemms.append((down_problem(problem), down))
+    return all(codes_obstacle(*gemm) is None for gemm in gemms)
+
+
+def _few_tiles(problem: MoeProblem, routes: int) -> bool:
+    """Whether tiles of 64 columns leave a part of the GPU without work."""
+    return routes * cdiv(problem.inner, 64) < 2 * STREAMING_TILES
 
 
 def _by_codes(problem: MoeProblem, rows: int, target: Target) -> tuple[GemmConfig, GemmConfig]:
     """Rows and weights both e4m3."""
     down = scaled_gemm_config(rows, target)
     if rows <= SWAPPED_ROWS:
-        return scaled_config(16, 128, 4, 3, 2, swapped=True), down
+        return ScaledConfig(16, 128, SCALED_K, 4, 3, 2, swapped=True), down
     if target.tmem_columns:
         # Wider tiles spill: a product has to leave tensor memory before it is scaled.
-        return scaled_config(
-            64 if rows < WIDE_ROWS else 128, 64, 4 if rows < WIDE_ROWS else 8, 4
-        ), down
+        wide = rows >= WIDE_ROWS
+        return ScaledConfig(128 if wide else 64, 64, SCALED_K, 8 if wide else 4, 4), down
     if rows < WIDE_ROWS:
-        return scaled_config(64, 128, 4, 2, 2, codes=True), down
-    return scaled_config(128, 128, 8, 4, codes=True), down
+        return ScaledConfig(64, 128, SCALED_K, 4, 2, 2, codes=True), down
+    return ScaledConfig(128, 128, SCALED_K, 8, 4, codes=True), down
 
 
 def _in_tensor_memory(problem: MoeProblem, rows: int, routes: int) -> tuple[GemmConfig, GemmConfig]:
@@ -131,22 +213,22 @@ def _in_tensor_memory(problem: MoeProblem, rows: int, routes: int) -> tuple[Gemm
     if rows <= STREAMED_BY_TENSOR_MEMORY:
         # A tile of one expert is as long as its rows, within what a token tile may be.
         block_m = min(max(next_power_of_2(rows), 16), 64)
-        few = few_tiles(problem, routes)
+        few = _few_tiles(problem, routes)
         # Two programs on a multiprocessor hide each other's ends; narrower tiles where few experts
         # are in use, so that all multiprocessors stream.
-        up = GemmConfig(block_m, 32 if few else 64, 128, True, 4, 4 if few else 3, 2)
+        up = _swapped(block_m, 32 if few else 64, 128, 4, 4 if few else 3, 2)
         if few:
-            return up, GemmConfig(block_m, 64, 128, True, 4, 3, 2)
+            return up, _swapped(block_m, 64, 128, 4, 3, 2)
         if problem.format == "dense":
-            return up, GemmConfig(block_m, 128, 128, True, 8, 4)
+            return up, _swapped(block_m, 128, 128, 8, 4)
         # Codes fill fewer bytes: more of them in flight, in blocks that fit an SM twice.
-        return up, GemmConfig(block_m, 128, 128, True, 4, 6)
+        return up, _swapped(block_m, 128, 128, 4, 6)
     if rows < WIDE_BY_TENSOR_MEMORY:
-        return GemmConfig(64, 64, 64, False, 4, 4), GemmConfig(64, 128, 64, False, 4, 4)
-    up = GemmConfig(128, 64, 64, False, 8, 4)
+        return GemmConfig(64, 64, 64, 4, 4), GemmConfig(64, 128, 64, 4, 4)
+    up = GemmConfig(128, 64, 64, 8, 4)
     if problem.format != "dense":
-        return up, GemmConfig(128, 128, 64, False, 8, 4)
-    down = GemmConfig(SPECIALISED_ROWS, 256, 64, False, 8, 3, flatten=True, warp_specialize=True)
+        return up, GemmConfig(128, 128, 64, 8, 4)
+    down = GemmConfig(SPECIALISED_ROWS, 256, 64, 8, 3, flatten=True, warp_specialize=True)
     return up, down
 
 

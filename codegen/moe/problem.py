@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from tilewright.codegen.arithmetic import ELEMENT_BYTES, next_power_of_2
 from tilewright.codegen.grouped.problem import (
@@ -11,6 +12,9 @@ from tilewright.codegen.grouped.problem import (
     WeightOperands,
     weight_obstacle,
 )
+
+# At most so much scratch memory for dequantised weights, of the size of a layer's dense weights.
+DECODED_BYTES = 4 * 2**30
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,41 @@ def down_problem(problem: MoeProblem) -> GroupedProblem:
         weight=problem.down,
         ordered=True,
     )
+
+
+def gemms(problem: MoeProblem) -> dict[str, GroupedProblem]:
+    """A GEMM with each weight alone, by the weight's name."""
+    made = {"gate": up_problem(problem, problem.gate)}
+    if problem.up:
+        made["up"] = up_problem(problem, problem.up)
+    return made | {"down": down_problem(problem)}
+
+
+# --- weights dequantised before the GEMMs ---------------------------------------------------------
+
+
+def decodable(problem: MoeProblem) -> bool:
+    """Whether there is something to dequantise, in the memory that is given to it, to rows that TMA
+    can step through."""
+    elements = (3 if problem.up else 2) * decoded_elements(problem)
+    size = ELEMENT_BYTES[problem.dtype]
+    fits = size * elements <= DECODED_BYTES and problem.hidden * size % TMA_BYTES == 0
+    return problem.format != "dense" and not problem.coded_rows and fits
+
+
+def decoded_elements(problem: MoeProblem) -> int:
+    """Elements of one dequantised weight. gate, up and down follow each other without a gap."""
+    return problem.num_experts * problem.hidden * problem.inner
+
+
+def decoded_problem(problem: MoeProblem) -> MoeProblem:
+    """The problem once its weights are dequantised."""
+    weights: dict[str, Any] = {n: gemm.dequantized().weight for n, gemm in gemms(problem).items()}
+    distance = decoded_elements(problem) if problem.up else 0
+    return replace(problem, **weights, interleaved=False, distance=distance, up_first=False)
+
+
+# --- addresses ------------------------------------------------------------------------------------
 
 
 def gemm_obstacle(problem: MoeProblem) -> str | None:

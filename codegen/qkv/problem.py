@@ -9,114 +9,87 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from tilewright.codegen.addressing import Addressing
 from tilewright.codegen.arithmetic import ELEMENT_BYTES, next_power_of_2
 from tilewright.codegen.formats import Quantization
-from tilewright.codegen.operand import Operand, first_strides
+from tilewright.codegen.operand import Operand
 from tilewright.codegen.row_norm import RowNorm, squares_a_row
-from tilewright.codegen.spec import Constant, constants_of, operands_of
-
-
-@dataclass(frozen=True)
-class Rope:
-    """Rotary embedding: style "half", "interleaved" or "interleaved_to_half".
-
-    full_width: the tables have `rotary_dim` columns, else half as many. cos, sin: strides (row,).
-    """
-
-    style: str
-    rotary_dim: int
-    full_width: bool
-    cos: Operand
-    sin: Operand
-
-
-@dataclass(frozen=True)
-class Norm:
-    """The norms of q and k; kind "rms" or "layer".
-
-    weights: of q and k, [head_dim] or [H, head_dim], None where there is none; strides (head,),
-    0 where the heads share one. row: over all heads of a projection together. offset is added to
-    the weights. weightless: q and k are normed also without a weight. biases: what q and k add
-    then, shaped as weights. values: v is normed too, without a weight.
-    """
-
-    weights: tuple[Operand | None, Operand | None] = (None, None)
-    kind: str = "rms"
-    row: bool = False
-    after_rope: bool = False
-    offset: float = 0.0
-    weightless: bool = False
-    biases: tuple[Operand | None, Operand | None] = (None, None)
-    values: bool = False
-    eps: float = 1e-6
 
 
 @dataclass(frozen=True)
 class HeadEpilogue:
     """What is done to projected heads: bias, delta, clip, norm, RoPE; then q is stored to the
-    result, k and v to the slots of a cache.
+    result, k and v to the slots of a cache. The kernels have fields and properties as constants.
 
-    q_out: None where there is no q (num_heads is 0 then). num_kv_heads: of the projection; each is
-    stored to kv_repeat heads of the cache. group: q heads in a group where q's weight, its bias and
-    the product of a GEMM have an axis for groups, else 0. gate_run: q's heads are so many queries,
-    then as many gates, which are neither normed nor rotated, and so on; 0: all are queries.
-    k_cache, v_cache: windows [page, slot, head, dim] with those strides; v_cache None: there is no
-    v. page_size: slots in a page.
-    biases: of q, k, v, strides (head,), of a grouped q (group, head). delta: strides (row,).
-    clip 0: none. cache_scales: fp32, of k and v, strides (head,), 0 where the heads share one.
-    saturates: 8-bit floats of the cache do; else they overflow.
-    num_tokens: T where it is a constant of the graph, with rope_tokens (rows of the tables) and
-    sequence_tokens (tokens per page for per-sequence slots); None: known at the launch.
+    dtype: of q, of k where there is no q (num_heads is 0 then). num_kv_heads: of the projection;
+    each is stored to kv_repeat heads of the cache. page_size: slots in a page. k_strides and
+    v_strides: of the cache's windows [page, slot, head, dim], of cache_dtype; writes_v: there is a
+    v, else v_strides are k's. addressing, wrap_negative, search_steps: as in `cache_places`.
+    rope_style: "none", "half", "interleaved" or "interleaved_to_half". rope_full_width: the tables
+    have `rotary_dim` columns, else half as many. wide_tables: of fp32.
+    bias_strides: (q's group, q's head, k's head, v's head). has_delta: something is added besides.
+    normed, v_normed: whether (q, k) are normed, and v, which has no weight. norm_kind: "rms" or
+    "layer"; norm_width: "head", or "row", all heads of a projection together. norm_offset is added
+    to the weights.
+    norm_strides, norm_bias_strides (None: no bias), scale_strides: from head to head, 0 where the
+    heads share one.
+    group: q heads in a group where q's weight, its bias and the product of a GEMM have an axis for
+    groups, else 0. gate_run: q's heads are runs of that many queries and that many gates in turn,
+    gates neither normed nor rotated; 0: all are queries. clip 0: none.
+    scale_strides: of k's and v's scales in the cache, fp32. saturates: 8-bit floats of the cache
+    do; else they overflow.
+    num_tokens: T where it is a constant of the graph; None: known at the launch.
     """
 
-    q_out: Operand | None
+    dtype: str
     num_heads: int
     num_kv_heads: int
     head_dim: int
     page_size: int
-    k_cache: Operand
-    v_cache: Operand | None
-    addressing: Addressing
-    rope: Rope | None = None
-    biases: tuple[Operand | None, ...] = (None, None, None)
-    delta: Operand | None = None
-    norm: Norm = Norm()
+    cache_dtype: str
+    k_strides: tuple[int, ...]
+    v_strides: tuple[int, ...]
+    writes_v: bool = True
+    addressing: str = "flat"
+    wrap_negative: bool = False
+    search_steps: int = 0
+    rope_style: str = "none"
+    rotary_dim: int = 0
+    rope_full_width: bool = False
+    wide_tables: bool = False
+    bias_strides: tuple[int, ...] = (0, 0, 0, 0)
+    has_delta: bool = False
+    normed: tuple[bool, bool] = (False, False)
+    v_normed: bool = False
+    norm_kind: str = "rms"
+    norm_width: str = "head"
+    norm_after_rope: bool = False
+    norm_eps: float = 1e-6
+    norm_offset: float = 0.0
+    norm_strides: tuple[int, int] = (0, 0)
+    norm_bias_strides: tuple[int, int] | None = None
     kv_repeat: int = 1
     group: int = 0
     gate_run: int = 0
     clip: float = 0.0
-    cache_scales: tuple[Operand | None, Operand | None] = (None, None)
+    scale_strides: tuple[int, int] = (0, 0)
     scale_multiplies: bool = False
     saturates: bool = True
     num_tokens: int | None = None
-    rope_tokens: int | None = None
-    sequence_tokens: int | None = None
-
-    @property
-    def dtype(self) -> str:
-        """Of q."""
-        assert self.q_out is not None
-        return self.q_out.dtype
 
     @property
     def interleaved(self) -> bool:
         """Whether the partners of a pair are neighbours before the rotation."""
-        return self.rope is not None and self.rope.style != "half"
+        return self.rope_style.startswith("interleaved")
 
     @property
     def halves(self) -> int:
         """Distance between partners after the rotation where it differs from before, else 0."""
-        if self.rope is not None and self.rope.style == "interleaved_to_half":
-            return self.rope.rotary_dim // 2
-        return 0
+        return self.rotary_dim // 2 if self.rope_style == "interleaved_to_half" else 0
 
     @property
     def pair_half(self) -> int:
         """Distance between the partners of a pair that are not neighbours."""
-        if self.rope is not None and self.rope.style == "half":
-            return self.rope.rotary_dim // 2
-        return (self.head_dim + 1) // 2
+        return self.rotary_dim // 2 if self.rope_style == "half" else (self.head_dim + 1) // 2
 
     @property
     def pairs_per_head(self) -> int:
@@ -126,106 +99,45 @@ class HeadEpilogue:
         return -(-self.head_dim // (2 * self.pair_half)) * self.pair_half
 
     @property
+    def row_unit(self) -> int:
+        """Elements that divide every row's offset; 1 where a cache of one slot has no strides."""
+        # A q of another dtype has a target of its own.
+        q_row = self.num_heads * self.head_dim if self.dtype == self.cache_dtype else 0
+        return math.gcd(q_row, *self.k_strides[:2], *self.v_strides[:2]) or 1
+
+    @property
     def has_norm(self) -> bool:
-        return self.norm.weightless or self.norm.values or any(self.norm.weights)
+        return self.v_normed or any(self.normed)
 
     @property
     def row_norm(self) -> bool:
         """Whether a norm spans all heads of a projection."""
-        return self.has_norm and self.norm.row
+        return self.has_norm and self.norm_width == "row"
 
     @property
-    def norm_after_rope(self) -> bool:
-        return self.has_norm and self.norm.after_rope and self.rope is not None
+    def norm_before(self) -> str:
+        """The kind of the norm before the rotation, or "none"."""
+        return self.norm_kind if self.has_norm and self.norm_after == "none" else "none"
+
+    @property
+    def norm_after(self) -> str:
+        """The kind of the norm after the rotation, or "none"."""
+        follows = self.has_norm and self.norm_after_rope and self.rotary_dim > 0
+        return self.norm_kind if follows else "none"
+
+    @property
+    def norm_halves(self) -> int:
+        """`halves` of what the norm takes."""
+        return 0 if self.norm_after == "none" else self.halves
 
     @property
     def kinds(self) -> int:
         """How many of q, k and v there are."""
-        return 1 + (self.num_heads > 0) + (self.v_cache is not None)
+        return 1 + (self.num_heads > 0) + self.writes_v
 
     @property
     def heads_in_all(self) -> int:
-        return self.num_heads + self.num_kv_heads * (1 if self.v_cache is None else 2)
-
-    def constants(self) -> dict[str, Constant]:
-        """The constexpr parameters that every kernel of the family takes."""
-        rope, q_bias = self.rope, self.biases[0]
-        v_cache = self.v_cache or self.k_cache
-        return {
-            **constants_of(self, "num_heads", "num_kv_heads", "head_dim", "group", "kv_repeat"),
-            **constants_of(self, "pair_half", "interleaved", "halves", "clip", "page_size"),
-            **constants_of(self, "row_unit", "scale_multiplies"),
-            **(constants_of(self, "gate_run") if self.gate_run else {}),
-            **({} if self.saturates else constants_of(self, "saturates")),
-            "ROTARY_DIM": rope.rotary_dim if rope else 0,
-            "ROPE_FULL_WIDTH": rope.full_width if rope else False,
-            "COS_STRIDE": rope.cos.strides[0] if rope else 0,
-            "SIN_STRIDE": rope.sin.strides[0] if rope else 0,
-            "BIAS_STRIDES": (
-                q_bias.strides[0] if q_bias and len(q_bias.strides) == 2 else 0,
-                *(bias.strides[-1] if bias else 0 for bias in self.biases),
-            ),
-            "DELTA_STRIDE": first_strides(self.delta)[0],
-            **self._norm_constants(),
-            **self.addressing.constants(),
-            "K_STRIDES": self.k_cache.strides,
-            "V_STRIDES": v_cache.strides,
-            "SCALE_STRIDES": first_strides(*self.cache_scales),
-        }
-
-    def _norm_constants(self) -> dict[str, Constant]:
-        norm = self.norm
-        kind = norm.kind if self.has_norm else "none"
-        return {
-            "NORM_BEFORE": "none" if self.norm_after_rope else kind,
-            "NORM_AFTER": kind if self.norm_after_rope else "none",
-            "NORMED": tuple(w is not None or norm.weightless for w in norm.weights),
-            "NORM_EPS": norm.eps,
-            "NORM_OFFSET": norm.offset,
-            "NORM_HALVES": self.halves if self.norm_after_rope else 0,
-            "NORM_STRIDES": first_strides(*norm.weights),
-            **({"V_NORMED": True} if norm.values else {}),
-            **({"NORM_BIAS_STRIDES": first_strides(*norm.biases)} if any(norm.biases) else {}),
-        }
-
-    @property
-    def row_unit(self) -> int:
-        """Elements that divide every row's offset; 1 where a cache of one slot has no strides."""
-        caches = (self.k_cache, self.v_cache or self.k_cache)
-        strides = [stride for cache in caches for stride in cache.strides[:2]]
-        # A q of another dtype has a target of its own.
-        shared = self.q_out is not None and self.q_out.dtype == self.k_cache.dtype
-        return math.gcd(self.num_heads * self.head_dim if shared else 0, *strides) or 1
-
-    def pointers(self) -> dict[str, Operand | None]:
-        """The tensors that every kernel of the family takes, in their order."""
-        rope = self.rope
-        return {
-            **operands_of(self, "q_out", "k_cache", "v_cache"),
-            **self.addressing.pointers(),
-            **dict(zip(("k_cache_scale_ptr", "v_cache_scale_ptr"), self.cache_scales, strict=True)),
-            **dict(zip(("q_bias_ptr", "k_bias_ptr", "v_bias_ptr"), self.biases, strict=True)),
-            "delta_ptr": self.delta,
-            **dict(zip(("q_norm_ptr", "k_norm_ptr"), self.norm.weights, strict=True)),
-            "cos_ptr": rope.cos if rope else None,
-            "sin_ptr": rope.sin if rope else None,
-        }
-
-    def last_pointers(self) -> dict[str, Operand]:
-        """The tensors that kernels take behind their counts, where there are any."""
-        biases = zip(("q_norm_bias_ptr", "k_norm_bias_ptr"), self.norm.biases, strict=True)
-        return {name: bias for name, bias in biases if bias is not None}
-
-    def counts(self) -> dict[str, str | int | None]:
-        """The counts that every kernel takes: the number where it is static, else a type."""
-        static = {
-            "num_tokens": self.num_tokens,
-            "sequence_tokens": self.sequence_tokens,
-            "rope_tokens": self.rope_tokens,
-            "num_pages": None,
-        }
-        counts = {name: "i32" if known is None else known for name, known in static.items()}
-        return {**counts, **self.addressing.counts()}
+        return self.num_heads + self.num_kv_heads * (1 + self.writes_v)
 
 
 @dataclass(frozen=True)
@@ -254,6 +166,18 @@ class QkvProblem:
         return self.weights[0].strides[-1] == 1
 
     @property
+    def codes(self) -> Quantization:
+        """The quantization of weights that are codes."""
+        assert self.quantization is not None
+        return self.quantization
+
+    @property
+    def number_dtype(self) -> str:
+        """What the library lowering makes of codes: numbers of q's type, fp32 where x has codes
+        too, since a product of rounded numbers would be less than x's and the weight's own."""
+        return "fp32" if self.coded_x else self.epilogue.dtype
+
+    @property
     def coded_x(self) -> bool:
         """Whether x has fp8 codes."""
         return self.x.dtype == "fp8e4nv"
@@ -279,28 +203,17 @@ class QkvProblem:
 
 
 @dataclass(frozen=True)
-class EpilogueProblem:
-    """Bias, norm, RoPE and store of q, k and v that exist already; q or v None where the epilogue
-    has none. Strides (token, group, head, dim), group 0 where heads do not lie in groups."""
-
-    q: Operand | None
-    k: Operand
-    v: Operand | None
-    epilogue: HeadEpilogue
-
-
-@dataclass(frozen=True)
 class TiledWeights:
     """How one TMA descriptor reaches the heads of all three weights.
 
-    strides: (unit, row) with heads at multiples of unit, or (column,) of n-major weights, where
-    heads begin at any element. steps: (q's group, q's head, k's head, v's head), and extent, how
-    far they reach, count those. adjacent: several heads may be loaded together.
+    weight_strides: (unit, row) with heads at multiples of unit, or (column,) of n-major weights,
+    where heads begin at any element. head_steps: (q's group, q's head, k's head, v's head), and
+    weight_extent, how far they reach, count those. adjacent: several heads may be loaded together.
     """
 
-    strides: tuple[int, ...]
-    steps: tuple[int, int, int, int]
-    extent: int
+    weight_strides: tuple[int, ...]
+    head_steps: tuple[int, int, int, int]
+    weight_extent: int
     adjacent: bool
 
 
@@ -336,12 +249,14 @@ def tiled_obstacle(problem: QkvProblem) -> str | None:
     size = ELEMENT_BYTES[problem.x.dtype]
     if (obstacle := fused_obstacle(heads)) is not None:
         return obstacle
+    if problem.quantization is not None:
+        return "codes become numbers in registers"
     if problem.input_norm is not None:
         return "what TMA loads goes to the tensor cores as it is"
     weights = [weight for weight in problem.weights if weight is not None]
     if len({weight.strides[2:] for weight in weights}) != 1:
         return "the three weights differ in strides"
-    strides = (*problem.x.strides, *tiled_weights(problem).strides)
+    strides = (*problem.x.strides, *tiled_weights(problem).weight_strides)
     aligned = all(operand.aligned for operand in (problem.x, *weights))
     if not aligned or any(stride * size % 16 for stride in strides):
         return "TMA wants addresses and strides in multiples of 16 bytes"
@@ -364,7 +279,7 @@ def heads_fit(problem: QkvProblem, heads_per_tile: int) -> bool:
     if heads_per_tile == 1:
         return True
     weights = tiled_weights(problem)
-    in_row = not heads.group or weights.steps[0] == heads.group * weights.steps[1]
+    in_row = not heads.group or weights.head_steps[0] == heads.group * weights.head_steps[1]
     return weights.adjacent and (in_row or heads.group % heads_per_tile == 0)
 
 
@@ -372,11 +287,44 @@ def swapped_obstacle(problem: QkvProblem) -> str | None:
     """Why `qkv_projection_swapped` cannot take the problem; None when it can."""
     if (obstacle := fused_obstacle(problem.epilogue)) is not None:
         return obstacle
+    if problem.quantization is not None:
+        return _codes_obstacle(problem)
     if len({weight.strides[-1] == 1 for weight in problem.weights if weight}) != 1:
         return "k-major and n-major weights together"
     if squares_a_row(problem.input_norm) and problem.x.dtype != "bf16":
         return f"{problem.x.dtype} has no range for sums that are normed afterwards"
     return None
+
+
+def _codes_obstacle(problem: QkvProblem) -> str | None:
+    q, heads = problem.codes, problem.epilogue
+    if problem.input_norm is not None:
+        return "x meets codes in their order, not normed"
+    if q.differs:
+        return q.differs
+    if not problem.coded_x and problem.x.dtype != heads.dtype:
+        return f"x of {problem.x.dtype} where q is {heads.dtype}"
+    if problem.coded_x and q.weight_format != "fp8":
+        return f"x of fp8 with weights of {q.weight_format}"
+    if not q.known_order:
+        return f"nibbles in the order {list(q.order)}"
+    if q.packed_rows and not heads.interleaved and heads.pair_half % q.per_word:
+        return "words that hold both partners of a pair"
+    if q.packed_rows and heads.head_dim % q.per_word:
+        return "words that reach from head to head"
+    if not any(steps_fit(problem, block_k) for block_k in (32, 64, 128)):
+        return f"scales of {q.block[1]} columns"
+    return None
+
+
+def steps_fit(problem: QkvProblem, block_k: int) -> bool:
+    """Whether steps of block_k columns of codes meet whole scales."""
+    q = problem.codes
+    if not problem.coded_x:
+        return q.step_fits(problem.hidden, block_k)
+    # The tensor core's own sums are short: none is longer than 128 products.
+    most = 256 if q.scales_whole_rows(problem.hidden) else 128
+    return q.groups_in(problem.hidden, block_k) == 1 and 32 <= block_k <= most
 
 
 def fused_obstacle(heads: HeadEpilogue) -> str | None:

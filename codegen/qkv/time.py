@@ -6,12 +6,9 @@ The model ranks lowerings where nothing was measured; it does not promise a time
 from __future__ import annotations
 
 from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv
+from tilewright.codegen.qkv.kernels import Config, SwappedConfig, TiledConfig, tiles_per_head
 from tilewright.codegen.qkv.problem import QkvProblem
-from tilewright.codegen.qkv.quantized_plan import numbers_estimate, quantized_estimate
-from tilewright.codegen.qkv.specs import SwappedConfig, TiledConfig, tiles_per_head
 from tilewright.codegen.targets import Target
-
-Config = SwappedConfig | TiledConfig
 
 # Share of the chip's GEMM rate by warp groups at work on an SM. Fitted, like all constants below,
 # on an H200 over the measured table: within a quarter of it, but for few tiles of long columns.
@@ -27,9 +24,21 @@ _LIBRARY_FILL_S = 2.5e-6
 _TMA_BYTES_PER_SM_S = 115e9
 _LOAD_BYTES_PER_SM_S = 85e9
 
+# Of weights of codes: codes that an SM unpacks in a second; the share of the tensor cores' rate
+# that tiles of few tokens and of more reach (those of fewer than 64 take as long as those of 64);
+# the kernel that puts x in order.
+_CODES_PER_SM_S = 9.0e10
+_CODES_MMA_SHARES = (0.75, 0.55)
+_CODES_FILL_S = 1.5e-6
+_CODES_SPLIT_S = 1.0e-6
+_ORDER_S = 1.5e-6
 
-def shared_bytes(problem: QkvProblem, config: Config) -> int:
+
+def shared_bytes(problem: QkvProblem, config: Config, target: Target) -> int:
     """Shared memory of the pipelined operands."""
+    if problem.quantization is not None:
+        assert isinstance(config, SwappedConfig)
+        return _codes_shared_bytes(problem, config, target)
     size = ELEMENT_BYTES[problem.epilogue.dtype]
     if isinstance(config, SwappedConfig):
         rows = 2 * config.block_p + config.block_t
@@ -46,18 +55,30 @@ def shared_bytes(problem: QkvProblem, config: Config) -> int:
     if not (problem.epilogue.has_norm and config.warp_specialize):
         staging //= 4 * config.epilogue_parts
     # A wide tile that is finished in one go is rotated by fp32 tables through shared memory.
-    rope = problem.epilogue.rope
-    wide_tables = rope is not None and rope.cos.dtype == "fp32"
-    if wide_tables and width == 256 and config.epilogue_parts == 1:
+    if problem.epilogue.wide_tables and width == 256 and config.epilogue_parts == 1:
         staging *= 2
     return tiles + staging
+
+
+def _codes_shared_bytes(problem: QkvProblem, config: SwappedConfig, target: Target) -> int:
+    """Those of staged words and activations, and of the operands made of them."""
+    q = problem.codes
+    rows, x_bytes = 2 * config.block_p, ELEMENT_BYTES[problem.x.dtype]
+    words = rows * config.block_k * q.code_bytes
+    x = config.block_t * config.block_k * x_bytes
+    made = 0 if problem.coded_x else x
+    # Codes reach the tensor core by way of shared memory in tiles below wgmma's, and in words of
+    # eight codes of a row where its threads hold fewer of them side by side (mma.sync).
+    if q.packed_rows or rows < 64 or (target.multiplies_registers and q.per_word == 8):
+        made += rows * config.block_k * 2
+    return int((words + x) * config.num_stages + made)
 
 
 def estimate(problem: QkvProblem, config: Config, num_tokens: int, target: Target) -> float:
     """Expected seconds of one fused kernel."""
     if problem.quantization is not None:
         assert isinstance(config, SwappedConfig)
-        return quantized_estimate(problem, config, num_tokens, target)
+        return _codes_estimate(problem, config, num_tokens, target)
     heads = problem.epilogue
     size = ELEMENT_BYTES[heads.dtype]
     split = 1
@@ -91,7 +112,7 @@ def estimate(problem: QkvProblem, config: Config, num_tokens: int, target: Targe
     stream = (rows + columns) * problem.hidden * size / split
     intake = _TMA_BYTES_PER_SM_S if isinstance(config, TiledConfig) else _LOAD_BYTES_PER_SM_S
     on_chip = per_sm * stream / intake
-    staged = shared_bytes(problem, config)
+    staged = shared_bytes(problem, config, target)
     running = min(tiles, target.num_sms * resident)
     in_flight = running * staged * (1 - 1 / config.num_stages)
     reach = min(in_flight / (target.num_sms * target.bytes_in_flight_per_sm), 1.0)
@@ -99,16 +120,69 @@ def estimate(problem: QkvProblem, config: Config, num_tokens: int, target: Targe
     return overhead + max(compute, memory, on_chip)
 
 
+def _codes_bytes(problem: QkvProblem, num_tokens: int) -> float:
+    """Least bytes of global memory: codes, scales and x read once, q and the slots written once."""
+    q, size = problem.codes, ELEMENT_BYTES[problem.epilogue.dtype]
+    blocks = cdiv(problem.num_rows, q.block[0]) * cdiv(problem.hidden, q.block[1])
+    per_token = ELEMENT_BYTES[problem.x.dtype] * problem.hidden + size * problem.num_rows
+    codes = q.code_bytes * problem.hidden * problem.num_rows
+    scale = q.scales[0]
+    assert scale is not None
+    return codes + blocks * ELEMENT_BYTES[scale.dtype] + num_tokens * per_token
+
+
+def _codes_estimate(
+    problem: QkvProblem, config: SwappedConfig, num_tokens: int, target: Target
+) -> float:
+    """Those of the kernel for weights of codes: the memory's time, or the time to make codes of
+    words, or that of the tensor cores."""
+    q = problem.codes
+    rows, columns, split = 2 * config.block_p, config.block_t, config.split_k
+    row_tiles = problem.epilogue.heads_in_all * tiles_per_head(problem, config)
+    tiles = row_tiles * cdiv(num_tokens, columns) * split
+    per_sm = cdiv(tiles, target.num_sms)
+    overhead = target.launch_s + _CODES_FILL_S
+    if split > 1:
+        overhead += _CODES_SPLIT_S + 8 * rows * columns * tiles / target.hbm_bytes_per_s
+    depth = problem.hidden / split
+    together = max(min(per_sm, _resident(problem, config, target)), 1)
+    unpacked = 0.0 if problem.coded_x else per_sm * rows * depth / _CODES_PER_SM_S
+    # One program alone hides little of what it waits for.
+    unpacked *= 1.6 if together == 1 and config.num_warps == 4 else 1.0
+    if config.ordered_x:
+        overhead += _ORDER_S
+    elif not (problem.coded_x or q.packed_rows):
+        unpacked += per_sm * columns * depth / (2 * _CODES_PER_SM_S)
+    # Words along the rows reach the tensor core by way of shared memory.
+    unpacked *= 2.0 if q.packed_rows else 1.0
+    share = _CODES_MMA_SHARES[columns > 32]
+    rate = target.flops_per_s(problem.x.dtype) / target.num_sms * share
+    multiplied = per_sm * 2 * rows * max(columns, 64) * depth / rate
+    staged = (
+        config.num_stages
+        * config.block_k
+        * (rows * q.code_bytes + columns * ELEMENT_BYTES[problem.x.dtype])
+    )
+    in_flight = together * staged * (1 - 1 / config.num_stages)
+    reach = min(in_flight / target.bytes_in_flight_per_sm, 1.0)
+    busy = min(tiles / target.num_sms, 1.0)
+    memory = _codes_bytes(problem, num_tokens) / (target.hbm_bytes_per_s * reach * busy)
+    return overhead + max(memory, unpacked, multiplied)
+
+
 def _resident(problem: QkvProblem, config: Config, target: Target) -> int:
     """Programs of a config that one SM holds, by shared memory and by registers."""
-    by_shared = target.max_shared_bytes // (shared_bytes(problem, config) + 1024)
+    by_shared = target.max_shared_bytes // (shared_bytes(problem, config, target) + 1024)
     if isinstance(config, TiledConfig):
         rows, columns = config.block_m, config.heads_per_tile * problem.epilogue.head_dim
         limit = config.programs_per_sm if config.persistent else 4
     else:
-        rows, columns, limit = 2 * config.block_p, config.block_t, 4
-    # The accumulator, and half as much again for the epilogue and addresses.
-    registers = min(40 + rows * columns // (32 * config.num_warps) * 3 // 2, target.max_registers)
+        rows, columns = 2 * config.block_p, config.block_t
+        limit = 4 if problem.quantization is None else by_shared
+    elements = rows * columns // (32 * config.num_warps)
+    # The accumulator, and half as much again for the epilogue and addresses; more beside codes.
+    wanted = 40 + elements * 3 // 2 if problem.quantization is None else 80 + 2 * elements
+    registers = min(wanted, target.max_registers)
     by_registers = target.registers_per_sm // (registers * 32 * config.num_warps)
     return max(min(by_shared, by_registers, limit), 1)
 
@@ -134,5 +208,13 @@ def library_estimate(problem: QkvProblem, num_tokens: int, target: Target, packe
     if problem.quantization is not None:
         # GEMMs of fp32 take no tensor core.
         seconds *= 10 if problem.coded_x else 1
-        seconds += numbers_estimate(problem, target)
+        seconds += _numbers_estimate(problem, target)
     return seconds + target.launch_s + 0.5e-6 + outputs / target.hbm_bytes_per_s
+
+
+def _numbers_estimate(problem: QkvProblem, target: Target) -> float:
+    """Expected seconds of making numbers of the weights: codes read, numbers written."""
+    size = problem.codes.code_bytes + ELEMENT_BYTES[problem.number_dtype]
+    kinds = problem.epilogue.kinds
+    moved = problem.hidden * problem.num_rows * size
+    return kinds * target.launch_s + moved / (0.7 * target.hbm_bytes_per_s)

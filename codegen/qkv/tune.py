@@ -10,24 +10,27 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache, lru_cache
+from pathlib import Path
 from types import MappingProxyType
 
+from tilewright.codegen import emit
 from tilewright.codegen.build.cache import Entry, KernelCache, key_of
-from tilewright.codegen.emit import source_fingerprint
+from tilewright.codegen.emit import source
+from tilewright.codegen.qkv.kernels import KERNELS
 from tilewright.codegen.qkv.plan import (
     HERE,
     TOKEN_BUCKETS,
     LoweringChoice,
-    candidates,
     choose,
     fused_choice,
     library_choice,
+    ranked,
 )
 from tilewright.codegen.qkv.problem import QkvProblem
-from tilewright.codegen.qkv.time import estimate
+from tilewright.codegen.spec import module_of
 from tilewright.codegen.targets import Target
 
 #: Fused kernels that are tried, the model's best ones: compiling them is most of the cost.
@@ -77,14 +80,10 @@ def trials(case: Case) -> Mapping[str, LoweringChoice]:
     chosen = choose(problem, tokens, target, case.packed)
     if not chosen.norms_x:
         problem = problem.after_norm
-    ranked = sorted(
-        (estimate(problem, config, tokens, target), str(config), config)
-        for config in candidates(problem, tokens, target)
-    )
     found = [chosen]
     found += [
-        fused_choice(problem, config, target, seconds, measured=False)
-        for seconds, _, config in ranked[:MAX_FUSED]
+        fused_choice(problem, config, seconds)
+        for seconds, config in ranked(problem, tokens, target)[:MAX_FUSED]
     ]
     if problem.input_norm is None:
         found.append(library_choice(problem, tokens, target, case.packed, None))
@@ -113,12 +112,8 @@ def tuned(
         return _only(tried)
 
     def measure() -> dict[str, bytes]:
-        times = [float(seconds) for seconds in timer(tuple(tried.values()))]
-        good = {
-            name: seconds
-            for name, seconds in zip(tried, times, strict=True)
-            if math.isfinite(seconds) and seconds > 0
-        }
+        times = zip(tried, map(float, timer(tuple(tried.values()))), strict=True)
+        good = {name: seconds for name, seconds in times if 0 < seconds < math.inf}
         if not good:
             raise NothingMeasuredError(f"none of {len(tried)} lowerings could be timed")
         text = json.dumps({"machine": machine.gpu, "seconds": good}, indent=1)
@@ -148,9 +143,24 @@ def _only(tried: Mapping[str, LoweringChoice]) -> LoweringChoice:
 
 
 def _key(case: Case, machine: Machine, tried: Mapping[str, LoweringChoice]) -> str:
-    sources = sorted({source_fingerprint(s) for choice in tried.values() for s in choice.specs})
     facts = (repr(case.problem), str(case.num_tokens), case.target.name, str(case.packed))
-    return key_of(_FORMAT, repr(machine), *facts, *tried, *sources)
+    return key_of(_FORMAT, repr(machine), *facts, *tried, *_sources())
+
+
+def _sources() -> Iterator[str]:
+    """What kernels are emitted from beside the problem: templates, emitter, and the modules here
+    and in the folder above, which make constants of a problem."""
+    yield emit.emitter_fingerprint()
+    for kernel in KERNELS:
+        yield source.fingerprint(module_of(kernel.template))
+    yield _constants_fingerprint()
+
+
+@cache
+def _constants_fingerprint() -> str:
+    here = Path(__file__).parent
+    modules = [*sorted(here.glob("*.py")), *sorted(here.parent.glob("*.py"))]
+    return key_of(*(module.read_text("utf-8") for module in modules))
 
 
 def _times(entry: Entry, tried: Mapping[str, LoweringChoice]) -> dict[str, float]:
@@ -163,12 +173,6 @@ def _times(entry: Entry, tried: Mapping[str, LoweringChoice]) -> dict[str, float
         return {}
     numbers = all(isinstance(s, float) and 0 < s < math.inf for s in seconds.values())
     return seconds if numbers else {}
-
-
-def table_text(facts: Mapping[str, object], rows: Iterable[Mapping[str, object]]) -> str:
-    """A measured table as it is shipped: where it was measured, then its rows, one a line."""
-    head = json.dumps({**facts, "rows": []}, indent=1).removesuffix("]\n}")
-    return head + "\n" + ",\n".join(f"  {json.dumps(row)}" for row in rows) + "\n ]\n}\n"
 
 
 def _fastest(tried: Mapping[str, LoweringChoice], seconds: Mapping[str, float]) -> LoweringChoice:

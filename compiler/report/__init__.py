@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -71,6 +71,11 @@ class Site:
     intermediate_bytes: int = 0
 
     @property
+    def facts(self) -> str:
+        """The shapes in a line: `heads=32/8x128 rope=half`."""
+        return " ".join(f"{key}={value}" for key, value in self.shapes.items())
+
+    @property
     def kernel(self) -> str:
         """Names of the emitted kernels, comma-separated; empty where a library does the work."""
         return ", ".join(k.spec.name for k in self.kernels)
@@ -78,20 +83,76 @@ class Site:
 
 @dataclass(frozen=True)
 class GraphReport:
-    """One Dynamo graph, before and after.
+    """What happened to one Dynamo graph. `str()` prints what `lower` prints.
 
+    modules: the graph before and after; None in a report :meth:`without_graphs`. seconds: by phase.
     inputs: which of its inputs shared memory when traced. points: its census; empty where fusing
-    did not begin.
+    did not begin. target, graph_breaks: as in Lowered, of this graph alone. node_counts: of a
+    report without graphs.
     """
 
-    before: fx.GraphModule
-    after: fx.GraphModule
+    modules: tuple[fx.GraphModule, fx.GraphModule] | None
     matches: tuple[Site, ...]
     misses: tuple[Miss, ...]
     notes: tuple[str, ...] = ()
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
     inputs: InputMemory | None = None
     points: tuple[Point, ...] = ()
+    target: str = ""
+    graph_breaks: tuple[str, ...] = ()
+    node_counts: tuple[int, int] = (0, 0)
+
+    @property
+    def before(self) -> fx.GraphModule:
+        """The graph as it was captured."""
+        return self._module(0)
+
+    @property
+    def after(self) -> fx.GraphModule:
+        """The rewritten graph."""
+        return self._module(1)
+
+    def _module(self, place: int) -> fx.GraphModule:
+        if self.modules is None:
+            raise AttributeError(
+                "the graphs of a compilation are not kept; tilewright.compiler.lower(model, args)"
+                ".graphs has them, and TORCH_TRACE writes them"
+            )
+        return self.modules[place]
+
+    @property
+    def nodes(self) -> int:
+        """How many nodes the graph had."""
+        return len(self.before.graph.nodes) if self.modules else self.node_counts[0]
+
+    @property
+    def nodes_after(self) -> int:
+        """How many nodes the rewritten graph has."""
+        return len(self.after.graph.nodes) if self.modules else self.node_counts[1]
+
+    @property
+    def lowered(self) -> Lowered:
+        """The report of this graph alone."""
+        return Lowered((self,), self.target, self.graph_breaks)
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """The report as JSON-ready data, as the option `report` writes it."""
+        return self.lowered.as_dict()
+
+    @property
+    def text(self) -> str:
+        return str(self.lowered)
+
+    def __str__(self) -> str:
+        return self.text
+
+    def without_graphs(self) -> GraphReport:
+        """The report as text and numbers. A graph holds fake tensors, sources and sometimes
+        weights, and a process that compiles for months must not keep the models it dropped."""
+        misses = tuple(miss.without_graph() for miss in self.misses)
+        counts = self.nodes, self.nodes_after
+        return replace(self, modules=None, misses=misses, inputs=None, node_counts=counts)
 
 
 @dataclass(frozen=True)
@@ -151,8 +212,7 @@ class Lowered:
         return {
             "target": self.target,
             "graphs": [
-                {"nodes": len(g.before.graph.nodes), "nodes_after": len(g.after.graph.nodes)}
-                | {"seconds": g.seconds}
+                {"nodes": g.nodes, "nodes_after": g.nodes_after, "seconds": dict(g.seconds)}
                 for g in self.graphs
             ],
             "matches": [site_dict(m) for m in self.matches],
@@ -251,10 +311,9 @@ def text_lines(lowered: Lowered) -> list[str]:
     lines = []
     for site, scope, count in collapse_sites(lowered.matches):
         times = f" x{count}" if count > 1 else ""
-        facts = " ".join(f"{k}={v}" for k, v in site.shapes.items())
         # What the reference computes could be faster, so it says why no kernel does.
         why = f": {site.reason}" if site.lowering == "reference" and site.reason else ""
-        lines.append(f"{scope}{times}  {site.pattern}  {facts}  [{site.lowering}{why}]")
+        lines.append(f"{scope}{times}  {site.pattern}  {site.facts}  [{site.lowering}{why}]")
     for miss, _, count in collapse_misses(lowered.misses):
         times = f" (x{count})" if count > 1 else ""
         word = "missed" if miss.is_lost else "advice by"

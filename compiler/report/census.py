@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from torch import fx
@@ -65,11 +65,6 @@ class Point:
     scope: str
     source: str
 
-    def as_dict(self) -> dict[str, str]:
-        """JSON-ready data."""
-        names = ("kind", "account", "why", "op", "node", "scope", "source")
-        return {name: getattr(self, name) for name in names}
-
 
 @dataclass(frozen=True)
 class Census:
@@ -104,7 +99,7 @@ class Census:
                 {"kind": kind, "account": account, "why": why, "count": count}
                 for (kind, account, why), count in self.counts().items()
             ],
-            "unaccounted": [point.as_dict() for point in self.unaccounted],
+            "unaccounted": [asdict(point) for point in self.unaccounted],
         }
 
 
@@ -223,16 +218,13 @@ def _behind(start: Value, sought: Sought, graph: Graph) -> Iterator[Value]:
     choice belongs to it."""
 
     def goes_on(value: Value) -> bool:
-        return value is start or graph.kind(value) in (None, "softmax", "top-k")
+        return graph.kind(value) in (None, "softmax", "top-k")
 
-    front, seen = [start], {start}
-    for value in front:  # grows meanwhile
-        if value is not start and graph.kind(value) in sought.behind:
-            yield value
-        if goes_on(value):
-            new = [user for user in graph.flow.users.get(value, ()) if user not in seen]
-            seen.update(new)
-            front += new
+    passed = graph.flow.downstream(start, None, goes_on)
+    read = dict.fromkeys(user for value in passed for user in graph.flow.users.get(value, ()))
+    yield from (
+        value for value in read if value is not start and graph.kind(value) in sought.behind
+    )
 
 
 def _beside(product: Value, graph: Graph) -> Iterator[fx.Node]:

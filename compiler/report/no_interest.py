@@ -1,17 +1,18 @@
-"""Why points of a graph are of no interest to any pattern: rules as data, each with a predicate on
-the graph."""
+"""Why points of a graph are of no interest to any pattern: each rule is a predicate on the graph,
+under its reason."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 
-from tilewright.codegen.mlp.plan import MOST_GATED_TOKENS, MOST_TOKENS
+from tilewright.compiler import _compat
 from tilewright.compiler.report.points import Graph, is_unknown, plain_name
+from tilewright.ops.mlp import linear_activation, linear_residual
+from tilewright.ops.mlp.gains import MOST_GATED_TOKENS, MOST_TOKENS
 from tilewright.ops.reference.activation import ACTIVATIONS
 from tilewright.patterns import effects
 from tilewright.patterns.attention.cache_attention import gains
@@ -34,13 +35,29 @@ _ACTIVATIONS = frozenset(
 )  # fmt: skip
 
 
+Holds = Callable[[Value, Graph], bool]
+
+
 @dataclass(frozen=True)
 class Rule:
     """Points of one kind that are of no interest, and why. holds(value, graph): the predicate."""
 
     kind: Kind
     why: str
-    holds: Callable[[Value, Graph], bool]
+    holds: Holds
+
+
+RULES: list[Rule] = []
+
+
+def rule(*kinds: Kind, why: str) -> Callable[[Holds], Holds]:
+    """Makes a predicate a rule for points of these kinds; of those that hold the first speaks."""
+
+    def added(holds: Holds) -> Holds:
+        RULES.extend(Rule(kind, why, holds) for kind in kinds)
+        return holds
+
+    return added
 
 
 @dataclass(frozen=True)
@@ -102,19 +119,30 @@ def _is_of_two(value: Value) -> bool:
     return value.op == "aten.mul" and [v.shape for v in value.operands] == [value.shape] * 2
 
 
+# --- products -------------------------------------------------------------------------------------
+
+
+@rule("product", "softmax", "top-k", why="nothing reads it")
+def _is_unread(value: Value, graph: Graph) -> bool:
+    return value.node not in graph.read
+
+
+@rule("product", "softmax", "top-k", why="a tensor of no elements")
+def _is_empty(value: Value, graph: Graph) -> bool:
+    return 0 in value.shape
+
+
 def _tokens(value: Value) -> Any:
     gemm = match_gemm(value)
     return None if gemm is None else gemm.flat_x.shape[0]
 
 
+@rule("product", why="two activations, and no weight of the model")
 def _is_of_two_activations(value: Value, graph: Graph) -> bool:
     return not is_unknown(value) and not graph.weights(value)
 
 
-def _is_empty(value: Value, graph: Graph) -> bool:
-    return 0 in value.shape
-
-
+@rule("product", why="an outer product: nothing is summed")
 def _is_outer(value: Value, graph: Graph) -> bool:
     gemm = match_gemm(value)
     if gemm is not None:
@@ -122,28 +150,35 @@ def _is_outer(value: Value, graph: Graph) -> bool:
     return plain_name(value) in ("matmul", "bmm") and value.operands[0].shape[-1] == 1
 
 
+@rule("product", why="a convolution")
 def _is_convolution(value: Value, graph: Graph) -> bool:
     return plain_name(value).startswith(("conv", "_conv"))
 
 
-def _has_many_tokens(value: Value, graph: Graph) -> bool:
-    tokens = _tokens(value)
-    return isinstance(tokens, int) and tokens > MOST_TOKENS
-
-
+@rule("product", why="a library's product, whose result a fused op reads")
 def _is_taken(value: Value, graph: Graph) -> bool:
     return any(v.node in graph.taken for v in _passed(value, graph))
 
 
+@rule("product", why=f"more than {MOST_TOKENS} tokens: the library's GEMM is the faster one")
+def _has_many_tokens(value: Value, graph: Graph) -> bool:
+    return linear_residual.OP.slower(tokens=_tokens(value)) is not None
+
+
+@rule(
+    "product",
+    why=f"one of two that are multiplied, of more than {MOST_GATED_TOKENS} tokens: the library's "
+    "GEMM is the faster one",
+)
 def _is_gated_for_many(value: Value, graph: Graph) -> bool:
-    tokens = _tokens(value)
-    if not isinstance(tokens, int) or tokens <= MOST_GATED_TOKENS:
+    if linear_activation.OP.slower(tokens=_tokens(value), weights=2) is None:
         return False
     read = behind(value, graph)
     read_once = len(read.ends) == 1 and not read.returned and not read.added
     return read_once and read.gated and graph.kind(read.ends[0]) == "product"
 
 
+@rule("product", why=f"fewer than {LEAST_COLUMNS} rows or columns of a weight")
 def _is_narrow(value: Value, graph: Graph) -> bool:
     gemm = match_gemm(value)
     if gemm is None:
@@ -156,6 +191,7 @@ def _is_narrow(value: Value, graph: Graph) -> bool:
     return any(isinstance(size, int) and size < LEAST_COLUMNS for size in sizes)
 
 
+@rule("product", why="the graph returns it: a head, or what a graph break parts from its readers")
 def _is_returned(value: Value, graph: Graph) -> bool:
     read = behind(value, graph)
     return read.returned and not read.added and all(_only_counts(v, graph) for v in read.ends)
@@ -169,12 +205,46 @@ def _only_counts(value: Value, graph: Graph) -> bool:
     )
 
 
+@rule("product", why="no activation, residual sum or cache write behind it: a product alone")
 def _stands_alone(value: Value, graph: Graph) -> bool:
     if match_gemm(value) is None:
         return False
     read = behind(value, graph)
     writes = [v for v in read.ends if graph.kind(v) == "write" and not is_of_no_interest(v, graph)]
     return not (read.activated or read.added or writes)
+
+
+@rule("product", why="what a convolution, or the state of a recurrence, is made of")
+def _feeds_state(value: Value, graph: Graph) -> bool:
+    ends = behind(value, graph).ends
+    if any(_is_convolution(v, graph) for v in ends if graph.kind(v) == "product"):
+        return True
+    if any(_keeps_state(v, graph) for v in ends if graph.kind(v) == "write"):
+        return True
+    return bool(ends) and all(graph.kind(v) == "product" and _feeds_state(v, graph) for v in ends)
+
+
+@rule("product", why="a matrix for each part of a batch, and no other such product beside it")
+def _is_lone_of_a_batch(value: Value, graph: Graph) -> bool:
+    """Whether a product has a matrix for each part of a batch, whole as the model holds it, and no
+    other such product feeds it or reads it."""
+    held = [v for v in graph.weights(value) if v.value.node in graph.own]
+    if named_product(value) is None or match_gemm(value) is not None or len(held) != 1:
+        return False
+    beside = [v for v in behind(value, graph).ends if graph.kind(v) == "product"]
+    beside += _products_before(value, graph)
+    return not any(graph.weights(v) and match_gemm(v) is None for v in beside)
+
+
+def _products_before(value: Value, graph: Graph) -> list[Value]:
+    sources = [view.value for view in value.operands]
+    found: list[Value] = []
+    for source in sources:  # grows meanwhile
+        if graph.kind(source) == "product":
+            found.append(source)
+        elif graph.kind(source) is None:
+            sources += [v.value for v in source.operands if v.value not in sources]
+    return found
 
 
 def _readers(value: Value, graph: Graph) -> list[Value]:
@@ -194,15 +264,19 @@ def _passed(value: Value, graph: Graph) -> list[Value]:
 
 
 _BY_NUMBER = frozenset({"aten.add", "aten.mul", "aten.div", "aten.clamp"})
+
+
 # How many values a spelled activation may be.
 _SPELLED = 8
 
 
+@rule("product", why="an activation behind it that no op has")
 def _has_other_activation(value: Value, graph: Graph) -> bool:
     acted, known = _activations_of(value, graph)
     return bool(acted) and not known
 
 
+@rule("product", why="an activation behind it that stays in a wider dtype than an op's result")
 def _is_activated_wide(value: Value, graph: Graph) -> bool:
     acted, known = _activations_of(value, graph)
     return bool(acted) and all(v.dtype.itemsize > value.dtype.itemsize for v in known)
@@ -238,6 +312,23 @@ def _is_of_a_product(value: Value, graph: Graph) -> bool:
     return False
 
 
+_EXTREMES = frozenset({"aten.maximum", "aten.minimum", "aten.mean", "aten.std", "aten.var"})
+
+
+@rule(
+    "product", why="it is compared with a statistic or an extreme of its own before anything else"
+)
+def _is_compared(value: Value, graph: Graph) -> bool:
+    """Whether extremes or statistics are taken of a product, and all else that reads it is its
+    difference or sum with these."""
+    readers, made = _readers(value, graph), _made_of(value, graph)
+    rest = [r for r in readers if r.op not in _EXTREMES and r.op not in SHAPED_LIKE]
+    return any(r.op in _EXTREMES for r in readers) and all(
+        r.op in ("aten.add", "aten.sub") and not _adds_other(r, made, graph) for r in rest
+    )
+
+
+@rule("product", why="a gate behind it: another tensor multiplies its result")
 def _is_weighed(value: Value, graph: Graph) -> bool:
     passed, readers = _passed(value, graph), _readers(value, graph)
     gates = [
@@ -264,145 +355,25 @@ def _made_of(value: Value, graph: Graph) -> set[Value]:
     return set(graph.flow.downstream(value, None, lambda v: graph.kind(v) is None))
 
 
-_EXTREMES = frozenset({"aten.maximum", "aten.minimum", "aten.mean", "aten.std", "aten.var"})
-
-
-def _is_compared(value: Value, graph: Graph) -> bool:
-    """Whether extremes or statistics are taken of a product, and all else that reads it is its
-    difference or sum with these."""
-    readers, made = _readers(value, graph), _made_of(value, graph)
-    rest = [r for r in readers if r.op not in _EXTREMES and r.op not in SHAPED_LIKE]
-    return any(r.op in _EXTREMES for r in readers) and all(
-        r.op in ("aten.add", "aten.sub") and not _adds_other(r, made, graph) for r in rest
-    )
-
-
+@rule("product", why="its result is read by more than the sum behind it")
 def _is_read_elsewhere(value: Value, graph: Graph) -> bool:
     readers = _readers(value, graph)
     sums = [reader for reader in readers if reader.op == "aten.add"]
     return bool(sums) and (len(readers) > 1 or behind(value, graph).returned)
 
 
-def _feeds_state(value: Value, graph: Graph) -> bool:
-    ends = behind(value, graph).ends
-    if any(_is_convolution(v, graph) for v in ends if graph.kind(v) == "product"):
-        return True
-    if any(_keeps_state(v, graph) for v in ends if graph.kind(v) == "write"):
-        return True
-    return bool(ends) and all(graph.kind(v) == "product" and _feeds_state(v, graph) for v in ends)
+# --- softmaxes ------------------------------------------------------------------------------------
 
 
-def _is_lone_of_a_batch(value: Value, graph: Graph) -> bool:
-    """Whether a product has a matrix for each part of a batch, whole as the model holds it, and no
-    other such product feeds it or reads it."""
-    held = [v for v in graph.weights(value) if v.value.node in graph.own]
-    if named_product(value) is None or match_gemm(value) is not None or len(held) != 1:
-        return False
-    beside = [v for v in behind(value, graph).ends if graph.kind(v) == "product"]
-    beside += _products_before(value, graph)
-    return not any(graph.weights(v) and match_gemm(v) is None for v in beside)
+@rule("softmax", why="attention without a mask to as many heads of keys: PyTorch's kernel does")
+def _gains_nothing(value: Value, graph: Graph) -> bool:
+    sketch = sketch_of(value)
+    return sketch is not None and not gains(sketch)
 
 
-def _products_before(value: Value, graph: Graph) -> list[Value]:
-    sources = [view.value for view in value.operands]
-    found: list[Value] = []
-    for source in sources:  # grows meanwhile
-        if graph.kind(source) == "product":
-            found.append(source)
-        elif graph.kind(source) is None:
-            sources += [v.value for v in source.operands if v.value not in sources]
-    return found
-
-
-def _rescales(value: Value, graph: Graph) -> bool:
-    assert value.store is not None
-    return value.store.kind in ("embedding", "embedding_renorm_")
-
-
-# Names of writes of one number that torch's operators of these names are not tagged for.
-_FILLS = frozenset({"setitem", "zero", "fill"})
-
-
-def _changes_elements(value: Value, graph: Graph) -> bool:
-    """Whether a write is arithmetic on what is there, or fills it with a number: nothing that a
-    product made has a part in it but by what was written before."""
-    store, flow = value.store, graph.flow
-    assert store is not None
-    name = store.kind.removeprefix("_foreach_").removesuffix("_")
-    if store.index or store.source is not None or not (name in _FILLS or _is_pointwise(name)):
-        return False
-    others = (v.value for v in value.operands)
-    return not any(
-        v.projected and flow.memory_of.get(flow.home(v)) is not store.memory for v in others
-    )
-
-
-@cache
-def _is_pointwise(name: str) -> bool:
-    """Whether torch says of an operator that it computes each element from those at its place."""
-    packet = getattr(torch.ops.aten, name, None)
-    overloads = [] if packet is None else packet.overloads()
-    return any(torch.Tag.pointwise in getattr(packet, one).tags for one in overloads)
-
-
-def _comes_from_outside(value: Value, graph: Graph) -> bool:
-    assert value.store is not None
-    source = value.store.source
-    return source is not None and not source.value.projected
-
-
-def _counts(value: Value, graph: Graph) -> bool:
-    assert value.store is not None
-    return effects.product(value.store.memory.shape) == 1 or not value.dtype.is_floating_point
-
-
-def _keeps_state(value: Value, graph: Graph) -> bool:
-    assert value.store is not None
-    return replaces_state(value.store)
-
-
-def _leaves_for_next(value: Value, graph: Graph) -> bool:
-    """Whether one token replaces the whole of a memory: one of several, or the only one where the
-    memory has no dimension for tokens and the graph has read it before. It is made of nothing that
-    was there: a row of tokens that moved on would be."""
-    store = value.store
-    assert store is not None
-    source, memory = store.source, store.memory
-    if source is None or store.index or continues(source.value, memory):
-        return False
-    if effects.product(store.target.shape) != effects.product(memory.shape):
-        return False
-    made_of = source.value.operands if graph.kind(source.value) == "product" else ()
-    rows = [view for view in made_of if graph.origin(view.value) == "given"]
-    if any(map(_is_one_of_many, (source, *rows))):
-        return True
-    read = any(place < value.position for place, _ in graph.flow.read.get(memory, ()))
-    return read and len(memory.shape) < len(source.value.shape)
-
-
-def _is_one_of_many(view: View) -> bool:
-    """Whether a view selects one place of some dimension."""
-    axes = {atom.axis for dim in view.effect.dims for atom in dim}
-    return any(n != 1 and axis not in axes for axis, n in enumerate(view.value.shape))
-
-
-def _chooses_keys(value: Value, graph: Graph) -> bool:
-    """Whether scores of two activations are compared, and attentions alone read the choice."""
-    read = [behind(v, graph) for v in graph.flow.values_at([value.node])]
-    ends = [end for one in read for end in one.ends]
-    attended = bool(ends) and all(graph.kind(v) == "softmax" for v in ends)
-    made_of_two = any(_is_of_two_activations(v, graph) for v in _products_before(value, graph))
-    return made_of_two and attended and not any(one.returned for one in read)
-
-
-def _compares_tokens(value: Value, graph: Graph) -> bool:
-    """Whether the scores that are compared are products of one activation with itself."""
-    scores = _products_before(value, graph)
-    sides = [{view.value for view in v.operands if len(view.shape) > 1} for v in scores]
-    alone = all(len(side) == 1 for side in sides)
-    return bool(scores) and alone and all(_is_of_two_activations(v, graph) for v in scores)
-
-
+@rule(
+    "softmax", why="weights of a linear, by which tensors are mixed: no scores of queries with keys"
+)
 def _mixes(value: Value, graph: Graph) -> bool:
     """Whether a softmax of linears is what another tensor is multiplied by: neither a score of
     queries with keys, nor experts that are chosen."""
@@ -435,114 +406,128 @@ def _is_mixed(value: Value, weights: set[Value], graph: Graph) -> bool:
     return multiplied and not any(_is_of_a_product(v, graph) for v in mixed)
 
 
+@rule("softmax", why="the graph returns it: probabilities of what is sampled")
+def _leads_nowhere(value: Value, graph: Graph) -> bool:
+    read = behind(value, graph)
+    return read.returned and not read.ends
+
+
+# --- writes ---------------------------------------------------------------------------------------
+
+
+@rule("write", why="one number or integers: a count of tokens, positions")
+def _counts(value: Value, graph: Graph) -> bool:
+    assert value.store is not None
+    return effects.product(value.store.memory.shape) == 1 or not value.dtype.is_floating_point
+
+
+# Names of writes of one number that torch's operators of these names are not tagged for.
+_FILLS = frozenset({"setitem", "zero", "fill"})
+
+
+@rule(
+    "write",
+    why="an input is changed element by element, whole or in a slice: no rows are put into places",
+)
+def _changes_elements(value: Value, graph: Graph) -> bool:
+    """Whether a write is arithmetic on what is there, or fills it with a number: nothing that a
+    product made has a part in it but by what was written before."""
+    store, flow = value.store, graph.flow
+    assert store is not None
+    name = store.kind.removeprefix("_foreach_").removesuffix("_")
+    if (
+        store.index
+        or store.source is not None
+        or not (name in _FILLS or torch.Tag.pointwise in _compat.aten_tags(name))
+    ):
+        return False
+    others = (v.value for v in value.operands)
+    return not any(
+        v.projected and flow.memory_of.get(flow.home(v)) is not store.memory for v in others
+    )
+
+
+@rule("write", why="a table that a lookup rescales (max_norm): no rows are put there")
+def _rescales(value: Value, graph: Graph) -> bool:
+    assert value.store is not None
+    return value.store.kind in ("embedding", "embedding_renorm_")
+
+
+@rule("write", why="the state of a convolution or of a recurrence, replaced")
+def _keeps_state(value: Value, graph: Graph) -> bool:
+    assert value.store is not None
+    return replaces_state(value.store)
+
+
+@rule("write", why="what one step leaves for the next: one token replaces the whole memory")
+def _leaves_for_next(value: Value, graph: Graph) -> bool:
+    """Whether one token replaces the whole of a memory: one of several, or the only one where the
+    memory has no dimension for tokens and the graph has read it before. It is made of nothing that
+    was there: a row of tokens that moved on would be."""
+    store = value.store
+    assert store is not None
+    source, memory = store.source, store.memory
+    if source is None or store.index or continues(source.value, memory):
+        return False
+    if effects.product(store.target.shape) != effects.product(memory.shape):
+        return False
+    made_of = source.value.operands if graph.kind(source.value) == "product" else ()
+    rows = [view for view in made_of if graph.origin(view.value) == "given"]
+    if any(map(_is_one_of_many, (source, *rows))):
+        return True
+    read = any(place < value.position for place, _ in graph.flow.read.get(memory, ()))
+    return read and len(memory.shape) < len(source.value.shape)
+
+
+def _is_one_of_many(view: View) -> bool:
+    """Whether a view selects one place of some dimension."""
+    axes = {atom.axis for dim in view.effect.dims for atom in dim}
+    return any(n != 1 and axis not in axes for axis, n in enumerate(view.value.shape))
+
+
+@rule("write", why="what is written is not computed by this graph")
+def _comes_from_outside(value: Value, graph: Graph) -> bool:
+    assert value.store is not None
+    source = value.store.source
+    return source is not None and not source.value.projected
+
+
+# --- choices --------------------------------------------------------------------------------------
+
+
+@rule("top-k", why="integers are sorted: an order of rows")
 def _orders_integers(value: Value, graph: Graph) -> bool:
     given = value.operands[0].value.dtype if value.operands else value.dtype
     return not given.is_floating_point
 
 
+@rule("top-k", why=f"among more than {MOST_EXPERTS}: words, or tokens")
 def _is_of_words(value: Value, graph: Graph) -> bool:
     given = value.operands[0]
     width = given.shape[-1] if given.shape else 1
     return isinstance(width, int) and width > MOST_EXPERTS
 
 
-def _gains_nothing(value: Value, graph: Graph) -> bool:
-    sketch = sketch_of(value)
-    return sketch is not None and not gains(sketch)
+@rule("top-k", why="keys that an attention reads, by scores of their own: a sparse indexer")
+def _chooses_keys(value: Value, graph: Graph) -> bool:
+    """Whether scores of two activations are compared, and attentions alone read the choice."""
+    read = [behind(v, graph) for v in graph.flow.values_at([value.node])]
+    ends = [end for one in read for end in one.ends]
+    attended = bool(ends) and all(graph.kind(v) == "softmax" for v in ends)
+    made_of_two = any(_is_of_two_activations(v, graph) for v in _products_before(value, graph))
+    return made_of_two and attended and not any(one.returned for one in read)
 
 
-def _is_unread(value: Value, graph: Graph) -> bool:
-    return value.node not in graph.read
+@rule("top-k", why="scores of tokens with each other: no experts")
+def _compares_tokens(value: Value, graph: Graph) -> bool:
+    """Whether the scores that are compared are products of one activation with itself."""
+    scores = _products_before(value, graph)
+    sides = [{view.value for view in v.operands if len(view.shape) > 1} for v in scores]
+    alone = all(len(side) == 1 for side in sides)
+    return bool(scores) and alone and all(_is_of_two_activations(v, graph) for v in scores)
 
 
-def _leads_nowhere(value: Value, graph: Graph) -> bool:
-    read = behind(value, graph)
-    return read.returned and not read.ends
-
-
-RULES: tuple[Rule, ...] = (
-    *(Rule(kind, "nothing reads it", _is_unread) for kind in ("product", "softmax", "top-k")),
-    *(Rule(kind, "a tensor of no elements", _is_empty) for kind in ("product", "softmax", "top-k")),
-    Rule("product", "two activations, and no weight of the model", _is_of_two_activations),
-    Rule("product", "an outer product: nothing is summed", _is_outer),
-    Rule("product", "a convolution", _is_convolution),
-    Rule("product", "a library's product, whose result a fused op reads", _is_taken),
-    Rule(
-        "product",
-        f"more than {MOST_TOKENS} tokens: the library's GEMM is the faster one",
-        _has_many_tokens,
-    ),
-    Rule(
-        "product",
-        f"one of two that are multiplied, of more than {MOST_GATED_TOKENS} tokens: the library's "
-        "GEMM is the faster one",
-        _is_gated_for_many,
-    ),
-    Rule("product", f"fewer than {LEAST_COLUMNS} rows or columns of a weight", _is_narrow),
-    Rule(
-        "product",
-        "the graph returns it: a head, or what a graph break parts from its readers",
-        _is_returned,
-    ),
-    Rule(
-        "product",
-        "no activation, residual sum or cache write behind it: a product alone",
-        _stands_alone,
-    ),
-    Rule(
-        "softmax",
-        "attention without a mask to as many heads of keys: PyTorch's kernel does",
-        _gains_nothing,
-    ),
-    Rule("product", "what a convolution, or the state of a recurrence, is made of", _feeds_state),
-    Rule(
-        "product",
-        "a matrix for each part of a batch, and no other such product beside it",
-        _is_lone_of_a_batch,
-    ),
-    Rule("product", "an activation behind it that no op has", _has_other_activation),
-    Rule(
-        "product",
-        "an activation behind it that stays in a wider dtype than an op's result",
-        _is_activated_wide,
-    ),
-    Rule(
-        "product",
-        "it is compared with a statistic or an extreme of its own before anything else",
-        _is_compared,
-    ),
-    Rule("product", "a gate behind it: another tensor multiplies its result", _is_weighed),
-    Rule("product", "its result is read by more than the sum behind it", _is_read_elsewhere),
-    Rule(
-        "softmax",
-        "weights of a linear, by which tensors are mixed: no scores of queries with keys",
-        _mixes,
-    ),
-    Rule("softmax", "the graph returns it: probabilities of what is sampled", _leads_nowhere),
-    Rule("write", "one number or integers: a count of tokens, positions", _counts),
-    Rule(
-        "write",
-        "an input is changed element by element, whole or in a slice: no rows are put into places",
-        _changes_elements,
-    ),
-    Rule("write", "a table that a lookup rescales (max_norm): no rows are put there", _rescales),
-    Rule("write", "the state of a convolution or of a recurrence, replaced", _keeps_state),
-    Rule(
-        "write",
-        "what one step leaves for the next: one token replaces the whole memory",
-        _leaves_for_next,
-    ),
-    Rule("write", "what is written is not computed by this graph", _comes_from_outside),
-    Rule("top-k", "integers are sorted: an order of rows", _orders_integers),
-    Rule("top-k", f"among more than {MOST_EXPERTS}: words, or tokens", _is_of_words),
-    Rule(
-        "top-k",
-        "keys that an attention reads, by scores of their own: a sparse indexer",
-        _chooses_keys,
-    ),
-    Rule("top-k", "scores of tokens with each other: no experts", _compares_tokens),
-    Rule("top-k", "the graph returns it: what is sampled", _leads_nowhere),
-)
+rule("top-k", why="the graph returns it: what is sampled")(_leads_nowhere)
 
 
 def is_of_no_interest(value: Value, graph: Graph) -> str:

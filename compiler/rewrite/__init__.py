@@ -15,7 +15,13 @@ from tilewright.compiler._compat import trials
 from tilewright.compiler.dataflow.spelling import argument, shape_of
 from tilewright.compiler.rewrite.materialise import Materialiser
 from tilewright.compiler.rewrite.size_checks import erase_size_checks
-from tilewright.compiler.rewrite.strides import same_steps, strides_matter
+from tilewright.compiler.rewrite.strides import (
+    is_dense,
+    is_packed_as,
+    packed_as,
+    same_steps,
+    strides_matter,
+)
 from tilewright.compiler.safety.legality import insertion_node
 from tilewright.compiler.safety.lint import check_site
 from tilewright.ops.checks import ArgumentError
@@ -171,17 +177,13 @@ def _laid_out(old: fx.Node, new: fx.Node, materialiser: Materialiser) -> fx.Node
     held, now = (node.meta["example_value"] for node in (old, new))
     if same_steps(held, now) or not strides_matter(old, now, materialiser.flow):
         return new
-    if held.is_contiguous():
-        return materialiser.call("contiguous", new)
-    order = sorted(range(held.dim()), key=lambda dim: -held.stride(dim))
-    if not held.permute(order).is_contiguous():
+    if not is_dense(held):
         # Columns of a wider tensor: what is packed in their order has every view that they have.
         if strides_matter(old, now, materialiser.flow, returned=False):
             raise InexpressibleError(f"{old.name} is read by strides that the op's result has not")
-        if now.permute(order).is_contiguous():
+        if is_packed_as(held, now):
             return new
-    packed = materialiser.call("contiguous", materialiser.call("permute", new, order))
-    return materialiser.call("permute", packed, [order.index(dim) for dim in range(held.dim())])
+    return packed_as(held, new, materialiser.call)
 
 
 def arguments_of(op: FusedOp, node: fx.Node) -> Any:

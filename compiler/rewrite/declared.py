@@ -12,7 +12,7 @@ import fnmatch
 import inspect
 import operator
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +21,12 @@ from torch import fx
 
 from tilewright.compiler import _compat
 from tilewright.compiler._compat import trials
+from tilewright.compiler._compat.autocast import autocast_at_devices
 from tilewright.compiler.dataflow.access import access_of, call_key, given
 from tilewright.compiler.dataflow.spelling import name_of, shape_of
-from tilewright.compiler.rewrite.spelled import SpelledOut, Writer
-from tilewright.compiler.rewrite.strides import same_steps
+from tilewright.compiler.rewrite.spelled import SpelledOut, stand_in
+from tilewright.compiler.rewrite.strides import is_dense, packed_as, same_steps
+from tilewright.compiler.rewrite.writer import Writer
 from tilewright.patterns.language import Miss, Stage
 
 Meaning = Callable[..., Any]
@@ -90,7 +92,7 @@ def _registered(name: str) -> list[Any]:
     return [getattr(packet, one) for one in packet.overloads() if overload in ("", one)]
 
 
-def _described(meaning: Meaning) -> str:
+def _described(meaning: Meaning | None) -> str:
     module, name = (getattr(meaning, a, "") for a in ("__module__", "__qualname__"))
     return f"{module}.{name}" if name else repr(meaning)
 
@@ -150,33 +152,52 @@ class _Trace:
     outputs: tuple[Any, ...]
 
 
-def spell_declared_out(
-    graph: fx.Graph, kept: Collection[str] = ()
-) -> tuple[list[SpelledOut], list[Miss]]:
-    """Spells out the calls of declared operators; a miss for each whose meaning does not fit it.
+class DeclaredCalls:
+    """The calls of declared operators in one graph; calls of one layout share a trace."""
 
-    kept: names of calls that are to stay.
-    """
-    found: list[SpelledOut] = []
-    misses: list[Miss] = []
-    traces: dict[Any, _Trace | _UnfitError] = {}
-    for node in list(graph.nodes) if _DECLARED else ():
-        overload = _overload(node)
-        meaning = None if overload is None else _meaning_of(overload)
-        if meaning is None or node.name in kept:
-            continue
-        write = Writer(graph, node)
-        try:
-            if site := _spelled_out(node, overload, meaning, write, traces):
-                found.append(site)
-        except _compat.DynamoError:
-            raise
-        except Exception as error:  # the meaning is the user's, and may raise anything
-            write.undo()
-            why = str(error) if isinstance(error, _UnfitError) else _raised(error)
-            message = f"{name_of(node)} is declared as {_described(meaning)}, {why}"
-            misses.append(Miss("declare", "DECLARED_FORM", Stage.ANCHORED, message, (node,)))
-    return found, misses
+    def __init__(self) -> None:
+        self._traces: dict[Any, _Trace | _UnfitError] = {}
+
+    def takes(self, node: fx.Node) -> bool:
+        overload = _overload(node) if _DECLARED else None
+        return overload is not None and _meaning_of(overload) is not None
+
+    def spell(self, call: fx.Node, write: Writer) -> SpelledOut | None:
+        """None for a call that does nothing."""
+        results = _results(call)
+        if not results and not access_of(call):
+            return None
+        _require_plain(call)
+        trace = self._trace_of(call)
+        held = call.meta.get("example_value")
+        _compare(trace, list(held) if isinstance(held, (tuple, list)) else [held])
+        known = _copy(call, trace, [trace.outputs[at] for at, _ in results], write)
+        _require_same_writes(call, write.added)
+        ends: list[fx.Node] = []
+        for at, result in results:
+            ends.append(_end(known[trace.outputs[at]], result, call, ends, write))
+        return stand_in(write, [result for _, result in results], ends) if write.added else None
+
+    def refused(self, call: fx.Node, error: Exception) -> Miss:
+        why = str(error) if isinstance(error, _UnfitError) else _raised(error)
+        meaning = _described(_meaning_of(_overload(call)))
+        message = f"{name_of(call)} is declared as {meaning}, {why}"
+        return Miss("declare", "DECLARED_FORM", Stage.ANCHORED, message, (call,))
+
+    def _trace_of(self, call: fx.Node) -> _Trace:
+        key = call_key(call)
+        if key not in self._traces:
+            try:
+                self._traces[key] = _traced(call)
+            except _compat.DynamoError:
+                raise
+            except Exception as error:
+                unfit = error if isinstance(error, _UnfitError) else _UnfitError(_raised(error))
+                self._traces[key] = unfit
+        found = self._traces[key]
+        if isinstance(found, _UnfitError):
+            raise _UnfitError(*found.args)
+        return found
 
 
 def _raised(error: Exception) -> str:
@@ -190,25 +211,6 @@ def _overload(node: fx.Node) -> Any:
     if isinstance(target, torch._ops.OpOverloadPacket) and len(target.overloads()) == 1:
         target = getattr(target, target.overloads()[0])
     return target if isinstance(target, torch._ops.OpOverload) else None
-
-
-def _spelled_out(
-    call: fx.Node, overload: Any, meaning: Meaning, write: Writer, traces: dict[Any, Any]
-) -> SpelledOut | None:
-    """None for a call that does nothing."""
-    results = _results(call)
-    if not results and not access_of(call):
-        return None
-    _require_plain(call)
-    trace = _remembered(call, overload, meaning, traces)
-    held = call.meta.get("example_value")
-    _compare(trace, list(held) if isinstance(held, (tuple, list)) else [held])
-    known = _copy(call, trace, [trace.outputs[at] for at, _ in results], write)
-    _require_same_writes(call, write.added)
-    ends: list[fx.Node] = []
-    for at, result in results:
-        ends.append(_end(known[trace.outputs[at]], result, call, ends, write))
-    return write.stand_in([result for _, result in results], ends) if write.added else None
 
 
 def _results(call: fx.Node) -> list[tuple[int, fx.Node]]:
@@ -234,31 +236,13 @@ def _require_plain(call: fx.Node) -> None:
             raise _UnfitError(f"for plain tensors; it is called with a {type(tensor).__name__}")
         if not _compat.storage_keys(tensor):
             raise _UnfitError("for dense tensors; it is called with another layout")
-    if _compat.autocast_at_devices(call, {tensor.device.type for tensor in tensors}):
+    if autocast_at_devices(call, {tensor.device.type for tensor in tensors}):
         raise _UnfitError("and called under autocast, which computes its meaning in other dtypes")
 
 
-def _remembered(
-    call: fx.Node, overload: Any, meaning: Meaning, traces: dict[Any, _Trace | _UnfitError]
-) -> _Trace:
-    """The trace of a meaning, of which calls of one layout share one."""
-    key = call_key(call)
-    if key not in traces:
-        try:
-            traces[key] = _traced(call, overload, meaning)
-        except _compat.DynamoError:
-            raise
-        except _UnfitError as error:
-            traces[key] = error
-        except Exception as error:
-            traces[key] = _UnfitError(_raised(error))
-    known = traces[key]
-    if isinstance(known, _UnfitError):
-        raise _UnfitError(*known.args)
-    return known
-
-
-def _traced(call: fx.Node, overload: Any, meaning: Meaning) -> _Trace:
+def _traced(call: fx.Node) -> _Trace:
+    overload = _overload(call)
+    meaning: Any = _meaning_of(overload)
     if fault := _fault_of_names(meaning, overload):
         raise _UnfitError(f"and takes other arguments. {fault}")
     sources = call.all_input_nodes
@@ -324,9 +308,7 @@ def _copy(
             needed |= {node, *node.all_input_nodes}
     for node in trace.graph.nodes:
         if node in needed and node not in known:
-            target: Any = node.target
-            args, kwargs = (fx.node.map_arg(a, known.get) for a in (node.args, node.kwargs))
-            known[node] = write.call(target, *args, **kwargs)
+            known[node] = write.again(node, known)
     return known
 
 
@@ -365,17 +347,8 @@ def _end(
         return write.call(torch.ops.aten.alias.default, made)
     if not taken.isdisjoint(_compat.storage_keys(held)):
         made = write.call(torch.ops.aten.clone.default, made)
-    return _with_strides_of(wanted, made, write)
-
-
-def _with_strides_of(wanted: torch.Tensor, made: fx.Node, write: Writer) -> fx.Node:
     if same_steps(made.meta["example_value"], wanted):
         return made
-    if wanted.is_contiguous():
-        return write.call("contiguous", made)
-    strides = wanted.stride()
-    order = sorted(range(wanted.dim()), key=lambda dim: -strides[dim])
-    if not wanted.permute(order).is_contiguous():
-        raise _UnfitError(f"and returns strides {strides}, which are not dense")
-    packed = write.call("contiguous", write.call("permute", made, order))
-    return write.call("permute", packed, [order.index(dim) for dim in range(wanted.dim())])
+    if not is_dense(wanted):
+        raise _UnfitError(f"and returns strides {wanted.stride()}, which are not dense")
+    return packed_as(wanted, made, write.call)

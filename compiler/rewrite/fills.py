@@ -49,11 +49,10 @@ def _fills(node: fx.Node) -> tuple[torch.Tensor, torch.Tensor] | None:
     base = node.args[0] if node.args else None
     if not isinstance(base, fx.Node) or base.op == "placeholder":
         return None
-    held, made = base.meta.get("example_value"), node.meta.get("example_value")
-    if not isinstance(held, torch.Tensor) or not isinstance(made, torch.Tensor):
-        return None
+    held: Any = base.meta.get("example_value")
+    made = node.meta.get("example_value")
     # Inside of vmap a tensor like another is one of each entry.
-    if _compat.is_subclass(held) or _compat.is_functorch_wrapper(held):
+    if not _compat.is_plain(held) or not isinstance(made, torch.Tensor):
         return None
     return held, made
 

@@ -13,7 +13,7 @@ Dimension letters: B sequences, H query heads, S queries, K keys.
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,8 @@ from torch import fx
 from tilewright.compiler import _compat
 from tilewright.compiler.dataflow.access import attribute_of
 from tilewright.compiler.dataflow.spelling import is_tensor_node, name_of
-from tilewright.compiler.rewrite.spelled import SpelledOut, Writer
+from tilewright.compiler.rewrite.spelled import SpelledOut, stand_in
+from tilewright.compiler.rewrite.writer import Writer
 from tilewright.patterns.attention.flex import SPELLED, UNREAD
 
 # What computes each element from the same element of its operands.
@@ -41,22 +42,18 @@ class _Unreadable(Exception):
     """A call, or a function that it is given, that cannot be spelled out; says why."""
 
 
-def spell_flex_out(graph: fx.Graph, kept: Collection[str] = ()) -> list[SpelledOut]:
-    """Gives the users of every call that can be spelled out the result of that; a call that cannot
-    has the reason in `meta[UNREAD]`. kept: names of calls that are to stay."""
-    found = []
-    for node in list(graph.nodes):
-        if node.target is not torch.ops.higher_order.flex_attention or node.name in kept:
-            continue
-        before = node.prev
-        try:
-            found.append(_spelled_out(graph, node))
-        except Exception as error:  # a function that cannot be read stays as it is
-            while node.prev is not before:
-                graph.erase_node(node.prev)
-            known = isinstance(error, _Unreadable)
-            node.meta[UNREAD] = str(error) if known else f"{type(error).__name__}: {error}"
-    return found
+class FlexAttention:
+    """Calls of `flex_attention`; one that cannot be spelled out has the reason in its meta."""
+
+    def takes(self, node: fx.Node) -> bool:
+        return node.target is torch.ops.higher_order.flex_attention
+
+    def spell(self, call: fx.Node, write: Writer) -> SpelledOut:
+        return _spelled_out(call, write)
+
+    def refused(self, call: fx.Node, error: Exception) -> None:
+        known = isinstance(error, _Unreadable)
+        call.meta[UNREAD] = str(error) if known else f"{type(error).__name__}: {error}"
 
 
 # --- one call -------------------------------------------------------------------------------------
@@ -94,8 +91,8 @@ def _first_result(node: fx.Node) -> fx.Node:
     return parts[0]
 
 
-def _spelled_out(graph: fx.Graph, node: fx.Node) -> SpelledOut:
-    call, out, write = _call_of(node), _first_result(node), Writer(graph, node)
+def _spelled_out(node: fx.Node, write: Writer) -> SpelledOut:
+    call, out = _call_of(node), _first_result(node)
     q = call.q.meta["example_value"]
     k, v = (_for_each_head(write, call.q, tensor) for tensor in (call.k, call.v))
     indices = _indices(write, call.q, k)
@@ -107,7 +104,7 @@ def _spelled_out(graph: fx.Graph, node: fx.Node) -> SpelledOut:
     weights.meta[SPELLED] = True
     end = write.call(torch.matmul, write.call("to", weights, q.dtype), v)
     end.meta["example_value"] = _compat.empty_like(out.meta["example_value"])
-    return write.stand_in([out], [end])
+    return stand_in(write, [out], [end])
 
 
 def _for_each_head(write: Writer, q: fx.Node, tensor: fx.Node) -> fx.Node:
@@ -166,9 +163,7 @@ def _applied(
             raise _Unreadable(f"its function calls {name_of(node)}")
         else:
             whole = {n: _wide(write, n, known) for n in node.all_input_nodes}
-            target: Any = node.target
-            args, kwargs = (fx.node.map_arg(a, whole.__getitem__) for a in (node.args, node.kwargs))
-            known[node] = write.call(target, *args, **kwargs)
+            known[node] = write.again(node, whole)
     result = body.output_node().args[0]
     if not isinstance(result, fx.Node):
         raise _Unreadable("its function gives no tensor")

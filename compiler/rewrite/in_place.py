@@ -366,8 +366,7 @@ def _makes_memory(node: fx.Node) -> bool:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    wrapped = _compat.is_subclass(tensor) or _compat.is_functorch_wrapper(tensor)
-    return tensor.layout is torch.strided and not wrapped
+    return tensor.layout is torch.strided and _compat.is_plain(tensor)
 
 
 def _meets_itself(tensor: torch.Tensor) -> bool:

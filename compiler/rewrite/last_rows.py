@@ -17,6 +17,7 @@ from torch import fx
 from tilewright.compiler import _compat
 from tilewright.compiler.dataflow.spelling import CASTS, argument, name_of
 from tilewright.compiler.rewrite.strides import READS, same_steps, unbacked
+from tilewright.compiler.rewrite.writer import Writer
 
 # What gives a number for each number, whatever the others are.
 _EACH = CASTS | {"add", "clamp", "div", "mul", "neg", "sub", "tanh"}
@@ -55,10 +56,7 @@ def _is_of_rows(product: fx.Node) -> bool:
 
 
 def _is_plain(node: fx.Node) -> bool:
-    held = node.meta.get("example_value")
-    if not isinstance(held, torch.Tensor) or _compat.is_functorch_wrapper(held):
-        return False
-    return not _compat.is_subclass(held)
+    return _compat.is_plain(node.meta.get("example_value"))
 
 
 def _selected(product: fx.Node) -> tuple[list[fx.Node], fx.Node | None]:
@@ -176,65 +174,42 @@ def _is_as_made(product: fx.Node) -> bool:
 
 
 def _move(product: fx.Node, between: Sequence[fx.Node], selection: fx.Node) -> None:
-    graph, source = product.graph, argument(product, 0, "input")
+    write, source = Writer(product), argument(product, 0, "input")
     front = between[-1] if between else product
-    with graph.inserting_before(product):
-        made = _again(selection, front, source)
-        made = _again(product, source, made)
-        for old in between:
-            made = _again(old, old.all_input_nodes[0], made)
-        made = _laid_out(made, selection, product)
-    selection.replace_all_uses_with(made)
+    made = write.again(selection, {front: source})
+    made = write.again(product, {source: made})
+    for old in between:
+        made = write.again(old, {old.all_input_nodes[0]: made})
+    selection.replace_all_uses_with(_laid_out(write, made, selection, product))
     for gone in (selection, *reversed(between), product):
-        graph.erase_node(gone)
+        product.graph.erase_node(gone)
 
 
-def _again(node: fx.Node, old: fx.Node, new: fx.Node) -> fx.Node:
-    """The same call with another node in the place of one it is given."""
-    args, kwargs = (
-        fx.node.map_arg(item, lambda n: new if n is old else n) for item in (node.args, node.kwargs)
-    )
-    return _made(node, node.op, node.target, args, kwargs)
-
-
-def _made(like: fx.Node, op: str, target: Any, args: Any, kwargs: Any) -> fx.Node:
-    made = like.graph.create_node(op, target, args, kwargs)
-    made.meta = {k: v for k, v in like.meta.items() if k != "example_value"}
-    made.meta["example_value"] = _compat.run_fake(made)
-    return made
-
-
-def _laid_out(made: fx.Node, selection: fx.Node, product: fx.Node) -> fx.Node:
+def _laid_out(write: Writer, made: fx.Node, selection: fx.Node, product: fx.Node) -> fx.Node:
     """The result with the strides of what was selected of the whole."""
     now, old = (node.meta["example_value"] for node in (made, selection))
     if same_steps(now, old):
         return made
-    sizes = [_size(made, dim) for dim in range(now.dim())]
-    options = {"dtype": now.dtype, "device": now.device}
-    strides = _strides(selection, product)
-    room = _made(selection, "call_function", torch.empty_strided, (sizes, strides), options)
-    return _made(selection, "call_method", "copy_", (room, made), {})
+    sizes = [write.size(made, dim) for dim in range(now.dim())]
+    strides = _strides(write, selection, product)
+    room = write.call(torch.empty_strided, sizes, strides, dtype=now.dtype, device=now.device)
+    return write.call("copy_", room, made)
 
 
-def _strides(selection: fx.Node, product: fx.Node) -> list[Any]:
+def _strides(write: Writer, selection: fx.Node, product: fx.Node) -> list[Any]:
     """Those of rows as they lie in the dense whole."""
     source, held = argument(product, 0, "input"), product.meta["example_value"]
     strides: list[Any] = [1]
     for dim in reversed(range(1, held.dim())):
-        size = held.shape[-1] if dim == held.dim() - 1 else _size(source, dim)
-        strides.insert(0, _product(selection, strides[0], size))
+        size = held.shape[-1] if dim == held.dim() - 1 else write.size(source, dim)
+        strides.insert(0, _product(write, strides[0], size))
     kept = _kept(selection, selection.all_input_nodes[0]) or []
-    return [_product(selection, strides[dim], by) for dim, by in kept]
+    return [_product(write, strides[dim], by) for dim, by in kept]
 
 
-def _size(node: fx.Node, dim: int) -> Any:
-    size = node.meta["example_value"].shape[dim]
-    return size if isinstance(size, int) else _made(node, "call_method", "size", (node, dim), {})
-
-
-def _product(like: fx.Node, one: Any, other: Any) -> Any:
+def _product(write: Writer, one: Any, other: Any) -> Any:
     if isinstance(one, int) and isinstance(other, int):
         return one * other
     if 1 in (one, other):
         return other if one == 1 else one
-    return _made(like, "call_function", operator.mul, (one, other), {})
+    return write.call(operator.mul, one, other)

@@ -14,6 +14,7 @@ from torch import fx
 from tilewright.compiler import _compat
 from tilewright.compiler.dataflow.access import call_key
 from tilewright.compiler.dataflow.spelling import shape_of
+from tilewright.compiler.rewrite.writer import describe
 from tilewright.ops.contract import get_op, is_ours
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Computed, Dataflow, Value, View, source_of
@@ -307,13 +308,6 @@ class Materialiser:
 
     def _storages(self, *nodes: fx.Node) -> set[int]:
         return set(map(self.flow.storage_of, _compat.tensors_of(*nodes)))
-
-
-def describe(node: fx.Node, serving: fx.Node, held: Any) -> None:
-    """Gives a new node its example value, and source line and module of the node that it serves."""
-    kept = ("nn_module_stack", "stack_trace", "source_fn_stack")
-    node.meta.update((name, serving.meta[name]) for name in kept if name in serving.meta)
-    node.meta["example_value"] = held
 
 
 def _is_reshape(effect: Effect, shape: Sequence[Size]) -> bool:

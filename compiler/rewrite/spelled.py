@@ -11,9 +11,9 @@ what they left of it holds no product. Where it does, the call is not spelled ou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Protocol
 
 from torch import fx
 
@@ -22,7 +22,7 @@ from tilewright.compiler.dataflow.access import access_of
 from tilewright.compiler.dataflow.memory import LIES_WITH
 from tilewright.compiler.dataflow.spelling import PASSED_OVER, STANDS_IN, name_of
 from tilewright.compiler.rewrite import Rewritten, erase_unused
-from tilewright.compiler.rewrite.materialise import describe
+from tilewright.compiler.rewrite.writer import Writer
 from tilewright.compiler.safety.modes import is_weighty
 from tilewright.patterns.dataflow import Dataflow
 from tilewright.patterns.language import Miss, Stage
@@ -61,39 +61,51 @@ class KeptCallsError(Exception):
         self.calls = calls
 
 
-class Writer:
-    """Adds nodes before one; they get its source line and module."""
+class Kind(Protocol):
+    """A kind of call that is spelled out."""
 
-    def __init__(self, graph: fx.Graph, before: fx.Node) -> None:
-        self.graph, self.before = graph, before
-        self.added: list[fx.Node] = []
+    def takes(self, node: fx.Node) -> bool:
+        """Whether a node is such a call."""
 
-    def call(self, target: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> fx.Node:
-        kind = "call_method" if isinstance(target, str) else "call_function"
-        with self.graph.inserting_before(self.before):
-            node = self.graph.create_node(kind, target, args, kwargs)
-        self.added.append(node)
-        describe(node, self.before, _compat.run_fake(node))
-        node.meta[STANDS_IN] = True
-        return node
+    def spell(self, call: fx.Node, write: Writer) -> SpelledOut | None:
+        """Adds what a call means; None for one that is left alone. May raise anything."""
 
-    def size(self, node: fx.Node, dim: int) -> Any:
-        size = node.meta["example_value"].shape[dim]
-        return size if isinstance(size, int) else self.call("size", node, dim)
+    def refused(self, call: fx.Node, error: Exception) -> Miss | None:
+        """What to say of a call for which :meth:`spell` raised."""
 
-    def undo(self) -> None:
-        """Erases all that was added."""
-        for node in reversed(self.added):
-            self.graph.erase_node(node)
 
-    def stand_in(self, results: Sequence[fx.Node], ends: Sequence[fx.Node]) -> SpelledOut:
-        """Gives the users of results the ends, which were added for them."""
-        for result, end in zip(results, ends, strict=True):
-            end.meta.setdefault(LIES_WITH, []).append(result.meta["example_value"])
-            result.replace_all_uses_with(end)
-        for node in {self.before, *results}:
-            node.meta[PASSED_OVER] = True
-        return SpelledOut(self.before, tuple(results), tuple(self.added), tuple(ends))
+def spell_out(
+    graph: fx.Graph, kinds: Sequence[Kind], kept: Collection[str] = ()
+) -> tuple[list[SpelledOut], list[Miss]]:
+    """Spells out the calls of some kinds; the misses are of those that cannot be.
+
+    kept: names of calls that are to stay.
+    """
+    found: list[SpelledOut | None] = []
+    misses: list[Miss | None] = []
+    for node in list(graph.nodes):
+        kind = next((kind for kind in kinds if kind.takes(node)), None)
+        if kind is None or node.name in kept:
+            continue
+        write = Writer(node, STANDS_IN)
+        try:
+            found.append(kind.spell(node, write))
+        except _compat.DynamoError:
+            raise
+        except Exception as error:  # what a call means may be the user's own function
+            write.undo()
+            misses.append(kind.refused(node, error))
+    return [*filter(None, found)], [*filter(None, misses)]
+
+
+def stand_in(write: Writer, results: Sequence[fx.Node], ends: Sequence[fx.Node]) -> SpelledOut:
+    """Gives the users of a call's results the ends, which were added for them."""
+    for result, end in zip(results, ends, strict=True):
+        end.meta.setdefault(LIES_WITH, []).append(result.meta["example_value"])
+        result.replace_all_uses_with(end)
+    for node in {write.before, *results}:
+        node.meta[PASSED_OVER] = True
+    return SpelledOut(write.before, tuple(results), tuple(write.added), tuple(ends))
 
 
 def drop_taken(graph: fx.Graph, flow: Dataflow, spelled: Sequence[SpelledOut]) -> None:

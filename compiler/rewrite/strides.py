@@ -7,7 +7,7 @@ strides into its arguments as numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -38,6 +38,33 @@ def same_steps(one: torch.Tensor, two: torch.Tensor) -> bool:
 def _steps(tensor: torch.Tensor) -> list[Any]:
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     return [stride for size, stride in pairs if not proven(size == 1)]
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's elements lie side by side, whatever the order of its dimensions."""
+    return tensor.is_contiguous() or is_packed_as(tensor, tensor)
+
+
+def is_packed_as(like: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Whether a tensor is packed with the dimensions of memory in the order of `like`."""
+    return tensor.permute(_order(like)).is_contiguous()
+
+
+def packed_as(like: torch.Tensor, node: fx.Node, call: Callable[..., fx.Node]) -> fx.Node:
+    """The same numbers as `node`'s, packed with the dimensions of memory in the order of `like`.
+
+    call: adds a call of a method to the graph.
+    """
+    if like.is_contiguous():
+        return call("contiguous", node)
+    order = _order(like)
+    packed = call("contiguous", call("permute", node, order))
+    return call("permute", packed, [order.index(dim) for dim in range(like.dim())])
+
+
+def _order(tensor: torch.Tensor) -> list[int]:
+    strides = tensor.stride()
+    return sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
 
 
 def strides_matter(old: fx.Node, now: torch.Tensor, flow: Writes, *, returned: bool = True) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
 from typing import Any, NoReturn
 
 import torch
@@ -334,7 +333,7 @@ def _can_wait(user: Value, last: int, flow: Dataflow) -> bool:
 
 def _can_move(reader: Value, last: int, flow: Dataflow) -> bool:
     """Whether one value may be computed behind a place instead of where it is."""
-    plain = reader.op in _DEFERRABLE or _is_pointwise(reader.op)
+    plain = reader.op in _DEFERRABLE or _goes_by_element(reader.op)
     plain = plain and STANDS_IN not in reader.node.meta  # the call that it is a part of stays
     if not plain or reader in flow.output_values or reader.node in flow.store_nodes:
         return False
@@ -348,13 +347,11 @@ def _can_move(reader: Value, last: int, flow: Dataflow) -> bool:
     return True
 
 
-@cache
-def _is_pointwise(op: str) -> bool:
+def _goes_by_element(op: str) -> bool:
     """Whether ATen says of an operator that it goes element by element, by no random numbers."""
-    packet = getattr(torch.ops.aten, op.removeprefix("aten."), None) if op[:5] == "aten." else None
-    tags = [getattr(packet, name).tags for name in packet.overloads()] if packet else []
-    pointwise = any(torch.Tag.pointwise in t for t in tags)
-    return pointwise and not any(torch.Tag.nondeterministic_seeded in t for t in tags)
+    namespace, _, name = op.partition(".")
+    tags = _compat.aten_tags(name) if namespace == "aten" else ()
+    return torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
 
 
 def _place(match: Match, flow: Dataflow) -> str:

@@ -35,7 +35,7 @@ from tilewright.ops.checks import (
 )
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
 from tilewright.ops.runtime.kernels import launch
-from tilewright.ops.runtime.operands import broadcast_strides, mask_bytes
+from tilewright.ops.runtime.operands import mask_bytes
 from tilewright.ops.runtime.program import Buffer, Outcome, SplitK, Step, Steps
 
 NAME = "mask_blocks"
@@ -157,9 +157,8 @@ def mask_blocks_steps(a: MaskBlocksArguments, target: Target) -> Steps:
     config, statics = _mask_kernel(problem, tiles, target)
     out = yield Buffer(shape, torch.int32)
     flags, counters = yield SplitK(tiles, numbers_per_tile(problem, config, key_blocks))
-    sequence_stride, head_stride, row_stride, _ = broadcast_strides(mask)
-    column_stride = mask.stride(3) if mask.shape[3] > 1 else 1
-    known: dict[str, Constant] = {"column_stride": 1} if column_stride == 1 else {}
+    dense = mask.shape[3] <= 1 or mask.stride(3) == 1
+    known: dict[str, Constant] = {"column_stride": 1} if dense else {}
     values = {
         "mask": mask,
         "out": out,
@@ -172,10 +171,6 @@ def mask_blocks_steps(a: MaskBlocksArguments, target: Target) -> Steps:
         "key_blocks": key_blocks,
         "blocks_per_part": blocks_per_part(config, key_blocks),
         "parts": config.parts,
-        "sequence_stride": sequence_stride,
-        "head_stride": head_stride,
-        "row_stride": row_stride,
-        "column_stride": column_stride,
     }
     grid = (tiles, config.parts)
     yield launch(MASK_BLOCKS, target, grid, values, statics, **known)

@@ -28,10 +28,9 @@ from tilewright.codegen.attention.plan import (
     decode_rows,
     decodes,
     prefill_config,
-    query_head_group,
 )
-from tilewright.codegen.attention.prefill_tiles import PrefillConfig, num_tiles, tile_grid
-from tilewright.codegen.attention.problem import CacheProblem, CacheSizes
+from tilewright.codegen.attention.prefill_tiles import PrefillConfig, schedule
+from tilewright.codegen.attention.problem import AttentionSizes, CacheProblem
 from tilewright.codegen.kernel import Statics
 from tilewright.codegen.targets import Target
 from tilewright.ops.attention.arguments import AttentionArguments
@@ -47,7 +46,6 @@ from tilewright.ops.attention.operands import (
     known_strides,
 )
 from tilewright.ops.attention.positions import room
-from tilewright.ops.checks import given
 from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.program import Buffer, Library, Outcome, Step, Steps
 
@@ -75,21 +73,23 @@ def attention_steps(
     if room(a) == 0:
         yield Library(torch.Tensor.zero_, (out,))
         return Outcome(out, "nothing", "there are no keys, so zeros")
-    a = yield from _with_list((yield from with_dense(a, BY_SEQUENCE)), target)
-    sizes = cache_sizes(a)
-    problem = cache_problem(a, rope, listed=a.mask_blocks is not None)
+    a = yield from with_dense(a, BY_SEQUENCE)
+    sizes, problem = cache_sizes(a), cache_problem(a, rope)
     few = rope is not None or isinstance(config, DecodeConfig)
     few = few or (config is None and decodes(problem, sizes))
+    if few and a.attn_mask is not None and a.attn_mask.shape[1] > 1:
+        # A tile has all heads that share keys; a list says what each of them sees.
+        a = replace(a, mask_blocks=None)
+    else:
+        a = yield from _with_list(a, target)
+    problem = replace(problem, listed=a.mask_blocks is not None)
     values = cache_values(a, sizes, rope) | {"out": out}
-    if few and problem.listed and given(a.attn_mask).shape[1] > 1:
-        # A tile has all heads that share keys; the list says what each sees.
-        problem, values["mask_blocks"] = replace(problem, listed=False), None
     steps = _decode if few else _prefill
     return (yield from steps(problem, sizes, values, target, config))
 
 
 def _decode(
-    problem: CacheProblem, sizes: CacheSizes, values: Values, target: Target, config: Any
+    problem: CacheProblem, sizes: AttentionSizes, values: Values, target: Target, config: Any
 ) -> Steps:
     config, statics, merging = _decode_kernel(problem, _bucket(sizes), target, config)
     tiles = decode_tiles(problem, config, (sizes.num_sequences, sizes.num_queries))
@@ -98,7 +98,9 @@ def _decode(
         shape = tiles, workspace_elements(problem, config)
         values["workspace"] = yield Buffer(shape, torch.float32)
     values["row_tiles"] = cdiv(sizes.num_queries, config.tokens)
-    known = known_strides(values) | dict.fromkeys(V_STRIDES if problem.latent else ROPE_STRIDES, 0)
+    known = known_strides(values["mask"]) | dict.fromkeys(
+        V_STRIDES if problem.latent else ROPE_STRIDES, 0
+    )
     yield launch(DECODE, target, (tiles * config.splits,), values, statics, **known)
     if config.splits > 1:
         yield launch(MERGE, target, merge_grid(problem, config, tiles), values, merging)
@@ -107,7 +109,7 @@ def _decode(
 
 @cache
 def _decode_kernel(
-    problem: CacheProblem, sizes: CacheSizes, target: Target, config: DecodeConfig | None
+    problem: CacheProblem, sizes: AttentionSizes, target: Target, config: DecodeConfig | None
 ) -> tuple[DecodeConfig, Statics, Statics]:
     """The tiles, those of `config` where it is given, and the constants of both kernels."""
     config = config or decode_config(problem, sizes, target)
@@ -129,16 +131,26 @@ def _decode_kernel(
 
 
 def _prefill(
-    problem: CacheProblem, sizes: CacheSizes, values: Values, target: Target, config: Any
+    problem: CacheProblem, sizes: AttentionSizes, values: Values, target: Target, config: Any
 ) -> Steps:
     config, statics = _prefill_kernel(problem, target, config)
-    ragged, queries = problem.ragged, sizes.num_queries
-    tiles = num_tiles(config.block_m, sizes.num_sequences, queries, queries, ragged=ragged)
-    group = query_head_group(problem, sizes, target)
-    values |= {"row_tiles": tiles, "head_group": group}
-    pairs = problem.num_heads * (1 if ragged else sizes.num_sequences)
-    grid = tile_grid(pairs, tiles, group)
-    yield launch(PREFILL, target, grid, values, statics, **known_strides(values))
+    tiles = schedule(
+        config,
+        sizes,
+        target,
+        heads=problem.num_kv_heads,
+        key_bytes=problem.key_bytes,
+        ragged=problem.ragged,
+        sharing=problem.group,
+    )
+    yield launch(
+        PREFILL,
+        target,
+        tiles.grid,
+        values | tiles._asdict(),
+        statics,
+        **known_strides(values["mask"]),
+    )
     return Outcome(values["out"], "prefill kernel", config)
 
 
@@ -176,7 +188,7 @@ def _with_list(a: AttentionArguments, target: Target) -> Generator[Step, Any, An
     return replace(a, mask_blocks=blocks)
 
 
-def _bucket(sizes: CacheSizes) -> CacheSizes:
+def _bucket(sizes: AttentionSizes) -> AttentionSizes:
     """The sizes that a call is planned for, so that a dynamic one has few plans."""
     counts = (sizes.num_sequences, sizes.num_queries, sizes.num_keys)
-    return CacheSizes(*map(next_power_of_2, counts))
+    return AttentionSizes(*map(next_power_of_2, counts))

@@ -9,21 +9,15 @@ from typing import Any
 import torch
 
 from tilewright.codegen.arithmetic import next_power_of_2
-from tilewright.codegen.attention.kernels import ROPE_STRIDES, STRIDES
-from tilewright.codegen.attention.problem import CacheProblem, CacheSizes
+from tilewright.codegen.attention.problem import AttentionSizes, CacheProblem
 from tilewright.codegen.spec import Constant
 from tilewright.ops.attention.arguments import AttentionArguments
 from tilewright.ops.attention.positions import room, sequences
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
-from tilewright.ops.runtime.operands import broadcast_strides, mask_bytes, tma_reaches
+from tilewright.ops.runtime.operands import mask_bytes, tma_reaches
 
 # Softmax in powers of two.
 LOG2E = math.log2(math.e)
-# Tensors of a call that kernels read as they are.
-TENSORS = (
-    "q", "k", "row_offsets", "block_table", "key_lengths", "positions", "cache_lengths",
-    "mask_blocks", "sinks", "k_scale", "v_scale",
-)  # fmt: skip
 # Tensors and numbers by the kernels' names of them.
 Values = dict[str, Any]
 
@@ -38,17 +32,15 @@ class RopePart:
     k: torch.Tensor
 
 
-def cache_sizes(a: AttentionArguments) -> CacheSizes:
+def cache_sizes(a: AttentionArguments) -> AttentionSizes:
     """The extents of a call. Of ragged sequences any may have all the queries."""
     num_queries = a.q.shape[0] // (1 if a.row_offsets is not None else a.num_sequences)
-    return CacheSizes(sequences(a), num_queries, room(a))
+    return AttentionSizes(sequences(a), num_queries, room(a))
 
 
-def cache_problem(
-    a: AttentionArguments, rope: RopePart | None = None, *, listed: bool = False
-) -> CacheProblem:
-    """The problem of a call. rope: the keys' second part; v is not looked at then. listed: the
-    kernel gets the list of its mask's blocks."""
+def cache_problem(a: AttentionArguments, rope: RopePart | None = None) -> CacheProblem:
+    """The problem of a call, without a list of its mask's blocks. rope: the keys' second part; v is
+    not looked at then."""
     mask = None if a.attn_mask is None else mask_bytes(a.attn_mask)
     ragged, paged = a.row_offsets is not None, a.block_table is not None
     return CacheProblem(
@@ -66,41 +58,37 @@ def cache_problem(
         mask=a.mask,
         window=a.window,
         attn_mask="" if mask is None else TRITON_TYPES[mask.dtype],
-        listed=listed,
         capped=bool(a.softcap),
         sequences=next_power_of_2(max(sequences(a), 1)) if ragged else 1,
         tma=_descriptors_reach(a),
     )
 
 
-def cache_values(a: AttentionArguments, sizes: CacheSizes, rope: RopePart | None) -> Values:
+def cache_values(a: AttentionArguments, sizes: AttentionSizes, rope: RopePart | None) -> Values:
     """Tensors and numbers of a call, but for the result and the tiles."""
     # tanh(y) of y = scale * q @ k^T / softcap is taken through exp2(2 y log2(e)).
     factor = 2 * a.scale / a.softcap * LOG2E if a.softcap else a.scale * LOG2E
     return {
-        **{name: getattr(a, name) for name in TENSORS},
+        **vars(a),  # what kernels call as the arguments are called
         "v": a.v if rope is None else None,
         "q_rope": None if rope is None else rope.q,
         "k_rope": None if rope is None else rope.k,
         "mask": None if a.attn_mask is None else mask_bytes(a.attn_mask),
+        "positions": _by_sequence(a),
         "num_sequences": sizes.num_sequences,
         "num_queries": sizes.num_queries,
         "num_keys": sizes.num_keys,
         "num_pages": a.k.shape[0],
         "factor": factor,
         "softcap": a.softcap * LOG2E,
-        **_strides(a),
-        **_rope_strides(rope),
     }
 
 
-def known_strides(values: Values) -> dict[str, Constant]:
-    """The strides of a launch that are constants: the keys of a mask mostly follow each other, and
-    of latents there are no values."""
-    known: dict[str, Constant] = {}
-    if values["mask"] is not None and values["mask_column_stride"] == 1:
-        known["mask_column_stride"] = 1
-    return known
+def known_strides(mask: torch.Tensor | None) -> dict[str, Constant]:
+    """The strides of a launch that are constants: the keys of a mask mostly follow each other."""
+    if mask is None or mask.shape[3] <= 1 or mask.stride(3) != 1:
+        return {}
+    return {"mask_column_stride": 1}
 
 
 def _descriptors_reach(a: AttentionArguments) -> bool:
@@ -110,32 +98,9 @@ def _descriptors_reach(a: AttentionArguments) -> bool:
     return all(tma_reaches(tensor, *tensor.stride()[:-1]) for tensor in (a.q, a.k, a.v))
 
 
-def _strides(a: AttentionArguments) -> dict[str, int]:
-    """The strides of a launch by the kernel's parameter names."""
-    positions = a.positions
-    each = positions is not None and positions.shape[0] == a.q.shape[0] != 0
-    step = 0 if positions is None else positions.stride(0)
-    own_run = step * (a.q.shape[0] // max(sequences(a), 1)) if each else 0
-    scales = [0 if s is None or s.numel() == 1 else s.stride(0) for s in (a.k_scale, a.v_scale)]
-    given = (
-        a.q.stride(0),
-        a.q.stride(1),
-        a.k.stride(0),
-        a.k.stride(2),
-        a.v.stride(0),
-        a.v.stride(2),
-        own_run,
-        step,
-        0 if a.block_table is None else a.block_table.stride(0),
-        *broadcast_strides(a.attn_mask),
-        *broadcast_strides(a.mask_blocks)[:3],
-        *scales,
-    )
-    return dict(zip(STRIDES, given, strict=True))
-
-
-def _rope_strides(rope: RopePart | None) -> dict[str, int]:
-    given = (0, 0, 0)
-    if rope is not None:
-        given = (rope.q.stride(0), rope.q.stride(1), rope.k.stride(0))
-    return dict(zip(ROPE_STRIDES, given, strict=True))
+def _by_sequence(a: AttentionArguments) -> torch.Tensor | None:
+    """Positions of equal runs, [B, S] where each token has its own."""
+    positions, tokens = a.positions, a.q.shape[0]
+    if positions is None or a.row_offsets is not None or positions.shape[0] != tokens:
+        return positions
+    return positions.unflatten(0, (a.num_sequences, -1))

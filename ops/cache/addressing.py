@@ -13,12 +13,10 @@ negative index counts from the end, as PyTorch's does, and with indexing="exact"
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
 
-from tilewright.codegen.addressing import Addressing
 from tilewright.ops.checks import (
     ArgumentError,
     check_choice,
@@ -30,7 +28,6 @@ from tilewright.ops.checks import (
     holds,
 )
 from tilewright.ops.formats.paged_cache import CacheWindow, slot_limit
-from tilewright.ops.runtime.operands import operand_of
 
 INDEXINGS = ("paged", "torch", "exact")
 
@@ -82,13 +79,13 @@ def named_tensors(place: CachePlace) -> tuple[torch.Tensor, ...]:
 
 
 def address_values(place: CachePlace) -> dict[str, Any]:
-    """Tensors and counts of the kernels, by parameter name."""
+    """Tensors and counts of the kernels, by name."""
     slots, *table = named_tensors(place)
     sequences, positions = table or (None, None)
     values: dict[str, Any] = {
-        "slots_ptr": slots,
-        "sequences_ptr": sequences,
-        "positions_ptr": positions,
+        "slots": slots,
+        "sequences": sequences,
+        "positions": positions,
         "sequence_tokens": slots.shape[0] if sequences is None else 1,
     }
     if sequences is None:
@@ -96,19 +93,6 @@ def address_values(place: CachePlace) -> dict[str, Any]:
     rows, columns = slots.shape
     counts = {"num_sequences": rows, "lookup_columns": columns, "lookup_stride": slots.stride(0)}
     return {**values, **counts}
-
-
-def addressing_operands(place: CachePlace, values: Mapping[str, Any]) -> Addressing:
-    """The static part of places; values: those of `address_values`."""
-    slots, sequences, positions = (values[f"{x}_ptr"] for x in ("slots", "sequences", "positions"))
-    return Addressing(
-        form=place.slots,
-        slots=operand_of(slots, -1),
-        sequences=operand_of(sequences, 0),
-        positions=operand_of(positions, 0),
-        wrap_negative=place.indexing == "torch",
-        search_steps=slots.shape[0].bit_length() if place.slots == "ragged" else 0,
-    )
 
 
 def check_addressing(

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tilewright.codegen.collective.plan import COLUMN_STEP, MOST_COLUMNS
+from tilewright.codegen.collective.plan import COLUMN_STEP, MOST_COLUMNS, most_tokens
 from tilewright.ops.checks import FLOAT_DTYPES, ArgumentError, check_operand
 from tilewright.ops.collective.cases import REDUCE_CASES, sample_reduce
 from tilewright.ops.contract import FusedOp, emitted_kernel, register, rounded_once
@@ -97,6 +97,14 @@ def unsupported(a: AllReduceResidualNormArguments) -> str | None:
     return obstacle(a.group) if a.num_ranks > 1 else None
 
 
+def slower(*, tokens: Any, columns: int, ranks: int) -> str | None:
+    """Says why the library's all-reduce is the faster way; None where the kernel is."""
+    most = most_tokens(columns, ranks)
+    if most is None or not isinstance(tokens, int) or tokens <= most:
+        return None
+    return f"more than {most} tokens of {ranks} ranks: a ring sends less"
+
+
 sample_inputs = sampler_of(AllReduceResidualNormArguments, sample_reduce)
 
 OP = register(
@@ -115,8 +123,10 @@ OP = register(
         ),
         cases=REDUCE_CASES,
         sample_inputs=sample_inputs,
+        moving=frozenset({"x", "residual"}),
         tolerances=rounded_once(2.0**-16, 2.0**-16, 2.0**-20, 2.0**-48),
         error_model=ERROR_MODEL,
+        slower=slower,
     )
 )
 

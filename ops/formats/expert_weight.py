@@ -15,40 +15,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from tilewright.codegen.formats import WEIGHT_FORMATS, WeightFormat, expert_formats
+from tilewright.codegen.arithmetic import cdiv
+from tilewright.codegen.formats import WEIGHT_FORMATS, expert_formats
 from tilewright.ops.checks import (
     ArgumentError,
     check_choice,
     check_operand,
     check_scale_block,
+    holds,
+    shape_text,
 )
 from tilewright.ops.formats import mxfp4
-from tilewright.ops.formats.weight import code_numbers
-from tilewright.ops.groups import ArgumentGroup
+from tilewright.ops.formats.weight import StoredWeight, Weight
 from tilewright.ops.runtime.dtypes import torch_types
 
 
 @dataclass(frozen=True)
-class ExpertWeight(ArgumentGroup):
+class ExpertWeight(StoredWeight):
     """The weight [E, N, K] of a mixture's experts, with all that belongs to it; see the module.
 
     data: numbers, or codes of a `weight_format` as they are stored. bias: [E, N].
     """
 
-    data: torch.Tensor
-    weight_format: str = "dense"
-    scale: torch.Tensor | None = None
-    scale_block: Sequence[int] = ()
     expert_scale: torch.Tensor | None = None
-    bias: torch.Tensor | None = None
 
-    @property
-    def format(self) -> WeightFormat | None:
-        """What codes are stored; None where the weight has numbers."""
-        return WEIGHT_FORMATS.get(self.weight_format)
+    _of_codes = ("scale", "expert_scale")
 
     @property
     def block(self) -> tuple[int, int]:
@@ -58,68 +53,42 @@ class ExpertWeight(ArgumentGroup):
         fixed = WEIGHT_FORMATS[self.weight_format].expert_block
         return fixed or (self.scale_block[0], self.scale_block[1])
 
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """(E, N, K), K counted in elements."""
-        (experts, rows, stored), form = self.data.shape, self.format
-        return experts, rows, stored if form is None else stored * form.per_byte
-
-    def dequantize(self, experts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The weights of some experts, [len(experts), N, K] in dtype."""
-        data = _take_bytes(self.data, experts)
-        if self.format is None:
-            return data.to(dtype)
-        values = expert_numbers(data, self.format, dtype)
-        factor = self._factors(experts, dtype)[:, : values.shape[1], : values.shape[2]]
-        return values * factor
-
-    def _factors(self, experts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        assert self.scale is not None
-        taken = _take_bytes(self.scale, experts)
-        scale = taken.to(dtype) if taken.is_floating_point() else mxfp4.scale_numbers(taken, dtype)
+    def expert(self, index: int, dtype: torch.dtype) -> Weight:
+        """The weight [N, K] of one expert, all its factors in one scale of `dtype`."""
+        bias = None if self.bias is None else self.bias[index]
+        if self.scale is None or self.format is None:
+            return Weight(self.data[index], bias=bias)
+        scale = self.scale[index]
+        scale = scale.to(dtype) if scale.is_floating_point() else mxfp4.scale_numbers(scale, dtype)
         if self.expert_scale is not None:
-            scale = scale * self.expert_scale[experts].to(dtype)[:, None, None]
-        # A block may be larger than the weight.
-        rows, columns = (min(b, n) for b, n in zip(self.block, self.shape[1:], strict=True))
-        return scale.repeat_interleave(rows, 1).repeat_interleave(columns, 2)
+            scale = scale * self.expert_scale[index].to(dtype)
+        zero, own = self.format.expert_zero, (self.weight_format, scale, self.block)
+        return Weight(self.data[index], *own, bias=bias, zero_point=zero)
 
-    def check(self, op: str, dtype: torch.dtype) -> None:
-        """Checks that storage, scales and blocks fit each other. dtype: the activations', which a
-        dense weight must share. Metadata only; raises ArgumentError."""
+    def check(
+        self, op: str, x: torch.Tensor, sizes: Sequence[Any], bias_dtypes: Sequence[torch.dtype]
+    ) -> None:
+        """Checks that storage, scales and blocks fit each other and x's device. sizes: E, N and K,
+        None for any; a dense weight must have x's dtype. Metadata only; raises ArgumentError."""
         check_choice(op, "weight_format", self.weight_format, expert_formats())
-        dtypes = (dtype,) if self.format is None else torch_types(self.format.stored)
-        check_operand(op, self.named("data"), self.data, "[E, N, K]", (None, None, None), dtypes)
-        if self.format is None:
-            for field, tensor in (("scale", self.scale), ("expert_scale", self.expert_scale)):
-                if tensor is not None:
-                    expected = "none for dense weights"
-                    raise ArgumentError(op, self.named(field), expected, "a tensor")
+        name, device, dtypes = self.named("data"), x.device, self.dtypes or (x.dtype,)
+        check_operand(op, name, self.data, "[E, N, K]", (None, None, None), dtypes, device)
+        if not all(w is None or holds(n == w) for n, w in zip(self.shape, sizes, strict=True)):
+            known = shape_text(["*" if size is None else size for size in sizes])
+            expected = f"experts, rows and columns {known}"
+            raise ArgumentError(op, name, expected, shape_text(self.shape))
+        experts, rows, columns = self.shape
+        if self.bias is not None:
+            name, sizes = self.named("bias"), (experts, rows)
+            check_operand(op, name, self.bias, "[E, N]", sizes, bias_dtypes, device)
+        if not self.check_scale_given(op):
             return
-        if self.scale is None:
-            expected = f"the scales of {self.weight_format} weights"
-            raise ArgumentError(op, self.named("scale"), expected, None)
+        assert self.format is not None
         if self.format.expert_block is None:
             check_scale_block(op, self.scale_block)
-        (experts, rows, columns), (bn, bk), device = self.shape, self.block, self.data.device
-        sizes, dtypes = (experts, -(-rows // bn), -(-columns // bk)), self._scale_dtypes
-        check_operand(op, self.named("scale"), self.scale, "[E, N/bn, K/bk]", sizes, dtypes, device)
+        (bn, bk), dtypes = self.block, torch_types(self.format.expert_scales)
+        name, sizes = self.named("scale"), (experts, cdiv(rows, bn), cdiv(columns, bk))
+        check_operand(op, name, self.scale, "[E, N/bn, K/bk]", sizes, dtypes, device)
         if self.expert_scale is not None:
-            name, form = self.named("expert_scale"), ("[E]", (experts,), (torch.float32,), device)
-            check_operand(op, name, self.expert_scale, *form)
-
-    @property
-    def _scale_dtypes(self) -> tuple[torch.dtype, ...]:
-        return () if self.format is None else torch_types(self.format.expert_scales)
-
-
-def expert_numbers(stored: torch.Tensor, form: WeightFormat, dtype: torch.dtype) -> torch.Tensor:
-    """What stored codes of experts stand for, in dtype, before scales."""
-    numbers = code_numbers(stored, form, dtype)
-    return numbers - form.expert_zero if form.expert_zero else numbers
-
-
-def _take_bytes(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """tensor[index] along dim 0; one-byte floats cannot be indexed on every device."""
-    if tensor.element_size() > 1:
-        return tensor[index]
-    return tensor.view(torch.uint8)[index].view(tensor.dtype)
+            name, dtypes = self.named("expert_scale"), (torch.float32,)
+            check_operand(op, name, self.expert_scale, "[E]", (experts,), dtypes, device)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -20,10 +20,12 @@ from tilewright.ops.checks import (
     FLOAT_DTYPES,
     ArgumentError,
     check_choice,
+    check_device,
     check_dtype,
     check_operand,
     check_scale_block,
     check_shape,
+    check_tensor,
     holds,
     shape_text,
 )
@@ -41,32 +43,19 @@ _ZERO_DTYPES = (*FLOAT_DTYPES, torch.uint8, torch.int8, torch.int32, torch.int64
 
 
 @dataclass(frozen=True)
-class Weight(ArgumentGroup):
-    """A weight [N, K], or of heads [..., D, K], with all that belongs to it.
-
-    data: numbers, or stored codes, by weight_format:
-
-      "dense"   numbers.
-      "int8", "fp8" (float8_e4m3fn)   codes, any strides.
-      "int4_k"  nibbles packed along K: [.., K / 2] uint8 or [.., K / 8] int32, any strides.
-      "int4_n"  nibbles packed along the rows of a head: [.., D / 2, K] uint8 or [.., D / 8, K]
-                int32, any strides.
-
-    A code means (code - zero) * scale. scale: float, [ceil(N / bn), ceil(K / bk)] with
-    scale_block = [bn, bk]; a block as large as the weight is one scale per tensor. For int4, bk
-    divides K. The zero is zero_point, plus `zero` where given, of the shape of the scales, or int32
-    words of eight rows [N / (8 bn), K / bk]. nibble_order: where each code of a word lies, as in
-    `ops.formats.quantized_weight`; empty: counting up. bias: [N] or [..., D].
+class StoredWeight(ArgumentGroup):
+    """What weights of dense layers and of experts have in common: numbers, or codes of a
+    `weight_format` as they are stored, with a scale for each block of rows and columns, and a bias.
     """
 
     data: torch.Tensor
     weight_format: str = "dense"
     scale: torch.Tensor | None = None
-    zero: torch.Tensor | None = None
-    bias: torch.Tensor | None = None
-    zero_point: int = 0
     scale_block: Sequence[int] = ()
-    nibble_order: Sequence[int] = ()
+    bias: torch.Tensor | None = None
+
+    # Fields that numbers do not have.
+    _of_codes: ClassVar[tuple[str, ...]] = ("scale",)
 
     @property
     def format(self) -> WeightFormat | None:
@@ -84,13 +73,52 @@ class Weight(ArgumentGroup):
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        """Returns the shape of the numbers, [..., D, K]."""
+        """Returns the shape of the numbers."""
         form = self.format
         if form is None or form.packed_axis is None:
-            return tuple(self.data.shape)
+            return self.data.shape
         shape = list(self.data.shape)
         shape[form.packed_axis] *= nibbles_per_word(self.data.dtype)
         return tuple(shape)
+
+    def check_scale_given(self, op: str) -> bool:
+        """Checks that codes have a scale, and numbers nothing that goes with codes; returns whether
+        the weight has codes. Raises ArgumentError."""
+        if self.format is None:
+            for field in self._of_codes:
+                if getattr(self, field) is not None:
+                    expected = "None, since weights are dense"
+                    raise ArgumentError(op, self.named(field), expected, "a tensor")
+        elif self.scale is None:
+            expected = f"a tensor, since weights are {self.weight_format}"
+            raise ArgumentError(op, self.named("scale"), expected, None)
+        return self.format is not None
+
+
+@dataclass(frozen=True)
+class Weight(StoredWeight):
+    """A weight [N, K], or of heads [..., D, K], with all that belongs to it.
+
+    data: numbers, or stored codes, by weight_format:
+
+      "dense"   numbers.
+      "int8", "fp8" (float8_e4m3fn)   codes, any strides.
+      "int4_k"  nibbles packed along K: [.., K / 2] uint8 or [.., K / 8] int32, any strides.
+      "int4_n"  nibbles packed along the rows of a head: [.., D / 2, K] uint8 or [.., D / 8, K]
+                int32, any strides.
+
+    A code means (code - zero) * scale. scale: float, [ceil(N / bn), ceil(K / bk)] with
+    scale_block = [bn, bk]; a block as large as the weight is one scale per tensor. For int4, bk
+    divides K. The zero is zero_point, plus `zero` where given, of the shape of the scales, or int32
+    words of eight rows [N / (8 bn), K / bk]. nibble_order: where each code of a word lies, as in
+    `ops.formats.quantized_weight`; empty: counting up. bias: [N] or [..., D].
+    """
+
+    zero: torch.Tensor | None = None
+    zero_point: int = 0
+    nibble_order: Sequence[int] = ()
+
+    _of_codes = ("scale", "zero")
 
     @property
     def rows(self) -> Any:
@@ -163,17 +191,25 @@ class Weight(ArgumentGroup):
             actual = f"shape {shape_text(self.data.shape)}, which holds {shape_text(shape)}"
             raise ArgumentError(op, self.named("data"), expected, actual)
 
+    def check(self, op: str, x: torch.Tensor, rows: Any = None) -> None:
+        """Checks a weight [N, K] of x [T, K], of any strides, with all that belongs to it."""
+        self.check_format(op)
+        argument = self.named("data")
+        check_tensor(op, argument, self.data)
+        self.check_dtype(op, x.dtype)
+        self.check_shape(op, "[N, K]", (rows, x.shape[1]))
+        check_device(op, argument, self.data, x.device)
+        self.check_blocks(op, x.device)
+        if self.bias is not None:
+            form = "[N]", (self.rows,), (x.dtype, torch.float32), x.device
+            check_operand(op, self.named("bias"), self.bias, *form)
+
     def check_blocks(self, op: str, device: torch.device) -> None:
         """Checks the scale and the zero."""
-        if self.format is None:
-            for field, tensor in (("scale", self.scale), ("zero", self.zero)):
-                if tensor is not None:
-                    expected = "None, since weights are dense"
-                    raise ArgumentError(op, self.named(field), expected, "a tensor")
+        if not self.check_scale_given(op):
             return
+        assert self.format is not None
         name = self.named("scale")
-        if self.scale is None:
-            raise ArgumentError(op, name, f"a tensor, since weights are {self.weight_format}", None)
         rows, columns, (bn, bk) = self.rows, self.shape[-1], self.scale_block
         if self.format.packed_axis is not None and not holds(columns % bk == 0):
             expected = f"a group that divides K = {columns}"

@@ -10,25 +10,16 @@ from typing import Any
 import torch
 
 from tilewright.codegen.arithmetic import next_power_of_2
-from tilewright.codegen.grouped.codes_kernels import (
-    DOWN_CODES,
-    WORD_BYTES,
-    CodesConfig,
-    down_codes_statics,
-    scale_bytes,
-)
+from tilewright.codegen.grouped.codes import scale_bytes
 from tilewright.codegen.grouped.kernels import (
     DEQUANTIZE,
-    GROUPED,
-    GemmConfig,
     dequantize_grid,
     dequantize_statics,
-    gemm_grid,
-    grouped_statics,
+    gemm_kernel,
 )
 from tilewright.codegen.grouped.plan import GroupedPlan, plan_grouped
-from tilewright.codegen.grouped.problem import GroupedProblem, WeightOperands
-from tilewright.codegen.grouped.scaled_kernels import GROUPED_SCALED, ScaledConfig
+from tilewright.codegen.grouped.problem import WORD_BYTES, GroupedProblem, WeightOperands
+from tilewright.codegen.grouped.tiles import CodesConfig, GemmConfig
 from tilewright.codegen.kernel import Kernel, Statics
 from tilewright.codegen.targets import Target
 from tilewright.ops.formats.row_groups import contiguous
@@ -45,23 +36,14 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 @cache
 def _chosen(
     problem: GroupedProblem, num_rows: int, target: Target, plan: GroupedPlan | None
-) -> tuple[GroupedPlan, Statics | None, Statics]:
-    """For up to `num_rows` rows: plan, and the constants of what dequantises the weights, where
-    they are before, and of the GEMM. plan: in place of the planner's."""
-    plan = plan or plan_grouped(problem, num_rows, target)
-    if isinstance(plan.gemm, CodesConfig):
-        return plan, None, down_codes_statics(problem, plan.gemm)
-    decode = None
+) -> tuple[GroupedPlan, Statics | None, tuple[Kernel, Statics]]:
+    """For up to `num_rows` rows: plan, the constants of what dequantises the weights, where they
+    are before, and the GEMM. plan: in place of the planner's."""
+    plan, decode = plan or plan_grouped(problem, num_rows, target), None
     if plan.decode is not None:
         decode = dequantize_statics(problem, plan.decode)
         problem = problem.dequantized()
-    return plan, decode, grouped_statics(problem, plan.gemm)
-
-
-def _kernel(config: GemmConfig) -> Kernel:
-    if isinstance(config, CodesConfig):
-        return DOWN_CODES
-    return GROUPED_SCALED if isinstance(config, ScaledConfig) else GROUPED
+    return plan, decode, gemm_kernel(problem, plan.gemm)
 
 
 def grouped_matmul_steps(
@@ -80,7 +62,7 @@ def grouped_matmul_steps(
         yield Library(torch.Tensor.zero_, (out,))
         return Outcome(out, "nothing", "no rows, columns or groups, nothing is launched")
     problem = grouped_problem(a)
-    plan, decode, gemm = _chosen(problem, next_power_of_2(a.x.shape[0]), target, plan)
+    plan, decode, (kernel, statics) = _chosen(problem, next_power_of_2(a.x.shape[0]), target, plan)
     weight = {"weight": a.weight, "scale": a.weight_scale}
     if decode is not None and plan.decode is not None:
         decoded = yield Buffer(a.experts.shape, a.x.dtype)
@@ -100,8 +82,7 @@ def grouped_matmul_steps(
         "y": out,
         "num_rows": a.x.shape[0],
     }
-    grid = gemm_grid(plan.gemm, target.num_sms)
-    yield launch(_kernel(plan.gemm), target, grid, values, gemm)
+    yield launch(kernel, target, plan.gemm.grid(target.num_sms), values, statics)
     return Outcome(out, "grouped kernel", plan.reason)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tilewright.codegen.lora.plan import takes_row_kernel
 from tilewright.ops.checks import FLOAT_DTYPES, ArgumentError, check_operand, holds
 from tilewright.ops.contract import FusedOp, emitted_kernel, register
 from tilewright.ops.formats.expert_weight import ExpertWeight
@@ -144,6 +145,15 @@ def unsupported(a: ShrinkArguments) -> str | None:
     return no_kernel_for(a.a.dtype)
 
 
+def slower(*, rows: Any, columns: int, hidden: Any, dtype: torch.dtype) -> str | None:
+    """Says why cuBLAS is the faster way for `rows` of `hidden` numbers by factors of `columns`
+    together; None where a kernel is. Symbols in float32 may be of many rows."""
+    known = isinstance(rows, int) and isinstance(hidden, int)
+    if dtype != torch.float32 or (known and takes_row_kernel(rows, columns, hidden)):
+        return None
+    return f"{rows} rows in float32: no tensor core multiplies them"
+
+
 sample_inputs = sampler_of(ShrinkArguments, sample_shrink)
 
 
@@ -158,8 +168,10 @@ OP = register(
         lowerings=(emitted_kernel("tilewright.ops.lora.lowering:shrink_steps", unsupported),),
         cases=SHRINK_CASES,
         sample_inputs=sample_inputs,
+        moving=frozenset({"a"}),
         tolerances=TOLERANCES,
         error_model=ERROR_MODEL,
+        slower=slower,
     )
 )
 

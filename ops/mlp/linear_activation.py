@@ -7,14 +7,16 @@ from typing import Any
 import torch
 
 from tilewright.ops.checks import (
+    FLOAT_DTYPES,
     check_absent,
     check_choice,
     check_dtype,
+    check_operand,
 )
 from tilewright.ops.contract import FusedOp, Tolerance, emitted_kernel, register
 from tilewright.ops.mlp.arguments import LinearActivationArguments
 from tilewright.ops.mlp.cases import ACTIVATION_CASES, sample_activation
-from tilewright.ops.mlp.checks import check_linear, check_weight
+from tilewright.ops.mlp.gains import slower
 from tilewright.ops.mlp.operands import activation_unsupported
 from tilewright.ops.reference.activation import ACTIVATIONS
 from tilewright.ops.reference.linear import apply_linear
@@ -36,10 +38,11 @@ TOLERANCES = {
 
 
 def validate(a: LinearActivationArguments) -> None:
-    rows = check_linear(NAME, a)
+    check_operand(NAME, "x", a.x, "[T, K]", (None, None), FLOAT_DTYPES, dense=True)
+    a.linear.check(NAME, a.x)
     if a.up_linear is not None:
         check_dtype(NAME, "up_weight", a.up_linear.data, (a.weight.dtype,))
-        check_weight(NAME, a.x, a.up_linear, rows)
+        a.up_linear.check(NAME, a.x, a.linear.rows)
     else:
         check_absent(NAME, a, ("up_bias", "up_scale", "up_zero"), "up_weight is None")
     check_choice(NAME, "activation", a.activation, tuple(ACTIVATIONS))
@@ -85,8 +88,10 @@ OP = register(
         ),
         cases=ACTIVATION_CASES,
         sample_inputs=sample_inputs,
+        moving=frozenset({"x"}),
         tolerances=TOLERANCES,
         error_model=ERROR_MODEL,
+        slower=slower,
     )
 )
 

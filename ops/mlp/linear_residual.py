@@ -7,13 +7,14 @@ from typing import Any
 import torch
 
 from tilewright.ops.checks import (
+    FLOAT_DTYPES,
     check_number,
     check_operand,
 )
 from tilewright.ops.contract import FusedOp, Tolerance, emitted_kernel, register
 from tilewright.ops.mlp.arguments import LinearResidualArguments
 from tilewright.ops.mlp.cases import RESIDUAL_CASES, sample_residual
-from tilewright.ops.mlp.checks import check_linear
+from tilewright.ops.mlp.gains import slower
 from tilewright.ops.mlp.operands import residual_unsupported
 from tilewright.ops.reference import tolerances
 from tilewright.ops.reference.linear import apply_linear
@@ -31,7 +32,9 @@ TOLERANCES = tolerances.TOLERANCES | {
 
 
 def validate(a: LinearResidualArguments) -> None:
-    rows, x = check_linear(NAME, a), a.x
+    check_operand(NAME, "x", a.x, "[T, K]", (None, None), FLOAT_DTYPES, dense=True)
+    a.linear.check(NAME, a.x)
+    rows, x = a.linear.rows, a.x
     form = "[T, N]", (x.shape[0], rows), (x.dtype,), x.device
     check_operand(NAME, "residual", a.residual, *form, dense=True)
     check_number(NAME, "scale", a.scale)
@@ -72,8 +75,10 @@ OP = register(
         ),
         cases=RESIDUAL_CASES,
         sample_inputs=sample_inputs,
+        moving=frozenset({"x", "residual"}),
         tolerances=TOLERANCES,
         error_model=ERROR_MODEL,
+        slower=slower,
     )
 )
 

@@ -27,12 +27,13 @@ from tilewright.codegen.mlp.plan import linear_config, most_tokens, takes_norm
 from tilewright.codegen.mlp.problem import LinearProblem
 from tilewright.codegen.spec import Constant
 from tilewright.codegen.targets import Target
+from tilewright.ops.formats.code_operands import code_words
 from tilewright.ops.mlp.arguments import (
     LinearActivationArguments,
     LinearArguments,
     LinearResidualArguments,
 )
-from tilewright.ops.mlp.operands import activation_problem, kernel_weights, residual_problem
+from tilewright.ops.mlp.operands import activation_problem, residual_problem
 from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.norms import normed, without_norm
 from tilewright.ops.runtime.products import linear
@@ -98,7 +99,8 @@ def _streamed(
     out = yield Buffer((num_tokens, problem.n), torch.float32 if norm else a.x.dtype)
     given = vars(a)
     values: dict[str, Any] = {name: given.get(name) for name in TENSORS}
-    values["weight"], values["up_weight"] = kernel_weights(a)
+    words = code_words(a.weights) if problem.quantization else (a.weight, given.get("up_weight"))
+    values["weight"], values["up_weight"] = words
     values |= {"out": out, "workspace": None, "counters": None, "num_tokens": num_tokens}
     residual = values["residual"]
     stride = 0 if residual is None else residual.stride(0)

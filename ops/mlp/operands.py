@@ -9,6 +9,7 @@ import torch
 
 from tilewright.codegen.arithmetic import INT32_MAX
 from tilewright.codegen.mlp.problem import LinearProblem, codes_obstacle
+from tilewright.ops.checks import given
 from tilewright.ops.formats.code_operands import code_words, quantization_of
 from tilewright.ops.formats.weight import Weight
 from tilewright.ops.mlp.arguments import (
@@ -31,18 +32,15 @@ def activation_unsupported(a: LinearActivationArguments) -> str | None:
 
 
 def residual_unsupported(a: LinearArguments) -> str | None:
-    """The same of `linear_residual`."""
+    """Why no kernel takes a call of `linear_residual`, from metadata; None where one does."""
     if a.x.dtype not in KERNEL_DTYPES:
         return f"no kernel for {a.x.dtype}"
     if a.x.shape[1] == 0:
         return "no inner columns"
-    weights = [("weight", a.weight)]
-    if isinstance(a, LinearActivationArguments) and a.up_weight is not None:
-        weights.append(("up_weight", a.up_weight))
-    if a.weight_format != "dense":
-        far = [name for name, data in weights if _is_far(data)]
-        return _TOO_FAR.format(far[0]) if far else _codes_obstacle(a)
-    return next((found for one in weights if (found := _scattered(*one)) is not None), None)
+    obstacle = _far if a.linear.is_coded else _scattered
+    found = (obstacle(weight) for weight in a.weights if weight is not None)
+    first = next((one for one in found if one is not None), None)
+    return _codes_obstacle(a) if first is None and a.linear.is_coded else first
 
 
 def _codes_obstacle(a: LinearArguments) -> str | None:
@@ -53,21 +51,22 @@ def _codes_obstacle(a: LinearArguments) -> str | None:
     return codes_obstacle(replace(found, per_word=per_word), a.x.shape[1])
 
 
-def _is_far(weight: torch.Tensor) -> bool:
-    return weight.stride(1) * weight.shape[1] > INT32_MAX
+def _far(weight: Weight) -> str | None:
+    """Why the columns of a weight are not reached; None where they are."""
+    if weight.data.stride(1) * weight.data.shape[1] <= INT32_MAX:
+        return None
+    return f"{weight.named('data')}: columns reach further than 32 bits count"
 
 
-_TOO_FAR = "{}: columns reach further than 32 bits count"
-
-
-def _scattered(name: str, weight: torch.Tensor) -> str | None:
+def _scattered(weight: Weight) -> str | None:
     """Why a weight cannot be loaded 16 bytes at a time; None where it can."""
-    row, column = weight.stride()
+    name, strides = weight.named("data"), weight.data.stride()
+    row, column = strides
     if column != 1 and row != 1:
-        return f"{name}: strides {weight.stride()} leave neither rows nor columns contiguous"
-    if (row if column == 1 else column) * weight.element_size() % ALIGNMENT:
-        return f"{name}: strides {weight.stride()} are not whole {ALIGNMENT} bytes"
-    return _TOO_FAR.format(name) if column != 1 and _is_far(weight) else None
+        return f"{name}: strides {strides} leave neither rows nor columns contiguous"
+    if (row if column == 1 else column) * weight.data.element_size() % ALIGNMENT:
+        return f"{name}: strides {strides} are not whole {ALIGNMENT} bytes"
+    return _far(weight) if column != 1 else None
 
 
 def activation_problem(a: LinearActivationArguments) -> LinearProblem:
@@ -82,22 +81,10 @@ def residual_problem(a: LinearResidualArguments) -> LinearProblem:
 
 
 def _problem(a: LinearArguments, **options: Any) -> LinearProblem:
-    coded = None if a.weight_format == "dense" else a.weights
-    weight, _ = kernel_weights(a) if coded is None else _words(coded)
-    n, k = weight.shape if coded is None else coded[0].shape
-    dtype, k_major = TRITON_TYPES[weight.dtype], weight.stride(1) == 1
-    quantization = None if coded is None else quantization_of(coded, weight.dtype)
-    return LinearProblem(n, k, dtype, k_major=k_major, quantization=quantization, **options)
-
-
-def kernel_weights(a: LinearArguments) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The weight and the up weight as kernels read them."""
+    words, quantization, (n, k) = a.weight, None, a.weight.shape
     if a.weight_format != "dense":
-        return _words(a.weights)
-    return a.weight, a.up_weight if isinstance(a, LinearActivationArguments) else None
-
-
-def _words(weights: tuple[Weight, Weight | None]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    weight, up_weight = code_words(weights)
-    assert weight is not None
-    return weight, up_weight
+        weights = a.weights
+        words = given(code_words(weights)[0])
+        quantization, (n, k) = quantization_of(weights, words.dtype), weights[0].shape
+    dtype, k_major = TRITON_TYPES[words.dtype], words.stride(1) == 1
+    return LinearProblem(n, k, dtype, k_major=k_major, quantization=quantization, **options)

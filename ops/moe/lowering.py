@@ -10,35 +10,41 @@ from typing import Any
 import torch
 
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
-from tilewright.codegen.grouped.codes_kernels import CodesConfig, order_of
+from tilewright.codegen.grouped.codes import order_of
 from tilewright.codegen.grouped.kernels import (
     DEQUANTIZE,
-    DequantizeConfig,
-    GemmConfig,
+    QUANTIZE_ROWS,
     dequantize_grid,
     dequantize_statics,
-    gemm_grid,
-)
-from tilewright.codegen.grouped.scaled_kernels import (
-    QUANTIZE_ROWS,
-    SCALED_K,
-    QuantizeConfig,
-    ScaledConfig,
+    gemm_kernel,
     quantize_rows_grid,
     quantize_rows_statics,
 )
+from tilewright.codegen.grouped.tiles import (
+    SCALED_K,
+    CodesConfig,
+    DequantizeConfig,
+    GemmConfig,
+    QuantizeConfig,
+    ScaledConfig,
+)
 from tilewright.codegen.kernel import Kernel, Statics
-from tilewright.codegen.moe.decode import decoded_elements, decoded_problem, decoded_weights
 from tilewright.codegen.moe.kernels import (
     COMBINE,
     combine_grid,
-    down_kernel,
     sort_grids,
     sort_kernels,
     up_kernel,
 )
 from tilewright.codegen.moe.plan import MoePlan, plan_moe
-from tilewright.codegen.moe.problem import MoeProblem, address_obstacle
+from tilewright.codegen.moe.problem import (
+    MoeProblem,
+    address_obstacle,
+    decoded_elements,
+    decoded_problem,
+    down_problem,
+    gemms,
+)
 from tilewright.codegen.targets import Target
 from tilewright.ops.formats.row_groups import contiguous
 from tilewright.ops.grouped.lowering import as_words, reference_steps
@@ -77,7 +83,7 @@ def _kernels(problem: MoeProblem, plan: MoePlan) -> Kernels:
     """The kernels of a plan, by what they do."""
     made: Kernels = {}
     if plan.decode:
-        for name, weight in decoded_weights(problem).items():
+        for name, weight in gemms(problem).items():
             made[f"decode {name}"] = DEQUANTIZE, dequantize_statics(weight, plan.decode)
         problem = decoded_problem(problem)
     if not plan.by_route:
@@ -85,7 +91,7 @@ def _kernels(problem: MoeProblem, plan: MoePlan) -> Kernels:
     for name, columns in (("x", problem.hidden), ("hidden", problem.inner)):
         made[f"quantize {name}"] = QUANTIZE_ROWS, quantize_rows_statics(columns, QUANTIZE)
     made["up"] = up_kernel(problem, plan.up, order_of(problem.down, plan.down))
-    made["down"] = down_kernel(problem, plan.down)
+    made["down"] = gemm_kernel(down_problem(problem), plan.down)
     made["combine"] = COMBINE, Statics(plan.combine, problem)
     return made
 
@@ -155,7 +161,7 @@ def _launches(call: _Call, out: torch.Tensor) -> Launches:
     values = {**_rows(memory, "x", call.a.x), **rows, **gate_up, **hidden}
     distance = call.kernels["up"][1].distance
     known = {} if distance is None else {"distance": distance}
-    yield call.launch("up", gemm_grid(plan.up, num_sms), values, **known)
+    yield call.launch("up", plan.up.grid(num_sms), values, **known)
     if call.problem.coded_rows and not coded_by_up:
         inner = call.problem.inner
         hidden_rows = memory["hidden"][: num_routes * inner].view(num_routes, inner)
@@ -163,7 +169,7 @@ def _launches(call: _Call, out: torch.Tensor) -> Launches:
     down = as_words(down, call.problem.down, plan.down)
     rows = _routes_of(routes, plan.down)
     values = {**_rows(memory, "hidden", memory["hidden"]), **rows, **down, "y": memory["y"]}
-    yield call.launch("down", gemm_grid(plan.down, num_sms), values)
+    yield call.launch("down", plan.down.grid(num_sms), values)
     values = {**routes, "y": memory["y"], "weights": call.a.expert_weights, "out": out}
     yield call.launch("combine", combine_grid(call.problem, plan.combine, num_tokens), values)
 
@@ -201,7 +207,7 @@ def _weights(a: FusedMoeArguments, problem: MoeProblem) -> tuple[Values, Values]
 
 def _dequantize(call: _Call, config: DequantizeConfig, gate_up: Values, down: Values) -> Launches:
     """gate_up, down get the dequantised weights, of which up's follow gate's without a gap."""
-    weights = decoded_weights(call.problem)
+    weights = gemms(call.problem)
     parts = call.memory["decoded"].split(decoded_elements(call.problem))[: len(weights)]
     for (name, weight), part in zip(weights.items(), parts, strict=True):
         data, scale = getattr(call.a, f"{name}_weight"), getattr(call.a, f"{name}_scale")
@@ -258,7 +264,7 @@ def _sizes(a: FusedMoeArguments, problem: MoeProblem, plan: MoePlan, target: Tar
         made["counts"] = (num_chunks * problem.experts, torch.int32)
         made["total"] = (problem.experts, torch.int32)
     if plan.decode:
-        num_decoded = len(decoded_weights(problem))
+        num_decoded = len(gemms(problem))
         made["decoded"] = (num_decoded * decoded_elements(problem), dtype)
     if not isinstance(up, ScaledConfig):
         return made
@@ -268,7 +274,7 @@ def _sizes(a: FusedMoeArguments, problem: MoeProblem, plan: MoePlan, target: Tar
         made[f"{name}_codes"] = (blocks * SCALED_K, torch.float8_e4m3fn)
         made[f"{name}_scale"] = (blocks, torch.float32)
     if up.codes:  # a tile of every program, in place of the hidden rows
-        (programs,) = gemm_grid(up, target.num_sms)
+        (programs,) = up.grid(target.num_sms)
         made |= {"tile": (programs * up.block_m * up.block_n, dtype), "hidden": (0, dtype)}
     return made
 

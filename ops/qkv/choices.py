@@ -4,33 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import torch
 
-from tilewright.codegen.qkv.plan import LoweringChoice
-from tilewright.codegen.qkv.quantized_specs import order_grid, ordered_width
-from tilewright.codegen.qkv.specs import (
+from tilewright.codegen.qkv.kernels import (
+    EPILOGUE,
+    ORDER,
+    SWAPPED,
+    SWAPPED_CODES,
+    TILED,
     SwappedConfig,
     TiledConfig,
     epilogue_grid,
-    epilogue_spec,
+    order_grid,
+    ordered_width,
     swapped_grid,
     tiled_grid,
     workspace_elements,
 )
+from tilewright.codegen.qkv.plan import LoweringChoice
+from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
 from tilewright.ops.qkv.arguments import FusedQkvArguments
 from tilewright.ops.qkv.library import dequantized_weights, dequantized_x, project, project_packed
-from tilewright.ops.qkv.operands import FusedCall, epilogue_problem, prepare, result_buffer
+from tilewright.ops.qkv.operands import FusedCall, input_strides, prepare, result_buffer
+from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.launch import machine_of
 from tilewright.ops.runtime.norms import normed, without_norm
 from tilewright.ops.runtime.program import (
     Buffer,
-    Launch,
     Machine,
     Outcome,
+    Planner,
     SplitK,
     Step,
     Steps,
@@ -38,7 +44,6 @@ from tilewright.ops.runtime.program import (
 )
 
 Part = Generator[Step, Any, None]
-_epilogue_spec = cache(epilogue_spec)
 
 
 def choice_steps(call: FusedCall, choice: LoweringChoice, target: Target) -> Steps:
@@ -47,8 +52,13 @@ def choice_steps(call: FusedCall, choice: LoweringChoice, target: Target) -> Ste
     q = yield result_buffer(call.a)
     if call.problem.input_norm is not None and not choice.norms_x:
         call = yield from _normed(call.a)
-    yield from _PARTS[choice.name](call, choice, {**call.values, "q_out_ptr": q}, target)
+    yield from _PARTS[choice.name](call, choice, {**call.values, "q_out": q}, target)
     return Outcome(q, choice.name, choice.reason)
+
+
+def specs_of(call: FusedCall, choice: LoweringChoice, target: Target) -> tuple[KernelSpec, ...]:
+    """The kernels of a call by one lowering, in the order of their launches."""
+    return drive(choice_steps(call, choice, target), Planner(target), keep=True).specs
 
 
 def _normed(a: FusedQkvArguments) -> Generator[Step, Any, FusedCall]:
@@ -76,20 +86,24 @@ def _swapped(
     if config.split_k > 1:
         tiles = grid[0] // config.split_k * grid[1]
         workspace, counters = yield SplitK(tiles, workspace_elements(call.problem, config))
-        values |= {"workspace_ptr": workspace, "counters_ptr": counters}
+        values |= {"workspace": workspace, "counters": counters}
     if config.ordered_x:
         ordered = yield Buffer((num_tokens, ordered_width(call.problem, config)), call.a.x.dtype)
-        before = {**values, "ordered_ptr": ordered}
-        yield Launch(choice.specs[1], order_grid(call.problem, config, num_tokens), before)
-        values["x_ptr"] = ordered
-    yield Launch(choice.specs[0], grid, values)
+        before = order_grid(call.problem, config, num_tokens)
+        known = {"num_tokens": num_tokens} if call.a.static_tokens else {}
+        given = values | {"ordered": ordered}
+        yield launch(ORDER, target, before, given, choice.statics[1], **known)
+        values["x"] = ordered
+    kernel = SWAPPED if call.problem.quantization is None else SWAPPED_CODES
+    yield launch(kernel, target, grid, values, choice.statics[0], **call.known)
 
 
 def _tiled(call: FusedCall, choice: LoweringChoice, values: dict[str, Any], target: Target) -> Part:
     config = choice.config
     assert isinstance(config, TiledConfig)
     grid = tiled_grid(call.problem, config, call.a.x.shape[0], target.num_sms)
-    yield Launch(choice.specs[0], (grid,), {**values, **weight_places(call.a)})
+    values |= weight_places(call.a)
+    yield launch(TILED, target, (grid,), values, choice.statics[0], **call.known)
 
 
 def weight_places(a: FusedQkvArguments) -> dict[str, Any]:
@@ -101,7 +115,7 @@ def weight_places(a: FusedQkvArguments) -> dict[str, Any]:
     first, second, third = (weights[name].data_ptr() for name in order)
     size = a.q_weight.element_size()
     return {
-        "weight_ptr": weights[order[0]],
+        "weight": weights[order[0]],
         "second_distance": (second - first) // size,
         "third_distance": (third - first) // size,
         **{f"{name}_place": order.index(name) for name in weights},
@@ -116,7 +130,7 @@ def _library(
     if problem.quantization is not None:
         assert call.rows is not None
         x = yield from dequantized_x(a)
-        weights = yield from dequantized_weights(a, call.rows, problem, values, target.name)
+        weights = yield from dequantized_weights(call, call.rows, choice.statics[1:], target)
     if call.rows is not None:
         made = yield from project_packed(x, weights, call.rows)
     else:
@@ -125,10 +139,10 @@ def _library(
             made.append((yield from project(x, weight)))
     q, k, v = made[0], made[1], made[2] if len(made) == 3 else None
     assert choice.epilogue is not None
-    after = epilogue_problem(q, k, v, problem.epilogue)
-    spec = _epilogue_spec(after, choice.epilogue, target.name)
-    grid = epilogue_grid(after, choice.epilogue, a.x.shape[0])
-    yield Launch(spec, grid, {**values, "q_ptr": q, "k_ptr": k, "v_ptr": v})
+    grid = epilogue_grid(call.epilogue, choice.epilogue, a.x.shape[0])
+    known = call.known | input_strides(q, k, v)
+    values |= {"q": q, "k": k, "v": v}
+    yield launch(EPILOGUE, target, grid, values, choice.statics[0], **known)
 
 
 _PARTS: dict[str, Callable[..., Part]] = {

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from functools import cache
 from math import prod
 from typing import Any
 
 import torch
 
-from tilewright.codegen.qkv.problem import QkvProblem
-from tilewright.codegen.qkv.quantized_specs import (
-    DequantizeProblem,
-    dequantize_grid,
-    dequantize_problems,
-    dequantize_spec,
-)
-from tilewright.codegen.spec import KernelSpec
+from tilewright.codegen.kernel import Statics
+from tilewright.codegen.qkv.kernels import DEQUANTIZE, dequantize_grid
+from tilewright.codegen.targets import Target
 from tilewright.ops.formats.quantized_weight import expand_blocks
 from tilewright.ops.formats.weight_rows import WeightRows
 from tilewright.ops.qkv.arguments import ACTIVATION_BLOCK, LETTERS, FusedQkvArguments
+from tilewright.ops.qkv.operands import FusedCall
+from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.products import linear, multiply_batch
-from tilewright.ops.runtime.program import Buffer, Launch, Library, Step
+from tilewright.ops.runtime.program import Buffer, Library, Step
 
 Making = Generator[Step, Any, torch.Tensor]
 
@@ -68,26 +64,22 @@ def _stack(out: torch.Tensor, *parts: torch.Tensor) -> None:
 
 
 def dequantized_weights(
-    a: FusedQkvArguments, rows: WeightRows, problem: QkvProblem, values: dict[str, Any], target: str
+    call: FusedCall, rows: WeightRows, statics: Sequence[Statics], target: Target
 ) -> Generator[Step, Any, list[torch.Tensor]]:
-    """q, k and v weights [H, D, K] (v left out where there is none), by a kernel for each."""
+    """q, k and v weights [H, D, K] (v left out where there is none), by a kernel for each, whose
+    constants are `statics`."""
+    a, values = call.a, call.values
     dim, hidden = a.head_dim, a.x.shape[1]
     whole = yield Buffer((rows.total, hidden), number_dtype(a))
     weights = []
-    for weight, first in zip(dequantize_problems(problem), rows.firsts, strict=True):
-        letter = LETTERS[weight.index]
-        heads = values[f"{letter}_weight_ptr"].shape[:-2]
-        made = whole[first : first + weight.num_rows].view(*heads, dim, hidden)
-        given = {f"{w}_ptr": values[f"{letter}_{w}_ptr"] for w in ("weight", "scale", "zero")}
-        spec, grid = _dequantize(weight, target)
-        yield Launch(spec, grid, {**given, "out_ptr": made})
-        weights.append(made)
+    there = [letter for letter in LETTERS if values[f"{letter}_weight"] is not None]
+    for letter, own, first in zip(there, statics, rows.firsts, strict=True):
+        given = {name: values[f"{letter}_{name}"] for name in ("weight", "scale", "zero")}
+        made = whole[first : first + own.num_rows]
+        grid = dequantize_grid(own)
+        yield launch(DEQUANTIZE, target, grid, {**given, "out": made}, own)
+        weights.append(made.view(*given["weight"].shape[:-2], dim, hidden))
     return weights
-
-
-@cache
-def _dequantize(problem: DequantizeProblem, target: str) -> tuple[KernelSpec, Sequence[int]]:
-    return dequantize_spec(problem, target), dequantize_grid(problem)
 
 
 def number_dtype(a: FusedQkvArguments) -> torch.dtype:

@@ -12,39 +12,53 @@ from functools import cache
 import torch
 
 from tilewright.codegen.arithmetic import next_power_of_2
+from tilewright.codegen.kernel import Statics
+from tilewright.codegen.qkv.kernels import (
+    EPILOGUE,
+    EpilogueConfig,
+    epilogue_grid,
+    epilogue_statics,
+)
 from tilewright.codegen.qkv.plan import (
     LoweringChoice,
     LoweringPlan,
     epilogue_config,
     plan_fused_qkv,
 )
-from tilewright.codegen.qkv.specs import epilogue_grid, epilogue_spec
+from tilewright.codegen.qkv.problem import HeadEpilogue
 from tilewright.codegen.qkv.tune import bucket
-from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target, get_target
 from tilewright.ops.contract import LoweringReport
 from tilewright.ops.qkv import tuning
 from tilewright.ops.qkv.arguments import FusedQkvArguments, KvStoreArguments, RaggedQkvArguments
-from tilewright.ops.qkv.choices import choice_steps
-from tilewright.ops.qkv.operands import FusedCall, prepare, prepare_store, result_buffer
+from tilewright.ops.qkv.choices import choice_steps, specs_of
+from tilewright.ops.qkv.operands import (
+    FusedCall,
+    input_strides,
+    prepare,
+    prepare_store,
+    result_buffer,
+)
 from tilewright.ops.qkv.qkv_matmul_ragged import as_fused_qkv
 from tilewright.ops.runtime.device import target_of
+from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.program import (
-    Launch,
     NotRepeatable,
     Outcome,
-    Planner,
     Steps,
-    chooser,
-    drive,
 )
 
 NO_TOKENS = "nothing", "no tokens, no launch"
 
 _plan = cache(plan_fused_qkv)
-_store_kernel = chooser(
-    lambda problem, tokens, target: epilogue_config(problem.epilogue, tokens, target), epilogue_spec
-)
+
+
+@cache
+def _store_kernel(
+    heads: HeadEpilogue, num_tokens: int, target: Target
+) -> tuple[EpilogueConfig, Statics]:
+    config = epilogue_config(heads, num_tokens, target)
+    return config, epilogue_statics(heads, config)
 
 
 def fused_qkv_paged_steps(a: FusedQkvArguments, target: Target) -> Steps:
@@ -69,10 +83,11 @@ def planned_lowering(call: FusedCall, target: Target) -> LoweringChoice:
 
 def paged_kv_store_steps(a: KvStoreArguments, target: Target) -> Steps:
     """The steps of a `paged_kv_store` call."""
-    problem, values = prepare_store(a)
-    num_tokens = a.k.shape[0]
-    config, spec = _store_kernel(problem, next_power_of_2(num_tokens), target)
-    yield Launch(spec, epilogue_grid(problem, config, num_tokens), values)
+    call, num_tokens = prepare_store(a), a.k.shape[0]
+    config, statics = _store_kernel(call.epilogue, next_power_of_2(num_tokens), target)
+    grid = epilogue_grid(call.epilogue, config, num_tokens)
+    known = call.known | input_strides(None, a.k, a.v)
+    yield launch(EPILOGUE, target, grid, call.values, statics, **known)
     return Outcome(None, "store", f"one kernel writes the named slots, {config}")
 
 
@@ -96,14 +111,11 @@ def plan_fused_qkv_paged(a: FusedQkvArguments, target: str) -> LoweringReport:
     if a.tune:
         plan = _tuned(plan, call, target)
 
-    def kernels(choice: LoweringChoice) -> tuple[KernelSpec, ...]:
-        return drive(choice_steps(call, choice, chip), Planner(chip), keep=True).specs
-
     if a.static_tokens:
         (choice,) = plan.choices
-        return LoweringReport(choice.name, choice.reason, kernels(choice))
+        return LoweringReport(choice.name, choice.reason, specs_of(call, choice, chip))
     names = list(dict.fromkeys(choice.name for choice in plan.choices))
-    specs = {spec.name: spec for choice in plan.choices for spec in kernels(choice)}
+    specs = {spec.name: spec for choice in plan.choices for spec in specs_of(call, choice, chip)}
     return LoweringReport(" / ".join(names) + " by token count", str(plan), tuple(specs.values()))
 
 

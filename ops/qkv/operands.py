@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -10,70 +11,80 @@ import torch
 
 from tilewright.codegen.formats import Quantization
 from tilewright.codegen.operand import Operand
-from tilewright.codegen.qkv.problem import EpilogueProblem, HeadEpilogue, Norm, QkvProblem, Rope
-from tilewright.ops.cache.addressing import address_values, addressing_operands
+from tilewright.codegen.qkv.problem import HeadEpilogue, QkvProblem
+from tilewright.ops.cache.addressing import address_values
 from tilewright.ops.cache.checks import kv_views
 from tilewright.ops.formats.code_operands import blocks_operand, code_words, quantization_of
 from tilewright.ops.formats.weight_rows import WeightRows, weight_rows
 from tilewright.ops.qkv.arguments import (
     ACTIVATION_BLOCK,
-    LETTERS,
     FusedQkvArguments,
     KvStoreArguments,
     Projections,
 )
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
 from tilewright.ops.runtime.norms import row_norm_of
-from tilewright.ops.runtime.operands import operand, operand_of
+from tilewright.ops.runtime.operands import operand
 from tilewright.ops.runtime.program import Buffer
 
-# What the kernel of `paged_kv_store` has no tensors for.
-_OF_PROJECTIONS = (
-    "q_out_ptr", "q_bias_ptr", "k_bias_ptr", "v_bias_ptr", "delta_ptr",
-    "q_norm_ptr", "k_norm_ptr", "q_norm_bias_ptr", "k_norm_bias_ptr",
+# Tensors that kernels name, and calls of one op or of both do not.
+_ABSENT = dict.fromkeys(
+    ("q", "x_scale", "q_out", "q_bias", "k_bias", "v_bias", "delta", "q_norm", "k_norm",
+     "workspace", "counters", "num_sequences", "lookup_columns", "lookup_stride"),
 )  # fmt: skip
+_COUNTS = ("num_tokens", "rope_tokens", "sequence_tokens")
+
+
+# Looked up faster than made.
+_epilogue = cache(HeadEpilogue)
 
 
 @dataclass(frozen=True)
-class FusedCall:
-    """One checked call of `fused_qkv_paged`: its arguments, its problem, and its tensors by the
-    kernels' parameter names, without the result.
+class StoreCall:
+    """What kernels that store heads take of a checked call, but for the heads.
+
+    values: tensors and numbers by name: arguments have the names that the kernels know. known:
+    those numbers that are constants.
+    """
+
+    values: dict[str, Any]
+    known: dict[str, int]
+    epilogue: HeadEpilogue
+
+
+@dataclass(frozen=True)
+class FusedCall(StoreCall):
+    """One checked call of `fused_qkv_paged`: its arguments and its problem.
 
     rows: set where the three weights are rows of one tensor.
     """
 
     a: FusedQkvArguments
-    values: dict[str, Any]
     problem: QkvProblem
     rows: WeightRows | None
 
 
 def prepare(a: FusedQkvArguments) -> FusedCall:
     """Only metadata and addresses are looked at."""
-    values = cache_values(a, a.x.shape[0], writes_v=a.v_weight is not None)
-    values |= projection_values(a)
+    tensors = (a.q_weight, a.k_weight, a.v_weight)
     weights = a.projections if a.is_coded else None
-    if weights is not None:
-        values |= quantized_values(a, weights)
-    else:
-        values["q_weight_ptr"], values["k_weight_ptr"] = a.q_weight, a.k_weight
-        values["v_weight_ptr"], values["x_ptr"] = a.v_weight, a.x
-    values["input_norm_weight_ptr"] = a.input_norm_weight
-    values["input_norm_bias_ptr"] = a.input_norm_bias
+    words = tensors if weights is None else code_words(weights)
+    values, known, epilogue = _stored(a, a.x.shape[0], **_added(a))
+    values["q_weight"], values["k_weight"], values["v_weight"] = words
+    values["q_norm"], values["k_norm"] = a.q_norm_weight, a.k_norm_weight
     problem = QkvProblem(
         hidden=a.x.shape[1],
         x=operand(a.x, a.x.stride(0)),
-        weights=tuple(weight_operand(values[f"{letter}_weight_ptr"]) for letter in "qkv"),  # type: ignore[arg-type]
-        epilogue=head_epilogue(a, values),
-        one_descriptor=_in_reach(a.q_weight, a.k_weight, a.v_weight),
-        quantization=None if weights is None else quantization(a, weights, values),
+        weights=tuple([weight_operand(one) for one in words]),  # type: ignore[arg-type]
+        epilogue=epilogue,
+        one_descriptor=_in_reach(*tensors),
+        quantization=None
+        if weights is None
+        else quantization(a, weights, values["q_weight"].dtype),
         input_norm=row_norm_of(a.input_norm),
     )
-    if weights is None:
-        rows = weight_rows(a.q_weight, a.k_weight, a.v_weight)
-    else:
-        rows = dequantized_rows(weights)
-    return FusedCall(a, values, problem, rows)
+    rows = weight_rows(*tensors) if weights is None else dequantized_rows(weights)
+    return FusedCall(values, known, epilogue, a, problem, rows)
 
 
 def result_buffer(a: FusedQkvArguments) -> Buffer:
@@ -81,135 +92,111 @@ def result_buffer(a: FusedQkvArguments) -> Buffer:
     return Buffer((a.x.shape[0], a.num_heads, a.head_dim), a.value_dtype)
 
 
-def prepare_store(a: KvStoreArguments) -> tuple[EpilogueProblem, dict[str, Any]]:
-    """The problem of a `paged_kv_store` call, and its tensors by the kernel's parameter names."""
-    values = cache_values(a, a.k.shape[0], writes_v=a.v is not None)
-    epilogue = HeadEpilogue(q_out=None, num_heads=0, **_store_epilogue(a, values))
-    values |= {**dict.fromkeys(_OF_PROJECTIONS), "k_ptr": a.k, "v_ptr": a.v}
-    return epilogue_problem(None, a.k, a.v, epilogue), values
+def prepare_store(a: KvStoreArguments) -> StoreCall:
+    """A `paged_kv_store` call."""
+    dtype, writes_v = TRITON_TYPES[a.k.dtype], a.v is not None
+    return StoreCall(*_stored(a, a.k.shape[0], dtype=dtype, num_heads=0, writes_v=writes_v))
 
 
-def epilogue_problem(
-    q: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor | None, epilogue: HeadEpilogue
-) -> EpilogueProblem:
-    """The epilogue of q [T, Hq, D] or [T, Hkv, G, D], k and v [T, Hkv, D] of any strides."""
-    made = input_operand(k)
-    assert made is not None
-    return EpilogueProblem(input_operand(q), made, input_operand(v), epilogue)
+def input_strides(
+    q: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor | None
+) -> dict[str, tuple[int, ...]]:
+    """The constants (token, group, head, dim) of q [T, Hq, D] or [T, Hkv, G, D], k and v [T, Hkv,
+    D] of any strides."""
+    made = {}
+    for letter, given in (("Q", q), ("K", k), ("V", v)):
+        token, *group, head, dim = (k if given is None else given).stride()
+        made[f"{letter}_IN_STRIDES"] = (token, *(group or (0,)), head, dim)
+    return made
 
 
-def input_operand(t: torch.Tensor | None) -> Operand | None:
-    if t is None:
-        return None
-    token, *group, head, dim = t.stride()
-    return operand(t, token, *(group or (0,)), head, dim)
-
-
-def cache_values(
-    a: FusedQkvArguments | KvStoreArguments, num_tokens: int, *, writes_v: bool
-) -> dict[str, Any]:
-    """Tensors and counts that every kernel of the family takes, by parameter name."""
-    k_window, v_window = kv_views(a, writes_v=writes_v)
-    return {
-        "k_cache_ptr": k_window,
-        "v_cache_ptr": v_window,
-        "k_cache_scale_ptr": a.k_cache_scale,
-        "v_cache_scale_ptr": a.v_cache_scale,
-        "cos_ptr": a.cos,
-        "sin_ptr": a.sin,
+def _stored(
+    a: FusedQkvArguments | KvStoreArguments, num_tokens: int, **own: Any
+) -> tuple[dict[str, Any], dict[str, int], HeadEpilogue]:
+    """The fields of a StoreCall; own: fields of its epilogue."""
+    k_cache, v_cache = kv_views(a, writes_v=own["writes_v"])
+    num_pages, page_size, heads, head_dim = k_cache.shape
+    values = {
+        **_ABSENT,
+        **vars(a),
+        **address_values(a),
+        "k_cache": k_cache,
+        "v_cache": v_cache,
         "num_tokens": num_tokens,
         "rope_tokens": 1 if a.cos is None else a.cos.shape[0],
-        "num_pages": k_window.shape[0],
-        **address_values(a),
+        "num_pages": num_pages,
     }
+    known = {name: values[name] for name in _COUNTS} if a.static_tokens else {}
+    k_strides = k_cache.stride()
+    epilogue = _epilogue(
+        num_kv_heads=heads // own.get("kv_repeat", 1),
+        head_dim=head_dim,
+        page_size=page_size,
+        cache_dtype=TRITON_TYPES[k_cache.dtype],
+        k_strides=k_strides,
+        v_strides=k_strides if v_cache is None else v_cache.stride(),
+        addressing=a.slots,
+        wrap_negative=a.indexing == "torch",
+        search_steps=values["slots"].shape[0].bit_length() if a.slots == "ragged" else 0,
+        scale_strides=(_per_head(a.k_cache_scale), _per_head(a.v_cache_scale)),
+        scale_multiplies=a.cache_scale_multiplies,
+        saturates=a.cache_saturates,
+        num_tokens=known.get("num_tokens"),
+        **_rotation(a),
+        **own,
+    )
+    return values, known, epilogue
 
 
-def projection_values(a: FusedQkvArguments) -> dict[str, Any]:
-    """What is added to projections and what norms them, by parameter name."""
+def _rotation(a: FusedQkvArguments | KvStoreArguments) -> dict[str, Any]:
+    """Fields of the epilogue."""
+    if a.cos is None:
+        return {}
     return {
-        "q_bias_ptr": a.q_bias,
-        "k_bias_ptr": a.k_bias,
-        "v_bias_ptr": a.v_bias,
-        "delta_ptr": a.delta,
-        "q_norm_ptr": a.q_norm_weight,
-        "k_norm_ptr": a.k_norm_weight,
-        "q_norm_bias_ptr": a.q_norm_bias,
-        "k_norm_bias_ptr": a.k_norm_bias,
+        "rope_style": a.rope_style,
+        "rotary_dim": a.rotary_dim,
+        "rope_full_width": a.cos.shape[1] == a.rotary_dim,
+        "wide_tables": a.cos.dtype == torch.float32,
     }
 
 
-def head_epilogue(a: FusedQkvArguments, values: dict[str, Any]) -> HeadEpilogue:
-    """The static part of what follows the projection. values: those of `cache_values`."""
-    q, biases = a.q_weight, (a.q_bias, a.k_bias, a.v_bias)
-    return HeadEpilogue(
-        **_store_epilogue(a, values, a.kv_repeat),
-        q_out=Operand(TRITON_TYPES[a.value_dtype]),
-        num_heads=a.num_heads,
-        biases=tuple(
-            bias if bias is None else operand(bias, *bias.stride()[:-1]) for bias in biases
-        ),
-        delta=operand_of(a.delta, 0),
-        norm=_norm(a),
-        kv_repeat=a.kv_repeat,
-        group=q.shape[1] if q.dim() == 4 else 0,
-        gate_run=a.gate_run,
-        clip=a.clip,
-    )
-
-
-def _store_epilogue(
-    a: FusedQkvArguments | KvStoreArguments, values: dict[str, Any], kv_repeat: int = 1
-) -> dict[str, Any]:
-    """The part of an epilogue that rotates and stores, by field."""
-    k_window, v_window = values["k_cache_ptr"], values["v_cache_ptr"]
-    counts = ("num_tokens", "rope_tokens", "sequence_tokens") if a.static_tokens else ()
+def _added(a: FusedQkvArguments) -> dict[str, Any]:
+    """Fields of the epilogue: what is added to projections and what norms them."""
+    weights, biases = (a.q_norm_weight, a.k_norm_weight), (a.q_norm_bias, a.k_norm_bias)
+    any_bias = any(bias is not None for bias in biases)
     return {
-        "num_kv_heads": k_window.shape[2] // kv_repeat,
-        "head_dim": k_window.shape[3],
-        "page_size": k_window.shape[1],
-        "k_cache": operand(k_window, *k_window.stride()),
-        "v_cache": None if v_window is None else operand(v_window, *v_window.stride()),
-        "addressing": addressing_operands(a, values),
-        "rope": _rope(a),
-        "cache_scales": (_per_head(a.k_cache_scale), _per_head(a.v_cache_scale)),
-        "scale_multiplies": a.cache_scale_multiplies,
-        "saturates": a.cache_saturates,
-        **{name: values[name] for name in counts},
+        "dtype": TRITON_TYPES[a.value_dtype],
+        "num_heads": a.num_heads,
+        "writes_v": a.v_weight is not None,
+        "group": a.q_weight.shape[1] if a.q_weight.dim() == 4 else 0,
+        "bias_strides": _bias_strides(a.q_bias, a.k_bias, a.v_bias),
+        "has_delta": a.delta is not None,
+        "normed": tuple([a.weightless_norm or weight is not None for weight in weights]),
+        "v_normed": a.v_norm,
+        "norm_kind": a.norm_kind,
+        "norm_width": a.norm_width,
+        "norm_after_rope": a.norm_after_rope,
+        "norm_eps": a.norm_eps,
+        "norm_offset": a.norm_offset,
+        "norm_strides": tuple([_per_head(weight, 2) for weight in weights]),
+        "norm_bias_strides": tuple([_per_head(bias, 2) for bias in biases]) if any_bias else None,
+        "kv_repeat": a.kv_repeat,
+        "gate_run": a.gate_run,
+        "clip": a.clip,
     }
 
 
-def _rope(a: FusedQkvArguments | KvStoreArguments) -> Rope | None:
-    if a.cos is None or a.sin is None:
-        return None
-    return Rope(
-        style=a.rope_style,
-        rotary_dim=a.rotary_dim,
-        full_width=a.cos.shape[1] == a.rotary_dim,
-        cos=operand(a.cos, a.cos.stride(0)),
-        sin=operand(a.sin, a.sin.stride(0)),
-    )
+def _bias_strides(q: torch.Tensor | None, *others: torch.Tensor | None) -> tuple[int, ...]:
+    group = q.stride(0) if q is not None and q.dim() == 3 else 0
+    return (group, *(0 if bias is None else bias.stride(-2) for bias in (q, *others)))
 
 
-def _norm(a: FusedQkvArguments) -> Norm:
-    return Norm(
-        weights=(_per_head(a.q_norm_weight, 2), _per_head(a.k_norm_weight, 2)),
-        kind=a.norm_kind,
-        row=a.norm_width == "row",
-        after_rope=a.norm_after_rope,
-        offset=a.norm_offset,
-        weightless=a.weightless_norm,
-        biases=(_per_head(a.q_norm_bias, 2), _per_head(a.k_norm_bias, 2)),
-        values=a.v_norm,
-        eps=a.norm_eps,
-    )
-
-
-def _per_head(t: torch.Tensor | None, dims: int = 1) -> Operand | None:
-    """An operand of `dims` dims where it has a row per head; stride 0 where the heads share one."""
-    if t is None:
-        return None
-    own = t.dim() == dims and (dims > 1 or t.shape[0] > 1)
-    return operand(t, t.stride(0) if own else 0)
+def _per_head(t: torch.Tensor | None, dims: int = 1) -> int:
+    """The stride from head to head of a tensor of `dims` dims where each head has a row; 0 where
+    the heads share one, or there is no tensor."""
+    if t is None or t.dim() != dims or (dims == 1 and t.shape[0] == 1):
+        return 0
+    return t.stride(0)
 
 
 def weight_operand(weight: torch.Tensor | None) -> Operand | None:
@@ -229,33 +216,12 @@ def _in_reach(*weights: torch.Tensor | None) -> bool:
     return max(addresses) - min(addresses) < 2**40
 
 
-# --- weights of codes ---------------------------------------------------------------------------
-
-
-def quantized_values(a: FusedQkvArguments, weights: Projections) -> dict[str, Any]:
-    """The tensors that `qkv_quantized` takes beside those of `projection_values`, by parameter
-    name. weights: the projections of `a`, here and below."""
-    words = zip(LETTERS, code_words(weights), strict=True)
-    return {
-        "x_ptr": a.x,
-        "x_scale_ptr": a.x_scale,
-        **{f"{x}_weight_ptr": word for x, word in words},
-        **{
-            f"{x}_{what}_ptr": getattr(a, f"{x}_{what}")
-            for what in ("scale", "zero")
-            for x in LETTERS
-        },
-    }
-
-
-def quantization(
-    a: FusedQkvArguments, weights: Projections, values: dict[str, Any]
-) -> Quantization:
-    """The static data of quantised arguments, whose `quantized_values` are given; what q, k and v
-    do not share is in `differs`."""
+def quantization(a: FusedQkvArguments, weights: Projections, words: torch.dtype) -> Quantization:
+    """The static data of quantised arguments, whose kernels read `words`; what q, k and v do not
+    share is in `differs`."""
     per_token = a.x_scale is not None and a.x_scale.shape[1] == 1
     return replace(
-        quantization_of(weights, values["q_weight_ptr"].dtype),
+        quantization_of(weights, words),
         x_scale=blocks_operand(a.x_scale),
         x_block=a.x.shape[1] if per_token else ACTIVATION_BLOCK if a.x_scale is not None else 0,
     )

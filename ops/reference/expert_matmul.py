@@ -14,9 +14,7 @@ def multiply_by_expert(x: torch.Tensor, expert: torch.Tensor, weight: ExpertWeig
     out = x.new_zeros(x.shape[0], weight.shape[1])
     for index in range(weight.shape[0]):
         rows = (expert == index).nonzero().flatten()
-        if rows.numel() == 0:
-            continue
-        which = torch.tensor([index], device=x.device)
-        own = None if weight.bias is None else weight.bias[index]
-        out[rows] = apply_linear(x[rows], weight.dequantize(which, x.dtype)[0], own)
+        if rows.numel():
+            own = weight.expert(index, x.dtype)
+            out[rows] = apply_linear(x[rows], own.dequantize(x.dtype), own.bias)
     return out

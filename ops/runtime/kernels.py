@@ -24,8 +24,8 @@ def launch(
     """A launch of `kernel`. Its spec is made once for calls that differ in nothing static.
 
     values: tensors (None for an absent one) and numbers by name; names that the kernel does not
-        have are ignored. An Operand stands for a tensor that is put into the launch later. A number
-        that is None is a constant.
+        have are ignored, and its `launch_strides` are taken from the tensors. An Operand stands
+        for a tensor that is put into the launch later. A number that is None is a constant.
     records, constants: those of `Kernel.spec`.
 
     Raises KeyError where a tensor or a number is missing, ValueError as `Kernel.spec` does.
@@ -47,9 +47,10 @@ def launch(
             add(value.data_ptr() % ALIGNMENT == 0)
         for dim in dims:
             add(value.stride(dim))
-    for name, divisible in kernel.numbers:
+    for name, divisible, stride in kernel.numbers:
         if name not in constants:
-            value = given[name] = values[name]
+            value = values[name] if stride is None else _launch_stride(kernel, values, *stride)
+            given[name] = value
             if value is None:
                 add(name)
             elif divisible:
@@ -75,10 +76,22 @@ def _spec(
             value = operand_of(value, *dims, aligned=aligned)
         operands[name] = value
     known, divisible = dict(constants), []
-    for name, counts in kernel.numbers:
+    for number in kernel.numbers:
+        name = number.name
         if name not in constants:
             if given[name] is None:
                 known[name] = None
-            elif counts and given[name] % ALIGNMENT == 0:
+            elif number.divisible and given[name] % ALIGNMENT == 0:
                 divisible.append(name)
     return kernel.spec(target.name, operands, known, records, divisible)
+
+
+def _launch_stride(kernel: Kernel, values: Mapping[str, Any], name: str, dim: int) -> int:
+    """The number of `Kernel.launch_strides` for a dimension of a tensor."""
+    tensor = values[name]
+    if tensor is None or not -tensor.dim() <= dim < tensor.dim():
+        return 0
+    if name in kernel.broadcast and tensor.shape[dim] <= 1:
+        return 0
+    stride: int = tensor.stride(dim)
+    return stride

@@ -42,6 +42,12 @@ def operand(tensor: torch.Tensor | None, *strides: int) -> Operand | None:
     return _made(TRITON_TYPES[tensor.dtype], strides, is_aligned(tensor))
 
 
+@overload
+def operand_of(tensor: torch.Tensor, *dims: int, aligned: bool = True) -> Operand: ...
+@overload
+def operand_of(tensor: None, *dims: int, aligned: bool = True) -> None: ...
+@overload
+def operand_of(tensor: torch.Tensor | None, *dims: int, aligned: bool = True) -> Operand | None: ...
 def operand_of(tensor: torch.Tensor | None, *dims: int, aligned: bool = True) -> Operand | None:
     """The tensor as an operand of a kernel that builds on the strides of these dimensions, and on
     the tensor's alignment where `aligned` says so."""
@@ -49,13 +55,6 @@ def operand_of(tensor: torch.Tensor | None, *dims: int, aligned: bool = True) ->
         return None
     strides = tuple([tensor.stride(dim) for dim in dims])
     return _made(TRITON_TYPES[tensor.dtype], strides, aligned and is_aligned(tensor))
-
-
-def broadcast_strides(tensor: torch.Tensor | None) -> list[int]:
-    """Of four dimensions, 0 where one has one element; all 0 where there is no tensor."""
-    if tensor is None:
-        return [0, 0, 0, 0]
-    return [step if n > 1 else 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True)]
 
 
 def mask_bytes(mask: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -189,21 +189,6 @@ def drive(steps: Steps, machine: Machine, *, keep: bool | None = None) -> Progra
             continue
         if repeatable or keep:
             done.append((step, answer))
-
-
-def chooser(
-    plan: Callable[..., Any], make: Callable[..., KernelSpec]
-) -> Callable[..., tuple[Any, KernelSpec]]:
-    """choose(problem, *sizes, target, config=None) -> (config, spec): the tiles that
-    plan(problem, *sizes, target) gives where no config is, and the spec make(problem, config, the
-    target's name). Kept per arguments: a step like the last one only looks them up."""
-
-    @cache
-    def choose(problem: Any, *sized: Any, config: Any = None) -> tuple[Any, KernelSpec]:
-        config = plan(problem, *sized) if config is None else config
-        return config, make(problem, config, sized[-1].name)
-
-    return choose
 
 
 @dataclass(frozen=True)

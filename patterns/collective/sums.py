@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tilewright.codegen.collective.plan import most_tokens
+from tilewright.ops.collective.all_reduce_residual_norm import OP
 from tilewright.ops.runtime.peers import group_size
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Value, View
@@ -82,5 +82,4 @@ def _is_whole(side: View) -> bool:
 def _few(value: Value, ranks: int) -> bool:
     """A count that is a symbol is told at the call."""
     *rows, columns = value.shape
-    tokens, most = effects.product(rows), most_tokens(columns, ranks)
-    return most is None or not isinstance(tokens, int) or tokens <= most
+    return OP.slower(tokens=effects.product(rows), columns=columns, ranks=ranks) is None

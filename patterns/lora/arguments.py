@@ -8,10 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
-from tilewright.codegen.lora.plan import takes_row_kernel
-from tilewright.ops.lora.rows import KERNEL_DTYPES
+from tilewright.ops.lora.rows import no_kernel_for
+from tilewright.ops.lora.shrink import OP as SHRINK
 from tilewright.patterns.arithmetic.equality import equal_values
 from tilewright.patterns.dataflow import Computed, Value, View
 from tilewright.patterns.effects import Size
@@ -45,10 +43,9 @@ def has_kernels(delta: LoraDelta) -> bool:
     if delta.x.value.device.type != "cuda":
         return True
     rows, hidden = delta.x.shape
-    if dtype != torch.float32 or dtype not in KERNEL_DTYPES:
-        return dtype in KERNEL_DTYPES
-    known = isinstance(rows, int) and isinstance(hidden, int)
-    return known and takes_row_kernel(rows, len(LETTERS) * delta.rank, hidden)
+    columns = len(LETTERS) * delta.rank
+    slow = SHRINK.slower(rows=rows, columns=columns, hidden=hidden, dtype=dtype)
+    return no_kernel_for(dtype) is None and slow is None
 
 
 def check_kernels(delta: LoraDelta) -> None:

@@ -18,7 +18,6 @@ from tilewright.patterns.arithmetic.equality import equal_values
 from tilewright.patterns.dataflow import Computed, Value, View
 from tilewright.patterns.effects import Size
 from tilewright.patterns.lora.factors import Factors, RowMask, peel
-from tilewright.patterns.lora.one_hot import match_one_hot
 from tilewright.patterns.lora.product import Product, match_product
 from tilewright.patterns.recognise.outside import (
     Outside,
@@ -97,9 +96,9 @@ class LoraDelta:
 
 def match_delta(view: View) -> LoraDelta | None:
     """The delta that `view` [..., W] is; None for another view."""
-    outer = peel(view)
     try:
-        return _by_rows(view, outer) or _sorted(view, outer) or _one_hot(view, outer)
+        outer = peel(view)
+        return _by_rows(view, outer) or _sorted(view, outer)
     except effects.InexpressibleError:
         return None
 
@@ -114,7 +113,7 @@ def _by_rows(view: View, outer: Factors) -> LoraDelta | None:
         return None
     rows = peel(first.x, casts=False)
     # A mask on x's rows masks the delta's rows; other factors of x stay with x.
-    if rows.mask is None or rows.scale != 1 or rows.table is not None:
+    if rows.mask is None or rows.scale != 1 or rows.lookup is not None:
         rows = Factors(first.x)
     return _joined(view, (outer, inner, rows), first, second, rows.view, first.index)
 
@@ -139,23 +138,13 @@ def _sorted(view: View, outer: Factors) -> LoraDelta | None:
     if not match_inverse(back[1], order) or ends != (order.ids, first.weight.shape[0]):
         return None
     # Factors of sorted rows are sorted too: the op takes them in the rows' own order.
-    if any(f.table is not None or f.mask is not None for f in (after, inner)):
+    if any(f.lookup or f.mask for f in (after, inner)):
         return None
     gathers = (outer.view.value, first.x.value)
     by = (first.ends, order.permutation)
     return _joined(
         view, (outer, after, inner), first, second, taken[0], order.ids, gathers, sorted_by=by
     )
-
-
-def _one_hot(view: View, outer: Factors) -> LoraDelta | None:
-    """Every row times all adapters, results of other adapters zeroed: see `one_hot.py`."""
-    found = match_one_hot(outer.view)
-    if found is None:
-        return None
-    first, second = found.first, found.second
-    masked = (found.masked.value,)
-    return _joined(view, (outer,), first, second, first.x, first.index, masked)
 
 
 def _joined(
@@ -168,20 +157,18 @@ def _joined(
     more: tuple[Value, ...] = (),
     sorted_by: tuple[View, View] | None = None,
 ) -> LoraDelta | None:
-    tables = [(f.table, f.index) for f in factors if f.table is not None]
+    lookups = [f.lookup for f in factors if f.lookup is not None]
     masks = [f.mask for f in factors if f.mask is not None]
-    if len(tables) > 1 or len(masks) > 1 or not _is_adapter(first, second):
+    if len(lookups) > 1 or len(masks) > 1 or not _is_adapter(first, second):
         return None
-    table, by = tables[0] if tables else (None, None)
-    if table is not None and (by is None or index is None or not equal_values(by, index)):
-        return None
+    outside = both(first.outside, second.outside)
+    for lookup in lookups:
+        if index is None or not equal_values(lookup.index, index):
+            return None
+        outside = outside and both(outside, lookup.outside)
     mask = masks[0] if masks else None
     if mask is not None and index is not None and mask.view.shape != index.shape:
         return None
-    outside = both(first.outside, second.outside)
-    for factor in factors:
-        if factor.table is not None:
-            outside = outside and both(outside, factor.outside)
     if outside is None and index is not None and not is_natural(index):
         return None
     scale = effects.product(f.scale for f in factors)
@@ -192,7 +179,7 @@ def _joined(
         second.weight,
         Adapters(index, mask, outside or first.outside, sorted_by),
         scale,
-        table,
+        lookups[0].table if lookups else None,
         view,
         tuple(dict.fromkeys((*absorbed, second.value, first.value, *more))),
     )

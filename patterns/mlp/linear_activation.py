@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from tilewright.codegen.mlp.plan import MOST_TOKENS, most_tokens, takes_norm
+from tilewright.ops.mlp.gains import MOST_TOKENS
+from tilewright.ops.mlp.linear_activation import OP
 from tilewright.ops.reference.activation import ACTIVATIONS
 from tilewright.patterns.arithmetic.equality import equal_values
 from tilewright.patterns.collective.sums import unless_summed
@@ -64,7 +65,7 @@ class LinearActivation:
             if linears is not None:
                 inside.update(activation.absorbed)
                 tokens = linears[0].x.shape[0]
-                if not isinstance(tokens, int) or tokens <= most_tokens(len(linears)):
+                if OP.slower(tokens=tokens, weights=len(linears)) is None:
                     yield value, *(linear.product for linear in linears)
                     yield from norms_before(linears[0])
             elif (unlike := _unlike(activation)) is not None:
@@ -83,7 +84,7 @@ class LinearActivation:
         gate, up = linears[0], linears[1] if len(linears) == 2 else None
         absorbed = (*activation.absorbed, *(v for linear in linears for v in linear.absorbed))
         products, place = [linear.product for linear in linears], flow.positions[anchor.node]
-        norm = unless_summed(match_norm_before(gate.x, products, place, flow, takes_norm))
+        norm = unless_summed(match_norm_before(gate.x, products, place, flow, OP))
         x, given = gate.x, match_codes(linears, _NAMES)
         if norm is not None:
             x = norm.x

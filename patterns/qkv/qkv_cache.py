@@ -18,8 +18,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from tilewright.codegen.qkv.plan import takes_norm
 from tilewright.ops.formats.fp8 import FP8_DTYPES
+from tilewright.ops.qkv.qkv_cache import OP
 from tilewright.patterns.cache.address import Address, address, check_pair, place_arguments
 from tilewright.patterns.cache.eight_bit import can_scale
 from tilewright.patterns.cache.latent_writes import latent_writes
@@ -266,7 +266,7 @@ def _input_norm(heads: tuple[Heads, Heads, Heads], place: int, flow: Dataflow) -
     if by_row or any(h.quantized is not None for h in heads):
         return None
     readers = [h.product for h in heads]
-    return unless_summed(match_norm_before(heads[1].x, readers, place, flow, takes_norm))
+    return unless_summed(match_norm_before(heads[1].x, readers, place, flow, OP))
 
 
 def _norm_fact(norm: Norm | None) -> dict[str, Any]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from tilewright.ops.fused_op import FusedOp
 from tilewright.patterns.dataflow import Dataflow, Value, View
 from tilewright.patterns.effects import InexpressibleError
 from tilewright.patterns.language import Reject, Stage
@@ -24,14 +25,13 @@ def match_norm_before(
     readers: Collection[Value],
     place: int,
     flow: Dataflow,
-    takes: Callable[[str, int, int], bool],
+    op: FusedOp,
 ) -> Norm | None:
     """The RMS or layer norm that made x [T, K], the activation of `readers`, its own x as [T, K].
 
-    None where other values read x, where no op can take the norm, and where its rows are not dense
-    or change before the op's place. `absorbed` holds the values that only the norm reads.
-    place: where the op will stand, in program order. takes(kind, T, K): whether the op's kernel
-    computes such a norm, and faster.
+    None where other values read x, where no op can take the norm or `op` is slower with it, and
+    where its rows are not dense or change before the op's place. `absorbed` holds the values that
+    only the norm reads. place: where the op will stand, in program order.
     """
     normed = x.value
     if normed.dtype not in HALVES or not isinstance(x.shape[0], int):
@@ -42,7 +42,8 @@ def match_norm_before(
         norm = row_norm_of(normed.whole) if x == normed.whole.matrix else None
         if norm is None or not flow.rows_are_dense(norm.x):
             return None
-        if normed.dtype not in _TAKEN[norm.kind] or not takes(norm.kind, x.shape[0], norm.width):
+        sizes = {"tokens": x.shape[0], "columns": norm.width}
+        if normed.dtype not in _TAKEN[norm.kind] or op.slower(norm=norm.kind, **sizes):
             return None
         norm = replace(norm, x=norm.x.matrix, absorbed=unread(norm.absorbed, readers, flow))
     except InexpressibleError:

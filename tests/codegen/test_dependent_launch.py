@@ -7,39 +7,38 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tilewright.codegen.addressing import Addressing
+from tests.codegen.qkv.test_templates import fused_spec
 from tilewright.codegen.emit import emit
 from tilewright.codegen.mlp.kernels import LinearConfig
-from tilewright.codegen.operand import Operand
-from tilewright.codegen.qkv.problem import HeadEpilogue, QkvProblem, Rope
-from tilewright.codegen.qkv.specs import SwappedConfig, TiledConfig, swapped_spec, tiled_spec
-from tilewright.codegen.row_norm import RowNorm
+from tilewright.codegen.qkv.kernels import SwappedConfig, TiledConfig
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import get_target
 from tilewright.ops.mlp.linear_residual import LinearResidualArguments
 from tilewright.ops.mlp.lowering import linear_residual_steps
+from tilewright.ops.qkv import qkv_cache
+from tilewright.ops.qkv.samples import AttentionCase
 from tilewright.ops.runtime.program import Planner, drive
 
 MEMORY = ("tl.load(", "tl.store(", "tl.atomic_add(", "tl.make_tensor_descriptor(")
 
 
 def specs(target: str) -> list[KernelSpec]:
-    cache, table = Operand("bf16", (16 * 2 * 64, 2 * 64, 64, 1)), Operand("bf16", (64,))
-    slots = Addressing("flat", Operand("i64", (1,)))
-    rope = Rope("half", 64, True, table, table)
-    epilogue = HeadEpilogue(Operand("bf16"), 4, 2, 64, 16, cache, cache, slots, rope)
-    rows = Operand("bf16", (0, 64 * 256, 256, 1))
-    problem = QkvProblem(256, Operand("bf16", (256,)), (rows, rows, rows), epilogue)
-    normed = replace(problem, input_norm=RowNorm(Operand("bf16", (1,)), 1e-6, 0.0))
+    case = AttentionCase(
+        "plain", hidden=256, head_dim=64, page_size=16, rope_style="half", rotary_dim=64
+    )
+    plain, normed = (
+        qkv_cache.OP.sample_inputs(one, "meta") for one in (case, replace(case, input_norm="rms"))
+    )
+    few = SwappedConfig(32, 16, 64, 4, 2, split_k=2)
     square = torch.empty(256, 256, dtype=torch.bfloat16, device="meta")
     linear = LinearResidualArguments(square, square, square)
     tiles = LinearConfig(64, 16, 64, 2, 4, 2, prefetch=64, lets_in=True)
     planner = Planner(get_target(target))
     return [
         *drive(linear_residual_steps(linear, planner.target, tiles), planner).specs,
-        swapped_spec(problem, SwappedConfig(32, 16, 64, 4, 2, split_k=2), target),
-        tiled_spec(problem, TiledConfig(64, 2, 64, 4, 2, persistent=True), target),
-        swapped_spec(normed, SwappedConfig(32, 16, 64, 4, 2, split_k=2), target),
+        fused_spec(plain, few, target),
+        fused_spec(plain, TiledConfig(64, 2, 64, 4, 2, persistent=True), target),
+        fused_spec(normed, few, target),
     ]
 
 

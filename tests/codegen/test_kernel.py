@@ -35,20 +35,36 @@ TENSORS = {"x": X, "ids": Operand("i64"), "out": Operand("bf16"), "bias": None}
 def test_a_spec_is_the_one_that_is_written_out():
     bias = Operand("fp32", (2,), aligned=False)
     made = GATHER.spec("sm90", {**TENSORS, "bias": bias}, {}, [Tiles()], ["num_rows"])
-    assert made == KernelSpec.of(
+    assert made == KernelSpec.make(
         GATHER.template,
         "gather",
         {"X_STRIDES": (128, 1), "BLOCK": 64, "BIAS_STRIDE": 2},
-        {**{f"{name}_ptr": TENSORS[name] for name in ("x", "ids", "out")}, "num_rows": "i64",
-         "bias_ptr": bias},
-        target="sm90", num_warps=8, divisible=("num_rows",), ranges=("num_rows",),
+        {"x_ptr": "*bf16", "ids_ptr": "*i64", "out_ptr": "*bf16", "num_rows": "i64",
+         "bias_ptr": "*fp32"},
+        divisible16=("ids_ptr", "num_rows", "out_ptr", "x_ptr"),
+        ranges={"num_rows": (1, 2**31 - 1)}, target="sm90", num_warps=8,
     )  # fmt: skip
+
+
+def test_a_number_that_is_constant_is_told_nothing_else_of():
+    made = GATHER.spec("sm90", TENSORS, {"BLOCK": 32, "num_rows": 32}, divisible=["num_rows"])
+    assert "num_rows" not in made.divisible16
+    assert made.ranges == ()
 
 
 def test_what_has_a_default_and_is_absent_is_left_out():
     made = GATHER.spec("sm90", TENSORS, {"BLOCK": 32})
     assert "bias_ptr" not in dict(made.constants)
     assert "BIAS_STRIDE" not in dict(made.constants)
+
+
+def test_what_is_omitted_is_there_where_it_is_not_the_default():
+    bias = {**TENSORS, "bias": Operand("fp32", (2,))}
+    for value, there in ((0, False), (2, True)):
+        given = {"BLOCK": 32, "BIAS_STRIDE": value}
+        for omitted in ((), ("BIAS_STRIDE",)):
+            made = replace(GATHER, omitted=omitted).spec("sm90", bias, given)
+            assert ("BIAS_STRIDE" in dict(made.constants)) == (there or not omitted)
 
 
 def test_a_tensor_without_a_default_that_is_absent_is_a_constant_of_stride_0():
@@ -93,7 +109,9 @@ def test_constants_are_those_of_the_signature(constants, message):
     "change",
     [{"strides": {"Y_STRIDE": ("x", 0)}}, {"strides": {"X_STRIDES": ("y", 0)}},
      {"types": {"rows": "i64"}}, {"ranges": ("rows",)}, {"divisible": ("BLOCK",)},
-     {"unaligned": ("ids_ptr",)}],
+     {"unaligned": ("ids_ptr",)}, {"omitted": ("BLOCK",)},
+     {"launch_strides": {"BLOCK": ("x", 0)}},
+     {"broadcast": ("y",)}],
     ids=str,
 )  # fmt: skip
 def test_a_declaration_names_what_the_signature_has(change):

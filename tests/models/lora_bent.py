@@ -254,46 +254,11 @@ def mixed(m, x, index, n):
     return by_all(m, x, x[:, :G].softmax(-1), n)
 
 
-@bent(0, "LORA_FORM")
-@each
-def numbered_from_one(m, x, index, n):
-    return by_all(m, x, index[:, None] == torch.arange(1, G + 1), n)
-
-
-@bent(0, "LORA_FORM")
-@each
-def more_numbers_than_adapters(m, x, index, n):
-    """The index is of another list: its adapters are every second number."""
-    return by_all(m, x, F.one_hot(index * 2, 2 * G)[:, ::2], n)
-
-
-@bent(0, "LORA_FORM")
-@each
-def one_hot_scale_of_another(m, x, index, n):
-    return by_all(m, x, F.one_hot(index, G), n) * m.scales[index.flip(0)][:, None]
-
-
-@bent(1)
-@each
-def ranks_picked(m, x, index, n):
-    """One rank of all adapters for each row: adapters by another name, as many as there are ranks
-    here."""
-    a, b = m.a[n][:, :G], m.b[n][:, :, :G]
-    s = torch.einsum("th,grh->tgr", x, a) * F.one_hot(index, G).to(x.dtype).unsqueeze(1)
-    return torch.einsum("tgr,gwr->tw", s, b)
-
-
 @bent(1)
 def index_cut_to_a_byte(m, x, index):
     """Adapters of numbers modulo 256."""
     cut = (index + 256).to(torch.int8).long()
     return tuple(base(m, x, n) + delta(m, x, cut, n) for n in WIDTHS)
-
-
-@bent(1)
-@each
-def compared_with_a_byte(m, x, index, n):
-    return by_all(m, x, (index + 256).to(torch.uint8)[:, None].int() == torch.arange(G), n)
 
 
 def build_bent(name):

@@ -280,28 +280,6 @@ def one_hot(m, x, index, n):
     return torch.einsum("tgr,gwr->tw", s, m.b[n])
 
 
-@each
-def one_hot_factors_swapped(m, x, index, n):
-    s = torch.einsum("grh,th->trg", m.a[n], x)
-    s = F.one_hot(index, G).to(x.dtype).unsqueeze(1) * s
-    return torch.einsum("gwr,trg->tw", m.b[n], s) * m.scales[index][:, None]
-
-
-@each
-def one_hot_compared(m, x, index, n):
-    """Rows without an adapter equal no number."""
-    own = index[:, None] == torch.arange(G)
-    s = torch.einsum("th,grh->tgr", x, m.a[n]) * own[..., None].to(x.dtype)
-    return 2.0 * torch.einsum("tgr,gwr->tw", s, m.b[n])
-
-
-@each
-def one_hot_of_sequences(m, x, index, n):
-    s = torch.einsum("bsh,grh->bsgr", x, m.a[n])
-    s = s * F.one_hot(index, G).to(x.dtype).unsqueeze(-1)
-    return torch.einsum("bsgr,gwr->bsw", s, m.b[n])
-
-
 def slice_add(m, x, index):
     """Added in place onto the columns of one packed projection."""
     y = F.linear(x, torch.cat([*m.base.values()]))
@@ -333,19 +311,15 @@ IDIOMS = {
         embedded, gathered_rows, taken_along,
         stacked_split, stacked_weights_split, stacked_unbind, stacked_matmul, stacked_single,
         weights_before, grouped, grouped_stacked, grouped_counted, looped, one_hot,
-        one_hot_factors_swapped, slice_add, in_place,
+        slice_add, in_place,
     )
 }  # fmt: skip
-IDIOMS |= {
-    step.__name__: (step, ROWS_ONCE, SOME)
-    for step in (none_where, none_zeros, none_factor, one_hot_compared)
-}
+IDIOMS |= {step.__name__: (step, ROWS_ONCE, SOME) for step in (none_where, none_zeros, none_factor)}
 IDIOMS |= {
     step.__name__: (step, SEQUENCES, BY_SEQUENCE) for step in (sequences_bmm, sequences_einsum)
 }
 IDIOMS["sequences_none"] = (sequences_none, SEQUENCES, torch.tensor([2, -1, 3]))
-for step in (tokens_of_sequences, one_hot_of_sequences):
-    IDIOMS[step.__name__] = (step, (2, 3, H), ROWS.view(2, 3))
+IDIOMS["tokens_of_sequences"] = (tokens_of_sequences, (2, 3, H), ROWS.view(2, 3))
 
 
 def build(name, dtype=torch.bfloat16):

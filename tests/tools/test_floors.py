@@ -67,6 +67,28 @@ import tilewright.codegen.{module}
     assert done.returncode == 0, done.stderr
 
 
+# What decides whether a kernel is worth its while: patterns ask the op's `slower`.
+COST_MODELS = {"plan", "time", "tune", "candidates"}
+
+
+def asked_of_kernels(path: Path) -> list[str]:
+    """The plans and models of time in `codegen/` that a file imports."""
+    taken = [name.split(".") for name in imported(path) if name.startswith("tilewright.codegen.")]
+    return [".".join(parts) for parts in taken if COST_MODELS.intersection(parts[2:])]
+
+
+@pytest.mark.parametrize("floor", ["patterns", "compiler"])
+def test_ops_alone_say_whether_a_kernel_is_of_use(floor):
+    taken = {path: asked_of_kernels(path) for path in FILES if path.is_relative_to(ROOT / floor)}
+    assert not any(taken.values()), {path: names for path, names in taken.items() if names}
+
+
+def test_a_plan_among_the_imports_would_be_seen(monkeypatch):
+    taken = ["tilewright.codegen.mlp.plan.MOST_TOKENS", "tilewright.codegen.targets.Target"]
+    monkeypatch.setattr(sys.modules[__name__], "imported", lambda path: taken)
+    assert asked_of_kernels(ROOT / "patterns" / "mlp" / "linears.py") == taken[:1]
+
+
 # Families have kernels; the shared room of projections is held to the edges as they are.
 FAMILIES = {room.parent.name for room in (ROOT / "codegen").glob("*/templates")} | {"projection"}
 # What one family may take from another.

@@ -4,8 +4,7 @@ way to say whose row is whose."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 
@@ -14,7 +13,7 @@ from tilewright.codegen.lora.plan import UNSORTED_ROWS, plan_shrink
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
 from tilewright.ops.lora import expand, shrink
-from tilewright.ops.lora.expand import ExpandArguments
+from tilewright.ops.lora.cases import LoraCase
 from tilewright.ops.lora.lowering import shrink_steps
 from tilewright.ops.lora.operands import LONG_SEQUENCE, row_counts, shrink_problem
 from tilewright.ops.lora.shrink import ShrinkArguments
@@ -27,55 +26,13 @@ FEW_ROWS_REASON = "a few rows of an adapter: each weight is read once and hardly
 OTHER_RANKS = (8, 12, 64, 128, 256)
 
 
-@dataclass(frozen=True)
-class LoraLayer:
-    """An attention layer with adapters. widths: of q, k and v."""
-
-    name: str
-    hidden: int
-    widths: tuple[int, int, int]
-    rank: int = 16
-    adapters: int = 8
-
-    def shrink(self, addressing: str, tokens: int) -> ShrinkArguments:
-        """A call without memory, of a stack of weights."""
-        x = meta(tokens, self.hidden)
-        adapters = 1 if addressing == "single" else self.adapters
-        b = x.new_empty(adapters, 3 * self.rank, self.hidden)
-        return ShrinkArguments(x, b, **self._rows(addressing, tokens))
-
-    def across(self, tokens: int) -> ShrinkArguments:
-        """The same with weights [G, K, R] seen as [G, R, K]: their columns lie side by side."""
-        a = self.shrink("groups", tokens)
-        weight = a.a.new_empty(self.adapters, self.hidden, self.rank).mT
-        return replace(a, b=None, q_weight=weight, k_weight=weight, v_weight=weight)
-
-    def expand(self, addressing: str, tokens: int) -> ExpandArguments:
-        """A call without memory. Planes of an odd number of rows: 16 does not divide their distance
-        where it does not divide the rank."""
-        s = meta(3, tokens | 1, self.rank)[:, :tokens]
-        adapters = 1 if addressing == "single" else self.adapters
-        bases = [s.new_empty(tokens, width) for width in self.widths]
-        weights = [s.new_empty(adapters, width, self.rank) for width in self.widths]
-        scales = s.new_empty(adapters, dtype=torch.float32)
-        rows = self._rows(addressing, tokens)
-        return ExpandArguments(s, *bases, *weights, scales=scales, **rows)
-
-    def _rows(self, addressing: str, tokens: int) -> dict[str, Any]:
-        if addressing == "single":
-            return {}
-        if addressing == "groups":
-            ids = meta(self.adapters, dtype=torch.int32)
-            return {"a_offsets": ids.new_empty(self.adapters + 1), "expert_ids": ids}
-        count = tokens // LONG_SEQUENCE if addressing == "sequences" else tokens
-        return {"expert_ids": meta(count, dtype=torch.int64)}
-
-
+_ATTENTION = LoraCase("", num_adapters=8, layout="stacked", scale="adapter")
 LAYERS = (
-    LoraLayer("llama3-8b", 4096, (4096, 1024, 1024)),
-    LoraLayer("llama3-70b", 8192, (8192, 1024, 1024), rank=64, adapters=32),
-    LoraLayer("gpt-oss-20b", 2880, (4096, 512, 512), rank=8),
-)
+    replace(_ATTENTION, name="llama3-8b", hidden=4096, widths=(4096, 1024, 1024)),
+    replace(_ATTENTION, name="llama3-70b", hidden=8192, widths=(8192, 1024, 1024),
+            ranks=(64, 64, 64), num_adapters=32),
+    replace(_ATTENTION, name="gpt-oss-20b", hidden=2880, widths=(4096, 512, 512), ranks=(8, 8, 8)),
+)  # fmt: skip
 # How the rows of a batch are told apart where there are so many: by (least, most) tokens.
 ADDRESSINGS = {
     "single": (1, 8192),
@@ -95,25 +52,50 @@ def lora_cases(target: Target) -> list[AuditCase]:
         counts = tuple(tokens for tokens in TOKEN_COUNTS if least <= tokens <= most)
         cases += _token_cases(first, addressing, target, counts)
     for rank in OTHER_RANKS:
-        layer = LoraLayer(f"{first.name} rank {rank}", first.hidden, first.widths, rank)
+        layer = replace(first, name=f"{first.name} rank {rank}", ranks=(rank,) * 3)
         cases += _token_cases(layer, "groups", target, (1, 64, 8192))
     # Tiles that only other counts get.
-    cases += _token_cases(replace(LAYERS[1], adapters=64), "groups", target, (8192,))
-    cases += _token_cases(replace(first, rank=128, adapters=32), "groups", target, (6144,))
-    cases += _token_cases(replace(first, rank=32), "groups", target, (2048,))
+    cases += _token_cases(replace(LAYERS[1], num_adapters=64), "groups", target, (8192,))
+    many = replace(first, ranks=(128,) * 3, num_adapters=32)
+    cases += _token_cases(many, "groups", target, (6144,))
+    cases += _token_cases(replace(first, ranks=(32,) * 3), "groups", target, (2048,))
     for rank, tokens in ((16, 1), (16, 64), (64, 64)):
-        a = replace(first, rank=rank).across(tokens)
+        # Weights [G, K, R] seen as [G, R, K]: their columns lie side by side.
+        across = replace(first, ranks=(rank,) * 3, layout="transposed")
+        a = shrink.OP.sample_inputs(_of_tokens(across, "groups", tokens), "meta")
         cases += _shrink_cases(f"lora {first.name} across rank {rank} T={tokens}", a, target)
     return distinct(cases)
 
 
+def _of_tokens(layer: LoraCase, addressing: str, tokens: int) -> LoraCase:
+    """A batch of `tokens` rows. addressing: a key of ADDRESSINGS, or "groups"."""
+    if addressing == "groups":
+        others = layer.num_adapters - 1
+        ids = tuple(range(layer.num_adapters))
+        return replace(layer, rows="groups", sizes=(tokens, *(0,) * others), ids=ids)
+    return replace(
+        layer,
+        rows="rows" if addressing == "sorted" else addressing,
+        num_rows=tokens,
+        num_sequences=tokens // LONG_SEQUENCE,
+        num_adapters=1 if addressing == "single" else layer.num_adapters,
+        index_dtype=torch.int64,
+    )
+
+
 def _token_cases(
-    layer: LoraLayer, addressing: str, target: Target, counts: tuple[int, ...] = TOKEN_COUNTS
+    layer: LoraCase, addressing: str, target: Target, counts: tuple[int, ...] = TOKEN_COUNTS
 ) -> Iterator[AuditCase]:
     for tokens in counts:
         name = f"lora {layer.name} {addressing} T={tokens}"
-        yield from _shrink_cases(name, layer.shrink(addressing, tokens), target)
-        report = expand.OP.plan_for(layer.expand(addressing, tokens), target.name)
+        case = _of_tokens(layer, addressing, tokens)
+        yield from _shrink_cases(name, shrink.OP.sample_inputs(case, "meta"), target)
+        # Bases of their own. Of planes of an odd number of rows 16 does not divide the distance
+        # where it does not divide the rank.
+        given = {n: meta(tokens, width) for n, width in zip("qkv", layer.widths, strict=True)}
+        given["s"] = meta(3, tokens | 1, layer.ranks[0])[:, :tokens]
+        a = replace(expand.OP.sample_inputs(case, "meta"), **given)
+        report = expand.OP.plan_for(a, target.name)
         for spec in report.specs:
             yield AuditCase(f"{name} {spec.kernel}: {report.reason}", spec, claims(spec))
 

@@ -13,17 +13,15 @@ from typing import Any
 import torch
 
 from tilewright.codegen.audit import Expectations
-from tilewright.codegen.qkv.plan import LoweringChoice, candidates, fused_choice, library_choice
-from tilewright.codegen.qkv.time import estimate
+from tilewright.codegen.qkv.plan import fused_choice, library_choice, ranked
 from tilewright.codegen.spec import Constant, KernelSpec
 from tilewright.codegen.targets import Target
 from tilewright.ops.formats.quantized_weight import AWQ_ORDER
 from tilewright.ops.qkv import cache_store, qkv_cache
 from tilewright.ops.qkv.arguments import FusedQkvArguments
-from tilewright.ops.qkv.choices import choice_steps
+from tilewright.ops.qkv.choices import specs_of
 from tilewright.ops.qkv.operands import FusedCall, prepare
 from tilewright.ops.qkv.samples import AttentionCase
-from tilewright.ops.runtime.program import Planner, drive
 from tilewright.tools.audit.cases import (
     MMA_ROWS,
     SCALED_SUMS_REASON,
@@ -199,7 +197,7 @@ def quantized_cases(target: Target) -> list[AuditCase]:
             for tokens in QUANTIZED_COUNTS:
                 cases += _best_fused(f"{name} T={tokens}", call, tokens, target)
             choice = library_choice(call.problem, QUANTIZED_COUNTS[-1], target, True, None)
-            numbers = _kernels(call, choice, target)[0]
+            numbers = specs_of(call, choice, target)[0]
             cases.append(AuditCase(f"{name}: numbers", numbers, Expectations()))
     return distinct(cases)
 
@@ -209,13 +207,9 @@ def _best_fused(name: str, call: FusedCall, tokens: int, target: Target) -> Iter
     without TMA is given none."""
     if not target.has("tma"):
         return
-    ranked = sorted(
-        (estimate(call.problem, config, tokens, target), str(config), config)
-        for config in candidates(call.problem, tokens, target)
-    )
-    if ranked:
-        choice = fused_choice(call.problem, ranked[0][2], target, 0.0, measured=False)
-        for spec in _kernels(call, choice, target):
+    for seconds, config in ranked(call.problem, tokens, target)[:1]:
+        choice = fused_choice(call.problem, config, seconds)
+        for spec in specs_of(call, choice, target):
             yield AuditCase(f"{name}: {spec.kernel}", spec, fused_claims(spec, tokens))
 
 
@@ -256,14 +250,10 @@ def fresh_sums_reason(constants: Mapping[str, Constant]) -> str:
 def _epilogue(name: str, call: FusedCall, tokens: int, target: Target) -> AuditCase:
     """The kernel after the library's GEMMs, with the tiles for so many tokens."""
     choice = library_choice(call.problem, tokens, target, call.rows is not None, None)
-    return AuditCase(f"{name}: epilogue", _kernels(call, choice, target)[-1], Expectations())
+    return AuditCase(f"{name}: epilogue", specs_of(call, choice, target)[-1], Expectations())
 
 
 def _apart(call: FusedCall) -> FusedCall:
     """The same call with a tensor for each weight."""
     weights = {name: getattr(call.a, name) for name in ("q_weight", "k_weight", "v_weight")}
     return prepare(replace(call.a, **{name: w.contiguous() for name, w in weights.items()}))
-
-
-def _kernels(call: FusedCall, choice: LoweringChoice, target: Target) -> tuple[KernelSpec, ...]:
-    return drive(choice_steps(call, choice, target), Planner(target), keep=True).specs

@@ -10,7 +10,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from markupsafe import Markup
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
@@ -23,11 +22,12 @@ from tilewright.patterns.dataflow import source_of
 from tilewright.patterns.language import CODES
 from tilewright.tools.files import write_whole
 from tilewright.tools.kernel_audit import KernelAudit
-from tilewright.tools.miss_guide import miss_guide
 from tilewright.tools.report.drawings import Drawing, drawings, numbers_of, replaced
+from tilewright.tools.report.miss_guide import miss_guide
 from tilewright.tools.report.node_facts import SourceLine, source_lines
 from tilewright.tools.report.roofline import Point, Work, chart, site_work
 from tilewright.tools.report.step_bars import SiteBars, site_bars, step_view
+from tilewright.tools.report.templates import template
 
 #: Styles of Pygments whose every colour stands out (4.5 to 1) from the page's panels.
 LIGHT, DARK = "xcode", "lightbulb"
@@ -74,7 +74,7 @@ def render_html(
     entries = _site_entries(lowered)
     numbers = _numbers(lowered, entries)
     bars = site_bars(lowered, numbers, present)
-    return _template().render(
+    return template("report.html.j2").render(
         model=model,
         lowered=lowered,
         target=target,
@@ -87,43 +87,11 @@ def render_html(
         roofline=_roofline(entries, bars, target),
         code_css=Markup(_code_css()),
         nodes=(
-            sum(len(graph.before.graph.nodes) for graph in lowered.graphs),
-            sum(len(graph.after.graph.nodes) for graph in lowered.graphs),
+            sum(graph.nodes for graph in lowered.graphs),
+            sum(graph.nodes_after for graph in lowered.graphs),
         ),
         versions={n: importlib.metadata.version(n) for n in ("tilewright", "torch", "triton")},
     )
-
-
-@cache
-def _template() -> jinja2.Template:
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("tilewright.tools.report", "assets"),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    environment.filters |= {"bytes": _readable_bytes, "us": readable_time}
-    return environment.get_template("report.html.j2")
-
-
-def _readable_bytes(size: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}"
-        size /= 1024
-    return f"{size:.1f} GiB"
-
-
-def readable_time(microseconds: float) -> str:
-    """`12.3 µs`, `1.23 ms`: three digits."""
-    if 0 < microseconds < 1:
-        return f"{microseconds:.2f} µs"
-    for unit in ("µs", "ms"):
-        if microseconds < 1000:
-            return f"{float(f'{microseconds:.3g}'):g} {unit}"  # no 1e+03
-        microseconds /= 1000
-    return f"{microseconds:.3g} s"
 
 
 def _site_entries(lowered: Lowered) -> list[SiteEntry]:
@@ -190,7 +158,7 @@ def _kernels(
     """Each kernel's audit, empty where there is none, and its source as highlighted HTML."""
     outcomes = {outcome.kernel.spec.name: outcome for outcome in audits}
     for kernel in lowered.kernels:
-        outcome = outcomes.get(kernel.spec.name) or KernelAudit(kernel, None, ())
+        outcome = outcomes.get(kernel.spec.name) or KernelAudit(None, kernel=kernel)
         code = highlight(kernel.source, PythonLexer(), _formatter(LIGHT))
         # What scrolls is reached by the keyboard.
         said = f'<pre tabindex="0" role="region" aria-label="Source of {kernel.spec.name}">'

@@ -7,7 +7,7 @@ import difflib
 import fnmatch
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -140,7 +140,7 @@ class Module:
         return {
             "module": self.path,
             "patterns": [said.as_dict() for said in self.said],
-            "points": [point.as_dict() for point in self.points],
+            "points": [asdict(point) for point in self.points],
         }
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from html import escape
 
 from tilewright.codegen.targets import Target
 from tilewright.compiler import GraphReport, Site, _compat
 from tilewright.compiler.report.work import flop_rate, flops_of, share_of_experts
 from tilewright.ops.contract import get_op
+from tilewright.tools.report.templates import template
 
 
 @dataclass(frozen=True)
@@ -85,48 +85,24 @@ def chart(points: Sequence[Point], target: Target) -> str:
     none covers another."""
     bandwidth = target.hbm_bytes_per_s
     rates = sorted({point.work.rate for point in points})
-    whole = {point: point.at(target) for point in points}
-    apart = {point: point.at(target, point.apart_bytes) for point in points}
-    seen = [*whole.values(), *apart.values()]
-    x = _Axis.over([flops_per_byte for flops_per_byte, _ in seen] + [3 * rates[-1] / bandwidth],
-                   LEFT, RIGHT)  # fmt: skip
+    # The higher a point, the higher its label.
+    ordered = sorted(points, key=lambda point: -point.at(target)[1])
+    reached = [point.at(target) for point in ordered]
+    seen = [*reached, *(point.at(target, point.apart_bytes) for point in points)]
+    x = _Axis.over([i for i, _ in seen] + [3 * rates[-1] / bandwidth], LEFT, RIGHT)
     y = _Axis.over([rate for _, rate in seen] + [1.5 * rates[-1]], BOTTOM, TOP)
     height = max(HEIGHT, TOP + LABEL_SPACE * (len(points) + 1))
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="group" '
-        f'aria-label="Roofline of {escape(target.name)}">',
-        *_grid(x, y),
-        *_roofs(x, y, bandwidth, rates),
-    ]
-    # The higher a point, the higher its label.
-    ordered = sorted(points, key=lambda p: -whole[p][1])
-    places = [(x.at(whole[p][0]), y.at(whole[p][1])) for p in ordered]
-    labels = spread([py for _, py in places], LABEL_SPACE, TOP + 6, height - 12)
-    for point, (px, py), label_y in zip(ordered, places, labels, strict=True):
-        ax, ay = x.at(apart[point][0]), y.at(apart[point][1])
-        lead = [(px, py), (RIGHT + 8, label_y), (RIGHT + 16, label_y)]
-        intensity = point.work.intensity
-        said = f"{point.label}: {intensity:{'.0f' if intensity >= 100 else '.3g'}} FLOP/B"
-        parts += [
-            f'<polyline class="lead" points="{_corners(lead)}"/>',
-            f'<polyline class="shift" points="{_corners([(ax, ay), (px, py)])}"/>',
-            f'<circle class="from" cx="{ax:.1f}" cy="{ay:.1f}" r="4.5"/>',
-            f'<circle class="to" cx="{px:.1f}" cy="{py:.1f}" r="4.5"/>',
-            f'<a href="{escape(point.link)}">{_text(RIGHT + 20, label_y + 4, said)}</a>',
-        ]
-    return "".join([*parts, "</svg>"])
-
-
-def _roofs(x: _Axis, y: _Axis, bandwidth: float, rates: Sequence[float]) -> Iterator[str]:
-    """What memory allows, up to what each rate of products does."""
-    start = max(x.low, y.low / bandwidth)
-    for rate in rates:
-        ends = [(start, start * bandwidth), (rate / bandwidth, rate), (x.high, rate)]
-        yield f'<polyline class="roof" points="{_corners([(x.at(i), y.at(r)) for i, r in ends])}"/>'
-        yield _text(RIGHT - 4, y.at(rate) - 6, f"{rate / 1e12:.0f} TFLOP/s", "end")
-    rate = math.sqrt(start * bandwidth * rates[0])  # half way up
-    place = x.at(rate / bandwidth) - 8, y.at(rate) - 6
-    yield _text(*place, f"{bandwidth / 1e12:.1f} TB/s", "end")
+    labels = spread([y.at(rate) for _, rate in reached], LABEL_SPACE, TOP + 6, height - 12)
+    return template("roofline.svg.j2").render(
+        target=target,
+        width=WIDTH,
+        height=height,
+        x=x,
+        y=y,
+        rates=rates,
+        start=max(x.low, y.low / bandwidth),
+        labelled=list(zip(ordered, labels, strict=True)),
+    )
 
 
 @dataclass(frozen=True)
@@ -162,25 +138,3 @@ def spread(wanted: Sequence[float], space: float, low: float, high: float) -> li
         limit = placed[i + 1] - space if i + 1 < len(placed) else high
         placed[i] = max(min(placed[i], limit), low + i * space)
     return placed
-
-
-def _grid(x: _Axis, y: _Axis) -> Iterator[str]:
-    for value in x.decades():
-        px = x.at(value)
-        yield f'<path class="grid" d="M{px:.1f} {TOP}V{BOTTOM}"/>'
-        yield _text(px, BOTTOM + 17, f"{value:g}", "middle", "tick")
-    for value in y.decades():
-        py = y.at(value)
-        yield f'<path class="grid" d="M{LEFT} {py:.1f}H{RIGHT}"/>'
-        yield _text(LEFT - 6, py + 4, f"{value / 1e12:g}", "end", "tick")
-    yield _text((LEFT + RIGHT) / 2, BOTTOM + 38, "FLOP per byte", "middle", "tick")
-    yield _text(4, TOP - 10, "TFLOP/s", "start", "tick")
-
-
-def _text(x: float, y: float, text: str, anchor: str = "start", css_class: str = "") -> str:
-    kind = f' class="{css_class}"' if css_class else ""
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"{kind}>{escape(text)}</text>'
-
-
-def _corners(corners: Sequence[tuple[float, float]]) -> str:
-    return " ".join(f"{x:.1f},{y:.1f}" for x, y in corners)

@@ -18,7 +18,7 @@ from tilewright.tools.kernel_audit import KernelAudit
 from tilewright.tools.report.looked_for import nearest_lines
 
 if TYPE_CHECKING:
-    from tilewright.tools.sharding import Rank
+    from tilewright.tools.models.sharding import Rank
 
 _LABEL_WIDTH = 11
 
@@ -61,8 +61,7 @@ def render_rank(rank: Rank, target: Target, width: int) -> Text:
 
 
 def _head(name: str, lowered: Lowered) -> Text:
-    before = sum(len(g.before.graph.nodes) for g in lowered.graphs)
-    after = sum(len(g.after.graph.nodes) for g in lowered.graphs)
+    before, after = (sum(getattr(g, n) for g in lowered.graphs) for n in ("nodes", "nodes_after"))
     seconds = sum(sum(g.seconds.values()) for g in lowered.graphs)
     count = _count(len(lowered.graphs), "graph")
     text = Text(name, style="bold")
@@ -82,8 +81,7 @@ def _matches(sites: Sequence[Site], width: int) -> Iterator[RenderableType]:
     yield Text(f"\nFused: {_count(len(sites), 'site')}", style="bold green")
     for site, scope, count in collapse_sites(sites):
         yield _place(scope, count, f"{site.pattern} -> {site.op}", site.source)
-        facts = " ".join(f"{key}={value}" for key, value in site.shapes.items())
-        values = {"shapes": facts, "lowering": site.lowering, "reason": site.reason}
+        values = {"shapes": site.facts, "lowering": site.lowering, "reason": site.reason}
         yield _fields(values | ({"kernels": site.kernel} if site.kernel else {}), width)
 
 

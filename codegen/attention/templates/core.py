@@ -5,9 +5,8 @@ blocks of keys (FlashAttention, Dao et al. 2022), in the base-2 domain. Blocks t
 the tile sees whole are not masked, unless one loop takes all of them.
 
 Operands that stand together are handed on as tuples: `k_pages` (pages of the sequence or None,
-their number in the pool, strides of a page of keys and of values), `rope_pages` (the same, one
-stride), `masks` (pointer to the first query's row, strides of a row and a column), `blocks` as
-`blocks_to_visit` gives them.
+their number in the pool, strides of a page of keys and of values), `masks` (pointer to the first
+query's row, strides of a row and a column), `blocks` as `blocks_to_visit` gives them.
 """
 
 import triton
@@ -70,8 +69,8 @@ def load_values(
 
 @triton.jit
 def attend_keys(
-    key, output, top, total, q, q_rope, k_source, v_source, rope_source, k_pages, rope_pages,
-    v_first, v_stride, positions, first_row, own_queries, own_keys, key_start, lead, masks, factor,
+    key, output, top, total, q, q_rope, k_source, v_source, rope_source, k_pages, v_first,
+    v_stride, positions, first_row, own_queries, own_keys, key_start, lead, masks, factor,
     softcap,
     DIMS: tl.constexpr, BLOCKS: tl.constexpr, K_STRIDE: tl.constexpr, ROPE_STRIDE: tl.constexpr,
     PAGE_SIZE: tl.constexpr, V_BY_KEY: tl.constexpr, V_COLUMN: tl.constexpr, MASK: tl.constexpr,
@@ -98,13 +97,9 @@ def attend_keys(
         if ROPE_TMA:
             k_rope = rope_source.load([key, 0])
         else:
-            rope_table, num_rope_pages, rope_page_stride = rope_pages
-            rope_page, rope_slot, rope_exists = places_of_keys(
-                key, own_keys, key_start, rope_table, num_rope_pages, PAGE_SIZE, False, BLOCK_N
-            )
-            rope_rows = rope_source + rope_page * rope_page_stride + rope_slot * ROPE_STRIDE
-            rope_real = rope_exists if MASKED or rope_table is not None else None
-            k_rope = load_rows(rope_rows, rope_real, DIMS[1], BLOCKS[1]).to(q.dtype)
+            # A second part comes without pages.
+            rope_rows = rope_source + slots * ROPE_STRIDE
+            k_rope = load_rows(rope_rows, real, DIMS[1], BLOCKS[1]).to(q.dtype)
     scores = block_scores(q, q_rope, k.to(q.dtype), k_rope, factor, CHAINED)
     # Takes scores to the base-2 domain.
     steepness = factor if CHAINED else 1.0
@@ -140,7 +135,7 @@ def attend_keys(
 
 @triton.jit
 def attend(
-    q, q_rope, k_source, v_source, rope_source, k_pages, rope_pages, v_first, v_stride, positions,
+    q, q_rope, k_source, v_source, rope_source, k_pages, v_first, v_stride, positions,
     first_row, own_queries, own_keys, key_start, lead, masks, blocks, factor, softcap,
     DIMS: tl.constexpr, BLOCKS: tl.constexpr, K_STRIDE: tl.constexpr, ROPE_STRIDE: tl.constexpr,
     PAGE_SIZE: tl.constexpr, V_BY_KEY: tl.constexpr, V_COLUMN: tl.constexpr, MASK: tl.constexpr,
@@ -168,7 +163,7 @@ def attend(
         for step in tl.range(0, num_whole, warp_specialize=WARP_SPECIALIZE):
             output, top, total = attend_keys(
                 (whole_block + step) * BLOCK_N, output, top, total, q, q_rope, k_source, v_source,
-                rope_source, k_pages, rope_pages, v_first, v_stride, positions, first_row,
+                rope_source, k_pages, v_first, v_stride, positions, first_row,
                 own_queries, own_keys, key_start, lead, masks, factor, softcap, DIMS, BLOCKS,
                 K_STRIDE, ROPE_STRIDE, PAGE_SIZE, V_BY_KEY, V_COLUMN, MASK, WINDOW, MASK_KIND,
                 CAPPED, SHIFT, PROMOTE, CHAINED, TMA, ROPE_TMA, LED, GUARDED, False, False, BLOCK_M,
@@ -178,7 +173,7 @@ def attend(
         key = key_of_step(step, entries, first, whole, num_whole, ONE_LOOP, KEYS, BLOCK_N)
         output, top, total = attend_keys(
             key, output, top, total, q, q_rope, k_source, v_source, rope_source, k_pages,
-            rope_pages, v_first, v_stride, positions, first_row, own_queries, own_keys, key_start,
+            v_first, v_stride, positions, first_row, own_queries, own_keys, key_start,
             lead, masks, factor, softcap, DIMS, BLOCKS, K_STRIDE, ROPE_STRIDE, PAGE_SIZE, V_BY_KEY,
             V_COLUMN, MASK, WINDOW, MASK_KIND, CAPPED, SHIFT, PROMOTE, CHAINED, TMA, ROPE_TMA, LED,
             GUARDED, True, ONE_LOOP, BLOCK_M, BLOCK_N,

@@ -100,8 +100,8 @@ def attention_prefill(
     # Between keys that are seen others may not be.
     GUARDED: tl.constexpr = MASK_KIND != "none" or MASK == "sliding_window" or MASK == "chunked"
     output, top, total = attend(
-        q, None, k_source, v_source, None, (table, num_pages, k_page_stride, v_page_stride), None,
-        0, V_STRIDE, positions, first_row, own_queries, own_keys, 0, 0,
+        q, None, k_source, v_source, None, (table, num_pages, k_page_stride, v_page_stride), 0,
+        V_STRIDE, positions, first_row, own_queries, own_keys, 0, 0,
         (mask_base, mask_row_stride, mask_column_stride),
         (entries, first, whole, num_whole, num_blocks, whole_block), factor, softcap,
         (HEAD_DIM, 0, V_DIM), (HEAD_BLOCK, 0, V_BLOCK), K_STRIDE, 0, PAGE_SIZE, False, 0, MASK,

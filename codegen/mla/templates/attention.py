@@ -1,10 +1,9 @@
 """Attention of MLA prefill: keys in two parts, of which the second may be shared by all heads.
 
 A score is q . k + q_rope . k_rope. Keys and values are read by stride from the output of the
-up-projection, rope keys from rows or from the pages of the latent cache. Online softmax over blocks
-of keys (FlashAttention, Dao et al. 2022), in the base-2 domain. Blocks that no query of a tile sees
-are not visited; blocks that every query sees whole are not masked. Which these are follows from
-positions; of a mask tensor a list says it.
+up-projection. Online softmax over blocks of keys (FlashAttention, Dao et al. 2022), in the base-2
+domain. Blocks that no query of a tile sees are not visited; blocks that every query sees whole are
+not masked. Which these are follows from positions; of a mask tensor a list says it.
 """
 
 import triton
@@ -28,21 +27,19 @@ from tilewright.codegen.mla.templates.rotation import load_rotation, rotated_que
 def mla_attention(
     q_ptr, q_rope_ptr, k_ptr, v_ptr, rope_ptr, out_ptr, lse_ptr,
     query_offsets_ptr, key_offsets_ptr, query_starts_ptr, key_starts_ptr, key_lengths_ptr,
-    positions_ptr, block_table_ptr, mask_ptr, mask_blocks_ptr,
-    q_scale_ptr, k_scale_ptr, v_scale_ptr, cos_ptr, sin_ptr,
-    num_sequences, num_queries, num_keys, row_tiles, head_group, num_pages, table_rows, factor,
+    positions_ptr, mask_ptr, mask_blocks_ptr, q_scale_ptr, k_scale_ptr, v_scale_ptr, cos_ptr,
+    sin_ptr, num_sequences, num_queries, num_keys, row_tiles, head_group, table_rows, factor,
     q_sequence_stride, q_head_stride, q_token_stride,
     q_rope_sequence_stride, q_rope_head_stride, q_rope_token_stride,
     k_sequence_stride, k_head_stride, v_sequence_stride, v_head_stride, v_stride,
-    rope_sequence_stride, rope_head_stride, positions_sequence_stride, positions_stride,
-    table_stride, mask_sequence_stride, mask_head_stride, mask_row_stride, mask_column_stride,
-    blocks_sequence_stride, blocks_head_stride, blocks_tile_stride,
+    rope_sequence_stride, positions_sequence_stride, positions_stride, mask_sequence_stride,
+    mask_head_stride, mask_row_stride, mask_column_stride, blocks_sequence_stride,
+    blocks_head_stride, blocks_tile_stride,
     NUM_HEADS: tl.constexpr, SEQUENCES: tl.constexpr, SORTED: tl.constexpr, RAGGED: tl.constexpr,
     NOPE: tl.constexpr, ROPE: tl.constexpr, V_DIM: tl.constexpr,
     NOPE_BLOCK: tl.constexpr, ROPE_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr,
     K_STRIDE: tl.constexpr, V_BY_KEY: tl.constexpr, V_ALIGNMENT: tl.constexpr,
-    ROPE_STRIDE: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr,
-    MASK: tl.constexpr, WINDOW: tl.constexpr, MASK_KIND: tl.constexpr,
+    ROPE_STRIDE: tl.constexpr, MASK: tl.constexpr, WINDOW: tl.constexpr, MASK_KIND: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr,
     ROPE_STYLE: tl.constexpr, FULL_WIDTH: tl.constexpr, COS_STRIDES: tl.constexpr,
     SIN_STRIDES: tl.constexpr, BY_POSITION: tl.constexpr,
@@ -108,7 +105,6 @@ def mla_attention(
     q = load_queries(q_base, first_row, own_queries, q_token_stride, NOPE, NOPE_BLOCK, BLOCK_M, TMA)
     q_rope = None
     rope_source = rope_ptr
-    rope_table = block_table_ptr
     if ROPE > 0:
         if ROPE_STYLE != "none":
             if ROPE_STYLE == "half":
@@ -123,13 +119,9 @@ def mla_attention(
                 q_rope_base, first_row, own_queries, q_rope_token_stride, ROPE, ROPE_BLOCK,
                 BLOCK_M, TMA,
             )  # fmt: skip
-        if block_table_ptr is None:
-            rope_source = base_of(
-                rope_ptr, key_base, sequence, head, ROPE_STRIDE, rope_sequence_stride,
-                rope_head_stride, RAGGED,
-            )  # fmt: skip
-        else:
-            rope_table = block_table_ptr + sequence.to(tl.int64) * table_stride
+        rope_source = base_of(
+            rope_ptr, key_base, sequence, head, ROPE_STRIDE, rope_sequence_stride, 0, RAGGED
+        )
     k_source = base_of(
         k_ptr, key_base, sequence, head, K_STRIDE, k_sequence_stride, k_head_stride, RAGGED
     )
@@ -179,13 +171,13 @@ def mla_attention(
 
     V_COLUMN: tl.constexpr = NOPE if JOINT else 0
     output, top, total = attend(
-        q, q_rope, k_source, v_source, rope_source, (None, 0, 0, 0),
-        (rope_table, num_pages, PAGE_STRIDE), v_first, v_stride, positions, first_row, own_queries,
-        own_keys, key_start, lead, (mask_base, mask_row_stride, mask_column_stride),
+        q, q_rope, k_source, v_source, rope_source, (None, 0, 0, 0), v_first, v_stride, positions,
+        first_row, own_queries, own_keys, key_start, lead,
+        (mask_base, mask_row_stride, mask_column_stride),
         (entries, first, whole, num_whole, num_blocks, whole_block), factor, 0.0,
-        (NOPE, ROPE, V_DIM), (NOPE_BLOCK, ROPE_BLOCK, V_BLOCK), K_STRIDE, ROPE_STRIDE, PAGE_SIZE,
-        V_BY_KEY, V_COLUMN, MASK, WINDOW, MASK_KIND, KEYS, False, SHIFT, PROMOTE, CHAINED, TMA,
-        ROPE_TMA, LED, False, ONE_LOOP, WARP_SPECIALIZE, BLOCK_M, BLOCK_N,
+        (NOPE, ROPE, V_DIM), (NOPE_BLOCK, ROPE_BLOCK, V_BLOCK), K_STRIDE, ROPE_STRIDE, 1, V_BY_KEY,
+        V_COLUMN, MASK, WINDOW, MASK_KIND, KEYS, False, SHIFT, PROMOTE, CHAINED, TMA, ROPE_TMA, LED,
+        False, ONE_LOOP, WARP_SPECIALIZE, BLOCK_M, BLOCK_N,
     )  # fmt: skip
     rows = first_row + tl.arange(0, BLOCK_M)
     finish(

@@ -6,14 +6,13 @@ import triton.language as tl
 
 @triton.jit
 def mla_merge(
-    parts_ptr, lses_ptr, out_ptr, lse_ptr, num_rows, part_stride, lse_stride,
+    parts_ptr, lses_ptr, out_ptr, num_rows, part_stride, lse_stride,
     PARTS: tl.constexpr, V_DIM: tl.constexpr, V_BLOCK: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Merge of attention over disjoint sets of keys: out [rows, V_DIM] and lse [rows] of PARTS
-    results [PARTS, rows, V_DIM] with their log-sum-exps.
+    """Merge of attention over disjoint sets of keys: out [rows, V_DIM] of PARTS results
+    [PARTS, rows, V_DIM] with their log-sum-exps.
 
-    Grid (row blocks,). A row is one query of one head; a row without a key in any part gives zeros
-    and -inf.
+    Grid (row blocks,). A row is one query of one head; a row without a key in any part gives zeros.
     """
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     dims = tl.arange(0, V_BLOCK)
@@ -36,5 +35,3 @@ def mla_merge(
     output *= (1.0 / total)[:, None]
     places = out_ptr + rows[:, None] * V_DIM + dims[None, :]
     tl.store(places, output.to(out_ptr.dtype.element_ty), mask=mask)
-    if lse_ptr is not None:
-        tl.store(lse_ptr + rows, top + tl.log(total), mask=row_mask)

@@ -57,8 +57,8 @@ def mla_up_projection(
     NUM_HEADS: tl.constexpr, NOPE: tl.constexpr, V_DIM: tl.constexpr,
     SCALE_BLOCK: tl.constexpr, LATENT_SCALE_STRIDE: tl.constexpr,
     WEIGHT_SCALE_STRIDES: tl.constexpr,
-    K_STRIDES: tl.constexpr, V_ROW_STRIDE: tl.constexpr, JOINT: tl.constexpr,
-    K_SCALE: tl.constexpr, V_SCALE: tl.constexpr, V_TRANSPOSED: tl.constexpr,
+    K_STRIDES: tl.constexpr, JOINT: tl.constexpr,
+    K_SCALE: tl.constexpr, V_SCALE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, FLATTEN: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
 ):  # fmt: skip
@@ -69,9 +69,8 @@ def mla_up_projection(
     strides (column block: scale_stride, row: LATENT_SCALE_STRIDE) and (row block, column block);
     None for operands that are not quantised.
     JOINT: v follows k, whose strides are K_STRIDES (row, head); where heads are not contiguous a
-    tile has one head. Else k has strides K_STRIDES, v
-    (V_ROW_STRIDE, v_head_stride, v_column_stride); V_TRANSPOSED: V_ROW_STRIDE is 1, and K is padded
-    to 16, by zeros. Keys are divided by K_SCALE and values by V_SCALE.
+    tile has one head. Else k has strides K_STRIDES, and v (1, v_head_stride, v_column_stride),
+    where K is padded to 16, by zeros. Keys are divided by K_SCALE and values by V_SCALE.
     limit: one int64; a tile whose rows all have row % run >= limit is skipped.
     """
     HEAD_ROWS: tl.constexpr = NOPE + V_DIM
@@ -146,13 +145,10 @@ def mla_up_projection(
             if is_value:
                 if V_SCALE != 1.0:
                     accumulator = accumulator / V_SCALE
-                places = v_ptr + head.to(tl.int64) * v_head_stride + starts * V_ROW_STRIDE
-                if V_TRANSPOSED:
-                    places += columns.to(tl.int64)[None, :] * v_column_stride
-                    # Up to whole 16-row vectors: rows past the last are zeros.
-                    row_mask = rows < (num_rows + 15) // 16 * 16
-                else:
-                    places += columns[None, :]
+                places = v_ptr + head.to(tl.int64) * v_head_stride + starts
+                places += columns.to(tl.int64)[None, :] * v_column_stride
+                # Up to whole 16-row vectors: rows past the last are zeros.
+                row_mask = rows < (num_rows + 15) // 16 * 16
                 inside = row_mask[:, None] & (columns < V_DIM)[None, :]
                 tl.store(places, rounded(accumulator, v_ptr.dtype.element_ty), mask=inside)
             else:

@@ -269,7 +269,7 @@ def qkv_epilogue(
     BLOCK_T: tl.constexpr, HEADS_PER_TILE: tl.constexpr, BLOCK_P: tl.constexpr,
     WHOLE_ROWS: tl.constexpr, GATE_RUN: tl.constexpr = 0,
     V_NORMED: tl.constexpr = False, q_norm_bias_ptr=None, k_norm_bias_ptr=None,
-    NORM_BIAS_STRIDES: tl.constexpr = (0, 0), SATURATES: tl.constexpr = True,
+    NORM_BIAS_STRIDES: tl.constexpr = None, SATURATES: tl.constexpr = True,
 ):  # fmt: skip
     """Epilogue of a QKV projection: bias, clipping, QK norm and rotary embedding of q [T, Hq, D]
     and of k and v [T, Hkv, D], of any strides, and the store to q_out and to a paged cache.

@@ -19,7 +19,7 @@ import torch
 from tilewright.codegen.mla import attention_kernels as kernels
 from tilewright.codegen.mla.attention_plan import library_gains
 from tilewright.codegen.targets import Target
-from tilewright.ops.mla.attention.operands import AttentionCall, attention_problem, strides_of
+from tilewright.ops.mla.attention.operands import AttentionCall, attention_problem
 from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, Steps
 
@@ -33,7 +33,7 @@ def library_wanted(a: AttentionCall, target: Target) -> bool:
     gains by it."""
     if not target.has("wgmma") or a.ragged or a.k.element_size() == 1 or a.k_rope is None:
         return False
-    places = (a.query_starts, a.key_starts, a.key_lengths, a.query_positions, a.block_table)
+    places = (a.query_starts, a.key_starts, a.key_lengths, a.query_positions)
     if any(tensor is not None for tensor in (*places, a.attn_mask)):
         return False
     if a.mask not in ("none", "causal") or not a.out_dtype == a.k.dtype == a.k_rope.dtype:
@@ -83,10 +83,9 @@ def library_steps(a: AttentionCall, target: Target) -> Steps:
 
 def join_launch(a: AttentionCall, keys: torch.Tensor, target: Target) -> Launch:
     """The launch of `mla_join`, which fills keys [B, K, H, N + R]."""
-    strides, (*_, num_keys, heads, _) = strides_of(a), keys.shape
-    rows = keys.shape[0] * num_keys * heads
-    values = {"k": a.k, "rope": a.k_rope, "out": keys, "num_rows": rows, "run": num_keys, **strides}
-    statics = _join_statics(attention_problem(a, strides))
+    rows, num_keys = keys.shape[:-1].numel(), keys.shape[-3]
+    values = {"k": a.k, "rope": a.k_rope, "out": keys, "num_rows": rows, "run": num_keys}
+    statics = _join_statics(attention_problem(a))
     return launch(kernels.JOIN, target, kernels.join_grid(rows), values, statics)
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from tilewright.codegen.attention.prefill_tiles import PrefillConfig
+from tilewright.codegen.attention.prefill_tiles import PrefillConfig, schedule
 from tilewright.codegen.mla import attention_kernels as kernels
-from tilewright.codegen.mla.attention_plan import attention_config, own_head_group, rotates_queries
+from tilewright.codegen.mla.attention_plan import attention_config, rotates_queries
 from tilewright.codegen.mla.query_kernels import QUERY, query_grid
 from tilewright.codegen.targets import Target
 from tilewright.ops.attention.block_lists import list_steps
@@ -22,11 +22,10 @@ from tilewright.ops.mla.attention.operands import (
     AttentionCall,
     attention_problem,
     check_call,
-    known_strides,
+    constant_strides,
     launch_values,
     query_call,
     rotation_of,
-    strides_of,
 )
 from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, Step, Steps
@@ -59,36 +58,38 @@ def attention_steps(a: AttentionCall, target: Target, joined: torch.Tensor | Non
         hides = lowest_hides(a, a.sizes.num_keys)
         blocks = yield from list_steps(a.attn_mask, target, hide_lowest=hides)
         a = replace(a, mask_blocks=blocks)
-    strides, sizes = strides_of(a), a.sizes
-    problem = attention_problem(a, strides)
-    config = attention_config(problem, sizes, target)
+    problem = attention_problem(a)
+    config = attention_config(problem, a.sizes, target)
     results = yield from _results(a)
-    yield core_launch(a, problem, strides, results, target, config)
+    yield core_launch(a, problem, results, target, config)
     return Outcome(results, "mla attention", f"attention {config}")
 
 
 def core_launch(
     a: AttentionCall,
     problem: kernels.AttentionProblem,
-    strides: dict[str, int],
     results: tuple[torch.Tensor, ...],
     target: Target,
     config: PrefillConfig,
     *,
     head_group: int | None = None,
 ) -> Launch:
-    """The launch of `mla_attention` that fills (out,) or (out, lse). strides: those of
-    `strides_of`. head_group: in place of the plan's."""
-    sizes = a.sizes
-    tiles = kernels.row_tiles(problem, config, sizes)
-    group = own_head_group(problem, sizes, target) if head_group is None else head_group
+    """The launch of `mla_attention` that fills (out,) or (out, lse). head_group: in place of the
+    plan's."""
+    tiles = schedule(
+        config,
+        a.sizes,
+        target,
+        heads=problem.num_heads,
+        key_bytes=problem.key_bytes,
+        ragged=problem.ragged,
+        head_group=head_group,
+    )
     rotation, rotated = rotation_of(a.tables, a.rope)
-    values = launch_values(a, strides) | rotated
+    values = launch_values(a) | rotated | tiles._asdict()
     values |= {"out": results[0], "lse": results[1] if a.return_lse else None}
-    values |= {"row_tiles": tiles, "head_group": group}
-    grid = kernels.attention_grid(problem, sizes, tiles, group)
-    statics, known = _statics(problem, config), known_strides(a, strides)
-    return launch(kernels.ATTENTION, target, grid, values, statics, rotation, **known)
+    statics, known = _statics(problem, config), constant_strides(a)
+    return launch(kernels.ATTENTION, target, tiles.grid, values, statics, rotation, **known)
 
 
 def _results(a: AttentionCall) -> Generator[Step, Any, tuple[torch.Tensor, ...]]:
@@ -114,7 +115,7 @@ def _ready_queries(a: AttentionCall, target: Target) -> Generator[Step, Any, Att
 
 def _rotates_itself(a: AttentionCall, target: Target) -> bool:
     """Whether our kernel rotates the queries of a call."""
-    problem = attention_problem(a, strides_of(a))
+    problem = attention_problem(a)
     return rotates_queries(problem, attention_config(problem, a.sizes, target))
 
 
@@ -150,28 +151,23 @@ def merge_steps(
     lses: Sequence[torch.Tensor],
     out_dtype: torch.dtype,
     target: Target,
-    *,
-    return_lse: bool = False,
 ) -> Steps:
     """Partial results over disjoint keys, put together: outs [T, H, V] and lses fp32 [T, H] give
-    (out [T, H, V] of `out_dtype`,), or with the log-sum-exp [T, H]."""
+    out [T, H, V] of `out_dtype`."""
     shape, rows = outs[0].shape, lses[0].numel()
     parts, part_lses = (yield from _stack(outs)), (yield from _stack(lses))
-    results = [(yield Buffer(shape, out_dtype))]
-    if return_lse:
-        results.append((yield Buffer(shape[:-1], torch.float32)))
+    out = yield Buffer(shape, out_dtype)
     values = {
         "parts": parts,
         "lses": part_lses,
-        "out": results[0],
-        "lse": results[1] if return_lse else None,
+        "out": out,
         "num_rows": rows,
-        "part_stride": results[0].numel(),
+        "part_stride": out.numel(),
         "lse_stride": rows,
     }
     statics = _merge_statics(len(outs), shape[-1])
     yield launch(kernels.MERGE, target, kernels.merge_grid(rows), values, statics)
-    return Outcome(tuple(results), "mla merge")
+    return Outcome(out, "mla merge")
 
 
 def _stack(parts: Sequence[torch.Tensor]) -> Generator[Step, Any, torch.Tensor]:

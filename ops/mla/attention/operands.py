@@ -9,51 +9,20 @@ from typing import Any
 import torch
 
 from tilewright.codegen.arithmetic import next_power_of_2
-from tilewright.codegen.mla.attention_kernels import (
-    LIST_STRIDES,
-    MASKS,
-    AttentionProblem,
-    AttentionSizes,
-)
+from tilewright.codegen.attention.blocks import LIST_STRIDES
+from tilewright.codegen.attention.problem import AttentionSizes
+from tilewright.codegen.mla.attention_kernels import MASKS, AttentionProblem
 from tilewright.codegen.mla.query_kernels import NO_ROTATION, QueryProblem, Rotation
-from tilewright.ops.checks import ArgumentError, check_choice
+from tilewright.codegen.spec import Constant
+from tilewright.ops.attention.operands import LOG2E, known_strides
+from tilewright.ops.checks import ArgumentError, check_choice, given
 from tilewright.ops.formats.fp8 import FP8_DTYPES
+from tilewright.ops.reference.rope import RopeTables
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
-from tilewright.ops.runtime.operands import broadcast_strides, mask_bytes, tma_reaches
+from tilewright.ops.runtime.operands import mask_bytes, tma_reaches
 
 OP = "mla attention"
-# Softmax in powers of two.
-LOG2E = math.log2(math.e)
 DTYPES = (torch.bfloat16, torch.float16, *FP8_DTYPES)
-# Tensors of `mla_attention` that a call has by the same name.
-TENSORS = (
-    "q", "q_rope", "k", "v", "query_offsets", "key_offsets", "query_starts", "key_starts",
-    "key_lengths", "block_table", "mask_blocks", "q_scale", "k_scale", "v_scale",
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class RopeTables:
-    """A rotation of the last columns of queries or keys. style, cos and sin as in
-    ops/reference/rope.py; cos and sin may have any strides. by_position: a token's row of the
-    tables is its position, not its number."""
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-    style: str
-    by_position: bool = False
-
-    def paired(self, columns: int) -> bool:
-        """Whether each sine follows its cosine, as imaginary parts follow real ones."""
-        cos, sin = self.cos, self.sin
-        alike = cos.stride() == sin.stride() and cos.dtype == sin.dtype
-        after = sin.data_ptr() - cos.data_ptr() == cos.element_size()
-        return alike and after and cos.stride(-1) == 2 and 2 * cos.shape[-1] == columns
-
-    @property
-    def rows(self) -> int:
-        """Rows of the tables, at least 1."""
-        return max(self.cos.shape[0], 1)
 
 
 def rotation_of(
@@ -63,11 +32,12 @@ def rotation_of(
     There is no sin where a pair's sine follows its cosine in one table."""
     if tables is None:
         return NO_ROTATION, {"cos": None, "sin": None}
-    cos, sin = tables.cos, None if tables.paired(columns) else tables.sin
+    cos = given(tables.cos)
+    sin = None if tables.paired and 2 * cos.shape[-1] == columns else given(tables.sin)
     rotation = Rotation(
-        rope_style=tables.style,
+        rope_style=tables.rope_style,
         full_width=cos.shape[-1] == columns,
-        by_position=tables.by_position,
+        by_position=tables.rope_by_position,
         cos_strides=cos.stride(),
         sin_strides=(cos if sin is None else sin).stride(),
     )
@@ -78,10 +48,10 @@ def rotation_of(
 class AttentionCall:
     """softmax(scale * [q . k + q_rope . k_rope], masked) @ v, and its log-sum-exp.
 
-    q [T, H, N], q_rope [T, H, R], k [K, H, N], v [K, H, V], k_rope [K, R] or [K, H, R] for ragged
-    sequences; with a batch dim in front for dense ones. q_rope None: they are q's last R columns.
-    bf16, fp16 or e4m3; q may be wider than 8-bit k: it is cast then, saturating, over q_scale. Any
-    strides; the last dims are contiguous, of v its keys may be (fastest for 8 bits).
+    q [T, H, N], q_rope [T, H, R], k [K, H, N], v [K, H, V], k_rope [K, R] for ragged sequences;
+    with a batch dim in front for dense ones. q_rope None: they are q's last R columns. bf16, fp16
+    or e4m3; q may be wider than 8-bit k: it is cast then, saturating, over q_scale. Any strides;
+    the last dims are contiguous, of v its keys may be (fastest for 8 bits).
 
     scale: positive. tables: rotate q's last columns first.
     query_offsets, key_offsets: int [B + 1], rows of each sequence; None for dense ones.
@@ -89,14 +59,12 @@ class AttentionCall:
     query_positions: int [T], [S] or [B, S], in place of query_starts.
     key_starts: int [B], the position of a sequence's first key; None: 0.
     key_lengths: int [B]: keys at positions from there on are not seen.
-    block_table: int [B, pages]: k_rope is [pages, page_size, R], a key's row at its position.
     mask, window: "none", "causal", "sliding_window" (causal, of the last `window` keys) or
         "chunked" (causal, within chunks of `window`).
     attn_mask: bool (True is seen) or added, [B or 1, H or 1, S or 1, K or more]; dense only.
     mask_blocks: its list of blocks, as the op `mask_blocks` gives it; None: the call makes it.
     q_scale, k_scale, v_scale: fp32 scalars on the device that 8-bit values are multiplied by.
     return_lse: fp32 [T, H], natural logarithm, of scaled logits.
-    max_query_tokens: a bound on the queries of one ragged sequence.
 
     A query that sees no key gives zeros, and a log-sum-exp of -inf; tokens outside the offsets are
     not written. Nothing is read back from the device.
@@ -114,7 +82,6 @@ class AttentionCall:
     key_starts: torch.Tensor | None = None
     key_lengths: torch.Tensor | None = None
     query_positions: torch.Tensor | None = None
-    block_table: torch.Tensor | None = None
     mask: str = "causal"
     window: int = 0
     attn_mask: torch.Tensor | None = None
@@ -124,7 +91,6 @@ class AttentionCall:
     v_scale: torch.Tensor | None = None
     out_dtype: torch.dtype = torch.bfloat16
     return_lse: bool = False
-    max_query_tokens: int | None = None
     tables: RopeTables | None = None
 
     @property
@@ -156,13 +122,12 @@ class AttentionCall:
 
     @property
     def sizes(self) -> AttentionSizes:
-        queries, keys = self.q.shape[-3], self.k.shape[-3]
-        longest = queries if self.max_query_tokens is None else self.max_query_tokens
-        return AttentionSizes(self.num_sequences, queries, keys, min(longest, queries))
+        return AttentionSizes(self.num_sequences, self.q.shape[-3], self.k.shape[-3])
 
     @property
     def table_rows(self) -> int:
-        return 1 if self.tables is None else self.tables.rows
+        """At least 1."""
+        return 1 if self.tables is None else max(given(self.tables.cos).shape[0], 1)
 
     def with_queries(self, own: torch.Tensor, turned: torch.Tensor) -> AttentionCall:
         """Returns the call with the rotated columns of the queries apart, if keys have them."""
@@ -199,91 +164,32 @@ def check_call(a: AttentionCall) -> None:
         raise ArgumentError(OP, "v", "contiguous dims, or contiguous keys", list(a.v.stride()))
 
 
-def _triple(tensor: torch.Tensor | None) -> tuple[int, int, int]:
-    """(sequence, token, head) strides; without a sequence dim its stride is 0."""
-    if tensor is None:
-        return 0, 0, 0
-    strides = tensor.stride()
-    return (0, *strides[:2]) if len(strides) == 3 else strides[:3]  # type: ignore[return-value]
-
-
-def _rope_strides(a: AttentionCall) -> tuple[int, int, int]:
-    """(sequence, key, head) strides of rope keys: shared by heads unless they have a dim for it."""
-    if a.k_rope is None:
-        return 0, 0, 0
-    strides = a.k_rope.stride()
-    if a.block_table is not None:
-        return 0, strides[1], 0
-    own = 2 if a.ragged else 3
-    if len(strides) == own:
-        return (0, strides[0], 0) if a.ragged else (strides[0], strides[1], 0)
-    return _triple(a.k_rope)
-
-
-def strides_of(a: AttentionCall) -> dict[str, int]:
-    """The strides of a launch by the kernel's parameter names, and K_STRIDE and ROPE_STRIDE."""
-    q, q_rope, k = _triple(a.q), _triple(a.q_rope), _triple(a.k)
-    v_sequence = 0 if a.ragged else a.v.stride(0)
-    rope = _rope_strides(a)
-    positions, mask = a.query_positions, a.attn_mask
-    masks, lists = broadcast_strides(mask), broadcast_strides(a.mask_blocks)
-    by_sequence = positions is not None and positions.dim() == 2
-    found = {
-        "q_sequence_stride": q[0],
-        "q_head_stride": q[2],
-        "q_token_stride": q[1],
-        "q_rope_sequence_stride": q_rope[0],
-        "q_rope_head_stride": q_rope[2],
-        "q_rope_token_stride": q_rope[1],
-        "k_sequence_stride": k[0],
-        "k_head_stride": k[2],
-        "v_sequence_stride": v_sequence,
-        "v_head_stride": a.v.stride(-2),
-        "v_stride": a.v.stride(-1) if a.v_by_key else a.v.stride(-3),
-        "rope_sequence_stride": rope[0],
-        "rope_head_stride": rope[2],
-        "positions_sequence_stride": positions.stride(0) if by_sequence else 0,  # type: ignore[union-attr]
-        "positions_stride": 0 if positions is None else positions.stride(-1),
-        "table_stride": 0 if a.block_table is None else a.block_table.stride(0),
-        "mask_sequence_stride": masks[0],
-        "mask_head_stride": masks[1],
-        "mask_row_stride": masks[2],
-        "mask_column_stride": masks[3],
-        **dict(zip(LIST_STRIDES, lists, strict=False)),
-    }
-    return found | {"K_STRIDE": k[1], "ROPE_STRIDE": rope[1]}
-
-
-def launch_values(a: AttentionCall, strides: dict[str, int]) -> dict[str, Any]:
+def launch_values(a: AttentionCall) -> dict[str, Any]:
     """Tensors and numbers of a call by the kernel's names, but for its results, its tables and how
-    it is cut into tiles. strides: those of `strides_of`."""
+    it is cut into tiles."""
     sizes = a.sizes
     return {
-        **{name: getattr(a, name) for name in TENSORS},
-        **strides,
+        **vars(a),  # what the kernel calls as the record does
         "rope": a.k_rope,
         "positions": a.query_positions,
         "mask": None if a.attn_mask is None else mask_bytes(a.attn_mask),
+        "v_stride": a.v.stride(-1 if a.v_by_key else -3),
         "num_sequences": sizes.num_sequences,
         "num_queries": sizes.num_queries,
         "num_keys": sizes.num_keys,
-        "num_pages": 0 if a.block_table is None or a.k_rope is None else a.k_rope.shape[0],
         "table_rows": a.table_rows,
         "factor": a.scale * LOG2E,
     }
 
 
-def known_strides(a: AttentionCall, strides: dict[str, int]) -> dict[str, Any]:
-    """The strides of a launch that are constants: the keys of a mask mostly follow each other."""
-    known = {} if a.mask_blocks is not None else dict.fromkeys(LIST_STRIDES, 0)
-    if a.attn_mask is not None and strides["mask_column_stride"] == 1:
-        known["mask_column_stride"] = 1
-    return known
+def constant_strides(a: AttentionCall) -> dict[str, Constant]:
+    """The strides of a launch that are constants."""
+    lists = {} if a.mask_blocks is not None else dict.fromkeys(LIST_STRIDES, 0)
+    return lists | known_strides(a.attn_mask)
 
 
-def attention_problem(a: AttentionCall, strides: dict[str, int]) -> AttentionProblem:
-    """What is static about a call; strides: those of `strides_of`."""
-    pages = a.k_rope if a.block_table is not None else None
+def attention_problem(a: AttentionCall) -> AttentionProblem:
+    """What is static about a call."""
     return AttentionProblem(
         num_heads=a.num_heads,
         nope=a.nope,
@@ -294,16 +200,13 @@ def attention_problem(a: AttentionCall, strides: dict[str, int]) -> AttentionPro
         has_lse=a.return_lse,
         ragged=a.ragged,
         positioned=a.query_positions is not None,
-        rope_stride=strides["ROPE_STRIDE"],
-        page_stride=0 if pages is None else pages.stride(0),
-        page_size=1 if pages is None else pages.shape[1],
         attn_mask="" if a.attn_mask is None else TRITON_TYPES[mask_bytes(a.attn_mask).dtype],
         v_by_key=a.v_by_key,
         sequences=next_power_of_2(max(a.num_sequences, 1)) if a.ragged else 1,
         mask=a.mask,
         window=a.window if a.mask in ("sliding_window", "chunked") else 0,
-        tma=_descriptors_reach(a, strides),
-        rope_tma=_rope_descriptor_reaches(a, strides),
+        tma=all(_reached(part) for part in (a.q, a.k, a.v, a.q_rope) if part is not None),
+        rope_tma=a.k_rope is not None and a.k_rope.dtype == a.k.dtype and _reached(a.k_rope),
         joint=_joint(a),
     )
 
@@ -320,23 +223,11 @@ def _joint(a: AttentionCall) -> bool:
     return whole and alike and after and same
 
 
-def _descriptors_reach(a: AttentionCall, strides: dict[str, int]) -> bool:
-    operands: list[tuple[Any, tuple[str, ...]]] = [
-        (a.q, ("q_sequence_stride", "q_head_stride", "q_token_stride")),
-        (a.k, ("k_sequence_stride", "k_head_stride", "K_STRIDE")),
-        (a.v, ("v_sequence_stride", "v_head_stride", "v_stride")),
-    ]
-    if a.q_rope is not None:
-        names = ("q_rope_sequence_stride", "q_rope_head_stride", "q_rope_token_stride")
-        operands.append((a.q_rope, names))
-    return all(tma_reaches(tensor, *(strides[n] for n in names)) for tensor, names in operands)
-
-
-def _rope_descriptor_reaches(a: AttentionCall, strides: dict[str, int]) -> bool:
-    if a.k_rope is None or a.block_table is not None or a.k_rope.dtype != a.k.dtype:
-        return False
-    names = ("rope_sequence_stride", "rope_head_stride", "ROPE_STRIDE")
-    return tma_reaches(a.k_rope, *(strides[name] for name in names))
+def _reached(part: torch.Tensor) -> bool:
+    """Whether a descriptor reaches the rows of a tensor, one dimension of which is contiguous."""
+    strides = list(part.stride())
+    strides.remove(1)
+    return tma_reaches(part, *strides)
 
 
 def query_call(
@@ -355,7 +246,7 @@ def query_call(
         # A position for each token: they are counted in one run.
         q, run = q.reshape(1, tokens, *q.shape[-2:]), tokens
     offsets = starts = positions = None
-    if tables is not None and tables.by_position:
+    if tables is not None and tables.rope_by_position:
         offsets, starts, positions = a.query_offsets, a.query_starts, a.query_positions
         positions = None if positions is None else positions.reshape(-1)
     casts = q.dtype != a.k.dtype
@@ -373,9 +264,6 @@ def query_call(
         "token_run": max(run, 1),
         "rope_rows": a.table_rows,
         "num_sequences": a.num_sequences,
-        "q_sequence_stride": 0 if a.ragged else q.stride(0),
-        "q_token_stride": q.stride(-3),
-        "q_head_stride": q.stride(-2),
     }
     steps = max(a.num_sequences, 1).bit_length()
     problem = QueryProblem(a.num_heads, a.nope, a.rope, steps, whole or casts, casts)

@@ -169,9 +169,6 @@ def up_launch(
         "num_rows": rows,
         "run": max(rows // max(sequences(a), 1), 1),
         "scale_stride": buffers.scale_strides[0],
-        # Of values that are apart.
-        "v_head_stride": 0 if problem.joint else v.stride(1),
-        "v_column_stride": 0 if problem.joint else v.stride(2),
     }
     grid = kernels.up_grid(problem, config, rows, target.num_sms)
     scale = buffers.scale_strides[1]

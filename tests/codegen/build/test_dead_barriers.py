@@ -72,7 +72,7 @@ def test_warps_that_are_not_parted_are_left_alone():
 def test_attention_with_specialised_warps_on_hopper_has_none():
     """Its machine code initialises no barrier in the memory of a tile, which lies at the start."""
     problem = AttentionProblem(
-        num_heads=2, nope=64, rope=64, v_dim=64, dtype="bf16", out="bf16", rope_stride=64,
+        num_heads=2, nope=64, rope=64, v_dim=64, dtype="bf16", out="bf16",
         mask="none", tma=True, rope_tma=True,
     )  # fmt: skip
     config = PrefillConfig(128, 64, 4, 2, tma=True, warp_specialize=True, one_loop=True)

@@ -9,16 +9,16 @@ import torch
 
 from tests.interpreted import interpret
 from tilewright.codegen.build import load_interpreted
-from tilewright.codegen.grouped.kernels import GemmConfig
+from tilewright.codegen.grouped.tiles import GemmConfig
 from tilewright.codegen.targets import SM100
 from tilewright.ops.grouped import nvfp4_matmul as op
-from tilewright.ops.grouped.nvfp4_lowering import grouped_nvfp4_steps
+from tilewright.ops.grouped.nvfp4_matmul import grouped_nvfp4_steps
 from tilewright.ops.runtime.program import Planner, drive
 
 CONFIGS = {
-    "tiled": GemmConfig(128, 128, 128, False, 4, 2),
-    "specialised": GemmConfig(128, 128, 128, False, 4, 2, flatten=True, warp_specialize=True),
-    "swapped": GemmConfig(16, 128, 128, True, 4, 2),
+    "tiled": GemmConfig(128, 128, 128, 4, 2),
+    "specialised": GemmConfig(128, 128, 128, 4, 2, flatten=True, warp_specialize=True),
+    "swapped": GemmConfig(16, 128, 128, 4, 2, swapped=True),
 }
 
 

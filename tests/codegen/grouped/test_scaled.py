@@ -10,14 +10,13 @@ import torch
 
 from tests.experts import ONE_ROUNDING, SMALL_SM100, as_double
 from tests.interpreted import Interpreter
-from tilewright.codegen.grouped.plan import GroupedPlan
-from tilewright.codegen.grouped.scaled_kernels import (
+from tilewright.codegen.grouped.kernels import (
     QUANTIZE_ROWS,
-    QuantizeConfig,
     quantize_rows_grid,
     quantize_rows_statics,
-    scaled_config,
 )
+from tilewright.codegen.grouped.plan import GroupedPlan
+from tilewright.codegen.grouped.tiles import QuantizeConfig, ScaledConfig
 from tilewright.codegen.moe.plan import plan_moe
 from tilewright.codegen.targets import SM90, SM100
 from tilewright.ops.contract import Tolerance
@@ -32,9 +31,9 @@ from tilewright.ops.moe.operands import moe_problem
 from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.program import drive
 
-SWAPPED = scaled_config(16, 64, 4, 2, swapped=True)
-TILED = scaled_config(64, 64, 4, 2)
-HALVES = scaled_config(64, 256, 8, 2, parts=2)
+SWAPPED = ScaledConfig(16, 64, 128, 4, 2, swapped=True)
+TILED = ScaledConfig(64, 64, 128, 4, 2)
+HALVES = ScaledConfig(64, 256, 128, 8, 2, parts=2)
 # Against the reference of the same dtype: the hidden row and the result may be rounded otherwise.
 TWO_ROUNDINGS = {
     torch.bfloat16: Tolerance(2.0**-7, 2.0**-6), torch.float16: Tolerance(2.0**-10, 2.0**-9),

@@ -10,8 +10,8 @@ import torch
 
 from tests.experts import ONE_ROUNDING, SMALL_SM100, as_double
 from tests.interpreted import Interpreter, interpret
-from tilewright.codegen.grouped.kernels import GemmConfig
 from tilewright.codegen.grouped.plan import GroupedPlan, plan_grouped
+from tilewright.codegen.grouped.tiles import GemmConfig
 from tilewright.codegen.targets import TARGETS
 from tilewright.ops import ArgumentError
 from tilewright.ops.contract import get_op
@@ -24,8 +24,8 @@ from tilewright.ops.runtime.program import Buffer, drive
 from tilewright.ops.runtime.replay import repeat
 
 CONFIGS = {
-    "swapped": GemmConfig(16, 64, 32, True, 4, 2),
-    "tiled": GemmConfig(64, 32, 64, False, 4, 2),
+    "swapped": GemmConfig(16, 64, 32, 4, 2, swapped=True),
+    "tiled": GemmConfig(64, 32, 64, 4, 2),
 }
 CASES = [c for c in GROUPED_CASES if c.dtype in (torch.bfloat16, torch.float16) and any(c.sizes)]
 CASES = [c for c in CASES if not c.coded_rows]  # test_scaled.py has them

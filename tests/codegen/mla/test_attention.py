@@ -29,12 +29,10 @@ from tilewright.ops.mla.attention.cudnn import join_launch
 from tilewright.ops.mla.attention.lowering import core_launch, merge_steps, query_steps
 from tilewright.ops.mla.attention.operands import (
     AttentionCall,
-    RopeTables,
     attention_problem,
     check_call,
-    strides_of,
 )
-from tilewright.ops.reference.rope import apply_rope
+from tilewright.ops.reference.rope import RopeTables, apply_rope
 
 TWO_LOOPS = PrefillConfig(32, 16, 4, 2, tma=True, chained=False)
 ONE_LOOP = PrefillConfig(16, 32, 4, 2, tma=True, one_loop=True, promote=True)
@@ -46,14 +44,11 @@ def run(a: AttentionCall, config: PrefillConfig, target: str = "sm100", group: i
     check_call(a)
     if a.attn_mask is not None:
         a = replace(a, mask_blocks=mask_blocks.reference(MaskBlocksArguments(a.attn_mask)))
-    strides = strides_of(a)
-    problem = attention_problem(a, strides)
+    problem = attention_problem(a)
     assert problem.tma or not config.tma
     out = torch.full((*a.q.shape[:-1], a.v.shape[-1]), math.nan, dtype=a.out_dtype)
     lse = torch.full(a.q.shape[:-1], math.nan)
-    made = core_launch(
-        a, problem, strides, (out, lse), get_target(target), config, head_group=group
-    )
+    made = core_launch(a, problem, (out, lse), get_target(target), config, head_group=group)
     interpreted(made.spec)[made.grid](*made.given)
     return out, lse
 
@@ -155,18 +150,6 @@ def test_finite_masks_do_not_hide():
     torch.testing.assert_close(out[0, 3].double(), want, rtol=4e-3, atol=4e-3)
 
 
-def test_rope_keys_from_pages():
-    """A page table leads from positions to rows of the pool, also for keys that start later."""
-    case = Case("pages", (6, 12), (21, 30))
-    a = call_of(with_options(case, **prefix(case)))
-    pool = torch.randn(9, 8, 16 + case.rope, dtype=case.dtype)[..., 16:]
-    table = torch.tensor([[3, 0, 7, 1, 2], [5, 8, 4, 6, 2]], dtype=torch.int32)
-    a = replace(a, k_rope=pool, block_table=table, key_starts=torch.tensor([0, 3]))
-    a = replace(a, query_starts=a.query_starts + a.key_starts)
-    for config in (TWO_LOOPS, POINTERS):
-        assert_agrees(a, run(a, config), 4e-3)
-
-
 def test_scales_of_8_bit_operands_multiply():
     case = with_options(BYTES, **prefix(BYTES))
     scales = {n: torch.tensor(s) for n, s in (("q_scale", 0.5), ("k_scale", 1.5), ("v_scale", 2.0))}
@@ -207,7 +190,7 @@ def test_a_window_over_no_keys_reads_none(mask, config):
 def test_merged_chunks_are_the_whole():
     case = with_options(Case("whole", (24,), (50,)), query_starts=torch.tensor([26]))
     a = call_of(replace(case, options={**case.options, "out_dtype": torch.float32}))
-    whole, whole_lse = run(a, ONE_LOOP)
+    whole, _ = run(a, ONE_LOOP)
     parts = []
     for first, last in ((0, 20), (20, 20), (20, 50)):
         chunk = replace(
@@ -216,10 +199,9 @@ def test_merged_chunks_are_the_whole():
         )  # fmt: skip
         parts.append(run(chunk, ONE_LOOP))
     outs, lses = zip(*parts, strict=True)
-    steps = merge_steps(outs, lses, torch.float32, SM100, return_lse=True)
-    out, lse = performed(steps, Interpreter()).result
+    steps = merge_steps(outs, lses, torch.float32, SM100)
+    out = performed(steps, Interpreter()).result
     torch.testing.assert_close(out, whole, rtol=1e-3, atol=1e-3)
-    torch.testing.assert_close(lse, whole_lse, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("style", ["half", "interleaved", "interleaved_to_half"])

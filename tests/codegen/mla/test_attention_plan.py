@@ -8,24 +8,22 @@ import pytest
 
 from tests.attention_cases import attention_spec
 from tilewright.codegen.attention.blocks import KEYS, QUERIES
+from tilewright.codegen.attention.problem import AttentionSizes
 from tilewright.codegen.build import compile_for
-from tilewright.codegen.mla.attention_kernels import (
-    AttentionProblem,
-    AttentionSizes,
-)
+from tilewright.codegen.mla.attention_kernels import AttentionProblem
 from tilewright.codegen.mla.attention_plan import attention_config
 from tilewright.codegen.targets import SM90, SM100
 
 DENSE = AttentionProblem(
-    num_heads=16, nope=128, rope=64, v_dim=128, dtype="bf16", out="bf16", rope_stride=64, tma=True,
-    rope_tma=True, joint=True,
+    num_heads=16, nope=128, rope=64, v_dim=128, dtype="bf16", out="bf16", tma=True, rope_tma=True,
+    joint=True,
 )  # fmt: skip
 WIDE = replace(DENSE, num_heads=20, nope=192, v_dim=256)
 RAGGED = replace(DENSE, ragged=True, sequences=8)
 
 
 def sizes(sequences: int, tokens: int) -> AttentionSizes:
-    return AttentionSizes(sequences, tokens, tokens, tokens)
+    return AttentionSizes(sequences, tokens, tokens)
 
 
 @pytest.mark.parametrize(
@@ -45,17 +43,17 @@ def sizes(sequences: int, tokens: int) -> AttentionSizes:
         # As many keys as queries are taken to be seen of a cache.
         (
             replace(DENSE, attn_mask="u8"),
-            AttentionSizes(1, 1, 65536, 1),
+            AttentionSizes(1, 1, 65536),
             "64 queries x 64 keys w4 s3",
         ),
         (
             replace(DENSE, attn_mask="u8"),
-            AttentionSizes(8, 1024, 4096, 1024),
+            AttentionSizes(8, 1024, 4096),
             "64 queries x 64 keys w4 s2",
         ),
         (
             replace(WIDE, attn_mask="u8"),
-            AttentionSizes(8, 1, 4096, 1),
+            AttentionSizes(8, 1, 4096),
             "64 queries x 64 keys w8 s2",
         ),
         (replace(WIDE, attn_mask="u8"), sizes(1, 1024), "128 queries x 32 keys w8 s2"),
@@ -91,6 +89,6 @@ def test_a_part_of_several_chunks_fits_shared_memory(tokens, tmp_path, monkeypat
 def test_tiles_of_a_masked_call_divide_those_of_its_list(target, dims, queries, dtype):
     nope, rope, v_dim = dims
     masked = replace(DENSE, nope=nope, rope=rope, v_dim=v_dim, dtype=dtype, attn_mask="u8")
-    config = attention_config(masked, AttentionSizes(2, queries, 4096, queries), target)
+    config = attention_config(masked, AttentionSizes(2, queries, 4096), target)
     assert (QUERIES % config.block_m, KEYS % config.block_n) == (0, 0)
     assert not config.warp_specialize

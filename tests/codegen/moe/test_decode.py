@@ -9,9 +9,9 @@ import pytest
 
 from tests.experts import SMALL_SM100, as_double
 from tests.interpreted import Interpreter
-from tilewright.codegen.grouped.kernels import GemmConfig
-from tilewright.codegen.moe.decode import DECODED_BYTES, decodable
+from tilewright.codegen.grouped.tiles import GemmConfig
 from tilewright.codegen.moe.plan import DECODED_ROWS, plan_moe
+from tilewright.codegen.moe.problem import DECODED_BYTES, decodable
 from tilewright.codegen.targets import TARGETS
 from tilewright.ops.moe import moe
 from tilewright.ops.moe.cases import MoeCase
@@ -34,7 +34,7 @@ def test_dequantised_weights_compute_the_op(case):
     problem = moe_problem(a)
     plan = plan_moe(problem, 2048, SMALL_SM100)
     assert plan.decode
-    tiles = GemmConfig(64, 32, 32, False, 4, 2)
+    tiles = GemmConfig(64, 32, 32, 4, 2)
     order = plan_moe(problem, case.num_tokens, SMALL_SM100).order
     plan = replace(plan, up=tiles, down=tiles, order=order)
     machine = Interpreter()

@@ -6,13 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from tilewright.codegen.grouped.codes_kernels import (
-    CodesConfig,
-    codes_config,
-    codes_obstacle,
-    order_of,
-)
+from tilewright.codegen.grouped.codes import codes_obstacle, order_of
 from tilewright.codegen.grouped.problem import WeightOperands
+from tilewright.codegen.grouped.tiles import CodesConfig
 from tilewright.codegen.moe.kernels import order_config
 from tilewright.codegen.moe.plan import plan_moe
 from tilewright.codegen.moe.problem import MoeProblem, address_obstacle, down_problem
@@ -55,7 +51,7 @@ NVFP4 = replace(
     DENSE, gate=nvfp4(N, K, 2), up=nvfp4(N, K, 2), down=nvfp4(K, N), distance=N * K // 2
 )
 INT4 = replace(NVFP4, gate=as_int4(NVFP4.gate), up=as_int4(NVFP4.up), down=as_int4(NVFP4.down))
-TILES = codes_config(16, 64, 128, 4, 4)
+TILES = CodesConfig(16, 64, 128, 4, 4)
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 256])

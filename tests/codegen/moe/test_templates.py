@@ -15,8 +15,8 @@ from tests.interpreted import Interpreter
 from tilewright.codegen.build import compile_for
 from tilewright.codegen.build.interpreter import interpret
 from tilewright.codegen.emit import emit
-from tilewright.codegen.grouped.codes_kernels import codes_config, codes_obstacle
-from tilewright.codegen.grouped.kernels import GemmConfig
+from tilewright.codegen.grouped.codes import codes_obstacle
+from tilewright.codegen.grouped.tiles import CodesConfig, GemmConfig
 from tilewright.codegen.moe.kernels import (
     CombineConfig,
     OrderConfig,
@@ -39,10 +39,10 @@ from tilewright.ops.runtime.program import Planner, drive
 CASES = [c for c in MOE_CASES if c.dtype != torch.float64]
 CASES = [c for c in CASES if c.num_tokens and not c.weight_on_input]
 CASES = [c for c in CASES if c.activation_format == "dense"]  # ../grouped/test_scaled.py has them
-SWAPPED = GemmConfig(16, 64, 32, True, 4, 2)
-TILED = GemmConfig(64, 32, 32, False, 4, 2)
+SWAPPED = GemmConfig(16, 64, 32, 4, 2, swapped=True)
+TILED = GemmConfig(64, 32, 32, 4, 2)
 # Finds a tile's expert in memory; the interpreter knows nothing of warps.
-SPECIALISED = GemmConfig(16, 32, 32, False, 4, 2, flatten=True, warp_specialize=True)
+SPECIALISED = GemmConfig(16, 32, 32, 4, 2, flatten=True, warp_specialize=True)
 
 
 def sorted_routes(problem, ids, config):
@@ -141,7 +141,7 @@ def test_codes_stream_in_the_order_of_their_words(name, layout, ordered, swapped
     block_k = {"nvfp4": 256 if swapped else 64, "mxfp4": 128, "int4": 64}[name]
     a = moe.sample_inputs(case)
     part_k = 128 if layout == "interleaved" else 256
-    config = codes_config(16, 32, block_k, 4, 2, ordered=ordered, swapped=swapped, part_k=part_k)
+    config = CodesConfig(16, 32, block_k, 4, 2, ordered=ordered, swapped=swapped, part_k=part_k)
     exact = moe.reference(as_double(a))
     assert codes_obstacle(down_problem(moe_problem(a)), config) is None
     problem = moe.OP.tolerances[case.dtype].problem(fused(a, config), exact)
@@ -163,7 +163,7 @@ def test_warps_have_columns_of_their_own(name, layout, split, part_k, by_route):
     if name == "mxfp4":
         case = replace(case, inner=128)
     a = moe.sample_inputs(case)
-    config = codes_config(
+    config = CodesConfig(
         8, 64, split * part_k, split, 2, ordered=name == "mxfp4", part_k=part_k, split=split,
         by_route=by_route,
     )  # fmt: skip
@@ -178,7 +178,7 @@ def test_experts_that_are_not_there_add_nothing(by_route):
     """On a GPU nobody looks at the ids: no memory behind the experts' is read, nor memory that
     nobody wrote."""
     case = MoeCase("case", weight_format="nvfp4", hidden=64, inner=64, num_tokens=3, num_experts=4)
-    config = codes_config(8, 64, 128, 2, 2, part_k=64, split=2, by_route=by_route)
+    config = CodesConfig(8, 64, 128, 2, 2, part_k=64, split=2, by_route=by_route)
     a = moe.sample_inputs(case)
     parts = [f"{x}_{what}" for x in ("gate", "up", "down") for what in ("weight", "scale")]
     parts += [f"{x}_expert_scale" for x in ("gate", "up", "down")]

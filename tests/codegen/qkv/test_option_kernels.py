@@ -7,8 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.codegen.qkv.test_templates import fused_spec
 from tilewright.codegen.emit import emit
-from tilewright.codegen.qkv import plan as qkv_plan
+from tilewright.codegen.qkv.candidates import candidates
+from tilewright.codegen.qkv.kernels import SwappedConfig, TiledConfig
+from tilewright.codegen.qkv.plan import choose
 from tilewright.codegen.qkv.problem import (
     QkvProblem,
     heads_fit,
@@ -16,7 +19,7 @@ from tilewright.codegen.qkv.problem import (
     tiled_obstacle,
     tiled_weights,
 )
-from tilewright.codegen.qkv.specs import SwappedConfig, TiledConfig, swapped_spec, tiled_spec
+from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import SM90, SM100
 from tilewright.ops.qkv import qkv_cache
 from tilewright.ops.qkv.operands import prepare
@@ -35,8 +38,12 @@ def problem(case: AttentionCase) -> QkvProblem:
     return prepare(qkv_cache.OP.sample_inputs(case)).problem
 
 
+def spec_of(case: AttentionCase, config: SwappedConfig | TiledConfig) -> KernelSpec:
+    return fused_spec(qkv_cache.OP.sample_inputs(case), config)
+
+
 def tiled(case: AttentionCase) -> str:
-    return emit(tiled_spec(problem(case), TILES, "sm100"))
+    return emit(spec_of(case, TILES))
 
 
 def test_a_plain_kernel_holds_nothing_of_the_options() -> None:
@@ -71,10 +78,10 @@ def test_8_bit_caches_saturate_and_leave_q_alone(dtype: str, limit: int) -> None
 
 
 def test_row_offsets_are_compared_where_they_are_few() -> None:
-    few = emit(swapped_spec(problem(TABLE), FEW, "sm100"))
+    few = emit(spec_of(TABLE, FEW))
     assert "tl.sum((offset" in few
     many = replace(TABLE, new_tokens=(0,) * 299 + (5,), cached_tokens=(0,) * 300)
-    source = emit(swapped_spec(problem(many), FEW, "sm100"))
+    source = emit(spec_of(many, FEW))
     assert "tl.sum((offset" not in source
     assert source.count("sequences_ptr + ") == 9 + 1  # 2 ** 9 > 300, and the token's own
 
@@ -87,10 +94,10 @@ def test_repeated_heads_are_stored_again_and_projected_once() -> None:
 
 def test_counts_of_tables_come_at_run_time() -> None:
     """A longer table or more sequences need no kernel of their own."""
-    spec = swapped_spec(problem(TABLE), FEW, "sm100")
+    spec = spec_of(TABLE, FEW)
     assert {"num_sequences", "lookup_columns", "lookup_stride"} <= dict(spec.signature).keys()
     longer = replace(TABLE, new_tokens=(5, 0, 0), cached_tokens=(77, 1, 1), num_pages=9)
-    assert swapped_spec(problem(longer), FEW, "sm100") == spec
+    assert spec_of(longer, FEW) == spec
 
 
 @pytest.mark.parametrize(
@@ -103,7 +110,7 @@ def test_counts_of_tables_come_at_run_time() -> None:
 )
 def test_what_no_fused_kernel_takes_goes_to_the_library(case: AttentionCase, reason: str) -> None:
     for tokens in (1, 4096):
-        choice = qkv_plan.choose(problem(case), tokens, SM90, packed=False)
+        choice = choose(problem(case), tokens, SM90, packed=False)
         assert choice.name == "library"
         assert reason in choice.reason
 
@@ -113,12 +120,12 @@ def test_weights_of_two_orders_have_no_fused_kernel() -> None:
     mixed = replace(plain, weights=(turned.weights[0], *plain.weights[1:]))
     assert "together" in (swapped_obstacle(mixed) or "")
     assert "strides" in (tiled_obstacle(mixed) or "")
-    assert qkv_plan.choose(mixed, 64, SM90, packed=False).name == "library"
+    assert choose(mixed, 64, SM90, packed=False).name == "library"
 
 
 def test_heads_are_loaded_together_where_they_are_neighbours() -> None:
     grouped = problem(replace(LLAMA, projection="grouped"))
-    assert tiled_weights(grouped).steps == (6, 1, 6, 6)
+    assert tiled_weights(grouped).head_steps == (6, 1, 6, 6)
     assert heads_fit(grouped, 1)
     assert not heads_fit(grouped, 2)
     # q's groups lie apart, but k's and v's heads are neighbours: tiles that divide a group.
@@ -134,7 +141,7 @@ def test_heads_are_loaded_together_where_they_are_neighbours() -> None:
 @pytest.mark.parametrize("target", [SM90, SM100], ids=["sm90", "sm100"])
 def test_a_norm_after_the_rotation_keeps_heads_whole(target) -> None:
     after = problem(replace(NORMED, head_dim=128, rotary_dim=128, norm_after_rope=True))
-    found = qkv_plan.candidates(after, 4096, target)
+    found = candidates(after, 4096, target)
     assert found
     for config in found:
         assert isinstance(config, TiledConfig)

@@ -10,27 +10,28 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.codegen.qkv.test_templates import check, problem_of, run_fused
+from tests.codegen.qkv.test_templates import (
+    check,
+    fused_spec,
+    problem_of,
+    run_fused,
+    with_rows_apart,
+)
 from tests.interpreted import Interpreter
 from tilewright.codegen.emit import emit
-from tilewright.codegen.operand import Operand
-from tilewright.codegen.qkv.quantized_specs import (
-    dequantize_grid,
-    dequantize_problems,
-    dequantize_spec,
-    quantized_fits,
-    quantized_obstacle,
-    quantized_spec,
-)
-from tilewright.codegen.qkv.specs import SwappedConfig
+from tilewright.codegen.qkv.candidates import fits
+from tilewright.codegen.qkv.kernels import SwappedConfig
+from tilewright.codegen.qkv.plan import library_choice
+from tilewright.codegen.qkv.problem import swapped_obstacle
 from tilewright.codegen.targets import SM90, SM100, SM120
 from tilewright.ops.formats.quantized_weight import AWQ_ORDER
 from tilewright.ops.qkv import qkv_cache
 from tilewright.ops.qkv.arguments import LETTERS, FusedQkvArguments
 from tilewright.ops.qkv.cases import CODE_CASES
-from tilewright.ops.qkv.operands import prepare, quantized_values
+from tilewright.ops.qkv.library import dequantized_weights
+from tilewright.ops.qkv.operands import prepare
 from tilewright.ops.qkv.samples import AttentionCase
-from tilewright.ops.runtime.program import Launch
+from tilewright.ops.runtime.program import drive
 
 NIBBLES = AttentionCase(
     "nibbles",
@@ -78,12 +79,12 @@ def test_fused(index: int) -> None:
     """Every case with one config, each config with many cases."""
     case = list(CASES.values())[index]
     problem = problem_of(in_wide_cache(case))
-    fitting = [config for config in CONFIGS.values() if quantized_fits(problem, config, SM100)]
-    assert (quantized_obstacle(problem) is None) == bool(fitting)
+    fitting = [config for config in CONFIGS.values() if fits(problem, config, SM100)]
+    assert (swapped_obstacle(problem) is None) == bool(fitting)
     if fitting:
         check_fused(case, fitting[index % len(fitting)])
     else:
-        assert quantized_obstacle(problem) == "scales of 16 columns"
+        assert swapped_obstacle(problem) == "scales of 16 columns"
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
@@ -102,15 +103,14 @@ ODD_ORDER = replace(NIBBLES, nibble_order=(7, 3, 5, 1, 0, 2, 6, 4), zeros="packe
 def test_numbers_are_those_of_the_reference(case: AttentionCase) -> None:
     a = qkv_cache.OP.sample_inputs(case)
     call = prepare(a)
-    for weight in dequantize_problems(call.problem):
-        letter = LETTERS[weight.index]
+    choice = library_choice(call.problem, a.x.shape[0], SM100, True, None)
+    steps = dequantized_weights(call, call.rows, choice.statics[1:], SM100)
+    made = drive(steps, Interpreter(SM100)).outcome
+    assert len(made) == 2 + case.writes_v
+    for letter, got in zip(LETTERS, made, strict=False):
+        assert got.dtype == (torch.float32 if case.codes else a.x.dtype)
         want = dequantized(a, letter)
-        got = torch.full(want.shape, torch.nan, dtype=a.x.dtype if not case.codes else want.dtype)
-        names = ("weight", "scale", "zero")
-        given = {f"{name}_ptr": call.values[f"{letter}_{name}_ptr"] for name in names}
-        spec, grid = dequantize_spec(weight, "sm100"), dequantize_grid(weight)
-        Interpreter(SM100).perform(Launch(spec, grid, {**given, "out_ptr": got}))
-        assert torch.equal(got, want.to(got.dtype))
+        assert torch.equal(got.view(want.shape), want.to(got.dtype))
 
 
 def dequantized(a: FusedQkvArguments, letter: str) -> torch.Tensor:
@@ -119,7 +119,7 @@ def dequantized(a: FusedQkvArguments, letter: str) -> torch.Tensor:
 
 
 def words_of(a: FusedQkvArguments) -> torch.dtype:
-    return quantized_values(a, a.projections)["q_weight_ptr"].dtype
+    return prepare(a).values["q_weight"].dtype
 
 
 def test_bytes_are_read_as_words_only_where_they_are() -> None:
@@ -131,7 +131,7 @@ def test_bytes_are_read_as_words_only_where_they_are() -> None:
 
 def test_an_order_without_a_kernel_says_so() -> None:
     problem = problem_of(in_wide_cache(ODD_ORDER))
-    assert quantized_obstacle(problem) == "nibbles in the order [7, 3, 5, 1, 0, 2, 6, 4]"
+    assert swapped_obstacle(problem) == "nibbles in the order [7, 3, 5, 1, 0, 2, 6, 4]"
 
 
 @pytest.mark.parametrize("what", ["scale", "zero"])
@@ -147,9 +147,7 @@ def test_weights_of_several_kinds_are_left_to_the_reference(what: str) -> None:
 
 @pytest.mark.parametrize("stride", [2**15, 2**24])
 def test_rows_far_apart_are_counted_in_64_bits(stride: int) -> None:
-    problem = problem_of(in_wide_cache(NIBBLES))
-    far = replace(problem, x=Operand("bf16", (stride,)))
-    source = emit(quantized_spec(far, CONFIGS["whole heads"], "sm90"))
+    source = emit(fused_spec(with_rows_apart(NIBBLES, stride), CONFIGS["whole heads"]))
     (line,) = [line for line in source.splitlines() if "x_ptrs =" in line]
     assert ("int64" in line) == (stride > 2**15)
 
@@ -162,6 +160,6 @@ def test_codes_that_mma_sync_takes_in_another_order_go_through_shared_memory() -
     )  # fmt: skip
     problem = problem_of(qkv_cache.OP.sample_inputs(case, "meta"))
     whole = SwappedConfig(128, 16, 128, 4, 3)
-    assert quantized_fits(problem, whole, SM90)
-    assert not quantized_fits(problem, whole, SM120)
-    assert quantized_fits(problem, replace(whole, block_p=64), SM120)
+    assert fits(problem, whole, SM90)
+    assert not fits(problem, whole, SM120)
+    assert fits(problem, replace(whole, block_p=64), SM120)

@@ -16,36 +16,37 @@ import torch
 from tests.interpreted import Interpreter
 from tests.ops.qkv import plain
 from tilewright.codegen.emit import emit
-from tilewright.codegen.operand import Operand
-from tilewright.codegen.qkv.plan import epilogue_config, fused_choice
+from tilewright.codegen.qkv.kernels import (
+    EPILOGUE,
+    Config,
+    EpilogueConfig,
+    SwappedConfig,
+    TiledConfig,
+    epilogue_grid,
+    epilogue_statics,
+)
+from tilewright.codegen.qkv.plan import LoweringChoice, epilogue_config, fused_choice
 from tilewright.codegen.qkv.problem import (
     QkvProblem,
     heads_fit,
     swapped_obstacle,
     tiled_obstacle,
 )
-from tilewright.codegen.qkv.specs import (
-    EpilogueConfig,
-    SwappedConfig,
-    TiledConfig,
-    epilogue_grid,
-    epilogue_spec,
-    swapped_spec,
-    tiled_spec,
-)
-from tilewright.codegen.qkv.time import Config
-from tilewright.codegen.targets import SM100
+from tilewright.codegen.spec import KernelSpec
+from tilewright.codegen.targets import SM100, get_target
 from tilewright.ops.formats.weight_rows import weight_rows
 from tilewright.ops.qkv import cache_store, choices, qkv_cache
 from tilewright.ops.qkv.arguments import FusedQkvArguments, KvStoreArguments
 from tilewright.ops.qkv.library import project, project_packed
 from tilewright.ops.qkv.operands import (
-    epilogue_problem,
+    StoreCall,
+    input_strides,
     prepare,
     prepare_store,
     result_buffer,
 )
 from tilewright.ops.qkv.samples import AttentionCase
+from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.program import Launch, SplitK, drive
 
 LLAMA = AttentionCase(
@@ -231,10 +232,20 @@ def problem_of(a: FusedQkvArguments) -> QkvProblem:
     return prepare(a).problem
 
 
+def choice_of(a: FusedQkvArguments, config: Config) -> LoweringChoice:
+    return fused_choice(problem_of(a), config, 0.0)
+
+
+def fused_spec(a: FusedQkvArguments, config: Config, target: str = "sm100") -> KernelSpec:
+    """The kernel that projects, of a fused lowering of this config."""
+    chip = get_target(target)
+    return choices.specs_of(prepare(a), choice_of(a, config), chip)[-1]
+
+
 def run_fused(a: FusedQkvArguments, config: Config) -> torch.Tensor:
     """q by a fused kernel of this config; new memory holds NaN."""
     machine = Interpreter(replace(SM100, num_sms=3))
-    choice = fused_choice(problem_of(a), config, machine.target, 0.0, measured=False)
+    choice = choice_of(a, config)
     program = drive(choices.choice_steps(prepare(a), choice, machine.target), machine)
     counters = [answer[1] for step, answer in program.steps if isinstance(step, SplitK)]
     assert not any(t.any() for t in counters), "the next launch would find counters in use"
@@ -257,14 +268,19 @@ def run_epilogue(a: FusedQkvArguments) -> torch.Tensor:
     else:
         inputs = [made(project(a.x.float(), w.float()), machine) for w in weights]
     q_in, k_in, v_in = (*inputs, None)[:3]
-    problem = epilogue_problem(q_in, k_in, v_in, call.problem.epilogue)
-    values = {**call.values, "q_out_ptr": q, "q_ptr": q_in, "k_ptr": k_in, "v_ptr": v_in}
-    config = EpilogueConfig(4, 1 if problem.epilogue.gate_run == 1 else 2, 4)
-    if problem.epilogue.row_norm:
-        config = epilogue_config(problem.epilogue, a.x.shape[0], SM100)
-    grid = epilogue_grid(problem, config, a.x.shape[0])
-    machine.perform(Launch(epilogue_spec(problem, config, "sm100"), grid, values))
+    call.values.update(q_out=q, q=q_in, k=k_in, v=v_in)
+    config = EpilogueConfig(4, 1 if call.epilogue.gate_run == 1 else 2, 4)
+    if call.epilogue.row_norm:
+        config = epilogue_config(call.epilogue, a.x.shape[0], SM100)
+    machine.perform(epilogue_launch(call, config))
     return q
+
+
+def epilogue_launch(call: StoreCall, config: EpilogueConfig) -> Launch:
+    q, k, v = (call.values[name] for name in "qkv")
+    grid = epilogue_grid(call.epilogue, config, call.values["num_tokens"])
+    statics, known = epilogue_statics(call.epilogue, config), call.known | input_strides(q, k, v)
+    return launch(EPILOGUE, SM100, grid, call.values, statics, **known)
 
 
 def made(steps: Any, machine: Interpreter) -> Any:
@@ -364,10 +380,7 @@ def test_epilogue(case: AttentionCase) -> None:
 
 
 def run_store(a: KvStoreArguments) -> None:
-    problem, values = prepare_store(a)
-    config = EpilogueConfig(2, 1, 4)
-    grid = epilogue_grid(problem, config, a.k.shape[0])
-    Interpreter(SM100).perform(Launch(epilogue_spec(problem, config, "sm100"), grid, values))
+    Interpreter(SM100).perform(epilogue_launch(prepare_store(a), EpilogueConfig(2, 1, 4)))
 
 
 @pytest.mark.parametrize(
@@ -422,18 +435,24 @@ def test_store_takes_any_strides() -> None:
     check(cache_store.OP, replace(arguments, k=turned), run_store)
 
 
+def with_rows_apart(case: AttentionCase, stride: int) -> FusedQkvArguments:
+    """A call without memory, whose rows of x are so far apart."""
+    a = qkv_cache.OP.sample_inputs(case, "meta")
+    return replace(a, x=a.x.as_strided(a.x.shape, (stride, 1)))
+
+
 @pytest.mark.parametrize("far", [False, True])
 def test_rows_and_heads_far_apart_are_counted_in_64_bits(far: bool) -> None:
-    problem = problem_of(qkv_cache.OP.sample_inputs(LLAMA))
-    problem = replace(problem, x=Operand("bf16", (2**24 if far else 2**15,)))
-    source = emit(swapped_spec(problem, SWAPPED["whole heads"], "sm90"))
+    source = emit(
+        fused_spec(with_rows_apart(LLAMA, 2**24 if far else 2**15), SWAPPED["whole heads"])
+    )
     (line,) = [line for line in source.splitlines() if "x_ptrs =" in line]
     assert ("int64" in line) == far
-    store, _ = prepare_store(cache_store.OP.sample_inputs(LLAMA))
-    token, group, _, dim = store.k.strides
-    heads = replace(store.k, strides=(token, group, 2**24 if far else 2**23, dim))
-    spec = epilogue_spec(replace(store, k=heads), EpilogueConfig(4, 2, 4), "sm90")
-    before = emit(spec).partition("tl.load(")[0]
+    store = cache_store.OP.sample_inputs(LLAMA, "meta")
+    token, _, dim = store.k.stride()
+    heads = store.k.as_strided(store.k.shape, (token, 2**24 if far else 2**23, dim))
+    call = prepare_store(replace(store, k=heads))
+    before = emit(epilogue_launch(call, EpilogueConfig(4, 2, 4)).spec).partition("tl.load(")[0]
     assert bool(re.search(r"\bheads\w*\.to\(tl\.int64\)", before)) == far
 
 
@@ -449,7 +468,7 @@ def test_tables_of_two_dtypes_are_left_to_the_reference() -> None:
 @pytest.mark.parametrize("static_tokens", [False, True])
 def test_static_counts_are_baked(static_tokens: bool) -> None:
     arguments = replace(qkv_cache.OP.sample_inputs(STATIC), static_tokens=static_tokens)
-    spec = swapped_spec(problem_of(arguments), SWAPPED["whole heads"], "sm100")
+    spec = fused_spec(arguments, SWAPPED["whole heads"])
     assert (("num_tokens", 6) in spec.constants) == static_tokens
     check(qkv_cache.OP, arguments, lambda a: run_fused(a, SWAPPED["whole heads"]))
 
@@ -497,4 +516,4 @@ def test_fp32_has_no_fused_kernel() -> None:
 def test_a_norm_after_the_rotation_wants_whole_heads() -> None:
     arguments = qkv_cache.OP.sample_inputs(OPTIONS["norm after rope"])
     with pytest.raises(ValueError, match="whole heads"):
-        tiled_spec(problem_of(arguments), TILED["pairs first"], "sm90")
+        fused_spec(arguments, TILED["pairs first"])

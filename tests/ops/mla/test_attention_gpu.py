@@ -21,8 +21,8 @@ from tests.attention_cases import (
 )
 from tilewright.codegen.targets import SM90
 from tilewright.ops.mla.attention.lowering import attention_steps, merge_steps, query_steps
-from tilewright.ops.mla.attention.operands import AttentionCall, RopeTables
-from tilewright.ops.reference.rope import apply_rope
+from tilewright.ops.mla.attention.operands import AttentionCall
+from tilewright.ops.reference.rope import RopeTables, apply_rope
 from tilewright.ops.runtime.launch import machine_of
 from tilewright.ops.runtime.program import Planner, drive
 
@@ -123,21 +123,10 @@ def test_a_graph_follows_its_offsets(case):
     torch.testing.assert_close(lse[:rows].double(), want_lse, rtol=1e-3, atol=2e-3)
 
 
-def test_rope_keys_from_pages():
-    case = replace(LATER, name="pages")
-    a = on_gpu(with_options(case, scale=0.1, **prefix(case)))
-    pool = torch.randn(40, 16, 512 + case.rope).bfloat16().cuda()[..., 512:]
-    table = torch.randperm(40)[:39].reshape(3, 13).to(torch.int32)
-    table = torch.cat((table, table.flip(1)), 1).cuda()
-    a = replace(a, k_rope=pool, block_table=table, out_dtype=torch.bfloat16)
-    out, _ = attend(a)
-    torch.testing.assert_close(out.double(), exact(a)[0], rtol=3e-2, atol=3e-2)
-
-
 def test_chunks_merge():
     case = replace(REAL, queries=(200,), keys=(1000,))
     a = on_gpu(with_options(case, scale=0.1, query_starts=torch.tensor([800])))
-    want, want_lse = exact(a)
+    want, _ = exact(a)
     parts = []
     for first, last in ((0, 333), (333, 700), (700, 1000)):
         chunk = replace(
@@ -148,10 +137,9 @@ def test_chunks_merge():
         parts.append(attend(chunk))
     outs, lses = zip(*parts, strict=True)
     machine = machine_of(a.q.device)
-    steps = merge_steps(outs, lses, torch.bfloat16, machine.target, return_lse=True)
-    out, lse = performed(steps, machine).result
+    steps = merge_steps(outs, lses, torch.bfloat16, machine.target)
+    out = performed(steps, machine).result
     torch.testing.assert_close(out.double(), want, rtol=2e-2, atol=2e-2)
-    torch.testing.assert_close(lse.double(), want_lse, rtol=1e-3, atol=2e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FP8], ids=str)
@@ -160,7 +148,7 @@ def test_queries_are_rotated_on_the_way(dtype):
     a = on_gpu(with_options(case, scale=0.1, out_dtype=torch.bfloat16))
     q = torch.randn(2, 257, 4, 192, device="cuda").bfloat16()
     angles = torch.rand(300, 32, device="cuda") * 6
-    rope = RopeTables(angles.cos(), angles.sin(), "interleaved", by_position=True)
+    rope = RopeTables(angles.cos(), angles.sin(), "interleaved", rope_by_position=True)
     scale = torch.tensor(0.02, device="cuda") if dtype == FP8 else None
     out, _ = attend(replace(a, q=q, q_rope=None, tables=rope, q_scale=scale))
     table = [t[:257].double() for t in (rope.cos, rope.sin)]

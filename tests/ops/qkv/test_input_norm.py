@@ -11,8 +11,9 @@ import torch.nn.functional as F
 
 from tests.agreement import relative_error, upcast
 from tests.interpreted import Interpreter, interpret
-from tilewright.codegen.qkv.plan import MOST_NORMED_TOKENS, choose, fits, plan_fused_qkv
-from tilewright.codegen.qkv.specs import SwappedConfig
+from tilewright.codegen.qkv.candidates import fits
+from tilewright.codegen.qkv.kernels import SwappedConfig
+from tilewright.codegen.qkv.plan import MOST_NORMED_TOKENS, choose, plan_fused_qkv
 from tilewright.codegen.qkv.tune import Case, trials
 from tilewright.codegen.targets import SM80, SM90, SM100
 from tilewright.ops.contract import get_op
@@ -106,7 +107,7 @@ def test_few_tokens_are_normed_by_the_kernel_that_projects_them(target):
         # Behind a norm by itself everything is as without one.
         plain = choose(problem(num_tokens=tokens, input_norm=""), tokens, target)
         if not inside:
-            assert (choice.config, choice.specs) == (plain.config, plain.specs)
+            assert (choice.config, choice.epilogue) == (plain.config, plain.epilogue)
         else:
             assert "that norms x" in choice.reason
 

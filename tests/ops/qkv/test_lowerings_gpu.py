@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tilewright.codegen.qkv.plan import candidates, fused_choice, library_choice, plan_fused_qkv
-from tilewright.codegen.qkv.time import estimate
+from tilewright.codegen.qkv.candidates import candidates
+from tilewright.codegen.qkv.plan import fused_choice, library_choice, plan_fused_qkv, ranked
 from tilewright.ops.formats.fp8 import SATURATED_BY_TORCH
 from tilewright.ops.qkv import cache_store, qkv_cache
 from tilewright.ops.qkv.arguments import FusedQkvArguments
@@ -124,9 +124,8 @@ def check_lowerings(arguments: FusedQkvArguments, best: int | None = None) -> li
     call = prepare(arguments)
     tokens = arguments.x.shape[0]
     choices = [
-        fused_choice(call.problem, config, target, seconds, measured=False)
-        for config in candidates(call.problem, tokens, target)
-        for seconds in [estimate(call.problem, config, tokens, target)]
+        fused_choice(call.problem, config, seconds)
+        for seconds, config in ranked(call.problem, tokens, target)
     ]
     choices.sort(key=lambda choice: choice.seconds)
     for name in ("swapped", "tiled") if best is not None else ():
@@ -241,7 +240,7 @@ def test_graphs_of_split_k_launches_may_run_side_by_side() -> None:
         for c in candidates(call.problem, 16, target)
         if getattr(c, "split_k", 1) == 4 and c.num_stages >= 4
     )
-    choice = fused_choice(call.problem, config, target, 0.0, measured=False)
+    choice = fused_choice(call.problem, config, 0.0)
     right = results(with_fresh_caches(arguments), choice)[0].clone()
     torch.cuda.synchronize()
     made, graphs, calls = [], [], []

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tests.ops.qkv.test_lowerings_gpu import in_float64, results, with_fresh_caches
-from tilewright.codegen.qkv.plan import LoweringChoice, candidates, fused_choice, library_choice
+from tilewright.codegen.qkv.candidates import candidates
+from tilewright.codegen.qkv.plan import LoweringChoice, fused_choice, library_choice
 from tilewright.ops.formats.quantized_weight import AWQ_ORDER
 from tilewright.ops.qkv import qkv_cache
 from tilewright.ops.qkv.arguments import FusedQkvArguments
@@ -78,7 +79,7 @@ def choices(a: FusedQkvArguments) -> list[LoweringChoice]:
     assert target is not None
     tokens = a.x.shape[0]
     tried = candidates(call.problem, tokens, target)[::SHARE]
-    fused = [fused_choice(call.problem, config, target, 0.0, measured=False) for config in tried]
+    fused = [fused_choice(call.problem, config, 0.0) for config in tried]
     return [*fused, library_choice(call.problem, tokens, target, True, None)]
 
 

@@ -69,3 +69,27 @@ def test_what_is_missing_is_named(name):
     del given[name]
     with pytest.raises(KeyError, match=name):
         launch(GATHER, SM90, GRID, given, Tiles())
+
+
+STEPPED = replace(GATHER, launch_strides={"num_rows": ("x", 0)}, types={}, divisible=())
+
+
+@pytest.mark.parametrize(
+    ("kernel", "x", "stride"),
+    [
+        (STEPPED, torch.zeros(4, 64), 64),
+        (STEPPED, torch.zeros(1, 24), 24),
+        (replace(STEPPED, broadcast=("x",)), torch.zeros(1, 24), 0),
+        (replace(STEPPED, launch_strides={"num_rows": ("x", -3)}), torch.zeros(4, 24), 0),
+        (replace(STEPPED, launch_strides={"num_rows": ("bias", 0)}), torch.zeros(4, 24), 0),
+    ],
+)
+def test_a_stride_known_at_the_launch_is_its_tensors(kernel, x, stride):
+    given = values(x=x, bias=None)
+    del given["num_rows"]
+    made = launch(kernel, SM90, GRID, given, Tiles())
+    assert made.given[-1] == stride
+    assert dict(made.spec.signature)["num_rows"] == "i64"
+    assert ("num_rows" in made.spec.divisible16) == (stride % 16 == 0)
+    told = launch(replace(kernel, unaligned=("num_rows",)), SM90, GRID, given, Tiles())
+    assert "num_rows" not in told.spec.divisible16

@@ -20,11 +20,11 @@ from tilewright.patterns.lora.arguments import has_kernels
 from tilewright.patterns.qkv import qkv_cache
 
 #: What is not fused, and why.
-MISSED = {"slice_add": "LORA_IN_PLACE", "taken_along": "LORA_FORM"}
+MISSED = {"slice_add": "LORA_IN_PLACE", "taken_along": "LORA_FORM", "one_hot": "LORA_FORM"}
 #: One site for each adapter.
 SITES = {"looped": 4}
 DYNAMIC = (
-    "gather_einsum", "stacked_split", "none_where", "sequences_bmm", "grouped", "one_hot",
+    "gather_einsum", "stacked_split", "none_where", "sequences_bmm", "grouped",
 )  # fmt: skip
 
 

@@ -76,6 +76,10 @@ ROWS = {
 }
 
 
+def dequantized(weight, dtype):
+    return torch.stack([weight.expert(e, dtype).dequantize(dtype) for e in range(E)])
+
+
 CUT = ("nvfp4_table", "mxfp4_ldexp", "fp8_blocks", "int4_groups")
 CASES = [(n, "all") for n in SPELLINGS] + [(n, r) for n in CUT for r in ("half", "every_other")]
 
@@ -87,8 +91,8 @@ def test_every_spelling_is_its_format_with_the_same_numbers(name, rows):
     given, (weight, data, scale, factor) = traced(function, stored(wanted), as_expert_weight(cut))
     assert given["weight_format"] == wanted
     block = given.get("scale_block", ())
-    held = ExpertWeight(data, wanted, scale, tuple(block), factor)
-    ours = held.dequantize(torch.arange(E), torch.float64)
+    held = ExpertWeight(data, wanted, scale, tuple(block), expert_scale=factor)
+    ours = dequantized(held, torch.float64)
     # The graph rounds the weight to bfloat16, the format is exact.
     rounded = ours.to(torch.bfloat16)
     torch.testing.assert_close(rounded, weight[:, places], rtol=2**-7, atol=1e-6)
@@ -115,9 +119,7 @@ def test_scales_that_the_graph_moves_are_taken_where_they_are_moved_to():
     given, (weight, data, scale, _) = traced(
         scales_of_the_next_block, stored("nvfp4"), as_expert_weight(lambda effect: effect)
     )
-    ours = ExpertWeight(data, given["weight_format"], scale).dequantize(
-        torch.arange(E), torch.float32
-    )
+    ours = dequantized(ExpertWeight(data, given["weight_format"], scale), torch.float32)
     assert torch.equal(ours.bfloat16(), weight)
 
 

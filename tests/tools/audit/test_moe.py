@@ -13,13 +13,13 @@ import pytest
 
 from tilewright.codegen.audit import check
 from tilewright.codegen.build import compile_for
-from tilewright.codegen.grouped.kernels import GemmConfig
+from tilewright.codegen.grouped.tiles import GemmConfig
 from tilewright.codegen.targets import SM90, SM100
-from tilewright.ops.grouped.nvfp4_lowering import grouped_nvfp4_steps
+from tilewright.ops.grouped.nvfp4_matmul import grouped_nvfp4_steps
 from tilewright.ops.runtime.program import Planner, drive
 from tilewright.tools.audit.families import all_cases
 from tilewright.tools.audit.moe import MODELS, moe_cases, nvfp4_arguments, nvfp4_case
-from tilewright.tools.audit_matrix import audit_one
+from tilewright.tools.matrix.audit_matrix import audit_one
 
 # Of most families one kernel, in the form with most to go wrong; `make audit` has all of them.
 COMPILED = {
@@ -34,7 +34,7 @@ COMPILED = {
     "nvfp4 weights as rows": r"nvfp4 2880x2880 rows=1$",
     "nvfp4 tokens as rows": r"nvfp4 2880x2880 rows=1024",
 }
-TILES = GemmConfig(128, 128, 256, False, 8, 3)
+TILES = GemmConfig(128, 128, 256, 8, 3)
 
 
 def nvfp4_spec(target, *, block_scaled):

@@ -12,40 +12,31 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from tilewright.codegen.audit import Audit, check, notes
-from tilewright.codegen.build import BuildError, compile_for
+from tilewright.codegen.build import compile_for
 from tilewright.codegen.targets import Target, get_target
 from tilewright.tools.audit.cases import AuditCase
 from tilewright.tools.audit.families import all_cases as audit_cases
+from tilewright.tools.audit.outcome import Audited, outcome_of
+from tilewright.tools.matrix.environments import make_environment
 
 RELEASES = ("3.6.0", "3.7.1", "3.9.0")
 ENVIRONMENTS = Path(".audit")
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """One kernel with one Triton release; error has the compiler's words where it failed.
+class Outcome(Audited):
+    """One kernel with one Triton release."""
 
-    problems: the rules it breaks. notes: what else is to know of it.
-    """
-
-    case: AuditCase
-    release: str
-    audit: Audit | None
-    problems: tuple[str, ...]
-    error: str = ""
-    notes: tuple[str, ...] = ()
-
-    @property
-    def good(self) -> bool:
-        return self.audit is not None and not self.problems
+    case: AuditCase = field(kw_only=True)
+    release: str = field(kw_only=True)
 
 
 def environment(release: str, root: Path = ENVIRONMENTS) -> Path:
@@ -56,9 +47,7 @@ def environment(release: str, root: Path = ENVIRONMENTS) -> Path:
     folder = root / release
     python = folder / "bin" / "python"
     if _version(python) != release:
-        _run([sys.executable, "-m", "venv", "--clear", str(folder)])
-        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        _run([*pip, f"triton=={release}"])
+        make_environment(sys.executable, folder, f"triton=={release}")
         if _version(python) != release:
             raise RuntimeError(f"{folder}: expected triton {release}, got {_version(python)!r}")
     return python.absolute()
@@ -71,20 +60,11 @@ def _version(python: Path) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
-def _run(command: Sequence[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr.strip()}")
-
-
 def audit_one(case: AuditCase, release: str, python: Path, target: Target) -> Outcome:
-    """Compile and audit one kernel; what Triton refuses is an outcome, not an error."""
-    try:
-        audit = compile_for(case.spec, target, python=str(python)).audit
-    except BuildError as error:
-        return Outcome(case, release, None, (), str(error))
-    problems, told = (tuple(of(audit, target, case.expectations)) for of in (check, notes))
-    return Outcome(case, release, audit, problems, notes=told)
+    """Compiles and audits one kernel in the environment of a release."""
+    build = partial(compile_for, case.spec, target, python=str(python))
+    found = outcome_of(build, target, case.expectations)
+    return Outcome(**vars(found), case=case, release=release)
 
 
 def run_matrix(

@@ -1,0 +1,105 @@
+"""The tiles of grouped GEMMs, those of a mixture of experts among them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilewright.codegen.arithmetic import next_power_of_2
+
+# Columns that share a scale of e4m3 codes, and those of a step over them.
+SCALED_K = 128
+# 32-bit registers of a multiprocessor, of a thread at most; the same on all targets.
+REGISTERS, MAX_REGISTERS, WARP_SIZE = 65536, 255, 32
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """Tiles of one grouped GEMM: block_m rows of x, block_n columns, block_k of the inner dim.
+    swapped: weights stand on the tensor core's M side."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int = 1
+    swapped: bool = False
+    flatten: bool = False
+    warp_specialize: bool = False
+
+    def __str__(self) -> str:
+        kind = "swapped " if self.swapped else ""
+        more = f" p{self.programs_per_sm}" + ("f" if self.flatten else "")
+        more += " ws" if self.warp_specialize else ""
+        tile = f"{self.block_m}x{self.block_n}x{self.block_k}"
+        return f"{kind}{tile} w{self.num_warps} s{self.num_stages}{more}"
+
+    def grid(self, num_sms: int) -> tuple[int]:
+        """Persistent: the tiles are known on the device only."""
+        return (num_sms * self.programs_per_sm,)
+
+    def search_steps(self, num_experts: int) -> int:
+        """Steps in which a tile finds its expert in memory; 0: not there."""
+        if not self.warp_specialize:
+            return 0
+        return next_power_of_2(max(num_experts, 2)).bit_length() - 1
+
+
+@dataclass(frozen=True)
+class CodesConfig(GemmConfig):
+    """Tiles of a GEMM that streams weights of 4-bit codes. swapped: weights on the M side of the
+    newest instruction; else on the N side of the older one, which takes less for 16 rows and far
+    more for 64. ordered: the rows it multiplies are written in the order of its parts; else it puts
+    them in order itself. part_k: most columns of a part, which are unpacked and multiplied
+    together, of the block_k that are loaded together. split: warps that have columns of their own
+    of a step; 1: all have the same. by_route: every route is a block of rows, in its own place:
+    nothing is sorted."""
+
+    swapped: bool = True
+    ordered: bool = False
+    part_k: int = 128
+    split: int = 1
+    by_route: bool = False
+
+    def __str__(self) -> str:
+        words = [" codes", " split" if self.split > 1 else "", " ordered" if self.ordered else ""]
+        words += [" by route" if self.by_route else ""]
+        return super().__str__() + "".join(words)
+
+
+@dataclass(frozen=True)
+class ScaledConfig(GemmConfig):
+    """Tiles of a GEMM of codes by codes, in steps of SCALED_K columns. parts: into how many a
+    tile's columns go, 1 or 2; gate and up are parts by nature. codes: the first GEMM quantises its
+    result, of SCALED_K columns a tile; else a kernel after it does."""
+
+    parts: int = 1
+    codes: bool = False
+
+    def __str__(self) -> str:
+        more = f" in {self.parts}" if self.parts > 1 else ""
+        return super().__str__() + more + (" to codes" if self.codes else "")
+
+    @property
+    def maxnreg(self) -> int | None:
+        """Limits the registers of a thread, so that `programs_per_sm` fit; None: no limit."""
+        share = REGISTERS // (WARP_SIZE * self.num_warps * self.programs_per_sm)
+        return share // 8 * 8 if share < MAX_REGISTERS else None
+
+
+@dataclass(frozen=True)
+class DequantizeConfig:
+    """Tiles of `dequantize_experts`: rows and columns of a weight."""
+
+    block_n: int = 32
+    block_k: int = 128
+    num_warps: int = 4
+
+
+@dataclass(frozen=True)
+class QuantizeConfig:
+    """Tiles of `quantize_rows`."""
+
+    block_m: int = 4
+    block_k: int = 512
+    num_warps: int = 4

@@ -1,0 +1,153 @@
+"""The tiles that the fused kernels are tried with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from tilewright.codegen.arithmetic import cdiv, next_power_of_2
+from tilewright.codegen.qkv.kernels import Config, SwappedConfig, TiledConfig, tiles_per_head
+from tilewright.codegen.qkv.problem import (
+    QkvProblem,
+    heads_fit,
+    steps_fit,
+    swapped_obstacle,
+    tiled_obstacle,
+)
+from tilewright.codegen.qkv.time import shared_bytes
+from tilewright.codegen.targets import Target
+
+# Tokens of a tile where the tensor core takes codes and x out of registers: more spill (sm120).
+MOST_TOKENS_IN_REGISTERS = 32
+
+
+def candidates(problem: QkvProblem, num_tokens: int, target: Target) -> list[Config]:
+    """The configs worth a try that this problem and target can take."""
+    tried = _configs(problem, num_tokens, target)
+    return [config for config in tried if fits(problem, config, target)]
+
+
+def _configs(problem: QkvProblem, num_tokens: int, target: Target) -> Iterator[Config]:
+    """What was worth its while on an H200, in any problem measured."""
+    if problem.quantization is not None:
+        yield from _code_configs(problem, num_tokens)
+        return
+    whole = next_power_of_2(problem.epilogue.pairs_per_head)
+    if num_tokens <= 128:
+        block_t = max(16, next_power_of_2(num_tokens))
+        for block_p in sorted({32, whole}):
+            for block_k, stages in ((128, 6), (128, 5), (128, 4), (256, 4), (64, 8), (64, 5)):
+                warps = 8 if block_p * block_t >= 64 * 64 else 4
+                for split_k in (1,) if block_p <= 32 else (1, 2, 4):
+                    yield SwappedConfig(block_p, block_t, block_k, warps, stages, split_k)
+    for heads in (1, 2, 4, 8):
+        yield from _tiled_configs(heads, heads * problem.epilogue.head_dim, num_tokens, target)
+
+
+def _tiled_configs(
+    heads: int, width: int, num_tokens: int, target: Target
+) -> Iterator[TiledConfig]:
+    """Tiles of `heads` heads, `width` columns; persistent loops on every chip, and the warps
+    specialised where the accumulator is in tensor memory."""
+    walk = {"persistent": True, "flatten": True, "warp_specialize": target.has("tcgen05")}
+    if 32 < num_tokens <= 1024 and width <= 128:
+        yield TiledConfig(64, heads, 128, 4, 4)
+        for stages in (3, 4, 6):
+            yield TiledConfig(64, heads, 64, 4, stages)
+    if num_tokens > 64 and width <= 128:
+        yield TiledConfig(128, heads, 64, 8, 6, epilogue_parts=2)
+        yield TiledConfig(128, heads, 64, 8, 5, **walk)
+        yield TiledConfig(128, heads, 64, 8, 4, **walk)
+    if num_tokens > 64 and width == 256:
+        yield TiledConfig(64, heads, 64, 8, 5)
+        parts = 4 if target.has("tcgen05") else 2
+        yield TiledConfig(128, heads, 64, 8, 4, epilogue_parts=parts, **walk)
+        if not target.has("tcgen05"):
+            yield TiledConfig(128, heads, 64, 8, 4, **walk)
+            yield TiledConfig(128, heads, 64, 8, 4, epilogue_parts=2, pairs_first=True, **walk)
+    if num_tokens > 64 and not target.has("tcgen05"):
+        # Two programs per SM: the epilogue of one runs beside the other's tensor cores.
+        if width == 128:
+            for parts in (2, 4):
+                pair = TiledConfig(128, heads, 64, 4, 3, epilogue_parts=parts, **walk)
+                yield replace(pair, programs_per_sm=2)
+            yield TiledConfig(128, heads, 64, 8, 6, epilogue_parts=2, **walk)
+            yield TiledConfig(256, heads, 64, 8, 4, epilogue_parts=4, **walk)
+        if width == 256:
+            pair = TiledConfig(64, heads, 32, 4, 5, epilogue_parts=4, **walk)
+            yield replace(pair, programs_per_sm=2)
+
+
+def _code_configs(problem: QkvProblem, num_tokens: int) -> Iterator[SwappedConfig]:
+    """What was worth its while on an H200, in any format measured.
+
+    Few tokens: small tiles in many parts of K. More: x put in order once, and not by every program.
+    """
+    q = problem.codes
+    whole = next_power_of_2(problem.epilogue.pairs_per_head)
+    slices = sorted({min(32, whole), whole})
+    block_k = q.longest_step(problem.hidden)
+    free = q.packed_rows or problem.coded_x
+    block_t = max(16, next_power_of_2(num_tokens))
+    if num_tokens <= 32:
+        for block_p in slices:
+            for split_k in (2, 3, 4, 8):
+                yield SwappedConfig(block_p, block_t, block_k, 4, 3, split_k)
+                if not free:
+                    yield SwappedConfig(block_p, block_t, block_k, 4, 3, split_k, ordered_x=True)
+            yield SwappedConfig(block_p, block_t, block_k, 4, 6)
+            yield SwappedConfig(block_p, block_t, 2 * block_k, 4, 6)
+        return
+    tiles = [(block_p, tokens, 4) for block_p in slices for tokens in (32, 64)]
+    tiles += [(whole, 64, 8)]
+    if num_tokens > 64:
+        tiles = [(block_p, tokens, 4) for block_p in slices for tokens in (64, 128)]
+        tiles += [(whole, 64, 8), (whole, 128, 8)]
+    for block_p, tokens, warps in tiles:
+        for split_k in (1, 2) if num_tokens <= 256 else (1,):
+            for stages in (3, 4):
+                yield SwappedConfig(block_p, tokens, block_k, warps, stages, split_k, not free)
+
+
+def fits(problem: QkvProblem, config: Config, target: Target) -> bool:
+    """Whether a config is legal for the problem and within the target's limits."""
+    if isinstance(config, TiledConfig):
+        legal = tiled_obstacle(problem) is None and _tiled_fits(problem, config)
+    else:
+        legal = swapped_obstacle(problem) is None and _swapped_fits(problem, config, target)
+    return legal and shared_bytes(problem, config, target) <= target.max_shared_bytes - 2048
+
+
+def _swapped_fits(problem: QkvProblem, config: SwappedConfig, target: Target) -> bool:
+    q, heads = problem.quantization, problem.epilogue
+    if not 8 <= config.block_p <= next_power_of_2(heads.pairs_per_head):
+        return False
+    steps = cdiv(problem.hidden, config.block_k)
+    if config.split_k > 1 and steps < config.split_k * (2 if q is None else 1):
+        return False
+    if q is not None:
+        crowded = target.multiplies_registers and config.block_t > MOST_TOKENS_IN_REGISTERS
+        idle = config.ordered_x and (q.packed_rows or problem.coded_x)
+        if crowded or idle or not steps_fit(problem, config.block_k):
+            return False
+    return not heads.has_norm or tiles_per_head(problem, config) == 1
+
+
+def _tiled_fits(problem: QkvProblem, config: TiledConfig) -> bool:
+    heads = problem.epilogue
+    width = config.heads_per_tile * heads.head_dim
+    accumulator = config.block_m * width
+    # Twelve warps have 168 registers each: too few for 256 columns and a heavy epilogue.
+    crowded = config.warp_specialize and width == 256 and (heads.has_norm or heads.interleaved)
+    # Neighbours in registers besides: pairs that part, weights that are not transposed for them.
+    if width == 256 and heads.interleaved and (heads.halves or not problem.k_major):
+        crowded = crowded or config.epilogue_parts < 4
+    if heads.norm_after != "none" and config.pair_parts > 1:
+        return False
+    return (
+        heads_fit(problem, config.heads_per_tile)
+        and 64 <= width <= 256
+        and accumulator <= 128 * 32 * config.num_warps
+        and config.epilogue_parts <= width // 32
+        and not crowded
+    )

@@ -1,0 +1,302 @@
+"""The kernels that project q, k and v: their tiles, their constants and their launch grids."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import gcd
+
+from tilewright.codegen.arithmetic import cdiv, next_power_of_2
+from tilewright.codegen.formats import AWQ_ORDER
+from tilewright.codegen.kernel import Kernel, Statics, Strides
+from tilewright.codegen.operand import first_strides
+from tilewright.codegen.qkv.problem import HeadEpilogue, QkvProblem, tiled_weights
+from tilewright.codegen.row_norm import squares_a_row
+from tilewright.codegen.spec import Constant
+
+# Strides of what the epilogue of all kernels reads and writes.
+_STRIDES: Strides = {
+    "COS_STRIDE": ("cos", 0),
+    "SIN_STRIDE": ("sin", 0),
+    "DELTA_STRIDE": ("delta", 0),
+    "ADDRESS_STRIDES": (("slots", -1), ("sequences", 0), ("positions", 0)),
+}
+_OMITTED = ("GATE_RUN", "V_NORMED", "NORM_BIAS_STRIDES", "SATURATES")
+# Counts that kernels build on: each is at least 1.
+_COUNTS = ("sequence_tokens", "rope_tokens")
+
+EPILOGUE = Kernel(
+    "qkv.epilogue", "qkv_epilogue", _STRIDES, ranges=_COUNTS, omitted=_OMITTED, num_stages=1
+)
+TILED = Kernel(
+    "qkv.tiled",
+    "qkv_projection",
+    {**_STRIDES, "X_STRIDE": ("x", 0)},
+    types=dict.fromkeys(("second_distance", "third_distance"), "i64"),
+    ranges=_COUNTS,
+    omitted=_OMITTED,
+)
+SWAPPED = Kernel(
+    "qkv.swapped",
+    "qkv_projection_swapped",
+    {**_STRIDES, "X_STRIDE": ("x", 0)},
+    ranges=_COUNTS,
+    omitted=_OMITTED,
+)
+# Of weights of codes.
+SWAPPED_CODES = replace(SWAPPED, dependent=False)
+# Puts x in the order in which the codes' words give up K.
+ORDER = Kernel("qkv.quantized", "order_x", {"X_STRIDE": ("x", 0)}, num_stages=1)
+DEQUANTIZE = Kernel("qkv.dequantize", "dequantize_weight", num_stages=1)
+KERNELS = (EPILOGUE, TILED, SWAPPED, ORDER, DEQUANTIZE)
+
+# Columns of a weight row that are asked for while the kernel before this one ends: where x is
+# normed here, that is one of ours.
+PREFETCHED = 256
+# Tokens of one program of `order_x`.
+ORDER_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class TiledConfig:
+    """`qkv_projection`: tokens on the M side.
+
+    epilogue_parts: 2 finishes a tile in two goes, which halves the registers it takes. The parts
+    are heads, then slices of the pairs; with pairs_first slices of the pairs of all heads, which
+    reads each part of the rope table once.
+    persistent: programs_per_sm programs per SM walk all tiles, else there is one per tile.
+    flatten: the loads of the next tile start before the epilogue of the last.
+    """
+
+    block_m: int
+    heads_per_tile: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    group_m: int = 8
+    epilogue_parts: int = 1
+    persistent: bool = False
+    programs_per_sm: int = 1
+    flatten: bool = False
+    warp_specialize: bool = False
+    pairs_first: bool = False
+
+    @property
+    def kind(self) -> str:
+        return "tiled"
+
+    @property
+    def pair_parts(self) -> int:
+        """Into how many slices the pairs of a head fall."""
+        heads = 1 if self.pairs_first else min(self.epilogue_parts, self.heads_per_tile)
+        return self.epilogue_parts // heads
+
+    def __str__(self) -> str:
+        marks = (
+            (f"p{self.programs_per_sm}" if self.persistent else "")
+            + ("f" * self.flatten)
+            + ("w" * self.warp_specialize)
+            + ("q" * self.pairs_first)
+        )
+        return (
+            f"tiled {self.block_m}x{self.heads_per_tile}h x{self.block_k} "
+            f"w{self.num_warps} s{self.num_stages} g{self.group_m} e{self.epilogue_parts}"
+            f"{' ' + marks if marks else ''}"
+        )
+
+
+@dataclass(frozen=True)
+class SwappedConfig:
+    """`qkv_projection_swapped`: 2 * block_p weight rows on the M side, block_t tokens on N.
+
+    ordered_x: x is put into the order of the weight's codes by a kernel of its own, before.
+    """
+
+    block_p: int
+    block_t: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    split_k: int = 1
+    ordered_x: bool = False
+
+    @property
+    def kind(self) -> str:
+        return "swapped"
+
+    def __str__(self) -> str:
+        return (
+            f"swapped {2 * self.block_p}x{self.block_t}x{self.block_k} /{self.split_k} "
+            f"w{self.num_warps} s{self.num_stages}{' ordered' if self.ordered_x else ''}"
+        )
+
+
+#: The tiles of a fused kernel; kind: its name in plans.
+Config = SwappedConfig | TiledConfig
+
+
+@dataclass(frozen=True)
+class EpilogueConfig:
+    """`qkv_epilogue`: block_t tokens by heads_per_tile heads per program.
+
+    Where a norm spans a row, a program has all heads of q, k or v: heads_per_tile covers them.
+    """
+
+    block_t: int
+    heads_per_tile: int
+    num_warps: int = 4
+
+    def __str__(self) -> str:
+        return f"epilogue {self.block_t}x{self.heads_per_tile}h w{self.num_warps}"
+
+
+def tiled_statics(problem: QkvProblem, config: TiledConfig) -> Statics:
+    """The constants of `qkv_projection`. Raises ValueError where a norm would be cut."""
+    heads = problem.epilogue
+    if heads.norm_after != "none" and config.pair_parts != 1:
+        raise ValueError(
+            f"epilogue_parts: a norm after the rotation needs whole heads, got {config}"
+        )
+    own = {"HIDDEN": problem.hidden, "N_MAJOR": not problem.k_major}
+    return Statics(config, tiled_weights(problem), heads, **own)
+
+
+def tiled_grid(problem: QkvProblem, config: TiledConfig, num_tokens: int, num_sms: int) -> int:
+    tiles = cdiv(num_tokens, config.block_m) * (
+        problem.epilogue.heads_in_all // config.heads_per_tile
+    )
+    return min(tiles, num_sms * config.programs_per_sm) if config.persistent else tiles
+
+
+def tiles_per_head(problem: QkvProblem, config: SwappedConfig) -> int:
+    return cdiv(problem.epilogue.pairs_per_head, config.block_p)
+
+
+def swapped_statics(problem: QkvProblem, config: SwappedConfig) -> Statics:
+    """The constants of `qkv_projection_swapped`. Raises ValueError where a norm would be cut."""
+    heads, slices = problem.epilogue, tiles_per_head(problem, config)
+    if heads.has_norm and slices != 1:
+        raise ValueError(
+            f"block_p: a norm needs whole heads of {heads.pairs_per_head} pairs in a tile, "
+            f"got {config.block_p}"
+        )
+    q, k, v = problem.weights
+    weights = {
+        f"{x}_WEIGHT_STRIDES": one.strides for x, one in zip("QKV", (q, k, v or k), strict=True)
+    }
+    return Statics(
+        config,
+        heads,
+        HIDDEN=problem.hidden,
+        TILES_PER_HEAD=slices,
+        **weights,
+        **_input_norm_constants(problem),
+        **_code_constants(problem, config),
+    )
+
+
+def _input_norm_constants(problem: QkvProblem) -> dict[str, Constant]:
+    norm = problem.input_norm
+    if norm is None:
+        return {}
+    layer: dict[str, Constant] = {
+        "INPUT_LAYER_ROW": norm.layer_row(problem.hidden),
+        "INPUT_NORM_BIAS_STRIDE": first_strides(norm.bias)[0],
+    }
+    return {
+        **({"INPUT_NORM": True} if norm.follows else layer),
+        "INPUT_NORM_EPS": norm.eps,
+        "INPUT_NORM_OFFSET": norm.offset,
+        "INPUT_NORM_STRIDE": first_strides(norm.weight)[0],
+        "PREFETCH": PREFETCHED if problem.k_major else 0,
+        "LETS_IN": True,
+    }
+
+
+def _code_constants(problem: QkvProblem, config: SwappedConfig) -> dict[str, Constant]:
+    q = problem.quantization
+    if q is None:
+        return {}
+    there = [index if weight else 1 for index, weight in enumerate(problem.weights)]
+    return {
+        "X_IN_ORDER": config.ordered_x,
+        "X_SCALE_STRIDES": q.x_scale.strides if q.x_scale else (0, 0),
+        "X_SCALE_BLOCK": q.x_block if q.x_scale else problem.hidden,
+        **q.block_constants(problem.hidden, config.block_k),
+        **{f"{x}_BLOCK_STRIDES": q.block_strides(at) for x, at in zip("QKV", there, strict=True)},
+    }
+
+
+def workspace_elements(problem: QkvProblem, config: SwappedConfig) -> int:
+    """Numbers that the parts of one tile take."""
+    sums = 2 * config.block_p + squares_a_row(problem.input_norm)
+    return config.split_k * sums * config.block_t
+
+
+def swapped_grid(problem: QkvProblem, config: SwappedConfig, num_tokens: int) -> tuple[int, int]:
+    row_tiles = problem.epilogue.heads_in_all * tiles_per_head(problem, config)
+    return row_tiles * config.split_k, cdiv(num_tokens, config.block_t)
+
+
+def epilogue_statics(heads: HeadEpilogue, config: EpilogueConfig) -> Statics:
+    """The constants of `qkv_epilogue`, but for the strides of q, k and v."""
+    pairs = next_power_of_2(heads.pairs_per_head)
+    return Statics(config, heads, BLOCK_P=pairs, WHOLE_ROWS=heads.row_norm)
+
+
+def epilogue_grid(heads: HeadEpilogue, config: EpilogueConfig, num_tokens: int) -> tuple[int, int]:
+    programs = heads.kinds if heads.row_norm else heads.heads_in_all // config.heads_per_tile
+    return cdiv(num_tokens, config.block_t), programs
+
+
+def ordered_width(problem: QkvProblem, config: SwappedConfig) -> int:
+    """Columns of x as `order_x` writes it: whole steps."""
+    return cdiv(problem.hidden, config.block_k) * config.block_k
+
+
+def order_statics(problem: QkvProblem, config: SwappedConfig) -> Statics:
+    """The constants of `order_x` for a config with ordered_x."""
+    q = problem.codes
+    return Statics(
+        HIDDEN=problem.hidden,
+        PER=q.per_word,
+        INTERLEAVED_NIBBLES=q.order == AWQ_ORDER,
+        GROUPS=1 if q.block[1] >= problem.hidden else max(config.block_k // q.block[1], 1),
+        BLOCK_T=ORDER_TOKENS,
+        BLOCK_K=config.block_k,
+    )
+
+
+def order_grid(problem: QkvProblem, config: SwappedConfig, num_tokens: int) -> tuple[int, int]:
+    return cdiv(problem.hidden, config.block_k), cdiv(num_tokens, ORDER_TOKENS)
+
+
+def dequantize_statics(problem: QkvProblem, index: int) -> Statics:
+    """The constants of `dequantize_weight` for the index-th of q, k and v."""
+    q, heads, weight = problem.codes, problem.epilogue, problem.weights[index]
+    assert weight is not None
+    columns = min(q.block[1], next_power_of_2(problem.hidden))
+    # Tiles along which both the words and the numbers are read and written in runs.
+    block_r, block_k = (16, 256) if weight.strides[-1] == 1 else (64, 64)
+    if q.packed_rows:
+        block_r, block_k = 128, 64
+    return Statics(
+        q,
+        NUM_ROWS=(heads.num_kv_heads if index else heads.num_heads) * heads.head_dim,
+        HIDDEN=problem.hidden,
+        HEAD_DIM=heads.head_dim,
+        GROUP=0 if index else heads.group,
+        WEIGHT_STRIDES=weight.strides,
+        BLOCK_STRIDES=q.block_strides(index),
+        PER=q.per_word,
+        ORDER=q.order or tuple(range(q.per_word)),
+        SCALE_ROWS=q.block[0],
+        SCALE_COLUMNS=columns,
+        ZERO_ORDER=q.order if len(q.order) == 8 else tuple(range(8)),
+        BLOCK_R=block_r,
+        BLOCK_K=block_k,
+        UNIT=gcd(columns, block_k),
+    )
+
+
+def dequantize_grid(statics: Statics) -> tuple[int, int]:
+    return cdiv(statics.num_rows, statics.block_r), cdiv(statics.hidden, statics.block_k)

@@ -1,0 +1,181 @@
+"""Calls on DTensors as calls on the tensors inside of them.
+
+`parallelize_module` wraps the input of a linear in a DTensor, multiplies it with a weight that is
+one, and unwraps the result. A linear that is cut along its columns gives a DTensor of partial sums,
+and placing that anew on all ranks is an all-reduce of what each rank has. Where nothing else is
+done to such a DTensor, the graph can say so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from tilewright.compiler import _compat
+from tilewright.compiler.dataflow.access import access_of
+from tilewright.compiler.dataflow.spelling import argument, name_of
+from tilewright.compiler.rewrite.writer import with_inputs
+
+_PLACED_ANEW = ("redistribute", "full_tensor")
+
+
+def make_dtensors_plain(graph: fx.Graph) -> None:
+    """Replaces sums over ranks, and linears, of DTensors that are unwrapped behind them by those of
+    their local tensors."""
+    for node in list(graph.nodes):
+        if name_of(node) in _PLACED_ANEW and (group := _summed_by(node)) is not None:
+            _sum_locally(node, group)
+    for node in list(graph.nodes):
+        if name_of(node) == "linear" and _is_dtensor(node):
+            _multiply_locally(node)
+
+
+def _is_dtensor(node: fx.Node) -> bool:
+    held = node.meta.get("example_value")
+    return _compat.is_subclass(held) and hasattr(held, "to_local")
+
+
+def _inside(node: fx.Node) -> torch.Tensor:
+    (held,) = _compat.parts_of(node.meta["example_value"])
+    return held
+
+
+def _new(like: fx.Node, held: Any, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """Adds a call before `like`, with its module and source line, that gives `held`."""
+    kind = "call_method" if isinstance(target, str) else "call_function"
+    with like.graph.inserting_before(like):
+        made = like.graph.create_node(kind, target, args, kwargs)
+    made.meta = like.meta | {"example_value": held}
+    return made
+
+
+# --- sums -----------------------------------------------------------------------------------------
+
+
+def _summed_by(node: fx.Node) -> str | None:
+    """The group that sums a DTensor of one dimension of ranks, and gets the whole; else None."""
+    source = node.args[0] if node.args else None
+    held = source.meta.get("example_value") if isinstance(source, fx.Node) else None
+    placements: tuple[Any, ...] = getattr(held, "placements", ())
+    if held is None or len(placements) != 1:
+        return None
+    from torch.distributed.tensor import Partial
+
+    # Subclasses, of lookups in a part of a table, do more than to sum.
+    if type(placements[0]) is not Partial or placements[0].reduce_op != "sum":
+        return None
+    made = node.meta.get("example_value")
+    if any(not one.is_replicate() for one in getattr(made, "placements", ())):
+        return None
+    return str(held.device_mesh.get_group().group_name)
+
+
+def _sum_locally(node: fx.Node, group: str) -> None:
+    plain = list(node.users) if name_of(node) == "redistribute" else [node]
+    if not plain or not all(map(_gives_what_is_inside, plain)):
+        return
+    source, ops = node.args[0], torch.ops._c10d_functional
+    assert isinstance(source, fx.Node)
+    held = _inside(source)
+    made = _new(node, held, "to_local", source)
+    held = ops.all_reduce.default(held, "sum", group)
+    made = _new(node, held, ops.all_reduce.default, made, "sum", group)
+    made = _new(node, ops.wait_tensor.default(held), ops.wait_tensor.default, made)
+    for user in plain:
+        user.replace_all_uses_with(made)
+    for gone in dict.fromkeys((*plain, node)):
+        node.graph.erase_node(gone)
+
+
+def _gives_what_is_inside(node: fx.Node) -> bool:
+    """Whether a node gives the tensor inside, and nothing else is asked of it."""
+    unwraps = name_of(node) in ("to_local", "full_tensor")
+    return unwraps and not _compat.is_subclass(node.meta.get("example_value"))
+
+
+# --- linears --------------------------------------------------------------------------------------
+
+
+def _multiply_locally(node: fx.Node) -> None:
+    """Where a rank's part of the result is the same product of its own parts."""
+    behind = _unwrapping(node)
+    if not behind or not all(map(_is_dtensor, node.all_input_nodes)) or not _is_local(node):
+        return
+    inner = {
+        source: _plain_source(source) or _new(node, _inside(source), "to_local", source)
+        for source in node.all_input_nodes
+    }
+    args, kwargs = with_inputs(node, inner)
+    local = _new(node, _inside(node), node.target, *args, **kwargs)
+    for user in behind:
+        if not _is_dtensor(user):
+            user.replace_all_uses_with(local)
+    unused = [s for s in inner if _plain_source(s) is not None and set(s.users) == {node}]
+    for gone in (*reversed(behind), node, *unused):
+        node.graph.erase_node(gone)
+
+
+def _unwrapping(node: fx.Node) -> list[fx.Node]:
+    """All that is done to a DTensor until plain tensors are left, in program order, where that is
+    nothing but to take what is inside; empty where it is more, or the graph returns it."""
+    found = [node]
+    for wrapper in found:  # grows meanwhile
+        if _is_dtensor(wrapper):
+            if not all(_holds(user, wrapper) for user in wrapper.users):
+                return []
+            found += [user for user in wrapper.users if user not in found]
+    return sorted(found[1:])
+
+
+def _holds(user: fx.Node, source: fx.Node) -> bool:
+    """Whether a node writes nothing and gives the very tensor inside of what it is given."""
+    one, other = user.meta.get("example_value"), source.meta.get("example_value")
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return False
+    return user.op != "output" and _compat.holds_in_place(other, one) and not access_of(user)
+
+
+def _plain_source(node: fx.Node) -> fx.Node | None:
+    """The plain tensor that `DTensor.from_local` wraps, without a check by the other ranks."""
+    if name_of(node) != "from_local" or argument(node, 3, "run_check", False):
+        return None
+    source = argument(node, 0, "local_tensor")
+    plain = isinstance(source, fx.Node) and not _is_dtensor(source)
+    return source if plain and _holds(node, source) else None
+
+
+def _is_local(node: fx.Node) -> bool:
+    """Whether a call on DTensors makes of their local tensors what it makes of plain ones: both
+    are traced, and ATen is called alike."""
+    sources = node.all_input_nodes
+    wrapped = [source.meta["example_value"] for source in sources]
+    if any(len(_compat.parts_of(tensor)) != 1 for tensor in wrapped):
+        return False
+    inside = [_inside(source) for source in sources]
+
+    def plain(*given: torch.Tensor) -> Any:
+        return _compat.call(node.target, *with_inputs(node, dict(zip(sources, given, strict=True))))
+
+    def sharded(*given: torch.Tensor) -> torch.Tensor:
+        made = plain(*map(_compat.wrapped_like, wrapped, given))
+        return _compat.parts_of(made)[0]
+
+    try:
+        one, other = (_compat.aten_graph(f, inside, pre_dispatch=False) for f in (sharded, plain))
+    except Exception:  # what cannot be traced stays as it is
+        return False
+    return _calls(one) == _calls(other)
+
+
+def _calls(graph: fx.Graph) -> list[Any]:
+    """A graph's nodes by what they call on which earlier nodes."""
+    at: Mapping[fx.Node, Any] = {node: f"%{i}" for i, node in enumerate(graph.nodes)}
+    return [
+        (node.op, str(node.target), repr(with_inputs(node, at)))
+        if node.op != "placeholder"
+        else (node.op,)
+        for node in graph.nodes
+    ]

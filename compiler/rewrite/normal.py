@@ -1,0 +1,42 @@
+"""The form that a graph has before patterns look at it: what is spelled in many ways, in one.
+
+Each pass makes the graph say the same in another way, and leaves alone what it cannot prove. Only
+calls that :mod:`.spelled` spells out are put back where no pattern took a part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import torch
+from torch import fx
+
+from tilewright.compiler.rewrite.bodies import inline_bodies
+from tilewright.compiler.rewrite.declared import DeclaredCalls
+from tilewright.compiler.rewrite.dropouts import remove_idle_dropouts
+from tilewright.compiler.rewrite.dtensors import make_dtensors_plain
+from tilewright.compiler.rewrite.fills import make_fills_plain
+from tilewright.compiler.rewrite.flex import FlexAttention
+from tilewright.compiler.rewrite.in_place import make_arithmetic_new
+from tilewright.compiler.rewrite.last_rows import take_rows_first
+from tilewright.compiler.rewrite.spelled import SpelledOut, spell_out
+from tilewright.compiler.safety.modes import modes_of
+from tilewright.patterns.language import Miss
+
+#: In this order: `in_place` asks which tensors share memory, which an idle dropout hides.
+_PASSES: tuple[Callable[[fx.Graph], object], ...] = (
+    make_fills_plain,
+    remove_idle_dropouts,
+    make_arithmetic_new,
+    make_dtensors_plain,
+    take_rows_first,
+)
+
+
+def normalise(graph: fx.Graph, kept: Collection[str]) -> tuple[list[SpelledOut], list[Miss]]:
+    """Brings a graph into that form; returns the calls that are spelled out, and a miss for each
+    that could not be. kept: names of calls that are to stay."""
+    inline_bodies(graph, modes_of(graph, torch.is_grad_enabled()))
+    for make in _PASSES:
+        make(graph)
+    return spell_out(graph, (FlexAttention(), DeclaredCalls()), kept)

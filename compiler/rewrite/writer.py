@@ -1,0 +1,57 @@
+"""Adds nodes to a graph in front of one of its nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import fx
+
+from tilewright.compiler import _compat
+
+
+class Writer:
+    """Adds nodes before one; they get its source line and module, and `marks` in their `meta`."""
+
+    def __init__(self, before: fx.Node, *marks: str) -> None:
+        self.graph, self.before, self.marks = before.graph, before, marks
+        self.added: list[fx.Node] = []
+
+    def call(self, target: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> fx.Node:
+        """Adds a call of a function, or of a method by its name."""
+        kind = "call_method" if isinstance(target, str) else "call_function"
+        with self.graph.inserting_before(self.before):
+            node = self.graph.create_node(kind, target, args, kwargs)
+        self.added.append(node)
+        describe(node, self.before, _compat.run_fake(node))
+        node.meta.update(dict.fromkeys(self.marks, True))
+        return node
+
+    def again(self, node: fx.Node, instead: Mapping[fx.Node, Any]) -> fx.Node:
+        """Adds the call of a node with other inputs instead of its own."""
+        target: Any = node.target
+        args, kwargs = with_inputs(node, instead)
+        return self.call(target, *args, **kwargs)
+
+    def size(self, node: fx.Node, dim: int) -> Any:
+        """A size of a node's tensor: a number, or a node where it is a symbol."""
+        size = node.meta["example_value"].shape[dim]
+        return size if isinstance(size, int) else self.call("size", node, dim)
+
+    def undo(self) -> None:
+        """Erases all that was added."""
+        for node in reversed(self.added):
+            self.graph.erase_node(node)
+        self.added.clear()
+
+
+def with_inputs(node: fx.Node, instead: Mapping[fx.Node, Any]) -> tuple[Any, Any]:
+    """A node's arguments and keywords with something else instead of some of its inputs."""
+    return fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: instead.get(n, n))
+
+
+def describe(node: fx.Node, serving: fx.Node, held: Any) -> None:
+    """Gives a new node its example value, and source line and module of the node that it serves."""
+    kept = ("nn_module_stack", "stack_trace", "source_fn_stack")
+    node.meta.update((name, serving.meta[name]) for name in kept if name in serving.meta)
+    node.meta["example_value"] = held

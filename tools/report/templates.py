@@ -1,0 +1,41 @@
+"""The templates of a page, in `assets/`, and how they write numbers."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import jinja2
+
+
+@cache
+def template(name: str) -> jinja2.Template:
+    """The template of a file in `assets/`."""
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("tilewright.tools.report", "assets"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters |= {"bytes": readable_bytes, "us": readable_time, "px": "{:.1f}".format}
+    return environment.get_template(name)
+
+
+def readable_bytes(size: float) -> str:
+    """`12 KiB`, `1.3 GiB`."""
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
+
+
+def readable_time(microseconds: float) -> str:
+    """`12.3 µs`, `1.23 ms`: three digits."""
+    if 0 < microseconds < 1:
+        return f"{microseconds:.2f} µs"
+    for unit in ("µs", "ms"):
+        if microseconds < 1000:
+            return f"{float(f'{microseconds:.3g}'):g} {unit}"  # no 1e+03
+        microseconds /= 1000
+    return f"{microseconds:.3g} s"
