@@ -145,7 +145,6 @@ _HINTS: Mapping[str, str | Callable[[Sequence[fx.Node]], str]] = {
     "EXPERT_LOOP": "keep one parameter [E, N, K] for each projection, and sort routes by expert",
     "EXPERT_ORDER": "sort the routes once, and index everything by that order",
     "EXPERT_SCORES": "scatter the chosen experts' weights into zeros",
-    "EXPERT_UNROLLED": "keep the experts' weights in one tensor [E, N, K]",
     "EXPERT_WEIGHT": "compute the weight once, when the model is loaded",
     "FLEX_FUNCTION": "write a mask as a score_mod that fills with -inf",
     "FRESH_CACHE": "make the cache before the compiled call, and give it as an argument or buffer",
