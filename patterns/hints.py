@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -70,20 +70,13 @@ def _one_dtype(nodes: Sequence[fx.Node]) -> str:
     )
 
 
-def _before(nodes: Sequence[fx.Node]) -> Iterator[fx.Node]:
+def _before(nodes: Sequence[fx.Node]) -> list[fx.Node]:
     """The nodes and those that they are computed from, nearest first."""
-    found = dict.fromkeys(nodes)
-    for node, _ in zip(_growing(found), range(_REACH), strict=False):
-        yield node
-
-
-def _growing(found: dict[fx.Node, None]) -> Iterator[fx.Node]:
-    order = list(found)
-    for node in order:
-        yield node
-        new = [source for source in node.all_input_nodes if source not in found]
-        found |= dict.fromkeys(new)
-        order += new
+    found = list(nodes)
+    for node in found:  # grows meanwhile
+        if len(found) < _REACH:
+            found += [source for source in node.all_input_nodes if source not in found]
+    return found[:_REACH]
 
 
 def _autocast_dtype(node: fx.Node) -> torch.dtype | None:
