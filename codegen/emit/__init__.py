@@ -20,30 +20,14 @@ from tilewright.codegen.emit.source import EmitError, External, JitFunction, Lib
 from tilewright.codegen.emit.tidy import tidied
 from tilewright.codegen.spec import KernelSpec, is_integer
 
-# Modules whose text decides what is emitted; their hash is part of every cache key.
-_EMITTER_FILES = (
-    "../spec.py",
-    "__init__.py",
-    "control_flow.py",
-    "evaluator.py",
-    "expressions.py",
-    "index_math.py",
-    "layout.py",
-    "nodes.py",
-    "rules.py",
-    "source.py",
-    "statements.py",
-    "tidy.py",
-    "values.py",
-)
-
 
 @cache
 def emitter_fingerprint() -> str:
-    """sha256 over the emitter's own sources."""
+    """sha256 over the emitter's own sources, a part of every cache key."""
+    folder = Path(__file__).parent
     digest = hashlib.sha256()
-    for name in _EMITTER_FILES:
-        digest.update((Path(__file__).parent / name).read_bytes())
+    for path in (folder.parent / "spec.py", *sorted(folder.glob("*.py"))):
+        digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
@@ -64,7 +48,7 @@ def emit(spec: KernelSpec) -> str:
 
 
 def _emit(spec: KernelSpec) -> str:
-    from tilewright.codegen.emit.evaluator import PartialEvaluator  # and sympy, for emitting alone
+    from tilewright.codegen.emit.evaluator import PartialEvaluator  # for emitting alone
 
     library = Library()
     module = library.load(spec.module)

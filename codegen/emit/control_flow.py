@@ -8,13 +8,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TypeGuard
 
-import sympy
-
 from tilewright.codegen.emit import values
-from tilewright.codegen.emit.nodes import nodes_of
+from tilewright.codegen.emit.nodes import copy_of, nodes_of
+from tilewright.codegen.emit.ranges import loop_range
 from tilewright.codegen.emit.rules import Folded
 from tilewright.codegen.emit.source import External
-from tilewright.codegen.emit.statements import Statements, is_constexpr, stored
+from tilewright.codegen.emit.statements import Statements, is_constexpr
 from tilewright.codegen.emit.values import TL, Value
 
 # tl.static_range is unrolled up to this many statements; above it stays a loop.
@@ -48,29 +47,17 @@ class ControlFlow(Statements):
             return True
         if ended_yes or ended_no:
             self.scope.bindings = no if ended_yes else yes
-            self._learn(test.node, ended_no)
         else:
-            self.scope.bindings = self._join(yes, no, names)
+            self.scope.bindings = _joined(yes, no)
         return False
 
     def _branch(
         self, statements: Sequence[ast.stmt], test: Folded, truth: bool
     ) -> tuple[bool, list[ast.stmt], dict[str, Folded]]:
-        with self.math.scope(), self._runtime() as body:
+        with self._runtime() as body:
             self._learn(test.node, truth)
             ended = self._block(statements)
-            names = assigned_names(statements)
-            bindings = {
-                name: self._frozen(bound) if name in names else bound
-                for name, bound in self.scope.bindings.items()
-            }
-        return ended, body, bindings
-
-    def _frozen(self, bound: Folded) -> Folded:
-        index = bound.value.index
-        if index is None or index.is_Integer:
-            return bound
-        return Folded(bound.node, replace(bound.value, index=self.math.freeze(index)))
+        return ended, body, self.scope.bindings
 
     @contextmanager
     def _runtime(self) -> Iterator[list[ast.stmt]]:
@@ -83,31 +70,15 @@ class ControlFlow(Statements):
             self.scope.runtime_depth -= 1
             self.body = outer
 
-    def _join(
-        self, yes: dict[str, Folded], no: dict[str, Folded], names: set[str]
-    ) -> dict[str, Folded]:
-        joined = {}
-        for name in yes.keys() | no.keys():
-            one, other = yes.get(name), no.get(name)
-            if one is None or other is None:
-                survivor = one or other
-                if survivor is not None and isinstance(survivor.node, ast.Name):
-                    joined[name] = Folded(survivor.node, type_only(survivor.value))
-            elif ast.dump(one.node) != ast.dump(other.node):
-                continue  # different compile-time values: reading the name is an error
-            elif name not in names or one.value == other.value:
-                joined[name] = one
-            else:
-                joined[name] = Folded(one.node, self._merged(one.value, other.value))
-        return dict(sorted(joined.items()))
-
-    def _merged(self, one: Value, other: Value) -> Value:
-        if one.dtype != other.dtype or one.shape != other.shape:
-            return Value(runtime=one.runtime and other.runtime)
-        known = type_only(one)
-        if one.index is None or other.index is None:
-            return known
-        return replace(known, index=self.math.hull(one.index, other.index))
+    @contextmanager
+    def _loop(self, names: set[str]) -> Iterator[list[ast.stmt]]:
+        """Collect a loop's body, which assigns `names`; what is learned in it ends with it."""
+        self._forget(names)
+        before = dict(self.scope.bindings)
+        with self._runtime() as body:
+            yield body
+        self.scope.bindings |= before
+        self._forget(names)
 
     def _check_variables(self, node: ast.stmt, names: set[str]) -> None:
         """Names a run-time branch or loop assigns must be printed variables before it."""
@@ -123,18 +94,14 @@ class ControlFlow(Statements):
     def _forget(self, names: set[str]) -> None:
         for name in names & self.scope.bindings.keys():
             bound = self.scope.bindings[name]
-            value = type_only(bound.value)
-            if value.is_int and value.dtype is not None:
-                value = replace(value, index=self.math.unknown(value.dtype))
-            self.scope.bindings[name] = Folded(bound.node, value)
+            self.scope.bindings[name] = Folded(bound.node, type_only(bound.value))
 
     def _do_while(self, node: ast.While) -> bool:
         names = assigned_names(node.body)
         self._check_variables(node, names)
         if node.orelse:
             raise self.error(node, "while ... else is not supported")
-        self._forget(names)
-        with self.math.scope(), self._runtime() as body:
+        with self._loop(names) as body:
             outer, self.conditional = self.conditional, "the condition of a while loop"
             test = self._root(node.test)
             self.conditional = outer
@@ -143,7 +110,6 @@ class ControlFlow(Statements):
             if not (test.value.known and not test.value.const):
                 self._learn(test.node, True)
                 self._block(node.body)
-        self._forget(names)
         if body:
             self.body.append(ast.While(test.node, body, []))
         return False
@@ -214,8 +180,7 @@ class ControlFlow(Statements):
         assert isinstance(node.target, ast.Name)
         variable = node.target.id
         printed = self._local(variable)
-        self._forget(names)
-        with self.math.scope(), self._runtime() as body:
+        with self._loop(names) as body:
             value = Value(weak=True, shape=()) if constexpr else self._loop_value(bounds)
             self.scope.bindings[variable] = Folded(ast.Name(printed, ast.Load()), value)
             if variable in names:
@@ -223,8 +188,7 @@ class ControlFlow(Statements):
             if self._block(node.body):
                 raise self.error(node, "return inside a loop is not supported")
         self.scope.bindings.pop(variable)
-        self._forget(names)
-        args = [bound.node if bound.value.weak else stored(bound) for bound in bounds]
+        args = [copy_of(bound.node) for bound in bounds]
         if step.value.literal and step.value.const == 1:
             args.pop()
         if len(args) == 2 and start.value.literal and start.value.const == 0:
@@ -244,19 +208,43 @@ class ControlFlow(Statements):
         if not dtypes <= {"int32", "int64"}:
             return Value(shape=(), runtime=True)
         dtype = "int64" if "int64" in dtypes else "int32"
-        start, stop, step = (bound.value.index for bound in bounds)
-        index: sympy.Expr | None = None
-        if start is not None and stop is not None and step is not None and step.is_Integer:
-            index = self.math.loop_variable(start, stop, int(step), dtype)
-        if index is None:  # unknown bounds, or a loop that never runs
-            index = self.math.unknown(dtype)
-        return values.integer(index, dtype, ())
+        start, stop, step = (bound.value.range for bound in bounds)
+        known = None
+        if start is not None and stop is not None and step is not None and step.is_constant:
+            known = loop_range(start, stop, step.low) if step.low > 0 else None
+        return values.tensor(dtype, (), known)
 
 
 def type_only(value: Value) -> Value:
     if value.items is not None:
         return Value(items=tuple(map(type_only, value.items)))
-    return Value(dtype=value.dtype, shape=value.shape, runtime=value.runtime)
+    return replace(values.tensor(value.dtype, value.shape), runtime=value.runtime)
+
+
+def _joined(yes: dict[str, Folded], no: dict[str, Folded]) -> dict[str, Folded]:
+    """What names stand for after one of two branches."""
+    joined = {}
+    for name in sorted(yes.keys() | no.keys()):
+        one, other = yes.get(name), no.get(name)
+        if one is None or other is None:
+            survivor = one or other
+            if survivor is not None and isinstance(survivor.node, ast.Name):
+                joined[name] = Folded(survivor.node, type_only(survivor.value))
+        elif ast.dump(one.node) != ast.dump(other.node):
+            continue  # different compile-time values: reading the name is an error
+        elif one.value.literal or one.value == other.value:
+            joined[name] = one
+        else:
+            joined[name] = Folded(one.node, _either(one.value, other.value))
+    return joined
+
+
+def _either(one: Value, other: Value) -> Value:
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return Value(runtime=one.runtime and other.runtime)
+    if one.range is None or other.range is None:
+        return type_only(one)
+    return values.tensor(one.dtype, one.shape, one.range.joined(other.range))
 
 
 def assigned_names(statements: Sequence[ast.stmt]) -> set[str]:

@@ -14,10 +14,11 @@ from dataclasses import replace
 from tilewright.codegen.emit import values
 from tilewright.codegen.emit.control_flow import ControlFlow, assigned_names
 from tilewright.codegen.emit.expressions import Scope
-from tilewright.codegen.emit.nodes import nodes_of
+from tilewright.codegen.emit.nodes import copy_of, nodes_of
+from tilewright.codegen.emit.ranges import INT_RANGES, Range
 from tilewright.codegen.emit.rules import Folded
 from tilewright.codegen.emit.source import EmitError, JitFunction
-from tilewright.codegen.emit.statements import is_constexpr, stored
+from tilewright.codegen.emit.statements import is_constexpr
 from tilewright.codegen.emit.tidy import has_side_effects, is_impure_call
 from tilewright.codegen.emit.values import Value
 from tilewright.codegen.spec import is_integer, is_pointer
@@ -66,17 +67,16 @@ class PartialEvaluator(ControlFlow):
         type_name = dict(self.spec.signature)[name]
         if is_pointer(type_name):
             return Value(dtype=values.as_pointer(type_name), shape=(), runtime=True)
-        if not is_integer(type_name):
-            return Value(dtype=values.DTYPES.get(type_name), shape=(), runtime=True)
-        dtype = values.DTYPES[type_name]
-        low, high = values.INT_RANGES[dtype]
+        dtype = values.DTYPES.get(type_name)
+        if dtype is None or not is_integer(type_name):
+            return Value(dtype=dtype, shape=(), runtime=True)
+        low, high = INT_RANGES[dtype]
         for ranged, least, greatest in self.spec.ranges:
             if ranged == name:
                 low, high = max(low, least), min(high, greatest)
-        multiple = 16 if name in self.spec.divisible16 else 1
-        index = self.math.symbol(None, low, high, multiple)
+        known = Range(low, high, 16 if name in self.spec.divisible16 else 1)
         # The parameter keeps its own name: a promise does not turn it into a constant.
-        return replace(values.integer(index, dtype, ()), const=values.UNKNOWN)
+        return replace(values.tensor(dtype, (), known), const=values.UNKNOWN)
 
     def inline(self, function: JitFunction, call: ast.Call) -> Folded:
         """Evaluate a helper's body here, its names renamed apart; gives what it returns."""
@@ -154,7 +154,7 @@ class PartialEvaluator(ControlFlow):
         if constexpr and folded.value.weak:
             scope.bindings[name] = self._kept_constexpr(printed, folded)
             return
-        self.body.append(ast.Assign([ast.Name(printed, ast.Store())], stored(folded)))
+        self.body.append(ast.Assign([ast.Name(printed, ast.Store())], copy_of(folded.node)))
         value = values.tensor_of(folded.value)
         scope.bindings[name] = Folded(ast.Name(printed, ast.Load()), value)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import ast
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
 from tilewright.codegen.emit import values
-from tilewright.codegen.emit.index_math import INT_RANGES, IndexMath
 from tilewright.codegen.emit.nodes import copy_of
+from tilewright.codegen.emit.ranges import Range
 from tilewright.codegen.emit.rules import (
     FUNCTIONS,
     METHODS,
@@ -30,7 +30,7 @@ from tilewright.codegen.emit.source import (
     ModuleConstant,
     TemplateModule,
 )
-from tilewright.codegen.emit.values import NOTHING, TL, UNKNOWN, Value, constant, literal
+from tilewright.codegen.emit.values import NOTHING, TL, Value, constant, literal
 from tilewright.codegen.spec import KernelSpec
 
 _BUILTINS: dict[str, Callable[..., Any]] = {
@@ -85,7 +85,7 @@ class Expressions:
 
     Attributes:
         spec, library: the kernel's spec, and the templates that it may read.
-        math, facts: what is known of index symbols, and of the expressions printed so far.
+        facts: what is known of the expressions printed so far.
         externals, kept: paths of triton and jit functions that the emitted file has to have.
         scope, stack: the names of the function being evaluated; it and its callers.
         body: the statements that are left so far, of the block being evaluated.
@@ -99,7 +99,6 @@ class Expressions:
         self.spec = spec
         self.library = library
         self.grid = spec.grid
-        self.math = IndexMath()
         self.facts: dict[ast.expr, Value] = {}
         self.externals: set[str] = set()
         self.kept: dict[str, JitFunction] = {}
@@ -225,11 +224,9 @@ class Expressions:
             return Value(dtype=value.dtype, runtime=True)
         extents = iter(value.shape)
         shape = tuple(1 if _is_new_axis(part) else next(extents) for part in parts)
-        tag = ",".join("new" if _is_new_axis(part) else ":" for part in parts)
-        index = value.index
-        if index is not None and value.shape != ():
-            index = self.math.relabel(index, tag)
-        return Value(value.const, dtype=value.dtype, shape=shape, index=index, runtime=True)
+        # Along another axis the elements are no longer those beside them.
+        known = replace(value.range) if value.range is not None else None
+        return replace(value, shape=shape, range=known, runtime=True)
 
     def _fold_unaryop(self, node: ast.UnaryOp) -> Folded:
         operand = self.fold(node.operand)
@@ -240,20 +237,20 @@ class Expressions:
             apply = {ast.USub: lambda x: -x, ast.UAdd: lambda x: +x, ast.Invert: lambda x: ~x}
             return Folded(node, constant(apply[type(node.op)](value.const)))
         rebuilt = ast.UnaryOp(node.op, operand.node)
-        const: Any = UNKNOWN
         if isinstance(node.op, ast.Not) or value.dtype == "int1":
-            const = not value.const if value.known else UNKNOWN
-            return Folded(rebuilt, Value(const, False, "int1", value.shape, runtime=True))
-        if isinstance(node.op, ast.USub) and value.index is not None and value.dtype is not None:
-            index = self.math.fit(-value.index, value.dtype)
-            return Folded(rebuilt, values.integer(index, value.dtype, value.shape))
-        index = self.math.unknown(value.dtype) if value.dtype in INT_RANGES else None
-        return Folded(rebuilt, Value(UNKNOWN, value.weak, value.dtype, value.shape, index))
+            known = Range.constant(int(not value.const)) if value.known else None
+            return Folded(rebuilt, values.tensor("int1", value.shape, known))
+        if isinstance(node.op, ast.USub) and value.range is not None and not value.weak:
+            negated = Range.constant(0) - value.range
+            return Folded(rebuilt, values.tensor(value.dtype, value.shape, negated))
+        if value.weak:
+            return Folded(rebuilt, Value(weak=True, shape=value.shape))
+        return Folded(rebuilt, values.tensor(value.dtype, value.shape))
 
     def _fold_binop(self, node: ast.BinOp) -> Folded:
         left, right = self.fold(node.left), self.fold(node.right)
         try:
-            value = values.binary(node.op, left.value, right.value, self.math)
+            value = values.binary(node.op, left.value, right.value)
         except (ArithmeticError, TypeError, KeyError) as error:
             raise self.error(node, f"{ast.unparse(node)}: {error}") from error
         if value.literal:
@@ -269,39 +266,18 @@ class Expressions:
             commutes = isinstance(op, _COMMUTES)
             if commutes and _equals(left.value, neutral) and replaces(right.value, value):
                 return right
-        if isinstance(op, (ast.FloorDiv, ast.Mod)) and value.index is not None:
-            found = self._spell(left, value)
-            if found is not None:
-                return Folded(found, value)
-        merged = _merge_constants(op, left, right)
-        if merged is not None and value.is_int:
-            return Folded(merged, value)
+        smaller = isinstance(op, ast.Mod) and value.range is left.value.range
+        if smaller and replaces(left.value, value):
+            return left
         operands = as_operand(left, right), as_operand(right, left)
         return Folded(ast.BinOp(operands[0], op, operands[1]), value)
-
-    def _spell(self, numerator: Folded, value: Value) -> ast.expr | None:
-        """A part of the numerator, or a local name, that equals the quotient or remainder."""
-        assert value.index is not None
-        for node in _additive_parts(numerator.node):
-            for candidate in (node, *_factors(node)):
-                facts = self.facts.get(candidate)
-                if facts is not None and facts.index == value.index and replaces(facts, value):
-                    return candidate
-        for bound in self.scope.bindings.values():
-            if (
-                isinstance(bound.node, ast.Name)
-                and bound.value.index == value.index
-                and replaces(bound.value, value)
-            ):
-                return copy_of(bound.node)
-        return None
 
     def _fold_compare(self, node: ast.Compare) -> Folded:
         operands = [self.fold(item) for item in (node.left, *node.comparators)]
         if len(operands) > 2 and not all(item.value.literal for item in operands):
             raise self.error(node, f"Triton has no chained comparison: {ast.unparse(node)}")
         pairs = list(zip(node.ops, operands, operands[1:], strict=False))
-        facts = [values.compare(op, x.value, y.value, self.math) for op, x, y in pairs]
+        facts = [values.compare(op, x.value, y.value) for op, x, y in pairs]
         if all(value.literal for value in facts):
             return Folded(node, constant(all(value.const for value in facts)))
         left, right = operands
@@ -313,25 +289,16 @@ class Expressions:
         rest: list[Folded] = []
         for item in node.values:
             folded = self.fold(item)
-            if not folded.value.literal:
+            if not folded.value.known:
                 rest.append(folded)
             elif bool(folded.value.const) == stops:
-                return folded
+                return folded if folded.value.literal else Folded(node, constant(stops))
         if not rest:
             return folded
-        if any(item.value.known and bool(item.value.const) == stops for item in rest):
-            return self._boolean(node.op, rest, stops)
-        undecided = [item for item in rest if not (item.value.known and item.value.dtype == "int1")]
-        if not undecided:
+        if len(rest) == 1:
             return rest[0]
-        if len(rest) == 1 or (len(undecided) == 1 and undecided[0].value.dtype == "int1"):
-            return undecided[0]
-        return self._boolean(node.op, undecided if len(undecided) > 1 else rest, UNKNOWN)
-
-    def _boolean(self, op: ast.boolop, items: list[Folded], const: Any) -> Folded:
-        nodes = [item.node for item in items]
-        node = ast.BoolOp(op, nodes) if len(nodes) > 1 else nodes[0]
-        return Folded(node, Value(const, dtype="int1", shape=(), runtime=True))
+        operands = [item.node for item in rest]
+        return Folded(ast.BoolOp(node.op, operands), values.tensor("int1", ()))
 
     def _fold_ifexp(self, node: ast.IfExp) -> Folded:
         test = self.fold(node.test)
@@ -342,9 +309,9 @@ class Expressions:
         self.conditional = outer
         same = body.value.dtype == orelse.value.dtype and body.value.shape == orelse.value.shape
         known = Value(dtype=body.value.dtype, shape=body.value.shape) if same else NOTHING
-        if body.value.index is not None and orelse.value.index is not None and same:
-            hull = self.math.hull(body.value.index, orelse.value.index)
-            known = Value(dtype=known.dtype, shape=known.shape, index=hull, runtime=True)
+        if body.value.range is not None and orelse.value.range is not None and same:
+            either = body.value.range.joined(orelse.value.range)
+            known = values.tensor(known.dtype, known.shape, either)
         return Folded(ast.IfExp(test.node, body.node, orelse.node), known)
 
     def _fold_call(self, node: ast.Call) -> Folded:
@@ -423,34 +390,6 @@ def _equals(value: Value, number: int | bool) -> bool:
     if isinstance(number, bool):
         return value.const is number
     return value.const == number and not isinstance(value.const, bool)
-
-
-def _merge_constants(op: ast.operator, left: Folded, right: Folded) -> ast.expr | None:
-    """(x + 3) + 4 as x + 7, (x * 3) * 4 as x * 12: exact also where int32 wraps around."""
-    inner = left.node
-    if not (isinstance(op, (ast.Add, ast.Mult)) and isinstance(inner, ast.BinOp)):
-        return None
-    if type(inner.op) is not type(op) or not isinstance(inner.right, ast.Constant):
-        return None
-    numbers = inner.right.value, right.value.const
-    if not right.value.literal or not all(type(number) is int for number in numbers):
-        return None
-    total = values.BINARY[type(op)][1](*numbers)
-    if not left.value.is_int or not 0 <= total < 2**31:
-        return None
-    return ast.BinOp(inner.left, op, ast.Constant(total))
-
-
-def _additive_parts(node: ast.expr) -> list[ast.expr]:
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return [node, *_additive_parts(node.left), *_additive_parts(node.right)]
-    return [node]
-
-
-def _factors(node: ast.expr) -> list[ast.expr]:
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-        return [node.left, node.right]
-    return []
 
 
 def _is_new_axis(node: ast.expr) -> bool:

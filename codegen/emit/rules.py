@@ -10,10 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import sympy
-
 from tilewright.codegen.emit import values
-from tilewright.codegen.emit.index_math import INT_RANGES, IndexMath
+from tilewright.codegen.emit.ranges import INT_RANGES, Range
 from tilewright.codegen.emit.source import EmitError
 from tilewright.codegen.emit.values import UNKNOWN, Shape, Value, constant, literal
 
@@ -30,7 +28,6 @@ class Context(Protocol):
     """What a rule may use of the evaluator; facts has the values of expressions printed so far."""
 
     facts: dict[ast.expr, Value]
-    math: IndexMath
     grid: tuple[int, ...] | None
 
     def error(self, node: ast.AST, message: str) -> EmitError: ...
@@ -62,11 +59,9 @@ class Call:
     def unknown(self) -> Folded:
         return Folded(self.rebuild(), Value(runtime=True))
 
-    def gives(
-        self, dtype: str | None, shape: Shape | None, index: sympy.Expr | None = None
-    ) -> Folded:
+    def gives(self, dtype: str | None, shape: Shape | None, known: Range | None = None) -> Folded:
         """The call, of which only this is known."""
-        return Folded(self.rebuild(), Value(dtype=dtype, shape=shape, index=index, runtime=True))
+        return Folded(self.rebuild(), values.tensor(dtype, shape, known))
 
     def without_true_mask(
         self, position: int, positions: tuple[int, ...], names: tuple[str, ...], context: Context
@@ -126,29 +121,30 @@ def replaces(candidate: Value, value: Value) -> bool:
     )
 
 
-def _extreme(call: Call, context: Context, pick: Callable) -> Folded:
+def _extreme(call: Call, pick: Callable[[Range, Range], Range]) -> Folded:
     if len(call.args) != 2:
         return call.unknown()
-    left, right = call.args
-    dtype = values.result_dtype(left.value, right.value)
-    shape = values.broadcast(left.value.shape, right.value.shape)
-    if dtype not in INT_RANGES or left.value.index is None or right.value.index is None:
+    left, right = (arg.value for arg in call.args)
+    dtype = values.result_dtype(left, right)
+    shape = values.broadcast(left.shape, right.shape)
+    if dtype not in INT_RANGES or left.range is None or right.range is None:
         return call.gives(dtype, shape)
-    assert dtype is not None
-    value = values.integer(pick(left.value.index, right.value.index), dtype, shape)
-    for operand in (left, right):
-        if operand.value.index == value.index and replaces(operand.value, value):
+    known = pick(left.range, right.range)
+    for operand in call.args:
+        if operand.value.range is known and replaces(operand.value, values.tensor(dtype, shape)):
             return operand
-    return Folded(call.rebuild(), value)
+    if pick is Range.minimum and shape == ():
+        known = known.limited(left.range).limited(right.range)
+    return call.gives(dtype, shape, known)
 
 
 def _cdiv(call: Call, context: Context) -> Folded:
     left, right = call.args
     if left.value.literal and right.value.literal:
         return Folded(call.node, constant(-(-left.value.const // right.value.const)))
-    less = values.binary(ast.Sub(), right.value, constant(1), context.math)
-    total = values.binary(ast.Add(), left.value, less, context.math)
-    return Folded(call.rebuild(), values.binary(ast.FloorDiv(), total, right.value, context.math))
+    less = values.binary(ast.Sub(), right.value, constant(1))
+    total = values.binary(ast.Add(), left.value, less)
+    return Folded(call.rebuild(), values.binary(ast.FloorDiv(), total, right.value))
 
 
 def _next_power_of_2(call: Call, context: Context) -> Folded:
@@ -170,44 +166,34 @@ def _program_id(call: Call, context: Context) -> Folded:
     limit = 2**31 - 1 if axis == 0 else 65535
     if context.grid is not None:
         limit = context.grid[axis] if axis < len(context.grid) else 1
-    index = context.math.symbol(("program_id", axis), 0, limit - 1)
-    return Folded(call.rebuild(), values.integer(index, "int32", ()))
+    return call.gives("int32", (), Range(0, limit - 1))
 
 
 def _num_programs(call: Call, context: Context) -> Folded:
     axis = _axis(call, context)
     if context.grid is None:
-        index = context.math.symbol(("num_programs", axis), 1, 2**31 - 1)
-    else:
-        index = sympy.Integer(context.grid[axis] if axis < len(context.grid) else 1)
-    return Folded(call.rebuild(), values.integer(index, "int32", ()))
+        return call.gives("int32", (), Range(1, 2**31 - 1))
+    number = context.grid[axis] if axis < len(context.grid) else 1
+    return call.gives("int32", (), Range.constant(number))
 
 
 def _arange(call: Call, context: Context) -> Folded:
     low, high = call.constant(0, "start"), call.constant(1, "end")
     if not (isinstance(low, int) and isinstance(high, int)):
-        return call.gives("int32", None, context.math.unknown("int32"))
-    index = context.math.symbol(("arange", low, high), low, high - 1)
+        return call.gives("int32", None)
     # A block of one element is still a block.
-    value = values.integer(index, "int32", (high - low,))
-    return Folded(call.rebuild(), value)
+    return call.gives("int32", (high - low,), Range(low, high - 1))
 
 
 def _block(call: Call, context: Context, dtype: Folded | None) -> Folded:
     shape = call.constant(0, "shape")
     name = values.dtype_of(dtype.value) if dtype is not None else None
-    return _any_value(call, context, name, shape if isinstance(shape, tuple) else None)
-
-
-def _any_value(call: Call, context: Context, dtype: str | None, shape: Shape | None) -> Folded:
-    """A call that may give any value of its type."""
-    index = context.math.unknown(dtype) if dtype in INT_RANGES and dtype is not None else None
-    return call.gives(dtype, shape, index)
+    return call.gives(name, shape if isinstance(shape, tuple) else None)
 
 
 def _pointee(call: Call, context: Context) -> Folded:
     """What lies at the first argument, a pointer."""
-    return _any_value(call, context, call.args[0].value.pointee, call.args[0].value.shape)
+    return call.gives(call.args[0].value.pointee, call.args[0].value.shape)
 
 
 def _load(call: Call, context: Context) -> Folded:
@@ -226,17 +212,15 @@ def _where(call: Call, context: Context) -> Folded:
     branches = values.broadcast(yes.value.shape, no.value.shape)
     shape = values.broadcast(condition.value.shape, branches)
     dtype = values.result_dtype(yes.value, no.value)
-    index = None
-    if yes.value.index is not None and no.value.index is not None and dtype in INT_RANGES:
-        index = context.math.hull(yes.value.index, no.value.index)
-    value = Value(dtype=dtype, shape=shape, index=index, runtime=True)
-    if index is not None and dtype is not None:
-        value = values.integer(index, dtype, shape)
+    known = None
+    if yes.value.range is not None and no.value.range is not None:
+        known = yes.value.range.joined(no.value.range)
+    folded = call.gives(dtype, shape, known)
     if condition.value.known:
         chosen = yes if condition.value.const else no
-        if replaces(chosen.value, value):
+        if replaces(chosen.value, folded.value):
             return chosen
-    return Folded(call.rebuild(), value)
+    return folded
 
 
 def cast(call: Call, context: Context, operand: Folded, dtype: Folded | None) -> Folded:
@@ -244,11 +228,8 @@ def cast(call: Call, context: Context, operand: Folded, dtype: Folded | None) ->
     name = values.dtype_of(dtype.value) if dtype is not None else None
     if name is not None and operand.value.dtype == name and not operand.value.weak:
         return operand
-    index, shape = operand.value.index, operand.value.shape
-    exact = index is not None and operand.value.is_int and "bitcast" not in call.keywords
-    if name not in INT_RANGES or name is None or not exact:
-        return _any_value(call, context, name, shape)
-    return Folded(call.rebuild(), values.integer(context.math.fit(index, name), name, shape))
+    exact = operand.value.is_int and "bitcast" not in call.keywords
+    return call.gives(name, operand.value.shape, operand.value.range if exact else None)
 
 
 def _same(call: Call, context: Context) -> Folded:
@@ -281,30 +262,11 @@ def _shape_arguments(call: Call) -> Shape | None:
     return parts if parts and all(type(part) is int for part in parts) else None
 
 
-def _permute(call: Call, context: Context) -> Folded:
-    value = call.args[0].value
-    order = _shape_arguments(call)
-    if value.shape is None or (order is not None and len(order) != len(value.shape)):
-        return call.gives(value.dtype, None)
-    if order is None:
-        if len(call.args) > 1 or len(value.shape) != 2:
-            return call.gives(value.dtype, None)
-        order = (1, 0)
-    return call.gives(value.dtype, tuple(value.shape[axis] for axis in order))
-
-
 def _split(call: Call, context: Context) -> Folded:
     value = call.args[0].value
     shape = value.shape[:-1] if value.shape else None
     half = Value(dtype=value.dtype, shape=shape, runtime=True)
     return Folded(call.rebuild(), Value(items=(half, half), runtime=True))
-
-
-def _join(call: Call, context: Context) -> Folded:
-    left, right = call.args[0].value, call.args[1].value
-    shape = values.broadcast(left.shape, right.shape)
-    dtype = left.dtype if left.dtype == right.dtype else None
-    return call.gives(dtype, None if shape is None else (*shape, 2))
 
 
 def _reduce(call: Call, context: Context) -> Folded:
@@ -316,7 +278,7 @@ def _reduce(call: Call, context: Context) -> Folded:
     if shape is None or not isinstance(axis, int) or keeps is not None or len(call.keywords) > 1:
         return call.gives(dtype, None)
     axis %= len(shape)
-    return _any_value(call, context, dtype, shape[:axis] + shape[axis + 1 :])
+    return call.gives(dtype, shape[:axis] + shape[axis + 1 :])
 
 
 def _dot(call: Call, context: Context) -> Folded:
@@ -346,8 +308,6 @@ def descriptor_block(value: Value) -> Value:
 
 METHODS: dict[str, Rule] = {
     "reshape": _reshape,
-    "permute": _permute,
-    "trans": _permute,
     "split": _split,
     "sum": _reduce,
     "broadcast_to": _reshape,
@@ -356,8 +316,8 @@ FUNCTIONS: dict[str, Rule] = {
     **METHODS,
     "max": _reduce,
     "min": _reduce,
-    "minimum": lambda call, context: _extreme(call, context, context.math.minimum),
-    "maximum": lambda call, context: _extreme(call, context, context.math.maximum),
+    "minimum": lambda call, context: _extreme(call, Range.minimum),
+    "maximum": lambda call, context: _extreme(call, Range.maximum),
     "constexpr": lambda call, context: call.args[0],
     "cdiv": _cdiv,
     "next_power_of_2": _next_power_of_2,
@@ -371,7 +331,6 @@ FUNCTIONS: dict[str, Rule] = {
     "where": _where,
     "cast": lambda call, context: cast(call, context, call.args[0], call.argument(1, "dtype")),
     "clamp": _clamp,
-    "join": _join,
     "dot": _dot,
     "make_tensor_descriptor": _descriptor,
     "atomic_add": _pointee,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Sequence
+from dataclasses import replace
 
 from tilewright.codegen.emit import values
 from tilewright.codegen.emit.expressions import Expressions
 from tilewright.codegen.emit.nodes import copy_of, nodes_of
+from tilewright.codegen.emit.ranges import MIRRORED, Range
 from tilewright.codegen.emit.rules import Folded
 from tilewright.codegen.emit.source import External
 from tilewright.codegen.emit.values import NOTHING, TL, constant, literal
@@ -118,7 +120,7 @@ class Statements(Expressions):
             return
         printed = self._local(name)
         if not (isinstance(folded.node, ast.Name) and folded.node.id == printed):
-            self.body.append(ast.Assign([ast.Name(printed, ast.Store())], stored(folded)))
+            self.body.append(ast.Assign([ast.Name(printed, ast.Store())], copy_of(folded.node)))
         self.scope.bindings[name] = Folded(ast.Name(printed, ast.Load()), value)
 
     def _assign_tuple(self, target: ast.Tuple, folded: Folded) -> None:
@@ -200,13 +202,26 @@ class Statements(Expressions):
                 self._learn(item, truth)
         if not isinstance(test, ast.Compare) or len(test.ops) != 1:
             return
-        left, right = (self.facts.get(item, NOTHING) for item in (test.left, test.comparators[0]))
-        if isinstance(test.comparators[0], ast.Constant) and type(test.comparators[0].value) is int:
-            right = constant(test.comparators[0].value)
-        comparison = values.COMPARE.get(type(test.ops[0]), ("", None))[0]
-        scalars = left.shape == () and right.shape == ()
-        if scalars and left.index is not None and right.index is not None and comparison:
-            self.math.assume(comparison, left.index, right.index, truth)
+        comparison = values.COMPARE.get(type(test.ops[0]))
+        sides = test.left, test.comparators[0]
+        left, right = map(self._scalar, sides)
+        if comparison in MIRRORED and left is not None and right is not None:
+            self._narrow(sides[0], left.given(comparison, right, truth))
+            self._narrow(sides[1], right.given(MIRRORED[comparison], left, truth))
+
+    def _scalar(self, node: ast.expr) -> Range | None:
+        """What is known of an integer scalar that was printed."""
+        if isinstance(node, ast.Constant) and type(node.value) is int:
+            return Range.constant(node.value)
+        value = self.facts.get(node, NOTHING)
+        return value.range if value.shape == () else None
+
+    def _narrow(self, node: ast.expr, known: Range) -> None:
+        """From here on, a variable has this range."""
+        for name, bound in self.scope.bindings.items():
+            if isinstance(node, ast.Name) and ast.dump(bound.node) == ast.dump(node):
+                narrowed = Folded(bound.node, replace(bound.value, range=known))
+                self.scope.bindings[name] = narrowed
 
     def _local(self, name: str) -> str:
         """The printed name of a local variable of the current scope."""
@@ -226,15 +241,6 @@ class Statements(Expressions):
 
     def _constant(self, value: object) -> Folded:
         return Folded(literal(value), constant(value))
-
-
-def stored(folded: Folded) -> ast.expr:
-    """What is printed on the right of `=`: a known int32 or flag as its literal."""
-    value = folded.value
-    plain = value.known and not value.weak and value.shape == ()
-    if plain and value.dtype in ("int32", "int1"):
-        return literal(value.const)
-    return copy_of(folded.node)
 
 
 def is_constexpr(annotation: ast.expr | None) -> bool:

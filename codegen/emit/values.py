@@ -1,4 +1,4 @@
-"""What the emitter knows of an expression: constant, type, shape and index, and how operators act.
+"""What the emitter knows of an expression: constant, type, shape and range, and how operators act.
 
 The rules are Triton's. A literal or constexpr (`weak`) takes the type of what it meets; a constant
 that was assigned to a variable is an int32 tensor, with that type's arithmetic.
@@ -13,9 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import sympy
-
-from tilewright.codegen.emit.index_math import INT_RANGES, IndexMath
+from tilewright.codegen.emit.ranges import INT_RANGES, Range
 from tilewright.codegen.emit.source import External, JitFunction
 
 
@@ -60,7 +58,7 @@ class Value:
         weak: a Python number or constexpr rather than a tensor.
         dtype: element type ("int32", "pointer<bfloat16>"), None where unknown.
         shape: () for a scalar, None where unknown.
-        index: integers only: the value as a polynomial of IndexMath's symbols.
+        range: integers only: what is known of the value, or of each element of a block.
         items: the elements where this is a tuple.
         runtime: certainly a tensor, so that it is not None.
     """
@@ -69,7 +67,7 @@ class Value:
     weak: bool = False
     dtype: str | None = None
     shape: Shape | None = None
-    index: sympy.Expr | None = None
+    range: Range | None = None
     items: tuple[Value, ...] | None = None
     runtime: bool = False
 
@@ -107,16 +105,19 @@ NOTHING = Value()
 
 def constant(value: Any) -> Value:
     """A literal or constexpr."""
-    index = sympy.Integer(value) if isinstance(value, int) else None
-    return Value(value, weak=True, shape=(), index=index)
+    known = Range.constant(value) if isinstance(value, int) else None
+    return Value(value, weak=True, shape=(), range=known)
 
 
-def integer(index: sympy.Expr, dtype: str, shape: Shape | None) -> Value:
-    """An integer tensor; constant where its index is a number."""
-    const = int(index) if index.is_Integer else UNKNOWN
+def tensor(dtype: str | None, shape: Shape | None, known: Range | None = None) -> Value:
+    """A tensor; constant where its range is one number, and of any value without a range."""
+    if dtype not in INT_RANGES or dtype is None:
+        return Value(dtype=dtype, shape=shape, runtime=True)
+    known = Range.of(dtype) if known is None else known.fit(dtype)
+    const: Any = known.low if known.is_constant else UNKNOWN
     if dtype == "int1" and const is not UNKNOWN:
         const = bool(const)
-    return Value(const, dtype=dtype, shape=shape, index=index, runtime=True)
+    return Value(const, dtype=dtype, shape=shape, range=known, runtime=True)
 
 
 def tensor_of(value: Value) -> Value:
@@ -128,12 +129,12 @@ def tensor_of(value: Value) -> Value:
     if not value.weak or not isinstance(value.const, (bool, int, float)):
         return value
     if isinstance(value.const, bool):
-        return integer(sympy.Integer(int(value.const)), "int1", ())
+        return tensor("int1", (), Range.constant(int(value.const)))
     if isinstance(value.const, int):
         for dtype in ("int32", "uint32", "int64"):
             low, high = INT_RANGES[dtype]
             if low <= value.const <= high:
-                return integer(sympy.Integer(value.const), dtype, ())
+                return tensor(dtype, (), Range.constant(value.const))
         return Value(dtype="uint64", shape=(), runtime=True)
     return Value(dtype=None, shape=(), runtime=True)  # fp32 or fp64 arithmetic: not folded
 
@@ -149,29 +150,41 @@ def broadcast(left: Shape | None, right: Shape | None) -> Shape | None:
     return tuple(max(x, y) for x, y in zip(*padded, strict=True))
 
 
-BINARY: dict[type[ast.operator], tuple[str, Callable[[Any, Any], Any]]] = {
-    ast.Add: ("+", operator.add),
-    ast.Sub: ("-", operator.sub),
-    ast.Mult: ("*", operator.mul),
-    ast.Div: ("/", operator.truediv),
-    ast.FloorDiv: ("//", operator.floordiv),
-    ast.Mod: ("%", operator.mod),
-    ast.Pow: ("**", operator.pow),
-    ast.LShift: ("<<", operator.lshift),
-    ast.RShift: (">>", operator.rshift),
-    ast.BitAnd: ("&", operator.and_),
-    ast.BitOr: ("|", operator.or_),
-    ast.BitXor: ("^", operator.xor),
+BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: operator.pow,
+    ast.LShift: operator.lshift,
+    ast.RShift: operator.rshift,
+    ast.BitAnd: operator.and_,
+    ast.BitOr: operator.or_,
+    ast.BitXor: operator.xor,
 }
-COMPARE: dict[type[ast.cmpop], tuple[str, Callable[[Any, Any], Any]]] = {
-    ast.Lt: ("<", operator.lt),
-    ast.LtE: ("<=", operator.le),
-    ast.Gt: (">", operator.gt),
-    ast.GtE: (">=", operator.ge),
-    ast.Eq: ("==", operator.eq),
-    ast.NotEq: ("!=", operator.ne),
-    ast.In: ("in", lambda item, items: item in items),
-    ast.NotIn: ("not in", lambda item, items: item not in items),
+COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.In: lambda item, items: item in items,
+    ast.NotIn: lambda item, items: item not in items,
+}
+# Operators whose results' ranges are known; of flags "and" is the smaller, "or" the larger.
+_RANGES: dict[type[ast.operator], Callable[[Range, Range], Range]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+_FLAG_RANGES: dict[type[ast.operator], Callable[[Range, Range], Range]] = {
+    ast.BitAnd: Range.minimum,
+    ast.BitOr: Range.maximum,
 }
 
 
@@ -196,76 +209,36 @@ def result_dtype(left: Value, right: Value) -> str | None:
     return None
 
 
-def binary(op: ast.operator, left: Value, right: Value, math_: IndexMath) -> Value:
+def binary(op: ast.operator, left: Value, right: Value) -> Value:
     """Facts about `left op right`."""
-    symbol, function = BINARY[type(op)]
     if left.literal and right.literal:
-        return constant(function(left.const, right.const))
+        return constant(BINARY[type(op)](left.const, right.const))
     if left.weak and right.weak:
         return Value(weak=True, shape=())
     shape = broadcast(left.shape, right.shape)
     dtype = result_dtype(left, right)
-    if dtype is None or symbol in ("/", "**"):
+    if dtype is None or isinstance(op, (ast.Div, ast.Pow)):
         return Value(shape=shape, runtime=True)
-    if dtype == "int1":
-        return _boolean(symbol, left, right, shape)
-    if dtype not in INT_RANGES or left.index is None or right.index is None:
-        index = math_.unknown(dtype) if dtype in INT_RANGES else None
-        return Value(dtype=dtype, shape=shape, index=index, runtime=True)
-    return integer(_index(symbol, left.index, right.index, dtype, math_), dtype, shape)
+    rule = (_FLAG_RANGES if dtype == "int1" else _RANGES).get(type(op))
+    if rule is None or left.range is None or right.range is None:
+        return tensor(dtype, shape)
+    return tensor(dtype, shape, rule(left.range, right.range))
 
 
-def _boolean(symbol: str, left: Value, right: Value, shape: Shape | None) -> Value:
-    const: Any = UNKNOWN
-    if symbol == "&":
-        if left.known and right.known:
-            const = bool(left.const and right.const)
-        elif False in (left.const, right.const):
-            const = False
-    elif symbol == "|":
-        if left.known and right.known:
-            const = bool(left.const or right.const)
-        elif True in (left.const, right.const):
-            const = True
-    return Value(const, dtype="int1", shape=shape, runtime=True)
-
-
-def _index(
-    symbol: str, left: sympy.Expr, right: sympy.Expr, dtype: str, math_: IndexMath
-) -> sympy.Expr:
-    if symbol == "+":
-        return math_.fit(left + right, dtype)
-    if symbol == "-":
-        return math_.fit(left - right, dtype)
-    if symbol == "*":
-        return math_.fit(left * right, dtype)
-    if symbol == "//":
-        return math_.floordiv(left, right, dtype)
-    if symbol == "%":
-        return math_.mod(left, right, dtype)
-    if symbol == "<<" and right.is_Integer and 0 <= int(right) < 31:
-        return math_.fit(left * 2 ** int(right), dtype)
-    if symbol == ">>" and right.is_Integer and 0 <= int(right) < 31:
-        return math_.floordiv(left, sympy.Integer(2 ** int(right)), dtype)
-    if symbol == "&" and right.is_Integer and (int(right) & (int(right) + 1)) == 0:
-        return math_.mod(left, right + 1, dtype) if int(right) >= 0 else math_.unknown(dtype)
-    return math_.unknown(dtype)
-
-
-def compare(op: ast.cmpop, left: Value, right: Value, math_: IndexMath) -> Value:
+def compare(op: ast.cmpop, left: Value, right: Value) -> Value:
     """Facts about `left op right`; known also where the operands' ranges decide it."""
-    symbol, function = COMPARE.get(type(op), ("is", None))
-    if symbol == "is":
+    function = COMPARE.get(type(op))
+    if function is None:
         return _identity(left, right, isinstance(op, ast.IsNot))
-    if left.literal and right.literal and function is not None:
+    if left.literal and right.literal:
         return constant(bool(function(_comparable(left), _comparable(right))))
     if left.weak and right.weak:
         return Value(weak=True, shape=())
     shape = broadcast(left.shape, right.shape)
-    if left.index is None or right.index is None or result_dtype(left, right) is None:
-        return Value(dtype="int1", shape=shape, runtime=True)
-    decided = math_.decide(symbol, left.index, right.index)
-    return Value(UNKNOWN if decided is None else decided, dtype="int1", shape=shape, runtime=True)
+    if left.range is None or right.range is None or result_dtype(left, right) is None:
+        return tensor("int1", shape)
+    decided = left.range.compares(function, right.range)
+    return tensor("int1", shape, None if decided is None else Range.constant(int(decided)))
 
 
 def _comparable(value: Value) -> Any:

@@ -112,12 +112,8 @@ def tuned(
         return _only(tried)
 
     def measure() -> dict[str, bytes]:
-        times = [float(seconds) for seconds in timer(tuple(tried.values()))]
-        good = {
-            name: seconds
-            for name, seconds in zip(tried, times, strict=True)
-            if math.isfinite(seconds) and seconds > 0
-        }
+        times = zip(tried, map(float, timer(tuple(tried.values()))), strict=True)
+        good = {name: seconds for name, seconds in times if 0 < seconds < math.inf}
         if not good:
             raise NothingMeasuredError(f"none of {len(tried)} lowerings could be timed")
         text = json.dumps({"machine": machine.gpu, "seconds": good}, indent=1)

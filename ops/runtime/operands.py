@@ -42,6 +42,12 @@ def operand(tensor: torch.Tensor | None, *strides: int) -> Operand | None:
     return _made(TRITON_TYPES[tensor.dtype], strides, is_aligned(tensor))
 
 
+@overload
+def operand_of(tensor: torch.Tensor, *dims: int, aligned: bool = True) -> Operand: ...
+@overload
+def operand_of(tensor: None, *dims: int, aligned: bool = True) -> None: ...
+@overload
+def operand_of(tensor: torch.Tensor | None, *dims: int, aligned: bool = True) -> Operand | None: ...
 def operand_of(tensor: torch.Tensor | None, *dims: int, aligned: bool = True) -> Operand | None:
     """The tensor as an operand of a kernel that builds on the strides of these dimensions, and on
     the tensor's alignment where `aligned` says so."""

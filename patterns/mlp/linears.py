@@ -82,7 +82,7 @@ def match_few_tokens(view: View, by_head: bool = False) -> FewTokens | None:
         if linear.clip or linear.deltas or linear.gemm.x_scale or linear.gemm.weight_scale:
             return None
         x, weight = columns.x.matrix, columns.weight
-        coded = weight.value.op not in STORED and holds_codes(weight.value, {})
+        coded = weight.value.op not in STORED and holds_codes(weight.value)
         bias, scale = columns.bias, columns.scale
         if by_head and not coded and scale is None:
             weight = weight.matrix
@@ -176,7 +176,7 @@ def _unlike(gemm: Gemm, scaled: Value | None) -> Missed | None:
             return None if scaled is None else _missed(gemm.value, why, hint)
         axes = len(weight.value.shape)
         return _missed(gemm.value, f"{given} has {axes} axes", "store it as [N, K]")
-    if holds_codes(weight.value, {}) or not (_is_stored(weight.value) or _of_codes(weight.value)):
+    if holds_codes(weight.value) or not (_is_stored(weight.value) or _of_codes(weight.value)):
         return None
     if weight.value.op == "cast" and weight.value.operands[0].value.op in STORED:
         names = [dtype_name(v.dtype) for v in (weight.value.operands[0].value, weight.value)]

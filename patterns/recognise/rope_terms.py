@@ -157,7 +157,7 @@ def _scales_codes(value: Value, product: View) -> bool:
     if gemm is None or gemm.weight_scale is not None:
         return False
     weight = gemm.weight.value
-    if not holds_codes(weight, {}) or is_scaled(weight):
+    if not holds_codes(weight) or is_scaled(weight):
         return False
     columns = match_columns(value.whole)
     return columns is not None and columns.linear.scale is not None

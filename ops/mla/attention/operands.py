@@ -15,42 +15,14 @@ from tilewright.codegen.mla.attention_kernels import MASKS, AttentionProblem
 from tilewright.codegen.mla.query_kernels import NO_ROTATION, QueryProblem, Rotation
 from tilewright.codegen.spec import Constant
 from tilewright.ops.attention.operands import LOG2E, known_strides
-from tilewright.ops.checks import ArgumentError, check_choice
+from tilewright.ops.checks import ArgumentError, check_choice, given
 from tilewright.ops.formats.fp8 import FP8_DTYPES
+from tilewright.ops.reference.rope import RopeTables
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
 from tilewright.ops.runtime.operands import mask_bytes, tma_reaches
 
 OP = "mla attention"
 DTYPES = (torch.bfloat16, torch.float16, *FP8_DTYPES)
-# Tensors of `mla_attention` that a call has by the same name.
-TENSORS = (
-    "q", "q_rope", "k", "v", "query_offsets", "key_offsets", "query_starts", "key_starts",
-    "key_lengths", "mask_blocks", "q_scale", "k_scale", "v_scale",
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class RopeTables:
-    """A rotation of the last columns of queries or keys. style, cos and sin as in
-    ops/reference/rope.py; cos and sin may have any strides. by_position: a token's row of the
-    tables is its position, not its number."""
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-    style: str
-    by_position: bool = False
-
-    def paired(self, columns: int) -> bool:
-        """Whether each sine follows its cosine, as imaginary parts follow real ones."""
-        cos, sin = self.cos, self.sin
-        alike = cos.stride() == sin.stride() and cos.dtype == sin.dtype
-        after = sin.data_ptr() - cos.data_ptr() == cos.element_size()
-        return alike and after and cos.stride(-1) == 2 and 2 * cos.shape[-1] == columns
-
-    @property
-    def rows(self) -> int:
-        """Rows of the tables, at least 1."""
-        return max(self.cos.shape[0], 1)
 
 
 def rotation_of(
@@ -60,11 +32,12 @@ def rotation_of(
     There is no sin where a pair's sine follows its cosine in one table."""
     if tables is None:
         return NO_ROTATION, {"cos": None, "sin": None}
-    cos, sin = tables.cos, None if tables.paired(columns) else tables.sin
+    cos = given(tables.cos)
+    sin = None if tables.paired and 2 * cos.shape[-1] == columns else given(tables.sin)
     rotation = Rotation(
-        rope_style=tables.style,
+        rope_style=tables.rope_style,
         full_width=cos.shape[-1] == columns,
-        by_position=tables.by_position,
+        by_position=tables.rope_by_position,
         cos_strides=cos.stride(),
         sin_strides=(cos if sin is None else sin).stride(),
     )
@@ -153,7 +126,8 @@ class AttentionCall:
 
     @property
     def table_rows(self) -> int:
-        return 1 if self.tables is None else self.tables.rows
+        """At least 1."""
+        return 1 if self.tables is None else max(given(self.tables.cos).shape[0], 1)
 
     def with_queries(self, own: torch.Tensor, turned: torch.Tensor) -> AttentionCall:
         """Returns the call with the rotated columns of the queries apart, if keys have them."""
@@ -195,7 +169,7 @@ def launch_values(a: AttentionCall) -> dict[str, Any]:
     it is cut into tiles."""
     sizes = a.sizes
     return {
-        **{name: getattr(a, name) for name in TENSORS},
+        **vars(a),  # what the kernel calls as the record does
         "rope": a.k_rope,
         "positions": a.query_positions,
         "mask": None if a.attn_mask is None else mask_bytes(a.attn_mask),
@@ -272,7 +246,7 @@ def query_call(
         # A position for each token: they are counted in one run.
         q, run = q.reshape(1, tokens, *q.shape[-2:]), tokens
     offsets = starts = positions = None
-    if tables is not None and tables.by_position:
+    if tables is not None and tables.rope_by_position:
         offsets, starts, positions = a.query_offsets, a.query_starts, a.query_positions
         positions = None if positions is None else positions.reshape(-1)
     casts = q.dtype != a.k.dtype

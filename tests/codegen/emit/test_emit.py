@@ -168,9 +168,8 @@ def test_index_arithmetic_folds():
         ranges={"rows": (6, 6)},
     )
     body = body_of(emit(spec))
-    for gone in ("%", "mask", "+ 0", "* 1)"):
+    for gone in ("mask", "+ 0", "* 1)"):
         assert gone not in body, f"{gone!r} is still in\n{body}"
-    assert body.count("//") == 1  # the group is one number, but the block of it has a shape
     arguments = {"x_ptr": torch.arange(192).int(), "out_ptr": torch.zeros(192).int(), "rows": 6}
     (out,) = run_both(spec, (6,), arguments, ["out_ptr"])
     assert torch.equal(out, torch.arange(192).int() + (torch.arange(192) // 32).int())

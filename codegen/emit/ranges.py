@@ -1,0 +1,185 @@
+"""What the emitter knows of an integer: its bounds, a divisor, and what it never exceeds.
+
+All conclusions hold over the integers: a result that might not fit its integer type may be any
+number of that type, so that nothing is ever concluded from a value that wrapped around.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+INT_RANGES = {
+    f"{sign}int{bits}": (0, 2**bits - 1) if sign else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+    for bits in (8, 16, 32, 64)
+    for sign in ("", "u")
+} | {"int1": (0, 1)}
+
+Comparison = Callable[[int, int], bool]
+_NEGATED: dict[Comparison, Comparison] = {
+    operator.lt: operator.ge,
+    operator.le: operator.gt,
+    operator.gt: operator.le,
+    operator.ge: operator.lt,
+    operator.eq: operator.ne,
+    operator.ne: operator.eq,
+}
+#: A comparison, and the one that says the same with its operands swapped.
+MIRRORED: dict[Comparison, Comparison] = {
+    operator.lt: operator.gt,
+    operator.le: operator.ge,
+    operator.gt: operator.lt,
+    operator.ge: operator.le,
+    operator.eq: operator.eq,
+    operator.ne: operator.ne,
+}
+# More than any integer type holds: where nothing is known.
+_ANY = 2**64
+
+
+@dataclass(frozen=True, eq=False)
+class Range:
+    """The values that one integer, or each element of a block, may have. What has this very object
+    as its range has one value.
+
+    Attributes:
+        low, high: the least and the greatest.
+        multiple: a number that divides each; 0 where the value is always 0.
+        limits: scalars, by their ranges: the value is at most the scalar plus this number.
+    """
+
+    low: int
+    high: int
+    multiple: int = 1
+    limits: Mapping[Range, int] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, dtype: str) -> Range:
+        """Any number of an integer type."""
+        return cls(*INT_RANGES[dtype])
+
+    @classmethod
+    def constant(cls, number: int) -> Range:
+        return cls(number, number, abs(number))
+
+    @property
+    def is_constant(self) -> bool:
+        return self.low == self.high
+
+    def fit(self, dtype: str) -> Range:
+        """The range, or what is left of it where the value might wrap around in `dtype`."""
+        low, high = INT_RANGES[dtype]
+        if low <= self.low and self.high <= high:
+            return self
+        # Wrapping subtracts a power of two, so a power of two keeps dividing.
+        return Range(low, high, self.multiple & -self.multiple or 1)
+
+    def limited(self, other: Range, offset: int = 0) -> Range:
+        """The range of a value that is known to be at most the scalar `other` plus `offset`."""
+        limits = _least(self.limits, {other: offset}, other._below(offset))
+        return replace(self, limits=limits)
+
+    def _below(self, offset: int) -> dict[Range, int]:
+        """The limits of a value that is at most this one plus `offset`."""
+        return {scalar: least + offset for scalar, least in self.limits.items()}
+
+    def __add__(self, other: Range) -> Range:
+        multiple = math.gcd(self.multiple, other.multiple)
+        limits = _least(self._below(other.high), other._below(self.high))
+        return Range(self.low + other.low, self.high + other.high, multiple, limits)
+
+    def __sub__(self, other: Range) -> Range:
+        multiple = math.gcd(self.multiple, other.multiple)
+        low, high = self.low - other.high, self.high - other.low
+        return Range(low, high, multiple, self._below(-other.low))
+
+    def __mul__(self, other: Range) -> Range:
+        corners = [x * y for x in (self.low, self.high) for y in (other.low, other.high)]
+        return Range(min(corners), max(corners), self.multiple * other.multiple)
+
+    def __floordiv__(self, divisor: Range) -> Range:
+        if self.low < 0 or divisor.low <= 0:  # rounding differs there between Python and the GPU
+            return _UNKNOWN
+        exact = divisor.is_constant and self.multiple % divisor.low == 0
+        multiple = self.multiple // divisor.low if exact else 1
+        return Range(self.low // divisor.high, self.high // divisor.low, multiple)
+
+    def __mod__(self, divisor: Range) -> Range:
+        """The remainder's range; this very one where the dividend is always smaller."""
+        if self.low < 0 or divisor.low <= 0:
+            return _UNKNOWN
+        if self.high < divisor.low:
+            return self
+        if divisor.is_constant and self.multiple % divisor.low == 0:
+            return Range.constant(0)
+        multiple = math.gcd(self.multiple, divisor.multiple)
+        return Range(0, min(self.high, divisor.high - 1), multiple, self.limits)
+
+    def minimum(self, other: Range) -> Range:
+        """The range of the smaller number; one of the two where it is always that one."""
+        for one, another in ((self, other), (other, self)):
+            if one.compares(operator.le, another):
+                return one
+        low, high = min(self.low, other.low), min(self.high, other.high)
+        return Range(low, high, math.gcd(self.multiple, other.multiple))
+
+    def maximum(self, other: Range) -> Range:
+        """The range of the larger number; one of the two where it is always that one."""
+        for one, another in ((self, other), (other, self)):
+            if one.compares(operator.ge, another):
+                return one
+        low, high = max(self.low, other.low), max(self.high, other.high)
+        return Range(low, high, math.gcd(self.multiple, other.multiple))
+
+    def joined(self, other: Range) -> Range:
+        """The range of a value that is either of the two."""
+        multiple = math.gcd(self.multiple, other.multiple)
+        return Range(min(self.low, other.low), max(self.high, other.high), multiple)
+
+    def compares(self, comparison: Comparison, other: Range) -> bool | None:
+        """Whether a comparison of `operator` holds always (True), never (False), or it depends."""
+        low, high = self.low - other.high, self.high - other.low
+        if other is self:
+            low = high = 0
+        high = min(high, self.limits.get(other, high))
+        low = max(low, -other.limits.get(self, -low))
+        outcomes = {comparison(end, 0) for end in (low, high)}
+        return outcomes.pop() if len(outcomes) == 1 and not low < 0 < high else None
+
+    def given(self, comparison: Comparison, other: Range, truth: bool) -> Range:
+        """The range where a comparison of two scalars is known to hold, or not to."""
+        wanted = comparison if truth else _NEGATED[comparison]
+        low, high, known = self.low, self.high, self
+        if wanted in (operator.lt, operator.le, operator.eq):
+            slack = int(wanted is operator.lt)
+            high, known = min(high, other.high - slack), self.limited(other, -slack)
+        if wanted in (operator.gt, operator.ge, operator.eq):
+            low = max(low, other.low + int(wanted is operator.gt))
+        # Where none is left, this code never runs.
+        return replace(known, low=low, high=high) if low <= high else self
+
+
+_UNKNOWN = Range(-_ANY, _ANY)
+
+
+def _least(*limits: Mapping[Range, int]) -> dict[Range, int]:
+    """All limits, the least for each scalar."""
+    found: dict[Range, int] = {}
+    for some in limits:
+        for scalar, least in some.items():
+            found[scalar] = min(least, found.get(scalar, least))
+    return found
+
+
+def loop_range(start: Range, stop: Range, step: int) -> Range | None:
+    """The variable of `range(start, stop, step)`, of a positive step; None where it never runs.
+
+    Where `stop - start` and `step` share a divisor g, the variable is at most `stop - g`.
+    """
+    gap = math.gcd(step, (stop - start).multiple) or step
+    if start.low > stop.high - gap:
+        return None
+    multiple = math.gcd(step, start.multiple) or step
+    return Range(start.low, stop.high - gap, multiple).limited(stop, -gap)
