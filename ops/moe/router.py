@@ -241,6 +241,7 @@ OP = register(
         ),
         cases=ROUTER_CASES,
         sample_inputs=sample_inputs,
+        moving=frozenset({"x"}),
         tolerances=TOLERANCES,
         error_model=ERROR_MODEL,
     )

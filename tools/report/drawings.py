@@ -9,8 +9,8 @@ from typing import Literal
 from torch import fx
 
 from tilewright.compiler import GraphReport
-from tilewright.tools.layers import Layer, layers
 from tilewright.tools.report.flow import Line, Row, rows, side_by_side
+from tilewright.tools.report.layers import Layer, layers
 from tilewright.tools.report.node_facts import facts, label, shape, writes_in_place
 
 #: A layer with more nodes than these is not drawn: nobody would read it.

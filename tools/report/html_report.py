@@ -22,8 +22,8 @@ from tilewright.patterns.dataflow import source_of
 from tilewright.patterns.language import CODES
 from tilewright.tools.files import write_whole
 from tilewright.tools.kernel_audit import KernelAudit
-from tilewright.tools.miss_guide import miss_guide
 from tilewright.tools.report.drawings import Drawing, drawings, numbers_of, replaced
+from tilewright.tools.report.miss_guide import miss_guide
 from tilewright.tools.report.node_facts import SourceLine, source_lines
 from tilewright.tools.report.roofline import Point, Work, chart, site_work
 from tilewright.tools.report.step_bars import SiteBars, site_bars, step_view

@@ -27,7 +27,7 @@ from tilewright.compiler.report.step import (
     step_of,
 )
 from tilewright.compiler.report.traffic import units_of
-from tilewright.tools.layers import title_of
+from tilewright.tools.report.layers import title_of
 from tilewright.tools.report.node_facts import writes_in_place
 
 #: As many tokens as caches have room for, where it is not said how many are present.
