@@ -15,6 +15,7 @@ _MODULES = {
     "StrictError": "report.failures",
     "declare": "rewrite.declared",
     "lower": "backend",
+    "prepare": "quantised",
     "reports": "backend",
     "tilewright": "backend",
     "undeclare": "rewrite.declared",
@@ -23,6 +24,7 @@ _MODULES = {
 if TYPE_CHECKING:
     from tilewright.compiler.backend import lower, reports, tilewright
     from tilewright.compiler.options import Options
+    from tilewright.compiler.quantised import prepare
     from tilewright.compiler.report import GraphReport, Kernel, Lowered, Site
     from tilewright.compiler.report.failures import StrictError
     from tilewright.compiler.rewrite.declared import declare, undeclare
@@ -43,6 +45,7 @@ __all__ = [
     "StrictError",
     "declare",
     "lower",
+    "prepare",
     "reports",
     "tilewright",
     "undeclare",

@@ -1,7 +1,7 @@
 """Merges nodes that compute the same from the same tensors (value numbering).
 
-Libraries quantise an activation once for each linear that reads it, by one formula. To patterns those
-are different activations until they are one node.
+Libraries quantise an activation once for each linear that reads it, by one formula. Patterns see
+different activations until these are one node.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _is_decided(node: fx.Node) -> bool:
 
 
 def _written(graph: fx.Graph) -> set[int]:
-    """The storages that some node may write. Everything, where one may write what it is not given."""
+    """The storages that some node may write: all, where one may write what it is not given."""
     nodes = [node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output")]
     found = [access_of(node) for node in nodes]
     if any(access.everything for access in found):

@@ -12,11 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tilewright.compiler.prepare.coded_linear import CodedLinear
+from tilewright.compiler.quantised.coded_linear import CodedLinear
 
 
 class ScaledBehind(CodedLinear):
     """codes [N, K] int8, scale [N]: x @ codes^T, rounded to x's dtype, times the scale."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         product = F.linear(x, self.codes.to(x.dtype)) * self.scale
@@ -26,6 +29,9 @@ class ScaledBehind(CodedLinear):
 class ScaledInside(CodedLinear):
     """codes [N, K], scale for each row, for all, or for a block of columns of a row."""
 
+    codes: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor | None
     #: The dtype that the weight is decoded in, None: that of the scale.
     decoded: torch.dtype | None = None
 
@@ -52,7 +58,7 @@ class Intx(ScaledInside):
         self.decoded = dtype
 
 
-def _int8(module: nn.Module, weight: Any) -> CodedLinear | str:
+def _int8(module: Any, weight: Any) -> CodedLinear | str:
     """torchao's Int8Tensor."""
     if weight.act_quant_kwargs is not None:
         return "its activations are int8, which no fused op takes"

@@ -4,9 +4,9 @@
     print(prepared)
     compiled = torch.compile(model, backend="tilewright")
 
-Some libraries break the graph at every linear, or hide its codes in an object that no graph shows. The
-modules that take their place hold the same codes and scales, the very tensors, and compute what the
-library computes; patterns then fuse the decoding with the product.
+Some libraries break the graph at every linear, or hide its codes in an object that no graph shows.
+The modules that take their place hold the same codes and scales, the very tensors, and compute what
+the library computes; patterns then fuse the decoding with the product.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tilewright.compiler.prepare import compressed_tensors, gptqmodel, tensor_subclasses
+from tilewright.compiler.quantised import compressed_tensors, gptqmodel, tensor_subclasses
 
 #: A library's reader: the module that takes another's place; why it is left as it is; None for one
 #: that is not this library's.
@@ -85,11 +85,11 @@ class Prepared:
 def prepare(model: nn.Module, *, copy: bool = False) -> Prepared:
     """Replaces modules of quantisation libraries that a graph cannot show, in place.
 
-    model: any module; a model without such modules stays as it is. copy: work on a copy of the module
-    tree; it shares the tensors of the original, which stays as it is.
+    model: any module; a model without such modules stays as it is. copy: work on a copy of the
+    modules, which shares the tensors of the original; that stays as it is.
 
-    Read are linears of compressed-tensors, GPTQ (gptqmodel), torchao and quanto. Names in `state_dict` stay where the
-    library has a tensor for each. Activations are rounded as the library rounds them.
+    Reads linears of compressed-tensors, GPTQ (gptqmodel), torchao and quanto. Names in `state_dict`
+    stay where the library has a tensor for each. Activations are rounded as the library does it.
 
     Raises TypeError where model is no module.
     """
@@ -121,7 +121,7 @@ def _read(module: nn.Module, readers: Sequence[Reader]) -> nn.Module | str | Non
 def _share_equal_scales(replaced: Sequence[Replaced]) -> None:
     """Gives linears of one parent that round activations by equal scales one tensor of them: so the
     activation that they read is seen to be one."""
-    known: dict[tuple[str, bytes], torch.Tensor] = {}
+    known: dict[tuple[str, bytes], nn.Parameter] = {}
     for one in replaced:
         scale = one.module._parameters.get("input_scale")
         if scale is not None and not scale.is_meta:

@@ -1,7 +1,7 @@
 """Linears of gptqmodel that compute in PyTorch (`backend="torch"`), 4 bits.
 
-Its own forward caches by `Tensor.is_inference()`, which Dynamo cannot trace, and shifts by a buffer, whose
-contents no graph shows. Arithmetic: `gptqmodel/nn_modules/qlinear/__init__.py` `dequantize_weight`.
+The library's forward caches by `Tensor.is_inference()`, which Dynamo cannot trace, and shifts by a
+buffer, whose contents no graph shows. The arithmetic is that of its `dequantize_weight`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tilewright.compiler.prepare.coded_linear import CodedLinear
+from tilewright.compiler.quantised.coded_linear import CodedLinear
 
 _TENSORS = ("qweight", "qzeros", "scales", "g_idx", "bias")
 
@@ -19,6 +19,10 @@ _TENSORS = ("qweight", "qzeros", "scales", "g_idx", "bias")
 class GptqLinear(CodedLinear):
     """qweight [K / 8, N] words of eight rows' codes; qzeros [K / group, N / 8] words; scales
     [K / group, N]: weight[n, k] = scale * (code - zero)."""
+
+    qweight: torch.Tensor
+    qzeros: torch.Tensor
+    scales: torch.Tensor
 
     def __init__(self, module: Any) -> None:
         tensors = {name: getattr(module, name, None) for name in _TENSORS}

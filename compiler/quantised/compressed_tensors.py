@@ -1,7 +1,7 @@
 """Linears of compressed-tensors, compressed as they are stored.
 
 The library decompresses all of them at the first forward, and wraps each module's forward in a way
-that Dynamo cannot trace. Arithmetic: `compressed_tensors/quantization/lifecycle/forward_helpers.py`.
+that Dynamo cannot trace. The arithmetic is that of its `quantization/lifecycle/forward_helpers.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tilewright.compiler.prepare.coded_linear import CodedLinear, nibbles_of_words
+from tilewright.compiler.quantised.coded_linear import CodedLinear, nibbles_of_words
 
 _LIMITS = {("float", 8): (-448.0, 448.0), ("int", 8): (-128.0, 127.0)}
 #: What a scale of zero becomes, by its dtype, as the library has it.
@@ -40,16 +40,21 @@ class Rounding:
 class CompressedLinear(CodedLinear):
     """A linear of compressed-tensors. rounding: of its activations, or None.
 
-    strategy: "tensor", "channel", "group", "tensor_group" or "block", of the weight's scales; block:
-    the rows and columns that share one, where it is "block".
+    strategy: "tensor", "channel", "group", "tensor_group" or "block", of the weight's scales.
+    block: the rows and columns that share a scale, where strategy is "block".
     """
+
+    weight: torch.Tensor
+    weight_scale: torch.Tensor
+    input_scale: torch.Tensor
 
     def __init__(
         self, module: nn.Linear, rounding: Rounding | None, strategy: str, block: tuple[int, int]
     ) -> None:
-        tensors = dict(module.named_parameters(recurse=False))
-        tensors |= dict(module.named_buffers(recurse=False))
-        super().__init__(module.in_features, module.out_features, {"bias": None} | tensors)
+        tensors: dict[str, torch.Tensor | None] = {"bias": None}
+        tensors |= module.named_parameters(recurse=False)
+        tensors |= module.named_buffers(recurse=False)
+        super().__init__(module.in_features, module.out_features, tensors)
         self.rounding, self.strategy, self.block = rounding, strategy, block
 
     def extra_repr(self) -> str:
@@ -98,12 +103,14 @@ class CompressedLinear(CodedLinear):
         how = self.rounding
         assert how is not None
         low, high = _LIMITS[how.kind, how.bits]
-        if how.strategy == "tensor" or (how.strategy == "token" and x.dim() == 2):
-            largest = torch.maximum(x.amax().clamp(min=0), -x.amin().clamp(max=0))
-        else:  # a token's channels; of more dimensions the library takes all behind the second
-            dims = (-1,) if how.strategy != "token" else tuple(range(2, x.dim()))
-            high_of, low_of = x.amax(dims, keepdim=True), x.amin(dims, keepdim=True)
-            largest = torch.maximum(high_of.clamp(min=0), -low_of.clamp(max=0))
+        # Where x is a matrix the library takes one scale of all tokens, though it says "token".
+        whole = how.strategy == "tensor" or (how.strategy == "token" and x.dim() == 2)
+        dims = tuple(range(x.dim())) if whole else (-1,)
+        if how.strategy == "token" and not whole:
+            dims = tuple(range(2, x.dim()))
+        largest = torch.maximum(
+            x.amax(dims, keepdim=True).clamp(min=0), -x.amin(dims, keepdim=True).clamp(max=0)
+        )
         scale = largest / ((high - low) / 2)
         if (factor := getattr(self, "input_global_scale", None)) is not None:
             scale = factor * scale
@@ -124,6 +131,8 @@ def _nearest(x: torch.Tensor, how: Rounding) -> torch.Tensor:
 class PackedLinear(CompressedLinear):
     """4-bit codes, eight in a word along K, the stored code 8 more than what is meant."""
 
+    weight_packed: torch.Tensor
+
     def codes(self) -> torch.Tensor:
         return nibbles_of_words(self.weight_packed).to(self.weight_scale.dtype) - 8
 
@@ -136,7 +145,7 @@ class PackedLinear(CompressedLinear):
 def is_compressed(module: nn.Module) -> bool:
     """Whether compressed-tensors has compressed a module."""
     status = getattr(module, "quantization_status", None)
-    return type(status).__name__ == "QuantizationStatus" and status.value == "compressed"
+    return type(status).__name__ == "QuantizationStatus" and _text(status) == "compressed"
 
 
 def replacement(module: nn.Module) -> nn.Module | str | None:

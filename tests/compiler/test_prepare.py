@@ -1,0 +1,128 @@
+"""`prepare`: models as quantisation libraries load them compute what they did, and are fused."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("transformers", reason="the models are those of transformers")
+from tests.models.shipped import SHIPPED, dense, step_of
+from tilewright.compiler import lower, prepare
+from tilewright.compiler.quantised import Prepared
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+EVERYTHING = {"qkv_cache": 2, "cache_attention": 2, "linear_activation": 2, "linear_residual": 4}
+#: What is not fused yet, by format: (found, code of what is missed).
+FEWER = {"torchao-int8": {"qkv_cache": 2, "cache_attention": 2}}
+#: Formats that stay as the library loads them, and why.
+LEFT = {"ct-w8a16": "int8 weights of compressed-tensors are not read"}
+#: What needs no preparation.
+PLAIN = ("awq",)
+
+
+def load(name, kind, folder):
+    shipped = SHIPPED[name]
+    if not shipped.is_installed:
+        pytest.skip(f"{name} needs {shipped.library}, which `make matrix ROWS=quantised` installs")
+    return shipped.load(kind, folder)
+
+
+def named(items):
+    return dict(Counter(item.pattern for item in items))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", [name for name in SHIPPED if name not in LEFT])
+def test_a_prepared_model_computes_what_the_library_does_and_is_fused(name, kind, tmp_path):
+    expected = load(name, kind, tmp_path / "a" if name.startswith("ct") else tmp_path)
+    model = load(name, kind, tmp_path / "b" if name.startswith("ct") else tmp_path)
+    theirs = expected(**step_of(expected)).logits
+    prepared = prepare(model)
+    assert prepared.left == []
+    assert len(prepared.replaced) == (0 if name in PLAIN else 14)
+    logits = model(**step_of(model)).logits
+    # quanto multiplies in other kernels where it may: one rounding.
+    torch.testing.assert_close(logits, theirs, rtol=0, atol=0.02 if "quanto" in name else 0)
+    lowered = lower(model, (), step_of(model))
+    assert named(lowered.matches) == FEWER.get(name, EVERYTHING)
+    compiled = torch.compile(model, backend="tilewright", options={"inner": "eager"})
+    fused = compiled(**step_of(model)).logits
+    torch.testing.assert_close(fused, theirs, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_not_read_is_left_with_the_reason(name, tmp_path):
+    model = load(name, "llama", tmp_path)
+    prepared = prepare(model)
+    assert prepared.replaced == []
+    assert {one.reason for one in prepared.left} == {LEFT[name]}
+    assert LEFT[name] in str(prepared)
+
+
+@pytest.mark.parametrize("name", ["gptq", "ct-fp8-dynamic", "ct-w4a16"])
+def test_names_of_tensors_stay(name, tmp_path):
+    model = load(name, "llama", tmp_path)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    prepare(model)
+    after = model.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+
+
+@pytest.mark.parametrize("name", ["torchao-fp8", "quanto-int8", "gptq", "ct-w8a8"])
+def test_it_is_undone(name, tmp_path):
+    model = load(name, "llama", tmp_path)
+    before = dict(model.named_modules())
+    prepared = prepare(model)
+    assert dict(model.named_modules()) != before
+    prepared.undo()
+    assert dict(model.named_modules()) == before
+    assert prepared.replaced == []
+    prepared.undo()
+
+
+@pytest.mark.parametrize("name", ["torchao-fp8", "gptq"])
+def test_a_copy_leaves_the_model_and_shares_its_tensors(name, tmp_path):
+    model = load(name, "llama", tmp_path)
+    before = dict(model.named_modules())
+    prepared = prepare(model, copy=True)
+    assert dict(model.named_modules()) == before
+    assert prepared.model is not model
+    one, other = (m.model.embed_tokens.weight for m in (model, prepared.model))
+    assert one.data_ptr() == other.data_ptr()
+
+
+def test_a_model_that_needs_nothing_stays_as_it_is():
+    model = dense("llama")
+    modules = dict(model.named_modules())
+    prepared = prepare(model)
+    assert prepared.model is model
+    assert dict(model.named_modules()) == modules
+    assert str(prepared) == "prepare: no module needs to be replaced"
+
+
+def test_a_subclass_that_is_not_known_is_named():
+    class Wrapped(torch.Tensor):
+        def __tensor_flatten__(self):
+            return [], None
+
+    linear = nn.Linear(4, 4)
+    linear.weight = nn.Parameter(torch.zeros(4, 4).as_subclass(Wrapped), requires_grad=False)
+    prepared = prepare(nn.Sequential(linear))
+    assert [one.name for one in prepared.left] == ["0"]
+    assert "Wrapped is not read" in prepared.left[0].reason
+    assert "1 x Linear stays:" in str(prepared)
+
+
+def test_what_is_no_module_is_refused():
+    with pytest.raises(TypeError, match=r"model: expected a torch\.nn\.Module, got function"):
+        prepare(copy.copy)
+
+
+def test_the_outcome_of_a_model_without_modules():
+    assert isinstance(prepare(nn.Sequential()), Prepared)

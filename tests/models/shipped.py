@@ -1,0 +1,205 @@
+"""Small models in the formats of quantisation libraries, made and loaded by these libraries.
+
+model = SHIPPED["ct-w4a16"].load("llama", folder)
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, StaticCache
+
+GROUP = 64
+SIZES: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 128,
+}
+CONFIGS = {"llama": LlamaConfig, "qwen3": Qwen3Config}
+
+
+@dataclass(frozen=True)
+class Shipped:
+    """library: what must be installed. load: (model, folder of its own) -> the model, loaded."""
+
+    library: str
+    load: Callable[[str, Path], nn.Module]
+
+    @property
+    def is_installed(self) -> bool:
+        names = self.library.split(".")
+        wholes = (".".join(names[:end]) for end in range(1, len(names) + 1))
+        return all(importlib.util.find_spec(name) is not None for name in wholes)
+
+
+def dense(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    made = AutoModelForCausalLM.from_config(CONFIGS[kind](**SIZES), dtype=torch.bfloat16)
+    return made.eval().requires_grad_(False)
+
+
+def _loaded(folder: Path, dtype: torch.dtype = torch.bfloat16, **options: Any) -> nn.Module:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
+    return model.eval().requires_grad_(False)
+
+
+def _torchao(kind: str, folder: Path, config: str) -> nn.Module:
+    from torchao import quantization
+
+    model: Any = dense(kind)
+    quantization.quantize_(model.model, getattr(quantization, config)())
+    return model
+
+
+def _by_config(kind: str, folder: Path, config: str, **options: Any) -> nn.Module:
+    """Quantised by transformers while it loads the dense checkpoint."""
+    import transformers
+
+    dense(kind).save_pretrained(folder)
+    return _loaded(folder, quantization_config=getattr(transformers, config)(**options))
+
+
+def _compressed(kind: str, folder: Path, scheme: str) -> nn.Module:
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import (
+        QuantizationConfig,
+        QuantizationStatus,
+        apply_quantization_config,
+        preset_name_to_scheme,
+    )
+
+    model = dense(kind)
+    groups = {"group_0": preset_name_to_scheme(scheme, ["Linear"])}
+    apply_quantization_config(model, QuantizationConfig(config_groups=groups, ignore=["lm_head"]))
+    for module in model.modules():
+        if getattr(module, "quantization_scheme", None) is not None:
+            _calibrate(module)
+            module.quantization_status = QuantizationStatus.FROZEN
+    compressor = ModelCompressor.from_pretrained_model(model)
+    compressor.compress_model(model)
+    model.save_pretrained(folder)
+    compressor.update_config(folder)
+    return _loaded(folder)
+
+
+def _calibrate(module: Any) -> None:
+    """The scales of a linear's weight, from its smallest and largest elements; a static scale of
+    its activations."""
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    args = module.quantization_scheme.weights
+    weight = module.weight.float()
+    strategy = str(getattr(args.strategy, "value", args.strategy))
+    if strategy == "block":
+        rows, columns = args.block_structure
+        parts = weight.unflatten(0, (-1, rows)).unflatten(-1, (-1, columns))
+        parts = parts.transpose(1, 2).flatten(-2)
+    elif strategy == "group":
+        parts = weight.unflatten(-1, (-1, args.group_size))
+    else:
+        parts = weight.flatten() if strategy == "tensor" else weight.unsqueeze(1)
+    scale, _ = calculate_qparams(parts.amin(-1), parts.amax(-1), args)
+    module.weight_scale.data.copy_(scale.view_as(module.weight_scale))
+    if hasattr(module, "input_scale"):
+        module.input_scale.data.fill_(0.03)
+
+
+def _packed(kind: str, folder: Path, method: str) -> nn.Module:
+    """A GPTQ or AWQ checkpoint of random words, loaded to be computed in PyTorch."""
+    import transformers
+
+    model: Any = dense(kind)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    generator = torch.Generator().manual_seed(3)
+    for name, module in model.named_modules():
+        if type(module) is nn.Linear and name != "lm_head":
+            rows, columns = state.pop(f"{name}.weight").shape
+            tensors = _words(method, rows, columns, generator)
+            state |= {f"{name}.{own}": tensor for own, tensor in tensors.items()}
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    stored = {"quant_method": method, "bits": 4, "group_size": GROUP, "desc_act": False}
+    stored |= {"sym": True, "zero_point": True, "lm_head": False, "version": "gemm"}
+    stored |= {"checkpoint_format": "gptq"} if method == "gptq" else {}
+    config = model.config.to_dict() | {"architectures": [type(model).__name__], "dtype": "float16"}
+    config |= {"quantization_config": stored | {"modules_to_not_convert": ["lm_head"]}}
+    (folder / "config.json").write_text(json.dumps(config))
+    options: Any = (
+        transformers.GPTQConfig(bits=4, backend="torch")
+        if method == "gptq"
+        else transformers.AwqConfig(backend="torch_awq")
+    )
+    return _loaded(folder, torch.float16, quantization_config=options, device_map="cpu")
+
+
+def _words(
+    method: str, rows: int, columns: int, generator: torch.Generator
+) -> dict[str, torch.Tensor]:
+    def words(*shape: int) -> torch.Tensor:
+        return torch.randint(-(2**31), 2**31, shape, generator=generator).to(torch.int32)
+
+    groups = columns // GROUP
+    scales = (torch.rand(groups, rows, generator=generator) * 0.01 + 0.002).half()
+    if method == "awq":
+        zeros = words(groups, rows // 8)
+        return {"qweight": words(columns, rows // 8), "qzeros": zeros, "scales": scales}
+    zeros = torch.full((groups, rows // 8), 0x77777777, dtype=torch.int32)  # 8, stored less one
+    order = (torch.arange(columns) // GROUP).to(torch.int32)
+    codes = words(columns // 8, rows)
+    return {"qweight": codes, "qzeros": zeros, "scales": scales, "g_idx": order}
+
+
+SHIPPED: dict[str, Shipped] = {
+    "torchao-int8": Shipped("torchao", partial(_torchao, config="Int8WeightOnlyConfig")),
+    "torchao-fp8": Shipped("torchao", partial(_torchao, config="Float8WeightOnlyConfig")),
+    "torchao-intx": Shipped("torchao", partial(_torchao, config="IntxWeightOnlyConfig")),
+    "quanto-int8": Shipped(
+        "optimum.quanto", partial(_by_config, config="QuantoConfig", weights="int8")
+    ),
+    "quanto-fp8": Shipped(
+        "optimum.quanto", partial(_by_config, config="QuantoConfig", weights="float8")
+    ),
+    "gptq": Shipped("gptqmodel", partial(_packed, method="gptq")),
+    "awq": Shipped("gptqmodel", partial(_packed, method="awq")),
+    **{
+        f"ct-{scheme.lower().replace('_', '-')}": Shipped(
+            "compressed_tensors", partial(_compressed, scheme=scheme)
+        )
+        for scheme in ("FP8", "FP8_DYNAMIC", "FP8_BLOCK", "W8A8", "W4A16", "W8A16")
+    },
+}
+
+
+def step_of(model: Any, present: int = 5, length: int = 32) -> dict[str, Any]:
+    """A decode step of one sequence as `generate()` calls it, `present` tokens in its cache."""
+    config = model.config
+    cache = StaticCache(config=config, max_cache_len=length)
+    heads, width = config.num_key_value_heads, config.head_dim
+    cache.early_initialization(1, heads, width, model.dtype, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(1)
+    for layer in cache.layers:
+        layer.keys.normal_(generator=generator)
+        layer.values.normal_(generator=generator)
+        if hasattr(layer, "cumulative_length"):
+            layer.cumulative_length.fill_(present)
+    seen = torch.arange(length) <= present
+    return {
+        "input_ids": torch.tensor([[7]]),
+        "past_key_values": cache,
+        "position_ids": torch.tensor([[present]]),
+        "attention_mask": seen.view(1, 1, 1, length),
+        "use_cache": True,
+    }
