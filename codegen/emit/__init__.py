@@ -20,6 +20,7 @@ from tilewright.codegen.emit.source import EmitError, External, JitFunction, Lib
 from tilewright.codegen.emit.tidy import tidied
 from tilewright.codegen.spec import KernelSpec, is_integer
 
+
 @cache
 def emitter_fingerprint() -> str:
     """sha256 over the emitter's own sources, a part of every cache key."""

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from tilewright.compiler import _compat
+from tilewright.compiler._compat.autocast import autocast_at, autocast_at_devices
 from tilewright.compiler.dataflow import spelling
 from tilewright.compiler.dataflow.access import has_symbols, remembered
 from tilewright.compiler.dataflow.aten_names import Hole, aten_call, fill
@@ -169,12 +170,12 @@ class Operations:
         inputs = [source.meta["example_value"] for source in sources]
         tensors = [held for held in inputs if isinstance(held, torch.Tensor)]
         described = tuple((t.dtype, tuple(t.shape), str(t.device)) for t in tensors)
-        autocast = _compat.autocast_at_devices(node, {t.device.type for t in tensors})
+        autocast = autocast_at_devices(node, {t.device.type for t in tensors})
         key = (trace, node.target, repr(args), repr(kwargs), repr(described), autocast)
 
         def ask() -> T | None:
             # A node that cannot be traced is opaque.
-            with contextlib.suppress(Exception), _compat.autocast_at(node):
+            with contextlib.suppress(Exception), autocast_at(node):
                 return trace(node, args, kwargs, inputs)
             return None
 
