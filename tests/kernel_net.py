@@ -25,8 +25,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 # All that the net knows of where things are.
-from tilewright.codegen import emit as emit_package
-from tilewright.codegen.emit import emit
+from tilewright.codegen.emit import emit, emitter_fingerprint
 from tilewright.codegen.emit.source import fingerprint
 from tilewright.codegen.qkv.plan import fused_choice, library_choice, ranked
 from tilewright.codegen.spec import KernelSpec, module_of
@@ -79,9 +78,8 @@ def source_hash(spec: KernelSpec) -> str:
 def text_hash(template: str) -> str:
     """Of all that a template's sources are emitted from: its text, the texts of what it imports,
     and the emitter's."""
-    emitter = sorted(Path(emit_package.__file__).parent.glob("*.py"))
-    texts = [fingerprint(module_of(template)), *(path.read_text("utf-8") for path in emitter)]
-    return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:DIGITS]
+    texts = emitter_fingerprint() + fingerprint(module_of(template))
+    return hashlib.sha256(texts.encode()).hexdigest()[:DIGITS]
 
 
 def own_ops() -> list[FusedOp]:
