@@ -167,14 +167,13 @@ def _moved(
 ) -> Iterator[fx.Node]:
     """The readers that the rewrite moves behind the op, with what depends on them."""
     last = flow.positions[place]
-    inside = {*match.absorbed, *match.stores, *match.scratch}
-    pending, seen = list(results), set(results)
-    while pending:
-        for user in flow.users.get(pending.pop(), ()):
-            if user not in seen and user not in inside and flow.positions[user.node] < last:
-                seen.add(user)
-                pending.append(user)
-                yield user.node
+    inside = {*results, *match.absorbed, *match.stores, *match.scratch}
+
+    def moves(user: Value) -> bool:
+        return user not in inside and flow.positions[user.node] < last
+
+    for result in results:
+        yield from (value.node for value in flow.downstream(result, None, moves)[1:])
 
 
 def _named(levels: Sequence[str]) -> str:

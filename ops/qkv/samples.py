@@ -12,10 +12,8 @@ from tilewright.ops.formats.paged_cache import CacheWindow, slot_limit
 from tilewright.ops.formats.sample_codes import CodedCase
 from tilewright.ops.sampling import PagedBatch, Sampler, sample_table
 
-LAYOUTS = ("page_major", "head_major", "static_cache", "vllm_pair", "max_pair")
 # What a case says of tensors, in their names.
 DRAWN = {"x_scale", "delta"}
-PROJECTIONS = ("separate", "packed", "per_head", "grouped", "n_major")
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import triton
 
 from tilewright.codegen.build.cache import cache_dir
 from tilewright.codegen.qkv.plan import LoweringChoice
-from tilewright.codegen.qkv.tune import Case, Machine, bucket, name_of, remembered, tuned
+from tilewright.codegen.qkv.tune import Case, Machine, bucket, name_of, tuned
 from tilewright.codegen.targets import Target
 from tilewright.ops.qkv.arguments import FusedQkvArguments
 from tilewright.ops.qkv.choices import run
@@ -86,7 +86,7 @@ def measured_choice(
     if known is not None or (case, index) in _known:
         return known
     if not measure or torch.cuda.is_current_stream_capturing():
-        return remembered(case, machine(index))
+        return tuned(case, machine(index), None)
     try:
         timer = partial(_time, a, case, index)
         chosen = apart(partial(tuned, case, machine(index), timer))

@@ -7,10 +7,8 @@ from typing import overload
 
 import torch
 
-from tilewright.codegen.operand import Operand
+from tilewright.codegen.operand import ALIGNMENT, Operand
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
-
-ALIGNMENT = 16  # bytes
 
 # Looked up faster than made.
 _made = cache(Operand)
@@ -55,6 +53,15 @@ def operand_of(tensor: torch.Tensor | None, *dims: int, aligned: bool = True) ->
         return None
     strides = tuple([tensor.stride(dim) for dim in dims])
     return _made(TRITON_TYPES[tensor.dtype], strides, aligned and is_aligned(tensor))
+
+
+def follows(second: torch.Tensor, first: torch.Tensor) -> bool:
+    """Whether each row of one tensor begins where that of another ends, in one storage. Two
+    allocations on the meta device count as one."""
+    alike = first.stride() == second.stride() and first.dtype == second.dtype
+    after = second.data_ptr() - first.data_ptr() == first.shape[-1] * first.element_size()
+    storages = {tensor.untyped_storage().data_ptr() for tensor in (first, second)}
+    return alike and after and (len(storages) == 1 or first.device.type == "meta")
 
 
 def mask_bytes(mask: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ import torch
 
 from tilewright.patterns import effects
 from tilewright.patterns.arithmetic.equality import equal_values
-from tilewright.patterns.attention.bare import bare, between, with_end_in
+from tilewright.patterns.attention.bare import bare, between, by_token, check_dense, with_end_in
 from tilewright.patterns.attention.pages import same_pages
 from tilewright.patterns.attention.visible import mask_fact, visible_keys
 from tilewright.patterns.dataflow import Computed, Dataflow, Value, View, common_scope
@@ -42,7 +42,6 @@ from tilewright.patterns.mla.absorbed import (
     heads_of,
     query_of,
     taken_of,
-    with_heads,
 )
 from tilewright.patterns.mla.keys import assembled
 from tilewright.patterns.mla.up_weight import weight_arguments
@@ -80,7 +79,7 @@ class MlaDecode:
 
     def match(self, anchor: Absorbed, flow: Dataflow) -> Match:
         heads = partial(heads_of, anchor.query)
-        attention = with_heads(match_attention(anchor.attention, flow, heads), anchor.query)
+        attention = match_attention(anchor.attention, flow, heads)
         columns = _columns(attention, anchor.query, flow)
         nope = query_of(anchor.query, columns.q_latent)
         attention = _guarded(attention, columns, nope, anchor, flow)
@@ -185,12 +184,7 @@ def _guarded(
     if ended is None or ended.end is not result.x.view.value:
         refuse("its result is not what the values' weight multiplies", attention.end)
     for view, who in ((columns.latents, "latent"), (columns.rope_keys, "rope key")):
-        if not flow.rows_are_dense(view):
-            refuse(
-                f"a {who}'s numbers do not follow each other in memory",
-                attention.end,
-                hint=f"lay them out so where they are made: {who.replace(' ', '_')}s.contiguous()",
-            )
+        check_dense(view, who, attention, flow)
     return ended
 
 
@@ -208,7 +202,7 @@ def _check_values(attention: Attention, columns: Columns, first: Size) -> None:
 def _arguments(
     attention: Attention, columns: Columns, nope: View, anchor: Absorbed, flow: Dataflow
 ) -> dict[str, Any]:
-    parts = tuple(_by_token(part) for part in (nope, columns.q_rope))
+    parts = tuple(by_token(part) for part in (nope, columns.q_rope))
     return {
         "q": Computed("cat", (parts, -1)),
         **_keys(columns),
@@ -218,12 +212,6 @@ def _arguments(
         "num_sequences": attention.queries[0],
         **visible_keys(attention),
     }
-
-
-def _by_token(q: View) -> View:
-    """[B, S, H, D] as [T, H, D]."""
-    batch, queries, heads, width = q.shape
-    return q.reshape(effects.product((batch, queries)), heads, width)
 
 
 def _keys(columns: Columns) -> dict[str, Any]:

@@ -109,15 +109,18 @@ _PASSED = frozenset({"cast", "aten.add", "aten.mul", "aten.div", "aten.clamp"})
 _ONCE = "compute it once, when the model is loaded"
 
 
-def weighed(view: View) -> tuple[View, float, tuple[Value, ...]]:
-    """(x, factor, values) of a view that is x * factor; itself with one, and none, of another. The
-    casts of x stay."""
-    found = _WEIGHED.match(view)
+def weighed(view: View, strip: bool = False) -> tuple[View, float, tuple[Value, ...]]:
+    """(x, factor, values) of a view that is x * factor; itself with one, and none, of another.
+
+    strip: leaves out the casts of x, too.
+    """
+    found = (_STRIPPED if strip else _WEIGHED).match(view)
     if found is None:
         return view, 1.0, ()
     return found.bound["x"], found.bound["factor"], found.absorbed
 
 
+_STRIPPED = tensor("x") * number("factor")
 _WEIGHED = tensor("x", strip=lambda view: (view, ())) * number("factor")
 
 

@@ -6,16 +6,16 @@ move and take if Inductor alone compiled it.
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
 
-from tilewright.codegen.targets import get_target
+from tilewright.codegen.targets import Target, get_target
 from tilewright.compiler import GraphReport, Lowered, _compat
 from tilewright.compiler.report.step import (
+    FULL,
     FUSED,
     INDUCTOR,
     LIBRARY,
@@ -26,12 +26,9 @@ from tilewright.compiler.report.step import (
     amounts_of,
     step_of,
 )
-from tilewright.compiler.report.traffic import units_of
+from tilewright.compiler.report.traffic import Unit, units_of
 from tilewright.tools.report.layers import title_of
 from tilewright.tools.report.node_facts import writes_in_place
-
-#: As many tokens as caches have room for, where it is not said how many are present.
-FULL = sys.maxsize
 
 #: The kinds of parts, as a page calls them.
 KIND_NAMES: dict[Kind, str] = {
@@ -39,20 +36,6 @@ KIND_NAMES: dict[Kind, str] = {
     LIBRARY: "library products",
     INDUCTOR: "left to Inductor",
 }
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A part of a bar. kind: its colour; value: in the bar's unit; share: of the widest bar, in
-    percent."""
-
-    kind: str
-    name: str
-    value: float
-    share: float
-
-
-Bar = tuple[Segment, ...]
 
 
 @dataclass(frozen=True)
@@ -72,25 +55,28 @@ class Taken:
 
 @dataclass(frozen=True)
 class SiteBars:
-    """Of equal sites together. bytes, time: what they move or take, and what is spared. known:
-    False where sizes are symbols, which are in no bar."""
+    """What equal sites together move and take, and what they spare. known: False where sizes are
+    symbols, which are in neither."""
 
-    bytes: Bar
-    time: Bar
+    taken: Taken
     spared: Taken
     known: bool
+
+    @property
+    def whole(self) -> Taken:
+        """The length of both bars."""
+        return self.taken + self.spared
 
 
 @dataclass(frozen=True)
 class StepRow:
-    """A step's total, or equal layers together. bar: its modelled time by kind of part; floor: the
-    least time, as a bar of its own."""
+    """A step's total, or equal layers together. by_kind: its modelled time by kind of part, in
+    microseconds. most: of the longest bar beside it."""
 
     title: str
-    count: int
     amounts: Amounts
-    bar: Bar
-    floor: Segment
+    by_kind: Mapping[Kind, float]
+    most: float
 
 
 @dataclass(frozen=True)
@@ -106,37 +92,32 @@ class StepView:
 
 
 def site_bars(
-    lowered: Lowered, numbers: Sequence[Mapping[str, int]], present: int | None
+    lowered: Lowered,
+    units: Sequence[Sequence[Unit]],
+    numbers: Sequence[Mapping[str, int]],
+    present: int | None,
 ) -> dict[int, SiteBars]:
-    """The bars of equal sites by their number, at one scale.
+    """The bars of equal sites by their number.
 
-    numbers: for each graph, the number of the site that a node is in, by the node's name.
+    units: of each rewritten graph. numbers: for each graph, the number of the site that a node is
+    in, by the node's name.
     """
+    target = get_target(lowered.target)
     now: defaultdict[int, Taken] = defaultdict(Taken)
     apart: defaultdict[int, Taken] = defaultdict(Taken)
     unknown: set[int] = set()
-    for graph, own in zip(lowered.graphs, numbers, strict=True):
-        for part in step_of(replace(lowered, graphs=(graph,)), _tokens(present)).parts:
-            if part.kind == FUSED:
-                number = own.get(part.node, 0)
-                now[number] += Taken(part.amounts.bytes, part.amounts.modelled_us)
-                unknown |= {number} if part.symbols else set()
-        for number, taken in _taken_apart(graph, own, lowered.target, present):
+    for graph, made, own in zip(lowered.graphs, units, numbers, strict=True):
+        for unit in made:
+            if unit.kind == FUSED:
+                number, amounts = own.get(unit.node, 0), amounts_of(unit, target, _tokens(present))
+                now[number] += Taken(amounts.bytes, amounts.modelled_us)
+                unknown |= {number} if unit.symbols else set()
+        for number, taken in _taken_apart(graph, own, target, present):
             apart[number] += taken
     sites = {number for own in numbers for number in own.values() if number}
     # Where sizes are symbols, more is missing of one side than of the other.
     spared = {n: Taken() if n in unknown else apart[n].less(now[n]) for n in sites}
-    most_bytes = max((now[n].bytes + spared[n].bytes for n in sites), default=0.0)
-    most_us = max((now[n].us + spared[n].us for n in sites), default=0.0)
-    return {
-        number: SiteBars(
-            _two(now[number].bytes, spared[number].bytes, most_bytes),
-            _two(now[number].us, spared[number].us, most_us),
-            spared[number],
-            number not in unknown,
-        )
-        for number in sites
-    }
+    return {n: SiteBars(now[n], spared[n], n not in unknown) for n in sites}
 
 
 def _tokens(present: int | None) -> int:
@@ -144,11 +125,10 @@ def _tokens(present: int | None) -> int:
 
 
 def _taken_apart(
-    graph: GraphReport, numbers: Mapping[str, int], name: str, present: int | None
+    graph: GraphReport, numbers: Mapping[str, int], target: Target, present: int | None
 ) -> Iterator[tuple[int, Taken]]:
     """What the captured graph's units move and take, (number of a site, its share of one unit). The
     sites that share a unit do so by the sizes of what their nodes make."""
-    target = get_target(name)
     by_name = {node.name: node for node in graph.before.graph.nodes}
     for unit in units_of(as_captured(graph), target):
         amounts = amounts_of(unit, target, _tokens(present))
@@ -174,17 +154,6 @@ def _made(node: fx.Node) -> float:
     return 1.0 + sum(size for size in sizes if isinstance(size, int))
 
 
-def _two(taken: float, spared: float, most: float) -> Bar:
-    return (
-        _segment("takes", "moved or taken", taken, most),
-        _segment("saved", "spared", spared, most),
-    )
-
-
-def _segment(kind: str, name: str, value: float, most: float) -> Segment:
-    return Segment(kind, name, value, 100 * value / most if most else 0.0)
-
-
 def step_view(lowered: Lowered, present: int | None) -> StepView:
     """The bars of a step and of its layers; those of the layers at a scale of their own."""
     step = step_of(lowered, _tokens(present))
@@ -195,9 +164,9 @@ def step_view(lowered: Lowered, present: int | None) -> StepView:
     most = max((len(x.scopes) * _widest(x.total) for x in layers), default=0.0)
     most_of_all = max(_widest(step.total), _widest(alone.total))
     return StepView(
-        _row("all", 1, step, most_of_all),
-        _row("as captured, by Inductor alone", 1, alone, most_of_all),
-        tuple(_row(title_of(layer.scopes), len(layer.scopes), layer, most) for layer in layers),
+        _row("all", step, most_of_all),
+        _row("as captured, by Inductor alone", alone, most_of_all),
+        tuple(_row(title_of(x.scopes), x, most, len(x.scopes)) for x in layers),
         present,
         step.symbols,
     )
@@ -207,10 +176,6 @@ def _widest(amounts: Amounts) -> float:
     return max(amounts.modelled_us, amounts.floor_us)
 
 
-def _row(title: str, count: int, of: Step | LayerStep, most: float) -> StepRow:
-    total = of.total.times(count)
-    bar = tuple(
-        _segment(kind, name, of.of(kind).times(count).modelled_us, most)
-        for kind, name in KIND_NAMES.items()
-    )
-    return StepRow(title, count, total, bar, _segment("floor", "floor", total.floor_us, most))
+def _row(title: str, of: Step | LayerStep, most: float, count: int = 1) -> StepRow:
+    by_kind = {kind: of.of(kind).times(count).modelled_us for kind in KIND_NAMES}
+    return StepRow(title, of.total.times(count), by_kind, most)

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from tilewright.codegen.arithmetic import next_power_of_2
+from tilewright.codegen.arithmetic import LOG2E, next_power_of_2
 from tilewright.codegen.attention.blocks import LIST_STRIDES
 from tilewright.codegen.attention.problem import AttentionSizes
-from tilewright.codegen.mla.attention_kernels import MASKS, AttentionProblem
+from tilewright.codegen.mla.attention_kernels import AttentionProblem
 from tilewright.codegen.mla.query_kernels import NO_ROTATION, QueryProblem, Rotation
 from tilewright.codegen.spec import Constant
-from tilewright.ops.attention.operands import LOG2E, known_strides
-from tilewright.ops.checks import ArgumentError, check_choice, given
+from tilewright.ops.attention.masks import check_mask, known_strides
+from tilewright.ops.checks import ArgumentError, check_number, given
 from tilewright.ops.formats.fp8 import FP8_DTYPES
 from tilewright.ops.reference.rope import RopeTables
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
-from tilewright.ops.runtime.operands import mask_bytes, tma_reaches
+from tilewright.ops.runtime.operands import follows, mask_bytes, tma_reaches
 
 OP = "mla attention"
 DTYPES = (torch.bfloat16, torch.float16, *FP8_DTYPES)
@@ -141,11 +140,8 @@ class AttentionCall:
 
 def check_call(a: AttentionCall) -> None:
     """Raises ArgumentError for what no kernel takes. Shapes come from the calling op, checked."""
-    check_choice(OP, "mask", a.mask, MASKS)
-    if a.mask in ("sliding_window", "chunked") and a.window < 1:
-        raise ArgumentError(OP, "window", f"at least 1, since mask is {a.mask!r}", a.window)
-    if not (a.scale > 0 and math.isfinite(a.scale)):
-        raise ArgumentError(OP, "scale", "a positive number", a.scale)
+    check_mask(OP, a)
+    check_number(OP, "scale", a.scale, above=True)
     if a.k.dtype not in DTYPES:
         raise ArgumentError(OP, "k", "bfloat16, float16 or an 8-bit float", a.k.dtype)
     for name in ("q", "v", "q_rope"):
@@ -204,7 +200,7 @@ def attention_problem(a: AttentionCall) -> AttentionProblem:
         v_by_key=a.v_by_key,
         sequences=next_power_of_2(max(a.num_sequences, 1)) if a.ragged else 1,
         mask=a.mask,
-        window=a.window if a.mask in ("sliding_window", "chunked") else 0,
+        window=a.window,
         tma=all(_reached(part) for part in (a.q, a.k, a.v, a.q_rope) if part is not None),
         rope_tma=a.k_rope is not None and a.k_rope.dtype == a.k.dtype and _reached(a.k_rope),
         joint=_joint(a),
@@ -215,12 +211,7 @@ def _joint(a: AttentionCall) -> bool:
     """Whether a key's values follow it, so that one descriptor reads both."""
     dims = (a.nope, a.v.shape[-1])
     whole = all(next_power_of_2(dim) == dim for dim in dims) and dims[0] == dims[1]
-    alike = (a.k.stride() == a.v.stride()) and not a.v_by_key
-    after = a.v.data_ptr() - a.k.data_ptr() == a.nope * a.k.element_size()
-    same = a.k.device.type == "meta" or (
-        a.k.untyped_storage().data_ptr() == a.v.untyped_storage().data_ptr()
-    )
-    return whole and alike and after and same
+    return whole and not a.v_by_key and follows(a.v, a.k)
 
 
 def _reached(part: torch.Tensor) -> bool:

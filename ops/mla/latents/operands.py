@@ -94,24 +94,19 @@ def _with_new(
     a: MlaPrefillArguments, rows: int, ready: Buffers | None, new_latent: bool, new_rope: bool
 ) -> Generator[Buffer, torch.Tensor, Buffers]:
     rank, rope_dim = a.entry
-    latent, scale, strides = (None, None, (0, 1))
-    if ready is not None:
-        latent, scale, strides = ready.latent, ready.scale, ready.scale_strides
+    found: dict[str, Any] = {} if ready is None else dict(vars(ready))
+    found["made"] = ("latent",) * new_latent + ("k_rope",) * new_rope
     if new_latent:
         dtype = FP8 if a.quantize_latent else a.q.dtype
-        latent = yield Buffer((rows, -(-rank // 16) * 16), dtype)
-        if a.quantize_latent:
-            padded = -(-max(rows, 1) // 16) * 16
-            scale = yield Buffer((-(-rank // a.scale_block[1]), padded), torch.float32)
-            strides = (padded, 1)
+        found["latent"] = yield Buffer((rows, -(-rank // 16) * 16), dtype)
+    if new_latent and a.quantize_latent:
+        padded = -(-max(rows, 1) // 16) * 16
+        found["scale_strides"] = (padded, 1)
+        found["scale"] = yield Buffer((-(-rank // a.scale_block[1]), padded), torch.float32)
     if new_rope:
-        k_rope = yield Buffer((rows, rope_dim), FP8 if a.attention_dtype == FP8 else a.q.dtype)
-    else:
-        assert ready is not None
-        k_rope = ready.k_rope
-    assert latent is not None
-    made = ("latent",) * new_latent + ("k_rope",) * new_rope
-    return Buffers(latent, k_rope, scale, strides, made)
+        dtype = FP8 if a.attention_dtype == FP8 else a.q.dtype
+        found["k_rope"] = yield Buffer((rows, rope_dim), dtype)
+    return Buffers(**found)
 
 
 @dataclass(frozen=True)
