@@ -29,7 +29,7 @@ docs: $(STAMP)
 
 # Compiles the emitted SM100 kernels with several Triton releases, each alone in its environment.
 audit: $(STAMP)
-	$(BIN)/python -m tilewright.tools.audit_matrix
+	$(BIN)/python -m tilewright.tools.matrix.audit_matrix
 
 # The demo and a part of the tests with other releases of torch, Triton and transformers; some 5 GB
 # for each row, removed after it. ROWS=newest,oldest for these only, ROWS=released for PyPI's today.

@@ -8,9 +8,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
+from tilewright.codegen.arithmetic import INT32_MAX
 from tilewright.codegen.emit.source import Library
 from tilewright.codegen.operand import Operand
 from tilewright.codegen.spec import Constant, KernelSpec, module_of
+from tilewright.codegen.targets import get_target
 
 POINTER_SUFFIX = "_ptr"
 # Whether the kernel may start while the one before it ends: decided by the target.
@@ -163,16 +165,20 @@ class Kernel:
         """
         records = tuple(records)
         self._check("constants", constants, self._names)
-        arguments = self._arguments(operands, constants)
-        return KernelSpec.of(
+        signature, known = self._arguments(operands, constants)
+        given = {pointer.parameter: operands[pointer.tensor] for pointer in self.pointers}
+        aligned = [name for name, operand in given.items() if operand and operand.aligned]
+        if self.dependent and LAUNCH_PDL in self._constexprs:
+            known[LAUNCH_PDL] = get_target(target).has("dependent_launch")
+        return KernelSpec.make(
             self.template,
             self.name,
-            self._constants(operands, constants, records),
-            arguments,
+            {**self._constants(operands, constants, records), **known},
+            signature,
+            divisible16=[*aligned, *(name for name in divisible if name in signature)],
+            ranges={name: (1, INT32_MAX) for name in self.ranges if name in signature},
             target=target,
-            divisible=divisible,
-            ranges=self.ranges,
-            dependent=self.dependent and LAUNCH_PDL in self._constexprs,
+            launch_pdl=bool(known.get(LAUNCH_PDL)),
             **_options((*records, self)),
         )
 
@@ -207,22 +213,26 @@ class Kernel:
 
     def _arguments(
         self, operands: Mapping[str, Operand | None], constants: Mapping[str, Constant]
-    ) -> dict[str, Operand | Constant]:
-        """Tensors and numbers in the kernel's order, without tensors that have a default and are
-        absent."""
+    ) -> tuple[dict[str, str], dict[str, Constant]]:
+        """(signature, constants): an operand is a pointer, and a number is known at the launch
+        unless it is given here. An absent tensor that has no default is the constant None."""
         pointers = {pointer.parameter: pointer for pointer in self.pointers}
         types = {number.name: "i64" if number.stride else "i32" for number in self.numbers}
         types |= self.types
-        made: dict[str, Operand | Constant] = {}
+        signature: dict[str, str] = {}
+        known: dict[str, Constant] = {}
         for name in self._names:
             pointer = pointers.get(name)
-            if pointer is not None:
-                operand = operands[pointer.tensor]
-                if operand is not None or not pointer.optional:
-                    made[name] = operand
-            elif name in types:
-                made[name] = constants.get(name, types[name])
-        return made
+            if pointer is None:
+                if name in types and name in constants:
+                    known[name] = constants[name]
+                elif name in types:
+                    signature[name] = types[name]
+            elif (operand := operands[pointer.tensor]) is not None:
+                signature[name] = f"*{operand.dtype}"
+            elif not pointer.optional:
+                known[name] = None
+        return signature, known
 
     def _stride(self, operand: Operand | None, tensor: str, dim: int) -> int:
         if operand is None:

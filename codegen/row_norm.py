@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tilewright.codegen.arithmetic import next_power_of_2
-from tilewright.codegen.operand import Operand
+from tilewright.codegen.operand import Operand, first_strides
+from tilewright.codegen.spec import Constant
 
 # Of a layer norm a program takes mean and variance from a whole row in its registers: 128 numbers
 # in each thread of four warps.
@@ -36,9 +37,16 @@ class RowNorm:
         """Tiles like x's that its vectors take in shared memory."""
         return 1 + (self.bias is not None)
 
-    def layer_row(self, columns: int) -> int:
-        """Columns that hold a row whose statistics come before the product; 0 where none do."""
-        return 0 if self.follows else next_power_of_2(columns)
+    def constants(self, columns: int) -> dict[str, Constant]:
+        """What a kernel that multiplies rows of `columns` numbers is told of their norm."""
+        made: dict[str, Constant] = {"NORM_EPS": self.eps, "NORM_OFFSET": self.offset}
+        if self.follows:
+            return made | {"NORM": True}
+        # Columns that hold a row, whose statistics come before the product.
+        return made | {
+            "LAYER_ROW": next_power_of_2(columns),
+            "NORM_BIAS_STRIDE": first_strides(self.bias)[0],
+        }
 
 
 def takes_columns(kind: str, columns: int) -> bool:

@@ -12,9 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tilewright.codegen.arithmetic import INT32_MAX
-from tilewright.codegen.operand import Operand
-from tilewright.codegen.targets import TARGETS, get_target
+from tilewright.codegen.targets import TARGETS
 
 Scalar = int | float | bool | str | None
 Constant = Scalar | tuple[Scalar, ...]
@@ -193,55 +191,6 @@ class KernelSpec:
             divisible16=tuple(sorted(set(divisible16))),
             ranges=tuple(sorted((n, low, high) for n, (low, high) in (ranges or {}).items())),
             **options,
-        )
-
-    @classmethod
-    def of(
-        cls,
-        template: str,
-        kernel: str,
-        constants: Mapping[str, Constant],
-        arguments: Mapping[str, Operand | Constant],
-        *,
-        target: str,
-        num_warps: int = 4,
-        num_stages: int = 2,
-        divisible: Iterable[str] = (),
-        ranges: Iterable[str] = (),
-        dependent: bool = False,
-        maxnreg: int | None = None,
-    ) -> KernelSpec:
-        """The spec of a kernel that is called with `arguments`.
-
-        arguments: by parameter name, in the kernel's order. An Operand is a pointer, 16-byte
-            aligned where the operand is; a type's name ("i32") a number known at the launch; a
-            number is a constant, and so is None, an absent tensor.
-        divisible: integers that 16 divides. ranges: counts from 1 to INT32_MAX. Of both, names that
-            are not in the signature are left out.
-        dependent: the kernel waits for the one before it where LAUNCH_PDL says so: on targets that
-            start a kernel while the one before it ends.
-        """
-        pointers = {name: a for name, a in arguments.items() if isinstance(a, Operand)}
-        signature = {
-            name: f"*{a.dtype}" if isinstance(a, Operand) else a
-            for name, a in arguments.items()
-            if isinstance(a, (Operand, str))
-        }
-        known = {n: a for n, a in arguments.items() if not isinstance(a, (Operand, str))}
-        pdl = dependent and get_target(target).has("dependent_launch")
-        aligned = [name for name, operand in pointers.items() if operand.aligned]
-        return cls.make(
-            template,
-            kernel,
-            {**constants, **known, **({"LAUNCH_PDL": pdl} if dependent else {})},
-            signature,
-            divisible16=[*aligned, *(name for name in divisible if name in signature)],
-            ranges={name: (1, INT32_MAX) for name in ranges if name in signature},
-            num_warps=num_warps,
-            num_stages=num_stages,
-            target=target,
-            maxnreg=maxnreg,
-            launch_pdl=pdl,
         )
 
     # Python holds 1 == True == 1.0, but they are different kernels: compare the canonical text.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 
 from tilewright.codegen.build import travel
-from tilewright.compiler import _compat
+from tilewright.compiler._compat import inductor
 
 log = logging.getLogger("tilewright")
 
@@ -19,7 +19,7 @@ TYPE = "tilewright"
 
 
 def _register() -> None:
-    record = _compat.register_artifacts(TYPE, travel.deliver)
+    record = inductor.register_artifacts(TYPE, travel.deliver)
     if record is None:
         log.info("this torch takes no cache artifacts of others: kernels are made anew elsewhere")
         return

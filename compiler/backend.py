@@ -15,6 +15,7 @@ from torch import fx
 
 from tilewright.compiler import _compat
 from tilewright.compiler import artifacts as _artifacts  # noqa: F401  registers them
+from tilewright.compiler._compat import inductor, tracing
 from tilewright.compiler.fuse import fuse, target_name
 from tilewright.compiler.graph_breaks import listen_for_breaks, noting_breaks, why_graph_ended
 from tilewright.compiler.options import Options, without
@@ -197,7 +198,7 @@ def _inner(
 ) -> Callable[..., Any]:
     if options.inner == "eager":
         return _compat.forward_of(gm)
-    patches = {**(_compat.mode_patches(mode) or {}), **(options.inner_options or {})}
+    patches = {**(inductor.mode_patches(mode) or {}), **(options.inner_options or {})}
     return _compat.compile_fx(gm, list(example_inputs), config_patches=patches)
 
 
@@ -237,9 +238,9 @@ def _publish(report: GraphReport, options: Options, breaks: Sequence[str] = ()) 
 
 def _trace(report: GraphReport) -> None:
     """What tlparse shows beside Dynamo's and Inductor's own artifacts."""
-    _compat.trace_artifact("tilewright_report", "json", lambda: json.dumps(report.data))
-    _compat.trace_artifact("tilewright_report_text", "string", lambda: report.text)
-    _compat.trace_artifact(
+    inductor.trace_artifact("tilewright_report", "json", lambda: json.dumps(report.data))
+    inductor.trace_artifact("tilewright_report_text", "string", lambda: report.text)
+    inductor.trace_artifact(
         "tilewright_graph",
         "string",
         lambda: str(report.after.print_readable(print_output=False, include_stride=True)),
@@ -294,11 +295,11 @@ def lower(
     with (
         noting_breaks(capture) as breaks,
         torch.no_grad(),
-        _compat.unlimited_compiles(),
-        _compat.autocast_off_on_meta(),
-        _compat.numbers_fake_on_meta(),
+        tracing.unlimited_compiles(),
+        tracing.autocast_off_on_meta(),
+        tracing.numbers_fake_on_meta(),
     ):
-        compiled = _compat.compile_isolated(model, backend=capture, dynamic=dynamic)
+        compiled = tracing.compile_isolated(model, backend=capture, dynamic=dynamic)
         try:
             compiled(*args, **(kwargs or {}))
         except Exception as error:

@@ -10,7 +10,7 @@ from typing import Any
 
 import tilewright.patterns  # noqa: F401  registers the families
 from tilewright.codegen.targets import TARGETS
-from tilewright.compiler import _compat
+from tilewright.compiler._compat import inductor
 from tilewright.patterns.language import CAPTURE, Miss, registered
 
 INNER = ("inductor", "eager")
@@ -103,7 +103,7 @@ class Options:
     def _check_inner_options(self, given: Any) -> None:
         _expect("inner_options", isinstance(given, Mapping), "a dictionary or None", given)
         _expect("inner_options", self.inner == "inductor", 'inner="inductor" beside it', self.inner)
-        problem = _compat.inductor_option_problem(given)
+        problem = inductor.option_problem(given)
         _expect("inner_options", problem is None, problem or "", given)
 
     @classmethod

@@ -21,7 +21,7 @@ from graph_drawing import draw
 from torch import fx
 
 from tilewright.compiler import GraphReport, lower
-from tilewright.tools.sharding import one_rank_of
+from tilewright.tools.models.sharding import one_rank_of
 
 PAGE = Path(__file__).with_name("patterns.md")
 PICTURES = Path(__file__).parent / "pictures"

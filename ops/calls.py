@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
-from operator import attrgetter
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,81 +13,128 @@ from tilewright.ops.checks import ArgumentError, debug_values
 from tilewright.ops.fused_op import FusedOp, Lowering, OpCallable, device_of, loaded
 from tilewright.ops.runtime.launch import machine_of
 from tilewright.ops.runtime.peers import RankFailedError
-from tilewright.ops.runtime.program import Machine, drive
-from tilewright.ops.runtime.recording import address_key
+from tilewright.ops.runtime.program import drive
+from tilewright.ops.runtime.recording import Key, call_key, tensor_devices
 from tilewright.ops.runtime.replay import repeat
 
 log = logging.getLogger("tilewright")
 
-#: Accepted argument metadata remembered per op and device, each with its lowering.
+#: Accepted metadata and repeated calls remembered per op and type of device.
 MAX_REMEMBERED = 4096
 
 
-def implementation(op: FusedOp, device_type: str) -> OpCallable:
-    names = tuple(field.name for field in fields(op.arguments))
-    found = attrgetter(*names)  # of one name no tuple
-    values_of = found if len(names) > 1 else lambda arguments: (found(arguments),)
-    lists = _list_names(op)
-    entries: dict[Any, OpCallable] = {}
-    repeats: dict[Any, OpCallable | None] = {}  # None: seen once
-    # On the CPU values are checked at every call. A key has no addresses of tensors in lists.
-    repeatable = device_type == "cuda" and any(low.repeatable or low.build for low in op.lowerings)
-    repeatable = repeatable and not _takes_tensor_lists(op)
+@dataclass
+class _Kind:
+    """The calls of the same metadata. devices: of their tensors. lowering: how they are computed.
+    repeats: what makes a call again, by its addresses; None for a call that was made once."""
 
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if torch.is_autocast_enabled(device_type):
+    devices: list[torch.device]
+    lowering: Lowering
+    repeats: dict[Key, OpCallable | None] = field(default_factory=dict)
+
+
+class Calls:
+    """The calls of an op on a type of device, and what is remembered of them.
+
+    A call of new metadata is checked whole, and its lowering is chosen. Later calls of that
+    metadata have their values checked and take the lowering. On CUDA, a call at the addresses of
+    two earlier ones makes their launches again, and nothing else.
+    """
+
+    def __init__(self, op: FusedOp, device_type: str) -> None:
+        self.op, self.device_type = op, device_type
+        self._lists = _list_names(op)
+        # On the CPU values are checked at every call. A key has no addresses of tensors in lists.
+        self._emits = device_type == "cuda" and any(way.build for way in op.lowerings)
+        self._repeats = self._emits and not any(map(_holds_tensors, op.kinds.values()))
+        self._moving = frozenset(n for n, name in enumerate(op.parameters) if name in op.moving)
+        self._kinds: dict[Key, _Kind] = {}
+        self._remembered = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_autocast_enabled(self.device_type):
             # It would round what the reference and the libraries compute in float32.
-            with torch.autocast(device_type, enabled=False):
-                return run(*args, **kwargs)
+            with torch.autocast(self.device_type, enabled=False):
+                return self(*args, **kwargs)
         # A decode step calls every layer's op as the step before did, mostly at its addresses.
-        place = address_key(args, kwargs) if repeatable else None
-        again = repeats.get(place)
-        if again is not None and not debug_values() and not _needs_grad(args, kwargs):
+        metadata, addresses = call_key(args, kwargs, self._moving)
+        kind = self._kinds.get(metadata)
+        again = kind and kind.repeats.get(addresses)
+        if kind and again and not debug_values() and not _needs_grad(args, kwargs):
             try:
                 return again(*args, **kwargs)
             except torch.OutOfMemoryError:
                 raise
             except Exception:  # the whole way says what is wrong, or goes on by the reference
-                repeats.pop(place, None)
-        seen = place in repeats
-        result, again = whole(args, kwargs, seen)
-        if repeatable and (again is not None or not seen):
-            _remember(repeats, place, again)
+                kind.repeats.pop(addresses, None)
+        arguments = self.op.arguments(*args, **kwargs)
+        devices = tensor_devices(args, kwargs)
+        if kind is None or kind.devices != devices:
+            if _lacks_list(self._lists, arguments):  # no other call looks for what it has
+                whole, options = self.op.split(_with_lists(self._lists, arguments))
+                return self(*whole, **options)
+            kind = _Kind(devices, self._chosen(arguments))
+            self._remember(self._kinds, metadata, kind)
+        if _records_backward() or forward_ad._current_level >= 0:
+            _check_needs_no_grad(self.op, arguments)
+        self.op.validate_values(arguments)
+        seen = addresses in kind.repeats
+        result, again = self._performed(kind, arguments, args, kwargs, seen)
+        if self._repeats and (again is not None or not seen):
+            self._remember(kind.repeats, addresses, again)
         return result
 
-    def whole(args: Any, kwargs: Any, seen: bool) -> tuple[Any, OpCallable | None]:
-        arguments = op.arguments(*args, **kwargs)
-        key = _metadata(values_of(arguments))
-        entry = entries.get(key)
-        if entry is None:
-            if _lacks_list(lists, arguments):  # never remembered: no other call looks for it
-                return whole(*op.split(_with_lists(lists, arguments)), seen)
-            _check_tensors_given(op, arguments)
-            op.validate(arguments)
-            emits = device_type == "cuda" and any(lowering.build for lowering in op.lowerings)
-            target = _machine(arguments).target if emits else None
-            entry = _guarded(op, op.choose(device_type, arguments, target).lowering)
-            _remember(entries, key, entry)
-        if _records_backward() or forward_ad._current_level >= 0:
-            _check_needs_no_grad(op, arguments)
-        op.validate_values(arguments)
-        return entry(arguments, args, kwargs, seen)
+    def _chosen(self, arguments: Any) -> Lowering:
+        """The lowering of calls like this one, which is checked. Raises ArgumentError."""
+        _check_tensors_given(self.op, arguments)
+        self.op.validate(arguments)
+        target = machine_of(device_of(arguments)).target if self._emits else None
+        return self.op.choose(self.device_type, arguments, target).lowering
 
-    return run
+    def _performed(
+        self, kind: _Kind, arguments: Any, args: Any, kwargs: Any, seen: bool
+    ) -> tuple[Any, OpCallable | None]:
+        """The result, and what makes the call again. seen: whether such a call was made before; it
+        is not prepared to be made again otherwise.
+
+        Where the lowering cannot be built or launched, the reference runs from then on, and a log
+        says so. The writes are pure stores, so what a failed attempt may have written is written
+        again. `TILEWRIGHT_DEBUG=1` lets the failure through, and so do running out of memory, bad
+        values, and what the other ranks of a group wait for.
+        """
+        lowering = kind.lowering
+        try:
+            if lowering.build is None:
+                return loaded(lowering.entry)(*args, **kwargs), None
+            machine = machine_of(device_of(arguments))
+            steps = loaded(lowering.build)(arguments, machine.target)
+            program = drive(steps, machine, keep=None if seen else False)
+            again = repeat(program, args, kwargs, machine, self._moving)
+            return program.outcome.result, again
+        except (ArgumentError, RankFailedError, torch.OutOfMemoryError):
+            raise
+        except Exception:
+            if debug_values() or lowering.name == "reference":
+                raise
+            log.exception("%s: %s failed; using the reference", self.op.name, lowering.name)
+            kind.lowering = self.op.reference_lowering()
+        return self.op.reference(arguments), None
+
+    def _remember(self, known: dict[Key, Any], key: Key, value: Any) -> None:
+        self._remembered += 1
+        if self._remembered > MAX_REMEMBERED:
+            self._kinds.clear()
+            self._remembered = 0
+        known[key] = value
 
 
-def _takes_tensor_lists(op: FusedOp) -> bool:
-    return any("List" in kind and "Tensor" in kind for kind in _kinds(op).values())
-
-
-def _kinds(op: FusedOp) -> dict[str, str]:
-    """PyTorch's name for the type of each argument: "Tensor", "Optional[Tensor]", "List[int]"."""
-    schema = torch._C.parse_schema(op.declaration)
-    return {argument.name: str(argument.type) for argument in schema.arguments}
+def _holds_tensors(kind: str) -> bool:
+    """Whether arguments of a type, in PyTorch's words, are lists of tensors."""
+    return "List" in kind and "Tensor" in kind
 
 
 def _list_names(op: FusedOp) -> tuple[str, ...]:
-    return tuple(name for name, kind in _kinds(op).items() if kind.startswith("List["))
+    return tuple(name for name, kind in op.kinds.items() if kind.startswith("List["))
 
 
 def _lacks_list(names: tuple[str, ...], arguments: Any) -> bool:
@@ -104,15 +149,9 @@ def _with_lists(names: tuple[str, ...], arguments: Any) -> Any:
 
 def _check_tensors_given(op: FusedOp, arguments: Any) -> None:
     """Torch lets None pass for a Tensor, as an undefined one."""
-    for name, kind in _kinds(op).items():
+    for name, kind in op.kinds.items():
         if kind == "Tensor" and getattr(arguments, name) is None:
             raise ArgumentError(op.name, name, "a tensor", None)
-
-
-def _remember(known: dict[Any, Any], key: Any, value: Any) -> None:
-    if len(known) >= MAX_REMEMBERED:
-        known.clear()
-    known[key] = value
 
 
 def _records_backward() -> bool:
@@ -121,7 +160,7 @@ def _records_backward() -> bool:
 
 
 def _needs_grad(args: Any, kwargs: Any) -> bool:
-    if not _records_backward() and forward_ad._current_level < 0:
+    if not torch.is_grad_enabled() and forward_ad._current_level < 0:
         return False
     return any(
         isinstance(value, torch.Tensor) and _differentiated(value)
@@ -136,57 +175,12 @@ def _differentiated(tensor: torch.Tensor) -> bool:
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
 
 
-def _called(
-    lowering: Lowering, arguments: Any, args: Sequence[Any], kwargs: Mapping[str, Any], seen: bool
-) -> tuple[Any, OpCallable | None]:
-    """The result, and what makes the same call again. arguments: the record of args and kwargs.
-    seen: whether such a call was made before; it is not prepared to be made again otherwise."""
-    if lowering.build is not None:
-        machine = _machine(arguments)
-        steps = loaded(lowering.build)(arguments, machine.target)
-        program = drive(steps, machine, keep=None if seen else False)
-        return program.outcome.result, repeat(program, args, kwargs, machine)
-    if lowering.repeatable is None:
-        return loaded(lowering.entry)(*args, **kwargs), None
-    return loaded(lowering.repeatable)(*args, **kwargs)
-
-
-def _machine(arguments: Any) -> Machine:
-    """What launches for a call."""
-    return machine_of(device_of(arguments))
-
-
-def _guarded(op: FusedOp, lowering: Lowering) -> OpCallable:
-    """The lowering; where it cannot be built or launched, the reference from then on, and a log.
-
-    The writes are pure stores, so what a failed attempt may have written is written again.
-    `TILEWRIGHT_DEBUG=1` lets the failure through, and so do running out of memory, bad values, and
-    what the other ranks of a group wait for.
-    """
-    failed: list[Exception] = []
-
-    def run(arguments: Any, args: Any, kwargs: Any, seen: bool) -> Any:
-        if not failed:
-            try:
-                return _called(lowering, arguments, args, kwargs, seen)
-            except (ArgumentError, RankFailedError, torch.OutOfMemoryError):
-                raise
-            except Exception as error:
-                if debug_values() or lowering.name == "reference":
-                    raise
-                failed.append(error)
-                log.exception("%s: %s failed; using the reference", op.name, lowering.name)
-        return op.reference(arguments), None
-
-    return run
-
-
 def _check_needs_no_grad(op: FusedOp, arguments: Any) -> None:
     """A fused op records nothing for a backward pass: say so rather than lose a gradient."""
-    for field in fields(op.arguments):
-        value = getattr(arguments, field.name)
+    for name in op.kinds:
+        value = getattr(arguments, name)
         if isinstance(value, torch.Tensor) and _differentiated(value):
-            raise _inference_only(op, field.name, value.requires_grad)
+            raise _inference_only(op, name, value.requires_grad)
 
 
 def _inference_only(op: FusedOp, name: str, backward: bool) -> ArgumentError:
@@ -206,7 +200,7 @@ def transformed(op: FusedOp) -> OpCallable:
     """
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode)
     keys = keys.add(torch._C.DispatchKey.FuncTorchDynamicLayerBackMode)
-    names = tuple(_kinds(op))
+    names = tuple(op.kinds)
 
     def bare(name: str, value: Any) -> Any:
         if isinstance(value, (list, tuple)):
@@ -228,7 +222,7 @@ def told_apart(op: FusedOp) -> OpCallable:
     Functionalisation, of torch.export and AOTInductor, reads such a call as one of several results
     and returns one.
     """
-    names, written = tuple(_kinds(op)), op.mutated
+    names, written = tuple(op.kinds), op.mutated
     other = getattr(torch.ops, op.namespace)
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -262,20 +256,6 @@ def _unwrapped(op: FusedOp, name: str, tensor: torch.Tensor) -> torch.Tensor:
             raise _inference_only(op, name, tensor.requires_grad)
         tensor = functorch.get_unwrapped(tensor)
     return tensor
-
-
-def _metadata(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """All that `validate` and `choose` look at, as a key."""
-    return tuple(
-        [
-            (value.shape, value.stride(), value.dtype, value.device)
-            if isinstance(value, torch.Tensor)
-            else _metadata(tuple(value))
-            if isinstance(value, list)
-            else value
-            for value in values
-        ]
-    )
 
 
 def fake_implementation(op: FusedOp) -> OpCallable:

@@ -74,8 +74,8 @@ def register(op: FusedOp) -> FusedOp:
     # Strides carry the cache's geometry: Inductor must hand over the tensors as they are.
     tags = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
     library.define(op.declaration, tags=tags)
-    library.impl(op.name, calls.implementation(op, "cpu"), "CPU")
-    library.impl(op.name, calls.implementation(op, "cuda"), "CUDA")
+    library.impl(op.name, calls.Calls(op, "cpu"), "CPU")
+    library.impl(op.name, calls.Calls(op, "cuda"), "CUDA")
     library.impl(op.name, calls.transformed(op), "FuncTorchDynamicLayerFrontMode")
     if op.without_writes:
         library.impl(op.name, calls.told_apart(op), "Autograd")
@@ -124,11 +124,19 @@ def _default(argument: Any) -> Any:
 
 
 def _check_arguments(op: FusedOp) -> None:
-    schema = torch._C.parse_schema(op.declaration)
-    declared = [(a.name, a.kwarg_only, _default(a)) for a in schema.arguments]
+    declared = [(a.name, a.kwarg_only, _default(a)) for a in op.schema_arguments]
     written = [(f.name, f.kw_only, f.default) for f in ordered_fields(op.arguments)]
     if written != declared:
         raise ValueError(
             f"{op.qualified_name}: the fields of {op.arguments.__qualname__} {written} are not the "
             f"arguments of its schema {declared}"
         )
+    _check_moving(op)
+
+
+def _check_moving(op: FusedOp) -> None:
+    names = [name for name, keyword in op.parameters.items() if not keyword]
+    most = 1 + next((n for n, name in enumerate(names) if op.kinds[name] != "Tensor"), len(names))
+    if not op.moving <= set(names[:most]) or (op.moving and op.mutated):
+        expected = "positional arguments of an op that writes none, behind none that may be absent"
+        raise ValueError(f"{op.qualified_name}: moving: expected {expected}, got {op.moving}")

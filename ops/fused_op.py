@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache, cached_property
 from typing import Any
@@ -29,17 +29,12 @@ class Lowering:
     (`ops.runtime.program`): from them the call is run, repeated and reported. Or `entry` is called
     exactly as the op is. Each may be "module:function", imported on first use.
     `unsupported` takes the arguments record: None, or why this lowering cannot take them.
-    `repeatable`, where given, is called as `entry` is and gives (result, again): `again`, called so
-    too, makes the same call once more while metadata and addresses of all tensors stay (whatever
-    their contents), and is None where nothing can be remembered. It must hold no tensor. Used on
-    CUDA alone.
     """
 
     name: str
     entry: OpCallable | str | None
     device_types: frozenset[str]
     unsupported: Callable[[Any], str | None]
-    repeatable: OpCallable | str | None = None
     build: Callable[[Any, Target], Steps] | str | None = None
 
     def __post_init__(self) -> None:
@@ -100,6 +95,9 @@ class FusedOp:
     cache_read: what a call reads of caches, by its arguments' metadata; None where it reads none.
     tuning: of an op that has the argument `tune`, tuning(target name) gives a line for reports that
         says what is measured, and where; may be "module:function".
+    moving: arguments that may lie elsewhere when a call is repeated (`ops.runtime.replay`): the
+        steps of every lowering look at nothing of their addresses but the remainder by 16. Empty
+        for an op that writes an argument: no other may share memory with that one.
     slower: slower(**sizes), sizes of a call by name, says why PyTorch's own calls are the faster
         way there; None where the op is, and for sizes that are symbols. Patterns ask it.
     without_writes: the op of equal arguments that a traced call becomes where all that it could
@@ -123,6 +121,7 @@ class FusedOp:
     schema: str | None = None
     cache_read: Callable[[Any], CacheRead] | None = None
     tuning: Callable[[str], str] | str | None = None
+    moving: frozenset[str] = frozenset()
     without_writes: str = ""
     slower: Callable[..., str | None] = lambda **sizes: None
 
@@ -157,16 +156,26 @@ class FusedOp:
         return self.name + (self.schema or schema_of(self.arguments, self.returns))
 
     @cached_property
+    def schema_arguments(self) -> Sequence[Any]:
+        """The schema's arguments, as PyTorch parses them."""
+        return tuple(torch._C.parse_schema(self.declaration).arguments)
+
+    @cached_property
     def parameters(self) -> Mapping[str, bool]:
         """Names of the schema's arguments, in order, and whether each goes by keyword alone."""
-        schema = torch._C.parse_schema(self.declaration)
-        return {argument.name: argument.kwarg_only for argument in schema.arguments}
+        return {argument.name: argument.kwarg_only for argument in self.schema_arguments}
 
-    @property
+    @cached_property
+    def kinds(self) -> Mapping[str, str]:
+        """PyTorch's name for the type of each argument: "Tensor", "Optional[Tensor]",
+        "List[int]"."""
+        return {argument.name: str(argument.type) for argument in self.schema_arguments}
+
+    @cached_property
     def mutated(self) -> tuple[str, ...]:
         """Names of the arguments the schema declares as written."""
-        schema = torch._C.parse_schema(self.declaration)
-        return tuple(a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write)
+        written = self.schema_arguments
+        return tuple(a.name for a in written if a.alias_info and a.alias_info.is_write)
 
     def call(self, arguments: Any) -> Any:
         """Calls the registered op with an instance of `arguments`."""

@@ -62,6 +62,11 @@ class OptionalGroup(Generic[T]):
         (kind,) = self._kind.__bases__
         return kind.__name__, kind.__doc__ or ""
 
+    def arguments(self, group: T) -> dict[str, Any]:
+        """The fields of a group, by the names of the op's arguments."""
+        names: Mapping[str, str] = self._kind.__dict__["names"]
+        return {names.get(field, field): value for field, value in vars(group).items()}
+
     @overload
     def __get__(self, a: None, owner: Any = None) -> OptionalGroup[T]: ...
     @overload

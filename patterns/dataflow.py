@@ -77,6 +77,10 @@ class Value:
         given = self.args[position] if len(self.args) > position else self.kwargs.get(name)
         return default if given is None else given
 
+    def named(self, *names: str) -> dict[str, Any]:
+        """The arguments that are given, by name; names: of those that are given by position."""
+        return dict(zip(names, self.args, strict=False)) | dict(self.kwargs)
+
     @property
     def scope(self) -> str:
         """Module path, e.g. `model.layers.3.self_attn`; empty at the top level."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -70,20 +70,13 @@ def _one_dtype(nodes: Sequence[fx.Node]) -> str:
     )
 
 
-def _before(nodes: Sequence[fx.Node]) -> Iterator[fx.Node]:
+def _before(nodes: Sequence[fx.Node]) -> list[fx.Node]:
     """The nodes and those that they are computed from, nearest first."""
-    found = dict.fromkeys(nodes)
-    for node, _ in zip(_growing(found), range(_REACH), strict=False):
-        yield node
-
-
-def _growing(found: dict[fx.Node, None]) -> Iterator[fx.Node]:
-    order = list(found)
-    for node in order:
-        yield node
-        new = [source for source in node.all_input_nodes if source not in found]
-        found |= dict.fromkeys(new)
-        order += new
+    found = list(nodes)
+    for node in found:  # grows meanwhile
+        if len(found) < _REACH:
+            found += [source for source in node.all_input_nodes if source not in found]
+    return found[:_REACH]
 
 
 def _autocast_dtype(node: fx.Node) -> torch.dtype | None:
@@ -145,7 +138,6 @@ _HINTS: Mapping[str, str | Callable[[Sequence[fx.Node]], str]] = {
     "EXPERT_LOOP": "keep one parameter [E, N, K] for each projection, and sort routes by expert",
     "EXPERT_ORDER": "sort the routes once, and index everything by that order",
     "EXPERT_SCORES": "scatter the chosen experts' weights into zeros",
-    "EXPERT_UNROLLED": "keep the experts' weights in one tensor [E, N, K]",
     "EXPERT_WEIGHT": "compute the weight once, when the model is loaded",
     "FLEX_FUNCTION": "write a mask as a score_mod that fills with -inf",
     "FRESH_CACHE": "make the cache before the compiled call, and give it as an argument or buffer",

@@ -28,3 +28,9 @@ def as_double(a):
     if isinstance(a, GroupedMatmulArguments):
         wide["out_dtype"] = torch.float64
     return replace(a, **wide)
+
+
+def dequantized(weight, dtype):
+    """The weights of all experts, [E, N, K] in dtype."""
+    experts = range(weight.shape[0])
+    return torch.stack([weight.expert(e, dtype).dequantize(dtype) for e in experts])

@@ -118,7 +118,7 @@ def interpret(op: FusedOp, arguments, target: Target = SM90, num_sms: int = 3) -
 
 @pytest.fixture
 def interpreter(monkeypatch):
-    """Ops run on CPU tensors as on a GPU, on the interpreter: `calls.implementation(op,
+    """Ops run on CPU tensors as on a GPU, on the interpreter: `calls.Calls(op,
     "cuda")` finds it."""
     machine = Interpreter()
     monkeypatch.setattr(calls, "machine_of", lambda device: machine)

@@ -25,9 +25,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 # All that the net knows of where things are.
-from tilewright.codegen.emit import emit
+from tilewright.codegen.emit import emit, emitter_fingerprint
+from tilewright.codegen.emit.source import fingerprint
 from tilewright.codegen.qkv.plan import fused_choice, library_choice, ranked
-from tilewright.codegen.spec import KernelSpec
+from tilewright.codegen.spec import KernelSpec, module_of
 from tilewright.codegen.targets import TARGETS
 from tilewright.ops.contract import FusedOp, all_ops, get_op
 from tilewright.ops.grouped.quantize_nvfp4 import QuantizeNvfp4Arguments
@@ -71,6 +72,14 @@ def source_hash(spec: KernelSpec) -> str:
     text = ast.unparse(tree)
     assert spec.name not in text, f"{spec.name} has its name in its body"
     return hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
+
+
+@cache
+def text_hash(template: str) -> str:
+    """Of all that a template's sources are emitted from: its text, the texts of what it imports,
+    and the emitter's."""
+    texts = emitter_fingerprint() + fingerprint(module_of(template))
+    return hashlib.sha256(texts.encode()).hexdigest()[:DIGITS]
 
 
 def own_ops() -> list[FusedOp]:

@@ -18,7 +18,7 @@ from tilewright.patterns import language
 from tilewright.patterns.hints import HINTED
 from tilewright.patterns.language import CODES
 from tilewright.tools.audit import families as audits
-from tilewright.tools.miss_guide import miss_guide
+from tilewright.tools.report.miss_guide import miss_guide
 
 ROOT = Path(__file__).resolve().parents[1]
 NET = Path(__file__).parent / "tilewright_snapshots" / "test_kernel_net"

@@ -1,9 +1,11 @@
 """No kernel changes unseen: what the cases of `tests/kernel_net.py` ask for is what they asked for.
 
-`pytest tests/test_kernel_net.py --tilewright-update` (minutes: it emits every kernel) writes two
-snapshots anew; read the diff. `cases.snapshot` has a line for each case: its kernels' specs on each
-target. `kernels.snapshot` has one for each spec: the kernel's name, the spec, the emitted source.
-All specs are compared here, and the sources of a part of them.
+`pytest tests/test_kernel_net.py --tilewright-update` writes three snapshots anew; read the diff.
+`cases.snapshot` has a line for each case: its kernels' specs on each target. `kernels.snapshot` has
+one for each spec: the kernel's name, the spec, the emitted source. `templates.snapshot` has what
+each template's sources were emitted from: an update emits what is new, and what was emitted from
+another text (all kernels, after a change of the emitter: minutes). All specs are compared here, and
+the sources of a part of them.
 """
 
 from __future__ import annotations
@@ -16,12 +18,13 @@ from pathlib import Path
 
 import pytest
 
-from tests import kernel_net
-from tests.kernel_net import NET_TARGETS, Found, source_hash, spec_hash
+from tests import kernel_net, test_kernel_net
+from tests.kernel_net import NET_TARGETS, Found, source_hash, spec_hash, text_hash
 from tilewright.codegen.spec import KernelSpec
 
 FOLDER = Path(__file__).parent / "tilewright_snapshots" / "test_kernel_net"
 CASES, KERNELS = FOLDER / "cases.snapshot", FOLDER / "kernels.snapshot"
+TEMPLATES = FOLDER / "templates.snapshot"
 UPDATE = "--tilewright-update"
 MEANT = f"if that is meant: pytest tests/test_kernel_net.py {UPDATE}"
 # Of the specs that audits and ops ask for, one in so many is emitted here; of each kernel one.
@@ -61,16 +64,36 @@ def stored_kernels() -> dict[str, tuple[str, str]]:
     return {spec: (kernel, source) for kernel, spec, source in lines}
 
 
+def stored_templates() -> dict[str, str]:
+    """template -> what its sources were emitted from; empty before the first update."""
+    text = TEMPLATES.read_text("utf-8") if TEMPLATES.exists() else ""
+    return dict(line.split() for line in text.splitlines())
+
+
 def write_anew(found: dict[str, Found]) -> None:
     specs = by_hash(found.values())
+    texts = {name: text_hash(name) for name in {spec.template for spec in specs.values()}}
+    sources = known_sources(specs, texts)
+    new = {key: spec for key, spec in specs.items() if key not in sources}
     with ProcessPoolExecutor(os.cpu_count()) as pool:
-        sources = list(pool.map(source_hash, specs.values(), chunksize=16))
-    emitted = zip(specs.items(), sources, strict=True)
-    kernels = sorted(f"{spec.kernel} {key} {source}" for (key, spec), source in emitted)
+        sources |= zip(new, pool.map(source_hash, new.values(), chunksize=16), strict=True)
+    kernels = sorted(f"{spec.kernel} {key} {sources[key]}" for key, spec in specs.items())
     cases = sorted(f"{label} => {text}" for label, text in case_lines(found).items())
+    templates = [f"{name} {text}" for name, text in sorted(texts.items())]
     FOLDER.mkdir(parents=True, exist_ok=True)
-    for path, lines in ((CASES, cases), (KERNELS, kernels)):
+    for path, lines in ((CASES, cases), (KERNELS, kernels), (TEMPLATES, templates)):
         path.write_text("".join(f"{line}\n" for line in lines), "utf-8")
+
+
+def known_sources(specs: dict[str, KernelSpec], texts: dict[str, str]) -> dict[str, str]:
+    """The stored sources of the specs whose templates were emitted from the texts that they have
+    now."""
+    stored, before = stored_kernels() if KERNELS.exists() else {}, stored_templates()
+    return {
+        key: stored[key][1]
+        for key, spec in specs.items()
+        if key in stored and before.get(spec.template) == texts[spec.template]
+    }
 
 
 def changes(stored: dict[str, str], now: dict[str, str]) -> Iterator[str]:
@@ -163,6 +186,17 @@ def test_a_change_of_the_code_alone_changes_the_sources_hash(monkeypatch):
     assert hashed(monkeypatch, SPEC, same) == hashed(monkeypatch, SPEC)
     other = TEXT.replace("(x_ptr, n)  #", "(x_ptr, n + 1)  #")
     assert hashed(monkeypatch, SPEC, other) != hashed(monkeypatch, SPEC)
+
+
+def test_an_update_emits_what_is_new_and_what_has_another_text(monkeypatch):
+    other = replace(SPEC, template="columns")
+    specs = {spec_hash(spec): spec for spec in (SPEC, replace(SPEC, num_warps=8))}
+    specs["of another template"] = other
+    stored = {key: (spec.kernel, key[::-1]) for key, spec in specs.items() if spec.num_warps != 8}
+    monkeypatch.setattr(test_kernel_net, "stored_kernels", lambda: stored)
+    monkeypatch.setattr(test_kernel_net, "stored_templates", lambda: {"rows": "1", "columns": "2"})
+    same = known_sources(specs, {"rows": "1", "columns": "3"})
+    assert same == {spec_hash(SPEC): spec_hash(SPEC)[::-1]}
 
 
 def test_a_case_that_changes_is_named():

@@ -23,7 +23,7 @@ from tilewright.tools.files import write_whole
 
 if TYPE_CHECKING:  # torch is imported with the first model only: every pytest run loads this file
     from tilewright.compiler import Lowered
-    from tilewright.tools.snapshot import Change
+    from tilewright.tools.report.snapshot import Change
 
 FOLDER = "tilewright_snapshots"
 UPDATE = "--tilewright-update"
@@ -74,7 +74,7 @@ class Matches:
 
         name: of the file; by default the test's, with a number from its second check on.
         """
-        from tilewright.tools.snapshot import compare, snapshot_lines, snapshot_text
+        from tilewright.tools.report.snapshot import compare, snapshot_lines, snapshot_text
 
         lowered = _lower(model, args, kwargs, options)
         lines = snapshot_lines(lowered)
@@ -191,7 +191,7 @@ def _check_codes(codes: Iterable[str]) -> None:
 
 
 def _stored(path: Path) -> Sequence[Any]:
-    from tilewright.tools.snapshot import SnapshotError, read_lines
+    from tilewright.tools.report.snapshot import SnapshotError, read_lines
 
     if not path.is_file():
         pytest.fail(f"no snapshot {path}; write it with pytest {UPDATE}", pytrace=False)

@@ -1,26 +1,23 @@
-"""Loads the MODEL of a command: from a user's function, or from the built-in zoo.
+"""The built-in zoo: published configurations, each with the arguments of a step.
 
-The zoo holds published configurations. Models are Hugging Face classes on the meta device, and so
-are their caches: a graph with the true dims takes no memory.
+Models are Hugging Face classes on the meta device, and so are their caches: a graph with the true
+dims takes no memory. :func:`load_model` also loads the MODEL of a user's function.
 transformers is an optional extra: `pip install 'tilewright[models]'`.
 """
 
 from __future__ import annotations
 
-import ast
 import difflib
 import importlib
-import importlib.util
 import inspect
-import sys
-import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType, ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from tilewright.tools.user_errors import one_line
+from tilewright.tools.models.loading import LoadedModel as LoadedModel
+from tilewright.tools.models.loading import ModelError as ModelError
+from tilewright.tools.models.loading import load_function, place_of
 
 if TYPE_CHECKING:  # torch is imported with the first model only: the names are needed without
     import torch
@@ -37,18 +34,6 @@ FORMS_OF_A_MODEL = (
     "each but deepseek's also with -paged (a paged cache) or -lora (adapters on q, k and v), each "
     f"with {PREFILL} ({PREFILL_TOKENS} tokens instead of one)"
 )
-
-
-class ModelError(ValueError):
-    """A MODEL that cannot be loaded; the message says why and what is expected."""
-
-
-class LoadedModel(NamedTuple):
-    """Call as `model(*args, **kwargs)`."""
-
-    model: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -83,13 +68,15 @@ _DIMS = {
 }  # fmt: skip
 
 
-def _model(name: str, config_class: str, rope: Mapping[str, Any], **fields: Any) -> ZooModel:
+def _model(
+    name: str, config_class: str, rope: Mapping[str, Any], **fields: Any
+) -> tuple[str, ZooModel]:
     """A model of `_DIMS`. rope: its rope_parameters. fields: what its config class has besides."""
     dims = dict(zip(_COLUMNS, _DIMS[name], strict=True))
     common = {"rope_parameters": rope, "tie_word_embeddings": False}
     # A cache of latents has neither pages nor projections with adapters here.
     forms = () if "kv_lora_rank" in fields else (PAGED, LORA)
-    return ZooModel(config_class, dims | common | fields, forms)
+    return name, ZooModel(config_class, dims | common | fields, forms)
 
 
 def _rope(theta: float) -> dict[str, Any]:
@@ -102,82 +89,43 @@ def _yarn(theta: float, factor: float, **more: Any) -> dict[str, Any]:
     return _rope(theta) | {"rope_type": "yarn"} | long | known | more
 
 
-def _gpt_oss(name: str, experts: int) -> ZooModel:
+def _qwen3_moe(name: str, inner: int) -> tuple[str, ZooModel]:
+    routing = {"num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True}
+    rope = _rope(1000000.0)
+    return _model(name, "Qwen3MoeConfig", rope, **routing, moe_intermediate_size=inner)
+
+
+def _gpt_oss(name: str, experts: int) -> tuple[str, ZooModel]:
     rope = _yarn(150000.0, factor=32.0, truncate=False)
     routing = {"num_local_experts": experts, "num_experts_per_tok": 4}
     return _model(name, "GptOssConfig", rope, **routing, sliding_window=128)
 
 
-def _deepseek(name: str, config_class: str, mscale: float, **fields: Any) -> ZooModel:
+def _deepseek(name: str, config_class: str, mscale: float, **fields: Any) -> tuple[str, ZooModel]:
     latents = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64}
     rope = _yarn(10000.0, factor=40.0, mscale=mscale, mscale_all_dim=mscale)
     return _model(name, config_class, rope, **latents, v_head_dim=128, **fields)
 
 
 #: From each model's published config.json.
-ZOO: Mapping[str, ZooModel] = MappingProxyType(
-    {
-        "llama3-8b": _model("llama3-8b", "LlamaConfig", _rope(500000.0)),
-        "llama3-70b": _model("llama3-70b", "LlamaConfig", _rope(500000.0)),
-        "qwen3-8b": _model("qwen3-8b", "Qwen3Config", _rope(1000000.0)),
-        "qwen3-30b-a3b": _model(
-            "qwen3-30b-a3b",
-            "Qwen3MoeConfig",
-            _rope(1000000.0),
-            moe_intermediate_size=768,
-            num_experts=128,
-            num_experts_per_tok=8,
-            norm_topk_prob=True,
-        ),
-        "qwen3-235b-a22b": _model(
-            "qwen3-235b-a22b",
-            "Qwen3MoeConfig",
-            _rope(1000000.0),
-            moe_intermediate_size=1536,
-            num_experts=128,
-            num_experts_per_tok=8,
-            norm_topk_prob=True,
-        ),
-        "mixtral-8x7b": _model(
-            "mixtral-8x7b",
-            "MixtralConfig",
-            _rope(1000000.0),
-            num_local_experts=8,
-            num_experts_per_tok=2,
-            sliding_window=None,
-        ),
-        "gpt-oss-20b": _gpt_oss("gpt-oss-20b", experts=32),
-        "gpt-oss-120b": _gpt_oss("gpt-oss-120b", experts=128),
-        "deepseek-v2-lite": _deepseek(
-            "deepseek-v2-lite",
-            "DeepseekV2Config",
-            mscale=0.707,
-            moe_intermediate_size=1408,
-            q_lora_rank=None,
-            n_routed_experts=64,
-            n_shared_experts=2,
-            num_experts_per_tok=6,
-            n_group=1,
-            topk_group=1,
-            first_k_dense_replace=1,
-        ),
-        "deepseek-v3": _deepseek(
-            "deepseek-v3",
-            "DeepseekV3Config",
-            mscale=1.0,
-            moe_intermediate_size=2048,
-            q_lora_rank=1536,
-            n_routed_experts=256,
-            n_shared_experts=1,
-            num_experts_per_tok=8,
-            n_group=8,
-            topk_group=4,
-            first_k_dense_replace=3,
-            routed_scaling_factor=2.5,
-            norm_topk_prob=True,
-        ),
-    }
-)
+ZOO: Mapping[str, ZooModel] = MappingProxyType(dict((
+    _model("llama3-8b", "LlamaConfig", _rope(500000.0)),
+    _model("llama3-70b", "LlamaConfig", _rope(500000.0)),
+    _model("qwen3-8b", "Qwen3Config", _rope(1000000.0)),
+    _qwen3_moe("qwen3-30b-a3b", inner=768),
+    _qwen3_moe("qwen3-235b-a22b", inner=1536),
+    _model("mixtral-8x7b", "MixtralConfig", _rope(1000000.0), num_local_experts=8,
+           num_experts_per_tok=2, sliding_window=None),
+    _gpt_oss("gpt-oss-20b", experts=32),
+    _gpt_oss("gpt-oss-120b", experts=128),
+    _deepseek("deepseek-v2-lite", "DeepseekV2Config", mscale=0.707, moe_intermediate_size=1408,
+              q_lora_rank=None, n_routed_experts=64, n_shared_experts=2, num_experts_per_tok=6,
+              n_group=1, topk_group=1, first_k_dense_replace=1),
+    _deepseek("deepseek-v3", "DeepseekV3Config", mscale=1.0, moe_intermediate_size=2048,
+              q_lora_rank=1536, n_routed_experts=256, n_shared_experts=1, num_experts_per_tok=8,
+              n_group=8, topk_group=4, first_k_dense_replace=3, routed_scaling_factor=2.5,
+              norm_topk_prob=True),
+)))  # fmt: skip
 
 #: What config classes call the number of routed experts.
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -219,21 +167,13 @@ def load_model(spec: str, **options: Any) -> LoadedModel:
     """
     if is_zoo_name(spec):
         return build_zoo_model(spec, **options)
-    place, colon, function_name = spec.rpartition(":")
-    if (file := spec.removesuffix(":")).endswith(".py"):
-        found = _functions(import_place(file))
-        raise ModelError(f"{spec}: expected {file}:function; {found}")
-    if not colon or not place or not function_name:
+    place, function = place_of(spec)
+    if not place or not function:
         close = difflib.get_close_matches(spec, zoo_names(), n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         known = f"{', '.join(ZOO)}; {FORMS_OF_A_MODEL}"
         raise ModelError(f"{spec!r} is not {FORMS}{hint}\nThe zoo: {known}")
-    module = import_place(place)
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        what = "is not callable" if hasattr(module, function_name) else "is not there"
-        raise ModelError(f"{spec}: {function_name} {what} in {place}; {_functions(module)}")
-    return _checked(spec, _call(spec, function, options))
+    return load_function(spec, place, function, options)
 
 
 def build_zoo_model(
@@ -327,7 +267,7 @@ def _allocate_as_cached(cache: Any, model: Any, input_ids: Any, kwargs: Mapping[
     """
     import torch
 
-    from tilewright.compiler._compat import autocast_off_on_meta
+    from tilewright.compiler._compat.tracing import autocast_off_on_meta
 
     def update(keys: Any, values: Any, *_: Any, **__: Any) -> None:
         raise _Cached(keys, values)
@@ -359,100 +299,3 @@ def _imported(library: str, model: str) -> ModuleType:
     except ImportError as error:
         message = f"{model} is built with {library}, which does not import here ({error})"
         raise ModelError(f"{message}: pip install 'tilewright[models]'") from error
-
-
-def import_place(place: str) -> ModuleType:
-    """The module of a user's file.py or module, which may register patterns. Raises ModelError."""
-    return _import_file(place) if place.endswith(".py") else _import_module(place)
-
-
-def _import_file(place: str) -> ModuleType:
-    path = Path(place).resolve()
-    if not path.is_file():
-        raise ModelError(f"{place}: no such file (from {Path.cwd()})")
-    # Its own name, so that a user's torch.py or llama.py hides no module.
-    spec = importlib.util.spec_from_file_location(f"tilewright_model_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise ModelError(f"{place}: not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    _put_on_path(path.parent)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[spec.name]
-        raise _failed(f"importing {place}", error) from error
-    return module
-
-
-def _import_module(place: str) -> ModuleType:
-    _put_on_path(Path.cwd())
-    try:
-        return importlib.import_module(place)
-    except Exception as error:
-        raise _failed(f"importing {place}", error) from error
-
-
-def _put_on_path(folder: Path) -> None:
-    """Lets the user's modules import their neighbours, as `python file.py` and `python -m` do."""
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
-
-
-def _failed(doing: str, error: Exception) -> ModelError:
-    return ModelError(f"{doing} failed: {one_line(error)}")
-
-
-def _functions(module: ModuleType) -> str:
-    """The functions of a user's module, those first that look like a MODEL's."""
-    found = [
-        (name, value)
-        for name, value in vars(module).items()
-        if inspect.isfunction(value) and value.__module__ == module.__name__
-    ]
-    names = [name for name, _ in sorted(found, key=lambda one: (_unlike_a_model(one[1]), one[0]))]
-    return f"it defines {', '.join(names)}" if names else "it defines no function"
-
-
-def _unlike_a_model(function: Callable[..., Any]) -> int:
-    """0 for a function without arguments that returns three values, as its text shows; 1 where it
-    may, behind a call; 2 for any other."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-        inspect.signature(function).bind()
-    except (OSError, SyntaxError, TypeError):
-        return 2
-    returned = [node.value for node in ast.walk(tree) if isinstance(node, ast.Return)]
-    if any(isinstance(value, ast.Tuple) and len(value.elts) == 3 for value in returned):
-        return 0
-    return 1 if any(isinstance(value, ast.Call) for value in returned) else 2
-
-
-def _call(spec: str, function: Callable[..., Any], options: Mapping[str, Any]) -> Any:
-    signature = inspect.signature(function)
-    try:
-        signature.bind(**options)
-    except TypeError as error:
-        given = ", ".join(f"{name}={value!r}" for name, value in options.items()) or "no options"
-        raise ModelError(f"{spec}{signature} cannot be called with {given}: {error}") from error
-    try:
-        return function(**options)
-    except Exception as error:
-        raise _failed(f"calling {spec}", error) from error
-
-
-def _checked(spec: str, result: Any) -> LoadedModel:
-    expected = f"{spec}: expected (model, args, kwargs)"
-    if not isinstance(result, tuple) or len(result) != 3:
-        size = f" of {len(result)}" if isinstance(result, tuple) else ""
-        raise ModelError(f"{expected}, got {type(result).__name__}{size}")
-    model, args, kwargs = result
-    if not callable(model):
-        raise ModelError(f"{expected}; model: expected a callable, got {type(model).__name__}")
-    if not isinstance(args, (tuple, list)):
-        raise ModelError(f"{expected}; args: expected a tuple or list, got {type(args).__name__}")
-    if not isinstance(kwargs, dict) or not all(isinstance(name, str) for name in kwargs):
-        raise ModelError(
-            f"{expected}; kwargs: expected a dict with names as keys, got {type(kwargs).__name__}"
-        )
-    return LoadedModel(model, tuple(args), kwargs)

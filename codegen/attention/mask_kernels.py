@@ -1,16 +1,23 @@
-"""The `mask_blocks` kernel, and how a mask is cut for it."""
+"""The `mask_blocks` kernel, and how a mask is cut for it: in steps that keep the chip's loads in
+flight."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tilewright.codegen.arithmetic import cdiv
-from tilewright.codegen.attention.blocks import LOWEST, ORDINARY, mask_kind
+from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv
+from tilewright.codegen.attention.blocks import KEYS, LOWEST, ORDINARY, mask_kind
 from tilewright.codegen.kernel import Kernel
 from tilewright.codegen.spec import Constant
+from tilewright.codegen.targets import Target
 
 # Entries of a list that are written at a time.
 LEAST_LISTED, MOST_LISTED = 16, 1024
+# Bytes of the mask that a program loads at a time, and the least that is worth a program.
+STEP_BYTES = 16384
+PART_BYTES = 2 * STEP_BYTES
+# Programs on a multiprocessor, which together have enough loads in flight.
+PROGRAMS_PER_SM = 4
 
 _AXES = ("sequence", "head", "row", "column")
 MASK_BLOCKS = Kernel(
@@ -64,6 +71,15 @@ class MaskConfig:
 
     def __str__(self) -> str:
         return f"{self.blocks} blocks at a time, {self.parts} parts"
+
+
+def mask_config(problem: MaskProblem, tiles: int, target: Target) -> MaskConfig:
+    """Where tiles are few their keys are cut into parts, to keep the chip busy."""
+    block_bytes = problem.rows * KEYS * ELEMENT_BYTES[problem.mask]
+    blocks = min(max(STEP_BYTES // block_bytes, 1), problem.key_blocks)
+    wanted = cdiv(PROGRAMS_PER_SM * target.num_sms, max(tiles, 1))
+    worth = problem.key_blocks * block_bytes // PART_BYTES
+    return MaskConfig(blocks, max(min(wanted, worth, problem.key_blocks // blocks), 1))
 
 
 def blocks_per_part(config: MaskConfig, key_blocks: int) -> int:

@@ -12,7 +12,6 @@ from tilewright.codegen.attention.prefill_tiles import PrefillConfig
 from tilewright.codegen.kernel import Kernel, Statics, strides_of
 from tilewright.codegen.mla.query_kernels import Q_STRIDES, TMA_BYTES
 
-MASKS = ("none", "causal", "sliding_window", "chunked")
 # Sequences whose order by length a program works out itself: it compares each with each.
 MAX_SORTED = 64
 # Weights of fp8 values are this many powers of two too large: the largest is 256, of at most 448,

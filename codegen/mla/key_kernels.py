@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv, next_power_of_2
@@ -103,11 +102,6 @@ class LatentProblem:
     @property
     def pairs(self) -> int:
         return next_power_of_2(self.rope_dim // 2)
-
-
-def stride_unit(page: int, slot: int) -> int:
-    """The largest number up to 16 that divides both strides."""
-    return math.gcd(16, page, slot)
 
 
 @dataclass(frozen=True)

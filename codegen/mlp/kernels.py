@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv
 from tilewright.codegen.kernel import Kernel
 from tilewright.codegen.mlp.problem import LinearProblem
-from tilewright.codegen.operand import first_strides
 from tilewright.codegen.row_norm import squares_a_row
 from tilewright.codegen.spec import Constant
 from tilewright.codegen.targets import Target
@@ -78,16 +77,15 @@ def linear_constants(
         "ACTIVATION": problem.activation,
         "SCALE": problem.scale if problem.post_norm is None else 1.0,  # else behind the norm
         "LINE": 128 // int(ELEMENT_BYTES[problem.weight]),
-        "NORM": squares_a_row(norm),
-        "NORM_EPS": norm.eps if norm else 0.0,
-        "NORM_OFFSET": norm.offset if norm else 0.0,
+        "NORM": False,
+        "NORM_EPS": 0.0,
+        "NORM_OFFSET": 0.0,
         "PREFETCH": config.prefetch if problem.k_major else 0,
         # Both operands of two products come out of registers.
         "APART": (norm is not None or q is not None) and target.tmem_columns > 0,
     }
-    if norm is not None and not norm.follows:
-        made["LAYER_ROW"] = norm.layer_row(problem.k)
-        made["NORM_BIAS_STRIDE"] = first_strides(norm.bias)[0]
+    if norm is not None:
+        made |= norm.constants(problem.k)
     if q is not None:
         made |= q.block_constants(problem.k, config.block_k)
         made |= {"BLOCK_STRIDES": q.block_strides(0), "UP_BLOCK_STRIDES": q.block_strides(1)}

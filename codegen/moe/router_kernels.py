@@ -117,29 +117,6 @@ def expert_tiles(problem: RouterProblem, config: RouterConfig) -> int:
     return cdiv(problem.num_experts, config.block_e)
 
 
-def row_of_logits(problem: RouterProblem, config: RouterConfig) -> int:
-    """Elements from a token's logits to the next one's in the product's workspace."""
-    return expert_tiles(problem, config) * config.block_e
-
-
-def router_steps(problem: RouterProblem, config: RouterConfig) -> int:
-    """Blocks of columns that a program multiplies."""
-    return cdiv(cdiv(problem.hidden, config.block_k), config.splits)
-
-
 def router_grid(problem: RouterProblem, config: RouterConfig, num_tokens: int) -> tuple[int]:
-    tiles = token_tiles(config, num_tokens)
-    return (tiles * expert_tiles(problem, config) * config.splits,)
-
-
-def token_tiles(config: RouterConfig, num_tokens: int) -> int:
-    return cdiv(num_tokens, config.block_t)
-
-
-def parts_size(problem: RouterProblem, config: RouterConfig) -> int:
-    """fp32 numbers of the workspace for each token tile."""
-    return config.splits * config.block_t * row_of_logits(problem, config)
-
-
-def choose_grid(config: RouterConfig, num_tokens: int) -> tuple[int]:
-    return (cdiv(num_tokens, config.rows),)
+    tiles = cdiv(num_tokens, config.block_t) * expert_tiles(problem, config)
+    return (tiles * config.splits,)

@@ -198,14 +198,8 @@ def _input_norm_constants(problem: QkvProblem) -> dict[str, Constant]:
     norm = problem.input_norm
     if norm is None:
         return {}
-    layer: dict[str, Constant] = {
-        "INPUT_LAYER_ROW": norm.layer_row(problem.hidden),
-        "INPUT_NORM_BIAS_STRIDE": first_strides(norm.bias)[0],
-    }
     return {
-        **({"INPUT_NORM": True} if norm.follows else layer),
-        "INPUT_NORM_EPS": norm.eps,
-        "INPUT_NORM_OFFSET": norm.offset,
+        **{f"INPUT_{name}": value for name, value in norm.constants(problem.hidden).items()},
         "INPUT_NORM_STRIDE": first_strides(norm.weight)[0],
         "PREFETCH": PREFETCHED if problem.k_major else 0,
         "LETS_IN": True,

@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -99,10 +99,11 @@ def name_of(choice: LoweringChoice) -> str:
 
 
 def tuned(
-    case: Case, machine: Machine, timer: Timer, store: KernelCache | None = None
-) -> LoweringChoice:
+    case: Case, machine: Machine, timer: Timer | None, store: KernelCache | None = None
+) -> LoweringChoice | None:
     """The fastest trial of a case as measured on this machine, measured now where that is new; the
-    only one there is unmeasured.
+    only one there is unmeasured. Without a timer what is kept, None where that is nothing (or
+    nothing that is whole).
 
     Processes that ask at once wait for the one that measures. Raises NothingMeasuredError where no
     trial could be timed, and what the timer raises; nothing is kept then.
@@ -110,35 +111,25 @@ def tuned(
     tried = trials(case)
     if len(tried) == 1:
         return _only(tried)
-
-    def measure() -> dict[str, bytes]:
-        times = [float(seconds) for seconds in timer(tuple(tried.values()))]
-        good = {
-            name: seconds
-            for name, seconds in zip(tried, times, strict=True)
-            if math.isfinite(seconds) and seconds > 0
-        }
-        if not good:
-            raise NothingMeasuredError(f"none of {len(tried)} lowerings could be timed")
-        text = json.dumps({"machine": machine.gpu, "seconds": good}, indent=1)
-        return {_FILE: text.encode()}
-
-    entry = (store or KernelCache()).get_or_make(
-        "tuned", _key(case, machine, tried), measure, lambda found: _times(found, tried) != {}
-    )
-    return _fastest(tried, _times(entry, tried))
-
-
-def remembered(
-    case: Case, machine: Machine, store: KernelCache | None = None
-) -> LoweringChoice | None:
-    """What `tuned` has kept for a case, None where that is nothing (or nothing that is whole)."""
-    tried = trials(case)
-    if len(tried) == 1:
-        return _only(tried)
-    entry = (store or KernelCache()).find("tuned", _key(case, machine, tried))
+    store, key = store or KernelCache(), _key(case, machine, tried)
+    if timer is None:
+        entry = store.find("tuned", key)
+    else:
+        measure = partial(_measured, tried, machine, timer)
+        entry = store.get_or_make("tuned", key, measure, lambda found: _times(found, tried) != {})
     times = {} if entry is None else _times(entry, tried)
     return _fastest(tried, times) if times else None
+
+
+def _measured(
+    tried: Mapping[str, LoweringChoice], machine: Machine, timer: Timer
+) -> dict[str, bytes]:
+    """An entry's files."""
+    times = zip(tried, map(float, timer(tuple(tried.values()))), strict=True)
+    good = {name: seconds for name, seconds in times if 0 < seconds < math.inf}
+    if not good:
+        raise NothingMeasuredError(f"none of {len(tried)} lowerings could be timed")
+    return {_FILE: json.dumps({"machine": machine.gpu, "seconds": good}, indent=1).encode()}
 
 
 def _only(tried: Mapping[str, LoweringChoice]) -> LoweringChoice:

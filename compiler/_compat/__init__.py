@@ -1,4 +1,5 @@
-"""Every private or version-dependent torch import, in one room: trials.py has what tries calls.
+"""Every private or version-dependent torch import, in one room: tensors, sizes and nodes here; what
+tries calls, autocast, Inductor and what surrounds a compilation in files of their own.
 
 Names imported `as` themselves are used by other modules of the compiler.
 """
@@ -6,14 +7,11 @@ Names imported `as` themselves are used by other modules of the compiler.
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import inspect
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import cache, partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import cache
 from itertools import chain
-from typing import Any, cast, get_origin
+from typing import Any, cast
 
 import sympy
 import torch
@@ -27,9 +25,7 @@ from torch._dynamo.exc import Unsupported as Unsupported
 from torch._dynamo.exc import UserError as UserError
 from torch._dynamo.utils import graph_break_reasons as graph_break_reasons
 from torch._library.custom_ops import CustomOpDef
-from torch._logging import trace_structured
 from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
-from torch.amp.autocast_mode import _enter_autocast
 from torch.fx._lazy_graph_module import _make_graph_module
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -38,6 +34,8 @@ from torch.fx.passes.graph_transform_observer import (
 )
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
+
+from tilewright.compiler._compat.autocast import autocast_at
 
 #: Every spelling of the grouped GEMM that a Dynamo graph may call.
 GROUPED_MM = frozenset(
@@ -54,48 +52,9 @@ def compile_fx(
     return cast(Callable[..., Any], inductor.compile_fx(gm, inputs, config_patches=config_patches))
 
 
-def register_artifacts(
-    kind: str, populate: Callable[[str, bytes], Any]
-) -> Callable[[str, bytes], None] | None:
-    """Makes `kind` a type of torch's cache artifacts: `populate(key, content)` is called for each
-    that is loaded. What records one; None where this torch has another interface."""
-    try:
-        from torch.compiler._cache import (
-            CacheArtifact,
-            CacheArtifactFactory,
-            CacheArtifactManager,
-        )
-
-        class Artifact(CacheArtifact):
-            def populate_cache(self) -> None:
-                populate(self.key, self.content)
-
-            @staticmethod
-            def type() -> str:
-                return kind
-
-        CacheArtifactFactory.register(Artifact)
-        return partial(CacheArtifactManager.record_artifact, kind)
-    except (ImportError, AttributeError, TypeError, AssertionError):
-        return None
-
-
 def store() -> Any:
     """What the ranks of the default group tell each other by key; starts no collective."""
     return torch.distributed.distributed_c10d._get_default_store()
-
-
-def trace_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None:
-    """Adds a text to torch's structured trace (TORCH_TRACE); tlparse shows it with the compilation.
-
-    payload is called only where a trace is written. encoding: "string" or "json".
-    """
-    trace_structured(
-        "artifact",
-        metadata_fn=lambda: {"name": name, "encoding": encoding},
-        payload_fn=payload,
-        expect_trace_id=False,
-    )
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -369,51 +328,6 @@ def run_fake(node: fx.Node, instead: Mapping[fx.Node, Any] | None = None) -> Any
         return call(cast(Any, node.target), args, kwargs)
 
 
-# --- autocast in the graph ---
-
-
-def has_autocast(graph: fx.Graph) -> bool:
-    """Whether a graph enters autocast, or leaves it for a while."""
-    return bool(graph.find_nodes(op="call_function", target=_enter_autocast, sort=False))
-
-
-def autocast_in_force(node: fx.Node) -> dict[str, torch.dtype | None]:
-    """The dtype of autocast where a node stands, None where it is off, for each device type for
-    which the graph itself sets another than there is around it."""
-    found: dict[str, torch.dtype | None] = {}
-    for entry in node.graph.find_nodes(op="call_function", target=_enter_autocast):
-        # Its other users are none: what is entered is left by a node that is given it.
-        if entry < node and not any(leave < node for leave in entry.users):
-            device, dtype, enabled, *_ = entry.args
-            chosen = (dtype or torch.get_autocast_dtype(device)) if enabled else None
-            found[device] = chosen
-    return {device: dtype for device, dtype in found.items() if dtype != autocast_dtype(device)}
-
-
-def autocast_dtype(device: str) -> torch.dtype | None:
-    """The dtype of autocast for a type of device, as it is now; None where it is off."""
-    try:
-        on = torch.is_autocast_enabled(device)
-    except RuntimeError:  # of the meta device torch does not say
-        return None
-    return torch.get_autocast_dtype(device) if on else None
-
-
-def autocast_at_devices(node: fx.Node, devices: Iterable[str]) -> frozenset[Any]:
-    """The dtypes of autocast, where it is on, for some types of devices where a node stands."""
-    known = autocast_in_force(node)
-    now = {device: known.get(device, autocast_dtype(device)) for device in devices}
-    return frozenset((device, dtype) for device, dtype in now.items() if dtype is not None)
-
-
-def autocast_at(node: fx.Node) -> AbstractContextManager[Any]:
-    """Within, autocast is as where a node stands in its graph."""
-    stack = ExitStack()
-    for device, dtype in autocast_in_force(node).items():
-        stack.enter_context(torch.autocast(device, dtype, enabled=dtype is not None))
-    return stack
-
-
 # Methods that give a view, of whose layout the meta tensor inside of a fake one is asked at once;
 # FakeTensor's own way takes several times as long. `reshape` gives one of dense tensors; of others
 # the two may differ in the strides of dimensions of one.
@@ -457,27 +371,6 @@ def _fake_like(like: Any, meta: torch.Tensor) -> torch.Tensor:
     return FakeTensor(like.fake_mode, meta, like.fake_device)
 
 
-def mode_patches(mode: str | None) -> dict[str, Any] | None:
-    """Inductor's settings for a `torch.compile` mode; raises RuntimeError for an unknown one."""
-    return torch._inductor.list_mode_options(mode) if mode else None
-
-
-def inductor_option_problem(options: Mapping[str, Any]) -> str | None:
-    """What is wrong with the first option that Inductor does not have or that has another type;
-    None where all are good."""
-    from torch._inductor import config
-
-    known = config.get_config_copy()
-    for name, value in options.items():
-        if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=3)
-            return f"settings of Inductor; {name!r} is none (near it: {near})"
-        kind = config.get_type(name)  # type: ignore[attr-defined]
-        if get_origin(kind) is None and not isinstance(value, kind):
-            return f"a value of {kind} for {name!r}"
-    return None
-
-
 def graph_module(root: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
     """A module that runs `graph`; during a compilation its code is generated at the first call."""
     made: fx.GraphModule = _make_graph_module(root, graph)
@@ -507,80 +400,6 @@ def copy_origin(copy: fx.GraphModule, original: fx.GraphModule) -> None:
 
 def _placeholders(gm: fx.GraphModule) -> list[fx.Node]:
     return [node for node in gm.graph.nodes if node.op == "placeholder"]
-
-
-def compile_isolated(model: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """torch.compile with a recompile limit of its own, where this torch offers that."""
-    if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
-        options["isolate_recompiles"] = True
-    compiled: Callable[..., Any] = torch.compile(model, **options)
-    return compiled
-
-
-_REPLACING = threading.Lock()
-#: What was there before, and how many contexts want something else there, by owner and name.
-_REPLACED: dict[tuple[Any, str], tuple[Any, int]] = {}
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """Within, `owner.name` is what `make` makes of it. Contexts of several threads may overlap in
-    any order: the first puts it there, and the last takes it away."""
-    with _REPLACING:
-        before, count = _REPLACED.get((owner, name), (getattr(owner, name), 0))
-        _REPLACED[owner, name] = before, count + 1
-        if count == 0:
-            setattr(owner, name, make(before))
-    try:
-        yield
-    finally:
-        with _REPLACING:
-            before, count = _REPLACED.pop((owner, name))
-            if count > 1:
-                _REPLACED[owner, name] = before, count - 1
-            else:
-                setattr(owner, name, before)
-
-
-def autocast_off_on_meta() -> AbstractContextManager[None]:
-    """Within, torch says of the meta device that autocast is off, where it raises otherwise.
-
-    Models ask of the device of their arguments before they compute in fp32, transformers 5.0 of
-    any; there is no autocast of what computes nothing.
-    """
-
-    def make(asked: Callable[..., bool]) -> Callable[..., bool]:
-        def is_autocast_enabled(*device_type: str) -> bool:
-            return device_type != ("meta",) and asked(*device_type)
-
-        return is_autocast_enabled
-
-    return _replaced(torch, "is_autocast_enabled", make)
-
-
-def numbers_fake_on_meta() -> AbstractContextManager[None]:
-    """Within, what Dynamo traces on the meta device is fake as on any other.
-
-    `torch.tensor(0.0, device="meta")` makes a plain tensor under fake tensors too, which the next
-    call of them refuses. On other devices it makes a fake one.
-    """
-
-    def make(run_node: Callable[..., Any]) -> Callable[..., Any]:
-        def run_node_faked(tracer: Any, node: fx.Node, *rest: Any) -> Any:
-            made = run_node(tracer, node, *rest)
-            plain = node.op == "call_function" and type(made) is torch.Tensor and made.is_meta
-            mode = torch._guards.detect_fake_mode() if plain else None
-            return made if mode is None else mode.from_tensor(made)
-
-        return run_node_faked
-
-    return _replaced(torch._dynamo.utils, "run_node", make)
-
-
-def unlimited_compiles() -> Any:
-    """A context without recompile limits: Dynamo never gives up and runs the model uncompiled."""
-    many = 1 << 30
-    return torch._dynamo.config.patch(recompile_limit=many, accumulated_recompile_limit=many)
 
 
 def zeros_like_fake(value: Any) -> Any:

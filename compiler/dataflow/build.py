@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import takewhile
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import fx
 
 from tilewright.compiler import _compat
 from tilewright.compiler.dataflow import spelling
-from tilewright.compiler.dataflow.access import Access, access_of, given, has_symbols, remembered
-from tilewright.compiler.dataflow.aten_names import Hole, aten_call, fill
+from tilewright.compiler.dataflow.access import Access, access_of, given
+from tilewright.compiler.dataflow.joins import copied_whole, split_before, without_rests
 from tilewright.compiler.dataflow.memory import MemoryMap, Storages
+from tilewright.compiler.dataflow.operations import Operations, meets_subclasses
+from tilewright.compiler.dataflow.products import projects
 from tilewright.compiler.dataflow.selections import selections
 from tilewright.compiler.dataflow.spelling import (
     argument,
@@ -28,7 +28,6 @@ from tilewright.compiler.dataflow.spelling import (
 )
 from tilewright.compiler.dataflow.writes import WRITES, Write
 from tilewright.patterns import effects
-from tilewright.patterns.arithmetic.constants import one_number
 from tilewright.patterns.dataflow import (
     REINTERPRETED,
     WRAPPED,
@@ -39,17 +38,7 @@ from tilewright.patterns.dataflow import (
     View,
     iter_views,
 )
-from tilewright.patterns.effects import Effect, InexpressibleError, Size
-from tilewright.patterns.recognise.gemm import is_weight, multiplies_stored, unread_product
-
-# Products whose second operand is a weight, and those that are where it is stored.
-_OF_WEIGHTS = frozenset(("aten.linear", "aten._scaled_mm", "aten._scaled_mm_v2"))
-_PRODUCTS = frozenset(
-    f"aten.{name}" for name in ("einsum", "bmm", "mm", "matmul", "baddbmm", "addmm", "_grouped_mm")
-)
-
-T = TypeVar("T")
-_ASKED: dict[Any, Any] = {}
+from tilewright.patterns.effects import Effect, InexpressibleError
 
 
 def build_view(graph: fx.Graph) -> Dataflow:
@@ -79,7 +68,7 @@ class _Builder:
         self.opaque: list[fx.Node] = []
         self.homes: dict[Value, fx.Node] = {}
         self.reshaped: set[int] = set()
-        self.asked: dict[Any, Any] = {}
+        self.operations = Operations(self._operand, self.unknown)
         self.failed: list[tuple[fx.Node, Exception]] = []
         #: Of a subclass, the first node with the tensor inside of it: a plain one where there is.
         self.inner: dict[fx.Node, fx.Node] = {}
@@ -138,7 +127,7 @@ class _Builder:
             self._split(node, of, name, result)
         elif (
             name not in spelling.LISTED
-            and not self._meets_subclasses(node)
+            and not meets_subclasses(node)
             and self._selects(node, result)
         ):
             return
@@ -154,10 +143,6 @@ class _Builder:
         tangents."""
         wrapped = self.memory.storages.wrapped
         return bool(wrapped) and (node in wrapped or not wrapped.isdisjoint(node.all_input_nodes))
-
-    def _meets_subclasses(self, node: fx.Node) -> bool:
-        """Whether a class of the user's (DTensor, quantised weights) decides what a node does."""
-        return any(map(_compat.is_subclass, _compat.tensors_of(node, *node.all_input_nodes)))
 
     # --- layout ---
 
@@ -220,7 +205,7 @@ class _Builder:
             spelling.is_tensor_node(source) for source in node.all_input_nodes
         ):
             return False  # it may act on torch itself, as what enters and leaves vmap does
-        found, sources = self._alone(node, selections)
+        found, sources = self.operations.alone(node, selections)
         if not found or len(found) != len(results):
             return False
         parts = tuple((sources[s.of], r, s) for s, r in zip(found, results, strict=True))
@@ -303,144 +288,17 @@ class _Builder:
     # --- compute ---
 
     def _compute(self, node: fx.Node, name: str, result: torch.Tensor) -> None:
-        op, args, kwargs = self._canonical(node, name, result)
-        args = _with_numbers(op, args, result.dtype)
+        op, args, kwargs = self.operations.of(node, name, result)
         whole = None
         if op == "aten.cat":
-            pieces = _without_rests(args[0], args[1])
+            pieces = without_rests(args[0], args[1])
             args = (pieces, args[1])
-            whole = _copied_whole(pieces, result) or _split_before(*args, shape_of(result))
+            whole = copied_whole(pieces, result) or split_before(*args, shape_of(result))
         if whole is None:
             self._define(node, op, args, result, kwargs)
             return
         self._note_reads(node)
         self.memory.allocate(node, result, whole, is_input=False)
-
-    def _canonical(
-        self, node: fx.Node, name: str, result: torch.Tensor
-    ) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
-        """The operation a node is, in ATen's terms: name, arguments, keywords."""
-        if name in spelling.CASTS or (name == "view" and argument(node, 1, "dtype") is not None):
-            op = "bitcast" if name == "view" else "cast"
-            return op, (self._operand(node.args[0]),), self._keywords(node)
-        if name == "getitem":
-            return *self._gather(*node.args), self._keywords(node)
-        if name in ("linear", "addmm", "mm", "matmul"):
-            found = self._linear(node, name)
-            if found is not None:
-                return "aten.linear", found, {}
-        if name == "stack":
-            return "aten.cat", self._stack(node), {}
-        if name == "embedding" and node.target is torch.nn.functional.embedding:
-            ids, table = argument(node, 0, "input"), argument(node, 1, "weight")
-            return "aten.embedding", (self._operand(table), self._operand(ids)), {}
-        if name in ("cat", "hstack"):
-            tensors = argument(node, 0, "tensors")
-            # hstack asks the first alone, which may be of rank one and empty where others are not.
-            beside = name == "hstack" and tensors[0].meta["example_value"].dim() > 1
-            dim = argument(node, 1, "dim", 0) if name == "cat" else int(beside)
-            dim, shape = dim % len(result.shape), shape_of(result)
-            pieces = tuple(_piece_of_rank(self._operand(t), dim, shape) for t in tensors)
-            return "aten.cat", (pieces, dim), {}
-        if name == "one_hot" and node.all_input_nodes[0].meta["example_value"].dtype != torch.int64:
-            # Eager raises for other integers, fake tensors do not: what raises stays.
-            return "opaque:one_hot", self._arguments(node), self._keywords(node)
-        if name in spelling.PLAIN:
-            return f"aten.{name}", self._arguments(node), self._keywords(node)
-        return self._ask(node, name)
-
-    def _linear(self, node: fx.Node, name: str) -> tuple[Any, ...] | None:
-        """(x, weight [N, K], bias or None) of any product with a two-dimensional weight."""
-        if name == "linear":
-            x, weight = argument(node, 0, "input"), argument(node, 1, "weight")
-            bias = argument(node, 2, "bias")
-            return self._operand(x), self._operand(weight), self._operand(bias)
-        first, keyword = (1, "mat1") if name == "addmm" else (0, "input")
-        if name == "addmm" and (
-            node.kwargs.get("alpha", 1) != 1 or node.kwargs.get("beta", 1) != 1
-        ):
-            return None
-        x, weight = (
-            self._operand(argument(node, first, keyword)),
-            self._operand(argument(node, first + 1, "mat2")),
-        )
-        if not isinstance(weight, View):
-            weight = self._operand(argument(node, first + 1, "other"))
-        if not isinstance(weight, View) or not isinstance(x, View):
-            return None
-        if len(weight.effect.dims) != 2 or weight.value.projected:
-            return None
-        if name != "addmm" and is_weight(x) and not is_weight(weight):
-            return None
-        bias = self._operand(argument(node, 0, "input")) if name == "addmm" else None
-        return x, View(weight.value, effects.permute(weight.effect, (1, 0))), bias
-
-    def _stack(self, node: fx.Node) -> tuple[Any, ...]:
-        tensors = [self._operand(t) for t in argument(node, 0, "tensors")]
-        rank = len(tensors[0].effect.dims) + 1
-        dim = argument(node, 1, "dim", 0) % rank
-        return tuple(View(t.value, effects.unsqueeze(t.effect, dim)) for t in tensors), dim
-
-    def _gather(self, of: Any, given: Any) -> tuple[str, tuple[Any, ...]]:
-        base = self._operand(of)
-        try:
-            effect, tensors = index_effect(base.effect, with_rows(given) or given)
-        except InexpressibleError:
-            return "opaque:getitem", (base,)
-        indices = tuple((dim, self._operand(t)) for dim, t in tensors.items())
-        return "aten.index", (View(base.value, effect), indices)
-
-    def _ask(self, node: fx.Node, name: str) -> tuple[str, tuple[Any, ...], dict[str, Any]]:
-        """The ATen call of a node that is in no table."""
-        if not self._meets_subclasses(node):
-            call, sources = self._alone(node, aten_call)
-            if call is None and has_symbols(node):
-                call, sources = self._alone(node, aten_call, symbols=True)
-            if call is not None:
-                operands = fill((call.args, call.kwargs), sources)
-                if call.name == "aten.index":  # a place for each dimension, as export spells it
-                    of, places = operands[0]
-                    every = tuple(slice(None) if i is None else i for i in places)
-                    return *self._gather(of, every), {}
-                return call.name, self._operand(operands[0]), self._operand(operands[1])
-        self.unknown.append(node)
-        return f"opaque:{name}", self._arguments(node), self._keywords(node)
-
-    def _alone(
-        self, node: fx.Node, trace: Callable[..., T], symbols: bool = False
-    ) -> tuple[T | None, list[fx.Node]]:
-        """What `trace` tells of a node by itself, on its fake tensors, and the nodes of those; None
-        where it cannot be traced. symbols: symbolic sizes that it is given are inputs, too, as a
-        call that keeps one needs."""
-        sources: list[fx.Node] = []
-        kinds = (torch.Tensor, torch.SymInt) if symbols else torch.Tensor
-
-        def leaf(item: fx.Node) -> Any:
-            held = item.meta.get("example_value")
-            if isinstance(held, kinds):
-                sources.append(item)
-                return Hole(len(sources) - 1)
-            return held
-
-        args = fx.node.map_arg(node.args, leaf)
-        kwargs = fx.node.map_arg(node.kwargs, leaf)
-        inputs = [source.meta["example_value"] for source in sources]
-        tensors = [held for held in inputs if isinstance(held, torch.Tensor)]
-        described = tuple((t.dtype, tuple(t.shape), str(t.device)) for t in tensors)
-        autocast = _compat.autocast_at_devices(node, {t.device.type for t in tensors})
-        key = (trace, node.target, repr(args), repr(kwargs), repr(described), autocast)
-
-        def ask() -> T | None:
-            # A node that cannot be traced is opaque.
-            with contextlib.suppress(Exception), _compat.autocast_at(node):
-                return trace(node, args, kwargs, inputs)
-            return None
-
-        if not isinstance(node.target, str) and not spelling.is_torch_function(node.target):
-            return ask(), sources
-        # A symbol may be another size in another graph.
-        known = self.asked if has_symbols(node) else _ASKED
-        return remembered(known, key, ask), sources
 
     def _define(
         self,
@@ -462,7 +320,7 @@ class _Builder:
         if self._stays(sources[0], result):
             self.memory.alias(node, place, place.effect, value.whole, place.why)
         else:
-            why = WRAPPED if self._meets_subclasses(node) else REINTERPRETED
+            why = WRAPPED if meets_subclasses(node) else REINTERPRETED
             self.memory.alias(node, place, None, value.whole, why)
         return value
 
@@ -478,7 +336,7 @@ class _Builder:
         if not any(spelling.is_tensor_node(a) for a in node.all_input_nodes):
             return
         op = f"aten.{name}" if name in spelling.PLAIN else f"opaque:{name}"
-        args, kwargs = self._arguments(node), self._keywords(node)
+        args, kwargs = self.operations.arguments(node), self.operations.keywords(node)
         if not isinstance(result, (tuple, list)):
             like = next(a for a in node.all_input_nodes if spelling.is_tensor_node(a))
             self._value(op, args, like.meta["example_value"], node, kwargs)
@@ -535,7 +393,7 @@ class _Builder:
     def _in_place(self, node: fx.Node, target: fx.Node, name: str, result: Any) -> None:
         if not isinstance(result, torch.Tensor):
             result = target.meta["example_value"]
-        args, kwargs = self._arguments(node), self._keywords(node)
+        args, kwargs = self.operations.arguments(node), self.operations.keywords(node)
         computed = self._value(f"aten.{name}", args, result, node, kwargs)
         place = self.memory.places[target]
         effect = place.effect or effects.identity(place.memory.shape)
@@ -549,14 +407,14 @@ class _Builder:
         writes there is not known."""
         self._note_reads(node)
         self.reshaped.update(map(self.memory.storages.of, access.reshaped))
-        others = (self._arguments(node), tuple(self._keywords(node).values()))
+        others = (self.operations.arguments(node), tuple(self.operations.keywords(node).values()))
         for memory, was_given in self._written_memories(node, access):
             whole = effects.identity(memory.shape)
             record = Store(memory, whole, {}, None, name, memory.dtype)
             self._store(node, memory.root, record, None, others if was_given else ())
         if isinstance(result, torch.Tensor):
             if node not in self.memory.places:
-                args, kwargs = self._arguments(node), self._keywords(node)
+                args, kwargs = self.operations.arguments(node), self.operations.keywords(node)
                 self._define(node, f"opaque:{name}", args, result, kwargs)
         elif not access or result is not None:
             self._opaque(node, name, result)
@@ -594,7 +452,7 @@ class _Builder:
             kwargs=kwargs or {},
             store=store,
         )
-        if _projects(value) or any(v.value.projected for v in value.operands):
+        if projects(value) or any(v.value.projected for v in value.operands):
             object.__setattr__(value, "projected", True)
         self.values.append(value)
         for operand in {v.value: None for v in value.operands}:
@@ -637,14 +495,6 @@ class _Builder:
                 for memory in self.memory.by_storage.get(self.memory.storages.of(tensor), ())[-1:]:
                     self.memory.note_read(memory, self.visited)
 
-    def _arguments(self, node: fx.Node) -> tuple[Any, ...]:
-        named = [node.kwargs[name] for name in _leading(node)]
-        return tuple(self._operand(a) for a in (*node.args, *named))
-
-    def _keywords(self, node: fx.Node) -> dict[str, Any]:
-        moved = _leading(node)
-        return {k: self._operand(a) for k, a in node.kwargs.items() if k not in moved}
-
     def _first_tensor(self, node: fx.Node) -> fx.Node | None:
         first = node.args[0] if node.args else node.kwargs.get("input")
         known = isinstance(first, fx.Node) and first in self.memory.places
@@ -672,112 +522,6 @@ class _Builder:
             reshaped=frozenset(self.reshaped),
             failed=tuple(self.failed),
         )
-
-
-def _projects(value: Value) -> bool:
-    """Whether a value is a product with what the model stores; an operation that is not known may
-    be one too."""
-    if value.op in _OF_WEIGHTS:
-        return True
-    if value.op in _PRODUCTS:
-        return multiplies_stored(value)
-    foreign = not value.op.startswith(("aten.", "store", "cast", "bitcast"))
-    given = foreign and any(is_weight(v) or _holds_own_codes(v) for v in value.operands)
-    return given or unread_product(value) is not None
-
-
-# A tensor of fewer integers that a model holds may say where: slots, groups, an order of columns.
-_LEAST_CODES = 256
-_OF_CODES = frozenset((torch.int8, torch.uint8, torch.int16, torch.int32))
-
-
-def _holds_own_codes(view: View) -> bool:
-    """Whether a view is of codes that the model holds: a quantised weight, however it is packed."""
-    value = view.value
-    if value.op != "input" or not _compat.is_models_own(value.node):
-        return False
-    many = effects.product(value.shape)
-    coded = value.dtype in _OF_CODES or (
-        value.dtype.is_floating_point and value.dtype.itemsize == 1
-    )
-    return coded and isinstance(many, int) and many >= _LEAST_CODES
-
-
-_ARITHMETIC = frozenset(f"aten.{name}" for name in ("add", "sub", "mul", "div", "pow"))
-
-
-def _with_numbers(op: str, args: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
-    """Arguments of arithmetic, a tensor of no dimensions that no input goes into as its number.
-
-    Beside floats of the result's dtype either is the same: neither decides the dtype.
-    """
-    views = [a for a in args if isinstance(a, View)]
-    wide = any(v.shape and v.value.dtype == dtype for v in views)
-    if op not in _ARITHMETIC or len(views) != 2 or not wide or not dtype.is_floating_point:
-        return args
-    return tuple(_number_or_view(a) if isinstance(a, View) else a for a in args)
-
-
-def _number_or_view(view: View) -> Any:
-    whole = view.value.shape == () and not view.value.dtype.is_complex
-    number = one_number(view) if whole and view.value.dtype != torch.bool else None
-    return view if number is None else number
-
-
-def _piece_of_rank(piece: View | None, dim: int, shape: tuple[Size, ...]) -> View | None:
-    """A piece of a concatenation [shape] along dim. torch.cat leaves out tensors of shape [0],
-    whatever the rank of the others; here such a one is nothing along dim."""
-    if piece is None or piece.shape != (0,) or len(shape) == 1:
-        return piece
-    nothing = tuple(0 if axis == dim else size for axis, size in enumerate(shape))
-    return piece.reshape(*(0 if axis == dim else 1 for axis in range(len(shape)))).expand(*nothing)
-
-
-def _without_rests(pieces: tuple[View | None, ...], dim: int) -> tuple[View | None, ...]:
-    """The pieces of a concatenation without empty slices of what has elements, as the rest of a
-    head that is rotated whole; all of them where nothing else is left."""
-    kept = [p for p in pieces if p is None or p.shape[dim] != 0 or 0 in p.value.shape]
-    kept_dtypes = {p.value.dtype for p in kept if p is not None}
-    plain = all(p is None or p.value.dtype in kept_dtypes for p in pieces)  # they promote, too
-    return tuple(kept) if kept and plain else pieces
-
-
-def _copied_whole(pieces: tuple[View | None, ...], result: torch.Tensor) -> View | None:
-    """The one piece of a concatenation, which is a copy of it."""
-    (piece, *others) = pieces or (None,)
-    if others or piece is None or piece.value.dtype != result.dtype:
-        return None
-    return piece if piece.value.device == result.device else None
-
-
-def _split_before(
-    pieces: tuple[View | None, ...], dim: int, shape: tuple[Size, ...]
-) -> View | None:
-    """What was split, where a concatenation puts all of its pieces together again in their order.
-
-    shape: of the concatenation.
-    """
-    try:
-        whole = pieces[0].value.whole.reshape(*shape) if pieces and pieces[0] else None
-        start: Size = 0
-        for piece in pieces:
-            if whole is None or piece is None:
-                return None
-            length = piece.shape[dim]
-            if piece != View(whole.value, effects.narrow(whole.effect, dim, start, length)):
-                return None
-            start = start + length
-    except (InexpressibleError, IndexError):
-        return None
-    return whole
-
-
-def _leading(node: fx.Node) -> list[str]:
-    """Which of `input` and `other` are keywords in the place of the first positional arguments."""
-    if len(node.args) > 1 or (node.args and "input" in node.kwargs):
-        return []
-    names = ("other",) if node.args else ("input", "other")
-    return list(takewhile(node.kwargs.__contains__, names))
 
 
 def _same_kind(source: torch.Tensor, result: torch.Tensor) -> bool:

@@ -14,6 +14,7 @@ a part's time adds what crosses, and the start of each kernel.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
@@ -30,6 +31,8 @@ LIBRARY: Kind = "library"
 #: What Inductor generates kernels for.
 INDUCTOR: Kind = "inductor"
 KINDS: tuple[Kind, ...] = (FUSED, LIBRARY, INDUCTOR)
+#: As many tokens as caches have room for, where it is not said how many are present.
+FULL = sys.maxsize
 
 
 @dataclass(frozen=True)

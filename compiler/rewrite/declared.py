@@ -21,6 +21,7 @@ from torch import fx
 
 from tilewright.compiler import _compat
 from tilewright.compiler._compat import trials
+from tilewright.compiler._compat.autocast import autocast_at_devices
 from tilewright.compiler.dataflow.access import access_of, call_key, given
 from tilewright.compiler.dataflow.spelling import name_of, shape_of
 from tilewright.compiler.rewrite.spelled import SpelledOut, stand_in
@@ -235,7 +236,7 @@ def _require_plain(call: fx.Node) -> None:
             raise _UnfitError(f"for plain tensors; it is called with a {type(tensor).__name__}")
         if not _compat.storage_keys(tensor):
             raise _UnfitError("for dense tensors; it is called with another layout")
-    if _compat.autocast_at_devices(call, {tensor.device.type for tensor in tensors}):
+    if autocast_at_devices(call, {tensor.device.type for tensor in tensors}):
         raise _UnfitError("and called under autocast, which computes its meaning in other dtypes")
 
 

@@ -54,7 +54,6 @@ _ROWS_ADDED = dict.fromkeys(
     _ZEROS | _PRODUCTS | {"add", "mul", "clone", "index_add", "scatter_add"},
 )
 _ROWS_PUT = _ZEROS | {"index_put"}
-_ALL = (..., slice(None, None, None))
 #: A memory with more names than these is left alone.
 _MAX_NAMES = 64
 
@@ -148,7 +147,7 @@ def _assigned(node: fx.Node) -> _Call | None:
     """The new tensor of `x[:] = y`, of `x[mask] = number` and of `x[rows] = y`."""
     base, index, value = node.args
     items = index if isinstance(index, tuple) else (index,)
-    if all(any(item is whole or _is_slice(item, whole) for whole in _ALL) for item in items):
+    if all(item is ... or (isinstance(item, slice) and item == slice(None)) for item in items):
         return _copied(value)
     if not is_tensor_node(index):
         return None
@@ -168,15 +167,7 @@ def _put(base: Any, indices: Any, value: Any) -> _Call | None:
     # Assignment takes leading dimensions of one off, which are too many for index_put.
     fits = put.dtype == held.dtype and put.dim() <= held.dim()
     call = _Call(torch.index_put, (base, tuple(indices), value))
-    return call if fits and _is_zeros(base) else None
-
-
-def _is_zeros(base: Any) -> bool:
-    return _is_made_by(base, _ROWS_PUT)
-
-
-def _is_slice(item: Any, whole: Any) -> bool:
-    return isinstance(item, slice) and isinstance(whole, slice) and item == whole
+    return call if fits and _is_made_by(base, _ROWS_PUT) else None
 
 
 def _holds(held: torch.Tensor, value: Any) -> bool:

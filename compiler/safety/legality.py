@@ -319,16 +319,13 @@ def _can_wait(user: Value, last: int, flow: Dataflow) -> bool:
 
     The rewriter moves it with all that depends on it, so what they read must not change in between.
     """
-    pending, seen = [user], set()
-    while pending:
-        reader = pending.pop()
-        if reader in seen or flow.positions[reader.node] > last:
-            continue
-        if not _can_move(reader, last, flow):
-            return False
-        seen.add(reader)
-        pending += flow.users.get(reader, ())
-    return True
+
+    def stands_before(reader: Value) -> bool:
+        return flow.positions[reader.node] <= last
+
+    if not stands_before(user):
+        return True
+    return all(_can_move(v, last, flow) for v in flow.downstream(user, None, stands_before))
 
 
 def _can_move(reader: Value, last: int, flow: Dataflow) -> bool:

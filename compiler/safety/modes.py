@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from tilewright.compiler import _compat
+from tilewright.compiler._compat.autocast import autocast_in_force, has_autocast
 from tilewright.compiler.dataflow.spelling import name_of
 from tilewright.compiler.safety.legality import insertion_node, operands_of
 from tilewright.patterns.dataflow import Dataflow, Value
@@ -105,7 +106,7 @@ def _read(graph: fx.Graph, grad: bool) -> dict[fx.Node, Mode]:
     levels: list[str] = []
     before: dict[fx.Node, bool] = {}
     changed = False
-    casts = _compat.has_autocast(graph)
+    casts = has_autocast(graph)
     autocast: frozenset[tuple[str, torch.dtype | None]] = frozenset()
     for node in graph.nodes:
         of[node] = Mode(grad, tuple(levels), autocast)
@@ -122,7 +123,7 @@ def _read(graph: fx.Graph, grad: bool) -> dict[fx.Node, Mode]:
         elif name in _LEAVE and levels:
             levels.pop()
         elif casts and name in ("_enter_autocast", "_exit_autocast"):
-            autocast = frozenset(_compat.autocast_in_force(node.next).items())
+            autocast = frozenset(autocast_in_force(node.next).items())
         else:
             continue
         changed = True
@@ -166,14 +167,13 @@ def _moved(
 ) -> Iterator[fx.Node]:
     """The readers that the rewrite moves behind the op, with what depends on them."""
     last = flow.positions[place]
-    inside = {*match.absorbed, *match.stores, *match.scratch}
-    pending, seen = list(results), set(results)
-    while pending:
-        for user in flow.users.get(pending.pop(), ()):
-            if user not in seen and user not in inside and flow.positions[user.node] < last:
-                seen.add(user)
-                pending.append(user)
-                yield user.node
+    inside = {*results, *match.absorbed, *match.stores, *match.scratch}
+
+    def moves(user: Value) -> bool:
+        return user not in inside and flow.positions[user.node] < last
+
+    for result in results:
+        yield from (value.node for value in flow.downstream(result, None, moves)[1:])
 
 
 def _named(levels: Sequence[str]) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from tilewright.compiler import _compat
+from tilewright.compiler._compat import tracing
 from tilewright.compiler.fuse import fuse
 from tilewright.compiler.options import Options
 from tilewright.compiler.report import GraphReport, Site, collapse_sites
@@ -69,8 +70,8 @@ def verify_sites(
 
         return run
 
-    with torch.no_grad(), _compat.unlimited_compiles():
-        compiled = _compat.compile_isolated(model, backend=capture, dynamic=dynamic)
+    with torch.no_grad(), tracing.unlimited_compiles():
+        compiled = tracing.compile_isolated(model, backend=capture, dynamic=dynamic)
         compiled(*args, **(kwargs or {}))
     return found
 

@@ -17,9 +17,9 @@ from tilewright.codegen.attention.mask_kernels import (
     MaskConfig,
     MaskProblem,
     blocks_per_part,
+    mask_config,
     numbers_per_tile,
 )
-from tilewright.codegen.attention.mask_plan import mask_config
 from tilewright.codegen.kernel import Statics
 from tilewright.codegen.spec import Constant
 from tilewright.codegen.targets import Target

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -74,12 +75,20 @@ def check_batch(op: str, a: AttentionArguments) -> None:
     """Checks what says where the keys of each sequence are, and which a query sees: of q [T, Hq,
     ...] and k [N, P, ...] only the shapes count. Metadata only; raises ArgumentError."""
     _check_places(op, a, check_runs(op, a))
+    check_sight(op, a, room)
+
+
+def check_sight(
+    op: str, a: Any, keys: Callable[[Any], Any], ragged: Sequence[str] = ("row_offsets",)
+) -> None:
+    """Checks what says which keys a query sees. keys: gives how many each of equal runs has.
+    ragged: arguments beside which runs are not equal. Metadata only; raises ArgumentError."""
     check_mask(op, a)
     check_number(op, "scale", a.scale)
     if a.attn_mask is not None:
-        if a.row_offsets is not None:
-            check_absent(op, a, ["attn_mask"], "row_offsets is given")
-        check_attn_mask(op, a.attn_mask, a.q, a.num_sequences, room(a))
+        for name in (name for name in ragged if getattr(a, name) is not None):
+            check_absent(op, a, ["attn_mask"], f"{name} is given")
+        check_attn_mask(op, a.attn_mask, a.q, a.num_sequences, keys(a))
     check_mask_blocks(op, a.attn_mask, a.mask_blocks)
 
 

@@ -18,11 +18,6 @@ from tilewright.ops.runtime.operands import mask_bytes, tma_reaches
 
 # Softmax in powers of two.
 LOG2E = math.log2(math.e)
-# Tensors of a call that kernels read as they are.
-TENSORS = (
-    "q", "k", "row_offsets", "block_table", "key_lengths", "cache_lengths", "mask_blocks", "sinks",
-    "k_scale", "v_scale",
-)  # fmt: skip
 # Tensors and numbers by the kernels' names of them.
 Values = dict[str, Any]
 
@@ -74,7 +69,7 @@ def cache_values(a: AttentionArguments, sizes: AttentionSizes, rope: RopePart | 
     # tanh(y) of y = scale * q @ k^T / softcap is taken through exp2(2 y log2(e)).
     factor = 2 * a.scale / a.softcap * LOG2E if a.softcap else a.scale * LOG2E
     return {
-        **{name: getattr(a, name) for name in TENSORS},
+        **vars(a),  # what kernels call as the arguments are called
         "v": a.v if rope is None else None,
         "q_rope": None if rope is None else rope.q,
         "k_rope": None if rope is None else rope.k,

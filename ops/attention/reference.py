@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import torch
 
 from tilewright.ops.attention.arguments import AttentionArguments
@@ -14,28 +17,47 @@ LOGITS = 1 << 26
 
 def attention_reference(a: AttentionArguments) -> torch.Tensor:
     """[T, Hq, V]."""
+    compute = torch.promote_types(a.q.dtype, torch.float32)
+
+    def keys(b: int, used: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = (_keys(a, tensor, b, used, compute) for tensor in (a.k, a.v))
+        return _scaled(k, a.k_scale), _scaled(v, a.v_scale)
+
     out = a.q.new_zeros((*a.q.shape[:2], a.v.shape[3]))
+    logits = {"softcap": a.softcap, "sinks": a.sinks}
+    return attend_by_sequence(a, a.q.to(compute), out, [room(a)] * sequences(a), keys, **logits)
+
+
+def attend_by_sequence(
+    a: Any,
+    q: torch.Tensor,
+    out: torch.Tensor,
+    rooms: Sequence[int],
+    keys: Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+    **logits: Any,
+) -> torch.Tensor:
+    """Fills out [T, Hq, V] with the attention of q [T, Hq, D], in whose dtype it is computed.
+
+    a: which keys a query sees, as BatchArguments have it. rooms: places of keys of each sequence.
+    keys: keys and values [K, Hkv, ..] of a sequence at these places. logits: as `attend` has them.
+    """
     if out.numel() == 0:
         return out
-    device, compute = a.q.device, torch.promote_types(a.q.dtype, torch.float32)
-    positions = positions_of(a)
-    sequence, _ = token_sequences(a.q.shape[0], a.row_offsets, a.num_sequences, device)
-    places = torch.arange(room(a), device=device)
-    for b in range(sequences(a)):
+    device, positions = q.device, positions_of(a)
+    sequence, _ = token_sequences(q.shape[0], a.row_offsets, a.num_sequences, device)
+    for b, num_places in enumerate(rooms):
         queries = sequence == b
         limit = None if a.key_lengths is None else a.key_lengths[b].to(torch.int64)
-        seen = visible(a, positions[queries], places, limit)[None]
-        added = None
+        places = torch.arange(num_places, device=device)
+        seen, added = visible(a, positions[queries], places, limit)[None], None
         if a.attn_mask is not None:
-            added = mask_numbers(a.attn_mask, b, room(a), compute)
+            added = mask_numbers(a.attn_mask, b, num_places, q.dtype)
             seen = seen & (added != float("-inf"))
         # Keys that no query may see are not looked at: their rows may hold anything.
         used = seen.flatten(0, 1).any(0).nonzero().flatten()
-        k, v = (_keys(a, tensor, b, used, compute) for tensor in (a.k, a.v))
-        k, v = _scaled(k, a.k_scale), _scaled(v, a.v_scale)
+        k, v = keys(b, used)
         added = None if added is None else added[..., used]
-        q = a.q[queries].to(compute)
-        attended = attend(q, k, v, seen[..., used], added, a.scale, a.softcap, a.sinks)
+        attended = attend(q[queries], k, v, seen[..., used], added, a.scale, **logits)
         out[queries] = attended.to(out.dtype)
     return out
 

@@ -116,15 +116,20 @@ def _check_offsets(op: str, place: CachePlace, num_tokens: int) -> None:
 
 
 def _check_sequences(op: str, place: CachePlace, sequence: torch.Tensor) -> None:
-    rows = given(place.lookup_table).shape[0]
-    bad, expected = sequence >= rows, f"sequences below {rows}"
-    if place.indexing != "paged":
-        lowest = -rows if place.indexing == "torch" else 0
-        bad, expected = bad | (sequence < lowest), f"sequences from {lowest} to {rows - 1}"
+    bad, inside = _outside(place, sequence, given(place.lookup_table).shape[0])
     where = first(bad)
     if where is not None:
         actual = f"{int(sequence[where])} of token {where}"
-        raise ArgumentError(op, "sequence_ids", expected, actual)
+        raise ArgumentError(op, "sequence_ids", f"sequences {inside}", actual)
+
+
+def _outside(place: CachePlace, index: torch.Tensor, count: int) -> tuple[torch.Tensor, str]:
+    """(which are no indices of `count` things; what those are, in words). Where negative ones stand
+    for tokens without a place, they are."""
+    if place.indexing == "paged":
+        return index >= count, f"below {count}"
+    lowest = -count if place.indexing == "torch" else 0
+    return (index >= count) | (index < lowest), f"from {lowest} to {count - 1}"
 
 
 def _check_positions(
@@ -136,19 +141,15 @@ def _check_positions(
 ) -> None:
     """Positions past a sequence's row of the table."""
     columns = given(place.lookup_table).shape[1]
-    bad, expected = position >= columns * page_size, f"positions below {columns * page_size}"
-    if place.indexing != "paged":
-        lowest = -columns * page_size if place.indexing == "torch" else 0
-        bad = bad | (position < lowest)
-        expected = f"positions from {lowest} to {columns * page_size - 1}"
-    else:
+    bad, inside = _outside(place, position, columns * page_size)
+    if place.indexing == "paged":
         bad = bad & (sequence >= 0)
     where = first(bad)
     if where is not None:
         name = "cache_lengths" if place.slots == "ragged" else "positions"
-        expected += f" ({columns} columns of lookup_table, {page_size} slots a page)"
+        room = f"({columns} columns of lookup_table, {page_size} slots a page)"
         actual = f"{int(position[where])} of token {where} (sequence {int(sequence[where])})"
-        raise ArgumentError(op, name, expected, actual)
+        raise ArgumentError(op, name, f"positions {inside} {room}", actual)
 
 
 def _check_entries(

@@ -123,6 +123,7 @@ OP = register(
         ),
         cases=REDUCE_CASES,
         sample_inputs=sample_inputs,
+        moving=frozenset({"x", "residual"}),
         tolerances=rounded_once(2.0**-16, 2.0**-16, 2.0**-20, 2.0**-48),
         error_model=ERROR_MODEL,
         slower=slower,

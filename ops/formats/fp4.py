@@ -14,16 +14,8 @@ from tilewright.ops.formats.quantized_weight import pack_nibbles, unpack_nibbles
 MAX = 6.0
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
-# Halfway points of neighbouring magnitudes; the flag says whether a tie goes up (to the even code).
-_MIDPOINTS = (
-    (0.25, False),
-    (0.75, True),
-    (1.25, False),
-    (1.75, True),
-    (2.5, False),
-    (3.5, True),
-    (5.0, False),
-)
+# Halfway points of neighbouring magnitudes. A tie goes to the even code: at every second one, up.
+_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 
 def encode(x: torch.Tensor) -> torch.Tensor:
@@ -33,8 +25,8 @@ def encode(x: torch.Tensor) -> torch.Tensor:
     """
     magnitude = x.abs().nan_to_num(nan=MAX, posinf=MAX)
     code = torch.zeros(x.shape, dtype=torch.uint8, device=x.device)
-    for midpoint, tie_up in _MIDPOINTS:
-        code += magnitude >= midpoint if tie_up else magnitude > midpoint
+    for number, midpoint in enumerate(_MIDPOINTS):
+        code += magnitude >= midpoint if number % 2 else magnitude > midpoint
     sign = torch.signbit(x) & ~x.isnan()
     return code | sign.to(torch.uint8) << 3
 

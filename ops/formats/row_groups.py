@@ -95,11 +95,14 @@ def last_expert_of_rows(
     """Expert of each row, int64 [num_rows], for ends in any order, as slices take them: negative
     ones count from the last row, and a row of several groups belongs to the last; -1: no expert."""
     ends = _from_the_front(group_ends, num_rows)
-    group = _last_group_of(torch.arange(num_rows, device=ends.device), ends)
-    if ends.shape[0] == 0:
+    return _expert_of(_last_group_of(torch.arange(num_rows, device=ends.device), ends), expert_ids)
+
+
+def _expert_of(group: torch.Tensor, expert_ids: torch.Tensor | None) -> torch.Tensor:
+    """Expert of each group number; -1 for -1, which is no group."""
+    if expert_ids is None or expert_ids.shape[0] == 0:
         return group
-    expert = group if expert_ids is None else expert_ids.long()[group.clamp_min(0)]
-    return torch.where(group < 0, -1, expert)
+    return torch.where(group < 0, -1, expert_ids.long()[group.clamp_min(0)])
 
 
 def ends_in_order(group_ends: torch.Tensor, num_rows: int) -> torch.Tensor:
@@ -123,10 +126,4 @@ def expert_of_rows(
 ) -> torch.Tensor:
     """Expert of each row, int64 [num_rows]; -1 where the row has none."""
     group = group_of_rows(group_ends, num_rows)
-    num_groups = group_ends.shape[0]
-    if num_groups == 0:
-        return torch.full_like(group, -1)
-    inside = group < num_groups
-    group = group.clamp_max(num_groups - 1)
-    expert = group if expert_ids is None else expert_ids.long()[group]
-    return torch.where(inside, expert, -1)
+    return _expert_of(torch.where(group < group_ends.shape[0], group, -1), expert_ids)

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import torch
 
 from tilewright.codegen.arithmetic import cdiv
-from tilewright.ops.formats.row_groups import group_of_rows
+from tilewright.ops.formats.row_groups import expert_of_rows
 
 BLOCK_ROWS = 128
 BLOCK_SCALES = 4
@@ -33,8 +33,7 @@ def swizzle(scales: torch.Tensor) -> torch.Tensor:
     padded = scales.new_zeros(*batch, row_blocks * BLOCK_ROWS, column_blocks * BLOCK_SCALES)
     padded[..., :rows, :columns] = scales
     atoms = padded.view(*batch, row_blocks, 4, 32, column_blocks, BLOCK_SCALES)
-    n = len(batch)
-    return atoms.permute(*range(n), n, n + 3, n + 2, n + 1, n + 4).contiguous()
+    return atoms.transpose(-4, -2).contiguous()
 
 
 def unswizzle(layout: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
@@ -49,8 +48,7 @@ def unswizzle(layout: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
             f"layout: expected [..., {cdiv(rows, BLOCK_ROWS)}, "
             f"{cdiv(columns, BLOCK_SCALES)}, 32, 4, 4], got {list(layout.shape)}"
         )
-    n = len(batch)
-    matrix = layout.permute(*range(n), n, n + 3, n + 2, n + 1, n + 4).reshape(*batch, *held)
+    matrix = layout.transpose(-4, -2).reshape(*batch, *held)
     return matrix[..., :rows, :columns]
 
 
@@ -71,17 +69,14 @@ def scale_rows(group_offsets: torch.Tensor, deltas: torch.Tensor, num_tokens: in
 
     Rows after the last group get -1.
     """
-    ends = group_offsets[1:].long()
-    group = group_of_rows(ends, num_tokens)
-    num_groups = ends.shape[0]
-    if num_groups == 0:
-        return torch.full_like(group, -1)
-    inside = group < num_groups
-    group = group.clamp_max(num_groups - 1)
-    start = group_offsets.long()[group]
+    group = expert_of_rows(group_offsets[1:], None, num_tokens)
+    if deltas.shape[0] == 0:
+        return group
+    own = group.clamp_min(0)
+    start = group_offsets.long()[own]
     position = torch.arange(num_tokens, device=group_offsets.device) - start
-    block = start // BLOCK_ROWS + position // BLOCK_ROWS + deltas.long()[group]
-    return torch.where(inside, block * BLOCK_ROWS + position % BLOCK_ROWS, -1)
+    block = start // BLOCK_ROWS + position // BLOCK_ROWS + deltas.long()[own]
+    return torch.where(group < 0, -1, block * BLOCK_ROWS + position % BLOCK_ROWS)
 
 
 def max_scale_blocks(num_tokens: int, num_groups: int) -> int:

@@ -76,7 +76,7 @@ class StoredWeight(ArgumentGroup):
         """Returns the shape of the numbers."""
         form = self.format
         if form is None or form.packed_axis is None:
-            return tuple(self.data.shape)
+            return self.data.shape
         shape = list(self.data.shape)
         shape[form.packed_axis] *= nibbles_per_word(self.data.dtype)
         return tuple(shape)

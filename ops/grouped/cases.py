@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from tilewright.ops.formats import fp8_block
-from tilewright.ops.formats.sample_experts import quantized_weight
+from tilewright.ops.formats.samples import quantized_weight
+from tilewright.ops.grouped.arguments import GroupedMatmulArguments
 from tilewright.ops.sampling import Sampler
 
 
@@ -69,13 +70,9 @@ def sample_grouped(case: GroupedCase, device: str | torch.device, seed: int) -> 
     coded = quantized_weight(case.weight_format, weight)
     made: dict[str, Any] = {
         "x": sampler.normal(num_rows, case.inner, dtype=case.dtype),
-        "weight": coded.data,
+        **GroupedMatmulArguments.experts.arguments(coded),
         "group_offsets": (offsets[1:] if case.end_offsets else offsets).to(device),
         "end_offsets": case.end_offsets,
-        "weight_format": case.weight_format,
-        "scale_block": coded.scale_block,
-        "weight_scale": coded.scale,
-        "weight_expert_scale": coded.expert_scale,
         "out_dtype": case.out_dtype,
     }
     if case.ids is not None:

@@ -123,6 +123,7 @@ OP = register(
         ),
         cases=GROUPED_CASES,
         sample_inputs=sample_inputs,
+        moving=frozenset({"x", "group_offsets", "expert_ids"}),
         tolerances=TOLERANCES,
         error_model=ERROR_MODEL,
     )

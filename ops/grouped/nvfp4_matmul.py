@@ -8,12 +8,18 @@ they are zero here.
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
 
+from tilewright.codegen.arithmetic import next_power_of_2
+from tilewright.codegen.grouped.nvfp4_kernels import GROUPED_NVFP4, nvfp4_config, nvfp4_statics
 from tilewright.codegen.grouped.problem import TMA_BYTES
+from tilewright.codegen.grouped.tiles import GemmConfig
+from tilewright.codegen.kernel import Statics
+from tilewright.codegen.targets import Target
 from tilewright.ops.checks import (
     ArgumentError,
     check_choice,
@@ -30,15 +36,18 @@ from tilewright.ops.formats.row_groups import (
     check_expert_values,
     check_offset_values,
     check_offsets,
+    contiguous,
     expert_of_rows,
 )
 from tilewright.ops.formats.scale_layout import (
     group_scale_offsets,
     layout_shape,
-    swizzle,
     unswizzle,
 )
 from tilewright.ops.reference.expert_matmul import multiply_by_expert
+from tilewright.ops.runtime.kernels import launch
+from tilewright.ops.runtime.operands import is_aligned
+from tilewright.ops.runtime.program import Buffer, Library, Outcome, Steps
 from tilewright.ops.schema import SymInt
 
 NAME = "grouped_matmul_dynamic_scaled_nvfp4"
@@ -178,6 +187,66 @@ def reference(a: Nvfp4MatmulArguments) -> torch.Tensor:
     return out if compute == torch.float64 else out.to(a.result_dtype)
 
 
+# --- the kernel -----------------------------------------------------------------------------------
+
+
+@cache
+def _chosen(
+    max_groups: int, num_rows: int, target: Target, config: GemmConfig | None, scaled: bool
+) -> tuple[GemmConfig, Statics]:
+    """Tiles, those of `config` where it is given, and constants for up to `num_rows` rows."""
+    config = config or nvfp4_config(max_groups, num_rows, target)
+    return config, nvfp4_statics(max_groups, config, block_scaled=scaled)
+
+
+def grouped_nvfp4_steps(
+    a: Nvfp4MatmulArguments,
+    target: Target,
+    config: GemmConfig | None = None,
+    *,
+    block_scaled: bool | None = None,
+) -> Steps:
+    """The steps of a call. config: in place of the planner's. block_scaled: whether the tensor core
+    multiplies NVFP4 itself; None: as the target's does."""
+    a = _aligned(a)
+    out = yield Buffer.like(fake(a))
+    yield Library(torch.Tensor.zero_, (out,))  # rows of no group are in no tile
+    scaled = target.has("block_scaled_mma") if block_scaled is None else block_scaled
+    covered = next_power_of_2(a.a.shape[0])
+    config, statics = _chosen(max(a.num_groups, 1), covered, target, config, scaled)
+    values = {
+        "a": a.a,
+        "b": a.b,
+        "a_scales": a.a_scales,
+        "b_scales": a.b_scales,
+        "offsets": contiguous(a.group_offsets),
+        "deltas": contiguous(a.group_scale_offsets),
+        "expert_ids": contiguous(a.expert_ids),
+        "expert_scales": contiguous(a.expert_scales),
+        "out": out,
+        "num_rows": a.a.shape[0],
+        "num_scale_blocks": a.a_scales.shape[0],
+        "num_groups": a.num_groups,
+    }
+    if 0 not in (out.numel(), a.num_groups, a.a_scales.numel()):
+        experts, rows, half = a.b.shape
+        sizes = {"NUM_EXPERTS": experts, "ROWS_OUT": rows, "INNER": 2 * half}
+        grid = config.grid(target.num_sms)
+        yield launch(GROUPED_NVFP4, target, grid, values, statics, **sizes)
+    how = "block-scaled" if scaled else "dequantised exactly"
+    return Outcome(out, "grouped kernel", f"{how}, {config}")
+
+
+def _aligned(a: Nvfp4MatmulArguments) -> Nvfp4MatmulArguments:
+    """The arguments with a copy of whatever starts off the boundary that TMA wants."""
+    tensors = {name: getattr(a, name) for name in ("a", "b", "a_scales", "b_scales")}
+    off = {name: t.clone() for name, t in tensors.items() if not is_aligned(t)}
+    return replace(a, **off) if off else a
+
+
+# --- samples --------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Nvfp4Case:
     """Rows per group and each group's expert; rows (N) and inner (K) of the weights. spare: rows
@@ -213,7 +282,7 @@ def sample_inputs(
     a, a_scales = nvfp4.quantize_grouped(x, offsets)
     b, b_scales = nvfp4.quantize(w * case.inner**-0.5)
     factors = 1 + (torch.arange(case.num_experts) + 1.0) / case.num_experts
-    layout = swizzle(b_scales.view(torch.uint8)).view(torch.float8_e4m3fn)
+    layout = nvfp4.layout_scales(b_scales)
     ids = torch.tensor(case.ids, dtype=torch.int32)
     tensors = (a, b, a_scales, layout, offsets, group_scale_offsets(offsets), ids, factors)
     return Nvfp4MatmulArguments(*(t.to(device) for t in tensors), out_dtype=case.dtype)
@@ -227,11 +296,7 @@ OP = register(
         validate_values=validate_values,
         fake=fake,
         reference=reference,
-        lowerings=(
-            emitted_kernel(
-                "tilewright.ops.grouped.nvfp4_lowering:grouped_nvfp4_steps", unsupported
-            ),
-        ),
+        lowerings=(emitted_kernel(grouped_nvfp4_steps, unsupported),),
         cases=CASES,
         sample_inputs=sample_inputs,
         tolerances=rounded_once(2.0**-16, 2.0**-16, 2.0**-16),

@@ -221,6 +221,7 @@ OP = register(
         lowerings=(emitted_kernel("tilewright.ops.lora.lowering:expand_steps", unsupported),),
         cases=EXPAND_CASES,
         sample_inputs=sample_inputs,
+        moving=frozenset({"s"}),
         tolerances=TOLERANCES,
         error_model=ERROR_MODEL,
     )

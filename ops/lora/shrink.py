@@ -168,6 +168,7 @@ OP = register(
         lowerings=(emitted_kernel("tilewright.ops.lora.lowering:shrink_steps", unsupported),),
         cases=SHRINK_CASES,
         sample_inputs=sample_inputs,
+        moving=frozenset({"a"}),
         tolerances=TOLERANCES,
         error_model=ERROR_MODEL,
         slower=slower,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 
 from tilewright.ops.attention.arguments import BatchArguments
+from tilewright.ops.groups import Group
+from tilewright.ops.reference.rope import RopeTables
 from tilewright.ops.schema import SymInt, Written
 
 FP8 = torch.float8_e4m3fn
@@ -25,8 +27,7 @@ class LatentStoreArguments:
     head and head_dim L and R.
 
     norm_weight [L] (of latent's dtype or float32): latent / sqrt(mean(latent²) + norm_eps) times
-    it; None: no norm. cos, sin [T_rope, R] or [T_rope, R / 2], styles and rows as in
-    ops/reference/rope.py; or rope_by_position: any strides, a token's row is its position.
+    it; None: no norm. cos, sin, rope_style, rope_by_position: a rotation, see RopeTables.
 
     slots, indexing, slot_mapping, lookup_table, sequence_ids, positions, row_offsets,
     cache_lengths: as in ops/cache/addressing.py. A token's position: `positions` [T] where given,
@@ -58,6 +59,19 @@ class LatentStoreArguments:
     positions: torch.Tensor | None = None
     row_offsets: torch.Tensor | None = None
     cache_lengths: torch.Tensor | None = None
+
+    rope = Group(RopeTables)
+    # What a call of `mla_prefill` that makes no keys would say.
+    keys: ClassVar[str] = "none"
+    num_sequences: ClassVar[int] = 1
+    rope_on: ClassVar[str] = "k"
+    latent_scale: ClassVar[None] = None
+    attention_dtype: ClassVar[None] = None
+
+    @property
+    def entry(self) -> tuple[Any, Any]:
+        """L and R."""
+        return self.latent.shape[1], self.k_rope.shape[1]
 
 
 @dataclass(frozen=True)
@@ -148,6 +162,13 @@ class MlaPrefillArguments:
     k_scale: float = 1.0
     v_scale: float = 1.0
     mask_blocks: torch.Tensor | None = None
+
+    rope = Group(RopeTables)
+
+    @property
+    def entry(self) -> tuple[Any, Any]:
+        """L and R."""
+        return self.kv_b_weight.shape[1], widths(self)[1]
 
 
 @dataclass(frozen=True)
@@ -265,6 +286,14 @@ class UpWeight:
 
 LatentArguments: TypeAlias = LatentStoreArguments | MlaPrefillArguments
 UpArguments: TypeAlias = MlaPrefillArguments | MlaDecodeArguments | UpWeight
+
+
+def rotates_keys(a: LatentArguments) -> bool:
+    return a.rope_style != "none" and "k" in a.rope_on
+
+
+def rotates_queries(a: MlaPrefillArguments) -> bool:
+    return a.rope_style != "none" and "q" in a.rope_on
 
 
 def widths(a: UpArguments) -> tuple[Any, Any, Any]:

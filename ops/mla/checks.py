@@ -32,8 +32,7 @@ def check_weight(op: str, a: UpArguments) -> Any:
     if weight.dtype == FP8:
         _check_weight_scale(op, a)
         return widths(a)[1]
-    coded = {"kv_b_scale": a.kv_b_scale is not None, "scale_block": len(a.scale_block) > 0}
-    refuse_codes(op, coded, weight.dtype)
+    refuse_scale(op, a)
     return widths(a)[1]
 
 
@@ -48,6 +47,12 @@ def check_heads(op: str, a: UpArguments) -> None:
 def refuse_codes(op: str, given: dict[str, bool], dtype: torch.dtype) -> None:
     for name in (name for name, there in given.items() if there):
         raise ArgumentError(op, name, f"nothing, since kv_b_weight is {dtype}", "one")
+
+
+def refuse_scale(op: str, a: UpArguments) -> None:
+    """Refuses scales of a weight that has no codes."""
+    coded = {"kv_b_scale": a.kv_b_scale is not None, "scale_block": len(a.scale_block) > 0}
+    refuse_codes(op, coded, a.kv_b_weight.dtype)
 
 
 def _check_weight_scale(op: str, a: UpArguments) -> None:

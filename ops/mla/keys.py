@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from tilewright.ops.attention.masks import check_attn_mask, check_mask
 from tilewright.ops.attention.positions import sequences, token_sequences
 from tilewright.ops.cache.ragged_batch import INDEX_DTYPES, check_row_offsets
 from tilewright.ops.checks import (
@@ -117,16 +116,9 @@ def _check_index(
         check_operand(op, name, tensor, letters, shape, INDEX_DTYPES, a.q.device)
 
 
-def check_key_mask(op: str, a: MlaPrefillArguments) -> None:
-    """Checks mask, window and attn_mask. Metadata only; raises ArgumentError."""
-    check_mask(op, a)
-    if a.attn_mask is None:
-        return
-    for name in ("row_offsets", "key_offsets"):
-        if getattr(a, name) is not None:
-            check_absent(op, a, ["attn_mask"], f"{name} is given")
-    batch = a.num_sequences
-    check_attn_mask(op, a.attn_mask, a.q, batch, buffer_rows(a) // batch)
+def run_keys(a: MlaPrefillArguments) -> Any:
+    """Keys of each of equal runs."""
+    return buffer_rows(a) // a.num_sequences
 
 
 def check_key_values(op: str, a: MlaPrefillArguments) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 
 from tilewright.ops.attention.arguments import as_attention
-from tilewright.ops.attention.masks import mask_numbers, visible
-from tilewright.ops.attention.positions import positions_of, sequences, token_sequences
-from tilewright.ops.attention.reference import attend, attention_reference
+from tilewright.ops.attention.positions import positions_of, sequences
+from tilewright.ops.attention.reference import attend_by_sequence, attention_reference
 from tilewright.ops.checks import given
 from tilewright.ops.contract import rounded_once
 from tilewright.ops.formats import fp8_block
@@ -18,10 +17,11 @@ from tilewright.ops.mla.arguments import (
     MlaPrefillArguments,
     UpArguments,
     halves,
+    rotates_queries,
     widths,
 )
 from tilewright.ops.mla.keys import gathered_keys, key_places
-from tilewright.ops.mla.latents.reference import finished_latents, rotated, write_latents
+from tilewright.ops.mla.latents.reference import finished_latents, write_latents
 
 # How far a kernel may be from it.
 TOLERANCES = rounded_once(3 * 2.0**-6, 3 * 2.0**-9, 2.0**-17, 2.0**-44)
@@ -33,31 +33,26 @@ def prefill_reference(a: MlaPrefillArguments) -> torch.Tensor:
     latent, k_rope = a.latent, a.k_rope
     if latent is not None:
         by_position = positions if a.rope_by_position else None
-        rotates = "k" in a.rope_on
-        latent, k_rope = finished_latents(a, by_position, rotates=rotates)
+        latent, k_rope = finished_latents(a, by_position)
         if a.slots != "none":
             write_latents(a, latent, k_rope)
     if a.keys != "given":
         latent, k_rope = gathered_keys(a)
     out = a.q.new_zeros((a.q.shape[0], a.q.shape[1], a.v_dim))
-    if out.numel() == 0:
-        return out
     q = _queries(a, positions)
-    key_sequence, key_position = key_places(a)
-    sequence, _ = token_sequences(a.q.shape[0], a.row_offsets, a.num_sequences, a.q.device)
-    lengths = None if a.key_lengths is None else a.key_lengths.to(torch.int64)
+    owner, _ = key_places(a)
     weight, latent = up_weight(a, q.dtype), _key_latents(a, given(latent), q.dtype)
-    for b in range(sequences(a)):
-        queries, keys = sequence == b, key_sequence == b
-        limit = None if lengths is None else lengths[b]
-        seen = visible(a, positions[queries], key_position[keys], limit)
-        # Keys that no query may see are not looked at: their rows may hold anything.
-        used = int(seen.any(0).nonzero().max()) + 1 if bool(seen.any()) else 0
-        rows = keys.nonzero().flatten()[:used]
-        kv = _up_projected(a, latent[rows], weight)
-        bias = None if a.attn_mask is None else mask_numbers(a.attn_mask, b, used, q.dtype)
-        out[queries] = _attention(a, q[queries], kv, given(k_rope)[rows], seen[:, :used], bias)
-    return out
+    rows = [(owner == b).nonzero().flatten() for b in range(sequences(a))]
+
+    def keys(b: int, used: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        own = rows[b][used]
+        kv, rope = _up_projected(a, latent[own], weight), given(k_rope)[own].to(q.dtype)
+        k, v = kv.split((widths(a)[0], a.v_dim), dim=-1)
+        k = torch.cat((k, rope.unsqueeze(1).expand(-1, kv.shape[1], -1)), dim=-1)
+        return _rounded(a, k, a.k_scale), _rounded(a, v, a.v_scale)
+
+    counts = [own.numel() for own in rows]
+    return attend_by_sequence(a, _rounded(a, q, a.q_scale), out, counts, keys)
 
 
 def decode_reference(a: MlaDecodeArguments) -> torch.Tensor:
@@ -76,10 +71,10 @@ def decode_reference(a: MlaDecodeArguments) -> torch.Tensor:
 def _queries(a: MlaPrefillArguments, positions: torch.Tensor) -> torch.Tensor:
     """[T, H, N + R] in compute precision, rotated."""
     q = a.q.to(torch.promote_types(a.q.dtype, torch.float32))
-    if a.rope_style == "none" or "q" not in a.rope_on:
+    if not rotates_queries(a):
         return q
     nope = widths(a)[0]
-    turned = rotated(a, q[..., nope:], positions if a.rope_by_position else None)
+    turned = a.rope.apply(q[..., nope:], positions if a.rope_by_position else None)
     return torch.cat((q[..., :nope], turned), dim=-1)
 
 
@@ -125,21 +120,6 @@ def _up_projected(
     return kv.unflatten(-1, (a.q.shape[1], -1))
 
 
-def _attention(
-    a: MlaPrefillArguments,
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    k_rope: torch.Tensor,
-    seen: torch.Tensor,
-    bias: torch.Tensor | None,
-) -> torch.Tensor:
-    """q [S, H, N + R], kv [K, H, N + V], k_rope [K, R], seen [S, K] -> [S, H, V]."""
-    nope, heads = widths(a)[0], q.shape[1]
-    rope = k_rope.to(q.dtype).unsqueeze(1).expand(-1, heads, -1)
-    k, v = torch.cat((kv[..., :nope], rope), dim=-1), kv[..., nope:]
-    if a.attention_dtype == FP8:
-        q, k, v = (
-            saturating_cast(x / scale, FP8).to(q.dtype) * scale
-            for x, scale in ((q, a.q_scale), (k, a.k_scale), (v, a.v_scale))
-        )
-    return attend(q, k, v, seen[None], bias, a.scale).to(a.q.dtype)
+def _rounded(a: MlaPrefillArguments, x: torch.Tensor, scale: float) -> torch.Tensor:
+    """What the 8-bit core reads for x, in its dtype; x itself where there is none."""
+    return x if a.attention_dtype != FP8 else saturating_cast(x / scale, FP8).to(x.dtype) * scale

@@ -88,6 +88,7 @@ OP = register(
         ),
         cases=ACTIVATION_CASES,
         sample_inputs=sample_inputs,
+        moving=frozenset({"x"}),
         tolerances=TOLERANCES,
         error_model=ERROR_MODEL,
         slower=slower,

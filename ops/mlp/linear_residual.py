@@ -75,6 +75,7 @@ OP = register(
         ),
         cases=RESIDUAL_CASES,
         sample_inputs=sample_inputs,
+        moving=frozenset({"x", "residual"}),
         tolerances=TOLERANCES,
         error_model=ERROR_MODEL,
         slower=slower,

@@ -99,7 +99,8 @@ def _streamed(
     out = yield Buffer((num_tokens, problem.n), torch.float32 if norm else a.x.dtype)
     given = vars(a)
     values: dict[str, Any] = {name: given.get(name) for name in TENSORS}
-    values["weight"], values["up_weight"] = code_words(a.weights)
+    words = code_words(a.weights) if problem.quantization else (a.weight, given.get("up_weight"))
+    values["weight"], values["up_weight"] = words
     values |= {"out": out, "workspace": None, "counters": None, "num_tokens": num_tokens}
     residual = values["residual"]
     stride = 0 if residual is None else residual.stride(0)

@@ -9,6 +9,7 @@ import torch
 
 from tilewright.codegen.arithmetic import INT32_MAX
 from tilewright.codegen.mlp.problem import LinearProblem, codes_obstacle
+from tilewright.ops.checks import given
 from tilewright.ops.formats.code_operands import code_words, quantization_of
 from tilewright.ops.formats.weight import Weight
 from tilewright.ops.mlp.arguments import (
@@ -80,10 +81,10 @@ def residual_problem(a: LinearResidualArguments) -> LinearProblem:
 
 
 def _problem(a: LinearArguments, **options: Any) -> LinearProblem:
-    weights = a.weights
-    n, k = weights[0].shape
-    words = code_words(weights)[0]
-    assert words is not None
-    quantization = quantization_of(weights, words.dtype) if weights[0].is_coded else None
+    words, quantization, (n, k) = a.weight, None, a.weight.shape
+    if a.weight_format != "dense":
+        weights = a.weights
+        words = given(code_words(weights)[0])
+        quantization, (n, k) = quantization_of(weights, words.dtype), weights[0].shape
     dtype, k_major = TRITON_TYPES[words.dtype], words.stride(1) == 1
     return LinearProblem(n, k, dtype, k_major=k_major, quantization=quantization, **options)

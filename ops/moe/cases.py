@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from tilewright.ops.formats.sample_experts import quantized_weight
+from tilewright.ops.formats.samples import quantized_weight
+from tilewright.ops.moe.arguments import FusedMoeArguments
 from tilewright.ops.sampling import Sampler
 
 
@@ -77,7 +78,6 @@ def sample_moe(case: MoeCase, device: str | torch.device, seed: int) -> dict[str
         "activation": case.activation,
         "limit": case.limit,
         "weight_on_input": case.weight_on_input,
-        "weight_format": case.weight_format,
         "activation_format": case.activation_format,
     }
 
@@ -96,26 +96,20 @@ def sample_experts(
 
 
 def _joint_weights(case: MoeCase, sampler: Sampler) -> dict[str, Any]:
-    experts, inner, hidden = case.num_experts, case.inner, case.hidden
-    names = ("gate", "down") if case.layout == "plain" else ("gate", "up", "down")
-    sizes = dict.fromkeys(names, (inner, hidden)) | {"down": (hidden, inner)}
+    shapes = dict.fromkeys(("gate", "up"), (case.inner, case.hidden))
+    shapes |= {"down": (case.hidden, case.inner)}
+    if case.layout == "plain":
+        del shapes["up"]
     made: dict[str, Any] = {"up_weight": None}
-    for name in names:
-        made |= _weight(case, sampler, name, (experts, *sizes[name]))
+    for name, (rows, columns) in shapes.items():
+        shape, scale = (case.num_experts, rows, columns), columns**-0.5
+        dense = sampler.normal(*shape, dtype=case.dtype, scale=scale)
+        weight = quantized_weight(case.weight_format, dense)
         if case.bias:
-            made[f"{name}_bias"] = sampler.normal(experts, sizes[name][0], dtype=case.dtype)
+            bias = sampler.normal(case.num_experts, rows, dtype=case.dtype)
+            weight = replace(weight, bias=bias)
+        made |= getattr(FusedMoeArguments, name).arguments(weight)
     return _laid_out(case.layout, made)
-
-
-def _weight(case: MoeCase, sampler: Sampler, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
-    dense = sampler.normal(*shape, dtype=case.dtype, scale=shape[-1] ** -0.5)
-    weight = quantized_weight(case.weight_format, dense)
-    return {
-        f"{name}_weight": weight.data,
-        f"{name}_scale": weight.scale,
-        f"{name}_expert_scale": weight.expert_scale,
-        "scale_block": weight.scale_block,
-    }
 
 
 def _laid_out(layout: str, made: dict[str, Any]) -> dict[str, Any]:

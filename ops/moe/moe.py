@@ -151,6 +151,7 @@ OP = register(
         lowerings=(emitted_kernel("tilewright.ops.moe.lowering:fused_moe_steps", unsupported),),
         cases=MOE_CASES,
         sample_inputs=sample_inputs,
+        moving=frozenset({"x", "expert_ids", "expert_weights"}),
         tolerances=TOLERANCES,
         error_model=ERROR_MODEL,
     )

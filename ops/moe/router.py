@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from tilewright.codegen.moe.router_kernels import RouterProblem
 from tilewright.ops.checks import (
     FLOAT_DTYPES,
     ArgumentError,
@@ -30,11 +31,15 @@ from tilewright.ops.contract import (
     rounded_once,
 )
 from tilewright.ops.moe.router_cases import ROUTER_CASES, sample_router
-from tilewright.ops.moe.router_operands import unsupported
+from tilewright.ops.runtime.dtypes import TRITON_TYPES
 from tilewright.ops.sampling import sampler_of
 
 NAME = "moe_router"
 SCORES = ("softmax", "softmax_of_chosen", "sigmoid", "logits")
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Columns of logits that a program holds, for each of its tokens; and slots, each of them a search.
+MOST_COLUMNS = 1024
+MOST_SLOTS = 32
 ERROR_MODEL = (
     "fp32 accumulation of the logits, whose error the scores multiply, measured against the rms of "
     "the weights; then one rounding. Experts are those of the exact choice where it is clear"
@@ -184,6 +189,41 @@ def _kept(a: MoeRouterArguments, choice: torch.Tensor) -> torch.Tensor:
     return kept.repeat_interleave(size, 1)
 
 
+def unsupported(a: MoeRouterArguments) -> str | None:
+    """Why the emitted kernels cannot take a call; None where they can. Metadata only."""
+    tensors = (a.x, a.weight, a.bias, a.correction)
+    dtypes = [t.dtype for t in tensors if t is not None]
+    wrong = next((d for d in (*dtypes, a.result_dtype) if d not in KERNEL_DTYPES), None)
+    if wrong is not None:
+        return f"no kernel for {wrong}"
+    if a.x.shape[1] == 0:
+        return "no columns"
+    columns = router_problem(a).columns
+    if columns > MOST_COLUMNS:
+        return f"{columns} columns of logits; at most {MOST_COLUMNS}"
+    return f"{a.num_slots} slots; at most {MOST_SLOTS}" if a.num_slots > MOST_SLOTS else None
+
+
+def router_problem(a: MoeRouterArguments) -> RouterProblem:
+    """The problem of a call. Metadata only."""
+    return RouterProblem(
+        num_experts=a.num_experts,
+        hidden=a.x.shape[1],
+        num_slots=a.num_slots,
+        scores=a.scores,
+        num_groups=a.num_groups,
+        top_groups=a.top_groups,
+        group_top=a.group_top,
+        normalise=a.normalise,
+        norm_eps=float(a.norm_eps),
+        norm_min=float(a.norm_min),
+        scaling=float(a.scaling),
+        x=TRITON_TYPES[a.x.dtype],
+        weight="" if a.weight is None else TRITON_TYPES[a.weight.dtype],
+        corrected=a.correction is not None,
+    )
+
+
 sample_inputs = sampler_of(MoeRouterArguments, sample_router)
 
 
@@ -201,6 +241,7 @@ OP = register(
         ),
         cases=ROUTER_CASES,
         sample_inputs=sample_inputs,
+        moving=frozenset({"x"}),
         tolerances=TOLERANCES,
         error_model=ERROR_MODEL,
     )

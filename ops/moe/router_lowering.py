@@ -7,24 +7,18 @@ from typing import Any
 
 import torch
 
-from tilewright.codegen.arithmetic import next_power_of_2
+from tilewright.codegen.arithmetic import cdiv, next_power_of_2
 from tilewright.codegen.moe.router_kernels import (
     CHOOSE,
     ROUTER,
     RouterConfig,
     RouterProblem,
-    choose_grid,
     expert_tiles,
-    parts_size,
     router_grid,
-    router_steps,
-    row_of_logits,
-    token_tiles,
 )
 from tilewright.codegen.moe.router_plan import router_config, uses_library
 from tilewright.codegen.targets import Target
-from tilewright.ops.moe.router import MoeRouterArguments, fake
-from tilewright.ops.moe.router_operands import router_problem
+from tilewright.ops.moe.router import MoeRouterArguments, fake, router_problem
 from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.products import linear
 from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, SplitK, Step, Steps
@@ -63,8 +57,9 @@ def moe_router_steps(
         logits = yield from _library_logits(a.x, a.weight)
         yield _choose(problem, config, target, values | {"logits": logits}, strides)
         return Outcome(results, "library GEMM, choice kernel", "fp32 numbers of many tokens")
-    tiles = token_tiles(config, num_tokens)
-    workspace, counters = yield SplitK(tiles, parts_size(problem, config))
+    tiles, row = expert_tiles(problem, config), expert_tiles(problem, config) * config.block_e
+    part = config.splits * config.block_t * row
+    workspace, counters = yield SplitK(cdiv(num_tokens, config.block_t), part)
     product = {"x": a.x, "weight": a.weight, "workspace": workspace, "counters": counters}
     yield launch(
         ROUTER,
@@ -73,12 +68,12 @@ def moe_router_steps(
         values | product | ({} if config.chooses else _UNCHOSEN),
         problem,
         config,
-        EXPERT_TILES=expert_tiles(problem, config),
-        STEPS=router_steps(problem, config),
+        EXPERT_TILES=tiles,
+        STEPS=cdiv(cdiv(problem.hidden, config.block_k), config.splits),
         **strides,
     )
     if not config.chooses:
-        parts = config.splits, config.block_t, row_of_logits(problem, config)
+        parts = config.splits, config.block_t, row
         yield _choose(problem, config, target, values | {"logits": workspace}, strides, parts)
     return Outcome(results, "router kernel", config)
 
@@ -94,7 +89,7 @@ def _choose(
     """The choice alone. parts: the product's splits, the tokens of its tiles, and the elements of a
     row; None for logits [T, E] that are whole."""
     splits, run, row = parts or (1, 1, values["logits"].stride(0))
-    grid = choose_grid(config, values["num_tokens"])
+    grid = (cdiv(values["num_tokens"], config.rows),)
     own = {"SPLITS": splits, "RUN": run, "ROW": row}
     return launch(CHOOSE, target, grid, values, problem, config.choice, **own, **strides)
 

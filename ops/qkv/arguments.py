@@ -11,7 +11,7 @@ import torch
 
 from tilewright.ops.formats.weight import Weight
 from tilewright.ops.groups import Group, OptionalGroup, prefixed
-from tilewright.ops.reference.norm import RowNorm
+from tilewright.ops.reference.norm import HeadNorm, RowNorm
 from tilewright.ops.reference.rope import Rope
 from tilewright.ops.schema import SymInt, Written
 
@@ -43,12 +43,9 @@ class FusedQkvArguments:
     delta [T, N of q, k and v], last dimension contiguous: added to the projections, columns of q,
     then k, then v; what `lora_expand_add` packs. Values or float32.
 
-    clip: values are held to [-clip, clip] after bias and delta; 0: not. Norm: of q where
-    q_norm_weight is given, of k where k_norm_weight is, of both where weightless_norm. norm_kind
-    "rms" or "layer" (mean subtracted); norm_width "head" or "row" (all heads of the projection
-    together); norm weights [D] or [H, D] ("row": [H, D]), each used as norm_offset + weight;
-    q_norm_bias, k_norm_bias, shaped likewise, added after the norm of theirs; v_norm: v is normed
-    too, without a weight (not beside gates); norm_after_rope. cos, sin [T_rope, R] or
+    clip: values are held to [-clip, clip] after bias and delta; 0: not. q_norm_weight and
+    q_norm_bias, k_norm_weight and k_norm_bias: a HeadNorm each of q and k, which share the rest of
+    it. v_norm: v is normed too, without a weight (not beside gates). cos, sin [T_rope, R] or
     [T_rope, R / 2] with R = rotary_dim; rope_style as in `apply_rope`.
 
     k_cache, v_cache: base tensors, written, of values, float8_e4m3fn or float8_e5m2; v_cache None:
@@ -141,6 +138,8 @@ class FusedQkvArguments:
     v_projection = OptionalGroup(
         Weight, data="v_weight", scale="v_scale", zero="v_zero", bias="v_bias"
     )
+    q_norm = Group(HeadNorm, weight="q_norm_weight", bias="q_norm_bias")
+    k_norm = Group(HeadNorm, weight="k_norm_weight", bias="k_norm_bias")
     input_norm = Group(RowNorm, **prefixed("input_", RowNorm))
     rope = Group(Rope)
 

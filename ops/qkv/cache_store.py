@@ -63,7 +63,7 @@ def sample_inputs(
     sampler = Sampler(device, seed)
     shape = (case.num_tokens, case.num_kv_heads, case.head_dim)
     k, v = (sampler.normal(*shape, dtype=case.dtype) for _ in range(2))
-    cache = sample_cache(case, sampler)
+    cache = sample_cache(case, sampler, KvStoreArguments)
     return KvStoreArguments(k=k, v=v if case.writes_v else None, **cache)
 
 

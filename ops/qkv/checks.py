@@ -5,8 +5,6 @@ Metadata only; each raises ArgumentError.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from tilewright.ops.checks import (
@@ -114,18 +112,3 @@ def _check_dense_strides(op: str, name: str, weight: torch.Tensor) -> None:
     if not dense:
         expected = "a contiguous last dimension, or last but one (stride 1)"
         raise ArgumentError(op, name, expected, f"strides {shape_text(weight.stride())}")
-
-
-def check_delta(
-    op: str,
-    delta: torch.Tensor | None,
-    num_tokens: Any,
-    num_rows: Any,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> None:
-    """delta: None, or [T, rows of q, k and v] of `dtype` or float32, rows dense."""
-    if delta is None:
-        return
-    letters, sizes, dtypes = "[T, N_q + N_k + N_v]", (num_tokens, num_rows), (dtype, torch.float32)
-    check_operand(op, "delta", delta, letters, sizes, dtypes, device, dense=True)

@@ -19,22 +19,18 @@ from tilewright.ops.cache.checks import (
     window_integers,
 )
 from tilewright.ops.cache.writes import write_kv
-from tilewright.ops.checks import ArgumentError, check_absent, check_number, check_tensor, holds
+from tilewright.ops.checks import ArgumentError, check_number, check_operand, check_tensor, holds
 from tilewright.ops.contract import FusedOp, emitted_kernel, register
 from tilewright.ops.formats.paged_cache import CacheWindow
 from tilewright.ops.formats.quantized_weight import expand_blocks
 from tilewright.ops.formats.weight import Weight
 from tilewright.ops.qkv.arguments import ACTIVATION_BLOCK, FusedQkvArguments
 from tilewright.ops.qkv.cases import QKV_CASES
-from tilewright.ops.qkv.checks import check_delta, check_projection
+from tilewright.ops.qkv.checks import check_projection
 from tilewright.ops.qkv.obstacles import STEPS, projection_obstacle
 from tilewright.ops.qkv.sample_weights import sample_projection
 from tilewright.ops.qkv.samples import AttentionCase, sample_cache
-from tilewright.ops.reference.norm import (
-    apply_norm,
-    check_norm,
-    check_norm_weight,
-)
+from tilewright.ops.reference.norm import HeadNorm, apply_norm
 from tilewright.ops.reference.tolerances import ONE_ROUNDING, TOLERANCES
 from tilewright.ops.sampling import Sampler
 
@@ -50,22 +46,17 @@ def validate(a: FusedQkvArguments) -> None:
     if kind and a.has_codes:
         raise ArgumentError(NAME, f"input_{kind}_norm", "False, since x has codes", True)
     a.input_norm.check(NAME, a.x, "[K]", a.x.shape[1])
-    rows = sum(weight.rows for weight in a.projections if weight is not None)
-    check_delta(NAME, a.delta, num_tokens, rows, dtype, device)
+    if a.delta is not None:
+        rows = sum(weight.rows for weight in a.projections if weight is not None)
+        letters, dtypes = "[T, N_q + N_k + N_v]", (dtype, torch.float32)
+        check_operand(
+            NAME, "delta", a.delta, letters, (num_tokens, rows), dtypes, device, dense=True
+        )
     check_number(NAME, "kv_repeat", a.kv_repeat, 1)
     check_number(NAME, "clip", a.clip, 0.0)
     _check_gates(a)
-    check_norm(NAME, a.norm_kind, a.norm_width, a.norm_eps, a.norm_offset)
-    normed = (
-        ("q", a.num_heads, a.q_norm_weight, a.q_norm_bias),
-        ("k", num_kv_heads, a.k_norm_weight, a.k_norm_bias),
-    )
-    for letter, heads, weight, bias in normed:
-        for what, vector in (("weight", weight), ("bias", bias)):
-            name = f"{letter}_norm_{what}"
-            check_norm_weight(NAME, name, vector, a.norm_width, heads, head_dim, dtype, device)
-        if weight is None and not a.weightless_norm:
-            check_absent(NAME, a, [f"{letter}_norm_bias"], f"{letter} is not normed")
+    a.q_norm.check(NAME, a.num_heads, head_dim, dtype, device)
+    a.k_norm.check(NAME, num_kv_heads, head_dim, dtype, device)
     a.rope.check(NAME, num_tokens, head_dim, dtype, device)
     values = HeadValues(num_tokens, num_kv_heads, head_dim, dtype, device, a.kv_repeat)
     check_caches(NAME, a, values, writes_v=a.v_weight is not None)
@@ -111,13 +102,13 @@ def reference(a: FusedQkvArguments) -> torch.Tensor:
     """
     x = _input(a)
     made = _project(a, x, a.q_projection, 0)
-    q = _normed_and_rotated(a, made, a.q_norm_weight, a.q_norm_bias)
+    q = _normed_and_rotated(a, made, a.q_norm)
     if a.gate_run:
         heads = torch.arange(made.shape[1], device=made.device)
         q = torch.where((heads // a.gate_run % 2 == 1)[:, None], made, q)
     first, v_weight = a.q_projection.rows, a.v_projection
     made = _project(a, x, a.k_projection, first)
-    k = _normed_and_rotated(a, made, a.k_norm_weight, a.k_norm_bias)
+    k = _normed_and_rotated(a, made, a.k_norm)
     v = None
     if v_weight is not None:
         v = _project(a, x, v_weight, first + a.k_projection.rows)
@@ -149,27 +140,8 @@ def _project(a: FusedQkvArguments, x: torch.Tensor, weight: Weight, first: int) 
     return out.clamp(-a.clip, a.clip) if a.clip else out
 
 
-def _normed_and_rotated(
-    a: FusedQkvArguments,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-) -> torch.Tensor:
-    if a.norm_after_rope:
-        return _norm(a, a.rope.apply(x), weight, bias)
-    return a.rope.apply(_norm(a, x, weight, bias))
-
-
-def _norm(
-    a: FusedQkvArguments,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-) -> torch.Tensor:
-    if weight is None and not a.weightless_norm:
-        return x
-    x = apply_norm(x, weight, a.norm_eps, a.norm_kind, a.norm_width, a.norm_offset)
-    return x if bias is None else x + bias.to(x.dtype)
+def _normed_and_rotated(a: FusedQkvArguments, x: torch.Tensor, norm: HeadNorm) -> torch.Tensor:
+    return norm.apply(a.rope.apply(x)) if a.norm_after_rope else a.rope.apply(norm.apply(x))
 
 
 def sample_inputs(
@@ -177,7 +149,8 @@ def sample_inputs(
 ) -> FusedQkvArguments:
     """Random arguments of a case; the caches hold random numbers, so a stray write shows."""
     sampler = Sampler(device, seed)
-    values = {**sample_projection(case, sampler), **sample_cache(case, sampler)}
+    values = sample_projection(case, sampler)
+    values = sample_cache(case, sampler, FusedQkvArguments) | values
     if not case.writes_v:
         values |= {"v_weight": None, "v_bias": None, "v_scale": None, "v_zero": None}
     return FusedQkvArguments(**values)

@@ -8,8 +8,9 @@ they are fp16 here. No rope and no norm, as there.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from math import gcd
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -27,6 +28,8 @@ from tilewright.ops.qkv.ragged_samples import RAGGED_CASES, sample_ragged
 from tilewright.ops.reference.tolerances import ONE_ROUNDING, TOLERANCES
 from tilewright.ops.sampling import sampler_of
 
+#: The first row of q, k and v in the weight, and the first behind.
+Rows: TypeAlias = dict[str, tuple[int, int]]
 #: What the arguments of `fused_qkv_paged` are called here.
 FUSED_WORDS = {
     "x": "hidden_state",
@@ -84,20 +87,15 @@ def reference(a: RaggedQkvArguments) -> torch.Tensor:
 
 def as_fused_qkv(a: RaggedQkvArguments) -> FusedQkvArguments:
     """The same call of `fused_qkv_paged`, on views of the same tensors."""
-    mla = a.blocks.shape[1] == 1
-    rows = _split(a)
-    head_dim = _head_dim(a)
-    parts = {**_weights(a, rows, head_dim), **_biases(a, rows, head_dim)}
-    if mla:
-        parts = {name: part for name, part in parts.items() if not name.startswith("v_")}
+    head_dim, rows = _head_dim(a), _split(a)
+    windows = [_window(a, part, head_dim) for part in range(a.blocks.shape[1])]
     return FusedQkvArguments(
         x=a.hidden_state,
-        v_weight=parts.pop("v_weight", None),
         k_cache=a.blocks,
         v_cache=None,
         slot_mapping=None,
-        k_window=_window(a, 0, head_dim),
-        v_window=[] if mla else _window(a, 1, head_dim),
+        k_window=windows[0],
+        v_window=[] if len(windows) == 1 else windows[1],
         slots="ragged",
         lookup_table=a.lookup_table,
         row_offsets=a.input_row_offsets,
@@ -109,16 +107,17 @@ def as_fused_qkv(a: RaggedQkvArguments) -> FusedQkvArguments:
         cache_scale_multiplies=a.cache_scale_multiplies,
         static_tokens=a.static_tokens,
         tune=a.tune,
-        **parts,
+        **{"v_weight": None, **_weights(a, rows, head_dim)},
+        **_heads("bias", a.bias, rows, head_dim),
     )
 
 
-def _split(a: RaggedQkvArguments) -> dict[str, tuple[int, int]]:
-    """First row and end of q, k and v (empty for MLA) in the weight."""
+def _split(a: RaggedQkvArguments) -> Rows:
+    """First row and end of q, k and (but for MLA) v in the weight."""
     total = a.weight.shape[1] if a.group_size else a.weight.shape[0]
-    size = kv_rows(a.blocks)
-    ends = [total - size * a.blocks.shape[1], total - size * (a.blocks.shape[1] - 1), total]
-    return {"q": (0, ends[0]), "k": (ends[0], ends[1]), "v": (ends[1], ends[2])}
+    size, kinds = kv_rows(a.blocks), a.blocks.shape[1]
+    ends = [total - size * left for left in range(kinds, -1, -1)]
+    return dict(zip("qkv", pairwise([0, *ends]), strict=False))
 
 
 def _head_dim(a: RaggedQkvArguments) -> int:
@@ -141,28 +140,32 @@ def _window(a: RaggedQkvArguments, part: int, head_dim: int) -> list[Any]:
     return CacheWindow.of(view, a.blocks).to_ints()
 
 
-def _weights(
-    a: RaggedQkvArguments, rows: dict[str, tuple[int, int]], head_dim: int
-) -> dict[str, Any]:
+def _heads(what: str, whole: torch.Tensor | None, rows: Rows, head_dim: int) -> dict[str, Any]:
+    """What q, k and v have of the rows of a tensor, [H, D, ...], by argument name."""
+    parts = _parts(what, whole, {letter: slice(*ends) for letter, ends in rows.items()})
+    return {name: part.unflatten(0, (-1, head_dim)) for name, part in parts.items()}
+
+
+def _parts(what: str, whole: torch.Tensor | None, slices: dict[str, slice]) -> dict[str, Any]:
+    if whole is None:
+        return {}
+    return {f"{letter}_{what}": whole[own] for letter, own in slices.items()}
+
+
+def _weights(a: RaggedQkvArguments, rows: Rows, head_dim: int) -> dict[str, Any]:
     if a.group_size:
         return _gptq(a, rows, head_dim)
-    named: dict[str, Any] = {
-        f"{letter}_weight": a.weight[first:end].unflatten(0, (-1, head_dim))
-        for letter, (first, end) in rows.items()
-        if end > first
-    }
+    weights = _heads("weight", a.weight, rows, head_dim)
     if a.weight_scale is None:
-        return named
+        return weights
     scale, block = _scale_blocks(a, rows)
-    for letter, (first, end) in rows.items():
-        own = slice(first // block[0], -(-end // block[0]))
-        named[f"{letter}_scale"] = scale if scale.shape[0] == 1 else scale[own]
-    return {**named, "weight_format": "fp8", "scale_block": block}
+    own = {x: slice(first // block[0], -(-end // block[0])) for x, (first, end) in rows.items()}
+    shared = dict.fromkeys(rows, slice(None))
+    scales = _parts("scale", scale, shared if scale.shape[0] == 1 else own)
+    return {**weights, **scales, "weight_format": "fp8", "scale_block": block}
 
 
-def _scale_blocks(
-    a: RaggedQkvArguments, rows: dict[str, tuple[int, int]]
-) -> tuple[torch.Tensor, list[int]]:
+def _scale_blocks(a: RaggedQkvArguments, rows: Rows) -> tuple[torch.Tensor, list[int]]:
     """The weight's scales and their block, such that no block has rows of two projections."""
     scale = _as_matrix(a.weight_scale)
     assert scale is not None
@@ -177,32 +180,17 @@ def _scale_blocks(
     return scale, [block, 128]
 
 
-def _gptq(a: RaggedQkvArguments, rows: dict[str, tuple[int, int]], head_dim: int) -> dict[str, Any]:
+def _gptq(a: RaggedQkvArguments, rows: Rows, head_dim: int) -> dict[str, Any]:
     parts = sections(a.weight, a.hidden_state.shape[1], a.group_size, a.has_zp)
-    named: dict[str, Any] = {
+    # A word of zeros has those of eight rows.
+    words = {letter: slice(first // 8, end // 8) for letter, (first, end) in rows.items()}
+    return {
         "weight_format": "int4_k",
         "scale_block": [1, a.group_size],
         "zero_point": 0 if a.has_zp else SYMMETRIC_ZERO,
-    }
-    for letter, (first, end) in rows.items():
-        if end == first:
-            continue
-        named[f"{letter}_weight"] = parts.words[first:end].unflatten(0, (-1, head_dim))
-        named[f"{letter}_scale"] = parts.scales[first:end]
-        if parts.zeros is not None:
-            named[f"{letter}_zero"] = parts.zeros[first // 8 : end // 8]
-    return named
-
-
-def _biases(
-    a: RaggedQkvArguments, rows: dict[str, tuple[int, int]], head_dim: int
-) -> dict[str, Any]:
-    if a.bias is None:
-        return {}
-    return {
-        f"{letter}_bias": a.bias[first:end].unflatten(0, (-1, head_dim))
-        for letter, (first, end) in rows.items()
-        if end > first
+        **_heads("weight", parts.words, rows, head_dim),
+        **_parts("scale", parts.scales, {x: slice(*ends) for x, ends in rows.items()}),
+        **_parts("zero", parts.zeros, words),
     }
 
 

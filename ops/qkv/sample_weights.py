@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tilewright.ops.formats.sample_codes import sample_codes
+from tilewright.ops.formats.samples import sample_codes
 from tilewright.ops.qkv.samples import AttentionCase
 from tilewright.ops.sampling import Sampler
 
@@ -22,9 +22,6 @@ def sample_projection(case: AttentionCase, sampler: Sampler) -> dict[str, Any]:
         **_norms(case, sampler),
         **_delta(case, sampler),
         **_input_norm(case, sampler),
-        "kv_repeat": case.kv_repeat,
-        "gate_run": case.gate_run,
-        "clip": case.clip,
     }
 
 
@@ -63,7 +60,7 @@ def _delta(case: AttentionCase, sampler: Sampler) -> dict[str, Any]:
 
 
 def _input_norm(case: AttentionCase, sampler: Sampler) -> dict[str, Any]:
-    options: dict[str, Any] = {"input_norm_offset": case.input_norm_offset}
+    options: dict[str, Any] = {}
     if case.input_norm:
         kind = "layer" if case.input_norm.startswith("layer") else "rms"
         options[f"input_{kind}_norm"] = True
@@ -114,7 +111,6 @@ def _coded(case: AttentionCase, sampler: Sampler) -> dict[str, Any]:
         **_named("scale", scales),
         **({} if case.zeros == "none" else _named("zero", zeros)),
         **_biases(case, sampler),
-        **case.format_options,
     }
 
 
@@ -131,16 +127,9 @@ def _ordered(case: AttentionCase, parts: list[torch.Tensor]) -> list[torch.Tenso
 
 
 def _norms(case: AttentionCase, sampler: Sampler) -> dict[str, Any]:
-    options: dict[str, Any] = {
-        "weightless_norm": case.weightless_norm,
-        "norm_kind": case.norm_kind,
-        "norm_width": case.norm_width,
-        "norm_after_rope": case.norm_after_rope,
-        "norm_offset": case.norm_offset,
-        "v_norm": case.v_norm,
-    }
     if not case.qk_norm:
-        return options
+        return {}
+    options: dict[str, Any] = {}
     per_head = case.norm_per_head or case.norm_width == "row"
     for letter, heads in (("q", case.num_heads), ("k", case.num_kv_heads)):
         if letter in case.normed:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 
 from tilewright.ops.cache.addressing import SLOT_FORMS
 from tilewright.ops.formats.paged_cache import CacheWindow, slot_limit
-from tilewright.ops.formats.sample_codes import CodedCase
+from tilewright.ops.formats.samples import CodedCase
 from tilewright.ops.sampling import PagedBatch, Sampler, sample_table
 
-LAYOUTS = ("page_major", "head_major", "static_cache", "vllm_pair", "max_pair")
-PROJECTIONS = ("separate", "packed", "per_head", "grouped", "n_major")
+# What a case says of tensors, in their names.
+DRAWN = {"x_scale", "delta"}
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,13 @@ class AttentionCase(CodedCase, PagedBatch):
     input_norm_offset: float = 0.0
 
 
-def sample_cache(case: AttentionCase, sampler: Sampler) -> dict[str, Any]:
-    """Caches full of random numbers, their windows, slots and rope table, by argument name."""
+def sample_cache(case: AttentionCase, sampler: Sampler, arguments: type[Any]) -> dict[str, Any]:
+    """Caches full of random numbers, their windows, slots and rope table, by argument name; and
+    the options that a case and `arguments` both have."""
     caches = _caches(case, sampler)
+    shared = {one.name for one in fields(arguments)} & vars(case).keys() - DRAWN
     return {
+        **{name: getattr(case, name) for name in shared},
         **caches,
         **_cache_scales(case, sampler),
         **_places(case, sampler, caches),
@@ -109,8 +112,6 @@ def _caches(case: AttentionCase, sampler: Sampler) -> dict[str, Any]:
         "v_cache": v_cache,
         "k_window": k_window.to_ints(),
         "v_window": v_window.to_ints() if case.writes_v else [],
-        "slots": case.slots,
-        "indexing": case.indexing,
     }
 
 
@@ -119,11 +120,7 @@ def _cache_scales(case: AttentionCase, sampler: Sampler) -> dict[str, Any]:
     if case.cache_scale == "none":
         return {}
     scales = [sampler.scales(*shapes[case.cache_scale], size=0.6) for _ in range(2)]
-    return {
-        "k_cache_scale": scales[0],
-        "v_cache_scale": scales[1] if case.writes_v else None,
-        "cache_scale_multiplies": case.cache_scale_multiplies,
-    }
+    return {"k_cache_scale": scales[0], "v_cache_scale": scales[1] if case.writes_v else None}
 
 
 def _places(case: AttentionCase, sampler: Sampler, caches: dict[str, Any]) -> dict[str, Any]:
@@ -146,9 +143,4 @@ def _rope(case: AttentionCase, sampler: Sampler) -> dict[str, Any]:
     rows = max(case.num_tokens // case.tokens_per_row, 1)
     # Not a true rotation: every column differs, so a wrong column shows.
     table = [sampler.normal(rows, width, dtype=case.table_dtype) for _ in range(2)]
-    return {
-        "cos": table[0],
-        "sin": table[1],
-        "rotary_dim": case.rotary_dim,
-        "rope_style": case.rope_style,
-    }
+    return {"cos": table[0], "sin": table[1]}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,16 +35,15 @@ def scratch_arguments(
     """Random arguments with the metadata of `a` (fake or meta tensors will do) for about
     `num_tokens` tokens: as many as whole sequences and the caches allow. Nothing of `a` is read."""
     tokens = _token_count(a, num_tokens)
-    maker = _Maker(device, seed, a)
-    made: dict[str, Any] = _weights(a, maker)
-    for field in fields(a):
-        value = getattr(a, field.name)
-        if not isinstance(value, torch.Tensor) or field.name in made:
-            continue
-        if field.name in ("k_cache", "v_cache", *ADDRESS_TENSORS):
-            continue
-        made[field.name] = maker.like(field.name, value, _shape(a, field.name, value, tokens))
-    made |= _caches(a, tokens, maker)
+    draw = partial(_numbers, torch.Generator(device).manual_seed(seed), a.x.shape[1] ** -0.5)
+    drawn = vars(a).keys() - {"k_cache", "v_cache", *ADDRESS_TENSORS}
+    made: dict[str, Any] = {
+        name: _strided(value, draw(name, value.dtype, _shape(a, name, value, tokens)))
+        for name, value in vars(a).items()
+        if name in drawn and isinstance(value, torch.Tensor)
+    }
+    made |= _packed_weights({name: made[name] for name in _WEIGHTS if name in made}, a)
+    made |= _caches(a, tokens, device)
     return replace(a, **made, **_places(a, tokens, made["k_window"], device))
 
 
@@ -53,34 +53,25 @@ def argument_bytes(a: FusedQkvArguments) -> int:
     return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
 
 
-class _Maker:
-    """Random tensors by argument name."""
-
-    def __init__(self, device: torch.device, seed: int, a: FusedQkvArguments) -> None:
-        self.device = device
-        self.generator = torch.Generator(device).manual_seed(seed)
-        self.weight_size = a.x.shape[1] ** -0.5
-
-    def like(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        """Random numbers of this shape with the tensor's strides and dtype."""
-        if 0 in tensor.stride():  # expanded: one number is seen at many places
-            size = [1 if step == 0 else n for n, step in zip(shape, tensor.stride(), strict=True)]
-            return self.numbers(name, tensor.dtype, tuple(size)).expand(shape)
-        out = torch.empty_strided(shape, tensor.stride(), dtype=tensor.dtype, device=self.device)
-        return out.copy_(self.numbers(name, tensor.dtype, shape))
-
-    def numbers(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        given: dict[str, Any] = {"device": self.device, "generator": self.generator}
-        if name in _ZEROS:
-            return torch.randint(0, 16, shape, **given).to(dtype)
-        if not dtype.is_floating_point:
-            bits = torch.iinfo(dtype)
-            whole = torch.randint(bits.min, bits.max + 1, shape, dtype=torch.int64, **given)
-            return whole.to(dtype)
-        if name in _SCALES:
-            return ((0.5 + torch.rand(shape, **given)) * _SCALES[name]).to(dtype)
-        size = self.weight_size if name in _WEIGHTS and dtype.itemsize > 1 else 1.0
-        return (torch.randn(shape, **given) * size).to(dtype)
+def _numbers(
+    generator: torch.Generator,
+    weight_size: float,
+    name: str,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+) -> torch.Tensor:
+    """Random numbers for an argument."""
+    given: dict[str, Any] = {"device": generator.device, "generator": generator}
+    if name in _ZEROS:
+        return torch.randint(0, 16, shape, **given).to(dtype)
+    if not dtype.is_floating_point:
+        bits = torch.iinfo(dtype)
+        whole = torch.randint(bits.min, bits.max + 1, shape, dtype=torch.int64, **given)
+        return whole.to(dtype)
+    if name in _SCALES:
+        return ((0.5 + torch.rand(shape, **given)) * _SCALES[name]).to(dtype)
+    size = weight_size if name in _WEIGHTS and dtype.itemsize > 1 else 1.0
+    return (torch.randn(shape, **given) * size).to(dtype)
 
 
 def _token_count(a: FusedQkvArguments, wanted: int) -> int:
@@ -112,20 +103,19 @@ def _shape(a: FusedQkvArguments, name: str, tensor: torch.Tensor, tokens: int) -
     return tuple(tensor.shape)
 
 
-def _weights(a: FusedQkvArguments, maker: _Maker) -> dict[str, Any]:
-    """The weights: rows of one tensor where the given ones are."""
-    given = {name: getattr(a, name) for name in _WEIGHTS if getattr(a, name) is not None}
+def _packed_weights(made: dict[str, torch.Tensor], a: FusedQkvArguments) -> dict[str, Any]:
+    """Weights as rows of one tensor, where the given ones are."""
+    given = {name: getattr(a, name) for name in made}
     if weight_rows(*given.values()) is None:
-        return {n: maker.like(n, w, tuple(w.shape)) for n, w in given.items()}
+        return {}
     lowest = min(weight.storage_offset() for weight in given.values())
-    ends = [weight.storage_offset() - lowest + _extent(weight) for weight in given.values()]
-    whole = torch.empty(max(ends), dtype=a.q_weight.dtype, device=maker.device)
-    made = {}
-    for name, weight in given.items():
-        first = weight.storage_offset() - lowest
-        view = whole.as_strided(weight.shape, weight.stride(), first)
-        made[name] = view.copy_(maker.numbers(name, weight.dtype, tuple(weight.shape)))
-    return made
+    first = {name: weight.storage_offset() - lowest for name, weight in given.items()}
+    size = max(first[name] + _extent(weight) for name, weight in given.items())
+    whole = a.q_weight.new_empty(size, device=made["q_weight"].device)
+    return {
+        name: whole.as_strided(weight.shape, weight.stride(), first[name]).copy_(weight)
+        for name, weight in made.items()
+    }
 
 
 def _extent(tensor: torch.Tensor) -> int:
@@ -133,7 +123,7 @@ def _extent(tensor: torch.Tensor) -> int:
     return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
 
 
-def _caches(a: FusedQkvArguments, tokens: int, maker: _Maker) -> dict[str, Any]:
+def _caches(a: FusedQkvArguments, tokens: int, device: torch.device) -> dict[str, Any]:
     """Each window on a base of its own, with the pages that the tokens need."""
     made: dict[str, Any] = {}
     for letter in "kv":
@@ -149,7 +139,7 @@ def _caches(a: FusedQkvArguments, tokens: int, maker: _Maker) -> dict[str, Any]:
             pages = used * -(-tokens // (used * window.page_size))
         window = replace(window, num_pages=pages, offset=0)
         dtype = a.k_cache.dtype if base is None else base.dtype
-        made[f"{letter}_cache"] = torch.zeros(window.extent, dtype=dtype, device=maker.device)
+        made[f"{letter}_cache"] = torch.zeros(window.extent, dtype=dtype, device=device)
         made[f"{letter}_window"] = window.to_ints()
     return made
 
@@ -183,7 +173,8 @@ def _places(
 
 
 def _strided(like: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    out = torch.empty_strided(
-        tuple(numbers.shape), like.stride(), dtype=like.dtype, device=numbers.device
-    )
-    return out.copy_(numbers.to(like.dtype))
+    """The numbers with the strides and dtype of a tensor; where that is expanded, the first are
+    seen at many places."""
+    first = numbers[tuple([slice(0, 1) if step == 0 else slice(None) for step in like.stride()])]
+    out = torch.empty_strided(first.shape, like.stride(), dtype=like.dtype, device=numbers.device)
+    return out.copy_(first.to(like.dtype)).expand(numbers.shape)

@@ -19,7 +19,7 @@ import triton
 
 from tilewright.codegen.build.cache import cache_dir
 from tilewright.codegen.qkv.plan import LoweringChoice
-from tilewright.codegen.qkv.tune import Case, Machine, bucket, name_of, remembered, tuned
+from tilewright.codegen.qkv.tune import Case, Machine, bucket, name_of, tuned
 from tilewright.codegen.targets import Target
 from tilewright.ops.qkv.arguments import FusedQkvArguments
 from tilewright.ops.qkv.choices import run
@@ -86,7 +86,7 @@ def measured_choice(
     if known is not None or (case, index) in _known:
         return known
     if not measure or torch.cuda.is_current_stream_capturing():
-        return remembered(case, machine(index))
+        return tuned(case, machine(index), None)
     try:
         timer = partial(_time, a, case, index)
         chosen = apart(partial(tuned, case, machine(index), timer))
@@ -122,28 +122,20 @@ def _time(
     a: FusedQkvArguments, case: Case, index: int, choices: Sequence[LoweringChoice]
 ) -> list[float]:
     """Seconds of each choice, infinity for one that fails or computes something else."""
-    with torch.cuda.device(index):
-        return _times(a, case, torch.device("cuda", index), choices)
-
-
-def _times(
-    a: FusedQkvArguments, case: Case, device: torch.device, choices: Sequence[LoweringChoice]
-) -> list[float]:
     log.info("tune: measuring %d lowerings for %d tokens", len(choices), case.num_tokens)
-    sets = _argument_sets(a, case, device)
-    want = _results(sets[0], None)
     graphs: dict[str, torch.cuda.CUDAGraph] = {}
-    for choice in choices:
-        name = name_of(choice)
-        try:
-            if not _agrees(_results(sets[0], choice), want):
-                raise ArithmeticError("its result is wrong")
-            graphs[name] = capture([partial(run, s, choice) for s in sets], warmup=1)
-        except Exception as error:  # what Triton refuses is a result here, whatever its type
-            log.warning("tune: %s is left out: %s: %s", name, type(error).__name__, error)
-    if not graphs:
-        return [math.inf] * len(choices)
-    times = interleaved_us(graphs, len(sets), rounds=9, replays=3)
+    with torch.cuda.device(index):
+        sets = _argument_sets(a, case, torch.device("cuda", index))
+        want = _results(sets[0], None)
+        for choice in choices:
+            name = name_of(choice)
+            try:
+                if not _agrees(_results(sets[0], choice), want):
+                    raise ArithmeticError("its result is wrong")
+                graphs[name] = capture([partial(run, s, choice) for s in sets], warmup=1)
+            except Exception as error:  # what Triton refuses is a result here, whatever its type
+                log.warning("tune: %s is left out: %s: %s", name, type(error).__name__, error)
+        times = interleaved_us(graphs, len(sets), rounds=9, replays=3) if graphs else {}
     return [1e-6 * times.get(name_of(choice), math.inf) for choice in choices]
 
 

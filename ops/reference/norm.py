@@ -19,16 +19,6 @@ NORM_KINDS = ("rms", "layer")
 NORM_WIDTHS = ("head", "row")
 
 
-def check_norm(
-    op: str, norm_kind: str, norm_width: str, norm_eps: float, norm_offset: float
-) -> None:
-    """Checks what q and k share. Raises ArgumentError."""
-    check_choice(op, "norm_kind", norm_kind, NORM_KINDS)
-    check_choice(op, "norm_width", norm_width, NORM_WIDTHS)
-    check_number(op, "norm_eps", norm_eps, 0)
-    check_number(op, "norm_offset", norm_offset)
-
-
 def check_norm_weight(
     op: str,
     argument: str,
@@ -46,6 +36,48 @@ def check_norm_weight(
     letters, sizes = ("[D]", (head_dim,)) if shared else ("[H, D]", (heads, head_dim))
     dtypes = (dtype, torch.float32)
     check_operand(op, argument, weight, letters, sizes, dtypes, device, dense=True)
+
+
+@dataclass(frozen=True)
+class HeadNorm(ArgumentGroup):
+    """A norm of projected heads [T, H, D], which they have where a weight is given or
+    weightless_norm says so. norm_kind: "rms", or "layer", mean subtracted. norm_width: "head", or
+    "row", all heads together. weight [D] or [H, D] ("row": [H, D]) is used as norm_offset + weight;
+    bias, shaped likewise, is added then. norm_after_rope: it follows the rotation. Vectors are of
+    the heads' dtype or float32.
+    """
+
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+    weightless_norm: bool
+    norm_kind: str
+    norm_width: str
+    norm_eps: float
+    norm_offset: float
+    norm_after_rope: bool
+
+    def check(
+        self, op: str, heads: Any, head_dim: Any, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Checks the norm of these heads. Raises ArgumentError."""
+        check_choice(op, "norm_kind", self.norm_kind, NORM_KINDS)
+        check_choice(op, "norm_width", self.norm_width, NORM_WIDTHS)
+        check_number(op, "norm_eps", self.norm_eps, 0)
+        check_number(op, "norm_offset", self.norm_offset)
+        for field, vector in (("weight", self.weight), ("bias", self.bias)):
+            form = self.norm_width, heads, head_dim, dtype, device
+            check_norm_weight(op, self.named(field), vector, *form)
+        if self.bias is not None and self.weight is None and not self.weightless_norm:
+            expected = f"None, since {self.named('weight')} is, and weightless_norm is False"
+            raise ArgumentError(op, self.named("bias"), expected, "a tensor")
+
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, H, D] behind the norm, in its dtype; x itself where it has none."""
+        if self.weight is None and not self.weightless_norm:
+            return x
+        given = self.weight, self.norm_eps, self.norm_kind, self.norm_width
+        x = apply_norm(x, *given, offset=self.norm_offset)
+        return x if self.bias is None else x + self.bias.to(x.dtype)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from tilewright.ops.checks import (
     check_dtype,
     check_last_dim_dense,
     check_shape,
+    given,
     holds,
 )
 from tilewright.ops.groups import ArgumentGroup
@@ -32,10 +33,17 @@ class Rope(ArgumentGroup):
     rope_style: str = "none"
 
     def check(
-        self, op: str, num_tokens: Any, head_dim: Any, dtype: torch.dtype, device: torch.device
+        self,
+        op: str,
+        num_tokens: Any,
+        head_dim: Any,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        by_position: bool = False,
     ) -> None:
-        """Checks that the four say the same thing, tables of `dtype` or float32. Raises
-        ArgumentError."""
+        """Checks that the four say the same thing, tables of `dtype` or float32. by_position: these
+        have a row for each position, and any strides. Raises ArgumentError."""
         cos, sin, rotary_dim, rope_style = self.cos, self.sin, self.rotary_dim, self.rope_style
         check_choice(op, "rope_style", rope_style, ROPE_STYLES)
         if rope_style == "none":
@@ -51,12 +59,15 @@ class Rope(ArgumentGroup):
         if cos is None or sin is None:
             missing = "cos" if cos is None else "sin"
             raise ArgumentError(op, missing, f"a tensor, since rope_style is {rope_style!r}", None)
-        _check_table(op, num_tokens, cos, rotary_dim)
+        _check_table(op, cos, rotary_dim)
+        if not by_position:
+            _check_rows(op, num_tokens, cos.shape[0])
         check_shape(op, "sin", sin, "of cos", cos.shape)
         for name, table in (("cos", cos), ("sin", sin)):
             check_dtype(op, name, table, (dtype, torch.float32))
             check_device(op, name, table, device)
-            check_last_dim_dense(op, name, table)
+            if not by_position:
+                check_last_dim_dense(op, name, table)
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, H, D] rotated, in its dtype; x itself without tables."""
@@ -65,12 +76,59 @@ class Rope(ArgumentGroup):
         return apply_rope(x, self.cos, self.sin, self.rotary_dim, self.rope_style)
 
 
-def _check_table(op: str, num_tokens: Any, cos: torch.Tensor, rotary_dim: int) -> None:
+@dataclass(frozen=True)
+class RopeTables(ArgumentGroup):
+    """A rotation of vectors of R numbers by tables. cos, sin: [T_rope, R] or [T_rope, R / 2], with
+    styles and rows as in ops/reference/rope.py; or rope_by_position: any strides, a token's row is
+    its position."""
+
+    cos: torch.Tensor | None = None
+    sin: torch.Tensor | None = None
+    rope_style: str = "none"
+    rope_by_position: bool = False
+
+    def check(
+        self, op: str, num_tokens: Any, width: Any, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Checks the tables of vectors of `width` numbers, of `dtype` or float32. Raises
+        ArgumentError."""
+        check_choice(op, "rope_style", self.rope_style, ROPE_STYLES)
+        turns, by_position = self.rope_style != "none", self.rope_by_position
+        if turns and not (holds(width >= 2) and holds(width % 2 == 0)):
+            expected = f"'none', as {width} columns are no pairs"
+            raise ArgumentError(op, "rope_style", expected, repr(self.rope_style))
+        if by_position and not turns:
+            raise ArgumentError(op, "rope_by_position", 'False, since rope_style is "none"', True)
+        rope = Rope(self.cos, self.sin, width if turns else 0, self.rope_style)
+        rope.check(op, num_tokens, width, dtype, device, by_position=by_position)
+
+    def apply(self, x: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+        """x [T, H, R] rotated, in its dtype; positions [T] where rows go by them."""
+        cos, sin = self.cos, self.sin
+        if cos is None or sin is None:
+            return x
+        if positions is not None:
+            rows = positions.clamp(0, max(cos.shape[0] - 1, 0))
+            cos, sin = cos[rows], sin[rows]
+        return apply_rope(x, cos, sin, x.shape[-1], self.rope_style)
+
+    @property
+    def paired(self) -> bool:
+        """Whether each sine follows its cosine, as imaginary parts follow real ones."""
+        cos, sin = given(self.cos), given(self.sin)
+        alike = cos.stride() == sin.stride() and cos.dtype == sin.dtype
+        after = sin.data_ptr() - cos.data_ptr() == cos.element_size()
+        return alike and after and cos.stride(-1) == 2
+
+
+def _check_table(op: str, cos: torch.Tensor, rotary_dim: int) -> None:
     widths = (rotary_dim, rotary_dim // 2)
     if cos.dim() != 2 or not any(holds(cos.shape[1] == width) for width in widths):
         expected = f"shape [T_rope, {widths[0]}] or [T_rope, {widths[1]}]"
         raise ArgumentError(op, "cos", expected, f"shape {list(cos.shape)}")
-    rows = cos.shape[0]
+
+
+def _check_rows(op: str, num_tokens: Any, rows: Any) -> None:
     divides = holds(rows > 0) and holds(num_tokens % rows == 0)
     if not divides and holds(num_tokens != 0):
         expected = f"T_rope rows with T % T_rope == 0 for T = {num_tokens}"

@@ -42,6 +42,12 @@ def operand(tensor: torch.Tensor | None, *strides: int) -> Operand | None:
     return _made(TRITON_TYPES[tensor.dtype], strides, is_aligned(tensor))
 
 
+@overload
+def operand_of(tensor: torch.Tensor, *dims: int, aligned: bool = True) -> Operand: ...
+@overload
+def operand_of(tensor: None, *dims: int, aligned: bool = True) -> None: ...
+@overload
+def operand_of(tensor: torch.Tensor | None, *dims: int, aligned: bool = True) -> Operand | None: ...
 def operand_of(tensor: torch.Tensor | None, *dims: int, aligned: bool = True) -> Operand | None:
     """The tensor as an operand of a kernel that builds on the strides of these dimensions, and on
     the tensor's alignment where `aligned` says so."""
@@ -49,6 +55,15 @@ def operand_of(tensor: torch.Tensor | None, *dims: int, aligned: bool = True) ->
         return None
     strides = tuple([tensor.stride(dim) for dim in dims])
     return _made(TRITON_TYPES[tensor.dtype], strides, aligned and is_aligned(tensor))
+
+
+def follows(second: torch.Tensor, first: torch.Tensor) -> bool:
+    """Whether each row of one tensor begins where that of another ends, in one storage. Two
+    allocations on the meta device count as one."""
+    alike = first.stride() == second.stride() and first.dtype == second.dtype
+    after = second.data_ptr() - first.data_ptr() == first.shape[-1] * first.element_size()
+    storages = {tensor.untyped_storage().data_ptr() for tensor in (first, second)}
+    return alike and after and (len(storages) == 1 or first.device.type == "meta")
 
 
 def mask_bytes(mask: torch.Tensor) -> torch.Tensor:

@@ -118,7 +118,7 @@ def peer_memory(
 def _agreed_kernel(wanted: Any, group: Any, index: int, compiled: Callable[[], Any]) -> bool:
     """Whether every rank compiles its kernel for another kind of call."""
     with torch.cuda.device(index):
-        _, why = _attempt(lambda _: compiled(), None)
+        _, why = _attempt(compiled)
         return _agreed(why, wanted, group, index)
 
 
@@ -127,19 +127,18 @@ def _agreed_memory(
 ) -> Memory | None:
     """What all ranks have made, or None on all."""
     with torch.cuda.device(index):
-        allocate, meet = _allocating(wanted.nbytes, compiled, index), _meeting(wanted.group)
-        made: Any = None
-        for step in (allocate, meet):
-            made, why = _attempt(step, made)
-            if not _agreed(why, wanted, group, index):
-                return None
-        own, meeting = made
+        own, why = _attempt(partial(_allocated, wanted.nbytes, compiled, index))
+        if not _agreed(why, wanted, group, index):
+            return None
+        meeting, why = _attempt(partial(_met, own, wanted.group))
+        if not _agreed(why, wanted, group, index):
+            return None
         addresses = torch.tensor(meeting.buffer_ptrs, dtype=torch.int64, device=own.device)
         sent = torch.zeros(wanted.programs, dtype=torch.int32, device=own.device)
         torch.cuda.current_stream().synchronize()
         # Together: a rank that fails here must not go on to the next collective alone.
         processes = _gathered(watch.this_process(dist.get_rank()), group, own.device)
-        _, why = _attempt(partial(_watch_ranks, wanted, watch, meeting, processes), own)
+        _, why = _attempt(partial(_watch_ranks, wanted, watch, meeting, processes, own))
     if why is not None:
         log.warning("that a rank of group %s ends is not noticed here: %s", wanted.group, why)
     _kept.append((own, meeting, addresses, sent))
@@ -155,38 +154,30 @@ def _agreed(why: str | None, wanted: Any, group: Any, index: int) -> bool:
     return False
 
 
-def _attempt(step: Callable[[Any], Any], made: Any) -> tuple[Any, str | None]:
+def _attempt(step: Callable[[], Any]) -> tuple[Any, str | None]:
+    """(What it gives, why it failed)."""
     try:
-        return step(made), None
+        return step(), None
     except Exception as error:  # told to the other ranks, and logged
         return None, f"{type(error).__name__}: {error}"
 
 
-def _allocating(nbytes: int, compiled: Callable[[], Any], index: int) -> Callable[[Any], Any]:
-    """Gives this rank's memory, once the kernel compiles."""
+def _allocated(nbytes: int, compiled: Callable[[], Any], index: int) -> torch.Tensor:
+    """This rank's memory, once the kernel compiles."""
+    from torch.distributed import _symmetric_memory
 
-    def allocate(_: Any) -> torch.Tensor:
-        from torch.distributed import _symmetric_memory
-
-        compiled()
-        device = torch.device("cuda", index)
-        own = _symmetric_memory.empty(nbytes, dtype=torch.uint8, device=device)
-        own.zero_()
-        torch.cuda.current_stream().synchronize()  # before anyone writes
-        return own
-
-    return allocate
+    compiled()
+    own = _symmetric_memory.empty(nbytes, dtype=torch.uint8, device=torch.device("cuda", index))
+    own.zero_()
+    torch.cuda.current_stream().synchronize()  # before another rank writes
+    return own
 
 
-def _meeting(group: str) -> Callable[[Any], Any]:
-    """Gives the memory with the addresses of the other ranks'."""
+def _met(own: torch.Tensor, group: str) -> Any:
+    """What has the addresses of the other ranks' memory."""
+    from torch.distributed import _symmetric_memory
 
-    def meet(own: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        from torch.distributed import _symmetric_memory
-
-        return own, _symmetric_memory.rendezvous(own, group)  # type: ignore[arg-type]
-
-    return meet
+    return _symmetric_memory.rendezvous(own, group)  # type: ignore[arg-type]
 
 
 def _all_can(can: bool, form: str, group: Any, index: int) -> bool:

@@ -8,30 +8,61 @@ them holds for the others, and one look-up finds it; `ops.runtime.replay` makes 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 
+from tilewright.ops.runtime.operands import ALIGNMENT
 
-def address_key(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Shape, strides, dtype and address of every tensor, the device of the first argument, and
-    every argument that is no tensor.
+Key: TypeAlias = tuple[Any, ...]
+
+
+def call_key(
+    args: Sequence[Any], kwargs: Mapping[str, Any], moving: Collection[int] = ()
+) -> tuple[Key, Key]:
+    """(metadata, addresses) of a call.
+
+    Metadata is shape, strides and dtype of every tensor, the device of the first argument, and
+    every argument that is no tensor. Addresses are those of the tensors; of one at a position in
+    `moving`, which no argument precedes that may be absent, only its device, the address modulo 16,
+    and which tensor is the first to lie there.
 
     Tensors of equal keys are the same memory seen the same way, unless it was freed in between;
     their contents may differ, and so may where in its storage each lies.
     """
+    tensor_type = torch.Tensor
     # An address that one device gave back may be another's.
-    parts: list[Any] = [args[0].device if args and isinstance(args[0], torch.Tensor) else None]
-    for value in args:
-        if isinstance(value, torch.Tensor):
-            parts += (value.shape, value.stride(), value.dtype, value.data_ptr())
+    device = args[0].device if args and isinstance(args[0], tensor_type) else None
+    metadata: list[Any] = [device, tuple(kwargs)]
+    addresses: list[Any] = []
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, tensor_type):
+            metadata += (value.shape, value.stride(), value.dtype)
+            addresses.append(value.data_ptr())
         else:
-            parts.append(tuple(value) if isinstance(value, list) else value)
-    for name, value in kwargs.items():
-        parts.append(name)
-        if isinstance(value, torch.Tensor):
-            parts += (value.shape, value.stride(), value.dtype, value.data_ptr())
-        else:
-            parts.append(tuple(value) if isinstance(value, list) else value)
-    return tuple(parts)
+            metadata.append(_items(value) if isinstance(value, list) else value)
+    if moving:
+        where = addresses.copy()
+        for position in moving:
+            if position < len(args) and args[position] is not None:
+                address, device = where[position], args[position].get_device()
+                addresses[position] = device, address % ALIGNMENT, where.index(address)
+    return tuple(metadata), tuple(addresses)
+
+
+def _items(values: list[Any]) -> Key:
+    """A list's items: of tensors, all metadata and no address."""
+    if not values or not (values[0] is None or isinstance(values[0], torch.Tensor)):
+        return tuple(values)  # numbers, as in most lists
+    return tuple([None if one is None else _metadata(one) for one in values])
+
+
+def _metadata(tensor: torch.Tensor) -> Key:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def tensor_devices(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.device]:
+    """The devices of the tensors, which metadata in a key leaves out."""
+    values = (*args, *kwargs.values())
+    return [value.device for value in values if isinstance(value, torch.Tensor)]

@@ -1,13 +1,14 @@
 """A call once more: the launches and library calls of its program, over new memory.
 
 A repeat allocates the call's results, and all its scratch memory at once, laid out as before, and
-makes each launch by address: arguments lie where they lay.
+makes each launch by address. Arguments lie where they lay, but for those that may move.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -20,134 +21,181 @@ from tilewright.ops.runtime.program import (
     PeerMemory,
     Peers,
     Program,
-    Result,
     SplitK,
 )
 
 Again = Callable[..., Any]
-# (addresses of the parts, the parts, args, kwargs); gives what a library made.
-Call = Callable[[list[int], list[Any], Sequence[Any], Mapping[str, Any]], torch.Tensor | None]
+#: A step once more, of (the parts of the call's memory, the address of each).
+Call = Callable[[list[Any], list[int]], None]
 
 # Parts of scratch memory begin at whole multiples of this.
 ALIGNMENT = 256
-# An argument's memory. Other parts are numbered: results, scratch, then split K's, two a launch.
-GIVEN = -1
 
 
 class _NotOurs(Exception):
-    """A step reads memory of which it is not known what filled it."""
+    """A step reads memory of which it is not known what filled it, or which argument's it is."""
 
 
 class _Memory:
-    """Where the tensors of a call lie.
+    """Where the tensors of a call lie: in which part, and how far from where the part begins.
 
-    parts: (number, bytes from the part's start) by address. size: bytes of scratch memory. new: the
-    `id` of what the call's machine made. filled: the results that a step works on. made: a library
-    made the only result.
+    Parts are numbered: the arguments, all scratch memory, then what else the steps make, in order.
+    made: the buffers that are parts of their own, each as the result that it holds.
+    scratch_bytes: of all scratch memory.
     """
 
     def __init__(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[torch.Tensor]
+        self, given: Sequence[Any], moving: frozenset[int], results: Sequence[torch.Tensor]
     ) -> None:
-        self.given: dict[int, tuple[int | str, torch.Tensor]] = {}
-        for named in (enumerate(args), kwargs.items()):
-            for name, value in named:
-                if isinstance(value, torch.Tensor) and value.numel():
-                    self.given.setdefault(value.data_ptr(), (name, value))
-        self.parts = {t.data_ptr(): (n, 0) for n, t in enumerate(results) if t.numel()}
-        self.count, self.size, self.splits = len(results), 0, 0
-        self.new: set[int] = set()
-        self.filled: set[int] = set()
-        self.made = False
+        self.scratch = len(given)
+        self.fixed = frozenset(range(len(given))) - moving
+        self.scratch_bytes = 0
+        self.count = len(given) + 1
+        self.made: dict[int, Buffer] = {}
+        self._shapes = {t.data_ptr(): t.shape for t in results if t.numel()}
+        # What lies in a storage, each as (address, part, bytes from where the part begins).
+        self._known: dict[int, list[tuple[int, int, int]]] = {}
+        self._used: set[int] = set()
+        tensors = {n: t for n, t in enumerate(given) if isinstance(t, torch.Tensor) and t.numel()}
+        for number, tensor in tensors.items():
+            self._know(tensor, number)
+        for number in moving & tensors.keys():
+            if any(_overlap(tensors[number], other) for other in tensors.values()):
+                raise _NotOurs  # a view may be of either argument
 
-    def add_scratch(self, tensor: torch.Tensor) -> None:
-        self.parts[tensor.data_ptr()] = self.count, self.size
-        self.size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+    def _know(self, tensor: torch.Tensor, part: int, offset: int = 0) -> None:
+        place = tensor.data_ptr(), part, offset
+        self._known.setdefault(_storage(tensor), []).append(place)
 
-    def add_split(self, tensors: Sequence[torch.Tensor]) -> None:
-        first = self.count + 1 + 2 * self.splits
-        self.parts |= {tensor.data_ptr(): (n, 0) for n, tensor in enumerate(tensors, first)}
-        self.splits += 1
+    def _find(self, tensor: torch.Tensor) -> tuple[int, int]:
+        """(part, bytes from where it begins) of the last that begins up to where the tensor does.
+        Raises _NotOurs."""
+        address, known = tensor.data_ptr(), self._known.get(_storage(tensor), ())
+        begun = [place for place in known if place[0] <= address]
+        if not begun:
+            raise _NotOurs
+        start, part, offset = max(begun, key=itemgetter(0))
+        return part, offset + address - start
+
+    def add(self, tensor: torch.Tensor) -> int:
+        """The number of a step's answer that is a part of its own."""
+        self._know(tensor, self.count)
+        self.count += 1
+        return self.count - 1
+
+    def add_buffer(self, tensor: torch.Tensor) -> None:
+        """New memory: scratch, or a part where a result begins there."""
+        if not tensor.numel():
+            return
+        if tensor.data_ptr() in self._shapes:
+            self.made[self.add(tensor)] = Buffer(self.shape_of(tensor), tensor.dtype)
+            return
+        self._know(tensor, self.scratch, self.scratch_bytes)
+        self.scratch_bytes += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+
+    def shape_of(self, tensor: torch.Tensor) -> Sequence[int]:
+        """The shape of the result that begins where a step's answer does; else its own."""
+        return self._shapes.get(tensor.data_ptr(), tensor.shape)
 
     def place(self, tensor: torch.Tensor) -> tuple[int, int]:
-        """(part or GIVEN, bytes from its start). Raises _NotOurs."""
-        address = tensor.data_ptr()
-        found, offset = self.parts.get(address), 0
-        if found is None:
-            storage = _storage(tensor)
-            found, offset = self.parts.get(storage), address - storage
-        if found is None:
-            self.argument(tensor)
-            return GIVEN, 0
-        number, start = found
-        if number < self.count:
-            self.filled.add(number)
-        return number, start + offset
+        """(part, bytes from where it begins) of what a step works on. Raises _NotOurs."""
+        part, offset = self._find(tensor)
+        self._used.add(part)
+        return part, offset
 
-    @cached_property
-    def storages(self) -> dict[int, tuple[int | str, int]]:
-        """(number or name, address) of an argument by where its storage begins."""
-        return {_storage(tensor): (name, start) for start, (name, tensor) in self.given.items()}
-
-    def argument(self, tensor: torch.Tensor) -> tuple[int | str, int]:
-        """The number or name of the argument that a view is taken of, and its distance in bytes:
-        where several share a storage, of one that begins where the view does, if there is one."""
-        address = tensor.data_ptr()
-        if address in self.given:
-            return self.given[address][0], 0
-        found = self.storages.get(_storage(tensor))
-        if found is None:
+    def result(self, tensor: torch.Tensor) -> int:
+        """The part that a result is. Raises _NotOurs where no step works on it, or where it is not
+        all of its storage, as a new tensor of its shape is."""
+        if not tensor.numel():
+            self.made[self.count] = Buffer.like(tensor)
+            self.count += 1
+            return self.count - 1
+        part, _ = self._find(tensor)
+        whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+        if part not in self._used or part <= self.scratch or not whole:
             raise _NotOurs
-        return found[0], address - found[1]
+        return part
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one storage begin apart, and one of them within the other."""
+    (low, end), (high, _) = sorted(map(_extent, (one, other)))
+    return low < high < end and _storage(one) == _storage(other)
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """The addresses of its first element and behind its last."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    elements = 1 + sum((size - 1) * stride for size, stride in pairs)
+    return tensor.data_ptr(), tensor.data_ptr() + elements * tensor.element_size()
 
 
 def repeat(
-    program: Program, args: Sequence[Any], kwargs: Mapping[str, Any], machine: Machine
+    program: Program,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    machine: Machine,
+    moving: frozenset[int] = frozenset(),
 ) -> Again | None:
     """Performs the steps of a program once more, called with such arguments; None where that cannot
-    be done. args, kwargs: of the call that the program is of.
+    be done. args, kwargs: of the call that the program is of. moving: the positions in args of
+    tensors that may lie elsewhere in another call.
 
     It cannot where the program says so; where a step reads memory that is neither an argument's nor
-    new in this call, since what filled it is not known; where no step fills a result; or where a
-    result is not laid out as a new one. Holds no tensor.
+    new in this call, since what filled it is not known; where an argument that moves lies within
+    another one or around it; where no step fills a result; or where a result is not laid out as a
+    new one. Holds no tensor.
     """
     if not program.repeatable:
         return None
-    result = program.outcome.result
+    result, several = program.outcome.result, isinstance(program.outcome.result, tuple)
     results = result if isinstance(result, tuple) else () if result is None else (result,)
-    memory = _Memory(args, kwargs, results)
-    calls: list[Call] = []
     try:
-        for step, answer in program.steps:
-            if memory.made:
-                return None  # what a library makes, it makes last
-            call = _again(step, answer, memory, machine)
-            if call is not None:
-                calls.append(call)
+        memory = _Memory((*args, *kwargs.values()), moving, results)
+        steps = [_again(step, answer, memory, machine) for step, answer in program.steps]
+        numbers = [memory.result(tensor) for tensor in results]
     except _NotOurs:
         return None
-    full = memory.filled == {number for number, t in enumerate(results) if t.numel()}
-    if not calls or not full:
-        return None
-    if not all(id(tensor) in memory.new or _is_as_new(tensor) for tensor in results):
-        return None
-    return _repeated(calls, memory, results, result, machine)
+    if memory.scratch_bytes:
+        memory.made[memory.scratch] = Buffer((memory.scratch_bytes,), torch.uint8)
+    makers = [(number, machine.maker(buffer)) for number, buffer in memory.made.items()]
+    calls = [call for call in steps if call is not None]
+    moved = tuple(n for n in moving if n < len(args) and isinstance(args[n], torch.Tensor))
+    nowhere = [0] * memory.count
+    absent = [None] * (memory.count - memory.scratch)
+
+    def again(*args: Any, **kwargs: Any) -> Any:
+        parts, starts = [*args, *kwargs.values(), *absent], nowhere.copy()
+        for number in moved:
+            starts[number] = args[number].data_ptr()
+        for number, make in makers:
+            made = parts[number] = make()
+            starts[number] = made.data_ptr()
+        for call in calls:
+            call(parts, starts)
+        if several:
+            return tuple([parts[number] for number in numbers])
+        return parts[numbers[0]] if numbers else None
+
+    return again
 
 
 def _again(step: Any, answer: Any, memory: _Memory, machine: Machine) -> Call | None:
-    """The step once more; None where there is nothing to do but to allocate memory."""
+    """The step once more; None where all that it does is to have new memory."""
     match step:
         case Buffer():
-            memory.new.add(id(answer))
-            if answer.data_ptr() not in memory.parts and answer.numel():
-                memory.add_scratch(answer)
+            memory.add_buffer(answer)
+        case SplitK():
+            first, _ = [memory.add(tensor) for tensor in answer]
+            return partial(_new_parts, partial(machine.perform, step), first)
         case Launch() if answer is not None:
             return _launch(answer, step.given, memory)
         case Library(function, tensors, makes):
-            return _library(function, tensors, answer if makes else None, memory)
-        case SplitK():
-            memory.add_split(answer)
-            return partial(_new_split, partial(machine.perform, step))
+            views = [_view(tensor, memory) for tensor in tensors]
+            if makes is None:
+                return lambda parts, _: function(*[view(parts) for view in views])
+            part, _ = memory.add(answer), memory.place(answer)
+            return partial(_made_part, function, views, part, memory.shape_of(answer))
         case Peers() if answer is not None:
             return partial(_check_shared, answer)
     return None
@@ -159,51 +207,21 @@ def _check_shared(memory: PeerMemory, *_: Any) -> None:
         raise RuntimeError("the ranks that shared this memory are no longer the group")
 
 
-def _is_as_new(tensor: torch.Tensor) -> bool:
-    """Whether it has all of its storage, and lies there as a new tensor of its shape does."""
-    return tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+def _new_parts(make: Callable[[], Any], first: int, parts: list[Any], starts: list[int]) -> None:
+    for number, tensor in enumerate(make(), first):
+        parts[number], starts[number] = tensor, tensor.data_ptr()
 
 
-def _repeated(
-    calls: Sequence[Call],
-    memory: _Memory,
-    results: Sequence[torch.Tensor],
-    result: Result,
-    machine: Machine,
-) -> Again:
-    single, count = isinstance(result, torch.Tensor), len(results)
-    shape = results[0].shape if results else torch.Size()
-    makers: list[Callable[[], Any]] = [machine.maker(Buffer.like(t)) for t in results]
-    if memory.made:
-        makers = [_nothing]
-    if memory.size:
-        makers.append(machine.maker(Buffer((memory.size,), torch.uint8)))
-    elif memory.splits:
-        makers.append(_nothing)
-
-    def again(*args: Any, **kwargs: Any) -> Result:
-        parts = [make() for make in makers]
-        starts = [0 if part is None else part.data_ptr() for part in parts]
-        made = None
-        for call in calls:
-            made = call(starts, parts, args, kwargs)
-        if made is not None:
-            return made.view(shape)
-        if single:
-            return parts[0]
-        return tuple(parts[:count]) if count else None
-
-    return again
-
-
-def _nothing() -> None:
-    """A part that is not there."""
-
-
-def _new_split(new: Callable[[], Any], starts: list[int], parts: list[Any], *_: Any) -> None:
-    pair = new()
-    parts += pair
-    starts += [tensor.data_ptr() for tensor in pair]
+def _made_part(
+    function: Callable[..., Any],
+    views: Sequence[Callable[[list[Any]], torch.Tensor]],
+    number: int,
+    shape: Sequence[int],
+    parts: list[Any],
+    starts: list[int],
+) -> None:
+    made = parts[number] = function(*[view(parts) for view in views]).view(shape)
+    starts[number] = made.data_ptr()
 
 
 def _launch(
@@ -213,65 +231,31 @@ def _launch(
     known: list[Any] = []
     moved: list[tuple[int, int, int]] = []
     for number, value in enumerate(values):
-        if not isinstance(value, torch.Tensor):
-            known.append(value)
-            continue
-        address = value.data_ptr()
-        known.append(address)
-        if address not in memory.given and value.numel():
-            where, offset = memory.place(value)
-            if where != GIVEN:
-                moved.append((number, where, offset))
+        is_tensor = isinstance(value, torch.Tensor)
+        known.append(value.data_ptr() if is_tensor else value)
+        if is_tensor and value.numel():
+            part, offset = memory.place(value)
+            if part not in memory.fixed:
+                moved.append((number, part, offset))
 
-    def call(starts: list[int], *_: Any) -> torch.Tensor | None:
+    def call(_: list[Any], starts: list[int]) -> None:
         addresses = known.copy()
-        for number, where, offset in moved:
-            addresses[number] = starts[where] + offset
+        for number, part, offset in moved:
+            addresses[number] = starts[part] + offset
         launch(addresses)
-        return None
 
     return call
 
 
-def _library(
-    function: Callable[..., Any],
-    tensors: Sequence[torch.Tensor],
-    made: torch.Tensor | None,
-    memory: _Memory,
-) -> Call:
-    """A library's call on the same views of arguments, results and scratch memory. Only the one
-    result, of which no other step knows, may be what it makes: raises _NotOurs else."""
-    makes = made is not None
-    if made is not None:
-        if memory.filled or memory.count != 1 or memory.place(made)[0] != 0:
-            raise _NotOurs
-        memory.made = True
-    views = [_view(tensor, memory) for tensor in tensors]
-
-    def call(
-        starts: list[int], parts: list[Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> torch.Tensor | None:
-        answer = function(*[view(parts, args, kwargs) for view in views])
-        return answer if makes else None
-
-    return call
-
-
-def _view(tensor: torch.Tensor, memory: _Memory) -> Callable[..., torch.Tensor]:
-    """The same view by its distance from an argument, whose storage may begin elsewhere by then, or
-    from the start of another part."""
-    where, offset = memory.place(tensor)
+def _view(tensor: torch.Tensor, memory: _Memory) -> Callable[[list[Any]], torch.Tensor]:
+    """The same view, by its distance from where a part begins: the part's storage may begin
+    elsewhere by then."""
+    part, offset = memory.place(tensor)
     shape, stride, dtype = tensor.shape, tensor.stride(), tensor.dtype
-    name: int | str = 0
-    if where == GIVEN:
-        name, offset = memory.argument(tensor)
     first = offset // tensor.element_size()
 
-    def view(parts: list[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
-        if where != GIVEN:
-            base = parts[where]
-        else:
-            base = args[name] if isinstance(name, int) else kwargs[name]
+    def view(parts: list[Any]) -> torch.Tensor:
+        base = parts[part]
         if base.dtype != dtype:
             base = base.view(dtype)
         return base.as_strided(shape, stride, base.storage_offset() + first)

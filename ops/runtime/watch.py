@@ -1,35 +1,32 @@
 """Ends this process where its GPU waits for a rank whose process has ended.
 
-A kernel that waits for another rank cannot see that it is gone. So one thread of each process waits
-for the ends of the other ranks' processes on its host (Linux's pidfd_open(2): at no cost, and at
-once), and from the first end on asks every few seconds whether this rank waits for that one. If so,
-or if there is no answer, it says so and aborts the process, whose starter sees it end. That is how
-PyTorch's watchdog of NCCL ends a rank whose collective is lost (ProcessGroupNCCL.cpp,
-`terminateProcess`). A rank that waits for nobody is left alone.
+A kernel that waits for another rank cannot see that it is gone. So a thread for each other rank on
+this host waits for the end of its process (Linux's pidfd_open(2): at no cost, and at once). From
+then on it asks every few seconds whether this rank waits for that one. If it does twice in a row,
+or if there is no answer, the thread says so and aborts the process, whose starter sees it end. That
+is how PyTorch's watchdog of NCCL ends a rank whose collective is lost (ProcessGroupNCCL.cpp,
+`terminateProcess`). A rank that does not wait is left alone.
 
-The thread waits for Python's lock as any other: code that never gives it back is not ended. This
-module knows nothing of torch.
+The threads need Python's lock as any other: code that never gives it back is not ended. This module
+knows nothing of torch.
 """
 
 from __future__ import annotations
 
 import atexit
 import logging
-import math
 import os
 import select
 import threading
-import time
 import uuid
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 log = logging.getLogger("tilewright")
 
-#: How often it is asked whether this rank waits for one that is gone. It must say so for as long.
+#: How often it is asked whether this rank waits for one that is gone.
 EVERY_S = 5.0
 #: How long the answer may take: other calls of the driver, as one that compiles PTX, may be before.
 DEADLINE_S = 60.0
@@ -99,16 +96,6 @@ def _opened(process: Process) -> int | None:
     return None
 
 
-@dataclass(eq=False)
-class _Peer:
-    """waits: say whether this rank waits for it. since: the first look of those up to the last that
-    all said so."""
-
-    process: Process
-    waits: list[Waits] = field(default_factory=list)
-    since: float = math.inf
-
-
 def _abort(message: str) -> None:
     """The message, and SIGABRT.
 
@@ -134,120 +121,104 @@ def _written(message: str) -> None:
     os.write(2, f"{message}\n".encode())
 
 
-@dataclass
 class Watch:
-    """The thread of a process, and what it watches. Starts at the first rank that is added.
+    """What a process watches: other processes, each by a thread that starts as it is added.
 
-    Raises OSError or AttributeError where the system has no such descriptors.
+    every_s: between two questions to this rank's GPU. deadline_s: of an answer. end: ends this
+    process with a message.
     """
 
-    every_s: float = EVERY_S
-    deadline_s: float = DEADLINE_S
-    end: Callable[[str], None] = _abort
-
-    def __post_init__(self) -> None:
-        self._lock = threading.Lock()
-        self._peers: dict[Process, _Peer] = {}
-        self._alive: dict[int, _Peer] = {}
-        self._gone: list[_Peer] = []
-        self._stopped = False
-        self._thread: threading.Thread | None = None
-        self._events = select.epoll()  # takes more descriptors while it is waited for
-        self._wake = os.eventfd(0)
-        self._events.register(self._wake, select.EPOLLIN)
+    def __init__(
+        self,
+        every_s: float = EVERY_S,
+        deadline_s: float = DEADLINE_S,
+        end: Callable[[str], None] = _abort,
+    ) -> None:
+        self.every_s, self.deadline_s, self.end = every_s, deadline_s, end
+        self._lock, self._asking = threading.Lock(), threading.Lock()
+        self._waits: dict[Process, list[Waits]] = {}
+        self._fds: set[int] = set()
+        self._stopped = threading.Event()
 
     def add(self, process: Process, waits: Waits) -> None:
         """Watches a process. waits: whether this rank waits for it now; called from a thread of its
         own, once the process has ended. Raises OSError where it cannot be watched, RuntimeError
         where no thread can be started."""
         with self._lock:
-            peer = self._peers.get(process) or self._new(process)
-            peer.waits.append(waits)
-            if self._thread is None:
-                thread = threading.Thread(target=self._run, name="tilewright-watch", daemon=True)
-                thread.start()
-                self._thread = thread
-        os.eventfd_write(self._wake, 1)
+            if process not in self._waits:
+                self._start(process, [waits])
+            else:
+                self._waits[process].append(waits)
 
-    def _new(self, process: Process) -> _Peer:
-        """Under the lock. Known only once it is watched."""
-        peer, fd = _Peer(process), _opened(process)
-        if fd is None:
-            self._gone.append(peer)
-        else:
-            try:
-                self._events.register(fd, select.EPOLLIN)
-            except OSError:
-                os.close(fd)
-                raise
-            self._alive[fd] = peer
-        self._peers[process] = peer
-        return peer
+    def _start(self, process: Process, waits: list[Waits]) -> None:
+        fd = _opened(process)
+        run = partial(self._run, process, waits, fd)
+        if fd is not None:
+            self._fds.add(fd)
+        try:
+            threading.Thread(target=run, name="tilewright-watch", daemon=True).start()
+        except RuntimeError:
+            self._close(fd)
+            raise
+        self._waits[process] = waits
 
     def stop(self) -> None:
         """Nothing is ended from now on; waits for what is asked."""
-        self._stopped = True
-        os.eventfd_write(self._wake, 1)
-        if self._thread is not None:
-            self._thread.join(1.0)
+        self._stopped.set()
+        self._asking.acquire(timeout=1.0)
 
     def close(self) -> None:
-        """In a fork, which has no such thread: the descriptors."""
-        self._events.close()
-        for fd in (self._wake, *self._alive):
-            with suppress(OSError):
-                os.close(fd)
+        """In a fork, which has no such threads: the descriptors."""
+        for fd in tuple(self._fds):
+            self._close(fd)
 
-    def _run(self) -> None:
-        while not self._stopped:
-            for fd, _ in self._events.poll(self.every_s if self._gone else None):
-                if fd == self._wake:
-                    os.eventfd_read(fd)
-                else:
-                    self._has_ended(fd)
-            if self._gone and not self._stopped:
-                self._look()
+    def _close(self, fd: int | None) -> None:
+        if fd is not None:
+            self._fds.discard(fd)
+            os.close(fd)
 
-    def _has_ended(self, fd: int) -> None:
-        with self._lock:
-            self._gone.append(self._alive.pop(fd))
-        self._events.unregister(fd)
-        os.close(fd)
+    def _run(self, process: Process, waits: list[Waits], fd: int | None) -> None:
+        """Waits for the end of a process; then ends this one if it waits for that."""
+        if fd is not None:
+            ended = select.poll()  # takes descriptors of any number
+            ended.register(fd, select.POLLIN)
+            ended.poll()
+            self._close(fd)
+        waited = False
+        while not self._stopped.is_set():
+            with self._asking:
+                waited = self._look(process, waits, waited)
+            self._stopped.wait(self.every_s)
 
-    def _look(self) -> None:
-        """Ends the process where it waits for one that is gone."""
-        with self._lock:
-            asked = [(peer, tuple(peer.waits)) for peer in self._gone]
-        now = time.monotonic()
-        waiting = _answer(asked, self.deadline_s)
-        if self._stopped:
-            return
-        for peer, _ in asked:
-            peer.since = min(peer.since, now) if peer in (waiting or ()) else math.inf
+    def _look(self, process: Process, waits: list[Waits], waited: bool) -> bool:
+        """Whether this rank waits for a process that has ended. waited: it did at the last look."""
+        waiting = _answer(tuple(waits), self.deadline_s)
+        if self._stopped.is_set():
+            return False
         if waiting is None:
-            gone = [peer for peer, _ in asked]
-            self.end(_message(gone, f"this rank's GPU says nothing for {self.deadline_s:g} s"))
-        elif lost := [peer for peer in waiting if now - peer.since >= self.every_s]:
-            self.end(_message(lost, "this rank waits for it in a fused sum over ranks"))
+            self.end(_message(process, f"this rank's GPU says nothing for {self.deadline_s:g} s"))
+        elif waiting and waited:
+            self.end(_message(process, "this rank waits for it in a fused sum over ranks"))
+        return bool(waiting)
 
 
-def _answer(asked: Sequence[tuple[_Peer, Sequence[Waits]]], deadline_s: float) -> list | None:
-    """The peers that this rank waits for; None where none can be told of in time."""
-    said: list[list[_Peer]] = []
+def _answer(waits: Sequence[Waits], deadline_s: float) -> bool | None:
+    """Whether one of them says that this rank waits; None where they do not answer in time."""
+    said: list[bool] = []
 
     def ask() -> None:
         try:
-            said.append([peer for peer, waits in asked if any(wait() for wait in waits)])
+            said.append(any(wait() for wait in waits))
         except Exception as error:  # the GPU has failed, and whoever uses it is told
             log.debug("nothing is known of what this rank waits for: %s", error)
-            said.append([])
+            said.append(False)
 
     thread = threading.Thread(target=ask, name="tilewright-watch-asks", daemon=True)
     try:
         thread.start()
     except RuntimeError as error:  # no more threads, for now
         log.debug("nothing is asked of what this rank waits for: %s", error)
-        return []
+        return False
     for _ in range(_PARTS):
         thread.join(deadline_s / _PARTS)
         if said:
@@ -255,19 +226,17 @@ def _answer(asked: Sequence[tuple[_Peer, Sequence[Waits]]], deadline_s: float) -
     return None
 
 
-def _message(gone: Sequence[_Peer], why: str) -> str:
-    ended = ", ".join(f"rank {peer.process.rank} (pid {peer.process.pid})" for peer in gone)
+def _message(gone: Process, why: str) -> str:
     return (
-        f"{ended} ended, and {why}: this process (pid {os.getpid()}) is aborted. What ended the "
-        f"other rank is in its own output, or in the kernel's log where it was killed; start all "
-        f"ranks again"
+        f"rank {gone.rank} (pid {gone.pid}) ended, and {why}: this process (pid {os.getpid()}) is "
+        f"aborted. What ended the other rank is in its own output, or in the kernel's log where it "
+        f"was killed; start all ranks again"
     )
 
 
 # --- the process's own ----------------------------------------------------------------------------
 
-_lock = threading.Lock()
-_watch: Watch | None = None
+_watch = Watch()
 _told: set[str] = set()
 
 
@@ -283,7 +252,7 @@ def watch(processes: Sequence[tuple[Sequence[int], Waits]], rank: int) -> None:
             if UNKNOWN in (own, process) or not process.is_beside(own):
                 apart.append("on another host, in another PID namespace, or without pidfd_open")
             else:
-                _of_this_process().add(process, waits)
+                _watch.add(process, waits)
         except (OSError, AttributeError, RuntimeError) as error:
             apart.append(str(error))
     for why in set(apart) - _told:
@@ -291,26 +260,16 @@ def watch(processes: Sequence[tuple[Sequence[int], Waits]], rank: int) -> None:
         log.warning("that some ranks end is not noticed here, which waits for them: %s", why)
 
 
-def _of_this_process() -> Watch:
-    global _watch
-    with _lock:
-        if _watch is None:
-            _watch = Watch()
-        return _watch
-
-
 def _stop() -> None:
     """At exit: no thread is in a driver's call when the interpreter goes."""
-    if _watch is not None:
-        _watch.stop()
+    _watch.stop()
 
 
 def _forked() -> None:
     """Threads end at a fork. Its process is no rank, or becomes another one."""
-    global _watch, _lock
-    _lock, kept, _watch = threading.Lock(), _watch, None
-    if kept is not None:
-        kept.close()
+    global _watch
+    _watch.close()
+    _watch = Watch()
 
 
 atexit.register(_stop)

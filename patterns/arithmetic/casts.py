@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from tilewright.patterns.dataflow import Value, View, once
 
 
@@ -20,20 +22,20 @@ def strip_casts(view: View) -> tuple[View, tuple[Value, ...]]:
     """The view before any casts between floating types, and the casts."""
     if view.value.op != "cast":
         return view, ()  # nearly all
-    return _strip_all(view.value) if view.is_whole else _strip(view)
+    return _strip_all(view.value) if view.is_whole else strip_while(view, is_float_cast)
 
 
 @once
 def _strip_all(value: Value) -> tuple[View, tuple[Value, ...]]:
-    return _strip(value.whole)
+    return strip_while(value.whole, is_float_cast)
 
 
-def _strip(view: View) -> tuple[View, tuple[Value, ...]]:
+def strip_while(view: View, passes: Callable[[Value], bool]) -> tuple[View, tuple[Value, ...]]:
+    """The view before the values that `passes` takes, of each the first argument, and these."""
     stripped: list[Value] = []
-    while is_float_cast(view.value):
-        inner = view.value.args[0]
+    while passes(view.value):
         stripped.append(view.value)
-        view = inner.through(view.effect)
+        view = view.value.args[0].through(view.effect)
     return view, tuple(stripped)
 
 
@@ -46,14 +48,11 @@ def value_before_casts(value: Value) -> Value:
 
 def strip_widening(view: View) -> tuple[View, tuple[Value, ...]]:
     """The view before casts to wider floating types, which change no number, and the casts."""
-    stripped: list[Value] = []
-    while is_float_cast(view.value):
-        inner = view.value.args[0]
-        if inner.value.dtype.itemsize >= view.value.dtype.itemsize:
-            break
-        stripped.append(view.value)
-        view = inner.through(view.effect)
-    return view, tuple(stripped)
+    return strip_while(view, _widens)
+
+
+def _widens(value: Value) -> bool:
+    return is_float_cast(value) and value.args[0].value.dtype.itemsize < value.dtype.itemsize
 
 
 def before_widening(view: View) -> View:

@@ -286,15 +286,6 @@ def _formula(matcher: _Matcher, root: str = "") -> Formula:
 ABSENT = _formula(lambda item, found, then: then(found) if item is None else None, _ABSENT)
 
 
-_SCALED = tensor("x") * number("factor")
-
-
-def times_number(view: View) -> tuple[View, float, tuple[Value, ...]] | None:
-    """(x, factor, values) of x * factor."""
-    found = _SCALED.match(view)
-    return None if found is None else (found.bound["x"], found.bound["factor"], found.absorbed)
-
-
 # --- what closures do -----------------------------------------------------------------------------
 
 

@@ -15,6 +15,8 @@ from tilewright.patterns.dataflow import Value, View
 _Bound = tuple[int, str, float | None]
 _MIN: _Bound = (1, "min", None)
 _MAX: _Bound = (2, "max", None)
+#: Operations that are true where their operand is false.
+INVERSIONS = frozenset({"aten.bitwise_not", "aten.logical_not"})
 _BOUNDS: dict[str, tuple[_Bound | None, _Bound | None]] = {
     "aten.clamp": (_MIN, _MAX),
     "aten.clamp_": (_MIN, _MAX),
@@ -46,10 +48,18 @@ def clamp_bounds(value: Value) -> tuple[Any, Any] | None:
     return low, high
 
 
-def sides_of(value: Value) -> tuple[Any, ...]:
-    """The two sides that `where(mask, one, other)` or `masked_fill(one, mask, other)` chooses from;
-    fewer where they are not given by position."""
-    return value.args[1:] if value.op == "aten.where" else (value.args[0], *value.args[2:3])
+def chosen_by_mask(value: Value) -> tuple[View, Any, Any] | None:
+    """(mask, what is taken where it is true, what is taken elsewhere) of `where` and `masked_fill`;
+    None for another value, and where not all are given by position."""
+    if len(value.args) != 3 or value.kwargs:
+        return None
+    if value.op == "aten.where":
+        mask, one, other = value.args
+    elif value.op == "aten.masked_fill":
+        other, mask, one = value.args
+    else:
+        return None
+    return (mask, one, other) if isinstance(mask, View) else None
 
 
 def constant_factor(
@@ -70,6 +80,15 @@ def constant_factor(
         if factor != 0 and math.isfinite(factor):
             return x, factor if multiplies else 1 / factor
     return None
+
+
+def floor_quotient(value: Value) -> tuple[View, int] | None:
+    """(x, n) of x // n by a positive number; None for another value."""
+    mode = {} if value.op == "aten.floor_divide" else {"rounding_mode": "floor"}
+    if value.op not in ("aten.floor_divide", "aten.div") or dict(value.kwargs) != mode:
+        return None
+    x, n = value.args
+    return (x, n) if isinstance(x, View) and isinstance(n, int) and n > 0 else None
 
 
 def is_filled(item: Any, number: float) -> bool:

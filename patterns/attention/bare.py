@@ -12,7 +12,7 @@ from tilewright.patterns.arithmetic.casts import before_widening, is_float_cast
 from tilewright.patterns.arithmetic.constants import one_number
 from tilewright.patterns.arithmetic.steps import constant_factor
 from tilewright.patterns.dataflow import Dataflow, Value, View
-from tilewright.patterns.recognise.attention import Attention
+from tilewright.patterns.recognise.attention import Attention, refuse
 
 
 def bare(view: View, *, scaled: bool = True) -> tuple[View, float]:
@@ -64,3 +64,17 @@ def between(view: View, below: Value) -> tuple[Value, ...]:
         known = constant_factor(value, one_number)
         value = (value.operands[0] if known is None else known[0]).value
     return tuple(found)
+
+
+def by_token(q: View) -> View:
+    """[B, S, H, D] as [T, H, D]."""
+    batch, queries, heads, width = q.shape
+    return q.reshape(effects.product((batch, queries)), heads, width)
+
+
+def check_dense(view: View, who: str, attention: Attention, flow: Dataflow) -> None:
+    """Raises Reject (ATTENTION_FORM) unless a row's numbers, a `who`, lie side by side."""
+    if not flow.rows_are_dense(view):
+        why = f"a {who}'s numbers do not follow each other in memory"
+        hint = f"lay them out so where they are made: {who.replace(' ', '_')}s.contiguous()"
+        refuse(why, attention.end, hint=hint)

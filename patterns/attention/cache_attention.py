@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 
 from tilewright.patterns import effects
-from tilewright.patterns.attention.bare import bare, of_bare_operands
+from tilewright.patterns.attention.bare import bare, by_token, check_dense, of_bare_operands
 from tilewright.patterns.attention.flex import refuse_unread, unread_calls
 from tilewright.patterns.attention.from_cache import reads_a_cache
 from tilewright.patterns.attention.pages import pages_of, same_pages
@@ -118,12 +118,7 @@ def _arguments(attention: Attention, flow: Dataflow) -> dict[str, Any]:
                 hint="query heads that share a key head follow each other: repeat_interleave, or "
                 "enable_gqa",
             )
-        if not flow.rows_are_dense(view):
-            refuse(
-                f"a {who}'s numbers do not follow each other in memory",
-                attention.end,
-                hint=f"lay them out so where they are made: {who}s.contiguous()",
-            )
+        check_dense(view, who, attention, flow)
     return {
         "q": _queries(q, flow),
         **keys,
@@ -146,9 +141,8 @@ def _keys(k: View, v: View) -> dict[str, Any]:
 
 def _queries(q: View, flow: Dataflow) -> View | Computed:
     """[B, S, Hq, D] as [T, Hq, D]."""
-    batch, queries, heads, width = q.shape
-    by_token = q.reshape(effects.product((batch, queries)), heads, width)
-    return by_token if flow.rows_are_dense(q) else Computed("contiguous", (by_token,))
+    rows = by_token(q)
+    return rows if flow.rows_are_dense(q) else Computed("contiguous", (rows,))
 
 
 def _facts(attention: Attention, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -115,8 +115,7 @@ def _reject_unknown(write: CacheWrite) -> NoReturn:
     store = write.record
     if any(v.value.dtype == torch.bool for v in store.index.values()):
         message = "a boolean mask selects the slots, so their number is not known"
-        hint = "give skipped tokens a spare slot and write all of them"
-        _refuse("MASKED_WRITE", message, write.store, hint=hint)
+        _refuse("MASKED_WRITE", message, write.store)
     if store.note == WRAPPED:
         message = f"{store.kind} writes the cache through {WRAPPED}"
         hint = "write through the plain tensor inside (DTensor: to_local())"
@@ -128,24 +127,16 @@ def _reject_unknown(write: CacheWrite) -> NoReturn:
     if store.note:
         _refuse("CACHE_LAYOUT", f"{store.kind}: {store.note}", write.store)
     message = f"{store.kind} writes the cache; what it does is not known to tilewright"
-    hint = "write the cache in PyTorch: cache.view(-1, H, D)[slots] = k"
-    _refuse("OPAQUE_WRITE", message, write.store, hint=hint)
+    _refuse("OPAQUE_WRITE", message, write.store)
 
 
 #: Writes to which a negative index is an error.
 _EXACT = ("index_copy_", "scatter_")
 
-#: What to do where nothing more precise is known.
-_HINTS = {
-    "CACHE_LAYOUT": "allocate the cache as [pages, page size, heads, head dim], axes in any order",
-    "SLOT_INDEX": "write all tokens once, by one index tensor that K and V share",
-    "ACCUMULATED_WRITE": "compute the sum first and write it: cache[slots] = old + new",
-}
-
 
 def _refuse(code: str, message: str, culprit: Value | View, hint: str = "") -> NoReturn:
     """Ends the attempt at the write itself."""
-    reject(code, Stage.ANCHORED, message, culprit, hint=hint or _HINTS.get(code, ""))
+    reject(code, Stage.ANCHORED, message, culprit, hint=hint)
 
 
 # --- index tensors --------------------------------------------------------------------------------

@@ -4,7 +4,7 @@
     k  = cat(kv[..., :N], rope_keys for every head)    [K, H, N + R]
     v  = kv[..., N:]
 
-K is assembled by `cat`, by writes into slices of fresh memory, or by adding padded halves.
+K is assembled by `cat`, or by writes into slices of fresh memory.
 Dimension letters: B sequences, K keys of each, H heads, N width of the projected part of a key, R
 of its rope part, V of the values, L latent rank.
 """
@@ -25,7 +25,7 @@ from tilewright.patterns.language import Stage, register_code, reject
 from tilewright.patterns.projection.rows import Rows, heads_of
 from tilewright.patterns.quantised.scales import weight_arguments
 from tilewright.patterns.quantised.weights import DequantizedWeight
-from tilewright.patterns.recognise.attention import Attention, unpadded
+from tilewright.patterns.recognise.attention import Attention
 from tilewright.patterns.recognise.gemm import Gemm, piece_of
 from tilewright.patterns.recognise.linear import match_columns
 
@@ -251,10 +251,6 @@ def _assembled(k: View, flow: Dataflow) -> Assembled:
         if pieces is not None:
             made, scratch = _fresh_memory(value, flow)
             return Assembled(pieces, (value, *made), scratch)
-    if value.op == "aten.add" and len(value.operands) == 2 and not value.kwargs:
-        padded = _padded_pieces(k)
-        if padded is not None:
-            return Assembled(padded, (value, *(v.value for v in value.operands)), ())
     return Assembled((Piece(0, k),), (), ())
 
 
@@ -286,23 +282,3 @@ def _fresh_memory(cat: Value, flow: Dataflow) -> tuple[tuple[Value, ...], tuple[
     made = flow.views.get(memory.root)
     stores = tuple(v for v in flow.written.get(memory, ()) if v.position <= cat.position)
     return ((made.value,) if isinstance(made, View) else ()), stores
-
-
-def _padded_pieces(k: View) -> tuple[Piece, ...] | None:
-    """K as a sum of pieces, each padded with zeros where the other is."""
-    value = k.value
-    last = len(value.shape) - 1
-    if k.effect.dims[-1] != effects.identity(value.shape).dims[last]:
-        return None
-    found = []
-    for operand in value.operands:
-        wide = operand.expand(*value.shape)
-        seen = wide.through(k.effect)
-        columns = unpadded(seen)
-        if columns is None:
-            return None
-        found.append(Piece(columns[0], piece_of(columns[1])))
-    found.sort(key=lambda piece: piece.start)
-    ends = [piece.start + piece.view.shape[-1] for piece in found]
-    whole = found[0].start == 0 and ends[0] == found[1].start and ends[1] == k.shape[-1]
-    return tuple(found) if whole else None

@@ -21,7 +21,7 @@ import torch
 
 from tilewright.patterns import effects
 from tilewright.patterns.arithmetic.equality import equal_values
-from tilewright.patterns.attention.bare import bare, between, with_end_in
+from tilewright.patterns.attention.bare import bare, between, by_token, check_dense, with_end_in
 from tilewright.patterns.attention.pages import same_pages
 from tilewright.patterns.attention.visible import mask_fact, visible_keys
 from tilewright.patterns.dataflow import Computed, Dataflow, Value, View, common_scope
@@ -185,12 +185,7 @@ def _guarded(
     if ended is None or ended.end is not result.x.view.value:
         refuse("its result is not what the values' weight multiplies", attention.end)
     for view, who in ((columns.latents, "latent"), (columns.rope_keys, "rope key")):
-        if not flow.rows_are_dense(view):
-            refuse(
-                f"a {who}'s numbers do not follow each other in memory",
-                attention.end,
-                hint=f"lay them out so where they are made: {who.replace(' ', '_')}s.contiguous()",
-            )
+        check_dense(view, who, attention, flow)
     return ended
 
 
@@ -208,7 +203,7 @@ def _check_values(attention: Attention, columns: Columns, first: Size) -> None:
 def _arguments(
     attention: Attention, columns: Columns, nope: View, anchor: Absorbed, flow: Dataflow
 ) -> dict[str, Any]:
-    parts = tuple(_by_token(part) for part in (nope, columns.q_rope))
+    parts = tuple(by_token(part) for part in (nope, columns.q_rope))
     return {
         "q": Computed("cat", (parts, -1)),
         **_keys(columns),
@@ -218,12 +213,6 @@ def _arguments(
         "num_sequences": attention.queries[0],
         **visible_keys(attention),
     }
-
-
-def _by_token(q: View) -> View:
-    """[B, S, H, D] as [T, H, D]."""
-    batch, queries, heads, width = q.shape
-    return q.reshape(effects.product((batch, queries)), heads, width)
 
 
 def _keys(columns: Columns) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tilewright.patterns import effects
+from tilewright.patterns.attention.bare import by_token
 from tilewright.patterns.dataflow import Computed, Dataflow, Value, View
 from tilewright.patterns.effects import InexpressibleError
 from tilewright.patterns.language import Reject, Stage
@@ -48,15 +49,8 @@ def match_query(attention: Attention, nope: int, flow: Dataflow) -> Query:
         found = None
     if found is not None:
         return found
-    parts = tuple(_by_token(q) for q, _ in attention.terms)
+    parts = tuple(by_token(q) for q, _ in attention.terms)
     return Query({"q": parts[0] if len(parts) == 1 else Computed("cat", (parts, -1))}, ())
-
-
-def _by_token(q: View) -> View:
-    """[B, S, H, D] as [T, H, D]."""
-    batch, queries, heads, width = q.shape
-    tokens = effects.product((batch, queries))
-    return q.reshape(tokens, heads, width)
 
 
 def _unrotated(attention: Attention, width: int, flow: Dataflow) -> Query | None:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from tilewright.ops.mlp.gains import MOST_TOKENS
-from tilewright.patterns.arithmetic.formula import times_number
 from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope
 from tilewright.patterns.language import (
     Match,
@@ -176,13 +175,13 @@ def _unlike(value: Value) -> list[Missed]:
     if value.op != "aten.add":
         return []
     sides = [side for side, other in value.either_way if len(other.shape) > 1]
-    bare = [times_number(side) or (side,) for side in sides]
-    found = (match_unlike(inner) for inner, *_ in bare)
+    found = (match_unlike(weighed(side, strip=True)[0]) for side in sides)
     return [one for one in found if one is not None]
 
 
 def _summed_over_ranks(value: Value) -> Value | None:
-    """Of a sum the linear for few tokens that ranks share, and whose sum over them is one side."""
+    """The linear for few tokens whose sum over ranks is one side of a sum; None for another
+    value."""
     if value.op != "aten.add":
         return None
     for side in value.operands:
@@ -194,7 +193,7 @@ def _summed_over_ranks(value: Value) -> Value | None:
 
 
 def _match_scaled(product: View, residual: View) -> Sum | None:
-    inner, scale, values = times_number(product) or (product, 1.0, ())
+    inner, scale, values = weighed(product, strip=True)
     linear = match_few_tokens(inner, by_head=True)
     if linear is None:
         return None

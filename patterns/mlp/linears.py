@@ -82,7 +82,7 @@ def match_few_tokens(view: View, by_head: bool = False) -> FewTokens | None:
         if linear.clip or linear.deltas or linear.gemm.x_scale or linear.gemm.weight_scale:
             return None
         x, weight = columns.x.matrix, columns.weight
-        coded = weight.value.op not in STORED and holds_codes(weight.value, {})
+        coded = weight.value.op not in STORED and holds_codes(weight.value)
         bias, scale = columns.bias, columns.scale
         if by_head and not coded and scale is None:
             weight = weight.matrix
@@ -109,15 +109,18 @@ _PASSED = frozenset({"cast", "aten.add", "aten.mul", "aten.div", "aten.clamp"})
 _ONCE = "compute it once, when the model is loaded"
 
 
-def weighed(view: View) -> tuple[View, float, tuple[Value, ...]]:
-    """(x, factor, values) of a view that is x * factor; itself with one, and none, of another. The
-    casts of x stay."""
-    found = _WEIGHED.match(view)
+def weighed(view: View, strip: bool = False) -> tuple[View, float, tuple[Value, ...]]:
+    """(x, factor, values) of a view that is x * factor; itself with one, and none, of another.
+
+    strip: leaves out the casts of x, too.
+    """
+    found = (_STRIPPED if strip else _WEIGHED).match(view)
     if found is None:
         return view, 1.0, ()
     return found.bound["x"], found.bound["factor"], found.absorbed
 
 
+_STRIPPED = tensor("x") * number("factor")
 _WEIGHED = tensor("x", strip=lambda view: (view, ())) * number("factor")
 
 
@@ -176,7 +179,7 @@ def _unlike(gemm: Gemm, scaled: Value | None) -> Missed | None:
             return None if scaled is None else _missed(gemm.value, why, hint)
         axes = len(weight.value.shape)
         return _missed(gemm.value, f"{given} has {axes} axes", "store it as [N, K]")
-    if holds_codes(weight.value, {}) or not (_is_stored(weight.value) or _of_codes(weight.value)):
+    if holds_codes(weight.value) or not (_is_stored(weight.value) or _of_codes(weight.value)):
         return None
     if weight.value.op == "cast" and weight.value.operands[0].value.op in STORED:
         names = [dtype_name(v.dtype) for v in (weight.value.operands[0].value, weight.value)]

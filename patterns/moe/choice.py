@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from tilewright.patterns import effects
 from tilewright.patterns.arithmetic.casts import strip_casts
 from tilewright.patterns.arithmetic.formula import largest, reduction, tensor
-from tilewright.patterns.arithmetic.steps import is_filled, reduced_dims
+from tilewright.patterns.arithmetic.steps import INVERSIONS, chosen_by_mask, is_filled, reduced_dims
 from tilewright.patterns.dataflow import Value, View
+from tilewright.patterns.effects import Size
 from tilewright.patterns.language import Stage, register_code, reject
 from tilewright.patterns.recognise.routing import (
     are_largest,
@@ -85,10 +86,7 @@ def _takes_largest_of_rows(choice: Value) -> bool:
 
 
 def match_choice(ids: Value) -> Choice:
-    """The choice whose indices a value is; raises Reject."""
-    if not is_choice(ids):
-        message = f"the experts are {ids}, not the indices of a topk of their scores"
-        reject("ROUTER_CHOICE", Stage.ACTIVATION, message, ids)
+    """The choice that :func:`is_choice` finds a value to be; raises Reject."""
     compared = ids.args[0]
     if not _takes_largest_of_rows(ids) or not compared.is_regrouped:
         reject("ROUTER_CHOICE", Stage.ACTIVATION, "not the largest numbers of whole rows", ids)
@@ -113,12 +111,10 @@ def match_choice(ids: Value) -> Choice:
         reject("ROUTER_CHOICE", Stage.ACTIVATION, "the softmax is not over experts", value)
     if not scored.is_whole or len(logits.shape) != 2 or logits != logits.value.whole.matrix:
         reject("ROUTER_CHOICE", Stage.ACTIVATION, f"{scored.value} is read in parts", scored)
-    if groups is not None and correction is not None and not _fills_infinity(masked):
-        message = "experts of other groups are given 0, and a corrected score may be less"
-        hint = "masked_fill(~mask, -inf)"
-        reject("ROUTER_GROUPS", Stage.GUARDS, message, masked, hint=hint)
-    if groups is not None and scores == "logits" and not _fills_infinity(masked):
-        message = "experts of other groups are given 0, and a logit may be less"
+    may_be_less = correction is not None or scores == "logits"
+    if groups is not None and may_be_less and not _fills_infinity(masked):
+        what = "a logit" if correction is None else "a corrected score"
+        message = f"experts of other groups are given 0, and {what} may be less"
         reject("ROUTER_GROUPS", Stage.GUARDS, message, masked, hint="masked_fill(~mask, -inf)")
     experts = logits.shape[1]
     assert isinstance(experts, int)
@@ -165,14 +161,13 @@ def _grouped(masked: Value, flat: View) -> tuple[View, Groups | None, tuple[Valu
 
     flat: the masked numbers as [T, E], where they are [T, G, E / G].
     """
-    numbers, mask, inverted = _unmasked(masked)
-    numbers = masked.whole.of_operand(numbers).reshape(*flat.shape)
-    mask = mask and masked.whole.of_operand(mask).reshape(*flat.shape)
-    found = None if mask is None else _mask_of_groups(mask, inverted)
-    if found is None or not (_fills_infinity(masked) or is_filled(masked.args[2], 0.0)):
+    unmasked = _unmasked(masked, flat.shape)
+    found = unmasked and _mask_of_groups(*unmasked[1:])
+    known = _fills_infinity(masked) or is_filled(masked.args[2], 0.0)
+    if unmasked is None or found is None or not known:
         message = f"{masked} leaves out experts, not in a way that is known"
         reject("ROUTER_GROUPS", Stage.ACTIVATION, message, masked)
-    chosen, num_groups, steps = found
+    numbers, (chosen, num_groups, steps) = unmasked[0], found
     if not is_choice(chosen) or not _takes_largest_of_rows(chosen):
         message = f"the groups are {chosen}, not the best of each token"
         reject("ROUTER_GROUPS", Stage.ACTIVATION, message, chosen)
@@ -187,13 +182,15 @@ def _grouped(masked: Value, flat: View) -> tuple[View, Groups | None, tuple[Valu
     return numbers, groups, (masked, chosen, *steps, *of_scores)
 
 
-def _unmasked(masked: Value) -> tuple[View, View | None, bool]:
-    """(numbers, mask, whether it is true of what stays)."""
-    if masked.op == "aten.masked_fill":
-        numbers, mask = masked.args[:2]
-        return numbers, mask if isinstance(mask, View) else None, False
-    mask, numbers = masked.args[:2]
-    return numbers, mask, True
+def _unmasked(masked: Value, shape: tuple[Size, ...]) -> tuple[View, View, bool] | None:
+    """(numbers, mask, whether it is true of what stays), views of `shape`; None for another
+    value."""
+    chosen, stays = chosen_by_mask(masked), masked.op == "aten.where"
+    numbers = chosen and chosen[1 if stays else 2]
+    if chosen is None or not isinstance(numbers, View):
+        return None
+    numbers, mask = (masked.whole.of_operand(view).reshape(*shape) for view in (numbers, chosen[0]))
+    return numbers, mask, stays
 
 
 def _mask_of_groups(mask: View, stays: bool) -> tuple[Value, int, list[Value]] | None:
@@ -203,7 +200,7 @@ def _mask_of_groups(mask: View, stays: bool) -> tuple[Value, int, list[Value]] |
     while True:
         value = mask.value
         is_zero = value.op == "aten.eq" and is_filled(value.args[1], 0.0)
-        if is_zero or value.op in ("aten.bitwise_not", "aten.logical_not"):
+        if is_zero or value.op in INVERSIONS:
             stays = not stays
         elif value.op not in ("cast", "aten.clone"):
             break

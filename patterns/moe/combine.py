@@ -12,7 +12,6 @@ from tilewright.patterns import effects
 from tilewright.patterns.arithmetic.casts import is_float_cast, strip_casts
 from tilewright.patterns.arithmetic.steps import (
     constant_factor,
-    is_filled,
     keeps_dim,
     reduced_dims,
 )
@@ -35,6 +34,8 @@ from tilewright.patterns.recognise.routing import (
 # They read a tensor's shape, not its elements.
 SHAPED_LIKE = ("aten.empty_like", "aten.zeros_like")
 _PRODUCTS = ("aten.einsum", "aten.bmm", "aten.matmul")
+# Steps from the experts' results to their sum, at most.
+_STEPS = 8
 
 
 @dataclass(frozen=True)
@@ -62,43 +63,38 @@ def match_combine(
     """
     value, absorbed, factor = down.end, list[Value](), 1.0
     weights: View | Computed | None = None
-    in_token_order = order.permutation is None
-    dtype = down.x.value.dtype
-
-    for _ in range(8):
+    for _ in range(_STEPS):
         user = _only_user(flow, value)
         if user is None:
             break
         absorbed.append(user)
+        in_token_order = order.permutation is None
         if in_token_order and weights is None and user.op in _PRODUCTS:
             weights = _contracted(user, value, (num_slots, down.weight.shape[1]))
-            if weights is not None:
-                found = _finish(flow, user, weights, num_slots, absorbed, dtype)
-                return times(found, factor)
-            break
+            summed = weights is not None
+        else:
+            summed = in_token_order and _sums_slots(user, value, num_slots)
+            summed = summed or _adds_rows(user, value, order, num_slots)
+        if summed:
+            if weights is None and not weighed:
+                refuse_sum("the experts' results are summed without weights", user)
+            ends, base = sum_of_experts(flow, user, down.x.value.dtype, absorbed)
+            found = Combine(weights, num_slots, ends[-1], (*absorbed, *ends), base)
+            return times(found, factor)
         scaled = constant_factor(user)
         unchanged = user.op == "aten.clone" or is_float_cast(user) or scaled is not None
         unchanged |= is_row_mask(user) and not in_token_order
-        steps = unchanged or user.op == "aten.mul"
-        if steps and not _keeps_rows(user, value):
-            break
-        if unchanged:
-            value, factor = user, factor * (1.0 if scaled is None else scaled[1])
+        if unchanged and _keeps_rows(user, value):
+            factor *= 1.0 if scaled is None else scaled[1]
         elif user.op == "aten.mul" and weights is None and not weighed:
-            weights = _weights(user, value, order, num_slots, in_token_order)
+            weights = _weights(user, value, order, num_slots)
             if weights is None:
                 break
-            value = user
-        elif not in_token_order and (extra := _unpermuted(user, value, order)) is not None:
-            value, in_token_order = user, True
-            absorbed += extra
-        elif (in_token_order and _sums_slots(user, value, num_slots)) or _adds_rows(
-            user, value, replace(order, permutation=None) if in_token_order else order, num_slots
-        ):
-            found = _finish(flow, user, weights, num_slots, absorbed, dtype, weighed)
-            return times(found, factor)
+        elif not in_token_order and _is_unpermuted(user, value, order):
+            order = replace(order, permutation=None)
         else:
             break
+        value = user
     refuse_combine(absorbed[-1] if absorbed else None, down.end)
 
 
@@ -127,22 +123,6 @@ def _contracted(product: Value, value: Value, last: tuple[Any, Any]) -> View | N
     return None
 
 
-def _finish(
-    flow: Dataflow,
-    end: Value,
-    weights: View | Computed | None,
-    num_slots: Any,
-    absorbed: list[Value],
-    dtype: torch.dtype,
-    weighed: bool = False,
-) -> Combine:
-    """With the cast back to the activation's dtype, where one is the only reader."""
-    if weights is None and not weighed:
-        refuse_sum("the experts' results are summed without weights", end)
-    ends, base = sum_of_experts(flow, end, dtype, absorbed)
-    return Combine(weights, num_slots, ends[-1], (*absorbed, *ends), base)
-
-
 def times(found: Combine, factor: float) -> Combine:
     """The combine of results that are multiplied by a number besides: weights in float32, so that
     their product is rounded no more than the results' was."""
@@ -160,16 +140,12 @@ def _only_user(flow: Dataflow, value: Value) -> Value | None:
     return users[0] if len(users) == 1 else None
 
 
-def _weights(
-    product: Value, value: Value, order: Order, num_slots: Any, in_token_order: bool
-) -> View | Computed | None:
+def _weights(product: Value, value: Value, order: Order, num_slots: Any) -> View | Computed | None:
     """Expert weights [T, S] of value * weight."""
-    if len(product.operands) != 2:
-        return None
     weight = next((v for v in product.operands if v.value is not value), None)
-    if weight is None:
+    if weight is None or len(product.operands) != 2 or not _keeps_rows(product, value):
         return None
-    if in_token_order:
+    if order.permutation is None:
         return _by_token(per_row(strip_casts(weight)[0]), num_slots)
     return weights_in_order(weight, order, num_slots)
 
@@ -203,17 +179,17 @@ def _by_token(view: View | None, num_slots: Any) -> View | None:
     return view.reshape(tokens, num_slots)
 
 
-def _unpermuted(user: Value, value: Value, order: Order) -> list[Value] | None:
-    """Values absorbed where `user` is `value` in the routes' own order; None where it is not."""
+def _is_unpermuted(user: Value, value: Value, order: Order) -> bool:
+    """Whether `user` is `value` in the routes' own order."""
     taken = gathered(user.whole)
     if taken is not None and taken[0] == value.whole and match_inverse(taken[1], order):
-        return []
+        return True
     store = user.store
     if store is None or store.accumulate or store.memory.is_input or order.cells is not None:
-        return None
+        return False
     by_index = list(store.index.items()) == [(0, order.permutation)]
     whole = effects.is_identity(store.target, store.memory.shape)
-    return [] if by_index and whole and store.source == value.whole else None
+    return by_index and whole and store.source == value.whole
 
 
 def _sums_slots(user: Value, value: Value, num_slots: Any) -> bool:
@@ -230,21 +206,12 @@ def _sums_slots(user: Value, value: Value, num_slots: Any) -> bool:
 
 
 def _adds_rows(user: Value, value: Value, order: Order, num_slots: Any) -> bool:
-    """Whether `user` adds each row of value to its token: from zero, where that is in place."""
-    store = user.store
-    if user.shape != (effects.divides(num_slots, value.shape[0]), value.shape[-1]):
-        return False  # the sum has more rows than there are tokens
-    if (added := rows_added_to(user)) is not None:
-        _, index, source = added
-        column = per_row(index) if len(index.shape) == 2 else None
-        if column is not None and index.shape != source.shape:
-            return False  # a scatter of some columns alone
-        rows = match_rows(column or index, order)
-        return rows == num_slots and source == value.whole
-    if store is None or not store.accumulate or store.memory.is_input:
-        return False
-    items = list(store.index.items())
-    if len(items) != 1 or items[0][0] != 0 or store.source != value.whole:
-        return False
-    before = user.args[0]
-    return match_rows(items[0][1], order) == num_slots and is_filled(before, 0)
+    """Whether `user` adds each row of value to its token."""
+    added = rows_added_to(user)
+    if added is None or user.shape != (effects.divides(num_slots, value.shape[0]), value.shape[-1]):
+        return False  # or the sum has more rows than there are tokens
+    _, index, source = added
+    column = per_row(index) if len(index.shape) == 2 else None
+    if column is not None and index.shape != source.shape:
+        return False  # a scatter of some columns alone
+    return match_rows(column or index, order) == num_slots and source == value.whole

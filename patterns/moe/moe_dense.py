@@ -42,6 +42,7 @@ from tilewright.patterns.language import (
     register_code,
     reject,
 )
+from tilewright.patterns.moe.combine import Combine
 from tilewright.patterns.moe.layer import (
     Layer,
     first_gemm,
@@ -65,29 +66,16 @@ register_code(
     "EXPERT_SCORES", "nothing shows that all but the chosen experts have weight zero for a token"
 )
 
+_PRODUCTS = ("aten.bmm", "aten.matmul")
 # Operations between the two products: the activation, in any spelling.
 _BETWEEN = {
     "cast", "aten.mul", "aten.add", "aten.silu", "aten.sigmoid", "aten.gelu", "aten.relu",
     "aten.clamp", "aten.pow", "aten.square", "aten.tanh", "aten.clamp_max", "aten.sin",
 }  # fmt: skip
-_PRODUCTS = ("aten.bmm", "aten.matmul")
 # How many values they may be.
 _REACH = 48
 # Steps from the experts' results to their sum, at most.
 _STEPS = 6
-
-
-@dataclass(frozen=True)
-class Weighted:
-    """out [T, H] = the sum over experts. scores [T, E]; None: they were not seen on the way.
-
-    added: what the sum is added to; None for zeros.
-    """
-
-    scores: View | None
-    end: Value
-    absorbed: tuple[Value, ...]
-    added: View | None = None
 
 
 @dataclass(frozen=True)
@@ -123,7 +111,7 @@ class MoeDense:
         layer = Layer(gate, up, down, activation)
         layer.check_rows()
         weighted = _weighted(flow, down)
-        x, scores, on_input = _tokens(gate, weighted)
+        x, scores, on_input = _tokens(gate, weighted.weights)
         ids = _chosen_experts(scores)
         if ids is None:
             reject(
@@ -188,7 +176,7 @@ def _is_second(gemm: ExpertGemm) -> bool:
 
 
 def _with_bias(gemm: ExpertGemm, flow: Dataflow) -> ExpertGemm:
-    """With the bias [E, N] that is added to every token's row, if one is."""
+    """The GEMM with the bias [E, N] that is added to every token's row, if one is."""
     value, add = gemm.end, flow.only_user(gemm.end)
     if add is None or add.op != "aten.add" or add.kwargs.get("alpha", 1) != 1:
         return gemm
@@ -219,9 +207,9 @@ def _refuse_lookups(weight: View) -> None:
 # --- back to tokens -------------------------------------------------------------------------------
 
 
-def _weighted(flow: Dataflow, down: ExpertGemm) -> Weighted:
-    """Follows the experts' results [E, T, H] through scores and the sum over experts; raises
-    Reject."""
+def _weighted(flow: Dataflow, down: ExpertGemm) -> Combine:
+    """Follows the experts' results [E, T, H] through scores and the sum over experts; the weights
+    are the scores [T, E], or None where they were not seen on the way. Raises Reject."""
     value, scores, absorbed = down.end, None, list[Value]()
     for _ in range(_STEPS):
         user = flow.only_user(value)
@@ -231,7 +219,7 @@ def _weighted(flow: Dataflow, down: ExpertGemm) -> Weighted:
         summed = user.op == "aten.sum" and reduced_dims(user) == (0,) and not keeps_dim(user)
         if (summed and user.operands[0] == value.whole) or _adds_experts(user, value):
             ends, base = sum_of_experts(flow, user, down.x.value.dtype, absorbed)
-            return Weighted(scores, ends[-1], (*absorbed, *ends), base)
+            return Combine(scores, value.shape[0], ends[-1], (*absorbed, *ends), base)
         if value.whole not in user.operands or user.shape != value.shape:
             break
         if user.op == "aten.mul" and scores is None and len(user.operands) == 2:
@@ -268,13 +256,13 @@ def _scores(product: Value, value: Value) -> View | None:
 # --- tokens and routes ----------------------------------------------------------------------------
 
 
-def _tokens(gate: ExpertGemm, weighted: Weighted) -> tuple[View, View, bool]:
-    """(x [T, H], scores [T, E], whether they multiply x)."""
+def _tokens(gate: ExpertGemm, scores: Any) -> tuple[View, View, bool]:
+    """(x [T, H], scores [T, E], whether they multiply x). scores: of the results, or None."""
     _, tokens, hidden = gate.x.effect.dims
-    if _repeats(gate.x)[0] and weighted.scores is not None:
-        return gate.x.with_dims(tokens, hidden), weighted.scores, False
+    if _repeats(gate.x)[0] and scores is not None:
+        return gate.x.with_dims(tokens, hidden), scores, False
     product = gate.x.value
-    if weighted.scores is None and product.op == "aten.mul" and len(product.operands) == 2:
+    if scores is None and product.op == "aten.mul" and len(product.operands) == 2:
         for a, b in product.either_way:
             x, by = without_counting(gate.x.of_operand(a)), gate.x.of_operand(b)
             over, repeats = _repeats(x), _repeats(by)

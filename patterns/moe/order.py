@@ -103,7 +103,7 @@ def _gathered_rows(view: View) -> RouteRows:
 
 
 def _rows_by_route(gemm: ExpertGemm) -> RouteRows:
-    """The same where the routes stay in their own order."""
+    """The rows that a first GEMM reads whose routes stay in their own order."""
     assert gemm.experts is not None
     num_slots, tokens = _repeated_tokens(gemm.x)
     return RouteRows(Order(None, gemm.experts), num_slots, tokens)

@@ -7,8 +7,6 @@
   `FP8Experts` (`integrations/finegrained_fp8.py`) call the hub's `finegrained-fp8` or DeepGEMM:
   matmul_grouped(rows, weight [E, N, K] float8_e4m3fn, scales [E, N/128, K/128], offsets). How such
   a kernel quantises the rows is not in the graph.
-- EXPERT_UNROLLED: out = out + scores[:, e, None] * down_e(activation(gate_e(x), up_e(x))), written
-  out for every e. Such a graph grows with the number of experts, and computes all of them.
 """
 
 from __future__ import annotations
@@ -35,15 +33,11 @@ from tilewright.patterns.recognise.linear import match_columns
 
 register_code("EXPERT_LOOP", "the experts run one by one in Python, where no pattern sees them")
 register_code("EXPERT_KERNEL", "the experts are computed by a library's kernel, a closed box")
-register_code("EXPERT_UNROLLED", "the experts are written out one by one, each over all tokens")
 
 
 def refused_experts(flow: Dataflow) -> Iterator[Missed]:
-    """At most one for all loops of a graph and one for all kernels; one for each unrolled layer."""
-    for found in (_loops(flow), _kernels(flow)):
-        if found:
-            yield found
-    yield from _unrolled(flow)
+    """At most one for all loops of a graph and one for all kernels."""
+    yield from filter(None, (_loops(flow), _kernels(flow)))
 
 
 # --- a loop in Python -----------------------------------------------------------------------------
@@ -187,44 +181,3 @@ def _takes_experts(value: Value) -> bool:
     codes = [v for v in stored if len(v.shape) == 3 and v.value.dtype in _CODES]
     scales = [v for v in stored if v.value.dtype.is_floating_point and v not in codes]
     return any(s.shape[:1] == c.shape[:1] and len(s.shape) == 3 for c in codes for s in scales)
-
-
-# --- written out ----------------------------------------------------------------------------------
-
-
-def _unrolled(flow: Dataflow) -> Iterator[Missed]:
-    """Two or more MLPs of one x, each weighed by a number per token."""
-    by_x: dict[View, list[Value]] = {}
-    for value in flow.values:
-        if value.op == "aten.linear" and _is_weighed(value, flow):
-            activation = match_activation(strip_casts(value.args[0])[0])
-            gate = None if activation is None else match_columns(activation.gate)
-            if gate is not None:
-                by_x.setdefault(gate.linear.gemm.x, []).append(value)
-    for values in by_x.values():
-        if len(values) > 1:
-            yield _written_out(values)
-
-
-def _written_out(values: Sequence[Value]) -> Missed:
-    return _missed(
-        values,
-        "EXPERT_UNROLLED",
-        f"{len(values)} experts are computed one by one, each for all tokens, and weighed",
-        "keep the experts' weights in one tensor [E, N, K] and use torch._grouped_mm with the "
-        "routes sorted by expert, or torch.bmm with all experts and scores scattered into zeros",
-    )
-
-
-def _is_weighed(value: Value, flow: Dataflow) -> bool:
-    """Whether a product's result is multiplied by a number per token that the graph computes."""
-    return any(
-        user.op == "aten.mul"
-        and any(v.value is not item and v.value.projected and _is_column(v) for v in user.operands)
-        for item in flow.downstream(value, 4, lambda v: v.op in ("cast", "aten.mul", "aten.add"))
-        for user in flow.users.get(item, ())
-    )
-
-
-def _is_column(view: View) -> bool:
-    return bool(view.effect.dims) and effects.repeats(view.effect.dims[-1])

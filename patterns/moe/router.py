@@ -17,12 +17,21 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import fx
 
 from tilewright.patterns import effects
 from tilewright.patterns.arithmetic.casts import before_widening, strip_casts
 from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope, upstream
-from tilewright.patterns.language import Match, Parts, Result, Sought, Stage, register, reject
+from tilewright.patterns.language import (
+    Match,
+    Missed,
+    Parts,
+    Result,
+    Sought,
+    Stage,
+    miss_at,
+    register,
+    reject,
+)
 from tilewright.patterns.moe.choice import Choice, is_choice, match_choice
 from tilewright.patterns.moe.combine import SHAPED_LIKE
 from tilewright.patterns.moe.weights import Weights, match_weights
@@ -30,29 +39,10 @@ from tilewright.patterns.recognise.dtypes import FLOATS, dtype_name, dtype_names
 from tilewright.patterns.recognise.gemm import Gemm, match_gemm, named_product
 from tilewright.patterns.recognise.routing import match_order
 
-# A choice among more is none of experts: of a vocabulary's words, a document's tokens.
+# A top-k over more entries is not routing (for example, over a vocabulary).
 MOST_EXPERTS = 1024
 # How many values the search goes back from a choice to the logits' product.
 _REACH = 32
-
-
-@dataclass(frozen=True)
-class Anchor:
-    """Experts, and for what a miss speaks besides.
-
-    stores: what a match would take. values: softmaxes of the scores.
-    """
-
-    ids: Value
-    values: tuple[Value, ...] = ()
-
-    @property
-    def node(self) -> fx.Node:
-        return self.ids.node
-
-    @property
-    def stores(self) -> tuple[Value, ...]:
-        return (self.ids,)
 
 
 @dataclass(frozen=True)
@@ -68,7 +58,7 @@ class MoeRouter:
         behind=frozenset({"softmax"}),
     )
 
-    def anchors(self, flow: Dataflow) -> Iterator[Anchor]:
+    def anchors(self, flow: Dataflow) -> Iterator[Value | Missed]:
         """The last choice behind a product (one of groups of experts stands before it), and experts
         that the routes are sorted by and that come of no choice. (One rank's own experts, numbered
         anew, do.)"""
@@ -77,17 +67,16 @@ class MoeRouter:
         within = {one for before in choices.values() for one in before}
         for value, before in choices.items():
             if value not in within and any(_is_projection(v) for v in before):
-                yield Anchor(value)
+                yield value
         orders = (order for v in flow.values if (order := match_order(v.whole)) is not None)
         sorted_ids = dict.fromkeys(order.ids.value for order in orders)
         for value in sorted_ids:
             if value.projected and not any(map(is_choice, upstream(value, _REACH))):
-                yield Anchor(value, tuple(_softmaxes(value, flow)))
+                message = f"the experts are {value}, not the indices of a topk of their scores"
+                miss = miss_at("ROUTER_CHOICE", Stage.ACTIVATION, message, value)
+                yield Missed(miss, stores=(value,), values=tuple(_softmaxes(value, flow)))
 
-    def match(self, anchor: Anchor, flow: Dataflow) -> Match:
-        return self._match(anchor.ids, flow)
-
-    def _match(self, anchor: Value, flow: Dataflow) -> Match:
+    def match(self, anchor: Value, flow: Dataflow) -> Match:
         choice = match_choice(anchor)
         weights = match_weights(flow, choice)
         own = (*choice.absorbed, *weights.absorbed)

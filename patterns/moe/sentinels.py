@@ -11,8 +11,9 @@ of expert -1, which is what such routes become.
 
 from __future__ import annotations
 
+from tilewright.patterns.arithmetic.casts import strip_while
 from tilewright.patterns.arithmetic.constants import given_number
-from tilewright.patterns.arithmetic.steps import clamp_bounds
+from tilewright.patterns.arithmetic.steps import chosen_by_mask, clamp_bounds
 from tilewright.patterns.dataflow import Dataflow, Value, View
 from tilewright.patterns.effects import Size
 from tilewright.patterns.recognise.routing import Order, experts_of, per_row, strip_integer_casts
@@ -25,12 +26,13 @@ def is_row_mask(value: Value) -> bool:
 
 def foreign_experts(value: Value) -> tuple[View, Size] | None:
     """(experts by row, E) of masked_fill(rows, experts >= E, 0); None for another value."""
-    if value.op != "aten.masked_fill":
+    chosen = chosen_by_mask(value) if value.op == "aten.masked_fill" else None
+    if chosen is None:
         return None
-    rows, mask, fill = value.args
+    mask, fill, rows = chosen
     if given_number(fill) != 0 or rows.shape != value.shape:
         return None
-    column = per_row(mask) if isinstance(mask, View) and len(mask.shape) == 2 else None
+    column = per_row(mask) if len(mask.shape) == 2 else None
     if column is None or column.value.op != "aten.ge" or not column.is_whole:
         return None
     ids, first = column.value.args
@@ -39,11 +41,7 @@ def foreign_experts(value: Value) -> tuple[View, Size] | None:
 
 def unmasked(view: View) -> tuple[View, tuple[Value, ...]]:
     """A view of rows before such masks, and the masked values."""
-    masked: list[Value] = []
-    while is_row_mask(view.value):
-        masked.append(view.value)
-        view = view.value.args[0].through(view.effect)
-    return view, tuple(masked)
+    return strip_while(view, is_row_mask)
 
 
 def unclamped(ids: View, num_experts: Size) -> View:

@@ -149,10 +149,10 @@ def _made(
         return None
     if scores is not None and choice.scores != "logits":
         return None
-    # Of groups that sums of logits decide between, no sums of sigmoids would.
+    # Sums of logits may choose other groups than sums of sigmoids do.
     if scores == "sigmoid" and choice.groups is not None and choice.groups.top == 2:
         return None
-    # The op has no bound of 0: sums of logits pass it.
+    # A bound of 0 is none to the op, and sums of logits may be negative.
     if eps < 0 or (least is not None and not least > 0):
         return None
     absorbed = {start, *found.absorbed}

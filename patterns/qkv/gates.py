@@ -9,7 +9,7 @@ op makes both, and norms and rotates the queries alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from tilewright.patterns import effects
@@ -22,38 +22,26 @@ from tilewright.patterns.projection.rows import Rows, rest_of
 from tilewright.patterns.qkv.query import Query, covers
 
 
-@dataclass(frozen=True)
-class Gated:
-    """A query's projection with its gates.
-
-    heads: of both. run: so many queries, then as many gates, and so on; 0: there are no gates.
-    """
-
-    heads: Heads
-    results: tuple[Result | Parts, ...]
-    run: int = 0
-
-
-def with_gates(flow: Dataflow, query: Query, kv: tuple[Heads, Heads]) -> Gated:
+def with_gates(flow: Dataflow, query: Query, kv: tuple[Heads, Heads]) -> Query:
     """The query with what else its product makes, where those are gates that something reads."""
-    q, alone = query.heads, Gated(query.heads, (query.result,))
-    if not isinstance(query.result, Result) or not covers(q.linear) or kv[1].norm is not None:
-        return alone
+    q, (result,) = query.heads, query.results
+    if not isinstance(result, Result) or not covers(q.linear) or kv[1].norm is not None:
+        return query
     if not _is_read(flow, q):
-        return alone
+        return query
     taken = frozenset().union(*(h.rows.indices() for h in kv if h.product is q.product))
     size = q.linear.gemm.shape[-1]
     both = rest_of(size, taken, q.head_dim)
     gates = rest_of(size, taken | q.rows.indices(), q.head_dim)
     if both is None or gates is None or len(both.heads) > 1:
-        return alone
+        return query
     run = _run(both, q.rows)
     if run == 0 or (q.norm is not None and not _for_all_heads(q.norm)):
-        return alone
+        return query
     wide = replace(q, rows=both)
-    result = replace(query.result, effect=on_heads(wide, q.layout))
+    result = replace(result, effect=on_heads(wide, q.layout))
     held = Parts(q.linear.value, partial(_restated, wide, replace(q, rows=gates)))
-    return Gated(wide, (result, held), run)
+    return Query(wide, (result, held), run)
 
 
 def _for_all_heads(norm: HeadNorm) -> bool:

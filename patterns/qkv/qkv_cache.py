@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 
@@ -23,18 +23,24 @@ from tilewright.ops.qkv.qkv_cache import OP
 from tilewright.patterns.cache.address import Address, address, check_pair, place_arguments
 from tilewright.patterns.cache.eight_bit import can_scale
 from tilewright.patterns.cache.latent_writes import latent_writes
-from tilewright.patterns.cache.writes import CACHE_WRITES, WritePair, joined_features, pairs
+from tilewright.patterns.cache.writes import (
+    CACHE_WRITES,
+    CacheWrite,
+    WritePair,
+    joined_features,
+    pairs,
+)
 from tilewright.patterns.collective.sums import unless_summed
-from tilewright.patterns.dataflow import Computed, Dataflow, common_scope
+from tilewright.patterns.dataflow import Computed, Dataflow, Value, common_scope
 from tilewright.patterns.effects import size_fact
-from tilewright.patterns.language import Match, Reject, Sought, Stage, register, reject
+from tilewright.patterns.language import Match, Reject, Sought, Stage, Weight, register, reject
 from tilewright.patterns.lora.arguments import fact as lora_fact
 from tilewright.patterns.lora.arguments import has_kernels, own_deltas, packed_deltas
 from tilewright.patterns.projection.epilogue import norm_arguments, norm_fact
 from tilewright.patterns.projection.heads import Heads, match_heads, rope_table, same_activation
 from tilewright.patterns.projection.written import check_tokens
-from tilewright.patterns.qkv.gates import Gated, with_gates
-from tilewright.patterns.qkv.query import find_query
+from tilewright.patterns.qkv.gates import with_gates
+from tilewright.patterns.qkv.query import Query, find_query
 from tilewright.patterns.quantised.scales import weight_arguments
 from tilewright.patterns.quantised.weights import refuse
 from tilewright.patterns.recognise.dtypes import check_dtypes, dtype_name
@@ -45,6 +51,15 @@ from tilewright.patterns.recognise.row_norm import match_norm_before, row_norm_a
 _ALONE = "their write is fused by itself, and what stands in front of it stays in the graph"
 _KEYS = Path("K_PATH", Stage.K_PATH, "the cache", masked="MASKED_WRITE", hint=_ALONE)
 _VALUES = Path("V_PATH", Stage.V_PATH, "the cache", masked="MASKED_WRITE", hint=_ALONE)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """K or V: the heads of a projection, and where they are written."""
+
+    heads: Heads
+    place: Address
+    write: CacheWrite
 
 
 @dataclass(frozen=True)
@@ -61,100 +76,33 @@ class QkvCache:
 
     def match(self, anchor: WritePair, flow: Dataflow) -> Match:
         first = address(anchor.first, flow)
-        if not any(write.is_projected for write in (anchor.first, anchor.second) if write):
-            reject(
-                "EARLIER_GRAPH",
-                Stage.ANCHORED,
-                f"{anchor.first.store} writes what this graph is given: no projection is in it",
-                *anchor.stores,
-                hint="where the graph breaks between projection and write, mend that break",
-            )
-        if anchor.unlike is not None and anchor.unlike.written is not None:
-            widths = [first.window.head_dim, anchor.unlike.written.view.shape[-1]]
-            reject(
-                "LONE_WRITE",
-                Stage.ANCHORED,
-                f"the twin at the same slots has heads of {widths[1]}, this write of {widths[0]}: "
-                "one op writes keys and values of one width",
-                anchor.first.store,
-                hint="each write is fused by itself",
-                weight="advice",  # no op has both
-            )
-        if anchor.second is None and (joined := joined_features(anchor.first)) is not None:
-            reject(
-                "CACHE_LAYOUT",
-                Stage.ANCHORED,
-                f"keys and values are written together, as the features of one head: {joined} "
-                f"joins them into rows of {joined.shape[-1]}",
-                anchor.first.store,
-                hint="give keys and values a dimension of their own, [..., 2, heads, head_dim], or "
-                "a cache each",
-            )
-        if anchor.second is None:
-            reject(
-                "LONE_WRITE",
-                Stage.ANCHORED,
-                "this write has no twin at the same slots: K and V are written in pairs",
-                anchor.first.store,
-                hint="what is cached alone is written by an op of its own; keys and values by the "
-                "same index, in one module",
-            )
-        second = address(anchor.second, flow)
-        k, v, (k_place, v_place), (k_write, v_write) = _keys_and_values(
-            (first, second), (anchor.first, anchor.second)
-        )
-        if not same_activation(k, v):
-            reject(
-                "ACTIVATION",
-                Stage.ACTIVATION,
-                f"K projects {k.x.value}, V projects {v.x.value}",
-                k.product,
-                v.product,
-            )
-        repeats = []
-        for heads, place, who, stage in (
-            (k, k_place, "K", Stage.K_PATH),
-            (v, v_place, "V", Stage.V_PATH),
+        if anchor.second is None or not any(
+            write.is_projected for write in (anchor.first, anchor.second)
         ):
-            repeats.append(check_tokens(heads, place, who, stage))
-            _check_cast(heads, place, who, stage)
-        stored = (*k_place.absorbed, *v_place.absorbed)
+            _refuse_anchor(anchor, first)
+        second = address(anchor.second, flow)
+        keys, values = _keys_and_values((first, anchor.first), (second, anchor.second))
+        k, v = keys.heads, values.heads
+        if not same_activation(k, v):
+            message = f"K projects {k.x.value}, V projects {v.x.value}"
+            reject("ACTIVATION", Stage.ACTIVATION, message, k.product, v.product)
+        repeat = _check_written(keys, values)
+        stored = (*keys.place.absorbed, *values.place.absorbed)
         inside = frozenset((*k.absorbed, *v.absorbed, *stored, *anchor.stores))
-        if repeats[0] != repeats[1]:
-            reject(
-                "UNSUPPORTED",
-                Stage.GUARDS,
-                f"K's heads are written {repeats[0]} times each, V's {repeats[1]} times",
-                k.product,
-            )
-        if k.linear.clip != v.linear.clip:
-            reject(
-                "UNSUPPORTED",
-                Stage.GUARDS,
-                f"K is clamped to {k.linear.clip or 'nothing'}, V to {v.linear.clip or 'nothing'}",
-                k.product,
-                hint="clamp q, k and v alike, or none of them",
-            )
         place = max(flow.positions[store.node] for store in anchor.stores)
-        q = with_gates(flow, find_query(flow, k, v, k_write.store, inside, place), (k, v))
-        _guard(flow, q.heads, k, v, k_place, v_place, k_write.memory.dtype)
-        shared = k_write.memory is v_write.memory
-        arguments = _arguments(q.heads, k, v, k_place, v_place)
-        norm = _input_norm((q.heads, k, v), place, flow)
+        q = with_gates(flow, find_query(flow, k, v, keys.write.store, inside, place), (k, v))
+        three = (q.heads, k, v)
+        _guard(flow, q.heads, keys, values)
+        arguments = _arguments(q.heads, keys, values)
+        arguments |= {"gate_run": q.run, "kv_repeat": repeat}
+        norm = _input_norm(three, place, flow)
         if norm is not None:
             arguments |= {"x": norm.x, **row_norm_arguments(norm, "input_")}
-        arguments["gate_run"] = q.run
-        arguments["kv_repeat"] = repeats[0]
-        arguments["k_cache"] = k_write.memory.root
-        arguments["v_cache"] = None if shared else v_write.memory.root
-        three = (q.heads, k, v)
         kept = set()
         if _own_deltas(three):
             kept = {value for h in three for d in h.linear.deltas for value in d.absorbed}
         before = () if norm is None else norm.absorbed
         absorbed = dict.fromkeys((*before, *q.heads.absorbed, *k.absorbed, *v.absorbed, *stored))
-        record = anchor.first.store.store
-        assert record is not None
         return Match(
             pattern=self.name,
             op=self.op,
@@ -163,27 +111,65 @@ class QkvCache:
             results=q.results,
             absorbed=tuple(value for value in absorbed if value not in kept),
             stores=anchor.stores,
-            facts=_facts(q, k, v, k_place, record.kind) | _norm_fact(norm),
+            facts=_facts(q, keys, v) | ({} if norm is None else {"input_norm": norm.kind}),
             scope=common_scope(k.product.scope, anchor.first.store.scope),
         )
 
 
-def _keys_and_values(places: tuple[Address, Address], writes: tuple) -> tuple:
-    """Which of two writes is K: the one that is rotated or normalised, else the first."""
-    first, second = places
+def _refuse_anchor(anchor: WritePair, place: Address) -> NoReturn:
+    """Says why a write of nothing projected, or one without a twin, is not matched."""
+    write = anchor.first
+    writes = [one for one in (anchor.first, anchor.second) if one is not None]
+    weight: Weight | None = None
+    culprits: tuple[Value, ...] = (write.store,)
+    code = "LONE_WRITE"
+    if not any(one.is_projected for one in writes):
+        code, culprits = "EARLIER_GRAPH", anchor.stores
+        message = f"{write.store} writes what this graph is given: no projection is in it"
+        hint = "where the graph breaks between projection and write, mend that break"
+    elif anchor.unlike is not None and anchor.unlike.written is not None:
+        widths = [place.window.head_dim, anchor.unlike.written.view.shape[-1]]
+        message = (
+            f"the twin at the same slots has heads of {widths[1]}, this write of {widths[0]}: "
+            "one op writes keys and values of one width"
+        )
+        hint, weight = "each write is fused by itself", "advice"  # no op has both
+    elif (joined := joined_features(write)) is not None:
+        code = "CACHE_LAYOUT"
+        message = (
+            f"keys and values are written together, as the features of one head: {joined} "
+            f"joins them into rows of {joined.shape[-1]}"
+        )
+        hint = (
+            "give keys and values a dimension of their own, [..., 2, heads, head_dim], or "
+            "a cache each"
+        )
+    else:
+        message = "this write has no twin at the same slots: K and V are written in pairs"
+        hint = (
+            "what is cached alone is written by an op of its own; keys and values by the "
+            "same index, in one module"
+        )
+    reject(code, Stage.ANCHORED, message, *culprits, hint=hint, weight=weight)
+
+
+def _keys_and_values(*writes: tuple[Address, CacheWrite]) -> tuple[Stored, Stored]:
+    """K and V: K is the one that is rotated or normalised, else the first."""
+    first, second = writes
     try:
-        k = match_heads(first.source, _KEYS, factors=True)
+        k = match_heads(first[0].source, _KEYS, factors=True)
     except Reject as rejection:
         # Try the other order only where the second write is rotated or normalised, as no V is.
-        swapped = _rotated(second)
+        swapped = _rotated(second[0])
         if swapped is None:
             raise rejection from None
-        k, places, writes = swapped, places[::-1], writes[::-1]
     else:
-        swapped = _rotated(second) if k.rope is None else None
-        if swapped is not None and (k.norm is None or swapped.rope is not None):
-            k, places, writes = swapped, places[::-1], writes[::-1]
-    v = match_heads(places[1].source, _VALUES, factors=True)
+        swapped = _rotated(second[0]) if k.rope is None else None
+        if swapped is not None and k.norm is not None and swapped.rope is None:
+            swapped = None
+    if swapped is not None:
+        k, first, second = swapped, second, first
+    v = match_heads(second[0].source, _VALUES, factors=True)
     if v.rope is not None:
         reject("V_PATH", Stage.V_PATH, "both writes are rotated", v.end)
     if v.norm is not None and (v.norm.weight is not None or v.norm.bias is not None):
@@ -192,7 +178,7 @@ def _keys_and_values(places: tuple[Address, Address], writes: tuple) -> tuple:
     if k.product is v.product and k.rows.indices() & v.rows.indices():
         message = "K and V are made of one projection; the op would compute it twice"
         reject("V_PATH", Stage.V_PATH, message, v.product, hint="their write is fused by itself")
-    return k, v, places, writes
+    return Stored(k, *first), Stored(v, *second)
 
 
 def _rotated(place: Address) -> Heads | None:
@@ -203,46 +189,52 @@ def _rotated(place: Address) -> Heads | None:
     return heads if heads.rope is not None or heads.norm is not None else None
 
 
-def _check_cast(heads: Heads, place: Address, who: str, stage: Stage) -> None:
-    """The op rounds once, to the activation's dtype: another dtype in the cache is another op."""
-    written, projected = place.source.value.dtype, heads.product.dtype
-    names = [dtype_name(d) for d in (projected, written)]
-    if written != projected and place.dtype not in FP8_DTYPES:
-        reject(
-            "CAST",
-            stage,
-            f"{who} is cast from {names[0]} to {names[1]} before the cache write",
-            place.source,
-            hint="keep the cache in the activation's dtype",
-        )
+def _check_written(keys: Stored, values: Stored) -> int:
+    """How many cache heads each head is written to, where K and V are written and clamped alike."""
+    repeats = []
+    for stored, who in ((keys, "K"), (values, "V")):
+        heads, place = stored.heads, stored.place
+        repeats.append(check_tokens(heads, place, who, heads.path.stage))
+        # The op rounds once, to the activation's dtype: another dtype in the cache is another op.
+        written, projected = place.source.value.dtype, heads.product.dtype
+        if written != projected and place.dtype not in FP8_DTYPES:
+            names = [dtype_name(d) for d in (projected, written)]
+            message = f"{who} is cast from {names[0]} to {names[1]} before the cache write"
+            hint = "keep the cache in the activation's dtype"
+            reject("CAST", heads.path.stage, message, place.source, hint=hint)
+    if repeats[0] != repeats[1]:
+        message = f"K's heads are written {repeats[0]} times each, V's {repeats[1]} times"
+        reject("UNSUPPORTED", Stage.GUARDS, message, keys.heads.product)
+    clips = [stored.heads.linear.clip for stored in (keys, values)]
+    if clips[0] != clips[1]:
+        message = f"K is clamped to {clips[0] or 'nothing'}, V to {clips[1] or 'nothing'}"
+        hint = "clamp q, k and v alike, or none of them"
+        reject("UNSUPPORTED", Stage.GUARDS, message, keys.heads.product, hint=hint)
+    return repeats[0]
 
 
-def _guard(
-    flow: Dataflow,
-    q: Heads,
-    k: Heads,
-    v: Heads,
-    k_place: Address,
-    v_place: Address,
-    cache: torch.dtype,
-) -> None:
+def _guard(flow: Dataflow, q: Heads, keys: Stored, values: Stored) -> None:
+    k, v = keys.heads, values.heads
     dtypes = {t.dtype for p in (q, k, v) for t in p.float_operands}
-    dtypes |= {cache} - set(FP8_DTYPES)
+    dtypes |= {keys.write.memory.dtype} - set(FP8_DTYPES)
     dtypes |= {p.product.dtype for p in (q, k, v)} | {q.end.dtype}
     check_dtypes(dtypes, "activation, weights and cache", k.product)
     if q.num_heads % k.num_heads or k.num_heads != v.num_heads or k.head_dim != v.head_dim:
         reject("HEADS", Stage.GUARDS, f"{q.num_heads} query, {k.num_heads} key heads", q.product)
-    check_pair(k_place, v_place, flow, k.product)
+    check_pair(keys.place, values.place, flow, k.product)
 
 
-def _arguments(q: Heads, k: Heads, v: Heads, k_place: Address, v_place: Address) -> dict[str, Any]:
-    rope = k.rope
+def _arguments(q: Heads, keys: Stored, values: Stored) -> dict[str, Any]:
+    k, v = keys.heads, values.heads
+    rope, shared = k.rope, keys.write.memory is values.write.memory
     return {
         "x": q.x,
         "q_weight": q.weight,
         "k_weight": k.weight,
         "v_weight": v.weight,
-        **place_arguments(k_place, v_place),
+        "k_cache": keys.write.memory.root,
+        "v_cache": None if shared else values.write.memory.root,
+        **place_arguments(keys.place, values.place),
         "q_bias": q.bias_rows,
         "k_bias": k.bias_rows,
         "v_bias": v.bias_rows,
@@ -253,7 +245,7 @@ def _arguments(q: Heads, k: Heads, v: Heads, k_place: Address, v_place: Address)
         "rope_style": "none" if rope is None else rope.style,
         "static_tokens": isinstance(q.num_tokens, int),
         "clip": k.linear.clip,
-        **_factors(k, v, k_place, v_place),
+        **_factors(keys, values),
         "delta": _delta((q, k, v)),
         **_codes(q, k, v),
     }
@@ -269,16 +261,14 @@ def _input_norm(heads: tuple[Heads, Heads, Heads], place: int, flow: Dataflow) -
     return unless_summed(match_norm_before(heads[1].x, readers, place, flow, OP))
 
 
-def _norm_fact(norm: Norm | None) -> dict[str, Any]:
-    return {} if norm is None else {"input_norm": norm.kind}
-
-
-def _factors(k: Heads, v: Heads, k_place: Address, v_place: Address) -> dict[str, Any]:
+def _factors(keys: Stored, values: Stored) -> dict[str, Any]:
     """Numbers that K and V are multiplied by, as scales of the cache."""
+    k, v = keys.heads, values.heads
     if k.factor == v.factor == 1.0:
         return {}
-    for heads, place in ((k, k_place), (v, v_place)):
-        if place.scale is not None:
+    for stored in (keys, values):
+        heads = stored.heads
+        if stored.place.scale is not None:
             message = "a constant factor on what the cache scales already"
             hint = "multiply the projection's weight by it once, when the model is loaded"
             reject("UNSUPPORTED", Stage.GUARDS, message, heads.end, hint=hint)
@@ -321,9 +311,10 @@ def _codes(q: Heads, k: Heads, v: Heads) -> dict[str, Any]:
     return arguments
 
 
-def _facts(gated: Gated, k: Heads, v: Heads, place: Address, kind: str) -> dict[str, Any]:
-    q, rope = gated.heads, k.rope
-    num_heads = q.num_heads // 2 if gated.run else q.num_heads
+def _facts(query: Query, keys: Stored, v: Heads) -> dict[str, Any]:
+    q, k, place = query.heads, keys.heads, keys.place
+    rope = k.rope
+    num_heads = q.num_heads // 2 if query.run else q.num_heads
     style = "none" if rope is None else rope.style
     if rope is not None and rope.rotary_dim != k.head_dim:
         style += f"({rope.rotary_dim})"
@@ -335,7 +326,7 @@ def _facts(gated: Gated, k: Heads, v: Heads, place: Address, kind: str) -> dict[
         "rope": style,
         "bias": "yes" if any(p.linear.bias is not None for p in (q, k, v)) else "no",
         "norm": norm_fact(k.norm) + (", v too" if v.norm is not None else ""),
-        "write": kind,
+        "write": keys.write.record.kind,
         "slots": place.slots.fact,
         "cache": "x".join(str(n) for n in place.window.shape),
         "x": f"{dtype_name(k.x.value.dtype)}[{tokens},{k.x.shape[1]}]",
@@ -344,8 +335,8 @@ def _facts(gated: Gated, k: Heads, v: Heads, place: Address, kind: str) -> dict[
     factors = {name: h.factor for name, h in three if h.factor != 1.0}
     if factors:
         facts["factor"] = ", ".join(f"{name} {factor:g}" for name, factor in factors.items())
-    if gated.run:
-        facts["gates"] = "beside q" if gated.run == 1 else "behind q"
+    if query.run:
+        facts["gates"] = "beside q" if query.run == 1 else "behind q"
     if k.linear.clip:
         facts["clip"] = k.linear.clip
     facts |= lora_fact([p.linear.deltas for p in (q, k, v)], own=_own_deltas((q, k, v)))

@@ -51,10 +51,14 @@ _JOINS = {"aten.add", "aten.sub", "aten.mul", "aten.div", "aten.cat", "aten.wher
 
 @dataclass(frozen=True)
 class Query:
-    """Q's heads, and what of the graph they replace."""
+    """Q's heads, and what of the graph they replace.
+
+    run: where gates are among the heads, the queries before as many gates, again and again; else 0.
+    """
 
     heads: Heads
-    result: Result | Parts
+    results: tuple[Result | Parts, ...]
+    run: int = 0
 
 
 def find_query(
@@ -160,7 +164,7 @@ def _query_at(
         try:
             heads = match_heads(end.whole, _PATH, head_dim=k.head_dim, factors=True)
             result = Result(end, on_heads(heads, heads.layout), factor=heads.factor)
-            query = Query(heads, result)
+            query = Query(heads, (result,))
             fits = heads.product is product and _mirrors(heads, k) and _keeps_range(heads)
         except (Reject, effects.InexpressibleError):
             continue
@@ -293,7 +297,7 @@ def _rests(k: Heads, v: Heads) -> Iterator[Query]:
             end=linear.value,
             absorbed=linear.absorbed,
         )
-        yield Query(q, Parts(linear.value, partial(_restated, q)))
+        yield Query(q, (Parts(linear.value, partial(_restated, q)),))
 
 
 def covers(linear: Linear) -> bool:
@@ -316,7 +320,7 @@ def _attending(
         return found
     meetings = _Meetings(flow, store)
     if meetings.any():
-        return {p: q for p, q in found.items() if meetings.of(q.result.replaced, kv)}
+        return {p: q for p, q in found.items() if meetings.of(q.results[0].replaced, kv)}
     packed = {p: q for p, q in found.items() if any(p is h.product for h in kv)}
     return packed or found
 

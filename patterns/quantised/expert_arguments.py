@@ -16,7 +16,7 @@ from tilewright.patterns.dataflow import Computed, View
 from tilewright.patterns.effects import InexpressibleError
 from tilewright.patterns.language import Stage, reject
 from tilewright.patterns.quantised.blocks import Block, block_of, common_block, cut_to_blocks
-from tilewright.patterns.quantised.expert_factors import MAGNITUDE, Steps
+from tilewright.patterns.quantised.factors import MAGNITUDE, Steps
 from tilewright.patterns.quantised.signs import never_negative
 
 

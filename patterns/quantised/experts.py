@@ -13,9 +13,9 @@ Dimension letters: E experts, N rows, K columns.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NoReturn
 
 import torch
 
@@ -23,21 +23,26 @@ from tilewright.codegen.formats import WEIGHT_FORMATS, WeightFormat
 from tilewright.ops.formats.quantized_weight import pack_nibbles
 from tilewright.ops.formats.weight import code_numbers
 from tilewright.ops.runtime.dtypes import torch_types
-from tilewright.patterns.arithmetic.casts import is_float_cast
-from tilewright.patterns.dataflow import Computed, Value, View, upstream
+from tilewright.patterns.dataflow import Computed, View
 from tilewright.patterns.effects import InexpressibleError
 from tilewright.patterns.language import Stage, reject
-from tilewright.patterns.quantised.byte_functions import byte_function, looked_up_inputs
+from tilewright.patterns.quantised.byte_functions import (
+    ByteFunction,
+    byte_function,
+    looked_up_inputs,
+)
 from tilewright.patterns.quantised.expert_arguments import DequantizedExperts, blocks_of
-from tilewright.patterns.quantised.expert_factors import (
+from tilewright.patterns.quantised.factors import (
+    Coded,
     Factor,
     Factors,
-    is_factor,
+    match_coded,
     multiple,
+    repeats,
     with_factor,
 )
-from tilewright.patterns.quantised.weights import every, joined, repeats
-from tilewright.patterns.quantised.words import follow, is_code
+from tilewright.patterns.quantised.weights import every, joined
+from tilewright.patterns.quantised.words import holds_codes
 
 _EXPERTS = {name: form for name, form in WEIGHT_FORMATS.items() if form.expert_scales}
 # The scales of a format whose blocks are no plain numbers.
@@ -64,7 +69,7 @@ def match_dequantized_experts(weight: View) -> DequantizedExperts | None:
 
     Raises Reject (WEIGHT_FORMAT, SCALE_BLOCK) for codes that are used in another way.
     """
-    if not all(isinstance(n, int) for n in weight.shape) or not _holds_codes(weight.value):
+    if not all(isinstance(n, int) for n in weight.shape) or not holds_codes(weight.value):
         return None
     found = _match(weight)
     if found is None:
@@ -83,16 +88,6 @@ def match_dequantized_rows(rows: View) -> DequantizedExperts | None:
 
 
 # --- codes ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class _Coded:
-    """table[byte of leaf] * number, times factors."""
-
-    leaf: View
-    table: torch.Tensor
-    factors: tuple[Factor, ...] = ()
-    number: float = 1.0
 
 
 def _match(weight: View) -> DequantizedExperts | None:
@@ -138,16 +133,16 @@ def _packed(weight: View) -> DequantizedExperts | None:
     axis, columns = len(weight.shape) - 1, weight.shape[-1]
     if not isinstance(columns, int) or columns % 2:
         return None
-    halves: list[_Coded] = []
+    halves: list[Coded[ByteFunction]] = []
     names = set()
     for position in range(2):
         coded = _coded(every(weight, axis, 2, position))
-        known = None if coded is None else _nibble(coded.table, position)
+        known = None if coded is None else _nibble(coded.code.table, position)
         if coded is None or known is None:
             return None
         name, unit = known
         halves.append(replace(coded, number=coded.number * unit))
-        names.add((name, halves[-1].number, halves[-1].leaf, len(coded.factors)))
+        names.add((name, halves[-1].number, coded.code.leaf, len(coded.factors)))
     if len(names) != 1:
         return None
     factors = []
@@ -157,24 +152,24 @@ def _packed(weight: View) -> DequantizedExperts | None:
             return None
         factors.append(Factor(view, one.kind))
     ((decoded, *_),) = names
-    data = _as_dtype(halves[0].leaf, torch.uint8)
+    data = _as_dtype(halves[0].code.leaf, torch.uint8)
     return _scaled(weight, data, decoded, factors, halves[0].number)
 
 
 def _whole(weight: View) -> DequantizedExperts | None:
     """A code to a byte: float8_e4m3fn; of activations also E2M1, which is packed then."""
     coded = _coded(weight)
-    if coded is not None and (known := _decoded_as(coded.table)) is not None:
+    if coded is not None and (known := _decoded_as(coded.code.table)) is not None:
         name, factor = known
-        leaf = _as_dtype(coded.leaf, *torch_types(WEIGHT_FORMATS[name].stored))
+        leaf = _as_dtype(coded.code.leaf, *torch_types(WEIGHT_FORMATS[name].stored))
         return _scaled(weight, leaf, name, coded.factors, coded.number * factor)
     if len(weight.shape) != 2:
         return None
     coded = _coded(weight, 16)
-    unit = None if coded is None else multiple(coded.table, _E2M1)
-    if coded is None or unit is None or coded.leaf.value.dtype != torch.uint8:
+    unit = None if coded is None else multiple(coded.code.table, _E2M1)
+    if coded is None or unit is None or coded.code.leaf.value.dtype != torch.uint8:
         return None
-    low, high = (every(coded.leaf, 1, 2, position) for position in range(2))
+    low, high = (every(coded.code.leaf, 1, 2, position) for position in range(2))
     packed = Computed("add", (low, Computed("mul", (high, 16))))
     return _scaled(weight, packed, "nvfp4", coded.factors, coded.number * unit)
 
@@ -202,43 +197,14 @@ def _decoded_as(table: torch.Tensor) -> tuple[str, float] | None:
     return None
 
 
-def _coded(view: View, size: int = 256) -> _Coded | None:
+def _coded(view: View, size: int = 256) -> Coded[ByteFunction] | None:
     """The code of every element, each from a byte of its own, and what multiplies it."""
-    view = follow(view)
-    whole = byte_function(view, size)
-    if whole is not None and not repeats(whole.leaf.effect):
-        return _Coded(whole.leaf, whole.table)
-    value = view.value
-    if not value.dtype.is_floating_point or value.dtype.itemsize == 1:
-        return None
-    if is_float_cast(value):
-        return _coded(view.of_operand(value.operands[0]), size)
-    for kind, coded, factor in _products(value):
-        inner = _coded(view.of_operand(coded), size)
-        if inner is None:
-            continue
-        if isinstance(factor, View):
-            part = Factor(view.of_operand(factor), kind)
-            return replace(inner, factors=(*inner.factors, part))
-        return replace(inner, number=inner.number * (factor if kind == "times" else 1 / factor))
-    return None
 
+    def match_code(view: View) -> ByteFunction | None:
+        found = byte_function(view, size)
+        return None if found is None or repeats(found.leaf.effect) else found
 
-def _products(value: Value) -> Iterator[tuple[str, View, Any]]:
-    """(kind, operand, factor) of a product, every way round."""
-    if value.op == "aten.where" and len(value.args) == 3 and value.args[1] != value.args[1]:
-        yield "nan_where", value.args[2], value.args[0]
-    if len(value.args) != 2 or value.kwargs:
-        return
-    one, other = value.args
-    if value.op == "aten.mul":
-        for a, b in ((one, other), (other, one)):
-            if isinstance(a, View) and is_factor(b):
-                yield "times", a, b
-    elif value.op == "aten.div" and isinstance(one, View) and is_factor(other):
-        yield "over", one, other
-    elif value.op == "aten.ldexp" and isinstance(one, View) and isinstance(other, View):
-        yield "exponent", one, other
+    return match_coded(view, match_code)
 
 
 def _scaled(
@@ -282,14 +248,6 @@ def _format_of(decoded: str, scales: str | None) -> str | None:
 
 
 # --- refusals -------------------------------------------------------------------------------------
-
-
-def _holds_codes(value: Value) -> bool:
-    """Whether a value is computed from numbers of eight bits, or from packed words."""
-    return any(
-        is_code(item.dtype) and item.op in ("input", "constant", "store") and not item.projected
-        for item in upstream(value, 200, lambda v: not v.projected)
-    )
 
 
 def _refuse(weight: View) -> NoReturn:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from tilewright.patterns.arithmetic.constants import constant_of
-from tilewright.patterns.arithmetic.steps import clamp_bounds, filled_with, sides_of
+from tilewright.patterns.arithmetic.steps import chosen_by_mask, clamp_bounds, filled_with
 from tilewright.patterns.dataflow import Value, View
 
 # How many values back the search goes.
@@ -91,8 +91,8 @@ def _inverse(value: Value, zero: bool, reach: int) -> bool:
 
 
 def _either(value: Value, zero: bool, reach: int) -> bool:
-    sides = sides_of(value)
-    return len(sides) == 2 and all(never_negative(v, zero=zero, reach=reach) for v in sides)
+    _, *sides = chosen_by_mask(value) or (None,)
+    return bool(sides) and all(never_negative(v, zero=zero, reach=reach) for v in sides)
 
 
 def _without_nan(value: Value, zero: bool, reach: int) -> bool:

@@ -25,6 +25,7 @@ from tilewright.patterns.arithmetic.casts import is_float_cast
 from tilewright.patterns.dataflow import Value, View
 from tilewright.patterns.effects import Atom, Effect, InexpressibleError
 from tilewright.patterns.language import Stage, reject
+from tilewright.patterns.quantised.factors import match_coded
 from tilewright.patterns.quantised.words import Bits, bits_of, follow, holds_codes, is_code
 
 # Each dtype in which a format of linears is stored.
@@ -62,7 +63,7 @@ def match_weight(weight: View) -> DequantizedWeight | None:
 
     Raises Reject (WEIGHT_FORMAT) for codes that are used in another way.
     """
-    if not holds_codes(weight.value, {}):
+    if not holds_codes(weight.value):
         return None
     found = _decoded(weight.matrix)
     if found is None and len(weight.value.shape) == 2 and _decoded(weight.value.whole) is not None:
@@ -228,17 +229,26 @@ class Element:
 
 def _element(view: View) -> Element | None:
     """The dequantisation formula of every element of a view; None for another formula."""
+    found = match_coded(view, _unscaled)
+    if found is None or found.number != 1 or len(found.factors) > 1:
+        return None
+    if any(factor.kind != "times" for factor in found.factors):
+        return None
+    scales = [_bare(factor.view) for factor in found.factors]
+    return replace(found.code, scale=scales[0] if scales else None)
+
+
+def _unscaled(view: View) -> Element | None:
+    """The (code - zero) that every element of a view is; None for anything else."""
     view = follow(view)
     value = view.value
     if value.op == "cast" and (is_float_cast(value) or _from_code(value)):
-        return _element(view.of_operand(value.operands[0]))
-    if value.op == "aten.mul":
-        return _scaled(view)
+        return _unscaled(view.of_operand(value.operands[0]))
     if value.op in ("aten.sub", "aten.add"):
         return _offset(view)
     if value.dtype.is_floating_point and value.dtype in _WHOLE:
         return Element(view)
-    bits = bits_of(view)
+    bits = None if value.op == "aten.mul" else bits_of(view)
     if bits is None:
         return None
     stored = bits.word.value.dtype
@@ -253,39 +263,13 @@ def _from_code(value: Value) -> bool:
     return value.dtype.is_floating_point and value.dtype.itemsize > 1 and (whole or is_code(source))
 
 
-def _scaled(view: View) -> Element | None:
-    if len(view.value.operands) != 2 or not view.value.dtype.is_floating_point:
-        return None
-    coded, scale = _code_first(view)
-    inner = None if coded is None or scale is None else _element(coded)
-    if inner is None or scale is None or inner.scale is not None:
-        return None
-    return replace(inner, scale=_bare(scale))
-
-
-def _code_first(view: View) -> tuple[View | None, View | None]:
-    """The operands of a product, that with the codes first: the one that repeats nowhere."""
-    known: dict[Value, bool] = {}
-    parts = [view.of_operand(v) for v in view.value.operands]
-    coded = [p for p in parts if holds_codes(p.value, known)]
-    if len(coded) == 2:
-        coded = [p for p in parts if not repeats(p.effect)]
-    if len(coded) != 1:
-        return None, None
-    return coded[0], next(p for p in parts if p is not coded[0])
-
-
-def repeats(effect: Effect) -> bool:
-    return any(atom.axis is None for dim in effect.dims for atom in dim)
-
-
 def _offset(view: View) -> Element | None:
     """code - zero, code - 8, or code + 8."""
     value = view.value
     if value.kwargs.get("alpha", 1) != 1 or not isinstance(value.args[0], View):
         return None
-    inner = _element(view.of_operand(value.args[0]))
-    if inner is None or inner.scale is not None:
+    inner = _unscaled(view.of_operand(value.args[0]))
+    if inner is None:
         return None
     other = value.args[1]
     if not _has_room(view, inner, other):
@@ -304,7 +288,7 @@ def _has_room(view: View, code: Element, other: Any) -> bool:
     if dtype.is_floating_point or (dtype.is_signed and dtype.itemsize > 1):
         return True
     if isinstance(other, View):
-        zero = _element(view.of_operand(other))
+        zero = _unscaled(view.of_operand(other))
         return dtype.is_signed and _is_small(code) and zero is not None and _is_small(zero)
     small = isinstance(other, (int, float)) and abs(other) <= 64
     return dtype.is_signed and _is_small(code) and small
@@ -313,8 +297,7 @@ def _has_room(view: View, code: Element, other: Any) -> bool:
 def _is_small(element: Element) -> bool:
     """Whether an element is a nibble, shifted by a small number at most."""
     nibble = isinstance(element.code, Bits) and element.code.width <= 4
-    plain = element.scale is None and element.zero is None
-    return nibble and plain and abs(element.zero_point) <= 32
+    return nibble and element.zero is None and abs(element.zero_point) <= 32
 
 
 def _bare(view: View) -> View:

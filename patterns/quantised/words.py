@@ -279,8 +279,12 @@ _UNSCALED = frozenset(
 )
 
 
-def holds_codes(value: Value, known: dict[Value, bool]) -> bool:
-    """Whether a value is computed from integers or floats of eight bits that the model stores."""
+def holds_codes(value: Value, known: dict[Value, bool] | None = None) -> bool:
+    """Whether a value is computed from integers or floats of eight bits that the model stores.
+
+    known: what is known of other values already, to which this adds.
+    """
+    known = {} if known is None else known
     if value not in known:
         known[value] = False
         if value.op in ("input", "constant") or not value.operands:

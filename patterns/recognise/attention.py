@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
@@ -192,7 +192,7 @@ def keys_of(value: Value) -> Iterator[tuple[View, ...]]:
             heads = _broadcast([q.shape for q, _ in logits.terms])[2]
             yield tuple(_expanded(k, (*k.shape[:2], heads)) for _, k in logits.terms)
     elif value.op == _SDPA:
-        k = _named(value).get("key")
+        k = value.named(*_NAMES).get("key")
         if isinstance(k, View) and len(k.shape) in (3, 4):
             yield (_token_major(k, k.shape),)
     elif (name := name_of_op(value)) and value.kwargs.get("output", 0) == 0:
@@ -215,7 +215,7 @@ class Sketch:
 def sketch_of(value: Value) -> Sketch | None:
     """None for a value that is no attention of whole heads to as many sequences of keys."""
     if value.op == _SDPA:
-        given = _named(value)
+        given = value.named(*_NAMES)
         q, k = given.get("query"), given.get("key")
         if not (isinstance(q, View) and isinstance(k, View)):
             return None
@@ -227,7 +227,7 @@ def sketch_of(value: Value) -> Sketch | None:
     if logits is None or len(logits.terms) != 1:
         return None
     ((q, k),) = logits.terms
-    return Sketch(q, k, bool(logits.seen or logits.hidden or logits.added))
+    return Sketch(q, k, bool(logits.mask or logits.added))
 
 
 # Products to which something is added.
@@ -242,12 +242,8 @@ _SDPA = "aten.scaled_dot_product_attention"
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 
 
-def _named(value: Value) -> dict[str, Any]:
-    return dict(zip(_NAMES, value.args, strict=False)) | dict(value.kwargs)
-
-
 def _scaled_dot_product(value: Value) -> Attention:
-    given = _named(value)
+    given = value.named(*_NAMES)
     q, k, v = (given["query"], given["key"], given["value"])
     if number_of(given.get("dropout_p") or 0.0) != 0.0:
         refuse("its weights are dropped at random", value, hint="model.eval(), or dropout_p=0.0")
@@ -259,21 +255,15 @@ def _scaled_dot_product(value: Value) -> Attention:
     q, k, v = (_token_major(view, (*batch, *view.shape[len(batch) :])) for view in (q, k, v))
     shared = bool(given.get("enable_gqa"))
     k, v = (_with_heads(view, q.shape[2], shared) for view in (k, v))
-    if len({view.shape[2] for view in (q, k, v)}) != 1:
-        refuse(f"{q.shape[2]} query, {k.shape[2]} key and {v.shape[2]} value heads", value)
-    scale = given.get("scale")
-    head_dim = q.shape[-1]
+    _check_heads(q, k, v, value)
+    scale, head_dim = given.get("scale"), q.shape[-1]
     if scale is None and not isinstance(head_dim, int):
         refuse("its head_dim is not known", value)
     mask = given.get("attn_mask")
     given_mask = None if mask is None else _four_axes(mask, k.shape[1], value)
     shows = mask is not None and mask.value.dtype == torch.bool
     shape = (q.shape[0], q.shape[1], q.shape[2], v.shape[3])
-    order = (0, 2, 1, 3) if rank == 4 else (2, 1, 3)
-    layout = effects.identity(shape)
-    if rank == 3:
-        layout = effects.squeeze(layout, [0])
-        order = (1, 0, 2)
+    layout = effects.permute(effects.identity(shape), (0, 2, 1, 3))
     return Attention(
         terms=((q, k),),
         v=v,
@@ -282,10 +272,16 @@ def _scaled_dot_product(value: Value) -> Attention:
         causal=bool(given.get("is_causal", False)),
         scale=head_dim**-0.5 if scale is None else number_of(scale),
         end=value,
-        layout=effects.permute(layout, order),
+        layout=layout if batch else effects.squeeze(layout, [0]),
         width=v.shape[-1],
         absorbed=(value,),
     )
+
+
+def _check_heads(q: View, k: View, v: View, value: Value) -> None:
+    """Raises Reject (ATTENTION_FORM) unless all [B, S, H, D] have as many heads."""
+    if len({view.shape[2] for view in (q, k, v)}) != 1:
+        refuse(f"{q.shape[2]} query, {k.shape[2]} key and {v.shape[2]} value heads", value)
 
 
 def _with_heads(view: View, count: Size, shared: bool) -> View:
@@ -357,18 +353,17 @@ def _spelled_out(softmax: Value, flow: Dataflow, heads_of: HeadsOf | None) -> At
         for q, k in parts
     )
     v = _expanded(above.v, (batch, above.v.shape[1], heads))
-    mask = logits.seen or logits.hidden
     return Attention(
         terms=terms,
         v=v,
-        mask=None if mask is None else by_roles(mask, logits),
+        mask=None if logits.mask is None else by_roles(logits.mask, logits),
         causal=False,
         scale=logits.scale,
         end=above.end,
         layout=above.layout,
         width=v.shape[-1],
         absorbed=_with_all_outputs((*logits.absorbed, *above.absorbed), flow),
-        sees=logits.hidden is None,
+        sees=logits.sees,
         added=None if logits.added is None else by_roles(logits.added, logits),
         subtracted=logits.subtracted,
         softcap=logits.softcap,
@@ -436,8 +431,7 @@ def _ragged(value: Value, flow: Dataflow) -> Attention:
     if any(flow.users.get(u) or u in flow.output_values for u in others):
         _refuse_chunk(value)
     q, k, v = (view.unsqueeze(0) for view in (q, k, v))
-    if len({view.shape[2] for view in (q, k, v)}) != 1:
-        refuse(f"{q.shape[2]} query, {k.shape[2]} key and {v.shape[2]} value heads", value)
+    _check_heads(q, k, v, value)
     scale = given.get(form.scale)
     layout = effects.identity((1, *q.shape[1:3], v.shape[3]))
     return Attention(

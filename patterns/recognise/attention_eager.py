@@ -23,12 +23,16 @@ from tilewright.patterns import effects
 from tilewright.patterns.arithmetic.casts import is_float_cast
 from tilewright.patterns.arithmetic.constants import number_of, one_number
 from tilewright.patterns.arithmetic.formula import largest, tensor
-from tilewright.patterns.arithmetic.steps import constant_factor, is_filled, reduced_dims
+from tilewright.patterns.arithmetic.steps import (
+    INVERSIONS,
+    chosen_by_mask,
+    constant_factor,
+    is_filled,
+    reduced_dims,
+)
 from tilewright.patterns.dataflow import Dataflow, Value, View, upstream
 from tilewright.patterns.effects import Atom, Dim, Effect, Size
-from tilewright.patterns.recognise.gemm import NamedProduct, Side, named_product
-
-_NOT = ("aten.bitwise_not", "aten.logical_not")
+from tilewright.patterns.recognise.gemm import NamedProduct, Side, layout_on, named_product
 
 # How many operations there are between a product and its softmax.
 _REACH = 12
@@ -41,8 +45,8 @@ HeadsOf = Callable[[Side], str | None]
 class Logits:
     """What a softmax is of. terms: products q [B, S, H, d], k [B, K, H, d], summed over.
 
-    seen, hidden: where a key is seen, or is not, over the softmax's dimensions. finite: hidden
-    logits are a large number instead of minus infinity. added: numbers on top of the scaled
+    mask: a key is seen where it is `sees`, over the softmax's dimensions. finite: hidden logits are
+    a large number instead of minus infinity. added: numbers on top of the scaled
     products; where `subtracted`, they are taken from these. softcap c: what is masked are
     c * tanh(scaled products / c); 0: the products. sinks [H]. roles: which of the softmax's
     dimensions are B (or none), H (two where groups of heads have their own), S (or none, where
@@ -50,8 +54,8 @@ class Logits:
     """
 
     scale: float = 1.0
-    seen: View | None = None
-    hidden: View | None = None
+    mask: View | None = None
+    sees: bool = True
     finite: bool = False
     added: View | None = None
     subtracted: bool = False
@@ -170,7 +174,7 @@ def _sum(found: Logits, view: View) -> bool:
 
 
 def _around(found: Logits) -> tuple[Any, ...]:
-    masks = found.seen, found.hidden, found.added, found.subtracted, found.finite
+    masks = found.mask, found.sees, found.added, found.subtracted, found.finite
     return found.scale, found.softcap, found.sinks, *masks
 
 
@@ -237,33 +241,27 @@ def _varies(view: View | None, dim: int) -> bool:
 def _is_bare(found: Logits) -> bool:
     """Whether nothing was done to the logits between here and the softmax."""
     plain = found.scale == 1.0 and not found.softcap and not found.terms
-    return plain and not (found.seen or found.hidden or found.added)
+    return plain and not (found.mask or found.added)
 
 
 def _masked(found: Logits, value: Value, view: View) -> View | None:
     """Where the logits are minus infinity."""
-    if found.seen is not None or found.hidden is not None or len(value.args) != 3 or found.terms:
+    chosen = chosen_by_mask(value)
+    if chosen is None or found.mask is not None:
         return None
-    if found.softcap:
-        return None
-    fills = value.op == "aten.masked_fill"
-    x, mask, fill = value.args if fills else (value.args[1], value.args[0], value.args[2])
-    if not fills and one_number(x) is not None:
-        fills, x, fill = True, fill, x
+    mask, *sides = chosen
+    fills = value.op == "aten.masked_fill" or one_number(sides[0]) is not None
+    fill, x = sides if fills else reversed(sides)
     number = one_number(fill)
-    if not (isinstance(x, View) and isinstance(mask, View)) or value.kwargs or number is None:
+    if found.softcap or found.terms or not isinstance(x, View) or number is None:
         return None
     found.finite = number != float("-inf")
     if mask.value.dtype != torch.bool:
         return None
-    where = view.of_operand(mask)
-    inner = where.value.operands[0] if where.value.op in _NOT else None
+    found.mask, found.sees = view.of_operand(mask), not fills
+    inner = mask.value.operands[0] if mask.value.op in INVERSIONS else None
     if fills and inner is not None and inner.value.dtype == torch.bool:
-        found.seen = where.of_operand(inner)
-    elif fills:
-        found.hidden = where
-    else:
-        found.seen = where
+        found.mask, found.sees = found.mask.of_operand(inner), True
     return x
 
 
@@ -380,7 +378,7 @@ def _roles_in(
 
 def without_repeats(side: Side, product: NamedProduct) -> Side:
     """A side without the names of dimensions that broadcast."""
-    sizes = _sizes(product)
+    sizes = product.sizes
     kept = [
         n
         for n, size in zip(side.names, side.view.shape, strict=True)
@@ -391,7 +389,7 @@ def without_repeats(side: Side, product: NamedProduct) -> Side:
 
 def _on_axes(side: Side, axes: Sequence[Sequence[str]], product: NamedProduct) -> View:
     """A side with the dimensions of each axis in one; of some that it lacks, repeated."""
-    dims, sizes = side.dims, _sizes(product)
+    dims, sizes = side.dims, product.sizes
     found: list[Dim] = []
     for names in axes:
         held = any(n in dims for n in names)
@@ -399,14 +397,6 @@ def _on_axes(side: Side, axes: Sequence[Sequence[str]], product: NamedProduct) -
         parts: list[Dim] = [dims.get(n, ()) or repeated.get(n, ()) for n in names]
         found.append(effects.coalesce(a for dim in parts for a in dim))
     return side.view.with_dims(*found)
-
-
-def _sizes(product: NamedProduct) -> dict[str, Size]:
-    sizes: dict[str, Size] = {}
-    for side in product.sides:
-        for name, size in zip(side.names, side.view.shape, strict=True):
-            sizes[name] = size if sizes.get(name, 1) == 1 else sizes[name]
-    return sizes
 
 
 def _named(
@@ -550,13 +540,6 @@ def _weighted(
     axes = (batch, queries, heads, width)
     if sorted(n for names in axes for n in names) != sorted(product.result):
         return None
-    sizes = _sizes(product)
-    atoms: dict[str, Atom] = {}
-    for axis, names in enumerate(axes):
-        step: Size = 1
-        for name in reversed(names):
-            atoms[name] = Atom(axis, step, sizes[name])
-            step = step * sizes[name]
-    dims = tuple(effects.coalesce(atoms[n] for n in names if sizes[n] != 1) for names in groups)
+    layout = layout_on(axes, groups, product.sizes)
     values = _on_axes(v, (batch, keys, heads, width), product)
-    return Weighted(values, end, Effect(dims, (0, 0, 0, 0)), absorbed)
+    return Weighted(values, end, layout, absorbed)

@@ -75,8 +75,7 @@ def _linear(value: Value) -> Gemm | None:
 
 def _scaled_mm(value: Value) -> Gemm | None:
     """Both operands are codes: (x * scale_a) @ (weight * scale_b), scales over blocks."""
-    names = ("self", "mat2", "scale_a", "scale_b", "bias", "scale_result")
-    given = dict(zip(names, value.args, strict=False)) | dict(value.kwargs)
+    given = value.named("self", "mat2", "scale_a", "scale_b", "bias", "scale_result")
     scale_a, scale_b = given.get("scale_a"), given.get("scale_b")
     if not isinstance(scale_a, View) or not isinstance(scale_b, View):
         return None
@@ -91,9 +90,9 @@ _V2 = ("self", "mat2", "scale_a", "recipe_a", "swizzle_a", "scale_b", "recipe_b"
 
 
 def _scaled_mm_v2(value: Value) -> Gemm | None:
-    """The same with scales in lists, and how they go as numbers; by tensor and by row are read."""
-    names = (*_V2, "bias", "out_dtype", "contraction_dim")
-    given: dict[str, Any] = dict(zip(names, value.args, strict=False)) | dict(value.kwargs)
+    """A product of codes whose scales come in lists, each with a number for how it goes: by tensor
+    or by row."""
+    given = value.named(*_V2, "bias", "out_dtype", "contraction_dim")
     x, weight = given.get("self"), given.get("mat2")
     if not isinstance(x, View) or not isinstance(weight, View):
         return None
@@ -191,6 +190,15 @@ class NamedProduct:
     def either_way(self) -> tuple[tuple[Side, Side], tuple[Side, Side]]:
         """The sides in both orders."""
         return self.sides, self.sides[::-1]
+
+    @property
+    def sizes(self) -> dict[str, Size]:
+        """The length of each dimension, by name; of two that broadcast, the longer one's."""
+        found: dict[str, Size] = {}
+        for side in self.sides:
+            for name, size in zip(side.names, side.view.shape, strict=True):
+                found[name] = size if found.get(name, 1) == 1 else found[name]
+        return found
 
     @property
     def names_differ(self) -> bool:
@@ -343,43 +351,37 @@ def _contraction(value: Value, x: Side, weight: Side, result: str) -> Gemm | Non
         return None
     if any(effects.repeats(d) and d for d in (*xs.values(), *ws.values())):
         return None
-    sizes = [effects.product(a.length for a in ws[n]) for n in features]
-    if not all(isinstance(n, int) for n in sizes):
+    sizes = {n: effects.product(a.length for a in (ws if n in ws else xs)[n]) for n in result}
+    if not all(isinstance(sizes[n], int) for n in features):
         return None
     hidden = effects.coalesce(a for n in summed for a in xs[n])
     rows = effects.coalesce(a for n in features for a in ws[n])
     columns = effects.coalesce(a for n in summed for a in ws[n])
     x_effect = Effect((*(xs[n] for n in tokens), hidden), x.view.effect.start)
     weight_effect = Effect((rows, columns), weight.view.effect.start)
-    shape = (*x_effect.shape[:-1], effects.product(sizes))
+    shape = (*x_effect.shape[:-1], effects.product(sizes[n] for n in features))
     return Gemm(
         value,
         shape,
-        _layout(result, tokens, features, sizes, shape),
+        layout_on([*tokens, features], result, sizes),
         View(x.view.value, x_effect),
         View(weight.view.value, weight_effect),
         None,
     )
 
 
-def _layout(
-    result: str,
-    tokens: Sequence[str],
-    features: Sequence[str],
-    sizes: Sequence[int],
-    shape: Sequence[Size],
+def layout_on(
+    axes: Sequence[Sequence[str]], dims: Sequence[Sequence[str]], sizes: Mapping[str, Size]
 ) -> Effect:
-    """The result's dimensions on the axes [tokens..., N]."""
-    dims: list[Dim] = []
-    for name in result:
-        if name in tokens:
-            axis = tokens.index(name)
-            atom = Atom(axis, 1, shape[axis])
-        else:
-            at = features.index(name)
-            atom = Atom(len(tokens), effects.product(sizes[at + 1 :]), sizes[at])
-        dims.append(effects.coalesce([atom]))
-    return Effect(tuple(dims), (0,) * len(shape))
+    """Dimensions on axes, where both are made of named parts, outermost first."""
+    atoms: dict[str, Atom] = {}
+    for axis, names in enumerate(axes):
+        step: Size = 1
+        for name in reversed(names):
+            atoms[name] = Atom(axis, step, sizes[name])
+            step = step * sizes[name]
+    walked = tuple(effects.coalesce(atoms[name] for name in names) for names in dims)
+    return Effect(walked, (0,) * len(axes))
 
 
 _RULES = {
@@ -422,8 +424,8 @@ def bias_rows(bias: Any, product: Effect, feature: int) -> tuple[View, int] | No
 
 
 def piece_of(view: View) -> View:
-    """The same elements as a view of one concatenated tensor, where one holds them all and is not
-    made wider."""
+    """A view's elements as a view of the one tensor, among several that are joined, that holds them
+    all in the result's dtype; the view itself where none does."""
     value = view.value
     if value.op != "aten.cat":
         return view

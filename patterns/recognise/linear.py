@@ -268,7 +268,7 @@ class _Search:
         linear = self.inner(value, product)
         if linear is None or linear.scale is not None or linear.bias is not None:
             return None
-        if linear.deltas or linear.clip or not holds_codes(linear.gemm.weight.value, {}):
+        if linear.deltas or linear.clip or not holds_codes(linear.gemm.weight.value):
             return None
         found = _by_column(scale, linear)
         return found and replace(linear, scale=found[0], scale_first=found[1])

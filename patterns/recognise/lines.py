@@ -12,18 +12,12 @@ from typing import Any
 
 import torch
 
-from tilewright.patterns.arithmetic.steps import start_and_step
+from tilewright.patterns.arithmetic.steps import INVERSIONS, filled_with, start_and_step
 from tilewright.patterns.dataflow import Value, View
 from tilewright.patterns.effects import Effect, Size
 
 #: Dtypes of indices.
 INTEGERS = (torch.int32, torch.int64)
-#: Ops that make tensors of one number, and the number.
-FILLED = {
-    f"aten.{form.format(kind)}": number
-    for kind, number in (("ones", 1), ("zeros", 0))
-    for form in ("{}", "new_{}", "{}_like")
-}
 
 
 @dataclass(frozen=True)
@@ -53,8 +47,7 @@ Truth = bool | Compared | None
 
 def line_of(view: View) -> Line | None:
     """A view of integers as a linear function of its indices."""
-    of = _LINES.get(view.value.op)
-    inner = None if of is None else of(view.value)
+    inner = _LINES.get(view.value.op, _filled)(view.value)
     return None if inner is None else _seen_through(inner, view.effect)
 
 
@@ -111,8 +104,10 @@ def _cast(value: Value) -> Line | None:
     return line_of(source)
 
 
-def _filled(value: Value) -> Line:
-    return Line(FILLED[value.op], (0,) * len(value.shape))
+def _filled(value: Value) -> Line | None:
+    number = filled_with(value.whole)
+    whole = number is not None and number.is_integer()
+    return Line(int(number), (0,) * len(value.shape)) if whole else None  # type: ignore[arg-type]
 
 
 def _diff(value: Value) -> Line | None:
@@ -191,7 +186,6 @@ _LINES: dict[str, Callable[[Value], Line | None]] = {
     "aten.diff": _diff,
     "aten.cumsum": _running_sum,
     "aten.index": _gathered,
-    **dict.fromkeys(FILLED, _filled),
 }
 
 
@@ -211,7 +205,7 @@ def truth_of(view: View) -> Truth:
     if value.op in _JOINED and len(value.operands) == 2:
         one, other = (truth_of(view.of_operand(v)) for v in value.operands)
         return _JOINED[value.op](one, other)
-    if value.op in ("aten.bitwise_not", "aten.logical_not") and len(value.operands) == 1:
+    if value.op in INVERSIONS and len(value.operands) == 1:
         return negated(truth_of(view.of_operand(value.operands[0])))
     if value.op in _ORDERS and len(value.args) == 2 and not value.kwargs:
         return _compared(view)

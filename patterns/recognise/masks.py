@@ -17,7 +17,12 @@ import torch
 from tilewright.patterns import effects
 from tilewright.patterns.arithmetic.casts import is_float_cast
 from tilewright.patterns.arithmetic.equality import equal_values
-from tilewright.patterns.arithmetic.steps import filled_with
+from tilewright.patterns.arithmetic.steps import (
+    INVERSIONS,
+    chosen_by_mask,
+    filled_with,
+    floor_quotient,
+)
 from tilewright.patterns.dataflow import Computed, Value, View
 from tilewright.patterns.effects import Effect, InexpressibleError, Size
 from tilewright.patterns.recognise.lines import (
@@ -152,7 +157,6 @@ def _numbers(high: View, batch: Size, queries: Size) -> View:
 
 _AND = {"aten.bitwise_and", "aten.logical_and"}
 _OR = {"aten.bitwise_or", "aten.logical_or"}
-_NOT = {"aten.bitwise_not", "aten.logical_not"}
 
 
 def _collect(view: View, sees: bool, terms: _Terms) -> None:
@@ -160,7 +164,7 @@ def _collect(view: View, sees: bool, terms: _Terms) -> None:
     value = view.value
     if is_of_bits(value):
         terms.whole = False
-    elif value.op in _NOT and len(value.operands) == 1:
+    elif value.op in INVERSIONS and len(value.operands) == 1:
         _collect(view.of_operand(value.operands[0]), not sees, terms)
     elif value.op in (_AND if sees else _OR) and len(value.operands) == 2:
         for operand in value.operands:
@@ -237,13 +241,8 @@ def _add_chunks(view: View, sees: bool, terms: _Terms) -> bool:
 
 def _quotient(view: View) -> tuple[View, int] | None:
     """(x, n) of x // n."""
-    value = view.value
-    mode = {} if value.op == "aten.floor_divide" else {"rounding_mode": "floor"}
-    if value.op not in ("aten.floor_divide", "aten.div") or dict(value.kwargs) != mode:
-        return None
-    x, n = value.args
-    plain = isinstance(x, View) and isinstance(n, int) and n > 0
-    return (view.of_operand(x), n) if plain and value.dtype in INTEGERS else None
+    found = floor_quotient(view.value) if view.value.dtype in INTEGERS else None
+    return None if found is None else (view.of_operand(found[0]), found[1])
 
 
 def _add_padding(view: View, sees: bool, terms: _Terms) -> bool:
@@ -439,20 +438,12 @@ def _add_numbers(view: View, terms: _Terms) -> bool:
 
 def _hiding(value: Value) -> tuple[View, bool] | None:
     """(condition, whether a key is seen where it is True) of where and masked_fill."""
-    if len(value.args) != 3 or value.kwargs:
+    chosen = chosen_by_mask(value)
+    if chosen is None or chosen[0].value.dtype != torch.bool:
         return None
-    if value.op == "aten.where":
-        condition, one, other = value.args
-    elif value.op == "aten.masked_fill":
-        other, condition, one = value.args
-    else:
-        return None
-    numbers = [_number(x) if isinstance(x, View) else x for x in (one, other)]
-    if not isinstance(condition, View) or sorted(map(repr, numbers)) not in _TWO:
-        return None
-    if condition.value.dtype != torch.bool:
-        return None
-    return condition, numbers[1] == _HIDDEN
+    numbers = [_number(x) if isinstance(x, View) else x for x in chosen[1:]]
+    known = sorted(map(repr, numbers)) in _TWO
+    return (chosen[0], numbers[1] == _HIDDEN) if known else None
 
 
 _TWO = [sorted(map(repr, (zero, _HIDDEN))) for zero in (0, 0.0)]

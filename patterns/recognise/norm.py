@@ -176,7 +176,7 @@ def _given(norm: View) -> tuple[Any, ...] | None:
         return None  # mean or inverse root, of the native layer norm
     layer = value.op != "aten.rms_norm"
     names = ["input", "normalized_shape", "weight", *(["bias"] if layer else []), "eps"]
-    given = dict(zip(names, value.args, strict=False)) | dict(value.kwargs)
+    given = value.named(*names)
     x, normalized, eps = given["input"], given.get("normalized_shape"), given.get("eps")
     width = x.shape[-1]
     if normalized is None or len(normalized) != 1 or not isinstance(width, int):

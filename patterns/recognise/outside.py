@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tilewright.patterns.arithmetic.steps import clamp_bounds, sides_of, start_and_step
+from tilewright.patterns.arithmetic.steps import chosen_by_mask, clamp_bounds, start_and_step
 from tilewright.patterns.dataflow import Computed, Value, View
 from tilewright.patterns.effects import Size
 from tilewright.patterns.recognise.routing import is_top_indices, strip_integer_casts
@@ -150,10 +150,10 @@ def _counted(value: Value, reach: int) -> tuple[int | None, Size | None]:
 
 
 def _either(value: Value, reach: int) -> tuple[int | None, Size | None]:
-    sides = sides_of(value)
-    if len(sides) != 2:
+    chosen = chosen_by_mask(value)
+    if chosen is None:
         return None, None
-    (least, end), (other, last) = (_range_of(side, reach - 1) for side in sides)
+    (least, end), (other, last) = (_range_of(side, reach - 1) for side in chosen[1:])
     known = isinstance(end, int) and isinstance(last, int)
     least = None if least is None or other is None else 0
     return least, max(end, last) if known else None  # type: ignore[type-var]

@@ -72,7 +72,7 @@ class _Unknown(Exception):
 
 @dataclass(frozen=True)
 class _Pairs:
-    """Of every rotated element: the index of itself and of its partner in x, and which member of
+    """For every rotated element, the index in x of itself and of its partner, and which member of
     its pair it is."""
 
     own: np.ndarray
@@ -216,14 +216,10 @@ def _table(column: _Column, pairs: _Pairs, style: str) -> Table:
     low = int(column.index.min())
     reach = int(column.index.max()) - low
     leaf = column.leaves[0]
-    start = list(leaf.rest.start)
-    start[leaf.axis] = low
     for place, width in ((each, rotary_dim), (pair, half)):
         step = reach // (width - 1) if width > 1 else 1
         if step > 0 and np.array_equal(column.index - low, place * step):
-            last = effects.coalesce([Atom(leaf.axis, step, width)])
-            view = View(leaf.value, Effect((*leaf.rest.dims, last), tuple(start)))
-            return Table(view, leaf.part, signs)
+            return Table(leaf.columns(low, width, step), leaf.part, signs)
     raise _Unknown("cos and sin are not laid out like the pairs")
 
 
@@ -238,10 +234,7 @@ def _table_of_members(column: _Column, pairs: _Pairs, style: str, signs: tuple[i
         step = int(index[1] - index[0]) if len(index) > 1 else 1
         if step <= 0 or np.any(index - index[0] != np.arange(len(index)) * step):
             raise _Unknown("cos and sin are not laid out like the pairs")
-        start = list(leaf.rest.start)
-        start[leaf.axis] = int(index[0])
-        last = effects.coalesce([Atom(leaf.axis, step, len(index))])
-        views.append(View(leaf.value, Effect((*leaf.rest.dims, last), tuple(start))))
+        views.append(leaf.columns(int(index[0]), len(index), step))
     return Table(views[0], parts.pop(), signs, views[1], style == "interleaved")
 
 
@@ -264,12 +257,10 @@ def _per_element(table: Table, style: str) -> Table:
 
 
 def _x(head: View, leaf: Leaf, first: int, head_dim: int) -> View:
-    start = list(leaf.rest.start)
-    start[leaf.axis] = first
-    effect = Effect((*leaf.rest.dims, (Atom(leaf.axis, 1, head_dim),)), tuple(start))
-    if len(effect.dims) != len(head.effect.dims):
+    x = leaf.columns(first, head_dim)
+    if len(x.shape) != len(head.shape):
         raise _Unknown("the rotation changes the number of dimensions")
-    return View(leaf.value, effect)
+    return x
 
 
 # --- the op's arguments ---------------------------------------------------------------------------

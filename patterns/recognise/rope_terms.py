@@ -17,7 +17,7 @@ from tilewright.patterns.arithmetic.constants import offsets
 from tilewright.patterns.arithmetic.equality import equal_values
 from tilewright.patterns.arithmetic.steps import keeps_dim, reduced_dims
 from tilewright.patterns.dataflow import Value, View
-from tilewright.patterns.effects import Effect, InexpressibleError
+from tilewright.patterns.effects import Atom, Effect, InexpressibleError, Size
 from tilewright.patterns.quantised.words import holds_codes, is_scaled
 from tilewright.patterns.recognise.gemm import match_gemm
 from tilewright.patterns.recognise.linear import match_columns
@@ -45,6 +45,13 @@ class Leaf:
     rest: Effect
     axis: int
     part: str = ""
+
+    def columns(self, first: Size, count: int, step: int = 1) -> View:
+        """The view whose last dimension takes `count` places of the open axis."""
+        start = list(self.rest.start)
+        start[self.axis] = first
+        last = effects.coalesce([Atom(self.axis, step, count)])
+        return View(self.value, Effect((*self.rest.dims, last), tuple(start)))
 
 
 @dataclass(frozen=True)
@@ -157,7 +164,7 @@ def _scales_codes(value: Value, product: View) -> bool:
     if gemm is None or gemm.weight_scale is not None:
         return False
     weight = gemm.weight.value
-    if not holds_codes(weight, {}) or is_scaled(weight):
+    if not holds_codes(weight) or is_scaled(weight):
         return False
     columns = match_columns(value.whole)
     return columns is not None and columns.linear.scale is not None

@@ -14,12 +14,17 @@ from typing import Any
 import torch
 
 from tilewright.patterns import effects
-from tilewright.patterns.arithmetic.steps import is_filled, reduced_dims, start_and_step
+from tilewright.patterns.arithmetic.casts import strip_while
+from tilewright.patterns.arithmetic.steps import (
+    floor_quotient,
+    is_filled,
+    reduced_dims,
+    start_and_step,
+)
 from tilewright.patterns.dataflow import Value, View
 from tilewright.patterns.effects import Atom, Effect, Size
 
 _ORDER_OUTPUTS = {"aten.sort": 1, "aten.argsort": None}
-_INTEGER_STEPS = {"aten.floor_divide", "aten.div"}
 _INDICES = (torch.int32, torch.int64)
 
 
@@ -58,9 +63,9 @@ def strip_integer_casts(view: View, below: Size | None = None) -> View:
 
     below: for a reader to whom all numbers from `below` up are alike, and all under `-below`.
     """
-    while view.value.op == "cast" and _keeps_integers(view.value, below):
-        view = view.value.args[0].through(view.effect)
-    return view
+    if view.value.op != "cast":
+        return view  # nearly all
+    return strip_while(view, lambda value: value.op == "cast" and _keeps_integers(value, below))[0]
 
 
 def _keeps_integers(cast: Value, below: Size | None) -> bool:
@@ -166,10 +171,9 @@ def by_cell(view: View, of_ones: bool = False) -> View | None:
     Copies and casts between floating-point types are left out; of_ones: of zeros and ones, which
     are those in any type, all casts.
     """
-    while view.value.op == "aten.clone" or (
-        view.value.op == "cast" and _floats(view.value, of_ones)
-    ):
-        view = view.value.args[0].through(view.effect)
+    view, _ = strip_while(
+        view, lambda v: v.op == "aten.clone" or (v.op == "cast" and _floats(v, of_ones))
+    )
     cells = view.value.whole
     known = len(cells.shape) == 2 and view == flat(cells.permute(1, 0))
     return cells if known else None
@@ -247,7 +251,7 @@ TAKEN = GATHERS | {"aten.take_along_dim", RESCALED}
 
 
 def _gathered_rows(source: View, index: View) -> tuple[View, View] | None:
-    """The same of a gather whose index repeats along whole rows."""
+    """(source, index) of a gather whose index repeats along whole rows."""
     if not source.shape or index.shape[1:] != source.shape[1:]:
         return None
     if index.value.dtype != torch.int64:
@@ -291,18 +295,13 @@ def match_rows(view: View, order: Order) -> Size | None:
         return effects.divides(tokens, order.ids.shape[0]) if found else None
     if view == strip_integer_casts(order.permutation):
         return 1  # a token of each route
-    if value.op in _INTEGER_STEPS and view.is_whole and _floors(value):
-        divisor = value.args[1]
-        if isinstance(divisor, int) and value.args[0] == order.permutation:
-            return divisor
+    quotient = floor_quotient(value) if view.is_whole else None
+    if quotient is not None and quotient[0] == order.permutation:
+        return quotient[1]
     taken = gathered(view)
     if taken is None or taken[1] != order.permutation:
         return None
     return _tokens_of_routes(taken[0])
-
-
-def _floors(value: Value) -> bool:
-    return value.op == "aten.floor_divide" or value.kwargs.get("rounding_mode") == "floor"
 
 
 def _tokens_of_routes(view: View) -> Size | None:
@@ -426,10 +425,9 @@ def _along(view: View, dim: int) -> View | None:
 
 
 def _marked(inner: View) -> tuple[View, Size] | None:
-    """The same of the sum over tokens of zeros [T, E] in which ones mark the experts of each: the
-    indices of a topk, so that none is marked twice."""
-    while inner.value.op == "cast":  # ones and zeros are those in any type
-        inner = inner.value.args[0].through(inner.effect)
+    """(experts by route, E) of the sum over tokens of zeros [T, E] in which ones mark each token's
+    experts: the indices of a topk, so that none is marked twice."""
+    inner, _ = strip_while(inner, lambda value: value.op == "cast")  # ones are ones in any type
     ids = scattered_ones(inner.value)
     if ids is None or not inner.is_whole or not ids.is_whole or not is_top_indices(ids.value):
         return None
@@ -475,20 +473,21 @@ def _into(value: Value, base: Any, dim: Any, ids: Any, number: float) -> View | 
 
 def _added(value: Value) -> tuple[View, Size] | None:
     """zeros(E) to which one is added at every route's expert."""
-    added = added_rows(value)
-    if added is None or not is_filled(added[1], 1):
+    base, index, source = rows_added_to(value) or (None, None, None)
+    if index is None or not is_filled(base, 0) or not is_filled(source, 1):
         return None
-    return experts_of(added[0]), value.shape[0]
-
-
-def added_rows(value: Value) -> tuple[View, View] | None:
-    """(index, source) of an `index_add` or `scatter_add` of rows to zeros."""
-    added = rows_added_to(value)
-    return added[1:] if added is not None and is_filled(added[0], 0) else None
+    return experts_of(index), value.shape[0]
 
 
 def rows_added_to(value: Value) -> tuple[View, View, View] | None:
-    """(what they are added to, index, source) of an `index_add` or `scatter_add` of rows."""
+    """(what they are added to, index, source) of an `index_add` or `scatter_add` of rows; in place
+    to zeros in memory that the graph made."""
+    store = value.store
+    if store is not None:
+        own = store.accumulate and not store.memory.is_input and is_filled(value.args[0], 0)
+        if not own or list(store.index) != [0] or store.source is None:
+            return None
+        return value.args[0], store.index[0], store.source
     if value.op not in ("aten.index_add", "aten.scatter_add"):
         return None
     name = "source" if value.op == "aten.index_add" else "src"
@@ -499,24 +498,10 @@ def rows_added_to(value: Value) -> tuple[View, View, View] | None:
     return value.args[0], index, source
 
 
-def _stored_ones(value: Value) -> tuple[View, Size] | None:
-    """The same, in place into fresh zeros."""
-    store = value.store
-    if store is None or not store.accumulate or store.source is None or store.memory.is_input:
-        return None
-    items = list(store.index.items())
-    before = value.args[0]
-    if len(items) != 1 or items[0][0] != 0:
-        return None
-    if not is_filled(before, 0) or not is_filled(store.source, 1):
-        return None
-    return experts_of(items[0][1]), value.shape[0]
-
-
 _COUNTS = {
     "aten.histc": _histogram,
     "aten.sum": _summed,
     "aten.scatter_add": _added,
     "aten.index_add": _added,
-    "store": _stored_ones,
+    "store": _added,
 }

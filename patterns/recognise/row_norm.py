@@ -27,12 +27,11 @@ def match_norm_before(
     flow: Dataflow,
     op: FusedOp,
 ) -> Norm | None:
-    """The RMS or layer norm that made x [T, K], the activation of `readers`, where nobody but these
-    reads it. Its own x is [T, K] too, and what is absorbed of it are values that nobody else reads.
+    """The RMS or layer norm that made x [T, K], the activation of `readers`, its own x as [T, K].
 
-    place: where the op will stand, in program order. None where no op can take it, where `op` is
-    the slower way to compute it, or where it reads rows that are not dense, or that change before
-    the op's place.
+    None where other values read x, where no op can take the norm or `op` is slower with it, and
+    where its rows are not dense or change before the op's place. `absorbed` holds the values that
+    only the norm reads. place: where the op will stand, in program order.
     """
     normed = x.value
     if normed.dtype not in HALVES or not isinstance(x.shape[0], int):
@@ -99,7 +98,7 @@ def row_norm_arguments(norm: Norm | None, prefix: str = "") -> dict[str, Any]:
 
 
 def unread(values: Iterable[Value], readers: Iterable[Value], flow: Dataflow) -> tuple[Value, ...]:
-    """Those of `values` that none but the others of them and `readers` read."""
+    """The values that are read by `readers` and by each other alone."""
     inside, readers = set(values), set(readers)
     while True:
         left = {

@@ -35,14 +35,21 @@ TENSORS = {"x": X, "ids": Operand("i64"), "out": Operand("bf16"), "bias": None}
 def test_a_spec_is_the_one_that_is_written_out():
     bias = Operand("fp32", (2,), aligned=False)
     made = GATHER.spec("sm90", {**TENSORS, "bias": bias}, {}, [Tiles()], ["num_rows"])
-    assert made == KernelSpec.of(
+    assert made == KernelSpec.make(
         GATHER.template,
         "gather",
         {"X_STRIDES": (128, 1), "BLOCK": 64, "BIAS_STRIDE": 2},
-        {**{f"{name}_ptr": TENSORS[name] for name in ("x", "ids", "out")}, "num_rows": "i64",
-         "bias_ptr": bias},
-        target="sm90", num_warps=8, divisible=("num_rows",), ranges=("num_rows",),
+        {"x_ptr": "*bf16", "ids_ptr": "*i64", "out_ptr": "*bf16", "num_rows": "i64",
+         "bias_ptr": "*fp32"},
+        divisible16=("ids_ptr", "num_rows", "out_ptr", "x_ptr"),
+        ranges={"num_rows": (1, 2**31 - 1)}, target="sm90", num_warps=8,
     )  # fmt: skip
+
+
+def test_a_number_that_is_constant_is_told_nothing_else_of():
+    made = GATHER.spec("sm90", TENSORS, {"BLOCK": 32, "num_rows": 32}, divisible=["num_rows"])
+    assert "num_rows" not in made.divisible16
+    assert made.ranges == ()
 
 
 def test_what_has_a_default_and_is_absent_is_left_out():

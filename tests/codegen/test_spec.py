@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from tilewright.codegen.operand import Operand
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import (
     INTERPRET,
@@ -43,21 +42,6 @@ def test_a_template_is_a_familys_or_any_other_module():
     modules = {"qkv.epilogue": "tilewright.codegen.qkv.templates.epilogue", "mine": "mine"}
     for template, module in (modules | {"my.own.module": "my.own.module"}).items():
         assert KernelSpec.make(**ARGUMENTS | {"template": template}).module == module
-
-
-def test_a_spec_of_operands():
-    """Operands are pointers, types are numbers known at the launch, the rest is constant."""
-    given = {"x": Operand("bf16"), "y": Operand("fp8e4nv", aligned=False), "bias": None}
-    counts = {"n": "i32", "run": "i64", "known": 7}
-    made = KernelSpec.of(
-        "fp4", "f", {"A": 1}, given | counts, target="sm100", divisible=("run", "known"),
-        ranges=("n", "known"), dependent=True,
-    )  # fmt: skip
-    assert made.signature == (("x", "*bf16"), ("y", "*fp8e4nv"), ("n", "i32"), ("run", "i64"))
-    assert made.constants == (("A", 1), ("LAUNCH_PDL", True), ("bias", None), ("known", 7))
-    assert made.divisible16 == ("run", "x")
-    assert made.ranges == (("n", 1, 2**31 - 1),)
-    assert made.launch_pdl
 
 
 def test_order_of_constants_does_not_matter_but_types_do():

@@ -15,7 +15,8 @@ from tests.compiler.running import (
     same_bits,
 )
 from tests.found import matches_of, patterns_in
-from tilewright.compiler import _compat, lower
+from tilewright.compiler import lower
+from tilewright.compiler._compat import tracing
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -103,7 +104,7 @@ def test_lower_leaves_later_compilation_alone():
     assert patterns_used() == ["qkv_cache"]
 
 
-@pytest.mark.parametrize("context", [_compat.autocast_off_on_meta, _compat.numbers_fake_on_meta])
+@pytest.mark.parametrize("context", [tracing.autocast_off_on_meta, tracing.numbers_fake_on_meta])
 def test_what_is_replaced_in_torch_comes_back_whichever_thread_leaves_first(context):
     before = torch.is_autocast_enabled, torch._dynamo.utils.run_node
     one, other = context(), context()

@@ -136,7 +136,7 @@ def test_settings_of_inductor_reach_it_and_go_before_its_mode(monkeypatch):
 
     monkeypatch.setattr(backend._compat, "compile_fx", compile_fx)
     settings = {"triton.cudagraphs": False, "max_fusion_size": 3}
-    mode = backend._compat.mode_patches("reduce-overhead")
+    mode = backend.inductor.mode_patches("reduce-overhead")
     assert mode["triton.cudagraphs"] is True
     gm = torch.fx.symbolic_trace(lambda x: x + 1)
     backend.tilewright(gm, [torch.ones(1)], options={"inner_options": settings})

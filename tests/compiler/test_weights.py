@@ -17,7 +17,7 @@ from tests.found import matches_of, misses_of, patterns_in
 from tilewright.compiler import StrictError, lower, reports
 from tilewright.compiler.options import Options
 from tilewright.compiler.safety.subclasses import described
-from tilewright.patterns import language
+from tilewright.patterns import codes, language
 from tilewright.patterns.language import CODES, WEIGHTS, Miss, Stage, reject
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -64,8 +64,9 @@ def test_a_weight_goes_by_code_unless_the_miss_says():
 
 
 def test_a_code_of_ones_own_has_a_weight(monkeypatch):
-    monkeypatch.setattr(language, "CODES", dict(CODES))
-    monkeypatch.setattr(language, "WEIGHTS", dict(WEIGHTS))
+    for name, known in {"CODES": dict(CODES), "WEIGHTS": dict(WEIGHTS)}.items():
+        monkeypatch.setattr(codes, name, known)
+        monkeypatch.setattr(language, name, known)
     language.register_code("TESTS_DOUBT", "a doubt", weight="advice")
     language.register_code("TESTS_DOUBT", "a doubt", weight="advice")
     assert Miss("p", "TESTS_DOUBT", Stage.GUARDS, "m").weight == "advice"

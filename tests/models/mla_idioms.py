@@ -1,7 +1,7 @@
 """Small faithful models of multi-head latent attention, as serving engines write it.
 
     module, args = build("sdpa")                       # one of IDIOMS
-    module, args = build("sdpa", concat="pad_add")     # any MlaAxes field changed
+    module, args = build("sdpa", concat="new_empty")     # any MlaAxes field changed
 
 One sequence: `context` tokens lie in the paged latent cache, `num_tokens` follow. Args are
 (x, positions [T], slots [T], every token's slot [C + T], block table [1, W], caches...); calling
@@ -177,11 +177,6 @@ def new_empty(k_nope, rope_key):
     return keys
 
 
-def pad_add(k_nope, rope_key):
-    width, rotated = k_nope.shape[-1], rope_key.shape[-1]
-    return F.pad(k_nope, (0, rotated)) + F.pad(rope_key.unsqueeze(1), (width, 0))
-
-
 def repeated(k_nope, rope_key):
     k_pe = rope_key.unsqueeze(1).repeat(1, k_nope.shape[1], 1)
     return torch.concat([k_nope, k_pe], -1)
@@ -191,7 +186,7 @@ def left_apart(k_nope, rope_key):
     return k_nope, rope_key
 
 
-CONCATS = {f.__name__: f for f in (cat, new_empty, pad_add, repeated)}
+CONCATS = {f.__name__: f for f in (cat, new_empty, repeated)}
 
 
 class RmsNorm(nn.Module):

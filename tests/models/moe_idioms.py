@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.experts import dequantized
 from tests.models import moe_dequant
 from tilewright.ops.formats.expert_weight import ExpertWeight
 
@@ -199,7 +200,7 @@ class Coded(nn.Module):
         """The weight in float64, by the format's own definition."""
         block = moe_dequant.FP8_BLOCK if self.format == "fp8" else (1, 32)
         weight = ExpertWeight(self.codes, self.format, self.scales, block)
-        values = weight.dequantize(torch.arange(self.codes.shape[0]), torch.float64)
+        values = dequantized(weight, torch.float64)
         scaled = self.decode.__name__ == "nvfp4_table"
         return values * self.factor.double()[:, None, None] if scaled else values
 

@@ -1,4 +1,4 @@
-"""Mixtures whose experts run one by one: in Python loops that end the graph, or written out.
+"""Mixtures whose experts run one by one: in Python loops that end the graph.
 
 module, args = build("one_hot_nonzero")          # one of LOOPS
 """
@@ -25,10 +25,6 @@ class MoeLoop(nn.Module):
         self.router = random(E, H)
         self.gate_up = random(E, 2 * INNER, H)
         self.down = random(E, H, INNER)
-        self.experts = nn.ModuleList()
-        for _ in range(E):
-            mlp = nn.Sequential(nn.Linear(H, INNER, bias=False), nn.SiLU(), nn.Linear(INNER, H))
-            self.experts.append(mlp.bfloat16().requires_grad_(False))
 
     def forward(self, x):
         return self.step(self, x, *F.linear(x, self.router).float().softmax(-1).topk(S, -1))
@@ -71,32 +67,14 @@ def sorted_lists(m, x, weights, ids):
     return torch.zeros_like(x).index_add(0, order // S, y)
 
 
-def masked_stacked(m, x, weights, ids):
-    out = torch.zeros_like(x)
-    for e in range(E):
-        weight = (weights * (ids == e)).sum(-1, keepdim=True)
-        out = out + m.expert(x, e) * weight.to(x.dtype)
-    return out
-
-
-def masked_modules(m, x, weights, ids):
-    scores = torch.zeros(x.shape[0], E).scatter(1, ids, weights).to(x.dtype)
-    out = 0
-    for e, expert in enumerate(m.experts):
-        out = out + expert(x) * scores[:, e : e + 1]
-    return out
-
-
-#: name -> (step, whether the graph breaks, the code that says so)
+#: name -> the step
 LOOPS = {
-    "one_hot_nonzero": (one_hot_nonzero, True, "EXPERT_LOOP"),
-    "where_each": (where_each, True, "EXPERT_LOOP"),
-    "sorted_lists": (sorted_lists, True, "EXPERT_LOOP"),
-    "masked_stacked": (masked_stacked, False, "EXPERT_UNROLLED"),
-    "masked_modules": (masked_modules, False, "EXPERT_UNROLLED"),
+    "one_hot_nonzero": one_hot_nonzero,
+    "where_each": where_each,
+    "sorted_lists": sorted_lists,
 }
 
 
 def build(name):
     x = torch.randn(T, H, generator=torch.Generator().manual_seed(1)).bfloat16()
-    return MoeLoop(LOOPS[name][0]).eval(), (x,)
+    return MoeLoop(LOOPS[name]).eval(), (x,)

@@ -11,7 +11,7 @@ from tests.found import misses_of
 from tilewright.compiler import lower
 from tilewright.patterns.hints import HINTED, hint_for
 from tilewright.patterns.language import Miss, Stage
-from tilewright.tools.miss_guide import miss_guide
+from tilewright.tools.report.miss_guide import miss_guide
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

@@ -10,7 +10,16 @@ from torch import fx
 
 from tilewright.patterns.dataflow import Value
 from tilewright.patterns.effects import InexpressibleError
-from tilewright.patterns.language import Miss, Stage, as_advice, attempt, reject
+from tilewright.patterns.language import (
+    Miss,
+    Missed,
+    Stage,
+    anchor_nodes,
+    as_advice,
+    attempt,
+    miss_at,
+    reject,
+)
 
 
 @dataclass(frozen=True)
@@ -47,3 +56,21 @@ def test_misses_within_as_advice_are_advice_with_their_nodes(expressible, code):
     assert (lost.code, lost.nodes, lost.weight) == (code, (node,), "lost")
     assert (advice.code, advice.nodes, advice.weight) == (code, (node,), "advice")
     assert (advice.stage, advice.message) == (lost.stage, lost.message)
+
+
+def test_an_anchor_that_is_known_to_be_a_miss_is_answered_by_that():
+    graph = fx.Graph()
+    one, other = (
+        Value("input", (), (2,), torch.float32, torch.device("cpu"), graph.placeholder(name), 0)
+        for name in "xy"
+    )
+    known = miss_at("UNSUPPORTED", Stage.GUARDS, "seen before", one, hint="another way")
+    missed = Missed(known, products=(other,))
+    answer = attempt(GivesUp(True, False), missed, None)
+    assert isinstance(answer, Miss)
+    assert (answer.pattern, answer.message, answer.hint) == (
+        "gives_up",
+        "seen before",
+        "another way",
+    )
+    assert anchor_nodes(missed) == (one.node, other.node)

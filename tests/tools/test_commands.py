@@ -22,7 +22,7 @@ from tilewright.patterns.language import CODES
 from tilewright.tools.cli import app
 from tilewright.tools.commands import doctor
 from tilewright.tools.matrix.releases import newest_tried
-from tilewright.tools.miss_guide import miss_guide
+from tilewright.tools.report.miss_guide import miss_guide
 
 REAL_MODELS = """
     import torch

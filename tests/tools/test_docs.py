@@ -19,7 +19,7 @@ from tilewright.ops.contract import all_ops
 from tilewright.patterns.language import CODES
 from tilewright.tools import zoo
 from tilewright.tools.commands.legend import TERMS
-from tilewright.tools.miss_guide import miss_guide
+from tilewright.tools.report.miss_guide import miss_guide
 
 ROOT = Path(__file__).resolve().parents[2]
 # Taken when the tests are collected: no pattern of a test has added codes by then.

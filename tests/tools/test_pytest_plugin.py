@@ -11,7 +11,7 @@ import torch
 
 from tests.tools.test_cli import CACHE_MODEL
 from tilewright.tools.pytest_plugin import FOLDER
-from tilewright.tools.snapshot import SnapshotError, parse_snapshot
+from tilewright.tools.report.snapshot import SnapshotError, parse_snapshot
 
 pytest_plugins = ["pytester"]
 

@@ -10,7 +10,7 @@ pytest.importorskip("transformers.distributed")
 from tests.tools.test_commands import schema_checked
 from tilewright.codegen.targets import SM90, SM100, get_target
 from tilewright.tools.cli import app
-from tilewright.tools.sharding import Collective, check_sharding, one_rank_of
+from tilewright.tools.models.sharding import Collective, check_sharding, one_rank_of
 from tilewright.tools.zoo import ModelError
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")

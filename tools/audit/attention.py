@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tilewright.codegen.attention.mask_plan import PROGRAMS_PER_SM
+from tilewright.codegen.attention.mask_kernels import PROGRAMS_PER_SM
 from tilewright.codegen.audit import Expectations
 from tilewright.codegen.targets import Target
 from tilewright.ops.attention import cache_attention, mask_blocks

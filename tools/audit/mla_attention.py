@@ -13,7 +13,8 @@ from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
 from tilewright.ops.mla.attention.cudnn import join_launch
 from tilewright.ops.mla.attention.lowering import attention_steps, merge_steps, query_steps
-from tilewright.ops.mla.attention.operands import AttentionCall, RopeTables
+from tilewright.ops.mla.attention.operands import AttentionCall
+from tilewright.ops.reference.rope import RopeTables
 from tilewright.ops.runtime.program import Planner, drive
 from tilewright.tools.audit.cases import (
     SOFTMAX_REASON,
@@ -67,7 +68,7 @@ def attention_call(
 
 
 TABLE = meta(163840, 64, dtype=torch.float32)
-ROPE = RopeTables(TABLE[:, ::2], TABLE[:, 1::2], "interleaved", by_position=True)
+ROPE = RopeTables(TABLE[:, ::2], TABLE[:, 1::2], "interleaved", rope_by_position=True)
 ROTATED: dict[str, Any] = {"q": meta(4096, 128, 192), "q_rope": None, "tables": ROPE}
 CALLS: dict[str, AttentionCall] = {
     "128 heads": attention_call(128),

@@ -10,10 +10,10 @@ import torch
 
 from tilewright.codegen.audit import Expectations
 from tilewright.codegen.targets import Target
+from tilewright.ops.contract import FusedOp
 from tilewright.ops.mlp import linear_activation, linear_residual
 from tilewright.ops.mlp.cases import LinearCase
-from tilewright.ops.mlp.linear_activation import LinearActivationArguments
-from tilewright.ops.mlp.linear_residual import LinearResidualArguments
+from tilewright.ops.runtime.dtypes import TRITON_TYPES
 from tilewright.tools.audit.cases import SCALED_SUMS_REASON, AuditCase, audited, distinct, meta
 from tilewright.tools.audit.qkv import FORMATS
 
@@ -38,37 +38,26 @@ def mlp_cases(target: Target) -> list[AuditCase]:
 def _model_cases(target: Target) -> Iterator[AuditCase]:
     for name, (hidden, inner, attended) in MODELS.items():
         for tokens in TOKEN_COUNTS:
-            x, norm_weight = meta(tokens, hidden), meta(hidden)
-            gate, up = meta(inner, hidden), meta(inner, hidden)
-            first = LinearActivationArguments(x, gate, up, rms_norm=True, norm_weight=norm_weight)
-            yield from _cases(f"{name} gate and up T={tokens}", linear_activation.OP, first, target)
+            gated = LinearCase("", tokens, hidden, inner, layout="separate", norm="rms")
+            yield from _cases(f"{name} gate and up T={tokens}", linear_activation.OP, gated, target)
             for what, columns in (("down", inner), ("output", attended)):
-                second = LinearResidualArguments(
-                    meta(tokens, columns), meta(hidden, columns), meta(tokens, hidden)
-                )
-                yield from _cases(f"{name} {what} T={tokens}", linear_residual.OP, second, target)
+                plain = LinearCase("", tokens, columns, hidden)
+                yield from _cases(f"{name} {what} T={tokens}", linear_residual.OP, plain, target)
 
 
 def _plain_cases(target: Target) -> Iterator[AuditCase]:
     """Not gated, with biases, in float16; and weights whose rows are contiguous."""
-    half = torch.float16
-    x, weight, bias = meta(1, 2048, dtype=half), meta(8192, 2048, dtype=half), meta(8192)
-    first = LinearActivationArguments(x, weight, bias=bias.float(), activation="gelu_tanh")
-    yield from _cases("not gated", linear_activation.OP, first, target, "fp16")
+    half = LinearCase("", 1, 2048, 8192, dtype=torch.float16, activation="gelu_tanh")
+    yield from _cases("not gated", linear_activation.OP, half, target, bias=meta(8192).float())
     # A layer norm of a row, of the most registers that one takes.
     for name, (hidden, inner) in LAYER_NORMED.items():
-        case = LinearCase(
-            "", 1, hidden, inner, bias=True, activation="gelu_tanh", norm="layer", layout="plain"
-        )
-        fourth = linear_activation.sample_inputs(case, "meta")
-        yield from _cases(f"{name} up", linear_activation.OP, fourth, target)
-    wide = meta(1600, 6400).t().contiguous().t()
-    second = LinearResidualArguments(meta(16, 6400), wide, meta(16, 1600), bias=meta(1600))
-    yield from _cases("GPT-2 XL down", linear_residual.OP, second, target)
+        normed = LinearCase("", 1, hidden, inner, bias=True, activation="gelu_tanh", norm="layer")
+        yield from _cases(f"{name} up", linear_activation.OP, normed, target)
+    turned = LinearCase("", 16, 6400, 1600, layout="plain_n_major", bias=True)
+    yield from _cases("GPT-2 XL down", linear_residual.OP, turned, target)
     for tokens in (1, 16):
-        case = LinearCase("", tokens, 14336, 3584, norm="rms", norm_offset=1.0)
-        third = linear_residual.sample_inputs(case, "meta")
-        yield from _cases(f"Gemma-2-9B down T={tokens}", linear_residual.OP, third, target)
+        after = LinearCase("", tokens, 14336, 3584, norm="rms", norm_offset=1.0)
+        yield from _cases(f"Gemma-2-9B down T={tokens}", linear_residual.OP, after, target)
 
 
 def _coded_cases(target: Target) -> Iterator[AuditCase]:
@@ -84,8 +73,8 @@ def _coded_cases(target: Target) -> Iterator[AuditCase]:
                 ("gate and up", up, linear_activation.OP),
                 ("down", down, linear_residual.OP),
             ):
-                a = op.sample_inputs(replace(case, num_tokens=tokens), "meta")
-                yield from _cases(f"Llama-3-8B {name} {what} T={tokens}", op, a, target)
+                some = replace(case, num_tokens=tokens)
+                yield from _cases(f"Llama-3-8B {name} {what} T={tokens}", op, some, target)
 
 
 def _coded(options: dict[str, Any], k: int, n: int) -> LinearCase:
@@ -98,15 +87,19 @@ def _coded(options: dict[str, Any], k: int, n: int) -> LinearCase:
     )
 
 
-def _cases(name: str, op: Any, a: Any, target: Target, dtype: str = "bf16") -> Iterator[AuditCase]:
-    """The kernels of one call: the product's, and what finishes its result."""
+def _cases(
+    name: str, op: FusedOp, case: LinearCase, target: Target, **changes: torch.Tensor
+) -> Iterator[AuditCase]:
+    """The kernels of one call: the product's, and what finishes its result. changes: arguments in
+    place of the case's."""
+    a = replace(op.sample_inputs(case, "meta"), **changes)
     for number, spec in enumerate(op.plan_for(a, target.name).specs):
         constants = dict(spec.constants)
         grouped = constants.get("SCALE_COLUMNS", a.x.shape[1]) < a.x.shape[1]
         # Of many tokens the products are a library's.
         streamed = spec.kernel.startswith("streamed")
         claims = Expectations(
-            mma=dtype if streamed else None,
+            mma=TRITON_TYPES[case.dtype] if streamed else None,
             memory_bound=streamed,
             stack_bytes=CODES_STACK if "PER" in constants else 0,
             fresh_sums_reason=SCALED_SUMS_REASON if grouped else "",

@@ -4,17 +4,17 @@ format, each regime of rows per expert, and the NVFP4 x NVFP4 grouped GEMM in bo
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from tilewright.codegen.arithmetic import cdiv
 from tilewright.codegen.audit import Expectations
-from tilewright.codegen.formats import WEIGHT_FORMATS
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
 from tilewright.ops.contract import FusedOp
+from tilewright.ops.formats.expert_weight import ExpertWeight
+from tilewright.ops.formats.samples import quantized_weight
 from tilewright.ops.formats.scale_layout import layout_shape
 from tilewright.ops.grouped import matmul, nvfp4_matmul, quantize_nvfp4
 from tilewright.ops.grouped.arguments import GroupedMatmulArguments
@@ -23,7 +23,6 @@ from tilewright.ops.grouped.quantize_nvfp4 import QuantizeNvfp4Arguments
 from tilewright.ops.moe import moe, router
 from tilewright.ops.moe.arguments import FusedMoeArguments
 from tilewright.ops.moe.router import MoeRouterArguments
-from tilewright.ops.runtime.dtypes import torch_types
 from tilewright.tools.audit.cases import (
     MMA_ROWS,
     SHORT_TILE_REASON,
@@ -39,13 +38,8 @@ TOKEN_COUNTS = (1, 64, 1024, 8192)
 ROWS_PER_GROUP = (1, 64, 1024)
 # Up to so many rows per expert the time is that of streaming the weights.
 MEMORY_BOUND_ROWS = 16
-# format -> (rows, columns) that share a scale, the scales' dtype.
-SCALES = {
-    "fp8": ((128, 128), torch.float32),
-    "int4": ((1, 64), torch.bfloat16),
-    "nvfp4": ((1, 16), torch.float8_e4m3fn),
-    "mxfp4": ((1, 32), torch.uint8),
-}
+# Columns that share a scale of int4.
+GROUP = 64
 
 
 @dataclass(frozen=True)
@@ -69,44 +63,31 @@ class Mixture:
     ) -> FusedMoeArguments:
         """A call, without memory. gate and up are halves of one tensor, or its rows in turn; their
         scales, and their biases, start at the same address."""
-        given: dict[str, Any] = {"weight_format": weight_format}
-        gate_up = self.weight(weight_format, 2 * self.inner, self.hidden, dtype)
+        both = self.weight(weight_format, 2 * self.inner, self.hidden, dtype)
         down = self.weight(weight_format, self.hidden, self.inner, dtype)
         if self.gpt_oss:
-            given |= {"activation": "clamped_swiglu", "limit": 7.0}
-            gate_up["bias"] = meta(self.num_experts, 2 * self.inner, dtype=dtype)
-            down["bias"] = meta(self.num_experts, self.hidden, dtype=dtype)
-        for what, tensor in gate_up.items():
-            whole = what == "expert_scale"
-            gate, up = (tensor, tensor) if whole else self._gate_and_up(tensor)
-            given |= {f"gate_{what}": gate, f"up_{what}": up if what == "weight" else gate}
-        given |= {f"down_{what}": tensor for what, tensor in down.items()}
-        if weight_format in ("fp8", "int4"):
-            given["scale_block"] = SCALES[weight_format][0]
+            more |= {"activation": "clamped_swiglu", "limit": 7.0}
+            both = replace(both, bias=meta(self.num_experts, 2 * self.inner, dtype=dtype))
+            down = replace(down, bias=meta(self.num_experts, self.hidden, dtype=dtype))
+        data, upper = self._gate_and_up(both.data)
+        scale, bias = (
+            None if t is None else self._gate_and_up(t)[0] for t in (both.scale, both.bias)
+        )
+        gate = replace(both, data=data, scale=scale, bias=bias)
+        for name, weight in (("gate", gate), ("up", replace(gate, data=upper)), ("down", down)):
+            more |= getattr(FusedMoeArguments, name).arguments(weight)
         x = meta(tokens, self.hidden, dtype=dtype)
         ids = meta(tokens, self.num_slots, dtype=torch.int64)
-        return FusedMoeArguments(x, ids, ids.to(dtype), **given, **more)
+        return FusedMoeArguments(x, ids, ids.to(dtype), **more)
 
     def weight(
         self, weight_format: str, rows: int, columns: int, dtype: torch.dtype
-    ) -> dict[str, torch.Tensor]:
-        """A weight [E, rows, columns] with its scales, by what the arguments' names end in."""
-        experts, form = self.num_experts, WEIGHT_FORMATS.get(weight_format)
-        if form is None:
-            if self.gpt_oss:
-                return {"weight": meta(experts, columns, rows, dtype=dtype).mT}
-            return {"weight": meta(experts, rows, columns, dtype=dtype)}
-        block, scale_dtype = SCALES[weight_format]
-        blocks = cdiv(rows, block[0]), cdiv(columns, block[1])
-        made = {
-            "weight": meta(
-                experts, rows, columns // form.per_byte, dtype=torch_types(form.stored)[0]
-            ),
-            "scale": meta(experts, *blocks, dtype=scale_dtype),
-        }
-        if weight_format == "nvfp4":
-            made["expert_scale"] = meta(experts, dtype=torch.float32)
-        return made
+    ) -> ExpertWeight:
+        """A weight [E, rows, columns]."""
+        if weight_format == "dense" and self.gpt_oss:
+            return ExpertWeight(meta(self.num_experts, columns, rows, dtype=dtype).mT)
+        dense = meta(self.num_experts, rows, columns, dtype=dtype)
+        return quantized_weight(weight_format, dense, GROUP)
 
     def _gate_and_up(self, both: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (both[:, 0::2], both[:, 1::2]) if self.gpt_oss else both.chunk(2, 1)
@@ -167,14 +148,11 @@ def _grouped_cases(
 ) -> Iterator[AuditCase]:
     """The second GEMM of a mixture as `grouped_matmul`, whose rows stay where they are."""
     weight = model.weight(weight_format, model.hidden, model.inner, dtype)
-    block = SCALES[weight_format][0] if weight_format in SCALES else ()
+    given = GroupedMatmulArguments.experts.arguments(weight)
     ends = meta(model.num_experts + 1, dtype=torch.int32)
     for rows in ROWS_PER_GROUP:
-        a = GroupedMatmulArguments(
-            meta(rows * model.num_experts, model.inner, dtype=dtype), weight["weight"], ends,
-            ends[1:], weight_format=weight_format, scale_block=block,
-            weight_scale=weight.get("scale"),
-        )  # fmt: skip
+        x = meta(rows * model.num_experts, model.inner, dtype=dtype)
+        a = GroupedMatmulArguments(x, group_offsets=ends, expert_ids=ends[1:], **given)
         name = f"grouped {str(dtype).removeprefix('torch.')} {weight_format} rows={rows}"
         few = rows <= MEMORY_BOUND_ROWS
         yield from _planned(name, matmul.OP, a, target, memory_bound=few)

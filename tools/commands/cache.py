@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -60,11 +60,11 @@ def cache(
         if prune_now and problem is not None:
             raise CommandError(f"--prune: {folder} is not used: {problem}")
         pruned = prune(folder, bound, age) if prune_now else None
-    found = survey(folder)
+    found = _as_dict(folder, problem, bound, survey(folder), pruned)
     if as_json:
-        print_json(_as_dict(folder, problem, bound, found, pruned))
+        print_json(found)
     else:
-        _print(folder, problem, bound, found, pruned)
+        _print(found)
     if problem is not None:
         raise typer.Exit(FAILED)
 
@@ -90,15 +90,8 @@ def _age(text: str | None) -> float | None:
 def _kinds(found: Survey) -> list[dict[str, Any]]:
     from tilewright.codegen.build.cache.upkeep import KINDS
 
-    counts, sizes = Counter[str](), Counter[str]()
-    for entry in found.entries:
-        counts[entry.kind] += 1
-        sizes[entry.kind] += entry.size
-    return [
-        {"kind": kind, "entries": counts[kind], "bytes": sizes[kind]}
-        for kind in KINDS
-        if counts[kind]
-    ]
+    sizes = {kind: [e.size for e in found.entries if e.kind == kind] for kind in KINDS}
+    return [{"kind": k, "entries": len(s), "bytes": sum(s)} for k, s in sizes.items() if s]
 
 
 def _as_dict(
@@ -120,26 +113,21 @@ def _as_dict(
     }
 
 
-def _print(
-    folder: Path, problem: str | None, bound: int, found: Survey, pruned: Pruned | None
-) -> None:
-    from tilewright.codegen.build.cache.folder import others_are_trusted
-
+def _print(found: Mapping[str, Any]) -> None:
     console = make_console()
-    console.print(f"folder   {folder}")
-    if problem is not None:
-        console.print(f"problem  not used: {problem}", style="red")
-    if others_are_trusted():
+    console.print(f"folder   {found['folder']}")
+    if found["problem"] is not None:
+        console.print(f"problem  not used: {found['problem']}", style="red")
+    if found["others_trusted"]:
         console.print("trust    all who can write there (TILEWRIGHT_CACHE_TRUST=1)")
-    for row in _kinds(found):
+    for row in found["kinds"]:
         console.print(f"{row['kind']:<8} {row['entries']} entries, {_mib(row['bytes'])}")
-    console.print(f"size     {_mib(found.size)} of {_mib(bound)}")
-    if found.stale:
-        console.print(f"stale    {len(found.stale)} leftovers of processes that were killed")
-    if pruned is not None:
-        console.print(
-            f"pruned   {pruned.entries} entries, {_mib(pruned.size)}; {pruned.stale} leftovers"
-        )
+    console.print(f"size     {_mib(found['bytes'])} of {_mib(found['bound_bytes'])}")
+    if found["stale"]:
+        console.print(f"stale    {found['stale']} leftovers of processes that were killed")
+    if gone := found["pruned"]:
+        size = _mib(gone["bytes"])
+        console.print(f"pruned   {gone['entries']} entries, {size}; {gone['stale']} leftovers")
 
 
 def _mib(size: int) -> str:

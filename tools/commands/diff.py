@@ -16,7 +16,7 @@ from tilewright.tools.commands.common import (
     print_json,
 )
 from tilewright.tools.console import make_console
-from tilewright.tools.snapshot import SnapshotError, compare, read_lines
+from tilewright.tools.report.snapshot import SnapshotError, compare, read_lines
 
 FileArgument = typer.Argument(help="A snapshot, or a report saved with --json.")
 

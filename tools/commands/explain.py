@@ -20,8 +20,8 @@ from tilewright.tools.commands.common import (
     users_code,
 )
 from tilewright.tools.console import make_console
-from tilewright.tools.miss_guide import miss_guide
-from tilewright.tools.zoo import import_place
+from tilewright.tools.models.loading import import_place
+from tilewright.tools.report.miss_guide import miss_guide
 
 
 def explain(

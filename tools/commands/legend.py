@@ -18,84 +18,45 @@ class Term:
     meaning: str
 
 
-_TILE = r"\d+x\d+h? ?x\d+"
 TERMS = (
     Term("graph", "place", r"graph\b", "code outside of every module: the model's own forward"),
-    Term(
-        "swapped",
-        "lowering|reason",
-        r"swapped\b",
-        "the kernel for few tokens: the weight's rows are the tensor core's M side, tokens N",
-    ),
-    Term(
-        "128x16x128",
-        "reason",
-        _TILE,
-        "what one program multiplies at a time: rows, columns of the result, and columns of K; the "
-        "rows are the weight's where swapped or streaming, else tokens; `h` counts heads",
-    ),
-    Term(
-        "/2",
-        "reason",
-        r"/\d+ w\d",
-        "so many programs share the sum of one tile (split K; of attention: the keys)",
-    ),
+    Term("swapped", "lowering|reason", r"swapped\b",
+         "the kernel for few tokens: the weight's rows are the tensor core's M side, tokens N"),
+    Term("128x16x128", "reason", r"\d+x\d+h? ?x\d+",
+         "what one program multiplies at a time: rows, columns of the result, and columns of K; "
+         "the rows are the weight's where swapped or streaming, else tokens; `h` counts heads"),
+    Term("/2", "reason", r"/\d+ w\d",
+         "so many programs share the sum of one tile (split K; of attention: the keys)"),
     Term("w4 s4", "reason", r"\bw\d+\b", "warps of a program, and stages: loads in flight"),
-    Term(
-        "p256 early",
-        "reason",
-        r"\bp\d+\b| early\b",
-        "of a streaming kernel: columns that are asked for while the kernel before it ends, and "
-        "the next kernel may come in early; of others `p2` is programs on a multiprocessor",
-    ),
-    Term(
-        "g8",
-        "reason",
-        r" g\d+\b",
-        "tiles of rows that follow each other on one part of a weight",
-    ),
+    Term("p256 early", "reason", r"\bp\d+\b| early\b",
+         "of a streaming kernel: columns that are asked for while the kernel before it ends, and "
+         "the next kernel may come in early; of others `p2` is programs on a multiprocessor"),
+    Term("g8", "reason", r" g\d+\b",
+         "tiles of rows that follow each other on one part of a weight"),
     Term("ws", "reason", r" ws\b", "warps are specialised: some load, some multiply"),
-    Term("modelled", "reason", "modelled", "the time is the chip's model's; nothing was measured"),
-    Term(
-        "slots=per_sequence",
-        "shapes",
-        r"slots=per_sequence",
-        "one list of places in the cache, which every sequence has in memory of its own",
-    ),
-    Term(
-        "slots=page+offset",
-        "shapes",
-        r"slots=page\+offset",
-        "the graph gives a page and a place in it apart: the slot is page * page size + offset",
-    ),
-    Term(
-        "slots=slice",
-        "shapes",
-        r"slots=slice",
-        "the cache is written as a slice of it",
-    ),
+    Term("modelled", "reason", "modelled",
+         "the time is the chip's model's; nothing was measured"),
+    Term("slots=per_sequence", "shapes", r"slots=per_sequence",
+         "one list of places in the cache, which every sequence has in memory of its own"),
+    Term("slots=page+offset", "shapes", r"slots=page\+offset",
+         "the graph gives a page and a place in it apart: the slot is page * page size + offset"),
+    Term("slots=slice", "shapes", r"slots=slice", "the cache is written as a slice of it"),
     Term("rope=half", "shapes", r"rope=half", "rotary embedding pairs a head's two halves"),
-    Term("gqa=4", "shapes", r"gqa=\d", "so many heads of queries share a head of keys and values"),
-    Term(
-        "anchored",
-        "stage",
-        "anchored",
-        "a pattern started here, at the write, and the write itself is not as it must be",
-    ),
-    Term(
-        "k path, v path, q path",
-        "stage",
-        "[kvq] path",
-        "the way from the cache (or the attention) back to the projection of K, V or Q: something "
-        "between them is not known",
-    ),
-    Term(
-        "activation", "stage", "activation", "the projections do not share one input as they must"
-    ),
-    Term("guards", "stage", "guards", "the structure is there; the op cannot take this kind of it"),
+    Term("gqa=4", "shapes", r"gqa=\d",
+         "so many heads of queries share a head of keys and values"),
+    Term("anchored", "stage", "anchored",
+         "a pattern started here, at the write, and the write itself is not as it must be"),
+    Term("k path, v path, q path", "stage", "[kvq] path",
+         "the way from the cache (or the attention) back to the projection of K, V or Q: something "
+         "between them is not known"),
+    Term("activation", "stage", "activation",
+         "the projections do not share one input as they must"),
+    Term("guards", "stage", "guards",
+         "the structure is there; the op cannot take this kind of it"),
     Term("hazards", "stage", "hazards", "it is there, and rewriting it could change a result"),
-    Term("capability", "stage", "capability", "it is there, and the device has no kernel for it"),
-)
+    Term("capability", "stage", "capability",
+         "it is there, and the device has no kernel for it"),
+)  # fmt: skip
 
 
 def explained(report: str) -> Iterator[tuple[str, str]]:

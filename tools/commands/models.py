@@ -23,11 +23,11 @@ from tilewright.patterns.language import registered
 from tilewright.tools.commands.common import CommandError, users_code
 from tilewright.tools.console import make_console
 from tilewright.tools.kernel_audit import KernelAudit, audit_kernels
-from tilewright.tools.user_errors import one_line
+from tilewright.tools.models.user_errors import one_line
 from tilewright.tools.zoo import LoadedModel, load_model
 
 if TYPE_CHECKING:
-    from tilewright.tools.sharding import Rank
+    from tilewright.tools.models.sharding import Rank
 
 
 def load(model: str, **options: Any) -> LoadedModel:
@@ -72,7 +72,7 @@ def load_and_lower_rank(
     debug: bool,
 ) -> tuple[Lowered, Rank]:
     """As :func:`load_and_lower`, of a zoo model that ranks share. Raises CommandError."""
-    from tilewright.tools.sharding import load_sharded, one_rank_of, rank_of
+    from tilewright.tools.models.sharding import load_sharded, one_rank_of, rank_of
 
     check_target(target)
     with contextlib.redirect_stdout(sys.stderr), users_code(model), one_rank_of(tp):

@@ -27,6 +27,7 @@ from xml.etree import ElementTree
 
 import typer
 
+from tilewright.tools.matrix.environments import make_environment
 from tilewright.tools.matrix.releases import RELEASED, ROWS, Row
 
 ENVIRONMENTS = Path(".matrix")
@@ -122,17 +123,9 @@ def environment(row: Row, root: Path = ENVIRONMENTS) -> Path:
         base = interpreter(row.python)
         if base is None:
             raise RuntimeError(f"no Python {row.python} on this machine")
-        _run([base, "-m", "venv", "--clear", str(folder)])
-        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        _run([*pip, *requirements(row), "-e", str(checkout)])
+        make_environment(base, folder, *requirements(row), "-e", str(checkout))
         stamp.write_text(wanted, "utf-8")
     return python.absolute()
-
-
-def _run(command: Sequence[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr.strip()}")
 
 
 def try_row(row: Row, workers: int) -> Outcome:

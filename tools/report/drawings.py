@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import fx
 
 from tilewright.compiler import GraphReport
-from tilewright.tools.layers import Layer, layers
 from tilewright.tools.report.flow import Line, Row, rows, side_by_side
+from tilewright.tools.report.layers import Layer, layers
 from tilewright.tools.report.node_facts import facts, label, shape, writes_in_place
 
 #: A layer with more nodes than these is not drawn: nobody would read it.
 MAX_NODES = 2000
-#: Pixels from lane to lane, and the height of a row in units of its drawing.
-LANE, HEIGHT = 11, 100
+#: Pixels from lane to lane.
+LANE = 11
 
 Kind = Literal["", "outside", "fused", "op"]
 
@@ -33,36 +33,29 @@ class Chip:
 
 
 @dataclass(frozen=True)
-class Cell:
-    """A row of one drawing. lines, dot: its lanes as SVG paths, the dot's empty in a row without
-    nodes. shape: of what it hands on."""
-
-    chips: tuple[Chip, ...]
-    lines: str
-    dot: str
-    shape: str
-
-    @property
-    def site(self) -> int:
-        """The number of the site that the row is in, or 0."""
-        return self.chips[0].site if self.chips else 0
-
-
-@dataclass(frozen=True)
 class Drawing:
-    """A distinct layer. lines: a cell before and one after; none where it has too many nodes.
+    """A distinct layer. lines: none where it has too many nodes. chips: of the nodes in them.
     widths: of the lanes before and after, in pixels. fused: the number of fused ops in it."""
 
     title: str
     nodes: tuple[int, int]
-    lines: tuple[tuple[Cell, Cell], ...]
-    widths: tuple[int, int]
     fused: int
+    lines: tuple[Line, ...] = ()
+    chips: Mapping[fx.Node, Chip] = field(default_factory=dict)
+    widths: tuple[int, int] = (0, 0)
+
+    def x(self, lane: int) -> int:
+        """The middle of a lane, in pixels."""
+        return LANE * lane + LANE // 2
+
+    def shape(self, row: Row) -> str:
+        """The shape of what a row hands on."""
+        return shape(row.nodes[-1])
 
 
 def drawings(graph: GraphReport, numbers: Mapping[str, int], title: str = "") -> list[Drawing]:
-    """Of each distinct layer, those with fused ops first. numbers: of the site that a node is in,
-    by the node's name, before or after; title: put before each one's own."""
+    """The drawing of each distinct layer, those with fused ops first. numbers: of the site that a
+    node is in, by the node's name, before or after; title: put before each one's own."""
     kept = {node.name for node in graph.after.graph.nodes}
     found = [_drawing(layer, numbers, kept, title) for layer in layers(graph)]
     return sorted(found, key=lambda drawing: not drawing.fused)
@@ -104,50 +97,27 @@ def _drawing(layer: Layer, numbers: Mapping[str, int], kept: Set[str], title: st
     fused = [node for node in layer.after if "tilewright" in node.meta]
     counts = len(layer.before), len(layer.after)
     if max(counts) > MAX_NODES:
-        return Drawing(title + layer.title, counts, (), (0, 0), len(fused))
+        return Drawing(title + layer.title, counts, len(fused))
     before, after = rows(layer.before, kind_of), rows(layer.after, kind_of)
     # A fused op stands where the last of what it replaces stood.
     order = {node.name: i for i, node in enumerate(layer.before)}
     came_from = {node: max(replaced(node), key=lambda n: order.get(n, -1)) for node in fused}
     inside = {*layer.before, *layer.after}
 
-    def chips(row: Row) -> Iterator[Chip]:
-        for node in row.nodes:
-            kind, number = kind_of(node) if node in inside else ("outside", 0)
-            yield Chip(label(node), facts(node), kind, number, writes_in_place(node))
+    def chip(node: fx.Node) -> Chip:
+        kind, number = kind_of(node) if node in inside else ("outside", 0)
+        return Chip(label(node), facts(node), kind, number, writes_in_place(node))
 
-    def cell(row: Row | None, passing: Sequence[int]) -> Cell:
-        if row is None:
-            return Cell((), _upright(passing), "", "")
-        return Cell(tuple(chips(row)), _lanes(row), _dot(row), shape(row.nodes[-1]))
-
-    def cells(line: Line) -> tuple[Cell, Cell]:
-        return cell(line.before, line.before_passing), cell(line.after, line.after_passing)
-
-    lines = tuple(map(cells, side_by_side(before, after, came_from)))
-    return Drawing(title + layer.title, counts, lines, (_width(before), _width(after)), len(fused))
+    return Drawing(
+        title + layer.title,
+        counts,
+        len(fused),
+        tuple(side_by_side(before, after, came_from)),
+        {node: chip(node) for row in (*before, *after) for node in row.nodes},
+        (_width(before), _width(after)),
+    )
 
 
 def _width(drawn: Sequence[Row]) -> int:
     lanes = (max((row.lane, *row.passing, *row.into)) for row in drawn)
     return LANE * (max(lanes, default=0) + 1)
-
-
-def _x(lane: int) -> int:
-    return LANE * lane + LANE // 2
-
-
-def _upright(lanes: Sequence[int]) -> str:
-    return "".join(f"M{_x(lane)} 0V{HEIGHT}" for lane in lanes)
-
-
-def _lanes(row: Row) -> str:
-    """Lanes that pass, those that lead to the dot, and its own below."""
-    here, half = _x(row.lane), HEIGHT // 2
-    into = (f"M{_x(lane)} 0C{_x(lane)} {half} {here} 0 {here} {half}" for lane in row.into)
-    below = f"M{here} {half}V{HEIGHT}" if row.goes_on else ""
-    return _upright(row.passing) + "".join(into) + below
-
-
-def _dot(row: Row) -> str:
-    return f"M{_x(row.lane)} {HEIGHT // 2}h0"

@@ -18,12 +18,13 @@ from pygments.lexers import PythonLexer
 from tilewright.codegen.targets import Target, get_target
 from tilewright.compiler import GraphReport, Lowered, Site
 from tilewright.compiler.report import collapse_misses, collapse_sites, site_kind
+from tilewright.compiler.report.traffic import Unit, units_of
 from tilewright.patterns.dataflow import source_of
 from tilewright.patterns.language import CODES
 from tilewright.tools.files import write_whole
 from tilewright.tools.kernel_audit import KernelAudit
-from tilewright.tools.miss_guide import miss_guide
 from tilewright.tools.report.drawings import Drawing, drawings, numbers_of, replaced
+from tilewright.tools.report.miss_guide import miss_guide
 from tilewright.tools.report.node_facts import SourceLine, source_lines
 from tilewright.tools.report.roofline import Point, Work, chart, site_work
 from tilewright.tools.report.step_bars import SiteBars, site_bars, step_view
@@ -71,9 +72,10 @@ def render_html(
 ) -> str:
     """The page's HTML. audits, present: as in `write_html`."""
     target = get_target(lowered.target)
-    entries = _site_entries(lowered)
+    units = [units_of(graph, target) for graph in lowered.graphs]
+    entries = _site_entries(lowered, units)
     numbers = _numbers(lowered, entries)
-    bars = site_bars(lowered, numbers, present)
+    bars = site_bars(lowered, units, numbers, present)
     return template("report.html.j2").render(
         model=model,
         lowered=lowered,
@@ -94,13 +96,16 @@ def render_html(
     )
 
 
-def _site_entries(lowered: Lowered) -> list[SiteEntry]:
+def _site_entries(lowered: Lowered, units: Sequence[Sequence[Unit]]) -> list[SiteEntry]:
     target = get_target(lowered.target)
-    graphs = {id(site): graph for graph in lowered.graphs for site in graph.matches}
+    of_node = [{unit.node: unit for unit in made} for made in units]
+    graphs = {id(site): (graph, made.get(site.node))
+              for graph, made in zip(lowered.graphs, of_node, strict=True)
+              for site in graph.matches}  # fmt: skip
     entries = []
     for number, (site, scope, count) in enumerate(collapse_sites(lowered.matches), 1):
-        graph = graphs[id(site)]
-        work = site_work(graph, site, target)
+        graph, unit = graphs[id(site)]
+        work = None if unit is None else site_work(graph, site, unit, target)
         entries.append(SiteEntry(site, scope, count, number, work, _source(graph, site)))
     return entries
 

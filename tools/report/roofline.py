@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tilewright.codegen.targets import Target
-from tilewright.compiler import GraphReport, Site, _compat
-from tilewright.compiler.report.work import flop_rate, flops_of, share_of_experts
-from tilewright.ops.contract import get_op
+from tilewright.compiler import GraphReport, Site
+from tilewright.compiler.report.step import FULL, amounts_of
+from tilewright.compiler.report.traffic import Unit
+from tilewright.compiler.report.work import flops_of
 from tilewright.tools.report.templates import template
 
 
@@ -17,9 +18,8 @@ from tilewright.tools.report.templates import template
 class Work:
     """What a site computes, and the bytes it reads and writes.
 
-    flops: of the matrix products it replaces. bytes: every operand read once and every result
-    written once, but caches, of which a step writes little; of a mixture only as many experts as
-    tokens reach that are spread evenly. rate: the target's FLOP/s for the activation's dtype.
+    flops: of the matrix products it replaces. bytes: as `Amounts` counts them, of full caches.
+    rate: the target's FLOP/s for the activation's dtype.
     """
 
     flops: int
@@ -35,26 +35,14 @@ class Work:
         return 1e6 * max(self.flops / self.rate, self.bytes / target.hbm_bytes_per_s)
 
 
-def site_work(graph: GraphReport, site: Site, target: Target) -> Work | None:
-    """The work of one site; None where a size is a symbol or nothing is multiplied."""
-    after = {node.name: node for node in graph.after.graph.nodes}
-    before = {node.name: node for node in graph.before.graph.nodes}
-    node = after.get(site.node)
-    absorbed = [before[name] for name in site.absorbed if name in before]
-    flops = sum(map(flops_of, absorbed))
-    if node is None or not flops:
+def site_work(graph: GraphReport, site: Site, unit: Unit, target: Target) -> Work | None:
+    """The work of one site, `unit` of the rewritten graph; None where a size is a symbol or nothing
+    is multiplied."""
+    replaced = frozenset(site.absorbed)
+    flops = sum(flops_of(node) for node in graph.before.graph.nodes if node.name in replaced)
+    if not flops or unit.symbols:
         return None
-    op = get_op(node.meta["tilewright"]["op"])
-    names = [argument.name for argument in op.torch_op._schema.arguments]
-    given = zip(names, node.args, strict=False)
-    written = {argument for name, argument in given if name in op.mutated}
-    read = [n for n in node.all_input_nodes if n not in written]
-    tensors = _compat.tensors_of(*read, node)
-    share = share_of_experts(site)
-    sizes = [t.numel() * t.element_size() * (share if t.dim() == 3 else 1) for t in tensors]
-    if not all(isinstance(size, (int, float)) for size in sizes):
-        return None
-    return Work(flops, int(sum(sizes)), flop_rate(tensors, target))
+    return Work(flops, amounts_of(unit, target, FULL).bytes, unit.flop_rate)
 
 
 @dataclass(frozen=True)

@@ -6,16 +6,16 @@ move and take if Inductor alone compiled it.
 
 from __future__ import annotations
 
-import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
 
-from tilewright.codegen.targets import get_target
+from tilewright.codegen.targets import Target, get_target
 from tilewright.compiler import GraphReport, Lowered, _compat
 from tilewright.compiler.report.step import (
+    FULL,
     FUSED,
     INDUCTOR,
     LIBRARY,
@@ -26,12 +26,9 @@ from tilewright.compiler.report.step import (
     amounts_of,
     step_of,
 )
-from tilewright.compiler.report.traffic import units_of
-from tilewright.tools.layers import title_of
+from tilewright.compiler.report.traffic import Unit, units_of
+from tilewright.tools.report.layers import title_of
 from tilewright.tools.report.node_facts import writes_in_place
-
-#: As many tokens as caches have room for, where it is not said how many are present.
-FULL = sys.maxsize
 
 #: The kinds of parts, as a page calls them.
 KIND_NAMES: dict[Kind, str] = {
@@ -106,22 +103,27 @@ class StepView:
 
 
 def site_bars(
-    lowered: Lowered, numbers: Sequence[Mapping[str, int]], present: int | None
+    lowered: Lowered,
+    units: Sequence[Sequence[Unit]],
+    numbers: Sequence[Mapping[str, int]],
+    present: int | None,
 ) -> dict[int, SiteBars]:
     """The bars of equal sites by their number, at one scale.
 
-    numbers: for each graph, the number of the site that a node is in, by the node's name.
+    units: of each rewritten graph. numbers: for each graph, the number of the site that a node is
+    in, by the node's name.
     """
+    target = get_target(lowered.target)
     now: defaultdict[int, Taken] = defaultdict(Taken)
     apart: defaultdict[int, Taken] = defaultdict(Taken)
     unknown: set[int] = set()
-    for graph, own in zip(lowered.graphs, numbers, strict=True):
-        for part in step_of(replace(lowered, graphs=(graph,)), _tokens(present)).parts:
-            if part.kind == FUSED:
-                number = own.get(part.node, 0)
-                now[number] += Taken(part.amounts.bytes, part.amounts.modelled_us)
-                unknown |= {number} if part.symbols else set()
-        for number, taken in _taken_apart(graph, own, lowered.target, present):
+    for graph, made, own in zip(lowered.graphs, units, numbers, strict=True):
+        for unit in made:
+            if unit.kind == FUSED:
+                number, amounts = own.get(unit.node, 0), amounts_of(unit, target, _tokens(present))
+                now[number] += Taken(amounts.bytes, amounts.modelled_us)
+                unknown |= {number} if unit.symbols else set()
+        for number, taken in _taken_apart(graph, own, target, present):
             apart[number] += taken
     sites = {number for own in numbers for number in own.values() if number}
     # Where sizes are symbols, more is missing of one side than of the other.
@@ -144,11 +146,10 @@ def _tokens(present: int | None) -> int:
 
 
 def _taken_apart(
-    graph: GraphReport, numbers: Mapping[str, int], name: str, present: int | None
+    graph: GraphReport, numbers: Mapping[str, int], target: Target, present: int | None
 ) -> Iterator[tuple[int, Taken]]:
     """What the captured graph's units move and take, (number of a site, its share of one unit). The
     sites that share a unit do so by the sizes of what their nodes make."""
-    target = get_target(name)
     by_name = {node.name: node for node in graph.before.graph.nodes}
     for unit in units_of(as_captured(graph), target):
         amounts = amounts_of(unit, target, _tokens(present))

@@ -18,7 +18,7 @@ from tilewright.tools.kernel_audit import KernelAudit
 from tilewright.tools.report.looked_for import nearest_lines
 
 if TYPE_CHECKING:
-    from tilewright.tools.sharding import Rank
+    from tilewright.tools.models.sharding import Rank
 
 _LABEL_WIDTH = 11
 

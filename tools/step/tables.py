@@ -11,7 +11,7 @@ from rich.text import Text
 from tilewright.codegen.targets import get_target
 from tilewright.compiler.report.step import FUSED, INDUCTOR, LIBRARY, Amounts, Step
 from tilewright.compiler.scopes import collapse_scope
-from tilewright.tools.layers import title_of
+from tilewright.tools.report.layers import title_of
 from tilewright.tools.step.profile import WORDS, Profile
 
 # Rows of a profile that are shown; the rest is one line. Columns of a kernel's name.

@@ -67,8 +67,8 @@ def finish_linear(
     up_weight_ptr, bias_ptr, up_bias_ptr, residual_ptr, out_ptr, workspace_ptr, counters_ptr,
     row_tile, part, rows, places, there, token_mask,
     N: tl.constexpr, K: tl.constexpr, NORM: tl.constexpr, NORM_EPS: tl.constexpr,
-    ACTIVATION: tl.constexpr, SCALE: tl.constexpr, RESIDUAL_STRIDE: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, SPLIT_K: tl.constexpr,
+    ACTIVATION: tl.constexpr, SCALE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+    SPLIT_K: tl.constexpr,
 ):  # fmt: skip
     """Stores out = residual + SCALE * activation(product + bias) * (up + up_bias) of one tile.
 

@@ -277,8 +277,7 @@ def streamed_linear(
         product, up, squares, bias, up_bias, residual,
         up_weight_ptr, bias_ptr, up_bias_ptr, residual_ptr, out_ptr, workspace_ptr, counters_ptr,
         row_tile, part, rows, places, there, token_mask,
-        N, K, NORM, NORM_EPS, ACTIVATION, SCALE, RESIDUAL_STRIDE,
-        BLOCK_N, BLOCK_T, SPLIT_K,
+        N, K, NORM, NORM_EPS, ACTIVATION, SCALE, BLOCK_N, BLOCK_T, SPLIT_K,
     )  # fmt: skip
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,46 +10,19 @@ import torch
 from tilewright.codegen.arithmetic import next_power_of_2
 from tilewright.codegen.attention.blocks import LIST_STRIDES
 from tilewright.codegen.attention.problem import AttentionSizes
-from tilewright.codegen.mla.attention_kernels import MASKS, AttentionProblem
+from tilewright.codegen.mla.attention_kernels import AttentionProblem
 from tilewright.codegen.mla.query_kernels import NO_ROTATION, QueryProblem, Rotation
 from tilewright.codegen.spec import Constant
+from tilewright.ops.attention.masks import check_mask
 from tilewright.ops.attention.operands import LOG2E, known_strides
-from tilewright.ops.checks import ArgumentError, check_choice
+from tilewright.ops.checks import ArgumentError, check_number, given
 from tilewright.ops.formats.fp8 import FP8_DTYPES
+from tilewright.ops.reference.rope import RopeTables
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
-from tilewright.ops.runtime.operands import mask_bytes, tma_reaches
+from tilewright.ops.runtime.operands import follows, mask_bytes, tma_reaches
 
 OP = "mla attention"
 DTYPES = (torch.bfloat16, torch.float16, *FP8_DTYPES)
-# Tensors of `mla_attention` that a call has by the same name.
-TENSORS = (
-    "q", "q_rope", "k", "v", "query_offsets", "key_offsets", "query_starts", "key_starts",
-    "key_lengths", "mask_blocks", "q_scale", "k_scale", "v_scale",
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class RopeTables:
-    """A rotation of the last columns of queries or keys. style, cos and sin as in
-    ops/reference/rope.py; cos and sin may have any strides. by_position: a token's row of the
-    tables is its position, not its number."""
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-    style: str
-    by_position: bool = False
-
-    def paired(self, columns: int) -> bool:
-        """Whether each sine follows its cosine, as imaginary parts follow real ones."""
-        cos, sin = self.cos, self.sin
-        alike = cos.stride() == sin.stride() and cos.dtype == sin.dtype
-        after = sin.data_ptr() - cos.data_ptr() == cos.element_size()
-        return alike and after and cos.stride(-1) == 2 and 2 * cos.shape[-1] == columns
-
-    @property
-    def rows(self) -> int:
-        """Rows of the tables, at least 1."""
-        return max(self.cos.shape[0], 1)
 
 
 def rotation_of(
@@ -60,11 +32,12 @@ def rotation_of(
     There is no sin where a pair's sine follows its cosine in one table."""
     if tables is None:
         return NO_ROTATION, {"cos": None, "sin": None}
-    cos, sin = tables.cos, None if tables.paired(columns) else tables.sin
+    cos = given(tables.cos)
+    sin = None if tables.paired and 2 * cos.shape[-1] == columns else given(tables.sin)
     rotation = Rotation(
-        rope_style=tables.style,
+        rope_style=tables.rope_style,
         full_width=cos.shape[-1] == columns,
-        by_position=tables.by_position,
+        by_position=tables.rope_by_position,
         cos_strides=cos.stride(),
         sin_strides=(cos if sin is None else sin).stride(),
     )
@@ -153,7 +126,8 @@ class AttentionCall:
 
     @property
     def table_rows(self) -> int:
-        return 1 if self.tables is None else self.tables.rows
+        """At least 1."""
+        return 1 if self.tables is None else max(given(self.tables.cos).shape[0], 1)
 
     def with_queries(self, own: torch.Tensor, turned: torch.Tensor) -> AttentionCall:
         """Returns the call with the rotated columns of the queries apart, if keys have them."""
@@ -167,11 +141,8 @@ class AttentionCall:
 
 def check_call(a: AttentionCall) -> None:
     """Raises ArgumentError for what no kernel takes. Shapes come from the calling op, checked."""
-    check_choice(OP, "mask", a.mask, MASKS)
-    if a.mask in ("sliding_window", "chunked") and a.window < 1:
-        raise ArgumentError(OP, "window", f"at least 1, since mask is {a.mask!r}", a.window)
-    if not (a.scale > 0 and math.isfinite(a.scale)):
-        raise ArgumentError(OP, "scale", "a positive number", a.scale)
+    check_mask(OP, a)
+    check_number(OP, "scale", a.scale, above=True)
     if a.k.dtype not in DTYPES:
         raise ArgumentError(OP, "k", "bfloat16, float16 or an 8-bit float", a.k.dtype)
     for name in ("q", "v", "q_rope"):
@@ -195,7 +166,7 @@ def launch_values(a: AttentionCall) -> dict[str, Any]:
     it is cut into tiles."""
     sizes = a.sizes
     return {
-        **{name: getattr(a, name) for name in TENSORS},
+        **vars(a),  # what the kernel calls as the record does
         "rope": a.k_rope,
         "positions": a.query_positions,
         "mask": None if a.attn_mask is None else mask_bytes(a.attn_mask),
@@ -230,7 +201,7 @@ def attention_problem(a: AttentionCall) -> AttentionProblem:
         v_by_key=a.v_by_key,
         sequences=next_power_of_2(max(a.num_sequences, 1)) if a.ragged else 1,
         mask=a.mask,
-        window=a.window if a.mask in ("sliding_window", "chunked") else 0,
+        window=a.window,
         tma=all(_reached(part) for part in (a.q, a.k, a.v, a.q_rope) if part is not None),
         rope_tma=a.k_rope is not None and a.k_rope.dtype == a.k.dtype and _reached(a.k_rope),
         joint=_joint(a),
@@ -241,12 +212,7 @@ def _joint(a: AttentionCall) -> bool:
     """Whether a key's values follow it, so that one descriptor reads both."""
     dims = (a.nope, a.v.shape[-1])
     whole = all(next_power_of_2(dim) == dim for dim in dims) and dims[0] == dims[1]
-    alike = (a.k.stride() == a.v.stride()) and not a.v_by_key
-    after = a.v.data_ptr() - a.k.data_ptr() == a.nope * a.k.element_size()
-    same = a.k.device.type == "meta" or (
-        a.k.untyped_storage().data_ptr() == a.v.untyped_storage().data_ptr()
-    )
-    return whole and alike and after and same
+    return whole and not a.v_by_key and follows(a.v, a.k)
 
 
 def _reached(part: torch.Tensor) -> bool:
@@ -272,7 +238,7 @@ def query_call(
         # A position for each token: they are counted in one run.
         q, run = q.reshape(1, tokens, *q.shape[-2:]), tokens
     offsets = starts = positions = None
-    if tables is not None and tables.by_position:
+    if tables is not None and tables.rope_by_position:
         offsets, starts, positions = a.query_offsets, a.query_starts, a.query_positions
         positions = None if positions is None else positions.reshape(-1)
     casts = q.dtype != a.k.dtype

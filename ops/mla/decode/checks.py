@@ -21,7 +21,7 @@ from tilewright.ops.checks import (
     shape_text,
 )
 from tilewright.ops.mla.arguments import MlaDecodeArguments, widths
-from tilewright.ops.mla.checks import check_heads, check_weight, refuse_codes
+from tilewright.ops.mla.checks import check_heads, check_weight, refuse_scale
 
 # What `cache_attention` calls otherwise.
 OWN_NAMES = {"k": "latent"}
@@ -54,8 +54,7 @@ def _check_halves(op: str, a: MlaDecodeArguments) -> Any:
     if not (holds(nope >= 1) and holds(nope < width)):
         expected = f"0 < N < {width} rows of each head"
         raise ArgumentError(op, "kv_b_weight", expected, f"shape {shape_text(a.kv_b_weight.shape)}")
-    coded = {"kv_b_scale": a.kv_b_scale is not None, "scale_block": len(a.scale_block) > 0}
-    refuse_codes(op, coded, a.q.dtype)
+    refuse_scale(op, a)
     return widths(a)[1]
 
 

@@ -30,12 +30,12 @@ from tilewright.ops.mla.arguments import (
     MlaDecodeArguments,
     MlaPrefillArguments,
     halves,
+    rotates_keys,
     widths,
 )
 from tilewright.ops.mla.decode.checks import decode_obstacle
 from tilewright.ops.mla.keys import buffer_rows, cache_views
 from tilewright.ops.mla.latents.lowering import dequantized
-from tilewright.ops.mla.latents.operands import rotates_keys
 from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.products import multiply_batch
 from tilewright.ops.runtime.program import Buffer, Library, Outcome, Step, Steps

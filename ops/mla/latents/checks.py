@@ -6,6 +6,7 @@ A latent cache is two windows of one head, [num_pages, page_size, 1, L] and [..,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,6 @@ from tilewright.ops.cache.checks import check_pair, check_window
 from tilewright.ops.checks import (
     FLOAT_DTYPES,
     ArgumentError,
-    check_choice,
     check_device,
     check_dtype,
     check_number,
@@ -22,17 +22,13 @@ from tilewright.ops.checks import (
     check_shape,
     check_tensor,
     given,
-    holds,
 )
 from tilewright.ops.formats.paged_cache import CacheWindow
 from tilewright.ops.mla.arguments import (
     FP8,
     LatentArguments,
     LatentStoreArguments,
-    MlaPrefillArguments,
 )
-from tilewright.ops.reference.norm import check_norm_weight
-from tilewright.ops.reference.rope import ROPE_STYLES, Rope
 
 # Of latents, for the kernels.
 MAX_RANK = 2048
@@ -40,7 +36,7 @@ MAX_RANK = 2048
 
 def check_latents(op: str, a: LatentArguments, rank: Any, rope_dim: Any, like: torch.Tensor) -> Any:
     """Checks latent and k_rope, both [Tk, .], against `like`'s dtype and device. Returns Tk."""
-    coded = isinstance(a, MlaPrefillArguments) and a.latent_scale is not None
+    coded = a.latent_scale is not None
     sizes: tuple[Any, Any] = (None, rank)
     form = "[Tk, L]", sizes, (FP8 if coded else like.dtype,), like.device
     check_operand(op, "latent", a.latent, *form, dense=True)
@@ -57,38 +53,12 @@ def check_finish(
 ) -> None:
     """Checks norm and rope."""
     check_number(op, "norm_eps", a.norm_eps, 0)
-    weight = a.norm_weight
-    check_norm_weight(op, "norm_weight", weight, "head", 1, rank, like.dtype, like.device)
-    if weight is not None and weight.dim() != 1:
-        check_shape(op, "norm_weight", weight, "[L]", (rank,))
-    check_choice(op, "rope_style", a.rope_style, ROPE_STYLES)
-    if a.rope_style != "none" and not (holds(rope_dim >= 2) and holds(rope_dim % 2 == 0)):
-        expected = f"'none', as {rope_dim} columns are no pairs"
-        raise ArgumentError(op, "rope_style", expected, repr(a.rope_style))
-    width = 0 if a.rope_style == "none" else rope_dim
-    if not a.rope_by_position or a.rope_style == "none":
-        if a.rope_by_position:
-            raise ArgumentError(op, "rope_by_position", 'False, since rope_style is "none"', True)
-        rope = Rope(a.cos, a.sin, width, a.rope_style)
-        rope.check(op, num_tokens, rope_dim, like.dtype, like.device)
-        return
-    _check_position_tables(op, a, rope_dim, like)
-
-
-def _check_position_tables(op: str, a: LatentArguments, rope_dim: Any, like: torch.Tensor) -> None:
-    for name, table in (("cos", a.cos), ("sin", a.sin)):
-        if table is None:
-            expected = f"a tensor, since rope_style is {a.rope_style!r}"
-            raise ArgumentError(op, name, expected, None)
-        check_dtype(op, name, table, (like.dtype, torch.float32))
-        check_device(op, name, table, like.device)
-        fits = table.dim() == 2 and any(
-            holds(table.shape[1] == width) for width in (rope_dim, rope_dim // 2)
+    if a.norm_weight is not None:
+        dtypes = (like.dtype, torch.float32)
+        check_operand(
+            op, "norm_weight", a.norm_weight, "[L]", (rank,), dtypes, like.device, dense=True
         )
-        if not fits:
-            expected = f"shape [positions, {rope_dim}] or [positions, {rope_dim // 2}]"
-            raise ArgumentError(op, name, expected, f"shape {list(table.shape)}")
-    check_shape(op, "sin", a.sin, "of cos", given(a.cos).shape)
+    a.rope.check(op, num_tokens, rope_dim, like.dtype, like.device)
 
 
 def check_latent_cache(
@@ -107,28 +77,23 @@ def check_latent_cache(
 
 
 def pool_windows(
-    op: str,
-    latent_cache: torch.Tensor,
-    rope_cache: torch.Tensor | None,
-    ranked: tuple[str, torch.Tensor],
-) -> tuple[list[Any], list[Any]]:
-    """The windows of a pool [num_pages, page_size, L + R], or of two pools. `ranked`: name and
-    tensor of the argument [.., L]. Raises ArgumentError."""
+    op: str, options: dict[str, Any], caches: Sequence[torch.Tensor | None], ranked: str, like: Any
+) -> Sequence[Any]:
+    """The windows that `options` loses; else those of a pool [num_pages, page_size, L + R], or of
+    two pools. ranked: the name of `like` [.., L]. Raises ArgumentError."""
+    windows = options.pop("latent_window", None), options.pop("rope_window", None)
+    if None not in windows:
+        return windows
     expected = "windows, or a cache [num_pages, page_size, width]"
-    for name, base in (("latent_cache", latent_cache), ("rope_cache", rope_cache)):
-        if name == "latent_cache" or base is not None:
-            check_tensor(op, name, base, expected)
-        if base is not None and base.dim() != 3:
-            raise ArgumentError(op, name, expected, f"shape {list(base.shape)}")
-    check_tensor(op, *ranked)
-    if ranked[1].dim() != 2:
-        raise ArgumentError(op, ranked[0], "[.., L]", f"shape {list(ranked[1].shape)}")
-    rank = ranked[1].shape[1]
-    base = latent_cache if rope_cache is None else rope_cache
-    first = rank if rope_cache is None else 0
-    latent = CacheWindow.of(latent_cache[..., :rank].unsqueeze(2), latent_cache)
-    rope = CacheWindow.of(base[..., first:].unsqueeze(2), base)
-    return latent.to_ints(), rope.to_ints()
+    check_tensor(op, "latent_cache", caches[0], expected)
+    for name, cache in zip(("latent_cache", "rope_cache"), caches, strict=True):
+        if cache is not None and cache.dim() != 3:
+            raise ArgumentError(op, name, expected, f"shape {list(cache.shape)}")
+    check_shape(op, ranked, like, "[.., L]", (None, None))
+    base, other = given(caches[0]), caches[1]
+    rope, rank = (base, like.shape[1]) if other is None else (other, 0)
+    latent = CacheWindow.of(base[..., : like.shape[1]].unsqueeze(2), base)
+    return latent.to_ints(), CacheWindow.of(rope[..., rank:].unsqueeze(2), rope).to_ints()
 
 
 def written_windows(a: LatentArguments) -> list[tuple[str, torch.Tensor, Any]]:

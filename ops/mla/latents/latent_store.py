@@ -130,7 +130,5 @@ def mla_latent_store(
     by `latent_window` and `rope_window` (CacheWindow.to_ints). The other options are the op's own:
     see LatentStoreArguments. Raises ArgumentError before anything is written.
     """
-    windows = options.pop("latent_window", None), options.pop("rope_window", None)
-    if any(window is None for window in windows):
-        windows = pool_windows(NAME, latent_cache, rope_cache, ("latent", latent))
+    windows = pool_windows(NAME, options, (latent_cache, rope_cache), "latent", latent)
     OP.torch_op(latent, k_rope, latent_cache, rope_cache, slot_mapping, *windows, **options)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from tilewright.codegen.mla.key_kernels import LatentProblem, UpProblem, stride_unit
+from tilewright.codegen.mla.key_kernels import LATENTS, LatentProblem, UpProblem
 from tilewright.codegen.mla.query_kernels import Rotation
 from tilewright.codegen.operand import Operand
 from tilewright.ops.attention.positions import sequences
@@ -17,22 +18,15 @@ from tilewright.ops.checks import given
 from tilewright.ops.mla.arguments import (
     FP8,
     LatentArguments,
-    LatentStoreArguments,
     MlaPrefillArguments,
+    rotates_keys,
     widths,
 )
-from tilewright.ops.mla.attention.operands import RopeTables, rotation_of
+from tilewright.ops.mla.attention.operands import rotation_of
 from tilewright.ops.mla.keys import cache_views
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
 from tilewright.ops.runtime.operands import operand, tma_reaches
 from tilewright.ops.runtime.program import Buffer
-
-# Tensors of `mla_latents` beside the tables of the rotation.
-LATENT_TENSORS = (
-    "latent", "k_rope", "norm", "latent_cache", "rope_cache", "slots", "sequences", "positions",
-    "row_offsets", "lengths", "token_positions", "lookup", "key_offsets", "key_starts", "key_slots",
-    "latent_out", "rope_out", "scale_out",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -60,10 +54,6 @@ class Buffers:
     scale: torch.Tensor | None = None
     scale_strides: tuple[int, int] = (0, 1)
     made: tuple[str, ...] = ()
-
-
-def rotates_keys(a: LatentArguments) -> bool:
-    return a.rope_style != "none" and (isinstance(a, LatentStoreArguments) or "k" in a.rope_on)
 
 
 def dense_views(a: MlaPrefillArguments) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -103,25 +93,20 @@ def key_buffers(a: MlaPrefillArguments, chunk: Chunk) -> Generator[Buffer, torch
 def _with_new(
     a: MlaPrefillArguments, rows: int, ready: Buffers | None, new_latent: bool, new_rope: bool
 ) -> Generator[Buffer, torch.Tensor, Buffers]:
-    rank, rope_dim = a.kv_b_weight.shape[1], widths(a)[1]
-    latent, scale, strides = (None, None, (0, 1))
-    if ready is not None:
-        latent, scale, strides = ready.latent, ready.scale, ready.scale_strides
+    rank, rope_dim = a.entry
+    found: dict[str, Any] = {} if ready is None else dict(vars(ready))
+    found["made"] = ("latent",) * new_latent + ("k_rope",) * new_rope
     if new_latent:
         dtype = FP8 if a.quantize_latent else a.q.dtype
-        latent = yield Buffer((rows, -(-rank // 16) * 16), dtype)
-        if a.quantize_latent:
-            padded = -(-max(rows, 1) // 16) * 16
-            scale = yield Buffer((-(-rank // a.scale_block[1]), padded), torch.float32)
-            strides = (padded, 1)
+        found["latent"] = yield Buffer((rows, -(-rank // 16) * 16), dtype)
+    if new_latent and a.quantize_latent:
+        padded = -(-max(rows, 1) // 16) * 16
+        found["scale_strides"] = (padded, 1)
+        found["scale"] = yield Buffer((-(-rank // a.scale_block[1]), padded), torch.float32)
     if new_rope:
-        k_rope = yield Buffer((rows, rope_dim), FP8 if a.attention_dtype == FP8 else a.q.dtype)
-    else:
-        assert ready is not None
-        k_rope = ready.k_rope
-    assert latent is not None
-    made = ("latent",) * new_latent + ("k_rope",) * new_rope
-    return Buffers(latent, k_rope, scale, strides, made)
+        dtype = FP8 if a.attention_dtype == FP8 else a.q.dtype
+        found["k_rope"] = yield Buffer((rows, rope_dim), dtype)
+    return Buffers(**found)
 
 
 @dataclass(frozen=True)
@@ -145,7 +130,9 @@ def latent_call(
     """What writes the new tokens (store), makes a chunk's keys of the cache (gather) or of the new
     tokens (a chunk, without gather), or both of the first at once."""
     keep = chunk is not None and not gather
-    tensors: dict[str, torch.Tensor | None] = dict.fromkeys(LATENT_TENSORS)
+    tensors: dict[str, torch.Tensor | None] = dict.fromkeys(
+        pointer.tensor for pointer in LATENTS.pointers
+    )
     tables = None
     counts = {"num_pages": 1, "sequence_tokens": 1, "lookup_columns": 1, "lookup_stride": 1}
     num_tokens = 0
@@ -153,8 +140,8 @@ def latent_call(
         num_tokens = given(a.latent).shape[0]
         tensors |= {"latent": a.latent, "k_rope": a.k_rope, "norm": a.norm_weight}
         if rotates_keys(a):
-            tables = RopeTables(given(a.cos), given(a.sin), a.rope_style, a.rope_by_position)
-        by_position = tables is not None and tables.by_position
+            tables = a.rope
+        by_position = tables is not None and tables.rope_by_position
         if (store and gather) or by_position:
             tensors |= {"row_offsets": a.row_offsets, "lengths": a.cache_lengths}
         if by_position:
@@ -178,9 +165,9 @@ def latent_call(
             tensors |= {"latent_out": buffers.latent, "scale_out": buffers.scale}
         if "k_rope" in buffers.made:
             tensors["rope_out"] = buffers.k_rope
-    batch, rows = _batch(a), 0 if chunk is None else chunk.rows
+    batch, rows = sequences(a), 0 if chunk is None else chunk.rows
     run = a.positions.shape[0] if a.positions is not None else num_tokens // max(batch, 1)
-    rotation, rotated = rotation_of(tables, _widths_of(a)[1])
+    rotation, rotated = rotation_of(tables, a.entry[1])
     values = {
         **tensors,
         **rotated,
@@ -199,12 +186,6 @@ def latent_call(
     return LatentCall(problem, rotation, values)
 
 
-def _batch(a: LatentArguments) -> int:
-    if isinstance(a, MlaPrefillArguments):
-        return sequences(a)
-    return 1 if a.row_offsets is None else a.row_offsets.shape[0] - 1
-
-
 def _latent_problem(
     a: LatentArguments,
     tensors: dict[str, torch.Tensor | None],
@@ -214,12 +195,17 @@ def _latent_problem(
     store: bool,
     gather: bool,
 ) -> LatentProblem:
-    rank, rope_dim = _widths_of(a)
+    rank, rope_dim = a.entry
     latent, rope = tensors["latent_cache"], tensors["rope_cache"]
     rows, turned = tensors["latent_out"], tensors["rope_out"]
     neighbours = rotates_keys(a) and a.rope_style == "interleaved"
+    group, cap, rope_scale = 1, 0.0, 1.0
+    if tensors["scale_out"] is not None:
+        assert isinstance(a, MlaPrefillArguments)
+        group, cap = a.scale_block[1], a.latent_scale_cap
+    if turned is not None and a.attention_dtype == FP8:
+        rope_scale = a.k_scale
     return LatentProblem(
-        **_made_of(a, tensors, gather),
         rank=rank,
         rope_dim=rope_dim,
         row=0 if rows is None else rows.stride(0),
@@ -229,14 +215,19 @@ def _latent_problem(
         addressing=a.slots if store else "none",
         wrap_negative=store and a.indexing == "torch",
         search_steps=max(batch, 1).bit_length(),
+        keys=a.keys if gather else "none",
         keep=not gather and (rows is not None or turned is not None),
+        group=group,
+        cap=cap,
+        rope_scale=rope_scale,
         units=(_unit(latent), _unit(rope)),
         one_source=_one_source(tensors, rotation, neighbours),
     )
 
 
 def _unit(cache: torch.Tensor | None) -> int:
-    return 16 if cache is None else stride_unit(*cache.stride()[:2])
+    """The largest number up to 16 that divides the strides of pages and slots."""
+    return 16 if cache is None else math.gcd(16, *cache.stride()[:2])
 
 
 def _one_source(
@@ -253,28 +244,6 @@ def _one_source(
         and latents.stride(2) == ropes.stride(2) == 1
         and neighbours == (rotation.rope_style in ("interleaved", "interleaved_to_half"))
     )
-
-
-def _made_of(
-    a: LatentArguments, tensors: dict[str, torch.Tensor | None], gather: bool
-) -> dict[str, Any]:
-    """What a problem has of a call that makes keys, by field."""
-    if isinstance(a, LatentStoreArguments):
-        return {"keys": "none", "group": 1, "cap": 0.0, "rope_scale": 1.0}
-    quantized = tensors["scale_out"] is not None
-    scaled = tensors["rope_out"] is not None and a.attention_dtype == FP8
-    return {
-        "keys": a.keys if gather else "none",
-        "group": a.scale_block[1] if quantized else 1,
-        "cap": a.latent_scale_cap if quantized else 0.0,
-        "rope_scale": a.k_scale if scaled else 1.0,
-    }
-
-
-def _widths_of(a: LatentArguments) -> tuple[int, int]:
-    if isinstance(a, LatentStoreArguments):
-        return a.latent.shape[1], a.k_rope.shape[1]
-    return a.kv_b_weight.shape[1], widths(a)[1]
 
 
 def up_problem(

@@ -8,25 +8,12 @@ from tilewright.ops.cache.addressing import resolve_places
 from tilewright.ops.cache.writes import write_rows
 from tilewright.ops.checks import given
 from tilewright.ops.formats.paged_cache import CacheWindow
-from tilewright.ops.mla.arguments import LatentArguments
+from tilewright.ops.mla.arguments import LatentArguments, rotates_keys
 from tilewright.ops.reference.norm import apply_norm
-from tilewright.ops.reference.rope import apply_rope
-
-
-def rotated(a: LatentArguments, x: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-    """x [T, H, R] rotated in its dtype; positions [T] where the tables go by position."""
-    if a.cos is None or a.sin is None:
-        return x
-    cos, sin = a.cos, a.sin
-    if a.rope_by_position:
-        assert positions is not None
-        rows = positions.clamp(0, max(cos.shape[0] - 1, 0))
-        cos, sin = cos[rows], sin[rows]
-    return apply_rope(x, cos, sin, x.shape[-1], a.rope_style)
 
 
 def finished_latents(
-    a: LatentArguments, positions: torch.Tensor | None, *, rotates: bool = True
+    a: LatentArguments, positions: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(latent [Tk, L], k_rope [Tk, R]) as a cache holds them: computed in fp32 or float64, each
     rounded once to its dtype."""
@@ -36,9 +23,9 @@ def finished_latents(
     if a.norm_weight is not None:
         normed = apply_norm(latent.to(compute).unsqueeze(1), a.norm_weight, a.norm_eps)
         latent = normed.squeeze(1).to(dtype)
-    if not rotates:
+    if not rotates_keys(a):
         return latent, k_rope
-    return latent, rotated(a, k_rope.to(compute).unsqueeze(1), positions).squeeze(1).to(dtype)
+    return latent, a.rope.apply(k_rope.to(compute).unsqueeze(1), positions).squeeze(1).to(dtype)
 
 
 def write_latents(a: LatentArguments, latent: torch.Tensor, k_rope: torch.Tensor) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from tilewright.ops.attention.block_lists import check_mask_blocks, check_mask_blocks_values
+from tilewright.ops.attention.block_lists import check_mask_blocks_values
+from tilewright.ops.attention.checks import check_sight
 from tilewright.ops.attention.masks import lowest_hides
 from tilewright.ops.attention.positions import check_positions, check_runs, positions_of
 from tilewright.ops.cache.address_checks import check_address_values
@@ -28,7 +29,7 @@ from tilewright.ops.checks import (
 from tilewright.ops.formats.paged_cache import CacheWindow
 from tilewright.ops.mla.arguments import FP8, MlaPrefillArguments, widths
 from tilewright.ops.mla.checks import check_weight, refuse_codes
-from tilewright.ops.mla.keys import buffer_rows, check_key_mask, check_key_values, check_keys
+from tilewright.ops.mla.keys import check_key_values, check_keys, run_keys
 from tilewright.ops.mla.latents.checks import (
     check_finish,
     check_latent_cache,
@@ -63,14 +64,12 @@ def check_prefill(op: str, a: MlaPrefillArguments) -> None:
             _check_codes(op, a, rows, rank)
     _check_cache(op, a, rank, rope_dim, num_tokens)
     check_keys(op, a)
-    check_key_mask(op, a)
-    check_mask_blocks(op, a.attn_mask, a.mask_blocks)
+    check_sight(op, a, run_keys, ("row_offsets", "key_offsets"))
     if a.attention_dtype not in (None, a.q.dtype, FP8):
         expected = f"None, {a.q.dtype} or {FP8}"
         raise ArgumentError(op, "attention_dtype", expected, a.attention_dtype)
     for name, number in (("q_scale", a.q_scale), ("k_scale", a.k_scale), ("v_scale", a.v_scale)):
         check_number(op, name, number, above=True)
-    check_number(op, "scale", a.scale)
     check_number(op, "latent_scale_cap", a.latent_scale_cap, 0)
 
 
@@ -143,7 +142,7 @@ def check_prefill_values(op: str, a: MlaPrefillArguments) -> None:
         _check_room(op, a)
     if a.rope_by_position:
         check_positions(op, _position_source(a), positions_of(a), given(a.cos).shape[0])
-    hides = a.attn_mask is not None and lowest_hides(a, buffer_rows(a) // a.num_sequences)
+    hides = a.attn_mask is not None and lowest_hides(a, run_keys(a))
     check_mask_blocks_values(op, a.attn_mask, a.mask_blocks, hide_lowest=hides)
 
 

@@ -21,11 +21,12 @@ from tilewright.ops.mla.arguments import (
     MlaBranchArguments,
     MlaDecodeArguments,
     MlaPrefillArguments,
+    rotates_queries,
     widths,
 )
 from tilewright.ops.mla.attention.cudnn import library_wanted
 from tilewright.ops.mla.attention.lowering import attention_steps, merge_steps, query_steps
-from tilewright.ops.mla.attention.operands import AttentionCall, RopeTables
+from tilewright.ops.mla.attention.operands import AttentionCall
 from tilewright.ops.mla.decode.lowering import absorbed_call, absorbed_steps, with_lengths
 from tilewright.ops.mla.keys import buffer_rows, row_key_offsets
 from tilewright.ops.mla.latents.lowering import (
@@ -41,7 +42,6 @@ from tilewright.ops.mla.prefill.branch import as_mla_prefill
 from tilewright.ops.runtime.operands import is_aligned
 from tilewright.ops.runtime.program import (
     Buffer,
-    Launch,
     Library,
     NotRepeatable,
     Outcome,
@@ -107,8 +107,8 @@ def _one_chunk(a: MlaPrefillArguments, chunk: Chunk, target: Target) -> Steps:
         return (yield from _no_keys(a))
     absorbed = absorbed_call(a)
     if absorbed is not None:
-        return (yield from _naming_kernels(_absorbed(a, absorbed, chunk, target)))
-    done = yield from _naming_kernels(_attended(_aligned(a), chunk, target))
+        return (yield from _absorbed(a, absorbed, chunk, target))
+    done = yield from _attended(_aligned(a), chunk, target)
     (out,) = _tensors(done)
     return replace(done, result=out if out.dim() == 3 else out.flatten(0, 1))
 
@@ -121,7 +121,7 @@ def _several_chunks(a: MlaPrefillArguments, chunks: Sequence[Chunk], target: Tar
         return (yield from _no_keys(a))
     a, parts = _aligned(a), []
     for chunk in chunks:
-        parts.append((yield from _naming_kernels(_attended(a, chunk, target, part=True))))
+        parts.append((yield from _attended(a, chunk, target, part=True)))
     outs, lses = zip(*map(_tensors, parts), strict=True)
     merged = yield from merge_steps(outs, lses, a.q.dtype, target)
     return Outcome(merged.result, NAME, f"{len(chunks)} chunks of {parts[0].reason}; merged")
@@ -130,21 +130,6 @@ def _several_chunks(a: MlaPrefillArguments, chunks: Sequence[Chunk], target: Tar
 def _tensors(done: Outcome) -> tuple[torch.Tensor, ...]:
     assert isinstance(done.result, tuple)
     return done.result
-
-
-def _naming_kernels(steps: Steps) -> Steps:
-    """The same steps; the outcome's reason names the kernels that they launch."""
-    kernels: list[str] = []
-    answer = None
-    while True:
-        try:
-            step = steps.send(answer)
-        except StopIteration as stop:
-            reason = f"{stop.value.reason}: {', '.join(kernels)}"
-            return Outcome(stop.value.result, NAME, reason)
-        if isinstance(step, Launch):
-            kernels.append(step.spec.kernel)
-        answer = yield step
 
 
 def _attended(a: MlaPrefillArguments, chunk: Chunk, target: Target, *, part: bool = False) -> Steps:
@@ -159,7 +144,7 @@ def _attended(a: MlaPrefillArguments, chunk: Chunk, target: Target, *, part: boo
     if joined is not None:
         joined = joined.unflatten(0, (call.q.shape[0], -1))
     done = yield from attention_steps(call, target, joined)
-    return replace(done, reason=f"{how}, {done.reason}")
+    return Outcome(done.result, NAME, f"{how}, {done.reason}")
 
 
 def _absorbed(
@@ -170,14 +155,15 @@ def _absorbed(
         yield latent_launch(latents, target)
     (tokens, heads, _), (nope, rope, v_dim) = a.q.shape, widths(a)
     q_nope, q_rope = a.q[..., :nope], a.q[..., nope:]
-    if _query_tables(a) is not None:
+    if rotates_queries(a):
         # Of the keys only what a query is rotated by: how wide they are.
         sizes = ((chunk.rows, heads, nope), (chunk.rows, heads, v_dim), (chunk.rows, rope))
         keys = Keys(*(torch.empty(size, dtype=a.q.dtype, device="meta") for size in sizes))
         _, turned = yield from query_steps((yield from _core_call(a, chunk, keys)), target)
         q_rope = turned.view(tokens, heads, rope)
     call = yield from with_lengths(call, a)
-    return (yield from absorbed_steps(call, q_nope, q_rope, target))
+    done = yield from absorbed_steps(call, q_nope, q_rope, target)
+    return replace(done, name=NAME)
 
 
 def _aligned(a: MlaPrefillArguments) -> MlaPrefillArguments:
@@ -194,7 +180,7 @@ def _joins_keys(a: MlaPrefillArguments, chunk: Chunk, target: Target, buffers: B
     once, with as many queries, which are rotated first."""
     if chunk.rows != a.q.shape[0] or a.attention_dtype == FP8 or a.positions is not None:
         return False
-    if _dense_batch(a, chunk) is None or _query_tables(a) is None:
+    if _dense_batch(a, chunk) is None or not rotates_queries(a):
         return False
     if any(width * a.q.element_size() % TMA_BYTES for width in widths(a)):
         return False
@@ -265,7 +251,7 @@ def _call(a: MlaPrefillArguments, chunk: Chunk, keys: Keys) -> AttentionCall:
         attn_mask=a.attn_mask,
         mask_blocks=a.mask_blocks,
         out_dtype=a.q.dtype,
-        tables=_query_tables(a),
+        tables=a.rope if rotates_queries(a) else None,
     )
 
 
@@ -283,9 +269,3 @@ def _one_run(a: MlaPrefillArguments, chunk: Chunk) -> bool:
         return False
     written = a.slots == "ragged" and a.keys == "table" and a.positions is None
     return written and a.key_lengths is None and chunk.rows == a.q.shape[0]
-
-
-def _query_tables(a: MlaPrefillArguments) -> RopeTables | None:
-    if a.rope_style == "none" or "q" not in a.rope_on:
-        return None
-    return RopeTables(given(a.cos), given(a.sin), a.rope_style, a.rope_by_position)

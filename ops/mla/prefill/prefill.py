@@ -94,11 +94,10 @@ def mla_prefill(
     options: MlaPrefillArguments. Raises ArgumentError before anything is written. Not
     differentiable.
     """
-    windows = options.pop("latent_window", None), options.pop("rope_window", None)
-    if any(window is None for window in windows):
-        windows = ([], [])
-        if latent_cache is not None:
-            windows = pool_windows(NAME, latent_cache, rope_cache, ("kv_b_weight", kv_b_weight))
-    given = (q, latent, k_rope, kv_b_weight, latent_cache, rope_cache, *windows)
+    caches = latent_cache, rope_cache
+    if latent_cache is None:
+        options = {"latent_window": [], "rope_window": [], **options}
+    windows = pool_windows(NAME, options, caches, "kv_b_weight", kv_b_weight)
+    given = (q, latent, k_rope, kv_b_weight, *caches, *windows)
     op = OP if latent_cache is not None else get_op(f"{NAME}_dense")
     return op.torch_op(*given, v_dim=v_dim, scale=scale, **options)

@@ -8,8 +8,13 @@ import pytest
 import torch
 
 from tests.interpreted import Interpreter
-from tilewright.codegen.attention.mask_kernels import MaskConfig, MaskProblem, blocks_per_part
-from tilewright.codegen.attention.mask_plan import PROGRAMS_PER_SM, mask_config
+from tilewright.codegen.attention.mask_kernels import (
+    PROGRAMS_PER_SM,
+    MaskConfig,
+    MaskProblem,
+    blocks_per_part,
+    mask_config,
+)
 from tilewright.codegen.targets import SM90
 from tilewright.ops.attention.block_lists import (
     MaskBlocksArguments,

@@ -12,7 +12,7 @@ from tilewright.codegen.build import load_interpreted
 from tilewright.codegen.grouped.tiles import GemmConfig
 from tilewright.codegen.targets import SM100
 from tilewright.ops.grouped import nvfp4_matmul as op
-from tilewright.ops.grouped.nvfp4_lowering import grouped_nvfp4_steps
+from tilewright.ops.grouped.nvfp4_matmul import grouped_nvfp4_steps
 from tilewright.ops.runtime.program import Planner, drive
 
 CONFIGS = {

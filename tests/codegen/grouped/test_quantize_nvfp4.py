@@ -62,7 +62,7 @@ def test_widths_of_models(inner, sizes, scale):
 
 def test_rounding_of_every_boundary_and_its_neighbours():
     """Blocks whose scale is 1 (largest magnitude 6): codes are those of the numbers themselves."""
-    middle = torch.tensor([m for m, _ in fp4._MIDPOINTS])
+    middle = torch.tensor(fp4._MIDPOINTS)
     infinity = torch.tensor(float("inf"))
     near = torch.cat([middle, middle.nextafter(-infinity), middle.nextafter(infinity)])
     values = torch.cat([near, -near, torch.tensor([0.0, -0.0, 1e-30, -1e-30])])

@@ -113,6 +113,20 @@ def test_rows_have_their_codes_streamed(form, sizes):
     assert problem is None, problem
 
 
+@pytest.mark.parametrize(
+    ("form", "kernel"), [("int4", "moe_down_codes"), ("nvfp4", "grouped_gemm")]
+)
+def test_scales_that_are_loaded_one_by_one_lie_anywhere(form, kernel):
+    """Those of E2M1 codes are loaded several at once."""
+    a = sample_inputs(GroupedCase("case", (5, 0, 20), None, 80, 256, 4, weight_format=form))
+    scale = a.weight_scale.view(torch.uint8)
+    moved = torch.cat((scale.new_zeros(2), scale.flatten()))[2:].view(scale.shape)
+    program = interpret(OP, replace(a, weight_scale=moved.view(a.weight_scale.dtype)))
+    assert [spec.kernel for spec in program.specs] == [kernel]
+    problem = OP.tolerances[torch.bfloat16].problem(program.outcome.result, reference(as_double(a)))
+    assert problem is None, problem
+
+
 @pytest.mark.parametrize("form", ["fp8", "int4", "nvfp4", "mxfp4"])
 def test_many_rows_have_their_weights_dequantised_first(form):
     case = GroupedCase("case", (300, 190), (1, 0), 80, 160, 2, spare=3, weight_format=form)

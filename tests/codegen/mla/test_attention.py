@@ -29,11 +29,10 @@ from tilewright.ops.mla.attention.cudnn import join_launch
 from tilewright.ops.mla.attention.lowering import core_launch, merge_steps, query_steps
 from tilewright.ops.mla.attention.operands import (
     AttentionCall,
-    RopeTables,
     attention_problem,
     check_call,
 )
-from tilewright.ops.reference.rope import apply_rope
+from tilewright.ops.reference.rope import RopeTables, apply_rope
 
 TWO_LOOPS = PrefillConfig(32, 16, 4, 2, tma=True, chained=False)
 ONE_LOOP = PrefillConfig(16, 32, 4, 2, tma=True, one_loop=True, promote=True)

@@ -10,9 +10,9 @@ from tests.interpreted import Interpreter
 from tests.mla_library import attention
 from tilewright.codegen.targets import SM90
 from tilewright.ops.mla.attention.lowering import query_steps
-from tilewright.ops.mla.attention.operands import AttentionCall, RopeTables
+from tilewright.ops.mla.attention.operands import AttentionCall
 from tilewright.ops.mla.latents.lowering import by_head
-from tilewright.ops.reference.rope import apply_rope
+from tilewright.ops.reference.rope import RopeTables, apply_rope
 from tilewright.ops.runtime.program import Planner, drive
 
 

@@ -14,8 +14,8 @@ from tests.attention_cases import attend, exact, offsets, performed
 from tests.interpreted import Interpreter
 from tilewright.codegen.targets import SM90, SM100
 from tilewright.ops.mla.attention.lowering import attention_steps, query_steps
-from tilewright.ops.mla.attention.operands import AttentionCall, RopeTables
-from tilewright.ops.reference.rope import apply_rope
+from tilewright.ops.mla.attention.operands import AttentionCall
+from tilewright.ops.reference.rope import RopeTables, apply_rope
 from tilewright.ops.runtime.program import Planner, drive
 
 NOPE, V_DIM, HEADS = 16, 16, 2
@@ -97,7 +97,7 @@ def rotated_in_float64(a: AttentionCall, where: Where) -> AttentionCall:
         )  # fmt: skip
     flat = a.q.double().reshape(-1, HEADS, NOPE + width)[..., NOPE:]
     cos, sin = (table[places].double() for table in (rope.cos, rope.sin))
-    turned = apply_rope(flat, cos, sin, width, rope.style)
+    turned = apply_rope(flat, cos, sin, width, rope.rope_style)
     return a.with_queries(a.q[..., :NOPE], turned.view(*a.q.shape[:-1], width))
 
 
@@ -114,7 +114,7 @@ def test_one_kernel_gives_the_bits_of_two(where):
     style, form = STYLES[number % 3], ("apart", "paired", "full")[(number + number // 3) % 3]
     dtype = torch.bfloat16 if number % 2 else torch.float16
     table = tables(form, where.rows or LONGEST, 16, torch.float32 if number % 4 else dtype)
-    rope = RopeTables(*table, style, by_position=not where.rows)
+    rope = RopeTables(*table, style, rope_by_position=not where.rows)
     a = replace(call_at(where, 16, dtype), tables=rope)
     machine = Interpreter(SM90)
     out, lse = attend(a, machine)
@@ -131,7 +131,7 @@ def test_one_kernel_gives_the_bits_of_two(where):
 @pytest.mark.parametrize("form", ["apart", "paired", "full"])
 def test_every_style_takes_every_table(style, form):
     """A position without a row of the tables gives zeros, in both ways."""
-    rope = RopeTables(*tables(form, 8, 16, torch.float32), style, by_position=True)
+    rope = RopeTables(*tables(form, 8, 16, torch.float32), style, rope_by_position=True)
     a = replace(call_at(PLACES[5], 16, torch.bfloat16), tables=rope)
     machine = Interpreter(SM90)
     out, _ = attend(a, machine)
@@ -144,7 +144,7 @@ def test_every_style_takes_every_table(style, form):
 
 def test_what_the_kernel_cannot_rotate_is_rotated_before():
     """Pairs that do not fill their tile; descriptors; 8 bits."""
-    rope = RopeTables(*tables("apart", LONGEST, 24, torch.float32), "half", by_position=True)
+    rope = RopeTables(*tables("apart", LONGEST, 24, torch.float32), "half", rope_by_position=True)
     a = replace(call_at(PLACES[4], 24, torch.bfloat16), tables=rope)
     machine = Interpreter(SM90)
     out, _ = attend(a, machine)

@@ -51,7 +51,7 @@ def expected_keys(a):
     """(k, v, k_rope) of a reference's arguments after its call."""
     if a.keys == "given":
         by_position = positions_of(a) if a.rope_by_position else None
-        latent, rope = finished_latents(a, by_position, rotates="k" in a.rope_on)
+        latent, rope = finished_latents(a, by_position)
     else:
         latent, rope = gathered_keys(a)
     kv = _up_projected(a, _key_latents(a, latent, torch.float32), up_weight(a, torch.float32))

@@ -51,7 +51,7 @@ def test_the_fastest_trial_wins_and_is_measured_once(wanted, store):
     assert "12.0 us measured here" in first.reason
     again = tuned(CASE, H200, FakeTimer(), KernelCache(store.root))
     assert again == first
-    assert tune.remembered(CASE, H200, store) == first
+    assert tuned(CASE, H200, None, store) == first
     assert timer.calls == 1
     assert len(entries(store)) == 1
 
@@ -95,7 +95,7 @@ def test_trials_are_few_distinct_and_for_the_target():
 def test_another_problem_machine_or_triton_is_measured_anew(case, machine, store):
     tuned(CASE, H200, FakeTimer(), store)
     timer = FakeTimer()
-    assert tune.remembered(case, machine, store) is None
+    assert tuned(case, machine, None, store) is None
     tuned(case, machine, timer, store)
     assert timer.calls == 1
     assert len(entries(store)) == 2
@@ -104,7 +104,7 @@ def test_another_problem_machine_or_triton_is_measured_anew(case, machine, store
 def test_another_emitter_is_measured_anew(store, monkeypatch):
     tuned(CASE, H200, FakeTimer(), store)
     monkeypatch.setattr(emit, "emitter_fingerprint", lambda: "another")
-    assert tune.remembered(CASE, H200, store) is None
+    assert tuned(CASE, H200, None, store) is None
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_a_bad_entry_is_measured_anew(text, whole, store, monkeypatch):
         manifest["files"][file.name] = hashlib.sha256(text.encode()).hexdigest()
         path.write_text(json.dumps(manifest))
         assert store.find("tuned", file.parent.name) is not None
-    assert tune.remembered(CASE, H200, store) is None
+    assert tuned(CASE, H200, None, store) is None
     timer = FakeTimer(library=2e-6)
     assert tuned(CASE, H200, timer, store) == good
     assert timer.calls == 1
@@ -181,5 +181,5 @@ def test_a_lowering_without_a_rival_is_not_measured(store):
     assert list(trials(scaled)) == ["library"]
     timer = FakeTimer()
     assert "no other to measure" in tuned(scaled, H200, timer, store).reason
-    assert tune.remembered(scaled, H200, store) is not None
+    assert tuned(scaled, H200, None, store) is not None
     assert timer.calls == 0

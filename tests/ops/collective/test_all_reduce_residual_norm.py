@@ -156,7 +156,7 @@ def test_a_rank_whose_norm_kernel_fails_sums_once_as_the_others_do(fake_ranks, b
     case = ReduceCase("", n=72, norm=norm, norm_offset=1.0)
     a = replace(op.sample_inputs(case), group=fake_ranks, num_ranks=2)
     args, kwargs = op.OP.split(a)
-    run = calls.implementation(op.OP, "cuda")
+    run = calls.Calls(op.OP, "cuda")
     exact = op.reference(replace(a, x=a.x.double(), residual=a.residual.double()))
     for count in (1, 2):
         for made, wanted in zip(run(*args, **kwargs), exact, strict=True):
@@ -169,7 +169,7 @@ def test_a_rank_whose_kernel_fails_when_the_others_run_it_raises(fake_ranks, bro
     broken.peers = PeerMemory(1024, 2048, 0)
     a = replace(op.sample_inputs(ReduceCase("", n=72)), group=fake_ranks, num_ranks=2)
     args, kwargs = op.OP.split(a)
-    run = calls.implementation(op.OP, "cuda")
+    run = calls.Calls(op.OP, "cuda")
     for _ in range(2):
         with pytest.raises(RankFailedError, match="the others wait for it: ValueError: no such"):
             run(*args, **kwargs)
@@ -187,7 +187,7 @@ def test_a_collective_that_fails_is_not_called_again(fake_ranks, broken, monkeyp
     a = replace(op.sample_inputs(ReduceCase("", n=72)), group=fake_ranks, num_ranks=2)
     args, kwargs = op.OP.split(a)
     with pytest.raises(RankFailedError, match="closed by a peer"):
-        calls.implementation(op.OP, "cuda")(*args, **kwargs)
+        calls.Calls(op.OP, "cuda")(*args, **kwargs)
     assert len(sums) == 1
 
 
@@ -195,7 +195,7 @@ def test_alone_the_reference_takes_over(broken):
     a = op.sample_inputs(ReduceCase("", n=72))
     args, kwargs = op.OP.split(a)
     for made, wanted in zip(
-        calls.implementation(op.OP, "cuda")(*args, **kwargs), op.reference(a), strict=True
+        calls.Calls(op.OP, "cuda")(*args, **kwargs), op.reference(a), strict=True
     ):
         assert torch.equal(made, wanted)
 
@@ -218,7 +218,7 @@ def test_memory_of_a_group_that_is_gone_is_not_written_again(monkeypatch):
 
     machine.launcher = launcher
     args, kwargs = op.OP.split(a)
-    run = calls.implementation(op.OP, "cuda")
+    run = calls.Calls(op.OP, "cuda")
     for _ in range(3):
         run(*args, **kwargs)
     assert launched == [1024, 1024]  # the third is the second once more

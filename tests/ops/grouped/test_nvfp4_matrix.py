@@ -21,7 +21,6 @@ from tilewright.codegen.grouped.nvfp4_kernels import nvfp4_config
 from tilewright.codegen.targets import SM100
 from tilewright.ops.formats import nvfp4
 from tilewright.ops.formats.scale_layout import group_scale_offsets, swizzle
-from tilewright.ops.grouped import nvfp4_lowering as nvfp4_lowerings
 from tilewright.ops.grouped import nvfp4_matmul as op
 from tilewright.ops.runtime.program import Planner, drive
 
@@ -183,7 +182,7 @@ def test_interpreted_sm100_source(case):
     small = case.shrunk(144, 288)
     a, x = arguments(small, "cpu")
     config = nvfp4_config(a.num_groups, x.shape[0], SM100)
-    steps = nvfp4_lowerings.grouped_nvfp4_steps(a, SM100, config)
+    steps = op.grouped_nvfp4_steps(a, SM100, config)
     (spec,) = drive(steps, Planner(SM100), keep=True).specs
     out = torch.zeros(x.shape[0], small.rows, dtype=torch.bfloat16)
     load_interpreted(spec)[(3,)](

@@ -21,8 +21,8 @@ from tests.attention_cases import (
 )
 from tilewright.codegen.targets import SM90
 from tilewright.ops.mla.attention.lowering import attention_steps, merge_steps, query_steps
-from tilewright.ops.mla.attention.operands import AttentionCall, RopeTables
-from tilewright.ops.reference.rope import apply_rope
+from tilewright.ops.mla.attention.operands import AttentionCall
+from tilewright.ops.reference.rope import RopeTables, apply_rope
 from tilewright.ops.runtime.launch import machine_of
 from tilewright.ops.runtime.program import Planner, drive
 
@@ -148,7 +148,7 @@ def test_queries_are_rotated_on_the_way(dtype):
     a = on_gpu(with_options(case, scale=0.1, out_dtype=torch.bfloat16))
     q = torch.randn(2, 257, 4, 192, device="cuda").bfloat16()
     angles = torch.rand(300, 32, device="cuda") * 6
-    rope = RopeTables(angles.cos(), angles.sin(), "interleaved", by_position=True)
+    rope = RopeTables(angles.cos(), angles.sin(), "interleaved", rope_by_position=True)
     scale = torch.tensor(0.02, device="cuda") if dtype == FP8 else None
     out, _ = attend(replace(a, q=q, q_rope=None, tables=rope, q_scale=scale))
     table = [t[:257].double() for t in (rope.cos, rope.sin)]

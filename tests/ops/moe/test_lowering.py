@@ -135,7 +135,7 @@ def test_weights_that_start_anywhere_are_left_to_the_reference(which, weight_for
     a = moe.sample_inputs(replace(CASE, weight_format=weight_format, inner=64))
     a = replace(a, gate_weight=a.gate_weight.clone(), up_weight=a.up_weight.clone())
     want = moe.reference(a)
-    run = calls.implementation(moe.OP, "cuda")
+    run = calls.Calls(moe.OP, "cuda")
     for arguments in (a, misaligned(a, which)):
         args, kwargs = moe.OP.split(arguments)
         with torch.no_grad():

@@ -15,10 +15,9 @@ from tilewright.codegen.moe.router_plan import FEW_TOKENS, LIBRARY_TOKENS, route
 from tilewright.codegen.targets import SM90, SM100
 from tilewright.ops import ArgumentError
 from tilewright.ops.moe import router
-from tilewright.ops.moe.router import MoeRouterArguments
+from tilewright.ops.moe.router import MoeRouterArguments, router_problem
 from tilewright.ops.moe.router_cases import ROUTER_CASES, RouterCase
 from tilewright.ops.moe.router_lowering import moe_router_steps
-from tilewright.ops.moe.router_operands import router_problem
 from tilewright.ops.runtime.program import drive
 from tilewright.ops.runtime.replay import repeat
 

@@ -96,7 +96,7 @@ def test_a_call_is_repeated_where_its_scales_are_views(name, launches, interpret
     """Scales that are expanded, since a block has rows of two projections, are a call's own."""
     whole = []
     op = replace(OP, validate_values=whole.append)
-    run, a = calls.implementation(op, "cuda"), OP.sample_inputs(CASES[name])
+    run, a = calls.Calls(op, "cuda"), OP.sample_inputs(CASES[name])
     monkeypatch.setattr(interpreter, "launcher", lambda launch: lambda values: None)
     args, kwargs = OP.split(a)
     results = [run(*args, **kwargs) for _ in range(3)]

@@ -19,11 +19,11 @@ from tests.ops.qkv import plain
 from tilewright.codegen.targets import SM90
 from tilewright.ops import calls
 from tilewright.ops.checks import ArgumentError
-from tilewright.ops.contract import FusedOp, Lowering, all_ops, get_op
+from tilewright.ops.contract import FusedOp, all_ops, emitted_kernel, get_op, register
 from tilewright.ops.lora.cases import LoraCase
 from tilewright.ops.qkv.samples import AttentionCase
-from tilewright.ops.runtime.program import Buffer, Library, SplitK, drive
-from tilewright.ops.runtime.recording import address_key
+from tilewright.ops.runtime.program import Buffer, Library, Outcome, SplitK, drive
+from tilewright.ops.runtime.recording import call_key
 from tilewright.ops.runtime.replay import repeat
 
 KEYED = ("fused_qkv_paged", "paged_kv_store")
@@ -85,32 +85,67 @@ def test_a_repeat_launches_what_the_first_call_launched(op):
     assert len(repeated) >= 3
 
 
-def is_repeated(op, a):
+def is_repeated(op, a, moved=None):
+    """Whether a call is repeated; with arguments `moved` instead, as a first call with them is."""
     if op.choose("cuda", a).lowering.build is None:
         return False
     machine, (args, kwargs) = Recorder(), op.split(a)
+    moving = frozenset(n for n, name in enumerate(op.parameters) if name in op.moving)
     with NoWaiting():
         program = drive(steps_of(op, a, machine.target), machine)
-        again = repeat(program, args, kwargs, machine)
+        again = repeat(program, args, kwargs, machine, moving)
         if again is None:
             return False
+        if moved is not None:
+            args, kwargs = op.split(moved)
+            machine.launches.clear()
+            program = drive(steps_of(op, moved, machine.target), machine)
         first, before = machine.launches.copy(), list(machine.own)
         machine.launches.clear()
         result = again(*args, **kwargs)
     assert [kernel for kernel, _ in first] == [kernel for kernel, _ in machine.launches]
-    moved = {}
+    places = {}
     for (_, old), (_, new) in zip(first, machine.launches, strict=True):
         for one, other in zip(old, new, strict=True):
             if one != other:
-                assert moved.setdefault(one, other) == other
+                assert places.setdefault(one, other) == other
                 assert any(0 <= one - start < machine.own[start].nbytes for start in before)
     pairs = zip(results_of(program.outcome.result), results_of(result), strict=True)
     for old, new in pairs:
         assert (new.shape, new.stride(), new.dtype) == (old.shape, old.stride(), old.dtype)
         if old.numel():
             assert new.data_ptr() != old.data_ptr()
-            assert moved.get(old.data_ptr(), new.data_ptr()) == new.data_ptr()
+            assert places.get(old.data_ptr(), new.data_ptr()) == new.data_ptr()
     return True
+
+
+@pytest.mark.parametrize("op", [op for op in BUILT if op.moving], ids=lambda op: op.name)
+def test_a_repeat_finds_the_arguments_that_move(op):
+    repeated = 0
+    for case in op.cases:
+        a = op.sample_inputs(case)
+        moved = {name: relocated(getattr(a, name)) for name in op.moving}
+        other = replace(a, **moved)
+        key, other_key = key_of(op, a), key_of(op, other)
+        assert key == other_key
+        repeated += is_repeated(op, a, other)
+    assert repeated >= 3
+
+
+def relocated(tensor):
+    """The same values elsewhere, in the same layout and at the same remainder by 16."""
+    if tensor is None:
+        return None
+    memory = tensor.untyped_storage().clone()
+    moved = torch.empty(0, dtype=tensor.dtype)
+    moved.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
+    assert moved.data_ptr() != tensor.data_ptr() or not tensor.numel()
+    return moved
+
+
+def key_of(op, a):
+    moving = [n for n, name in enumerate(op.parameters) if name in op.moving]
+    return call_key(*op.split(a), moving)
 
 
 def results_of(result):
@@ -155,7 +190,7 @@ class Checked:
             op.validate_values(arguments)
 
         self.op = replace(op, validate_values=validate_values)
-        self.run = calls.implementation(self.op, "cuda")
+        self.run = calls.Calls(self.op, "cuda")
 
     def __call__(self, arguments):
         args, kwargs = self.op.split(arguments)
@@ -181,7 +216,7 @@ def test_other_addresses_and_other_metadata_go_the_whole_way(machine):
     run, a = Checked(), SHRINK.sample_inputs(ROWS)
     changed = [
         a,
-        replace(a, a=a.a.clone()),
+        replace(a, q_weight=a.q_weight.clone()),
         replace(a, expert_ids=a.expert_ids.clone()),
         replace(a, a=a.a[:3], expert_ids=a.expert_ids[:3]),
         replace(a, expert_ids=a.expert_ids[:3]),
@@ -198,6 +233,50 @@ def test_other_addresses_and_other_metadata_go_the_whole_way(machine):
     assert len(machine.kernels) == 3 * len(changed)
 
 
+def test_an_argument_that_moves_is_read_where_it_lies(machine):
+    run, a = Checked(), SHRINK.sample_inputs(ROWS)
+    first = run.known(a)
+    for factor in (1, -1, 2):
+        assert torch.equal(run(replace(a, a=factor * a.a)), factor * first)
+    assert run.checks == 2
+    off = torch.empty(a.a.numel() + 1, dtype=a.a.dtype)[1:].view_as(a.a).copy_(a.a)
+    assert torch.equal(run(replace(a, a=off)), first)  # another kernel: it is not aligned
+    assert run.checks == 3
+
+
+def test_arguments_that_move_are_told_apart(machine):
+    """One tensor for two arguments, then two: neither is taken for the other."""
+    op = get_op("all_reduce_residual_norm")
+    run, a = Checked(op), op.sample_inputs(op.cases[0])
+    twice = replace(a, residual=a.x)
+    wanted = [Checked(op)(arguments) for arguments in (twice, a)]
+    assert not torch.equal(wanted[0][0], wanted[1][0])
+    for _ in range(3):
+        for arguments, want in zip((twice, a), wanted, strict=True):
+            assert all(map(torch.equal, run(arguments), want))
+    assert run.checks == 4
+
+
+def test_what_overlaps_an_argument_that_moves_is_not_repeated(machine):
+    run, a = Checked(), SHRINK.sample_inputs(ROWS)
+    memory = torch.zeros(2 * a.a.numel() + a.q_weight.numel(), dtype=a.a.dtype)
+    inside = memory[: a.q_weight.numel()].view_as(a.q_weight)
+    beside = memory[-a.q_weight.numel() :].view_as(a.q_weight)
+    x = memory[8 : 8 + a.a.numel()].view_as(a.a)
+    for weight, checks in ((inside, 3), (beside, 2)):
+        run.checks = 0
+        for _ in range(3):
+            run(replace(a, a=x, q_weight=weight))
+        assert run.checks == checks
+
+
+@pytest.mark.parametrize("moving", [{"k"}, {"a_offsets", "expert_ids"}, {"num_rows"}, {"nothing"}])
+def test_what_may_move_is_declared_right(moving):
+    op = replace(SHRINK, name="another_shrink", moving=frozenset(moving))
+    with pytest.raises(ValueError, match="another_shrink: moving: expected positional"):
+        register(op)
+
+
 @pytest.mark.parametrize("name", KEYED)
 def test_the_key_tells_every_argument(name):
     """Leaving any argument out of the key, or taking one for another, would show here."""
@@ -206,8 +285,8 @@ def test_the_key_tells_every_argument(name):
         AttentionCase("plain", hidden=256, head_dim=64, rope_style="half", rotary_dim=64,
                       bias=True, qk_norm=True)
     )  # fmt: skip
-    known = address_key(*op.split(a))
-    assert known == address_key(*op.split(a))
+    known = call_key(*op.split(a))
+    assert known == call_key(*op.split(a))
     for field in fields(a):
         value = getattr(a, field.name)
         if isinstance(value, torch.Tensor):
@@ -217,7 +296,7 @@ def test_the_key_tells_every_argument(name):
         else:
             others = ["another"]
         for other in others:
-            assert address_key(*op.split(replace(a, **{field.name: other}))) != known, field.name
+            assert call_key(*op.split(replace(a, **{field.name: other}))) != known, field.name
 
 
 def test_values_are_checked_each_time_when_debugging(machine, monkeypatch):
@@ -299,19 +378,14 @@ def test_a_library_is_repeated_too(projection, monkeypatch):
 
 
 def test_on_the_cpu_nothing_is_repeated():
-    """There values are checked at every call, so no key is made by which to know one again."""
-    op, made = get_op("paged_kv_store"), []
-
-    def repeatable(*args, **kwargs):
-        made.append(args)
-        return None, lambda *_, **__: pytest.fail("made again on the CPU")
-
-    own = Lowering("own", repeatable, frozenset({"cpu"}), lambda a: None, repeatable)
-    run = calls.implementation(replace(op, lowerings=(own,)), "cpu")
+    """There values are checked at every call, so no call is known again by its addresses."""
+    checks = []
+    op = replace(get_op("paged_kv_store"), validate_values=checks.append)
+    run = calls.Calls(op, "cpu")
     args, kwargs = op.split(op.sample_inputs(AttentionCase("plain")))
-    for _ in range(2):
+    for count in range(1, 4):
         run(*args, **kwargs)
-    assert len(made) == 2
+        assert len(checks) == count
 
 
 @dataclass(frozen=True)
@@ -319,13 +393,14 @@ class SumArguments:
     xs: list[torch.Tensor]
 
 
-def test_a_list_of_tensors_is_neither_kept_nor_taken_for_another():
+def test_a_list_of_tensors_is_neither_kept_nor_taken_for_another(machine):
     """Somebody's own op: a key made of the tensors themselves would keep them alive."""
 
-    def run(xs):
-        return sum(xs), lambda *_: pytest.fail("made again")
+    def steps(a, target):
+        out = yield Buffer.like(a.xs[0])
+        yield Library(lambda out, *xs: out.copy_(sum(xs)), (out, *a.xs))
+        return Outcome(out, "")
 
-    own = Lowering("own", run, frozenset({"cuda"}), lambda a: None, run)
     checked = []
     op = FusedOp(
         name="sum_of",
@@ -334,16 +409,16 @@ def test_a_list_of_tensors_is_neither_kept_nor_taken_for_another():
         validate_values=lambda a: None,
         fake=lambda a: a.xs[0].new_empty(()),
         reference=lambda a: sum(a.xs),
-        lowerings=(own,),
+        lowerings=(emitted_kernel(steps),),
         cases=(),
         sample_inputs=lambda case: None,
         tolerances={},
         error_model="",
     )
-    run_op = calls.implementation(op, "cuda")
+    run_op = calls.Calls(op, "cuda")
     xs = [torch.ones(2), torch.ones(2)]
-    assert run_op(xs).tolist() == [2.0, 2.0]
-    assert run_op([xs[0], 3 * xs[1]]).tolist() == [4.0, 4.0]
+    for factor in (1, 3, 5):
+        assert run_op([xs[0], factor * xs[1]]).tolist() == [1.0 + factor] * 2
     assert len(checked) == 1
     checked.clear()
     watched = [weakref.ref(x) for x in xs]

@@ -13,7 +13,6 @@ import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -72,8 +71,9 @@ def watching():
     made.of = add
     yield made
     made.stop()
-    assert not made._thread or not made._thread.is_alive()
-    made.close()
+    before = len(asked)
+    time.sleep(2 * _EVERY_S)
+    assert len(asked) == before
 
 
 @pytest.mark.parametrize("killed", [True, False])
@@ -132,10 +132,11 @@ def test_what_cannot_say_whether_it_waits_ends_nothing(watching):
 
 
 def test_one_process_is_watched_once_for_all_its_groups(watching):
+    before = threading.active_count()
     with started() as other:
         watching.of(told_of(other), False)
         watching.of(told_of(other), True)
-        assert len(watching._alive) == 1
+        assert threading.active_count() == before + 1
         other.kill()
         until(lambda: watching.said)
         watching.of(told_of(other), False)  # made anew beside one that has ended
@@ -149,8 +150,8 @@ def test_a_pid_that_was_given_again_is_not_the_rank(watching):
         assert other.poll() is None
 
 
-def test_it_must_be_said_for_a_while_however_often_it_is_asked():
-    """Ends of others, and new groups, wake the thread as well."""
+def test_it_must_be_said_for_a_while():
+    """New groups of the process that ended ask no sooner."""
     said, asked = [], []
     made = watch.Watch(60.0, _LONG, said.append)
     with started() as other:
@@ -158,27 +159,29 @@ def test_it_must_be_said_for_a_while_however_often_it_is_asked():
         other.kill()
         other.wait()
     try:
-        for count in range(1, 6):
+        for _ in range(5):
             made.add(process, lambda: not asked.append(1))
-            until(lambda count=count: len(asked) >= count)
+        until(lambda: asked)
+        time.sleep(_EVERY_S)
         assert not said
     finally:
         made.stop()
-        made.close()
 
 
 def test_what_cannot_be_watched_is_not_known(watching, monkeypatch):
     """So that the next group of its ranks says so, too; no descriptor is left."""
-    real = watching._events
-    full = SimpleNamespace(register=lambda *_: os.fstat(-1))
+
+    def full(thread):
+        raise RuntimeError("can't start new thread")
+
     with started() as other:
         before = len(os.listdir("/proc/self/fd"))
-        monkeypatch.setattr(watching, "_events", full)
-        for _ in range(2):
-            with pytest.raises(OSError, match="Bad file descriptor"):
-                watching.of(told_of(other), True)
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", full)
+            for _ in range(2):
+                with pytest.raises(RuntimeError, match="can't start"):
+                    watching.of(told_of(other), True)
         assert len(os.listdir("/proc/self/fd")) == before
-        monkeypatch.setattr(watching, "_events", real)
         watching.of(told_of(other), True)
         other.kill()
         until(lambda: watching.said)
@@ -216,28 +219,26 @@ def test_a_rank_that_ended_before_it_was_watched_is_seen(watching):
 def test_descriptors_are_closed_for_programs_that_are_started(watching):
     with started() as other:
         watching.of(told_of(other), False)
-        fds = (watching._events.fileno(), watching._wake, *watching._alive)
-        assert not any(os.get_inheritable(fd) for fd in fds)
+        assert watching._fds
+        assert not any(os.get_inheritable(fd) for fd in watching._fds)
 
 
 @pytest.fixture
 def own(monkeypatch, caplog):
-    monkeypatch.setattr(watch, "_watch", None)
+    monkeypatch.setattr(watch, "_watch", watch.Watch())
     monkeypatch.setattr(watch, "_told", set())
     yield caplog
-    if watch._watch is not None:
-        watch._watch.stop()
-        watch._watch.close()
+    watch._watch.stop()
 
 
 def test_threads_of_one_process_and_other_hosts_are_not_watched(own):
     here = watch.this_process(0)
     for _ in range(2):
         watch.watch([(here._replace(rank=1), lambda: True)], 0)
-    assert (watch._watch, own.text) == (None, "")
+    assert (watch._watch._waits, own.text) == ({}, "")
     elsewhere = [here._replace(boot=1, pid=1), here._replace(names=1), watch.UNKNOWN]
     watch.watch([(one, lambda: True) for one in elsewhere * 2], 0)
-    assert watch._watch is None
+    assert not watch._watch._waits
     assert own.text.count("that some ranks end is not noticed here") == 1
 
 
@@ -248,7 +249,7 @@ def test_without_descriptors_of_processes_nothing_is_watched(own, monkeypatch):
         assert watch.this_process(0) == watch.UNKNOWN
         for _ in range(2):
             watch.watch([(process, lambda: True)], 0)
-    assert watch._watch is None
+    assert not watch._watch._waits
     assert own.text.count("without pidfd_open") == 1
 
 
@@ -260,7 +261,7 @@ found = importlib.util.spec_from_file_location("watch", {str(_FILE)!r})
 watch = sys.modules["watch"] = importlib.util.module_from_spec(found)
 found.loader.exec_module(watch)
 watch.SAY_S = 0.2
-watch.Watch.__init__.__defaults__ = (0.05, 1.0, watch._abort)
+watch._watch = watch.Watch(0.05, 1.0)
 other = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
 told = watch.this_process(1)._replace(pid=other.pid, started=watch._started(other.pid))
 waits = sys.argv[1] == "waits"
@@ -268,10 +269,10 @@ watch.watch([(told, lambda: waits)], 0)
 """
 _ENDS = "other.kill(); time.sleep(float(sys.argv[2]))"
 _FORKS = """
-fds = [watch._watch._wake, watch._watch._events.fileno(), *watch._watch._alive]
+fds = [*watch._watch._fds]
 child = os.fork()
 if not child:
-    assert watch._watch is None
+    assert not watch._watch._waits
     for fd in fds:
         try:
             os.fstat(fd)

@@ -8,10 +8,13 @@ import pytest
 import torch
 
 from tests.patterns.recognise.test_gemm import value
-from tilewright.patterns.arithmetic.constants import constant_of
+from tilewright.patterns.arithmetic.constants import constant_of, one_number
 from tilewright.patterns.arithmetic.steps import (
+    chosen_by_mask,
     clamp_bounds,
+    constant_factor,
     filled_with,
+    floor_quotient,
     is_filled,
     keeps_dim,
     reduced_dims,
@@ -146,3 +149,41 @@ def test_constants_are_computed_in_their_dtype(op, dtype, number):
     found = constant_of(value(f"aten.{op}", result, given.whole, number).whole)
     assert found is not None
     assert found.item() == result.item()
+
+
+def test_where_and_masked_fill_choose_by_a_mask():
+    mask = value("input", X > 0)
+    where = value("aten.where", X, mask.whole, GIVEN.whole, 0.0)
+    fill = value("aten.masked_fill", X, GIVEN.whole, mask.whole, 0.0)
+    assert chosen_by_mask(where) == (mask.whole, GIVEN.whole, 0.0)
+    assert chosen_by_mask(fill) == (mask.whole, 0.0, GIVEN.whole)
+    assert chosen_by_mask(value("aten.where", X, mask.whole)) is None
+    assert chosen_by_mask(GIVEN) is None
+
+
+@pytest.mark.parametrize(
+    ("op", "args", "kwargs", "divisor"),
+    [
+        ("floor_divide", (GIVEN, 3), {}, 3),
+        ("div", (GIVEN, 3), {"rounding_mode": "floor"}, 3),
+        ("div", (GIVEN, 3), {"rounding_mode": "trunc"}, None),
+        ("div", (GIVEN, 3), {}, None),
+        ("floor_divide", (GIVEN, -3), {}, None),
+    ],
+)
+def test_floor_quotients(op, args, kwargs, divisor):
+    found = floor_quotient(made(op, *args, **kwargs)[0])
+    assert found == (None if divisor is None else (GIVEN.whole, divisor))
+
+
+@pytest.mark.parametrize("factor", [2.0, 0.25])
+def test_constant_factors(factor):
+    for op, number in (("mul", factor), ("div", 1 / factor)):
+        assert constant_factor(made(op, GIVEN, number)[0]) == (GIVEN.whole, factor)
+    one = torch.full((1,), factor)
+    tensor = value("aten.full", one, (1,), factor)
+    product = value("aten.mul", X * one, tensor.whole, GIVEN.whole)
+    assert constant_factor(product) is None
+    assert constant_factor(product, one_number) == (GIVEN.whole, factor)
+    over = value("aten.div", one / X, tensor.whole, GIVEN.whole)
+    assert constant_factor(over, one_number) is None

@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.experts import dequantized
 from tests.models.moe_dequant import (
     NEAR_MISSES,
     SPELLINGS,
@@ -74,10 +75,6 @@ ROWS = {
     "half": (lambda effect: effects.narrow(effect, 1, 0, N // 2), slice(0, N // 2)),
     "every_other": (lambda effect: effects.narrow(effect, 1, 1, N // 2, 2), slice(1, N, 2)),
 }
-
-
-def dequantized(weight, dtype):
-    return torch.stack([weight.expert(e, dtype).dequantize(dtype) for e in range(E)])
 
 
 CUT = ("nvfp4_table", "mxfp4_ldexp", "fp8_blocks", "int4_groups")

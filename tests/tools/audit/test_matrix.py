@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 
 from tilewright.codegen.audit import Expectations
 from tilewright.codegen.targets import SM100
-from tilewright.tools import audit_matrix
 from tilewright.tools.audit.qkv import MODELS, qkv_cases
-from tilewright.tools.audit_matrix import as_snapshot, as_table, audit_one, environment
+from tilewright.tools.matrix import audit_matrix, environments
+from tilewright.tools.matrix.audit_matrix import as_snapshot, as_table, audit_one, environment
 
 RUNNER = CliRunner()
 
@@ -88,14 +88,14 @@ def test_no_kernel_of_that_name(cases, monkeypatch):
 def test_environment_is_built_once_and_checked(tmp_path, monkeypatch):
     commands = []
 
-    def run(command):
+    def run(*command):
         commands.append(command)
         python = tmp_path / "9.9.9" / "bin" / "python"
         python.parent.mkdir(parents=True, exist_ok=True)
         python.write_text("#!/bin/sh\necho 9.9.9\n")
         python.chmod(0o755)
 
-    monkeypatch.setattr(audit_matrix, "_run", run)
+    monkeypatch.setattr(environments, "_run", run)
     assert environment("9.9.9", tmp_path).name == "python"
     assert [command[-1] for command in commands] == [str(tmp_path / "9.9.9"), "triton==9.9.9"]
     environment("9.9.9", tmp_path)

@@ -15,11 +15,11 @@ from tilewright.codegen.audit import check
 from tilewright.codegen.build import compile_for
 from tilewright.codegen.grouped.tiles import GemmConfig
 from tilewright.codegen.targets import SM90, SM100
-from tilewright.ops.grouped.nvfp4_lowering import grouped_nvfp4_steps
+from tilewright.ops.grouped.nvfp4_matmul import grouped_nvfp4_steps
 from tilewright.ops.runtime.program import Planner, drive
 from tilewright.tools.audit.families import all_cases
 from tilewright.tools.audit.moe import MODELS, moe_cases, nvfp4_arguments, nvfp4_case
-from tilewright.tools.audit_matrix import audit_one
+from tilewright.tools.matrix.audit_matrix import audit_one
 
 # Of most families one kernel, in the form with most to go wrong; `make audit` has all of them.
 COMPILED = {

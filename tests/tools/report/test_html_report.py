@@ -15,8 +15,8 @@ from tests.models import qkv_idioms
 from tests.tools.test_commands import command  # noqa: F401  a fixture
 from tilewright.compiler import Lowered, lower
 from tilewright.compiler.report import collapse_sites, site_kind
-from tilewright.tools.layers import layers
 from tilewright.tools.report.html_report import render_html, write_html
+from tilewright.tools.report.layers import layers
 from tilewright.tools.report.step_bars import step_view
 from tilewright.tools.report.templates import readable_time
 from tilewright.tools.zoo import build_zoo_model

@@ -1,14 +1,15 @@
-"""The factors of dequantised expert weights: one scale per block, and factors per expert.
+"""The codes that weights are decoded from, and the factors of those.
 
-A factor that is the same for all of an expert stays as the graph computes it. Of those that vary
-within an expert there may be one: stored e4m3 or e8m0, recognised by what they make of all bytes,
-or any floats.
+Factors of experts' weights are one scale per block, and factors per expert. A factor that is the
+same for all of an expert stays as the graph computes it. Of those that vary within an expert there
+may be one: stored e4m3 or e8m0, recognised by what they make of all bytes, or any floats.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -18,6 +19,7 @@ from tilewright.patterns.effects import Effect
 from tilewright.patterns.quantised.byte_functions import byte_function
 from tilewright.patterns.quantised.words import follow
 
+Code = TypeVar("Code")
 # What the rewriter applies to a view: ("to", dtype), ("bitcast", dtype) or ("bitwise_and", number).
 Steps = tuple[tuple[str, torch.dtype | int], ...]
 #: To e4m3 numbers without their signs.
@@ -38,6 +40,70 @@ class Factor:
     view: View
     kind: str = "times"
     casts: Steps = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Coded(Generic[Code]):
+    """A code of every element, number, and factors, those of the last product last."""
+
+    code: Code
+    factors: tuple[Factor, ...] = ()
+    number: float = 1.0
+
+
+def match_coded(view: View, match_code: Callable[[View], Code | None]) -> Coded[Code] | None:
+    """The codes that a view's elements are products of; None where they are none of codes.
+
+    match_code: the code that a view is without factors, or None.
+    """
+    view = follow(view)
+    code = match_code(view)
+    if code is not None:
+        return Coded(code)
+    value = view.value
+    if not value.dtype.is_floating_point or value.dtype.itemsize == 1:
+        return None
+    if is_float_cast(value):
+        return match_coded(view.of_operand(value.operands[0]), match_code)
+    for kind, coded, factor in _products(view):
+        inner = match_coded(coded, match_code)
+        if inner is None:
+            continue
+        if isinstance(factor, View):
+            part = Factor(view.of_operand(factor), kind)
+            return replace(inner, factors=(*inner.factors, part))
+        return replace(inner, number=inner.number * (factor if kind == "times" else 1 / factor))
+    return None
+
+
+_QUOTIENTS = {"aten.div": "over", "aten.ldexp": "exponent"}
+
+
+def _products(view: View) -> list[tuple[str, View, Any]]:
+    """(kind, what is multiplied, factor) of a view of a product, every way round: first as the
+    product of what repeats nowhere."""
+    op, args = view.value.op, () if view.value.kwargs else view.value.args
+    ways: list[tuple[str, Any, Any]] = []
+    if op == "aten.where" and len(args) == 3 and args[1] != args[1]:
+        ways = [("nan_where", args[2], args[0])]
+    elif op == "aten.mul" and len(args) == 2:
+        ways = [("times", *args), ("times", *args[::-1])]
+    elif op in _QUOTIENTS and len(args) == 2:
+        ways = [(_QUOTIENTS[op], *args)]
+    found = [
+        (kind, view.of_operand(coded), factor)
+        for kind, coded, factor in ways
+        if isinstance(coded, View) and is_factor(factor, tensor=kind not in ("times", "over"))
+    ]
+    return sorted(found, key=lambda way: repeats(way[1].effect))
+
+
+def repeats(effect: Effect) -> bool:
+    """Whether two elements are the same one of the value."""
+    return any(atom.axis is None for dim in effect.dims for atom in dim)
+
+
+# --- experts --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -63,9 +129,10 @@ class Factors:
     guard: View | None = None
 
 
-def is_factor(item: Any) -> bool:
-    """Whether an argument can be one: a tensor, or a positive number."""
-    return isinstance(item, View) or (isinstance(item, (int, float)) and item > 0)
+def is_factor(item: Any, tensor: bool = False) -> bool:
+    """Whether an argument can be one: a tensor, or, unless that is asked for, a positive number."""
+    number = not tensor and isinstance(item, (int, float)) and item > 0
+    return number or isinstance(item, View)
 
 
 def with_factor(found: Factors, factor: Factor) -> Factors | None:

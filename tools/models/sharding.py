@@ -20,7 +20,7 @@ from torch import fx
 
 from tilewright.codegen.targets import Target
 from tilewright.compiler import Lowered, Site, _compat
-from tilewright.tools.layers import layer_of
+from tilewright.tools.report.layers import layer_of
 from tilewright.tools.zoo import (
     EXPERT_COUNTS,
     LORA,

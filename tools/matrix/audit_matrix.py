@@ -25,6 +25,7 @@ from tilewright.codegen.targets import Target, get_target
 from tilewright.tools.audit.cases import AuditCase
 from tilewright.tools.audit.families import all_cases as audit_cases
 from tilewright.tools.audit.outcome import Audited, outcome_of
+from tilewright.tools.matrix.environments import make_environment
 
 RELEASES = ("3.6.0", "3.7.1", "3.9.0")
 ENVIRONMENTS = Path(".audit")
@@ -46,9 +47,7 @@ def environment(release: str, root: Path = ENVIRONMENTS) -> Path:
     folder = root / release
     python = folder / "bin" / "python"
     if _version(python) != release:
-        _run([sys.executable, "-m", "venv", "--clear", str(folder)])
-        pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        _run([*pip, f"triton=={release}"])
+        make_environment(sys.executable, folder, f"triton=={release}")
         if _version(python) != release:
             raise RuntimeError(f"{folder}: expected triton {release}, got {_version(python)!r}")
     return python.absolute()
@@ -59,12 +58,6 @@ def _version(python: Path) -> str:
         return ""
     command = [str(python), "-c", "import triton; print(triton.__version__)"]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-
-
-def _run(command: Sequence[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr.strip()}")
 
 
 def audit_one(case: AuditCase, release: str, python: Path, target: Target) -> Outcome:

@@ -1,0 +1,71 @@
+"""Inductor's settings, and what goes into torch's caches and traces beside its own."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, get_origin
+
+import torch
+from torch._logging import trace_structured
+
+
+def mode_patches(mode: str | None) -> dict[str, Any] | None:
+    """Inductor's settings for a `torch.compile` mode; raises RuntimeError for an unknown one."""
+    return torch._inductor.list_mode_options(mode) if mode else None
+
+
+def option_problem(options: Mapping[str, Any]) -> str | None:
+    """What is wrong with the first option that Inductor does not have or that has another type;
+    None where all are good."""
+    from torch._inductor import config
+
+    known = config.get_config_copy()
+    for name, value in options.items():
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=3)
+            return f"settings of Inductor; {name!r} is none (near it: {near})"
+        kind = config.get_type(name)  # type: ignore[attr-defined]
+        if get_origin(kind) is None and not isinstance(value, kind):
+            return f"a value of {kind} for {name!r}"
+    return None
+
+
+def register_artifacts(
+    kind: str, populate: Callable[[str, bytes], Any]
+) -> Callable[[str, bytes], None] | None:
+    """Makes `kind` a type of torch's cache artifacts: `populate(key, content)` is called for each
+    that is loaded. What records one; None where this torch has another interface."""
+    try:
+        from torch.compiler._cache import (
+            CacheArtifact,
+            CacheArtifactFactory,
+            CacheArtifactManager,
+        )
+
+        class Artifact(CacheArtifact):
+            def populate_cache(self) -> None:
+                populate(self.key, self.content)
+
+            @staticmethod
+            def type() -> str:
+                return kind
+
+        CacheArtifactFactory.register(Artifact)
+        return partial(CacheArtifactManager.record_artifact, kind)
+    except (ImportError, AttributeError, TypeError, AssertionError):
+        return None
+
+
+def trace_artifact(name: str, encoding: str, payload: Callable[[], str]) -> None:
+    """Adds a text to torch's structured trace (TORCH_TRACE); tlparse shows it with the compilation.
+
+    payload is called only where a trace is written. encoding: "string" or "json".
+    """
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": encoding},
+        payload_fn=payload,
+        expect_trace_id=False,
+    )

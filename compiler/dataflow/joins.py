@@ -1,0 +1,55 @@
+"""Concatenations: their pieces, and those that are nothing but a copy or the whole again."""
+
+from __future__ import annotations
+
+import torch
+
+from tilewright.patterns import effects
+from tilewright.patterns.dataflow import View
+from tilewright.patterns.effects import InexpressibleError, Size
+
+
+def piece_of_rank(piece: View | None, dim: int, shape: tuple[Size, ...]) -> View | None:
+    """A piece of a concatenation [shape] along dim. torch.cat leaves out tensors of shape [0],
+    whatever the rank of the others; here such a one is nothing along dim."""
+    if piece is None or piece.shape != (0,) or len(shape) == 1:
+        return piece
+    nothing = tuple(0 if axis == dim else size for axis, size in enumerate(shape))
+    return piece.reshape(*(0 if axis == dim else 1 for axis in range(len(shape)))).expand(*nothing)
+
+
+def without_rests(pieces: tuple[View | None, ...], dim: int) -> tuple[View | None, ...]:
+    """The pieces of a concatenation without empty slices of what has elements, as the rest of a
+    head that is rotated whole; all of them where nothing else is left."""
+    kept = [p for p in pieces if p is None or p.shape[dim] != 0 or 0 in p.value.shape]
+    kept_dtypes = {p.value.dtype for p in kept if p is not None}
+    plain = all(p is None or p.value.dtype in kept_dtypes for p in pieces)  # they promote, too
+    return tuple(kept) if kept and plain else pieces
+
+
+def copied_whole(pieces: tuple[View | None, ...], result: torch.Tensor) -> View | None:
+    """The one piece of a concatenation, which is a copy of it."""
+    (piece, *others) = pieces or (None,)
+    if others or piece is None or piece.value.dtype != result.dtype:
+        return None
+    return piece if piece.value.device == result.device else None
+
+
+def split_before(pieces: tuple[View | None, ...], dim: int, shape: tuple[Size, ...]) -> View | None:
+    """What was split, where a concatenation puts all of its pieces together again in their order.
+
+    shape: of the concatenation.
+    """
+    try:
+        whole = pieces[0].value.whole.reshape(*shape) if pieces and pieces[0] else None
+        start: Size = 0
+        for piece in pieces:
+            if whole is None or piece is None:
+                return None
+            length = piece.shape[dim]
+            if piece != View(whole.value, effects.narrow(whole.effect, dim, start, length)):
+                return None
+            start = start + length
+    except (InexpressibleError, IndexError):
+        return None
+    return whole

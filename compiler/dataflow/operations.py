@@ -1,0 +1,232 @@
+"""The operation that a node is, in ATen's terms: its name, its arguments and its keywords."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from itertools import takewhile
+from typing import Any, TypeVar
+
+import torch
+from torch import fx
+
+from tilewright.compiler import _compat
+from tilewright.compiler._compat.autocast import autocast_at, autocast_at_devices
+from tilewright.compiler.dataflow import spelling
+from tilewright.compiler.dataflow.access import has_symbols, remembered
+from tilewright.compiler.dataflow.aten_names import Hole, aten_call, fill
+from tilewright.compiler.dataflow.joins import piece_of_rank
+from tilewright.compiler.dataflow.spelling import argument, index_effect, shape_of, with_rows
+from tilewright.patterns.arithmetic.constants import one_number
+from tilewright.patterns.dataflow import View
+from tilewright.patterns.effects import InexpressibleError
+from tilewright.patterns.recognise.gemm import is_weight
+
+T = TypeVar("T")
+_ASKED: dict[Any, Any] = {}
+
+#: Name, arguments and keywords, as patterns see them.
+Operation = tuple[str, tuple[Any, ...], dict[str, Any]]
+
+
+class Operations:
+    """Reads the operations of one graph.
+
+    operand: an argument of a node as patterns see it. unknown: gets the nodes that are in no table
+    and no single ATen operation.
+    """
+
+    def __init__(self, operand: Callable[[Any], Any], unknown: list[fx.Node]) -> None:
+        self.operand = operand
+        self.unknown = unknown
+        self._asked: dict[Any, Any] = {}
+
+    def of(self, node: fx.Node, name: str, result: torch.Tensor) -> Operation:
+        """The operation of a node that computes `result`. name: what it calls."""
+        if name in spelling.CASTS or (name == "view" and argument(node, 1, "dtype") is not None):
+            op = "bitcast" if name == "view" else "cast"
+            return op, (self.operand(node.args[0]),), self.keywords(node)
+        rule = _RULES.get(name)
+        found = None if rule is None else rule(self, node, result)
+        if found is None and name in spelling.PLAIN:
+            found = f"aten.{name}", self.arguments(node), self.keywords(node)
+        op, args, kwargs = found or self._ask(node, name)
+        return op, _with_numbers(op, args, result.dtype), kwargs
+
+    def arguments(self, node: fx.Node) -> tuple[Any, ...]:
+        """A node's arguments, with `input` and `other` among them where these are keywords."""
+        named = [node.kwargs[name] for name in _leading(node)]
+        return tuple(self.operand(a) for a in (*node.args, *named))
+
+    def keywords(self, node: fx.Node) -> dict[str, Any]:
+        """The keywords that are not among :meth:`arguments`."""
+        moved = _leading(node)
+        return {k: self.operand(a) for k, a in node.kwargs.items() if k not in moved}
+
+    # --- rules ---
+
+    def _linear(self, node: fx.Node, _: torch.Tensor) -> Operation:
+        names = ("input", "weight", "bias")
+        given = (self.operand(argument(node, at, name)) for at, name in enumerate(names))
+        return "aten.linear", tuple(given), {}
+
+    def _product(self, node: fx.Node, _: torch.Tensor) -> Operation | None:
+        """The linear (x, weight [N, K], bias or None) of a product with a two-dimensional weight;
+        None for others."""
+        added = spelling.name_of(node) == "addmm"
+        first, keyword = (1, "mat1") if added else (0, "input")
+        if added and (node.kwargs.get("alpha", 1) != 1 or node.kwargs.get("beta", 1) != 1):
+            return None
+        x = self.operand(argument(node, first, keyword))
+        weight = self.operand(argument(node, first + 1, "mat2"))
+        if not isinstance(weight, View):
+            weight = self.operand(argument(node, first + 1, "other"))
+        if not isinstance(weight, View) or not isinstance(x, View):
+            return None
+        if len(weight.effect.dims) != 2 or weight.value.projected:
+            return None
+        if not added and is_weight(x) and not is_weight(weight):
+            return None
+        bias = self.operand(argument(node, 0, "input")) if added else None
+        return "aten.linear", (x, weight.permute(1, 0), bias), {}
+
+    def _stack(self, node: fx.Node, _: torch.Tensor) -> Operation:
+        tensors = [self.operand(t) for t in argument(node, 0, "tensors")]
+        dim = argument(node, 1, "dim", 0) % (len(tensors[0].effect.dims) + 1)
+        return "aten.cat", (tuple(t.unsqueeze(dim) for t in tensors), dim), {}
+
+    def _cat(self, node: fx.Node, result: torch.Tensor) -> Operation:
+        dim, shape = argument(node, 1, "dim", 0) % len(result.shape), shape_of(result)
+        tensors = map(self.operand, argument(node, 0, "tensors"))
+        return "aten.cat", (tuple(piece_of_rank(t, dim, shape) for t in tensors), dim), {}
+
+    def _hstack(self, node: fx.Node, result: torch.Tensor) -> Operation:
+        tensors, shape = argument(node, 0, "tensors"), shape_of(result)
+        # The first alone is asked, which may be of rank one and empty where others are not.
+        dim = int(tensors[0].meta["example_value"].dim() > 1)
+        pieces = tuple(piece_of_rank(self.operand(t), dim, shape) for t in tensors)
+        return "aten.cat", (pieces, dim), {}
+
+    def _embedding(self, node: fx.Node, _: torch.Tensor) -> Operation | None:
+        if node.target is not torch.nn.functional.embedding:
+            return None
+        ids, table = argument(node, 0, "input"), argument(node, 1, "weight")
+        return "aten.embedding", (self.operand(table), self.operand(ids)), {}
+
+    def _one_hot(self, node: fx.Node, _: torch.Tensor) -> Operation | None:
+        if node.all_input_nodes[0].meta["example_value"].dtype == torch.int64:
+            return None
+        # Eager raises for other integers, fake tensors do not: what raises stays.
+        return "opaque:one_hot", self.arguments(node), self.keywords(node)
+
+    def _getitem(self, node: fx.Node, _: torch.Tensor) -> Operation:
+        return *self._gather(*node.args), self.keywords(node)
+
+    def _gather(self, of: Any, given: Any) -> tuple[str, tuple[Any, ...]]:
+        base = self.operand(of)
+        try:
+            effect, tensors = index_effect(base.effect, with_rows(given) or given)
+        except InexpressibleError:
+            return "opaque:getitem", (base,)
+        indices = tuple((dim, self.operand(t)) for dim, t in tensors.items())
+        return "aten.index", (View(base.value, effect), indices)
+
+    # --- what is in no table ---
+
+    def _ask(self, node: fx.Node, name: str) -> Operation:
+        """The ATen call of a node that is in no table."""
+        if not meets_subclasses(node):
+            call, sources = self.alone(node, aten_call)
+            if call is None and has_symbols(node):
+                call, sources = self.alone(node, aten_call, symbols=True)
+            if call is not None:
+                operands = fill((call.args, call.kwargs), sources)
+                if call.name == "aten.index":  # a place for each dimension, as export spells it
+                    of, places = operands[0]
+                    every = tuple(slice(None) if i is None else i for i in places)
+                    return *self._gather(of, every), {}
+                return call.name, self.operand(operands[0]), self.operand(operands[1])
+        self.unknown.append(node)
+        return f"opaque:{name}", self.arguments(node), self.keywords(node)
+
+    def alone(
+        self, node: fx.Node, trace: Callable[..., T], symbols: bool = False
+    ) -> tuple[T | None, list[fx.Node]]:
+        """What `trace` tells of a node by itself, on its fake tensors, and the nodes of those; None
+        where it cannot be traced. symbols: symbolic sizes that it is given are inputs, too, as a
+        call that keeps one needs."""
+        sources: list[fx.Node] = []
+        kinds = (torch.Tensor, torch.SymInt) if symbols else torch.Tensor
+
+        def leaf(item: fx.Node) -> Any:
+            held = item.meta.get("example_value")
+            if isinstance(held, kinds):
+                sources.append(item)
+                return Hole(len(sources) - 1)
+            return held
+
+        args = fx.node.map_arg(node.args, leaf)
+        kwargs = fx.node.map_arg(node.kwargs, leaf)
+        inputs = [source.meta["example_value"] for source in sources]
+        tensors = [held for held in inputs if isinstance(held, torch.Tensor)]
+        described = tuple((t.dtype, tuple(t.shape), str(t.device)) for t in tensors)
+        autocast = autocast_at_devices(node, {t.device.type for t in tensors})
+        key = (trace, node.target, repr(args), repr(kwargs), repr(described), autocast)
+
+        def ask() -> T | None:
+            # A node that cannot be traced is opaque.
+            with contextlib.suppress(Exception), autocast_at(node):
+                return trace(node, args, kwargs, inputs)
+            return None
+
+        if not isinstance(node.target, str) and not spelling.is_torch_function(node.target):
+            return ask(), sources
+        # A symbol may be another size in another graph.
+        known = self._asked if has_symbols(node) else _ASKED
+        return remembered(known, key, ask), sources
+
+
+_RULES: dict[str, Callable[[Operations, fx.Node, torch.Tensor], Operation | None]] = {
+    "linear": Operations._linear,
+    **dict.fromkeys(("addmm", "mm", "matmul"), Operations._product),
+    "stack": Operations._stack,
+    "cat": Operations._cat,
+    "hstack": Operations._hstack,
+    "embedding": Operations._embedding,
+    "one_hot": Operations._one_hot,
+    "getitem": Operations._getitem,
+}
+
+
+_ARITHMETIC = frozenset(f"aten.{name}" for name in ("add", "sub", "mul", "div", "pow"))
+
+
+def _with_numbers(op: str, args: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
+    """Arguments of arithmetic, a tensor of no dimensions that no input goes into as its number.
+
+    Beside floats of the result's dtype either is the same: neither decides the dtype.
+    """
+    views = [a for a in args if isinstance(a, View)]
+    wide = any(v.shape and v.value.dtype == dtype for v in views)
+    if op not in _ARITHMETIC or len(views) != 2 or not wide or not dtype.is_floating_point:
+        return args
+    return tuple(_number_or_view(a) if isinstance(a, View) else a for a in args)
+
+
+def _number_or_view(view: View) -> Any:
+    whole = view.value.shape == () and not view.value.dtype.is_complex
+    number = one_number(view) if whole and view.value.dtype != torch.bool else None
+    return view if number is None else number
+
+
+def meets_subclasses(node: fx.Node) -> bool:
+    """Whether a class of the user's (DTensor, quantised weights) decides what a node does."""
+    return any(map(_compat.is_subclass, _compat.tensors_of(node, *node.all_input_nodes)))
+
+
+def _leading(node: fx.Node) -> list[str]:
+    """Which of `input` and `other` are keywords in the place of the first positional arguments."""
+    if len(node.args) > 1 or (node.args and "input" in node.kwargs):
+        return []
+    names = ("other",) if node.args else ("input", "other")
+    return list(takewhile(node.kwargs.__contains__, names))

@@ -1,0 +1,45 @@
+"""Values that depend on a product with a weight that the model stores."""
+
+from __future__ import annotations
+
+import torch
+
+from tilewright.compiler import _compat
+from tilewright.patterns import effects
+from tilewright.patterns.dataflow import Value, View
+from tilewright.patterns.recognise.gemm import is_weight, multiplies_stored, unread_product
+
+# Products whose second operand is a weight, and those that are where it is stored.
+_OF_WEIGHTS = frozenset(("aten.linear", "aten._scaled_mm", "aten._scaled_mm_v2"))
+_PRODUCTS = frozenset(
+    f"aten.{name}" for name in ("einsum", "bmm", "mm", "matmul", "baddbmm", "addmm", "_grouped_mm")
+)
+
+
+def projects(value: Value) -> bool:
+    """Whether a value is a product with what the model stores; an operation that is not known may
+    be one too."""
+    if value.op in _OF_WEIGHTS:
+        return True
+    if value.op in _PRODUCTS:
+        return multiplies_stored(value)
+    foreign = not value.op.startswith(("aten.", "store", "cast", "bitcast"))
+    given = foreign and any(is_weight(v) or _holds_own_codes(v) for v in value.operands)
+    return given or unread_product(value) is not None
+
+
+# A tensor of fewer integers that a model holds may say where: slots, groups, an order of columns.
+_LEAST_CODES = 256
+_OF_CODES = frozenset((torch.int8, torch.uint8, torch.int16, torch.int32))
+
+
+def _holds_own_codes(view: View) -> bool:
+    """Whether a view is of codes that the model holds: a quantised weight, however it is packed."""
+    value = view.value
+    if value.op != "input" or not _compat.is_models_own(value.node):
+        return False
+    many = effects.product(value.shape)
+    coded = value.dtype in _OF_CODES or (
+        value.dtype.is_floating_point and value.dtype.itemsize == 1
+    )
+    return coded and isinstance(many, int) and many >= _LEAST_CODES

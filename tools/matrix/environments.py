@@ -1,0 +1,19 @@
+"""Makes virtual environments with chosen releases."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+
+def make_environment(python: str, folder: Path, *packages: str) -> None:
+    """A new environment of a Python, with these packages. Raises RuntimeError with pip's words."""
+    _run(python, "-m", "venv", "--clear", str(folder))
+    pip = (str(folder / "bin" / "python"), "-m", "pip", "install", "--quiet")
+    _run(*pip, "--disable-pip-version-check", *packages)
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr.strip()}")

@@ -1,0 +1,1 @@
+"""The models that commands are given: loaded from a function of the user, or shared by ranks."""
