@@ -200,13 +200,14 @@ class Statements(Expressions):
         if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) and truth:
             for item in test.values:
                 self._learn(item, truth)
-        if not isinstance(test, ast.Compare) or len(test.ops) != 1:
+        if not isinstance(test, ast.Compare) or type(test.ops[0]) not in values.COMPARE:
             return
-        comparison = values.COMPARE.get(type(test.ops[0]))
+        comparison = values.COMPARE[type(test.ops[0])]
         sides = test.left, test.comparators[0]
         one, other = map(self._scalar, sides)
-        known = comparison in MIRRORED and values.result_dtype(one, other) is not None
-        if known and one.range is not None and other.range is not None:
+        if comparison not in MIRRORED or values.result_dtype(one, other) is None:
+            return
+        if one.range is not None and other.range is not None:
             self._narrow(sides[0], one.range.given(comparison, other.range, truth))
             self._narrow(sides[1], other.range.given(MIRRORED[comparison], one.range, truth))
 
