@@ -1,6 +1,8 @@
-"""Whole numbers that problems, plans and launch grids are made of."""
+"""Numbers that problems, plans and launch grids are made of."""
 
 from __future__ import annotations
+
+import math
 
 # Bytes of one element, by Triton dtype name.
 ELEMENT_BYTES = {
@@ -8,6 +10,8 @@ ELEMENT_BYTES = {
     "i8": 1, "u8": 1, "i32": 4, "u32": 4, "i64": 8,
 }  # fmt: skip
 INT32_MAX = 2**31 - 1
+# Takes natural logarithms to those of the base 2, in which kernels have their softmax.
+LOG2E = math.log2(math.e)
 
 
 def next_power_of_2(n: int) -> int:

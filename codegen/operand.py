@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+#: The address of an aligned tensor is a multiple of this, in bytes.
+ALIGNMENT = 16
+
 
 @dataclass(frozen=True)
 class Operand:
@@ -11,7 +14,7 @@ class Operand:
 
     dtype: Triton's name, "bf16". strides: in elements; a problem that does not build on them leaves
     them out, so that calls which differ in nothing else share a plan. aligned: the first element
-    lies at whole 16 bytes.
+    lies at a multiple of ALIGNMENT bytes.
     """
 
     dtype: str

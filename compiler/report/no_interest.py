@@ -17,7 +17,7 @@ from tilewright.ops.reference.activation import ACTIVATIONS
 from tilewright.patterns import effects
 from tilewright.patterns.attention.cache_attention import gains
 from tilewright.patterns.cache.states import continues, replaces_state
-from tilewright.patterns.dataflow import Dataflow, Value, View
+from tilewright.patterns.dataflow import Dataflow, Value, View, upstream
 from tilewright.patterns.language import Kind
 from tilewright.patterns.mlp.linears import LEAST_COLUMNS
 from tilewright.patterns.moe.combine import SHAPED_LIKE
@@ -237,14 +237,13 @@ def _is_lone_of_a_batch(value: Value, graph: Graph) -> bool:
 
 
 def _products_before(value: Value, graph: Graph) -> list[Value]:
-    sources = [view.value for view in value.operands]
-    found: list[Value] = []
-    for source in sources:  # grows meanwhile
-        if graph.kind(source) == "product":
-            found.append(source)
-        elif graph.kind(source) is None:
-            sources += [v.value for v in source.operands if v.value not in sources]
-    return found
+    """The products that a value is computed from by way of operations that are no points."""
+
+    def passes(source: Value) -> bool:
+        return source is value or graph.kind(source) is None
+
+    sources = upstream(value, len(graph.flow.values), passes)
+    return [v for v in sources if v is not value and graph.kind(v) == "product"]
 
 
 def _readers(value: Value, graph: Graph) -> list[Value]:
@@ -380,20 +379,16 @@ def _mixes(value: Value, graph: Graph) -> bool:
     scores = _products_before(value, graph)
     if not scores or not all(graph.weights(v) and match_gemm(v) is not None for v in scores):
         return False
-    alone, flow = {value}, graph.flow
-    front = [value]
-    readers: list[Value] = []
-    for item in front:  # grows meanwhile
-        for user in flow.users.get(item, ()):
-            if user in alone:
-                continue
-            others = [v.value for v in user.operands if graph.origin(v.value) == "given"]
-            if graph.kind(user) is None and alone.issuperset(others):
-                alone.add(user)
-                front.append(user)
-            else:
-                readers.append(user)
-    read = [user for user in dict.fromkeys(readers) if user not in alone]
+    alone = {value}
+
+    def is_made_of_it(user: Value) -> bool:
+        others = [v.value for v in user.operands if graph.origin(v.value) == "given"]
+        if graph.kind(user) is None and alone.issuperset(others):
+            alone.add(user)
+        return user in alone
+
+    weights = graph.flow.downstream(value, None, is_made_of_it)
+    read = [user for user in _users(weights, graph) if user not in alone]
     return bool(read) and all(_is_mixed(user, alone, graph) for user in read)
 
 

@@ -71,6 +71,7 @@ OP = register(
         ),
         cases=CASES,
         sample_inputs=sample_inputs,
+        moving=frozenset({"q"}),
         tolerances=TOLERANCES,
         error_model=ERROR_MODEL,
         cache_read=cache_read,

@@ -36,14 +36,13 @@ from tilewright.codegen.targets import Target
 from tilewright.ops.attention.arguments import AttentionArguments
 from tilewright.ops.attention.block_lists import list_steps
 from tilewright.ops.attention.library import library_steps, library_wanted
-from tilewright.ops.attention.masks import lowest_hides
+from tilewright.ops.attention.masks import known_strides, lowest_hides
 from tilewright.ops.attention.operands import (
     RopePart,
     Values,
     cache_problem,
     cache_sizes,
     cache_values,
-    known_strides,
 )
 from tilewright.ops.attention.positions import room
 from tilewright.ops.runtime.kernels import launch

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from tilewright.codegen.attention.blocks import LOGIT
+from tilewright.codegen.spec import Constant
 from tilewright.ops.checks import (
     INT32_MAX,
     ArgumentError,
@@ -94,3 +95,10 @@ def mask_numbers(
         return own.to(compute)
     zeros = torch.zeros(own.shape, dtype=compute, device=own.device)
     return zeros.masked_fill(~own, float("-inf"))
+
+
+def known_strides(mask: torch.Tensor | None) -> dict[str, Constant]:
+    """The strides of a launch that are constants: the keys of a mask mostly follow each other."""
+    if mask is None or mask.shape[3] <= 1 or mask.stride(3) != 1:
+        return {}
+    return {"mask_column_stride": 1}

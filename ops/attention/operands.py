@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from tilewright.codegen.arithmetic import next_power_of_2
+from tilewright.codegen.arithmetic import LOG2E, next_power_of_2
 from tilewright.codegen.attention.problem import AttentionSizes, CacheProblem
-from tilewright.codegen.spec import Constant
 from tilewright.ops.attention.arguments import AttentionArguments
 from tilewright.ops.attention.positions import room, sequences
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
 from tilewright.ops.runtime.operands import mask_bytes, tma_reaches
 
-# Softmax in powers of two.
-LOG2E = math.log2(math.e)
 # Tensors and numbers by the kernels' names of them.
 Values = dict[str, Any]
 
@@ -82,13 +78,6 @@ def cache_values(a: AttentionArguments, sizes: AttentionSizes, rope: RopePart | 
         "factor": factor,
         "softcap": a.softcap * LOG2E,
     }
-
-
-def known_strides(mask: torch.Tensor | None) -> dict[str, Constant]:
-    """The strides of a launch that are constants: the keys of a mask mostly follow each other."""
-    if mask is None or mask.shape[3] <= 1 or mask.stride(3) != 1:
-        return {}
-    return {"mask_column_stride": 1}
 
 
 def _descriptors_reach(a: AttentionArguments) -> bool:

@@ -9,6 +9,7 @@ import torch
 
 from tilewright.codegen.arithmetic import INT32_MAX
 from tilewright.codegen.mlp.problem import LinearProblem, codes_obstacle
+from tilewright.codegen.operand import ALIGNMENT
 from tilewright.ops.checks import given
 from tilewright.ops.formats.code_operands import code_words, quantization_of
 from tilewright.ops.formats.weight import Weight
@@ -19,7 +20,6 @@ from tilewright.ops.mlp.arguments import (
 )
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
 from tilewright.ops.runtime.norms import row_norm_of
-from tilewright.ops.runtime.operands import ALIGNMENT
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 

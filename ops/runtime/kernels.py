@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tilewright.codegen.kernel import Kernel
-from tilewright.codegen.operand import Operand
+from tilewright.codegen.operand import ALIGNMENT, Operand
 from tilewright.codegen.spec import Constant, KernelSpec
 from tilewright.codegen.targets import Target
-from tilewright.ops.runtime.operands import ALIGNMENT, operand_of
+from tilewright.ops.runtime.operands import operand_of
 from tilewright.ops.runtime.program import Launch
 
 

@@ -7,10 +7,8 @@ from typing import overload
 
 import torch
 
-from tilewright.codegen.operand import Operand
+from tilewright.codegen.operand import ALIGNMENT, Operand
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
-
-ALIGNMENT = 16  # bytes
 
 # Looked up faster than made.
 _made = cache(Operand)

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from tilewright.ops.runtime.operands import ALIGNMENT
+from tilewright.codegen.operand import ALIGNMENT
 
 Key: TypeAlias = tuple[Any, ...]
 

@@ -11,7 +11,7 @@ Dimension letters: as in `patterns/mla/keys.py`; S queries of each sequence.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import fx
 
@@ -19,7 +19,6 @@ from tilewright.patterns import effects
 from tilewright.patterns.attention.bare import bare
 from tilewright.patterns.dataflow import Dataflow, Value, View, upstream
 from tilewright.patterns.effects import Atom, Dim, Effect, InexpressibleError, Size
-from tilewright.patterns.recognise.attention import Attention
 from tilewright.patterns.recognise.attention_eager import product_of, without_repeats
 from tilewright.patterns.recognise.attention_varlen import FORMS, name_of_op
 from tilewright.patterns.recognise.gemm import Side, is_weight, named_product, piece_of
@@ -179,43 +178,6 @@ def _are_heads(view: View, product: PerHead) -> bool:
             return True
         first = first + part.shape[axis]
     return False
-
-
-def with_heads(found: Attention, product: PerHead) -> Attention:
-    """The attention with the product's heads as its heads, where the graph gives them to attention
-    as queries of one head: keys that all share tell neither from the other."""
-    as_queries = any(_are_heads(q.with_dims(q.effect.dims[1]), product) for q, _ in found.terms)
-    keys = (*found.keys, found.v)
-    shared = all(a.axis is None for view in keys for a in view.effect.dims[2])
-    if not as_queries or not shared or found.causal or found.sinks is not None:
-        return found
-    heads = found.queries[1]
-    masks = (m if m is None else m.permute(0, 2, 1, 3) for m in (found.mask, found.added))
-    mask, added = masks
-    return replace(
-        found,
-        terms=tuple((q.permute(0, 2, 1, 3), _for_all(k, heads)) for q, k in found.terms),
-        v=_for_all(found.v, heads),
-        mask=mask,
-        added=added,
-        layout=_swapped(found.layout),
-    )
-
-
-def _for_all(keys: View, heads: Size) -> View:
-    """The one head of [B, K, .., D], repeated."""
-    batch, length, _, width = keys.effect.dims
-    return keys.with_dims(batch, length, effects.coalesce([Atom(None, 0, heads)]), width)
-
-
-def _swapped(layout: Effect) -> Effect:
-    """An effect on the axes [B, S, H, D] as one on [B, H, S, D]."""
-    order = (0, 2, 1, 3)
-    dims = (
-        tuple(a if a.axis is None else a._replace(axis=order[a.axis]) for a in dim)
-        for dim in layout.dims
-    )
-    return Effect(tuple(dims), tuple(layout.start[axis] for axis in order))
 
 
 def query_of(product: PerHead, latent: View) -> View:

@@ -42,7 +42,6 @@ from tilewright.patterns.mla.absorbed import (
     heads_of,
     query_of,
     taken_of,
-    with_heads,
 )
 from tilewright.patterns.mla.keys import assembled
 from tilewright.patterns.mla.up_weight import weight_arguments
@@ -80,7 +79,7 @@ class MlaDecode:
 
     def match(self, anchor: Absorbed, flow: Dataflow) -> Match:
         heads = partial(heads_of, anchor.query)
-        attention = with_heads(match_attention(anchor.attention, flow, heads), anchor.query)
+        attention = match_attention(anchor.attention, flow, heads)
         columns = _columns(attention, anchor.query, flow)
         nope = query_of(anchor.query, columns.q_latent)
         attention = _guarded(attention, columns, nope, anchor, flow)

@@ -35,8 +35,6 @@ class Outside:
 #: weight[ids], by the name of the lookup.
 WRAPPED, REFUSED = Outside("last", "error"), Outside("error", "error")
 LOOKUPS = {"aten.index": WRAPPED}
-#: ids == expert.
-COMPARED = Outside("none", "none")
 
 _COUNTED = {
     "aten.searchsorted": Outside("first", "none"),

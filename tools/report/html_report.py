@@ -27,7 +27,7 @@ from tilewright.tools.report.drawings import Drawing, drawings, numbers_of, repl
 from tilewright.tools.report.miss_guide import miss_guide
 from tilewright.tools.report.node_facts import SourceLine, source_lines
 from tilewright.tools.report.roofline import Point, Work, chart, site_work
-from tilewright.tools.report.step_bars import SiteBars, site_bars, step_view
+from tilewright.tools.report.step_bars import KIND_NAMES, SiteBars, site_bars, step_view
 from tilewright.tools.report.templates import template
 
 #: Styles of Pygments whose every colour stands out (4.5 to 1) from the page's panels.
@@ -82,6 +82,7 @@ def render_html(
         target=target,
         sites=entries,
         bars=bars,
+        kinds=KIND_NAMES,
         step=step_view(lowered, present),
         misses=list(_miss_entries(lowered)),
         drawings=list(_drawings(lowered, numbers)),

@@ -39,20 +39,6 @@ KIND_NAMES: dict[Kind, str] = {
 
 
 @dataclass(frozen=True)
-class Segment:
-    """A part of a bar. kind: its colour; value: in the bar's unit; share: of the widest bar, in
-    percent."""
-
-    kind: str
-    name: str
-    value: float
-    share: float
-
-
-Bar = tuple[Segment, ...]
-
-
-@dataclass(frozen=True)
 class Taken:
     """What sites move, and what they take by the model, in microseconds; or what they spare."""
 
@@ -69,25 +55,28 @@ class Taken:
 
 @dataclass(frozen=True)
 class SiteBars:
-    """Of equal sites together. bytes, time: what they move or take, and what is spared. known:
-    False where sizes are symbols, which are in no bar."""
+    """What equal sites together move and take, and what they spare. known: False where sizes are
+    symbols, which are in neither."""
 
-    bytes: Bar
-    time: Bar
+    taken: Taken
     spared: Taken
     known: bool
+
+    @property
+    def whole(self) -> Taken:
+        """The length of both bars."""
+        return self.taken + self.spared
 
 
 @dataclass(frozen=True)
 class StepRow:
-    """A step's total, or equal layers together. bar: its modelled time by kind of part; floor: the
-    least time, as a bar of its own."""
+    """A step's total, or equal layers together. by_kind: its modelled time by kind of part, in
+    microseconds. most: of the longest bar beside it."""
 
     title: str
-    count: int
     amounts: Amounts
-    bar: Bar
-    floor: Segment
+    by_kind: Mapping[Kind, float]
+    most: float
 
 
 @dataclass(frozen=True)
@@ -108,7 +97,7 @@ def site_bars(
     numbers: Sequence[Mapping[str, int]],
     present: int | None,
 ) -> dict[int, SiteBars]:
-    """The bars of equal sites by their number, at one scale.
+    """The bars of equal sites by their number.
 
     units: of each rewritten graph. numbers: for each graph, the number of the site that a node is
     in, by the node's name.
@@ -128,17 +117,7 @@ def site_bars(
     sites = {number for own in numbers for number in own.values() if number}
     # Where sizes are symbols, more is missing of one side than of the other.
     spared = {n: Taken() if n in unknown else apart[n].less(now[n]) for n in sites}
-    most_bytes = max((now[n].bytes + spared[n].bytes for n in sites), default=0.0)
-    most_us = max((now[n].us + spared[n].us for n in sites), default=0.0)
-    return {
-        number: SiteBars(
-            _two(now[number].bytes, spared[number].bytes, most_bytes),
-            _two(now[number].us, spared[number].us, most_us),
-            spared[number],
-            number not in unknown,
-        )
-        for number in sites
-    }
+    return {n: SiteBars(now[n], spared[n], n not in unknown) for n in sites}
 
 
 def _tokens(present: int | None) -> int:
@@ -175,17 +154,6 @@ def _made(node: fx.Node) -> float:
     return 1.0 + sum(size for size in sizes if isinstance(size, int))
 
 
-def _two(taken: float, spared: float, most: float) -> Bar:
-    return (
-        _segment("takes", "moved or taken", taken, most),
-        _segment("saved", "spared", spared, most),
-    )
-
-
-def _segment(kind: str, name: str, value: float, most: float) -> Segment:
-    return Segment(kind, name, value, 100 * value / most if most else 0.0)
-
-
 def step_view(lowered: Lowered, present: int | None) -> StepView:
     """The bars of a step and of its layers; those of the layers at a scale of their own."""
     step = step_of(lowered, _tokens(present))
@@ -196,9 +164,9 @@ def step_view(lowered: Lowered, present: int | None) -> StepView:
     most = max((len(x.scopes) * _widest(x.total) for x in layers), default=0.0)
     most_of_all = max(_widest(step.total), _widest(alone.total))
     return StepView(
-        _row("all", 1, step, most_of_all),
-        _row("as captured, by Inductor alone", 1, alone, most_of_all),
-        tuple(_row(title_of(layer.scopes), len(layer.scopes), layer, most) for layer in layers),
+        _row("all", step, most_of_all),
+        _row("as captured, by Inductor alone", alone, most_of_all),
+        tuple(_row(title_of(x.scopes), x, most, len(x.scopes)) for x in layers),
         present,
         step.symbols,
     )
@@ -208,10 +176,6 @@ def _widest(amounts: Amounts) -> float:
     return max(amounts.modelled_us, amounts.floor_us)
 
 
-def _row(title: str, count: int, of: Step | LayerStep, most: float) -> StepRow:
-    total = of.total.times(count)
-    bar = tuple(
-        _segment(kind, name, of.of(kind).times(count).modelled_us, most)
-        for kind, name in KIND_NAMES.items()
-    )
-    return StepRow(title, count, total, bar, _segment("floor", "floor", total.floor_us, most))
+def _row(title: str, of: Step | LayerStep, most: float, count: int = 1) -> StepRow:
+    by_kind = {kind: of.of(kind).times(count).modelled_us for kind in KIND_NAMES}
+    return StepRow(title, of.total.times(count), by_kind, most)

@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 
-from tilewright.codegen.arithmetic import next_power_of_2
+from tilewright.codegen.arithmetic import LOG2E, next_power_of_2
 from tilewright.codegen.attention.blocks import LIST_STRIDES
 from tilewright.codegen.attention.problem import AttentionSizes
 from tilewright.codegen.mla.attention_kernels import AttentionProblem
 from tilewright.codegen.mla.query_kernels import NO_ROTATION, QueryProblem, Rotation
 from tilewright.codegen.spec import Constant
-from tilewright.ops.attention.masks import check_mask
-from tilewright.ops.attention.operands import LOG2E, known_strides
+from tilewright.ops.attention.masks import check_mask, known_strides
 from tilewright.ops.checks import ArgumentError, check_number, given
 from tilewright.ops.formats.fp8 import FP8_DTYPES
 from tilewright.ops.reference.rope import RopeTables

@@ -74,6 +74,7 @@ OP = register(
         ),
         cases=DECODE_CASES,
         sample_inputs=sample_inputs,
+        moving=frozenset({"q"}),
         tolerances=TOLERANCES,
         error_model=ERROR_MODEL,
         cache_read=cache_read,
