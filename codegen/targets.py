@@ -25,6 +25,7 @@ FEATURES = frozenset(
 )
 #: Folders of `codegen/` that have kernels.
 FAMILIES = frozenset({"attention", "collective", "grouped", "lora", "mla", "mlp", "moe", "qkv"})
+Rates = tuple[tuple[str, float], ...]
 # Of dense layers.
 _DENSE = frozenset({"attention", "mlp", "qkv"})
 # The peaks of a data sheet that are reached.
@@ -74,7 +75,7 @@ class Target:
     registers_per_sm: int
     hbm_bytes_per_s: float
     l2_bytes: int
-    flops: tuple[tuple[str, float], ...]
+    flops: Rates
     bytes_in_flight_per_sm: int
     launch_s: float
     features: frozenset[str]
@@ -141,6 +142,17 @@ class Target:
         raise ValueError(f"dtype: target {self.name} has rates for {known}, got {dtype!r}")
 
 
+def _flops(bf16: float, fp32: float, fp8: float = 0.0, nvfp4: float = 0.0) -> Rates:
+    """FLOP/s by dtype: one rate for both 16-bit floats, one for both 8-bit ones; 0 for none."""
+    rates = {"bf16": bf16, "fp16": bf16, "fp32": fp32, "fp8e4nv": fp8, "fp8e5": fp8, "nvfp4": nvfp4}
+    return tuple((dtype, rate) for dtype, rate in rates.items() if rate)
+
+
+def _of_sheet(**peaks: float) -> Rates:
+    """What is reached of the peaks of a data sheet."""
+    return _flops(**{dtype: _OF_TENSOR_CORES * peak for dtype, peak in peaks.items()})
+
+
 SM100 = Target(
     name="sm100",
     capability=(10, 0),
@@ -152,14 +164,7 @@ SM100 = Target(
     registers_per_sm=65536,
     hbm_bytes_per_s=7.2e12,
     l2_bytes=126 * 1024 * 1024,
-    flops=(
-        ("bf16", 1.4e15),
-        ("fp16", 1.4e15),
-        ("fp32", 0.7e15),
-        ("fp8e4nv", 2.6e15),
-        ("fp8e5", 2.6e15),
-        ("nvfp4", 5.2e15),
-    ),
+    flops=_flops(bf16=1.4e15, fp32=0.7e15, fp8=2.6e15, nvfp4=5.2e15),
     bytes_in_flight_per_sm=43 * 1000,
     launch_s=2.5e-6,
     features=frozenset(
@@ -189,13 +194,7 @@ SM90 = Target(
     registers_per_sm=65536,
     hbm_bytes_per_s=4.3e12,
     l2_bytes=50 * 1024 * 1024,
-    flops=(
-        ("bf16", 0.79e15),
-        ("fp16", 0.79e15),
-        ("fp32", 0.39e15),
-        ("fp8e4nv", 1.45e15),
-        ("fp8e5", 1.45e15),
-    ),
+    flops=_flops(bf16=0.79e15, fp32=0.39e15, fp8=1.45e15),
     bytes_in_flight_per_sm=25 * 1000,
     launch_s=2.5e-6,
     features=frozenset({"tma", "wgmma", "dependent_launch", "fp8"}),
@@ -216,14 +215,7 @@ SM103 = replace(
     SM100,
     name="sm103",
     capability=(10, 3),
-    flops=(
-        ("bf16", _OF_TENSOR_CORES * 2.25e15),
-        ("fp16", _OF_TENSOR_CORES * 2.25e15),
-        ("fp32", _OF_TENSOR_CORES * 1.1e15),
-        ("fp8e4nv", _OF_TENSOR_CORES * 4.5e15),
-        ("fp8e5", _OF_TENSOR_CORES * 4.5e15),
-        ("nvfp4", _OF_TENSOR_CORES * 13.5e15),
-    ),
+    flops=_of_sheet(bf16=2.25e15, fp32=1.1e15, fp8=4.5e15, nvfp4=13.5e15),
     sm_name="sm_103a",
 )
 
@@ -243,13 +235,7 @@ SM120 = Target(
     registers_per_sm=65536,
     hbm_bytes_per_s=_OF_MEMORY * 1.792e12,
     l2_bytes=96 * 1024 * 1024,
-    flops=(
-        ("bf16", _OF_TENSOR_CORES * 209.5e12),
-        ("fp16", _OF_TENSOR_CORES * 209.5e12),
-        ("fp32", _OF_TENSOR_CORES * 104.8e12),
-        ("fp8e4nv", _OF_TENSOR_CORES * 419e12),
-        ("fp8e5", _OF_TENSOR_CORES * 419e12),
-    ),
+    flops=_of_sheet(bf16=209.5e12, fp32=104.8e12, fp8=419e12),
     bytes_in_flight_per_sm=7 * 1000,
     launch_s=2.5e-6,
     features=frozenset({"tma", "dependent_launch", "fp8"}),
@@ -268,13 +254,7 @@ SM89 = replace(
     capability=(8, 9),
     num_sms=142,
     hbm_bytes_per_s=_OF_MEMORY * 864e9,
-    flops=(
-        ("bf16", _OF_TENSOR_CORES * 362e12),
-        ("fp16", _OF_TENSOR_CORES * 362e12),
-        ("fp32", _OF_TENSOR_CORES * 183e12),
-        ("fp8e4nv", _OF_TENSOR_CORES * 733e12),
-        ("fp8e5", _OF_TENSOR_CORES * 733e12),
-    ),
+    flops=_of_sheet(bf16=362e12, fp32=183e12, fp8=733e12),
     bytes_in_flight_per_sm=4 * 1000,
     features=frozenset({"fp8"}),
     link_bytes_per_s=0.8 * 32e9,
@@ -288,11 +268,7 @@ SM86 = replace(
     num_sms=72,
     hbm_bytes_per_s=_OF_MEMORY * 600e9,
     l2_bytes=6 * 1024 * 1024,
-    flops=(
-        ("bf16", _OF_TENSOR_CORES * 125e12),
-        ("fp16", _OF_TENSOR_CORES * 125e12),
-        ("fp32", _OF_TENSOR_CORES * 62.5e12),
-    ),
+    flops=_of_sheet(bf16=125e12, fp32=62.5e12),
     bytes_in_flight_per_sm=6 * 1000,
     features=frozenset(),
     sm_name="sm_86",
@@ -308,11 +284,7 @@ SM80 = replace(
     num_sms=108,
     hbm_bytes_per_s=_OF_MEMORY * 2.039e12,
     l2_bytes=40 * 1024 * 1024,
-    flops=(
-        ("bf16", _OF_TENSOR_CORES * 312e12),
-        ("fp16", _OF_TENSOR_CORES * 312e12),
-        ("fp32", _OF_TENSOR_CORES * 156e12),
-    ),
+    flops=_of_sheet(bf16=312e12, fp32=156e12),
     bytes_in_flight_per_sm=13 * 1000,
     link_bytes_per_s=0.8 * 300e9,
     sm_name="sm_80",

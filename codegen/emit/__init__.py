@@ -14,10 +14,12 @@ from functools import cache
 from pathlib import Path
 
 from tilewright.codegen.emit import source as template_source
+from tilewright.codegen.emit.evaluator import PartialEvaluator
 from tilewright.codegen.emit.layout import unparse
 from tilewright.codegen.emit.nodes import nodes_of
 from tilewright.codegen.emit.source import EmitError, External, JitFunction, Library
 from tilewright.codegen.emit.tidy import tidied
+from tilewright.codegen.emit.values import DTYPES, TL, literal
 from tilewright.codegen.spec import KernelSpec, is_integer
 
 
@@ -48,8 +50,6 @@ def emit(spec: KernelSpec) -> str:
 
 
 def _emit(spec: KernelSpec) -> str:
-    from tilewright.codegen.emit.evaluator import PartialEvaluator  # for emitting alone
-
     library = Library()
     module = library.load(spec.module)
     if spec.kernel not in module.functions:
@@ -79,8 +79,6 @@ def _function(
 
 def _annotation(type_name: str) -> ast.expr | None:
     """Integers keep their declared width; a JIT call would give small values 32 bits."""
-    from tilewright.codegen.emit.values import DTYPES, TL, literal
-
     return literal(External(f"{TL}.{DTYPES[type_name]}")) if is_integer(type_name) else None
 
 

@@ -12,7 +12,7 @@ from tilewright.codegen.emit.nodes import copy_of, nodes_of
 from tilewright.codegen.emit.ranges import MIRRORED, Range
 from tilewright.codegen.emit.rules import Folded
 from tilewright.codegen.emit.source import External
-from tilewright.codegen.emit.values import NOTHING, TL, constant, literal
+from tilewright.codegen.emit.values import NOTHING, TL, Value, constant, literal
 
 
 class Statements(Expressions):
@@ -200,21 +200,23 @@ class Statements(Expressions):
         if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) and truth:
             for item in test.values:
                 self._learn(item, truth)
-        if not isinstance(test, ast.Compare) or len(test.ops) != 1:
+        if not isinstance(test, ast.Compare) or type(test.ops[0]) not in values.COMPARE:
             return
-        comparison = values.COMPARE.get(type(test.ops[0]))
+        comparison = values.COMPARE[type(test.ops[0])]
         sides = test.left, test.comparators[0]
-        left, right = map(self._scalar, sides)
-        if comparison in MIRRORED and left is not None and right is not None:
-            self._narrow(sides[0], left.given(comparison, right, truth))
-            self._narrow(sides[1], right.given(MIRRORED[comparison], left, truth))
+        one, other = map(self._scalar, sides)
+        if comparison not in MIRRORED or values.result_dtype(one, other) is None:
+            return
+        if one.range is not None and other.range is not None:
+            self._narrow(sides[0], one.range.given(comparison, other.range, truth))
+            self._narrow(sides[1], other.range.given(MIRRORED[comparison], one.range, truth))
 
-    def _scalar(self, node: ast.expr) -> Range | None:
-        """What is known of an integer scalar that was printed."""
+    def _scalar(self, node: ast.expr) -> Value:
+        """What is known of a scalar that was printed; nothing of anything else."""
         if isinstance(node, ast.Constant) and type(node.value) is int:
-            return Range.constant(node.value)
+            return constant(node.value)
         value = self.facts.get(node, NOTHING)
-        return value.range if value.shape == () else None
+        return value if value.shape == () else NOTHING
 
     def _narrow(self, node: ast.expr, known: Range) -> None:
         """From here on, a variable has this range."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tilewright.ops.formats import fp8_block
-from tilewright.ops.formats.samples import quantized_weight
+from tilewright.ops.formats.sample_experts import quantized_weight
 from tilewright.ops.grouped.arguments import GroupedMatmulArguments
 from tilewright.ops.sampling import Sampler
 

@@ -42,6 +42,7 @@ from tilewright.ops.formats.row_groups import (
 from tilewright.ops.formats.scale_layout import (
     group_scale_offsets,
     layout_shape,
+    swizzle,
     unswizzle,
 )
 from tilewright.ops.reference.expert_matmul import multiply_by_expert
@@ -282,7 +283,7 @@ def sample_inputs(
     a, a_scales = nvfp4.quantize_grouped(x, offsets)
     b, b_scales = nvfp4.quantize(w * case.inner**-0.5)
     factors = 1 + (torch.arange(case.num_experts) + 1.0) / case.num_experts
-    layout = nvfp4.layout_scales(b_scales)
+    layout = swizzle(b_scales.view(torch.uint8)).view(torch.float8_e4m3fn)
     ids = torch.tensor(case.ids, dtype=torch.int32)
     tensors = (a, b, a_scales, layout, offsets, group_scale_offsets(offsets), ids, factors)
     return Nvfp4MatmulArguments(*(t.to(device) for t in tensors), out_dtype=case.dtype)

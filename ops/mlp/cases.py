@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tilewright.ops.formats.quantized_weight import AWQ_ORDER
-from tilewright.ops.formats.samples import CodedCase, sample_codes
+from tilewright.ops.formats.sample_codes import CodedCase, sample_codes
 from tilewright.ops.sampling import Sampler
 
 

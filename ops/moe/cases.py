@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tilewright.ops.formats.samples import quantized_weight
+from tilewright.ops.formats.sample_experts import quantized_weight
 from tilewright.ops.moe.arguments import FusedMoeArguments
 from tilewright.ops.sampling import Sampler
 

@@ -130,7 +130,7 @@ def _library(
     if problem.quantization is not None:
         assert call.rows is not None
         x = yield from dequantized_x(a)
-        weights = yield from dequantized_weights(call, call.rows, choice.statics[1:], target)
+        weights = yield from dequantized_weights(a, values, call.rows, choice.statics[1:], target)
     if call.rows is not None:
         made = yield from project_packed(x, weights, call.rows)
     else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -14,7 +14,6 @@ from tilewright.codegen.targets import Target
 from tilewright.ops.formats.quantized_weight import expand_blocks
 from tilewright.ops.formats.weight_rows import WeightRows
 from tilewright.ops.qkv.arguments import ACTIVATION_BLOCK, LETTERS, FusedQkvArguments
-from tilewright.ops.qkv.operands import FusedCall
 from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.products import linear, multiply_batch
 from tilewright.ops.runtime.program import Buffer, Library, Step
@@ -64,11 +63,14 @@ def _stack(out: torch.Tensor, *parts: torch.Tensor) -> None:
 
 
 def dequantized_weights(
-    call: FusedCall, rows: WeightRows, statics: Sequence[Statics], target: Target
+    a: FusedQkvArguments,
+    values: Mapping[str, Any],
+    rows: WeightRows,
+    statics: Sequence[Statics],
+    target: Target,
 ) -> Generator[Step, Any, list[torch.Tensor]]:
     """q, k and v weights [H, D, K] (v left out where there is none), by a kernel for each, whose
-    constants are `statics`."""
-    a, values = call.a, call.values
+    constants are `statics`. values: words, scales and zeros by name."""
     dim, hidden = a.head_dim, a.x.shape[1]
     whole = yield Buffer((rows.total, hidden), number_dtype(a))
     weights = []

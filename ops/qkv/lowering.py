@@ -39,7 +39,7 @@ from tilewright.ops.qkv.operands import (
     prepare_store,
     result_buffer,
 )
-from tilewright.ops.qkv.qkv_matmul_ragged import as_fused_qkv
+from tilewright.ops.qkv.ragged_as_fused import as_fused_qkv
 from tilewright.ops.runtime.device import target_of
 from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.program import (

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tilewright.ops.formats.samples import sample_codes
+from tilewright.ops.formats.sample_codes import sample_codes
 from tilewright.ops.qkv.samples import AttentionCase
 from tilewright.ops.sampling import Sampler
 

@@ -9,7 +9,7 @@ import torch
 
 from tilewright.ops.cache.addressing import SLOT_FORMS
 from tilewright.ops.formats.paged_cache import CacheWindow, slot_limit
-from tilewright.ops.formats.samples import CodedCase
+from tilewright.ops.formats.sample_codes import CodedCase
 from tilewright.ops.sampling import PagedBatch, Sampler, sample_table
 
 # What a case says of tensors, in their names.

@@ -21,10 +21,10 @@ from tilewright.codegen.build.cache import cache_dir
 from tilewright.codegen.qkv.plan import LoweringChoice
 from tilewright.codegen.qkv.tune import Case, Machine, bucket, name_of, tuned
 from tilewright.codegen.targets import Target
+from tilewright.ops.contract import get_op
 from tilewright.ops.qkv.arguments import FusedQkvArguments
 from tilewright.ops.qkv.choices import run
 from tilewright.ops.qkv.operands import FusedCall
-from tilewright.ops.qkv.qkv_cache import reference
 from tilewright.ops.qkv.scratch import argument_bytes, scratch_arguments
 from tilewright.ops.runtime.device import device_target
 from tilewright.ops.runtime.isolation import apart
@@ -154,6 +154,7 @@ def _results(a: FusedQkvArguments, choice: LoweringChoice | None) -> list[torch.
     caches = [a.k_cache, *([] if a.v_cache is None else [a.v_cache])]
     for written in caches:
         written.zero_()
+    reference = get_op("fused_qkv_paged").reference
     q = reference(a) if choice is None else run(a, choice, NanMemory(a.x.device))
     return [t.float() for t in (q, *caches)]
 

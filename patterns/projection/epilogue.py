@@ -49,7 +49,7 @@ class HeadNorm:
     offset: float
     factor: View | Computed | None
     eps: float
-    bias: View | None = None
+    bias: View | Computed | None = None
 
     @property
     def with_factor(self) -> HeadNorm:
@@ -134,18 +134,14 @@ def head_norm(
         reject("NORM_WIDTH", stage, message, norm.x)
     by_head = norm.width == rows.head_dim
     heads = (rows.num_heads, rows.head_dim)
-    weight: View | Computed | None
-    factor: View | Computed | None
-    weight, factor = (
+    made: list[View | Computed | None] = [
         None if view is None else _weight(view, layout, feature, heads, by_head, stage)
-        for view in (norm.weight, norm.factor)
-    )
+        for view in (norm.weight, norm.factor, norm.bias)
+    ]
+    weight, factor, bias = made
     width = "head" if by_head else "row"
     if epilogue.head_weights:
         weight = factor = _each_head(epilogue, layout, feature, heads, stage)
-    bias = None
-    if norm.bias is not None:
-        bias = _weight(norm.bias, layout, feature, heads, by_head, stage)
     after = epilogue.norm_after_rope
     return HeadNorm(norm.kind, width, after, weight, norm.offset, factor, norm.eps, bias)
 
@@ -209,12 +205,13 @@ def norm_arguments(
     weighted = [n for n in (q, k) if n is not None and n.weight is not None]
     return {
         **_shared_arguments(norms[0]),
-        "q_norm_weight": None if q is None else q.weight,
-        "k_norm_weight": None if k is None else k.weight,
+        **{
+            f"{letter}_norm_{what}": None if norm is None else getattr(norm, what)
+            for letter, norm in (("q", q), ("k", k))
+            for what in ("weight", "bias")
+        },
         "weightless_norm": weightless,
         "norm_offset": weighted[0].offset if weighted else 0.0,
-        "q_norm_bias": None if q is None else q.bias,
-        "k_norm_bias": None if k is None else k.bias,
         "v_norm": v is not None,
     }
 

@@ -17,7 +17,7 @@ from tests.compiler.broken_order import read_between
 from tests.compiler.running import compiled
 from tests.compiler.steps import Layer, make_args, normed, plain
 from tilewright.compiler import reports
-from tilewright.compiler.dataflow import access, build
+from tilewright.compiler.dataflow import access, operations
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -98,7 +98,7 @@ def test_models_that_are_dropped_are_freed():
 def test_what_torch_was_asked_is_not_kept_for_ever(monkeypatch):
     """Operations that are in no table of spellings, each with another number."""
     monkeypatch.setattr(access, "MAX_REMEMBERED", 3)
-    monkeypatch.setattr(build, "_ASKED", {})
+    monkeypatch.setattr(operations, "_ASKED", {})
 
     def step(m, x, *rest):
         for i in range(8):
@@ -106,7 +106,7 @@ def test_what_torch_was_asked_is_not_kept_for_ever(monkeypatch):
         return x, plain(m, x, *rest)
 
     compiled(Layer(step))(*make_args())
-    assert 0 < len(build._ASKED) <= 3
+    assert 0 < len(operations._ASKED) <= 3
 
 
 def test_calls_leave_nothing_behind():

@@ -14,7 +14,7 @@ from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
 from tilewright.ops.contract import FusedOp
 from tilewright.ops.formats.expert_weight import ExpertWeight
-from tilewright.ops.formats.samples import quantized_weight
+from tilewright.ops.formats.sample_experts import quantized_weight
 from tilewright.ops.formats.scale_layout import layout_shape
 from tilewright.ops.grouped import matmul, nvfp4_matmul, quantize_nvfp4
 from tilewright.ops.grouped.arguments import GroupedMatmulArguments

@@ -241,9 +241,10 @@ def moe_router(
         if is_last:
             wide = tl.arange(0, GROUPS * GROUP)
             own, real = experts_of(wide, NUM_EXPERTS, NUM_GROUPS, GROUP)
-            for first in range(tile * BLOCK_T, tl.minimum((tile + 1) * BLOCK_T, num_tokens), ROWS):
-                some = first + tl.arange(0, ROWS)
-                exist = some < num_tokens
+            left = num_tokens - tile * BLOCK_T
+            for first in range(0, tl.minimum(BLOCK_T, left), ROWS):
+                some = tile * BLOCK_T + first + tl.arange(0, ROWS)
+                exist = first + tl.arange(0, ROWS) < left
                 sums = load_logits(
                     workspace_ptr, bias_ptr, some, exist, own, real, BIAS_STRIDE, SPLITS, BLOCK_T,
                     ROW,

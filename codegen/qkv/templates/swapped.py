@@ -244,14 +244,16 @@ def qkv_projection_swapped(
         word_rows = tl.arange(0, WORD_ROWS)
         if IN_ORDER:
             word_dims = 2 * first_pair + word_rows * PER
+            # Triton sees contiguous rows where no product is divided.
+            word_offsets = (2 * first_pair // PER + word_rows) * row_stride
         else:
             low_words, high_words = pair_dims(
                 first_pair + word_rows * PER // 16 * 8 + word_rows * PER % 8,
                 PAIR_HALF, INTERLEAVED,
             )  # fmt: skip
-            word_dims = tl.where(word_rows * PER // 8 % 2 == 0, low_words, high_words)
+            word_dims = tl.where(word_rows // (8 // PER) % 2 == 0, low_words, high_words)
+            word_offsets = word_dims // PER * row_stride
         word_row_mask = word_dims < HEAD_DIM
-        word_offsets = word_dims // PER * row_stride
     else:
         word_row_mask = row_mask
         word_offsets = dims * row_stride

@@ -104,7 +104,7 @@ def test_numbers_are_those_of_the_reference(case: AttentionCase) -> None:
     a = qkv_cache.OP.sample_inputs(case)
     call = prepare(a)
     choice = library_choice(call.problem, a.x.shape[0], SM100, True, None)
-    steps = dequantized_weights(call, call.rows, choice.statics[1:], SM100)
+    steps = dequantized_weights(a, call.values, call.rows, choice.statics[1:], SM100)
     made = drive(steps, Interpreter(SM100)).outcome
     assert len(made) == 2 + case.writes_v
     for letter, got in zip(LETTERS, made, strict=False):

@@ -6,8 +6,9 @@ import torch
 from hypothesis import strategies as st
 
 from tilewright.ops.formats.quantized_weight import AWQ_ORDER
-from tilewright.ops.qkv.samples import LAYOUTS, AttentionCase
+from tilewright.ops.qkv.samples import AttentionCase
 
+LAYOUTS = ("page_major", "head_major", "static_cache", "vllm_pair", "max_pair")
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 

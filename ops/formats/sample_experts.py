@@ -1,9 +1,6 @@
-"""Sample weights of codes: of linears, in every format that they have, and of experts."""
+"""Sample weights of experts, in every format that they have."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -11,64 +8,10 @@ from tilewright.codegen.formats import WEIGHT_FORMATS, WeightFormat
 from tilewright.ops.formats import fp4, fp8_block, mxfp4, nvfp4
 from tilewright.ops.formats.division import divided
 from tilewright.ops.formats.expert_weight import ExpertWeight
-from tilewright.ops.formats.quantized_weight import pack_nibbles
 from tilewright.ops.runtime.dtypes import torch_types
-from tilewright.ops.sampling import Sampler
 
 # Columns that share a scale of integer codes.
 INTEGER_GROUP = 32
-
-
-@dataclass(frozen=True, kw_only=True)
-class CodedCase:
-    """The part of a case that says how its weights are stored.
-
-    dtype: of the values. words: the dtype that nibbles are packed in. zeros: "none", "float", "int"
-    (a tensor of its own) or "packed" in words of eight rows.
-    """
-
-    dtype: torch.dtype = torch.bfloat16
-    weight_format: str = "dense"
-    scale_block: tuple[int, ...] = ()
-    nibble_order: tuple[int, ...] = ()
-    words: torch.dtype = torch.int32
-    zeros: str = "none"
-    zero_point: int = 0
-
-    @property
-    def format_options(self) -> dict[str, Any]:
-        """The arguments that say how all weights are stored, by name."""
-        return {
-            "weight_format": self.weight_format,
-            "scale_block": list(self.scale_block),
-            "nibble_order": list(self.nibble_order),
-            "zero_point": self.zero_point,
-        }
-
-
-def sample_codes(
-    case: CodedCase, sampler: Sampler, rows: int, columns: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Stored rows, scales and zeros (codes where the case has none) of one weight."""
-    shape, form = (rows, columns), WEIGHT_FORMATS[case.weight_format]
-    grid = tuple(-(-n // size) for n, size in zip(shape, case.scale_block, strict=True))
-    (dtype, *_) = torch_types(form.stored)
-    if form.packed_axis is not None:
-        codes, size = sampler.integers(0, 16, *shape), 4.0
-        stored = pack_nibbles(codes, case.words, form.packed_axis, case.nibble_order)
-    elif dtype.is_floating_point:
-        stored, size = sampler.normal(*shape, dtype=dtype, scale=8.0), 8.0
-    else:
-        bits = torch.iinfo(dtype)
-        stored, size = sampler.integers(bits.min, bits.max + 1, *shape).to(dtype), 64.0
-    scale_dtype = torch.float32 if dtype.is_floating_point else case.dtype
-    scales = sampler.scales(*grid, size=columns**-0.5 / size, dtype=scale_dtype)
-    zeros = sampler.integers(0, 16, *grid)
-    if case.zeros == "packed":
-        zeros = pack_nibbles(zeros, torch.int32, 0, case.nibble_order)
-    elif case.zeros == "float":
-        zeros = zeros.to(scale_dtype)
-    return stored, scales, zeros
 
 
 def quantized_weight(name: str, dense: torch.Tensor, group: int = INTEGER_GROUP) -> ExpertWeight:
