@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tilewright.ops.formats.fp8_block import BLOCK, E4M3_MAX
@@ -23,20 +22,6 @@ from tilewright.ops.formats.fp8_block import BLOCK, E4M3_MAX
 _E4M3 = torch.float8_e4m3fn
 # The smallest number that finegrained-fp8 divides by.
 _LEAST_DIVISOR = 1e-12
-#: What the 4-bit codes of bitsandbytes stand for, in units of their block's scale.
-CODES_4BIT: dict[str, tuple[float, ...]] = {
-    "nf4": (
-        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
-        -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
-        0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-        0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0
-    ),
-    "fp4": (
-        0.0, 0.0052083334885537624, 0.6666666865348816, 1.0, 0.3333333432674408, 0.5,
-        0.1666666716337204, 0.25, 0.0, -0.0052083334885537624, -0.6666666865348816, -1.0,
-        -0.3333333432674408, -0.5, -0.1666666716337204, -0.25
-    ),
-}  # fmt: skip
 
 
 def _product(
@@ -163,70 +148,7 @@ def tensor_batched(
     return block_batched(A, B, Bs, expert_ids, B.shape[-2:], output_dtype)
 
 
-# --- DeepGEMM (kernels-community/deep-gemm: gemm.hpp), which gets activations as codes ------------
-
-
-def deep_gemm(
-    a_data: Tensor, a_sf: Tensor, b_data: Tensor, b_sf: Tensor, d: Tensor, c: Any, **recipes: Any
-) -> None:
-    """Scales in fp32 alone: packed ones (Blackwell) are in an order of the kernel's own."""
-    if c is not None or a_sf.dtype != torch.float32 or b_sf.dtype != torch.float32:
-        raise NotImplementedError("scales that are not fp32, or a sum with another matrix")
-    d.copy_(_product(a_data, a_sf, b_data, b_sf, d.dtype))
-
-
-# --- bitsandbytes (backends/default/ops.py), fbgemm and mslk --------------------------------------
-
-
-def gemm_4bit(
-    A: Tensor,
-    B: Tensor,
-    shapeB: Sequence[int],
-    absmax: Tensor,
-    blocksize: int,
-    quant_type: str,
-    bias: Tensor | None = None,
-    absmax_8bit: Tensor | None = None,
-    absmax_code: Tensor | None = None,
-    absmax_offset: Tensor | None = None,
-) -> Tensor:
-    """Two codes in a byte, the first in its high half; absmax may be in codes itself."""
-    if absmax_8bit is not None:
-        assert absmax_code is not None
-        assert absmax_offset is not None
-        outer = absmax.repeat_interleave(256)[: absmax_8bit.numel()]
-        absmax = absmax_code[absmax_8bit.int()] * outer + absmax_offset
-    packed = B.view(torch.uint8).reshape(-1)
-    codes = torch.stack((packed >> 4, packed & 15), dim=-1).reshape(-1, blocksize)
-    numbers = [torch.full((), number, device=A.device) for number in CODES_4BIT[quant_type]]
-    weight = (
-        (torch.stack(numbers)[codes.int()] * absmax.reshape(-1, 1))
-        .to(A.dtype)
-        .reshape(tuple(shapeB))
-    )
-    return F.linear(A, weight, bias)
-
-
-def int8_vectorwise_quant(A: Tensor, threshold: float = 0.0) -> tuple[Tensor, Tensor, None]:
-    if threshold != 0.0:
-        raise NotImplementedError("outliers in a dtype of their own")
-    largest = A.abs().amax(-1).float()
-    codes = torch.round(A * (127.0 / largest.unsqueeze(-1))).to(torch.int8)
-    return codes, largest.reshape(-1), None
-
-
-def int8_scaled_mm(
-    A: Tensor,
-    B: Tensor,
-    row_stats: Tensor,
-    col_stats: Tensor,
-    bias: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    sums = A.reshape(-1, A.shape[-1]).float() @ B.float().t()
-    y = sums * (row_stats.reshape(-1, 1) * col_stats.reshape(1, -1)) * 6.200124e-05  # 1 / 127^2
-    y = y if bias is None else y + bias
-    return y.to(dtype or torch.float16).reshape(*A.shape[:-1], len(B))
+# --- fbgemm and mslk ------------------------------------------------------------------------------
 
 
 def by_rows(
@@ -248,10 +170,6 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "finegrained_fp8::w8a8_tensor_dynamic_fp8_matmul": tensor_dynamic,
     "finegrained_fp8::w8a8_tensor_dynamic_fp8_matmul_grouped": tensor_grouped,
     "finegrained_fp8::w8a8_tensor_dynamic_fp8_matmul_batched": tensor_batched,
-    "deep_gemm::fp8_fp4_gemm_nt": deep_gemm,
-    "bitsandbytes::gemm_4bit": gemm_4bit,
-    "bitsandbytes::int8_vectorwise_quant": int8_vectorwise_quant,
-    "bitsandbytes::int8_scaled_mm": int8_scaled_mm,
     "fbgemm::f8f8bf16_rowwise": by_rows,
     "mslk::f8f8bf16_rowwise": by_rows,
 }

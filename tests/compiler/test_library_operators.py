@@ -236,6 +236,49 @@ def test_latents_of_codes_are_fused(experts):
     torch.testing.assert_close(logits, eager, rtol=0.05, atol=0.05)
 
 
+# --- products of codes that the graph makes -------------------------------------------------------
+
+
+@torch.library.custom_op("fbgemm::f8f8bf16_rowwise", mutates_args=())
+def by_rows(
+    XQ: torch.Tensor,
+    WQ: torch.Tensor,
+    x_scale: torch.Tensor,
+    w_scale: torch.Tensor,
+    use_fast_accum: bool = True,
+) -> torch.Tensor:
+    x, w = XQ.double() * x_scale.double()[:, None], WQ.double() * w_scale.double()[:, None]
+    return finegrained.product(x, w, torch.bfloat16)
+
+
+by_rows.register_fake(lambda XQ, WQ, *scales: XQ.new_empty(len(XQ), len(WQ), dtype=torch.bfloat16))
+
+
+class OfCodes(Attention):
+    """The activation is rounded once, for all three."""
+
+    def forward(self, x, slots, k_cache, v_cache):
+        scale = x.float().abs().amax(-1).clamp(1e-4) / 448
+        codes = (x.float() / scale[:, None]).to(torch.float8_e4m3fn)
+        rows = (
+            m.weight_scale_inv[0, 0].expand(len(m.weight)).contiguous() for m in self.children()
+        )
+        q, k, v = (
+            by_rows(codes, m.weight, scale, own).unflatten(-1, (-1, HEAD_DIM))
+            for m, own in zip((self.q, self.k, self.v), rows, strict=True)
+        )
+        k_cache.view(-1, 2, HEAD_DIM)[slots] = k
+        v_cache.view(-1, 2, HEAD_DIM)[slots] = v
+        return q * 2
+
+
+def test_products_of_codes_are_fused():
+    made, expected = run(OfCodes(), *attention_args())
+    assert patterns_in(reports()[-1], "qkv") == ["qkv_cache"]
+    for a, b in zip((made[0], *made[1]), (expected[0], *expected[1]), strict=True):
+        torch.testing.assert_close(a, b, rtol=2**-7, atol=1e-3)
+
+
 # --- what is not fused ----------------------------------------------------------------------------
 
 
@@ -269,16 +312,16 @@ def test_blocks_of_other_sizes_are_a_miss_and_run():
 
 
 def test_a_build_whose_arguments_differ_is_named():
-    @torch.library.custom_op("_deep_gemm_0123456::fp8_fp4_gemm_nt", mutates_args=("out",))
-    def gemm(left: torch.Tensor, right: torch.Tensor, out: torch.Tensor) -> None:
-        out.copy_(left @ right.t())
+    name = "_finegrained_fp8_0123456::w8a8_block_dynamic_fp8_matmul"
 
-    gemm.register_fake(lambda left, right, out: None)
+    @torch.library.custom_op(name, mutates_args=())
+    def gemm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        return left @ right.t()
+
+    gemm.register_fake(lambda left, right: left.new_empty(len(left), len(right)))
 
     def call(x, w):
-        out = torch.empty(len(x), len(w))
-        gemm(x, w, out)
-        return out * 2
+        return gemm(x, w) * 2
 
     (miss,) = misses_of(lower(call, (torch.randn(2, 64), torch.randn(64, 64))), "declare")
     assert miss.code == "DECLARED_FORM"
