@@ -4,6 +4,7 @@
 
 `meaning` is a function in plain PyTorch. While patterns look, every call of the operator is what
 `meaning` computes; a call of which none took a part runs as it was written (`spelled.py`).
+Operators of quantisation libraries are declared by default (`compiler/quantised/operators.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import fnmatch
 import inspect
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from tilewright.compiler._compat import trials
 from tilewright.compiler._compat.autocast import autocast_at_devices
 from tilewright.compiler.dataflow.access import access_of, call_key, given
 from tilewright.compiler.dataflow.spelling import name_of, shape_of
+from tilewright.compiler.quantised.operators import OPERATORS
 from tilewright.compiler.rewrite.spelled import SpelledOut, stand_in
 from tilewright.compiler.rewrite.strides import is_dense, packed_as, same_steps
 from tilewright.compiler.rewrite.writer import Writer
@@ -33,8 +35,8 @@ Meaning = Callable[..., Any]
 
 #: What is declared, by `namespace::name`, which may hold the wildcards of fnmatch.
 _DECLARED: dict[str, Meaning] = {}
-# The hub calls the operators of a kernel's build `_<kernel>_<hash>::name`.
-_BUILD = r"_{}_[0-9a-z]{{6,}}(_dirty)?"
+# The hub calls the operators of a kernel's build `_<kernel>_<hash>::name`, some with the backend.
+_BUILD = r"_{}(_cuda|_rocm|_xpu)?_[0-9a-z]{{6,}}(_dirty)?"
 # ATen's operators, and ours, are known.
 _KNOWN = ("aten", "prim", "prims", "tilewright")
 
@@ -46,7 +48,8 @@ def declare(op: Any, meaning: Meaning) -> None:
     returns), or its name `"namespace::name"`, which stands for all its overloads. A name may hold
     the wildcards of fnmatch. That of a hub's kernel, `"kernel::name"`, stands for all its builds
     `_kernel_<hash>::name` and `_kernel_<hash>_dirty::name` too. What is declared by its full name
-    comes before what a wildcard names.
+    comes before what a wildcard names, and what is declared comes before what is declared by
+    default, of operators of quantisation libraries.
     meaning: a function in plain PyTorch whose parameters have the names of the operator's
     arguments. It returns what the operator returns, and writes in place what the operator's schema
     says that it writes. It is traced with fake tensors for every layout of a call.
@@ -116,17 +119,21 @@ def _fault_of_names(meaning: Meaning, overload: Any) -> str:
 
 
 def _meaning_of(overload: Any) -> Meaning | None:
-    """What is declared of an operator: by its name, by that of a hub's kernel, by a wildcard."""
-    if not _DECLARED:
-        return None
+    """What is declared of an operator, by its user before the libraries' own: by its name, by that
+    of a hub's kernel, by a wildcard."""
     namespace, _, name = overload._schema.name.partition("::")
     if namespace in _KNOWN:
         return None
     names = (f"{name}.{overload._overloadname}", name)
+    by_user = _among(_DECLARED, namespace, names)
+    return by_user or _among(OPERATORS, namespace, names)
+
+
+def _among(declared: Mapping[str, Meaning], namespace: str, names: Sequence[str]) -> Meaning | None:
     for whole in (f"{namespace}::{one}" for one in names):
-        if whole in _DECLARED:
-            return _DECLARED[whole]
-    for key, meaning in _DECLARED.items():
+        if whole in declared:
+            return declared[whole]
+    for key, meaning in declared.items():
         space, _, called = key.partition("::")
         build = called in names and re.fullmatch(_BUILD.format(re.escape(space)), namespace)
         wild = any(fnmatch.fnmatchcase(f"{namespace}::{one}", key) for one in names)
@@ -159,7 +166,7 @@ class DeclaredCalls:
         self._traces: dict[Any, _Trace | _UnfitError] = {}
 
     def takes(self, node: fx.Node) -> bool:
-        overload = _overload(node) if _DECLARED else None
+        overload = _overload(node)
         return overload is not None and _meaning_of(overload) is not None
 
     def spell(self, call: fx.Node, write: Writer) -> SpelledOut | None:

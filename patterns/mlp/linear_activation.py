@@ -17,7 +17,6 @@ from typing import Any, ClassVar
 from tilewright.ops.mlp.gains import MOST_TOKENS
 from tilewright.ops.mlp.linear_activation import OP
 from tilewright.ops.reference.activation import ACTIVATIONS
-from tilewright.patterns.arithmetic.equality import equal_values
 from tilewright.patterns.collective.sums import unless_summed
 from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope
 from tilewright.patterns.language import Match, Missed, Result, Sought, as_advice, register
@@ -85,7 +84,8 @@ class LinearActivation:
         absorbed = (*activation.absorbed, *(v for linear in linears for v in linear.absorbed))
         products, place = [linear.product for linear in linears], flow.positions[anchor.node]
         norm = unless_summed(match_norm_before(gate.x, products, place, flow, OP))
-        x, given = gate.x, match_codes(linears, _NAMES)
+        x: Any = gate.rows
+        given = match_codes(linears, _NAMES)
         if norm is not None:
             x = norm.x
             absorbed += norm.absorbed
@@ -130,7 +130,7 @@ def _linears(value: Value, activation: Activation) -> tuple[FewTokens, ...] | No
         return None
     views = _entering(activation)
     linears = tuple(one for view in views if (one := match_few_tokens(view)) is not None)
-    if len(linears) != len(views) or any(not equal_values(linears[0].x, o.x) for o in linears):
+    if len(linears) != len(views) or any(not linears[0].reads_as(one) for one in linears):
         return None
     same = all(one.weight.shape == linears[0].weight.shape for one in linears)
     return linears if same else None

@@ -122,7 +122,7 @@ class LinearResidual:
             op=self.op,
             anchor=anchor,
             arguments={
-                "x": linear.x,
+                "x": linear.rows,
                 **weights,
                 "residual": found.residual.reshape(linear.x.shape[0], linear.weight.shape[0]),
                 "bias": linear.bias,

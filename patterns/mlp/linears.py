@@ -9,10 +9,12 @@ from typing import Any
 from tilewright.ops.mlp.linear_residual import OP
 from tilewright.patterns import effects
 from tilewright.patterns.arithmetic.casts import is_float_cast
+from tilewright.patterns.arithmetic.equality import equal_values
 from tilewright.patterns.arithmetic.formula import number, tensor
-from tilewright.patterns.dataflow import Value, View, upstream
+from tilewright.patterns.dataflow import Computed, Value, View, upstream
 from tilewright.patterns.effects import InexpressibleError
 from tilewright.patterns.language import Missed, Stage, miss_at, register_code
+from tilewright.patterns.quantised.activations import decoded_rows
 from tilewright.patterns.quantised.scales import Names, weight_arguments
 from tilewright.patterns.quantised.weights import match_scaled_weight, refuse, repeated
 from tilewright.patterns.quantised.words import holds_codes, is_code
@@ -43,6 +45,8 @@ class FewTokens:
     """x @ weight^T + bias: x [T, K], weight [N, K], bias [N] or None.
 
     coded: the weight is computed from codes. sums_scale [N]: what their sums are multiplied with.
+    x_scale [T or 1, K / block or 1], weight_scale [N, K]: of an x and a weight that are multiplied
+    as codes.
     """
 
     x: View
@@ -51,6 +55,21 @@ class FewTokens:
     absorbed: tuple[Value, ...]
     coded: bool = False
     sums_scale: View | None = None
+    x_scale: View | None = None
+    weight_scale: View | None = None
+
+    @property
+    def rows(self) -> View | Computed:
+        """x as the op takes it: codes as the numbers that they stand for."""
+        if self.x_scale is None:
+            return self.x
+        return Computed(decoded_rows, (self.x, self.x_scale), (("dtype", self.product.dtype),))
+
+    def reads_as(self, other: FewTokens) -> bool:
+        """Whether the other linear reads the same activation."""
+        scales = [one for one in (self.x_scale, other.x_scale) if one is not None]
+        same = not scales or (len(scales) == 2 and equal_values(*scales))
+        return same and equal_values(self.x, other.x)
 
     @property
     def product(self) -> Value:
@@ -60,6 +79,8 @@ class FewTokens:
     @property
     def float_values(self) -> tuple[Value, ...]:
         """Activation and weight, those that are no codes."""
+        if self.x_scale is not None:
+            return ()
         return (self.x.value,) if self.coded else (self.x.value, self.weight.value)
 
 
@@ -79,10 +100,11 @@ def match_few_tokens(view: View, by_head: bool = False) -> FewTokens | None:
         if columns is None or not columns.all_tokens:
             return None
         linear = columns.linear
-        if linear.clip or linear.deltas or linear.gemm.x_scale or linear.gemm.weight_scale:
+        if linear.clip or linear.deltas:
             return None
-        x, weight = columns.x.matrix, columns.weight
+        x, weight, weight_scale = columns.x.matrix, columns.weight, columns.weight_scale
         coded = weight.value.op not in STORED and holds_codes(weight.value)
+        coded |= weight_scale is not None
         bias, scale = columns.bias, columns.scale
         if by_head and not coded and scale is None:
             weight = weight.matrix
@@ -100,7 +122,8 @@ def match_few_tokens(view: View, by_head: bool = False) -> FewTokens | None:
         return None
     if not coded and (not _is_kept(weight.value) or len(weight.value.shape) != 2):
         return None
-    return FewTokens(x, weight, bias, linear.absorbed, coded, scale)
+    scales = (scale, linear.gemm.x_scale, weight_scale)
+    return FewTokens(x, weight, bias, linear.absorbed, coded, *scales)
 
 
 # How many casts, biases and numbers there may be between a product and its reader.
@@ -167,6 +190,8 @@ def _unlike(gemm: Gemm, scaled: Value | None) -> Missed | None:
         return None
     given = f"{gemm.value}: its weight"
     if gemm.x_scale is not None or gemm.weight_scale is not None:
+        if match_few_tokens(gemm.value.whole) is not None:
+            return None
         return _missed(
             gemm.value,
             f"{gemm.value}: activation and weight are both eight-bit codes",
@@ -235,7 +260,7 @@ def match_codes(linears: Sequence[FewTokens], names: Sequence[Names]) -> dict[st
     for linear in linears:
         weight, scale = piece_of(linear.weight), linear.sums_scale
         wide = None if scale is None else repeated(scale, weight.shape[1])
-        found = match_scaled_weight(weight, wide)
+        found = match_scaled_weight(weight, wide, linear.weight_scale)
         if found is None:
             refuse(weight, "the other weight is not")
         if found.codes.value.op not in STORED:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
+from tilewright.patterns.arithmetic.equality import equal_values
 from tilewright.patterns.dataflow import Computed, Value, View, upstream
 from tilewright.patterns.language import Stage, register_code, reject
 from tilewright.patterns.moe.sentinels import unclamped, unmasked
@@ -133,7 +134,8 @@ def check_groups(gemms: Sequence[ExpertGemm], order: Order) -> None:
     for gemm in gemms:
         num_experts = gemm.weight.shape[0]
         if gemm.ends is None:
-            same = order.permutation is None and gemm.experts == order.ids
+            own = gemm.experts
+            same = order.permutation is None and own is not None and equal_values(own, order.ids)
         else:
             found = match_ends(gemm.ends)
             same = found is not None and found == (order.ids, num_experts)

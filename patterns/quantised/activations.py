@@ -6,8 +6,8 @@
     rows   = (codes.float() * scale).view(M, K).to(x.dtype)      ⇒   x, activation_format="fp8"
 
 with the division, or a product with the reciprocal. The op's zero blocks are zero, where the graph
-may divide by zero; a block below the graph's lower bound keeps its own scale. Dimension letters: M
-rows, K columns.
+may divide by zero; a block below the graph's lower bound keeps its own scale. The divisor alone may
+be clamped, to next to nothing. Dimension letters: M rows, K columns.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ register_code(
 
 # The largest lower bound of a scale that counts as a guard against dividing by zero.
 LARGEST_BOUND = 1e-2
+# The largest of the divisor alone: a smaller scale divides as that, and multiplies as itself.
+LARGEST_DIVISOR_BOUND = 1e-10
 # Relative difference allowed to 448 or 1 / 448 as rounded to fp32.
 CLOSE = 1e-6
 _DECODING = {"cast", "bitcast", "aten.mul", "aten.div", "aten.clone"}
@@ -81,6 +83,13 @@ def holds_codes(rows: View) -> bool:
         value.op in _DECODING and value.dtype in _CODES
         for value in upstream(rows.value, _REACH, lambda v: v.op in _DECODING)
     )
+
+
+def decoded_rows(codes: torch.Tensor, scale: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
+    """The numbers [T, K] that codes [T, K] with scales [T or 1, K / block or 1] stand for, rounded
+    once."""
+    blocks = codes.float().unflatten(-1, (scale.shape[-1], -1))
+    return (blocks * scale.float().unsqueeze(-1)).flatten(-2).to(dtype)
 
 
 def before_quantisation(gemm: ExpertGemm) -> tuple[ExpertGemm, bool]:
@@ -137,7 +146,8 @@ _CASTS: dict[str, Callable[[Value], bool]] = {
 _X, _SCALE = tensor("x", strip=strip_widening), tensor("scale")
 _LARGEST = largest(call("abs", _X), "block")
 _BLOCK_SCALE = _bounded(_over_448(_bounded(_LARGEST, "least")), "least_scale")
-_QUOTIENT = _X / _SCALE | _X * (call("reciprocal", _SCALE) | 1 / _SCALE)
+_DIVISOR = _bounded(_SCALE, "least_divisor")
+_QUOTIENT = _X / _DIVISOR | _X * (call("reciprocal", _SCALE) | 1 / _SCALE)
 _ENCODED = _to("codes", _QUOTIENT | clamp(_QUOTIENT, number(-E4M3_MAX), number(E4M3_MAX)))
 _ROWS = _to("floats", _ENCODED) * _BLOCK_SCALE.named("scale")
 
@@ -147,6 +157,8 @@ def _taken(found: Found) -> QuantisedRows | None:
     way; None where it is not."""
     least = [found.bound.get(name, 0.0) for name in ("least", "least_scale")]
     if found.bound["block"] != BLOCK or not max(least) <= LARGEST_BOUND:
+        return None
+    if not found.bound.get("least_divisor", 0.0) <= LARGEST_DIVISOR_BOUND:
         return None
     if any(_rounds(value) for value in found.absorbed):
         return None

@@ -33,6 +33,7 @@ from tilewright.patterns.quantised.byte_functions import (
 )
 from tilewright.patterns.quantised.expert_arguments import DequantizedExperts, blocks_of
 from tilewright.patterns.quantised.factors import (
+    BlockScale,
     Coded,
     Factor,
     Factors,
@@ -219,6 +220,9 @@ def _scaled(
         return None
     block = found.block
     name = _format_of(decoded, None if block is None else block.kind)
+    if name is None and block is not None and block.view.value.dtype == torch.float8_e8m0fnu:
+        block = BlockScale(block.view, "float", (("to", torch.float32),))  # exactly
+        name = _format_of(decoded, block.kind)
     if name is None or found.guard not in (None, None if block is None else block.view):
         return None
     result = DequantizedExperts(

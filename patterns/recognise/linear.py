@@ -118,6 +118,12 @@ class LinearColumns:
         return self._rows(self.linear.gemm.weight, 0)
 
     @property
+    def weight_scale(self) -> View | None:
+        """What their codes are multiplied with, [columns..., K]."""
+        scale = self.linear.gemm.weight_scale
+        return None if scale is None else self._rows(scale, 0)
+
+    @property
     def bias(self) -> View | None:
         """The bias of these columns, [columns...]."""
         bias = self.linear.bias

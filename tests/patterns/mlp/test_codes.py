@@ -49,9 +49,9 @@ def compiled(module, x):
 
 
 FORMATS = {"nibbles": "int4_k", "gptq": "int4_k", "awq": "int4_n", "int8": "int8", "fp8": "fp8"}
-# The activation is quantised too, the groups are a buffer's, or the codes are floats of four bits.
-OTHERS = {quantized.scaled_mm_tensor, quantized.scaled_mm_token, quantized.gptq_act_order}
-OTHERS |= {quantized.nf4, quantized.nvfp4}
+FORMATS |= {"scaled": "fp8"}
+# Not every CPU takes it, the groups are a buffer's, or the codes are floats of four bits.
+OTHERS = {quantized.scaled_mm_token, quantized.gptq_act_order, quantized.nf4, quantized.nvfp4}
 
 
 def with_a_bias_in_turn():
@@ -150,7 +150,6 @@ def test_one_dense_weight_beside_codes_is_advice():
 @pytest.mark.parametrize(
     ("form", "why"),
     [
-        (quantized.scaled_mm_tensor, "activation and weight are both eight-bit codes"),
         (quantized.nf4, "its weight is computed in every call"),
     ],
 )

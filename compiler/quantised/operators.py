@@ -1,0 +1,175 @@
+"""What operators of quantisation libraries compute, in plain PyTorch: they are declared by default.
+
+    y = finegrained_fp8::w8a8_block_dynamic_fp8_matmul(x, codes, scales, [128, 128], bfloat16)
+    ⇒   y = _scaled_mm(e4m3(x / s), codes.t(), s, scales.t(), out_dtype=bfloat16)
+
+Each meaning rounds activations by its library's formula. It stands in for the call while patterns
+look and does not run itself, so that a product may be spelled in a narrower dtype than the library
+sums in: the fused op that takes it has the format's own arithmetic. Parameters have the names of
+the operators' schemas. Dimension letters: M rows, K and N of a weight [N, K], E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilewright.ops.formats.fp8_block import BLOCK, E4M3_MAX
+
+_E4M3 = torch.float8_e4m3fn
+# The smallest number that finegrained-fp8 divides by.
+_LEAST_DIVISOR = 1e-12
+
+
+def _product(
+    codes: Tensor, scale: Tensor, weight: Tensor, weight_scale: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """[M, N] of codes [M, K] and [N, K]; scales by blocks, [M, K / block] and [N / block, ...]."""
+    groups, columns = scale.shape[1], codes.shape[1]
+    if groups not in (1, -(-columns // BLOCK)):
+        raise NotImplementedError(f"{groups} scales along {columns} columns")
+    b = weight_scale.float().t()
+    return torch._scaled_mm(codes, weight.t(), scale_a=scale, scale_b=b, out_dtype=dtype)
+
+
+# --- finegrained-fp8 (kernels-community/finegrained-fp8: matmul.py, grouped.py, batched.py) -------
+
+
+def _rounded(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """Codes [M, K / block, block] of rows [M, K] and their scales, amax / 448 of each block."""
+    blocks = x.float().unflatten(-1, (-1, block))
+    scale = blocks.abs().amax(-1, keepdim=True) / E4M3_MAX
+    return (blocks / scale.clamp(min=_LEAST_DIVISOR)).to(_E4M3), scale
+
+
+def _dynamic(a: Tensor, b: Tensor, scale: Tensor, block: int, dtype: torch.dtype | None) -> Tensor:
+    codes, own = _rounded(a.reshape(-1, a.shape[-1]), block)
+    y = _product(codes.flatten(-2), own.squeeze(-1), b, scale, dtype or a.dtype)
+    return y.view(*a.shape[:-1], len(b))
+
+
+def block_dynamic(
+    A: Tensor,
+    B: Tensor,
+    Bs: Tensor,
+    block_size: Sequence[int],
+    output_dtype: torch.dtype | None = None,
+) -> Tensor:
+    return _dynamic(A, B, Bs, block_size[1], output_dtype)
+
+
+def tensor_dynamic(
+    A: Tensor, B: Tensor, Bs: Tensor, output_dtype: torch.dtype | None = None
+) -> Tensor:
+    rows = Bs.reshape(1, 1).expand(len(B), 1).contiguous()
+    return _dynamic(A, B, rows, A.shape[-1], output_dtype)
+
+
+def block_static(
+    A: Tensor,
+    B: Tensor,
+    Bs: Tensor,
+    As: Tensor,
+    block_size: Sequence[int],
+    output_dtype: torch.dtype | None = None,
+) -> Tensor:
+    rows = A.reshape(-1, A.shape[-1])
+    scale = As.float().reshape(1, 1)
+    codes = (rows.float() / scale).clamp(-E4M3_MAX, E4M3_MAX).to(_E4M3)
+    by_block = scale.expand(len(rows), A.shape[-1] // block_size[1])
+    y = _product(codes, by_block, B, Bs, output_dtype or A.dtype)
+    return y.view(*A.shape[:-1], len(B))
+
+
+def _rows(x: Tensor, block: int) -> Tensor:
+    """Rows [M, K] as the numbers that their codes stand for."""
+    codes, scale = _rounded(x, block)
+    return (codes.float() * scale).flatten(-2).to(x.dtype)
+
+
+def _experts(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Weights [E, N, K] of codes, scales [E, N / block, K / block] or [E]."""
+    by_block = scale.float().reshape(len(codes), *(scale.shape[1:] or (1, 1)))
+    for dim in (-2, -1):
+        by_block = by_block.repeat_interleave(codes.shape[dim] // by_block.shape[dim], dim)
+    return (codes.float() * by_block).to(dtype)
+
+
+def block_grouped(
+    A: Tensor,
+    B: Tensor,
+    Bs: Tensor,
+    offsets: Tensor,
+    tokens_per_expert: Tensor,
+    block_size: Sequence[int],
+    output_dtype: torch.dtype | None = None,
+) -> Tensor:
+    weight = _experts(B, Bs, A.dtype).transpose(-2, -1)
+    y = torch._grouped_mm(_rows(A, block_size[1]), weight, offs=offsets)
+    return y.to(output_dtype or A.dtype)
+
+
+def tensor_grouped(
+    A: Tensor,
+    B: Tensor,
+    Bs: Tensor,
+    offsets: Tensor,
+    tokens_per_expert: Tensor,
+    output_dtype: torch.dtype | None = None,
+) -> Tensor:
+    whole = B.shape[-2:]
+    return block_grouped(A, B, Bs, offsets, tokens_per_expert, whole, output_dtype)
+
+
+def block_batched(
+    A: Tensor,
+    B: Tensor,
+    Bs: Tensor,
+    expert_ids: Tensor,
+    block_size: Sequence[int],
+    output_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The operator leaves rows of experts from E on as they are; here they are the last one's."""
+    own = _experts(B, Bs, A.dtype)[expert_ids.clamp(0, len(B) - 1)]
+    y = torch.bmm(own, _rows(A, block_size[1]).unsqueeze(-1)).squeeze(-1)
+    return y.to(output_dtype or A.dtype)
+
+
+def tensor_batched(
+    A: Tensor,
+    B: Tensor,
+    Bs: Tensor,
+    expert_ids: Tensor,
+    output_dtype: torch.dtype | None = None,
+) -> Tensor:
+    return block_batched(A, B, Bs, expert_ids, B.shape[-2:], output_dtype)
+
+
+# --- fbgemm and mslk ------------------------------------------------------------------------------
+
+
+def by_rows(
+    XQ: Tensor, WQ: Tensor, x_scale: Tensor, w_scale: Tensor, bias: Tensor | None = None, **_: Any
+) -> Tensor:
+    """e4m3 by e4m3, a scale for each row of both."""
+    codes = XQ.reshape(-1, XQ.shape[-1])
+    y = _product(codes, x_scale.reshape(-1, 1), WQ, w_scale.reshape(-1, 1), torch.bfloat16)
+    y = y if bias is None else (y + bias).to(torch.bfloat16)
+    return y.view(*XQ.shape[:-1], len(WQ))
+
+
+#: By `kernel::name` of the hub, which stands for all builds, or `namespace::name` of a library.
+OPERATORS: dict[str, Callable[..., Any]] = {
+    "finegrained_fp8::w8a8_block_dynamic_fp8_matmul": block_dynamic,
+    "finegrained_fp8::w8a8_block_dynamic_fp8_matmul_grouped": block_grouped,
+    "finegrained_fp8::w8a8_block_dynamic_fp8_matmul_batched": block_batched,
+    "finegrained_fp8::w8a8_block_static_fp8_matmul": block_static,
+    "finegrained_fp8::w8a8_tensor_dynamic_fp8_matmul": tensor_dynamic,
+    "finegrained_fp8::w8a8_tensor_dynamic_fp8_matmul_grouped": tensor_grouped,
+    "finegrained_fp8::w8a8_tensor_dynamic_fp8_matmul_batched": tensor_batched,
+    "fbgemm::f8f8bf16_rowwise": by_rows,
+    "mslk::f8f8bf16_rowwise": by_rows,
+}

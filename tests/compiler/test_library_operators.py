@@ -1,0 +1,367 @@
+"""Operators of quantisation libraries, which are declared by default: by stand-ins with the hub's
+schemas and arithmetic, in modules of transformers."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+pytest.importorskip("transformers.integrations.finegrained_fp8")
+
+import transformers
+from transformers.integrations import finegrained_fp8 as library
+
+from tests.agreement import assert_no_worse, cloned
+from tests.found import matches_of, misses_of, patterns_in
+from tests.models import finegrained
+from tests.models.shipped import dense, step_of
+from tilewright.compiler import declare, lower, reports
+from tilewright.compiler.quantised.operators import OPERATORS, block_dynamic
+from tilewright.compiler.rewrite import declared
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "kernel")
+
+HIDDEN, HEAD_DIM = 256, 64
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    """The stand-ins are what the hub has loaded; nothing stays declared."""
+    monkeypatch.setattr(library, "_FINEGRAINED_FP8", finegrained.KERNEL)
+    yield
+    declared._DECLARED.clear()
+
+
+def run(model, *args, **options):
+    """(result and arguments) compiled, and eager."""
+    ours, eager = cloned(args), cloned(args)
+    options = {"inner": "eager", **options}
+    made = torch.compile(model, backend="tilewright", options=options)(*ours)
+    return (made, ours), (model(*eager), eager)
+
+
+class Attention(nn.Module):
+    """Projections and a cache write."""
+
+    def __init__(self, **options):
+        super().__init__()
+        sizes = {"q": 4 * HEAD_DIM, "k": 2 * HEAD_DIM, "v": 2 * HEAD_DIM}
+        for seed, (name, rows) in enumerate(sizes.items()):
+            setattr(self, name, finegrained.linear(rows, HIDDEN, seed, **options))
+
+    def forward(self, x, slots, k_cache, v_cache):
+        q, k, v = (getattr(self, n)(x).unflatten(-1, (-1, HEAD_DIM)) for n in "qkv")
+        k_cache.view(-1, 2, HEAD_DIM)[slots] = k
+        v_cache.view(-1, 2, HEAD_DIM)[slots] = v
+        return q * 2
+
+
+def attention_args(tokens=3):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(tokens, HIDDEN, generator=generator).bfloat16()
+    cache = torch.zeros(4, 4, 2, HEAD_DIM, dtype=torch.bfloat16)
+    return x, torch.tensor([3, 9, 1])[:tokens], cache, cache.clone()
+
+
+FORMS = {
+    "block": {},
+    "bias": {"bias": True},
+    "tensor": {"block_size": None},
+    "static": {"activation_scheme": "static"},
+    "ue8m0": {"scale_fmt": "ue8m0"},
+}
+
+
+def attention(form):
+    model = Attention(**FORMS[form])
+    for module in (model.q, model.k, model.v):
+        if module.activation_scale is not None:
+            module.activation_scale = nn.Parameter(torch.tensor(0.01), requires_grad=False)
+    if form == "static":
+        model.k.activation_scale = model.v.activation_scale = model.q.activation_scale
+    return model
+
+
+def exactly(module, x):
+    """What a linear of the library computes, without rounding behind the codes."""
+    by_block = [module.block_size] if module.block_size else []
+    scale = module.activation_scale
+    arguments = (x, module.weight, module.weight_scale_inv, *([] if scale is None else [scale]))
+    op = finegrained.block_static if scale is not None else finegrained.block_dynamic
+    op = op if module.block_size else finegrained.tensor_dynamic
+    y = op(*arguments, *by_block, torch.float64)
+    return y if module.bias is None else y + module.bias.double()
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("form", FORMS)
+def test_projections_are_fused_with_the_codes_of_the_activation(form, tokens):
+    model, args = attention(form), attention_args(tokens)
+    (actual, ours), (eager, theirs) = run(model, *args)
+    (site,) = matches_of(reports()[-1], "qkv")
+    assert (site.pattern, site.shapes["weight"]) == ("qkv_cache", "fp8")
+    x, slots, *_ = args
+    q, k, v = (exactly(m, x).unflatten(-1, (-1, HEAD_DIM)) for m in (model.q, model.k, model.v))
+    assert_no_worse(actual, eager, q * 2, "q")
+    for at, new in ((2, k), (3, v)):
+        wanted = torch.zeros(4, 4, 2, HEAD_DIM, dtype=torch.float64)
+        wanted.view(-1, 2, HEAD_DIM)[slots] = new
+        assert_no_worse(ours[at], theirs[at], wanted, "cache")
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up = (finegrained.linear(512, HIDDEN, seed) for seed in (3, 4))
+        self.down = finegrained.linear(HIDDEN, 512, 5)
+
+    def forward(self, x):
+        return x + self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_an_mlp_for_few_tokens_is_fused_and_no_worse(tokens):
+    model = Mlp()
+    x = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(2)).bfloat16()
+    (actual, _), (eager, _) = run(model, x)
+    found = patterns_in(reports()[-1], "mlp")
+    assert sorted(found) == ["linear_activation", "linear_residual"]
+    assert not misses_of(reports()[-1], "mlp")
+    h = F.silu(exactly(model.gate, x)) * exactly(model.up, x)
+    assert_no_worse(actual, eager, x.double() + exactly(model.down, h), "mlp")
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_models_are_fused(kind):
+    model = finegrained.quantised(dense(kind))
+    eager = model(**step_of(model)).logits
+    compiled = torch.compile(model, backend="tilewright", options={"inner": "eager"})
+    logits = compiled(**step_of(model)).logits
+    report = reports()[-1]
+    assert Counter(m.pattern for m in report.matches) == {
+        "qkv_cache": 2,
+        "cache_attention": 2,
+        "linear_activation": 2,
+        "linear_residual": 4,
+    }
+    assert report.misses == ()
+    torch.testing.assert_close(logits, eager, rtol=0.05, atol=0.05)
+
+
+MIXTURE = {
+    "vocab_size": 64, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "num_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 128, "max_position_embeddings": 64,
+}  # fmt: skip
+DEEPSEEK = {
+    "vocab_size": 64, "hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 128, "q_lora_rank": None,
+    "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 128,
+    "first_k_dense_replace": 0, "n_shared_experts": 1, "max_position_embeddings": 64,
+}  # fmt: skip
+
+
+def mixture(experts, fields=MIXTURE, config="Qwen3MoeConfig", **options):
+    torch.manual_seed(0)
+    made = transformers.AutoModelForCausalLM.from_config(
+        getattr(transformers, config)(**fields), dtype=torch.bfloat16
+    )
+    return finegrained.quantised(made, experts, **options)
+
+
+def routes(tokens=6, chosen=2):
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(tokens, HIDDEN, generator=generator).bfloat16()
+    weights, ids = torch.rand(tokens, 4, generator=generator).softmax(-1).topk(chosen)
+    return x, ids, weights.bfloat16()
+
+
+def exact_experts(module, x, ids, weights):
+    """Expert by expert in float64."""
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    up, down = (
+        finegrained.decoded(getattr(module, n), getattr(module, f"{n}_scale_inv"))
+        for n in ("gate_up_proj", "down_proj")
+    )
+    for token, (experts, factors) in enumerate(zip(ids, weights, strict=True)):
+        for expert, factor in zip(experts.tolist(), factors.double(), strict=True):
+            gate, value = (finegrained.rounded(x[token], 128) @ up[expert].T).chunk(2)
+            h = F.silu(gate) * value
+            out[token] += finegrained.rounded(h, 128) @ down[expert].T * factor
+    return out
+
+
+@pytest.mark.parametrize("scale_fmt", ["float", "ue8m0"])
+@pytest.mark.parametrize("experts", ["grouped_mm", "batched_mm"])
+def test_experts_are_fused_with_activations_rounded_by_blocks(experts, scale_fmt):
+    module = mixture(experts, scale_fmt=scale_fmt).model.layers[0].mlp.experts
+    args = routes()
+    (actual, _), (eager, _) = run(module, *args)
+    (site,) = matches_of(reports()[-1], "fused_moe")
+    assert (site.shapes["weights"], site.shapes["activations"]) == ("fp8", "fp8")
+    assert_no_worse(actual, eager, exact_experts(module, *args), experts)
+
+
+@pytest.mark.parametrize("experts", ["grouped_mm", "batched_mm"])
+def test_routes_to_experts_on_other_devices_are_as_they_are(experts):
+    """Ids from E on: the operator leaves their rows undefined, and the model fills them."""
+    module = mixture(experts).model.layers[0].mlp.experts
+    module._is_expert_parallel = True
+    x, ids, weights = routes()
+    ids = torch.where(ids == 3, 4, ids)
+    weights = torch.where(ids == 4, 0, weights)
+    (actual, _), (eager, _) = run(module, x, ids, weights)
+    exact = exact_experts(module, x, ids.clamp(max=3), weights)
+    assert_no_worse(actual, eager, exact, experts)
+
+
+@pytest.mark.parametrize("experts", ["grouped_mm", "batched_mm"])
+def test_latents_of_codes_are_fused(experts):
+    model = mixture(experts, DEEPSEEK, "DeepseekV3Config")
+    tokens = torch.randint(3, 60, (2, 5), generator=torch.Generator().manual_seed(1))
+    call = {"use_cache": False}
+    eager = model(tokens, **call).logits
+    compiled = torch.compile(model, backend="tilewright", options={"inner": "eager"})
+    logits = compiled(tokens, **call).logits
+    report = reports()[-1]
+    found = Counter(m.pattern for m in report.matches)
+    assert found["mla_prefill"] == found["moe"] == found["linear_activation"] == 1
+    assert matches_of(report, "mla")[0].shapes["latents"] == "fp8"
+    torch.testing.assert_close(logits, eager, rtol=0.05, atol=0.05)
+
+
+# --- products of codes that the graph makes -------------------------------------------------------
+
+
+@torch.library.custom_op("fbgemm::f8f8bf16_rowwise", mutates_args=())
+def by_rows(
+    XQ: torch.Tensor,
+    WQ: torch.Tensor,
+    x_scale: torch.Tensor,
+    w_scale: torch.Tensor,
+    use_fast_accum: bool = True,
+) -> torch.Tensor:
+    x, w = XQ.double() * x_scale.double()[:, None], WQ.double() * w_scale.double()[:, None]
+    return finegrained.product(x, w, torch.bfloat16)
+
+
+by_rows.register_fake(lambda XQ, WQ, *scales: XQ.new_empty(len(XQ), len(WQ), dtype=torch.bfloat16))
+
+
+class OfCodes(Attention):
+    """The activation is rounded once, for all three."""
+
+    def forward(self, x, slots, k_cache, v_cache):
+        scale = x.float().abs().amax(-1).clamp(1e-4) / 448
+        codes = (x.float() / scale[:, None]).to(torch.float8_e4m3fn)
+        rows = (
+            m.weight_scale_inv[0, 0].expand(len(m.weight)).contiguous() for m in self.children()
+        )
+        q, k, v = (
+            by_rows(codes, m.weight, scale, own).unflatten(-1, (-1, HEAD_DIM))
+            for m, own in zip((self.q, self.k, self.v), rows, strict=True)
+        )
+        k_cache.view(-1, 2, HEAD_DIM)[slots] = k
+        v_cache.view(-1, 2, HEAD_DIM)[slots] = v
+        return q * 2
+
+
+def test_products_of_codes_are_fused():
+    made, expected = run(OfCodes(), *attention_args())
+    assert patterns_in(reports()[-1], "qkv") == ["qkv_cache"]
+    for a, b in zip((made[0], *made[1]), (expected[0], *expected[1]), strict=True):
+        torch.testing.assert_close(a, b, rtol=2**-7, atol=1e-3)
+
+
+# --- what is not fused ----------------------------------------------------------------------------
+
+
+def test_calls_that_no_pattern_took_run_as_before():
+    model, args = attention("block"), attention_args()
+    (graph,) = lower(model, args, patterns=["moe"]).graphs
+    assert str(graph.before.graph) == str(graph.after.graph)
+    torch._dynamo.reset()
+    made, expected = run(model, *args, patterns=["moe"])
+    for a, b in zip((made[0], *made[1]), (expected[0], *expected[1]), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_another_static_scale_for_k_is_another_activation():
+    model = attention("static")
+    model.k.activation_scale = nn.Parameter(torch.tensor(0.02), requires_grad=False)
+    report = lower(model, attention_args())
+    assert not [m for m in report.matches if m.pattern == "qkv_cache"]
+    assert misses_of(report, "qkv")
+
+
+def test_blocks_of_other_sizes_are_a_miss_and_run():
+    model, args = Attention(block_size=[64, 64]), attention_args()
+    made, expected = run(model, *args)
+    report = reports()[-1]
+    assert patterns_in(report, "qkv") == ["cache_store"]
+    (miss,) = {m.code: m for m in report.misses if m.pattern == "declare"}.values()
+    assert miss.code == "DECLARED_FORM"
+    for a, b in zip((made[0], *made[1]), (expected[0], *expected[1]), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_build_whose_arguments_differ_is_named():
+    name = "_finegrained_fp8_0123456::w8a8_block_dynamic_fp8_matmul"
+
+    @torch.library.custom_op(name, mutates_args=())
+    def gemm(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        return left @ right.t()
+
+    gemm.register_fake(lambda left, right: left.new_empty(len(left), len(right)))
+
+    def call(x, w):
+        return gemm(x, w) * 2
+
+    (miss,) = misses_of(lower(call, (torch.randn(2, 64), torch.randn(64, 64))), "declare")
+    assert miss.code == "DECLARED_FORM"
+    assert "takes other arguments" in miss.message
+
+
+def test_what_a_user_declares_comes_first():
+    seen = []
+
+    def mine(A, B, Bs, block_size, output_dtype=None):
+        seen.append(1)
+        return block_dynamic(A, B, Bs, block_size, output_dtype)
+
+    name = "finegrained_fp8::w8a8_block_dynamic_fp8_matmul"
+    assert name in OPERATORS
+    declare(name, mine)
+    report = lower(attention("block"), attention_args())
+    assert seen
+    assert patterns_in(report, "qkv") == ["qkv_cache"]
+
+
+def test_a_divisor_held_to_a_number_that_matters_is_another_rounding():
+    """Smaller scales would multiply as themselves, and divide as the bound."""
+
+    def grouped(A, B, Bs, offsets, tokens_per_expert, block_size, output_dtype=None):
+        blocks = A.float().unflatten(-1, (-1, 128))
+        scale = blocks.abs().amax(-1, keepdim=True) / 448
+        codes = (blocks / scale.clamp(min=1e-3)).to(torch.float8_e4m3fn)
+        rows = (codes.float() * scale).flatten(-2).to(A.dtype)
+        spread = Bs.repeat_interleave(128, -2).repeat_interleave(128, -1)
+        weight = (B.float() * spread).to(A.dtype)
+        return torch._grouped_mm(rows, weight.transpose(-2, -1), offs=offsets)
+
+    declare("finegrained_fp8::w8a8_block_dynamic_fp8_matmul_grouped", grouped)
+    module = mixture("grouped_mm").model.layers[0].mlp.experts
+    report = lower(module, routes())
+    assert not [m for m in report.matches if m.pattern == "moe"]
+    assert {m.code for m in misses_of(report, "fused_moe")} == {"ACTIVATION_FORMAT"}
+
+
+def test_a_copy_of_a_model_is_fused_alike():
+    model = copy.deepcopy(attention("block"))
+    assert patterns_in(lower(model, attention_args()), "qkv") == ["qkv_cache"]

@@ -1,0 +1,188 @@
+"""Stand-ins for the hub's finegrained-fp8, of its names, schemas and arithmetic, and models of
+transformers whose weights are in blocks of e4m3 codes.
+
+For a float64 result the operators sum in float64: the same codes, and no rounding behind them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers.integrations import finegrained_fp8 as library
+
+LIBRARY = "_finegrained_fp8_cuda_abc1234"
+BLOCK = [128, 128]
+
+
+def rounded(x: torch.Tensor, block: int) -> torch.Tensor:
+    """Rows as the numbers that their codes stand for, in float64."""
+    blocks = x.float().reshape(*x.shape[:-1], -1, block)
+    scale = blocks.abs().amax(-1, keepdim=True) / 448
+    codes = (blocks / scale.clamp(min=1e-12)).to(torch.float8_e4m3fn)
+    return (codes.double() * scale.double()).reshape(x.shape)
+
+
+def decoded(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """A weight [..., N, K] in float64."""
+    for dim in (-2, -1):
+        scale = scale.float().repeat_interleave(codes.shape[dim] // scale.shape[dim], dim)
+    return codes.double() * scale.double()
+
+
+def product(x, weight, dtype):
+    """Summed in float32, as the library does it; in float64 for float64."""
+    within = torch.float64 if dtype == torch.float64 else torch.float32
+    return (x.to(within) @ weight.to(within).transpose(-2, -1)).to(dtype)
+
+
+@torch.library.custom_op(f"{LIBRARY}::w8a8_block_dynamic_fp8_matmul", mutates_args=())
+def block_dynamic(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    Bs: torch.Tensor,
+    block_size: list[int],
+    output_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    return product(rounded(A, block_size[1]), decoded(B, Bs), output_dtype or A.dtype)
+
+
+@torch.library.custom_op(f"{LIBRARY}::w8a8_tensor_dynamic_fp8_matmul", mutates_args=())
+def tensor_dynamic(
+    A: torch.Tensor, B: torch.Tensor, Bs: torch.Tensor, output_dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    weight = B.double() * Bs.double()
+    return product(rounded(A, A.shape[-1]), weight, output_dtype or A.dtype)
+
+
+@torch.library.custom_op(f"{LIBRARY}::w8a8_block_static_fp8_matmul", mutates_args=())
+def block_static(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    Bs: torch.Tensor,
+    As: torch.Tensor,
+    block_size: list[int],
+    output_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    codes = (A.float() / As).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return product(codes.double() * As.double(), decoded(B, Bs), output_dtype or A.dtype)
+
+
+@torch.library.custom_op(f"{LIBRARY}::w8a8_block_dynamic_fp8_matmul_grouped", mutates_args=())
+def block_grouped(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    Bs: torch.Tensor,
+    offsets: torch.Tensor,
+    tokens_per_expert: torch.Tensor,
+    block_size: list[int],
+    output_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    x, weight = rounded(A, block_size[1]), decoded(B, Bs)
+    out = torch.zeros(len(A), B.shape[1], dtype=output_dtype or A.dtype)
+    first = 0
+    for expert, end in enumerate(offsets.tolist()):
+        out[first:end] = product(x[first:end], weight[expert], out.dtype)
+        first = end
+    return out
+
+
+@torch.library.custom_op(f"{LIBRARY}::w8a8_block_dynamic_fp8_matmul_batched", mutates_args=())
+def block_batched(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    Bs: torch.Tensor,
+    expert_ids: torch.Tensor,
+    block_size: list[int],
+    output_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    x, weight = rounded(A, block_size[1]), decoded(B, Bs)
+    known = expert_ids < len(B)
+    out = torch.zeros(len(A), B.shape[1], dtype=output_dtype or A.dtype)
+    rows = product(x[known].unsqueeze(1), weight[expert_ids[known]], out.dtype)
+    out[known] = rows.squeeze(1)
+    return out
+
+
+def _fake(A, B, *_, output_dtype=None):
+    return A.new_empty(*A.shape[:-1], B.shape[-2], dtype=output_dtype or A.dtype)
+
+
+block_dynamic.register_fake(lambda A, B, Bs, block, dtype=None: _fake(A, B, output_dtype=dtype))
+tensor_dynamic.register_fake(lambda A, B, Bs, dtype=None: _fake(A, B, output_dtype=dtype))
+block_static.register_fake(lambda A, B, Bs, As, block, dtype=None: _fake(A, B, output_dtype=dtype))
+block_grouped.register_fake(
+    lambda A, B, Bs, offsets, counts, block, dtype=None: _fake(A, B, output_dtype=dtype)
+)
+block_batched.register_fake(
+    lambda A, B, Bs, ids, block, dtype=None: _fake(A, B, output_dtype=dtype)
+)
+
+
+def _matmul(A, B, Bs, block_size, output_dtype=None, activation_scale=None):
+    """The library's `matmul_2d`."""
+    namespace = getattr(torch.ops, LIBRARY)
+    if block_size is None:
+        return namespace.w8a8_tensor_dynamic_fp8_matmul(A, B, Bs, output_dtype)
+    if activation_scale is not None:
+        return namespace.w8a8_block_static_fp8_matmul(
+            A, B, Bs, activation_scale, block_size, output_dtype
+        )
+    return namespace.w8a8_block_dynamic_fp8_matmul(A, B, Bs, block_size, output_dtype)
+
+
+def _grouped(A, B, Bs, offsets, tokens_per_expert, block_size, output_dtype=None):
+    namespace = getattr(torch.ops, LIBRARY)
+    return namespace.w8a8_block_dynamic_fp8_matmul_grouped(
+        A, B, Bs, offsets, tokens_per_expert, block_size, output_dtype
+    )
+
+
+def _batched(A, B, Bs, expert_ids, block_size, output_dtype=None):
+    namespace = getattr(torch.ops, LIBRARY)
+    return namespace.w8a8_block_dynamic_fp8_matmul_batched(
+        A, B, Bs, expert_ids, block_size, output_dtype
+    )
+
+
+KERNEL = library.FineGrainedFP8(_matmul, _batched, _grouped)
+
+
+def quantised(model: Any, experts: str = "grouped_mm", scale_fmt: str = "float") -> nn.Module:
+    """A dense model with the library's modules in the place of its linears and experts."""
+    dense = {name: tensor.detach() for name, tensor in model.named_parameters()}
+    config = transformers.FineGrainedFP8Config(weight_block_size=BLOCK, scale_fmt=scale_fmt)
+    library.replace_with_fp8_linear(model, ["lm_head", "gate"], config)
+    quantiser = type("Quantiser", (), {"quantization_config": config})()
+    convert = library.Fp8Quantize(quantiser)
+    for name, module in model.named_modules():
+        if isinstance(module, (library.FP8Linear, library.FP8Experts)):
+            for own in [o for o in module._parameters if f"{name}.{o}" in dense]:
+                whole = f"{name}.{own}"
+                for made, tensor in convert._quantize_one(whole, dense[whole]).items():
+                    parameter = nn.Parameter(tensor, requires_grad=False)
+                    module._parameters[made[len(name) + 1 :]] = parameter
+    if any(isinstance(module, library.FP8Experts) for module in model.modules()):
+        model.set_experts_implementation(experts)
+    return model.eval().requires_grad_(False)
+
+
+def linear(
+    rows: int, columns: int, seed: int, bias: bool = False, **options: Any
+) -> library.FP8Linear:
+    """An `FP8Linear` of random codes."""
+    generator = torch.Generator().manual_seed(seed)
+    options = {"block_size": BLOCK, "has_bias": bias} | options
+    made = library.FP8Linear(columns, rows, **options)
+    made.weight.data = (
+        torch.randn(rows, columns, generator=generator).mul(60).to(torch.float8_e4m3fn)
+    )
+    scale = torch.rand(made.weight_scale_inv.shape, generator=generator) * 1e-3 + 1e-4
+    if options.get("scale_fmt") == "ue8m0":
+        scale = scale.log2().ceil().exp2().to(torch.float8_e8m0fnu)
+    made.weight_scale_inv.data = scale
+    if bias:
+        made.bias.data = torch.randn(rows, generator=generator).bfloat16()
+    return made.requires_grad_(False)
