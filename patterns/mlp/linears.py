@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from tilewright.ops.mlp.linear_residual import OP
 from tilewright.patterns import effects
-from tilewright.patterns.arithmetic.casts import is_float_cast
+from tilewright.patterns.arithmetic.casts import is_float_cast, value_before_casts
 from tilewright.patterns.arithmetic.formula import number, tensor
 from tilewright.patterns.dataflow import Value, View, upstream
 from tilewright.patterns.effects import InexpressibleError
@@ -69,7 +71,7 @@ def match_few_tokens(view: View, by_head: bool = False) -> FewTokens | None:
 
     by_head: the view may have its columns in several dimensions, as [tokens..., heads, width].
     """
-    value = view.value
+    value = value_before_casts(view.value)
     # Of a sum of two tensors of its shape, a residual, none is a bias: nothing to look for behind.
     by_column = value.op in ("aten.add", "aten.mul") and any(
         v.shape != value.shape for v in value.operands
@@ -253,7 +255,8 @@ def check_linears(linears: Iterable[FewTokens], others: Iterable[View], end: Val
     """Raises Reject (DTYPE, UNSUPPORTED) for what there are no kernels for."""
     linears = list(linears)
     given = [value.dtype for one in linears for value in one.float_values]
-    made = [value.dtype for one in linears for value in one.absorbed]
+    # What lies between a product and its reader the op has in float32.
+    made = [v.dtype for one in linears for v in one.absorbed if v.dtype != torch.float32]
     more = [view.value.dtype for view in others]
     check_dtypes([*given, *made, *more, end.dtype], "activations and weights", end, HALVES)
 
