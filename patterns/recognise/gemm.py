@@ -283,8 +283,11 @@ def multiplies_stored(value: Value) -> bool:
     if any(is_weight(view) for view in value.operands):
         return True
     gemm = match_gemm(value)
-    if gemm is None or gemm.weight.value.op != "input":
-        return False
+    return gemm is not None and gemm.weight.value.op == "input" and sums_enough(gemm)
+
+
+def sums_enough(gemm: Gemm) -> bool:
+    """Whether a product sums as many numbers as one with a weight does."""
     summed = gemm.weight.shape[-1]
     return isinstance(summed, int) and summed >= _LEAST_SUMMED
 
