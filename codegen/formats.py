@@ -53,7 +53,7 @@ _EXPERTS: dict[str, Any] = {"expert_kernel": True, **_NIBBLES_OF_ROWS}
 #: Every format by its name in `weight_format`; "dense" has none. A format is added here: what ops
 #: check, compute, sample and recognise follows.
 WEIGHT_FORMATS = {
-    "int8": WeightFormat(("i8",), linears=True, zeros=True),
+    "int8": WeightFormat(("i8", "u8"), linears=True, zeros=True),
     "fp8": WeightFormat(
         ("fp8e4nv",), linears=True, expert_scales=("fp32", "bf16"), expert_kernel=True
     ),
@@ -124,12 +124,12 @@ class Quantization:
 
     @property
     def code_offset(self) -> int:
-        """The part of the zero that codes lose while they are made, exactly in any 16-bit type."""
-        if self.format.packed_axis is None:
-            return 0
-        if not self.has_zero_tensors and 0 <= self.zero_point <= 15:
+        """The part of the zero that codes lose while they are made, exactly in any 16-bit type:
+        bfloat16 has all integers from -256 to 256."""
+        whole = self.format.packed_axis is None
+        if not self.has_zero_tensors and 0 <= self.zero_point <= (128 if whole else 15):
             return self.zero_point
-        return 8
+        return 0 if whole else 8
 
     @property
     def known_order(self) -> bool:

@@ -88,10 +88,18 @@ _EXPERTS_HINT = (
     "experts_implementation='grouped_mm')"
 )
 
+_PREPARE = (
+    "call tilewright.compiler.prepare(model) when the model is loaded: it replaces the library's "
+    "linears by ones that decode the same codes in the graph, or says why one stays"
+)
 # Libraries in whose own code a break lies, where Dynamo's hint is nothing that a user could follow.
 _LIBRARIES = {
     "peft": "merge the adapters into the weights before compiling (model.merge_and_unload()); LoRA "
     "without use_dora is fused as it is",
+    "compressed_tensors": _PREPARE,
+    "gptqmodel": _PREPARE,
+    "bitsandbytes": "of 8-bit weights take columns with outliers as codes too, which needs no "
+    "tensor's number in Python: BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)",
 }
 
 _GIVEN_UP = "; Dynamo gives up "

@@ -46,11 +46,13 @@ def nibble_pair(words, position: tl.constexpr, OFFSET: tl.constexpr, DTYPE: tl.c
 
 
 @triton.jit
-def widened(codes, DTYPE: tl.constexpr):
-    """int8 and fp8 codes, exactly."""
+def widened(codes, OFFSET: tl.constexpr, DTYPE: tl.constexpr):
+    """int8, uint8 and fp8 codes, less OFFSET, exactly."""
     if codes.dtype == tl.float8e4nv and tl.bfloat16 == DTYPE:
         # The direct conversion takes four times as long on SM90.
         return codes.to(tl.float16).to(tl.float32).to(DTYPE)
+    elif OFFSET != 0:
+        return codes.to(DTYPE) - OFFSET
     else:
         return codes.to(DTYPE)
 
@@ -77,7 +79,7 @@ def codes_in_order(
             second = nibble(words, 0 if REVERSED else 1, OFFSET, DTYPE)
             codes = tl.join(first, second)
         else:
-            codes = widened(words, DTYPE)
+            codes = widened(words, OFFSET, DTYPE)
         codes = tl.reshape(codes, (ROWS, GROUPS, 4, PER * COLUMNS // (8 * GROUPS), 2))
         codes = tl.permute(codes, (0, 1, 3, 2, 4))
     return tl.reshape(codes, (ROWS, PER * COLUMNS))

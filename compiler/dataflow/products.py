@@ -6,8 +6,15 @@ import torch
 
 from tilewright.compiler import _compat
 from tilewright.patterns import effects
-from tilewright.patterns.dataflow import Value, View
-from tilewright.patterns.recognise.gemm import is_weight, multiplies_stored, unread_product
+from tilewright.patterns.dataflow import Value, View, upstream
+from tilewright.patterns.quantised.words import holds_codes
+from tilewright.patterns.recognise.gemm import (
+    is_weight,
+    match_gemm,
+    multiplies_stored,
+    sums_enough,
+    unread_product,
+)
 
 # Products whose second operand is a weight, and those that are where it is stored.
 _OF_WEIGHTS = frozenset(("aten.linear", "aten._scaled_mm", "aten._scaled_mm_v2"))
@@ -22,10 +29,30 @@ def projects(value: Value) -> bool:
     if value.op in _OF_WEIGHTS:
         return True
     if value.op in _PRODUCTS:
-        return multiplies_stored(value)
+        return multiplies_stored(value) or _multiplies_codes(value)
     foreign = not value.op.startswith(("aten.", "store", "cast", "bitcast"))
     given = foreign and any(is_weight(v) or _holds_own_codes(v) for v in value.operands)
-    return given or unread_product(value) is not None
+    return (given and not _is_own(value)) or unread_product(value) is not None
+
+
+# Steps from codes that a model stores to a weight that an operator makes of them.
+_REACH = 64
+
+
+def _is_own(value: Value) -> bool:
+    """Whether a value is computed of what the model stores, and that alone: a weight."""
+    before = list(upstream(value, _REACH))
+    leaves = [v for v in before if not v.operands]
+    return len(before) < _REACH and all(
+        leaf.op == "constant" or (leaf.op == "input" and _compat.is_models_own(leaf.node))
+        for leaf in leaves
+    )
+
+
+def _multiplies_codes(value: Value) -> bool:
+    """Whether a value is a product with a weight that is computed of codes."""
+    gemm = match_gemm(value)
+    return gemm is not None and sums_enough(gemm) and holds_codes(gemm.weight.value)
 
 
 # A tensor of fewer integers that a model holds may say where: slots, groups, an order of columns.

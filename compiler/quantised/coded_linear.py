@@ -49,3 +49,9 @@ def nibbles_of_words(words: torch.Tensor) -> torch.Tensor:
     """[N, W] words of eight codes, the first in the lowest bits -> [N, 8 W] codes, 0 to 15."""
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
     return ((words.unsqueeze(-1) >> shifts) & 15).flatten(-2)
+
+
+def bytes_of_words(words: torch.Tensor) -> torch.Tensor:
+    """[N, W] words of four codes, the first in the lowest bits -> [N, 4 W] codes, 0 to 255: on a
+    little-endian machine, as all that PyTorch compiles for are, the bytes as they lie."""
+    return words.contiguous().view(torch.uint8)

@@ -14,7 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from tilewright.compiler.quantised.coded_linear import CodedLinear, nibbles_of_words
+from tilewright.compiler.quantised.coded_linear import (
+    CodedLinear,
+    bytes_of_words,
+    nibbles_of_words,
+)
 
 _LIMITS = {("float", 8): (-448.0, 448.0), ("int", 8): (-128.0, 127.0)}
 #: What a scale of zero becomes, by its dtype, as the library has it.
@@ -132,14 +136,31 @@ class PackedLinear(CompressedLinear):
     """4-bit codes, eight in a word along K, the stored code 8 more than what is meant."""
 
     weight_packed: torch.Tensor
+    #: What is added to codes and zeros where they are stored.
+    offset = 8
+
+    def unpacked(self, words: torch.Tensor) -> torch.Tensor:
+        """The codes, not negative, of words [rows, columns] along their columns."""
+        return nibbles_of_words(words)
 
     def codes(self) -> torch.Tensor:
-        return nibbles_of_words(self.weight_packed).to(self.weight_scale.dtype) - 8
+        codes = self.unpacked(self.weight_packed)[:, : self.in_features]
+        return codes.to(self.weight_scale.dtype) - self.offset
 
     def zeros(self) -> torch.Tensor | None:
         if (packed := getattr(self, "weight_zero_point", None)) is None:
             return None
-        return nibbles_of_words(packed.t()).t() - 8
+        zeros = self.unpacked(packed.t()).t()[: self.out_features]
+        return zeros.to(torch.int32) - self.offset
+
+
+class PackedBytesLinear(PackedLinear):
+    """8-bit codes, four in a word along K, the stored code 128 more than what is meant."""
+
+    offset = 128
+
+    def unpacked(self, words: torch.Tensor) -> torch.Tensor:
+        return bytes_of_words(words)
 
 
 def is_compressed(module: nn.Module) -> bool:
@@ -176,6 +197,7 @@ _KINDS: dict[tuple[str, int, bool], type[CompressedLinear]] = {
     ("float", 8, False): CompressedLinear,
     ("int", 8, False): CompressedLinear,
     ("int", 4, True): PackedLinear,
+    ("int", 8, True): PackedBytesLinear,
 }
 
 

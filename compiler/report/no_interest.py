@@ -3,6 +3,7 @@ under its reason."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from tilewright.patterns.language import Kind
 from tilewright.patterns.mlp.linears import LEAST_COLUMNS
 from tilewright.patterns.moe.combine import SHAPED_LIKE
 from tilewright.patterns.moe.router import MOST_EXPERTS
+from tilewright.patterns.quantised.words import holds_codes
 from tilewright.patterns.recognise.activation import match_activation
 from tilewright.patterns.recognise.attention import sketch_of
 from tilewright.patterns.recognise.gemm import match_gemm, named_product
@@ -336,6 +338,7 @@ def _is_weighed(value: Value, graph: Graph) -> bool:
         if r.op == "aten.mul"
         and len(r.operands) == 2
         and not _is_known_activation(r, passed, graph)
+        and not _scales_codes(r, value, graph)
     ]
     others = [reader for reader in readers if reader not in gates]
     if not gates or not others:
@@ -349,6 +352,19 @@ def _is_weighed(value: Value, graph: Graph) -> bool:
     )
 
 
+def _scales_codes(gate: Value, product: Value, graph: Graph) -> bool:
+    """Whether a product of codes is multiplied by what is fewer than its numbers: a scale."""
+    if not any(holds_codes(view.value) for view in graph.weights(product)):
+        return False
+    least = min(_count(view.shape) for view in gate.operands)
+    return least < _count(gate.shape)
+
+
+def _count(shape: Sequence[Any]) -> int:
+    """How many numbers are behind a shape, a symbol counted as one."""
+    return math.prod(size for size in shape if isinstance(size, int))
+
+
 def _made_of(value: Value, graph: Graph) -> set[Value]:
     """A value and what is computed from it, up to points."""
     return set(graph.flow.downstream(value, None, lambda v: graph.kind(v) is None))
@@ -358,7 +374,8 @@ def _made_of(value: Value, graph: Graph) -> set[Value]:
 def _is_read_elsewhere(value: Value, graph: Graph) -> bool:
     readers = _readers(value, graph)
     sums = [reader for reader in readers if reader.op == "aten.add"]
-    return bool(sums) and (len(readers) > 1 or behind(value, graph).returned)
+    returned = any(v in graph.flow.output_values for v in _passed(value, graph))
+    return bool(sums) and (len(readers) > 1 or returned)
 
 
 # --- softmaxes ------------------------------------------------------------------------------------

@@ -16,9 +16,9 @@ class _Kind:
 
 
 _CODES = (
-    "put the weight it stands for in its place when the model is loaded (`module.weight = "
-    "nn.Parameter(module.weight.dequantize())`), or keep codes and scales as plain buffers and "
-    "decode them in `forward` as (code - zero) * scale, which is fused"
+    "call `tilewright.compiler.prepare(model)` when the model is loaded: its linears then decode "
+    "the codes in the graph, which is fused, or it says why one stays; that one's weight may be "
+    "replaced by what it stands for (`module.weight = nn.Parameter(module.weight.dequantize())`)"
 )
 _KINDS = (
     _Kind(

@@ -17,8 +17,8 @@ from tilewright.ops.sampling import Sampler
 class CodedCase:
     """The part of a case that says how its weights are stored.
 
-    dtype: of the values. words: the dtype that nibbles are packed in. zeros: "none", "float", "int"
-    (a tensor of its own) or "packed" in words of eight rows.
+    dtype: of the values. words: the dtype that nibbles are packed in; uint8 for unsigned codes of 8
+    bits. zeros: "none", "float", "int" (a tensor of its own) or "packed" in words of eight rows.
     """
 
     dtype: torch.dtype = torch.bfloat16
@@ -46,7 +46,8 @@ def sample_codes(
     """Stored rows, scales and zeros (codes where the case has none) of one weight."""
     shape, form = (rows, columns), WEIGHT_FORMATS[case.weight_format]
     grid = tuple(-(-n // size) for n, size in zip(shape, case.scale_block, strict=True))
-    (dtype, *_) = torch_types(form.stored)
+    dtype, *others = torch_types(form.stored)
+    dtype = case.words if case.words in others else dtype
     if form.packed_axis is not None:
         codes, size = sampler.integers(0, 16, *shape), 4.0
         stored = pack_nibbles(codes, case.words, form.packed_axis, case.nibble_order)

@@ -102,7 +102,7 @@ class Weight(StoredWeight):
     data: numbers, or stored codes, by weight_format:
 
       "dense"   numbers.
-      "int8", "fp8" (float8_e4m3fn)   codes, any strides.
+      "int8" (int8 or uint8), "fp8" (float8_e4m3fn)   codes, any strides.
       "int4_k"  nibbles packed along K: [.., K / 2] uint8 or [.., K / 8] int32, any strides.
       "int4_n"  nibbles packed along the rows of a head: [.., D / 2, K] uint8 or [.., D / 8, K]
                 int32, any strides.

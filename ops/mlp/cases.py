@@ -41,6 +41,8 @@ _AWQ: dict[str, Any] = {"weight_format": "int4_n", "zeros": "packed", "nibble_or
 CODED: dict[str, dict[str, Any]] = {
     "int8": {"weight_format": "int8", "scale_block": (1, 192), "k": 192},
     "int8_zeros": {"weight_format": "int8", "scale_block": (1, 32), "zeros": "int", **_HALF},
+    "int8_unsigned": {"weight_format": "int8", "words": torch.uint8, "scale_block": (1, 64),
+                      "zero_point": 128},
     "fp8": {"weight_format": "fp8", "scale_block": (1, 1032), "k": 1032, "n": 80},
     "fp8_tensor": {"weight_format": "fp8", "scale_block": (96, 64), "n": 96},
     "fp8_blocks": {"weight_format": "fp8", "scale_block": (32, 128), "k": 320, "n": 80},

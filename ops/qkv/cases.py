@@ -110,6 +110,8 @@ CODE_CASES = (
     AttentionCase("int8", weight_format="int8", scale_block=(1, 64), bias=True),
     AttentionCase("int8_zeros", weight_format="int8", scale_block=(1, 32), zeros="int",
                   zero_point=1, projection="packed", dtype=torch.float16),
+    AttentionCase("int8_unsigned", weight_format="int8", words=torch.uint8, zero_point=128,
+                  scale_block=(1, 64)),
     AttentionCase("int8_tensor", weight_format="int8", scale_block=(128, 64), transposed=True),
     AttentionCase("int4_k_bytes", weight_format="int4_k", words=torch.uint8, nibble_order=(1, 0),
                   scale_block=(1, 32), zero_point=8, projection="packed", rope_style="half",

@@ -126,11 +126,12 @@ def _activation(value: Value) -> Activation | None:
 
 def _linears(value: Value, activation: Activation) -> tuple[FewTokens, ...] | None:
     """The linears of an activation, gate first."""
-    if value.dtype != activation.gate.value.dtype:
-        return None
     views = _entering(activation)
     linears = tuple(one for view in views if (one := match_few_tokens(view)) is not None)
     if len(linears) != len(views) or any(not linears[0].reads_as(one) for one in linears):
+        return None
+    # Scales of codes may be float32, and what they multiply with them.
+    if value.dtype not in (activation.gate.value.dtype, linears[0].product.dtype):
         return None
     same = all(one.weight.shape == linears[0].weight.shape for one in linears)
     return linears if same else None

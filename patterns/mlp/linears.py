@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from tilewright.ops.mlp.linear_residual import OP
 from tilewright.patterns import effects
-from tilewright.patterns.arithmetic.casts import is_float_cast
+from tilewright.patterns.arithmetic.casts import is_float_cast, value_before_casts
 from tilewright.patterns.arithmetic.equality import equal_values
 from tilewright.patterns.arithmetic.formula import number, tensor
 from tilewright.patterns.dataflow import Computed, Value, View, upstream
@@ -90,7 +92,7 @@ def match_few_tokens(view: View, by_head: bool = False) -> FewTokens | None:
 
     by_head: the view may have its columns in several dimensions, as [tokens..., heads, width].
     """
-    value = view.value
+    value = value_before_casts(view.value)
     # Of a sum of two tensors of its shape, a residual, none is a bias: nothing to look for behind.
     by_column = value.op in ("aten.add", "aten.mul") and any(
         v.shape != value.shape for v in value.operands
@@ -263,10 +265,15 @@ def match_codes(linears: Sequence[FewTokens], names: Sequence[Names]) -> dict[st
         found = match_scaled_weight(weight, wide, linear.weight_scale)
         if found is None:
             refuse(weight, "the other weight is not")
-        if found.codes.value.op not in STORED:
+        if not _is_stored_as_is(found.codes.value):
             refuse(weight, "these are not what the model stores")
         weights.append(found)
     return weight_arguments(weights, names)
+
+
+def _is_stored_as_is(codes: Value) -> bool:
+    """Whether codes are what the model stores, or the bytes of that."""
+    return (codes.operands[0].value if codes.op == "bitcast" else codes).op in STORED
 
 
 def _few(tokens: Any) -> bool:
@@ -278,7 +285,8 @@ def check_linears(linears: Iterable[FewTokens], others: Iterable[View], end: Val
     """Raises Reject (DTYPE, UNSUPPORTED) for what there are no kernels for."""
     linears = list(linears)
     given = [value.dtype for one in linears for value in one.float_values]
-    made = [value.dtype for one in linears for value in one.absorbed]
+    # What lies between a product and its reader the op has in float32.
+    made = [v.dtype for one in linears for v in one.absorbed if v.dtype != torch.float32]
     more = [view.value.dtype for view in others]
     check_dtypes([*given, *made, *more, end.dtype], "activations and weights", end, HALVES)
 

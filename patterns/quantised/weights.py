@@ -116,7 +116,7 @@ def refuse(weight: View, why: str) -> NoReturn:
     """Ends the attempt: WEIGHT_FORMAT."""
     message = f"{weight.value} is computed from codes of eight bits or fewer, but {why}"
     hint = (
-        "known are (code - zero) * scale with int8, float8_e4m3fn, or two or eight nibbles "
+        "known are (code - zero) * scale with int8, uint8, float8_e4m3fn, or two or eight nibbles "
         "in a word of uint8 or int32"
     )
     reject("WEIGHT_FORMAT", Stage.GUARDS, message, weight, hint=hint)

@@ -98,7 +98,22 @@ def _cast(view: View) -> Bits | None:
     return inner if target.is_signed or not inner.signed else None
 
 
+def _bitcast(view: View) -> Bits | None:
+    """Fewer bits than the dtype has stay what they are in another of its size; others are words of
+    their own, as the bytes of larger words are."""
+    value = view.value
+    (operand,) = value.operands
+    room = value.dtype.itemsize * 8
+    inner = None
+    if operand.value.dtype.itemsize == value.dtype.itemsize:
+        inner = bits_of(view.of_operand(operand))
+    if inner is not None and inner.width < room:
+        return inner if value.dtype.is_signed or not inner.signed else None
+    return Bits(view, 0, room, value.dtype.is_signed) if value.dtype in _WORDS else None
+
+
 _RULES = {
+    "bitcast": _bitcast,
     "aten.bitwise_right_shift": _shifted,
     "aten.floor_divide": _shifted,
     "aten.bitwise_and": _masked,

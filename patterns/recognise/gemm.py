@@ -283,15 +283,18 @@ def multiplies_stored(value: Value) -> bool:
     if any(is_weight(view) for view in value.operands):
         return True
     gemm = match_gemm(value)
-    if gemm is None or gemm.weight.value.op != "input":
-        return False
+    return gemm is not None and gemm.weight.value.op == "input" and sums_enough(gemm)
+
+
+def sums_enough(gemm: Gemm) -> bool:
+    """Whether a product sums as many numbers as one with a weight does."""
     summed = gemm.weight.shape[-1]
     return isinstance(summed, int) and summed >= _LEAST_SUMMED
 
 
 def unread_product(value: Value) -> tuple[View, View] | None:
     """(x, weight) of an operation that no table has, where their shapes tell a product: of x
-    [..., K] with a stored matrix of N * K numbers, or of as many codes, to [..., N]. It may write
+    [..., K] with a stored matrix of N * K numbers, or with as many codes, to [..., N]. It may write
     its result in place."""
     written = value.op == "store" and value.store is not None and value.store.source is None
     known = value.op in _NO_OPERATIONS or value.op.startswith(_KNOWN)
@@ -299,11 +302,7 @@ def unread_product(value: Value) -> tuple[View, View] | None:
         return None
     *rows, columns = value.shape
     tokens = effects.product(rows)
-    stored = [
-        view
-        for view in value.operands
-        if view.value.op in ("input", "constant") and len(view.shape) == 2
-    ]
+    stored = [view for view in value.operands if _is_stored(view.value)]
     for x in value.operands:
         if len(x.shape) < 2 or effects.product(x.shape[:-1]) != tokens:
             continue
@@ -313,13 +312,24 @@ def unread_product(value: Value) -> tuple[View, View] | None:
     return None
 
 
+def _is_stored(value: Value) -> bool:
+    """Whether a value is an input, a parameter, or one of these with new contents: bitsandbytes
+    packs its codes anew at the first call."""
+    packed_anew = value.store is not None and value.store.memory.is_input
+    return packed_anew or value.op in ("input", "constant")
+
+
 def _holds(weight: View, columns: Size, summed: Size) -> bool:
-    """Whether a stored matrix has a number, or a code, for each column and each that is summed."""
+    """Whether a stored matrix has a number for each column and each that is summed, or codes: for
+    each of these, or, of a parameter, in a row for each column."""
     count = effects.product(weight.shape)
     if not all(isinstance(n, int) for n in (count, columns, summed)) or summed < _LEAST_SUMMED:
         return False
-    wide = weight.value.dtype.is_floating_point and weight.value.dtype.itemsize > 1
-    return any(count * per == columns * summed for per in ((1,) if wide else _CODES_IN_A_WORD))
+    dtype, rank = weight.value.dtype, len(weight.shape)
+    if dtype.is_floating_point and dtype.itemsize > 1:
+        return rank == 2 and count == columns * summed
+    in_rows = weight.value.op == "constant" and rank == 2 and weight.shape[0] == columns
+    return in_rows or any(count * per == columns * summed for per in _CODES_IN_A_WORD)
 
 
 def operator_of(value: Value) -> str:

@@ -17,12 +17,12 @@ from tilewright.compiler.quantised import Prepared
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 EVERYTHING = {"qkv_cache": 2, "cache_attention": 2, "linear_activation": 2, "linear_residual": 4}
-#: What is not fused yet, by format: (found, code of what is missed).
-FEWER = {"torchao-int8": {"qkv_cache": 2, "cache_attention": 2}}
 #: Formats that stay as the library loads them, and why.
-LEFT = {"ct-w8a16": "int8 weights of compressed-tensors are not read"}
+LEFT = {"torchao-int8-dynamic": "its activations are int8, which no fused op takes"}
 #: What needs no preparation.
-PLAIN = ("awq",)
+PLAIN = ("awq", "hqq-int8")
+#: What prepare does not know, and no pattern takes.
+UNKNOWN = ("hqq-int4", "bitsandbytes-nf4", "bitsandbytes-fp4", "bitsandbytes-int8")
 
 
 def load(name, kind, folder):
@@ -37,7 +37,7 @@ def named(items):
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-@pytest.mark.parametrize("name", [name for name in SHIPPED if name not in LEFT])
+@pytest.mark.parametrize("name", [name for name in SHIPPED if name not in (*LEFT, *UNKNOWN)])
 def test_a_prepared_model_computes_what_the_library_does_and_is_fused(name, kind, tmp_path):
     expected = load(name, kind, tmp_path / "a" if name.startswith("ct") else tmp_path)
     model = load(name, kind, tmp_path / "b" if name.startswith("ct") else tmp_path)
@@ -49,10 +49,43 @@ def test_a_prepared_model_computes_what_the_library_does_and_is_fused(name, kind
     # quanto multiplies in other kernels where it may: one rounding.
     torch.testing.assert_close(logits, theirs, rtol=0, atol=0.02 if "quanto" in name else 0)
     lowered = lower(model, (), step_of(model))
-    assert named(lowered.matches) == FEWER.get(name, EVERYTHING)
+    assert named(lowered.matches) == EVERYTHING
     compiled = torch.compile(model, backend="tilewright", options={"inner": "eager"})
     fused = compiled(**step_of(model)).logits
     torch.testing.assert_close(fused, theirs, rtol=0.05, atol=0.05)
+
+
+#: The fused sites that a model has, by pattern.
+SITES = {pattern: count for pattern, count in EVERYTHING.items() if pattern != "cache_attention"}
+#: What is to be done where a library breaks the graph, by the first word of a format's name.
+BREAKS = dict.fromkeys(("ct", "gptq"), "tilewright.compiler.prepare(model)")
+BREAKS |= {"bitsandbytes": "llm_int8_threshold=0.0"}
+
+
+@pytest.mark.parametrize("prepared", [False, True], ids=["as loaded", "prepared"])
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_site_is_fused_or_told(name, prepared, tmp_path):
+    model = load(name, "llama", tmp_path)
+    if prepared:
+        prepare(model)
+    lowered = lower(model, (), step_of(model))
+    broken = [miss for miss in lowered.misses if miss.code == "GRAPH_BREAK"]
+    if broken:
+        assert BREAKS[name.partition("-")[0]] in broken[0].hint
+        assert not prepared or name in UNKNOWN
+    else:
+        told = named([*lowered.matches, *lowered.misses])
+        assert {pattern: told.get(pattern) for pattern in SITES} == SITES
+    assert all(miss.hint for miss in lowered.misses)
+    assert not lowered.census.unaccounted
+
+
+@pytest.mark.parametrize("name", ["torchao-int8", "quanto-fp8"])
+def test_a_subclass_that_prepare_reads_is_told_with_it(name, tmp_path):
+    model = load(name, "llama", tmp_path)
+    misses = [m for m in lower(model, (), step_of(model)).misses if m.code == "SUBCLASS"]
+    assert misses
+    assert all("tilewright.compiler.prepare(model)" in miss.hint for miss in misses)
 
 
 @pytest.mark.parametrize("name", LEFT)

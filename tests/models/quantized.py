@@ -238,6 +238,47 @@ def int8_after(layer, x):
     return out if layer.bias is None else out + layer.bias
 
 
+def int8_after_in_float32(layer, x):
+    """The same, by a float32 scale (torchao)."""
+    out = (F.linear(x, layer.codes.to(x.dtype)) * layer.scale).to(x.dtype)
+    return out if layer.bias is None else out + layer.bias
+
+
+def byte_buffers(rows, hidden, generator):
+    """Unsigned codes, and the same as words of four."""
+    codes = torch.randint(0, 256, (rows, hidden), generator=generator).to(torch.uint8)
+    zeros = 128 + 20 * torch.randn(rows, hidden // GROUP, generator=generator).bfloat16()
+    words, scale = codes.view(torch.int32), scales(generator, rows, hidden // GROUP) / 8
+    return {"codes": codes, "packed": words.clone(), "scale": scale, "zeros": zeros}
+
+
+def int8_unsigned(layer, dtype):
+    """Codes less 128."""
+    return grouped(layer, layer.codes, dtype, zero=128)
+
+
+def int8_in_words(layer, dtype):
+    """Four codes in a word, seen as bytes (compressed-tensors)."""
+    return grouped(layer, layer.packed.view(torch.uint8), dtype, zero=128)
+
+
+def int8_unsigned_with_zeros(layer, dtype):
+    """With a float zero for each group (HQQ)."""
+    return grouped(layer, layer.codes, dtype, zero=layer.zeros[:, :, None].to(dtype))
+
+
+def nibbles_of_words(layer, dtype):
+    """Eight codes in a word, seen as bytes of two (compressed-tensors)."""
+    words = layer.packed.view(torch.uint8)
+    codes = torch.stack((words & 0xF, words >> 4), dim=-1).flatten(-2)
+    return grouped(layer, codes.view(torch.int8) - 8, dtype, zero=0)
+
+
+def word_buffers(rows, hidden, generator):
+    buffers = nibble_buffers(rows, hidden, generator)
+    return {**buffers, "packed": buffers["packed"].view(torch.int32)}
+
+
 def fp8_codes(rows, hidden, generator):
     return torch.randn(rows, hidden, generator=generator).to(torch.float8_e4m3fn)
 
@@ -390,6 +431,11 @@ STORED = {
     int8: int8_buffers,
     int8_with_zeros: int8_buffers,
     int8_after: int8_buffers,
+    int8_after_in_float32: int8_buffers,
+    int8_unsigned: byte_buffers,
+    int8_in_words: byte_buffers,
+    int8_unsigned_with_zeros: byte_buffers,
+    nibbles_of_words: word_buffers,
     fp8_tensor: fp8_tensor_buffers,
     fp8_channel: fp8_channel_buffers,
     fp8_blocks_repeated: fp8_block_buffers,
@@ -400,4 +446,5 @@ STORED = {
 }
 
 #: forms that are a whole layer `(layer, x) -> x @ weight^T + bias`, not a weight
-WHOLE = {form: form for form in (int8_after, scaled_mm_tensor, scaled_mm_token)}
+_WHOLE = (int8_after, int8_after_in_float32, scaled_mm_tensor, scaled_mm_token)
+WHOLE = {form: form for form in _WHOLE}

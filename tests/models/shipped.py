@@ -73,6 +73,26 @@ def _by_config(kind: str, folder: Path, config: str, **options: Any) -> nn.Modul
     return _loaded(folder, quantization_config=getattr(transformers, config)(**options))
 
 
+def _hqq(kind: str, folder: Path, bits: int) -> nn.Module:
+    """Quantised by the library itself: transformers does not load this format."""
+    from hqq.core.quantize import BaseQuantizeConfig, HQQLinear
+
+    model: Any = dense(kind)
+    options = {"compute_dtype": torch.bfloat16, "device": "cpu"}
+    for name, module in list(model.model.named_modules()):
+        if type(module) is nn.Linear:
+            parent, _, own = name.rpartition(".")
+            config = BaseQuantizeConfig(nbits=bits, group_size=GROUP, axis=1)
+            setattr(model.model.get_submodule(parent), own, HQQLinear(module, config, **options))
+    return model.requires_grad_(False)
+
+
+def _bitsandbytes(kind: str, folder: Path, **options: Any) -> nn.Module:
+    if "load_in_4bit" in options:
+        options["bnb_4bit_compute_dtype"] = torch.bfloat16
+    return _by_config(kind, folder, "BitsAndBytesConfig", **options)
+
+
 def _compressed(kind: str, folder: Path, scheme: str) -> nn.Module:
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import (
@@ -164,6 +184,9 @@ def _words(
 
 SHIPPED: dict[str, Shipped] = {
     "torchao-int8": Shipped("torchao", partial(_torchao, config="Int8WeightOnlyConfig")),
+    "torchao-int8-dynamic": Shipped(
+        "torchao", partial(_torchao, config="Int8DynamicActivationInt8WeightConfig")
+    ),
     "torchao-fp8": Shipped("torchao", partial(_torchao, config="Float8WeightOnlyConfig")),
     "torchao-intx": Shipped("torchao", partial(_torchao, config="IntxWeightOnlyConfig")),
     "quanto-int8": Shipped(
@@ -172,6 +195,21 @@ SHIPPED: dict[str, Shipped] = {
     "quanto-fp8": Shipped(
         "optimum.quanto", partial(_by_config, config="QuantoConfig", weights="float8")
     ),
+    "bitsandbytes-nf4": Shipped(
+        "bitsandbytes",
+        partial(
+            _bitsandbytes,
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+        ),
+    ),
+    "bitsandbytes-fp4": Shipped(
+        "bitsandbytes", partial(_bitsandbytes, load_in_4bit=True, bnb_4bit_quant_type="fp4")
+    ),
+    "bitsandbytes-int8": Shipped("bitsandbytes", partial(_bitsandbytes, load_in_8bit=True)),
+    "hqq-int4": Shipped("hqq", partial(_hqq, bits=4)),
+    "hqq-int8": Shipped("hqq", partial(_hqq, bits=8)),
     "gptq": Shipped("gptqmodel", partial(_packed, method="gptq")),
     "awq": Shipped("gptqmodel", partial(_packed, method="awq")),
     **{

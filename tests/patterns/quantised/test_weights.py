@@ -252,10 +252,29 @@ def codes_that_wrap_around(layer, dtype):
     return (layer.codes - layer.zeros).to(dtype) * layer.scale[:, None].to(dtype)
 
 
-@stored(quantized.nibbles_low_first)
-def bytes_from_128(layer, dtype):
-    codes = layer.packed.to(dtype).repeat(1, 2) - 128
-    return codes * layer.scale[:, :1].to(dtype)
+@stored(quantized.int8_in_words)
+def bytes_that_wrap_around(layer, dtype):
+    codes = layer.packed.view(torch.uint8) - 127
+    return codes.to(dtype) * layer.scale[:, :1].to(dtype)
+
+
+@stored(quantized.int8_in_words)
+def bytes_cast_to_signed(layer, dtype):
+    """Which wraps around, too."""
+    codes = layer.packed.view(torch.uint8).to(torch.int8) - 64
+    return codes.to(dtype) * layer.scale[:, :1].to(dtype)
+
+
+@stored(quantized.int8_in_words)
+def bytes_in_another_order(layer, dtype):
+    codes = layer.packed.view(torch.uint8).unflatten(-1, (-1, 4)).flip(-1).flatten(-2)
+    return (codes.to(dtype) - 128) * layer.scale[:, :1].to(dtype)
+
+
+@stored(quantized.int8_in_words)
+def halves_of_words(layer, dtype):
+    codes = layer.packed.view(torch.int16).to(dtype).repeat(1, 2) - 128
+    return codes * layer.scale[:, :1].to(dtype) / 256
 
 
 @stored(quantized.nibbles_low_first)
@@ -301,7 +320,9 @@ NEAR_MISSES = {
     nibbles_that_wrap_around: "WEIGHT_FORMAT",
     a_mask_that_wraps_around: "WEIGHT_FORMAT",
     codes_that_wrap_around: "WEIGHT_FORMAT",
-    bytes_from_128: "WEIGHT_FORMAT",
+    bytes_that_wrap_around: "WEIGHT_FORMAT",
+    bytes_cast_to_signed: "WEIGHT_FORMAT",
+    halves_of_words: "WEIGHT_FORMAT",
     scaled_then_moved: "WEIGHT_FORMAT",
     scaled_twice: "WEIGHT_FORMAT",
     scaled_by_nothing: "WEIGHT_FORMAT",
@@ -317,6 +338,10 @@ NEAR_MISSES = {
 def test_near_misses_are_missed_by_name_and_still_right(form):
     module, args = Attention(linear_of(form)), arguments(5)
     assert_missed(module, args, NEAR_MISSES[form])
+
+
+def test_bytes_that_the_graph_puts_in_another_order_are_read_in_that():
+    assert check(Attention(linear_of(bytes_in_another_order)), arguments(5))["weight"] == "int8"
 
 
 def assert_missed(module, args, code):
