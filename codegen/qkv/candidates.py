@@ -86,7 +86,8 @@ def _code_configs(problem: QkvProblem, num_tokens: int) -> Iterator[SwappedConfi
     q = problem.codes
     whole = next_power_of_2(problem.epilogue.pairs_per_head)
     slices = sorted({min(32, whole), whole})
-    block_k = q.longest_step(problem.hidden)
+    longest = q.longest_step(problem.hidden)
+    block_k = next((size for size in (longest, 64, 32) if steps_fit(problem, size)), longest)
     free = q.packed_rows or problem.coded_x
     block_t = max(16, next_power_of_2(num_tokens))
     if num_tokens <= 32:

@@ -49,9 +49,10 @@ def compiled(module, x):
 
 
 FORMATS = {"nibbles": "int4_k", "gptq": "int4_k", "awq": "int4_n", "int8": "int8", "fp8": "fp8"}
+FORMATS |= {"nvfp4": "nvfp4", "mxfp4": "mxfp4"}
 # The activation is quantised too, the groups are a buffer's, or the codes are floats of four bits.
 OTHERS = {quantized.scaled_mm_tensor, quantized.scaled_mm_token, quantized.gptq_act_order}
-OTHERS |= {quantized.nf4, quantized.nvfp4}
+OTHERS |= {quantized.nf4, quantized.nvfp4_high_first}
 
 
 def with_a_bias_in_turn():

@@ -65,7 +65,7 @@ def check(module, args):
     return matches_of(found, "qkv")[0].shapes
 
 
-MISSED = (quantized.gptq_act_order, quantized.nf4, quantized.nvfp4)
+MISSED = (quantized.gptq_act_order, quantized.nf4, quantized.nvfp4_high_first)
 FORMATS = {
     "nibbles": "int4_k",
     "gptq": "int4_k with zeros",
@@ -73,6 +73,8 @@ FORMATS = {
     "int8": "int8",
     "fp8": "fp8",
     "scaled": "fp8",
+    "nvfp4": "nvfp4",
+    "mxfp4": "mxfp4",
 }
 MATCHED = [form for form in STORED if form not in MISSED]
 
@@ -309,7 +311,7 @@ NEAR_MISSES = {
     multiplied_codes: "WEIGHT_FORMAT",
     scales_in_tiles: "SCALE_BLOCK",
     quantized.gptq_act_order: "SCALE_BLOCK",
-    quantized.nvfp4: "WEIGHT_FORMAT",
+    quantized.nvfp4_high_first: "WEIGHT_FORMAT",
 }
 
 
@@ -432,7 +434,7 @@ def test_a_site_that_the_op_refuses_hides_no_miss_of_another():
     class Two(nn.Module):
         def __init__(self):
             super().__init__()
-            forms = (quantized.nvfp4, quantized.int8)
+            forms = (quantized.nvfp4_high_first, quantized.int8)
             self.parts = nn.ModuleList(Attention(linear_of(form)) for form in forms)
 
         def forward(self, x, y, slots, *caches):
