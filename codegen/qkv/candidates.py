@@ -19,6 +19,8 @@ from tilewright.codegen.targets import Target
 
 # Tokens of a tile where the tensor core takes codes and x out of registers: more spill (sm120).
 MOST_TOKENS_IN_REGISTERS = 32
+# Sums of a warp beside codes that are floats of four bits: more spill (sm90).
+MOST_SUMS_OF_FLOATS = 1024
 
 
 def candidates(problem: QkvProblem, num_tokens: int, target: Target) -> list[Config]:
@@ -128,6 +130,8 @@ def _swapped_fits(problem: QkvProblem, config: SwappedConfig, target: Target) ->
         return False
     if q is not None:
         crowded = target.multiplies_registers and config.block_t > MOST_TOKENS_IN_REGISTERS
+        sums = 2 * config.block_p * config.block_t // config.num_warps
+        crowded |= bool(q.format.number) and sums > MOST_SUMS_OF_FLOATS
         idle = config.ordered_x and (q.packed_rows or problem.coded_x)
         if crowded or idle or not steps_fit(problem, config.block_k):
             return False
