@@ -94,11 +94,11 @@ def dequantize_weight(
     block_rows = (rows // SCALE_ROWS)[:, None]
     block_mask = row_mask[:, None] & (blocks * SCALE_COLUMNS < HIDDEN)[None, :]
     places = block_rows * BLOCK_STRIDES[0] + (blocks * BLOCK_STRIDES[1])[None, :]
-    scale = tl.load(scale_ptr + places, mask=block_mask, other=0.0)
     if scale_ptr.dtype.element_ty == tl.uint8:
-        scale = e8m0_value(scale.to(tl.int32))
+        exponents = tl.load(scale_ptr + places, mask=block_mask, other=0)
+        scale = e8m0_value(exponents.to(tl.int32))
     else:
-        scale = scale.to(tl.float32)
+        scale = tl.load(scale_ptr + places, mask=block_mask, other=0.0).to(tl.float32)
     codes -= ZERO_POINT
     if zero_ptr is not None:
         columns = (blocks * BLOCK_STRIDES[3])[None, :]
