@@ -147,7 +147,7 @@ class Weight(StoredWeight):
             if zeros_are_packed(zero, rows.shape[0], self.scale_block):
                 zero = unpack_nibbles(zero, 0, self.nibble_order)
             values = values - expand_blocks(zero.to(compute), rows.shape, self.scale_block)
-        scale = scale_numbers(self.scale, self.format, compute)
+        scale = scale_numbers(self.scale, compute)
         values = values * expand_blocks(scale, rows.shape, self.scale_block)
         return values.view(codes.shape)
 
@@ -253,6 +253,6 @@ def code_numbers(
     return codes.to(dtype)
 
 
-def scale_numbers(scale: torch.Tensor, form: WeightFormat, dtype: torch.dtype) -> torch.Tensor:
-    """What stored scales stand for, in `dtype`."""
-    return mxfp4.scale_numbers(scale, dtype) if form.scales == ("u8",) else scale.to(dtype)
+def scale_numbers(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What stored scales stand for, in `dtype`: bytes are e8m0."""
+    return scale.to(dtype) if scale.is_floating_point() else mxfp4.scale_numbers(scale, dtype)
