@@ -17,8 +17,6 @@ from tilewright.compiler.quantised import Prepared
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 EVERYTHING = {"qkv_cache": 2, "cache_attention": 2, "linear_activation": 2, "linear_residual": 4}
-#: What is not fused yet, by format: (found, code of what is missed).
-FEWER = {"torchao-int8": {"qkv_cache": 2, "cache_attention": 2}}
 #: Formats that stay as the library loads them, and why.
 LEFT = {"ct-w8a16": "int8 weights of compressed-tensors are not read"}
 #: What needs no preparation.
@@ -49,7 +47,7 @@ def test_a_prepared_model_computes_what_the_library_does_and_is_fused(name, kind
     # quanto multiplies in other kernels where it may: one rounding.
     torch.testing.assert_close(logits, theirs, rtol=0, atol=0.02 if "quanto" in name else 0)
     lowered = lower(model, (), step_of(model))
-    assert named(lowered.matches) == FEWER.get(name, EVERYTHING)
+    assert named(lowered.matches) == EVERYTHING
     compiled = torch.compile(model, backend="tilewright", options={"inner": "eager"})
     fused = compiled(**step_of(model)).logits
     torch.testing.assert_close(fused, theirs, rtol=0.05, atol=0.05)
@@ -86,12 +84,16 @@ def test_it_is_undone(name, tmp_path):
     prepared.undo()
 
 
-@pytest.mark.parametrize("name", ["torchao-fp8", "gptq"])
+@pytest.mark.parametrize("name", ["torchao-fp8", "gptq", "ct-w8a8", "quanto-int8"])
 def test_a_copy_leaves_the_model_and_shares_its_tensors(name, tmp_path):
     model = load(name, "llama", tmp_path)
     before = dict(model.named_modules())
     prepared = prepare(model, copy=True)
     assert dict(model.named_modules()) == before
+    # Not even a forward pass of the copy changes the model.
+    tensors = {key: tensor.shape for key, tensor in model.state_dict().items()}
+    assert prepared.model(**step_of(prepared.model)).logits.isfinite().all()
+    assert {key: tensor.shape for key, tensor in model.state_dict().items()} == tensors
     assert prepared.model is not model
     one, other = (m.model.embed_tokens.weight for m in (model, prepared.model))
     assert one.data_ptr() == other.data_ptr()
