@@ -24,7 +24,11 @@ TAKEN = {
     "write-a-pattern": ("swiglu_pattern.py",),
     "write-a-kernel": ("add_rms_norm_kernel.py", "post_norm_pattern.py"),
 }
-NEEDS = {"serve-llama": "transformers", "two-gpus": "transformers.distributed"}
+NEEDS = {
+    "serve-llama": ("transformers",),
+    "two-gpus": ("transformers.distributed",),
+    "quantised-models": ("transformers", "torchao", "optimum.quanto"),
+}
 
 
 @pytest.fixture
@@ -61,7 +65,7 @@ def names_of_patterns() -> set[str]:
 
 @pytest.mark.parametrize("tutorial", TUTORIALS, ids=lambda path: path.stem)
 def test_a_tutorial_does_what_it_says(tutorial, reader, pytester):
-    if needed := NEEDS.get(tutorial.stem):
+    for needed in NEEDS.get(tutorial.stem, ()):
         pytest.importorskip(needed, reason=f"{tutorial.stem} needs {needed}")
     for name in TAKEN.get(tutorial.stem, ()):
         shutil.copy(ROOT / "examples" / name, pytester.path)
@@ -75,7 +79,7 @@ def test_a_tutorial_does_what_it_says(tutorial, reader, pytester):
 def test_every_tutorial_is_a_page_of_the_site():
     pages = (ROOT / "mkdocs.yml").read_text("utf-8")
     assert [t for t in TUTORIALS if f"- tutorials/{t.name}\n" not in pages] == []
-    assert len(TUTORIALS) == 6
+    assert len(TUTORIALS) == 7
 
 
 def test_a_stale_output_would_be_seen():
