@@ -27,7 +27,7 @@ from typing import Any
 import quantised_table
 import torch
 from coverage import PROMPT, compiled_step, first_line, rewind, static_cache, step_inputs, tokens
-from quantised_table import KEPT, NEEDS_PACKED_EXPERTS
+from quantised_table import KEPT, NEEDS_CODED_EXPERTS
 from timing import environment
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -102,7 +102,8 @@ def row_of(form: str, kind: str, load: Callable[[], Any]) -> dict[str, Any]:
     row["replaced"] = len(prepared.replaced)
     row["left"] = dict(Counter(one.reason for one in prepared.left))
     row["prepared"] = compiled(model, kind)
-    return row | {"errors": errors(theirs, model, kind)}
+    compiles = "failed" not in row["prepared"]
+    return row | {"errors": errors(theirs, model, kind) if compiles else {}}
 
 
 def made_by(library: str) -> str:
@@ -138,7 +139,7 @@ def main() -> None:
             print(f"{form}: {shipped.library} is not installed")
             continue
         for kind in given.models:
-            if form in NEEDS_PACKED_EXPERTS and "experts" in str(CONFIGS[kind][1]):
+            if form in NEEDS_CODED_EXPERTS and "experts" in str(CONFIGS[kind][1]):
                 continue
             library = "torch" if shipped is None else shipped.library
             row = now | {"library": made_by(library)}

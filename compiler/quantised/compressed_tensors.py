@@ -185,8 +185,12 @@ def replacement(module: nn.Module) -> nn.Module | str | None:
         (_text(weights.type), weights.num_bits, "weight_packed" in module._parameters)
     )
     if kind is None:
-        return f"{weights.type}{weights.num_bits} weights of compressed-tensors are not read"
-    if not module.weight_scale.is_floating_point():
+        return (
+            f"{weights.type}{weights.num_bits} weights of compressed-tensors are not read; "
+            "CompressedTensorsConfig(dequantize=True) makes them dense while they are loaded"
+        )
+    scale: Any = module.weight_scale
+    if not scale.is_floating_point():
         return "its scales are exponents (MX), which are not read"
     if getattr(module, "weight_global_scale", None) is not None:
         return "its scales have a scale of their own, which is not read"
