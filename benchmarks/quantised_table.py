@@ -143,10 +143,10 @@ either: most of both errors is that. Codes of misses: [miss-codes.md](miss-codes
 LIMITS = """## What this page does not show
 
 Experts that these libraries keep in one tensor stay in bfloat16 here, as the libraries leave them
-(`torchao`, `quanto`, `gptqmodel`) or decode them while they load (`compressed-tensors`, whose int4
-and int8 checkpoints of such models are not made here). Formats that transformers decodes to bfloat16
-where there is no GPU, FineGrainedFP8 and gpt-oss's MXFP4, are dense models on a CPU; models whose
-forward pass decodes such codes are in
+(`torchao`, `quanto`, `gptqmodel`) or decode them while they load (`compressed-tensors`, whose
+int4 and int8 checkpoints of such models are not made here). Formats that transformers decodes to
+bfloat16 where there is no GPU, FineGrainedFP8 and gpt-oss's MXFP4, are dense models on a CPU;
+models whose forward pass decodes such codes are in
 [coverage.md](coverage.md#quantised-formats-x-models)."""
 
 
