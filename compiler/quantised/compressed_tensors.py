@@ -18,7 +18,7 @@ from tilewright.compiler.quantised.coded_linear import CodedLinear, nibbles_of_w
 
 _LIMITS = {("float", 8): (-448.0, 448.0), ("int", 8): (-128.0, 127.0)}
 #: What a scale of zero becomes, by its dtype, as the library has it.
-_LEAST_SCALE = {torch.float8_e4m3fn: 0.125}
+_LEAST_SCALE = {torch.float8_e4m3fn: 0.125, torch.uint8: 1.0}
 
 
 @dataclass(frozen=True)
@@ -190,10 +190,8 @@ def replacement(module: nn.Module) -> nn.Module | str | None:
             "CompressedTensorsConfig(dequantize=True) makes them dense while they are loaded"
         )
     scale: Any = module.weight_scale
-    if not scale.is_floating_point():
-        return "its scales are exponents (MX), which are not read"
-    if getattr(module, "weight_global_scale", None) is not None:
-        return "its scales have a scale of their own, which is not read"
+    if weights.num_bits == 8 and not scale.is_floating_point():
+        return "its scales are exponents (MXFP8), which are not read"
     rounds = getattr(module, "quantization_enabled", True)
     rounding = _rounding(scheme.input_activations if rounds else None)
     if isinstance(rounding, str):
@@ -225,8 +223,8 @@ def _rounding(args: Any) -> Rounding | str | None:
         return "its activations have zero points"
     if (_text(args.type), args.num_bits) not in _LIMITS:
         return f"its activations are {args.type}{args.num_bits}"
-    if args.scale_dtype is not None and not args.scale_dtype.is_floating_point:
-        return "its activations have exponents (MX) for scales, which are not read"
+    if args.num_bits == 8 and args.scale_dtype == torch.uint8:
+        return "its activations have exponents (MXFP8) for scales, which are not read"
     strategy = _text(args.strategy)
     if strategy not in ("token", "tensor", "group", "tensor_group"):
         return f"its activations are rounded per {strategy}"
