@@ -13,7 +13,7 @@ import torch
 
 from tests.tools.tutorials import Reader, assert_like, blocks
 from tilewright.patterns import language
-from tilewright.tools import zoo
+from tilewright.tools.models.loading import import_place
 
 pytest_plugins = ["pytester"]
 
@@ -70,7 +70,7 @@ def test_a_tutorial_does_what_it_says(tutorial, reader, pytester):
     for name in TAKEN.get(tutorial.stem, ()):
         shutil.copy(ROOT / "examples" / name, pytester.path)
         # One module for a file, however a step imports it: an op registers once in a process.
-        sys.modules[Path(name).stem] = zoo.import_place(name)
+        sys.modules[Path(name).stem] = import_place(name)
     reader.read(tutorial)
     assert reader.done
     assert not torch.distributed.is_initialized()
@@ -100,7 +100,7 @@ def test_the_site_builds_without_a_warning(tmp_path):
     made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert made.returncode == 0, made.stderr
     page = (tmp_path / "site" / "ops.html").read_text("utf-8")
-    assert 'href="source/ops/qkv/qkv_cache.py.html"' in page
-    assert (tmp_path / "site" / "source/ops/qkv/qkv_cache.py.html").is_file()
+    assert 'href="source/ops/formats/expert_weight.py.html"' in page
+    assert (tmp_path / "site" / "source/ops/formats/expert_weight.py.html").is_file()
     assert (tmp_path / "site" / "index.html").is_file()
     assert "fused_qkv_paged" in (tmp_path / "site/search/search_index.json").read_text("utf-8")
