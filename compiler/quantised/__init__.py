@@ -34,6 +34,16 @@ READERS: tuple[Reader, ...] = (
 )
 
 
+#: Where a module keeps the hooks that others put on it.
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
+
+
 @dataclass(frozen=True)
 class Replaced:
     """A module that was replaced: its name in the model, and both modules."""
@@ -99,12 +109,14 @@ def prepare(model: nn.Module, *, copy: bool = False) -> Prepared:
     if copy:
         model = _shared_copy(model)
     prepared = Prepared(model)
-    for name, module in list(model.named_modules()):
-        found = _read(module, READERS)
+    known: dict[nn.Module, nn.Module | str | None] = {}
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if module not in known:
+            known[module] = _taking_place(module, is_root=not name)
+        found = known[module]
         if isinstance(found, str):
             prepared.left.append(Left(name, module, found))
         elif found is not None:
-            found.train(module.training)
             _put(model, name, found)
             prepared.replaced.append(Replaced(name, module, found))
     _share_equal_scales(prepared.replaced)
@@ -114,9 +126,20 @@ def prepare(model: nn.Module, *, copy: bool = False) -> Prepared:
     return prepared
 
 
-def _read(module: nn.Module, readers: Sequence[Reader]) -> nn.Module | str | None:
-    answers = (reader(module) for reader in readers)
-    return next((answer for answer in answers if answer is not None), None)
+def _taking_place(module: nn.Module, is_root: bool) -> nn.Module | str | None:
+    """What the first reader that knows a module says, with the module's mode and its hooks."""
+    answers = (reader(module) for reader in READERS)
+    found = next((answer for answer in answers if answer is not None), None)
+    if not isinstance(found, nn.Module):
+        return found
+    if is_root:
+        return "it is the model itself, not a part of one, and cannot be replaced in place"
+    if hasattr(module, "_hf_hook"):
+        return "accelerate moves its tensors at each call; load the whole model on one device"
+    for hooks in _HOOKS:
+        # The very dictionaries: the handles of hooks go on to remove them.
+        setattr(found, hooks, getattr(module, hooks))
+    return found.train(module.training)
 
 
 def _share_equal_scales(replaced: Sequence[Replaced]) -> None:

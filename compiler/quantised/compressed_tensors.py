@@ -86,9 +86,8 @@ class CompressedLinear(CodedLinear):
     def weight_of_codes(self, dtype: torch.dtype) -> torch.Tensor:
         codes, scales, zeros = self.codes(), self.scales(), self.zeros()
         if self.strategy == "block":
-            rows, columns = self.block
-            spread = scales.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
-            return (codes * spread[: codes.shape[0], : codes.shape[1]]).to(dtype)
+            scales = self._of_blocks(scales)
+            zeros = None if zeros is None else self._of_blocks(zeros)
         if self.strategy in ("group", "tensor_group"):
             codes = codes.unflatten(-1, (scales.shape[-1], -1))
             scales = scales.unsqueeze(-1)
@@ -96,6 +95,12 @@ class CompressedLinear(CodedLinear):
         if zeros is not None:
             codes = codes - zeros.to(scales.dtype)
         return (codes * scales).reshape(self.out_features, self.in_features).to(dtype)
+
+    def _of_blocks(self, numbers: torch.Tensor) -> torch.Tensor:
+        """A number for each block -> one for each weight."""
+        rows, columns = self.block
+        spread = numbers.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+        return spread[: self.out_features, : self.in_features]
 
     def rounded(self, x: torch.Tensor) -> torch.Tensor:
         if self.rounding is None or x.numel() == 0:
@@ -202,13 +207,13 @@ class PackedLinear(CompressedLinear):
         return nibbles_of_words(words)
 
     def codes(self) -> torch.Tensor:
-        codes = self.unpacked(self.weight_packed)[:, : self.in_features]
+        codes = _first(self.unpacked(self.weight_packed), self.in_features)
         return codes.to(self.weight_scale.dtype) - self.offset
 
     def zeros(self) -> torch.Tensor | None:
         if (packed := getattr(self, "weight_zero_point", None)) is None:
             return None
-        zeros = self.unpacked(packed.t()).t()[: self.out_features]
+        zeros = _first(self.unpacked(packed.t()), self.out_features).t()
         return zeros.to(torch.int32) - self.offset
 
 
@@ -221,14 +226,25 @@ class PackedBytesLinear(PackedLinear):
         return bytes_of_words(words)
 
 
+def _first(codes: torch.Tensor, count: int) -> torch.Tensor:
+    """The codes of each row without those that fill its last word."""
+    return codes if codes.shape[-1] == count else codes[:, :count]
+
+
 def is_compressed(module: nn.Module) -> bool:
     """Whether compressed-tensors has compressed a module."""
+    return _status(module) == "compressed"
+
+
+def _status(module: nn.Module) -> str:
     status = getattr(module, "quantization_status", None)
-    return type(status).__name__ == "QuantizationStatus" and _text(status) == "compressed"
+    return _text(status) if type(status).__name__ == "QuantizationStatus" else ""
 
 
 def replacement(module: nn.Module) -> nn.Module | str | None:
     """The module that decodes in PyTorch, or why there is none; None for another library's."""
+    if _status(module) == "decompressed":
+        return "its codes are gone: a forward pass came before `prepare`, which has to come first"
     if not is_compressed(module):
         return None
     scheme: Any = module.quantization_scheme
@@ -237,14 +253,25 @@ def replacement(module: nn.Module) -> nn.Module | str | None:
     if scheme.output_activations is not None:
         return "its results are quantised"
     weights = scheme.weights
+    if weights is None:
+        return "its weights are not quantised"
     if getattr(module, "weight_g_idx", None) is not None:
         return "its columns are in another order (actorder), which its groups do not follow"
+    if _is_moved(module):
+        return "its tensors are moved to the device for each call; load the whole model there"
     kind = _KINDS.get(
         (_text(weights.type), weights.num_bits, "weight_packed" in module._parameters)
     )
     if kind is None:
-        return f"{weights.type}{weights.num_bits} weights of compressed-tensors are not read"
-    rounding = _rounding(scheme.input_activations)
+        return (
+            f"{weights.type}{weights.num_bits} weights of compressed-tensors are not read; "
+            "CompressedTensorsConfig(dequantize=True) makes them dense while they are loaded"
+        )
+    scale: Any = module.weight_scale
+    if weights.num_bits == 8 and not scale.is_floating_point():
+        return "its scales are exponents (MXFP8), which are not read"
+    rounds = getattr(module, "quantization_enabled", True)
+    rounding = _rounding(scheme.input_activations if rounds else None)
     if isinstance(rounding, str):
         return rounding
     block = tuple(weights.block_structure or (1, 1))
@@ -254,10 +281,18 @@ def replacement(module: nn.Module) -> nn.Module | str | None:
 _KINDS: dict[tuple[str, int, bool], type[CompressedLinear]] = {
     ("float", 8, False): CompressedLinear,
     ("int", 8, False): CompressedLinear,
+    ("int", 4, False): CompressedLinear,  # a byte for each code
     ("int", 4, True): PackedLinear,
     ("int", 8, True): PackedBytesLinear,
     ("float", 4, True): FloatLinear,
 }
+
+
+def _is_moved(module: nn.Module) -> bool:
+    """Whether the library keeps a module's tensors elsewhere, and moves them at each call."""
+    kept: Any = module._parameters
+    here, there = (getattr(kept, f"{side}_device", None) for side in ("onload", "offload"))
+    return there is not None and str(here) != str(there)
 
 
 def _rounding(args: Any) -> Rounding | str | None:
@@ -268,11 +303,16 @@ def _rounding(args: Any) -> Rounding | str | None:
         return "its activations have zero points"
     if (_text(args.type), args.num_bits) not in _LIMITS:
         return f"its activations are {args.type}{args.num_bits}"
+    if args.num_bits == 8 and args.scale_dtype == torch.uint8:
+        return "its activations have exponents (MXFP8) for scales, which are not read"
+    strategy = _text(args.strategy)
+    if strategy not in ("token", "tensor", "group", "tensor_group"):
+        return f"its activations are rounded per {strategy}"
     dynamic = args.dynamic if isinstance(args.dynamic, bool) else _text(args.dynamic)
     return Rounding(
         _text(args.type),
         args.num_bits,
-        _text(args.strategy),
+        strategy,
         dynamic,
         args.group_size or 0,
         args.scale_dtype,

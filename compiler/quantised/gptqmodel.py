@@ -58,7 +58,13 @@ def replacement(module: nn.Module) -> nn.Module | str | None:
         return "it has an adapter"
     if found.qzero_format() != 2:
         return "its zeros are stored less one (GPTQ v1); gptqmodel makes them v2 in post_init"
+    if any(getattr(found, name, False) for name in ("online_full_had", "online_partial_had")):
+        return "its activations are rotated (Hadamard) before they are read"
+    if found.g_idx.is_meta:
+        return "its tensors are on the meta device, where the order of columns is not known"
     group = found.group_size if found.group_size > 0 else found.in_features
+    if found.in_features % group or found.in_features % 8 or found.out_features % 8:
+        return "its last group or word is filled up"
     expected = torch.arange(found.in_features, device=found.g_idx.device) // group
     if not torch.equal(found.g_idx.to(expected.dtype), expected):
         return "its groups follow another order of columns (desc_act=True)"

@@ -22,7 +22,7 @@ class ScaledBehind(CodedLinear):
     scale: torch.Tensor
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        product = F.linear(x, self.codes.to(x.dtype)) * self.scale
+        product = F.linear(x, self.codes.to(x.dtype)) * self.scale.to(x.dtype)
         return (product if self.bias is None else product + self.bias).to(x.dtype)
 
 
@@ -64,7 +64,8 @@ def _int8(module: Any, weight: Any) -> CodedLinear | str:
         return "its activations are int8, which no fused op takes"
     if getattr(weight, "act_pre_scale", None) is not None:
         return "its activations are scaled before they are read"
-    if weight.zero_point is not None and bool(weight.zero_point.any()):
+    zero = weight.zero_point
+    if zero is not None and (zero.is_meta or bool(zero.any())):
         return "its codes have zero points"
     if weight.block_size[-1] < weight.qdata.shape[-1]:
         return "its rows have several scales"
@@ -124,6 +125,8 @@ def replacement(module: nn.Module) -> nn.Module | str | None:
     if not isinstance(module, nn.Linear) or not hasattr(weight, "__tensor_flatten__"):
         return None
     own = type(weight)
+    if own.__module__.startswith("torch."):
+        return None  # a DTensor, say
     read = _CLASSES.get(f"{own.__module__.partition('.')[0]}.{own.__name__}")
     if read is None:
         return f"a weight that is a {own.__module__}.{own.__name__} is not read"

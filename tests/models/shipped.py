@@ -16,7 +16,14 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, StaticCache
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    LlamaConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    StaticCache,
+)
 
 GROUP = 64
 SIZES: dict[str, Any] = {
@@ -29,7 +36,21 @@ SIZES: dict[str, Any] = {
     "head_dim": 64,
     "max_position_embeddings": 128,
 }
-CONFIGS = {"llama": LlamaConfig, "qwen3": Qwen3Config}
+#: What compressed-tensors' checkpoints of these models leave in bfloat16.
+LEFT_DENSE = ["lm_head", "re:.*mlp.experts.*", "re:.*mlp.gate$"]
+EXPERTS = {"moe_intermediate_size": 128, "num_experts_per_tok": 2}
+LATENTS = {"kv_lora_rank": 128, "q_lora_rank": None, "qk_nope_head_dim": 64, "v_head_dim": 64}
+#: Model -> its config and the fields that differ from SIZES.
+CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "llama": (LlamaConfig, {}),
+    "qwen3": (Qwen3Config, {}),
+    "qwen3_moe": (Qwen3MoeConfig, {"num_experts": 4, **EXPERTS}),
+    "deepseek_v3": (
+        DeepseekV3Config,
+        {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+        | {"qk_rope_head_dim": 64, "num_key_value_heads": 4, **EXPERTS, **LATENTS},
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -48,7 +69,8 @@ class Shipped:
 
 def dense(kind: str) -> nn.Module:
     torch.manual_seed(0)
-    made = AutoModelForCausalLM.from_config(CONFIGS[kind](**SIZES), dtype=torch.bfloat16)
+    config, fields = CONFIGS[kind]
+    made = AutoModelForCausalLM.from_config(config(**SIZES | fields), dtype=torch.bfloat16)
     return made.eval().requires_grad_(False)
 
 
@@ -104,7 +126,7 @@ def _compressed(kind: str, folder: Path, scheme: str) -> nn.Module:
 
     model = dense(kind)
     groups = {"group_0": preset_name_to_scheme(scheme, ["Linear"])}
-    apply_quantization_config(model, QuantizationConfig(config_groups=groups, ignore=["lm_head"]))
+    apply_quantization_config(model, QuantizationConfig(config_groups=groups, ignore=LEFT_DENSE))
     for module in model.modules():
         if getattr(module, "quantization_scheme", None) is not None:
             _calibrate(module)
@@ -126,6 +148,8 @@ def _calibrate(module: Any) -> None:
     strategy = str(getattr(args.strategy, "value", args.strategy))
     if strategy == "block":
         rows, columns = args.block_structure
+        rest = (-weight.shape[1] % columns, -weight.shape[0] % rows)
+        weight = nn.functional.pad(weight, (0, rest[0], 0, rest[1]))
         parts = weight.unflatten(0, (-1, rows)).unflatten(-1, (-1, columns))
         parts = parts.transpose(1, 2).flatten(-2)
     elif "group" in strategy:

@@ -120,6 +120,20 @@ def test_the_page_of_coverage_shows_every_kept_row():
     assert [name for name in run if f"\n| {name} |" not in text] == []
 
 
+def test_the_page_of_quantised_models_shows_every_kept_row(monkeypatch):
+    """Prepared models have no error beyond the library's, and nothing in them is silent."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    table = _script("quantised_table", "benchmarks")
+    kept = json.loads(table.KEPT.read_text("utf-8"))
+    text = table.DOC.read_text("utf-8")
+    assert text == table.page(kept), "run python benchmarks/quantised_table.py"
+    assert {row["model"].split("+")[0] for row in kept["rows"]} == {
+        "llama", "qwen3", "qwen3_moe", "deepseek_v3"
+    }  # fmt: skip
+    assert [row["model"] for row in kept["rows"] if table.is_further(row)] == []
+    assert [row["model"] for row in kept["rows"] if row["prepared"]["unaccounted"]] == []
+
+
 def test_the_readme_stays_short_and_has_no_other_figures_than_the_generated_ones():
     readme = (ROOT / "README.md").read_text("utf-8")
     assert len(readme.splitlines()) <= 200

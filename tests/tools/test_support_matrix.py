@@ -45,8 +45,8 @@ def test_tests_are_counted_and_skipped_ones_are_not(tmp_path):
 
 def test_a_row_that_is_run_again_replaces_its_line_and_leaves_the_others():
     first, second = ROWS[:2]
-    header = f"before\n\n{support_matrix.HEADER}\n{'|---' * 11}|\n"
-    good = {kind: Count(3) for kind in support_matrix.TESTS}
+    header = f"before\n\n{support_matrix.HEADER}\n{'|---' * 12}|\n"
+    good = {kind: Count(3) for kind in first.runs}
     failed = line(Outcome(first, versions(first), "RuntimeError: no", {}), "1999-01-01")
     other = line(Outcome(second, versions(second), "", good), "1999-01-01")
     again = line(Outcome(first, versions(first), "", good), "2000-01-01")
@@ -69,6 +69,17 @@ def test_a_row_that_fails_is_not_good():
 def test_every_row_is_pinned_but_the_one_that_takes_what_is_out_today():
     assert all(f"torch=={row.torch}" in requirements(row) for row in ROWS)
     assert requirements(RELEASED)[:3] == ["torch", "triton", "transformers"]
+
+
+def test_the_quantised_row_has_the_libraries_and_runs_what_needs_them():
+    (row,) = (row for row in ROWS if row.name == "quantised")
+    assert {name.partition("==")[0] for name in row.besides} == {
+        "torchao", "compressed-tensors", "optimum-quanto", "bitsandbytes", "hqq", "gptqmodel"
+    }  # fmt: skip
+    assert set(row.besides) < set(requirements(row))
+    good = line(Outcome(row, versions(row), "", {"quantised": Count(7)}), "2000-01-01")
+    assert "| good | - | - | - | 7 pass |" in good
+    assert {kind for other in ROWS for kind in other.runs} == set(support_matrix.TESTS)
 
 
 def test_an_environment_is_known_by_row_checkout_and_project(tmp_path):

@@ -13,7 +13,7 @@ import torch
 
 from tests.tools.tutorials import Reader, assert_like, blocks
 from tilewright.patterns import language
-from tilewright.tools import zoo
+from tilewright.tools.models.loading import import_place
 
 pytest_plugins = ["pytester"]
 
@@ -24,7 +24,11 @@ TAKEN = {
     "write-a-pattern": ("swiglu_pattern.py",),
     "write-a-kernel": ("add_rms_norm_kernel.py", "post_norm_pattern.py"),
 }
-NEEDS = {"serve-llama": "transformers", "two-gpus": "transformers.distributed"}
+NEEDS = {
+    "serve-llama": ("transformers",),
+    "two-gpus": ("transformers.distributed",),
+    "quantised-models": ("transformers", "torchao", "optimum.quanto"),
+}
 
 
 @pytest.fixture
@@ -61,12 +65,12 @@ def names_of_patterns() -> set[str]:
 
 @pytest.mark.parametrize("tutorial", TUTORIALS, ids=lambda path: path.stem)
 def test_a_tutorial_does_what_it_says(tutorial, reader, pytester):
-    if needed := NEEDS.get(tutorial.stem):
+    for needed in NEEDS.get(tutorial.stem, ()):
         pytest.importorskip(needed, reason=f"{tutorial.stem} needs {needed}")
     for name in TAKEN.get(tutorial.stem, ()):
         shutil.copy(ROOT / "examples" / name, pytester.path)
         # One module for a file, however a step imports it: an op registers once in a process.
-        sys.modules[Path(name).stem] = zoo.import_place(name)
+        sys.modules[Path(name).stem] = import_place(name)
     reader.read(tutorial)
     assert reader.done
     assert not torch.distributed.is_initialized()
@@ -75,7 +79,7 @@ def test_a_tutorial_does_what_it_says(tutorial, reader, pytester):
 def test_every_tutorial_is_a_page_of_the_site():
     pages = (ROOT / "mkdocs.yml").read_text("utf-8")
     assert [t for t in TUTORIALS if f"- tutorials/{t.name}\n" not in pages] == []
-    assert len(TUTORIALS) == 6
+    assert len(TUTORIALS) == 7
 
 
 def test_a_stale_output_would_be_seen():
@@ -96,7 +100,7 @@ def test_the_site_builds_without_a_warning(tmp_path):
     made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert made.returncode == 0, made.stderr
     page = (tmp_path / "site" / "ops.html").read_text("utf-8")
-    assert 'href="source/ops/qkv/qkv_cache.py.html"' in page
-    assert (tmp_path / "site" / "source/ops/qkv/qkv_cache.py.html").is_file()
+    assert 'href="source/ops/formats/expert_weight.py.html"' in page
+    assert (tmp_path / "site" / "source/ops/formats/expert_weight.py.html").is_file()
     assert (tmp_path / "site" / "index.html").is_file()
     assert "fused_qkv_paged" in (tmp_path / "site/search/search_index.json").read_text("utf-8")

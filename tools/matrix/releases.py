@@ -9,7 +9,8 @@ from dataclasses import dataclass
 class Row:
     """One environment. Versions are PyPI's; an empty one is whatever is newest today.
 
-    differs: what is otherwise there, and why, for docs/support.md.
+    differs: what is otherwise there, and why, for docs/support.md. besides: more packages, with
+    their versions. runs: the kinds of tests, of `support_matrix.TESTS`.
     """
 
     name: str
@@ -18,7 +19,19 @@ class Row:
     triton: str
     transformers: str
     differs: str = ""
+    besides: tuple[str, ...] = ()
+    runs: tuple[str, ...] = ("graphs", "ops", "interpreter")
 
+
+#: Libraries that quantise. gptqmodel wants torch 2.14.1 or newer.
+QUANTISERS = (
+    "torchao==0.18.0",
+    "compressed-tensors==0.20.0",
+    "optimum-quanto==0.2.7",
+    "bitsandbytes==0.50.2",
+    "hqq==0.2.8.post1",
+    "gptqmodel==7.7.0",
+)
 
 ROWS = (
     Row("newest", "3.11", "2.15.0", "3.9.0", "5.23.0",
@@ -36,6 +49,9 @@ ROWS = (
     Row("torch-2.11", "3.11", "2.11.0", "3.6.0", "5.23.0"),
     Row("oldest", "3.10", "2.11.0", "3.6.0", "5.0.0",
         "lower bounds; the zoo as in transformers-5.0"),
+    Row("quantised", "3.11", "2.14.1", "3.8.0", "5.23.0",
+        "with " + ", ".join(name.replace("==", " ") for name in QUANTISERS),
+        besides=QUANTISERS, runs=("quantised",)),
 )  # fmt: skip
 
 #: What is out today, kept in no table: `make matrix ROWS=released`.

@@ -53,6 +53,12 @@ TESTS = {
         "tests/codegen/lora/test_templates.py",
         "tests/ops/test_lowerings.py",
     ),
+    "quantised": (
+        "tests/compiler/test_prepare.py",
+        "tests/compiler/test_prepared_linears.py",
+        "tests/compiler/test_weights.py",
+        "tests/tools/test_tutorials.py",
+    ),
 }
 COLUMNS = ("row", "Python", "torch", "Triton", "transformers", "demo", *TESTS, "tried", "differs")
 HEADER = f"| {' | '.join(COLUMNS)} |"
@@ -100,7 +106,8 @@ def interpreter(version: str) -> str | None:
 def requirements(row: Row) -> list[str]:
     """What pip installs for a row, in one go so that the versions agree."""
     named = [("torch", row.torch), ("triton", row.triton), ("transformers", row.transformers)]
-    return [*(f"{name}=={version}" if version else name for name, version in named), *BESIDES]
+    own = [f"{name}=={version}" if version else name for name, version in named]
+    return [*own, *BESIDES, *row.besides]
 
 
 def made_of(row: Row, checkout: Path) -> str:
@@ -141,7 +148,7 @@ def try_row(row: Row, workers: int) -> Outcome:
     log = ENVIRONMENTS / row.name / "demo.log"
     log.write_text(f"{demo.stdout}\n{demo.stderr}", "utf-8")
     words = (demo.stderr or demo.stdout).strip().splitlines()[-1:] if demo.returncode else []
-    counts = {kind: _count(python, kind, row, workers, plain) for kind in TESTS}
+    counts = {kind: _count(python, kind, row, workers, plain) for kind in row.runs}
     return Outcome(row, _versions(python), " ".join(words), counts)
 
 
@@ -183,7 +190,9 @@ def line(outcome: Outcome, day: str) -> str:
     found = [
         versions.get(n) or getattr(row, n) for n in ("python", "torch", "triton", "transformers")
     ]
-    counts = [str(outcome.counts.get(kind, "not run")) for kind in TESTS]
+    counts = [
+        str(outcome.counts.get(kind, "not run")) if kind in row.runs else "-" for kind in TESTS
+    ]
     cells = [row.name, *found, outcome.demo or "good", *counts, day, row.differs]
     return f"| {' | '.join(cells)} |"
 

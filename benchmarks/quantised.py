@@ -1,0 +1,162 @@
+"""What is fused of quantised models as their libraries load them, before and after `prepare`.
+
+    python benchmarks/quantised.py [--formats gptq ct-fp8] [--models llama qwen3_moe]
+
+Small models of `tests/models/shipped.py`, made and loaded by the libraries that are installed. Of
+each a decode step of two sequences with a static cache is compiled, as the library has it and
+prepared. Its logits stand beside those of the library's own forward pass, both against float64 of
+the same codes. Needs no GPU. Results go to benchmarks/results/quantised.json, row by row; rows that
+are not asked for, or whose library is not installed, stay. docs/quantised.md is made of the file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import logging
+import sys
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import quantised_table
+import torch
+from coverage import PROMPT, compiled_step, first_line, rewind, static_cache, step_inputs, tokens
+from quantised_table import KEPT, NEEDS_CODED_EXPERTS
+from timing import environment
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.models.shipped import CONFIGS, SHIPPED, dense
+from tilewright.compiler import prepare, tilewright
+from tilewright.compiler.verify import clone_inputs, relative_error
+from tilewright.compiler.verify.float64 import NoFloat64Error, run_in_float64, widen
+from tilewright.tools.files import write_whole
+
+OPTIONS = {"inner": "eager", "everywhere": True}
+SHOWN = ("fused", "lost", "advice", "said", "wrong", "unjudged", "unaccounted", "graphs", "failed")
+
+
+def step_of(model: Any, kind: str) -> dict[str, Any]:
+    """A decode step, whose cache holds what the model with dense weights wrote into it."""
+    plain: Any = dense(kind).to(model.dtype)
+    cache, _ = static_cache(plain)
+    rewind(cache, PROMPT)
+    ids, mask = tokens(plain)
+    return step_inputs(plain, ids, mask, cache, 1)
+
+
+def compiled(model: Any, kind: str) -> dict[str, Any]:
+    """What is fused and missed of a step; `stored` for the writes that stand alone."""
+    row = compiled_step(model, step_of(model, kind))
+    return {name: row[name] for name in (*SHOWN, "stored") if name in row}
+
+
+def logits(call: Callable[..., Any], model: Any, kind: str) -> torch.Tensor:
+    torch._dynamo.reset()
+    return call(**step_of(model, kind)).logits
+
+
+def exact_logits(model: Any, kind: str) -> torch.Tensor | None:
+    """Float64 of the same codes: of the graph that Dynamo records, where that is one."""
+    found: list[torch.Tensor] = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        def run(*given: Any) -> Any:
+            outputs = run_in_float64(gm, clone_inputs(given, widen))
+            found.extend(t for t in outputs if isinstance(t, torch.Tensor))
+            return gm(*given)
+
+        return run
+
+    try:
+        shape = logits(torch.compile(model, backend=backend), model, kind).shape
+    except NoFloat64Error:
+        return None
+    return next((tensor for tensor in found if tensor.shape == shape), None)
+
+
+def errors(theirs: torch.Tensor, model: Any, kind: str) -> dict[str, float]:
+    """Of the library's logits, and of ours: relative, in the 2-norm."""
+    exact = exact_logits(model, kind)
+    if exact is None:
+        return {}
+    fused = torch.compile(model, backend=lambda gm, given: tilewright(gm, given, options=OPTIONS))
+    ours = logits(fused, model, kind)
+    pairs = {"library": theirs, "ours": ours}
+    return {name: relative_error(one.double(), exact) for name, one in pairs.items()}
+
+
+def row_of(form: str, kind: str, load: Callable[[], Any]) -> dict[str, Any]:
+    row: dict[str, Any] = {"model": f"{kind}+{form}"}
+    library = load()
+    row["unprepared"] = compiled(library, kind) | {"said": []}
+    theirs = logits(library, library, kind)
+    model = load()
+    prepared = prepare(model)
+    row["replaced"] = len(prepared.replaced)
+    row["left"] = dict(Counter(one.reason for one in prepared.left))
+    row["prepared"] = compiled(model, kind)
+    compiles = "failed" not in row["prepared"]
+    return row | {"errors": errors(theirs, model, kind) if compiles else {}}
+
+
+def made_by(library: str) -> str:
+    """The library of a format, with its version."""
+    names = importlib.metadata.packages_distributions()
+    package = "optimum-quanto" if library == "optimum.quanto" else names[library][0]
+    return f"{package} {importlib.metadata.version(package)}"
+
+
+def keep(row: dict[str, Any]) -> None:
+    known = json.loads(KEPT.read_text("utf-8"))["rows"] if KEPT.exists() else []
+    rows = [old for old in known if old["model"] != row["model"]] + [row]
+    facts = {"command": "python benchmarks/quantised.py"}
+    text = json.dumps(facts | {"rows": sorted(rows, key=lambda r: r["model"])}, indent=1)
+    write_whole(KEPT, text + "\n")
+    quantised_table.main()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--formats", nargs="+", default=["bf16", *SHIPPED])
+    parser.add_argument("--models", nargs="+", default=list(CONFIGS))
+    given = parser.parse_args()
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    now = {"date": environment()["date"], "torch": torch.__version__}
+    now["transformers"] = importlib.metadata.version("transformers")
+    for form in given.formats:
+        shipped = SHIPPED.get(form)
+        if shipped is not None and not shipped.is_installed:
+            print(f"{form}: {shipped.library} is not installed")
+            continue
+        for kind in given.models:
+            if form in NEEDS_CODED_EXPERTS and "experts" in str(CONFIGS[kind][1]):
+                continue
+            library = "torch" if shipped is None else shipped.library
+            row = now | {"library": made_by(library)}
+            try:
+                row |= row_of(form, kind, partial(loaded, form, kind))
+            except Exception as error:
+                row |= {"model": f"{kind}+{form}", "failed": first_line(error)}
+            print(json.dumps(row), flush=True)
+            keep(row)
+
+
+def loaded(form: str, kind: str) -> Any:
+    if form == "bf16":
+        return dense(kind)
+    with tempfile.TemporaryDirectory() as folder:
+        return SHIPPED[form].load(kind, Path(folder))
+
+
+if __name__ == "__main__":
+    main()

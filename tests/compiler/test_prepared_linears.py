@@ -1,0 +1,296 @@
+"""Single linears as quantisation libraries have them, and what `prepare` puts in their place."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from tilewright.compiler import prepare
+from tilewright.compiler.quantised.gptqmodel import GptqLinear
+
+SHAPES = [(1, 256), (5, 256), (2, 3, 256), (2, 1, 3, 256), (0, 256), (2, 0, 256)]
+
+
+def one_linear(columns=256, rows=64, bias=True, dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(columns, rows, bias=bias)).to(dtype)
+    return model.eval().requires_grad_(False)
+
+
+def compressed(preset, model=None, **weights):
+    """A linear as compressed-tensors stores it. weights: fields of the scheme's `weights`."""
+    pytest.importorskip("compressed_tensors")
+    from compressed_tensors import compressors, quantization
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    model = one_linear() if model is None else model
+    scheme = quantization.preset_name_to_scheme(preset, ["Linear"])
+    if weights:
+        fields = scheme.weights.model_dump() | weights
+        scheme.weights = quantization.QuantizationArgs(**fields)
+    config = quantization.QuantizationConfig(config_groups={"group_0": scheme})
+    quantization.apply_quantization_config(model, config)
+    linear = model[0]
+    args, rows = linear.quantization_scheme.weights, linear.weight.float()
+    strategy = str(getattr(args.strategy, "value", args.strategy))
+    if strategy == "block":
+        high, wide = args.block_structure
+        rows = rows.unflatten(0, (-1, high)).unflatten(-1, (-1, wide)).transpose(1, 2).flatten(-2)
+    elif "group" in strategy:
+        rows = rows.unflatten(-1, (-1, args.group_size))
+    else:
+        rows = rows.flatten() if strategy == "tensor" else rows.unsqueeze(1)
+    scale, zero = calculate_qparams(rows.amin(-1), rows.amax(-1), args)
+    linear.weight_scale.data.copy_(scale.view_as(linear.weight_scale))
+    linear.weight_zero_point.data.copy_(zero.view_as(linear.weight_zero_point))
+    if hasattr(linear, "input_scale"):
+        linear.input_scale.data.fill_(0.03)
+    compressors.compress_module(linear)
+    return model
+
+
+def decompressed(model):
+    from compressed_tensors import compressors
+
+    model = copy.deepcopy(model)
+    compressors.decompress_module(model[0])
+    return model
+
+
+def inputs(shape, dtype):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+ASYMMETRIC = {"symmetric": False, "zp_dtype": torch.int8}
+SCHEMES = {
+    "FP8": {},
+    "FP8_DYNAMIC": {},
+    "FP8_BLOCK": {"block_structure": [32, 64]},
+    "W8A8": {},
+    "W4A16": {},
+    "W4A16_ASYM": {},
+    "W4A8": {},
+    "W4AFP8": {},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("preset", SCHEMES)
+def test_linears_of_compressed_tensors_are_the_librarys_to_the_bit(preset, dtype):
+    model = compressed(preset, one_linear(dtype=dtype), **SCHEMES[preset])
+    theirs = decompressed(model)
+    assert prepare(model).left == []
+    for shape in SHAPES:
+        x = inputs(shape, dtype)
+        torch.testing.assert_close(model(x), theirs(x), rtol=0, atol=0, msg=f"{preset} {shape}")
+
+
+@pytest.mark.parametrize(
+    ("preset", "weights"),
+    [
+        ("W8A8", ASYMMETRIC),
+        ("W8A8", {"strategy": "tensor"} | ASYMMETRIC),
+        ("W8A8", {"strategy": "block", "block_structure": [32, 64]} | ASYMMETRIC),
+        ("W4A16", {"strategy": "channel", "group_size": None} | ASYMMETRIC),
+    ],
+)
+def test_zeros_are_subtracted_whatever_shares_them(preset, weights):
+    model = compressed(preset, **weights)
+    theirs = decompressed(model)
+    assert model[0].weight_zero_point.any()
+    prepare(model)
+    x = inputs((2, 3, 256), torch.bfloat16)
+    torch.testing.assert_close(model(x), theirs(x), rtol=0, atol=0)
+
+
+def test_a_last_word_that_is_not_full():
+    """252 columns are 32 words but for four codes, and zeros of 60 rows 8 words but for four."""
+    small = {"strategy": "channel", "group_size": None}
+    model = compressed("W4A16_ASYM", one_linear(252, 60), **small)
+    theirs = decompressed(model)
+    prepare(model)
+    x = inputs((3, 252), torch.bfloat16)
+    torch.testing.assert_close(model(x), theirs(x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("preset", ["MXFP8", "MXFP8A16", "W4A4", "W8A16"])
+def test_schemes_that_are_not_read_stay(preset):
+    prepared = prepare(compressed(preset))
+    assert prepared.replaced == []
+    assert len(prepared.left) == 1
+
+
+def test_a_linear_that_is_decompressed_already_is_told():
+    prepared = prepare(decompressed(compressed("W4A16")))
+    assert prepared.replaced == []
+    assert "a forward pass came before `prepare`" in str(prepared)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("config", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig", "Intx"])
+def test_linears_of_torchao(config, dtype):
+    quantization = pytest.importorskip("torchao.quantization")
+    model = one_linear(dtype=dtype)
+    if config == "Intx":
+        groups = quantization.PerGroup(64)
+        kind = quantization.MappingType.ASYMMETRIC
+        made = quantization.IntxWeightOnlyConfig(torch.int4, groups, mapping_type=kind)
+    else:
+        made = getattr(quantization, config)()
+    quantization.quantize_(model, made)
+    theirs = copy.deepcopy(model)
+    assert len(prepare(model).replaced) == 1
+    for shape in SHAPES:
+        x = inputs(shape, dtype)
+        # torchao rounds float8 products before it adds the bias, a linear of PyTorch after that.
+        rounding = torch.finfo(dtype).eps if config.startswith("Float8") else 0
+        torch.testing.assert_close(model(x), theirs(x), rtol=rounding, atol=rounding)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("weights", ["qint8", "qfloat8"])
+def test_linears_of_quanto(weights, dtype):
+    quanto = pytest.importorskip("optimum.quanto")
+    model, theirs = one_linear(dtype=dtype), one_linear(dtype=dtype)
+    for one in (model, theirs):
+        quanto.quantize(one, weights=getattr(quanto, weights))
+        quanto.freeze(one)
+    weight = theirs[0].weight._data.double() * theirs[0].weight._scale.double()
+    assert len(prepare(model).replaced) == 1
+    # The library's kernel for int8 on a CPU scales behind the sum.
+    no_further(model, theirs, weight, dtype)
+
+
+def no_further(model, theirs, weight, dtype):
+    """From float64 of the same codes, than the library is and one rounding."""
+    bias = None if theirs[0].bias is None else theirs[0].bias.double()
+    for shape in [shape for shape in SHAPES if 0 not in shape]:
+        x = inputs(shape, dtype)
+        exact = nn.functional.linear(x.double(), weight, bias)
+        ours, their = ((one(x).double() - exact).norm() for one in (model, theirs))
+        assert ours <= their + torch.finfo(dtype).eps * exact.norm() / 4, (shape, ours, their)
+
+
+def gptq_linear(columns=256, rows=64, bias=True, dtype=torch.float16, order=None, **options):
+    pytest.importorskip("gptqmodel")
+    from gptqmodel.nn_modules.qlinear.torch import TorchLinear
+
+    stored = {"bits": 4, "group_size": 64, "sym": True, "desc_act": False} | options
+    module = TorchLinear(
+        **stored, in_features=columns, out_features=rows, bias=bias, register_buffers=True
+    )
+    make = torch.Generator().manual_seed(3)
+    for words in (module.qweight, module.qzeros):
+        words.copy_(torch.randint(-(2**31), 2**31, words.shape, generator=make))
+    module.scales = (torch.rand(module.scales.shape, generator=make) * 0.01).to(dtype)
+    if bias:
+        module.bias = torch.randn(rows, generator=make).to(dtype)
+    if order is not None:
+        module.g_idx = order.to(torch.int32)
+    module.qzero_format(format=2)
+    module.post_init()
+    return nn.Sequential(module.eval())
+
+
+def gptq_weight(module):
+    """[N, K] in float64, code by code."""
+    columns, rows = module.in_features, module.out_features
+    words, zeros = (t.long() & 0xFFFFFFFF for t in (module.qweight, module.qzeros))
+    k, n = torch.arange(columns).view(-1, 1), torch.arange(rows).view(1, -1)
+    codes = (words[k // 8, n] >> (4 * (k % 8))) & 15
+    below = (zeros[k // 64, n // 8] >> (4 * (n % 8))) & 15
+    return (module.scales[k // 64, n].double() * (codes - below)).t()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bias", [True, False])
+def test_linears_of_gptq(bias, dtype):
+    model = gptq_linear(bias=bias, dtype=dtype)
+    theirs = copy.deepcopy(model)
+    (one,) = prepare(model).replaced
+    assert isinstance(one.module, GptqLinear)
+    # The library rounds before it adds a bias, and a linear of PyTorch after that.
+    no_further(model, theirs, gptq_weight(theirs[0]), dtype)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"order": torch.arange(255, -1, -1) // 64, "desc_act": True}, "desc_act"),
+        ({"bits": 8}, "8-bit codes"),
+        ({"columns": 264}, "filled up"),
+    ],
+)
+def test_linears_of_gptq_that_are_not_read_stay(options, reason):
+    (left,) = prepare(gptq_linear(**options)).left
+    assert reason in left.reason
+
+
+def test_gptq_zeros_stored_less_one_stay():
+    model = gptq_linear()
+    model[0].qzero_format(format=1)
+    assert "v1" in prepare(model).left[0].reason
+
+
+def test_tensors_on_the_meta_device():
+    """A model is read where that needs no numbers."""
+    assert "meta" in prepare(gptq_linear().to("meta")).left[0].reason
+    model = compressed("FP8_DYNAMIC").to("meta")
+    assert len(prepare(model).replaced) == 1
+    assert model(torch.empty(2, 3, 256, dtype=torch.bfloat16, device="meta")).shape == (2, 3, 64)
+
+
+def test_a_module_in_two_places_is_replaced_in_both():
+    model = compressed("W4A16")
+    both = nn.ModuleDict({"a": model, "b": nn.Sequential(model[0])})
+    original = model[0]
+    prepared = prepare(both)
+    assert [one.name for one in prepared.replaced] == ["a.0", "b.0"]
+    assert both["a"][0] is both["b"][0] is not original
+    prepared.undo()
+    assert both["a"][0] is both["b"][0] is original
+
+
+def test_hooks_go_with_the_linear_and_their_handles_remove_them():
+    model = compressed("W4A16")
+    calls = []
+    handle = model[0].register_forward_hook(lambda module, args, out: calls.append(out.shape))
+    prepared = prepare(model)
+    x = inputs((3, 256), torch.bfloat16)
+    model(x)
+    handle.remove()
+    model(x)
+    assert calls == [(3, 64)]
+    prepared.undo()
+    assert not model[0]._forward_hooks
+
+
+def test_a_linear_that_is_the_whole_model_stays():
+    linear = compressed("W4A16")[0]
+    prepared = prepare(linear)
+    assert prepared.model is linear
+    assert "it is the model itself" in prepared.left[0].reason
+
+
+def test_training_mode_dtype_and_files_are_those_of_modules():
+    model = compressed("W4A16").train()
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    prepare(model)
+    assert model[0].training
+    assert {name: t.dtype for name, t in model.state_dict().items()} == {
+        name: t.dtype for name, t in state.items()
+    }
+    x = inputs((3, 256), torch.bfloat16)
+    expected = model(x)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    torch.testing.assert_close(torch.load(file, weights_only=False)(x), expected, rtol=0, atol=0)
+    for tensor in model.state_dict().values():
+        tensor.zero_()
+    model.load_state_dict(state)
+    torch.testing.assert_close(model(x), expected, rtol=0, atol=0)
