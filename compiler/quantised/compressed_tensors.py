@@ -21,7 +21,7 @@ from tilewright.compiler.quantised.coded_linear import (
     bytes_of_words,
     nibbles_of_words,
 )
-from tilewright.ops.formats import fp4, mxfp4
+from tilewright.ops.formats import e8m0, fp4
 
 _LIMITS = {
     ("float", 8): (-448.0, 448.0),
@@ -166,7 +166,7 @@ def _power_of_two(largest: torch.Tensor, most: float) -> torch.Tensor:
     exponent = (bits + (1 << (digits - 2))) >> digits
     bias = 1 - math.frexp(torch.finfo(largest.dtype).tiny)[1] + 1
     least = exponent - bias - (math.frexp(most)[1] - 1)
-    least = torch.where(exponent == 0, -mxfp4.BIAS, least.clamp(-mxfp4.BIAS, mxfp4.BIAS + 1))
+    least = torch.where(exponent == 0, -e8m0.BIAS, least.clamp(-e8m0.BIAS, e8m0.BIAS + 1))
     return (2.0 ** least.to(torch.float32)).to(largest.dtype)
 
 
@@ -189,7 +189,7 @@ class FloatLinear(CompressedLinear):
     def scales(self) -> torch.Tensor:
         scale = self.weight_scale
         if scale.dtype == torch.uint8:
-            return 2.0 ** (scale.to(torch.int32) - mxfp4.BIAS).to(torch.bfloat16)
+            return 2.0 ** (scale.to(torch.int32) - e8m0.BIAS).to(torch.bfloat16)
         factor = getattr(self, "weight_global_scale", None)
         scale = scale.to(torch.bfloat16)
         return scale if factor is None else scale / factor

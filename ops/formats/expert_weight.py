@@ -29,7 +29,7 @@ from tilewright.ops.checks import (
     holds,
     shape_text,
 )
-from tilewright.ops.formats import mxfp4
+from tilewright.ops.formats import e8m0
 from tilewright.ops.formats.weight import StoredWeight, Weight
 from tilewright.ops.runtime.dtypes import torch_types
 
@@ -59,7 +59,7 @@ class ExpertWeight(StoredWeight):
         if self.scale is None or self.format is None:
             return Weight(self.data[index], bias=bias)
         scale = self.scale[index]
-        scale = scale.to(dtype) if scale.is_floating_point() else mxfp4.scale_numbers(scale, dtype)
+        scale = scale.to(dtype) if scale.is_floating_point() else e8m0.scale_numbers(scale, dtype)
         if self.expert_scale is not None:
             scale = scale * self.expert_scale[index].to(dtype)
         zero, own = self.format.expert_zero, (self.weight_format, scale, self.block)

@@ -11,10 +11,9 @@ from __future__ import annotations
 import torch
 
 from tilewright.ops.formats import fp4
+from tilewright.ops.formats.e8m0 import BIAS, NAN_SCALE
 
 BLOCK = 32
-BIAS = 127
-NAN_SCALE = 255
 # floor(log2(6)), the exponent of E2M1's largest magnitude.
 _ELEMENT_EXPONENT = 2
 
@@ -47,10 +46,3 @@ def dequantize(
     exponent = (scales.to(torch.int32) - BIAS)[..., None]
     out = torch.where(scales[..., None] == NAN_SCALE, torch.nan, torch.ldexp(values, exponent))
     return out.flatten(-2).to(dtype)
-
-
-def scale_numbers(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The powers of two that e8m0 scales stand for, in dtype; NaN for the NaN scale."""
-    exponent = scales.to(torch.int32) - BIAS
-    powers = torch.ldexp(torch.ones_like(exponent, dtype=torch.float64), exponent).to(dtype)
-    return torch.where(scales == NAN_SCALE, torch.nan, powers)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tilewright.codegen.formats import WEIGHT_FORMATS, WeightFormat
-from tilewright.ops.formats import mxfp4
+from tilewright.ops.formats import e8m0
 from tilewright.ops.formats.quantized_weight import pack_nibbles
 from tilewright.ops.runtime.dtypes import torch_types
 from tilewright.ops.sampling import Sampler
@@ -78,4 +78,4 @@ def _stored_scales(
     dtype = dtype or torch_types(form.scales)[0]
     if dtype != torch.uint8:
         return scales.to(dtype)
-    return (torch.frexp(scales.float()).exponent - 1 + mxfp4.BIAS).to(torch.uint8)
+    return (torch.frexp(scales.float()).exponent - 1 + e8m0.BIAS).to(torch.uint8)

@@ -29,7 +29,7 @@ from tilewright.ops.checks import (
     holds,
     shape_text,
 )
-from tilewright.ops.formats import fp4, mxfp4
+from tilewright.ops.formats import e8m0, fp4
 from tilewright.ops.formats.quantized_weight import (
     expand_blocks,
     nibbles_per_word,
@@ -255,4 +255,4 @@ def code_numbers(
 
 def scale_numbers(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """What stored scales stand for, in `dtype`: bytes are e8m0."""
-    return scale.to(dtype) if scale.is_floating_point() else mxfp4.scale_numbers(scale, dtype)
+    return scale.to(dtype) if scale.is_floating_point() else e8m0.scale_numbers(scale, dtype)
