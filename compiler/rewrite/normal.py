@@ -15,7 +15,6 @@ from tilewright.compiler.rewrite.bodies import inline_bodies
 from tilewright.compiler.rewrite.declared import DeclaredCalls
 from tilewright.compiler.rewrite.dropouts import remove_idle_dropouts
 from tilewright.compiler.rewrite.dtensors import make_dtensors_plain
-from tilewright.compiler.rewrite.equal_nodes import merge_equal_nodes
 from tilewright.compiler.rewrite.fills import make_fills_plain
 from tilewright.compiler.rewrite.flex import FlexAttention
 from tilewright.compiler.rewrite.in_place import make_arithmetic_new
@@ -31,7 +30,6 @@ _PASSES: tuple[Callable[[fx.Graph], object], ...] = (
     make_arithmetic_new,
     make_dtensors_plain,
     take_rows_first,
-    merge_equal_nodes,
 )
 
 

@@ -8,7 +8,7 @@ written cache in attention.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
@@ -77,7 +77,7 @@ def find_query(
     if k.rope is not None:
         rope_table(k, k.rope.cos), rope_table(k, k.rope.sin)
     found = {
-        p: q for p in _products_of(flow, k) if (q := _query_at(flow, p, (k, v), inside, place))
+        p: q for p in _products_of(flow, k, v) if (q := _query_at(flow, p, (k, v), inside, place))
     }
     if k.rope is None:
         found |= {q.heads.product: q for q in _rests(k, v) if q.heads.product not in found}
@@ -116,12 +116,27 @@ def find_query(
     )
 
 
-def _products_of(flow: Dataflow, k: Heads) -> list[Value]:
-    """Every product of K's activation with a weight; what is quantised is quantised for each."""
+def _products_of(flow: Dataflow, k: Heads, v: Heads) -> list[Value]:
+    """Every product of K's activation with a weight.
+
+    Libraries quantise an activation once for each linear that reads it: where nothing but K and V
+    reads the very value, products of an equal one count.
+    """
     if k.x_scale is None:
-        users = flow.users.get(k.x.value, ())
-    else:
-        users = [v for v in flow.values if v.op == k.product.op]
+        found = _multiplying(flow.users.get(k.x.value, ()), k)
+        if _holds_more(k, v) or not {k.product, v.product}.issuperset(found):
+            return found
+    return _multiplying([value for value in flow.values if value.op == k.product.op], k)
+
+
+def _holds_more(k: Heads, v: Heads) -> bool:
+    """Whether K and V are parts of one product that has other rows too, as a packed query's."""
+    rows = k.rows.indices() | v.rows.indices()
+    return k.product is v.product and k.linear.gemm.weight.shape[0] != len(rows)
+
+
+def _multiplying(users: Iterable[Value], k: Heads) -> list[Value]:
+    """Filters values: products of an activation that equals K's."""
     found = []
     for user in dict.fromkeys(users):
         gemm = match_gemm(user)
@@ -135,7 +150,7 @@ def _products_of(flow: Dataflow, k: Heads) -> list[Value]:
 
 def _is_cross(flow: Dataflow, k: Heads, v: Heads, store: Value) -> bool:
     """Whether attention reads the keys, and nothing but K and V projects their activation."""
-    others = set(_products_of(flow, k)) - {k.product, v.product}
+    others = set(_products_of(flow, k, v)) - {k.product, v.product}
     return not others and _Meetings(flow, store).any()
 
 
@@ -181,7 +196,7 @@ def _query_at(
 
 def _cast_query(flow: Dataflow, k: Heads, v: Heads) -> Heads | None:
     """A query that nothing but its dtype keeps out."""
-    for product in _products_of(flow, k):
+    for product in _products_of(flow, k, v):
         for end in _ends(flow, product):
             try:
                 heads = match_heads(end.whole, _PATH, head_dim=k.head_dim)
@@ -197,7 +212,7 @@ def _cast_query(flow: Dataflow, k: Heads, v: Heads) -> Heads | None:
 def _refuse_turned(flow: Dataflow, k: Heads, v: Heads) -> None:
     """Raises Reject where one projection beside K and V might be the query's, and says what keeps
     it from that."""
-    for product in _products_of(flow, k):
+    for product in _products_of(flow, k, v):
         for end in _ends(flow, product):
             try:
                 epilogue = match_epilogue(end.whole, Stage.Q_PATH, True)
@@ -218,7 +233,7 @@ def _refuse_turned(flow: Dataflow, k: Heads, v: Heads) -> None:
                 continue
             message = f"what {product} makes is rotated, but no query: {why}"
             reject("Q_PATH", Stage.Q_PATH, message, end, hint=_KNOWN)
-    others = [p for p in _products_of(flow, k) if p not in (k.product, v.product)]
+    others = [p for p in _products_of(flow, k, v) if p not in (k.product, v.product)]
     if len(others) == 1:
         message = (
             f"no query: {others[0]} projects {k.x.value} too, and nothing of it is rotated as K is"
