@@ -82,7 +82,7 @@ def exact_logits(model: Any, kind: str) -> torch.Tensor | None:
 
 
 def errors(theirs: torch.Tensor, model: Any, kind: str) -> dict[str, float]:
-    """Of the library's logits, and of ours: relative, in the 2-norm."""
+    """Returns the relative errors, in the 2-norm, of the library's logits and of ours."""
     exact = exact_logits(model, kind)
     if exact is None:
         return {}

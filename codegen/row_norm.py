@@ -38,7 +38,7 @@ class RowNorm:
         return 1 + (self.bias is not None)
 
     def constants(self, columns: int) -> dict[str, Constant]:
-        """What a kernel that multiplies rows of `columns` numbers is told of their norm."""
+        """Returns the norm's constants in a kernel that multiplies rows of `columns` numbers."""
         made: dict[str, Constant] = {"NORM_EPS": self.eps, "NORM_OFFSET": self.offset}
         if self.follows:
             return made | {"NORM": True}

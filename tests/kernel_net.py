@@ -76,7 +76,7 @@ def source_hash(spec: KernelSpec) -> str:
 
 @cache
 def text_hash(template: str) -> str:
-    """Of all that a template's sources are emitted from: its text, the texts of what it imports,
+    """Hashes the text that a template's sources are emitted from: its own, that of what it imports,
     and the emitter's."""
     texts = emitter_fingerprint() + fingerprint(module_of(template))
     return hashlib.sha256(texts.encode()).hexdigest()[:DIGITS]

@@ -61,7 +61,7 @@ def shared_bytes(problem: QkvProblem, config: Config, target: Target) -> int:
 
 
 def _codes_shared_bytes(problem: QkvProblem, config: SwappedConfig, target: Target) -> int:
-    """Those of staged words and activations, and of the operands made of them."""
+    """Counts the shared memory of staged words and activations and of the operands made of them."""
     q = problem.codes
     rows, x_bytes = 2 * config.block_p, ELEMENT_BYTES[problem.x.dtype]
     words = rows * config.block_k * q.code_bytes
@@ -134,8 +134,8 @@ def _codes_bytes(problem: QkvProblem, num_tokens: int) -> float:
 def _codes_estimate(
     problem: QkvProblem, config: SwappedConfig, num_tokens: int, target: Target
 ) -> float:
-    """Those of the kernel for weights of codes: the memory's time, or the time to make codes of
-    words, or that of the tensor cores."""
+    """Estimates the seconds of the kernel for weights of codes: the launch, and the longest of
+    reading memory, making codes of words, and multiplying."""
     q = problem.codes
     rows, columns, split = 2 * config.block_p, config.block_t, config.split_k
     row_tiles = problem.epilogue.heads_in_all * tiles_per_head(problem, config)

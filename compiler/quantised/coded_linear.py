@@ -13,8 +13,8 @@ class CodedLinear(nn.Module):
     """x [..., K] -> [..., N]: a linear whose weight [N, K] the codes of this module stand for.
 
     It takes the place of a library's module and holds that module's own tensors, under its names:
-    parameters as parameters, other tensors as buffers. A class for each way of storing codes gives
-    `weight`, and `rounded` where activations are quantised too.
+    parameters as parameters, other tensors as buffers. A class for each way of storing codes
+    implements `weight_of_codes`, and `rounded` where activations are quantised too.
     """
 
     bias: torch.Tensor | None

@@ -91,7 +91,7 @@ def _sum_locally(node: fx.Node, group: str) -> None:
 
 
 def _gives_what_is_inside(node: fx.Node) -> bool:
-    """Whether a node gives the tensor inside, and nothing else is asked of it."""
+    """Whether a node unwraps a DTensor into a plain tensor."""
     unwraps = name_of(node) in ("to_local", "full_tensor")
     return unwraps and not _compat.is_subclass(node.meta.get("example_value"))
 

@@ -51,7 +51,7 @@ def is_packed_as(like: torch.Tensor, tensor: torch.Tensor) -> bool:
 
 
 def packed_as(like: torch.Tensor, node: fx.Node, call: Callable[..., fx.Node]) -> fx.Node:
-    """The same numbers as `node`'s, packed with the dimensions of memory in the order of `like`.
+    """Copies `node` into packed memory whose dimensions lie in the order of those of `like`.
 
     call: adds a call of a method to the graph.
     """

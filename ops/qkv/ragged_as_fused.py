@@ -18,7 +18,7 @@ Rows: TypeAlias = dict[str, tuple[int, int]]
 
 
 def as_fused_qkv(a: RaggedQkvArguments) -> FusedQkvArguments:
-    """The same call of `fused_qkv_paged`, on views of the same tensors."""
+    """Returns the arguments of the `fused_qkv_paged` call that does what a ragged call does."""
     head_dim, rows = _head_dim(a), split_rows(a)
     windows = [_window(a, part, head_dim) for part in range(a.blocks.shape[1])]
     return FusedQkvArguments(

@@ -248,8 +248,8 @@ def _launch(
 
 
 def _view(tensor: torch.Tensor, memory: _Memory) -> Callable[[list[Any]], torch.Tensor]:
-    """The same view, by its distance from where a part begins: the part's storage may begin
-    elsewhere by then."""
+    """Returns a function that makes a view again from parts that lie elsewhere: the view keeps its
+    distance from where its part begins."""
     part, offset = memory.place(tensor)
     shape, stride, dtype = tensor.shape, tensor.stride(), tensor.dtype
     first = offset // tensor.element_size()

@@ -239,7 +239,7 @@ def int8_after(layer, x):
 
 
 def int8_after_in_float32(layer, x):
-    """The same, by a float32 scale (torchao)."""
+    """Scales the sums by a float32 scale, as torchao does."""
     out = (F.linear(x, layer.codes.to(x.dtype)) * layer.scale).to(x.dtype)
     return out if layer.bias is None else out + layer.bias
 

@@ -117,7 +117,7 @@ def test_rows_have_their_codes_streamed(form, sizes):
     ("form", "kernel"), [("int4", "moe_down_codes"), ("nvfp4", "grouped_gemm")]
 )
 def test_scales_that_are_loaded_one_by_one_lie_anywhere(form, kernel):
-    """Those of E2M1 codes are loaded several at once."""
+    """int4 scales are; kernels load several scales of E2M1 codes at once, which must be aligned."""
     a = sample_inputs(GroupedCase("case", (5, 0, 20), None, 80, 256, 4, weight_format=form))
     scale = a.weight_scale.view(torch.uint8)
     moved = torch.cat((scale.new_zeros(2), scale.flatten()))[2:].view(scale.shape)

@@ -133,7 +133,7 @@ def test_a_repeat_finds_the_arguments_that_move(op):
 
 
 def relocated(tensor):
-    """The same values elsewhere, in the same layout and at the same remainder by 16."""
+    """Copies a tensor to other memory, in the same layout and at the same remainder by 16."""
     if tensor is None:
         return None
     memory = tensor.untyped_storage().clone()
