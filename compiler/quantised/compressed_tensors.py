@@ -102,6 +102,8 @@ class CompressedLinear(CodedLinear):
         if "group" in how.strategy:
             x = x.unflatten(-1, (-1, how.group_size))
         scale = self._dynamic_scale(x) if how.dynamic else self.input_scale
+        if (factor := getattr(self, "input_global_scale", None)) is not None:
+            scale = scale.to(factor.dtype) / factor
         low, high = _LIMITS[how.kind, how.bits]
         codes = _nearest((x / scale).clamp(low, high), how)
         return (codes.to(scale.dtype) * scale).reshape(shape).to(x.dtype)
@@ -119,6 +121,8 @@ class CompressedLinear(CodedLinear):
             x.amax(dims, keepdim=True).clamp(min=0), -x.amin(dims, keepdim=True).clamp(max=0)
         )
         scale = largest / ((high - low) / 2)
+        if (factor := getattr(self, "input_global_scale", None)) is not None:
+            scale = factor * scale
         if how.scale_dtype is not None:
             limit = torch.finfo(how.scale_dtype).max
             scale = scale.clamp(-limit, limit).to(how.scale_dtype).to(scale.dtype)
