@@ -189,7 +189,9 @@ class Quantization:
         """Whether a tensor core can take steps of block_k of the weight's columns."""
         groups = self.groups_in(columns, block_k)
         least = 32 if self.per_word == 8 and not self.packed_rows else 16
-        return groups > 0 and block_k // groups >= least
+        # Groups of 16 in bytes are multiplied two at a time (`add_scaled_groups`).
+        pairs = self.per_word != 2 or block_k >= 32
+        return groups > 0 and block_k // groups >= least and pairs
 
     def longest_step(self, columns: int) -> int:
         """The longest step, up to 128, that meets whole scales or parts of one."""

@@ -248,19 +248,29 @@ def load_scales(
 @triton.jit
 def add_scaled_groups(
     total, codes, x, scale, zero, x_scale,
-    GROUPS: tl.constexpr, HAS_ZEROS: tl.constexpr, ZERO_TENSOR: tl.constexpr,
+    PER: tl.constexpr, GROUPS: tl.constexpr, HAS_ZEROS: tl.constexpr, ZERO_TENSOR: tl.constexpr,
     ZERO_OFFSET: tl.constexpr, X_SCALED: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """total [rows, tokens] and (codes - zero) * scale by x [tokens, K], the columns in GROUPS.
 
     scale, zero: fp32 [rows, GROUPS]; zero counts where ZERO_TENSOR, besides ZERO_OFFSET. x_scale
-    [1, tokens]. UNIT: the factor by which codes are too small.
+    [1, tokens]. PER: codes of a word. UNIT: the factor by which codes are too small.
     """
+    # Of operands that are joined out of bytes Triton gives each of the four threads that share a
+    # row 8 columns (kWidth 8, mma.sync). Where a product has but 16 columns, two of the threads
+    # repeat the others', and half of the columns count twice, the rest not at all (Triton 3.6 to
+    # 3.9). So groups of 16 are multiplied two at a time, with zeros in the other's place.
+    PAIRED: tl.constexpr = PER == 2 and codes.shape[1] == 16 * GROUPS
+    PARTS: tl.constexpr = GROUPS // 2 if PAIRED else GROUPS
     ROWS: tl.constexpr = codes.shape[0]
-    WIDTH: tl.constexpr = codes.shape[1] // GROUPS
+    WIDTH: tl.constexpr = codes.shape[1] // PARTS
     for group in tl.static_range(GROUPS):
-        x_part = part_of(x, group, GROUPS)
-        product = tl.dot(part_of(codes, group, GROUPS), x_part.T)
+        part: tl.constexpr = group // 2 if PAIRED else group
+        x_part = part_of(x, part, PARTS)
+        if PAIRED:
+            own = tl.arange(0, WIDTH) // 16 == group % 2
+            x_part = tl.where(own[None, :], x_part, 0.0)
+        product = tl.dot(part_of(codes, part, PARTS), x_part.T)
         if HAS_ZEROS:
             ones = tl.full((ROWS, WIDTH), 1.0, x.dtype)
             zeros = ZERO_OFFSET

@@ -245,7 +245,7 @@ def streamed_linear(
             else:
                 product = add_scaled_groups(
                     product, codes, x, scale, zero, None,
-                    GROUPS, HAS_ZEROS, ZERO_TENSOR, ZERO_OFFSET, False, UNIT,
+                    PER, GROUPS, HAS_ZEROS, ZERO_TENSOR, ZERO_OFFSET, False, UNIT,
                 )  # fmt: skip
             if up_weight_ptr is not None:
                 codes = decoded(
@@ -257,7 +257,7 @@ def streamed_linear(
                 else:
                     up = add_scaled_groups(
                         up, codes, x, up_scale, up_zero, None,
-                        GROUPS, HAS_ZEROS, ZERO_TENSOR, ZERO_OFFSET, False, UNIT,
+                        PER, GROUPS, HAS_ZEROS, ZERO_TENSOR, ZERO_OFFSET, False, UNIT,
                     )  # fmt: skip
             scale = next_scale
             zero = next_zero

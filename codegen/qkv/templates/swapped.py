@@ -184,10 +184,9 @@ def qkv_projection_swapped(
 
     With scales, weights are codes: 8-bit (PER 1), or words of PER codes along K or, with
     PACKED_ROWS, along the rows, which their strides count. NUMBER "e2m1": codes stand for those
-    floats. Q_BLOCK_STRIDES are those of scales and
-    zeros: (scale row, scale column, zero row, zero column). One of them is for SCALE_ROWS rows by
-    SCALE_COLUMNS columns, a multiple of BLOCK_K, a half, a quarter or all of it, or at least
-    HIDDEN. The zero of a code is CODE_OFFSET + ZERO_OFFSET + the zero tensor's value; PACKED_ZEROS:
+    floats. Q_BLOCK_STRIDES are those of scales and zeros: (scale row, scale column, zero row, zero
+    column). One of them is for SCALE_ROWS rows by SCALE_COLUMNS columns, a multiple of BLOCK_K, a
+    half, a quarter or all of it, or at least HIDDEN. The zero of a code is CODE_OFFSET + ZERO_OFFSET + the zero tensor's value; PACKED_ZEROS:
     words of eight rows. x is 16-bit, or fp8 like the weight with a scale for each token and
     X_SCALE_BLOCK columns. X_IN_ORDER: x is the result of `order_x`.
     """
@@ -407,8 +406,8 @@ def qkv_projection_swapped(
             else:
                 accumulator = add_scaled_groups(
                     accumulator, codes, x, scale, zero, x_scale,
-                    GROUPS, HAS_ZEROS, q_zero_ptr is not None, ZERO_OFFSET, x_scale_ptr is not None,
-                    UNIT,
+                    PER, GROUPS, HAS_ZEROS, q_zero_ptr is not None, ZERO_OFFSET,
+                    x_scale_ptr is not None, UNIT,
                 )  # fmt: skip
             scale = next_scale
             zero = next_zero
