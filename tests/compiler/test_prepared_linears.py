@@ -25,7 +25,7 @@ def compressed(preset, model=None, **weights):
     """A linear as compressed-tensors stores it. weights: fields of the scheme's `weights`."""
     pytest.importorskip("compressed_tensors")
     from compressed_tensors import compressors, quantization
-    from compressed_tensors.quantization.utils import calculate_qparams
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
     model = one_linear() if model is None else model
     scheme = quantization.preset_name_to_scheme(preset, ["Linear"])
@@ -44,9 +44,15 @@ def compressed(preset, model=None, **weights):
         rows = rows.unflatten(-1, (-1, args.group_size))
     else:
         rows = rows.flatten() if strategy == "tensor" else rows.unsqueeze(1)
-    scale, zero = calculate_qparams(rows.amin(-1), rows.amax(-1), args)
+    factor = getattr(linear, "weight_global_scale", None)
+    if factor is not None:
+        factor.data.copy_(generate_gparam(rows.amin(), rows.amax()))
+    if hasattr(linear, "input_global_scale"):
+        linear.input_global_scale.data.fill_(448 * 6 / 4.0)
+    scale, zero = calculate_qparams(rows.amin(-1), rows.amax(-1), args, factor)
     linear.weight_scale.data.copy_(scale.view_as(linear.weight_scale))
-    linear.weight_zero_point.data.copy_(zero.view_as(linear.weight_zero_point))
+    if hasattr(linear, "weight_zero_point"):
+        linear.weight_zero_point.data.copy_(zero.view_as(linear.weight_zero_point))
     if hasattr(linear, "input_scale"):
         linear.input_scale.data.fill_(0.03)
     compressors.compress_module(linear)
@@ -76,6 +82,10 @@ SCHEMES = {
     "W4A16_ASYM": {},
     "W4A8": {},
     "W4AFP8": {},
+    "NVFP4A16": {},
+    "NVFP4": {},
+    "MXFP4A16": {},
+    "MXFP4": {},
 }
 
 
