@@ -168,6 +168,25 @@ def test_linears_of_torchao(config, dtype):
         torch.testing.assert_close(model(x), theirs(x), rtol=rounding, atol=rounding)
 
 
+@pytest.mark.parametrize("swizzled", [False, True])
+@pytest.mark.parametrize("factor", [None, 0.0125])
+def test_nvfp4_linears_of_torchao(swizzled, factor):
+    """140 rows of 16 groups: the last block of the layout is not full."""
+    formats = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")
+    model = one_linear(256, 140)
+    made = formats.NVFP4Tensor.to_nvfp4(
+        model[0].weight.detach(),
+        per_tensor_scale=None if factor is None else torch.tensor(factor),
+        is_swizzled_scales=swizzled,
+    )
+    model[0].weight = nn.Parameter(made, requires_grad=False)
+    theirs = copy.deepcopy(model)
+    assert len(prepare(model).replaced) == 1
+    for shape in SHAPES:
+        x = inputs(shape, torch.bfloat16)
+        torch.testing.assert_close(model(x), theirs(x), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("weights", ["qint8", "qfloat8"])
 def test_linears_of_quanto(weights, dtype):
