@@ -294,7 +294,8 @@ def sought_by(pattern: Any) -> Sought:
 class Pattern(Protocol):
     """A family of subgraphs that one op replaces.
 
-    It may also have an attribute `sought`, a :class:`Sought`.
+    It may also have an attribute `sought`, a :class:`Sought`, and `asked_before`, the names of
+    patterns that would take its anchors otherwise.
     """
 
     @property
@@ -375,7 +376,8 @@ _REGISTRY: dict[str, Pattern] = {}
 def register(pattern: Pattern) -> Pattern:
     """Adds a pattern. The same one twice is idempotent; another of the same name is an error.
 
-    Order of registration is order of preference: an anchor goes to the first pattern that matches.
+    An anchor goes to the first pattern that matches: those that are `asked_before` others come
+    before them, all others in the order of registration.
     """
     known = _REGISTRY.get(pattern.name)
     if known is not None and type(known) is not type(pattern):
@@ -393,12 +395,13 @@ def unregister(name: str) -> None:
 
 
 def registered(names: Sequence[str] | None = None) -> tuple[Pattern, ...]:
-    """The registered patterns: all, those named, or all but those named with a leading `-`.
+    """The registered patterns: all, those named, or all but those named with a leading `-`; in the
+    order in which they are asked.
 
-    Raises ValueError naming an unknown pattern.
+    Raises ValueError naming an unknown pattern, or patterns each of which is to be asked first.
     """
     if names is None:
-        return tuple(_REGISTRY.values())
+        return _in_order()
     if isinstance(names, str):
         raise ValueError(f"patterns: expected a list of names, got the string {names!r}")
     unknown = [n for n in names if n.lstrip("-") not in _REGISTRY]
@@ -406,7 +409,24 @@ def registered(names: Sequence[str] | None = None) -> tuple[Pattern, ...]:
         raise ValueError(f"patterns: unknown {unknown}; registered are {sorted(_REGISTRY)}")
     left_out = {n[1:] for n in names if n.startswith("-")}
     wanted = {n for n in names if not n.startswith("-")} or set(_REGISTRY)
-    return tuple(p for n, p in _REGISTRY.items() if n in wanted - left_out)
+    return tuple(p for p in _in_order() if p.name in wanted - left_out)
+
+
+def _in_order() -> tuple[Pattern, ...]:
+    """Each pattern, behind those that are asked before it."""
+    found: dict[str, Pattern] = {}
+
+    def add(pattern: Pattern, waiting: tuple[str, ...] = ()) -> None:
+        if pattern.name in waiting:
+            raise ValueError(f"asked_before: each of {waiting} is to be asked before the others")
+        for other in _REGISTRY.values():
+            if pattern.name in getattr(other, "asked_before", ()) and other.name not in found:
+                add(other, (*waiting, pattern.name))
+        found.setdefault(pattern.name, pattern)
+
+    for pattern in _REGISTRY.values():
+        add(pattern)
+    return tuple(found.values())
 
 
 @dataclass

@@ -29,6 +29,7 @@ class AllReduceResidualNorm:
 
     name: str = "all_reduce_residual_norm"
     op: str = "all_reduce_residual_norm"
+    asked_before: ClassVar[tuple[str, ...]] = ("linear_activation",)  # it reads its norm
     sought: ClassVar[Sought] = Sought(
         "sums over ranks with a residual and a norm behind them",
         frozenset({"_c10d_functional::all_reduce", "opaque:all_reduce"}),

@@ -51,6 +51,7 @@ class LoraQkv:
 
     name: str = "lora_qkv"
     op: str = "lora_expand_add"
+    asked_before: ClassVar[tuple[str, ...]] = ("cache_store",)
     takes_leftovers: bool = True
     sought: ClassVar[Sought] = Sought(
         "adapters: a linear, and two products of low rank added to it",

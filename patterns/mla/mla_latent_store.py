@@ -35,6 +35,9 @@ class MlaLatentStore:
 
     name: str = "mla_latent_store"
     op: str = "mla_latent_store"
+    asked_before: ClassVar[tuple[str, ...]] = (
+        "qkv_cache",
+    )  # it takes a latent and its rope key for a K and a V
     sought: ClassVar[Sought] = CACHE_WRITES
 
     def anchors(self, flow: Dataflow) -> Iterator[WritePair]:

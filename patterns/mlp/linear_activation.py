@@ -45,6 +45,7 @@ class LinearActivation:
 
     name: str = "linear_activation"
     op: str = "linear_activation"
+    asked_before: ClassVar[tuple[str, ...]] = ("linear_residual",)
     takes_leftovers: bool = True
     sought: ClassVar[Sought] = Sought(
         f"activations of linears of at most {MOST_TOKENS} tokens, or of two linears and their gate",

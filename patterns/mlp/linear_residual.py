@@ -70,6 +70,7 @@ class LinearResidual:
 
     name: str = "linear_residual"
     op: str = "linear_residual"
+    asked_before: ClassVar[tuple[str, ...]] = ("grouped_gemm_nvfp4",)
     takes_leftovers: bool = True
     sought: ClassVar[Sought] = Sought(
         f"linears of at most {MOST_TOKENS} tokens with a residual sum behind them",

@@ -15,7 +15,7 @@ from tilewright.patterns.arithmetic.equality import equal_values
 from tilewright.patterns.arithmetic.formula import number, tensor
 from tilewright.patterns.dataflow import Computed, Value, View, upstream
 from tilewright.patterns.effects import InexpressibleError
-from tilewright.patterns.language import Missed, Stage, miss_at, register_code
+from tilewright.patterns.language import Missed, Stage, miss_at
 from tilewright.patterns.quantised.activations import decoded_rows
 from tilewright.patterns.quantised.scales import Names, weight_arguments
 from tilewright.patterns.quantised.weights import match_scaled_weight, refuse, repeated
@@ -29,10 +29,6 @@ from tilewright.patterns.recognise.gemm import (
     unread_product,
 )
 from tilewright.patterns.recognise.linear import READABLE, UNREAD, match_columns
-
-register_code(
-    "LINEAR_FORM", "a linear for few tokens has a weight in no form that the op takes", "advice"
-)
 
 # Steps from what a model stores to a weight that the graph computes.
 _REACH = 64

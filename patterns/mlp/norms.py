@@ -8,21 +8,12 @@ from collections.abc import Iterator
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Value, View
 from tilewright.patterns.effects import InexpressibleError, Size
-from tilewright.patterns.language import Missed, Reject, Stage, miss_at, register_code
+from tilewright.patterns.language import Missed, Reject, Stage, miss_at
 from tilewright.patterns.mlp.linears import FewTokens, bare_product, match_few_tokens, weighed
 from tilewright.patterns.recognise.activation import match_activation
 from tilewright.patterns.recognise.dtypes import dtype_name
 from tilewright.patterns.recognise.norm import Norm, match_norm
 from tilewright.patterns.recognise.row_norm import rms_norm_of, row_norm_of
-
-register_code(
-    "NORM_FORM", "a linear for few tokens reads a norm in a form that no op takes", "advice"
-)
-register_code(
-    "SUM_PATH",
-    "between a linear for few tokens and the sum behind it stands a norm that the op does not take",
-    "advice",
-)
 
 
 def norms_before(linear: FewTokens) -> Iterator[Missed]:

@@ -13,7 +13,7 @@ from tilewright.patterns.arithmetic.casts import is_float_cast
 from tilewright.patterns.arithmetic.steps import is_filled
 from tilewright.patterns.dataflow import Dataflow, Value, View
 from tilewright.patterns.effects import size_fact
-from tilewright.patterns.language import Stage, register_code, reject
+from tilewright.patterns.language import Stage, reject
 from tilewright.patterns.quantised.expert_arguments import DequantizedExperts, expert_arguments
 from tilewright.patterns.quantised.experts import match_dequantized_experts
 from tilewright.patterns.recognise.activation import Activation
@@ -21,10 +21,6 @@ from tilewright.patterns.recognise.dtypes import HALVES, check_dtypes, dtype_nam
 from tilewright.patterns.recognise.grouped_gemm import ExpertGemm
 from tilewright.patterns.recognise.linear import Columns
 from tilewright.patterns.recognise.routing import rows_added_to
-
-register_code("EXPERT_ACTIVATION", "what lies between the two grouped GEMMs is no known activation")
-register_code("EXPERT_COMBINE", "the experts' results are not summed per token in a known way")
-register_code("EXPERT_WEIGHT", "an expert weight is computed in the graph in an unknown way")
 
 
 @dataclass(frozen=True)

@@ -67,6 +67,7 @@ class Moe:
 
     name: str = "moe"
     op: str = "fused_moe"
+    asked_before: ClassVar[tuple[str, ...]] = ("moe_dense",)
     takes_leftovers: bool = True
     sought: ClassVar[Sought] = Sought(
         "experts: a product of rows in groups (torch._grouped_mm, bmm) behind another one and an "

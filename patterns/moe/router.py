@@ -51,6 +51,7 @@ class MoeRouter:
 
     name: str = "moe_router"
     op: str = "moe_router"
+    asked_before: ClassVar[tuple[str, ...]] = ("all_reduce_residual_norm",)
     sought: ClassVar[Sought] = Sought(
         "a choice of experts: the topk of the numbers in the rows of a product",
         frozenset({"aten.topk", "aten.sort", "aten.argmax"}),

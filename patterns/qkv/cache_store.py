@@ -24,6 +24,7 @@ class CacheStore:
 
     name: str = "cache_store"
     op: str = "paged_kv_store"
+    asked_before: ClassVar[tuple[str, ...]] = ("mla_prefill",)
     sought: ClassVar[Sought] = CACHE_WRITES
 
     def anchors(self, flow: Dataflow) -> Iterator[WritePair]:

@@ -68,6 +68,7 @@ class QkvCache:
 
     name: str = "qkv_cache"
     op: str = "fused_qkv_paged"
+    asked_before: ClassVar[tuple[str, ...]] = ("mla_decode",)
     sought: ClassVar[Sought] = CACHE_WRITES
 
     def anchors(self, flow: Dataflow) -> Iterator[WritePair]:
