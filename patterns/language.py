@@ -29,7 +29,7 @@ from tilewright.patterns.dataflow import (
     scope_of,
     source_of,
 )
-from tilewright.patterns.effects import Effect
+from tilewright.patterns.effects import Effect, Size
 from tilewright.patterns.hints import hint_for, with_declare
 
 
@@ -145,6 +145,17 @@ class Result:
     output: int = 0
     factor: float = 1.0
     added: View | None = None
+
+    @classmethod
+    def of_rows(
+        cls, replaced: Value, made: Sequence[Size], output: int = 0, added: View | None = None
+    ) -> Result:
+        """A value that is a whole output, of rows [T, columns], in a shape of its own."""
+        rows, columns = made
+        if replaced.shape[1:] == (columns,):  # whatever names its count of rows has
+            return cls(replaced, effects.identity(replaced.shape), output, added=added)
+        effect = effects.reshape(effects.identity((rows, columns)), replaced.shape)
+        return cls(replaced, effect, output, added=added)
 
 
 @dataclass(frozen=True)
@@ -295,7 +306,8 @@ class Pattern(Protocol):
     """A family of subgraphs that one op replaces.
 
     It may also have an attribute `sought`, a :class:`Sought`, and `asked_before`, the names of
-    patterns that would take its anchors otherwise.
+    patterns that would take its anchors otherwise. Where it has a true attribute `optional`, the
+    graph as it is computes as well: each match `needs_kernel`, and each of its misses is advice.
     """
 
     @property
@@ -317,12 +329,22 @@ def attempt(pattern: Pattern, anchor: Any, flow: Dataflow) -> Match | Miss:
     """One pattern at one anchor."""
     if isinstance(anchor, Missed):
         return replace(anchor.miss, pattern=pattern.name)
+    answer = _attempt(pattern, anchor, flow)
+    if not getattr(pattern, "optional", False):
+        return answer
+    if isinstance(answer, Match):
+        return replace(answer, needs_kernel=True, miss_weight="advice")
+    return replace(answer, weight="advice")
+
+
+def _attempt(pattern: Pattern, anchor: Any, flow: Dataflow) -> Match | Miss:
     try:
         return _checked(pattern, pattern.match(anchor, flow))
     except Reject as rejection:
         return replace(rejection.miss, pattern=pattern.name)
     except effects.InexpressibleError as error:
-        return Miss(pattern.name, "LAYOUT", Stage.ANCHORED, str(error), _anchor_nodes(anchor))
+        nodes = _anchor_nodes(anchor) or tuple(v.node for v in anchored_stores(anchor))[:1]
+        return Miss(pattern.name, "LAYOUT", Stage.ANCHORED, str(error), nodes)
 
 
 def _anchor_nodes(anchor: Any) -> tuple[fx.Node, ...]:

@@ -234,7 +234,7 @@ def _match(
             "expert_weights": _expert_weights(combine, ids, x),
             **arguments,
         },
-        results=(Result(combine.end, _in_shape_of(combine.end, tokens, x), added=combine.added),),
+        results=(Result.of_rows(combine.end, (tokens, x.shape[1]), added=combine.added),),
         absorbed=tuple(sorted(absorbed.difference(scratch), key=lambda value: value.position)),
         scratch=scratch,
         facts=facts,
@@ -281,13 +281,6 @@ def _expert_weights(combine: Combine, ids: View, x: View) -> View | Computed:
         return combine.weights
     options = (("dtype", torch.float32), ("device", x.value.device))
     return Computed("full", (list(ids.shape), combine.factor), options)
-
-
-def _in_shape_of(end: Value, tokens: Any, x: View) -> effects.Effect:
-    """The op's output [T, H] in the shape of the value that it replaces."""
-    if len(end.shape) == 2:
-        return effects.identity(end.shape)
-    return effects.reshape(effects.identity((tokens, x.shape[1])), end.shape)
 
 
 def _gate_layout(layer: Layer) -> str:

@@ -35,7 +35,7 @@ from tilewright.patterns.language import (
 from tilewright.patterns.moe.choice import Choice, is_choice, match_choice
 from tilewright.patterns.moe.combine import SHAPED_LIKE
 from tilewright.patterns.moe.weights import Weights, match_weights
-from tilewright.patterns.recognise.dtypes import FLOATS, dtype_name, dtype_names
+from tilewright.patterns.recognise.dtypes import FLOATS, dtype_name, dtype_names, rows_fact
 from tilewright.patterns.recognise.gemm import Gemm, match_gemm, named_product
 from tilewright.patterns.recognise.routing import match_order
 
@@ -243,7 +243,6 @@ def _result(value: Value, output: int) -> Result | Parts:
 def _facts(x: View, weight: View | None, choice: Choice, weights: Weights) -> dict[str, Any]:
     """What reports say of the router."""
     groups = choice.groups
-    tokens = effects.size_fact(x.shape[0])
     return {
         "experts": choice.num_experts,
         "slots": choice.num_slots,
@@ -252,7 +251,7 @@ def _facts(x: View, weight: View | None, choice: Choice, weights: Weights) -> di
         "correction": "no" if choice.correction is None else "yes",
         "normalised": "yes" if weights.normalise else "no",
         "logits": "given" if weight is None else "computed",
-        "x": f"{dtype_name(x.value.dtype)}[{tokens},{x.shape[1]}]",
+        "x": rows_fact(x.value.dtype, *x.shape),
         "weights": dtype_name(weights.end.dtype),
     }
 
