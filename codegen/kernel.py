@@ -76,7 +76,8 @@ class Kernel:
     Attributes:
         template, name: those of `KernelSpec.template` and `KernelSpec.kernel`.
         strides: constants that are strides unless a launch says otherwise, each of one dimension or
-            a tuple of several; the stride of an absent tensor is 0.
+            a tuple of several; the stride of an absent tensor is 0. Without being named here,
+            `X_STRIDE` is that of the first dimension of the tensor "x".
         launch_strides: numbers that are strides, of type "i64", each of one dimension; the kernel
             is told whether 16 divides them. An absent tensor, or a dimension that a tensor lacks,
             has the stride 0.
@@ -196,14 +197,14 @@ class Kernel:
                 found[name] = constants[name]
             elif having is not None:
                 found[name] = getattr(having, name.lower())
-            elif name in self.strides:
+            elif name in self._places:
                 places = self._places[name]
                 if name in self._optional and not any(operands[tensor] for tensor, _ in places):
                     continue
                 values = tuple(
                     self._stride(operands[tensor], tensor, dim) for tensor, dim in places
                 )
-                found[name] = values if self.strides[name] is places else values[0]
+                found[name] = values if self.strides.get(name) is places else values[0]
             elif name not in self._optional and name != LAUNCH_PDL:
                 raise ValueError(f"{self}: expected a value for the constant {name}, got none")
         for name in self.omitted:
@@ -242,10 +243,15 @@ class Kernel:
 
     @cached_property
     def _places(self) -> dict[str, tuple[Stride, ...]]:
-        """The dimensions that each constant of `strides` is made of."""
+        """The dimensions that each constant is made of that is strides."""
+        found: dict[str, Stride | tuple[Stride, ...]] = {}
+        for name in self._constexprs.difference(self._optional):
+            tensor = name.removesuffix("_STRIDE").lower()
+            if name.endswith("_STRIDE") and tensor + POINTER_SUFFIX in self._names:
+                found[name] = (tensor, 0)
         return {
             name: (places,) if isinstance(places[0], str) else places
-            for name, places in self.strides.items()
+            for name, places in (found | dict(self.strides)).items()
         }
 
     @cached_property

@@ -175,7 +175,6 @@ class Parts:
 class Match:
     """A subgraph and the fused op that takes its place.
 
-    op: name of the op in `torch.ops.tilewright`, or `namespace::name`.
     arguments: by the schema's names: views (the rewriter builds them), numbers, strings, None.
     results: values of the graph, or parts of one, that the op's output replaces.
     absorbed: values that disappear.
@@ -187,10 +186,10 @@ class Match:
     needs_kernel: the graph is better left alone on a GPU that would compute the op by its
         reference.
     miss_weight: of the miss that it becomes where it cannot be rewritten; None for its code's own.
+    pattern, op: names of the pattern, and of the op in `torch.ops.tilewright`, or
+        `namespace::name`; :func:`attempt` gives it those of the pattern.
     """
 
-    pattern: str
-    op: str
     anchor: Value
     arguments: Mapping[str, Any]
     results: tuple[Result | Parts, ...] = ()
@@ -201,6 +200,8 @@ class Match:
     scratch: tuple[Value, ...] = ()
     needs_kernel: bool = False
     miss_weight: Weight | None = None
+    pattern: str = ""
+    op: str = ""
 
     @property
     def source(self) -> str:
@@ -389,7 +390,7 @@ def _checked(pattern: Pattern, answer: Any) -> Match:
             f"pattern {pattern.name!r}: stores are the in-place writes (op 'store') that the op "
             f"performs, got {answer.stores}; leave them empty where it writes nothing"
         )
-    return answer
+    return replace(answer, pattern=pattern.name, op=answer.op or pattern.op)
 
 
 _REGISTRY: dict[str, Pattern] = {}

@@ -77,8 +77,6 @@ class CacheAttention:
         attention = of_bare_operands(match_attention(anchor, flow), flow)
         arguments = _arguments(attention, flow)
         return Match(
-            pattern=self.name,
-            op=self.op,
             anchor=anchor,
             arguments=arguments,
             results=(attention.result(),),

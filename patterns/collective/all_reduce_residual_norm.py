@@ -55,8 +55,6 @@ class AllReduceResidualNorm:
         made = found.part.matrix.shape
         (_, waited, _) = found.absorbed
         return Match(
-            pattern=self.name,
-            op=self.op,
             anchor=anchor,
             arguments={
                 "x": found.part.matrix,

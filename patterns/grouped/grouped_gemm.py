@@ -83,7 +83,6 @@ class GroupedGemm:
         else:
             op, arguments = self.op, _weight_only(gemm, weight)
         return Match(
-            pattern=self.name,
             op=op,
             anchor=anchor,
             arguments=arguments,

@@ -123,8 +123,6 @@ class LoraQkv:
         for value in anchor[1:]:
             scope = common_scope(scope, value.scope)
         return Match(
-            pattern=self.name,
-            op=self.op,
             anchor=anchor[0],
             arguments={**dict(zip(names, call.operands, strict=True)), **dict(call.options)},
             results=results,

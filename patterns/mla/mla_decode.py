@@ -86,8 +86,6 @@ class MlaDecode:
         ends = (anchor.query.value, anchor.result.value)
         absorbed = (*columns.absorbed, *attention.absorbed, *ends)
         return Match(
-            pattern=self.name,
-            op=self.op,
             anchor=anchor.attention,
             arguments=arguments,
             results=(_result(anchor.result, attention, taken.layout),),

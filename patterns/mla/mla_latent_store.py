@@ -52,8 +52,6 @@ class MlaLatentStore:
         record = latent.write.record
         shared = latent.write.memory is rope_key.write.memory
         return Match(
-            pattern=self.name,
-            op=self.op,
             anchor=anchor.first.store,
             arguments={
                 "latent": latent.rows,

@@ -61,8 +61,6 @@ class MlaPrefill:
         _guard(attention, keys)
         absorbed = (*attention.absorbed, *keys.absorbed, *query.absorbed)
         return Match(
-            pattern=self.name,
-            op=self.op,
             anchor=anchor,
             arguments=_arguments(attention, keys, query, flow),
             results=(attention.result(),),

@@ -88,8 +88,6 @@ class LinearActivation:
             x = norm.x
             absorbed += norm.absorbed
         return Match(
-            pattern=self.name,
-            op=self.op,
             anchor=anchor,
             arguments={
                 "x": x,

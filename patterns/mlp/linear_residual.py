@@ -114,8 +114,6 @@ class LinearResidual:
         check_linears([linear], [found.residual], anchor)
         weights = match_codes([linear], [("weight", "weight_scale", "weight_zero")])
         return Match(
-            pattern=self.name,
-            op=self.op,
             anchor=anchor,
             arguments={
                 "x": linear.rows,

@@ -134,7 +134,7 @@ class Moe:
             check_formats(coded, gate_coded, x, activated, arguments)
             arguments["activation_format"] = "fp8"
         layer.check_kernels(x, anchor)
-        return _match(self, flow, anchor, replace(rows, x=x), layer, combine, arguments)
+        return _match(flow, anchor, replace(rows, x=x), layer, combine, arguments)
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,6 @@ def _first_gemm(part: View, name: str, flow: Dataflow) -> ExpertGemm:
 
 
 def _match(
-    pattern: Moe,
     flow: Dataflow,
     anchor: Value,
     rows: RouteRows,
@@ -225,8 +224,6 @@ def _match(
     if "activation_format" in arguments:
         facts["activations"] = "fp8"
     return Match(
-        pattern=pattern.name,
-        op=pattern.op,
         anchor=anchor,
         arguments={
             "x": rows.argument,

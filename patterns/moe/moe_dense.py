@@ -128,8 +128,6 @@ class MoeDense:
         weights = arguments.get("weight_format", "dense")
         weighs = "input" if on_input else "output"
         return Match(
-            pattern=self.name,
-            op=self.op,
             anchor=anchor,
             arguments={**_routed(x, scores, ids, on_input), **arguments},
             results=(

@@ -107,8 +107,6 @@ class MoeRouter:
                 "num_groups": groups.count, "top_groups": groups.kept, "group_top": groups.top,
             }  # fmt: skip
         return Match(
-            pattern=self.name,
-            op=self.op,
             anchor=anchor,
             arguments=arguments,
             results=(_result(weights.end, 0), _result(anchor, 1)),

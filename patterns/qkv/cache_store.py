@@ -62,8 +62,6 @@ class CacheStore:
             "cache": "x".join(str(n) for n in k.window.shape),
         }
         return Match(
-            pattern=self.name,
-            op=self.op,
             anchor=k_write.store,
             arguments=arguments,
             stores=anchor.stores,

@@ -105,8 +105,6 @@ class QkvCache:
         before = () if norm is None else norm.absorbed
         absorbed = dict.fromkeys((*before, *q.heads.absorbed, *k.absorbed, *v.absorbed, *stored))
         return Match(
-            pattern=self.name,
-            op=self.op,
             anchor=anchor.first.store,
             arguments=arguments,
             results=q.results,

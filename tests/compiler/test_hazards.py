@@ -320,7 +320,7 @@ class Projection:
 
     def match(self, anchor, flow):
         result = Result(anchor, effects.identity(anchor.shape))
-        return Match(self.name, self.op, anchor, {}, (result,), (anchor,), (), {})
+        return Match(anchor, {}, (result,), (anchor,))
 
 
 def test_a_site_that_another_match_absorbs_is_claimed():
