@@ -157,7 +157,8 @@ class Kernel:
         """The spec of a launch.
 
         operands: tensors by name, each with the strides of its pointer's `dims`, in that order.
-        constants: constants by name; a number given here is a constant of this spec.
+        constants: constants by name, and Triton's options; a number given here is a constant of
+            this spec.
         records: objects with further constants as attributes, in small letters, and with Triton's
             options; the first that has one counts.
         divisible: the numbers that 16 divides.
@@ -165,7 +166,8 @@ class Kernel:
         Raises ValueError where a constant is missing, or where the kernel has none of that name.
         """
         records = tuple(records)
-        self._check("constants", constants, self._names)
+        self._check("constants", constants, [*self._names, *OPTIONS])
+        options = {name: constants[name] for name in OPTIONS if name in constants}
         signature, known = self._arguments(operands, constants)
         given = {pointer.parameter: operands[pointer.tensor] for pointer in self.pointers}
         aligned = [name for name, operand in given.items() if operand and operand.aligned]
@@ -180,7 +182,7 @@ class Kernel:
             ranges={name: (1, INT32_MAX) for name in self.ranges if name in signature},
             target=target,
             launch_pdl=bool(known.get(LAUNCH_PDL)),
-            **_options((*records, self)),
+            **(_options((*records, self)) | options),
         )
 
     def _constants(
@@ -290,9 +292,9 @@ def _is_constexpr(annotation: ast.expr | None) -> bool:
     return isinstance(annotation, ast.Attribute) and annotation.attr == "constexpr"
 
 
-def _options(records: Iterable[object]) -> dict[str, int]:
+def _options(records: Iterable[object]) -> dict[str, Any]:
     """Triton's options that records have; the first record that has one counts."""
-    found: dict[str, int] = {}
+    found: dict[str, Any] = {}
     for record in records:
         for name in OPTIONS:
             if hasattr(record, name):
