@@ -537,9 +537,8 @@ def in_processes(function: Callable[..., None], ranks: int, *args: Any) -> bool:
         process.join()
     for rank, process in enumerate(running):
         if process.exitcode:
-            print(
-                f"{function.__name__}{args}: rank {rank} of {ranks} ended with {process.exitcode}"
-            )
+            who = f"rank {rank} of {ranks} in {function.__name__}"
+            print(f"{who} ended with {process.exitcode}", flush=True)
     return not any(process.exitcode for process in running)
 
 
