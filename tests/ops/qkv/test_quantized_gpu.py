@@ -17,7 +17,6 @@ from tilewright.ops.formats.quantized_weight import AWQ_ORDER
 from tilewright.ops.qkv import qkv_cache
 from tilewright.ops.qkv.arguments import FusedQkvArguments
 from tilewright.ops.qkv.operands import prepare
-from tilewright.ops.qkv.samples import AttentionCase
 from tilewright.ops.runtime.device import device_target
 
 pytestmark = [
