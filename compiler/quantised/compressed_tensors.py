@@ -29,8 +29,6 @@ _LIMITS = {
     ("int", 8): (-128.0, 127.0),
     ("float", 4): (-fp4.MAX, fp4.MAX),
 }
-#: Integers of so many bytes.
-_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 #: What a scale of zero becomes, by its dtype, as the library has it.
 _LEAST_SCALE = {torch.float8_e4m3fn: 0.125, torch.uint8: 1.0}
 
@@ -165,7 +163,7 @@ def _power_of_two(largest: torch.Tensor, most: float) -> torch.Tensor:
     """MX scales of groups with these largest magnitudes: the power of two below each, or above
     where that is nearer than a quarter, over that of `most`."""
     digits = -math.frexp(torch.finfo(largest.dtype).eps)[1] + 1
-    bits = largest.view(_BITS[largest.element_size()]).long()
+    bits = largest.view(torch.int32 if digits > 16 else torch.int16).to(torch.int32)
     exponent = (bits + (1 << (digits - 2))) >> digits
     bias = 1 - math.frexp(torch.finfo(largest.dtype).tiny)[1] + 1
     least = exponent - bias - (math.frexp(most)[1] - 1)
