@@ -156,27 +156,19 @@ def _refuse(why: str, culprit: View) -> NoReturn:
 def _projection(view: View, who: str) -> tuple[Gemm, Rows, View]:
     """(product, its rows that are heads, latents [B, K, L]) of a view [B, K, H, D] of a product."""
     code, stage = ("LATENT_KEYS", Stage.K_PATH) if who == "K" else ("LATENT_VALUES", Stage.V_PATH)
-    _refuse_scaled_sums(view, who)
     columns = match_columns(view, bare=True)
     if columns is not None:
         gemm, layout = columns.linear.gemm, columns.layout
         rows = heads_of(layout, gemm.feature, None)
         if columns.rank == 2 and rows and rows.dims(gemm.feature) == layout.dims[2:]:
             return gemm, rows, columns.x
-    reject(code, stage, f"{who} is not, head by head, a linear's result: {view.value}", view)
-
-
-def _refuse_scaled_sums(view: View, who: str) -> None:
-    """Rejects (WEIGHT_FORMAT) a product of codes whose result is scaled, not its weight."""
-    columns = match_columns(view)
-    if columns is not None and columns.linear.scale is not None:
-        reject(
-            "WEIGHT_FORMAT",
-            Stage.GUARDS,
-            f"{who} is up-projected by codes whose sums are scaled: {view.value}",
-            view,
-            hint="scale the up-projection's weight, codes * scale, before it is multiplied",
-        )
+    reject(
+        code,
+        stage,
+        f"{who} is not, head by head, a linear's result: {view.value}",
+        view,
+        hint="up-project by a linear alone: scale the weight that codes make, not their sums",
+    )
 
 
 def _weight(k: Gemm, v: Gemm, k_rows: Rows, v_rows: Rows) -> View:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tilewright.codegen.formats import WEIGHT_FORMATS
 from tilewright.patterns.dataflow import View
 from tilewright.patterns.effects import InexpressibleError
 from tilewright.patterns.language import Stage, reject
@@ -69,6 +70,8 @@ def _cut(view: View, block: Block) -> View:
 def _zeros(unpacked: Mapping[str, View], weight: DequantizedWeight) -> dict[str, Any]:
     """Zero points as words of eight rows where they are packed as the weight is, else as numbers
     that the graph unpacks."""
+    if WEIGHT_FORMATS[weight.format].packed_axis is None:
+        return dict(unpacked)
     words, points = {}, set()
     for name, grid in unpacked.items():
         found = packed(grid, 0, 8, torch.int32)

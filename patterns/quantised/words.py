@@ -19,6 +19,7 @@ from tilewright.patterns.effects import Atom, Effect, InexpressibleError
 from tilewright.patterns.recognise.gemm import piece_of
 
 _WORDS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+_GATHERS = ("aten.index", "aten.index_select")
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def bits_of(view: View) -> Bits | None:
     value = view.value
     if value.op in _RULES and value.operands:
         return _RULES[value.op](view)
-    if value.dtype not in _WORDS or value.op in ("store", "aten.cat", "aten.index"):
+    if value.dtype not in _WORDS or value.op in ("store", "aten.cat", *_GATHERS):
         return None
     width = value.dtype.itemsize * 8
     return Bits(view, 0, width, value.dtype.is_signed)
@@ -220,11 +221,16 @@ def _offset_inside(effect: Effect, axis: int, offset: Any, atom: Atom) -> int | 
 
 
 def _before_gather(view: View) -> View | None:
-    """A view of `x[index]`, with an index that the graph computes from nothing, as one of x."""
-    base, indices = view.value.args
+    """A view of `x[index]` along one dimension, with an index that the graph computes from nothing,
+    as one of x."""
+    if view.value.op == "aten.index_select":
+        base, dim, index = view.value.args
+        indices = ((dim % len(base.shape), index),)
+    else:
+        base, indices = view.value.args
     if len(indices) != 1:
         return None
-    (dim, index), *_ = indices
+    ((dim, index),) = indices
     rows = np.array(index) if isinstance(index, tuple) else constant_of(index)
     if rows is None or rows.ndim != 1 or not np.issubdtype(rows.dtype, np.integer):
         return None
@@ -285,12 +291,12 @@ def _run(step: int, length: int, axis: int) -> Atom:
     return Atom(axis if step else None, step, length)
 
 
-_BEFORE = {"aten.index": _before_gather, "store": _before_store}
+_BEFORE = {**dict.fromkeys(_GATHERS, _before_gather), "store": _before_store}
 
 
 # Operations that leave numbers as they are, or move them.
 _UNSCALED = frozenset(
-    ("cast", "bitcast", "store", *(f"aten.{n}" for n in ("cat", "index", "add", "sub")))
+    ("cast", "bitcast", "store", *_GATHERS, *(f"aten.{n}" for n in ("cat", "add", "sub")))
 )
 
 
@@ -305,7 +311,7 @@ def holds_codes(value: Value, known: dict[Value, bool] | None = None) -> bool:
         if value.op in ("input", "constant") or not value.operands:
             known[value] = value.op in ("input", "constant") and is_code(value.dtype)
         elif not value.projected:
-            of = value.operands[:1] if value.op == "aten.index" else value.operands
+            of = value.operands[:1] if value.op in _GATHERS else value.operands
             known[value] = any(holds_codes(v.value, known) for v in of)
     return known[value]
 
