@@ -41,7 +41,10 @@ def weight_arguments(
     except InexpressibleError as error:
         reject("SCALE_BLOCK", Stage.GUARDS, f"{first.codes.value}: {error}", first.codes)
     if block == (1, 1):
-        reject("SCALE_BLOCK", Stage.GUARDS, "every element has a scale of its own", first.codes)
+        why = (
+            "no neighbours are seen to share a scale (in blocks that do not divide K, they are not)"
+        )
+        reject("SCALE_BLOCK", Stage.GUARDS, why, first.codes)
     sizes = [max(view.shape[axis] for view in given) for axis in (0, 1)]
     arguments: dict[str, Any] = {
         "weight_format": first.format,

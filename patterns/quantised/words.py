@@ -105,11 +105,12 @@ def _bitcast(view: View) -> Bits | None:
     value = view.value
     (operand,) = value.operands
     room = value.dtype.itemsize * 8
-    inner = None
     if operand.value.dtype.itemsize == value.dtype.itemsize:
         inner = bits_of(view.of_operand(operand))
-    if inner is not None and inner.width < room:
-        return inner if value.dtype.is_signed or not inner.signed else None
+        if inner is None:
+            return None
+        if inner.width < room:
+            return inner if value.dtype.is_signed or not inner.signed else None
     return Bits(view, 0, room, value.dtype.is_signed) if value.dtype in _WORDS else None
 
 
@@ -150,6 +151,52 @@ def _number(view: View, item: Any) -> int | None:
     if numbers is None or not np.issubdtype(numbers.dtype, np.integer):
         return None
     return int(numbers.flat[0]) if np.all(numbers == numbers.flat[0]) else None
+
+
+# --- which numbers there may be ------------------------------------------------------------------
+
+_KEPT = ("cast", "bitcast", "aten.cat", *_GATHERS)
+_SHIFTS = ("aten.bitwise_right_shift", "aten.floor_divide")
+
+
+def fits(value: Value) -> bool:
+    """Whether no element of a value of integers can be too large, or too small, for its dtype."""
+    limits, (low, high) = torch.iinfo(value.dtype), _integers(value)
+    return bool(limits.min <= low and high <= limits.max)
+
+
+def _integers(value: Value) -> tuple[int, int]:
+    """The least and the largest that elements may be, before they are brought into their dtype."""
+    limits = torch.iinfo(value.dtype)
+    number = value.args[1] if len(value.args) > 1 else None
+    if value.op in ("aten.add", "aten.sub") and value.kwargs.get("alpha", 1) == 1:
+        one, other = (_held(item) for item in value.args[:2])
+        low, high = other if value.op == "aten.add" else (-other[1], -other[0])
+        return one[0] + low, one[1] + high
+    if (
+        value.op in ("aten.bitwise_and", "aten.remainder")
+        and isinstance(number, int)
+        and number > 0
+    ):
+        return 0, number - (value.op == "aten.remainder")
+    if value.op in _SHIFTS and isinstance(number, int) and number > 0:
+        by = 2**number if value.op == "aten.bitwise_right_shift" else number
+        low, high = _held(value.args[0])
+        return low // by, high // by
+    same = value.op != "bitcast" or value.operands[0].value.dtype.itemsize == value.dtype.itemsize
+    if value.op not in _KEPT or not value.operands or not same:
+        return limits.min, limits.max
+    of = [_held(v) for v in (value.operands[:1] if value.op in _GATHERS else value.operands)]
+    return min(low for low, _ in of), max(high for _, high in of)
+
+
+def _held(item: Any) -> tuple[int, int]:
+    """The least and the largest of a view's elements, or a number twice; all that the dtype has
+    where some may have been brought into it."""
+    if not isinstance(item, View) or item.value.dtype not in _WORDS:
+        return (item, item) if isinstance(item, int) else (-(2**63), 2**63)
+    limits = torch.iinfo(item.value.dtype)
+    return _integers(item.value) if fits(item.value) else (limits.min, limits.max)
 
 
 # --- strided writes into fresh memory ------------------------------------------------------------
