@@ -161,25 +161,26 @@ _SHIFTS = ("aten.bitwise_right_shift", "aten.floor_divide")
 
 def fits(value: Value) -> bool:
     """Whether no element of a value of integers can be too large, or too small, for its dtype."""
-    limits, (low, high) = torch.iinfo(value.dtype), _integers(value)
-    return bool(limits.min <= low and high <= limits.max)
+    return _are_within(_integers(value), value.dtype)
+
+
+def _are_within(found: tuple[int, int], dtype: torch.dtype) -> bool:
+    limits = torch.iinfo(dtype)
+    return bool(limits.min <= found[0] and found[1] <= limits.max)
 
 
 def _integers(value: Value) -> tuple[int, int]:
     """The least and the largest that elements may be, before they are brought into their dtype."""
     limits = torch.iinfo(value.dtype)
-    number = value.args[1] if len(value.args) > 1 else None
+    second = value.args[1] if len(value.args) > 1 else 0
+    number = second if isinstance(second, int) else 0
     if value.op in ("aten.add", "aten.sub") and value.kwargs.get("alpha", 1) == 1:
         one, other = (_held(item) for item in value.args[:2])
         low, high = other if value.op == "aten.add" else (-other[1], -other[0])
         return one[0] + low, one[1] + high
-    if (
-        value.op in ("aten.bitwise_and", "aten.remainder")
-        and isinstance(number, int)
-        and number > 0
-    ):
+    if number > 0 and value.op in ("aten.bitwise_and", "aten.remainder"):
         return 0, number - (value.op == "aten.remainder")
-    if value.op in _SHIFTS and isinstance(number, int) and number > 0:
+    if number > 0 and value.op in _SHIFTS:
         by = 2**number if value.op == "aten.bitwise_right_shift" else number
         low, high = _held(value.args[0])
         return low // by, high // by
@@ -195,8 +196,8 @@ def _held(item: Any) -> tuple[int, int]:
     where some may have been brought into it."""
     if not isinstance(item, View) or item.value.dtype not in _WORDS:
         return (item, item) if isinstance(item, int) else (-(2**63), 2**63)
-    limits = torch.iinfo(item.value.dtype)
-    return _integers(item.value) if fits(item.value) else (limits.min, limits.max)
+    limits, found = torch.iinfo(item.value.dtype), _integers(item.value)
+    return found if _are_within(found, item.value.dtype) else (limits.min, limits.max)
 
 
 # --- strided writes into fresh memory ------------------------------------------------------------
