@@ -446,6 +446,27 @@ class BlockScaled(nn.Module):
         )
 
 
+@pytest.mark.parametrize(("rows", "columns"), [(192, 256), (256, 192)])
+def test_blocks_of_which_the_last_is_a_part_are_not_spread_evenly(rows, columns):
+    class Gated(nn.Module):
+        def forward(self, x, x_scale, *weights):
+            gate, up = (
+                torch._scaled_mm(x, w.t(), x_scale, s.t(), out_dtype=torch.bfloat16)
+                for w, s in zip(weights[:2], weights[2:], strict=True)
+            )
+            return F.silu(gate) * up
+
+    def matches(n, k):
+        blocks = -(-n // 128), -(-k // 128)
+        codes = [torch.zeros(n, k).to(torch.float8_e4m3fn) for _ in range(2)]
+        scales = [torch.ones(blocks) for _ in range(2)]
+        x = torch.zeros(4, k).to(torch.float8_e4m3fn), torch.ones(4, blocks[1])
+        return patterns_in(lower(Gated(), (*x, *codes, *scales)), "mlp")
+
+    assert matches(256, 256) == ["linear_activation"]
+    assert matches(rows, columns) == []
+
+
 def test_activations_scaled_by_block():
     """Runs on a GPU alone; what is matched can be seen everywhere."""
 
