@@ -137,6 +137,7 @@ def moe(draw: random.Random) -> Drawn:
         "weigh": draw.choice(("sorted", "tokens")),
         "bias": draw.random() < 0.3,
         "quantised": of_codes.build,
+        "products": of_codes.products,
         "num_tokens": few(draw, 1, 4, 7),
         "hidden": 64 if quantised else draw.choice((16, 32)),
         "inner": 64 if quantised else draw.choice((16, 32)),
@@ -305,4 +306,5 @@ FAMILIES: dict[str, Callable[[random.Random], Drawn]] = {
     "coded": coded,
     "large": large,
     "quantised": of_codes.build,
+    "products": of_codes.products,
 }
