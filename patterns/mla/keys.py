@@ -155,7 +155,13 @@ def _projection(view: View, who: str) -> tuple[Gemm, Rows, View]:
         rows = heads_of(layout, gemm.feature, None)
         if columns.rank == 2 and rows and rows.dims(gemm.feature) == layout.dims[2:]:
             return gemm, rows, columns.x
-    reject(code, stage, f"{who} is not, head by head, a linear's result: {view.value}", view)
+    reject(
+        code,
+        stage,
+        f"{who} is not, head by head, a linear's result: {view.value}",
+        view,
+        hint="up-project by a linear alone: scale the weight that codes make, not their sums",
+    )
 
 
 def _weight(k: Gemm, v: Gemm, k_rows: Rows, v_rows: Rows) -> View:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tilewright.codegen.formats import WEIGHT_FORMATS
 from tilewright.patterns.dataflow import Computed, View
 from tilewright.patterns.effects import InexpressibleError
 from tilewright.patterns.language import Stage, reject
@@ -43,7 +44,10 @@ def weight_arguments(
     except InexpressibleError as error:
         reject("SCALE_BLOCK", Stage.GUARDS, f"{first.codes.value}: {error}", first.codes)
     if block == (1, 1):
-        reject("SCALE_BLOCK", Stage.GUARDS, "every element has a scale of its own", first.codes)
+        why = (
+            "no neighbours are seen to share a scale (in blocks that do not divide K, they are not)"
+        )
+        reject("SCALE_BLOCK", Stage.GUARDS, why, first.codes)
     sizes = [max(view.shape[axis] for view in given) for axis in (0, 1)]
     arguments: dict[str, Any] = {
         "weight_format": first.format,
@@ -94,6 +98,8 @@ def _fp32(item: View | Computed) -> Computed:
 def _zeros(unpacked: Mapping[str, View], weight: DequantizedWeight) -> dict[str, Any]:
     """Zero points as words of eight rows where they are packed as the weight is, else as numbers
     that the graph unpacks."""
+    if WEIGHT_FORMATS[weight.format].packed_axis is None:
+        return dict(unpacked)
     words, points = {}, set()
     for name, grid in unpacked.items():
         found = packed(grid, 0, 8, torch.int32)

@@ -12,7 +12,7 @@ Dimension letters: N rows (`h * D + d` of one projection), K hidden size, H head
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
@@ -27,7 +27,14 @@ from tilewright.patterns.language import Stage, reject
 from tilewright.patterns.quantised.experts import match_packed
 from tilewright.patterns.quantised.factors import MAGNITUDE, Steps, match_coded, repeats
 from tilewright.patterns.quantised.positions import every, joined
-from tilewright.patterns.quantised.words import Bits, bits_of, follow, holds_codes, is_code
+from tilewright.patterns.quantised.words import (
+    Bits,
+    bits_of,
+    fits,
+    follow,
+    holds_codes,
+    is_code,
+)
 
 # Each dtype in which a format of linears is stored.
 _STORED = [
@@ -274,7 +281,7 @@ def _offset(view: View) -> Element | None:
     if inner is None:
         return None
     other = value.args[1]
-    if not _has_room(view, inner, other):
+    if not _has_room(value):
         return None
     if isinstance(other, (int, float)) and float(other).is_integer():
         sign = 1 if value.op == "aten.sub" else -1
@@ -284,22 +291,11 @@ def _offset(view: View) -> Element | None:
     return replace(inner, zero=_bare(view.of_operand(other)))
 
 
-def _has_room(view: View, code: Element, other: Any) -> bool:
+def _has_room(difference: Value) -> bool:
     """Whether a difference cannot wrap around in its integer dtype."""
-    dtype = view.value.dtype
-    if dtype.is_floating_point or (dtype.is_signed and dtype.itemsize > 1):
-        return True
-    if isinstance(other, View):
-        zero = _unscaled(view.of_operand(other))
-        return dtype.is_signed and _is_small(code) and zero is not None and _is_small(zero)
-    small = isinstance(other, (int, float)) and abs(other) <= 64
-    return dtype.is_signed and _is_small(code) and small
-
-
-def _is_small(element: Element) -> bool:
-    """Whether an element is a nibble, shifted by a small number at most."""
-    nibble = isinstance(element.code, Bits) and element.code.width <= 4
-    return nibble and element.zero is None and abs(element.zero_point) <= 32
+    dtype = difference.dtype
+    wide = dtype.is_floating_point or (dtype.is_signed and dtype.itemsize > 1)
+    return wide or fits(difference)
 
 
 def _bare(view: View) -> View:

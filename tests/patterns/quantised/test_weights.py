@@ -370,6 +370,60 @@ def test_near_misses_are_missed_by_name_and_still_right(form):
     assert_missed(module, args, NEAR_MISSES[form])
 
 
+@stored(quantized.gptq)
+def gptq_in_bytes(layer, dtype):
+    """Zeros packed along the other axis; a difference of nibbles fits a byte with a sign."""
+    codes, zeros = (t.to(torch.int8) for t in quantized.gptq_codes(layer))
+    codes = codes.view(-1, GROUP, layer.width) - zeros[:, None]
+    return (layer.scale[:, None].to(dtype) * codes.to(dtype)).view(layer.hidden, layer.width).t()
+
+
+@stored(quantized.gptq)
+def gptq_selected(layer, dtype):
+    codes, zeros = quantized.gptq_codes(layer)
+    group = torch.arange(layer.hidden, device=codes.device) // GROUP
+    codes = (codes - zeros.index_select(0, group)).to(dtype)
+    return (layer.scale.t().to(dtype).index_select(-1, group)).t().mul(codes).t()
+
+
+def int8_with_words_of_zeros(layer, dtype):
+    shifts = torch.arange(0, 32, 4, device=layer.words.device)
+    zeros = ((layer.words[:, None] >> shifts[:, None]) & 15).view(layer.width, 1)
+    return (layer.codes.to(dtype) - zeros.to(dtype)) * layer.scale[:, None].to(dtype)
+
+
+def codes_and_words(rows, hidden, generator):
+    words = quantized.words(generator, rows // 8, 1)
+    return quantized.int8_buffers(rows, hidden, generator) | {"words": words}
+
+
+STORED[int8_with_words_of_zeros] = codes_and_words
+
+
+@pytest.mark.parametrize(
+    ("form", "weight"),
+    [
+        (gptq_in_bytes, "int4_k with zeros"),
+        (gptq_selected, "int4_k with zeros"),
+        (int8_with_words_of_zeros, "int8 with zeros"),
+    ],
+)
+def test_zeros_are_read_however_they_are_packed_and_selected(form, weight):
+    assert check(Attention(linear_of(form)), arguments(5))["weight"] == weight
+
+
+@stored(quantized.gptq)
+def a_difference_that_wraps_around(layer, dtype):
+    codes, zeros = (t.to(torch.int8) for t in quantized.gptq_codes(layer))
+    codes = codes.view(-1, GROUP, layer.width) - 100 - (zeros + 100)[:, None]
+    return (layer.scale[:, None].to(dtype) * codes.to(dtype)).view(layer.hidden, layer.width).t()
+
+
+def test_a_difference_that_may_wrap_around_is_no_code():
+    form = a_difference_that_wraps_around
+    assert_missed(Attention(linear_of(form)), arguments(5), "WEIGHT_FORMAT")
+
+
 def test_bytes_that_the_graph_puts_in_another_order_are_read_in_that():
     assert check(Attention(linear_of(bytes_in_another_order)), arguments(5))["weight"] == "int8"
 
@@ -420,6 +474,27 @@ class BlockScaled(nn.Module):
         return torch._scaled_mm(
             codes, weight, scale.squeeze(-1), self.scale.t(), out_dtype=torch.bfloat16
         )
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(192, 256), (256, 192)])
+def test_blocks_of_which_the_last_is_a_part_are_not_spread_evenly(rows, columns):
+    class Gated(nn.Module):
+        def forward(self, x, x_scale, *weights):
+            gate, up = (
+                torch._scaled_mm(x, w.t(), x_scale, s.t(), out_dtype=torch.bfloat16)
+                for w, s in zip(weights[:2], weights[2:], strict=True)
+            )
+            return F.silu(gate) * up
+
+    def matches(n, k):
+        blocks = -(-n // 128), -(-k // 128)
+        codes = [torch.zeros(n, k).to(torch.float8_e4m3fn) for _ in range(2)]
+        scales = [torch.ones(blocks) for _ in range(2)]
+        x = torch.zeros(4, k).to(torch.float8_e4m3fn), torch.ones(4, blocks[1])
+        return patterns_in(lower(Gated(), (*x, *codes, *scales)), "mlp")
+
+    assert matches(256, 256) == ["linear_activation"]
+    assert matches(rows, columns) == []
 
 
 def test_activations_scaled_by_block():
