@@ -25,6 +25,7 @@ class WeightFormat:
     element. number: what a code stands for, "" itself or "e2m1" (`ops.formats.fp4`).
 
     linears: whether the linears of dense layers take it. zeros: whether these may have zero points.
+    scales: the types that a scale of linears may have where it is not just any float.
     expert_scales: the types that a scale of experts may have ("u8": e8m0); empty: experts do not
     take it. expert_zero: the zero of all their codes. expert_block: the rows and columns that share
     a scale there, where the format fixes them. expert_kernel: whether
@@ -37,6 +38,7 @@ class WeightFormat:
     number: str = ""
     linears: bool = False
     zeros: bool = False
+    scales: tuple[str, ...] = ()
     expert_scales: tuple[str, ...] = ()
     expert_zero: int = 0
     expert_block: tuple[int, int] | None = None
@@ -50,6 +52,7 @@ class WeightFormat:
 
 _NIBBLES_OF_ROWS: dict[str, Any] = {"bits": 4, "packed_axis": -1}
 _EXPERTS: dict[str, Any] = {"expert_kernel": True, **_NIBBLES_OF_ROWS}
+_E2M1: dict[str, Any] = {"number": "e2m1", "linears": True, **_EXPERTS}
 #: Every format by its name in `weight_format`; "dense" has none. A format is added here: what ops
 #: check, compute, sample and recognise follows.
 WEIGHT_FORMATS = {
@@ -63,10 +66,14 @@ WEIGHT_FORMATS = {
         ("u8",), expert_zero=8, expert_scales=("fp32", "bf16", "fp16"), **_EXPERTS
     ),
     "nvfp4": WeightFormat(
-        ("u8",), number="e2m1", expert_scales=("fp8e4nv",), expert_block=(1, 16), **_EXPERTS
+        ("u8",),
+        scales=("fp8e4nv", "fp32", "bf16", "fp16"),
+        expert_scales=("fp8e4nv",),
+        expert_block=(1, 16),
+        **_E2M1,
     ),
     "mxfp4": WeightFormat(
-        ("u8",), number="e2m1", expert_scales=("u8",), expert_block=(1, 32), **_EXPERTS
+        ("u8",), scales=("u8",), expert_scales=("u8",), expert_block=(1, 32), **_E2M1
     ),
 }
 
@@ -146,6 +153,7 @@ class Quantization:
         of a step."""
         whole = self.block[1] >= columns
         return {
+            **self.number_constants(),
             "PER": self.per_word,
             "PACKED_ROWS": self.packed_rows,
             "PACKED_ZEROS": self.packed_zeros,
@@ -157,6 +165,10 @@ class Quantization:
             "SCALE_COLUMNS": max(columns, block_k) if whole else self.block[1],
             "ZERO_OFFSET": self.zero_point - self.code_offset,
         }
+
+    def number_constants(self) -> dict[str, Constant]:
+        """What codes stand for, where it is not themselves."""
+        return {"NUMBER": self.format.number} if self.format.number else {}
 
     def block_strides(self, index: int) -> tuple[int, ...]:
         """(row, column) of the index-th weight's scales, then of its zeros; 0 for none."""
@@ -177,7 +189,9 @@ class Quantization:
         """Whether a tensor core can take steps of block_k of the weight's columns."""
         groups = self.groups_in(columns, block_k)
         least = 32 if self.per_word == 8 and not self.packed_rows else 16
-        return groups > 0 and block_k // groups >= least
+        # Groups of 16 in bytes are multiplied two at a time (`add_scaled_groups`).
+        pairs = self.per_word != 2 or block_k >= 32
+        return groups > 0 and block_k // groups >= least and pairs
 
     def longest_step(self, columns: int) -> int:
         """The longest step, up to 128, that meets whole scales or parts of one."""

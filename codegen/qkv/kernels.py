@@ -289,6 +289,7 @@ def dequantize_statics(problem: QkvProblem, index: int) -> Statics:
         BLOCK_R=block_r,
         BLOCK_K=block_k,
         UNIT=gcd(columns, block_k),
+        **q.number_constants(),
     )
 
 

@@ -15,6 +15,7 @@ import copy as copying
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import torch
@@ -151,12 +152,13 @@ def _taking_place(module: nn.Module, is_root: bool) -> nn.Module | str | None:
 def _share_equal_scales(replaced: Sequence[Replaced]) -> None:
     """Gives linears of one parent that round activations by equal scales one tensor of them: so the
     activation that they read is seen to be one."""
-    known: dict[tuple[str, bytes], nn.Parameter] = {}
-    for one in replaced:
-        scale = one.module._parameters.get("input_scale")
+    known: dict[tuple[str, str, bytes], nn.Parameter] = {}
+    for one, name in product(replaced, ("input_scale", "input_global_scale")):
+        scale = one.module._parameters.get(name)
         if scale is not None and not scale.is_meta:
-            key = (one.name.rpartition(".")[0], scale.detach().float().cpu().numpy().tobytes())
-            one.module._parameters["input_scale"] = known.setdefault(key, scale)
+            parent = one.name.rpartition(".")[0]
+            key = (parent, name, scale.detach().float().cpu().numpy().tobytes())
+            one.module._parameters[name] = known.setdefault(key, scale)
 
 
 def _put(model: nn.Module, name: str, module: nn.Module) -> None:

@@ -15,6 +15,9 @@ from tilewright.codegen.operand import Operand
 from tilewright.ops.formats.weight import Weight
 from tilewright.ops.runtime.operands import operand
 
+# Columns of a scale that kernels meet whole where they read 32-bit words.
+_WORD_COLUMNS = 32
+
 
 def code_words(weights: Sequence[Weight | None]) -> list[torch.Tensor | None]:
     """The data of an op's weights of codes as its kernels read them."""
@@ -23,9 +26,18 @@ def code_words(weights: Sequence[Weight | None]) -> list[torch.Tensor | None]:
         weight is None or (_packs_columns(weight) and tuple(weight.nibble_order) in ((), (0, 1)))
         for weight in weights
     ]
-    if all(pairs) and all(data is None or _fills_words(data) for data in given):
+    if (
+        scales_fill_words(weights)
+        and all(pairs)
+        and all(data is None or _fills_words(data) for data in given)
+    ):
         return [None if data is None else data.view(torch.int32) for data in given]
     return given
+
+
+def scales_fill_words(weights: Sequence[Weight | None]) -> bool:
+    """Whether scales are for columns enough that kernels may read bytes as 32-bit words."""
+    return all(weight is None or weight.scale_block[1] >= _WORD_COLUMNS for weight in weights)
 
 
 def _packs_columns(weight: Weight) -> bool:

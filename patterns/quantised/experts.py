@@ -42,7 +42,7 @@ from tilewright.patterns.quantised.factors import (
     repeats,
     with_factor,
 )
-from tilewright.patterns.quantised.weights import every, joined
+from tilewright.patterns.quantised.positions import every, joined
 from tilewright.patterns.quantised.words import holds_codes
 
 _EXPERTS = {name: form for name, form in WEIGHT_FORMATS.items() if form.expert_scales}
@@ -93,7 +93,7 @@ def match_dequantized_rows(rows: View) -> DequantizedExperts | None:
 
 def _match(weight: View) -> DequantizedExperts | None:
     try:
-        return _one_by_one(weight) or _packed(weight) or _whole(weight)
+        return _one_by_one(weight) or match_packed(weight) or _whole(weight)
     except InexpressibleError:
         return None
 
@@ -129,8 +129,9 @@ def _joined_each(factors: Sequence[Sequence[View]]) -> tuple[View, ...]:
     return tuple(view for view in views if view is not None)
 
 
-def _packed(weight: View) -> DequantizedExperts | None:
-    """Two codes to a byte, along K, the even one low."""
+def match_packed(weight: View) -> DequantizedExperts | None:
+    """What weights [E, N, K] or [N, K] of two codes to a byte, along K, the even one low, are
+    dequantised from; None where they are not. Raises InexpressibleError."""
     axis, columns = len(weight.shape) - 1, weight.shape[-1]
     if not isinstance(columns, int) or columns % 2:
         return None

@@ -117,10 +117,63 @@ def nvfp4(layer, dtype):
     return (blocks * layer.factor).view(layer.width, -1).to(dtype)
 
 
+def nvfp4_divided(layer, dtype):
+    """As compressed-tensors decodes it: a table of magnitudes, the scale in bfloat16, the factor a
+    divisor."""
+    codes = torch.stack((layer.packed & 0xF, (layer.packed & 0xF0) >> 4), dim=-1).flatten(-2)
+    table = torch.tensor(E2M1, device=codes.device)
+    signs = torch.where((codes & 8).to(torch.bool), -1.0, 1.0)
+    values = (table[(codes & 7).long()] * signs).to(torch.bfloat16)
+    scale = layer.scale.to(torch.bfloat16) / layer.divisor
+    blocks = values.unflatten(-1, (-1, GROUP)).to(scale.dtype) * scale.unsqueeze(-1)
+    return blocks.flatten(-2).to(dtype)
+
+
+def nvfp4_unscaled(layer, dtype):
+    """No factor for all: the scale is read as it is stored."""
+    table = torch.tensor([*E2M1, *(-m for m in E2M1)], device=layer.packed.device)
+    codes = torch.stack((layer.packed & 0xF, layer.packed >> 4), dim=-1).flatten(-2)
+    blocks = table[codes.int()].view(layer.width, -1, GROUP) * layer.scale.float()[:, :, None]
+    return blocks.view(layer.width, -1).to(dtype)
+
+
+def nvfp4_high_first(layer, dtype):
+    """The even element in the high nibble: in no format."""
+    table = torch.tensor([*E2M1, *(-m for m in E2M1)], device=layer.packed.device)
+    codes = torch.stack((layer.packed >> 4, layer.packed & 0xF), dim=-1).flatten(-2)
+    blocks = table[codes.int()].view(layer.width, -1, GROUP) * layer.scale.float()[:, :, None]
+    return (blocks * layer.factor).view(layer.width, -1).to(dtype)
+
+
+def mxfp4(layer, dtype):
+    """Floats of four bits, with a power of two for every 32."""
+    table = torch.tensor([*E2M1, *(-m for m in E2M1)], device=layer.packed.device)
+    codes = torch.stack((layer.packed & 0xF, layer.packed >> 4), dim=-1).flatten(-2)
+    values = table.to(dtype)[codes.int()].view(layer.width, -1, BLOCK)
+    exponents = layer.exponents.to(torch.int32) - 127
+    return torch.ldexp(values, exponents[:, :, None]).view(layer.width, -1).to(dtype)
+
+
+def mxfp4_power(layer, dtype):
+    """As compressed-tensors decodes it."""
+    table = torch.tensor([*E2M1, *(-m for m in E2M1)], device=layer.packed.device)
+    codes = torch.stack((layer.packed & 0xF, layer.packed >> 4), dim=-1).flatten(-2)
+    values = table[codes.int()].to(torch.bfloat16).view(layer.width, -1, BLOCK)
+    scale = 2.0 ** (layer.exponents.to(torch.int32) - 127).to(torch.bfloat16)
+    return (values * scale[:, :, None]).view(layer.width, -1).to(dtype)
+
+
+def mxfp4_buffers(rows, hidden, generator):
+    packed = nibble_buffers(rows, hidden, generator)["packed"]
+    exponents = torch.randint(117, 122, (rows, hidden // BLOCK), generator=generator)
+    return {"packed": packed, "exponents": exponents.to(torch.uint8)}
+
+
 def nvfp4_buffers(rows, hidden, generator):
     nibbles = nibble_buffers(rows, hidden, generator)
     scale = (64 * nibbles["scale"].float()).to(torch.float8_e4m3fn)
-    return {"packed": nibbles["packed"], "scale": scale, "factor": torch.tensor(1 / 64)}
+    factor = {"factor": torch.tensor(1 / 64), "divisor": torch.tensor([64.0])}
+    return {"packed": nibbles["packed"], "scale": scale, **factor}
 
 
 # --- eight nibbles in an int32 --------------------------------------------------------------------
@@ -421,6 +474,11 @@ STORED = {
     nibbles_scaled_by_column: nibble_buffers,
     nf4: nibble_buffers,
     nvfp4: nvfp4_buffers,
+    nvfp4_divided: nvfp4_buffers,
+    nvfp4_unscaled: nvfp4_buffers,
+    nvfp4_high_first: nvfp4_buffers,
+    mxfp4: mxfp4_buffers,
+    mxfp4_power: mxfp4_buffers,
     awq: awq_buffers,
     awq_plain: awq_buffers,
     awq_listed: awq_buffers,

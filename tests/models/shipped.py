@@ -141,7 +141,7 @@ def _compressed(kind: str, folder: Path, scheme: str) -> nn.Module:
 def _calibrate(module: Any) -> None:
     """The scales of a linear's weight, from its smallest and largest elements; a static scale of
     its activations."""
-    from compressed_tensors.quantization.utils import calculate_qparams
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
     args = module.quantization_scheme.weights
     weight = module.weight.float()
@@ -152,11 +152,16 @@ def _calibrate(module: Any) -> None:
         weight = nn.functional.pad(weight, (0, rest[0], 0, rest[1]))
         parts = weight.unflatten(0, (-1, rows)).unflatten(-1, (-1, columns))
         parts = parts.transpose(1, 2).flatten(-2)
-    elif strategy == "group":
+    elif "group" in strategy:
         parts = weight.unflatten(-1, (-1, args.group_size))
     else:
         parts = weight.flatten() if strategy == "tensor" else weight.unsqueeze(1)
-    scale, _ = calculate_qparams(parts.amin(-1), parts.amax(-1), args)
+    factor = getattr(module, "weight_global_scale", None)
+    if factor is not None:
+        factor.data.copy_(generate_gparam(weight.amin(), weight.amax()))
+    if hasattr(module, "input_global_scale"):
+        module.input_global_scale.data.fill_(448 * 6 / 4.0)
+    scale, _ = calculate_qparams(parts.amin(-1), parts.amax(-1), args, factor)
     module.weight_scale.data.copy_(scale.view_as(module.weight_scale))
     if hasattr(module, "input_scale"):
         module.input_scale.data.fill_(0.03)
@@ -240,7 +245,18 @@ SHIPPED: dict[str, Shipped] = {
         f"ct-{scheme.lower().replace('_', '-')}": Shipped(
             "compressed_tensors", partial(_compressed, scheme=scheme)
         )
-        for scheme in ("FP8", "FP8_DYNAMIC", "FP8_BLOCK", "W8A8", "W4A16", "W8A16")
+        for scheme in (
+            "FP8",
+            "FP8_DYNAMIC",
+            "FP8_BLOCK",
+            "W8A8",
+            "W4A16",
+            "W8A16",
+            "NVFP4A16",
+            "NVFP4",
+            "MXFP4A16",
+            "MXFP4",
+        )
     },
 }
 

@@ -110,6 +110,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 _FP8 = {"weight_format": "fp8"}
 _GPTQ = {"weight_format": "int4_k", "transposed": True, "zeros": "packed"}
 _CODES = {**_FP8, "codes": True}
+_BYTES = {"words": torch.uint8}
 # How weights are quantised, as checkpoints have them; scale_block: with K in place of 0.
 FORMATS: dict[str, dict[str, Any]] = {
     "int4": {"weight_format": "int4_k", "zero_point": 8, "scale_block": (1, 128)},
@@ -123,6 +124,13 @@ FORMATS: dict[str, dict[str, Any]] = {
     "int8": {"weight_format": "int8", "scale_block": (1, 0)},
     "fp8": {**_FP8, "scale_block": (1, 0)},
     "fp8 block": {**_FP8, "scale_block": (128, 128)},
+    "nvfp4": {
+        **_BYTES,
+        "weight_format": "nvfp4",
+        "scale_block": (1, 16),
+        "scale_dtype": torch.float32,  # with a projection's factor
+    },
+    "mxfp4": {**_BYTES, "weight_format": "mxfp4", "scale_block": (1, 32)},
     "fp8 x fp8": {**_CODES, "scale_block": (1, 0), "x_scale": "token"},
     "fp8 x fp8 block": {**_CODES, "scale_block": (128, 128), "x_scale": "block"},
 }

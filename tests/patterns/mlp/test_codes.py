@@ -49,9 +49,10 @@ def compiled(module, x):
 
 
 FORMATS = {"nibbles": "int4_k", "gptq": "int4_k", "awq": "int4_n", "int8": "int8", "fp8": "fp8"}
-FORMATS |= {"scaled": "fp8"}
-# Not every CPU takes it, the groups are a buffer's, or the codes are floats of four bits.
-OTHERS = {quantized.scaled_mm_token, quantized.gptq_act_order, quantized.nf4, quantized.nvfp4}
+FORMATS |= {"scaled": "fp8", "nvfp4": "nvfp4", "mxfp4": "mxfp4"}
+# Not every CPU takes it, the groups are a buffer's, or the codes are others.
+OTHERS = {quantized.scaled_mm_token, quantized.gptq_act_order, quantized.nf4}
+OTHERS |= {quantized.nvfp4_high_first}
 
 
 def with_a_bias_in_turn():

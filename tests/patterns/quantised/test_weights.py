@@ -65,7 +65,7 @@ def check(module, args):
     return matches_of(found, "qkv")[0].shapes
 
 
-MISSED = (quantized.gptq_act_order, quantized.nf4, quantized.nvfp4)
+MISSED = (quantized.gptq_act_order, quantized.nf4, quantized.nvfp4_high_first)
 FORMATS = {
     "nibbles": "int4_k",
     "gptq": "int4_k with zeros",
@@ -73,6 +73,8 @@ FORMATS = {
     "int8": "int8",
     "fp8": "fp8",
     "scaled": "fp8",
+    "nvfp4": "nvfp4",
+    "mxfp4": "mxfp4",
 }
 MATCHED = [form for form in STORED if form not in MISSED]
 
@@ -312,6 +314,31 @@ def multiplied_codes(layer, dtype):
     return (layer.codes.to(dtype) * layer.codes.to(dtype)) * layer.scale.to(dtype)
 
 
+@stored(quantized.nvfp4)
+def floats_of_another_table(layer, dtype):
+    """Two numbers have changed places."""
+    numbers = [0.0, 0.5, 1.0, 1.5, 2.0, 4.0, 3.0, 6.0]
+    table = torch.tensor([*numbers, *(-n for n in numbers)], device=layer.packed.device)
+    codes = torch.stack((layer.packed & 0xF, layer.packed >> 4), dim=-1).flatten(-2)
+    blocks = table[codes.int()].view(layer.width, -1, GROUP) * layer.scale.float()[:, :, None]
+    return (blocks * layer.factor).view(layer.width, -1).to(dtype)
+
+
+@stored(quantized.mxfp4)
+def powers_from_126(layer, dtype):
+    table = torch.tensor([*quantized.E2M1, *(-m for m in quantized.E2M1)]).to(dtype)
+    codes = torch.stack((layer.packed & 0xF, layer.packed >> 4), dim=-1).flatten(-2)
+    values = table[codes.int()].view(layer.width, -1, 32)
+    exponents = layer.exponents.to(torch.int32) - 126
+    return torch.ldexp(values, exponents[:, :, None]).view(layer.width, -1)
+
+
+@stored(quantized.nvfp4)
+def floats_scaled_twice(layer, dtype):
+    scale = layer.scale.to(dtype).repeat_interleave(GROUP, dim=1)
+    return quantized.nvfp4(layer, dtype) * scale
+
+
 NEAR_MISSES = {
     signed_nibbles: "WEIGHT_FORMAT",
     halves_side_by_side: "WEIGHT_FORMAT",
@@ -330,7 +357,10 @@ NEAR_MISSES = {
     multiplied_codes: "WEIGHT_FORMAT",
     scales_in_tiles: "SCALE_BLOCK",
     quantized.gptq_act_order: "SCALE_BLOCK",
-    quantized.nvfp4: "WEIGHT_FORMAT",
+    quantized.nvfp4_high_first: "WEIGHT_FORMAT",
+    floats_of_another_table: "WEIGHT_FORMAT",
+    powers_from_126: "WEIGHT_FORMAT",
+    floats_scaled_twice: "WEIGHT_FORMAT",
 }
 
 
@@ -457,7 +487,7 @@ def test_a_site_that_the_op_refuses_hides_no_miss_of_another():
     class Two(nn.Module):
         def __init__(self):
             super().__init__()
-            forms = (quantized.nvfp4, quantized.int8)
+            forms = (quantized.nvfp4_high_first, quantized.int8)
             self.parts = nn.ModuleList(Attention(linear_of(form)) for form in forms)
 
         def forward(self, x, y, slots, *caches):
