@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from tilewright.compiler.quantised import (
+    bitsandbytes,
     compressed_tensors,
     gpt_oss,
     gptqmodel,
@@ -33,6 +34,7 @@ from tilewright.compiler.quantised import (
 Reader = Callable[[nn.Module], nn.Module | str | None]
 
 READERS: tuple[Reader, ...] = (
+    bitsandbytes.replacement,
     compressed_tensors.replacement,
     gpt_oss.replacement,
     gptqmodel.replacement,
@@ -105,8 +107,8 @@ def prepare(model: nn.Module, *, copy: bool = False) -> Prepared:
     model: any module; a model without such modules stays as it is. copy: work on a copy of the
     modules, which shares the tensors of the original; that stays as it is.
 
-    Reads linears of compressed-tensors, GPTQ (gptqmodel), torchao and quanto, and mixtures of
-    gpt-oss in MXFP4. Names in `state_dict` stay where the library has a tensor for each.
+    Reads linears of bitsandbytes (4 bits), compressed-tensors, GPTQ (gptqmodel), torchao and
+    quanto, and mixtures of gpt-oss in MXFP4. Names in `state_dict` stay where the library has a tensor for each.
     Activations are rounded as the library does it.
 
     Raises TypeError where model is no module.

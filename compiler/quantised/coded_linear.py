@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from tilewright.codegen.formats import TABLES
 
 
 class CodedLinear(nn.Module):
@@ -43,6 +45,26 @@ class CodedLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"
+
+
+def weight_of_table(
+    codes: torch.Tensor, absmax: torch.Tensor, quant_type: str, shape: Sequence[int]
+) -> torch.Tensor:
+    """A weight of bitsandbytes [N, K] in fp32. codes [N * K / 2] uint8, the first of a byte's two in
+    its high nibble; absmax [blocks] fp32, of blocks of the flattened weight. quant_type: a name in
+    `codegen.formats.TABLES`."""
+    # A table that a module held would be data that may change.
+    table = torch.tensor(TABLES[quant_type], dtype=torch.float32, device=codes.device)
+    nibbles = torch.stack([codes >> 4, codes & 15], -1).view(len(absmax), -1)
+    return (table[nibbles.int()] * absmax.unsqueeze(-1)).view(*shape)
+
+
+def absmax_of_codes(
+    codes: torch.Tensor, table: torch.Tensor, absmax: torch.Tensor, offset: torch.Tensor
+) -> torch.Tensor:
+    """Scales [blocks] of bitsandbytes that are codes of a table [256], 256 with one scale each."""
+    of_block = absmax.repeat_interleave(256)[: len(codes)]
+    return table[codes.int()] * of_block + offset
 
 
 def nibbles_of_words(words: torch.Tensor) -> torch.Tensor:

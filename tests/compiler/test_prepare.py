@@ -24,7 +24,7 @@ FLIPS = ("ct-nvfp4", "ct-mxfp4")
 #: What needs no preparation.
 PLAIN = ("awq", "hqq-int8")
 #: What prepare does not know, and no pattern takes.
-UNKNOWN = ("hqq-int4", "bitsandbytes-nf4", "bitsandbytes-fp4", "bitsandbytes-int8")
+UNKNOWN = ("hqq-int4",)
 
 
 def load(name, kind, folder):

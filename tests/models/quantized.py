@@ -135,11 +135,11 @@ def nf4_low_first(layer, dtype):
     return of_table(layer, dtype, formats.TABLES["nf4"], first=0)
 
 
-def nf4_of_a_buffer(layer, dtype):
+def nf4_of_a_buffer(layer, x):
     """Numbers that are the model's data."""
     codes = torch.stack((layer.packed >> 4, layer.packed & 0xF), dim=-1).view(-1, GROUP)
     values = layer.table[codes.int()] * layer.scale.view(-1, 1).float()
-    return values.view(layer.width, -1).to(dtype)
+    return F.linear(x, values.view(layer.width, -1).to(x.dtype), layer.bias)
 
 
 def table_buffers(rows, hidden, generator):
