@@ -108,8 +108,8 @@ def prepare(model: nn.Module, *, copy: bool = False) -> Prepared:
     modules, which shares the tensors of the original; that stays as it is.
 
     Reads linears of bitsandbytes (4 bits), compressed-tensors, GPTQ (gptqmodel), torchao and
-    quanto, and mixtures of gpt-oss in MXFP4. Names in `state_dict` stay where the library has a tensor for each.
-    Activations are rounded as the library does it.
+    quanto, and mixtures of gpt-oss in MXFP4. Names in `state_dict` stay where the library has a
+    tensor for each, but for bitsandbytes. Activations are rounded as the library does it.
 
     Raises TypeError where model is no module.
     """

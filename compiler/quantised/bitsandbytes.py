@@ -26,8 +26,8 @@ _SCALES = 256
 
 
 class TableLinear(CodedLinear):
-    """codes [N * K / 2], absmax [blocks], quant_type: as in `weight_of_table`. compute_dtype: what x
-    is cast to, and the weight rounded to; None: x's own."""
+    """codes [N * K / 2], absmax [blocks], quant_type: as in `weight_of_table`. compute_dtype: what
+    x is cast to, and the weight rounded to; None: x's own."""
 
     codes: torch.Tensor
     absmax: torch.Tensor

@@ -50,9 +50,11 @@ class CodedLinear(nn.Module):
 def weight_of_table(
     codes: torch.Tensor, absmax: torch.Tensor, quant_type: str, shape: Sequence[int]
 ) -> torch.Tensor:
-    """A weight of bitsandbytes [N, K] in fp32. codes [N * K / 2] uint8, the first of a byte's two in
-    its high nibble; absmax [blocks] fp32, of blocks of the flattened weight. quant_type: a name in
-    `codegen.formats.TABLES`."""
+    """A weight of bitsandbytes [N, K] in fp32.
+
+    codes [N * K / 2] uint8, the first of a byte's two in its high nibble; absmax [blocks] fp32, of
+    blocks of the flattened weight. quant_type: a name in `codegen.formats.TABLES`.
+    """
     # A table that a module held would be data that may change.
     table = torch.tensor(TABLES[quant_type], dtype=torch.float32, device=codes.device)
     nibbles = torch.stack([codes >> 4, codes & 15], -1).view(len(absmax), -1)

@@ -115,7 +115,7 @@ def _bitsandbytes(kind: str, folder: Path, **options: Any) -> nn.Module:
     model: Any = _by_config(kind, folder, "BitsAndBytesConfig", **options)
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
-            # A CPU's own kernel rounds the scales to bfloat16; others have not got it, nor have GPUs.
+            # The kernel that some CPUs have rounds scales to bfloat16, which GPUs do not.
             module.support_avx512bf16_for_cpu = False
     return model
 
