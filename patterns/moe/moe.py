@@ -31,7 +31,7 @@ from tilewright.patterns.moe.combine import (
 )
 from tilewright.patterns.moe.layer import Layer, first_gemm, refuse_activation, refuse_rows
 from tilewright.patterns.moe.order import RouteRows, check_groups, refuse_order, rows_in_order
-from tilewright.patterns.moe.refused import refused_experts
+from tilewright.patterns.moe.refused import choices_of, refused_experts
 from tilewright.patterns.moe.sentinels import (
     clamps,
     foreign_experts,
@@ -224,6 +224,9 @@ def _match(
     facts = layer.facts(x, num_slots, weights, **own)
     if "activation_format" in arguments:
         facts["activations"] = "fp8"
+    routed = _routed_experts(ids, layer.down.weight.shape[0])
+    if routed is not None:
+        facts["routed"] = routed
     return Match(
         pattern=pattern.name,
         op=pattern.op,
@@ -240,6 +243,13 @@ def _match(
         facts=facts,
         scope=common_scope(layer.gate.end.scope, anchor.scope),
     )
+
+
+def _routed_experts(ids: View, num_experts: Any) -> Any:
+    """The experts that a router chooses from, where this device holds only some of them."""
+    choice = next(choices_of(ids.value, _ROUTING_REACH), None)
+    among = None if choice is None else choice.args[0].shape[-1]
+    return None if among == num_experts else among
 
 
 def _expert_ids(
