@@ -14,11 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tilewright.codegen.formats import TABLES
-from tilewright.compiler.quantised.coded_linear import (
-    CodedLinear,
-    absmax_of_codes,
-    weight_of_table,
-)
+from tilewright.compiler.quantised.coded_linear import CodedLinear
 
 _FOUR_BITS = ("Linear4bit", "LinearNF4", "LinearFP4")
 # Scales that share a scale, where scales are codes too: the library knows no other number.
@@ -26,8 +22,12 @@ _SCALES = 256
 
 
 class TableLinear(CodedLinear):
-    """codes [N * K / 2], absmax [blocks], quant_type: as in `weight_of_table`. compute_dtype: what
-    x is cast to, and the weight rounded to; None: x's own."""
+    """codes [N * K / 2] uint8, the first of a byte's two in its high nibble; absmax [blocks] fp32,
+    of blocks of the flattened weight [N, K].
+
+    quant_type: a name in `codegen.formats.TABLES`. compute_dtype: what x is cast to, and the weight
+    rounded to; None: x's own.
+    """
 
     codes: torch.Tensor
     absmax: torch.Tensor
@@ -41,8 +41,11 @@ class TableLinear(CodedLinear):
         return f"{super().extra_repr()}, {self.quant_type}, compute_dtype={self.compute_dtype}"
 
     def weight_of_codes(self, dtype: torch.dtype) -> torch.Tensor:
-        shape = self.out_features, self.in_features
-        return weight_of_table(self.codes, self.absmax, self.quant_type, shape).to(dtype)
+        # A table that the module held would be data that may change.
+        table = torch.tensor(TABLES[self.quant_type], dtype=torch.float32, device=self.codes.device)
+        nibbles = torch.stack([self.codes >> 4, self.codes & 15], -1).view(len(self.absmax), -1)
+        weight = table[nibbles.int()] * self.absmax.unsqueeze(-1)
+        return weight.view(self.out_features, self.in_features).to(dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         dtype = self.compute_dtype or x.dtype
@@ -103,4 +106,6 @@ def _scales(state: Any) -> torch.Tensor:
         found: torch.Tensor = state.absmax.float()
         return found
     second = state.state2
-    return absmax_of_codes(state.absmax, second.code, second.absmax, state.offset)
+    of_block = second.absmax.repeat_interleave(_SCALES)[: len(state.absmax)]
+    made: torch.Tensor = second.code[state.absmax.int()] * of_block + state.offset
+    return made

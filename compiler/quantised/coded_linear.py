@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tilewright.codegen.formats import TABLES
+from tilewright.ops.formats import fp4
 
 
 class CodedLinear(nn.Module):
@@ -47,28 +47,6 @@ class CodedLinear(nn.Module):
         return f"in_features={self.in_features}, out_features={self.out_features}"
 
 
-def weight_of_table(
-    codes: torch.Tensor, absmax: torch.Tensor, quant_type: str, shape: Sequence[int]
-) -> torch.Tensor:
-    """A weight of bitsandbytes [N, K] in fp32.
-
-    codes [N * K / 2] uint8, the first of a byte's two in its high nibble; absmax [blocks] fp32, of
-    blocks of the flattened weight. quant_type: a name in `codegen.formats.TABLES`.
-    """
-    # A table that a module held would be data that may change.
-    table = torch.tensor(TABLES[quant_type], dtype=torch.float32, device=codes.device)
-    nibbles = torch.stack([codes >> 4, codes & 15], -1).view(len(absmax), -1)
-    return (table[nibbles.int()] * absmax.unsqueeze(-1)).view(*shape)
-
-
-def absmax_of_codes(
-    codes: torch.Tensor, table: torch.Tensor, absmax: torch.Tensor, offset: torch.Tensor
-) -> torch.Tensor:
-    """Scales [blocks] of bitsandbytes that are codes of a table [256], 256 with one scale each."""
-    of_block = absmax.repeat_interleave(256)[: len(codes)]
-    return table[codes.int()] * of_block + offset
-
-
 def nibbles_of_words(words: torch.Tensor) -> torch.Tensor:
     """[N, W] words of eight codes, the first in the lowest bits -> [N, 8 W] codes, 0 to 15."""
     shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
@@ -79,3 +57,8 @@ def bytes_of_words(words: torch.Tensor) -> torch.Tensor:
     """[N, W] words of four codes, the first in the lowest bits -> [N, 4 W] codes, 0 to 255: on a
     little-endian machine, as all that PyTorch compiles for are, the bytes as they lie."""
     return words.contiguous().view(torch.uint8)
+
+
+def floats_of_bytes(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[.., W] bytes of two E2M1 codes, the first in the lower bits -> [.., 2 W] numbers, exactly."""
+    return fp4.decode(torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2), dtype)

@@ -19,6 +19,7 @@ from torch import nn
 from tilewright.compiler.quantised.coded_linear import (
     CodedLinear,
     bytes_of_words,
+    floats_of_bytes,
     nibbles_of_words,
 )
 from tilewright.ops.formats import e8m0, fp4
@@ -177,14 +178,7 @@ class FloatLinear(CompressedLinear):
     weight_packed: torch.Tensor
 
     def codes(self) -> torch.Tensor:
-        packed = self.weight_packed
-        table = torch.tensor(
-            (*fp4.MAGNITUDES, *(-m for m in fp4.MAGNITUDES)),
-            dtype=torch.bfloat16,
-            device=packed.device,
-        )
-        codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
-        return table[codes.int()].to(self.scales().dtype)
+        return floats_of_bytes(self.weight_packed, self.scales().dtype)
 
     def scales(self) -> torch.Tensor:
         scale = self.weight_scale

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from tilewright.ops.formats.fp4 import MAGNITUDES
+from tilewright.compiler.quantised.coded_linear import floats_of_bytes
 
-_NUMBERS = (*MAGNITUDES, *(-magnitude for magnitude in MAGNITUDES))
 #: Layouts of the hub that say themselves how they are undone.
 _LAYOUTS = ("StridedLayout", "HopperMXValueLayout", "HopperMXScaleLayout")
 _PROJECTIONS = ("gate_up_proj", "down_proj")
@@ -46,11 +45,8 @@ class Mxfp4Experts(nn.Module):
         """[E, K, N], in fp32."""
         codes = self.get_buffer(f"{name}_blocks")
         exponents = self.get_buffer(f"{name}_scales").to(torch.int32) - 127
-        # A table that the module held would be data that may change.
-        numbers = torch.tensor(_NUMBERS, dtype=torch.float32, device=codes.device)
-        nibbles = torch.stack([codes & 15, codes >> 4], -1).flatten(-2)
-        blocks = torch.ldexp(numbers[nibbles.int()], exponents.unsqueeze(-1))
-        return blocks.flatten(-2).transpose(1, 2)
+        numbers = floats_of_bytes(codes, torch.float32)
+        return torch.ldexp(numbers, exponents.unsqueeze(-1)).flatten(-2).transpose(1, 2)
 
     def _product(
         self, name: str, x: torch.Tensor, ends: torch.Tensor, expert: torch.Tensor

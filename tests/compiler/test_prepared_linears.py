@@ -26,7 +26,7 @@ def compressed(preset, model=None, **weights):
     """A linear as compressed-tensors stores it. weights: fields of the scheme's `weights`."""
     pytest.importorskip("compressed_tensors")
     from compressed_tensors import compressors, quantization
-    from compressed_tensors.quantization.utils import calculate_qparams
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
     model = one_linear() if model is None else model
     scheme = quantization.preset_name_to_scheme(preset, ["Linear"])
@@ -45,9 +45,15 @@ def compressed(preset, model=None, **weights):
         rows = rows.unflatten(-1, (-1, args.group_size))
     else:
         rows = rows.flatten() if strategy == "tensor" else rows.unsqueeze(1)
-    scale, zero = calculate_qparams(rows.amin(-1), rows.amax(-1), args)
+    factor = getattr(linear, "weight_global_scale", None)
+    if factor is not None:
+        factor.data.copy_(generate_gparam(rows.amin(), rows.amax()))
+    if hasattr(linear, "input_global_scale"):
+        linear.input_global_scale.data.fill_(448 * 6 / 4.0)
+    scale, zero = calculate_qparams(rows.amin(-1), rows.amax(-1), args, factor)
     linear.weight_scale.data.copy_(scale.view_as(linear.weight_scale))
-    linear.weight_zero_point.data.copy_(zero.view_as(linear.weight_zero_point))
+    if hasattr(linear, "weight_zero_point"):
+        linear.weight_zero_point.data.copy_(zero.view_as(linear.weight_zero_point))
     if hasattr(linear, "input_scale"):
         linear.input_scale.data.fill_(0.03)
     compressors.compress_module(linear)
@@ -77,11 +83,20 @@ SCHEMES = {
     "W4A16_ASYM": {},
     "W4A8": {},
     "W4AFP8": {},
+    "NVFP4A16": {},
+    "NVFP4": {},
+    "MXFP4A16": {},
+    "MXFP4": {},
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("preset", SCHEMES)
+# The library decodes these to bfloat16, whatever it multiplies by them.
+BFLOAT16 = ("NVFP4A16", "NVFP4", "MXFP4A16", "MXFP4")
+CALLS = [(preset, torch.bfloat16) for preset in SCHEMES]
+CALLS += [(preset, torch.float16) for preset in SCHEMES if preset not in BFLOAT16]
+
+
+@pytest.mark.parametrize(("preset", "dtype"), CALLS)
 def test_linears_of_compressed_tensors_are_the_librarys_to_the_bit(preset, dtype):
     model = compressed(preset, one_linear(dtype=dtype), **SCHEMES[preset])
     theirs = decompressed(model)
@@ -152,6 +167,25 @@ def test_linears_of_torchao(config, dtype):
         # torchao rounds float8 products before it adds the bias, a linear of PyTorch after that.
         rounding = torch.finfo(dtype).eps if config.startswith("Float8") else 0
         torch.testing.assert_close(model(x), theirs(x), rtol=rounding, atol=rounding)
+
+
+@pytest.mark.parametrize("swizzled", [False, True])
+@pytest.mark.parametrize("factor", [None, 0.0125])
+def test_nvfp4_linears_of_torchao(swizzled, factor):
+    """140 rows of 16 groups: the last block of the layout is not full."""
+    formats = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")
+    model = one_linear(256, 140)
+    made = formats.NVFP4Tensor.to_nvfp4(
+        model[0].weight.detach(),
+        per_tensor_scale=None if factor is None else torch.tensor(factor),
+        is_swizzled_scales=swizzled,
+    )
+    model[0].weight = nn.Parameter(made, requires_grad=False)
+    theirs = copy.deepcopy(model)
+    assert len(prepare(model).replaced) == 1
+    for shape in SHAPES:
+        x = inputs(shape, torch.bfloat16)
+        torch.testing.assert_close(model(x), theirs(x), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

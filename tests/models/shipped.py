@@ -87,6 +87,15 @@ def _torchao(kind: str, folder: Path, config: str) -> nn.Module:
     return model
 
 
+def _torchao_nvfp4(kind: str, folder: Path) -> nn.Module:
+    from torchao.prototype.mx_formats import NVFP4WeightOnlyConfig
+    from torchao.quantization import quantize_
+
+    model: Any = dense(kind)
+    quantize_(model.model, NVFP4WeightOnlyConfig())
+    return model
+
+
 def _by_config(kind: str, folder: Path, config: str, **options: Any) -> nn.Module:
     """Quantised by transformers while it loads the dense checkpoint."""
     import transformers
@@ -222,6 +231,7 @@ SHIPPED: dict[str, Shipped] = {
         "torchao", partial(_torchao, config="Int8DynamicActivationInt8WeightConfig")
     ),
     "torchao-fp8": Shipped("torchao", partial(_torchao, config="Float8WeightOnlyConfig")),
+    "torchao-nvfp4": Shipped("torchao", _torchao_nvfp4),
     "torchao-intx": Shipped("torchao", partial(_torchao, config="IntxWeightOnlyConfig")),
     "quanto-int8": Shipped(
         "optimum.quanto", partial(_by_config, config="QuantoConfig", weights="int8")
