@@ -230,7 +230,8 @@ def _chosen_bytes(low: np.ndarray, high: np.ndarray, selectors: np.ndarray) -> n
     low, high, selectors = (
         part.view(np.uint32).astype(np.uint64) for part in (low, high, selectors)
     )
-    both, chosen = low | high << np.uint64(32), np.uint64(0)
+    both = low | high << np.uint64(32)
+    chosen = np.zeros_like(both)
     for place in range(4):
         nibble = selectors >> np.uint64(4 * place) & np.uint64(15)
         byte = both >> np.uint64(8) * (nibble & np.uint64(7)) & np.uint64(0xFF)
