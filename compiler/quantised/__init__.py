@@ -26,6 +26,7 @@ from tilewright.compiler.quantised import (
     compressed_tensors,
     gpt_oss,
     gptqmodel,
+    hqq,
     tensor_subclasses,
 )
 
@@ -38,6 +39,7 @@ READERS: tuple[Reader, ...] = (
     compressed_tensors.replacement,
     gpt_oss.replacement,
     gptqmodel.replacement,
+    hqq.replacement,
     tensor_subclasses.replacement,
 )
 
@@ -107,9 +109,9 @@ def prepare(model: nn.Module, *, copy: bool = False) -> Prepared:
     model: any module; a model without such modules stays as it is. copy: work on a copy of the
     modules, which shares the tensors of the original; that stays as it is.
 
-    Reads linears of bitsandbytes (4 bits), compressed-tensors, GPTQ (gptqmodel), torchao and
-    quanto, and mixtures of gpt-oss in MXFP4. Names in `state_dict` stay where the library has a
-    tensor for each, but for bitsandbytes. Activations are rounded as the library does it.
+    Reads linears of bitsandbytes and HQQ (4 bits), compressed-tensors, GPTQ (gptqmodel), torchao
+    and quanto, and mixtures of gpt-oss in MXFP4. Names in `state_dict` stay where the library has a
+    tensor for each, but for bitsandbytes and HQQ. Activations are rounded as the library does it.
 
     Raises TypeError where model is no module.
     """

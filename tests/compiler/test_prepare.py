@@ -27,8 +27,6 @@ LEFT = {
 FLIPS = ("ct-nvfp4", "ct-mxfp4")
 #: What needs no preparation.
 PLAIN = ("awq", "hqq-int8")
-#: What prepare does not know, and no pattern takes.
-UNKNOWN = ("hqq-int4",)
 
 
 def load(name, kind, folder):
@@ -43,7 +41,7 @@ def named(items):
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-@pytest.mark.parametrize("name", [name for name in SHIPPED if name not in (*LEFT, *UNKNOWN)])
+@pytest.mark.parametrize("name", [name for name in SHIPPED if name not in LEFT])
 def test_a_prepared_model_computes_what_the_library_does_and_is_fused(name, kind, tmp_path):
     expected = load(name, kind, tmp_path / "a" if name.startswith("ct") else tmp_path)
     model = load(name, kind, tmp_path / "b" if name.startswith("ct") else tmp_path)

@@ -398,6 +398,34 @@ def test_8_bits_of_bitsandbytes_stay(threshold, reason):
     assert reason in prepare(nn.Sequential(module)).left[0].reason
 
 
+def hqq_linear(columns=256, rows=64, bias=True, dtype=torch.bfloat16, bits=4, axis=1):
+    quantize = pytest.importorskip("hqq.core.quantize")
+    model = one_linear(columns, rows, bias, dtype)
+    config = quantize.BaseQuantizeConfig(nbits=bits, group_size=64, axis=axis)
+    made = quantize.HQQLinear(model[0], config, compute_dtype=dtype, device="cpu")
+    return nn.Sequential(made).requires_grad_(False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bias", [True, False])
+def test_linears_of_hqq(bias, dtype):
+    model, theirs = hqq_linear(bias=bias, dtype=dtype), hqq_linear(bias=bias, dtype=dtype)
+    (one,) = prepare(model).replaced
+    weight = theirs[0].dequantize()
+    assert torch.equal(one.module.weight_of_codes(dtype), weight)
+    # The library rounds before it adds a bias, and a linear of PyTorch after that.
+    no_further(model, theirs, weight.double(), dtype)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [({"bits": 3}, "3-bit codes"), ({"bits": 2}, "2-bit codes"), ({"axis": 0}, "axis 0")],
+)
+def test_linears_of_hqq_that_are_not_read_stay(options, reason):
+    (left,) = prepare(hqq_linear(**options)).left
+    assert reason in left.reason
+
+
 def test_gptq_zeros_stored_less_one_stay():
     model = gptq_linear()
     model[0].qzero_format(format=1)
