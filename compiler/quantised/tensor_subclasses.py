@@ -38,22 +38,34 @@ class ScaledInside(CodedLinear):
 
     def weight_of_codes(self, dtype: torch.dtype) -> torch.Tensor:
         within = self.decoded or self.scale.dtype
-        codes = self.numbers(within).unflatten(-1, (self.scale.shape[-1], -1))
+        scale = self.scales()
+        codes = self.numbers(within).unflatten(-1, (scale.shape[-1], -1))
         if (zero := self.zero) is not None:
             codes = codes - zero.unsqueeze(-1).to(within)
-        weight = codes * self.scale.unsqueeze(-1)
+        weight = codes * scale.unsqueeze(-1)
         return weight.reshape(self.out_features, self.in_features).to(dtype)
 
     def numbers(self, dtype: torch.dtype) -> torch.Tensor:
         """What the codes stand for, [N, K] in dtype."""
         return self.codes.to(dtype)
 
+    def scales(self) -> torch.Tensor:
+        """What the codes of a row are multiplied by, block by block."""
+        return self.scale
+
 
 class Float4(ScaledInside):
-    """E2M1 codes, two to a byte, the even one low."""
+    """NVFP4: E2M1 codes, two to a byte, the even one low; scales of e4m3 times what all share."""
+
+    decoded = torch.float32
+    factor: torch.Tensor | None
 
     def numbers(self, dtype: torch.dtype) -> torch.Tensor:
         return floats_of_bytes(self.codes, dtype)
+
+    def scales(self) -> torch.Tensor:
+        scale = self.scale.to(torch.float32)
+        return scale if self.factor is None else self.factor * scale
 
 
 class Float8(ScaledInside):
@@ -102,7 +114,7 @@ def _intx(module: nn.Module, weight: Any) -> CodedLinear | str:
 
 
 def _nvfp4(module: nn.Module, weight: Any) -> CodedLinear | str:
-    """torchao's NVFP4Tensor. Its scales are put in order once, and multiplied by what all share."""
+    """torchao's NVFP4Tensor, whose scales are put in order of rows."""
     if weight.act_quant_kwargs is not None:
         return "its activations are NVFP4, which no fused op of dense layers takes"
     rows, groups = weight.shape[0], weight.shape[1] // weight.block_size
@@ -112,10 +124,9 @@ def _nvfp4(module: nn.Module, weight: Any) -> CodedLinear | str:
     if weight.is_swizzled_scales:
         shape = scale_layout.layout_shape(rows, groups)
         scale = scale_layout.unswizzle(scale.reshape(shape), rows, groups)
-    scale = scale.to(torch.float32)
-    if weight.per_tensor_scale is not None:
-        scale = weight.per_tensor_scale * scale
-    return _made(Float4, module, weight.qdata, scale)
+    made = _made(Float4, module, weight.qdata, scale)
+    made.register_buffer("factor", weight.per_tensor_scale)
+    return made
 
 
 def _quanto(module: nn.Module, weight: Any) -> CodedLinear | str:
