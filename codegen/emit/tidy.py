@@ -26,6 +26,7 @@ _EFFECTS = frozenset(
         "device_assert",
         "device_print",
         "assume",
+        "inline_asm_elementwise",
         "print",
     }
 )
@@ -34,8 +35,6 @@ _EFFECTS = frozenset(
 def is_impure_call(node: ast.Call) -> bool:
     """Whether a call writes memory, synchronises or talks to the outside."""
     name = node.func.attr if isinstance(node.func, ast.Attribute) else ast.unparse(node.func)
-    if name == "inline_asm_elementwise":
-        return not _says_it_is_pure(node)
     if name in _EFFECTS or "atomic" in name:
         return True
     return any(
@@ -43,13 +42,6 @@ def is_impure_call(node: ast.Call) -> bool:
         and not (isinstance(keyword.value, ast.Constant) and keyword.value.value is False)
         for keyword in node.keywords
     )
-
-
-def _says_it_is_pure(node: ast.Call) -> bool:
-    """Whether inline instructions are said, in their fifth argument, to make a result alone."""
-    given = [keyword.value for keyword in node.keywords if keyword.arg == "is_pure"]
-    given += node.args[4:5]
-    return any(isinstance(value, ast.Constant) and value.value is True for value in given)
 
 
 def has_side_effects(statement: ast.AST) -> bool:

@@ -157,12 +157,3 @@ def test_long_lines_are_broken_without_changing_them(text):
     printed = unparse(tree)
     assert ast.dump(ast.parse(printed)) == ast.dump(tree)
     assert max(map(len, printed.split("\n"))) <= 100 or "no brackets" in text
-
-
-@pytest.mark.parametrize(
-    ("purity", "stays"), [("True", False), ("is_pure=True", False), ("False", True), ("", True)]
-)
-def test_inline_instructions_go_where_they_are_said_to_be_pure(purity, stays):
-    call = f"t = tl.inline_asm_elementwise('x', '=r,r', [p], tl.int32, {purity})"
-    body = tidied(ast.parse(f"{call}\ntl.store(q, p)").body, PARAMETERS)
-    assert len(body) == 1 + stays
