@@ -15,9 +15,6 @@ from tilewright.codegen.spec import Constant
 
 # Strides of what the epilogue of all kernels reads and writes.
 _STRIDES: Strides = {
-    "COS_STRIDE": ("cos", 0),
-    "SIN_STRIDE": ("sin", 0),
-    "DELTA_STRIDE": ("delta", 0),
     "ADDRESS_STRIDES": (("slots", -1), ("sequences", 0), ("positions", 0)),
 }
 _OMITTED = ("GATE_RUN", "V_NORMED", "NORM_BIAS_STRIDES", "SATURATES")
@@ -30,7 +27,7 @@ EPILOGUE = Kernel(
 TILED = Kernel(
     "qkv.tiled",
     "qkv_projection",
-    {**_STRIDES, "X_STRIDE": ("x", 0)},
+    _STRIDES,
     types=dict.fromkeys(("second_distance", "third_distance"), "i64"),
     ranges=_COUNTS,
     omitted=_OMITTED,
@@ -38,14 +35,14 @@ TILED = Kernel(
 SWAPPED = Kernel(
     "qkv.swapped",
     "qkv_projection_swapped",
-    {**_STRIDES, "X_STRIDE": ("x", 0)},
+    _STRIDES,
     ranges=_COUNTS,
     omitted=_OMITTED,
 )
 # Of weights of codes.
 SWAPPED_CODES = replace(SWAPPED, dependent=False)
 # Puts x in the order in which the codes' words give up K.
-ORDER = Kernel("qkv.quantized", "order_x", {"X_STRIDE": ("x", 0)}, num_stages=1)
+ORDER = Kernel("qkv.quantized", "order_x", num_stages=1)
 DEQUANTIZE = Kernel("qkv.dequantize", "dequantize_weight", num_stages=1)
 KERNELS = (EPILOGUE, TILED, SWAPPED, ORDER, DEQUANTIZE)
 

@@ -21,8 +21,6 @@ from tilewright.ops.mlp.arguments import (
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
 from tilewright.ops.runtime.norms import row_norm_of
 
-KERNEL_DTYPES = (torch.bfloat16, torch.float16)
-
 
 def activation_unsupported(a: LinearActivationArguments) -> str | None:
     """Why no kernel takes a call of `linear_activation`, from metadata; None where one does."""
@@ -33,8 +31,6 @@ def activation_unsupported(a: LinearActivationArguments) -> str | None:
 
 def residual_unsupported(a: LinearArguments) -> str | None:
     """Why no kernel takes a call of `linear_residual`, from metadata; None where one does."""
-    if a.x.dtype not in KERNEL_DTYPES:
-        return f"no kernel for {a.x.dtype}"
     if a.x.shape[1] == 0:
         return "no inner columns"
     obstacle = _far if a.linear.is_coded else _scattered

@@ -13,19 +13,14 @@ from tilewright.codegen.formats import WEIGHT_FORMATS
 from tilewright.patterns.arithmetic.casts import is_float_cast
 from tilewright.patterns.arithmetic.steps import is_filled
 from tilewright.patterns.dataflow import Dataflow, Value, View
-from tilewright.patterns.effects import size_fact
-from tilewright.patterns.language import Stage, register_code, reject
+from tilewright.patterns.language import Stage, reject
 from tilewright.patterns.quantised.expert_arguments import DequantizedExperts, expert_arguments
 from tilewright.patterns.quantised.experts import match_dequantized_experts
 from tilewright.patterns.recognise.activation import Activation
-from tilewright.patterns.recognise.dtypes import HALVES, check_dtypes, dtype_name
+from tilewright.patterns.recognise.dtypes import HALVES, check_dtypes, rows_fact
 from tilewright.patterns.recognise.grouped_gemm import ExpertGemm
 from tilewright.patterns.recognise.linear import Columns
 from tilewright.patterns.recognise.routing import rows_added_to
-
-register_code("EXPERT_ACTIVATION", "what lies between the two grouped GEMMs is no known activation")
-register_code("EXPERT_COMBINE", "the experts' results are not summed per token in a known way")
-register_code("EXPERT_WEIGHT", "an expert weight is computed in the graph in an unknown way")
 
 
 @dataclass(frozen=True)
@@ -78,14 +73,13 @@ class Layer:
     def facts(self, x: View, num_slots: Any, weights: str, **own: Any) -> dict[str, Any]:
         """What reports say of the layer; own: of one pattern's alone."""
         experts, hidden, inner = self.down.weight.shape
-        tokens = size_fact(x.shape[0])
         return {
             "experts": experts,
             "slots": num_slots,
             "inner": inner,
             "activation": self.activation.name,
             **own,
-            "x": f"{dtype_name(x.value.dtype)}[{tokens},{hidden}]",
+            "x": rows_fact(x.value.dtype, x.shape[0], hidden),
             "weights": weights,
         }
 

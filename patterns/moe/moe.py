@@ -68,6 +68,7 @@ class Moe:
 
     name: str = "moe"
     op: str = "fused_moe"
+    asked_before: ClassVar[tuple[str, ...]] = ("moe_dense",)
     takes_leftovers: bool = True
     sought: ClassVar[Sought] = Sought(
         "experts: a product of rows in groups (torch._grouped_mm, bmm) behind another one and an "
@@ -134,7 +135,7 @@ class Moe:
             check_formats(coded, gate_coded, x, activated, arguments)
             arguments["activation_format"] = "fp8"
         layer.check_kernels(x, anchor, arguments)
-        return _match(self, flow, anchor, replace(rows, x=x), layer, combine, arguments)
+        return _match(flow, anchor, replace(rows, x=x), layer, combine, arguments)
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,6 @@ def _first_gemm(part: View, name: str, flow: Dataflow) -> ExpertGemm:
 
 
 def _match(
-    pattern: Moe,
     flow: Dataflow,
     anchor: Value,
     rows: RouteRows,
@@ -228,8 +228,6 @@ def _match(
     if routed is not None:
         facts["routed"] = routed
     return Match(
-        pattern=pattern.name,
-        op=pattern.op,
         anchor=anchor,
         arguments={
             "x": rows.argument,
@@ -237,7 +235,7 @@ def _match(
             "expert_weights": _expert_weights(combine, ids, x),
             **arguments,
         },
-        results=(Result(combine.end, _in_shape_of(combine.end, tokens, x), added=combine.added),),
+        results=(Result.of_rows(combine.end, (tokens, x.shape[1]), added=combine.added),),
         absorbed=tuple(sorted(absorbed.difference(scratch), key=lambda value: value.position)),
         scratch=scratch,
         facts=facts,
@@ -291,13 +289,6 @@ def _expert_weights(combine: Combine, ids: View, x: View) -> View | Computed:
         return combine.weights
     options = (("dtype", torch.float32), ("device", x.value.device))
     return Computed("full", (list(ids.shape), combine.factor), options)
-
-
-def _in_shape_of(end: Value, tokens: Any, x: View) -> effects.Effect:
-    """The op's output [T, H] in the shape of the value that it replaces."""
-    if len(end.shape) == 2:
-        return effects.identity(end.shape)
-    return effects.reshape(effects.identity((tokens, x.shape[1])), end.shape)
 
 
 def _gate_layout(layer: Layer) -> str:

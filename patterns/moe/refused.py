@@ -25,14 +25,11 @@ from tilewright.patterns.dataflow import (
     is_in_package,
     upstream,
 )
-from tilewright.patterns.language import Missed, Stage, miss_at, register_code
+from tilewright.patterns.language import Missed, Stage, miss_at
 from tilewright.patterns.recognise.activation import match_activation
 from tilewright.patterns.recognise.gemm import match_gemm
 from tilewright.patterns.recognise.grouped_gemm import is_expert_gemm, routes_of
 from tilewright.patterns.recognise.linear import match_columns
-
-register_code("EXPERT_LOOP", "the experts run one by one in Python, where no pattern sees them")
-register_code("EXPERT_KERNEL", "the experts are computed by a library's kernel, a closed box")
 
 
 def refused_experts(flow: Dataflow) -> Iterator[Missed]:

@@ -31,6 +31,7 @@ from tilewright.tools.audit.cases import (
     audited,
     distinct,
     meta,
+    planned,
 )
 
 # Tokens per step: single-sequence decode, decode batches, prefill.
@@ -195,8 +196,7 @@ def _model_cases(model: AttentionCase, target: Target) -> Iterator[AuditCase]:
     packed = prepare(arguments(replace(model, projection="packed")))
     yield _epilogue(f"{model.name} packed", packed, TOKEN_COUNTS[-1], target)
     store = cache_store.OP.sample_inputs(model, device="meta")
-    (spec,) = cache_store.OP.plan_for(store, target.name).specs
-    yield AuditCase(f"{model.name} store", spec, Expectations())
+    yield from planned(f"{model.name} store", cache_store.OP, store, target)
 
 
 @audited("qkv")

@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ops.qkv.test_lowerings_gpu import in_float64, results, with_fresh_caches
+from tests.agreement import in_float64, with_fresh_caches
+from tests.ops.qkv.test_lowerings_gpu import LLAMA as VALUES
+from tests.ops.qkv.test_lowerings_gpu import results
 from tilewright.codegen.qkv.candidates import candidates
 from tilewright.codegen.qkv.plan import LoweringChoice, fused_choice, library_choice
 from tilewright.ops.formats.quantized_weight import AWQ_ORDER
 from tilewright.ops.qkv import qkv_cache
 from tilewright.ops.qkv.arguments import FusedQkvArguments
 from tilewright.ops.qkv.operands import prepare
-from tilewright.ops.qkv.samples import AttentionCase
 from tilewright.ops.runtime.device import device_target
 
 pytestmark = [
@@ -23,20 +24,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here"),
 ]
 
-LLAMA = AttentionCase(
-    "llama",
-    num_tokens=37,
-    hidden=1024,
-    num_heads=8,
-    num_kv_heads=2,
-    head_dim=128,
-    num_pages=200,
-    page_size=16,
-    rope_style="half",
-    rotary_dim=128,
-    weight_format="int4_k",
-    scale_block=(1, 128),
-)
+LLAMA = replace(VALUES, hidden=1024, weight_format="int4_k", scale_block=(1, 128))
 GPTQ = replace(LLAMA, transposed=True, zeros="packed", zero_point=1, dtype=torch.float16)
 AWQ = replace(
     LLAMA, weight_format="int4_n", transposed=True, zeros="packed", nibble_order=AWQ_ORDER
