@@ -17,12 +17,8 @@ def chosen_bytes(low, high, selectors):
 def four_bytes(words, SECOND: tl.constexpr, TABLE: tl.constexpr, FIRST: tl.constexpr):
     """A byte of the number of each of the four codes in the low half of int32 words, or in the high
     half if SECOND, from the 16 bytes that begin at FIRST in a table."""
-    selectors = words & 0x7777
-    tops: tl.constexpr = 0x9D8C
-    if SECOND:
-        selectors = (words >> 16) & 0x7777
-        tops: tl.constexpr = 0xBFAE
-    is_high = chosen_bytes(words, words << 4, tops)
+    selectors = ((words >> 16) if SECOND else words) & 0x7777
+    is_high = chosen_bytes(words, words << 4, 0xBFAE if SECOND else 0x9D8C)
     low = chosen_bytes(TABLE[FIRST], TABLE[FIRST + 1], selectors)
     high = chosen_bytes(TABLE[FIRST + 2], TABLE[FIRST + 3], selectors)
     return low ^ ((low ^ high) & is_high)
