@@ -66,9 +66,8 @@ def _numbers(
     if name in _ZEROS:
         return torch.randint(0, 16, shape, **given).to(dtype)
     if name in _SCALES and not dtype.is_floating_point:
-        return (
-            (torch.rand(shape, **given) * _SCALES[name]).frexp().exponent.add(e8m0.BIAS).to(dtype)
-        )
+        exponent = (torch.rand(shape, **given) * _SCALES[name]).frexp().exponent
+        return (exponent + e8m0.BIAS).to(dtype)
     if not dtype.is_floating_point:
         bits = torch.iinfo(dtype)
         whole = torch.randint(bits.min, bits.max + 1, shape, dtype=torch.int64, **given)
