@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from math import gcd
 
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
-from tilewright.codegen.formats import AWQ_ORDER
+from tilewright.codegen.formats import TABLES
 from tilewright.codegen.kernel import Kernel, Statics, Strides
 from tilewright.codegen.operand import first_strides
 from tilewright.codegen.qkv.problem import HeadEpilogue, QkvProblem, tiled_weights
@@ -250,7 +250,7 @@ def order_statics(problem: QkvProblem, config: SwappedConfig) -> Statics:
     return Statics(
         HIDDEN=problem.hidden,
         PER=q.per_word,
-        INTERLEAVED_NIBBLES=q.order == AWQ_ORDER,
+        INTERLEAVED_NIBBLES=q.joins_neighbours,
         GROUPS=1 if q.block[1] >= problem.hidden else max(config.block_k // q.block[1], 1),
         BLOCK_T=ORDER_TOKENS,
         BLOCK_K=config.block_k,
@@ -265,7 +265,7 @@ def dequantize_statics(problem: QkvProblem, index: int) -> Statics:
     """The constants of `dequantize_weight` for the index-th of q, k and v."""
     q, heads, weight = problem.codes, problem.epilogue, problem.weights[index]
     assert weight is not None
-    columns = min(q.block[1], next_power_of_2(problem.hidden))
+    columns, number = min(q.block[1], next_power_of_2(problem.hidden)), q.format.number
     # Tiles along which both the words and the numbers are read and written in runs.
     block_r, block_k = (16, 256) if weight.strides[-1] == 1 else (64, 64)
     if q.packed_rows:
@@ -286,7 +286,7 @@ def dequantize_statics(problem: QkvProblem, index: int) -> Statics:
         BLOCK_R=block_r,
         BLOCK_K=block_k,
         UNIT=gcd(columns, block_k),
-        **q.number_constants(),
+        **({"NUMBER": TABLES.get(number, number)} if number else {}),
     )
 
 

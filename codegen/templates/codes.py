@@ -5,6 +5,7 @@ import triton.language as tl
 
 from tilewright.codegen.templates.fp4 import e2m1_number, e2m1_pair, e8m0_value, halves_of
 from tilewright.codegen.templates.parts import part_of
+from tilewright.codegen.templates.tables import table_pair
 
 
 @triton.jit
@@ -50,24 +51,32 @@ def nibble_pair(words, position: tl.constexpr, OFFSET: tl.constexpr, DTYPE: tl.c
 def number_at(
     words, position: tl.constexpr, OFFSET: tl.constexpr, DTYPE: tl.constexpr, NUMBER: tl.constexpr
 ):  # fmt: skip
-    """What the 4-bit code at `position` of each word stands for: see `decoded`."""
-    if NUMBER == "e2m1":
+    """What the 4-bit code at `position` of each byte stands for, divided by `number_unit`: see
+    `decoded`."""
+    if NUMBER == "":
+        return nibble(words, position, OFFSET, DTYPE)
+    elif NUMBER == "e2m1":
         return e2m1_number(((words >> (4 * position)) & 0xF).to(tl.int16), DTYPE)
     else:
-        return nibble(words, position, OFFSET, DTYPE)
+        both = table_pair(words.to(tl.int32), 0, False, DTYPE, NUMBER)
+        return (both >> (16 * position)).to(tl.int16).to(DTYPE, bitcast=True)
 
 
 @triton.jit
 def number_pair(
-    words, position: tl.constexpr, OFFSET: tl.constexpr, DTYPE: tl.constexpr, NUMBER: tl.constexpr
+    words, position: tl.constexpr, REVERSED: tl.constexpr, OFFSET: tl.constexpr,
+    DTYPE: tl.constexpr, NUMBER: tl.constexpr,
 ):  # fmt: skip
     """What the codes at `position` and `position` + 4 of each word stand for, along a new last axis
-    of two, divided by `number_unit`."""
-    if NUMBER == "e2m1":
+    of two, divided by `number_unit`; of a table, the two of a byte."""
+    if NUMBER == "":
+        return nibble_pair(words, position, OFFSET, DTYPE)
+    elif NUMBER == "e2m1":
         LOST: tl.constexpr = 2.0**126 if tl.bfloat16 == DTYPE else 2.0**14
         return halves_of(e2m1_pair(words, position, DTYPE), DTYPE) * LOST
     else:
-        return nibble_pair(words, position, OFFSET, DTYPE)
+        pair = table_pair(words, position, REVERSED, DTYPE, NUMBER)
+        return halves_of(pair, DTYPE)
 
 
 @triton.jit
@@ -75,7 +84,11 @@ def number_unit(
     DTYPE: tl.constexpr, PER: tl.constexpr, PACKED_ROWS: tl.constexpr, NUMBER: tl.constexpr
 ):  # fmt: skip
     """The factor by which numbers that `decoded` makes are too small."""
-    if PER == 8 and not PACKED_ROWS and NUMBER == "":
+    if NUMBER == "e2m1":
+        return 1.0
+    elif NUMBER != "":
+        return NUMBER[16] if tl.bfloat16 == DTYPE else NUMBER[17]
+    elif PER == 8 and not PACKED_ROWS:
         return code_unit(DTYPE)
     else:
         return 1.0
@@ -100,19 +113,19 @@ def codes_in_order(
 ):  # fmt: skip
     """Words [rows, columns] decoded to [rows, PER * columns], K in the order of `x_in_order`.
 
-    PER: codes per word along K: 1, 2 (uint8) or 8 (int32). REVERSED: of two, the first is the high.
+    PER: codes per word along K: 1, 2 (uint8) or 8 (int32). REVERSED: of a byte's two, the first is
+    the high.
     """
     ROWS: tl.constexpr = words.shape[0]
     COLUMNS: tl.constexpr = words.shape[1]
     if PER == 8:
-        even = tl.join(
-            number_pair(words, 0, OFFSET, DTYPE, NUMBER),
-            number_pair(words, 1, OFFSET, DTYPE, NUMBER),
-        )
-        odd = tl.join(
-            number_pair(words, 2, OFFSET, DTYPE, NUMBER),
-            number_pair(words, 3, OFFSET, DTYPE, NUMBER),
-        )
+        # Statements of their own, as the emitter wants those that hold inline instructions.
+        pair = number_pair(words, 0, REVERSED, OFFSET, DTYPE, NUMBER)
+        second_pair = number_pair(words, 1, REVERSED, OFFSET, DTYPE, NUMBER)
+        even = tl.join(pair, second_pair)
+        pair = number_pair(words, 2, REVERSED, OFFSET, DTYPE, NUMBER)
+        second_pair = number_pair(words, 3, REVERSED, OFFSET, DTYPE, NUMBER)
+        odd = tl.join(pair, second_pair)
         codes = tl.reshape(tl.join(even, odd), (ROWS, GROUPS, 4, COLUMNS // (4 * GROUPS), 2, 2, 2))
         codes = tl.permute(codes, (0, 1, 3, 6, 5, 2, 4))
     else:
@@ -131,8 +144,8 @@ def codes_in_order(
 def x_in_order(x, PER: tl.constexpr, INTERLEAVED_NIBBLES: tl.constexpr, GROUPS: tl.constexpr):
     """x [tokens, K] with K permuted to the order of `codes_in_order`.
 
-    INTERLEAVED_NIBBLES: the low half of a word holds the even ones of its eight codes (AWQ), else
-    the first four.
+    INTERLEAVED_NIBBLES: neighbours of a word of eight codes are decoded together (AWQ, whose words
+    have the even ones in the low half; tables), else those that are four apart.
     """
     TOKENS: tl.constexpr = x.shape[0]
     COLUMNS: tl.constexpr = x.shape[1]
@@ -188,8 +201,8 @@ def decoded(
     INTERLEAVED_NIBBLES: tl.constexpr, REVERSED: tl.constexpr, OFFSET: tl.constexpr,
     GROUPS: tl.constexpr, NUMBER: tl.constexpr,
 ):  # fmt: skip
-    """The codes of words less OFFSET, or the "e2m1" numbers that they stand for; along K in the
-    order of `x_in_order`, but of PACKED_ROWS."""
+    """The codes of words less OFFSET, or what they stand for, NUMBER being "e2m1" or a table; along
+    K in the order of `x_in_order`, but of PACKED_ROWS."""
     if PACKED_ROWS:
         return codes_of_rows(words, DTYPE, PER, INTERLEAVED_NIBBLES, REVERSED, OFFSET)
     else:

@@ -60,5 +60,5 @@ def bytes_of_words(words: torch.Tensor) -> torch.Tensor:
 
 
 def floats_of_bytes(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[N, W] bytes of two E2M1 codes, the first in the lower bits -> [N, 2 W] numbers, exactly."""
+    """[.., W] bytes of two E2M1 codes, the first in the lower bits -> [.., 2 W] numbers, exact."""
     return fp4.decode(torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2), dtype)

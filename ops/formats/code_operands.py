@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tilewright.codegen.formats import Quantization
+from tilewright.codegen.formats import TABLES, Quantization, high_first
 from tilewright.codegen.operand import Operand
 from tilewright.ops.formats.weight import Weight
 from tilewright.ops.runtime.operands import operand
@@ -22,10 +22,7 @@ _WORD_COLUMNS = 32
 def code_words(weights: Sequence[Weight | None]) -> list[torch.Tensor | None]:
     """The data of an op's weights of codes as its kernels read them."""
     given = [None if weight is None else weight.data for weight in weights]
-    pairs = [
-        weight is None or (_packs_columns(weight) and tuple(weight.nibble_order) in ((), (0, 1)))
-        for weight in weights
-    ]
+    pairs = [weight is None or _packs_columns(weight) for weight in weights]
     if (
         scales_fill_words(weights)
         and all(pairs)
@@ -41,7 +38,11 @@ def scales_fill_words(weights: Sequence[Weight | None]) -> bool:
 
 
 def _packs_columns(weight: Weight) -> bool:
-    return weight.format is not None and weight.format.packed_axis == -1
+    """Whether nibbles lie along K, in an order that kernels have of words too."""
+    form = weight.format
+    if form is None or form.packed_axis != -1:
+        return False
+    return not weight.nibble_order or form.number in TABLES or tuple(weight.nibble_order) == (0, 1)
 
 
 def _fills_words(data: torch.Tensor) -> bool:
@@ -67,10 +68,17 @@ def quantization_of(weights: Sequence[Weight | None], words: torch.dtype) -> Qua
         per_word=words.itemsize * form.per_byte,
         packed_zeros=any(packed),
         zero_point=first.zero_point,
-        # Bytes seen as words count their nibbles up.
-        order=tuple(first.nibble_order) if words == first.data.dtype else (),
+        order=_order(first, words),
         differs=_differences(weights, packed),
     )
+
+
+def _order(weight: Weight, words: torch.dtype) -> tuple[int, ...]:
+    """The order of the nibbles in the words that kernels read; empty: counting up."""
+    order = tuple(weight.nibble_order)
+    if words == weight.data.dtype:
+        return order
+    return high_first(2 * words.itemsize) if order == (1, 0) else ()
 
 
 def differences(weights: Sequence[Weight | None]) -> str:

@@ -20,7 +20,7 @@ class CodedCase:
 
     dtype: of the values. words: the dtype that nibbles are packed in; uint8 for unsigned codes of 8
     bits. zeros: "none", "float", "int" (a tensor of its own) or "packed" in words of eight rows.
-    scale_dtype: where a format has scales of its own, None for the first of those.
+    scale_dtype: of the scales of nibbles; None: `dtype`, or the first of those that a format has.
     """
 
     dtype: torch.dtype = torch.bfloat16
@@ -59,7 +59,7 @@ def sample_codes(
     else:
         bits = torch.iinfo(dtype)
         stored, size = sampler.integers(bits.min, bits.max + 1, *shape).to(dtype), 64.0
-    scale_dtype = torch.float32 if dtype.is_floating_point else case.dtype
+    scale_dtype = torch.float32 if dtype.is_floating_point else case.scale_dtype or case.dtype
     scales = sampler.scales(*grid, size=columns**-0.5 / size, dtype=scale_dtype)
     if form.scales:
         scales = _stored_scales(form, scales, case.scale_dtype)

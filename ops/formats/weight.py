@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from tilewright.codegen.formats import WEIGHT_FORMATS, WeightFormat, linear_formats
+from tilewright.codegen.formats import TABLES, WEIGHT_FORMATS, WeightFormat, linear_formats
 from tilewright.ops.checks import (
     FLOAT_DTYPES,
     ArgumentError,
@@ -105,6 +105,8 @@ class Weight(StoredWeight):
       "int8" (int8 or uint8), "fp8" (float8_e4m3fn)   codes, any strides.
       "int4_k"  nibbles packed along K: [.., K / 2] uint8 or [.., K / 8] int32, any strides.
       "nvfp4", "mxfp4"   E2M1 floats of 4 bits, [.., K / 2] uint8, the even one in the low nibble.
+      "nf4", "fp4"   nibbles that stand for the 16 numbers of a table
+                (`codegen.formats.TABLES`), [.., K / 2] uint8.
       "int4_n"  nibbles packed along the rows of a head: [.., D / 2, K] uint8 or [.., D / 8, K]
                 int32, any strides.
 
@@ -250,6 +252,8 @@ def code_numbers(
     codes = stored if axis is None else unpack_nibbles(stored, axis, order)
     if form.number == "e2m1":
         return fp4.decode(codes, dtype)
+    if form.number in TABLES:
+        return torch.tensor(TABLES[form.number], dtype=dtype, device=codes.device)[codes.long()]
     return codes.to(dtype)
 
 

@@ -47,6 +47,7 @@ from tilewright.patterns.quantised.activations import (
 from tilewright.patterns.recognise.activation import match_activation
 from tilewright.patterns.recognise.grouped_gemm import (
     ExpertGemm,
+    before_widening_rows,
     is_expert_gemm,
     match_expert_gemm,
     routes_of,
@@ -94,7 +95,7 @@ class Moe:
         if down is None:
             message = f"the weight of {anchor} is computed in the graph"
             reject("EXPERT_WEIGHT", Stage.ACTIVATION, message, anchor)
-        down, coded = before_quantisation(down)
+        down, coded = before_quantisation(before_widening_rows(down))
         activated, masked = unmasked(down.x)
         down = replace(down, absorbed=(*down.absorbed, *masked))
         weighed = _weighed_inside(activated)
@@ -133,7 +134,7 @@ class Moe:
         if coded or gate_coded:
             check_formats(coded, gate_coded, x, activated, arguments)
             arguments["activation_format"] = "fp8"
-        layer.check_kernels(x, anchor)
+        layer.check_kernels(x, anchor, arguments)
         return _match(flow, anchor, replace(rows, x=x), layer, combine, arguments)
 
 
@@ -184,7 +185,7 @@ def _first_gemm(part: View, name: str, flow: Dataflow) -> ExpertGemm:
     part, masked = unmasked(part)
 
     found = first_gemm(part, name, lambda value: filter(None, [match_expert_gemm(value, flow)]))
-    return replace(found, absorbed=(*found.absorbed, *masked))
+    return before_widening_rows(replace(found, absorbed=(*found.absorbed, *masked)))
 
 
 # --- the match ------------------------------------------------------------------------------------

@@ -122,7 +122,7 @@ class MoeDense:
             message = "scores of zero on the input leave the biases of experts that were not chosen"
             reject("EXPERT_SCORES", Stage.GUARDS, message, down.end)
         arguments = layer.arguments()
-        layer.check_kernels(x, anchor)
+        layer.check_kernels(x, anchor, arguments)
         absorbed = [value for gemm in layer.gemms for value in gemm.absorbed]
         absorbed += [*activation.absorbed, *weighted.absorbed, *((gate.x.value,) * on_input)]
         weights = arguments.get("weight_format", "dense")

@@ -140,7 +140,7 @@ def refuse(weight: View, why: str) -> NoReturn:
     message = f"{weight.value} is computed from codes of eight bits or fewer, but {why}"
     hint = (
         "known are (code - zero) * scale with int8, uint8, float8_e4m3fn, or two or eight nibbles "
-        "in a word of uint8 or int32; NVFP4 and MXFP4"
+        "in a word of uint8 or int32; NVFP4, MXFP4, and bitsandbytes' NF4 and FP4"
     )
     reject("WEIGHT_FORMAT", Stage.GUARDS, message, weight, hint=hint)
 
@@ -179,7 +179,7 @@ def _nibbles(rows: View) -> DequantizedWeight | None:
 
 
 def _floats(rows: View) -> DequantizedWeight | None:
-    """Two floats of four bits per byte, with scales that are stored in eight bits."""
+    """Two codes per byte that stand for floats."""
     hidden = rows.shape[1]
     found = match_packed(rows) if isinstance(hidden, int) else None
     if found is None or found.format not in _FLOATS or not isinstance(found.data, View):
@@ -190,7 +190,7 @@ def _floats(rows: View) -> DequantizedWeight | None:
         found.scale,
         None,
         0,
-        (0, 1),
+        WEIGHT_FORMATS[found.format].order,
         (*found.steps, *(MAGNITUDE if found.unsigned else ())),
         tuple(repeated(view, hidden) for view in found.factors),
         tuple(repeated(view, hidden) for view in found.divisors),

@@ -359,9 +359,18 @@ def holds_codes(value: Value, known: dict[Value, bool] | None = None) -> bool:
         if value.op in ("input", "constant") or not value.operands:
             known[value] = value.op in ("input", "constant") and is_code(value.dtype)
         elif not value.projected:
-            of = value.operands[:1] if value.op in _GATHERS else value.operands
+            looks_up = value.op in _GATHERS and not _has_small_table(value)
+            of = value.operands[:1] if looks_up else value.operands
             known[value] = any(holds_codes(v.value, known) for v in of)
     return known[value]
+
+
+def _has_small_table(index: Value) -> bool:
+    """Whether a look-up is in one row of numbers of the graph's own, as many as codes of 4 or 8
+    bits."""
+    table = index.args[0]
+    small = table.shape in ((16,), (256,))
+    return small and not table.value.projected and constant_of(table) is not None
 
 
 def is_scaled(weight: Value) -> bool:

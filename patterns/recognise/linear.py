@@ -178,7 +178,7 @@ def match_columns(view: View, bare: bool = False) -> LinearColumns | None:
 UNREAD = "an operator whose arithmetic is not known"
 READABLE = (
     "load the model with weights that PyTorch multiplies, or decodes in the graph "
-    "(transformers: dequantize=True)"
+    "(tilewright.compiler.prepare(model) when it is loaded; transformers: dequantize=True)"
 )
 
 _UNNAMED = Path("UNSUPPORTED", Stage.ANCHORED, "its reader")

@@ -121,7 +121,12 @@ def _hqq(kind: str, folder: Path, bits: int) -> nn.Module:
 def _bitsandbytes(kind: str, folder: Path, **options: Any) -> nn.Module:
     if "load_in_4bit" in options:
         options["bnb_4bit_compute_dtype"] = torch.bfloat16
-    return _by_config(kind, folder, "BitsAndBytesConfig", **options)
+    model: Any = _by_config(kind, folder, "BitsAndBytesConfig", **options)
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            # The kernel that some CPUs have rounds scales to bfloat16, which GPUs do not.
+            module.support_avx512bf16_for_cpu = False
+    return model
 
 
 def _compressed(kind: str, folder: Path, scheme: str) -> nn.Module:

@@ -131,6 +131,13 @@ FORMATS: dict[str, dict[str, Any]] = {
         "scale_block": (1, 16),
         "scale_dtype": torch.float32,  # with a projection's factor
     },
+    "nf4": {
+        **_BYTES,
+        "weight_format": "nf4",
+        "nibble_order": (1, 0),
+        "scale_block": (1, 64),
+        "scale_dtype": torch.float32,
+    },
     "mxfp4": {**_BYTES, "weight_format": "mxfp4", "scale_block": (1, 32)},
     "fp8 x fp8": {**_CODES, "scale_block": (1, 0), "x_scale": "token"},
     "fp8 x fp8 block": {**_CODES, "scale_block": (128, 128), "x_scale": "block"},

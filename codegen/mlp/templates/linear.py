@@ -131,11 +131,11 @@ def streamed_linear(
     may take their places while this one runs. APART: as in `second_operand`.
 
     With scales, weights are codes (code - zero) * scale: 8-bit (PER 1), or words of PER codes along
-    K or, with PACKED_ROWS, along the rows, which strides count. NUMBER "e2m1": codes stand for
-    those floats. BLOCK_STRIDES: (scale row, scale column, zero row, zero column). A
-    scale is for SCALE_ROWS rows by SCALE_COLUMNS columns, a multiple of BLOCK_K, a half, a quarter
-    or all of it, or at least K. The zero of a code is CODE_OFFSET + ZERO_OFFSET + the zero tensor's
-    value; PACKED_ZEROS: words of eight rows.
+    K or, with PACKED_ROWS, along the rows, which strides count. NUMBER: what codes stand for,
+    "e2m1" or a table (`formats.table_words`). BLOCK_STRIDES: (scale row, scale column, zero row,
+    zero column). A scale is for SCALE_ROWS rows by SCALE_COLUMNS columns, a multiple of BLOCK_K, a
+    half, a quarter or all of it, or at least K. The zero of a code is CODE_OFFSET + ZERO_OFFSET +
+    the zero tensor's value; PACKED_ZEROS: words of eight rows.
     """
     row_tile = tl.program_id(0) // SPLIT_K
     part = tl.program_id(0) % SPLIT_K

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from tilewright.codegen.qkv.templates.loads import grouped
 from tilewright.codegen.templates.fp4 import e2m1_value, e8m0_value
+from tilewright.codegen.templates.tables import table_number
 
 
 @triton.jit
@@ -57,8 +58,8 @@ def dequantize_weight(
     column) count words of PER codes along K or, with PACKED_ROWS, along the rows. BLOCK_STRIDES:
     (scale row, scale column, zero row, zero column). ORDER: where each element of a word lies;
     ZERO_ORDER: the same of zeros that lie eight rows to a word. UNIT divides SCALE_COLUMNS and
-    BLOCK_K: columns that share a scale. NUMBER "e2m1": codes stand for those floats. Scales
-    that are bytes are e8m0.
+    BLOCK_K: columns that share a scale. NUMBER: what codes stand for, "e2m1" or
+    a table's 16 numbers. Scales that are bytes are e8m0.
     """
     first_row = tl.program_id(0) * BLOCK_R
     first_column = tl.program_id(1) * BLOCK_K
@@ -85,6 +86,8 @@ def dequantize_weight(
     codes = nibbles(words, PER, ORDER)
     if NUMBER == "e2m1":
         codes = e2m1_value(codes).to(tl.float32)
+    elif NUMBER != "":
+        codes = table_number(codes, NUMBER)
     if PACKED_ROWS:
         codes = tl.permute(codes, (0, 2, 1))
     codes = tl.reshape(codes, (BLOCK_R, BLOCK_K // UNIT, UNIT))

@@ -34,6 +34,13 @@ CODES = replace(FP8, scale_block=(1, 1024), codes=True, x_scale="token")
 BYTES = replace(LLAMA, words=torch.uint8)
 SIXTEENS = replace(BYTES, scale_block=(1, 16), zero_point=8)
 NVFP4 = replace(BYTES, weight_format="nvfp4", scale_block=(1, 16))
+NF4 = replace(
+    BYTES,
+    weight_format="nf4",
+    nibble_order=(1, 0),
+    scale_block=(1, 64),
+    scale_dtype=torch.float32,
+)
 # Tiles of fewer rows than wgmma's.
 SHORT = {"head_dim": 32, "rotary_dim": 32}
 CASES = {
@@ -65,6 +72,9 @@ CASES = {
     "bytes, groups of 16, short tiles": replace(SIXTEENS, zeros="int", **SHORT),
     "bytes of rows, groups of 16, short tiles": replace(SIXTEENS, weight_format="int4_n", **SHORT),
     "bytes, groups of 48, without a kernel": replace(SIXTEENS, scale_block=(1, 48), hidden=960),
+    "nf4": NF4,
+    "nf4, K major": replace(NF4, transposed=True),
+    "fp4, 300 tokens": replace(NF4, weight_format="fp4", num_tokens=300, dtype=torch.float16),
     "nvfp4": NVFP4,
     "nvfp4, one token": replace(NVFP4, num_tokens=1, qk_norm=True),
     "nvfp4, 300 tokens": replace(NVFP4, num_tokens=300, projection="packed"),

@@ -10,6 +10,7 @@ from tests.found import codes_of, matches_of, misses_of, patterns_in
 from tests.models import quantized
 from tests.models.quantized import GROUP, STORED, WHOLE, QuantizedLinear
 from tests.scaled_products import ROW_SCALES
+from tilewright.codegen import formats
 from tilewright.compiler import lower, reports
 from tilewright.patterns.language import Stage
 
@@ -65,7 +66,12 @@ def check(module, args):
     return matches_of(found, "qkv")[0].shapes
 
 
-MISSED = (quantized.gptq_act_order, quantized.nf4, quantized.nvfp4_high_first)
+MISSED = (
+    quantized.gptq_act_order,
+    quantized.nvfp4_high_first,
+    quantized.nf4_low_first,
+    quantized.nf4_rounded,
+)
 FORMATS = {
     "nibbles": "int4_k",
     "gptq": "int4_k with zeros",
@@ -75,6 +81,8 @@ FORMATS = {
     "scaled": "fp8",
     "nvfp4": "nvfp4",
     "mxfp4": "mxfp4",
+    "nf4": "nf4",
+    "fp4": "fp4",
 }
 MATCHED = [form for form in STORED if form not in MISSED]
 
@@ -339,6 +347,15 @@ def floats_scaled_twice(layer, dtype):
     return quantized.nvfp4(layer, dtype) * scale
 
 
+@stored(quantized.nf4)
+def blocks_that_begin_within_one(layer, dtype):
+    codes = torch.stack((layer.packed >> 4, layer.packed & 0xF), dim=-1).flatten(-2)
+    table = torch.tensor(formats.TABLES["nf4"], device=codes.device)
+    scale = layer.scale.repeat_interleave(GROUP, dim=1)
+    scale = torch.cat([scale[:, GROUP // 2 :], scale[:, : GROUP // 2]], 1)
+    return (table[codes.int()] * scale).to(dtype)
+
+
 NEAR_MISSES = {
     signed_nibbles: "WEIGHT_FORMAT",
     halves_side_by_side: "WEIGHT_FORMAT",
@@ -358,6 +375,9 @@ NEAR_MISSES = {
     scales_in_tiles: "SCALE_BLOCK",
     quantized.gptq_act_order: "SCALE_BLOCK",
     quantized.nvfp4_high_first: "WEIGHT_FORMAT",
+    quantized.nf4_low_first: "WEIGHT_FORMAT",
+    quantized.nf4_rounded: "WEIGHT_FORMAT",
+    blocks_that_begin_within_one: "SCALE_BLOCK",
     floats_of_another_table: "WEIGHT_FORMAT",
     powers_from_126: "WEIGHT_FORMAT",
     floats_scaled_twice: "WEIGHT_FORMAT",
