@@ -253,6 +253,14 @@ LIBRARY = {
     torch.float8_e5m2: Tolerance(relative=2.0**-2, of_rms=2.0**-6, absolute=2.0**-16),
 }
 
+
+def rounds_operands(a):
+    """Whether kernels round an operand of the product to 16 bits: x times its norm's weight, or the
+    numbers of a table. The graphs that they replace round the normed x, and the weight, too."""
+    normed = any(getattr(a, f"input_{kind}_norm", False) for kind in ("rms", "layer"))
+    return normed or getattr(a, "weight_format", "") in ("nf4", "fp4")
+
+
 GUARD = 256
 
 
