@@ -452,7 +452,7 @@ class _Builder:
             kwargs=kwargs or {},
             store=store,
         )
-        if projects(value) or any(v.value.projected for v in value.operands):
+        if any(v.value.projected for v in value.operands) or projects(value):
             object.__setattr__(value, "projected", True)
         self.values.append(value)
         for operand in {v.value: None for v in value.operands}:

@@ -55,10 +55,8 @@ class Storages:
                 keys = _compat.storage_keys(tensor)
                 if not keys:
                     keys = (self._unknown.setdefault(id(tensor), -id(tensor)), *self._given(node))
-                keys = (
-                    *keys,
-                    *(key for t in node.meta.get(LIES_WITH, ()) for key in _compat.storage_keys(t)),
-                )
+                for other in node.meta.get(LIES_WITH, ()):
+                    keys = (*keys, *_compat.storage_keys(other))
                 if len(keys) > 1:
                     self._joined.union(*keys)
 
