@@ -337,16 +337,16 @@ def upstream(
 ) -> Iterator[Value]:
     """`value` and what it is computed from, nearest first, `reach` values at most, each once; not
     what lies behind values that `through` refuses."""
-    front, seen = [value], {value}
-    for _ in range(reach):
-        if not front:
+    found, seen = [value], {value}
+    for count, item in enumerate(found):  # grows meanwhile
+        if count == reach:
             return
-        item = front.pop(0)
         yield item
         if through(item):
-            before = dict.fromkeys(v.value for v in item.operands if v.value not in seen)
-            seen.update(before)
-            front += before
+            for view in item.operands:
+                if view.value not in seen:
+                    seen.add(view.value)
+                    found.append(view.value)
 
 
 @dataclass(frozen=True, eq=False)
