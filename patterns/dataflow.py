@@ -99,7 +99,7 @@ _ANSWERS: ContextVar[dict[Any, Any] | None] = ContextVar("answers", default=None
 
 @contextmanager
 def remembering() -> Iterator[None]:
-    """Has functions marked with :func:`once` computed once for the same arguments, until it is left."""
+    """Has functions marked with :func:`once` computed once for equal arguments, until it ends."""
     token = _ANSWERS.set({})
     try:
         yield

@@ -15,7 +15,7 @@ from torch import fx
 
 from tilewright.compiler import _compat
 from tilewright.compiler._compat.autocast import autocast_in_force
-from tilewright.compiler.dataflow.spelling import name_of
+from tilewright.compiler.dataflow.spelling import calls_of, name_of
 from tilewright.compiler.safety.legality import insertion_node, operands_of
 from tilewright.patterns.dataflow import Dataflow, Value
 from tilewright.patterns.language import Match, Miss, Stage, Weight
@@ -107,8 +107,7 @@ def modes_of(graph: fx.Graph, grad: bool) -> Modes:
 
 def _read(graph: fx.Graph, grad: bool) -> dict[fx.Node, Mode]:
     """The mode of each node; empty where no node changes any."""
-    called = {node.target: node for node in graph.nodes if node.op == "call_function"}
-    if _CHANGES.isdisjoint(map(name_of, called.values())):
+    if not calls_of(graph, _CHANGES):
         return {}
     of: dict[fx.Node, Mode] = {}
     levels: list[str] = []

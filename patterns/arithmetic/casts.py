@@ -15,7 +15,7 @@ def is_float_cast(value: Value) -> bool:
     if value.op != "cast":
         return False
     types = [value.dtype, *[v.value.dtype for v in value.operands]]
-    return all([t.is_floating_point and t.itemsize > 1 for t in types])
+    return all(t.is_floating_point and t.itemsize > 1 for t in types)
 
 
 def strip_casts(view: View) -> tuple[View, tuple[Value, ...]]:

@@ -174,7 +174,7 @@ def _products(value: Value, sums: Sequence[Sum]) -> Iterator[Value]:
 
 
 def _unlike(value: Value) -> list[Missed]:
-    """The products that are sides of an addition of two tensors, in a form that the op does not take."""
+    """The sides of an addition of two tensors that are products in a form that no op takes."""
     sides = [side for side, other in value.either_way if len(other.shape) > 1]
     found = (match_unlike(weighed(side, strip=True)[0]) for side in sides)
     return [one for one in found if one is not None]
