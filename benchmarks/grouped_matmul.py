@@ -16,18 +16,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
-import os
 import time
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from compiling import failures_of
 from moe_layers import BY_NAME, COLD_BYTES, WEIGHT_BYTES, MoeShape, coded, dense, routes
 from timing import Call, capture, environment, interleaved_us
-from tune_qkv import compile_quietly
 
 from tilewright.codegen.arithmetic import next_power_of_2
 from tilewright.codegen.grouped.nvfp4_kernels import QuantizeConfig
@@ -277,14 +274,6 @@ def codes(a: QuantizeNvfp4Arguments, config: QuantizeConfig) -> Call:
     return lambda: drive(quantize_nvfp4_steps(a, SM90, config), machine)
 
 
-def compile_all(wanted: list[KernelSpec]) -> None:
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
-        for spec, outcome in zip(wanted, pool.map(compile_quietly, wanted), strict=True):
-            if outcome:
-                print(f"    {spec.name}: {outcome}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("cases", nargs="*", default=KEPT)
@@ -305,7 +294,7 @@ def main() -> None:
         torch.cuda.empty_cache()
     if any(text.startswith("quantise") for text in options.cases):
         wanted += quantise_specs()
-    compile_all(list(dict.fromkeys(wanted)))
+    failures_of(list(dict.fromkeys(wanted)))
     print(f"{len(set(wanted))} kernels in {time.time() - start:.0f} s", flush=True)
     kept: dict[str, Any] = {"environment": environment(), "grouped_matmul": []}
     for text in options.cases:

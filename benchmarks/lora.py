@@ -24,17 +24,15 @@ from __future__ import annotations
 
 import argparse
 import gc
-import multiprocessing
-import os
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from bounds import copy_bytes_per_s
+from compiling import compile_quietly, processes
 from lora_delta import delta_specs, measure_delta
 from lora_shapes import (
     MOST_CALLS,
@@ -48,7 +46,6 @@ from lora_shapes import (
     timed,
 )
 from timing import cpu_us, keep
-from tune_qkv import compile_quietly
 
 from tilewright.codegen.spec import KernelSpec
 from tilewright.ops.lora import expand as lora_expand
@@ -280,8 +277,7 @@ def kernels_of(shapes: list[LoraShape], expands: list[LoraShape]) -> list[Kernel
 
 def compile_all(specs: list[KernelSpec], loops: list[LoraShape]) -> None:
     """Compiles every kernel and loop that will be timed, in parallel."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
+    with processes() as pool:
         looped = [pool.submit(compile_loop_quietly, shape) for shape in loops]
         outcomes = [*pool.map(compile_quietly, specs, chunksize=2)]
         outcomes += [future.result() for future in looped]

@@ -12,18 +12,15 @@ step) or, for expand, `e16x128x16w4`. CUDA graphs, L2 cold, microseconds.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import os
 import re
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
+from compiling import failures_of
 from lora_shapes import LoraSet, LoraShape, make_set, make_sets
 from timing import capture, interleaved_us
-from tune_qkv import compile_quietly
 
 from tilewright.codegen.lora.kernels import (
     ExpandConfig,
@@ -151,14 +148,7 @@ def main() -> None:
     for shape, form, texts in cases:
         a = arguments(form, make_set(shape, expand=form == "expand"))
         specs |= dict.fromkeys(kernel_of(a, read_config(text)) for text in texts)
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
-        outcomes = list(pool.map(compile_quietly, specs, chunksize=2))
-    bad = {spec.name for spec, outcome in zip(specs, outcomes, strict=True) if outcome}
-    print(f"{len(specs)} kernels, {len(bad)} do not compile", flush=True)
-    for spec, outcome in zip(specs, outcomes, strict=True):
-        if outcome:
-            print(f"  {spec.kernel} {outcome[-200:]}", flush=True)
+    bad = set(failures_of(specs))
     for shape, form, texts in cases:
         sweep(shape, form, texts, bad, options.top)
 

@@ -21,22 +21,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from compiling import failures_of
 from mla_layers import NOPE, ROPE, SCALE, V_DIM, Layer, error, stock
 from side_by_side import finished_rows, has_turn
 from timing import Call, capture, cpu_us, interleaved_us, keep
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
-from tune_qkv import compile_quietly
 
 from tilewright.codegen.targets import SM90
 from tilewright.ops.mla.attention.lowering import attention_steps
@@ -138,10 +136,7 @@ def compile_all(cases: list[tuple[int, tuple[int, ...]]]) -> None:
     specs: dict[Any, None] = {}
     for heads, lengths in cases:
         specs |= specs_of(heads, lengths)
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
-        outcomes = list(pool.map(compile_quietly, specs, chunksize=1))
-    print(f"{len(specs)} kernels, {sum(map(bool, outcomes))} do not compile", flush=True)
+    failures_of(specs)
 
 
 def run_case(heads: int, batch: str) -> None:

@@ -12,17 +12,14 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import multiprocessing
-import os
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from compiling import failures_of
 from timing import capture, interleaved_us, keep
-from tune_qkv import compile_quietly
 
 from tilewright.codegen.mla.key_kernels import LatentConfig, UpConfig, UpProblem
 from tilewright.codegen.spec import KernelSpec
@@ -226,13 +223,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     specs = specs_of(options.heads)
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
-        outcomes = list(pool.map(compile_quietly, specs, chunksize=2))
-    bad = {spec.name for spec, outcome in zip(specs, outcomes, strict=True) if outcome}
-    print(f"{len(specs)} kernels, {len(bad)} do not compile", flush=True)
-    for outcome in sorted(set(outcomes)):
-        print(f"  {outcome[-300:]}", flush=True) if outcome else None
+    bad = set(failures_of(specs))
     for rows, kind in itertools.product(options.rows, KINDS):
         for form in forms_of(kind):
             time_latents(form, rows, kind, bad)

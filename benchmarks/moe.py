@@ -21,10 +21,8 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import os
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -32,6 +30,7 @@ from typing import Any
 
 import torch
 from bounds import copy_bytes_per_s
+from compiling import failures_of
 from moe_layers import (
     BY_NAME,
     EXPERT_SHARE,
@@ -42,7 +41,6 @@ from moe_layers import (
 )
 from moe_rows import chain, describe, measure, stored
 from timing import keep
-from tune_qkv import compile_quietly
 
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import SM90
@@ -169,15 +167,6 @@ class Run:
                 end.send(None)
 
 
-def compile_all(wanted: set[KernelSpec]) -> None:
-    """Our kernels, beside what the models' processes compile."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
-        for spec, outcome in zip(wanted, pool.map(compile_quietly, wanted), strict=True):
-            if outcome:
-                print(f"{spec.name}: {outcome}")
-
-
 def asked_for(
     shapes: Sequence[MoeShape], tokens: Sequence[int], formats: Sequence[str]
 ) -> Iterator[tuple[MoeShape, str, int, str]]:
@@ -213,7 +202,7 @@ def main() -> None:
         wanted |= kernels(shape, form, counts)
         if form != "dense":
             wanted |= kernels(shape, "dense", counts)
-    compile_all(wanted)
+    failures_of(wanted)
     print(f"{len(wanted)} kernels compiled after {time.time() - start:.0f} s", flush=True)
     run.wait()
     print(f"peers compiled after {time.time() - start:.0f} s", flush=True)

@@ -13,20 +13,17 @@ the weights of the experts in use); torch._grouped_mm on sorted rows for compari
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import os
 import re
 import time
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from compiling import failures_of
 from moe_layers import BY_NAME, WEIGHT_BYTES, Experts, MoeShape, arguments, make_experts
 from moe_rows import launches
 from timing import capture, interleaved_us
-from tune_qkv import compile_quietly
 
 from tilewright.codegen.grouped.kernels import gemm_kernel
 from tilewright.codegen.grouped.tiles import SCALED_K, CodesConfig, GemmConfig, ScaledConfig
@@ -217,13 +214,6 @@ def measure(case: Case, experts: Experts, bad: dict[str, str], top: int) -> None
         print(f"    {us:9.1f} us {flop / us / 1e6:6.0f} TF {read / us / 1e6:5.2f} TB/s  {name}")
 
 
-def compiled(wanted: list[KernelSpec]) -> dict[str, str]:
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
-        outcomes = list(pool.map(compile_quietly, wanted, chunksize=2))
-    return {spec.name: outcome for spec, outcome in zip(wanted, outcomes, strict=True) if outcome}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("cases", type=Path)
@@ -248,7 +238,7 @@ def main() -> None:
             for text in case.configs
         }
     wanted = list(dict.fromkeys(s for by in made.values() for specs in by.values() for s in specs))
-    bad = {} if options.compiled else compiled(wanted)
+    bad = {} if options.compiled else failures_of(wanted)
     print(f"{len(wanted)} kernels in {time.time() - start:.0f} s", flush=True)
     if options.only_compile:
         return

@@ -38,6 +38,9 @@ from tilewright.compiler.verify import clone_inputs, relative_error
 from tilewright.compiler.verify.float64 import NoFloat64Error, run_in_float64, widen
 from tilewright.tools.files import write_whole
 
+#: The arguments of a step, with a cache as it is before that step.
+Inputs = Callable[[], dict[str, Any]]
+
 OPTIONS = {"inner": "eager", "everywhere": True}
 SHOWN = ("fused", "lost", "advice", "said", "wrong", "unjudged", "unaccounted", "graphs", "failed")
 
@@ -57,16 +60,16 @@ def compiled(model: Any, kind: str) -> dict[str, Any]:
     return {name: row[name] for name in (*SHOWN, "stored") if name in row}
 
 
-def logits(call: Callable[..., Any], model: Any, kind: str) -> torch.Tensor:
+def logits(call: Callable[..., Any], inputs: Inputs) -> torch.Tensor:
     torch._dynamo.reset()
-    return call(**step_of(model, kind)).logits
+    return call(**inputs()).logits
 
 
-def exact_logits(model: Any, kind: str) -> torch.Tensor | None:
+def exact_logits(model: Any, inputs: Inputs) -> torch.Tensor | None:
     """Float64 of the same codes: of the graph that Dynamo records, where that is one."""
     found: list[torch.Tensor] = []
 
-    def backend(gm: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    def backend(gm: torch.fx.GraphModule, given: Sequence[Any]) -> Callable[..., Any]:
         def run(*given: Any) -> Any:
             outputs = run_in_float64(gm, clone_inputs(given, widen))
             found.extend(t for t in outputs if isinstance(t, torch.Tensor))
@@ -75,20 +78,19 @@ def exact_logits(model: Any, kind: str) -> torch.Tensor | None:
         return run
 
     try:
-        shape = logits(torch.compile(model, backend=backend), model, kind).shape
+        shape = logits(torch.compile(model, backend=backend), inputs).shape
     except NoFloat64Error:
         return None
     return next((tensor for tensor in found if tensor.shape == shape), None)
 
 
-def errors(theirs: torch.Tensor, model: Any, kind: str) -> dict[str, float]:
+def errors(theirs: torch.Tensor, model: Any, inputs: Inputs) -> dict[str, float]:
     """Returns the relative errors, in the 2-norm, of the library's logits and of ours."""
-    exact = exact_logits(model, kind)
+    exact = exact_logits(model, inputs)
     if exact is None:
         return {}
     fused = torch.compile(model, backend=lambda gm, given: tilewright(gm, given, options=OPTIONS))
-    ours = logits(fused, model, kind)
-    pairs = {"library": theirs, "ours": ours}
+    pairs = {"library": theirs, "ours": logits(fused, inputs)}
     return {name: relative_error(one.double(), exact) for name, one in pairs.items()}
 
 
@@ -96,14 +98,16 @@ def row_of(form: str, kind: str, load: Callable[[], Any]) -> dict[str, Any]:
     row: dict[str, Any] = {"model": f"{kind}+{form}"}
     library = load()
     row["unprepared"] = compiled(library, kind) | {"said": []}
-    theirs = logits(library, library, kind)
+    theirs = logits(library, partial(step_of, library, kind))
     model = load()
     prepared = prepare(model)
     row["replaced"] = len(prepared.replaced)
     row["left"] = dict(Counter(one.reason for one in prepared.left))
     row["prepared"] = compiled(model, kind)
     compiles = "failed" not in row["prepared"]
-    return row | {"errors": errors(theirs, model, kind) if compiles else {}}
+    return row | {
+        "errors": errors(theirs, model, partial(step_of, model, kind)) if compiles else {}
+    }
 
 
 def made_by(library: str) -> str:

@@ -147,7 +147,9 @@ Experts that these libraries keep in one tensor stay in bfloat16 here, as the li
 int4 and int8 checkpoints of such models are not made here). Formats that transformers decodes to
 bfloat16 where there is no GPU, FineGrainedFP8 and gpt-oss's MXFP4, are dense models on a CPU;
 models whose forward pass decodes such codes are in
-[coverage.md](coverage.md#quantised-formats-x-models)."""
+[coverage.md](coverage.md#quantised-formats-x-models). What `prepare` makes of gpt-oss's MXFP4 on a
+GPU is held to transformers' modules with a stand-in for the hub's kernels
+(`tests/compiler/test_prepared_experts.py`)."""
 
 
 def main() -> None:

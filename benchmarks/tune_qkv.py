@@ -10,15 +10,13 @@ the table for other chips are kept.
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import os
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
+from compiling import failures_of
 from qkv_shapes import Layer, Shape, fair_us, fused_arguments, make_layer, paged_cache
 from timing import capture, environment, interleaved_us
 
@@ -32,7 +30,6 @@ from tilewright.ops.qkv.choices import run, specs_of
 from tilewright.ops.qkv.operands import prepare
 from tilewright.ops.qkv.tuning import NanMemory
 from tilewright.ops.runtime.device import device_target
-from tilewright.ops.runtime.launch import compiled_kernel
 
 SHAPES = (
     Shape("llama3-8b", 4096, 32, 8),
@@ -45,15 +42,6 @@ SHAPES = (
 )
 TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 FINALISTS = 6
-
-
-def compile_quietly(spec: KernelSpec) -> str:
-    """In a process of its own: fills Triton's cache; a failure is a sentence."""
-    try:
-        compiled_kernel(spec, 0)
-    except Exception as error:  # what Triton refuses is a result here, whatever its type
-        return f"{type(error).__name__}: {str(error)[:200]}"
-    return ""
 
 
 def choices(
@@ -145,10 +133,7 @@ def compile_all(target: Target, tokens: list[int]) -> dict[str, str]:
                 call = prepare(fused_arguments(shape, layer, cache))
                 for choice in choices(call.problem, num_tokens, target, packed).values():
                     specs |= dict.fromkeys(specs_of(call, choice, target))
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
-        outcomes = list(pool.map(compile_quietly, specs, chunksize=4))
-    return {spec.name: outcome for spec, outcome in zip(specs, outcomes, strict=True) if outcome}
+    return failures_of(specs)
 
 
 def main() -> None:
@@ -161,8 +146,6 @@ def main() -> None:
     if target is None:
         raise SystemExit("the present GPU has no record in codegen/targets.py")
     bad = compile_all(target, options.tokens)
-    for name, why in bad.items():
-        print(f"left out: {name}: {why}")
     others = [
         row
         for row in measured.measured_table(measured.NUMBERS_FILE)

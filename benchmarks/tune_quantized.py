@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
-import os
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from compiling import failures_of
 from qkv_shapes import Shape, paged_cache
 from quantized_layers import (
     BY_NAME,
@@ -29,7 +27,6 @@ from quantized_layers import (
     quantized_arguments,
 )
 from timing import capture, environment, interleaved_us
-from tune_qkv import compile_quietly
 
 from tilewright.codegen.qkv import plan as qkv_plan
 from tilewright.codegen.qkv.candidates import candidates
@@ -110,10 +107,7 @@ def compiled(jobs: dict[Job, dict[str, LoweringChoice]], target: Target) -> dict
     specs: dict[KernelSpec, None] = dict.fromkeys(
         spec for job, choice in every for spec in specs_of(job.call, choice, target)
     )
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
-        outcomes = list(pool.map(compile_quietly, specs, chunksize=4))
-    return {spec.name: outcome for spec, outcome in zip(specs, outcomes, strict=True) if outcome}
+    return failures_of(specs)
 
 
 def main() -> None:
@@ -135,8 +129,6 @@ def main() -> None:
         for tokens in options.tokens
     }
     bad = compiled(jobs, target)
-    for name, why in bad.items():
-        print(f"left out: {name}: {why}")
     rows = json.loads(CODES_FILE.read_text())["rows"]
     for job, choices in jobs.items():
         good = {

@@ -3,6 +3,7 @@ the codes of a problem; without torch."""
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +13,31 @@ from tilewright.codegen.spec import Constant
 # Where element j of a word of eight nibbles lies in AWQ's words.
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 _COUNTED_UP = (tuple(range(8)), (0, 1))
+# The same where each byte has its first nibble on top.
+_HIGH_FIRST = (1, 0, 3, 2, 5, 4, 7, 6)
 # Groups of columns in a step whose sums are scaled apart.
 _GROUPS = (1, 2, 4)
+
+
+#: What the codes of formats stand for that have a table of 16 numbers, exact in fp32: those of
+#: bitsandbytes.
+TABLES: dict[str, tuple[float, ...]] = {
+    "nf4": (
+        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+        -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+        0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+        0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+    ),
+    "fp4": (
+        0.0, 0.0052083334885537624, 0.6666666865348816, 1.0,
+        0.3333333432674408, 0.5, 0.1666666716337204, 0.25,
+        0.0, -0.0052083334885537624, -0.6666666865348816, -1.0,
+        -0.3333333432674408, -0.5, -0.1666666716337204, -0.25,
+    ),
+}  # fmt: skip
+# What kernels multiply the numbers of a table by before they round them to bfloat16, and to
+# float16, so that they lose less: half as much of nf4's, nothing of fp4's, which are 192nds.
+_FACTORS = {"nf4": (1.43701171875, 1.6776885986328125), "fp4": (192.0, 192.0)}
 
 
 @dataclass(frozen=True)
@@ -22,9 +46,11 @@ class WeightFormat:
 
     stored: Triton's names of the dtypes that a stored element may have. bits: of a code.
     packed_axis: the axis, -1 (K) or -2 (N), along which codes share an element; None: a code is an
-    element. number: what a code stands for, "" itself or "e2m1" (`ops.formats.fp4`).
+    element. number: what a code stands for, "" itself, "e2m1" (`ops.formats.fp4`) or a name in
+    TABLES. order: which nibble of a byte each of its two codes is, where checkpoints have no other.
 
     linears: whether the linears of dense layers take it. zeros: whether these may have zero points.
+    scales: the types that a scale of linears may have where it is not just any float.
     expert_scales: the types that a scale of experts may have ("u8": e8m0); empty: experts do not
     take it. expert_zero: the zero of all their codes. expert_block: the rows and columns that share
     a scale there, where the format fixes them. expert_kernel: whether
@@ -35,8 +61,10 @@ class WeightFormat:
     bits: int = 8
     packed_axis: int | None = None
     number: str = ""
+    order: tuple[int, ...] = (0, 1)
     linears: bool = False
     zeros: bool = False
+    scales: tuple[str, ...] = ()
     expert_scales: tuple[str, ...] = ()
     expert_zero: int = 0
     expert_block: tuple[int, int] | None = None
@@ -50,6 +78,8 @@ class WeightFormat:
 
 _NIBBLES_OF_ROWS: dict[str, Any] = {"bits": 4, "packed_axis": -1}
 _EXPERTS: dict[str, Any] = {"expert_kernel": True, **_NIBBLES_OF_ROWS}
+_E2M1: dict[str, Any] = {"number": "e2m1", "linears": True, **_EXPERTS}
+_TABLE: dict[str, Any] = {"order": (1, 0), "linears": True, **_NIBBLES_OF_ROWS}
 #: Every format by its name in `weight_format`; "dense" has none. A format is added here: what ops
 #: check, compute, sample and recognise follows.
 WEIGHT_FORMATS = {
@@ -63,12 +93,45 @@ WEIGHT_FORMATS = {
         ("u8",), expert_zero=8, expert_scales=("fp32", "bf16", "fp16"), **_EXPERTS
     ),
     "nvfp4": WeightFormat(
-        ("u8",), number="e2m1", expert_scales=("fp8e4nv",), expert_block=(1, 16), **_EXPERTS
+        ("u8",),
+        scales=("fp8e4nv", "fp32", "bf16", "fp16"),
+        expert_scales=("fp8e4nv",),
+        expert_block=(1, 16),
+        **_E2M1,
     ),
     "mxfp4": WeightFormat(
-        ("u8",), number="e2m1", expert_scales=("u8",), expert_block=(1, 32), **_EXPERTS
+        ("u8",), scales=("u8",), expert_scales=("u8",), expert_block=(1, 32), **_E2M1
     ),
+    **{name: WeightFormat(("u8",), number=name, **_TABLE) for name in TABLES},
 }
+
+
+def table_words(name: str) -> tuple[int | float, ...]:
+    """A table as kernels look it up: the low bytes of its 16 numbers in bfloat16, then their high
+    bytes, four in a signed word; the same in float16; then the factors by which bfloat16 and
+    float16 are too small."""
+    made: list[int | float] = []
+    for bits, factor in zip((_bfloat16_bits, _float16_bits), _FACTORS[name], strict=True):
+        codes = [bits(factor * number) for number in TABLES[name]]
+        for shift in (0, 8):
+            made += struct.unpack("<4i", bytes((code >> shift) & 0xFF for code in codes))
+    return (*made, *(1 / factor for factor in _FACTORS[name]))
+
+
+def _bfloat16_bits(number: float) -> int:
+    """The bits of a finite number, rounded to nearest, ties to even."""
+    (bits,) = struct.unpack("<I", struct.pack("<f", number))
+    return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+
+
+def _float16_bits(number: float) -> int:
+    (bits,) = struct.unpack("<H", struct.pack("<e", number))
+    return bits
+
+
+def high_first(per_word: int) -> tuple[int, ...]:
+    """The order of nibbles in a word of bytes whose first nibble is on top."""
+    return _HIGH_FIRST[:per_word]
 
 
 def linear_formats() -> tuple[str, ...]:
@@ -115,6 +178,17 @@ class Quantization:
         return self.format.packed_axis == -2
 
     @property
+    def has_table(self) -> bool:
+        """Whether codes stand for the numbers of a table."""
+        return self.format.number in TABLES
+
+    @property
+    def joins_neighbours(self) -> bool:
+        """Whether kernels decode neighbours of a word of eight codes together: else those that are
+        four apart."""
+        return self.order == AWQ_ORDER or (self.has_table and self.per_word == 8)
+
+    @property
     def code_bytes(self) -> float:
         return self.format.bits / 8
 
@@ -134,6 +208,8 @@ class Quantization:
     @property
     def known_order(self) -> bool:
         """Whether kernels have the order of the nibbles in a word."""
+        if self.order == _HIGH_FIRST:
+            return self.has_table
         return self.format.packed_axis is None or self.order in (
             (),
             *_COUNTED_UP,
@@ -145,13 +221,15 @@ class Quantization:
         """What kernels that read words of codes have in common. columns: of the weight; block_k:
         of a step."""
         whole = self.block[1] >= columns
+        number: Constant = table_words(self.format.number) if self.has_table else self.format.number
         return {
+            **({"NUMBER": number} if number else {}),
             "PER": self.per_word,
             "PACKED_ROWS": self.packed_rows,
             "PACKED_ZEROS": self.packed_zeros,
             "CODE_OFFSET": self.code_offset,
-            "INTERLEAVED_NIBBLES": self.order == AWQ_ORDER,
-            "REVERSED": self.order == (1, 0),
+            "INTERLEAVED_NIBBLES": self.joins_neighbours,
+            "REVERSED": self.order in ((1, 0), _HIGH_FIRST),
             "SCALE_ROWS": self.block[0],
             # Of a scale for all columns also those that the last step masks.
             "SCALE_COLUMNS": max(columns, block_k) if whole else self.block[1],
@@ -177,7 +255,9 @@ class Quantization:
         """Whether a tensor core can take steps of block_k of the weight's columns."""
         groups = self.groups_in(columns, block_k)
         least = 32 if self.per_word == 8 and not self.packed_rows else 16
-        return groups > 0 and block_k // groups >= least
+        # Groups of 16 in bytes are multiplied two at a time (`add_scaled_groups`).
+        pairs = self.per_word != 2 or block_k >= 32
+        return groups > 0 and block_k // groups >= least and pairs
 
     def longest_step(self, columns: int) -> int:
         """The longest step, up to 128, that meets whole scales or parts of one."""

@@ -76,7 +76,8 @@ class Kernel:
     Attributes:
         template, name: those of `KernelSpec.template` and `KernelSpec.kernel`.
         strides: constants that are strides unless a launch says otherwise, each of one dimension or
-            a tuple of several; the stride of an absent tensor is 0.
+            a tuple of several; the stride of an absent tensor is 0. Without being named here,
+            `X_STRIDE` is that of the first dimension of the tensor "x".
         launch_strides: numbers that are strides, of type "i64", each of one dimension; the kernel
             is told whether 16 divides them. An absent tensor, or a dimension that a tensor lacks,
             has the stride 0.
@@ -156,7 +157,8 @@ class Kernel:
         """The spec of a launch.
 
         operands: tensors by name, each with the strides of its pointer's `dims`, in that order.
-        constants: constants by name; a number given here is a constant of this spec.
+        constants: constants by name, and Triton's options; a number given here is a constant of
+            this spec.
         records: objects with further constants as attributes, in small letters, and with Triton's
             options; the first that has one counts.
         divisible: the numbers that 16 divides.
@@ -164,7 +166,8 @@ class Kernel:
         Raises ValueError where a constant is missing, or where the kernel has none of that name.
         """
         records = tuple(records)
-        self._check("constants", constants, self._names)
+        self._check("constants", constants, [*self._names, *OPTIONS])
+        options = {name: constants[name] for name in OPTIONS if name in constants}
         signature, known = self._arguments(operands, constants)
         given = {pointer.parameter: operands[pointer.tensor] for pointer in self.pointers}
         aligned = [name for name, operand in given.items() if operand and operand.aligned]
@@ -179,7 +182,7 @@ class Kernel:
             ranges={name: (1, INT32_MAX) for name in self.ranges if name in signature},
             target=target,
             launch_pdl=bool(known.get(LAUNCH_PDL)),
-            **_options((*records, self)),
+            **(_options((*records, self)) | options),
         )
 
     def _constants(
@@ -196,14 +199,14 @@ class Kernel:
                 found[name] = constants[name]
             elif having is not None:
                 found[name] = getattr(having, name.lower())
-            elif name in self.strides:
+            elif name in self._places:
                 places = self._places[name]
                 if name in self._optional and not any(operands[tensor] for tensor, _ in places):
                     continue
                 values = tuple(
                     self._stride(operands[tensor], tensor, dim) for tensor, dim in places
                 )
-                found[name] = values if self.strides[name] is places else values[0]
+                found[name] = values if self.strides.get(name) is places else values[0]
             elif name not in self._optional and name != LAUNCH_PDL:
                 raise ValueError(f"{self}: expected a value for the constant {name}, got none")
         for name in self.omitted:
@@ -242,10 +245,15 @@ class Kernel:
 
     @cached_property
     def _places(self) -> dict[str, tuple[Stride, ...]]:
-        """The dimensions that each constant of `strides` is made of."""
+        """The dimensions that each constant is made of that is strides."""
+        found: dict[str, Stride | tuple[Stride, ...]] = {}
+        for name in self._constexprs.difference(self._optional):
+            tensor = name.removesuffix("_STRIDE").lower()
+            if name.endswith("_STRIDE") and tensor + POINTER_SUFFIX in self._names:
+                found[name] = (tensor, 0)
         return {
             name: (places,) if isinstance(places[0], str) else places
-            for name, places in self.strides.items()
+            for name, places in (found | dict(self.strides)).items()
         }
 
     @cached_property
@@ -284,9 +292,9 @@ def _is_constexpr(annotation: ast.expr | None) -> bool:
     return isinstance(annotation, ast.Attribute) and annotation.attr == "constexpr"
 
 
-def _options(records: Iterable[object]) -> dict[str, int]:
+def _options(records: Iterable[object]) -> dict[str, Any]:
     """Triton's options that records have; the first record that has one counts."""
-    found: dict[str, int] = {}
+    found: dict[str, Any] = {}
     for record in records:
         for name in OPTIONS:
             if hasattr(record, name):

@@ -52,7 +52,6 @@ def add_rms_norm(
 ADD_RMS_NORM = Kernel(
     "add_rms_norm_kernel",  # the module of the template
     "add_rms_norm",
-    {"Y_STRIDE": ("y", 0), "S_STRIDE": ("s", 0)},
     num_stages=1,
 )
 

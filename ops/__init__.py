@@ -1,52 +1,28 @@
-"""Fused ops: schema, fake, validation, reference and lowerings, one file per op."""
+"""Fused ops: schema, fake, validation, reference and lowerings, one file per op.
+
+Importing the package registers every op that a file below it declares. Each is an attribute of the
+package, to be called by hand: `tilewright.ops.linear_residual(x, weight, residual, scale=0.5)`.
+"""
+
+import sys
+from typing import Any
 
 from tilewright.codegen.build.travel import load_kernels, pack_kernels
-from tilewright.ops.attention import mask_blocks as _mask_blocks  # noqa: F401  registers it
-from tilewright.ops.attention.cache_attention import cache_attention
+from tilewright.codegen.discovery import import_all
 from tilewright.ops.checks import ArgumentError
-from tilewright.ops.collective.all_reduce_residual_norm import all_reduce_residual_norm
+from tilewright.ops.contract import all_ops
 from tilewright.ops.formats.paged_cache import CacheWindow
-from tilewright.ops.grouped.matmul import grouped_matmul
-from tilewright.ops.grouped.nvfp4_matmul import grouped_matmul_dynamic_scaled_nvfp4
-from tilewright.ops.grouped.quantize_nvfp4 import quantize_nvfp4
-from tilewright.ops.lora.expand import lora_expand_add
-from tilewright.ops.lora.shrink import shrink_qkv_permute_3mn
-from tilewright.ops.mla.decode.decode import mla_decode
-from tilewright.ops.mla.latents.latent_store import mla_latent_store
-from tilewright.ops.mla.prefill import dense as _mla_prefill_dense  # noqa: F401  registers it
-from tilewright.ops.mla.prefill.branch import mla_prefill_branch_fp8
-from tilewright.ops.mla.prefill.chunk_plan import mla_prefill_plan
-from tilewright.ops.mla.prefill.prefill import mla_prefill
-from tilewright.ops.mlp.linear_activation import linear_activation
-from tilewright.ops.mlp.linear_residual import linear_residual
-from tilewright.ops.moe.moe import fused_moe
-from tilewright.ops.moe.router import moe_router
-from tilewright.ops.qkv.cache_store import paged_kv_store
-from tilewright.ops.qkv.qkv_cache import fused_qkv_paged
-from tilewright.ops.qkv.qkv_matmul_ragged import fused_qkv_matmul_kv_cache_paged_ragged
 
-__all__ = [
-    "ArgumentError",
-    "CacheWindow",
-    "all_reduce_residual_norm",
-    "cache_attention",
-    "fused_moe",
-    "fused_qkv_matmul_kv_cache_paged_ragged",
-    "fused_qkv_paged",
-    "grouped_matmul",
-    "grouped_matmul_dynamic_scaled_nvfp4",
-    "linear_activation",
-    "linear_residual",
-    "load_kernels",
-    "lora_expand_add",
-    "mla_decode",
-    "mla_latent_store",
-    "mla_prefill",
-    "mla_prefill_branch_fp8",
-    "mla_prefill_plan",
-    "moe_router",
-    "pack_kernels",
-    "paged_kv_store",
-    "quantize_nvfp4",
-    "shrink_qkv_permute_3mn",
-]
+# What ops name as "module:function" is imported by the call that wants it.
+import_all(__name__, __path__, but_for=("lowering", "tuning"))
+
+_BY_HAND = {op.name: op for op in all_ops() if op.namespace == "tilewright"}
+__all__ = ["ArgumentError", "CacheWindow", "load_kernels", "pack_kernels", *_BY_HAND]
+
+
+def __getattr__(name: str) -> Any:
+    """An op: the function of its name in the file that declares it, else its record."""
+    if name not in _BY_HAND:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    op = _BY_HAND[name]
+    return getattr(sys.modules[op.validate.__module__], name, op)

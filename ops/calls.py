@@ -269,6 +269,6 @@ def fake_implementation(op: FusedOp) -> OpCallable:
         # exported is for inference, whatever its parameters say.
         if _records_backward() and not torch.compiler.is_exporting():
             _check_needs_no_grad(op, arguments)
-        return op.fake(arguments)
+        return op.faked(arguments)
 
     return run

@@ -15,6 +15,8 @@ INT32_MAX = 2**31 - 1
 FLOAT32 = torch.finfo(torch.float32)
 #: What ops compute with: in fp32, and float64 in float64.
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+#: What tensor cores multiply in 16 bits.
+HALVES = FLOAT_DTYPES[:2]
 
 
 class ArgumentError(ValueError):

@@ -107,7 +107,7 @@ def _defined_elsewhere(op: FusedOp) -> bool:
 
 
 def _identity(op: FusedOp) -> tuple[Any, ...]:
-    code = (op.validate, op.validate_values, op.fake, op.reference)
+    code = (op.validate, op.validate_values, op.fake or op.validate, op.reference)
     return (op.declaration, tuple((f.__module__, f.__qualname__) for f in code))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cache, cached_property
 from typing import Any
 
@@ -13,9 +13,10 @@ import torch
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import FAMILIES, Target, get_target
 from tilewright.ops.cache.read import CacheRead
+from tilewright.ops.reference.tolerances import ONE_ROUNDING, TOLERANCES
 from tilewright.ops.runtime.device import emits_for
 from tilewright.ops.runtime.program import Planner, Steps, drive
-from tilewright.ops.schema import schema_of
+from tilewright.ops.schema import ordered_fields, schema_of
 from tilewright.ops.tolerance import Tolerance
 
 OpCallable = Callable[..., Any]
@@ -49,9 +50,19 @@ def _anything(arguments: Any) -> str | None:
 def emitted_kernel(
     build: Callable[[Any, Target], Steps] | str,
     unsupported: Callable[[Any], str | None] = _anything,
+    dtypes: Sequence[torch.dtype] = (),
 ) -> Lowering:
-    """The lowering whose steps launch emitted kernels; see Lowering."""
-    return Lowering("emitted_kernel", None, frozenset({"cuda"}), unsupported, build=build)
+    """The lowering whose steps launch emitted kernels; see Lowering.
+
+    dtypes: those of the op's first argument that kernels take; empty: any.
+    """
+
+    def obstacle(arguments: Any) -> str | None:
+        dtype = getattr(arguments, ordered_fields(type(arguments))[0].name).dtype
+        return f"no kernel for {dtype}" if dtype not in dtypes else unsupported(arguments)
+
+    reason = obstacle if dtypes else unsupported
+    return Lowering("emitted_kernel", None, frozenset({"cuda"}), reason, build=build)
 
 
 @dataclass(frozen=True)
@@ -75,18 +86,20 @@ class LoweringReport:
 class FusedOp:
     """Everything there is to know about one fused op.
 
+    Called as `torch.ops.<namespace>.<name>` is: by hand, with tensors and options.
+
     arguments: a dataclass whose fields are the op's arguments, typed as `ops.schema` says; the
         callables below take one instance of it.
     validate: checks metadata and nothing else, raises ArgumentError; also runs on fake tensors,
         adds no guard. Accepted metadata is remembered.
-    validate_values: checks what only real memory shows (index values, aliases), before any write.
-    fake: returns outputs with the right metadata.
     reference: defines the meaning; fp32 arithmetic (float64 for float64 inputs), rounded once.
     lowerings: tried in order; the reference is always the last resort.
     cases: settings that together reach every option of the op.
     sample_inputs: sample_inputs(case, device="cpu", seed=0) gives an instance of `arguments`.
-    tolerances: per dtype of the op's result.
+    tolerances: per dtype of the op's result; those of fp32 sums that are rounded once.
     error_model: in words, what `tolerances` follow from.
+    fake: returns outputs with the right metadata; each like the first argument.
+    validate_values: checks what only real memory shows (index values, aliases), before any write.
     plan: plan(arguments, target name) gives a LoweringReport, also for fake arguments and without a
         GPU; may be "module:function". None: what the lowering's `build` generates.
     returns: the result in the schema: "(Tensor, Tensor)", or "()" for None.
@@ -107,14 +120,14 @@ class FusedOp:
     name: str
     arguments: type[Any]
     validate: Callable[[Any], None]
-    validate_values: Callable[[Any], None]
-    fake: Callable[[Any], Any]
     reference: Callable[[Any], Any]
     lowerings: tuple[Lowering, ...]
     cases: tuple[Any, ...]
     sample_inputs: Callable[..., Any]
-    tolerances: Mapping[torch.dtype, Tolerance]
-    error_model: str
+    tolerances: Mapping[torch.dtype, Tolerance] = field(default_factory=lambda: TOLERANCES)
+    error_model: str = ONE_ROUNDING
+    fake: Callable[[Any], Any] | None = None
+    validate_values: Callable[[Any], None] = lambda a: None
     namespace: str = "tilewright"
     plan: Callable[[Any, str], LoweringReport] | str | None = None
     returns: str = "Tensor"
@@ -176,6 +189,19 @@ class FusedOp:
         """Names of the arguments the schema declares as written."""
         written = self.schema_arguments
         return tuple(a.name for a in written if a.alias_info and a.alias_info.is_write)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """Calls the registered op: its arguments as `arguments` has them. Raises ArgumentError."""
+        return self.torch_op(*args, **options)
+
+    def faked(self, arguments: Any) -> Any:
+        """Outputs with the right metadata."""
+        if self.fake is not None:
+            return self.fake(arguments)
+        like = getattr(arguments, next(iter(self.parameters)))
+        results = torch._C.parse_schema(self.declaration).returns
+        made = tuple(like.new_empty(like.shape) for _ in results)
+        return made[0] if len(made) == 1 else made or None
 
     def call(self, arguments: Any) -> Any:
         """Calls the registered op with an instance of `arguments`."""
@@ -258,11 +284,11 @@ def device_of(arguments: Any) -> torch.device:
 
 def tensors_of(arguments: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """A record's tensors, those of its lists too, each with its argument's name."""
-    for field in fields(arguments):
-        value = getattr(arguments, field.name)
+    for one in fields(arguments):
+        value = getattr(arguments, one.name)
         for item in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(item, torch.Tensor):
-                yield field.name, item
+                yield one.name, item
 
 
 @cache

@@ -50,6 +50,34 @@ class Sampler:
 
 
 @dataclass(frozen=True)
+class RowsCase:
+    """Rows of n numbers and their norm. norm: "rms", "weightless", or "" for none. stride: columns
+    that a row takes in memory, 0 for n."""
+
+    name: str
+    num_tokens: int = 5
+    n: int = 64
+    dtype: torch.dtype = torch.bfloat16
+    norm: str = "rms"
+    norm_dtype: torch.dtype | None = None
+    norm_offset: float = 0.0
+    stride: int = 0
+
+    def rows(self, sampler: Sampler) -> torch.Tensor:
+        """A tensor [num_tokens, n]."""
+        whole = sampler.normal(self.num_tokens, self.stride or self.n, dtype=self.dtype)
+        return whole[:, : self.n]
+
+    def norm_arguments(self, sampler: Sampler) -> dict[str, Any]:
+        """norm_weight, around the number that leaves a row as it is, and norm_offset."""
+        weight, offset = None, self.norm_offset
+        if self.norm == "rms":
+            dtype = self.norm_dtype or self.dtype
+            weight = sampler.normal(self.n, dtype=dtype) + (1 - offset)
+        return {"norm_weight": weight, "norm_offset": offset}
+
+
+@dataclass(frozen=True)
 class PagedBatch:
     """Tokens of several sequences and the pages that they go to.
 

@@ -29,7 +29,7 @@ from tilewright.patterns.dataflow import (
     scope_of,
     source_of,
 )
-from tilewright.patterns.effects import Effect
+from tilewright.patterns.effects import Effect, Size
 from tilewright.patterns.hints import hint_for, with_declare
 
 
@@ -146,6 +146,17 @@ class Result:
     factor: float = 1.0
     added: View | None = None
 
+    @classmethod
+    def of_rows(
+        cls, replaced: Value, made: Sequence[Size], output: int = 0, added: View | None = None
+    ) -> Result:
+        """A value that is a whole output, of rows [T, columns], in a shape of its own."""
+        rows, columns = made
+        if replaced.shape[1:] == (columns,):  # whatever names its count of rows has
+            return cls(replaced, effects.identity(replaced.shape), output, added=added)
+        effect = effects.reshape(effects.identity((rows, columns)), replaced.shape)
+        return cls(replaced, effect, output, added=added)
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -164,7 +175,6 @@ class Parts:
 class Match:
     """A subgraph and the fused op that takes its place.
 
-    op: name of the op in `torch.ops.tilewright`, or `namespace::name`.
     arguments: by the schema's names: views (the rewriter builds them), numbers, strings, None.
     results: values of the graph, or parts of one, that the op's output replaces.
     absorbed: values that disappear.
@@ -176,10 +186,10 @@ class Match:
     needs_kernel: the graph is better left alone on a GPU that would compute the op by its
         reference.
     miss_weight: of the miss that it becomes where it cannot be rewritten; None for its code's own.
+    pattern, op: names of the pattern, and of the op in `torch.ops.tilewright`, or
+        `namespace::name`; :func:`attempt` gives it those of the pattern.
     """
 
-    pattern: str
-    op: str
     anchor: Value
     arguments: Mapping[str, Any]
     results: tuple[Result | Parts, ...] = ()
@@ -190,6 +200,8 @@ class Match:
     scratch: tuple[Value, ...] = ()
     needs_kernel: bool = False
     miss_weight: Weight | None = None
+    pattern: str = ""
+    op: str = ""
 
     @property
     def source(self) -> str:
@@ -294,7 +306,9 @@ def sought_by(pattern: Any) -> Sought:
 class Pattern(Protocol):
     """A family of subgraphs that one op replaces.
 
-    It may also have an attribute `sought`, a :class:`Sought`.
+    It may also have an attribute `sought`, a :class:`Sought`, and `asked_before`, the names of
+    patterns that would take its anchors otherwise. Where it has a true attribute `optional`, the
+    graph as it is computes as well: each match `needs_kernel`, and each of its misses is advice.
     """
 
     @property
@@ -316,12 +330,22 @@ def attempt(pattern: Pattern, anchor: Any, flow: Dataflow) -> Match | Miss:
     """One pattern at one anchor."""
     if isinstance(anchor, Missed):
         return replace(anchor.miss, pattern=pattern.name)
+    answer = _attempt(pattern, anchor, flow)
+    if not getattr(pattern, "optional", False):
+        return answer
+    if isinstance(answer, Match):
+        return replace(answer, needs_kernel=True, miss_weight="advice")
+    return replace(answer, weight="advice")
+
+
+def _attempt(pattern: Pattern, anchor: Any, flow: Dataflow) -> Match | Miss:
     try:
         return _checked(pattern, pattern.match(anchor, flow))
     except Reject as rejection:
         return replace(rejection.miss, pattern=pattern.name)
     except effects.InexpressibleError as error:
-        return Miss(pattern.name, "LAYOUT", Stage.ANCHORED, str(error), _anchor_nodes(anchor))
+        nodes = _anchor_nodes(anchor) or tuple(v.node for v in anchored_stores(anchor))[:1]
+        return Miss(pattern.name, "LAYOUT", Stage.ANCHORED, str(error), nodes)
 
 
 def _anchor_nodes(anchor: Any) -> tuple[fx.Node, ...]:
@@ -366,7 +390,7 @@ def _checked(pattern: Pattern, answer: Any) -> Match:
             f"pattern {pattern.name!r}: stores are the in-place writes (op 'store') that the op "
             f"performs, got {answer.stores}; leave them empty where it writes nothing"
         )
-    return answer
+    return replace(answer, pattern=pattern.name, op=answer.op or pattern.op)
 
 
 _REGISTRY: dict[str, Pattern] = {}
@@ -375,7 +399,8 @@ _REGISTRY: dict[str, Pattern] = {}
 def register(pattern: Pattern) -> Pattern:
     """Adds a pattern. The same one twice is idempotent; another of the same name is an error.
 
-    Order of registration is order of preference: an anchor goes to the first pattern that matches.
+    An anchor goes to the first pattern that matches: those that are `asked_before` others come
+    before them, all others in the order of registration.
     """
     known = _REGISTRY.get(pattern.name)
     if known is not None and type(known) is not type(pattern):
@@ -393,12 +418,13 @@ def unregister(name: str) -> None:
 
 
 def registered(names: Sequence[str] | None = None) -> tuple[Pattern, ...]:
-    """The registered patterns: all, those named, or all but those named with a leading `-`.
+    """The registered patterns: all, those named, or all but those named with a leading `-`; in the
+    order in which they are asked.
 
-    Raises ValueError naming an unknown pattern.
+    Raises ValueError naming an unknown pattern, or patterns each of which is to be asked first.
     """
     if names is None:
-        return tuple(_REGISTRY.values())
+        return _in_order()
     if isinstance(names, str):
         raise ValueError(f"patterns: expected a list of names, got the string {names!r}")
     unknown = [n for n in names if n.lstrip("-") not in _REGISTRY]
@@ -406,7 +432,24 @@ def registered(names: Sequence[str] | None = None) -> tuple[Pattern, ...]:
         raise ValueError(f"patterns: unknown {unknown}; registered are {sorted(_REGISTRY)}")
     left_out = {n[1:] for n in names if n.startswith("-")}
     wanted = {n for n in names if not n.startswith("-")} or set(_REGISTRY)
-    return tuple(p for n, p in _REGISTRY.items() if n in wanted - left_out)
+    return tuple(p for p in _in_order() if p.name in wanted - left_out)
+
+
+def _in_order() -> tuple[Pattern, ...]:
+    """Each pattern, behind those that are asked before it."""
+    found: dict[str, Pattern] = {}
+
+    def add(pattern: Pattern, waiting: tuple[str, ...] = ()) -> None:
+        if pattern.name in waiting:
+            raise ValueError(f"asked_before: each of {waiting} is to be asked before the others")
+        for other in _REGISTRY.values():
+            if pattern.name in getattr(other, "asked_before", ()) and other.name not in found:
+                add(other, (*waiting, pattern.name))
+        found.setdefault(pattern.name, pattern)
+
+    for pattern in _REGISTRY.values():
+        add(pattern)
+    return tuple(found.values())
 
 
 @dataclass

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any
 
 import torch
 
@@ -24,6 +26,17 @@ def upcast(item):
     if isinstance(item, torch.Tensor):
         return item.double() if item.dtype.is_floating_point else item.clone()
     return item
+
+
+def in_float64(record: Any) -> Any:
+    """A copy of a record of arguments whose tensors are float64 copies, indices clones."""
+    return replace(record, **{f.name: upcast(getattr(record, f.name)) for f in fields(record)})
+
+
+def with_fresh_caches(record: Any) -> Any:
+    """A record of arguments whose caches are clones."""
+    caches = {name: getattr(record, name) for name in ("k_cache", "v_cache")}
+    return replace(record, **{name: t.clone() for name, t in caches.items() if t is not None})
 
 
 def cloned(args: Sequence) -> list:

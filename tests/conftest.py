@@ -13,6 +13,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # a worker per core: more threads are i
     import torch
 
     torch.set_num_threads(1)
+    # Many tests start processes, which compile all that they import where no byte code is kept.
+    sys.dont_write_bytecode = False
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 # The ops' references are tested here, on the CPU.

@@ -207,6 +207,7 @@ def _benchmark_imports() -> Iterator[None]:
                 del sys.modules[name]
 
 
+@cache
 def benchmark_calls() -> list[tuple[str, FusedOp, Any]]:
     """(label, op, arguments without memory) of every shape in the benchmarks' tables."""
     families = (_qkv, _quantized, _lora, _moe, _grouped, _quantizer, _mla)

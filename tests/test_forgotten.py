@@ -5,20 +5,15 @@ Other tests hold what is there; these say what is not. CONTRIBUTING.md has the w
 
 from __future__ import annotations
 
-import ast
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
-
-import pytest
 
 from tilewright.codegen.targets import FAMILIES
 from tilewright.ops.contract import all_ops
 from tilewright.patterns import language
-from tilewright.patterns.hints import HINTED
 from tilewright.patterns.language import CODES
 from tilewright.tools.audit import families as audits
-from tilewright.tools.report.miss_guide import miss_guide
 
 ROOT = Path(__file__).resolve().parents[1]
 NET = Path(__file__).parent / "tilewright_snapshots" / "test_kernel_net"
@@ -34,35 +29,6 @@ DESCRIBED_WITH = {
     "grouped_gemm_nvfp4": "grouped_gemm",
 }
 FLOORS = ("codegen", "ops", "patterns")  # a family's kernels may be tested with its ops
-
-
-def unregistered(floor: Path) -> list[str]:
-    """Files of `ops/` or `patterns/` that register something and that `__init__.py` leaves out."""
-    imported = _imports(floor / "__init__.py")
-    said = []
-    for path in sorted(floor.rglob("*.py")):
-        module = ".".join(
-            ("tilewright", floor.name, *path.relative_to(floor).with_suffix("").parts)
-        )
-        if _registers(path) and module not in imported:
-            said.append(f"{floor.name}/__init__.py: import {module}, which registers itself")
-    return said
-
-
-def _registers(path: Path) -> bool:
-    statements = ast.parse(path.read_text("utf-8")).body
-    calls = (getattr(statement, "value", None) for statement in statements)
-    names = (ast.unparse(call.func) for call in calls if isinstance(call, ast.Call))
-    return any(name in ("register", "contract.register", "language.register") for name in names)
-
-
-def _imports(path: Path) -> set[str]:
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-        if isinstance(node, ast.ImportFrom):
-            found.add(node.module)
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
 
 
 def undescribed(patterns: Iterable[str], page: str) -> list[str]:
@@ -91,10 +57,12 @@ def untested(patterns: Iterable[str], folder: Path) -> list[str]:
     ]
 
 
-def unaudited(cases: str, kernels: str) -> list[str]:
-    """Kernels of the net (the two snapshots' texts) that no audit case asks for."""
-    kernel_of = {spec: kernel for kernel, spec, _ in map(str.split, kernels.splitlines())}
-    audited = [line for line in cases.splitlines() if line.startswith("audit, ")]
+def unaudited(net: str) -> list[str]:
+    """Kernels of the net (its snapshots' texts) that no audit case asks for."""
+    lines = net.splitlines()
+    kernels = (line.split() for line in lines if " => " not in line and line.count(" ") == 2)
+    kernel_of = {spec: kernel for kernel, spec, _ in kernels}
+    audited = [line for line in lines if line.startswith("audit, ")]
     seen = {
         kernel_of[s]
         for line in audited
@@ -107,22 +75,20 @@ def unaudited(cases: str, kernels: str) -> list[str]:
     ]
 
 
-def unexplained(codes: Mapping[str, str], guide: Iterable[str], hinted: Iterable[str]) -> list[str]:
-    """Codes of misses without a paragraph or a hint, and paragraphs without a code."""
-    known, hints = set(guide), set(hinted)
+def unexplained(code: str, page: str, known: Iterable[str]) -> list[str]:
+    """Codes that misses are given in the code's text and that have no entry on the page, entries
+    that nothing uses, and those that are not read."""
+    known = set(known)
+    used = set(re.findall(r'(?:reject|miss_at)\(\s*"([A-Z0-9_]+)"', code))
     said = [
-        f"docs/miss-codes.md: add `### {code}`, then `*{meaning}*`, a paragraph, and one that "
-        "begins with `**What to do:**`"
-        for code, meaning in codes.items()
-        if code not in known
+        f"docs/miss-codes.md: add `### {name}`, then `*what it means*`, a line with `> its hint`, "
+        "a paragraph, and one that begins with `**What to do:**`"
+        for name in sorted(used - known)
     ]
-    said += [
-        f"patterns/hints.py: add what to do about {code}" for code in codes if code not in hints
-    ]
-    gone = sorted((known | hints) - set(codes))
-    return said + [
-        f"{code} is no code any more: take it out of its page and hints" for code in gone
-    ]
+    headings = set(re.findall(r"^### ([A-Z0-9_]+)$", page, re.MULTILINE))
+    said += [f"docs/miss-codes.md: {name}: begin as others do" for name in sorted(headings - known)]
+    gone = sorted(name for name in known if f'"{name}"' not in code)
+    return said + [f"docs/miss-codes.md: nothing uses {name}" for name in gone]
 
 
 def incomplete_families(families: Iterable[str], audited: Iterable[str]) -> list[str]:
@@ -144,8 +110,9 @@ def incomplete_families(families: Iterable[str], audited: Iterable[str]) -> list
     return said + [f"tools/audit/{name}.py: add an `audited` function of cases" for name in missing]
 
 
-def test_everything_that_registers_itself_is_imported():
-    assert [*unregistered(ROOT / "ops"), *unregistered(ROOT / "patterns")] == []
+def test_what_a_pattern_is_asked_before_exists():
+    named = {name for p in language.registered() for name in getattr(p, "asked_before", ())}
+    assert named <= {p.name for p in language.registered()}
 
 
 def test_every_pattern_is_described_and_tested():
@@ -157,12 +124,16 @@ def test_every_pattern_is_described_and_tested():
 
 
 def test_every_kernel_is_audited():
-    cases, kernels = (NET / f"{name}.snapshot" for name in ("cases", "kernels"))
-    assert unaudited(cases.read_text("utf-8"), kernels.read_text("utf-8")) == []
+    net = "".join(path.read_text("utf-8") for path in NET.rglob("*.snapshot"))
+    assert "audit, " in net
+    assert unaudited(net) == []
 
 
 def test_every_code_is_explained():
-    assert unexplained(OWN_CODES, miss_guide({}), HINTED) == []
+    floors = (ROOT / "patterns", ROOT / "compiler")
+    code = "\n".join(path.read_text("utf-8") for floor in floors for path in floor.rglob("*.py"))
+    page = (ROOT / "docs" / "miss-codes.md").read_text("utf-8")
+    assert unexplained(code, page, OWN_CODES) == []
 
 
 def test_every_family_is_whole():
@@ -172,22 +143,6 @@ def test_every_family_is_whole():
 def test_every_op_has_cases():
     without = [op.name for op in all_ops() if op.namespace == "tilewright" and not op.cases]
     assert [f"{name}: give its record `cases` and `sample_inputs`" for name in without] == []
-
-
-NEW_OP = "from tilewright.ops.contract import register\n\nOP = register(None)\n"
-
-
-@pytest.mark.parametrize("floor", ["ops", "patterns"])
-def test_a_file_that_is_not_imported_is_named(tmp_path, floor):
-    room = tmp_path / floor / "mlp"
-    room.mkdir(parents=True)
-    (room.parent / "__init__.py").write_text("")
-    (room / "gated.py").write_text(NEW_OP)
-    module = f"tilewright.{floor}.mlp.gated"
-    said = f"{floor}/__init__.py: import {module}, which registers itself"
-    assert unregistered(room.parent) == [said]
-    (room.parent / "__init__.py").write_text(f"from {module} import OP\n")
-    assert unregistered(room.parent) == []
 
 
 def test_what_a_pattern_lacks_is_named():
@@ -202,18 +157,18 @@ def test_what_a_pattern_lacks_is_named():
 def test_a_kernel_without_an_audit_is_named():
     kernels = "rows 0a1b2c3d ffffffff\ncopy 4e5f6a7b ffffffff\n"
     cases = "audit, a => sm90: 0a1b2c3d\nop, b => sm90: 4e5f6a7b\n"
-    (said,) = unaudited(cases, kernels)
+    (said,) = unaudited(kernels + cases)
     assert "the kernel copy " in said
-    assert unaudited(cases.replace("op, b", "audit, b"), kernels) == []
+    assert unaudited(kernels + cases.replace("op, b", "audit, b")) == []
 
 
 def test_what_a_code_lacks_is_named():
-    paragraph, hint = unexplained({"NEW": "it is new"}, [], [])
-    assert paragraph.startswith("docs/miss-codes.md: add `### NEW`, then `*it is new*`")
-    assert hint == "patterns/hints.py: add what to do about NEW"
-    assert unexplained({}, ["OLD"], ["OLD"]) == [
-        "OLD is no code any more: take it out of its page and hints"
-    ]
+    (new,) = unexplained('reject("NEW", where)', "", [])
+    assert new.startswith("docs/miss-codes.md: add `### NEW`")
+    page = "### NEW\nIt is new.\n"
+    assert unexplained("", page, []) == ["docs/miss-codes.md: NEW: begin as others do"]
+    assert unexplained("", "", ["OLD"]) == ["docs/miss-codes.md: nothing uses OLD"]
+    assert unexplained('miss_at(\n    "NEW", where)', page, ["NEW"]) == []
 
 
 def test_what_a_family_lacks_is_named():

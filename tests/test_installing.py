@@ -73,7 +73,7 @@ def test_the_wheel_holds_every_module_and_what_they_read(published):
 def test_the_sdist_has_no_part_of_the_tests(published):
     with tarfile.open(published[0]) as archive:
         inside = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"pyproject.toml", "LICENSE", "tools/miss-codes.md"} <= inside
+    assert {"pyproject.toml", "LICENSE", "patterns/miss-codes.md"} <= inside
     assert not [name for name in inside if name.startswith("tests/")]
 
 

@@ -1,19 +1,22 @@
 """No kernel changes unseen: what the cases of `tests/kernel_net.py` ask for is what they asked for.
 
-`pytest tests/test_kernel_net.py --tilewright-update` writes three snapshots anew; read the diff.
-`cases.snapshot` has a line for each case: its kernels' specs on each target. `kernels.snapshot` has
-one for each spec: the kernel's name, the spec, the emitted source. `templates.snapshot` has what
-each template's sources were emitted from: an update emits what is new, and what was emitted from
-another text (all kernels, after a change of the emitter: minutes). All specs are compared here, and
-the sources of a part of them.
+`pytest tests/test_kernel_net.py --tilewright-update` writes the snapshots anew; read the diff. Each
+family has a folder. In it `OP.snapshot` has a line for each case of an op: its kernels' specs on
+each target. `TEMPLATE.kernels.snapshot` has what the template's sources were emitted from; for each
+spec the kernel's name, the spec, the emitted source; and the audits' and benchmarks' cases that
+begin with the template. An update emits what is new, and what was emitted from another text (all
+kernels, after a change of the emitter: minutes). All specs are compared here, and the sources of a
+part of them.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,10 +24,9 @@ import pytest
 from tests import kernel_net, test_kernel_net
 from tests.kernel_net import NET_TARGETS, Found, source_hash, spec_hash, text_hash
 from tilewright.codegen.spec import KernelSpec
+from tilewright.ops.contract import get_op
 
 FOLDER = Path(__file__).parent / "tilewright_snapshots" / "test_kernel_net"
-CASES, KERNELS = FOLDER / "cases.snapshot", FOLDER / "kernels.snapshot"
-TEMPLATES = FOLDER / "templates.snapshot"
 UPDATE = "--tilewright-update"
 MEANT = f"if that is meant: pytest tests/test_kernel_net.py {UPDATE}"
 # Of the specs that audits and ops ask for, one in so many is emitted here; of each kernel one.
@@ -53,21 +55,23 @@ def by_hash(found: Iterable[Found]) -> dict[str, KernelSpec]:
     return specs
 
 
-def stored_cases() -> dict[str, str]:
-    lines = CASES.read_text("utf-8").splitlines()
-    return dict(line.split(" => ", 1) for line in lines)
-
-
-def stored_kernels() -> dict[str, tuple[str, str]]:
-    """spec -> (kernel, source)"""
-    lines = (line.split() for line in KERNELS.read_text("utf-8").splitlines())
-    return {spec: (kernel, source) for kernel, spec, source in lines}
-
-
-def stored_templates() -> dict[str, str]:
-    """template -> what its sources were emitted from; empty before the first update."""
-    text = TEMPLATES.read_text("utf-8") if TEMPLATES.exists() else ""
-    return dict(line.split() for line in text.splitlines())
+@cache
+def stored() -> tuple[dict[str, str], dict[str, tuple[str, str]], dict[str, str]]:
+    """label -> what it gets; spec -> (kernel, source); template -> what it was emitted from."""
+    cases: dict[str, str] = {}
+    kernels: dict[str, tuple[str, str]] = {}
+    templates: dict[str, str] = {}
+    for path in FOLDER.rglob("*.snapshot"):
+        for line in path.read_text("utf-8").splitlines():
+            label, is_case, got = line.partition(" => ")
+            words = line.split()
+            if is_case:
+                cases[label] = got
+            elif len(words) == 3:
+                kernels[words[1]] = (words[0], words[2])
+            else:
+                templates[words[0]] = words[1]
+    return cases, kernels, templates
 
 
 def write_anew(found: dict[str, Found]) -> None:
@@ -77,22 +81,44 @@ def write_anew(found: dict[str, Found]) -> None:
     new = {key: spec for key, spec in specs.items() if key not in sources}
     with ProcessPoolExecutor(os.cpu_count()) as pool:
         sources |= zip(new, pool.map(source_hash, new.values(), chunksize=16), strict=True)
-    kernels = sorted(f"{spec.kernel} {key} {sources[key]}" for key, spec in specs.items())
-    cases = sorted(f"{label} => {text}" for label, text in case_lines(found).items())
-    templates = [f"{name} {text}" for name, text in sorted(texts.items())]
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    for path, lines in ((CASES, cases), (KERNELS, kernels), (TEMPLATES, templates)):
-        path.write_text("".join(f"{line}\n" for line in lines), "utf-8")
+    lines: dict[Path, list[str]] = {}
+    for name, text in sorted(texts.items()):
+        lines[kernels_of(name)] = [f"{name} {text}"]
+    for key, spec in sorted(specs.items(), key=lambda item: (item[1].kernel, item[0])):
+        lines[kernels_of(spec.template)].append(f"{spec.kernel} {key} {sources[key]}")
+    for label, text in sorted(case_lines(found).items()):
+        lines.setdefault(place_of(label, found), []).append(f"{label} => {text}")
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    for path, several in lines.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(f"{line}\n" for line in several), "utf-8")
+
+
+def kernels_of(template: str) -> Path:
+    family, _, name = template.rpartition(".")
+    return FOLDER / family / f"{name}.kernels.snapshot"
+
+
+def place_of(label: str, found: dict[str, Found]) -> Path:
+    """The file of a case: that of its op, or that of the first kernel that it asks for."""
+    kind, _, rest = label.partition(", ")
+    if kind == "op":
+        op = get_op(rest.partition(",")[0])
+        return FOLDER / op.family / f"{op.name}.snapshot"
+    asked = next((c[label] for c in found.values() if c.get(label) and c[label][0]), None)
+    if asked is None or isinstance(asked, str):
+        return FOLDER / "without.snapshot"
+    return kernels_of(asked[0].template)
 
 
 def known_sources(specs: dict[str, KernelSpec], texts: dict[str, str]) -> dict[str, str]:
     """The stored sources of the specs whose templates were emitted from the texts that they have
     now."""
-    stored, before = stored_kernels() if KERNELS.exists() else {}, stored_templates()
+    _, kernels, before = stored()
     return {
-        key: stored[key][1]
+        key: kernels[key][1]
         for key, spec in specs.items()
-        if key in stored and before.get(spec.template) == texts[spec.template]
+        if key in kernels and before.get(spec.template) == texts[spec.template]
     }
 
 
@@ -112,8 +138,9 @@ def test_every_case_gets_the_kernels_that_it_got(request):
     if request.config.getoption(UPDATE):
         write_anew(found)
         return
-    differing = list(changes(stored_cases(), case_lines(found)))
-    specs, known = by_hash(found.values()), stored_kernels()
+    cases, known, _ = stored()
+    differing = list(changes(cases, case_lines(found)))
+    specs = by_hash(found.values())
     shown = [f"{key}: {specs[key].to_json()}" for key in specs if key not in known][:SHOWN]
     if differing:
         text = "\n".join([*differing[:SHOWN], "new specs:", *shown])
@@ -132,7 +159,7 @@ def drawn(found: Found) -> dict[str, KernelSpec]:
 def test_the_source_of_a_kernel_is_what_it_was(target, request):
     if request.config.getoption(UPDATE):
         pytest.skip("written anew with the specs")
-    found, known = kernel_net.quick_cases(target), stored_kernels()
+    found, (_, known, _) = kernel_net.quick_cases(target), stored()
     # What is not known is a case that has changed, and named there.
     specs = {key: spec for key, spec in drawn(found).items() if key in known}
     assert len(specs) > len({spec.kernel for spec in specs.values()}) > 20
@@ -192,9 +219,9 @@ def test_an_update_emits_what_is_new_and_what_has_another_text(monkeypatch):
     other = replace(SPEC, template="columns")
     specs = {spec_hash(spec): spec for spec in (SPEC, replace(SPEC, num_warps=8))}
     specs["of another template"] = other
-    stored = {key: (spec.kernel, key[::-1]) for key, spec in specs.items() if spec.num_warps != 8}
-    monkeypatch.setattr(test_kernel_net, "stored_kernels", lambda: stored)
-    monkeypatch.setattr(test_kernel_net, "stored_templates", lambda: {"rows": "1", "columns": "2"})
+    known = {key: (spec.kernel, key[::-1]) for key, spec in specs.items() if spec.num_warps != 8}
+    before = {"rows": "1", "columns": "2"}
+    monkeypatch.setattr(test_kernel_net, "stored", lambda: ({}, known, before))
     same = known_sources(specs, {"rows": "1", "columns": "3"})
     assert same == {spec_hash(SPEC): spec_hash(SPEC)[::-1]}
 

@@ -32,6 +32,10 @@ _POOLED = re.compile(
     r"ttg\.local_alloc : \(\) -> !ttg\.memdesc<(\d+)x((?:\d+x)+)([a-zA-Z][a-zA-Z0-9]*)"
 )
 _BITS = re.compile(r"\d+")
+# The left operand's columns, and how many of a row each of the four threads holds that share it.
+_PRODUCT = re.compile(
+    r"tt\.dot .* : tensor<(?:\d+x)+?(\d+)x[a-z]\w*, [^>]*opIdx = 0, [^>]*kWidth = (\d+)"
+)
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,8 @@ class Audit:
         mma_kinds: PTX spellings of the tcgen05 instructions.
         staged_bytes: shared memory of multi-stage load buffers, what a block has in flight.
         dead_barriers: barriers that nothing waits for, in memory that is used for data as well.
+        repeating_products: products of fewer columns than the threads of a row hold, which count
+            some of them several times and others not at all.
         is_trap: the whole kernel is a trap.
     """
 
@@ -73,6 +79,7 @@ class Audit:
     mma_kinds: tuple[str, ...]
     staged_bytes: int
     dead_barriers: int
+    repeating_products: int
     is_trap: bool
 
     def count(self, opcode: str) -> int:
@@ -173,6 +180,7 @@ def read_audit(
         mma_kinds=tuple(sorted(set(re.findall(r"tcgen05\.mma[\w.:]*", ptx)))),
         staged_bytes=staged_bytes(ttgir),
         dead_barriers=count_dead_barriers(ttgir),
+        repeating_products=repeating_products(ttgir),
         is_trap=registers <= TRAP_REGISTERS and instructions < 32,
     )
 
@@ -194,6 +202,11 @@ def staged_bytes(ttgir: str) -> int:
             elements *= extent
         total += elements * int(bits.group()) // 8
     return total
+
+
+def repeating_products(ttgir: str) -> int:
+    """How many products out of registers (mma.sync) have fewer columns than four threads hold."""
+    return sum(int(columns) < 4 * int(held) for columns, held in _PRODUCT.findall(ttgir))
 
 
 @dataclass(frozen=True)
@@ -335,6 +348,7 @@ RULES: Mapping[str, Callable[[Audit, Target, Expectations], str | None]] = {
     ),
     "bytes in flight": _in_flight,
     "barriers": lambda a, t, e: _limit(a.dead_barriers, "that nothing waits for", 0),
+    "products": lambda a, t, e: _limit(a.repeating_products, "that repeat columns", 0),
 }
 
 

@@ -225,6 +225,22 @@ class _Outputs(list[TensorHandle]):
         return self[index]
 
 
+def _chosen_bytes(low: np.ndarray, high: np.ndarray, selectors: np.ndarray) -> np.ndarray:
+    """`prmt`: four bytes of eight, by nibble; with its top bit a byte's sign."""
+    low, high, selectors = (
+        part.view(np.uint32).astype(np.uint64) for part in (low, high, selectors)
+    )
+    both = low | high << np.uint64(32)
+    chosen = np.zeros_like(both)
+    for place in range(4):
+        nibble = selectors >> np.uint64(4 * place) & np.uint64(15)
+        byte = both >> np.uint64(8) * (nibble & np.uint64(7)) & np.uint64(0xFF)
+        sign = np.where(byte & np.uint64(0x80), np.uint64(0xFF), np.uint64(0))
+        byte = np.where(nibble & np.uint64(8), sign, byte)
+        chosen = chosen | byte << np.uint64(8 * place)
+    return chosen.astype(np.uint32).view(np.int32)
+
+
 def _inline(
     self: InterpreterBuilder, asm: str, constraints: str, values: Any, types: Any, pure: bool,
     pack: int,
@@ -234,6 +250,8 @@ def _inline(
         return _Outputs([TensorHandle(np.zeros(values[0].data.shape, np.int32), tl.int32)])
     if asm == "mov.b32 $0, $1;":
         return _Outputs([values[0]])
+    if asm == "prmt.b32 $0, $1, $2, $3;":
+        return _Outputs([TensorHandle(_chosen_bytes(*(v.data for v in values)), tl.int32)])
     if asm != "mul.rn.bf16x2 $0, $1, $2;":
         raise NotImplementedError(f"no interpretation of {asm}")
     first, second = (np.ascontiguousarray(value.data).view(np.uint16) for value in values)

@@ -18,8 +18,6 @@ REDUCE = Kernel(
     "collective.reduce",
     "all_reduce_residual_norm",
     {
-        "X_STRIDE": ("x", 0),
-        "RESIDUAL_STRIDE": ("residual", 0),
         "NORM_STRIDE": ("norm_weight", 0),
     },
     ranges=("num_tokens",),

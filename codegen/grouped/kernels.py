@@ -26,16 +26,13 @@ def all_strides(tensor: str, dims: int) -> tuple[Stride, ...]:
 
 _SCALES: Strides = {"SCALE_STRIDES": all_strides("scale", 3)}
 _WEIGHT: Strides = {**_SCALES, "BIAS_STRIDES": all_strides("bias", 2)}
-_ROWS: Strides = {"X_STRIDE": ("x", 0)}
-_CODED_ROWS: Strides = {**_ROWS, "X_SCALE_STRIDES": all_strides("x_scale", 2)}
+_CODED_ROWS: Strides = {"X_SCALE_STRIDES": all_strides("x_scale", 2)}
 # A number per group, which kernels load one by one.
 _INDICES = ("ends", "expert_ids")
 # By tiles: of numbers, of words of 4-bit codes, of e4m3 rows by e4m3 weights.
 GROUPED = {
-    GemmConfig: Kernel("grouped.gemm", "grouped_gemm", {**_WEIGHT, **_ROWS}, unaligned=_INDICES),
-    CodesConfig: Kernel(
-        "grouped.codes", "moe_down_codes", {**_WEIGHT, **_ROWS}, unaligned=("ends",)
-    ),
+    GemmConfig: Kernel("grouped.gemm", "grouped_gemm", _WEIGHT, unaligned=_INDICES),
+    CodesConfig: Kernel("grouped.codes", "moe_down_codes", _WEIGHT, unaligned=("ends",)),
     ScaledConfig: Kernel(
         "grouped.scaled", "grouped_scaled", {**_WEIGHT, **_CODED_ROWS}, unaligned=_INDICES
     ),
@@ -46,7 +43,7 @@ OWN_ROWS = {
 }
 DEQUANTIZE = Kernel("grouped.dequantize_experts", "dequantize_experts", _SCALES, num_stages=1)
 # Codes and scales of rows.
-QUANTIZE_ROWS = Kernel("grouped.scaled", "quantize_rows", _ROWS, num_stages=1)
+QUANTIZE_ROWS = Kernel("grouped.scaled", "quantize_rows", num_stages=1)
 
 
 def gemm_kernel(problem: GroupedProblem, config: GemmConfig) -> tuple[Kernel, Statics]:

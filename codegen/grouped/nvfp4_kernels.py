@@ -12,12 +12,10 @@ from tilewright.codegen.targets import Target
 GROUPED_NVFP4 = Kernel(
     "grouped.nvfp4",
     "grouped_nvfp4",
-    {"A_STRIDE": ("a", 0), "B_EXPERT_STRIDE": ("b", 0), "B_STRIDE": ("b", 1)},
+    {"B_EXPERT_STRIDE": ("b", 0), "B_STRIDE": ("b", 1)},
     unaligned=("offsets", "deltas", "expert_ids", "expert_scales"),
 )
-QUANTIZE_NVFP4 = Kernel(
-    "grouped.quantize_nvfp4", "quantize_nvfp4", {"X_STRIDE": ("x", 0)}, num_stages=1
-)
+QUANTIZE_NVFP4 = Kernel("grouped.quantize_nvfp4", "quantize_nvfp4", num_stages=1)
 
 
 # Rows per group up to which weights stand on the M side.

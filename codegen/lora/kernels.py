@@ -108,7 +108,6 @@ def _shrink_kernel(name: str) -> Kernel:
     return Kernel(
         "lora.shrink",
         name,
-        {"A_STRIDE": ("a", 0)},
         types=dict.fromkeys(distances, "i64"),
         ranges=("num_rows", "rows_per_id"),
         divisible=distances,

@@ -13,7 +13,6 @@ LATENTS = Kernel(
     "mla.latent",
     "mla_latents",
     {
-        "LATENT_STRIDE": ("latent", 0),
         "ROPE_STRIDE": ("k_rope", 0),
         "LATENT_STRIDES": tuple(("latent_cache", dim) for dim in range(3)),
         "ROPE_STRIDES": tuple(("rope_cache", dim) for dim in range(3)),
@@ -30,8 +29,6 @@ UP_PROJECTION = Kernel(
     "mla.up_projection",
     "mla_up_projection",
     {
-        "LATENT_STRIDE": ("latent", 0),
-        "WEIGHT_STRIDE": ("weight", 0),
         "WEIGHT_SCALE_STRIDES": (("weight_scale", 0), ("weight_scale", 1)),
     },
     strides_of("v", head=1, column=2),
@@ -42,7 +39,6 @@ WEIGHT_NUMBERS = Kernel(
     "mla.up_projection",
     "mla_weight_numbers",
     {
-        "WEIGHT_STRIDE": ("weight", 0),
         "WEIGHT_SCALE_STRIDES": (("weight_scale", 0), ("weight_scale", 1)),
     },
 )

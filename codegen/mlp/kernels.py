@@ -16,7 +16,6 @@ LINEAR = Kernel(
     "mlp.linear",
     "streamed_linear",
     {
-        "X_STRIDE": ("x", 0),
         "NORM_STRIDE": ("norm_weight", 0),
         "WEIGHT_STRIDES": (("weight", 0), ("weight", 1)),
         "UP_STRIDES": (("up_weight", 0), ("up_weight", 1)),
@@ -28,7 +27,7 @@ LINEAR = Kernel(
 NORM_ROWS = Kernel(
     "mlp.finish",
     "norm_rows",
-    {"RESIDUAL_STRIDE": ("residual", 0), "NORM_STRIDE": ("norm_weight", 0)},
+    {"NORM_STRIDE": ("norm_weight", 0)},
 )
 # What is left where the products are a library's, in memory of their own.
 ACTIVATE = Kernel("mlp.linear", "activate_products", types={"num_elements": "i64"})

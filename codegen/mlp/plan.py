@@ -18,6 +18,8 @@ MOST_GATED_TOKENS = 16
 MOST_LAYER_NORMED_TOKENS = 1
 # Tokens of a tile where two weights of codes are decoded beside its sums: more spill.
 MOST_CODED_TILE = 32
+# The same of codes that are floats of four bits.
+MOST_GATED_FLOATS = 16
 # The same of any weight of codes where the tensor core takes both operands out of registers.
 MOST_CODED_IN_REGISTERS = 16
 # All programs are there at once, so that they end together: two on each multiprocessor.
@@ -48,6 +50,8 @@ def takes_norm(kind: str, num_tokens: int, columns: int) -> bool:
 def linear_config(problem: LinearProblem, num_tokens: int, target: Target) -> LinearConfig:
     """The tiles for so many tokens: as many bytes in flight as fit two programs."""
     most = MOST_CODED_TILE if problem.quantization and problem.num_weights == 2 else MOST_TOKENS
+    if problem.quantization and problem.quantization.format.number and problem.num_weights == 2:
+        most = MOST_GATED_FLOATS
     if problem.quantization and target.multiplies_registers:
         most = MOST_CODED_IN_REGISTERS
     block_t = min(max(next_power_of_2(num_tokens), 16), most)

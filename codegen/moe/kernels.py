@@ -19,9 +19,8 @@ _UP_STRIDES: Strides = {
 }
 
 
-def _up_kernel(template: str, name: str, strides: Strides) -> Kernel:
-    strides = {**_UP_STRIDES, **strides}
-    return Kernel(template, name, strides, types={"distance": "i64"}, divisible=("distance",))
+def _up_kernel(template: str, name: str) -> Kernel:
+    return Kernel(template, name, _UP_STRIDES, types={"distance": "i64"}, divisible=("distance",))
 
 
 COUNT = Kernel("moe.order", "moe_count")
@@ -30,9 +29,9 @@ ORDER = Kernel("moe.order", "moe_order")
 # The first GEMM, by its tiles. Of gate and up that at the lower address of a tensor of both is its
 # weight.
 UP = {
-    GemmConfig: _up_kernel("moe.gemm", "moe_up", {"X_STRIDE": ("x", 0)}),
-    CodesConfig: _up_kernel("grouped.codes", "moe_up_codes", {"X_STRIDE": ("x", 0)}),
-    ScaledConfig: _up_kernel("grouped.scaled", "moe_up_scaled", {}),
+    GemmConfig: _up_kernel("moe.gemm", "moe_up"),
+    CodesConfig: _up_kernel("grouped.codes", "moe_up_codes"),
+    ScaledConfig: _up_kernel("grouped.scaled", "moe_up_scaled"),
 }
 COMBINE = Kernel("moe.combine", "moe_combine", {"WEIGHT_STRIDES": all_strides("weights", 2)})
 

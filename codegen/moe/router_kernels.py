@@ -10,7 +10,7 @@ from tilewright.codegen.kernel import Kernel
 ROUTER = Kernel(
     "moe.router",
     "moe_router",
-    {"X_STRIDE": ("x", 0), "WEIGHT_STRIDES": (("weight", 0), ("weight", 1))},
+    {"WEIGHT_STRIDES": (("weight", 0), ("weight", 1))},
     ranges=("num_tokens",),
     unaligned=("counters",),  # one of a slab's: it lies anywhere
 )

@@ -19,6 +19,8 @@ from tilewright.codegen.targets import Target
 
 # Tokens of a tile where the tensor core takes codes and x out of registers: more spill (sm120).
 MOST_TOKENS_IN_REGISTERS = 32
+# Sums of a warp beside codes that are floats of four bits: more spill (sm90).
+MOST_SUMS_OF_FLOATS = 1024
 
 
 def candidates(problem: QkvProblem, num_tokens: int, target: Target) -> list[Config]:
@@ -86,7 +88,8 @@ def _code_configs(problem: QkvProblem, num_tokens: int) -> Iterator[SwappedConfi
     q = problem.codes
     whole = next_power_of_2(problem.epilogue.pairs_per_head)
     slices = sorted({min(32, whole), whole})
-    block_k = q.longest_step(problem.hidden)
+    longest = q.longest_step(problem.hidden)
+    block_k = next((size for size in (longest, 64, 32) if steps_fit(problem, size)), longest)
     free = q.packed_rows or problem.coded_x
     block_t = max(16, next_power_of_2(num_tokens))
     if num_tokens <= 32:
@@ -127,6 +130,8 @@ def _swapped_fits(problem: QkvProblem, config: SwappedConfig, target: Target) ->
         return False
     if q is not None:
         crowded = target.multiplies_registers and config.block_t > MOST_TOKENS_IN_REGISTERS
+        sums = 2 * config.block_p * config.block_t // config.num_warps
+        crowded |= bool(q.format.number) and sums > MOST_SUMS_OF_FLOATS
         idle = config.ordered_x and (q.packed_rows or problem.coded_x)
         if crowded or idle or not steps_fit(problem, config.block_k):
             return False

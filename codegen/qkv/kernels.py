@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from math import gcd
 
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
-from tilewright.codegen.formats import AWQ_ORDER
+from tilewright.codegen.formats import TABLES
 from tilewright.codegen.kernel import Kernel, Statics, Strides
 from tilewright.codegen.operand import first_strides
 from tilewright.codegen.qkv.problem import HeadEpilogue, QkvProblem, tiled_weights
@@ -15,9 +15,6 @@ from tilewright.codegen.spec import Constant
 
 # Strides of what the epilogue of all kernels reads and writes.
 _STRIDES: Strides = {
-    "COS_STRIDE": ("cos", 0),
-    "SIN_STRIDE": ("sin", 0),
-    "DELTA_STRIDE": ("delta", 0),
     "ADDRESS_STRIDES": (("slots", -1), ("sequences", 0), ("positions", 0)),
 }
 _OMITTED = ("GATE_RUN", "V_NORMED", "NORM_BIAS_STRIDES", "SATURATES")
@@ -30,7 +27,7 @@ EPILOGUE = Kernel(
 TILED = Kernel(
     "qkv.tiled",
     "qkv_projection",
-    {**_STRIDES, "X_STRIDE": ("x", 0)},
+    _STRIDES,
     types=dict.fromkeys(("second_distance", "third_distance"), "i64"),
     ranges=_COUNTS,
     omitted=_OMITTED,
@@ -38,14 +35,14 @@ TILED = Kernel(
 SWAPPED = Kernel(
     "qkv.swapped",
     "qkv_projection_swapped",
-    {**_STRIDES, "X_STRIDE": ("x", 0)},
+    _STRIDES,
     ranges=_COUNTS,
     omitted=_OMITTED,
 )
 # Of weights of codes.
 SWAPPED_CODES = replace(SWAPPED, dependent=False)
 # Puts x in the order in which the codes' words give up K.
-ORDER = Kernel("qkv.quantized", "order_x", {"X_STRIDE": ("x", 0)}, num_stages=1)
+ORDER = Kernel("qkv.quantized", "order_x", num_stages=1)
 DEQUANTIZE = Kernel("qkv.dequantize", "dequantize_weight", num_stages=1)
 KERNELS = (EPILOGUE, TILED, SWAPPED, ORDER, DEQUANTIZE)
 
@@ -253,7 +250,7 @@ def order_statics(problem: QkvProblem, config: SwappedConfig) -> Statics:
     return Statics(
         HIDDEN=problem.hidden,
         PER=q.per_word,
-        INTERLEAVED_NIBBLES=q.order == AWQ_ORDER,
+        INTERLEAVED_NIBBLES=q.joins_neighbours,
         GROUPS=1 if q.block[1] >= problem.hidden else max(config.block_k // q.block[1], 1),
         BLOCK_T=ORDER_TOKENS,
         BLOCK_K=config.block_k,
@@ -268,7 +265,7 @@ def dequantize_statics(problem: QkvProblem, index: int) -> Statics:
     """The constants of `dequantize_weight` for the index-th of q, k and v."""
     q, heads, weight = problem.codes, problem.epilogue, problem.weights[index]
     assert weight is not None
-    columns = min(q.block[1], next_power_of_2(problem.hidden))
+    columns, number = min(q.block[1], next_power_of_2(problem.hidden)), q.format.number
     # Tiles along which both the words and the numbers are read and written in runs.
     block_r, block_k = (16, 256) if weight.strides[-1] == 1 else (64, 64)
     if q.packed_rows:
@@ -289,6 +286,7 @@ def dequantize_statics(problem: QkvProblem, index: int) -> Statics:
         BLOCK_R=block_r,
         BLOCK_K=block_k,
         UNIT=gcd(columns, block_k),
+        **({"NUMBER": TABLES.get(number, number)} if number else {}),
     )
 
 

@@ -3,7 +3,9 @@
 import triton
 import triton.language as tl
 
+from tilewright.codegen.templates.fp4 import e2m1_number, e2m1_pair, e8m0_value, halves_of
 from tilewright.codegen.templates.parts import part_of
+from tilewright.codegen.templates.tables import table_pair
 
 
 @triton.jit
@@ -46,6 +48,53 @@ def nibble_pair(words, position: tl.constexpr, OFFSET: tl.constexpr, DTYPE: tl.c
 
 
 @triton.jit
+def number_at(
+    words, position: tl.constexpr, OFFSET: tl.constexpr, DTYPE: tl.constexpr, NUMBER: tl.constexpr
+):  # fmt: skip
+    """What the 4-bit code at `position` of each byte stands for, divided by `number_unit`: see
+    `decoded`."""
+    if NUMBER == "":
+        return nibble(words, position, OFFSET, DTYPE)
+    elif NUMBER == "e2m1":
+        return e2m1_number(((words >> (4 * position)) & 0xF).to(tl.int16), DTYPE)
+    else:
+        both = table_pair(words.to(tl.int32), 0, False, DTYPE, NUMBER)
+        return (both >> (16 * position)).to(tl.int16).to(DTYPE, bitcast=True)
+
+
+@triton.jit
+def number_pair(
+    words, position: tl.constexpr, REVERSED: tl.constexpr, OFFSET: tl.constexpr,
+    DTYPE: tl.constexpr, NUMBER: tl.constexpr,
+):  # fmt: skip
+    """What the codes at `position` and `position` + 4 of each word stand for, along a new last axis
+    of two, divided by `number_unit`; of a table, the two of a byte."""
+    if NUMBER == "":
+        return nibble_pair(words, position, OFFSET, DTYPE)
+    elif NUMBER == "e2m1":
+        LOST: tl.constexpr = 2.0**126 if tl.bfloat16 == DTYPE else 2.0**14
+        return halves_of(e2m1_pair(words, position, DTYPE), DTYPE) * LOST
+    else:
+        pair = table_pair(words, position, REVERSED, DTYPE, NUMBER)
+        return halves_of(pair, DTYPE)
+
+
+@triton.jit
+def number_unit(
+    DTYPE: tl.constexpr, PER: tl.constexpr, PACKED_ROWS: tl.constexpr, NUMBER: tl.constexpr
+):  # fmt: skip
+    """The factor by which numbers that `decoded` makes are too small."""
+    if NUMBER == "e2m1":
+        return 1.0
+    elif NUMBER != "":
+        return NUMBER[16] if tl.bfloat16 == DTYPE else NUMBER[17]
+    elif PER == 8 and not PACKED_ROWS:
+        return code_unit(DTYPE)
+    else:
+        return 1.0
+
+
+@triton.jit
 def widened(codes, OFFSET: tl.constexpr, DTYPE: tl.constexpr):
     """int8, uint8 and fp8 codes, less OFFSET, exactly."""
     if codes.dtype == tl.float8e4nv and tl.bfloat16 == DTYPE:
@@ -60,23 +109,29 @@ def widened(codes, OFFSET: tl.constexpr, DTYPE: tl.constexpr):
 @triton.jit
 def codes_in_order(
     words, DTYPE: tl.constexpr, PER: tl.constexpr, REVERSED: tl.constexpr,
-    OFFSET: tl.constexpr, GROUPS: tl.constexpr,
+    OFFSET: tl.constexpr, GROUPS: tl.constexpr, NUMBER: tl.constexpr,
 ):  # fmt: skip
     """Words [rows, columns] decoded to [rows, PER * columns], K in the order of `x_in_order`.
 
-    PER: codes per word along K: 1, 2 (uint8) or 8 (int32). REVERSED: of two, the first is the high.
+    PER: codes per word along K: 1, 2 (uint8) or 8 (int32). REVERSED: of a byte's two, the first is
+    the high.
     """
     ROWS: tl.constexpr = words.shape[0]
     COLUMNS: tl.constexpr = words.shape[1]
     if PER == 8:
-        even = tl.join(nibble_pair(words, 0, OFFSET, DTYPE), nibble_pair(words, 1, OFFSET, DTYPE))
-        odd = tl.join(nibble_pair(words, 2, OFFSET, DTYPE), nibble_pair(words, 3, OFFSET, DTYPE))
+        # Statements of their own, as the emitter wants those that hold inline instructions.
+        pair = number_pair(words, 0, REVERSED, OFFSET, DTYPE, NUMBER)
+        second_pair = number_pair(words, 1, REVERSED, OFFSET, DTYPE, NUMBER)
+        even = tl.join(pair, second_pair)
+        pair = number_pair(words, 2, REVERSED, OFFSET, DTYPE, NUMBER)
+        second_pair = number_pair(words, 3, REVERSED, OFFSET, DTYPE, NUMBER)
+        odd = tl.join(pair, second_pair)
         codes = tl.reshape(tl.join(even, odd), (ROWS, GROUPS, 4, COLUMNS // (4 * GROUPS), 2, 2, 2))
         codes = tl.permute(codes, (0, 1, 3, 6, 5, 2, 4))
     else:
         if PER == 2:
-            first = nibble(words, 1 if REVERSED else 0, OFFSET, DTYPE)
-            second = nibble(words, 0 if REVERSED else 1, OFFSET, DTYPE)
+            first = number_at(words, 1 if REVERSED else 0, OFFSET, DTYPE, NUMBER)
+            second = number_at(words, 0 if REVERSED else 1, OFFSET, DTYPE, NUMBER)
             codes = tl.join(first, second)
         else:
             codes = widened(words, OFFSET, DTYPE)
@@ -89,8 +144,8 @@ def codes_in_order(
 def x_in_order(x, PER: tl.constexpr, INTERLEAVED_NIBBLES: tl.constexpr, GROUPS: tl.constexpr):
     """x [tokens, K] with K permuted to the order of `codes_in_order`.
 
-    INTERLEAVED_NIBBLES: the low half of a word holds the even ones of its eight codes (AWQ), else
-    the first four.
+    INTERLEAVED_NIBBLES: neighbours of a word of eight codes are decoded together (AWQ, whose words
+    have the even ones in the low half; tables), else those that are four apart.
     """
     TOKENS: tl.constexpr = x.shape[0]
     COLUMNS: tl.constexpr = x.shape[1]
@@ -144,13 +199,14 @@ def codes_of_rows(
 def decoded(
     words, DTYPE: tl.constexpr, PER: tl.constexpr, PACKED_ROWS: tl.constexpr,
     INTERLEAVED_NIBBLES: tl.constexpr, REVERSED: tl.constexpr, OFFSET: tl.constexpr,
-    GROUPS: tl.constexpr,
+    GROUPS: tl.constexpr, NUMBER: tl.constexpr,
 ):  # fmt: skip
-    """The codes of words less OFFSET; along K in the order of `x_in_order`, but of PACKED_ROWS."""
+    """The codes of words less OFFSET, or what they stand for, NUMBER being "e2m1" or a table; along
+    K in the order of `x_in_order`, but of PACKED_ROWS."""
     if PACKED_ROWS:
         return codes_of_rows(words, DTYPE, PER, INTERLEAVED_NIBBLES, REVERSED, OFFSET)
     else:
-        return codes_in_order(words, DTYPE, PER, REVERSED, OFFSET, GROUPS)
+        return codes_in_order(words, DTYPE, PER, REVERSED, OFFSET, GROUPS, NUMBER)
 
 
 @triton.jit
@@ -183,11 +239,16 @@ def load_scales(
 ):  # fmt: skip
     """(scales, zeros) [rows, blocks] of a weight; of zeros it does not have, the scales again.
 
-    strides: (scale row, scale column, zero row, zero column).
+    strides: (scale row, scale column, zero row, zero column). Bytes are e8m0 scales.
     """
-    scale = load_blocks(
-        scale_ptr, rows, row_mask, blocks, strides[0], strides[1], False, False, BOUND
-    )
+    if scale_ptr.dtype.element_ty == tl.uint8:
+        mask = row_mask[:, None] & (blocks < BOUND)[None, :]
+        places = (rows * strides[0])[:, None] + blocks[None, :] * strides[1]
+        scale = e8m0_value(tl.load(scale_ptr + places, mask=mask, other=0).to(tl.int32))
+    else:
+        scale = load_blocks(
+            scale_ptr, rows, row_mask, blocks, strides[0], strides[1], False, False, BOUND
+        )
     zero = scale
     if ZERO_TENSOR:
         zero = load_blocks(
@@ -200,19 +261,29 @@ def load_scales(
 @triton.jit
 def add_scaled_groups(
     total, codes, x, scale, zero, x_scale,
-    GROUPS: tl.constexpr, HAS_ZEROS: tl.constexpr, ZERO_TENSOR: tl.constexpr,
+    PER: tl.constexpr, GROUPS: tl.constexpr, HAS_ZEROS: tl.constexpr, ZERO_TENSOR: tl.constexpr,
     ZERO_OFFSET: tl.constexpr, X_SCALED: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """total [rows, tokens] and (codes - zero) * scale by x [tokens, K], the columns in GROUPS.
 
     scale, zero: fp32 [rows, GROUPS]; zero counts where ZERO_TENSOR, besides ZERO_OFFSET. x_scale
-    [1, tokens]. UNIT: the factor by which codes are too small.
+    [1, tokens]. PER: codes of a word. UNIT: the factor by which codes are too small.
     """
+    # Of operands that are joined out of bytes Triton gives each of the four threads that share a
+    # row 8 columns (kWidth 8, mma.sync). Where a product has but 16 columns, two of the threads
+    # repeat the others', and half of the columns count twice, the rest not at all (Triton 3.6 to
+    # 3.9). So groups of 16 are multiplied two at a time, with zeros in the other's place.
+    PAIRED: tl.constexpr = PER == 2 and codes.shape[1] == 16 * GROUPS
+    PARTS: tl.constexpr = GROUPS // 2 if PAIRED else GROUPS
     ROWS: tl.constexpr = codes.shape[0]
-    WIDTH: tl.constexpr = codes.shape[1] // GROUPS
+    WIDTH: tl.constexpr = codes.shape[1] // PARTS
     for group in tl.static_range(GROUPS):
-        x_part = part_of(x, group, GROUPS)
-        product = tl.dot(part_of(codes, group, GROUPS), x_part.T)
+        part: tl.constexpr = group // 2 if PAIRED else group
+        x_part = part_of(x, part, PARTS)
+        if PAIRED:
+            own = tl.arange(0, WIDTH) // 16 == group % 2
+            x_part = tl.where(own[None, :], x_part, 0.0)
+        product = tl.dot(part_of(codes, part, PARTS), x_part.T)
         if HAS_ZEROS:
             ones = tl.full((ROWS, WIDTH), 1.0, x.dtype)
             zeros = ZERO_OFFSET

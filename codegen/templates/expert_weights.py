@@ -4,16 +4,13 @@ import triton
 import triton.language as tl
 
 from tilewright.codegen.templates.codes import nibble_pair
-from tilewright.codegen.templates.fp4 import e2m1_value, unpack_codes
-
-
-@triton.jit
-def e8m0_value(codes):
-    """fp32 of e8m0 codes in integers: 2 ** (code - 127), NaN of 255."""
-    # 2 ** -127, code 0, has no exponent bits of its own; those of 255 alone would be infinity's.
-    bits = tl.where(codes == 0, 0x00400000, codes << 23)
-    bits = tl.where(codes == 255, 0x7FFFFFFF, bits)
-    return bits.to(tl.float32, bitcast=True)
+from tilewright.codegen.templates.fp4 import (
+    e2m1_pair,
+    e2m1_value,
+    e8m0_value,
+    halves_of,
+    unpack_codes,
+)
 
 
 @triton.jit
@@ -57,44 +54,12 @@ def dequantize_tile(
 
 
 @triton.jit
-def e2m1_pair(words, position: tl.constexpr, DTYPE: tl.constexpr):
-    """The E2M1 codes at `position` and `position` + 4 of each word, as 16-bit floats in the halves
-    of a word.
-
-    Exact but for a factor: 2 ** -126 in bf16, 2 ** -14 in fp16. Exponent and mantissa are moved to
-    where DTYPE has them, for both codes at once; this holds for the one subnormal too.
-    """
-    if tl.bfloat16 == DTYPE:
-        # One multiplication moves the sign and the rest to their places, with garbage beside them:
-        # an instruction less than shifts, and on a unit that is less busy.
-        if position >= 2:
-            words = words >> 8
-        if position % 2 == 0:
-            both = (words & 0x000F000F) * ((1 << 12) + (1 << 6))
-        else:
-            both = (words & 0x00F000F0) * ((1 << 8) + (1 << 2))
-        both &= -0x7E3F7E40
-    else:
-        top = words << (12 - 4 * position)
-        both = ((top >> 3) & 0x0E000E00) | (top & -0x7FFF8000)
-    return both
-
-
-@triton.jit
 def times(pair, factor):
     """Products of words that hold two bf16 numbers each. The compiler also pairs products of single
     numbers, but in another order, and takes two instructions more to exchange the halves."""
     return tl.inline_asm_elementwise(
         "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [pair, factor], tl.int32, True, 1
     )
-
-
-@triton.jit
-def halves_of(pair, DTYPE: tl.constexpr):
-    """The two numbers of each word, along a new last axis."""
-    low = pair.to(tl.int16).to(DTYPE, bitcast=True)
-    high = (pair >> 16).to(tl.int16).to(DTYPE, bitcast=True)
-    return tl.join(low, high)
 
 
 @triton.jit

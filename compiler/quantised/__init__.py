@@ -15,20 +15,31 @@ import copy as copying
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import torch
 from torch import nn
 
-from tilewright.compiler.quantised import compressed_tensors, gptqmodel, tensor_subclasses
+from tilewright.compiler.quantised import (
+    bitsandbytes,
+    compressed_tensors,
+    gpt_oss,
+    gptqmodel,
+    hqq,
+    tensor_subclasses,
+)
 
 #: A library's reader: the module that takes another's place; why it is left as it is; None for one
 #: that is not this library's.
 Reader = Callable[[nn.Module], nn.Module | str | None]
 
 READERS: tuple[Reader, ...] = (
+    bitsandbytes.replacement,
     compressed_tensors.replacement,
+    gpt_oss.replacement,
     gptqmodel.replacement,
+    hqq.replacement,
     tensor_subclasses.replacement,
 )
 
@@ -85,7 +96,7 @@ class Prepared:
         if not self.replaced and not self.left:
             return "prepare: no module needs to be replaced"
         lines = [f"prepare: {len(self.replaced)} replaced, {len(self.left)} left as they are"]
-        forms = Counter(f"{_called(r.original)}: {r.module}" for r in self.replaced)
+        forms = Counter(f"{_called(r.original)}: {_described(r.module)}" for r in self.replaced)
         lines += [f"  {count} x {form}" for form, count in forms.items()]
         reasons = Counter(f"{_called(one.original)} stays: {one.reason}" for one in self.left)
         lines += [f"  {count} x {reason}" for reason, count in reasons.items()]
@@ -98,8 +109,9 @@ def prepare(model: nn.Module, *, copy: bool = False) -> Prepared:
     model: any module; a model without such modules stays as it is. copy: work on a copy of the
     modules, which shares the tensors of the original; that stays as it is.
 
-    Reads linears of compressed-tensors, GPTQ (gptqmodel), torchao and quanto. Names in `state_dict`
-    stay where the library has a tensor for each. Activations are rounded as the library does it.
+    Reads linears of bitsandbytes and HQQ (4 bits), compressed-tensors, GPTQ (gptqmodel), torchao
+    and quanto, and mixtures of gpt-oss in MXFP4. Names in `state_dict` stay where the library has a
+    tensor for each, but for bitsandbytes and HQQ. Activations are rounded as the library does it.
 
     Raises TypeError where model is no module.
     """
@@ -133,7 +145,7 @@ def _taking_place(module: nn.Module, is_root: bool) -> nn.Module | str | None:
         return found
     if is_root:
         return "it is the model itself, not a part of one, and cannot be replaced in place"
-    if hasattr(module, "_hf_hook"):
+    if any(hasattr(part, "_hf_hook") for part in module.modules()):
         return "accelerate moves its tensors at each call; load the whole model on one device"
     for hooks in _HOOKS:
         # The very dictionaries: the handles of hooks go on to remove them.
@@ -144,12 +156,13 @@ def _taking_place(module: nn.Module, is_root: bool) -> nn.Module | str | None:
 def _share_equal_scales(replaced: Sequence[Replaced]) -> None:
     """Gives linears of one parent that round activations by equal scales one tensor of them: so the
     activation that they read is seen to be one."""
-    known: dict[tuple[str, bytes], nn.Parameter] = {}
-    for one in replaced:
-        scale = one.module._parameters.get("input_scale")
+    known: dict[tuple[str, str, bytes], nn.Parameter] = {}
+    for one, name in product(replaced, ("input_scale", "input_global_scale")):
+        scale = one.module._parameters.get(name)
         if scale is not None and not scale.is_meta:
-            key = (one.name.rpartition(".")[0], scale.detach().float().cpu().numpy().tobytes())
-            one.module._parameters["input_scale"] = known.setdefault(key, scale)
+            parent = one.name.rpartition(".")[0]
+            key = (parent, name, scale.detach().float().cpu().numpy().tobytes())
+            one.module._parameters[name] = known.setdefault(key, scale)
 
 
 def _put(model: nn.Module, name: str, module: nn.Module) -> None:
@@ -167,3 +180,7 @@ def _shared_copy(model: nn.Module) -> nn.Module:
 
 def _called(module: nn.Module) -> str:
     return type(module).__name__
+
+
+def _described(module: nn.Module) -> str:
+    return f"{_called(module)}({module.extra_repr()})"

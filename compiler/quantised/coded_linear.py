@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tilewright.ops.formats import fp4
+
 
 class CodedLinear(nn.Module):
     """x [..., K] -> [..., N]: a linear whose weight [N, K] the codes of this module stand for.
@@ -55,3 +57,8 @@ def bytes_of_words(words: torch.Tensor) -> torch.Tensor:
     """[N, W] words of four codes, the first in the lowest bits -> [N, 4 W] codes, 0 to 255: on a
     little-endian machine, as all that PyTorch compiles for are, the bytes as they lie."""
     return words.contiguous().view(torch.uint8)
+
+
+def floats_of_bytes(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[.., W] bytes of two E2M1 codes, the first in the lower bits -> [.., 2 W] numbers, exact."""
+    return fp4.decode(torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2), dtype)

@@ -6,9 +6,11 @@ that Dynamo cannot trace. The arithmetic is that of its `quantization/lifecycle/
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -17,10 +19,16 @@ from torch import nn
 from tilewright.compiler.quantised.coded_linear import (
     CodedLinear,
     bytes_of_words,
+    floats_of_bytes,
     nibbles_of_words,
 )
+from tilewright.ops.formats import e8m0, fp4
 
-_LIMITS = {("float", 8): (-448.0, 448.0), ("int", 8): (-128.0, 127.0)}
+_LIMITS = {
+    ("float", 8): (-448.0, 448.0),
+    ("int", 8): (-128.0, 127.0),
+    ("float", 4): (-fp4.MAX, fp4.MAX),
+}
 #: What a scale of zero becomes, by its dtype, as the library has it.
 _LEAST_SCALE = {torch.float8_e4m3fn: 0.125, torch.uint8: 1.0}
 
@@ -102,6 +110,8 @@ class CompressedLinear(CodedLinear):
         if "group" in how.strategy:
             x = x.unflatten(-1, (-1, how.group_size))
         scale = self._dynamic_scale(x) if how.dynamic else self.input_scale
+        if (factor := getattr(self, "input_global_scale", None)) is not None:
+            scale = scale.to(factor.dtype) / factor
         low, high = _LIMITS[how.kind, how.bits]
         codes = _nearest((x / scale).clamp(low, high), how)
         return (codes.to(scale.dtype) * scale).reshape(shape).to(x.dtype)
@@ -119,7 +129,11 @@ class CompressedLinear(CodedLinear):
             x.amax(dims, keepdim=True).clamp(min=0), -x.amin(dims, keepdim=True).clamp(max=0)
         )
         scale = largest / ((high - low) / 2)
-        if how.scale_dtype is not None:
+        if (factor := getattr(self, "input_global_scale", None)) is not None:
+            scale = factor * scale
+        if how.scale_dtype == torch.uint8:
+            scale = _power_of_two(largest, high)
+        elif how.scale_dtype is not None:
             limit = torch.finfo(how.scale_dtype).max
             scale = scale.clamp(-limit, limit).to(how.scale_dtype).to(scale.dtype)
         least = _LEAST_SCALE.get(how.scale_dtype or scale.dtype)
@@ -130,7 +144,49 @@ class CompressedLinear(CodedLinear):
 
 def _nearest(x: torch.Tensor, how: Rounding) -> torch.Tensor:
     """x, clamped and in units of its scale, rounded to the format's numbers, in x's dtype."""
+    if (how.kind, how.bits) == ("float", 4):
+        return _nearest_e2m1(x)
     return x.round() if how.kind == "int" else x.to(torch.float8_e4m3fn).to(x.dtype)
+
+
+def _nearest_e2m1(x: torch.Tensor) -> torch.Tensor:
+    """The nearest E2M1 number, of a middle the one with the even code; of NaN, NaN."""
+    size, rounded = x.abs(), torch.zeros_like(x)
+    for number, (below, above) in enumerate(pairwise(fp4.MAGNITUDES)):
+        middle = (below + above) / 2
+        larger = size >= middle if number % 2 else size > middle
+        rounded = torch.where(larger, above, rounded)
+    return rounded * torch.sign(x)
+
+
+def _power_of_two(largest: torch.Tensor, most: float) -> torch.Tensor:
+    """MX scales of groups with these largest magnitudes: the power of two below each, or above
+    where that is nearer than a quarter, over that of `most`."""
+    digits = -math.frexp(torch.finfo(largest.dtype).eps)[1] + 1
+    bits = largest.view(torch.int32 if digits > 16 else torch.int16).to(torch.int32)
+    exponent = (bits + (1 << (digits - 2))) >> digits
+    bias = 1 - math.frexp(torch.finfo(largest.dtype).tiny)[1] + 1
+    least = exponent - bias - (math.frexp(most)[1] - 1)
+    least = torch.where(exponent == 0, -e8m0.BIAS, least.clamp(-e8m0.BIAS, e8m0.BIAS + 1))
+    return (2.0 ** least.to(torch.float32)).to(largest.dtype)
+
+
+class FloatLinear(CompressedLinear):
+    """E2M1 codes of 4 bits, two to a byte, the even one low: NVFP4, whose scales are divided by a
+    factor, and MXFP4, whose scales are powers of two."""
+
+    weight_packed: torch.Tensor
+
+    def codes(self) -> torch.Tensor:
+        return floats_of_bytes(self.weight_packed, self.scales().dtype)
+
+    def scales(self) -> torch.Tensor:
+        scale = self.weight_scale
+        if scale.dtype == torch.uint8:
+            return 2.0 ** (scale.to(torch.int32) - e8m0.BIAS).to(torch.bfloat16)
+        factor = getattr(self, "weight_global_scale", None)
+        scale = scale.to(torch.bfloat16)
+        return scale if factor is None else scale / factor
 
 
 class PackedLinear(CompressedLinear):
@@ -222,6 +278,7 @@ _KINDS: dict[tuple[str, int, bool], type[CompressedLinear]] = {
     ("int", 4, False): CompressedLinear,  # a byte for each code
     ("int", 4, True): PackedLinear,
     ("int", 8, True): PackedBytesLinear,
+    ("float", 4, True): FloatLinear,
 }
 
 

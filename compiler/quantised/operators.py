@@ -32,6 +32,8 @@ def _product(
     if groups not in (1, -(-columns // BLOCK)):
         raise NotImplementedError(f"{groups} scales along {columns} columns")
     b = weight_scale.float().t()
+    if 1 < len(weight_scale) < len(weight) and len(weight) % BLOCK:  # a part of the last block
+        b = b.repeat_interleave(BLOCK, 1)[:, : len(weight)]
     return torch._scaled_mm(codes, weight.t(), scale_a=scale, scale_b=b, out_dtype=dtype)
 
 
@@ -90,11 +92,11 @@ def _rows(x: Tensor, block: int) -> Tensor:
     return (codes.float() * scale).flatten(-2).to(x.dtype)
 
 
-def _experts(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Weights [E, N, K] of codes, scales [E, N / block, K / block] or [E]."""
+def _experts(codes: Tensor, scale: Tensor, block: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Weights [E, N, K] of codes, scales [E, N / block, K / block] or [E], rounded up."""
     by_block = scale.float().reshape(len(codes), *(scale.shape[1:] or (1, 1)))
-    for dim in (-2, -1):
-        by_block = by_block.repeat_interleave(codes.shape[dim] // by_block.shape[dim], dim)
+    for dim in (1, 2):
+        by_block = by_block.repeat_interleave(block[dim - 1], dim).narrow(dim, 0, codes.shape[dim])
     return (codes.float() * by_block).to(dtype)
 
 
@@ -107,7 +109,7 @@ def block_grouped(
     block_size: Sequence[int],
     output_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    weight = _experts(B, Bs, A.dtype).transpose(-2, -1)
+    weight = _experts(B, Bs, block_size, A.dtype).transpose(-2, -1)
     y = torch._grouped_mm(_rows(A, block_size[1]), weight, offs=offsets)
     return y.to(output_dtype or A.dtype)
 
@@ -133,7 +135,7 @@ def block_batched(
     output_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """The operator leaves rows of experts from E on as they are; here they are the last one's."""
-    own = _experts(B, Bs, A.dtype)[expert_ids.clamp(0, len(B) - 1)]
+    own = _experts(B, Bs, block_size, A.dtype)[expert_ids.clamp(0, len(B) - 1)]
     y = torch.bmm(own, _rows(A, block_size[1]).unsqueeze(-1)).squeeze(-1)
     return y.to(output_dtype or A.dtype)
 

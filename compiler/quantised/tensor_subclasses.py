@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tilewright.compiler.quantised.coded_linear import CodedLinear
+from tilewright.compiler.quantised.coded_linear import CodedLinear, floats_of_bytes
+from tilewright.ops.formats import scale_layout
 
 
 class ScaledBehind(CodedLinear):
@@ -37,11 +38,34 @@ class ScaledInside(CodedLinear):
 
     def weight_of_codes(self, dtype: torch.dtype) -> torch.Tensor:
         within = self.decoded or self.scale.dtype
-        codes = self.codes.unflatten(-1, (self.scale.shape[-1], -1)).to(within)
+        scale = self.scales()
+        codes = self.numbers(within).unflatten(-1, (scale.shape[-1], -1))
         if (zero := self.zero) is not None:
             codes = codes - zero.unsqueeze(-1).to(within)
-        weight = codes * self.scale.unsqueeze(-1)
+        weight = codes * scale.unsqueeze(-1)
         return weight.reshape(self.out_features, self.in_features).to(dtype)
+
+    def numbers(self, dtype: torch.dtype) -> torch.Tensor:
+        """What the codes stand for, [N, K] in dtype."""
+        return self.codes.to(dtype)
+
+    def scales(self) -> torch.Tensor:
+        """What the codes of a row are multiplied by, block by block."""
+        return self.scale
+
+
+class Float4(ScaledInside):
+    """NVFP4: E2M1 codes, two to a byte, the even one low; scales of e4m3 times what all share."""
+
+    decoded = torch.float32
+    factor: torch.Tensor | None
+
+    def numbers(self, dtype: torch.dtype) -> torch.Tensor:
+        return floats_of_bytes(self.codes, dtype)
+
+    def scales(self) -> torch.Tensor:
+        scale = self.scale.to(torch.float32)
+        return scale if self.factor is None else self.factor * scale
 
 
 class Float8(ScaledInside):
@@ -89,6 +113,22 @@ def _intx(module: nn.Module, weight: Any) -> CodedLinear | str:
     return _made(Intx, module, weight.qdata, weight.scale, weight.zero_point, dtype=weight.dtype)
 
 
+def _nvfp4(module: nn.Module, weight: Any) -> CodedLinear | str:
+    """torchao's NVFP4Tensor, whose scales are put in order of rows."""
+    if weight.act_quant_kwargs is not None:
+        return "its activations are NVFP4, which no fused op of dense layers takes"
+    rows, groups = weight.shape[0], weight.shape[1] // weight.block_size
+    if weight.qdata.stride(-1) != 1 or weight.block_size != 16:
+        return "its codes do not lie by rows of groups of 16"
+    scale = weight.scale
+    if weight.is_swizzled_scales:
+        shape = scale_layout.layout_shape(rows, groups)
+        scale = scale_layout.unswizzle(scale.reshape(shape), rows, groups)
+    made = _made(Float4, module, weight.qdata, scale)
+    made.register_buffer("factor", weight.per_tensor_scale)
+    return made
+
+
 def _quanto(module: nn.Module, weight: Any) -> CodedLinear | str:
     """quanto's WeightQBytesTensor."""
     if getattr(module, "activation_qtype", None) is not None:
@@ -102,6 +142,7 @@ _CLASSES: dict[str, Callable[[nn.Module, Any], CodedLinear | str]] = {
     "torchao.Int8Tensor": _int8,
     "torchao.Float8Tensor": _float8,
     "torchao.IntxUnpackedToInt8Tensor": _intx,
+    "torchao.NVFP4Tensor": _nvfp4,
     "optimum.WeightQBytesTensor": _quanto,
 }
 

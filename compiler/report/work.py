@@ -49,13 +49,14 @@ def flop_rate(tensors: Sequence[torch.Tensor], target: Target) -> float:
 
 
 def share_of_experts(site: Site) -> float:
-    """The share of stacked expert weights [experts, ...] that the tokens of a site reach where they
-    are spread evenly; 1 where the site has none."""
+    """Returns the share of stacked expert weights [experts, ...] that a site's tokens reach, spread
+    evenly over all experts of the router, those on other devices included; 1 without experts."""
     facts = site.shapes
     tokens = re.search(r"\[(\d+),", str(facts.get("x", "")))
     if tokens is None or not {"experts", "slots"} <= facts.keys():
         return 1.0
-    return reached(int(tokens[1]), int(facts["slots"]) / int(facts["experts"]))
+    routed = int(facts.get("routed", facts["experts"]))
+    return reached(int(tokens[1]), int(facts["slots"]) / routed)
 
 
 def reached(draws: int, share: float) -> float:

@@ -6,8 +6,6 @@ keys that no query sees is not read.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from tilewright.ops.attention.arguments import AttentionArguments as AttentionArguments
@@ -19,6 +17,7 @@ from tilewright.ops.attention.checks import (
     check_attention_values,
 )
 from tilewright.ops.attention.reference import attention_reference
+from tilewright.ops.checks import HALVES
 from tilewright.ops.contract import FusedOp, emitted_kernel, register, rounded_once
 from tilewright.ops.sampling import sampler_of
 
@@ -67,7 +66,9 @@ OP = register(
         fake=fake,
         reference=reference,
         lowerings=(
-            emitted_kernel("tilewright.ops.attention.lowering:attention_steps", attention_obstacle),
+            emitted_kernel(
+                "tilewright.ops.attention.lowering:attention_steps", attention_obstacle, HALVES
+            ),
         ),
         cases=CASES,
         sample_inputs=sample_inputs,
@@ -77,14 +78,3 @@ OP = register(
         cache_read=cache_read,
     )
 )
-
-
-def cache_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, **options: Any
-) -> torch.Tensor:
-    """The op, called by hand: attention of q [T, Hq, D] to a cache k, v [N, P, Hkv, width].
-
-    Result [T, Hq, V] of q's dtype. Options: AttentionArguments. Raises ArgumentError. Not
-    differentiable.
-    """
-    return OP.torch_op(q, k, v, scale=scale, **options)

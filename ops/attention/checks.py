@@ -35,7 +35,6 @@ from tilewright.ops.checks import (
 from tilewright.ops.formats.fp8 import FP8_DTYPES
 
 # What the kernels take, and how wide a head.
-KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 MAX_WIDTH = 512
 
 
@@ -151,8 +150,6 @@ def _check_pages(op: str, a: AttentionArguments, keys: int) -> None:
 
 def attention_obstacle(a: AttentionArguments) -> str | None:
     """Why no kernel takes a call; None where one does. Metadata only."""
-    if a.q.dtype not in KERNEL_DTYPES:
-        return f"no kernel for {a.q.dtype}"
     if not a.scale > 0:  # the largest logit is that of the largest product
         return f"no kernel for a scale of {a.scale}"
     width = max(a.q.shape[2], a.v.shape[3])

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tilewright.codegen.collective.plan import COLUMN_STEP, MOST_COLUMNS, most_tokens
-from tilewright.ops.checks import FLOAT_DTYPES, ArgumentError, check_operand
+from tilewright.ops.checks import FLOAT_DTYPES, HALVES, ArgumentError, check_operand
 from tilewright.ops.collective.cases import REDUCE_CASES, sample_reduce
 from tilewright.ops.contract import FusedOp, emitted_kernel, register, rounded_once
 from tilewright.ops.groups import Group
@@ -22,7 +22,6 @@ from tilewright.ops.runtime.peers import obstacle
 from tilewright.ops.sampling import sampler_of
 
 NAME = "all_reduce_residual_norm"
-KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 ERROR_MODEL = (
     "fp32 sums and norm; each result is rounded once. Where the ranks have no memory in common, "
     "their sum is rounded as the graph rounds it"
@@ -65,10 +64,6 @@ def validate(a: AllReduceResidualNormArguments) -> None:
         raise ArgumentError(NAME, "group", expected, a.group)
 
 
-def fake(a: AllReduceResidualNormArguments) -> tuple[torch.Tensor, torch.Tensor]:
-    return a.x.new_empty(a.x.shape), a.x.new_empty(a.x.shape)
-
-
 def reference(a: AllReduceResidualNormArguments) -> tuple[torch.Tensor, torch.Tensor]:
     """In fp32 (float64 for float64 x), each result rounded once:
 
@@ -89,8 +84,6 @@ def reference(a: AllReduceResidualNormArguments) -> tuple[torch.Tensor, torch.Te
 
 def unsupported(a: AllReduceResidualNormArguments) -> str | None:
     """Why no kernel takes a call, from metadata, the same on all ranks; None where one does."""
-    if a.x.dtype not in KERNEL_DTYPES:
-        return f"no kernel for {a.x.dtype}"
     columns = a.x.shape[1]
     if columns > MOST_COLUMNS or columns % COLUMN_STEP or columns == 0:
         return f"{columns} columns: expected a multiple of {COLUMN_STEP} up to {MOST_COLUMNS}"
@@ -113,12 +106,12 @@ OP = register(
         arguments=AllReduceResidualNormArguments,
         returns="(Tensor, Tensor)",
         validate=validate,
-        validate_values=lambda a: None,
-        fake=fake,
         reference=reference,
         lowerings=(
             emitted_kernel(
-                "tilewright.ops.collective.lowering:all_reduce_residual_norm_steps", unsupported
+                "tilewright.ops.collective.lowering:all_reduce_residual_norm_steps",
+                unsupported,
+                HALVES,
             ),
         ),
         cases=REDUCE_CASES,
@@ -129,14 +122,3 @@ OP = register(
         slower=slower,
     )
 )
-
-
-def all_reduce_residual_norm(
-    x: torch.Tensor, residual: torch.Tensor, norm_weight: torch.Tensor | None, **options: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The op, called by hand: (residual + the ranks' sum of x, its RMS norm), [T, N].
-
-    The options are those of AllReduceResidualNormArguments. Raises ArgumentError. Not
-    differentiable.
-    """
-    return OP.torch_op(x, residual, norm_weight, **options)

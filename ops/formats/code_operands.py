@@ -10,26 +10,39 @@ from collections.abc import Sequence
 
 import torch
 
-from tilewright.codegen.formats import Quantization
+from tilewright.codegen.formats import TABLES, Quantization, high_first
 from tilewright.codegen.operand import Operand
 from tilewright.ops.formats.weight import Weight
 from tilewright.ops.runtime.operands import operand
+
+# Columns of a scale that kernels meet whole where they read 32-bit words.
+_WORD_COLUMNS = 32
 
 
 def code_words(weights: Sequence[Weight | None]) -> list[torch.Tensor | None]:
     """The data of an op's weights of codes as its kernels read them."""
     given = [None if weight is None else weight.data for weight in weights]
-    pairs = [
-        weight is None or (_packs_columns(weight) and tuple(weight.nibble_order) in ((), (0, 1)))
-        for weight in weights
-    ]
-    if all(pairs) and all(data is None or _fills_words(data) for data in given):
+    pairs = [weight is None or _packs_columns(weight) for weight in weights]
+    if (
+        scales_fill_words(weights)
+        and all(pairs)
+        and all(data is None or _fills_words(data) for data in given)
+    ):
         return [None if data is None else data.view(torch.int32) for data in given]
     return given
 
 
+def scales_fill_words(weights: Sequence[Weight | None]) -> bool:
+    """Whether scales are for columns enough that kernels may read bytes as 32-bit words."""
+    return all(weight is None or weight.scale_block[1] >= _WORD_COLUMNS for weight in weights)
+
+
 def _packs_columns(weight: Weight) -> bool:
-    return weight.format is not None and weight.format.packed_axis == -1
+    """Whether nibbles lie along K, in an order that kernels have of words too."""
+    form = weight.format
+    if form is None or form.packed_axis != -1:
+        return False
+    return not weight.nibble_order or form.number in TABLES or tuple(weight.nibble_order) == (0, 1)
 
 
 def _fills_words(data: torch.Tensor) -> bool:
@@ -55,10 +68,17 @@ def quantization_of(weights: Sequence[Weight | None], words: torch.dtype) -> Qua
         per_word=words.itemsize * form.per_byte,
         packed_zeros=any(packed),
         zero_point=first.zero_point,
-        # Bytes seen as words count their nibbles up.
-        order=tuple(first.nibble_order) if words == first.data.dtype else (),
+        order=_order(first, words),
         differs=_differences(weights, packed),
     )
+
+
+def _order(weight: Weight, words: torch.dtype) -> tuple[int, ...]:
+    """The order of the nibbles in the words that kernels read; empty: counting up."""
+    order = tuple(weight.nibble_order)
+    if words == weight.data.dtype:
+        return order
+    return high_first(2 * words.itemsize) if order == (1, 0) else ()
 
 
 def differences(weights: Sequence[Weight | None]) -> str:

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from tilewright.codegen.formats import WEIGHT_FORMATS
+from tilewright.codegen.formats import WEIGHT_FORMATS, WeightFormat
+from tilewright.ops.formats import e8m0
 from tilewright.ops.formats.quantized_weight import pack_nibbles
 from tilewright.ops.runtime.dtypes import torch_types
 from tilewright.ops.sampling import Sampler
@@ -19,6 +20,7 @@ class CodedCase:
 
     dtype: of the values. words: the dtype that nibbles are packed in; uint8 for unsigned codes of 8
     bits. zeros: "none", "float", "int" (a tensor of its own) or "packed" in words of eight rows.
+    scale_dtype: of the scales of nibbles; None: `dtype`, or the first of those that a format has.
     """
 
     dtype: torch.dtype = torch.bfloat16
@@ -27,6 +29,7 @@ class CodedCase:
     nibble_order: tuple[int, ...] = ()
     words: torch.dtype = torch.int32
     zeros: str = "none"
+    scale_dtype: torch.dtype | None = None
     zero_point: int = 0
 
     @property
@@ -56,11 +59,23 @@ def sample_codes(
     else:
         bits = torch.iinfo(dtype)
         stored, size = sampler.integers(bits.min, bits.max + 1, *shape).to(dtype), 64.0
-    scale_dtype = torch.float32 if dtype.is_floating_point else case.dtype
+    scale_dtype = torch.float32 if dtype.is_floating_point else case.scale_dtype or case.dtype
     scales = sampler.scales(*grid, size=columns**-0.5 / size, dtype=scale_dtype)
+    if form.scales:
+        scales = _stored_scales(form, scales, case.scale_dtype)
     zeros = sampler.integers(0, 16, *grid)
     if case.zeros == "packed":
         zeros = pack_nibbles(zeros, torch.int32, 0, case.nibble_order)
     elif case.zeros == "float":
         zeros = zeros.to(scale_dtype)
     return stored, scales, zeros
+
+
+def _stored_scales(
+    form: WeightFormat, scales: torch.Tensor, dtype: torch.dtype | None
+) -> torch.Tensor:
+    """Scales as a format stores them; of e8m0 the powers of two below."""
+    dtype = dtype or torch_types(form.scales)[0]
+    if dtype != torch.uint8:
+        return scales.to(dtype)
+    return (torch.frexp(scales.float()).exponent - 1 + e8m0.BIAS).to(torch.uint8)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from tilewright.codegen.formats import WEIGHT_FORMATS, WeightFormat, linear_formats
+from tilewright.codegen.formats import TABLES, WEIGHT_FORMATS, WeightFormat, linear_formats
 from tilewright.ops.checks import (
     FLOAT_DTYPES,
     ArgumentError,
@@ -29,7 +29,7 @@ from tilewright.ops.checks import (
     holds,
     shape_text,
 )
-from tilewright.ops.formats import fp4
+from tilewright.ops.formats import e8m0, fp4
 from tilewright.ops.formats.quantized_weight import (
     expand_blocks,
     nibbles_per_word,
@@ -104,13 +104,17 @@ class Weight(StoredWeight):
       "dense"   numbers.
       "int8" (int8 or uint8), "fp8" (float8_e4m3fn)   codes, any strides.
       "int4_k"  nibbles packed along K: [.., K / 2] uint8 or [.., K / 8] int32, any strides.
+      "nvfp4", "mxfp4"   E2M1 floats of 4 bits, [.., K / 2] uint8, the even one in the low nibble.
+      "nf4", "fp4"   nibbles that stand for the 16 numbers of a table
+                (`codegen.formats.TABLES`), [.., K / 2] uint8.
       "int4_n"  nibbles packed along the rows of a head: [.., D / 2, K] uint8 or [.., D / 8, K]
                 int32, any strides.
 
-    A code means (code - zero) * scale. scale: float, [ceil(N / bn), ceil(K / bk)] with
-    scale_block = [bn, bk]; a block as large as the weight is one scale per tensor. For int4, bk
-    divides K. The zero is zero_point, plus `zero` where given, of the shape of the scales, or int32
-    words of eight rows [N / (8 bn), K / bk]. nibble_order: where each code of a word lies, as in
+    A code means (code - zero) * scale. scale: float, for nvfp4 also float8_e4m3fn, for mxfp4 e8m0
+    as uint8; [ceil(N / bn), ceil(K / bk)] with scale_block = [bn, bk]; a block as large as the
+    weight is one scale per tensor. For codes of 4 bits, bk divides K. The zero is zero_point, plus
+    `zero` where given, of the shape of the scales, or int32 words of eight rows
+    [N / (8 bn), K / bk]. nibble_order: where each code of a word lies, as in
     `ops.formats.quantized_weight`; empty: counting up. bias: [N] or [..., D].
     """
 
@@ -145,7 +149,8 @@ class Weight(StoredWeight):
             if zeros_are_packed(zero, rows.shape[0], self.scale_block):
                 zero = unpack_nibbles(zero, 0, self.nibble_order)
             values = values - expand_blocks(zero.to(compute), rows.shape, self.scale_block)
-        values = values * expand_blocks(self.scale.to(compute), rows.shape, self.scale_block)
+        scale = scale_numbers(self.scale, compute)
+        values = values * expand_blocks(scale, rows.shape, self.scale_block)
         return values.view(codes.shape)
 
     # --- checks: metadata only; each raises ArgumentError -------------------------------------
@@ -215,7 +220,8 @@ class Weight(StoredWeight):
             expected = f"a group that divides K = {columns}"
             raise ArgumentError(op, "scale_block", expected, [bn, bk])
         grid, letters = (-(-rows // bn), -(-columns // bk)), f"[ceil(N / {bn}), ceil(K / {bk})]"
-        check_operand(op, name, self.scale, letters, grid, FLOAT_DTYPES, device)
+        dtypes = torch_types(self.format.scales) or FLOAT_DTYPES
+        check_operand(op, name, self.scale, letters, grid, dtypes, device)
         if self.zero is not None:
             self._check_zero(op, letters, grid, device)
 
@@ -246,4 +252,11 @@ def code_numbers(
     codes = stored if axis is None else unpack_nibbles(stored, axis, order)
     if form.number == "e2m1":
         return fp4.decode(codes, dtype)
+    if form.number in TABLES:
+        return torch.tensor(TABLES[form.number], dtype=dtype, device=codes.device)[codes.long()]
     return codes.to(dtype)
+
+
+def scale_numbers(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What stored scales stand for, in `dtype`: bytes are e8m0."""
+    return scale.to(dtype) if scale.is_floating_point() else e8m0.scale_numbers(scale, dtype)

@@ -6,8 +6,6 @@ of expert -1, and rows that belong to no group, are zero: the memory of the resu
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from tilewright.ops.checks import (
@@ -128,18 +126,3 @@ OP = register(
         error_model=ERROR_MODEL,
     )
 )
-
-
-def grouped_matmul(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    group_offsets: torch.Tensor,
-    expert_ids: torch.Tensor | None = None,
-    **options: Any,
-) -> torch.Tensor:
-    """The op, called by hand: x [M, K], sorted by group, times weight [E, N, K], [M, N].
-
-    The arguments and options are those of GroupedMatmulArguments. Raises ArgumentError. Not
-    differentiable.
-    """
-    return OP.torch_op(x, weight, group_offsets, expert_ids, **options)

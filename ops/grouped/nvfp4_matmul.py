@@ -304,23 +304,3 @@ OP = register(
         error_model="products are exact in fp32; sums of them in fp32, one rounding of the result",
     )
 )
-
-
-def grouped_matmul_dynamic_scaled_nvfp4(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_scales: torch.Tensor,
-    b_scales: torch.Tensor,
-    group_offsets: torch.Tensor,
-    group_scale_offsets: torch.Tensor,
-    expert_ids: torch.Tensor,
-    expert_scales: torch.Tensor,
-    **options: Any,
-) -> torch.Tensor:
-    """The op, called by hand; arguments and options are those of Nvfp4MatmulArguments.
-
-    `ops.formats.nvfp4.quantize_grouped` makes `a` and `a_scales` of sorted rows. Raises
-    ArgumentError. Not differentiable.
-    """
-    scales = (a_scales, b_scales, group_offsets, group_scale_offsets, expert_ids, expert_scales)
-    return OP.torch_op(a, b, *scales, **options)

@@ -11,17 +11,16 @@ from tilewright.codegen.grouped.problem import (
     WeightOperands,
     weight_obstacle,
 )
+from tilewright.ops.checks import HALVES
 from tilewright.ops.formats.expert_weight import ExpertWeight
 from tilewright.ops.grouped.arguments import GroupedMatmulArguments
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
 from tilewright.ops.runtime.operands import operand
 
-KERNEL_DTYPES = (torch.bfloat16, torch.float16)
-
 
 def unsupported(a: GroupedMatmulArguments) -> str | None:
     """Why the emitted kernel cannot take a call; None where it can. Metadata only."""
-    if a.x_scale is None and a.x.dtype not in KERNEL_DTYPES:
+    if a.x_scale is None and a.x.dtype not in HALVES:
         return f"no kernel for {a.x.dtype}"
     if a.result_dtype == torch.float64:
         return f"no kernel that stores {a.result_dtype}"

@@ -22,11 +22,11 @@ from tilewright.ops.formats.expert_weight import ExpertWeight
 from tilewright.ops.lora.cases import EXPAND_CASES, sample_expand
 from tilewright.ops.lora.rows import (
     ERROR_MODEL,
+    KERNEL_DTYPES,
     TOLERANCES,
     adapter_of_rows,
     check_row_values,
     check_rows,
-    no_kernel_for,
 )
 from tilewright.ops.reference.expert_matmul import multiply_by_expert
 from tilewright.ops.sampling import sampler_of
@@ -201,9 +201,8 @@ def _deltas(
 
 def unsupported(a: ExpandArguments) -> str | None:
     """Why the emitted kernel cannot take a call; None where it can. Metadata only."""
-    if a.scales is not None and a.scales.dtype == torch.float64:
-        return no_kernel_for(a.s.dtype) or "no kernel for scales of torch.float64"
-    return no_kernel_for(a.s.dtype)
+    wide = a.scales is not None and a.scales.dtype == torch.float64
+    return "no kernel for scales of torch.float64" if wide else None
 
 
 sample_inputs = sampler_of(ExpandArguments, sample_expand)
@@ -218,7 +217,9 @@ OP = register(
         validate_values=validate_values,
         fake=fake,
         reference=reference,
-        lowerings=(emitted_kernel("tilewright.ops.lora.lowering:expand_steps", unsupported),),
+        lowerings=(
+            emitted_kernel("tilewright.ops.lora.lowering:expand_steps", unsupported, KERNEL_DTYPES),
+        ),
         cases=EXPAND_CASES,
         sample_inputs=sample_inputs,
         moving=frozenset({"s"}),

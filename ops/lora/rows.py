@@ -33,11 +33,6 @@ TOLERANCES = rounded_once(2.0**-16, 2.0**-16, 2.0**-16, 2.0**-46)
 ERROR_MODEL = "exact products, summed in fp32; one rounding of the result"
 
 
-def no_kernel_for(dtype: torch.dtype) -> str | None:
-    """Why the emitted kernels do not take calls of a dtype; None where they do."""
-    return None if dtype in KERNEL_DTYPES else f"no kernel for {dtype}"
-
-
 def num_groups(a: Any) -> Any:
     """Groups of rows that a call with a_offsets has."""
     if a.num_active_experts is not None:

@@ -19,11 +19,11 @@ from tilewright.ops.formats.expert_weight import ExpertWeight
 from tilewright.ops.lora.cases import SHRINK_CASES, sample_shrink
 from tilewright.ops.lora.rows import (
     ERROR_MODEL,
+    KERNEL_DTYPES,
     TOLERANCES,
     adapter_of_rows,
     check_row_values,
     check_rows,
-    no_kernel_for,
 )
 from tilewright.ops.reference.expert_matmul import multiply_by_expert
 from tilewright.ops.sampling import sampler_of
@@ -140,11 +140,6 @@ def reference(a: ShrinkArguments) -> torch.Tensor:
     return out
 
 
-def unsupported(a: ShrinkArguments) -> str | None:
-    """Why the emitted kernels cannot take a call; None where they can. Metadata only."""
-    return no_kernel_for(a.a.dtype)
-
-
 def slower(*, rows: Any, columns: int, hidden: Any, dtype: torch.dtype) -> str | None:
     """Says why cuBLAS is the faster way for `rows` of `hidden` numbers by factors of `columns`
     together; None where a kernel is. Symbols in float32 may be of many rows."""
@@ -165,7 +160,9 @@ OP = register(
         validate_values=validate_values,
         fake=fake,
         reference=reference,
-        lowerings=(emitted_kernel("tilewright.ops.lora.lowering:shrink_steps", unsupported),),
+        lowerings=(
+            emitted_kernel("tilewright.ops.lora.lowering:shrink_steps", dtypes=KERNEL_DTYPES),
+        ),
         cases=SHRINK_CASES,
         sample_inputs=sample_inputs,
         moving=frozenset({"a"}),
@@ -174,18 +171,3 @@ OP = register(
         slower=slower,
     )
 )
-
-
-def shrink_qkv_permute_3mn(
-    a: torch.Tensor,
-    b: torch.Tensor | None = None,
-    a_offsets: torch.Tensor | None = None,
-    expert_ids: torch.Tensor | None = None,
-    **options: Any,
-) -> torch.Tensor:
-    """The op, called by hand: rows of a [M_a, K] by their adapters' A matrices, planar [3, M, N].
-
-    The arguments and options are those of ShrinkArguments. Raises ArgumentError. Not
-    differentiable.
-    """
-    return OP.torch_op(a, b, a_offsets, expert_ids, **options)

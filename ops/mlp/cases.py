@@ -36,6 +36,14 @@ class LinearCase(CodedCase):
 
 _HALF = {"dtype": torch.float16}
 _GPTQ: dict[str, Any] = {"weight_format": "int4_k", "zeros": "packed", "zero_point": 1}
+_NVFP4: dict[str, Any] = {"weight_format": "nvfp4", "words": torch.uint8, "scale_block": (1, 16)}
+_MXFP4: dict[str, Any] = {"weight_format": "mxfp4", "words": torch.uint8, "scale_block": (1, 32)}
+_TABLE: dict[str, Any] = {
+    "words": torch.uint8,
+    "nibble_order": (1, 0),
+    "scale_block": (1, 64),
+    "scale_dtype": torch.float32,
+}
 _AWQ: dict[str, Any] = {"weight_format": "int4_n", "zeros": "packed", "nibble_order": AWQ_ORDER}
 # As checkpoints have them, and each way that a kernel has of its own.
 CODED: dict[str, dict[str, Any]] = {
@@ -57,6 +65,13 @@ CODED: dict[str, dict[str, Any]] = {
     "int4_n_bytes": {"weight_format": "int4_n", "words": torch.uint8, "scale_block": (1, 64),
                      "zeros": "float"},
     "odd_groups": {"weight_format": "int8", "scale_block": (1, 24), "k": 96},
+    "nvfp4": {**_NVFP4, "k": 192},
+    "nvfp4_floats": {**_NVFP4, "scale_dtype": torch.float32, **_HALF},
+    "mxfp4": {**_MXFP4, "k": 160, "n": 80},
+    "nf4": {**_TABLE, "weight_format": "nf4", "k": 192},
+    "nf4_n_major": {**_TABLE, "weight_format": "nf4", "layout": "n_major", **_HALF},
+    "fp4": {**_TABLE, "weight_format": "fp4", "n": 80, "k": 320},
+    "mxfp4_half": {**_MXFP4, "nibble_order": (1, 0), **_HALF},
 }  # fmt: skip
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from tilewright.ops.checks import (
     FLOAT_DTYPES,
+    HALVES,
     check_absent,
     check_choice,
     check_dtype,
@@ -78,12 +77,13 @@ OP = register(
         name=NAME,
         arguments=LinearActivationArguments,
         validate=validate,
-        validate_values=lambda a: None,
         fake=fake,
         reference=reference,
         lowerings=(
             emitted_kernel(
-                "tilewright.ops.mlp.lowering:linear_activation_steps", activation_unsupported
+                "tilewright.ops.mlp.lowering:linear_activation_steps",
+                activation_unsupported,
+                HALVES,
             ),
         ),
         cases=ACTIVATION_CASES,
@@ -94,13 +94,3 @@ OP = register(
         slower=slower,
     )
 )
-
-
-def linear_activation(
-    x: torch.Tensor, weight: torch.Tensor, up_weight: torch.Tensor | None = None, **options: Any
-) -> torch.Tensor:
-    """The op, called by hand: activation(x @ weight^T) * (x @ up_weight^T), [T, N].
-
-    The options are those of LinearActivationArguments. Raises ArgumentError. Not differentiable.
-    """
-    return OP.torch_op(x, weight, up_weight, **options)

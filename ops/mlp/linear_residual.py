@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from tilewright.ops.checks import (
     FLOAT_DTYPES,
+    HALVES,
     check_number,
     check_operand,
 )
@@ -65,12 +64,11 @@ OP = register(
         name=NAME,
         arguments=LinearResidualArguments,
         validate=validate,
-        validate_values=lambda a: None,
         fake=fake,
         reference=reference,
         lowerings=(
             emitted_kernel(
-                "tilewright.ops.mlp.lowering:linear_residual_steps", residual_unsupported
+                "tilewright.ops.mlp.lowering:linear_residual_steps", residual_unsupported, HALVES
             ),
         ),
         cases=RESIDUAL_CASES,
@@ -81,13 +79,3 @@ OP = register(
         slower=slower,
     )
 )
-
-
-def linear_residual(
-    x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor, **options: Any
-) -> torch.Tensor:
-    """The op, called by hand: residual + scale * (x @ weight^T + bias), [T, N].
-
-    The options are those of LinearResidualArguments. Raises ArgumentError. Not differentiable.
-    """
-    return OP.torch_op(x, weight, residual, **options)

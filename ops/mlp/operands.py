@@ -11,7 +11,7 @@ from tilewright.codegen.arithmetic import INT32_MAX
 from tilewright.codegen.mlp.problem import LinearProblem, codes_obstacle
 from tilewright.codegen.operand import ALIGNMENT
 from tilewright.ops.checks import given
-from tilewright.ops.formats.code_operands import code_words, quantization_of
+from tilewright.ops.formats.code_operands import code_words, quantization_of, scales_fill_words
 from tilewright.ops.formats.weight import Weight
 from tilewright.ops.mlp.arguments import (
     LinearActivationArguments,
@@ -20,8 +20,6 @@ from tilewright.ops.mlp.arguments import (
 )
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
 from tilewright.ops.runtime.norms import row_norm_of
-
-KERNEL_DTYPES = (torch.bfloat16, torch.float16)
 
 
 def activation_unsupported(a: LinearActivationArguments) -> str | None:
@@ -33,8 +31,6 @@ def activation_unsupported(a: LinearActivationArguments) -> str | None:
 
 def residual_unsupported(a: LinearArguments) -> str | None:
     """Why no kernel takes a call of `linear_residual`, from metadata; None where one does."""
-    if a.x.dtype not in KERNEL_DTYPES:
-        return f"no kernel for {a.x.dtype}"
     if a.x.shape[1] == 0:
         return "no inner columns"
     obstacle = _far if a.linear.is_coded else _scattered
@@ -47,7 +43,8 @@ def _codes_obstacle(a: LinearArguments) -> str | None:
     """Why there is no kernel for these codes. Bytes of nibbles count as the words that their
     address may make of them."""
     found = quantization_of(a.weights, a.weight.dtype)
-    per_word = 8 if found.format.packed_axis == -1 else found.per_word
+    words = found.format.packed_axis == -1 and scales_fill_words(a.weights)
+    per_word = 8 if words else found.per_word
     return codes_obstacle(replace(found, per_word=per_word), a.x.shape[1])
 
 

@@ -5,12 +5,11 @@ With `weight_on_input`, as Llama-4 has it, x[t] times the weight is rounded to x
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from tilewright.ops.checks import (
     FLOAT_DTYPES,
+    HALVES,
     ArgumentError,
     check_absent,
     check_choice,
@@ -81,10 +80,6 @@ def validate_values(a: FusedMoeArguments) -> None:
         check_expert_values(NAME, "expert_ids", a.expert_ids, a.gate_weight.shape[0])
 
 
-def fake(a: FusedMoeArguments) -> torch.Tensor:
-    return a.x.new_empty(a.x.shape)
-
-
 def reference(a: FusedMoeArguments) -> torch.Tensor:
     """In fp32 (float64 for float64 x), for token t, slot s and its expert e = expert_ids[t, s]:
 
@@ -146,9 +141,10 @@ OP = register(
         arguments=FusedMoeArguments,
         validate=validate,
         validate_values=validate_values,
-        fake=fake,
         reference=reference,
-        lowerings=(emitted_kernel("tilewright.ops.moe.lowering:fused_moe_steps", unsupported),),
+        lowerings=(
+            emitted_kernel("tilewright.ops.moe.lowering:fused_moe_steps", unsupported, HALVES),
+        ),
         cases=MOE_CASES,
         sample_inputs=sample_inputs,
         moving=frozenset({"x", "expert_ids", "expert_weights"}),
@@ -156,21 +152,3 @@ OP = register(
         error_model=ERROR_MODEL,
     )
 )
-
-
-def fused_moe(
-    x: torch.Tensor,
-    expert_ids: torch.Tensor,
-    expert_weights: torch.Tensor,
-    gate_weight: torch.Tensor,
-    up_weight: torch.Tensor | None,
-    down_weight: torch.Tensor,
-    **options: Any,
-) -> torch.Tensor:
-    """The op, called by hand: x [T, H] through the experts that its slots name, [T, H].
-
-    The arguments and options are those of FusedMoeArguments. Raises ArgumentError. Not
-    differentiable.
-    """
-    weights = (gate_weight, up_weight, down_weight)
-    return OP.torch_op(x, expert_ids, expert_weights, *weights, **options)

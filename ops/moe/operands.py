@@ -9,7 +9,6 @@ import torch
 from tilewright.codegen.grouped.plan import block_k_obstacle
 from tilewright.codegen.moe.problem import MoeProblem, gemm_obstacle
 from tilewright.ops.grouped.operands import (
-    KERNEL_DTYPES,
     no_kernel_for,
     scattered,
     weight_operands,
@@ -24,8 +23,6 @@ def unsupported(a: FusedMoeArguments) -> str | None:
     From metadata alone: the answer is kept for all calls of the same metadata. What addresses
     forbid is asked at each call, by `address_obstacle`.
     """
-    if a.x.dtype not in KERNEL_DTYPES:
-        return f"no kernel for {a.x.dtype}"
     if (obstacle := no_kernel_for(a.gate)) is not None:
         return obstacle
     if a.weight_on_input:

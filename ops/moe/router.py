@@ -233,7 +233,6 @@ OP = register(
         arguments=MoeRouterArguments,
         returns="(Tensor, Tensor)",
         validate=validate,
-        validate_values=lambda a: None,
         fake=fake,
         reference=reference,
         lowerings=(
@@ -246,14 +245,3 @@ OP = register(
         error_model=ERROR_MODEL,
     )
 )
-
-
-def moe_router(
-    x: torch.Tensor, weight: torch.Tensor | None, num_slots: int, **options: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The op, called by hand: (weights, ids) [T, S] of tokens x [T, K], or of logits.
-
-    The arguments and options are those of MoeRouterArguments. Raises ArgumentError. Not
-    differentiable.
-    """
-    return OP.torch_op(x, weight, num_slots, **options)

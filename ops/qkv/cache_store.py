@@ -19,7 +19,6 @@ from tilewright.ops.qkv.arguments import KvStoreArguments
 from tilewright.ops.qkv.cases import ATTENTION_CASES
 from tilewright.ops.qkv.obstacles import STEPS, kernel_obstacle
 from tilewright.ops.qkv.samples import AttentionCase, sample_cache
-from tilewright.ops.reference.tolerances import ONE_ROUNDING, TOLERANCES
 from tilewright.ops.sampling import Sampler
 
 NAME = "paged_kv_store"
@@ -37,10 +36,6 @@ def validate(a: KvStoreArguments) -> None:
 
 def validate_values(a: KvStoreArguments) -> None:
     check_values(NAME, a, a.k.shape[0], writes_v=a.v is not None)
-
-
-def fake(a: KvStoreArguments) -> None:
-    return None
 
 
 def reference(a: KvStoreArguments) -> None:
@@ -74,13 +69,10 @@ OP = register(
         returns="()",
         validate=validate,
         validate_values=validate_values,
-        fake=fake,
         reference=reference,
         lowerings=(emitted_kernel(f"{STEPS}:paged_kv_store_steps", kernel_obstacle),),
         cases=(*ATTENTION_CASES, AttentionCase("k_only", writes_v=False)),
         sample_inputs=sample_inputs,
-        tolerances=TOLERANCES,
-        error_model=ONE_ROUNDING,
     )
 )
 

@@ -134,6 +134,18 @@ CODE_CASES = (
     AttentionCase("fp8_codes_block", weight_format="fp8", scale_block=(128, 128), num_heads=8,
                   num_kv_heads=4, hidden=256, codes=True, x_scale="block", qk_norm=True,
                   cache_dtype=FP8),
+    AttentionCase("nvfp4", weight_format="nvfp4", words=torch.uint8, scale_block=(1, 16),
+                  qk_norm=True, rope_style="half", rotary_dim=32),
+    AttentionCase("nvfp4_floats", weight_format="nvfp4", words=torch.uint8, scale_block=(1, 16),
+                  scale_dtype=torch.float32, projection="packed", dtype=torch.float16, bias=True),
+    AttentionCase("nf4", weight_format="nf4", words=torch.uint8, nibble_order=(1, 0),
+                  scale_block=(1, 64), scale_dtype=torch.float32, qk_norm=True,
+                  rope_style="half", rotary_dim=32),
+    AttentionCase("fp4", weight_format="fp4", words=torch.uint8, nibble_order=(1, 0),
+                  scale_block=(1, 64), scale_dtype=torch.float32, dtype=torch.float16,
+                  transposed=True, bias=True),
+    AttentionCase("mxfp4", weight_format="mxfp4", words=torch.uint8, scale_block=(1, 32),
+                  bias=True),
 )  # fmt: skip
 
 QKV_CASES = (

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from tilewright.ops.cache.addressing import ADDRESS_TENSORS
+from tilewright.ops.formats import e8m0
 from tilewright.ops.formats.paged_cache import CacheWindow
 from tilewright.ops.formats.weight_rows import weight_rows
 from tilewright.ops.qkv.arguments import FusedQkvArguments
@@ -64,6 +65,9 @@ def _numbers(
     given: dict[str, Any] = {"device": generator.device, "generator": generator}
     if name in _ZEROS:
         return torch.randint(0, 16, shape, **given).to(dtype)
+    if name in _SCALES and not dtype.is_floating_point:
+        exponent = (torch.rand(shape, **given) * _SCALES[name]).frexp().exponent
+        return (exponent + e8m0.BIAS).to(dtype)
     if not dtype.is_floating_point:
         bits = torch.iinfo(dtype)
         whole = torch.randint(bits.min, bits.max + 1, shape, dtype=torch.int64, **given)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tilewright.ops.contract import Tolerance, rounded_once
+from tilewright.ops.tolerance import Tolerance, rounded_once
 
 ONE_ROUNDING = (
     "fp32 accumulation, then one rounding to the output dtype: half a unit in the last place of "

@@ -48,6 +48,7 @@ class CacheAttention:
 
     name: str = "cache_attention"
     op: str = "cache_attention"
+    asked_before: ClassVar[tuple[str, ...]] = ("moe",)
     takes_leftovers: bool = True
     sought: ClassVar[Sought] = Sought(
         "attention that reads a cache, has a mask, or shares keys among heads",
@@ -76,8 +77,6 @@ class CacheAttention:
         attention = of_bare_operands(match_attention(anchor, flow), flow)
         arguments = _arguments(attention, flow)
         return Match(
-            pattern=self.name,
-            op=self.op,
             anchor=anchor,
             arguments=arguments,
             results=(attention.result(),),

@@ -6,10 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from tilewright.patterns.dataflow import Dataflow, Value
-from tilewright.patterns.language import Stage, register_code, reject
+from tilewright.patterns.language import Stage, reject
 from tilewright.patterns.recognise.attention import sketch_of
-
-register_code("FLEX_FUNCTION", "flex_attention is given a function that cannot be read")
 
 #: In the `meta` of a call's node: why it was not spelled out.
 UNREAD = "tilewright_flex_unread"

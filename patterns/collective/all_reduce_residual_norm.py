@@ -11,11 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tilewright.patterns import effects
 from tilewright.patterns.collective.sums import RankSum, is_scattered_sum, match_rank_sum
 from tilewright.patterns.dataflow import Dataflow, Value, common_scope
-from tilewright.patterns.language import Match, Result, Sought, Stage, as_advice, register, reject
-from tilewright.patterns.recognise.dtypes import HALVES, check_dtypes, dtype_name
+from tilewright.patterns.language import Match, Result, Sought, Stage, register, reject
+from tilewright.patterns.recognise.dtypes import HALVES, check_dtypes, rows_fact
 from tilewright.patterns.recognise.norm import Norm
 from tilewright.patterns.recognise.row_norm import rms_norm_of
 
@@ -29,6 +28,8 @@ class AllReduceResidualNorm:
 
     name: str = "all_reduce_residual_norm"
     op: str = "all_reduce_residual_norm"
+    asked_before: ClassVar[tuple[str, ...]] = ("linear_activation",)  # it reads its norm
+    optional: ClassVar[bool] = True  # the library's collective computes the graph as it is
     sought: ClassVar[Sought] = Sought(
         "sums over ranks with a residual and a norm behind them",
         frozenset({"_c10d_functional::all_reduce", "opaque:all_reduce"}),
@@ -44,10 +45,6 @@ class AllReduceResidualNorm:
                 yield value
 
     def match(self, anchor: Value, flow: Dataflow) -> Match:
-        with as_advice(anchor):  # the library's collective computes the graph as it is
-            return self._match(anchor, flow)
-
-    def _match(self, anchor: Value, flow: Dataflow) -> Match:
         found, normed_by = match_rank_sum(anchor), _norm_of(anchor, flow)
         if found is None:
             message = "each rank keeps a part of the sum, and gathers norms: the library does both"
@@ -56,12 +53,8 @@ class AllReduceResidualNorm:
         normed, norm = normed_by
         _check(found)
         made = found.part.matrix.shape
-        whole = effects.reshape(effects.identity(made), anchor.shape)
-        tokens, columns = made
         (_, waited, _) = found.absorbed
         return Match(
-            pattern=self.name,
-            op=self.op,
             anchor=anchor,
             arguments={
                 "x": found.part.matrix,
@@ -72,17 +65,15 @@ class AllReduceResidualNorm:
                 "norm_eps": norm.eps,
                 "norm_offset": norm.offset,
             },
-            results=(Result(anchor, whole), Result(normed, whole, output=1)),
+            results=(Result.of_rows(anchor, made), Result.of_rows(normed, made, output=1)),
             absorbed=tuple(dict.fromkeys((*found.absorbed, *norm.absorbed, normed))),
             scratch=tuple(flow.written_back(waited)),
             facts={
-                "x": f"{dtype_name(anchor.dtype)}[{effects.size_fact(tokens)},{columns}]",
+                "x": rows_fact(anchor.dtype, *made),
                 "ranks": found.num_ranks,
                 "group": found.group,
             },
             scope=common_scope(found.part.value.scope, anchor.scope),
-            needs_kernel=True,
-            miss_weight="advice",
         )
 
 

@@ -31,7 +31,6 @@ from tilewright.patterns.language import (
     Sought,
     Stage,
     register,
-    register_code,
     reject,
 )
 from tilewright.patterns.quantised.blocks import unrepeated
@@ -51,11 +50,6 @@ ALIGNED_BYTES = 16
 # On an H200 torch's kernel was faster at 256 inner columns and 256 rows per group, and no longer at
 # 768 columns or at fewer rows.
 SHORT_INNER, MANY_ROWS = 512, 160
-
-register_code("NO_GAIN", "PyTorch's own kernel is as fast for these sizes", weight="advice")
-register_code(
-    "SCALE_SIGN", "scales that may be negative keep an op from reading NVFP4 rows", weight="advice"
-)
 
 
 @dataclass(frozen=True)
@@ -89,7 +83,6 @@ class GroupedGemm:
         else:
             op, arguments = self.op, _weight_only(gemm, weight)
         return Match(
-            pattern=self.name,
             op=op,
             anchor=anchor,
             arguments=arguments,
@@ -231,6 +224,7 @@ class SignedScales:
 
     name: str = "grouped_gemm_nvfp4"
     op: str = "grouped_matmul_dynamic_scaled_nvfp4"
+    asked_before: ClassVar[tuple[str, ...]] = ("grouped_gemm",)
     takes_leftovers: bool = True
     sought: ClassVar[Sought] = Sought(
         "a grouped product of NVFP4 rows and weights whose scales may be negative",

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tilewright.ops.lora.rows import no_kernel_for
+from tilewright.ops.lora.rows import KERNEL_DTYPES
 from tilewright.ops.lora.shrink import OP as SHRINK
 from tilewright.patterns.arithmetic.equality import equal_values
 from tilewright.patterns.dataflow import Computed, Value, View
@@ -45,7 +45,7 @@ def has_kernels(delta: LoraDelta) -> bool:
     rows, hidden = delta.x.shape
     columns = len(LETTERS) * delta.rank
     slow = SHRINK.slower(rows=rows, columns=columns, hidden=hidden, dtype=dtype)
-    return no_kernel_for(dtype) is None and slow is None
+    return dtype in KERNEL_DTYPES and slow is None
 
 
 def check_kernels(delta: LoraDelta) -> None:

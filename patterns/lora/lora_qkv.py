@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from tilewright.ops.checks import FLOAT_DTYPES
-from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope, upstream
 from tilewright.patterns.effects import InexpressibleError
 from tilewright.patterns.language import Match, Result, Sought, Stage, register, reject
@@ -31,7 +30,7 @@ from tilewright.patterns.lora.arguments import (
 )
 from tilewright.patterns.lora.delta import LoraDelta, match_delta
 from tilewright.patterns.lora.product import BATCHED
-from tilewright.patterns.recognise.dtypes import check_dtypes, dtype_name
+from tilewright.patterns.recognise.dtypes import check_dtypes, rows_fact
 from tilewright.patterns.recognise.gemm import is_weight
 from tilewright.patterns.recognise.routing import GATHERS, RESCALED, TAKEN, gathered
 
@@ -51,6 +50,7 @@ class LoraQkv:
 
     name: str = "lora_qkv"
     op: str = "lora_expand_add"
+    asked_before: ClassVar[tuple[str, ...]] = ("cache_store",)
     takes_leftovers: bool = True
     sought: ClassVar[Sought] = Sought(
         "adapters: a linear, and two products of low rank added to it",
@@ -113,7 +113,8 @@ class LoraQkv:
         )
         names = ("s", *LETTERS, *(f"{letter}_weight" for letter in LETTERS))
         results = tuple(
-            Result(item.value, _in_shape_of(item.value), output) for output, item in enumerate(sums)
+            Result.of_rows(item.value, item.value.whole.matrix.shape, output)
+            for output, item in enumerate(sums)
         )
         absorbed = [
             v for item, d in zip(sums, deltas, strict=True) for v in (item.value, *d.absorbed)
@@ -122,8 +123,6 @@ class LoraQkv:
         for value in anchor[1:]:
             scope = common_scope(scope, value.scope)
         return Match(
-            pattern=self.name,
-            op=self.op,
             anchor=anchor[0],
             arguments={**dict(zip(names, call.operands, strict=True)), **dict(call.options)},
             results=results,
@@ -268,20 +267,13 @@ _BY_ROW = (
 )
 
 
-def _in_shape_of(value: Value) -> effects.Effect:
-    """The op's output [T, W] in the shape of the sum that it replaces."""
-    *lead, width = value.shape
-    return effects.reshape(effects.identity((effects.product(lead), width)), value.shape)
-
-
 def _facts(deltas: Sequence[LoraDelta], placed: Sequence[LoraDelta | None]) -> dict[str, Any]:
     x = deltas[0].x
-    rows = effects.size_fact(x.shape[0])
     widths = "/".join(str(delta.expand.shape[1]) for delta in deltas)
     return {
         **fact([[d] if d else [] for d in placed]),
         "columns": widths,
-        "x": f"{dtype_name(x.value.dtype)}[{rows},{x.shape[1]}]",
+        "x": rows_fact(x.value.dtype, *x.shape),
     }
 
 

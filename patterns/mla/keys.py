@@ -21,20 +21,13 @@ from tilewright.patterns import effects
 from tilewright.patterns.arithmetic.equality import equal_values
 from tilewright.patterns.dataflow import Dataflow, Value, View
 from tilewright.patterns.effects import Atom, Effect, InexpressibleError, Size
-from tilewright.patterns.language import Stage, register_code, reject
+from tilewright.patterns.language import Stage, reject
 from tilewright.patterns.projection.rows import Rows, heads_of
 from tilewright.patterns.quantised.scales import weight_arguments
 from tilewright.patterns.quantised.weights import DequantizedWeight
 from tilewright.patterns.recognise.attention import Attention
 from tilewright.patterns.recognise.gemm import Gemm, piece_of
 from tilewright.patterns.recognise.linear import match_columns
-
-register_code(
-    "LATENT_KEYS",
-    "the keys are not an up-projection of latents beside one rope key for all heads",
-)
-register_code("LATENT_VALUES", "the values are not up-projected from the keys' latents")
-register_code("LATENT_WEIGHT", "the up-projection's rows are not, head by head, K's and then V's")
 
 
 @dataclass(frozen=True)
@@ -162,7 +155,13 @@ def _projection(view: View, who: str) -> tuple[Gemm, Rows, View]:
         rows = heads_of(layout, gemm.feature, None)
         if columns.rank == 2 and rows and rows.dims(gemm.feature) == layout.dims[2:]:
             return gemm, rows, columns.x
-    reject(code, stage, f"{who} is not, head by head, a linear's result: {view.value}", view)
+    reject(
+        code,
+        stage,
+        f"{who} is not, head by head, a linear's result: {view.value}",
+        view,
+        hint="up-project by a linear alone: scale the weight that codes make, not their sums",
+    )
 
 
 def _weight(k: Gemm, v: Gemm, k_rows: Rows, v_rows: Rows) -> View:

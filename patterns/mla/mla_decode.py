@@ -32,7 +32,6 @@ from tilewright.patterns.language import (
     Sought,
     Stage,
     register,
-    register_code,
     reject,
 )
 from tilewright.patterns.mla.absorbed import (
@@ -49,11 +48,6 @@ from tilewright.patterns.recognise.attention import Attention, match_attention, 
 from tilewright.patterns.recognise.dtypes import FLOATS, check_dtypes, dtype_name
 from tilewright.patterns.recognise.gemm import piece_of
 
-register_code(
-    "ABSORBED_DECODE",
-    "attention runs over the latents themselves, with the up-projection multiplied into q, in no "
-    "form that the op knows",
-)
 _HINT = (
     "known are queries [q_nope @ W_UK, q_rope], in one tensor or with a product for each part, and "
     "keys [latents, rope keys] that all heads share"
@@ -66,6 +60,9 @@ class MlaDecode:
 
     name: str = "mla_decode"
     op: str = "mla_decode"
+    asked_before: ClassVar[tuple[str, ...]] = (
+        "lora_qkv",
+    )  # it takes its sum of two products for a base and adapters
     sought: ClassVar[Sought] = Sought(
         "attention to latents: its queries and its result are multiplied with weights of each head",
         frozenset({"aten.scaled_dot_product_attention", "aten.softmax", "aten.einsum", "aten.bmm"}),
@@ -89,8 +86,6 @@ class MlaDecode:
         ends = (anchor.query.value, anchor.result.value)
         absorbed = (*columns.absorbed, *attention.absorbed, *ends)
         return Match(
-            pattern=self.name,
-            op=self.op,
             anchor=anchor.attention,
             arguments=arguments,
             results=(_result(anchor.result, attention, taken.layout),),

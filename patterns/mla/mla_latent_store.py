@@ -35,6 +35,9 @@ class MlaLatentStore:
 
     name: str = "mla_latent_store"
     op: str = "mla_latent_store"
+    asked_before: ClassVar[tuple[str, ...]] = (
+        "qkv_cache",
+    )  # it takes a latent and its rope key for a K and a V
     sought: ClassVar[Sought] = CACHE_WRITES
 
     def anchors(self, flow: Dataflow) -> Iterator[WritePair]:
@@ -49,8 +52,6 @@ class MlaLatentStore:
         record = latent.write.record
         shared = latent.write.memory is rope_key.write.memory
         return Match(
-            pattern=self.name,
-            op=self.op,
             anchor=anchor.first.store,
             arguments={
                 "latent": latent.rows,

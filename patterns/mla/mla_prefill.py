@@ -39,6 +39,9 @@ class MlaPrefill:
 
     name: str = "mla_prefill"
     op: str = "mla_prefill_dense"
+    asked_before: ClassVar[tuple[str, ...]] = (
+        "cache_attention",
+    )  # it takes keys that are up-projected from latents, too
     sought: ClassVar[Sought] = Sought(
         "attention to keys and values that are projected from latents",
         frozenset({"aten.scaled_dot_product_attention", "aten.softmax"}),
@@ -58,8 +61,6 @@ class MlaPrefill:
         _guard(attention, keys)
         absorbed = (*attention.absorbed, *keys.absorbed, *query.absorbed)
         return Match(
-            pattern=self.name,
-            op=self.op,
             anchor=anchor,
             arguments=_arguments(attention, keys, query, flow),
             results=(attention.result(),),

@@ -19,11 +19,10 @@ from tilewright.ops.mlp.linear_activation import OP
 from tilewright.ops.reference.activation import ACTIVATIONS
 from tilewright.patterns.collective.sums import unless_summed
 from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope
-from tilewright.patterns.language import Match, Missed, Result, Sought, as_advice, register
+from tilewright.patterns.language import Match, Missed, Result, Sought, register
 from tilewright.patterns.mlp.linears import (
     FewTokens,
     check_linears,
-    in_shape_of,
     linear_facts,
     match_codes,
     match_few_tokens,
@@ -45,7 +44,9 @@ class LinearActivation:
 
     name: str = "linear_activation"
     op: str = "linear_activation"
+    asked_before: ClassVar[tuple[str, ...]] = ("linear_residual",)
     takes_leftovers: bool = True
+    optional: ClassVar[bool] = True  # the library's products compute the graph as it is
     sought: ClassVar[Sought] = Sought(
         f"activations of linears of at most {MOST_TOKENS} tokens, or of two linears and their gate",
         frozenset({"aten.linear", "aten.addmm", "aten.mm", "aten.matmul"}),
@@ -70,11 +71,8 @@ class LinearActivation:
             elif (unlike := _unlike(activation)) is not None:
                 yield replace(unlike, stores=(value, *unlike.products))
 
-    def match(self, anchor: tuple[Value, ...], flow: Dataflow) -> Match:
-        with as_advice(anchor[0]):  # the library's products compute the graph as it is
-            return self._match(anchor[0], flow)
-
-    def _match(self, anchor: Value, flow: Dataflow) -> Match:
+    def match(self, anchored: tuple[Value, ...], flow: Dataflow) -> Match:
+        anchor = anchored[0]
         activation = _activation(anchor)
         assert activation is not None
         linears = _linears(anchor, activation)
@@ -90,8 +88,6 @@ class LinearActivation:
             x = norm.x
             absorbed += norm.absorbed
         return Match(
-            pattern=self.name,
-            op=self.op,
             anchor=anchor,
             arguments={
                 "x": x,
@@ -102,7 +98,7 @@ class LinearActivation:
                 **given,
                 **row_norm_arguments(norm),
             },
-            results=(Result(anchor, in_shape_of(anchor, gate)),),
+            results=(Result.of_rows(anchor, gate.made),),
             absorbed=tuple(dict.fromkeys(absorbed)),
             facts={
                 **linear_facts(gate, given),
@@ -112,8 +108,6 @@ class LinearActivation:
                 "norm": "no" if norm is None else norm.kind,
             },
             scope=common_scope(gate.product.scope, anchor.scope),
-            needs_kernel=True,
-            miss_weight="advice",
         )
 
 

@@ -23,14 +23,12 @@ from tilewright.patterns.language import (
     Result,
     Sought,
     Stage,
-    as_advice,
     register,
     reject,
 )
 from tilewright.patterns.mlp.linears import (
     FewTokens,
     check_linears,
-    in_shape_of,
     linear_facts,
     match_codes,
     match_few_tokens,
@@ -70,7 +68,9 @@ class LinearResidual:
 
     name: str = "linear_residual"
     op: str = "linear_residual"
+    asked_before: ClassVar[tuple[str, ...]] = ("grouped_gemm_nvfp4",)
     takes_leftovers: bool = True
+    optional: ClassVar[bool] = True  # the library's product computes the graph as it is
     sought: ClassVar[Sought] = Sought(
         f"linears of at most {MOST_TOKENS} tokens with a residual sum behind them",
         frozenset({"aten.linear", "aten.addmm", "aten.mm", "aten.matmul"}),
@@ -91,11 +91,7 @@ class LinearResidual:
 
     def match(self, anchor: Anchor, flow: Dataflow) -> Match:
         end, _ = anchor.stores
-        with as_advice(end):  # the library's product computes the graph as it is
-            return self._match(end, flow)
-
-    def _match(self, anchor: Value, flow: Dataflow) -> Match:
-        sums = list(_sums_of(anchor, flow))
+        sums = list(_sums_of(end, flow))
         taken = [one for one in sums if _is_taken(one)]
         if not taken:
             if sums:
@@ -103,14 +99,14 @@ class LinearResidual:
                 message = f"{product}: a norm reads it, and how many tokens it has is a symbol"
                 hint = "give this graph one number of tokens: torch.compile(..., dynamic=False)"
                 reject("UNSUPPORTED", Stage.GUARDS, message, product, hint=hint)
-            if near := [*_unlike(anchor), *norms_between(anchor)]:
+            if near := [*_unlike(end), *norms_between(end)]:
                 raise Reject(near[0].miss)
             message = "the ranks' parts of the linear are summed before the residual is added"
-            reject("COLLECTIVE", Stage.ACTIVATION, message, anchor)
+            reject("COLLECTIVE", Stage.ACTIVATION, message, end)
         refused: list[Reject] = []
         for one in taken:
             try:
-                return self._of(anchor, one)
+                return self._of(end, one)
             except Reject as why:  # the other side may do
                 refused.append(why)
         raise refused[0]
@@ -121,18 +117,16 @@ class LinearResidual:
         check_linears([linear], [found.residual], anchor)
         weights = match_codes([linear], [("weight", "weight_scale", "weight_zero")])
         return Match(
-            pattern=self.name,
-            op=self.op,
             anchor=anchor,
             arguments={
                 "x": linear.rows,
                 **weights,
-                "residual": found.residual.reshape(linear.x.shape[0], linear.weight.shape[0]),
+                "residual": found.residual.reshape(*linear.made),
                 "bias": linear.bias,
                 "scale": found.scale,
                 **row_norm_arguments(found.norm),
             },
-            results=(Result(anchor, in_shape_of(anchor, linear)),),
+            results=(Result.of_rows(anchor, linear.made),),
             absorbed=(anchor, *found.absorbed),
             facts={
                 **linear_facts(linear, weights),
@@ -141,8 +135,6 @@ class LinearResidual:
                 **({"norm": "rms"} if found.norm is not None else {}),
             },
             scope=common_scope(linear.product.scope, anchor.scope),
-            needs_kernel=True,
-            miss_weight="advice",
         )
 
 

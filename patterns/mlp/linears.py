@@ -14,13 +14,13 @@ from tilewright.patterns.arithmetic.casts import is_float_cast, value_before_cas
 from tilewright.patterns.arithmetic.equality import equal_values
 from tilewright.patterns.arithmetic.formula import number, tensor
 from tilewright.patterns.dataflow import Computed, Value, View, once, upstream
-from tilewright.patterns.effects import InexpressibleError
-from tilewright.patterns.language import Missed, Stage, miss_at, register_code
+from tilewright.patterns.effects import InexpressibleError, Size
+from tilewright.patterns.language import Missed, Stage, miss_at
 from tilewright.patterns.quantised.activations import decoded_rows
 from tilewright.patterns.quantised.scales import Names, weight_arguments
 from tilewright.patterns.quantised.weights import match_scaled_weight, refuse, repeated
 from tilewright.patterns.quantised.words import holds_codes, is_code
-from tilewright.patterns.recognise.dtypes import HALVES, check_dtypes, dtype_name
+from tilewright.patterns.recognise.dtypes import HALVES, check_dtypes, dtype_name, rows_fact
 from tilewright.patterns.recognise.gemm import (
     Gemm,
     match_gemm,
@@ -29,10 +29,6 @@ from tilewright.patterns.recognise.gemm import (
     unread_product,
 )
 from tilewright.patterns.recognise.linear import READABLE, UNREAD, match_columns
-
-register_code(
-    "LINEAR_FORM", "a linear for few tokens has a weight in no form that the op takes", "advice"
-)
 
 # Steps from what a model stores to a weight that the graph computes.
 _REACH = 64
@@ -59,6 +55,11 @@ class FewTokens:
     sums_scale: View | None = None
     x_scale: View | None = None
     weight_scale: View | None = None
+
+    @property
+    def made(self) -> tuple[Size, Size]:
+        """The shape of the product, [T, N]."""
+        return self.x.shape[0], self.weight.shape[0]
 
     @property
     def rows(self) -> View | Computed:
@@ -295,9 +296,8 @@ def check_linears(linears: Iterable[FewTokens], others: Iterable[View], end: Val
 def linear_facts(linear: FewTokens, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """What reports say of a linear; arguments: the op's."""
     tokens, columns = linear.x.shape
-    size = effects.size_fact(tokens)
     return {
-        "x": f"{dtype_name(linear.x.value.dtype)}[{size},{columns}]",
+        "x": rows_fact(linear.x.value.dtype, tokens, columns),
         "n": linear.weight.shape[0],
         **({"weights": arguments["weight_format"]} if linear.coded else _cast_fact(linear)),
     }
@@ -310,9 +310,3 @@ def _cast_fact(linear: FewTokens) -> dict[str, Any]:
     if not is_float_cast(weight):
         return {}
     return {"weights": f"cast from {dtype_name(weight.operands[0].value.dtype)}"}
-
-
-def in_shape_of(end: Value, linear: FewTokens) -> effects.Effect:
-    """The op's output [T, N] in the shape of the value that it replaces."""
-    made = (linear.x.shape[0], linear.weight.shape[0])
-    return effects.reshape(effects.identity(made), end.shape)

@@ -7,28 +7,19 @@ from collections.abc import Iterator
 
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Value, View
-from tilewright.patterns.effects import InexpressibleError, Size
-from tilewright.patterns.language import Missed, Reject, Stage, miss_at, register_code
+from tilewright.patterns.effects import Size
+from tilewright.patterns.language import Missed, Stage, miss_at
 from tilewright.patterns.mlp.linears import FewTokens, bare_product, match_few_tokens, weighed
 from tilewright.patterns.recognise.activation import match_activation
 from tilewright.patterns.recognise.dtypes import dtype_name
-from tilewright.patterns.recognise.norm import Norm, match_norm
+from tilewright.patterns.recognise.norm import Norm, norm_of
 from tilewright.patterns.recognise.row_norm import rms_norm_of, row_norm_of
-
-register_code(
-    "NORM_FORM", "a linear for few tokens reads a norm in a form that no op takes", "advice"
-)
-register_code(
-    "SUM_PATH",
-    "between a linear for few tokens and the sum behind it stands a norm that the op does not take",
-    "advice",
-)
 
 
 def norms_before(linear: FewTokens) -> Iterator[Missed]:
     """The norm, gated or of parts of rows, that a linear reads, where no op has one like it."""
     normed = linear.x.value
-    norm = _norm_of(normed.whole)
+    norm = norm_of(normed.whole)
     described = None if norm is None else _described(norm)
     if described is not None and row_norm_of(normed.whole) is None:
         message = f"{linear.product} reads {described}"
@@ -38,7 +29,7 @@ def norms_before(linear: FewTokens) -> Iterator[Missed]:
 def norms_between(end: Value) -> Iterator[Missed]:
     """What stands between the sides of an addition and their linears, where that is a norm."""
     for side in end.operands:
-        norm = _norm_of(weighed(side)[0]) if side.shape == end.shape else None
+        norm = norm_of(weighed(side)[0]) if side.shape == end.shape else None
         product = None if norm is None else bare_product(norm.x.value)
         if norm is None or product is None:
             continue
@@ -48,13 +39,6 @@ def norms_between(end: Value) -> Iterator[Missed]:
             message = f"{between} stands between {linear.product} and the sum behind it"
             miss = miss_at("SUM_PATH", Stage.ACTIVATION, message, linear.product)
             yield Missed(miss, products=(linear.product,))
-
-
-def _norm_of(normed: View) -> Norm | None:
-    try:
-        return match_norm(normed, Stage.ACTIVATION, biased=True)
-    except (Reject, InexpressibleError):
-        return None
 
 
 def _described(norm: Norm) -> str | None:

@@ -19,18 +19,13 @@ from tilewright.patterns.arithmetic.formula import largest, reduction, tensor
 from tilewright.patterns.arithmetic.steps import INVERSIONS, chosen_by_mask, is_filled, reduced_dims
 from tilewright.patterns.dataflow import Value, View
 from tilewright.patterns.effects import Size
-from tilewright.patterns.language import Stage, register_code, reject
+from tilewright.patterns.language import Stage, reject
 from tilewright.patterns.recognise.routing import (
     are_largest,
     is_top_indices,
     scattered_ones,
     takes_largest,
 )
-
-register_code(
-    "ROUTER_CHOICE", "a token's experts are not the largest of known scores", weight="advice"
-)
-register_code("ROUTER_GROUPS", "groups of experts are left out in an unknown way", weight="advice")
 
 _INFINITY = float("inf")
 _SCORES = {"aten.softmax": "softmax", "aten.sigmoid": "sigmoid"}

@@ -9,22 +9,18 @@ from typing import Any, NoReturn
 
 import torch
 
+from tilewright.codegen.formats import WEIGHT_FORMATS
 from tilewright.patterns.arithmetic.casts import is_float_cast
 from tilewright.patterns.arithmetic.steps import is_filled
 from tilewright.patterns.dataflow import Dataflow, Value, View
-from tilewright.patterns.effects import size_fact
-from tilewright.patterns.language import Stage, register_code, reject
+from tilewright.patterns.language import Stage, reject
 from tilewright.patterns.quantised.expert_arguments import DequantizedExperts, expert_arguments
 from tilewright.patterns.quantised.experts import match_dequantized_experts
 from tilewright.patterns.recognise.activation import Activation
-from tilewright.patterns.recognise.dtypes import HALVES, check_dtypes, dtype_name
+from tilewright.patterns.recognise.dtypes import HALVES, check_dtypes, rows_fact
 from tilewright.patterns.recognise.grouped_gemm import ExpertGemm
 from tilewright.patterns.recognise.linear import Columns
 from tilewright.patterns.recognise.routing import rows_added_to
-
-register_code("EXPERT_ACTIVATION", "what lies between the two grouped GEMMs is no known activation")
-register_code("EXPERT_COMBINE", "the experts' results are not summed per token in a known way")
-register_code("EXPERT_WEIGHT", "an expert weight is computed in the graph in an unknown way")
 
 
 @dataclass(frozen=True)
@@ -49,9 +45,16 @@ class Layer:
         if any(gemm.x != self.gate.x for gemm in self.firsts):
             refuse_rows(self.down.x)
 
-    def check_kernels(self, x: View, anchor: Value) -> None:
-        """Raises Reject (DTYPE) for what there are no kernels for."""
-        dtypes = {tensor.value.dtype for tensor in (x, *(gemm.weight for gemm in self.gemms))}
+    def check_kernels(self, x: View, anchor: Value, arguments: Mapping[str, Any]) -> None:
+        """Raises Reject (DTYPE) for what there are no kernels for. arguments: those of the weights.
+
+        A GEMM may widen rows and weights to fp32, in which kernels sum, where bfloat16 has all
+        numbers of the weights' format.
+        """
+        dtype, dtypes = x.value.dtype, {x.value.dtype, self.down.x.value.dtype}
+        exact = dtype == torch.bfloat16 and _has_powers_of_two(arguments)
+        for weight in (gemm.weight.value.dtype for gemm in self.gemms):
+            dtypes.add(dtype if exact and weight == torch.float32 else weight)
         check_dtypes(dtypes, "activation and expert weights", anchor, HALVES)
 
     def arguments(self) -> dict[str, Any]:
@@ -70,16 +73,22 @@ class Layer:
     def facts(self, x: View, num_slots: Any, weights: str, **own: Any) -> dict[str, Any]:
         """What reports say of the layer; own: of one pattern's alone."""
         experts, hidden, inner = self.down.weight.shape
-        tokens = size_fact(x.shape[0])
         return {
             "experts": experts,
             "slots": num_slots,
             "inner": inner,
             "activation": self.activation.name,
             **own,
-            "x": f"{dtype_name(x.value.dtype)}[{tokens},{hidden}]",
+            "x": rows_fact(x.value.dtype, x.shape[0], hidden),
             "weights": weights,
         }
+
+
+def _has_powers_of_two(arguments: Mapping[str, Any]) -> bool:
+    """Whether weights are E2M1 numbers, each times a power of two and nothing else."""
+    form = WEIGHT_FORMATS.get(arguments.get("weight_format", "dense"))
+    factors = any(f"{name}_expert_scale" in arguments for name in ("gate", "up", "down"))
+    return form is not None and form.expert_scales == ("u8",) and not factors
 
 
 def refuse_rows(culprit: View) -> NoReturn:

@@ -31,7 +31,7 @@ from tilewright.patterns.moe.combine import (
 )
 from tilewright.patterns.moe.layer import Layer, first_gemm, refuse_activation, refuse_rows
 from tilewright.patterns.moe.order import RouteRows, check_groups, refuse_order, rows_in_order
-from tilewright.patterns.moe.refused import refused_experts
+from tilewright.patterns.moe.refused import choices_of, refused_experts
 from tilewright.patterns.moe.sentinels import (
     clamps,
     foreign_experts,
@@ -47,6 +47,7 @@ from tilewright.patterns.quantised.activations import (
 from tilewright.patterns.recognise.activation import match_activation
 from tilewright.patterns.recognise.grouped_gemm import (
     ExpertGemm,
+    before_widening_rows,
     is_expert_gemm,
     match_expert_gemm,
     routes_of,
@@ -67,6 +68,7 @@ class Moe:
 
     name: str = "moe"
     op: str = "fused_moe"
+    asked_before: ClassVar[tuple[str, ...]] = ("moe_dense",)
     takes_leftovers: bool = True
     sought: ClassVar[Sought] = Sought(
         "experts: a product of rows in groups (torch._grouped_mm, bmm) behind another one and an "
@@ -94,7 +96,7 @@ class Moe:
         if down is None:
             message = f"the weight of {anchor} is computed in the graph"
             reject("EXPERT_WEIGHT", Stage.ACTIVATION, message, anchor)
-        down, coded = before_quantisation(down)
+        down, coded = before_quantisation(before_widening_rows(down))
         activated, masked = unmasked(down.x)
         down = replace(down, absorbed=(*down.absorbed, *masked))
         weighed = _weighed_inside(activated)
@@ -133,8 +135,8 @@ class Moe:
         if coded or gate_coded:
             check_formats(coded, gate_coded, x, activated, arguments)
             arguments["activation_format"] = "fp8"
-        layer.check_kernels(x, anchor)
-        return _match(self, flow, anchor, replace(rows, x=x), layer, combine, arguments)
+        layer.check_kernels(x, anchor, arguments)
+        return _match(flow, anchor, replace(rows, x=x), layer, combine, arguments)
 
 
 @dataclass(frozen=True)
@@ -184,14 +186,13 @@ def _first_gemm(part: View, name: str, flow: Dataflow) -> ExpertGemm:
     part, masked = unmasked(part)
 
     found = first_gemm(part, name, lambda value: filter(None, [match_expert_gemm(value, flow)]))
-    return replace(found, absorbed=(*found.absorbed, *masked))
+    return before_widening_rows(replace(found, absorbed=(*found.absorbed, *masked)))
 
 
 # --- the match ------------------------------------------------------------------------------------
 
 
 def _match(
-    pattern: Moe,
     flow: Dataflow,
     anchor: Value,
     rows: RouteRows,
@@ -224,9 +225,10 @@ def _match(
     facts = layer.facts(x, num_slots, weights, **own)
     if "activation_format" in arguments:
         facts["activations"] = "fp8"
+    routed = _routed_experts(ids, layer.down.weight.shape[0])
+    if routed is not None:
+        facts["routed"] = routed
     return Match(
-        pattern=pattern.name,
-        op=pattern.op,
         anchor=anchor,
         arguments={
             "x": rows.argument,
@@ -234,12 +236,19 @@ def _match(
             "expert_weights": _expert_weights(combine, ids, x),
             **arguments,
         },
-        results=(Result(combine.end, _in_shape_of(combine.end, tokens, x), added=combine.added),),
+        results=(Result.of_rows(combine.end, (tokens, x.shape[1]), added=combine.added),),
         absorbed=tuple(sorted(absorbed.difference(scratch), key=lambda value: value.position)),
         scratch=scratch,
         facts=facts,
         scope=common_scope(layer.gate.end.scope, anchor.scope),
     )
+
+
+def _routed_experts(ids: View, num_experts: Any) -> Any:
+    """The experts that a router chooses from, where this device holds only some of them."""
+    choice = next(choices_of(ids.value, _ROUTING_REACH), None)
+    among = None if choice is None else choice.args[0].shape[-1]
+    return None if among == num_experts else among
 
 
 def _expert_ids(
@@ -281,13 +290,6 @@ def _expert_weights(combine: Combine, ids: View, x: View) -> View | Computed:
         return combine.weights
     options = (("dtype", torch.float32), ("device", x.value.device))
     return Computed("full", (list(ids.shape), combine.factor), options)
-
-
-def _in_shape_of(end: Value, tokens: Any, x: View) -> effects.Effect:
-    """The op's output [T, H] in the shape of the value that it replaces."""
-    if len(end.shape) == 2:
-        return effects.identity(end.shape)
-    return effects.reshape(effects.identity((tokens, x.shape[1])), end.shape)
 
 
 def _gate_layout(layer: Layer) -> str:

@@ -39,7 +39,6 @@ from tilewright.patterns.language import (
     Sought,
     Stage,
     register,
-    register_code,
     reject,
 )
 from tilewright.patterns.moe.combine import Combine
@@ -62,10 +61,6 @@ from tilewright.patterns.recognise.routing import (
     without_counting,
 )
 
-register_code(
-    "EXPERT_SCORES", "nothing shows that all but the chosen experts have weight zero for a token"
-)
-
 _PRODUCTS = ("aten.bmm", "aten.matmul")
 # Operations between the two products: the activation, in any spelling.
 _BETWEEN = {
@@ -84,6 +79,7 @@ class MoeDense:
 
     name: str = "moe_dense"
     op: str = "fused_moe"
+    asked_before: ClassVar[tuple[str, ...]] = ("moe_router",)
     sought: ClassVar[Sought] = Sought(
         "every expert's product with every token, behind another such product",
         frozenset({"aten.bmm", "aten.einsum", "aten.matmul"}),
@@ -126,14 +122,12 @@ class MoeDense:
             message = "scores of zero on the input leave the biases of experts that were not chosen"
             reject("EXPERT_SCORES", Stage.GUARDS, message, down.end)
         arguments = layer.arguments()
-        layer.check_kernels(x, anchor)
+        layer.check_kernels(x, anchor, arguments)
         absorbed = [value for gemm in layer.gemms for value in gemm.absorbed]
         absorbed += [*activation.absorbed, *weighted.absorbed, *((gate.x.value,) * on_input)]
         weights = arguments.get("weight_format", "dense")
         weighs = "input" if on_input else "output"
         return Match(
-            pattern=self.name,
-            op=self.op,
             anchor=anchor,
             arguments={**_routed(x, scores, ids, on_input), **arguments},
             results=(

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from tilewright.patterns.arithmetic.equality import equal_values
 from tilewright.patterns.dataflow import Computed, Value, View, upstream
-from tilewright.patterns.language import Stage, register_code, reject
+from tilewright.patterns.language import Stage, reject
 from tilewright.patterns.moe.sentinels import unclamped, unmasked
 from tilewright.patterns.recognise.grouped_gemm import ExpertGemm
 from tilewright.patterns.recognise.ranks import collective_behind
@@ -30,9 +30,6 @@ from tilewright.patterns.recognise.routing import (
 _SORTS = ("aten.sort", "aten.argsort")
 # How many values the search goes back from the row numbers to their sort.
 _REACH = 24
-
-register_code("EXPERT_ENDS", "the rows of each expert are not counted in a known way")
-register_code("EXPERT_ORDER", "rows, weights or biases do not follow the order of the experts")
 
 
 def refuse_order(message: str, culprit: Value | View, hint: str = "") -> NoReturn:

@@ -25,14 +25,11 @@ from tilewright.patterns.dataflow import (
     is_in_package,
     upstream,
 )
-from tilewright.patterns.language import Missed, Stage, miss_at, register_code
+from tilewright.patterns.language import Missed, Stage, miss_at
 from tilewright.patterns.recognise.activation import match_activation
 from tilewright.patterns.recognise.gemm import match_gemm
 from tilewright.patterns.recognise.grouped_gemm import is_expert_gemm, routes_of
 from tilewright.patterns.recognise.linear import match_columns
-
-register_code("EXPERT_LOOP", "the experts run one by one in Python, where no pattern sees them")
-register_code("EXPERT_KERNEL", "the experts are computed by a library's kernel, a closed box")
 
 
 def refused_experts(flow: Dataflow) -> Iterator[Missed]:
@@ -64,7 +61,7 @@ def _loops(flow: Dataflow) -> Missed | None:
     """What shows that a graph was cut before a loop over experts, or holds one."""
     prepared = [v for v in flow.values if v.op in _PREPARED and _of_experts(v) and _by_ids(v)]
     multiplied = _choices_of_gemms(flow) if prepared else frozenset()
-    prepared = [v for v in prepared if multiplied.isdisjoint(_choices(v, _NEAR))]
+    prepared = [v for v in prepared if multiplied.isdisjoint(choices_of(v, _NEAR))]
     found = [v for v in prepared if _finds_tokens(v) or _leaves(v, flow)]
     alone = [v for v in flow.values if _is_lone_expert(v) and _of_experts(v)]
     found += alone if len(alone) == 1 else []
@@ -92,8 +89,8 @@ def _is_of_found_rows(value: Value) -> bool:
     return gemm is not None and any(map(effects.only_data_tell, gemm.shape))
 
 
-def _choices(value: Value, reach: int) -> Iterator[Value]:
-    """The choices of experts that a value is computed from."""
+def choices_of(value: Value, reach: int) -> Iterator[Value]:
+    """Yields the choices of experts that a value is computed from, up to `reach` values away."""
     return (item for item in upstream(value, reach) if item.op == "aten.topk")
 
 
@@ -101,7 +98,7 @@ def _choices_of_gemms(flow: Dataflow) -> frozenset[Value]:
     """The choices by which the graph itself multiplies with experts: what else it computes from
     them, counts for statistics, prepares no loop."""
     routes = (routes_of(v) for v in flow.values if is_expert_gemm(v))
-    return frozenset(c for view in routes if view for c in _choices(view.value, 4 * _NEAR))
+    return frozenset(c for view in routes if view for c in choices_of(view.value, 4 * _NEAR))
 
 
 def _finds_tokens(value: Value) -> bool:

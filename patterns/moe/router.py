@@ -35,7 +35,7 @@ from tilewright.patterns.language import (
 from tilewright.patterns.moe.choice import Choice, is_choice, match_choice
 from tilewright.patterns.moe.combine import SHAPED_LIKE
 from tilewright.patterns.moe.weights import Weights, match_weights
-from tilewright.patterns.recognise.dtypes import FLOATS, dtype_name, dtype_names
+from tilewright.patterns.recognise.dtypes import FLOATS, dtype_name, dtype_names, rows_fact
 from tilewright.patterns.recognise.gemm import Gemm, match_gemm, named_product
 from tilewright.patterns.recognise.routing import match_order
 
@@ -51,6 +51,7 @@ class MoeRouter:
 
     name: str = "moe_router"
     op: str = "moe_router"
+    asked_before: ClassVar[tuple[str, ...]] = ("all_reduce_residual_norm",)
     sought: ClassVar[Sought] = Sought(
         "a choice of experts: the topk of the numbers in the rows of a product",
         frozenset({"aten.topk", "aten.sort", "aten.argmax"}),
@@ -106,8 +107,6 @@ class MoeRouter:
                 "num_groups": groups.count, "top_groups": groups.kept, "group_top": groups.top,
             }  # fmt: skip
         return Match(
-            pattern=self.name,
-            op=self.op,
             anchor=anchor,
             arguments=arguments,
             results=(_result(weights.end, 0), _result(anchor, 1)),
@@ -242,7 +241,6 @@ def _result(value: Value, output: int) -> Result | Parts:
 def _facts(x: View, weight: View | None, choice: Choice, weights: Weights) -> dict[str, Any]:
     """What reports say of the router."""
     groups = choice.groups
-    tokens = effects.size_fact(x.shape[0])
     return {
         "experts": choice.num_experts,
         "slots": choice.num_slots,
@@ -251,7 +249,7 @@ def _facts(x: View, weight: View | None, choice: Choice, weights: Weights) -> di
         "correction": "no" if choice.correction is None else "yes",
         "normalised": "yes" if weights.normalise else "no",
         "logits": "given" if weight is None else "computed",
-        "x": f"{dtype_name(x.value.dtype)}[{tokens},{x.shape[1]}]",
+        "x": rows_fact(x.value.dtype, *x.shape),
         "weights": dtype_name(weights.end.dtype),
     }
 

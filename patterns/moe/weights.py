@@ -24,12 +24,8 @@ from tilewright.patterns.arithmetic.formula import (
 )
 from tilewright.patterns.arithmetic.steps import reduced_dims
 from tilewright.patterns.dataflow import Dataflow, Value
-from tilewright.patterns.language import Stage, register_code, reject
+from tilewright.patterns.language import Stage, reject
 from tilewright.patterns.moe.choice import Choice
-
-register_code(
-    "ROUTER_WEIGHTS", "the chosen experts' weights are made of no scores of theirs", weight="advice"
-)
 
 # How many values are computed from the scores, up to the weights, at most.
 _REACH = 16

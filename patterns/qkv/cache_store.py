@@ -24,6 +24,7 @@ class CacheStore:
 
     name: str = "cache_store"
     op: str = "paged_kv_store"
+    asked_before: ClassVar[tuple[str, ...]] = ("mla_prefill",)
     sought: ClassVar[Sought] = CACHE_WRITES
 
     def anchors(self, flow: Dataflow) -> Iterator[WritePair]:
@@ -61,8 +62,6 @@ class CacheStore:
             "cache": "x".join(str(n) for n in k.window.shape),
         }
         return Match(
-            pattern=self.name,
-            op=self.op,
             anchor=k_write.store,
             arguments=arguments,
             stores=anchor.stores,

@@ -68,6 +68,7 @@ class QkvCache:
 
     name: str = "qkv_cache"
     op: str = "fused_qkv_paged"
+    asked_before: ClassVar[tuple[str, ...]] = ("mla_decode",)
     sought: ClassVar[Sought] = CACHE_WRITES
 
     def anchors(self, flow: Dataflow) -> Iterator[WritePair]:
@@ -104,8 +105,6 @@ class QkvCache:
         before = () if norm is None else norm.absorbed
         absorbed = dict.fromkeys((*before, *q.heads.absorbed, *k.absorbed, *v.absorbed, *stored))
         return Match(
-            pattern=self.name,
-            op=self.op,
             anchor=anchor.first.store,
             arguments=arguments,
             results=q.results,

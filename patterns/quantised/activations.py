@@ -37,13 +37,8 @@ from tilewright.patterns.arithmetic.formula import (
 )
 from tilewright.patterns.dataflow import Value, View, upstream
 from tilewright.patterns.effects import InexpressibleError
-from tilewright.patterns.language import Stage, register_code, reject
+from tilewright.patterns.language import Stage, reject
 from tilewright.patterns.recognise.grouped_gemm import ExpertGemm
-
-register_code(
-    "ACTIVATION_FORMAT",
-    "activations are rounded to eight bits between the GEMMs in a way that the op does not do",
-)
 
 # The largest lower bound of a scale that counts as a guard against dividing by zero.
 LARGEST_BOUND = 1e-2

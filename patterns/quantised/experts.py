@@ -42,10 +42,12 @@ from tilewright.patterns.quantised.factors import (
     repeats,
     with_factor,
 )
-from tilewright.patterns.quantised.weights import every, joined
+from tilewright.patterns.quantised.positions import every, joined
 from tilewright.patterns.quantised.words import holds_codes
 
-_EXPERTS = {name: form for name, form in WEIGHT_FORMATS.items() if form.expert_scales}
+_EXPERTS = {name for name, form in WEIGHT_FORMATS.items() if form.expert_scales}
+# Those, and of linears the ones whose codes stand for numbers.
+_CODED = {n: form for n, form in WEIGHT_FORMATS.items() if form.expert_scales or form.number}
 # The scales of a format whose blocks are no plain numbers.
 _STORED_SCALES: dict[tuple[str, ...], str] = {("fp8e4nv",): "e4m3", ("u8",): "e8m0"}
 
@@ -61,7 +63,7 @@ def _all_numbers(form: WeightFormat) -> torch.Tensor:
     return code_numbers(stored, form, torch.float64) - form.expert_zero
 
 
-_NUMBERS = {name: _all_numbers(form) for name, form in _EXPERTS.items()}
+_NUMBERS = {name: _all_numbers(form) for name, form in _CODED.items()}
 _E2M1 = _NUMBERS["nvfp4"]
 
 
@@ -73,7 +75,7 @@ def match_dequantized_experts(weight: View) -> DequantizedExperts | None:
     if not all(isinstance(n, int) for n in weight.shape) or not holds_codes(weight.value):
         return None
     found = _match(weight)
-    if found is None:
+    if found is None or found.format not in _EXPERTS:
         _refuse(weight)
     return found
 
@@ -93,7 +95,7 @@ def match_dequantized_rows(rows: View) -> DequantizedExperts | None:
 
 def _match(weight: View) -> DequantizedExperts | None:
     try:
-        return _one_by_one(weight) or _packed(weight) or _whole(weight)
+        return _one_by_one(weight) or match_packed(weight) or _whole(weight)
     except InexpressibleError:
         return None
 
@@ -129,8 +131,9 @@ def _joined_each(factors: Sequence[Sequence[View]]) -> tuple[View, ...]:
     return tuple(view for view in views if view is not None)
 
 
-def _packed(weight: View) -> DequantizedExperts | None:
-    """Two codes to a byte, along K, the even one low."""
+def match_packed(weight: View) -> DequantizedExperts | None:
+    """What weights [E, N, K] or [N, K] of two codes to a byte, along K, in the format's own order,
+    are dequantised from; None where they are not. Raises InexpressibleError."""
     axis, columns = len(weight.shape) - 1, weight.shape[-1]
     if not isinstance(columns, int) or columns % 2:
         return None
@@ -180,13 +183,15 @@ def _as_dtype(leaf: View, dtype: torch.dtype) -> View | Computed:
 
 
 def _nibble(table: torch.Tensor, position: int) -> tuple[str, float] | None:
-    """(format, unit) of what a byte's low (0) or high (1) nibble decodes to, by that alone."""
+    """(format, unit) of what a byte's first (0) or second (1) code decodes to, by that alone."""
     if table.shape[0] != 256:
         return None
-    by_nibble = table.view(16, 16) if position else table.view(16, 16).T
-    if not torch.equal(by_nibble, by_nibble[:, :1].expand(16, 16)):
-        return None
-    return _decoded_as(by_nibble[:, 0])
+    for nibble, by_nibble in enumerate((table.view(16, 16).T, table.view(16, 16))):
+        if torch.equal(by_nibble, by_nibble[:, :1].expand(16, 16)):
+            known = _decoded_as(by_nibble[:, 0])
+            if known is not None and _CODED[known[0]].order[position] == nibble:
+                return known
+    return None
 
 
 def _decoded_as(table: torch.Tensor) -> tuple[str, float] | None:
@@ -243,7 +248,7 @@ def _scaled(
 
 def _format_of(decoded: str, scales: str | None) -> str | None:
     """The format with the codes of another whose scales are of a kind; None: it has no scales."""
-    for name, form in _EXPERTS.items():
+    for name, form in _CODED.items():
         kind = _STORED_SCALES.get(form.expert_scales, "float")
         same = multiple(_NUMBERS[name], _NUMBERS[decoded]) == 1
         if same and (scales == kind or (scales is None and kind == "float")):

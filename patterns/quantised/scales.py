@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from tilewright.patterns.dataflow import View
+from tilewright.codegen.formats import WEIGHT_FORMATS
+from tilewright.patterns.dataflow import Computed, View
 from tilewright.patterns.effects import InexpressibleError
 from tilewright.patterns.language import Stage, reject
 from tilewright.patterns.quantised.blocks import Block, block_of, common_block, cut_to_blocks
@@ -35,12 +37,17 @@ def weight_arguments(
             refuse(weight.codes, "no scale multiplies them")
     try:
         given = [view for view in (*(w.scale for w in weights), *(w.zero for w in weights)) if view]
-        block = common_block([block_of(view.effect.dims) for view in given])
+        parts = [view for w in weights for view in (*w.factors, *w.divisors)]
+        block = common_block([block_of(view.effect.dims) for view in (*given, *parts)])
         grids = [_cut(view, block) for view in given]
+        scales = [_scale(w, block) for w in weights]
     except InexpressibleError as error:
         reject("SCALE_BLOCK", Stage.GUARDS, f"{first.codes.value}: {error}", first.codes)
     if block == (1, 1):
-        reject("SCALE_BLOCK", Stage.GUARDS, "every element has a scale of its own", first.codes)
+        why = (
+            "no neighbours are seen to share a scale (in blocks that do not divide K, they are not)"
+        )
+        reject("SCALE_BLOCK", Stage.GUARDS, why, first.codes)
     sizes = [max(view.shape[axis] for view in given) for axis in (0, 1)]
     arguments: dict[str, Any] = {
         "weight_format": first.format,
@@ -48,7 +55,7 @@ def weight_arguments(
         "nibble_order": _order(first),
         "zero_point": first.zero_point,
     }
-    for (codes, scale, _), weight, grid in zip(names, weights, grids, strict=False):
+    for (codes, scale, _), weight, grid in zip(names, weights, scales, strict=False):
         arguments |= {codes: weight.codes, scale: grid}
     zeros = dict(zip((zero for *_, zero in names), grids[len(weights) :], strict=False))
     return arguments | _zeros(zeros, first)
@@ -66,9 +73,33 @@ def _cut(view: View, block: Block) -> View:
     return view.with_dims(*dims)
 
 
+def _scale(weight: DequantizedWeight, block: Block) -> View | Computed:
+    """The scale with one number per block: as it is stored where nothing else multiplies codes."""
+    assert weight.scale is not None
+    item: View | Computed = _cut(weight.scale, block)
+    for function, given in weight.steps:
+        item = Computed(function, (item, given))
+    if not weight.has_factors:
+        return item
+    item = _fp32(item)
+    if weight.number != 1:
+        item = Computed("mul", (item, weight.number))
+    for view in weight.factors:
+        item = Computed("mul", (item, _fp32(_cut(view, block))))
+    for view in weight.divisors:
+        item = Computed(operator.truediv, (item, _fp32(_cut(view, block))))
+    return item
+
+
+def _fp32(item: View | Computed) -> Computed:
+    return Computed("to", (item, torch.float32))
+
+
 def _zeros(unpacked: Mapping[str, View], weight: DequantizedWeight) -> dict[str, Any]:
     """Zero points as words of eight rows where they are packed as the weight is, else as numbers
     that the graph unpacks."""
+    if WEIGHT_FORMATS[weight.format].packed_axis is None:
+        return dict(unpacked)
     words, points = {}, set()
     for name, grid in unpacked.items():
         found = packed(grid, 0, 8, torch.int32)

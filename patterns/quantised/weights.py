@@ -11,9 +11,8 @@ Dimension letters: N rows (`h * D + d` of one projection), K hidden size, H head
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
@@ -23,10 +22,19 @@ from tilewright.ops.runtime.dtypes import torch_types
 from tilewright.patterns import effects
 from tilewright.patterns.arithmetic.casts import is_float_cast
 from tilewright.patterns.dataflow import Value, View
-from tilewright.patterns.effects import Atom, Effect, InexpressibleError
+from tilewright.patterns.effects import InexpressibleError
 from tilewright.patterns.language import Stage, reject
-from tilewright.patterns.quantised.factors import match_coded
-from tilewright.patterns.quantised.words import Bits, bits_of, follow, holds_codes, is_code
+from tilewright.patterns.quantised.experts import match_packed
+from tilewright.patterns.quantised.factors import MAGNITUDE, Steps, match_coded, repeats
+from tilewright.patterns.quantised.positions import every, joined
+from tilewright.patterns.quantised.words import (
+    Bits,
+    bits_of,
+    fits,
+    follow,
+    holds_codes,
+    is_code,
+)
 
 # Each dtype in which a format of linears is stored.
 _STORED = [
@@ -35,9 +43,11 @@ _STORED = [
     if form.linears
     for dtype in torch_types(form.stored)
 ]
-# The formats with codes that share a word, and those with a code per stored number, by its dtype.
-_PACKED = [one for one in _STORED if WEIGHT_FORMATS[one[0]].packed_axis is not None]
-_WHOLE = {dtype: name for name, dtype in _STORED if (name, dtype) not in _PACKED}
+# The formats with a code per stored number, by its dtype; with codes that are floats of four bits;
+# and with integers that share a word.
+_WHOLE = {dtype: name for name, dtype in _STORED if WEIGHT_FORMATS[name].packed_axis is None}
+_FLOATS = {name for name, _ in _STORED if WEIGHT_FORMATS[name].number}
+_PACKED = [one for one in _STORED if one[0] not in {*_WHOLE.values(), *_FLOATS}]
 
 
 @dataclass(frozen=True)
@@ -46,7 +56,8 @@ class DequantizedWeight:
 
     codes: [H, D, K], of `int4_k` and `int4_n` packed along K and D. scale, zero: [N, K], repeating
     over blocks: `weight_arguments` (`patterns/quantised/scales.py`) cuts them to one number per
-    block.
+    block. steps: what becomes of the scale then. factors, divisors: [N, K], more scales by larger
+    blocks; number: one for all.
     """
 
     codes: View
@@ -55,6 +66,14 @@ class DequantizedWeight:
     zero: View | None
     zero_point: int
     nibble_order: tuple[int, ...]
+    steps: Steps = ()
+    factors: tuple[View, ...] = ()
+    divisors: tuple[View, ...] = ()
+    number: float = 1.0
+
+    @property
+    def has_factors(self) -> bool:
+        return bool(self.factors or self.divisors or self.number != 1)
 
 
 def match_weight(weight: View) -> DequantizedWeight | None:
@@ -87,7 +106,11 @@ def match_weight(weight: View) -> DequantizedWeight | None:
 
 def _decoded(rows: View) -> DequantizedWeight | None:
     try:
-        return _whole_codes(rows) or _nibbles(rows)
+        found = _whole_codes(rows) or _nibbles(rows)
+        # Codes that repeat may be the scales of others.
+        if found is None or repeats(found.codes.effect):
+            return _floats(rows) or found
+        return found
     except InexpressibleError:
         return None
 
@@ -117,7 +140,7 @@ def refuse(weight: View, why: str) -> NoReturn:
     message = f"{weight.value} is computed from codes of eight bits or fewer, but {why}"
     hint = (
         "known are (code - zero) * scale with int8, uint8, float8_e4m3fn, or two or eight nibbles "
-        "in a word of uint8 or int32"
+        "in a word of uint8 or int32; NVFP4, MXFP4, and bitsandbytes' NF4 and FP4"
     )
     reject("WEIGHT_FORMAT", Stage.GUARDS, message, weight, hint=hint)
 
@@ -155,6 +178,26 @@ def _nibbles(rows: View) -> DequantizedWeight | None:
     return None
 
 
+def _floats(rows: View) -> DequantizedWeight | None:
+    """Two codes per byte that stand for floats."""
+    hidden = rows.shape[1]
+    found = match_packed(rows) if isinstance(hidden, int) else None
+    if found is None or found.format not in _FLOATS or not isinstance(found.data, View):
+        return None
+    return DequantizedWeight(
+        found.data,
+        found.format,
+        found.scale,
+        None,
+        0,
+        WEIGHT_FORMATS[found.format].order,
+        (*found.steps, *(MAGNITUDE if found.unsigned else ())),
+        tuple(repeated(view, hidden) for view in found.factors),
+        tuple(repeated(view, hidden) for view in found.divisors),
+        found.number,
+    )
+
+
 def packed(
     rows: View, axis: int, per: int, dtype: torch.dtype
 ) -> tuple[View, tuple[int, ...], list[Element]] | None:
@@ -178,40 +221,6 @@ def packed(
     if len(words) != 1 or sorted(order) != list(range(per)):
         return None
     return words.pop(), tuple(order), elements
-
-
-def every(rows: View, axis: int, per: int, position: int) -> View:
-    """Every `per`-th element along `axis`, from `position` on."""
-    shape = list(rows.shape)
-    shape[axis : axis + 1] = [shape[axis] // per, per]
-    apart = effects.reshape(rows.effect, shape)
-    return View(rows.value, effects.select(apart, axis + 1, position))
-
-
-def joined(views: Sequence[View | None], axis: int) -> View | None:
-    """The inverse of :func:`every`: what the positions see, as one view; None for none at all.
-
-    Raises InexpressibleError where they see unrelated things.
-    """
-    first = views[0]
-    if first is None or any(v is None or v.value is not first.value for v in views):
-        if any(v is not None for v in views):
-            raise InexpressibleError("positions of a word with and without a scale")
-        return None
-    starts = [v.effect.start for v in views if v is not None]
-    steps = [b - a for a, b in zip(starts[0], starts[1], strict=True)]
-    moved = [a for a, step in enumerate(steps) if step]
-    for position, view in enumerate(views):
-        assert view is not None
-        expected = tuple(s + position * step for s, step in zip(starts[0], steps, strict=True))
-        if view.effect != Effect(first.effect.dims, expected) or len(moved) > 1:
-            raise InexpressibleError("positions of a word with scales of their own")
-    inner = Atom(moved[0], steps[moved[0]], len(views)) if moved else Atom(None, 0, len(views))
-    if inner.step < 0:
-        raise InexpressibleError("positions of a word in descending order")
-    dims = list(first.effect.dims)
-    dims[axis] = effects.coalesce((*dims[axis], inner))
-    return View(first.value, Effect(tuple(dims), starts[0]))
 
 
 # --- one element ----------------------------------------------------------------------------------
@@ -272,7 +281,7 @@ def _offset(view: View) -> Element | None:
     if inner is None:
         return None
     other = value.args[1]
-    if not _has_room(view, inner, other):
+    if not _has_room(value):
         return None
     if isinstance(other, (int, float)) and float(other).is_integer():
         sign = 1 if value.op == "aten.sub" else -1
@@ -282,22 +291,11 @@ def _offset(view: View) -> Element | None:
     return replace(inner, zero=_bare(view.of_operand(other)))
 
 
-def _has_room(view: View, code: Element, other: Any) -> bool:
+def _has_room(difference: Value) -> bool:
     """Whether a difference cannot wrap around in its integer dtype."""
-    dtype = view.value.dtype
-    if dtype.is_floating_point or (dtype.is_signed and dtype.itemsize > 1):
-        return True
-    if isinstance(other, View):
-        zero = _unscaled(view.of_operand(other))
-        return dtype.is_signed and _is_small(code) and zero is not None and _is_small(zero)
-    small = isinstance(other, (int, float)) and abs(other) <= 64
-    return dtype.is_signed and _is_small(code) and small
-
-
-def _is_small(element: Element) -> bool:
-    """Whether an element is a nibble, shifted by a small number at most."""
-    nibble = isinstance(element.code, Bits) and element.code.width <= 4
-    return nibble and element.zero is None and abs(element.zero_point) <= 32
+    dtype = difference.dtype
+    wide = dtype.is_floating_point or (dtype.is_signed and dtype.itemsize > 1)
+    return wide or fits(difference)
 
 
 def _bare(view: View) -> View:

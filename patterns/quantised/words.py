@@ -19,6 +19,7 @@ from tilewright.patterns.effects import Atom, Effect, InexpressibleError
 from tilewright.patterns.recognise.gemm import piece_of
 
 _WORDS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+_GATHERS = ("aten.index", "aten.index_select")
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def bits_of(view: View) -> Bits | None:
     value = view.value
     if value.op in _RULES and value.operands:
         return _RULES[value.op](view)
-    if value.dtype not in _WORDS or value.op in ("store", "aten.cat", "aten.index"):
+    if value.dtype not in _WORDS or value.op in ("store", "aten.cat", *_GATHERS):
         return None
     width = value.dtype.itemsize * 8
     return Bits(view, 0, width, value.dtype.is_signed)
@@ -104,11 +105,12 @@ def _bitcast(view: View) -> Bits | None:
     value = view.value
     (operand,) = value.operands
     room = value.dtype.itemsize * 8
-    inner = None
     if operand.value.dtype.itemsize == value.dtype.itemsize:
         inner = bits_of(view.of_operand(operand))
-    if inner is not None and inner.width < room:
-        return inner if value.dtype.is_signed or not inner.signed else None
+        if inner is None:
+            return None
+        if inner.width < room:
+            return inner if value.dtype.is_signed or not inner.signed else None
     return Bits(view, 0, room, value.dtype.is_signed) if value.dtype in _WORDS else None
 
 
@@ -149,6 +151,53 @@ def _number(view: View, item: Any) -> int | None:
     if numbers is None or not np.issubdtype(numbers.dtype, np.integer):
         return None
     return int(numbers.flat[0]) if np.all(numbers == numbers.flat[0]) else None
+
+
+# --- which numbers there may be ------------------------------------------------------------------
+
+_KEPT = ("cast", "bitcast", "aten.cat", *_GATHERS)
+_SHIFTS = ("aten.bitwise_right_shift", "aten.floor_divide")
+
+
+def fits(value: Value) -> bool:
+    """Whether no element of a value of integers can be too large, or too small, for its dtype."""
+    return _are_within(_integers(value), value.dtype)
+
+
+def _are_within(found: tuple[int, int], dtype: torch.dtype) -> bool:
+    limits = torch.iinfo(dtype)
+    return bool(limits.min <= found[0] and found[1] <= limits.max)
+
+
+def _integers(value: Value) -> tuple[int, int]:
+    """The least and the largest that elements may be, before they are brought into their dtype."""
+    limits = torch.iinfo(value.dtype)
+    second = value.args[1] if len(value.args) > 1 else 0
+    number = second if isinstance(second, int) else 0
+    if value.op in ("aten.add", "aten.sub") and value.kwargs.get("alpha", 1) == 1:
+        one, other = (_held(item) for item in value.args[:2])
+        low, high = other if value.op == "aten.add" else (-other[1], -other[0])
+        return one[0] + low, one[1] + high
+    if number > 0 and value.op in ("aten.bitwise_and", "aten.remainder"):
+        return 0, number - (value.op == "aten.remainder")
+    if number > 0 and value.op in _SHIFTS:
+        by = 2**number if value.op == "aten.bitwise_right_shift" else number
+        low, high = _held(value.args[0])
+        return low // by, high // by
+    same = value.op != "bitcast" or value.operands[0].value.dtype.itemsize == value.dtype.itemsize
+    if value.op not in _KEPT or not value.operands or not same:
+        return limits.min, limits.max
+    of = [_held(v) for v in (value.operands[:1] if value.op in _GATHERS else value.operands)]
+    return min(low for low, _ in of), max(high for _, high in of)
+
+
+def _held(item: Any) -> tuple[int, int]:
+    """The least and the largest of a view's elements, or a number twice; all that the dtype has
+    where some may have been brought into it."""
+    if not isinstance(item, View) or item.value.dtype not in _WORDS:
+        return (item, item) if isinstance(item, int) else (-(2**63), 2**63)
+    limits, found = torch.iinfo(item.value.dtype), _integers(item.value)
+    return found if _are_within(found, item.value.dtype) else (limits.min, limits.max)
 
 
 # --- strided writes into fresh memory ------------------------------------------------------------
@@ -220,11 +269,16 @@ def _offset_inside(effect: Effect, axis: int, offset: Any, atom: Atom) -> int | 
 
 
 def _before_gather(view: View) -> View | None:
-    """A view of `x[index]`, with an index that the graph computes from nothing, as one of x."""
-    base, indices = view.value.args
+    """A view of `x[index]` along one dimension, with an index that the graph computes from nothing,
+    as one of x."""
+    if view.value.op == "aten.index_select":
+        base, dim, index = view.value.args
+        indices = ((dim % len(base.shape), index),)
+    else:
+        base, indices = view.value.args
     if len(indices) != 1:
         return None
-    (dim, index), *_ = indices
+    ((dim, index),) = indices
     rows = np.array(index) if isinstance(index, tuple) else constant_of(index)
     if rows is None or rows.ndim != 1 or not np.issubdtype(rows.dtype, np.integer):
         return None
@@ -285,12 +339,12 @@ def _run(step: int, length: int, axis: int) -> Atom:
     return Atom(axis if step else None, step, length)
 
 
-_BEFORE = {"aten.index": _before_gather, "store": _before_store}
+_BEFORE = {**dict.fromkeys(_GATHERS, _before_gather), "store": _before_store}
 
 
 # Operations that leave numbers as they are, or move them.
 _UNSCALED = frozenset(
-    ("cast", "bitcast", "store", *(f"aten.{n}" for n in ("cat", "index", "add", "sub")))
+    ("cast", "bitcast", "store", *_GATHERS, *(f"aten.{n}" for n in ("cat", "add", "sub")))
 )
 
 
@@ -305,9 +359,18 @@ def holds_codes(value: Value, known: dict[Value, bool] | None = None) -> bool:
         if value.op in ("input", "constant") or not value.operands:
             known[value] = value.op in ("input", "constant") and is_code(value.dtype)
         elif not value.projected:
-            of = value.operands[:1] if value.op == "aten.index" else value.operands
+            looks_up = value.op in _GATHERS and not _has_small_table(value)
+            of = value.operands[:1] if looks_up else value.operands
             known[value] = any(holds_codes(v.value, known) for v in of)
     return known[value]
+
+
+def _has_small_table(index: Value) -> bool:
+    """Whether a look-up is in one row of numbers of the graph's own, as many as codes of 4 or 8
+    bits."""
+    table = index.args[0]
+    small = table.shape in ((16,), (256,))
+    return small and not table.value.projected and constant_of(table) is not None
 
 
 def is_scaled(weight: Value) -> bool:

@@ -17,7 +17,7 @@ from tilewright.patterns.arithmetic.constants import number_of
 from tilewright.patterns.arithmetic.equality import equal_values
 from tilewright.patterns.dataflow import Dataflow, Value, View, upstream
 from tilewright.patterns.effects import Atom, Effect, Size
-from tilewright.patterns.language import Parts, Result, Stage, register_code, reject
+from tilewright.patterns.language import Parts, Result, Stage, reject
 from tilewright.patterns.recognise.attention_eager import (
     HeadsOf,
     by_roles,
@@ -27,9 +27,6 @@ from tilewright.patterns.recognise.attention_eager import (
     weighted_by,
 )
 from tilewright.patterns.recognise.attention_varlen import FORMS, arguments_of, name_of_op, obstacle
-
-register_code("ATTENTION_FORM", "attention is computed in a way that the op does not know")
-register_code("CHUNKED_PREFIX", "the keys come in chunks whose partial results are merged")
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable
 import torch
 
 from tilewright.patterns.dataflow import Value
+from tilewright.patterns.effects import Size, size_fact
 from tilewright.patterns.language import Stage, reject
 
 #: Dtypes of projections and attention, and of experts' GEMMs.
@@ -17,6 +18,11 @@ HALVES = (torch.bfloat16, torch.float16)
 def dtype_name(dtype: torch.dtype) -> str:
     """ "bfloat16" of torch.bfloat16."""
     return str(dtype).removeprefix("torch.")
+
+
+def rows_fact(dtype: torch.dtype, rows: Size, columns: Size) -> str:
+    """ "bfloat16[T,64]" of rows of 64 numbers, as reports give them."""
+    return f"{dtype_name(dtype)}[{size_fact(rows)},{columns}]"
 
 
 def dtype_names(dtypes: Iterable[torch.dtype]) -> str:

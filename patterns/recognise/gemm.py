@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tilewright.ops.formats.fp8_block import BLOCK
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Value, View, once
 from tilewright.patterns.effects import Atom, Dim, Effect, Size
@@ -134,6 +135,8 @@ def _of_codes(value: Value, given: Mapping[str, Any], scale_a: View, scale_b: Vi
     x_scale = _two_dims(scale_a)
     if weight_scale is None or x_scale is None:
         return None
+    if _repeats(x_scale.shape[1], x.shape[1]) is None:
+        return None
     transposed = effects.permute(weight.effect, (1, 0))
     scale = weight_scale.permute(1, 0)
     identity = effects.identity(value.shape)
@@ -157,11 +160,18 @@ def _over_blocks(scale: View, shape: Sequence[Size]) -> View | None:
         return None
     dims = []
     for dim, count, size in zip(flat.effect.dims, flat.shape, shape, strict=True):
-        repeats = effects.divides(count, size)
+        repeats = _repeats(count, size)
         if repeats is None:
             return None
         dims.append(effects.coalesce((*dim, Atom(None, 0, repeats))))
     return flat.with_dims(*dims)
+
+
+def _repeats(count: Size, size: Size) -> Size | None:
+    """How many neighbours share one of `count` scales: all, none, or blocks, which all are whole;
+    None where the last block is a part of one."""
+    repeats = effects.divides(count, size)
+    return repeats if repeats in (1, size, BLOCK) else None
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tilewright.patterns import effects
-from tilewright.patterns.arithmetic.casts import strip_casts
+from tilewright.patterns.arithmetic.casts import strip_casts, strip_widening
 from tilewright.patterns.dataflow import Dataflow, Value, View
 from tilewright.patterns.effects import Atom, Dim, Effect
 from tilewright.patterns.recognise.gemm import Side, named_product
@@ -90,6 +90,12 @@ def match_expert_gemm(value: Value, flow: Dataflow) -> ExpertGemm | None:
         if biased is not None:
             return biased
     return found
+
+
+def before_widening_rows(gemm: ExpertGemm) -> ExpertGemm:
+    """The GEMM with its rows before casts to wider floating types."""
+    x, casts = strip_widening(gemm.x)
+    return replace(gemm, x=x, absorbed=(*gemm.absorbed, *casts))
 
 
 def match_grouped(value: Value) -> ExpertGemm | None:

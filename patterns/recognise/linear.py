@@ -178,7 +178,7 @@ def match_columns(view: View, bare: bool = False) -> LinearColumns | None:
 UNREAD = "an operator whose arithmetic is not known"
 READABLE = (
     "load the model with weights that PyTorch multiplies, or decodes in the graph "
-    "(transformers: dequantize=True)"
+    "(tilewright.compiler.prepare(model) when it is loaded; transformers: dequantize=True)"
 )
 
 # Of a linear that is looked for and need not be there: why it is not is never read.

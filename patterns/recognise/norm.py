@@ -24,7 +24,7 @@ from tilewright.patterns.arithmetic.formula import (
 )
 from tilewright.patterns.dataflow import Value, View, once
 from tilewright.patterns.effects import Atom, InexpressibleError
-from tilewright.patterns.language import Stage, reject
+from tilewright.patterns.language import Reject, Stage, reject
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,14 @@ def match_norm(head: View, stage: Stage = Stage.K_PATH, biased: bool = False) ->
             "zero",
         )
     return found
+
+
+def norm_of(value: View) -> Norm | None:
+    """The norm whose result `value` is, with a bias or without; None for anything else."""
+    try:
+        return match_norm(value, biased=True)
+    except (Reject, InexpressibleError):
+        return None
 
 
 @once

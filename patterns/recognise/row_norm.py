@@ -11,9 +11,8 @@ import torch
 from tilewright.ops.fused_op import FusedOp
 from tilewright.patterns.dataflow import Dataflow, Value, View
 from tilewright.patterns.effects import InexpressibleError
-from tilewright.patterns.language import Reject, Stage
 from tilewright.patterns.recognise.dtypes import HALVES
-from tilewright.patterns.recognise.norm import Norm, match_norm
+from tilewright.patterns.recognise.norm import Norm, norm_of
 
 # Kinds and dtypes. RMS norms are multiplied before they are divided, which wants the range of
 # bfloat16; a layer norm is rounded to x's dtype before, as in the graph.
@@ -61,10 +60,7 @@ def rms_norm_of(normed: View) -> Norm | None:
 def row_norm_of(normed: View) -> Norm | None:
     """The norm whose result `normed` is, with one weight and one bias for all rows; None for any
     other, and for an RMS norm with a bias."""
-    try:
-        norm = match_norm(normed, Stage.ACTIVATION, biased=True)
-    except (Reject, InexpressibleError):
-        return None
+    norm = norm_of(normed)
     dtype = normed.value.dtype
     if norm is None or norm.x.shape != normed.shape:
         return None

@@ -87,6 +87,22 @@ def test_a_constant_that_is_given_counts_before_a_records():
     assert (made.constant("BLOCK"), made.num_warps) == (16, 4)
 
 
+def test_an_option_may_be_given_as_a_constant_is():
+    assert GATHER.spec("sm90", TENSORS, {"BLOCK": 32, "num_warps": 2}, [Tiles()]).num_warps == 2
+
+
+def test_a_stride_by_its_tensor_s_name_is_that_of_the_first_dimension():
+    # def scatter(x_ptr, k_ptr, out_ptr, X_STRIDE, OUT_STRIDE, K, K_STRIDE=1)
+    scatter = Kernel(GATHER.template, "scatter", {"OUT_STRIDE": ("out", 1)})
+    pointers = {pointer.tensor: pointer.dims for pointer in scatter.pointers}
+    assert pointers == {"x": (0,), "k": (), "out": (1,)}
+    given = {"x": Operand("bf16", (128,)), "k": Operand("bf16"), "out": Operand("bf16", (2,))}
+    made = scatter.spec("sm90", given, {"K": 3})
+    assert (made.constant("X_STRIDE"), made.constant("OUT_STRIDE")) == (128, 2)
+    assert made.constant("K") == 3
+    assert scatter.spec("sm90", given, {"K": 3, "X_STRIDE": 5}).constant("X_STRIDE") == 5
+
+
 def test_statics_have_what_their_parts_have():
     statics = Statics(Tiles(), BLOCK=16)
     made = GATHER.spec("sm90", TENSORS, {}, [statics])

@@ -71,17 +71,15 @@ def zeroed_before_and_after(m, x, k_cache, v_cache, slots):
 
 def scale_in_the_cache(m, x, k_cache, v_cache, slots):
     """The norm's weight is a piece of the cache."""
-    q, k, v = m.qkv(x)
-    weight = k_cache[0, 0, 0]
-    normed_k, normed_q = rms_norm(k, weight), rms_norm(q, weight)
-    store(k_cache, slots, normed_k)
-    store(v_cache, slots, v)
-    return normed_q * 2
+    return _scaled(m, x, k_cache, v_cache, slots, weight=k_cache[0, 0, 0])
 
 
 def scale_outside_the_cache(m, x, k_cache, v_cache, slots):
+    return _scaled(m, x, k_cache, v_cache, slots, weight=x[0, :D])
+
+
+def _scaled(m, x, k_cache, v_cache, slots, weight):
     q, k, v = m.qkv(x)
-    weight = x[0, :D]
     normed_k, normed_q = rms_norm(k, weight), rms_norm(q, weight)
     store(k_cache, slots, normed_k)
     store(v_cache, slots, v)

@@ -46,6 +46,7 @@ from transformers import (
     StaticCache,
 )
 from transformers.distributed import DistributedConfig
+from transformers.utils.logging import disable_progress_bar
 
 from tests.compiler import sharded_parts
 from tilewright.compiler import backend, reports
@@ -522,7 +523,8 @@ def be_example(rank: int, ranks: int, port: int) -> None:
 
 
 def in_processes(function: Callable[..., None], ranks: int, *args: Any) -> bool:
-    """Runs `function(rank, ranks, *args)` in forks of this process; whether all end well."""
+    """Runs `function(rank, ranks, *args)` in forks of this process; whether all end well. Says of
+    each that does not how it ended: a negative code is the signal that killed it."""
     forked = multiprocessing.get_context("fork")
     running = [
         forked.Process(target=function, args=(rank, ranks, *args), daemon=True)
@@ -532,12 +534,17 @@ def in_processes(function: Callable[..., None], ranks: int, *args: Any) -> bool:
         process.start()
     for process in running:
         process.join()
+    for rank, process in enumerate(running):
+        if process.exitcode:
+            who = f"rank {rank} of {ranks} in {function.__name__}"
+            print(f"{who} ended with {process.exitcode}", flush=True)
     return not any(process.exitcode for process in running)
 
 
 def main(folder: Path) -> int:
     """Starts the ranks of each world as forks of this process, which has imported everything."""
     torch.set_num_threads(1)
+    disable_progress_bar()
     # As in tests/conftest.py, for what Dynamo does once more in every rank.
     torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0  # type: ignore[attr-defined]
     gc.set_threshold(100_000, 20, 20)

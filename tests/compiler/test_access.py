@@ -116,8 +116,11 @@ OPERANDS = {
 PLACES = {False: "before", True: "between"}
 
 
-def step_with(statement, operand, between):
-    """Projects, rotates and stores, with a statement on an operand before or between the stores."""
+def step_with(statement, operand, between, returned=False):
+    """Projects, rotates and stores, with a statement on an operand before or between the stores.
+
+    returned: what the statement gives is a result, too.
+    """
 
     def step(m, x, k_cache, v_cache, slots):
         q, k, v = m.qkv(x)
@@ -125,12 +128,13 @@ def step_with(statement, operand, between):
         cos = cos + 0
         k = rotate(k, cos, sin)
         if not between:
-            statement(OPERANDS[operand](m, x, k_cache, cos))
+            given = statement(OPERANDS[operand](m, x, k_cache, cos))
         store(k_cache, slots, k)
         if between:
-            statement(OPERANDS[operand](m, x, k_cache, cos))
+            given = statement(OPERANDS[operand](m, x, k_cache, cos))
         store(v_cache, slots, v)
-        return rotate(q, cos, sin) * 2
+        q = rotate(q, cos, sin) * 2
+        return (q, given) if returned else q
 
     return step
 
@@ -184,23 +188,6 @@ READS = {
 }
 
 
-def step_that_reads(statement, operand, between):
-    def step(m, x, k_cache, v_cache, slots):
-        q, k, v = m.qkv(x)
-        cos, sin = cos_sin()
-        cos = cos + 0
-        k = rotate(k, cos, sin)
-        if not between:
-            read = statement(OPERANDS[operand](m, x, k_cache, cos))
-        store(k_cache, slots, k)
-        if between:
-            read = statement(OPERANDS[operand](m, x, k_cache, cos))
-        store(v_cache, slots, v)
-        return rotate(q, cos, sin) * 2, read
-
-    return step
-
-
 def codes():
     return {miss.code for report in reports() for miss in misses_of(report, "qkv")}
 
@@ -212,13 +199,13 @@ def fused():
 @pytest.mark.parametrize("operand", OPERANDS)
 @pytest.mark.parametrize("name", READS)
 def test_what_only_reads_hinders_nothing(name, operand):
-    assert_as_eager(step_that_reads(READS[name], operand, between=False))
+    assert_as_eager(step_with(READS[name], operand, between=False, returned=True))
     assert fused() == ["qkv_cache"], codes()
 
 
 @pytest.mark.parametrize("name", READS)
 def test_what_reads_the_cache_between_its_writes_is_seen(name):
-    assert_as_eager(step_that_reads(READS[name], "k_cache", between=True))
+    assert_as_eager(step_with(READS[name], "k_cache", between=True, returned=True))
     assert "qkv_cache" not in fused()
     assert "CACHE_READ" in codes()
 

@@ -136,6 +136,18 @@ def test_an_mlp_for_few_tokens_is_fused_and_no_worse(tokens):
     assert_no_worse(actual, eager, x.double() + exactly(model.down, h), "mlp")
 
 
+def test_the_last_block_of_rows_may_be_a_part_of_one():
+    """192 rows have two scales, of 128 and of 64 rows."""
+    model = Mlp()
+    model.gate, model.up = (finegrained.linear(192, HIDDEN, seed) for seed in (3, 4))
+    model.forward = lambda x: F.silu(model.gate(x)) * model.up(x)
+    x = torch.randn(2, HIDDEN, generator=torch.Generator().manual_seed(2)).bfloat16()
+    (actual, _), (eager, _) = run(model, x)
+    assert patterns_in(reports()[-1], "mlp") == ["linear_activation"]
+    exact = F.silu(exactly(model.gate, x)) * exactly(model.up, x)
+    assert_no_worse(actual, eager, exact, "rows")
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_models_are_fused(kind):
     model = finegrained.quantised(dense(kind))

@@ -12,17 +12,21 @@ from torch import nn
 pytest.importorskip("transformers", reason="the models are those of transformers")
 from tests.models.shipped import SHIPPED, dense, step_of
 from tilewright.compiler import lower, prepare
-from tilewright.compiler.quantised import Prepared
+from tilewright.compiler.quantised import Prepared, compressed_tensors
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 EVERYTHING = {"qkv_cache": 2, "cache_attention": 2, "linear_activation": 2, "linear_residual": 4}
 #: Formats that stay as the library loads them, and why.
-LEFT = {"torchao-int8-dynamic": "its activations are int8, which no fused op takes"}
+LEFT = {
+    "torchao-int8-dynamic": "its activations are int8, which no fused op takes",
+    "bitsandbytes-int8": "its threshold is 6.0: columns with outliers, which the data tell, are "
+    "multiplied apart",
+}
+#: Formats whose activations are floats of four bits: a rounding on the way moves some to the next.
+FLIPS = ("ct-nvfp4", "ct-mxfp4")
 #: What needs no preparation.
 PLAIN = ("awq", "hqq-int8")
-#: What prepare does not know, and no pattern takes.
-UNKNOWN = ("hqq-int4", "bitsandbytes-nf4", "bitsandbytes-fp4", "bitsandbytes-int8")
 
 
 def load(name, kind, folder):
@@ -37,7 +41,7 @@ def named(items):
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-@pytest.mark.parametrize("name", [name for name in SHIPPED if name not in (*LEFT, *UNKNOWN)])
+@pytest.mark.parametrize("name", [name for name in SHIPPED if name not in LEFT])
 def test_a_prepared_model_computes_what_the_library_does_and_is_fused(name, kind, tmp_path):
     expected = load(name, kind, tmp_path / "a" if name.startswith("ct") else tmp_path)
     model = load(name, kind, tmp_path / "b" if name.startswith("ct") else tmp_path)
@@ -52,7 +56,8 @@ def test_a_prepared_model_computes_what_the_library_does_and_is_fused(name, kind
     assert named(lowered.matches) == EVERYTHING
     compiled = torch.compile(model, backend="tilewright", options={"inner": "eager"})
     fused = compiled(**step_of(model)).logits
-    torch.testing.assert_close(fused, theirs, rtol=0.05, atol=0.05)
+    close = 0.25 if name in FLIPS else 0.05
+    torch.testing.assert_close(fused, theirs, rtol=close, atol=close)
 
 
 #: The fused sites that a model has, by pattern.
@@ -72,7 +77,7 @@ def test_every_site_is_fused_or_told(name, prepared, tmp_path):
     broken = [miss for miss in lowered.misses if miss.code == "GRAPH_BREAK"]
     if broken:
         assert BREAKS[name.partition("-")[0]] in broken[0].hint
-        assert not prepared or name in UNKNOWN
+        assert not prepared or name in LEFT
     else:
         told = named([*lowered.matches, *lowered.misses])
         assert {pattern: told.get(pattern) for pattern in SITES} == SITES
@@ -97,7 +102,22 @@ def test_what_is_not_read_is_left_with_the_reason(name, tmp_path):
     assert LEFT[name] in str(prepared)
 
 
-@pytest.mark.parametrize("name", ["gptq", "ct-fp8-dynamic", "ct-w4a16"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_floats_of_four_bits_are_rounded_as_the_library_rounds_them(dtype):
+    utilities = "compressed_tensors.quantization.utils"
+    theirs = pytest.importorskip(f"{utilities}.fp4_utils", reason="the library rounds here")
+    scales = pytest.importorskip(f"{utilities}.mxfp_utils", reason="the library rounds here")
+    x = torch.linspace(-6, 6, 4801).to(dtype)  # middles too
+    assert torch.equal(compressed_tensors._nearest_e2m1(x), theirs.cast_to_fp4(x.clone()))
+    tiny = torch.finfo(dtype).tiny
+    sizes = torch.cat([tiny * 2.0**power * torch.linspace(0, 2, 65) for power in range(29)])
+    sizes = sizes.to(dtype)
+    exponents = scales.generate_mx_scales(sizes).clamp(0, 255).round().to(torch.int32) - 127
+    expected = (2.0 ** exponents.float()).to(dtype)
+    assert torch.equal(compressed_tensors._power_of_two(sizes, 6.0), expected)
+
+
+@pytest.mark.parametrize("name", ["gptq", "ct-fp8-dynamic", "ct-w4a16", "ct-nvfp4"])
 def test_names_of_tensors_stay(name, tmp_path):
     model = load(name, "llama", tmp_path)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -107,7 +127,9 @@ def test_names_of_tensors_stay(name, tmp_path):
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
 
 
-@pytest.mark.parametrize("name", ["torchao-fp8", "quanto-int8", "gptq", "ct-w8a8"])
+@pytest.mark.parametrize(
+    "name", ["torchao-fp8", "quanto-int8", "gptq", "ct-w8a8", "bitsandbytes-nf4"]
+)
 def test_it_is_undone(name, tmp_path):
     model = load(name, "llama", tmp_path)
     before = dict(model.named_modules())
@@ -119,7 +141,9 @@ def test_it_is_undone(name, tmp_path):
     prepared.undo()
 
 
-@pytest.mark.parametrize("name", ["torchao-fp8", "gptq", "ct-w8a8", "quanto-int8"])
+@pytest.mark.parametrize(
+    "name", ["torchao-fp8", "gptq", "ct-w8a8", "quanto-int8", "bitsandbytes-nf4"]
+)
 def test_a_copy_leaves_the_model_and_shares_its_tensors(name, tmp_path):
     model = load(name, "llama", tmp_path)
     before = dict(model.named_modules())

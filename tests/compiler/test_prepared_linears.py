@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.agreement import ALLOWANCE, relative_error
 from tilewright.compiler import prepare
 from tilewright.compiler.quantised.gptqmodel import GptqLinear
 
@@ -25,7 +26,7 @@ def compressed(preset, model=None, **weights):
     """A linear as compressed-tensors stores it. weights: fields of the scheme's `weights`."""
     pytest.importorskip("compressed_tensors")
     from compressed_tensors import compressors, quantization
-    from compressed_tensors.quantization.utils import calculate_qparams
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
     model = one_linear() if model is None else model
     scheme = quantization.preset_name_to_scheme(preset, ["Linear"])
@@ -44,9 +45,15 @@ def compressed(preset, model=None, **weights):
         rows = rows.unflatten(-1, (-1, args.group_size))
     else:
         rows = rows.flatten() if strategy == "tensor" else rows.unsqueeze(1)
-    scale, zero = calculate_qparams(rows.amin(-1), rows.amax(-1), args)
+    factor = getattr(linear, "weight_global_scale", None)
+    if factor is not None:
+        factor.data.copy_(generate_gparam(rows.amin(), rows.amax()))
+    if hasattr(linear, "input_global_scale"):
+        linear.input_global_scale.data.fill_(448 * 6 / 4.0)
+    scale, zero = calculate_qparams(rows.amin(-1), rows.amax(-1), args, factor)
     linear.weight_scale.data.copy_(scale.view_as(linear.weight_scale))
-    linear.weight_zero_point.data.copy_(zero.view_as(linear.weight_zero_point))
+    if hasattr(linear, "weight_zero_point"):
+        linear.weight_zero_point.data.copy_(zero.view_as(linear.weight_zero_point))
     if hasattr(linear, "input_scale"):
         linear.input_scale.data.fill_(0.03)
     compressors.compress_module(linear)
@@ -76,11 +83,20 @@ SCHEMES = {
     "W4A16_ASYM": {},
     "W4A8": {},
     "W4AFP8": {},
+    "NVFP4A16": {},
+    "NVFP4": {},
+    "MXFP4A16": {},
+    "MXFP4": {},
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("preset", SCHEMES)
+# The library decodes these to bfloat16, whatever it multiplies by them.
+BFLOAT16 = ("NVFP4A16", "NVFP4", "MXFP4A16", "MXFP4")
+CALLS = [(preset, torch.bfloat16) for preset in SCHEMES]
+CALLS += [(preset, torch.float16) for preset in SCHEMES if preset not in BFLOAT16]
+
+
+@pytest.mark.parametrize(("preset", "dtype"), CALLS)
 def test_linears_of_compressed_tensors_are_the_librarys_to_the_bit(preset, dtype):
     model = compressed(preset, one_linear(dtype=dtype), **SCHEMES[preset])
     theirs = decompressed(model)
@@ -151,6 +167,25 @@ def test_linears_of_torchao(config, dtype):
         # torchao rounds float8 products before it adds the bias, a linear of PyTorch after that.
         rounding = torch.finfo(dtype).eps if config.startswith("Float8") else 0
         torch.testing.assert_close(model(x), theirs(x), rtol=rounding, atol=rounding)
+
+
+@pytest.mark.parametrize("swizzled", [False, True])
+@pytest.mark.parametrize("factor", [None, 0.0125])
+def test_nvfp4_linears_of_torchao(swizzled, factor):
+    """140 rows of 16 groups: the last block of the layout is not full."""
+    formats = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")
+    model = one_linear(256, 140)
+    made = formats.NVFP4Tensor.to_nvfp4(
+        model[0].weight.detach(),
+        per_tensor_scale=None if factor is None else torch.tensor(factor),
+        is_swizzled_scales=swizzled,
+    )
+    model[0].weight = nn.Parameter(made, requires_grad=False)
+    theirs = copy.deepcopy(model)
+    assert len(prepare(model).replaced) == 1
+    for shape in SHAPES:
+        x = inputs(shape, torch.bfloat16)
+        torch.testing.assert_close(model(x), theirs(x), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -229,6 +264,165 @@ def test_linears_of_gptq(bias, dtype):
 )
 def test_linears_of_gptq_that_are_not_read_stay(options, reason):
     (left,) = prepare(gptq_linear(**options)).left
+    assert reason in left.reason
+
+
+def four_bits(
+    columns=256, rows=64, bias=True, dtype=torch.bfloat16, compute_dtype=None, nested=True,
+    quant_type="nf4", **options,
+):  # fmt: skip
+    """A linear of bitsandbytes, quantised, as it computes where a CPU has no kernel of its own."""
+    nn4 = pytest.importorskip("bitsandbytes.nn")
+    model = one_linear(columns, rows, bias, dtype)
+    module = nn4.Linear4bit(
+        columns, rows, bias, compute_dtype, compress_statistics=nested, quant_type=quant_type,
+        **options,
+    )  # fmt: skip
+    module.load_state_dict(model[0].state_dict())
+    module = module.to("cpu").eval().requires_grad_(False)
+    module.support_avx512bf16_for_cpu = False
+    if bias:
+        module.bias.data = module.bias.data.to(dtype)
+    return nn.Sequential(module)
+
+
+def table_weight(module):
+    """[N, K] in float64, code by code."""
+    state, table = module.weight.quant_state, module.weight.quant_state.code.double()
+    absmax = state.absmax
+    if state.nested:
+        block = torch.arange(len(absmax)) // 256
+        absmax = state.state2.code[absmax.long()].double() * state.state2.absmax[block].double()
+        absmax = absmax + state.offset.double()
+    at = torch.arange(module.in_features * module.out_features)
+    packed = module.weight.data.view(torch.uint8).flatten().long()[at // 2]
+    codes = torch.where(at % 2 == 0, packed >> 4, packed & 15)
+    weight = table[codes] * absmax[at // state.blocksize].double()
+    return weight.view(module.out_features, module.in_features)
+
+
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "compute_dtype"),
+    [
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, None),
+        (torch.float16, torch.float16),
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.bfloat16),
+        (torch.float32, None),
+    ],
+)
+def test_linears_of_bitsandbytes_are_the_librarys_to_the_bit(
+    dtype, compute_dtype, nested, quant_type
+):
+    model = four_bits(
+        dtype=dtype, compute_dtype=compute_dtype, nested=nested, quant_type=quant_type
+    )
+    theirs = copy.deepcopy(model)
+    (one,) = prepare(model).replaced
+    assert f"{quant_type}, compute_dtype={compute_dtype}" in str(one.module)
+    for shape in SHAPES:
+        x = inputs(shape, dtype)
+        torch.testing.assert_close(model(x), theirs(x), rtol=0, atol=0, msg=f"{shape}")
+    if dtype == compute_dtype:
+        no_further(model, theirs, table_weight(theirs[0]), dtype)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"columns": 32}, {"columns": 96, "rows": 6}, {"quant_storage": torch.bfloat16}],
+    ids=["blocks of two rows", "blocks across rows", "stored as bfloat16"],
+)
+def test_other_shapes_of_bitsandbytes(options):
+    """Held to the codes: the library's kernel for CPUs begins a block with each row."""
+    model = four_bits(compute_dtype=torch.bfloat16, **options)
+    weight, bias = table_weight(model[0]), model[0].bias.double()
+    assert len(prepare(model).replaced) == 1
+    x = inputs((3, options.get("columns", 256)), torch.bfloat16)
+    exact = nn.functional.linear(x.double(), weight, bias)
+    assert relative_error(model(x), exact) <= ALLOWANCE[torch.bfloat16]
+
+
+def other_table(module):
+    module.weight.quant_state.code[3] += 0.01
+
+
+def packed_for_this_cpu(module):
+    module.weight.quant_state.packing_format_for_cpu = True
+
+
+def not_quantised(module):
+    module.weight.quant_state = None
+
+
+def of_other_orientation(module):
+    state = module.weight.quant_state
+    state.shape = state.shape[::-1]
+
+
+def other_blocks_of_scales(module):
+    module.weight.quant_state.state2.blocksize = 128
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (other_table, "its table is not that of nf4"),
+        (packed_for_this_cpu, "a forward pass came before `prepare`"),
+        (not_quantised, "not quantised yet"),
+        (of_other_orientation, "its weight is [256, 64], not [64, 256]"),
+        (other_blocks_of_scales, "its scales share one by 128"),
+    ],
+)
+def test_linears_of_bitsandbytes_that_are_not_read_stay(change, reason):
+    model = four_bits()
+    change(model[0])
+    prepared = prepare(model)
+    assert prepared.replaced == []
+    assert reason in prepared.left[0].reason
+
+
+def test_a_last_block_that_is_not_full_stays():
+    model = four_bits(columns=34, rows=3)
+    assert "its last block is not full" in prepare(model).left[0].reason
+
+
+@pytest.mark.parametrize(
+    ("threshold", "reason"), [(6.0, "its threshold is 6.0"), (0.0, "its threshold is 0.0")]
+)
+def test_8_bits_of_bitsandbytes_stay(threshold, reason):
+    nn8 = pytest.importorskip("bitsandbytes.nn")
+    module = nn8.Linear8bitLt(64, 64, has_fp16_weights=False, threshold=threshold)
+    assert reason in prepare(nn.Sequential(module)).left[0].reason
+
+
+def hqq_linear(columns=256, rows=64, bias=True, dtype=torch.bfloat16, bits=4, axis=1):
+    quantize = pytest.importorskip("hqq.core.quantize")
+    model = one_linear(columns, rows, bias, dtype)
+    config = quantize.BaseQuantizeConfig(nbits=bits, group_size=64, axis=axis)
+    made = quantize.HQQLinear(model[0], config, compute_dtype=dtype, device="cpu")
+    return nn.Sequential(made).requires_grad_(False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bias", [True, False])
+def test_linears_of_hqq(bias, dtype):
+    model, theirs = hqq_linear(bias=bias, dtype=dtype), hqq_linear(bias=bias, dtype=dtype)
+    (one,) = prepare(model).replaced
+    weight = theirs[0].dequantize()
+    assert torch.equal(one.module.weight_of_codes(dtype), weight)
+    # The library rounds before it adds a bias, and a linear of PyTorch after that.
+    no_further(model, theirs, weight.double(), dtype)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [({"bits": 3}, "3-bit codes"), ({"bits": 2}, "2-bit codes"), ({"axis": 0}, "axis 0")],
+)
+def test_linears_of_hqq_that_are_not_read_stay(options, reason):
+    (left,) = prepare(hqq_linear(**options)).left
     assert reason in left.reason
 
 

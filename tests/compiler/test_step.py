@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,9 @@ from torch import nn
 
 from tilewright.codegen.targets import get_target
 from tilewright.compiler import lower
+from tilewright.compiler.report import Site
 from tilewright.compiler.report.step import FUSED, INDUCTOR, KINDS, LIBRARY, step_of
-from tilewright.compiler.report.work import reached
+from tilewright.compiler.report.work import reached, share_of_experts
 from tilewright.ops.attention.arguments import AttentionArguments, cache_read
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
@@ -243,6 +245,14 @@ def test_experts_reached():
     assert reached(1, 8 / 128) == pytest.approx(1 / 16)
     assert reached(16, 8 / 128) == pytest.approx(1 - (15 / 16) ** 16)
     assert reached(0, 0.5) == 0.0
+
+
+def test_a_device_with_some_of_the_experts_meets_its_share_of_the_slots():
+    shapes = {"x": "bfloat16[1,2048]", "experts": 32, "slots": 8}
+    whole = Site("moe", "fused_moe", "", "", shapes, "", "")
+    assert share_of_experts(whole) == pytest.approx(8 / 32)
+    part = replace(whole, shapes=shapes | {"routed": 128})
+    assert share_of_experts(part) == pytest.approx(8 / 128)
 
 
 @pytest.fixture(scope="module")

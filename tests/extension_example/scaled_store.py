@@ -58,8 +58,6 @@ OP = contract.register(
         arguments=ScaledStoreArguments,
         returns="()",
         validate=validate,
-        validate_values=lambda a: None,
-        fake=lambda a: None,
         reference=reference,
         lowerings=(),
         cases=("small",),
@@ -103,8 +101,6 @@ class ScaledStore:
             reject("SCALED_STORE_SOURCE", Stage.K_PATH, f"the scale is {scale.shape}", product)
         rows = store.index[0]
         return Match(
-            pattern=self.name,
-            op=self.op,
             anchor=anchor,
             arguments={"x": x, "scale": scale, "table": store.memory.root, "rows": rows},
             results=(),

@@ -66,7 +66,7 @@ FORMATS: dict[str, Format] = {
     "awq": Format(quantized.awq),
     "gptq": Format(quantized.gptq_indexed),
     "nf4": Format(quantized.nf4),
-    "mxfp4": Format(None, _experts("mxfp4_ldexp")),
+    "mxfp4": Format(quantized.mxfp4, _experts("mxfp4_ldexp")),
     "nvfp4": Format(quantized.nvfp4, _experts("nvfp4_table")),
 }
 

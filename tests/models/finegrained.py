@@ -26,9 +26,10 @@ def rounded(x: torch.Tensor, block: int) -> torch.Tensor:
 
 
 def decoded(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """A weight [..., N, K] in float64."""
-    for dim in (-2, -1):
-        scale = scale.float().repeat_interleave(codes.shape[dim] // scale.shape[dim], dim)
+    """A weight [..., N, K] in float64, by blocks of which the last may be a part of one."""
+    scale = scale.float()
+    for dim in (codes.dim() - 2, codes.dim() - 1):
+        scale = scale.repeat_interleave(128, dim).narrow(dim, 0, codes.shape[dim])
     return codes.double() * scale.double()
 
 

@@ -85,5 +85,21 @@ class Fp8Product(Fp8Block):
         )
 
 
+class Int8Behind(nn.Module):
+    """int8 codes whose sums are scaled by row, as torchao's are."""
+
+    def __init__(self, axes) -> None:
+        super().__init__()
+        rows = axes.num_heads * (axes.nope + axes.v_dim)
+        generator = torch.Generator().manual_seed(1)
+        codes = torch.randint(-128, 128, (rows, axes.kv_rank), generator=generator)
+        self.register_buffer("codes", codes.to(torch.int8))
+        scale = 0.001 + 0.01 * torch.rand(rows, generator=generator)
+        self.register_buffer("scale", scale.to(axes.dtype))
+
+    def forward(self, latents):
+        return F.linear(latents, self.codes.to(latents.dtype)) * self.scale
+
+
 FORMS = {"dense": Dense, "separate": Separate, "einsum": Einsum, "fp8_block": Fp8Block}
-FORMS["fp8_product"] = Fp8Product
+FORMS |= {"fp8_product": Fp8Product, "int8_behind": Int8Behind}

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tilewright.codegen import formats
+
 GROUP = 16
 BLOCK = 32
 AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
@@ -101,12 +103,53 @@ TABLE += [0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.723, 1.0]
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
 
-def nf4(layer, dtype):
-    """Sixteen numbers of a normal distribution, the first in the high nibble."""
-    table = torch.tensor(TABLE, device=layer.packed.device)
-    codes = torch.stack((layer.packed >> 4, layer.packed & 0xF), dim=-1).view(-1, GROUP)
+def of_table(layer, dtype, numbers, first=4):
+    """first: the first bit of a byte's first code."""
+    table = torch.tensor(numbers, device=layer.packed.device)
+    pair = (layer.packed >> first, layer.packed >> (4 - first))
+    codes = torch.stack([part & 0xF for part in pair], dim=-1).view(-1, GROUP)
     values = table[codes.int()] * layer.scale.view(-1, 1).float()
     return values.view(layer.width, -1).to(dtype)
+
+
+def nf4(layer, dtype):
+    """Sixteen numbers of a normal distribution, the first in the high nibble."""
+    return of_table(layer, dtype, formats.TABLES["nf4"])
+
+
+def fp4(layer, dtype):
+    """Those of bitsandbytes' other format of four bits."""
+    return of_table(layer, dtype, formats.TABLES["fp4"])
+
+
+def nf4_of_the_next_block(layer, dtype):
+    """Each block has the scale that is stored for its neighbour, which the graph computes."""
+    table = torch.tensor(formats.TABLES["nf4"], device=layer.packed.device)
+    codes = torch.stack((layer.packed >> 4, layer.packed & 0xF), dim=-1).flatten(-2)
+    blocks = table[codes.int()].unflatten(-1, (-1, GROUP))
+    return (blocks * layer.scale.roll(1, -1).unsqueeze(-1)).flatten(-2).to(dtype)
+
+
+def nf4_low_first(layer, dtype):
+    """The even element in the low nibble: in no format."""
+    return of_table(layer, dtype, formats.TABLES["nf4"], first=0)
+
+
+def nf4_of_a_buffer(layer, x):
+    """Numbers that are the model's data."""
+    codes = torch.stack((layer.packed >> 4, layer.packed & 0xF), dim=-1).view(-1, GROUP)
+    values = layer.table[codes.int()] * layer.scale.view(-1, 1).float()
+    return F.linear(x, values.view(layer.width, -1).to(x.dtype), layer.bias)
+
+
+def table_buffers(rows, hidden, generator):
+    table = torch.tensor(formats.TABLES["nf4"])
+    return {"table": table, **nibble_buffers(rows, hidden, generator)}
+
+
+def nf4_rounded(layer, dtype):
+    """Numbers that are nearly those of the format."""
+    return of_table(layer, dtype, TABLE)
 
 
 def nvfp4(layer, dtype):
@@ -117,10 +160,63 @@ def nvfp4(layer, dtype):
     return (blocks * layer.factor).view(layer.width, -1).to(dtype)
 
 
+def nvfp4_divided(layer, dtype):
+    """As compressed-tensors decodes it: a table of magnitudes, the scale in bfloat16, the factor a
+    divisor."""
+    codes = torch.stack((layer.packed & 0xF, (layer.packed & 0xF0) >> 4), dim=-1).flatten(-2)
+    table = torch.tensor(E2M1, device=codes.device)
+    signs = torch.where((codes & 8).to(torch.bool), -1.0, 1.0)
+    values = (table[(codes & 7).long()] * signs).to(torch.bfloat16)
+    scale = layer.scale.to(torch.bfloat16) / layer.divisor
+    blocks = values.unflatten(-1, (-1, GROUP)).to(scale.dtype) * scale.unsqueeze(-1)
+    return blocks.flatten(-2).to(dtype)
+
+
+def nvfp4_unscaled(layer, dtype):
+    """No factor for all: the scale is read as it is stored."""
+    table = torch.tensor([*E2M1, *(-m for m in E2M1)], device=layer.packed.device)
+    codes = torch.stack((layer.packed & 0xF, layer.packed >> 4), dim=-1).flatten(-2)
+    blocks = table[codes.int()].view(layer.width, -1, GROUP) * layer.scale.float()[:, :, None]
+    return blocks.view(layer.width, -1).to(dtype)
+
+
+def nvfp4_high_first(layer, dtype):
+    """The even element in the high nibble: in no format."""
+    table = torch.tensor([*E2M1, *(-m for m in E2M1)], device=layer.packed.device)
+    codes = torch.stack((layer.packed >> 4, layer.packed & 0xF), dim=-1).flatten(-2)
+    blocks = table[codes.int()].view(layer.width, -1, GROUP) * layer.scale.float()[:, :, None]
+    return (blocks * layer.factor).view(layer.width, -1).to(dtype)
+
+
+def mxfp4(layer, dtype):
+    """Floats of four bits, with a power of two for every 32."""
+    table = torch.tensor([*E2M1, *(-m for m in E2M1)], device=layer.packed.device)
+    codes = torch.stack((layer.packed & 0xF, layer.packed >> 4), dim=-1).flatten(-2)
+    values = table.to(dtype)[codes.int()].view(layer.width, -1, BLOCK)
+    exponents = layer.exponents.to(torch.int32) - 127
+    return torch.ldexp(values, exponents[:, :, None]).view(layer.width, -1).to(dtype)
+
+
+def mxfp4_power(layer, dtype):
+    """As compressed-tensors decodes it."""
+    table = torch.tensor([*E2M1, *(-m for m in E2M1)], device=layer.packed.device)
+    codes = torch.stack((layer.packed & 0xF, layer.packed >> 4), dim=-1).flatten(-2)
+    values = table[codes.int()].to(torch.bfloat16).view(layer.width, -1, BLOCK)
+    scale = 2.0 ** (layer.exponents.to(torch.int32) - 127).to(torch.bfloat16)
+    return (values * scale[:, :, None]).view(layer.width, -1).to(dtype)
+
+
+def mxfp4_buffers(rows, hidden, generator):
+    packed = nibble_buffers(rows, hidden, generator)["packed"]
+    exponents = torch.randint(117, 122, (rows, hidden // BLOCK), generator=generator)
+    return {"packed": packed, "exponents": exponents.to(torch.uint8)}
+
+
 def nvfp4_buffers(rows, hidden, generator):
     nibbles = nibble_buffers(rows, hidden, generator)
     scale = (64 * nibbles["scale"].float()).to(torch.float8_e4m3fn)
-    return {"packed": nibbles["packed"], "scale": scale, "factor": torch.tensor(1 / 64)}
+    factor = {"factor": torch.tensor(1 / 64), "divisor": torch.tensor([64.0])}
+    return {"packed": nibbles["packed"], "scale": scale, **factor}
 
 
 # --- eight nibbles in an int32 --------------------------------------------------------------------
@@ -409,6 +505,7 @@ OTHER_LAYERS = {
     by_operator_in_place: int8_buffers,
     scaled_mm_v2_token: fp8_channel_buffers,
     buffer_einsum: dense_buffers,
+    nf4_of_a_buffer: table_buffers,
 }
 
 #: form -> what it stores
@@ -420,7 +517,16 @@ STORED = {
     nibbles_scaled_apart: nibble_buffers,
     nibbles_scaled_by_column: nibble_buffers,
     nf4: nibble_buffers,
+    fp4: nibble_buffers,
+    nf4_of_the_next_block: nibble_buffers,
+    nf4_low_first: nibble_buffers,
+    nf4_rounded: nibble_buffers,
     nvfp4: nvfp4_buffers,
+    nvfp4_divided: nvfp4_buffers,
+    nvfp4_unscaled: nvfp4_buffers,
+    nvfp4_high_first: nvfp4_buffers,
+    mxfp4: mxfp4_buffers,
+    mxfp4_power: mxfp4_buffers,
     awq: awq_buffers,
     awq_plain: awq_buffers,
     awq_listed: awq_buffers,

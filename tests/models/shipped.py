@@ -87,6 +87,15 @@ def _torchao(kind: str, folder: Path, config: str) -> nn.Module:
     return model
 
 
+def _torchao_nvfp4(kind: str, folder: Path) -> nn.Module:
+    from torchao.prototype.mx_formats import NVFP4WeightOnlyConfig
+    from torchao.quantization import quantize_
+
+    model: Any = dense(kind)
+    quantize_(model.model, NVFP4WeightOnlyConfig())
+    return model
+
+
 def _by_config(kind: str, folder: Path, config: str, **options: Any) -> nn.Module:
     """Quantised by transformers while it loads the dense checkpoint."""
     import transformers
@@ -112,7 +121,12 @@ def _hqq(kind: str, folder: Path, bits: int) -> nn.Module:
 def _bitsandbytes(kind: str, folder: Path, **options: Any) -> nn.Module:
     if "load_in_4bit" in options:
         options["bnb_4bit_compute_dtype"] = torch.bfloat16
-    return _by_config(kind, folder, "BitsAndBytesConfig", **options)
+    model: Any = _by_config(kind, folder, "BitsAndBytesConfig", **options)
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            # The kernel that some CPUs have rounds scales to bfloat16, which GPUs do not.
+            module.support_avx512bf16_for_cpu = False
+    return model
 
 
 def _compressed(kind: str, folder: Path, scheme: str) -> nn.Module:
@@ -141,7 +155,7 @@ def _compressed(kind: str, folder: Path, scheme: str) -> nn.Module:
 def _calibrate(module: Any) -> None:
     """The scales of a linear's weight, from its smallest and largest elements; a static scale of
     its activations."""
-    from compressed_tensors.quantization.utils import calculate_qparams
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
     args = module.quantization_scheme.weights
     weight = module.weight.float()
@@ -152,11 +166,16 @@ def _calibrate(module: Any) -> None:
         weight = nn.functional.pad(weight, (0, rest[0], 0, rest[1]))
         parts = weight.unflatten(0, (-1, rows)).unflatten(-1, (-1, columns))
         parts = parts.transpose(1, 2).flatten(-2)
-    elif strategy == "group":
+    elif "group" in strategy:
         parts = weight.unflatten(-1, (-1, args.group_size))
     else:
         parts = weight.flatten() if strategy == "tensor" else weight.unsqueeze(1)
-    scale, _ = calculate_qparams(parts.amin(-1), parts.amax(-1), args)
+    factor = getattr(module, "weight_global_scale", None)
+    if factor is not None:
+        factor.data.copy_(generate_gparam(weight.amin(), weight.amax()))
+    if hasattr(module, "input_global_scale"):
+        module.input_global_scale.data.fill_(448 * 6 / 4.0)
+    scale, _ = calculate_qparams(parts.amin(-1), parts.amax(-1), args, factor)
     module.weight_scale.data.copy_(scale.view_as(module.weight_scale))
     if hasattr(module, "input_scale"):
         module.input_scale.data.fill_(0.03)
@@ -212,6 +231,7 @@ SHIPPED: dict[str, Shipped] = {
         "torchao", partial(_torchao, config="Int8DynamicActivationInt8WeightConfig")
     ),
     "torchao-fp8": Shipped("torchao", partial(_torchao, config="Float8WeightOnlyConfig")),
+    "torchao-nvfp4": Shipped("torchao", _torchao_nvfp4),
     "torchao-intx": Shipped("torchao", partial(_torchao, config="IntxWeightOnlyConfig")),
     "quanto-int8": Shipped(
         "optimum.quanto", partial(_by_config, config="QuantoConfig", weights="int8")
@@ -240,7 +260,18 @@ SHIPPED: dict[str, Shipped] = {
         f"ct-{scheme.lower().replace('_', '-')}": Shipped(
             "compressed_tensors", partial(_compressed, scheme=scheme)
         )
-        for scheme in ("FP8", "FP8_DYNAMIC", "FP8_BLOCK", "W8A8", "W4A16", "W8A16")
+        for scheme in (
+            "FP8",
+            "FP8_DYNAMIC",
+            "FP8_BLOCK",
+            "W8A8",
+            "W4A16",
+            "W8A16",
+            "NVFP4A16",
+            "NVFP4",
+            "MXFP4A16",
+            "MXFP4",
+        )
     },
 }
 

@@ -31,6 +31,7 @@ from tests.models.coded import FORMATS, MODELS, build_coded
 from tests.models.large import RESTATED, STRUCTURES, Restated
 from tests.programs import dense, lora
 from tests.programs import dtypes as of_dtypes
+from tests.programs import quantised as of_codes
 from tests.programs import wild as styles
 
 Drawn = tuple[nn.Module, tuple[Any, ...], str]
@@ -135,7 +136,8 @@ def moe(draw: random.Random) -> Drawn:
         "activation": draw.choice(tuple(moe_idioms.ACTIVATIONS)),
         "weigh": draw.choice(("sorted", "tokens")),
         "bias": draw.random() < 0.3,
-        "quantised": quantised,
+        "quantised": of_codes.build,
+        "products": of_codes.products,
         "num_tokens": few(draw, 1, 4, 7),
         "hidden": 64 if quantised else draw.choice((16, 32)),
         "inner": 64 if quantised else draw.choice((16, 32)),
@@ -303,4 +305,6 @@ FAMILIES: dict[str, Callable[[random.Random], Drawn]] = {
     "dtypes": dtypes,
     "coded": coded,
     "large": large,
+    "quantised": of_codes.build,
+    "products": of_codes.products,
 }

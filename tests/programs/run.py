@@ -39,7 +39,7 @@ from tilewright.patterns.language import CENSUS
 
 PER_MODEL = 20
 #: Where most of what varies is in the model.
-SEEDS_OF_MODEL = {"dtypes": 4, "coded": 10, "large": 4}
+SEEDS_OF_MODEL = {"dtypes": 4, "coded": 10, "large": 4, "quantised": 8, "products": 8}
 HOW_MANY = (0, 1, 1, 1, 2, 2, 3, 3)
 OPTIONS = Options(inner="eager", target="sm100", everywhere=True)
 #: A result is called unstable where eager's own moves this fraction of the difference, or more,

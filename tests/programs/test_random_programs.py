@@ -29,6 +29,7 @@ from tests.programs.run import (
 )
 from tests.programs.tally import Tally
 from tilewright.compiler import fuse
+from tilewright.patterns.quantised import scales
 
 FIRST = 10_000_000
 SEEDS = [FIRST + PER_MODEL * model + i for model in range(4) for i in range(8)]
@@ -44,6 +45,8 @@ SOUGHT = {
     "dtypes": {"cache_attention"},
     "coded": {"qkv_cache", "cache_attention"},
     "large": {"qkv_cache"},
+    "quantised": {"linear_activation", "linear_residual", "grouped_gemm"},
+    "products": {"linear_activation", "linear_residual"},
 }
 #: How many seeds a family has here, eight of a model: as many as it takes to fuse what is sought.
 COUNTS = dict.fromkeys(FAMILIES, 16) | {"moe": 24, "mlp": 32, "coded": 4}
@@ -64,7 +67,7 @@ def test_broken_models_give_what_eager_gives(family):
 IN_PLACE = (range(1, 3), 3)
 
 
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in ("coded", "large")])
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in ("coded", "large", "products")])
 def test_arithmetic_in_place_is_fused_alike(family):
     numbers, least = IN_PLACE
     with torch.no_grad():
@@ -84,6 +87,13 @@ def test_a_rule_that_is_left_out_is_found(monkeypatch):
     monkeypatch.setattr(fuse, "check_legality", lambda match, flow: None)
     tally = run("attention", SEEDS[:16])
     assert tally.verdicts["wrong"] >= 2, tally
+
+
+def test_a_format_that_is_read_wrongly_is_found(monkeypatch):
+    """Where the order of nibbles in a word is lost, programs of that order are told."""
+    monkeypatch.setattr(scales, "_order", lambda weight: [])
+    tally = run("quantised", range(30_024, 30_026))
+    assert tally.verdicts["wrong"] == tally.programs, tally
 
 
 def test_a_seed_is_a_program():

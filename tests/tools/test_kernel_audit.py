@@ -34,6 +34,7 @@ FACTS = {
     "mma_kinds": ("kind::f16",),
     "staged_bytes": 1024,
     "dead_barriers": 0,
+    "repeating_products": 0,
     "is_trap": False,
 }
 

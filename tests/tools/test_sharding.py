@@ -38,7 +38,8 @@ def test_a_rank_of_a_mixture_is_reported_in_full_size():
     layer = heads + experts + router + norms
     assert rank["weight_bytes"] == 2 * (48 * layer + words + 2048)
     assert rank["cache_bytes"] == 2 * 2 * 48 * 2048 * 128
-    assert report["matches"]
+    sites = [match["shapes"] for match in report["matches"] if match["pattern"] == "moe"]
+    assert {(site["experts"], site["routed"]) for site in sites} == {(32, 128)}
     assert not dist.is_initialized()  # in words: docs/tutorials/two-gpus.md
 
 

@@ -230,25 +230,19 @@ def norm_shifted_by_token(m, x, keys, values, positions):
 
 def layer_norm_by_head(m, x, keys, values, positions):
     """As StableLM 2: each head has a norm of its own, of a split and joined again."""
-
-    def normed(t, weights):
-        heads = torch.split(t.transpose(1, 2), 1, dim=1)
-        done = [
-            F.layer_norm(h, (WIDTH,), w, None, 1e-5) for h, w in zip(heads, weights, strict=True)
-        ]
-        return torch.cat(done, dim=1).transpose(1, 2)
-
-    q, k, v = project(m, x)
-    q, k = normed(q, m.q_norms), normed(k, m.k_norms)
-    q, k = (rotate(t.transpose(1, 2), positions).transpose(1, 2) for t in (q, k))
-    return usual(q, k, v, keys, values, positions)
+    return _normed_by_head(m, x, keys, values, positions, 1)
 
 
 def layer_norm_by_other_head(m, x, keys, values, positions):
     """The near miss: the heads change places between split and join."""
+    return _normed_by_head(m, x, keys, values, positions, -1)
+
+
+def _normed_by_head(m, x, keys, values, positions, step):
+    """step: in which order the heads are joined."""
 
     def normed(t, weights):
-        heads = torch.split(t.transpose(1, 2), 1, dim=1)[::-1]
+        heads = torch.split(t.transpose(1, 2), 1, dim=1)[::step]
         done = [
             F.layer_norm(h, (WIDTH,), w, None, 1e-5) for h, w in zip(heads, weights, strict=True)
         ]

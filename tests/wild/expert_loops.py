@@ -10,8 +10,6 @@ import torch.nn.functional as F
 
 from tests.wild.mixtures import EXPERTS, HIDDEN, Style, softmax_choice
 
-# --- that Dynamo cuts -----------------------------------------------------------------------------
-
 
 def loop_over_hits(m, x):
     """As transformers' eager experts."""
@@ -27,7 +25,7 @@ def loop_over_hits(m, x):
 
 
 def moe_loop_over_modules(m, x):
-    """As Mistral's reference code."""
+    """As Mistral's reference code and LitGPT."""
     weights, ids = softmax_choice(m, x)
     weights = weights.to(x.dtype)
     results = torch.zeros_like(x)
@@ -50,20 +48,6 @@ def moe_loop_over_counts(m, x):
     return y
 
 
-# --- that it may hold whole -----------------------------------------------------------------------
-
-
-def moe_put_back_modules(m, x):
-    """As Mistral's reference code and LitGPT."""
-    weights, ids = softmax_choice(m, x)
-    weights = weights.to(x.dtype)
-    out = torch.zeros_like(x)
-    for e, expert in enumerate(m.experts):
-        token, slot = torch.where(ids == e)
-        out[token] += weights[token, slot, None] * expert(x[token])
-    return out
-
-
 def moe_added_modules(m, x):
     """As transformers 4: the masks by one_hot, slots before tokens."""
     weights, ids = softmax_choice(m, x)
@@ -79,7 +63,6 @@ def moe_added_modules(m, x):
 STYLES = {
     step.__name__: Style(step)
     for step in (
-        loop_over_hits, moe_loop_over_modules, moe_loop_over_counts, moe_put_back_modules,
-        moe_added_modules,
+        loop_over_hits, moe_loop_over_modules, moe_loop_over_counts, moe_added_modules,
     )
 }  # fmt: skip

@@ -161,14 +161,19 @@ def sorted_scatter_into(m, x):
 
 def top_one_sigmoid(m, x):
     """As Llama 4 with tokens in order: weighed before the experts, by sigmoid, one each."""
+    order, weights, ends = _one_each(m, x)
+    y = swiglu(x[order] * weights, m, ends)
+    return torch.zeros_like(x).index_add(0, order, y)
+
+
+def _one_each(m, x):
+    """Tokens by expert, their weights in this order, and where each expert's end."""
     scores = F.linear(x, m.router)
     top, ids = torch.topk(scores, 1, dim=1)
     weights = torch.sigmoid(top.float()).to(x.dtype)
     order = torch.argsort(ids.view(-1), stable=True)
-    counts = counts_of(ids)
-    rows = x[order] * weights.view(-1)[order][:, None]
-    y = swiglu(rows, m, torch.cumsum(counts, 0, dtype=torch.int32))
-    return torch.zeros_like(x).index_add(0, order, y)
+    ends = torch.cumsum(counts_of(ids), 0, dtype=torch.int32)
+    return order, weights.view(-1)[order][:, None], ends
 
 
 def top_two_before(m, x):
@@ -267,13 +272,8 @@ def sorted_and_added_by_route(m, x):
 
 def top_one_after(m, x):
     """The same, weighed behind the experts."""
-    scores = F.linear(x, m.router)
-    top, ids = torch.topk(scores, 1, dim=1)
-    weights = torch.sigmoid(top.float()).to(x.dtype)
-    order = torch.argsort(ids.view(-1), stable=True)
-    counts = counts_of(ids)
-    y = swiglu(x[order], m, torch.cumsum(counts, 0, dtype=torch.int32))
-    return torch.zeros_like(x).index_add(0, order, y * weights.view(-1)[order][:, None])
+    order, weights, ends = _one_each(m, x)
+    return torch.zeros_like(x).index_add(0, order, swiglu(x[order], m, ends) * weights)
 
 
 def mapped_rows(m, x):

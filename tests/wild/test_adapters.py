@@ -4,12 +4,10 @@ are no worse than eager against float64."""
 from __future__ import annotations
 
 import pytest
-import torch
 
-from tests.agreement import assert_no_worse, cloned, upcast
-from tests.found import assert_accounted, counting, matches_of, misses_of
+from tests.found import matches_of, misses_of
 from tests.wild.adapters import STYLES, build
-from tilewright.compiler import reports
+from tests.wild.checking import report_of
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -24,16 +22,7 @@ MISSED = {
 
 def check(name):
     """The report of a layer that was no worse than eager."""
-    module, args = build(name)
-    points = []
-    with torch.no_grad():
-        compiled = torch.compile(module, backend=counting(points), options={"inner": "eager"})
-        out, expected = compiled(*cloned(args)), module(*cloned(args))
-        exact = upcast(module)(*map(upcast, args))
-    for ours, theirs, wanted in zip(out, expected, exact, strict=True):
-        assert_no_worse(ours, theirs, wanted, name)
-    assert_accounted(points)
-    return reports()[-1]
+    return report_of(*build(name), name)
 
 
 @pytest.mark.parametrize("name", FUSED)

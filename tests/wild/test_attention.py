@@ -6,10 +6,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.agreement import assert_no_worse, assert_untouched, cloned, upcast
-from tests.found import assert_accounted, codes_of, counting, matches_of, misses_of
+from tests.found import codes_of, matches_of, misses_of
 from tests.wild.attention import STYLES, build
-from tilewright.compiler import lower, reports
+from tests.wild.checking import report_of
+from tilewright.compiler import lower
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -71,19 +71,8 @@ MISSED = {
 
 def check(name):
     """The report of a layer that was no worse than eager, outputs and caches."""
-    module, args = build(name)
-    ours, theirs, exact = cloned(args), cloned(args), [upcast(a) for a in args]
-    points = []
-    with torch.no_grad():
-        compiled = torch.compile(module, backend=counting(points), options={"inner": "eager"})
-        out, expected, wanted = compiled(*ours), module(*theirs), upcast(module)(*exact)
-    assert_no_worse(out, expected, wanted, f"{name}, output")
-    for i in (1, 2):
-        assert_no_worse(ours[i], theirs[i], exact[i], f"{name}, cache {i}")
-        if name not in ("rolled", "replaced_whole", "replaced_by_joined"):
-            assert_untouched(args[i], ours[i], exact[i], f"{name}, cache {i}")
-    assert_accounted(points)
-    return reports()[-1]
+    whole = name in ("rolled", "replaced_whole", "replaced_by_joined")
+    return report_of(*build(name), name, caches=(1, 2), untouched=not whole)
 
 
 @pytest.mark.parametrize("name", FUSED)

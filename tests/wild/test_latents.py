@@ -4,12 +4,10 @@ is told instead, and that outputs and caches are no worse than eager against flo
 from __future__ import annotations
 
 import pytest
-import torch
 
-from tests.agreement import assert_no_worse, assert_untouched, cloned, upcast
-from tests.found import assert_accounted, counting, matches_of, misses_of, patterns_in
+from tests.found import matches_of, misses_of, patterns_in
+from tests.wild.checking import report_of
 from tests.wild.latents import STYLES, build
-from tilewright.compiler import reports
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -36,17 +34,7 @@ MISSED = {
 def check(name, tokens):
     """The report of a layer that was no worse than eager, outputs and caches."""
     module, args = build(name, tokens)
-    ours, theirs, exact = cloned(args), cloned(args), [upcast(a) for a in args]
-    points = []
-    with torch.no_grad():
-        compiled = torch.compile(module, backend=counting(points), options={"inner": "eager"})
-        out, expected, wanted = compiled(*ours), module(*theirs), upcast(module)(*exact)
-    assert_no_worse(out, expected, wanted, f"{name}, output")
-    for i in range(2, len(args)):
-        assert_no_worse(ours[i], theirs[i], exact[i], f"{name}, cache {i}")
-        assert_untouched(args[i], ours[i], exact[i], f"{name}, cache {i}")
-    assert_accounted(points)
-    return reports()[-1]
+    return report_of(module, args, name, caches=range(2, len(args)))
 
 
 @pytest.mark.parametrize(("name", "tokens"), [("slices_apart", 1), *((n, 2) for n in FUSED)])

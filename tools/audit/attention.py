@@ -10,11 +10,12 @@ import torch
 
 from tilewright.codegen.attention.mask_kernels import PROGRAMS_PER_SM
 from tilewright.codegen.audit import Expectations
+from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
 from tilewright.ops.attention import cache_attention, mask_blocks
 from tilewright.ops.attention.block_lists import MaskBlocksArguments
 from tilewright.ops.attention.cache_attention import AttentionArguments
-from tilewright.tools.audit.cases import SOFTMAX_REASON, AuditCase, audited, distinct, meta
+from tilewright.tools.audit.cases import SOFTMAX_REASON, AuditCase, audited, distinct, meta, planned
 
 # (sequences, queries, keys, dtype): decode steps, prefills, a cache of no round length. Of numbers
 # the lowest hide, as eager attention has them.
@@ -56,18 +57,18 @@ def attention_cases(target: Target) -> list[AuditCase]:
 def _attention_cases(target: Target) -> Iterator[AuditCase]:
     for name, (heads, options) in CALLS.items():
         for sizes in SIZES:
-            report = cache_attention.OP.plan_for(_call(heads, sizes, **options), target.name)
-            for spec in report.specs:
-                if spec.kernel == "mask_blocks":
-                    continue
-                places = " x ".join(map(str, sizes))
-                claims = Expectations(
-                    mma="bf16", stack_bytes=STACK_BYTES, fresh_sums_reason=SOFTMAX_REASON
-                )
-                if spec.kernel == "attention_merge":
-                    claims = Expectations()
-                title = f"attention, {name}, {places}, {spec.kernel}: {report.reason}"
-                yield AuditCase(title, spec, claims)
+            places = " x ".join(map(str, sizes))
+            title = f"attention, {name}, {places}, {{kernel}}: {{reason}}"
+            a = _call(heads, sizes, **options)
+            for case in planned(title, cache_attention.OP, a, target, _claims):
+                if case.spec.kernel != "mask_blocks":
+                    yield case
+
+
+def _claims(spec: KernelSpec) -> Expectations:
+    if spec.kernel == "attention_merge":
+        return Expectations()
+    return Expectations(mma="bf16", stack_bytes=STACK_BYTES, fresh_sums_reason=SOFTMAX_REASON)
 
 
 def _call(
@@ -105,9 +106,7 @@ def _mask_cases(target: Target) -> Iterator[AuditCase]:
     for sequences, queries, keys, dtype in MASKS:
         mask = meta(sequences, 1, queries, keys, dtype=dtype)
         given = MaskBlocksArguments(mask, hide_lowest=True)
-        report = mask_blocks.OP.plan_for(given, target.name)
-        for spec in report.specs:
-            name = f"mask blocks {sequences} x {queries} x {keys} {dtype}: {report.reason}"
-            # With fewer registers or threads some programs wait for others, and that is all.
-            resident = PROGRAMS_PER_SM if target.complete else 1
-            yield AuditCase(name, spec, Expectations(blocks_per_sm=resident))
+        name = f"mask blocks {sequences} x {queries} x {keys} {dtype}: {{reason}}"
+        # With fewer registers or threads some programs wait for others, and that is all.
+        claims = Expectations(blocks_per_sm=PROGRAMS_PER_SM if target.complete else 1)
+        yield from planned(name, mask_blocks.OP, given, target, claims)

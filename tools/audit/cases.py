@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from tilewright.codegen.audit import Expectations
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
+from tilewright.ops.contract import FusedOp
 
 # Warp specialisation keeps up to this many bytes of its own on the stack.
 SPECIALISED_STACK_BYTES = 8
@@ -32,6 +34,25 @@ class AuditCase:
     name: str
     spec: KernelSpec
     expectations: Expectations
+
+
+#: Of a kernel that has nothing to show but that it keeps to the limits of the chip.
+NOTHING = Expectations()
+
+
+def planned(
+    name: str,
+    op: FusedOp,
+    a: Any,
+    target: Target,
+    claims: Expectations | Callable[[KernelSpec], Expectations] = NOTHING,
+) -> Iterator[AuditCase]:
+    """The kernels of a call. name: may have {kernel} and {reason}, of the choice, in it. claims:
+    what a kernel has to show."""
+    report = op.plan_for(a, target.name)
+    for spec in report.specs:
+        title = name.format(kernel=spec.kernel, reason=report.reason)
+        yield AuditCase(title, spec, claims(spec) if callable(claims) else claims)
 
 
 def distinct(cases: Sequence[AuditCase]) -> list[AuditCase]:

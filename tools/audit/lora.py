@@ -18,11 +18,12 @@ from tilewright.ops.lora.lowering import shrink_steps
 from tilewright.ops.lora.operands import LONG_SEQUENCE, row_counts, shrink_problem
 from tilewright.ops.lora.shrink import ShrinkArguments
 from tilewright.ops.runtime.program import Planner, drive
-from tilewright.tools.audit.cases import MMA_ROWS, AuditCase, audited, distinct, meta
+from tilewright.tools.audit.cases import MMA_ROWS, AuditCase, audited, distinct, meta, planned
 
 # One token, decode batches, a chunk of a prefill, a whole one.
 TOKEN_COUNTS = (1, 16, 64, 512, 8192)
 FEW_ROWS_REASON = "a few rows of an adapter: each weight is read once and hardly computed with"
+KERNEL = "{kernel}: {reason}"
 OTHER_RANKS = (8, 12, 64, 128, 256)
 
 
@@ -95,16 +96,13 @@ def _token_cases(
         given = {n: meta(tokens, width) for n, width in zip("qkv", layer.widths, strict=True)}
         given["s"] = meta(3, tokens | 1, layer.ranks[0])[:, :tokens]
         a = replace(expand.OP.sample_inputs(case, "meta"), **given)
-        report = expand.OP.plan_for(a, target.name)
-        for spec in report.specs:
-            yield AuditCase(f"{name} {spec.kernel}: {report.reason}", spec, claims(spec))
+        yield from planned(f"{name} {KERNEL}", expand.OP, a, target, claims)
 
 
 def _shrink_cases(name: str, a: ShrinkArguments, target: Target) -> Iterator[AuditCase]:
-    report = shrink.OP.plan_for(a, target.name)
-    for spec in report.specs:
-        yield AuditCase(f"{name} {spec.kernel}: {report.reason}", spec, claims(spec))
-    if report.name == "library GEMM":  # other ranks of q, k and v would get the kernel
+    yield from planned(f"{name} {KERNEL}", shrink.OP, a, target, claims)
+    if shrink.OP.plan_for(a, target.name).name == "library GEMM":
+        # Other ranks of q, k and v would get the kernel.
         config = plan_shrink(shrink_problem(a, row_counts(a, a.rows, a.rows)), a.rows, target)
         (spec,) = drive(shrink_steps(a, target, config), Planner(target), keep=True).specs
         yield AuditCase(f"{name} {spec.kernel}: {config}", spec, claims(spec))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,6 @@ import torch
 from tilewright.codegen.audit import Expectations
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
-from tilewright.ops.contract import FusedOp
 from tilewright.ops.formats.expert_weight import ExpertWeight
 from tilewright.ops.formats.sample_experts import quantized_weight
 from tilewright.ops.formats.scale_layout import layout_shape
@@ -31,6 +31,7 @@ from tilewright.tools.audit.cases import (
     audited,
     distinct,
     meta,
+    planned,
 )
 
 # One token, decode batches, a chunk of a prefill, a whole one.
@@ -139,8 +140,8 @@ def _fused_cases(
     for tokens in TOKEN_COUNTS:
         a = model.arguments(tokens, weight_format, **options)
         few = a.expert_ids.numel() <= MEMORY_BOUND_ROWS * model.num_experts
-        name = f"moe {model.name} {weight_format} {words}T={tokens}"
-        yield from _planned(name, moe.OP, a, target, memory_bound=few)
+        name = f"moe {model.name} {weight_format} {words}T={tokens} {{kernel}}"
+        yield from planned(name, moe.OP, a, target, partial(gemm_claims, memory_bound=few))
 
 
 def _grouped_cases(
@@ -153,9 +154,9 @@ def _grouped_cases(
     for rows in ROWS_PER_GROUP:
         x = meta(rows * model.num_experts, model.inner, dtype=dtype)
         a = GroupedMatmulArguments(x, group_offsets=ends, expert_ids=ends[1:], **given)
-        name = f"grouped {str(dtype).removeprefix('torch.')} {weight_format} rows={rows}"
-        few = rows <= MEMORY_BOUND_ROWS
-        yield from _planned(name, matmul.OP, a, target, memory_bound=few)
+        name = f"grouped {str(dtype).removeprefix('torch.')} {weight_format} rows={rows} {{kernel}}"
+        claims = partial(gemm_claims, memory_bound=rows <= MEMORY_BOUND_ROWS)
+        yield from planned(name, matmul.OP, a, target, claims)
 
 
 def _router_cases(name: str, target: Target) -> Iterator[AuditCase]:
@@ -169,26 +170,21 @@ def _router_cases(name: str, target: Target) -> Iterator[AuditCase]:
     weight = meta(experts, hidden, dtype=dtype)
     for tokens in ROUTER_TOKENS:
         a = MoeRouterArguments(meta(tokens, hidden), weight, slots, **options)
-        for spec in router.OP.plan_for(a, target.name).specs:
-            claims = Expectations()
-            if spec.kernel == "moe_router" and not spec.constant("WIDENED"):
-                few = int(str(spec.constant("BLOCK_T"))) < MMA_ROWS
-                claims = Expectations(mma="bf16", legacy_mma_reason=few * SHORT_TILE_REASON)
-            yield AuditCase(f"router {name} T={tokens} {spec.kernel}", spec, claims)
+        yield from planned(f"router {name} T={tokens} {{kernel}}", router.OP, a, target, _router)
 
 
-def _planned(
-    name: str, op: FusedOp, a: Any, target: Target, *, memory_bound: bool
-) -> Iterator[AuditCase]:
-    """The kernels of a call. memory_bound: its GEMMs stream weights."""
-    for spec in op.plan_for(a, target.name).specs:
-        claims = gemm_claims(spec, memory_bound) if "SWAPPED" in dict(spec.constants) else None
-        yield AuditCase(f"{name} {spec.kernel}", spec, claims or Expectations())
+def _router(spec: KernelSpec) -> Expectations:
+    if spec.kernel != "moe_router" or spec.constant("WIDENED"):
+        return Expectations()
+    few = int(str(spec.constant("BLOCK_T"))) < MMA_ROWS
+    return Expectations(mma="bf16", legacy_mma_reason=few * SHORT_TILE_REASON)
 
 
 def gemm_claims(spec: KernelSpec, memory_bound: bool) -> Expectations:
-    """What a grouped GEMM has to show."""
+    """What a grouped GEMM has to show, and a kernel beside it. memory_bound: it streams weights."""
     constants, types = dict(spec.constants), dict(spec.signature)
+    if "SWAPPED" not in constants:
+        return Expectations()
     specialised = bool(constants.get("WARP_SPECIALIZE"))
     # What unpacks codes may keep as little on the stack as specialised warps do.
     small = specialised or constants.get("FORMAT", "dense") != "dense"
@@ -233,8 +229,7 @@ def _nvfp4_cases(rows: int, inner: int, target: Target) -> Iterator[AuditCase]:
     x = meta(NVFP4_EXPERTS, inner)
     scales = x.new_empty(NVFP4_EXPERTS, dtype=torch.float32)
     rounding = QuantizeNvfp4Arguments(x, a.group_offsets, scales)
-    (spec,) = quantize_nvfp4.OP.plan_for(rounding, target.name).specs
-    yield AuditCase(f"nvfp4 {inner} quantise", spec, Expectations())
+    yield from planned(f"nvfp4 {inner} quantise", quantize_nvfp4.OP, rounding, target)
 
 
 def nvfp4_case(name: str, spec: KernelSpec, target: Target) -> AuditCase:

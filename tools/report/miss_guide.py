@@ -6,9 +6,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
+from importlib.util import find_spec
+from pathlib import Path
 
-_ENTRY = re.compile(r"^### ([A-Z0-9_]+)\n\*(.+?)\*\n(.*?)(?=^##|\Z)", re.MULTILINE | re.DOTALL)
+# A code, its meaning, and what follows its hint; `patterns/codes.py` reads the rest.
+_ENTRY = re.compile(
+    r"^### ([A-Z0-9_]+)\n\*([^\n]+)\*[^\n]*\n\n> [^\n]+\n(.*?)(?=^##|\Z)", re.MULTILINE | re.DOTALL
+)
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,8 @@ def miss_guide(registered: Mapping[str, str]) -> Mapping[str, CodeGuide]:
 
 @cache
 def _own() -> dict[str, CodeGuide]:
-    guide = files("tilewright.tools").joinpath("miss-codes.md").read_text("utf-8")
+    patterns = find_spec("tilewright.patterns")  # which importing would take torch for
+    guide = Path(str(patterns and patterns.origin)).with_name("miss-codes.md").read_text("utf-8")
     return {
         found[0]: CodeGuide(found[0], found[1], found[2].strip()) for found in _ENTRY.findall(guide)
     }

@@ -12,9 +12,9 @@ from tilewright.codegen.mlp.templates.finish import bias_column, finish_linear, 
 from tilewright.codegen.templates.activation import activate
 from tilewright.codegen.templates.codes import (
     add_scaled_groups,
-    code_unit,
     decoded,
     load_scales,
+    number_unit,
     scaled_whole,
     x_in_order,
 )
@@ -115,7 +115,7 @@ def streamed_linear(
     INTERLEAVED_NIBBLES: tl.constexpr = False, REVERSED: tl.constexpr = False,
     SCALE_ROWS: tl.constexpr = 1, SCALE_COLUMNS: tl.constexpr = 1,
     PACKED_ZEROS: tl.constexpr = False, CODE_OFFSET: tl.constexpr = 0,
-    ZERO_OFFSET: tl.constexpr = 0, APART: tl.constexpr = False,
+    ZERO_OFFSET: tl.constexpr = 0, NUMBER: tl.constexpr = "", APART: tl.constexpr = False,
     norm_bias_ptr=None, NORM_BIAS_STRIDE: tl.constexpr = 0, LAYER_ROW: tl.constexpr = 0,
 ):  # fmt: skip
     """out [T, N] = residual + SCALE * activation(norm(x) @ weight^T + bias) * (norm(x) @
@@ -131,10 +131,11 @@ def streamed_linear(
     may take their places while this one runs. APART: as in `second_operand`.
 
     With scales, weights are codes (code - zero) * scale: 8-bit (PER 1), or words of PER codes along
-    K or, with PACKED_ROWS, along the rows, which strides count. BLOCK_STRIDES: (scale row, scale
-    column, zero row, zero column). A scale is for SCALE_ROWS rows by SCALE_COLUMNS columns, a
-    multiple of BLOCK_K, a half, a quarter or all of it, or at least K. The zero of a code is
-    CODE_OFFSET + ZERO_OFFSET + the zero tensor's value; PACKED_ZEROS: words of eight rows.
+    K or, with PACKED_ROWS, along the rows, which strides count. NUMBER: what codes stand for,
+    "e2m1" or a table (`formats.table_words`). BLOCK_STRIDES: (scale row, scale column, zero row,
+    zero column). A scale is for SCALE_ROWS rows by SCALE_COLUMNS columns, a multiple of BLOCK_K, a
+    half, a quarter or all of it, or at least K. The zero of a code is CODE_OFFSET + ZERO_OFFSET +
+    the zero tensor's value; PACKED_ZEROS: words of eight rows.
     """
     row_tile = tl.program_id(0) // SPLIT_K
     part = tl.program_id(0) % SPLIT_K
@@ -180,7 +181,7 @@ def streamed_linear(
     sums = product
     up = product
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
-    UNIT: tl.constexpr = code_unit(DTYPE) if PER == 8 and not PACKED_ROWS else 1.0
+    UNIT: tl.constexpr = number_unit(DTYPE, PER, PACKED_ROWS, NUMBER)
     # Scales of groups are applied to each step's sums, scales of whole rows to the final sum.
     CODES: tl.constexpr = weight_scale_ptr is not None
     WHOLE_ROWS: tl.constexpr = SCALE_COLUMNS >= K
@@ -233,8 +234,9 @@ def streamed_linear(
             if not PACKED_ROWS:
                 x = x_in_order(x, PER, INTERLEAVED_NIBBLES, GROUPS)
             codes = decoded(
-                words, DTYPE, PER, PACKED_ROWS, INTERLEAVED_NIBBLES, REVERSED, CODE_OFFSET, GROUPS
-            )
+                words, DTYPE, PER, PACKED_ROWS, INTERLEAVED_NIBBLES, REVERSED, CODE_OFFSET, GROUPS,
+                NUMBER,
+            )  # fmt: skip
             if WHOLE_ROWS:
                 product = tl.dot(codes, x.T, product)
                 if HAS_ZEROS:
@@ -243,19 +245,19 @@ def streamed_linear(
             else:
                 product = add_scaled_groups(
                     product, codes, x, scale, zero, None,
-                    GROUPS, HAS_ZEROS, ZERO_TENSOR, ZERO_OFFSET, False, UNIT,
+                    PER, GROUPS, HAS_ZEROS, ZERO_TENSOR, ZERO_OFFSET, False, UNIT,
                 )  # fmt: skip
             if up_weight_ptr is not None:
                 codes = decoded(
                     up_words, DTYPE, PER, PACKED_ROWS, INTERLEAVED_NIBBLES, REVERSED, CODE_OFFSET,
-                    GROUPS,
+                    GROUPS, NUMBER,
                 )  # fmt: skip
                 if WHOLE_ROWS:
                     up = tl.dot(codes, second_operand(x, APART).T, up)
                 else:
                     up = add_scaled_groups(
                         up, codes, x, up_scale, up_zero, None,
-                        GROUPS, HAS_ZEROS, ZERO_TENSOR, ZERO_OFFSET, False, UNIT,
+                        PER, GROUPS, HAS_ZEROS, ZERO_TENSOR, ZERO_OFFSET, False, UNIT,
                     )  # fmt: skip
             scale = next_scale
             zero = next_zero

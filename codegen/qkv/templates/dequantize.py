@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 
 from tilewright.codegen.qkv.templates.loads import grouped
+from tilewright.codegen.templates.fp4 import e2m1_value, e8m0_value
+from tilewright.codegen.templates.tables import table_number
 
 
 @triton.jit
@@ -46,7 +48,7 @@ def dequantize_weight(
     PER: tl.constexpr, PACKED_ROWS: tl.constexpr, ORDER: tl.constexpr,
     SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, PACKED_ZEROS: tl.constexpr,
     ZERO_ORDER: tl.constexpr, ZERO_POINT: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, UNIT: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, UNIT: tl.constexpr, NUMBER: tl.constexpr = "",
 ):  # fmt: skip
     """A quantised projection weight, dequantised: out [NUM_ROWS, HIDDEN] = (code - zero) * scale in
     fp32, rounded once to out's dtype.
@@ -56,7 +58,8 @@ def dequantize_weight(
     column) count words of PER codes along K or, with PACKED_ROWS, along the rows. BLOCK_STRIDES:
     (scale row, scale column, zero row, zero column). ORDER: where each element of a word lies;
     ZERO_ORDER: the same of zeros that lie eight rows to a word. UNIT divides SCALE_COLUMNS and
-    BLOCK_K: columns that share a scale.
+    BLOCK_K: columns that share a scale. NUMBER: what codes stand for, "e2m1" or
+    a table's 16 numbers. Scales that are bytes are e8m0.
     """
     first_row = tl.program_id(0) * BLOCK_R
     first_column = tl.program_id(1) * BLOCK_K
@@ -81,6 +84,10 @@ def dequantize_weight(
         other=0.0,
     )
     codes = nibbles(words, PER, ORDER)
+    if NUMBER == "e2m1":
+        codes = e2m1_value(codes).to(tl.float32)
+    elif NUMBER != "":
+        codes = table_number(codes, NUMBER)
     if PACKED_ROWS:
         codes = tl.permute(codes, (0, 2, 1))
     codes = tl.reshape(codes, (BLOCK_R, BLOCK_K // UNIT, UNIT))
@@ -90,7 +97,11 @@ def dequantize_weight(
     block_rows = (rows // SCALE_ROWS)[:, None]
     block_mask = row_mask[:, None] & (blocks * SCALE_COLUMNS < HIDDEN)[None, :]
     places = block_rows * BLOCK_STRIDES[0] + (blocks * BLOCK_STRIDES[1])[None, :]
-    scale = tl.load(scale_ptr + places, mask=block_mask, other=0.0).to(tl.float32)
+    if scale_ptr.dtype.element_ty == tl.uint8:
+        exponents = tl.load(scale_ptr + places, mask=block_mask, other=0)
+        scale = e8m0_value(exponents.to(tl.int32))
+    else:
+        scale = tl.load(scale_ptr + places, mask=block_mask, other=0.0).to(tl.float32)
     codes -= ZERO_POINT
     if zero_ptr is not None:
         columns = (blocks * BLOCK_STRIDES[3])[None, :]

@@ -36,10 +36,10 @@ from tilewright.codegen.qkv.templates.loads import (
 )
 from tilewright.codegen.templates.codes import (
     add_scaled_groups,
-    code_unit,
     decoded,
     load_blocks,
     load_scales,
+    number_unit,
     scaled_whole,
     x_in_order,
 )
@@ -154,7 +154,7 @@ def qkv_projection_swapped(
     INTERLEAVED_NIBBLES: tl.constexpr = False, REVERSED: tl.constexpr = False,
     SCALE_ROWS: tl.constexpr = 1, SCALE_COLUMNS: tl.constexpr = 1,
     PACKED_ZEROS: tl.constexpr = False, CODE_OFFSET: tl.constexpr = 0,
-    ZERO_OFFSET: tl.constexpr = 0,
+    ZERO_OFFSET: tl.constexpr = 0, NUMBER: tl.constexpr = "",
     input_norm_weight_ptr=None, INPUT_NORM: tl.constexpr = False,
     INPUT_NORM_EPS: tl.constexpr = 0.0, INPUT_NORM_OFFSET: tl.constexpr = 0.0,
     INPUT_NORM_STRIDE: tl.constexpr = 0,
@@ -183,12 +183,13 @@ def qkv_projection_swapped(
     kernel's programs may take their places while this one runs.
 
     With scales, weights are codes: 8-bit (PER 1), or words of PER codes along K or, with
-    PACKED_ROWS, along the rows, which their strides count. Q_BLOCK_STRIDES are those of scales and
-    zeros: (scale row, scale column, zero row, zero column). One of them is for SCALE_ROWS rows by
-    SCALE_COLUMNS columns, a multiple of BLOCK_K, a half, a quarter or all of it, or at least
-    HIDDEN. The zero of a code is CODE_OFFSET + ZERO_OFFSET + the zero tensor's value; PACKED_ZEROS:
-    words of eight rows. x is 16-bit, or fp8 like the weight with a scale for each token and
-    X_SCALE_BLOCK columns. X_IN_ORDER: x is the result of `order_x`.
+    PACKED_ROWS, along the rows, which their strides count. NUMBER: what codes stand for,
+    "e2m1" or a table (`formats.table_words`). Q_BLOCK_STRIDES are those of scales and zeros: (scale
+    row, scale column, zero row, zero column). One of them is for SCALE_ROWS rows by SCALE_COLUMNS
+    columns, a multiple of BLOCK_K, a half, a quarter or all of it, or at least HIDDEN. The zero of
+    a code is CODE_OFFSET + ZERO_OFFSET + the zero tensor's value; PACKED_ZEROS: words of eight
+    rows. x is 16-bit, or fp8 like the weight with a scale for each token and X_SCALE_BLOCK
+    columns. X_IN_ORDER: x is the result of `order_x`.
     """
     row_tile = tl.program_id(0) // SPLIT_K
     part = tl.program_id(0) % SPLIT_K
@@ -306,7 +307,7 @@ def qkv_projection_swapped(
         NUM_HEADS, HEAD_DIM, PAGE_SIZE, ADDRESSING, WRAP_NEGATIVE, ADDRESS_STRIDES,
         SEARCH_STEPS, K_STRIDES, V_STRIDES, ROW_UNIT,
     )  # fmt: skip
-    UNIT: tl.constexpr = code_unit(x_ptr.dtype.element_ty) if PER == 8 and not PACKED_ROWS else 1.0
+    UNIT: tl.constexpr = number_unit(x_ptr.dtype.element_ty, PER, PACKED_ROWS, NUMBER)
     # Scales of groups are applied to each step's sums, scales of whole rows to the final sum.
     HAS_ZEROS: tl.constexpr = q_zero_ptr is not None or ZERO_OFFSET != 0
     WHOLE_ROWS: tl.constexpr = SCALE_COLUMNS >= HIDDEN and (
@@ -390,7 +391,7 @@ def qkv_projection_swapped(
             else:
                 codes = decoded(
                     words, x_ptr.dtype.element_ty, PER, PACKED_ROWS, INTERLEAVED_NIBBLES, REVERSED,
-                    CODE_OFFSET, GROUPS,
+                    CODE_OFFSET, GROUPS, NUMBER,
                 )  # fmt: skip
                 if not PACKED_ROWS and not X_IN_ORDER:
                     x = x_in_order(x, PER, INTERLEAVED_NIBBLES, GROUPS)
@@ -406,8 +407,8 @@ def qkv_projection_swapped(
             else:
                 accumulator = add_scaled_groups(
                     accumulator, codes, x, scale, zero, x_scale,
-                    GROUPS, HAS_ZEROS, q_zero_ptr is not None, ZERO_OFFSET, x_scale_ptr is not None,
-                    UNIT,
+                    PER, GROUPS, HAS_ZEROS, q_zero_ptr is not None, ZERO_OFFSET,
+                    x_scale_ptr is not None, UNIT,
                 )  # fmt: skip
             scale = next_scale
             zero = next_zero

@@ -6,12 +6,11 @@ the keys: each is read once, as it lies in its cache, for all heads.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from tilewright.ops.attention.arguments import present_of
 from tilewright.ops.cache.read import CacheRead
+from tilewright.ops.checks import HALVES
 from tilewright.ops.contract import FusedOp, emitted_kernel, register
 from tilewright.ops.mla.arguments import MlaDecodeArguments
 from tilewright.ops.mla.cases import DECODE_CASES
@@ -70,7 +69,9 @@ OP = register(
         fake=fake,
         reference=reference,
         lowerings=(
-            emitted_kernel("tilewright.ops.mla.decode.lowering:decode_steps", decode_obstacle),
+            emitted_kernel(
+                "tilewright.ops.mla.decode.lowering:decode_steps", decode_obstacle, HALVES
+            ),
         ),
         cases=DECODE_CASES,
         sample_inputs=sample_inputs,
@@ -80,22 +81,3 @@ OP = register(
         cache_read=cache_read,
     )
 )
-
-
-def mla_decode(
-    q: torch.Tensor,
-    latent: torch.Tensor,
-    rope_keys: torch.Tensor,
-    kv_b_weight: torch.Tensor,
-    *,
-    v_dim: int,
-    scale: float,
-    **options: Any,
-) -> torch.Tensor:
-    """The op, called by hand: attention of q [T, H, N + R] to a cache of latents [P, S, L] and rope
-    keys [P, S, R].
-
-    Result [T, H, V] of q's dtype. Options: MlaDecodeArguments. Raises ArgumentError. Not
-    differentiable.
-    """
-    return OP.torch_op(q, latent, rope_keys, kv_b_weight, v_dim=v_dim, scale=scale, **options)

@@ -13,7 +13,6 @@ import torch
 
 from tilewright.ops.cache.checks import check_pair, check_window
 from tilewright.ops.checks import (
-    FLOAT_DTYPES,
     ArgumentError,
     check_device,
     check_dtype,
@@ -105,8 +104,6 @@ def written_windows(a: LatentArguments) -> list[tuple[str, torch.Tensor, Any]]:
 
 def store_obstacle(a: LatentStoreArguments) -> str | None:
     """Why no kernel takes a `mla_latent_store` call; None where one does. Metadata only."""
-    if a.latent.dtype not in FLOAT_DTYPES[:3]:
-        return f"no kernel for {a.latent.dtype}"
     return width_obstacle(a.latent.shape[1], a.k_rope.shape[1])
 
 

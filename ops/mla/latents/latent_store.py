@@ -39,7 +39,6 @@ from tilewright.ops.mla.latents.checks import (
 )
 from tilewright.ops.mla.latents.reference import finished_latents, write_latents
 from tilewright.ops.mla.samples import sample_store
-from tilewright.ops.reference.tolerances import ONE_ROUNDING, TOLERANCES
 from tilewright.ops.sampling import sampler_of
 
 NAME = "mla_latent_store"
@@ -75,10 +74,6 @@ def validate_values(a: LatentStoreArguments) -> None:
             check_positions(NAME, name, _positions(a), a.cos.shape[0])
 
 
-def fake(a: LatentStoreArguments) -> None:
-    return None
-
-
 def reference(a: LatentStoreArguments) -> None:
     """In fp32 (float64 for float64 latents), for token t; rounded once, when it is stored:
 
@@ -105,13 +100,12 @@ OP = register(
         returns="()",
         validate=validate,
         validate_values=validate_values,
-        fake=fake,
         reference=reference,
-        lowerings=(emitted_kernel(f"{LOWERING}:latent_store_steps", store_obstacle),),
+        lowerings=(
+            emitted_kernel(f"{LOWERING}:latent_store_steps", store_obstacle, FLOAT_DTYPES[:3]),
+        ),
         cases=STORE_CASES,
         sample_inputs=sample_inputs,
-        tolerances=TOLERANCES,
-        error_model=ONE_ROUNDING,
     )
 )
 

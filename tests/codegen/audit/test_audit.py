@@ -4,7 +4,14 @@ import dataclasses
 
 import pytest
 
-from tilewright.codegen.audit import Audit, Expectations, check, notes, staged_bytes
+from tilewright.codegen.audit import (
+    Audit,
+    Expectations,
+    check,
+    notes,
+    repeating_products,
+    staged_bytes,
+)
 from tilewright.codegen.targets import SM100
 
 GOOD = Audit(
@@ -26,6 +33,7 @@ GOOD = Audit(
     mma_kinds=("tcgen05.mma.cta_group::1.kind::f16",),
     staged_bytes=98_304,
     dead_barriers=0,
+    repeating_products=0,
     is_trap=False,
 )
 CLAIMS = Expectations(
@@ -58,6 +66,7 @@ def test_a_good_kernel_has_no_problems():
         ({"opcodes": {"UTCHMMA": 8, "UTMASTG": 1}}, "tma loads: no TMA load"),
         ({"opcodes": {"UTCHMMA": 8, "UTMALDG": 1}}, "tma stores: no TMA store"),
         ({"warp_specialized": False}, "warp specialisation: the warps are not specialised"),
+        ({"repeating_products": 4}, "products: 4 that repeat columns, at most 0"),
         ({"staged_bytes": 40_000}, "bytes in flight: 40000 per SM"),
     ],
 )
@@ -135,3 +144,17 @@ def test_staging_buffers():
     text = "".join(alloc.format(t) for t in ("3x128x64xbf16", "4x16x128xf8E4M3FN", "3x1xi64"))
     text += "    %y = ttg.local_alloc %z : (tensor<8x8x8xf32, #b>) -> !ttg.memdesc<8x8x8xf32, #s>\n"
     assert staged_bytes(text) == 3 * 128 * 64 * 2 + 4 * 16 * 128
+
+
+DOT = (
+    "%p = tt.dot %a, %b, %c, inputPrecision = tf32 : tensor<32x{0}xbf16, #ttg.dot_op<{{opIdx = 0, "
+    "parent = #mma, kWidth = {1}}}>> * tensor<{0}x128xbf16, #ttg.dot_op<{{opIdx = 1, "
+    "parent = #mma, kWidth = {1}}}>> -> tensor<32x128xf32, #mma>\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("columns", "held", "repeats"), [(16, 8, 1), (32, 8, 0), (16, 4, 0), (16, 2, 0), (32, 16, 1)]
+)
+def test_products_of_fewer_columns_than_threads_hold_are_counted(columns, held, repeats):
+    assert repeating_products(DOT.format(columns, held) * 3) == 3 * repeats

@@ -128,17 +128,25 @@ def hold_a_folder(parent, ready):
         time.sleep(60)
 
 
-def test_leftovers_of_killed_makers_are_swept_and_those_of_live_ones_not(tmp_path):
+def one_of_two_killed(make, *given):
+    """Runs `make(*given, queue)` in two processes and kills the second: the first, and the folder
+    that each put into its queue."""
     context = multiprocessing.get_context("fork")
-    parent, ready = tmp_path / "binary" / "cc", context.Queue()
-    parent.mkdir(parents=True)
-    live, dead = (context.Process(target=hold_a_folder, args=(parent, ready)) for _ in "ab")
+    ready = context.Queue()
+    live, dead = (context.Process(target=make, args=(*given, ready)) for _ in "ab")
     live.start()
     live_folder = ready.get(timeout=30)
     dead.start()
     dead_folder = ready.get(timeout=30)
     os.kill(dead.pid, signal.SIGKILL)
     dead.join()
+    return live, live_folder, dead_folder
+
+
+def test_leftovers_of_killed_makers_are_swept_and_those_of_live_ones_not(tmp_path):
+    parent = tmp_path / "binary" / "cc"
+    parent.mkdir(parents=True)
+    live, live_folder, dead_folder = one_of_two_killed(hold_a_folder, parent)
     lock = parent / ("c" * 64 + ".lock")
     lock.touch()
     try:
@@ -180,15 +188,7 @@ def make_private(ready):
 
 def test_private_folders_of_killed_processes_are_swept(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    context = multiprocessing.get_context("fork")
-    ready = context.Queue()
-    live, dead = (context.Process(target=make_private, args=(ready,)) for _ in "ab")
-    live.start()
-    live_folder = ready.get(timeout=30)
-    dead.start()
-    dead_folder = ready.get(timeout=30)
-    os.kill(dead.pid, signal.SIGKILL)
-    dead.join()
+    live, live_folder, dead_folder = one_of_two_killed(make_private)
     try:
         assert sweep_private() == 0
         for path in (live_folder, dead_folder):

@@ -18,6 +18,7 @@ from tests.codegen.qkv.test_templates import (
     with_rows_apart,
 )
 from tests.interpreted import Interpreter
+from tilewright.codegen.build import compile_for
 from tilewright.codegen.emit import emit
 from tilewright.codegen.qkv.candidates import fits
 from tilewright.codegen.qkv.kernels import SwappedConfig
@@ -42,11 +43,14 @@ NIBBLES = AttentionCase(
     rotary_dim=32,
 )
 ROWS = replace(NIBBLES, weight_format="int4_n", transposed=True)
+SIXTEENS = replace(NIBBLES, words=torch.uint8, scale_block=(1, 16), hidden=128)
 CASES = {case.name: case for case in CODE_CASES} | {
     "a scale per row": replace(NIBBLES, scale_block=(1, 96), zero_point=8),
     "a zero per row": replace(NIBBLES, scale_block=(1, 96), zeros="int", hidden=192),
     "bytes read as words": replace(NIBBLES, words=torch.uint8, zeros="float", zero_point=3),
     "bytes, high nibble first": replace(NIBBLES, words=torch.uint8, nibble_order=(1, 0)),
+    "bytes, groups of 16": replace(SIXTEENS, zeros="int", zero_point=3),
+    "bytes of rows, groups of 16": replace(SIXTEENS, weight_format="int4_n", zero_point=8),
     "K packed in AWQ's order": replace(NIBBLES, nibble_order=AWQ_ORDER, zeros="packed"),
     "groups beyond the last step": replace(NIBBLES, hidden=160, scale_block=(1, 32)),
     "a group of two steps": replace(NIBBLES, hidden=128, scale_block=(1, 128), zeros="int"),
@@ -90,6 +94,30 @@ def test_fused(index: int) -> None:
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_fused_with_every_config(config: SwappedConfig) -> None:
     check_fused(replace(NIBBLES, zeros="packed", num_tokens=18), config)
+
+
+@pytest.mark.parametrize("block_k", [32, 64])
+@pytest.mark.parametrize("weight_format", ["int4_k", "int4_n", "nvfp4"])
+def test_groups_of_16_in_bytes(weight_format: str, block_k: int) -> None:
+    """Two and four of a step, two of which are multiplied as one tile of 32 columns."""
+    case = replace(SIXTEENS, weight_format=weight_format, num_tokens=18)
+    check_fused(case, SwappedConfig(16, 32, block_k, 4, 2))
+
+
+def test_groups_of_16_in_bytes_keep_the_rules_of_mma_sync() -> None:
+    """A tile of fewer rows than wgmma's; unpaired, each product repeats half of its columns."""
+    spec = fused_spec(in_wide_cache(SIXTEENS), SwappedConfig(16, 16, 32, 4, 2))
+    audit = compile_for(spec, SM90).audit
+    assert audit.mma.keys() == {"HMMA"}
+    assert audit.repeating_products == 0
+
+
+def test_no_step_is_one_group_of_16_bytes() -> None:
+    """As groups of 48 columns would have it."""
+    problem = problem_of(in_wide_cache(replace(SIXTEENS, scale_block=(1, 48), hidden=96)))
+    assert not any(problem.codes.step_fits(96, size) for size in (16, 32, 64, 128))
+    words = replace(problem.codes, per_word=1)
+    assert words.step_fits(96, 16)
 
 
 ODD_ORDER = replace(NIBBLES, nibble_order=(7, 3, 5, 1, 0, 2, 6, 4), zeros="packed")

@@ -7,12 +7,13 @@ or a missing store shows.
 from __future__ import annotations
 
 import re
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from tests.agreement import in_float64
 from tests.interpreted import Interpreter
 from tests.ops.qkv import plain
 from tilewright.codegen.emit import emit
@@ -286,16 +287,6 @@ def epilogue_launch(call: StoreCall, config: EpilogueConfig) -> Launch:
 def made(steps: Any, machine: Interpreter) -> Any:
     """What a part of a call's steps gives."""
     return drive(steps, machine).outcome
-
-
-def in_float64(a: Any) -> Any:
-    """The same arguments with everything widened: caches copied, slots as they are."""
-    wide = {
-        f.name: value.double()
-        for f in fields(a)
-        if isinstance(value := getattr(a, f.name, None), torch.Tensor) and value.is_floating_point()
-    }
-    return replace(a, **wide)
 
 
 def check(op: Any, a: Any, run_kernel: Any, tolerances: Any = None) -> None:

@@ -17,3 +17,14 @@ def gather(
     if bias_ptr is not None:
         values += tl.load(bias_ptr + columns * BIAS_STRIDE)
     tl.store(out_ptr + row * BLOCK + columns, values, mask=row < num_rows)
+
+
+@triton.jit
+def scatter(
+    x_ptr, k_ptr, out_ptr, X_STRIDE: tl.constexpr, OUT_STRIDE: tl.constexpr, K: tl.constexpr,
+    K_STRIDE: tl.constexpr = 1,
+):  # fmt: skip
+    """out[k] = x [K], by columns."""
+    columns = tl.arange(0, K)
+    places = tl.load(k_ptr + columns * K_STRIDE)
+    tl.store(out_ptr + places * OUT_STRIDE, tl.load(x_ptr + columns * X_STRIDE))

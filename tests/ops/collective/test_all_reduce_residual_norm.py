@@ -18,16 +18,17 @@ from tilewright.ops import calls
 from tilewright.ops.checks import ArgumentError
 from tilewright.ops.collective import all_reduce_residual_norm as op
 from tilewright.ops.collective import lowering
-from tilewright.ops.collective.cases import ReduceCase, sample_reduce
+from tilewright.ops.collective.cases import sample_reduce
 from tilewright.ops.collective.lowering import all_reduce_residual_norm_steps
 from tilewright.ops.runtime.peers import RankFailedError
 from tilewright.ops.runtime.program import Launch, PeerMemory, drive
 from tilewright.ops.runtime.replay import repeat
+from tilewright.ops.sampling import RowsCase
 
 F16 = torch.float16
 CASES = {
-    "rows": (ReduceCase("", num_tokens=5, n=72, stride=80), ReduceConfig(2, 4), 2),
-    "gemma": (ReduceCase("", num_tokens=3, norm_offset=1.0, dtype=F16), ReduceConfig(4, 4), 3),
+    "rows": (RowsCase("", num_tokens=5, n=72, stride=80), ReduceConfig(2, 4), 2),
+    "gemma": (RowsCase("", num_tokens=3, norm_offset=1.0, dtype=F16), ReduceConfig(4, 4), 3),
 }
 CALLS = 3
 
@@ -92,7 +93,7 @@ def fake_ranks():
 
 def test_without_memory_in_common_the_library_sums(fake_ranks):
     """And nothing is remembered: a call that is captured has none, and the next may have some."""
-    a = replace(op.sample_inputs(ReduceCase("", n=72)), group=fake_ranks, num_ranks=2)
+    a = replace(op.sample_inputs(RowsCase("", n=72)), group=fake_ranks, num_ranks=2)
     machine = Interpreter()
     program = drive(all_reduce_residual_norm_steps(a, machine.target), machine)
     assert [type(step) for step, _ in program.steps] == []
@@ -106,7 +107,7 @@ def test_without_memory_in_common_the_library_sums(fake_ranks):
 def test_more_ranks_sum_many_tokens_by_the_library(fake_ranks):
     """Each would read all rows of all others."""
     few = most_tokens(4096, 8)
-    case = ReduceCase("", num_tokens=few, n=4096)
+    case = RowsCase("", num_tokens=few, n=4096)
     for tokens, name in ((few, "peer kernel"), (few + 1, "norm kernel")):
         a = sample_reduce(replace(case, num_tokens=tokens), "meta", 0)
         arguments = op.AllReduceResidualNormArguments(**a, group=fake_ranks, num_ranks=8)
@@ -116,7 +117,7 @@ def test_more_ranks_sum_many_tokens_by_the_library(fake_ranks):
 
 def test_a_call_is_made_again_through_the_same_memory():
     """By address: what the ranks share is no argument's memory."""
-    a = replace(parts_of(ReduceCase(""), 2)[0])
+    a = replace(parts_of(RowsCase(""), 2)[0])
     machine = Interpreter(runs=False, peers=PeerMemory(1024, 2048, 0))
     program = drive(all_reduce_residual_norm_steps(a, machine.target), machine)
     again = repeat(program, *op.OP.split(a), machine)
@@ -153,7 +154,7 @@ def broken(monkeypatch):
 @pytest.mark.parametrize("norm", ["rms", "weightless"])
 def test_a_rank_whose_norm_kernel_fails_sums_once_as_the_others_do(fake_ranks, broken, norm):
     """The reference would call a second collective, and other ranks' next one would meet it."""
-    case = ReduceCase("", n=72, norm=norm, norm_offset=1.0)
+    case = RowsCase("", n=72, norm=norm, norm_offset=1.0)
     a = replace(op.sample_inputs(case), group=fake_ranks, num_ranks=2)
     args, kwargs = op.OP.split(a)
     run = calls.Calls(op.OP, "cuda")
@@ -167,7 +168,7 @@ def test_a_rank_whose_norm_kernel_fails_sums_once_as_the_others_do(fake_ranks, b
 def test_a_rank_whose_kernel_fails_when_the_others_run_it_raises(fake_ranks, broken):
     """They wait in theirs, and a collective of this rank alone is not what they wait for."""
     broken.peers = PeerMemory(1024, 2048, 0)
-    a = replace(op.sample_inputs(ReduceCase("", n=72)), group=fake_ranks, num_ranks=2)
+    a = replace(op.sample_inputs(RowsCase("", n=72)), group=fake_ranks, num_ranks=2)
     args, kwargs = op.OP.split(a)
     run = calls.Calls(op.OP, "cuda")
     for _ in range(2):
@@ -184,7 +185,7 @@ def test_a_collective_that_fails_is_not_called_again(fake_ranks, broken, monkeyp
         raise RuntimeError("closed by a peer")
 
     monkeypatch.setattr(lowering, "_all_reduce", failing)
-    a = replace(op.sample_inputs(ReduceCase("", n=72)), group=fake_ranks, num_ranks=2)
+    a = replace(op.sample_inputs(RowsCase("", n=72)), group=fake_ranks, num_ranks=2)
     args, kwargs = op.OP.split(a)
     with pytest.raises(RankFailedError, match="closed by a peer"):
         calls.Calls(op.OP, "cuda")(*args, **kwargs)
@@ -192,7 +193,7 @@ def test_a_collective_that_fails_is_not_called_again(fake_ranks, broken, monkeyp
 
 
 def test_alone_the_reference_takes_over(broken):
-    a = op.sample_inputs(ReduceCase("", n=72))
+    a = op.sample_inputs(RowsCase("", n=72))
     args, kwargs = op.OP.split(a)
     for made, wanted in zip(
         calls.Calls(op.OP, "cuda")(*args, **kwargs), op.reference(a), strict=True
@@ -202,7 +203,7 @@ def test_alone_the_reference_takes_over(broken):
 
 def test_memory_of_a_group_that_is_gone_is_not_written_again(monkeypatch):
     """Another group of the name may have other ranks: a call that was remembered asks anew."""
-    a = parts_of(ReduceCase(""), 2)[0]
+    a = parts_of(RowsCase(""), 2)[0]
     held = [True]
     machine = Interpreter(runs=False, peers=PeerMemory(1024, 2048, 0, lambda: held[0]))
     monkeypatch.setattr(calls, "machine_of", lambda device: machine)
@@ -230,7 +231,7 @@ def test_memory_of_a_group_that_is_gone_is_not_written_again(monkeypatch):
 def test_ranks_without_symmetric_memory_take_the_reference(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/here", rank=0, world_size=1)
     try:
-        a = replace(parts_of(ReduceCase(""), 2)[0], group=dist.group.WORLD.group_name)
+        a = replace(parts_of(RowsCase(""), 2)[0], group=dist.group.WORLD.group_name)
         report = op.OP.plan_for(a, "sm90")
     finally:
         dist.destroy_process_group()
@@ -253,5 +254,5 @@ def test_ranks_without_symmetric_memory_take_the_reference(tmp_path):
 )
 def test_bad_arguments_are_named(change, argument):
     with pytest.raises(ArgumentError) as raised:
-        op.OP.call(replace(op.sample_inputs(ReduceCase("")), **change))
+        op.OP.call(replace(op.sample_inputs(RowsCase("")), **change))
     assert raised.value.argument == argument

@@ -14,13 +14,13 @@ from tests.interpreted import Interpreter, interpret
 from tilewright.codegen.attention.kernels import DecodeConfig
 from tilewright.codegen.attention.plan import decode_rows
 from tilewright.codegen.targets import SM90
+from tilewright.ops import mla_decode
 from tilewright.ops.attention.arguments import as_attention
 from tilewright.ops.attention.lowering import attention_steps
 from tilewright.ops.attention.operands import RopePart, cache_problem
 from tilewright.ops.checks import ArgumentError
 from tilewright.ops.contract import get_op
 from tilewright.ops.mla.arguments import MlaDecodeArguments
-from tilewright.ops.mla.decode.decode import mla_decode
 from tilewright.ops.mla.decode.lowering import head_steps
 from tilewright.ops.runtime.program import drive
 

@@ -155,6 +155,13 @@ def test_float16_without_a_norm_has_a_kernel():
     assert linear_activation.OP.plan_for(a, "sm90").specs
 
 
+def assert_named(op, case, change, argument):
+    a = replace(op.sample_inputs(case), **change)
+    with pytest.raises(ArgumentError) as raised:
+        op.call(a)
+    assert raised.value.argument == argument
+
+
 @pytest.mark.parametrize(
     ("change", "argument"),
     [
@@ -169,10 +176,7 @@ def test_float16_without_a_norm_has_a_kernel():
     ids=str,
 )
 def test_bad_arguments_of_an_activation_are_named(change, argument):
-    a = linear_activation.sample_inputs(UP)
-    with pytest.raises(ArgumentError) as raised:
-        linear_activation.OP.call(replace(a, **change))
-    assert raised.value.argument == argument
+    assert_named(linear_activation.OP, UP, change, argument)
 
 
 @pytest.mark.parametrize(
@@ -189,10 +193,7 @@ def test_bad_arguments_of_an_activation_are_named(change, argument):
     ids=str,
 )
 def test_bad_arguments_of_a_sum_are_named(change, argument):
-    a = linear_residual.sample_inputs(DOWN)
-    with pytest.raises(ArgumentError) as raised:
-        linear_residual.OP.call(replace(a, **change))
-    assert raised.value.argument == argument
+    assert_named(linear_residual.OP, DOWN, change, argument)
 
 
 def test_numbers_that_are_no_numbers_stay_so():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from tilewright.ops.formats.quantized_weight import AWQ_ORDER
@@ -11,6 +12,17 @@ from tilewright.ops.qkv.samples import AttentionCase
 LAYOUTS = ("page_major", "head_major", "static_cache", "vllm_pair", "max_pair")
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def bounded(examples):
+    """Settings that draw so many examples, the same in each run."""
+    return settings(
+        max_examples=examples,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
 
 
 @st.composite

@@ -105,28 +105,38 @@ def heads(a, letter):
     return getattr(a, f"{letter}_weight").shape[:-2].numel()
 
 
+FLOATS = ("nvfp4", "mxfp4")
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+E2M1 = torch.cat([E2M1, -E2M1])
+
+
 def decoded(a, weight, letter):
     """[H, D, K] in float64; codes gathered element by element."""
     if a.weight_format == "dense":
         return weight.double()
     heads, dim, hidden = weight.shape
     per = {torch.uint8: 2, torch.int32: 8}.get(weight.dtype, 1)
-    if a.weight_format == "int4_k":
+    packs_columns = a.weight_format in ("int4_k", *FLOATS)
+    if packs_columns:
         hidden *= per
     if a.weight_format == "int4_n":
         dim *= per
     h, d, k = torch.meshgrid(*map(torch.arange, (heads, dim, hidden)), indexing="ij")
-    if a.weight_format == "int4_k":
+    if packs_columns:
         codes = nibble(weight[h, d, k // per], k % per, a.nibble_order)
     elif a.weight_format == "int4_n":
         codes = nibble(weight[h, d // per, k], d % per, a.nibble_order)
     else:
         codes = weight.double()
+    if a.weight_format in FLOATS:
+        codes = E2M1[codes.long()]
     bn, bk = a.scale_block
     row, group = (h * dim + d) // bn, k // bk
     zero = torch.full_like(codes, a.zero_point)
     given = getattr(a, f"{letter}_zero")
     scale = getattr(a, f"{letter}_scale")
+    if a.weight_format == "mxfp4":
+        scale = 2.0 ** (scale.double() - 127)
     if given is not None and given.shape[0] == scale.shape[0]:
         zero = zero + given.double()[row, group]
     elif given is not None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.agreement import relative_error, upcast
+from tests.agreement import in_float64, relative_error
 from tests.interpreted import Interpreter, interpret
 from tilewright.codegen.qkv.candidates import fits
 from tilewright.codegen.qkv.kernels import SwappedConfig
@@ -57,8 +57,7 @@ def test_the_kernel_is_no_less_accurate_than_the_graph(norm, size, monkeypatch):
     for step in range(4):
         a = arguments(hidden=1032, num_tokens=16)
         a.x.mul_(size * 2 ** (step / 4))[:, ::129] *= 3
-        wide = {name: upcast(value) for name, value in vars(a).items()}
-        exact = QKV.reference(replace(a, **wide)).flatten(1)
+        exact = QKV.reference(in_float64(a)).flatten(1)
         normed = norm(a.x, a.input_norm_weight, a.input_norm_eps)
         graph.append(relative_error(F.linear(normed, a.q_weight.flatten(0, 1)), exact))
         program = interpret(QKV, a, SM90)
@@ -75,8 +74,7 @@ def test_behind_a_layer_norm_it_rounds_as_the_graph_does(dtype, monkeypatch):
     for offset in (0.0, 1.0, 1000.0):
         a = arguments(hidden=328, num_tokens=16, input_norm="layer", dtype=dtype)
         a.x.add_(offset)
-        wide = {name: upcast(value) for name, value in vars(a).items()}
-        exact = QKV.reference(replace(a, **wide)).flatten(1)
+        exact = QKV.reference(in_float64(a)).flatten(1)
         vectors = a.input_norm_weight, a.input_norm_bias
         normed = F.layer_norm(a.x, a.x.shape[-1:], *vectors, a.input_norm_eps)
         graph.append(relative_error(F.linear(normed, a.q_weight.flatten(0, 1)), exact))
@@ -147,8 +145,7 @@ def test_before_any_other_kernel_x_is_normed_by_itself(changes):
     steps = [step for step, _ in program.steps if isinstance(step, (Launch, Library))]
     assert isinstance(steps[0], Library)
     assert steps[0].tensors[1] is a.x
-    wide = {name: upcast(value) for name, value in vars(exact).items()}
-    wanted = QKV.reference(replace(exact, **wide))
+    wanted = QKV.reference(in_float64(exact))
     assert relative_error(program.outcome.result, wanted) < 2.0**-6
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from tests.agreement import in_float64, with_fresh_caches
 from tilewright.codegen.qkv.candidates import candidates
 from tilewright.codegen.qkv.plan import fused_choice, library_choice, plan_fused_qkv, ranked
 from tilewright.ops.formats.fp8 import SATURATED_BY_TORCH
@@ -92,22 +93,6 @@ OPTIONS = {
 
 def samples(case: AttentionCase) -> FusedQkvArguments:
     return qkv_cache.OP.sample_inputs(case, device="cuda")
-
-
-def in_float64(a: Any) -> Any:
-    wide = {
-        f.name: value.double()
-        for f in fields(a)
-        if isinstance(value := getattr(a, f.name, None), torch.Tensor) and value.is_floating_point()
-    }
-    return replace(a, **wide)
-
-
-def with_fresh_caches(a: Any) -> Any:
-    caches = {"k_cache": a.k_cache.clone()}
-    if a.v_cache is not None:
-        caches["v_cache"] = a.v_cache.clone()
-    return replace(a, **caches)
 
 
 def results(a: FusedQkvArguments, choice: Any) -> list[torch.Tensor]:

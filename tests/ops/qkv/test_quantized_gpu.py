@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ops.qkv.test_lowerings_gpu import in_float64, results, with_fresh_caches
+from tests.agreement import in_float64, with_fresh_caches
+from tests.ops.qkv.test_lowerings_gpu import LLAMA as VALUES
+from tests.ops.qkv.test_lowerings_gpu import results
 from tilewright.codegen.qkv.candidates import candidates
 from tilewright.codegen.qkv.plan import LoweringChoice, fused_choice, library_choice
 from tilewright.ops.formats.quantized_weight import AWQ_ORDER
 from tilewright.ops.qkv import qkv_cache
 from tilewright.ops.qkv.arguments import FusedQkvArguments
 from tilewright.ops.qkv.operands import prepare
-from tilewright.ops.qkv.samples import AttentionCase
 from tilewright.ops.runtime.device import device_target
 
 pytestmark = [
@@ -23,26 +24,25 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here"),
 ]
 
-LLAMA = AttentionCase(
-    "llama",
-    num_tokens=37,
-    hidden=1024,
-    num_heads=8,
-    num_kv_heads=2,
-    head_dim=128,
-    num_pages=200,
-    page_size=16,
-    rope_style="half",
-    rotary_dim=128,
-    weight_format="int4_k",
-    scale_block=(1, 128),
-)
+LLAMA = replace(VALUES, hidden=1024, weight_format="int4_k", scale_block=(1, 128))
 GPTQ = replace(LLAMA, transposed=True, zeros="packed", zero_point=1, dtype=torch.float16)
 AWQ = replace(
     LLAMA, weight_format="int4_n", transposed=True, zeros="packed", nibble_order=AWQ_ORDER
 )
 FP8 = replace(LLAMA, weight_format="fp8")
 CODES = replace(FP8, scale_block=(1, 1024), codes=True, x_scale="token")
+BYTES = replace(LLAMA, words=torch.uint8)
+SIXTEENS = replace(BYTES, scale_block=(1, 16), zero_point=8)
+NVFP4 = replace(BYTES, weight_format="nvfp4", scale_block=(1, 16))
+NF4 = replace(
+    BYTES,
+    weight_format="nf4",
+    nibble_order=(1, 0),
+    scale_block=(1, 64),
+    scale_dtype=torch.float32,
+)
+# Tiles of fewer rows than wgmma's.
+SHORT = {"head_dim": 32, "rotary_dim": 32}
 CASES = {
     "nibbles": replace(LLAMA, zero_point=8),
     "nibbles, 300 tokens": replace(LLAMA, num_tokens=300, zeros="float"),
@@ -67,7 +67,22 @@ CASES = {
         CODES, x_scale="block", scale_block=(128, 128), num_tokens=700
     ),
     "k alone": replace(AWQ, writes_v=False),
-    "groups without a kernel": replace(LLAMA, scale_block=(1, 16)),
+    "groups of 16, without a kernel": replace(LLAMA, scale_block=(1, 16)),
+    "bytes, groups of 16": SIXTEENS,
+    "bytes, groups of 16, short tiles": replace(SIXTEENS, zeros="int", **SHORT),
+    "bytes of rows, groups of 16, short tiles": replace(SIXTEENS, weight_format="int4_n", **SHORT),
+    "bytes, groups of 48, without a kernel": replace(SIXTEENS, scale_block=(1, 48), hidden=960),
+    "nf4": NF4,
+    "nf4, K major": replace(NF4, transposed=True),
+    "fp4, 300 tokens": replace(NF4, weight_format="fp4", num_tokens=300, dtype=torch.float16),
+    "nvfp4": NVFP4,
+    "nvfp4, one token": replace(NVFP4, num_tokens=1, qk_norm=True),
+    "nvfp4, 300 tokens": replace(NVFP4, num_tokens=300, projection="packed"),
+    "nvfp4, short tiles": replace(NVFP4, **SHORT),
+    "nvfp4, one token, short tiles": replace(NVFP4, num_tokens=1, **SHORT),
+    "nvfp4, floats as scales": replace(NVFP4, scale_dtype=torch.float32, dtype=torch.float16),
+    "mxfp4": replace(BYTES, weight_format="mxfp4", scale_block=(1, 32)),
+    "mxfp4, short tiles": replace(BYTES, weight_format="mxfp4", scale_block=(1, 32), **SHORT),
     "row norm": replace(CODES, qk_norm=True, norm_width="row"),
 }
 # One in so many of the configs that would be tried.
@@ -83,8 +98,9 @@ def choices(a: FusedQkvArguments) -> list[LoweringChoice]:
     return [*fused, library_choice(call.problem, tokens, target, True, None)]
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_lowerings_are_right_and_repeat_themselves(case: AttentionCase) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_lowerings_are_right_and_repeat_themselves(name: str) -> None:
+    case = CASES[name]
     a = qkv_cache.OP.sample_inputs(case, device="cuda")
     exact = in_float64(a)
     want: list[Any] = [qkv_cache.reference(exact), exact.k_cache]
@@ -94,7 +110,8 @@ def test_lowerings_are_right_and_repeat_themselves(case: AttentionCase) -> None:
         # The tensor core adds up to 128 products of 8-bit floats in about 14 bits.
         tolerance = replace(tolerance, of_rms=2.0**-8)
     tried = choices(a)
-    assert len(tried) > 1 or case.scale_block == (1, 16) or case.norm_width == "row"
+    without = case.norm_width == "row" or "without a kernel" in name
+    assert (len(tried) == 1) == without
     for choice in tried:
         first, second = (results(with_fresh_caches(a), choice) for _ in range(2))
         for got, again, right in zip(first, second, want, strict=True):

@@ -10,26 +10,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.interpreted import interpret
 from tests.ops.qkv import plain
-from tests.ops.qkv.option_space import attention_cases
+from tests.ops.qkv.option_space import attention_cases, bounded
 from tilewright.ops.contract import get_op
 
 OPS = ("fused_qkv_paged", "paged_kv_store")
 KERNEL_CASES = attention_cases(kernels=True)
-
-
-def bounded(examples):
-    return settings(
-        max_examples=examples,
-        derandomize=True,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
 
 
 def check(op, a, run):

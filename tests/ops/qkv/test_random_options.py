@@ -9,26 +9,16 @@ from __future__ import annotations
 from dataclasses import fields, replace
 
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.ops.qkv import plain
-from tests.ops.qkv.option_space import attention_cases
+from tests.ops.qkv.option_space import attention_cases, bounded
 from tilewright.ops.contract import get_op
 
 QKV = get_op("fused_qkv_paged")
 STORE = get_op("paged_kv_store")
 SEEDS = st.integers(0, 2**16)
-
-
-def bounded(examples):
-    return settings(
-        max_examples=examples,
-        derandomize=True,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
-    )
 
 
 def normed(a):

@@ -27,6 +27,7 @@ ABSORBED = {name for name in IDIOMS if name.startswith("absorbed")}
 MISSED = {
     "chunked": "CHUNKED_PREFIX",
     "kv_b_separate": "LATENT_WEIGHT",
+    "kv_b_int8_behind": "LATENT_KEYS",
     "attention_own_varlen": "ATTENTION_FORM",
     "attention_own_varlen_padded": "ATTENTION_FORM",
 }

@@ -49,9 +49,10 @@ def compiled(module, x):
 
 
 FORMATS = {"nibbles": "int4_k", "gptq": "int4_k", "awq": "int4_n", "int8": "int8", "fp8": "fp8"}
-FORMATS |= {"scaled": "fp8"}
-# Not every CPU takes it, the groups are a buffer's, or the codes are floats of four bits.
-OTHERS = {quantized.scaled_mm_token, quantized.gptq_act_order, quantized.nf4, quantized.nvfp4}
+FORMATS |= {"scaled": "fp8", "nvfp4": "nvfp4", "mxfp4": "mxfp4", "nf4": "nf4", "fp4": "fp4"}
+# Not every CPU takes it, the groups are a buffer's, or the codes are others.
+OTHERS = {quantized.scaled_mm_token, quantized.gptq_act_order}
+OTHERS |= {quantized.nvfp4_high_first, quantized.nf4_low_first, quantized.nf4_rounded}
 
 
 def with_a_bias_in_turn():
@@ -150,7 +151,7 @@ def test_one_dense_weight_beside_codes_is_advice():
 @pytest.mark.parametrize(
     ("form", "why"),
     [
-        (quantized.nf4, "its weight is computed in every call"),
+        (quantized.nf4_of_a_buffer, "its weight is computed in every call"),
     ],
 )
 def test_products_that_the_op_cannot_read_are_advice(form, why):

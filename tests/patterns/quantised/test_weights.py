@@ -10,6 +10,7 @@ from tests.found import codes_of, matches_of, misses_of, patterns_in
 from tests.models import quantized
 from tests.models.quantized import GROUP, STORED, WHOLE, QuantizedLinear
 from tests.scaled_products import ROW_SCALES
+from tilewright.codegen import formats
 from tilewright.compiler import lower, reports
 from tilewright.patterns.language import Stage
 
@@ -65,7 +66,12 @@ def check(module, args):
     return matches_of(found, "qkv")[0].shapes
 
 
-MISSED = (quantized.gptq_act_order, quantized.nf4, quantized.nvfp4)
+MISSED = (
+    quantized.gptq_act_order,
+    quantized.nvfp4_high_first,
+    quantized.nf4_low_first,
+    quantized.nf4_rounded,
+)
 FORMATS = {
     "nibbles": "int4_k",
     "gptq": "int4_k with zeros",
@@ -73,6 +79,10 @@ FORMATS = {
     "int8": "int8",
     "fp8": "fp8",
     "scaled": "fp8",
+    "nvfp4": "nvfp4",
+    "mxfp4": "mxfp4",
+    "nf4": "nf4",
+    "fp4": "fp4",
 }
 MATCHED = [form for form in STORED if form not in MISSED]
 
@@ -312,6 +322,40 @@ def multiplied_codes(layer, dtype):
     return (layer.codes.to(dtype) * layer.codes.to(dtype)) * layer.scale.to(dtype)
 
 
+@stored(quantized.nvfp4)
+def floats_of_another_table(layer, dtype):
+    """Two numbers have changed places."""
+    numbers = [0.0, 0.5, 1.0, 1.5, 2.0, 4.0, 3.0, 6.0]
+    table = torch.tensor([*numbers, *(-n for n in numbers)], device=layer.packed.device)
+    codes = torch.stack((layer.packed & 0xF, layer.packed >> 4), dim=-1).flatten(-2)
+    blocks = table[codes.int()].view(layer.width, -1, GROUP) * layer.scale.float()[:, :, None]
+    return (blocks * layer.factor).view(layer.width, -1).to(dtype)
+
+
+@stored(quantized.mxfp4)
+def powers_from_126(layer, dtype):
+    table = torch.tensor([*quantized.E2M1, *(-m for m in quantized.E2M1)]).to(dtype)
+    codes = torch.stack((layer.packed & 0xF, layer.packed >> 4), dim=-1).flatten(-2)
+    values = table[codes.int()].view(layer.width, -1, 32)
+    exponents = layer.exponents.to(torch.int32) - 126
+    return torch.ldexp(values, exponents[:, :, None]).view(layer.width, -1)
+
+
+@stored(quantized.nvfp4)
+def floats_scaled_twice(layer, dtype):
+    scale = layer.scale.to(dtype).repeat_interleave(GROUP, dim=1)
+    return quantized.nvfp4(layer, dtype) * scale
+
+
+@stored(quantized.nf4)
+def blocks_that_begin_within_one(layer, dtype):
+    codes = torch.stack((layer.packed >> 4, layer.packed & 0xF), dim=-1).flatten(-2)
+    table = torch.tensor(formats.TABLES["nf4"], device=codes.device)
+    scale = layer.scale.repeat_interleave(GROUP, dim=1)
+    scale = torch.cat([scale[:, GROUP // 2 :], scale[:, : GROUP // 2]], 1)
+    return (table[codes.int()] * scale).to(dtype)
+
+
 NEAR_MISSES = {
     signed_nibbles: "WEIGHT_FORMAT",
     halves_side_by_side: "WEIGHT_FORMAT",
@@ -330,7 +374,13 @@ NEAR_MISSES = {
     multiplied_codes: "WEIGHT_FORMAT",
     scales_in_tiles: "SCALE_BLOCK",
     quantized.gptq_act_order: "SCALE_BLOCK",
-    quantized.nvfp4: "WEIGHT_FORMAT",
+    quantized.nvfp4_high_first: "WEIGHT_FORMAT",
+    quantized.nf4_low_first: "WEIGHT_FORMAT",
+    quantized.nf4_rounded: "WEIGHT_FORMAT",
+    blocks_that_begin_within_one: "SCALE_BLOCK",
+    floats_of_another_table: "WEIGHT_FORMAT",
+    powers_from_126: "WEIGHT_FORMAT",
+    floats_scaled_twice: "WEIGHT_FORMAT",
 }
 
 
@@ -338,6 +388,60 @@ NEAR_MISSES = {
 def test_near_misses_are_missed_by_name_and_still_right(form):
     module, args = Attention(linear_of(form)), arguments(5)
     assert_missed(module, args, NEAR_MISSES[form])
+
+
+@stored(quantized.gptq)
+def gptq_in_bytes(layer, dtype):
+    """Zeros packed along the other axis; a difference of nibbles fits a byte with a sign."""
+    codes, zeros = (t.to(torch.int8) for t in quantized.gptq_codes(layer))
+    codes = codes.view(-1, GROUP, layer.width) - zeros[:, None]
+    return (layer.scale[:, None].to(dtype) * codes.to(dtype)).view(layer.hidden, layer.width).t()
+
+
+@stored(quantized.gptq)
+def gptq_selected(layer, dtype):
+    codes, zeros = quantized.gptq_codes(layer)
+    group = torch.arange(layer.hidden, device=codes.device) // GROUP
+    codes = (codes - zeros.index_select(0, group)).to(dtype)
+    return (layer.scale.t().to(dtype).index_select(-1, group)).t().mul(codes).t()
+
+
+def int8_with_words_of_zeros(layer, dtype):
+    shifts = torch.arange(0, 32, 4, device=layer.words.device)
+    zeros = ((layer.words[:, None] >> shifts[:, None]) & 15).view(layer.width, 1)
+    return (layer.codes.to(dtype) - zeros.to(dtype)) * layer.scale[:, None].to(dtype)
+
+
+def codes_and_words(rows, hidden, generator):
+    words = quantized.words(generator, rows // 8, 1)
+    return quantized.int8_buffers(rows, hidden, generator) | {"words": words}
+
+
+STORED[int8_with_words_of_zeros] = codes_and_words
+
+
+@pytest.mark.parametrize(
+    ("form", "weight"),
+    [
+        (gptq_in_bytes, "int4_k with zeros"),
+        (gptq_selected, "int4_k with zeros"),
+        (int8_with_words_of_zeros, "int8 with zeros"),
+    ],
+)
+def test_zeros_are_read_however_they_are_packed_and_selected(form, weight):
+    assert check(Attention(linear_of(form)), arguments(5))["weight"] == weight
+
+
+@stored(quantized.gptq)
+def a_difference_that_wraps_around(layer, dtype):
+    codes, zeros = (t.to(torch.int8) for t in quantized.gptq_codes(layer))
+    codes = codes.view(-1, GROUP, layer.width) - 100 - (zeros + 100)[:, None]
+    return (layer.scale[:, None].to(dtype) * codes.to(dtype)).view(layer.hidden, layer.width).t()
+
+
+def test_a_difference_that_may_wrap_around_is_no_code():
+    form = a_difference_that_wraps_around
+    assert_missed(Attention(linear_of(form)), arguments(5), "WEIGHT_FORMAT")
 
 
 def test_bytes_that_the_graph_puts_in_another_order_are_read_in_that():
@@ -390,6 +494,27 @@ class BlockScaled(nn.Module):
         return torch._scaled_mm(
             codes, weight, scale.squeeze(-1), self.scale.t(), out_dtype=torch.bfloat16
         )
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(192, 256), (256, 192)])
+def test_blocks_of_which_the_last_is_a_part_are_not_spread_evenly(rows, columns):
+    class Gated(nn.Module):
+        def forward(self, x, x_scale, *weights):
+            gate, up = (
+                torch._scaled_mm(x, w.t(), x_scale, s.t(), out_dtype=torch.bfloat16)
+                for w, s in zip(weights[:2], weights[2:], strict=True)
+            )
+            return F.silu(gate) * up
+
+    def matches(n, k):
+        blocks = -(-n // 128), -(-k // 128)
+        codes = [torch.zeros(n, k).to(torch.float8_e4m3fn) for _ in range(2)]
+        scales = [torch.ones(blocks) for _ in range(2)]
+        x = torch.zeros(4, k).to(torch.float8_e4m3fn), torch.ones(4, blocks[1])
+        return patterns_in(lower(Gated(), (*x, *codes, *scales)), "mlp")
+
+    assert matches(256, 256) == ["linear_activation"]
+    assert matches(rows, columns) == []
 
 
 def test_activations_scaled_by_block():
@@ -457,7 +582,7 @@ def test_a_site_that_the_op_refuses_hides_no_miss_of_another():
     class Two(nn.Module):
         def __init__(self):
             super().__init__()
-            forms = (quantized.nvfp4, quantized.int8)
+            forms = (quantized.nvfp4_high_first, quantized.int8)
             self.parts = nn.ModuleList(Attention(linear_of(form)) for form in forms)
 
         def forward(self, x, y, slots, *caches):

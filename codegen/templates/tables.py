@@ -1,0 +1,50 @@
+"""Codes of four bits that stand for the 16 numbers of a table, looked up in registers."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def chosen_bytes(low, high, selectors):
+    """The bytes of a pair of words that the four low nibbles of `selectors` number, 0 to 7 (8 more:
+    the byte's top bit, eight times)."""
+    return tl.inline_asm_elementwise(
+        "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [low, high, selectors], tl.int32, True, 1
+    )
+
+
+@triton.jit
+def four_bytes(words, SECOND: tl.constexpr, TABLE: tl.constexpr, FIRST: tl.constexpr):
+    """A byte of the number of each of the four codes in the low half of int32 words, or in the high
+    half if SECOND, from the 16 bytes that begin at FIRST in a table."""
+    selectors = ((words >> 16) if SECOND else words) & 0x7777
+    is_high = chosen_bytes(words, words << 4, 0xBFAE if SECOND else 0x9D8C)
+    low = chosen_bytes(TABLE[FIRST], TABLE[FIRST + 1], selectors)
+    high = chosen_bytes(TABLE[FIRST + 2], TABLE[FIRST + 3], selectors)
+    return low ^ ((low ^ high) & is_high)
+
+
+@triton.jit
+def table_pair(
+    words, byte: tl.constexpr, REVERSED: tl.constexpr, DTYPE: tl.constexpr, TABLE: tl.constexpr
+):  # fmt: skip
+    """The numbers of the two codes in a byte of int32 words, as 16-bit floats in the halves of a
+    word: the first is the low code, or with REVERSED the high one.
+
+    TABLE: as `tilewright.codegen.formats.table_words` makes it, whose last numbers are the factors
+    by which these are too small.
+    """
+    FIRST: tl.constexpr = 0 if tl.bfloat16 == DTYPE else 8
+    low = four_bytes(words, byte >= 2, TABLE, FIRST)
+    high = four_bytes(words, byte >= 2, TABLE, FIRST + 4)
+    PLACES: tl.constexpr = 0x4051 if REVERSED else 0x5140
+    return chosen_bytes(low, high, PLACES + 0x2222 * (byte % 2))
+
+
+@triton.jit
+def table_number(codes, TABLE: tl.constexpr):
+    """fp32 numbers of codes of any type, TABLE being the numbers."""
+    values = codes.to(tl.float32) * 0.0
+    for code in tl.static_range(16):
+        values = tl.where(codes == code, TABLE[code], values)
+    return values

@@ -1,0 +1,111 @@
+"""Linears of bitsandbytes, 4 bits: codes that index a table, blocks along the flattened weight.
+
+The library's operator hides its codes in one node. Its arithmetic is that of its default
+`dequantize_4bit` and `linear`: numbers of the table times the block's scale in fp32, rounded to the
+dtype that is computed in.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tilewright.codegen.formats import TABLES
+from tilewright.compiler.quantised.coded_linear import CodedLinear
+
+_FOUR_BITS = ("Linear4bit", "LinearNF4", "LinearFP4")
+# Scales that share a scale, where scales are codes too: the library knows no other number.
+_SCALES = 256
+
+
+class TableLinear(CodedLinear):
+    """codes [N * K / 2] uint8, the first of a byte's two in its high nibble; absmax [blocks] fp32,
+    of blocks of the flattened weight [N, K].
+
+    quant_type: a name in `codegen.formats.TABLES`. compute_dtype: what x is cast to, and the weight
+    rounded to; None: x's own.
+    """
+
+    codes: torch.Tensor
+    absmax: torch.Tensor
+
+    def __init__(self, module: Any, tensors: dict[str, torch.Tensor | None]) -> None:
+        super().__init__(module.in_features, module.out_features, tensors)
+        self.quant_type = module.weight.quant_state.quant_type
+        self.compute_dtype: torch.dtype | None = module.compute_dtype
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, {self.quant_type}, compute_dtype={self.compute_dtype}"
+
+    def weight_of_codes(self, dtype: torch.dtype) -> torch.Tensor:
+        # A table that the module held would be data that may change.
+        table = torch.tensor(TABLES[self.quant_type], dtype=torch.float32, device=self.codes.device)
+        nibbles = torch.stack([self.codes >> 4, self.codes & 15], -1).view(len(self.absmax), -1)
+        weight = table[nibbles.int()] * self.absmax.unsqueeze(-1)
+        return weight.view(self.out_features, self.in_features).to(dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        dtype = self.compute_dtype or x.dtype
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return F.linear(x.to(dtype), self.weight_of_codes(dtype), bias).to(x.dtype)
+
+
+def replacement(module: nn.Module) -> nn.Module | str | None:
+    """The module that decodes in PyTorch, or why there is none; None for another library's."""
+    if not type(module).__module__.startswith("bitsandbytes."):
+        return None
+    name, found = type(module).__name__, module
+    if name == "Linear8bitLt":
+        return _eight_bits(found)
+    return _four_bits(found) if name in _FOUR_BITS else None
+
+
+def _eight_bits(module: Any) -> str:
+    threshold = module.state.threshold
+    if threshold > 0:
+        return (
+            f"its threshold is {threshold}: columns with outliers, which the data tell, are "
+            "multiplied apart"
+        )
+    return "its activations are int8 (its threshold is 0.0), which no fused op takes"
+
+
+def _four_bits(module: Any) -> nn.Module | str:
+    state = getattr(module.weight, "quant_state", None)
+    if state is None:
+        return "its weight is not quantised yet: that happens when it is moved to its device"
+    if getattr(state, "packing_format_for_cpu", False):
+        return "its codes are in another order for this CPU; a forward pass came before `prepare`"
+    rows, columns = module.out_features, module.in_features
+    if tuple(state.shape) != (rows, columns):
+        return f"its weight is {list(state.shape)}, not [{rows}, {columns}]"
+    if rows * columns % state.blocksize:
+        return "its last block is not full"
+    if state.absmax.is_meta:
+        return "its tensors are on the meta device, where its table is not known"
+    if state.quant_type not in TABLES or not _has_table(state):
+        return f"its table is not that of {' or '.join(TABLES)}"
+    if state.nested and state.state2.blocksize != _SCALES:
+        return f"its scales share one by {state.state2.blocksize}, which the library refuses"
+    codes = module.weight.data.reshape(-1).view(torch.uint8)
+    return TableLinear(module, {"codes": codes, "absmax": _scales(state), "bias": module.bias})
+
+
+def _has_table(state: Any) -> bool:
+    """Whether the numbers of a weight's table are those of its name."""
+    expected = torch.tensor(TABLES[state.quant_type], dtype=torch.float32)
+    return torch.equal(state.code.float().cpu(), expected)
+
+
+def _scales(state: Any) -> torch.Tensor:
+    """absmax [blocks] in fp32, made once where it is stored as codes."""
+    if not state.nested:
+        found: torch.Tensor = state.absmax.float()
+        return found
+    second = state.state2
+    of_block = second.absmax.repeat_interleave(_SCALES)[: len(state.absmax)]
+    made: torch.Tensor = second.code[state.absmax.int()] * of_block + state.offset
+    return made

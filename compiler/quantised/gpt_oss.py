@@ -1,0 +1,161 @@
+"""Mixtures of gpt-oss in MXFP4, as transformers hands them to the hub's Triton kernels.
+
+The weights are objects of the hub, no tensors, and its routing breaks the graph in a way that no
+backend survives. Arithmetic: transformers `integrations/mxfp4.py`, and of the hub's
+`gpt-oss-triton-kernels` `matmul_ogs`, which adds biases and applies the activation in fp32.
+
+Dimension letters: T tokens, S slots, E experts, N rows, K columns of a weight.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tilewright.compiler.quantised.coded_linear import floats_of_bytes
+
+#: Layouts of the hub that say themselves how they are undone.
+_LAYOUTS = ("StridedLayout", "HopperMXValueLayout", "HopperMXScaleLayout")
+_PROJECTIONS = ("gate_up_proj", "down_proj")
+#: Codes that share a scale.
+_BLOCK = 32
+
+
+class Mxfp4Experts(nn.Module):
+    """x [T, K], experts [T, S] and their weights [T, S] -> [T, K], for each projection with the
+    tensors of the file: *_blocks [E, N, K / 32, 16], low nibble first, and *_scales [E, N, K / 32],
+    both uint8; *_bias [E, N].
+    """
+
+    def __init__(self, experts: Any, weights: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
+        super().__init__()
+        self.alpha, self.limit = experts.alpha, experts.limit
+        self.num_experts = len(weights["down_proj"][0])
+        for name, (blocks, scales) in weights.items():
+            self.register_buffer(f"{name}_blocks", blocks)
+            self.register_buffer(f"{name}_scales", scales)
+            self.register_parameter(f"{name}_bias", getattr(experts, f"{name}_bias"))
+
+    def extra_repr(self) -> str:
+        return f"num_experts={self.num_experts}, limit={self.limit}"
+
+    def weight_of_codes(self, name: str) -> torch.Tensor:
+        """[E, K, N], in fp32."""
+        codes = self.get_buffer(f"{name}_blocks")
+        exponents = self.get_buffer(f"{name}_scales").to(torch.int32) - 127
+        numbers = floats_of_bytes(codes, torch.float32)
+        return torch.ldexp(numbers, exponents.unsqueeze(-1)).flatten(-2).transpose(1, 2)
+
+    def _product(
+        self, name: str, x: torch.Tensor, ends: torch.Tensor, expert: torch.Tensor
+    ) -> torch.Tensor:
+        """Rows sorted by expert, by that expert's weight, and its bias: in fp32."""
+        product = torch.ops.transformers.grouped_mm_fallback(
+            x.float(), self.weight_of_codes(name), offs=ends
+        )
+        return product + self.get_parameter(f"{name}_bias")[expert].float()
+
+    def _hidden(self, both: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The activation of gate and up, whose columns take turns."""
+        gate = both[..., ::2].clamp(max=self.limit)
+        up = both[..., 1::2].clamp(-self.limit, self.limit)
+        return (gate * torch.sigmoid(self.alpha * gate) * (up + 1)).to(dtype)
+
+    def forward(
+        self, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        num_slots = top_k_index.shape[-1]
+        expert, order = torch.sort(top_k_index.reshape(-1))
+        # `histc` takes floats on a CPU, and integers on a GPU where it is deterministic.
+        numbers = expert.float() if x.device.type == "cpu" else expert.int()
+        counts = torch.histc(numbers, bins=self.num_experts, min=0, max=self.num_experts - 1)
+        ends = counts.cumsum(0, dtype=torch.int32)
+        both = self._product("gate_up_proj", x[order // num_slots], ends, expert)
+        y = self._product("down_proj", self._hidden(both, x.dtype), ends, expert)
+        y = y * top_k_weights.reshape(-1)[order].unsqueeze(-1)
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(len(order), device=order.device)
+        return y[inverse].view(*top_k_index.shape, -1).sum(1).to(x.dtype)
+
+
+class RoutedExperts(nn.Module):
+    """x [B, L, H] -> the experts' results [B, L, H], and the router's logits [B * L, E]."""
+
+    def __init__(self, router: nn.Module, experts: nn.Module) -> None:
+        super().__init__()
+        self.router, self.experts = router, experts
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+        logits, weights, index = self.router(rows)
+        routed = self.experts(rows, index, weights)
+        return routed.reshape(len(hidden_states), -1, hidden_states.shape[-1]), logits
+
+
+def replacement(module: nn.Module) -> nn.Module | str | None:
+    """The module that decodes in PyTorch, or why there is none; None for another library's."""
+    if not type(module).__module__.startswith("transformers.integrations.mxfp4"):
+        return None
+    found: Any = module
+    if type(module).__name__ == "Mxfp4GptOssExperts":
+        return _experts(found)
+    if type(module).__name__ != "Mxfp4GptOssMLP":
+        return None
+    if type(found.router).__name__ != "GptOssTopKRouter":
+        return f"its router is a {type(found.router).__name__}, which is not read"
+    experts = _experts(found.experts)
+    return experts if isinstance(experts, str) else RoutedExperts(found.router, experts)
+
+
+def _experts(experts: Any) -> nn.Module | str:
+    if getattr(experts, "_is_hooked", False):
+        return "its experts are shared among ranks"
+    if experts.limit is None:
+        return "its activation is not clamped, as gpt-oss has it"
+    if not hasattr(torch.ops.transformers, "grouped_mm_fallback"):
+        return "transformers has no grouped_mm_fallback; transformers 5 has"
+    weights = {}
+    for name in _PROJECTIONS:
+        found = _stored(experts, name)
+        if isinstance(found, str):
+            return found
+        weights[name] = found
+    return Mxfp4Experts(experts, weights)
+
+
+def _stored(experts: Any, name: str) -> tuple[torch.Tensor, torch.Tensor] | str:
+    """(blocks [E, N, K / 32, 16], scales [E, N, K / 32]) of a projection as files have them, or
+    why they are not had."""
+    if hasattr(experts, f"{name}_blocks"):
+        blocks, scales = (getattr(experts, f"{name}_{part}") for part in ("blocks", "scales"))
+        return blocks.detach(), scales.detach()
+    weight, precision = getattr(experts, name), getattr(experts, f"{name}_precision_config")
+    if precision is None or not hasattr(weight, "storage"):
+        return f"{name} holds no weight yet: the file is not loaded"
+    columns = _as_in_files(weight), _as_in_files(precision.weight_scale)
+    for part in columns:
+        if isinstance(part, str):
+            return f"{name}: {part}"
+    codes, scales = columns
+    rows = getattr(experts, f"{name}_bias").shape
+    if codes.shape[:2] != rows or scales.shape != (*rows, codes.shape[2] * 2 // _BLOCK):
+        return f"{name} has codes {list(codes.shape)} and scales {list(scales.shape)}"
+    return codes.unflatten(-1, (scales.shape[-1], -1)), scales
+
+
+def _as_in_files(tensor: Any) -> Any:
+    """The bytes [E, N, bytes] of a tensor of the hub, whose layouts have them [E, bytes, N], or why
+    they are not had."""
+    data, layout = tensor.storage.data, tensor.storage.layout
+    if data.dtype != torch.uint8:
+        return f"it is stored as {data.dtype}"
+    if type(layout).__name__ not in _LAYOUTS:
+        return f"the layout {type(layout).__name__} is not read"
+    if type(layout).__name__ != "StridedLayout" and data.is_meta:
+        return "its bytes, in another order, are on the meta device"
+    found = layout.unswizzle_data(data)
+    if found is not data and not torch.equal(layout.swizzle_data(found), data):
+        return f"{type(layout).__name__} does not undo its own order"
+    return found.transpose(-2, -1)

@@ -1,0 +1,65 @@
+"""Linears of HQQ, 4 bits: a byte holds codes of rows that are half the matrix apart.
+
+In a copy of the bytes that is made once, it holds neighbours of a row, as kernels read them. The
+arithmetic is that of the library's `Quantizer.dequantize`, in its compute dtype.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tilewright.compiler.quantised.coded_linear import CodedLinear
+
+
+class HqqLinear(CodedLinear):
+    """packed [N, K / 2], the first of a byte's two codes in its low nibble; zero, scale [N * K /
+    group, 1]: weight = (code - zero) * scale, rounded twice."""
+
+    packed: torch.Tensor
+    zero: torch.Tensor
+    scale: torch.Tensor
+
+    def extra_repr(self) -> str:
+        groups = len(self.scale) // self.out_features
+        return f"{super().extra_repr()}, group_size={self.in_features // groups}"
+
+    def weight_of_codes(self, dtype: torch.dtype) -> torch.Tensor:
+        codes = torch.stack([self.packed & 15, self.packed >> 4], -1).view(len(self.scale), -1)
+        weight = (codes.to(self.scale.dtype) - self.zero) * self.scale
+        return weight.view(self.out_features, self.in_features).to(dtype)
+
+
+def replacement(module: nn.Module) -> nn.Module | str | None:
+    """The module that decodes in PyTorch, or why there is none; None for another library's."""
+    if not type(module).__module__.startswith("hqq.") or type(module).__name__ != "HQQLinear":
+        return None
+    found: Any = module
+    if not found.ready:
+        return "its weight is not quantised yet"
+    meta = found.meta
+    if meta["nbits"] == 8 and meta["axis"] == 1:
+        return None  # it is traced as it is
+    if meta["packing"] != "4bit_u8":
+        return f"{meta['nbits']}-bit codes ({meta['packing']}) are not read; 4-bit in uint8 are"
+    if meta["axis"] != 1:
+        return "its groups lie along the rows (axis 0)"
+    if meta["view_as_float"] or meta.get("quant_zero") or meta.get("quant_scale"):
+        return "its codes are stored as floats, or its scales as codes"
+    if "zero_scale" in meta or not isinstance(meta.get("zero"), torch.Tensor):
+        return "its zeros and scales are moved to its device in each call (offload_meta)"
+    rows, columns = meta["shape"]
+    if columns % 2 or columns % meta["group_size"]:
+        return "its groups go across rows"
+    tensors = {"packed": _packed(found.W_q, rows, columns), "bias": found.bias}
+    tensors |= {name: meta[name] for name in ("zero", "scale")}
+    return HqqLinear(columns, rows, tensors)
+
+
+def _packed(stored: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """Bytes [N, K / 2] of neighbours, the first low, of the library's, whose high nibbles are the
+    first half of the grouped matrix, and low ones the second."""
+    codes = torch.cat([stored.detach() >> 4, stored.detach() & 15]).view(rows, columns)
+    return codes[:, 0::2] | codes[:, 1::2] << 4

@@ -1,0 +1,43 @@
+"""Views of the elements at one position of every word, and of all positions together again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tilewright.patterns import effects
+from tilewright.patterns.dataflow import View
+from tilewright.patterns.effects import Atom, Effect, InexpressibleError
+
+
+def every(rows: View, axis: int, per: int, position: int) -> View:
+    """Every `per`-th element along `axis`, from `position` on."""
+    shape = list(rows.shape)
+    shape[axis : axis + 1] = [shape[axis] // per, per]
+    apart = effects.reshape(rows.effect, shape)
+    return View(rows.value, effects.select(apart, axis + 1, position))
+
+
+def joined(views: Sequence[View | None], axis: int) -> View | None:
+    """The inverse of :func:`every`: what the positions see, as one view; None for none at all.
+
+    Raises InexpressibleError where they see unrelated things.
+    """
+    first = views[0]
+    if first is None or any(v is None or v.value is not first.value for v in views):
+        if any(v is not None for v in views):
+            raise InexpressibleError("positions of a word with and without a scale")
+        return None
+    starts = [v.effect.start for v in views if v is not None]
+    steps = [b - a for a, b in zip(starts[0], starts[1], strict=True)]
+    moved = [a for a, step in enumerate(steps) if step]
+    for position, view in enumerate(views):
+        assert view is not None
+        expected = tuple(s + position * step for s, step in zip(starts[0], steps, strict=True))
+        if view.effect != Effect(first.effect.dims, expected) or len(moved) > 1:
+            raise InexpressibleError("positions of a word with scales of their own")
+    inner = Atom(moved[0], steps[moved[0]], len(views)) if moved else Atom(None, 0, len(views))
+    if inner.step < 0:
+        raise InexpressibleError("positions of a word in descending order")
+    dims = list(first.effect.dims)
+    dims[axis] = effects.coalesce((*dims[axis], inner))
+    return View(first.value, Effect(tuple(dims), starts[0]))
