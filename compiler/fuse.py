@@ -183,7 +183,7 @@ def _attempt(
                 found = find(flow, patterns, check, failures)
                 wanted, left = plan(found, options, len(rewritten))
                 inside = unseen_in_bodies(graph, modes, patterns)
-                unseen = [*unseen_in_transforms(graph, modes), *unknown_writes(flow, found.matches)]
+                unseen = [*unseen_in_transforms(modes), *unknown_writes(flow, found.matches)]
             with clock.phase("rewrite"):
                 done, no = rewrite_sites(graph, flow, wanted, failures, planned)
             missed = found.misses if options.everywhere else lost_nowhere(found.misses, patterns)

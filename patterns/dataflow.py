@@ -16,7 +16,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, wraps
 from operator import attrgetter, itemgetter
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import fx
@@ -92,13 +92,14 @@ class Value:
         return source_of(self.node)
 
 
+P = ParamSpec("P")
 T = TypeVar("T")
 _ANSWERS: ContextVar[dict[Any, Any] | None] = ContextVar("answers", default=None)
 
 
 @contextmanager
 def remembering() -> Iterator[None]:
-    """Has functions marked with :func:`once` computed once for each value, until it is left."""
+    """Has functions marked with :func:`once` computed once for equal arguments, until it ends."""
     token = _ANSWERS.set({})
     try:
         yield
@@ -106,21 +107,21 @@ def remembering() -> Iterator[None]:
         _ANSWERS.reset(token)
 
 
-def once(function: Callable[[Value], T]) -> Callable[[Value], T]:
-    """A function of a value that reads what the value is computed from, and nothing else.
+def once(function: Callable[P, T]) -> Callable[P, T]:
+    """A function of values and views that reads what these are computed from, and nothing else.
 
     Its answers are kept within :func:`remembering`, and not with the values, which would be kept
     alive by what holds them.
     """
 
     @wraps(function)
-    def remembered(value: Value) -> T:
+    def remembered(*args: P.args, **kwargs: P.kwargs) -> T:
         answers = _ANSWERS.get()
         if answers is None:
-            return function(value)
-        key = function, value
+            return function(*args, **kwargs)
+        key = function, args, *kwargs.items()
         if key not in answers:
-            answers[key] = function(value)
+            answers[key] = function(*args, **kwargs)
         answer: T = answers[key]
         return answer
 
@@ -140,7 +141,7 @@ class View:
 
     @property
     def is_whole(self) -> bool:
-        return effects.is_identity(self.effect, self.value.shape)
+        return self.effect == self.value.whole.effect
 
     @property
     def is_regrouped(self) -> bool:
@@ -336,16 +337,16 @@ def upstream(
 ) -> Iterator[Value]:
     """`value` and what it is computed from, nearest first, `reach` values at most, each once; not
     what lies behind values that `through` refuses."""
-    front, seen = [value], {value}
-    for _ in range(reach):
-        if not front:
+    found, seen = [value], {value}
+    for count, item in enumerate(found):  # grows meanwhile
+        if count == reach:
             return
-        item = front.pop(0)
         yield item
         if through(item):
-            before = dict.fromkeys(v.value for v in item.operands if v.value not in seen)
-            seen.update(before)
-            front += before
+            for view in item.operands:
+                if view.value not in seen:
+                    seen.add(view.value)
+                    found.append(view.value)
 
 
 @dataclass(frozen=True, eq=False)

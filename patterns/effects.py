@@ -48,7 +48,7 @@ class Effect(NamedTuple):
 
     @property
     def shape(self) -> tuple[Size, ...]:
-        return tuple([d[0].length if len(d) == 1 else _length(d) for d in self.dims])
+        return tuple([(d[0].length if len(d) == 1 else _length(d)) if d else 1 for d in self.dims])
 
 
 def _length(dim: Dim) -> Size:

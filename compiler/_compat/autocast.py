@@ -11,11 +11,6 @@ from torch import fx
 from torch.amp.autocast_mode import _enter_autocast
 
 
-def has_autocast(graph: fx.Graph) -> bool:
-    """Whether a graph enters autocast, or leaves it for a while."""
-    return bool(graph.find_nodes(op="call_function", target=_enter_autocast, sort=False))
-
-
 def autocast_in_force(node: fx.Node) -> dict[str, torch.dtype | None]:
     """The dtype of autocast where a node stands, None where it is off, for each device type for
     which the graph itself sets another than there is around it."""

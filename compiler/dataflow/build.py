@@ -100,7 +100,7 @@ class _Builder:
         access = access_of(node)
         if access.everything:
             self.opaque.append(node)
-        if node.op == "call_module" or self._is_transformed(node):
+        if node.op == "call_module" or self._meets(self.memory.storages.wrapped, node):
             self._unknown_call(node, name, result, access)
             return
         if name in spelling.NOISE:
@@ -121,7 +121,11 @@ class _Builder:
             self._in_place(node, of, name[:-1], result)
         elif access or (name == "getitem" and of is None):
             self._unknown_call(node, name, result, access)
-        elif isinstance(result, torch.Tensor) and self._unwraps(node, result):
+        elif (
+            isinstance(result, torch.Tensor)
+            and self._meets(self.memory.storages.subclasses, node)
+            and self._unwraps(node, result)
+        ):
             return
         elif of is not None and name in spelling.SPLITS and isinstance(result, (tuple, list)):
             self._split(node, of, name, result)
@@ -138,11 +142,9 @@ class _Builder:
         ):
             self._compute(node, name, result)
 
-    def _is_transformed(self, node: fx.Node) -> bool:
-        """Whether a node reads or returns tensors in which vmap, grad or jvp hide dimensions or
-        tangents."""
-        wrapped = self.memory.storages.wrapped
-        return bool(wrapped) and (node in wrapped or not wrapped.isdisjoint(node.all_input_nodes))
+    def _meets(self, nodes: set[fx.Node], node: fx.Node) -> bool:
+        """Whether a node reads the tensors of some nodes, or is one of them."""
+        return bool(nodes) and (node in nodes or not nodes.isdisjoint(node.all_input_nodes))
 
     # --- layout ---
 
@@ -452,7 +454,7 @@ class _Builder:
             kwargs=kwargs or {},
             store=store,
         )
-        if projects(value) or any(v.value.projected for v in value.operands):
+        if any(v.value.projected for v in value.operands) or projects(value):
             object.__setattr__(value, "projected", True)
         self.values.append(value)
         for operand in {v.value: None for v in value.operands}:

@@ -48,17 +48,22 @@ class Storages:
         self._unknown: dict[int, int] = {}
         #: Nodes whose tensors hide dimensions or tangents, inside of vmap, grad and jvp.
         self.wrapped: set[fx.Node] = set()
+        #: Nodes whose tensors are of a class that wraps others.
+        self.subclasses: set[fx.Node] = set()
+        # The keys of the graph's tensors by their id, with the tensor, so that no other gets it.
+        self._keys: dict[int, tuple[torch.Tensor, tuple[int, ...]]] = {}
         for node in graph.nodes:
             for tensor in _compat.tensors_of(node):
                 if _compat.is_functorch_wrapper(tensor):
                     self.wrapped.add(node)
+                if _compat.is_subclass(tensor):
+                    self.subclasses.add(node)
                 keys = _compat.storage_keys(tensor)
+                self._keys[id(tensor)] = tensor, keys
                 if not keys:
                     keys = (self._unknown.setdefault(id(tensor), -id(tensor)), *self._given(node))
-                keys = (
-                    *keys,
-                    *(key for t in node.meta.get(LIES_WITH, ()) for key in _compat.storage_keys(t)),
-                )
+                for other in node.meta.get(LIES_WITH, ()):
+                    keys = (*keys, *_compat.storage_keys(other))
                 if len(keys) > 1:
                     self._joined.union(*keys)
 
@@ -69,9 +74,14 @@ class Storages:
             for key in _compat.storage_keys(tensor) or (-id(tensor),)
         ]
 
+    def keys(self, tensor: torch.Tensor) -> tuple[int, ...]:
+        """The keys of a tensor's memory, of which torch names none for some."""
+        known = self._keys.get(id(tensor))
+        return _compat.storage_keys(tensor) if known is None else known[1]
+
     def of(self, tensor: torch.Tensor) -> int:
         """The number of a tensor's memory."""
-        keys = _compat.storage_keys(tensor)
+        keys = self.keys(tensor)
         key = keys[0] if keys else -id(tensor)
         return self._joined[key] if key in self._joined.parents else key
 
@@ -105,7 +115,7 @@ class MemoryMap:
         """
         if is_constant is None:
             is_constant = is_input and isinstance(tensor, torch.nn.Parameter)
-        strided = bool(_compat.storage_keys(tensor))
+        strided = bool(self.storages.keys(tensor))
         memory = Memory(
             root=node,
             is_input=is_input,

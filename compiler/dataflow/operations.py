@@ -206,9 +206,10 @@ def _with_numbers(op: str, args: tuple[Any, ...], dtype: torch.dtype) -> tuple[A
 
     Beside floats of the result's dtype either is the same: neither decides the dtype.
     """
+    if op not in _ARITHMETIC or not dtype.is_floating_point:
+        return args
     views = [a for a in args if isinstance(a, View)]
-    wide = any(v.shape and v.value.dtype == dtype for v in views)
-    if op not in _ARITHMETIC or len(views) != 2 or not wide or not dtype.is_floating_point:
+    if len(views) != 2 or not any(v.value.dtype == dtype and v.shape for v in views):
         return args
     return tuple(_number_or_view(a) if isinstance(a, View) else a for a in args)
 
@@ -226,7 +227,7 @@ def meets_subclasses(node: fx.Node) -> bool:
 
 def _leading(node: fx.Node) -> list[str]:
     """Which of `input` and `other` are keywords in the place of the first positional arguments."""
-    if len(node.args) > 1 or (node.args and "input" in node.kwargs):
+    if not node.kwargs or len(node.args) > 1 or (node.args and "input" in node.kwargs):
         return []
     names = ("other",) if node.args else ("input", "other")
     return list(takewhile(node.kwargs.__contains__, names))

@@ -9,7 +9,7 @@ traced by itself (`aten_names`); what remains unknown is opaque.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, Protocol
@@ -131,6 +131,13 @@ def name_of(node: fx.Node) -> str:
         return _RENAMED.get(name, name) if namespace == "aten" else _ELSEWHERE.get(whole, whole)
     name = getattr(target, "__name__", str(target))
     return _RENAMED.get(name, name) if is_torch_function(target) else f"python::{name}"
+
+
+def calls_of(graph: fx.Graph, names: Collection[str]) -> list[fx.Node]:
+    """The nodes of a graph whose :func:`name_of` is one of some names, in program order."""
+    called = {node.target: node for node in graph.nodes}
+    wanted = {target for target, node in called.items() if name_of(node) in names}
+    return [node for node in graph.nodes if node.target in wanted] if wanted else []
 
 
 def is_torch_function(target: Any) -> bool:

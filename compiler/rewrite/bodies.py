@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -34,20 +34,23 @@ _READ = frozenset({"flex_attention", "flex_attention_backward"})
 def inline_bodies(graph: fx.Graph, modes: Modes) -> int:
     """Inlines the bodies of such wrappers through which no gradient can flow; returns how many."""
     inlined = 0
-    pending = [node for node in graph.nodes if _is_transparent(node)]
+    pending = _higher_order(graph.nodes)
     for node in pending:
-        if node in modes.recorded:
+        if node in modes.recorded or str(node.target) not in _TRANSPARENT:
             continue
         added = _inlined(node)
         if added is not None:
             inlined += 1
-            pending += filter(_is_transparent, added)
+            pending += _higher_order(added)
     return inlined
 
 
-def _is_transparent(node: fx.Node) -> bool:
-    called = node.target
-    return isinstance(called, torch._ops.HigherOrderOperator) and str(called) in _TRANSPARENT
+def _higher_order(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """The calls of higher-order operators."""
+    nodes = list(nodes)
+    called = {node.target for node in nodes}  # few: asking one of its class is slow
+    operators = {one for one in called if isinstance(one, torch._ops.HigherOrderOperator)}
+    return [node for node in nodes if node.target in operators] if operators else []
 
 
 def _inlined(call: fx.Node) -> list[fx.Node] | None:
@@ -124,7 +127,7 @@ def unseen_in_bodies(graph: fx.Graph, modes: Modes, patterns: Sequence[Pattern])
     """A miss for each pattern that would match in the body of a call that is not inlined."""
     return [
         _unseen(node, pattern, count, modes)
-        for node in graph.nodes
+        for node in _higher_order(graph.nodes)
         for pattern, count in _matches_in(node, patterns).items()
     ]
 
@@ -132,15 +135,14 @@ def unseen_in_bodies(graph: fx.Graph, modes: Modes, patterns: Sequence[Pattern])
 def _matches_in(node: fx.Node, patterns: Sequence[Pattern]) -> Counter[str]:
     """How often each pattern matches in the bodies that a node is given."""
     found: Counter[str] = Counter()
-    called = node.target
-    if not isinstance(called, torch._ops.HigherOrderOperator) or str(called) in _READ:
+    if str(node.target) in _READ:
         return found
     for source in node.all_input_nodes:
         body = attribute_of(source) if source.op == "get_attr" else None
         if isinstance(body, fx.GraphModule):
             matches = find(build_view(body.graph), patterns, check_legality).matches
             found |= Counter(match.pattern for match in matches)
-            for inner in body.graph.nodes:
+            for inner in _higher_order(body.graph.nodes):
                 found |= _matches_in(inner, patterns)
     return found
 

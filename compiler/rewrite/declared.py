@@ -165,8 +165,8 @@ class DeclaredCalls:
     def __init__(self) -> None:
         self._traces: dict[Any, _Trace | _UnfitError] = {}
 
-    def takes(self, node: fx.Node) -> bool:
-        overload = _overload(node)
+    def takes(self, target: Any) -> bool:
+        overload = _overload(target)
         return overload is not None and _meaning_of(overload) is not None
 
     def spell(self, call: fx.Node, write: Writer) -> SpelledOut | None:
@@ -187,7 +187,7 @@ class DeclaredCalls:
 
     def refused(self, call: fx.Node, error: Exception) -> Miss:
         why = str(error) if isinstance(error, _UnfitError) else _raised(error)
-        meaning = _described(_meaning_of(_overload(call)))
+        meaning = _described(_meaning_of(_overload(call.target)))
         message = f"{name_of(call)} is declared as {meaning}, {why}"
         return Miss("declare", "DECLARED_FORM", Stage.ANCHORED, message, (call,))
 
@@ -212,9 +212,8 @@ def _raised(error: Exception) -> str:
     return f"which raises {type(error).__name__}: {what}"
 
 
-def _overload(node: fx.Node) -> Any:
-    """The overload of an operator that a node calls; None for other nodes."""
-    target = node.target
+def _overload(target: Any) -> Any:
+    """The overload of an operator that is called; None where another thing is."""
     if isinstance(target, torch._ops.OpOverloadPacket) and len(target.overloads()) == 1:
         target = getattr(target, target.overloads()[0])
     return target if isinstance(target, torch._ops.OpOverload) else None
@@ -248,7 +247,7 @@ def _require_plain(call: fx.Node) -> None:
 
 
 def _traced(call: fx.Node) -> _Trace:
-    overload = _overload(call)
+    overload = _overload(call.target)
     meaning: Any = _meaning_of(overload)
     if fault := _fault_of_names(meaning, overload):
         raise _UnfitError(f"and takes other arguments. {fault}")

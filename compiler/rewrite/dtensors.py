@@ -16,7 +16,7 @@ from torch import fx
 
 from tilewright.compiler import _compat
 from tilewright.compiler.dataflow.access import access_of
-from tilewright.compiler.dataflow.spelling import argument, name_of
+from tilewright.compiler.dataflow.spelling import argument, calls_of, name_of
 from tilewright.compiler.rewrite.writer import with_inputs
 
 _PLACED_ANEW = ("redistribute", "full_tensor")
@@ -25,12 +25,11 @@ _PLACED_ANEW = ("redistribute", "full_tensor")
 def make_dtensors_plain(graph: fx.Graph) -> None:
     """Replaces sums over ranks, and linears, of DTensors that are unwrapped behind them by those of
     their local tensors."""
-    for node in list(graph.nodes):
-        if name_of(node) in _PLACED_ANEW and (group := _summed_by(node)) is not None:
+    for node in calls_of(graph, _PLACED_ANEW):
+        if (group := _summed_by(node)) is not None:
             _sum_locally(node, group)
-    for node in list(graph.nodes):
-        if name_of(node) == "linear" and _is_dtensor(node):
-            _multiply_locally(node)
+    for node in filter(_is_dtensor, calls_of(graph, ("linear",))):
+        _multiply_locally(node)
 
 
 def _is_dtensor(node: fx.Node) -> bool:

@@ -45,8 +45,8 @@ class _Unreadable(Exception):
 class FlexAttention:
     """Calls of `flex_attention`; one that cannot be spelled out has the reason in its meta."""
 
-    def takes(self, node: fx.Node) -> bool:
-        return node.target is torch.ops.higher_order.flex_attention
+    def takes(self, target: Any) -> bool:
+        return target is torch.ops.higher_order.flex_attention
 
     def spell(self, call: fx.Node, write: Writer) -> SpelledOut:
         return _spelled_out(call, write)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,9 +74,10 @@ class _Call:
 
 def make_arithmetic_new(graph: fx.Graph) -> int:
     """Makes such changes of `graph` return new tensors; returns how many there were."""
-    if not any(_out_of_place(node) for node in graph.nodes):
+    writing = {called for called in {node.target for node in graph.nodes} if _may_write(called)}
+    if not any(node.target in writing and _out_of_place(node) for node in graph.nodes):
         return 0
-    rewriter = _Rewriter(graph)
+    rewriter = _Rewriter(graph, writing)
     return sum(map(rewriter.visit, list(graph.nodes)))
 
 
@@ -84,8 +85,8 @@ def make_arithmetic_new(graph: fx.Graph) -> int:
 
 
 def _out_of_place(node: fx.Node) -> _Call | None:
-    """The call out of place that a node's call in place equals; None for any other."""
-    if not _is_call(node) or not _may_write(node.target):
+    """The call out of place that the call of a node that may write equals; None for any other."""
+    if not _is_call(node):
         return None
     base = node.args[0] if node.args else None
     if not is_tensor_node(base) or not _is_call(base):
@@ -194,14 +195,15 @@ class _Written:
 class _Rewriter:
     """Goes through a graph in program order.
 
-    names: the nodes so far with a tensor in each storage. last: where a node is read last. result:
-    what later nodes read in a node's place; former: the nodes whose place one has taken. moved:
-    nodes whose tensors lie elsewhere since what they come from is new, and where they lay; stepped:
-    those with other strides, too. kept: the tensors that nodes had, so that no new storage gets the
-    key of an old one.
+    writing: what may be called in place. names: the nodes so far with a tensor in each storage.
+    last: where a node is read last. result: what later nodes read in a node's place; former: the
+    nodes whose place one has taken. moved: nodes whose tensors lie elsewhere since what they come
+    from is new, and where they lay; stepped: those with other strides, too. kept: the tensors that
+    nodes had, so that no new storage gets the key of an old one.
     """
 
     graph: fx.Graph
+    writing: Set[Any]
     names: dict[int, list[fx.Node]] = field(default_factory=lambda: defaultdict(list))
     position: dict[fx.Node, int] = field(default_factory=dict)
     last: dict[fx.Node, int] = field(default_factory=dict)
@@ -224,11 +226,13 @@ class _Rewriter:
 
     def visit(self, node: fx.Node) -> bool:
         """Follows what moved before a node, and makes it new where it can be."""
-        for source in node.all_input_nodes:
-            if source in self.result:
-                node.replace_input_with(source, self._result_of(source))
-        self._follow(node)
-        call = _out_of_place(node)  # not before: what it reads may be new by now
+        if self.result:
+            for source in node.all_input_nodes:
+                if source in self.result:
+                    node.replace_input_with(source, self._result_of(source))
+            self._follow(node)
+        # Not before: what it reads may be new by now.
+        call = _out_of_place(node) if node.target in self.writing else None
         done = call is not None and self._make_new(node, call)
         for storage in dict.fromkeys(_compat.storages_of(node)):
             self.names[storage].append(node)
@@ -244,8 +248,8 @@ class _Rewriter:
 
     def _follow(self, node: fx.Node) -> None:
         sources = [source for source in node.all_input_nodes if source in self.moved]
-        before = set(_compat.storages_of(node))
-        if not sources or not before:
+        before = set(_compat.storages_of(node)) if sources else None
+        if not before:
             return
         shares = any(before & self.moved[source] for source in sources)
         if not shares and (self.stepped.isdisjoint(sources) or _is_dense(node)):

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from tilewright.compiler import _compat
-from tilewright.compiler.dataflow.spelling import CASTS, argument, name_of
+from tilewright.compiler.dataflow.spelling import CASTS, argument, calls_of, name_of
 from tilewright.compiler.rewrite.strides import READS, same_steps, unbacked
 from tilewright.compiler.rewrite.writer import Writer
 
@@ -29,8 +29,8 @@ _WHOLE = slice(None, None, None)
 def take_rows_first(graph: fx.Graph) -> int:
     """Moves selections of rows in front of products that nothing else reads; returns how many."""
     moved = 0
-    for node in list(graph.nodes):
-        if name_of(node) in _PRODUCTS and _is_of_rows(node):
+    for node in calls_of(graph, _PRODUCTS):
+        if _is_of_rows(node):
             between, selection = _selected(node)
             if selection is not None and _takes_fewer(node, selection):
                 _move(node, between, selection)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import fx
 
@@ -64,8 +64,8 @@ class KeptCallsError(Exception):
 class Kind(Protocol):
     """A kind of call that is spelled out."""
 
-    def takes(self, node: fx.Node) -> bool:
-        """Whether a node is such a call."""
+    def takes(self, target: Any) -> bool:
+        """Whether a call of `target` is of this kind."""
 
     def spell(self, call: fx.Node, write: Writer) -> SpelledOut | None:
         """Adds what a call means; None for one that is left alone. May raise anything."""
@@ -83,10 +83,10 @@ def spell_out(
     """
     found: list[SpelledOut | None] = []
     misses: list[Miss | None] = []
-    for node in list(graph.nodes):
-        kind = next((kind for kind in kinds if kind.takes(node)), None)
-        if kind is None or node.name in kept:
-            continue
+    called = {node.target for node in graph.nodes}
+    taken = {target: kind for kind in reversed(kinds) for target in called if kind.takes(target)}
+    for node in [node for node in graph.nodes if node.target in taken and node.name not in kept]:
+        kind = taken[node.target]
         write = Writer(node, STANDS_IN)
         try:
             found.append(kind.spell(node, write))
@@ -128,6 +128,8 @@ def _drop(graph: fx.Graph, flow: Dataflow, site: SpelledOut) -> None:
 
 def named_by_calls(done: Sequence[Rewritten], spelled: Sequence[SpelledOut]) -> list[Rewritten]:
     """Rewritten sites that say of spelled-out nodes which call of the user's graph they were."""
+    if not spelled:
+        return list(done)
     calls = {node.name: site.call.name for site in spelled for node in site.added}
     named = []
     for one in done:

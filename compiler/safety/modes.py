@@ -14,8 +14,8 @@ import torch
 from torch import fx
 
 from tilewright.compiler import _compat
-from tilewright.compiler._compat.autocast import autocast_in_force, has_autocast
-from tilewright.compiler.dataflow.spelling import name_of
+from tilewright.compiler._compat.autocast import autocast_in_force
+from tilewright.compiler.dataflow.spelling import calls_of, name_of
 from tilewright.compiler.safety.legality import insertion_node, operands_of
 from tilewright.patterns.dataflow import Dataflow, Value
 from tilewright.patterns.language import Match, Miss, Stage, Weight
@@ -38,6 +38,11 @@ _LEAVE = frozenset(
         "_exit_dual_level",
     }
 )
+# Calls that change a mode of what stands behind them.
+_CHANGES = _LEAVE.union(_ENTER, {
+    "_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode",
+    "_enter_autocast", "_exit_autocast",
+})  # fmt: skip
 #: Results of these are no part of what autograd records, whatever they are given.
 _CUTS = frozenset({"detach", "_autograd_grad", "grad"})
 # Products and attention: what a model computes with its weights.
@@ -102,11 +107,11 @@ def modes_of(graph: fx.Graph, grad: bool) -> Modes:
 
 def _read(graph: fx.Graph, grad: bool) -> dict[fx.Node, Mode]:
     """The mode of each node; empty where no node changes any."""
+    if not calls_of(graph, _CHANGES):
+        return {}
     of: dict[fx.Node, Mode] = {}
     levels: list[str] = []
     before: dict[fx.Node, bool] = {}
-    changed = False
-    casts = has_autocast(graph)
     autocast: frozenset[tuple[str, torch.dtype | None]] = frozenset()
     for node in graph.nodes:
         of[node] = Mode(grad, tuple(levels), autocast)
@@ -122,12 +127,9 @@ def _read(graph: fx.Graph, grad: bool) -> dict[fx.Node, Mode]:
             levels.append(_ENTER[name])
         elif name in _LEAVE and levels:
             levels.pop()
-        elif casts and name in ("_enter_autocast", "_exit_autocast"):
+        elif name in ("_enter_autocast", "_exit_autocast"):
             autocast = frozenset(autocast_in_force(node.next).items())
-        else:
-            continue
-        changed = True
-    return of if changed else {}
+    return of
 
 
 # --- sites ----------------------------------------------------------------------------------------
@@ -190,13 +192,12 @@ def _miss(match: Match, code: str, message: str, node: fx.Node, hint: str = "") 
 # --- what no pattern saw --------------------------------------------------------------------------
 
 
-def unseen_in_transforms(graph: fx.Graph, modes: Modes) -> list[Miss]:
+def unseen_in_transforms(modes: Modes) -> list[Miss]:
     """A miss for each outermost transform in which there are products or attention: their tensors
     hide dimensions or tangents, so no pattern reads them. Dual tensors alone patterns do read."""
     found: dict[fx.Node, list[fx.Node]] = {}
     outermost: fx.Node | None = None
-    for node in graph.nodes:
-        mode = modes.at(node)
+    for node, mode in modes.of.items():
         if not mode.levels:
             outermost = None
         elif outermost is None:
@@ -226,6 +227,8 @@ def _unseen(nodes: Sequence[fx.Node], modes: Modes) -> Miss:
 def unknown_writes(flow: Dataflow, matches: Sequence[Match]) -> list[Miss]:
     """A miss for each call of which is not known what it writes, with products or attention behind
     it; as advice where something behind it matches all the same."""
+    if not flow.opaque:
+        return []
     weighty = [flow.positions[node] for node in flow.graph.nodes if is_weighty(node)]
     matched = max((flow.positions[match.anchor.node] for match in matches), default=-1)
     found = []

@@ -14,7 +14,7 @@ def is_float_cast(value: Value) -> bool:
     """
     if value.op != "cast":
         return False
-    types = (value.dtype, *(v.value.dtype for v in value.operands))
+    types = [value.dtype, *[v.value.dtype for v in value.operands]]
     return all(t.is_floating_point and t.itemsize > 1 for t in types)
 
 
@@ -22,12 +22,12 @@ def strip_casts(view: View) -> tuple[View, tuple[Value, ...]]:
     """The view before any casts between floating types, and the casts."""
     if view.value.op != "cast":
         return view, ()  # nearly all
-    return _strip_all(view.value) if view.is_whole else strip_while(view, is_float_cast)
+    return _strip_all(view)
 
 
 @once
-def _strip_all(value: Value) -> tuple[View, tuple[Value, ...]]:
-    return strip_while(value.whole, is_float_cast)
+def _strip_all(view: View) -> tuple[View, tuple[Value, ...]]:
+    return strip_while(view, is_float_cast)
 
 
 def strip_while(view: View, passes: Callable[[Value], bool]) -> tuple[View, tuple[Value, ...]]:

@@ -71,7 +71,11 @@ class Formula:
 
         item: a view, a number or another argument.
         """
-        return self.matcher(item, Found({}, ()), then)
+        return self.matcher(item, Found({}, ()), then) if self.may_match(item) else None
+
+    def may_match(self, item: Any) -> bool:
+        """Whether the last operation of an argument is one that the formula has."""
+        return self.roots is None or _root(item) in self.roots
 
     def giving(self, **facts: Any) -> Formula:
         """Returns the formula whose matches also bind these names."""

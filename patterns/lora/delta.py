@@ -15,7 +15,7 @@ from typing import Any
 
 from tilewright.patterns import effects
 from tilewright.patterns.arithmetic.equality import equal_values
-from tilewright.patterns.dataflow import Computed, Value, View
+from tilewright.patterns.dataflow import Computed, Value, View, once
 from tilewright.patterns.effects import Size
 from tilewright.patterns.lora.factors import Factors, RowMask, peel
 from tilewright.patterns.lora.product import Product, match_product
@@ -94,6 +94,7 @@ class LoraDelta:
         return self.shrink.shape[1]
 
 
+@once
 def match_delta(view: View) -> LoraDelta | None:
     """The delta that `view` [..., W] is; None for another view."""
     try:

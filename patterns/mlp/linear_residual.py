@@ -10,7 +10,7 @@ tokens that is a number.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -80,10 +80,13 @@ class LinearResidual:
         """Sums of linears for few tokens, those that the op can take and those that come near; and
         norms in front of these that it cannot take."""
         for value in flow.values:
-            products = tuple(_products(value, flow))
+            if value.op != "aten.add":
+                continue
+            sums = list(_sums_of(value, flow))
+            products = tuple(_products(value, sums))
             if products:
                 yield Anchor((value, products[0]), products)
-                for found in _sums_of(value, flow):
+                for found in sums:
                     yield from norms_before(found.linear)
 
     def match(self, anchor: Anchor, flow: Dataflow) -> Match:
@@ -136,8 +139,8 @@ class LinearResidual:
 
 
 def _sums_of(value: Value, flow: Dataflow) -> Iterator[Sum]:
-    """The sums of a linear for few tokens that is not read elsewhere, that a value is."""
-    if value.op != "aten.add" or value.kwargs.get("alpha", 1) != 1:
+    """The sums of a linear for few tokens that is not read elsewhere, that an addition is."""
+    if value.kwargs.get("alpha", 1) != 1:
         return
     for product, residual in value.either_way:
         if product.shape != value.shape or residual.shape != value.shape:
@@ -152,10 +155,10 @@ def _is_taken(found: Sum) -> bool:
     return found.norm is None or isinstance(found.linear.x.shape[0], int)
 
 
-def _products(value: Value, flow: Dataflow) -> Iterator[Value]:
-    """The linears for few tokens that are sides of a sum: first those that the op can take, then
+def _products(value: Value, sums: Sequence[Sum]) -> Iterator[Value]:
+    """The linears for few tokens that are sides of an addition: first those of its `sums`, then
     those of ranks, in another form, or with a norm that the op does not take."""
-    yield from (found.linear.product for found in _sums_of(value, flow))
+    yield from (found.linear.product for found in sums)
     for near in (*_unlike(value), *norms_between(value)):
         yield from near.products
     if (shared := _summed_over_ranks(value)) is not None:
@@ -163,19 +166,14 @@ def _products(value: Value, flow: Dataflow) -> Iterator[Value]:
 
 
 def _unlike(value: Value) -> list[Missed]:
-    """The products that are sides of a sum of two tensors, in a form that the op does not take."""
-    if value.op != "aten.add":
-        return []
+    """The sides of an addition of two tensors that are products in a form that no op takes."""
     sides = [side for side, other in value.either_way if len(other.shape) > 1]
     found = (match_unlike(weighed(side, strip=True)[0]) for side in sides)
     return [one for one in found if one is not None]
 
 
 def _summed_over_ranks(value: Value) -> Value | None:
-    """The linear for few tokens whose sum over ranks is one side of a sum; None for another
-    value."""
-    if value.op != "aten.add":
-        return None
+    """The linear for few tokens whose sum over ranks is one side of an addition, or None."""
     for side in value.operands:
         part = part_of_a_sum(side) if side.shape == value.shape else None
         linear = None if part is None else match_few_tokens(part)

@@ -13,7 +13,7 @@ from tilewright.patterns import effects
 from tilewright.patterns.arithmetic.casts import is_float_cast, value_before_casts
 from tilewright.patterns.arithmetic.equality import equal_values
 from tilewright.patterns.arithmetic.formula import number, tensor
-from tilewright.patterns.dataflow import Computed, Value, View, upstream
+from tilewright.patterns.dataflow import Computed, Value, View, once, upstream
 from tilewright.patterns.effects import InexpressibleError, Size
 from tilewright.patterns.language import Missed, Stage, miss_at
 from tilewright.patterns.quantised.activations import decoded_rows
@@ -87,6 +87,7 @@ class FewTokens:
         return (self.x.value,) if self.coded else (self.x.value, self.weight.value)
 
 
+@once
 def match_few_tokens(view: View, by_head: bool = False) -> FewTokens | None:
     """The linear that a view [tokens..., N] is, or whose columns it is; None for any other view,
     and where there are certainly too many tokens for the op.

@@ -27,9 +27,7 @@ def norms_before(linear: FewTokens) -> Iterator[Missed]:
 
 
 def norms_between(end: Value) -> Iterator[Missed]:
-    """What stands between the sides of a sum and their linears, where that is a norm."""
-    if end.op != "aten.add":
-        return
+    """What stands between the sides of an addition and their linears, where that is a norm."""
     for side in end.operands:
         norm = norm_of(weighed(side)[0]) if side.shape == end.shape else None
         product = None if norm is None else bare_product(norm.x.value)

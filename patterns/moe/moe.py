@@ -86,7 +86,8 @@ class Moe:
             if rows is None or is_expert_gemm(strip_casts(rows)[0].value):
                 continue
             before = upstream(rows.value, _REACH, lambda v: not is_expert_gemm(v))
-            if not _of_earlier_layers(value) >= {v for v in before if is_expert_gemm(v)}:
+            others = {v for v in before if is_expert_gemm(v)}
+            if others and not others <= _of_earlier_layers(value):
                 yield value
         yield from refused_experts(flow)
 

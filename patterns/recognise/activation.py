@@ -59,15 +59,11 @@ _ACTIVATION = _CLAMPED_SWIGLU | _UNARY * tensor("up", holds=_is_not_activated) |
 
 def match_activation(view: View) -> Activation | None:
     """The activation whose result is `view`, or None."""
-    return _activation_that_is(view.value) if view.is_whole else _find_activation(view)
+    return _match_activation(view) if _ACTIVATION.may_match(view) else None
 
 
 @once
-def _activation_that_is(value: Value) -> Activation | None:
-    return _find_activation(value.whole)
-
-
-def _find_activation(view: View) -> Activation | None:
+def _match_activation(view: View) -> Activation | None:
     found: Activation | None = _ACTIVATION.match(view, _clamped)
     return found
 

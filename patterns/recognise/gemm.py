@@ -16,7 +16,7 @@ from typing import Any
 
 from tilewright.ops.formats.fp8_block import BLOCK
 from tilewright.patterns import effects
-from tilewright.patterns.dataflow import Value, View
+from tilewright.patterns.dataflow import Value, View, once
 from tilewright.patterns.effects import Atom, Dim, Effect, Size
 
 
@@ -52,9 +52,13 @@ class Gemm:
 
 def match_gemm(value: Value) -> Gemm | None:
     """The GEMM with a weight that a value is; None for another value."""
-    rule = _RULES.get(value.op)
+    return _gemm_of(value) if value.op in _RULES else None
+
+
+@once
+def _gemm_of(value: Value) -> Gemm | None:
     try:
-        return None if rule is None else rule(value)
+        return _RULES[value.op](value)
     except effects.InexpressibleError:
         return None
 

@@ -62,7 +62,7 @@ class ExpertGemm:
 
 def is_expert_gemm(value: Value) -> bool:
     """Whether a value is such a GEMM."""
-    return rows_of(value) is not None
+    return (value.op == _GROUPED or value.op in _BATCHED) and rows_of(value) is not None
 
 
 def rows_of(value: Value) -> View | None:

@@ -21,7 +21,7 @@ from tilewright.patterns.arithmetic.equality import equal_values
 from tilewright.patterns.arithmetic.steps import clamp_bounds
 from tilewright.patterns.dataflow import Value, View
 from tilewright.patterns.effects import Dim, Effect, Size
-from tilewright.patterns.language import Reject, Stage, reject
+from tilewright.patterns.language import Miss, Reject, Stage, reject
 from tilewright.patterns.quantised.words import holds_codes
 from tilewright.patterns.recognise.dtypes import dtype_name
 from tilewright.patterns.recognise.gemm import (
@@ -181,7 +181,9 @@ READABLE = (
     "(tilewright.compiler.prepare(model) when it is loaded; transformers: dequantize=True)"
 )
 
+# Of a linear that is looked for and need not be there: why it is not is never read.
 _UNNAMED = Path("UNSUPPORTED", Stage.ANCHORED, "its reader")
+_UNSAID = Miss("", _UNNAMED.code, _UNNAMED.stage, "no linear")
 
 
 def rows_of(tensor: View, dims: Sequence[Dim], first: int) -> View:
@@ -258,7 +260,8 @@ class _Search:
         if value.shape != product.shape:
             return None
         try:
-            return _through(self.run(product.value), product, value)
+            found = _Search(_UNNAMED, self.match_delta).run(product.value)
+            return _through(found, product, value)
         except (Reject, effects.InexpressibleError):
             return None
 
@@ -323,6 +326,8 @@ class _Search:
         return replace(inner, clip=float(high))
 
     def refuse(self, value: Value) -> NoReturn:
+        if self.path is _UNNAMED:
+            raise Reject(_UNSAID)
         path, way = self.path, f"between the projection and {self.path.reader}"
         code, what = path.code, f"expected a linear, a norm or a rotation, found {value}"
         if (moved := collective_of(value)) is not None:

@@ -53,7 +53,7 @@ def match_norm(head: View, stage: Stage = Stage.K_PATH, biased: bool = False) ->
 
     biased: it may have a bias; else Reject (UNSUPPORTED) is raised at `stage` for one that has.
     """
-    found = _match_norm(head)
+    found = _match_norm(head) if _NORM.may_match(head) else None
     if found is not None and found.bias is not None and not biased:
         reject(
             "UNSUPPORTED",
@@ -74,16 +74,8 @@ def norm_of(value: View) -> Norm | None:
         return None
 
 
-def _match_norm(head: View) -> Norm | None:
-    return _norm_that_is(head.value) if head.is_whole else _find_norm(head)
-
-
 @once
-def _norm_that_is(value: Value) -> Norm | None:
-    return _find_norm(value.whole)
-
-
-def _find_norm(head: View) -> Norm | None:
+def _match_norm(head: View) -> Norm | None:
     found: Norm | None = _NORM.match(head, lambda found: _made(found, head))
     return found
 

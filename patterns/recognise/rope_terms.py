@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from tilewright.patterns.arithmetic.constants import offsets
 from tilewright.patterns.arithmetic.equality import equal_values
 from tilewright.patterns.arithmetic.steps import keeps_dim, reduced_dims
 from tilewright.patterns.dataflow import Value, View
-from tilewright.patterns.effects import Atom, Effect, InexpressibleError, Size
+from tilewright.patterns.effects import Atom, Dim, Effect, InexpressibleError, Size
 from tilewright.patterns.quantised.words import holds_codes, is_scaled
 from tilewright.patterns.recognise.gemm import match_gemm
 from tilewright.patterns.recognise.linear import match_columns
@@ -296,11 +297,18 @@ def _coefficients(view: View) -> list[tuple[tuple[Leaf, np.ndarray], np.ndarray]
 def _places(view: View) -> dict[int, np.ndarray]:
     """Where each element of a view's last dimension lies on the axes that it walks, the longest
     axis first."""
-    last = view.effect.dims[-1] if view.effect.dims else ()
+    return _places_along(view.effect.dims[-1] if view.effect.dims else ())
+
+
+@lru_cache(maxsize=64)  # layers have the same heads
+def _places_along(last: Dim) -> dict[int, np.ndarray]:
     if not all(isinstance(a.length, int) for a in last):
         raise NotRotation
     axes = {a.axis: a.length for a in last if a.axis is not None}
-    return {axis: offsets(last, {axis: 1}) for axis in sorted(axes, key=lambda a: -axes[a])}
+    places = {axis: offsets(last, {axis: 1}) for axis in sorted(axes, key=lambda a: -axes[a])}
+    for at in places.values():
+        at.flags.writeable = False
+    return places
 
 
 def _sum(view: View, walk: _Walk) -> list[Term]:
