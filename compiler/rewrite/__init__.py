@@ -310,10 +310,10 @@ def _erase(match: Match, materialiser: Materialiser, replaced: Sequence[fx.Node]
     candidates: list[fx.Node] = []
     for store in dict.fromkeys(s.node for s in (*match.stores, *match.scratch)):
         candidates += store.all_input_nodes
-        if store.users:
-            target = argument(store, 0, "input")
-            assert isinstance(target, fx.Node)
+        target = argument(store, 0, "input")
+        if isinstance(target, fx.Node):
             store.replace_all_uses_with(target)
+            materialiser.replaced[store] = target
         graph.erase_node(store)
     candidates += [*(v.node for v in match.absorbed), *replaced]
     erase_unused(graph, flow, candidates)

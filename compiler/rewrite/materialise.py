@@ -73,7 +73,7 @@ class Materialiser:
         self._results: dict[Any, Any] = {}
         # Layouts of views that a reshape gives, by its arguments and what it is given.
         self._reshapes: dict[Any, tuple[Any, ...]] = {}
-        # What an earlier rewrite replaced a node with.
+        # What an earlier rewrite replaced a node with; of an absorbed write, the memory it wrote.
         self.replaced: dict[fx.Node, fx.Node] = {}
         # Values that an earlier rewrite removed but for parts: the op's output that holds those.
         self.parts: dict[Value, tuple[fx.Node, Parts]] = {}
@@ -100,7 +100,9 @@ class Materialiser:
             shape = shape_of(output.meta["example_value"])
             return self.select(output, shape, parts.restate(view.effect))
         home = self.flow.home(view.value)
-        return self.select(self.replaced.get(home, home), view.value.shape, view.effect)
+        while home in self.replaced:
+            home = self.replaced[home]
+        return self.select(home, view.value.shape, view.effect)
 
     def _precedes(self, node: fx.Node) -> bool:
         assert self.serving is not None
