@@ -45,7 +45,7 @@ def call_key(
     if moving:
         where = addresses.copy()
         for position in moving:
-            if position < len(args) and args[position] is not None:
+            if position < min(len(args), len(where)) and isinstance(args[position], tensor_type):
                 address, device = where[position], args[position].get_device()
                 addresses[position] = device, address % ALIGNMENT, where.index(address)
     return tuple(metadata), tuple(addresses)

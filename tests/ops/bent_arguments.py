@@ -363,9 +363,10 @@ def unclear(bent: Bent, outcome: Outcome, names: set[str]) -> str | None:
         if error.op not in ours and bent.op.name not in error.op:
             return f"names another op: {text}"
         return None if error.argument in names else f"names no argument: {text}"
-    wrapper = getattr(function_of(bent.op), "__name__", None)
+    # By hand an op is called by a function of its own, or as its record.
+    wrappers = (getattr(function_of(bent.op), "__name__", None), "__call__")
     inside = any(
-        "/ops/" in frame.filename and "/tests/" not in frame.filename and frame.name != wrapper
+        "/ops/" in frame.filename and "/tests/" not in frame.filename and frame.name not in wrappers
         for frame in outcome.frames
     )
     dispatcher = (

@@ -6,6 +6,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
+from tests.ops.qkv.plain import NUMBERS
 from tilewright.ops.formats.quantized_weight import AWQ_ORDER
 from tilewright.ops.qkv.samples import AttentionCase
 
@@ -72,7 +73,7 @@ def dtypes(draw, kernels):
 
 @st.composite
 def weights(draw, chosen):
-    formats = ["dense", "dense", "int8", "fp8", "int4_k", "int4_n"]
+    formats = ["dense", "dense", "dense", "int8", "fp8", "fp8", "int4_k", "int4_n", *NUMBERS]
     weight_format = draw(st.sampled_from(formats))
     if weight_format == "dense":
         projections = ["separate", "packed", "grouped", "n_major"]
@@ -103,6 +104,14 @@ def blocks(draw, weight_format, chosen):
             options["zeros"] = draw(st.sampled_from(("none", "float", "int")))
             options["zero_point"] = draw(st.integers(-3, 3))
         return options
+    if weight_format in NUMBERS:
+        dtypes = {"nvfp4": (None, torch.float32), "mxfp4": (None,)}
+        return {
+            "words": torch.uint8,
+            "nibble_order": () if weight_format in dtypes else (1, 0),
+            "scale_block": (1, draw(st.sampled_from(groups))),
+            "scale_dtype": draw(st.sampled_from(dtypes.get(weight_format, (torch.float32,)))),
+        }
     words = draw(st.sampled_from((torch.uint8, torch.int32)))
     zeros = draw(st.sampled_from(("none", "float", "int", "packed")))
     orders = [(), AWQ_ORDER] if words == torch.int32 else [(), (1, 0)]

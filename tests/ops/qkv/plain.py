@@ -105,9 +105,23 @@ def heads(a, letter):
     return getattr(a, f"{letter}_weight").shape[:-2].numel()
 
 
-FLOATS = ("nvfp4", "mxfp4")
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
 E2M1 = torch.cat([E2M1, -E2M1])
+# As QLoRA publishes them.
+NF4 = torch.tensor(
+    (
+        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+        -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+        0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+        0.7229568362236023, 1.0,
+    ),
+    dtype=torch.float64,
+)  # fmt: skip
+# In fp32 as bitsandbytes has them: 192nds.
+FP4 = (torch.tensor([0.0, 1, 128, 192, 64, 96, 32, 48]) / 192).double()
+FP4 = torch.cat([FP4, -FP4])
+#: What the codes of a format stand for.
+NUMBERS = {"nvfp4": E2M1, "mxfp4": E2M1, "nf4": NF4, "fp4": FP4}
 
 
 def decoded(a, weight, letter):
@@ -116,7 +130,7 @@ def decoded(a, weight, letter):
         return weight.double()
     heads, dim, hidden = weight.shape
     per = {torch.uint8: 2, torch.int32: 8}.get(weight.dtype, 1)
-    packs_columns = a.weight_format in ("int4_k", *FLOATS)
+    packs_columns = a.weight_format in ("int4_k", *NUMBERS)
     if packs_columns:
         hidden *= per
     if a.weight_format == "int4_n":
@@ -128,8 +142,8 @@ def decoded(a, weight, letter):
         codes = nibble(weight[h, d // per, k], d % per, a.nibble_order)
     else:
         codes = weight.double()
-    if a.weight_format in FLOATS:
-        codes = E2M1[codes.long()]
+    if a.weight_format in NUMBERS:
+        codes = NUMBERS[a.weight_format][codes.long()]
     bn, bk = a.scale_block
     row, group = (h * dim + d) // bn, k // bk
     zero = torch.full_like(codes, a.zero_point)
