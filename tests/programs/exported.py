@@ -28,8 +28,8 @@ from tests.programs.tally import JUDGED, Outcome, Tally
 from tilewright.compiler.verify import clone_inputs
 
 #: Export makes a buffer of a table that the model makes where it uses it, and names constants
-#: apart: whose numbers a graph does not know.
-TABLES = ("WEIGHT_FORMAT", "LATENT_WEIGHT")
+#: apart: whose numbers a graph does not know. A weight made of those is any computed weight.
+TABLES = ("WEIGHT_FORMAT", "LATENT_WEIGHT", "LINEAR_FORM")
 #: So it does of lists of positions, which are slices where they lie evenly. A projection in parts
 #: is not read through them; rows are gathered by them, where those of a slice are changed in place.
 LISTS = ("K_PATH", "V_PATH")
