@@ -138,4 +138,6 @@ def test_never_less_accurate_than_the_graph(name: str) -> None:
     graph = (results(with_fresh_caches(a), rounded)[0].double() - exact).norm()
     for choice in choices(a)[:-1]:
         ours = (results(with_fresh_caches(a), choice)[0].double() - exact).norm()
-        assert ours <= graph, choice.reason
+        # bfloat16 holds NVFP4's products of number and scale: both multiply the same weight, and
+        # differ by the order of a sum in fp32.
+        assert ours <= graph * (1 + 2.0**-12), choice.reason
