@@ -84,5 +84,7 @@ def _grouped_mm(
 
 def run_in_float64(gm: fx.GraphModule, inputs: Sequence[Any]) -> Any:
     """The outputs of `gm` in float64. Inputs that it writes to must be float64 already."""
-    runner: Callable[..., Any] = Float64(gm).run
+    interpreter = Float64(gm)
+    interpreter.extra_traceback = False  # an error names the operator, in one line
+    runner: Callable[..., Any] = interpreter.run
     return runner(*inputs)
