@@ -50,6 +50,8 @@ DIMS: dict[str, Any] = {
     "max_position_embeddings": 8192,
     "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
 }
+BACKENDS = dict.fromkeys(("library", "stock"), "inductor")
+BACKENDS |= dict.fromkeys(("tilewright", "bf16"), "tilewright")
 CONFIGS[MODEL] = (LlamaConfig, DIMS)
 
 
@@ -91,11 +93,7 @@ def row_of(form: str, batch: int, models: dict[str, Any]) -> dict[str, Any]:
     steps = {name: Step(model, batch) for name, model in models.items()}
     theirs = steps["library"].call(models["library"])
     exact = exact_logits(models["tilewright"], steps["tilewright"].inputs)
-    forms = {
-        name: torch.compile(model, **({"backend": "tilewright"} if ours else {}))
-        for name, model in models.items()
-        for ours in [name in ("tilewright", "bf16")]
-    }
+    forms = {name: torch.compile(model, backend=BACKENDS[name]) for name, model in models.items()}
     graphs = {}
     for name, forward in forms.items():
         graph = attempted(name, steps[name], forward, row)

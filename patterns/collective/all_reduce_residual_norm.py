@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+from tilewright.ops.checks import HALVES
 from tilewright.patterns.collective.sums import RankSum, is_scattered_sum, match_rank_sum
 from tilewright.patterns.dataflow import Dataflow, Value, common_scope
 from tilewright.patterns.language import Match, Result, Sought, Stage, register, reject
-from tilewright.patterns.recognise.dtypes import HALVES, check_dtypes, rows_fact
+from tilewright.patterns.recognise.dtypes import check_dtypes, rows_fact
 from tilewright.patterns.recognise.norm import Norm
 from tilewright.patterns.recognise.row_norm import rms_norm_of
 

@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import torch
 
 from tilewright.codegen.formats import WEIGHT_FORMATS
+from tilewright.ops.checks import HALVES
 from tilewright.ops.formats.nvfp4 import layout_scales, place_scales
 from tilewright.ops.formats.row_groups import ends_in_order, experts_in_order
 from tilewright.ops.formats.scale_layout import group_scale_offsets
@@ -40,7 +41,7 @@ from tilewright.patterns.quantised.expert_arguments import (
     expert_arguments,
 )
 from tilewright.patterns.quantised.experts import match_dequantized_experts, match_dequantized_rows
-from tilewright.patterns.recognise.dtypes import HALVES, check_dtypes, dtype_name
+from tilewright.patterns.recognise.dtypes import check_dtypes, dtype_name
 from tilewright.patterns.recognise.grouped_gemm import ExpertGemm, match_grouped
 
 # Columns of an NVFP4 block, and of what the op's loads take at a time.

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tilewright.ops.checks import HALVES
 from tilewright.ops.mlp.linear_residual import OP
 from tilewright.patterns import effects
 from tilewright.patterns.arithmetic.casts import is_float_cast, value_before_casts
@@ -20,7 +21,7 @@ from tilewright.patterns.quantised.activations import decoded_rows
 from tilewright.patterns.quantised.scales import Names, weight_arguments
 from tilewright.patterns.quantised.weights import match_scaled_weight, refuse, repeated
 from tilewright.patterns.quantised.words import holds_codes, is_code
-from tilewright.patterns.recognise.dtypes import HALVES, check_dtypes, dtype_name, rows_fact
+from tilewright.patterns.recognise.dtypes import check_dtypes, dtype_name, rows_fact
 from tilewright.patterns.recognise.gemm import (
     Gemm,
     match_gemm,

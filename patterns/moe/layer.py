@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from tilewright.codegen.formats import WEIGHT_FORMATS
+from tilewright.ops.checks import HALVES
 from tilewright.patterns.arithmetic.casts import is_float_cast
 from tilewright.patterns.arithmetic.steps import is_filled
 from tilewright.patterns.dataflow import Dataflow, Value, View
@@ -17,7 +18,7 @@ from tilewright.patterns.language import Stage, reject
 from tilewright.patterns.quantised.expert_arguments import DequantizedExperts, expert_arguments
 from tilewright.patterns.quantised.experts import match_dequantized_experts
 from tilewright.patterns.recognise.activation import Activation
-from tilewright.patterns.recognise.dtypes import HALVES, check_dtypes, rows_fact
+from tilewright.patterns.recognise.dtypes import check_dtypes, rows_fact
 from tilewright.patterns.recognise.grouped_gemm import ExpertGemm
 from tilewright.patterns.recognise.linear import Columns
 from tilewright.patterns.recognise.routing import rows_added_to

@@ -12,7 +12,6 @@ from tilewright.patterns.language import Stage, reject
 
 #: Dtypes of projections and attention, and of experts' GEMMs.
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-HALVES = (torch.bfloat16, torch.float16)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from tilewright.ops.checks import HALVES
 from tilewright.ops.fused_op import FusedOp
 from tilewright.patterns.dataflow import Dataflow, Value, View
 from tilewright.patterns.effects import InexpressibleError
-from tilewright.patterns.recognise.dtypes import HALVES
 from tilewright.patterns.recognise.norm import Norm, norm_of
 
 # Kinds and dtypes. RMS norms are multiplied before they are divided, which wants the range of

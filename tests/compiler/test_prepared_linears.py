@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tests.agreement import ALLOWANCE, relative_error
+from tests.models.shipped import calibrate
 from tilewright.compiler import prepare
 from tilewright.compiler.quantised.gptqmodel import GptqLinear
 
@@ -26,7 +27,6 @@ def compressed(preset, model=None, **weights):
     """A linear as compressed-tensors stores it. weights: fields of the scheme's `weights`."""
     pytest.importorskip("compressed_tensors")
     from compressed_tensors import compressors, quantization
-    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
     model = one_linear() if model is None else model
     scheme = quantization.preset_name_to_scheme(preset, ["Linear"])
@@ -36,26 +36,7 @@ def compressed(preset, model=None, **weights):
     config = quantization.QuantizationConfig(config_groups={"group_0": scheme})
     quantization.apply_quantization_config(model, config)
     linear = model[0]
-    args, rows = linear.quantization_scheme.weights, linear.weight.float()
-    strategy = str(getattr(args.strategy, "value", args.strategy))
-    if strategy == "block":
-        high, wide = args.block_structure
-        rows = rows.unflatten(0, (-1, high)).unflatten(-1, (-1, wide)).transpose(1, 2).flatten(-2)
-    elif "group" in strategy:
-        rows = rows.unflatten(-1, (-1, args.group_size))
-    else:
-        rows = rows.flatten() if strategy == "tensor" else rows.unsqueeze(1)
-    factor = getattr(linear, "weight_global_scale", None)
-    if factor is not None:
-        factor.data.copy_(generate_gparam(rows.amin(), rows.amax()))
-    if hasattr(linear, "input_global_scale"):
-        linear.input_global_scale.data.fill_(448 * 6 / 4.0)
-    scale, zero = calculate_qparams(rows.amin(-1), rows.amax(-1), args, factor)
-    linear.weight_scale.data.copy_(scale.view_as(linear.weight_scale))
-    if hasattr(linear, "weight_zero_point"):
-        linear.weight_zero_point.data.copy_(zero.view_as(linear.weight_zero_point))
-    if hasattr(linear, "input_scale"):
-        linear.input_scale.data.fill_(0.03)
+    calibrate(linear)
     compressors.compress_module(linear)
     return model
 

@@ -118,7 +118,7 @@ def nf4(layer, dtype):
 
 
 def fp4(layer, dtype):
-    """Those of bitsandbytes' other format of four bits."""
+    """Decodes bitsandbytes' FP4 codes, an index into a table of 16 numbers each."""
     return of_table(layer, dtype, formats.TABLES["fp4"])
 
 

@@ -143,7 +143,7 @@ def _compressed(kind: str, folder: Path, scheme: str) -> nn.Module:
     apply_quantization_config(model, QuantizationConfig(config_groups=groups, ignore=LEFT_DENSE))
     for module in model.modules():
         if getattr(module, "quantization_scheme", None) is not None:
-            _calibrate(module)
+            calibrate(module)
             module.quantization_status = QuantizationStatus.FROZEN
     compressor = ModelCompressor.from_pretrained_model(model)
     compressor.compress_model(model)
@@ -152,9 +152,9 @@ def _compressed(kind: str, folder: Path, scheme: str) -> nn.Module:
     return _loaded(folder)
 
 
-def _calibrate(module: Any) -> None:
-    """The scales of a linear's weight, from its smallest and largest elements; a static scale of
-    its activations."""
+def calibrate(module: Any) -> None:
+    """Sets the scales and zeros of a compressed-tensors linear's weight by its smallest and largest
+    elements, and a static scale of its activations."""
     from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
     args = module.quantization_scheme.weights
@@ -175,8 +175,10 @@ def _calibrate(module: Any) -> None:
         factor.data.copy_(generate_gparam(weight.amin(), weight.amax()))
     if hasattr(module, "input_global_scale"):
         module.input_global_scale.data.fill_(448 * 6 / 4.0)
-    scale, _ = calculate_qparams(parts.amin(-1), parts.amax(-1), args, factor)
+    scale, zero = calculate_qparams(parts.amin(-1), parts.amax(-1), args, factor)
     module.weight_scale.data.copy_(scale.view_as(module.weight_scale))
+    if hasattr(module, "weight_zero_point"):
+        module.weight_zero_point.data.copy_(zero.view_as(module.weight_zero_point))
     if hasattr(module, "input_scale"):
         module.input_scale.data.fill_(0.03)
 

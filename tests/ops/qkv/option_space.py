@@ -16,7 +16,7 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def bounded(examples):
-    """Settings that draw so many examples, the same in each run."""
+    """Returns hypothesis settings that draw `examples` examples, the same ones in each run."""
     return settings(
         max_examples=examples,
         derandomize=True,
