@@ -20,7 +20,7 @@ def widths(config: Any) -> tuple[int, int, int]:
 
 
 def new_cache(model: Any, batch: int, max_length: int) -> StaticCache:
-    """A cache of `max_length` tokens for each of `batch` sequences, of a model's dtype and device."""
+    """A cache of `max_length` tokens for each of `batch` sequences, as a model's device has it."""
     heads, *columns = widths(model.config)
     cache = StaticCache(config=model.config, max_cache_len=max_length)
     for number, layer in enumerate(cache.layers):
@@ -42,9 +42,7 @@ def rewind(cache: StaticCache, position: int) -> None:
         layer.cumulative_length.fill_(position)
 
 
-def padded_tokens(
-    batch: int, tokens: int, device: torch.device | str = "cuda"
-) -> torch.Tensor:
+def padded_tokens(batch: int, tokens: int, device: torch.device | str = "cuda") -> torch.Tensor:
     """How many of so many tokens are padding in each sequence of a batch of unequal prompts: of
     sequence b a share of b / (2 * batch)."""
     return tokens * torch.arange(batch, device=device) // (2 * batch)

@@ -132,7 +132,9 @@ class Prepared:
         self.steps = {model.dtype: Step(model, case) for model in models.values()}
         self.graphs: dict[str, torch.cuda.CUDAGraph] = {}
         step, ours = self.step("library"), models["tilewright"]
-        self.logits = {"library": attempted(self.row, "eager", lambda: step.call(models["library"]))}
+        self.logits = {
+            "library": attempted(self.row, "eager", lambda: step.call(models["library"]))
+        }
         with one_at_a_time():
             self.exact = attempted(self.row, "exact", lambda: exact_logits(ours, step.inputs))
 
