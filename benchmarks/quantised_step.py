@@ -3,7 +3,7 @@ for us.
 
     python benchmarks/quantised_step.py [--formats ct-fp8 ...] [--models llama3-8b ...]
         [--cases 1x1 16x1 16x1-padded 64x1] [--variants library stock tilewright bf16]
-        [--errors-only] [--jobs 8] [--out DIR]
+        [--errors-only] [--made-on cpu] [--jobs 8] [--out DIR]
 
 True dims, few layers, a vocabulary of 8192, random weights; cases as `end_to_end.py` names them:
 1000 tokens in a static cache of 2048, the mask given as `generate()` gives it. Microseconds in CUDA
@@ -190,7 +190,7 @@ def prepared_cases(given: argparse.Namespace) -> Iterator[Prepared]:
     """Makes the model of one format, and of each case all but the times."""
     shipped = SHIPPED[given.format]
     facts = {"format": given.format, "model": given.model, "made": made_by(shipped.library)}
-    with torch.device(DEVICE):
+    with torch.device(given.made_on):
         library = loaded(given.format, given.model)
     if library.device.type != DEVICE:
         library = library.to(DEVICE)
@@ -241,7 +241,7 @@ def commands(given: argparse.Namespace) -> dict[str, list[str]]:
             continue
         for kind in (kind for kind in given.models if is_made(form, kind)):
             shared = [__file__, "--format", form, "--model", kind, "--limit", str(given.limit)]
-            shared += ["--errors-only"] if given.errors_only else []
+            shared += ["--made-on", given.made_on, *["--errors-only"][: given.errors_only]]
             shared += ["--variants", *given.variants]
             for cases in [given.cases] if given.errors_only else [[one] for one in given.cases]:
                 found[f"{form} {kind} {' '.join(cases)}"] = [*shared, "--cases", *cases]
@@ -275,6 +275,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=list(CASES))
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
     parser.add_argument("--errors-only", action="store_true", help="times nothing")
+    parser.add_argument("--made-on", default=DEVICE, help="where libraries quantise; then moved")
     parser.add_argument("--jobs", type=int, default=8, help="processes at once")
     parser.add_argument("--limit", type=int, default=300, help="seconds a process may compile")
     parser.add_argument("--format", help="one format, driven by another process")
