@@ -62,6 +62,7 @@ SHARED: dict[str, Any] = {
     "num_key_value_heads": 8,
     "head_dim": 128,
     "max_position_embeddings": 8192,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
 }
 EXPERTS = {"num_experts": 128, "moe_intermediate_size": 768, "num_experts_per_tok": 8}
 #: True dims by name; the small models of `tests/models/shipped.py` are known beside them.
