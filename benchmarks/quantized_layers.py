@@ -39,6 +39,8 @@ class Format:
     x: str = "bf16"
 
     def scale_block(self, rows: int, columns: int) -> list[int]:
+        if self.weight_format == "dense":
+            return []
         width = self.block[1] or columns
         while self.weight_format.startswith("int4") and columns % width:
             width //= 2  # gpt-oss: 2880 columns hold groups of 64
