@@ -146,9 +146,11 @@ def streamed_linear(
     token_mask = tokens < num_tokens
     PART: tl.constexpr = (K + BLOCK_K * SPLIT_K - 1) // (BLOCK_K * SPLIT_K) * BLOCK_K
     EVEN: tl.constexpr = K % (BLOCK_K * SPLIT_K) == 0
-    # Words of codes are loaded and decoded a group at a time, so that they stay in the registers of
-    # the thread that decodes them.
-    TILES: tl.constexpr = max(BLOCK_K // SCALE_COLUMNS, 1) if PER == 8 and not PACKED_ROWS else 1
+    # Words of codes are loaded and decoded a scale's columns at a time, so that they stay in the
+    # registers of the thread that decodes them.
+    TILES: tl.constexpr = (
+        max(BLOCK_K // min(SCALE_COLUMNS, 128), 1) if PER == 8 and not PACKED_ROWS else 1
+    )
     WIDTH: tl.constexpr = BLOCK_K // TILES
     first = part * PART
     columns = first + tl.arange(0, WIDTH)
@@ -193,12 +195,13 @@ def streamed_linear(
     ZERO_TENSOR: tl.constexpr = weight_zero_ptr is not None
     HAS_ZEROS: tl.constexpr = ZERO_TENSOR or ZERO_OFFSET != 0
     GROUPS: tl.constexpr = max(WIDTH // SCALE_COLUMNS, 1)
+    SCALES: tl.constexpr = max(BLOCK_K // SCALE_COLUMNS, 1)
     BLOCKS: tl.constexpr = (K + SCALE_COLUMNS - 1) // SCALE_COLUMNS
     if CODES:
         block_rows = rows // SCALE_ROWS
         scale, zero, up_scale, up_zero = scales_of_step(
             first, weight_scale_ptr, weight_zero_ptr, up_scale_ptr, up_zero_ptr, block_rows,
-            row_mask, BLOCK_STRIDES, UP_BLOCK_STRIDES, SCALE_COLUMNS, TILES * GROUPS, BLOCKS,
+            row_mask, BLOCK_STRIDES, UP_BLOCK_STRIDES, SCALE_COLUMNS, SCALES, BLOCKS,
             PACKED_ZEROS, INTERLEAVED_NIBBLES,
         )  # fmt: skip
     for start in range(0, PART, BLOCK_K):
@@ -212,7 +215,7 @@ def streamed_linear(
                 next_scale, next_zero, next_up_scale, next_up_zero = scales_of_step(
                     first + start + BLOCK_K, weight_scale_ptr, weight_zero_ptr, up_scale_ptr,
                     up_zero_ptr, block_rows, row_mask, BLOCK_STRIDES, UP_BLOCK_STRIDES,
-                    SCALE_COLUMNS, TILES * GROUPS, BLOCKS, PACKED_ZEROS, INTERLEAVED_NIBBLES,
+                    SCALE_COLUMNS, SCALES, BLOCKS, PACKED_ZEROS, INTERLEAVED_NIBBLES,
                 )  # fmt: skip
         for tile in tl.static_range(TILES):
             step = start + tile * WIDTH
@@ -251,8 +254,10 @@ def streamed_linear(
                         ones = tl.full((BLOCK_N, WIDTH), 1.0, DTYPE)
                         sums = tl.dot(ones, second_operand(x, APART).T, sums)
                 else:
+                    own: tl.constexpr = tile * SCALES // TILES
+                    PARTS: tl.constexpr = SCALES // GROUPS
                     product = add_scaled_groups(
-                        product, codes, x, part_of(scale, tile, TILES), part_of(zero, tile, TILES),
+                        product, codes, x, part_of(scale, own, PARTS), part_of(zero, own, PARTS),
                         None, PER, GROUPS, HAS_ZEROS, ZERO_TENSOR, ZERO_OFFSET, False, UNIT,
                     )  # fmt: skip
                 if up_weight_ptr is not None:
@@ -264,8 +269,8 @@ def streamed_linear(
                         up = tl.dot(codes, second_operand(x, APART).T, up)
                     else:
                         up = add_scaled_groups(
-                            up, codes, x, part_of(up_scale, tile, TILES),
-                            part_of(up_zero, tile, TILES), None,
+                            up, codes, x, part_of(up_scale, own, PARTS),
+                            part_of(up_zero, own, PARTS), None,
                             PER, GROUPS, HAS_ZEROS, ZERO_TENSOR, ZERO_OFFSET, False, UNIT,
                         )  # fmt: skip
             else:
