@@ -38,12 +38,13 @@ SWAPPED = Kernel(
     _STRIDES,
     ranges=_COUNTS,
     omitted=_OMITTED,
+    unaligned=("factors",),
 )
 # Of weights of codes.
 SWAPPED_CODES = replace(SWAPPED, dependent=False)
 # Puts x in the order in which the codes' words give up K.
 ORDER = Kernel("qkv.quantized", "order_x", num_stages=1)
-DEQUANTIZE = Kernel("qkv.dequantize", "dequantize_weight", num_stages=1)
+DEQUANTIZE = Kernel("qkv.dequantize", "dequantize_weight", num_stages=1, unaligned=("factor",))
 KERNELS = (EPILOGUE, TILED, SWAPPED, ORDER, DEQUANTIZE)
 
 # Columns of a weight row that are asked for while the kernel before this one ends: where x is

@@ -136,6 +136,8 @@ CODE_CASES = (
                   cache_dtype=FP8),
     AttentionCase("nvfp4", weight_format="nvfp4", words=torch.uint8, scale_block=(1, 16),
                   qk_norm=True, rope_style="half", rotary_dim=32),
+    AttentionCase("nvfp4_factor", weight_format="nvfp4", words=torch.uint8, scale_block=(1, 16),
+                  projection="packed", bias=True, factor=True),
     AttentionCase("nvfp4_floats", weight_format="nvfp4", words=torch.uint8, scale_block=(1, 16),
                   scale_dtype=torch.float32, projection="packed", dtype=torch.float16, bias=True),
     AttentionCase("nf4", weight_format="nf4", words=torch.uint8, nibble_order=(1, 0),

@@ -118,6 +118,7 @@ def streamed_linear(
     PACKED_ZEROS: tl.constexpr = False, CODE_OFFSET: tl.constexpr = 0,
     ZERO_OFFSET: tl.constexpr = 0, NUMBER: tl.constexpr = "", APART: tl.constexpr = False,
     norm_bias_ptr=None, NORM_BIAS_STRIDE: tl.constexpr = 0, LAYER_ROW: tl.constexpr = 0,
+    weight_factor_ptr=None, up_factor_ptr=None,
 ):  # fmt: skip
     """out [T, N] = residual + SCALE * activation(norm(x) @ weight^T + bias) * (norm(x) @
     up_weight^T + up_bias), all but the product optional; fp32, rounded once.
@@ -136,7 +137,8 @@ def streamed_linear(
     "e2m1" or a table (`formats.table_words`). BLOCK_STRIDES: (scale row, scale column, zero row,
     zero column). A scale is for SCALE_ROWS rows by SCALE_COLUMNS columns, a multiple of BLOCK_K, a
     half, a quarter or all of it, or at least K. The zero of a code is CODE_OFFSET + ZERO_OFFSET +
-    the zero tensor's value; PACKED_ZEROS: words of eight rows.
+    the zero tensor's value; PACKED_ZEROS: words of eight rows. A factor is one number, by which all
+    of a weight is multiplied.
     """
     row_tile = tl.program_id(0) // SPLIT_K
     part = tl.program_id(0) % SPLIT_K
@@ -173,6 +175,10 @@ def streamed_linear(
     residual = residual_tile(residual_ptr, places, rows, there, RESIDUAL_STRIDE)
     bias = bias_column(bias_ptr, rows, row_mask, BIAS_STRIDES[0])
     up_bias = bias_column(up_bias_ptr, rows, row_mask, BIAS_STRIDES[1])
+    if weight_factor_ptr is not None:
+        factor = tl.load(weight_factor_ptr)
+    if up_factor_ptr is not None:
+        up_factor = tl.load(up_factor_ptr)
     word_ptrs = word_lines[:, None] + word_columns[None, :] * WEIGHT_STRIDES[1]
     if up_weight_ptr is not None:
         up_ptrs = up_lines[:, None] + word_columns[None, :] * UP_STRIDES[1]
@@ -290,6 +296,10 @@ def streamed_linear(
             up = scaled_whole(
                 up, sums, up_scale, up_zero, None, HAS_ZEROS, ZERO_TENSOR, ZERO_OFFSET, False, UNIT
             )
+    if weight_factor_ptr is not None:
+        product *= factor
+    if up_factor_ptr is not None:
+        up *= up_factor
     finish_linear(
         product, up, squares, bias, up_bias, residual,
         up_weight_ptr, bias_ptr, up_bias_ptr, residual_ptr, out_ptr, workspace_ptr, counters_ptr,

@@ -1,6 +1,6 @@
 """Dequantisation of a weight of 4- or 8-bit codes, for a library GEMM.
 
-    w[n, k] = (code[n, k] - zero[n // bn, k // bk]) * scale[n // bn, k // bk]
+    w[n, k] = (code[n, k] - zero[n // bn, k // bk]) * scale[n // bn, k // bk] * factor
 
 in fp32, rounded once. Nibbles in any order, any strides, scale blocks of any size.
 """
@@ -49,9 +49,10 @@ def dequantize_weight(
     SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, PACKED_ZEROS: tl.constexpr,
     ZERO_ORDER: tl.constexpr, ZERO_POINT: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, UNIT: tl.constexpr, NUMBER: tl.constexpr = "",
+    factor_ptr=None,
 ):  # fmt: skip
-    """A quantised projection weight, dequantised: out [NUM_ROWS, HIDDEN] = (code - zero) * scale in
-    fp32, rounded once to out's dtype.
+    """A quantised projection weight, dequantised: out [NUM_ROWS, HIDDEN] = (code - zero) * scale *
+    factor in fp32, rounded once to out's dtype.
 
     Grid (cdiv(NUM_ROWS, BLOCK_R), cdiv(HIDDEN, BLOCK_K)); out is contiguous. The weight is [heads,
     HEAD_DIM, HIDDEN], or groups of GROUP heads where GROUP is not 0; its strides (group, head, row,
@@ -102,6 +103,8 @@ def dequantize_weight(
         scale = e8m0_value(exponents.to(tl.int32))
     else:
         scale = tl.load(scale_ptr + places, mask=block_mask, other=0.0).to(tl.float32)
+    if factor_ptr is not None:
+        scale *= tl.load(factor_ptr)
     codes -= ZERO_POINT
     if zero_ptr is not None:
         columns = (blocks * BLOCK_STRIDES[3])[None, :]

@@ -7,7 +7,7 @@ with both members of a rotated pair, and K may be split, with a reduction in a f
 
 The kernel also takes weights of 4- or 8-bit codes, read as they are stored:
 
-    w[n, k] = (code[n, k] - zero[n // bn, k // bk]) * scale[n // bn, k // bk]
+    w[n, k] = (code[n, k] - zero[n // bn, k // bk]) * scale[n // bn, k // bk] * factor
 
 Codes are exact in bf16 and fp16, so the tensor cores multiply the codes; scales and zeros are
 applied to the fp32 sums of a group: sum(w x) = scale * (sum(code x) - zero * sum(x)). The weight
@@ -163,6 +163,7 @@ def qkv_projection_swapped(
     q_norm_bias_ptr=None, k_norm_bias_ptr=None, NORM_BIAS_STRIDES: tl.constexpr = None,
     input_norm_bias_ptr=None, INPUT_NORM_BIAS_STRIDE: tl.constexpr = 0,
     INPUT_LAYER_ROW: tl.constexpr = 0, SATURATES: tl.constexpr = True,
+    factors_ptr=None,
 ):  # fmt: skip
     """QKV projection, few tokens: q, k, v = x @ [Wq; Wk; Wv]^T with bias, QK norm, rotary
     embedding, and the store to q and to a paged cache.
@@ -270,6 +271,8 @@ def qkv_projection_swapped(
         if LETS_IN:
             tl.extra.cuda.gdc_launch_dependents()
     # Before the loop: after it nothing would hide the latency of these loads.
+    if factors_ptr is not None:
+        factor = tl.load(factors_ptr + kind)
     heads = head + tl.arange(0, 1)
     low_bias, high_bias = load_bias(
         kind, heads, None, first_pair, q_bias_ptr, k_bias_ptr, v_bias_ptr,
@@ -420,6 +423,8 @@ def qkv_projection_swapped(
             accumulator, sums, scale, zero, x_scale, HAS_ZEROS, q_zero_ptr is not None, ZERO_OFFSET,
             x_scale_ptr is not None, UNIT,
         )  # fmt: skip
+    if factors_ptr is not None:
+        accumulator *= factor
     square = None
     if INPUT_NORM:
         square = tl.sum(squares, axis=1)

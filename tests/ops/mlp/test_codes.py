@@ -60,6 +60,29 @@ def test_tiles(which, name, tiles):
     assert problem is None, problem
 
 
+@pytest.mark.parametrize("name", ["nvfp4_factor", "int8_factor", "mxfp4"])
+def test_a_factor_is_that_of_all_scales(name):
+    """A weight whose sums the factor multiplies, and one with all its scales multiplied by it, give
+    results that differ by no more than a rounding: a power of two here."""
+    for module, cases in ((linear_activation, ACTIVATION_CASES), (linear_residual, RESIDUAL_CASES)):
+        a = module.sample_inputs(coded_case(cases, name))
+        up = {"up_factor": torch.full((1, 1), 0.25)} if module is linear_activation else {}
+        given = replace(a, weight_factor=torch.tensor(0.5), **up)
+        halved = {"weight_scale": scaled(a.weight_scale, -1)}
+        halved |= {"up_scale": scaled(a.up_scale, -2)} if up else {}
+        want = replace(a, weight_factor=None, **halved, **dict.fromkeys(up))
+        results = [interpret(module.OP, one).outcome.result for one in (given, want)]
+        assert torch.equal(*results)
+        assert torch.equal(module.reference(given), module.reference(want))
+
+
+def scaled(scale, exponent):
+    """Scales multiplied by a power of two, exactly."""
+    if scale.dtype == torch.uint8:
+        return scale + exponent
+    return scale.float() * 2.0**exponent
+
+
 @pytest.mark.parametrize("name", ["int8", "int4_in_bytes", "awq"])
 def test_numbers_are_those_of_the_dense_weight(name):
     """The reference, against the op with the weight dequantised by hand in float64."""
@@ -104,6 +127,9 @@ def test_a_row_of_several_tensors_of_codes():
         ({"zero_point": 3}, "zero_point"),
         ({"weight_zero": torch.zeros(80, 1)}, "weight_zero"),
         ({"up_scale": None}, "up_scale"),
+        ({"weight_factor": torch.ones(2)}, "weight_factor"),
+        ({"up_factor": torch.ones((), dtype=torch.float64)}, "up_factor"),
+        ({"weight_factor": torch.ones((), device="meta")}, "weight_factor"),
         ({"up_weight": None, "up_bias": None}, "up_scale"),
         ({"nibble_order": [1, 0]}, "nibble_order"),
     ],

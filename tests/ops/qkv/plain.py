@@ -155,7 +155,8 @@ def decoded(a, weight, letter):
         zero = zero + given.double()[row, group]
     elif given is not None:
         zero = zero + nibble(given[row // 8, group], row % 8, a.nibble_order)
-    return (codes - zero) * scale.double()[row, group]
+    factor = 1.0 if a.factors is None else a.factors["qkv".index(letter)].double()
+    return (codes - zero) * scale.double()[row, group] * factor
 
 
 def nibble(words, j, order):
