@@ -252,7 +252,7 @@ def order_statics(problem: QkvProblem, config: SwappedConfig) -> Statics:
         HIDDEN=problem.hidden,
         PER=q.per_word,
         INTERLEAVED_NIBBLES=q.joins_neighbours,
-        GROUPS=1 if q.block[1] >= problem.hidden else max(config.block_k // q.block[1], 1),
+        GROUPS=q.groups_in(problem.hidden, config.block_k),
         BLOCK_T=ORDER_TOKENS,
         BLOCK_K=config.block_k,
     )
