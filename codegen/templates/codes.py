@@ -82,7 +82,7 @@ def number_pair(
 @triton.jit
 def number_unit(
     DTYPE: tl.constexpr, PER: tl.constexpr, PACKED_ROWS: tl.constexpr, NUMBER: tl.constexpr,
-    SCALED: tl.constexpr,
+    SCALED: tl.constexpr = False,
 ):  # fmt: skip
     """The factor by which numbers that `decoded`, or with SCALED `scaled_numbers`, makes are too
     small."""
