@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import copy as copying
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import product
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from tilewright.compiler.quantised import (
     hqq,
     tensor_subclasses,
 )
+from tilewright.compiler.quantised.coded_linear import share_equal_scales
 
 #: A library's reader: the module that takes another's place; why it is left as it is; None for one
 #: that is not this library's.
@@ -130,7 +130,7 @@ def prepare(model: nn.Module, *, copy: bool = False) -> Prepared:
         elif found is not None:
             _put(model, name, found)
             prepared.replaced.append(Replaced(name, module, found))
-    _share_equal_scales(prepared.replaced)
+    share_equal_scales({one.name: one.module for one in prepared.replaced})
     if any(compressed_tensors.is_compressed(one.original) for one in prepared.replaced):
         left = any(compressed_tensors.is_compressed(one.original) for one in prepared.left)
         prepared._hooks += [] if left else compressed_tensors.without_decompression(model)
@@ -151,18 +151,6 @@ def _taking_place(module: nn.Module, is_root: bool) -> nn.Module | str | None:
         # The very dictionaries: the handles of hooks go on to remove them.
         setattr(found, hooks, getattr(module, hooks))
     return found.train(module.training)
-
-
-def _share_equal_scales(replaced: Sequence[Replaced]) -> None:
-    """Gives linears of one parent that round activations by equal scales one tensor of them: so the
-    activation that they read is seen to be one."""
-    known: dict[tuple[str, str, bytes], nn.Parameter] = {}
-    for one, name in product(replaced, ("input_scale", "input_global_scale")):
-        scale = one.module._parameters.get(name)
-        if scale is not None and not scale.is_meta:
-            parent = one.name.rpartition(".")[0]
-            key = (parent, name, scale.detach().float().cpu().numpy().tobytes())
-            one.module._parameters[name] = known.setdefault(key, scale)
 
 
 def _put(model: nn.Module, name: str, module: nn.Module) -> None:
