@@ -12,12 +12,13 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations.moe import _default_apply_gate
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import cached_file
@@ -30,6 +31,7 @@ from tilewright.compiler.quantised.modelopt_linears import (
     Float8,
     Float8Blocks,
     Float8PerToken,
+    ModelOptExperts,
 )
 
 FILE = "hf_quant_config.json"
@@ -72,7 +74,7 @@ class Stored:
             expected = f"{dtype or 'a float'} {list(shape)}"
             self.refuse(f"expected {expected}, got {self.dtype} {list(self.shape)}")
 
-    def refuse(self, why: str) -> None:
+    def refuse(self, why: str) -> NoReturn:
         raise ValueError(f"{Path(self.file).name}: {self.name}: {why}")
 
     def empty(self) -> nn.Parameter:
@@ -117,6 +119,7 @@ class ModelOptQuantizer(HfQuantizer):
         self, model: nn.Module, checkpoint_files: Sequence[str] = (), **_: Any
     ) -> None:
         stored = {one.name: one for file in checkpoint_files for one in stored_in(file)}
+        _take_experts_apart(model, stored)
         for name, one in stored.items():
             path, _, own = name.rpartition(".")
             if own == "weight_scale":
@@ -124,7 +127,7 @@ class ModelOptQuantizer(HfQuantizer):
         for name, one in stored.items():
             path, _, own = name.rpartition(".")
             if own in _KV_SCALES:
-                model.get_submodule(path).register_parameter(own, one.empty())
+                _module_at(model, path, one).register_parameter(own, one.empty())
             elif own == "weight" and one.dtype in _CODES and f"{path}.weight_scale" not in stored:
                 one.refuse(f"expected {path}.weight_scale beside codes, got none")
 
@@ -150,18 +153,80 @@ class ModelOptQuantizer(HfQuantizer):
         for linear in linears.values():
             linear.settle()
         share_equal_scales(linears)
+        for path, experts in list(model.named_modules()):
+            if isinstance(experts, ExpertsApart):
+                model.set_submodule(path, experts.together())
+
+    def update_weight_conversions(self, weight_conversions: Any, model: nn.Module) -> Any:
+        """Leaves out those into experts of one tensor, where the model has them apart."""
+        apart = any(isinstance(module, ExpertsApart) for module in model.modules())
+        merging = ("experts.gate_up_proj", "experts.down_proj")
+        kept = [
+            conversion
+            for conversion in weight_conversions
+            if not (apart and any(t.endswith(merging) for t in conversion.target_patterns))
+        ]
+        return super().update_weight_conversions(kept, model)
+
+
+class ExpertsApart(nn.Module):
+    """Experts as files have them, each with its linears, while they are loaded."""
+
+    def __init__(self, experts: Any) -> None:
+        super().__init__()
+        self.activation = experts.act_fn
+        number, rows, columns = experts.gate_up_proj.shape
+        shapes = dict.fromkeys(("gate_proj", "up_proj"), (columns, rows // 2))
+        shapes |= {"down_proj": (rows // 2, columns)}
+        with torch.device("meta"):
+            for expert in range(number):
+                linears = {name: nn.Linear(*shape, bias=False) for name, shape in shapes.items()}
+                self.add_module(str(expert), nn.ModuleDict(linears))
+
+    def together(self) -> ModelOptExperts:
+        """The experts with one tensor for all of each projection."""
+        experts: Any = [module for module in self.children() if module is not self.activation]
+        return ModelOptExperts(experts, self.activation)
+
+
+def _take_experts_apart(model: nn.Module, stored: Mapping[str, Stored]) -> None:
+    """Puts experts with linears of their own where the model has them in one tensor, and the file
+    has codes; raises ValueError where some of the model's have none."""
+    coded = {path for name in stored if (path := _experts_of(name))}
+    for path, module in list(model.named_modules()):
+        if isinstance(getattr(module, "gate_up_proj", None), nn.Parameter):
+            if path in coded and _is_plain(module):
+                model.set_submodule(path, ExpertsApart(module))
+            elif coded:
+                raise ValueError(f"{path}: expected experts in codes as the others', got {module}")
+
+
+def _experts_of(name: str) -> str:
+    """The path of experts of which a tensor is a weight's scale; "" for others."""
+    path, _, own = name.rpartition(".")
+    parts = path.rsplit(".", 2)
+    return parts[0] if own == "weight_scale" and len(parts) == 3 and parts[1].isdigit() else ""
+
+
+def _is_plain(experts: Any) -> bool:
+    """Whether experts are silu(gate) * up or the like, gate's rows first, without biases."""
+    known = getattr(type(experts), "_apply_gate", None) is _default_apply_gate
+    return known and not (experts.has_bias or experts.is_transposed) and experts.is_concatenated
+
+
+def _module_at(model: nn.Module, path: str, one: Stored) -> nn.Module:
+    """The module that a tensor of a checkpoint belongs to; raises ValueError without one."""
+    try:
+        return model.get_submodule(path)
+    except AttributeError:
+        one.refuse(f"expected a module of the model at {path}, got none")
 
 
 def _linear_at(model: nn.Module, path: str, one: Stored) -> nn.Linear:
-    """The linear that a tensor of a checkpoint belongs to; raises ValueError where it is none."""
-    try:
-        found: nn.Module | None = model.get_submodule(path)
-    except AttributeError:
-        found = None
-    if type(found) is not nn.Linear:
-        what = "nothing: experts in one tensor are not read" if found is None else type(found)
-        one.refuse(f"expected an nn.Linear of the model at {path}, got {what}")
-    assert isinstance(found, nn.Linear)
+    """The linear that a tensor belongs to; raises ValueError where it is none."""
+    found = _module_at(model, path, one)
+    if not isinstance(found, nn.Linear):
+        one.refuse(f"expected an nn.Linear of the model at {path}, got {type(found).__name__}")
     return found
 
 

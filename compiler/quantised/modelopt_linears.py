@@ -7,8 +7,14 @@ and their scales may have a dimension of experts in front.
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
+from typing import Any
 
+import torch
+from torch import nn
+from transformers.integrations.moe import _grouped_linear
+
+from tilewright.compiler.quantised.coded_experts import CodedExperts
 from tilewright.compiler.quantised.coded_linear import CodedLinear, floats_of_bytes, nearest_e2m1
 from tilewright.ops.formats import fp4
 from tilewright.ops.formats.fp8_block import BLOCK, E4M3_MAX
@@ -130,6 +136,58 @@ class Float4Weights(Float4):
 
     def rounded_by(self, x: torch.Tensor, input_scale: torch.Tensor | None) -> torch.Tensor:
         return x
+
+
+class ModelOptExperts(CodedExperts):
+    """Experts of gated linears. gate_up, down: linears of all experts, their tensors stacked; the
+    rows of up follow those of gate. scales: of the activations of each expert, [E, 1]."""
+
+    def __init__(self, experts: Sequence[nn.ModuleDict], activation: nn.Module) -> None:
+        super().__init__()
+        self.num_experts, self.activation = len(experts), activation
+        pairs = [[one["gate_proj"], one["up_proj"]] for one in experts]
+        self.gate_up = _stacked(pairs)
+        self.down = _stacked([[one["down_proj"]] for one in experts])
+
+    def of_rows(self, x: torch.Tensor, ends: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
+        gate, up = _product(self.gate_up, x, ends, expert).chunk(2, dim=-1)
+        return _product(self.down, self.activation(gate) * up, ends, expert)
+
+
+def _product(
+    linears: Float8, x: torch.Tensor, ends: torch.Tensor, expert: torch.Tensor
+) -> torch.Tensor:
+    """Rows sorted by expert, as the format rounds them, by that expert's weight."""
+    scale = linears._parameters.get("input_scale")
+    x = linears.rounded_by(x, None if scale is None else scale[expert])
+    return _grouped_linear(x, linears.weight_of_codes(x.dtype), ends)
+
+
+def _stacked(parts: Sequence[Sequence[Any]]) -> Float8:
+    """A linear with the tensors of all experts, [E, ..]; parts: linears of each, whose rows follow
+    each other, and whose activations have one scale.
+
+    Raises ValueError where these scales differ, and for biases and `pre_quant_scale`.
+    """
+    first = parts[0][0]
+    tensors = {name: torch.stack([_joined(own, name) for own in parts]) for name in first.needed}
+    rows = sum(part.out_features for part in parts[0])
+    made = type(first)(first.in_features, rows, {"bias": None})
+    for name, tensor in tensors.items():
+        made.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+    return made
+
+
+def _joined(linears: Sequence[Any], name: str) -> torch.Tensor:
+    """A tensor of linears whose rows follow each other."""
+    tensors = [linear._parameters[name] for linear in linears]
+    if name == "input_scale":
+        if any(not torch.equal(tensor, tensors[0]) for tensor in tensors):
+            raise ValueError("input_scale of gate_proj and up_proj: expected one, got two")
+        return tensors[0].reshape(1)
+    if tensors[0].shape == (1, 1) and len(tensors) > 1:
+        tensors = [t.expand(n.out_features, 1) for t, n in zip(tensors, linears, strict=True)]
+    return torch.cat(tensors)
 
 
 def _in_steps(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

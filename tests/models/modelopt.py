@@ -91,16 +91,19 @@ def write(
     """Writes a checkpoint and returns its tensors. algorithm: a name in ALGORITHMS, or "mixed":
     attention in FP8, the rest in NVFP4. stated: whether config.json has it, too. shards: files.
     changes: tensors of other contents; None leaves one out."""
-    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state = experts_apart({name: t.clone() for name, t in model.state_dict().items()})
     layers: dict[str, Any] = {}
-    for name, module in model.named_modules():
-        if type(module) is nn.Linear and not name.endswith(skipped):
+    linears = {name for name, module in model.named_modules() if type(module) is nn.Linear}
+    for name in [key.removesuffix(".weight") for key in state]:
+        if (name in linears or ".experts." in name) and not name.endswith(skipped):
             mixed = "FP8" if "attn" in name else "NVFP4"
             layers[name] = {"quant_algo": mixed if algorithm == "mixed" else algorithm}
-            weight = state.pop(f"{name}.weight").float()
-            made = ALGORITHMS[layers[name]["quant_algo"]](weight)
+            made = ALGORITHMS[layers[name]["quant_algo"]](state.pop(f"{name}.weight").float())
+            if ".experts." in name and "input_scale" in made:
+                made["input_scale"] = made["input_scale"] * (1 + int(name.split(".")[-2]) / 4)
             state |= {f"{name}.{own}": tensor for own, tensor in made.items()}
-        if kv_scales and name.endswith("self_attn"):
+    for name, module in model.named_modules():
+        if kv_scales and hasattr(module, "k_proj"):
             growth = 1 + module.layer_idx / 2
             state[f"{name}.k_proj.k_scale"] = torch.tensor(K_SCALE * growth)
             state[f"{name}.v_proj.v_scale"] = torch.tensor(V_SCALE * growth)
@@ -120,6 +123,23 @@ def write(
         config |= {"quantization_config": how | {"quant_method": "modelopt"}}
     (folder / "config.json").write_text(json.dumps(config))
     return state
+
+
+def experts_apart(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A state whose experts have linears of their own, as files have them."""
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in state.items():
+        path, _, own = name.rpartition(".")
+        if own not in ("gate_up_proj", "down_proj") or tensor.dim() != 3:
+            found[name] = tensor
+            continue
+        for number, weight in enumerate(tensor):
+            parts = {own: weight}
+            if own == "gate_up_proj":
+                parts = dict(zip(("gate_proj", "up_proj"), weight.chunk(2), strict=True))
+            for part, rows in parts.items():
+                found[f"{path}.{number}.{part}.weight"] = rows.clone()
+    return found
 
 
 def _save(state: dict[str, torch.Tensor], folder: Path, shards: int) -> None:
