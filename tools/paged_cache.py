@@ -302,11 +302,11 @@ def kv_scales(model: nn.Module) -> dict[int, Scales]:
     found: dict[int, Scales] = {}
     for module in model.modules():
         number = getattr(module, "layer_idx", None)
-        holders = [(module, module), tuple(getattr(module, f"{x}_proj", None) for x in "kv")]
-        for k, v in holders:
-            scales = getattr(k, "k_scale", None), getattr(v, "v_scale", None)
-            if isinstance(number, int) and all(isinstance(s, torch.Tensor) for s in scales):
-                found[number] = scales[0].detach(), scales[1].detach()
+        linears = (getattr(module, f"{name}_proj", None) for name in "kv")
+        for k_holder, v_holder in ((module, module), tuple(linears)):
+            k, v = getattr(k_holder, "k_scale", None), getattr(v_holder, "v_scale", None)
+            if isinstance(number, int) and k is not None and v is not None:
+                found[number] = k.detach(), v.detach()
     if not found:
         raise ValueError("model: expected attention with k_scale and v_scale, found none")
     return found

@@ -116,7 +116,7 @@ class ModelOptQuantizer(HfQuantizer):
         return False
 
     def _process_model_before_weight_loading(
-        self, model: nn.Module, checkpoint_files: Sequence[str] = (), **_: Any
+        self, model: nn.Module, checkpoint_files: Sequence[str] = (), **others: Any
     ) -> None:
         stored = {one.name: one for file in checkpoint_files for one in stored_in(file)}
         _take_experts_apart(model, stored)
@@ -134,19 +134,17 @@ class ModelOptQuantizer(HfQuantizer):
     def _coded(self, linear: nn.Linear, path: str, stored: Mapping[str, Stored]) -> Float8:
         """The linear that takes the place of a dense one, on the meta device."""
         kind = self.quantization_config.linear_of(path)
-        names = (*kind.needed, *(["bias"] if linear.bias is not None else []))
-        for name in names:
+        for name in kind.needed:
             if f"{path}.{name}" not in stored:
                 stored[f"{path}.weight_scale"].refuse(f"expected {path}.{name} beside it, got none")
-        names += ("pre_quant_scale",) if f"{path}.pre_quant_scale" in stored else ()
+        names = (*kind.needed, "pre_quant_scale")
+        own = {name: one for name in names if (one := stored.get(f"{path}.{name}"))}
         rows, columns = linear.out_features, linear.in_features
-        shapes = {"bias": (rows,), "pre_quant_scale": (columns,), **kind.shapes(rows, columns)}
-        for name in names:
-            dtype = kind.stored if name == "weight" else None
-            stored[f"{path}.{name}"].expect(dtype, shapes.get(name, ()))
-        tensors: dict[str, Any] = {"bias": None}
-        tensors |= {name: stored[f"{path}.{name}"].empty() for name in names}
-        return kind(columns, rows, tensors)
+        shapes = {"pre_quant_scale": (columns,), **kind.shapes(rows, columns)}
+        for name, one in own.items():
+            one.expect(kind.stored if name == "weight" else None, shapes.get(name, ()))
+        tensors = {name: one.empty() for name, one in own.items()}
+        return kind(columns, rows, {"bias": linear.bias, **tensors})
 
     def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> None:
         linears = {n: m for n, m in model.named_modules() if isinstance(m, Float8)}
@@ -191,14 +189,15 @@ class ExpertsApart(nn.Module):
 
 def _take_experts_apart(model: nn.Module, stored: Mapping[str, Stored]) -> None:
     """Puts experts with linears of their own where the model has them in one tensor, and the file
-    has codes; raises ValueError where some of the model's have none."""
+    has codes; raises ValueError where it has them of some experts, and not of these."""
     coded = {path for name in stored if (path := _experts_of(name))}
     for path, module in list(model.named_modules()):
         if isinstance(getattr(module, "gate_up_proj", None), nn.Parameter):
             if path in coded and _is_plain(module):
                 model.set_submodule(path, ExpertsApart(module))
             elif coded:
-                raise ValueError(f"{path}: expected experts in codes as the others', got {module}")
+                known = f"gate_proj, up_proj and down_proj as for {min(coded)}"
+                raise ValueError(f"{path}: expected codes of its experts' {known}, got none")
 
 
 def _experts_of(name: str) -> str:

@@ -106,7 +106,7 @@ class Float4(Float8):
 
     weight_scale_2: torch.Tensor
     stored = torch.uint8
-    needed = ("weight", "weight_scale", "weight_scale_2", "input_scale")
+    needed: tuple[str, ...] = ("weight", "weight_scale", "weight_scale_2", "input_scale")
 
     @classmethod
     def shapes(cls, rows: int, columns: int) -> dict[str, Shape]:
@@ -140,7 +140,7 @@ class Float4Weights(Float4):
 
 class ModelOptExperts(CodedExperts):
     """Experts of gated linears. gate_up, down: linears of all experts, their tensors stacked; the
-    rows of up follow those of gate. scales: of the activations of each expert, [E, 1]."""
+    rows of up follow those of gate. experts: of each the linears gate_proj, up_proj, down_proj."""
 
     def __init__(self, experts: Sequence[nn.ModuleDict], activation: nn.Module) -> None:
         super().__init__()
@@ -159,35 +159,34 @@ def _product(
 ) -> torch.Tensor:
     """Rows sorted by expert, as the format rounds them, by that expert's weight."""
     scale = linears._parameters.get("input_scale")
-    x = linears.rounded_by(x, None if scale is None else scale[expert])
+    x = linears.rounded_by(x, None if scale is None else scale.view(-1, 1)[expert])
     return _grouped_linear(x, linears.weight_of_codes(x.dtype), ends)
 
 
 def _stacked(parts: Sequence[Sequence[Any]]) -> Float8:
     """A linear with the tensors of all experts, [E, ..]; parts: linears of each, whose rows follow
-    each other, and whose activations have one scale.
-
-    Raises ValueError where these scales differ, and for biases and `pre_quant_scale`.
-    """
+    each other. Raises ValueError where their activations have different scales, and for
+    tensors beside those that their format needs."""
     first = parts[0][0]
-    tensors = {name: torch.stack([_joined(own, name) for own in parts]) for name in first.needed}
+    others = {name for own in parts for part in own for name in part.state_dict()} - {*first.needed}
+    if others:
+        raise ValueError(f"experts: expected {', '.join(first.needed)}, got {', '.join(others)}")
     rows = sum(part.out_features for part in parts[0])
     made = type(first)(first.in_features, rows, {"bias": None})
-    for name, tensor in tensors.items():
-        made.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
+    for name in first.needed:
+        tensors = [[part._parameters[name] for part in own] for own in parts]
+        if tensors[0][0].numel() > 1:
+            stacked = torch.stack([torch.cat(own) for own in tensors])
+        elif all(torch.equal(one, own[0]) for own in tensors for one in own):
+            stacked = torch.stack([own[0] for own in tensors])
+        elif name == "input_scale":
+            raise ValueError(f"{name} of gate_proj and up_proj: expected one number, got two")
+        else:
+            sizes = [part.out_features for part in parts[0]]
+            stacked = torch.stack([torch.cat(own).flatten() for own in tensors])
+            stacked = stacked.repeat_interleave(torch.tensor(sizes), 1).unsqueeze(-1)
+        made.register_parameter(name, nn.Parameter(stacked, requires_grad=False))
     return made
-
-
-def _joined(linears: Sequence[Any], name: str) -> torch.Tensor:
-    """A tensor of linears whose rows follow each other."""
-    tensors = [linear._parameters[name] for linear in linears]
-    if name == "input_scale":
-        if any(not torch.equal(tensor, tensors[0]) for tensor in tensors):
-            raise ValueError("input_scale of gate_proj and up_proj: expected one, got two")
-        return tensors[0].reshape(1)
-    if tensors[0].shape == (1, 1) and len(tensors) > 1:
-        tensors = [t.expand(n.out_features, 1) for t, n in zip(tensors, linears, strict=True)]
-    return torch.cat(tensors)
 
 
 def _in_steps(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -172,6 +172,7 @@ def scale_argument(written: Written, device: torch.device) -> View | Computed | 
         return None
     made = scale_of_heads(written.scale, device)
     if made is None:
+        assert isinstance(written.scale, View)
         message = "the cache's scale varies from token to token, or along head_dim"
         hint = "scale the cache as a whole, or by head"
         reject("CAST", Stage.ANCHORED, message, written.scale, hint=hint)

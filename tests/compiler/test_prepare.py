@@ -24,9 +24,9 @@ LEFT = {
     "multiplied apart",
 }
 #: Formats whose activations are floats of four bits: a rounding on the way moves some to the next.
-FLIPS = ("ct-nvfp4", "ct-mxfp4")
+FLIPS = ("ct-nvfp4", "ct-mxfp4", "modelopt-nvfp4")
 #: What needs no preparation.
-PLAIN = ("awq", "hqq-int8")
+PLAIN = ("awq", "hqq-int8", "modelopt-fp8", "modelopt-nvfp4")
 
 
 def load(name, kind, folder):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import save_file
@@ -38,12 +38,17 @@ def fp8_blocks(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     return {"weight": codes, "weight_scale": scale}
 
 
-def nvfp4(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    return nvfp4_weights(weight) | {"input_scale": torch.tensor(LARGEST_ACTIVATION / (6 * 448))}
+def nvfp4(weight: torch.Tensor, largest: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+    return nvfp4_weights(weight, largest) | {
+        "input_scale": torch.tensor(LARGEST_ACTIVATION / (6 * 448))
+    }
 
 
-def nvfp4_weights(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    factor = weight.abs().amax() / (6 * 448)
+def nvfp4_weights(
+    weight: torch.Tensor, largest: torch.Tensor | None = None
+) -> dict[str, torch.Tensor]:
+    """largest: of the weights that share weight_scale_2; None: of this one."""
+    factor = (weight.abs().amax() if largest is None else largest) / (6 * 448)
     groups = weight.unflatten(1, (-1, 16))
     scale = (groups.abs().amax(-1) / (6 * factor)).clamp(2**-9, 448).to(E4M3)
     size = groups / (scale.float() * factor)[..., None]
@@ -58,6 +63,7 @@ ALGORITHMS = {
     "FP8_PER_CHANNEL_PER_TOKEN": fp8_channel,
     "fp8_pb_wo": fp8_blocks,
     "NVFP4": nvfp4,
+    "NVFP4_AWQ": nvfp4,
     "W4A16_NVFP4": nvfp4_weights,
 }
 
@@ -92,13 +98,16 @@ def write(
     attention in FP8, the rest in NVFP4. stated: whether config.json has it, too. shards: files.
     changes: tensors of other contents; None leaves one out."""
     state = experts_apart({name: t.clone() for name, t in model.state_dict().items()})
-    layers: dict[str, Any] = {}
+    dense, layers = dict(state), cast(dict[str, Any], {})
     linears = {name for name, module in model.named_modules() if type(module) is nn.Linear}
     for name in [key.removesuffix(".weight") for key in state]:
         if (name in linears or ".experts." in name) and not name.endswith(skipped):
             mixed = "FP8" if "attn" in name else "NVFP4"
             layers[name] = {"quant_algo": mixed if algorithm == "mixed" else algorithm}
-            made = ALGORITHMS[layers[name]["quant_algo"]](state.pop(f"{name}.weight").float())
+            algo, given = ALGORITHMS[layers[name]["quant_algo"]], {}
+            if algo in (nvfp4, nvfp4_weights) and name.endswith(("gate_proj", "up_proj")):
+                given = {"largest": _largest_of_both(dense, name)}
+            made = algo(state.pop(f"{name}.weight").float(), **given)
             if ".experts." in name and "input_scale" in made:
                 made["input_scale"] = made["input_scale"] * (1 + int(name.split(".")[-2]) / 4)
             state |= {f"{name}.{own}": tensor for own, tensor in made.items()}
@@ -123,6 +132,13 @@ def write(
         config |= {"quantization_config": how | {"quant_method": "modelopt"}}
     (folder / "config.json").write_text(json.dumps(config))
     return state
+
+
+def _largest_of_both(state: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    """The largest of gate's and up's weights, which ModelOpt gives one factor."""
+    path = name.rpartition(".")[0]
+    pair = (state[f"{path}.{own}.weight"].float().abs().amax() for own in ("gate_proj", "up_proj"))
+    return torch.stack(list(pair)).amax()
 
 
 def experts_apart(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

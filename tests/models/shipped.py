@@ -25,6 +25,8 @@ from transformers import (
     StaticCache,
 )
 
+from tests.models import modelopt
+
 GROUP = 64
 SIZES: dict[str, Any] = {
     "vocab_size": 128,
@@ -227,6 +229,14 @@ def _words(
     return {"qweight": codes, "qzeros": zeros, "scales": scales, "g_idx": order}
 
 
+def _modelopt(kind: str, folder: Path, algorithm: str) -> nn.Module:
+    """Written without the library, whose format of files transformers does not read."""
+    from tilewright.compiler import load_modelopt
+
+    modelopt.write(dense(kind), folder, algorithm)
+    return load_modelopt(folder)
+
+
 SHIPPED: dict[str, Shipped] = {
     "torchao-int8": Shipped("torchao", partial(_torchao, config="Int8WeightOnlyConfig")),
     "torchao-int8-dynamic": Shipped(
@@ -256,6 +266,8 @@ SHIPPED: dict[str, Shipped] = {
     "bitsandbytes-int8": Shipped("bitsandbytes", partial(_bitsandbytes, load_in_8bit=True)),
     "hqq-int4": Shipped("hqq", partial(_hqq, bits=4)),
     "hqq-int8": Shipped("hqq", partial(_hqq, bits=8)),
+    "modelopt-fp8": Shipped("transformers", partial(_modelopt, algorithm="FP8")),
+    "modelopt-nvfp4": Shipped("transformers", partial(_modelopt, algorithm="NVFP4")),
     "gptq": Shipped("gptqmodel", partial(_packed, method="gptq")),
     "awq": Shipped("gptqmodel", partial(_packed, method="awq")),
     **{
