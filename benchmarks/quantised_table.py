@@ -119,7 +119,9 @@ other columns: after `tilewright.compiler.prepare(model)`; "replaced": the modul
 "silent": points of the [census](soundness.md#census) that nothing accounts for. "errors": of the
 logits of the library's own forward pass, then of the fused step, both against float64 of the same
 codes. Where a format rounds activations, one that lies next to the middle of two codes may become
-either: most of both errors is that. Codes of misses: [miss-codes.md](miss-codes.md).
+either: most of both errors is that. ModelOpt's checkpoints are written without it, and transformers
+reads them through `tilewright.compiler.load_modelopt` alone: "the library's own forward pass" is
+that of the loaded modules, not compiled. Codes of misses: [miss-codes.md](miss-codes.md).
 
 | | |
 |---|---|
@@ -144,7 +146,7 @@ LIMITS = """## What this page does not show
 
 Experts that these libraries keep in one tensor stay in bfloat16 here, as the libraries leave them
 (`torchao`, `quanto`, `gptqmodel`) or decode them while they load (`compressed-tensors`, whose
-int4 and int8 checkpoints of such models are not made here). Formats that transformers decodes to
+int4 and int8 checkpoints of such models are not made here). ModelOpt's have codes. Formats that transformers decodes to
 bfloat16 where there is no GPU, FineGrainedFP8 and gpt-oss's MXFP4, are dense models on a CPU;
 models whose forward pass decodes such codes are in
 [coverage.md](coverage.md#quantised-formats-x-models). What `prepare` makes of gpt-oss's MXFP4 on a
