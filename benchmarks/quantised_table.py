@@ -146,9 +146,9 @@ LIMITS = """## What this page does not show
 
 Experts that these libraries keep in one tensor stay in bfloat16 here, as the libraries leave them
 (`torchao`, `quanto`, `gptqmodel`) or decode them while they load (`compressed-tensors`, whose
-int4 and int8 checkpoints of such models are not made here). ModelOpt's have codes. Formats that transformers decodes to
-bfloat16 where there is no GPU, FineGrainedFP8 and gpt-oss's MXFP4, are dense models on a CPU;
-models whose forward pass decodes such codes are in
+int4 and int8 checkpoints of such models are not made here); ModelOpt's are codes. Formats that
+transformers decodes to bfloat16 where there is no GPU, FineGrainedFP8 and gpt-oss's MXFP4, are
+dense models on a CPU; models whose forward pass decodes such codes are in
 [coverage.md](coverage.md#quantised-formats-x-models). What `prepare` makes of gpt-oss's MXFP4 on a
 GPU is held to transformers' modules with a stand-in for the hub's kernels
 (`tests/compiler/test_prepared_experts.py`)."""

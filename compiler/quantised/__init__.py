@@ -133,7 +133,9 @@ def prepare(model: nn.Module, *, copy: bool = False) -> Prepared:
     share_equal_scales({one.name: one.module for one in prepared.replaced})
     if any(compressed_tensors.is_compressed(one.original) for one in prepared.replaced):
         left = any(compressed_tensors.is_compressed(one.original) for one in prepared.left)
-        prepared._hooks += [] if left else compressed_tensors.without_decompression(model)
+        if not left:
+            prepared._hooks += compressed_tensors.without_decompression(model)
+            prepared._hooks += compressed_tensors.with_plain_rounding(model)
     return prepared
 
 

@@ -10,9 +10,12 @@ import torch
 from torch import nn
 
 pytest.importorskip("transformers", reason="the models are those of transformers")
-from tests.models.shipped import SHIPPED, dense, step_of
-from tilewright.compiler import lower, prepare
+from transformers import CompileConfig, DynamicCache
+
+from tests.models.shipped import SHIPPED, compressed, dense, step_of
+from tilewright.compiler import lower, prepare, reports
 from tilewright.compiler.quantised import Prepared, coded_linear, compressed_tensors
+from tilewright.tools.paged_cache import PagedCache, kv_scales
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -187,3 +190,49 @@ def test_what_is_no_module_is_refused():
 
 def test_the_outcome_of_a_model_without_modules():
     assert isinstance(prepare(nn.Sequential()), Prepared)
+
+
+def rounds_keys_and_values(folder):
+    pytest.importorskip("compressed_tensors")
+    return compressed("llama", folder, "FP8_DYNAMIC", kv_scales=(0.02, 0.035))
+
+
+def test_keys_and_values_are_rounded_as_compressed_tensors_does(tmp_path):
+    """By a hook of the library, which breaks the graph as it is."""
+    theirs = rounds_keys_and_values(tmp_path / "a")
+    model = rounds_keys_and_values(tmp_path / "b")
+    hooks = [list(layer.self_attn._forward_pre_hooks.values()) for layer in model.model.layers]
+    prepared = prepare(model)
+    assert prepared.left == []
+    assert torch.equal(model(**step_of(model)).logits, theirs(**step_of(theirs)).logits)
+    lowered = lower(model, (), step_of(model))
+    stored = {pattern: count for pattern, count in EVERYTHING.items() if pattern != "qkv_cache"}
+    assert named(lowered.matches) == stored | {"cache_store": 2}
+    assert {miss.code for miss in lowered.misses} == {"K_PATH"}
+    prepared.undo()
+    put_back = [list(layer.self_attn._forward_pre_hooks.values()) for layer in model.model.layers]
+    assert put_back == hooks
+
+
+def test_a_cache_in_eight_bits_rounds_keys_and_values_once(tmp_path):
+    theirs = rounds_keys_and_values(tmp_path / "a")
+    model = rounds_keys_and_values(tmp_path / "b")
+    prepare(model)
+    ids, expected = torch.arange(1, 8)[None], DynamicCache(config=model.config)
+    theirs(ids, past_key_values=expected)
+    scales = kv_scales(model)
+    cache = PagedCache(model.config, page_size=8, dtype=torch.float8_e4m3fn, scales=scales)
+    model(ids, past_key_values=cache)
+    layer, first = cache.paged[0], expected.layers[0]
+    sides = zip((layer.keys, layer.values), scales[0], (first.keys, first.values), strict=True)
+    for pool, scale, stored in sides:
+        found = pool[int(layer.pages.block_table[0, 0]), :7].float() * scale.float()
+        same = (found - stored[0].transpose(0, 1).float()).abs() < 2.0**-8 * found.abs() + 1e-9
+        assert same.float().mean() > 0.97
+    how = CompileConfig(backend="tilewright", mode=None, options={"inner": "eager"})
+    how._compile_all_devices = True
+    cache = PagedCache(model.config, page_size=8, dtype=torch.float8_e4m3fn, scales=scales)
+    model.generate(
+        ids, max_new_tokens=4, do_sample=False, past_key_values=cache, compile_config=how
+    )
+    assert named(reports()[-1].matches) == EVERYTHING

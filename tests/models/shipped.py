@@ -131,9 +131,13 @@ def _bitsandbytes(kind: str, folder: Path, **options: Any) -> nn.Module:
     return model
 
 
-def _compressed(kind: str, folder: Path, scheme: str) -> nn.Module:
+def compressed(
+    kind: str, folder: Path, scheme: str, kv_scales: tuple[float, float] | None = None
+) -> nn.Module:
+    """kv_scales: of keys and values, which are rounded to float8 then."""
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import (
+        QuantizationArgs,
         QuantizationConfig,
         QuantizationStatus,
         apply_quantization_config,
@@ -142,10 +146,16 @@ def _compressed(kind: str, folder: Path, scheme: str) -> nn.Module:
 
     model = dense(kind)
     groups = {"group_0": preset_name_to_scheme(scheme, ["Linear"])}
-    apply_quantization_config(model, QuantizationConfig(config_groups=groups, ignore=LEFT_DENSE))
+    kv = None if kv_scales is None else QuantizationArgs(num_bits=8, type="float", dynamic=False)
+    config = QuantizationConfig(config_groups=groups, ignore=LEFT_DENSE, kv_cache_scheme=kv)
+    apply_quantization_config(model, config)
     for module in model.modules():
         if getattr(module, "quantization_scheme", None) is not None:
-            calibrate(module)
+            if kv_scales is not None and hasattr(module, "k_scale"):
+                module.k_scale.data.fill_(kv_scales[0])
+                module.v_scale.data.fill_(kv_scales[1])
+            else:
+                calibrate(module)
             module.quantization_status = QuantizationStatus.FROZEN
     compressor = ModelCompressor.from_pretrained_model(model)
     compressor.compress_model(model)
@@ -272,7 +282,7 @@ SHIPPED: dict[str, Shipped] = {
     "awq": Shipped("gptqmodel", partial(_packed, method="awq")),
     **{
         f"ct-{scheme.lower().replace('_', '-')}": Shipped(
-            "compressed_tensors", partial(_compressed, scheme=scheme)
+            "compressed_tensors", partial(compressed, scheme=scheme)
         )
         for scheme in (
             "FP8",
