@@ -338,8 +338,9 @@ def keys_and_values_of(attention: nn.Module) -> Rounding | None:
     if "kv_cache" not in children or "impl" in children or scheme is None:
         return None
     rounding = _rounding(scheme.input_activations)
-    static = isinstance(rounding, Rounding) and rounding.dynamic is False
-    return rounding if static and rounding.strategy == "tensor" else None
+    if not isinstance(rounding, Rounding) or rounding.dynamic is not False:
+        return None
+    return rounding if rounding.strategy == "tensor" else None
 
 
 def with_plain_rounding(model: nn.Module) -> list[Callable[[], None]]:
