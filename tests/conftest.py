@@ -1,10 +1,12 @@
 """Makes the shared models importable as `tests.models` wherever pytest is started."""
 
+import functools
 import gc
 import logging
 import os
 import sys
 from pathlib import Path
+from traceback import StackSummary
 
 import pytest
 
@@ -43,7 +45,9 @@ def pytest_collection_finish(session):
 
 def pytest_runtest_setup(item):
     """Dynamo times the guards of each compilation with cold caches, for its log, a tenth of what
-    compiling a small model costs; and writes all of its and Inductor's settings into it."""
+    compiling a small model costs; writes all of its and Inductor's settings into it, each change
+    of an object with all places that made it, and the function's name beside each call, for which
+    it reads whole files."""
     guards = sys.modules.get("torch._dynamo.guards")
     if hasattr(guards, "profile_guard_manager"):
         guards.profile_guard_manager = lambda *arguments: 0.0
@@ -51,6 +55,34 @@ def pytest_runtest_setup(item):
     for name in ("_scrubbed_inductor_config_for_logging", "_get_dynamo_config_for_logging"):
         if hasattr(utils, name):
             setattr(utils, name, lambda: None)
+    config = sys.modules.get("torch._dynamo.config")
+    if hasattr(config, "side_effect_replay_policy"):
+        config.side_effect_replay_policy = "silent"
+    translator = sys.modules.get("torch._dynamo.symbolic_convert")
+    if hasattr(translator, "get_funcname"):
+        translator.get_funcname = lambda filename, lineno: None
+
+
+def _kept_by_place(original):
+    """How a line of code is shown, kept for the nodes of graphs, of which each shows its stack."""
+    known = {}
+
+    @functools.wraps(original)
+    def format_frame_summary(self, frame, **options):
+        if options or frame.locals:
+            return original(self, frame, **options)
+        key = (
+            *frame,
+            *(getattr(frame, name, None) for name in ("colno", "end_lineno", "end_colno")),
+        )
+        if key not in known:
+            known[key] = original(self, frame)
+        return known[key]
+
+    return format_frame_summary
+
+
+StackSummary.format_frame_summary = _kept_by_place(StackSummary.format_frame_summary)
 
 
 @pytest.fixture
