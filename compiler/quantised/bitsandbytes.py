@@ -7,6 +7,7 @@ dtype that is computed in.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,14 +44,26 @@ class TableLinear(CodedLinear):
     def weight_of_codes(self, dtype: torch.dtype) -> torch.Tensor:
         # A table that the module held would be data that may change.
         table = torch.tensor(TABLES[self.quant_type], dtype=torch.float32, device=self.codes.device)
-        nibbles = torch.stack([self.codes >> 4, self.codes & 15], -1).view(len(self.absmax), -1)
-        weight = table[nibbles.int()] * self.absmax.unsqueeze(-1)
-        return weight.view(self.out_features, self.in_features).to(dtype)
+        shape = self.out_features, self.in_features
+        return decoded(self.codes, table, self.absmax, shape, dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         dtype = self.compute_dtype or x.dtype
         bias = None if self.bias is None else self.bias.to(dtype)
         return F.linear(x.to(dtype), self.weight_of_codes(dtype), bias).to(x.dtype)
+
+
+def decoded(
+    codes: torch.Tensor,
+    table: torch.Tensor,
+    absmax: torch.Tensor,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """A weight [N, K] of codes [N * K / 2] uint8, numbers of a table, scales [blocks] in fp32."""
+    nibbles = torch.stack([codes >> 4, codes & 15], -1).view(len(absmax), -1)
+    weight = table[nibbles.int()] * absmax.unsqueeze(-1)
+    return weight.view(*shape).to(dtype)
 
 
 def replacement(module: nn.Module) -> nn.Module | str | None:

@@ -15,13 +15,25 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from tilewright.codegen.formats import TABLES
+from tilewright.compiler.quantised import bitsandbytes
 from tilewright.ops.formats.fp8_block import BLOCK, E4M3_MAX
 
 _E4M3 = torch.float8_e4m3fn
 # The smallest number that finegrained-fp8 divides by.
 _LEAST_DIVISOR = 1e-12
+
+
+class UnfitError(Exception):
+    """A call of which a declared meaning cannot stand in the place: why, and what to do, where that
+    is not the same for all such calls."""
+
+    def __init__(self, why: str, hint: str = "") -> None:
+        super().__init__(why)
+        self.hint = hint
 
 
 def _product(
@@ -30,7 +42,7 @@ def _product(
     """[M, N] of codes [M, K] and [N, K]; scales by blocks, [M, K / block] and [N / block, ...]."""
     groups, columns = scale.shape[1], codes.shape[1]
     if groups not in (1, -(-columns // BLOCK)):
-        raise NotImplementedError(f"{groups} scales along {columns} columns")
+        raise UnfitError(f"which has no form for {groups} scales along {columns} columns")
     b = weight_scale.float().t()
     if 1 < len(weight_scale) < len(weight) and len(weight) % BLOCK:  # a part of the last block
         b = b.repeat_interleave(BLOCK, 1)[:, : len(weight)]
@@ -163,6 +175,38 @@ def by_rows(
     return y.view(*XQ.shape[:-1], len(WQ))
 
 
+# --- bitsandbytes ---------------------------------------------------------------------------------
+
+
+def gemm_4bit(
+    A: Tensor,
+    B: Tensor,
+    shapeB: Sequence[int],
+    absmax: Tensor,
+    blocksize: int,
+    quant_type: str,
+    bias: Tensor | None = None,
+    absmax_8bit: Tensor | None = None,
+    absmax_code: Tensor | None = None,
+    absmax_offset: Tensor | None = None,
+) -> Tensor:
+    """Two codes to a byte, the first in the high nibble; blocks of the flattened weight.
+
+    Scales that are codes too would be decoded by a kernel of their own in each call, which moves
+    an eighth of the weight's bytes, and another eighth goes back to the op.
+    """
+    if absmax_8bit is not None:
+        raise UnfitError(
+            "for scales in float32; here they are codes too (double quantisation), which each call "
+            "would decode",
+            "have the scales decoded once, between from_pretrained and torch.compile: "
+            "tilewright.compiler.prepare(model)",
+        )
+    table = torch.tensor(TABLES[quant_type]).to(B.device)
+    codes = B.reshape(-1).view(torch.uint8)
+    return F.linear(A, bitsandbytes.decoded(codes, table, absmax, shapeB, A.dtype), bias)
+
+
 #: By `kernel::name` of the hub, which stands for all builds, or `namespace::name` of a library.
 OPERATORS: dict[str, Callable[..., Any]] = {
     "finegrained_fp8::w8a8_block_dynamic_fp8_matmul": block_dynamic,
@@ -172,6 +216,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "finegrained_fp8::w8a8_tensor_dynamic_fp8_matmul": tensor_dynamic,
     "finegrained_fp8::w8a8_tensor_dynamic_fp8_matmul_grouped": tensor_grouped,
     "finegrained_fp8::w8a8_tensor_dynamic_fp8_matmul_batched": tensor_batched,
+    "bitsandbytes::gemm_4bit": gemm_4bit,
     "fbgemm::f8f8bf16_rowwise": by_rows,
     "mslk::f8f8bf16_rowwise": by_rows,
 }
