@@ -175,6 +175,28 @@ def by_rows(
     return y.view(*XQ.shape[:-1], len(WQ))
 
 
+# --- DeepGEMM -------------------------------------------------------------------------------------
+
+
+def deep_gemm(
+    a_data: Tensor, a_sf: Tensor, b_data: Tensor, b_sf: Tensor, d: Tensor, c: Tensor | None, **_: Any
+) -> None:
+    if c is not None:
+        raise UnfitError("for a product that is added to nothing; here c is given")
+    if b_data.dtype != _E4M3:
+        raise UnfitError(f"for weights in float8_e4m3fn; here they are in {b_data.dtype}")
+    d.copy_(_product(a_data, _factors(a_sf), b_data, _factors(b_sf), d.dtype))
+
+
+def _factors(sf: Tensor) -> Tensor:
+    """Scales in float32, or as UE8M0, four bytes to a word."""
+    if sf.dtype != torch.int32:
+        return sf
+    # A column of one is contiguous whatever its stride is.
+    words = sf.clone(memory_format=torch.contiguous_format)
+    return words.view(torch.float8_e8m0fnu).float()
+
+
 # --- bitsandbytes ---------------------------------------------------------------------------------
 
 
@@ -217,6 +239,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "finegrained_fp8::w8a8_tensor_dynamic_fp8_matmul_grouped": tensor_grouped,
     "finegrained_fp8::w8a8_tensor_dynamic_fp8_matmul_batched": tensor_batched,
     "bitsandbytes::gemm_4bit": gemm_4bit,
+    "deep_gemm::fp8_fp4_gemm_nt": deep_gemm,
     "fbgemm::f8f8bf16_rowwise": by_rows,
     "mslk::f8f8bf16_rowwise": by_rows,
 }

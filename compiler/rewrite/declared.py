@@ -13,7 +13,7 @@ import fnmatch
 import inspect
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,8 @@ Meaning = Callable[..., Any]
 _DECLARED: dict[str, Meaning] = {}
 # The hub calls the operators of a kernel's build `_<kernel>_<hash>::name`, some with the backend.
 _BUILD = r"_{}(_cuda|_rocm|_xpu)?_[0-9a-z]{{6,}}(_dirty)?"
+# What makes a tensor that holds nothing yet.
+_ROOMS = frozenset({torch.empty, torch.empty_strided, torch.empty_like})
 # ATen's operators, and ours, are known.
 _KNOWN = ("aten", "prim", "prims", "tilewright")
 
@@ -148,11 +150,13 @@ def _among(declared: Mapping[str, Meaning], namespace: str, names: Sequence[str]
 @dataclass(frozen=True)
 class _Trace:
     """What a meaning computes, traced. inputs: the placeholders, one for each input of the call's
-    node. outputs: what it returns, one after the other."""
+    node. outputs: what it returns, one after the other. copies: the calls that overwrite an input
+    as a whole, which nothing else reads or writes, by the input."""
 
     graph: fx.Graph
     inputs: tuple[fx.Node, ...]
     outputs: tuple[Any, ...]
+    copies: Mapping[fx.Node, fx.Node]
 
 
 class DeclaredCalls:
@@ -174,12 +178,16 @@ class DeclaredCalls:
         trace = self._trace_of(call)
         held = call.meta.get("example_value")
         _compare(trace, list(held) if isinstance(held, (tuple, list)) else [held])
-        known = _copy(call, trace, [trace.outputs[at] for at, _ in results], write)
-        _require_same_writes(call, write.added)
+        made = [(trace.outputs[at], result) for at, result in results]
+        rooms = _rooms(call, trace)
+        made += [(trace.copies[taken].args[1], room) for taken, room in rooms.items()]
+        known = _copy(call, trace, [end for end, _ in made], rooms, write)
+        _require_same_writes(call, write.added, rooms.values())
+        inputs = [node for node in call.all_input_nodes if node not in rooms.values()]
         ends: list[fx.Node] = []
-        for at, result in results:
-            ends.append(_end(known[trace.outputs[at]], result, call, ends, write))
-        return stand_in(write, [result for _, result in results], ends) if write.added else None
+        for end, result in made:
+            ends.append(_end(known[end], result, [*inputs, *ends], write))
+        return stand_in(write, [result for _, result in made], ends) if write.added else None
 
     def refused(self, call: fx.Node, error: Exception) -> Miss:
         why = str(error) if isinstance(error, UnfitError) else _raised(error)
@@ -266,7 +274,18 @@ def _traced(call: fx.Node) -> _Trace:
             raise UnfitError(why)
     (returned,) = graph.output_node().args
     outputs = tuple(returned) if isinstance(returned, (tuple, list)) else (returned,)
-    return _Trace(graph, tuple(graph.find_nodes(op="placeholder")), outputs)
+    return _Trace(graph, tuple(graph.find_nodes(op="placeholder")), outputs, _copies(graph))
+
+
+def _copies(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    found = {}
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+        room, source = node.args[:2]
+        tensors = [one.meta["val"] for one in (room, source)]
+        alike = tensors[0].dtype == tensors[1].dtype and tensors[0].shape == tensors[1].shape
+        if room.op == "placeholder" and [*room.users] == [node] and not node.users and alike:
+            found[room] = node
+    return found
 
 
 def _restore_literals(graph: fx.Graph) -> None:
@@ -316,14 +335,35 @@ def _laid_out(held: Any) -> str:
     return f"{dtype}{[*shape_of(held)]} on {held.device}"
 
 
+def _rooms(call: fx.Node, trace: _Trace) -> dict[fx.Node, fx.Node]:
+    """Tensors that the graph makes for the call alone to write as a whole, by the input of the
+    trace: what comes behind may as well read a new one."""
+    given = dict(zip(trace.inputs, call.all_input_nodes, strict=True))
+    return {taken: given[taken] for taken in trace.copies if _is_room(given[taken], call)}
+
+
+def _is_room(node: fx.Node, call: fx.Node) -> bool:
+    if node.op != "call_function" or node.target not in _ROOMS:
+        return False
+    return all(user is call or call < user for user in node.users)
+
+
 def _copy(
-    call: fx.Node, trace: _Trace, used: Sequence[fx.Node], write: Writer
+    call: fx.Node,
+    trace: _Trace,
+    used: Sequence[fx.Node],
+    rooms: Collection[fx.Node],
+    write: Writer,
 ) -> dict[fx.Node, Any]:
-    """Adds the nodes of a trace that the used outputs, and what it writes, are made of."""
+    """Adds the nodes of a trace that the used outputs, and what it writes, are made of.
+
+    rooms: inputs whose copies are left out.
+    """
     known: dict[fx.Node, Any] = dict(zip(trace.inputs, call.all_input_nodes, strict=True))
     needed = set(used)
+    left_out = {trace.copies[room] for room in rooms}
     for node in reversed(trace.graph.nodes):
-        if node in needed or _writes(node):
+        if node not in left_out and (node in needed or _writes(node)):
             needed |= {node, *node.all_input_nodes}
     for node in trace.graph.nodes:
         if node in needed and node not in known:
@@ -335,9 +375,12 @@ def _writes(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and trials.writes(node.target)
 
 
-def _require_same_writes(call: fx.Node, added: Sequence[fx.Node]) -> None:
+def _require_same_writes(
+    call: fx.Node, added: Sequence[fx.Node], rooms: Collection[fx.Node]
+) -> None:
     """Raises UnfitError where a meaning writes other arguments than the operator's schema says."""
     own = {key for tensor in given(call) for key in _compat.storage_keys(tensor)}
+    own -= set(_compat.storages_of(*rooms))
     says, does = (
         own & {k for n in nodes for t in access_of(n).written for k in _compat.storage_keys(t)}
         for nodes in ([call], added)
@@ -354,12 +397,11 @@ def _require_same_writes(call: fx.Node, added: Sequence[fx.Node]) -> None:
 # --- results --------------------------------------------------------------------------------------
 
 
-def _end(
-    made: fx.Node, result: fx.Node, call: fx.Node, others: Sequence[fx.Node], write: Writer
-) -> fx.Node:
-    """The node that stands for a result: it has its strides, and shares memory as that does."""
+def _end(made: fx.Node, result: fx.Node, others: Sequence[fx.Node], write: Writer) -> fx.Node:
+    """The node that stands for a result: it has its strides, and shares memory with the call's
+    inputs and the other results as that does."""
     held, wanted = made.meta["example_value"], result.meta["example_value"]
-    taken = {key for n in (*call.all_input_nodes, *others) for key in _compat.storages_of(n)}
+    taken = set(_compat.storages_of(*others))
     if not taken.isdisjoint(_compat.storage_keys(wanted)):
         if not _compat.holds_in_place(held, wanted):
             raise UnfitError("which returns new memory where the operator returns an argument's")

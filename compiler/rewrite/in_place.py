@@ -148,7 +148,8 @@ def _assigned(node: fx.Node) -> _Call | None:
     """The new tensor of `x[:] = y`, of `x[mask] = number` and of `x[rows] = y`."""
     base, index, value = node.args
     items = index if isinstance(index, tuple) else (index,)
-    if all(item is ... or (isinstance(item, slice) and item == slice(None)) for item in items):
+    sizes = base.meta["example_value"].shape  # type: ignore[union-attr]
+    if _is_whole(items, sizes):
         return _copied(value)
     if not is_tensor_node(index):
         return None
@@ -156,6 +157,24 @@ def _assigned(node: fx.Node) -> _Call | None:
     if at.dtype == torch.bool and tuple(at.shape) == tuple(held.shape):
         return _Call(torch.masked_fill, (base, index, value)) if _holds(held, value) else None
     return _put(base, (index,), value)
+
+
+def _is_whole(items: tuple[Any, ...], sizes: Any) -> bool:
+    """Whether indices take all of a tensor, in its order: `...`, `:`, and `:n` of n."""
+    if items and items[0] is ...:
+        sizes = sizes[len(sizes) - len(items) + 1 :]
+        items = items[1:]
+    return all(
+        isinstance(item, slice)
+        and (item == slice(None) or (isinstance(size, int) and _takes_all(item, size)))
+        for item, size in zip(items, sizes, strict=False)
+    )
+
+
+def _takes_all(part: slice, size: int) -> bool:
+    ends = (part.start, part.stop, part.step)
+    plain = all(end is None or isinstance(end, int) for end in ends)
+    return plain and range(*part.indices(size)) == range(size)
 
 
 def _put(base: Any, indices: Any, value: Any) -> _Call | None:
