@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tilewright.codegen.formats import TABLES
-from tilewright.compiler.quantised import bitsandbytes
+from tilewright.compiler.quantised import bitsandbytes, nvfp4
 from tilewright.ops.formats.fp8_block import BLOCK, E4M3_MAX
 
 _E4M3 = torch.float8_e4m3fn
@@ -188,6 +188,13 @@ def deep_gemm(
     d.copy_(_product(a_data, _factors(a_sf), b_data, _factors(b_sf), d.dtype))
 
 
+def deep_gemm_of_groups(**_: Any) -> None:
+    raise UnfitError(
+        "for rows of experts that lie side by side; here those of each begin at a multiple of 128",
+        'use experts that are fused: model.set_experts_implementation("grouped_mm")',
+    )
+
+
 def _factors(sf: Tensor) -> Tensor:
     """Scales in float32, or as UE8M0, four bytes to a word."""
     if sf.dtype != torch.int32:
@@ -229,6 +236,23 @@ def gemm_4bit(
     return F.linear(A, bitsandbytes.decoded(codes, table, absmax, shapeB, A.dtype), bias)
 
 
+# --- nvfp4-gemm -----------------------------------------------------------------------------------
+
+
+def nvfp4_gemv(a: Tensor, b: Tensor, b_sf: Tensor, alpha: Tensor) -> Tensor:
+    if alpha.numel() != 1:
+        raise UnfitError(f"for one factor of all rows; here are {alpha.numel()}")
+    return F.linear(a, nvfp4.decoded(b, b_sf, alpha.reshape(1)).to(a.dtype))
+
+
+def nvfp4_matmul(**_: Any) -> None:
+    raise UnfitError(
+        "for activations that PyTorch rounds; here an operator has made codes of them",
+        "have them rounded in PyTorch, as the library does it: tilewright.compiler.prepare(model), "
+        "between from_pretrained and torch.compile",
+    )
+
+
 #: By `kernel::name` of the hub, which stands for all builds, or `namespace::name` of a library.
 OPERATORS: dict[str, Callable[..., Any]] = {
     "finegrained_fp8::w8a8_block_dynamic_fp8_matmul": block_dynamic,
@@ -240,6 +264,9 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "finegrained_fp8::w8a8_tensor_dynamic_fp8_matmul_batched": tensor_batched,
     "bitsandbytes::gemm_4bit": gemm_4bit,
     "deep_gemm::fp8_fp4_gemm_nt": deep_gemm,
+    "_deep_gemm_*::m_grouped_*": deep_gemm_of_groups,
+    "nvfp4_gemm::nvfp4_gemv": nvfp4_gemv,
+    "nvfp4_gemm::cutlass_scaled_fp4_mm": nvfp4_matmul,
     "fbgemm::f8f8bf16_rowwise": by_rows,
     "mslk::f8f8bf16_rowwise": by_rows,
 }

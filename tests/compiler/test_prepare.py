@@ -12,7 +12,7 @@ from torch import nn
 pytest.importorskip("transformers", reason="the models are those of transformers")
 from tests.models.shipped import SHIPPED, dense, step_of
 from tilewright.compiler import lower, prepare
-from tilewright.compiler.quantised import Prepared, compressed_tensors
+from tilewright.compiler.quantised import Prepared, coded_linear
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -108,7 +108,7 @@ def test_floats_of_four_bits_are_rounded_as_the_library_rounds_them(dtype):
     theirs = pytest.importorskip(f"{utilities}.fp4_utils", reason="the library rounds here")
     scales = pytest.importorskip(f"{utilities}.mxfp_utils", reason="the library rounds here")
     x = torch.linspace(-6, 6, 4801).to(dtype)  # middles too
-    assert torch.equal(compressed_tensors._nearest_e2m1(x), theirs.cast_to_fp4(x.clone()))
+    assert torch.equal(coded_linear.nearest_e2m1(x), theirs.cast_to_fp4(x.clone()))
     tiny = torch.finfo(dtype).tiny
     sizes = torch.cat([tiny * 2.0**power * torch.linspace(0, 2, 65) for power in range(29)])
     sizes = sizes.to(dtype)
