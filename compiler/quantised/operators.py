@@ -162,6 +162,13 @@ def tensor_batched(
     return block_batched(A, B, Bs, expert_ids, B.shape[-2:], output_dtype)
 
 
+def mx(**_: Any) -> None:
+    raise UnfitError(
+        "for scales that 128 columns share; here 32 do, of activations too (MX)",
+        "load the model decoded where memory allows: FineGrainedFP8Config(dequantize=True)",
+    )
+
+
 # --- fbgemm and mslk ------------------------------------------------------------------------------
 
 
@@ -262,6 +269,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "finegrained_fp8::w8a8_tensor_dynamic_fp8_matmul": tensor_dynamic,
     "finegrained_fp8::w8a8_tensor_dynamic_fp8_matmul_grouped": tensor_grouped,
     "finegrained_fp8::w8a8_tensor_dynamic_fp8_matmul_batched": tensor_batched,
+    "_finegrained_fp8_*::*mx*_matmul*": mx,
     "bitsandbytes::gemm_4bit": gemm_4bit,
     "deep_gemm::fp8_fp4_gemm_nt": deep_gemm,
     "_deep_gemm_*::m_grouped_*": deep_gemm_of_groups,

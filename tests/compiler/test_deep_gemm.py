@@ -12,6 +12,7 @@ from torch import nn
 
 pytest.importorskip("transformers.integrations.deepgemm")
 
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from transformers.integrations import finegrained_fp8 as library
 
 from tests.agreement import assert_no_worse, cloned
@@ -138,3 +139,83 @@ def test_models_are_fused(kind):
     }
     assert report.misses == ()
     torch.testing.assert_close(logits, eager, rtol=0.05, atol=0.05)
+
+
+def test_rows_in_a_layout_are_told():
+    """Experts whose rows begin at multiples of 128: `grouped_mm`, which is fused, is the hint."""
+    torch.manual_seed(0)
+    config = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+    config |= {"hidden_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4}
+    made = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**config), dtype=torch.bfloat16)
+    module = finegrained.quantised(made, "deepgemm").model.layers[0].mlp.experts
+    x, ids = activations(6, 256), torch.tensor([[0, 1], [3, 2], [1, 0], [0, 3], [2, 1], [3, 0]])
+    args = x, ids, torch.rand(6, 2, generator=torch.Generator().manual_seed(2)).bfloat16()
+    made, expected = run(module, *args)
+    report = reports()[-1]
+    assert not report.matches
+    assert {miss.code for miss in report.misses} == {"DECLARED_FORM"}
+    assert all('set_experts_implementation("grouped_mm")' in miss.hint for miss in report.misses)
+    assert torch.equal(made[0], expected[0])
+
+
+# --- calls that are written in place --------------------------------------------------------------
+
+
+class Sums(nn.Module):
+    """What the operator writes is read before, is a view, or is the caller's."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.linear = how, linear(256, 0, "hopper")
+
+    def forward(self, x, out):
+        codes, sf = deep_gemm.per_token_cast_to_fp8(x, use_ue8m0=False)
+        made = torch.empty(len(x), 256, dtype=x.dtype)
+        room = {"read before": made, "a view": made.view(-1, 256), "the caller's": out}[self.how]
+        before = made.shape if self.how != "read before" else made.fill_(3.0).sum()
+        own = (self.linear.weight, self.linear.weight_scale_inv)
+        deep_gemm.KERNEL.fp8_fp4_matmul((codes, sf), own, room)
+        return room * 2, (made * 0 if self.how == "the caller's" else made) + 1, before
+
+
+@pytest.mark.parametrize("how", ["read before", "a view", "the caller's"])
+def test_what_is_written_keeps_its_other_names(how):
+    args = activations(3, HIDDEN), torch.ones(3, 256).bfloat16()
+    (made, ours), (eager, theirs) = run(Sums(how), *args)
+    for a, b in zip((*made[:1], ours[1]), (*eager[:1], theirs[1]), strict=True):
+        assert torch.equal(a, b)
+    if how != "the caller's":
+        assert torch.equal(made[1], eager[1])
+
+
+def test_a_sum_is_another_operation():
+    """c, that the product is added to."""
+    module = linear(256, 0, "hopper")
+    op = getattr(torch.ops, deep_gemm.LIBRARY).fp8_fp4_gemm_nt
+
+    def call(x, c):
+        codes, sf = deep_gemm.per_token_cast_to_fp8(x, use_ue8m0=False)
+        d = torch.empty(len(x), 256)
+        recipes = (0, 0, 0, False) + (0, 0, False) * 2
+        op(codes, sf, module.weight, module.weight_scale_inv, d, c, *recipes, "nk", False)
+        return d + 1
+
+    (miss,) = misses_of(lower(call, (activations(3, HIDDEN), torch.ones(3, 256))), "declare")
+    assert "here c is given" in miss.message
+
+
+def test_a_tensor_that_two_calls_write():
+    """The first result is read before the second call, which overwrites it."""
+    gate, up = (linear(256, seed, "hopper") for seed in (3, 4))
+
+    def call(x):
+        a = deep_gemm.per_token_cast_to_fp8(x, use_ue8m0=False)
+        d = torch.empty(len(x), 256, dtype=x.dtype)
+        deep_gemm.KERNEL.fp8_fp4_matmul(a, (gate.weight, gate.weight_scale_inv), d)
+        gated = F.silu(d)
+        deep_gemm.KERNEL.fp8_fp4_matmul(a, (up.weight, up.weight_scale_inv), d)
+        return gated * d, d
+
+    (made, _), (eager, _) = run(call, activations(3, HIDDEN))
+    for a, b in zip(made, eager, strict=True):
+        torch.testing.assert_close(a, b, rtol=2**-6, atol=1e-3)
