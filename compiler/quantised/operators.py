@@ -243,6 +243,32 @@ def gemm_4bit(
     return F.linear(A, bitsandbytes.decoded(codes, table, absmax, shapeB, A.dtype), bias)
 
 
+def int8_codes(A: Tensor, threshold: float = 0.0) -> tuple[Tensor, Tensor, None]:
+    """Codes [.., K] and the largest magnitude of each row [M]; rows of zeros have the code 0."""
+    if threshold:
+        raise UnfitError("for all columns; with a threshold some are multiplied apart")
+    largest = A.abs().amax(-1).float()
+    by = torch.where(largest == 0, 0.0, 127.0 / largest)
+    return torch.round(A * by.unsqueeze(-1)).to(torch.int8), largest.flatten(), None
+
+
+def int8_product(
+    A: Tensor,
+    B: Tensor,
+    row_stats: Tensor,
+    col_stats: Tensor,
+    bias: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    dtype = dtype or torch.float16
+    largest = row_stats.view(*A.shape[:-1], 1)
+    x, weight = (
+        (codes.float() * (scale / 127.0)).to(dtype)
+        for codes, scale in ((A, largest), (B, col_stats.view(-1, 1)))
+    )
+    return F.linear(x, weight, bias if bias is None else bias.to(dtype))
+
+
 # --- nvfp4-gemm -----------------------------------------------------------------------------------
 
 
@@ -271,6 +297,8 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "finegrained_fp8::w8a8_tensor_dynamic_fp8_matmul_batched": tensor_batched,
     "_finegrained_fp8_*::*mx*_matmul*": mx,
     "bitsandbytes::gemm_4bit": gemm_4bit,
+    "bitsandbytes::int8_vectorwise_quant": int8_codes,
+    "bitsandbytes::int8_scaled_mm": int8_product,
     "deep_gemm::fp8_fp4_gemm_nt": deep_gemm,
     "_deep_gemm_*::m_grouped_*": deep_gemm_of_groups,
     "nvfp4_gemm::nvfp4_gemv": nvfp4_gemv,

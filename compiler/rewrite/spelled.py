@@ -157,6 +157,8 @@ def put_back(
         if not site.call._erased:
             if not _put_back(graph, site):
                 kept[site.call.name] = None
+        elif all(node._erased for node in site.added):
+            continue  # no one reads it: another call computes the same
         elif matched.isdisjoint(site.added):
             kept[site.call.name] = None
         elif any(not node._erased and is_weighty(node) for node in site.added):

@@ -20,8 +20,6 @@ EVERYTHING = {"qkv_cache": 2, "cache_attention": 2, "linear_activation": 2, "lin
 #: Formats that stay as the library loads them, and why.
 LEFT = {
     "torchao-int8-dynamic": "its activations are int8, which no fused op takes",
-    "bitsandbytes-int8": "its threshold is 6.0: columns with outliers, which the data tell, are "
-    "multiplied apart",
 }
 #: Formats whose activations are floats of four bits: a rounding on the way moves some to the next.
 FLIPS = ("ct-nvfp4", "ct-mxfp4")

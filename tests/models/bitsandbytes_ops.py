@@ -1,8 +1,9 @@
-"""bitsandbytes' `gemm_4bit`: the library's where it is installed, else a stand-in with its schema
-and its default arithmetic; and what its codes stand for in float64."""
+"""bitsandbytes' operators: the library's where it is installed, else stand-ins with its schemas and
+its default arithmetic; and what its codes stand for in float64."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 
 import torch
@@ -10,9 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from tilewright.codegen.formats import TABLES
+from tilewright.compiler.quantised import bitsandbytes
 
-if importlib.util.find_spec("bitsandbytes") is not None:
-    import bitsandbytes  # noqa: F401
+INSTALLED = importlib.util.find_spec("bitsandbytes") is not None
+if INSTALLED:
+    importlib.import_module("bitsandbytes")
 else:
 
     @torch.library.custom_op("bitsandbytes::gemm_4bit", mutates_args=())
@@ -35,6 +38,24 @@ else:
         return F.linear(A, weight.to(A.dtype), bias)
 
     gemm_4bit.register_fake(lambda A, B, shapeB, *_: A.new_empty((*A.shape[:-1], shapeB[0])))
+
+    _EIGHT = torch.library.Library("bitsandbytes", "FRAGMENT")
+    _EIGHT.define("int8_vectorwise_quant(Tensor A, float threshold=0.0) -> (Tensor, Tensor, Tensor?)")
+    _EIGHT.define(
+        "int8_scaled_mm(Tensor A, Tensor B, Tensor row_stats, Tensor col_stats, "
+        "Tensor? bias=None, ScalarType? dtype=None) -> Tensor"
+    )
+
+    def int8_vectorwise_quant(A, threshold=0.0):
+        largest = A.abs().amax(1).float()
+        return torch.round(A * (127.0 / largest.unsqueeze(-1))).to(torch.int8), largest, None
+
+    def int8_scaled_mm(A, B, row_stats, col_stats, bias=None, dtype=None):
+        y = (A.float() @ B.float().t()) * (row_stats[:, None] * col_stats) * 6.200124e-05
+        return (y if bias is None else y + bias).to(dtype or torch.float16)
+
+    for _does in (int8_vectorwise_quant, int8_scaled_mm):
+        _EIGHT.impl(_does.__name__, _does, "CompositeExplicitAutograd")
 
 
 def decoded(codes, absmax, shape, blocksize, quant_type, dtype=torch.float64):
@@ -80,3 +101,21 @@ class Linear(nn.Module):
         weight = decoded(self.codes, self.absmax, self.shape, self.blocksize, self.quant_type)
         bias = None if self.bias is None else self.bias.double()
         return F.linear(x.double(), weight, bias)
+
+
+class ByteLinear(bitsandbytes.ByteLinear):
+    """What `prepare` makes of a `Linear8bitLt`, of random codes."""
+
+    def __init__(self, rows, columns, seed, bias=False):
+        generator = torch.Generator().manual_seed(seed)
+        codes = torch.randint(-127, 128, (rows, columns), generator=generator).to(torch.int8)
+        scale = (torch.rand(rows, generator=generator) + 0.5) * 3 / columns**0.5
+        own = torch.randn(rows, generator=generator).bfloat16() if bias else None
+        super().__init__(columns, rows, {"codes": codes, "scale": scale, "bias": own})
+
+    def exactly(self, x):
+        """What it computes, in float64."""
+        codes, largest, _ = torch.ops.bitsandbytes.int8_vectorwise_quant.default(x.half())
+        rows = codes.double() * largest.double()[:, None] / 127
+        weight = self.codes.double() * self.scale.double()[:, None] / 127
+        return F.linear(rows, weight, None if self.bias is None else self.bias.double())

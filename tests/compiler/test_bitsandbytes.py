@@ -1,4 +1,5 @@
-"""bitsandbytes' linears of four bits without `prepare`: their operator is declared."""
+"""bitsandbytes' operators, which are declared: linears of four bits without `prepare`, and what
+`prepare` makes of those of eight."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from torch import nn
 
 from tests.agreement import assert_no_worse, cloned
 from tests.found import matches_of, misses_of, patterns_in
-from tests.models import four_bits
+from tests.models import bitsandbytes_ops
 from tilewright.compiler import lower, reports
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -32,10 +33,10 @@ def activations(tokens, dtype=torch.bfloat16):
 class Attention(nn.Module):
     """Projections and a cache write."""
 
-    def __init__(self, **options):
+    def __init__(self, linear=bitsandbytes_ops.Linear, **options):
         super().__init__()
         for seed, (name, heads) in enumerate({"q": 4, "k": 2, "v": 2}.items()):
-            setattr(self, name, four_bits.Linear(heads * HEAD_DIM, HIDDEN, seed, **options))
+            setattr(self, name, linear(heads * HEAD_DIM, HIDDEN, seed, **options))
 
     def forward(self, x, slots, k_cache, v_cache):
         q, k, v = (getattr(self, n)(x).unflatten(-1, (-1, HEAD_DIM)) for n in "qkv")
@@ -76,10 +77,10 @@ def test_projections_are_fused(form, tokens):
 
 
 class Mlp(nn.Module):
-    def __init__(self, **options):
+    def __init__(self, linear=bitsandbytes_ops.Linear, **options):
         super().__init__()
-        self.gate, self.up = (four_bits.Linear(512, HIDDEN, seed, **options) for seed in (3, 4))
-        self.down = four_bits.Linear(HIDDEN, 512, 5, **options)
+        self.gate, self.up = (linear(512, HIDDEN, seed, **options) for seed in (3, 4))
+        self.down = linear(HIDDEN, 512, 5, **options)
 
     def forward(self, x):
         return x + self.down(F.silu(self.gate(x)) * self.up(x))
@@ -115,8 +116,55 @@ def test_scales_that_are_codes_are_told_and_run_as_before():
     ids=["blocks across rows", "a last block that is not full"],
 )
 def test_blocks_that_do_not_lie_in_rows_are_a_miss(rows, columns, code):
-    gate, up = (four_bits.Linear(rows, columns, seed) for seed in (0, 1))
+    gate, up = (bitsandbytes_ops.Linear(rows, columns, seed) for seed in (0, 1))
     x = torch.randn(2, columns).bfloat16()
     report = lower(lambda x: F.silu(gate(x)) * up(x), (x,))
     assert not report.matches
     assert code in {miss.code for miss in report.misses}, report.misses
+
+
+# --- eight bits -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_projections_of_bytes_are_fused(tokens, bias):
+    """The activation is rounded once, by the library's operator."""
+    model, args = Attention(linear=bitsandbytes_ops.ByteLinear, bias=bias), attention_args(tokens)
+    (actual, ours), (eager, theirs) = run(model, *args)
+    report = reports()[-1]
+    (site,) = matches_of(report, "qkv")
+    assert (site.pattern, site.shapes["weight"]) == ("qkv_cache", "int8")
+    assert not report.misses
+    (graph,) = lower(model, args).graphs
+    called = [n for n in graph.after.graph.nodes if "int8" in str(n.target)]
+    assert ["int8_vectorwise_quant" in str(n.target) for n in called] == [True]
+    x, slots, *_ = args
+    q, k, v = (m.exactly(x).unflatten(-1, (-1, HEAD_DIM)) for m in (model.q, model.k, model.v))
+    assert_no_worse(actual, eager, q * 2, "q")
+    for at, new in ((2, k), (3, v)):
+        wanted = torch.zeros(4, 4, 2, HEAD_DIM, dtype=torch.float64)
+        wanted.view(-1, 2, HEAD_DIM)[slots] = new
+        assert_no_worse(ours[at], theirs[at], wanted, "cache")
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_mlp_of_bytes_is_fused_and_no_worse(dtype, tokens):
+    model, x = Mlp(linear=bitsandbytes_ops.ByteLinear), activations(tokens, dtype)
+    (actual, _), (eager, _) = run(model, x)
+    assert sorted(patterns_in(reports()[-1], "mlp")) == ["linear_activation", "linear_residual"]
+    assert not reports()[-1].misses
+    h = F.silu(model.gate.exactly(x)) * model.up.exactly(x)
+    assert_no_worse(actual, eager, x.double() + model.down.exactly(h.to(dtype)), "mlp")
+
+
+def test_columns_that_are_multiplied_apart_are_told():
+    def call(x):
+        codes, largest, _ = torch.ops.bitsandbytes.int8_vectorwise_quant.default(x, 6.0)
+        return codes.float() * largest.view(-1, 1)
+
+    if bitsandbytes_ops.INSTALLED:
+        pytest.skip("the library's operator gives a tensor of a size that only the data tell")
+    (miss,) = misses_of(lower(call, (activations(3, torch.float16),)), "declare")
+    assert "with a threshold some are multiplied apart" in miss.message
