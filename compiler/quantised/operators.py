@@ -228,8 +228,8 @@ def gemm_4bit(
 ) -> Tensor:
     """Two codes to a byte, the first in the high nibble; blocks of the flattened weight.
 
-    Scales that are codes too would be decoded by a kernel of their own in each call, which moves
-    an eighth of the weight's bytes, and another eighth goes back to the op.
+    Scales that are codes too would be decoded by a kernel of their own in each call: it writes an
+    eighth of the codes' bytes, which the op reads again.
     """
     if absmax_8bit is not None:
         raise UnfitError(
