@@ -186,7 +186,13 @@ def by_rows(
 
 
 def deep_gemm(
-    a_data: Tensor, a_sf: Tensor, b_data: Tensor, b_sf: Tensor, d: Tensor, c: Tensor | None, **_: Any
+    a_data: Tensor,
+    a_sf: Tensor,
+    b_data: Tensor,
+    b_sf: Tensor,
+    d: Tensor,
+    c: Tensor | None,
+    **_: Any,
 ) -> None:
     if c is not None:
         raise UnfitError("for a product that is added to nothing; here c is given")

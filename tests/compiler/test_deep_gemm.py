@@ -25,7 +25,11 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo", "kernel")
 
 HIDDEN, HEAD_DIM = 512, 64
 #: Whether the machine is a Blackwell, and how the checkpoint keeps scales.
-MACHINES = {"hopper": (False, "float"), "hopper-ue8m0": (False, "ue8m0"), "blackwell": (True, "ue8m0")}
+MACHINES = {
+    "hopper": (False, "float"),
+    "hopper-ue8m0": (False, "ue8m0"),
+    "blackwell": (True, "ue8m0"),
+}
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from torch import nn
 pytest.importorskip("transformers", reason="the models are those of transformers")
 from tests.models.shipped import SHIPPED, dense, step_of
 from tilewright.compiler import lower, prepare
-from tilewright.compiler.quantised import Prepared, coded_linear
+from tilewright.compiler.quantised import Prepared, coded_linear, compressed_tensors
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

@@ -40,7 +40,9 @@ else:
     gemm_4bit.register_fake(lambda A, B, shapeB, *_: A.new_empty((*A.shape[:-1], shapeB[0])))
 
     _EIGHT = torch.library.Library("bitsandbytes", "FRAGMENT")
-    _EIGHT.define("int8_vectorwise_quant(Tensor A, float threshold=0.0) -> (Tensor, Tensor, Tensor?)")
+    _EIGHT.define(
+        "int8_vectorwise_quant(Tensor A, float threshold=0.0) -> (Tensor, Tensor, Tensor?)"
+    )
     _EIGHT.define(
         "int8_scaled_mm(Tensor A, Tensor B, Tensor row_stats, Tensor col_stats, "
         "Tensor? bias=None, ScalarType? dtype=None) -> Tensor"
