@@ -161,20 +161,17 @@ def _assigned(node: fx.Node) -> _Call | None:
 
 def _is_whole(items: tuple[Any, ...], sizes: Any) -> bool:
     """Whether indices take all of a tensor, in its order: `...`, `:`, and `:n` of n."""
-    if items and items[0] is ...:
-        sizes = sizes[len(sizes) - len(items) + 1 :]
-        items = items[1:]
-    return all(
-        isinstance(item, slice)
-        and (item == slice(None) or (isinstance(size, int) and _takes_all(item, size)))
-        for item, size in zip(items, sizes, strict=False)
-    )
+    at = next((number for number, item in enumerate(items) if item is ...), len(items))
+    front, back = items[:at], items[at + 1 :]
+    pairs = [*zip(front, sizes, strict=False), *zip(back[::-1], sizes[::-1], strict=False)]
+    return all(isinstance(item, slice) and _takes_all(item, size) for item, size in pairs)
 
 
-def _takes_all(part: slice, size: int) -> bool:
-    ends = (part.start, part.stop, part.step)
-    plain = all(end is None or isinstance(end, int) for end in ends)
-    return plain and range(*part.indices(size)) == range(size)
+def _takes_all(part: slice, size: Any) -> bool:
+    if part == slice(None):
+        return True
+    ends = [end for end in (part.start, part.stop, part.step, size) if end is not None]
+    return all(isinstance(end, int) for end in ends) and range(size)[part] == range(size)
 
 
 def _put(base: Any, indices: Any, value: Any) -> _Call | None:
