@@ -190,11 +190,10 @@ class DeclaredCalls:
         return stand_in(write, [result for _, result in made], ends) if write.added else None
 
     def refused(self, call: fx.Node, error: Exception) -> Miss:
-        why = str(error) if isinstance(error, UnfitError) else _raised(error)
+        unfit = _unfit(error)
         meaning = _described(_meaning_of(_overload(call.target)))
-        message = f"{name_of(call)} is declared as {meaning}, {why}"
-        hint = getattr(error, "hint", "")
-        return Miss("declare", "DECLARED_FORM", Stage.ANCHORED, message, (call,), hint)
+        message = f"{name_of(call)} is declared as {meaning}, {unfit}"
+        return Miss("declare", "DECLARED_FORM", Stage.ANCHORED, message, (call,), unfit.hint)
 
     def _trace_of(self, call: fx.Node) -> _Trace:
         key = call_key(call)
@@ -204,17 +203,17 @@ class DeclaredCalls:
             except _compat.DynamoError:
                 raise
             except Exception as error:
-                unfit = error if isinstance(error, UnfitError) else UnfitError(_raised(error))
-                self._traces[key] = unfit
+                self._traces[key] = _unfit(error)
         found = self._traces[key]
         if isinstance(found, UnfitError):
             raise UnfitError(str(found), found.hint)
         return found
 
 
-def _raised(error: Exception) -> str:
+def _unfit(error: Exception) -> UnfitError:
     what = next(iter(str(error).strip().splitlines()), "")
-    return f"which raises {type(error).__name__}: {what}"
+    said = f"which raises {type(error).__name__}: {what}"
+    return error if isinstance(error, UnfitError) else UnfitError(said)
 
 
 def _overload(target: Any) -> Any:
