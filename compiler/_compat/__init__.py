@@ -76,11 +76,14 @@ def tensors_of(*nodes: fx.Node) -> list[torch.Tensor]:
 
 
 def is_models_own(node: fx.Node) -> bool:
-    """Whether an input of a graph is a parameter or a buffer, or else an attribute, of a module."""
+    """Whether an input of a graph, or a tensor inside of one, is a parameter or a buffer, or else an
+    attribute, of a module."""
     if node.op == "get_attr":
         return True
     if isinstance(node.meta.get("example_value"), torch.nn.Parameter):
         return True
+    if node.target is getattr:  # a tensor inside of a subclass
+        return is_models_own(node.all_input_nodes[0])
     source = getattr(node, "_dynamo_source", None)
     return source is not None and source.guard_source.is_unspecialized_nn_module()
 

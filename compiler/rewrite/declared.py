@@ -145,12 +145,12 @@ def _among(declared: Mapping[str, Meaning], namespace: str, names: Sequence[str]
 # --- calls ----------------------------------------------------------------------------------------
 
 
-class _UnfitError(Exception):
+class UnfitError(Exception):
     """A call of which a declared meaning cannot stand in the place; says why."""
 
 
 @dataclass(frozen=True)
-class _Trace:
+class Trace:
     """What a meaning computes, traced. inputs: the placeholders, one for each input of the call's
     node. outputs: what it returns, one after the other."""
 
@@ -163,7 +163,7 @@ class DeclaredCalls:
     """The calls of declared operators in one graph; calls of one layout share a trace."""
 
     def __init__(self) -> None:
-        self._traces: dict[Any, _Trace | _UnfitError] = {}
+        self._traces: dict[Any, Trace | UnfitError] = {}
 
     def takes(self, target: Any) -> bool:
         overload = _overload(target)
@@ -177,37 +177,37 @@ class DeclaredCalls:
         _require_plain(call)
         trace = self._trace_of(call)
         held = call.meta.get("example_value")
-        _compare(trace, list(held) if isinstance(held, (tuple, list)) else [held])
-        known = _copy(call, trace, [trace.outputs[at] for at, _ in results], write)
+        require_same_layout(trace, list(held) if isinstance(held, (tuple, list)) else [held])
+        known = copied(call.all_input_nodes, trace, [trace.outputs[at] for at, _ in results], write)
         _require_same_writes(call, write.added)
         ends: list[fx.Node] = []
         for at, result in results:
-            ends.append(_end(known[trace.outputs[at]], result, call, ends, write))
+            ends.append(end_of(known[trace.outputs[at]], result, call, ends, write))
         return stand_in(write, [result for _, result in results], ends) if write.added else None
 
     def refused(self, call: fx.Node, error: Exception) -> Miss:
-        why = str(error) if isinstance(error, _UnfitError) else _raised(error)
+        why = str(error) if isinstance(error, UnfitError) else raised(error)
         meaning = _described(_meaning_of(_overload(call.target)))
         message = f"{name_of(call)} is declared as {meaning}, {why}"
         return Miss("declare", "DECLARED_FORM", Stage.ANCHORED, message, (call,))
 
-    def _trace_of(self, call: fx.Node) -> _Trace:
+    def _trace_of(self, call: fx.Node) -> Trace:
         key = call_key(call)
         if key not in self._traces:
             try:
-                self._traces[key] = _traced(call)
+                self._traces[key] = _meaning_traced(call)
             except _compat.DynamoError:
                 raise
             except Exception as error:
-                unfit = error if isinstance(error, _UnfitError) else _UnfitError(_raised(error))
+                unfit = error if isinstance(error, UnfitError) else UnfitError(raised(error))
                 self._traces[key] = unfit
         found = self._traces[key]
-        if isinstance(found, _UnfitError):
-            raise _UnfitError(*found.args)
+        if isinstance(found, UnfitError):
+            raise UnfitError(*found.args)
         return found
 
 
-def _raised(error: Exception) -> str:
+def raised(error: Exception) -> str:
     what = next(iter(str(error).strip().splitlines()), "")
     return f"which raises {type(error).__name__}: {what}"
 
@@ -225,32 +225,32 @@ def _results(call: fx.Node) -> list[tuple[int, fx.Node]]:
     if isinstance(held, torch.Tensor):
         return [(0, call)] if call.users else []
     if held is not None and not isinstance(held, (tuple, list)):
-        raise _UnfitError("and returns something else than tensors")
+        raise UnfitError("and returns something else than tensors")
     parts = [user for user in call.users if user.target is operator.getitem]
     if len(parts) != len(call.users) or not all(isinstance(p.args[1], int) for p in parts):
-        raise _UnfitError("and its results are used as a whole")
+        raise UnfitError("and its results are used as a whole")
     return [(p.args[1], p) for p in parts if p.users]  # type: ignore[misc]
 
 
 def _require_plain(call: fx.Node) -> None:
-    """Raises _UnfitError where a call is not of plain tensors, computed as they are."""
+    """Raises UnfitError where a call is not of plain tensors, computed as they are."""
     tensors = _compat.tensors_of(call, *call.all_input_nodes)
     if not given(call):
-        raise _UnfitError("and is given no tensor")
+        raise UnfitError("and is given no tensor")
     for tensor in tensors:
         if _compat.is_subclass(tensor) or _compat.is_functorch_wrapper(tensor):
-            raise _UnfitError(f"for plain tensors; it is called with a {type(tensor).__name__}")
+            raise UnfitError(f"for plain tensors; it is called with a {type(tensor).__name__}")
         if not _compat.storage_keys(tensor):
-            raise _UnfitError("for dense tensors; it is called with another layout")
+            raise UnfitError("for dense tensors; it is called with another layout")
     if autocast_at_devices(call, {tensor.device.type for tensor in tensors}):
-        raise _UnfitError("and called under autocast, which computes its meaning in other dtypes")
+        raise UnfitError("and called under autocast, which computes its meaning in other dtypes")
 
 
-def _traced(call: fx.Node) -> _Trace:
+def _meaning_traced(call: fx.Node) -> Trace:
     overload = _overload(call.target)
     meaning: Any = _meaning_of(overload)
     if fault := _fault_of_names(meaning, overload):
-        raise _UnfitError(f"and takes other arguments. {fault}")
+        raise UnfitError(f"and takes other arguments. {fault}")
     sources = call.all_input_nodes
     arguments: dict[str, Any] = {}
     for at, spec in enumerate(overload._schema.arguments):
@@ -262,13 +262,19 @@ def _traced(call: fx.Node) -> _Trace:
         known = dict(zip(sources, values, strict=True))
         return meaning(**{name: fx.node.map_arg(a, known.get) for name, a in arguments.items()})
 
+    return traced(compute, held)
+
+
+def traced(compute: Callable[..., Any], held: Sequence[Any]) -> Trace:
+    """The ATen calls that `compute(*held)` makes; raises UnfitError where they cannot be a part of
+    the graph."""
     graph = _compat.aten_graph(compute, held, pre_dispatch=True)
     for node in graph.nodes:
         if why := _obstacle(node):
-            raise _UnfitError(why)
+            raise UnfitError(why)
     (returned,) = graph.output_node().args
     outputs = tuple(returned) if isinstance(returned, (tuple, list)) else (returned,)
-    return _Trace(graph, tuple(graph.find_nodes(op="placeholder")), outputs)
+    return Trace(graph, tuple(graph.find_nodes(op="placeholder")), outputs)
 
 
 def _obstacle(node: fx.Node) -> str:
@@ -287,13 +293,13 @@ def _obstacle(node: fx.Node) -> str:
     return ""
 
 
-def _compare(trace: _Trace, expected: Sequence[Any]) -> None:
-    """Raises _UnfitError where a meaning returns other tensors than the operator."""
+def require_same_layout(trace: Trace, expected: Sequence[Any]) -> None:
+    """Raises UnfitError where a meaning returns other tensors than the operator."""
     made = [out.meta["val"] if isinstance(out, fx.Node) else out for out in trace.outputs]
     of_both = [[*map(_laid_out, results)] for results in (made, expected)]
     if of_both[0] != of_both[1]:
         got, wanted = (", ".join(map(str, texts)) for texts in of_both)
-        raise _UnfitError(f"which returns {got}; the operator returns {wanted}")
+        raise UnfitError(f"which returns {got}; the operator returns {wanted}")
 
 
 def _laid_out(held: Any) -> str:
@@ -303,19 +309,28 @@ def _laid_out(held: Any) -> str:
     return f"{dtype}{[*shape_of(held)]} on {held.device}"
 
 
-def _copy(
-    call: fx.Node, trace: _Trace, used: Sequence[fx.Node], write: Writer
+def copied(
+    sources: Sequence[fx.Node], trace: Trace, used: Sequence[fx.Node], write: Writer
 ) -> dict[fx.Node, Any]:
-    """Adds the nodes of a trace that the used outputs, and what it writes, are made of."""
-    known: dict[fx.Node, Any] = dict(zip(trace.inputs, call.all_input_nodes, strict=True))
-    needed = set(used)
-    for node in reversed(trace.graph.nodes):
-        if node in needed or _writes(node):
-            needed |= {node, *node.all_input_nodes}
+    """Adds the nodes of a trace that the used outputs, and what it writes, are made of.
+
+    sources: what stands for the inputs of the trace.
+    """
+    known: dict[fx.Node, Any] = dict(zip(trace.inputs, sources, strict=True))
+    needed = needed_for(trace.graph, used)
     for node in trace.graph.nodes:
         if node in needed and node not in known:
             known[node] = write.again(node, known)
     return known
+
+
+def needed_for(graph: fx.Graph, used: Sequence[fx.Node]) -> set[fx.Node]:
+    """The nodes of a trace that some of its nodes, and what it writes, are made of."""
+    needed = set(used)
+    for node in reversed(graph.nodes):
+        if node in needed or _writes(node):
+            needed |= {node, *node.all_input_nodes}
+    return needed
 
 
 def _writes(node: fx.Node) -> bool:
@@ -323,7 +338,7 @@ def _writes(node: fx.Node) -> bool:
 
 
 def _require_same_writes(call: fx.Node, added: Sequence[fx.Node]) -> None:
-    """Raises _UnfitError where a meaning writes other arguments than the operator's schema says."""
+    """Raises UnfitError where a meaning writes other arguments than the operator's schema says."""
     own = {key for tensor in given(call) for key in _compat.storage_keys(tensor)}
     says, does = (
         own & {k for n in nodes for t in access_of(n).written for k in _compat.storage_keys(t)}
@@ -335,13 +350,13 @@ def _require_same_writes(call: fx.Node, added: Sequence[fx.Node]) -> None:
             for keys in (does, says)
         ]
         wrote, expected = (text or "nothing" for text in names)
-        raise _UnfitError(f"which writes {wrote}; the operator's schema says {expected}")
+        raise UnfitError(f"which writes {wrote}; the operator's schema says {expected}")
 
 
 # --- results --------------------------------------------------------------------------------------
 
 
-def _end(
+def end_of(
     made: fx.Node, result: fx.Node, call: fx.Node, others: Sequence[fx.Node], write: Writer
 ) -> fx.Node:
     """The node that stands for a result: it has its strides, and shares memory as that does."""
@@ -349,12 +364,12 @@ def _end(
     taken = {key for n in (*call.all_input_nodes, *others) for key in _compat.storages_of(n)}
     if not taken.isdisjoint(_compat.storage_keys(wanted)):
         if not _compat.holds_in_place(held, wanted):
-            raise _UnfitError("which returns new memory where the operator returns an argument's")
+            raise UnfitError("which returns new memory where the operator returns an argument's")
         return write.call(torch.ops.aten.alias.default, made)
     if not taken.isdisjoint(_compat.storage_keys(held)):
         made = write.call(torch.ops.aten.clone.default, made)
     if same_steps(made.meta["example_value"], wanted):
         return made
     if not is_dense(wanted):
-        raise _UnfitError(f"and returns strides {wanted.stride()}, which are not dense")
+        raise UnfitError(f"and returns strides {wanted.stride()}, which are not dense")
     return packed_as(wanted, made, write.call)

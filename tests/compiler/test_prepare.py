@@ -85,14 +85,6 @@ def test_every_site_is_fused_or_told(name, prepared, tmp_path):
     assert not lowered.census.unaccounted
 
 
-@pytest.mark.parametrize("name", ["torchao-int8", "quanto-fp8"])
-def test_a_subclass_that_prepare_reads_is_told_with_it(name, tmp_path):
-    model = load(name, "llama", tmp_path)
-    misses = [m for m in lower(model, (), step_of(model)).misses if m.code == "SUBCLASS"]
-    assert misses
-    assert all("tilewright.compiler.prepare(model)" in miss.hint for miss in misses)
-
-
 @pytest.mark.parametrize("name", LEFT)
 def test_what_is_not_read_is_left_with_the_reason(name, tmp_path):
     model = load(name, "llama", tmp_path)
