@@ -75,6 +75,24 @@ class Float8(ScaledInside):
     decoded = torch.float32
 
 
+class Int4(ScaledInside):
+    """codes [N, K / 2], the even one low; scale, zero [N, K / group]: w = (code - 8) * scale + zero,
+    rounded once to bfloat16, in which torchao's kernels multiply."""
+
+    zero: torch.Tensor
+
+    def weight_of_codes(self, dtype: torch.dtype) -> torch.Tensor:
+        codes = torch.stack((self.codes & 15, self.codes >> 4), dim=-1).flatten(-2)
+        blocks = (codes.float() - 8).unflatten(-1, (self.scale.shape[-1], -1))
+        shifted = blocks * self.scale.float().unsqueeze(-1) + self.zero.float().unsqueeze(-1)
+        return shifted.flatten(-2).to(dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = None if self.bias is None else self.bias.to(torch.bfloat16)
+        rows = x.to(torch.bfloat16)
+        return F.linear(rows, self.weight_of_codes(rows.dtype), bias).to(x.dtype)
+
+
 class Intx(ScaledInside):
     """Decoded in bfloat16 or the dtype that the subclass stands for, as torchao does."""
 
@@ -109,6 +127,45 @@ def _intx(weight: Any, bias: torch.Tensor | None) -> CodedLinear | str:
         return "its activations are quantised"
     zero = weight.zero_point
     return _made(Intx, weight, bias, weight.qdata, weight.scale, zero, dtype=weight.dtype)
+
+
+def _int4(weight: Any, bias: torch.Tensor | None) -> CodedLinear | str:
+    """torchao's Int4Tensor: signed codes; scales and zeros by columns."""
+    if weight.activation_dtype != torch.bfloat16:
+        return "its activations are float8, which no fused op takes with int4"
+    # Bit 3 turned, codes of -8 to 7 count up from 0.
+    codes = weight.qdata.view(torch.uint8) ^ 0x88
+    return _of_groups(weight, bias, codes, weight.scale.t(), weight.zero_point.t())
+
+
+def _tiled_int4(weight: Any, bias: torch.Tensor | None) -> CodedLinear | str:
+    """torchao's Int4TilePackedTo4dTensor: words in the order of tensor cores' operands, scales and
+    zeros by columns, all of a weight that is padded (PyTorch, `native/cuda/int4mm.cu`)."""
+    words = weight.qdata
+    if words.dim() != 4 or words.shape[2:] != (32, 4):
+        return f"its words are not those of tiles of 8 rows and 128 columns: {[*words.shape]}"
+    rows, columns = weight.shape
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
+    codes = ((words.unsqueeze(-1) >> shifts) & 15).to(torch.uint8)
+    # [row tile, column tile, row, pair of columns, 32 columns, odd, 16 of them, 8 of them]
+    codes = codes.unflatten(-1, (2, 2, 2)).unflatten(2, (8, 4)).permute(0, 2, 1, 4, 6, 7, 3, 5)
+    codes = codes.flatten(2).flatten(0, 1)[:rows, :columns]
+    packed = codes[:, ::2] | codes[:, 1::2] << 4
+    scale, zero = weight.scale_and_zero.permute(2, 1, 0)[:, :rows]
+    groups = columns // weight.block_size[-1]
+    return _of_groups(weight, bias, packed, scale[:, :groups], zero[:, :groups])
+
+
+def _of_groups(
+    weight: Any,
+    bias: torch.Tensor | None,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor,
+) -> CodedLinear | str:
+    if weight.shape[1] % weight.block_size[-1]:
+        return f"its columns do not fill groups of {weight.block_size[-1]}"
+    return _made(Int4, weight, bias, codes, scale, zero)
 
 
 def _nvfp4(weight: Any, bias: torch.Tensor | None) -> CodedLinear | str:
@@ -151,8 +208,10 @@ class _Class:
 _CLASSES = {
     "torchao.Int8Tensor": _Class(_int8),
     "torchao.Float8Tensor": _Class(_float8),
+    "torchao.Int4Tensor": _Class(_int4, "`prepare` makes its codes unsigned, once"),
+    "torchao.Int4TilePackedTo4dTensor": _Class(_tiled_int4, "`prepare` unpacks its tiles, once"),
     "torchao.IntxUnpackedToInt8Tensor": _Class(_intx),
-    "torchao.NVFP4Tensor": _Class(_nvfp4, "its scales are put in order of rows by `prepare`, once"),
+    "torchao.NVFP4Tensor": _Class(_nvfp4, "`prepare` puts its scales in order, once"),
     "optimum.WeightQBytesTensor": _Class(_quanto),
 }
 
