@@ -6,6 +6,7 @@ Arithmetic: torchao `quantization/quantize_/workflows/`, quanto `library/qbytes_
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tilewright.compiler import _compat
 from tilewright.compiler.quantised.coded_linear import CodedLinear, floats_of_bytes
 from tilewright.ops.formats import scale_layout
 
@@ -238,7 +240,10 @@ def read(kind: type, weight: Any, bias: torch.Tensor | None) -> CodedLinear | st
     """
     known = _class_of(kind)
     if known is None:
-        return f"a weight that is a {kind.__module__}.{kind.__name__} is not read"
+        return (
+            f"a weight that is a {kind.__module__}.{kind.__name__} is not read; what it stands for "
+            "may take its place: module.weight = nn.Parameter(module.weight.dequantize())"
+        )
     if getattr(weight, "act_pre_scale", None) is not None:
         return "its activations are scaled before they are read"
     try:
@@ -250,7 +255,9 @@ def read(kind: type, weight: Any, bias: torch.Tensor | None) -> CodedLinear | st
 def obstacle(weight: torch.Tensor) -> tuple[str, bool]:
     """(why a graph that has a weight as its input does not decode it, "" where it does; whether
     `prepare` reads it)."""
-    known, made = _class_of(type(weight)), read(type(weight), weight, None)
+    known = _class_of(type(weight))
+    with _compat.fake_mode_of(_compat.parts_of(weight)) or nullcontext():
+        made = read(type(weight), weight, None)
     if known is None or isinstance(made, str):
         return str(made), False
     return known.once, True

@@ -113,23 +113,21 @@ def _decoded(call: fx.Node, x: fx.Node, weight: fx.Node, bias: fx.Node | None) -
     Raises UnfitError where the library's own linear does not read the same of them.
     """
     held = weight.meta["example_value"]
-    names, context = held.__tensor_flatten__()
-    given = [x, *([bias] if bias else [])]
-    outer = [_compat.detached(node.meta["example_value"]) for node in given]
+    names, _ = held.__tensor_flatten__()
+    outer = [_compat.detached(node.meta["example_value"]) for node in (x, bias) if node]
     inner = [_compat.detached(getattr(held, name)) for name in names]
     tensors = [outer[0], *inner, *outer[1:]]
-    count = len(names)
 
     def ours(x: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
         inside = _Inside(held, dict(zip(names, rest, strict=False)))
-        linear = tensor_subclasses.read(type(held), inside, *(rest[count:] or [None]))
+        linear = tensor_subclasses.read(type(held), inside, *(rest[len(names) :] or [None]))
         assert not isinstance(linear, str)
         return linear(x)
 
     def theirs(x: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
-        inside = dict(zip(names, rest, strict=False))
-        own = type(held).__tensor_unflatten__(inside, context, held.shape, held.stride())
-        return F.linear(x, own, *rest[count:])
+        parts = iter(rest)
+        own = _compat.with_parts(held, lambda _: next(parts))
+        return F.linear(x, own, *parts)
 
     trace = traced(ours, tensors)
     require_same_layout(trace, [call.meta["example_value"]])

@@ -25,6 +25,14 @@ LEFT = {
 }
 #: Formats whose activations are floats of four bits: a rounding on the way moves some to the next.
 FLIPS = ("ct-nvfp4", "ct-mxfp4")
+#: What is fused as it is loaded; `prepare` reads it too.
+READ = ("torchao-int8", "torchao-fp8", "torchao-intx", "quanto-int8", "quanto-fp8")
+#: What `prepare` alone reads, of a library whose other weights are read as they are loaded.
+READ_ONCE = {
+    "torchao-int4": "makes its codes unsigned",
+    "torchao-int4-tiled": "unpacks its tiles",
+    "torchao-nvfp4": "puts its scales in order",
+}
 #: What needs no preparation.
 PLAIN = ("awq", "hqq-int8")
 
@@ -50,14 +58,44 @@ def test_a_prepared_model_computes_what_the_library_does_and_is_fused(name, kind
     assert prepared.left == []
     assert len(prepared.replaced) == (0 if name in PLAIN else 14)
     logits = model(**step_of(model)).logits
-    # quanto multiplies in other kernels where it may: one rounding.
-    torch.testing.assert_close(logits, theirs, rtol=0, atol=0.02 if "quanto" in name else 0)
+    # quanto multiplies in other kernels where it may, as int4 does: one rounding.
+    other = "quanto" in name or name.startswith("torchao-int4")
+    torch.testing.assert_close(logits, theirs, rtol=0, atol=0.02 if other else 0)
     lowered = lower(model, (), step_of(model))
     assert named(lowered.matches) == EVERYTHING
     compiled = torch.compile(model, backend="tilewright", options={"inner": "eager"})
     fused = compiled(**step_of(model)).logits
     close = 0.25 if name in FLIPS else 0.05
     torch.testing.assert_close(fused, theirs, rtol=close, atol=close)
+
+
+@pytest.mark.parametrize("kind", ["llama", "deepseek_v3"])
+@pytest.mark.parametrize("name", READ)
+def test_subclasses_are_fused_as_they_are_loaded(name, kind, tmp_path):
+    model, prepared = (load(name, kind, tmp_path) for _ in range(2))
+    assert prepare(prepared).left == []
+    step = step_of if kind == "llama" else latent_step_of
+    theirs = model(**step(model)).logits
+    lowered, known = (lower(one, (), step(one)) for one in (model, prepared))
+    assert named(lowered.matches) == named(known.matches)
+    assert lowered.misses == ()
+    assert not lowered.census.unaccounted
+    compiled = torch.compile(model, backend="tilewright", options={"inner": "eager"})
+    torch.testing.assert_close(compiled(**step(model)).logits, theirs, rtol=0.05, atol=0.05)
+
+
+def latent_step_of(model):
+    """A prompt of a model whose caches hold latents."""
+    return {"input_ids": torch.arange(1, 7)[None], "use_cache": False}
+
+
+@pytest.mark.parametrize("name", READ_ONCE)
+def test_what_prepare_alone_reads_is_told_with_it(name, tmp_path):
+    model = load(name, "llama", tmp_path)
+    misses = [m for m in lower(model, (), step_of(model)).misses if m.code == "SUBCLASS"]
+    assert misses
+    assert all(f"`prepare` {READ_ONCE[name]}, once" in miss.message for miss in misses)
+    assert all("tilewright.compiler.prepare(model)" in miss.hint for miss in misses)
 
 
 #: The fused sites that a model has, by pattern.
@@ -169,6 +207,7 @@ def test_a_subclass_that_is_not_known_is_named():
     prepared = prepare(nn.Sequential(linear))
     assert [one.name for one in prepared.left] == ["0"]
     assert "Wrapped is not read" in prepared.left[0].reason
+    assert "module.weight.dequantize()" in prepared.left[0].reason
     assert "1 x Linear stays:" in str(prepared)
 
 
