@@ -76,8 +76,8 @@ def tensors_of(*nodes: fx.Node) -> list[torch.Tensor]:
 
 
 def is_models_own(node: fx.Node) -> bool:
-    """Whether an input of a graph, or a tensor inside of one, is a parameter or a buffer, or else an
-    attribute, of a module."""
+    """Whether an input of a graph, or a tensor inside of one, is a parameter or a buffer, or else
+    an attribute, of a module."""
     if node.op == "get_attr":
         return True
     if isinstance(node.meta.get("example_value"), torch.nn.Parameter):
@@ -133,9 +133,7 @@ def wrapping_of(tensor: torch.Tensor) -> str:
     return repr((context, [layout_of(part) for part in parts_of(tensor)]))
 
 
-def with_parts(
-    outer: torch.Tensor, part: Callable[[torch.Tensor], torch.Tensor]
-) -> torch.Tensor:
+def with_parts(outer: torch.Tensor, part: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """A subclass as `outer`, with `part` of each tensor inside of it in that one's place."""
     names, context = outer.__tensor_flatten__()  # type: ignore[attr-defined]
     held = {name: getattr(outer, name) for name in names}  # a device mesh may be among them

@@ -78,8 +78,9 @@ class Float8(ScaledInside):
 
 
 class Int4(ScaledInside):
-    """codes [N, K / 2], the even one low; scale, zero [N, K / group]: w = (code - 8) * scale + zero,
-    rounded once to bfloat16, in which torchao's kernels multiply."""
+    """codes [N, K / 2], the even one low; scale, zero [N, K / group].
+
+    w = (code - 8) * scale + zero, rounded to bfloat16, in which torchao's kernels multiply."""
 
     zero: torch.Tensor
 

@@ -111,12 +111,12 @@ class Weight(StoredWeight):
       "int4_n"  nibbles packed along the rows of a head: [.., D / 2, K] uint8 or [.., D / 8, K]
                 int32, any strides.
 
-    A code means (code - zero) * scale, of int4_k_offset (code - zero_point) * scale + zero. scale: float, for nvfp4 also float8_e4m3fn, for mxfp4 e8m0
-    as uint8; [ceil(N / bn), ceil(K / bk)] with scale_block = [bn, bk]; a block as large as the
-    weight is one scale per tensor. For codes of 4 bits, bk divides K. The zero is zero_point, plus
-    `zero` where given, of the shape of the scales, or int32 words of eight rows
-    [N / (8 bn), K / bk]. nibble_order: where each code of a word lies, as in
-    `ops.formats.quantized_weight`; empty: counting up. bias: [N] or [..., D].
+    A code means (code - zero) * scale, of int4_k_offset (code - zero_point) * scale + zero. scale:
+    float, for nvfp4 also float8_e4m3fn, for mxfp4 e8m0 as uint8; [ceil(N / bn), ceil(K / bk)] with
+    scale_block = [bn, bk]; a block as large as the weight is one scale per tensor. For codes of 4
+    bits, bk divides K. The zero is zero_point, plus `zero` where given, of the shape of the scales,
+    or int32 words of eight rows [N / (8 bn), K / bk]. nibble_order: where each code of a word lies,
+    as in `ops.formats.quantized_weight`; empty: counting up. bias: [N] or [..., D].
     """
 
     zero: torch.Tensor | None = None
@@ -145,9 +145,7 @@ class Weight(StoredWeight):
         codes = code_numbers(self.data, self.format, compute, self.nibble_order)
         rows = codes.flatten(0, -2)
         values = rows - self.zero_point
-        scale = expand_blocks(
-            scale_numbers(self.scale, compute), rows.shape, self.scale_block
-        )
+        scale = expand_blocks(scale_numbers(self.scale, compute), rows.shape, self.scale_block)
         if self.zero is not None and self.format.added_zeros:
             added = expand_blocks(self.zero.to(compute), rows.shape, self.scale_block)
             return (values * scale + added).view(codes.shape)

@@ -57,9 +57,9 @@ class LatentKeys:
     """latents [B, K, L], rope_keys [B, K, R]; weight [H * (N + V), L].
 
     row_scale: [H * (N + V), 1], by which the graph multiplies the sums of the weight's rows, which
-    are codes. scales: the op's arguments for latents and weight that are 8-bit codes, where the graph itself
-    multiplies codes; empty where it does not. dtype: of the product. absorbed, scratch: what
-    computes K and V from these.
+    are codes. scales: the op's arguments for latents and weight that are 8-bit codes, where the
+    graph itself multiplies codes; empty where it does not. dtype: of the product. absorbed,
+    scratch: what computes K and V from these.
     """
 
     latents: View

@@ -203,7 +203,10 @@ def test_a_library_that_reads_more_of_the_weight_is_told():
 
 REFUSED = {
     "activations": ({"act_quant_kwargs": "per row"}, "its activations are int8"),
-    "scaled before": ({"act_pre_scale": torch.ones(1).bfloat16()}, "its activations are scaled before"),
+    "scaled before": (
+        {"act_pre_scale": torch.ones(1).bfloat16()},
+        "its activations are scaled before",
+    ),
     "unknown": ({"kind": Unheard}, "a weight that is a torchao.prototype.new.Unheard is not read"),
 }
 

@@ -160,6 +160,8 @@ def int4_linear(tiled, rows=20, columns=192, **fields):
     for name, value in fields.items():
         setattr(made, name, value)
     model[0].weight = nn.Parameter(made, requires_grad=False)
+    if fields:
+        return model, None
     if tiled:
         codes = torchao_int4.unpack_tiles(made.qdata) - 8
         scale, zero = made.scale_and_zero.unbind(-1)

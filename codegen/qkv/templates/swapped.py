@@ -184,13 +184,14 @@ def qkv_projection_swapped(
     kernel's programs may take their places while this one runs.
 
     With scales, weights are codes: 8-bit (PER 1), or words of PER codes along K or, with
-    PACKED_ROWS, along the rows, which their strides count. NUMBER: what codes stand for,
-    "e2m1" or a table (`formats.table_words`). Q_BLOCK_STRIDES are those of scales and zeros: (scale
-    row, scale column, zero row, zero column). One of them is for SCALE_ROWS rows by SCALE_COLUMNS
+    PACKED_ROWS, along the rows, which their strides count. NUMBER: what codes stand for, "e2m1" or
+    a table (`formats.table_words`). Q_BLOCK_STRIDES are those of scales and zeros: (scale row,
+    scale column, zero row, zero column). One of them is for SCALE_ROWS rows by SCALE_COLUMNS
     columns, a multiple of BLOCK_K, a half, a quarter or all of it, or at least HIDDEN. The zero of
     a code is CODE_OFFSET + ZERO_OFFSET + the zero tensor's value; PACKED_ZEROS: words of eight
-    rows; ADDED_ZEROS: the tensor's value is added behind the scale. x is 16-bit, or fp8 like the weight with a scale for each token and X_SCALE_BLOCK
-    columns. X_IN_ORDER: x is the result of `order_x`.
+    rows; ADDED_ZEROS: the tensor's value is added behind the scale. x is 16-bit, or fp8 like the
+    weight with a scale for each token and X_SCALE_BLOCK columns. X_IN_ORDER: x is the result of
+    `order_x`.
     """
     row_tile = tl.program_id(0) // SPLIT_K
     part = tl.program_id(0) % SPLIT_K
