@@ -234,6 +234,13 @@ def _made(
     return kind(columns, rows, tensors, **options)
 
 
+#: What to do about a weight that is not read.
+INSTEAD = (
+    "what it stands for may take its place (`module.weight = "
+    "nn.Parameter(module.weight.dequantize())`)"
+)
+
+
 def read(kind: type, weight: Any, bias: torch.Tensor | None) -> CodedLinear | str:
     """The linear that decodes a weight in PyTorch, or why there is none.
 
@@ -241,10 +248,7 @@ def read(kind: type, weight: Any, bias: torch.Tensor | None) -> CodedLinear | st
     """
     known = _class_of(kind)
     if known is None:
-        return (
-            f"a weight that is a {kind.__module__}.{kind.__name__} is not read; what it stands for "
-            "may take its place: module.weight = nn.Parameter(module.weight.dequantize())"
-        )
+        return f"a weight that is a {kind.__module__}.{kind.__name__} is not read"
     if getattr(weight, "act_pre_scale", None) is not None:
         return "its activations are scaled before they are read"
     try:
@@ -275,4 +279,5 @@ def replacement(module: nn.Module) -> nn.Module | str | None:
         return None
     if type(weight).__module__.startswith("torch."):
         return None  # a DTensor, say
-    return read(type(weight), weight, module.bias)
+    made = read(type(weight), weight, module.bias)
+    return f"{made}; {INSTEAD}" if isinstance(made, str) else made

@@ -23,9 +23,8 @@ _CODES = (
     "decode the codes in PyTorch in the place of those with such a weight"
 )
 _UNREAD = (
-    "quantise the weights alone, by a class that `tilewright.compiler.prepare(model)` reads, or "
-    "replace the weight by what it stands for (`module.weight = "
-    "nn.Parameter(module.weight.dequantize())`)"
+    "quantise the weights alone, by a class that `tilewright.compiler.prepare(model)` reads; or "
+    f"{tensor_subclasses.INSTEAD}"
 )
 _KINDS = (
     _Kind(

@@ -1,6 +1,6 @@
 """Small models in the formats of quantisation libraries, made and loaded by these libraries.
 
-model = SHIPPED["ct-w4a16"].load("llama", folder)
+model = SHIPPED["ct-w4a16"].load("llama", folder)  # on torch's default device
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _hqq(kind: str, folder: Path, bits: int) -> nn.Module:
     from hqq.core.quantize import BaseQuantizeConfig, HQQLinear
 
     model: Any = dense(kind)
-    options = {"compute_dtype": torch.bfloat16, "device": "cpu"}
+    options = {"compute_dtype": torch.bfloat16, "device": str(torch.get_default_device())}
     for name, module in list(model.model.named_modules()):
         if type(module) is nn.Linear:
             parent, _, own = name.rpartition(".")
@@ -198,7 +198,7 @@ def _packed(kind: str, folder: Path, method: str) -> nn.Module:
 
     model: Any = dense(kind)
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    generator = torch.Generator().manual_seed(3)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(3)
     for name, module in model.named_modules():
         if type(module) is nn.Linear and name != "lm_head":
             rows, columns = state.pop(f"{name}.weight").shape
@@ -211,12 +211,13 @@ def _packed(kind: str, folder: Path, method: str) -> nn.Module:
     config = model.config.to_dict() | {"architectures": [type(model).__name__], "dtype": "float16"}
     config |= {"quantization_config": stored | {"modules_to_not_convert": ["lm_head"]}}
     (folder / "config.json").write_text(json.dumps(config))
+    place = str(torch.get_default_device())
     options: Any = (
         transformers.GPTQConfig(bits=4, backend="torch")
         if method == "gptq"
         else transformers.AwqConfig(backend="torch_awq")
     )
-    return _loaded(folder, torch.float16, quantization_config=options, device_map="cpu")
+    return _loaded(folder, torch.float16, quantization_config=options, device_map=place)
 
 
 def _words(
