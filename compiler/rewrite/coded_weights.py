@@ -21,15 +21,15 @@ from tilewright.compiler._compat.autocast import autocast_at_devices
 from tilewright.compiler.dataflow.access import call_key
 from tilewright.compiler.dataflow.spelling import argument
 from tilewright.compiler.quantised import tensor_subclasses
+from tilewright.compiler.quantised.operators import UnfitError
 from tilewright.compiler.rewrite.declared import (
     Trace,
-    UnfitError,
     copied,
     end_of,
     needed_for,
-    raised,
     require_same_layout,
     traced,
+    unfit_of,
 )
 from tilewright.compiler.rewrite.spelled import SpelledOut, stand_in
 from tilewright.compiler.rewrite.writer import Writer
@@ -64,12 +64,12 @@ class CodedWeights:
         inner = [write.call(getattr, weight, name) for name in names]
         sources = [x, *inner, *([bias] if bias else [])]
         (output,) = trace.outputs
-        made = copied(sources, trace, trace.outputs, write)[output]
-        return stand_in(write, [call], [end_of(made, call, call, (), write)])
+        made = copied(sources, trace, trace.outputs, (), write)[output]
+        return stand_in(write, [call], [end_of(made, call, call.all_input_nodes, write)])
 
     def refused(self, call: fx.Node, error: Exception) -> Miss:
         weight = type(argument(call, 1, "weight").meta["example_value"]).__name__
-        why = str(error) if isinstance(error, UnfitError) else raised(error)
+        why = unfit_of(error)
         message = f"the linear's weight is a {weight}, of which the codes are read {why}"
         return Miss("declare", "SUBCLASS", Stage.ANCHORED, message, (call,))
 
@@ -81,11 +81,10 @@ class CodedWeights:
             except _compat.DynamoError:
                 raise
             except Exception as error:
-                unfit = error if isinstance(error, UnfitError) else UnfitError(raised(error))
-                self._traces[key] = unfit
+                self._traces[key] = unfit_of(error)
         found = self._traces[key]
         if isinstance(found, UnfitError):
-            raise UnfitError(*found.args)
+            raise UnfitError(str(found))
         return found
 
 
