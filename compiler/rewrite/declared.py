@@ -148,7 +148,7 @@ def _among(declared: Mapping[str, Meaning], namespace: str, names: Sequence[str]
 
 
 @dataclass(frozen=True)
-class _Trace:
+class Trace:
     """What a meaning computes, traced. inputs: the placeholders, one for each input of the call's
     node. outputs: what it returns, one after the other. copies: the calls that overwrite an input
     as a whole, which nothing else reads or writes, by the input."""
@@ -163,7 +163,7 @@ class DeclaredCalls:
     """The calls of declared operators in one graph; calls of one layout share a trace."""
 
     def __init__(self) -> None:
-        self._traces: dict[Any, _Trace | UnfitError] = {}
+        self._traces: dict[Any, Trace | UnfitError] = {}
 
     def takes(self, target: Any) -> bool:
         overload = _overload(target)
@@ -177,40 +177,40 @@ class DeclaredCalls:
         _require_plain(call)
         trace = self._trace_of(call)
         held = call.meta.get("example_value")
-        _compare(trace, list(held) if isinstance(held, (tuple, list)) else [held])
+        require_same_layout(trace, list(held) if isinstance(held, (tuple, list)) else [held])
         made = [(trace.outputs[at], result) for at, result in results]
         rooms = _rooms(call, trace)
         made += [(trace.copies[taken].args[1], room) for taken, room in rooms.items()]
-        known = _copy(call, trace, [end for end, _ in made], rooms, write)
+        known = copied(call.all_input_nodes, trace, [end for end, _ in made], rooms, write)
         _require_same_writes(call, write.added, rooms.values())
         inputs = [node for node in call.all_input_nodes if node not in rooms.values()]
         ends: list[fx.Node] = []
         for end, result in made:
-            ends.append(_end(known[end], result, [*inputs, *ends], write))
+            ends.append(end_of(known[end], result, [*inputs, *ends], write))
         return stand_in(write, [result for _, result in made], ends) if write.added else None
 
     def refused(self, call: fx.Node, error: Exception) -> Miss:
-        unfit = _unfit(error)
+        unfit = unfit_of(error)
         meaning = _described(_meaning_of(_overload(call.target)))
         message = f"{name_of(call)} is declared as {meaning}, {unfit}"
         return Miss("declare", "DECLARED_FORM", Stage.ANCHORED, message, (call,), unfit.hint)
 
-    def _trace_of(self, call: fx.Node) -> _Trace:
+    def _trace_of(self, call: fx.Node) -> Trace:
         key = call_key(call)
         if key not in self._traces:
             try:
-                self._traces[key] = _traced(call)
+                self._traces[key] = _meaning_traced(call)
             except _compat.DynamoError:
                 raise
             except Exception as error:
-                self._traces[key] = _unfit(error)
+                self._traces[key] = unfit_of(error)
         found = self._traces[key]
         if isinstance(found, UnfitError):
             raise UnfitError(str(found), found.hint)
         return found
 
 
-def _unfit(error: Exception) -> UnfitError:
+def unfit_of(error: Exception) -> UnfitError:
     what = next(iter(str(error).strip().splitlines()), "")
     said = f"which raises {type(error).__name__}: {what}"
     return error if isinstance(error, UnfitError) else UnfitError(said)
@@ -250,7 +250,7 @@ def _require_plain(call: fx.Node) -> None:
         raise UnfitError("and called under autocast, which computes its meaning in other dtypes")
 
 
-def _traced(call: fx.Node) -> _Trace:
+def _meaning_traced(call: fx.Node) -> Trace:
     overload = _overload(call.target)
     meaning: Any = _meaning_of(overload)
     if fault := _fault_of_names(meaning, overload):
@@ -266,6 +266,12 @@ def _traced(call: fx.Node) -> _Trace:
         known = dict(zip(sources, values, strict=True))
         return meaning(**{name: fx.node.map_arg(a, known.get) for name, a in arguments.items()})
 
+    return traced(compute, held)
+
+
+def traced(compute: Callable[..., Any], held: Sequence[Any]) -> Trace:
+    """The ATen calls that `compute(*held)` makes; raises UnfitError where they cannot be a part of
+    the graph."""
     graph = _compat.aten_graph(compute, held, pre_dispatch=True)
     _restore_literals(graph)
     for node in graph.nodes:
@@ -273,7 +279,7 @@ def _traced(call: fx.Node) -> _Trace:
             raise UnfitError(why)
     (returned,) = graph.output_node().args
     outputs = tuple(returned) if isinstance(returned, (tuple, list)) else (returned,)
-    return _Trace(graph, tuple(graph.find_nodes(op="placeholder")), outputs, _copies(graph))
+    return Trace(graph, tuple(graph.find_nodes(op="placeholder")), outputs, _copies(graph))
 
 
 def _copies(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
@@ -318,7 +324,7 @@ def _obstacle(node: fx.Node) -> str:
     return ""
 
 
-def _compare(trace: _Trace, expected: Sequence[Any]) -> None:
+def require_same_layout(trace: Trace, expected: Sequence[Any]) -> None:
     """Raises UnfitError where a meaning returns other tensors than the operator."""
     made = [out.meta["val"] if isinstance(out, fx.Node) else out for out in trace.outputs]
     of_both = [[*map(_laid_out, results)] for results in (made, expected)]
@@ -334,7 +340,7 @@ def _laid_out(held: Any) -> str:
     return f"{dtype}{[*shape_of(held)]} on {held.device}"
 
 
-def _rooms(call: fx.Node, trace: _Trace) -> dict[fx.Node, fx.Node]:
+def _rooms(call: fx.Node, trace: Trace) -> dict[fx.Node, fx.Node]:
     """Tensors that the graph makes for the call alone to write as a whole, by the input of the
     trace: what comes behind may as well read a new one."""
     given = dict(zip(trace.inputs, call.all_input_nodes, strict=True))
@@ -347,27 +353,34 @@ def _is_room(node: fx.Node, call: fx.Node) -> bool:
     return all(user is call or call < user for user in node.users)
 
 
-def _copy(
-    call: fx.Node,
-    trace: _Trace,
+def copied(
+    sources: Sequence[fx.Node],
+    trace: Trace,
     used: Sequence[fx.Node],
     rooms: Collection[fx.Node],
     write: Writer,
 ) -> dict[fx.Node, Any]:
     """Adds the nodes of a trace that the used outputs, and what it writes, are made of.
 
-    rooms: inputs whose copies are left out.
+    sources: what stands for the inputs of the trace. rooms: inputs whose copies are left out.
     """
-    known: dict[fx.Node, Any] = dict(zip(trace.inputs, call.all_input_nodes, strict=True))
-    needed = set(used)
-    left_out = {trace.copies[room] for room in rooms}
-    for node in reversed(trace.graph.nodes):
-        if node not in left_out and (node in needed or _writes(node)):
-            needed |= {node, *node.all_input_nodes}
+    known: dict[fx.Node, Any] = dict(zip(trace.inputs, sources, strict=True))
+    needed = needed_for(trace.graph, used, {trace.copies[room] for room in rooms})
     for node in trace.graph.nodes:
         if node in needed and node not in known:
             known[node] = write.again(node, known)
     return known
+
+
+def needed_for(
+    graph: fx.Graph, used: Sequence[fx.Node], left_out: Collection[fx.Node] = ()
+) -> set[fx.Node]:
+    """The nodes of a trace that some of its nodes, and what it writes, are made of."""
+    needed = set(used)
+    for node in reversed(graph.nodes):
+        if node not in left_out and (node in needed or _writes(node)):
+            needed |= {node, *node.all_input_nodes}
+    return needed
 
 
 def _writes(node: fx.Node) -> bool:
@@ -396,7 +409,7 @@ def _require_same_writes(
 # --- results --------------------------------------------------------------------------------------
 
 
-def _end(made: fx.Node, result: fx.Node, others: Sequence[fx.Node], write: Writer) -> fx.Node:
+def end_of(made: fx.Node, result: fx.Node, others: Sequence[fx.Node], write: Writer) -> fx.Node:
     """The node that stands for a result: it has its strides, and shares memory with the call's
     inputs and the other results as that does."""
     held, wanted = made.meta["example_value"], result.meta["example_value"]

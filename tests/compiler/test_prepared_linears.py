@@ -150,6 +150,62 @@ def test_linears_of_torchao(config, dtype):
         torch.testing.assert_close(model(x), theirs(x), rtol=rounding, atol=rounding)
 
 
+def int4_linear(tiled, rows=20, columns=192, **fields):
+    """A linear as torchao has it, and its weight in float64."""
+    pytest.importorskip("torchao.quantization")
+    from tests.models import torchao_int4
+
+    model = one_linear(columns, rows)
+    made = torchao_int4.quantised(model[0].weight.detach(), tiled)
+    for name, value in fields.items():
+        setattr(made, name, value)
+    model[0].weight = nn.Parameter(made, requires_grad=False)
+    if fields:
+        return model, None
+    if tiled:
+        codes = torchao_int4.unpack_tiles(made.qdata) - 8
+        scale, zero = made.scale_and_zero.unbind(-1)
+    else:
+        codes = torch.stack((made.qdata << 4 >> 4, made.qdata >> 4), dim=-1).flatten(-2)
+        scale, zero = made.scale, made.zero_point
+    scale, zero = (part.t().double().unsqueeze(-1) for part in (scale, zero))
+    exact = codes.double().unflatten(-1, (scale.shape[1], -1)) * scale + zero
+    return model, exact.flatten(-2)[:rows, :columns]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("tiled", [False, True])
+def test_int4_linears_of_torchao(tiled, dtype):
+    """20 rows and 192 columns: tiles of 8 rows and 1024 columns are not full."""
+    model, exact = int4_linear(tiled)
+    theirs = copy.deepcopy(model)
+    prepared = prepare(model)
+    assert prepared.left == []
+    assert torch.equal(model[0].weight_of_codes(torch.bfloat16), exact.to(torch.bfloat16))
+    for shape in [(1, 192), (2, 3, 192)]:
+        x = inputs(shape, torch.bfloat16).to(dtype)
+        assert model(x).dtype == dtype
+        if tiled or dtype == torch.bfloat16:
+            torch.testing.assert_close(model(x), theirs(x), rtol=0.01, atol=0.01)
+    prepared.undo()
+    assert torch.equal(model(x.bfloat16()), theirs(x.bfloat16()))
+
+
+@pytest.mark.parametrize(
+    ("tiled", "fields", "why"),
+    [
+        (False, {"activation_dtype": torch.float8_e4m3fn}, "its activations are float8"),
+        (False, {"act_pre_scale": torch.ones(192)}, "its activations are scaled before"),
+        (True, {"act_pre_scale": torch.ones(192)}, "its activations are scaled before"),
+        (True, {"block_size": [1, 256]}, "its columns do not fill groups of 256"),
+        (True, {"qdata": torch.zeros(3, 16, 64, 2, dtype=torch.int32)}, "its words are not those"),
+    ],
+)
+def test_int4_weights_that_stay(tiled, fields, why):
+    model, _ = int4_linear(tiled, **fields)
+    assert why in prepare(model).left[0].reason
+
+
 @pytest.mark.parametrize("swizzled", [False, True])
 @pytest.mark.parametrize("factor", [None, 0.0125])
 def test_nvfp4_linears_of_torchao(swizzled, factor):

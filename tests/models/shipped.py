@@ -98,6 +98,15 @@ def _torchao_nvfp4(kind: str, folder: Path) -> nn.Module:
     return model
 
 
+def _torchao_int4(kind: str, folder: Path, tiled: bool) -> nn.Module:
+    """With stand-ins for the kernels, which need a GPU."""
+    from tests.models import torchao_int4
+
+    model: Any = dense(kind)
+    torchao_int4.quantise(model.model, tiled)
+    return model
+
+
 def _by_config(kind: str, folder: Path, config: str, **options: Any) -> nn.Module:
     """Quantised by transformers while it loads the dense checkpoint."""
     import transformers
@@ -254,6 +263,8 @@ SHIPPED: dict[str, Shipped] = {
         "torchao", partial(_torchao, config="Int8DynamicActivationInt8WeightConfig")
     ),
     "torchao-fp8": Shipped("torchao", partial(_torchao, config="Float8WeightOnlyConfig")),
+    "torchao-int4": Shipped("torchao", partial(_torchao_int4, tiled=False)),
+    "torchao-int4-tiled": Shipped("torchao", partial(_torchao_int4, tiled=True)),
     "torchao-nvfp4": Shipped("torchao", _torchao_nvfp4),
     "torchao-intx": Shipped("torchao", partial(_torchao, config="IntxWeightOnlyConfig")),
     "quanto-int8": Shipped(

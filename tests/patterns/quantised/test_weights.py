@@ -432,6 +432,102 @@ def test_zeros_are_read_however_they_are_packed_and_selected(form, weight):
     assert check(Attention(linear_of(form)), arguments(5))["weight"] == weight
 
 
+# --- zeros behind the scale -----------------------------------------------------------------------
+
+
+def offset_buffers(rows, hidden, generator):
+    buffers = quantized.nibble_buffers(rows, hidden, generator)
+    offset = torch.randn(rows, hidden // GROUP, generator=generator).bfloat16() / 8
+    return buffers | {"offset": offset, "zero": offset.float() + 8}
+
+
+def offset(form):
+    """Registers a form that gets the codes in groups [N, K / group, group], and their scale."""
+
+    def made(layer, dtype):
+        codes = torch.stack((layer.packed & 15, layer.packed >> 4), dim=-1).flatten(-2)
+        scale, zero = (t.unsqueeze(-1) for t in (layer.scale, layer.offset))
+        blocks = form(layer, codes.unflatten(-1, (-1, GROUP)), scale, zero)
+        return blocks.flatten(-2).to(dtype)
+
+    made.__name__ = form.__name__
+    STORED[made] = offset_buffers
+    return made
+
+
+@offset
+def in_float32(layer, codes, scale, zero):
+    return (codes.float() - 8) * scale.float() + zero.float()
+
+
+@offset
+def in_its_own_dtype(layer, codes, scale, zero):
+    """Rounded twice."""
+    return zero + scale * (codes.to(scale.dtype) - 8)
+
+
+@offset
+def codes_from_zero(layer, codes, scale, zero):
+    return codes.to(scale.dtype) * scale + zero
+
+
+@pytest.mark.parametrize("form", [in_float32, in_its_own_dtype, codes_from_zero])
+def test_zeros_may_be_added_behind_the_scale(form):
+    facts = check(Attention(linear_of(form)), arguments(5))
+    assert facts["weight"] == "int4_k_offset with zeros"
+
+
+@offset
+def zeros_on_both_sides(layer, codes, scale, zero):
+    return (codes.float() - layer.zero.unsqueeze(-1)) * scale + zero
+
+
+@offset
+def scaled_behind_the_zeros(layer, codes, scale, zero):
+    return ((codes.float() - 8) * scale + zero) * scale
+
+
+@offset
+def added_twice(layer, codes, scale, zero):
+    return (codes.float() - 8) * scale + zero + zero
+
+
+@offset
+def subtracted(layer, codes, scale, zero):
+    return (codes.float() - 8) * scale - zero
+
+
+@offset
+def added_with_a_factor(layer, codes, scale, zero):
+    return torch.add((codes.float() - 8) * scale, zero, alpha=2)
+
+
+NOT_ADDED = [
+    zeros_on_both_sides,
+    scaled_behind_the_zeros,
+    added_twice,
+    subtracted,
+    added_with_a_factor,
+]
+
+
+@pytest.mark.parametrize("form", NOT_ADDED, ids=lambda form: form.__name__)
+def test_other_sums_of_codes_and_zeros_are_no_format(form):
+    assert_missed(Attention(linear_of(form)), arguments(5), "WEIGHT_FORMAT")
+
+
+def int8_with_offset(layer, dtype):
+    weight = layer.codes.to(dtype) * layer.scale[:, None].to(dtype)
+    return weight + layer.zeros.to(dtype)
+
+
+STORED[int8_with_offset] = quantized.int8_buffers
+
+
+def test_codes_of_eight_bits_have_no_zeros_behind_the_scale():
+    assert_missed(Attention(linear_of(int8_with_offset)), arguments(5), "WEIGHT_FORMAT")
+
+
 @stored(quantized.gptq)
 def a_difference_that_wraps_around(layer, dtype):
     codes, zeros = (t.to(torch.int8) for t in quantized.gptq_codes(layer))
