@@ -6,9 +6,11 @@ The seeds here are none of the kept runs'.
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -103,6 +105,21 @@ def test_a_seed_is_a_program():
         other = program("attention", 144, model)[0]
     assert first.broken == again.broken
     assert str(first.module.graph) == str(again.module.graph) != str(other.module.graph)
+
+
+def test_no_module_of_tests_changes_a_table_of_another():
+    """A seed would be another program wherever that module has been imported before."""
+    changes = []
+    for path in Path(__file__).resolve().parents[1].rglob("*.py"):
+        text = path.read_text("utf-8")
+        imported = {
+            name
+            for names in re.findall(r"^from tests\S* import (\([^)]*\)|.*)$", text, re.MULTILINE)
+            for name in re.findall(r"\w+", names)
+        }
+        changed = re.findall(r"^ *(\w+)[\w.]*(?:\[.*\] =| \|=) ", text, re.MULTILINE)
+        changes += [f"{path.name}: {name}" for name in changed if name in imported]
+    assert not changes
 
 
 def test_fake_tensors_are_what_the_program_makes():
