@@ -27,12 +27,12 @@ from typing import Any
 import quantised_table
 import torch
 from coverage import PROMPT, compiled_step, first_line, rewind, static_cache, step_inputs, tokens
-from quantised_table import KEPT, NEEDS_CODED_EXPERTS
+from quantised_table import KEPT
 from timing import environment
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.models.shipped import CONFIGS, SHIPPED, dense
+from tests.models.shipped import BY_TRANSFORMERS, CONFIGS, SHIPPED, Shipped, dense
 from tilewright.compiler import prepare, tilewright
 from tilewright.compiler.verify import clone_inputs, relative_error
 from tilewright.compiler.verify.float64 import NoFloat64Error, run_in_float64, widen
@@ -41,6 +41,11 @@ from tilewright.tools.files import write_whole
 #: The arguments of a step, with a cache as it is before that step.
 Inputs = Callable[[], dict[str, Any]]
 
+FORMATS = {
+    "bf16": Shipped("torch", lambda kind, folder: dense(kind), tuple(CONFIGS)),
+    **SHIPPED,
+    **BY_TRANSFORMERS,
+}
 OPTIONS = {"inner": "eager", "everywhere": True}
 SHOWN = ("fused", "lost", "advice", "said", "wrong", "unjudged", "unaccounted", "graphs", "failed")
 
@@ -128,8 +133,8 @@ def keep(row: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--formats", nargs="+", default=["bf16", *SHIPPED])
-    parser.add_argument("--models", nargs="+", default=list(CONFIGS))
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
+    parser.add_argument("--models", nargs="+", choices=CONFIGS, default=list(CONFIGS))
     given = parser.parse_args()
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
@@ -138,15 +143,12 @@ def main() -> None:
     now = {"date": environment()["date"], "torch": torch.__version__}
     now["transformers"] = importlib.metadata.version("transformers")
     for form in given.formats:
-        shipped = SHIPPED.get(form)
-        if shipped is not None and not shipped.is_installed:
+        shipped = FORMATS[form]
+        if not shipped.is_installed:
             print(f"{form}: {shipped.library} is not installed")
             continue
-        for kind in given.models:
-            if form in NEEDS_CODED_EXPERTS and "experts" in str(CONFIGS[kind][1]):
-                continue
-            library = "torch" if shipped is None else shipped.library
-            row = now | {"library": made_by(library)}
+        for kind in [kind for kind in shipped.models if kind in given.models]:
+            row = now | {"library": made_by(shipped.library)}
             try:
                 row |= row_of(form, kind, partial(loaded, form, kind))
             except Exception as error:
@@ -156,10 +158,8 @@ def main() -> None:
 
 
 def loaded(form: str, kind: str) -> Any:
-    if form == "bf16":
-        return dense(kind)
     with tempfile.TemporaryDirectory() as folder:
-        return SHIPPED[form].load(kind, Path(folder))
+        return FORMATS[form].load(kind, Path(folder))
 
 
 if __name__ == "__main__":

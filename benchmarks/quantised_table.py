@@ -17,9 +17,6 @@ DOC = Path(__file__).parents[1] / "docs" / "quantised.md"
 KEPT = Path(__file__).parent / "results" / "quantised.json"
 Row = Mapping[str, Any]
 
-#: transformers reads checkpoints of these only where each expert has codes, too, which it decodes
-#: while it loads; `tests/models/shipped.py` makes none.
-NEEDS_CODED_EXPERTS = ("ct-w4a16", "ct-w8a16", "ct-w8a8")
 #: How much further from float64 than the library ours may be: both round, in different places.
 SLACK = 1.25
 ROUNDING = 2**-10
@@ -143,13 +140,17 @@ either: most of both errors is that. Codes of misses: [miss-codes.md](miss-codes
 LIMITS = """## What this page does not show
 
 Experts that these libraries keep in one tensor stay in bfloat16 here, as the libraries leave them
-(`torchao`, `quanto`, `gptqmodel`) or decode them while they load (`compressed-tensors`, whose
-int4 and int8 checkpoints of such models are not made here). Formats that transformers decodes to
-bfloat16 where there is no GPU, FineGrainedFP8 and gpt-oss's MXFP4, are dense models on a CPU;
-models whose forward pass decodes such codes are in
-[coverage.md](coverage.md#quantised-formats-x-models). What `prepare` makes of gpt-oss's MXFP4 on a
-GPU is held to transformers' modules with a stand-in for the hub's kernels
-(`tests/compiler/test_prepared_experts.py`)."""
+(`torchao`, `quanto`, `bitsandbytes`, `hqq`, `gptqmodel`) or as transformers decodes them while it
+loads them (`compressed-tensors`: each expert has codes in the checkpoint, but for ct-fp8-block,
+whose blocks transformers does not join). It leaves out how their activations are rounded, and of
+NVFP4 the factor of each expert: such a model computes something else, with and without tilewright.
+
+What transformers loads itself needs a GPU to stay codes. finegrained-fp8 and mxfp4-gpu are its own
+modules with stand-ins for the hub's kernels, of their names, schemas and arithmetic
+(`tests/models/finegrained.py`, `tests/models/gpt_oss_hub.py`): with the real
+`gpt-oss-triton-kernels` Dynamo raises where the stand-in breaks the graph. mxfp4 is a checkpoint as
+transformers loads it on a CPU, where it decodes the experts to bfloat16. More models whose forward
+pass decodes such codes are in [coverage.md](coverage.md#quantised-formats-x-models)."""
 
 
 def main() -> None:
