@@ -56,11 +56,11 @@ SOUGHT = {
     "dtypes": {"cache_attention"},
     "coded": {"qkv_cache", "cache_attention"},
     "large": {"qkv_cache"},
-    "quantised": {"linear_activation", "linear_residual", "grouped_gemm"},
+    "quantised": {"qkv_cache", "mla_prefill", "linear_activation", "grouped_gemm"},
     "products": {"linear_activation", "linear_residual"},
 }
 #: How many seeds a family has here, eight of a model: as many as it takes to fuse what is sought.
-COUNTS = dict.fromkeys(FAMILIES, 16) | {"moe": 24, "mlp": 32, "coded": 4}
+COUNTS = dict.fromkeys(FAMILIES, 16) | {"moe": 24, "mlp": 32, "quantised": 32, "coded": 4}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
