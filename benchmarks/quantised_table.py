@@ -116,7 +116,8 @@ other columns: after `tilewright.compiler.prepare(model)`; "replaced": the modul
 "silent": points of the [census](soundness.md#census) that nothing accounts for. "errors": of the
 logits of the library's own forward pass, then of the fused step, both against float64 of the same
 codes. Where a format rounds activations, one that lies next to the middle of two codes may become
-either: most of both errors is that. Codes of misses: [miss-codes.md](miss-codes.md).
+either: most of both errors is that. Where ours is further, two other tokens are tried: with experts
+that nearly tie, a rounding chooses others. Codes of misses: [miss-codes.md](miss-codes.md).
 
 | | |
 |---|---|
