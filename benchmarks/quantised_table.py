@@ -49,6 +49,12 @@ def is_further(row: Row) -> bool:
     return bool(found) and found["ours"] > SLACK * found["library"] + ROUNDING
 
 
+def silent(row: Row) -> int:
+    """How many points of a prepared step nothing accounts for, and no miss names."""
+    step = row.get("prepared", {})
+    return len(step.get("unaccounted", ())) - step.get("advice", {}).get("census UNRECOGNISED", 0)
+
+
 def numbers(row: Row) -> str:
     found = row.get("errors")
     if not found:
@@ -65,8 +71,7 @@ def line(row: Row) -> str:
     step = row["prepared"]
     cells = [form, model, summary(row), str(row["replaced"])]
     cells += [step_cell(step, name) for name in COLUMNS]
-    silent = "-" if step.get("failed") else str(len(step["unaccounted"]))
-    cells += [silent, numbers(row)]
+    cells += ["-" if step.get("failed") else str(silent(row)), numbers(row)]
     return "| " + " | ".join(cells) + " |"
 
 
@@ -76,7 +81,7 @@ def to_do(rows: Sequence[Row]) -> list[str]:
     for row in rows:
         for said in row.get("prepared", {}).get("said", ()):
             code = re.search(r"\b([A-Z]+(?:_[A-Z]+)*):", said)
-            hint = said.partition("Hint: ")[2] or said
+            hint = re.sub(r"--at [\w.]+", "--at MODULE", said.partition("Hint: ")[2] or said)
             names = found.setdefault((code[1] if code else "advice", hint), [])
             names.append(row["model"])
         for reason in row.get("left", ()):
@@ -104,7 +109,6 @@ def page(kept: Mapping[str, Any]) -> str:
     """The document; kept: what is in the file of results."""
     rows = kept["rows"]
     judged = [row for row in rows if row.get("errors")]
-    unaccounted = sum(len(row["prepared"]["unaccounted"]) for row in rows if "prepared" in row)
     dates = sorted({row["date"] for row in rows})
     head = f"""# What is fused of quantised models as libraries load them
 
@@ -113,17 +117,18 @@ models of two layers with random weights, made and loaded by the libraries thems
 (`tests/models/shipped.py`), one decode step of two sequences with a static cache. "as loaded": the
 model as the library has it ("=": the same as prepared; "Dynamo raises": with any backend). The
 other columns: after `tilewright.compiler.prepare(model)`; "replaced": the modules it replaced.
-"silent": points of the [census](soundness.md#census) that nothing accounts for. "errors": of the
-logits of the library's own forward pass, then of the fused step, both against float64 of the same
-codes. Where a format rounds activations, one that lies next to the middle of two codes may become
-either: most of both errors is that. Where ours is further, two other tokens are tried: with experts
-that nearly tie, a rounding chooses others. Codes of misses: [miss-codes.md](miss-codes.md).
+"silent": points of the [census](soundness.md#census) that nothing accounts for, and no miss names.
+"errors": of the logits of the library's own forward pass, then of the fused step, both against
+float64 of the same codes. Where a format rounds activations, one that lies next to the middle of
+two codes may become either: most of both errors is that. Where ours is further, two other tokens
+are tried: with experts that nearly tie, a rounding chooses others. "not judged": what takes the
+bits of a float apart has no float64. Codes of misses: [miss-codes.md](miss-codes.md).
 
 | | |
 |---|---|
 | rows | {len(rows)} |
 | that need `prepare` | {sum(bool(row.get("replaced")) for row in rows)} |
-| points of the census unaccounted for | {unaccounted} |
+| points of the census that are silent | {sum(map(silent, rows))} |
 | further from float64 than the library | {sum(map(is_further, rows))} of {len(judged)} |"""
     parts = [head]
     columns = ["format", "model", "as loaded", "replaced", *COLUMNS, "silent", "errors"]
