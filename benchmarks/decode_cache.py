@@ -20,17 +20,17 @@ def widths(config: Any) -> tuple[int, int, int]:
 
 
 def new_cache(model: Any, batch: int, max_length: int) -> StaticCache:
-    """A bfloat16 cache of `max_length` tokens for each of `batch` sequences, on the GPU."""
+    """A cache of `max_length` tokens for each of `batch` sequences, as a model's device has it."""
     heads, *columns = widths(model.config)
     cache = StaticCache(config=model.config, max_cache_len=max_length)
     for number, layer in enumerate(cache.layers):
         # Without tokens: only the other extents count.
         keys, values = (
-            torch.empty((batch, heads, 0, width), dtype=torch.bfloat16, device="cuda")
+            torch.empty((batch, heads, 0, width), dtype=model.dtype, device=model.device)
             for width in columns
         )
         layer.lazy_initialization(keys, values)
-        generator = torch.Generator("cuda").manual_seed(number)
+        generator = torch.Generator(model.device).manual_seed(number)
         layer.keys.normal_(generator=generator)
         layer.values.normal_(generator=generator)
     return cache
@@ -42,10 +42,10 @@ def rewind(cache: StaticCache, position: int) -> None:
         layer.cumulative_length.fill_(position)
 
 
-def padded_tokens(batch: int, tokens: int) -> torch.Tensor:
+def padded_tokens(batch: int, tokens: int, device: torch.device | str = "cuda") -> torch.Tensor:
     """How many of so many tokens are padding in each sequence of a batch of unequal prompts: of
     sequence b a share of b / (2 * batch)."""
-    return tokens * torch.arange(batch, device="cuda") // (2 * batch)
+    return tokens * torch.arange(batch, device=device) // (2 * batch)
 
 
 def generate_inputs(
@@ -60,7 +60,7 @@ def generate_inputs(
     present = torch.ones((batch, position + tokens), dtype=torch.int64, device=ids.device)
     if padded:
         places = torch.arange(position + tokens, device=ids.device)
-        present *= places >= padded_tokens(batch, position + tokens).to(ids.device)[:, None]
+        present *= places >= padded_tokens(batch, position + tokens, ids.device)[:, None]
     positions = (present.cumsum(-1) - 1).clamp(min=0)[:, -tokens:]
     rewind(cache, position)
     mask = create_masks_for_generate(

@@ -1,35 +1,51 @@
-"""Decode steps of a quantised Llama-3-8B on a GPU: as its library loads it, and prepared for us.
+"""Decode steps of quantised models at true dims on a GPU: as their library loads them, and prepared
+for us.
 
-    python benchmarks/quantised_step.py [--formats ct-fp8 ...] [--batches 1 16 64] [--out DIR]
+    python benchmarks/quantised_step.py [--formats ct-fp8 ...] [--models llama3-8b ...]
+        [--cases 1x1 16x1 16x1-padded 64x1] [--variants tilewright bf16 stock library]
+        [--errors-only] [--made-on cpu] [--jobs 10] [--out DIR]
 
-True dims, 4 layers, a vocabulary of 8192, random weights; 1000 tokens in a static cache of 2048,
-the mask given as `generate()` gives it. Microseconds in CUDA graphs, variants in turn: `library` is
-torch.compile of the model as loaded (null where that cannot be compiled or captured), `stock`
-torch.compile of the prepared model, `tilewright` that model with us; `bf16` is the dense model with
-us, in the same process. Errors of logits are relative, in the 2-norm, from float64 of the same
-codes: of the library's own forward pass in eager mode, and of ours. peak: memory of a step above
-that of model and cache, in MiB. Each format is a process of its own. Results go to
-benchmarks/results/quantised_step.json.
+True dims, few layers, a vocabulary of 8192, random weights; cases as `end_to_end.py` names them:
+1000 tokens in a static cache of 2048, the mask given as `generate()` gives it. Microseconds in CUDA
+graphs, variants in turn: `library` is torch.compile of the model as loaded (null where that cannot
+be compiled or captured), `stock` torch.compile of the prepared model, `tilewright` that model with
+us; `bf16` is the dense model with us, in the same process. Errors of logits are relative, in the
+2-norm, from float64 of the same codes: of the library's own forward pass in eager mode, and of
+ours. peak: memory of a step above that of model and cache, in MiB.
+
+Each case of a format is a process: `--jobs` of them make their model on the GPU and compile side by
+side, then each has the GPU to itself. --errors-only: nothing is timed, a process takes all cases of
+a format, and what is not fused runs in eager mode; without a GPU, all ops as their references.
+What fails is named in its row. Results go to benchmarks/results/quantised_step.json, or
+quantised_step_errors.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import logging
-import subprocess
+import os
+import signal
 import sys
 import tempfile
 import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
+from coverage import first_line
 from decode_cache import generate_inputs, new_cache, rewind
-from end_to_end import peak_mib
-from quantised import exact_logits, made_by
+from end_to_end import MAX_LENGTH, Case, peak_mib
+from quantised import exact_logits, is_made, loaded, made_by
+from quantised_table import is_further
+from side_by_side import finished_rows, has_turn
 from timing import capture, interleaved_us, keep
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -37,36 +53,60 @@ from tests.models.shipped import CONFIGS, SHIPPED, dense
 from tilewright.compiler import prepare, reports
 from tilewright.compiler.verify import relative_error
 
-MODEL = "llama3_8b"
-PRESENT, MAX_LENGTH = 1000, 2048
-DIMS: dict[str, Any] = {
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SHARED: dict[str, Any] = {
     "vocab_size": 8192,
+    "num_hidden_layers": 2,
     "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 4,
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "head_dim": 128,
     "max_position_embeddings": 8192,
     "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
 }
-BACKENDS = dict.fromkeys(("library", "stock"), "inductor")
-BACKENDS |= dict.fromkeys(("tilewright", "bf16"), "tilewright")
-CONFIGS[MODEL] = (LlamaConfig, DIMS)
+EXPERTS = {"num_experts": 128, "moe_intermediate_size": 768, "num_experts_per_tok": 8}
+#: True dims by name; the small models of `tests/models/shipped.py` are known beside them.
+CONFIGS |= {
+    "llama3-8b": (LlamaConfig, SHARED | {"intermediate_size": 14336, "num_hidden_layers": 4}),
+    "qwen3-8b": (Qwen3Config, SHARED | {"intermediate_size": 12288}),
+    "qwen3-30b-a3b": (
+        Qwen3MoeConfig,
+        SHARED | EXPERTS | {"hidden_size": 2048, "num_key_value_heads": 4, "norm_topk_prob": True},
+    ),
+}
+CASES = ("1x1", "16x1", "16x1-padded", "64x1")
+#: In this order: a library's that cannot be captured disturbs none after it.
+VARIANTS = ("tilewright", "bf16", "stock", "library")
+OPTIONS: dict[str, Any] = {} if DEVICE == "cuda" else {"everywhere": True}
+LOCK = Path(tempfile.gettempdir()) / "tilewright_quantised_step.lock"
+
+
+@contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """Holds the other processes back: what is done in float64 takes several times the memory."""
+    with LOCK.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+        if DEVICE == "cuda":
+            torch.cuda.empty_cache()
 
 
 class Step:
-    """A decode step over a cache of its own; `call` runs a form of the model."""
+    """A decode step of a case over one cache, which the forms of a model use in turn."""
 
-    def __init__(self, model: Any, batch: int) -> None:
-        generator = torch.Generator("cuda").manual_seed(batch)
-        size = (batch, 1)
-        self.ids = torch.randint(model.config.vocab_size, size, device="cuda", generator=generator)
-        self.cache = new_cache(model, batch, MAX_LENGTH)
-        self.given = generate_inputs(model, self.cache, self.ids, PRESENT, padded=False)
+    def __init__(self, model: Any, case: Case) -> None:
+        self.case = case
+        generator = torch.Generator(model.device).manual_seed(case.batch)
+        size = (case.batch, case.tokens)
+        self.ids = torch.randint(
+            model.config.vocab_size, size, device=model.device, generator=generator
+        )
+        self.cache = new_cache(model, case.batch, MAX_LENGTH)
+        padded = case.kind == "padded"
+        self.given = generate_inputs(model, self.cache, self.ids, case.position, padded=padded)
 
     def inputs(self) -> dict[str, Any]:
-        rewind(self.cache, PRESENT)
+        rewind(self.cache, self.case.position)
         cached = {"past_key_values": self.cache, "use_cache": True}
         return {"input_ids": self.ids, **cached, **self.given}
 
@@ -74,84 +114,193 @@ class Step:
         return forward(**self.inputs()).logits
 
 
-def attempted(name: str, step: Step, forward: Any, row: dict[str, Any]) -> Any:
-    """A graph of a variant, or None; `row` then says what it raised."""
+def attempted(row: dict[str, Any], name: str, call: Callable[[], Any]) -> Any:
+    """What a call returns; None where it raises, which `row` then says under `name`."""
     try:
-        step.call(forward)
-        row[f"{name}_peak"] = peak_mib(lambda: step.call(forward))
-        return capture([lambda: step.call(forward)], warmup=2)
+        return call()
     except Exception as error:
-        row[f"{name}_failed"] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        torch.cuda.synchronize()
+        row[f"{name}_failed"] = first_line(error)
         return None
 
 
-def row_of(form: str, batch: int, models: dict[str, Any]) -> dict[str, Any]:
-    """Errors and times of one format at one batch. models: by variant, not compiled."""
-    torch._dynamo.reset()
-    row: dict[str, Any] = {"format": form, "batch": batch}
-    steps = {name: Step(model, batch) for name, model in models.items()}
-    theirs = steps["library"].call(models["library"])
-    exact = exact_logits(models["tilewright"], steps["tilewright"].inputs)
-    forms = {name: torch.compile(model, backend=BACKENDS[name]) for name, model in models.items()}
-    graphs = {}
-    for name, forward in forms.items():
-        graph = attempted(name, steps[name], forward, row)
-        row[name] = None
-        if graph is not None:
-            graphs[name] = graph
-        if name == "tilewright" and graph is not None:
-            found = reports()[-1]
-            ops = [match.op for match in found.matches]
-            row["fused"] = {op: ops.count(op) for op in dict.fromkeys(ops)}
-            row["misses"] = [miss.code for miss in found.misses]
-            ours = steps[name].call(forward)
-            if exact is not None:
-                pairs = {"library": theirs, "tilewright": ours}
-                row["errors"] = {n: relative_error(t.double(), exact) for n, t in pairs.items()}
-    return row | interleaved_us(graphs, 1, rounds=12, replays=5)
+class Prepared:
+    """One case of a format: its row so far, and what is timed when it has its turn."""
+
+    def __init__(self, models: dict[str, Any], text: str, facts: dict[str, Any]) -> None:
+        case = Case.of(text)
+        self.models = models
+        self.row: dict[str, Any] = {**facts, "batch": case.batch, "padded": case.kind == "padded"}
+        # A library may have loaded in another dtype than the dense model's.
+        self.steps = {model.dtype: Step(model, case) for model in models.values()}
+        self.graphs: dict[str, torch.cuda.CUDAGraph] = {}
+        step, ours = self.step("library"), models["tilewright"]
+        self.logits = {
+            "library": attempted(self.row, "eager", lambda: step.call(models["library"]))
+        }
+        with one_at_a_time():
+            self.exact = attempted(self.row, "exact", lambda: exact_logits(ours, step.inputs))
+
+    def step(self, variant: str) -> Step:
+        return self.steps[self.models[variant].dtype]
+
+    def compiled(self, variant: str, **options: Any) -> Any:
+        """A variant's compiled forward pass, whose logits it keeps; None where it failed."""
+        backend = "tilewright" if variant in ("tilewright", "bf16") else "inductor"
+        given = OPTIONS | options if backend == "tilewright" else {}
+        model = self.models[variant]
+        forward = torch.compile(model, backend=backend, options=given or None, dynamic=False)
+        before = len(reports())
+        made = attempted(self.row, variant, lambda: self.step(variant).call(forward))
+        if made is None:
+            return None
+        if variant == "tilewright":
+            self.logits[variant] = made
+            self.describe(reports()[before:])
+        return forward
+
+    def describe(self, found: Sequence[Any]) -> None:
+        """Adds what is fused and missed, and the errors, of our graphs."""
+        ops = [match.op for graph in found for match in graph.matches]
+        self.row["graphs"] = len(found)
+        self.row["fused"] = {op: ops.count(op) for op in dict.fromkeys(ops)}
+        self.row["misses"] = [miss.code for graph in found for miss in graph.misses]
+        if self.exact is not None:
+            self.row["errors"] = {
+                name: relative_error(one.double(), self.exact)
+                for name, one in self.logits.items()
+                if one is not None
+            }
+
+    def capture(self, variant: str) -> None:
+        forward, step = self.compiled(variant), self.step(variant)
+        self.row[variant] = None
+        if forward is None:
+            return
+
+        def captured() -> torch.cuda.CUDAGraph:
+            self.row[f"{variant}_peak"] = peak_mib(lambda: step.call(forward))
+            return capture([lambda: step.call(forward)], warmup=2)
+
+        graph = attempted(self.row, variant, captured)
+        if graph is None:
+            torch.cuda.synchronize()
+        else:
+            self.graphs[variant] = graph
 
 
-def run_format(form: str, batches: list[int]) -> None:
+def prepared_cases(given: argparse.Namespace) -> Iterator[Prepared]:
+    """Makes the model of one format, and of each case all but the times."""
+    shipped = SHIPPED[given.format]
+    facts = {"format": given.format, "model": given.model, "made": made_by(shipped.library)}
+    with torch.device(given.made_on):
+        library = loaded(given.format, given.model)
+    if library.device.type != DEVICE:
+        library = library.to(DEVICE)
+    changed = prepare(library, copy=True)
+    facts["replaced"] = len(changed.replaced)
+    facts["left"] = sorted({one.reason for one in changed.left})
+    stock = changed.model
+    models = {"library": library, "stock": stock, "tilewright": stock}
+    if not given.errors_only and "bf16" in given.variants:
+        with torch.device(DEVICE):
+            models["bf16"] = dense(given.model)
+    for text in given.cases:
+        torch._dynamo.reset()
+        case = Prepared(models, text, facts)
+        if given.errors_only:
+            case.compiled("tilewright", inner="eager")
+            case.steps = {}  # with its cache
+        else:
+            for variant in VARIANTS:
+                if variant in given.variants:
+                    case.capture(variant)
+        yield case
+
+
+def run_format(given: argparse.Namespace) -> None:
+    """A process of its own: compiles, says so, times when it is told to, prints its rows."""
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
-    with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
-        library = SHIPPED[form].load(MODEL, Path(folder)).to("cuda")
-        prepared = prepare(library, copy=True)
-        stock = prepared.model
-        models = {"library": library, "stock": stock, "tilewright": stock}
-        models["bf16"] = dense(MODEL).to("cuda")
-        for batch in batches:
-            facts = {"library": made_by(SHIPPED[form].library)}
-            facts["replaced"] = len(prepared.replaced)
-            print(json.dumps(row_of(form, batch, models) | {"made": facts}), flush=True)
+    signal.alarm(given.limit)
+    cases: list[Prepared] = []
+    facts: dict[str, Any] = {"format": given.format, "model": given.model}
+    with torch.no_grad():
+        attempted(facts, "whole", lambda: cases.extend(prepared_cases(given)))
+        signal.alarm(0)
+        if not has_turn():
+            return
+        for case in cases:
+            if case.graphs:
+                case.row |= interleaved_us(case.graphs, 1, rounds=12, replays=5)
+    rows = [case.row for case in cases]
+    print(json.dumps({"rows": rows if len(facts) == 2 else [*rows, facts]}), flush=True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--formats", nargs="+", default=list(SHIPPED))
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64])
-    parser.add_argument("--format", help="one format, driven by another process")
-    parser.add_argument("--out", type=Path, default=None, help="folder for the results")
-    given = parser.parse_args()
-    if given.format:
-        run_format(given.format, given.batches)
-        return
-    rows: list[dict[str, Any]] = []
-    batches = [str(batch) for batch in given.batches]
+def commands(given: argparse.Namespace) -> dict[str, list[str]]:
+    """The processes, by what they are called; formats whose library is missing are named."""
+    found = {}
     for form in given.formats:
         if not SHIPPED[form].is_installed:
             print(f"{form}: {SHIPPED[form].library} is not installed", flush=True)
             continue
-        command = [sys.executable, __file__, "--format", form, "--batches", *batches]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-        found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-        if done.returncode:
-            print(f"{form}: failed after {len(found)} rows", flush=True)
-        for row in found:
-            print(json.dumps(row), flush=True)
-        rows += found
-        keep("quantised_step", rows, given.out)
+        for kind in (kind for kind in given.models if is_made(form, kind)):
+            shared = [__file__, "--format", form, "--model", kind, "--limit", str(given.limit)]
+            shared += ["--made-on", given.made_on, *["--errors-only"][: given.errors_only]]
+            shared += ["--variants", *given.variants]
+            for cases in [given.cases] if given.errors_only else [[one] for one in given.cases]:
+                found[f"{form} {kind} {' '.join(cases)}"] = [*shared, "--cases", *cases]
+    return found
+
+
+def said(row: dict[str, Any]) -> str:
+    """A row in one line."""
+    times = {name: row[name] and round(row[name]) for name in VARIANTS if name in row}
+    errors = {name: f"{error:.2e}" for name, error in row.get("errors", {}).items()}
+    failed = {name: row[name] for name in row if name.endswith("_failed")}
+    further = "FURTHER than the library" if has_lost(row) else ""
+    kind = f"{row.get('batch')}{' padded' if row.get('padded') else ''}"
+    parts = (row["format"], row["model"], kind, times or "", errors or "", further)
+    rest = (row.get("fused", ""), row.get("misses") or "", failed or "")
+    return "  ".join(str(part) for part in (*parts, *rest) if part)
+
+
+def has_lost(row: dict[str, Any]) -> bool:
+    """Whether ours is further from float64 than the library's forward pass, which ran."""
+    errors = row.get("errors", {})
+    if "library" not in errors:
+        return False
+    return is_further({"errors": {"library": errors["library"], "ours": errors["tilewright"]}})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--formats", nargs="+", default=list(SHIPPED), choices=list(SHIPPED))
+    parser.add_argument("--models", nargs="+", default=["llama3-8b"], choices=list(CONFIGS))
+    parser.add_argument("--cases", nargs="+", default=list(CASES))
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)
+    parser.add_argument("--errors-only", action="store_true", help="times nothing")
+    parser.add_argument("--made-on", default=DEVICE, help="where libraries quantise; then moved")
+    parser.add_argument("--jobs", type=int, default=10, help="processes at once")
+    parser.add_argument("--limit", type=int, default=300, help="seconds a process may compile")
+    parser.add_argument("--format", help="one format, driven by another process")
+    parser.add_argument("--model", help="the model of that format")
+    parser.add_argument("--out", type=Path, default=None, help="folder for the results")
+    given = parser.parse_args()
+    if given.format:
+        run_format(given)
+        return
+    for name in ("TORCHINDUCTOR_COMPILE_THREADS", "OMP_NUM_THREADS"):
+        os.environ.setdefault(name, str(max(1, (os.cpu_count() or 1) // given.jobs)))
+    waiting = list(commands(given).items())
+    waves = (dict(waiting[i : i + given.jobs]) for i in range(0, len(waiting), given.jobs))
+    rows: list[dict[str, Any]] = []
+    for _, made in chain.from_iterable(map(finished_rows, waves)):
+        for row in made["rows"]:
+            print(said(row), flush=True)
+            rows.append(row)
+        keep("quantised_step_errors" if given.errors_only else "quantised_step", rows, given.out)
+    judged = [row for row in rows if "library" in row.get("errors", {})]
+    print(f"further from float64 than the library: {sum(map(has_lost, judged))} of {len(judged)}")
 
 
 if __name__ == "__main__":

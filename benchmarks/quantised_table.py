@@ -52,7 +52,8 @@ def is_further(row: Row) -> bool:
 def silent(row: Row) -> int:
     """How many points of a prepared step nothing accounts for, and no miss names."""
     step = row.get("prepared", {})
-    return len(step.get("unaccounted", ())) - step.get("advice", {}).get("census UNRECOGNISED", 0)
+    named = step.get("advice", {}).get("census UNRECOGNISED", 0)
+    return max(0, len(step.get("unaccounted", ())) - named)
 
 
 def numbers(row: Row) -> str:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from qkv_shapes import COLD_BYTES, Cache, Shape, normal
 
+from tilewright.codegen.formats import WEIGHT_FORMATS
 from tilewright.ops.formats.quantized_weight import AWQ_ORDER
+from tilewright.ops.formats.sample_codes import stored_scales
+from tilewright.ops.formats.weight import Weight
 from tilewright.ops.qkv.arguments import FusedQkvArguments
 
 SHAPES = (
@@ -36,10 +39,22 @@ class Format:
     x: str = "bf16"
 
     def scale_block(self, rows: int, columns: int) -> list[int]:
+        if self.weight_format == "dense":
+            return []
         width = self.block[1] or columns
         while self.weight_format.startswith("int4") and columns % width:
             width //= 2  # gpt-oss: 2880 columns hold groups of 64
         return [self.block[0] or rows, width]
+
+    @property
+    def zero_point(self) -> int:
+        return 8 if self.weight_format.startswith("int4") and not self.zeros else 0
+
+    @property
+    def nibble_order(self) -> list[int]:
+        if self.weight_format == "int4_n":
+            return list(AWQ_ORDER)
+        return [1, 0] if self.weight_format == "nf4" else []
 
 
 FORMATS = (
@@ -49,19 +64,27 @@ FORMATS = (
     Format("int8", "int8", (1, 0)),
     Format("fp8", "fp8", (1, 0)),
     Format("fp8_block", "fp8", (128, 128)),
+    Format("nvfp4", "nvfp4", (1, 16)),
+    Format("mxfp4", "mxfp4", (1, 32)),
+    Format("nf4", "nf4", (1, 64)),
     Format("fp8_fp8", "fp8", (1, 0), x="token"),
     Format("fp8_fp8_block", "fp8", (128, 128), x="block"),
 )
 BY_NAME = {form.name: form for form in FORMATS}
+WEIGHT_ONLY = [form.name for form in FORMATS if form.x == "bf16"]
 
 
 @dataclass(frozen=True)
 class Projection:
-    """One stored weight [N, K] with its scales and zeros."""
+    """One stored weight [N, K] with its scales and zeros; what is dense has neither."""
 
     weight: torch.Tensor
-    scale: torch.Tensor
+    scale: torch.Tensor | None
     zero: torch.Tensor | None
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [t for t in (self.weight, self.scale, self.zero) if t is not None]
 
 
 @dataclass(frozen=True)
@@ -93,7 +116,10 @@ def make_projection(form: Format, rows: int, hidden: int) -> Projection:
     """Random codes; the weight's numbers are of the size of 1 / sqrt(hidden)."""
     block = form.scale_block(rows, hidden)
     grid = (-(-rows // block[0]), -(-hidden // block[1]))
-    if form.weight_format == "int4_k":
+    if WEIGHT_FORMATS[form.weight_format].number:
+        weight = torch.randint(0, 256, (rows, hidden // 2), device="cuda").to(torch.uint8)
+        size = 0.45 if form.weight_format == "nf4" else 3.0
+    elif form.weight_format == "int4_k":
         weight, size = _words(rows, hidden // 8), 4.6
     elif form.weight_format == "int4_n":
         weight, size = _words(rows // 8, hidden), 4.6
@@ -104,8 +130,23 @@ def make_projection(form: Format, rows: int, hidden: int) -> Projection:
     scale = (0.5 + torch.rand(grid, device="cuda")) * hidden**-0.5 / size
     if form.weight_format.startswith("int4"):
         scale = scale.bfloat16()
+    elif WEIGHT_FORMATS[form.weight_format].scales:
+        scale = stored_scales(WEIGHT_FORMATS[form.weight_format], scale, None)
     zero = _turned(form, _words(grid[0] // 8, grid[1])) if form.zeros else None
     return Projection(_turned(form, weight), _turned(form, scale), zero)
+
+
+def stored_weight(form: Format, part: Projection) -> Weight:
+    """A projection as the arguments of an op have it."""
+    weight = Weight(
+        part.weight,
+        form.weight_format,
+        part.scale,
+        zero=part.zero,
+        zero_point=form.zero_point,
+        nibble_order=form.nibble_order,
+    )
+    return replace(weight, scale_block=form.scale_block(weight.rows, weight.shape[-1]))
 
 
 def make_quantized(form: Format, shape: Shape, num_tokens: int) -> QuantizedLayer:
@@ -131,7 +172,7 @@ def make_quantized(form: Format, shape: Shape, num_tokens: int) -> QuantizedLaye
 
 def argument_sets(form: Format, shape: Shape, num_tokens: int) -> int:
     """How many layers keep the L2 cache cold."""
-    weights = shape.weight_bytes / (4 if form.weight_format.startswith("int4") else 2)
+    weights = shape.weight_bytes * WEIGHT_FORMATS[form.weight_format].bits / 16
     return max(2, -(-int(COLD_BYTES) // int(weights + 2 * num_tokens * shape.hidden)))
 
 
@@ -167,8 +208,8 @@ def quantized_arguments(
         rope_style="half",
         weight_format=form.weight_format,
         scale_block=block,
-        nibble_order=list(AWQ_ORDER) if form.weight_format == "int4_n" else [],
-        zero_point=8 if form.weight_format.startswith("int4") and not form.zeros else 0,
+        nibble_order=form.nibble_order,
+        zero_point=form.zero_point,
         x_scale=layer.x_scale,
         out_dtype=None if form.x == "bf16" else torch.bfloat16,
         **options,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
 from tilewright.codegen.mlp.kernels import LinearConfig
 from tilewright.codegen.mlp.problem import LinearProblem, code_step
@@ -22,15 +24,39 @@ MOST_CODED_TILE = 32
 MOST_GATED_FLOATS = 16
 # The same of any weight of codes where the tensor core takes both operands out of registers.
 MOST_CODED_IN_REGISTERS = 16
-# All programs are there at once, so that they end together: two on each multiprocessor.
-PROGRAMS_PER_SM = 2
 # What a program leaves of its half of the shared memory: its barriers, and sums over tokens.
 RESERVED_BYTES = 8 * 1024
-BLOCK_N = 64
-# Steps over K that are worth a program of their own.
+# Steps over K, of up to 128 columns, that are worth a program of their own.
 LEAST_STEPS = 4
 MOST_PARTS = 16
-MOST_STAGES = 8
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Tiles of block_n rows, of steps of block_k columns unless the problem wants others.
+
+    programs: of a multiprocessor, all there at once, so that they end together. stages: at most;
+    more keep the next kernel's programs from taking their places early.
+    """
+
+    block_n: int = 64
+    block_k: int = 128
+    num_warps: int = 4
+    stages: int = 8
+    programs: int = 2
+
+
+DENSE = CODES = Tiling()
+# Codes of four bits, measured for 1 and 16 tokens on an H100 in steps that read 128 bytes of a row:
+# the down projection of Llama-3-8B took 29.1 us with 64 rows of 128 columns and eight stages, and
+# takes 17.2; gate and up 38.8 and 35.0.
+NIBBLES = Tiling(block_n=128, block_k=256, num_warps=8, stages=3)
+GATED_NIBBLES = Tiling(block_n=128, block_k=256, num_warps=8, stages=2)
+# The same where codes are floats or of a table, which take longer to decode: nf4 33.0 us and 26.6.
+NUMBERS = Tiling(stages=3, programs=3)
+GATED_NUMBERS = Tiling(stages=3)
+# The same where a word holds the codes of several rows: 30.7 us and 27.3.
+NIBBLES_OF_ROWS = Tiling(stages=3, programs=4)
 # Columns of a row that are asked for early. With one weight, whose programs end soon, that and
 # letting the next kernel in saves up to a tenth (H200, 4096 x 4096: 10.4 us and 11.3).
 PREFETCHED = 256
@@ -55,32 +81,55 @@ def linear_config(problem: LinearProblem, num_tokens: int, target: Target) -> Li
     if problem.quantization and target.multiplies_registers:
         most = MOST_CODED_IN_REGISTERS
     block_t = min(max(next_power_of_2(num_tokens), 16), most)
-    block_k = 64 if problem.num_weights == 2 or block_t > 32 else 128
+    tiling = _tiling(problem, block_t, target)
+    block_k = 64 if problem.num_weights == 2 or block_t > 32 else tiling.block_k
     if problem.quantization is not None:
-        block_k = code_step(problem.quantization, problem.k)
-    tiles = cdiv(problem.n, BLOCK_N)
+        block_k = code_step(problem.quantization, problem.k, tiling.block_k)
+    tiles = cdiv(problem.n, tiling.block_n)
     steps = cdiv(problem.k, block_k)
-    parts = max(min(PROGRAMS_PER_SM * target.num_sms // tiles, steps // LEAST_STEPS, MOST_PARTS), 1)
-    split = cdiv(steps, cdiv(steps, parts))
-    room = target.max_shared_bytes // PROGRAMS_PER_SM - RESERVED_BYTES
-    room -= made_bytes(problem, block_t, block_k)
-    stages = max(min(room // stage_bytes(problem, block_t, block_k), MOST_STAGES), 2)
+    worth = cdiv(problem.k, min(block_k, 128)) // LEAST_STEPS
+    parts = min(tiling.programs * target.num_sms // tiles, worth, MOST_PARTS)
+    split = cdiv(steps, cdiv(steps, max(parts, 1)))
+    room = target.max_shared_bytes // tiling.programs - RESERVED_BYTES
+    room -= made_bytes(problem, tiling.block_n, block_t, block_k)
+    most = room // stage_bytes(problem, tiling.block_n, block_t, block_k)
     early = problem.num_weights == 1
-    prefetch = PREFETCHED if early else 0
-    return LinearConfig(BLOCK_N, block_t, block_k, split, 4, stages, prefetch, lets_in=early)
+    return LinearConfig(
+        tiling.block_n,
+        block_t,
+        block_k,
+        split,
+        tiling.num_warps,
+        num_stages=max(min(most, tiling.stages), 2),
+        prefetch=PREFETCHED if early else 0,
+        lets_in=early,
+    )
 
 
-def stage_bytes(problem: LinearProblem, block_t: int, block_k: int) -> int:
+def _tiling(problem: LinearProblem, block_t: int, target: Target) -> Tiling:
+    q = problem.quantization
+    if q is None:
+        return DENSE
+    if q.format.bits != 4 or block_t > 16 or target.multiplies_registers:
+        return CODES
+    if q.packed_rows:
+        return NIBBLES_OF_ROWS
+    if q.format.number:
+        return GATED_NUMBERS if problem.gated else NUMBERS
+    return GATED_NIBBLES if problem.gated else NIBBLES
+
+
+def stage_bytes(problem: LinearProblem, block_n: int, block_t: int, block_k: int) -> int:
     """Of the weights' tiles, and of those of x and the norm, 16 bits a number."""
-    weights = problem.num_weights * BLOCK_N * problem.weight_bytes
+    weights = problem.num_weights * block_n * problem.weight_bytes
     tiles = 1 + (0 if problem.norm is None else problem.norm.tiles)
     return int(weights + 2 * block_t * tiles) * block_k
 
 
-def made_bytes(problem: LinearProblem, block_t: int, block_k: int) -> int:
+def made_bytes(problem: LinearProblem, block_n: int, block_t: int, block_k: int) -> int:
     """Of the tiles that codes are decoded to, and that x is put into their order in; codes packed
     along K stay in registers."""
     q = problem.quantization
     if q is None:
         return 0
-    return 2 * block_k * (block_t + (BLOCK_N if q.packed_rows else 0))
+    return 2 * block_k * (block_t + (block_n if q.packed_rows else 0))

@@ -52,7 +52,8 @@ def codes_obstacle(q: Quantization, columns: int) -> str | None:
     return None
 
 
-def code_step(q: Quantization, columns: int) -> int:
-    """The columns of a step over codes, up to 128; 0 where none meets whole scales."""
+def code_step(q: Quantization, columns: int, most: int = 128) -> int:
+    """The columns of a step over codes, up to `most`; 0 where none meets whole scales."""
     longest = q.longest_step(columns)
-    return next((size for size in (longest, 64, 32) if q.step_fits(columns, size)), 0)
+    longer = (most,) if longest == 128 and columns >= most else ()
+    return next((size for size in (*longer, longest, 64, 32) if q.step_fits(columns, size)), 0)

@@ -62,7 +62,7 @@ def sample_codes(
     scale_dtype = torch.float32 if dtype.is_floating_point else case.scale_dtype or case.dtype
     scales = sampler.scales(*grid, size=columns**-0.5 / size, dtype=scale_dtype)
     if form.scales:
-        scales = _stored_scales(form, scales, case.scale_dtype)
+        scales = stored_scales(form, scales, case.scale_dtype)
     zeros = sampler.integers(0, 16, *grid)
     if case.zeros == "packed":
         zeros = pack_nibbles(zeros, torch.int32, 0, case.nibble_order)
@@ -71,7 +71,7 @@ def sample_codes(
     return stored, scales, zeros
 
 
-def _stored_scales(
+def stored_scales(
     form: WeightFormat, scales: torch.Tensor, dtype: torch.dtype | None
 ) -> torch.Tensor:
     """Scales as a format stores them; of e8m0 the powers of two below."""

@@ -1,6 +1,6 @@
 """Small models in the formats of quantisation libraries, made and loaded by these libraries.
 
-model = SHIPPED["ct-w4a16"].load("llama", folder)
+model = SHIPPED["ct-w4a16"].load("llama", folder)  # on torch's default device
 
 `BY_TRANSFORMERS` are formats that transformers loads itself. What needs a GPU of them, the hub's
 kernels, are the stand-ins of `finegrained.py` and `gpt_oss_hub.py`.
@@ -64,18 +64,17 @@ CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     ),
 }
-#: Models that formats of any linear come in.
-MODELS = ("llama", "qwen3", "qwen3_moe", "deepseek_v3")
 
 
 @dataclass(frozen=True)
 class Shipped:
     """library: what must be installed. load: (model, folder of its own) -> the model, loaded.
-    models: keys of CONFIGS that come in the format."""
+    models: keys of CONFIGS that come in the format; all but gpt_oss, which comes in MXFP4, where
+    none is named."""
 
     library: str
     load: Callable[[str, Path], nn.Module]
-    models: tuple[str, ...] = MODELS
+    models: tuple[str, ...] = ()
 
     @property
     def is_installed(self) -> bool:
@@ -126,7 +125,7 @@ def _hqq(kind: str, folder: Path, bits: int) -> nn.Module:
     from hqq.core.quantize import BaseQuantizeConfig, HQQLinear
 
     model: Any = dense(kind)
-    options = {"compute_dtype": torch.bfloat16, "device": "cpu"}
+    options = {"compute_dtype": torch.bfloat16, "device": str(torch.get_default_device())}
     for name, module in list(model.model.named_modules()):
         if type(module) is nn.Linear:
             parent, _, own = name.rpartition(".")
@@ -225,7 +224,7 @@ def _packed(kind: str, folder: Path, method: str) -> nn.Module:
 
     model: Any = dense(kind)
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    generator = torch.Generator().manual_seed(3)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(3)
     for name, module in model.named_modules():
         if type(module) is nn.Linear and name != "lm_head":
             rows, columns = state.pop(f"{name}.weight").shape
@@ -238,12 +237,13 @@ def _packed(kind: str, folder: Path, method: str) -> nn.Module:
     config = model.config.to_dict() | {"architectures": [type(model).__name__], "dtype": "float16"}
     config |= {"quantization_config": stored | {"modules_to_not_convert": ["lm_head"]}}
     (folder / "config.json").write_text(json.dumps(config))
+    place = str(torch.get_default_device())
     options: Any = (
         transformers.GPTQConfig(bits=4, backend="torch")
         if method == "gptq"
         else transformers.AwqConfig(backend="torch_awq")
     )
-    return _loaded(folder, torch.float16, quantization_config=options, device_map="cpu")
+    return _loaded(folder, torch.float16, quantization_config=options, device_map=place)
 
 
 def _finegrained(kind: str, folder: Path, scale_fmt: str = "float") -> nn.Module:

@@ -22,12 +22,13 @@ TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
 #: What a reader has besides: files of examples/ that a tutorial takes.
 TAKEN = {
     "write-a-pattern": ("swiglu_pattern.py",),
+    "quantised-models": ("quantised_checkpoints.py",),
     "write-a-kernel": ("add_rms_norm_kernel.py", "post_norm_pattern.py"),
 }
 NEEDS = {
     "serve-llama": ("transformers",),
     "two-gpus": ("transformers.distributed",),
-    "quantised-models": ("transformers", "torchao", "optimum.quanto"),
+    "quantised-models": ("transformers", "torchao", "compressed_tensors", "gptqmodel"),
 }
 
 

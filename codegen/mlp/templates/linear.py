@@ -18,6 +18,7 @@ from tilewright.codegen.templates.codes import (
     scaled_whole,
     x_in_order,
 )
+from tilewright.codegen.templates.parts import part_of
 from tilewright.codegen.templates.streaming import (
     layer_step_of_x,
     places_of_norm,
@@ -145,14 +146,20 @@ def streamed_linear(
     token_mask = tokens < num_tokens
     PART: tl.constexpr = (K + BLOCK_K * SPLIT_K - 1) // (BLOCK_K * SPLIT_K) * BLOCK_K
     EVEN: tl.constexpr = K % (BLOCK_K * SPLIT_K) == 0
+    # Words of codes are loaded and decoded a scale's columns at a time, so that they stay in the
+    # registers of the thread that decodes them.
+    TILES: tl.constexpr = (
+        max(BLOCK_K // min(SCALE_COLUMNS, 128), 1) if PER == 8 and not PACKED_ROWS else 1
+    )
+    WIDTH: tl.constexpr = BLOCK_K // TILES
     first = part * PART
-    columns = first + tl.arange(0, BLOCK_K)
+    columns = first + tl.arange(0, WIDTH)
     # Words of the tile: PER rows, or columns, share one.
     ROWS: tl.constexpr = PER if PACKED_ROWS else 1
     STEP: tl.constexpr = 1 if PACKED_ROWS else PER
     word_rows = row_tile * (BLOCK_N // ROWS) + tl.arange(0, BLOCK_N // ROWS)
     word_row_mask = (word_rows < N // ROWS)[:, None]
-    word_columns = first // STEP + tl.arange(0, BLOCK_K // STEP)
+    word_columns = first // STEP + tl.arange(0, WIDTH // STEP)
     word_lines = weight_ptr + word_rows.to(tl.int64) * WEIGHT_STRIDES[0]
     if up_weight_ptr is not None:
         up_lines = up_weight_ptr + word_rows.to(tl.int64) * UP_STRIDES[0]
@@ -176,7 +183,7 @@ def streamed_linear(
         x_mean, x_inverse = row_statistics(
             x_ptr, tl.program_id(1) * BLOCK_T, num_tokens, BLOCK_T, K, X_STRIDE, NORM_EPS, LAYER_ROW
         )
-    squares = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
+    squares = tl.zeros((BLOCK_T, WIDTH), tl.float32)
     product = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
     sums = product
     up = product
@@ -187,38 +194,17 @@ def streamed_linear(
     WHOLE_ROWS: tl.constexpr = SCALE_COLUMNS >= K
     ZERO_TENSOR: tl.constexpr = weight_zero_ptr is not None
     HAS_ZEROS: tl.constexpr = ZERO_TENSOR or ZERO_OFFSET != 0
-    GROUPS: tl.constexpr = max(BLOCK_K // SCALE_COLUMNS, 1)
+    GROUPS: tl.constexpr = max(WIDTH // SCALE_COLUMNS, 1)
+    SCALES: tl.constexpr = max(BLOCK_K // SCALE_COLUMNS, 1)
     BLOCKS: tl.constexpr = (K + SCALE_COLUMNS - 1) // SCALE_COLUMNS
     if CODES:
         block_rows = rows // SCALE_ROWS
         scale, zero, up_scale, up_zero = scales_of_step(
             first, weight_scale_ptr, weight_zero_ptr, up_scale_ptr, up_zero_ptr, block_rows,
-            row_mask, BLOCK_STRIDES, UP_BLOCK_STRIDES, SCALE_COLUMNS, GROUPS, BLOCKS, PACKED_ZEROS,
-            INTERLEAVED_NIBBLES,
+            row_mask, BLOCK_STRIDES, UP_BLOCK_STRIDES, SCALE_COLUMNS, SCALES, BLOCKS,
+            PACKED_ZEROS, INTERLEAVED_NIBBLES,
         )  # fmt: skip
-    for step in range(0, PART, BLOCK_K):
-        x_mask = token_mask[:, None]
-        word_mask = (word_columns + step // STEP < K // STEP)[None, :]
-        if not EVEN:
-            x_mask = x_mask & (columns + step < K)[None, :]
-        if LAYER_ROW > 0:
-            x = layer_step_of_x(
-                x_ptrs, norm_ptrs, shift_ptrs, x_mean, x_inverse, step, x_mask,
-                NORM_STRIDE, NORM_OFFSET, NORM_BIAS_STRIDE,
-            )  # fmt: skip
-        else:
-            x, squares = step_of_x(
-                x_ptrs, norm_ptrs, squares, step, x_mask, NORM, NORM_STRIDE, NORM_OFFSET
-            )
-        words = weight_tile(
-            word_ptrs + step // STEP * WEIGHT_STRIDES[1], word_row_mask, word_mask,
-            N % BLOCK_N == 0, EVEN,
-        )  # fmt: skip
-        if up_weight_ptr is not None:
-            up_words = weight_tile(
-                up_ptrs + step // STEP * UP_STRIDES[1], word_row_mask, word_mask,
-                N % BLOCK_N == 0, EVEN,
-            )  # fmt: skip
+    for start in range(0, PART, BLOCK_K):
         if CODES:
             # A step ahead: Triton does not pipeline these loads through shared memory.
             next_scale = scale
@@ -227,46 +213,75 @@ def streamed_linear(
             next_up_zero = up_zero
             if not WHOLE_ROWS:
                 next_scale, next_zero, next_up_scale, next_up_zero = scales_of_step(
-                    first + step + BLOCK_K, weight_scale_ptr, weight_zero_ptr, up_scale_ptr,
+                    first + start + BLOCK_K, weight_scale_ptr, weight_zero_ptr, up_scale_ptr,
                     up_zero_ptr, block_rows, row_mask, BLOCK_STRIDES, UP_BLOCK_STRIDES,
-                    SCALE_COLUMNS, GROUPS, BLOCKS, PACKED_ZEROS, INTERLEAVED_NIBBLES,
+                    SCALE_COLUMNS, SCALES, BLOCKS, PACKED_ZEROS, INTERLEAVED_NIBBLES,
                 )  # fmt: skip
-            if not PACKED_ROWS:
-                x = x_in_order(x, PER, INTERLEAVED_NIBBLES, GROUPS)
-            codes = decoded(
-                words, DTYPE, PER, PACKED_ROWS, INTERLEAVED_NIBBLES, REVERSED, CODE_OFFSET, GROUPS,
-                NUMBER,
-            )  # fmt: skip
-            if WHOLE_ROWS:
-                product = tl.dot(codes, x.T, product)
-                if HAS_ZEROS:
-                    ones = tl.full((BLOCK_N, BLOCK_K), 1.0, DTYPE)
-                    sums = tl.dot(ones, second_operand(x, APART).T, sums)
+        for tile in tl.static_range(TILES):
+            step = start + tile * WIDTH
+            x_mask = token_mask[:, None]
+            word_mask = (word_columns + step // STEP < K // STEP)[None, :]
+            if not EVEN:
+                x_mask = x_mask & (columns + step < K)[None, :]
+            if LAYER_ROW > 0:
+                x = layer_step_of_x(
+                    x_ptrs, norm_ptrs, shift_ptrs, x_mean, x_inverse, step, x_mask,
+                    NORM_STRIDE, NORM_OFFSET, NORM_BIAS_STRIDE,
+                )  # fmt: skip
             else:
-                product = add_scaled_groups(
-                    product, codes, x, scale, zero, None,
-                    PER, GROUPS, HAS_ZEROS, ZERO_TENSOR, ZERO_OFFSET, False, UNIT,
-                )  # fmt: skip
+                x, squares = step_of_x(
+                    x_ptrs, norm_ptrs, squares, step, x_mask, NORM, NORM_STRIDE, NORM_OFFSET
+                )
+            words = weight_tile(
+                word_ptrs + step // STEP * WEIGHT_STRIDES[1], word_row_mask, word_mask,
+                N % BLOCK_N == 0, EVEN,
+            )  # fmt: skip
             if up_weight_ptr is not None:
+                up_words = weight_tile(
+                    up_ptrs + step // STEP * UP_STRIDES[1], word_row_mask, word_mask,
+                    N % BLOCK_N == 0, EVEN,
+                )  # fmt: skip
+            if CODES:
+                if not PACKED_ROWS:
+                    x = x_in_order(x, PER, INTERLEAVED_NIBBLES, GROUPS)
                 codes = decoded(
-                    up_words, DTYPE, PER, PACKED_ROWS, INTERLEAVED_NIBBLES, REVERSED, CODE_OFFSET,
+                    words, DTYPE, PER, PACKED_ROWS, INTERLEAVED_NIBBLES, REVERSED, CODE_OFFSET,
                     GROUPS, NUMBER,
                 )  # fmt: skip
                 if WHOLE_ROWS:
-                    up = tl.dot(codes, second_operand(x, APART).T, up)
+                    product = tl.dot(codes, x.T, product)
+                    if HAS_ZEROS:
+                        ones = tl.full((BLOCK_N, WIDTH), 1.0, DTYPE)
+                        sums = tl.dot(ones, second_operand(x, APART).T, sums)
                 else:
-                    up = add_scaled_groups(
-                        up, codes, x, up_scale, up_zero, None,
-                        PER, GROUPS, HAS_ZEROS, ZERO_TENSOR, ZERO_OFFSET, False, UNIT,
+                    own: tl.constexpr = tile * SCALES // TILES
+                    PARTS: tl.constexpr = SCALES // GROUPS
+                    product = add_scaled_groups(
+                        product, codes, x, part_of(scale, own, PARTS), part_of(zero, own, PARTS),
+                        None, PER, GROUPS, HAS_ZEROS, ZERO_TENSOR, ZERO_OFFSET, False, UNIT,
                     )  # fmt: skip
+                if up_weight_ptr is not None:
+                    codes = decoded(
+                        up_words, DTYPE, PER, PACKED_ROWS, INTERLEAVED_NIBBLES, REVERSED,
+                        CODE_OFFSET, GROUPS, NUMBER,
+                    )  # fmt: skip
+                    if WHOLE_ROWS:
+                        up = tl.dot(codes, second_operand(x, APART).T, up)
+                    else:
+                        up = add_scaled_groups(
+                            up, codes, x, part_of(up_scale, own, PARTS),
+                            part_of(up_zero, own, PARTS), None,
+                            PER, GROUPS, HAS_ZEROS, ZERO_TENSOR, ZERO_OFFSET, False, UNIT,
+                        )  # fmt: skip
+            else:
+                product = tl.dot(words, x.T, product)
+                if up_weight_ptr is not None:
+                    up = tl.dot(up_words, second_operand(x, APART).T, up)
+        if CODES:
             scale = next_scale
             zero = next_zero
             up_scale = next_up_scale
             up_zero = next_up_zero
-        else:
-            product = tl.dot(words, x.T, product)
-            if up_weight_ptr is not None:
-                up = tl.dot(up_words, second_operand(x, APART).T, up)
     if CODES and WHOLE_ROWS:
         product = scaled_whole(
             product, sums, scale, zero, None, HAS_ZEROS, ZERO_TENSOR, ZERO_OFFSET, False, UNIT
