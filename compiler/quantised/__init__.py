@@ -27,6 +27,7 @@ from tilewright.compiler.quantised import (
     gpt_oss,
     gptqmodel,
     hqq,
+    nvfp4,
     tensor_subclasses,
 )
 
@@ -40,6 +41,7 @@ READERS: tuple[Reader, ...] = (
     gpt_oss.replacement,
     gptqmodel.replacement,
     hqq.replacement,
+    nvfp4.replacement,
     tensor_subclasses.replacement,
 )
 
@@ -109,9 +111,10 @@ def prepare(model: nn.Module, *, copy: bool = False) -> Prepared:
     model: any module; a model without such modules stays as it is. copy: work on a copy of the
     modules, which shares the tensors of the original; that stays as it is.
 
-    Reads linears of bitsandbytes and HQQ (4 bits), compressed-tensors, GPTQ (gptqmodel), torchao
-    and quanto, and mixtures of gpt-oss in MXFP4. Names in `state_dict` stay where the library has a
-    tensor for each, but for bitsandbytes and HQQ. Activations are rounded as the library does it.
+    Reads linears of bitsandbytes, HQQ (4 bits), compressed-tensors, GPTQ (gptqmodel), torchao,
+    quanto and transformers' own NVFP4, and mixtures of gpt-oss in MXFP4. Names in `state_dict` stay
+    where the library has a tensor for each, but for bitsandbytes and HQQ. Activations are rounded
+    as the library does it.
 
     Raises TypeError where model is no module.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -62,3 +63,13 @@ def bytes_of_words(words: torch.Tensor) -> torch.Tensor:
 def floats_of_bytes(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """[.., W] bytes of two E2M1 codes, the first in the lower bits -> [.., 2 W] numbers, exact."""
     return fp4.decode(torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2), dtype)
+
+
+def nearest_e2m1(x: torch.Tensor) -> torch.Tensor:
+    """The nearest E2M1 number, of a middle the one with the even code; of NaN, NaN."""
+    size, rounded = x.abs(), torch.zeros_like(x)
+    for number, (below, above) in enumerate(pairwise(fp4.MAGNITUDES)):
+        middle = (below + above) / 2
+        larger = size >= middle if number % 2 else size > middle
+        rounded = torch.where(larger, above, rounded)
+    return rounded * torch.sign(x)

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from tilewright.compiler.quantised.coded_linear import (
     CodedLinear,
     bytes_of_words,
     floats_of_bytes,
+    nearest_e2m1,
     nibbles_of_words,
 )
 from tilewright.ops.formats import e8m0, fp4
@@ -145,18 +145,8 @@ class CompressedLinear(CodedLinear):
 def _nearest(x: torch.Tensor, how: Rounding) -> torch.Tensor:
     """x, clamped and in units of its scale, rounded to the format's numbers, in x's dtype."""
     if (how.kind, how.bits) == ("float", 4):
-        return _nearest_e2m1(x)
+        return nearest_e2m1(x)
     return x.round() if how.kind == "int" else x.to(torch.float8_e4m3fn).to(x.dtype)
-
-
-def _nearest_e2m1(x: torch.Tensor) -> torch.Tensor:
-    """The nearest E2M1 number, of a middle the one with the even code; of NaN, NaN."""
-    size, rounded = x.abs(), torch.zeros_like(x)
-    for number, (below, above) in enumerate(pairwise(fp4.MAGNITUDES)):
-        middle = (below + above) / 2
-        larger = size >= middle if number % 2 else size > middle
-        rounded = torch.where(larger, above, rounded)
-    return rounded * torch.sign(x)
 
 
 def _power_of_two(largest: torch.Tensor, most: float) -> torch.Tensor:

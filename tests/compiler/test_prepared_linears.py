@@ -370,13 +370,56 @@ def test_a_last_block_that_is_not_full_stays():
     assert "its last block is not full" in prepare(model).left[0].reason
 
 
-@pytest.mark.parametrize(
-    ("threshold", "reason"), [(6.0, "its threshold is 6.0"), (0.0, "its threshold is 0.0")]
-)
-def test_8_bits_of_bitsandbytes_stay(threshold, reason):
+def eight_bits(threshold, bias=True, dtype=torch.bfloat16):
     nn8 = pytest.importorskip("bitsandbytes.nn")
-    module = nn8.Linear8bitLt(64, 64, has_fp16_weights=False, threshold=threshold)
-    assert reason in prepare(nn.Sequential(module)).left[0].reason
+    model = one_linear(256, 64, bias, dtype)
+    module = nn8.Linear8bitLt(256, 64, bias, has_fp16_weights=False, threshold=threshold)
+    module.load_state_dict(model[0].state_dict())
+    return nn.Sequential(module.to("cpu").to(dtype).eval().requires_grad_(False))
+
+
+@pytest.mark.parametrize("called_before", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_linears_of_bytes_of_bitsandbytes_are_the_librarys_to_the_bit(dtype, bias, called_before):
+    model, theirs = (eight_bits(0.0, bias, dtype) for _ in range(2))
+    if called_before:
+        model(inputs((1, 256), dtype))
+    assert len(prepare(model).replaced) == 1
+    for shape in SHAPES:
+        x = inputs(shape, dtype)
+        if len(shape) > 3:  # which the library's own module does not take
+            continue
+        torch.testing.assert_close(model(x), theirs(x), rtol=0, atol=0, msg=f"{shape}")
+
+
+def with_outliers(shape, dtype):
+    """Magnitudes of 6 and more in three columns, in one row each, and one just below."""
+    x = inputs(shape, dtype).clamp(-5, 5)
+    rows = x.view(-1, x.shape[-1])
+    for column, number in ((3, 20.0), (100, -6.0), (200, 7.5), (17, 5.96875)):
+        rows[column % len(rows), column] = number
+    return x
+
+
+@pytest.mark.parametrize("shape", [(1, 256), (5, 256), (2, 3, 256)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_columns_with_outliers_are_multiplied_as_they_are(dtype, shape):
+    model, theirs = (eight_bits(6.0, True, dtype) for _ in range(2))
+    (one,) = prepare(model).replaced
+    x = with_outliers(shape, dtype)
+    rows = x.view(-1, 256)
+    quantise = torch.ops.bitsandbytes.int8_vectorwise_quant.default
+    codes, largest, columns = quantise(rows.half().clone(), 6.0)
+    assert set(columns.tolist()) == {3, 100, 200}
+    weight = one.module.codes.double() * one.module.scale.double()[:, None] / 127
+    exact = codes.double() * largest.double()[:, None] / 127
+    exact[:, columns] = rows[:, columns].double()
+    exact = nn.functional.linear(exact, weight, model[0].bias.double()).view(*shape[:-1], -1)
+    allowed = relative_error(theirs(x), exact) + ALLOWANCE[dtype]
+    assert relative_error(model(x), exact) <= allowed
+    one.module.threshold = 100.0
+    assert relative_error(model(x), exact) > allowed
 
 
 def hqq_linear(columns=256, rows=64, bias=True, dtype=torch.bfloat16, bits=4, axis=1):

@@ -541,6 +541,55 @@ def test_activations_scaled_by_block():
     assert fused.args[0].meta["example_value"].dtype == torch.float8_e4m3fn
 
 
+class ScaledByRecipe(BlockScaled):
+    """`F.scaled_mm` with such scales, in the orders that it takes: what it is given is a tensor
+    whose blocks along K are padded to a multiple of four. square: of 128 rows of the weight."""
+
+    def __init__(self, hidden, width, seed, square):
+        super().__init__(hidden, width, seed)
+        self.square = square
+        blocks = -(-hidden // 512) * 4 if square else hidden // 128
+        self.scale = torch.rand(width // 128 if square else width, blocks)
+
+    def forward(self, x):
+        recipe = torch.nn.functional.ScalingType
+        blocks = x.float().unflatten(-1, (-1, 128))
+        scale = blocks.abs().amax(dim=-1, keepdim=True) / 448
+        codes = (blocks / scale).to(torch.float8_e4m3fn).flatten(-2)
+        by_rows = scale.squeeze(-1).t().contiguous().t()
+        own = self.scale.t() if self.square else self.scale.t().contiguous().t()
+        recipes = recipe.BlockWise1x128, recipe.BlockWise128x128 if self.square else None
+        return F.scaled_mm(
+            codes, self.codes.t(), by_rows, recipes[0], own, recipes[1] or recipes[0],
+            output_dtype=torch.bfloat16,
+        )  # fmt: skip
+
+
+@pytest.mark.skipif(not hasattr(F, "scaled_mm"), reason="this PyTorch has none")
+@pytest.mark.parametrize("square", [True, False])
+@pytest.mark.parametrize(("hidden", "is_read"), [(512, True), (640, False)])
+def test_scales_by_recipes_of_blocks(hidden, is_read, square):
+    """Scales that are padded are told; runs on a GPU alone."""
+
+    class Gated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate, self.up = (ScaledByRecipe(hidden, 256, s, square) for s in range(2))
+
+        def forward(self, x):
+            return F.silu(self.gate(x)) * self.up(x)
+
+    lowered = lower(Gated(), (torch.randn(5, hidden).bfloat16(),))
+    if is_read or not square:
+        (fused,) = [n for n in lowered.graphs[0].after.graph.nodes if "activation" in str(n.target)]
+        assert fused.kwargs["scale_block"] == [128 if square else 1, 128]
+        return
+    (miss,) = lowered.misses
+    assert (miss.code, miss.pattern) == ("LINEAR_FORM", "linear_activation")
+    assert "_scaled_mm_v2 computes the linear, with scales" in miss.message
+    assert "a multiple of 512" in miss.hint
+
+
 @pytest.mark.parametrize(
     ("form", "name"),
     [
