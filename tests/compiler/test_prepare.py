@@ -12,9 +12,10 @@ from torch import nn
 pytest.importorskip("transformers", reason="the models are those of transformers")
 from transformers import CompileConfig, DynamicCache
 
-from tests.models.shipped import SHIPPED, compressed, dense, step_of
+from tests.models.shipped import BY_TRANSFORMERS, SHIPPED, compressed, dense, step_of
 from tilewright.compiler import lower, prepare, reports
 from tilewright.compiler.quantised import Prepared, coded_linear, compressed_tensors
+from tilewright.compiler.verify import relative_error
 from tilewright.tools.paged_cache import PagedCache, kv_scales
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -99,6 +100,38 @@ def test_what_prepare_alone_reads_is_told_with_it(name, tmp_path):
     assert misses
     assert all(f"`prepare` {READ_ONCE[name]}, once" in miss.message for miss in misses)
     assert all("tilewright.compiler.prepare(model)" in miss.hint for miss in misses)
+
+
+#: What transformers 5.23 does not load with experts, and what it decodes without the factor that
+#: all of an expert's scales have.
+WITHOUT_EXPERTS, WITHOUT_FACTOR = ("ct-w8a8",), ("ct-nvfp4", "ct-nvfp4a16")
+OF_MIXTURE = {"qkv_cache": 2, "cache_attention": 2, "moe": 2, "moe_router": 2, "linear_residual": 2}
+
+
+@pytest.mark.parametrize("name", [n for n in SHIPPED if n not in (*LEFT, *WITHOUT_EXPERTS)])
+def test_a_prepared_model_of_mixtures_is_fused(name, tmp_path):
+    """The experts that transformers decodes are nearly those from before they were quantised."""
+    model = load(name, "qwen3_moe", tmp_path)
+    assert prepare(model).left == []
+    lowered = lower(model, (), step_of(model))
+    assert named(lowered.matches) == OF_MIXTURE
+    assert not lowered.misses
+    before, after = (m.model.layers[0].mlp.experts for m in (dense("qwen3_moe"), model))
+    for one, other in zip(before.parameters(), after.parameters(), strict=True):
+        is_near = relative_error(other.double(), one.double()) < 0.2
+        assert is_near == (name not in WITHOUT_FACTOR)
+
+
+@pytest.mark.parametrize(
+    ("name", "replaced", "weights"), [("mxfp4", 0, "dense"), ("mxfp4-gpu", 4, "mxfp4")]
+)
+def test_gpt_oss_is_fused_as_transformers_loads_it(name, replaced, weights, tmp_path):
+    model = BY_TRANSFORMERS[name].load("gpt_oss", tmp_path)
+    assert len(prepare(model).replaced) == replaced
+    lowered = lower(model, (), step_of(model))
+    assert named(lowered.matches) == OF_MIXTURE
+    assert not lowered.misses
+    assert {m.shapes["weights"] for m in lowered.matches if m.pattern == "moe"} == {weights}
 
 
 #: The fused sites that a model has, by pattern.

@@ -1,6 +1,9 @@
 """Small models in the formats of quantisation libraries, made and loaded by these libraries.
 
 model = SHIPPED["ct-w4a16"].load("llama", folder)  # on torch's default device
+
+`BY_TRANSFORMERS` are formats that transformers loads itself. What needs a GPU of them, the hub's
+kernels, are the stand-ins of `finegrained.py` and `gpt_oss_hub.py`.
 """
 
 from __future__ import annotations
@@ -19,13 +22,14 @@ from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    GptOssConfig,
     LlamaConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     StaticCache,
 )
 
-from tests.models import modelopt
+from tests.models import gpt_oss_hub, modelopt, moe_dequant
 
 GROUP = 64
 SIZES: dict[str, Any] = {
@@ -38,8 +42,10 @@ SIZES: dict[str, Any] = {
     "head_dim": 64,
     "max_position_embeddings": 128,
 }
-#: What compressed-tensors' checkpoints of these models leave in bfloat16.
-LEFT_DENSE = ["lm_head", "re:.*mlp.experts.*", "re:.*mlp.gate$"]
+#: What compressed-tensors' checkpoints of these models leave in bfloat16; and the experts of those
+#: schemes whose codes of experts transformers does not join.
+LEFT_DENSE = ["lm_head", "re:.*mlp.gate$"]
+DENSE_EXPERTS = {"FP8_BLOCK": ["re:.*mlp.experts.*"]}
 EXPERTS = {"moe_intermediate_size": 128, "num_experts_per_tok": 2}
 LATENTS = {"kv_lora_rank": 128, "q_lora_rank": None, "qk_nope_head_dim": 64, "v_head_dim": 64}
 #: Model -> its config and the fields that differ from SIZES.
@@ -52,15 +58,23 @@ CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
         {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
         | {"qk_rope_head_dim": 64, "num_key_value_heads": 4, **EXPERTS, **LATENTS},
     ),
+    "gpt_oss": (
+        GptOssConfig,
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 128}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    ),
 }
 
 
 @dataclass(frozen=True)
 class Shipped:
-    """library: what must be installed. load: (model, folder of its own) -> the model, loaded."""
+    """library: what must be installed. load: (model, folder of its own) -> the model, loaded.
+    models: keys of CONFIGS that come in the format; all but gpt_oss, which comes in MXFP4, where
+    none is named."""
 
     library: str
     load: Callable[[str, Path], nn.Module]
+    models: tuple[str, ...] = ()
 
     @property
     def is_installed(self) -> bool:
@@ -143,7 +157,8 @@ def _bitsandbytes(kind: str, folder: Path, **options: Any) -> nn.Module:
 def compressed(
     kind: str, folder: Path, scheme: str, kv_scales: tuple[float, float] | None = None
 ) -> nn.Module:
-    """kv_scales: of keys and values, which are rounded to float8 then."""
+    """A checkpoint whose experts are linears of their own, which transformers decodes, and joins,
+    while it loads them. kv_scales: of keys and values, which are rounded to float8 then."""
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import (
         QuantizationArgs,
@@ -153,10 +168,14 @@ def compressed(
         preset_name_to_scheme,
     )
 
-    model = dense(kind)
+    model: Any = dense(kind)
+    for name, module in list(model.named_modules()):
+        if name.endswith("mlp.experts"):
+            model.set_submodule(name, nn.ModuleList(map(_one_expert, *module.parameters())))
     groups = {"group_0": preset_name_to_scheme(scheme, ["Linear"])}
+    ignore = LEFT_DENSE + DENSE_EXPERTS.get(scheme, [])
     kv = None if kv_scales is None else QuantizationArgs(num_bits=8, type="float", dynamic=False)
-    config = QuantizationConfig(config_groups=groups, ignore=LEFT_DENSE, kv_cache_scheme=kv)
+    config = QuantizationConfig(config_groups=groups, ignore=ignore, kv_cache_scheme=kv)
     apply_quantization_config(model, config)
     for module in model.modules():
         if getattr(module, "quantization_scheme", None) is not None:
@@ -168,9 +187,22 @@ def compressed(
             module.quantization_status = QuantizationStatus.FROZEN
     compressor = ModelCompressor.from_pretrained_model(model)
     compressor.compress_model(model)
-    model.save_pretrained(folder)
+    folder.mkdir(exist_ok=True)
+    save_file(model.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
+    model.config.save_pretrained(folder)
     compressor.update_config(folder)
     return _loaded(folder)
+
+
+def _one_expert(gate_up: torch.Tensor, down: torch.Tensor) -> nn.Module:
+    """An expert of stacked weights [2 I, H] and [H, I], as checkpoints have it."""
+    made = nn.Module()
+    gate, up = gate_up.chunk(2)
+    for name, weight in {"gate_proj": gate, "up_proj": up, "down_proj": down}.items():
+        linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+        linear.weight = nn.Parameter(weight.clone(), requires_grad=False)
+        setattr(made, name, linear)
+    return made
 
 
 def calibrate(module: Any) -> None:
@@ -230,6 +262,35 @@ def _packed(kind: str, folder: Path, method: str) -> nn.Module:
         else transformers.AwqConfig(backend="torch_awq")
     )
     return _loaded(folder, torch.float16, quantization_config=options, device_map=place)
+
+
+def _finegrained(kind: str, folder: Path, scale_fmt: str = "float") -> nn.Module:
+    """FineGrainedFP8 with its codes, as it is on a GPU: the hub's kernel is a stand-in."""
+    from tests.models import finegrained
+
+    finegrained.library._FINEGRAINED_FP8 = finegrained.KERNEL
+    return finegrained.quantised(dense(kind), scale_fmt=scale_fmt)
+
+
+def _mxfp4_on_gpu(kind: str, folder: Path) -> nn.Module:
+    """Mixtures in MXFP4 with their codes, as they are on a GPU: the hub's kernels are stand-ins."""
+    model = dense(kind)
+    gpt_oss_hub.load(model, gpt_oss_hub.StridedLayout)
+    return model
+
+
+def _mxfp4(kind: str, folder: Path) -> nn.Module:
+    """A checkpoint of random codes, which transformers decodes where there is no GPU."""
+    model: Any = dense(kind)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for name in [n for n in state if n.endswith(gpt_oss_hub.PROJECTIONS)]:
+        experts, columns, rows = state.pop(name).shape
+        codes, scales, _ = moe_dequant.stored("mxfp4", 0, (experts, rows, columns))
+        state |= {f"{name}_blocks": codes.unflatten(-1, (-1, 16)), f"{name}_scales": scales}
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    model.config.quantization_config = {"quant_method": "mxfp4"}
+    model.config.save_pretrained(folder)
+    return _loaded(folder)
 
 
 def _words(
@@ -309,6 +370,13 @@ SHIPPED: dict[str, Shipped] = {
             "MXFP4",
         )
     },
+}
+
+BY_TRANSFORMERS: dict[str, Shipped] = {
+    "finegrained-fp8": Shipped("transformers", _finegrained),
+    "finegrained-fp8-ue8m0": Shipped("transformers", partial(_finegrained, scale_fmt="ue8m0")),
+    "mxfp4": Shipped("transformers", _mxfp4, ("gpt_oss",)),
+    "mxfp4-gpu": Shipped("transformers", _mxfp4_on_gpu, ("gpt_oss",)),
 }
 
 

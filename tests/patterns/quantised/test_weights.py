@@ -8,7 +8,7 @@ from torch import nn
 from tests.agreement import assert_no_worse, assert_untouched, cloned, upcast
 from tests.found import codes_of, matches_of, misses_of, patterns_in
 from tests.models import quantized
-from tests.models.quantized import GROUP, STORED, WHOLE, QuantizedLinear
+from tests.models.quantized import GROUP, OTHER_LAYERS, STORED, WHOLE, QuantizedLinear
 from tests.scaled_products import ROW_SCALES
 from tilewright.codegen import formats
 from tilewright.compiler import lower, reports
@@ -205,13 +205,13 @@ def test_weights_are_read_as_they_are_stored(form):
 
 
 def stored(form):
-    """Registers a form of a test's own, that stores what `form` does."""
+    """Gives a form of a test's own the buffers that `form` has."""
 
-    def register(function):
-        STORED[function] = STORED[form]
+    def told(function):
+        function.stored = STORED[form]
         return function
 
-    return register
+    return told
 
 
 @stored(quantized.nibbles_low_first)
@@ -417,7 +417,7 @@ def codes_and_words(rows, hidden, generator):
     return quantized.int8_buffers(rows, hidden, generator) | {"words": words}
 
 
-STORED[int8_with_words_of_zeros] = codes_and_words
+int8_with_words_of_zeros.stored = codes_and_words
 
 
 @pytest.mark.parametrize(
@@ -754,8 +754,7 @@ def sums_of_bare_codes(layer, x):
     [(sums_scaled_besides, 1, "K_PATH"), (sums_of_bare_codes, 5, "WEIGHT_FORMAT")],
 )
 def test_rotated_sums_with_two_scales_or_none_are_missed(form, tokens, code, monkeypatch):
-    monkeypatch.setitem(STORED, form, STORED[quantized.int8])
-    monkeypatch.setitem(WHOLE, form, form)
+    monkeypatch.setitem(OTHER_LAYERS, form, STORED[quantized.int8])
     assert_missed(Rotated(linear_of(form)), arguments(tokens), code)
 
 
