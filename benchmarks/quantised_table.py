@@ -125,7 +125,8 @@ two codes may become either: most of both errors is that. Where ours is further,
 are tried: with experts that nearly tie, a rounding chooses others. "not judged": what takes the
 bits of a float apart has no float64. ModelOpt's checkpoints are written without it, and
 transformers reads them through `tilewright.compiler.load_modelopt` alone: "the library's own
-forward pass" is that of the loaded modules, not compiled. Codes of misses: [miss-codes.md](miss-codes.md).
+forward pass" is that of the loaded modules, not compiled. Codes of misses:
+[miss-codes.md](miss-codes.md).
 
 | | |
 |---|---|
