@@ -136,9 +136,9 @@ def written(cache: Any) -> list[Any]:
     ]
 
 
-def tokens(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def tokens(model: Any, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     """A prompt and one token more [2, PROMPT + 1], and which of them are no padding."""
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, 128, (2, PROMPT + 1), generator=generator)
     mask = torch.ones_like(ids)
     mask[1, :2] = 0

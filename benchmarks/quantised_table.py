@@ -17,9 +17,6 @@ DOC = Path(__file__).parents[1] / "docs" / "quantised.md"
 KEPT = Path(__file__).parent / "results" / "quantised.json"
 Row = Mapping[str, Any]
 
-#: transformers reads checkpoints of these only where each expert has codes, too, which it decodes
-#: while it loads; `tests/models/shipped.py` makes none.
-NEEDS_CODED_EXPERTS = ("ct-w4a16", "ct-w8a16", "ct-w8a8")
 #: How much further from float64 than the library ours may be: both round, in different places.
 SLACK = 1.25
 ROUNDING = 2**-10
@@ -52,6 +49,13 @@ def is_further(row: Row) -> bool:
     return bool(found) and found["ours"] > SLACK * found["library"] + ROUNDING
 
 
+def silent(row: Row) -> int:
+    """How many points of a prepared step nothing accounts for, and no miss names."""
+    step = row.get("prepared", {})
+    named = step.get("advice", {}).get("census UNRECOGNISED", 0)
+    return max(0, len(step.get("unaccounted", ())) - named)
+
+
 def numbers(row: Row) -> str:
     found = row.get("errors")
     if not found:
@@ -68,8 +72,7 @@ def line(row: Row) -> str:
     step = row["prepared"]
     cells = [form, model, summary(row), str(row["replaced"])]
     cells += [step_cell(step, name) for name in COLUMNS]
-    silent = "-" if step.get("failed") else str(len(step["unaccounted"]))
-    cells += [silent, numbers(row)]
+    cells += ["-" if step.get("failed") else str(silent(row)), numbers(row)]
     return "| " + " | ".join(cells) + " |"
 
 
@@ -79,7 +82,7 @@ def to_do(rows: Sequence[Row]) -> list[str]:
     for row in rows:
         for said in row.get("prepared", {}).get("said", ()):
             code = re.search(r"\b([A-Z]+(?:_[A-Z]+)*):", said)
-            hint = said.partition("Hint: ")[2] or said
+            hint = re.sub(r"--at [\w.]+", "--at MODULE", said.partition("Hint: ")[2] or said)
             names = found.setdefault((code[1] if code else "advice", hint), [])
             names.append(row["model"])
         for reason in row.get("left", ()):
@@ -107,7 +110,6 @@ def page(kept: Mapping[str, Any]) -> str:
     """The document; kept: what is in the file of results."""
     rows = kept["rows"]
     judged = [row for row in rows if row.get("errors")]
-    unaccounted = sum(len(row["prepared"]["unaccounted"]) for row in rows if "prepared" in row)
     dates = sorted({row["date"] for row in rows})
     head = f"""# What is fused of quantised models as libraries load them
 
@@ -116,16 +118,21 @@ models of two layers with random weights, made and loaded by the libraries thems
 (`tests/models/shipped.py`), one decode step of two sequences with a static cache. "as loaded": the
 model as the library has it ("=": the same as prepared; "Dynamo raises": with any backend). The
 other columns: after `tilewright.compiler.prepare(model)`; "replaced": the modules it replaced.
-"silent": points of the [census](soundness.md#census) that nothing accounts for. "errors": of the
-logits of the library's own forward pass, then of the fused step, both against float64 of the same
-codes. Where a format rounds activations, one that lies next to the middle of two codes may become
-either: most of both errors is that. Codes of misses: [miss-codes.md](miss-codes.md).
+"silent": points of the [census](soundness.md#census) that nothing accounts for, and no miss names.
+"errors": of the logits of the library's own forward pass, then of the fused step, both against
+float64 of the same codes. Where a format rounds activations, one that lies next to the middle of
+two codes may become either: most of both errors is that. Where ours is further, two other tokens
+are tried: with experts that nearly tie, a rounding chooses others. "not judged": what takes the
+bits of a float apart has no float64. ModelOpt's checkpoints are written without it, and
+transformers reads them through `tilewright.compiler.load_modelopt` alone: "the library's own
+forward pass" is that of the loaded modules, not compiled. Codes of misses:
+[miss-codes.md](miss-codes.md).
 
 | | |
 |---|---|
 | rows | {len(rows)} |
 | that need `prepare` | {sum(bool(row.get("replaced")) for row in rows)} |
-| points of the census unaccounted for | {unaccounted} |
+| points of the census that are silent | {sum(map(silent, rows))} |
 | further from float64 than the library | {sum(map(is_further, rows))} of {len(judged)} |"""
     parts = [head]
     columns = ["format", "model", "as loaded", "replaced", *COLUMNS, "silent", "errors"]
@@ -143,13 +150,18 @@ either: most of both errors is that. Codes of misses: [miss-codes.md](miss-codes
 LIMITS = """## What this page does not show
 
 Experts that these libraries keep in one tensor stay in bfloat16 here, as the libraries leave them
-(`torchao`, `quanto`, `gptqmodel`) or decode them while they load (`compressed-tensors`, whose
-int4 and int8 checkpoints of such models are not made here). Formats that transformers decodes to
-bfloat16 where there is no GPU, FineGrainedFP8 and gpt-oss's MXFP4, are dense models on a CPU;
-models whose forward pass decodes such codes are in
-[coverage.md](coverage.md#quantised-formats-x-models). What `prepare` makes of gpt-oss's MXFP4 on a
-GPU is held to transformers' modules with a stand-in for the hub's kernels
-(`tests/compiler/test_prepared_experts.py`)."""
+(`torchao`, `quanto`, `bitsandbytes`, `hqq`, `gptqmodel`) or as transformers decodes them while it
+loads them (`compressed-tensors`: each expert has codes in the checkpoint, but for ct-fp8-block,
+whose blocks transformers does not join). It leaves out how their activations are rounded, and of
+NVFP4 the factor of each expert: such a model computes something else, with and without tilewright.
+ModelOpt's experts are codes.
+
+What transformers loads itself needs a GPU to stay codes. finegrained-fp8 and mxfp4-gpu are its own
+modules with stand-ins for the hub's kernels, of their names, schemas and arithmetic
+(`tests/models/finegrained.py`, `tests/models/gpt_oss_hub.py`): with the real
+`gpt-oss-triton-kernels` Dynamo raises where the stand-in breaks the graph. mxfp4 is a checkpoint as
+transformers loads it on a CPU, where it decodes the experts to bfloat16. More models whose forward
+pass decodes such codes are in [coverage.md](coverage.md#quantised-formats-x-models)."""
 
 
 def main() -> None:

@@ -42,7 +42,8 @@ _FACTORS = {"nf4": (1.43701171875, 1.6776885986328125), "fp4": (192.0, 192.0)}
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """How a weight [..., N, K] is stored: w = (number of the code - zero) * scale.
+    """How a weight [..., N, K] is stored: w = (number of the code - zero) * scale, or, with
+    added_zeros, w = (number of the code - zero_point) * scale + zero.
 
     stored: Triton's names of the dtypes that a stored element may have. bits: of a code.
     packed_axis: the axis, -1 (K) or -2 (N), along which codes share an element; None: a code is an
@@ -64,6 +65,7 @@ class WeightFormat:
     order: tuple[int, ...] = (0, 1)
     linears: bool = False
     zeros: bool = False
+    added_zeros: bool = False
     scales: tuple[str, ...] = ()
     expert_scales: tuple[str, ...] = ()
     expert_zero: int = 0
@@ -88,6 +90,9 @@ WEIGHT_FORMATS = {
         ("fp8e4nv",), linears=True, expert_scales=("fp32", "bf16"), expert_kernel=True
     ),
     "int4_k": WeightFormat(("u8", "i32"), **_NIBBLES_OF_ROWS, linears=True, zeros=True),
+    "int4_k_offset": WeightFormat(
+        ("u8", "i32"), **_NIBBLES_OF_ROWS, linears=True, zeros=True, added_zeros=True
+    ),
     "int4_n": WeightFormat(("u8", "i32"), bits=4, packed_axis=-2, linears=True, zeros=True),
     "int4": WeightFormat(
         ("u8",), expert_zero=8, expert_scales=("fp32", "bf16", "fp16"), **_EXPERTS
@@ -158,8 +163,8 @@ class Quantization:
     per_word: codes in a stored word. block: rows and columns that share a scale. scales, zeros: of
     each weight (q, k and v; or gate and up), strides (row, column), 0 along an axis of one; None
     where there is no such weight. No zeros: the zero is zero_point, else zero_point and the
-    tensor's value together. packed_zeros: a zero word holds those of eight rows. order: of the
-    nibbles in a word.
+    tensor's value together (of added_zeros, the tensor's is added behind the scale). packed_zeros:
+    a zero word holds those of eight rows. order: of the nibbles in a word.
     x_scale: where x has codes too, strides (token, block), of x_block columns each. differs: what
     the weights do not share, for want of which no kernel makes all of them.
     """
@@ -221,7 +226,8 @@ class Quantization:
         """The part of the zero that codes lose while they are made, exactly in any 16-bit type:
         bfloat16 has all integers from -256 to 256."""
         whole = self.format.packed_axis is None
-        if not self.has_zero_tensors and 0 <= self.zero_point <= (128 if whole else 15):
+        subtracted = self.has_zero_tensors and not self.format.added_zeros
+        if not subtracted and 0 <= self.zero_point <= (128 if whole else 15):
             return self.zero_point
         return 0 if whole else 8
 
@@ -245,6 +251,7 @@ class Quantization:
         return {
             **({"NUMBER": number} if number else {}),
             **({"SCALED": True} if self.scales_numbers else {}),
+            **({"ADDED_ZEROS": True} if self.format.added_zeros else {}),
             "PER": self.per_word,
             "PACKED_ROWS": self.packed_rows,
             "PACKED_ZEROS": self.packed_zeros,

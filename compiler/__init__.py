@@ -14,6 +14,7 @@ _MODULES = {
     "Site": "report",
     "StrictError": "report.failures",
     "declare": "rewrite.declared",
+    "load_modelopt": "quantised.modelopt",
     "lower": "backend",
     "prepare": "quantised",
     "reports": "backend",
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from tilewright.compiler.backend import lower, reports, tilewright
     from tilewright.compiler.options import Options
     from tilewright.compiler.quantised import prepare
+    from tilewright.compiler.quantised.modelopt import load_modelopt
     from tilewright.compiler.report import GraphReport, Kernel, Lowered, Site
     from tilewright.compiler.report.failures import StrictError
     from tilewright.compiler.rewrite.declared import declare, undeclare
@@ -44,6 +46,7 @@ __all__ = [
     "Site",
     "StrictError",
     "declare",
+    "load_modelopt",
     "lower",
     "prepare",
     "reports",

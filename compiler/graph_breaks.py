@@ -98,8 +98,7 @@ _LIBRARIES = {
     "without use_dora is fused as it is",
     "compressed_tensors": _PREPARE,
     "gptqmodel": _PREPARE,
-    "bitsandbytes": "of 8-bit weights take columns with outliers as codes too, which needs no "
-    "tensor's number in Python: BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)",
+    "bitsandbytes": _PREPARE,
 }
 
 _GIVEN_UP = "; Dynamo gives up "

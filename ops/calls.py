@@ -14,7 +14,7 @@ from tilewright.ops.fused_op import FusedOp, Lowering, OpCallable, device_of, lo
 from tilewright.ops.runtime.launch import machine_of
 from tilewright.ops.runtime.peers import RankFailedError
 from tilewright.ops.runtime.program import drive
-from tilewright.ops.runtime.recording import Key, call_key, tensor_devices
+from tilewright.ops.runtime.recording import CallKeys, Key, tensor_devices
 from tilewright.ops.runtime.replay import repeat
 
 log = logging.getLogger("tilewright")
@@ -48,6 +48,7 @@ class Calls:
         self._emits = device_type == "cuda" and any(way.build for way in op.lowerings)
         self._repeats = self._emits and not any(map(_holds_tensors, op.kinds.values()))
         self._moving = frozenset(n for n, name in enumerate(op.parameters) if name in op.moving)
+        self._keys = CallKeys(op.kinds, op.moving)
         self._kinds: dict[Key, _Kind] = {}
         self._remembered = 0
 
@@ -57,9 +58,9 @@ class Calls:
             with torch.autocast(self.device_type, enabled=False):
                 return self(*args, **kwargs)
         # A decode step calls every layer's op as the step before did, mostly at its addresses.
-        metadata, addresses = call_key(args, kwargs, self._moving)
+        metadata, addresses = self._keys(args, kwargs)
         kind = self._kinds.get(metadata)
-        again = kind and kind.repeats.get(addresses)
+        again = None if kind is None else kind.repeats.get(addresses)
         if kind and again and not debug_values() and not _needs_grad(args, kwargs):
             try:
                 return again(*args, **kwargs)

@@ -189,12 +189,17 @@ def first(bad: torch.Tensor) -> int | None:
     return None if where < 0 else where
 
 
+# The dictionary that os.environ changes: a look-up by os.environ itself converts the name first,
+# which takes longer than all else that finds a repeated call.
+_environment: Mapping[bytes, bytes] = getattr(os.environ, "_data", os.environb)
+
+
 def debug_values() -> bool:
     """Whether values that live on a GPU are checked too (TILEWRIGHT_DEBUG=1).
 
     Reading them waits for the GPU at every call, and fails while a CUDA graph is captured.
     """
-    return os.environ.get("TILEWRIGHT_DEBUG", "0") not in ("", "0")
+    return _environment.get(b"TILEWRIGHT_DEBUG", b"0") not in (b"", b"0")
 
 
 def readable(tensors: Iterable[torch.Tensor | None]) -> bool:

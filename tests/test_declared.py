@@ -372,6 +372,36 @@ def test_a_meaning_that_does_not_write_what_the_schema_says():
     assert "writes nothing; the operator's schema says l_k_cache_, l_v_cache_" in miss.message
 
 
+def test_a_meaning_may_make_a_table():
+    """Of numbers, where it is used; one that it holds is the model's data, which may change."""
+    numbers = [n / 8 for n in range(-8, 8)]
+    held = torch.tensor(numbers)
+
+    @torch.library.custom_op(f"{ops.LIBRARY}::by_table", mutates_args=())
+    def by_table(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return meaning(lambda: torch.tensor(numbers), x, codes, scale)
+
+    by_table.register_fake(lambda x, codes, scale: x.new_empty(len(x), len(codes)))
+
+    def meaning(table, x, codes, scale):
+        weight = table()[codes.int()].to(x.dtype) * scale
+        return nn.functional.linear(x, weight)
+
+    codes = torch.randint(0, 16, (64, 128), dtype=torch.uint8)
+    args = torch.randn(3, 128).bfloat16(), codes, torch.rand(64, 1).bfloat16()
+
+    def misses(table):
+        declare(by_table, lambda x, codes, scale: meaning(table, x, codes, scale))
+        torch._dynamo.reset()
+        found = lower(lambda *args: by_table(*args) * 2, args)
+        undeclare(by_table)
+        return misses_of(found, "declare")
+
+    assert misses(lambda: torch.tensor(numbers)) == []
+    (miss,) = misses(lambda: held)
+    assert miss.code == "DECLARED_FORM"
+
+
 def test_under_autocast_the_operator_stays():
     declare(ops.scatter_add, ops.scatter_add_meaning)
     with torch.autocast("cpu", torch.bfloat16):

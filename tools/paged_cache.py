@@ -7,18 +7,21 @@
 Each layer has two pools [num_pages, page_size, heads, head_dim]; one block table [batch, pages per
 sequence] says which pages each sequence has (`pages.py`). With latent attention the pools hold
 latents and rotated keys. Layers with a sliding window or chunks keep all their tokens, and the
-mask hides those out of sight. Needs transformers.
+mask hides those out of sight. Pools may hold 8-bit floats, with a checkpoint's scales. Needs
+transformers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import StaticCache
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
+from tilewright.ops.formats.fp8 import FP8_DTYPES, saturating_cast
 from tilewright.tools.pages import Pages, mark_address
 
 BETWEEN_GRAPHS = (
@@ -27,16 +30,34 @@ BETWEEN_GRAPHS = (
 )
 
 
+#: Of a layer's keys and values: fp32 [], or [heads].
+Scales = tuple[torch.Tensor, torch.Tensor]
+
+
 class PagedLayer(StaticLayer):
-    """The pools of one layer. All layers share `pages`; the first one counts the tokens."""
+    """The pools of one layer. All layers share `pages`; the first one counts the tokens.
+
+    stored: the dtype of the pools; None: that of the states. scales: what 8-bit floats in them are
+    multiplied by.
+    """
 
     is_croppable = True
     keys: torch.Tensor
     values: torch.Tensor
 
-    def __init__(self, pages: Pages, layers: list[PagedLayer]) -> None:
+    k_scale: torch.Tensor
+    v_scale: torch.Tensor
+
+    def __init__(
+        self,
+        pages: Pages,
+        layers: list[PagedLayer],
+        stored: torch.dtype | None = None,
+        scales: Scales | None = None,
+    ) -> None:
         super().__init__(-1 if pages.max_length is None else pages.max_length)
         self.pages, self.layers = pages, layers
+        self.stored, self.scales = stored, scales or (torch.ones(()), torch.ones(()))
         self.counts = not layers
         layers.append(self)
 
@@ -51,9 +72,14 @@ class PagedLayer(StaticLayer):
                 f"on {self.pages.length.device}"
             )
         self.keys, self.values = (
-            _zeros(self.pages, states.shape[1], states.shape[3], states)
+            _zeros(self.pages, states.shape[1], states.shape[3], states.to(self.stored))
             for states in (key_states, value_states)
         )
+        self.k_scale, self.v_scale = (
+            scale.to(self.device, torch.float32).reshape(-1, 1) for scale in self.scales
+        )
+        mark_address(self.k_scale)
+        mark_address(self.v_scale)
         self.is_initialized = True
         for layer in self.layers:
             layer.follow()
@@ -105,14 +131,21 @@ class PagedLayer(StaticLayer):
         positions = torch.arange(tokens, device=table.device) + (self.cumulative_length - tokens)
         pages = table[:, positions // page_size]
         slots = (pages * page_size + positions % page_size).flatten()
-        for pool, states in ((self.keys, key_states), (self.values, value_states)):
+        sides = (self.keys, key_states, self.k_scale), (self.values, value_states, self.v_scale)
+        for pool, states, scale in sides:
             rows = states.transpose(1, 2).flatten(0, 1)
-            pool.view(-1, *pool.shape[2:])[slots] = rows
-        return self._gathered(self.keys), self._gathered(self.values)
+            if pool.dtype in FP8_DTYPES:
+                rows = _bytes(saturating_cast(rows.float() / scale, pool.dtype))
+            _bytes(pool).view(-1, *pool.shape[2:])[slots] = rows
+        keys, values = (self._gathered(pool, scale) for pool, _, scale in sides)
+        return keys, values
 
-    def _gathered(self, pool: torch.Tensor) -> torch.Tensor:
+    def _gathered(self, pool: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """[batch, heads, columns * page_size, head_dim] of a pool."""
-        return pool[self.pages.block_table].flatten(1, 2).transpose(1, 2)
+        rows = _bytes(pool)[self.pages.block_table].view(pool.dtype)
+        if pool.dtype in FP8_DTYPES:
+            rows = (rows.float() * scale).to(self.dtype)
+        return rows.flatten(1, 2).transpose(1, 2)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Keys that `update` will return, and 0. `generate()` asks this before each forward pass,
@@ -135,8 +168,10 @@ class PagedCache(StaticCache):
 
     config: the model's. page_size: tokens of a page, a power of two. max_cache_len: tokens that a
     sequence may have; with one, the shapes that a compiled forward pass sees do not change with
-    the length. max_pages: that a pool may have. Raises ValueError for bad values, and for a model
-    whose attention layers keep more than keys and values.
+    the length. max_pages: that a pool may have. dtype: of the pools: float8_e4m3fn or float8_e5m2,
+    or None, for the model's. scales: what 8-bit floats are multiplied by, of keys and of values, by
+    the layer's number, as `kv_scales` reads them of a model; 1 where it has none. Raises ValueError
+    for bad values, and for a model whose attention layers keep more than keys and values.
 
     Pages are taken as tokens come, between forward passes: by the first layer in an eager one, and
     by `generate()`, which asks for the size of the mask before each. A compiled model called by
@@ -150,7 +185,13 @@ class PagedCache(StaticCache):
         page_size: int = 64,
         max_cache_len: int | None = None,
         max_pages: int | None = None,
+        dtype: torch.dtype | None = None,
+        scales: Mapping[int, Scales] | None = None,
     ) -> None:
+        if dtype not in (None, *FP8_DTYPES):
+            raise ValueError(f"dtype: expected None or one of {list(FP8_DTYPES)}, got {dtype}")
+        if scales is not None and dtype is None:
+            raise ValueError("scales: expected None where dtype is None, got scales")
         if not isinstance(page_size, int) or page_size < 1 or page_size & (page_size - 1):
             raise ValueError(f"page_size: expected a power of two, in tokens, got {page_size!r}")
         for name, value in (("max_cache_len", max_cache_len), ("max_pages", max_pages)):
@@ -159,14 +200,17 @@ class PagedCache(StaticCache):
         super().__init__(config=config, max_cache_len=1)
         self.pages = Pages(page_size, max_cache_len, max_pages)
         self.paged: list[PagedLayer] = []
-        self.layers: list[Any] = [self._layer_for(layer) for layer in self.layers]
+        self.layers: list[Any] = [
+            self._layer_for(layer, dtype, (scales or {}).get(number))
+            for number, layer in enumerate(self.layers)
+        ]
         if not self.paged:
             raise ValueError(f"PagedCache: {type(config).__name__} has no layer of attention")
 
-    def _layer_for(self, layer: Any) -> Any:
+    def _layer_for(self, layer: Any, dtype: torch.dtype | None, scales: Scales | None) -> Any:
         """Pages in the place of a static cache's keys and values; other layers as they are."""
         if type(layer) in (StaticLayer, StaticSlidingWindowLayer):
-            return PagedLayer(self.pages, self.paged)
+            return PagedLayer(self.pages, self.paged, dtype, scales)
         if isinstance(layer, StaticLayer):
             raise ValueError(
                 f"PagedCache: its layers keep keys and values, and this model needs "
@@ -237,7 +281,7 @@ class PagedCache(StaticCache):
         if not copies:
             return
         sources, places = torch.tensor(copies, device=self.pages.block_table.device).unbind(1)
-        for pool in self._pools():
+        for pool in map(_bytes, self._pools()):
             pool[places] = pool[sources]
 
     def _others(self) -> list[Any]:
@@ -247,6 +291,30 @@ class PagedCache(StaticCache):
     def _pools(self) -> list[torch.Tensor]:
         layers = [layer for layer in self.paged if layer.is_initialized]
         return [pool for layer in layers for pool in (layer.keys, layer.values)]
+
+
+def kv_scales(model: nn.Module) -> dict[int, Scales]:
+    """Returns the scales of keys and values that a checkpoint brought, by the layer's number.
+
+    Reads `k_scale` and `v_scale` of an attention module, as compressed-tensors has them, or of its
+    `k_proj` and `v_proj`, as ModelOpt has them. Raises ValueError for a model without any.
+    """
+    found: dict[int, Scales] = {}
+    for module in model.modules():
+        number = getattr(module, "layer_idx", None)
+        linears = (getattr(module, f"{name}_proj", None) for name in "kv")
+        for k_holder, v_holder in ((module, module), tuple(linears)):
+            k, v = getattr(k_holder, "k_scale", None), getattr(v_holder, "v_scale", None)
+            if isinstance(number, int) and k is not None and v is not None:
+                found[number] = k.detach(), v.detach()
+    if not found:
+        raise ValueError("model: expected attention with k_scale and v_scale, found none")
+    return found
+
+
+def _bytes(pool: torch.Tensor) -> torch.Tensor:
+    """Not every backend indexes 8-bit floats; bytes it does."""
+    return pool.view(torch.uint8) if pool.dtype in FP8_DTYPES else pool
 
 
 def _zeros(pages: Pages, heads: int, head_dim: int, like: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ What kernels compute, and what is refused, stays as it is.
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
 from collections.abc import Callable
@@ -27,6 +28,7 @@ def replacements() -> list[tuple[Any, str, Any]]:
     overflow, operands = "binary_op_sanitize_overflow_impl", "binary_op_type_checking_impl"
     return [
         (inspect, "getsourcelines", _read_once(inspect.getsourcelines)),
+        (interpreter.FunctionRewriter, "_transform_ast", _transformed_in_place),
         (interpreter, "_patch_attr", _patch_directly),
         (TritonSemantic, operands, _kept_by_operands(getattr(TritonSemantic, operands))),
         (interpreter, "_get_np_dtype", _kept_by_name(interpreter._get_np_dtype)),
@@ -63,6 +65,27 @@ def _read_once(original: Callable) -> Callable:
         return known[id(code)][0]
 
     return function
+
+
+class _Located(interpreter.ASTTransformer):
+    """Triton's changes of a function's tree, with lines for what they add."""
+
+    def visit_Assign(self, node: ast.Assign) -> ast.AST:
+        kept = node.value
+        changed: ast.Assign = super().visit_Assign(node)
+        added: list[ast.AST] = [changed.value]
+        for new in added:  # grows
+            if new is not kept:
+                ast.copy_location(new, node)
+                added += ast.iter_child_nodes(new)
+        return changed
+
+
+def _transformed_in_place(self: interpreter.FunctionRewriter, source: str) -> ast.AST:
+    """The tree that is run in place of a function, parsed at its lines of the file: Triton walks
+    over all of it twice to move it there."""
+    tree = ast.parse("\n" * (self.def_file_lineno - 1) + source)
+    return _Located().visit(tree)
 
 
 def _kept_by_name(original: Callable) -> Callable:

@@ -288,6 +288,7 @@ def dequantize_statics(problem: QkvProblem, index: int) -> Statics:
         BLOCK_K=block_k,
         UNIT=gcd(columns, block_k),
         **({"NUMBER": TABLES.get(number, number)} if number else {}),
+        **({"ADDED_ZEROS": True} if q.format.added_zeros else {}),
     )
 
 

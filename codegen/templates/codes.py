@@ -299,11 +299,13 @@ def add_scaled_groups(
     total, codes, x, scale, zero, x_scale,
     PER: tl.constexpr, GROUPS: tl.constexpr, HAS_ZEROS: tl.constexpr, ZERO_TENSOR: tl.constexpr,
     ZERO_OFFSET: tl.constexpr, X_SCALED: tl.constexpr, UNIT: tl.constexpr,
+    ADDED_ZEROS: tl.constexpr,
 ):  # fmt: skip
     """total [rows, tokens] and (codes - zero) * scale by x [tokens, K], the columns in GROUPS.
 
     scale, zero: fp32 [rows, GROUPS]; zero counts where ZERO_TENSOR, besides ZERO_OFFSET. x_scale
-    [1, tokens]. PER: codes of a word. UNIT: the factor by which codes are too small.
+    [1, tokens]. PER: codes of a word. UNIT: the factor by which codes are too small. ADDED_ZEROS,
+    not with x_scale: (codes - ZERO_OFFSET) * scale + zero.
     """
     # Of operands that are joined out of bytes Triton gives each of the four threads that share a
     # row 8 columns (kWidth 8, mma.sync). Where a product has but 16 columns, two of the threads
@@ -320,7 +322,13 @@ def add_scaled_groups(
             own = tl.arange(0, WIDTH) // 16 == group % 2
             x_part = tl.where(own[None, :], x_part, 0.0)
         product = tl.dot(part_of(codes, part, PARTS), x_part.T)
-        if HAS_ZEROS:
+        if ZERO_TENSOR and ADDED_ZEROS:
+            ones = tl.full((ROWS, WIDTH), 1.0, x.dtype)
+            added = part_of(zero, group, GROUPS)
+            if ZERO_OFFSET != 0:
+                added -= ZERO_OFFSET * part_of(scale, group, GROUPS)
+            total += added * tl.dot(ones, x_part.T)
+        elif HAS_ZEROS:
             ones = tl.full((ROWS, WIDTH), 1.0, x.dtype)
             zeros = ZERO_OFFSET
             if ZERO_TENSOR:
@@ -335,16 +343,19 @@ def add_scaled_groups(
 @triton.jit
 def scaled_whole(
     product, sums, scale, zero, x_scale,
-    HAS_ZEROS: tl.constexpr, ZERO_TENSOR: tl.constexpr, ZERO_OFFSET: tl.constexpr,
-    X_SCALED: tl.constexpr, UNIT: tl.constexpr,
+    ZERO_TENSOR: tl.constexpr, ZERO_OFFSET: tl.constexpr,
+    X_SCALED: tl.constexpr, UNIT: tl.constexpr, ADDED_ZEROS: tl.constexpr,
 ):  # fmt: skip
     """(product - zero * sums) * scale, of scales and zeros [rows, 1] for whole rows; the others as
     in `add_scaled_groups`."""
-    if HAS_ZEROS:
+    if ZERO_OFFSET != 0 or (ZERO_TENSOR and not ADDED_ZEROS):
         zeros = ZERO_OFFSET
-        if ZERO_TENSOR:
+        if ZERO_TENSOR and not ADDED_ZEROS:
             zeros = zero + ZERO_OFFSET
         product -= zeros / UNIT * sums
     if X_SCALED:
         product *= x_scale
-    return product * (scale * UNIT)
+    if ZERO_TENSOR and ADDED_ZEROS:
+        return product * (scale * UNIT) + zero * sums
+    else:
+        return product * (scale * UNIT)

@@ -76,11 +76,14 @@ def tensors_of(*nodes: fx.Node) -> list[torch.Tensor]:
 
 
 def is_models_own(node: fx.Node) -> bool:
-    """Whether an input of a graph is a parameter or a buffer, or else an attribute, of a module."""
+    """Whether an input of a graph, or a tensor inside of one, is a parameter or a buffer, or else
+    an attribute, of a module."""
     if node.op == "get_attr":
         return True
     if isinstance(node.meta.get("example_value"), torch.nn.Parameter):
         return True
+    if node.target is getattr:  # a tensor inside of a subclass
+        return is_models_own(node.all_input_nodes[0])
     source = getattr(node, "_dynamo_source", None)
     return source is not None and source.guard_source.is_unspecialized_nn_module()
 
@@ -130,13 +133,18 @@ def wrapping_of(tensor: torch.Tensor) -> str:
     return repr((context, [layout_of(part) for part in parts_of(tensor)]))
 
 
-def wrapped_like(outer: torch.Tensor, inner: torch.Tensor) -> torch.Tensor:
-    """A subclass as `outer`, which holds one tensor, with `inner` in its place."""
+def with_parts(outer: torch.Tensor, part: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """A subclass as `outer`, with `part` of each tensor inside of it in that one's place."""
     names, context = outer.__tensor_flatten__()  # type: ignore[attr-defined]
     held = {name: getattr(outer, name) for name in names}  # a device mesh may be among them
-    held = {name: inner if isinstance(h, torch.Tensor) else h for name, h in held.items()}
+    held = {name: part(h) if isinstance(h, torch.Tensor) else h for name, h in held.items()}
     wrap = type(outer).__tensor_unflatten__  # type: ignore[attr-defined]
     return cast(torch.Tensor, wrap(held, context, outer.shape, outer.stride()))
+
+
+def wrapped_like(outer: torch.Tensor, inner: torch.Tensor) -> torch.Tensor:
+    """A subclass as `outer`, which holds one tensor, with `inner` in its place."""
+    return with_parts(outer, lambda _: inner)
 
 
 def holds_in_place(outer: torch.Tensor, inner: torch.Tensor) -> bool:

@@ -111,6 +111,8 @@ class _Builder:
                 self._pick(node, picked)
                 return
         if name == "getattr":
+            if self._takes_out(node, result):
+                return
             name = str(node.args[1])
             if name not in spelling.LAYOUT and not isinstance(result, torch.Tensor):
                 return
@@ -215,6 +217,17 @@ class _Builder:
             self._select(node, *parts[0])
         else:
             self.others[node] = parts
+        return True
+
+    def _takes_out(self, node: fx.Node, result: Any) -> bool:
+        """Adds one of the tensors inside of an input that is a subclass; returns whether it is."""
+        (wrapper, *_) = node.all_input_nodes or (None,)
+        if wrapper not in self.memory.places or not isinstance(result, torch.Tensor):
+            return False
+        parts = _compat.parts_of(wrapper.meta["example_value"])
+        if result is wrapper or not any(part is result for part in parts):
+            return False
+        self._first_inner(node, wrapper, result)
         return True
 
     def _unwraps(self, node: fx.Node, result: torch.Tensor) -> bool:

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import copy as copying
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import product
 from typing import Any
 
 import torch
@@ -27,8 +26,10 @@ from tilewright.compiler.quantised import (
     gpt_oss,
     gptqmodel,
     hqq,
+    nvfp4,
     tensor_subclasses,
 )
+from tilewright.compiler.quantised.coded_linear import share_equal_scales
 
 #: A library's reader: the module that takes another's place; why it is left as it is; None for one
 #: that is not this library's.
@@ -40,6 +41,7 @@ READERS: tuple[Reader, ...] = (
     gpt_oss.replacement,
     gptqmodel.replacement,
     hqq.replacement,
+    nvfp4.replacement,
     tensor_subclasses.replacement,
 )
 
@@ -109,9 +111,10 @@ def prepare(model: nn.Module, *, copy: bool = False) -> Prepared:
     model: any module; a model without such modules stays as it is. copy: work on a copy of the
     modules, which shares the tensors of the original; that stays as it is.
 
-    Reads linears of bitsandbytes and HQQ (4 bits), compressed-tensors, GPTQ (gptqmodel), torchao
-    and quanto, and mixtures of gpt-oss in MXFP4. Names in `state_dict` stay where the library has a
-    tensor for each, but for bitsandbytes and HQQ. Activations are rounded as the library does it.
+    Reads linears of bitsandbytes, HQQ (4 bits), compressed-tensors, GPTQ (gptqmodel), torchao,
+    quanto and transformers' own NVFP4, and mixtures of gpt-oss in MXFP4. Names in `state_dict` stay
+    where the library has a tensor for each, but for bitsandbytes and HQQ. Activations are rounded
+    as the library does it.
 
     Raises TypeError where model is no module.
     """
@@ -130,10 +133,12 @@ def prepare(model: nn.Module, *, copy: bool = False) -> Prepared:
         elif found is not None:
             _put(model, name, found)
             prepared.replaced.append(Replaced(name, module, found))
-    _share_equal_scales(prepared.replaced)
+    share_equal_scales({one.name: one.module for one in prepared.replaced})
     if any(compressed_tensors.is_compressed(one.original) for one in prepared.replaced):
         left = any(compressed_tensors.is_compressed(one.original) for one in prepared.left)
-        prepared._hooks += [] if left else compressed_tensors.without_decompression(model)
+        if not left:
+            prepared._hooks += compressed_tensors.without_decompression(model)
+            prepared._hooks += compressed_tensors.with_plain_rounding(model)
     return prepared
 
 
@@ -151,18 +156,6 @@ def _taking_place(module: nn.Module, is_root: bool) -> nn.Module | str | None:
         # The very dictionaries: the handles of hooks go on to remove them.
         setattr(found, hooks, getattr(module, hooks))
     return found.train(module.training)
-
-
-def _share_equal_scales(replaced: Sequence[Replaced]) -> None:
-    """Gives linears of one parent that round activations by equal scales one tensor of them: so the
-    activation that they read is seen to be one."""
-    known: dict[tuple[str, str, bytes], nn.Parameter] = {}
-    for one, name in product(replaced, ("input_scale", "input_global_scale")):
-        scale = one.module._parameters.get(name)
-        if scale is not None and not scale.is_meta:
-            parent = one.name.rpartition(".")[0]
-            key = (parent, name, scale.detach().float().cpu().numpy().tobytes())
-            one.module._parameters[name] = known.setdefault(key, scale)
 
 
 def _put(model: nn.Module, name: str, module: nn.Module) -> None:

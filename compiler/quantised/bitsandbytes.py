@@ -1,12 +1,17 @@
-"""Linears of bitsandbytes, 4 bits: codes that index a table, blocks along the flattened weight.
+"""Linears of bitsandbytes.
 
-The library's operator hides its codes in one node. Its arithmetic is that of its default
-`dequantize_4bit` and `linear`: numbers of the table times the block's scale in fp32, rounded to the
-dtype that is computed in.
+4 bits: codes that index a table, blocks along the flattened weight. The library's operator hides
+its codes in one node. Its arithmetic is that of its default `dequantize_4bit` and `linear`: numbers
+of the table times the block's scale in fp32, rounded to the dtype that is computed in.
+
+8 bits: codes and a scale for each row; x is rounded to codes too, row by row, but for columns with
+an outlier, which the library takes out and multiplies apart. Both products are with the same
+numbers, so that one of them computes it all, of an x that is rounded but for these columns.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,14 +48,83 @@ class TableLinear(CodedLinear):
     def weight_of_codes(self, dtype: torch.dtype) -> torch.Tensor:
         # A table that the module held would be data that may change.
         table = torch.tensor(TABLES[self.quant_type], dtype=torch.float32, device=self.codes.device)
-        nibbles = torch.stack([self.codes >> 4, self.codes & 15], -1).view(len(self.absmax), -1)
-        weight = table[nibbles.int()] * self.absmax.unsqueeze(-1)
-        return weight.view(self.out_features, self.in_features).to(dtype)
+        shape = self.out_features, self.in_features
+        return decoded(self.codes, table, self.absmax, shape, dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         dtype = self.compute_dtype or x.dtype
         bias = None if self.bias is None else self.bias.to(dtype)
         return F.linear(x.to(dtype), self.weight_of_codes(dtype), bias).to(x.dtype)
+
+
+class ByteLinear(CodedLinear):
+    """codes [N, K] int8, scale [N] fp32, the largest magnitude of each row. x is rounded to int8
+    row by row, by the library's own operators, whose meaning is declared; its module changes a
+    parameter in each call."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        tensors: Mapping[str, torch.Tensor | None],
+        threshold: float = 0.0,
+    ) -> None:
+        super().__init__(in_features, out_features, tensors)
+        self.threshold = threshold
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, threshold={self.threshold}"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.numel() == 0:
+            return x.new_empty(*x.shape[:-1], self.out_features)
+        library, bias = torch.ops.bitsandbytes, self.bias
+        rows = x.reshape(-1, self.in_features)
+        codes, largest, _ = library.int8_vectorwise_quant.default(rows.to(torch.float16))
+        y = library.int8_scaled_mm.default(
+            codes, self.codes, largest, self.scale,
+            bias=None if bias is None else bias.to(x.dtype), dtype=x.dtype,
+        )  # fmt: skip
+        return y.view(*x.shape[:-1], self.out_features)
+
+
+class OutlierLinear(ByteLinear):
+    """Columns in which any row has a magnitude of threshold or more are multiplied as they are, in
+    all rows; the others as :class:`ByteLinear` does."""
+
+    def rounded(self, x: torch.Tensor) -> torch.Tensor:
+        if x.numel() == 0:
+            return x
+        rows = x.reshape(-1, self.in_features).to(torch.float16)
+        outliers = rows.abs() >= self.threshold
+        rows = torch.where(outliers, 0.0, rows)
+        largest = rows.abs().amax(-1, keepdim=True).float()
+        codes = torch.round(rows * torch.where(largest == 0, 0.0, 127.0 / largest))
+        rounded = (codes * (largest / 127.0)).to(x.dtype).view(x.shape)
+        return torch.where(outliers.any(0), x, rounded)
+
+    def weight_of_codes(self, dtype: torch.dtype) -> torch.Tensor:
+        return (self.codes.float() * (self.scale / 127.0).unsqueeze(-1)).to(dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.linear(self.rounded(x), self.weight_of_codes(x.dtype), bias)
+
+
+def decoded(
+    codes: torch.Tensor,
+    table: torch.Tensor,
+    absmax: torch.Tensor,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """A weight [N, K] of codes [N * K / 2] uint8, numbers of a table, scales [blocks] in fp32."""
+    nibbles = torch.stack([codes >> 4, codes & 15], -1).view(len(absmax), -1)
+    weight = table[nibbles.int()] * absmax.unsqueeze(-1)
+    return weight.view(*shape).to(dtype)
 
 
 def replacement(module: nn.Module) -> nn.Module | str | None:
@@ -63,14 +137,17 @@ def replacement(module: nn.Module) -> nn.Module | str | None:
     return _four_bits(found) if name in _FOUR_BITS else None
 
 
-def _eight_bits(module: Any) -> str:
-    threshold = module.state.threshold
-    if threshold > 0:
-        return (
-            f"its threshold is {threshold}: columns with outliers, which the data tell, are "
-            "multiplied apart"
-        )
-    return "its activations are int8 (its threshold is 0.0), which no fused op takes"
+def _eight_bits(module: Any) -> nn.Module | str:
+    state, weight = module.state, module.weight
+    # Its first call takes them from the weight.
+    codes, scale = (
+        getattr(weight if state.CB is None else state, name, None) for name in ("CB", "SCB")
+    )
+    if codes is None or scale is None:
+        return "its weight is not quantised yet: that happens when it is moved to its device"
+    tensors = {"codes": codes, "scale": scale, "bias": module.bias}
+    made = ByteLinear if state.threshold == 0 else OutlierLinear
+    return made(module.in_features, module.out_features, tensors, state.threshold)
 
 
 def _four_bits(module: Any) -> nn.Module | str:

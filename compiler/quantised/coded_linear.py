@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise, product
 
 import torch
 import torch.nn.functional as F
@@ -62,3 +63,29 @@ def bytes_of_words(words: torch.Tensor) -> torch.Tensor:
 def floats_of_bytes(packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """[.., W] bytes of two E2M1 codes, the first in the lower bits -> [.., 2 W] numbers, exact."""
     return fp4.decode(torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2), dtype)
+
+
+def nearest_e2m1(x: torch.Tensor) -> torch.Tensor:
+    """The nearest E2M1 number, of a middle the one with the even code; of NaN, NaN."""
+    size, rounded = x.abs(), torch.zeros_like(x)
+    for number, (below, above) in enumerate(pairwise(fp4.MAGNITUDES)):
+        middle = (below + above) / 2
+        larger = size >= middle if number % 2 else size > middle
+        rounded = torch.where(larger, above, rounded)
+    return rounded * torch.sign(x)
+
+
+#: What linears of one activation may have alike.
+_SHARED = ("input_scale", "input_global_scale", "pre_quant_scale")
+
+
+def share_equal_scales(linears: Mapping[str, nn.Module]) -> None:
+    """Gives linears of one parent, by their names, whose activations have equal scales one tensor
+    of them: so the activation that they read is seen to be one."""
+    known: dict[tuple[str, str, bytes], nn.Parameter] = {}
+    for (path, linear), name in product(linears.items(), _SHARED):
+        scale = linear._parameters.get(name)
+        if scale is not None and not scale.is_meta:
+            parent = path.rpartition(".")[0]
+            key = (parent, name, scale.detach().float().cpu().numpy().tobytes())
+            linear._parameters[name] = known.setdefault(key, scale)

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from tilewright.compiler.quantised.coded_linear import (
     CodedLinear,
     bytes_of_words,
     floats_of_bytes,
+    nearest_e2m1,
     nibbles_of_words,
 )
 from tilewright.ops.formats import e8m0, fp4
@@ -145,18 +145,8 @@ class CompressedLinear(CodedLinear):
 def _nearest(x: torch.Tensor, how: Rounding) -> torch.Tensor:
     """x, clamped and in units of its scale, rounded to the format's numbers, in x's dtype."""
     if (how.kind, how.bits) == ("float", 4):
-        return _nearest_e2m1(x)
+        return nearest_e2m1(x)
     return x.round() if how.kind == "int" else x.to(torch.float8_e4m3fn).to(x.dtype)
-
-
-def _nearest_e2m1(x: torch.Tensor) -> torch.Tensor:
-    """The nearest E2M1 number, of a middle the one with the even code; of NaN, NaN."""
-    size, rounded = x.abs(), torch.zeros_like(x)
-    for number, (below, above) in enumerate(pairwise(fp4.MAGNITUDES)):
-        middle = (below + above) / 2
-        larger = size >= middle if number % 2 else size > middle
-        rounded = torch.where(larger, above, rounded)
-    return rounded * torch.sign(x)
 
 
 def _power_of_two(largest: torch.Tensor, most: float) -> torch.Tensor:
@@ -242,6 +232,8 @@ def replacement(module: nn.Module) -> nn.Module | str | None:
     if not is_compressed(module):
         return None
     scheme: Any = module.quantization_scheme
+    if keys_and_values_of(module) is not None:
+        return None  # it is its hook that rounds them
     if type(module) is not nn.Linear:
         return f"a {type(module).__name__} of compressed-tensors is not read; nn.Linear is"
     if scheme.output_activations is not None:
@@ -316,6 +308,65 @@ def _rounding(args: Any) -> Rounding | str | None:
 def _text(value: Any) -> str:
     """The word of an option that is a string or an enumeration's member."""
     return str(getattr(value, "value", value))
+
+
+@dataclass(frozen=True)
+class RoundedKeysAndValues:
+    """A cache whose keys and values are rounded before they are stored, as `QuantizedKVCache` of
+    the library has it; scales: theirs."""
+
+    cache: Any
+    scales: tuple[torch.Tensor, torch.Tensor]
+    rounding: Rounding
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *others: Any, **named: Any) -> Any:
+        low, high = _LIMITS[self.rounding.kind, self.rounding.bits]
+        keys, values = (
+            _nearest((x / scale).clamp(low, high), self.rounding) * scale
+            for x, scale in zip((keys, values), self.scales, strict=True)
+        )
+        return self.cache.update(keys, values, *others, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.cache, name)
+
+
+def keys_and_values_of(attention: nn.Module) -> Rounding | None:
+    """How the library rounds the keys and values of an attention, by one scale of each; None where
+    it does not, or otherwise."""
+    children, scheme = attention._modules, getattr(attention, "quantization_scheme", None)
+    if "kv_cache" not in children or "impl" in children or scheme is None:
+        return None
+    rounding = _rounding(scheme.input_activations)
+    if not isinstance(rounding, Rounding) or rounding.dynamic is not False:
+        return None
+    return rounding if rounding.strategy == "tensor" else None
+
+
+def with_plain_rounding(model: nn.Module) -> list[Callable[[], None]]:
+    """Puts hooks that a graph shows in the place of those by which the library rounds keys and
+    values; returns what puts them back."""
+    undo: list[Callable[[], None]] = []
+    for module in model.modules():
+        hooks = module._forward_pre_hooks
+        for number, hook in hooks.items():
+            if getattr(hook, "__name__", "") == "_kv_cache_attention_hook":
+                undo.append(partial(hooks.__setitem__, number, hook))
+                hooks[number] = _rounds_keys_and_values
+    return undo
+
+
+def _rounds_keys_and_values(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """A hook before an attention. A cache that stores eight bits itself (`PagedLayer.stored`)
+    rounds by itself; so a number is rounded once."""
+    cache, rounding = kwargs.get("past_key_values"), keys_and_values_of(module)
+    if cache is None or rounding is None:
+        return args, kwargs
+    layer = cache.layers[module.layer_idx] if module.layer_idx < len(cache.layers) else None
+    if getattr(layer, "stored", None) is None:
+        scales = module.k_scale, module.v_scale
+        kwargs = kwargs | {"past_key_values": RoundedKeysAndValues(cache, scales, rounding)}
+    return args, kwargs
 
 
 def without_decompression(model: nn.Module) -> list[Callable[[], None]]:

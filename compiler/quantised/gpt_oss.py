@@ -4,7 +4,7 @@ The weights are objects of the hub, no tensors, and its routing breaks the graph
 backend survives. Arithmetic: transformers `integrations/mxfp4.py`, and of the hub's
 `gpt-oss-triton-kernels` `matmul_ogs`, which adds biases and applies the activation in fp32.
 
-Dimension letters: T tokens, S slots, E experts, N rows, K columns of a weight.
+Dimension letters: E experts, N rows, K columns of a weight.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tilewright.compiler.quantised.coded_experts import CodedExperts
 from tilewright.compiler.quantised.coded_linear import floats_of_bytes
 
 #: Layouts of the hub that say themselves how they are undone.
@@ -23,10 +24,9 @@ _PROJECTIONS = ("gate_up_proj", "down_proj")
 _BLOCK = 32
 
 
-class Mxfp4Experts(nn.Module):
-    """x [T, K], experts [T, S] and their weights [T, S] -> [T, K], for each projection with the
-    tensors of the file: *_blocks [E, N, K / 32, 16], low nibble first, and *_scales [E, N, K / 32],
-    both uint8; *_bias [E, N].
+class Mxfp4Experts(CodedExperts):
+    """Has, for each projection, the tensors of the file: *_blocks [E, N, K / 32, 16], low nibble
+    first, and *_scales [E, N, K / 32], both uint8; *_bias [E, N].
     """
 
     def __init__(self, experts: Any, weights: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -63,21 +63,9 @@ class Mxfp4Experts(nn.Module):
         up = both[..., 1::2].clamp(-self.limit, self.limit)
         return (gate * torch.sigmoid(self.alpha * gate) * (up + 1)).to(dtype)
 
-    def forward(
-        self, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor:
-        num_slots = top_k_index.shape[-1]
-        expert, order = torch.sort(top_k_index.reshape(-1))
-        # `histc` takes floats on a CPU, and integers on a GPU where it is deterministic.
-        numbers = expert.float() if x.device.type == "cpu" else expert.int()
-        counts = torch.histc(numbers, bins=self.num_experts, min=0, max=self.num_experts - 1)
-        ends = counts.cumsum(0, dtype=torch.int32)
-        both = self._product("gate_up_proj", x[order // num_slots], ends, expert)
-        y = self._product("down_proj", self._hidden(both, x.dtype), ends, expert)
-        y = y * top_k_weights.reshape(-1)[order].unsqueeze(-1)
-        inverse = torch.empty_like(order)
-        inverse[order] = torch.arange(len(order), device=order.device)
-        return y[inverse].view(*top_k_index.shape, -1).sum(1).to(x.dtype)
+    def of_rows(self, x: torch.Tensor, ends: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
+        both = self._product("gate_up_proj", x, ends, expert)
+        return self._product("down_proj", self._hidden(both, x.dtype), ends, expert)
 
 
 class RoutedExperts(nn.Module):

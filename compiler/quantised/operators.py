@@ -15,13 +15,25 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from tilewright.codegen.formats import TABLES
+from tilewright.compiler.quantised import bitsandbytes, nvfp4
 from tilewright.ops.formats.fp8_block import BLOCK, E4M3_MAX
 
 _E4M3 = torch.float8_e4m3fn
 # The smallest number that finegrained-fp8 divides by.
 _LEAST_DIVISOR = 1e-12
+
+
+class UnfitError(Exception):
+    """A call of which a declared meaning cannot stand in the place: why, and what to do, where that
+    is not the same for all such calls."""
+
+    def __init__(self, why: str, hint: str = "") -> None:
+        super().__init__(why)
+        self.hint = hint
 
 
 def _product(
@@ -30,7 +42,7 @@ def _product(
     """[M, N] of codes [M, K] and [N, K]; scales by blocks, [M, K / block] and [N / block, ...]."""
     groups, columns = scale.shape[1], codes.shape[1]
     if groups not in (1, -(-columns // BLOCK)):
-        raise NotImplementedError(f"{groups} scales along {columns} columns")
+        raise UnfitError(f"which has no form for {groups} scales along {columns} columns")
     b = weight_scale.float().t()
     if 1 < len(weight_scale) < len(weight) and len(weight) % BLOCK:  # a part of the last block
         b = b.repeat_interleave(BLOCK, 1)[:, : len(weight)]
@@ -150,6 +162,13 @@ def tensor_batched(
     return block_batched(A, B, Bs, expert_ids, B.shape[-2:], output_dtype)
 
 
+def mx(**_: Any) -> None:
+    raise UnfitError(
+        "for scales that 128 columns share; here 32 do, of activations too (MX)",
+        "load the model decoded where memory allows: FineGrainedFP8Config(dequantize=True)",
+    )
+
+
 # --- fbgemm and mslk ------------------------------------------------------------------------------
 
 
@@ -163,6 +182,116 @@ def by_rows(
     return y.view(*XQ.shape[:-1], len(WQ))
 
 
+# --- DeepGEMM -------------------------------------------------------------------------------------
+
+
+def deep_gemm(
+    a_data: Tensor,
+    a_sf: Tensor,
+    b_data: Tensor,
+    b_sf: Tensor,
+    d: Tensor,
+    c: Tensor | None,
+    **_: Any,
+) -> None:
+    if c is not None:
+        raise UnfitError("for a product that is added to nothing; here c is given")
+    if b_data.dtype != _E4M3:
+        raise UnfitError(f"for weights in float8_e4m3fn; here they are in {b_data.dtype}")
+    d.copy_(_product(a_data, _factors(a_sf), b_data, _factors(b_sf), d.dtype))
+
+
+def deep_gemm_of_groups(**_: Any) -> None:
+    raise UnfitError(
+        "for rows of experts that lie side by side; here those of each begin at a multiple of 128",
+        'use experts that are fused: model.set_experts_implementation("grouped_mm")',
+    )
+
+
+def _factors(sf: Tensor) -> Tensor:
+    """Scales in float32, or as UE8M0, four bytes to a word."""
+    if sf.dtype != torch.int32:
+        return sf
+    # A column of one is contiguous whatever its stride is.
+    words = sf.clone(memory_format=torch.contiguous_format)
+    return words.view(torch.float8_e8m0fnu).float()
+
+
+# --- bitsandbytes ---------------------------------------------------------------------------------
+
+
+def gemm_4bit(
+    A: Tensor,
+    B: Tensor,
+    shapeB: Sequence[int],
+    absmax: Tensor,
+    blocksize: int,
+    quant_type: str,
+    bias: Tensor | None = None,
+    absmax_8bit: Tensor | None = None,
+    absmax_code: Tensor | None = None,
+    absmax_offset: Tensor | None = None,
+) -> Tensor:
+    """Two codes to a byte, the first in the high nibble; blocks of the flattened weight.
+
+    Scales that are codes too would be decoded by a kernel of their own in each call: it writes an
+    eighth of the codes' bytes, which the op reads again.
+    """
+    if absmax_8bit is not None:
+        raise UnfitError(
+            "for scales in float32; here they are codes too (double quantisation), which each call "
+            "would decode",
+            "have the scales decoded once, between from_pretrained and torch.compile: "
+            "tilewright.compiler.prepare(model)",
+        )
+    table = torch.tensor(TABLES[quant_type]).to(B.device)
+    codes = B.reshape(-1).view(torch.uint8)
+    return F.linear(A, bitsandbytes.decoded(codes, table, absmax, shapeB, A.dtype), bias)
+
+
+def int8_codes(A: Tensor, threshold: float = 0.0) -> tuple[Tensor, Tensor, None]:
+    """Codes [.., K] and the largest magnitude of each row [M]; rows of zeros have the code 0."""
+    if threshold:
+        raise UnfitError("for all columns; with a threshold some are multiplied apart")
+    largest = A.abs().amax(-1).float()
+    by = torch.where(largest == 0, 0.0, 127.0 / largest)
+    return torch.round(A * by.unsqueeze(-1)).to(torch.int8), largest.flatten(), None
+
+
+def int8_product(
+    A: Tensor,
+    B: Tensor,
+    row_stats: Tensor,
+    col_stats: Tensor,
+    bias: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    dtype = dtype or torch.float16
+    largest = row_stats.view(*A.shape[:-1], 1)
+    x, weight = (
+        (codes.float() * (scale / 127.0)).to(dtype)
+        for codes, scale in ((A, largest), (B, col_stats.view(-1, 1)))
+    )
+    return F.linear(x, weight, bias if bias is None else bias.to(dtype))
+
+
+# --- nvfp4-gemm -----------------------------------------------------------------------------------
+
+
+def nvfp4_gemv(a: Tensor, b: Tensor, b_sf: Tensor, alpha: Tensor) -> Tensor:
+    if alpha.numel() != 1:
+        raise UnfitError(f"for one factor of all rows; here are {alpha.numel()}")
+    return F.linear(a, nvfp4.decoded(b, b_sf, alpha.reshape(1)).to(a.dtype))
+
+
+def nvfp4_matmul(**_: Any) -> None:
+    raise UnfitError(
+        "for activations that PyTorch rounds; here an operator has made codes of them",
+        "have them rounded in PyTorch, as the library does it: tilewright.compiler.prepare(model), "
+        "between from_pretrained and torch.compile",
+    )
+
+
 #: By `kernel::name` of the hub, which stands for all builds, or `namespace::name` of a library.
 OPERATORS: dict[str, Callable[..., Any]] = {
     "finegrained_fp8::w8a8_block_dynamic_fp8_matmul": block_dynamic,
@@ -172,6 +301,14 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "finegrained_fp8::w8a8_tensor_dynamic_fp8_matmul": tensor_dynamic,
     "finegrained_fp8::w8a8_tensor_dynamic_fp8_matmul_grouped": tensor_grouped,
     "finegrained_fp8::w8a8_tensor_dynamic_fp8_matmul_batched": tensor_batched,
+    "_finegrained_fp8_*::*mx*_matmul*": mx,
+    "bitsandbytes::gemm_4bit": gemm_4bit,
+    "bitsandbytes::int8_vectorwise_quant": int8_codes,
+    "bitsandbytes::int8_scaled_mm": int8_product,
+    "deep_gemm::fp8_fp4_gemm_nt": deep_gemm,
+    "_deep_gemm_*::m_grouped_*": deep_gemm_of_groups,
+    "nvfp4_gemm::nvfp4_gemv": nvfp4_gemv,
+    "nvfp4_gemm::cutlass_scaled_fp4_mm": nvfp4_matmul,
     "fbgemm::f8f8bf16_rowwise": by_rows,
     "mslk::f8f8bf16_rowwise": by_rows,
 }

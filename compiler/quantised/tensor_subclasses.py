@@ -6,12 +6,15 @@ Arithmetic: torchao `quantization/quantize_/workflows/`, quanto `library/qbytes_
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tilewright.compiler import _compat
 from tilewright.compiler.quantised.coded_linear import CodedLinear, floats_of_bytes
 from tilewright.ops.formats import scale_layout
 
@@ -74,6 +77,25 @@ class Float8(ScaledInside):
     decoded = torch.float32
 
 
+class Int4(ScaledInside):
+    """codes [N, K / 2], the even one low; scale, zero [N, K / group].
+
+    w = (code - 8) * scale + zero, rounded to bfloat16, in which torchao's kernels multiply."""
+
+    zero: torch.Tensor
+
+    def weight_of_codes(self, dtype: torch.dtype) -> torch.Tensor:
+        codes = torch.stack((self.codes & 15, self.codes >> 4), dim=-1).flatten(-2)
+        blocks = (codes.float() - 8).unflatten(-1, (self.scale.shape[-1], -1))
+        shifted = blocks * self.scale.float().unsqueeze(-1) + self.zero.float().unsqueeze(-1)
+        return shifted.flatten(-2).to(dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = None if self.bias is None else self.bias.to(torch.bfloat16)
+        rows = x.to(torch.bfloat16)
+        return F.linear(rows, self.weight_of_codes(rows.dtype), bias).to(x.dtype)
+
+
 class Intx(ScaledInside):
     """Decoded in bfloat16 or the dtype that the subclass stands for, as torchao does."""
 
@@ -82,38 +104,74 @@ class Intx(ScaledInside):
         self.decoded = dtype
 
 
-def _int8(module: Any, weight: Any) -> CodedLinear | str:
-    """torchao's Int8Tensor."""
+def _int8(weight: Any, bias: torch.Tensor | None) -> CodedLinear | str:
+    """torchao's Int8Tensor, whose zero points its linear does not read."""
     if weight.act_quant_kwargs is not None:
         return "its activations are int8, which no fused op takes"
-    if getattr(weight, "act_pre_scale", None) is not None:
-        return "its activations are scaled before they are read"
-    zero = weight.zero_point
-    if zero is not None and (zero.is_meta or bool(zero.any())):
-        return "its codes have zero points"
     if weight.block_size[-1] < weight.qdata.shape[-1]:
         return "its rows have several scales"
-    tensors = {"codes": weight.qdata, "scale": weight.scale.flatten(), "bias": module.bias}
-    return ScaledBehind(module.in_features, module.out_features, tensors)
+    tensors = {"codes": weight.qdata, "scale": weight.scale.flatten(), "bias": bias}
+    rows, columns = weight.shape
+    return ScaledBehind(columns, rows, tensors)
 
 
-def _float8(module: nn.Module, weight: Any) -> CodedLinear | str:
+def _float8(weight: Any, bias: torch.Tensor | None) -> CodedLinear | str:
     """torchao's Float8Tensor."""
     if weight.act_quant_kwargs is not None:
         return "its activations are float8, which the fused MLP does not take"
     if weight.block_size[0] not in (1, weight.qdata.shape[0]):
         return "its rows share scales by blocks"
-    return _made(Float8, module, weight.qdata, weight.scale)
+    return _made(Float8, weight, bias, weight.qdata, weight.scale)
 
 
-def _intx(module: nn.Module, weight: Any) -> CodedLinear | str:
+def _intx(weight: Any, bias: torch.Tensor | None) -> CodedLinear | str:
     """torchao's IntxUnpackedToInt8Tensor."""
     if weight.activation_quantization is not None:
         return "its activations are quantised"
-    return _made(Intx, module, weight.qdata, weight.scale, weight.zero_point, dtype=weight.dtype)
+    zero = weight.zero_point
+    return _made(Intx, weight, bias, weight.qdata, weight.scale, zero, dtype=weight.dtype)
 
 
-def _nvfp4(module: nn.Module, weight: Any) -> CodedLinear | str:
+def _int4(weight: Any, bias: torch.Tensor | None) -> CodedLinear | str:
+    """torchao's Int4Tensor: signed codes; scales and zeros by columns."""
+    if weight.activation_dtype != torch.bfloat16:
+        return "its activations are float8, which no fused op takes with int4"
+    # Bit 3 turned, codes of -8 to 7 count up from 0.
+    codes = weight.qdata.view(torch.uint8) ^ 0x88
+    return _of_groups(weight, bias, codes, weight.scale.t(), weight.zero_point.t())
+
+
+def _tiled_int4(weight: Any, bias: torch.Tensor | None) -> CodedLinear | str:
+    """torchao's Int4TilePackedTo4dTensor: words in the order of tensor cores' operands, scales and
+    zeros by columns, all of a weight that is padded (PyTorch, `native/cuda/int4mm.cu`)."""
+    words = weight.qdata
+    if words.dim() != 4 or words.shape[2:] != (32, 4):
+        return f"its words are not those of tiles of 8 rows and 128 columns: {[*words.shape]}"
+    rows, columns = weight.shape
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
+    codes = ((words.unsqueeze(-1) >> shifts) & 15).to(torch.uint8)
+    # [row tile, column tile, row, pair of columns, 32 columns, odd, 16 of them, 8 of them]
+    codes = codes.unflatten(-1, (2, 2, 2)).unflatten(2, (8, 4)).permute(0, 2, 1, 4, 6, 7, 3, 5)
+    codes = codes.flatten(2).flatten(0, 1)[:rows, :columns]
+    packed = codes[:, ::2] | codes[:, 1::2] << 4
+    scale, zero = weight.scale_and_zero.permute(2, 1, 0)[:, :rows]
+    groups = columns // weight.block_size[-1]
+    return _of_groups(weight, bias, packed, scale[:, :groups], zero[:, :groups])
+
+
+def _of_groups(
+    weight: Any,
+    bias: torch.Tensor | None,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    zero: torch.Tensor,
+) -> CodedLinear | str:
+    if weight.shape[1] % weight.block_size[-1]:
+        return f"its columns do not fill groups of {weight.block_size[-1]}"
+    return _made(Int4, weight, bias, codes, scale, zero)
+
+
+def _nvfp4(weight: Any, bias: torch.Tensor | None) -> CodedLinear | str:
     """torchao's NVFP4Tensor, whose scales are put in order of rows."""
     if weight.act_quant_kwargs is not None:
         return "its activations are NVFP4, which no fused op of dense layers takes"
@@ -124,51 +182,102 @@ def _nvfp4(module: nn.Module, weight: Any) -> CodedLinear | str:
     if weight.is_swizzled_scales:
         shape = scale_layout.layout_shape(rows, groups)
         scale = scale_layout.unswizzle(scale.reshape(shape), rows, groups)
-    made = _made(Float4, module, weight.qdata, scale)
+    made = _made(Float4, weight, bias, weight.qdata, scale)
     made.register_buffer("factor", weight.per_tensor_scale)
     return made
 
 
-def _quanto(module: nn.Module, weight: Any) -> CodedLinear | str:
+def _quanto(weight: Any, bias: torch.Tensor | None) -> CodedLinear | str:
     """quanto's WeightQBytesTensor."""
-    if getattr(module, "activation_qtype", None) is not None:
+    if weight.activation_qtype is not None:
         return "its activations are quantised"
     if weight.axis not in (0, None):
         return "its scales follow the columns"
-    return _made(ScaledInside, module, weight._data, weight._scale)
+    return _made(ScaledInside, weight, bias, weight._data, weight._scale)
 
 
-_CLASSES: dict[str, Callable[[nn.Module, Any], CodedLinear | str]] = {
-    "torchao.Int8Tensor": _int8,
-    "torchao.Float8Tensor": _float8,
-    "torchao.IntxUnpackedToInt8Tensor": _intx,
-    "torchao.NVFP4Tensor": _nvfp4,
-    "optimum.WeightQBytesTensor": _quanto,
+#: A reader of weights of one class: the linear that decodes one, with a bias; or why there is none.
+_Read = Callable[[Any, torch.Tensor | None], CodedLinear | str]
+
+
+@dataclass(frozen=True)
+class _Class:
+    """read: its reader. once: why a graph does not decode it, but `prepare` does."""
+
+    read: _Read
+    once: str = ""
+
+
+_CLASSES = {
+    "torchao.Int8Tensor": _Class(_int8),
+    "torchao.Float8Tensor": _Class(_float8),
+    "torchao.Int4Tensor": _Class(_int4, "`prepare` makes its codes unsigned, once"),
+    "torchao.Int4TilePackedTo4dTensor": _Class(_tiled_int4, "`prepare` unpacks its tiles, once"),
+    "torchao.IntxUnpackedToInt8Tensor": _Class(_intx),
+    "torchao.NVFP4Tensor": _Class(_nvfp4, "`prepare` puts its scales in order, once"),
+    "optimum.WeightQBytesTensor": _Class(_quanto),
 }
 
 
 def _made(
     kind: type[CodedLinear],
-    module: Any,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
     codes: torch.Tensor,
     scale: torch.Tensor,
     zero: torch.Tensor | None = None,
     **options: Any,
 ) -> CodedLinear:
     scale = scale.reshape(-1, 1) if scale.dim() < 2 else scale
-    tensors = {"codes": codes, "scale": scale, "zero": zero, "bias": module.bias}
-    return kind(module.in_features, module.out_features, tensors, **options)
+    tensors = {"codes": codes, "scale": scale, "zero": zero, "bias": bias}
+    rows, columns = weight.shape
+    return kind(columns, rows, tensors, **options)
+
+
+#: What to do about a weight that is not read.
+INSTEAD = (
+    "what it stands for may take its place (`module.weight = "
+    "nn.Parameter(module.weight.dequantize())`)"
+)
+
+
+def read(kind: type, weight: Any, bias: torch.Tensor | None) -> CodedLinear | str:
+    """The linear that decodes a weight in PyTorch, or why there is none.
+
+    kind: the weight's class. weight: what has its attributes.
+    """
+    known = _class_of(kind)
+    if known is None:
+        return f"a weight that is a {kind.__module__}.{kind.__name__} is not read"
+    if getattr(weight, "act_pre_scale", None) is not None:
+        return "its activations are scaled before they are read"
+    try:
+        return known.read(weight, bias)
+    except AttributeError as error:
+        return f"this release of its library has another {kind.__name__}: {error}"
+
+
+def obstacle(weight: torch.Tensor) -> tuple[str, bool]:
+    """(why a graph that has a weight as its input does not decode it, "" where it does; whether
+    `prepare` reads it)."""
+    known = _class_of(type(weight))
+    with _compat.fake_mode_of(_compat.parts_of(weight)) or nullcontext():
+        made = read(type(weight), weight, None)
+    if known is None or isinstance(made, str):
+        return str(made), False
+    return known.once, True
+
+
+def _class_of(kind: type) -> _Class | None:
+    return _CLASSES.get(f"{kind.__module__.partition('.')[0]}.{kind.__name__}")
 
 
 def replacement(module: nn.Module) -> nn.Module | str | None:
     """The module that decodes in PyTorch, or why there is none; None for a plain weight."""
-    weight = getattr(module, "weight", None)
+    weight: Any = getattr(module, "weight", None)
     if not isinstance(module, nn.Linear) or not hasattr(weight, "__tensor_flatten__"):
         return None
-    own = type(weight)
-    if own.__module__.startswith("torch."):
+    if type(weight).__module__.startswith("torch."):
         return None  # a DTensor, say
-    read = _CLASSES.get(f"{own.__module__.partition('.')[0]}.{own.__name__}")
-    if read is None:
-        return f"a weight that is a {own.__module__}.{own.__name__} is not read"
-    return read(module, weight)
+    made = read(type(weight), weight, module.bias)
+    return f"{made}; {INSTEAD}" if isinstance(made, str) else made

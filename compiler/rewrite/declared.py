@@ -13,7 +13,7 @@ import fnmatch
 import inspect
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from tilewright.compiler._compat import trials
 from tilewright.compiler._compat.autocast import autocast_at_devices
 from tilewright.compiler.dataflow.access import access_of, call_key, given
 from tilewright.compiler.dataflow.spelling import name_of, shape_of
-from tilewright.compiler.quantised.operators import OPERATORS
+from tilewright.compiler.quantised.operators import OPERATORS, UnfitError
 from tilewright.compiler.rewrite.spelled import SpelledOut, stand_in
 from tilewright.compiler.rewrite.strides import is_dense, packed_as, same_steps
 from tilewright.compiler.rewrite.writer import Writer
@@ -37,6 +37,8 @@ Meaning = Callable[..., Any]
 _DECLARED: dict[str, Meaning] = {}
 # The hub calls the operators of a kernel's build `_<kernel>_<hash>::name`, some with the backend.
 _BUILD = r"_{}(_cuda|_rocm|_xpu)?_[0-9a-z]{{6,}}(_dirty)?"
+# What makes a tensor that holds nothing yet.
+_ROOMS = frozenset({torch.empty, torch.empty_strided, torch.empty_like})
 # ATen's operators, and ours, are known.
 _KNOWN = ("aten", "prim", "prims", "tilewright")
 
@@ -145,25 +147,23 @@ def _among(declared: Mapping[str, Meaning], namespace: str, names: Sequence[str]
 # --- calls ----------------------------------------------------------------------------------------
 
 
-class _UnfitError(Exception):
-    """A call of which a declared meaning cannot stand in the place; says why."""
-
-
 @dataclass(frozen=True)
-class _Trace:
+class Trace:
     """What a meaning computes, traced. inputs: the placeholders, one for each input of the call's
-    node. outputs: what it returns, one after the other."""
+    node. outputs: what it returns, one after the other. copies: the calls that overwrite an input
+    as a whole, which nothing else reads or writes, by the input."""
 
     graph: fx.Graph
     inputs: tuple[fx.Node, ...]
     outputs: tuple[Any, ...]
+    copies: Mapping[fx.Node, fx.Node]
 
 
 class DeclaredCalls:
     """The calls of declared operators in one graph; calls of one layout share a trace."""
 
     def __init__(self) -> None:
-        self._traces: dict[Any, _Trace | _UnfitError] = {}
+        self._traces: dict[Any, Trace | UnfitError] = {}
 
     def takes(self, target: Any) -> bool:
         overload = _overload(target)
@@ -177,39 +177,43 @@ class DeclaredCalls:
         _require_plain(call)
         trace = self._trace_of(call)
         held = call.meta.get("example_value")
-        _compare(trace, list(held) if isinstance(held, (tuple, list)) else [held])
-        known = _copy(call, trace, [trace.outputs[at] for at, _ in results], write)
-        _require_same_writes(call, write.added)
+        require_same_layout(trace, list(held) if isinstance(held, (tuple, list)) else [held])
+        made = [(trace.outputs[at], result) for at, result in results]
+        rooms = _rooms(call, trace)
+        made += [(trace.copies[taken].args[1], room) for taken, room in rooms.items()]
+        known = copied(call.all_input_nodes, trace, [end for end, _ in made], rooms, write)
+        _require_same_writes(call, write.added, rooms.values())
+        inputs = [node for node in call.all_input_nodes if node not in rooms.values()]
         ends: list[fx.Node] = []
-        for at, result in results:
-            ends.append(_end(known[trace.outputs[at]], result, call, ends, write))
-        return stand_in(write, [result for _, result in results], ends) if write.added else None
+        for end, result in made:
+            ends.append(end_of(known[end], result, [*inputs, *ends], write))
+        return stand_in(write, [result for _, result in made], ends) if write.added else None
 
     def refused(self, call: fx.Node, error: Exception) -> Miss:
-        why = str(error) if isinstance(error, _UnfitError) else _raised(error)
+        unfit = unfit_of(error)
         meaning = _described(_meaning_of(_overload(call.target)))
-        message = f"{name_of(call)} is declared as {meaning}, {why}"
-        return Miss("declare", "DECLARED_FORM", Stage.ANCHORED, message, (call,))
+        message = f"{name_of(call)} is declared as {meaning}, {unfit}"
+        return Miss("declare", "DECLARED_FORM", Stage.ANCHORED, message, (call,), unfit.hint)
 
-    def _trace_of(self, call: fx.Node) -> _Trace:
+    def _trace_of(self, call: fx.Node) -> Trace:
         key = call_key(call)
         if key not in self._traces:
             try:
-                self._traces[key] = _traced(call)
+                self._traces[key] = _meaning_traced(call)
             except _compat.DynamoError:
                 raise
             except Exception as error:
-                unfit = error if isinstance(error, _UnfitError) else _UnfitError(_raised(error))
-                self._traces[key] = unfit
+                self._traces[key] = unfit_of(error)
         found = self._traces[key]
-        if isinstance(found, _UnfitError):
-            raise _UnfitError(*found.args)
+        if isinstance(found, UnfitError):
+            raise UnfitError(str(found), found.hint)
         return found
 
 
-def _raised(error: Exception) -> str:
+def unfit_of(error: Exception) -> UnfitError:
     what = next(iter(str(error).strip().splitlines()), "")
-    return f"which raises {type(error).__name__}: {what}"
+    said = f"which raises {type(error).__name__}: {what}"
+    return error if isinstance(error, UnfitError) else UnfitError(said)
 
 
 def _overload(target: Any) -> Any:
@@ -225,32 +229,32 @@ def _results(call: fx.Node) -> list[tuple[int, fx.Node]]:
     if isinstance(held, torch.Tensor):
         return [(0, call)] if call.users else []
     if held is not None and not isinstance(held, (tuple, list)):
-        raise _UnfitError("and returns something else than tensors")
+        raise UnfitError("and returns something else than tensors")
     parts = [user for user in call.users if user.target is operator.getitem]
     if len(parts) != len(call.users) or not all(isinstance(p.args[1], int) for p in parts):
-        raise _UnfitError("and its results are used as a whole")
+        raise UnfitError("and its results are used as a whole")
     return [(p.args[1], p) for p in parts if p.users]  # type: ignore[misc]
 
 
 def _require_plain(call: fx.Node) -> None:
-    """Raises _UnfitError where a call is not of plain tensors, computed as they are."""
+    """Raises UnfitError where a call is not of plain tensors, computed as they are."""
     tensors = _compat.tensors_of(call, *call.all_input_nodes)
     if not given(call):
-        raise _UnfitError("and is given no tensor")
+        raise UnfitError("and is given no tensor")
     for tensor in tensors:
         if _compat.is_subclass(tensor) or _compat.is_functorch_wrapper(tensor):
-            raise _UnfitError(f"for plain tensors; it is called with a {type(tensor).__name__}")
+            raise UnfitError(f"for plain tensors; it is called with a {type(tensor).__name__}")
         if not _compat.storage_keys(tensor):
-            raise _UnfitError("for dense tensors; it is called with another layout")
+            raise UnfitError("for dense tensors; it is called with another layout")
     if autocast_at_devices(call, {tensor.device.type for tensor in tensors}):
-        raise _UnfitError("and called under autocast, which computes its meaning in other dtypes")
+        raise UnfitError("and called under autocast, which computes its meaning in other dtypes")
 
 
-def _traced(call: fx.Node) -> _Trace:
+def _meaning_traced(call: fx.Node) -> Trace:
     overload = _overload(call.target)
     meaning: Any = _meaning_of(overload)
     if fault := _fault_of_names(meaning, overload):
-        raise _UnfitError(f"and takes other arguments. {fault}")
+        raise UnfitError(f"and takes other arguments. {fault}")
     sources = call.all_input_nodes
     arguments: dict[str, Any] = {}
     for at, spec in enumerate(overload._schema.arguments):
@@ -262,13 +266,46 @@ def _traced(call: fx.Node) -> _Trace:
         known = dict(zip(sources, values, strict=True))
         return meaning(**{name: fx.node.map_arg(a, known.get) for name, a in arguments.items()})
 
+    return traced(compute, held)
+
+
+def traced(compute: Callable[..., Any], held: Sequence[Any]) -> Trace:
+    """The ATen calls that `compute(*held)` makes; raises UnfitError where they cannot be a part of
+    the graph."""
     graph = _compat.aten_graph(compute, held, pre_dispatch=True)
+    _restore_literals(graph)
     for node in graph.nodes:
         if why := _obstacle(node):
-            raise _UnfitError(why)
+            raise UnfitError(why)
     (returned,) = graph.output_node().args
     outputs = tuple(returned) if isinstance(returned, (tuple, list)) else (returned,)
-    return _Trace(graph, tuple(graph.find_nodes(op="placeholder")), outputs)
+    return Trace(graph, tuple(graph.find_nodes(op="placeholder")), outputs, _copies(graph))
+
+
+def _copies(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    found = {}
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+        room, source = node.args[:2]
+        tensors = [one.meta["val"] for one in (room, source)]
+        alike = tensors[0].dtype == tensors[1].dtype and tensors[0].shape == tensors[1].shape
+        if room.op == "placeholder" and [*room.users] == [node] and not node.users and alike:
+            found[room] = node
+    return found
+
+
+def _restore_literals(graph: fx.Graph) -> None:
+    """Makes calls of `torch.tensor` of numbers what they were: the trace holds their results."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.lift_fresh_copy.default):
+        held: Any = node.args[0]
+        if held.op != "get_attr":
+            continue
+        numbers = getattr(graph.owning_module, held.target)
+        node.target, node.args = torch.tensor, (numbers.tolist(),)
+        node.kwargs = {"dtype": numbers.dtype, "device": numbers.device}
+        for user in [u for u in node.users if u.target is torch.ops.aten.detach_.default]:
+            user.replace_all_uses_with(node)
+            graph.erase_node(user)
+        graph.erase_node(held)
 
 
 def _obstacle(node: fx.Node) -> str:
@@ -287,13 +324,13 @@ def _obstacle(node: fx.Node) -> str:
     return ""
 
 
-def _compare(trace: _Trace, expected: Sequence[Any]) -> None:
-    """Raises _UnfitError where a meaning returns other tensors than the operator."""
+def require_same_layout(trace: Trace, expected: Sequence[Any]) -> None:
+    """Raises UnfitError where a meaning returns other tensors than the operator."""
     made = [out.meta["val"] if isinstance(out, fx.Node) else out for out in trace.outputs]
     of_both = [[*map(_laid_out, results)] for results in (made, expected)]
     if of_both[0] != of_both[1]:
         got, wanted = (", ".join(map(str, texts)) for texts in of_both)
-        raise _UnfitError(f"which returns {got}; the operator returns {wanted}")
+        raise UnfitError(f"which returns {got}; the operator returns {wanted}")
 
 
 def _laid_out(held: Any) -> str:
@@ -303,28 +340,59 @@ def _laid_out(held: Any) -> str:
     return f"{dtype}{[*shape_of(held)]} on {held.device}"
 
 
-def _copy(
-    call: fx.Node, trace: _Trace, used: Sequence[fx.Node], write: Writer
+def _rooms(call: fx.Node, trace: Trace) -> dict[fx.Node, fx.Node]:
+    """Tensors that the graph makes for the call alone to write as a whole, by the input of the
+    trace: what comes behind may as well read a new one."""
+    given = dict(zip(trace.inputs, call.all_input_nodes, strict=True))
+    return {taken: given[taken] for taken in trace.copies if _is_room(given[taken], call)}
+
+
+def _is_room(node: fx.Node, call: fx.Node) -> bool:
+    if node.op != "call_function" or node.target not in _ROOMS:
+        return False
+    return all(user is call or call < user for user in node.users)
+
+
+def copied(
+    sources: Sequence[fx.Node],
+    trace: Trace,
+    used: Sequence[fx.Node],
+    rooms: Collection[fx.Node],
+    write: Writer,
 ) -> dict[fx.Node, Any]:
-    """Adds the nodes of a trace that the used outputs, and what it writes, are made of."""
-    known: dict[fx.Node, Any] = dict(zip(trace.inputs, call.all_input_nodes, strict=True))
-    needed = set(used)
-    for node in reversed(trace.graph.nodes):
-        if node in needed or _writes(node):
-            needed |= {node, *node.all_input_nodes}
+    """Adds the nodes of a trace that the used outputs, and what it writes, are made of.
+
+    sources: what stands for the inputs of the trace. rooms: inputs whose copies are left out.
+    """
+    known: dict[fx.Node, Any] = dict(zip(trace.inputs, sources, strict=True))
+    needed = needed_for(trace.graph, used, {trace.copies[room] for room in rooms})
     for node in trace.graph.nodes:
         if node in needed and node not in known:
             known[node] = write.again(node, known)
     return known
 
 
+def needed_for(
+    graph: fx.Graph, used: Sequence[fx.Node], left_out: Collection[fx.Node] = ()
+) -> set[fx.Node]:
+    """The nodes of a trace that some of its nodes, and what it writes, are made of."""
+    needed = set(used)
+    for node in reversed(graph.nodes):
+        if node not in left_out and (node in needed or _writes(node)):
+            needed |= {node, *node.all_input_nodes}
+    return needed
+
+
 def _writes(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and trials.writes(node.target)
 
 
-def _require_same_writes(call: fx.Node, added: Sequence[fx.Node]) -> None:
-    """Raises _UnfitError where a meaning writes other arguments than the operator's schema says."""
+def _require_same_writes(
+    call: fx.Node, added: Sequence[fx.Node], rooms: Collection[fx.Node]
+) -> None:
+    """Raises UnfitError where a meaning writes other arguments than the operator's schema says."""
     own = {key for tensor in given(call) for key in _compat.storage_keys(tensor)}
+    own -= set(_compat.storages_of(*rooms))
     says, does = (
         own & {k for n in nodes for t in access_of(n).written for k in _compat.storage_keys(t)}
         for nodes in ([call], added)
@@ -335,26 +403,25 @@ def _require_same_writes(call: fx.Node, added: Sequence[fx.Node]) -> None:
             for keys in (does, says)
         ]
         wrote, expected = (text or "nothing" for text in names)
-        raise _UnfitError(f"which writes {wrote}; the operator's schema says {expected}")
+        raise UnfitError(f"which writes {wrote}; the operator's schema says {expected}")
 
 
 # --- results --------------------------------------------------------------------------------------
 
 
-def _end(
-    made: fx.Node, result: fx.Node, call: fx.Node, others: Sequence[fx.Node], write: Writer
-) -> fx.Node:
-    """The node that stands for a result: it has its strides, and shares memory as that does."""
+def end_of(made: fx.Node, result: fx.Node, others: Sequence[fx.Node], write: Writer) -> fx.Node:
+    """The node that stands for a result: it has its strides, and shares memory with the call's
+    inputs and the other results as that does."""
     held, wanted = made.meta["example_value"], result.meta["example_value"]
-    taken = {key for n in (*call.all_input_nodes, *others) for key in _compat.storages_of(n)}
+    taken = set(_compat.storages_of(*others))
     if not taken.isdisjoint(_compat.storage_keys(wanted)):
         if not _compat.holds_in_place(held, wanted):
-            raise _UnfitError("which returns new memory where the operator returns an argument's")
+            raise UnfitError("which returns new memory where the operator returns an argument's")
         return write.call(torch.ops.aten.alias.default, made)
     if not taken.isdisjoint(_compat.storage_keys(held)):
         made = write.call(torch.ops.aten.clone.default, made)
     if same_steps(made.meta["example_value"], wanted):
         return made
     if not is_dense(wanted):
-        raise _UnfitError(f"and returns strides {wanted.stride()}, which are not dense")
+        raise UnfitError(f"and returns strides {wanted.stride()}, which are not dense")
     return packed_as(wanted, made, write.call)

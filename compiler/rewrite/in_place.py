@@ -148,7 +148,8 @@ def _assigned(node: fx.Node) -> _Call | None:
     """The new tensor of `x[:] = y`, of `x[mask] = number` and of `x[rows] = y`."""
     base, index, value = node.args
     items = index if isinstance(index, tuple) else (index,)
-    if all(item is ... or (isinstance(item, slice) and item == slice(None)) for item in items):
+    sizes = base.meta["example_value"].shape  # type: ignore[union-attr]
+    if _is_whole(items, sizes):
         return _copied(value)
     if not is_tensor_node(index):
         return None
@@ -156,6 +157,21 @@ def _assigned(node: fx.Node) -> _Call | None:
     if at.dtype == torch.bool and tuple(at.shape) == tuple(held.shape):
         return _Call(torch.masked_fill, (base, index, value)) if _holds(held, value) else None
     return _put(base, (index,), value)
+
+
+def _is_whole(items: tuple[Any, ...], sizes: Any) -> bool:
+    """Whether indices take all of a tensor, in its order: `...`, `:`, and `:n` of n."""
+    at = next((number for number, item in enumerate(items) if item is ...), len(items))
+    front, back = items[:at], items[at + 1 :]
+    pairs = [*zip(front, sizes, strict=False), *zip(back[::-1], sizes[::-1], strict=False)]
+    return all(isinstance(item, slice) and _takes_all(item, size) for item, size in pairs)
+
+
+def _takes_all(part: slice, size: Any) -> bool:
+    if part == slice(None):
+        return True
+    ends = [end for end in (part.start, part.stop, part.step, size) if end is not None]
+    return all(isinstance(end, int) for end in ends) and range(size)[part] == range(size)
 
 
 def _put(base: Any, indices: Any, value: Any) -> _Call | None:

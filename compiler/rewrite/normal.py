@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from tilewright.compiler.rewrite.bodies import inline_bodies
+from tilewright.compiler.rewrite.coded_weights import CodedWeights
 from tilewright.compiler.rewrite.declared import DeclaredCalls
 from tilewright.compiler.rewrite.dropouts import remove_idle_dropouts
 from tilewright.compiler.rewrite.dtensors import make_dtensors_plain
@@ -39,4 +40,4 @@ def normalise(graph: fx.Graph, kept: Collection[str]) -> tuple[list[SpelledOut],
     inline_bodies(graph, modes_of(graph, torch.is_grad_enabled()))
     for make in _PASSES:
         make(graph)
-    return spell_out(graph, (FlexAttention(), DeclaredCalls()), kept)
+    return spell_out(graph, (FlexAttention(), DeclaredCalls(), CodedWeights()), kept)

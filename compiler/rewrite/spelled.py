@@ -32,8 +32,9 @@ from tilewright.patterns.language import Miss, Stage
 class SpelledOut:
     """A call and what stands for it meanwhile.
 
-    results: the nodes that held what the call gives, those that are used. added: the nodes that
-    this took, in order. ends: those of them that stand for the results, in the same order.
+    results: the nodes that held what the call gives, those that are used; a tensor that was made
+    for the call to write is one. added: the nodes that this took, in order. ends: those of them
+    that stand for the results, in the same order.
     """
 
     call: fx.Node
@@ -102,7 +103,7 @@ def stand_in(write: Writer, results: Sequence[fx.Node], ends: Sequence[fx.Node])
     """Gives the users of a call's results the ends, which were added for them."""
     for result, end in zip(results, ends, strict=True):
         end.meta.setdefault(LIES_WITH, []).append(result.meta["example_value"])
-        result.replace_all_uses_with(end)
+        result.replace_all_uses_with(end, lambda user: user is not write.before)
     for node in {write.before, *results}:
         node.meta[PASSED_OVER] = True
     return SpelledOut(write.before, tuple(results), tuple(write.added), tuple(ends))
@@ -117,7 +118,8 @@ def drop_taken(graph: fx.Graph, flow: Dataflow, spelled: Sequence[SpelledOut]) -
 
 def _drop(graph: fx.Graph, flow: Dataflow, site: SpelledOut) -> None:
     unused = [*site.call.all_input_nodes, *site.added]
-    for node in (*site.results, site.call):
+    given = [node for node in site.results if node in unused]
+    for node in (*(n for n in site.results if n not in given), site.call, *given):
         if not node._erased:
             graph.erase_node(node)
     erase_unused(graph, flow, [node for node in unused if not node._erased])
@@ -155,6 +157,8 @@ def put_back(
         if not site.call._erased:
             if not _put_back(graph, site):
                 kept[site.call.name] = None
+        elif all(node._erased for node in site.added):
+            continue  # no one reads it: another call computes the same
         elif matched.isdisjoint(site.added):
             kept[site.call.name] = None
         elif any(not node._erased and is_weighty(node) for node in site.added):

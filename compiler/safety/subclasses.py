@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from tilewright.compiler.quantised import tensor_subclasses
+
 
 @dataclass(frozen=True)
 class _Kind:
@@ -15,10 +17,14 @@ class _Kind:
     hint: str
 
 
+# Of a weight that holds codes: where `prepare` reads it, and where it does not.
 _CODES = (
-    "call `tilewright.compiler.prepare(model)` when the model is loaded: its linears then decode "
-    "the codes in the graph, which is fused, or it says why one stays; that one's weight may be "
-    "replaced by what it stands for (`module.weight = nn.Parameter(module.weight.dequantize())`)"
+    "call `tilewright.compiler.prepare(model)` when the model is loaded: it puts linears that "
+    "decode the codes in PyTorch in the place of those with such a weight"
+)
+_UNREAD = (
+    "quantise the weights alone, by a class that `tilewright.compiler.prepare(model)` reads; or "
+    f"{tensor_subclasses.INSTEAD}"
 )
 _KINDS = (
     _Kind(
@@ -40,7 +46,11 @@ def described(tensor: Any) -> tuple[str, str]:
     """(what a subclass is, what to do about it), by the library that its class is from."""
     classes = [cls.__module__ for cls in type(tensor).__mro__]
     kind = next((k for k in _KINDS if any(_is_of(name, k.package) for name in classes)), _ANY)
-    return f"a {type(tensor).__name__}, {kind.what}", kind.hint
+    what = f"a {type(tensor).__name__}, {kind.what}"
+    if kind.hint is not _CODES:
+        return what, kind.hint
+    why, is_read = tensor_subclasses.obstacle(tensor)
+    return f"{what} ({why})" if why else what, _CODES if is_read else _UNREAD
 
 
 def _is_of(module: str, package: str) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from tilewright.compiler import _compat
 from tilewright.compiler._compat import tensors_in
 from tilewright.compiler.options import Options
 from tilewright.compiler.report import GraphReport
@@ -71,7 +72,7 @@ def _compare(
     """(the differences, where the original's outputs are NaN) of a run on two copies of inputs."""
     fused, plain = tensors_in(report.after(*ours)), tensors_in(report.before(*theirs))
     found = _differences("output", fused, plain)
-    found += _differences("input", tensors_in(ours), tensors_in(theirs), tensors_in(inputs))
+    found += _differences("input", *map(_plain, (ours, theirs, inputs)))
     return found, [_nan(tensor) for tensor in plain]
 
 
@@ -150,6 +151,11 @@ def verified(
     return run
 
 
+def _plain(inputs: Sequence[Any]) -> list[torch.Tensor]:
+    """The tensors among inputs; of a subclass those inside of it."""
+    return [part for tensor in tensors_in(inputs) for part in _compat.parts_of(tensor)]
+
+
 def clone_inputs(
     inputs: Sequence[Any],
     convert: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
@@ -158,22 +164,26 @@ def clone_inputs(
     """Copies of the inputs that share storage as the inputs do: each storage is cloned once.
 
     convert: changes the dtype of a storage's elements. shared: says which tensors are not copied.
+    Of a subclass the tensors inside of it are copied, and not converted.
     """
-    storages: dict[int, torch.Tensor] = {}
-    copies: list[Any] = []
-    for item in inputs:
-        if not isinstance(item, torch.Tensor) or shared(item):
-            copies.append(item)
-            continue
-        key = item.untyped_storage().data_ptr()
+    storages: dict[tuple[int, bool], torch.Tensor] = {}
+
+    def copied(item: torch.Tensor, into: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        if _compat.is_subclass(item):
+            return _compat.with_parts(item, lambda part: copied(part, lambda tensor: tensor))
+        key = item.untyped_storage().data_ptr(), into is convert
         if key not in storages:
             whole = torch.empty(0, dtype=item.dtype, device=item.device)
             whole.set_(item.untyped_storage())
-            storages[key] = convert(whole.clone())
-        held, dtype = storages[key], convert(torch.empty(0, dtype=item.dtype)).dtype
+            storages[key] = into(whole.clone())
+        held, dtype = storages[key], into(torch.empty(0, dtype=item.dtype)).dtype
         held = held if held.dtype == dtype else held.view(dtype)
-        copies.append(held.as_strided(item.size(), item.stride(), item.storage_offset()))
-    return copies
+        return held.as_strided(item.size(), item.stride(), item.storage_offset())
+
+    return [
+        item if not isinstance(item, torch.Tensor) or shared(item) else copied(item, convert)
+        for item in inputs
+    ]
 
 
 def _differences(

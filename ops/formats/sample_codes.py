@@ -74,6 +74,8 @@ def sample_codes(
         zeros = pack_nibbles(zeros, torch.int32, 0, case.nibble_order)
     elif case.zeros == "float":
         zeros = zeros.to(scale_dtype)
+    if form.added_zeros:
+        zeros = sampler.normal(*grid, dtype=scale_dtype, scale=columns**-0.5)
     return stored, scales, zeros
 
 

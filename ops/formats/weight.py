@@ -104,19 +104,20 @@ class Weight(StoredWeight):
       "dense"   numbers.
       "int8" (int8 or uint8), "fp8" (float8_e4m3fn)   codes, any strides.
       "int4_k"  nibbles packed along K: [.., K / 2] uint8 or [.., K / 8] int32, any strides.
+      "int4_k_offset"   the same; the zero is float, and added behind the scale.
       "nvfp4", "mxfp4"   E2M1 floats of 4 bits, [.., K / 2] uint8, the even one in the low nibble.
       "nf4", "fp4"   nibbles that stand for the 16 numbers of a table
                 (`codegen.formats.TABLES`), [.., K / 2] uint8.
       "int4_n"  nibbles packed along the rows of a head: [.., D / 2, K] uint8 or [.., D / 8, K]
                 int32, any strides.
 
-    A code means (code - zero) * scale. scale: float, for nvfp4 also float8_e4m3fn, for mxfp4 e8m0
-    as uint8; [ceil(N / bn), ceil(K / bk)] with scale_block = [bn, bk]; a block as large as the
-    weight is one scale per tensor. For codes of 4 bits, bk divides K. The zero is zero_point, plus
-    `zero` where given, of the shape of the scales, or int32 words of eight rows
-    [N / (8 bn), K / bk]. nibble_order: where each code of a word lies, as in
-    `ops.formats.quantized_weight`; empty: counting up. bias: [N] or [..., D]. factor: float32, one
-    number of any shape, by which all of the weight is multiplied besides; None: 1.
+    A code means (code - zero) * scale, of int4_k_offset (code - zero_point) * scale + zero. scale:
+    float, for nvfp4 also float8_e4m3fn, for mxfp4 e8m0 as uint8; [ceil(N / bn), ceil(K / bk)] with
+    scale_block = [bn, bk]; a block as large as the weight is one scale per tensor. For codes of 4
+    bits, bk divides K. The zero is zero_point, plus `zero` where given, of the shape of the scales,
+    or int32 words of eight rows [N / (8 bn), K / bk]. nibble_order: where each code of a word lies,
+    as in `ops.formats.quantized_weight`; empty: counting up. bias: [N] or [..., D]. factor:
+    float32, one number of any shape, by which all of the weight is multiplied besides; None: 1.
     """
 
     zero: torch.Tensor | None = None
@@ -146,13 +147,18 @@ class Weight(StoredWeight):
         codes = code_numbers(self.data, self.format, compute, self.nibble_order)
         rows = codes.flatten(0, -2)
         values = rows - self.zero_point
-        if self.zero is not None:
+        scale = expand_blocks(scale_numbers(self.scale, compute), rows.shape, self.scale_block)
+        if self.zero is not None and self.format.added_zeros:
+            added = expand_blocks(self.zero.to(compute), rows.shape, self.scale_block)
+            values = values * scale + added
+        elif self.zero is not None:
             zero = self.zero
             if zeros_are_packed(zero, rows.shape[0], self.scale_block):
                 zero = unpack_nibbles(zero, 0, self.nibble_order)
-            values = values - expand_blocks(zero.to(compute), rows.shape, self.scale_block)
-        scale = scale_numbers(self.scale, compute)
-        values = values * expand_blocks(scale, rows.shape, self.scale_block)
+            zeros = expand_blocks(zero.to(compute), rows.shape, self.scale_block)
+            values = (values - zeros) * scale
+        else:
+            values = values * scale
         if self.factor is not None:
             values = values * self.factor.to(compute).reshape(())
         return values.view(codes.shape)
@@ -241,12 +247,13 @@ class Weight(StoredWeight):
         if not self.format.zeros:
             raise ArgumentError(op, name, f"None for {self.weight_format} weights", "a tensor")
         words = self.format.packed_axis is not None and zero.dim() == 2
+        dtypes = FLOAT_DTYPES if self.format.added_zeros else _ZERO_DTYPES
         if words and zeros_are_packed(zero, self.rows, self.scale_block):
             if len(self.nibble_order) not in (0, 8):
                 expected = "an order of 8 nibbles, as the zeros are packed in words of 8"
                 raise ArgumentError(op, "nibble_order", expected, list(self.nibble_order))
             letters, grid = f"[N / {8 * bn}, K / {bk}] words", (zero.shape[0], grid[1])
-        check_operand(op, name, zero, letters, grid, _ZERO_DTYPES, device)
+        check_operand(op, name, zero, letters, grid, dtypes, device)
 
 
 def code_numbers(

@@ -44,6 +44,8 @@ _TABLE: dict[str, Any] = {
     "scale_block": (1, 64),
     "scale_dtype": torch.float32,
 }
+_OFFSET: dict[str, Any] = {"weight_format": "int4_k_offset", "words": torch.uint8,
+                           "zeros": "float", "zero_point": 8}  # fmt: skip
 _AWQ: dict[str, Any] = {"weight_format": "int4_n", "zeros": "packed", "nibble_order": AWQ_ORDER}
 # As checkpoints have them, and each way that a kernel has of its own.
 CODED: dict[str, dict[str, Any]] = {
@@ -75,6 +77,8 @@ CODED: dict[str, dict[str, Any]] = {
     "nf4_n_major": {**_TABLE, "weight_format": "nf4", "layout": "n_major", **_HALF},
     "fp4": {**_TABLE, "weight_format": "fp4", "n": 80, "k": 320},
     "mxfp4_half": {**_MXFP4, "nibble_order": (1, 0), **_HALF},
+    "int4_offset": {**_OFFSET, "scale_block": (1, 64), "k": 192, "factor": True},
+    "int4_offset_rows": {**_OFFSET, "scale_block": (1, 128), "k": 128, "zero_point": 17, **_HALF},
 }  # fmt: skip
 
 

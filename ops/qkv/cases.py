@@ -116,6 +116,8 @@ CODE_CASES = (
     AttentionCase("int4_k_bytes", weight_format="int4_k", words=torch.uint8, nibble_order=(1, 0),
                   scale_block=(1, 32), zero_point=8, projection="packed", rope_style="half",
                   rotary_dim=32),
+    AttentionCase("int4_offset", weight_format="int4_k_offset", words=torch.uint8, zeros="float",
+                  scale_block=(1, 32), zero_point=8, transposed=True, factor=True),
     AttentionCase("gptq", weight_format="int4_k", transposed=True, scale_block=(1, 16),
                   zeros="packed", zero_point=1, projection="packed", dtype=torch.float16),
     AttentionCase("awq", weight_format="int4_n", transposed=True, nibble_order=AWQ_ORDER,

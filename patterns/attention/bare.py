@@ -11,6 +11,7 @@ from tilewright.patterns import effects
 from tilewright.patterns.arithmetic.casts import before_widening, is_float_cast
 from tilewright.patterns.arithmetic.constants import one_number
 from tilewright.patterns.arithmetic.steps import constant_factor
+from tilewright.patterns.attention.decoded import decoded_pair
 from tilewright.patterns.dataflow import Dataflow, Value, View
 from tilewright.patterns.recognise.attention import Attention, refuse
 
@@ -27,13 +28,13 @@ def bare(view: View, *, scaled: bool = True) -> tuple[View, float]:
 
 
 def of_bare_operands(found: Attention, flow: Dataflow) -> Attention:
-    """The same attention of bare queries, keys and values, where these have one type; a result that
-    is wider, as the type to which the graph rounds it."""
+    """The same attention of bare queries, keys and values, where these have one type, or keys and
+    values are decoded; a result that is wider, as the type to which the graph rounds it."""
     if len(found.terms) != 1:
         return found
     ((q, k),) = found.terms
     (q, of_q), (k, of_k), (v, _) = bare(q), bare(k), bare(found.v, scaled=False)
-    dtypes = {view.value.dtype for view in (q, k, v)}
+    dtypes = {view.value.dtype for view in ((q,) if decoded_pair(k, v) else (q, k, v))}
     if len(dtypes) != 1:
         return found
     ended = with_end_in(found, dtypes.pop(), flow)

@@ -20,6 +20,13 @@ import torch
 
 from tilewright.patterns import effects
 from tilewright.patterns.attention.bare import bare, by_token, check_dense, of_bare_operands
+from tilewright.patterns.attention.decoded import (
+    Decoded,
+    as_dtype,
+    bytes_of,
+    decoded,
+    decoded_pair,
+)
 from tilewright.patterns.attention.flex import refuse_unread, unread_calls
 from tilewright.patterns.attention.from_cache import reads_a_cache
 from tilewright.patterns.attention.pages import pages_of, same_pages
@@ -92,6 +99,8 @@ class CacheAttention:
 def gains(sketch: Sketch) -> bool:
     """Whether the op has less to read than the graph's own attention."""
     k, _ = bare(sketch.k)
+    if decoded(k) is not None:
+        return True
     if heads_repeat(k) or k.shape[2] != sketch.q.shape[2] or sketch.masked:
         return True
     if pages_of(k) is not None:
@@ -103,12 +112,13 @@ def _arguments(attention: Attention, flow: Dataflow) -> dict[str, Any]:
     if len(attention.terms) != 1:
         refuse("its logits are a sum of products", attention.end)
     ((q, k),), v = attention.terms, attention.v
-    dtypes = {view.value.dtype for view in (q, k, v)} | {attention.end.dtype}
+    codes = decoded_pair(k, v)
+    read = (q, k, v) if codes is None else (q,)
+    dtypes = {view.value.dtype for view in read} | {attention.end.dtype}
     check_dtypes(
         dtypes, "queries, keys, values and result", attention.end, (*FLOATS, torch.float64)
     )
-    group = group_of(k, v)
-    keys = _keys(once(k, group), once(v, group))
+    keys = _keys(k, v) if codes is None else _codes(*codes)
     for view, who in ((keys["k"], "key"), (keys["v"], "value")):
         if heads_repeat(view):
             refuse(
@@ -118,6 +128,8 @@ def _arguments(attention: Attention, flow: Dataflow) -> dict[str, Any]:
                 "enable_gqa",
             )
         check_dense(view, who, attention, flow)
+    if codes is not None:
+        keys |= {name: as_dtype(keys[name], codes[0].dtype) for name in ("k", "v")}
     return {
         "q": _queries(q, flow),
         **keys,
@@ -130,6 +142,18 @@ def _arguments(attention: Attention, flow: Dataflow) -> dict[str, Any]:
 
 
 def _keys(k: View, v: View) -> dict[str, Any]:
+    """k and v [B, K, Hq, D] as arguments, each head once."""
+    group = group_of(k, v)
+    return _places(once(k, group), once(v, group))
+
+
+def _codes(k: Decoded, v: Decoded) -> dict[str, Any]:
+    """What k and v are decoded from as arguments, with the scales."""
+    scales = {"k_scale": k.scale_argument(), "v_scale": v.scale_argument()}
+    return _places(k.codes, v.codes) | {name: s for name, s in scales.items() if s is not None}
+
+
+def _places(k: View, v: View) -> dict[str, Any]:
     """k and v [B, K, Hkv, D] as arguments: where they lie in pages, those with their table."""
     paged = same_pages(k, v)
     if paged is None:
@@ -146,13 +170,15 @@ def _queries(q: View, flow: Dataflow) -> View | Computed:
 
 def _facts(attention: Attention, arguments: dict[str, Any]) -> dict[str, Any]:
     _, queries, heads = attention.queries
-    k, v = arguments["k"], arguments["v"]
+    k, v = (bytes_of(arguments[name]) for name in ("k", "v"))
+    codes = decoded_pair(attention.keys[0], attention.v)
     widths = str(k.shape[3]) if k.shape[3] == v.shape[3] else f"({k.shape[3]}/{v.shape[3]})"
     return {
         "heads": f"{heads}/{k.shape[2]}x{widths}",
         "queries": effects.size_fact(queries),
         "keys": effects.size_fact(attention.keys[0].shape[1]),
         **({"page": effects.size_fact(k.shape[1])} if "block_table" in arguments else {}),
+        **({"cache": dtype_name(codes[0].dtype)} if codes else {}),
         "mask": mask_fact(arguments),
         **({"softcap": attention.softcap} if attention.softcap else {}),
         **({"sinks": "yes"} if attention.sinks is not None else {}),

@@ -4,6 +4,7 @@ are new: where the op does not take the first, a cache is read whole that it wou
 from __future__ import annotations
 
 from tilewright.patterns.attention.bare import bare
+from tilewright.patterns.attention.decoded import decoded
 from tilewright.patterns.attention.pages import pages_of
 from tilewright.patterns.attention.shared_heads import group_of, once
 from tilewright.patterns.dataflow import Value, View
@@ -16,12 +17,19 @@ def reads_a_cache(value: Value) -> bool:
     sketch = sketch_of(value)
     if sketch is None:
         factors = factors_of(value)
-        return any(_is_outside(bare(view)[0].value) for view in factors)
-    keys, _ = bare(sketch.k)
+        return any(_is_outside(_stored(view).value) for view in factors)
+    keys = _stored(sketch.k)
     pages = pages_of(once(keys, group_of(keys)))
     if pages is not None:
         return pages.pool.value.op == "input" or _is_outside(pages.pool.value)
     return _is_outside(keys.value) or (_is_given(keys) and sketch.q.value.projected)
+
+
+def _stored(view: View) -> View:
+    """Keys as memory holds them: before casts and scales."""
+    keys, _ = bare(view)
+    codes = decoded(keys)
+    return keys if codes is None else codes.codes
 
 
 def _is_outside(value: Value) -> bool:

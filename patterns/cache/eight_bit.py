@@ -23,7 +23,8 @@ from tilewright.patterns.effects import Effect
 from tilewright.patterns.language import Stage, reject
 from tilewright.patterns.recognise.dtypes import dtype_name
 
-_WIDE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+#: What heads are computed in.
+WIDE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def _earlier(written: Written, dtype: torch.dtype) -> Written | None:
         return None
     if value.op == "cast":
         return _before(written, value.args[0]) if _is_rounding(written, dtype) else None
-    if value.dtype not in _WIDE or written.scale is not None:
+    if value.dtype not in WIDE or written.scale is not None:
         return None
     if (bounds := clamp_bounds(value)) is not None:
         held = _holds(bounds, dtype)
@@ -80,10 +81,10 @@ def _is_rounding(written: Written, dtype: torch.dtype) -> bool:
     """Whether the op may leave a cast out: its own rounding, one just before it, or a widening."""
     value = written.view.value
     before = value.args[0].value.dtype
-    if before not in _WIDE:
+    if before not in WIDE:
         return False
-    widens = value.dtype in _WIDE and before.itemsize < value.dtype.itemsize
-    return value.dtype == dtype or widens or (value.dtype in _WIDE and written.scale is None)
+    widens = value.dtype in WIDE and before.itemsize < value.dtype.itemsize
+    return value.dtype == dtype or widens or (value.dtype in WIDE and written.scale is None)
 
 
 def _before(written: Written, operand: View) -> Written | None:
@@ -152,7 +153,7 @@ def _unscaled(written: Written) -> Written | None:
 
 def _is_scale(item: Any) -> bool:
     if isinstance(item, View):
-        return item.value.dtype in _WIDE and not item.value.projected
+        return item.value.dtype in WIDE and not item.value.projected
     return isinstance(item, (int, float)) and not isinstance(item, bool) and can_scale(item)
 
 
@@ -163,24 +164,32 @@ def can_scale(number: float) -> bool:
 
 
 def scale_argument(written: Written, device: torch.device) -> View | Computed | None:
-    """The scale of heads [..., H, D] as the op takes it: fp32, [] or [H].
+    """The scale of a write as the op takes it, or None without one.
 
-    Raises Reject where it varies from token to token or along head_dim.
+    Raises Reject (CAST) where it varies from token to token or along head_dim.
     """
-    scale = written.scale
-    if scale is None:
+    if written.scale is None:
         return None
+    made = scale_of_heads(written.scale, device)
+    if made is None:
+        assert isinstance(written.scale, View)
+        message = "the cache's scale varies from token to token, or along head_dim"
+        hint = "scale the cache as a whole, or by head"
+        reject("CAST", Stage.ANCHORED, message, written.scale, hint=hint)
+    return made
+
+
+def scale_of_heads(scale: View | float, device: torch.device) -> View | Computed | None:
+    """The scale of heads [..., H, D] as ops take it: fp32, [] or [H]; None where it varies from
+    token to token or along head_dim."""
     if not isinstance(scale, View):
         options = (("dtype", torch.float32), ("device", device))
         return Computed("full", ((), float(scale)), options)
     *tokens, heads, elements = scale.effect.dims
     if not all(_repeats(dim) for dim in (*tokens, elements)):
-        message = "the cache's scale varies from token to token, or along head_dim"
-        hint = "scale the cache as a whole, or by head"
-        reject("CAST", Stage.ANCHORED, message, scale, hint=hint)
-    dims = () if _repeats(heads) else (heads,)
-    view = scale.with_dims(*dims)
-    if scale.value.dtype == torch.float32:
+        return None
+    view = scale.with_dims(*(() if _repeats(heads) else (heads,)))
+    if view.value.dtype == torch.float32:
         return view
     return Computed("to", (view,), (("dtype", torch.float32),))
 

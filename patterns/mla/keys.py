@@ -27,7 +27,7 @@ from tilewright.patterns.quantised.scales import weight_arguments
 from tilewright.patterns.quantised.weights import DequantizedWeight
 from tilewright.patterns.recognise.attention import Attention
 from tilewright.patterns.recognise.gemm import Gemm, piece_of
-from tilewright.patterns.recognise.linear import match_columns
+from tilewright.patterns.recognise.linear import Linear, match_columns
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,16 @@ class Assembled:
 class LatentKeys:
     """latents [B, K, L], rope_keys [B, K, R]; weight [H * (N + V), L].
 
-    scales: the op's arguments for latents and weight that are 8-bit codes, where the graph itself
-    multiplies codes; empty where it does not. dtype: of the product. absorbed, scratch: what
-    computes K and V from these.
+    row_scale: [H * (N + V), 1], by which the graph multiplies the sums of the weight's rows, which
+    are codes. scales: the op's arguments for latents and weight that are 8-bit codes, where the
+    graph itself multiplies codes; empty where it does not. dtype: of the product. absorbed,
+    scratch: what computes K and V from these.
     """
 
     latents: View
     rope_keys: View
     weight: View
+    row_scale: View | None
     num_heads: int
     nope: int
     v_dim: int
@@ -94,8 +96,9 @@ def match_latent_keys(attention: Attention, flow: Dataflow) -> LatentKeys:
     projected, shared = found.pieces
     if not shared.is_shared:
         _refuse(f"the second of K's pieces ({widths}) differs from head to head", shared.view)
-    k_gemm, k_rows, latents = _projection(projected.view, "K")
-    v_gemm, v_rows, of_values = _projection(piece_of(attention.v), "V")
+    k, k_rows, latents = _projection(projected.view, "K")
+    v, v_rows, of_values = _projection(piece_of(attention.v), "V")
+    k_gemm, v_gemm = k.gemm, v.gemm
     if not equal_values(latents, of_values):
         reject(
             "LATENT_VALUES",
@@ -107,25 +110,26 @@ def match_latent_keys(attention: Attention, flow: Dataflow) -> LatentKeys:
         if gemm.bias is not None:
             reject("UNSUPPORTED", Stage.GUARDS, "the up-projection has a bias", gemm.value)
     weight = _weight(k_gemm, v_gemm, k_rows, v_rows)
-    products = dict.fromkeys((k_gemm.value, v_gemm.value))
-    joined = _joins(projected.view.value, k_gemm), _joins(attention.v.value, v_gemm)
+    products = dict.fromkeys((*k.absorbed, *v.absorbed))
+    joined = _joins(projected.view.value, k), _joins(attention.v.value, v)
     return LatentKeys(
         latents=latents,
         rope_keys=_one_head(shared.view),
         weight=weight,
+        row_scale=_row_scale(k, v),
         num_heads=k_rows.num_heads,
         nope=k_rows.head_dim,
         v_dim=v_rows.head_dim,
         scales=_scales(k_gemm, v_gemm, projected.view),
-        dtype=k_gemm.value.dtype,
+        dtype=k.value.dtype,
         absorbed=tuple(dict.fromkeys((*found.absorbed, *joined[0], *joined[1], *products))),
         scratch=found.scratch,
     )
 
 
-def _joins(value: Value, gemm: Gemm) -> tuple[Value, ...]:
-    """The concatenation that K or V is cut from, where it is not the product itself."""
-    return () if value is gemm.value else (value,)
+def _joins(value: Value, linear: Linear) -> tuple[Value, ...]:
+    """The concatenation that K or V is cut from, where it is not the linear's result itself."""
+    return () if value is linear.value else (value,)
 
 
 def _one_head(view: View) -> View:
@@ -146,22 +150,41 @@ def _refuse(why: str, culprit: View) -> NoReturn:
 # --- the projection -------------------------------------------------------------------------------
 
 
-def _projection(view: View, who: str) -> tuple[Gemm, Rows, View]:
-    """(product, its rows that are heads, latents [B, K, L]) of a view [B, K, H, D] of a product."""
+def _projection(view: View, who: str) -> tuple[Linear, Rows, View]:
+    """(linear, its rows that are heads, latents [B, K, L]) of a view [B, K, H, D] of its result."""
     code, stage = ("LATENT_KEYS", Stage.K_PATH) if who == "K" else ("LATENT_VALUES", Stage.V_PATH)
-    columns = match_columns(view, bare=True)
-    if columns is not None:
-        gemm, layout = columns.linear.gemm, columns.layout
-        rows = heads_of(layout, gemm.feature, None)
-        if columns.rank == 2 and rows and rows.dims(gemm.feature) == layout.dims[2:]:
-            return gemm, rows, columns.x
+    columns = match_columns(view)
+    if columns is not None and _only_scales(columns.linear):
+        linear, layout = columns.linear, columns.layout
+        rows = heads_of(layout, linear.gemm.feature, None)
+        if columns.rank == 2 and rows and rows.dims(linear.gemm.feature) == layout.dims[2:]:
+            return linear, rows, columns.x
     reject(
         code,
         stage,
         f"{who} is not, head by head, a linear's result: {view.value}",
         view,
-        hint="up-project by a linear alone: scale the weight that codes make, not their sums",
+        hint="up-project by a linear, and change its result by nothing but scales of its rows",
     )
+
+
+def _only_scales(linear: Linear) -> bool:
+    """Whether a product is all there is of a linear, or codes' sums scaled row by row."""
+    changed = linear.clip or linear.deltas or linear.bias is not linear.gemm.bias
+    same = all(value.dtype == linear.value.dtype for value in linear.absorbed)
+    return not changed and same
+
+
+def _row_scale(k: Linear, v: Linear) -> View | None:
+    """What the sums of the weight's rows are scaled by, [N, 1]; raises Reject."""
+    if k.scale is None and v.scale is None:
+        return None
+    rows = k.gemm.shape[-1]
+    if k.value is not v.value or k.scale is None or k.scale.shape != (rows,):
+        reject("WEIGHT_FORMAT", Stage.GUARDS, "K and V are scaled apart", k.value, v.value)
+    if k.gemm.x_scale is not None:
+        reject("WEIGHT_FORMAT", Stage.GUARDS, "products of codes are scaled twice", k.value)
+    return k.scale.reshape(rows, 1)
 
 
 def _weight(k: Gemm, v: Gemm, k_rows: Rows, v_rows: Rows) -> View:

@@ -93,7 +93,7 @@ def _arguments(
         **query.arguments,
         "latent": keys.latents.matrix,
         "k_rope": keys.rope_keys.matrix,
-        "kv_b_weight": _in_rows(keys.weight, flow),
+        "kv_b_weight": _weight(keys, flow),
         "v_dim": keys.v_dim,
         "scale": attention.scale,
         **{name: _flat(item) for name, item in keys.scales.items()},
@@ -103,6 +103,12 @@ def _arguments(
         return arguments | {"num_sequences": attention.queries[0]}
     offsets = {"row_offsets": attention.row_offsets, "key_offsets": attention.key_offsets}
     return arguments | offsets
+
+
+def _weight(keys: LatentKeys, flow: Dataflow) -> View | Computed:
+    """The weight, its rows scaled: no further from the sums' numbers than by one rounding."""
+    rows = _in_rows(keys.weight, flow)
+    return rows if keys.row_scale is None else Computed("mul", (rows, keys.row_scale))
 
 
 def _in_rows(weight: View, flow: Dataflow) -> View | Computed:

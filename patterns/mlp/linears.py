@@ -25,11 +25,10 @@ from tilewright.patterns.recognise.dtypes import check_dtypes, dtype_name, rows_
 from tilewright.patterns.recognise.gemm import (
     Gemm,
     match_gemm,
-    operator_of,
     piece_of,
     unread_product,
 )
-from tilewright.patterns.recognise.linear import READABLE, UNREAD, match_columns
+from tilewright.patterns.recognise.linear import match_columns, unread
 
 # Steps from what a model stores to a weight that the graph computes.
 _REACH = 64
@@ -181,8 +180,8 @@ def match_unlike(view: View) -> Missed | None:
         gemm = match_gemm(value)
         if gemm is not None:
             return _unlike(gemm, scaled)
-        if (unread := unread_product(value)) is not None:
-            return _unread(value, unread[0])
+        if (product := unread_product(value)) is not None:
+            return _unread(value, product[0])
         scaled = value if value.op in ("aten.mul", "aten.div") else scaled
     return None
 
@@ -234,7 +233,7 @@ def _unread(value: Value, x: View) -> Missed | None:
     wide = (value.shape[-1], x.shape[-1])
     if not all(isinstance(n, int) and n >= LEAST_COLUMNS for n in wide):
         return None
-    return _missed(value, f"{operator_of(value)} computes the linear, {UNREAD}", READABLE)
+    return _missed(value, *unread(value, "linear"))
 
 
 def _is_kept(weight: Value) -> bool:

@@ -104,7 +104,7 @@ class Moe:
         regrouped = activated.is_regrouped
         activation = match_activation(activated.value.whole if regrouped else activated)
         if activation is None and holds_codes(down.x):
-            refuse_format(down.x, "are quantised to eight bits in another way than the op does")
+            refuse_format(down.x, "are quantised in another way than the op does")
         if activation is None:
             refuse_activation(down.x)
         gate, gate_coded = before_quantisation(_first_gemm(activation.gate, "gate", flow))
@@ -113,7 +113,7 @@ class Moe:
             up, up_coded = before_quantisation(_first_gemm(activation.up, "up", flow))
         layer = Layer(gate, up, down, activation)
         if holds_codes(gate.x):
-            refuse_format(gate.x, "are quantised to eight bits in another way than the op does")
+            refuse_format(gate.x, "are quantised in another way than the op does")
         rows = rows_in_order(gate)
         x, order = rows.x, rows.order
         layer.check_rows()

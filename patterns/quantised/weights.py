@@ -52,7 +52,8 @@ _PACKED = [one for one in _STORED if one[0] not in {*_WHOLE.values(), *_FLOATS}]
 
 @dataclass(frozen=True)
 class DequantizedWeight:
-    """(codes - zero - zero_point) * scale, in one of the formats of `codegen/formats.py`.
+    """(codes - zero - zero_point) * scale, in one of the formats of `codegen/formats.py`; of one
+    with `added_zeros` (codes - zero_point) * scale + zero.
 
     codes: [H, D, K], of `int4_k` and `int4_n` packed along K and D. scale, zero: [N, K], repeating
     over blocks: `weight_arguments` (`patterns/quantised/scales.py`) cuts them to one number per
@@ -140,7 +141,8 @@ def refuse(weight: View, why: str) -> NoReturn:
     message = f"{weight.value} is computed from codes of eight bits or fewer, but {why}"
     hint = (
         "known are (code - zero) * scale with int8, uint8, float8_e4m3fn, or two or eight nibbles "
-        "in a word of uint8 or int32; NVFP4, MXFP4, and bitsandbytes' NF4 and FP4"
+        "in a word of uint8 or int32; code * scale + offset with nibbles along K; NVFP4, MXFP4, "
+        "and bitsandbytes' NF4 and FP4"
     )
     reject("WEIGHT_FORMAT", Stage.GUARDS, message, weight, hint=hint)
 
@@ -153,7 +155,7 @@ def _whole_codes(rows: View) -> DequantizedWeight | None:
     element = _element(rows)
     if element is None or not isinstance(element.code, View):
         return None
-    stored = _WHOLE.get(element.code.value.dtype)
+    stored = None if element.added else _WHOLE.get(element.code.value.dtype)
     has_zero = element is not None and (element.zero or element.zero_point)
     if stored is None or (has_zero and not WEIGHT_FORMATS[stored].zeros):
         return None
@@ -172,8 +174,12 @@ def _nibbles(rows: View) -> DequantizedWeight | None:
             points = {e.zero_point for e in elements}
             if len(points) != 1:
                 return None
+            form = WEIGHT_FORMATS[name]
+            others = [e.zero if form.added_zeros else e.added for e in elements]
+            if any(others) or form.added_zeros != any(e.added for e in elements):
+                continue
             scale = joined([e.scale for e in elements], axis)
-            zero = joined([e.zero for e in elements], axis)
+            zero = joined([e.added if form.added_zeros else e.zero for e in elements], axis)
             return DequantizedWeight(words, name, scale, zero, points.pop(), order)
     return None
 
@@ -228,16 +234,36 @@ def packed(
 
 @dataclass(frozen=True)
 class Element:
-    """(code - zero - zero_point) * scale; code: bits of words, or stored numbers themselves."""
+    """(code - zero - zero_point) * scale + added; code: bits of words, or stored numbers."""
 
     code: Bits | View
     scale: View | None = None
     zero: View | None = None
     zero_point: int = 0
+    added: View | None = None
 
 
 def _element(view: View) -> Element | None:
     """The dequantisation formula of every element of a view; None for another formula."""
+    return _scaled(view) or _shifted(view)
+
+
+def _shifted(view: View) -> Element | None:
+    """A product of codes and a scale, to which a number per block is added."""
+    view = follow(view)
+    while is_float_cast(view.value):
+        view = follow(view.of_operand(view.value.operands[0]))
+    if view.value.op != "aten.add" or view.value.kwargs.get("alpha", 1) != 1:
+        return None
+    for product, added in view.value.either_way:
+        found = _scaled(view.of_operand(product))
+        if found is not None and found.scale is not None:
+            return replace(found, added=_bare(view.of_operand(added)))
+    return None
+
+
+def _scaled(view: View) -> Element | None:
+    """The same where nothing is added behind the scale."""
     found = match_coded(view, _unscaled)
     if found is None or found.number != 1 or len(found.factors) > 1:
         return None

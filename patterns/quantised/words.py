@@ -349,7 +349,8 @@ _UNSCALED = frozenset(
 
 
 def holds_codes(value: Value, known: dict[Value, bool] | None = None) -> bool:
-    """Whether a value is computed from integers or floats of eight bits that the model stores.
+    """Whether a value is computed from integers or floats of eight bits that the model stores, or
+    from what it reads as these.
 
     known: what is known of other values already, to which this adds.
     """
@@ -361,7 +362,10 @@ def holds_codes(value: Value, known: dict[Value, bool] | None = None) -> bool:
         elif not value.projected:
             looks_up = value.op in _GATHERS and not _has_small_table(value)
             of = value.operands[:1] if looks_up else value.operands
-            known[value] = any(holds_codes(v.value, known) for v in of)
+            of_stored = value.op == "bitcast" and of[0].value.op in ("input", "constant")
+            known[value] = (of_stored and is_code(value.dtype)) or any(
+                holds_codes(v.value, known) for v in of
+            )
     return known[value]
 
 

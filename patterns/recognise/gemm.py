@@ -89,14 +89,15 @@ def _scaled_mm(value: Value) -> Gemm | None:
     return _of_codes(value, given, scale_a, scale_b)
 
 
-# How a scale of `_scaled_mm_v2` goes: one for all, or one per row.
-_TENSOR_WISE, _ROW_WISE = 0, 1
+# How a scale of `_scaled_mm_v2` goes: one for all, one per row, or one for every 128 of K, of a row
+# or of 128 rows.
+_TENSOR_WISE, _ROW_WISE, _BY_128, _BY_128_SQUARED = 0, 1, 4, 5
 _V2 = ("self", "mat2", "scale_a", "recipe_a", "swizzle_a", "scale_b", "recipe_b", "swizzle_b")
 
 
 def _scaled_mm_v2(value: Value) -> Gemm | None:
-    """A product of codes whose scales come in lists, each with a number for how it goes: by tensor
-    or by row."""
+    """A product of codes whose scales come in lists, each with a number for how it goes: by tensor,
+    by row or by blocks of 128."""
     given = value.named(*_V2, "bias", "out_dtype", "contraction_dim")
     x, weight = given.get("self"), given.get("mat2")
     if not isinstance(x, View) or not isinstance(weight, View):
@@ -105,23 +106,36 @@ def _scaled_mm_v2(value: Value) -> Gemm | None:
         return None
     if given.get("contraction_dim"):
         return None
-    scale_a = _by_recipe(given, "a", (x.shape[0], 1))
-    scale_b = _by_recipe(given, "b", (1, weight.shape[-1]))
+    rows, (summed, columns) = x.shape[0], weight.shape
+    if not isinstance(summed, int) or not isinstance(columns, int):
+        return None
+    blocks = -(-summed // 128)
+    of_a = {_ROW_WISE: (rows, 1), _BY_128: (rows, blocks)}
+    of_b = {_ROW_WISE: (1, columns), _BY_128: (columns, blocks)}
+    of_b[_BY_128_SQUARED] = (blocks, -(-columns // 128))
+    scale_a, scale_b = _by_recipe(given, "a", of_a), _by_recipe(given, "b", of_b)
+    if scale_b is not None and scale_b.shape == of_b[_BY_128]:
+        scale_b = scale_b.permute(1, 0)
     if scale_a is None or scale_b is None:
         return None
     return _of_codes(value, given, scale_a, scale_b)
 
 
-def _by_recipe(given: Mapping[str, Any], side: str, rows: tuple[Size, Size]) -> View | None:
-    """The scale of one side in two dimensions: one number, or `rows`; None for another recipe."""
+def _by_recipe(
+    given: Mapping[str, Any], side: str, shapes: Mapping[int, tuple[Size, Size]]
+) -> View | None:
+    """The scale of one side in two dimensions: one number, or in the shape that its recipe has
+    here; None for another recipe, and for blocks in another order."""
     scales: Sequence[Any] = given.get(f"scale_{side}") or ()
     recipe: Sequence[Any] = given.get(f"recipe_{side}") or ()
     if len(scales) != 1 or len(recipe) != 1:
         return None
     (scale,), (number,) = scales, recipe
-    wanted = {_TENSOR_WISE: (1, 1), _ROW_WISE: rows}.get(int(number))
+    wanted = {_TENSOR_WISE: (1, 1), **shapes}.get(int(number))
     if wanted is None or not isinstance(scale, View):
         return None
+    if int(number) in (_BY_128, _BY_128_SQUARED):
+        return scale if tuple(scale.shape) == wanted else None
     if effects.product(scale.shape) != effects.product(wanted):
         return None
     return scale.reshape(*wanted)
@@ -288,6 +302,7 @@ def is_weight(view: View) -> bool:
 _LEAST_SUMMED = 16
 _NO_OPERATIONS = ("input", "constant", "store", "cast", "bitcast")
 _KNOWN = ("aten.", "tilewright::", "opaque:tilewright::")
+_SCALED = ("aten._scaled_mm", "aten._scaled_mm_v2")
 # How many codes a stored number may hold.
 _CODES_IN_A_WORD = (1, 2, 4, 8)
 
@@ -307,11 +322,12 @@ def sums_enough(gemm: Gemm) -> bool:
 
 
 def unread_product(value: Value) -> tuple[View, View] | None:
-    """(x, weight) of an operation that no table has, where their shapes tell a product: of x
-    [..., K] with a stored matrix of N * K numbers, or with as many codes, to [..., N]. It may write
-    its result in place."""
+    """(x, weight) of an operation that no table has, or of a scaled product that is not read, where
+    their shapes tell a product: of x [..., K] with a stored matrix of N * K numbers, or with as
+    many codes, to [..., N]. It may write its result in place."""
     written = value.op == "store" and value.store is not None and value.store.source is None
     known = value.op in _NO_OPERATIONS or value.op.startswith(_KNOWN)
+    known = known and (value.op not in _SCALED or match_gemm(value) is not None)
     if (known and not written) or len(value.shape) < 2:
         return None
     *rows, columns = value.shape

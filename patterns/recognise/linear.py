@@ -174,12 +174,21 @@ def match_columns(view: View, bare: bool = False) -> LinearColumns | None:
     return LinearColumns(linear, layout, rank)
 
 
-#: Of a product by an operator that is in no table, and what to do about it.
-UNREAD = "an operator whose arithmetic is not known"
-READABLE = (
+_READABLE = (
     "load the model with weights that PyTorch multiplies, or decodes in the graph "
     "(tilewright.compiler.prepare(model) when it is loaded; transformers: dequantize=True)"
 )
+
+
+def unread(value: Value, what: str) -> tuple[str, str]:
+    """Why an :func:`unread_product`, which computes `what`, is not read, and what to do."""
+    named = f"{operator_of(value)} computes the {what}"
+    if value.op.startswith("aten."):
+        return f"{named}, with scales or operands in a form that is not read", (
+            "scale e4m3 codes by tensor, by row or by 128 columns, a multiple of 512 of them"
+        )
+    return f"{named}, an operator whose arithmetic is not known", _READABLE
+
 
 # Of a linear that is looked for and need not be there: why it is not is never read.
 _UNNAMED = Path("UNSUPPORTED", Stage.ANCHORED, "its reader")
@@ -345,7 +354,7 @@ class _Search:
                 "itself: torch.export makes an input of a list, x[:, :, [2]]"
             )
         if code == path.code and unread_product(value) is not None:
-            what, hint = f"{operator_of(value)} computes the projection, {UNREAD}", READABLE
+            what, hint = unread(value, "projection")
         if _is_scaled_by_constant(value):
             what += ", a constant factor"
             hint = "multiply the projection's weight by it once, when the model is loaded"

@@ -543,11 +543,11 @@ def in_processes(function: Callable[..., None], ranks: int, *args: Any) -> bool:
 
 def main(folder: Path) -> int:
     """Starts the ranks of each world as forks of this process, which has imported everything."""
+    from tests.conftest import quicken_dynamo  # for what Dynamo does once more in every rank
+
     torch.set_num_threads(1)
     disable_progress_bar()
-    # As in tests/conftest.py, for what Dynamo does once more in every rank.
-    torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0  # type: ignore[attr-defined]
-    gc.set_threshold(100_000, 20, 20)
+    quicken_dynamo()
     for kind, config in CONFIGS.items():
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder / kind)

@@ -71,6 +71,21 @@ def copied(x, d):
     return y * 2
 
 
+def all_columns_by_number(x, d):
+    """Padding that a width needs none of: d has 8 columns."""
+    y, z = (torch.empty(3, 8).fill_(0.0) for _ in range(2))
+    y[:, :8] = d
+    z[..., : d.shape[1]] = x[:, :8]
+    return y * 2, z.sum()
+
+
+def some_columns_by_number(x, d):
+    y = torch.empty(3, 8).fill_(0.0)
+    y[:, :7] = d[:, :7]
+    y[:, ::2] = d[:, :4]
+    return y * 2
+
+
 def whole_of_a_part(x, d):
     y = F.linear(x, W)
     y[:2].mul_(2)
@@ -389,7 +404,8 @@ def rows_put_by_a_mask(x, d):
 @pytest.mark.parametrize(
     ("step", "count"),
     [(through_views, 1), (in_turn, 4), (one_of_three, 1), (one_of_three_then_the_others, 0),
-     (copied, 1), (whole_of_a_part, 0), (of_an_input, 0), (by_another_name, 0),
+     (copied, 1), (all_columns_by_number, 2), (some_columns_by_number, 0), (whole_of_a_part, 0),
+     (of_an_input, 0), (by_another_name, 0),
      (named_before_and_after, 1), (strides_returned, 0), (strides_read, 0), (rounded, 0),
      (expanded_mask, 0), (viewed_between_changes, 2), (many_changes, 3), (overlapping, 0),
      (beyond_half, 0), (with_lowest, 1), (in_a_checkpoint, 0),

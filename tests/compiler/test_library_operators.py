@@ -323,6 +323,22 @@ def test_blocks_of_other_sizes_are_a_miss_and_run():
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("called", ["mxfp_dynamic_matmul", "w4a8_mx_dynamic_fp4_matmul"])
+def test_scales_of_32_columns_are_told(called):
+    @torch.library.custom_op(f"_finegrained_fp8_abc5678::{called}", mutates_args=())
+    def gemm(A: torch.Tensor, B: torch.Tensor, Bs: torch.Tensor) -> torch.Tensor:
+        return A.new_zeros(len(A), len(B))
+
+    gemm.register_fake(lambda A, B, Bs: A.new_empty(len(A), len(B)))
+    codes = nn.Parameter(torch.zeros(128, HIDDEN // 2, dtype=torch.int8), requires_grad=False)
+    scale = torch.ones(128, HIDDEN // 32).to(torch.float8_e8m0fnu)
+    report = lower(lambda x: gemm(x, codes, scale) * 2, (torch.randn(2, HIDDEN).bfloat16(),))
+    (miss,) = misses_of(report, "declare")
+    assert miss.is_lost
+    assert "here 32 do, of activations too (MX)" in miss.message
+    assert "dequantize=True" in miss.hint
+
+
 def test_a_build_whose_arguments_differ_is_named():
     name = "_finegrained_fp8_0123456::w8a8_block_dynamic_fp8_matmul"
 

@@ -287,3 +287,31 @@ def test_the_checks_see_stock_inductor_copy_the_cache():
     assert max(allocations(code)) >= 16 * MIB
     assert max(loops(code)) >= 16 * MIB // SLOT_BYTES
     assert largest_allocation(run, *args, *caches) >= 16 * MIB
+
+
+class Reader(nn.Module):
+    """Attention to caches of 8-bit floats, with the scales of a checkpoint."""
+
+    def __init__(self):
+        super().__init__()
+        self.k_scale = nn.Parameter(torch.tensor(0.02), requires_grad=False)
+        self.v_scale = nn.Parameter(torch.tensor([0.03]), requires_grad=False)
+
+    def forward(self, q, k_cache, v_cache, mask):
+        k = k_cache.to(q.dtype) * self.k_scale.to(q.dtype)
+        v = v_cache.to(q.dtype) * self.v_scale.to(q.dtype)
+        return nn.functional.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+
+
+def test_codes_of_a_cache_are_decoded_by_the_attention_that_reads_them():
+    keys = MIB // (HKV * D)
+    caches = [torch.zeros(1, HKV, keys, D).to(torch.float8_e4m3fn) for _ in range(2)]
+    args = [torch.randn(1, HQ, 1, D).bfloat16(), *caches, torch.ones(1, 1, 1, keys).bool()]
+    run = torch.compile(Reader(), backend="tilewright")
+    code = generated_code(run, *args)
+    assert "torch.ops.tilewright.cache_attention.default(" in code
+    assert max(allocations(code), default=0) < MIB // 8
+    assert max(loops(code), default=0) < MIB // 8
+    torch._dynamo.reset()
+    stock = generated_code(torch.compile(Reader(), backend="inductor"), *args)
+    assert max(allocations(stock)) >= MIB

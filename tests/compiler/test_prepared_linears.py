@@ -150,6 +150,62 @@ def test_linears_of_torchao(config, dtype):
         torch.testing.assert_close(model(x), theirs(x), rtol=rounding, atol=rounding)
 
 
+def int4_linear(tiled, rows=20, columns=192, **fields):
+    """A linear as torchao has it, and its weight in float64."""
+    pytest.importorskip("torchao.quantization")
+    from tests.models import torchao_int4
+
+    model = one_linear(columns, rows)
+    made = torchao_int4.quantised(model[0].weight.detach(), tiled)
+    for name, value in fields.items():
+        setattr(made, name, value)
+    model[0].weight = nn.Parameter(made, requires_grad=False)
+    if fields:
+        return model, None
+    if tiled:
+        codes = torchao_int4.unpack_tiles(made.qdata) - 8
+        scale, zero = made.scale_and_zero.unbind(-1)
+    else:
+        codes = torch.stack((made.qdata << 4 >> 4, made.qdata >> 4), dim=-1).flatten(-2)
+        scale, zero = made.scale, made.zero_point
+    scale, zero = (part.t().double().unsqueeze(-1) for part in (scale, zero))
+    exact = codes.double().unflatten(-1, (scale.shape[1], -1)) * scale + zero
+    return model, exact.flatten(-2)[:rows, :columns]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("tiled", [False, True])
+def test_int4_linears_of_torchao(tiled, dtype):
+    """20 rows and 192 columns: tiles of 8 rows and 1024 columns are not full."""
+    model, exact = int4_linear(tiled)
+    theirs = copy.deepcopy(model)
+    prepared = prepare(model)
+    assert prepared.left == []
+    assert torch.equal(model[0].weight_of_codes(torch.bfloat16), exact.to(torch.bfloat16))
+    for shape in [(1, 192), (2, 3, 192)]:
+        x = inputs(shape, torch.bfloat16).to(dtype)
+        assert model(x).dtype == dtype
+        if tiled or dtype == torch.bfloat16:
+            torch.testing.assert_close(model(x), theirs(x), rtol=0.01, atol=0.01)
+    prepared.undo()
+    assert torch.equal(model(x.bfloat16()), theirs(x.bfloat16()))
+
+
+@pytest.mark.parametrize(
+    ("tiled", "fields", "why"),
+    [
+        (False, {"activation_dtype": torch.float8_e4m3fn}, "its activations are float8"),
+        (False, {"act_pre_scale": torch.ones(192)}, "its activations are scaled before"),
+        (True, {"act_pre_scale": torch.ones(192)}, "its activations are scaled before"),
+        (True, {"block_size": [1, 256]}, "its columns do not fill groups of 256"),
+        (True, {"qdata": torch.zeros(3, 16, 64, 2, dtype=torch.int32)}, "its words are not those"),
+    ],
+)
+def test_int4_weights_that_stay(tiled, fields, why):
+    model, _ = int4_linear(tiled, **fields)
+    assert why in prepare(model).left[0].reason
+
+
 @pytest.mark.parametrize("swizzled", [False, True])
 @pytest.mark.parametrize("factor", [None, 0.0125])
 def test_nvfp4_linears_of_torchao(swizzled, factor):
@@ -370,13 +426,56 @@ def test_a_last_block_that_is_not_full_stays():
     assert "its last block is not full" in prepare(model).left[0].reason
 
 
-@pytest.mark.parametrize(
-    ("threshold", "reason"), [(6.0, "its threshold is 6.0"), (0.0, "its threshold is 0.0")]
-)
-def test_8_bits_of_bitsandbytes_stay(threshold, reason):
+def eight_bits(threshold, bias=True, dtype=torch.bfloat16):
     nn8 = pytest.importorskip("bitsandbytes.nn")
-    module = nn8.Linear8bitLt(64, 64, has_fp16_weights=False, threshold=threshold)
-    assert reason in prepare(nn.Sequential(module)).left[0].reason
+    model = one_linear(256, 64, bias, dtype)
+    module = nn8.Linear8bitLt(256, 64, bias, has_fp16_weights=False, threshold=threshold)
+    module.load_state_dict(model[0].state_dict())
+    return nn.Sequential(module.to("cpu").to(dtype).eval().requires_grad_(False))
+
+
+@pytest.mark.parametrize("called_before", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_linears_of_bytes_of_bitsandbytes_are_the_librarys_to_the_bit(dtype, bias, called_before):
+    model, theirs = (eight_bits(0.0, bias, dtype) for _ in range(2))
+    if called_before:
+        model(inputs((1, 256), dtype))
+    assert len(prepare(model).replaced) == 1
+    for shape in SHAPES:
+        x = inputs(shape, dtype)
+        if len(shape) > 3:  # which the library's own module does not take
+            continue
+        torch.testing.assert_close(model(x), theirs(x), rtol=0, atol=0, msg=f"{shape}")
+
+
+def with_outliers(shape, dtype):
+    """Magnitudes of 6 and more in three columns, in one row each, and one just below."""
+    x = inputs(shape, dtype).clamp(-5, 5)
+    rows = x.view(-1, x.shape[-1])
+    for column, number in ((3, 20.0), (100, -6.0), (200, 7.5), (17, 5.96875)):
+        rows[column % len(rows), column] = number
+    return x
+
+
+@pytest.mark.parametrize("shape", [(1, 256), (5, 256), (2, 3, 256)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_columns_with_outliers_are_multiplied_as_they_are(dtype, shape):
+    model, theirs = (eight_bits(6.0, True, dtype) for _ in range(2))
+    (one,) = prepare(model).replaced
+    x = with_outliers(shape, dtype)
+    rows = x.view(-1, 256)
+    quantise = torch.ops.bitsandbytes.int8_vectorwise_quant.default
+    codes, largest, columns = quantise(rows.half().clone(), 6.0)
+    assert set(columns.tolist()) == {3, 100, 200}
+    weight = one.module.codes.double() * one.module.scale.double()[:, None] / 127
+    exact = codes.double() * largest.double()[:, None] / 127
+    exact[:, columns] = rows[:, columns].double()
+    exact = nn.functional.linear(exact, weight, model[0].bias.double()).view(*shape[:-1], -1)
+    allowed = relative_error(theirs(x), exact) + ALLOWANCE[dtype]
+    assert relative_error(model(x), exact) <= allowed
+    one.module.threshold = 100.0
+    assert relative_error(model(x), exact) > allowed
 
 
 def hqq_linear(columns=256, rows=64, bias=True, dtype=torch.bfloat16, bits=4, axis=1):

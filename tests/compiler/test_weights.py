@@ -242,21 +242,23 @@ def test_a_store_of_given_heads_passes_strict_as_ever():
 
 
 @pytest.mark.parametrize(
-    ("package", "what", "hint"),
+    ("package", "what", "why", "hint"),
     [
-        ("torchao.quantization", "torchao's quantised weight", "weight.dequantize()"),
-        ("optimum.quanto.tensor", "quanto's quantised weight", "weight.dequantize()"),
-        ("torch.distributed.tensor", "a part of a tensor that ranks share", "to_local()"),
-        ("torchaox", "a class that wraps other tensors", "plain tensors inside"),
+        ("torchao.quantization", "torchao's quantised weight", "another Int8Tensor", "dequantize"),
+        ("optimum.quanto.tensor", "quanto's quantised weight", "is not read", "dequantize()"),
+        ("torch.distributed.tensor", "a part of a tensor that ranks share", "", "to_local()"),
+        ("torchaox", "a class that wraps other tensors", "", "plain tensors inside"),
     ],
 )
-def test_what_to_do_about_a_subclass_goes_by_its_library(package, what, hint, monkeypatch):
+def test_what_to_do_about_a_subclass_goes_by_its_library(package, what, why, hint, monkeypatch):
     class Int8Tensor(TwoTensor):
         """Stands for the quantised weight of a library."""
 
     monkeypatch.setattr(Int8Tensor, "__module__", package)
     said = described(Int8Tensor(torch.zeros(2), torch.zeros(2)))
-    assert said[0] == f"a Int8Tensor, {what}"
+    is_said = f"a Int8Tensor, {what} (" if why else f"a Int8Tensor, {what}"
+    assert said[0].startswith(is_said) if why else said[0] == is_said
+    assert why in said[0]
     assert hint in said[1]
 
 

@@ -155,8 +155,9 @@ def load(model: nn.Module, layout: Callable[[Any], Any], seed: int = 0) -> None:
         made = torch.Generator().manual_seed(seed)
         for own in PROJECTIONS:
             codes, scales, _ = moe_dequant.stored("mxfp4", seed, _shape(experts, own))
+            # By an index: "cpu" alone would be the GPU that a build for GPUs has not.
             mxfp4.swizzle_mxfp4_convertops(
-                codes.unflatten(-1, (-1, 16)), scales, experts, own, codes.device,
+                codes.unflatten(-1, (-1, 16)), scales, experts, own, f"{codes.device.type}:0",
                 mxfp4.triton_kernels_hub,
             )  # fmt: skip
             bias = torch.randn(experts.num_experts, scales.shape[1], generator=made) / 10

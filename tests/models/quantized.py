@@ -6,6 +6,8 @@ buffers; `QuantizedLinear` makes buffers that suit it, with random codes.
 
 from __future__ import annotations
 
+from types import MappingProxyType
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -18,13 +20,15 @@ AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
 
 
 class QuantizedLinear(nn.Module):
-    """x [..., K] -> [..., N]. buffers: what `form` needs, by its `STORED` entry."""
+    """x [..., K] -> [..., N]. buffers: what `form` needs, by its `STORED` entry, or, where it is a
+    test's own, by its attribute `stored`."""
 
     def __init__(self, form, hidden: int, width: int, seed: int = 0, bias: bool = False) -> None:
         super().__init__()
         self.form, self.hidden, self.width = form, hidden, width
         generator = torch.Generator().manual_seed(seed)
-        for name, tensor in (STORED | OTHER_LAYERS)[form](width, hidden, generator).items():
+        stored = getattr(form, "stored", None) or (STORED | OTHER_LAYERS)[form]
+        for name, tensor in stored(width, hidden, generator).items():
             self.register_buffer(name, tensor)
         if bias:
             values = torch.randn(width, generator=generator).bfloat16()
@@ -508,48 +512,50 @@ OTHER_LAYERS = {
     nf4_of_a_buffer: table_buffers,
 }
 
-#: form -> what it stores
-STORED = {
-    nibbles_low_first: nibble_buffers,
-    nibbles_high_first: nibble_buffers,
-    nibbles_by_division: nibble_buffers,
-    nibbles_in_flat_groups: nibble_buffers,
-    nibbles_scaled_apart: nibble_buffers,
-    nibbles_scaled_by_column: nibble_buffers,
-    nf4: nibble_buffers,
-    fp4: nibble_buffers,
-    nf4_of_the_next_block: nibble_buffers,
-    nf4_low_first: nibble_buffers,
-    nf4_rounded: nibble_buffers,
-    nvfp4: nvfp4_buffers,
-    nvfp4_divided: nvfp4_buffers,
-    nvfp4_unscaled: nvfp4_buffers,
-    nvfp4_high_first: nvfp4_buffers,
-    mxfp4: mxfp4_buffers,
-    mxfp4_power: mxfp4_buffers,
-    awq: awq_buffers,
-    awq_plain: awq_buffers,
-    awq_listed: awq_buffers,
-    awq_other_zeros: awq_buffers,
-    gptq: gptq_buffers,
-    gptq_indexed: gptq_buffers,
-    gptq_act_order: gptq_buffers,
-    int8: int8_buffers,
-    int8_with_zeros: int8_buffers,
-    int8_after: int8_buffers,
-    int8_after_in_float32: int8_buffers,
-    int8_unsigned: byte_buffers,
-    int8_in_words: byte_buffers,
-    int8_unsigned_with_zeros: byte_buffers,
-    nibbles_of_words: word_buffers,
-    fp8_tensor: fp8_tensor_buffers,
-    fp8_channel: fp8_channel_buffers,
-    fp8_blocks_repeated: fp8_block_buffers,
-    fp8_blocks_viewed: fp8_block_buffers,
-    fp8_blocks_expanded: fp8_block_buffers,
-    scaled_mm_tensor: fp8_tensor_buffers,
-    scaled_mm_token: fp8_channel_buffers,
-}
+#: form -> what it stores; random programs draw from it.
+STORED = MappingProxyType(
+    {
+        nibbles_low_first: nibble_buffers,
+        nibbles_high_first: nibble_buffers,
+        nibbles_by_division: nibble_buffers,
+        nibbles_in_flat_groups: nibble_buffers,
+        nibbles_scaled_apart: nibble_buffers,
+        nibbles_scaled_by_column: nibble_buffers,
+        nf4: nibble_buffers,
+        fp4: nibble_buffers,
+        nf4_of_the_next_block: nibble_buffers,
+        nf4_low_first: nibble_buffers,
+        nf4_rounded: nibble_buffers,
+        nvfp4: nvfp4_buffers,
+        nvfp4_divided: nvfp4_buffers,
+        nvfp4_unscaled: nvfp4_buffers,
+        nvfp4_high_first: nvfp4_buffers,
+        mxfp4: mxfp4_buffers,
+        mxfp4_power: mxfp4_buffers,
+        awq: awq_buffers,
+        awq_plain: awq_buffers,
+        awq_listed: awq_buffers,
+        awq_other_zeros: awq_buffers,
+        gptq: gptq_buffers,
+        gptq_indexed: gptq_buffers,
+        gptq_act_order: gptq_buffers,
+        int8: int8_buffers,
+        int8_with_zeros: int8_buffers,
+        int8_after: int8_buffers,
+        int8_after_in_float32: int8_buffers,
+        int8_unsigned: byte_buffers,
+        int8_in_words: byte_buffers,
+        int8_unsigned_with_zeros: byte_buffers,
+        nibbles_of_words: word_buffers,
+        fp8_tensor: fp8_tensor_buffers,
+        fp8_channel: fp8_channel_buffers,
+        fp8_blocks_repeated: fp8_block_buffers,
+        fp8_blocks_viewed: fp8_block_buffers,
+        fp8_blocks_expanded: fp8_block_buffers,
+        scaled_mm_tensor: fp8_tensor_buffers,
+        scaled_mm_token: fp8_channel_buffers,
+    }
+)
 
 #: forms that are a whole layer `(layer, x) -> x @ weight^T + bias`, not a weight
 _WHOLE = (int8_after, int8_after_in_float32, scaled_mm_tensor, scaled_mm_token)

@@ -1,6 +1,9 @@
 """Small models in the formats of quantisation libraries, made and loaded by these libraries.
 
 model = SHIPPED["ct-w4a16"].load("llama", folder)  # on torch's default device
+
+`BY_TRANSFORMERS` are formats that transformers loads itself. What needs a GPU of them, the hub's
+kernels, are the stand-ins of `finegrained.py` and `gpt_oss_hub.py`.
 """
 
 from __future__ import annotations
@@ -19,11 +22,14 @@ from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    GptOssConfig,
     LlamaConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     StaticCache,
 )
+
+from tests.models import gpt_oss_hub, modelopt, moe_dequant
 
 GROUP = 64
 SIZES: dict[str, Any] = {
@@ -36,8 +42,10 @@ SIZES: dict[str, Any] = {
     "head_dim": 64,
     "max_position_embeddings": 128,
 }
-#: What compressed-tensors' checkpoints of these models leave in bfloat16.
-LEFT_DENSE = ["lm_head", "re:.*mlp.experts.*", "re:.*mlp.gate$"]
+#: What compressed-tensors' checkpoints of these models leave in bfloat16; and the experts of those
+#: schemes whose codes of experts transformers does not join.
+LEFT_DENSE = ["lm_head", "re:.*mlp.gate$"]
+DENSE_EXPERTS = {"FP8_BLOCK": ["re:.*mlp.experts.*"]}
 EXPERTS = {"moe_intermediate_size": 128, "num_experts_per_tok": 2}
 LATENTS = {"kv_lora_rank": 128, "q_lora_rank": None, "qk_nope_head_dim": 64, "v_head_dim": 64}
 #: Model -> its config and the fields that differ from SIZES.
@@ -50,15 +58,23 @@ CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
         {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
         | {"qk_rope_head_dim": 64, "num_key_value_heads": 4, **EXPERTS, **LATENTS},
     ),
+    "gpt_oss": (
+        GptOssConfig,
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 128}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    ),
 }
 
 
 @dataclass(frozen=True)
 class Shipped:
-    """library: what must be installed. load: (model, folder of its own) -> the model, loaded."""
+    """library: what must be installed. load: (model, folder of its own) -> the model, loaded.
+    models: keys of CONFIGS that come in the format; all but gpt_oss, which comes in MXFP4, where
+    none is named."""
 
     library: str
     load: Callable[[str, Path], nn.Module]
+    models: tuple[str, ...] = ()
 
     @property
     def is_installed(self) -> bool:
@@ -96,6 +112,15 @@ def _torchao_nvfp4(kind: str, folder: Path) -> nn.Module:
     return model
 
 
+def _torchao_int4(kind: str, folder: Path, tiled: bool) -> nn.Module:
+    """With stand-ins for the kernels, which need a GPU."""
+    from tests.models import torchao_int4
+
+    model: Any = dense(kind)
+    torchao_int4.quantise(model.model, tiled)
+    return model
+
+
 def _by_config(kind: str, folder: Path, config: str, **options: Any) -> nn.Module:
     """Quantised by transformers while it loads the dense checkpoint."""
     import transformers
@@ -129,27 +154,55 @@ def _bitsandbytes(kind: str, folder: Path, **options: Any) -> nn.Module:
     return model
 
 
-def _compressed(kind: str, folder: Path, scheme: str) -> nn.Module:
+def compressed(
+    kind: str, folder: Path, scheme: str, kv_scales: tuple[float, float] | None = None
+) -> nn.Module:
+    """A checkpoint whose experts are linears of their own, which transformers decodes, and joins,
+    while it loads them. kv_scales: of keys and values, which are rounded to float8 then."""
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import (
+        QuantizationArgs,
         QuantizationConfig,
         QuantizationStatus,
         apply_quantization_config,
         preset_name_to_scheme,
     )
 
-    model = dense(kind)
+    model: Any = dense(kind)
+    for name, module in list(model.named_modules()):
+        if name.endswith("mlp.experts"):
+            model.set_submodule(name, nn.ModuleList(map(_one_expert, *module.parameters())))
     groups = {"group_0": preset_name_to_scheme(scheme, ["Linear"])}
-    apply_quantization_config(model, QuantizationConfig(config_groups=groups, ignore=LEFT_DENSE))
+    ignore = LEFT_DENSE + DENSE_EXPERTS.get(scheme, [])
+    kv = None if kv_scales is None else QuantizationArgs(num_bits=8, type="float", dynamic=False)
+    config = QuantizationConfig(config_groups=groups, ignore=ignore, kv_cache_scheme=kv)
+    apply_quantization_config(model, config)
     for module in model.modules():
         if getattr(module, "quantization_scheme", None) is not None:
-            calibrate(module)
+            if kv_scales is not None and hasattr(module, "k_scale"):
+                module.k_scale.data.fill_(kv_scales[0])
+                module.v_scale.data.fill_(kv_scales[1])
+            else:
+                calibrate(module)
             module.quantization_status = QuantizationStatus.FROZEN
     compressor = ModelCompressor.from_pretrained_model(model)
     compressor.compress_model(model)
-    model.save_pretrained(folder)
+    folder.mkdir(exist_ok=True)
+    save_file(model.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
+    model.config.save_pretrained(folder)
     compressor.update_config(folder)
     return _loaded(folder)
+
+
+def _one_expert(gate_up: torch.Tensor, down: torch.Tensor) -> nn.Module:
+    """An expert of stacked weights [2 I, H] and [H, I], as checkpoints have it."""
+    made = nn.Module()
+    gate, up = gate_up.chunk(2)
+    for name, weight in {"gate_proj": gate, "up_proj": up, "down_proj": down}.items():
+        linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+        linear.weight = nn.Parameter(weight.clone(), requires_grad=False)
+        setattr(made, name, linear)
+    return made
 
 
 def calibrate(module: Any) -> None:
@@ -211,6 +264,35 @@ def _packed(kind: str, folder: Path, method: str) -> nn.Module:
     return _loaded(folder, torch.float16, quantization_config=options, device_map=place)
 
 
+def _finegrained(kind: str, folder: Path, scale_fmt: str = "float") -> nn.Module:
+    """FineGrainedFP8 with its codes, as it is on a GPU: the hub's kernel is a stand-in."""
+    from tests.models import finegrained
+
+    finegrained.library._FINEGRAINED_FP8 = finegrained.KERNEL
+    return finegrained.quantised(dense(kind), scale_fmt=scale_fmt)
+
+
+def _mxfp4_on_gpu(kind: str, folder: Path) -> nn.Module:
+    """Mixtures in MXFP4 with their codes, as they are on a GPU: the hub's kernels are stand-ins."""
+    model = dense(kind)
+    gpt_oss_hub.load(model, gpt_oss_hub.StridedLayout)
+    return model
+
+
+def _mxfp4(kind: str, folder: Path) -> nn.Module:
+    """A checkpoint of random codes, which transformers decodes where there is no GPU."""
+    model: Any = dense(kind)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for name in [n for n in state if n.endswith(gpt_oss_hub.PROJECTIONS)]:
+        experts, columns, rows = state.pop(name).shape
+        codes, scales, _ = moe_dequant.stored("mxfp4", 0, (experts, rows, columns))
+        state |= {f"{name}_blocks": codes.unflatten(-1, (-1, 16)), f"{name}_scales": scales}
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    model.config.quantization_config = {"quant_method": "mxfp4"}
+    model.config.save_pretrained(folder)
+    return _loaded(folder)
+
+
 def _words(
     method: str, rows: int, columns: int, generator: torch.Generator
 ) -> dict[str, torch.Tensor]:
@@ -228,12 +310,22 @@ def _words(
     return {"qweight": codes, "qzeros": zeros, "scales": scales, "g_idx": order}
 
 
+def _modelopt(kind: str, folder: Path, algorithm: str) -> nn.Module:
+    """Written without the library, whose format of files transformers does not read."""
+    from tilewright.compiler import load_modelopt
+
+    modelopt.write(dense(kind), folder, algorithm)
+    return load_modelopt(folder)
+
+
 SHIPPED: dict[str, Shipped] = {
     "torchao-int8": Shipped("torchao", partial(_torchao, config="Int8WeightOnlyConfig")),
     "torchao-int8-dynamic": Shipped(
         "torchao", partial(_torchao, config="Int8DynamicActivationInt8WeightConfig")
     ),
     "torchao-fp8": Shipped("torchao", partial(_torchao, config="Float8WeightOnlyConfig")),
+    "torchao-int4": Shipped("torchao", partial(_torchao_int4, tiled=False)),
+    "torchao-int4-tiled": Shipped("torchao", partial(_torchao_int4, tiled=True)),
     "torchao-nvfp4": Shipped("torchao", _torchao_nvfp4),
     "torchao-intx": Shipped("torchao", partial(_torchao, config="IntxWeightOnlyConfig")),
     "quanto-int8": Shipped(
@@ -257,11 +349,13 @@ SHIPPED: dict[str, Shipped] = {
     "bitsandbytes-int8": Shipped("bitsandbytes", partial(_bitsandbytes, load_in_8bit=True)),
     "hqq-int4": Shipped("hqq", partial(_hqq, bits=4)),
     "hqq-int8": Shipped("hqq", partial(_hqq, bits=8)),
+    "modelopt-fp8": Shipped("transformers", partial(_modelopt, algorithm="FP8")),
+    "modelopt-nvfp4": Shipped("transformers", partial(_modelopt, algorithm="NVFP4")),
     "gptq": Shipped("gptqmodel", partial(_packed, method="gptq")),
     "awq": Shipped("gptqmodel", partial(_packed, method="awq")),
     **{
         f"ct-{scheme.lower().replace('_', '-')}": Shipped(
-            "compressed_tensors", partial(_compressed, scheme=scheme)
+            "compressed_tensors", partial(compressed, scheme=scheme)
         )
         for scheme in (
             "FP8",
@@ -276,6 +370,13 @@ SHIPPED: dict[str, Shipped] = {
             "MXFP4",
         )
     },
+}
+
+BY_TRANSFORMERS: dict[str, Shipped] = {
+    "finegrained-fp8": Shipped("transformers", _finegrained),
+    "finegrained-fp8-ue8m0": Shipped("transformers", partial(_finegrained, scale_fmt="ue8m0")),
+    "mxfp4": Shipped("transformers", _mxfp4, ("gpt_oss",)),
+    "mxfp4-gpu": Shipped("transformers", _mxfp4_on_gpu, ("gpt_oss",)),
 }
 
 

@@ -22,7 +22,6 @@ MENDED = {
     ("mla", 582): "a query that sees no key: eager's softmax gives NaN, PyTorch's attention zero",
     ("mla", 5697): "a query was read from memory whose writes the match left out",
     ("mla", 6390): "no fault: a query that sees no key, beside rows that differ by a rounding",
-    ("quantised", 2564): "memory was read by the name of a write that another match had absorbed",
     ("moe", 46): FOREACH,
     ("moe", 281): "topk of no expert: a pattern raised",
     ("moe", 626): FOREACH,

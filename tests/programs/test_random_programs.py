@@ -6,22 +6,32 @@ The seeds here are none of the kept runs'.
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.models.attention import Axes
 from tests.models.qkv_idioms import paged
 from tests.programs import breakages, in_place
 from tests.programs.families import FAMILIES
 from tests.programs.known import MENDED
+from tests.programs.quantised.codes import AWQ
+from tests.programs.quantised.draws import linear_of
+from tests.programs.quantised.floats import Floats
+from tests.programs.quantised.integers import Integers
+from tests.programs.quantised.parts import Gated, normal
 from tests.programs.run import (
     PER_MODEL,
+    Program,
     capture,
     captured,
+    compared,
     copied,
     program,
     run,
@@ -29,7 +39,8 @@ from tests.programs.run import (
 )
 from tests.programs.tally import Tally
 from tilewright.compiler import fuse
-from tilewright.patterns.quantised import scales
+from tilewright.compiler.verify import clone_inputs
+from tilewright.patterns.quantised import experts, scales
 
 FIRST = 10_000_000
 SEEDS = [FIRST + PER_MODEL * model + i for model in range(4) for i in range(8)]
@@ -45,11 +56,11 @@ SOUGHT = {
     "dtypes": {"cache_attention"},
     "coded": {"qkv_cache", "cache_attention"},
     "large": {"qkv_cache"},
-    "quantised": {"linear_activation", "linear_residual", "grouped_gemm"},
+    "quantised": {"qkv_cache", "mla_prefill", "linear_activation", "grouped_gemm"},
     "products": {"linear_activation", "linear_residual"},
 }
 #: How many seeds a family has here, eight of a model: as many as it takes to fuse what is sought.
-COUNTS = dict.fromkeys(FAMILIES, 16) | {"moe": 24, "mlp": 32, "coded": 4}
+COUNTS = dict.fromkeys(FAMILIES, 16) | {"moe": 24, "mlp": 32, "quantised": 32, "coded": 4}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -89,11 +100,27 @@ def test_a_rule_that_is_left_out_is_found(monkeypatch):
     assert tally.verdicts["wrong"] >= 2, tally
 
 
-def test_a_format_that_is_read_wrongly_is_found(monkeypatch):
-    """Where the order of nibbles in a word is lost, programs of that order are told."""
-    monkeypatch.setattr(scales, "_order", lambda weight: [])
-    tally = run("quantised", range(30_024, 30_026))
-    assert tally.verdicts["wrong"] == tally.programs, tally
+INT4 = Integers("int4 words", AWQ, zero=(8, torch.int32), block="group")
+TWO_SWAPPED = Floats("nf4, two swapped", order=(1, 0), scale="float")
+
+
+@pytest.mark.parametrize(
+    ("axes", "module", "name", "read"),
+    [(INT4, scales, "_order", []), (TWO_SWAPPED, experts, "_decoded_as", ("nf4", 1.0))],
+    ids=["order", "table"],
+)
+def test_a_format_that_is_read_wrongly_is_found(axes, module, name, read, monkeypatch):
+    """Where the order of nibbles in a word is lost, or a table is taken for another."""
+    monkeypatch.setattr(module, name, lambda given: read)
+    draw, shapes = random.Random(0), [(96, 64), (96, 64), (64, 96)]
+    linears = [linear_of(axes, *shape, torch.bfloat16, draw) for shape in shapes]
+    mlp = Gated(linears, {"joined": False, "activation": F.silu, "written": None})
+    with torch.no_grad():
+        model = capture(mlp, [normal(draw, torch.bfloat16, 3, 64) for _ in range(2)], "")
+        inputs = clone_inputs(model.inputs)
+        result = model.module.forward(*inputs)
+        outcome = compared(Program(model.module, model.inputs, "", ()), result, inputs)
+    assert outcome.verdict == "wrong", outcome
 
 
 def test_a_seed_is_a_program():
@@ -103,6 +130,21 @@ def test_a_seed_is_a_program():
         other = program("attention", 144, model)[0]
     assert first.broken == again.broken
     assert str(first.module.graph) == str(again.module.graph) != str(other.module.graph)
+
+
+def test_no_module_of_tests_changes_a_table_of_another():
+    """A seed would be another program wherever that module has been imported before."""
+    changes = []
+    for path in Path(__file__).resolve().parents[1].rglob("*.py"):
+        text = path.read_text("utf-8")
+        imported = {
+            name
+            for names in re.findall(r"^from tests\S* import (\([^)]*\)|.*)$", text, re.MULTILINE)
+            for name in re.findall(r"\w+", names)
+        }
+        changed = re.findall(r"^ *(\w+)[\w.]*(?:\[.*\] =| \|=) ", text, re.MULTILINE)
+        changes += [f"{path.name}: {name}" for name in changed if name in imported]
+    assert not changes
 
 
 def test_fake_tensors_are_what_the_program_makes():

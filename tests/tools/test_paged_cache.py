@@ -14,7 +14,7 @@ import transformers
 from transformers import CompileConfig, DynamicCache, GenerationConfig, StaticCache
 
 from tilewright.compiler import reports
-from tilewright.tools.paged_cache import PagedCache
+from tilewright.tools.paged_cache import PagedCache, kv_scales
 
 WIDTHS = {
     "vocab_size": 61,
@@ -392,3 +392,93 @@ def test_generate_takes_no_second_cache():
             PagedCache(model.config),
             generation_config=GenerationConfig(cache_implementation="static", pad_token_id=0),
         )
+
+
+# --- eight bits ---------------------------------------------------------------------------------
+
+E4M3 = torch.float8_e4m3fn
+
+
+class Rounded(DynamicCache):
+    """A dynamic cache whose keys and values are rounded to float8 before they are stored."""
+
+    def __init__(self, config, dtype, scales):
+        super().__init__(config=config)
+        self.rounds_to, self.scales = dtype, scales
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        sides = zip((key_states, value_states), self.scales[layer_idx], strict=True)
+        rounded = (
+            (states.float() / scale.reshape(-1, 1, 1).float()).to(self.rounds_to).to(states.dtype)
+            * scale.reshape(-1, 1, 1)
+            for states, scale in sides
+        )
+        return super().update(*rounded, layer_idx, *args, **kwargs)
+
+
+def with_scales(model, by_head=False, of_linears=False):
+    """A model with the scales of a checkpoint's keys and values, which differ."""
+    for number, layer in enumerate(model.model.layers):
+        for name, size in (("k", 0.02), ("v", 0.03)):
+            attention = layer.self_attn
+            holder = getattr(attention, f"{name}_proj") if of_linears else attention
+            scale = torch.tensor([size, size / 2] if by_head else [size]) * (number + 1)
+            scale = torch.nn.Parameter(scale, requires_grad=False)
+            holder.register_parameter(f"{name}_scale", scale)
+    return model
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "by_head", "of_linears"),
+    [(E4M3, False, True), (E4M3, True, False), (torch.float8_e5m2, False, False)],
+)
+def test_eight_bits_are_the_codes_of_a_cache_that_rounds(dtype, by_head, of_linears, compiles):
+    model = with_scales(built("Llama"), by_head, of_linears)
+    scales = kv_scales(model)
+    way: dict = {"num_beams": 2}
+    if compiles:
+        torch._dynamo.reset()
+        how = CompileConfig(backend="tilewright", mode=None, options={"inner": "eager"})
+        how._compile_all_devices = True
+        way = {"compile_config": how}
+    want = generated(model, Rounded(model.config, dtype, scales), **way)
+    cache = PagedCache(model.config, page_size=PAGE, dtype=dtype, scales=scales)
+    assert torch.equal(generated(model, cache, **way), want)
+    assert all(pool.dtype == dtype for pool in cache._pools())
+    if compiles:
+        name = str(dtype).removeprefix("torch.")
+        found = [(match.op, match.shapes["cache"]) for match in reports()[-1].matches]
+        assert found.count(("cache_attention", name)) == 2
+        assert sum(op == "fused_qkv_paged" for op, _ in found) == 2
+
+
+def test_eight_bits_without_scales_saturate():
+    model = built("Llama")
+    model.model.layers[0].self_attn.v_proj.weight.data.mul_(1e4)
+    cache = PagedCache(model.config, page_size=PAGE, dtype=E4M3)
+    generated(model, cache)
+    pool = cache.paged[0].values.float()
+    assert pool.isfinite().all()
+    assert pool.abs().amax() == 448
+
+
+def test_scales_are_read_where_checkpoints_keep_them():
+    with pytest.raises(ValueError, match="expected attention with k_scale and v_scale, found none"):
+        kv_scales(built("Llama"))
+    scales = kv_scales(with_scales(built("Llama")))
+    assert {number: float(k) for number, (k, _) in scales.items()} == pytest.approx(
+        {0: 0.02, 1: 0.04}
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"dtype": torch.int8}, "dtype: expected None or one of"),
+        ({"scales": {}}, "scales: expected"),
+    ],
+)
+def test_what_pools_cannot_be_is_refused(given, words):
+    with pytest.raises(ValueError, match=words):
+        PagedCache(built("Llama").config, **given)

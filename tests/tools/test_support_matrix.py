@@ -74,7 +74,8 @@ def test_every_row_is_pinned_but_the_one_that_takes_what_is_out_today():
 def test_the_quantised_row_has_the_libraries_and_runs_what_needs_them():
     (row,) = (row for row in ROWS if row.name == "quantised")
     assert {name.partition("==")[0] for name in row.besides} == {
-        "torchao", "compressed-tensors", "optimum-quanto", "bitsandbytes", "hqq", "gptqmodel"
+        "torchao", "compressed-tensors", "optimum", "optimum-quanto", "bitsandbytes", "hqq",
+        "gptqmodel",
     }  # fmt: skip
     assert set(row.besides) < set(requirements(row))
     good = line(Outcome(row, versions(row), "", {"quantised": Count(7)}), "2000-01-01")

@@ -23,10 +23,11 @@ class Row:
     runs: tuple[str, ...] = ("graphs", "ops", "interpreter")
 
 
-#: Libraries that quantise. gptqmodel wants torch 2.14.1 or newer.
+#: Libraries that quantise. gptqmodel wants torch 2.14.1 or newer, and transformers optimum with it.
 QUANTISERS = (
     "torchao==0.18.0",
     "compressed-tensors==0.20.0",
+    "optimum==2.3.0",
     "optimum-quanto==0.2.7",
     "bitsandbytes==0.50.2",
     "hqq==0.2.8.post1",

@@ -118,6 +118,7 @@ def streamed_linear(
     SCALE_ROWS: tl.constexpr = 1, SCALE_COLUMNS: tl.constexpr = 1,
     PACKED_ZEROS: tl.constexpr = False, CODE_OFFSET: tl.constexpr = 0,
     ZERO_OFFSET: tl.constexpr = 0, NUMBER: tl.constexpr = "", APART: tl.constexpr = False,
+    ADDED_ZEROS: tl.constexpr = False,
     norm_bias_ptr=None, NORM_BIAS_STRIDE: tl.constexpr = 0, LAYER_ROW: tl.constexpr = 0,
     SCALED: tl.constexpr = False, weight_factor_ptr=None, up_factor_ptr=None,
 ):  # fmt: skip
@@ -138,9 +139,9 @@ def streamed_linear(
     "e2m1" or a table (`formats.table_words`). BLOCK_STRIDES: (scale row, scale column, zero row,
     zero column). A scale is for SCALE_ROWS rows by SCALE_COLUMNS columns, a multiple of BLOCK_K, a
     half, a quarter or all of it, or at least K. The zero of a code is CODE_OFFSET + ZERO_OFFSET +
-    the zero tensor's value; PACKED_ZEROS: words of eight rows. SCALED: codes are
-    multiplied by their scales before the product (`scaled_numbers`). A factor is one number, by
-    which all of a weight is multiplied.
+    the zero tensor's value; PACKED_ZEROS: words of eight rows. ADDED_ZEROS: the tensor's value is
+    added behind the scale. SCALED: codes are multiplied by their scales before the product
+    (`scaled_numbers`). A factor is one number, by which all of a weight is multiplied.
     """
     row_tile = tl.program_id(0) // SPLIT_K
     part = tl.program_id(0) % SPLIT_K
@@ -291,6 +292,7 @@ def streamed_linear(
                     product = add_scaled_groups(
                         product, codes, x, part_of(scale, own, PARTS), part_of(zero, own, PARTS),
                         None, PER, GROUPS, HAS_ZEROS, ZERO_TENSOR, ZERO_OFFSET, False, UNIT,
+                        ADDED_ZEROS,
                     )  # fmt: skip
                 if up_weight_ptr is not None:
                     codes = decoded(
@@ -304,6 +306,7 @@ def streamed_linear(
                             up, codes, x, part_of(up_scale, own, PARTS),
                             part_of(up_zero, own, PARTS), None,
                             PER, GROUPS, HAS_ZEROS, ZERO_TENSOR, ZERO_OFFSET, False, UNIT,
+                            ADDED_ZEROS,
                         )  # fmt: skip
             else:
                 product = tl.dot(words, x.T, product)
@@ -316,12 +319,13 @@ def streamed_linear(
             up_zero = next_up_zero
     if CODES and WHOLE_ROWS:
         product = scaled_whole(
-            product, sums, scale, zero, None, HAS_ZEROS, ZERO_TENSOR, ZERO_OFFSET, False, UNIT
+            product, sums, scale, zero, None, ZERO_TENSOR, ZERO_OFFSET, False, UNIT, ADDED_ZEROS
         )
         if up_weight_ptr is not None:
             up = scaled_whole(
-                up, sums, up_scale, up_zero, None, HAS_ZEROS, ZERO_TENSOR, ZERO_OFFSET, False, UNIT
-            )
+                up, sums, up_scale, up_zero, None, ZERO_TENSOR, ZERO_OFFSET, False, UNIT,
+                ADDED_ZEROS,
+            )  # fmt: skip
     if SCALED:
         product *= UNIT
         if up_weight_ptr is not None:

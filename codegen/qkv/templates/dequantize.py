@@ -49,7 +49,7 @@ def dequantize_weight(
     SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, PACKED_ZEROS: tl.constexpr,
     ZERO_ORDER: tl.constexpr, ZERO_POINT: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, UNIT: tl.constexpr, NUMBER: tl.constexpr = "",
-    factor_ptr=None,
+    ADDED_ZEROS: tl.constexpr = False, factor_ptr=None,
 ):  # fmt: skip
     """A quantised projection weight, dequantised: out [NUM_ROWS, HIDDEN] = (code - zero) * scale *
     factor in fp32, rounded once to out's dtype.
@@ -60,7 +60,8 @@ def dequantize_weight(
     (scale row, scale column, zero row, zero column). ORDER: where each element of a word lies;
     ZERO_ORDER: the same of zeros that lie eight rows to a word. UNIT divides SCALE_COLUMNS and
     BLOCK_K: columns that share a scale. NUMBER: what codes stand for, "e2m1" or
-    a table's 16 numbers. Scales that are bytes are e8m0.
+    a table's 16 numbers. Scales that are bytes are e8m0. ADDED_ZEROS: the zeros are added behind
+    the scale, not subtracted before.
     """
     first_row = tl.program_id(0) * BLOCK_R
     first_column = tl.program_id(1) * BLOCK_K
@@ -103,8 +104,6 @@ def dequantize_weight(
         scale = e8m0_value(exponents.to(tl.int32))
     else:
         scale = tl.load(scale_ptr + places, mask=block_mask, other=0.0).to(tl.float32)
-    if factor_ptr is not None:
-        scale *= tl.load(factor_ptr)
     codes -= ZERO_POINT
     if zero_ptr is not None:
         columns = (blocks * BLOCK_STRIDES[3])[None, :]
@@ -118,8 +117,14 @@ def dequantize_weight(
         else:
             places = block_rows * BLOCK_STRIDES[2] + columns
             zero = tl.load(zero_ptr + places, mask=block_mask, other=0.0).to(tl.float32)
-        codes -= zero[:, :, None]
+        if not ADDED_ZEROS:
+            codes -= zero[:, :, None]
     values = tl.reshape(codes * scale[:, :, None], (BLOCK_R, BLOCK_K))
+    if ADDED_ZEROS and zero_ptr is not None:
+        added = tl.broadcast_to(zero[:, :, None], (BLOCK_R, BLOCK_K // UNIT, UNIT))
+        values += tl.reshape(added, (BLOCK_R, BLOCK_K))
+    if factor_ptr is not None:
+        values *= tl.load(factor_ptr)
     columns = first_column + tl.arange(0, BLOCK_K)
     out = out_ptr + rows.to(tl.int64)[:, None] * HIDDEN + columns[None, :]
     mask = row_mask[:, None] & (columns < HIDDEN)[None, :]

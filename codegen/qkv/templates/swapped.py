@@ -164,7 +164,7 @@ def qkv_projection_swapped(
     q_norm_bias_ptr=None, k_norm_bias_ptr=None, NORM_BIAS_STRIDES: tl.constexpr = None,
     input_norm_bias_ptr=None, INPUT_NORM_BIAS_STRIDE: tl.constexpr = 0,
     INPUT_LAYER_ROW: tl.constexpr = 0, SATURATES: tl.constexpr = True,
-    SCALED: tl.constexpr = False, factors_ptr=None,
+    ADDED_ZEROS: tl.constexpr = False, SCALED: tl.constexpr = False, factors_ptr=None,
 ):  # fmt: skip
     """QKV projection, few tokens: q, k, v = x @ [Wq; Wk; Wv]^T with bias, QK norm, rotary
     embedding, and the store to q and to a paged cache.
@@ -185,14 +185,14 @@ def qkv_projection_swapped(
     kernel's programs may take their places while this one runs.
 
     With scales, weights are codes: 8-bit (PER 1), or words of PER codes along K or, with
-    PACKED_ROWS, along the rows, which their strides count. NUMBER: what codes stand for,
-    "e2m1" or a table (`formats.table_words`). Q_BLOCK_STRIDES are those of scales and zeros: (scale
-    row, scale column, zero row, zero column). One of them is for SCALE_ROWS rows by SCALE_COLUMNS
+    PACKED_ROWS, along the rows, which their strides count. NUMBER: what codes stand for, "e2m1" or
+    a table (`formats.table_words`). Q_BLOCK_STRIDES are those of scales and zeros: (scale row,
+    scale column, zero row, zero column). One of them is for SCALE_ROWS rows by SCALE_COLUMNS
     columns, a multiple of BLOCK_K, a half, a quarter or all of it, or at least HIDDEN. The zero of
     a code is CODE_OFFSET + ZERO_OFFSET + the zero tensor's value; PACKED_ZEROS: words of eight
-    rows. SCALED: codes are multiplied by their scales before the product (`scaled_numbers`). x is
-    16-bit, or fp8 like the weight with a scale for each token and X_SCALE_BLOCK columns.
-    X_IN_ORDER: x is the result of `order_x`.
+    rows; ADDED_ZEROS: the tensor's value is added behind the scale. SCALED: codes are multiplied by
+    their scales before the product (`scaled_numbers`). x is 16-bit, or fp8 like the weight with a
+    scale for each token and X_SCALE_BLOCK columns. X_IN_ORDER: x is the result of `order_x`.
     """
     row_tile = tl.program_id(0) // SPLIT_K
     part = tl.program_id(0) % SPLIT_K
@@ -431,7 +431,7 @@ def qkv_projection_swapped(
                 accumulator = add_scaled_groups(
                     accumulator, codes, x, scale, zero, x_scale,
                     PER, GROUPS, HAS_ZEROS, q_zero_ptr is not None, ZERO_OFFSET,
-                    x_scale_ptr is not None, UNIT,
+                    x_scale_ptr is not None, UNIT, ADDED_ZEROS,
                 )  # fmt: skip
             scale = next_scale
             zero = next_zero
@@ -440,8 +440,8 @@ def qkv_projection_swapped(
             accumulator = tl.dot(words, x.T, accumulator)
     if CODES and WHOLE_ROWS:
         accumulator = scaled_whole(
-            accumulator, sums, scale, zero, x_scale, HAS_ZEROS, q_zero_ptr is not None, ZERO_OFFSET,
-            x_scale_ptr is not None, UNIT,
+            accumulator, sums, scale, zero, x_scale, q_zero_ptr is not None, ZERO_OFFSET,
+            x_scale_ptr is not None, UNIT, ADDED_ZEROS,
         )  # fmt: skip
     if SCALED:
         accumulator *= UNIT

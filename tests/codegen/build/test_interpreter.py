@@ -1,10 +1,13 @@
 """bf16 in the interpreter, against torch, bit for bit."""
 
+import ast
+
 import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.runtime.interpreter import FunctionRewriter
 
 from tilewright.codegen.build import interpreter_speed
 from tilewright.codegen.build.interpreter import corrected, interpret, round_to_bf16, widen
@@ -156,6 +159,19 @@ def test_types_of_one_launch_share_their_parts_and_are_checked_as_ever():
                 tl.block_type(tl.int32, [4.0])
             with pytest.raises(TypeError, match="0d"):
                 tl.block_type(tl.int32, [])
+
+
+@pytest.mark.parametrize("kernel", [arithmetic, reduction, product])
+def test_a_function_is_what_triton_makes_of_it_at_the_same_lines(kernel):
+    rewriter = FunctionRewriter(kernel.fn)
+    rewriter.def_file_lineno = 7
+    source = kernel.src
+    theirs = rewriter._transform_ast(source)
+    ours = interpreter_speed._transformed_in_place(rewriter, source)
+    assert "interpreter_semantic" in ast.dump(ours)
+    assert ast.dump(ours) == ast.dump(theirs)
+    for one, other in zip(ast.walk(ours), ast.walk(theirs), strict=True):
+        assert getattr(one, "lineno", None) == getattr(other, "lineno", None)
 
 
 @triton.jit

@@ -23,10 +23,8 @@ from tilewright.ops.contract import FusedOp, all_ops, emitted_kernel, get_op, re
 from tilewright.ops.lora.cases import LoraCase
 from tilewright.ops.qkv.samples import AttentionCase
 from tilewright.ops.runtime.program import Buffer, Library, Outcome, SplitK, drive
-from tilewright.ops.runtime.recording import call_key
+from tilewright.ops.runtime.recording import CallKeys
 from tilewright.ops.runtime.replay import repeat
-
-KEYED = ("fused_qkv_paged", "paged_kv_store")
 
 
 class Recorder(Interpreter):
@@ -121,13 +119,12 @@ def is_repeated(op, a, moved=None):
 
 @pytest.mark.parametrize("op", [op for op in BUILT if op.moving], ids=lambda op: op.name)
 def test_a_repeat_finds_the_arguments_that_move(op):
-    repeated = 0
+    repeated, keys = 0, CallKeys(op.kinds, op.moving)
     for case in op.cases:
         a = op.sample_inputs(case)
         moved = {name: relocated(getattr(a, name)) for name in op.moving}
         other = replace(a, **moved)
-        key, other_key = key_of(op, a), key_of(op, other)
-        assert key == other_key
+        assert keys(*op.split(a)) == keys(*op.split(other))
         repeated += is_repeated(op, a, other)
     assert repeated >= 3
 
@@ -141,11 +138,6 @@ def relocated(tensor):
     moved.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
     assert moved.data_ptr() != tensor.data_ptr() or not tensor.numel()
     return moved
-
-
-def key_of(op, a):
-    moving = [n for n, name in enumerate(op.parameters) if name in op.moving]
-    return call_key(*op.split(a), moving)
 
 
 def results_of(result):
@@ -277,26 +269,31 @@ def test_what_may_move_is_declared_right(moving):
         register(op)
 
 
-@pytest.mark.parametrize("name", KEYED)
-def test_the_key_tells_every_argument(name):
+@pytest.mark.parametrize("op", BUILT, ids=lambda op: op.name)
+def test_the_key_tells_every_argument(op):
     """Leaving any argument out of the key, or taking one for another, would show here."""
-    op = get_op(name)
-    a = op.sample_inputs(
-        AttentionCase("plain", hidden=256, head_dim=64, rope_style="half", rotary_dim=64,
-                      bias=True, qk_norm=True)
-    )  # fmt: skip
-    known = call_key(*op.split(a))
-    assert known == call_key(*op.split(a))
-    for field in fields(a):
-        value = getattr(a, field.name)
+    a, keys = op.sample_inputs(op.cases[0]), CallKeys(op.kinds, op.moving)
+    known = keys(*op.split(a))
+    assert known == keys(*op.split(a))
+    for name, kind in op.kinds.items():
+        value = getattr(a, name)
         if isinstance(value, torch.Tensor):
-            others = [value.clone(), value.view(torch.uint8), value.unsqueeze(0)]
+            others = [value.view(torch.int8), value.unsqueeze(0), value.transpose(0, -1)]
+            others = [other for other in others if value.ndim > 1] or [value.repeat(2), value[None]]
+            others += [None] * ("Optional" in kind) + [value.clone()] * (name not in op.moving)
+        elif "Tensor" in kind:
+            others = [torch.ones(1)]
         elif isinstance(value, (list, tuple)):
             others = [[*value, 7]]
         else:
             others = ["another"]
         for other in others:
-            assert call_key(*op.split(replace(a, **{field.name: other}))) != known, field.name
+            assert keys(*op.split(replace(a, **{name: other}))) != known, name
+    args, kwargs = op.split(a)
+    for n in range(1, len(args)):  # a default that is left out
+        assert keys(args[:n], kwargs) != known
+    for name in kwargs:
+        assert keys(args, {k: v for k, v in kwargs.items() if k != name}) != known
 
 
 def test_values_are_checked_each_time_when_debugging(machine, monkeypatch):

@@ -799,3 +799,19 @@ def test_a_view_that_needs_the_graphs_own_strides():
         return sdpa(q, k, v, attn_mask=mask).view(q.shape[0], -1)
 
     assert site_of(run(attend, inputs())).pattern == "cache_attention"
+
+
+def test_a_cache_that_is_changed_by_the_name_of_its_write():
+    """That write, which another match absorbs, is a name of the memory that attention reads."""
+
+    def attend(q, k, v, positions, new, *_):
+        k.index_copy_(2, positions, new)
+        written = v.index_copy_(2, positions, new * 2)
+        written.masked_fill_(written > 0, 0)
+        mask = counted(k) <= positions[:, None]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+
+    q, k, v, _, positions, *_ = inputs()
+    report = run(attend, (q, k, v, positions, q[:, :KV_HEADS].contiguous()))
+    found = {site.pattern for site in report.matches}
+    assert found == {"cache_store", "cache_attention"}

@@ -27,7 +27,6 @@ ABSORBED = {name for name in IDIOMS if name.startswith("absorbed")}
 MISSED = {
     "chunked": "CHUNKED_PREFIX",
     "kv_b_separate": "LATENT_WEIGHT",
-    "kv_b_int8_behind": "LATENT_KEYS",
     "attention_own_varlen": "ATTENTION_FORM",
     "attention_own_varlen_padded": "ATTENTION_FORM",
 }
@@ -251,6 +250,43 @@ def test_near_misses_say_what_is_wrong(change):
     patterns, codes = missed(change)
     assert patterns == [STORE]
     assert codes == {NEAR_MISSES[change]}
+
+
+def scaled_twice(kv_b, product):
+    return product * kv_b.scale * kv_b.scale
+
+
+def scaled_wider(kv_b, product):
+    return (product * kv_b.scale.float()).to(product.dtype)
+
+
+def scaled_by_row_of_values(kv_b, product):
+    return product
+
+
+def biased_behind(kv_b, product):
+    return product * kv_b.scale + kv_b.scale
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        (scaled_twice, "LATENT_KEYS"),
+        (scaled_wider, "LATENT_KEYS"),
+        (scaled_by_row_of_values, "LATENT_VALUES"),
+        (biased_behind, "LATENT_KEYS"),
+    ],
+)
+def test_sums_of_codes_that_are_changed_otherwise_are_told(change, code):
+    def bend(module):
+        kv_b, (heads, v_dim) = module.kv_b, (module.axes.num_heads, module.axes.v_dim)
+        kv_b.forward = lambda x: change(kv_b, torch.nn.functional.linear(x, kv_b.codes.to(x.dtype)))
+        if change is scaled_by_row_of_values:
+            scale = kv_b.scale.view(heads, -1)[:, -v_dim:]
+            module.values_of = lambda values, x: values * scale
+
+    assert missed(lambda module: None, "kv_b_int8_behind") == ([STORE, PREFILL], set())
+    assert missed(bend, "kv_b_int8_behind") == ([STORE], {code})
 
 
 @pytest.mark.parametrize("change", [rope_key_per_head, keys_scaled], ids=lambda c: c.__name__)

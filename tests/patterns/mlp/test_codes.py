@@ -58,8 +58,7 @@ OTHERS |= {quantized.nvfp4_high_first, quantized.nf4_low_first, quantized.nf4_ro
 def with_a_bias_in_turn():
     """(form, whether there is a bias), in turn among the forms of a format."""
     seen = {}
-    own = (form for form in STORED if form.__module__ == quantized.__name__)  # tests add more
-    for form in (form for form in own if form not in OTHERS):
+    for form in (form for form in STORED if form not in OTHERS):
         kind = FORMATS[form.__name__.split("_")[0]]
         seen[kind] = not seen.get(kind, True)
         yield pytest.param(form, seen[kind], id=form.__name__ + "-bias" * seen[kind])
@@ -96,8 +95,11 @@ def test_blocks_of_different_size_are_cut_to_the_smaller():
     assert len(matches_of(compiled(module, tokens()), "mlp")) == 2
 
 
-UNSCALED = lambda layer, dtype: layer.codes.to(dtype)  # noqa: E731
-STORED_UNSCALED = quantized.STORED | {UNSCALED: quantized.int8_buffers}
+def unscaled(layer, dtype):
+    return layer.codes.to(dtype)
+
+
+unscaled.stored = quantized.int8_buffers
 
 
 @pytest.mark.parametrize(
@@ -107,13 +109,12 @@ STORED_UNSCALED = quantized.STORED | {UNSCALED: quantized.int8_buffers}
         ((quantized.int8, quantized.int8_with_zeros), "WEIGHT_FORMAT"),
         ((quantized.nibbles_low_first, quantized.nibbles_high_first), "WEIGHT_FORMAT"),
         ((quantized.gptq_act_order, quantized.gptq_act_order), "SCALE_BLOCK"),
-        ((UNSCALED, UNSCALED), "WEIGHT_FORMAT"),
+        ((unscaled, unscaled), "WEIGHT_FORMAT"),
     ],
     ids=["dtypes", "zeros", "orders", "groups of a buffer", "no scale"],
 )
-def test_codes_that_no_op_takes_are_advice(forms, code, monkeypatch):
+def test_codes_that_no_op_takes_are_advice(forms, code):
     """The down projection, of known codes, is found beside them."""
-    monkeypatch.setattr(quantized, "STORED", STORED_UNSCALED)
     report = compiled(Mlp(*forms, quantized.int8), tokens())
     (site,) = matches_of(report, "mlp")
     assert site.pattern == "linear_residual"

@@ -8,7 +8,7 @@ from torch import nn
 from tests.agreement import assert_no_worse, assert_untouched, cloned, upcast
 from tests.found import codes_of, matches_of, misses_of, patterns_in
 from tests.models import quantized
-from tests.models.quantized import GROUP, STORED, WHOLE, QuantizedLinear
+from tests.models.quantized import GROUP, OTHER_LAYERS, STORED, WHOLE, QuantizedLinear
 from tests.scaled_products import ROW_SCALES
 from tilewright.codegen import formats
 from tilewright.compiler import lower, reports
@@ -248,13 +248,13 @@ def test_a_factor_for_all_of_a_weight_is_an_argument(form, apart):
 
 
 def stored(form):
-    """Registers a form of a test's own, that stores what `form` does."""
+    """Gives a form of a test's own the buffers that `form` has."""
 
-    def register(function):
-        STORED[function] = STORED[form]
+    def told(function):
+        function.stored = STORED[form]
         return function
 
-    return register
+    return told
 
 
 @stored(quantized.nibbles_low_first)
@@ -460,7 +460,7 @@ def codes_and_words(rows, hidden, generator):
     return quantized.int8_buffers(rows, hidden, generator) | {"words": words}
 
 
-STORED[int8_with_words_of_zeros] = codes_and_words
+int8_with_words_of_zeros.stored = codes_and_words
 
 
 @pytest.mark.parametrize(
@@ -473,6 +473,102 @@ STORED[int8_with_words_of_zeros] = codes_and_words
 )
 def test_zeros_are_read_however_they_are_packed_and_selected(form, weight):
     assert check(Attention(linear_of(form)), arguments(5))["weight"] == weight
+
+
+# --- zeros behind the scale -----------------------------------------------------------------------
+
+
+def offset_buffers(rows, hidden, generator):
+    buffers = quantized.nibble_buffers(rows, hidden, generator)
+    offset = torch.randn(rows, hidden // GROUP, generator=generator).bfloat16() / 8
+    return buffers | {"offset": offset, "zero": offset.float() + 8}
+
+
+def offset(form):
+    """Registers a form that gets the codes in groups [N, K / group, group], and their scale."""
+
+    def made(layer, dtype):
+        codes = torch.stack((layer.packed & 15, layer.packed >> 4), dim=-1).flatten(-2)
+        scale, zero = (t.unsqueeze(-1) for t in (layer.scale, layer.offset))
+        blocks = form(layer, codes.unflatten(-1, (-1, GROUP)), scale, zero)
+        return blocks.flatten(-2).to(dtype)
+
+    made.__name__ = form.__name__
+    STORED[made] = offset_buffers
+    return made
+
+
+@offset
+def in_float32(layer, codes, scale, zero):
+    return (codes.float() - 8) * scale.float() + zero.float()
+
+
+@offset
+def in_its_own_dtype(layer, codes, scale, zero):
+    """Rounded twice."""
+    return zero + scale * (codes.to(scale.dtype) - 8)
+
+
+@offset
+def codes_from_zero(layer, codes, scale, zero):
+    return codes.to(scale.dtype) * scale + zero
+
+
+@pytest.mark.parametrize("form", [in_float32, in_its_own_dtype, codes_from_zero])
+def test_zeros_may_be_added_behind_the_scale(form):
+    facts = check(Attention(linear_of(form)), arguments(5))
+    assert facts["weight"] == "int4_k_offset with zeros"
+
+
+@offset
+def zeros_on_both_sides(layer, codes, scale, zero):
+    return (codes.float() - layer.zero.unsqueeze(-1)) * scale + zero
+
+
+@offset
+def scaled_behind_the_zeros(layer, codes, scale, zero):
+    return ((codes.float() - 8) * scale + zero) * scale
+
+
+@offset
+def added_twice(layer, codes, scale, zero):
+    return (codes.float() - 8) * scale + zero + zero
+
+
+@offset
+def subtracted(layer, codes, scale, zero):
+    return (codes.float() - 8) * scale - zero
+
+
+@offset
+def added_with_a_factor(layer, codes, scale, zero):
+    return torch.add((codes.float() - 8) * scale, zero, alpha=2)
+
+
+NOT_ADDED = [
+    zeros_on_both_sides,
+    scaled_behind_the_zeros,
+    added_twice,
+    subtracted,
+    added_with_a_factor,
+]
+
+
+@pytest.mark.parametrize("form", NOT_ADDED, ids=lambda form: form.__name__)
+def test_other_sums_of_codes_and_zeros_are_no_format(form):
+    assert_missed(Attention(linear_of(form)), arguments(5), "WEIGHT_FORMAT")
+
+
+def int8_with_offset(layer, dtype):
+    weight = layer.codes.to(dtype) * layer.scale[:, None].to(dtype)
+    return weight + layer.zeros.to(dtype)
+
+
+STORED[int8_with_offset] = quantized.int8_buffers
+
+
+def test_codes_of_eight_bits_have_no_zeros_behind_the_scale():
+    assert_missed(Attention(linear_of(int8_with_offset)), arguments(5), "WEIGHT_FORMAT")
 
 
 @stored(quantized.gptq)
@@ -584,6 +680,55 @@ def test_activations_scaled_by_block():
     assert fused.args[0].meta["example_value"].dtype == torch.float8_e4m3fn
 
 
+class ScaledByRecipe(BlockScaled):
+    """`F.scaled_mm` with such scales, in the orders that it takes: what it is given is a tensor
+    whose blocks along K are padded to a multiple of four. square: of 128 rows of the weight."""
+
+    def __init__(self, hidden, width, seed, square):
+        super().__init__(hidden, width, seed)
+        self.square = square
+        blocks = -(-hidden // 512) * 4 if square else hidden // 128
+        self.scale = torch.rand(width // 128 if square else width, blocks)
+
+    def forward(self, x):
+        recipe = torch.nn.functional.ScalingType
+        blocks = x.float().unflatten(-1, (-1, 128))
+        scale = blocks.abs().amax(dim=-1, keepdim=True) / 448
+        codes = (blocks / scale).to(torch.float8_e4m3fn).flatten(-2)
+        by_rows = scale.squeeze(-1).t().contiguous().t()
+        own = self.scale.t() if self.square else self.scale.t().contiguous().t()
+        recipes = recipe.BlockWise1x128, recipe.BlockWise128x128 if self.square else None
+        return F.scaled_mm(
+            codes, self.codes.t(), by_rows, recipes[0], own, recipes[1] or recipes[0],
+            output_dtype=torch.bfloat16,
+        )  # fmt: skip
+
+
+@pytest.mark.skipif(not hasattr(F, "scaled_mm"), reason="this PyTorch has none")
+@pytest.mark.parametrize("square", [True, False])
+@pytest.mark.parametrize(("hidden", "is_read"), [(512, True), (640, False)])
+def test_scales_by_recipes_of_blocks(hidden, is_read, square):
+    """Scales that are padded are told; runs on a GPU alone."""
+
+    class Gated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate, self.up = (ScaledByRecipe(hidden, 256, s, square) for s in range(2))
+
+        def forward(self, x):
+            return F.silu(self.gate(x)) * self.up(x)
+
+    lowered = lower(Gated(), (torch.randn(5, hidden).bfloat16(),))
+    if is_read or not square:
+        (fused,) = [n for n in lowered.graphs[0].after.graph.nodes if "activation" in str(n.target)]
+        assert fused.kwargs["scale_block"] == [128 if square else 1, 128]
+        return
+    (miss,) = lowered.misses
+    assert (miss.code, miss.pattern) == ("LINEAR_FORM", "linear_activation")
+    assert "_scaled_mm_v2 computes the linear, with scales" in miss.message
+    assert "a multiple of 512" in miss.hint
+
+
 @pytest.mark.parametrize(
     ("form", "name"),
     [
@@ -652,8 +797,7 @@ def sums_of_bare_codes(layer, x):
     [(sums_scaled_besides, 1, "K_PATH"), (sums_of_bare_codes, 5, "WEIGHT_FORMAT")],
 )
 def test_rotated_sums_with_two_scales_or_none_are_missed(form, tokens, code, monkeypatch):
-    monkeypatch.setitem(STORED, form, STORED[quantized.int8])
-    monkeypatch.setitem(WHOLE, form, form)
+    monkeypatch.setitem(OTHER_LAYERS, form, STORED[quantized.int8])
     assert_missed(Rotated(linear_of(form)), arguments(tokens), code)
 
 

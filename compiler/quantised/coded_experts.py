@@ -1,0 +1,36 @@
+"""Experts whose weights are made of codes in their forward pass, in plain PyTorch."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+class CodedExperts(nn.Module):
+    """x [T, K], experts [T, S] and their weights [T, S] -> [T, K].
+
+    A class for each way of storing codes implements `of_rows`. Dimension letters: T tokens, S
+    slots, K columns.
+    """
+
+    num_experts: int
+
+    def of_rows(self, x: torch.Tensor, ends: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
+        """The result [T * S, K] of rows that are sorted by expert; ends: where each one's end;
+        expert: of each row."""
+        raise NotImplementedError
+
+    def forward(
+        self, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        num_slots = top_k_index.shape[-1]
+        expert, order = torch.sort(top_k_index.reshape(-1))
+        # `histc` takes floats on a CPU, and integers on a GPU where it is deterministic.
+        numbers = expert.float() if x.device.type == "cpu" else expert.int()
+        counts = torch.histc(numbers, bins=self.num_experts, min=0, max=self.num_experts - 1)
+        ends = counts.cumsum(0, dtype=torch.int32)
+        y = self.of_rows(x[order // num_slots], ends, expert)
+        y = y * top_k_weights.reshape(-1)[order].unsqueeze(-1)
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(len(order), device=order.device)
+        return y[inverse].view(*top_k_index.shape, -1).sum(1).to(x.dtype)

@@ -1,0 +1,69 @@
+"""Linears of transformers' own NVFP4: weights of floats of four bits, two functions of x.
+
+Arithmetic: the hub's nvfp4-gemm (`functional.py`, `nvfp4_utils.cuh`). One or two rows are
+multiplied as they are; more are rounded to floats of four bits first, in blocks of 16 columns whose
+scales share a factor, which the largest element of all rows decides.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tilewright.compiler.quantised.coded_linear import CodedLinear, floats_of_bytes, nearest_e2m1
+from tilewright.ops.formats import fp4
+from tilewright.ops.formats.fp8_block import E4M3_MAX
+
+BLOCK = 16
+# As many rows, and no more, are not rounded.
+_ROWS_AS_THEY_ARE = 2
+_LEAST_LARGEST = 1e-12
+
+
+class Nvfp4Linear(CodedLinear):
+    """weight [N, K / 2] uint8, two E2M1 codes to a byte; weight_sf_rowmajor [N, K / 16] uint8, the
+    bits of e4m3 scales; weight_global_scale [1], which divides. x and y in bfloat16."""
+
+    weight: torch.Tensor
+    weight_sf_rowmajor: torch.Tensor
+    weight_global_scale: torch.Tensor
+
+    def weight_of_codes(self, dtype: torch.dtype) -> torch.Tensor:
+        factor = 1.0 / self.weight_global_scale
+        return decoded(self.weight, self.weight_sf_rowmajor, factor).to(dtype)
+
+    def rounded(self, x: torch.Tensor) -> torch.Tensor:
+        """x in bfloat16; of more than two rows, the numbers that its codes stand for."""
+        x = x.to(torch.bfloat16)
+        if x.numel() <= _ROWS_AS_THEY_ARE * self.in_features:
+            return x
+        factor = E4M3_MAX * fp4.MAX / x.abs().amax().float().clamp(min=_LEAST_LARGEST)
+        blocks = x.float().unflatten(-1, (-1, BLOCK))
+        scale = factor * (blocks.abs().amax(-1, keepdim=True) * (1.0 / fp4.MAX))
+        scale = scale.to(torch.float8_e4m3fn).float()
+        # Products of reciprocals, as the library has them: next to a middle codes depend on it.
+        scaled = blocks * torch.where(scale == 0, 0.0, 1.0 / (scale * (1.0 / factor)))
+        codes = nearest_e2m1(scaled.clamp(-fp4.MAX, fp4.MAX))
+        return (codes * (scale / factor)).flatten(-2).to(torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(self.rounded(x), self.weight_of_codes(torch.bfloat16))
+
+
+def decoded(codes: torch.Tensor, scale: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """A weight [N, K] in float32 of codes [N, K / 2], the bits of scales [N, K / 16], a factor [1]
+    of all."""
+    numbers = floats_of_bytes(codes, torch.float32).unflatten(-1, (-1, BLOCK))
+    by_block = factor * scale.view(torch.float8_e4m3fn).float()
+    return (numbers * by_block.unsqueeze(-1)).flatten(-2)
+
+
+def replacement(module: nn.Module) -> nn.Module | None:
+    """The module that decodes in PyTorch; None for another library's."""
+    own = type(module)
+    if own.__name__ != "NVFP4Linear" or not own.__module__.startswith("transformers."):
+        return None
+    names = ("weight", "weight_sf_rowmajor", "weight_global_scale")
+    tensors = {name: getattr(module, name) for name in names} | {"bias": None}
+    return Nvfp4Linear(module.in_features, module.out_features, tensors)  # type: ignore[arg-type]

@@ -1,0 +1,146 @@
+"""Linears whose weight is a tensor subclass of a quantisation library, as what its codes stand for.
+
+    y = linear(x, Int8Tensor)   ⇒   y = linear(x, weight.qdata.to(bfloat16)) * weight.scale
+
+The graph reads the tensors inside of such a weight, and decodes them as a module does that
+`compiler/quantised` puts in a model. Calls of which no pattern took a part run as they were written
+(`spelled.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx
+
+from tilewright.compiler import _compat
+from tilewright.compiler._compat.autocast import autocast_at_devices
+from tilewright.compiler.dataflow.access import call_key
+from tilewright.compiler.dataflow.spelling import argument
+from tilewright.compiler.quantised import tensor_subclasses
+from tilewright.compiler.quantised.operators import UnfitError
+from tilewright.compiler.rewrite.declared import (
+    Trace,
+    copied,
+    end_of,
+    needed_for,
+    require_same_layout,
+    traced,
+    unfit_of,
+)
+from tilewright.compiler.rewrite.spelled import SpelledOut, stand_in
+from tilewright.compiler.rewrite.writer import Writer
+from tilewright.patterns.language import Miss, Stage
+
+_OPERANDS = ("input", "weight", "bias")
+
+
+class CodedWeights:
+    """The linears of one graph whose weights are read; those of one layout share a trace."""
+
+    def __init__(self) -> None:
+        self._traces: dict[Any, Trace | UnfitError | None] = {}
+
+    def takes(self, target: Any) -> bool:
+        return target in (F.linear, torch.ops.aten.linear.default)
+
+    def spell(self, call: fx.Node, write: Writer) -> SpelledOut | None:
+        """None for a linear of another weight, or of one that is not read."""
+        x, weight, bias = (argument(call, at, name) for at, name in enumerate(_OPERANDS))
+        if not _is_read(weight) or not call.users:
+            return None
+        tensors = _compat.tensors_of(*call.all_input_nodes)
+        devices = {tensor.device.type for tensor in tensors}
+        plain = all(_compat.is_plain(node.meta["example_value"]) for node in (x, bias) if node)
+        if not plain or autocast_at_devices(call, devices):
+            return None
+        trace = self._trace_of(call, (x, weight, bias))
+        if trace is None:
+            return None
+        names, _ = weight.meta["example_value"].__tensor_flatten__()
+        inner = [write.call(getattr, weight, name) for name in names]
+        sources = [x, *inner, *([bias] if bias else [])]
+        (output,) = trace.outputs
+        made = copied(sources, trace, trace.outputs, (), write)[output]
+        return stand_in(write, [call], [end_of(made, call, call.all_input_nodes, write)])
+
+    def refused(self, call: fx.Node, error: Exception) -> Miss:
+        weight = type(argument(call, 1, "weight").meta["example_value"]).__name__
+        why = unfit_of(error)
+        message = f"the linear's weight is a {weight}, of which the codes are read {why}"
+        return Miss("declare", "SUBCLASS", Stage.ANCHORED, message, (call,))
+
+    def _trace_of(self, call: fx.Node, operands: Sequence[Any]) -> Trace | None:
+        key = call_key(call)
+        if key not in self._traces:
+            try:
+                self._traces[key] = _decoded(call, *operands)
+            except _compat.DynamoError:
+                raise
+            except Exception as error:
+                self._traces[key] = unfit_of(error)
+        found = self._traces[key]
+        if isinstance(found, UnfitError):
+            raise UnfitError(str(found))
+        return found
+
+
+def _is_read(weight: Any) -> bool:
+    """Whether a weight is an input of the graph whose class is that of a library's codes."""
+    held = weight.meta.get("example_value") if isinstance(weight, fx.Node) else None
+    if held is None or weight.op not in ("placeholder", "get_attr"):
+        return False
+    return _compat.is_subclass(held) and tensor_subclasses.obstacle(held) == ("", True)
+
+
+class _Inside:
+    """A weight's attributes, with other tensors in the place of those inside of it."""
+
+    def __init__(self, weight: Any, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.weight, self.tensors = weight, tensors
+
+    def __getattr__(self, name: str) -> Any:
+        return self.tensors[name] if name in self.tensors else getattr(self.weight, name)
+
+
+def _decoded(call: fx.Node, x: fx.Node, weight: fx.Node, bias: fx.Node | None) -> Trace:
+    """What a linear computes of the tensors inside of its weight: inputs are x, these, the bias.
+
+    Raises UnfitError where the library's own linear does not read the same of them.
+    """
+    held = weight.meta["example_value"]
+    names, _ = held.__tensor_flatten__()
+    outer = [_compat.detached(node.meta["example_value"]) for node in (x, bias) if node]
+    inner = [_compat.detached(getattr(held, name)) for name in names]
+    tensors = [outer[0], *inner, *outer[1:]]
+
+    def ours(x: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        inside = _Inside(held, dict(zip(names, rest, strict=False)))
+        linear = tensor_subclasses.read(type(held), inside, *(rest[len(names) :] or [None]))
+        assert not isinstance(linear, str)
+        return linear(x)
+
+    def theirs(x: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        parts = iter(rest)
+        own = _compat.with_parts(held, lambda _: next(parts))
+        return F.linear(x, own, *parts)
+
+    trace = traced(ours, tensors)
+    require_same_layout(trace, [call.meta["example_value"]])
+    library = _compat.aten_graph(theirs, tensors, pre_dispatch=False)
+    read = [_inputs_read(graph) for graph in (trace.graph, library)]
+    if read[0] != read[1]:
+        all_names = ["x", *names, "bias"]
+        one, other = (", ".join(all_names[at] for at in sorted(places)) for places in read)
+        raise UnfitError(f"from {one}; the library's linear reads {other}")
+    return trace
+
+
+def _inputs_read(graph: fx.Graph) -> set[int]:
+    """Which inputs of a trace its result is made of."""
+    needed = needed_for(graph, graph.output_node().all_input_nodes)
+    inputs = graph.find_nodes(op="placeholder")
+    return {at for at, node in enumerate(inputs) if node in needed}

@@ -1,0 +1,112 @@
+"""Keys and values that the graph decodes from 8-bit floats.
+
+    k = cache.to(dtype) * scale        ⇒   cache, k_scale
+
+The scale is one number or one for each head, and divides where its reciprocal is stored. Caches may
+be bytes that the graph views as floats, before or after it gathers their pages. Dimension letters:
+as in `patterns/recognise/attention.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from tilewright.ops.formats.fp8 import FP8_DTYPES
+from tilewright.patterns.arithmetic.casts import strip_casts
+from tilewright.patterns.arithmetic.constants import given_number
+from tilewright.patterns.attention.shared_heads import group_of, heads_repeat, once
+from tilewright.patterns.cache.eight_bit import WIDE, can_scale, scale_of_heads
+from tilewright.patterns.dataflow import Computed, View
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """codes [B, K, H, D]: bytes that stand for numbers of dtype, to be multiplied by scale, or
+    divided by it: a number, or a view of the same shape that repeats along K and D; None for 1."""
+
+    codes: View
+    dtype: torch.dtype
+    scale: View | float | None = None
+    divides: bool = False
+
+    @property
+    def tensors(self) -> tuple[View, ...]:
+        return (self.codes, self.scale) if isinstance(self.scale, View) else (self.codes,)
+
+    def once(self, group: int) -> Decoded:
+        """The first of every `group` equal heads."""
+        scale = once(self.scale, group) if isinstance(self.scale, View) else self.scale
+        return replace(self, codes=once(self.codes, group), scale=scale)
+
+    def scale_argument(self) -> View | Computed | None:
+        """The scale as the op takes it: fp32, [] or [H]; None for 1."""
+        if self.scale is None:
+            return None
+        made = scale_of_heads(self.scale, self.codes.value.device)
+        return Computed("reciprocal", (made,)) if self.divides else made
+
+
+def decoded(view: View) -> Decoded | None:
+    """The codes that a view [B, K, H, D] is decoded from; None for another, and where their scale
+    varies from token to token or along D."""
+    found = _decoded(view)
+    if found is None or not isinstance(found.scale, View):
+        return found
+    return None if scale_of_heads(found.scale, view.value.device) is None else found
+
+
+def decoded_pair(k: View, v: View) -> tuple[Decoded, Decoded] | None:
+    """What keys and values are decoded from, each head once; None unless both are, from one type,
+    and a head's scale repeats with it."""
+    keys, values = decoded(k), decoded(v)
+    if keys is None or values is None or keys.dtype != values.dtype:
+        return None
+    group = group_of(*keys.tensors, *values.tensors)
+    keys, values = keys.once(group), values.once(group)
+    return None if any(heads_repeat(one.codes) for one in (keys, values)) else (keys, values)
+
+
+def _decoded(view: View) -> Decoded | None:
+    view, _ = strip_casts(view)
+    value = view.value
+    if (codes := _widened(view)) is not None:
+        return codes
+    if value.op not in ("aten.mul", "aten.div") or len(value.args) != 2 or value.kwargs:
+        return None
+    divides = value.op == "aten.div"
+    for x, scale in (value.args, value.args[::-1])[: 2 - divides]:
+        codes = _widened(strip_casts(view.of_operand(x))[0]) if isinstance(x, View) else None
+        if codes is None:
+            continue
+        if isinstance(scale, View) and scale.value.dtype in WIDE:
+            return replace(codes, scale=view.of_operand(scale), divides=divides)
+        number = given_number(scale)
+        if number is not None and can_scale(number):
+            return replace(codes, scale=1 / number if divides else number)
+    return None
+
+
+def _widened(view: View) -> Decoded | None:
+    """The codes of a cast to a type that holds them all."""
+    value = view.value
+    if value.op != "cast" or value.dtype not in WIDE:
+        return None
+    codes = value.args[0].through(view.effect)
+    dtype = codes.value.dtype
+    return Decoded(bytes_of(codes), dtype) if dtype in FP8_DTYPES else None
+
+
+def bytes_of(item: View | Computed) -> View:
+    """What holds the bytes that a graph, or :func:`as_dtype`, reads as floats."""
+    codes: View = item if isinstance(item, View) else item.operands[0]
+    while codes.value.op == "bitcast" and codes.value.args[0].shape == codes.value.shape:
+        codes = codes.value.args[0].through(codes.effect)
+    return codes
+
+
+def as_dtype(codes: View, dtype: torch.dtype) -> View | Computed:
+    """Bytes as numbers of a dtype, where they lie."""
+    codes = bytes_of(codes)
+    return codes if codes.value.dtype == dtype else Computed("bitcast", (codes, dtype))

@@ -1,0 +1,225 @@
+"""DeepGEMM's operators, which write an argument: by stand-ins with the hub's schemas and
+arithmetic, in modules of transformers as they are recorded on a Hopper and on a Blackwell."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+pytest.importorskip("transformers.integrations.deepgemm")
+
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers.integrations import finegrained_fp8 as library
+
+from tests.agreement import assert_no_worse, cloned
+from tests.found import matches_of, misses_of, patterns_in
+from tests.models import deep_gemm, finegrained
+from tests.models.shipped import dense, step_of
+from tilewright.compiler import lower, reports
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "kernel")
+
+HIDDEN, HEAD_DIM = 512, 64
+#: Whether the machine is a Blackwell, and how the checkpoint keeps scales.
+MACHINES = {
+    "hopper": (False, "float"),
+    "hopper-ue8m0": (False, "ue8m0"),
+    "blackwell": (True, "ue8m0"),
+}
+
+
+@pytest.fixture
+def kernel(monkeypatch, request):
+    """The stand-ins are what the hub has loaded."""
+    monkeypatch.setattr(library, "_FINEGRAINED_FP8", finegrained.KERNEL)
+    machine = getattr(request.node, "callspec", None)
+    machine = machine.params.get("machine", "hopper") if machine else "hopper"
+    deep_gemm.use(monkeypatch, blackwell=MACHINES[machine][0])
+
+
+def run(model, *args, **options):
+    """(result and arguments) compiled, and eager."""
+    ours, eager = cloned(args), cloned(args)
+    options = {"inner": "eager", **options}
+    made = torch.compile(model, backend="tilewright", options=options)(*ours)
+    return (made, ours), (model(*eager), eager)
+
+
+def linear(rows, seed, machine, columns=HIDDEN, **options):
+    return finegrained.linear(rows, columns, seed, scale_fmt=MACHINES[machine][1], **options)
+
+
+def activations(*shape, seed=1):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def exactly(module, x):
+    """What a linear of the library computes, without rounding behind the codes."""
+    blackwell = library.is_sm100()
+    codes, sf = deep_gemm.per_token_cast_to_fp8(
+        x.reshape(-1, x.shape[-1]), use_ue8m0=blackwell, use_packed_ue8m0=blackwell
+    )
+    weight = finegrained.decoded(module.weight, module.weight_scale_inv)
+    y = (deep_gemm.decoded(codes, sf) @ weight.T).view(*x.shape[:-1], -1)
+    return y if module.bias is None else y + module.bias.double()
+
+
+class Attention(nn.Module):
+    """Projections and a cache write."""
+
+    def __init__(self, machine, **options):
+        super().__init__()
+        sizes = {"q": 4 * HEAD_DIM, "k": 2 * HEAD_DIM, "v": 2 * HEAD_DIM}
+        for seed, (name, rows) in enumerate(sizes.items()):
+            setattr(self, name, linear(rows, seed, machine, **options))
+
+    def forward(self, x, slots, k_cache, v_cache):
+        q, k, v = (getattr(self, n)(x).unflatten(-1, (-1, HEAD_DIM)) for n in "qkv")
+        k_cache.view(-1, 2, HEAD_DIM)[slots] = k
+        v_cache.view(-1, 2, HEAD_DIM)[slots] = v
+        return q * 2
+
+
+def attention_args(tokens=3):
+    cache = torch.zeros(4, 4, 2, HEAD_DIM, dtype=torch.bfloat16)
+    return activations(tokens, HIDDEN), torch.tensor([3, 9, 1])[:tokens], cache, cache.clone()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.parametrize("machine", MACHINES)
+def test_projections_are_fused(machine, tokens, bias):
+    model, args = Attention(machine, bias=bias), attention_args(tokens)
+    (actual, ours), (eager, theirs) = run(model, *args)
+    (site,) = matches_of(reports()[-1], "qkv")
+    assert (site.pattern, site.shapes["weight"]) == ("qkv_cache", "fp8")
+    assert not reports()[-1].misses
+    x, slots, *_ = args
+    q, k, v = (exactly(m, x).unflatten(-1, (-1, HEAD_DIM)) for m in (model.q, model.k, model.v))
+    assert_no_worse(actual, eager, q * 2, "q")
+    for at, new in ((2, k), (3, v)):
+        wanted = torch.zeros(4, 4, 2, HEAD_DIM, dtype=torch.float64)
+        wanted.view(-1, 2, HEAD_DIM)[slots] = new
+        assert_no_worse(ours[at], theirs[at], wanted, "cache")
+
+
+class Mlp(nn.Module):
+    def __init__(self, machine):
+        super().__init__()
+        self.gate, self.up = (linear(1024, seed, machine) for seed in (3, 4))
+        self.down = linear(HIDDEN, 5, machine, columns=1024)
+
+    def forward(self, x):
+        return x + self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("machine", MACHINES)
+def test_an_mlp_for_few_tokens_is_fused_and_no_worse(machine, tokens):
+    model, x = Mlp(machine), activations(tokens, HIDDEN)
+    (actual, _), (eager, _) = run(model, x)
+    assert sorted(patterns_in(reports()[-1], "mlp")) == ["linear_activation", "linear_residual"]
+    assert not misses_of(reports()[-1], "mlp")
+    h = F.silu(exactly(model.gate, x)) * exactly(model.up, x)
+    assert_no_worse(actual, eager, x.double() + exactly(model.down, h.bfloat16()), "mlp")
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_models_are_fused(kind):
+    model = finegrained.quantised(dense(kind))
+    eager = model(**step_of(model)).logits
+    compiled = torch.compile(model, backend="tilewright", options={"inner": "eager"})
+    logits = compiled(**step_of(model)).logits
+    report = reports()[-1]
+    assert Counter(m.pattern for m in report.matches) == {
+        "qkv_cache": 2,
+        "cache_attention": 2,
+        "linear_activation": 2,
+        "linear_residual": 4,
+    }
+    assert report.misses == ()
+    torch.testing.assert_close(logits, eager, rtol=0.05, atol=0.05)
+
+
+def test_rows_in_a_layout_are_told():
+    """Experts whose rows begin at multiples of 128: `grouped_mm`, which is fused, is the hint."""
+    torch.manual_seed(0)
+    config = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+    config |= {"hidden_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4}
+    made = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**config), dtype=torch.bfloat16)
+    module = finegrained.quantised(made, "deepgemm").model.layers[0].mlp.experts
+    x, ids = activations(6, 256), torch.tensor([[0, 1], [3, 2], [1, 0], [0, 3], [2, 1], [3, 0]])
+    args = x, ids, torch.rand(6, 2, generator=torch.Generator().manual_seed(2)).bfloat16()
+    made, expected = run(module, *args)
+    report = reports()[-1]
+    assert not report.matches
+    assert {miss.code for miss in report.misses} == {"DECLARED_FORM"}
+    assert all('set_experts_implementation("grouped_mm")' in miss.hint for miss in report.misses)
+    assert torch.equal(made[0], expected[0])
+
+
+# --- calls that are written in place --------------------------------------------------------------
+
+
+class Sums(nn.Module):
+    """What the operator writes is read before, is a view, or is the caller's."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.linear = how, linear(256, 0, "hopper")
+
+    def forward(self, x, out):
+        codes, sf = deep_gemm.per_token_cast_to_fp8(x, use_ue8m0=False)
+        made = torch.empty(len(x), 256, dtype=x.dtype)
+        room = {"read before": made, "a view": made.view(-1, 256), "the caller's": out}[self.how]
+        before = made.shape if self.how != "read before" else made.fill_(3.0).sum()
+        own = (self.linear.weight, self.linear.weight_scale_inv)
+        deep_gemm.KERNEL.fp8_fp4_matmul((codes, sf), own, room)
+        return room * 2, (made * 0 if self.how == "the caller's" else made) + 1, before
+
+
+@pytest.mark.parametrize("how", ["read before", "a view", "the caller's"])
+def test_what_is_written_keeps_its_other_names(how):
+    args = activations(3, HIDDEN), torch.ones(3, 256).bfloat16()
+    (made, ours), (eager, theirs) = run(Sums(how), *args)
+    for a, b in zip((*made[:1], ours[1]), (*eager[:1], theirs[1]), strict=True):
+        assert torch.equal(a, b)
+    if how != "the caller's":
+        assert torch.equal(made[1], eager[1])
+
+
+def test_a_sum_is_another_operation():
+    """c, that the product is added to."""
+    module = linear(256, 0, "hopper")
+    op = getattr(torch.ops, deep_gemm.LIBRARY).fp8_fp4_gemm_nt
+
+    def call(x, c):
+        codes, sf = deep_gemm.per_token_cast_to_fp8(x, use_ue8m0=False)
+        d = torch.empty(len(x), 256)
+        recipes = (0, 0, 0, False) + (0, 0, False) * 2
+        op(codes, sf, module.weight, module.weight_scale_inv, d, c, *recipes, "nk", False)
+        return d + 1
+
+    (miss,) = misses_of(lower(call, (activations(3, HIDDEN), torch.ones(3, 256))), "declare")
+    assert "here c is given" in miss.message
+
+
+def test_a_tensor_that_two_calls_write():
+    """The first result is read before the second call, which overwrites it."""
+    gate, up = (linear(256, seed, "hopper") for seed in (3, 4))
+
+    def call(x):
+        a = deep_gemm.per_token_cast_to_fp8(x, use_ue8m0=False)
+        d = torch.empty(len(x), 256, dtype=x.dtype)
+        deep_gemm.KERNEL.fp8_fp4_matmul(a, (gate.weight, gate.weight_scale_inv), d)
+        gated = F.silu(d)
+        deep_gemm.KERNEL.fp8_fp4_matmul(a, (up.weight, up.weight_scale_inv), d)
+        return gated * d, d
+
+    (made, _), (eager, _) = run(call, activations(3, HIDDEN))
+    for a, b in zip(made, eager, strict=True):
+        torch.testing.assert_close(a, b, rtol=2**-6, atol=1e-3)

@@ -1,0 +1,169 @@
+"""Linears of transformers' own NVFP4, with stand-ins for the hub's kernels: `prepare` keeps both
+of their functions, of activations as they are and of rounded ones; without it their operators are
+fused or told."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+pytest.importorskip("transformers.integrations.nvfp4")
+
+from transformers.integrations import nvfp4 as library
+
+from tests.agreement import assert_no_worse, cloned
+from tests.found import matches_of, misses_of, patterns_in
+from tests.models import nvfp4
+from tilewright.compiler import prepare, reports
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo", "kernel")
+
+HIDDEN, HEAD_DIM = 256, 64
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    monkeypatch.setattr(library, "load_nvfp4_kernel", lambda: nvfp4.KERNEL)
+
+
+def run(model, *args):
+    """(result and arguments) compiled, and eager."""
+    ours, eager = cloned(args), cloned(args)
+    made = torch.compile(model, backend="tilewright", options={"inner": "eager"})(*ours)
+    return (made, ours), (model(*eager), eager)
+
+
+def activations(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+
+class Attention(nn.Module):
+    """Projections and a cache write."""
+
+    def __init__(self):
+        super().__init__()
+        sizes = {"q": 4 * HEAD_DIM, "k": 2 * HEAD_DIM, "v": 2 * HEAD_DIM}
+        for seed, (name, rows) in enumerate(sizes.items()):
+            setattr(self, name, nvfp4.linear(rows, HIDDEN, seed))
+
+    def forward(self, x, slots, k_cache, v_cache):
+        q, k, v = (getattr(self, n)(x).unflatten(-1, (-1, HEAD_DIM)) for n in "qkv")
+        k_cache.view(-1, 2, HEAD_DIM)[slots] = k
+        v_cache.view(-1, 2, HEAD_DIM)[slots] = v
+        return q * 2
+
+
+def attention_args(tokens):
+    cache = torch.zeros(4, 4, 2, HEAD_DIM, dtype=torch.bfloat16)
+    return activations(tokens, HIDDEN), torch.tensor([3, 9, 1, 6])[:tokens], cache, cache.clone()
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up = (nvfp4.linear(512, HIDDEN, seed) for seed in (3, 4))
+        self.down = nvfp4.linear(HIDDEN, 512, 5)
+
+    def forward(self, x):
+        return x + self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+@pytest.mark.parametrize("shape", [(1, 256), (2, 256), (3, 256), (2, 2, 256), (0, 256), (5, 256)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_prepared_linear_is_the_librarys(shape, dtype):
+    """But for a rounding: the library scales its sums, and PyTorch the codes, in bfloat16."""
+    model = nn.Sequential(nvfp4.linear(64, HIDDEN, 0))
+    x = activations(*shape).to(dtype)
+    theirs = model(x)
+    (one,) = prepare(model).replaced
+    assert isinstance(one.original, library.NVFP4Linear)
+    y = model(x)
+    assert (y.dtype, y.shape) == (theirs.dtype, theirs.shape)
+    rows = x.bfloat16().reshape(-1, HIDDEN)
+    if len(rows):
+        exact = nvfp4.exactly(one.original, rows)
+        assert_no_worse(y.reshape(-1, 64), theirs.reshape(-1, 64), exact, "linear")
+
+
+def test_a_large_row_changes_how_the_others_are_rounded():
+    """The factor is that of all rows, not of each."""
+    model = nn.Sequential(nvfp4.linear(64, HIDDEN, 0))
+    prepare(model)
+    x = activations(3, HIDDEN)
+    larger = torch.cat([x[:2], x[2:] * 4096])
+    assert not torch.equal(model(larger)[:2], model(x)[:2])
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4])
+def test_prepared_projections_are_fused(tokens):
+    library_model, args = Attention(), attention_args(tokens)
+    model = prepare(library_model, copy=True).model
+    (actual, ours), _ = run(model, *args)
+    (site,) = matches_of(reports()[-1], "qkv")
+    assert (site.pattern, site.shapes["weight"]) == ("qkv_cache", "nvfp4")
+    assert not reports()[-1].misses
+    eager_args = cloned(args)
+    eager, (x, slots, *_) = library_model(*eager_args), args
+    exact = {n: nvfp4.exactly(getattr(library_model, n), x) for n in "qkv"}
+    q, k, v = (y.unflatten(-1, (-1, HEAD_DIM)) for y in exact.values())
+    assert_no_worse(actual, eager, q * 2, "q")
+    for at, new in ((2, k), (3, v)):
+        wanted = torch.zeros(4, 4, 2, HEAD_DIM, dtype=torch.float64)
+        wanted.view(-1, 2, HEAD_DIM)[slots] = new
+        assert_no_worse(ours[at], eager_args[at], wanted, "cache")
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_a_prepared_mlp_is_fused(tokens):
+    library_model, x = Mlp(), activations(tokens, HIDDEN)
+    model = prepare(library_model, copy=True).model
+    (actual, _), _ = run(model, x)
+    assert sorted(patterns_in(reports()[-1], "mlp")) == ["linear_activation", "linear_residual"]
+    assert not misses_of(reports()[-1], "mlp")
+    h = F.silu(nvfp4.exactly(library_model.gate, x)) * nvfp4.exactly(library_model.up, x)
+    exact = x.double() + nvfp4.exactly(library_model.down, h.bfloat16())
+    assert_no_worse(actual, library_model(x), exact, "mlp")
+
+
+# --- without `prepare` ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_rows_that_are_not_rounded_need_no_preparation(tokens):
+    model, args = Attention(), attention_args(tokens)
+    (actual, ours), (eager, theirs) = run(model, *args)
+    (site,) = matches_of(reports()[-1], "qkv")
+    assert (site.pattern, site.shapes["weight"]) == ("qkv_cache", "nvfp4")
+    assert not reports()[-1].misses
+    q, k, v = (nvfp4.exactly(m, args[0]).unflatten(-1, (-1, HEAD_DIM)) for m in model.children())
+    assert_no_worse(actual, eager, q * 2, "q")
+    for at, new in ((2, k), (3, v)):
+        wanted = torch.zeros(4, 4, 2, HEAD_DIM, dtype=torch.float64)
+        wanted.view(-1, 2, HEAD_DIM)[args[1]] = new
+        assert_no_worse(ours[at], theirs[at], wanted, "cache")
+
+
+def test_rows_that_an_operator_rounds_are_told_and_run_as_before():
+    model, args = Attention(), attention_args(3)
+    made, expected = run(model, *args)
+    report = reports()[-1]
+    assert patterns_in(report, "qkv") == ["cache_store"]
+    told = misses_of(report, "declare")
+    assert {miss.code for miss in told} == {"DECLARED_FORM"}
+    assert all("tilewright.compiler.prepare(model)" in miss.hint for miss in told)
+    for a, b in zip((made[0], *made[1]), (expected[0], *expected[1]), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_factor_for_each_row_is_not_the_formats():
+    """Weights of several matrices in one, as the operator takes them."""
+    module, op = nvfp4.linear(64, HIDDEN, 0), getattr(torch.ops, nvfp4.LIBRARY).nvfp4_gemv
+
+    def call(x, alpha):
+        return op(x, module.weight, module.weight_sf_rowmajor, alpha) + 1
+
+    run(call, activations(1, HIDDEN), torch.rand(64))
+    (miss,) = misses_of(reports()[-1], "declare")
+    assert "for one factor of all rows; here are 64" in miss.message
