@@ -153,7 +153,7 @@ def scales_are_exact(form: WeightFormat, scale: str, columns: int) -> bool:
     """Whether numbers times scales are exact in 16 bits, and words of eight have one scale: E2M1 by
     e4m3, 2 + 4 significant bits. columns: that share a scale."""
     exact = form.number == "e2m1" and scale == "fp8e4nv"
-    return exact and columns % 8 == 0 and 128 % columns == 0
+    return exact and columns % 16 == 0 and 128 % columns == 0
 
 
 @dataclass(frozen=True)
