@@ -274,7 +274,11 @@ LIBRARY = {
 
 def rounds_operands(a):
     """Whether kernels round an operand of the product to 16 bits: x times its norm's weight, or the
-    numbers of a table. The graphs that they replace round the normed x, and the weight, too."""
+    numbers of a table. The graphs that they replace round the normed x, and the weight, too. Also
+    of codes of fp8 on a GPU, whose products tensor cores align to some 14 bits before they add."""
+    x = getattr(a, "x", None)
+    if x is not None and x.is_cuda and x.dtype == torch.float8_e4m3fn:
+        return True
     normed = any(getattr(a, f"input_{kind}_norm", False) for kind in ("rms", "layer"))
     return normed or getattr(a, "weight_format", "") in ("nf4", "fp4")
 
