@@ -27,7 +27,7 @@ run in turn. `best / tilewright` is the time of the fastest of the others divide
 tilewright is faster. What bounds the kernels, what was tried, and what is slower:
 [qkv-performance.md](qkv-performance.md), [attention-performance.md](attention-performance.md),
 [moe-performance.md](moe-performance.md), [mla-performance.md](mla-performance.md),
-[lora-performance.md](lora-performance.md).
+[lora-performance.md](lora-performance.md), [quantised-performance.md](quantised-performance.md).
 """
 
 
