@@ -43,6 +43,11 @@ def summary(row: Row) -> str:
     return ", ".join(parts + graphs + codes)
 
 
+def needs_prepare(row: Row) -> bool:
+    """Whether `prepare` replaces modules, and the step then differs from what is loaded."""
+    return bool(row.get("replaced")) and summary(row) != "="
+
+
 def is_further(row: Row) -> bool:
     """Whether ours is further from float64 of the same codes than the library is."""
     found = row.get("errors")
@@ -131,7 +136,7 @@ forward pass" is that of the loaded modules, not compiled. Codes of misses:
 | | |
 |---|---|
 | rows | {len(rows)} |
-| that need `prepare` | {sum(bool(row.get("replaced")) for row in rows)} |
+| that need `prepare` | {sum(map(needs_prepare, rows))} |
 | points of the census that are silent | {sum(map(silent, rows))} |
 | further from float64 than the library | {sum(map(is_further, rows))} of {len(judged)} |"""
     parts = [head]
