@@ -28,7 +28,6 @@ from tilewright.compiler.safety.modes import is_weighty
 from tilewright.patterns.dataflow import Dataflow
 from tilewright.patterns.language import Miss, Stage
 
-
 _REGROUP = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
 
 
