@@ -161,12 +161,13 @@ whose blocks transformers does not join). It leaves out how their activations ar
 NVFP4 the factor of each expert: such a model computes something else, with and without tilewright.
 ModelOpt's experts are codes.
 
-What transformers loads itself needs a GPU to stay codes. finegrained-fp8 and mxfp4-gpu are its own
-modules with stand-ins for the hub's kernels, of their names, schemas and arithmetic
-(`tests/models/finegrained.py`, `tests/models/gpt_oss_hub.py`): with the real
-`gpt-oss-triton-kernels` Dynamo raises where the stand-in breaks the graph. mxfp4 is a checkpoint as
-transformers loads it on a CPU, where it decodes the experts to bfloat16. More models whose forward
-pass decodes such codes are in [coverage.md](coverage.md#quantised-formats-x-models)."""
+On a GPU quanto keeps float8 weights in the order of its kernel (`MarlinF8QBytesTensor`), which
+`prepare` alone reads; here they are as on a CPU. What transformers loads itself needs a GPU to stay
+codes. finegrained-fp8 and mxfp4-gpu are its own modules with stand-ins for the hub's kernels, of
+their names, schemas and arithmetic (`tests/models/finegrained.py`, `tests/models/gpt_oss_hub.py`):
+with the real `gpt-oss-triton-kernels` Dynamo raises where the stand-in breaks the graph. mxfp4 is a
+checkpoint as transformers loads it on a CPU, where it decodes the experts to bfloat16. More models
+whose forward pass decodes such codes are in [coverage.md](coverage.md#quantised-formats-x-models)."""
 
 
 def main() -> None:
