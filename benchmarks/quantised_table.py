@@ -167,7 +167,8 @@ codes. finegrained-fp8 and mxfp4-gpu are its own modules with stand-ins for the 
 their names, schemas and arithmetic (`tests/models/finegrained.py`, `tests/models/gpt_oss_hub.py`):
 with the real `gpt-oss-triton-kernels` Dynamo raises where the stand-in breaks the graph. mxfp4 is a
 checkpoint as transformers loads it on a CPU, where it decodes the experts to bfloat16. More models
-whose forward pass decodes such codes are in [coverage.md](coverage.md#quantised-formats-x-models)."""
+whose forward pass decodes such codes are in
+[coverage.md](coverage.md#quantised-formats-x-models)."""
 
 
 def main() -> None:

@@ -149,6 +149,13 @@ def expert_formats() -> tuple[str, ...]:
     return ("dense", *(name for name, form in WEIGHT_FORMATS.items() if form.expert_scales))
 
 
+def scales_are_exact(form: WeightFormat, scale: str, columns: int) -> bool:
+    """Whether numbers times scales are exact in 16 bits, and words of eight have one scale: E2M1 by
+    e4m3, 2 + 4 significant bits. columns: that share a scale."""
+    exact = form.number == "e2m1" and scale == "fp8e4nv"
+    return exact and columns % 16 == 0 and 128 % columns == 0
+
+
 @dataclass(frozen=True)
 class Quantization:
     """weight_format: one of `linear_formats`; w = (code - zero) * scale.
@@ -186,6 +193,19 @@ class Quantization:
     def has_table(self) -> bool:
         """Whether codes stand for the numbers of a table."""
         return self.format.number in TABLES
+
+    @property
+    def scales_numbers(self) -> bool:
+        """Whether kernels multiply numbers by their scales in registers, and so know no groups."""
+        scale = self.scales[0]
+        assert scale is not None
+        exact = scales_are_exact(self.format, scale.dtype, self.block[1])
+        return exact and self.per_word == 8
+
+    @property
+    def staged_bytes(self) -> float:
+        """Of a code in shared memory, with its share of a scale where that is loaded there too."""
+        return self.code_bytes + (1 / self.block[1] if self.scales_numbers else 0)
 
     @property
     def joins_neighbours(self) -> bool:
@@ -230,6 +250,7 @@ class Quantization:
         number: Constant = table_words(self.format.number) if self.has_table else self.format.number
         return {
             **({"NUMBER": number} if number else {}),
+            **({"SCALED": True} if self.scales_numbers else {}),
             **({"ADDED_ZEROS": True} if self.format.added_zeros else {}),
             "PER": self.per_word,
             "PACKED_ROWS": self.packed_rows,
@@ -254,6 +275,8 @@ class Quantization:
         if self.x_scale is not None and self.x_block < columns and self.x_block % block_k:
             return 0
         wide = self.block[1]
+        if self.scales_numbers:
+            return 1 if block_k % wide == 0 else 0
         if wide >= columns or wide % block_k == 0:
             return 1
         return block_k // wide if block_k % wide == 0 and block_k // wide in _GROUPS else 0

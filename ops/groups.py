@@ -13,7 +13,8 @@ names that are the same for every op that has such arguments:
         up = OptionalGroup(Weight, data="up_weight", scale="up_scale")
 
 `a.up` is None where up_weight is, else the Weight of up_weight, up_scale and weight_format; a field
-that the op has no argument for has the group's default.
+that the op has no argument for has the group's default. An argument may hold a field of several
+groups: of factor="factors[1]" the field is the argument's second element, None where that is None.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def _reader(record: type[Any], kind: type[Any]) -> Reader:
     found: dict[str, str] = {}
     for one in fields(kind):
         name = names.get(one.name, one.name)
-        if name in given:
+        if name.partition("[")[0] in given:
             found[one.name] = name
         elif one.name in names or one.default is MISSING:
             raise TypeError(f"{record.__qualname__}: {kind.__qualname__} needs an argument {name}")
@@ -122,5 +123,11 @@ def _reader(record: type[Any], kind: type[Any]) -> Reader:
         raise TypeError(f"{kind.__qualname__}: no fields {sorted(unknown)}")
     first = next(names.get(one.name, one.name) for one in fields(kind))
     # As dataclasses make a constructor: a call builds one dictionary, and loops over nothing.
-    items = ", ".join(f"{field!r}: there[{name!r}]" for field, name in found.items())
+    items = ", ".join(f"{field!r}: {_item(name)}" for field, name in found.items())
     return first, eval(f"lambda there: {{{items}}}")
+
+
+def _item(name: str) -> str:
+    argument, *place = name.partition("[")
+    item = f"there[{argument!r}]"
+    return f"{item} if {item} is None else {item}{''.join(place)}" if any(place) else item

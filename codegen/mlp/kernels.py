@@ -22,7 +22,7 @@ LINEAR = Kernel(
         "BIAS_STRIDES": (("bias", 0), ("up_bias", 0)),
     },
     ranges=("num_tokens",),
-    unaligned=("counters",),
+    unaligned=("counters", "weight_factor", "up_factor"),
 )
 NORM_ROWS = Kernel(
     "mlp.finish",
@@ -36,7 +36,9 @@ NORM_BLOCK = 2048
 # Of `activate_products`: elements of a program.
 ACTIVATE_BLOCK = 2048
 # What codes are scaled with and shifted by, of the weight and of the up weight.
-CODE_NAMES = ("weight_scale", "up_scale", "weight_zero", "up_zero")
+CODE_NAMES = (
+    "weight_scale", "up_scale", "weight_zero", "up_zero", "weight_factor", "up_factor",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -36,9 +36,9 @@ class LinearProblem:
 
     @property
     def weight_bytes(self) -> float:
-        """Of one number of a weight."""
+        """Of one number of a weight in shared memory."""
         q = self.quantization
-        return ELEMENT_BYTES[self.weight] if q is None else q.code_bytes
+        return ELEMENT_BYTES[self.weight] if q is None else q.staged_bytes
 
 
 def codes_obstacle(q: Quantization, columns: int) -> str | None:

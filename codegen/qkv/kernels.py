@@ -38,12 +38,13 @@ SWAPPED = Kernel(
     _STRIDES,
     ranges=_COUNTS,
     omitted=_OMITTED,
+    unaligned=("factors",),
 )
 # Of weights of codes.
 SWAPPED_CODES = replace(SWAPPED, dependent=False)
 # Puts x in the order in which the codes' words give up K.
 ORDER = Kernel("qkv.quantized", "order_x", num_stages=1)
-DEQUANTIZE = Kernel("qkv.dequantize", "dequantize_weight", num_stages=1)
+DEQUANTIZE = Kernel("qkv.dequantize", "dequantize_weight", num_stages=1, unaligned=("factor",))
 KERNELS = (EPILOGUE, TILED, SWAPPED, ORDER, DEQUANTIZE)
 
 # Columns of a weight row that are asked for while the kernel before this one ends: where x is
@@ -251,7 +252,7 @@ def order_statics(problem: QkvProblem, config: SwappedConfig) -> Statics:
         HIDDEN=problem.hidden,
         PER=q.per_word,
         INTERLEAVED_NIBBLES=q.joins_neighbours,
-        GROUPS=1 if q.block[1] >= problem.hidden else max(config.block_k // q.block[1], 1),
+        GROUPS=q.groups_in(problem.hidden, config.block_k),
         BLOCK_T=ORDER_TOKENS,
         BLOCK_K=config.block_k,
     )

@@ -64,7 +64,7 @@ def _codes_shared_bytes(problem: QkvProblem, config: SwappedConfig, target: Targ
     """Counts the shared memory of staged words and activations and of the operands made of them."""
     q = problem.codes
     rows, x_bytes = 2 * config.block_p, ELEMENT_BYTES[problem.x.dtype]
-    words = rows * config.block_k * q.code_bytes
+    words = rows * config.block_k * q.staged_bytes
     x = config.block_t * config.block_k * x_bytes
     made = 0 if problem.coded_x else x
     # Codes reach the tensor core by way of shared memory in tiles below wgmma's, and in words of

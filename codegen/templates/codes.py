@@ -81,10 +81,14 @@ def number_pair(
 
 @triton.jit
 def number_unit(
-    DTYPE: tl.constexpr, PER: tl.constexpr, PACKED_ROWS: tl.constexpr, NUMBER: tl.constexpr
+    DTYPE: tl.constexpr, PER: tl.constexpr, PACKED_ROWS: tl.constexpr, NUMBER: tl.constexpr,
+    SCALED: tl.constexpr = False,
 ):  # fmt: skip
-    """The factor by which numbers that `decoded` makes are too small."""
-    if NUMBER == "e2m1":
+    """The factor by which numbers that `decoded`, or with SCALED `scaled_numbers`, makes are too
+    small."""
+    if SCALED:
+        return 128.0
+    elif NUMBER == "e2m1":
         return 1.0
     elif NUMBER != "":
         return NUMBER[16] if tl.bfloat16 == DTYPE else NUMBER[17]
@@ -125,9 +129,7 @@ def codes_in_order(
         even = tl.join(pair, second_pair)
         pair = number_pair(words, 2, REVERSED, OFFSET, DTYPE, NUMBER)
         second_pair = number_pair(words, 3, REVERSED, OFFSET, DTYPE, NUMBER)
-        odd = tl.join(pair, second_pair)
-        codes = tl.reshape(tl.join(even, odd), (ROWS, GROUPS, 4, COLUMNS // (4 * GROUPS), 2, 2, 2))
-        codes = tl.permute(codes, (0, 1, 3, 6, 5, 2, 4))
+        codes = pairs_in_order(even, tl.join(pair, second_pair), GROUPS)
     else:
         if PER == 2:
             first = number_at(words, 1 if REVERSED else 0, OFFSET, DTYPE, NUMBER)
@@ -138,6 +140,40 @@ def codes_in_order(
         codes = tl.reshape(codes, (ROWS, GROUPS, 4, PER * COLUMNS // (8 * GROUPS), 2))
         codes = tl.permute(codes, (0, 1, 3, 2, 4))
     return tl.reshape(codes, (ROWS, PER * COLUMNS))
+
+
+@triton.jit
+def pairs_in_order(even, odd, GROUPS: tl.constexpr):
+    """Numbers [rows, 8 * words] in the order of `x_in_order`, of pairs [rows, words, 2, 2]: even
+    those at 0 and 4 of each word and those at 1 and 5, odd those at 2 and 6 and at 3 and 7."""
+    ROWS: tl.constexpr = even.shape[0]
+    WORDS: tl.constexpr = even.shape[1]
+    pairs = tl.reshape(tl.join(even, odd), (ROWS, GROUPS, 4, WORDS // (4 * GROUPS), 2, 2, 2))
+    return tl.permute(pairs, (0, 1, 3, 6, 5, 2, 4))
+
+
+@triton.jit
+def scaled_numbers(words, scale, DTYPE: tl.constexpr):
+    """E2M1 codes of int32 words [rows, words] times e4m3 scales [rows, groups], divided by
+    `number_unit`: [rows, 8 * words], K in the order of `x_in_order` of one group.
+
+    Exact: 2 + 4 significant bits. `e2m1_pair` makes numbers that are too small by 2 ** 126 (bf16)
+    or 2 ** 14 (fp16), of which the scales take all but 2 ** 7, for the sake of their own range.
+    """
+    LOST: tl.constexpr = 2.0**119 if tl.bfloat16 == DTYPE else 2.0**7
+    ROWS: tl.constexpr = words.shape[0]
+    WORDS: tl.constexpr = words.shape[1]
+    GROUPS: tl.constexpr = scale.shape[1]
+    factor = (scale.to(tl.float16).to(tl.float32) * LOST).to(DTYPE)
+    factor = tl.broadcast_to(factor[:, :, None], (ROWS, GROUPS, WORDS // GROUPS))
+    factor = tl.reshape(factor, (ROWS, WORDS))[:, :, None]
+    # With a sum both of a pair take one FMA; of products ptxas changes their places, and back.
+    first = halves_of(e2m1_pair(words, 0, DTYPE), DTYPE) * factor + 0.0
+    second = halves_of(e2m1_pair(words, 1, DTYPE), DTYPE) * factor + 0.0
+    third = halves_of(e2m1_pair(words, 2, DTYPE), DTYPE) * factor + 0.0
+    fourth = halves_of(e2m1_pair(words, 3, DTYPE), DTYPE) * factor + 0.0
+    numbers = pairs_in_order(tl.join(first, second), tl.join(third, fourth), 1)
+    return tl.reshape(numbers, (ROWS, 8 * WORDS))
 
 
 @triton.jit

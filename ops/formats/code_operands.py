@@ -10,9 +10,10 @@ from collections.abc import Sequence
 
 import torch
 
-from tilewright.codegen.formats import TABLES, Quantization, high_first
+from tilewright.codegen.formats import TABLES, Quantization, high_first, scales_are_exact
 from tilewright.codegen.operand import Operand
 from tilewright.ops.formats.weight import Weight
+from tilewright.ops.runtime.dtypes import TRITON_TYPES
 from tilewright.ops.runtime.operands import operand
 
 # Columns of a scale that kernels meet whole where they read 32-bit words.
@@ -33,8 +34,16 @@ def code_words(weights: Sequence[Weight | None]) -> list[torch.Tensor | None]:
 
 
 def scales_fill_words(weights: Sequence[Weight | None]) -> bool:
-    """Whether scales are for columns enough that kernels may read bytes as 32-bit words."""
-    return all(weight is None or weight.scale_block[1] >= _WORD_COLUMNS for weight in weights)
+    """Whether scales are for columns enough that kernels may read bytes as 32-bit words, or of a
+    kind that multiplies numbers in registers."""
+    return all(weight is None or _scale_fills_words(weight) for weight in weights)
+
+
+def _scale_fills_words(weight: Weight) -> bool:
+    columns, form, scale = weight.scale_block[1], weight.format, weight.scale
+    if form is None or scale is None or columns >= _WORD_COLUMNS:
+        return columns >= _WORD_COLUMNS
+    return scales_are_exact(form, TRITON_TYPES[scale.dtype], columns)
 
 
 def _packs_columns(weight: Weight) -> bool:

@@ -13,6 +13,8 @@ from tilewright.ops.formats.quantized_weight import pack_nibbles
 from tilewright.ops.runtime.dtypes import torch_types
 from tilewright.ops.sampling import Sampler
 
+_FACTOR = 1 / 64
+
 
 @dataclass(frozen=True, kw_only=True)
 class CodedCase:
@@ -21,6 +23,7 @@ class CodedCase:
     dtype: of the values. words: the dtype that nibbles are packed in; uint8 for unsigned codes of 8
     bits. zeros: "none", "float", "int" (a tensor of its own) or "packed" in words of eight rows.
     scale_dtype: of the scales of nibbles; None: `dtype`, or the first of those that a format has.
+    factor: whether each weight has one, of about `_FACTOR`.
     """
 
     dtype: torch.dtype = torch.bfloat16
@@ -31,6 +34,7 @@ class CodedCase:
     zeros: str = "none"
     scale_dtype: torch.dtype | None = None
     zero_point: int = 0
+    factor: bool = False
 
     @property
     def format_options(self) -> dict[str, Any]:
@@ -59,6 +63,8 @@ def sample_codes(
     else:
         bits = torch.iinfo(dtype)
         stored, size = sampler.integers(bits.min, bits.max + 1, *shape).to(dtype), 64.0
+    if case.factor:
+        size *= _FACTOR
     scale_dtype = torch.float32 if dtype.is_floating_point else case.scale_dtype or case.dtype
     scales = sampler.scales(*grid, size=columns**-0.5 / size, dtype=scale_dtype)
     if form.scales:
@@ -71,6 +77,11 @@ def sample_codes(
     if form.added_zeros:
         zeros = sampler.normal(*grid, dtype=scale_dtype, scale=columns**-0.5)
     return stored, scales, zeros
+
+
+def sample_factors(sampler: Sampler, number: int) -> torch.Tensor:
+    """The factors of so many weights."""
+    return sampler.scales(number, size=_FACTOR)
 
 
 def stored_scales(

@@ -1,6 +1,6 @@
 """The weight of a linear of dense layers, as the arguments of an op have it.
 
-    w[n, k] = (code[n, k] - zero[n // bn, k // bk]) * scale[n // bn, k // bk]
+    w[n, k] = (code[n, k] - zero[n // bn, k // bk]) * scale[n // bn, k // bk] * factor
 
 n counts the rows of one weight: of heads [H, D], `h * D + d`. What a format stores is a row of
 `codegen.formats.WEIGHT_FORMATS`; how nibbles lie in words: `ops.formats.quantized_weight`.
@@ -116,14 +116,16 @@ class Weight(StoredWeight):
     scale_block = [bn, bk]; a block as large as the weight is one scale per tensor. For codes of 4
     bits, bk divides K. The zero is zero_point, plus `zero` where given, of the shape of the scales,
     or int32 words of eight rows [N / (8 bn), K / bk]. nibble_order: where each code of a word lies,
-    as in `ops.formats.quantized_weight`; empty: counting up. bias: [N] or [..., D].
+    as in `ops.formats.quantized_weight`; empty: counting up. bias: [N] or [..., D]. factor:
+    float32, one number of any shape, by which all of the weight is multiplied besides; None: 1.
     """
 
     zero: torch.Tensor | None = None
     zero_point: int = 0
     nibble_order: Sequence[int] = ()
+    factor: torch.Tensor | None = None
 
-    _of_codes = ("scale", "zero")
+    _of_codes = ("scale", "zero", "factor")
 
     @property
     def rows(self) -> Any:
@@ -148,13 +150,18 @@ class Weight(StoredWeight):
         scale = expand_blocks(scale_numbers(self.scale, compute), rows.shape, self.scale_block)
         if self.zero is not None and self.format.added_zeros:
             added = expand_blocks(self.zero.to(compute), rows.shape, self.scale_block)
-            return (values * scale + added).view(codes.shape)
-        if self.zero is not None:
+            values = values * scale + added
+        elif self.zero is not None:
             zero = self.zero
             if zeros_are_packed(zero, rows.shape[0], self.scale_block):
                 zero = unpack_nibbles(zero, 0, self.nibble_order)
-            values = values - expand_blocks(zero.to(compute), rows.shape, self.scale_block)
-        return (values * scale).view(codes.shape)
+            zeros = expand_blocks(zero.to(compute), rows.shape, self.scale_block)
+            values = (values - zeros) * scale
+        else:
+            values = values * scale
+        if self.factor is not None:
+            values = values * self.factor.to(compute).reshape(())
+        return values.view(codes.shape)
 
     # --- checks: metadata only; each raises ArgumentError -------------------------------------
 
@@ -213,7 +220,7 @@ class Weight(StoredWeight):
             check_operand(op, self.named("bias"), self.bias, *form)
 
     def check_blocks(self, op: str, device: torch.device) -> None:
-        """Checks the scale and the zero."""
+        """Checks the scale, the zero and the factor."""
         if not self.check_scale_given(op):
             return
         assert self.format is not None
@@ -227,6 +234,9 @@ class Weight(StoredWeight):
         check_operand(op, name, self.scale, letters, grid, dtypes, device)
         if self.zero is not None:
             self._check_zero(op, letters, grid, device)
+        if self.factor is not None:
+            name, ones = self.named("factor"), (1,) * self.factor.dim()
+            check_operand(op, name, self.factor, "of one number", ones, (torch.float32,), device)
 
     def _check_zero(
         self, op: str, letters: str, grid: tuple[Any, Any], device: torch.device

@@ -12,6 +12,13 @@ from tilewright.ops.formats.weight import Weight
 from tilewright.ops.groups import Group, OptionalGroup
 from tilewright.ops.reference.norm import RowNorm
 
+_OF_WEIGHT = {
+    "data": "weight",
+    "scale": "weight_scale",
+    "zero": "weight_zero",
+    "factor": "weight_factor",
+}
+
 
 @dataclass(frozen=True)
 class LinearActivationArguments:
@@ -22,8 +29,8 @@ class LinearActivationArguments:
     or float32. activation: one of ops.reference.activation.ACTIVATIONS. rms_norm, layer_norm,
     norm_weight, norm_bias, norm_eps, norm_offset: a RowNorm of x. Result [T, N] of x's dtype.
 
-    weight_format, scale_block, zero_point, nibble_order, weight_scale, weight_zero: as a Weight has
-    them, one head of N rows. up_scale, up_zero: those of the up_weight.
+    weight_format, scale_block, zero_point, nibble_order, weight_scale, weight_zero, weight_factor:
+    as a Weight has them, one head of N rows. up_scale, up_zero, up_factor: those of the up_weight.
     """
 
     x: torch.Tensor
@@ -47,11 +54,18 @@ class LinearActivationArguments:
     nibble_order: Sequence[int] = ()
     layer_norm: bool = False
     norm_bias: torch.Tensor | None = None
+    weight_factor: torch.Tensor | None = None
+    up_factor: torch.Tensor | None = None
 
-    linear = Group(Weight, data="weight", scale="weight_scale", zero="weight_zero")
+    linear = Group(Weight, **_OF_WEIGHT)
     norm = Group(RowNorm)
     up_linear = OptionalGroup(
-        Weight, data="up_weight", scale="up_scale", zero="up_zero", bias="up_bias"
+        Weight,
+        data="up_weight",
+        scale="up_scale",
+        zero="up_zero",
+        factor="up_factor",
+        bias="up_bias",
     )
 
     @property
@@ -68,8 +82,8 @@ class LinearResidualArguments:
     float32. rms_norm: the linear's result is divided by the root of the mean of its squares plus
     norm_eps, and multiplied by norm_offset + norm_weight [N] where that is given. scale: what is
     added to the residual is multiplied by it, behind the norm where there is one.
-    Result [T, N] of x's dtype, new memory. weight_format, weight_scale, weight_zero, zero_point,
-    scale_block, nibble_order: as for `linear_activation`.
+    Result [T, N] of x's dtype, new memory. weight_format, weight_scale, weight_zero, weight_factor,
+    zero_point, scale_block, nibble_order: as for `linear_activation`.
     """
 
     x: torch.Tensor
@@ -88,8 +102,9 @@ class LinearResidualArguments:
     zero_point: int = 0
     scale_block: Sequence[int] = ()
     nibble_order: Sequence[int] = ()
+    weight_factor: torch.Tensor | None = None
 
-    linear = Group(Weight, data="weight", scale="weight_scale", zero="weight_zero")
+    linear = Group(Weight, **_OF_WEIGHT)
     norm = Group(RowNorm)
 
     @property

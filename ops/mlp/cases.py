@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tilewright.ops.formats.quantized_weight import AWQ_ORDER
-from tilewright.ops.formats.sample_codes import CodedCase, sample_codes
+from tilewright.ops.formats.sample_codes import CodedCase, sample_codes, sample_factors
 from tilewright.ops.sampling import Sampler
 
 
@@ -68,13 +68,16 @@ CODED: dict[str, dict[str, Any]] = {
                      "zeros": "float"},
     "odd_groups": {"weight_format": "int8", "scale_block": (1, 24), "k": 96},
     "nvfp4": {**_NVFP4, "k": 192},
+    "nvfp4_factor": {**_NVFP4, "k": 320, "n": 80, "factor": True},
+    "int8_factor": {"weight_format": "int8", "scale_block": (1, 128), "k": 128, "factor": True,
+                    **_HALF},
     "nvfp4_floats": {**_NVFP4, "scale_dtype": torch.float32, **_HALF},
     "mxfp4": {**_MXFP4, "k": 160, "n": 80},
     "nf4": {**_TABLE, "weight_format": "nf4", "k": 192},
     "nf4_n_major": {**_TABLE, "weight_format": "nf4", "layout": "n_major", **_HALF},
     "fp4": {**_TABLE, "weight_format": "fp4", "n": 80, "k": 320},
     "mxfp4_half": {**_MXFP4, "nibble_order": (1, 0), **_HALF},
-    "int4_offset": {**_OFFSET, "scale_block": (1, 64), "k": 192},
+    "int4_offset": {**_OFFSET, "scale_block": (1, 64), "k": 192, "factor": True},
     "int4_offset_rows": {**_OFFSET, "scale_block": (1, 128), "k": 128, "zero_point": 17, **_HALF},
 }  # fmt: skip
 
@@ -195,7 +198,8 @@ def _weight(case: LinearCase, sampler: Sampler, name: str) -> dict[str, torch.Te
     if case.layout.endswith("n_major"):
         made = [one.mT.contiguous().mT for one in made]
     prefix = name.removesuffix("_weight")
-    return dict(zip((name, f"{prefix}_scale", f"{prefix}_zero"), made, strict=False))
+    given = dict(zip((name, f"{prefix}_scale", f"{prefix}_zero"), made, strict=False))
+    return given | ({f"{prefix}_factor": sample_factors(sampler, 1)} if case.factor else {})
 
 
 def _norm(case: LinearCase, sampler: Sampler, width: int) -> dict[str, Any]:

@@ -43,7 +43,8 @@ def validate(a: LinearActivationArguments) -> None:
         check_dtype(NAME, "up_weight", a.up_linear.data, (a.weight.dtype,))
         a.up_linear.check(NAME, a.x, a.linear.rows)
     else:
-        check_absent(NAME, a, ("up_bias", "up_scale", "up_zero"), "up_weight is None")
+        absent = ("up_bias", "up_scale", "up_zero", "up_factor")
+        check_absent(NAME, a, absent, "up_weight is None")
     check_choice(NAME, "activation", a.activation, tuple(ACTIVATIONS))
     a.norm.check(NAME, a.x, "[K]", a.x.shape[1])
 

@@ -23,6 +23,13 @@ ACTIVATION_CODES = torch.float8_e4m3fn
 ACTIVATION_BLOCK = 128
 
 
+def _of_weight(letter: str) -> dict[str, str]:
+    """The arguments that are the fields of a projection's weight."""
+    fields = {name: f"{letter}_{name}" for name in ("scale", "zero", "bias")}
+    place = LETTERS.index(letter)
+    return {"data": f"{letter}_weight", **fields, "factor": f"factors[{place}]"}
+
+
 @dataclass(frozen=True)
 class FusedQkvArguments:
     """The arguments of `fused_qkv_paged`. T tokens, K hidden, D head_dim, N = H * D rows of a
@@ -37,8 +44,9 @@ class FusedQkvArguments:
     gate_run: Hq counts gates too: gate_run queries, then gate_run gates, and so on (1 where a query
     has its gate beside it). Gates are projected, held to clip, and no more. 0: all are queries.
 
-    weight_format, scale_block, zero_point, nibble_order, and of each weight a scale and a zero: as
-    a Weight has them. Dense weights have K or D contiguous, other strides free.
+    weight_format, scale_block, zero_point, nibble_order, and of each weight a scale and a zero:
+    as a Weight has them. factors: those of q, k and v, in this order: float32 [3], or [2] without
+    v_weight. Dense weights have K or D contiguous, other strides free.
 
     delta [T, N of q, k and v], last dimension contiguous: added to the projections, columns of q,
     then k, then v; what `lora_expand_add` packs. Values or float32.
@@ -132,12 +140,11 @@ class FusedQkvArguments:
     input_norm_offset: float = 0.0
     input_layer_norm: bool = False
     input_norm_bias: torch.Tensor | None = None
+    factors: torch.Tensor | None = None
 
-    q_projection = Group(Weight, data="q_weight", scale="q_scale", zero="q_zero", bias="q_bias")
-    k_projection = Group(Weight, data="k_weight", scale="k_scale", zero="k_zero", bias="k_bias")
-    v_projection = OptionalGroup(
-        Weight, data="v_weight", scale="v_scale", zero="v_zero", bias="v_bias"
-    )
+    q_projection = Group(Weight, **_of_weight("q"))
+    k_projection = Group(Weight, **_of_weight("k"))
+    v_projection = OptionalGroup(Weight, **_of_weight("v"))
     q_norm = Group(HeadNorm, weight="q_norm_weight", bias="q_norm_bias")
     k_norm = Group(HeadNorm, weight="k_norm_weight", bias="k_norm_bias")
     input_norm = Group(RowNorm, **prefixed("input_", RowNorm))

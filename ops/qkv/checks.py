@@ -27,6 +27,12 @@ X_DTYPES = (*FLOAT_DTYPES, ACTIVATION_CODES)
 
 def check_projection(op: str, a: FusedQkvArguments) -> None:
     """Checks x, the three weights with their scales, and the biases."""
+    if a.factors is not None:
+        number = 2 if a.v_weight is None else 3
+        own = "[number of weights]", (number,), (torch.float32,), a.x.device
+        check_operand(op, "factors", a.factors, *own, dense=True)
+        if not a.is_coded:
+            check_absent(op, a, ["factors"], "weights are dense")
     a.q_projection.check_format(op)
     _check_x(op, a)
     _check_shapes(op, a)

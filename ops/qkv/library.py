@@ -70,13 +70,14 @@ def dequantized_weights(
     target: Target,
 ) -> Generator[Step, Any, list[torch.Tensor]]:
     """q, k and v weights [H, D, K] (v left out where there is none), by a kernel for each, whose
-    constants are `statics`. values: words, scales and zeros by name."""
+    constants are `statics`. values: words, scales, zeros and factors by name."""
     dim, hidden = a.head_dim, a.x.shape[1]
     whole = yield Buffer((rows.total, hidden), number_dtype(a))
     weights = []
     there = [letter for letter in LETTERS if values[f"{letter}_weight"] is not None]
     for letter, own, first in zip(there, statics, rows.firsts, strict=True):
         given = {name: values[f"{letter}_{name}"] for name in ("weight", "scale", "zero")}
+        given["factor"] = None if a.factors is None else a.factors[LETTERS.index(letter)]
         made = whole[first : first + own.num_rows]
         grid = dequantize_grid(own)
         yield launch(DEQUANTIZE, target, grid, {**given, "out": made}, own)

@@ -153,6 +153,8 @@ def sample_inputs(
     values = sample_cache(case, sampler, FusedQkvArguments) | values
     if not case.writes_v:
         values |= {"v_weight": None, "v_bias": None, "v_scale": None, "v_zero": None}
+        if case.factor:
+            values["factors"] = values["factors"][:2]
     return FusedQkvArguments(**values)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tilewright.ops.formats.sample_codes import sample_codes
+from tilewright.ops.formats.sample_codes import sample_codes, sample_factors
 from tilewright.ops.qkv.samples import AttentionCase
 from tilewright.ops.sampling import Sampler
 
@@ -110,6 +110,7 @@ def _coded(case: AttentionCase, sampler: Sampler) -> dict[str, Any]:
         **_named("weight", tuple(rows.unflatten(0, (-1, per_head)) for rows in stored)),
         **_named("scale", scales),
         **({} if case.zeros == "none" else _named("zero", zeros)),
+        **({"factors": sample_factors(sampler, 3)} if case.factor else {}),
         **_biases(case, sampler),
     }
 

@@ -25,7 +25,7 @@ _WEIGHTS = ("q_weight", "k_weight", "v_weight")
 #: About how large each scale is.
 _SCALES = {
     "x_scale": 0.01, "q_scale": 0.01, "k_scale": 0.01, "v_scale": 0.01,
-    "k_cache_scale": 1.0, "v_cache_scale": 1.0,
+    "k_cache_scale": 1.0, "v_cache_scale": 1.0, "factors": 1.0,
 }  # fmt: skip
 _ZEROS = ("q_zero", "k_zero", "v_zero")
 

@@ -21,6 +21,7 @@ from tilewright.patterns.collective.sums import unless_summed
 from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope
 from tilewright.patterns.language import Match, Missed, Result, Sought, register
 from tilewright.patterns.mlp.linears import (
+    WEIGHT_NAMES,
     FewTokens,
     check_linears,
     linear_facts,
@@ -32,10 +33,7 @@ from tilewright.patterns.mlp.norms import norms_before
 from tilewright.patterns.recognise.activation import Activation, match_activation
 from tilewright.patterns.recognise.row_norm import match_norm_before, row_norm_arguments
 
-_NAMES = (
-    ("weight", "weight_scale", "weight_zero"),
-    ("up_weight", "up_scale", "up_zero"),
-)
+_NAMES = (WEIGHT_NAMES, ("up_weight", "up_scale", "up_zero", "up_factor"))
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from tilewright.patterns.language import (
     reject,
 )
 from tilewright.patterns.mlp.linears import (
+    WEIGHT_NAMES,
     FewTokens,
     check_linears,
     linear_facts,
@@ -115,7 +116,7 @@ class LinearResidual:
         """The match that gives a sum to one of its sides; raises Reject."""
         linear = found.linear
         check_linears([linear], [found.residual], anchor)
-        weights = match_codes([linear], [("weight", "weight_scale", "weight_zero")])
+        weights = match_codes([linear], [WEIGHT_NAMES])
         return Match(
             anchor=anchor,
             arguments={

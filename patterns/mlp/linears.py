@@ -36,6 +36,8 @@ _REACH = 64
 STORED = ("constant", "input")
 # A shorter sum, or fewer of them, is a factor of an adapter, or a gate.
 LEAST_COLUMNS = 64
+#: The arguments of the ops for the weight that each has.
+WEIGHT_NAMES = ("weight", "weight_scale", "weight_zero", "weight_factor")
 
 
 @dataclass(frozen=True)
@@ -260,7 +262,7 @@ def _is_stored(value: Value) -> bool:
 
 
 def match_codes(linears: Sequence[FewTokens], names: Sequence[Names]) -> dict[str, Any]:
-    """The op's arguments for the weights of linears, by the names of their codes, scale and zero.
+    """The op's arguments for the weights of linears, by the names of what belongs to each.
 
     Raises Reject (WEIGHT_FORMAT, SCALE_BLOCK) for codes that the op does not know, and where not
     all are of one format.

@@ -16,7 +16,7 @@ from tilewright.patterns.dataflow import Computed, View
 from tilewright.patterns.effects import InexpressibleError
 from tilewright.patterns.language import Stage, reject
 from tilewright.patterns.quantised.blocks import Block, block_of, common_block, cut_to_blocks
-from tilewright.patterns.quantised.factors import MAGNITUDE, Steps
+from tilewright.patterns.quantised.factors import MAGNITUDE, Steps, product_of
 from tilewright.patterns.quantised.signs import never_negative
 
 
@@ -54,22 +54,10 @@ class DequantizedExperts:
 
     def expert_scale(self) -> Computed | None:
         """The product of all factors per expert (or row): fp32, contiguous; None for none."""
-        lead = self.shape[0]
-        items = [_fp32(v) for v in self.factors]
-        items += [Computed("reciprocal", (_fp32(v),)) for v in self.divisors]
-        if self.number != 1 or (not items and self.scale is None):
-            options = (("dtype", torch.float32), ("device", self.device))
-            items.append(Computed("full", ([lead], float(self.number)), options))
-        if not items:
+        parts = (self.factors, self.divisors, self.number)
+        if parts == ((), (), 1) and self.scale is not None:
             return None
-        product = items[0]
-        for item in items[1:]:
-            product = Computed("mul", (product, item))
-        return Computed("contiguous", (product,))
-
-
-def _fp32(view: View) -> Computed:
-    return Computed("to", (view, torch.float32))
+        return Computed("contiguous", (product_of(*parts, [self.shape[0]], self.device),))
 
 
 # --- what the op takes ----------------------------------------------------------------------------

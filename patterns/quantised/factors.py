@@ -7,14 +7,15 @@ may be one: stored e4m3 or e8m0, recognised by what they make of all bytes, or a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any, Generic, TypeVar
 
 import torch
 
 from tilewright.patterns.arithmetic.casts import is_float_cast
-from tilewright.patterns.dataflow import Value, View
+from tilewright.patterns.dataflow import Computed, Value, View
 from tilewright.patterns.effects import Effect
 from tilewright.patterns.quantised.byte_functions import byte_function
 from tilewright.patterns.quantised.words import follow
@@ -101,6 +102,28 @@ def _products(view: View) -> list[tuple[str, View, Any]]:
 def repeats(effect: Effect) -> bool:
     """Whether two elements are the same one of the value."""
     return any(atom.axis is None for dim in effect.dims for atom in dim)
+
+
+def product_of(
+    factors: Sequence[View],
+    divisors: Sequence[View],
+    number: float,
+    shape: Sequence[Any],
+    device: torch.device,
+) -> Computed:
+    """The product of factors, of the reciprocals of divisors, and of a number, in fp32: views of
+    `shape`."""
+    items = [fp32(view) for view in factors]
+    items += [Computed("reciprocal", (fp32(view),)) for view in divisors]
+    if number != 1 or not items:
+        options = (("dtype", torch.float32), ("device", device))
+        items.append(Computed("full", (list(shape), float(number)), options))
+    return reduce(lambda one, other: Computed("mul", (one, other)), items)
+
+
+def fp32(item: View | Computed) -> Computed:
+    """A tensor that the graph casts to float32."""
+    return Computed("to", (item, torch.float32))
 
 
 # --- experts --------------------------------------------------------------------------------------

@@ -13,11 +13,15 @@ from tilewright.patterns.dataflow import Computed, View
 from tilewright.patterns.effects import InexpressibleError
 from tilewright.patterns.language import Stage, reject
 from tilewright.patterns.quantised.blocks import Block, block_of, common_block, cut_to_blocks
+from tilewright.patterns.quantised.factors import fp32, product_of
 from tilewright.patterns.quantised.weights import DequantizedWeight, packed, refuse
 
-#: The arguments of an op that hold the codes, the scale and the zero of one of its weights.
-Names = tuple[str, str, str]
-QKV_NAMES: tuple[Names, ...] = tuple((f"{x}_weight", f"{x}_scale", f"{x}_zero") for x in "qkv")
+#: The arguments of an op that hold the codes, scale, zero and factor of one of its weights. Where
+#: several weights have the last in common, it holds the factors of all, one after the other.
+Names = tuple[str, str, str, str]
+QKV_NAMES: tuple[Names, ...] = tuple(
+    (f"{x}_weight", f"{x}_scale", f"{x}_zero", "factors") for x in "qkv"
+)
 
 
 def weight_arguments(
@@ -40,7 +44,8 @@ def weight_arguments(
         parts = [view for w in weights for view in (*w.factors, *w.divisors)]
         block = common_block([block_of(view.effect.dims) for view in (*given, *parts)])
         grids = [_cut(view, block) for view in given]
-        scales = [_scale(w, block) for w in weights]
+        apart = all(_has_one_factor(w) for w in weights)
+        scales = [_scale(w, block, apart) for w in weights]
     except InexpressibleError as error:
         reject("SCALE_BLOCK", Stage.GUARDS, f"{first.codes.value}: {error}", first.codes)
     if block == (1, 1):
@@ -55,9 +60,11 @@ def weight_arguments(
         "nibble_order": _order(first),
         "zero_point": first.zero_point,
     }
-    for (codes, scale, _), weight, grid in zip(names, weights, scales, strict=False):
+    for (codes, scale, *_), weight, grid in zip(names, weights, scales, strict=False):
         arguments |= {codes: weight.codes, scale: grid}
-    zeros = dict(zip((zero for *_, zero in names), grids[len(weights) :], strict=False))
+    if apart:
+        arguments |= _factors(weights, [factor for *_, factor in names])
+    zeros = dict(zip((zero for _, _, zero, _ in names), grids[len(weights) :], strict=False))
     return arguments | _zeros(zeros, first)
 
 
@@ -73,26 +80,47 @@ def _cut(view: View, block: Block) -> View:
     return view.with_dims(*dims)
 
 
-def _scale(weight: DequantizedWeight, block: Block) -> View | Computed:
-    """The scale with one number per block: as it is stored where nothing else multiplies codes."""
+def _has_one_factor(weight: DequantizedWeight) -> bool:
+    """Whether what multiplies codes besides their scale is the same number for all of a weight."""
+    device = weight.codes.value.device
+    parts = (*weight.factors, *weight.divisors)
+    whole = all(block_of(v.effect.dims) == (None, None) and v.value.device == device for v in parts)
+    return weight.has_factors and whole
+
+
+def _factors(weights: Sequence[DequantizedWeight], names: Sequence[str]) -> dict[str, Computed]:
+    """Those numbers, fp32 [1] of each weight, as the arguments of the names."""
+    made: dict[str, list[Computed]] = {}
+    for weight, name in zip(weights, names, strict=False):
+        factors, divisors = (
+            [_cut(view, (None, None)).reshape(1) for view in views]
+            for views in (weight.factors, weight.divisors)
+        )
+        factor = product_of(factors, divisors, weight.number, [1], weight.codes.value.device)
+        made.setdefault(name, []).append(factor)
+    return {
+        name: parts[0] if len(parts) == 1 else Computed("cat", (tuple(parts), 0))
+        for name, parts in made.items()
+    }
+
+
+def _scale(weight: DequantizedWeight, block: Block, apart: bool) -> View | Computed:
+    """The scale with one number per block: as it is stored where nothing else multiplies codes.
+    apart: factors are an argument of their own."""
     assert weight.scale is not None
     item: View | Computed = _cut(weight.scale, block)
     for function, given in weight.steps:
         item = Computed(function, (item, given))
-    if not weight.has_factors:
+    if apart or not weight.has_factors:
         return item
-    item = _fp32(item)
+    item = fp32(item)
     if weight.number != 1:
         item = Computed("mul", (item, weight.number))
     for view in weight.factors:
-        item = Computed("mul", (item, _fp32(_cut(view, block))))
+        item = Computed("mul", (item, fp32(_cut(view, block))))
     for view in weight.divisors:
-        item = Computed(operator.truediv, (item, _fp32(_cut(view, block))))
+        item = Computed(operator.truediv, (item, fp32(_cut(view, block))))
     return item
-
-
-def _fp32(item: View | Computed) -> Computed:
-    return Computed("to", (item, torch.float32))
 
 
 def _zeros(unpacked: Mapping[str, View], weight: DequantizedWeight) -> dict[str, Any]:

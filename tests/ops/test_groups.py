@@ -47,6 +47,22 @@ def test_what_the_op_has_no_argument_for_is_the_default():
     assert GIVEN.gate.scale is None
 
 
+@dataclass(frozen=True)
+class Joint:
+    weight: torch.Tensor
+    up_weight: torch.Tensor
+    scales: torch.Tensor | None = None
+
+    gate = Group(Scaled, data="weight", scale="scales[0]")
+    up = Group(Scaled, data="up_weight", scale="scales[1]")
+
+
+def test_groups_have_elements_of_an_argument():
+    joint = Joint(WEIGHT, UP, torch.tensor([2.0, 3.0]))
+    assert (joint.gate.scale, joint.up.scale) == (2, 3)
+    assert Joint(WEIGHT, UP).up.scale is None
+
+
 def test_a_group_without_its_first_argument_is_none():
     assert replace(GIVEN, up_weight=None).up is None
 

@@ -125,11 +125,12 @@ FORMATS: dict[str, dict[str, Any]] = {
     "int8": {"weight_format": "int8", "scale_block": (1, 0)},
     "fp8": {**_FP8, "scale_block": (1, 0)},
     "fp8 block": {**_FP8, "scale_block": (128, 128)},
-    "nvfp4": {
+    "nvfp4": {**_BYTES, "weight_format": "nvfp4", "scale_block": (1, 16), "factor": True},
+    "nvfp4 floats": {
         **_BYTES,
         "weight_format": "nvfp4",
         "scale_block": (1, 16),
-        "scale_dtype": torch.float32,  # with a projection's factor
+        "scale_dtype": torch.float32,  # with factors by rows
     },
     "nf4": {
         **_BYTES,
@@ -259,7 +260,7 @@ def fresh_sums_reason(constants: Mapping[str, Constant]) -> str:
     grouped = any(
         isinstance(width, int) and isinstance(hidden, int) and width < hidden for width in widths
     )
-    return SCALED_SUMS_REASON if grouped else ""
+    return SCALED_SUMS_REASON if grouped and "SCALED" not in constants else ""
 
 
 def _epilogue(name: str, call: FusedCall, tokens: int, target: Target) -> AuditCase:

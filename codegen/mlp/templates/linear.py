@@ -15,6 +15,7 @@ from tilewright.codegen.templates.codes import (
     decoded,
     load_scales,
     number_unit,
+    scaled_numbers,
     scaled_whole,
     x_in_order,
 )
@@ -119,6 +120,7 @@ def streamed_linear(
     ZERO_OFFSET: tl.constexpr = 0, NUMBER: tl.constexpr = "", APART: tl.constexpr = False,
     ADDED_ZEROS: tl.constexpr = False,
     norm_bias_ptr=None, NORM_BIAS_STRIDE: tl.constexpr = 0, LAYER_ROW: tl.constexpr = 0,
+    SCALED: tl.constexpr = False, weight_factor_ptr=None, up_factor_ptr=None,
 ):  # fmt: skip
     """out [T, N] = residual + SCALE * activation(norm(x) @ weight^T + bias) * (norm(x) @
     up_weight^T + up_bias), all but the product optional; fp32, rounded once.
@@ -138,7 +140,8 @@ def streamed_linear(
     zero column). A scale is for SCALE_ROWS rows by SCALE_COLUMNS columns, a multiple of BLOCK_K, a
     half, a quarter or all of it, or at least K. The zero of a code is CODE_OFFSET + ZERO_OFFSET +
     the zero tensor's value; PACKED_ZEROS: words of eight rows. ADDED_ZEROS: the tensor's value is
-    added behind the scale.
+    added behind the scale. SCALED: codes are multiplied by their scales before the product
+    (`scaled_numbers`). A factor is one number, by which all of a weight is multiplied.
     """
     row_tile = tl.program_id(0) // SPLIT_K
     part = tl.program_id(0) % SPLIT_K
@@ -150,9 +153,8 @@ def streamed_linear(
     EVEN: tl.constexpr = K % (BLOCK_K * SPLIT_K) == 0
     # Words of codes are loaded and decoded a scale's columns at a time, so that they stay in the
     # registers of the thread that decodes them.
-    TILES: tl.constexpr = (
-        max(BLOCK_K // min(SCALE_COLUMNS, 128), 1) if PER == 8 and not PACKED_ROWS else 1
-    )
+    TILE: tl.constexpr = 128 if SCALED else min(SCALE_COLUMNS, 128)
+    TILES: tl.constexpr = max(BLOCK_K // TILE, 1) if PER == 8 and not PACKED_ROWS else 1
     WIDTH: tl.constexpr = BLOCK_K // TILES
     first = part * PART
     columns = first + tl.arange(0, WIDTH)
@@ -175,6 +177,10 @@ def streamed_linear(
     residual = residual_tile(residual_ptr, places, rows, there, RESIDUAL_STRIDE)
     bias = bias_column(bias_ptr, rows, row_mask, BIAS_STRIDES[0])
     up_bias = bias_column(up_bias_ptr, rows, row_mask, BIAS_STRIDES[1])
+    if weight_factor_ptr is not None:
+        factor = tl.load(weight_factor_ptr)
+    if up_factor_ptr is not None:
+        up_factor = tl.load(up_factor_ptr)
     word_ptrs = word_lines[:, None] + word_columns[None, :] * WEIGHT_STRIDES[1]
     if up_weight_ptr is not None:
         up_ptrs = up_lines[:, None] + word_columns[None, :] * UP_STRIDES[1]
@@ -190,8 +196,9 @@ def streamed_linear(
     sums = product
     up = product
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
-    UNIT: tl.constexpr = number_unit(DTYPE, PER, PACKED_ROWS, NUMBER)
-    # Scales of groups are applied to each step's sums, scales of whole rows to the final sum.
+    UNIT: tl.constexpr = number_unit(DTYPE, PER, PACKED_ROWS, NUMBER, SCALED)
+    # Scales of numbers are applied in registers, else those of groups to each step's sums, and
+    # those of whole rows to the final sum.
     CODES: tl.constexpr = weight_scale_ptr is not None
     WHOLE_ROWS: tl.constexpr = SCALE_COLUMNS >= K
     ZERO_TENSOR: tl.constexpr = weight_zero_ptr is not None
@@ -201,13 +208,22 @@ def streamed_linear(
     BLOCKS: tl.constexpr = (K + SCALE_COLUMNS - 1) // SCALE_COLUMNS
     if CODES:
         block_rows = rows // SCALE_ROWS
+    if SCALED:
+        # Scales of a tile, a part of which is in the registers that hold its words.
+        blocks = first // SCALE_COLUMNS + tl.arange(0, GROUPS)
+        scale_lines = weight_scale_ptr + block_rows.to(tl.int64) * BLOCK_STRIDES[0]
+        scale_ptrs = scale_lines[:, None] + blocks[None, :] * BLOCK_STRIDES[1]
+        if up_weight_ptr is not None:
+            up_scale_lines = up_scale_ptr + block_rows.to(tl.int64) * UP_BLOCK_STRIDES[0]
+            up_scale_ptrs = up_scale_lines[:, None] + blocks[None, :] * UP_BLOCK_STRIDES[1]
+    elif CODES:
         scale, zero, up_scale, up_zero = scales_of_step(
             first, weight_scale_ptr, weight_zero_ptr, up_scale_ptr, up_zero_ptr, block_rows,
             row_mask, BLOCK_STRIDES, UP_BLOCK_STRIDES, SCALE_COLUMNS, SCALES, BLOCKS,
             PACKED_ZEROS, INTERLEAVED_NIBBLES,
         )  # fmt: skip
     for start in range(0, PART, BLOCK_K):
-        if CODES:
+        if CODES and not SCALED:
             # A step ahead: Triton does not pipeline these loads through shared memory.
             next_scale = scale
             next_zero = zero
@@ -243,7 +259,22 @@ def streamed_linear(
                     up_ptrs + step // STEP * UP_STRIDES[1], word_row_mask, word_mask,
                     N % BLOCK_N == 0, EVEN,
                 )  # fmt: skip
-            if CODES:
+            if SCALED:
+                x = x_in_order(x, PER, INTERLEAVED_NIBBLES, 1)
+                scale_mask = (blocks + step // SCALE_COLUMNS < BLOCKS)[None, :]
+                scale = weight_tile(
+                    scale_ptrs + step // SCALE_COLUMNS * BLOCK_STRIDES[1], row_mask[:, None],
+                    scale_mask, N % BLOCK_N == 0, EVEN,
+                )  # fmt: skip
+                product = tl.dot(scaled_numbers(words, scale, DTYPE), x.T, product)
+                if up_weight_ptr is not None:
+                    scale = weight_tile(
+                        up_scale_ptrs + step // SCALE_COLUMNS * UP_BLOCK_STRIDES[1],
+                        row_mask[:, None], scale_mask, N % BLOCK_N == 0, EVEN,
+                    )  # fmt: skip
+                    numbers = scaled_numbers(up_words, scale, DTYPE)
+                    up = tl.dot(numbers, second_operand(x, APART).T, up)
+            elif CODES:
                 if not PACKED_ROWS:
                     x = x_in_order(x, PER, INTERLEAVED_NIBBLES, GROUPS)
                 codes = decoded(
@@ -281,7 +312,7 @@ def streamed_linear(
                 product = tl.dot(words, x.T, product)
                 if up_weight_ptr is not None:
                     up = tl.dot(up_words, second_operand(x, APART).T, up)
-        if CODES:
+        if CODES and not SCALED:
             scale = next_scale
             zero = next_zero
             up_scale = next_up_scale
@@ -295,6 +326,14 @@ def streamed_linear(
                 up, sums, up_scale, up_zero, None, ZERO_TENSOR, ZERO_OFFSET, False, UNIT,
                 ADDED_ZEROS,
             )  # fmt: skip
+    if SCALED:
+        product *= UNIT
+        if up_weight_ptr is not None:
+            up *= UNIT
+    if weight_factor_ptr is not None:
+        product *= factor
+    if up_factor_ptr is not None:
+        up *= up_factor
     finish_linear(
         product, up, squares, bias, up_bias, residual,
         up_weight_ptr, bias_ptr, up_bias_ptr, residual_ptr, out_ptr, workspace_ptr, counters_ptr,

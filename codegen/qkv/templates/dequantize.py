@@ -1,6 +1,6 @@
 """Dequantisation of a weight of 4- or 8-bit codes, for a library GEMM.
 
-    w[n, k] = (code[n, k] - zero[n // bn, k // bk]) * scale[n // bn, k // bk]
+    w[n, k] = (code[n, k] - zero[n // bn, k // bk]) * scale[n // bn, k // bk] * factor
 
 in fp32, rounded once. Nibbles in any order, any strides, scale blocks of any size.
 """
@@ -49,10 +49,10 @@ def dequantize_weight(
     SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, PACKED_ZEROS: tl.constexpr,
     ZERO_ORDER: tl.constexpr, ZERO_POINT: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, UNIT: tl.constexpr, NUMBER: tl.constexpr = "",
-    ADDED_ZEROS: tl.constexpr = False,
+    ADDED_ZEROS: tl.constexpr = False, factor_ptr=None,
 ):  # fmt: skip
-    """A quantised projection weight, dequantised: out [NUM_ROWS, HIDDEN] = (code - zero) * scale in
-    fp32, rounded once to out's dtype.
+    """A quantised projection weight, dequantised: out [NUM_ROWS, HIDDEN] = (code - zero) * scale *
+    factor in fp32, rounded once to out's dtype.
 
     Grid (cdiv(NUM_ROWS, BLOCK_R), cdiv(HIDDEN, BLOCK_K)); out is contiguous. The weight is [heads,
     HEAD_DIM, HIDDEN], or groups of GROUP heads where GROUP is not 0; its strides (group, head, row,
@@ -123,6 +123,8 @@ def dequantize_weight(
     if ADDED_ZEROS and zero_ptr is not None:
         added = tl.broadcast_to(zero[:, :, None], (BLOCK_R, BLOCK_K // UNIT, UNIT))
         values += tl.reshape(added, (BLOCK_R, BLOCK_K))
+    if factor_ptr is not None:
+        values *= tl.load(factor_ptr)
     columns = first_column + tl.arange(0, BLOCK_K)
     out = out_ptr + rows.to(tl.int64)[:, None] * HIDDEN + columns[None, :]
     mask = row_mask[:, None] & (columns < HIDDEN)[None, :]

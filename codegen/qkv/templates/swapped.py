@@ -7,7 +7,7 @@ with both members of a rotated pair, and K may be split, with a reduction in a f
 
 The kernel also takes weights of 4- or 8-bit codes, read as they are stored:
 
-    w[n, k] = (code[n, k] - zero[n // bn, k // bk]) * scale[n // bn, k // bk]
+    w[n, k] = (code[n, k] - zero[n // bn, k // bk]) * scale[n // bn, k // bk] * factor
 
 Codes are exact in bf16 and fp16, so the tensor cores multiply the codes; scales and zeros are
 applied to the fp32 sums of a group: sum(w x) = scale * (sum(code x) - zero * sum(x)). The weight
@@ -40,6 +40,7 @@ from tilewright.codegen.templates.codes import (
     load_blocks,
     load_scales,
     number_unit,
+    scaled_numbers,
     scaled_whole,
     x_in_order,
 )
@@ -163,7 +164,7 @@ def qkv_projection_swapped(
     q_norm_bias_ptr=None, k_norm_bias_ptr=None, NORM_BIAS_STRIDES: tl.constexpr = None,
     input_norm_bias_ptr=None, INPUT_NORM_BIAS_STRIDE: tl.constexpr = 0,
     INPUT_LAYER_ROW: tl.constexpr = 0, SATURATES: tl.constexpr = True,
-    ADDED_ZEROS: tl.constexpr = False,
+    ADDED_ZEROS: tl.constexpr = False, SCALED: tl.constexpr = False, factors_ptr=None,
 ):  # fmt: skip
     """QKV projection, few tokens: q, k, v = x @ [Wq; Wk; Wv]^T with bias, QK norm, rotary
     embedding, and the store to q and to a paged cache.
@@ -189,9 +190,9 @@ def qkv_projection_swapped(
     scale column, zero row, zero column). One of them is for SCALE_ROWS rows by SCALE_COLUMNS
     columns, a multiple of BLOCK_K, a half, a quarter or all of it, or at least HIDDEN. The zero of
     a code is CODE_OFFSET + ZERO_OFFSET + the zero tensor's value; PACKED_ZEROS: words of eight
-    rows; ADDED_ZEROS: the tensor's value is added behind the scale. x is 16-bit, or fp8 like the
-    weight with a scale for each token and X_SCALE_BLOCK columns. X_IN_ORDER: x is the result of
-    `order_x`.
+    rows; ADDED_ZEROS: the tensor's value is added behind the scale. SCALED: codes are multiplied by
+    their scales before the product (`scaled_numbers`). x is 16-bit, or fp8 like the weight with a
+    scale for each token and X_SCALE_BLOCK columns. X_IN_ORDER: x is the result of `order_x`.
     """
     row_tile = tl.program_id(0) // SPLIT_K
     part = tl.program_id(0) % SPLIT_K
@@ -272,6 +273,8 @@ def qkv_projection_swapped(
         if LETS_IN:
             tl.extra.cuda.gdc_launch_dependents()
     # Before the loop: after it nothing would hide the latency of these loads.
+    if factors_ptr is not None:
+        factor = tl.load(factors_ptr + kind)
     heads = head + tl.arange(0, 1)
     low_bias, high_bias = load_bias(
         kind, heads, None, first_pair, q_bias_ptr, k_bias_ptr, v_bias_ptr,
@@ -309,8 +312,9 @@ def qkv_projection_swapped(
         NUM_HEADS, HEAD_DIM, PAGE_SIZE, ADDRESSING, WRAP_NEGATIVE, ADDRESS_STRIDES,
         SEARCH_STEPS, K_STRIDES, V_STRIDES, ROW_UNIT,
     )  # fmt: skip
-    UNIT: tl.constexpr = number_unit(x_ptr.dtype.element_ty, PER, PACKED_ROWS, NUMBER)
-    # Scales of groups are applied to each step's sums, scales of whole rows to the final sum.
+    UNIT: tl.constexpr = number_unit(x_ptr.dtype.element_ty, PER, PACKED_ROWS, NUMBER, SCALED)
+    # Scales of numbers are applied in registers, else those of groups to each step's sums, and
+    # those of whole rows to the final sum.
     HAS_ZEROS: tl.constexpr = q_zero_ptr is not None or ZERO_OFFSET != 0
     WHOLE_ROWS: tl.constexpr = SCALE_COLUMNS >= HIDDEN and (
         x_scale_ptr is None or X_SCALE_BLOCK >= HIDDEN
@@ -320,6 +324,11 @@ def qkv_projection_swapped(
     if CODES:
         block_rows = (head * HEAD_DIM + dims) // SCALE_ROWS
         groups = tl.arange(0, GROUPS)
+    if SCALED:
+        blocks = first_column // SCALE_COLUMNS + groups
+        scale_ptrs = (scale_ptr + block_rows * scale_row_stride)[:, None]
+        scale_ptrs += blocks[None, :] * scale_stride
+    elif CODES:
         scale, zero = load_scales(
             scale_ptr, zero_ptr, block_rows, row_mask, first_column // SCALE_COLUMNS + groups,
             (scale_row_stride, scale_stride, zero_row_stride, zero_stride), q_zero_ptr is not None,
@@ -370,7 +379,19 @@ def qkv_projection_swapped(
             )  # fmt: skip
         else:
             x = tl.load(x_ptrs + step, mask=x_mask, other=0.0)
-        if CODES:
+        if SCALED:
+            if not X_IN_ORDER:
+                x = x_in_order(x, PER, INTERLEAVED_NIBBLES, 1)
+            scale_mask = row_mask[:, None]
+            if not EVEN:
+                scale_mask = scale_mask & (blocks + step // SCALE_COLUMNS < BLOCKS)[None, :]
+            scale = tl.load(
+                scale_ptrs + step // SCALE_COLUMNS * scale_stride,
+                mask=scale_mask, other=0.0, eviction_policy="evict_first",
+            )  # fmt: skip
+            numbers = scaled_numbers(words, scale, x_ptr.dtype.element_ty)
+            accumulator = tl.dot(numbers, x.T, accumulator)
+        elif CODES:
             # A step ahead: Triton does not pipeline these loads through shared memory.
             next_scale = scale
             next_zero = zero
@@ -422,6 +443,10 @@ def qkv_projection_swapped(
             accumulator, sums, scale, zero, x_scale, q_zero_ptr is not None, ZERO_OFFSET,
             x_scale_ptr is not None, UNIT, ADDED_ZEROS,
         )  # fmt: skip
+    if SCALED:
+        accumulator *= UNIT
+    if factors_ptr is not None:
+        accumulator *= factor
     square = None
     if INPUT_NORM:
         square = tl.sum(squares, axis=1)

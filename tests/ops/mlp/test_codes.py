@@ -12,6 +12,8 @@ from tests.interpreted import Interpreter, interpret
 from tilewright.codegen.mlp.kernels import LinearConfig
 from tilewright.codegen.mlp.problem import code_step
 from tilewright.ops.checks import ArgumentError
+from tilewright.ops.formats import fp4
+from tilewright.ops.formats.quantized_weight import pack_nibbles
 from tilewright.ops.mlp import linear_activation, linear_residual
 from tilewright.ops.mlp.cases import ACTIVATION_CASES, CODED, RESIDUAL_CASES
 from tilewright.ops.mlp.lowering import linear_activation_steps, linear_residual_steps
@@ -60,6 +62,55 @@ def test_tiles(which, name, tiles):
     assert problem is None, problem
 
 
+@pytest.mark.parametrize("name", ["nvfp4_factor", "int8_factor", "mxfp4"])
+def test_a_factor_is_that_of_all_scales(name):
+    """A weight with a factor, and one with all its scales multiplied by it: a power of two, which
+    changes no rounding."""
+    for module, cases in ((linear_activation, ACTIVATION_CASES), (linear_residual, RESIDUAL_CASES)):
+        a = module.sample_inputs(coded_case(cases, name))
+        up = {"up_factor": torch.full((1, 1), 0.25)} if module is linear_activation else {}
+        given = replace(a, weight_factor=torch.tensor(0.5), **up)
+        halved = {"weight_scale": scaled(a.weight_scale, -1)}
+        halved |= {"up_scale": scaled(a.up_scale, -2)} if up else {}
+        want = replace(a, weight_factor=None, **halved, **dict.fromkeys(up))
+        assert torch.equal(module.reference(given), module.reference(want))
+        one, other = (interpret(module.OP, a).outcome.result for a in (given, want))
+        problem = module.OP.tolerances[a.x.dtype].problem(one, other)
+        assert problem is None, problem
+
+
+def scaled(scale, exponent):
+    """Scales multiplied by a power of two, exactly."""
+    if scale.dtype == torch.uint8:
+        return scale + exponent
+    return scale.float() * 2.0**exponent
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_e2m1_number_by_every_e4m3_scale(dtype):
+    """Exact: a token for each code, which it selects, and a row for each scale, which its last
+    group has. Not of NaN, which the interpreter takes for 480."""
+    codes, k = torch.arange(16), 64
+    numbers = torch.cat((torch.arange(127), torch.arange(128, 255))).to(torch.uint8)
+    rows = len(numbers)
+    scales = torch.ones(rows, k // 16).to(torch.float8_e4m3fn)
+    scales.view(torch.uint8)[:, -1] = numbers
+    weight = torch.zeros(rows, k, dtype=torch.long)
+    weight[:, -16:] = codes
+    a = linear_residual.LinearResidualArguments(
+        torch.eye(k, dtype=dtype)[-16:],
+        pack_nibbles(weight, torch.uint8, -1),
+        torch.zeros(16, rows, dtype=dtype),
+        weight_format="nvfp4",
+        weight_scale=scales,
+        scale_block=[1, 16],
+    )
+    exact = fp4.decode(codes, torch.float64)[:, None] * scales[:, -1].double()
+    found = interpret(linear_residual.OP, a)
+    assert dict(found.specs[0].constants)["SCALED"]
+    assert torch.equal(found.outcome.result.double(), exact)
+
+
 @pytest.mark.parametrize("name", ["int8", "int4_in_bytes", "awq"])
 def test_numbers_are_those_of_the_dense_weight(name):
     """The reference, against the op with the weight dequantised by hand in float64."""
@@ -104,6 +155,9 @@ def test_a_row_of_several_tensors_of_codes():
         ({"zero_point": 3}, "zero_point"),
         ({"weight_zero": torch.zeros(80, 1)}, "weight_zero"),
         ({"up_scale": None}, "up_scale"),
+        ({"weight_factor": torch.ones(2)}, "weight_factor"),
+        ({"up_factor": torch.ones((), dtype=torch.float64)}, "up_factor"),
+        ({"weight_factor": torch.ones((), device="meta")}, "weight_factor"),
         ({"up_weight": None, "up_bias": None}, "up_scale"),
         ({"nibble_order": [1, 0]}, "nibble_order"),
     ],

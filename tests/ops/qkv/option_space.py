@@ -86,6 +86,7 @@ def weights(draw, chosen):
         "transposed": draw(st.booleans()),
     }
     options |= draw(blocks(weight_format, chosen))
+    options["factor"] = draw(st.booleans())
     if weight_format == "fp8" and chosen["dtype"] != torch.float64:
         options["codes"] = draw(st.booleans())
         options["x_scale"] = draw(st.sampled_from(("none", "tensor", "token", "block")))

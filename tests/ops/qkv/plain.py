@@ -130,7 +130,7 @@ def decoded(a, weight, letter):
         return weight.double()
     heads, dim, hidden = weight.shape
     per = {torch.uint8: 2, torch.int32: 8}.get(weight.dtype, 1)
-    packs_columns = a.weight_format in ("int4_k", *NUMBERS)
+    packs_columns = a.weight_format in ("int4_k", "int4_k_offset", *NUMBERS)
     if packs_columns:
         hidden *= per
     if a.weight_format == "int4_n":
@@ -151,11 +151,15 @@ def decoded(a, weight, letter):
     scale = getattr(a, f"{letter}_scale")
     if a.weight_format == "mxfp4":
         scale = 2.0 ** (scale.double() - 127)
+    factor = 1.0 if a.factors is None else a.factors["qkv".index(letter)].double()
+    if a.weight_format == "int4_k_offset" and given is not None:
+        shift = given.double()[row, group]
+        return ((codes - zero) * scale.double()[row, group] + shift) * factor
     if given is not None and given.shape[0] == scale.shape[0]:
         zero = zero + given.double()[row, group]
     elif given is not None:
         zero = zero + nibble(given[row // 8, group], row % 8, a.nibble_order)
-    return (codes - zero) * scale.double()[row, group]
+    return (codes - zero) * scale.double()[row, group] * factor
 
 
 def nibble(words, j, order):

@@ -432,6 +432,54 @@ def test_zeros_are_read_however_they_are_packed_and_selected(form, weight):
     assert check(Attention(linear_of(form)), arguments(5))["weight"] == weight
 
 
+# --- factors -----------------------------------------------------------------------------------
+
+
+@stored(quantized.nvfp4)
+def nvfp4_factors_of_rows(layer, dtype):
+    """A number for each half of the rows."""
+    both = torch.stack((layer.factor, 2 * layer.factor))
+    factor = both.repeat_interleave(layer.width // 2)[:, None]
+    return (quantized.nvfp4_unscaled(layer, torch.float32) * factor).to(dtype)
+
+
+@stored(quantized.nvfp4)
+def nvfp4_factor_of_a_cast(layer, dtype):
+    """Stored in bfloat16, and a number besides."""
+    factor = layer.factor.bfloat16().float()
+    return (quantized.nvfp4_unscaled(layer, torch.float32) * factor * 0.5).to(dtype)
+
+
+@stored(quantized.nvfp4)
+def nvfp4_by_a_number(layer, dtype):
+    return (quantized.nvfp4_unscaled(layer, torch.float32) * 0.125).to(dtype)
+
+
+@pytest.mark.parametrize(
+    ("form", "apart"),
+    [
+        (quantized.nvfp4, True),
+        (quantized.nvfp4_divided, True),
+        (nvfp4_factor_of_a_cast, True),
+        (nvfp4_by_a_number, True),
+        (quantized.nvfp4_unscaled, None),
+        (nvfp4_factors_of_rows, False),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_factor_for_all_of_a_weight_is_an_argument(form, apart):
+    """The scale is read as it is stored then; factors by blocks are multiplied into it."""
+    check(Attention(linear_of(form)), arguments(5))
+    graph = lower(Attention(linear_of(form)), arguments(5)).graphs[0].after.graph
+    (fused,) = [n for n in graph.nodes if "fused_qkv_paged" in str(n.target)]
+    assert (fused.kwargs.get("factors") is not None) is (apart is True)
+    if apart:
+        assert fused.kwargs["factors"].meta["example_value"].shape == (3,)
+    scale = torch.float32 if apart is False else torch.float8_e4m3fn
+    for letter in "qkv":
+        assert fused.kwargs[f"{letter}_scale"].meta["example_value"].dtype == scale
+
+
 # --- zeros behind the scale -----------------------------------------------------------------------
 
 
