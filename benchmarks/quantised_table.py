@@ -43,6 +43,11 @@ def summary(row: Row) -> str:
     return ", ".join(parts + graphs + codes)
 
 
+def needs_prepare(row: Row) -> bool:
+    """Whether `prepare` replaces modules, and the step then differs from what is loaded."""
+    return bool(row.get("replaced")) and summary(row) != "="
+
+
 def is_further(row: Row) -> bool:
     """Whether ours is further from float64 of the same codes than the library is."""
     found = row.get("errors")
@@ -131,7 +136,7 @@ forward pass" is that of the loaded modules, not compiled. Codes of misses:
 | | |
 |---|---|
 | rows | {len(rows)} |
-| that need `prepare` | {sum(bool(row.get("replaced")) for row in rows)} |
+| that need `prepare` | {sum(map(needs_prepare, rows))} |
 | points of the census that are silent | {sum(map(silent, rows))} |
 | further from float64 than the library | {sum(map(is_further, rows))} of {len(judged)} |"""
     parts = [head]
@@ -156,12 +161,14 @@ whose blocks transformers does not join). It leaves out how their activations ar
 NVFP4 the factor of each expert: such a model computes something else, with and without tilewright.
 ModelOpt's experts are codes.
 
-What transformers loads itself needs a GPU to stay codes. finegrained-fp8 and mxfp4-gpu are its own
-modules with stand-ins for the hub's kernels, of their names, schemas and arithmetic
-(`tests/models/finegrained.py`, `tests/models/gpt_oss_hub.py`): with the real
-`gpt-oss-triton-kernels` Dynamo raises where the stand-in breaks the graph. mxfp4 is a checkpoint as
-transformers loads it on a CPU, where it decodes the experts to bfloat16. More models whose forward
-pass decodes such codes are in [coverage.md](coverage.md#quantised-formats-x-models)."""
+On a GPU quanto keeps float8 weights in the order of its kernel (`MarlinF8QBytesTensor`), which
+`prepare` alone reads; here they are as on a CPU. What transformers loads itself needs a GPU to stay
+codes. finegrained-fp8 and mxfp4-gpu are its own modules with stand-ins for the hub's kernels, of
+their names, schemas and arithmetic (`tests/models/finegrained.py`, `tests/models/gpt_oss_hub.py`):
+with the real `gpt-oss-triton-kernels` Dynamo raises where the stand-in breaks the graph. mxfp4 is a
+checkpoint as transformers loads it on a CPU, where it decodes the experts to bfloat16. More models
+whose forward pass decodes such codes are in
+[coverage.md](coverage.md#quantised-formats-x-models)."""
 
 
 def main() -> None:

@@ -196,6 +196,14 @@ def _quanto(weight: Any, bias: torch.Tensor | None) -> CodedLinear | str:
     return _made(ScaledInside, weight, bias, weight._data, weight._scale)
 
 
+def _marlin(weight: Any, bias: torch.Tensor | None) -> CodedLinear | str:
+    """quanto's MarlinF8QBytesTensor: float8 codes, and scales, in the order of a GPU's kernel."""
+    if bias is not None:
+        return "the library's kernel for it leaves the bias out"
+    plain = weight.weight_qbytes_tensor()  # its own way to files, which have the plain order
+    return _made(ScaledInside, weight, bias, plain._data, plain._scale)
+
+
 #: A reader of weights of one class: the linear that decodes one, with a bias; or why there is none.
 _Read = Callable[[Any, torch.Tensor | None], CodedLinear | str]
 
@@ -216,6 +224,7 @@ _CLASSES = {
     "torchao.IntxUnpackedToInt8Tensor": _Class(_intx),
     "torchao.NVFP4Tensor": _Class(_nvfp4, "`prepare` puts its scales in order, once"),
     "optimum.WeightQBytesTensor": _Class(_quanto),
+    "optimum.MarlinF8QBytesTensor": _Class(_marlin, "`prepare` puts its codes in order, once"),
 }
 
 

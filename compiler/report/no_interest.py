@@ -124,6 +124,11 @@ def _is_of_two(value: Value) -> bool:
 # --- products -------------------------------------------------------------------------------------
 
 
+@rule("product", why="a library's product, whose result a fused op reads")
+def _is_taken(value: Value, graph: Graph) -> bool:
+    return any(v.node in graph.taken for v in _passed(value, graph))
+
+
 @rule("product", "softmax", "top-k", why="nothing reads it")
 def _is_unread(value: Value, graph: Graph) -> bool:
     return value.node not in graph.read
@@ -155,11 +160,6 @@ def _is_outer(value: Value, graph: Graph) -> bool:
 @rule("product", why="a convolution")
 def _is_convolution(value: Value, graph: Graph) -> bool:
     return plain_name(value).startswith(("conv", "_conv"))
-
-
-@rule("product", why="a library's product, whose result a fused op reads")
-def _is_taken(value: Value, graph: Graph) -> bool:
-    return any(v.node in graph.taken for v in _passed(value, graph))
 
 
 @rule("product", why=f"more than {MOST_TOKENS} tokens: the library's GEMM is the faster one")

@@ -11,10 +11,11 @@ what they left of it holds no product. Where it does, the call is not spelled ou
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import torch
 from torch import fx
 
 from tilewright.compiler import _compat
@@ -22,10 +23,12 @@ from tilewright.compiler.dataflow.access import access_of
 from tilewright.compiler.dataflow.memory import LIES_WITH
 from tilewright.compiler.dataflow.spelling import PASSED_OVER, STANDS_IN, name_of
 from tilewright.compiler.rewrite import Rewritten, erase_unused
-from tilewright.compiler.rewrite.writer import Writer
+from tilewright.compiler.rewrite.writer import Writer, describe
 from tilewright.compiler.safety.modes import is_weighty
 from tilewright.patterns.dataflow import Dataflow
 from tilewright.patterns.language import Miss, Stage
+
+_REGROUP = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
 
 
 @dataclass(frozen=True)
@@ -34,18 +37,20 @@ class SpelledOut:
 
     results: the nodes that held what the call gives, those that are used; a tensor that was made
     for the call to write is one. added: the nodes that this took, in order. ends: those of them
-    that stand for the results, in the same order.
+    that stand for the results, in the same order. regrouped: those at the end that only regroup
+    dimensions, each with the node that it is made of.
     """
 
     call: fx.Node
     results: tuple[fx.Node, ...]
     added: tuple[fx.Node, ...]
     ends: tuple[fx.Node, ...]
+    regrouped: Mapping[fx.Node, fx.Node]
 
     @property
     def is_taken(self) -> bool:
-        """Whether a rewrite took a part, or made a part unused."""
-        return any(node._erased for node in self.added)
+        """Whether a rewrite took a part, or made a part unused but for a result's shape."""
+        return any(node._erased for node in self.added if node not in self.regrouped)
 
     def only_selects(self, node: fx.Node) -> bool:
         """Whether a node only selects of what the call is given."""
@@ -106,7 +111,11 @@ def stand_in(write: Writer, results: Sequence[fx.Node], ends: Sequence[fx.Node])
         result.replace_all_uses_with(end, lambda user: user is not write.before)
     for node in {write.before, *results}:
         node.meta[PASSED_OVER] = True
-    return SpelledOut(write.before, tuple(results), tuple(write.added), tuple(ends))
+    regrouped: dict[fx.Node, fx.Node] = {}
+    for end in ends:
+        while end in write.added and end.target in _REGROUP:
+            regrouped[end] = end = end.all_input_nodes[0]
+    return SpelledOut(write.before, tuple(results), tuple(write.added), tuple(ends), regrouped)
 
 
 def drop_taken(graph: fx.Graph, flow: Dataflow, spelled: Sequence[SpelledOut]) -> None:
@@ -169,17 +178,38 @@ def put_back(
 
 def _put_back(graph: fx.Graph, site: SpelledOut) -> bool:
     """False where a call could not be put back."""
-    if site.call.prev is not site.added[-1]:
+    if site.call.prev is not next(node for node in reversed(site.added) if not node._erased):
         return False
     for result, end in zip(site.results, site.ends, strict=True):
         end.replace_all_uses_with(result)
+        while end in site.regrouped:
+            end = site.regrouped[end]
+            if not _give_back(result, end, site):
+                return False
     for node in {site.call, *site.results}:
         del node.meta[PASSED_OVER]
     for node in reversed(site.added):
-        if not node.users:
+        if not node._erased and not node.users:
             graph.erase_node(node)
     left = [node for node in site.added if not node._erased]
     return all(site.only_selects(node) and not access_of(node) for node in left)
+
+
+def _give_back(result: fx.Node, part: fx.Node, site: SpelledOut) -> bool:
+    """Gives what reads a part, of which a result is a view, that result in the part's shape; False
+    where it could not."""
+    readers = [user for user in part.users if user not in site.regrouped]
+    held = result.meta["example_value"]
+    shape = [n if isinstance(n, int) else -1 for n in part.meta["example_value"].shape]
+    if not readers:
+        return True
+    if result is not site.call or not held.is_contiguous() or shape.count(-1) > 1:
+        return False
+    with result.graph.inserting_after(result):
+        view = result.graph.call_function(torch.ops.aten.view.default, (result, shape))
+    describe(view, result, _compat.run_fake(view))
+    part.replace_all_uses_with(view, lambda user: user in readers)
+    return True
 
 
 def _part_of(call: fx.Node) -> Miss:

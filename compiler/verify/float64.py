@@ -27,8 +27,9 @@ class Float64(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         try:
             return super().run_node(n)
-        except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
-            raise NoFloat64Error(f"{n.target}: {str(error).splitlines()[0]}") from error
+        except Exception as error:  # operators and tensor subclasses raise of any class
+            said = (str(error) or type(error).__name__).splitlines()[0]
+            raise NoFloat64Error(f"{n.target}: {said}") from error
 
     def fetch_args_kwargs_from_env(self, n: fx.Node) -> tuple[Any, Any]:
         args, kwargs = super().fetch_args_kwargs_from_env(n)

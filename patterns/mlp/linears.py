@@ -136,6 +136,10 @@ def match_few_tokens(view: View, by_head: bool = False) -> FewTokens | None:
 _STEPS = 6
 _PASSED = frozenset({"cast", "aten.add", "aten.mul", "aten.div", "aten.clamp"})
 _ONCE = "compute it once, when the model is loaded"
+_NUMBERS = (
+    "call torch._dynamo.mark_static(weight), or torch._dynamo.reset() before a model of other "
+    "sizes is compiled"
+)
 
 
 def weighed(view: View, strip: bool = False) -> tuple[View, float, tuple[Value, ...]]:
@@ -190,11 +194,14 @@ def _unlike(gemm: Gemm, scaled: Value | None) -> Missed | None:
     """scaled: a product or quotient by a number or a vector that lies behind it."""
     x, weight = gemm.flat_x, gemm.weight
     rows, columns = weight.shape
-    if not _few(x.shape[0]) or not all(isinstance(n, int) for n in (rows, columns)):
-        return None
-    if min(rows, columns) < LEAST_COLUMNS or weight.value.projected:
+    if not _few(x.shape[0]) or weight.value.projected:
         return None
     given = f"{gemm.value}: its weight"
+    if not all(isinstance(n, int) for n in (rows, columns)):
+        why = f"{given} has sizes that are symbols, {rows} x {columns}"
+        return _missed(gemm.value, why, _NUMBERS) if _is_kept(weight.value) else None
+    if min(rows, columns) < LEAST_COLUMNS:
+        return None
     if gemm.x_scale is not None or gemm.weight_scale is not None:
         if match_few_tokens(gemm.value.whole) is not None:
             return None

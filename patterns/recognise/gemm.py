@@ -107,14 +107,14 @@ def _scaled_mm_v2(value: Value) -> Gemm | None:
     if given.get("contraction_dim"):
         return None
     rows, (summed, columns) = x.shape[0], weight.shape
-    if not isinstance(summed, int) or not isinstance(columns, int):
-        return None
-    blocks = -(-summed // 128)
-    of_a = {_ROW_WISE: (rows, 1), _BY_128: (rows, blocks)}
-    of_b = {_ROW_WISE: (1, columns), _BY_128: (columns, blocks)}
-    of_b[_BY_128_SQUARED] = (blocks, -(-columns // 128))
+    of_a: dict[int, tuple[Size, Size]] = {_ROW_WISE: (rows, 1)}
+    of_b: dict[int, tuple[Size, Size]] = {_ROW_WISE: (1, columns)}
+    if isinstance(summed, int) and isinstance(columns, int):
+        blocks = -(-summed // 128)
+        of_a[_BY_128], of_b[_BY_128] = (rows, blocks), (columns, blocks)
+        of_b[_BY_128_SQUARED] = (blocks, -(-columns // 128))
     scale_a, scale_b = _by_recipe(given, "a", of_a), _by_recipe(given, "b", of_b)
-    if scale_b is not None and scale_b.shape == of_b[_BY_128]:
+    if scale_b is not None and scale_b.shape == of_b.get(_BY_128):
         scale_b = scale_b.permute(1, 0)
     if scale_a is None or scale_b is None:
         return None

@@ -248,6 +248,21 @@ def test_latents_of_codes_are_fused(experts):
     torch.testing.assert_close(logits, eager, rtol=0.05, atol=0.05)
 
 
+def test_a_call_whose_last_view_a_match_absorbs_is_put_back():
+    """The query's product runs as it was, and its result is rotated by the op."""
+    model = mixture("grouped_mm", DEEPSEEK, "DeepseekV3Config")
+    tokens = torch.randint(3, 60, (2, 5), generator=torch.Generator().manual_seed(1))
+    torch._dynamo.reset()
+    lowered = lower(model, (tokens,), {"use_cache": False})
+    (graph,) = (report.after.graph for report in lowered.graphs)
+    (fused,) = [node for node in graph.nodes if "mla_prefill" in str(node.target)]
+    assert fused.kwargs["rope_on"] == "q"
+    (call,) = [node for node in graph.nodes if "w8a8_block_dynamic_fp8" in str(node.target)]
+    (view,) = call.users
+    assert view.meta["example_value"].shape == (10, 512)
+    assert lowered.census.unaccounted == ()
+
+
 # --- products of codes that the graph makes -------------------------------------------------------
 
 

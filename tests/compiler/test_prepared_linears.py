@@ -8,10 +8,12 @@ import io
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.agreement import ALLOWANCE, relative_error
 from tests.models.shipped import calibrate
 from tilewright.compiler import prepare
+from tilewright.compiler.quantised import tensor_subclasses
 from tilewright.compiler.quantised.gptqmodel import GptqLinear
 
 SHAPES = [(1, 256), (5, 256), (2, 3, 256), (2, 1, 3, 256), (0, 256), (2, 0, 256)]
@@ -237,6 +239,72 @@ def test_linears_of_quanto(weights, dtype):
     assert len(prepare(model).replaced) == 1
     # The library's kernel for int8 on a CPU scales behind the sum.
     no_further(model, theirs, weight, dtype)
+
+
+def marlin_words(codes):
+    """Bytes [K, N] as words [K / 16, 4 N] in the order of the Marlin kernel's operands: tiles of 16
+    rows and 64 columns, in each of which a thread reads two pairs of rows of two columns."""
+    tile = [
+        16 * row + lane // 4 + 8 * half + 256 * j
+        for lane in range(32)
+        for j in range(4)
+        for half in (0, 1)
+        for row in (2 * (lane % 4) + at for at in (0, 1, 8, 9))
+    ]
+    order = torch.tensor(tile).view(-1, 4)[:, [0, 2, 1, 3]].flatten()
+    tiles = codes.unflatten(0, (-1, 16)).unflatten(2, (-1, 16)).transpose(1, 2).flatten(1)
+    tiles = tiles.view(-1, order.numel())[:, order].reshape(len(tiles), -1)
+    return tiles.contiguous().view(torch.int32)
+
+
+@pytest.fixture
+def marlin(monkeypatch):
+    """A maker of quanto's weight of such words, on any device."""
+    pytest.importorskip("optimum.quanto")
+    from optimum.quanto.tensor.qtype import qfloat8_e4m3fn
+    from optimum.quanto.tensor.weights.marlin.fp8 import MarlinF8QBytesTensor, packed
+
+    def new_words(cls, data, size, stride, requires_grad=False):
+        return wrapped(cls, size, strides=stride, dtype=data.dtype)
+
+    def new(cls, qtype, axis, size, stride, data, scale, requires_grad=False):
+        return wrapped(cls, size, strides=stride, dtype=scale.dtype)
+
+    def make(words, scale, *size):
+        inside = packed.MarlinF8PackedTensor(words, size, (size[1], 1))
+        return MarlinF8QBytesTensor(qfloat8_e4m3fn, 0, size, (size[1], 1), inside, scale)
+
+    wrapped = torch.Tensor._make_wrapper_subclass
+    monkeypatch.setattr(packed.MarlinF8PackedTensor, "__new__", new_words)
+    monkeypatch.setattr(MarlinF8QBytesTensor, "__new__", new)
+    return make
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(128, 64), (64, 128), (256, 192)])
+def test_linears_of_quanto_in_the_order_of_a_gpu_s_kernel(rows, columns, marlin):
+    """The library makes these of float8 weights on a GPU."""
+    from optimum.quanto.tensor.weights.marlin.fp8.packed import get_scale_perms
+
+    make = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 256, (rows, columns), dtype=torch.uint8, generator=make)
+    codes = torch.where(codes & 127 == 127, 0, codes)  # no NaN
+    scale = torch.rand(rows, 1, generator=make).bfloat16()
+    ordered = scale.view(-1, 32)[:, get_scale_perms()].view(1, rows)
+    parts = marlin_words(codes.t()), ordered
+    model, biased = one_linear(columns, rows, bias=False), one_linear(columns, rows)
+    for one in (model, biased):
+        one[0].weight = nn.Parameter(marlin(*parts, rows, columns), requires_grad=False)
+    assert len(prepare(model).replaced) == 1
+    assert torch.equal(model[0].codes.view(torch.uint8), codes)
+    wanted = codes.view(torch.float8_e4m3fn).bfloat16() * scale
+    assert torch.equal(model[0].weight_of_codes(torch.bfloat16), wanted)
+
+    (left,) = prepare(biased).left
+    assert "leaves the bias out" in left.reason
+    with FakeTensorMode() as mode:
+        fake = marlin(*map(mode.from_tensor, parts), rows, columns)
+        told = tensor_subclasses.obstacle(fake)
+    assert told == ("`prepare` puts its codes in order, once", True)
 
 
 def no_further(model, theirs, weight, dtype):

@@ -196,11 +196,11 @@ def _numbers(result: Any, inputs: Sequence[Any]) -> list[torch.Tensor]:
 def _verdict(
     program: Program, fused: list[torch.Tensor], eager: list[torch.Tensor]
 ) -> tuple[str, str]:
-    verdict, why = _judged(program, fused, eager)
+    verdict, why = judged(program, fused, eager)
     if verdict == "wrong":
         ordered, inputs = _ordered(program), clone_inputs(program.inputs)
         others = _numbers(ordered.module.forward(*inputs), inputs)
-        if _judged(ordered, fused, others)[0] == "same":
+        if judged(ordered, fused, others)[0] == "same":
             return "tied", ""
     return verdict, why
 
@@ -221,7 +221,7 @@ def _topk_in_order(
     return torch.return_types.topk([part.narrow(dim, 0, k) for part in found])
 
 
-def _judged(
+def judged(
     program: Program, fused: list[torch.Tensor], eager: list[torch.Tensor]
 ) -> tuple[str, str]:
     far = [i for i, (a, b) in enumerate(zip(fused, eager, strict=True)) if not _near(a, b)]
@@ -246,8 +246,8 @@ def _judged(
     if not worse:
         return "same", ""
     for trials in TRIALS:
-        moved = _moved_by_roundings(program, eager, trials)
-        off = {i: _error(fused[i], seen[i]) for i in worse}
+        moved, lost = _moved_by_roundings(program, eager, trials)
+        off = {i: _error_but_at(lost[i], fused[i], seen[i]) for i in worse}
         beyond = [i for i in worse if not off[i] <= AMPLIFIED * moved[i]]
         if not beyond:
             return "unstable", ""
@@ -308,10 +308,15 @@ def _worse(
     return not ours <= SLACK * theirs + rounding
 
 
-def _moved_by_roundings(program: Program, eager: list[torch.Tensor], trials: int) -> list[float]:
-    """Returns how far eager's own results move when every input moves by about one rounding."""
+def _moved_by_roundings(
+    program: Program, eager: list[torch.Tensor], trials: int
+) -> tuple[list[float], list[torch.Tensor]]:
+    """Returns how far eager's own results move when every input moves by about one rounding, and
+    where their elements become NaN then: a number next to zero is divided by zero, say."""
     generator = torch.Generator().manual_seed(0)
     moved = [0.0] * len(eager)
+    without = [tensor.double().isnan() for tensor in eager]
+    lost = [torch.zeros_like(nan) for nan in without]
 
     def nudged(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -324,18 +329,19 @@ def _moved_by_roundings(program: Program, eager: list[torch.Tensor], trials: int
         try:
             others = _numbers(program.module.forward(*inputs), inputs)
         except Exception:  # an index that a rounding drove out of range
-            return [float("inf")] * len(eager)
-        moved = [
-            max(m, _error_of_numbers(a, b)) if a.shape == b.shape else math.inf
-            for m, a, b in zip(moved, others, eager, strict=True)
-        ]
-    return moved
+            return [math.inf] * len(eager), lost
+        for i, (a, b) in enumerate(zip(others, eager, strict=True)):
+            if a.shape != b.shape:
+                moved[i] = math.inf
+                continue
+            nan = a.double().isnan()
+            lost[i] |= nan & ~without[i]
+            moved[i] = max(moved[i], _error_but_at(nan | without[i], a, b))
+    return moved, lost
 
 
-def _error_of_numbers(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Returns the error of `a`, leaving out elements at which `b` is NaN."""
-    nan = b.double().isnan()
-    return relative_error(*(t.double().masked_fill(nan, 0) for t in (a, b)))
+def _error_but_at(left_out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> float:
+    return relative_error(*(t.double().masked_fill(left_out, 0) for t in (a, b)))
 
 
 def _error(a: torch.Tensor, b: torch.Tensor) -> float:

@@ -33,6 +33,7 @@ from tests.programs.run import (
     captured,
     compared,
     copied,
+    judged,
     program,
     run,
     task,
@@ -121,6 +122,22 @@ def test_a_format_that_is_read_wrongly_is_found(axes, module, name, read, monkey
         result = model.module.forward(*inputs)
         outcome = compared(Program(model.module, model.inputs, "", ()), result, inputs)
     assert outcome.verdict == "wrong", outcome
+
+
+@pytest.mark.parametrize(("at", "verdict"), [(0, "unstable"), (1, "wrong")])
+def test_nan_is_a_fault_but_where_a_rounding_makes_eager_nan(at, verdict):
+    """The first difference is one rounding, which another rounding takes away: zero by zero."""
+
+    def forward(x, y):
+        return ((x - y) / y.new_zeros(())).clamp(-1, 1)
+
+    x, y = torch.tensor([1 + 2**-10, 3.0]).half(), torch.ones(2).half()
+    made = Program(torch.fx.symbolic_trace(forward), (x, y), "", ())
+    eager = forward(x, y)
+    assert eager.tolist() == [1, 1]
+    fused = eager.clone()
+    fused[at] = torch.nan
+    assert judged(made, [fused, x, y], [eager, x, y])[0] == verdict
 
 
 def test_a_seed_is_a_program():

@@ -442,14 +442,17 @@ def test_a_miss_of_a_sum_speaks_for_both_of_its_linears():
     assert sum(point.account == "miss" for point in lowered.census.points) == 2
 
 
-def test_a_weight_whose_sizes_are_symbols_is_left_alone():
+def test_a_weight_whose_sizes_are_symbols_is_told():
     """As with `dynamic=True`, where weights are arguments."""
     torch._dynamo.reset()
     x, _, down, *_, residual = inputs()
     x = x.new_ones(BATCH, TOKENS, N)
     step = lambda x, w, r: r + F.linear(x, w)  # noqa: E731
     lowered = lower(step, (x, down, residual), dynamic=True, patterns=["linear_residual"])
-    assert not lowered.matches + lowered.misses, str(lowered)
+    (miss,) = lowered.misses
+    assert not lowered.matches, str(lowered)
+    assert (miss.code, miss.weight) == ("LINEAR_FORM", "advice")
+    assert "its weight has sizes that are symbols" in miss.message
 
 
 def test_a_norm_before_the_sum_wants_a_number_of_tokens():

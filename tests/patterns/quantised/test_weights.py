@@ -490,7 +490,7 @@ def offset_buffers(rows, hidden, generator):
 
 
 def offset(form):
-    """Registers a form that gets the codes in groups [N, K / group, group], and their scale."""
+    """A form that gets the codes in groups [N, K / group, group], and their scale."""
 
     def made(layer, dtype):
         codes = torch.stack((layer.packed & 15, layer.packed >> 4), dim=-1).flatten(-2)
@@ -564,12 +564,10 @@ def test_other_sums_of_codes_and_zeros_are_no_format(form):
     assert_missed(Attention(linear_of(form)), arguments(5), "WEIGHT_FORMAT")
 
 
+@stored(quantized.int8)
 def int8_with_offset(layer, dtype):
     weight = layer.codes.to(dtype) * layer.scale[:, None].to(dtype)
     return weight + layer.zeros.to(dtype)
-
-
-int8_with_offset.stored = quantized.int8_buffers
 
 
 def test_codes_of_eight_bits_have_no_zeros_behind_the_scale():
@@ -732,6 +730,37 @@ def test_scales_by_recipes_of_blocks(hidden, is_read, square):
     assert (miss.code, miss.pattern) == ("LINEAR_FORM", "linear_activation")
     assert "_scaled_mm_v2 computes the linear, with scales" in miss.message
     assert "a multiple of 512" in miss.hint
+
+
+@ROW_SCALES
+@pytest.mark.skipif(not hasattr(F, "scaled_mm"), reason="this PyTorch has none")
+def test_sizes_of_a_second_compilation_are_told_where_they_are_symbols():
+    """Without a reset between two models Dynamo makes symbols of the sizes that differ."""
+    by_row = torch.nn.functional.ScalingType.RowWise
+
+    def gated(x, x_scale, *weights):
+        gate, up = (
+            F.scaled_mm(
+                x, codes.t(), x_scale, by_row, scale.t(), by_row, output_dtype=torch.bfloat16
+            )
+            for codes, scale in zip(weights[:2], weights[2:], strict=True)
+        )
+        return F.silu(gate) * up
+
+    torch._dynamo.reset()
+    options = {"inner": "eager"}
+    compiled = torch.compile(gated, backend="tilewright", options=options)
+    for rows, columns in ((256, 128), (384, 256)):
+        codes = [torch.randn(rows, columns).to(torch.float8_e4m3fn) for _ in range(2)]
+        scales = [torch.rand(rows, 1) for _ in range(2)]
+        x = torch.randn(4, columns).to(torch.float8_e4m3fn)
+        compiled(x, torch.rand(4, 1), *codes, *scales)
+    first, second = reports()[-2:]
+    assert patterns_in(first, "mlp") == ["linear_activation"]
+    (miss,) = misses_of(second, "mlp")
+    assert (miss.code, miss.pattern) == ("LINEAR_FORM", "linear_activation")
+    assert "sizes that are symbols" in miss.message
+    assert "mark_static" in miss.hint
 
 
 @pytest.mark.parametrize(
