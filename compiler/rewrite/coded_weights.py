@@ -107,7 +107,7 @@ class _Inside:
 
 
 def _decoded(call: fx.Node, x: fx.Node, weight: fx.Node, bias: fx.Node | None) -> Trace:
-    """What a linear computes of the tensors inside of its weight: inputs are x, these, the bias.
+    """Traces a linear as a function of x, the tensors inside of its weight, and the bias.
 
     Raises UnfitError where the library's own linear does not read the same of them.
     """

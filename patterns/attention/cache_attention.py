@@ -148,7 +148,7 @@ def _keys(k: View, v: View) -> dict[str, Any]:
 
 
 def _codes(k: Decoded, v: Decoded) -> dict[str, Any]:
-    """What k and v are decoded from as arguments, with the scales."""
+    """Returns the codes of k and v, and their scales, as arguments."""
     scales = {"k_scale": k.scale_argument(), "v_scale": v.scale_argument()}
     return _places(k.codes, v.codes) | {name: s for name, s in scales.items() if s is not None}
 

@@ -58,8 +58,8 @@ def decoded(view: View) -> Decoded | None:
 
 
 def decoded_pair(k: View, v: View) -> tuple[Decoded, Decoded] | None:
-    """What keys and values are decoded from, each head once; None unless both are, from one type,
-    and a head's scale repeats with it."""
+    """Returns the codes and scales of keys and values, each head once; None unless both are decoded
+    from one type, and a head's scale repeats with the head."""
     keys, values = decoded(k), decoded(v)
     if keys is None or values is None or keys.dtype != values.dtype:
         return None
@@ -99,7 +99,7 @@ def _widened(view: View) -> Decoded | None:
 
 
 def bytes_of(item: View | Computed) -> View:
-    """What holds the bytes that a graph, or :func:`as_dtype`, reads as floats."""
+    """Returns the bytes that a graph, or :func:`as_dtype`, reads as floats."""
     codes: View = item if isinstance(item, View) else item.operands[0]
     while codes.value.op == "bitcast" and codes.value.args[0].shape == codes.value.shape:
         codes = codes.value.args[0].through(codes.effect)

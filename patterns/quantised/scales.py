@@ -89,7 +89,7 @@ def _has_one_factor(weight: DequantizedWeight) -> bool:
 
 
 def _factors(weights: Sequence[DequantizedWeight], names: Sequence[str]) -> dict[str, Computed]:
-    """Those numbers, fp32 [1] of each weight, as the arguments of the names."""
+    """Returns the factor of each whole weight, fp32 [1], by the names of arguments."""
     made: dict[str, list[Computed]] = {}
     for weight, name in zip(weights, names, strict=False):
         factors, divisors = (

@@ -263,7 +263,7 @@ def _shifted(view: View) -> Element | None:
 
 
 def _scaled(view: View) -> Element | None:
-    """The same where nothing is added behind the scale."""
+    """Matches an element to which nothing is added behind the scale."""
     found = match_coded(view, _unscaled)
     if found is None or found.number != 1 or len(found.factors) > 1:
         return None
