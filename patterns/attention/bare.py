@@ -28,8 +28,8 @@ def bare(view: View, *, scaled: bool = True) -> tuple[View, float]:
 
 
 def of_bare_operands(found: Attention, flow: Dataflow) -> Attention:
-    """Returns the attention of bare queries, keys and values, where these have one type, or keys and
-    values are decoded; where its result is wider, in the type to which the graph rounds it."""
+    """Returns the attention of bare queries, keys and values, where these have one type, or keys
+    and values are decoded; where its result is wider, in the type to which the graph rounds it."""
     if len(found.terms) != 1:
         return found
     ((q, k),) = found.terms

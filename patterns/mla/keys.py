@@ -176,7 +176,7 @@ def _only_scales(linear: Linear) -> bool:
 
 
 def _row_scale(k: Linear, v: Linear) -> View | None:
-    """Returns the scale [N, 1] of the sums of the weight's rows, None without one; raises Reject."""
+    """Returns the scale [N, 1] of the weight's sums, by rows; None without one. Raises Reject."""
     if k.scale is None and v.scale is None:
         return None
     rows = k.gemm.shape[-1]
