@@ -199,7 +199,8 @@ def _unlike(gemm: Gemm, scaled: Value | None) -> Missed | None:
     given = f"{gemm.value}: its weight"
     if not all(isinstance(n, int) for n in (rows, columns)):
         why = f"{given} has sizes that are symbols, {rows} x {columns}"
-        return _missed(gemm.value, why, _NUMBERS) if _is_kept(weight.value) else None
+        of_model = _is_kept(weight.value) or _of_codes(weight.value)
+        return _missed(gemm.value, why, _NUMBERS) if of_model else None
     if min(rows, columns) < LEAST_COLUMNS:
         return None
     if gemm.x_scale is not None or gemm.weight_scale is not None:

@@ -442,12 +442,13 @@ def test_a_miss_of_a_sum_speaks_for_both_of_its_linears():
     assert sum(point.account == "miss" for point in lowered.census.points) == 2
 
 
-def test_a_weight_whose_sizes_are_symbols_is_told():
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int8])
+def test_a_weight_whose_sizes_are_symbols_is_told(stored):
     """As with `dynamic=True`, where weights are arguments."""
     torch._dynamo.reset()
     x, _, down, *_, residual = inputs()
-    x = x.new_ones(BATCH, TOKENS, N)
-    step = lambda x, w, r: r + F.linear(x, w)  # noqa: E731
+    x, down = x.new_ones(BATCH, TOKENS, N), down.to(stored)
+    step = lambda x, w, r: r + F.linear(x, w.to(x.dtype))  # noqa: E731
     lowered = lower(step, (x, down, residual), dynamic=True, patterns=["linear_residual"])
     (miss,) = lowered.misses
     assert not lowered.matches, str(lowered)
