@@ -62,7 +62,8 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Linears:
-    """One call's weights: `parts` of a format, and the op's arguments for so many tokens."""
+    """Weights of one call. parts: each weight as its format stores it. arguments: makes the op's
+    arguments for a number of tokens."""
 
     op: str
     parts: Sequence[Projection]

@@ -204,7 +204,8 @@ class Quantization:
 
     @property
     def staged_bytes(self) -> float:
-        """Of a code in shared memory, with its share of a scale where that is loaded there too."""
+        """Bytes that a code takes in shared memory, with its share of a scale where kernels load
+        scales there too."""
         return self.code_bytes + (1 / self.block[1] if self.scales_numbers else 0)
 
     @property

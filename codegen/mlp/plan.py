@@ -46,7 +46,7 @@ class Tiling:
     programs: int = 2
 
 
-DENSE = CODES = Tiling()
+PLAIN = Tiling()
 # Codes of four bits, measured for 1 and 16 tokens on an H100 in steps that read 128 bytes of a row:
 # the down projection of Llama-3-8B took 29.1 us with 64 rows of 128 columns and eight stages, and
 # takes 17.2; gate and up 38.8 and 35.0.
@@ -111,13 +111,11 @@ def linear_config(problem: LinearProblem, num_tokens: int, target: Target) -> Li
 
 def _tiling(problem: LinearProblem, block_t: int, target: Target) -> Tiling:
     q = problem.quantization
-    if q is None:
-        return DENSE
-    if q.format.bits != 4 or block_t > 16 or target.multiplies_registers:
-        return CODES
+    if q is None or q.format.bits != 4 or block_t > 16 or target.multiplies_registers:
+        return PLAIN
     # Zeros of two weights take the registers of a second program.
     if problem.gated and (q.packed_rows or q.has_zero_tensors):
-        return CODES
+        return PLAIN
     if q.packed_rows:
         return NIBBLES_OF_ROWS
     if q.scales_numbers and target.tmem_columns > 0:

@@ -36,7 +36,7 @@ class LinearProblem:
 
     @property
     def weight_bytes(self) -> float:
-        """Of one number of a weight in shared memory."""
+        """Bytes that one number of a weight takes in shared memory."""
         q = self.quantization
         return ELEMENT_BYTES[self.weight] if q is None else q.staged_bytes
 

@@ -9,7 +9,8 @@ The graph reads the tensors inside of such a weight, and decodes them as a modul
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,16 +19,17 @@ from torch import fx
 
 from tilewright.compiler import _compat
 from tilewright.compiler._compat.autocast import autocast_at_devices
-from tilewright.compiler.dataflow.access import call_key
 from tilewright.compiler.dataflow.spelling import argument
 from tilewright.compiler.quantised import tensor_subclasses
 from tilewright.compiler.quantised.operators import UnfitError
 from tilewright.compiler.rewrite.declared import (
     Trace,
+    Traces,
     copied,
     end_of,
     needed_for,
     require_same_layout,
+    trace_of,
     traced,
     unfit_of,
 )
@@ -42,7 +44,7 @@ class CodedWeights:
     """The linears of one graph whose weights are read; those of one layout share a trace."""
 
     def __init__(self) -> None:
-        self._traces: dict[Any, Trace | UnfitError | None] = {}
+        self._traces: Traces = {}
 
     def takes(self, target: Any) -> bool:
         return target in (F.linear, torch.ops.aten.linear.default)
@@ -57,9 +59,7 @@ class CodedWeights:
         plain = all(_compat.is_plain(node.meta["example_value"]) for node in (x, bias) if node)
         if not plain or autocast_at_devices(call, devices):
             return None
-        trace = self._trace_of(call, (x, weight, bias))
-        if trace is None:
-            return None
+        trace = trace_of(call, self._traces, partial(_decoded, call, x, weight, bias))
         names, _ = weight.meta["example_value"].__tensor_flatten__()
         inner = [write.call(getattr, weight, name) for name in names]
         sources = [x, *inner, *([bias] if bias else [])]
@@ -72,20 +72,6 @@ class CodedWeights:
         why = unfit_of(error)
         message = f"the linear's weight is a {weight}, of which the codes are read {why}"
         return Miss("declare", "SUBCLASS", Stage.ANCHORED, message, (call,))
-
-    def _trace_of(self, call: fx.Node, operands: Sequence[Any]) -> Trace | None:
-        key = call_key(call)
-        if key not in self._traces:
-            try:
-                self._traces[key] = _decoded(call, *operands)
-            except _compat.DynamoError:
-                raise
-            except Exception as error:
-                self._traces[key] = unfit_of(error)
-        found = self._traces[key]
-        if isinstance(found, UnfitError):
-            raise UnfitError(str(found))
-        return found
 
 
 def _is_read(weight: Any) -> bool:

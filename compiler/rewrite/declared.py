@@ -15,6 +15,7 @@ import operator
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -163,7 +164,7 @@ class DeclaredCalls:
     """The calls of declared operators in one graph; calls of one layout share a trace."""
 
     def __init__(self) -> None:
-        self._traces: dict[Any, Trace | UnfitError] = {}
+        self._traces: Traces = {}
 
     def takes(self, target: Any) -> bool:
         overload = _overload(target)
@@ -175,7 +176,7 @@ class DeclaredCalls:
         if not results and not access_of(call):
             return None
         _require_plain(call)
-        trace = self._trace_of(call)
+        trace = trace_of(call, self._traces, partial(_meaning_traced, call))
         held = call.meta.get("example_value")
         require_same_layout(trace, list(held) if isinstance(held, (tuple, list)) else [held])
         made = [(trace.outputs[at], result) for at, result in results]
@@ -195,19 +196,27 @@ class DeclaredCalls:
         message = f"{name_of(call)} is declared as {meaning}, {unfit}"
         return Miss("declare", "DECLARED_FORM", Stage.ANCHORED, message, (call,), unfit.hint)
 
-    def _trace_of(self, call: fx.Node) -> Trace:
-        key = call_key(call)
-        if key not in self._traces:
-            try:
-                self._traces[key] = _meaning_traced(call)
-            except _compat.DynamoError:
-                raise
-            except Exception as error:
-                self._traces[key] = unfit_of(error)
-        found = self._traces[key]
-        if isinstance(found, UnfitError):
-            raise UnfitError(str(found), found.hint)
-        return found
+
+Traces = dict[Any, Trace | UnfitError]
+
+
+def trace_of(call: fx.Node, known: Traces, make: Callable[[], Trace]) -> Trace:
+    """Returns the trace of a call, which is made once for all calls of one layout.
+
+    known: those made so far. Raises UnfitError, for each of these calls, where `make` raises.
+    """
+    key = call_key(call)
+    if key not in known:
+        try:
+            known[key] = make()
+        except _compat.DynamoError:
+            raise
+        except Exception as error:
+            known[key] = unfit_of(error)
+    found = known[key]
+    if isinstance(found, UnfitError):
+        raise UnfitError(str(found), found.hint)
+    return found
 
 
 def unfit_of(error: Exception) -> UnfitError:

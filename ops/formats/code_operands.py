@@ -41,8 +41,10 @@ def scales_fill_words(weights: Sequence[Weight | None]) -> bool:
 
 def _scale_fills_words(weight: Weight) -> bool:
     columns, form, scale = weight.scale_block[1], weight.format, weight.scale
-    if form is None or scale is None or columns >= _WORD_COLUMNS:
-        return columns >= _WORD_COLUMNS
+    if columns >= _WORD_COLUMNS:
+        return True
+    if form is None or scale is None:
+        return False
     return scales_are_exact(form, TRITON_TYPES[scale.dtype], columns)
 
 

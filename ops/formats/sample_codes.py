@@ -80,7 +80,7 @@ def sample_codes(
 
 
 def sample_factors(sampler: Sampler, number: int) -> torch.Tensor:
-    """The factors of so many weights."""
+    """Returns a factor for each of `number` weights."""
     return sampler.scales(number, size=_FACTOR)
 
 
