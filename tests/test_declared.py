@@ -373,7 +373,7 @@ def test_a_meaning_that_does_not_write_what_the_schema_says():
 
 
 def test_a_meaning_may_make_a_table():
-    """Of numbers, where it is used; one that it holds is the model's data, which may change."""
+    """A table of numbers that the meaning makes is known; a tensor that it holds may change."""
     numbers = [n / 8 for n in range(-8, 8)]
     held = torch.tensor(numbers)
 

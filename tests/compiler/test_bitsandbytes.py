@@ -3,26 +3,21 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
-from tests.agreement import assert_no_worse, cloned
+from tests.agreement import assert_no_worse
 from tests.found import matches_of, misses_of, patterns_in
+from tests.library_layers import Attention, Mlp, assert_attention_no_worse, attention_args, run
 from tests.models import bitsandbytes_ops
 from tilewright.compiler import lower, reports
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
-HIDDEN, HEAD_DIM = 256, 64
-
-
-def run(model, *args):
-    """(result and arguments) compiled, and eager."""
-    ours, eager = cloned(args), cloned(args)
-    made = torch.compile(model, backend="tilewright", options={"inner": "eager"})(*ours)
-    return (made, ours), (model(*eager), eager)
+HIDDEN = 256
 
 
 def activations(tokens, dtype=torch.bfloat16):
@@ -30,24 +25,12 @@ def activations(tokens, dtype=torch.bfloat16):
     return torch.randn(tokens, HIDDEN, generator=generator).to(dtype)
 
 
-class Attention(nn.Module):
-    """Projections and a cache write."""
-
-    def __init__(self, linear=bitsandbytes_ops.Linear, **options):
-        super().__init__()
-        for seed, (name, heads) in enumerate({"q": 4, "k": 2, "v": 2}.items()):
-            setattr(self, name, linear(heads * HEAD_DIM, HIDDEN, seed, **options))
-
-    def forward(self, x, slots, k_cache, v_cache):
-        q, k, v = (getattr(self, n)(x).unflatten(-1, (-1, HEAD_DIM)) for n in "qkv")
-        k_cache.view(-1, 2, HEAD_DIM)[slots] = k
-        v_cache.view(-1, 2, HEAD_DIM)[slots] = v
-        return q * 2
+def attention(linear=bitsandbytes_ops.Linear, **options):
+    return Attention(partial(linear, **options), HIDDEN)
 
 
-def attention_args(tokens=3):
-    cache = torch.zeros(4, 4, 2, HEAD_DIM, dtype=torch.bfloat16)
-    return activations(tokens), torch.tensor([3, 9, 1])[:tokens], cache, cache.clone()
+def mlp(linear=bitsandbytes_ops.Linear):
+    return Mlp(linear, HIDDEN, 512)
 
 
 FORMS = {
@@ -62,34 +45,19 @@ FORMS = {
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("form", FORMS)
 def test_projections_are_fused(form, tokens):
-    model, args = Attention(**FORMS[form]), attention_args(tokens)
-    (actual, ours), (eager, theirs) = run(model, *args)
+    model, args = attention(**FORMS[form]), attention_args(activations(tokens))
+    ours, eager = run(model, *args)
     (site,) = matches_of(reports()[-1], "qkv")
     assert (site.pattern, site.shapes["weight"]) == ("qkv_cache", model.q.quant_type)
     assert not reports()[-1].misses
-    x, slots, *_ = args
-    q, k, v = (m.exactly(x).unflatten(-1, (-1, HEAD_DIM)) for m in (model.q, model.k, model.v))
-    assert_no_worse(actual, eager, q * 2, "q")
-    for at, new in ((2, k), (3, v)):
-        wanted = torch.zeros(4, 4, 2, HEAD_DIM, dtype=torch.float64)
-        wanted.view(-1, 2, HEAD_DIM)[slots] = new
-        assert_no_worse(ours[at], theirs[at], wanted, "cache")
-
-
-class Mlp(nn.Module):
-    def __init__(self, linear=bitsandbytes_ops.Linear, **options):
-        super().__init__()
-        self.gate, self.up = (linear(512, HIDDEN, seed, **options) for seed in (3, 4))
-        self.down = linear(HIDDEN, 512, 5, **options)
-
-    def forward(self, x):
-        return x + self.down(F.silu(self.gate(x)) * self.up(x))
+    exact = {name: getattr(model, name).exactly(args[0]) for name in "qkv"}
+    assert_attention_no_worse(ours, eager, exact)
 
 
 @pytest.mark.parametrize("tokens", [1, 5])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_an_mlp_for_few_tokens_is_fused_and_no_worse(dtype, tokens):
-    model, x = Mlp(), activations(tokens, dtype)
+    model, x = mlp(), activations(tokens, dtype)
     (actual, _), (eager, _) = run(model, x)
     assert sorted(patterns_in(reports()[-1], "mlp")) == ["linear_activation", "linear_residual"]
     assert not reports()[-1].misses
@@ -98,7 +66,7 @@ def test_an_mlp_for_few_tokens_is_fused_and_no_worse(dtype, tokens):
 
 
 def test_scales_that_are_codes_are_told_and_run_as_before():
-    model, args = Attention(nested=True), attention_args()
+    model, args = attention(nested=True), attention_args(activations(3))
     made, expected = run(model, *args)
     report = reports()[-1]
     assert patterns_in(report, "qkv") == ["cache_store"]
@@ -130,8 +98,9 @@ def test_blocks_that_do_not_lie_in_rows_are_a_miss(rows, columns, code):
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_projections_of_bytes_are_fused(tokens, bias):
     """The activation is rounded once, by the library's operator."""
-    model, args = Attention(linear=bitsandbytes_ops.ByteLinear, bias=bias), attention_args(tokens)
-    (actual, ours), (eager, theirs) = run(model, *args)
+    model = attention(bitsandbytes_ops.ByteLinear, bias=bias)
+    args = attention_args(activations(tokens))
+    ours, eager = run(model, *args)
     report = reports()[-1]
     (site,) = matches_of(report, "qkv")
     assert (site.pattern, site.shapes["weight"]) == ("qkv_cache", "int8")
@@ -139,19 +108,14 @@ def test_projections_of_bytes_are_fused(tokens, bias):
     (graph,) = lower(model, args).graphs
     called = [n for n in graph.after.graph.nodes if "int8" in str(n.target)]
     assert ["int8_vectorwise_quant" in str(n.target) for n in called] == [True]
-    x, slots, *_ = args
-    q, k, v = (m.exactly(x).unflatten(-1, (-1, HEAD_DIM)) for m in (model.q, model.k, model.v))
-    assert_no_worse(actual, eager, q * 2, "q")
-    for at, new in ((2, k), (3, v)):
-        wanted = torch.zeros(4, 4, 2, HEAD_DIM, dtype=torch.float64)
-        wanted.view(-1, 2, HEAD_DIM)[slots] = new
-        assert_no_worse(ours[at], theirs[at], wanted, "cache")
+    exact = {name: getattr(model, name).exactly(args[0]) for name in "qkv"}
+    assert_attention_no_worse(ours, eager, exact)
 
 
 @pytest.mark.parametrize("tokens", [1, 5])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_an_mlp_of_bytes_is_fused_and_no_worse(dtype, tokens):
-    model, x = Mlp(linear=bitsandbytes_ops.ByteLinear), activations(tokens, dtype)
+    model, x = mlp(bitsandbytes_ops.ByteLinear), activations(tokens, dtype)
     (actual, _), (eager, _) = run(model, x)
     assert sorted(patterns_in(reports()[-1], "mlp")) == ["linear_activation", "linear_residual"]
     assert not reports()[-1].misses

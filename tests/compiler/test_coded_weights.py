@@ -90,7 +90,7 @@ ReadsZero.__module__, ReadsZero.__name__ = "torchao.quantization", "Int8Tensor"
 
 
 class Unheard(Int8Tensor):
-    """A class that nobody knows."""
+    """A class that no table of ours has."""
 
 
 Unheard.__module__ = "torchao.prototype.new"
@@ -135,7 +135,7 @@ def arguments(tokens=3):
 
 
 def exact(layer, args):
-    """The same with numbers of float64."""
+    """Computes the layer of dense weights, with the numbers of its codes in float64."""
     plain = Layer()
     for name, module in plain.named_children():
         own = getattr(layer, name).weight

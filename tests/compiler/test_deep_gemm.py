@@ -4,6 +4,7 @@ arithmetic, in modules of transformers as they are recorded on a Hopper and on a
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -15,15 +16,16 @@ pytest.importorskip("transformers.integrations.deepgemm")
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from transformers.integrations import finegrained_fp8 as library
 
-from tests.agreement import assert_no_worse, cloned
+from tests.agreement import assert_no_worse
 from tests.found import matches_of, misses_of, patterns_in
+from tests.library_layers import Attention, Mlp, assert_attention_no_worse, attention_args, run
 from tests.models import deep_gemm, finegrained
 from tests.models.shipped import dense, step_of
 from tilewright.compiler import lower, reports
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "kernel")
 
-HIDDEN, HEAD_DIM = 512, 64
+HIDDEN = 512
 #: Whether the machine is a Blackwell, and how the checkpoint keeps scales.
 MACHINES = {
     "hopper": (False, "float"),
@@ -41,16 +43,9 @@ def kernel(monkeypatch, request):
     deep_gemm.use(monkeypatch, blackwell=MACHINES[machine][0])
 
 
-def run(model, *args, **options):
-    """(result and arguments) compiled, and eager."""
-    ours, eager = cloned(args), cloned(args)
-    options = {"inner": "eager", **options}
-    made = torch.compile(model, backend="tilewright", options=options)(*ours)
-    return (made, ours), (model(*eager), eager)
-
-
-def linear(rows, seed, machine, columns=HIDDEN, **options):
-    return finegrained.linear(rows, columns, seed, scale_fmt=MACHINES[machine][1], **options)
+def linear(machine, **options):
+    """Makes a linear of rows and columns, by a seed, with scales as the machine's checkpoint."""
+    return partial(finegrained.linear, scale_fmt=MACHINES[machine][1], **options)
 
 
 def activations(*shape, seed=1):
@@ -68,59 +63,24 @@ def exactly(module, x):
     return y if module.bias is None else y + module.bias.double()
 
 
-class Attention(nn.Module):
-    """Projections and a cache write."""
-
-    def __init__(self, machine, **options):
-        super().__init__()
-        sizes = {"q": 4 * HEAD_DIM, "k": 2 * HEAD_DIM, "v": 2 * HEAD_DIM}
-        for seed, (name, rows) in enumerate(sizes.items()):
-            setattr(self, name, linear(rows, seed, machine, **options))
-
-    def forward(self, x, slots, k_cache, v_cache):
-        q, k, v = (getattr(self, n)(x).unflatten(-1, (-1, HEAD_DIM)) for n in "qkv")
-        k_cache.view(-1, 2, HEAD_DIM)[slots] = k
-        v_cache.view(-1, 2, HEAD_DIM)[slots] = v
-        return q * 2
-
-
-def attention_args(tokens=3):
-    cache = torch.zeros(4, 4, 2, HEAD_DIM, dtype=torch.bfloat16)
-    return activations(tokens, HIDDEN), torch.tensor([3, 9, 1])[:tokens], cache, cache.clone()
-
-
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("machine", MACHINES)
 def test_projections_are_fused(machine, tokens, bias):
-    model, args = Attention(machine, bias=bias), attention_args(tokens)
-    (actual, ours), (eager, theirs) = run(model, *args)
+    model = Attention(linear(machine, bias=bias), HIDDEN)
+    args = attention_args(activations(tokens, HIDDEN))
+    ours, eager = run(model, *args)
     (site,) = matches_of(reports()[-1], "qkv")
     assert (site.pattern, site.shapes["weight"]) == ("qkv_cache", "fp8")
     assert not reports()[-1].misses
-    x, slots, *_ = args
-    q, k, v = (exactly(m, x).unflatten(-1, (-1, HEAD_DIM)) for m in (model.q, model.k, model.v))
-    assert_no_worse(actual, eager, q * 2, "q")
-    for at, new in ((2, k), (3, v)):
-        wanted = torch.zeros(4, 4, 2, HEAD_DIM, dtype=torch.float64)
-        wanted.view(-1, 2, HEAD_DIM)[slots] = new
-        assert_no_worse(ours[at], theirs[at], wanted, "cache")
-
-
-class Mlp(nn.Module):
-    def __init__(self, machine):
-        super().__init__()
-        self.gate, self.up = (linear(1024, seed, machine) for seed in (3, 4))
-        self.down = linear(HIDDEN, 5, machine, columns=1024)
-
-    def forward(self, x):
-        return x + self.down(F.silu(self.gate(x)) * self.up(x))
+    exact = {name: exactly(getattr(model, name), args[0]) for name in "qkv"}
+    assert_attention_no_worse(ours, eager, exact)
 
 
 @pytest.mark.parametrize("tokens", [1, 5])
 @pytest.mark.parametrize("machine", MACHINES)
 def test_an_mlp_for_few_tokens_is_fused_and_no_worse(machine, tokens):
-    model, x = Mlp(machine), activations(tokens, HIDDEN)
+    model, x = Mlp(linear(machine), HIDDEN, 1024), activations(tokens, HIDDEN)
     (actual, _), (eager, _) = run(model, x)
     assert sorted(patterns_in(reports()[-1], "mlp")) == ["linear_activation", "linear_residual"]
     assert not misses_of(reports()[-1], "mlp")
@@ -170,7 +130,7 @@ class Sums(nn.Module):
 
     def __init__(self, how):
         super().__init__()
-        self.how, self.linear = how, linear(256, 0, "hopper")
+        self.how, self.linear = how, linear("hopper")(256, HIDDEN, 0)
 
     def forward(self, x, out):
         codes, sf = deep_gemm.per_token_cast_to_fp8(x, use_ue8m0=False)
@@ -194,7 +154,7 @@ def test_what_is_written_keeps_its_other_names(how):
 
 def test_a_sum_is_another_operation():
     """c, that the product is added to."""
-    module = linear(256, 0, "hopper")
+    module = linear("hopper")(256, HIDDEN, 0)
     op = getattr(torch.ops, deep_gemm.LIBRARY).fp8_fp4_gemm_nt
 
     def call(x, c):
@@ -210,7 +170,7 @@ def test_a_sum_is_another_operation():
 
 def test_a_tensor_that_two_calls_write():
     """The first result is read before the second call, which overwrites it."""
-    gate, up = (linear(256, seed, "hopper") for seed in (3, 4))
+    gate, up = (linear("hopper")(256, HIDDEN, seed) for seed in (3, 4))
 
     def call(x):
         a = deep_gemm.per_token_cast_to_fp8(x, use_ue8m0=False)

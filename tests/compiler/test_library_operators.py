@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
@@ -16,8 +17,16 @@ pytest.importorskip("transformers.integrations.finegrained_fp8")
 import transformers
 from transformers.integrations import finegrained_fp8 as library
 
-from tests.agreement import assert_no_worse, cloned
+from tests.agreement import assert_no_worse
 from tests.found import matches_of, misses_of, patterns_in
+from tests.library_layers import (
+    HEAD_DIM,
+    Attention,
+    Mlp,
+    assert_attention_no_worse,
+    attention_args,
+    run,
+)
 from tests.models import finegrained
 from tests.models.shipped import dense, step_of
 from tilewright.compiler import declare, lower, reports
@@ -26,7 +35,7 @@ from tilewright.compiler.rewrite import declared
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "kernel")
 
-HIDDEN, HEAD_DIM = 256, 64
+HIDDEN = 256
 
 
 @pytest.fixture
@@ -37,35 +46,13 @@ def kernel(monkeypatch):
     declared._DECLARED.clear()
 
 
-def run(model, *args, **options):
-    """(result and arguments) compiled, and eager."""
-    ours, eager = cloned(args), cloned(args)
-    options = {"inner": "eager", **options}
-    made = torch.compile(model, backend="tilewright", options=options)(*ours)
-    return (made, ours), (model(*eager), eager)
-
-
-class Attention(nn.Module):
-    """Projections and a cache write."""
-
-    def __init__(self, **options):
-        super().__init__()
-        sizes = {"q": 4 * HEAD_DIM, "k": 2 * HEAD_DIM, "v": 2 * HEAD_DIM}
-        for seed, (name, rows) in enumerate(sizes.items()):
-            setattr(self, name, finegrained.linear(rows, HIDDEN, seed, **options))
-
-    def forward(self, x, slots, k_cache, v_cache):
-        q, k, v = (getattr(self, n)(x).unflatten(-1, (-1, HEAD_DIM)) for n in "qkv")
-        k_cache.view(-1, 2, HEAD_DIM)[slots] = k
-        v_cache.view(-1, 2, HEAD_DIM)[slots] = v
-        return q * 2
-
-
-def attention_args(tokens=3):
+def inputs(tokens=3):
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(tokens, HIDDEN, generator=generator).bfloat16()
-    cache = torch.zeros(4, 4, 2, HEAD_DIM, dtype=torch.bfloat16)
-    return x, torch.tensor([3, 9, 1])[:tokens], cache, cache.clone()
+    return attention_args(torch.randn(tokens, HIDDEN, generator=generator).bfloat16())
+
+
+def of_projections(**options):
+    return Attention(partial(finegrained.linear, **options), HIDDEN)
 
 
 FORMS = {
@@ -78,7 +65,7 @@ FORMS = {
 
 
 def attention(form):
-    model = Attention(**FORMS[form])
+    model = of_projections(**FORMS[form])
     for module in (model.q, model.k, model.v):
         if module.activation_scale is not None:
             module.activation_scale = nn.Parameter(torch.tensor(0.01), requires_grad=False)
@@ -101,32 +88,17 @@ def exactly(module, x):
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("form", FORMS)
 def test_projections_are_fused_with_the_codes_of_the_activation(form, tokens):
-    model, args = attention(form), attention_args(tokens)
-    (actual, ours), (eager, theirs) = run(model, *args)
+    model, args = attention(form), inputs(tokens)
+    ours, eager = run(model, *args)
     (site,) = matches_of(reports()[-1], "qkv")
     assert (site.pattern, site.shapes["weight"]) == ("qkv_cache", "fp8")
-    x, slots, *_ = args
-    q, k, v = (exactly(m, x).unflatten(-1, (-1, HEAD_DIM)) for m in (model.q, model.k, model.v))
-    assert_no_worse(actual, eager, q * 2, "q")
-    for at, new in ((2, k), (3, v)):
-        wanted = torch.zeros(4, 4, 2, HEAD_DIM, dtype=torch.float64)
-        wanted.view(-1, 2, HEAD_DIM)[slots] = new
-        assert_no_worse(ours[at], theirs[at], wanted, "cache")
-
-
-class Mlp(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate, self.up = (finegrained.linear(512, HIDDEN, seed) for seed in (3, 4))
-        self.down = finegrained.linear(HIDDEN, 512, 5)
-
-    def forward(self, x):
-        return x + self.down(F.silu(self.gate(x)) * self.up(x))
+    exact = {name: exactly(getattr(model, name), args[0]) for name in "qkv"}
+    assert_attention_no_worse(ours, eager, exact)
 
 
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_an_mlp_for_few_tokens_is_fused_and_no_worse(tokens):
-    model = Mlp()
+    model = Mlp(finegrained.linear, HIDDEN, 512)
     x = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(2)).bfloat16()
     (actual, _), (eager, _) = run(model, x)
     found = patterns_in(reports()[-1], "mlp")
@@ -138,7 +110,7 @@ def test_an_mlp_for_few_tokens_is_fused_and_no_worse(tokens):
 
 def test_the_last_block_of_rows_may_be_a_part_of_one():
     """192 rows have two scales, of 128 and of 64 rows."""
-    model = Mlp()
+    model = Mlp(finegrained.linear, HIDDEN, 512)
     model.gate, model.up = (finegrained.linear(192, HIDDEN, seed) for seed in (3, 4))
     model.forward = lambda x: F.silu(model.gate(x)) * model.up(x)
     x = torch.randn(2, HIDDEN, generator=torch.Generator().manual_seed(2)).bfloat16()
@@ -300,7 +272,7 @@ class OfCodes(Attention):
 
 
 def test_products_of_codes_are_fused():
-    made, expected = run(OfCodes(), *attention_args())
+    made, expected = run(OfCodes(finegrained.linear, HIDDEN), *inputs())
     assert patterns_in(reports()[-1], "qkv") == ["qkv_cache"]
     for a, b in zip((made[0], *made[1]), (expected[0], *expected[1]), strict=True):
         torch.testing.assert_close(a, b, rtol=2**-7, atol=1e-3)
@@ -310,7 +282,7 @@ def test_products_of_codes_are_fused():
 
 
 def test_calls_that_no_pattern_took_run_as_before():
-    model, args = attention("block"), attention_args()
+    model, args = attention("block"), inputs()
     (graph,) = lower(model, args, patterns=["moe"]).graphs
     assert str(graph.before.graph) == str(graph.after.graph)
     torch._dynamo.reset()
@@ -322,13 +294,13 @@ def test_calls_that_no_pattern_took_run_as_before():
 def test_another_static_scale_for_k_is_another_activation():
     model = attention("static")
     model.k.activation_scale = nn.Parameter(torch.tensor(0.02), requires_grad=False)
-    report = lower(model, attention_args())
+    report = lower(model, inputs())
     assert not [m for m in report.matches if m.pattern == "qkv_cache"]
     assert misses_of(report, "qkv")
 
 
 def test_blocks_of_other_sizes_are_a_miss_and_run():
-    model, args = Attention(block_size=[64, 64]), attention_args()
+    model, args = of_projections(block_size=[64, 64]), inputs()
     made, expected = run(model, *args)
     report = reports()[-1]
     assert patterns_in(report, "qkv") == ["cache_store"]
@@ -381,7 +353,7 @@ def test_what_a_user_declares_comes_first():
     name = "finegrained_fp8::w8a8_block_dynamic_fp8_matmul"
     assert name in OPERATORS
     declare(name, mine)
-    report = lower(attention("block"), attention_args())
+    report = lower(attention("block"), inputs())
     assert seen
     assert patterns_in(report, "qkv") == ["qkv_cache"]
 
@@ -407,4 +379,4 @@ def test_a_divisor_held_to_a_number_that_matters_is_another_rounding():
 
 def test_a_copy_of_a_model_is_fused_alike():
     model = copy.deepcopy(attention("block"))
-    assert patterns_in(lower(model, attention_args()), "qkv") == ["qkv_cache"]
+    assert patterns_in(lower(model, inputs()), "qkv") == ["qkv_cache"]

@@ -15,12 +15,13 @@ from transformers.integrations import nvfp4 as library
 
 from tests.agreement import assert_no_worse, cloned
 from tests.found import matches_of, misses_of, patterns_in
+from tests.library_layers import Attention, Mlp, assert_attention_no_worse, attention_args, run
 from tests.models import nvfp4
 from tilewright.compiler import prepare, reports
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo", "kernel")
 
-HIDDEN, HEAD_DIM = 256, 64
+HIDDEN = 256
 
 
 @pytest.fixture
@@ -28,46 +29,12 @@ def kernel(monkeypatch):
     monkeypatch.setattr(library, "load_nvfp4_kernel", lambda: nvfp4.KERNEL)
 
 
-def run(model, *args):
-    """(result and arguments) compiled, and eager."""
-    ours, eager = cloned(args), cloned(args)
-    made = torch.compile(model, backend="tilewright", options={"inner": "eager"})(*ours)
-    return (made, ours), (model(*eager), eager)
-
-
 def activations(*shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(1)).bfloat16()
 
 
-class Attention(nn.Module):
-    """Projections and a cache write."""
-
-    def __init__(self):
-        super().__init__()
-        sizes = {"q": 4 * HEAD_DIM, "k": 2 * HEAD_DIM, "v": 2 * HEAD_DIM}
-        for seed, (name, rows) in enumerate(sizes.items()):
-            setattr(self, name, nvfp4.linear(rows, HIDDEN, seed))
-
-    def forward(self, x, slots, k_cache, v_cache):
-        q, k, v = (getattr(self, n)(x).unflatten(-1, (-1, HEAD_DIM)) for n in "qkv")
-        k_cache.view(-1, 2, HEAD_DIM)[slots] = k
-        v_cache.view(-1, 2, HEAD_DIM)[slots] = v
-        return q * 2
-
-
-def attention_args(tokens):
-    cache = torch.zeros(4, 4, 2, HEAD_DIM, dtype=torch.bfloat16)
-    return activations(tokens, HIDDEN), torch.tensor([3, 9, 1, 6])[:tokens], cache, cache.clone()
-
-
-class Mlp(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate, self.up = (nvfp4.linear(512, HIDDEN, seed) for seed in (3, 4))
-        self.down = nvfp4.linear(HIDDEN, 512, 5)
-
-    def forward(self, x):
-        return x + self.down(F.silu(self.gate(x)) * self.up(x))
+def attention():
+    return Attention(nvfp4.linear, HIDDEN)
 
 
 @pytest.mark.parametrize("shape", [(1, 256), (2, 256), (3, 256), (2, 2, 256), (0, 256), (5, 256)])
@@ -98,26 +65,21 @@ def test_a_large_row_changes_how_the_others_are_rounded():
 
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4])
 def test_prepared_projections_are_fused(tokens):
-    library_model, args = Attention(), attention_args(tokens)
+    library_model, args = attention(), attention_args(activations(tokens, HIDDEN))
     model = prepare(library_model, copy=True).model
-    (actual, ours), _ = run(model, *args)
+    ours, _ = run(model, *args)
     (site,) = matches_of(reports()[-1], "qkv")
     assert (site.pattern, site.shapes["weight"]) == ("qkv_cache", "nvfp4")
     assert not reports()[-1].misses
     eager_args = cloned(args)
-    eager, (x, slots, *_) = library_model(*eager_args), args
-    exact = {n: nvfp4.exactly(getattr(library_model, n), x) for n in "qkv"}
-    q, k, v = (y.unflatten(-1, (-1, HEAD_DIM)) for y in exact.values())
-    assert_no_worse(actual, eager, q * 2, "q")
-    for at, new in ((2, k), (3, v)):
-        wanted = torch.zeros(4, 4, 2, HEAD_DIM, dtype=torch.float64)
-        wanted.view(-1, 2, HEAD_DIM)[slots] = new
-        assert_no_worse(ours[at], eager_args[at], wanted, "cache")
+    eager = library_model(*eager_args), eager_args
+    exact = {n: nvfp4.exactly(getattr(library_model, n), args[0]) for n in "qkv"}
+    assert_attention_no_worse(ours, eager, exact)
 
 
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_a_prepared_mlp_is_fused(tokens):
-    library_model, x = Mlp(), activations(tokens, HIDDEN)
+    library_model, x = Mlp(nvfp4.linear, HIDDEN, 512), activations(tokens, HIDDEN)
     model = prepare(library_model, copy=True).model
     (actual, _), _ = run(model, x)
     assert sorted(patterns_in(reports()[-1], "mlp")) == ["linear_activation", "linear_residual"]
@@ -132,21 +94,17 @@ def test_a_prepared_mlp_is_fused(tokens):
 
 @pytest.mark.parametrize("tokens", [1, 2])
 def test_rows_that_are_not_rounded_need_no_preparation(tokens):
-    model, args = Attention(), attention_args(tokens)
-    (actual, ours), (eager, theirs) = run(model, *args)
+    model, args = attention(), attention_args(activations(tokens, HIDDEN))
+    ours, eager = run(model, *args)
     (site,) = matches_of(reports()[-1], "qkv")
     assert (site.pattern, site.shapes["weight"]) == ("qkv_cache", "nvfp4")
     assert not reports()[-1].misses
-    q, k, v = (nvfp4.exactly(m, args[0]).unflatten(-1, (-1, HEAD_DIM)) for m in model.children())
-    assert_no_worse(actual, eager, q * 2, "q")
-    for at, new in ((2, k), (3, v)):
-        wanted = torch.zeros(4, 4, 2, HEAD_DIM, dtype=torch.float64)
-        wanted.view(-1, 2, HEAD_DIM)[args[1]] = new
-        assert_no_worse(ours[at], theirs[at], wanted, "cache")
+    exact = {name: nvfp4.exactly(getattr(model, name), args[0]) for name in "qkv"}
+    assert_attention_no_worse(ours, eager, exact)
 
 
 def test_rows_that_an_operator_rounds_are_told_and_run_as_before():
-    model, args = Attention(), attention_args(3)
+    model, args = attention(), attention_args(activations(3, HIDDEN))
     made, expected = run(model, *args)
     report = reports()[-1]
     assert patterns_in(report, "qkv") == ["cache_store"]

@@ -14,8 +14,8 @@ _PADDED = 1024
 
 
 def _word_places(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each word of tiles [N / 8, K / 128, 32, 4]: its row, and the four bytes of two columns
-    that it holds, [4, ..]; as the CUDA kernel works them out for thread t."""
+    """Returns the row of each word of tiles [N / 8, K / 128, 32, 4], and the four bytes, of two
+    columns each, that the word holds, [4, ..]. The CUDA kernel computes both for its thread t."""
     n_tile, outer, t, inner = torch.meshgrid(
         torch.arange(rows // 8),
         torch.arange(columns // 128),

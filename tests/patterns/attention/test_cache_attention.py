@@ -802,7 +802,7 @@ def test_a_view_that_needs_the_graphs_own_strides():
 
 
 def test_a_cache_that_is_changed_by_the_name_of_its_write():
-    """That write, which another match absorbs, is a name of the memory that attention reads."""
+    """Another match absorbs the write, whose result names the memory that attention reads."""
 
     def attend(q, k, v, positions, new, *_):
         k.index_copy_(2, positions, new)

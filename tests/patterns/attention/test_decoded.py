@@ -230,7 +230,9 @@ def test_codes_that_are_overwritten_before_they_are_read_are_those_of_before():
         cache.view(torch.uint8).zero_()
         return k
 
-    run(Reader(decode, SCALES["parameters"]()), reader_args())
+    report = run(Reader(decode, SCALES["parameters"]()), reader_args())
+    assert not report.matches
+    assert [miss.code for miss in report.misses] == ["INPUT_MUTATED"]
 
 
 # --- pages --------------------------------------------------------------------------------------

@@ -101,7 +101,7 @@ SCALES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "float": lambda s: s,
     **POWERS,
 }
-#: bitsandbytes' scales of scales: so many codes share one.
+#: Scales of bitsandbytes that are codes: this many of them share a second scale.
 SHARED = 64
 FACTORS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "times": lambda scale, factor: scale * factor,
