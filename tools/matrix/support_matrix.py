@@ -55,6 +55,7 @@ TESTS = {
     ),
     "quantised": (
         "tests/compiler/test_prepare.py",
+        "tests/compiler/test_prepared_bitsandbytes.py",
         "tests/compiler/test_prepared_linears.py",
         "tests/compiler/test_weights.py",
         "tests/tools/test_tutorials.py",
