@@ -265,6 +265,41 @@ class Quantization:
             "ZERO_OFFSET": self.zero_point - self.code_offset,
         }
 
+    @property
+    def dots_integers(self) -> bool:
+        """Whether kernels of dot products multiply codes as integers."""
+        return not self.format.number and self.weight_format != "fp8"
+
+    def dot_obstacle(self, per: int) -> str | None:
+        """Why no dot product takes words of `per` codes; None where one does."""
+        if self.x_scale is not None:
+            return "x has codes too"
+        if self.packed_rows:
+            return "a word has the codes of several rows"
+        if per == 8 and self.per_word != 8:
+            return "bytes that are no words"
+        if self.order and self.order not in (*_COUNTED_UP, AWQ_ORDER, (1, 0), _HIGH_FIRST):
+            return f"nibbles in the order {list(self.order)}"
+        return None
+
+    def dot_constants(self, columns: int, per: int) -> dict[str, Constant]:
+        """What kernels of dot products have in common. columns: of the weight; per: codes of a
+        word."""
+        integers = self.dots_integers
+        number: Constant = table_words(self.format.number) if self.has_table else self.format.number
+        return {
+            **({"NUMBER": number} if number else {}),
+            **({"FLOATS": True} if not integers else {}),
+            **({"ADDED_ZEROS": True} if self.format.added_zeros else {}),
+            **({"ZERO": self.zero_point} if integers and self.zero_point else {}),
+            "PER": per,
+            "PACKED_ZEROS": self.packed_zeros,
+            "INTERLEAVED_NIBBLES": self.order == AWQ_ORDER,
+            "REVERSED": self.order in ((1, 0), _HIGH_FIRST),
+            "SCALE_ROWS": self.block[0],
+            "SCALE_COLUMNS": self.block[1] if self.block[1] < columns else columns,
+        }
+
     def block_strides(self, index: int) -> tuple[int, ...]:
         """(row, column) of the index-th weight's scales, then of its zeros; 0 for none."""
         found = (self.scales[index], self.zeros[index])

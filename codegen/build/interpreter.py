@@ -241,6 +241,16 @@ def _chosen_bytes(low: np.ndarray, high: np.ndarray, selectors: np.ndarray) -> n
     return chosen.astype(np.uint32).view(np.int32)
 
 
+def _byte_dots(words: np.ndarray, x: np.ndarray, sums: np.ndarray, kinds: str) -> np.ndarray:
+    """`dp4a`: sums and the products of four bytes. kinds: "u32.s32": of the bytes of words, of x."""
+    first, second = (
+        np.ascontiguousarray(part).view(np.int8 if kind == "s32" else np.uint8).astype(np.int64)
+        for part, kind in zip((words, x), kinds.split("."), strict=True)
+    )
+    products = (first * second).reshape(*words.shape, 4).sum(-1)
+    return (sums + products).astype(np.int32)
+
+
 def _inline(
     self: InterpreterBuilder, asm: str, constraints: str, values: Any, types: Any, pure: bool,
     pack: int,
@@ -252,6 +262,9 @@ def _inline(
         return _Outputs([values[0]])
     if asm == "prmt.b32 $0, $1, $2, $3;":
         return _Outputs([TensorHandle(_chosen_bytes(*(v.data for v in values)), tl.int32)])
+    if asm.startswith("dp4a."):
+        kinds = asm.split()[0].removeprefix("dp4a.")
+        return _Outputs([TensorHandle(_byte_dots(*(v.data for v in values), kinds), tl.int32)])
     if asm != "mul.rn.bf16x2 $0, $1, $2;":
         raise NotImplementedError(f"no interpretation of {asm}")
     first, second = (np.ascontiguousarray(value.data).view(np.uint16) for value in values)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
-from tilewright.codegen.mlp.kernels import LinearConfig
+from tilewright.codegen.formats import Quantization
+from tilewright.codegen.mlp.kernels import DotConfig, LinearConfig
 from tilewright.codegen.mlp.problem import LinearProblem, code_step
 from tilewright.codegen.row_norm import takes_columns
 from tilewright.codegen.targets import Target
@@ -63,6 +64,60 @@ NIBBLES_OF_ROWS = Tiling(stages=3, programs=4)
 # Columns of a row that are asked for early. With one weight, whose programs end soon, that and
 # letting the next kernel in saves up to a tenth (H200, 4096 x 4096: 10.4 us and 11.3).
 PREFETCHED = 256
+
+
+# Up to so many tokens codes are multiplied without tensor cores.
+MOST_DOTTED_TOKENS = 1
+# Words of a step, the longest first, and rows of a program, of one weight and of two. Measured on an
+# H100 with int4, one token: the projections of Llama-3-8B take 13.0 us (down), 22.3 (gate and up)
+# and 4.8 (out) where the tensor core's kernels take 16.6, 34.0 and 7.8.
+DOT_WORDS = (512, 256, 128)
+DOT_ROWS = (16, 8)
+
+
+def dot_obstacle(problem: LinearProblem, num_tokens: int) -> str | None:
+    """Says why `dotted_linear` does not take a call; None where it does, and is the faster one."""
+    q = problem.quantization
+    if q is None:
+        return "weights are no codes"
+    if num_tokens > MOST_DOTTED_TOKENS:
+        return f"more than {MOST_DOTTED_TOKENS} tokens"
+    if problem.norm is not None and problem.norm.kind != "rms":
+        return f"{problem.norm.kind} norm"
+    if not problem.k_major:
+        return "rows lie next to each other"
+    per = dot_per(q)
+    if problem.k % max(per, 4):
+        return f"{problem.k} columns are no whole words"
+    if q.block[1] < problem.k and q.block[1] % (dot_run(q) * per):
+        return f"scales of {q.block[1]} columns"
+    return q.dot_obstacle(per)
+
+
+def dot_per(q: Quantization) -> int:
+    """Codes of a word as dot products take it: floats of 8 bits by themselves."""
+    if q.format.bits == 4:
+        return 8
+    return 4 if q.dots_integers else 1
+
+
+def dot_run(q: Quantization) -> int:
+    """Words that share a sum: 16 bytes, or less where a scale is for less."""
+    if q.format.bits == 4:
+        return 2 if q.block[1] == 16 else 4
+    return 4 if q.dots_integers else 16
+
+
+def dot_config(problem: LinearProblem) -> DotConfig:
+    """The tiles of `dotted_linear`."""
+    q = problem.quantization
+    assert q is not None
+    per, rows = dot_per(q), DOT_ROWS[problem.gated]
+    # As many bytes for each kind of word.
+    factor = 4 if per == 1 else 1
+    fitting = (words for words in DOT_WORDS if problem.k % (words * factor * per) == 0)
+    words = next(fitting, DOT_WORDS[1]) * factor
+    return DotConfig(rows, words * per, dot_run(q), per, num_warps=4)
 
 
 def most_tokens(num_weights: int) -> int:

@@ -14,16 +14,26 @@ from tilewright.codegen.mlp.kernels import (
     ACTIVATE,
     ACTIVATE_BLOCK,
     CODE_NAMES,
+    DOTTED,
     LINEAR,
     NORM_BLOCK,
     NORM_ROWS,
+    DotConfig,
     LinearConfig,
     activate_grid,
+    dot_constants,
+    dot_grid,
     linear_constants,
     linear_grid,
     workspace_elements,
 )
-from tilewright.codegen.mlp.plan import linear_config, most_tokens, takes_norm
+from tilewright.codegen.mlp.plan import (
+    dot_config,
+    dot_obstacle,
+    linear_config,
+    most_tokens,
+    takes_norm,
+)
 from tilewright.codegen.mlp.problem import LinearProblem
 from tilewright.codegen.spec import Constant
 from tilewright.codegen.targets import Target
@@ -44,16 +54,20 @@ TENSORS = ("x", "norm_weight", "norm_bias", *CODE_NAMES, "bias", "up_bias", "res
 
 @cache
 def _chosen(
-    problem: LinearProblem, num_tokens: int, target: Target, config: LinearConfig | None
-) -> tuple[LinearConfig, Statics]:
+    problem: LinearProblem, num_tokens: int, target: Target, config: LinearConfig | DotConfig | None
+) -> tuple[LinearConfig | DotConfig, Statics]:
     """The tiles for up to `num_tokens` tokens, those of `config` where it is given, and the
     constants of the kernel."""
+    if config is None and dot_obstacle(problem, num_tokens) is None:
+        config = dot_config(problem)
     config = config or linear_config(problem, num_tokens, target)
+    if isinstance(config, DotConfig):
+        return config, Statics(config, **dot_constants(problem, config))
     return config, Statics(config, **linear_constants(problem, config, target))
 
 
 def linear_activation_steps(
-    a: LinearActivationArguments, target: Target, config: LinearConfig | None = None
+    a: LinearActivationArguments, target: Target, config: LinearConfig | DotConfig | None = None
 ) -> Steps:
     """The steps of a call. config: the tiles; None: what the plan chooses."""
     problem = activation_problem(a)
@@ -67,7 +81,7 @@ def linear_activation_steps(
 
 
 def linear_residual_steps(
-    a: LinearResidualArguments, target: Target, config: LinearConfig | None = None
+    a: LinearResidualArguments, target: Target, config: LinearConfig | DotConfig | None = None
 ) -> Steps:
     """The steps of a call. config: the tiles; None: what the plan chooses."""
     problem = residual_problem(a)
@@ -92,7 +106,10 @@ def _are_many(problem: LinearProblem, num_tokens: int) -> bool:
 
 
 def _streamed(
-    problem: LinearProblem, a: LinearArguments, target: Target, config: LinearConfig | None
+    problem: LinearProblem,
+    a: LinearArguments,
+    target: Target,
+    config: LinearConfig | DotConfig | None,
 ) -> Steps:
     num_tokens, norm = a.x.shape[0], problem.post_norm
     config, statics = _chosen(problem, next_power_of_2(num_tokens), target, config)
@@ -104,14 +121,19 @@ def _streamed(
     values |= {"out": out, "workspace": None, "counters": None, "num_tokens": num_tokens}
     residual = values["residual"]
     stride = 0 if residual is None else residual.stride(0)
-    grid = linear_grid(problem, config, num_tokens)
-    if config.split_k > 1:
-        tiles = grid[0] // config.split_k * grid[1]
-        scratch = yield SplitK(tiles, workspace_elements(problem, config))
-        values["workspace"], values["counters"] = scratch
     later = ("norm_weight", "norm_bias", "residual") if norm else ()
     now = values | dict.fromkeys(later)
-    yield launch(LINEAR, target, grid, now, statics, RESIDUAL_STRIDE=stride)
+    if isinstance(config, DotConfig):
+        now |= {name: _as_words(now[name], config) for name in ("weight", "up_weight")}
+        grid = dot_grid(problem, config, num_tokens)
+        yield launch(DOTTED, target, grid, now, statics, RESIDUAL_STRIDE=stride)
+    else:
+        grid = linear_grid(problem, config, num_tokens)
+        if config.split_k > 1:
+            tiles = grid[0] // config.split_k * grid[1]
+            scratch = yield SplitK(tiles, workspace_elements(problem, config))
+            now["workspace"], now["counters"] = scratch
+        yield launch(LINEAR, target, grid, now, statics, RESIDUAL_STRIDE=stride)
     if norm is not None:
         made, out = out, (yield Buffer((num_tokens, problem.n), a.x.dtype))
         own = {"N": problem.n, "SCALE": problem.scale, "BLOCK": NORM_BLOCK}
@@ -119,6 +141,11 @@ def _streamed(
         values |= {"made": made, "out": out}
         yield launch(NORM_ROWS, target, (num_tokens,), values, **own)
     return Outcome(out, "streaming kernel", config)
+
+
+def _as_words(weight: torch.Tensor | None, config: DotConfig) -> torch.Tensor | None:
+    """Bytes of codes as the words of four that `dotted_linear` reads."""
+    return weight.view(torch.int32) if weight is not None and config.per == 4 else weight
 
 
 # --- many tokens ----------------------------------------------------------------------------------

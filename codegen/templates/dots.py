@@ -1,0 +1,206 @@
+"""Dot products of one row of x with rows of codes, without tensor cores: for one or two tokens.
+
+A thread multiplies the codes in the registers that it has loaded them to, so that nothing passes
+through shared memory and many small programs keep the memory busy.
+
+4- and 8-bit integers are multiplied as such, four in an instruction. x is turned into integers of
+23 bits and a power of two for each RUN of words, which leaves bfloat16 and float16 all their digits
+where a number is no smaller than 2 ** -14 (2 ** -11) of the largest beside it, and the rest more
+than fp32 sums keep of it. Each integer is three bytes, of which one instruction multiplies four by
+four codes: `dp4a`. Codes that stand for floats are multiplied as fp32 numbers.
+"""
+
+import triton
+import triton.language as tl
+
+from tilewright.codegen.templates.codes import number_pair
+from tilewright.codegen.templates.tables import chosen_bytes
+
+
+@triton.jit
+def byte_dots(codes, x, sums, CODES_SIGNED: tl.constexpr, X_SIGNED: tl.constexpr):
+    """sums and the products of the four bytes of each word of codes and of x, all int32."""
+    if CODES_SIGNED and X_SIGNED:
+        ASM: tl.constexpr = "dp4a.s32.s32 $0, $1, $2, $3;"
+    elif CODES_SIGNED:
+        ASM: tl.constexpr = "dp4a.s32.u32 $0, $1, $2, $3;"
+    elif X_SIGNED:
+        ASM: tl.constexpr = "dp4a.u32.s32 $0, $1, $2, $3;"
+    else:
+        ASM: tl.constexpr = "dp4a.u32.u32 $0, $1, $2, $3;"
+    x = tl.broadcast_to(x[None, :], codes.shape)
+    return tl.inline_asm_elementwise(ASM, "=r,r,r,r", [codes, x, sums], tl.int32, True, 1)
+
+
+@triton.jit
+def byte_of_four(first, second, third, fourth, BYTE: tl.constexpr):
+    """Byte BYTE of four int32 each, in one."""
+    low = chosen_bytes(first, second, 0x3340 + 0x11 * BYTE)
+    high = chosen_bytes(third, fourth, 0x3340 + 0x11 * BYTE)
+    return chosen_bytes(low, high, 0x5410)
+
+
+@triton.jit
+def integers_of_x(x, RUN: tl.constexpr):
+    """(x [words, columns] as int32 of at most 2 ** 22, the power of two [words / RUN] that they are
+    multiples of) of fp32 x.
+
+    Where a number of a run is infinite or none, the power is no number."""
+    WORDS: tl.constexpr = x.shape[0]
+    RUNS: tl.constexpr = WORDS // RUN
+    biggest = tl.max(tl.max(tl.reshape(tl.abs(x), (RUNS, RUN, x.shape[1])), axis=2), axis=1)
+    # |x| < 2 ** (exponent - 126). Of less than 2 ** -104 the least is lost, not the range.
+    exponent = biggest.to(tl.int32, bitcast=True) >> 23
+    bounded = tl.maximum(exponent, 22)
+    up = ((275 - bounded) << 23).to(tl.float32, bitcast=True)
+    power = ((bounded - 21) << 23).to(tl.float32, bitcast=True)
+    power = tl.where(exponent == 255, float("nan"), power)
+    up = tl.reshape(tl.broadcast_to(up[:, None], (RUNS, RUN)), (WORDS,))[:, None]
+    # Beside 1.5 * 2 ** 23 fp32 has no digits left behind the point.
+    wide = x * up + 12582912.0
+    return wide.to(tl.int32, bitcast=True) - 0x4B400000, power
+
+
+@triton.jit
+def parts_of_x(
+    x, RUN: tl.constexpr, REVERSED: tl.constexpr = False, INTERLEAVED: tl.constexpr = False
+):  # fmt: skip
+    """What `code_sums` multiplies codes by: fp32 x [words, PER], 8 numbers a word of nibbles or 4 a
+    word of bytes.
+
+    Returns bytes 0, 1 and 2 of x's integers, [words] each, those of the even nibbles of a word and
+    then of the odd ones (of bytes all four, twice); the sum of the integers of each run; and the
+    power of two that they are multiples of. REVERSED: a byte's first code is on top. INTERLEAVED:
+    the words of eight are in AWQ's order.
+    """
+    WORDS: tl.constexpr = x.shape[0]
+    PER: tl.constexpr = x.shape[1]
+    integers, power = integers_of_x(x, RUN)
+    total = tl.sum(tl.reshape(tl.sum(integers, axis=1), (WORDS // RUN, RUN)), axis=1)
+    if PER == 8:
+        # 0 2 4 6 and 1 3 5 7; then those of each that are two apart.
+        even, odd = tl.split(tl.reshape(integers, (WORDS, 4, 2)))
+        first, second = tl.split(tl.reshape(even, (WORDS, 2, 2)))
+        x0, x4 = tl.split(first)
+        x2, x6 = tl.split(second)
+        first, second = tl.split(tl.reshape(odd, (WORDS, 2, 2)))
+        x1, x5 = tl.split(first)
+        x3, x7 = tl.split(second)
+        if INTERLEAVED:
+            low0 = byte_of_four(x0, x4, x1, x5, 0)
+            low1 = byte_of_four(x0, x4, x1, x5, 1)
+            low2 = byte_of_four(x0, x4, x1, x5, 2)
+            high0 = byte_of_four(x2, x6, x3, x7, 0)
+            high1 = byte_of_four(x2, x6, x3, x7, 1)
+            high2 = byte_of_four(x2, x6, x3, x7, 2)
+        elif REVERSED:
+            low0 = byte_of_four(x1, x3, x5, x7, 0)
+            low1 = byte_of_four(x1, x3, x5, x7, 1)
+            low2 = byte_of_four(x1, x3, x5, x7, 2)
+            high0 = byte_of_four(x0, x2, x4, x6, 0)
+            high1 = byte_of_four(x0, x2, x4, x6, 1)
+            high2 = byte_of_four(x0, x2, x4, x6, 2)
+        else:
+            low0 = byte_of_four(x0, x2, x4, x6, 0)
+            low1 = byte_of_four(x0, x2, x4, x6, 1)
+            low2 = byte_of_four(x0, x2, x4, x6, 2)
+            high0 = byte_of_four(x1, x3, x5, x7, 0)
+            high1 = byte_of_four(x1, x3, x5, x7, 1)
+            high2 = byte_of_four(x1, x3, x5, x7, 2)
+    else:
+        first, second = tl.split(tl.reshape(integers, (WORDS, 2, 2)))
+        x0, x2 = tl.split(first)
+        x1, x3 = tl.split(second)
+        low0 = byte_of_four(x0, x1, x2, x3, 0)
+        low1 = byte_of_four(x0, x1, x2, x3, 1)
+        low2 = byte_of_four(x0, x1, x2, x3, 2)
+        high0 = low0
+        high1 = low1
+        high2 = low2
+    return low0, low1, low2, high0, high1, high2, total, power
+
+
+@triton.jit
+def run_sums(dots, RUN: tl.constexpr):
+    """The sums [rows, words / RUN] of dots [rows, words] over runs of neighbours."""
+    if RUN == 1:
+        return dots
+    else:
+        ROWS: tl.constexpr = dots.shape[0]
+        return tl.sum(tl.reshape(dots, (ROWS, dots.shape[1] // RUN, RUN)), axis=2)
+
+
+@triton.jit
+def code_sums(
+    words, low0, low1, low2, high0, high1, high2, total,
+    PER: tl.constexpr, SIGNED: tl.constexpr, ZERO: tl.constexpr, RUN: tl.constexpr,
+):  # fmt: skip
+    """Sums over runs, fp32 [rows, words / RUN], of (code - ZERO) times x's integers.
+
+    words: int32 [rows, words] of PER nibbles (8) or bytes (4; SIGNED: from -128 on). The others:
+    what `parts_of_x` makes. A run of nibbles is at most four words.
+    """
+    none = tl.zeros(words.shape, tl.int32)
+    if PER == 8:
+        odd = (words >> 4) & 0x0F0F0F0F
+        words = words & 0x0F0F0F0F
+        dots0 = byte_dots(odd, high0, none, False, False)
+        dots1 = byte_dots(odd, high1, none, False, False)
+        dots2 = byte_dots(odd, high2, none, False, True)
+        dots0 = byte_dots(words, low0, dots0, False, False)
+        dots1 = byte_dots(words, low1, dots1, False, False)
+        dots2 = byte_dots(words, low2, dots2, False, True)
+    else:
+        dots0 = byte_dots(words, low0, none, SIGNED, False)
+        dots1 = byte_dots(words, low1, none, SIGNED, False)
+        dots2 = byte_dots(words, low2, none, SIGNED, True)
+    dots0 = run_sums(dots0, RUN)
+    dots1 = run_sums(dots1, RUN)
+    dots2 = run_sums(dots2, RUN)
+    if PER == 8:
+        # 32 codes of at most 15 by 2 ** 22 are less than 2 ** 31.
+        sums = (dots2 << 16) + (dots1 << 8) + dots0
+        if ZERO != 0:
+            sums -= ZERO * total[None, :]
+        return sums.to(tl.float32)
+    else:
+        sums = dots2.to(tl.float32) * 65536.0 + dots1.to(tl.float32) * 256.0
+        sums += dots0.to(tl.float32)
+        if ZERO != 0:
+            sums -= ZERO * total.to(tl.float32)[None, :]
+        return sums
+
+
+@triton.jit
+def number_sums(
+    words, x, REVERSED: tl.constexpr, OFFSET: tl.constexpr, NUMBER: tl.constexpr,
+    DTYPE: tl.constexpr, RUN: tl.constexpr,
+):  # fmt: skip
+    """Sums over runs, fp32 [rows, words / RUN], of what codes stand for times fp32 x.
+
+    words: int32 [rows, words] of eight nibbles, x [words, 8]; sums are too small by `number_unit`
+    of DTYPE. Or 8-bit floats, each a word, x [words, 1].
+    """
+    WORDS: tl.constexpr = x.shape[0]
+    if words.dtype == tl.int32:
+        dots = tl.zeros(words.shape, tl.float32)
+        if NUMBER == "" or NUMBER == "e2m1":
+            # Position p and p + 4.
+            x = tl.permute(tl.reshape(x, (WORDS, 2, 4)), (0, 2, 1))
+        else:
+            x = tl.reshape(x, (WORDS, 4, 2))
+        even, odd = tl.split(tl.permute(tl.reshape(x, (WORDS, 2, 2, 2)), (0, 1, 3, 2)))
+        x0, x2 = tl.split(tl.permute(even, (0, 2, 1)))
+        x1, x3 = tl.split(tl.permute(odd, (0, 2, 1)))
+        pair = number_pair(words, 0, REVERSED, OFFSET, DTYPE, NUMBER)
+        dots += tl.sum(pair.to(tl.float32) * x0[None, :, :], axis=2)
+        pair = number_pair(words, 1, REVERSED, OFFSET, DTYPE, NUMBER)
+        dots += tl.sum(pair.to(tl.float32) * x1[None, :, :], axis=2)
+        pair = number_pair(words, 2, REVERSED, OFFSET, DTYPE, NUMBER)
+        dots += tl.sum(pair.to(tl.float32) * x2[None, :, :], axis=2)
+        pair = number_pair(words, 3, REVERSED, OFFSET, DTYPE, NUMBER)
+        dots += tl.sum(pair.to(tl.float32) * x3[None, :, :], axis=2)
+    else:
+        column = tl.reshape(x, (WORDS,))
+        dots = words.to(tl.float16).to(tl.float32) * column[None, :]
+    return run_sums(dots, RUN)
