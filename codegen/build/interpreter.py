@@ -241,8 +241,8 @@ def _chosen_bytes(low: np.ndarray, high: np.ndarray, selectors: np.ndarray) -> n
     return chosen.astype(np.uint32).view(np.int32)
 
 
-def _byte_dots(words: np.ndarray, x: np.ndarray, sums: np.ndarray, kinds: str) -> np.ndarray:
-    """`dp4a`: sums and the products of four bytes. kinds: "u32.s32": of the bytes of words, of x."""
+def _byte_dots(kinds: str, words: np.ndarray, x: np.ndarray, sums: np.ndarray) -> np.ndarray:
+    """`dp4a`: sums and the products of four bytes. kinds: "u32.s32" of the bytes of words, of x."""
     first, second = (
         np.ascontiguousarray(part).view(np.int8 if kind == "s32" else np.uint8).astype(np.int64)
         for part, kind in zip((words, x), kinds.split("."), strict=True)
@@ -264,7 +264,7 @@ def _inline(
         return _Outputs([TensorHandle(_chosen_bytes(*(v.data for v in values)), tl.int32)])
     if asm.startswith("dp4a."):
         kinds = asm.split()[0].removeprefix("dp4a.")
-        return _Outputs([TensorHandle(_byte_dots(*(v.data for v in values), kinds), tl.int32)])
+        return _Outputs([TensorHandle(_byte_dots(kinds, *(v.data for v in values)), tl.int32)])
     if asm != "mul.rn.bf16x2 $0, $1, $2;":
         raise NotImplementedError(f"no interpretation of {asm}")
     first, second = (np.ascontiguousarray(value.data).view(np.uint16) for value in values)

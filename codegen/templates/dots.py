@@ -20,14 +20,13 @@ from tilewright.codegen.templates.tables import chosen_bytes
 @triton.jit
 def byte_dots(codes, x, sums, CODES_SIGNED: tl.constexpr, X_SIGNED: tl.constexpr):
     """sums and the products of the four bytes of each word of codes and of x, all int32."""
-    if CODES_SIGNED and X_SIGNED:
-        ASM: tl.constexpr = "dp4a.s32.s32 $0, $1, $2, $3;"
-    elif CODES_SIGNED:
-        ASM: tl.constexpr = "dp4a.s32.u32 $0, $1, $2, $3;"
-    elif X_SIGNED:
-        ASM: tl.constexpr = "dp4a.u32.s32 $0, $1, $2, $3;"
-    else:
-        ASM: tl.constexpr = "dp4a.u32.u32 $0, $1, $2, $3;"
+    OF_SIGNED: tl.constexpr = "dp4a.s32.s32 $0, $1, $2, $3;"
+    OF_UNSIGNED: tl.constexpr = "dp4a.u32.s32 $0, $1, $2, $3;"
+    SIGNED_X: tl.constexpr = OF_SIGNED if CODES_SIGNED else OF_UNSIGNED
+    BY_SIGNED: tl.constexpr = "dp4a.s32.u32 $0, $1, $2, $3;"
+    BY_UNSIGNED: tl.constexpr = "dp4a.u32.u32 $0, $1, $2, $3;"
+    UNSIGNED_X: tl.constexpr = BY_SIGNED if CODES_SIGNED else BY_UNSIGNED
+    ASM: tl.constexpr = SIGNED_X if X_SIGNED else UNSIGNED_X
     x = tl.broadcast_to(x[None, :], codes.shape)
     return tl.inline_asm_elementwise(ASM, "=r,r,r,r", [codes, x, sums], tl.int32, True, 1)
 
