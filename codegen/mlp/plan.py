@@ -68,9 +68,9 @@ PREFETCHED = 256
 
 # Up to so many tokens codes are multiplied without tensor cores.
 MOST_DOTTED_TOKENS = 1
-# Words of a step, the longest first, and rows of a program, of one weight and of two. Measured on an
-# H100 with int4, one token: the projections of Llama-3-8B take 13.0 us (down), 22.3 (gate, up) and
-# 4.8 (out) where the tensor core's kernels take 16.6, 34.0 and 7.8.
+# Words of a step, the longest first, and rows of a program, of one weight and of two. Measured on
+# an H100 with int4, one token: the projections of Llama-3-8B take 13.0 us (down), 22.3 (gate, up)
+# and 4.8 (out) where the tensor core's kernels take 16.6, 34.0 and 7.8.
 DOT_WORDS = (512, 256, 128)
 DOT_ROWS = (16, 8)
 
