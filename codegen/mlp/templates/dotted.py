@@ -4,8 +4,8 @@ import triton
 import triton.language as tl
 
 from tilewright.codegen.mlp.templates.finish import bias_column, finish_linear, residual_tile
-from tilewright.codegen.templates.codes import load_scales, number_unit
-from tilewright.codegen.templates.dots import code_sums, number_sums, parts_of_x
+from tilewright.codegen.templates.codes import load_scales
+from tilewright.codegen.templates.dots import code_sums, half_unit, number_sums, parts_of_x
 from tilewright.codegen.templates.streaming import prefetch_rows
 
 
@@ -98,8 +98,7 @@ def dotted_linear(
     ZERO_TENSOR: tl.constexpr = weight_zero_ptr is not None
     WHOLE_ROWS: tl.constexpr = SCALE_COLUMNS >= K
     BLOCKS: tl.constexpr = (K + SCALE_COLUMNS - 1) // SCALE_COLUMNS
-    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
-    UNIT: tl.constexpr = number_unit(DTYPE, PER, False, NUMBER) if FLOATS and PER == 8 else 1.0
+    UNIT: tl.constexpr = half_unit(NUMBER)
     scale_rows = rows // SCALE_ROWS
     product = tl.zeros((BLOCK_N, RUNS), tl.float32)
     up = product
@@ -126,7 +125,7 @@ def dotted_linear(
             ZERO_TENSOR, PACKED_ZEROS, INTERLEAVED_NIBBLES, BLOCKS,
         )  # fmt: skip
         if FLOATS:
-            sums = number_sums(words, x, REVERSED, 0, NUMBER, DTYPE, RUN)
+            sums = number_sums(words, x, REVERSED, NUMBER, RUN)
             power = tl.full((RUNS,), 1.0, tl.float32)
             x_sums = power
         else:
@@ -150,7 +149,7 @@ def dotted_linear(
                 ZERO_TENSOR, PACKED_ZEROS, INTERLEAVED_NIBBLES, BLOCKS,
             )  # fmt: skip
             if FLOATS:
-                sums = number_sums(up_words, x, REVERSED, 0, NUMBER, DTYPE, RUN)
+                sums = number_sums(up_words, x, REVERSED, NUMBER, RUN)
             else:
                 sums = code_sums(
                     up_words, low0, low1, low2, high0, high1, high2, x_total,
