@@ -15,6 +15,10 @@ from tilewright.codegen.targets import Target
 # and up on an H200: 66 us of 16 tokens where Inductor's take 68, but 113 and 74 of 64.
 MOST_TOKENS = 64
 MOST_GATED_TOKENS = 16
+# Of codes a library's GEMM wants the numbers first, in every call: on an H100 the down projection
+# in int4 takes 66 us of 128 tokens where that takes 56 for the numbers and 50 for the product. So
+# two weights are for as many tokens as one, from MOST_GATED_TOKENS on by a kernel each.
+MOST_CODED_TOKENS = 128
 # Up to so many tokens the kernel layer-norms x itself. Modelled, not measured: every program reads
 # whole rows before its first product, of 4096 columns in about 1 us a token, where a norm by itself
 # takes about 2.
@@ -75,8 +79,13 @@ DOT_WORDS = (512, 256, 128)
 DOT_ROWS = (16, 8)
 
 
-def dot_obstacle(problem: LinearProblem, num_tokens: int) -> str | None:
-    """Says why `dotted_linear` does not take a call; None where it does, and is the faster one."""
+def dot_obstacle(
+    problem: LinearProblem, num_tokens: int, bytes_fill_words: bool = True
+) -> str | None:
+    """Says why `dotted_linear` does not take a call; None where it does, and is the faster one.
+
+    bytes_fill_words: whether codes can be read four bytes at a time.
+    """
     q = problem.quantization
     if q is None:
         return "weights are no codes"
@@ -86,43 +95,43 @@ def dot_obstacle(problem: LinearProblem, num_tokens: int) -> str | None:
         return f"{problem.norm.kind} norm"
     if not problem.k_major:
         return "rows lie next to each other"
-    per = dot_per(q)
-    if problem.k % max(per, 4):
+    per = q.per_int32
+    if per == 4 and not bytes_fill_words:
+        return "bytes that are no words"
+    if problem.k % per:
         return f"{problem.k} columns are no whole words"
     if q.block[1] < problem.k and q.block[1] % (dot_run(q) * per):
         return f"scales of {q.block[1]} columns"
     return q.dot_obstacle(per)
 
 
-def dot_per(q: Quantization) -> int:
-    """Codes of a word as dot products take it: floats of 8 bits by themselves."""
-    if q.format.bits == 4:
-        return 8
-    return 4 if q.dots_integers else 1
-
-
 def dot_run(q: Quantization) -> int:
     """Words that share a sum: 16 bytes, or less where a scale is for less."""
-    if q.format.bits == 4:
-        return 2 if q.block[1] == 16 else 4
-    return 4 if q.dots_integers else 16
+    return 2 if q.format.bits == 4 and q.block[1] == 16 else 4
 
 
 def dot_config(problem: LinearProblem) -> DotConfig:
     """The tiles of `dotted_linear`."""
     q = problem.quantization
     assert q is not None
-    per, rows = dot_per(q), DOT_ROWS[problem.gated]
-    # As many bytes for each kind of word.
-    factor = 4 if per == 1 else 1
-    fitting = (words for words in DOT_WORDS if problem.k % (words * factor * per) == 0)
-    words = next(fitting, DOT_WORDS[1]) * factor
-    return DotConfig(rows, words * per, dot_run(q), per, num_warps=4)
+    fitting = (words for words in DOT_WORDS if problem.k % (words * q.per_int32) == 0)
+    words = next(fitting, DOT_WORDS[1])
+    rows = DOT_ROWS[problem.gated]
+    return DotConfig(rows, words * q.per_int32, dot_run(q), q.per_int32, num_warps=4)
 
 
-def most_tokens(num_weights: int) -> int:
-    """Up to how many tokens the kernel is the faster one."""
+def most_tokens(num_weights: int, coded: bool = False) -> int:
+    """Up to how many tokens the kernels are the faster way. coded: weights are codes."""
+    if coded:
+        return MOST_CODED_TOKENS
     return MOST_TOKENS if num_weights == 1 else MOST_GATED_TOKENS
+
+
+def multiplies_apart(problem: LinearProblem, num_tokens: int) -> bool:
+    """Whether two weights of codes are multiplied by a kernel each: beside the sums of one weight
+    more tokens fit the registers."""
+    coded = problem.gated and problem.quantization is not None
+    return coded and num_tokens > MOST_GATED_TOKENS
 
 
 def takes_norm(kind: str, num_tokens: int, columns: int) -> bool:
