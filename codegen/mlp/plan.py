@@ -65,6 +65,12 @@ NUMBERS = Tiling(stages=3, programs=3)
 GATED_NUMBERS = Tiling(stages=3)
 # The same where a word holds the codes of several rows: 30.7 us and 27.3.
 NIBBLES_OF_ROWS = Tiling(stages=3, programs=4)
+# The same for more tokens, whose sums take the registers of a second program from 64 on. The down
+# projection in int4 takes 23.4 us of 32 tokens, 33.4 of 64 and 57.9 of 128 where plain tiles take
+# 24.4, 35.2 and 66.9; float8 37.4 of 64 and 62.5 of 128 (47.3 and 93.1).
+NIBBLES_FOR_MORE = Tiling(block_n=128, num_warps=8, stages=3)
+CODES_FOR_MANY = Tiling(block_n=128, num_warps=8, stages=3, programs=1)
+CODES_FOR_MOST = Tiling(block_n=128, stages=3, programs=1)
 # Columns of a row that are asked for early. With one weight, whose programs end soon, that and
 # letting the next kernel in saves up to a tenth (H200, 4096 x 4096: 10.4 us and 11.3).
 PREFETCHED = 256
@@ -72,11 +78,26 @@ PREFETCHED = 256
 
 # Up to so many tokens codes are multiplied without tensor cores.
 MOST_DOTTED_TOKENS = 1
-# Words of a step, the longest first, and rows of a program, of one weight and of two. Measured on
-# an H100 with int4, one token: the projections of Llama-3-8B take 13.0 us (down), 22.3 (gate, up)
-# and 4.8 (out) where the tensor core's kernels take 16.6, 34.0 and 7.8.
-DOT_WORDS = (512, 256, 128)
-DOT_ROWS = (16, 8)
+
+
+@dataclass(frozen=True)
+class DotTiling:
+    """Rows of each weight that a program takes, and words of a step over K."""
+
+    rows: int
+    words: int
+    num_warps: int = 4
+
+
+# Measured on an H100, one token, the projections of Llama-3-8B (down, gate and up, out): int4 takes
+# 13.8, 24.8 and 5.6 us where the tensor core's kernels take 16.7, 34.7 and 7.9; float8 21.8, 44.8
+# and 8.4 where those take 24.4, 47.6 and 9.0; NVFP4 17.5, 40.5 and 7.0, and 29.0, 62.5 and 10.8;
+# nf4 19.8, 45.0 and 6.9, and 26.6, 56.0 and 10.2.
+DOTS = DotTiling(8, 256)
+DOTS_OF_INTEGERS = DotTiling(16, 256)
+DOTS_OF_TABLES = DotTiling(16, 256)
+GATED_DOTS = DotTiling(8, 512)
+GATED_DOTS_OF_TABLES = DotTiling(8, 128, num_warps=2)
 
 
 def dot_obstacle(
@@ -114,10 +135,17 @@ def dot_config(problem: LinearProblem) -> DotConfig:
     """The tiles of `dotted_linear`."""
     q = problem.quantization
     assert q is not None
-    fitting = (words for words in DOT_WORDS if problem.k % (words * q.per_int32) == 0)
-    words = next(fitting, DOT_WORDS[1])
-    rows = DOT_ROWS[problem.gated]
-    return DotConfig(rows, words * q.per_int32, dot_run(q), q.per_int32, num_warps=4)
+    tiling = _dot_tiling(problem.gated, q)
+    block_k = tiling.words * q.per_int32
+    return DotConfig(tiling.rows, block_k, dot_run(q), q.per_int32, tiling.num_warps)
+
+
+def _dot_tiling(gated: bool, q: Quantization) -> DotTiling:
+    if q.has_table:
+        return GATED_DOTS_OF_TABLES if gated else DOTS_OF_TABLES
+    if gated:
+        return GATED_DOTS
+    return DOTS_OF_INTEGERS if q.format.bits == 4 and not q.format.number else DOTS
 
 
 def most_tokens(num_weights: int, coded: bool = False) -> int:
@@ -148,7 +176,7 @@ def linear_config(problem: LinearProblem, num_tokens: int, target: Target) -> Li
     if problem.quantization and target.multiplies_registers:
         most = MOST_CODED_IN_REGISTERS
     block_t = min(max(next_power_of_2(num_tokens), 16), most)
-    tiling = _tiling(problem, block_t, target)
+    tiling = _tiling(problem, num_tokens, block_t, target)
     block_k = 64 if problem.num_weights == 2 or block_t > 32 else tiling.block_k
     if problem.quantization is not None:
         block_k = code_step(problem.quantization, problem.k, tiling.block_k)
@@ -173,9 +201,13 @@ def linear_config(problem: LinearProblem, num_tokens: int, target: Target) -> Li
     )
 
 
-def _tiling(problem: LinearProblem, block_t: int, target: Target) -> Tiling:
+def _tiling(problem: LinearProblem, num_tokens: int, block_t: int, target: Target) -> Tiling:
     q = problem.quantization
-    if q is None or q.format.bits != 4 or block_t > 16 or target.multiplies_registers:
+    if q is None or target.multiplies_registers:
+        return PLAIN
+    if block_t > 16:
+        return _tiling_for_more(problem, q, num_tokens, block_t)
+    if q.format.bits != 4:
         return PLAIN
     # Zeros of two weights take the registers of a second program.
     if problem.gated and (q.packed_rows or q.has_zero_tensors):
@@ -187,6 +219,18 @@ def _tiling(problem: LinearProblem, block_t: int, target: Target) -> Tiling:
     if q.format.number and not q.scales_numbers:
         return GATED_NUMBERS if problem.gated else NUMBERS
     return GATED_NIBBLES if problem.gated else NIBBLES
+
+
+def _tiling_for_more(
+    problem: LinearProblem, q: Quantization, num_tokens: int, block_t: int
+) -> Tiling:
+    if problem.gated or q.packed_rows or not problem.k_major:
+        return PLAIN
+    if num_tokens > MOST_TOKENS:
+        return CODES_FOR_MOST
+    if block_t > 32:
+        return CODES_FOR_MANY
+    return NIBBLES_FOR_MORE if q.format.bits == 4 else PLAIN
 
 
 def stage_bytes(problem: LinearProblem, block_n: int, block_t: int, block_k: int) -> int:
