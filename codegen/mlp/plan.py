@@ -90,14 +90,15 @@ class DotTiling:
 
 
 # Measured on an H100, one token, the projections of Llama-3-8B (down, gate and up, out): int4 takes
-# 13.8, 24.8 and 5.6 us where the tensor core's kernels take 16.7, 34.7 and 7.9; float8 21.8, 44.8
+# 13.8, 24.8 and 5.6 us where the tensor core's kernels take 16.7, 34.7 and 7.9; float8 21.8, 44.5
 # and 8.4 where those take 24.4, 47.6 and 9.0; NVFP4 17.5, 40.5 and 7.0, and 29.0, 62.5 and 10.8;
-# nf4 19.8, 45.0 and 6.9, and 26.6, 56.0 and 10.2.
+# nf4 19.8, 47.6 and 6.9, and 26.6, 56.0 and 10.2.
 DOTS = DotTiling(8, 256)
 DOTS_OF_INTEGERS = DotTiling(16, 256)
 DOTS_OF_TABLES = DotTiling(16, 256)
 GATED_DOTS = DotTiling(8, 512)
-GATED_DOTS_OF_TABLES = DotTiling(8, 128, num_warps=2)
+GATED_DOTS_OF_BYTES = DotTiling(8, 256)
+GATED_DOTS_OF_TABLES = DotTiling(4, 256)
 
 
 def dot_obstacle(
@@ -144,7 +145,7 @@ def _dot_tiling(gated: bool, q: Quantization) -> DotTiling:
     if q.has_table:
         return GATED_DOTS_OF_TABLES if gated else DOTS_OF_TABLES
     if gated:
-        return GATED_DOTS
+        return GATED_DOTS if q.format.bits == 4 else GATED_DOTS_OF_BYTES
     return DOTS_OF_INTEGERS if q.format.bits == 4 and not q.format.number else DOTS
 
 
