@@ -7,7 +7,8 @@ through shared memory and many small programs keep the memory busy.
 23 bits and a power of two for each RUN of words, which leaves bfloat16 and float16 all their digits
 where a number is no smaller than 2 ** -14 (2 ** -11) of the largest beside it, and the rest more
 than fp32 sums keep of it. Each integer is three bytes, of which one instruction multiplies four by
-four codes: `dp4a`. Codes that stand for floats are multiplied as fp32 numbers.
+four codes: `dp4a`. E2M1 codes may go the same way, as twice their numbers. Other codes that stand
+for floats are multiplied as fp32 numbers, as 16-bit floats are.
 """
 
 import triton
@@ -47,9 +48,11 @@ def integers_of_x(x, RUN: tl.constexpr):
     Where a number of a run is infinite or none, the power is no number."""
     WORDS: tl.constexpr = x.shape[0]
     RUNS: tl.constexpr = WORDS // RUN
-    biggest = tl.max(tl.max(tl.reshape(tl.abs(x), (RUNS, RUN, x.shape[1])), axis=2), axis=1)
+    # As integers: the largest of floats would pass over those that are no numbers.
+    bits = tl.abs(x).to(tl.int32, bitcast=True)
+    biggest = tl.max(tl.max(tl.reshape(bits, (RUNS, RUN, x.shape[1])), axis=2), axis=1)
     # |x| < 2 ** (exponent - 126). Of less than 2 ** -104 the least is lost, not the range.
-    exponent = biggest.to(tl.int32, bitcast=True) >> 23
+    exponent = biggest >> 23
     bounded = tl.maximum(exponent, 22)
     up = ((275 - bounded) << 23).to(tl.float32, bitcast=True)
     power = ((bounded - 21) << 23).to(tl.float32, bitcast=True)
@@ -62,7 +65,8 @@ def integers_of_x(x, RUN: tl.constexpr):
 
 @triton.jit
 def parts_of_x(
-    x, RUN: tl.constexpr, REVERSED: tl.constexpr = False, INTERLEAVED: tl.constexpr = False
+    x, RUN: tl.constexpr, REVERSED: tl.constexpr = False, INTERLEAVED: tl.constexpr = False,
+    NUMBER: tl.constexpr = "",
 ):  # fmt: skip
     """What `code_sums` multiplies codes by: fp32 x [words, PER], 8 numbers a word of nibbles or 4 a
     word of bytes.
@@ -70,7 +74,8 @@ def parts_of_x(
     Returns bytes 0, 1 and 2 of x's integers, [words] each, those of the even nibbles of a word and
     then of the odd ones (of bytes all four, twice); the sum of the integers of each run; and the
     power of two that they are multiples of. REVERSED: a byte's first code is on top. INTERLEAVED:
-    the words of eight are in AWQ's order.
+    the words of eight are in AWQ's order. NUMBER "e2m1": the first four of a word instead of the
+    even ones, the second four instead of the odd ones, as `e2m1_bytes` has them.
     """
     WORDS: tl.constexpr = x.shape[0]
     PER: tl.constexpr = x.shape[1]
@@ -85,7 +90,14 @@ def parts_of_x(
         first, second = tl.split(tl.reshape(odd, (WORDS, 2, 2)))
         x1, x5 = tl.split(first)
         x3, x7 = tl.split(second)
-        if INTERLEAVED:
+        if NUMBER == "e2m1":
+            low0 = byte_of_four(x0, x1, x2, x3, 0)
+            low1 = byte_of_four(x0, x1, x2, x3, 1)
+            low2 = byte_of_four(x0, x1, x2, x3, 2)
+            high0 = byte_of_four(x4, x5, x6, x7, 0)
+            high1 = byte_of_four(x4, x5, x6, x7, 1)
+            high2 = byte_of_four(x4, x5, x6, x7, 2)
+        elif INTERLEAVED:
             low0 = byte_of_four(x0, x4, x1, x5, 0)
             low1 = byte_of_four(x0, x4, x1, x5, 1)
             low2 = byte_of_four(x0, x4, x1, x5, 2)
@@ -130,19 +142,35 @@ def run_sums(dots, RUN: tl.constexpr):
 
 
 @triton.jit
+def e2m1_bytes(codes):
+    """12 and twice the number of each of the four E2M1 codes in the low half of int32 words, as
+    bytes from 0 to 24."""
+    # Of a code whose sign is set the instruction gives a byte's top bit, eight times: zero.
+    positive = chosen_bytes(0x0F0E0D0C, 0x18141210, codes)
+    negative = chosen_bytes(0x090A0B0C, 0x00040608, codes ^ 0x8888)
+    return positive | negative
+
+
+@triton.jit
 def code_sums(
     words, low0, low1, low2, high0, high1, high2, total,
     PER: tl.constexpr, SIGNED: tl.constexpr, ZERO: tl.constexpr, RUN: tl.constexpr,
+    NUMBER: tl.constexpr = "",
 ):  # fmt: skip
     """Sums over runs, fp32 [rows, words / RUN], of (code - ZERO) times x's integers.
 
     words: int32 [rows, words] of PER nibbles (8) or bytes (4; SIGNED: from -128 on). The others:
-    what `parts_of_x` makes. A run of nibbles is at most four words.
+    what `parts_of_x` makes. A run of nibbles is at most four words. NUMBER "e2m1": a code counts as
+    12 and twice the number that it stands for, which with a ZERO of 12 leaves twice the products.
     """
     none = tl.zeros(words.shape, tl.int32)
     if PER == 8:
-        odd = (words >> 4) & 0x0F0F0F0F
-        words = words & 0x0F0F0F0F
+        if NUMBER == "e2m1":
+            odd = e2m1_bytes(words >> 16)
+            words = e2m1_bytes(words)
+        else:
+            odd = (words >> 4) & 0x0F0F0F0F
+            words = words & 0x0F0F0F0F
         dots0 = byte_dots(odd, high0, none, False, False)
         dots1 = byte_dots(odd, high1, none, False, False)
         dots2 = byte_dots(odd, high2, none, False, True)
@@ -157,7 +185,8 @@ def code_sums(
     dots1 = run_sums(dots1, RUN)
     dots2 = run_sums(dots2, RUN)
     if PER == 8:
-        # 32 codes of at most 15 by 2 ** 22 are less than 2 ** 31.
+        # 32 codes of at most 15 by 2 ** 22 are less than 2 ** 31; so is the difference of E2M1's,
+        # whose sums may wrap round.
         sums = (dots2 << 16) + (dots1 << 8) + dots0
         if ZERO != 0:
             sums -= ZERO * total[None, :]
@@ -178,7 +207,7 @@ def number_sums(
     """Sums over runs, fp32 [rows, words / RUN], of what codes stand for times fp32 x.
 
     words: int32 [rows, words] of eight nibbles, x [words, 8]; sums are too small by `number_unit`
-    of DTYPE. Or 8-bit floats, each a word, x [words, 1].
+    of DTYPE. Or floats of 8 or 16 bits, each a word, x [words, 1].
     """
     WORDS: tl.constexpr = x.shape[0]
     if words.dtype == tl.int32:
@@ -201,5 +230,8 @@ def number_sums(
         dots += tl.sum(pair.to(tl.float32) * x3[None, :, :], axis=2)
     else:
         column = tl.reshape(x, (WORDS,))
-        dots = words.to(tl.float16).to(tl.float32) * column[None, :]
+        if words.dtype == tl.float8e4nv:
+            # The direct conversion takes four times as long on SM90.
+            words = words.to(tl.float16)
+        dots = words.to(tl.float32) * column[None, :]
     return run_sums(dots, RUN)
