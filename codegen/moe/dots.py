@@ -1,8 +1,9 @@
-"""How a few tokens' experts are multiplied without tensor cores: for which calls, in which tiles, by
-which kernels.
+"""How the experts of a few tokens are multiplied without tensor cores: for which calls, in which
+tiles, by which kernels.
 
-At one token the tensor core's kernels wait for the sort of the routes, for the rounding of rows, and
-for tiles that pass through shared memory; of few routes a kernel reads the weights about once.
+At one token the tensor core's kernels wait for the sort of the routes, for the rounding of rows and
+for tiles that pass through shared memory. So few routes read most weights once, however they are
+multiplied.
 """
 
 from __future__ import annotations
@@ -46,6 +47,11 @@ DOWN_DOTTED = Kernel(
 MOST_TOKENS = {"dense": 1, "fp8": 1, "int4": 1, "nvfp4": 1, "mxfp4": 1}
 # Bytes of a row that a thread loads at once, and those of a line of memory.
 LOAD_BYTES, LINE_BYTES = 16, 128
+# Bytes of a row that a step may take, and what a step costs besides, as a part of a row's time.
+STEP_BYTES = (2048, 1024, 512, 256, 128)
+STEP_COST = 0.08
+# Slots that the second kernel takes at once.
+MOST_SLOTS = 8
 # Of E2M1 codes twice the number and so much is multiplied: see `dots.code_sums`.
 E2M1_ZERO, E2M1_UNIT = 12, 0.5
 
@@ -88,7 +94,9 @@ def word_bytes(weight: WeightOperands) -> int:
 def run_of(weight: WeightOperands) -> int:
     """Words that share a sum: 16 bytes, or less where a scale is for less."""
     whole = LOAD_BYTES // word_bytes(weight)
-    return min(whole, max(weight.scale_block[1] // codes_a_word(weight), 1)) if weight.scale else whole
+    if weight.scale is None:
+        return whole
+    return min(whole, max(weight.scale_block[1] // codes_a_word(weight), 1))
 
 
 def dots_obstacle(problem: MoeProblem, num_tokens: int) -> str | None:
@@ -133,22 +141,22 @@ def plan_dots(problem: MoeProblem, num_tokens: int) -> DotsPlan | None:
 
 
 def up_tiles(problem: MoeProblem) -> DotTiles:
-    """Whole rows in one step where they are short: all of a program's loads are on their way."""
-    return DotTiles(8, step_of(problem.gate, problem.hidden, 4), 4)
+    """Rows of gate and of up, in steps of whole rows where those are short: all of a program's
+    loads are on their way at once."""
+    return DotTiles(8, step_of(problem.gate, problem.hidden), 4)
 
 
 def down_tiles(problem: MoeProblem) -> DotTiles:
-    slots = min(next_power_of_2(problem.num_slots), 8)
-    return DotTiles(4, step_of(problem.down, problem.inner, 1), 4, slots, early=True)
+    """Fewer rows: each has a part for every slot."""
+    slots = min(next_power_of_2(problem.num_slots), MOST_SLOTS)
+    return DotTiles(4, step_of(problem.down, problem.inner), 4, slots, early=True)
 
 
-def step_of(weight: WeightOperands, columns: int, loads: int) -> int:
-    """Columns of a step: of whole lines, as many loads of a warp as divide the row, up to `loads`."""
-    one = 32 * LOAD_BYTES // word_bytes(weight) * codes_a_word(weight)
-    return max(
-        (one * count for count in (loads, loads // 2, loads // 4, 1) if count and columns % (one * count) == 0),
-        default=one,
-    )
+def step_of(weight: WeightOperands, columns: int) -> int:
+    """Columns of a step: as few steps as leave few of their columns past the end."""
+    per, size = codes_a_word(weight), word_bytes(weight)
+    steps = [per * words // size for words in STEP_BYTES]
+    return min(steps, key=lambda step: cdiv(columns, step) * (step / columns + STEP_COST))
 
 
 def up_dots(problem: MoeProblem, tiles: DotTiles) -> tuple[Kernel, Statics]:

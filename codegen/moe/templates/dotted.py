@@ -59,9 +59,7 @@ def load_run_scales(
     blocks = columns // BLOCK[1]
     lines = scale_ptr + (experts * STRIDES[0])[None, :] + (rows * STRIDES[1])[:, None]
     mask = there[None, :, None] & (columns < K)[None, None, :]
-    values = tl.load(
-        lines[:, :, None] + (blocks * STRIDES[2])[None, None, :], mask=mask, other=0.0
-    )
+    values = tl.load(lines[:, :, None] + (blocks * STRIDES[2])[None, None, :], mask=mask, other=0.0)
     if scale_ptr.dtype.element_ty == tl.uint8:
         scales = e8m0_value(values.to(tl.int32))
     elif scale_ptr.dtype.element_ty == tl.float8e4nv:
@@ -194,9 +192,7 @@ def moe_up_dotted(
                 HIDDEN, UP_SCALE_STRIDES, SCALE_BLOCK,
             )  # fmt: skip
         x = load_x(x_ptr, starts, there, first, HIDDEN, BLOCK_K, PER, CODED, GROUP)
-        low0, low1, low2, high0, high1, high2, total, power = factors_of_x(
-            x, INTEGERS, NUMBER, RUN
-        )
+        low0, low1, low2, high0, high1, high2, total, power = factors_of_x(x, INTEGERS, NUMBER, RUN)
         product = add_sums(
             product, words, scales, low0, low1, low2, high0, high1, high2, total, power,
             PER, INTEGERS, NUMBER, ZERO, UNIT, SCALED, RUN,
@@ -211,17 +207,13 @@ def moe_up_dotted(
     if gate_factor_ptr is not None:
         gate *= tl.load(gate_factor_ptr + experts)[None, :]
     if gate_bias_ptr is not None:
-        gate += column_of(
-            gate_bias_ptr, experts, there, inside, BIAS_STRIDES[0], BIAS_STRIDES[1]
-        )
+        gate += column_of(gate_bias_ptr, experts, there, inside, BIAS_STRIDES[0], BIAS_STRIDES[1])
     if GATED:
         up = tl.sum(up_product, axis=1)[:, None]
         if up_factor_ptr is not None:
             up *= tl.load(up_factor_ptr + experts)[None, :]
         if up_bias_ptr is not None:
-            up += column_of(
-                up_bias_ptr, experts, there, inside, BIAS_STRIDES[2], BIAS_STRIDES[3]
-            )
+            up += column_of(up_bias_ptr, experts, there, inside, BIAS_STRIDES[2], BIAS_STRIDES[3])
     value = activate(gate, up, ACTIVATION, ALPHA, LIMIT, GATED)
     places = routes.to(tl.int64)[None, :] * INNER + rows[:, None]
     tl.store(
@@ -288,9 +280,7 @@ def moe_down_dotted(
             mask=there, other=0.0,
         ).to(tl.float32)  # fmt: skip
         if down_bias_ptr is not None:
-            own = column_of(
-                down_bias_ptr, experts, there, inside, BIAS_STRIDES[0], BIAS_STRIDES[1]
-            )
+            own = column_of(down_bias_ptr, experts, there, inside, BIAS_STRIDES[0], BIAS_STRIDES[1])
             bias += tl.sum(own * weight[None, :], axis=1)
         if down_factor_ptr is not None:
             weight *= tl.load(down_factor_ptr + experts)
