@@ -50,6 +50,8 @@ LOAD_BYTES, LINE_BYTES = 16, 128
 # Bytes of a row that a step may take, and what a step costs besides, as a part of a row's time.
 STEP_BYTES = (2048, 1024, 512, 256, 128)
 STEP_COST = 0.08
+# Columns of x that four warps hold as fp32 numbers, those of all slots together: more spill.
+MOST_COLUMNS = 4096
 # Slots that the second kernel takes at once.
 MOST_SLOTS = 8
 # Of E2M1 codes twice the number and so much is multiplied: see `dots.code_sums`.
@@ -143,19 +145,20 @@ def plan_dots(problem: MoeProblem, num_tokens: int) -> DotsPlan | None:
 def up_tiles(problem: MoeProblem) -> DotTiles:
     """Rows of gate and of up, in steps of whole rows where those are short: all of a program's
     loads are on their way at once."""
-    return DotTiles(8, step_of(problem.gate, problem.hidden), 4)
+    return DotTiles(8, step_of(problem.gate, problem.hidden, 1), 4)
 
 
 def down_tiles(problem: MoeProblem) -> DotTiles:
     """Fewer rows: each has a part for every slot."""
     slots = min(next_power_of_2(problem.num_slots), MOST_SLOTS)
-    return DotTiles(4, step_of(problem.down, problem.inner), 4, slots, early=True)
+    return DotTiles(4, step_of(problem.down, problem.inner, slots), 4, slots, early=True)
 
 
-def step_of(weight: WeightOperands, columns: int) -> int:
-    """Columns of a step: as few steps as leave few of their columns past the end."""
+def step_of(weight: WeightOperands, columns: int, slots: int) -> int:
+    """Columns of a step of so many slots: as few steps as leave few columns past the end."""
     per, size = codes_a_word(weight), word_bytes(weight)
-    steps = [per * words // size for words in STEP_BYTES]
+    steps = [per * taken // size for taken in STEP_BYTES]
+    steps = [step for step in steps if step * slots <= MOST_COLUMNS]
     return min(steps, key=lambda step: cdiv(columns, step) * (step / columns + STEP_COST))
 
 
@@ -166,8 +169,10 @@ def up_dots(problem: MoeProblem, tiles: DotTiles) -> tuple[Kernel, Statics]:
 
 def down_dots(problem: MoeProblem, tiles: DotTiles) -> tuple[Kernel, Statics]:
     """The second kernel with its constants."""
-    line = LINE_BYTES // word_bytes(problem.down) if tiles.early else 0
-    return DOWN_DOTTED, Statics(tiles, problem, line=line, **_constants(problem, problem.down))
+    line = LINE_BYTES // word_bytes(problem.down)
+    lines = cdiv(problem.inner, line * codes_a_word(problem.down)) if tiles.early else 0
+    own: dict[str, Constant] = {"LINE": line, "LINES": lines and next_power_of_2(lines)}
+    return DOWN_DOTTED, Statics(tiles, problem, **own, **_constants(problem, problem.down))
 
 
 def _constants(problem: MoeProblem, weight: WeightOperands) -> dict[str, Constant]:

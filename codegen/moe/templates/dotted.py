@@ -233,15 +233,15 @@ def moe_down_dotted(
     ZERO: tl.constexpr, UNIT: tl.constexpr, RUN: tl.constexpr,
     CODED: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr, LINE: tl.constexpr,
-    LAUNCH_PDL: tl.constexpr,
+    LINES: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
     """Down projections of a few tokens' experts, weighted and added: out [T, HIDDEN] = sum over
     slots of weights [T, S] * (hidden [T * S, INNER] @ Wdown^T).
 
     Grid (cdiv(HIDDEN, BLOCK_N), T). A step takes BLOCK_S slots and BLOCK_K columns. A slot without
-    an expert adds nothing: its row of hidden was never written. LINE: words in 128 bytes of a row,
-    which programs ask for before `hidden` is there; 0: they do not. The other arguments are those
-    of `moe_up_dotted`.
+    an expert adds nothing: its row of hidden was never written. LINES: of LINE words, 128 bytes,
+    of a row, which programs ask for before `hidden` is there. The other arguments are those of
+    `moe_up_dotted`.
     """
     SCALED: tl.constexpr = down_scale_ptr is not None
     WORDS: tl.constexpr = BLOCK_K // PER
@@ -253,7 +253,7 @@ def moe_down_dotted(
     inside = tl.minimum(rows, HIDDEN - 1)
     token = tl.program_id(1)
     if LAUNCH_PDL:
-        if LINE > 0:
+        if LINES > 0:
             # A hint, whatever these numbers are before the wait: they are bounded.
             slots = tl.arange(0, BLOCK_S)
             experts, there = experts_of(
@@ -261,9 +261,7 @@ def moe_down_dotted(
             )
             lines = down_weight_ptr + (experts * DOWN_STRIDES[0])[None, :]
             lines += (inside * DOWN_STRIDES[1])[:, None]
-            prefetch_rows(
-                tl.reshape(lines, (BLOCK_N * BLOCK_S,)), 0, COLUMNS, max(WORDS // LINE, 1), LINE
-            )
+            prefetch_rows(tl.reshape(lines, (BLOCK_N * BLOCK_S,)), 0, COLUMNS, LINES, LINE)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     product = tl.zeros((BLOCK_N, BLOCK_S * RUNS), tl.float32)
