@@ -82,7 +82,7 @@ class LinearConfig:
 @dataclass(frozen=True)
 class DotConfig:
     """block_n rows of each weight, in steps of block_k columns; run words have a sum of their own.
-    per: codes of a word as the kernel reads it."""
+    per: codes of a word of 32 bits."""
 
     block_n: int
     block_k: int
@@ -101,7 +101,7 @@ def dot_constants(problem: LinearProblem, config: DotConfig) -> dict[str, Consta
     assert q is not None
     made = _shared_constants(problem) | q.dot_constants(problem.k, config.per)
     made |= {"BLOCK_STRIDES": q.block_strides(0), "UP_BLOCK_STRIDES": q.block_strides(1)}
-    made["LINE"] = (128 if config.per == 1 else 32) if problem.k_major else 0
+    made["LINE"] = 32 if problem.k_major else 0
     made |= {"SIGNED": True} if problem.weight == "i8" else {}
     if problem.norm is not None:
         own = problem.norm.constants(problem.k)

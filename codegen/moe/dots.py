@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tilewright.codegen.arithmetic import ELEMENT_BYTES, INT32_MAX, cdiv, next_power_of_2
-from tilewright.codegen.formats import WEIGHT_FORMATS
+from tilewright.codegen.formats import E2M1_BYTES, WEIGHT_FORMATS
 from tilewright.codegen.grouped.kernels import all_strides
 from tilewright.codegen.grouped.problem import WORD_BYTES, WeightOperands
 from tilewright.codegen.grouped.tiles import SCALED_K
@@ -54,20 +54,21 @@ STEP_COST = 0.08
 MOST_COLUMNS = 4096
 # Slots that the second kernel takes at once.
 MOST_SLOTS = 8
-# Of E2M1 codes twice the number and so much is multiplied: see `dots.code_sums`.
-E2M1_ZERO, E2M1_UNIT = 12, 0.5
+# `E2M1_BYTES` are twice the numbers.
+E2M1_UNIT = 0.5
 
 
 @dataclass(frozen=True)
 class DotTiles:
-    """block_n rows of a weight, in steps of block_s slots by block_k columns. early: weights are
-    asked for while the kernel before this one ends."""
+    """block_n rows of a weight, in steps of block_s slots by block_k columns. early: of the first
+    kernel: the second one's programs take their places while it ends; of the second: they ask for
+    their weights before they wait."""
 
     block_n: int
     block_k: int
     num_warps: int
     block_s: int = 1
-    early: bool = False
+    early: bool = True
 
     def __str__(self) -> str:
         slots = f"{self.block_s}x" if self.block_s > 1 else ""
@@ -86,11 +87,12 @@ class DotsPlan:
 def codes_a_word(weight: WeightOperands) -> int:
     """Columns of a word as the kernels read it."""
     form = WEIGHT_FORMATS.get(weight.format)
-    return 8 if form is not None and form.bits == 4 else 1
+    return 1 if form is None else 8 * WORD_BYTES // form.bits
 
 
 def word_bytes(weight: WeightOperands) -> int:
-    return WORD_BYTES if codes_a_word(weight) == 8 else int(ELEMENT_BYTES[weight.data.dtype])
+    """Bytes of a word as the kernels read it."""
+    return WORD_BYTES if codes_a_word(weight) > 1 else int(ELEMENT_BYTES[weight.data.dtype])
 
 
 def run_of(weight: WeightOperands) -> int:
@@ -124,7 +126,7 @@ def _weight_obstacle(weight: WeightOperands, rows: int, columns: int) -> str | N
         return "rows lie next to each other"
     if rows * row > INT32_MAX:
         return "rows of an expert that 32 bits do not count"
-    if columns % per or (per == 8 and (expert % WORD_BYTES or row % WORD_BYTES)):
+    if columns % per or (per > 1 and (expert % WORD_BYTES or row % WORD_BYTES)):
         return "rows are no whole words"
     width = weight.scale_block[1]
     if weight.scale is not None and width < columns and width % (per * run):
@@ -151,7 +153,7 @@ def up_tiles(problem: MoeProblem) -> DotTiles:
 def down_tiles(problem: MoeProblem) -> DotTiles:
     """Fewer rows: each has a part for every slot."""
     slots = min(next_power_of_2(problem.num_slots), MOST_SLOTS)
-    return DotTiles(4, step_of(problem.down, problem.inner, slots), 4, slots, early=True)
+    return DotTiles(4, step_of(problem.down, problem.inner, slots), 4, slots)
 
 
 def step_of(weight: WeightOperands, columns: int, slots: int) -> int:
@@ -164,7 +166,9 @@ def step_of(weight: WeightOperands, columns: int, slots: int) -> int:
 
 def up_dots(problem: MoeProblem, tiles: DotTiles) -> tuple[Kernel, Statics]:
     """The first kernel with its constants."""
-    return UP_DOTTED, Statics(tiles, problem, **_constants(problem, problem.gate))
+    return UP_DOTTED, Statics(
+        tiles, problem, lets_in=tiles.early, **_constants(problem, problem.gate)
+    )
 
 
 def down_dots(problem: MoeProblem, tiles: DotTiles) -> tuple[Kernel, Statics]:
@@ -178,15 +182,14 @@ def down_dots(problem: MoeProblem, tiles: DotTiles) -> tuple[Kernel, Statics]:
 def _constants(problem: MoeProblem, weight: WeightOperands) -> dict[str, Constant]:
     form = WEIGHT_FORMATS.get(weight.format)
     integers = form is not None and form.bits == 4
-    number = form.number if form is not None else ""
-    zero = form.expert_zero if form is not None else 0
+    twice = form is not None and form.number == "e2m1"
     return {
         "SCALE_BLOCK": weight.scale_block,
         "PER": codes_a_word(weight),
         "INTEGERS": integers,
-        "NUMBER": number,
-        "ZERO": E2M1_ZERO if number == "e2m1" else zero,
-        "UNIT": E2M1_UNIT if number == "e2m1" else 1.0,
+        "BYTES": E2M1_BYTES if twice else (),
+        "ZERO": 0 if form is None else form.expert_zero,
+        "UNIT": E2M1_UNIT if twice else 1.0,
         "RUN": run_of(weight),
         "CODED": problem.coded_rows,
         "GROUP": SCALED_K,

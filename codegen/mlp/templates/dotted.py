@@ -4,8 +4,8 @@ import triton
 import triton.language as tl
 
 from tilewright.codegen.mlp.templates.finish import bias_column, finish_linear, residual_tile
-from tilewright.codegen.templates.codes import load_scales, number_unit
-from tilewright.codegen.templates.dots import code_sums, number_sums, parts_of_x
+from tilewright.codegen.templates.codes import load_scales
+from tilewright.codegen.templates.dots import code_sums, half_unit, number_sums, parts_of_x
 from tilewright.codegen.templates.streaming import prefetch_rows
 
 
@@ -25,6 +25,20 @@ def words_of_row(x_ptr, norm_weight_ptr, first, K: tl.constexpr, WORDS: tl.const
         wide *= factor.to(tl.float32) + NORM_OFFSET
         wide = wide.to(x_ptr.dtype.element_ty).to(tl.float32)
     return wide, squares
+
+
+@triton.jit
+def words_of_step(
+    lines, columns, first, COLUMNS: tl.constexpr, STRIDE: tl.constexpr, EVEN: tl.constexpr
+):
+    """Words [rows, columns] from word `first` of each row on, zeros past COLUMNS; EVEN: none is."""
+    places = (columns + first)[None, :]
+    ptrs = lines[:, None] + places * STRIDE
+    if EVEN:
+        words = tl.load(ptrs, eviction_policy="evict_first")
+    else:
+        words = tl.load(ptrs, mask=places < COLUMNS, other=0.0, eviction_policy="evict_first")
+    return words
 
 
 @triton.jit
@@ -60,15 +74,16 @@ def dotted_linear(
     PER: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr,
     INTERLEAVED_NIBBLES: tl.constexpr = False, REVERSED: tl.constexpr = False,
     PACKED_ZEROS: tl.constexpr = False, ZERO: tl.constexpr = 0, NUMBER: tl.constexpr = "",
+    BYTES: tl.constexpr = (),
     FLOATS: tl.constexpr = False, SIGNED: tl.constexpr = False, ADDED_ZEROS: tl.constexpr = False,
     weight_factor_ptr=None, up_factor_ptr=None,
 ):  # fmt: skip
     """`streamed_linear` of codes, with a program for each token and BLOCK_N rows.
 
-    Grid (cdiv(N, BLOCK_N), T). A step takes BLOCK_K columns, in words of PER codes: int32 of eight
-    nibbles or four bytes, or 8-bit floats (1). Sums of RUN
-    words have one scale, or a part of one. FLOATS: codes are 8-bit floats or stand for NUMBER, else
-    they are integers, less ZERO; SIGNED: bytes from -128 on. LINE: words in 128 bytes of a row; 0:
+    Grid (cdiv(N, BLOCK_N), T). A step takes BLOCK_K columns, in int32 words of PER codes. Sums of
+    RUN words have one scale, or a part of one. FLOATS: codes are float8 (e4m3) or stand for NUMBER,
+    a table (`formats.table_words`), else they are integers, less ZERO, or stand for BYTES
+    (`code_sums`); SIGNED: from -128 on. LINE: words in 128 bytes of a row; 0:
     the rows of a column lie next to each other.
     """
     row_tile = tl.program_id(0)
@@ -98,25 +113,34 @@ def dotted_linear(
     ZERO_TENSOR: tl.constexpr = weight_zero_ptr is not None
     WHOLE_ROWS: tl.constexpr = SCALE_COLUMNS >= K
     BLOCKS: tl.constexpr = (K + SCALE_COLUMNS - 1) // SCALE_COLUMNS
-    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
-    UNIT: tl.constexpr = number_unit(DTYPE, PER, False, NUMBER) if FLOATS and PER == 8 else 1.0
+    # E2M1's bytes are twice their numbers.
+    UNIT: tl.constexpr = half_unit(NUMBER) if len(BYTES) == 0 else 0.5
     scale_rows = rows // SCALE_ROWS
     product = tl.zeros((BLOCK_N, RUNS), tl.float32)
     up = product
     squares = tl.zeros((1, WORDS), tl.float32)
     x_row = x_ptr + tl.program_id(1).to(tl.int64) * X_STRIDE
+    EVEN: tl.constexpr = K % BLOCK_K == 0
+    words = words_of_step(lines, word_columns, 0, COLUMNS, WEIGHT_STRIDES[1], EVEN)
+    up_words = words
+    if up_weight_ptr is not None:
+        up_words = words_of_step(up_lines, word_columns, 0, COLUMNS, UP_STRIDES[1], EVEN)
     for start in range(0, K, BLOCK_K):
         x, square = words_of_row(
             x_row, norm_weight_ptr, start, K, WORDS, PER, NORM, NORM_STRIDE, NORM_OFFSET
         )
         if NORM:
             squares += tl.sum(square, axis=1)[None, :]
-        mask = (word_columns + start // PER < COLUMNS)[None, :]
-        place = (word_columns + start // PER)[None, :]
-        words = tl.load(
-            lines[:, None] + place * WEIGHT_STRIDES[1], mask=mask, other=0.0,
-            eviction_policy="evict_first",
-        )  # fmt: skip
+        # A step ahead of what is multiplied.
+        next_words = words
+        next_up_words = up_words
+        if K > BLOCK_K:
+            step = start // PER + WORDS
+            next_words = words_of_step(lines, word_columns, step, COLUMNS, WEIGHT_STRIDES[1], False)
+            if up_weight_ptr is not None:
+                next_up_words = words_of_step(
+                    up_lines, word_columns, step, COLUMNS, UP_STRIDES[1], False
+                )
         if WHOLE_ROWS:
             blocks = tl.arange(0, 1)
         else:
@@ -126,39 +150,38 @@ def dotted_linear(
             ZERO_TENSOR, PACKED_ZEROS, INTERLEAVED_NIBBLES, BLOCKS,
         )  # fmt: skip
         if FLOATS:
-            sums = number_sums(words, x, REVERSED, 0, NUMBER, DTYPE, RUN)
+            sums = number_sums(words, x, REVERSED, NUMBER, RUN)
             power = tl.full((RUNS,), 1.0, tl.float32)
             x_sums = power
         else:
             low0, low1, low2, high0, high1, high2, x_total, power = parts_of_x(
-                x, RUN, REVERSED, INTERLEAVED_NIBBLES
+                x, RUN, REVERSED, INTERLEAVED_NIBBLES, BYTES
             )
             x_sums = x_total.to(tl.float32)
             sums = code_sums(
-                words, low0, low1, low2, high0, high1, high2, x_total, PER, SIGNED, ZERO, RUN
-            )
+                words, low0, low1, low2, high0, high1, high2, x_total,
+                PER, SIGNED, ZERO, BYTES, RUN,
+            )  # fmt: skip
         product = add_scaled_sums(
             product, sums, scale, zero, power, x_sums, UNIT, ZERO_TENSOR, ADDED_ZEROS
         )
         if up_weight_ptr is not None:
-            up_words = tl.load(
-                up_lines[:, None] + place * UP_STRIDES[1], mask=mask, other=0.0,
-                eviction_policy="evict_first",
-            )  # fmt: skip
             up_scale, up_zero = load_scales(
                 up_scale_ptr, up_zero_ptr, scale_rows, row_mask, blocks, UP_BLOCK_STRIDES,
                 ZERO_TENSOR, PACKED_ZEROS, INTERLEAVED_NIBBLES, BLOCKS,
             )  # fmt: skip
             if FLOATS:
-                sums = number_sums(up_words, x, REVERSED, 0, NUMBER, DTYPE, RUN)
+                sums = number_sums(up_words, x, REVERSED, NUMBER, RUN)
             else:
                 sums = code_sums(
                     up_words, low0, low1, low2, high0, high1, high2, x_total,
-                    PER, SIGNED, ZERO, RUN,
+                    PER, SIGNED, ZERO, BYTES, RUN,
                 )  # fmt: skip
             up = add_scaled_sums(
                 up, sums, up_scale, up_zero, power, x_sums, UNIT, ZERO_TENSOR, ADDED_ZEROS
             )
+        words = next_words
+        up_words = next_up_words
     product = tl.sum(product, axis=1)[:, None]
     up = tl.sum(up, axis=1)[:, None]
     if weight_factor_ptr is not None:

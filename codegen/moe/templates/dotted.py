@@ -6,15 +6,20 @@ always in the same order. Neither passes weights through shared memory: many sma
 memory busy.
 
 A tile of weights [rows, slots, words] is seen as [rows, slots * words], and so are the rows of x:
-the products of all slots are one sum. A word holds 8 codes of 4 bits, or is a number of 8 or 16
-bits.
+the products of all slots are one sum. A word holds 8 codes of 4 bits or 4 of 8, or is one number of
+16 bits.
 """
 
 import triton
 import triton.language as tl
 
 from tilewright.codegen.templates.activation import activate
-from tilewright.codegen.templates.dots import code_sums, number_sums, parts_of_x
+from tilewright.codegen.templates.dots import (
+    code_sums,
+    dense_sums,
+    number_sums,
+    parts_of_x,
+)
 from tilewright.codegen.templates.fp4 import e8m0_value
 from tilewright.codegen.templates.fp8_groups import quantized_groups
 from tilewright.codegen.templates.streaming import prefetch_rows
@@ -92,11 +97,11 @@ def load_x(
 
 
 @triton.jit
-def factors_of_x(x, INTEGERS: tl.constexpr, NUMBER: tl.constexpr, RUN: tl.constexpr):
+def factors_of_x(x, INTEGERS: tl.constexpr, BYTES: tl.constexpr, RUN: tl.constexpr):
     """What `add_sums` multiplies weights by: see `parts_of_x`. Of weights that are multiplied as
     fp32 numbers x itself, and a power of 1."""
     if INTEGERS:
-        return parts_of_x(x, RUN, False, False, NUMBER)
+        return parts_of_x(x, RUN, False, False, BYTES)
     else:
         power = tl.full((x.shape[0] // RUN,), 1.0, tl.float32)
         return x, x, x, x, x, x, x, power
@@ -105,17 +110,20 @@ def factors_of_x(x, INTEGERS: tl.constexpr, NUMBER: tl.constexpr, RUN: tl.conste
 @triton.jit
 def add_sums(
     product, words, scales, low0, low1, low2, high0, high1, high2, total, power,
-    PER: tl.constexpr, INTEGERS: tl.constexpr, NUMBER: tl.constexpr, ZERO: tl.constexpr,
+    PER: tl.constexpr, INTEGERS: tl.constexpr, BYTES: tl.constexpr, ZERO: tl.constexpr,
     UNIT: tl.constexpr, SCALED: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
     """product [rows, runs] and the sums of each run of words, times scales where there are such,
     UNIT and `power`."""
     if INTEGERS:
         sums = code_sums(
-            words, low0, low1, low2, high0, high1, high2, total, PER, False, ZERO, RUN, NUMBER
-        )
+            words, low0, low1, low2, high0, high1, high2, total,
+            PER, len(BYTES) > 0, ZERO, BYTES, RUN,
+        )  # fmt: skip
+    elif PER == 4:
+        sums = number_sums(words, low0, False, "", RUN)
     else:
-        sums = number_sums(words, low0, False, 0, "", tl.float16, RUN)
+        sums = dense_sums(words, low0, RUN)
     if SCALED:
         sums *= scales * UNIT
     return product + sums * power[None, :]
@@ -136,24 +144,27 @@ def moe_up_dotted(
     NUM_SLOTS: tl.constexpr, NUM_EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr,
     X_STRIDE: tl.constexpr, GATE_STRIDES: tl.constexpr, UP_STRIDES: tl.constexpr,
     GATE_SCALE_STRIDES: tl.constexpr, UP_SCALE_STRIDES: tl.constexpr, BIAS_STRIDES: tl.constexpr,
-    SCALE_BLOCK: tl.constexpr, PER: tl.constexpr, INTEGERS: tl.constexpr, NUMBER: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr, PER: tl.constexpr, INTEGERS: tl.constexpr, BYTES: tl.constexpr,
     ZERO: tl.constexpr, UNIT: tl.constexpr, RUN: tl.constexpr,
     CODED: tl.constexpr, GROUP: tl.constexpr,
     ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LAUNCH_PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LETS_IN: tl.constexpr,
+    LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
     """Gate and up projections of a few tokens' experts: hidden [routes, INNER] =
     activation(x @ Wgate^T) * (x @ Wup^T), of routes that have an expert.
 
     Grid (cdiv(INNER, BLOCK_N), routes). Weights [E, INNER, words of PER columns], in runs of RUN
-    words that have one scale, or a part of one, for SCALE_BLOCK rows and columns. INTEGERS:
-    4-bit codes, less ZERO, in units of UNIT, multiplied as integers; NUMBER: what they stand for.
-    CODED: x is rounded to e4m3 codes with a scale for each GROUP columns. up_weight None: the
-    activation is not gated.
+    words that have one scale, or a part of one, for SCALE_BLOCK rows and columns. INTEGERS: 4-bit
+    codes are multiplied as such, less ZERO, or as BYTES (`code_sums`) in units of UNIT; else words
+    are of float8 (e4m3), or 16-bit numbers. CODED: x is rounded to e4m3 codes with a scale for each
+    GROUP columns. up_weight None: the activation is not gated. LETS_IN: the next kernel's programs
+    may take their places early.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        if LETS_IN:
+            tl.extra.cuda.gdc_launch_dependents()
     GATED: tl.constexpr = up_weight_ptr is not None
     SCALED: tl.constexpr = gate_scale_ptr is not None
     WORDS: tl.constexpr = BLOCK_K // PER
@@ -192,15 +203,15 @@ def moe_up_dotted(
                 HIDDEN, UP_SCALE_STRIDES, SCALE_BLOCK,
             )  # fmt: skip
         x = load_x(x_ptr, starts, there, first, HIDDEN, BLOCK_K, PER, CODED, GROUP)
-        low0, low1, low2, high0, high1, high2, total, power = factors_of_x(x, INTEGERS, NUMBER, RUN)
+        low0, low1, low2, high0, high1, high2, total, power = factors_of_x(x, INTEGERS, BYTES, RUN)
         product = add_sums(
             product, words, scales, low0, low1, low2, high0, high1, high2, total, power,
-            PER, INTEGERS, NUMBER, ZERO, UNIT, SCALED, RUN,
+            PER, INTEGERS, BYTES, ZERO, UNIT, SCALED, RUN,
         )  # fmt: skip
         if GATED:
             up_product = add_sums(
                 up_product, up_words, up_scales, low0, low1, low2, high0, high1, high2, total,
-                power, PER, INTEGERS, NUMBER, ZERO, UNIT, SCALED, RUN,
+                power, PER, INTEGERS, BYTES, ZERO, UNIT, SCALED, RUN,
             )  # fmt: skip
     gate = tl.sum(product, axis=1)[:, None]
     up = gate
@@ -229,7 +240,7 @@ def moe_down_dotted(
     NUM_SLOTS: tl.constexpr, NUM_EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr,
     DOWN_STRIDES: tl.constexpr, DOWN_SCALE_STRIDES: tl.constexpr, BIAS_STRIDES: tl.constexpr,
     WEIGHTS_STRIDES: tl.constexpr,
-    SCALE_BLOCK: tl.constexpr, PER: tl.constexpr, INTEGERS: tl.constexpr, NUMBER: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr, PER: tl.constexpr, INTEGERS: tl.constexpr, BYTES: tl.constexpr,
     ZERO: tl.constexpr, UNIT: tl.constexpr, RUN: tl.constexpr,
     CODED: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr, LINE: tl.constexpr,
@@ -293,11 +304,11 @@ def moe_down_dotted(
                 )  # fmt: skip
             x = load_x(hidden_ptr, starts, there, first, INNER, BLOCK_K, PER, CODED, GROUP)
             low0, low1, low2, high0, high1, high2, total, power = factors_of_x(
-                x, INTEGERS, NUMBER, RUN
+                x, INTEGERS, BYTES, RUN
             )
             product = add_sums(
                 product, words, scales, low0, low1, low2, high0, high1, high2, total,
-                power * weight, PER, INTEGERS, NUMBER, ZERO, UNIT, SCALED, RUN,
+                power * weight, PER, INTEGERS, BYTES, ZERO, UNIT, SCALED, RUN,
             )  # fmt: skip
     value = tl.sum(product, axis=1) + bias
     out = out_ptr + token.to(tl.int64) * HIDDEN + rows

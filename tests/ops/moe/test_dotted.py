@@ -94,9 +94,9 @@ def tiled(a, plan):
 
 
 TILES = {
-    "short steps": (DotTiles(8, 128, 1), DotTiles(16, 128, 2)),
+    "short steps": (DotTiles(8, 128, 1, early=False), DotTiles(16, 128, 2, early=False)),
     "all slots": (DotTiles(16, 512, 4), DotTiles(16, 256, 4, 4)),
-    "two slots": (DotTiles(16, 256, 8), DotTiles(16, 256, 4, 2, early=True)),
+    "two slots": (DotTiles(16, 256, 8), DotTiles(16, 256, 4, 2)),
 }
 
 
