@@ -111,8 +111,8 @@ WEIGHT_FORMATS = {
 }
 
 
-# Twice the numbers of E2M1's 16 codes, as bytes.
-_E2M1_BYTES = struct.unpack(
+#: Twice the numbers of E2M1's 16 codes, as bytes, four in a signed word.
+E2M1_BYTES = struct.unpack(
     "<4i", struct.pack("<16b", *(0, 1, 2, 3, 4, 6, 8, 12), *(0, -1, -2, -3, -4, -6, -8, -12))
 )
 
@@ -299,7 +299,7 @@ class Quantization:
         integers, signed = self.dots_integers, self.format.number == "e2m1"
         return {
             **({"NUMBER": table_words(self.format.number)} if self.has_table else {}),
-            **({"BYTES": _E2M1_BYTES, "SIGNED": True} if signed else {}),
+            **({"BYTES": E2M1_BYTES, "SIGNED": True} if signed else {}),
             **({"FLOATS": True} if not integers else {}),
             **({"ADDED_ZEROS": True} if self.format.added_zeros else {}),
             **({"ZERO": self.zero_point} if integers and self.zero_point else {}),
