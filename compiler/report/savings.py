@@ -13,7 +13,7 @@ has two bytes for each number, and none that decode. What rounds activations sta
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -91,13 +91,15 @@ class Unread:
 @dataclass(frozen=True)
 class Savings:
     """What a model with weights in codes saves in a step. tokens: of the step; None where they are
-    a symbol. times: of the whole step. breaks: how often the graph breaks."""
+    a symbol. times: of the whole step. rounds: whether activations are rounded to codes, which is
+    in both times. breaks: how often the graph breaks."""
 
     target: str
     tokens: int | None
     rows: tuple[SavingsRow, ...]
     unread: tuple[Unread, ...]
     times: Times
+    rounds: bool = False
     breaks: int = 0
 
     @property
@@ -121,6 +123,7 @@ class Savings:
             "forms": list(self.forms),
             "read": _sizes(self.read),
             **asdict(self.times),
+            "rounds_activations": self.rounds,
             "graph_breaks": self.breaks,
             "rows": [
                 {"by": row.by, "form": row.form, "count": row.count, "read": _sizes(row.read)}
@@ -155,7 +158,8 @@ def savings_of(lowered: Lowered, present: int | None = None) -> Savings | None:
     unread = _collapsed(one for graph in graphs for one in graph.unread(lowered.misses))
     tokens = next((t for graph in graphs if (t := graph.tokens) is not None), None)
     made = tuple(sorted(rows.values(), key=lambda row: -row.read.bfloat16))
-    return Savings(lowered.target, tokens, made, unread, whole, len(lowered.graph_breaks))
+    rounds = any(graph.weights.rounds for graph in graphs)
+    return Savings(lowered.target, tokens, made, unread, whole, rounds, len(lowered.graph_breaks))
 
 
 @dataclass(frozen=True)
@@ -189,7 +193,7 @@ class _Graph:
         for unit in self.units:
             reads = by_unit.get(unit.node, [])
             now, then = amounts_of(unit, target, present), Amounts()
-            if not self.weights.decoding.issuperset(unit.members):
+            if not self.weights.decoding >= set(unit.members):
                 then = amounts_of(_in_bfloat16(unit, reads, target), target, present)
             times = now.floor_us, now.modelled_us, then.floor_us, then.modelled_us
             yield reads, Times(*times)
@@ -243,10 +247,10 @@ def _joined(row: SavingsRow, other: SavingsRow) -> SavingsRow:
 
 def _reason(read: WeightRead, why: str, misses: Sequence[Miss]) -> str:
     """Why codes are not read as such. why: what the census says of the product."""
-    told = {f"{miss.pattern} {miss.code}": miss for miss in reversed(misses)}
-    here = (miss for miss in misses if miss.scope == read.scope)
-    miss = next((m for m in here if f"{m.pattern} {m.code}" == why), None) or told.get(why)
-    if miss is not None:
+    named = [miss for miss in misses if f"{miss.pattern} {miss.code}" == why]
+    # A miss of a whole layer speaks for products that have one of their own.
+    own = [miss for miss in misses if miss.scope == read.scope] if named else []
+    if miss := next(iter([*own, *named]), None):
         return f"{miss.code}: {miss.message}"
     if why:
         return f"{why}; the graph decodes them for it" if read.how == "decoded" else why

@@ -70,14 +70,15 @@ class WeightRead:
 @dataclass(frozen=True)
 class GraphWeights:
     """The weights of a rewritten graph. decoding: the names of the nodes that make numbers, or
-    scales, of codes."""
+    scales, of codes. rounds: whether products read activations as codes, too."""
 
     reads: tuple[WeightRead, ...]
     decoding: Set[str]
+    rounds: bool
 
 
 def weights_of(graph: GraphReport, units: Iterable[Unit]) -> GraphWeights:
-    """Returns how a graph reads its weights. units: its own. Sizes that are symbols are left out."""
+    """Returns how a graph reads its weights. units: its own. Symbols for sizes are left out."""
     return _Reader(graph, units).read()
 
 
@@ -101,11 +102,12 @@ class _Reader:
                       for key in _compat.storages_of(n)}  # fmt: skip
         self.of_codes: dict[fx.Node, bool] = {}
         self.decoding: set[fx.Node] = set()
+        self.rounds = False
 
     def read(self) -> GraphWeights:
         reads = [read for node in self.graph.nodes if node.name in self.unit_of
                  for read in self._at(node)]  # fmt: skip
-        return GraphWeights(tuple(reads), {node.name for node in self.decoding})
+        return GraphWeights(tuple(reads), {node.name for node in self.decoding}, self.rounds)
 
     def _at(self, node: fx.Node) -> Iterator[WeightRead]:
         if node in self.fixed:
@@ -135,6 +137,7 @@ class _Reader:
                     _add_whole(coded, value, [scale], f"{form} codes")
         site = self.sites.get(node.name)
         share = share_of_experts(site) if site is not None else 1.0
+        self.rounds |= getattr(given, "x_scale", None) is not None
         if coded.roles:
             yield self._coded(node, coded, share)
         for weight_node in dict.fromkeys(dense):
@@ -159,20 +162,35 @@ class _Reader:
             if _is_foreign(node) and any(_tensor(s).dtype in _CODES for s in held):
                 yield self._read(node, "hidden", "codes that an operator takes", 0, {})
             return
-        for weight in held:
+        rows = [t for s in node.all_input_nodes if s not in self.fixed
+                for t in _compat.tensors_of(s)]  # fmt: skip
+        self.rounds |= any(tensor.dtype in _WHOLE for tensor in rows)
+        stored = [weight for weight in held if self._is_stored_codes(weight)]
+        for weight in stored or held:
             tensor = _tensor(weight)
             if len(_compat.parts_of(tensor)) > 1:
                 form = f"codes in a {type(tensor).__name__}"
                 yield self._read(node, "hidden", form, tensor.numel(), {weight: "codes"})
             elif tensor.dtype in _WHOLE:
                 coded = _Tensors()
-                scales = [s for s in node.all_input_nodes if s in self.fixed and s not in held]
-                _add_whole(coded, weight, scales, f"{_WHOLE[tensor.dtype]} codes")
+                _add_whole(coded, weight, self._scales(node), f"{_WHOLE[tensor.dtype]} codes")
                 yield self._coded(node, coded, 1.0)
             elif tensor.dtype in _CODES:
                 yield self._read(node, "hidden", "codes that an operator takes", 0, {})
             else:
                 yield from self._dense(node, weight, 1.0)
+
+    def _scales(self, node: fx.Node) -> list[fx.Node]:
+        """What the model holds of a product of codes beside these, and its bias."""
+        given = [
+            s for s in node.all_input_nodes if s in self.fixed and s is not node.kwargs.get("bias")
+        ]
+        return [s for s in given if not self._is_stored_codes(s)]
+
+    def _is_stored_codes(self, node: fx.Node) -> bool:
+        """Whether a product is given codes, as such or in a class of tensors."""
+        tensors = _compat.tensors_of(node)
+        return any(t.dtype in _CODES or len(_compat.parts_of(t)) > 1 for t in tensors)
 
     def _is_matrix(self, node: fx.Node) -> bool:
         tensors = _compat.tensors_of(node)

@@ -36,7 +36,7 @@ from tilewright.tools.report.step_bars import (
     tokens_present,
 )
 from tilewright.tools.report.templates import template
-from tilewright.tools.step.savings import breaks_said, said_of, unread_said
+from tilewright.tools.step.savings import remarks, said_of, unread_said
 
 #: Styles of Pygments whose every colour stands out (4.5 to 1) from the page's panels.
 LIGHT, DARK = "xcode", "lightbulb"
@@ -93,7 +93,7 @@ def render_html(
         kinds=KIND_NAMES,
         step=step_view(lowered, present),
         savings=savings_of(lowered, tokens_present(present)),
-        savings_said=(said_of, breaks_said, unread_said),
+        savings_said=(said_of, remarks, unread_said),
         misses=list(_miss_entries(lowered)),
         drawings=list(_drawings(lowered, numbers)),
         kernels=list(_kernels(lowered, audits)),

@@ -109,7 +109,10 @@ def site_bars(
     for graph, made, own in zip(lowered.graphs, units, numbers, strict=True):
         for unit in made:
             if unit.kind == FUSED:
-                number, amounts = own.get(unit.node, 0), amounts_of(unit, target, tokens_present(present))
+                number, amounts = (
+                    own.get(unit.node, 0),
+                    amounts_of(unit, target, tokens_present(present)),
+                )
                 now[number] += Taken(amounts.bytes, amounts.modelled_us)
                 unknown |= {number} if unit.symbols else set()
         for number, taken in _taken_apart(graph, own, target, present):
