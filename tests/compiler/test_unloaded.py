@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 
 import pytest
 import torch
+
+pytest.importorskip("transformers", reason="it builds the models")
+
 import transformers
 
 from tests.models import shipped
@@ -75,14 +79,9 @@ def test_a_configuration_alone_tells_what_is_fused_and_read(form):
     assert not any(one.has_codes for one in savings.unread)
 
 
-def test_it_is_what_the_loaded_model_reads():
+def test_it_is_what_the_loaded_model_reads(tmp_path):
     """ModelOpt's checkpoint, loaded, beside its configuration alone."""
-    modelopt = shipped.SHIPPED["modelopt-nvfp4"]
-    import tempfile
-    from pathlib import Path
-
-    with tempfile.TemporaryDirectory() as folder:
-        loaded = modelopt.load("llama", Path(folder))
+    loaded = shipped.SHIPPED["modelopt-nvfp4"].load("llama", tmp_path)
     report = lower(loaded, (), shipped.step_of(loaded), target="sm90")
     torch._dynamo.reset()
     model = model_of("llama")
@@ -164,8 +163,6 @@ def test_a_library_lays_out_its_own_modules(library):
 
 @pytest.mark.parametrize("library", STATED_BY_LIBRARIES)
 def test_without_its_library_a_format_is_named(library, monkeypatch):
-    import sys
-
     monkeypatch.setitem(sys.modules, library, None)
     method = STATED_BY_LIBRARIES[library]["quant_method"]
     with pytest.raises(ValueError, match=f"{method}: the library lays out"):

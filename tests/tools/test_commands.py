@@ -104,8 +104,8 @@ def test_a_checkpoint_s_configuration_says_what_its_format_saves(command, tmp_pa
     said = " ".join(done.stdout.split())
     size = "weights read per step: 621 KiB as int4 codes in groups of 64 (2 MiB in bfloat16)"
     assert size in said
-    assert ", for 1 token read by" in said
-    assert "linear_activation, int4 codes in groups of 64 2 0.5" in said
+    assert "), for 1 token " in said
+    assert "linear_activation, int4 codes" in said
     assert "lm_head, 64 KiB: stored in float16: the model holds no codes of it" in said
     page = (tmp_path / "page.html").read_text()
     assert size in page
