@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
-from tilewright.codegen.formats import Quantization
 from tilewright.codegen.mlp.kernels import DotConfig, LinearConfig
 from tilewright.codegen.mlp.problem import LinearProblem, code_step
 from tilewright.codegen.row_norm import takes_columns
@@ -86,38 +85,15 @@ def dot_obstacle(problem: LinearProblem, num_tokens: int) -> str | None:
         return f"{problem.norm.kind} norm"
     if not problem.k_major:
         return "rows lie next to each other"
-    per = dot_per(q)
-    if problem.k % max(per, 4):
-        return f"{problem.k} columns are no whole words"
-    if q.block[1] < problem.k and q.block[1] % (dot_run(q) * per):
-        return f"scales of {q.block[1]} columns"
-    return q.dot_obstacle(per)
-
-
-def dot_per(q: Quantization) -> int:
-    """Codes of a word as dot products take it: floats of 8 bits by themselves."""
-    if q.format.bits == 4:
-        return 8
-    return 4 if q.dots_integers else 1
-
-
-def dot_run(q: Quantization) -> int:
-    """Words that share a sum: 16 bytes, or less where a scale is for less."""
-    if q.format.bits == 4:
-        return 2 if q.block[1] == 16 else 4
-    return 4 if q.dots_integers else 16
+    return q.dot_obstacle(problem.k)
 
 
 def dot_config(problem: LinearProblem) -> DotConfig:
     """The tiles of `dotted_linear`."""
     q = problem.quantization
     assert q is not None
-    per, rows = dot_per(q), DOT_ROWS[problem.gated]
-    # As many bytes for each kind of word.
-    factor = 4 if per == 1 else 1
-    fitting = (words for words in DOT_WORDS if problem.k % (words * factor * per) == 0)
-    words = next(fitting, DOT_WORDS[1]) * factor
-    return DotConfig(rows, words * per, dot_run(q), per, num_warps=4)
+    words = q.dot_words(problem.k, DOT_WORDS)
+    return DotConfig(DOT_ROWS[problem.gated], words * q.dot_per, num_warps=4)
 
 
 def most_tokens(num_weights: int) -> int:

@@ -6,9 +6,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
-from tilewright.codegen.qkv.kernels import Config, SwappedConfig, TiledConfig, tiles_per_head
+from tilewright.codegen.qkv.kernels import (
+    Config,
+    DotsConfig,
+    SwappedConfig,
+    TiledConfig,
+    tiles_per_head,
+)
 from tilewright.codegen.qkv.problem import (
     QkvProblem,
+    dots_obstacle,
     heads_fit,
     steps_fit,
     swapped_obstacle,
@@ -22,6 +29,20 @@ MOST_TOKENS_IN_REGISTERS = 32
 # Sums of a warp beside codes that are floats of four bits: more spill (sm90).
 MOST_SUMS_OF_FLOATS = 1024
 
+# Formats of which few tokens are multiplied without tensor cores, and up to how many. Measured with
+# int4 on an H100: the projection of Llama-3-8B takes 6.5 us, the tensor core's kernel 10.0; of the
+# others that is modelled.
+DOTTED_FORMATS = ("int4_k", "int4_k_offset", "int8", "fp8", "nvfp4", "mxfp4", "nf4", "fp4")
+MOST_DOTTED_TOKENS = 1
+# 32-bit words of rows by columns in a step of such a program: slices of a head of DOT_PAIRS pairs,
+# and the whole heads that a norm needs. Programs of a multiprocessor that share K where tiles are
+# few.
+DOT_PAIRS = 8
+DOT_WORDS, DOT_WORDS_OF_HEADS = 4096, 8192
+DOT_PROGRAMS = 3
+# More words in a thread's registers spill.
+MOST_THREAD_WORDS = 64
+
 
 def candidates(problem: QkvProblem, num_tokens: int, target: Target) -> list[Config]:
     """The configs worth a try that this problem and target can take."""
@@ -31,6 +52,8 @@ def candidates(problem: QkvProblem, num_tokens: int, target: Target) -> list[Con
 
 def _configs(problem: QkvProblem, num_tokens: int, target: Target) -> Iterator[Config]:
     """What was worth its while on an H200, in any problem measured."""
+    if wants_dots(problem, num_tokens):
+        yield dots_config(problem, target)
     if problem.quantization is not None:
         yield from _code_configs(problem, num_tokens)
         return
@@ -44,6 +67,25 @@ def _configs(problem: QkvProblem, num_tokens: int, target: Target) -> Iterator[C
                     yield SwappedConfig(block_p, block_t, block_k, warps, stages, split_k)
     for heads in (1, 2, 4, 8):
         yield from _tiled_configs(heads, heads * problem.epilogue.head_dim, num_tokens, target)
+
+
+def wants_dots(problem: QkvProblem, num_tokens: int) -> bool:
+    """Whether the kernel without tensor cores takes a call, and is the faster one."""
+    q = problem.quantization
+    few = q is not None and num_tokens <= MOST_DOTTED_TOKENS
+    return few and problem.codes.weight_format in DOTTED_FORMATS and dots_obstacle(problem) is None
+
+
+def dots_config(problem: QkvProblem, target: Target) -> DotsConfig:
+    """The tiles without tensor cores."""
+    q, heads = problem.codes, problem.epilogue
+    whole = next_power_of_2(heads.pairs_per_head)
+    block_p, words = (whole, DOT_WORDS_OF_HEADS) if heads.has_norm else (DOT_PAIRS, DOT_WORDS)
+    block_k = q.dot_per * q.dot_words(problem.hidden, (words // (2 * block_p), 64))
+    tiles = heads.heads_in_all * cdiv(heads.pairs_per_head, block_p)
+    steps = cdiv(problem.hidden, block_k)
+    parts = max(min(DOT_PROGRAMS * target.num_sms // tiles, steps), 1)
+    return DotsConfig(block_p, block_k, 4, cdiv(steps, cdiv(steps, parts)))
 
 
 def _tiled_configs(
@@ -116,9 +158,24 @@ def fits(problem: QkvProblem, config: Config, target: Target) -> bool:
     """Whether a config is legal for the problem and within the target's limits."""
     if isinstance(config, TiledConfig):
         legal = tiled_obstacle(problem) is None and _tiled_fits(problem, config)
+    elif isinstance(config, DotsConfig):
+        legal = dots_obstacle(problem) is None and _dots_fits(problem, config)
     else:
         legal = swapped_obstacle(problem) is None and _swapped_fits(problem, config, target)
     return legal and shared_bytes(problem, config, target) <= target.max_shared_bytes - 2048
+
+
+def _dots_fits(problem: QkvProblem, config: DotsConfig) -> bool:
+    q, heads = problem.codes, problem.epilogue
+    if not 8 <= config.block_p <= next_power_of_2(heads.pairs_per_head):
+        return False
+    if cdiv(problem.hidden, config.block_k) < config.split_k:
+        return False
+    words = int(2 * config.block_p * config.block_k * q.code_bytes / 4)
+    many = words > 32 * config.num_warps * MOST_THREAD_WORDS
+    if many or config.block_k % (q.dot_run * q.dot_per):
+        return False
+    return not heads.has_norm or tiles_per_head(problem, config) == 1
 
 
 def _swapped_fits(problem: QkvProblem, config: SwappedConfig, target: Target) -> bool:
