@@ -34,11 +34,12 @@ MOST_SUMS_OF_FLOATS = 1024
 # others that is modelled.
 DOTTED_FORMATS = ("int4_k", "int4_k_offset", "int8", "fp8", "nvfp4", "mxfp4", "nf4", "fp4")
 MOST_DOTTED_TOKENS = 1
-# 32-bit words of rows by columns in a step of such a program: slices of a head of DOT_PAIRS pairs,
-# and the whole heads that a norm needs. Programs of a multiprocessor that share K where tiles are
-# few.
+# Pairs of a head in such a program, where no norm wants whole heads. 32-bit words, rows by columns,
+# that four warps take in a step: fewer of codes that stand for floats, which take more registers.
+# Least words of a row: 128 bytes. Programs of a multiprocessor that share K where tiles are few.
 DOT_PAIRS = 8
-DOT_WORDS, DOT_WORDS_OF_HEADS = 4096, 8192
+DOT_WORDS, DOT_WORDS_OF_NUMBERS = 4096, 2048
+LEAST_DOT_WORDS = 32
 DOT_PROGRAMS = 3
 # More words in a thread's registers spill.
 MOST_THREAD_WORDS = 64
@@ -52,8 +53,9 @@ def candidates(problem: QkvProblem, num_tokens: int, target: Target) -> list[Con
 
 def _configs(problem: QkvProblem, num_tokens: int, target: Target) -> Iterator[Config]:
     """What was worth its while on an H200, in any problem measured."""
-    if wants_dots(problem, num_tokens):
-        yield dots_config(problem, target)
+    dots = dots_config(problem, num_tokens, target)
+    if dots is not None:
+        yield dots
     if problem.quantization is not None:
         yield from _code_configs(problem, num_tokens)
         return
@@ -69,23 +71,23 @@ def _configs(problem: QkvProblem, num_tokens: int, target: Target) -> Iterator[C
         yield from _tiled_configs(heads, heads * problem.epilogue.head_dim, num_tokens, target)
 
 
-def wants_dots(problem: QkvProblem, num_tokens: int) -> bool:
-    """Whether the kernel without tensor cores takes a call, and is the faster one."""
-    q = problem.quantization
-    few = q is not None and num_tokens <= MOST_DOTTED_TOKENS
-    return few and problem.codes.weight_format in DOTTED_FORMATS and dots_obstacle(problem) is None
-
-
-def dots_config(problem: QkvProblem, target: Target) -> DotsConfig:
-    """The tiles without tensor cores."""
-    q, heads = problem.codes, problem.epilogue
+def dots_config(problem: QkvProblem, num_tokens: int, target: Target) -> DotsConfig | None:
+    """The tiles without tensor cores; None where no such kernel takes the call, or is no faster."""
+    q, heads = problem.quantization, problem.epilogue
+    if q is None or num_tokens > MOST_DOTTED_TOKENS or q.weight_format not in DOTTED_FORMATS:
+        return None
     whole = next_power_of_2(heads.pairs_per_head)
-    block_p, words = (whole, DOT_WORDS_OF_HEADS) if heads.has_norm else (DOT_PAIRS, DOT_WORDS)
-    block_k = q.dot_per * q.dot_words(problem.hidden, (words // (2 * block_p), 64))
+    block_p = whole if heads.has_norm else DOT_PAIRS
+    tile = DOT_WORDS_OF_NUMBERS if q.format.number else DOT_WORDS
+    words = max(tile // (2 * block_p), LEAST_DOT_WORDS)
+    warps = max(4 * 2 * block_p * words // tile, 4)
+    lengths = (words, max(words // 2, LEAST_DOT_WORDS))
+    block_k = q.dot_per * q.dot_words(problem.hidden, lengths)
     tiles = heads.heads_in_all * cdiv(heads.pairs_per_head, block_p)
     steps = cdiv(problem.hidden, block_k)
     parts = max(min(DOT_PROGRAMS * target.num_sms // tiles, steps), 1)
-    return DotsConfig(block_p, block_k, 4, cdiv(steps, cdiv(steps, parts)))
+    config = DotsConfig(block_p, block_k, warps, cdiv(steps, cdiv(steps, parts)))
+    return config if fits(problem, config, target) else None
 
 
 def _tiled_configs(

@@ -12,7 +12,7 @@ A norm of x is a part of `dots` and, of weights that are no codes, of `swapped`;
 is normed by itself.
 
 Times come from the measured tables where they have the problem's dims, else from the model of
-`time`. `dots` goes before `swapped` where `wants_dots` says so, whatever the time of the other.
+`time`. `dots` goes before `swapped` where `dots_config` has tiles, whatever the time of the other.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
 from tilewright.codegen.kernel import Statics
-from tilewright.codegen.qkv.candidates import candidates, fits, wants_dots
+from tilewright.codegen.qkv.candidates import candidates, dots_config, fits
 from tilewright.codegen.qkv.kernels import (
     Config,
     DotsConfig,
@@ -169,14 +169,16 @@ def _with_norm(
 def _fused_choice(
     problem: QkvProblem, num_tokens: int, target: Target, row: dict | None
 ) -> LoweringChoice | None:
-    kinds = (DotsConfig,) if wants_dots(problem, num_tokens) else (SwappedConfig, TiledConfig)
+    dots = dots_config(problem, num_tokens, target)
     if row is not None:
         config = read_config(row["config"])
-        if isinstance(config, kinds) and fits(problem, config, target):
+        other = dots is not None and not isinstance(config, DotsConfig)
+        if not other and fits(problem, config, target):
             return fused_choice(problem, config, row["fused_us"] * 1e-6, measured=True)
-    timed = ranked(problem, num_tokens, target)
-    best = next((one for one in timed if isinstance(one[1], kinds)), None)
-    return fused_choice(problem, best[1], best[0]) if best else None
+    if dots is not None:
+        return fused_choice(problem, dots, estimate(problem, dots, num_tokens, target))
+    best = ranked(problem, num_tokens, target)[:1]
+    return fused_choice(problem, best[0][1], best[0][0]) if best else None
 
 
 def ranked(problem: QkvProblem, num_tokens: int, target: Target) -> list[tuple[float, Config]]:
