@@ -13,8 +13,8 @@ four codes: `dp4a`. Codes that stand for floats are multiplied as fp32 numbers.
 import triton
 import triton.language as tl
 
-from tilewright.codegen.templates.codes import number_pair
-from tilewright.codegen.templates.tables import chosen_bytes
+from tilewright.codegen.templates.fp4 import e2m1_pair
+from tilewright.codegen.templates.tables import chosen_bytes, table_pair
 
 
 @triton.jit
@@ -61,6 +61,20 @@ def integers_of_x(x, RUN: tl.constexpr):
 
 
 @triton.jit
+def eight_columns(x):
+    """The columns of x [words, 8], [words] each."""
+    WORDS: tl.constexpr = x.shape[0]
+    even, odd = tl.split(tl.reshape(x, (WORDS, 4, 2)))
+    first, second = tl.split(tl.reshape(even, (WORDS, 2, 2)))
+    x0, x4 = tl.split(first)
+    x2, x6 = tl.split(second)
+    first, second = tl.split(tl.reshape(odd, (WORDS, 2, 2)))
+    x1, x5 = tl.split(first)
+    x3, x7 = tl.split(second)
+    return x0, x1, x2, x3, x4, x5, x6, x7
+
+
+@triton.jit
 def parts_of_x(
     x, RUN: tl.constexpr, REVERSED: tl.constexpr = False, INTERLEAVED: tl.constexpr = False
 ):  # fmt: skip
@@ -77,14 +91,7 @@ def parts_of_x(
     integers, power = integers_of_x(x, RUN)
     total = tl.sum(tl.reshape(tl.sum(integers, axis=1), (WORDS // RUN, RUN)), axis=1)
     if PER == 8:
-        # 0 2 4 6 and 1 3 5 7; then those of each that are two apart.
-        even, odd = tl.split(tl.reshape(integers, (WORDS, 4, 2)))
-        first, second = tl.split(tl.reshape(even, (WORDS, 2, 2)))
-        x0, x4 = tl.split(first)
-        x2, x6 = tl.split(second)
-        first, second = tl.split(tl.reshape(odd, (WORDS, 2, 2)))
-        x1, x5 = tl.split(first)
-        x3, x7 = tl.split(second)
+        x0, x1, x2, x3, x4, x5, x6, x7 = eight_columns(integers)
         if INTERLEAVED:
             low0 = byte_of_four(x0, x4, x1, x5, 0)
             low1 = byte_of_four(x0, x4, x1, x5, 1)
@@ -171,35 +178,62 @@ def code_sums(
 
 
 @triton.jit
-def number_sums(
-    words, x, REVERSED: tl.constexpr, OFFSET: tl.constexpr, NUMBER: tl.constexpr,
-    DTYPE: tl.constexpr, RUN: tl.constexpr,
+def half_pair(words, position: tl.constexpr, REVERSED: tl.constexpr, NUMBER: tl.constexpr):
+    """The float16 numbers [rows, words] of two codes of each word, divided by `half_unit`: of a
+    table those of a byte, of E2M1 those at `position` and `position` + 4."""
+    if NUMBER == "e2m1":
+        pair = e2m1_pair(words, position, tl.float16)
+    else:
+        pair = table_pair(words, position, REVERSED, tl.float16, NUMBER)
+    low = pair.to(tl.int16).to(tl.float16, bitcast=True)
+    high = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+    return low, high
+
+
+@triton.jit
+def half_unit(NUMBER: tl.constexpr):
+    """The factor by which `half_pair` is too small."""
+    if NUMBER == "e2m1":
+        return 16384.0
+    elif NUMBER != "":
+        return NUMBER[17]
+    else:
+        return 1.0
+
+
+@triton.jit
+def add_half_pair(
+    dots, words, first, second, position: tl.constexpr, REVERSED: tl.constexpr,
+    NUMBER: tl.constexpr,
 ):  # fmt: skip
+    """dots [rows, words] and the products of a `half_pair` with two columns of x, fp32."""
+    low, high = half_pair(words, position, REVERSED, NUMBER)
+    dots += low.to(tl.float32) * first[None, :]
+    dots += high.to(tl.float32) * second[None, :]
+    return dots
+
+
+@triton.jit
+def number_sums(words, x, REVERSED: tl.constexpr, NUMBER: tl.constexpr, RUN: tl.constexpr):
     """Sums over runs, fp32 [rows, words / RUN], of what codes stand for times fp32 x.
 
-    words: int32 [rows, words] of eight nibbles, x [words, 8]; sums are too small by `number_unit`
-    of DTYPE. Or 8-bit floats, each a word, x [words, 1].
+    words: int32 [rows, words] of eight nibbles, x [words, 8]; sums are too small by `half_unit`.
+    Or 8-bit floats, each a word, x [words, 1].
     """
-    WORDS: tl.constexpr = x.shape[0]
-    if words.dtype == tl.int32:
-        dots = tl.zeros(words.shape, tl.float32)
-        if NUMBER == "" or NUMBER == "e2m1":
-            # Position p and p + 4.
-            x = tl.permute(tl.reshape(x, (WORDS, 2, 4)), (0, 2, 1))
-        else:
-            x = tl.reshape(x, (WORDS, 4, 2))
-        even, odd = tl.split(tl.permute(tl.reshape(x, (WORDS, 2, 2, 2)), (0, 1, 3, 2)))
-        x0, x2 = tl.split(tl.permute(even, (0, 2, 1)))
-        x1, x3 = tl.split(tl.permute(odd, (0, 2, 1)))
-        pair = number_pair(words, 0, REVERSED, OFFSET, DTYPE, NUMBER)
-        dots += tl.sum(pair.to(tl.float32) * x0[None, :, :], axis=2)
-        pair = number_pair(words, 1, REVERSED, OFFSET, DTYPE, NUMBER)
-        dots += tl.sum(pair.to(tl.float32) * x1[None, :, :], axis=2)
-        pair = number_pair(words, 2, REVERSED, OFFSET, DTYPE, NUMBER)
-        dots += tl.sum(pair.to(tl.float32) * x2[None, :, :], axis=2)
-        pair = number_pair(words, 3, REVERSED, OFFSET, DTYPE, NUMBER)
-        dots += tl.sum(pair.to(tl.float32) * x3[None, :, :], axis=2)
-    else:
-        column = tl.reshape(x, (WORDS,))
+    if NUMBER == "":
+        column = tl.reshape(x, (x.shape[0],))
         dots = words.to(tl.float16).to(tl.float32) * column[None, :]
+    else:
+        x0, x1, x2, x3, x4, x5, x6, x7 = eight_columns(x)
+        dots = tl.zeros(words.shape, tl.float32)
+        if NUMBER == "e2m1":
+            dots = add_half_pair(dots, words, x0, x4, 0, False, NUMBER)
+            dots = add_half_pair(dots, words, x1, x5, 1, False, NUMBER)
+            dots = add_half_pair(dots, words, x2, x6, 2, False, NUMBER)
+            dots = add_half_pair(dots, words, x3, x7, 3, False, NUMBER)
+        else:
+            dots = add_half_pair(dots, words, x0, x1, 0, REVERSED, NUMBER)
+            dots = add_half_pair(dots, words, x2, x3, 1, REVERSED, NUMBER)
+            dots = add_half_pair(dots, words, x4, x5, 2, REVERSED, NUMBER)
+            dots = add_half_pair(dots, words, x6, x7, 3, REVERSED, NUMBER)
     return run_sums(dots, RUN)

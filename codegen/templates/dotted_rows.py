@@ -3,8 +3,8 @@
 import triton
 import triton.language as tl
 
-from tilewright.codegen.templates.codes import load_scales, number_unit
-from tilewright.codegen.templates.dots import code_sums, number_sums, parts_of_x
+from tilewright.codegen.templates.codes import load_scales
+from tilewright.codegen.templates.dots import code_sums, half_unit, number_sums, parts_of_x
 
 
 @triton.jit
@@ -69,8 +69,7 @@ def dotted_rows(
     COLUMNS: tl.constexpr = K // PER
     ROWS: tl.constexpr = scale_rows.shape[0]
     BLOCKS: tl.constexpr = (K + SCALE_COLUMNS - 1) // SCALE_COLUMNS
-    DTYPE: tl.constexpr = x_row.dtype.element_ty
-    UNIT: tl.constexpr = number_unit(DTYPE, PER, False, NUMBER) if FLOATS and PER == 8 else 1.0
+    UNIT: tl.constexpr = half_unit(NUMBER)
     word_columns = tl.arange(0, WORDS)
     product = tl.zeros((ROWS, RUNS), tl.float32)
     up = product
@@ -97,7 +96,7 @@ def dotted_rows(
             ZERO_TENSOR, PACKED_ZEROS, INTERLEAVED_NIBBLES, BLOCKS,
         )  # fmt: skip
         if FLOATS:
-            sums = number_sums(words, x, REVERSED, 0, NUMBER, DTYPE, RUN)
+            sums = number_sums(words, x, REVERSED, NUMBER, RUN)
             power = tl.full((RUNS,), 1.0, tl.float32)
             x_sums = power
         else:
@@ -121,7 +120,7 @@ def dotted_rows(
                 ZERO_TENSOR, PACKED_ZEROS, INTERLEAVED_NIBBLES, BLOCKS,
             )  # fmt: skip
             if FLOATS:
-                sums = number_sums(up_words, x, REVERSED, 0, NUMBER, DTYPE, RUN)
+                sums = number_sums(up_words, x, REVERSED, NUMBER, RUN)
             else:
                 sums = code_sums(
                     up_words, low0, low1, low2, high0, high1, high2, x_total,
