@@ -35,7 +35,8 @@ MOST_SUMS_OF_FLOATS = 1024
 DOTTED_FORMATS = ("int4_k", "int4_k_offset", "int8", "fp8", "nvfp4", "mxfp4", "nf4", "fp4")
 MOST_DOTTED_TOKENS = 1
 # Pairs of a head in such a program, where no norm wants whole heads. 32-bit words, rows by columns,
-# that four warps take in a step: fewer of codes that stand for floats, which take more registers.
+# that four warps take in a step: of slices of heads fewer where codes stand for floats, which take
+# more registers (whole heads of 128 would have eight warps then, and spill: Triton 3.7, sm90).
 # Least words of a row: 128 bytes. Programs of a multiprocessor that share K where tiles are few.
 DOT_PAIRS = 8
 DOT_WORDS, DOT_WORDS_OF_NUMBERS = 4096, 2048
@@ -78,7 +79,8 @@ def dots_config(problem: QkvProblem, num_tokens: int, target: Target) -> DotsCon
         return None
     whole = next_power_of_2(heads.pairs_per_head)
     block_p = whole if heads.has_norm else DOT_PAIRS
-    tile = DOT_WORDS_OF_NUMBERS if q.format.number else DOT_WORDS
+    small = q.format.number and not heads.has_norm
+    tile = DOT_WORDS_OF_NUMBERS if small else DOT_WORDS
     words = max(tile // (2 * block_p), LEAST_DOT_WORDS)
     warps = max(4 * 2 * block_p * words // tile, 4)
     lengths = (words, max(words // 2, LEAST_DOT_WORDS))
