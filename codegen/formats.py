@@ -111,6 +111,12 @@ WEIGHT_FORMATS = {
 }
 
 
+#: Twice the numbers of E2M1's 16 codes, as bytes, four in a signed word.
+E2M1_BYTES = struct.unpack(
+    "<4i", struct.pack("<16b", *(0, 1, 2, 3, 4, 6, 8, 12), *(0, -1, -2, -3, -4, -6, -8, -12))
+)
+
+
 def table_words(name: str) -> tuple[int | float, ...]:
     """A table as kernels look it up: the low bytes of its 16 numbers in bfloat16, then their high
     bytes, four in a signed word; the same in float16; then the factors by which bfloat16 and
@@ -268,31 +274,22 @@ class Quantization:
     @property
     def dots_integers(self) -> bool:
         """Whether kernels of dot products multiply codes as integers."""
-        return not self.format.number and self.weight_format != "fp8"
+        return not self.has_table and self.weight_format != "fp8"
 
     @property
-    def dot_per(self) -> int:
-        """Codes of a word as dot products take it: floats of 8 bits by themselves."""
-        if self.format.bits == 4:
-            return 8
-        return 4 if self.dots_integers else 1
+    def per_int32(self) -> int:
+        """Codes in a word of 32 bits."""
+        return 32 // self.format.bits
 
     @property
     def dot_run(self) -> int:
         """Words that share a sum of dot products: 16 bytes, or less where a scale is for less."""
-        if self.format.bits == 4:
-            return 2 if self.block[1] == 16 else 4
-        return 4 if self.dots_integers else 16
-
-    @property
-    def dot_line(self) -> int:
-        """Words of dot products in 128 bytes."""
-        return 128 if self.dot_per == 1 else 32
+        return 2 if self.format.bits == 4 and self.block[1] == 16 else 4
 
     def dot_obstacle(self, columns: int) -> str | None:
         """Why no dot product takes rows of `columns` codes; None where one does."""
-        per = self.dot_per
-        if columns % max(per, 4):
+        per = self.per_int32
+        if columns % per:
             return f"{columns} columns are no whole words"
         if self.block[1] < columns and self.block[1] % (self.dot_run * per):
             return f"scales of {self.block[1]} columns"
@@ -306,25 +303,17 @@ class Quantization:
             return f"nibbles in the order {list(self.order)}"
         return None
 
-    def dot_words(self, columns: int, lengths: tuple[int, ...]) -> int:
-        """The first of `lengths`, words of a step, that divides `columns`, else the second; of
-        8-bit floats four times as many, which are as many bytes."""
-        per, factor = self.dot_per, 4 if self.dot_per == 1 else 1
-        fitting = (words for words in lengths if columns % (words * factor * per) == 0)
-        return next(fitting, lengths[1]) * factor
-
-    def dot_constants(self, columns: int) -> dict[str, Constant]:
-        """What kernels of dot products have in common. columns: of the weight."""
-        integers = self.dots_integers
-        number: Constant = table_words(self.format.number) if self.has_table else self.format.number
+    def dot_constants(self, columns: int, per: int) -> dict[str, Constant]:
+        """What kernels of dot products have in common. columns: of the weight; per: codes of a
+        word."""
+        integers, signed = self.dots_integers, self.format.number == "e2m1"
         return {
-            **({"NUMBER": number} if number else {}),
+            **({"NUMBER": table_words(self.format.number)} if self.has_table else {}),
+            **({"BYTES": E2M1_BYTES, "SIGNED": True} if signed else {}),
             **({"FLOATS": True} if not integers else {}),
             **({"ADDED_ZEROS": True} if self.format.added_zeros else {}),
             **({"ZERO": self.zero_point} if integers and self.zero_point else {}),
-            "PER": self.dot_per,
-            "RUN": self.dot_run,
-            "LINE": self.dot_line,
+            "PER": per,
             "PACKED_ZEROS": self.packed_zeros,
             "INTERLEAVED_NIBBLES": self.order == AWQ_ORDER,
             "REVERSED": self.order in ((1, 0), _HIGH_FIRST),

@@ -53,6 +53,12 @@ def round_to_fp8(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
     return wide.to(dtype).view(torch.uint8).numpy()
 
 
+def fp8_numbers(bits: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+    """Patterns (uint8) of 8-bit floats to fp32, exactly; Triton makes a number of NaN."""
+    patterns = torch.from_numpy(np.array(bits, order="C").view(np.uint8))
+    return patterns.view(dtype).float().numpy()
+
+
 def _is_bf16(handle: TensorHandle) -> bool:
     return handle.dtype.scalar.is_bf16()
 
@@ -157,6 +163,9 @@ def _cast(original: Callable) -> Callable:
             return TensorHandle(round_to_fp8(_widened(src).data, _FP8[target]), target)
         if target == tl.bfloat16 and not _is_bf16(src) and not src.dtype.scalar.is_fp8():
             return TensorHandle(round_to_bf16(src.data), tl.bfloat16)
+        if src.dtype.scalar in _FP8 and target in _WIDE:
+            numbers = fp8_numbers(src.data, _FP8[src.dtype.scalar])
+            return TensorHandle(numbers.astype(_WIDE[target]), target)
         if not _is_bf16(src):
             return original(self, src, dst_type, *args)
         wide = _widened(src)
@@ -241,6 +250,14 @@ def _chosen_bytes(low: np.ndarray, high: np.ndarray, selectors: np.ndarray) -> n
     return chosen.astype(np.uint32).view(np.int32)
 
 
+def _halves_of_fp8(words: np.ndarray, second: bool) -> np.ndarray:
+    """`cvt.rn.f16x2.e4m3x2` of the low half of each word, or of the high one."""
+    codes = np.ascontiguousarray(words).view(np.uint8).reshape(*words.shape, 4)
+    chosen = torch.from_numpy(codes[..., 2:] if second else codes[..., :2]).contiguous()
+    halves = chosen.view(torch.float8_e4m3fn).to(torch.float16)
+    return halves.view(torch.int32).squeeze(-1).numpy()
+
+
 def _byte_dots(kinds: str, words: np.ndarray, x: np.ndarray, sums: np.ndarray) -> np.ndarray:
     """`dp4a`: sums and the products of four bytes. kinds: "u32.s32" of the bytes of words, of x."""
     first, second = (
@@ -262,6 +279,14 @@ def _inline(
         return _Outputs([values[0]])
     if asm == "prmt.b32 $0, $1, $2, $3;":
         return _Outputs([TensorHandle(_chosen_bytes(*(v.data for v in values)), tl.int32)])
+    if "cvt.rn.f16x2.e4m3x2" in asm:
+        return _Outputs(
+            [TensorHandle(_halves_of_fp8(values[0].data, asm.endswith("b;}")), tl.int32)]
+        )
+    if "cvt.f32.f16" in asm:
+        halves = np.ascontiguousarray(values[0].data).view(np.float16).astype(np.float32)
+        pairs = halves.reshape(*values[0].data.shape, 2)
+        return _Outputs([TensorHandle(pairs[..., i], tl.float32) for i in range(2)])
     if asm.startswith("dp4a."):
         kinds = asm.split()[0].removeprefix("dp4a.")
         return _Outputs([TensorHandle(_byte_dots(kinds, *(v.data for v in values)), tl.int32)])

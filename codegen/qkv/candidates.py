@@ -79,12 +79,13 @@ def dots_config(problem: QkvProblem, num_tokens: int, target: Target) -> DotsCon
         return None
     whole = next_power_of_2(heads.pairs_per_head)
     block_p = whole if heads.has_norm else DOT_PAIRS
-    small = q.format.number and not heads.has_norm
+    small = q.has_table and not heads.has_norm
     tile = DOT_WORDS_OF_NUMBERS if small else DOT_WORDS
     words = max(tile // (2 * block_p), LEAST_DOT_WORDS)
     warps = max(4 * 2 * block_p * words // tile, 4)
-    lengths = (words, max(words // 2, LEAST_DOT_WORDS))
-    block_k = q.dot_per * q.dot_words(problem.hidden, lengths)
+    if problem.hidden % (words * q.per_int32):
+        words = max(words // 2, LEAST_DOT_WORDS)
+    block_k = q.per_int32 * words
     tiles = heads.heads_in_all * cdiv(heads.pairs_per_head, block_p)
     steps = cdiv(problem.hidden, block_k)
     parts = max(min(DOT_PROGRAMS * target.num_sms // tiles, steps), 1)
@@ -177,7 +178,7 @@ def _dots_fits(problem: QkvProblem, config: DotsConfig) -> bool:
         return False
     words = int(2 * config.block_p * config.block_k * q.code_bytes / 4)
     many = words > 32 * config.num_warps * MOST_THREAD_WORDS
-    if many or config.block_k % (q.dot_run * q.dot_per):
+    if many or config.block_k % (q.dot_run * q.per_int32):
         return False
     return not heads.has_norm or tiles_per_head(problem, config) == 1
 

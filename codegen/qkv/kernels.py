@@ -50,6 +50,8 @@ KERNELS = (EPILOGUE, TILED, SWAPPED, ORDER, DEQUANTIZE)
 # Columns of a weight row that are asked for while the kernel before this one ends: where x is
 # normed here, that is one of ours.
 PREFETCHED = 256
+# Words of 128 bytes, which dot products ask for at a time.
+DOT_LINE = 32
 # Tokens of one program of `order_x`.
 ORDER_TOKENS = 8
 
@@ -225,7 +227,7 @@ def swapped_statics(problem: QkvProblem, config: RowsConfig) -> Statics:
 
 def words_of(problem: QkvProblem, config: RowsConfig) -> int:
     """Elements of a weight in a word that the kernel reads: of bytes that dot products take, 4."""
-    return 4 if isinstance(config, DotsConfig) and problem.codes.dot_per == 4 else 1
+    return 4 if isinstance(config, DotsConfig) and problem.codes.per_int32 == 4 else 1
 
 
 def _input_norm_constants(problem: QkvProblem) -> dict[str, Constant]:
@@ -249,10 +251,11 @@ def _code_constants(problem: QkvProblem, config: RowsConfig) -> dict[str, Consta
         f"{x}_BLOCK_STRIDES": q.block_strides(at) for x, at in zip("QKV", there, strict=True)
     }
     if isinstance(config, DotsConfig):
-        own = q.dot_constants(problem.hidden) | strides
+        own = q.dot_constants(problem.hidden, q.per_int32) | strides
         own |= {"SIGNED": True} if problem.weights[0].dtype == "i8" else {}
+        own |= {"RUN": q.dot_run, "LINE": DOT_LINE, "LETS_IN": True}
         # The lines of the first step.
-        return own | {"PREFETCH": max(config.block_k, q.dot_line * q.dot_per), "LETS_IN": True}
+        return own | {"PREFETCH": max(config.block_k, DOT_LINE * q.per_int32)}
     return {
         "X_IN_ORDER": config.ordered_x,
         "X_SCALE_STRIDES": q.x_scale.strides if q.x_scale else (0, 0),

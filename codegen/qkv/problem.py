@@ -340,7 +340,7 @@ def dots_obstacle(problem: QkvProblem) -> str | None:
     if any(weight.strides[-1] != 1 for weight in weights):
         return "columns that lie apart"
     whole = all(one.aligned and not any(s % 4 for s in one.strides[:-1]) for one in weights)
-    return None if q.dot_per != 4 or whole else "bytes that are no words"
+    return None if q.per_int32 != 4 or whole else "bytes that are no words"
 
 
 def steps_fit(problem: QkvProblem, block_k: int) -> bool:

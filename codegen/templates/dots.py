@@ -7,14 +7,14 @@ through shared memory and many small programs keep the memory busy.
 23 bits and a power of two for each RUN of words, which leaves bfloat16 and float16 all their digits
 where a number is no smaller than 2 ** -14 (2 ** -11) of the largest beside it, and the rest more
 than fp32 sums keep of it. Each integer is three bytes, of which one instruction multiplies four by
-four codes: `dp4a`. Codes that stand for floats are multiplied as fp32 numbers.
+four codes: `dp4a`. Codes that stand for floats are multiplied as fp32 numbers, as weights that are
+no codes are.
 """
 
 import triton
 import triton.language as tl
 
-from tilewright.codegen.templates.fp4 import e2m1_pair
-from tilewright.codegen.templates.tables import chosen_bytes, table_pair
+from tilewright.codegen.templates.tables import chosen_bytes, four_bytes, table_pair
 
 
 @triton.jit
@@ -47,9 +47,10 @@ def integers_of_x(x, RUN: tl.constexpr):
     Where a number of a run is infinite or none, the power is no number."""
     WORDS: tl.constexpr = x.shape[0]
     RUNS: tl.constexpr = WORDS // RUN
-    biggest = tl.max(tl.max(tl.reshape(tl.abs(x), (RUNS, RUN, x.shape[1])), axis=2), axis=1)
+    # As integers: a maximum of floats leaves out what is no number.
+    sizes = tl.reshape(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, (RUNS, RUN, x.shape[1]))
     # |x| < 2 ** (exponent - 126). Of less than 2 ** -104 the least is lost, not the range.
-    exponent = biggest.to(tl.int32, bitcast=True) >> 23
+    exponent = tl.max(tl.max(sizes, axis=2), axis=1) >> 23
     bounded = tl.maximum(exponent, 22)
     up = ((275 - bounded) << 23).to(tl.float32, bitcast=True)
     power = ((bounded - 21) << 23).to(tl.float32, bitcast=True)
@@ -76,15 +77,15 @@ def eight_columns(x):
 
 @triton.jit
 def parts_of_x(
-    x, RUN: tl.constexpr, REVERSED: tl.constexpr = False, INTERLEAVED: tl.constexpr = False
+    x, RUN: tl.constexpr, REVERSED: tl.constexpr, INTERLEAVED: tl.constexpr, BYTES: tl.constexpr
 ):  # fmt: skip
     """What `code_sums` multiplies codes by: fp32 x [words, PER], 8 numbers a word of nibbles or 4 a
     word of bytes.
 
     Returns bytes 0, 1 and 2 of x's integers, [words] each, those of the even nibbles of a word and
-    then of the odd ones (of bytes all four, twice); the sum of the integers of each run; and the
-    power of two that they are multiples of. REVERSED: a byte's first code is on top. INTERLEAVED:
-    the words of eight are in AWQ's order.
+    then of the odd ones (with BYTES of the first four and the last, of bytes all four twice); the
+    sum of the integers of each run; and the power of two that they are multiples of. REVERSED: a
+    byte's first code is on top. INTERLEAVED: the words of eight are in AWQ's order.
     """
     WORDS: tl.constexpr = x.shape[0]
     PER: tl.constexpr = x.shape[1]
@@ -92,7 +93,14 @@ def parts_of_x(
     total = tl.sum(tl.reshape(tl.sum(integers, axis=1), (WORDS // RUN, RUN)), axis=1)
     if PER == 8:
         x0, x1, x2, x3, x4, x5, x6, x7 = eight_columns(integers)
-        if INTERLEAVED:
+        if len(BYTES) > 0:
+            low0 = byte_of_four(x0, x1, x2, x3, 0)
+            low1 = byte_of_four(x0, x1, x2, x3, 1)
+            low2 = byte_of_four(x0, x1, x2, x3, 2)
+            high0 = byte_of_four(x4, x5, x6, x7, 0)
+            high1 = byte_of_four(x4, x5, x6, x7, 1)
+            high2 = byte_of_four(x4, x5, x6, x7, 2)
+        elif INTERLEAVED:
             low0 = byte_of_four(x0, x4, x1, x5, 0)
             low1 = byte_of_four(x0, x4, x1, x5, 1)
             low2 = byte_of_four(x0, x4, x1, x5, 2)
@@ -139,27 +147,33 @@ def run_sums(dots, RUN: tl.constexpr):
 @triton.jit
 def code_sums(
     words, low0, low1, low2, high0, high1, high2, total,
-    PER: tl.constexpr, SIGNED: tl.constexpr, ZERO: tl.constexpr, RUN: tl.constexpr,
+    PER: tl.constexpr, SIGNED: tl.constexpr, ZERO: tl.constexpr, BYTES: tl.constexpr,
+    RUN: tl.constexpr,
 ):  # fmt: skip
     """Sums over runs, fp32 [rows, words / RUN], of (code - ZERO) times x's integers.
 
-    words: int32 [rows, words] of PER nibbles (8) or bytes (4; SIGNED: from -128 on). The others:
-    what `parts_of_x` makes. A run of nibbles is at most four words.
+    words: int32 [rows, words] of PER nibbles (8) or bytes (4). The others: what `parts_of_x` makes.
+    BYTES: what nibbles stand for, 16 bytes in four words; empty: themselves. SIGNED: bytes are from
+    -128 on. A run of nibbles is at most four words.
     """
-    none = tl.zeros(words.shape, tl.int32)
-    if PER == 8:
-        odd = (words >> 4) & 0x0F0F0F0F
-        words = words & 0x0F0F0F0F
-        dots0 = byte_dots(odd, high0, none, False, False)
-        dots1 = byte_dots(odd, high1, none, False, False)
-        dots2 = byte_dots(odd, high2, none, False, True)
-        dots0 = byte_dots(words, low0, dots0, False, False)
-        dots1 = byte_dots(words, low1, dots1, False, False)
-        dots2 = byte_dots(words, low2, dots2, False, True)
+    if len(BYTES) > 0:
+        first = four_bytes(words, False, BYTES, 0)
+        last = four_bytes(words, True, BYTES, 0)
+    elif PER == 8:
+        first = words & 0x0F0F0F0F
+        last = (words >> 4) & 0x0F0F0F0F
     else:
-        dots0 = byte_dots(words, low0, none, SIGNED, False)
-        dots1 = byte_dots(words, low1, none, SIGNED, False)
-        dots2 = byte_dots(words, low2, none, SIGNED, True)
+        first = words
+    dots0 = tl.zeros(words.shape, tl.int32)
+    dots1 = dots0
+    dots2 = dots0
+    dots0 = byte_dots(first, low0, dots0, SIGNED, False)
+    dots1 = byte_dots(first, low1, dots1, SIGNED, False)
+    dots2 = byte_dots(first, low2, dots2, SIGNED, True)
+    if PER == 8:
+        dots0 = byte_dots(last, high0, dots0, SIGNED, False)
+        dots1 = byte_dots(last, high1, dots1, SIGNED, False)
+        dots2 = byte_dots(last, high2, dots2, SIGNED, True)
     dots0 = run_sums(dots0, RUN)
     dots1 = run_sums(dots1, RUN)
     dots2 = run_sums(dots2, RUN)
@@ -179,26 +193,34 @@ def code_sums(
 
 @triton.jit
 def half_pair(words, position: tl.constexpr, REVERSED: tl.constexpr, NUMBER: tl.constexpr):
-    """The float16 numbers [rows, words] of two codes of each word, divided by `half_unit`: of a
-    table those of a byte, of E2M1 those at `position` and `position` + 4."""
-    if NUMBER == "e2m1":
-        pair = e2m1_pair(words, position, tl.float16)
+    """The numbers of two codes of each word as the float16 halves of a word, divided by
+    `half_unit`: of a table those of a byte, of float8 (e4m3) the first two or the last."""
+    if NUMBER == "":
+        FIRST: tl.constexpr = "{.reg .b16 a, b; mov.b32 {a, b}, $1; cvt.rn.f16x2.e4m3x2 $0, a;}"
+        LAST: tl.constexpr = "{.reg .b16 a, b; mov.b32 {a, b}, $1; cvt.rn.f16x2.e4m3x2 $0, b;}"
+        ASM: tl.constexpr = FIRST if position == 0 else LAST
+        pair = tl.inline_asm_elementwise(ASM, "=r,r", [words], tl.int32, True, 1)
     else:
         pair = table_pair(words, position, REVERSED, tl.float16, NUMBER)
-    low = pair.to(tl.int16).to(tl.float16, bitcast=True)
-    high = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True)
-    return low, high
+    return pair
+
+
+@triton.jit
+def wide_halves(pair):
+    """The two float16 halves of int32 words as fp32, each by one instruction."""
+    return tl.inline_asm_elementwise(
+        "{.reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b;}",
+        "=f,=f,r", [pair], (tl.float32, tl.float32), True, 1,
+    )  # fmt: skip
 
 
 @triton.jit
 def half_unit(NUMBER: tl.constexpr):
     """The factor by which `half_pair` is too small."""
-    if NUMBER == "e2m1":
-        return 16384.0
-    elif NUMBER != "":
-        return NUMBER[17]
-    else:
+    if NUMBER == "":
         return 1.0
+    else:
+        return NUMBER[17]
 
 
 @triton.jit
@@ -207,9 +229,10 @@ def add_half_pair(
     NUMBER: tl.constexpr,
 ):  # fmt: skip
     """dots [rows, words] and the products of a `half_pair` with two columns of x, fp32."""
-    low, high = half_pair(words, position, REVERSED, NUMBER)
-    dots += low.to(tl.float32) * first[None, :]
-    dots += high.to(tl.float32) * second[None, :]
+    pair = half_pair(words, position, REVERSED, NUMBER)
+    low, high = wide_halves(pair)
+    dots += low * first[None, :]
+    dots += high * second[None, :]
     return dots
 
 
@@ -218,22 +241,27 @@ def number_sums(words, x, REVERSED: tl.constexpr, NUMBER: tl.constexpr, RUN: tl.
     """Sums over runs, fp32 [rows, words / RUN], of what codes stand for times fp32 x.
 
     words: int32 [rows, words] of eight nibbles, x [words, 8]; sums are too small by `half_unit`.
-    Or 8-bit floats, each a word, x [words, 1].
+    Without NUMBER: of four float8 (e4m3), x [words, 4].
     """
+    dots = tl.zeros(words.shape, tl.float32)
     if NUMBER == "":
-        column = tl.reshape(x, (x.shape[0],))
-        dots = words.to(tl.float16).to(tl.float32) * column[None, :]
+        even, odd = tl.split(tl.reshape(x, (x.shape[0], 2, 2)))
+        x0, x2 = tl.split(even)
+        x1, x3 = tl.split(odd)
+        dots = add_half_pair(dots, words, x0, x1, 0, False, NUMBER)
+        dots = add_half_pair(dots, words, x2, x3, 1, False, NUMBER)
     else:
         x0, x1, x2, x3, x4, x5, x6, x7 = eight_columns(x)
-        dots = tl.zeros(words.shape, tl.float32)
-        if NUMBER == "e2m1":
-            dots = add_half_pair(dots, words, x0, x4, 0, False, NUMBER)
-            dots = add_half_pair(dots, words, x1, x5, 1, False, NUMBER)
-            dots = add_half_pair(dots, words, x2, x6, 2, False, NUMBER)
-            dots = add_half_pair(dots, words, x3, x7, 3, False, NUMBER)
-        else:
-            dots = add_half_pair(dots, words, x0, x1, 0, REVERSED, NUMBER)
-            dots = add_half_pair(dots, words, x2, x3, 1, REVERSED, NUMBER)
-            dots = add_half_pair(dots, words, x4, x5, 2, REVERSED, NUMBER)
-            dots = add_half_pair(dots, words, x6, x7, 3, REVERSED, NUMBER)
+        dots = add_half_pair(dots, words, x0, x1, 0, REVERSED, NUMBER)
+        dots = add_half_pair(dots, words, x2, x3, 1, REVERSED, NUMBER)
+        dots = add_half_pair(dots, words, x4, x5, 2, REVERSED, NUMBER)
+        dots = add_half_pair(dots, words, x6, x7, 3, REVERSED, NUMBER)
     return run_sums(dots, RUN)
+
+
+@triton.jit
+def dense_sums(weights, x, RUN: tl.constexpr):
+    """Sums over runs, fp32 [rows, columns / RUN], of weights [rows, columns], of any floats, times
+    fp32 x [columns, 1]."""
+    row = tl.reshape(x, (x.shape[0],))
+    return run_sums(weights.to(tl.float32) * row[None, :], RUN)

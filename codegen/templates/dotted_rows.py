@@ -26,6 +26,18 @@ def words_of_row(x_ptr, norm_weight_ptr, first, K: tl.constexpr, WORDS: tl.const
 
 
 @triton.jit
+def words_of_step(lines, columns, first, end, STRIDE: tl.constexpr, EVEN: tl.constexpr):
+    """Words [rows, columns] of each row from `first` on, zeros from `end` on; EVEN: none is."""
+    places = (columns + first)[None, :]
+    ptrs = lines[:, None] + places * STRIDE
+    if EVEN:
+        words = tl.load(ptrs, eviction_policy="evict_first")
+    else:
+        words = tl.load(ptrs, mask=places < end, other=0.0, eviction_policy="evict_first")
+    return words
+
+
+@triton.jit
 def add_scaled_sums(
     total, sums, scale, zero, power, x_sums, UNIT: tl.constexpr, ZERO_TENSOR: tl.constexpr,
     ADDED_ZEROS: tl.constexpr,
@@ -45,35 +57,45 @@ def add_scaled_sums(
 @triton.jit
 def dotted_rows(
     x_row, norm_weight_ptr, lines, up_lines, scale_ptr, up_scale_ptr, zero_ptr, up_zero_ptr,
-    scale_rows, row_mask, first, column_stride, up_column_stride, strides, up_strides,
+    scale_rows, row_mask, first, strides, up_strides,
+    STRIDE: tl.constexpr, UP_STRIDE: tl.constexpr,
     K: tl.constexpr, PART: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.constexpr,
     NORM: tl.constexpr, NORM_STRIDE: tl.constexpr, NORM_OFFSET: tl.constexpr,
     ZERO_TENSOR: tl.constexpr, PER: tl.constexpr, SCALE_COLUMNS: tl.constexpr,
     INTERLEAVED_NIBBLES: tl.constexpr, REVERSED: tl.constexpr, PACKED_ZEROS: tl.constexpr,
-    ZERO: tl.constexpr, NUMBER: tl.constexpr, FLOATS: tl.constexpr, SIGNED: tl.constexpr,
-    ADDED_ZEROS: tl.constexpr,
+    ZERO: tl.constexpr, NUMBER: tl.constexpr, BYTES: tl.constexpr, FLOATS: tl.constexpr,
+    SIGNED: tl.constexpr, ADDED_ZEROS: tl.constexpr,
 ):  # fmt: skip
     """(products of rows with x, those of the rows of an up weight, fp32 [rows, 1]; x's squares
     [1, words], not yet summed) over PART columns from `first` on.
 
     x_row: a pointer to K numbers, which are multiplied by the weight of an RMS norm (NORM) before
-    the product. lines, up_lines: pointers [rows] to words of PER codes: int32 of eight nibbles or
-    four bytes, or 8-bit floats (1); None: no up weight, whose products are zero. scale_rows: the
-    row of scales of each, strides as `load_scales` takes them. A step takes BLOCK_K columns; sums
-    of RUN words have one scale, or a part of one. FLOATS: codes are 8-bit floats or stand for
-    NUMBER, else they are integers, less ZERO; SIGNED: bytes from -128 on. ADDED_ZEROS: zeros are
-    added behind the scale.
+    the product. lines, up_lines: pointers [rows] to int32 words of PER codes, STRIDE apart; None:
+    no up weight, whose products are zero. scale_rows: the row of scales of each, strides as
+    `load_scales` takes them. A step takes BLOCK_K columns; sums of RUN words have one scale, or a
+    part of one. FLOATS: codes are float8 (e4m3) or stand for NUMBER, a table
+    (`formats.table_words`), else they are integers, less ZERO, or stand for BYTES (`code_sums`);
+    SIGNED: from -128 on. ADDED_ZEROS: zeros are added behind the scale.
     """
     WORDS: tl.constexpr = BLOCK_K // PER
     RUNS: tl.constexpr = WORDS // RUN
     COLUMNS: tl.constexpr = K // PER
     ROWS: tl.constexpr = scale_rows.shape[0]
     BLOCKS: tl.constexpr = (K + SCALE_COLUMNS - 1) // SCALE_COLUMNS
-    UNIT: tl.constexpr = half_unit(NUMBER)
+    # E2M1's bytes are twice their numbers.
+    UNIT: tl.constexpr = half_unit(NUMBER) if len(BYTES) == 0 else 0.5
+    EVEN: tl.constexpr = K % PART == 0 and PART % BLOCK_K == 0
     word_columns = tl.arange(0, WORDS)
+    end = COLUMNS
+    if PART < K:
+        end = tl.minimum((first + PART) // PER, COLUMNS)
     product = tl.zeros((ROWS, RUNS), tl.float32)
     up = product
     squares = tl.zeros((1, WORDS), tl.float32)
+    words = words_of_step(lines, word_columns, first // PER, end, STRIDE, EVEN)
+    up_words = words
+    if up_lines is not None:
+        up_words = words_of_step(up_lines, word_columns, first // PER, end, UP_STRIDE, EVEN)
     for step in range(0, PART, BLOCK_K):
         start = first + step
         x, square = words_of_row(
@@ -81,12 +103,14 @@ def dotted_rows(
         )
         if NORM:
             squares += tl.sum(square, axis=1)[None, :]
-        mask = (word_columns + start // PER < COLUMNS)[None, :]
-        place = (word_columns + start // PER)[None, :]
-        words = tl.load(
-            lines[:, None] + place * column_stride, mask=mask, other=0.0,
-            eviction_policy="evict_first",
-        )  # fmt: skip
+        # A step ahead of what is multiplied.
+        next_words = words
+        next_up_words = up_words
+        if PART > BLOCK_K:
+            ahead = start // PER + WORDS
+            next_words = words_of_step(lines, word_columns, ahead, end, STRIDE, False)
+            if up_lines is not None:
+                next_up_words = words_of_step(up_lines, word_columns, ahead, end, UP_STRIDE, False)
         if SCALE_COLUMNS >= K:
             blocks = tl.arange(0, 1)
         else:
@@ -101,20 +125,17 @@ def dotted_rows(
             x_sums = power
         else:
             low0, low1, low2, high0, high1, high2, x_total, power = parts_of_x(
-                x, RUN, REVERSED, INTERLEAVED_NIBBLES
+                x, RUN, REVERSED, INTERLEAVED_NIBBLES, BYTES
             )
             x_sums = x_total.to(tl.float32)
             sums = code_sums(
-                words, low0, low1, low2, high0, high1, high2, x_total, PER, SIGNED, ZERO, RUN
-            )
+                words, low0, low1, low2, high0, high1, high2, x_total,
+                PER, SIGNED, ZERO, BYTES, RUN,
+            )  # fmt: skip
         product = add_scaled_sums(
             product, sums, scale, zero, power, x_sums, UNIT, ZERO_TENSOR, ADDED_ZEROS
         )
         if up_lines is not None:
-            up_words = tl.load(
-                up_lines[:, None] + place * up_column_stride, mask=mask, other=0.0,
-                eviction_policy="evict_first",
-            )  # fmt: skip
             up_scale, up_zero = load_scales(
                 up_scale_ptr, up_zero_ptr, scale_rows, row_mask, blocks, up_strides,
                 ZERO_TENSOR, PACKED_ZEROS, INTERLEAVED_NIBBLES, BLOCKS,
@@ -124,9 +145,11 @@ def dotted_rows(
             else:
                 sums = code_sums(
                     up_words, low0, low1, low2, high0, high1, high2, x_total,
-                    PER, SIGNED, ZERO, RUN,
+                    PER, SIGNED, ZERO, BYTES, RUN,
                 )  # fmt: skip
             up = add_scaled_sums(
                 up, sums, up_scale, up_zero, power, x_sums, UNIT, ZERO_TENSOR, ADDED_ZEROS
             )
+        words = next_words
+        up_words = next_up_words
     return tl.sum(product, axis=1)[:, None], tl.sum(up, axis=1)[:, None], squares

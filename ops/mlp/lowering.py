@@ -32,12 +32,14 @@ from tilewright.codegen.mlp.plan import (
     dot_obstacle,
     linear_config,
     most_tokens,
+    multiplies_apart,
     takes_norm,
 )
 from tilewright.codegen.mlp.problem import LinearProblem
 from tilewright.codegen.spec import Constant
 from tilewright.codegen.targets import Target
-from tilewright.ops.formats.code_operands import code_words, dot_words
+from tilewright.ops.checks import given
+from tilewright.ops.formats.code_operands import code_words, dot_words, fills_words
 from tilewright.ops.mlp.arguments import (
     LinearActivationArguments,
     LinearArguments,
@@ -47,22 +49,26 @@ from tilewright.ops.mlp.operands import activation_problem, residual_problem
 from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.norms import normed, without_norm
 from tilewright.ops.runtime.products import linear
-from tilewright.ops.runtime.program import Buffer, Library, Outcome, SplitK, Steps
+from tilewright.ops.runtime.program import Buffer, Library, Outcome, SplitK, Step, Steps
 
 TENSORS = ("x", "norm_weight", "norm_bias", *CODE_NAMES, "bias", "up_bias", "residual")
 
 
 @cache
 def _chosen(
-    problem: LinearProblem, num_tokens: int, target: Target, config: LinearConfig | DotConfig | None
+    problem: LinearProblem,
+    num_tokens: int,
+    target: Target,
+    config: LinearConfig | DotConfig | None,
+    bytes_fill_words: bool,
 ) -> tuple[LinearConfig | DotConfig, Statics]:
     """The tiles for up to `num_tokens` tokens, those of `config` where it is given, and the
-    constants of the kernel."""
-    if config is None and dot_obstacle(problem, num_tokens) is None:
+    constants of the kernel. bytes_fill_words: whether codes can be read four bytes at a time."""
+    if config is None and dot_obstacle(problem, num_tokens, bytes_fill_words) is None:
         config = dot_config(problem)
     config = config or linear_config(problem, num_tokens, target)
     if isinstance(config, DotConfig):
-        return config, Statics(config, **dot_constants(problem))
+        return config, Statics(config, **dot_constants(problem, config))
     return config, Statics(config, **linear_constants(problem, config, target))
 
 
@@ -77,6 +83,8 @@ def linear_activation_steps(
         problem = activation_problem(a)
     if config is None and _are_many(problem, a.x.shape[0]):
         return (yield from _activation_by_library(problem, a, target))
+    if config is None and multiplies_apart(problem, a.x.shape[0]):
+        return (yield from _apart(problem, a, target))
     return (yield from _streamed(problem, a, target, config))
 
 
@@ -93,9 +101,9 @@ def linear_residual_steps(
 def _norms_x(problem: LinearProblem, num_tokens: int) -> bool:
     """Whether the kernel norms x itself, where that is the faster way."""
     assert problem.norm is not None
-    return not _are_many(problem, num_tokens) and takes_norm(
-        problem.norm.kind, num_tokens, problem.k
-    )
+    if _are_many(problem, num_tokens) or multiplies_apart(problem, num_tokens):
+        return False
+    return takes_norm(problem.norm.kind, num_tokens, problem.k)
 
 
 def _are_many(problem: LinearProblem, num_tokens: int) -> bool:
@@ -105,18 +113,64 @@ def _are_many(problem: LinearProblem, num_tokens: int) -> bool:
     return alone and num_tokens > most_tokens(problem.num_weights)
 
 
+def _apart(problem: LinearProblem, a: LinearActivationArguments, target: Target) -> Steps:
+    """Two weights of codes one after the other, their sums kept in fp32 until the activation."""
+    alone = replace(
+        a,
+        activation="",
+        up_weight=None,
+        up_scale=None,
+        up_zero=None,
+        up_factor=None,
+        up_bias=None,
+    )
+    second = replace(
+        alone,
+        weight=given(a.up_weight),
+        weight_scale=a.up_scale,
+        weight_zero=a.up_zero,
+        weight_factor=a.up_factor,
+        bias=a.up_bias,
+    )
+    own, wide = activation_problem(alone), torch.float32
+    gate = yield from _streamed(own, alone, target, None, wide)
+    up = yield from _streamed(activation_problem(second), second, target, None, wide)
+    out = yield Buffer((a.x.shape[0], problem.n), a.x.dtype)
+    assert isinstance(gate.result, torch.Tensor)
+    assert isinstance(up.result, torch.Tensor)
+    yield _activated(problem, target, gate.result, up.result, out)
+    return Outcome(out, "streaming kernel", f"each weight by itself, {gate.reason}")
+
+
+def _activated(
+    problem: LinearProblem,
+    target: Target,
+    gate: torch.Tensor,
+    up: torch.Tensor | None,
+    out: torch.Tensor,
+) -> Step:
+    values = {"gate": gate, "up": up, "out": out, "num_elements": out.numel()}
+    constants: dict[str, Constant] = {"ACTIVATION": problem.activation, "BLOCK": ACTIVATE_BLOCK}
+    return launch(ACTIVATE, target, activate_grid(out.numel()), values, **constants)
+
+
 def _streamed(
     problem: LinearProblem,
     a: LinearArguments,
     target: Target,
     config: LinearConfig | DotConfig | None,
+    dtype: torch.dtype | None = None,
 ) -> Steps:
+    """dtype: of the result; None: that of x."""
     num_tokens, norm = a.x.shape[0], problem.post_norm
-    config, statics = _chosen(problem, next_power_of_2(num_tokens), target, config)
-    out = yield Buffer((num_tokens, problem.n), torch.float32 if norm else a.x.dtype)
-    given = vars(a)
-    values: dict[str, Any] = {name: given.get(name) for name in TENSORS}
-    words = code_words(a.weights) if problem.quantization else (a.weight, given.get("up_weight"))
+    bytes_fill_words = all(weight is None or fills_words(weight.data) for weight in a.weights)
+    tokens = next_power_of_2(num_tokens)
+    config, statics = _chosen(problem, tokens, target, config, bytes_fill_words)
+    stored = torch.float32 if norm else dtype or a.x.dtype
+    out = yield Buffer((num_tokens, problem.n), stored)
+    own = vars(a)
+    values: dict[str, Any] = {name: own.get(name) for name in TENSORS}
+    words = code_words(a.weights) if problem.quantization else (a.weight, own.get("up_weight"))
     values["weight"], values["up_weight"] = words
     values |= {"out": out, "workspace": None, "counters": None, "num_tokens": num_tokens}
     residual = values["residual"]
@@ -124,9 +178,7 @@ def _streamed(
     later = ("norm_weight", "norm_bias", "residual") if norm else ()
     now = values | dict.fromkeys(later)
     if isinstance(config, DotConfig):
-        assert problem.quantization is not None
-        per = problem.quantization.dot_per
-        now |= {name: dot_words(now[name], per) for name in ("weight", "up_weight")}
+        now |= {name: dot_words(now[name], config.per) for name in ("weight", "up_weight")}
         grid = dot_grid(problem, config, num_tokens)
         yield launch(DOTTED, target, grid, now, statics, RESIDUAL_STRIDE=stride)
     else:
@@ -138,10 +190,10 @@ def _streamed(
         yield launch(LINEAR, target, grid, now, statics, RESIDUAL_STRIDE=stride)
     if norm is not None:
         made, out = out, (yield Buffer((num_tokens, problem.n), a.x.dtype))
-        own = {"N": problem.n, "SCALE": problem.scale, "BLOCK": NORM_BLOCK}
-        own |= {"NORM_EPS": norm.eps, "NORM_OFFSET": norm.offset}
+        constants = {"N": problem.n, "SCALE": problem.scale, "BLOCK": NORM_BLOCK}
+        constants |= {"NORM_EPS": norm.eps, "NORM_OFFSET": norm.offset}
         values |= {"made": made, "out": out}
-        yield launch(NORM_ROWS, target, (num_tokens,), values, **own)
+        yield launch(NORM_ROWS, target, (num_tokens,), values, **constants)
     return Outcome(out, "streaming kernel", config)
 
 
@@ -168,9 +220,7 @@ def _activation_by_library(
     up = None
     if a.up_weight is not None:
         up = yield from linear(a.x, a.up_weight, a.up_bias)
-    values = {"gate": out, "up": up, "out": out, "num_elements": out.numel()}
-    constants: dict[str, Constant] = {"ACTIVATION": problem.activation, "BLOCK": ACTIVATE_BLOCK}
-    yield launch(ACTIVATE, target, activate_grid(out.numel()), values, **constants)
+    yield _activated(problem, target, out, up, out)
     return Outcome(out, "library", _MANY)
 
 

@@ -91,7 +91,7 @@ def _swapped(
         workspace, counters = yield SplitK(tiles, workspace_elements(call.problem, config))
         values |= {"workspace": workspace, "counters": counters}
     if isinstance(config, DotsConfig):
-        per = call.problem.codes.dot_per
+        per = call.problem.codes.per_int32
         values |= {name: dot_words(values[name], per) for name in WEIGHTS}
         yield launch(SWAPPED, target, grid, values, choice.statics[0], **call.known)
         return

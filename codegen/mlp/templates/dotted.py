@@ -24,6 +24,7 @@ def dotted_linear(
     PER: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr,
     INTERLEAVED_NIBBLES: tl.constexpr = False, REVERSED: tl.constexpr = False,
     PACKED_ZEROS: tl.constexpr = False, ZERO: tl.constexpr = 0, NUMBER: tl.constexpr = "",
+    BYTES: tl.constexpr = (),
     FLOATS: tl.constexpr = False, SIGNED: tl.constexpr = False, ADDED_ZEROS: tl.constexpr = False,
     weight_factor_ptr=None, up_factor_ptr=None,
 ):  # fmt: skip
@@ -59,10 +60,10 @@ def dotted_linear(
     product, up, squares = dotted_rows(
         x_row, norm_weight_ptr, lines, up_lines,
         weight_scale_ptr, up_scale_ptr, weight_zero_ptr, up_zero_ptr,
-        rows // SCALE_ROWS, row_mask, 0, WEIGHT_STRIDES[1], UP_STRIDES[1],
-        BLOCK_STRIDES, UP_BLOCK_STRIDES, K, K, BLOCK_K, RUN, NORM, NORM_STRIDE, NORM_OFFSET,
+        rows // SCALE_ROWS, row_mask, 0, BLOCK_STRIDES, UP_BLOCK_STRIDES,
+        WEIGHT_STRIDES[1], UP_STRIDES[1], K, K, BLOCK_K, RUN, NORM, NORM_STRIDE, NORM_OFFSET,
         weight_zero_ptr is not None, PER, SCALE_COLUMNS, INTERLEAVED_NIBBLES, REVERSED,
-        PACKED_ZEROS, ZERO, NUMBER, FLOATS, SIGNED, ADDED_ZEROS,
+        PACKED_ZEROS, ZERO, NUMBER, BYTES, FLOATS, SIGNED, ADDED_ZEROS,
     )  # fmt: skip
     if weight_factor_ptr is not None:
         product *= tl.load(weight_factor_ptr)

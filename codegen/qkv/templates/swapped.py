@@ -169,7 +169,7 @@ def qkv_projection_swapped(
     INPUT_LAYER_ROW: tl.constexpr = 0, SATURATES: tl.constexpr = True,
     ADDED_ZEROS: tl.constexpr = False, SCALED: tl.constexpr = False, factors_ptr=None,
     RUN: tl.constexpr = 0, LINE: tl.constexpr = 64, ZERO: tl.constexpr = 0,
-    FLOATS: tl.constexpr = False, SIGNED: tl.constexpr = False,
+    FLOATS: tl.constexpr = False, SIGNED: tl.constexpr = False, BYTES: tl.constexpr = (),
 ):  # fmt: skip
     """QKV projection, few tokens: q, k, v = x @ [Wq; Wk; Wv]^T with bias, QK norm, rotary
     embedding, and the store to q and to a paged cache.
@@ -366,11 +366,11 @@ def qkv_projection_swapped(
         lines = weight_ptr + tl.minimum(dims, HEAD_DIM - 1) * row_stride
         accumulator, _up, squares = dotted_rows(
             x_ptr + tl.program_id(1).to(tl.int64) * X_STRIDE, input_norm_weight_ptr, lines, None,
-            scale_ptr, None, zero_ptr, None, block_rows, row_mask, first_column, 1, 1,
-            (scale_row_stride, scale_stride, zero_row_stride, zero_stride), None,
+            scale_ptr, None, zero_ptr, None, block_rows, row_mask, first_column,
+            (scale_row_stride, scale_stride, zero_row_stride, zero_stride), None, 1, 1,
             HIDDEN, PART, BLOCK_K, RUN, INPUT_NORM, INPUT_NORM_STRIDE, INPUT_NORM_OFFSET,
             q_zero_ptr is not None, PER, SCALE_COLUMNS, INTERLEAVED_NIBBLES, REVERSED,
-            PACKED_ZEROS, ZERO, NUMBER, FLOATS, SIGNED, ADDED_ZEROS,
+            PACKED_ZEROS, ZERO, NUMBER, BYTES, FLOATS, SIGNED, ADDED_ZEROS,
         )  # fmt: skip
     else:
         accumulator = tl.zeros((ROWS, BLOCK_T), tl.float32)
