@@ -117,19 +117,9 @@ def dot_obstacle(
         return f"{problem.norm.kind} norm"
     if not problem.k_major:
         return "rows lie next to each other"
-    per = q.per_int32
-    if per == 4 and not bytes_fill_words:
+    if q.per_int32 == 4 and not bytes_fill_words:
         return "bytes that are no words"
-    if problem.k % per:
-        return f"{problem.k} columns are no whole words"
-    if q.block[1] < problem.k and q.block[1] % (dot_run(q) * per):
-        return f"scales of {q.block[1]} columns"
-    return q.dot_obstacle(per)
-
-
-def dot_run(q: Quantization) -> int:
-    """Words that share a sum: 16 bytes, or less where a scale is for less."""
-    return 2 if q.format.bits == 4 and q.block[1] == 16 else 4
+    return q.dot_obstacle(problem.k)
 
 
 def dot_config(problem: LinearProblem) -> DotConfig:
@@ -138,7 +128,7 @@ def dot_config(problem: LinearProblem) -> DotConfig:
     assert q is not None
     tiling = _dot_tiling(problem.gated, q)
     block_k = tiling.words * q.per_int32
-    return DotConfig(tiling.rows, block_k, dot_run(q), q.per_int32, tiling.num_warps)
+    return DotConfig(tiling.rows, block_k, q.dot_run, q.per_int32, tiling.num_warps)
 
 
 def _dot_tiling(gated: bool, q: Quantization) -> DotTiling:
