@@ -50,8 +50,9 @@ LOAD_BYTES, LINE_BYTES = 16, 128
 # Bytes of a row that a step may take, and what a step costs besides, as a part of a row's time.
 STEP_BYTES = (2048, 1024, 512, 256, 128)
 STEP_COST = 0.08
-# Columns of x that four warps hold as fp32 numbers, those of all slots together: more spill.
-MOST_COLUMNS = 4096
+# Columns of x that four warps hold in a step, those of all slots together (with gate and up twice):
+# more spill. The second: in each of several steps, as fp32 numbers.
+MOST_COLUMNS, MOST_FLOAT_COLUMNS = 4096, 2048
 # Slots that the second kernel takes at once.
 MOST_SLOTS = 8
 # `E2M1_BYTES` are twice the numbers.
@@ -88,6 +89,11 @@ def codes_a_word(weight: WeightOperands) -> int:
     """Columns of a word as the kernels read it."""
     form = WEIGHT_FORMATS.get(weight.format)
     return 1 if form is None else 8 * WORD_BYTES // form.bits
+
+
+def multiplies_integers(weight: WeightOperands) -> bool:
+    """Whether codes are multiplied as integers, else as fp32 numbers."""
+    return codes_a_word(weight) == 8
 
 
 def word_bytes(weight: WeightOperands) -> int:
@@ -147,7 +153,7 @@ def plan_dots(problem: MoeProblem, num_tokens: int) -> DotsPlan | None:
 def up_tiles(problem: MoeProblem) -> DotTiles:
     """Rows of gate and of up, in steps of whole rows where those are short: all of a program's
     loads are on their way at once."""
-    return DotTiles(8, step_of(problem.gate, problem.hidden, 1), 4)
+    return DotTiles(8, step_of(problem.gate, problem.hidden, 2 if problem.up else 1), 4)
 
 
 def down_tiles(problem: MoeProblem) -> DotTiles:
@@ -157,10 +163,14 @@ def down_tiles(problem: MoeProblem) -> DotTiles:
 
 
 def step_of(weight: WeightOperands, columns: int, slots: int) -> int:
-    """Columns of a step of so many slots: as few steps as leave few columns past the end."""
+    """Columns of a step of so many slots, or weights: as few steps as leave few past the end."""
     per, size = codes_a_word(weight), word_bytes(weight)
-    steps = [per * taken // size for taken in STEP_BYTES]
-    steps = [step for step in steps if step * slots <= MOST_COLUMNS]
+    several = MOST_COLUMNS if multiplies_integers(weight) else MOST_FLOAT_COLUMNS
+    steps = [
+        step
+        for step in (per * taken // size for taken in STEP_BYTES)
+        if step * slots <= (MOST_COLUMNS if step >= columns else several)
+    ]
     return min(steps, key=lambda step: cdiv(columns, step) * (step / columns + STEP_COST))
 
 
@@ -181,12 +191,11 @@ def down_dots(problem: MoeProblem, tiles: DotTiles) -> tuple[Kernel, Statics]:
 
 def _constants(problem: MoeProblem, weight: WeightOperands) -> dict[str, Constant]:
     form = WEIGHT_FORMATS.get(weight.format)
-    integers = form is not None and form.bits == 4
     twice = form is not None and form.number == "e2m1"
     return {
         "SCALE_BLOCK": weight.scale_block,
         "PER": codes_a_word(weight),
-        "INTEGERS": integers,
+        "INTEGERS": multiplies_integers(weight),
         "BYTES": E2M1_BYTES if twice else (),
         "ZERO": 0 if form is None else form.expert_zero,
         "UNIT": E2M1_UNIT if twice else 1.0,
