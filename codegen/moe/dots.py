@@ -53,8 +53,8 @@ STEP_COST = 0.08
 # Columns of x that four warps hold in a step, those of all slots together (with gate and up twice):
 # more spill. The second: in each of several steps, as fp32 numbers.
 MOST_COLUMNS, MOST_FLOAT_COLUMNS = 4096, 2048
-# Slots that the second kernel takes at once.
-MOST_SLOTS = 8
+# Slots that the second kernel takes at once, half as many where rows are longer than so many steps.
+MOST_SLOTS, LONG_STEPS = 8, 4
 # `E2M1_BYTES` are twice the numbers.
 E2M1_UNIT = 0.5
 
@@ -157,9 +157,13 @@ def up_tiles(problem: MoeProblem) -> DotTiles:
 
 
 def down_tiles(problem: MoeProblem) -> DotTiles:
-    """Fewer rows: each has a part for every slot."""
+    """Fewer rows: each has a part for every slot. Longer steps of fewer slots where rows are long."""
     slots = min(next_power_of_2(problem.num_slots), MOST_SLOTS)
-    return DotTiles(4, step_of(problem.down, problem.inner, slots), 4, slots)
+    step = step_of(problem.down, problem.inner, slots)
+    if slots == MOST_SLOTS and problem.inner > LONG_STEPS * step:
+        slots //= 2
+        step = step_of(problem.down, problem.inner, slots)
+    return DotTiles(4, step, 4, slots)
 
 
 def step_of(weight: WeightOperands, columns: int, slots: int) -> int:
