@@ -102,6 +102,11 @@ def codes_a_word(weight: WeightOperands) -> int:
     return 1 if form is None else 8 * WORD_BYTES // form.bits
 
 
+def multiplies_integers(weight: WeightOperands) -> bool:
+    """Whether codes are multiplied as integers, else as fp32 numbers."""
+    return codes_a_word(weight) == 8
+
+
 def word_bytes(weight: WeightOperands) -> int:
     """Bytes of a word as the kernels read it."""
     return WORD_BYTES if codes_a_word(weight) > 1 else int(ELEMENT_BYTES[weight.data.dtype])
@@ -196,12 +201,11 @@ def down_dots(problem: MoeProblem, tiles: DotTiles) -> tuple[Kernel, Statics]:
 
 def _constants(problem: MoeProblem, weight: WeightOperands) -> dict[str, Constant]:
     form = WEIGHT_FORMATS.get(weight.format)
-    integers = form is not None and form.bits == 4
     twice = form is not None and form.number == "e2m1"
     return {
         "SCALE_BLOCK": weight.scale_block,
         "PER": codes_a_word(weight),
-        "INTEGERS": integers,
+        "INTEGERS": multiplies_integers(weight),
         "BYTES": E2M1_BYTES if twice else (),
         "ZERO": 0 if form is None else form.expert_zero,
         "UNIT": E2M1_UNIT if twice else 1.0,
