@@ -44,18 +44,19 @@ DOWN_DOTTED = Kernel(
 )
 
 # Up to how many tokens each format is multiplied so; formats without an entry never are. On an
-# H100, of 1, 2, 4 and 8 tokens, Qwen3-30B-A3B's experts take in float8 16, 31, 57 and 107 us where
-# the tensor core's kernels take 33, 44, 68 and 107; in int4 13, 20, 35 and 66 (17, 29, 45 and 69);
-# in NVFP4 16, 27, 48 and 90 (19, 34, 51 and 81); and gpt-oss-20b's in MXFP4 34, 63, 115 and 220
-# (81, 110, 172 and 272).
-MOST_TOKENS = {"dense": 1, "fp8": 4, "int4": 8, "nvfp4": 4, "mxfp4": 8}
+# H100, of 1, 2, 4 and 8 tokens, Qwen3-30B-A3B's experts take in bfloat16 29, 53 and 101 us where
+# the tensor core's kernels take 39, 63 and 108; in float8 16, 31, 57 and 107 (33, 44, 68, 107); in
+# int4 13, 20, 35 and 66 (17, 29, 45, 69); in NVFP4 16, 27, 48 and 90 (19, 34, 51, 81); and
+# gpt-oss-20b's in MXFP4 34, 63, 115 and 220 (81, 110, 172, 272).
+MOST_TOKENS = {"dense": 4, "fp8": 4, "int4": 8, "nvfp4": 4, "mxfp4": 8}
 # Bytes of a row that a thread loads at once, and those of a line of memory.
 LOAD_BYTES, LINE_BYTES = 16, 128
 # Bytes of a row that a step may take, and what a step costs besides, as a part of a row's time.
 STEP_BYTES = (2048, 1024, 512, 256, 128)
 STEP_COST = 0.08
-# Columns of x that a program holds, those of all slots together.
-MOST_COLUMNS = 2048
+# Columns of x that a program holds, those of all slots together; the second: of those that are
+# multiplied as floats in steps that are not short.
+MOST_COLUMNS, MOST_FLOAT_COLUMNS = 2048, 1024
 # Rows of gate and of up, and warps, that were measured the fastest; of other formats UP_TILE.
 UP_TILE = (8, 4)
 UP_TILES = {"fp8": (4, 4), "int4": (8, 2)}
@@ -172,8 +173,10 @@ def down_tiles(problem: MoeProblem) -> DotTiles:
     """Each row has a part for every slot of a step."""
     rows, early = DOWN_TILES.get(problem.format, DOWN_TILE)
     block_k = step_of(problem.down, problem.inner)
-    slots = min(next_power_of_2(problem.num_slots), MOST_SLOTS, max(MOST_COLUMNS // block_k, 1))
-    warps = 8 if problem.format == "fp8" and block_k <= SHORT_STEP else 4
+    short = problem.format == "fp8" and block_k <= SHORT_STEP
+    columns = MOST_COLUMNS if short or multiplies_integers(problem.down) else MOST_FLOAT_COLUMNS
+    slots = min(next_power_of_2(problem.num_slots), MOST_SLOTS, max(columns // block_k, 1))
+    warps = 8 if short else 4
     return DotTiles(rows, block_k, warps, slots, early)
 
 

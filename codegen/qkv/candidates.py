@@ -29,18 +29,18 @@ MOST_TOKENS_IN_REGISTERS = 32
 # Sums of a warp beside codes that are floats of four bits: more spill (sm90).
 MOST_SUMS_OF_FLOATS = 1024
 
-# Formats of which few tokens are multiplied without tensor cores, and up to how many. Measured with
-# int4 on an H100: the projection of Llama-3-8B takes 6.5 us, the tensor core's kernel 10.0; of the
-# others that is modelled.
+# Formats of which few tokens are multiplied without tensor cores, and up to how many. On an H100
+# the projection of Llama-3-8B takes 7.4 us in int4 (the tensor core's kernel 9.9), 9.6 in int8
+# (13.0), 12.4 in float8 (13.1; 10.0 and 14.6 in blocks), 8.9 in NVFP4 (11.0), 8.8 in MXFP4 (15.1)
+# and 9.8 in nf4 (14.4).
 DOTTED_FORMATS = ("int4_k", "int4_k_offset", "int8", "fp8", "nvfp4", "mxfp4", "nf4", "fp4")
 MOST_DOTTED_TOKENS = 1
 # Pairs of a head in such a program, where no norm wants whole heads. 32-bit words, rows by columns,
-# that four warps take in a step: of slices of heads fewer where codes stand for floats, which take
-# more registers (whole heads of 128 would have eight warps then, and spill: Triton 3.7, sm90).
-# Least words of a row: 128 bytes. Programs of a multiprocessor that share K where tiles are few.
+# that four warps take in a step, and the least of a row. Programs of a multiprocessor that share K
+# where tiles are few.
 DOT_PAIRS = 8
-DOT_WORDS, DOT_WORDS_OF_NUMBERS = 4096, 2048
-LEAST_DOT_WORDS = 32
+DOT_WORDS, DOT_WORDS_OF_NIBBLES = 4096, 2048
+LEAST_DOT_WORDS, LEAST_DOT_WORDS_OF_NIBBLES = 32, 16
 DOT_PROGRAMS = 3
 # More words in a thread's registers spill.
 MOST_THREAD_WORDS = 64
@@ -79,12 +79,13 @@ def dots_config(problem: QkvProblem, num_tokens: int, target: Target) -> DotsCon
         return None
     whole = next_power_of_2(heads.pairs_per_head)
     block_p = whole if heads.has_norm else DOT_PAIRS
-    small = q.has_table and not heads.has_norm
-    tile = DOT_WORDS_OF_NUMBERS if small else DOT_WORDS
-    words = max(tile // (2 * block_p), LEAST_DOT_WORDS)
+    nibbles = q.format.bits == 4
+    tile = DOT_WORDS_OF_NIBBLES if nibbles else DOT_WORDS
+    least = LEAST_DOT_WORDS_OF_NIBBLES if nibbles else LEAST_DOT_WORDS
+    words = max(tile // (2 * block_p), least)
     warps = max(4 * 2 * block_p * words // tile, 4)
     if problem.hidden % (words * q.per_int32):
-        words = max(words // 2, LEAST_DOT_WORDS)
+        words = max(words // 2, least)
     block_k = q.per_int32 * words
     tiles = heads.heads_in_all * cdiv(heads.pairs_per_head, block_p)
     steps = cdiv(problem.hidden, block_k)
