@@ -132,7 +132,8 @@ def choose(
     library = library_choice(problem, num_tokens, target, packed, row)
     if fused is None:
         return library
-    if library.seconds < fused.seconds and library.measured == fused.measured:
+    comparable = library.measured == fused.measured or problem.multiplies_codes(target)
+    if library.seconds < fused.seconds and comparable:
         slower = f"{library.reason}; the fused kernel would take {_us(fused.seconds)}"
         return replace(library, reason=slower)
     return fused
@@ -209,14 +210,21 @@ def library_choice(
 ) -> LoweringChoice:
     config = epilogue_config(problem.epilogue, num_tokens, target)
     statics = [epilogue_statics(problem.epilogue, config)]
-    measured = None if row is None else row["packed_library_us" if packed else "library_us"]
+    codes = problem.multiplies_codes(target)
+    # What was measured made numbers of the weights first.
+    measured = None
+    if row is not None and not codes:
+        measured = row["packed_library_us" if packed else "library_us"]
     source = MODEL if measured is None else TABLE
     if measured is not None:
         seconds = measured * 1e-6
     else:
         seconds = library_estimate(problem, num_tokens, target, packed)
+    packed = packed and not codes
     gemms = "one library GEMM" if packed else f"{problem.epilogue.kinds} library GEMMs"
-    if problem.quantization is not None:
+    if codes:
+        gemms = f"{problem.epilogue.kinds} library GEMMs of codes, scaled by {problem.scaled_by}"
+    elif problem.quantization is not None:
         gemms = f"weights as {problem.number_dtype} numbers, {gemms}"
         there = [index for index, weight in enumerate(problem.weights) if weight is not None]
         statics += [dequantize_statics(problem, index) for index in there]
