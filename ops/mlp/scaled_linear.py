@@ -6,7 +6,7 @@ import torch
 
 from tilewright.codegen.targets import Target
 from tilewright.ops.checks import check_choice, check_operand
-from tilewright.ops.contract import FusedOp, Lowering, register
+from tilewright.ops.contract import FusedOp, Lowering, Tolerance, register
 from tilewright.ops.formats.activation_codes import (
     ACTIVATION_CODES,
     check_out_dtype,
@@ -21,6 +21,15 @@ from tilewright.ops.runtime.scaled_products import chip_obstacle
 from tilewright.ops.sampling import sampler_of
 
 NAME = "scaled_linear"
+ERROR_MODEL = (
+    "one rounding of the result; a tensor core adds up to 128 products of 8-bit floats in about 14 "
+    "bits, which is measured against the rms of the output"
+)
+TOLERANCES = {
+    torch.bfloat16: Tolerance(relative=2.0**-8, of_rms=2.0**-8),
+    torch.float16: Tolerance(relative=2.0**-11, of_rms=2.0**-8),
+    torch.float32: Tolerance(relative=2.0**-20, of_rms=2.0**-8),
+}
 
 
 def validate(a: ScaledLinearArguments) -> None:
@@ -83,6 +92,8 @@ OP = register(
         cases=SCALED_CASES,
         sample_inputs=sampler_of(ScaledLinearArguments, sample_scaled),
         moving=frozenset({"x"}),
+        tolerances=TOLERANCES,
+        error_model=ERROR_MODEL,
         chip_obstacle=obstacle_on,
     )
 )
