@@ -111,6 +111,12 @@ WEIGHT_FORMATS = {
 }
 
 
+# Twice the numbers of E2M1's 16 codes, as bytes.
+_E2M1_BYTES = struct.unpack(
+    "<4i", struct.pack("<16b", *(0, 1, 2, 3, 4, 6, 8, 12), *(0, -1, -2, -3, -4, -6, -8, -12))
+)
+
+
 def table_words(name: str) -> tuple[int | float, ...]:
     """A table as kernels look it up: the low bytes of its 16 numbers in bfloat16, then their high
     bytes, four in a signed word; the same in float16; then the factors by which bfloat16 and
@@ -263,6 +269,46 @@ class Quantization:
             # Of a scale for all columns also those that the last step masks.
             "SCALE_COLUMNS": max(columns, block_k) if whole else self.block[1],
             "ZERO_OFFSET": self.zero_point - self.code_offset,
+        }
+
+    @property
+    def dots_integers(self) -> bool:
+        """Whether kernels of dot products multiply codes as integers."""
+        return not self.has_table and self.weight_format != "fp8"
+
+    @property
+    def per_int32(self) -> int:
+        """Codes in a word of 32 bits."""
+        return 32 // self.format.bits
+
+    def dot_obstacle(self, per: int) -> str | None:
+        """Why no dot product takes words of `per` codes; None where one does."""
+        if self.x_scale is not None:
+            return "x has codes too"
+        if self.packed_rows:
+            return "a word has the codes of several rows"
+        if per == 8 and self.per_word != 8:
+            return "bytes that are no words"
+        if self.order and self.order not in (*_COUNTED_UP, AWQ_ORDER, (1, 0), _HIGH_FIRST):
+            return f"nibbles in the order {list(self.order)}"
+        return None
+
+    def dot_constants(self, columns: int, per: int) -> dict[str, Constant]:
+        """What kernels of dot products have in common. columns: of the weight; per: codes of a
+        word."""
+        integers, signed = self.dots_integers, self.format.number == "e2m1"
+        return {
+            **({"NUMBER": table_words(self.format.number)} if self.has_table else {}),
+            **({"BYTES": _E2M1_BYTES, "SIGNED": True} if signed else {}),
+            **({"FLOATS": True} if not integers else {}),
+            **({"ADDED_ZEROS": True} if self.format.added_zeros else {}),
+            **({"ZERO": self.zero_point} if integers and self.zero_point else {}),
+            "PER": per,
+            "PACKED_ZEROS": self.packed_zeros,
+            "INTERLEAVED_NIBBLES": self.order == AWQ_ORDER,
+            "REVERSED": self.order in ((1, 0), _HIGH_FIRST),
+            "SCALE_ROWS": self.block[0],
+            "SCALE_COLUMNS": self.block[1] if self.block[1] < columns else columns,
         }
 
     def block_strides(self, index: int) -> tuple[int, ...]:

@@ -241,6 +241,24 @@ def _chosen_bytes(low: np.ndarray, high: np.ndarray, selectors: np.ndarray) -> n
     return chosen.astype(np.uint32).view(np.int32)
 
 
+def _halves_of_fp8(words: np.ndarray, second: bool) -> np.ndarray:
+    """`cvt.rn.f16x2.e4m3x2` of the low half of each word, or of the high one."""
+    codes = np.ascontiguousarray(words).view(np.uint8).reshape(*words.shape, 4)
+    chosen = torch.from_numpy(codes[..., 2:] if second else codes[..., :2]).contiguous()
+    halves = chosen.view(torch.float8_e4m3fn).to(torch.float16)
+    return halves.view(torch.int32).squeeze(-1).numpy()
+
+
+def _byte_dots(kinds: str, words: np.ndarray, x: np.ndarray, sums: np.ndarray) -> np.ndarray:
+    """`dp4a`: sums and the products of four bytes. kinds: "u32.s32" of the bytes of words, of x."""
+    first, second = (
+        np.ascontiguousarray(part).view(np.int8 if kind == "s32" else np.uint8).astype(np.int64)
+        for part, kind in zip((words, x), kinds.split("."), strict=True)
+    )
+    products = (first * second).reshape(*words.shape, 4).sum(-1)
+    return (sums + products).astype(np.int32)
+
+
 def _inline(
     self: InterpreterBuilder, asm: str, constraints: str, values: Any, types: Any, pure: bool,
     pack: int,
@@ -252,6 +270,17 @@ def _inline(
         return _Outputs([values[0]])
     if asm == "prmt.b32 $0, $1, $2, $3;":
         return _Outputs([TensorHandle(_chosen_bytes(*(v.data for v in values)), tl.int32)])
+    if "cvt.rn.f16x2.e4m3x2" in asm:
+        return _Outputs(
+            [TensorHandle(_halves_of_fp8(values[0].data, asm.endswith("b;}")), tl.int32)]
+        )
+    if "cvt.f32.f16" in asm:
+        halves = np.ascontiguousarray(values[0].data).view(np.float16).astype(np.float32)
+        pairs = halves.reshape(*values[0].data.shape, 2)
+        return _Outputs([TensorHandle(pairs[..., i], tl.float32) for i in range(2)])
+    if asm.startswith("dp4a."):
+        kinds = asm.split()[0].removeprefix("dp4a.")
+        return _Outputs([TensorHandle(_byte_dots(kinds, *(v.data for v in values)), tl.int32)])
     if asm != "mul.rn.bf16x2 $0, $1, $2;":
         raise NotImplementedError(f"no interpretation of {asm}")
     first, second = (np.ascontiguousarray(value.data).view(np.uint16) for value in values)

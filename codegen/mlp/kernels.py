@@ -24,6 +24,18 @@ LINEAR = Kernel(
     ranges=("num_tokens",),
     unaligned=("counters", "weight_factor", "up_factor"),
 )
+# A program for each token and a few rows of codes.
+DOTTED = Kernel(
+    "mlp.dotted",
+    "dotted_linear",
+    {
+        "NORM_STRIDE": ("norm_weight", 0),
+        "WEIGHT_STRIDES": (("weight", 0), ("weight", 1)),
+        "UP_STRIDES": (("up_weight", 0), ("up_weight", 1)),
+        "BIAS_STRIDES": (("bias", 0), ("up_bias", 0)),
+    },
+    unaligned=("weight_factor", "up_factor"),
+)
 NORM_ROWS = Kernel(
     "mlp.finish",
     "norm_rows",
@@ -67,20 +79,61 @@ class LinearConfig:
         )
 
 
+@dataclass(frozen=True)
+class DotConfig:
+    """block_n rows of each weight, in steps of block_k columns; run words have a sum of their own.
+    per: codes of a word of 32 bits."""
+
+    block_n: int
+    block_k: int
+    run: int
+    per: int
+    num_warps: int
+    num_stages: int = 1
+
+    def __str__(self) -> str:
+        return f"dots {self.block_n}x{self.block_k} r{self.run} w{self.num_warps}"
+
+
+def dot_constants(problem: LinearProblem, config: DotConfig) -> dict[str, Constant]:
+    """The constants of `dotted_linear` that are no strides of its tensors."""
+    q = problem.quantization
+    assert q is not None
+    made = _shared_constants(problem) | q.dot_constants(problem.k, config.per)
+    made |= {"BLOCK_STRIDES": q.block_strides(0), "UP_BLOCK_STRIDES": q.block_strides(1)}
+    made["LINE"] = 32 if problem.k_major else 0
+    made |= {"SIGNED": True} if problem.weight == "i8" else {}
+    if problem.norm is not None:
+        own = problem.norm.constants(problem.k)
+        made |= {name: own[name] for name in ("NORM", "NORM_EPS", "NORM_OFFSET")}
+    return made
+
+
+def dot_grid(problem: LinearProblem, config: DotConfig, num_tokens: int) -> tuple[int, int]:
+    return cdiv(problem.n, config.block_n), num_tokens
+
+
+def _shared_constants(problem: LinearProblem) -> dict[str, Constant]:
+    """The constants that both kernels have, without a norm of x."""
+    return {
+        "N": problem.n,
+        "K": problem.k,
+        "ACTIVATION": problem.activation,
+        "SCALE": problem.scale if problem.post_norm is None else 1.0,  # else behind the norm
+        "NORM": False,
+        "NORM_EPS": 0.0,
+        "NORM_OFFSET": 0.0,
+    }
+
+
 def linear_constants(
     problem: LinearProblem, config: LinearConfig, target: Target
 ) -> dict[str, Constant]:
     """The constants of `streamed_linear` that are no strides of its tensors."""
     norm, q = problem.norm, problem.quantization
     made: dict[str, Constant] = {
-        "N": problem.n,
-        "K": problem.k,
-        "ACTIVATION": problem.activation,
-        "SCALE": problem.scale if problem.post_norm is None else 1.0,  # else behind the norm
+        **_shared_constants(problem),
         "LINE": 128 // int(ELEMENT_BYTES[problem.weight]),
-        "NORM": False,
-        "NORM_EPS": 0.0,
-        "NORM_OFFSET": 0.0,
         "PREFETCH": config.prefetch if problem.k_major else 0,
         # Both operands of two products come out of registers.
         "APART": (norm is not None or q is not None) and target.tmem_columns > 0,

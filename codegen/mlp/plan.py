@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
-from tilewright.codegen.mlp.kernels import LinearConfig
+from tilewright.codegen.formats import Quantization
+from tilewright.codegen.mlp.kernels import DotConfig, LinearConfig
 from tilewright.codegen.mlp.problem import LinearProblem, code_step
 from tilewright.codegen.row_norm import takes_columns
 from tilewright.codegen.targets import Target
@@ -14,6 +15,10 @@ from tilewright.codegen.targets import Target
 # and up on an H200: 66 us of 16 tokens where Inductor's take 68, but 113 and 74 of 64.
 MOST_TOKENS = 64
 MOST_GATED_TOKENS = 16
+# Of codes a library's GEMM wants the numbers first, in every call: on an H100 the down projection
+# in int4 takes 66 us of 128 tokens where that takes 56 for the numbers and 50 for the product. So
+# two weights are for as many tokens as one, from MOST_GATED_TOKENS on by a kernel each.
+MOST_CODED_TOKENS = 128
 # Up to so many tokens the kernel layer-norms x itself. Modelled, not measured: every program reads
 # whole rows before its first product, of 4096 columns in about 1 us a token, where a norm by itself
 # takes about 2.
@@ -60,14 +65,101 @@ NUMBERS = Tiling(stages=3, programs=3)
 GATED_NUMBERS = Tiling(stages=3)
 # The same where a word holds the codes of several rows: 30.7 us and 27.3.
 NIBBLES_OF_ROWS = Tiling(stages=3, programs=4)
+# The same for more tokens, whose sums take the registers of a second program from 64 on. The down
+# projection in int4 takes 23.4 us of 32 tokens, 33.4 of 64 and 57.9 of 128 where plain tiles take
+# 24.4, 35.2 and 66.9; float8 37.4 of 64 and 62.5 of 128 (47.3 and 93.1).
+NIBBLES_FOR_MORE = Tiling(block_n=128, num_warps=8, stages=3)
+CODES_FOR_MANY = Tiling(block_n=128, num_warps=8, stages=3, programs=1)
+CODES_FOR_MOST = Tiling(block_n=128, stages=3, programs=1)
 # Columns of a row that are asked for early. With one weight, whose programs end soon, that and
 # letting the next kernel in saves up to a tenth (H200, 4096 x 4096: 10.4 us and 11.3).
 PREFETCHED = 256
 
 
-def most_tokens(num_weights: int) -> int:
-    """Up to how many tokens the kernel is the faster one."""
+# Up to so many tokens codes are multiplied without tensor cores.
+MOST_DOTTED_TOKENS = 1
+
+
+@dataclass(frozen=True)
+class DotTiling:
+    """Rows of each weight that a program takes, and words of a step over K."""
+
+    rows: int
+    words: int
+    num_warps: int = 4
+
+
+# Measured on an H100, one token, the projections of Llama-3-8B (down, gate and up, out): int4 takes
+# 13.8, 24.8 and 5.6 us where the tensor core's kernels take 16.7, 34.7 and 7.9; float8 21.8, 44.8
+# and 8.4 where those take 24.4, 47.6 and 9.0; NVFP4 17.5, 40.5 and 7.0, and 29.0, 62.5 and 10.8;
+# nf4 19.8, 45.0 and 6.9, and 26.6, 56.0 and 10.2.
+DOTS = DotTiling(8, 256)
+DOTS_OF_INTEGERS = DotTiling(16, 256)
+DOTS_OF_TABLES = DotTiling(16, 256)
+GATED_DOTS = DotTiling(8, 512)
+GATED_DOTS_OF_TABLES = DotTiling(8, 128, num_warps=2)
+
+
+def dot_obstacle(
+    problem: LinearProblem, num_tokens: int, bytes_fill_words: bool = True
+) -> str | None:
+    """Says why `dotted_linear` does not take a call; None where it does, and is the faster one.
+
+    bytes_fill_words: whether codes can be read four bytes at a time.
+    """
+    q = problem.quantization
+    if q is None:
+        return "weights are no codes"
+    if num_tokens > MOST_DOTTED_TOKENS:
+        return f"more than {MOST_DOTTED_TOKENS} tokens"
+    if problem.norm is not None and problem.norm.kind != "rms":
+        return f"{problem.norm.kind} norm"
+    if not problem.k_major:
+        return "rows lie next to each other"
+    per = q.per_int32
+    if per == 4 and not bytes_fill_words:
+        return "bytes that are no words"
+    if problem.k % per:
+        return f"{problem.k} columns are no whole words"
+    if q.block[1] < problem.k and q.block[1] % (dot_run(q) * per):
+        return f"scales of {q.block[1]} columns"
+    return q.dot_obstacle(per)
+
+
+def dot_run(q: Quantization) -> int:
+    """Words that share a sum: 16 bytes, or less where a scale is for less."""
+    return 2 if q.format.bits == 4 and q.block[1] == 16 else 4
+
+
+def dot_config(problem: LinearProblem) -> DotConfig:
+    """The tiles of `dotted_linear`."""
+    q = problem.quantization
+    assert q is not None
+    tiling = _dot_tiling(problem.gated, q)
+    block_k = tiling.words * q.per_int32
+    return DotConfig(tiling.rows, block_k, dot_run(q), q.per_int32, tiling.num_warps)
+
+
+def _dot_tiling(gated: bool, q: Quantization) -> DotTiling:
+    if q.has_table:
+        return GATED_DOTS_OF_TABLES if gated else DOTS_OF_TABLES
+    if gated:
+        return GATED_DOTS
+    return DOTS_OF_INTEGERS if q.format.bits == 4 and not q.format.number else DOTS
+
+
+def most_tokens(num_weights: int, coded: bool = False) -> int:
+    """Up to how many tokens the kernels are the faster way. coded: weights are codes."""
+    if coded:
+        return MOST_CODED_TOKENS
     return MOST_TOKENS if num_weights == 1 else MOST_GATED_TOKENS
+
+
+def multiplies_apart(problem: LinearProblem, num_tokens: int) -> bool:
+    """Whether two weights of codes are multiplied by a kernel each: beside the sums of one weight
+    more tokens fit the registers."""
+    coded = problem.gated and problem.quantization is not None
+    return coded and num_tokens > MOST_GATED_TOKENS
 
 
 def takes_norm(kind: str, num_tokens: int, columns: int) -> bool:
@@ -84,7 +176,7 @@ def linear_config(problem: LinearProblem, num_tokens: int, target: Target) -> Li
     if problem.quantization and target.multiplies_registers:
         most = MOST_CODED_IN_REGISTERS
     block_t = min(max(next_power_of_2(num_tokens), 16), most)
-    tiling = _tiling(problem, block_t, target)
+    tiling = _tiling(problem, num_tokens, block_t, target)
     block_k = 64 if problem.num_weights == 2 or block_t > 32 else tiling.block_k
     if problem.quantization is not None:
         block_k = code_step(problem.quantization, problem.k, tiling.block_k)
@@ -109,9 +201,13 @@ def linear_config(problem: LinearProblem, num_tokens: int, target: Target) -> Li
     )
 
 
-def _tiling(problem: LinearProblem, block_t: int, target: Target) -> Tiling:
+def _tiling(problem: LinearProblem, num_tokens: int, block_t: int, target: Target) -> Tiling:
     q = problem.quantization
-    if q is None or q.format.bits != 4 or block_t > 16 or target.multiplies_registers:
+    if q is None or target.multiplies_registers:
+        return PLAIN
+    if block_t > 16:
+        return _tiling_for_more(problem, q, num_tokens, block_t)
+    if q.format.bits != 4:
         return PLAIN
     # Zeros of two weights take the registers of a second program.
     if problem.gated and (q.packed_rows or q.has_zero_tensors):
@@ -123,6 +219,18 @@ def _tiling(problem: LinearProblem, block_t: int, target: Target) -> Tiling:
     if q.format.number and not q.scales_numbers:
         return GATED_NUMBERS if problem.gated else NUMBERS
     return GATED_NIBBLES if problem.gated else NIBBLES
+
+
+def _tiling_for_more(
+    problem: LinearProblem, q: Quantization, num_tokens: int, block_t: int
+) -> Tiling:
+    if problem.gated or q.packed_rows or not problem.k_major:
+        return PLAIN
+    if num_tokens > MOST_TOKENS:
+        return CODES_FOR_MOST
+    if block_t > 32:
+        return CODES_FOR_MANY
+    return NIBBLES_FOR_MORE if q.format.bits == 4 else PLAIN
 
 
 def stage_bytes(problem: LinearProblem, block_n: int, block_t: int, block_k: int) -> int:

@@ -27,7 +27,7 @@ def code_words(weights: Sequence[Weight | None]) -> list[torch.Tensor | None]:
     if (
         scales_fill_words(weights)
         and all(pairs)
-        and all(data is None or _fills_words(data) for data in given)
+        and all(data is None or _is_of_words(data) for data in given)
     ):
         return [None if data is None else data.view(torch.int32) for data in given]
     return given
@@ -56,11 +56,16 @@ def _packs_columns(weight: Weight) -> bool:
     return not weight.nibble_order or form.number in TABLES or tuple(weight.nibble_order) == (0, 1)
 
 
-def _fills_words(data: torch.Tensor) -> bool:
-    """Whether bytes can be seen as 32-bit words along the last dim."""
+def _is_of_words(data: torch.Tensor) -> bool:
+    return data.dtype == torch.uint8 and fills_words(data)
+
+
+def fills_words(data: torch.Tensor) -> bool:
+    """Whether elements can be seen as 32-bit words along the last dim."""
     *outer, last = data.stride()
-    sizes = (*outer, data.shape[-1], data.storage_offset(), data.data_ptr())
-    return data.dtype == torch.uint8 and last == 1 and all(size % 4 == 0 for size in sizes)
+    sizes = (*outer, data.shape[-1], data.storage_offset())
+    whole = all(size * data.element_size() % 4 == 0 for size in sizes)
+    return last == 1 and whole and data.data_ptr() % 4 == 0
 
 
 def quantization_of(weights: Sequence[Weight | None], words: torch.dtype) -> Quantization:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+from tilewright.codegen.mlp.plan import MOST_CODED_TOKENS as MOST_CODED_TOKENS
 from tilewright.codegen.mlp.plan import MOST_GATED_TOKENS as MOST_GATED_TOKENS
 from tilewright.codegen.mlp.plan import MOST_TOKENS as MOST_TOKENS
 from tilewright.codegen.mlp.plan import most_tokens, takes_norm
 
 
-def slower(*, tokens: Any, weights: int = 1, norm: str = "", columns: int = 0) -> str | None:
+def slower(
+    *, tokens: Any, weights: int = 1, norm: str = "", columns: int = 0, coded: bool = False
+) -> str | None:
     """Says why PyTorch's own calls are the faster way for `tokens` rows; None where the kernel is.
 
     weights: 2 where a gate and its up projection are multiplied. norm: the kind of norm of rows of
-    `columns` numbers that the kernel would compute first; empty for none.
+    `columns` numbers that the kernel would compute first; empty for none. coded: weights are codes.
     """
-    most = most_tokens(weights)
+    most = most_tokens(weights, coded)
     if isinstance(tokens, int) and tokens > most:
         return f"more than {most} tokens: the library's GEMM is the faster one"
     if norm and not takes_norm(norm, tokens, columns):

@@ -14,20 +14,32 @@ from tilewright.codegen.mlp.kernels import (
     ACTIVATE,
     ACTIVATE_BLOCK,
     CODE_NAMES,
+    DOTTED,
     LINEAR,
     NORM_BLOCK,
     NORM_ROWS,
+    DotConfig,
     LinearConfig,
     activate_grid,
+    dot_constants,
+    dot_grid,
     linear_constants,
     linear_grid,
     workspace_elements,
 )
-from tilewright.codegen.mlp.plan import linear_config, most_tokens, takes_norm
+from tilewright.codegen.mlp.plan import (
+    dot_config,
+    dot_obstacle,
+    linear_config,
+    most_tokens,
+    multiplies_apart,
+    takes_norm,
+)
 from tilewright.codegen.mlp.problem import LinearProblem
 from tilewright.codegen.spec import Constant
 from tilewright.codegen.targets import Target
-from tilewright.ops.formats.code_operands import code_words
+from tilewright.ops.checks import given
+from tilewright.ops.formats.code_operands import code_words, fills_words
 from tilewright.ops.mlp.arguments import (
     LinearActivationArguments,
     LinearArguments,
@@ -38,7 +50,7 @@ from tilewright.ops.mlp.operands import activation_problem, residual_problem, sc
 from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.norms import normed, without_norm
 from tilewright.ops.runtime.products import linear
-from tilewright.ops.runtime.program import Buffer, Library, Outcome, SplitK, Steps
+from tilewright.ops.runtime.program import Buffer, Library, Outcome, SplitK, Step, Steps
 from tilewright.ops.runtime.scaled_products import scaled_product
 
 TENSORS = ("x", "norm_weight", "norm_bias", *CODE_NAMES, "bias", "up_bias", "residual")
@@ -46,16 +58,24 @@ TENSORS = ("x", "norm_weight", "norm_bias", *CODE_NAMES, "bias", "up_bias", "res
 
 @cache
 def _chosen(
-    problem: LinearProblem, num_tokens: int, target: Target, config: LinearConfig | None
-) -> tuple[LinearConfig, Statics]:
+    problem: LinearProblem,
+    num_tokens: int,
+    target: Target,
+    config: LinearConfig | DotConfig | None,
+    bytes_fill_words: bool,
+) -> tuple[LinearConfig | DotConfig, Statics]:
     """The tiles for up to `num_tokens` tokens, those of `config` where it is given, and the
-    constants of the kernel."""
+    constants of the kernel. bytes_fill_words: whether codes can be read four bytes at a time."""
+    if config is None and dot_obstacle(problem, num_tokens, bytes_fill_words) is None:
+        config = dot_config(problem)
     config = config or linear_config(problem, num_tokens, target)
+    if isinstance(config, DotConfig):
+        return config, Statics(config, **dot_constants(problem, config))
     return config, Statics(config, **linear_constants(problem, config, target))
 
 
 def linear_activation_steps(
-    a: LinearActivationArguments, target: Target, config: LinearConfig | None = None
+    a: LinearActivationArguments, target: Target, config: LinearConfig | DotConfig | None = None
 ) -> Steps:
     """The steps of a call. config: the tiles; None: what the plan chooses."""
     problem = activation_problem(a)
@@ -65,11 +85,13 @@ def linear_activation_steps(
         problem = activation_problem(a)
     if config is None and _are_many(problem, a.x.shape[0]):
         return (yield from _activation_by_library(problem, a, target))
+    if config is None and multiplies_apart(problem, a.x.shape[0]):
+        return (yield from _apart(problem, a, target))
     return (yield from _streamed(problem, a, target, config))
 
 
 def linear_residual_steps(
-    a: LinearResidualArguments, target: Target, config: LinearConfig | None = None
+    a: LinearResidualArguments, target: Target, config: LinearConfig | DotConfig | None = None
 ) -> Steps:
     """The steps of a call. config: the tiles; None: what the plan chooses."""
     problem = residual_problem(a)
@@ -89,9 +111,9 @@ def scaled_linear_steps(a: ScaledLinearArguments, target: Target) -> Steps:
 def _norms_x(problem: LinearProblem, num_tokens: int) -> bool:
     """Whether the kernel norms x itself, where that is the faster way."""
     assert problem.norm is not None
-    return not _are_many(problem, num_tokens) and takes_norm(
-        problem.norm.kind, num_tokens, problem.k
-    )
+    if _are_many(problem, num_tokens) or multiplies_apart(problem, num_tokens):
+        return False
+    return takes_norm(problem.norm.kind, num_tokens, problem.k)
 
 
 def _are_many(problem: LinearProblem, num_tokens: int) -> bool:
@@ -101,34 +123,93 @@ def _are_many(problem: LinearProblem, num_tokens: int) -> bool:
     return alone and num_tokens > most_tokens(problem.num_weights)
 
 
+def _apart(problem: LinearProblem, a: LinearActivationArguments, target: Target) -> Steps:
+    """Two weights of codes one after the other, their sums kept in fp32 until the activation."""
+    alone = replace(
+        a,
+        activation="",
+        up_weight=None,
+        up_scale=None,
+        up_zero=None,
+        up_factor=None,
+        up_bias=None,
+    )
+    second = replace(
+        alone,
+        weight=given(a.up_weight),
+        weight_scale=a.up_scale,
+        weight_zero=a.up_zero,
+        weight_factor=a.up_factor,
+        bias=a.up_bias,
+    )
+    own, wide = activation_problem(alone), torch.float32
+    gate = yield from _streamed(own, alone, target, None, wide)
+    up = yield from _streamed(activation_problem(second), second, target, None, wide)
+    out = yield Buffer((a.x.shape[0], problem.n), a.x.dtype)
+    assert isinstance(gate.result, torch.Tensor)
+    assert isinstance(up.result, torch.Tensor)
+    yield _activated(problem, target, gate.result, up.result, out)
+    return Outcome(out, "streaming kernel", f"each weight by itself, {gate.reason}")
+
+
+def _activated(
+    problem: LinearProblem,
+    target: Target,
+    gate: torch.Tensor,
+    up: torch.Tensor | None,
+    out: torch.Tensor,
+) -> Step:
+    values = {"gate": gate, "up": up, "out": out, "num_elements": out.numel()}
+    constants: dict[str, Constant] = {"ACTIVATION": problem.activation, "BLOCK": ACTIVATE_BLOCK}
+    return launch(ACTIVATE, target, activate_grid(out.numel()), values, **constants)
+
+
 def _streamed(
-    problem: LinearProblem, a: LinearArguments, target: Target, config: LinearConfig | None
+    problem: LinearProblem,
+    a: LinearArguments,
+    target: Target,
+    config: LinearConfig | DotConfig | None,
+    dtype: torch.dtype | None = None,
 ) -> Steps:
+    """dtype: of the result; None: that of x."""
     num_tokens, norm = a.x.shape[0], problem.post_norm
-    config, statics = _chosen(problem, next_power_of_2(num_tokens), target, config)
-    out = yield Buffer((num_tokens, problem.n), torch.float32 if norm else a.x.dtype)
-    given = vars(a)
-    values: dict[str, Any] = {name: given.get(name) for name in TENSORS}
-    words = code_words(a.weights) if problem.quantization else (a.weight, given.get("up_weight"))
+    bytes_fill_words = all(weight is None or fills_words(weight.data) for weight in a.weights)
+    tokens = next_power_of_2(num_tokens)
+    config, statics = _chosen(problem, tokens, target, config, bytes_fill_words)
+    stored = torch.float32 if norm else dtype or a.x.dtype
+    out = yield Buffer((num_tokens, problem.n), stored)
+    own = vars(a)
+    values: dict[str, Any] = {name: own.get(name) for name in TENSORS}
+    words = code_words(a.weights) if problem.quantization else (a.weight, own.get("up_weight"))
     values["weight"], values["up_weight"] = words
     values |= {"out": out, "workspace": None, "counters": None, "num_tokens": num_tokens}
     residual = values["residual"]
     stride = 0 if residual is None else residual.stride(0)
-    grid = linear_grid(problem, config, num_tokens)
-    if config.split_k > 1:
-        tiles = grid[0] // config.split_k * grid[1]
-        scratch = yield SplitK(tiles, workspace_elements(problem, config))
-        values["workspace"], values["counters"] = scratch
     later = ("norm_weight", "norm_bias", "residual") if norm else ()
     now = values | dict.fromkeys(later)
-    yield launch(LINEAR, target, grid, now, statics, RESIDUAL_STRIDE=stride)
+    if isinstance(config, DotConfig):
+        now |= {name: _as_words(now[name], config) for name in ("weight", "up_weight")}
+        grid = dot_grid(problem, config, num_tokens)
+        yield launch(DOTTED, target, grid, now, statics, RESIDUAL_STRIDE=stride)
+    else:
+        grid = linear_grid(problem, config, num_tokens)
+        if config.split_k > 1:
+            tiles = grid[0] // config.split_k * grid[1]
+            scratch = yield SplitK(tiles, workspace_elements(problem, config))
+            now["workspace"], now["counters"] = scratch
+        yield launch(LINEAR, target, grid, now, statics, RESIDUAL_STRIDE=stride)
     if norm is not None:
         made, out = out, (yield Buffer((num_tokens, problem.n), a.x.dtype))
-        own = {"N": problem.n, "SCALE": problem.scale, "BLOCK": NORM_BLOCK}
-        own |= {"NORM_EPS": norm.eps, "NORM_OFFSET": norm.offset}
+        constants = {"N": problem.n, "SCALE": problem.scale, "BLOCK": NORM_BLOCK}
+        constants |= {"NORM_EPS": norm.eps, "NORM_OFFSET": norm.offset}
         values |= {"made": made, "out": out}
-        yield launch(NORM_ROWS, target, (num_tokens,), values, **own)
+        yield launch(NORM_ROWS, target, (num_tokens,), values, **constants)
     return Outcome(out, "streaming kernel", config)
+
+
+def _as_words(weight: torch.Tensor | None, config: DotConfig) -> torch.Tensor | None:
+    """Bytes of codes as the words of four that `dotted_linear` reads."""
+    return weight.view(torch.int32) if weight is not None and config.per == 4 else weight
 
 
 # --- many tokens ----------------------------------------------------------------------------------
@@ -154,9 +235,7 @@ def _activation_by_library(
     up = None
     if a.up_weight is not None:
         up = yield from linear(a.x, a.up_weight, a.up_bias)
-    values = {"gate": out, "up": up, "out": out, "num_elements": out.numel()}
-    constants: dict[str, Constant] = {"ACTIVATION": problem.activation, "BLOCK": ACTIVATE_BLOCK}
-    yield launch(ACTIVATE, target, activate_grid(out.numel()), values, **constants)
+    yield _activated(problem, target, out, up, out)
     return Outcome(out, "library", _MANY)
 
 

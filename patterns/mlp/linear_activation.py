@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from tilewright.ops.mlp.gains import MOST_TOKENS
+from tilewright.ops.mlp.gains import MOST_CODED_TOKENS, MOST_TOKENS
 from tilewright.ops.mlp.linear_activation import OP
 from tilewright.ops.reference.activation import ACTIVATIONS
 from tilewright.patterns.collective.sums import unless_summed
@@ -46,7 +46,8 @@ class LinearActivation:
     takes_leftovers: bool = True
     optional: ClassVar[bool] = True  # the library's products compute the graph as it is
     sought: ClassVar[Sought] = Sought(
-        f"activations of linears of at most {MOST_TOKENS} tokens, or of two linears and their gate",
+        f"activations of linears of at most {MOST_TOKENS} tokens ({MOST_CODED_TOKENS} by codes), "
+        "or of two linears and their gate",
         frozenset({"aten.linear", "aten.addmm", "aten.mm", "aten.matmul"}),
         before=frozenset({"product"}),
     )
@@ -62,8 +63,8 @@ class LinearActivation:
                 continue
             if linears is not None:
                 inside.update(activation.absorbed)
-                tokens = linears[0].x.shape[0]
-                if OP.slower(tokens=tokens, weights=len(linears)) is None:
+                tokens, coded = linears[0].x.shape[0], linears[0].coded
+                if OP.slower(tokens=tokens, weights=len(linears), coded=coded) is None:
                     yield value, *(linear.product for linear in linears)
                     yield from norms_before(linears[0])
             elif (unlike := _unlike(activation)) is not None:

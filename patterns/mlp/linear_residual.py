@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from tilewright.ops.mlp.gains import MOST_TOKENS
+from tilewright.ops.mlp.gains import MOST_CODED_TOKENS, MOST_TOKENS
 from tilewright.patterns.dataflow import Dataflow, Value, View, common_scope
 from tilewright.patterns.language import (
     Match,
@@ -73,7 +73,8 @@ class LinearResidual:
     takes_leftovers: bool = True
     optional: ClassVar[bool] = True  # the library's product computes the graph as it is
     sought: ClassVar[Sought] = Sought(
-        f"linears of at most {MOST_TOKENS} tokens with a residual sum behind them",
+        f"linears of at most {MOST_TOKENS} tokens ({MOST_CODED_TOKENS} by codes) with a residual "
+        "sum behind them",
         frozenset({"aten.linear", "aten.addmm", "aten.mm", "aten.matmul"}),
     )
 

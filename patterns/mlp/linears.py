@@ -124,7 +124,7 @@ def match_few_tokens(view: View, by_head: bool = False) -> FewTokens | None:
     if not all(isinstance(n, int) and n >= LEAST_COLUMNS for n in weight.shape):
         return None
     # Of codes the library's GEMM would want the numbers first: an op for few tokens alone.
-    if not _few(x.shape[0]) or (coded and not isinstance(x.shape[0], int)):
+    if not _few(x.shape[0], coded) or (coded and not isinstance(x.shape[0], int)):
         return None
     if not coded and (not _is_kept(weight.value) or len(weight.value.shape) != 2):
         return None
@@ -288,9 +288,10 @@ def is_stored_as_is(codes: Value) -> bool:
     return (codes.operands[0].value if codes.op == "bitcast" else codes).op in STORED
 
 
-def _few(tokens: Any) -> bool:
+def _few(tokens: Any, coded: bool = False) -> bool:
     """Not of sizes that only data tell: those are a mixture's."""
-    return OP.slower(tokens=tokens) is None and not effects.only_data_tell(tokens)
+    slow = OP.slower(tokens=tokens, coded=coded)
+    return slow is None and not effects.only_data_tell(tokens)
 
 
 def check_linears(linears: Iterable[FewTokens], others: Iterable[View], end: Value) -> None:

@@ -9,16 +9,18 @@ import pytest
 import torch
 
 from tests.interpreted import Interpreter, interpret
-from tilewright.codegen.mlp.kernels import LinearConfig
+from tilewright.codegen.mlp.kernels import DotConfig, LinearConfig
+from tilewright.codegen.mlp.plan import MOST_GATED_TOKENS, dot_obstacle, dot_run
 from tilewright.codegen.mlp.problem import code_step
-from tilewright.ops.checks import ArgumentError
+from tilewright.codegen.targets import TARGETS
+from tilewright.ops.checks import HALVES, ArgumentError
 from tilewright.ops.formats import fp4
 from tilewright.ops.formats.quantized_weight import pack_nibbles
 from tilewright.ops.mlp import linear_activation, linear_residual
 from tilewright.ops.mlp.cases import ACTIVATION_CASES, CODED, RESIDUAL_CASES
 from tilewright.ops.mlp.lowering import linear_activation_steps, linear_residual_steps
 from tilewright.ops.mlp.operands import activation_problem, residual_problem
-from tilewright.ops.runtime.program import drive
+from tilewright.ops.runtime.program import Planner, drive
 
 OPS = {
     "activation": (
@@ -59,6 +61,77 @@ def test_tiles(which, name, tiles):
     tolerance = module.OP.tolerances[a.x.dtype]
     allowed = replace(tolerance, relative=2 * tolerance.relative)
     problem = allowed.problem(program.outcome.result, module.reference(a))
+    assert problem is None, problem
+
+
+DOTTED = [
+    (which, case.name)
+    for which, (module, _, problem_of, cases) in OPS.items()
+    for case in cases
+    if case.weight_format != "dense"
+    and case.dtype in HALVES
+    and dot_obstacle(problem_of(module.sample_inputs(case)), 1) is None
+]
+
+
+@pytest.mark.parametrize(("which", "name"), DOTTED)
+def test_dot_products(which, name):
+    """Every format that is multiplied without tensor cores: steps of which the last is not whole,
+    a program for each token."""
+    module, steps, problem_of, cases = OPS[which]
+    a = module.sample_inputs(coded_case(cases, name))
+    q = problem_of(a).quantization
+    per, run = q.per_int32, dot_run(q)
+    config = DotConfig(16, 4 * run * per, run, per, num_warps=4)
+    machine = Interpreter()
+    made = drive(steps(a, machine.target, config), machine).outcome.result
+    problem = module.OP.tolerances[a.x.dtype].problem(made, module.reference(a))
+    assert problem is None, problem
+
+
+def test_one_token_is_multiplied_by_dot_products():
+    kernels = {}
+    for tokens in (1, 2):
+        a = linear_residual.sample_inputs(
+            replace(coded_case(RESIDUAL_CASES, "int4"), num_tokens=tokens)
+        )
+        program = drive(linear_residual_steps(a, TARGETS["sm100"]), Planner(TARGETS["sm100"]))
+        kernels[tokens] = [spec.kernel for spec in program.specs]
+    assert kernels == {1: ["dotted_linear"], 2: ["streamed_linear"]}
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+@pytest.mark.parametrize("name", ["int4", "int8"])
+def test_what_is_no_number_stays_none_in_integers(name, bad):
+    """Integers have no infinity: a run of x with one makes the sums of its rows no numbers."""
+    a = linear_residual.sample_inputs(replace(coded_case(RESIDUAL_CASES, name), num_tokens=1))
+    a.x[0, 5] = bad
+    made = interpret(linear_residual.OP, a).outcome.result
+    assert not made.isfinite().any()
+
+
+def test_numbers_far_below_the_largest_keep_their_digits():
+    """x of one large number, whose codes are zero, and small ones: as exact as fp32 sums."""
+    a = linear_residual.sample_inputs(replace(coded_case(RESIDUAL_CASES, "int4"), num_tokens=1))
+    a.x.mul_(2.0**-11)
+    a.x[0, 3] = 16.0
+    codes = a.weight.view(torch.int32)
+    codes &= ~(0xF << 12)
+    codes |= a.zero_point << 12
+    a.residual.zero_()
+    made = interpret(linear_residual.OP, a).outcome.result.double()
+    exact = linear_residual.reference(replace(a, x=a.x.double(), residual=a.residual.double()))
+    assert (made - exact).norm() < 2.0**-8 * exact.norm()
+
+
+@pytest.mark.parametrize("name", ["int4", "fp8_blocks", "nvfp4_factor", "int8_zeros"])
+def test_more_tokens_are_multiplied_by_each_weight_alone(name):
+    case = replace(coded_case(ACTIVATION_CASES, name), num_tokens=MOST_GATED_TOKENS + 1)
+    a = linear_activation.sample_inputs(case)
+    program = interpret(linear_activation.OP, a)
+    assert [spec.kernel for spec in program.specs].count("streamed_linear") == 2
+    tolerance = linear_activation.OP.tolerances[a.x.dtype]
+    problem = tolerance.problem(program.outcome.result, linear_activation.reference(a))
     assert problem is None, problem
 
 

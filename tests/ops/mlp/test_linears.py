@@ -66,7 +66,7 @@ def test_tiles(module, steps, case, tokens, config):
 def test_gate_and_up_of_sm100(name):
     """Where the second product takes x as a value of its own."""
     case = next(case for case in linear_activation.OP.cases if case.name == name)
-    a = linear_activation.sample_inputs(case)
+    a = linear_activation.sample_inputs(replace(case, num_tokens=2))
     (spec,) = linear_activation.OP.plan_for(a, "sm100").specs
     assert spec.constant("APART")
     close(linear_activation, a, interpret(linear_activation.OP, a, SM100).outcome.result)
