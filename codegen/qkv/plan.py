@@ -42,6 +42,10 @@ from tilewright.codegen.targets import Target
 # 0.6 and 4.5 us more. The same for a layer norm, of which that is modelled, not measured.
 MOST_NORMED_TOKENS = 1
 
+# How much faster than a kernel that was measured the library's products of codes, which were not,
+# have to be by the model.
+MARGIN = 1.25
+
 # Upper ends of the token counts that share a kernel where the count is known at run time only.
 TOKEN_BUCKETS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
@@ -132,8 +136,9 @@ def choose(
     library = library_choice(problem, num_tokens, target, packed, row)
     if fused is None:
         return library
-    comparable = library.measured == fused.measured or problem.multiplies_codes(target)
-    if library.seconds < fused.seconds and comparable:
+    alike = library.measured == fused.measured
+    needed = library.seconds * (1.0 if alike else MARGIN)
+    if needed < fused.seconds and (alike or problem.multiplies_codes(target)):
         slower = f"{library.reason}; the fused kernel would take {_us(fused.seconds)}"
         return replace(library, reason=slower)
     return fused
