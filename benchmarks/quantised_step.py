@@ -6,7 +6,8 @@ for us.
         [--errors-only] [--made-on cpu] [--jobs 10] [--out DIR]
 
 True dims, few layers, a vocabulary of 8192, random weights; cases as `end_to_end.py` names them:
-1000 tokens in a static cache of 2048, the mask given as `generate()` gives it. Microseconds in CUDA
+1000 tokens in a static cache of 2048 (none before a prompt, as 1x1024), the mask given as
+`generate()` gives it. Microseconds in CUDA
 graphs, variants in turn: `library` is torch.compile of the model as loaded (null where that cannot
 be compiled or captured), `stock` torch.compile of the prepared model, `tilewright` that model with
 us; `bf16` is the dense model with us, in the same process. Errors of logits are relative, in the

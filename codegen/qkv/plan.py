@@ -46,6 +46,10 @@ from tilewright.codegen.targets import Target
 # 0.6 and 4.5 us more. The same for a layer norm, of which that is modelled, not measured.
 MOST_NORMED_TOKENS = 1
 
+# How much faster than a kernel that was measured the library's products of codes, which were not,
+# have to be by the model.
+MARGIN = 1.25
+
 # Upper ends of the token counts that share a kernel where the count is known at run time only.
 TOKEN_BUCKETS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
@@ -136,7 +140,9 @@ def choose(
     library = library_choice(problem, num_tokens, target, packed, row)
     if fused is None:
         return library
-    if library.seconds < fused.seconds and library.measured == fused.measured:
+    alike = library.measured == fused.measured
+    needed = library.seconds * (1.0 if alike else MARGIN)
+    if needed < fused.seconds and (alike or problem.multiplies_codes(target)):
         slower = f"{library.reason}; the fused kernel would take {_us(fused.seconds)}"
         return replace(library, reason=slower)
     return fused
@@ -221,14 +227,21 @@ def library_choice(
 ) -> LoweringChoice:
     config = epilogue_config(problem.epilogue, num_tokens, target)
     statics = [epilogue_statics(problem.epilogue, config)]
-    measured = None if row is None else row["packed_library_us" if packed else "library_us"]
+    codes = problem.multiplies_codes(target)
+    # What was measured made numbers of the weights first.
+    measured = None
+    if row is not None and not codes:
+        measured = row["packed_library_us" if packed else "library_us"]
     source = MODEL if measured is None else TABLE
     if measured is not None:
         seconds = measured * 1e-6
     else:
         seconds = library_estimate(problem, num_tokens, target, packed)
+    packed = packed and not codes
     gemms = "one library GEMM" if packed else f"{problem.epilogue.kinds} library GEMMs"
-    if problem.quantization is not None:
+    if codes:
+        gemms = f"{problem.epilogue.kinds} library GEMMs of codes, scaled by {problem.scaled_by}"
+    elif problem.quantization is not None:
         gemms = f"weights as {problem.number_dtype} numbers, {gemms}"
         there = [index for index, weight in enumerate(problem.weights) if weight is not None]
         statics += [dequantize_statics(problem, index) for index in there]

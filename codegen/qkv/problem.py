@@ -13,6 +13,7 @@ from tilewright.codegen.arithmetic import ELEMENT_BYTES, next_power_of_2
 from tilewright.codegen.formats import Quantization
 from tilewright.codegen.operand import Operand
 from tilewright.codegen.row_norm import RowNorm, squares_a_row
+from tilewright.codegen.targets import Target
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,8 @@ class QkvProblem:
     one_descriptor: the three weights are near enough for one TMA descriptor (strides below 2**40
     bytes). quantization: of weights that are codes; their strides then count stored words.
     input_norm: of x, before the projection.
+    scaled_by: how the scales of x's codes and of the weights' go, where a library multiplies codes
+    with codes: "tensors", "rows" or "blocks"; empty where it does not.
     """
 
     hidden: int
@@ -159,6 +162,7 @@ class QkvProblem:
     one_descriptor: bool = True
     quantization: Quantization | None = None
     input_norm: RowNorm | None = None
+    scaled_by: str = ""
 
     @property
     def k_major(self) -> bool:
@@ -181,6 +185,10 @@ class QkvProblem:
     def coded_x(self) -> bool:
         """Whether x has fp8 codes."""
         return self.x.dtype == "fp8e4nv"
+
+    def multiplies_codes(self, target: Target) -> bool:
+        """Whether a library multiplies x's codes with the weights' on a chip."""
+        return bool(self.scaled_by) and (self.scaled_by != "blocks" or target.scales_blocks)
 
     @property
     def num_rows(self) -> int:

@@ -220,6 +220,9 @@ def library_estimate(problem: QkvProblem, num_tokens: int, target: Target, packe
     """Expected seconds of the GEMMs and the epilogue."""
     heads = problem.epilogue
     size = ELEMENT_BYTES[heads.dtype]
+    codes = problem.multiplies_codes(target)
+    dtype = problem.x.dtype if codes else heads.dtype
+    packed = packed and not codes
     widths = [heads.num_heads, *[heads.num_kv_heads] * (heads.kinds - 1)]
     if packed:
         widths = [sum(widths)]
@@ -230,11 +233,12 @@ def library_estimate(problem: QkvProblem, num_tokens: int, target: Target, packe
         tiles = cdiv(num_tokens, 128) * cdiv(rows, 128)
         waves = cdiv(tiles, target.num_sms) * target.num_sms / tiles if num_tokens > 128 else 1.0
         # A library splits K where tiles are few, so a thin wave costs it little.
-        compute = flops / target.flops_per_s(heads.dtype) * min(waves, 1.15)
-        moved = size * (problem.hidden * rows + num_tokens * (problem.hidden + rows))
+        compute = flops / target.flops_per_s(dtype) * min(waves, 1.15)
+        read = ELEMENT_BYTES[dtype] * problem.hidden * (rows + num_tokens)
+        moved = read + size * num_tokens * rows
         seconds += target.launch_s + _LIBRARY_FILL_S + max(compute, moved / target.hbm_bytes_per_s)
     outputs = 2 * size * num_tokens * problem.num_rows
-    if problem.quantization is not None:
+    if problem.quantization is not None and not codes:
         # GEMMs of fp32 take no tensor core.
         seconds *= 10 if problem.coded_x else 1
         seconds += _numbers_estimate(problem, target)

@@ -44,12 +44,14 @@ from tilewright.ops.mlp.arguments import (
     LinearActivationArguments,
     LinearArguments,
     LinearResidualArguments,
+    ScaledLinearArguments,
 )
-from tilewright.ops.mlp.operands import activation_problem, residual_problem
+from tilewright.ops.mlp.operands import activation_problem, residual_problem, scaled_operands
 from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.norms import normed, without_norm
 from tilewright.ops.runtime.products import linear
 from tilewright.ops.runtime.program import Buffer, Library, Outcome, SplitK, Step, Steps
+from tilewright.ops.runtime.scaled_products import scaled_product
 
 TENSORS = ("x", "norm_weight", "norm_bias", *CODE_NAMES, "bias", "up_bias", "residual")
 
@@ -96,6 +98,14 @@ def linear_residual_steps(
     if config is None and _are_many(problem, a.x.shape[0]):
         return (yield from _residual_by_library(a))
     return (yield from _streamed(problem, a, target, config))
+
+
+def scaled_linear_steps(a: ScaledLinearArguments, target: Target) -> Steps:
+    """The steps of a call of `scaled_linear`: a product of PyTorch's library."""
+    operands = scaled_operands(a)
+    assert a.out_dtype is not None
+    out = yield from scaled_product(operands, a.out_dtype, a.bias)
+    return Outcome(out, "library", f"a product of codes, scaled by {operands.kind}")
 
 
 def _norms_x(problem: LinearProblem, num_tokens: int) -> bool:

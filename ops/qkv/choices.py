@@ -29,7 +29,14 @@ from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
 from tilewright.ops.formats.code_operands import dot_words
 from tilewright.ops.qkv.arguments import FusedQkvArguments
-from tilewright.ops.qkv.library import dequantized_weights, dequantized_x, project, project_packed
+from tilewright.ops.qkv.library import (
+    dequantized_weights,
+    dequantized_x,
+    project,
+    project_codes,
+    project_packed,
+    scaled_operands,
+)
 from tilewright.ops.qkv.operands import FusedCall, input_strides, prepare, result_buffer
 from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.launch import machine_of
@@ -135,11 +142,14 @@ def _library(
 ) -> Part:
     a, problem, x = call.a, call.problem, call.a.x
     weights = [weight for weight in (a.q_weight, a.k_weight, a.v_weight) if weight is not None]
-    if problem.quantization is not None:
+    operands = scaled_operands(a) if problem.multiplies_codes(target) else None
+    if problem.quantization is not None and operands is None:
         assert call.rows is not None
         x = yield from dequantized_x(a)
         weights = yield from dequantized_weights(a, values, call.rows, choice.statics[1:], target)
-    if call.rows is not None:
+    if operands is not None:
+        made = yield from project_codes(a, operands)
+    elif call.rows is not None:
         made = yield from project_packed(x, weights, call.rows)
     else:
         made = []
