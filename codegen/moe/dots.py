@@ -157,7 +157,7 @@ def up_tiles(problem: MoeProblem) -> DotTiles:
 
 
 def down_tiles(problem: MoeProblem) -> DotTiles:
-    """Fewer rows: each has a part for every slot. Longer steps of fewer slots where rows are long."""
+    """Fewer rows, as each has a part for every slot; where rows are long fewer slots at once."""
     slots = min(next_power_of_2(problem.num_slots), MOST_SLOTS)
     step = step_of(problem.down, problem.inner, slots)
     if slots == MOST_SLOTS and problem.inner > LONG_STEPS * step:
