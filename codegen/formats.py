@@ -281,8 +281,18 @@ class Quantization:
         """Codes in a word of 32 bits."""
         return 32 // self.format.bits
 
-    def dot_obstacle(self, per: int) -> str | None:
-        """Why no dot product takes words of `per` codes; None where one does."""
+    @property
+    def dot_run(self) -> int:
+        """Words that share a sum of dot products: 16 bytes, or less where a scale is for less."""
+        return 2 if self.format.bits == 4 and self.block[1] == 16 else 4
+
+    def dot_obstacle(self, columns: int) -> str | None:
+        """Why no dot product takes rows of `columns` codes; None where one does."""
+        per = self.per_int32
+        if columns % per:
+            return f"{columns} columns are no whole words"
+        if self.block[1] < columns and self.block[1] % (self.dot_run * per):
+            return f"scales of {self.block[1]} columns"
         if self.x_scale is not None:
             return "x has codes too"
         if self.packed_rows:
