@@ -3,6 +3,8 @@ copy rate at which its codes and scales are read.
 
     python benchmarks/linears_quantized.py [--models llama3-8b ...] [--ops qkv gate_up down out]
         [--formats int4 awq ...] [--tokens 1 16 64 1024] [--out DIR]
+    python benchmarks/linears_quantized.py --prompts [--models llama3-8b ...]
+        [--tokens 256 1024 1027 4096] [--out DIR]
 
 qkv: `fused_qkv_paged` with a paged cache; gate_up: `linear_activation` behind an RMS norm; down and
 out (of the attention): `linear_residual`. Random codes as checkpoints have them, bf16 weights of
@@ -11,6 +13,11 @@ codes, scales and zeros, or of bf16 weights; share: bytes / time over what a cop
 writes per second. error: of linears, relative in the 2-norm, from float64 of the same codes. Of
 more tokens than patterns give them, ops are timed all the same: `left` then says why a graph keeps
 its own calls.
+
+--prompts: activations that the graph rounds to float8, too, of many tokens. `scaled_linear` with
+scales by tensors, rows and blocks beside `bf16`, the library's GEMM of such weights, and `graph`,
+torch.compile of what the op stands for by rows: x and the weight decoded to bf16, and multiplied.
+`qkv` of such codes by the fused kernel that is planned, and by the library.
 """
 
 from __future__ import annotations
@@ -32,20 +39,36 @@ from quantized_layers import (
     Projection,
     QuantizedLayer,
     make_projection,
+    make_quantized,
     quantized_arguments,
     stored_weight,
 )
 from timing import capture, keep
+from torch.nn.functional import linear
 
+from tilewright.codegen.qkv.plan import library_choice, plan_fused_qkv
 from tilewright.compiler.verify import relative_error
 from tilewright.ops.contract import get_op
-from tilewright.ops.mlp.arguments import LinearActivationArguments, LinearResidualArguments
+from tilewright.ops.mlp.arguments import (
+    LinearActivationArguments,
+    LinearResidualArguments,
+    ScaledLinearArguments,
+)
 from tilewright.ops.mlp.gains import slower
+from tilewright.ops.qkv.choices import run
+from tilewright.ops.qkv.operands import prepare
 from tilewright.ops.runtime.device import target_of
 
 DENSE = Format("bf16", "dense", (0, 0))
 KNOWN = {"bf16": DENSE} | {name: BY_NAME[name] for name in WEIGHT_ONLY}
 TOKENS = (1, 16, 64, 1024)
+PROMPTS = (256, 1024, 1027, 4096)
+#: By kind of scales: of x [rows, columns that share one], of the weight alike; 0 for each, or all.
+KINDS: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
+    "tensors": ((1, 0), (0, 0)),
+    "rows": ((0, 0), (1, 0)),
+    "blocks": ((0, 128), (128, 128)),
+}
 
 
 @dataclass(frozen=True)
@@ -197,15 +220,129 @@ def measured(everything: Sequence[Weights], tokens: int, rate: float) -> dict[st
     return rows
 
 
+# --- prompts --------------------------------------------------------------------------------------
+
+
+def scaled(kind: str, rows: int, columns: int, tokens: int) -> ScaledLinearArguments:
+    """Random codes of x and of the weight with scales of one kind."""
+    (every, along), block = KINDS[kind]
+    bn, bk = (size or whole for size, whole in zip(block, (rows, columns), strict=True))
+    codes = [torch.randn(n, columns, device="cuda").mul_(60) for n in (tokens, rows)]
+    x, weight = (one.clamp_(-448, 448).to(torch.float8_e4m3fn) for one in codes)
+    sizes = every or tokens, columns // along if along else 1
+    x_scale = (1 + torch.rand(sizes, device="cuda")) / 60
+    scale = (1 + torch.rand(rows // bn, columns // bk, device="cuda")) * columns**-0.5 / 60
+    return ScaledLinearArguments(
+        x, weight, scale, x_scale=x_scale, scale_block=[bn, bk], out_dtype=torch.bfloat16
+    )
+
+
+@torch.compile
+def decoded(x: torch.Tensor, x_scale: Any, weight: torch.Tensor, scale: Any) -> torch.Tensor:
+    """What the graph computes of codes with a scale for each row."""
+    rows = (x.to(torch.bfloat16) * x_scale).to(torch.bfloat16)
+    return linear(rows, (weight.to(torch.bfloat16) * scale).to(torch.bfloat16))
+
+
+def linear_prompts(rows: int, columns: int, tokens: int) -> dict[str, dict[str, Any]]:
+    """By variant: time, and the error from float64 of the same codes."""
+    op = get_op("scaled_linear")
+    count = max(2, -(-int(COLD_BYTES) // (rows * columns)))
+    calls: dict[str, list[Callable[[], torch.Tensor]]] = {}
+    found: dict[str, dict[str, Any]] = {}
+    for kind in KINDS:
+        sets = [scaled(kind, rows, columns, tokens) for _ in range(count)]
+        exact = op.reference(replace(sets[0], out_dtype=torch.float64))
+        obstacles = op.choose("cuda", sets[0], target_of(sets[0].x.device)).rejected
+        for _, why in obstacles:
+            print(f"{kind}: {why}", flush=True)
+        if not obstacles:
+            calls[kind] = [lambda a=a: op.call(a) for a in sets]
+            found[kind] = {"error": relative_error(op.call(sets[0]).double(), exact)}
+        if kind == "rows":
+            calls["graph"] = [
+                lambda a=a: decoded(a.x, a.x_scale, a.weight, a.weight_scale) for a in sets
+            ]
+            found["graph"] = {"error": relative_error(calls["graph"][0]().double(), exact)}
+    halves = [(normal(tokens, columns), normal(rows, columns)) for _ in range(-(-count // 2))]
+    calls["bf16"] = [lambda x=x, w=w: linear(x, w) for x, w in halves]
+    return timed(calls, found | {"bf16": {}})
+
+
+def qkv_prompts(shape: Shape, name: str, tokens: int) -> dict[str, dict[str, Any]]:
+    """The planned fused kernel and the library's products, of codes of x and of the weights."""
+    form, cache = BY_NAME[name], paged_cache(shape, 0.05)
+    sets = [
+        quantized_arguments(form, shape, make_quantized(form, shape, tokens), cache)
+        for _ in range(max(2, -(-2 * int(COLD_BYTES) // shape.weight_bytes)))
+    ]
+    sets = [replace(one, static_tokens=True) for one in sets]
+    problem, target = prepare(sets[0]).problem, target_of(sets[0].x.device)
+    planned = plan_fused_qkv(replace(problem, scaled_by=""), target).choice(tokens)
+    choices = {
+        f"{name} {planned.name}": planned,
+        f"{name} by library": library_choice(problem, tokens, target, False, None),
+    }
+    calls = {
+        label: [lambda a=a, choice=choice: run(a, choice) for a in sets]
+        for label, choice in choices.items()
+    }
+    return timed(calls, {label: {"lowering": one.reason} for label, one in choices.items()})
+
+
+def timed(
+    calls: dict[str, list[Callable[[], torch.Tensor]]], rows: dict[str, dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """rows, each with the microseconds of its calls."""
+    longest = max(map(len, calls.values()))
+    graphs = {
+        name: capture([own[i % len(own)] for i in range(longest)], warmup=1)
+        for name, own in calls.items()
+    }
+    for name, us in fair_us(graphs, longest, rounds=5).items():
+        rows[name]["us"] = us
+    return rows
+
+
+def prompts(models: Sequence[str], tokens: Sequence[int], out: Path | None) -> None:
+    rows: list[dict[str, Any]] = []
+    for name in models:
+        model = MODELS[name]
+        shape, inner = model.attention, model.intermediate
+        hidden, attended = shape.hidden, shape.num_heads * shape.head_dim
+        sizes = {"gate": (inner, hidden), "down": (hidden, inner), "out": (hidden, attended)}
+        for count in tokens:
+            found = {op: linear_prompts(*size, count) for op, size in sizes.items()}
+            found["qkv"] = {}
+            for form in ("fp8_fp8", "fp8_fp8_block"):
+                found["qkv"] |= qkv_prompts(shape, form, count)
+            for op, variants in found.items():
+                for variant, row in variants.items():
+                    facts = {"model": name, "op": op, "variant": variant, "tokens": count}
+                    rows.append(facts | row)
+                    print(
+                        f"{name} {op:5} T={count:<5} {variant:24} {row['us']:8.1f} us  "
+                        f"error {row.get('error', 0):.1e}  {row.get('lowering', '')[:70]}",
+                        flush=True,
+                    )
+            keep("prompts_quantized", rows, out)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="+", default=["llama3-8b"], choices=list(MODELS))
     parser.add_argument("--ops", nargs="+", default=list(OPS), choices=list(OPS))
     parser.add_argument("--formats", nargs="+", default=list(KNOWN), choices=list(KNOWN))
-    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
+    parser.add_argument("--tokens", type=int, nargs="+")
+    parser.add_argument("--prompts", action="store_true", help="float8 activations, many tokens")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
+    given.tokens = given.tokens or (PROMPTS if given.prompts else TOKENS)
     torch.manual_seed(0)
+    if given.prompts:
+        with torch.no_grad():
+            prompts(given.models, given.tokens, given.out)
+        return
     rate = copy_bytes_per_s()
     print(f"copy: {rate / 1e12:.2f} TB/s", flush=True)
     rows: list[dict[str, Any]] = []

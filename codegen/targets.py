@@ -115,6 +115,12 @@ class Target:
         return self.families == FAMILIES and "fp8" in self.features
 
     @property
+    def scales_blocks(self) -> bool:
+        """Whether cuBLAS multiplies float8 codes with a scale for each block of them: on Hopper
+        alone."""
+        return "wgmma" in self.features
+
+    @property
     def multiplies_registers(self) -> bool:
         """Whether tiles are multiplied out of registers (mma.sync), of which both take some."""
         return ("bf16", "HMMA") in self.mma_opcodes

@@ -113,6 +113,8 @@ class FusedOp:
         for an op that writes an argument: no other may share memory with that one.
     slower: slower(**sizes), sizes of a call by name, says why PyTorch's own calls are the faster
         way there; None where the op is, and for sizes that are symbols. Patterns ask it.
+    chip_obstacle: chip_obstacle(arguments, target) says why a chip has nothing that computes such a
+        call, though it has for others; None where it has. None: every chip has, or none.
     without_writes: the op of equal arguments that a traced call becomes where all that it could
         write is None: torch's functionalisation has no form for one that writes nothing.
     """
@@ -137,6 +139,7 @@ class FusedOp:
     moving: frozenset[str] = frozenset()
     without_writes: str = ""
     slower: Callable[..., str | None] = lambda **sizes: None
+    chip_obstacle: Callable[[Any, Target], str | None] | None = None
 
     def plan_for(self, arguments: Any, target: str) -> LoweringReport:
         """The lowering these arguments (metadata suffices) get on `target`, and why."""
@@ -247,7 +250,7 @@ class FusedOp:
         if self.family and self.family not in target.families:
             return f"its kernels are not audited for {target.name}"
         if target.has("fp8"):
-            return None
+            return self.chip_obstacle and self.chip_obstacle(arguments, target)
         for name, tensor in tensors_of(arguments):
             if tensor.dtype == torch.float8_e4m3fn:
                 return f"{name} is of float8_e4m3fn, which {target.name} does not have"

@@ -27,6 +27,8 @@ from tilewright.patterns.effects import Dim, Effect, Size
 # The note of a write whose window is unknown: the memory is viewed as another dtype or shape.
 REINTERPRETED = "a reinterpreting view"
 WRAPPED = "a tensor subclass"
+#: In the `meta` of nodes: it stands in for a part of a call that is spelled out.
+STANDS_IN = "tilewright_stands_in"
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +65,11 @@ class Value:
     @cached_property
     def whole(self) -> View:
         return View(self, effects.identity(self.shape))
+
+    @property
+    def stands_in(self) -> bool:
+        """Whether it is a part of what the call of a library's operator means."""
+        return STANDS_IN in self.node.meta
 
     @property
     def either_way(self) -> tuple[tuple[View, View], ...]:

@@ -307,7 +307,8 @@ class Pattern(Protocol):
     """A family of subgraphs that one op replaces.
 
     It may also have an attribute `sought`, a :class:`Sought`, and `asked_before`, the names of
-    patterns that would take its anchors otherwise. Where it has a true attribute `optional`, the
+    patterns that would take its anchors otherwise; where it has a true attribute `asked_last`, all
+    that have none are asked before it. Where it has a true attribute `optional`, the
     graph as it is computes as well: each match `needs_kernel`, and each of its misses is advice.
     """
 
@@ -400,7 +401,8 @@ def register(pattern: Pattern) -> Pattern:
     """Adds a pattern. The same one twice is idempotent; another of the same name is an error.
 
     An anchor goes to the first pattern that matches: those that are `asked_before` others come
-    before them, all others in the order of registration.
+    before them, those that are `asked_last` behind all others, and these in the order of
+    registration.
     """
     known = _REGISTRY.get(pattern.name)
     if known is not None and type(known) is not type(pattern):
@@ -438,6 +440,7 @@ def registered(names: Sequence[str] | None = None) -> tuple[Pattern, ...]:
 def _in_order() -> tuple[Pattern, ...]:
     """Each pattern, behind those that are asked before it."""
     found: dict[str, Pattern] = {}
+    ends = [pattern for pattern in _REGISTRY.values() if getattr(pattern, "asked_last", False)]
 
     def add(pattern: Pattern, waiting: tuple[str, ...] = ()) -> None:
         if pattern.name in waiting:
@@ -447,7 +450,7 @@ def _in_order() -> tuple[Pattern, ...]:
                 add(other, (*waiting, pattern.name))
         found.setdefault(pattern.name, pattern)
 
-    for pattern in _REGISTRY.values():
+    for pattern in (*(p for p in _REGISTRY.values() if p not in ends), *ends):
         add(pattern)
     return tuple(found.values())
 

@@ -9,6 +9,7 @@ from functools import lru_cache, partial
 import pytest
 import torch
 
+from tests.scaled_products import blocks_on_a_cpu
 from tilewright.codegen.build import load_interpreted
 from tilewright.codegen.targets import SM90, Target
 from tilewright.ops import calls, fused_op
@@ -54,7 +55,8 @@ class Interpreter:
             case Peers():
                 return self.peers
             case Library(function, tensors):
-                return function(*tensors)
+                with blocks_on_a_cpu():
+                    return function(*tensors)
             case Launch(_, grid) if 0 not in grid:
                 launch = self.launcher(step)
                 launch(step.given)

@@ -1,9 +1,14 @@
-"""What `torch._scaled_mm` takes on a CPU, which not every PyTorch has."""
+"""What `torch._scaled_mm` takes on a CPU, which not every PyTorch has, and what it does not take
+there."""
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from unittest.mock import patch
+
 import pytest
 import torch
+from torch.nn import functional
 
 
 def scales_rows() -> bool:
@@ -21,3 +26,47 @@ def scales_rows() -> bool:
 ROW_SCALES = pytest.mark.skipif(
     not scales_rows(), reason="this PyTorch's CPU has no fp8 product with a scale for each row"
 )
+
+
+@contextmanager
+def blocks_on_a_cpu():
+    """Within it `F.scaled_mm` multiplies by blocks on a CPU, of operands as a GPU wants them."""
+    known = getattr(functional, "scaled_mm", None)
+
+    def scaled_mm(x, weight, **options):
+        if x.device.type != "cpu":
+            return known(x, weight, **options)
+        return _by_blocks(x, weight, **options)
+
+    with patch.object(functional, "scaled_mm", scaled_mm, create=known is None):
+        yield
+
+
+def _by_blocks(
+    x,
+    weight,
+    *,
+    scale_a,
+    scale_recipe_a,
+    scale_b,
+    scale_recipe_b,
+    bias,
+    output_dtype,
+    use_fast_accum,
+):
+    """Raises AssertionError where cuBLAS would not take its arguments."""
+    recipes = functional.ScalingType
+    assert (scale_recipe_a, scale_recipe_b) == (recipes.BlockWise1x128, recipes.BlockWise128x128)
+    (tokens, columns), rows = x.shape, weight.shape[1]
+    blocks, padded = columns // 128, -(-columns // 512) * 4
+    assert (tokens % 4, columns % 128, rows % 128) == (0, 0, 0)
+    assert not use_fast_accum
+    assert (scale_a.dtype, scale_a.shape) == (torch.float32, (tokens, blocks))
+    assert scale_a.stride() == (1, tokens)
+    assert (scale_b.dtype, scale_b.shape) == (torch.float32, (padded, rows // 128))
+    assert scale_b.stride() == (1, padded)
+    assert weight.stride(0) == 1
+    a = x.float() * scale_a.repeat_interleave(128, 1)
+    spread = scale_b[:blocks].repeat_interleave(128, 0).repeat_interleave(128, 1)
+    made = a @ (weight.float() * spread)
+    return (made if bias is None else made + bias).to(output_dtype)

@@ -1,16 +1,18 @@
 """Which lowering a QKV problem takes, and why: decided from data, without a GPU.
 
-Three lowerings compute `fused_qkv_paged`:
+Four lowerings compute `fused_qkv_paged`:
 
+    dots       one kernel without tensor cores, weights of codes: one token
     swapped    one kernel, weight rows on the M side: few tokens
     tiled      one kernel, tokens on the M side, TMA: many tokens
     library    library GEMMs (one where the three weights are rows of one tensor), then
                `qkv_epilogue` over their results
 
-A norm of x is a part of `swapped`; before the others x is normed by itself.
+A norm of x is a part of `dots` and, of weights that are no codes, of `swapped`; before the others x
+is normed by itself.
 
 Times come from the measured tables where they have the problem's dims, else from the model of
-`time`.
+`time`. `dots` goes before `swapped` where `dots_config` has tiles, whatever the time of the other.
 """
 
 from __future__ import annotations
@@ -20,10 +22,12 @@ from dataclasses import dataclass, field, replace
 
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
 from tilewright.codegen.kernel import Statics
-from tilewright.codegen.qkv.candidates import candidates, fits
+from tilewright.codegen.qkv.candidates import candidates, dots_config, fits
 from tilewright.codegen.qkv.kernels import (
     Config,
+    DotsConfig,
     EpilogueConfig,
+    SwappedConfig,
     TiledConfig,
     dequantize_statics,
     epilogue_statics,
@@ -42,6 +46,10 @@ from tilewright.codegen.targets import Target
 # 0.6 and 4.5 us more. The same for a layer norm, of which that is modelled, not measured.
 MOST_NORMED_TOKENS = 1
 
+# How much faster than a kernel that was measured the library's products of codes, which were not,
+# have to be by the model.
+MARGIN = 1.25
+
 # Upper ends of the token counts that share a kernel where the count is known at run time only.
 TOKEN_BUCKETS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
@@ -54,8 +62,8 @@ _WORDS = {HERE: "measured here", TABLE: "measured (shipped table)", MODEL: "mode
 class LoweringChoice:
     """One lowering for up to `max_tokens` tokens (None: any number).
 
-    name: "swapped", "tiled" or "library". reason: a sentence for reports. config: the tiles of the
-    fused kernel; None for the library. epilogue: the tiles of "library".
+    name: "dots", "swapped", "tiled" or "library". reason: a sentence for reports. config: the tiles
+    of the fused kernel; None for the library. epilogue: the tiles of "library".
     seconds: expected time; source: where that is from, HERE, TABLE or MODEL. norms_x: the kernel
     has the problem's norm of x in it. statics: the constants of the fused kernel, then those of
     `order_x`, if it runs; or those of the epilogue, then for each weight of codes those of
@@ -132,7 +140,9 @@ def choose(
     library = library_choice(problem, num_tokens, target, packed, row)
     if fused is None:
         return library
-    if library.seconds < fused.seconds and library.measured == fused.measured:
+    alike = library.measured == fused.measured
+    needed = library.seconds * (1.0 if alike else MARGIN)
+    if needed < fused.seconds and (alike or problem.multiplies_codes(target)):
         slower = f"{library.reason}; the fused kernel would take {_us(fused.seconds)}"
         return replace(library, reason=slower)
     return fused
@@ -149,7 +159,9 @@ def _with_norm(
     """What is chosen once x is normed, with the norm in it; None where it cannot be."""
     norm = problem.input_norm
     assert norm is not None
-    if chosen.name != "swapped" or not takes_norm(norm.kind, num_tokens, problem.hidden):
+    if chosen.name not in ("dots", "swapped") or not takes_norm(
+        norm.kind, num_tokens, problem.hidden
+    ):
         return None
     row = measured_row(problem, num_tokens, target)
     fused = _fused_choice(problem, num_tokens, target, row)
@@ -163,10 +175,14 @@ def _with_norm(
 def _fused_choice(
     problem: QkvProblem, num_tokens: int, target: Target, row: dict | None
 ) -> LoweringChoice | None:
+    dots = dots_config(problem, num_tokens, target)
     if row is not None:
         config = read_config(row["config"])
-        if fits(problem, config, target):
+        other = dots is not None and not isinstance(config, DotsConfig)
+        if not other and fits(problem, config, target):
             return fused_choice(problem, config, row["fused_us"] * 1e-6, measured=True)
+    if dots is not None:
+        return fused_choice(problem, dots, estimate(problem, dots, num_tokens, target))
     best = ranked(problem, num_tokens, target)[:1]
     return fused_choice(problem, best[0][1], best[0][0]) if best else None
 
@@ -201,7 +217,9 @@ def _fused_statics(problem: QkvProblem, config: Config) -> tuple[Statics, ...]:
     if isinstance(config, TiledConfig):
         return (tiled_statics(problem, config),)
     statics = swapped_statics(problem, config)
-    return (statics, order_statics(problem, config)) if config.ordered_x else (statics,)
+    if isinstance(config, SwappedConfig) and config.ordered_x:
+        return (statics, order_statics(problem, config))
+    return (statics,)
 
 
 def library_choice(
@@ -209,14 +227,21 @@ def library_choice(
 ) -> LoweringChoice:
     config = epilogue_config(problem.epilogue, num_tokens, target)
     statics = [epilogue_statics(problem.epilogue, config)]
-    measured = None if row is None else row["packed_library_us" if packed else "library_us"]
+    codes = problem.multiplies_codes(target)
+    # What was measured made numbers of the weights first.
+    measured = None
+    if row is not None and not codes:
+        measured = row["packed_library_us" if packed else "library_us"]
     source = MODEL if measured is None else TABLE
     if measured is not None:
         seconds = measured * 1e-6
     else:
         seconds = library_estimate(problem, num_tokens, target, packed)
+    packed = packed and not codes
     gemms = "one library GEMM" if packed else f"{problem.epilogue.kinds} library GEMMs"
-    if problem.quantization is not None:
+    if codes:
+        gemms = f"{problem.epilogue.kinds} library GEMMs of codes, scaled by {problem.scaled_by}"
+    elif problem.quantization is not None:
         gemms = f"weights as {problem.number_dtype} numbers, {gemms}"
         there = [index for index, weight in enumerate(problem.weights) if weight is not None]
         statics += [dequantize_statics(problem, index) for index in there]

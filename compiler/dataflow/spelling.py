@@ -67,8 +67,6 @@ NOISE = _names(
 
 #: In the `meta` of nodes: the view passes the node over, because others stand in for it.
 PASSED_OVER = "tilewright_passed_over"
-#: In the `meta` of nodes: it stands in for a part of a call that is spelled out.
-STANDS_IN = "tilewright_stands_in"
 
 # The value is its first operand's, element for element; whether memory is shared, storage tells.
 IDENTITY = _names("contiguous clone detach detach_ alias lift_fresh_copy requires_grad_ positive")

@@ -202,10 +202,12 @@ def _device_type(match: Match) -> str:
 def _target_obstacle(before: fx.Node, last: fx.Node, target: Target) -> str | None:
     """Why a chip has no kernels for one of our ops between two nodes; None where it may have."""
     node = before.next
-    while node is not last and not target.complete:
+    while node is not last:
         called, node = node, node.next
         if isinstance(called.target, torch._ops.OpOverload) and is_ours(called.target):
             op = get_op(called.target._schema.name)
+            if target.complete and op.chip_obstacle is None:
+                continue
             if obstacle := op.target_obstacle(arguments_of(op, called), target):
                 return f"{op.name}: {obstacle}"
     return None

@@ -21,11 +21,11 @@ from torch import fx
 from tilewright.compiler import _compat
 from tilewright.compiler.dataflow.access import access_of
 from tilewright.compiler.dataflow.memory import LIES_WITH
-from tilewright.compiler.dataflow.spelling import PASSED_OVER, STANDS_IN, name_of
+from tilewright.compiler.dataflow.spelling import PASSED_OVER, name_of
 from tilewright.compiler.rewrite import Rewritten, erase_unused
 from tilewright.compiler.rewrite.writer import Writer, describe
 from tilewright.compiler.safety.modes import is_weighty
-from tilewright.patterns.dataflow import Dataflow
+from tilewright.patterns.dataflow import STANDS_IN, Dataflow
 from tilewright.patterns.language import Miss, Stage
 
 _REGROUP = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)

@@ -15,7 +15,6 @@ import torch
 from torch import fx
 
 from tilewright.compiler import _compat
-from tilewright.compiler.dataflow.spelling import STANDS_IN
 from tilewright.compiler.safety.subclasses import described
 from tilewright.ops.formats.paged_cache import in_bytes, strided_disjoint
 from tilewright.patterns.dataflow import Computed, Dataflow, Memory, Store, Value, View, source_of
@@ -331,7 +330,7 @@ def _can_wait(user: Value, last: int, flow: Dataflow) -> bool:
 def _can_move(reader: Value, last: int, flow: Dataflow) -> bool:
     """Whether one value may be computed behind a place instead of where it is."""
     plain = reader.op in _DEFERRABLE or _goes_by_element(reader.op)
-    plain = plain and STANDS_IN not in reader.node.meta  # the call that it is a part of stays
+    plain = plain and not reader.stands_in  # the call that it is a part of stays
     if not plain or reader in flow.output_values or reader.node in flow.store_nodes:
         return False
     position = flow.positions[reader.node]

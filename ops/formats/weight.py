@@ -206,8 +206,15 @@ class Weight(StoredWeight):
             actual = f"shape {shape_text(self.data.shape)}, which holds {shape_text(shape)}"
             raise ArgumentError(op, self.named("data"), expected, actual)
 
-    def check(self, op: str, x: torch.Tensor, rows: Any = None) -> None:
-        """Checks a weight [N, K] of x [T, K], of any strides, with all that belongs to it."""
+    def check(
+        self,
+        op: str,
+        x: torch.Tensor,
+        rows: Any = None,
+        bias_dtypes: Sequence[torch.dtype] = (),
+    ) -> None:
+        """Checks a weight [N, K] of x [T, K], of any strides, with all that belongs to it.
+        bias_dtypes: of the bias; by default x's and float32."""
         self.check_format(op)
         argument = self.named("data")
         check_tensor(op, argument, self.data)
@@ -216,7 +223,8 @@ class Weight(StoredWeight):
         check_device(op, argument, self.data, x.device)
         self.check_blocks(op, x.device)
         if self.bias is not None:
-            form = "[N]", (self.rows,), (x.dtype, torch.float32), x.device
+            dtypes = tuple(bias_dtypes) or (x.dtype, torch.float32)
+            form = "[N]", (self.rows,), dtypes, x.device
             check_operand(op, self.named("bias"), self.bias, *form)
 
     def check_blocks(self, op: str, device: torch.device) -> None:

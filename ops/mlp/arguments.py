@@ -113,4 +113,27 @@ class LinearResidualArguments:
         return self.linear, None
 
 
+@dataclass(frozen=True)
+class ScaledLinearArguments:
+    """The arguments of `scaled_linear`: T tokens, K columns of x, N rows of the weight.
+
+    x [T, K] float8_e4m3fn, last dimension contiguous; x_scale [T or 1, 1 or ceil(K / 128)], a
+    float: one for all, for each token, or for 128 columns of each; None: 1. weight [N, K]
+    float8_e4m3fn, any strides; weight_scale and scale_block: as a Weight has them. weight_format:
+    "fp8". bias [N] of out_dtype. out_dtype: of the result [T, N]: bfloat16, float16 or float32.
+    """
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    weight_scale: torch.Tensor
+    _: KW_ONLY
+    x_scale: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    scale_block: Sequence[int] = ()
+    out_dtype: torch.dtype | None = None
+    weight_format: str = "fp8"
+
+    linear = Group(Weight, data="weight", scale="weight_scale")
+
+
 LinearArguments: TypeAlias = LinearActivationArguments | LinearResidualArguments

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from tilewright.ops.formats.activation_codes import ACTIVATION_BLOCK, ACTIVATION_CODES
 from tilewright.ops.formats.quantized_weight import AWQ_ORDER
 from tilewright.ops.formats.sample_codes import CodedCase, sample_codes, sample_factors
 from tilewright.ops.sampling import Sampler
@@ -186,6 +187,58 @@ def sample_residual(case: LinearCase, device: str | torch.device, seed: int) -> 
     sampler = Sampler(device, seed + 1)
     given["residual"] = sampler.normal(case.num_tokens, case.n, dtype=case.dtype)
     return given | {"scale": case.scale, **_norm(case, sampler, case.n)}
+
+
+@dataclass(frozen=True)
+class ScaledCase(CodedCase):
+    """One setting of `scaled_linear`. x_scale: the shape of x's scale, with T and K / 128 as
+    "tokens" and "blocks"; empty for none. out_dtype: `dtype`."""
+
+    name: str
+    x_scale: tuple[Any, ...] = (1, 1)
+    num_tokens: int = 5
+    k: int = 256
+    n: int = 128
+    bias: bool = False
+
+
+_FP8: dict[str, Any] = {"weight_format": "fp8"}
+_FP8_HALF: dict[str, Any] = {**_FP8, **_HALF}
+_BY_TOKEN, _BY_BLOCK = ("tokens", 1), ("tokens", "blocks")
+SCALED_CASES = (
+    ScaledCase("tensors", **_FP8, scale_block=(128, 256)),
+    ScaledCase("no_x_scale", **_FP8, scale_block=(128, 256), x_scale=(), bias=True),
+    ScaledCase("rows", **_FP8, scale_block=(1, 256), x_scale=_BY_TOKEN, num_tokens=70),
+    ScaledCase("half_rows", **_FP8_HALF, scale_block=(1, 272), k=272, n=80, bias=True),
+    ScaledCase("token_by_tensor", **_FP8, scale_block=(96, 64), k=64, n=96, x_scale=_BY_TOKEN,
+               num_tokens=1),
+    ScaledCase("rows_in_blocks", **_FP8, scale_block=(32, 128), k=128, n=80, x_scale=_BY_TOKEN),
+    ScaledCase("blocks", **_FP8, scale_block=(128, 128), k=640, n=384, x_scale=_BY_BLOCK),
+    ScaledCase("blocks_shared", **_FP8, scale_block=(128, 128), num_tokens=8, bias=True),
+    ScaledCase("odd_blocks", **_FP8, scale_block=(32, 128), x_scale=_BY_BLOCK),
+    ScaledCase("odd_sizes", **_FP8, scale_block=(1, 100), k=100, n=70, x_scale=_BY_TOKEN),
+    ScaledCase("float", **_FP8, scale_block=(1, 256), x_scale=_BY_TOKEN, dtype=torch.float32),
+    ScaledCase("no_tokens", **_FP8, scale_block=(1, 256), x_scale=_BY_TOKEN, num_tokens=0),
+)  # fmt: skip
+
+
+def sample_scaled(case: ScaledCase, device: str | torch.device, seed: int) -> dict[str, Any]:
+    """Arguments of `scaled_linear` by name."""
+    sampler = Sampler(device, seed)
+    codes = sampler.normal(case.num_tokens, case.k, dtype=torch.float32, scale=60.0)
+    weight, weight_scale, _ = sample_codes(case, sampler, case.n, case.k)
+    sizes = {"tokens": case.num_tokens, "blocks": -(-case.k // ACTIVATION_BLOCK)}
+    shape = [sizes.get(size, size) for size in case.x_scale]
+    return {
+        "x": codes.clamp(-448, 448).to(ACTIVATION_CODES),
+        "weight": weight,
+        "weight_scale": weight_scale,
+        "x_scale": sampler.scales(*shape, size=1 / 60) if shape else None,
+        "bias": sampler.normal(case.n, dtype=case.dtype) if case.bias else None,
+        "scale_block": list(case.scale_block),
+        "out_dtype": case.dtype,
+        "weight_format": case.weight_format,
+    }
 
 
 def _weight(case: LinearCase, sampler: Sampler, name: str) -> dict[str, torch.Tensor]:

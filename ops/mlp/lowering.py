@@ -39,17 +39,19 @@ from tilewright.codegen.mlp.problem import LinearProblem
 from tilewright.codegen.spec import Constant
 from tilewright.codegen.targets import Target
 from tilewright.ops.checks import given
-from tilewright.ops.formats.code_operands import code_words, fills_words
+from tilewright.ops.formats.code_operands import code_words, dot_words, fills_words
 from tilewright.ops.mlp.arguments import (
     LinearActivationArguments,
     LinearArguments,
     LinearResidualArguments,
+    ScaledLinearArguments,
 )
-from tilewright.ops.mlp.operands import activation_problem, residual_problem
+from tilewright.ops.mlp.operands import activation_problem, residual_problem, scaled_operands
 from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.norms import normed, without_norm
 from tilewright.ops.runtime.products import linear
 from tilewright.ops.runtime.program import Buffer, Library, Outcome, SplitK, Step, Steps
+from tilewright.ops.runtime.scaled_products import scaled_product
 
 TENSORS = ("x", "norm_weight", "norm_bias", *CODE_NAMES, "bias", "up_bias", "residual")
 
@@ -96,6 +98,14 @@ def linear_residual_steps(
     if config is None and _are_many(problem, a.x.shape[0]):
         return (yield from _residual_by_library(a))
     return (yield from _streamed(problem, a, target, config))
+
+
+def scaled_linear_steps(a: ScaledLinearArguments, target: Target) -> Steps:
+    """The steps of a call of `scaled_linear`: a product of PyTorch's library."""
+    operands = scaled_operands(a)
+    assert a.out_dtype is not None
+    out = yield from scaled_product(operands, a.out_dtype, a.bias)
+    return Outcome(out, "library", f"a product of codes, scaled by {operands.kind}")
 
 
 def _norms_x(problem: LinearProblem, num_tokens: int) -> bool:
@@ -178,7 +188,7 @@ def _streamed(
     later = ("norm_weight", "norm_bias", "residual") if norm else ()
     now = values | dict.fromkeys(later)
     if isinstance(config, DotConfig):
-        now |= {name: _as_words(now[name], config) for name in ("weight", "up_weight")}
+        now |= {name: dot_words(now[name], config.per) for name in ("weight", "up_weight")}
         grid = dot_grid(problem, config, num_tokens)
         yield launch(DOTTED, target, grid, now, statics, RESIDUAL_STRIDE=stride)
     else:
@@ -195,11 +205,6 @@ def _streamed(
         values |= {"made": made, "out": out}
         yield launch(NORM_ROWS, target, (num_tokens,), values, **constants)
     return Outcome(out, "streaming kernel", config)
-
-
-def _as_words(weight: torch.Tensor | None, config: DotConfig) -> torch.Tensor | None:
-    """Bytes of codes as the words of four that `dotted_linear` reads."""
-    return weight.view(torch.int32) if weight is not None and config.per == 4 else weight
 
 
 # --- many tokens ----------------------------------------------------------------------------------

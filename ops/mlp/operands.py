@@ -17,9 +17,11 @@ from tilewright.ops.mlp.arguments import (
     LinearActivationArguments,
     LinearArguments,
     LinearResidualArguments,
+    ScaledLinearArguments,
 )
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
 from tilewright.ops.runtime.norms import row_norm_of
+from tilewright.ops.runtime.scaled_products import ScaledOperands
 
 
 def activation_unsupported(a: LinearActivationArguments) -> str | None:
@@ -64,6 +66,11 @@ def _scattered(weight: Weight) -> str | None:
     if (row if column == 1 else column) * weight.data.element_size() % ALIGNMENT:
         return f"{name}: strides {strides} are not whole {ALIGNMENT} bytes"
     return _far(weight) if column != 1 else None
+
+
+def scaled_operands(a: ScaledLinearArguments) -> ScaledOperands:
+    """What a call of `scaled_linear` has the library multiply."""
+    return ScaledOperands(a.x, a.x_scale, a.weight, a.weight_scale, a.scale_block)
 
 
 def activation_problem(a: LinearActivationArguments) -> LinearProblem:

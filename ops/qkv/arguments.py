@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from tilewright.ops.formats.activation_codes import ACTIVATION_CODES
 from tilewright.ops.formats.weight import Weight
 from tilewright.ops.groups import Group, OptionalGroup, prefixed
 from tilewright.ops.reference.norm import HeadNorm, RowNorm
@@ -18,9 +19,6 @@ from tilewright.ops.schema import SymInt, Written
 LETTERS = "qkv"
 #: The weights of q, k and v.
 Projections: TypeAlias = tuple[Weight, Weight, Weight | None]
-#: What x may have in place of numbers, and the columns that share a scale then.
-ACTIVATION_CODES = torch.float8_e4m3fn
-ACTIVATION_BLOCK = 128
 
 
 def _of_weight(letter: str) -> dict[str, str]:

@@ -14,13 +14,17 @@ from tilewright.ops.checks import (
     check_device,
     check_dtype,
     check_operand,
-    check_shape,
     holds,
     proven,
     shape_text,
 )
+from tilewright.ops.formats.activation_codes import (
+    ACTIVATION_CODES,
+    check_out_dtype,
+    check_x_scale,
+)
 from tilewright.ops.formats.weight import Weight
-from tilewright.ops.qkv.arguments import ACTIVATION_BLOCK, ACTIVATION_CODES, FusedQkvArguments
+from tilewright.ops.qkv.arguments import FusedQkvArguments
 
 X_DTYPES = (*FLOAT_DTYPES, ACTIVATION_CODES)
 
@@ -51,25 +55,7 @@ def _check_x(op: str, a: FusedQkvArguments) -> None:
     check_out_dtype(op, a.x.dtype, a.out_dtype)
     if not a.has_codes:
         check_absent(op, a, ["x_scale"], f"x is {a.x.dtype}")
-    if a.x_scale is None:
-        return
-    check_dtype(op, "x_scale", a.x_scale, FLOAT_DTYPES)
-    check_device(op, "x_scale", a.x_scale, a.x.device)
-    check_shape(op, "x_scale", a.x_scale, "[T or 1, 1 or K / 128]", (None, None))
-    tokens, hidden = a.x.shape
-    wanted = (tokens, -(-hidden // ACTIVATION_BLOCK))
-    fits = [holds(n == 1) or holds(n == w) for n, w in zip(a.x_scale.shape, wanted, strict=True)]
-    if not all(fits):
-        expected = f"shape [{tokens} or 1, {wanted[1]} or 1]"
-        raise ArgumentError(op, "x_scale", expected, f"shape {shape_text(a.x_scale.shape)}")
-
-
-def check_out_dtype(op: str, x_dtype: torch.dtype, out_dtype: torch.dtype | None) -> None:
-    """Codes say nothing of what they become; numbers stay what they are."""
-    allowed = FLOAT_DTYPES[:3] if x_dtype == ACTIVATION_CODES else (None, x_dtype)
-    if out_dtype not in allowed:
-        expected = " or ".join(map(str, allowed))
-        raise ArgumentError(op, "out_dtype", f"{expected} for {x_dtype}", out_dtype)
+    check_x_scale(op, a.x, a.x_scale)
 
 
 def _check_shapes(op: str, a: FusedQkvArguments) -> None:

@@ -11,12 +11,13 @@ import torch
 from tilewright.codegen.kernel import Statics
 from tilewright.codegen.qkv.kernels import DEQUANTIZE, dequantize_grid
 from tilewright.codegen.targets import Target
-from tilewright.ops.formats.quantized_weight import expand_blocks
+from tilewright.ops.formats.activation_codes import scaled_numbers
 from tilewright.ops.formats.weight_rows import WeightRows
-from tilewright.ops.qkv.arguments import ACTIVATION_BLOCK, LETTERS, FusedQkvArguments
+from tilewright.ops.qkv.arguments import LETTERS, FusedQkvArguments
 from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.products import linear, multiply_batch
 from tilewright.ops.runtime.program import Buffer, Library, Step
+from tilewright.ops.runtime.scaled_products import ScaledOperands, scaled_product
 
 Making = Generator[Step, Any, torch.Tensor]
 
@@ -36,11 +37,8 @@ def project_packed(
 
 def project(x: torch.Tensor, weight: torch.Tensor) -> Making:
     """x [T, K] by weight [H, D, K] to [T, H, D], or [Hkv, G, D, K] to [T, Hkv, G, D]."""
-    *heads, dim, hidden = weight.shape
-    row, column = weight.stride()[-2:]
-    in_row = [row * prod(weight.shape[axis + 1 : -1]) for axis in range(len(heads))]
-    if list(weight.stride()[:-2]) == in_row:
-        rows = weight.as_strided((prod(heads) * dim, hidden), (row, column))
+    *heads, dim, _ = weight.shape
+    if (rows := _in_rows(weight)) is not None:
         out = yield from linear(x, rows)
         return out.view(-1, *heads, dim)
     if len(heads) == 2:
@@ -55,8 +53,51 @@ def project(x: torch.Tensor, weight: torch.Tensor) -> Making:
     return out.transpose(0, 1)
 
 
+def _in_rows(weight: torch.Tensor) -> torch.Tensor | None:
+    """A weight [.., D, K] as [N, K]; None where its rows do not lie at equal distances."""
+    *heads, dim, hidden = weight.shape
+    row, column = weight.stride()[-2:]
+    in_row = [row * prod(weight.shape[axis + 1 : -1]) for axis in range(len(heads))]
+    if list(weight.stride()[:-2]) != in_row:
+        return None
+    return weight.as_strided((prod(heads) * dim, hidden), (row, column))
+
+
 def _stack(out: torch.Tensor, *parts: torch.Tensor) -> None:
     torch.stack(parts, dim=2, out=out)
+
+
+# --- codes with codes -----------------------------------------------------------------------------
+
+
+def scaled_operands(a: FusedQkvArguments) -> list[ScaledOperands] | None:
+    """What the library multiplies for q, k and v (v left out where there is none), where x and the
+    weights are codes that it takes as they lie, all with scales of one kind; else None."""
+    if not a.has_codes:
+        return None
+    found = []
+    for weight in a.projections:
+        if weight is None:
+            continue
+        rows = _in_rows(weight.data)
+        if rows is None or weight.scale is None or weight.factor is not None:
+            return None
+        found.append(ScaledOperands(a.x, a.x_scale, rows, weight.scale, weight.scale_block))
+    if any(one.obstacle(a.value_dtype) for one in found) or len({one.kind for one in found}) > 1:
+        return None
+    return found
+
+
+def project_codes(
+    a: FusedQkvArguments, operands: Sequence[ScaledOperands]
+) -> Generator[Step, Any, list[torch.Tensor]]:
+    """q [T, H, D], or [T, Hkv, G, D], k and v, by a product of codes for each."""
+    there = [weight for weight in a.projections if weight is not None]
+    made = []
+    for one, weight in zip(operands, there, strict=True):
+        out = yield from scaled_product(one, a.value_dtype)
+        made.append(out.view(-1, *weight.data.shape[:-1]))
+    return made
 
 
 # --- codes as numbers -----------------------------------------------------------------------------
@@ -100,7 +141,4 @@ def dequantized_x(a: FusedQkvArguments) -> Making:
 
 
 def _scale_codes(out: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor | None = None) -> None:
-    out.copy_(codes)
-    if scale is not None:
-        block = (1, out.shape[1] if scale.shape[1] == 1 else ACTIVATION_BLOCK)
-        out.mul_(expand_blocks(scale.to(out.dtype), out.shape, block))
+    out.copy_(scaled_numbers(codes.to(out.dtype), scale))

@@ -14,14 +14,15 @@ from tilewright.codegen.operand import Operand
 from tilewright.codegen.qkv.problem import HeadEpilogue, QkvProblem
 from tilewright.ops.cache.addressing import address_values
 from tilewright.ops.cache.checks import kv_views
+from tilewright.ops.formats.activation_codes import ACTIVATION_BLOCK
 from tilewright.ops.formats.code_operands import blocks_operand, code_words, quantization_of
 from tilewright.ops.formats.weight_rows import WeightRows, weight_rows
 from tilewright.ops.qkv.arguments import (
-    ACTIVATION_BLOCK,
     FusedQkvArguments,
     KvStoreArguments,
     Projections,
 )
+from tilewright.ops.qkv.library import scaled_operands
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
 from tilewright.ops.runtime.norms import row_norm_of
 from tilewright.ops.runtime.operands import operand
@@ -82,9 +83,15 @@ def prepare(a: FusedQkvArguments) -> FusedCall:
         if weights is None
         else quantization(a, weights, values["q_weight"].dtype),
         input_norm=row_norm_of(a.input_norm),
+        scaled_by=_scaled_by(a),
     )
     rows = weight_rows(*tensors) if weights is None else dequantized_rows(weights)
     return FusedCall(values, known, epilogue, a, problem, rows)
+
+
+def _scaled_by(a: FusedQkvArguments) -> str:
+    operands = scaled_operands(a)
+    return "" if operands is None else operands[0].kind or ""
 
 
 def result_buffer(a: FusedQkvArguments) -> Buffer:

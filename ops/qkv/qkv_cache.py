@@ -21,10 +21,10 @@ from tilewright.ops.cache.checks import (
 from tilewright.ops.cache.writes import write_kv
 from tilewright.ops.checks import ArgumentError, check_number, check_operand, check_tensor, holds
 from tilewright.ops.contract import FusedOp, emitted_kernel, register
+from tilewright.ops.formats.activation_codes import scaled_numbers
 from tilewright.ops.formats.paged_cache import CacheWindow
-from tilewright.ops.formats.quantized_weight import expand_blocks
 from tilewright.ops.formats.weight import Weight
-from tilewright.ops.qkv.arguments import ACTIVATION_BLOCK, FusedQkvArguments
+from tilewright.ops.qkv.arguments import FusedQkvArguments
 from tilewright.ops.qkv.cases import QKV_CASES
 from tilewright.ops.qkv.checks import check_projection
 from tilewright.ops.qkv.obstacles import STEPS, projection_obstacle
@@ -121,10 +121,7 @@ def reference(a: FusedQkvArguments) -> torch.Tensor:
 def _input(a: FusedQkvArguments) -> torch.Tensor:
     """x in compute precision, its codes scaled, or normed."""
     x = a.x.to(torch.promote_types(a.value_dtype, torch.float32))
-    if a.x_scale is None:
-        return a.input_norm.apply(x)
-    block = (1, x.shape[1] if a.x_scale.shape[1] == 1 else ACTIVATION_BLOCK)
-    return x * expand_blocks(a.x_scale.to(x.dtype), x.shape, block)
+    return a.input_norm.apply(x) if a.x_scale is None else scaled_numbers(x, a.x_scale)
 
 
 def _project(a: FusedQkvArguments, x: torch.Tensor, weight: Weight, first: int) -> torch.Tensor:

@@ -21,10 +21,11 @@ from tilewright.ops.checks import (
     holds,
     shape_text,
 )
+from tilewright.ops.formats.activation_codes import ACTIVATION_CODES, check_out_dtype
 from tilewright.ops.formats.fp8 import FP8_DTYPES
 from tilewright.ops.formats.gptq_buffer import buffer_rows
-from tilewright.ops.qkv.arguments import ACTIVATION_CODES, RaggedQkvArguments
-from tilewright.ops.qkv.checks import FLOAT_DTYPES, X_DTYPES, check_out_dtype
+from tilewright.ops.qkv.arguments import RaggedQkvArguments
+from tilewright.ops.qkv.checks import FLOAT_DTYPES, X_DTYPES
 
 NAME = "fused_qkv_matmul_kv_cache_paged_ragged"
 WEIGHT_BLOCK = 128

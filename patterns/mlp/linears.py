@@ -277,13 +277,13 @@ def match_codes(linears: Sequence[FewTokens], names: Sequence[Names]) -> dict[st
         found = match_scaled_weight(weight, wide, linear.weight_scale)
         if found is None:
             refuse(weight, "the other weight is not")
-        if not _is_stored_as_is(found.codes.value):
+        if not is_stored_as_is(found.codes.value):
             refuse(weight, "these are not what the model stores")
         weights.append(found)
     return weight_arguments(weights, names)
 
 
-def _is_stored_as_is(codes: Value) -> bool:
+def is_stored_as_is(codes: Value) -> bool:
     """Whether codes are what the model stores, or the bytes of that."""
     return (codes.operands[0].value if codes.op == "bitcast" else codes).op in STORED
 

@@ -12,12 +12,13 @@ Dimension letters: T tokens, K hidden size, Hq and Hkv heads, D head_dim.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
 
 import torch
 
+from tilewright.ops.formats.activation_codes import ACTIVATION_BLOCK
 from tilewright.ops.formats.fp8 import FP8_DTYPES
 from tilewright.ops.qkv.qkv_cache import OP
 from tilewright.patterns.cache.address import Address, address, check_pair, place_arguments
@@ -31,7 +32,7 @@ from tilewright.patterns.cache.writes import (
     pairs,
 )
 from tilewright.patterns.collective.sums import unless_summed
-from tilewright.patterns.dataflow import Computed, Dataflow, Value, common_scope
+from tilewright.patterns.dataflow import Computed, Dataflow, Value, View, common_scope
 from tilewright.patterns.effects import size_fact
 from tilewright.patterns.language import Match, Reject, Sought, Stage, Weight, register, reject
 from tilewright.patterns.lora.arguments import fact as lora_fact
@@ -41,6 +42,7 @@ from tilewright.patterns.projection.heads import Heads, match_heads, rope_table,
 from tilewright.patterns.projection.written import check_tokens
 from tilewright.patterns.qkv.gates import with_gates
 from tilewright.patterns.qkv.query import Query, find_query
+from tilewright.patterns.quantised.coded_rows import CodedRows, match_coded_rows
 from tilewright.patterns.quantised.scales import weight_arguments
 from tilewright.patterns.quantised.weights import refuse
 from tilewright.patterns.recognise.dtypes import check_dtypes, dtype_name
@@ -110,7 +112,7 @@ class QkvCache:
             results=q.results,
             absorbed=tuple(value for value in absorbed if value not in kept),
             stores=anchor.stores,
-            facts=_facts(q, keys, v) | ({} if norm is None else {"input_norm": norm.kind}),
+            facts=_facts(q, keys, v, arguments["x"]) | _norm_fact(norm),
             scope=common_scope(k.product.scope, anchor.first.store.scope),
         )
 
@@ -306,11 +308,22 @@ def _codes(q: Heads, k: Heads, v: Heads) -> dict[str, Any]:
         refuse(weights[0].codes, "not those of all three projections")
     arguments = weight_arguments(weights)
     if k.x_scale is not None:
-        arguments |= {"x_scale": k.x_scale, "out_dtype": k.product.dtype}
-    return arguments
+        return arguments | {"x_scale": k.x_scale, "out_dtype": k.product.dtype}
+    rows = _coded_x(k, arguments)
+    if rows is None:
+        return arguments
+    return arguments | {"x": rows.codes, "x_scale": rows.x_scale, "out_dtype": k.product.dtype}
 
 
-def _facts(query: Query, keys: Stored, v: Heads) -> dict[str, Any]:
+def _coded_x(k: Heads, weights: Mapping[str, Any]) -> CodedRows | None:
+    """What the graph decodes the activation from, where the op multiplies such codes with those of
+    the weights. weights: the op's arguments for these."""
+    rows = match_coded_rows(k.x) if weights["weight_format"] == "fp8" else None
+    whole = weights["scale_block"][1] in (ACTIVATION_BLOCK, k.x.shape[1])
+    return rows if whole and isinstance(rows, CodedRows) else None
+
+
+def _facts(query: Query, keys: Stored, v: Heads, x: View) -> dict[str, Any]:
     q, k, place = query.heads, keys.heads, keys.place
     rope = k.rope
     num_heads = q.num_heads // 2 if query.run else q.num_heads
@@ -328,7 +341,7 @@ def _facts(query: Query, keys: Stored, v: Heads) -> dict[str, Any]:
         "write": keys.write.record.kind,
         "slots": place.slots.fact,
         "cache": "x".join(str(n) for n in place.window.shape),
-        "x": f"{dtype_name(k.x.value.dtype)}[{tokens},{k.x.shape[1]}]",
+        "x": f"{dtype_name(x.value.dtype)}[{tokens},{x.shape[1]}]",
     }
     three = (("q", q), ("k", k), ("v", v))
     factors = {name: h.factor for name, h in three if h.factor != 1.0}
@@ -342,6 +355,10 @@ def _facts(query: Query, keys: Stored, v: Heads) -> dict[str, Any]:
     if (weight := k.quantized) is not None:
         facts["weight"] = weight.format + (" with zeros" if weight.zero is not None else "")
     return facts
+
+
+def _norm_fact(norm: Norm | None) -> dict[str, Any]:
+    return {} if norm is None else {"input_norm": norm.kind}
 
 
 def _projection(q: Heads, k: Heads, v: Heads) -> str:

@@ -16,6 +16,7 @@ ORDER = (
     "cache_absent", "mla_latent_store", "qkv_cache", "mla_decode", "lora_qkv", "cache_store",
     "mla_prefill", "cache_attention", "moe", "moe_dense", "moe_router", "all_reduce_residual_norm",
     "linear_activation", "linear_residual", "grouped_gemm_nvfp4", "grouped_gemm",
+    "scaled_linear",
 )  # fmt: skip
 
 

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from tests.interpreted import Interpreter
+from tilewright.codegen.qkv.plan import library_choice
+from tilewright.codegen.targets import SM90, SM100
 from tilewright.ops.formats.weight_rows import weight_rows
+from tilewright.ops.qkv import qkv_cache
+from tilewright.ops.qkv.choices import choice_steps
 from tilewright.ops.qkv.library import project, project_packed
+from tilewright.ops.qkv.operands import prepare
+from tilewright.ops.qkv.samples import AttentionCase
 from tilewright.ops.runtime.program import Library, drive
 
 T, H, G, D, K = 5, 3, 2, 4, 8
@@ -52,3 +60,57 @@ def test_rows_of_one_tensor_take_one_gemm():
     assert made.outcome[0].stride() == (total, (G + 2) * D, D, 1)
     for out, part in zip(made.outcome, parts, strict=True):
         torch.testing.assert_close(out, torch.einsum("tk,...dk->t...d", x, part))
+
+
+CODES = AttentionCase(
+    "codes", num_heads=8, num_kv_heads=4, head_dim=32, hidden=256, weight_format="fp8", codes=True,
+    scale_block=(1, 256), x_scale="token",
+)  # fmt: skip
+BY_BLOCK = replace(CODES, scale_block=(128, 128), x_scale="block")
+
+
+def by_library(case, target=SM90):
+    """(names of the kernels, (result, caches), what they should be) of a call by the library."""
+    a, wanted = (qkv_cache.OP.sample_inputs(case) for _ in range(2))
+    call = prepare(a)
+    choice = library_choice(call.problem, a.x.shape[0], target, False, None)
+    machine = Interpreter(replace(target, num_sms=3))
+    made = drive(choice_steps(call, choice, machine.target), machine).outcome.result
+    right = qkv_cache.reference(wanted)
+    return machine.kernels, (made, a.k_cache, a.v_cache), (right, wanted.k_cache, wanted.v_cache)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        CODES,
+        replace(CODES, x_scale="tensor", scale_block=(256, 256), qk_norm=True),
+        replace(CODES, x_scale="tensor", bias=True),
+        replace(CODES, x_scale="none"),
+        replace(CODES, num_heads=1, num_kv_heads=1),
+        BY_BLOCK,
+        replace(BY_BLOCK, num_tokens=6, bias=True),
+    ],
+    ids=["rows", "tensors", "one for all of x", "x unscaled", "one head", "blocks", "odd tokens"],
+)
+def test_codes_are_multiplied_with_codes(case):
+    kernels, made, wanted = by_library(case)
+    assert kernels == ["qkv_epilogue"]
+    for got, right in zip(made, wanted, strict=True):
+        assert (got.double() - right.double()).norm() < 2.0**-7 * right.double().norm()
+
+
+@pytest.mark.parametrize(
+    ("case", "target"),
+    [
+        (BY_BLOCK, SM100),
+        (replace(CODES, scale_block=(1, 64)), SM90),
+        (replace(CODES, head_dim=24, num_heads=5, num_kv_heads=5), SM90),
+    ],
+    ids=["blocks elsewhere", "blocks of 64", "rows that are no multiple of 16"],
+)
+def test_codes_that_no_library_multiplies_become_numbers(case, target):
+    kernels, made, wanted = by_library(case, target)
+    assert kernels.count("dequantize_weight") == 3
+    for got, right in zip(made, wanted, strict=True):
+        assert (got.double() - right.double()).norm() < 2.0**-7 * right.double().norm()

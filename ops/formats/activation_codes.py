@@ -1,0 +1,58 @@
+"""Activations [T, K] of e4m3 codes, as the arguments of an op have them, and the numbers they
+stand for.
+
+    x[t, k] * x_scale[t, k // 128]
+
+x_scale [T or 1, 1 or ceil(K / 128)]: an axis of one is shared; None for 1.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tilewright.ops.checks import (
+    FLOAT_DTYPES,
+    ArgumentError,
+    check_device,
+    check_dtype,
+    check_shape,
+    holds,
+    shape_text,
+)
+from tilewright.ops.formats.fp8_block import BLOCK
+from tilewright.ops.formats.quantized_weight import expand_blocks
+
+#: What x may have in place of numbers, and the columns that share a scale then.
+ACTIVATION_CODES = torch.float8_e4m3fn
+ACTIVATION_BLOCK = BLOCK
+
+
+def check_x_scale(op: str, x: torch.Tensor, x_scale: torch.Tensor | None) -> None:
+    """Raises ArgumentError unless the scale is one for codes x [T, K]; metadata only."""
+    if x_scale is None:
+        return
+    check_dtype(op, "x_scale", x_scale, FLOAT_DTYPES)
+    check_device(op, "x_scale", x_scale, x.device)
+    check_shape(op, "x_scale", x_scale, "[T or 1, 1 or K / 128]", (None, None))
+    tokens, hidden = x.shape
+    wanted = (tokens, -(-hidden // ACTIVATION_BLOCK))
+    fits = [holds(n == 1) or holds(n == w) for n, w in zip(x_scale.shape, wanted, strict=True)]
+    if not all(fits):
+        expected = f"shape [{tokens} or 1, {wanted[1]} or 1]"
+        raise ArgumentError(op, "x_scale", expected, f"shape {shape_text(x_scale.shape)}")
+
+
+def check_out_dtype(op: str, x_dtype: torch.dtype, out_dtype: torch.dtype | None) -> None:
+    """Raises ArgumentError unless codes are told what they become; numbers stay what they are."""
+    allowed = FLOAT_DTYPES[:3] if x_dtype == ACTIVATION_CODES else (None, x_dtype)
+    if out_dtype not in allowed:
+        expected = " or ".join(map(str, allowed))
+        raise ArgumentError(op, "out_dtype", f"{expected} for {x_dtype}", out_dtype)
+
+
+def scaled_numbers(numbers: torch.Tensor, x_scale: torch.Tensor | None) -> torch.Tensor:
+    """Codes as numbers [T, K] of any floating dtype, times their scales in that dtype."""
+    if x_scale is None:
+        return numbers
+    block = (1, numbers.shape[1] if x_scale.shape[1] == 1 else ACTIVATION_BLOCK)
+    return numbers * expand_blocks(x_scale.to(numbers.dtype), numbers.shape, block)

@@ -1,0 +1,178 @@
+"""Products of e4m3 codes by PyTorch's scaled GEMM, as steps of a call.
+
+    out [T, N] = (x * x_scale) @ (weight * weight_scale)^T + bias
+
+x [T, K] and weight [N, K] are float8_e4m3fn. x_scale [T or 1, 1 or K / 128], None for 1;
+weight_scale [ceil(N / bn), ceil(K / bk)] with block = [bn, bk]. Products are summed in float32:
+PyTorch's fast accumulation would keep fewer bits on Hopper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from tilewright.codegen.targets import Target
+from tilewright.ops.checks import HALVES, proven
+from tilewright.ops.formats.activation_codes import ACTIVATION_BLOCK as BLOCK
+from tilewright.ops.formats.activation_codes import ACTIVATION_CODES
+from tilewright.ops.formats.quantized_weight import expand_blocks
+from tilewright.ops.runtime.program import Buffer, Library, Step
+
+#: How scales go: one for each tensor, one for each row of both, or one for 128 columns of a row of
+#: x and one for 128 x 128 of the weight.
+TENSORS, ROWS, BLOCKS = "tensors", "rows", "blocks"
+# Sizes and strides that the library multiplies are multiples of this.
+_UNIT = 16
+# The releases of torch that scale rows of float16 results, and blocks by the strides that cuBLAS
+# reads: an earlier one multiplied wrongly where K is no multiple of 512.
+_ROWS_OF_FLOAT16, _WITH_BLOCKS = "2.10", "2.11"
+# Rows of x that the library's kernel for blocks takes are a multiple of this.
+_ROWS_OF_BLOCKS = 4
+
+
+@dataclass(frozen=True)
+class ScaledOperands:
+    """What such a product multiplies; see the module."""
+
+    x: torch.Tensor
+    x_scale: torch.Tensor | None
+    weight: torch.Tensor
+    weight_scale: torch.Tensor
+    block: Sequence[int]
+
+    @property
+    def kind(self) -> str | None:
+        """TENSORS, ROWS or BLOCKS; None where the library has no product with such scales."""
+        rows, along = (1, 1) if self.x_scale is None else self.x_scale.shape
+        groups, columns = self.weight_scale.shape
+        if not proven(columns == 1):
+            return BLOCKS if tuple(self.block) == (BLOCK, BLOCK) else None
+        if not proven(along == 1):
+            return None
+        return TENSORS if proven(groups == 1) and proven(rows == 1) else ROWS
+
+    def obstacle(self, out_dtype: torch.dtype) -> str | None:
+        """Why the library does not multiply these to `out_dtype`, from metadata; None where it
+        does, on the chips for which :func:`chip_obstacle` has no reason against it."""
+        kind, (rows, columns) = self.kind, self.weight.shape
+        if (self.x.dtype, self.weight.dtype) != (ACTIVATION_CODES, ACTIVATION_CODES):
+            return f"no scaled product of {self.x.dtype} and {self.weight.dtype}"
+        if kind is None:
+            return "no scaled product has such scales of x and the weight together"
+        unit = BLOCK if kind == BLOCKS else _UNIT
+        if not (proven(rows % unit == 0) and proven(columns % unit == 0)):
+            return f"a scaled product by {kind} wants multiples of {unit}, not {rows} x {columns}"
+        if any(one.stride(1) != 1 or one.stride(0) % _UNIT for one in (self.x, self.weight)):
+            return "a scaled product wants rows that begin at whole 16 bytes"
+        if out_dtype not in HALVES:
+            return f"no scaled product of {out_dtype}"
+        wanted = _WITH_BLOCKS if kind == BLOCKS else ""
+        if (kind, out_dtype) == (ROWS, torch.float16):
+            wanted = _ROWS_OF_FLOAT16
+        if wanted and torch.__version__ < wanted:
+            return f"a scaled product by {kind} to {out_dtype} wants torch {wanted}"
+        return None
+
+
+def chip_obstacle(kind: str | None, target: Target) -> str | None:
+    """Why a chip has no such product; None where it has."""
+    if kind == BLOCKS and not target.scales_blocks:
+        return f"the library scales products by blocks on Hopper alone, not on {target.name}"
+    return None
+
+
+def scaled_product(
+    operands: ScaledOperands, out_dtype: torch.dtype, bias: torch.Tensor | None = None
+) -> Generator[Step, Any, torch.Tensor]:
+    """The product, of `out_dtype`, which bias [N] has too; rounded once."""
+    kind, tokens = operands.kind, operands.x.shape[0]
+    assert kind is not None
+    others = {"x_scale": operands.x_scale, "bias": bias}
+    given = {name: tensor for name, tensor in others.items() if tensor is not None}
+    names = tuple(given)
+    tensors = (operands.x, operands.weight, operands.weight_scale, *given.values())
+    rows = operands.weight.shape[0]
+    if kind == BLOCKS:
+        padded = -(-tokens // _ROWS_OF_BLOCKS) * _ROWS_OF_BLOCKS
+        by_blocks = partial(_by_blocks, names=names, rows=padded, out_dtype=out_dtype)
+        out = yield Library(by_blocks, tensors, makes=Buffer((padded, rows), out_dtype))
+        return out if padded == tokens else out[:tokens]
+    out = yield Buffer((tokens, rows), out_dtype)
+    multiply = partial(_multiply, names=names, kind=kind, block=tuple(operands.block))
+    yield Library(multiply, (out, *tensors))
+    return out
+
+
+def _multiply(
+    out: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    *others: torch.Tensor,
+    names: Sequence[str],
+    kind: str,
+    block: Sequence[int],
+) -> None:
+    given = dict(zip(names, others, strict=True))
+    x_scale = _numbers(given.get("x_scale"), x)
+    if kind == ROWS:
+        scale_a = x_scale.expand(len(x), 1).contiguous()
+        each = expand_blocks(weight_scale.float(), (len(weight), 1), block)
+        scale_b = each.contiguous().t()
+    else:
+        scale_a, scale_b = x_scale.reshape(()), weight_scale.float().reshape(())
+    torch._scaled_mm(
+        x,
+        weight.t(),
+        scale_a=scale_a,
+        scale_b=scale_b,
+        bias=given.get("bias"),
+        out_dtype=out.dtype,
+        use_fast_accum=False,
+        out=out,
+    )
+
+
+def _by_blocks(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    *others: torch.Tensor,
+    names: Sequence[str],
+    rows: int,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """The product of x with so many rows. Scales of x lie one row beside the other, those of the
+    weight along K, padded to a multiple of four."""
+    given = dict(zip(names, others, strict=True))
+    blocks = weight_scale.shape[1]
+    x_scale = _numbers(given.get("x_scale"), x).expand(len(x), blocks)
+    more = rows - len(x)
+    if more:
+        x = functional.pad(x.view(torch.uint8), (0, 0, 0, more)).view(x.dtype)
+        x_scale = functional.pad(x_scale, (0, 0, 0, more))
+    recipes = functional.ScalingType
+    return functional.scaled_mm(
+        x,
+        weight.t(),
+        scale_a=x_scale.t().contiguous().t(),
+        scale_recipe_a=recipes.BlockWise1x128,
+        scale_b=functional.pad(weight_scale.float(), (0, -blocks % 4)).contiguous().t(),
+        scale_recipe_b=recipes.BlockWise128x128,
+        bias=given.get("bias"),
+        output_dtype=out_dtype,
+        use_fast_accum=False,
+    )
+
+
+def _numbers(x_scale: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+    """Scales of x [T or 1, ...] in float32."""
+    if x_scale is None:
+        return torch.ones(1, 1, dtype=torch.float32, device=x.device)
+    return x_scale.float()

@@ -1,0 +1,155 @@
+"""Linears whose activation and weight are both float8 codes, that no other pattern takes.
+
+    x   = (e4m3 codes) * x_scale, rounded; weight = (e4m3 codes) * weight_scale, rounded
+    out = linear(x, weight, bias)     ⇒   scaled_linear(codes, codes, weight_scale, x_scale, ...)
+
+Any number of tokens, any rounding of x: its codes and scale are the graph's, which Inductor
+computes in one kernel with what is in front of them. So does what a library's operator means that
+multiplies such codes (`compiler/quantised/operators.py`), of many tokens; a scaled product of the
+graph's own stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from tilewright.ops.checks import HALVES
+from tilewright.ops.mlp.gains import MOST_TOKENS
+from tilewright.patterns import effects
+from tilewright.patterns.dataflow import Dataflow, Value, once
+from tilewright.patterns.effects import InexpressibleError
+from tilewright.patterns.language import (
+    Match,
+    Missed,
+    Reject,
+    Result,
+    Sought,
+    Stage,
+    miss_at,
+    register,
+)
+from tilewright.patterns.mlp.linears import LEAST_COLUMNS, WEIGHT_NAMES, is_stored_as_is
+from tilewright.patterns.quantised.coded_rows import (
+    CodedRows,
+    UnknownRows,
+    first_alike,
+    match_coded_rows,
+)
+from tilewright.patterns.quantised.scales import weight_arguments
+from tilewright.patterns.quantised.weights import DequantizedWeight, match_scaled_weight
+from tilewright.patterns.recognise.dtypes import check_dtypes, rows_fact
+from tilewright.patterns.recognise.gemm import Gemm, match_gemm, piece_of
+
+_HINT = "known are float8_e4m3fn codes with one scale, or one for each token, or for 128 columns"
+_ARGUMENTS = ("weight", "weight_scale", "scale_block", "weight_format")
+
+
+@dataclass(frozen=True)
+class ScaledLinear:
+    """The pattern; see the module."""
+
+    name: str = "scaled_linear"
+    op: str = "scaled_linear"
+    takes_leftovers: bool = True
+    asked_last: ClassVar[bool] = True  # kernels that do more with the product come before
+    optional: ClassVar[bool] = True  # the library's product computes the graph as it is
+    sought: ClassVar[Sought] = Sought(
+        "linears of activations and weights that are both float8 codes",
+        frozenset({"aten.linear", "aten.addmm", "aten.mm", "aten.matmul"}),
+    )
+
+    def anchors(self, flow: Dataflow) -> Iterator[Value | Missed]:
+        """Products of a weight of float8 codes with an activation of such codes; and those whose
+        activation is rounded otherwise."""
+        for value in flow.values:
+            gemm = match_gemm(value)
+            if gemm is None or not _is_linear(gemm):
+                continue
+            rows = _rows_of(gemm)
+            if rows is None or _weight_of(gemm) is None:
+                continue
+            if isinstance(rows, UnknownRows):
+                yield _missed(gemm, rows)
+            else:
+                yield value
+
+    def match(self, anchor: Value, flow: Dataflow) -> Match:
+        gemm = match_gemm(anchor)
+        assert gemm is not None
+        rows, weight = _rows_of(gemm), _weight_of(gemm)
+        assert isinstance(rows, CodedRows)
+        assert weight is not None
+        check_dtypes([anchor.dtype], "results", anchor, HALVES)
+        rows = first_alike(rows, flow)
+        given = weight_arguments([weight], [WEIGHT_NAMES])
+        tokens, columns = rows.codes.shape
+        made = tokens, gemm.weight.shape[0]
+        return Match(
+            anchor=anchor,
+            arguments={
+                "x": rows.codes,
+                "x_scale": rows.x_scale,
+                "bias": gemm.bias,
+                "out_dtype": anchor.dtype,
+                **{name: given[name] for name in _ARGUMENTS},
+            },
+            results=(Result.of_rows(anchor, made),),
+            absorbed=(anchor,),
+            facts={
+                "x": rows_fact(rows.codes.value.dtype, tokens, columns),
+                "n": gemm.weight.shape[0],
+                "bias": "yes" if gemm.bias is not None else "no",
+            },
+            scope=anchor.scope,
+        )
+
+
+def _is_linear(gemm: Gemm) -> bool:
+    """Whether a product is one of [tokens..., K] with a matrix, that is long enough, and not the
+    graph's own product of codes."""
+    value, (rows, columns) = gemm.value, gemm.weight.shape
+    if not all(isinstance(n, int) and n >= LEAST_COLUMNS for n in (rows, columns)):
+        return False
+    if gemm.shape != value.shape or not effects.is_identity(gemm.layout, gemm.shape):
+        return False
+    tokens = effects.product(gemm.shape[:-1])
+    if effects.only_data_tell(tokens):  # of a mixture's experts
+        return False
+    if gemm.x_scale is None:
+        return True
+    few = isinstance(tokens, int) and tokens <= MOST_TOKENS
+    return value.stands_in and not few
+
+
+@once
+def _rows_of(gemm: Gemm) -> CodedRows | UnknownRows | None:
+    """What the activation of a product is decoded from, or what it is multiplied as."""
+    try:
+        rows = gemm.flat_x
+    except InexpressibleError:
+        return None
+    return match_coded_rows(rows) if gemm.x_scale is None else CodedRows(rows, gemm.x_scale)
+
+
+@once
+def _weight_of(gemm: Gemm) -> DequantizedWeight | None:
+    """The weight of a product where that is float8 codes that the model stores, with scales."""
+    try:
+        found = match_scaled_weight(piece_of(gemm.weight), gemm.weight_scale)
+    except (Reject, InexpressibleError):
+        return None
+    if found is None or found.format != "fp8" or found.has_factors or found.scale is None:
+        return None
+    return found if is_stored_as_is(found.codes.value) else None
+
+
+def _missed(gemm: Gemm, rows: UnknownRows) -> Missed:
+    message = f"{gemm.value}: its weight is float8 codes, its activation is decoded from {rows.why}"
+    code, stage = "ACTIVATION_FORMAT", Stage.GUARDS
+    miss = miss_at(code, stage, message, gemm.value, hint=_HINT, weight="advice")
+    return Missed(miss, products=(gemm.value,))
+
+
+register(ScaledLinear())

@@ -1,0 +1,127 @@
+"""`scaled_linear` on a GPU beside float64 of the same codes, and what it does not take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.interpreted import interpret
+from tilewright.codegen.targets import SM89, SM90, SM100
+from tilewright.ops.checks import ArgumentError
+from tilewright.ops.mlp import scaled_linear
+from tilewright.ops.mlp.cases import SCALED_CASES, ScaledCase
+from tilewright.ops.runtime.device import device_target
+
+OP = scaled_linear.OP
+BY_NAME = {case.name: case for case in SCALED_CASES}
+ROWS = ScaledCase(
+    "rows", num_tokens=1024, k=4096, n=6144, weight_format="fp8", scale_block=(1, 4096),
+    x_scale=("tokens", 1),
+)  # fmt: skip
+BLOCKS = replace(ROWS, scale_block=(128, 128), x_scale=("tokens", "blocks"))
+TENSORS = replace(ROWS, scale_block=(6144, 4096), x_scale=(1, 1))
+
+
+def exact(a):
+    """The result in float64."""
+    return scaled_linear.reference(replace(a, out_dtype=torch.float64))
+
+
+def graphs_own(a):
+    """What the graph that the op stands for computes: both operands rounded, then their product."""
+    rows = scaled_linear.scaled_numbers(a.x.double(), a.x_scale).to(a.out_dtype)
+    weight = a.linear.dequantize(torch.float64).to(a.out_dtype)
+    return torch.nn.functional.linear(rows, weight, a.bias)
+
+
+@pytest.mark.parametrize("name", ["rows", "tensors", "blocks", "half_rows", "rows_in_blocks"])
+def test_the_reference_is_float64_rounded(name):
+    a = OP.sample_inputs(BY_NAME[name])
+    assert OP.tolerances[a.out_dtype].problem(OP.reference(a), exact(a)) is None
+
+
+@pytest.mark.parametrize("name", ["odd_blocks", "odd_sizes", "float"])
+def test_what_the_library_does_not_multiply_has_a_reason(name):
+    a = OP.sample_inputs(BY_NAME[name])
+    assert OP.plan_for(a, "sm90").name == "reference"
+    assert "scaled product" in OP.plan_for(a, "sm90").reason
+
+
+@pytest.mark.parametrize(("target", "taken"), [(SM90, True), (SM100, False), (SM89, False)])
+def test_blocks_are_multiplied_on_hopper_alone(target, taken):
+    blocks, rows = (OP.sample_inputs(BY_NAME[name]) for name in ("blocks", "rows"))
+    assert (OP.plan_for(blocks, target.name).name == "library") == taken
+    assert OP.plan_for(rows, target.name).name == "library"
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 4, 6])
+def test_rows_are_padded_for_blocks(tokens):
+    a = OP.sample_inputs(replace(BY_NAME["blocks"], num_tokens=tokens))
+    made = interpret(OP, a).outcome.result
+    assert made.shape == (tokens, 384)
+    assert OP.tolerances[a.out_dtype].problem(made, exact(a)) is None
+
+
+def test_blocks_want_a_torch_that_reads_their_strides(monkeypatch):
+    a = OP.sample_inputs(BY_NAME["blocks"])
+    assert scaled_linear.library_obstacle(a) is None
+    monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.10.0"))
+    assert "wants torch 2.11" in scaled_linear.library_obstacle(a)
+
+
+@pytest.mark.parametrize(
+    ("changes", "argument"),
+    [
+        ({"out_dtype": None}, "out_dtype"),
+        ({"weight_format": "int8"}, "weight_format"),
+        ({"x_scale": torch.ones(2, 1)}, "x_scale"),
+        ({"bias": torch.ones(128)}, "bias"),
+        ({"x": torch.ones(5, 256)}, "x"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_named(changes, argument):
+    a = OP.sample_inputs(BY_NAME["tensors"])
+    with pytest.raises(ArgumentError) as raised:
+        OP.call(replace(a, **changes))
+    assert raised.value.argument == argument
+
+
+GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here"),
+]
+
+
+def on_gpu(case, seed=0):
+    """Arguments on the GPU, where that has a product of their kind."""
+    a = OP.sample_inputs(case, device="cuda", seed=seed)
+    obstacle = OP.target_obstacle(a, device_target(a.x.device)) or scaled_linear.library_obstacle(a)
+    if obstacle:
+        pytest.skip(obstacle)
+    return a
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 130, 1024, 1027])
+@pytest.mark.parametrize(
+    "case",
+    [TENSORS, ROWS, BLOCKS, replace(ROWS, bias=True), replace(ROWS, dtype=torch.float16)],
+    ids=["tensors", "rows", "blocks", "bias", "half"],
+)
+class TestOnAGpu:
+    pytestmark = GPU
+
+    def test_no_further_from_float64_than_the_graph(self, case, tokens):
+        a = on_gpu(replace(case, num_tokens=tokens))
+        made, right = OP.call(a), exact(a)
+        assert OP.choose("cuda", a).lowering.name == "library"
+        assert OP.tolerances[a.out_dtype].problem(made, right) is None
+        ours, own = ((one.double() - right).norm() for one in (made, graphs_own(a)))
+        assert ours <= own + 2.0**-9 * right.norm()
+
+    def test_a_call_repeats_itself(self, case, tokens):
+        a = on_gpu(replace(case, num_tokens=tokens))
+        first = OP.call(a)
+        for _ in range(3):
+            assert torch.equal(OP.call(a), first)
