@@ -63,7 +63,10 @@ def test_a_prepared_model_computes_what_the_library_does_and_is_fused(name, kind
     # One rounding: quanto and int4 multiply in other kernels, and activations of eight bits
     # are decoded.
     rounded = "quanto" in name or name == "bitsandbytes-int8" or name.startswith("torchao-int4")
-    torch.testing.assert_close(logits, theirs, rtol=0, atol=0.02 if rounded else 0)
+    # AWQ's weight has the same numbers in another order of memory, which another sum of the CPU's
+    # library reads.
+    allowed = 0.02 if rounded else 0.002 if name == "awq" else 0
+    torch.testing.assert_close(logits, theirs, rtol=0, atol=allowed)
     compiled = torch.compile(model, backend="tilewright", options={"inner": "eager"})
     fused = compiled(**step_of(model)).logits
     (report,) = reports()
