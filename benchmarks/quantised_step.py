@@ -42,15 +42,15 @@ import torch
 from coverage import first_line
 from decode_cache import generate_inputs, new_cache, rewind
 from end_to_end import MAX_LENGTH, Case, peak_mib
-from quantised import exact_logits, is_made, loaded, made_by
+from quantised import FORMATS, exact_logits, is_made, loaded, made_by
 from quantised_table import is_further
 from side_by_side import finished_rows, has_turn
 from timing import capture, interleaved_us, keep
-from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import GptOssConfig, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.models.shipped import CONFIGS, SHIPPED, dense
+from tests.models.shipped import CONFIGS, dense
 from tilewright.compiler import prepare, reports
 from tilewright.compiler.verify import relative_error
 
@@ -73,6 +73,12 @@ CONFIGS |= {
     "qwen3-30b-a3b": (
         Qwen3MoeConfig,
         SHARED | EXPERTS | {"hidden_size": 2048, "num_key_value_heads": 4, "norm_topk_prob": True},
+    ),
+    "gpt-oss-20b": (
+        GptOssConfig,
+        SHARED
+        | {"hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64}
+        | {"head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4},
     ),
 }
 CASES = ("1x1", "16x1", "16x1-padded", "64x1")
@@ -191,7 +197,7 @@ class Prepared:
 
 def prepared_cases(given: argparse.Namespace) -> Iterator[Prepared]:
     """Makes the model of one format, and of each case all but the times."""
-    shipped = SHIPPED[given.format]
+    shipped = FORMATS[given.format]
     facts = {"format": given.format, "model": given.model, "made": made_by(shipped.library)}
     with torch.device(given.made_on):
         library = loaded(given.format, given.model)
@@ -241,8 +247,8 @@ def commands(given: argparse.Namespace) -> dict[str, list[str]]:
     """The processes, by what they are called; formats whose library is missing are named."""
     found = {}
     for form in given.formats:
-        if not SHIPPED[form].is_installed:
-            print(f"{form}: {SHIPPED[form].library} is not installed", flush=True)
+        if not FORMATS[form].is_installed:
+            print(f"{form}: {FORMATS[form].library} is not installed", flush=True)
             continue
         for kind in (kind for kind in given.models if is_made(form, kind)):
             shared = [__file__, "--format", form, "--model", kind, "--limit", str(given.limit)]
@@ -275,7 +281,7 @@ def has_lost(row: dict[str, Any]) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--formats", nargs="+", default=list(SHIPPED), choices=list(SHIPPED))
+    parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=list(FORMATS))
     parser.add_argument("--models", nargs="+", default=["llama3-8b"], choices=list(CONFIGS))
     parser.add_argument("--cases", nargs="+", default=list(CASES))
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=VARIANTS)

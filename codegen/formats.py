@@ -111,8 +111,8 @@ WEIGHT_FORMATS = {
 }
 
 
-# Twice the numbers of E2M1's 16 codes, as bytes.
-_E2M1_BYTES = struct.unpack(
+#: Twice the numbers of E2M1's 16 codes, as bytes, four in a signed word.
+E2M1_BYTES = struct.unpack(
     "<4i", struct.pack("<16b", *(0, 1, 2, 3, 4, 6, 8, 12), *(0, -1, -2, -3, -4, -6, -8, -12))
 )
 
@@ -281,8 +281,18 @@ class Quantization:
         """Codes in a word of 32 bits."""
         return 32 // self.format.bits
 
-    def dot_obstacle(self, per: int) -> str | None:
-        """Why no dot product takes words of `per` codes; None where one does."""
+    @property
+    def dot_run(self) -> int:
+        """Words that share a sum of dot products: 16 bytes, or less where a scale is for less."""
+        return 2 if self.format.bits == 4 and self.block[1] == 16 else 4
+
+    def dot_obstacle(self, columns: int) -> str | None:
+        """Why no dot product takes rows of `columns` codes; None where one does."""
+        per = self.per_int32
+        if columns % per:
+            return f"{columns} columns are no whole words"
+        if self.block[1] < columns and self.block[1] % (self.dot_run * per):
+            return f"scales of {self.block[1]} columns"
         if self.x_scale is not None:
             return "x has codes too"
         if self.packed_rows:
@@ -299,7 +309,7 @@ class Quantization:
         integers, signed = self.dots_integers, self.format.number == "e2m1"
         return {
             **({"NUMBER": table_words(self.format.number)} if self.has_table else {}),
-            **({"BYTES": _E2M1_BYTES, "SIGNED": True} if signed else {}),
+            **({"BYTES": E2M1_BYTES, "SIGNED": True} if signed else {}),
             **({"FLOATS": True} if not integers else {}),
             **({"ADDED_ZEROS": True} if self.format.added_zeros else {}),
             **({"ZERO": self.zero_point} if integers and self.zero_point else {}),

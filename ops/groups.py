@@ -63,6 +63,12 @@ class OptionalGroup(Generic[T]):
         (kind,) = self._kind.__bases__
         return kind.__name__, kind.__doc__ or ""
 
+    @property
+    def divided(self) -> frozenset[str]:
+        """The op's arguments of which one element each is a field of the group."""
+        names: Mapping[str, str] = self._kind.__dict__["names"]
+        return frozenset(n.partition("[")[0] for n in names.values() if "[" in n)
+
     def arguments(self, group: T) -> dict[str, Any]:
         """The fields of a group, by the names of the op's arguments."""
         names: Mapping[str, str] = self._kind.__dict__["names"]

@@ -51,11 +51,13 @@ def pytest_runtest_setup(item):
 def quicken_dynamo():
     """Dynamo times the guards of each compilation with cold caches, for its log, a tenth of what
     compiling a small model costs; writes all of its and Inductor's settings into it, each change
-    of an object with all places that made it, and the function's name beside each call, for which
-    it reads whole files."""
+    of an object with all places that made it, the function's name beside each call, for which it
+    reads whole files, and the line of the model beside each guard."""
     guards = sys.modules.get("torch._dynamo.guards")
     if hasattr(guards, "profile_guard_manager"):
         guards.profile_guard_manager = lambda *arguments: 0.0
+    if hasattr(guards, "get_verbose_code_part"):
+        guards.get_verbose_code_part = lambda code_part, guard: code_part
     utils = sys.modules.get("torch._dynamo.utils")
     for name in ("_scrubbed_inductor_config_for_logging", "_get_dynamo_config_for_logging"):
         if hasattr(utils, name):
@@ -133,3 +135,11 @@ def fresh_dynamo():
     backend._REPORTS.clear()
     with torch.no_grad():
         yield
+
+
+@pytest.fixture
+def graphs_kept(monkeypatch):
+    """Reports of compilations keep their graphs, so that one trace is both run and looked at."""
+    from tilewright.compiler.report import GraphReport
+
+    monkeypatch.setattr(GraphReport, "without_graphs", lambda report: report)

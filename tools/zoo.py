@@ -12,9 +12,11 @@ import importlib
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any
 
+from tilewright.tools.models.checkpoint import folder_of
 from tilewright.tools.models.loading import LoadedModel as LoadedModel
 from tilewright.tools.models.loading import ModelError as ModelError
 from tilewright.tools.models.loading import load_function, place_of
@@ -22,7 +24,7 @@ from tilewright.tools.models.loading import load_function, place_of
 if TYPE_CHECKING:  # torch is imported with the first model only: the names are needed without
     import torch
 
-FORMS = "a zoo name, module:function or file.py:function"
+FORMS = "a zoo name, module:function, file.py:function or a folder with a config.json"
 
 PREFILL = "-prefill"
 PREFILL_TOKENS = 1024
@@ -162,11 +164,15 @@ def load_model(spec: str, **options: Any) -> LoadedModel:
     """The model that `spec` names, with its arguments.
 
     `spec` is a zoo name ("llama3-8b": one token per sequence, batch 1; "llama3-8b-prefill": 1024
-    tokens), "module:function" or "file.py:function"; the function returns (model, args, kwargs).
-    `options` go to `build_zoo_model` or to the function. Raises ModelError.
+    tokens), "module:function" or "file.py:function"; the function returns (model, args, kwargs); or
+    a checkpoint's folder, or its config.json. `options` go to `build_zoo_model`,
+    `build_checkpoint_model` or to the function. Raises ModelError.
     """
     if is_zoo_name(spec):
         return build_zoo_model(spec, **options)
+    folder = folder_of(spec)
+    if folder is not None:
+        return build_checkpoint_model(folder, **options)
     place, function = place_of(spec)
     if not place or not function:
         close = difflib.get_close_matches(spec, zoo_names(), n=1)
@@ -224,20 +230,48 @@ def build_zoo_model(
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
         model.requires_grad_(False)
-        takes_places = "cache_position" in inspect.signature(model.forward).parameters
-        if form.endswith(LORA):
-            model = _with_adapters(name, model)
+        adapted = _with_adapters(name, model) if form.endswith(LORA) else model
         cache = _cache(transformers, config, form.endswith(PAGED), cache_length)
-        input_ids = torch.zeros(batch, tokens, dtype=torch.int64)
-        kwargs = {"past_key_values": cache}
-        if takes_places:  # as generate() gives; others count from the cache themselves
-            kwargs["cache_position"] = torch.arange(tokens)
-        if hasattr(config, "kv_lora_rank"):
-            _allocate_as_cached(cache, model, input_ids, kwargs)
-        else:
-            heads, head_dim = config.num_key_value_heads, config.head_dim
-            cache.early_initialization(batch, heads, head_dim, dtype, torch.device(device))
-    return LoadedModel(model, (input_ids,), kwargs)
+        args, kwargs = _step(model, cache, (batch, tokens))
+    return LoadedModel(adapted, args, kwargs)
+
+
+def build_checkpoint_model(
+    folder: Path, *, tokens: int = 1, batch: int = 1, cache_length: int = 2048
+) -> LoadedModel:
+    """Builds the model of a checkpoint's config.json on the meta device, without its weights, in
+    the formats that it says, with `tokens` new tokens for each of `batch` sequences and a static
+    cache. Raises ModelError."""
+    import torch
+
+    from tilewright.tools.models.checkpoint import model_of
+
+    transformers = _imported("transformers", str(folder))
+    model = model_of(folder)
+    with torch.device("meta"):
+        cache = _cache(transformers, model.config, False, cache_length)
+        return LoadedModel(model, *_step(model, cache, (batch, tokens)))
+
+
+def _step(
+    model: Any, cache: Any, size: tuple[int, int]
+) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
+    """The arguments of a model's step of `size` [batch, tokens], on torch's default device; the
+    cache gets its tensors."""
+    import torch
+
+    input_ids = torch.zeros(size, dtype=torch.int64)
+    kwargs: dict[str, Any] = {"past_key_values": cache}
+    if "cache_position" in inspect.signature(model.forward).parameters:
+        # as generate() gives; others count from the cache themselves
+        kwargs["cache_position"] = torch.arange(size[1])
+    config = model.config
+    heads, head_dim = (getattr(config, n, None) for n in ("num_key_value_heads", "head_dim"))
+    if hasattr(config, "kv_lora_rank") or heads is None or head_dim is None:
+        _allocate_as_cached(cache, model, input_ids, kwargs)
+    else:
+        cache.early_initialization(size[0], heads, head_dim, model.dtype, input_ids.device)
+    return (input_ids,), kwargs
 
 
 def _cache(transformers: ModuleType, config: Any, paged: bool, length: int) -> Any:

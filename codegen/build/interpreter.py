@@ -53,6 +53,12 @@ def round_to_fp8(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
     return wide.to(dtype).view(torch.uint8).numpy()
 
 
+def fp8_numbers(bits: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+    """Patterns (uint8) of 8-bit floats to fp32, exactly; Triton makes a number of NaN."""
+    patterns = torch.from_numpy(np.array(bits, order="C").view(np.uint8))
+    return patterns.view(dtype).float().numpy()
+
+
 def _is_bf16(handle: TensorHandle) -> bool:
     return handle.dtype.scalar.is_bf16()
 
@@ -157,6 +163,9 @@ def _cast(original: Callable) -> Callable:
             return TensorHandle(round_to_fp8(_widened(src).data, _FP8[target]), target)
         if target == tl.bfloat16 and not _is_bf16(src) and not src.dtype.scalar.is_fp8():
             return TensorHandle(round_to_bf16(src.data), tl.bfloat16)
+        if src.dtype.scalar in _FP8 and target in _WIDE:
+            numbers = fp8_numbers(src.data, _FP8[src.dtype.scalar])
+            return TensorHandle(numbers.astype(_WIDE[target]), target)
         if not _is_bf16(src):
             return original(self, src, dst_type, *args)
         wide = _widened(src)

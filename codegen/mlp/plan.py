@@ -90,14 +90,15 @@ class DotTiling:
 
 
 # Measured on an H100, one token, the projections of Llama-3-8B (down, gate and up, out): int4 takes
-# 13.8, 24.8 and 5.6 us where the tensor core's kernels take 16.7, 34.7 and 7.9; float8 21.8, 44.8
+# 13.8, 24.8 and 5.6 us where the tensor core's kernels take 16.7, 34.7 and 7.9; float8 21.8, 44.5
 # and 8.4 where those take 24.4, 47.6 and 9.0; NVFP4 17.5, 40.5 and 7.0, and 29.0, 62.5 and 10.8;
-# nf4 19.8, 45.0 and 6.9, and 26.6, 56.0 and 10.2.
+# nf4 19.8, 47.6 and 6.9, and 26.6, 56.0 and 10.2.
 DOTS = DotTiling(8, 256)
 DOTS_OF_INTEGERS = DotTiling(16, 256)
 DOTS_OF_TABLES = DotTiling(16, 256)
 GATED_DOTS = DotTiling(8, 512)
-GATED_DOTS_OF_TABLES = DotTiling(8, 128, num_warps=2)
+GATED_DOTS_OF_BYTES = DotTiling(8, 256)
+GATED_DOTS_OF_TABLES = DotTiling(4, 256)
 
 
 def dot_obstacle(
@@ -116,19 +117,9 @@ def dot_obstacle(
         return f"{problem.norm.kind} norm"
     if not problem.k_major:
         return "rows lie next to each other"
-    per = q.per_int32
-    if per == 4 and not bytes_fill_words:
+    if q.per_int32 == 4 and not bytes_fill_words:
         return "bytes that are no words"
-    if problem.k % per:
-        return f"{problem.k} columns are no whole words"
-    if q.block[1] < problem.k and q.block[1] % (dot_run(q) * per):
-        return f"scales of {q.block[1]} columns"
-    return q.dot_obstacle(per)
-
-
-def dot_run(q: Quantization) -> int:
-    """Words that share a sum: 16 bytes, or less where a scale is for less."""
-    return 2 if q.format.bits == 4 and q.block[1] == 16 else 4
+    return q.dot_obstacle(problem.k)
 
 
 def dot_config(problem: LinearProblem) -> DotConfig:
@@ -137,14 +128,14 @@ def dot_config(problem: LinearProblem) -> DotConfig:
     assert q is not None
     tiling = _dot_tiling(problem.gated, q)
     block_k = tiling.words * q.per_int32
-    return DotConfig(tiling.rows, block_k, dot_run(q), q.per_int32, tiling.num_warps)
+    return DotConfig(tiling.rows, block_k, q.dot_run, q.per_int32, tiling.num_warps)
 
 
 def _dot_tiling(gated: bool, q: Quantization) -> DotTiling:
     if q.has_table:
         return GATED_DOTS_OF_TABLES if gated else DOTS_OF_TABLES
     if gated:
-        return GATED_DOTS
+        return GATED_DOTS if q.format.bits == 4 else GATED_DOTS_OF_BYTES
     return DOTS_OF_INTEGERS if q.format.bits == 4 and not q.format.number else DOTS
 
 

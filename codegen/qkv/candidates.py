@@ -6,9 +6,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
-from tilewright.codegen.qkv.kernels import Config, SwappedConfig, TiledConfig, tiles_per_head
+from tilewright.codegen.qkv.kernels import (
+    Config,
+    DotsConfig,
+    SwappedConfig,
+    TiledConfig,
+    tiles_per_head,
+)
 from tilewright.codegen.qkv.problem import (
     QkvProblem,
+    dots_obstacle,
     heads_fit,
     steps_fit,
     swapped_obstacle,
@@ -22,6 +29,22 @@ MOST_TOKENS_IN_REGISTERS = 32
 # Sums of a warp beside codes that are floats of four bits: more spill (sm90).
 MOST_SUMS_OF_FLOATS = 1024
 
+# Formats of which few tokens are multiplied without tensor cores, and up to how many. On an H100
+# the projection of Llama-3-8B takes 7.4 us in int4 (the tensor core's kernel 9.9), 9.6 in int8
+# (13.0), 12.4 in float8 (13.1; 10.0 and 14.6 in blocks), 8.9 in NVFP4 (11.0), 8.8 in MXFP4 (15.1)
+# and 9.8 in nf4 (14.4).
+DOTTED_FORMATS = ("int4_k", "int4_k_offset", "int8", "fp8", "nvfp4", "mxfp4", "nf4", "fp4")
+MOST_DOTTED_TOKENS = 1
+# Pairs of a head in such a program, where no norm wants whole heads. 32-bit words, rows by columns,
+# that four warps take in a step, and the least of a row. Programs of a multiprocessor that share K
+# where tiles are few.
+DOT_PAIRS = 8
+DOT_WORDS, DOT_WORDS_OF_NIBBLES = 4096, 2048
+LEAST_DOT_WORDS, LEAST_DOT_WORDS_OF_NIBBLES = 32, 16
+DOT_PROGRAMS = 3
+# More words in a thread's registers spill.
+MOST_THREAD_WORDS = 64
+
 
 def candidates(problem: QkvProblem, num_tokens: int, target: Target) -> list[Config]:
     """The configs worth a try that this problem and target can take."""
@@ -31,6 +54,9 @@ def candidates(problem: QkvProblem, num_tokens: int, target: Target) -> list[Con
 
 def _configs(problem: QkvProblem, num_tokens: int, target: Target) -> Iterator[Config]:
     """What was worth its while on an H200, in any problem measured."""
+    dots = dots_config(problem, num_tokens, target)
+    if dots is not None:
+        yield dots
     if problem.quantization is not None:
         yield from _code_configs(problem, num_tokens)
         return
@@ -44,6 +70,28 @@ def _configs(problem: QkvProblem, num_tokens: int, target: Target) -> Iterator[C
                     yield SwappedConfig(block_p, block_t, block_k, warps, stages, split_k)
     for heads in (1, 2, 4, 8):
         yield from _tiled_configs(heads, heads * problem.epilogue.head_dim, num_tokens, target)
+
+
+def dots_config(problem: QkvProblem, num_tokens: int, target: Target) -> DotsConfig | None:
+    """The tiles without tensor cores; None where no such kernel takes the call, or is no faster."""
+    q, heads = problem.quantization, problem.epilogue
+    if q is None or num_tokens > MOST_DOTTED_TOKENS or q.weight_format not in DOTTED_FORMATS:
+        return None
+    whole = next_power_of_2(heads.pairs_per_head)
+    block_p = whole if heads.has_norm else DOT_PAIRS
+    nibbles = q.format.bits == 4
+    tile = DOT_WORDS_OF_NIBBLES if nibbles else DOT_WORDS
+    least = LEAST_DOT_WORDS_OF_NIBBLES if nibbles else LEAST_DOT_WORDS
+    words = max(tile // (2 * block_p), least)
+    warps = max(4 * 2 * block_p * words // tile, 4)
+    if problem.hidden % (words * q.per_int32):
+        words = max(words // 2, least)
+    block_k = q.per_int32 * words
+    tiles = heads.heads_in_all * cdiv(heads.pairs_per_head, block_p)
+    steps = cdiv(problem.hidden, block_k)
+    parts = max(min(DOT_PROGRAMS * target.num_sms // tiles, steps), 1)
+    config = DotsConfig(block_p, block_k, warps, cdiv(steps, cdiv(steps, parts)))
+    return config if fits(problem, config, target) else None
 
 
 def _tiled_configs(
@@ -116,9 +164,24 @@ def fits(problem: QkvProblem, config: Config, target: Target) -> bool:
     """Whether a config is legal for the problem and within the target's limits."""
     if isinstance(config, TiledConfig):
         legal = tiled_obstacle(problem) is None and _tiled_fits(problem, config)
+    elif isinstance(config, DotsConfig):
+        legal = dots_obstacle(problem) is None and _dots_fits(problem, config)
     else:
         legal = swapped_obstacle(problem) is None and _swapped_fits(problem, config, target)
     return legal and shared_bytes(problem, config, target) <= target.max_shared_bytes - 2048
+
+
+def _dots_fits(problem: QkvProblem, config: DotsConfig) -> bool:
+    q, heads = problem.codes, problem.epilogue
+    if not 8 <= config.block_p <= next_power_of_2(heads.pairs_per_head):
+        return False
+    if cdiv(problem.hidden, config.block_k) < config.split_k:
+        return False
+    words = int(2 * config.block_p * config.block_k * q.code_bytes / 4)
+    many = words > 32 * config.num_warps * MOST_THREAD_WORDS
+    if many or config.block_k % (q.dot_run * q.per_int32):
+        return False
+    return not heads.has_norm or tiles_per_head(problem, config) == 1
 
 
 def _swapped_fits(problem: QkvProblem, config: SwappedConfig, target: Target) -> bool:

@@ -50,6 +50,8 @@ KERNELS = (EPILOGUE, TILED, SWAPPED, ORDER, DEQUANTIZE)
 # Columns of a weight row that are asked for while the kernel before this one ends: where x is
 # normed here, that is one of ours.
 PREFETCHED = 256
+# Words of 128 bytes, which dot products ask for at a time.
+DOT_LINE = 32
 # Tokens of one program of `order_x`.
 ORDER_TOKENS = 8
 
@@ -128,8 +130,38 @@ class SwappedConfig:
         )
 
 
+@dataclass(frozen=True)
+class DotsConfig:
+    """`qkv_projection_swapped` without tensor cores: 2 * block_p rows of codes by one token, in
+    steps of block_k columns; split_k programs share a tile's K."""
+
+    block_p: int
+    block_k: int
+    num_warps: int
+    split_k: int = 1
+    num_stages: int = 1
+
+    @property
+    def kind(self) -> str:
+        return "dots"
+
+    @property
+    def block_t(self) -> int:
+        return 1
+
+    def __str__(self) -> str:
+        return f"dots {2 * self.block_p}x{self.block_k} /{self.split_k} w{self.num_warps}"
+
+
+#: The tiles of `qkv_projection_swapped`.
+RowsConfig = SwappedConfig | DotsConfig
 #: The tiles of a fused kernel; kind: its name in plans.
-Config = SwappedConfig | TiledConfig
+Config = RowsConfig | TiledConfig
+CONFIGS: dict[str, type[Config]] = {
+    "swapped": SwappedConfig,
+    "dots": DotsConfig,
+    "tiled": TiledConfig,
+}
 
 
 @dataclass(frozen=True)
@@ -165,11 +197,11 @@ def tiled_grid(problem: QkvProblem, config: TiledConfig, num_tokens: int, num_sm
     return min(tiles, num_sms * config.programs_per_sm) if config.persistent else tiles
 
 
-def tiles_per_head(problem: QkvProblem, config: SwappedConfig) -> int:
+def tiles_per_head(problem: QkvProblem, config: RowsConfig) -> int:
     return cdiv(problem.epilogue.pairs_per_head, config.block_p)
 
 
-def swapped_statics(problem: QkvProblem, config: SwappedConfig) -> Statics:
+def swapped_statics(problem: QkvProblem, config: RowsConfig) -> Statics:
     """The constants of `qkv_projection_swapped`. Raises ValueError where a norm would be cut."""
     heads, slices = problem.epilogue, tiles_per_head(problem, config)
     if heads.has_norm and slices != 1:
@@ -178,8 +210,10 @@ def swapped_statics(problem: QkvProblem, config: SwappedConfig) -> Statics:
             f"got {config.block_p}"
         )
     q, k, v = problem.weights
+    per = words_of(problem, config)
     weights = {
-        f"{x}_WEIGHT_STRIDES": one.strides for x, one in zip("QKV", (q, k, v or k), strict=True)
+        f"{x}_WEIGHT_STRIDES": (*(stride // per for stride in one.strides[:-1]), one.strides[-1])
+        for x, one in zip("QKV", (q, k, v or k), strict=True)
     }
     return Statics(
         config,
@@ -187,9 +221,13 @@ def swapped_statics(problem: QkvProblem, config: SwappedConfig) -> Statics:
         HIDDEN=problem.hidden,
         TILES_PER_HEAD=slices,
         **weights,
-        **_input_norm_constants(problem),
-        **_code_constants(problem, config),
+        **(_input_norm_constants(problem) | _code_constants(problem, config)),
     )
+
+
+def words_of(problem: QkvProblem, config: RowsConfig) -> int:
+    """Elements of a weight in a word that the kernel reads: of bytes that dot products take, 4."""
+    return 4 if isinstance(config, DotsConfig) and problem.codes.per_int32 == 4 else 1
 
 
 def _input_norm_constants(problem: QkvProblem) -> dict[str, Constant]:
@@ -204,27 +242,36 @@ def _input_norm_constants(problem: QkvProblem) -> dict[str, Constant]:
     }
 
 
-def _code_constants(problem: QkvProblem, config: SwappedConfig) -> dict[str, Constant]:
+def _code_constants(problem: QkvProblem, config: RowsConfig) -> dict[str, Constant]:
     q = problem.quantization
     if q is None:
         return {}
     there = [index if weight else 1 for index, weight in enumerate(problem.weights)]
+    strides: dict[str, Constant] = {
+        f"{x}_BLOCK_STRIDES": q.block_strides(at) for x, at in zip("QKV", there, strict=True)
+    }
+    if isinstance(config, DotsConfig):
+        own = q.dot_constants(problem.hidden, q.per_int32) | strides
+        own |= {"SIGNED": True} if problem.weights[0].dtype == "i8" else {}
+        own |= {"RUN": q.dot_run, "LINE": DOT_LINE, "LETS_IN": True}
+        # The lines of the first step.
+        return own | {"PREFETCH": max(config.block_k, DOT_LINE * q.per_int32)}
     return {
         "X_IN_ORDER": config.ordered_x,
         "X_SCALE_STRIDES": q.x_scale.strides if q.x_scale else (0, 0),
         "X_SCALE_BLOCK": q.x_block if q.x_scale else problem.hidden,
         **q.block_constants(problem.hidden, config.block_k),
-        **{f"{x}_BLOCK_STRIDES": q.block_strides(at) for x, at in zip("QKV", there, strict=True)},
+        **strides,
     }
 
 
-def workspace_elements(problem: QkvProblem, config: SwappedConfig) -> int:
+def workspace_elements(problem: QkvProblem, config: RowsConfig) -> int:
     """Numbers that the parts of one tile take."""
     sums = 2 * config.block_p + squares_a_row(problem.input_norm)
     return config.split_k * sums * config.block_t
 
 
-def swapped_grid(problem: QkvProblem, config: SwappedConfig, num_tokens: int) -> tuple[int, int]:
+def swapped_grid(problem: QkvProblem, config: RowsConfig, num_tokens: int) -> tuple[int, int]:
     row_tiles = problem.epilogue.heads_in_all * tiles_per_head(problem, config)
     return row_tiles * config.split_k, cdiv(num_tokens, config.block_t)
 

@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tilewright.codegen.qkv.kernels import Config, SwappedConfig, TiledConfig
+from tilewright.codegen.qkv.kernels import CONFIGS, Config
 from tilewright.codegen.qkv.problem import QkvProblem
 from tilewright.codegen.targets import Target
 
@@ -76,7 +76,7 @@ def write_config(config: Config) -> dict[str, Any]:
 def read_config(values: Mapping[str, Any]) -> Config:
     """The inverse of `write_config`."""
     fields = {key: value for key, value in values.items() if key != "kind"}
-    return TiledConfig(**fields) if values["kind"] == "tiled" else SwappedConfig(**fields)
+    return CONFIGS[values["kind"]](**fields)
 
 
 def table_text(facts: Mapping[str, object], rows: Iterable[Mapping[str, object]]) -> str:

@@ -1,16 +1,18 @@
 """Which lowering a QKV problem takes, and why: decided from data, without a GPU.
 
-Three lowerings compute `fused_qkv_paged`:
+Four lowerings compute `fused_qkv_paged`:
 
+    dots       one kernel without tensor cores, weights of codes: one token
     swapped    one kernel, weight rows on the M side: few tokens
     tiled      one kernel, tokens on the M side, TMA: many tokens
     library    library GEMMs (one where the three weights are rows of one tensor), then
                `qkv_epilogue` over their results
 
-A norm of x is a part of `swapped`; before the others x is normed by itself.
+A norm of x is a part of `dots` and, of weights that are no codes, of `swapped`; before the others x
+is normed by itself.
 
 Times come from the measured tables where they have the problem's dims, else from the model of
-`time`.
+`time`. `dots` goes before `swapped` where `dots_config` has tiles, whatever the time of the other.
 """
 
 from __future__ import annotations
@@ -20,10 +22,12 @@ from dataclasses import dataclass, field, replace
 
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
 from tilewright.codegen.kernel import Statics
-from tilewright.codegen.qkv.candidates import candidates, fits
+from tilewright.codegen.qkv.candidates import candidates, dots_config, fits
 from tilewright.codegen.qkv.kernels import (
     Config,
+    DotsConfig,
     EpilogueConfig,
+    SwappedConfig,
     TiledConfig,
     dequantize_statics,
     epilogue_statics,
@@ -58,8 +62,8 @@ _WORDS = {HERE: "measured here", TABLE: "measured (shipped table)", MODEL: "mode
 class LoweringChoice:
     """One lowering for up to `max_tokens` tokens (None: any number).
 
-    name: "swapped", "tiled" or "library". reason: a sentence for reports. config: the tiles of the
-    fused kernel; None for the library. epilogue: the tiles of "library".
+    name: "dots", "swapped", "tiled" or "library". reason: a sentence for reports. config: the tiles
+    of the fused kernel; None for the library. epilogue: the tiles of "library".
     seconds: expected time; source: where that is from, HERE, TABLE or MODEL. norms_x: the kernel
     has the problem's norm of x in it. statics: the constants of the fused kernel, then those of
     `order_x`, if it runs; or those of the epilogue, then for each weight of codes those of
@@ -155,7 +159,9 @@ def _with_norm(
     """What is chosen once x is normed, with the norm in it; None where it cannot be."""
     norm = problem.input_norm
     assert norm is not None
-    if chosen.name != "swapped" or not takes_norm(norm.kind, num_tokens, problem.hidden):
+    if chosen.name not in ("dots", "swapped") or not takes_norm(
+        norm.kind, num_tokens, problem.hidden
+    ):
         return None
     row = measured_row(problem, num_tokens, target)
     fused = _fused_choice(problem, num_tokens, target, row)
@@ -169,10 +175,14 @@ def _with_norm(
 def _fused_choice(
     problem: QkvProblem, num_tokens: int, target: Target, row: dict | None
 ) -> LoweringChoice | None:
+    dots = dots_config(problem, num_tokens, target)
     if row is not None:
         config = read_config(row["config"])
-        if fits(problem, config, target):
+        other = dots is not None and not isinstance(config, DotsConfig)
+        if not other and fits(problem, config, target):
             return fused_choice(problem, config, row["fused_us"] * 1e-6, measured=True)
+    if dots is not None:
+        return fused_choice(problem, dots, estimate(problem, dots, num_tokens, target))
     best = ranked(problem, num_tokens, target)[:1]
     return fused_choice(problem, best[0][1], best[0][0]) if best else None
 
@@ -207,7 +217,9 @@ def _fused_statics(problem: QkvProblem, config: Config) -> tuple[Statics, ...]:
     if isinstance(config, TiledConfig):
         return (tiled_statics(problem, config),)
     statics = swapped_statics(problem, config)
-    return (statics, order_statics(problem, config)) if config.ordered_x else (statics,)
+    if isinstance(config, SwappedConfig) and config.ordered_x:
+        return (statics, order_statics(problem, config))
+    return (statics,)
 
 
 def library_choice(

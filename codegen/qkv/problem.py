@@ -299,6 +299,10 @@ def swapped_obstacle(problem: QkvProblem) -> str | None:
         return _codes_obstacle(problem)
     if len({weight.strides[-1] == 1 for weight in problem.weights if weight}) != 1:
         return "k-major and n-major weights together"
+    return _range_obstacle(problem)
+
+
+def _range_obstacle(problem: QkvProblem) -> str | None:
     if squares_a_row(problem.input_norm) and problem.x.dtype != "bf16":
         return f"{problem.x.dtype} has no range for sums that are normed afterwards"
     return None
@@ -323,6 +327,28 @@ def _codes_obstacle(problem: QkvProblem) -> str | None:
     if not any(steps_fit(problem, block_k) for block_k in (32, 64, 128)):
         return f"scales of {q.block[1]} columns"
     return None
+
+
+def dots_obstacle(problem: QkvProblem) -> str | None:
+    """Why `qkv_projection_swapped` cannot multiply without tensor cores; None when it can."""
+    if (obstacle := fused_obstacle(problem.epilogue)) is not None:
+        return obstacle
+    q, norm = problem.quantization, problem.input_norm
+    if q is None:
+        return "weights are no codes"
+    if q.differs:
+        return q.differs
+    if norm is not None and not norm.follows:
+        return f"{norm.kind} norm of x"
+    if (obstacle := q.dot_obstacle(problem.hidden) or _range_obstacle(problem)) is not None:
+        return obstacle
+    if problem.x.dtype != problem.epilogue.dtype:
+        return f"x of {problem.x.dtype} where q is {problem.epilogue.dtype}"
+    weights = [weight for weight in problem.weights if weight is not None]
+    if any(weight.strides[-1] != 1 for weight in weights):
+        return "columns that lie apart"
+    whole = all(one.aligned and not any(s % 4 for s in one.strides[:-1]) for one in weights)
+    return None if q.per_int32 != 4 or whole else "bytes that are no words"
 
 
 def steps_fit(problem: QkvProblem, block_k: int) -> bool:

@@ -6,7 +6,13 @@ The model ranks lowerings where nothing was measured; it does not promise a time
 from __future__ import annotations
 
 from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv
-from tilewright.codegen.qkv.kernels import Config, SwappedConfig, TiledConfig, tiles_per_head
+from tilewright.codegen.qkv.kernels import (
+    Config,
+    DotsConfig,
+    SwappedConfig,
+    TiledConfig,
+    tiles_per_head,
+)
 from tilewright.codegen.qkv.problem import QkvProblem
 from tilewright.codegen.targets import Target
 
@@ -32,10 +38,18 @@ _CODES_MMA_SHARES = (0.75, 0.55)
 _CODES_FILL_S = 1.5e-6
 _CODES_SPLIT_S = 1.0e-6
 _ORDER_S = 1.5e-6
+# Of the kernel without tensor cores: beside the launch (6.5 us for 13 MB of int4 on an H100), and
+# how many integers and how many floats an SM multiplies in a second, modelled: 6 instructions of
+# half rate for 8 integers, 3 for each float.
+_DOTS_FILL_S = 1.0e-6
+_DOTS_PER_SM_S = {True: 1.0e11, False: 5.0e10}
 
 
 def shared_bytes(problem: QkvProblem, config: Config, target: Target) -> int:
     """Shared memory of the pipelined operands."""
+    if isinstance(config, DotsConfig):
+        # x on its way from where it is loaded to the threads that have its words.
+        return 4 * config.block_k
     if problem.quantization is not None:
         assert isinstance(config, SwappedConfig)
         return _codes_shared_bytes(problem, config, target)
@@ -76,6 +90,8 @@ def _codes_shared_bytes(problem: QkvProblem, config: SwappedConfig, target: Targ
 
 def estimate(problem: QkvProblem, config: Config, num_tokens: int, target: Target) -> float:
     """Expected seconds of one fused kernel."""
+    if isinstance(config, DotsConfig):
+        return _dots_estimate(problem, config, num_tokens, target)
     if problem.quantization is not None:
         assert isinstance(config, SwappedConfig)
         return _codes_estimate(problem, config, num_tokens, target)
@@ -129,6 +145,19 @@ def _codes_bytes(problem: QkvProblem, num_tokens: int) -> float:
     scale = q.scales[0]
     assert scale is not None
     return codes + blocks * ELEMENT_BYTES[scale.dtype] + num_tokens * per_token
+
+
+def _dots_estimate(
+    problem: QkvProblem, config: DotsConfig, num_tokens: int, target: Target
+) -> float:
+    """Estimates the seconds of the kernel without tensor cores: the launch, and the longer of
+    reading memory and multiplying."""
+    overhead = target.launch_s + _DOTS_FILL_S + (_CODES_SPLIT_S if config.split_k > 1 else 0.0)
+    tiles = problem.epilogue.heads_in_all * tiles_per_head(problem, config) * config.split_k
+    busy = min(tiles * num_tokens / target.num_sms, 1.0)
+    memory = _codes_bytes(problem, num_tokens) / (target.hbm_bytes_per_s * busy)
+    rate = _DOTS_PER_SM_S[problem.codes.dots_integers] * target.num_sms * busy
+    return overhead + max(memory, num_tokens * problem.hidden * problem.num_rows / rate)
 
 
 def _codes_estimate(

@@ -7,7 +7,8 @@ through shared memory and many small programs keep the memory busy.
 23 bits and a power of two for each RUN of words, which leaves bfloat16 and float16 all their digits
 where a number is no smaller than 2 ** -14 (2 ** -11) of the largest beside it, and the rest more
 than fp32 sums keep of it. Each integer is three bytes, of which one instruction multiplies four by
-four codes: `dp4a`. Codes that stand for floats are multiplied as fp32 numbers.
+four codes: `dp4a`. Codes that stand for floats are multiplied as fp32 numbers, as weights that are
+no codes are.
 """
 
 import triton
@@ -256,3 +257,11 @@ def number_sums(words, x, REVERSED: tl.constexpr, NUMBER: tl.constexpr, RUN: tl.
         dots = add_half_pair(dots, words, x4, x5, 2, REVERSED, NUMBER)
         dots = add_half_pair(dots, words, x6, x7, 3, REVERSED, NUMBER)
     return run_sums(dots, RUN)
+
+
+@triton.jit
+def dense_sums(weights, x, RUN: tl.constexpr):
+    """Sums over runs, fp32 [rows, columns / RUN], of weights [rows, columns], of any floats, times
+    fp32 x [columns, 1]."""
+    row = tl.reshape(x, (x.shape[0],))
+    return run_sums(weights.to(tl.float32) * row[None, :], RUN)

@@ -76,14 +76,14 @@ def nearest_e2m1(x: torch.Tensor) -> torch.Tensor:
 
 
 #: What linears of one activation may have alike.
-_SHARED = ("input_scale", "input_global_scale", "pre_quant_scale")
+SHARED = ("input_scale", "input_global_scale", "pre_quant_scale")
 
 
 def share_equal_scales(linears: Mapping[str, nn.Module]) -> None:
     """Gives linears of one parent, by their names, whose activations have equal scales one tensor
     of them: so the activation that they read is seen to be one."""
     known: dict[tuple[str, str, bytes], nn.Parameter] = {}
-    for (path, linear), name in product(linears.items(), _SHARED):
+    for (path, linear), name in product(linears.items(), SHARED):
         scale = linear._parameters.get(name)
         if scale is not None and not scale.is_meta:
             parent = path.rpartition(".")[0]

@@ -193,7 +193,7 @@ def _take_experts_apart(model: nn.Module, stored: Mapping[str, Stored]) -> None:
     coded = {path for name in stored if (path := _experts_of(name))}
     for path, module in list(model.named_modules()):
         if isinstance(getattr(module, "gate_up_proj", None), nn.Parameter):
-            if path in coded and _is_plain(module):
+            if path in coded and is_plain(module):
                 model.set_submodule(path, ExpertsApart(module))
             elif coded:
                 known = f"gate_proj, up_proj and down_proj as for {min(coded)}"
@@ -207,7 +207,7 @@ def _experts_of(name: str) -> str:
     return parts[0] if own == "weight_scale" and len(parts) == 3 and parts[1].isdigit() else ""
 
 
-def _is_plain(experts: Any) -> bool:
+def is_plain(experts: Any) -> bool:
     """Whether experts are silu(gate) * up or the like, gate's rows first, without biases."""
     known = getattr(type(experts), "_apply_gate", None) is _default_apply_gate
     return known and not (experts.has_bias or experts.is_transposed) and experts.is_concatenated

@@ -111,7 +111,7 @@ def _unit(
 
 
 def _kind(node: fx.Node) -> Literal["fused", "library", "inductor"]:
-    if _op_of(node) is not None:
+    if op_of(node) is not None:
         return "fused"
     return "library" if is_product(node) else "inductor"
 
@@ -119,14 +119,14 @@ def _kind(node: fx.Node) -> Literal["fused", "library", "inductor"]:
 def _name(nodes: Sequence[fx.Node], site: Site | None) -> str:
     if site is not None:
         return site.pattern
-    op = _op_of(nodes[0])
+    op = op_of(nodes[0])
     if op is not None:
         return op.name
     names = list(dict.fromkeys(map(name_of, nodes)))
     return ", ".join(names[:_NAMED]) + ", ..." * (len(names) > _NAMED)
 
 
-def _op_of(node: fx.Node) -> FusedOp | None:
+def op_of(node: fx.Node) -> FusedOp | None:
     called = node.target
     if isinstance(called, torch._ops.OpOverload) and is_ours(called):
         return get_op(called._schema.name)
@@ -291,7 +291,7 @@ class _Moved:
         return traffic
 
     def _reads(self, node: fx.Node, seen: set[fx.Node], traffic: _Traffic) -> None:
-        op = _op_of(node)
+        op = op_of(node)
         skipped = self._cache_read(op, node, traffic) if op is not None else set()
         limit = sum(_sizes(_tensors(node), traffic)) if _looks_up(node) else None
         share = self._share(node)
@@ -345,7 +345,7 @@ class _Moved:
         return maker is not None and leader[maker] is leader[node]
 
     def _writes(self, node: fx.Node, traffic: _Traffic) -> None:
-        written = self.memory.writes[node] if _op_of(node) is None else ()
+        written = self.memory.writes[node] if op_of(node) is None else ()
         in_place = self.memory.keys(written)
         made = {key: tensor for tensor in _compat.tensors_of(node)
                 for key in self.memory.keys([tensor])}  # fmt: skip
@@ -444,7 +444,7 @@ class _Products:
 
     def __init__(self, graph: GraphReport) -> None:
         self.nodes = {node.name: node for node in graph.before.graph.nodes}
-        self.fixed = _fixed(graph.before.graph)
+        self.fixed = fixed_nodes(graph.before.graph)
         self.known: dict[Any, int] = {}
 
     def flops(self, name: str) -> int:
@@ -459,15 +459,19 @@ class _Products:
         return self.known[key]
 
 
-def _fixed(graph: fx.Graph) -> set[fx.Node]:
-    """What is made of the model's parameters and buffers alone."""
-    found: set[fx.Node] = set()
+def fixed_nodes(graph: fx.Graph) -> set[fx.Node]:
+    """Returns the nodes that are made of the model's parameters and buffers, and of what the graph
+    makes of nothing, such as counted places."""
+    fixed: set[fx.Node] = set()
+    made: set[fx.Node] = set()
     for node in graph.nodes:
+        sources = {s for s in node.all_input_nodes if _compat.tensors_of(s)}
         if node.op in ("placeholder", "get_attr"):
-            known = _compat.is_models_own(node)
-        else:
-            sources = [s for s in node.all_input_nodes if _compat.tensors_of(s)]
-            known = bool(sources) and found.issuperset(sources)
-        if known:
-            found.add(node)
-    return found
+            fixed |= {node} if _compat.is_models_own(node) else set()
+        elif not sources:
+            made |= {node} if node.op == "call_function" else set()
+        elif sources <= made:
+            made.add(node)
+        elif sources <= fixed | made:
+            fixed.add(node)
+    return fixed

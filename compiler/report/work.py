@@ -17,7 +17,9 @@ from tilewright.compiler.report import Site
 #: Names a Triton signature has for torch's dtypes, as `Target.flops` lists them.
 RATES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8e4nv"}
 
-_PRODUCTS = re.compile(r"linear|matmul|\bmm|addmm|bmm|einsum|grouped_mm|attention|__matmul__")
+_PRODUCTS = re.compile(
+    r"linear|matmul|\bmm|scaled_mm|int_mm|addmm|bmm|einsum|grouped_mm|attention|__matmul__"
+)
 
 
 def is_product(node: fx.Node) -> bool:

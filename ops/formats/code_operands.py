@@ -33,6 +33,11 @@ def code_words(weights: Sequence[Weight | None]) -> list[torch.Tensor | None]:
     return given
 
 
+def dot_words(data: torch.Tensor | None, per: int) -> torch.Tensor | None:
+    """Words of `code_words` as dot products take them: bytes of codes in words of four (per 4)."""
+    return data.view(torch.int32) if data is not None and per == 4 else data
+
+
 def scales_fill_words(weights: Sequence[Weight | None]) -> bool:
     """Whether scales are for columns enough that kernels may read bytes as 32-bit words, or of a
     kind that multiplies numbers in registers."""

@@ -39,7 +39,7 @@ from tilewright.codegen.mlp.problem import LinearProblem
 from tilewright.codegen.spec import Constant
 from tilewright.codegen.targets import Target
 from tilewright.ops.checks import given
-from tilewright.ops.formats.code_operands import code_words, fills_words
+from tilewright.ops.formats.code_operands import code_words, dot_words, fills_words
 from tilewright.ops.mlp.arguments import (
     LinearActivationArguments,
     LinearArguments,
@@ -188,7 +188,7 @@ def _streamed(
     later = ("norm_weight", "norm_bias", "residual") if norm else ()
     now = values | dict.fromkeys(later)
     if isinstance(config, DotConfig):
-        now |= {name: _as_words(now[name], config) for name in ("weight", "up_weight")}
+        now |= {name: dot_words(now[name], config.per) for name in ("weight", "up_weight")}
         grid = dot_grid(problem, config, num_tokens)
         yield launch(DOTTED, target, grid, now, statics, RESIDUAL_STRIDE=stride)
     else:
@@ -205,11 +205,6 @@ def _streamed(
         values |= {"made": made, "out": out}
         yield launch(NORM_ROWS, target, (num_tokens,), values, **constants)
     return Outcome(out, "streaming kernel", config)
-
-
-def _as_words(weight: torch.Tensor | None, config: DotConfig) -> torch.Tensor | None:
-    """Bytes of codes as the words of four that `dotted_linear` reads."""
-    return weight.view(torch.int32) if weight is not None and config.per == 4 else weight
 
 
 # --- many tokens ----------------------------------------------------------------------------------

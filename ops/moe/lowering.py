@@ -29,6 +29,15 @@ from tilewright.codegen.grouped.tiles import (
     ScaledConfig,
 )
 from tilewright.codegen.kernel import Kernel, Statics
+from tilewright.codegen.moe.dots import (
+    DotsPlan,
+    codes_a_word,
+    down_dots,
+    down_dots_grid,
+    plan_dots,
+    up_dots,
+    up_dots_grid,
+)
 from tilewright.codegen.moe.kernels import (
     COMBINE,
     combine_grid,
@@ -70,11 +79,14 @@ Launches = Generator[Step, Any, None]
 
 @cache
 def _chosen(
-    problem: MoeProblem, num_tokens: int, target: Target, plan: MoePlan | None
-) -> tuple[MoePlan, Kernels, str | None]:
+    problem: MoeProblem, num_tokens: int, target: Target, plan: MoePlan | DotsPlan | None
+) -> tuple[MoePlan | DotsPlan, Kernels, str | None]:
     """For up to `num_tokens` tokens: plan, kernels, and why they cannot take the call after all.
     plan: in place of the planner's."""
-    plan = plan or plan_moe(problem, num_tokens, target)
+    plan = plan or plan_dots(problem, num_tokens) or plan_moe(problem, num_tokens, target)
+    if isinstance(plan, DotsPlan):
+        kernels = {"up": up_dots(problem, plan.up), "down": down_dots(problem, plan.down)}
+        return plan, kernels, address_obstacle(problem, decoded=False)
     obstacle = address_obstacle(problem, decoded=plan.decode is not None)
     return plan, _kernels(problem, plan), obstacle
 
@@ -96,7 +108,9 @@ def _kernels(problem: MoeProblem, plan: MoePlan) -> Kernels:
     return made
 
 
-def fused_moe_steps(a: FusedMoeArguments, target: Target, plan: MoePlan | None = None) -> Steps:
+def fused_moe_steps(
+    a: FusedMoeArguments, target: Target, plan: MoePlan | DotsPlan | None = None
+) -> Steps:
     """The steps of a call. plan: in place of the planner's."""
     result = Buffer(a.x.shape, a.x.dtype)
     if a.expert_ids.numel() == 0 or a.x.numel() == 0:
@@ -108,6 +122,9 @@ def fused_moe_steps(a: FusedMoeArguments, target: Target, plan: MoePlan | None =
     if obstacle is not None:
         return (yield from reference_steps(partial(reference, a), result, obstacle))
     out = yield result
+    if isinstance(plan, DotsPlan):
+        yield from _dot_launches(a, problem, plan, kernels, target, out)
+        return Outcome(out, "dot products", plan.reason)
     memory = yield from _scratch(_sizes(a, problem, plan, target))
     yield from _launches(_Call(a, problem, plan, kernels, memory, target), out)
     return Outcome(out, "grouped kernels", plan.reason)
@@ -172,6 +189,34 @@ def _launches(call: _Call, out: torch.Tensor) -> Launches:
     yield call.launch("down", plan.down.grid(num_sms), values)
     values = {**routes, "y": memory["y"], "weights": call.a.expert_weights, "out": out}
     yield call.launch("combine", combine_grid(call.problem, plan.combine, num_tokens), values)
+
+
+def _dot_launches(
+    a: FusedMoeArguments,
+    problem: MoeProblem,
+    plan: DotsPlan,
+    kernels: Kernels,
+    target: Target,
+    out: torch.Tensor,
+) -> Launches:
+    """From tokens to `out` where each route is multiplied by itself."""
+    num_routes = a.expert_ids.numel()
+    values = {"x": a.x, "ids": contiguous(a.expert_ids), "weights": a.expert_weights, "out": out}
+    values["hidden"] = yield Buffer((num_routes, problem.inner), a.x.dtype)
+    for name in ("gate", "up", "down"):
+        weight = getattr(a, f"{name}_weight")
+        words = weight is not None and codes_a_word(problem.gate) > 1
+        values[f"{name}_weight"] = weight.view(torch.int32) if words else weight
+        values[f"{name}_scale"] = getattr(a, f"{name}_scale")
+        values[f"{name}_factor"] = contiguous(getattr(a, f"{name}_expert_scale"))
+        values[f"{name}_bias"] = getattr(a, f"{name}_bias")
+    grids = {
+        "up": up_dots_grid(problem, plan.up, num_routes),
+        "down": down_dots_grid(problem, plan.down, a.x.shape[0]),
+    }
+    for name, grid in grids.items():
+        kernel, statics = kernels[name]
+        yield launch(kernel, target, grid, values, statics)
 
 
 def _routes_of(routes: Values, config: GemmConfig) -> Values:

@@ -14,6 +14,7 @@ from tilewright.codegen.qkv.kernels import (
     SWAPPED,
     SWAPPED_CODES,
     TILED,
+    DotsConfig,
     SwappedConfig,
     TiledConfig,
     epilogue_grid,
@@ -26,6 +27,7 @@ from tilewright.codegen.qkv.kernels import (
 from tilewright.codegen.qkv.plan import LoweringChoice
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import Target
+from tilewright.ops.formats.code_operands import dot_words
 from tilewright.ops.qkv.arguments import FusedQkvArguments
 from tilewright.ops.qkv.library import (
     dequantized_weights,
@@ -51,6 +53,7 @@ from tilewright.ops.runtime.program import (
 )
 
 Part = Generator[Step, Any, None]
+WEIGHTS = ("q_weight", "k_weight", "v_weight")
 
 
 def choice_steps(call: FusedCall, choice: LoweringChoice, target: Target) -> Steps:
@@ -88,12 +91,17 @@ def _swapped(
     call: FusedCall, choice: LoweringChoice, values: dict[str, Any], target: Target
 ) -> Part:
     config, num_tokens = choice.config, call.a.x.shape[0]
-    assert isinstance(config, SwappedConfig)
+    assert isinstance(config, SwappedConfig | DotsConfig)
     grid = swapped_grid(call.problem, config, num_tokens)
     if config.split_k > 1:
         tiles = grid[0] // config.split_k * grid[1]
         workspace, counters = yield SplitK(tiles, workspace_elements(call.problem, config))
         values |= {"workspace": workspace, "counters": counters}
+    if isinstance(config, DotsConfig):
+        per = call.problem.codes.per_int32
+        values |= {name: dot_words(values[name], per) for name in WEIGHTS}
+        yield launch(SWAPPED, target, grid, values, choice.statics[0], **call.known)
+        return
     if config.ordered_x:
         ordered = yield Buffer((num_tokens, ordered_width(call.problem, config)), call.a.x.dtype)
         before = order_grid(call.problem, config, num_tokens)
@@ -156,6 +164,7 @@ def _library(
 
 
 _PARTS: dict[str, Callable[..., Part]] = {
+    "dots": _swapped,
     "swapped": _swapped,
     "tiled": _tiled,
     "library": _library,

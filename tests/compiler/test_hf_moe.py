@@ -119,7 +119,7 @@ def assert_right(name, *results):
 
 #: Models that are traced whole: of softmax and of sigmoid scores, without shared experts and with
 #: them, and behind a dense layer. Of the others, the sparse layer alone.
-WHOLE = ("mixtral", "gpt_oss", "deepseek_v3", "glm4_moe")
+WHOLE = ("mixtral", "gpt_oss", "glm4_moe")
 
 
 @pytest.mark.parametrize("name", WHOLE)

@@ -13,10 +13,10 @@ pytest.importorskip("transformers.integrations.mxfp4", reason="the modules are f
 from transformers.integrations import mxfp4
 
 from tests.agreement import assert_no_worse
-from tests.found import misses_of, patterns_in
+from tests.found import assert_accounted, misses_of, patterns_in
 from tests.models import gpt_oss_hub, hf, moe_dequant
 from tests.models.gpt_oss_hub import HopperMXValueLayout, StridedLayout, UnknownLayout, WrongLayout
-from tilewright.compiler import lower, prepare
+from tilewright.compiler import lower, prepare, reports
 from tilewright.compiler.quantised.gpt_oss import Mxfp4Experts, RoutedExperts
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -72,12 +72,12 @@ def test_it_is_fused(layout, load):
     step, past = case.args[0], case.kwargs["past_key_values"]
     theirs = case.model(step, past_key_values=copy.deepcopy(past)).logits
     prepare(case.model)
-    report = lower(case.model, case.args, case.kwargs)
-    assert sorted(patterns_in(report, "moe")) == ["moe"] * 2 + ["moe_router"] * 2
-    assert {m.shapes["weights"] for m in report.matches if m.pattern == "moe"} == {"mxfp4"}
-    assert not report.census.unaccounted
     compiled = torch.compile(case.model, backend="tilewright", options={"inner": "eager"})
     fused = compiled(step, past_key_values=copy.deepcopy(past)).logits
+    (report,) = reports()
+    assert sorted(patterns_in(report, "moe")) == ["moe"] * 2 + ["moe_router"] * 2
+    assert {m.shapes["weights"] for m in report.matches if m.pattern == "moe"} == {"mxfp4"}
+    assert_accounted(report.points)
     torch.testing.assert_close(fused, theirs, rtol=0.05, atol=0.05)
 
 

@@ -152,7 +152,7 @@ def load(model: nn.Module, layout: Callable[[Any], Any], seed: int = 0) -> None:
             continue
         with torch.device("meta"):
             experts = mxfp4.Mxfp4GptOssExperts(model.config)
-        made = torch.Generator().manual_seed(seed)
+        made = torch.Generator(torch.get_default_device()).manual_seed(seed)
         for own in PROJECTIONS:
             codes, scales, _ = moe_dequant.stored("mxfp4", seed, _shape(experts, own))
             # By an index: "cpu" alone would be the GPU that a build for GPUs has not.

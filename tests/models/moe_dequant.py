@@ -18,7 +18,7 @@ TABLE = [*E2M1, *(-m for m in E2M1)]
 
 def stored(name, seed=0, shape=(E, N, K)):
     """(codes, scales, factor) of random weights in a format; NVFP4's with some negative scales."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
     w = torch.randn(shape, generator=generator) * shape[-1] ** -0.5
     factor = torch.rand(shape[0], generator=generator) + 0.5
     if name == "nvfp4":

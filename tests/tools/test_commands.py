@@ -74,6 +74,83 @@ def test_inspect_as_json_keeps_to_its_schema(command):
     assert schema_checked("inspect", missed.stdout)["misses"]
 
 
+CHECKPOINT = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "dtype": "float16",
+    "vocab_size": 128,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemm"}
+
+
+def write_checkpoint(folder: Path, **stated: object) -> None:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CHECKPOINT | stated))
+
+
+def test_a_checkpoint_s_configuration_says_what_its_format_saves(command, tmp_path):
+    pytest.importorskip("transformers", reason="checkpoints are built with transformers")
+    write_checkpoint(tmp_path / "awq", quantization_config=AWQ)
+    done = command("inspect", "awq", "--no-kernels", "--html", "page.html")
+    assert done.exit_code == 0, done.stderr
+    said = " ".join(done.stdout.split())
+    size = "weights read per step: 621 KiB as int4 codes in groups of 64 (2 MiB in bfloat16)"
+    assert size in said
+    assert "), for 1 token " in said
+    assert "linear_activation, int4 codes" in said
+    assert "lm_head, 64 KiB: stored in float16: the model holds no codes of it" in said
+    page = (tmp_path / "page.html").read_text()
+    assert size in page
+    assert '<a href="#savings">' in page
+    assert '<table class="wide" id="savings-table">' in page
+    torch._dynamo.reset()
+    report = command("inspect", "awq/config.json", "--no-kernels", "--json")
+    savings = schema_checked("inspect", report.stdout)["savings"]
+    numbers = 2 * (256 * (256 + 128 + 128 + 256) + 3 * 256 * 512)
+    assert savings["read"]["bfloat16"] == 2 * numbers
+    assert savings["read"]["codes"] == numbers // 2
+    assert savings["read"]["zeros"] == numbers // 64 // 2
+    assert savings["tokens"] == 1
+    assert savings["floor_us"] < savings["bfloat16_floor_us"]
+    assert {row["by"]: row["count"] for row in savings["rows"]} == {
+        "linear_activation": 2, "linear_residual": 4, "qkv_cache": 2
+    }  # fmt: skip
+    assert [one["scope"] for one in savings["unread"]] == ["lm_head"]
+
+
+def test_a_dense_checkpoint_says_nothing_of_codes(command, tmp_path):
+    pytest.importorskip("transformers", reason="checkpoints are built with transformers")
+    write_checkpoint(tmp_path / "dense")
+    done = command("inspect", "dense", "--no-kernels", "--html", "page.html")
+    assert done.exit_code == 0, done.stderr
+    assert "A step" in done.stdout
+    assert "codes" not in done.stdout.partition("In words")[0]
+    assert "savings" not in (tmp_path / "page.html").read_text()
+    torch._dynamo.reset()
+    report = command("inspect", "dense", "--no-kernels", "--json")
+    assert "savings" not in schema_checked("inspect", report.stdout)
+
+
+def test_a_format_that_a_configuration_does_not_tell_is_named(command, tmp_path):
+    pytest.importorskip("transformers", reason="checkpoints are built with transformers")
+    write_checkpoint(tmp_path / "other", quantization_config={"quant_method": "aqlm"})
+    done = command("inspect", "other")
+    assert done.exit_code == 2
+    assert "quant_method 'aqlm': its modules cannot be made of a configuration" in done.stderr
+    (tmp_path / "other" / "config.json").write_text('{"model_type": "nothing"}')
+    done = command("inspect", "other")
+    assert done.exit_code == 2
+    assert "no model can be made of it" in done.stderr
+
+
 def test_the_census_and_a_module_are_in_the_report(command):
     asked = ("--no-kernels", "--census", "--at", "layers.0*")
     report = schema_checked("inspect", command("inspect", "mine.py:make", "--json", *asked).stdout)

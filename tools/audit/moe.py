@@ -99,6 +99,7 @@ MODELS = (
     Mixture("mixtral-8x7b", 4096, 14336, 8, 2, ("dense",)),
     Mixture("deepseek-v3 of 8", 7168, 2048, 32, 8, ("fp8",)),
     Mixture("gpt-oss-20b", 2880, 2880, 32, 4, ("dense", "mxfp4"), gpt_oss=True),
+    Mixture("deepseek-v2-lite", 2048, 1408, 64, 6, ("dense",)),
 )
 # Routers: hidden, experts, slots, and what they are beside; the last one's weight is fp32.
 ROUTER_TOKENS = (1, 64, 1024)
@@ -124,7 +125,8 @@ def moe_cases(target: Target) -> list[AuditCase]:
         for weight_format in model.formats:
             cases += _fused_cases(model, target, weight_format)
     cases += _fused_cases(MODELS[0], target, "dense", "fp16 ", dtype=torch.float16)
-    cases += _fused_cases(MODELS[2], target, "fp8", "by codes ", activation_format="fp8")
+    for model in (MODELS[0], MODELS[2], MODELS[4]):
+        cases += _fused_cases(model, target, "fp8", "by codes ", activation_format="fp8")
     for weight_format, dtype in (
         ("dense", torch.bfloat16), ("dense", torch.float16), ("fp8", torch.bfloat16),
     ):  # fmt: skip

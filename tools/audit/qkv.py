@@ -239,6 +239,8 @@ def fused_claims(spec: KernelSpec, tokens: int) -> Expectations:
         return Expectations(
             mma=operand, tma_loads=True, warp_specialized=specialised, stack_bytes=stack
         )
+    if "RUN" in constants:
+        return Expectations()  # no tensor core, and words go straight to registers
     if spec.kernel == "qkv_projection_swapped" and "q_scale_ptr" in constants:
         short = 2 * int(str(constants["BLOCK_P"])) < MMA_ROWS
         reason = SHORT_TILE_REASON if short else ""

@@ -23,7 +23,8 @@ USAGE_ERROR = 2
 
 MODEL_HELP = (
     "module:function or file.py:function, a function without arguments that returns "
-    f"(model, args, kwargs); or a zoo name: {', '.join(ZOO)}, {FORMS_OF_A_MODEL}."
+    "(model, args, kwargs); a checkpoint's folder, or its config.json, without its weights; "
+    f"or a zoo name: {', '.join(ZOO)}, {FORMS_OF_A_MODEL}."
 )
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
 PatternsOption = Annotated[

@@ -75,9 +75,11 @@ def inspect(
     step takes at least.
     """
     from tilewright.codegen.targets import get_target
+    from tilewright.compiler.report.savings import savings_of
     from tilewright.compiler.report.step import step_of
     from tilewright.tools.commands.models import audited, load_and_lower, load_and_lower_rank
     from tilewright.tools.report.text_report import graph_text, render, render_rank
+    from tilewright.tools.step.savings import render_savings
     from tilewright.tools.step.tables import render_step
 
     with errors_for_people(debug):
@@ -96,11 +98,13 @@ def inspect(
         if html is not None:
             title = model if rank is None else f"{model}, a rank of {tp}, a layer of each kind"
             _write_page(html, title, lowered, audits, present)
+        savings = savings_of(lowered, present) if rank is None else None
         if as_json:
             if rank is None:
                 told = {"step": step_of(lowered, present).as_dict()}
             else:
                 told = {"rank": rank.as_dict(get_target(target))}
+            told |= {"savings": savings.as_dict()} if savings is not None else {}
             told |= {"census": lowered.census.as_dict()} if census else {}
             told |= {"at": module.as_dict()} if module is not None else {}
             print_json({"model": model} | report_dict(lowered, audits) | told)
@@ -116,6 +120,8 @@ def inspect(
         console.print(report)
         if rank is None:
             console.print(render_step(step_of(lowered, present)))
+            if savings is not None:
+                console.print(render_savings(savings))
         else:
             console.print(render_rank(rank, get_target(target), console.width))
         _explain(console, report, sorted({miss.code for miss in lowered.misses}))

@@ -22,6 +22,9 @@ TERMS = (
     Term("graph", "place", r"graph\b", "code outside of every module: the model's own forward"),
     Term("swapped", "lowering|reason", r"swapped\b",
          "the kernel for few tokens: the weight's rows are the tensor core's M side, tokens N"),
+    Term("dots 16x2048", "reason", r"dots \d+x\d",
+         "one token by weights of codes, without tensor cores: rows of the weight that a program "
+         "has, and columns of K at a time"),
     Term("128x16x128", "reason", r"\d+x\d+h? ?x\d+",
          "what one program multiplies at a time: rows, columns of the result, and columns of K; "
          "the rows are the weight's where swapped or streaming, else tokens; `h` counts heads"),

@@ -18,6 +18,7 @@ from pygments.lexers import PythonLexer
 from tilewright.codegen.targets import Target, get_target
 from tilewright.compiler import GraphReport, Lowered, Site
 from tilewright.compiler.report import collapse_misses, collapse_sites, site_kind
+from tilewright.compiler.report.savings import savings_of
 from tilewright.compiler.report.traffic import Unit, units_of
 from tilewright.patterns.dataflow import source_of
 from tilewright.patterns.language import CODES
@@ -27,8 +28,15 @@ from tilewright.tools.report.drawings import Drawing, drawings, numbers_of, repl
 from tilewright.tools.report.miss_guide import miss_guide
 from tilewright.tools.report.node_facts import SourceLine, source_lines
 from tilewright.tools.report.roofline import Point, Work, chart, site_work
-from tilewright.tools.report.step_bars import KIND_NAMES, SiteBars, site_bars, step_view
+from tilewright.tools.report.step_bars import (
+    KIND_NAMES,
+    SiteBars,
+    site_bars,
+    step_view,
+    tokens_present,
+)
 from tilewright.tools.report.templates import template
+from tilewright.tools.step.savings import remarks, said_of, unread_said
 
 #: Styles of Pygments whose every colour stands out (4.5 to 1) from the page's panels.
 LIGHT, DARK = "xcode", "lightbulb"
@@ -84,6 +92,8 @@ def render_html(
         bars=bars,
         kinds=KIND_NAMES,
         step=step_view(lowered, present),
+        savings=savings_of(lowered, tokens_present(present)),
+        savings_said=(said_of, remarks, unread_said),
         misses=list(_miss_entries(lowered)),
         drawings=list(_drawings(lowered, numbers)),
         kernels=list(_kernels(lowered, audits)),

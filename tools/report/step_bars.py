@@ -109,7 +109,10 @@ def site_bars(
     for graph, made, own in zip(lowered.graphs, units, numbers, strict=True):
         for unit in made:
             if unit.kind == FUSED:
-                number, amounts = own.get(unit.node, 0), amounts_of(unit, target, _tokens(present))
+                number, amounts = (
+                    own.get(unit.node, 0),
+                    amounts_of(unit, target, tokens_present(present)),
+                )
                 now[number] += Taken(amounts.bytes, amounts.modelled_us)
                 unknown |= {number} if unit.symbols else set()
         for number, taken in _taken_apart(graph, own, target, present):
@@ -120,7 +123,8 @@ def site_bars(
     return {n: SiteBars(now[n], spared[n], n not in unknown) for n in sites}
 
 
-def _tokens(present: int | None) -> int:
+def tokens_present(present: int | None) -> int:
+    """Returns the tokens that a page counts in caches: those said, or as many as have room."""
     return FULL if present is None else present
 
 
@@ -131,7 +135,7 @@ def _taken_apart(
     sites that share a unit do so by the sizes of what their nodes make."""
     by_name = {node.name: node for node in graph.before.graph.nodes}
     for unit in units_of(as_captured(graph), target):
-        amounts = amounts_of(unit, target, _tokens(present))
+        amounts = amounts_of(unit, target, tokens_present(present))
         made: defaultdict[int, float] = defaultdict(float)
         for member in unit.members:
             made[numbers.get(member, 0)] += _made(by_name[member])
@@ -156,9 +160,9 @@ def _made(node: fx.Node) -> float:
 
 def step_view(lowered: Lowered, present: int | None) -> StepView:
     """The bars of a step and of its layers; those of the layers at a scale of their own."""
-    step = step_of(lowered, _tokens(present))
+    step = step_of(lowered, tokens_present(present))
     alone = step_of(
-        replace(lowered, graphs=tuple(map(as_captured, lowered.graphs))), _tokens(present)
+        replace(lowered, graphs=tuple(map(as_captured, lowered.graphs))), tokens_present(present)
     )
     layers = sorted(step.layers, key=lambda layer: -len(layer.scopes) * layer.total.modelled_us)
     most = max((len(x.scopes) * _widest(x.total) for x in layers), default=0.0)

@@ -23,7 +23,7 @@ _LEFT = (LIBRARY, INDUCTOR)
 def render_step(step: Step) -> Group:
     """What a step moves by layer, the least time of it, and what is left to Inductor."""
     columns = ("layer", "weights\nMB", "caches\nMB", "between\nMB", "floor\nus", "modelled\nus")
-    table = _table(*columns, "fused\n%")
+    table = step_table(*columns, "fused\n%")
     for layer in step.layers:
         fused, total = layer.of(FUSED), layer.total
         table.add_row(title_of(layer.scopes), *_numbers(total), _percent(fused, total))
@@ -83,7 +83,7 @@ def render_profile(profile: Profile, step: Step) -> Group:
     title.append(
         f"{told}{100 * profile.of_floor:.0f} % (mean of {profile.steps})", style="not bold"
     )
-    kinds = _table("", "us", "%", "floor")
+    kinds = step_table("", "us", "%", "floor")
     floors = {"fused": step.of(FUSED).floor_us}
     left = f"{sum(step.of(kind).floor_us for kind in _LEFT):.1f}"
     for kind, word in WORDS.items():
@@ -96,7 +96,7 @@ def render_profile(profile: Profile, step: Step) -> Group:
 
 
 def _rows(profile: Profile) -> Table:
-    table = _table("furthest from the floor", "where", "x", "us", "floor", "above")
+    table = step_table("furthest from the floor", "where", "x", "us", "floor", "above")
     rows = profile.folded()
     for row in rows[:SHOWN]:
         floor = "" if row.floor_us is None else f"{row.floor_us:.1f}"
@@ -110,7 +110,8 @@ def _rows(profile: Profile) -> Table:
     return table
 
 
-def _table(first: str, *columns: str) -> Table:
+def step_table(first: str, *columns: str) -> Table:
+    """An empty table of numbers: first, where long names fold, and the columns beside it."""
     table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
     table.add_column(first, overflow="fold")
     for column in columns:

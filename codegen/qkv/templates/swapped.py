@@ -17,6 +17,8 @@ In a tensor core's operand each thread holds pairs of neighbours along K, while 
 a thread a run of K. A dot product may take K in any order, as long as both operands take the same:
 the weight's codes stay in the thread that loaded their word, and x, the smaller tile, is permuted
 to match (`x_in_order`), or has been so by `order_x`.
+
+One token is multiplied by codes without a tensor core (`dotted_rows`), by many small programs.
 """
 
 import triton
@@ -44,6 +46,7 @@ from tilewright.codegen.templates.codes import (
     scaled_whole,
     x_in_order,
 )
+from tilewright.codegen.templates.dotted_rows import dotted_rows
 from tilewright.codegen.templates.places import (
     KEY,
     QUERY,
@@ -165,6 +168,8 @@ def qkv_projection_swapped(
     input_norm_bias_ptr=None, INPUT_NORM_BIAS_STRIDE: tl.constexpr = 0,
     INPUT_LAYER_ROW: tl.constexpr = 0, SATURATES: tl.constexpr = True,
     ADDED_ZEROS: tl.constexpr = False, SCALED: tl.constexpr = False, factors_ptr=None,
+    RUN: tl.constexpr = 0, LINE: tl.constexpr = 64, ZERO: tl.constexpr = 0,
+    FLOATS: tl.constexpr = False, SIGNED: tl.constexpr = False, BYTES: tl.constexpr = (),
 ):  # fmt: skip
     """QKV projection, few tokens: q, k, v = x @ [Wq; Wk; Wv]^T with bias, QK norm, rotary
     embedding, and the store to q and to a paged cache.
@@ -177,12 +182,12 @@ def qkv_projection_swapped(
     strides (group, head, row, column of K); the first of K_WEIGHT_STRIDES and V_WEIGHT_STRIDES is
     not used. The other arguments are those of `qkv_epilogue`.
 
-    INPUT_NORM, of weights that are no codes: x is divided by its rms and multiplied by
+    INPUT_NORM, of weights that are no codes, or with RUN: x is divided by its rms and multiplied by
     INPUT_NORM_OFFSET + input_norm_weight, rounded before the product. INPUT_LAYER_ROW, a power of
     two no less than HIDDEN, instead: x's mean is subtracted before and input_norm_bias added
-    behind; 0: x is not layer-normed. PREFETCH: columns of each
-    weight row that are asked for before the kernel waits for the one before it. LETS_IN: the next
-    kernel's programs may take their places while this one runs.
+    behind; 0: x is not layer-normed. PREFETCH: columns of each weight row that are asked for before
+    the kernel waits for the one before it, LINE elements at a time. LETS_IN: the next kernel's
+    programs may take their places while this one runs.
 
     With scales, weights are codes: 8-bit (PER 1), or words of PER codes along K or, with
     PACKED_ROWS, along the rows, which their strides count. NUMBER: what codes stand for, "e2m1" or
@@ -193,6 +198,10 @@ def qkv_projection_swapped(
     rows; ADDED_ZEROS: the tensor's value is added behind the scale. SCALED: codes are multiplied by
     their scales before the product (`scaled_numbers`). x is 16-bit, or fp8 like the weight with a
     scale for each token and X_SCALE_BLOCK columns. X_IN_ORDER: x is the result of `order_x`.
+
+    RUN, with BLOCK_T 1 and codes packed along K, K contiguous: rows are multiplied by x without a
+    tensor core, as `dotted_rows` does it; the zero of an integer is ZERO and the zero tensor's
+    value then. 0: by tensor cores.
     """
     row_tile = tl.program_id(0) // SPLIT_K
     part = tl.program_id(0) % SPLIT_K
@@ -268,7 +277,8 @@ def qkv_projection_swapped(
     if LAUNCH_PDL:
         if PREFETCH > 0:
             lines = weight_ptr + tl.minimum(dims, HEAD_DIM - 1) * row_stride
-            prefetch_rows(lines, first_column, HIDDEN, PREFETCH // 64, 64)
+            LINES: tl.constexpr = PREFETCH // (STEP * LINE)
+            prefetch_rows(lines, first_column // STEP, HIDDEN // STEP, LINES, LINE)
         tl.extra.cuda.gdc_wait()
         if LETS_IN:
             tl.extra.cuda.gdc_launch_dependents()
@@ -323,12 +333,13 @@ def qkv_projection_swapped(
     BLOCKS: tl.constexpr = (HIDDEN + SCALE_COLUMNS - 1) // SCALE_COLUMNS
     if CODES:
         block_rows = (head * HEAD_DIM + dims) // SCALE_ROWS
+    if CODES and RUN == 0:
         groups = tl.arange(0, GROUPS)
     if SCALED:
         blocks = first_column // SCALE_COLUMNS + groups
         scale_ptrs = (scale_ptr + block_rows * scale_row_stride)[:, None]
         scale_ptrs += blocks[None, :] * scale_stride
-    elif CODES:
+    elif CODES and RUN == 0:
         scale, zero = load_scales(
             scale_ptr, zero_ptr, block_rows, row_mask, first_column // SCALE_COLUMNS + groups,
             (scale_row_stride, scale_stride, zero_row_stride, zero_stride), q_zero_ptr is not None,
@@ -351,98 +362,111 @@ def qkv_projection_swapped(
             x_ptr, tl.program_id(1) * BLOCK_T, num_tokens,
             BLOCK_T, HIDDEN, X_STRIDE, INPUT_NORM_EPS, INPUT_LAYER_ROW,
         )  # fmt: skip
-    accumulator = tl.zeros((ROWS, BLOCK_T), tl.float32)
-    sums = tl.zeros((ROWS, BLOCK_T), tl.float32)
-    squares = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
-    for step in range(0, PART, BLOCK_K):
-        if EVEN:
-            word_mask = word_row_mask[:, None]
-            x_mask = token_mask[:, None]
-        else:
-            WORD_BOUND: tl.constexpr = HIDDEN // STEP
-            X_BOUND: tl.constexpr = X_STRIDE if X_IN_ORDER else HIDDEN
-            word_mask = word_row_mask[:, None] & (word_columns + step // STEP < WORD_BOUND)[None, :]
-            x_mask = token_mask[:, None] & (columns + step < X_BOUND)[None, :]
-        words = tl.load(
-            word_ptrs + step // STEP * column_stride,
-            mask=word_mask, other=0.0, eviction_policy="evict_first",
+    if RUN > 0:
+        lines = weight_ptr + tl.minimum(dims, HEAD_DIM - 1) * row_stride
+        accumulator, _up, squares = dotted_rows(
+            x_ptr + tl.program_id(1).to(tl.int64) * X_STRIDE, input_norm_weight_ptr, lines, None,
+            scale_ptr, None, zero_ptr, None, block_rows, row_mask, first_column,
+            (scale_row_stride, scale_stride, zero_row_stride, zero_stride), None, 1, 1,
+            HIDDEN, PART, BLOCK_K, RUN, INPUT_NORM, INPUT_NORM_STRIDE, INPUT_NORM_OFFSET,
+            q_zero_ptr is not None, PER, SCALE_COLUMNS, INTERLEAVED_NIBBLES, REVERSED,
+            PACKED_ZEROS, ZERO, NUMBER, BYTES, FLOATS, SIGNED, ADDED_ZEROS,
         )  # fmt: skip
-        if INPUT_NORM:
-            x, squares = step_of_x(
-                x_ptrs, norm_ptrs, squares, step, x_mask,
-                True, INPUT_NORM_STRIDE, INPUT_NORM_OFFSET,
+    else:
+        accumulator = tl.zeros((ROWS, BLOCK_T), tl.float32)
+        sums = tl.zeros((ROWS, BLOCK_T), tl.float32)
+        squares = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
+        for step in range(0, PART, BLOCK_K):
+            if EVEN:
+                word_mask = word_row_mask[:, None]
+                x_mask = token_mask[:, None]
+            else:
+                WORD_BOUND: tl.constexpr = HIDDEN // STEP
+                X_BOUND: tl.constexpr = X_STRIDE if X_IN_ORDER else HIDDEN
+                word_mask = (
+                    word_row_mask[:, None] & (word_columns + step // STEP < WORD_BOUND)[None, :]
+                )
+                x_mask = token_mask[:, None] & (columns + step < X_BOUND)[None, :]
+            words = tl.load(
+                word_ptrs + step // STEP * column_stride,
+                mask=word_mask, other=0.0, eviction_policy="evict_first",
             )  # fmt: skip
-        elif INPUT_LAYER_ROW > 0:
-            x = layer_step_of_x(
-                x_ptrs, norm_ptrs, shift_ptrs, x_mean, x_inverse, step, x_mask,
-                INPUT_NORM_STRIDE, INPUT_NORM_OFFSET, INPUT_NORM_BIAS_STRIDE,
-            )  # fmt: skip
-        else:
-            x = tl.load(x_ptrs + step, mask=x_mask, other=0.0)
-        if SCALED:
-            if not X_IN_ORDER:
-                x = x_in_order(x, PER, INTERLEAVED_NIBBLES, 1)
-            scale_mask = row_mask[:, None]
-            if not EVEN:
-                scale_mask = scale_mask & (blocks + step // SCALE_COLUMNS < BLOCKS)[None, :]
-            scale = tl.load(
-                scale_ptrs + step // SCALE_COLUMNS * scale_stride,
-                mask=scale_mask, other=0.0, eviction_policy="evict_first",
-            )  # fmt: skip
-            numbers = scaled_numbers(words, scale, x_ptr.dtype.element_ty)
-            accumulator = tl.dot(numbers, x.T, accumulator)
-        elif CODES:
-            # A step ahead: Triton does not pipeline these loads through shared memory.
-            next_scale = scale
-            next_zero = zero
-            next_x_scale = x_scale
-            if not WHOLE_ROWS:
-                next_column = first_column + step + BLOCK_K
-                next_scale, next_zero = load_scales(
-                    scale_ptr, zero_ptr, block_rows, row_mask,
-                    next_column // SCALE_COLUMNS + groups,
-                    (scale_row_stride, scale_stride, zero_row_stride, zero_stride),
-                    q_zero_ptr is not None, PACKED_ZEROS, INTERLEAVED_NIBBLES, BLOCKS,
+            if INPUT_NORM:
+                x, squares = step_of_x(
+                    x_ptrs, norm_ptrs, squares, step, x_mask,
+                    True, INPUT_NORM_STRIDE, INPUT_NORM_OFFSET,
                 )  # fmt: skip
-                if x_scale_ptr is not None:
-                    next_x_scale = load_x_scale(
-                        x_scale_ptr, tokens, token_mask, next_column, HIDDEN, X_SCALE_BLOCK,
-                        X_SCALE_STRIDES,
+            elif INPUT_LAYER_ROW > 0:
+                x = layer_step_of_x(
+                    x_ptrs, norm_ptrs, shift_ptrs, x_mean, x_inverse, step, x_mask,
+                    INPUT_NORM_STRIDE, INPUT_NORM_OFFSET, INPUT_NORM_BIAS_STRIDE,
+                )  # fmt: skip
+            else:
+                x = tl.load(x_ptrs + step, mask=x_mask, other=0.0)
+            if SCALED:
+                if not X_IN_ORDER:
+                    x = x_in_order(x, PER, INTERLEAVED_NIBBLES, 1)
+                scale_mask = row_mask[:, None]
+                if not EVEN:
+                    scale_mask = scale_mask & (blocks + step // SCALE_COLUMNS < BLOCKS)[None, :]
+                scale = tl.load(
+                    scale_ptrs + step // SCALE_COLUMNS * scale_stride,
+                    mask=scale_mask, other=0.0, eviction_policy="evict_first",
+                )  # fmt: skip
+                numbers = scaled_numbers(words, scale, x_ptr.dtype.element_ty)
+                accumulator = tl.dot(numbers, x.T, accumulator)
+            elif CODES:
+                # A step ahead: Triton does not pipeline these loads through shared memory.
+                next_scale = scale
+                next_zero = zero
+                next_x_scale = x_scale
+                if not WHOLE_ROWS:
+                    next_column = first_column + step + BLOCK_K
+                    next_scale, next_zero = load_scales(
+                        scale_ptr, zero_ptr, block_rows, row_mask,
+                        next_column // SCALE_COLUMNS + groups,
+                        (scale_row_stride, scale_stride, zero_row_stride, zero_stride),
+                        q_zero_ptr is not None, PACKED_ZEROS, INTERLEAVED_NIBBLES, BLOCKS,
                     )  # fmt: skip
-            if x_ptr.dtype.element_ty == tl.float8e4nv:
-                codes = words
-            else:
-                codes = decoded(
-                    words, x_ptr.dtype.element_ty, PER, PACKED_ROWS, INTERLEAVED_NIBBLES, REVERSED,
-                    CODE_OFFSET, GROUPS, NUMBER,
-                )  # fmt: skip
-                if not PACKED_ROWS and not X_IN_ORDER:
-                    x = x_in_order(x, PER, INTERLEAVED_NIBBLES, GROUPS)
-            if WHOLE_ROWS:
+                    if x_scale_ptr is not None:
+                        next_x_scale = load_x_scale(
+                            x_scale_ptr, tokens, token_mask, next_column, HIDDEN, X_SCALE_BLOCK,
+                            X_SCALE_STRIDES,
+                        )  # fmt: skip
                 if x_ptr.dtype.element_ty == tl.float8e4nv:
-                    SHORT: tl.constexpr = min(BLOCK_K, 128)
-                    accumulator = tl.dot(codes, x.T, accumulator, max_num_imprecise_acc=SHORT)
+                    codes = words
                 else:
-                    accumulator = tl.dot(codes, x.T, accumulator)
-                if HAS_ZEROS:
-                    ones = tl.full((ROWS, BLOCK_K), 1.0, x_ptr.dtype.element_ty)
-                    sums = tl.dot(ones, x.T, sums)
+                    codes = decoded(
+                        words, x_ptr.dtype.element_ty, PER, PACKED_ROWS, INTERLEAVED_NIBBLES,
+                        REVERSED, CODE_OFFSET, GROUPS, NUMBER,
+                    )  # fmt: skip
+                    if not PACKED_ROWS and not X_IN_ORDER:
+                        x = x_in_order(x, PER, INTERLEAVED_NIBBLES, GROUPS)
+                if WHOLE_ROWS:
+                    if x_ptr.dtype.element_ty == tl.float8e4nv:
+                        SHORT: tl.constexpr = min(BLOCK_K, 128)
+                        accumulator = tl.dot(codes, x.T, accumulator, max_num_imprecise_acc=SHORT)
+                    else:
+                        accumulator = tl.dot(codes, x.T, accumulator)
+                    if HAS_ZEROS:
+                        ones = tl.full((ROWS, BLOCK_K), 1.0, x_ptr.dtype.element_ty)
+                        sums = tl.dot(ones, x.T, sums)
+                else:
+                    accumulator = add_scaled_groups(
+                        accumulator, codes, x, scale, zero, x_scale,
+                        PER, GROUPS, HAS_ZEROS, q_zero_ptr is not None, ZERO_OFFSET,
+                        x_scale_ptr is not None, UNIT, ADDED_ZEROS,
+                    )  # fmt: skip
+                scale = next_scale
+                zero = next_zero
+                x_scale = next_x_scale
             else:
-                accumulator = add_scaled_groups(
-                    accumulator, codes, x, scale, zero, x_scale,
-                    PER, GROUPS, HAS_ZEROS, q_zero_ptr is not None, ZERO_OFFSET,
-                    x_scale_ptr is not None, UNIT, ADDED_ZEROS,
-                )  # fmt: skip
-            scale = next_scale
-            zero = next_zero
-            x_scale = next_x_scale
-        else:
-            accumulator = tl.dot(words, x.T, accumulator)
-    if CODES and WHOLE_ROWS:
-        accumulator = scaled_whole(
-            accumulator, sums, scale, zero, x_scale, q_zero_ptr is not None, ZERO_OFFSET,
-            x_scale_ptr is not None, UNIT, ADDED_ZEROS,
-        )  # fmt: skip
+                accumulator = tl.dot(words, x.T, accumulator)
+        if CODES and WHOLE_ROWS:
+            accumulator = scaled_whole(
+                accumulator, sums, scale, zero, x_scale, q_zero_ptr is not None, ZERO_OFFSET,
+                x_scale_ptr is not None, UNIT, ADDED_ZEROS,
+            )  # fmt: skip
     if SCALED:
         accumulator *= UNIT
     if factors_ptr is not None:

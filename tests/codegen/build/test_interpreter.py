@@ -123,6 +123,24 @@ def test_rounding_is_torchs_for_all_kinds_of_numbers():
     assert np.array_equal(widen(np.array([0x3F80, 0xC000], np.uint16)), [1.0, -2.0])
 
 
+@triton.jit
+def widened(x_ptr, out_ptr, N: tl.constexpr):
+    offsets = tl.arange(0, N)
+    x = tl.load(x_ptr + offsets)
+    tl.store(out_ptr + offsets, x.to(tl.float16).to(tl.float32))
+    tl.store(out_ptr + N + offsets, x.to(tl.float32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_all_numbers_of_8_bits_are_torchs(dtype):
+    codes = torch.arange(256, dtype=torch.uint8).view(dtype)
+    out = torch.zeros(2, 256)
+    interpret(widened)[(1,)](codes, out, 256)
+    for row in out:
+        assert torch.equal(row.isnan(), codes.float().isnan())
+        assert torch.equal(row.nan_to_num(7.0), codes.float().nan_to_num(7.0))
+
+
 def test_corrections_are_gone_afterwards():
     from triton.language.semantic import TritonSemantic
     from triton.runtime.interpreter import InterpreterBuilder

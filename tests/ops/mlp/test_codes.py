@@ -10,7 +10,7 @@ import torch
 
 from tests.interpreted import Interpreter, interpret
 from tilewright.codegen.mlp.kernels import DotConfig, LinearConfig
-from tilewright.codegen.mlp.plan import MOST_GATED_TOKENS, dot_obstacle, dot_run
+from tilewright.codegen.mlp.plan import MOST_GATED_TOKENS, dot_obstacle
 from tilewright.codegen.mlp.problem import code_step
 from tilewright.codegen.targets import TARGETS
 from tilewright.ops.checks import HALVES, ArgumentError
@@ -81,7 +81,7 @@ def test_dot_products(which, name):
     module, steps, problem_of, cases = OPS[which]
     a = module.sample_inputs(coded_case(cases, name))
     q = problem_of(a).quantization
-    per, run = q.per_int32, dot_run(q)
+    per, run = q.per_int32, q.dot_run
     config = DotConfig(16, 4 * run * per, run, per, num_warps=4)
     machine = Interpreter()
     made = drive(steps(a, machine.target, config), machine).outcome.result

@@ -121,7 +121,7 @@ def test_a_chip_without_tma_says_that_x_is_normed_before():
     [
         {"dtype": torch.float16},
         {"dtype": torch.float32},
-        {"weight_format": "int8", "scale_block": (1, 328)},
+        {"weight_format": "int4_n", "scale_block": (1, 328)},
         {"qk_norm": True, "norm_width": "row"},
         {"num_tokens": MOST_NORMED_TOKENS + 1},
         {"num_tokens": MOST_NORMED_TOKENS + 1, "input_norm": "layer"},

@@ -29,17 +29,16 @@ def lowered(module):
 
 @pytest.mark.parametrize("first", [False, True], ids=["gathered", "by_token"])
 @pytest.mark.parametrize("name", SPELLINGS)
-def test_every_spelling_is_quantised_by_the_op(name, first):
+def test_every_spelling_is_quantised_by_the_op(name, first, fresh_dynamo):
     module = CodedMoe(SPELLINGS[name], SPELLINGS[name], first=first)
-    found = lowered(module)
-    (site,) = matches_of(found, "fused_moe")
-    assert site.op == "fused_moe", str(found)
-    assert "activations=fp8" in str(found)
     x = tokens()
-    torch._dynamo.reset()
     with torch.no_grad():
         compiled = torch.compile(module, backend="tilewright", options={"inner": "eager"})
         fused, eager, exact = compiled(x), module(x), module.exact(x)
+        (found,) = reports()
+        (site,) = matches_of(found, "fused_moe")
+        assert site.op == "fused_moe", str(found)
+        assert "activations=fp8" in str(found)
         plain = CodedMoe(lambda rows: rows, lambda rows: rows)(x)
     assert_no_worse(fused, eager, exact, name)
     # The codes are the graph's: far nearer to it than either is to what nothing quantises.
@@ -88,17 +87,16 @@ def test_gate_and_up_are_quantised_together_or_not_at_all():
 
 
 @pytest.mark.parametrize("dense", [False, True])
-def test_tokens_that_alone_are_quantised_are_tokens(dense):
+def test_tokens_that_alone_are_quantised_are_tokens(dense, fresh_dynamo):
     """Before the gather they are some x, whatever it is computed from."""
     module = CodedMoe(divided, unchanged, first=True, dense=dense)
-    found = lowered(module)
-    assert [site.op for site in matches_of(found, "fused_moe")] == ["fused_moe"], str(found)
-    assert "activations" not in str(found)
     x = tokens()
-    torch._dynamo.reset()
     with torch.no_grad():
         compiled = torch.compile(module, backend="tilewright", options={"inner": "eager"})
         assert relative_error(compiled(x), module(x)) < 2**-6
+    (found,) = reports()
+    assert [site.op for site in matches_of(found, "fused_moe")] == ["fused_moe"], str(found)
+    assert "activations" not in str(found)
 
 
 def test_weights_that_are_no_codes_are_refused():

@@ -26,6 +26,8 @@ COMPILED = {
     "weights stream": r"qwen3-30b-a3b dense T=64 moe_up",
     "specialised warps": r"gpt-oss-20b dense T=8192 grouped_gemm",
     "codes in tiles": r"qwen3-30b-a3b int4 T=1024 grouped_gemm",
+    "one token by codes": r"deepseek-v3 of 8 fp8 by codes T=1 moe_down_dotted",
+    "one token of nibbles": r"qwen3-30b-a3b nvfp4 T=1 moe_up_dotted",
     "rows by codes": r"deepseek-v3 of 8 fp8 by codes T=1024 moe_up_scaled",
     "combine": r"qwen3-30b-a3b dense .* moe_combine",
     "router of groups": r"router deepseek-v3 T=64 moe_router",
@@ -73,11 +75,14 @@ def test_cases_cover_models_formats_and_kernels(cases):
                 assert any(n.startswith(start) and step in n.split() for n in names), (start, step)
     kernels = {case.spec.kernel for case in cases}
     assert {"moe_order", "moe_count", "moe_up", "grouped_gemm", "moe_combine"} <= kernels
+    assert {"moe_up_dotted", "moe_down_dotted"} <= kernels
     assert {"grouped_nvfp4", "quantize_nvfp4"} <= kernels
     claims = [case.expectations for case in cases if case.spec.kernel == "grouped_nvfp4"]
     assert {c.mma for c in claims} == {"nvfp4"}
     assert {bool(c.row_scales_reason) for c in claims} == {False, True}  # both tile orders
-    assert all(c.mma for c in claims + [c.expectations for c in cases if "moe_up" in c.name])
+    up = [c.expectations for c in cases if c.spec.kernel in ("moe_up", "moe_up_scaled")]
+    assert up
+    assert all(c.mma for c in claims + up)
 
 
 def test_make_audit_has_them(cases):

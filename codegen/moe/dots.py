@@ -1,0 +1,226 @@
+"""How the experts of a few tokens are multiplied without tensor cores: for which calls, in which
+tiles, by which kernels.
+
+At one token the tensor core's kernels wait for the sort of the routes, for the rounding of rows and
+for tiles that pass through shared memory. So few routes read most weights once, however they are
+multiplied.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilewright.codegen.arithmetic import ELEMENT_BYTES, INT32_MAX, cdiv, next_power_of_2
+from tilewright.codegen.formats import E2M1_BYTES, WEIGHT_FORMATS
+from tilewright.codegen.grouped.kernels import all_strides
+from tilewright.codegen.grouped.problem import WORD_BYTES, WeightOperands
+from tilewright.codegen.grouped.tiles import SCALED_K
+from tilewright.codegen.kernel import Kernel, Statics
+from tilewright.codegen.moe.problem import MoeProblem
+from tilewright.codegen.spec import Constant
+
+UP_DOTTED = Kernel(
+    "moe.dotted",
+    "moe_up_dotted",
+    {
+        "GATE_STRIDES": all_strides("gate_weight", 2),
+        "UP_STRIDES": all_strides("up_weight", 2),
+        "GATE_SCALE_STRIDES": all_strides("gate_scale", 3),
+        "UP_SCALE_STRIDES": all_strides("up_scale", 3),
+        "BIAS_STRIDES": (*all_strides("gate_bias", 2), *all_strides("up_bias", 2)),
+    },
+    num_stages=1,
+)
+DOWN_DOTTED = Kernel(
+    "moe.dotted",
+    "moe_down_dotted",
+    {
+        "DOWN_STRIDES": all_strides("down_weight", 2),
+        "DOWN_SCALE_STRIDES": all_strides("down_scale", 3),
+        "BIAS_STRIDES": all_strides("down_bias", 2),
+        "WEIGHTS_STRIDES": all_strides("weights", 2),
+    },
+    num_stages=1,
+)
+
+# Up to how many tokens each format is multiplied so; formats without an entry never are. On an
+# H100, of 1, 2, 4 and 8 tokens, Qwen3-30B-A3B's experts take in bfloat16 29, 53 and 101 us where
+# the tensor core's kernels take 39, 63 and 108; in float8 16, 31, 57 and 107 (33, 44, 68, 107); in
+# int4 13, 20, 35 and 66 (17, 29, 45, 69); in NVFP4 16, 27, 48 and 90 (19, 34, 51, 81); and
+# gpt-oss-20b's in MXFP4 34, 63, 115 and 220 (81, 110, 172, 272).
+MOST_TOKENS = {"dense": 4, "fp8": 4, "int4": 8, "nvfp4": 4, "mxfp4": 8}
+# Bytes of a row that a thread loads at once, and those of a line of memory.
+LOAD_BYTES, LINE_BYTES = 16, 128
+# Bytes of a row that a step may take, and what a step costs besides, as a part of a row's time.
+STEP_BYTES = (2048, 1024, 512, 256, 128)
+STEP_COST = 0.08
+# Columns of x that a program holds, those of all slots together; the second: of those that are
+# multiplied as floats in steps that are not short.
+MOST_COLUMNS, MOST_FLOAT_COLUMNS = 2048, 1024
+# Rows of gate and of up, and warps, that were measured the fastest; of other formats UP_TILE.
+UP_TILE = (8, 4)
+UP_TILES = {"fp8": (4, 4), "int4": (8, 2)}
+# Rows of down, and whether its programs ask for weights early; of other formats DOWN_TILE.
+DOWN_TILE = (8, True)
+DOWN_TILES = {"int4": (4, False), "nvfp4": (4, False)}
+# Columns of a step of bytes that eight warps share.
+SHORT_STEP = 256
+# Slots that the second kernel takes at once.
+MOST_SLOTS = 8
+# `E2M1_BYTES` are twice the numbers.
+E2M1_UNIT = 0.5
+
+
+@dataclass(frozen=True)
+class DotTiles:
+    """block_n rows of a weight, in steps of block_s slots by block_k columns. early: of the first
+    kernel: the second one's programs take their places while it ends; of the second: they ask for
+    their weights before they wait."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    block_s: int = 1
+    early: bool = True
+
+    def __str__(self) -> str:
+        slots = f"{self.block_s}x" if self.block_s > 1 else ""
+        return f"{self.block_n}x{slots}{self.block_k} w{self.num_warps}{' early' * self.early}"
+
+
+@dataclass(frozen=True)
+class DotsPlan:
+    """The tiles of the two kernels, and why."""
+
+    up: DotTiles
+    down: DotTiles
+    reason: str
+
+
+def codes_a_word(weight: WeightOperands) -> int:
+    """Columns of a word as the kernels read it."""
+    form = WEIGHT_FORMATS.get(weight.format)
+    return 1 if form is None else 8 * WORD_BYTES // form.bits
+
+
+def multiplies_integers(weight: WeightOperands) -> bool:
+    """Whether codes are multiplied as integers, else as fp32 numbers."""
+    return codes_a_word(weight) == 8
+
+
+def word_bytes(weight: WeightOperands) -> int:
+    """Bytes of a word as the kernels read it."""
+    return WORD_BYTES if codes_a_word(weight) > 1 else int(ELEMENT_BYTES[weight.data.dtype])
+
+
+def run_of(weight: WeightOperands) -> int:
+    """Words that share a sum: 16 bytes, or less where a scale is for less."""
+    whole = LOAD_BYTES // word_bytes(weight)
+    if weight.scale is None:
+        return whole
+    return min(whole, max(weight.scale_block[1] // codes_a_word(weight), 1))
+
+
+def dots_obstacle(problem: MoeProblem, num_tokens: int) -> str | None:
+    """Says why the kernels do not take a call; None where they do, and are the faster ones."""
+    most = MOST_TOKENS.get(problem.format, 0)
+    if num_tokens > most:
+        return f"more than {most} tokens"
+    weights = {"gate": problem.gate, "up": problem.up, "down": problem.down}
+    for name, weight in weights.items():
+        rows, columns = problem.inner, problem.hidden
+        if name == "down":
+            rows, columns = columns, rows
+        obstacle = weight and _weight_obstacle(weight, rows, columns)
+        if obstacle:
+            return f"{name}_weight: {obstacle}"
+    return None
+
+
+def _weight_obstacle(weight: WeightOperands, rows: int, columns: int) -> str | None:
+    per, run = codes_a_word(weight), run_of(weight)
+    expert, row, _ = weight.data.strides
+    if weight.n_major:
+        return "rows lie next to each other"
+    if rows * row > INT32_MAX:
+        return "rows of an expert that 32 bits do not count"
+    if columns % per or (per > 1 and (expert % WORD_BYTES or row % WORD_BYTES)):
+        return "rows are no whole words"
+    width = weight.scale_block[1]
+    if weight.scale is not None and width < columns and width % (per * run):
+        return f"scales of {width} columns"
+    if run & (run - 1):
+        return f"runs of {run} words"
+    return None
+
+
+def plan_dots(problem: MoeProblem, num_tokens: int) -> DotsPlan | None:
+    """The tiles for a call; None where other kernels take it."""
+    if dots_obstacle(problem, num_tokens) is not None:
+        return None
+    up, down = up_tiles(problem), down_tiles(problem)
+    return DotsPlan(up, down, f"dot products of {num_tokens} tokens: up {up}, down {down}")
+
+
+def up_tiles(problem: MoeProblem) -> DotTiles:
+    """Rows of gate and of up, in steps of whole rows where those are short: all of a program's
+    loads are on their way at once."""
+    rows, warps = UP_TILES.get(problem.format, UP_TILE)
+    return DotTiles(rows, step_of(problem.gate, problem.hidden), warps)
+
+
+def down_tiles(problem: MoeProblem) -> DotTiles:
+    """Each row has a part for every slot of a step."""
+    rows, early = DOWN_TILES.get(problem.format, DOWN_TILE)
+    block_k = step_of(problem.down, problem.inner)
+    short = problem.format == "fp8" and block_k <= SHORT_STEP
+    columns = MOST_COLUMNS if short or multiplies_integers(problem.down) else MOST_FLOAT_COLUMNS
+    slots = min(next_power_of_2(problem.num_slots), MOST_SLOTS, max(columns // block_k, 1))
+    warps = 8 if short else 4
+    return DotTiles(rows, block_k, warps, slots, early)
+
+
+def step_of(weight: WeightOperands, columns: int) -> int:
+    """Columns of a step: as few steps as leave few columns past the end."""
+    per, size = codes_a_word(weight), word_bytes(weight)
+    steps = [per * taken // size for taken in STEP_BYTES]
+    return min(steps, key=lambda step: cdiv(columns, step) * (step / columns + STEP_COST))
+
+
+def up_dots(problem: MoeProblem, tiles: DotTiles) -> tuple[Kernel, Statics]:
+    """The first kernel with its constants."""
+    return UP_DOTTED, Statics(
+        tiles, problem, lets_in=tiles.early, **_constants(problem, problem.gate)
+    )
+
+
+def down_dots(problem: MoeProblem, tiles: DotTiles) -> tuple[Kernel, Statics]:
+    """The second kernel with its constants."""
+    line = LINE_BYTES // word_bytes(problem.down)
+    lines = cdiv(problem.inner, line * codes_a_word(problem.down)) if tiles.early else 0
+    own: dict[str, Constant] = {"LINE": line, "LINES": lines and next_power_of_2(lines)}
+    return DOWN_DOTTED, Statics(tiles, problem, **own, **_constants(problem, problem.down))
+
+
+def _constants(problem: MoeProblem, weight: WeightOperands) -> dict[str, Constant]:
+    form = WEIGHT_FORMATS.get(weight.format)
+    twice = form is not None and form.number == "e2m1"
+    return {
+        "SCALE_BLOCK": weight.scale_block,
+        "PER": codes_a_word(weight),
+        "INTEGERS": multiplies_integers(weight),
+        "BYTES": E2M1_BYTES if twice else (),
+        "ZERO": 0 if form is None else form.expert_zero,
+        "UNIT": E2M1_UNIT if twice else 1.0,
+        "RUN": run_of(weight),
+        "CODED": problem.coded_rows,
+        "GROUP": SCALED_K,
+    }
+
+
+def up_dots_grid(problem: MoeProblem, tiles: DotTiles, num_routes: int) -> tuple[int, int]:
+    return cdiv(problem.inner, tiles.block_n), num_routes
+
+
+def down_dots_grid(problem: MoeProblem, tiles: DotTiles, num_tokens: int) -> tuple[int, int]:
+    return cdiv(problem.hidden, tiles.block_n), num_tokens

@@ -1,0 +1,315 @@
+"""Experts of a few tokens without tensor cores: each route by itself, nothing sorted.
+
+`moe_up_dotted` takes a few rows of gate and up of one expert for one route; `moe_down_dotted` a few
+rows of all the experts of one token, whose products it multiplies by the routes' weights and adds,
+always in the same order. Neither passes weights through shared memory: many small programs keep the
+memory busy.
+
+A tile of weights [rows, slots, words] is seen as [rows, slots * words], and so are the rows of x:
+the products of all slots are one sum. A word holds 8 codes of 4 bits or 4 of 8, or is one number of
+16 bits.
+"""
+
+import triton
+import triton.language as tl
+
+from tilewright.codegen.templates.activation import activate
+from tilewright.codegen.templates.dots import (
+    code_sums,
+    dense_sums,
+    number_sums,
+    parts_of_x,
+)
+from tilewright.codegen.templates.fp4 import e8m0_value
+from tilewright.codegen.templates.fp8_groups import quantized_groups
+from tilewright.codegen.templates.streaming import prefetch_rows
+
+
+@triton.jit
+def experts_of(ids_ptr, routes, mask, NUM_EXPERTS: tl.constexpr):
+    """(experts of routes, int64, 0 of those without one; which have one)."""
+    ids = tl.load(ids_ptr + routes, mask=mask, other=-1).to(tl.int64)
+    there = (ids >= 0) & (ids < NUM_EXPERTS)
+    return tl.where(there, ids, 0), there
+
+
+@triton.jit
+def load_words(lines, there, first, WORDS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Words [rows, slots * WORDS] from word `first` of each line on: pointers [rows, slots]. Zero
+    past COLUMNS, and of slots that are not there."""
+    ROWS: tl.constexpr = lines.shape[0]
+    SLOTS: tl.constexpr = lines.shape[1]
+    columns = first + tl.arange(0, WORDS)
+    words = tl.load(
+        lines[:, :, None] + columns[None, None, :],
+        mask=there[None, :, None] & (columns < COLUMNS)[None, None, :], other=0.0,
+        eviction_policy="evict_first",
+    )  # fmt: skip
+    return tl.reshape(words, (ROWS, SLOTS * WORDS))
+
+
+@triton.jit
+def load_run_scales(
+    scale_ptr, experts, there, first_row, last_row, first,
+    ROWS: tl.constexpr, RUNS: tl.constexpr, SPAN: tl.constexpr, K: tl.constexpr,
+    STRIDES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """fp32 scales [ROWS, slots * RUNS] of runs of SPAN columns from column `first` on, or
+    [1, slots * RUNS] where all rows have one. BLOCK: rows and columns that share a scale."""
+    SLOTS: tl.constexpr = experts.shape[0]
+    SCALE_ROWS: tl.constexpr = 1 if BLOCK[0] % ROWS == 0 else ROWS
+    WIDTH: tl.constexpr = 1 if BLOCK[1] >= K else RUNS
+    rows = tl.minimum(first_row + tl.arange(0, SCALE_ROWS), last_row) // BLOCK[0]
+    columns = first + tl.arange(0, WIDTH) * SPAN
+    blocks = columns // BLOCK[1]
+    lines = scale_ptr + (experts * STRIDES[0])[None, :] + (rows * STRIDES[1])[:, None]
+    mask = there[None, :, None] & (columns < K)[None, None, :]
+    values = tl.load(lines[:, :, None] + (blocks * STRIDES[2])[None, None, :], mask=mask, other=0.0)
+    if scale_ptr.dtype.element_ty == tl.uint8:
+        scales = e8m0_value(values.to(tl.int32))
+    elif scale_ptr.dtype.element_ty == tl.float8e4nv:
+        scales = values.to(tl.float16).to(tl.float32)
+    else:
+        scales = values.to(tl.float32)
+    scales = tl.broadcast_to(scales, (SCALE_ROWS, SLOTS, RUNS))
+    return tl.reshape(scales, (SCALE_ROWS, SLOTS * RUNS))
+
+
+@triton.jit
+def load_x(
+    x_ptr, starts, there, first, K: tl.constexpr, BLOCK_K: tl.constexpr, PER: tl.constexpr,
+    CODED: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """fp32 x [slots * BLOCK_K / PER, PER] of rows that begin at `starts`, from column `first` on;
+    zero past K. CODED: rounded to e4m3 codes with a scale for each GROUP columns, and back."""
+    SLOTS: tl.constexpr = starts.shape[0]
+    columns = first + tl.arange(0, BLOCK_K)
+    x = tl.load(
+        x_ptr + starts[:, None] + columns[None, :],
+        mask=there[:, None] & (columns < K)[None, :], other=0.0,
+    ).to(tl.float32)  # fmt: skip
+    if CODED:
+        codes, scales = quantized_groups(x, 0.0, GROUP, BLOCK_K)
+        numbers = codes.to(tl.float16).to(tl.float32)
+        numbers = tl.reshape(numbers, (SLOTS, BLOCK_K // GROUP, GROUP)) * scales[:, :, None]
+        x = tl.reshape(numbers, (SLOTS, BLOCK_K))
+    return tl.reshape(x, (SLOTS * BLOCK_K // PER, PER))
+
+
+@triton.jit
+def factors_of_x(x, INTEGERS: tl.constexpr, BYTES: tl.constexpr, RUN: tl.constexpr):
+    """What `add_sums` multiplies weights by: see `parts_of_x`. Of weights that are multiplied as
+    fp32 numbers x itself, and a power of 1."""
+    if INTEGERS:
+        return parts_of_x(x, RUN, False, False, BYTES)
+    else:
+        power = tl.full((x.shape[0] // RUN,), 1.0, tl.float32)
+        return x, x, x, x, x, x, x, power
+
+
+@triton.jit
+def add_sums(
+    product, words, scales, low0, low1, low2, high0, high1, high2, total, power,
+    PER: tl.constexpr, INTEGERS: tl.constexpr, BYTES: tl.constexpr, ZERO: tl.constexpr,
+    UNIT: tl.constexpr, SCALED: tl.constexpr, RUN: tl.constexpr,
+):  # fmt: skip
+    """product [rows, runs] and the sums of each run of words, times scales where there are such,
+    UNIT and `power`."""
+    if INTEGERS:
+        sums = code_sums(
+            words, low0, low1, low2, high0, high1, high2, total,
+            PER, len(BYTES) > 0, ZERO, BYTES, RUN,
+        )  # fmt: skip
+    elif PER == 4:
+        sums = number_sums(words, low0, False, "", RUN)
+    else:
+        sums = dense_sums(words, low0, RUN)
+    if SCALED:
+        sums *= scales * UNIT
+    return product + sums * power[None, :]
+
+
+@triton.jit
+def column_of(ptr, expert, there, rows, EXPERT_STRIDE: tl.constexpr, STRIDE: tl.constexpr):
+    """fp32 numbers [rows, slots] of experts, such as biases."""
+    places = (expert * EXPERT_STRIDE)[None, :] + (rows * STRIDE)[:, None]
+    mask = tl.broadcast_to(there[None, :], places.shape)
+    return tl.load(ptr + places, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def moe_up_dotted(
+    x_ptr, ids_ptr, gate_weight_ptr, up_weight_ptr, gate_scale_ptr, up_scale_ptr,
+    gate_factor_ptr, up_factor_ptr, gate_bias_ptr, up_bias_ptr, hidden_ptr,
+    NUM_SLOTS: tl.constexpr, NUM_EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr,
+    X_STRIDE: tl.constexpr, GATE_STRIDES: tl.constexpr, UP_STRIDES: tl.constexpr,
+    GATE_SCALE_STRIDES: tl.constexpr, UP_SCALE_STRIDES: tl.constexpr, BIAS_STRIDES: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr, PER: tl.constexpr, INTEGERS: tl.constexpr, BYTES: tl.constexpr,
+    ZERO: tl.constexpr, UNIT: tl.constexpr, RUN: tl.constexpr,
+    CODED: tl.constexpr, GROUP: tl.constexpr,
+    ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LETS_IN: tl.constexpr,
+    LAUNCH_PDL: tl.constexpr,
+):  # fmt: skip
+    """Gate and up projections of a few tokens' experts: hidden [routes, INNER] =
+    activation(x @ Wgate^T) * (x @ Wup^T), of routes that have an expert.
+
+    Grid (cdiv(INNER, BLOCK_N), routes). Weights [E, INNER, words of PER columns], in runs of RUN
+    words that have one scale, or a part of one, for SCALE_BLOCK rows and columns. INTEGERS: 4-bit
+    codes are multiplied as such, less ZERO, or as BYTES (`code_sums`) in units of UNIT; else words
+    are of float8 (e4m3), or 16-bit numbers. CODED: x is rounded to e4m3 codes with a scale for each
+    GROUP columns. up_weight None: the activation is not gated. LETS_IN: the next kernel's programs
+    may take their places early.
+    """
+    if LAUNCH_PDL:
+        tl.extra.cuda.gdc_wait()
+        if LETS_IN:
+            tl.extra.cuda.gdc_launch_dependents()
+    GATED: tl.constexpr = up_weight_ptr is not None
+    SCALED: tl.constexpr = gate_scale_ptr is not None
+    WORDS: tl.constexpr = BLOCK_K // PER
+    RUNS: tl.constexpr = WORDS // RUN
+    COLUMNS: tl.constexpr = HIDDEN // PER
+    SPAN: tl.constexpr = RUN * PER
+    first_row = tl.program_id(0) * BLOCK_N
+    rows = first_row + tl.arange(0, BLOCK_N)
+    route = tl.program_id(1)
+    routes = route + tl.arange(0, 1)
+    experts, there = experts_of(ids_ptr, routes, routes >= 0, NUM_EXPERTS)
+    # Rows past the last are that one again; they are not stored.
+    inside = tl.minimum(rows, INNER - 1)
+    lines = gate_weight_ptr + (experts * GATE_STRIDES[0])[None, :]
+    lines += (inside * GATE_STRIDES[1])[:, None]
+    if GATED:
+        up_lines = up_weight_ptr + (experts * UP_STRIDES[0])[None, :]
+        up_lines += (inside * UP_STRIDES[1])[:, None]
+    starts = (routes // NUM_SLOTS).to(tl.int64) * X_STRIDE
+    product = tl.zeros((BLOCK_N, RUNS), tl.float32)
+    up_product = product
+    scales = product
+    up_scales = product
+    for first in range(0, HIDDEN, BLOCK_K):
+        words = load_words(lines, there, first // PER, WORDS, COLUMNS)
+        if GATED:
+            up_words = load_words(up_lines, there, first // PER, WORDS, COLUMNS)
+        if SCALED:
+            scales = load_run_scales(
+                gate_scale_ptr, experts, there, first_row, INNER - 1, first, BLOCK_N, RUNS, SPAN,
+                HIDDEN, GATE_SCALE_STRIDES, SCALE_BLOCK,
+            )  # fmt: skip
+        if SCALED and GATED:
+            up_scales = load_run_scales(
+                up_scale_ptr, experts, there, first_row, INNER - 1, first, BLOCK_N, RUNS, SPAN,
+                HIDDEN, UP_SCALE_STRIDES, SCALE_BLOCK,
+            )  # fmt: skip
+        x = load_x(x_ptr, starts, there, first, HIDDEN, BLOCK_K, PER, CODED, GROUP)
+        low0, low1, low2, high0, high1, high2, total, power = factors_of_x(x, INTEGERS, BYTES, RUN)
+        product = add_sums(
+            product, words, scales, low0, low1, low2, high0, high1, high2, total, power,
+            PER, INTEGERS, BYTES, ZERO, UNIT, SCALED, RUN,
+        )  # fmt: skip
+        if GATED:
+            up_product = add_sums(
+                up_product, up_words, up_scales, low0, low1, low2, high0, high1, high2, total,
+                power, PER, INTEGERS, BYTES, ZERO, UNIT, SCALED, RUN,
+            )  # fmt: skip
+    gate = tl.sum(product, axis=1)[:, None]
+    up = gate
+    if gate_factor_ptr is not None:
+        gate *= tl.load(gate_factor_ptr + experts)[None, :]
+    if gate_bias_ptr is not None:
+        gate += column_of(gate_bias_ptr, experts, there, inside, BIAS_STRIDES[0], BIAS_STRIDES[1])
+    if GATED:
+        up = tl.sum(up_product, axis=1)[:, None]
+        if up_factor_ptr is not None:
+            up *= tl.load(up_factor_ptr + experts)[None, :]
+        if up_bias_ptr is not None:
+            up += column_of(up_bias_ptr, experts, there, inside, BIAS_STRIDES[2], BIAS_STRIDES[3])
+    value = activate(gate, up, ACTIVATION, ALPHA, LIMIT, GATED)
+    places = routes.to(tl.int64)[None, :] * INNER + rows[:, None]
+    tl.store(
+        hidden_ptr + places, value.to(hidden_ptr.dtype.element_ty),
+        mask=(rows < INNER)[:, None] & there[None, :],
+    )  # fmt: skip
+
+
+@triton.jit
+def moe_down_dotted(
+    hidden_ptr, ids_ptr, weights_ptr, down_weight_ptr, down_scale_ptr, down_factor_ptr,
+    down_bias_ptr, out_ptr,
+    NUM_SLOTS: tl.constexpr, NUM_EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, INNER: tl.constexpr,
+    DOWN_STRIDES: tl.constexpr, DOWN_SCALE_STRIDES: tl.constexpr, BIAS_STRIDES: tl.constexpr,
+    WEIGHTS_STRIDES: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr, PER: tl.constexpr, INTEGERS: tl.constexpr, BYTES: tl.constexpr,
+    ZERO: tl.constexpr, UNIT: tl.constexpr, RUN: tl.constexpr,
+    CODED: tl.constexpr, GROUP: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr, LINE: tl.constexpr,
+    LINES: tl.constexpr, LAUNCH_PDL: tl.constexpr,
+):  # fmt: skip
+    """Down projections of a few tokens' experts, weighted and added: out [T, HIDDEN] = sum over
+    slots of weights [T, S] * (hidden [T * S, INNER] @ Wdown^T).
+
+    Grid (cdiv(HIDDEN, BLOCK_N), T). A step takes BLOCK_S slots and BLOCK_K columns. A slot without
+    an expert adds nothing: its row of hidden was never written. LINES: of LINE words, 128 bytes,
+    of a row, which programs ask for before `hidden` is there. The other arguments are those of
+    `moe_up_dotted`.
+    """
+    SCALED: tl.constexpr = down_scale_ptr is not None
+    WORDS: tl.constexpr = BLOCK_K // PER
+    RUNS: tl.constexpr = WORDS // RUN
+    COLUMNS: tl.constexpr = INNER // PER
+    SPAN: tl.constexpr = RUN * PER
+    first_row = tl.program_id(0) * BLOCK_N
+    rows = first_row + tl.arange(0, BLOCK_N)
+    inside = tl.minimum(rows, HIDDEN - 1)
+    token = tl.program_id(1)
+    if LAUNCH_PDL:
+        if LINES > 0:
+            # A hint, whatever these numbers are before the wait: they are bounded.
+            slots = tl.arange(0, BLOCK_S)
+            experts, there = experts_of(
+                ids_ptr, token * NUM_SLOTS + slots, slots < NUM_SLOTS, NUM_EXPERTS
+            )
+            lines = down_weight_ptr + (experts * DOWN_STRIDES[0])[None, :]
+            lines += (inside * DOWN_STRIDES[1])[:, None]
+            prefetch_rows(tl.reshape(lines, (BLOCK_N * BLOCK_S,)), 0, COLUMNS, LINES, LINE)
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    product = tl.zeros((BLOCK_N, BLOCK_S * RUNS), tl.float32)
+    scales = product
+    bias = tl.zeros((BLOCK_N,), tl.float32)
+    for first_slot in range(0, NUM_SLOTS, BLOCK_S):
+        slots = first_slot + tl.arange(0, BLOCK_S)
+        routes = token * NUM_SLOTS + slots
+        experts, there = experts_of(ids_ptr, routes, slots < NUM_SLOTS, NUM_EXPERTS)
+        lines = down_weight_ptr + (experts * DOWN_STRIDES[0])[None, :]
+        lines += (inside * DOWN_STRIDES[1])[:, None]
+        weight = tl.load(
+            weights_ptr + token * WEIGHTS_STRIDES[0] + slots * WEIGHTS_STRIDES[1],
+            mask=there, other=0.0,
+        ).to(tl.float32)  # fmt: skip
+        if down_bias_ptr is not None:
+            own = column_of(down_bias_ptr, experts, there, inside, BIAS_STRIDES[0], BIAS_STRIDES[1])
+            bias += tl.sum(own * weight[None, :], axis=1)
+        if down_factor_ptr is not None:
+            weight *= tl.load(down_factor_ptr + experts)
+        weight = tl.reshape(tl.broadcast_to(weight[:, None], (BLOCK_S, RUNS)), (BLOCK_S * RUNS,))
+        starts = routes.to(tl.int64) * INNER
+        for first in range(0, INNER, BLOCK_K):
+            words = load_words(lines, there, first // PER, WORDS, COLUMNS)
+            if SCALED:
+                scales = load_run_scales(
+                    down_scale_ptr, experts, there, first_row, HIDDEN - 1, first, BLOCK_N, RUNS,
+                    SPAN, INNER, DOWN_SCALE_STRIDES, SCALE_BLOCK,
+                )  # fmt: skip
+            x = load_x(hidden_ptr, starts, there, first, INNER, BLOCK_K, PER, CODED, GROUP)
+            low0, low1, low2, high0, high1, high2, total, power = factors_of_x(
+                x, INTEGERS, BYTES, RUN
+            )
+            product = add_sums(
+                product, words, scales, low0, low1, low2, high0, high1, high2, total,
+                power * weight, PER, INTEGERS, BYTES, ZERO, UNIT, SCALED, RUN,
+            )  # fmt: skip
+    value = tl.sum(product, axis=1) + bias
+    out = out_ptr + token.to(tl.int64) * HIDDEN + rows
+    tl.store(out, value.to(out_ptr.dtype.element_ty), mask=rows < HIDDEN)

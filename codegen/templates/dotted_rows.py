@@ -1,0 +1,155 @@
+"""The loop over K of rows of codes times one row of x, without tensor cores."""
+
+import triton
+import triton.language as tl
+
+from tilewright.codegen.templates.codes import load_scales
+from tilewright.codegen.templates.dots import code_sums, half_unit, number_sums, parts_of_x
+
+
+@triton.jit
+def words_of_row(x_ptr, norm_weight_ptr, first, K: tl.constexpr, WORDS: tl.constexpr,
+                 PER: tl.constexpr, NORM: tl.constexpr, NORM_STRIDE: tl.constexpr,
+                 NORM_OFFSET: tl.constexpr):  # fmt: skip
+    """(x of a row, fp32 [WORDS, PER] from column `first` on, times an RMS norm's weight and rounded
+    as such a product is; x's squares)."""
+    columns = first + tl.arange(0, WORDS)[:, None] * PER + tl.arange(0, PER)[None, :]
+    mask = columns < K
+    x = tl.load(x_ptr + columns, mask=mask, other=0.0)
+    wide = x.to(tl.float32)
+    squares = wide * wide
+    if NORM and norm_weight_ptr is not None:
+        factor = tl.load(norm_weight_ptr + columns * NORM_STRIDE, mask=mask, other=0.0)
+        wide *= factor.to(tl.float32) + NORM_OFFSET
+        wide = wide.to(x_ptr.dtype.element_ty).to(tl.float32)
+    return wide, squares
+
+
+@triton.jit
+def words_of_step(lines, columns, first, end, STRIDE: tl.constexpr, EVEN: tl.constexpr):
+    """Words [rows, columns] of each row from `first` on, zeros from `end` on; EVEN: none is."""
+    places = (columns + first)[None, :]
+    ptrs = lines[:, None] + places * STRIDE
+    if EVEN:
+        words = tl.load(ptrs, eviction_policy="evict_first")
+    else:
+        words = tl.load(ptrs, mask=places < end, other=0.0, eviction_policy="evict_first")
+    return words
+
+
+@triton.jit
+def add_scaled_sums(
+    total, sums, scale, zero, power, x_sums, UNIT: tl.constexpr, ZERO_TENSOR: tl.constexpr,
+    ADDED_ZEROS: tl.constexpr,
+):  # fmt: skip
+    """total and, for each run of columns [rows, runs], scale * (sums - zero * x_sums), or with
+    ADDED_ZEROS scale * sums + zero * x_sums; power: of two, of which sums and x_sums are
+    multiples, as the sums are of UNIT."""
+    if ZERO_TENSOR and ADDED_ZEROS:
+        part = scale * (sums * UNIT) + zero * x_sums[None, :]
+    elif ZERO_TENSOR:
+        part = scale * (sums * UNIT - zero * x_sums[None, :])
+    else:
+        part = scale * (sums * UNIT)
+    return total + part * power[None, :]
+
+
+@triton.jit
+def dotted_rows(
+    x_row, norm_weight_ptr, lines, up_lines, scale_ptr, up_scale_ptr, zero_ptr, up_zero_ptr,
+    scale_rows, row_mask, first, strides, up_strides,
+    STRIDE: tl.constexpr, UP_STRIDE: tl.constexpr,
+    K: tl.constexpr, PART: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.constexpr,
+    NORM: tl.constexpr, NORM_STRIDE: tl.constexpr, NORM_OFFSET: tl.constexpr,
+    ZERO_TENSOR: tl.constexpr, PER: tl.constexpr, SCALE_COLUMNS: tl.constexpr,
+    INTERLEAVED_NIBBLES: tl.constexpr, REVERSED: tl.constexpr, PACKED_ZEROS: tl.constexpr,
+    ZERO: tl.constexpr, NUMBER: tl.constexpr, BYTES: tl.constexpr, FLOATS: tl.constexpr,
+    SIGNED: tl.constexpr, ADDED_ZEROS: tl.constexpr,
+):  # fmt: skip
+    """(products of rows with x, those of the rows of an up weight, fp32 [rows, 1]; x's squares
+    [1, words], not yet summed) over PART columns from `first` on.
+
+    x_row: a pointer to K numbers, which are multiplied by the weight of an RMS norm (NORM) before
+    the product. lines, up_lines: pointers [rows] to int32 words of PER codes, STRIDE apart; None:
+    no up weight, whose products are zero. scale_rows: the row of scales of each, strides as
+    `load_scales` takes them. A step takes BLOCK_K columns; sums of RUN words have one scale, or a
+    part of one. FLOATS: codes are float8 (e4m3) or stand for NUMBER, a table
+    (`formats.table_words`), else they are integers, less ZERO, or stand for BYTES (`code_sums`);
+    SIGNED: from -128 on. ADDED_ZEROS: zeros are added behind the scale.
+    """
+    WORDS: tl.constexpr = BLOCK_K // PER
+    RUNS: tl.constexpr = WORDS // RUN
+    COLUMNS: tl.constexpr = K // PER
+    ROWS: tl.constexpr = scale_rows.shape[0]
+    BLOCKS: tl.constexpr = (K + SCALE_COLUMNS - 1) // SCALE_COLUMNS
+    # E2M1's bytes are twice their numbers.
+    UNIT: tl.constexpr = half_unit(NUMBER) if len(BYTES) == 0 else 0.5
+    EVEN: tl.constexpr = K % PART == 0 and PART % BLOCK_K == 0
+    word_columns = tl.arange(0, WORDS)
+    end = COLUMNS
+    if PART < K:
+        end = tl.minimum((first + PART) // PER, COLUMNS)
+    product = tl.zeros((ROWS, RUNS), tl.float32)
+    up = product
+    squares = tl.zeros((1, WORDS), tl.float32)
+    words = words_of_step(lines, word_columns, first // PER, end, STRIDE, EVEN)
+    up_words = words
+    if up_lines is not None:
+        up_words = words_of_step(up_lines, word_columns, first // PER, end, UP_STRIDE, EVEN)
+    for step in range(0, PART, BLOCK_K):
+        start = first + step
+        x, square = words_of_row(
+            x_row, norm_weight_ptr, start, K, WORDS, PER, NORM, NORM_STRIDE, NORM_OFFSET
+        )
+        if NORM:
+            squares += tl.sum(square, axis=1)[None, :]
+        # A step ahead of what is multiplied.
+        next_words = words
+        next_up_words = up_words
+        if PART > BLOCK_K:
+            ahead = start // PER + WORDS
+            next_words = words_of_step(lines, word_columns, ahead, end, STRIDE, False)
+            if up_lines is not None:
+                next_up_words = words_of_step(up_lines, word_columns, ahead, end, UP_STRIDE, False)
+        if SCALE_COLUMNS >= K:
+            blocks = tl.arange(0, 1)
+        else:
+            blocks = (start + tl.arange(0, RUNS) * (RUN * PER)) // SCALE_COLUMNS
+        scale, zero = load_scales(
+            scale_ptr, zero_ptr, scale_rows, row_mask, blocks, strides,
+            ZERO_TENSOR, PACKED_ZEROS, INTERLEAVED_NIBBLES, BLOCKS,
+        )  # fmt: skip
+        if FLOATS:
+            sums = number_sums(words, x, REVERSED, NUMBER, RUN)
+            power = tl.full((RUNS,), 1.0, tl.float32)
+            x_sums = power
+        else:
+            low0, low1, low2, high0, high1, high2, x_total, power = parts_of_x(
+                x, RUN, REVERSED, INTERLEAVED_NIBBLES, BYTES
+            )
+            x_sums = x_total.to(tl.float32)
+            sums = code_sums(
+                words, low0, low1, low2, high0, high1, high2, x_total,
+                PER, SIGNED, ZERO, BYTES, RUN,
+            )  # fmt: skip
+        product = add_scaled_sums(
+            product, sums, scale, zero, power, x_sums, UNIT, ZERO_TENSOR, ADDED_ZEROS
+        )
+        if up_lines is not None:
+            up_scale, up_zero = load_scales(
+                up_scale_ptr, up_zero_ptr, scale_rows, row_mask, blocks, up_strides,
+                ZERO_TENSOR, PACKED_ZEROS, INTERLEAVED_NIBBLES, BLOCKS,
+            )  # fmt: skip
+            if FLOATS:
+                sums = number_sums(up_words, x, REVERSED, NUMBER, RUN)
+            else:
+                sums = code_sums(
+                    up_words, low0, low1, low2, high0, high1, high2, x_total,
+                    PER, SIGNED, ZERO, BYTES, RUN,
+                )  # fmt: skip
+            up = add_scaled_sums(
+                up, sums, up_scale, up_zero, power, x_sums, UNIT, ZERO_TENSOR, ADDED_ZEROS
+            )
+        words = next_words
+        up_words = next_up_words
+    return tl.sum(product, axis=1)[:, None], tl.sum(up, axis=1)[:, None], squares

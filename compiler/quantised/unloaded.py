@@ -1,0 +1,388 @@
+"""Modules of codes that are not loaded: what a checkpoint's configuration says that a model holds.
+
+    model = AutoModelForCausalLM.from_config(config)            # dense, on the meta device
+    put_codes(model, config_dict["quantization_config"])        # its linears hold codes now
+
+The modules are those that `prepare` would leave of the loaded checkpoint, on the meta device and
+without the library, but for those of compressed-tensors and torchao, which these libraries lay out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from fnmatch import fnmatch
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from tilewright.codegen.formats import AWQ_ORDER, TABLES
+from tilewright.compiler.quantised import operators, prepare
+from tilewright.compiler.quantised.bitsandbytes import OutlierLinear, TableLinear
+from tilewright.compiler.quantised.coded_experts import CodedExperts
+from tilewright.compiler.quantised.coded_linear import SHARED, CodedLinear
+from tilewright.compiler.quantised.gpt_oss import Mxfp4Experts
+from tilewright.compiler.quantised.gptqmodel import GptqLinear
+from tilewright.ops.formats.fp8_block import BLOCK
+
+Stated = Mapping[str, Any]
+_E4M3 = torch.float8_e4m3fn
+#: bitsandbytes' own: codes that share a scale, and where activations are outliers.
+_TABLE_BLOCK, _THRESHOLD = 64, 6.0
+#: Codes of MXFP4 that share a scale.
+_MX_BLOCK = 32
+
+
+class BlockLinear(CodedLinear):
+    """weight [N, K] e4m3 and weight_scale_inv by blocks, or one number: what FineGrainedFP8's
+    linear holds. Its product is what `operators` declares of the hub's."""
+
+    weight: torch.Tensor
+    weight_scale_inv: torch.Tensor
+
+    def __init__(self, linear: nn.Linear, stated: Stated) -> None:
+        rows, columns = linear.weight.shape
+        self.block = stated.get("weight_block_size")
+        scale = () if self.block is None else _by_blocks(rows, columns, self.block)
+        dtype = torch.float8_e8m0fnu if stated.get("scale_fmt") == "ue8m0" else torch.float32
+        given = _empty((), torch.float32) if stated.get("activation_scheme") == "static" else None
+        tensors = {
+            "weight": _empty((rows, columns), _E4M3),
+            "weight_scale_inv": _empty(scale, dtype),
+            "activation_scale": given,
+            "bias": linear.bias,
+        }
+        super().__init__(columns, rows, tensors)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, scale, given = self.weight, self.weight_scale_inv, self._buffers["activation_scale"]
+        if self.block is None:
+            y = operators.tensor_dynamic(x, weight, scale, x.dtype)
+        elif given is None:
+            y = operators.block_dynamic(x, weight, scale, self.block, x.dtype)
+        else:
+            y = operators.block_static(x, weight, scale, given, self.block, x.dtype)
+        return y if self.bias is None else y + self.bias
+
+
+class BlockExperts(CodedExperts):
+    """Experts of FineGrainedFP8: gate_up_proj [E, 2 I, H] and down_proj [E, H, I] e4m3, with scales
+    by blocks."""
+
+    def __init__(self, experts: Any, stated: Stated) -> None:
+        super().__init__()
+        self.num_experts, self.activation = len(experts.gate_up_proj), experts.act_fn
+        self.block = stated["weight_block_size"]
+        dtype = torch.float8_e8m0fnu if stated.get("scale_fmt") == "ue8m0" else torch.float32
+        for name in ("gate_up_proj", "down_proj"):
+            number, rows, columns = getattr(experts, name).shape
+            scale = (number, *_by_blocks(rows, columns, self.block))
+            self.register_buffer(name, _empty((number, rows, columns), _E4M3))
+            self.register_buffer(f"{name}_scale_inv", _empty(scale, dtype))
+
+    def _product(self, name: str, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        codes, scale = self.get_buffer(name), self.get_buffer(f"{name}_scale_inv")
+        return operators.block_grouped(x, codes, scale, ends, ends, self.block, x.dtype)
+
+    def of_rows(self, x: torch.Tensor, ends: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
+        gate, up = self._product("gate_up_proj", x, ends).chunk(2, dim=-1)
+        return self._product("down_proj", self.activation(gate) * up, ends)
+
+
+class AwqLinear(CodedLinear):
+    """qweight [K, N / 8] words of the codes of eight rows, in AWQ's order; qzeros [K / group,
+    N / 8] words; scales [K / group, N]: what gptqmodel's linear for PyTorch holds."""
+
+    qweight: torch.Tensor
+    qzeros: torch.Tensor
+    scales: torch.Tensor
+
+    def weight_of_codes(self, dtype: torch.dtype) -> torch.Tensor:
+        shifts = torch.tensor([4 * place for place in AWQ_ORDER], device=self.qweight.device)
+        codes, zeros = (
+            ((words.unsqueeze(-1) >> shifts) & 15).flatten(-2)
+            for words in (self.qweight, self.qzeros)
+        )
+        group = self.in_features // len(self.scales)
+        zeros, scale = (t.repeat_interleave(group, dim=0) for t in (zeros, self.scales))
+        return ((codes - zeros).to(dtype) * scale.to(dtype)).t()
+
+
+def put_codes(model: nn.Module, stated: Stated) -> None:
+    """Puts modules that hold codes in the place of a dense model's, on the meta device.
+
+    stated: `quantization_config` of the checkpoint's config.json, or ModelOpt's `quantization`.
+
+    Raises ValueError, with the method, for what a configuration alone does not say.
+    """
+    method = str(stated.get("quant_method", "modelopt" if "quant_algo" in stated else ""))
+    if method not in METHODS:
+        known = ", ".join(METHODS)
+        raise ValueError(
+            f"quant_method {method!r}: its modules cannot be made of a configuration alone; those "
+            f"of {known} can. A function that loads the checkpoint can be inspected, too"
+        )
+    METHODS[method](model, stated)
+    _share_scales(model)
+
+
+def _share_scales(model: nn.Module) -> None:
+    """Gives the linears of one parent one scale of activations: those that read one activation
+    have equal ones in their checkpoints, which `share_equal_scales` sees there."""
+    for parent in model.modules():
+        shared: dict[tuple[str, torch.Size], torch.Tensor] = {}
+        linears = [one for one in parent.children() if isinstance(one, CodedLinear)]
+        for linear, name in product(linears, (*SHARED, "activation_scale")):
+            held: dict[str, Any] = (
+                linear._parameters if name in linear._parameters else linear._buffers
+            )
+            tensor = held.get(name)
+            if tensor is not None:
+                held[name] = shared.setdefault((name, tensor.shape), tensor)
+
+
+# --- methods --------------------------------------------------------------------------------------
+
+
+def _finegrained(model: Any, stated: Stated) -> None:
+    block = stated.get("weight_block_size")
+    if block is not None and list(block) != [BLOCK, BLOCK]:
+        raise ValueError(f"fp8: weight_block_size: expected {[BLOCK, BLOCK]}, got {list(block)}")
+    skips = _skips(model, stated.get("modules_to_not_convert"))
+    _put(model, skips, lambda _, linear: BlockLinear(linear, stated))
+    for name, experts in _stacked_experts(model):
+        if not skips(name):
+            if block is None or stated.get("expert_dtype", "fp8") != "fp8":
+                raise ValueError("fp8: experts: expected scales by blocks of float8 codes")
+            _check_plain("fp8", experts)
+            model.set_submodule(name, BlockExperts(experts, stated))
+
+
+def _gptq(model: Any, stated: Stated) -> None:
+    _check_four_bits("gptq", stated)
+    if stated.get("desc_act") and stated.get("group_size", -1) > 0:
+        raise ValueError("gptq: desc_act: expected false: groups of columns in another order are "
+                         "not read as codes")  # fmt: skip
+
+    def made(linear: nn.Linear) -> nn.Module:
+        rows, columns = linear.weight.shape
+        group = _group("gptq", stated, columns)
+        words = {"qweight": (columns // 8, rows), "qzeros": (columns // group, rows // 8)}
+        tensors: dict[str, Any] = {n: _empty(shape, torch.int32) for n, shape in words.items()}
+        tensors["scales"] = _empty((columns // group, rows), linear.weight.dtype)
+        sizes = {"in_features": columns, "out_features": rows, "group_size": group}
+        return GptqLinear(SimpleNamespace(**sizes, **tensors, bias=linear.bias))
+
+    head = not stated.get("lm_head", False)
+    skips = _skips(model, stated.get("modules_to_not_convert") or [], head)
+    _put(model, skips, lambda _, one: made(one))
+
+
+def _awq(model: Any, stated: Stated) -> None:
+    _check_four_bits("awq", stated)
+    form = str(stated.get("version", stated.get("format", "gemm"))).lower()
+    if form != "gemm":
+        raise ValueError(f"awq: version: expected 'gemm', got {form!r}")
+
+    def made(linear: nn.Linear) -> nn.Module:
+        rows, columns = linear.weight.shape
+        group = _group("awq", stated, columns)
+        tensors = {
+            "qweight": _empty((columns, rows // 8), torch.int32),
+            "qzeros": _empty((columns // group, rows // 8), torch.int32),
+            "scales": _empty((columns // group, rows), linear.weight.dtype),
+            "bias": linear.bias,
+        }
+        return AwqLinear(columns, rows, tensors)
+
+    skips = _skips(model, stated.get("modules_to_not_convert"), head=True)
+    _put(model, skips, lambda _, one: made(one))
+
+
+def _bitsandbytes(model: Any, stated: Stated) -> None:
+    four = stated.get("load_in_4bit") or stated.get("_load_in_4bit")
+    threshold = float(stated.get("llm_int8_threshold", _THRESHOLD))
+    kind = str(stated.get("bnb_4bit_quant_type", "fp4"))
+    if four and kind not in TABLES:
+        raise ValueError(f"bitsandbytes: bnb_4bit_quant_type: expected one of {list(TABLES)}, "
+                         f"got {kind!r}")  # fmt: skip
+    if not four and threshold <= 0:
+        raise ValueError("bitsandbytes: llm_int8_threshold: expected more than 0: without columns "
+                         "of outliers the library's own operators compute the product")  # fmt: skip
+    compute = str(stated.get("bnb_4bit_compute_dtype") or "float32").removeprefix("torch.")
+
+    def made(linear: nn.Linear) -> nn.Module:
+        rows, columns = linear.weight.shape
+        if not four:
+            tensors = {"codes": _empty((rows, columns), torch.int8), "bias": linear.bias}
+            tensors["scale"] = _empty((rows,), torch.float32)
+            return OutlierLinear(columns, rows, tensors, threshold)
+        if rows * columns % _TABLE_BLOCK:
+            raise ValueError(f"bitsandbytes: a weight {[rows, columns]} has no whole blocks")
+        codes = _empty((rows * columns // 2,), torch.uint8)
+        absmax = _empty((rows * columns // _TABLE_BLOCK,), torch.float32)
+        weight = SimpleNamespace(quant_state=SimpleNamespace(quant_type=kind))
+        module = SimpleNamespace(in_features=columns, out_features=rows, weight=weight,
+                                 compute_dtype=getattr(torch, compute))  # fmt: skip
+        return TableLinear(module, {"codes": codes, "absmax": absmax, "bias": linear.bias})
+
+    _put(model, _skips(model, stated.get("llm_int8_skip_modules")), lambda _, one: made(one))
+
+
+def _mxfp4(model: Any, stated: Stated) -> None:
+    skips = _skips(model, stated.get("modules_to_not_convert"))
+    found = [(name, module) for name, module in model.named_modules()
+             if type(module).__name__ == "GptOssExperts" and not skips(name)]  # fmt: skip
+    if not found:
+        raise ValueError("mxfp4: expected the experts of gpt-oss, got a model without them")
+    for name, experts in found:
+        weights = {}
+        for own in ("gate_up_proj", "down_proj"):
+            number, columns, rows = getattr(experts, own).shape
+            groups = (number, rows, columns // _MX_BLOCK)
+            blocks = _empty((*groups, _MX_BLOCK // 2), torch.uint8)
+            weights[own] = blocks, _empty(groups, torch.uint8)
+        model.set_submodule(name, Mxfp4Experts(experts, weights))
+
+
+def _modelopt(model: Any, stated: Stated) -> None:
+    from tilewright.compiler.quantised.modelopt import ModelOptConfig
+
+    config = ModelOptConfig(**stated)
+    excluded = [str(name) for name in stated.get("exclude_modules") or stated.get("ignore") or ()]
+    skips = _skips(model, [], head=True)
+
+    def is_dense(name: str) -> bool:
+        if config.quantized_layers:
+            return name not in config.quantized_layers
+        return skips(name) or any(fnmatch(name, e) or name.endswith(e) for e in excluded)
+
+    if any(not is_dense(name) for name, _ in _stacked_experts(model)):
+        raise ValueError("modelopt: experts: their files say which codes they have; "
+                         "tilewright.compiler.load_modelopt(name) loads them")  # fmt: skip
+
+    def made(name: str, linear: nn.Linear) -> nn.Module:
+        kind = config.linear_of(name)
+        rows, columns = linear.weight.shape
+        shapes = kind.shapes(rows, columns)
+        tensors: dict[str, torch.Tensor | None] = {"bias": linear.bias}
+        for own in kind.needed:
+            dtype = torch.float32
+            if own == "weight":
+                dtype = kind.stored
+            elif own == "weight_scale" and "weight_scale_2" in shapes:
+                dtype = _E4M3
+            made = _empty(shapes.get(own, ()), dtype)
+            tensors[own] = nn.Parameter(made, requires_grad=False)
+        return kind(columns, rows, tensors)
+
+    _put(model, is_dense, made)
+
+
+def _compressed_tensors(model: Any, stated: Stated) -> None:
+    """Has the library lay out its modules, and reads these."""
+    from transformers.quantizers import AutoHfQuantizer
+
+    try:
+        quantiser = AutoHfQuantizer.from_config(dict(stated), pre_quantized=True)
+        quantiser.validate_environment()
+        with torch.device("meta"):
+            quantiser.preprocess_model(model)
+    except ImportError as error:
+        raise ValueError(f"compressed-tensors: the library lays out its modules: {error}") from (
+            error
+        )
+    if left := prepare(model).left:
+        raise ValueError(f"compressed-tensors: {left[0].name}: {left[0].reason}")
+
+
+def _torchao(model: Any, stated: Stated) -> None:
+    """Has the library quantise the linears, whose numbers are not there."""
+    from transformers.quantizers.auto import AutoQuantizationConfig
+
+    skips = _skips(model, stated.get("modules_to_not_convert"))
+    try:
+        from torchao.quantization import quantize_
+
+        kind = AutoQuantizationConfig.from_dict(dict(stated)).quant_type
+        quantize_(model, kind, lambda one, name: type(one) is nn.Linear and not skips(name))
+    except ImportError as error:
+        raise ValueError(f"torchao: the library lays out its weights: {error}") from error
+    if left := prepare(model).left:
+        raise ValueError(f"torchao: {left[0].name}: {left[0].reason}")
+
+
+#: By `quant_method`.
+METHODS: Mapping[str, Callable[[Any, Stated], None]] = {
+    "fp8": _finegrained,
+    "compressed-tensors": _compressed_tensors,
+    "gptq": _gptq,
+    "awq": _awq,
+    "bitsandbytes": _bitsandbytes,
+    "mxfp4": _mxfp4,
+    "modelopt": _modelopt,
+    "torchao": _torchao,
+}
+
+
+# --- parts ----------------------------------------------------------------------------------------
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _by_blocks(rows: int, columns: int, block: Any) -> tuple[int, int]:
+    return -(-rows // block[0]), -(-columns // block[1])
+
+
+def _skips(model: Any, named: Any, head: bool = False) -> Callable[[str], bool]:
+    """Whether a method leaves a module dense, by its name. named: those that the configuration
+    names; None for transformers' own choice, the head. head: whether that stays dense anyway."""
+    from transformers.quantizers.base import HfQuantizer
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    kept = getattr(model, "_keep_in_fp32_modules", None)
+    patterns = HfQuantizer.get_modules_to_not_convert(model, named, kept, add_default_skips=head)
+    return lambda name: not should_convert_module(name, patterns)
+
+
+def _put(
+    model: nn.Module, skips: Callable[[str], bool], made: Callable[[str, nn.Linear], nn.Module]
+) -> None:
+    """Replaces the linears of a model, but for those that are skipped."""
+    for name, module in list(model.named_modules()):
+        if type(module) is nn.Linear and not skips(name):
+            model.set_submodule(name, made(name, module).train(module.training))
+
+
+def _stacked_experts(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, module in list(model.named_modules()):
+        if isinstance(getattr(module, "gate_up_proj", None), nn.Parameter):
+            yield name, module
+
+
+def _check_plain(method: str, experts: Any) -> None:
+    from tilewright.compiler.quantised.modelopt import is_plain
+
+    if not is_plain(experts):
+        raise ValueError(f"{method}: experts of {type(experts).__name__} are not made here")
+
+
+def _check_four_bits(method: str, stated: Stated) -> None:
+    bits = stated.get("bits", stated.get("w_bit"))
+    if bits != 4:
+        raise ValueError(f"{method}: bits: expected 4, got {bits}")
+    if stated.get("dynamic"):
+        raise ValueError(f"{method}: dynamic: expected no rules for single modules")
+
+
+def _group(method: str, stated: Stated, columns: int) -> int:
+    """The columns that share a scale; raises ValueError where the last group is not whole."""
+    group = int(stated.get("group_size", stated.get("q_group_size", -1)))
+    group = columns if group <= 0 else group
+    if columns % group:
+        raise ValueError(f"{method}: group_size: expected one that divides {columns}, got {group}")
+    return group

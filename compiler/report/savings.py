@@ -1,0 +1,270 @@
+"""What a step saves by reading weights as codes: the same step beside it with bfloat16 weights.
+
+    from tilewright.compiler.report.savings import savings_of
+    savings = savings_of(lowered)          # None for a model without codes
+    savings.read.bytes, savings.read.bfloat16
+    for row in savings.rows: ...           # by fused op and format
+    for one in savings.unread: ...         # weights that are not read as codes, and why
+
+Nothing is measured. The other step has the same parts, of which each weight that is stored as codes
+has two bytes for each number, and none that decode. What rounds activations stays in both.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from tilewright.codegen.targets import Target, get_target
+from tilewright.compiler.report import GraphReport, Lowered
+from tilewright.compiler.report.step import Amounts, amounts_of
+from tilewright.compiler.report.traffic import Unit, units_of
+from tilewright.compiler.report.weight_reads import GraphWeights, WeightRead, weights_of
+from tilewright.compiler.scopes import collapse_scope
+from tilewright.patterns.language import Miss
+
+#: Bytes of a number in the format that is compared with.
+BFLOAT16 = 2
+
+
+@dataclass(frozen=True)
+class Read:
+    """Bytes of weights that a step reads as codes. codes, scales, zeros: as they are stored.
+    bfloat16: what the same weights would be."""
+
+    codes: int = 0
+    scales: int = 0
+    zeros: int = 0
+    bfloat16: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """All that is read."""
+        return self.codes + self.scales + self.zeros
+
+    def __add__(self, other: Read) -> Read:
+        names = (one.name for one in fields(self))
+        return Read(*(getattr(self, name) + getattr(other, name) for name in names))
+
+
+@dataclass(frozen=True)
+class Times:
+    """Microseconds of a chip's model: the floor and the modelled time, as `Amounts` has them, and
+    those of the same with weights in bfloat16."""
+
+    floor_us: float = 0.0
+    modelled_us: float = 0.0
+    bfloat16_floor_us: float = 0.0
+    bfloat16_modelled_us: float = 0.0
+
+    def __add__(self, other: Times) -> Times:
+        names = (one.name for one in fields(self))
+        return Times(*(getattr(self, name) + getattr(other, name) for name in names))
+
+
+@dataclass(frozen=True)
+class SavingsRow:
+    """The parts of a step that one pattern made of weights in one format. by: its name, or the
+    function that a library computes. form: what is stored, in words."""
+
+    by: str
+    form: str
+    count: int
+    read: Read
+    times: Times
+
+
+@dataclass(frozen=True)
+class Unread:
+    """Equal weights that are not read as codes. scope: their module, its layers as `*`. bytes: that
+    a step reads of them. has_codes: whether the model holds codes of them. reason: why."""
+
+    scope: str
+    count: int
+    bytes: int
+    has_codes: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class Savings:
+    """What a model with weights in codes saves in a step. tokens: of the step; None where they are
+    a symbol. times: of the whole step. rounds: whether activations are rounded to codes, which is
+    in both times. breaks: how often the graph breaks."""
+
+    target: str
+    tokens: int | None
+    rows: tuple[SavingsRow, ...]
+    unread: tuple[Unread, ...]
+    times: Times
+    rounds: bool = False
+    breaks: int = 0
+
+    @property
+    def read(self) -> Read:
+        """Of all weights that are read as codes."""
+        return sum((row.read for row in self.rows), Read())
+
+    @property
+    def forms(self) -> tuple[str, ...]:
+        """The formats that are read, in words, those with the most bytes first."""
+        size: dict[str, int] = {}
+        for row in self.rows:
+            size[row.form] = size.get(row.form, 0) + row.read.bytes
+        return tuple(sorted(size, key=lambda form: -size[form]))
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready data."""
+        return {
+            "target": self.target,
+            "tokens": self.tokens,
+            "forms": list(self.forms),
+            "read": _sizes(self.read),
+            **asdict(self.times),
+            "rounds_activations": self.rounds,
+            "graph_breaks": self.breaks,
+            "rows": [
+                {"by": row.by, "form": row.form, "count": row.count, "read": _sizes(row.read)}
+                | asdict(row.times)
+                for row in self.rows
+            ],
+            "unread": [asdict(one) for one in self.unread],
+        }
+
+
+def _sizes(read: Read) -> dict[str, int]:
+    return asdict(read) | {"bytes": read.bytes}
+
+
+def savings_of(lowered: Lowered, present: int | None = None) -> Savings | None:
+    """Returns what weights in codes save in a step; None where the model holds no codes.
+
+    present: tokens in the caches of each sequence, as in `step_of`.
+    """
+    target = get_target(lowered.target)
+    graphs = [_Graph.of(graph, target) for graph in lowered.graphs]
+    if not any(read.how != "numbers" for graph in graphs for read in graph.weights.reads):
+        return None
+    rows: dict[tuple[str, str], SavingsRow] = {}
+    whole = Times()
+    for graph in graphs:
+        for reads, times in graph.timed(target, present):
+            whole += times
+            for row in _rows(reads, times):
+                key = row.by, row.form
+                rows[key] = _joined(rows[key], row) if key in rows else row
+    unread = _collapsed(one for graph in graphs for one in graph.unread(lowered.misses))
+    tokens = next((t for graph in graphs if (t := graph.tokens) is not None), None)
+    made = tuple(sorted(rows.values(), key=lambda row: -row.read.bfloat16))
+    rounds = any(graph.weights.rounds for graph in graphs)
+    return Savings(lowered.target, tokens, made, unread, whole, rounds, len(lowered.graph_breaks))
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """One graph with its units and its weights."""
+
+    report: GraphReport
+    units: Sequence[Unit]
+    weights: GraphWeights
+
+    @classmethod
+    def of(cls, graph: GraphReport, target: Target) -> _Graph:
+        units = units_of(graph, target)
+        return cls(graph, units, weights_of(graph, units))
+
+    @property
+    def tokens(self) -> int | None:
+        """The rows of the first fused op with codes."""
+        coded = {read.node for read in self.weights.reads if read.how == "codes"}
+        facts = (str(s.shapes.get("x", "")) for s in self.report.matches if s.node in coded)
+        found = (re.match(r"\w*\[(\d+),", fact) for fact in facts)
+        return next((int(rows[1]) for rows in found if rows), None)
+
+    def timed(
+        self, target: Target, present: int | None
+    ) -> Iterator[tuple[list[WeightRead], Times]]:
+        """Each unit's reads, and its times."""
+        by_unit: dict[str, list[WeightRead]] = {}
+        for read in self.weights.reads:
+            by_unit.setdefault(read.unit, []).append(read)
+        for unit in self.units:
+            reads = by_unit.get(unit.node, [])
+            now, then = amounts_of(unit, target, present), Amounts()
+            if not self.weights.decoding >= set(unit.members):
+                then = amounts_of(_in_bfloat16(unit, reads, target), target, present)
+            times = now.floor_us, now.modelled_us, then.floor_us, then.modelled_us
+            yield reads, Times(*times)
+
+    def unread(self, misses: Sequence[Miss]) -> Iterator[Unread]:
+        """The weights that are not read as codes, each by itself."""
+        points = {point.node: point for point in self.report.points if point.kind == "product"}
+        for read in self.weights.reads:
+            if read.how == "codes":
+                continue
+            has_codes = read.how != "numbers"
+            if not has_codes:
+                reason = f"stored in {read.form}: the model holds no codes of it"
+            else:
+                point = points.get(read.node)
+                why = point.why if point is not None and point.account != "match" else ""
+                reason = _reason(read, why, misses)
+            yield Unread(read.scope, 1, read.bytes, has_codes, reason)
+
+
+def _in_bfloat16(unit: Unit, reads: Sequence[WeightRead], target: Target) -> Unit:
+    """Returns a unit whose weights in codes are in bfloat16."""
+    changed = [read for read in reads if read.how in ("codes", "decoded")]
+    if not changed:
+        return unit
+    stored = sum(read.stored for read in changed)
+    made = sum(read.bytes for read in changed) - stored
+    weights = unit.weights - stored + BFLOAT16 * sum(read.numbers for read in changed)
+    rate = dict(target.flops)["bf16"]
+    return replace(
+        unit,
+        weights=weights,
+        activations=max(unit.activations - made, 0),
+        flop_rate=rate,
+    )
+
+
+def _rows(reads: Sequence[WeightRead], times: Times) -> Iterator[SavingsRow]:
+    """The row of a unit's weights in codes, if it has any."""
+    coded = [read for read in reads if read.how == "codes"]
+    if coded:
+        parts = (Read(r.codes, r.scales, r.zeros, BFLOAT16 * r.numbers) for r in coded)
+        form = ", ".join(dict.fromkeys(read.form for read in coded))
+        yield SavingsRow(coded[0].by, form, 1, sum(parts, Read()), times)
+
+
+def _joined(row: SavingsRow, other: SavingsRow) -> SavingsRow:
+    count, read = row.count + other.count, row.read + other.read
+    return replace(row, count=count, read=read, times=row.times + other.times)
+
+
+def _reason(read: WeightRead, why: str, misses: Sequence[Miss]) -> str:
+    """Why codes are not read as such. why: what the census says of the product."""
+    named = [miss for miss in misses if f"{miss.pattern} {miss.code}" == why]
+    # A miss of a whole layer speaks for products that have one of their own.
+    own = [miss for miss in misses if miss.scope == read.scope] if named else []
+    if miss := next(iter([*own, *named]), None):
+        return f"{miss.code}: {miss.message}"
+    if why:
+        return f"{why}; the graph decodes them for it" if read.how == "decoded" else why
+    if read.how == "decoded":
+        return f"{read.by} takes no codes of this form: the graph decodes them first"
+    return f"{read.by} takes {read.form}: what it reads of them is not known"
+
+
+def _collapsed(each: Iterable[Unread]) -> tuple[Unread, ...]:
+    """Equal ones of different layers as one, those with codes first."""
+    found: dict[tuple[str, bool, str], Unread] = {}
+    for one in each:
+        scope = collapse_scope(one.scope)
+        key = scope, one.has_codes, one.reason
+        known = found.get(key, replace(one, scope=scope, count=0, bytes=0))
+        found[key] = replace(known, count=known.count + 1, bytes=known.bytes + one.bytes)
+    return tuple(sorted(found.values(), key=lambda one: (not one.has_codes, -one.bytes)))

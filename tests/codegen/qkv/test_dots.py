@@ -1,0 +1,212 @@
+"""The projection of one token by weights of codes without tensor cores, as emitted for SM100, on
+Triton's interpreter: against the op's reference in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.codegen.qkv.test_quantized import in_wide_cache
+from tests.codegen.qkv.test_templates import CASES, OPTIONS, check, problem_of, run_fused
+from tests.interpreted import interpret
+from tests.ops.qkv import plain
+from tilewright.codegen.arithmetic import next_power_of_2
+from tilewright.codegen.build import compile_for
+from tilewright.codegen.qkv import candidates, plan
+from tilewright.codegen.qkv.candidates import dots_config, fits
+from tilewright.codegen.qkv.kernels import DotsConfig, SwappedConfig
+from tilewright.codegen.qkv.measured import measured_row, read_config, write_config
+from tilewright.codegen.qkv.plan import choose
+from tilewright.codegen.qkv.problem import QkvProblem, dots_obstacle
+from tilewright.codegen.qkv.tune import Case, trials
+from tilewright.codegen.targets import SM90, SM100, Target
+from tilewright.ops.formats.quantized_weight import AWQ_ORDER
+from tilewright.ops.qkv import choices, qkv_cache
+from tilewright.ops.qkv.operands import prepare
+from tilewright.ops.qkv.samples import AttentionCase
+from tilewright.tools.audit.qkv import MODELS, arguments, quantized
+
+BYTES: dict[str, Any] = {"words": torch.uint8}
+TABLE = {**BYTES, "nibble_order": (1, 0), "scale_block": (1, 64), "scale_dtype": torch.float32}
+INT4 = {"weight_format": "int4_k", "scale_block": (1, 32)}
+OFFSET = {"weight_format": "int4_k_offset", "zeros": "float", "zero_point": 8, "factor": True}
+INT8 = {"weight_format": "int8", "scale_block": (1, 64)}
+# Each kind of word, order, scale and zero that the kernel takes.
+FORMATS: dict[str, dict[str, Any]] = {
+    "int4": {**INT4, "zero_point": 8},
+    "int4 bytes": {**INT4, **BYTES, "zeros": "float"},
+    "int4 in AWQ's order": {**INT4, "nibble_order": AWQ_ORDER, "zeros": "packed"},
+    "int4, packed zeros": {**INT4, "zeros": "packed", "zero_point": 1},
+    "int4, a scale per row": {**INT4, "scale_block": (1, 256), "zero_point": 8},
+    "int4, a zero per row": {**INT4, "scale_block": (1, 256), "zeros": "int"},
+    "int4, added zeros": {**OFFSET, **BYTES, "scale_block": (1, 32)},
+    "int8": INT8,
+    "int8, zeros": {**INT8, "zeros": "int", "zero_point": 1},
+    "int8, unsigned": {**INT8, **BYTES, "zero_point": 128, "scale_block": (1, 256)},
+    "fp8": {"weight_format": "fp8", "scale_block": (1, 256)},
+    "fp8 in blocks": {"weight_format": "fp8", "scale_block": (32, 32)},
+    "nvfp4": {"weight_format": "nvfp4", **BYTES, "scale_block": (1, 16), "factor": True},
+    "mxfp4": {"weight_format": "mxfp4", **BYTES, "scale_block": (1, 32)},
+    "nf4": {"weight_format": "nf4", **TABLE},
+    "fp4": {"weight_format": "fp4", **TABLE},
+}
+EPILOGUES = CASES | OPTIONS
+# What the kernel reads words of in one way: integers of 4 and 8 bits, floats of 8 and of 4.
+KINDS = [FORMATS[name] for name in ("int4, packed zeros", "int8", "fp8 in blocks", "nvfp4")]
+ONE = AttentionCase(
+    "one",
+    num_tokens=1,
+    hidden=256,
+    head_dim=32,
+    num_heads=4,
+    num_kv_heads=2,
+    rope_style="half",
+    rotary_dim=32,
+)
+CONFIGS = {
+    "slices of a head": DotsConfig(8, 256, 4),
+    "whole heads": DotsConfig(16, 256, 4),
+    "split K": DotsConfig(16, 128, 4, split_k=2),
+    "masked columns": DotsConfig(8, 512, 4),
+}
+
+
+def check_dots(case: AttentionCase, config: DotsConfig) -> None:
+    a = in_wide_cache(case)
+    tolerances = plain.LIBRARY if plain.rounds_operands(a) or case.input_norm else None
+    assert fits(problem_of(a), config, SM100)
+    check(qkv_cache.OP, a, lambda a: run_fused(a, config), tolerances)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats(name: str, dtype: torch.dtype) -> None:
+    """With bfloat16 x is normed, too; float16 has no range for that."""
+    norm = "rms" if dtype == torch.bfloat16 else ""
+    case = replace(ONE, dtype=dtype, input_norm=norm, **FORMATS[name])
+    turn = list(FORMATS).index(name) + (dtype == torch.float16)
+    check_dots(case, list(CONFIGS.values())[turn % len(CONFIGS)])
+
+
+@pytest.mark.parametrize("name", EPILOGUES)
+def test_epilogues(name: str) -> None:
+    """What is done to heads, of any number of tokens, each kind of word in turn."""
+    turn = list(EPILOGUES).index(name)
+    case = EPILOGUES[name]
+    projection = "separate" if case.projection == "separate" else "packed"
+    case = replace(case, hidden=256, projection=projection, **KINDS[turn % len(KINDS)])
+    heads = problem_of(in_wide_cache(case)).epilogue
+    if heads.row_norm:
+        assert "all heads" in str(dots_obstacle(problem_of(in_wide_cache(case))))
+        return
+    whole = DotsConfig(next_power_of_2(heads.pairs_per_head), 128, 8, split_k=2)
+    check_dots(case, whole if heads.has_norm else CONFIGS["slices of a head"])
+
+
+def few(fmt: str = "int4", model: int = 0, **changes: Any) -> QkvProblem:
+    """The problem of a model's projection of one token, without memory."""
+    case = replace(quantized(MODELS[model], fmt), num_tokens=1, **changes)
+    return prepare(replace(arguments(case), static_tokens=True)).problem
+
+
+@pytest.mark.parametrize("fmt", ["int4", "int8", "fp8", "fp8 block", "nvfp4", "nf4", "mxfp4"])
+def test_one_token_takes_it_whatever_the_table_says_of_the_other(fmt: str) -> None:
+    for model in range(4):
+        problem = few(fmt, model)
+        choice = choose(problem, 1, SM90)
+        assert choice.name == "dots"
+        assert choice.reason.startswith(f"one fused kernel, dots {2 * choice.config.block_p}x")
+        assert "modelled" in choice.reason
+        assert choice.config == dots_config(problem, 1, SM90)
+        # Faster by the model, too, and slower than memory is read.
+        assert choice.seconds == plan.ranked(problem, 1, SM90)[0][0]
+        assert (
+            choice.seconds > problem.codes.code_bytes * problem.hidden * problem.num_rows / 4.3e12
+        )
+    assert choose(few(fmt), 2, SM90).name == "swapped"
+
+
+def test_a_measured_row_of_it_is_taken() -> None:
+    config = dots_config(few(), 1, SM90)
+    assert read_config(write_config(config)) == config
+    row = measured_row(few(), 1, SM90)
+    assert row is not None
+    assert isinstance(read_config(row["config"]), SwappedConfig)
+
+
+def test_formats_of_the_table_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(candidates, "DOTTED_FORMATS", ("int8",))
+    assert choose(few("int4"), 1, SM90).name == "swapped"
+    assert choose(few("int8"), 1, SM90).name == "dots"
+
+
+def test_tune_tries_both() -> None:
+    tried = trials(Case(few(), 1, SM90, packed=False))
+    assert {name.split()[0] for name in tried} == {"dots", "swapped", "library"}
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_a_norm_of_x_is_a_part_of_it(qk_norm: bool) -> None:
+    problem = few(input_norm="rms", qk_norm=qk_norm)
+    choice = choose(problem, 1, SM90)
+    assert choice.norms_x
+    assert choice.reason.startswith("one fused kernel that norms x, dots")
+    assert choice.config == choose(problem.after_norm, 1, SM90).config
+    # A norm that is not linear in x, and a type without its range, stay in front.
+    for changes in ({"input_norm": "layer"}, {"dtype": torch.float16}):
+        apart = choose(few(**({"input_norm": "rms"} | changes)), 1, SM90)
+        assert not apart.norms_x
+        assert apart.reason.startswith("x is normed, then one fused kernel, dots")
+
+
+OBSTACLES: dict[str, tuple[dict[str, Any], str]] = {
+    "no codes": ({"weight_format": "dense"}, "weights are no codes"),
+    "rows in words": ({**INT4, "weight_format": "int4_n"}, "the codes of several rows"),
+    "columns apart": ({**INT4, "transposed": True}, "columns that lie apart"),
+    "bytes": ({**INT4, **BYTES, "nibble_order": (1, 0)}, "bytes that are no words"),
+    "scales": ({**INT8, "scale_block": (1, 24), "hidden": 240}, "scales of 24 columns"),
+    "columns": ({**INT8, "scale_block": (1, 254), "hidden": 254}, "254 columns are no whole words"),
+    "x of codes": (
+        {"weight_format": "fp8", "scale_block": (1, 256), "codes": True, "x_scale": "token"},
+        "x has codes",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OBSTACLES)
+def test_what_it_does_not_take(name: str) -> None:
+    changes, said = OBSTACLES[name]
+    problem = problem_of(qkv_cache.OP.sample_inputs(replace(ONE, **changes)))
+    assert said in str(dots_obstacle(problem))
+    assert dots_config(problem, 1, SM90) is None
+    assert choose(problem, 1, SM90).name in ("swapped", "library")
+
+
+@pytest.mark.parametrize("step", [2, 4])
+def test_rows_of_bytes_that_begin_inside_a_word(step: int) -> None:
+    """Four bytes are read as a word where every row begins at one."""
+    a = qkv_cache.OP.sample_inputs(replace(ONE, **INT8))
+    wide = torch.zeros(*a.q_weight.shape[:2], 256 + step, dtype=torch.int8)
+    wide[..., :256] = a.q_weight
+    a = replace(a, q_weight=wide[..., :256], static_tokens=True)
+    program = interpret(qkv_cache.OP, a)
+    assert program.outcome.name == ("dots" if step == 4 else "swapped")
+    want = qkv_cache.OP.reference(a)
+    assert qkv_cache.OP.tolerances[want.dtype].problem(program.outcome.result, want) is None
+
+
+@pytest.mark.parametrize("target", [SM90, SM100], ids=lambda target: target.name)
+@pytest.mark.parametrize("fmt", ["int4", "nf4"])
+def test_nothing_spills(fmt: str, target: Target) -> None:
+    """Of slices of heads, and of whole ones beside a norm of x."""
+    for changes in ({}, {"qk_norm": True, "input_norm": "rms"}):
+        case = replace(quantized(MODELS[0], fmt), num_tokens=1, **changes)
+        call = prepare(replace(arguments(case), static_tokens=True))
+        choice = choose(call.problem, 1, target)
+        (spec,) = choices.specs_of(call, choice, target)
+        audit = compile_for(spec, target).audit
+        assert (audit.stack_bytes, audit.spills) == (0, 0)
+        assert not audit.mma

@@ -1,0 +1,169 @@
+"""Models of codes made of a configuration alone: what they fuse is what the loaded ones do."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="it builds the models")
+
+import transformers
+
+from tests.models import shipped
+from tilewright.compiler import lower
+from tilewright.compiler.quantised.unloaded import METHODS, put_codes
+from tilewright.compiler.report.savings import savings_of
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+INT4 = {"bits": 4, "group_size": 64, "desc_act": False}
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "bfloat16"}
+FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+GROUPS = "int4 codes in groups of 64"
+NVFP4 = {"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}
+#: The model, what its config.json says, the format in words, and the bytes for a number of a
+#: weight: of its code, and of scales and zeros.
+STATED = {
+    "fp8": ("llama", FP8, "fp8 codes in blocks of 128 x 128", 1.0, 4 / 128**2),
+    "fp8-moe": ("qwen3_moe", FP8, "fp8 codes in blocks of 128 x 128", 1.0, 4 / 128**2),
+    "gptq": ("llama", {"quant_method": "gptq", **INT4}, GROUPS, 0.5, 2.5 / 64),
+    "awq": ("llama", {"quant_method": "awq", **INT4}, GROUPS, 0.5, 2.5 / 64),
+    "nf4": ("llama", {"quant_method": "bitsandbytes", **NF4}, "nf4 codes in groups of 64", 0.5,
+            4 / 64),
+    "nvfp4": ("llama", NVFP4, "nvfp4 codes in groups of 16", 0.5, 1 / 16),
+    "mxfp4": ("gpt_oss", {"quant_method": "mxfp4"}, "mxfp4 codes in groups of 32", 0.5, 1 / 32),
+}  # fmt: skip
+
+
+def model_of(kind, dtype=torch.bfloat16):
+    config, fields = shipped.CONFIGS[kind]
+    with torch.device("meta"):
+        made = transformers.AutoModelForCausalLM.from_config(
+            config(**shipped.SIZES | fields), dtype=dtype
+        )
+    return made.eval().requires_grad_(False)
+
+
+def step(model):
+    """A decode step of one sequence on the meta device."""
+    config = model.config
+    with torch.device("meta"):
+        cache = transformers.StaticCache(config=config, max_cache_len=32)
+        heads, width = config.num_key_value_heads, config.head_dim
+        cache.early_initialization(1, heads, width, model.dtype, torch.device("meta"))
+        ids = torch.zeros(1, 1, dtype=torch.int64)
+    return lower(model, (ids,), {"past_key_values": cache}, target="sm90")
+
+
+@pytest.mark.parametrize("form", STATED)
+def test_a_configuration_alone_tells_what_is_fused_and_read(form):
+    kind, stated, words, of_codes, beside = STATED[form]
+    model = model_of(kind)
+    put_codes(model, stated)
+    assert all(t.is_meta for t in (*model.parameters(), *model.buffers()) if t.dtype.itemsize == 1)
+    report = step(model)
+    torch._dynamo.reset()
+    dense = step(model_of(kind))
+    fused = [Counter(site.pattern for site in one.matches) for one in (report, dense)]
+    assert fused[0] == fused[1]
+    assert not [miss for miss in report.misses if miss.is_lost]
+    savings = savings_of(report)
+    assert savings.forms == (words,)
+    numbers = savings.read.bfloat16 / 2
+    assert savings.read.codes == of_codes * numbers
+    # One factor for each weight of NVFP4 is beside the scales.
+    assert savings.read.scales + savings.read.zeros == pytest.approx(beside * numbers, rel=2e-3)
+    assert not any(one.has_codes for one in savings.unread)
+
+
+def test_it_is_what_the_loaded_model_reads(tmp_path):
+    """ModelOpt's checkpoint, loaded, beside its configuration alone."""
+    loaded = shipped.SHIPPED["modelopt-nvfp4"].load("llama", tmp_path)
+    report = lower(loaded, (), shipped.step_of(loaded), target="sm90")
+    torch._dynamo.reset()
+    model = model_of("llama")
+    put_codes(model, NVFP4)
+    assert savings_of(step(model)).read == savings_of(report).read
+
+
+def test_what_a_configuration_leaves_out_stays_dense():
+    model = model_of("llama")
+    put_codes(model, FP8 | {"modules_to_not_convert": ["lm_head", "model.layers.1.mlp.down_proj"]})
+    scopes = {one.scope for one in savings_of(step(model)).unread}
+    assert "lm_head" in scopes
+    assert type(model.model.layers[1].mlp.down_proj) is torch.nn.Linear
+    assert type(model.model.layers[0].mlp.down_proj) is not torch.nn.Linear
+
+
+REFUSED = {
+    "another method": ({"quant_method": "aqlm"}, f"'aqlm'.*{', '.join(METHODS)}"),
+    "bits": ({"quant_method": "gptq", **INT4, "bits": 3}, "gptq: bits: expected 4, got 3"),
+    "order": ({"quant_method": "gptq", **INT4, "desc_act": True}, "desc_act: expected false"),
+    "groups": ({"quant_method": "awq", **INT4, "group_size": 96}, "divides 256, got 96"),
+    "version": ({"quant_method": "awq", **INT4, "version": "gemv"}, "expected 'gemm', got 'gemv'"),
+    "blocks": (FP8 | {"weight_block_size": [64, 64]}, r"expected \[128, 128\], got \[64, 64\]"),
+    "table": ({"quant_method": "bitsandbytes", **NF4, "bnb_4bit_quant_type": "nf5"}, "'nf5'"),
+    "outliers": ({"quant_method": "bitsandbytes", "llm_int8_threshold": 0.0}, "outliers"),
+    "no experts": ({"quant_method": "mxfp4"}, "experts of gpt-oss"),
+    "algorithm": ({"quant_algo": "W4A8"}, "expected one of FP8"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_made_is_named(case):
+    stated, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message):
+        put_codes(model_of("llama"), stated)
+
+
+def test_experts_of_modelopt_are_refused_by_name():
+    with pytest.raises(ValueError, match="modelopt: experts"):
+        put_codes(model_of("qwen3_moe"), NVFP4)
+
+
+STATED_BY_LIBRARIES = {
+    "compressed_tensors": {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {
+                    "num_bits": 4,
+                    "type": "int",
+                    "symmetric": True,
+                    "strategy": "group",
+                    "group_size": 64,
+                },
+            }
+        },
+    },
+    "torchao": {
+        "quant_method": "torchao",
+        "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_data": {}, "_version": 2}},
+        "modules_to_not_convert": ["lm_head"],
+    },
+}
+
+
+@pytest.mark.parametrize("library", STATED_BY_LIBRARIES)
+def test_a_library_lays_out_its_own_modules(library):
+    pytest.importorskip(library)
+    model = model_of("llama")
+    put_codes(model, STATED_BY_LIBRARIES[library])
+    savings = savings_of(step(model))
+    assert sum(row.count for row in savings.rows) == 8  # of two layers
+    assert {one.scope for one in savings.unread} == {"lm_head"}
+
+
+@pytest.mark.parametrize("library", STATED_BY_LIBRARIES)
+def test_without_its_library_a_format_is_named(library, monkeypatch):
+    monkeypatch.setitem(sys.modules, library, None)
+    method = STATED_BY_LIBRARIES[library]["quant_method"]
+    with pytest.raises(ValueError, match=f"{method}: the library lays out"):
+        put_codes(model_of("llama"), STATED_BY_LIBRARIES[library])

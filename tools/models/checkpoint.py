@@ -1,0 +1,63 @@
+"""A model of a checkpoint's config.json alone, with its dims and formats, without its weights.
+
+Nothing here imports torch before a model is built.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tilewright.tools.models.loading import ModelError
+from tilewright.tools.models.user_errors import one_line
+
+CONFIG = "config.json"
+#: Where ModelOpt says how its weights are stored.
+MODELOPT = "hf_quant_config.json"
+
+
+def folder_of(spec: str) -> Path | None:
+    """Returns the folder of a checkpoint that `spec` names, by itself or by its config.json; None
+    where it names none."""
+    path = Path(spec)
+    if path.name == CONFIG and path.is_file():
+        return path.parent
+    return path if (path / CONFIG).is_file() else None
+
+
+def dense_model(folder: Path) -> tuple[Any, dict[str, Any] | None]:
+    """Returns the model of a folder's config.json on the meta device, dense, and how the checkpoint
+    stores its weights; None where it says nothing of that. Raises ModelError."""
+    import torch
+    import transformers
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder)
+        stated = getattr(config, "quantization_config", None)
+        if stated is not None:
+            del config.quantization_config
+        if (folder / MODELOPT).is_file():
+            stated = json.loads((folder / MODELOPT).read_text("utf-8"))["quantization"]
+        dtype = getattr(config, "dtype", None) or torch.bfloat16
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    except Exception as error:  # a configuration may say anything
+        raise ModelError(f"{folder / CONFIG}: no model can be made of it: {one_line(error)}") from (
+            error
+        )
+    return model.eval().requires_grad_(False), stated
+
+
+def model_of(folder: Path) -> Any:
+    """Returns the model of a folder's config.json on the meta device, with codes where the
+    checkpoint has them. Raises ModelError."""
+    from tilewright.compiler.quantised.unloaded import put_codes
+
+    model, stated = dense_model(folder)
+    if stated is not None:
+        try:
+            put_codes(model, stated)
+        except ValueError as error:
+            raise ModelError(f"{folder / CONFIG}: {one_line(error)}") from error
+    return model.requires_grad_(False)
