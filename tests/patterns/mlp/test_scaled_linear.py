@@ -10,11 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import StaticCache
 
 from tests.agreement import assert_no_worse
 from tests.found import codes_of, matches_of, patterns_in
-from tests.models.shipped import BY_TRANSFORMERS, SHIPPED
 from tests.scaled_products import ROW_SCALES
 from tilewright.compiler import lower, prepare, reports
 from tilewright.ops.mlp.gains import MOST_CODED_TOKENS
@@ -303,12 +301,15 @@ FORMATS = ("ct-fp8", "ct-fp8-dynamic", "ct-fp8-block", "finegrained-fp8")
 @pytest.mark.parametrize("name", FORMATS)
 def test_prompts_of_quantised_models(name):
     """Four linears a layer beside the fused projection, which takes codes of x too."""
+    library = pytest.importorskip("transformers")
+    from tests.models.shipped import BY_TRANSFORMERS, SHIPPED
+
     shipped = {**SHIPPED, **BY_TRANSFORMERS}[name]
     if not shipped.is_installed:
         pytest.skip(f"{shipped.library} is not installed")
     with tempfile.TemporaryDirectory() as folder:
         model = prepare(shipped.load("llama", Path(folder))).model
-    cache = StaticCache(config=model.config, max_cache_len=2 * MANY)
+    cache = library.StaticCache(config=model.config, max_cache_len=2 * MANY)
     heads = model.config.num_key_value_heads
     cache.early_initialization(1, heads, 64, torch.bfloat16, torch.device("cpu"))
     given = {"input_ids": torch.arange(MANY)[None] % 128, "past_key_values": cache}
