@@ -161,6 +161,11 @@ whose blocks transformers does not join). It leaves out how their activations ar
 NVFP4 the factor of each expert: such a model computes something else, with and without tilewright.
 ModelOpt's experts are codes.
 
+`prepare` lays codes of GPTQ and AWQ out anew, so that those of a row of a weight lie next to each
+other. That takes N * K / 2 bytes for one linear at a time, and memory has the codes once. As AWQ is
+loaded it is fused too, but its words, of eight rows each, are read more slowly
+([quantised-performance.md](quantised-performance.md)).
+
 On a GPU quanto keeps float8 weights in the order of its kernel (`MarlinF8QBytesTensor`), which
 `prepare` alone reads; here they are as on a CPU. What transformers loads itself needs a GPU to stay
 codes. finegrained-fp8 and mxfp4-gpu are its own modules with stand-ins for the hub's kernels, of

@@ -27,8 +27,9 @@ WITH_BIAS = ("gpt-oss-20b",)
 class Format:
     """How a layer's weights are stored. block: rows and columns of a scale, 0 for all of them.
 
-    transposed: [K, N] in memory, as GPTQ and AWQ have it. x: "bf16", or fp8 with scales by "token"
-    or by "block" of 128.
+    transposed: [K, N] in memory, as GPTQ and AWQ have it. prepared: but for the codes, which lie
+    along K, as `tilewright.compiler.prepare` lays them out. order: where each code of a word lies;
+    empty: counting up. x: "bf16", or fp8 with scales by "token" or by "block" of 128.
     """
 
     name: str
@@ -36,6 +37,8 @@ class Format:
     block: tuple[int, int]
     transposed: bool = False
     zeros: bool = False
+    prepared: bool = False
+    order: tuple[int, ...] = ()
     x: str = "bf16"
 
     def scale_block(self, rows: int, columns: int) -> list[int]:
@@ -52,21 +55,30 @@ class Format:
 
     @property
     def nibble_order(self) -> list[int]:
-        if self.weight_format == "int4_n":
-            return list(AWQ_ORDER)
-        return [1, 0] if self.weight_format == "nf4" else []
+        return list(self.order)
 
 
 FORMATS = (
     Format("int4", "int4_k", (1, 128)),
     Format("gptq", "int4_k", (1, 128), transposed=True, zeros=True),
-    Format("awq", "int4_n", (1, 128), transposed=True, zeros=True),
+    Format("awq", "int4_n", (1, 128), transposed=True, zeros=True, order=AWQ_ORDER),
+    Format("gptq_prepared", "int4_k", (1, 128), transposed=True, zeros=True, prepared=True),
+    Format(
+        "awq_prepared",
+        "int4_k",
+        (1, 128),
+        transposed=True,
+        zeros=True,
+        prepared=True,
+        order=AWQ_ORDER,
+    ),
+    Format("int4_zeros", "int4_k", (1, 128), zeros=True),
     Format("int8", "int8", (1, 0)),
     Format("fp8", "fp8", (1, 0)),
     Format("fp8_block", "fp8", (128, 128)),
     Format("nvfp4", "nvfp4", (1, 16)),
     Format("mxfp4", "mxfp4", (1, 32)),
-    Format("nf4", "nf4", (1, 64)),
+    Format("nf4", "nf4", (1, 64), order=(1, 0)),
     Format("fp8_fp8", "fp8", (1, 0), x="token"),
     Format("fp8_fp8_block", "fp8", (128, 128), x="block"),
 )
@@ -133,7 +145,9 @@ def make_projection(form: Format, rows: int, hidden: int) -> Projection:
     elif WEIGHT_FORMATS[form.weight_format].scales:
         scale = stored_scales(WEIGHT_FORMATS[form.weight_format], scale, None)
     zero = _turned(form, _words(grid[0] // 8, grid[1])) if form.zeros else None
-    return Projection(_turned(form, weight), _turned(form, scale), zero)
+    return Projection(
+        weight if form.prepared else _turned(form, weight), _turned(form, scale), zero
+    )
 
 
 def stored_weight(form: Format, part: Projection) -> Weight:

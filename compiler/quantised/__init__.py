@@ -4,9 +4,10 @@
     print(prepared)
     compiled = torch.compile(model, backend="tilewright")
 
-Some libraries break the graph at every linear, or hide its codes in an object that no graph shows.
-The modules that take their place hold the same codes and scales, the very tensors, and compute what
-the library computes; patterns then fuse the decoding with the product.
+Some libraries break the graph at every linear, or hide its codes in an object that no graph shows,
+or store them in an order that kernels read slowly. The modules that take their place hold the same
+codes and scales, the very tensors but for codes that are laid out anew, and compute what the
+library computes; patterns then fuse the decoding with the product.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from tilewright.compiler.quantised import (
     nvfp4,
     tensor_subclasses,
 )
-from tilewright.compiler.quantised.coded_linear import share_equal_scales
+from tilewright.compiler.quantised.coded_linear import CodedLinear, share_equal_scales
 
 #: A library's reader: the module that takes another's place; why it is left as it is; None for one
 #: that is not this library's.
@@ -78,21 +79,33 @@ class Left:
 class Prepared:
     """What `prepare` did. model: the model, itself or a copy. replaced, left: its modules.
 
-    `undo()` puts the original modules back; a second call does nothing.
+    `undo()` puts the original modules back; a second call does nothing. Until then the original of
+    a GPTQ linear holds the codes of the module in its place, and that of an AWQ linear none, where
+    `prepare` worked in place: so codes are in memory once.
     """
 
     model: nn.Module
     replaced: list[Replaced] = field(default_factory=list)
     left: list[Left] = field(default_factory=list)
     _hooks: list[Callable[[], None]] = field(default_factory=list, repr=False)
+    _lent: list[tuple[nn.Module, CodedLinear]] = field(default_factory=list, repr=False)
 
     def undo(self) -> None:
-        """Puts the original modules back, with the hooks that were taken off the model."""
+        """Puts the original modules back, with the hooks that were taken off the model, and the
+        codes in the order of their library."""
         for one in self.replaced:
             _put(self.model, one.name, one.original)
+        for original, module in self._lent:
+            module.return_to(original)
         for restore in self._hooks:
             restore()
-        self.replaced, self._hooks = [], []
+        self.replaced, self._lent, self._hooks = [], [], []
+
+    def _lend(self, original: nn.Module, module: nn.Module | str | None) -> None:
+        """Has codes that were laid out anew in memory once, until `undo`."""
+        if isinstance(module, CodedLinear):
+            module.lend_to(original)
+            self._lent.append((original, module))
 
     def __str__(self) -> str:
         if not self.replaced and not self.left:
@@ -111,10 +124,14 @@ def prepare(model: nn.Module, *, copy: bool = False) -> Prepared:
     model: any module; a model without such modules stays as it is. copy: work on a copy of the
     modules, which shares the tensors of the original; that stays as it is.
 
-    Reads linears of bitsandbytes, HQQ (4 bits), compressed-tensors, GPTQ (gptqmodel), torchao,
-    quanto and transformers' own NVFP4, and mixtures of gpt-oss in MXFP4. Names in `state_dict` stay
-    where the library has a tensor for each, but for bitsandbytes and HQQ. Activations are rounded
-    as the library does it.
+    Reads linears of bitsandbytes, HQQ (4 bits), compressed-tensors, GPTQ and AWQ (gptqmodel),
+    torchao, quanto and transformers' own NVFP4, and mixtures of gpt-oss in MXFP4. Names in
+    `state_dict` stay where the library has a tensor for each, but for AWQ, bitsandbytes and HQQ.
+    Activations are rounded as the library does it.
+
+    Codes of GPTQ and AWQ are laid out anew, once, so that those of a row of a weight lie next to
+    each other: that takes the memory of one linear's codes at a time, N * K / 2 bytes. With
+    copy=True the copy has such codes of its own, beside those of the original.
 
     Raises TypeError where model is no module.
     """
@@ -127,6 +144,8 @@ def prepare(model: nn.Module, *, copy: bool = False) -> Prepared:
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if module not in known:
             known[module] = _taking_place(module, is_root=not name)
+            if not copy:
+                prepared._lend(module, known[module])
         found = known[module]
         if isinstance(found, str):
             prepared.left.append(Left(name, module, found))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise, product
 
 import torch
@@ -17,7 +17,8 @@ class CodedLinear(nn.Module):
 
     It takes the place of a library's module and holds that module's own tensors, under its names:
     parameters as parameters, other tensors as buffers. A class for each way of storing codes
-    implements `weight_of_codes`, and `rounded` where activations are quantised too.
+    implements `weight_of_codes`, and `rounded` where activations are quantised too; where it holds
+    codes in another order of memory, `lend_to` and `return_to` as well.
     """
 
     bias: torch.Tensor | None
@@ -44,8 +45,50 @@ class CodedLinear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(self.rounded(x), self.weight_of_codes(x.dtype), self.bias)
 
+    def lend_to(self, original: nn.Module) -> None:
+        """Frees what the original holds of codes that this module has laid out anew, so that
+        memory has them once while the original waits for `undo`."""
+
+    def return_to(self, original: nn.Module) -> None:
+        """Gives the original back its codes, as its library lays them out, from those of this
+        module."""
+
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"
+
+
+def put_tensor(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    """Puts a tensor in the place of a parameter or a buffer of a module."""
+    if name in module._parameters:
+        module._parameters[name] = nn.Parameter(tensor, requires_grad=False)
+    else:
+        module._buffers[name] = tensor
+
+
+# Rows whose words are turned at once: of 14336 columns 7 MB.
+_TURNED_ROWS = 1024
+
+
+def turned_words(words: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+    """Words [A, B / 8] of eight codes along B -> words [B, A / 8] of the same codes along A.
+
+    words: int32; A and B are multiples of 8. order: which nibble of a word each of its codes is, in
+    both. A second call undoes the first. The result is contiguous, and little memory is taken
+    besides.
+    """
+    rows, columns = words.shape
+    turned = words.new_empty(8 * columns, rows // 8)
+    by_place = turned.view(columns, 8, rows // 8)
+    shifts = 4 * torch.tensor(list(order), dtype=torch.int32, device=words.device)
+    for first in range(0, rows, _TURNED_ROWS):
+        blocks = words[first : first + _TURNED_ROWS].reshape(-1, 8, columns)
+        of_blocks = slice(first // 8, first // 8 + len(blocks))
+        for place, nibble in enumerate(order):
+            codes = (blocks >> (4 * nibble)) & 15
+            # Of bits apart the sum is the union, wherever the sign lies.
+            joined = (codes << shifts.view(1, 8, 1)).sum(1, dtype=torch.int32)
+            by_place[:, place, of_blocks] = joined.t()
+    return turned
 
 
 def nibbles_of_words(words: torch.Tensor) -> torch.Tensor:

@@ -1,36 +1,57 @@
-"""Linears of gptqmodel that compute in PyTorch (`backend="torch"`), 4 bits.
+"""Linears of gptqmodel that compute in PyTorch (backends "torch" and "torch_awq"), 4 bits.
 
-The library's forward caches by `Tensor.is_inference()`, which Dynamo cannot trace, and shifts by a
-buffer, whose contents no graph shows. The arithmetic is that of its `dequantize_weight`.
+The GPTQ linear caches by `Tensor.is_inference()`, which Dynamo cannot trace, and shifts by a
+buffer, whose contents no graph shows. The AWQ linear is traced as it is, but a word of it holds
+codes of eight rows of the weight. Kernels are fastest where the codes of a row of the weight, all
+K of them, lie next to each other: both are laid out so, once. The arithmetic is that of the
+library's `dequantize_weight` and `dequantize_gemm`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from tilewright.compiler.quantised.coded_linear import CodedLinear
+from tilewright.codegen.formats import AWQ_ORDER
+from tilewright.compiler.quantised.coded_linear import CodedLinear, put_tensor, turned_words
 
 _TENSORS = ("qweight", "qzeros", "scales", "g_idx", "bias")
 
 
-class GptqLinear(CodedLinear):
-    """qweight [K / 8, N] words of eight rows' codes; qzeros [K / group, N / 8] words; scales
-    [K / group, N]: weight[n, k] = scale * (code - zero)."""
+class _GroupedLinear(CodedLinear):
+    """A linear with a scale and a zero for each group of columns."""
 
-    qweight: torch.Tensor
     qzeros: torch.Tensor
     scales: torch.Tensor
 
-    def __init__(self, module: Any) -> None:
-        tensors = {name: getattr(module, name, None) for name in _TENSORS}
+    def __init__(self, module: Any, tensors: Mapping[str, torch.Tensor | None]) -> None:
         super().__init__(module.in_features, module.out_features, tensors)
-        self.group_size = module.group_size if module.group_size > 0 else module.in_features
+        self.group_size = _group_of(module)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, group_size={self.group_size}"
+
+
+class GptqLinear(_GroupedLinear):
+    """qweight [K / 8, N] words of eight columns' codes, those of a row of the weight next to each
+    other in memory; qzeros [K / group, N / 8] words; scales [K / group, N]:
+    weight[n, k] = scale * (code - zero)."""
+
+    qweight: torch.Tensor
+
+    def __init__(self, module: Any) -> None:
+        super().__init__(module, {name: getattr(module, name, None) for name in _TENSORS})
+        put_tensor(self, "qweight", module.qweight.detach().t().contiguous().t())
+
+    def lend_to(self, original: nn.Module) -> None:
+        put_tensor(original, "qweight", self.qweight)
+
+    def return_to(self, original: nn.Module) -> None:
+        # The library's own kernels take contiguous words alone.
+        put_tensor(original, "qweight", self.qweight.detach().contiguous())
 
     def weight_of_codes(self, dtype: torch.dtype) -> torch.Tensor:
         shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=self.qweight.device)
@@ -42,30 +63,92 @@ class GptqLinear(CodedLinear):
         return weight.reshape(self.in_features, self.out_features).to(dtype).t()
 
 
+class AwqLinear(_GroupedLinear):
+    """words [N, K / 8] int32 of eight columns' codes, in AWQ's order; qzeros [K / group, N / 8]
+    words of eight rows' zeros, scales [K / group, N], both as the library has them:
+    weight[n, k] = (code - zero) * scale.
+
+    `load_state_dict` takes the library's `qweight` [K, N / 8] in the place of `words` too.
+    """
+
+    words: torch.Tensor
+
+    def __init__(self, module: Any) -> None:
+        words = turned_words(module.qweight.detach(), AWQ_ORDER)
+        tensors = {name: getattr(module, name, None) for name in ("qzeros", "scales", "bias")}
+        super().__init__(module, {"words": words} | tensors)
+        self.register_load_state_dict_pre_hook(_turn_stored)
+
+    def lend_to(self, original: nn.Module) -> None:
+        put_tensor(original, "qweight", self.words.new_empty(0))
+
+    def return_to(self, original: nn.Module) -> None:
+        put_tensor(original, "qweight", turned_words(self.words, AWQ_ORDER))
+
+    def weight_of_codes(self, dtype: torch.dtype) -> torch.Tensor:
+        shifts = 4 * torch.tensor(AWQ_ORDER, dtype=torch.int32, device=self.words.device)
+        codes = (self.words.unsqueeze(-1) >> shifts) & 15
+        zeros = ((self.qzeros.unsqueeze(-1) >> shifts) & 15).flatten(-2).t()
+        groups = codes.view(self.out_features, -1, self.group_size)
+        scales = self.scales.to(dtype).t().unsqueeze(-1)
+        return ((groups - zeros.unsqueeze(-1)).to(dtype) * scales).flatten(-2)
+
+
+def _turn_stored(_: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
+    """Puts the words of a state of the library's into the order of an `AwqLinear`."""
+    stored = state.pop(f"{prefix}qweight", None)
+    if stored is not None:
+        state[f"{prefix}words"] = turned_words(stored, AWQ_ORDER)
+
+
+def _group_of(module: Any) -> int:
+    return int(module.group_size) if module.group_size > 0 else int(module.in_features)
+
+
 def replacement(module: nn.Module) -> nn.Module | str | None:
     """The module that decodes in PyTorch, or why there is none; None for another library's."""
     if not type(module).__module__.startswith("gptqmodel.nn_modules.qlinear"):
         return None
     name = type(module).__name__
-    if name == "AwqTorchLinear":
-        return None  # it is traced as it is
-    if name != "TorchLinear":
-        return f'{name} has its codes in an order of its own; load with backend="torch"'
-    found: Any = module
+    if name not in _READ:
+        backend = "torch_awq" if "awq" in name.lower() else "torch"
+        return f'{name} has its codes in an order of its own; load with backend="{backend}"'
+    made, obstacle = _READ[name]
+    return _common_obstacle(module) or obstacle(module) or made(module)
+
+
+def _common_obstacle(found: Any) -> str | None:
     if found.bits != 4 or found.pack_dtype != torch.int32 or getattr(found, "planar", False):
         return f"{found.bits}-bit codes in {found.pack_dtype} are not read; 4-bit in int32 are"
     if found.adapter is not None:
         return "it has an adapter"
+    if found.in_features % _group_of(found) or found.in_features % 8 or found.out_features % 8:
+        return "its last group or word is filled up"
+    return None
+
+
+def _gptq_obstacle(found: Any) -> str | None:
     if found.qzero_format() != 2:
         return "its zeros are stored less one (GPTQ v1); gptqmodel makes them v2 in post_init"
     if any(getattr(found, name, False) for name in ("online_full_had", "online_partial_had")):
         return "its activations are rotated (Hadamard) before they are read"
     if found.g_idx.is_meta:
         return "its tensors are on the meta device, where the order of columns is not known"
-    group = found.group_size if found.group_size > 0 else found.in_features
-    if found.in_features % group or found.in_features % 8 or found.out_features % 8:
-        return "its last group or word is filled up"
-    expected = torch.arange(found.in_features, device=found.g_idx.device) // group
+    expected = torch.arange(found.in_features, device=found.g_idx.device) // _group_of(found)
     if not torch.equal(found.g_idx.to(expected.dtype), expected):
         return "its groups follow another order of columns (desc_act=True)"
-    return GptqLinear(found)
+    return None
+
+
+def _awq_obstacle(found: Any) -> str | None:
+    stored = (found.qweight.dtype, tuple(found.qweight.shape))
+    if stored != (torch.int32, (found.in_features, found.out_features // 8)):
+        return f"its codes are {stored[0]} {list(stored[1])}, not int32 [K, N / 8]"
+    return None
+
+
+#: What takes the place of a class of the library, by its name, and what says why it cannot.
+_READ: dict[str, tuple[Callable[[Any], nn.Module], Callable[[Any], str | None]]] = {
+    "TorchLinear": (GptqLinear, _gptq_obstacle),
+    "AwqTorchLinear": (AwqLinear, _awq_obstacle),
+}

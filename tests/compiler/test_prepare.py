@@ -36,7 +36,7 @@ READ_ONCE = {
     "torchao-nvfp4": "puts its scales in order",
 }
 #: What needs no preparation.
-PLAIN = ("awq", "hqq-int8", "modelopt-fp8", "modelopt-nvfp4")
+PLAIN = ("hqq-int8", "modelopt-fp8", "modelopt-nvfp4")
 
 
 def load(name, kind, folder):
@@ -197,7 +197,7 @@ def test_names_of_tensors_stay(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["torchao-fp8", "quanto-int8", "gptq", "ct-w8a8", "bitsandbytes-nf4"]
+    "name", ["torchao-fp8", "quanto-int8", "gptq", "awq", "ct-w8a8", "bitsandbytes-nf4"]
 )
 def test_it_is_undone(name, tmp_path):
     model = load(name, "llama", tmp_path)
@@ -211,7 +211,7 @@ def test_it_is_undone(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["torchao-fp8", "gptq", "ct-w8a8", "quanto-int8", "bitsandbytes-nf4"]
+    "name", ["torchao-fp8", "gptq", "awq", "ct-w8a8", "quanto-int8", "bitsandbytes-nf4"]
 )
 def test_a_copy_leaves_the_model_and_shares_its_tensors(name, tmp_path):
     model = load(name, "llama", tmp_path)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.models import gptq_modules
 from tests.models.shipped import calibrate
 from tests.models.single_linear import SHAPES, assert_no_further, inputs, one_linear
 from tilewright.compiler import prepare
@@ -295,25 +296,21 @@ def test_linears_of_quanto_in_the_order_of_a_gpu_s_kernel(rows, columns, marlin)
     assert told == ("`prepare` puts its codes in order, once", True)
 
 
-def gptq_linear(columns=256, rows=64, bias=True, dtype=torch.float16, order=None, **options):
-    pytest.importorskip("gptqmodel")
-    from gptqmodel.nn_modules.qlinear.torch import TorchLinear
+#: Linears of gptqmodel's own, or stand-ins that run where it is not installed.
+SOURCES = pytest.mark.parametrize("source", ["gptqmodel", "stand-in"])
 
-    stored = {"bits": 4, "group_size": 64, "sym": True, "desc_act": False} | options
-    module = TorchLinear(
-        **stored, in_features=columns, out_features=rows, bias=bias, register_buffers=True
-    )
-    make = torch.Generator().manual_seed(3)
-    for words in (module.qweight, module.qzeros):
-        words.copy_(torch.randint(-(2**31), 2**31, words.shape, generator=make))
-    module.scales = (torch.rand(module.scales.shape, generator=make) * 0.01).to(dtype)
-    if bias:
-        module.bias = torch.randn(rows, generator=make).to(dtype)
+
+def gptq_linear(source, columns=256, rows=64, dtype=torch.float16, order=None, **options):
+    if source == "gptqmodel":
+        pytest.importorskip("gptqmodel")
+        from gptqmodel.nn_modules.qlinear.torch import TorchLinear
+    else:
+        TorchLinear = gptq_modules.TorchLinear
+    stored = {"bits": 4, "group_size": 64, "sym": True, "desc_act": False, "bias": True} | options
+    module = TorchLinear(**stored, in_features=columns, out_features=rows, register_buffers=True)
     if order is not None:
         module.g_idx = order.to(torch.int32)
-    module.qzero_format(format=2)
-    module.post_init()
-    return nn.Sequential(module.eval())
+    return nn.Sequential(gptq_modules.fill(module, dtype=dtype))
 
 
 def gptq_weight(module):
@@ -328,8 +325,9 @@ def gptq_weight(module):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bias", [True, False])
-def test_linears_of_gptq(bias, dtype):
-    model = gptq_linear(bias=bias, dtype=dtype)
+@SOURCES
+def test_linears_of_gptq(source, bias, dtype):
+    model = gptq_linear(source, bias=bias, dtype=dtype)
     theirs = copy.deepcopy(model)
     (one,) = prepare(model).replaced
     assert isinstance(one.module, GptqLinear)
@@ -345,8 +343,9 @@ def test_linears_of_gptq(bias, dtype):
         ({"columns": 264}, "filled up"),
     ],
 )
-def test_linears_of_gptq_that_are_not_read_stay(options, reason):
-    (left,) = prepare(gptq_linear(**options)).left
+@SOURCES
+def test_linears_of_gptq_that_are_not_read_stay(source, options, reason):
+    (left,) = prepare(gptq_linear(source, **options)).left
     assert reason in left.reason
 
 
@@ -378,15 +377,16 @@ def test_linears_of_hqq_that_are_not_read_stay(options, reason):
     assert reason in left.reason
 
 
-def test_gptq_zeros_stored_less_one_stay():
-    model = gptq_linear()
+@SOURCES
+def test_gptq_zeros_stored_less_one_stay(source):
+    model = gptq_linear(source)
     model[0].qzero_format(format=1)
     assert "v1" in prepare(model).left[0].reason
 
 
 def test_tensors_on_the_meta_device():
     """A model is read where that needs no numbers."""
-    assert "meta" in prepare(gptq_linear().to("meta")).left[0].reason
+    assert "meta" in prepare(gptq_linear("stand-in").to("meta")).left[0].reason
     model = compressed("FP8_DYNAMIC").to("meta")
     assert len(prepare(model).replaced) == 1
     assert model(torch.empty(2, 3, 256, dtype=torch.bfloat16, device="meta")).shape == (2, 3, 64)
