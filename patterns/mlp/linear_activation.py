@@ -63,7 +63,7 @@ class LinearActivation:
                 continue
             if linears is not None:
                 inside.update(activation.absorbed)
-                tokens, coded = linears[0].x.shape[0], linears[0].coded
+                tokens, coded = linears[0].x.shape[0], linears[0].needs_numbers
                 if OP.slower(tokens=tokens, weights=len(linears), coded=coded) is None:
                     yield value, *(linear.product for linear in linears)
                     yield from norms_before(linears[0])

@@ -18,6 +18,7 @@ from tilewright.patterns.dataflow import Computed, Value, View, once, upstream
 from tilewright.patterns.effects import InexpressibleError, Size
 from tilewright.patterns.language import Missed, Stage, miss_at
 from tilewright.patterns.quantised.activations import decoded_rows
+from tilewright.patterns.quantised.coded_rows import CodedRows, match_coded_rows
 from tilewright.patterns.quantised.scales import Names, weight_arguments
 from tilewright.patterns.quantised.weights import match_scaled_weight, refuse, repeated
 from tilewright.patterns.quantised.words import holds_codes, is_code
@@ -44,7 +45,8 @@ WEIGHT_NAMES = ("weight", "weight_scale", "weight_zero", "weight_factor")
 class FewTokens:
     """x @ weight^T + bias: x [T, K], weight [N, K], bias [N] or None.
 
-    coded: the weight is computed from codes. sums_scale [N]: what their sums are multiplied with.
+    coded: the weight is computed from codes. rounded: x is decoded from codes, which a library's
+    GEMM can multiply by the weight's. sums_scale [N]: what their sums are multiplied with.
     x_scale [T or 1, K / block or 1], weight_scale [N, K]: of an x and a weight that are multiplied
     as codes.
     """
@@ -54,6 +56,7 @@ class FewTokens:
     bias: View | None
     absorbed: tuple[Value, ...]
     coded: bool = False
+    rounded: bool = False
     sums_scale: View | None = None
     x_scale: View | None = None
     weight_scale: View | None = None
@@ -80,6 +83,11 @@ class FewTokens:
     def product(self) -> Value:
         """What reads x."""
         return self.absorbed[-1]
+
+    @property
+    def needs_numbers(self) -> bool:
+        """Whether a library's GEMM would want the weight's numbers first."""
+        return self.coded and not self.rounded
 
     @property
     def float_values(self) -> tuple[Value, ...]:
@@ -124,12 +132,17 @@ def match_few_tokens(view: View, by_head: bool = False) -> FewTokens | None:
     if not all(isinstance(n, int) and n >= LEAST_COLUMNS for n in weight.shape):
         return None
     # Of codes the library's GEMM would want the numbers first: an op for few tokens alone.
-    if not _few(x.shape[0], coded) or (coded and not isinstance(x.shape[0], int)):
+    rounded = coded and (linear.gemm.x_scale is not None or _is_rounded(x))
+    if not _few(x.shape[0], coded and not rounded) or (coded and not isinstance(x.shape[0], int)):
         return None
     if not coded and (not _is_kept(weight.value) or len(weight.value.shape) != 2):
         return None
     scales = (scale, linear.gemm.x_scale, weight_scale)
-    return FewTokens(x, weight, bias, linear.absorbed, coded, *scales)
+    return FewTokens(x, weight, bias, linear.absorbed, coded, rounded, *scales)
+
+
+def _is_rounded(x: View) -> bool:
+    return isinstance(match_coded_rows(x), CodedRows)
 
 
 # How many casts, biases and numbers there may be between a product and its reader.
