@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from tilewright.ops.checks import HALVES
-from tilewright.ops.mlp.gains import MOST_CODED_TOKENS
+from tilewright.ops.mlp.gains import MOST_GATED_TOKENS
 from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Dataflow, Value, once
 from tilewright.patterns.effects import InexpressibleError
@@ -119,7 +119,7 @@ def _is_linear(gemm: Gemm) -> bool:
         return False
     if gemm.x_scale is None:
         return True
-    few = isinstance(tokens, int) and tokens <= MOST_CODED_TOKENS
+    few = isinstance(tokens, int) and tokens <= MOST_GATED_TOKENS
     return value.stands_in and not few
 
 

@@ -15,7 +15,7 @@ from tests.agreement import assert_no_worse
 from tests.found import codes_of, matches_of, patterns_in
 from tests.scaled_products import ROW_SCALES
 from tilewright.compiler import lower, prepare, reports
-from tilewright.ops.mlp.gains import MOST_CODED_TOKENS
+from tilewright.ops.mlp.gains import MOST_GATED_TOKENS
 
 K, N, MANY = 256, 384, 200
 E4M3 = torch.float8_e4m3fn
@@ -164,7 +164,7 @@ def test_linears_that_round_one_activation_read_the_same_codes(rounds, options):
 
 def test_few_tokens_go_to_the_kernels_that_do_more():
     with torch.no_grad():
-        few, more = (lower(Gated(by_token), (tokens(n),)) for n in (3, MOST_CODED_TOKENS + 1))
+        few, more = (lower(Gated(by_token), (tokens(n),)) for n in (3, MOST_GATED_TOKENS + 1))
     assert patterns_in(few, "mlp") == ["linear_activation"]
     assert patterns_in(more, "mlp") == ["scaled_linear", "scaled_linear"]
 
