@@ -66,6 +66,7 @@ def _by_blocks(
     assert (scale_b.dtype, scale_b.shape) == (torch.float32, (padded, rows // 128))
     assert scale_b.stride() == (1, padded)
     assert weight.stride(0) == 1
+    assert bias is None or bias.is_contiguous()
     a = x.float() * scale_a.repeat_interleave(128, 1)
     spread = scale_b[:blocks].repeat_interleave(128, 0).repeat_interleave(128, 1)
     made = a @ (weight.float() * spread)

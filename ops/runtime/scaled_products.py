@@ -22,6 +22,7 @@ from tilewright.ops.checks import HALVES, proven
 from tilewright.ops.formats.activation_codes import ACTIVATION_BLOCK as BLOCK
 from tilewright.ops.formats.activation_codes import ACTIVATION_CODES
 from tilewright.ops.formats.quantized_weight import expand_blocks
+from tilewright.ops.formats.row_groups import contiguous
 from tilewright.ops.runtime.program import Buffer, Library, Step
 
 #: How scales go: one for each tensor, one for each row of both, or one for 128 columns of a row of
@@ -68,8 +69,8 @@ class ScaledOperands:
         unit = BLOCK if kind == BLOCKS else _UNIT
         if not (proven(rows % unit == 0) and proven(columns % unit == 0)):
             return f"a scaled product by {kind} wants multiples of {unit}, not {rows} x {columns}"
-        if any(one.stride(1) != 1 or one.stride(0) % _UNIT for one in (self.x, self.weight)):
-            return "a scaled product wants rows that begin at whole 16 bytes"
+        if not all(map(_is_reached, (self.x, self.weight))):
+            return "a scaled product wants rows behind one another that begin at whole 16 bytes"
         if out_dtype not in HALVES:
             return f"no scaled product of {out_dtype}"
         wanted = _WITH_BLOCKS if kind == BLOCKS else ""
@@ -78,6 +79,14 @@ class ScaledOperands:
         if wanted and torch.__version__ < wanted:
             return f"a scaled product by {kind} to {out_dtype} wants torch {wanted}"
         return None
+
+
+def _is_reached(codes: torch.Tensor) -> bool:
+    """Whether the library reads codes [rows, K] as they lie: the rows behind one another, each from
+    whole 16 bytes on."""
+    row, column = codes.stride()
+    whole = row % _UNIT == 0 and codes.storage_offset() % _UNIT == 0
+    return bool(column == 1 and whole and row >= codes.shape[1])
 
 
 def chip_obstacle(kind: str | None, target: Target) -> str | None:
@@ -93,11 +102,13 @@ def scaled_product(
     """The product, of `out_dtype`, which bias [N] has too; rounded once."""
     kind, tokens = operands.kind, operands.x.shape[0]
     assert kind is not None
+    rows = operands.weight.shape[0]
+    if tokens == 0:
+        return (yield Buffer((0, rows), out_dtype))
     others = {"x_scale": operands.x_scale, "bias": bias}
     given = {name: tensor for name, tensor in others.items() if tensor is not None}
     names = tuple(given)
     tensors = (operands.x, operands.weight, operands.weight_scale, *given.values())
-    rows = operands.weight.shape[0]
     if kind == BLOCKS:
         padded = -(-tokens // _ROWS_OF_BLOCKS) * _ROWS_OF_BLOCKS
         by_blocks = partial(_by_blocks, names=names, rows=padded, out_dtype=out_dtype)
@@ -132,7 +143,7 @@ def _multiply(
         weight.t(),
         scale_a=scale_a,
         scale_b=scale_b,
-        bias=given.get("bias"),
+        bias=contiguous(given.get("bias")),  # read as neighbours, whatever its stride
         out_dtype=out.dtype,
         use_fast_accum=False,
         out=out,
@@ -165,7 +176,7 @@ def _by_blocks(
         scale_recipe_a=recipes.BlockWise1x128,
         scale_b=functional.pad(weight_scale.float(), (0, -blocks % 4)).contiguous().t(),
         scale_recipe_b=recipes.BlockWise128x128,
-        bias=given.get("bias"),
+        bias=contiguous(given.get("bias")),
         output_dtype=out_dtype,
         use_fast_accum=False,
     )

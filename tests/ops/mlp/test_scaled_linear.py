@@ -64,6 +64,59 @@ def test_rows_are_padded_for_blocks(tokens):
     assert OP.tolerances[a.out_dtype].problem(made, exact(a)) is None
 
 
+@pytest.mark.parametrize("name", ["rows", "blocks"])
+def test_no_tokens_ask_the_library_for_nothing(name, monkeypatch):
+    a = OP.sample_inputs(replace(BY_NAME[name], num_tokens=0))
+    for owner, product in ((torch, "_scaled_mm"), (torch.nn.functional, "scaled_mm")):
+        monkeypatch.setattr(owner, product, None, raising=False)
+    program = interpret(OP, a)
+    assert program.outcome.name == "library"
+    assert program.outcome.result.shape == (0, a.weight.shape[0])
+
+
+def strided_bias(a):
+    """The call with a bias of every second element of a tensor."""
+    return replace(a, bias=torch.stack((a.bias, a.bias + 1), -1)[:, 0])
+
+
+@pytest.mark.parametrize("name", ["tensors", "rows"])
+def test_the_library_is_given_a_bias_of_neighbours(name, monkeypatch):
+    """It reads N numbers from the first on, whatever their stride."""
+    a = strided_bias(OP.sample_inputs(replace(BY_NAME[name], bias=True)))
+    given = []
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *_, bias, **options: given.append(bias))
+    interpret(OP, a)
+    (bias,) = given
+    assert bias.is_contiguous()
+    assert torch.equal(bias, a.bias)
+
+
+def test_blocks_are_given_a_bias_of_neighbours():
+    """Their stand-in holds to it."""
+    a = strided_bias(OP.sample_inputs(replace(BY_NAME["blocks"], bias=True)))
+    made = interpret(OP, a).outcome.result
+    assert OP.tolerances[a.out_dtype].problem(made, exact(a)) is None
+
+
+def part_of_wider(codes, columns, first):
+    """Codes [T, K] as columns of a tensor of so many, from column `first` on."""
+    wide = torch.zeros(len(codes), columns, dtype=torch.uint8)
+    made = wide[:, first : first + codes.shape[1]]
+    made.copy_(codes.view(torch.uint8))
+    return made.view(codes.dtype)
+
+
+@pytest.mark.parametrize("argument", ["x", "weight"])
+def test_rows_that_the_library_cannot_reach_have_a_reason(argument):
+    a = OP.sample_inputs(BY_NAME["tensors"])
+    codes = getattr(a, argument)
+    taken = replace(a, **{argument: part_of_wider(codes, 288, 16)})
+    assert scaled_linear.library_obstacle(taken) is None
+    for other in (part_of_wider(codes, 288, 8), codes[:1].expand(len(codes), -1)):
+        obstacle = scaled_linear.library_obstacle(replace(a, **{argument: other}))
+        assert "whole 16 bytes" in obstacle
+
+
 def test_blocks_want_a_torch_that_reads_their_strides(monkeypatch):
     a = OP.sample_inputs(BY_NAME["blocks"])
     assert scaled_linear.library_obstacle(a) is None
