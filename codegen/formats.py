@@ -15,6 +15,8 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 _COUNTED_UP = (tuple(range(8)), (0, 1))
 # The same where each byte has its first nibble on top.
 _HIGH_FIRST = (1, 0, 3, 2, 5, 4, 7, 6)
+# The largest code of four bits.
+_MOST_NIBBLE = 15
 # Groups of columns in a step whose sums are scaled apart.
 _GROUPS = (1, 2, 4)
 
@@ -234,7 +236,7 @@ class Quantization:
         bfloat16 has all integers from -256 to 256."""
         whole = self.format.packed_axis is None
         subtracted = self.has_zero_tensors and not self.format.added_zeros
-        if not subtracted and 0 <= self.zero_point <= (128 if whole else 15):
+        if not subtracted and 0 <= self.zero_point <= (128 if whole else _MOST_NIBBLE):
             return self.zero_point
         return 0 if whole else 8
 
@@ -301,6 +303,9 @@ class Quantization:
             return "bytes that are no words"
         if self.order and self.order not in (*_COUNTED_UP, AWQ_ORDER, (1, 0), _HIGH_FIRST):
             return f"nibbles in the order {list(self.order)}"
+        if per == 8 and not 0 <= self.zero_point <= _MOST_NIBBLE:
+            # 32 numbers of at most 15 by 22 bits are summed in 32.
+            return f"zeros of {self.zero_point}, by which sums of integers overflow"
         return None
 
     def dot_constants(self, columns: int, per: int) -> dict[str, Constant]:

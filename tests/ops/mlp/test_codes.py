@@ -124,6 +124,21 @@ def test_numbers_far_below_the_largest_keep_their_digits():
     assert (made - exact).norm() < 2.0**-8 * exact.norm()
 
 
+def test_a_zero_that_is_no_code_keeps_the_tensor_cores_kernel():
+    """32 codes of zero less 20, by equal numbers, are more than an int32 holds."""
+    a = linear_residual.sample_inputs(replace(coded_case(RESIDUAL_CASES, "int4"), num_tokens=1))
+    a.x.fill_(1.9921875)
+    a.weight.zero_()
+    for zero, kernel in ((15, "dotted_linear"), (16, "streamed_linear"), (20, "streamed_linear"),
+                         (-8, "streamed_linear")):  # fmt: skip
+        given = replace(a, zero_point=zero)
+        program = interpret(linear_residual.OP, given)
+        assert [spec.kernel for spec in program.specs] == [kernel]
+        tolerance = linear_residual.OP.tolerances[a.x.dtype]
+        problem = tolerance.problem(program.outcome.result, linear_residual.reference(given))
+        assert problem is None, problem
+
+
 @pytest.mark.parametrize("name", ["int4", "fp8_blocks", "nvfp4_factor", "int8_zeros"])
 def test_more_tokens_are_multiplied_by_each_weight_alone(name):
     case = replace(coded_case(ACTIVATION_CASES, name), num_tokens=MOST_GATED_TOKENS + 1)
