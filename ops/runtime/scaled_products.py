@@ -23,6 +23,7 @@ from tilewright.ops.formats.activation_codes import ACTIVATION_BLOCK as BLOCK
 from tilewright.ops.formats.activation_codes import ACTIVATION_CODES
 from tilewright.ops.formats.quantized_weight import expand_blocks
 from tilewright.ops.formats.row_groups import contiguous
+from tilewright.ops.runtime.operands import is_aligned
 from tilewright.ops.runtime.program import Buffer, Library, Step
 
 #: How scales go: one for each tensor, one for each row of both, or one for 128 columns of a row of
@@ -70,7 +71,7 @@ class ScaledOperands:
         if not (proven(rows % unit == 0) and proven(columns % unit == 0)):
             return f"a scaled product by {kind} wants multiples of {unit}, not {rows} x {columns}"
         if not all(map(_is_reached, (self.x, self.weight))):
-            return "a scaled product wants rows behind one another that begin at whole 16 bytes"
+            return "a scaled product wants rows behind one another, whole 16 bytes apart"
         if out_dtype not in HALVES:
             return f"no scaled product of {out_dtype}"
         wanted = _WITH_BLOCKS if kind == BLOCKS else ""
@@ -82,11 +83,15 @@ class ScaledOperands:
 
 
 def _is_reached(codes: torch.Tensor) -> bool:
-    """Whether the library reads codes [rows, K] as they lie: the rows behind one another, each from
-    whole 16 bytes on."""
+    """Whether the library reads codes [rows, K] as they lie, wherever the first is: the rows behind
+    one another, whole 16 bytes apart."""
     row, column = codes.stride()
-    whole = row % _UNIT == 0 and codes.storage_offset() % _UNIT == 0
-    return bool(column == 1 and whole and row >= codes.shape[1])
+    return bool(column == 1 and row % _UNIT == 0 and row >= codes.shape[1])
+
+
+def _aligned(codes: torch.Tensor) -> torch.Tensor:
+    """Codes from whole 16 bytes on. Asked at each call: calls of the same metadata differ in it."""
+    return codes if is_aligned(codes) else codes.clone(memory_format=torch.contiguous_format)
 
 
 def chip_obstacle(kind: str | None, target: Target) -> str | None:
@@ -139,8 +144,8 @@ def _multiply(
     else:
         scale_a, scale_b = x_scale.reshape(()), weight_scale.float().reshape(())
     torch._scaled_mm(
-        x,
-        weight.t(),
+        _aligned(x),
+        _aligned(weight).t(),
         scale_a=scale_a,
         scale_b=scale_b,
         bias=contiguous(given.get("bias")),  # read as neighbours, whatever its stride
@@ -170,8 +175,8 @@ def _by_blocks(
         x_scale = functional.pad(x_scale, (0, 0, 0, more))
     recipes = functional.ScalingType
     return functional.scaled_mm(
-        x,
-        weight.t(),
+        _aligned(x),
+        _aligned(weight).t(),
         scale_a=x_scale.t().contiguous().t(),
         scale_recipe_a=recipes.BlockWise1x128,
         scale_b=functional.pad(weight_scale.float(), (0, -blocks % 4)).contiguous().t(),

@@ -12,6 +12,7 @@ from tilewright.codegen.targets import SM89, SM90, SM100
 from tilewright.ops.checks import ArgumentError
 from tilewright.ops.mlp import scaled_linear
 from tilewright.ops.mlp.cases import SCALED_CASES, ScaledCase
+from tilewright.ops.runtime import scaled_products
 from tilewright.ops.runtime.device import device_target
 
 OP = scaled_linear.OP
@@ -112,9 +113,25 @@ def test_rows_that_the_library_cannot_reach_have_a_reason(argument):
     codes = getattr(a, argument)
     taken = replace(a, **{argument: part_of_wider(codes, 288, 16)})
     assert scaled_linear.library_obstacle(taken) is None
-    for other in (part_of_wider(codes, 288, 8), codes[:1].expand(len(codes), -1)):
+    for other in (part_of_wider(codes, 264, 0), codes[:1].expand(len(codes), -1)):
         obstacle = scaled_linear.library_obstacle(replace(a, **{argument: other}))
-        assert "whole 16 bytes" in obstacle
+        assert "whole 16 bytes apart" in obstacle
+
+
+@pytest.mark.parametrize("name", ["tensors", "blocks"])
+@pytest.mark.parametrize("argument", ["x", "weight"])
+def test_codes_at_any_address_are_given_from_whole_16_bytes_on(argument, name, monkeypatch):
+    """Calls of the same metadata differ in the address alone."""
+    a = OP.sample_inputs(BY_NAME[name])
+    codes = getattr(a, argument)
+    a = replace(a, **{argument: part_of_wider(codes, codes.shape[1] + 32, 8)})
+    known, given = scaled_products._aligned, []
+    monkeypatch.setattr(
+        scaled_products, "_aligned", lambda one: given.append(known(one)) or given[-1]
+    )
+    made = interpret(OP, a).outcome.result
+    assert [one.data_ptr() % 16 for one in given] == [0, 0]
+    assert OP.tolerances[a.out_dtype].problem(made, exact(a)) is None
 
 
 def test_blocks_want_a_torch_that_reads_their_strides(monkeypatch):
