@@ -1,4 +1,4 @@
-"""Modules of codes that are not loaded: what a checkpoint's configuration says that a model holds.
+"""Modules of codes that are not loaded, made of a checkpoint's configuration alone.
 
     model = AutoModelForCausalLM.from_config(config)            # dense, on the meta device
     put_codes(model, config_dict["quantization_config"])        # its linears hold codes now
@@ -23,6 +23,7 @@ from tilewright.compiler.quantised import operators, prepare
 from tilewright.compiler.quantised.bitsandbytes import OutlierLinear, TableLinear
 from tilewright.compiler.quantised.coded_experts import CodedExperts
 from tilewright.compiler.quantised.coded_linear import SHARED, CodedLinear
+from tilewright.compiler.quantised.gpt_oss import BLOCK as MX_BLOCK
 from tilewright.compiler.quantised.gpt_oss import Mxfp4Experts
 from tilewright.compiler.quantised.gptqmodel import AwqLinear, GptqLinear
 from tilewright.ops.formats.fp8_block import BLOCK
@@ -31,8 +32,6 @@ Stated = Mapping[str, Any]
 _E4M3 = torch.float8_e4m3fn
 #: bitsandbytes' own: codes that share a scale, and where activations are outliers.
 _TABLE_BLOCK, _THRESHOLD = 64, 6.0
-#: Codes of MXFP4 that share a scale.
-_MX_BLOCK = 32
 
 
 class BlockLinear(CodedLinear):
@@ -146,7 +145,9 @@ def _gptq(model: Any, stated: Stated) -> None:
     if stated.get("desc_act") and stated.get("group_size", -1) > 0:
         raise ValueError("gptq: desc_act: expected false: groups of columns in another order are "
                          "not read as codes")  # fmt: skip
-
+    if stated.get("modules_in_block_to_quantize"):
+        raise ValueError("gptq: modules_in_block_to_quantize: expected none: every linear of a "
+                         "layer has codes here")  # fmt: skip
     head = not stated.get("lm_head", False)
     skips = _skips(model, stated.get("modules_to_not_convert") or [], head)
     _put(model, skips, lambda _, one: GptqLinear(_grouped("gptq", stated, one, packs_columns=True)))
@@ -202,8 +203,8 @@ def _mxfp4(model: Any, stated: Stated) -> None:
         weights = {}
         for own in ("gate_up_proj", "down_proj"):
             number, columns, rows = getattr(experts, own).shape
-            groups = (number, rows, columns // _MX_BLOCK)
-            blocks = _empty((*groups, _MX_BLOCK // 2), torch.uint8)
+            groups = (number, rows, columns // MX_BLOCK)
+            blocks = _empty((*groups, MX_BLOCK // 2), torch.uint8)
             weights[own] = blocks, _empty(groups, torch.uint8)
         model.set_submodule(name, Mxfp4Experts(experts, weights))
 
@@ -343,8 +344,8 @@ def _check_four_bits(method: str, stated: Stated) -> None:
 def _grouped(
     method: str, stated: Stated, linear: nn.Linear, packs_columns: bool
 ) -> SimpleNamespace:
-    """What gptqmodel's linear holds in a dense one's place: words of eight codes along K, or along
-    N; raises ValueError where the last group or word is not whole."""
+    """Returns a stand-in for gptqmodel's linear in a dense one's place: words of eight codes along
+    K, or along N. Raises ValueError where the last group or word is not whole."""
     rows, columns = linear.weight.shape
     group = int(stated.get("group_size", stated.get("q_group_size", -1)))
     group = columns if group <= 0 else group

@@ -124,6 +124,10 @@ REFUSED = {
     "another method": ({"quant_method": "aqlm"}, f"'aqlm'.*{', '.join(METHODS)}"),
     "bits": ({"quant_method": "gptq", **INT4, "bits": 3}, "gptq: bits: expected 4, got 3"),
     "order": ({"quant_method": "gptq", **INT4, "desc_act": True}, "desc_act: expected false"),
+    "some": (
+        {"quant_method": "gptq", **INT4, "modules_in_block_to_quantize": [["self_attn.q_proj"]]},
+        "modules_in_block_to_quantize: expected none",
+    ),
     "groups": ({"quant_method": "awq", **INT4, "group_size": 96}, "divides 256, got 96"),
     "version": ({"quant_method": "awq", **INT4, "version": "gemv"}, "expected 'gemm', got 'gemv'"),
     "blocks": (FP8 | {"weight_block_size": [64, 64]}, r"expected \[128, 128\], got \[64, 64\]"),
