@@ -81,8 +81,7 @@ def test_dot_products(which, name):
     module, steps, problem_of, cases = OPS[which]
     a = module.sample_inputs(coded_case(cases, name))
     q = problem_of(a).quantization
-    per, run = q.per_int32, q.dot_run
-    config = DotConfig(16, 4 * run * per, run, per, num_warps=4)
+    config = DotConfig(16, 4 * q.dot_run * q.per_int32, num_warps=4)
     machine = Interpreter()
     made = drive(steps(a, machine.target, config), machine).outcome.result
     problem = module.OP.tolerances[a.x.dtype].problem(made, module.reference(a))
