@@ -1,5 +1,4 @@
-"""What `torch._scaled_mm` takes on a CPU, which not every PyTorch has, and what it does not take
-there."""
+"""Scaled products on a CPU: whether this PyTorch has one for rows, and a stand-in for blocks."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ _ROWS_OF_BLOCKS = 4
 
 @dataclass(frozen=True)
 class ScaledOperands:
-    """What such a product multiplies; see the module."""
+    """The operands of such a product; see the module."""
 
     x: torch.Tensor
     x_scale: torch.Tensor | None

@@ -31,7 +31,7 @@ def exact(a):
 
 
 def graphs_own(a):
-    """What the graph that the op stands for computes: both operands rounded, then their product."""
+    """The result of the graph that the op stands for: both operands rounded, then multiplied."""
     rows = scaled_linear.scaled_numbers(a.x.double(), a.x_scale).to(a.out_dtype)
     weight = a.linear.dequantize(torch.float64).to(a.out_dtype)
     return torch.nn.functional.linear(rows, weight, a.bias)
