@@ -239,7 +239,7 @@ def scaled(kind: str, rows: int, columns: int, tokens: int) -> ScaledLinearArgum
 
 @torch.compile
 def decoded(x: torch.Tensor, x_scale: Any, weight: torch.Tensor, scale: Any) -> torch.Tensor:
-    """What the graph computes of codes with a scale for each row."""
+    """The product as the graph computes it of codes with a scale for each row."""
     rows = (x.to(torch.bfloat16) * x_scale).to(torch.bfloat16)
     return linear(rows, (weight.to(torch.bfloat16) * scale).to(torch.bfloat16))
 

@@ -183,7 +183,7 @@ def main() -> None:
 
 def is_made(form: str, kind: str) -> bool:
     """Whether `tests/models/shipped.py` makes a model in a format."""
-    # What names its models is for gpt-oss alone, and nothing else is.
+    # A format that names its models is for gpt-oss alone, and no other format is for that.
     return bool(FORMATS[form].models) == (CONFIGS[kind][0] is GptOssConfig)
 
 

@@ -15,6 +15,10 @@ AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 _COUNTED_UP = (tuple(range(8)), (0, 1))
 # The same where each byte has its first nibble on top.
 _HIGH_FIRST = (1, 0, 3, 2, 5, 4, 7, 6)
+#: 32-bit words of 128 bytes, which dot products ask for at a time.
+DOT_LINE = 32
+# The largest code of four bits.
+_MOST_NIBBLE = 15
 # Groups of columns in a step whose sums are scaled apart.
 _GROUPS = (1, 2, 4)
 
@@ -234,7 +238,7 @@ class Quantization:
         bfloat16 has all integers from -256 to 256."""
         whole = self.format.packed_axis is None
         subtracted = self.has_zero_tensors and not self.format.added_zeros
-        if not subtracted and 0 <= self.zero_point <= (128 if whole else 15):
+        if not subtracted and 0 <= self.zero_point <= (128 if whole else _MOST_NIBBLE):
             return self.zero_point
         return 0 if whole else 8
 
@@ -301,19 +305,25 @@ class Quantization:
             return "bytes that are no words"
         if self.order and self.order not in (*_COUNTED_UP, AWQ_ORDER, (1, 0), _HIGH_FIRST):
             return f"nibbles in the order {list(self.order)}"
+        if per == 8 and not 0 <= self.zero_point <= _MOST_NIBBLE:
+            # 32 numbers of at most 15 by 22 bits are summed in 32.
+            return f"zeros of {self.zero_point}, by which sums of integers overflow"
         return None
 
-    def dot_constants(self, columns: int, per: int) -> dict[str, Constant]:
-        """What kernels of dot products have in common. columns: of the weight; per: codes of a
-        word."""
-        integers, signed = self.dots_integers, self.format.number == "e2m1"
+    def dot_constants(self, columns: int, stored: str) -> dict[str, Constant]:
+        """The constants that kernels of dot products have in common. columns: of the weight;
+        stored: Triton's name of its dtype."""
+        integers, twice = self.dots_integers, self.format.number == "e2m1"
         return {
             **({"NUMBER": table_words(self.format.number)} if self.has_table else {}),
-            **({"BYTES": E2M1_BYTES, "SIGNED": True} if signed else {}),
+            **({"BYTES": E2M1_BYTES} if twice else {}),
+            **({"SIGNED": True} if twice or stored == "i8" else {}),
             **({"FLOATS": True} if not integers else {}),
             **({"ADDED_ZEROS": True} if self.format.added_zeros else {}),
             **({"ZERO": self.zero_point} if integers and self.zero_point else {}),
-            "PER": per,
+            "PER": self.per_int32,
+            "RUN": self.dot_run,
+            "LINE": DOT_LINE,
             "PACKED_ZEROS": self.packed_zeros,
             "INTERLEAVED_NIBBLES": self.order == AWQ_ORDER,
             "REVERSED": self.order in ((1, 0), _HIGH_FIRST),

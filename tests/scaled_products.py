@@ -1,5 +1,4 @@
-"""What `torch._scaled_mm` takes on a CPU, which not every PyTorch has, and what it does not take
-there."""
+"""Scaled products on a CPU: whether this PyTorch has one for rows, and a stand-in for blocks."""
 
 from __future__ import annotations
 
@@ -66,6 +65,7 @@ def _by_blocks(
     assert (scale_b.dtype, scale_b.shape) == (torch.float32, (padded, rows // 128))
     assert scale_b.stride() == (1, padded)
     assert weight.stride(0) == 1
+    assert bias is None or bias.is_contiguous()
     a = x.float() * scale_a.repeat_interleave(128, 1)
     spread = scale_b[:blocks].repeat_interleave(128, 0).repeat_interleave(128, 1)
     made = a @ (weight.float() * spread)

@@ -81,28 +81,23 @@ class LinearConfig:
 
 @dataclass(frozen=True)
 class DotConfig:
-    """block_n rows of each weight, in steps of block_k columns; run words have a sum of their own.
-    per: codes of a word of 32 bits."""
+    """block_n rows of each weight, in steps of block_k columns."""
 
     block_n: int
     block_k: int
-    run: int
-    per: int
     num_warps: int
     num_stages: int = 1
 
     def __str__(self) -> str:
-        return f"dots {self.block_n}x{self.block_k} r{self.run} w{self.num_warps}"
+        return f"dots {self.block_n}x{self.block_k} w{self.num_warps}"
 
 
-def dot_constants(problem: LinearProblem, config: DotConfig) -> dict[str, Constant]:
+def dot_constants(problem: LinearProblem) -> dict[str, Constant]:
     """The constants of `dotted_linear` that are no strides of its tensors."""
     q = problem.quantization
     assert q is not None
-    made = _shared_constants(problem) | q.dot_constants(problem.k, config.per)
+    made = _shared_constants(problem) | q.dot_constants(problem.k, problem.weight)
     made |= {"BLOCK_STRIDES": q.block_strides(0), "UP_BLOCK_STRIDES": q.block_strides(1)}
-    made["LINE"] = 32 if problem.k_major else 0
-    made |= {"SIGNED": True} if problem.weight == "i8" else {}
     if problem.norm is not None:
         own = problem.norm.constants(problem.k)
         made |= {name: own[name] for name in ("NORM", "NORM_EPS", "NORM_OFFSET")}

@@ -15,9 +15,9 @@ from tilewright.codegen.targets import Target
 # and up on an H200: 66 us of 16 tokens where Inductor's take 68, but 113 and 74 of 64.
 MOST_TOKENS = 64
 MOST_GATED_TOKENS = 16
-# Of codes a library's GEMM wants the numbers first, in every call: on an H100 the down projection
+# A library's GEMM wants the numbers of codes first, in every call: on an H100 the down projection
 # in int4 takes 66 us of 128 tokens where that takes 56 for the numbers and 50 for the product. So
-# two weights are for as many tokens as one, from MOST_GATED_TOKENS on by a kernel each.
+# two weights of codes take as many tokens as one, beyond MOST_GATED_TOKENS by a kernel each.
 MOST_CODED_TOKENS = 128
 # Up to so many tokens the kernel layer-norms x itself. Modelled, not measured: every program reads
 # whole rows before its first product, of 4096 columns in about 1 us a token, where a norm by itself
@@ -65,7 +65,7 @@ NUMBERS = Tiling(stages=3, programs=3)
 GATED_NUMBERS = Tiling(stages=3)
 # The same where a word holds the codes of several rows: 30.7 us and 27.3.
 NIBBLES_OF_ROWS = Tiling(stages=3, programs=4)
-# The same for more tokens, whose sums take the registers of a second program from 64 on. The down
+# Codes by more tokens, whose sums take the registers of a second program from 64 on. The down
 # projection in int4 takes 23.4 us of 32 tokens, 33.4 of 64 and 57.9 of 128 where plain tiles take
 # 24.4, 35.2 and 66.9; float8 37.4 of 64 and 62.5 of 128 (47.3 and 93.1).
 NIBBLES_FOR_MORE = Tiling(block_n=128, num_warps=8, stages=3)
@@ -76,7 +76,7 @@ CODES_FOR_MOST = Tiling(block_n=128, stages=3, programs=1)
 PREFETCHED = 256
 
 
-# Up to so many tokens codes are multiplied without tensor cores.
+# The most tokens by which codes are multiplied without tensor cores.
 MOST_DOTTED_TOKENS = 1
 
 
@@ -128,7 +128,7 @@ def dot_config(problem: LinearProblem) -> DotConfig:
     assert q is not None
     tiling = _dot_tiling(problem.gated, q)
     block_k = tiling.words * q.per_int32
-    return DotConfig(tiling.rows, block_k, q.dot_run, q.per_int32, tiling.num_warps)
+    return DotConfig(tiling.rows, block_k, tiling.num_warps)
 
 
 def _dot_tiling(gated: bool, q: Quantization) -> DotTiling:

@@ -44,10 +44,10 @@ DOWN_DOTTED = Kernel(
 )
 
 # Up to how many tokens each format is multiplied so; formats without an entry never are. On an
-# H100, of 1, 2, 4 and 8 tokens, Qwen3-30B-A3B's experts take in bfloat16 29, 53 and 101 us where
-# the tensor core's kernels take 39, 63 and 108; in float8 16, 31, 57 and 107 (33, 44, 68, 107); in
-# int4 13, 20, 35 and 66 (17, 29, 45, 69); in NVFP4 16, 27, 48 and 90 (19, 34, 51, 81); and
-# gpt-oss-20b's in MXFP4 34, 63, 115 and 220 (81, 110, 172, 272).
+# H100, of 1, 2, 4 and 8 tokens, Qwen3-30B-A3B's experts take in bfloat16 31, 53 and 101 us where
+# the tensor core's kernels take 39, 63 and 108; in float8 16, 30, 57 and 107 (33, 43, 68, 107); in
+# int4 13, 20, 35 and 66 (17, 29, 45, 70); in NVFP4 16, 27, 48 and 90 (19, 34, 51, 81); and
+# gpt-oss-20b's in MXFP4 34, 63, 115 and 222 (81, 110, 172, 272).
 MOST_TOKENS = {"dense": 4, "fp8": 4, "int4": 8, "nvfp4": 4, "mxfp4": 8}
 # Bytes of a row that a thread loads at once, and those of a line of memory.
 LOAD_BYTES, LINE_BYTES = 16, 128

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from math import gcd
 
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
-from tilewright.codegen.formats import TABLES
+from tilewright.codegen.formats import DOT_LINE, TABLES
 from tilewright.codegen.kernel import Kernel, Statics, Strides
 from tilewright.codegen.operand import first_strides
 from tilewright.codegen.qkv.problem import HeadEpilogue, QkvProblem, tiled_weights
@@ -50,8 +50,6 @@ KERNELS = (EPILOGUE, TILED, SWAPPED, ORDER, DEQUANTIZE)
 # Columns of a weight row that are asked for while the kernel before this one ends: where x is
 # normed here, that is one of ours.
 PREFETCHED = 256
-# Words of 128 bytes, which dot products ask for at a time.
-DOT_LINE = 32
 # Tokens of one program of `order_x`.
 ORDER_TOKENS = 8
 
@@ -251,11 +249,9 @@ def _code_constants(problem: QkvProblem, config: RowsConfig) -> dict[str, Consta
         f"{x}_BLOCK_STRIDES": q.block_strides(at) for x, at in zip("QKV", there, strict=True)
     }
     if isinstance(config, DotsConfig):
-        own = q.dot_constants(problem.hidden, q.per_int32) | strides
-        own |= {"SIGNED": True} if problem.weights[0].dtype == "i8" else {}
-        own |= {"RUN": q.dot_run, "LINE": DOT_LINE, "LETS_IN": True}
-        # The lines of the first step.
-        return own | {"PREFETCH": max(config.block_k, DOT_LINE * q.per_int32)}
+        own = q.dot_constants(problem.hidden, problem.weights[0].dtype) | strides
+        first_step = max(config.block_k, DOT_LINE * q.per_int32)
+        return own | {"LETS_IN": True, "PREFETCH": first_step}
     return {
         "X_IN_ORDER": config.ordered_x,
         "X_SCALE_STRIDES": q.x_scale.strides if q.x_scale else (0, 0),

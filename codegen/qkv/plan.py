@@ -228,7 +228,7 @@ def library_choice(
     config = epilogue_config(problem.epilogue, num_tokens, target)
     statics = [epilogue_statics(problem.epilogue, config)]
     codes = problem.multiplies_codes(target)
-    # What was measured made numbers of the weights first.
+    # The measured library made numbers of the weights first.
     measured = None
     if row is not None and not codes:
         measured = row["packed_library_us" if packed else "library_us"]

@@ -1,4 +1,4 @@
-"""Dot products of one row of x with rows of codes, without tensor cores: for one or two tokens.
+"""Dot products of one row of x with rows of codes, without tensor cores: for few tokens.
 
 A thread multiplies the codes in the registers that it has loaded them to, so that nothing passes
 through shared memory and many small programs keep the memory busy.
@@ -79,8 +79,8 @@ def eight_columns(x):
 def parts_of_x(
     x, RUN: tl.constexpr, REVERSED: tl.constexpr, INTERLEAVED: tl.constexpr, BYTES: tl.constexpr
 ):  # fmt: skip
-    """What `code_sums` multiplies codes by: fp32 x [words, PER], 8 numbers a word of nibbles or 4 a
-    word of bytes.
+    """The factors by which `code_sums` multiplies codes, of fp32 x [words, PER]: 8 numbers a word
+    of nibbles or 4 a word of bytes.
 
     Returns bytes 0, 1 and 2 of x's integers, [words] each, those of the even nibbles of a word and
     then of the odd ones (with BYTES of the first four and the last, of bytes all four twice); the

@@ -85,7 +85,7 @@ def turned_words(words: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
         of_blocks = slice(first // 8, first // 8 + len(blocks))
         for place, nibble in enumerate(order):
             codes = (blocks >> (4 * nibble)) & 15
-            # Of bits apart the sum is the union, wherever the sign lies.
+            # No two codes share a bit, so that their sum joins them, the sign bit included.
             joined = (codes << shifts.view(1, 8, 1)).sum(1, dtype=torch.int32)
             by_place[:, place, of_blocks] = joined.t()
     return turned

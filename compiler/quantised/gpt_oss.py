@@ -21,7 +21,7 @@ from tilewright.compiler.quantised.coded_linear import floats_of_bytes
 _LAYOUTS = ("StridedLayout", "HopperMXValueLayout", "HopperMXScaleLayout")
 _PROJECTIONS = ("gate_up_proj", "down_proj")
 #: Codes that share a scale.
-_BLOCK = 32
+BLOCK = 32
 
 
 class Mxfp4Experts(CodedExperts):
@@ -128,7 +128,7 @@ def _stored(experts: Any, name: str) -> tuple[torch.Tensor, torch.Tensor] | str:
             return f"{name}: {part}"
     codes, scales = columns
     rows = getattr(experts, f"{name}_bias").shape
-    if codes.shape[:2] != rows or scales.shape != (*rows, codes.shape[2] * 2 // _BLOCK):
+    if codes.shape[:2] != rows or scales.shape != (*rows, codes.shape[2] * 2 // BLOCK):
         return f"{name} has codes {list(codes.shape)} and scales {list(scales.shape)}"
     return codes.unflatten(-1, (scales.shape[-1], -1)), scales
 

@@ -147,7 +147,8 @@ def _awq_obstacle(found: Any) -> str | None:
     return None
 
 
-#: What takes the place of a class of the library, by its name, and what says why it cannot.
+#: By the name of a class of the library: the module that takes its place, and the function that
+#: says why it cannot.
 _READ: dict[str, tuple[Callable[[Any], nn.Module], Callable[[Any], str | None]]] = {
     "TorchLinear": (GptqLinear, _gptq_obstacle),
     "AwqTorchLinear": (AwqLinear, _awq_obstacle),

@@ -1,4 +1,4 @@
-"""Modules of codes that are not loaded: what a checkpoint's configuration says that a model holds.
+"""Modules of codes that are not loaded, made of a checkpoint's configuration alone.
 
     model = AutoModelForCausalLM.from_config(config)            # dense, on the meta device
     put_codes(model, config_dict["quantization_config"])        # its linears hold codes now
@@ -18,21 +18,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from tilewright.codegen.formats import AWQ_ORDER, TABLES
+from tilewright.codegen.formats import TABLES
 from tilewright.compiler.quantised import operators, prepare
 from tilewright.compiler.quantised.bitsandbytes import OutlierLinear, TableLinear
 from tilewright.compiler.quantised.coded_experts import CodedExperts
 from tilewright.compiler.quantised.coded_linear import SHARED, CodedLinear
+from tilewright.compiler.quantised.gpt_oss import BLOCK as MX_BLOCK
 from tilewright.compiler.quantised.gpt_oss import Mxfp4Experts
-from tilewright.compiler.quantised.gptqmodel import GptqLinear
+from tilewright.compiler.quantised.gptqmodel import AwqLinear, GptqLinear
 from tilewright.ops.formats.fp8_block import BLOCK
 
 Stated = Mapping[str, Any]
 _E4M3 = torch.float8_e4m3fn
 #: bitsandbytes' own: codes that share a scale, and where activations are outliers.
 _TABLE_BLOCK, _THRESHOLD = 64, 6.0
-#: Codes of MXFP4 that share a scale.
-_MX_BLOCK = 32
 
 
 class BlockLinear(CodedLinear):
@@ -91,25 +90,6 @@ class BlockExperts(CodedExperts):
         return self._product("down_proj", self.activation(gate) * up, ends)
 
 
-class AwqLinear(CodedLinear):
-    """qweight [K, N / 8] words of the codes of eight rows, in AWQ's order; qzeros [K / group,
-    N / 8] words; scales [K / group, N]: what gptqmodel's linear for PyTorch holds."""
-
-    qweight: torch.Tensor
-    qzeros: torch.Tensor
-    scales: torch.Tensor
-
-    def weight_of_codes(self, dtype: torch.dtype) -> torch.Tensor:
-        shifts = torch.tensor([4 * place for place in AWQ_ORDER], device=self.qweight.device)
-        codes, zeros = (
-            ((words.unsqueeze(-1) >> shifts) & 15).flatten(-2)
-            for words in (self.qweight, self.qzeros)
-        )
-        group = self.in_features // len(self.scales)
-        zeros, scale = (t.repeat_interleave(group, dim=0) for t in (zeros, self.scales))
-        return ((codes - zeros).to(dtype) * scale.to(dtype)).t()
-
-
 def put_codes(model: nn.Module, stated: Stated) -> None:
     """Puts modules that hold codes in the place of a dense model's, on the meta device.
 
@@ -165,19 +145,12 @@ def _gptq(model: Any, stated: Stated) -> None:
     if stated.get("desc_act") and stated.get("group_size", -1) > 0:
         raise ValueError("gptq: desc_act: expected false: groups of columns in another order are "
                          "not read as codes")  # fmt: skip
-
-    def made(linear: nn.Linear) -> nn.Module:
-        rows, columns = linear.weight.shape
-        group = _group("gptq", stated, columns)
-        words = {"qweight": (columns // 8, rows), "qzeros": (columns // group, rows // 8)}
-        tensors: dict[str, Any] = {n: _empty(shape, torch.int32) for n, shape in words.items()}
-        tensors["scales"] = _empty((columns // group, rows), linear.weight.dtype)
-        sizes = {"in_features": columns, "out_features": rows, "group_size": group}
-        return GptqLinear(SimpleNamespace(**sizes, **tensors, bias=linear.bias))
-
+    if stated.get("modules_in_block_to_quantize"):
+        raise ValueError("gptq: modules_in_block_to_quantize: expected none: every linear of a "
+                         "layer has codes here")  # fmt: skip
     head = not stated.get("lm_head", False)
     skips = _skips(model, stated.get("modules_to_not_convert") or [], head)
-    _put(model, skips, lambda _, one: made(one))
+    _put(model, skips, lambda _, one: GptqLinear(_grouped("gptq", stated, one, packs_columns=True)))
 
 
 def _awq(model: Any, stated: Stated) -> None:
@@ -186,19 +159,8 @@ def _awq(model: Any, stated: Stated) -> None:
     if form != "gemm":
         raise ValueError(f"awq: version: expected 'gemm', got {form!r}")
 
-    def made(linear: nn.Linear) -> nn.Module:
-        rows, columns = linear.weight.shape
-        group = _group("awq", stated, columns)
-        tensors = {
-            "qweight": _empty((columns, rows // 8), torch.int32),
-            "qzeros": _empty((columns // group, rows // 8), torch.int32),
-            "scales": _empty((columns // group, rows), linear.weight.dtype),
-            "bias": linear.bias,
-        }
-        return AwqLinear(columns, rows, tensors)
-
     skips = _skips(model, stated.get("modules_to_not_convert"), head=True)
-    _put(model, skips, lambda _, one: made(one))
+    _put(model, skips, lambda _, one: AwqLinear(_grouped("awq", stated, one, packs_columns=False)))
 
 
 def _bitsandbytes(model: Any, stated: Stated) -> None:
@@ -241,8 +203,8 @@ def _mxfp4(model: Any, stated: Stated) -> None:
         weights = {}
         for own in ("gate_up_proj", "down_proj"):
             number, columns, rows = getattr(experts, own).shape
-            groups = (number, rows, columns // _MX_BLOCK)
-            blocks = _empty((*groups, _MX_BLOCK // 2), torch.uint8)
+            groups = (number, rows, columns // MX_BLOCK)
+            blocks = _empty((*groups, MX_BLOCK // 2), torch.uint8)
             weights[own] = blocks, _empty(groups, torch.uint8)
         model.set_submodule(name, Mxfp4Experts(experts, weights))
 
@@ -379,10 +341,25 @@ def _check_four_bits(method: str, stated: Stated) -> None:
         raise ValueError(f"{method}: dynamic: expected no rules for single modules")
 
 
-def _group(method: str, stated: Stated, columns: int) -> int:
-    """The columns that share a scale; raises ValueError where the last group is not whole."""
+def _grouped(
+    method: str, stated: Stated, linear: nn.Linear, packs_columns: bool
+) -> SimpleNamespace:
+    """Returns a stand-in for gptqmodel's linear in a dense one's place: words of eight codes along
+    K, or along N. Raises ValueError where the last group or word is not whole."""
+    rows, columns = linear.weight.shape
     group = int(stated.get("group_size", stated.get("q_group_size", -1)))
     group = columns if group <= 0 else group
     if columns % group:
         raise ValueError(f"{method}: group_size: expected one that divides {columns}, got {group}")
-    return group
+    if rows % 8 or columns % 8:
+        raise ValueError(f"{method}: a weight {[rows, columns]} has no whole words of eight codes")
+    words = (columns // 8, rows) if packs_columns else (columns, rows // 8)
+    return SimpleNamespace(
+        in_features=columns,
+        out_features=rows,
+        group_size=group,
+        qweight=_empty(words, torch.int32),
+        qzeros=_empty((columns // group, rows // 8), torch.int32),
+        scales=_empty((columns // group, rows), linear.weight.dtype),
+        bias=linear.bias,
+    )

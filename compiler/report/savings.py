@@ -1,4 +1,4 @@
-"""What a step saves by reading weights as codes: the same step beside it with bfloat16 weights.
+"""The savings of a step that reads weights as codes, beside the same step with bfloat16 weights.
 
     from tilewright.compiler.report.savings import savings_of
     savings = savings_of(lowered)          # None for a model without codes
@@ -90,9 +90,9 @@ class Unread:
 
 @dataclass(frozen=True)
 class Savings:
-    """What a model with weights in codes saves in a step. tokens: of the step; None where they are
-    a symbol. times: of the whole step. rounds: whether activations are rounded to codes, which is
-    in both times. breaks: how often the graph breaks."""
+    """The savings of a step of a model with weights in codes. tokens: of the step; None where they
+    are a symbol. times: of the whole step. rounds: whether activations are rounded to codes, which
+    is in both times. breaks: how often the graph breaks."""
 
     target: str
     tokens: int | None
@@ -104,7 +104,7 @@ class Savings:
 
     @property
     def read(self) -> Read:
-        """Of all weights that are read as codes."""
+        """The bytes of all weights that are read as codes."""
         return sum((row.read for row in self.rows), Read())
 
     @property
@@ -139,7 +139,7 @@ def _sizes(read: Read) -> dict[str, int]:
 
 
 def savings_of(lowered: Lowered, present: int | None = None) -> Savings | None:
-    """Returns what weights in codes save in a step; None where the model holds no codes.
+    """Returns the savings of a step; None where the model holds no codes.
 
     present: tokens in the caches of each sequence, as in `step_of`.
     """

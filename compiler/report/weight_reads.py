@@ -158,7 +158,7 @@ class _Reader:
     def _of_call(self, node: fx.Node) -> Iterator[WeightRead]:
         held = [s for s in node.all_input_nodes if s in self.fixed and self._is_matrix(s)]
         if not is_product(node):
-            # What is none of ATen's may multiply with what it is given.
+            # An operator that is none of ATen's may multiply by its arguments.
             if _is_foreign(node) and any(_tensor(s).dtype in _CODES for s in held):
                 yield self._read(node, "hidden", "codes that an operator takes", 0, {})
             return
@@ -181,7 +181,7 @@ class _Reader:
                 yield from self._dense(node, weight, 1.0)
 
     def _scales(self, node: fx.Node) -> list[fx.Node]:
-        """What the model holds of a product of codes beside these, and its bias."""
+        """The tensors of the model that a product of codes reads beside these and its bias."""
         given = [
             s for s in node.all_input_nodes if s in self.fixed and s is not node.kwargs.get("bias")
         ]
@@ -333,7 +333,7 @@ def _tensor(node: fx.Node) -> torch.Tensor:
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    """What is stored of a tensor: an axis that repeats one element counts once."""
+    """The bytes that are stored of a tensor: an axis that repeats one element counts once."""
     if not _is_known(*tensor.shape, *tensor.stride()):
         return 0
     pairs = zip(tensor.shape, tensor.stride(), strict=True)

@@ -22,7 +22,7 @@ from tilewright.ops.checks import (
 from tilewright.ops.formats.fp8_block import BLOCK
 from tilewright.ops.formats.quantized_weight import expand_blocks
 
-#: What x may have in place of numbers, and the columns that share a scale then.
+#: The dtype of an x of codes, and the columns that share a scale.
 ACTIVATION_CODES = torch.float8_e4m3fn
 ACTIVATION_BLOCK = BLOCK
 

@@ -70,7 +70,7 @@ def _chosen(
         config = dot_config(problem)
     config = config or linear_config(problem, num_tokens, target)
     if isinstance(config, DotConfig):
-        return config, Statics(config, **dot_constants(problem, config))
+        return config, Statics(config, **dot_constants(problem))
     return config, Statics(config, **linear_constants(problem, config, target))
 
 
@@ -188,7 +188,9 @@ def _streamed(
     later = ("norm_weight", "norm_bias", "residual") if norm else ()
     now = values | dict.fromkeys(later)
     if isinstance(config, DotConfig):
-        now |= {name: dot_words(now[name], config.per) for name in ("weight", "up_weight")}
+        assert problem.quantization is not None
+        per = problem.quantization.per_int32
+        now |= {name: dot_words(now[name], per) for name in ("weight", "up_weight")}
         grid = dot_grid(problem, config, num_tokens)
         yield launch(DOTTED, target, grid, now, statics, RESIDUAL_STRIDE=stride)
     else:

@@ -69,7 +69,7 @@ def _scattered(weight: Weight) -> str | None:
 
 
 def scaled_operands(a: ScaledLinearArguments) -> ScaledOperands:
-    """What a call of `scaled_linear` has the library multiply."""
+    """The operands of the library's product for a call of `scaled_linear`."""
     return ScaledOperands(a.x, a.x_scale, a.weight, a.weight_scale, a.scale_block)
 
 

@@ -71,8 +71,8 @@ def _stack(out: torch.Tensor, *parts: torch.Tensor) -> None:
 
 
 def scaled_operands(a: FusedQkvArguments) -> list[ScaledOperands] | None:
-    """What the library multiplies for q, k and v (v left out where there is none), where x and the
-    weights are codes that it takes as they lie, all with scales of one kind; else None."""
+    """The operands of the library's products for q, k and v (v left out where there is none); None
+    unless x and the weights are codes that it takes as they lie, with scales of one kind."""
     if not a.has_codes:
         return None
     found = []

@@ -22,6 +22,8 @@ from tilewright.ops.checks import HALVES, proven
 from tilewright.ops.formats.activation_codes import ACTIVATION_BLOCK as BLOCK
 from tilewright.ops.formats.activation_codes import ACTIVATION_CODES
 from tilewright.ops.formats.quantized_weight import expand_blocks
+from tilewright.ops.formats.row_groups import contiguous
+from tilewright.ops.runtime.operands import is_aligned
 from tilewright.ops.runtime.program import Buffer, Library, Step
 
 #: How scales go: one for each tensor, one for each row of both, or one for 128 columns of a row of
@@ -38,7 +40,7 @@ _ROWS_OF_BLOCKS = 4
 
 @dataclass(frozen=True)
 class ScaledOperands:
-    """What such a product multiplies; see the module."""
+    """The operands of such a product; see the module."""
 
     x: torch.Tensor
     x_scale: torch.Tensor | None
@@ -68,8 +70,8 @@ class ScaledOperands:
         unit = BLOCK if kind == BLOCKS else _UNIT
         if not (proven(rows % unit == 0) and proven(columns % unit == 0)):
             return f"a scaled product by {kind} wants multiples of {unit}, not {rows} x {columns}"
-        if any(one.stride(1) != 1 or one.stride(0) % _UNIT for one in (self.x, self.weight)):
-            return "a scaled product wants rows that begin at whole 16 bytes"
+        if not all(map(_is_reached, (self.x, self.weight))):
+            return "a scaled product wants rows behind one another, whole 16 bytes apart"
         if out_dtype not in HALVES:
             return f"no scaled product of {out_dtype}"
         wanted = _WITH_BLOCKS if kind == BLOCKS else ""
@@ -78,6 +80,18 @@ class ScaledOperands:
         if wanted and torch.__version__ < wanted:
             return f"a scaled product by {kind} to {out_dtype} wants torch {wanted}"
         return None
+
+
+def _is_reached(codes: torch.Tensor) -> bool:
+    """Whether the library reads codes [rows, K] as they lie, wherever the first is: the rows behind
+    one another, whole 16 bytes apart."""
+    row, column = codes.stride()
+    return bool(column == 1 and row % _UNIT == 0 and row >= codes.shape[1])
+
+
+def _aligned(codes: torch.Tensor) -> torch.Tensor:
+    """Codes from whole 16 bytes on. Asked at each call: calls of the same metadata differ in it."""
+    return codes if is_aligned(codes) else codes.clone(memory_format=torch.contiguous_format)
 
 
 def chip_obstacle(kind: str | None, target: Target) -> str | None:
@@ -93,11 +107,13 @@ def scaled_product(
     """The product, of `out_dtype`, which bias [N] has too; rounded once."""
     kind, tokens = operands.kind, operands.x.shape[0]
     assert kind is not None
+    rows = operands.weight.shape[0]
+    if tokens == 0:
+        return (yield Buffer((0, rows), out_dtype))
     others = {"x_scale": operands.x_scale, "bias": bias}
     given = {name: tensor for name, tensor in others.items() if tensor is not None}
     names = tuple(given)
     tensors = (operands.x, operands.weight, operands.weight_scale, *given.values())
-    rows = operands.weight.shape[0]
     if kind == BLOCKS:
         padded = -(-tokens // _ROWS_OF_BLOCKS) * _ROWS_OF_BLOCKS
         by_blocks = partial(_by_blocks, names=names, rows=padded, out_dtype=out_dtype)
@@ -128,11 +144,11 @@ def _multiply(
     else:
         scale_a, scale_b = x_scale.reshape(()), weight_scale.float().reshape(())
     torch._scaled_mm(
-        x,
-        weight.t(),
+        _aligned(x),
+        _aligned(weight).t(),
         scale_a=scale_a,
         scale_b=scale_b,
-        bias=given.get("bias"),
+        bias=contiguous(given.get("bias")),  # read as neighbours, whatever its stride
         out_dtype=out.dtype,
         use_fast_accum=False,
         out=out,
@@ -159,13 +175,13 @@ def _by_blocks(
         x_scale = functional.pad(x_scale, (0, 0, 0, more))
     recipes = functional.ScalingType
     return functional.scaled_mm(
-        x,
-        weight.t(),
+        _aligned(x),
+        _aligned(weight).t(),
         scale_a=x_scale.t().contiguous().t(),
         scale_recipe_a=recipes.BlockWise1x128,
         scale_b=functional.pad(weight_scale.float(), (0, -blocks % 4)).contiguous().t(),
         scale_recipe_b=recipes.BlockWise128x128,
-        bias=given.get("bias"),
+        bias=contiguous(given.get("bias")),
         output_dtype=out_dtype,
         use_fast_accum=False,
     )

@@ -4,9 +4,9 @@
     out = linear(x, weight, bias)     ⇒   scaled_linear(codes, codes, weight_scale, x_scale, ...)
 
 Any number of tokens, any rounding of x: its codes and scale are the graph's, which Inductor
-computes in one kernel with what is in front of them. So does what a library's operator means that
-multiplies such codes (`compiler/quantised/operators.py`), of many tokens; a scaled product of the
-graph's own stays.
+computes in one kernel with what is in front of them. A library's operator that multiplies such
+codes (`compiler/quantised/operators.py`) becomes the op too, of many tokens; a scaled product of
+the graph's own stays.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def _is_linear(gemm: Gemm) -> bool:
 
 @once
 def _rows_of(gemm: Gemm) -> CodedRows | UnknownRows | None:
-    """What the activation of a product is decoded from, or what it is multiplied as."""
+    """The codes that a product's activation is decoded from, or is multiplied as."""
     try:
         rows = gemm.flat_x
     except InexpressibleError:

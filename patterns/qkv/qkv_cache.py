@@ -316,8 +316,8 @@ def _codes(q: Heads, k: Heads, v: Heads) -> dict[str, Any]:
 
 
 def _coded_x(k: Heads, weights: Mapping[str, Any]) -> CodedRows | None:
-    """What the graph decodes the activation from, where the op multiplies such codes with those of
-    the weights. weights: the op's arguments for these."""
+    """The codes that the graph decodes the activation from, where the op multiplies them by those
+    of the weights. weights: the op's arguments for these."""
     rows = match_coded_rows(k.x) if weights["weight_format"] == "fp8" else None
     whole = weights["scale_block"][1] in (ACTIVATION_BLOCK, k.x.shape[1])
     return rows if whole and isinstance(rows, CodedRows) else None

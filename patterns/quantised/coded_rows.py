@@ -55,7 +55,7 @@ class UnknownRows:
 
 @once
 def match_coded_rows(rows: View) -> CodedRows | UnknownRows | None:
-    """What rows [M, K] of a GEMM are decoded from; None where they are not decoded."""
+    """Returns the codes that rows [M, K] of a GEMM are decoded from; None where they are not."""
     if len(rows.shape) != 2:
         return None
     try:

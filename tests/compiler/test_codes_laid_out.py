@@ -158,7 +158,7 @@ def test_a_copy_has_codes_of_its_own(method, linear_of):
 @pytest.mark.parametrize("rows", [64, 256])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_state_of_the_library_s_is_loaded(method, rows, linear_of):
-    """Of 256 rows and columns words of both orders have one shape."""
+    """Words of both orders have one shape where there are 256 rows and columns."""
     model, other = linear_of(method, rows=rows), linear_of(method, rows=rows)
     gptq_modules.fill(other[0], seed=5)
     x = inputs((5, 256), torch.float16)
@@ -171,7 +171,7 @@ def test_a_state_of_the_library_s_is_loaded(method, rows, linear_of):
     copied = copy.deepcopy(model)
     copied.load_state_dict(state)
     assert torch.equal(copied(x), model(x))
-    # What was loaded is what is put back.
+    # The loaded codes are put back.
     prepared.undo()
     assert torch.equal(model[0].qweight, other[0].qweight)
     assert torch.equal(model(x), other(x))

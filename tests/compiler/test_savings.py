@@ -1,5 +1,5 @@
-"""What reading weights as codes saves: bytes against the tensors of the model, times against the
-step of the same model with weights in bfloat16."""
+"""Savings of weights as codes: bytes against the tensors of the model, times against the step of
+the same model with weights in bfloat16."""
 
 from __future__ import annotations
 

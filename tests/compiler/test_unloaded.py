@@ -12,8 +12,9 @@ pytest.importorskip("transformers", reason="it builds the models")
 
 import transformers
 
-from tests.models import shipped
-from tilewright.compiler import lower
+from tests.models import gptq_modules, shipped
+from tilewright.compiler import lower, prepare
+from tilewright.compiler.quantised.coded_linear import CodedLinear
 from tilewright.compiler.quantised.unloaded import METHODS, put_codes
 from tilewright.compiler.report.savings import savings_of
 
@@ -79,6 +80,27 @@ def test_a_configuration_alone_tells_what_is_fused_and_read(form):
     assert not any(one.has_codes for one in savings.unread)
 
 
+def layout(linear):
+    """The tensors of a linear that its product reads, as they lie."""
+    held = linear.state_dict()
+    held.pop("g_idx", None)
+    return {name: (tensor.dtype, tensor.shape, tensor.stride()) for name, tensor in held.items()}
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_its_modules_are_those_that_prepare_leaves(method):
+    packed = {"gptq": gptq_modules.TorchLinear, "awq": gptq_modules.AwqTorchLinear}[method]
+    loaded = gptq_modules.pack(model_of("llama").to_empty(device="cpu"), packed)
+    prepare(loaded)
+    model = model_of("llama", torch.float16)
+    put_codes(model, {"quant_method": method, **INT4})
+    for name, module in loaded.named_modules():
+        made = model.get_submodule(name)
+        assert type(made) is type(module), name
+        if isinstance(module, CodedLinear):
+            assert layout(made) == layout(module), name
+
+
 def test_it_is_what_the_loaded_model_reads(tmp_path):
     """ModelOpt's checkpoint, loaded, beside its configuration alone."""
     loaded = shipped.SHIPPED["modelopt-nvfp4"].load("llama", tmp_path)
@@ -102,6 +124,10 @@ REFUSED = {
     "another method": ({"quant_method": "aqlm"}, f"'aqlm'.*{', '.join(METHODS)}"),
     "bits": ({"quant_method": "gptq", **INT4, "bits": 3}, "gptq: bits: expected 4, got 3"),
     "order": ({"quant_method": "gptq", **INT4, "desc_act": True}, "desc_act: expected false"),
+    "some": (
+        {"quant_method": "gptq", **INT4, "modules_in_block_to_quantize": [["self_attn.q_proj"]]},
+        "modules_in_block_to_quantize: expected none",
+    ),
     "groups": ({"quant_method": "awq", **INT4, "group_size": 96}, "divides 256, got 96"),
     "version": ({"quant_method": "awq", **INT4, "version": "gemv"}, "expected 'gemm', got 'gemv'"),
     "blocks": (FP8 | {"weight_block_size": [64, 64]}, r"expected \[128, 128\], got \[64, 64\]"),
@@ -117,6 +143,14 @@ def test_what_cannot_be_made_is_named(case):
     stated, message = REFUSED[case]
     with pytest.raises(ValueError, match=message):
         put_codes(model_of("llama"), stated)
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_words_that_are_not_whole_are_named(method):
+    model = model_of("llama")
+    model.model.layers[0].mlp.gate = torch.nn.Linear(256, 12, device="meta")
+    with pytest.raises(ValueError, match=rf"{method}: a weight \[12, 256\] has no whole words"):
+        put_codes(model, {"quant_method": method, **INT4})
 
 
 def test_experts_of_modelopt_are_refused_by_name():

@@ -145,6 +145,10 @@ def test_a_format_that_a_configuration_does_not_tell_is_named(command, tmp_path)
     done = command("inspect", "other")
     assert done.exit_code == 2
     assert "quant_method 'aqlm': its modules cannot be made of a configuration" in done.stderr
+    write_checkpoint(tmp_path / "odd", quantization_config=AWQ | {"group_size": None})
+    done = command("inspect", "odd")
+    assert done.exit_code == 2
+    assert "quantization_config cannot be read" in done.stderr
     (tmp_path / "other" / "config.json").write_text('{"model_type": "nothing"}')
     done = command("inspect", "other")
     assert done.exit_code == 2

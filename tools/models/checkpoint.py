@@ -60,4 +60,7 @@ def model_of(folder: Path) -> Any:
             put_codes(model, stated)
         except ValueError as error:
             raise ModelError(f"{folder / CONFIG}: {one_line(error)}") from error
+        except (AttributeError, LookupError, TypeError) as error:
+            said = f"quantization_config cannot be read: {one_line(error)}"
+            raise ModelError(f"{folder / CONFIG}: {said}") from error
     return model.requires_grad_(False)

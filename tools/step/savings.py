@@ -1,4 +1,4 @@
-"""What a format of weights saves in a step, in plain words and as tables for a terminal."""
+"""The savings of a format of weights in a step, in plain words and as tables for a terminal."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def unread_said(one: Unread) -> str:
 
 
 def remarks(savings: Savings) -> Iterator[str]:
-    """What the numbers do not have."""
+    """Sentences about what the numbers leave out."""
     if savings.rounds:
         yield "activations are rounded in both; a model in bfloat16 takes less, by these kernels"
     if savings.breaks:
@@ -47,7 +47,7 @@ def remarks(savings: Savings) -> Iterator[str]:
 
 
 def render_savings(savings: Savings) -> Group:
-    """What weights in codes save, by fused op, and which weights are not read as codes."""
+    """The savings of weights in codes by fused op, and the weights that are not read as codes."""
     parts: list[RenderableType] = [Text(f"\n{TITLE}", style="bold")]
     parts += [Text(line) for line in said_of(savings)]
     if savings.rows:

@@ -1,4 +1,4 @@
-"""Linears of codes for one or two tokens: a program of few rows, all of K, no tensor core."""
+"""Linears of codes by few tokens without tensor cores: a program has a few rows and all of K."""
 
 import triton
 import triton.language as tl
@@ -31,7 +31,7 @@ def dotted_linear(
     """`streamed_linear` of codes, with a program for each token and BLOCK_N rows.
 
     Grid (cdiv(N, BLOCK_N), T). Of codes, steps and sums: as in `dotted_rows`. LINE: words in 128
-    bytes of a row; 0: the rows of a column lie next to each other.
+    bytes of a row.
     """
     row_tile = tl.program_id(0)
     rows = row_tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -45,10 +45,9 @@ def dotted_linear(
     if up_weight_ptr is not None:
         up_lines = up_weight_ptr + inside * UP_STRIDES[0]
     if LAUNCH_PDL:
-        if LINE > 0:
-            prefetch_rows(lines, 0, COLUMNS, max(WORDS // LINE, 1), LINE)
-            if up_weight_ptr is not None:
-                prefetch_rows(up_lines, 0, COLUMNS, max(WORDS // LINE, 1), LINE)
+        prefetch_rows(lines, 0, COLUMNS, max(WORDS // LINE, 1), LINE)
+        if up_weight_ptr is not None:
+            prefetch_rows(up_lines, 0, COLUMNS, max(WORDS // LINE, 1), LINE)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     places = token.to(tl.int64)[None, :]

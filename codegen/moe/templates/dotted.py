@@ -98,8 +98,8 @@ def load_x(
 
 @triton.jit
 def factors_of_x(x, INTEGERS: tl.constexpr, BYTES: tl.constexpr, RUN: tl.constexpr):
-    """What `add_sums` multiplies weights by: see `parts_of_x`. Of weights that are multiplied as
-    fp32 numbers x itself, and a power of 1."""
+    """The factors by which `add_sums` multiplies weights: of integers `parts_of_x`, of others x
+    itself and a power of 1."""
     if INTEGERS:
         return parts_of_x(x, RUN, False, False, BYTES)
     else:

@@ -54,7 +54,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "fp4": {"weight_format": "fp4", **TABLE},
 }
 EPILOGUES = CASES | OPTIONS
-# What the kernel reads words of in one way: integers of 4 and 8 bits, floats of 8 and of 4.
+# One format of each kind of word: integers of 4 and 8 bits, floats of 8 and of 4.
 KINDS = [FORMATS[name] for name in ("int4, packed zeros", "int8", "fp8 in blocks", "nvfp4")]
 ONE = AttentionCase(
     "one",
@@ -93,7 +93,7 @@ def test_formats(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", EPILOGUES)
 def test_epilogues(name: str) -> None:
-    """What is done to heads, of any number of tokens, each kind of word in turn."""
+    """Each epilogue of heads, with the kinds of words in turn."""
     turn = list(EPILOGUES).index(name)
     case = EPILOGUES[name]
     projection = "separate" if case.projection == "separate" else "packed"
@@ -201,7 +201,7 @@ def test_rows_of_bytes_that_begin_inside_a_word(step: int) -> None:
 @pytest.mark.parametrize("target", [SM90, SM100], ids=lambda target: target.name)
 @pytest.mark.parametrize("fmt", ["int4", "nf4"])
 def test_nothing_spills(fmt: str, target: Target) -> None:
-    """Of slices of heads, and of whole ones beside a norm of x."""
+    """Programs of slices of heads, and of whole ones beside a norm of x."""
     for changes in ({}, {"qk_norm": True, "input_norm": "rms"}):
         case = replace(quantized(MODELS[0], fmt), num_tokens=1, **changes)
         call = prepare(replace(arguments(case), static_tokens=True))

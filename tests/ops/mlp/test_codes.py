@@ -81,8 +81,7 @@ def test_dot_products(which, name):
     module, steps, problem_of, cases = OPS[which]
     a = module.sample_inputs(coded_case(cases, name))
     q = problem_of(a).quantization
-    per, run = q.per_int32, q.dot_run
-    config = DotConfig(16, 4 * run * per, run, per, num_warps=4)
+    config = DotConfig(16, 4 * q.dot_run * q.per_int32, num_warps=4)
     machine = Interpreter()
     made = drive(steps(a, machine.target, config), machine).outcome.result
     problem = module.OP.tolerances[a.x.dtype].problem(made, module.reference(a))
@@ -122,6 +121,21 @@ def test_numbers_far_below_the_largest_keep_their_digits():
     made = interpret(linear_residual.OP, a).outcome.result.double()
     exact = linear_residual.reference(replace(a, x=a.x.double(), residual=a.residual.double()))
     assert (made - exact).norm() < 2.0**-8 * exact.norm()
+
+
+def test_a_zero_that_is_no_code_keeps_the_tensor_cores_kernel():
+    """32 codes of zero less 20, by equal numbers, are more than an int32 holds."""
+    a = linear_residual.sample_inputs(replace(coded_case(RESIDUAL_CASES, "int4"), num_tokens=1))
+    a.x.fill_(1.9921875)
+    a.weight.zero_()
+    for zero, kernel in ((15, "dotted_linear"), (16, "streamed_linear"), (20, "streamed_linear"),
+                         (-8, "streamed_linear")):  # fmt: skip
+        given = replace(a, zero_point=zero)
+        program = interpret(linear_residual.OP, given)
+        assert [spec.kernel for spec in program.specs] == [kernel]
+        tolerance = linear_residual.OP.tolerances[a.x.dtype]
+        problem = tolerance.problem(program.outcome.result, linear_residual.reference(given))
+        assert problem is None, problem
 
 
 @pytest.mark.parametrize("name", ["int4", "fp8_blocks", "nvfp4_factor", "int8_zeros"])

@@ -12,6 +12,7 @@ from tilewright.codegen.targets import SM89, SM90, SM100
 from tilewright.ops.checks import ArgumentError
 from tilewright.ops.mlp import scaled_linear
 from tilewright.ops.mlp.cases import SCALED_CASES, ScaledCase
+from tilewright.ops.runtime import scaled_products
 from tilewright.ops.runtime.device import device_target
 
 OP = scaled_linear.OP
@@ -30,7 +31,7 @@ def exact(a):
 
 
 def graphs_own(a):
-    """What the graph that the op stands for computes: both operands rounded, then their product."""
+    """The result of the graph that the op stands for: both operands rounded, then multiplied."""
     rows = scaled_linear.scaled_numbers(a.x.double(), a.x_scale).to(a.out_dtype)
     weight = a.linear.dequantize(torch.float64).to(a.out_dtype)
     return torch.nn.functional.linear(rows, weight, a.bias)
@@ -61,6 +62,75 @@ def test_rows_are_padded_for_blocks(tokens):
     a = OP.sample_inputs(replace(BY_NAME["blocks"], num_tokens=tokens))
     made = interpret(OP, a).outcome.result
     assert made.shape == (tokens, 384)
+    assert OP.tolerances[a.out_dtype].problem(made, exact(a)) is None
+
+
+@pytest.mark.parametrize("name", ["rows", "blocks"])
+def test_no_tokens_ask_the_library_for_nothing(name, monkeypatch):
+    a = OP.sample_inputs(replace(BY_NAME[name], num_tokens=0))
+    for owner, product in ((torch, "_scaled_mm"), (torch.nn.functional, "scaled_mm")):
+        monkeypatch.setattr(owner, product, None, raising=False)
+    program = interpret(OP, a)
+    assert program.outcome.name == "library"
+    assert program.outcome.result.shape == (0, a.weight.shape[0])
+
+
+def strided_bias(a):
+    """The call with a bias of every second element of a tensor."""
+    return replace(a, bias=torch.stack((a.bias, a.bias + 1), -1)[:, 0])
+
+
+@pytest.mark.parametrize("name", ["tensors", "rows"])
+def test_the_library_is_given_a_bias_of_neighbours(name, monkeypatch):
+    """It reads N numbers from the first on, whatever their stride."""
+    a = strided_bias(OP.sample_inputs(replace(BY_NAME[name], bias=True)))
+    given = []
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *_, bias, **options: given.append(bias))
+    interpret(OP, a)
+    (bias,) = given
+    assert bias.is_contiguous()
+    assert torch.equal(bias, a.bias)
+
+
+def test_blocks_are_given_a_bias_of_neighbours():
+    """Their stand-in holds to it."""
+    a = strided_bias(OP.sample_inputs(replace(BY_NAME["blocks"], bias=True)))
+    made = interpret(OP, a).outcome.result
+    assert OP.tolerances[a.out_dtype].problem(made, exact(a)) is None
+
+
+def part_of_wider(codes, columns, first):
+    """Codes [T, K] as columns of a tensor of so many, from column `first` on."""
+    wide = torch.zeros(len(codes), columns, dtype=torch.uint8)
+    made = wide[:, first : first + codes.shape[1]]
+    made.copy_(codes.view(torch.uint8))
+    return made.view(codes.dtype)
+
+
+@pytest.mark.parametrize("argument", ["x", "weight"])
+def test_rows_that_the_library_cannot_reach_have_a_reason(argument):
+    a = OP.sample_inputs(BY_NAME["tensors"])
+    codes = getattr(a, argument)
+    taken = replace(a, **{argument: part_of_wider(codes, 288, 16)})
+    assert scaled_linear.library_obstacle(taken) is None
+    for other in (part_of_wider(codes, 264, 0), codes[:1].expand(len(codes), -1)):
+        obstacle = scaled_linear.library_obstacle(replace(a, **{argument: other}))
+        assert "whole 16 bytes apart" in obstacle
+
+
+@pytest.mark.parametrize("name", ["tensors", "blocks"])
+@pytest.mark.parametrize("argument", ["x", "weight"])
+def test_codes_at_any_address_are_given_from_whole_16_bytes_on(argument, name, monkeypatch):
+    """Calls of the same metadata differ in the address alone."""
+    a = OP.sample_inputs(BY_NAME[name])
+    codes = getattr(a, argument)
+    a = replace(a, **{argument: part_of_wider(codes, codes.shape[1] + 32, 8)})
+    known, given = scaled_products._aligned, []
+    monkeypatch.setattr(
+        scaled_products, "_aligned", lambda one: given.append(known(one)) or given[-1]
+    )
+    made = interpret(OP, a).outcome.result
+    assert [one.data_ptr() % 16 for one in given] == [0, 0]
     assert OP.tolerances[a.out_dtype].problem(made, exact(a)) is None
 
 

@@ -158,7 +158,6 @@ def test_linears_that_round_one_activation_read_the_same_codes(rounds, options):
     casts = [n for n in graph.nodes if n.meta.get("example_value") is not None]
     casts = [n for n in casts if n.op == "call_method" and n.target == "to"]
     assert sum(n.meta["example_value"].dtype == E4M3 for n in casts) == 1
-    assert len({str(n.target) for n in graph.nodes if "amax" in str(n.target)}) == 1
     assert sum("amax" in str(n.target) for n in graph.nodes) == 1
 
 
