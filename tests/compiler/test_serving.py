@@ -12,11 +12,12 @@ import torch
 pytest.importorskip("transformers", reason="the stop check is one of transformers")
 
 import transformers
-from transformers import DynamicCache, StoppingCriteria
+from transformers import CompileConfig, DynamicCache, StoppingCriteria
 from transformers.generation import LogitsProcessor, TemperatureLogitsWarper, utils
 from transformers.generation.streamers import BaseStreamer
 
-from tilewright.compiler import serving
+from tests.found import patterns_in
+from tilewright.compiler import reports, serving
 from tilewright.compiler.serving import defer_stop_check, undefer_stop_check
 from tilewright.tools.paged_cache import PagedCache
 from tilewright.tools.pages import Pages
@@ -488,8 +489,25 @@ def test_on_the_cpu_it_changes_nothing():
     assert more == 0
 
 
+def test_steps_that_generate_compiles_are_fused_all_the_same(on_cpu, fresh_dynamo):
+    model = built()
+    eos = ends(model, 3, 7, 5)
+    how = CompileConfig(
+        backend="tilewright", mode=None, options={"everywhere": True, "inner": "eager"}
+    )
+    how._compile_all_devices = True
+    cache = {"cache_implementation": "static", "compile_config": how}
+    want, found, more = both(model, eos_token_id=eos, **cache)
+    assert torch.equal(found, want)
+    assert torch.equal(found, generated(model, eos_token_id=eos))
+    assert more == 1
+    assert patterns_in(reports()[-1], "qkv_cache") == ["qkv_cache"] * 2
+
+
 def test_one_model_is_changed_and_taken_back(on_cpu):
-    model, other = built(), built()
+    class Local(transformers.LlamaForCausalLM): ...
+
+    model, other = (Local(built().config) for _ in range(2))
     original, functions = type(model), (utils.GenerationMixin._sample, utils.DeferredStopCheck)
     assert defer_stop_check(model)
     assert defer_stop_check(model)  # again: nothing
