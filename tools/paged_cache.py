@@ -233,6 +233,15 @@ class PagedCache(StaticCache):
         self.paged[0].reserve(tokens)
         self.pages.ahead = True
 
+    def most_tokens(self, batch: int) -> int | None:
+        """Returns how many tokens each of `batch` sequences may have; None without a limit."""
+        limits = []
+        if self.pages.max_length is not None:
+            limits.append(self.pages.max_length)
+        if self.pages.max_pages is not None:
+            limits.append(self.pages.max_pages // batch * self.pages.page_size)
+        return min(limits, default=None)
+
     def reset(self) -> None:
         """Without tokens, as new; the pools stay as large as they are."""
         for layer in self._others():
@@ -242,10 +251,12 @@ class PagedCache(StaticCache):
         self.pages.crop(0)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes the last -tokens_to_remove tokens of each sequence. A positive number, which
-        releases up to 5.17 allow, is how many are kept."""
+        """Removes the last -tokens_to_remove tokens of each sequence; 0 does not wait for the
+        device. A positive number, which releases up to 5.17 allow, is how many are kept."""
         for layer in self._others():
             layer.crop(tokens_to_remove)
+        if tokens_to_remove == 0:
+            return
         length = self.pages.present()
         kept = tokens_to_remove if tokens_to_remove > 0 else max(length + tokens_to_remove, 0)
         if kept < length:

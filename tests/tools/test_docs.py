@@ -150,6 +150,7 @@ def test_the_readme_stays_short_and_has_no_other_figures_than_the_generated_ones
     [
         ("README.md", ("model.layers.0.self_attn", "import triton")),
         ("docs/ops.md", ()),  # its block asserts by itself
+        ("docs/serving.md", ()),
     ],
 )
 def test_the_examples_of_documents_run(document, shown, capsys, monkeypatch):

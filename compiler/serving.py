@@ -1,0 +1,272 @@
+"""Lets `generate()` run at the GPU's pace.
+
+    from tilewright.compiler.serving import defer_stop_check
+
+    defer_stop_check(model)
+    model.generate(**inputs)
+
+After every token, `generate()` of transformers asks the GPU whether all sequences have ended, and
+waits for the answer before it launches the next step. transformers also has a check that reads the
+answer one step late, and uses it on MPS. Here one model uses it on CUDA. Needs transformers.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Iterable
+from types import FunctionType
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers.generation import logits_process, utils
+from transformers.generation import stopping_criteria as criteria
+
+log = logging.getLogger("tilewright")
+
+#: Types of devices on which the check is deferred, beside those of transformers.
+DEVICES = ("cuda",)
+
+#: Functions of transformers' `generation.utils`, with the parameters that they must have.
+RELIED_ON = {
+    ("GenerationMixin", "_sample"): "self input_ids logits_processor stopping_criteria "
+    "generation_config synced_gpus streamer model_kwargs",
+    ("DeferredStopCheck", "__init__"): "self input_ids max_length cache cache_is_returned streamer",
+    ("DeferredStopCheck", "__call__"): "self unfinished_sequences tokens length",
+    ("DeferredStopCheck", "finish"): "self",
+    ("DeferredStopCheck", "is_supported"): "device cache cache_is_returned is_assistant",
+}
+
+#: Processors and criteria of transformers that one more call leaves as they were. A caller's own
+#: may count, or refuse a token after the last one.
+WITHOUT_MEMORY = {
+    getattr(module, name)
+    for module, names in {
+        logits_process: (
+            "MinLengthLogitsProcessor MinNewTokensLengthLogitsProcessor TemperatureLogitsWarper "
+            "RepetitionPenaltyLogitsProcessor EncoderRepetitionPenaltyLogitsProcessor "
+            "TopPLogitsWarper TopKLogitsWarper TopHLogitsWarper MinPLogitsWarper "
+            "TypicalLogitsWarper EpsilonLogitsWarper EtaLogitsWarper NoRepeatNGramLogitsProcessor "
+            "EncoderNoRepeatNGramLogitsProcessor SequenceBiasLogitsProcessor "
+            "NoBadWordsLogitsProcessor ForcedBOSTokenLogitsProcessor "
+            "ForcedEOSTokenLogitsProcessor InfNanRemoveLogitsProcessor "
+            "ExponentialDecayLengthPenalty LogitNormalization SuppressTokensLogitsProcessor "
+            "SuppressTokensAtBeginLogitsProcessor"
+        ),
+        criteria: "MaxLengthCriteria MaxTimeCriteria EosTokenCriteria StopStringCriteria",
+    }.items()
+    for name in names.split()
+    if hasattr(module, name)
+}
+
+#: The attribute of a deferring class that holds the class it was made of.
+_ORIGINAL = "_class_that_checks_every_step"
+
+
+def defer_stop_check(model: nn.Module) -> bool:
+    """Makes `generate()` of this model read on CUDA one step late whether to stop.
+
+    model: a model of transformers with `generate()`, on any device. Returns whether it was changed.
+    Where transformers, or the model's class, lacks what this relies on, the model stays as it is,
+    and a warning names what is missing. Raises TypeError for other models.
+
+    Tokens, scores, caches that are returned and the state of the device's random generator are
+    those of a check at every step. After an EOS or a stop string the model runs once more, and
+    what that wrote is removed; a stop at `max_length` costs nothing. A streamer gets each token one
+    step later. Everything else is checked at every step: processors and stopping criteria of the
+    caller, `synced_gpus`, caches that cannot be cropped and are given back, beams, assisted
+    decoding.
+
+    Changes the class of the model to a subclass of it, so a compiled model compiles again. Copies
+    and pickles have the original class. `undefer_stop_check` takes it back.
+    """
+    changed = _with_generate(model)
+    model_class: Any = type(changed)
+    if hasattr(model_class, _ORIGINAL):
+        return True
+    reason = _missing(model_class)
+    if reason is not None:
+        log.warning("defer_stop_check: generate() of this model stays as it is: %s", reason)
+        return False
+    changed.__class__ = _deferring(
+        model_class, utils.GenerationMixin._sample, utils.DeferredStopCheck
+    )
+    return True
+
+
+def undefer_stop_check(model: nn.Module) -> None:
+    """Takes `defer_stop_check` back; does nothing where it changed nothing.
+
+    Raises TypeError as that does, RuntimeError where the model's class was changed since.
+    """
+    changed = _with_generate(model)
+    original = getattr(type(changed), _ORIGINAL, None)
+    if original is None:
+        return
+    if _ORIGINAL not in vars(type(changed)):
+        raise RuntimeError(
+            f"undefer_stop_check: the class of the model became {type(changed).__name__} after "
+            "defer_stop_check; undo that first"
+        )
+    changed.__class__ = original
+
+
+def _with_generate(model: Any) -> Any:
+    """Returns the model itself of one that `torch.compile` wraps."""
+    model = getattr(model, "_orig_mod", model)
+    if not isinstance(model, utils.GenerationMixin):
+        raise TypeError(
+            "model: expected a model of transformers with generate(), got "
+            f"{type(model).__name__}; of a PEFT model, its get_base_model()"
+        )
+    return model
+
+
+def _missing(model_class: type) -> str | None:
+    """Returns what `model_class` or transformers lacks; None where everything is as expected."""
+    release = f"transformers {transformers.__version__}"
+    for (owner, name), expected in RELIED_ON.items():
+        function = getattr(getattr(utils, owner, None), name, None)
+        if not isinstance(function, FunctionType):
+            return f"{release} has no function {owner}.{name}"
+        found = " ".join(inspect.signature(function).parameters)
+        if found != expected:
+            return f"{owner}.{name} of {release} takes ({found}), expected ({expected})"
+    sample = utils.GenerationMixin._sample
+    if "DeferredStopCheck" not in sample.__code__.co_names or sample.__closure__:
+        return f"GenerationMixin._sample of {release} does not look up DeferredStopCheck"
+    if getattr(model_class, "_sample", None) is not sample:
+        return f"{model_class.__name__} has a method _sample of its own"
+    return None
+
+
+@functools.cache
+def _deferring(original: Any, sample: Any, library: Any) -> Any:
+    """Returns a subclass whose `_sample`, which `generate()` looks up on the class, defers."""
+    check = _check_for_cuda(library)
+
+    @functools.wraps(sample)
+    def _sample(
+        self: Any,
+        input_ids: torch.Tensor,
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        **model_kwargs: Any,
+    ) -> Any:
+        chosen = sample
+        if (
+            not synced_gpus
+            and _without_memory([*logits_processor, *stopping_criteria])
+            and _takes_one_more(self, input_ids, stopping_criteria, generation_config, model_kwargs)
+        ):
+            chosen = _with_global(sample, "DeferredStopCheck", check)
+        return chosen(
+            self,
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            synced_gpus,
+            streamer,
+            **model_kwargs,
+        )
+
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
+        # Later protocols insist on the class that the object has.
+        function, (_, *arguments), *state = original.__reduce_ex__(self, 1)
+        return function, (original, *arguments), *state
+
+    # transformers looks some things up by the name of the class.
+    same = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
+    own = {"_sample": _sample, "__reduce_ex__": __reduce_ex__, _ORIGINAL: original}
+    return type(original.__name__, (original,), same | own)
+
+
+def _with_global(function: FunctionType, name: str, value: Any) -> Callable[..., Any]:
+    """Returns the same function with another value for one global name, as that is now."""
+    names = {**function.__globals__, name: value}
+    made = FunctionType(function.__code__, names, function.__name__, function.__defaults__)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
+
+
+def _without_memory(called: Iterable[Any]) -> bool:
+    """Whether none of these processors and criteria remembers its calls."""
+    return all(type(one) in WITHOUT_MEMORY for one in called)
+
+
+def _takes_one_more(
+    model: Any, input_ids: torch.Tensor, stopping: Any, config: Any, model_kwargs: dict[str, Any]
+) -> bool:
+    """Whether the model can run once more after the last token, wherever that comes."""
+    text = model.config.get_text_config(decoder=True)
+    # A sequence that has ended goes on with padding, which the last step has not been given.
+    pad = config.pad_token_id
+    padded = input_ids.shape[0] > 1 and pad is not None
+    if padded and not 0 <= pad < getattr(text, "vocab_size", 0):
+        return False
+    embeds = model_kwargs.get("inputs_embeds")
+    tokens = math.inf if stopping.max_length is None else stopping.max_length - 1
+    tokens += 0 if embeds is None else embeds.shape[1]
+    most_tokens = getattr(model_kwargs.get("past_key_values"), "most_tokens", None)
+    limits = (
+        getattr(text, "max_position_embeddings", None),
+        None if most_tokens is None else most_tokens(input_ids.shape[0]),
+    )
+    return all(limit is None or tokens <= limit for limit in limits)
+
+
+def _check_for_cuda(library: Any) -> Any:
+    """Returns transformers' deferred check, for CUDA too."""
+
+    class DeferredStopCheck(library):
+        """Also puts back the random numbers that the step after the last one drew."""
+
+        def __init__(self, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+            super().__init__(input_ids, *args, **kwargs)
+            self._generator = _generator(input_ids.device)
+            self._states: deque[torch.Tensor] = deque(maxlen=2)
+
+        @staticmethod
+        def is_supported(
+            device: torch.device, cache: Any, cache_is_returned: bool, is_assistant: bool
+        ) -> bool:
+            if device.type not in DEVICES:
+                return library.is_supported(device, cache, cache_is_returned, is_assistant)
+            if not cache_is_returned:  # what is dropped can be of any kind
+                cache = None
+            elif cache is not None and not hasattr(cache, "layers"):  # which `finish` goes through
+                return False
+            # What transformers says of the device on which it defers by itself.
+            mps = torch.device("mps")
+            return library.is_supported(mps, cache, cache_is_returned, is_assistant)
+
+        def __call__(self, *args: Any, **kwargs: Any) -> bool:
+            if self._generator is not None:
+                self._states.append(self._generator.get_state())
+            return super().__call__(*args, **kwargs)
+
+        def finish(self) -> int:
+            steps = super().finish()
+            if steps and self._generator is not None:
+                self._generator.set_state(self._states[-1 - steps])
+            return steps
+
+    return DeferredStopCheck
+
+
+def _generator(device: torch.device) -> torch.Generator | None:
+    """Returns what tokens of this device are drawn with, where its state is on the host."""
+    if device.type == "cpu":
+        return torch.default_generator
+    if device.type == "cuda":
+        return torch.cuda.default_generators[device.index]
+    return None
