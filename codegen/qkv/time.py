@@ -38,11 +38,7 @@ _CODES_MMA_SHARES = (0.75, 0.55)
 _CODES_FILL_S = 1.5e-6
 _CODES_SPLIT_S = 1.0e-6
 _ORDER_S = 1.5e-6
-<<<<<<< HEAD
-# The kernel without tensor cores: its seconds beside the launch (6.5 us for 13 MB of int4 on an
-=======
 # The kernel without tensor cores: its seconds beside the launch (7.4 us for 13 MB of int4 on an
->>>>>>> review
 # H100), and how many integers and how many floats an SM multiplies in a second, modelled: 6
 # instructions of half rate for 8 integers, 3 for each float.
 _DOTS_FILL_S = 1.0e-6
