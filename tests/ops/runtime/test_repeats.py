@@ -54,11 +54,12 @@ class Recorder(Interpreter):
 class NoWaiting(TorchDispatchMode):
     """Refuses what would make the CPU wait for a GPU, or read from it."""
 
-    BANNED = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "_to_copy", "unique")
+    BANNED = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "unique")
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.overloadpacket.__name__
-        if any(name.startswith(banned) for banned in self.BANNED):
+        moves = name == "_to_copy" and (kwargs or {}).get("device") is not None
+        if moves or any(name.startswith(banned) for banned in self.BANNED):
             raise AssertionError(f"{name} would wait for the GPU")
         return function(*args, **(kwargs or {}))
 
@@ -66,6 +67,8 @@ class NoWaiting(TorchDispatchMode):
 def test_waiting_would_be_noticed():
     with NoWaiting(), pytest.raises(AssertionError, match="would wait"):
         torch.ones(1).item()
+    with NoWaiting(), pytest.raises(AssertionError, match="would wait"):
+        torch.ones(1).to("meta")
 
 
 BUILT = [
@@ -79,8 +82,14 @@ BUILT = [
 def test_a_repeat_launches_what_the_first_call_launched(op):
     """Whatever lay at one place of the call's own memory lies at one place of the new; arguments
     lie where they lay. Nothing in either call waits for the GPU."""
-    repeated = [case for case in op.cases if is_repeated(op, op.sample_inputs(case))]
+    repeated = [case for case in cases_here(op) if is_repeated(op, op.sample_inputs(case))]
     assert len(repeated) >= 3
+
+
+def cases_here(op):
+    """The cases but for products that PyTorch's library has on GPUs alone."""
+    by_blocks = op.name == "scaled_linear"
+    return [case for case in op.cases if not by_blocks or case.scale_block != (128, 128)]
 
 
 def is_repeated(op, a, moved=None):
@@ -120,7 +129,7 @@ def is_repeated(op, a, moved=None):
 @pytest.mark.parametrize("op", [op for op in BUILT if op.moving], ids=lambda op: op.name)
 def test_a_repeat_finds_the_arguments_that_move(op):
     repeated, keys = 0, CallKeys(op.kinds, op.moving)
-    for case in op.cases:
+    for case in cases_here(op):
         a = op.sample_inputs(case)
         moved = {name: relocated(getattr(a, name)) for name in op.moving}
         other = replace(a, **moved)
@@ -278,7 +287,8 @@ def test_the_key_tells_every_argument(op):
     for name, kind in op.kinds.items():
         value = getattr(a, name)
         if isinstance(value, torch.Tensor):
-            others = [value.view(torch.int8), value.unsqueeze(0), value.transpose(0, -1)]
+            others = [value.view(torch.int8), value.unsqueeze(0)]
+            others += [value.transpose(0, -1)] * (value.numel() > 1)
             others = [other for other in others if value.ndim > 1] or [value.repeat(2), value[None]]
             others += [None] * ("Optional" in kind) + [value.clone()] * (name not in op.moving)
         elif "Tensor" in kind:
