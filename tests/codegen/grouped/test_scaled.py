@@ -17,6 +17,7 @@ from tilewright.codegen.grouped.kernels import (
 )
 from tilewright.codegen.grouped.plan import GroupedPlan
 from tilewright.codegen.grouped.tiles import QuantizeConfig, ScaledConfig
+from tilewright.codegen.moe.dots import MOST_TOKENS
 from tilewright.codegen.moe.plan import plan_moe
 from tilewright.codegen.targets import SM90, SM100
 from tilewright.ops.contract import Tolerance
@@ -109,7 +110,9 @@ def test_activations_of_the_graph_are_codes_for_fp8_weights_alone():
 
 def test_a_call_is_planned_for_both_chips():
     for target in ("sm90", "sm100"):
-        for tokens in (1, 100, 2000):
+        few = moe.OP.plan_for(moe.sample_inputs(replace(BASE, num_tokens=1)), target)
+        assert few.name == "dot products"
+        for tokens in (MOST_TOKENS["fp8"] + 1, 100, 2000):
             a = moe.sample_inputs(replace(BASE, num_tokens=tokens))
             report = moe.OP.plan_for(a, target)
             assert report.name == "grouped kernels"
