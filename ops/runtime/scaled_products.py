@@ -164,8 +164,10 @@ def _by_blocks(
     rows: int,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The product of x with so many rows. Scales of x lie one row beside the other, those of the
-    weight along K, padded to a multiple of four."""
+    """Multiplies with scales by blocks, after it has padded x with zeros to `rows` rows.
+
+    The library wants the scales of x with neighbouring rows next to each other, and those of the
+    weight with neighbouring columns next to each other, padded to a multiple of four columns."""
     given = dict(zip(names, others, strict=True))
     blocks = weight_scale.shape[1]
     x_scale = _numbers(given.get("x_scale"), x).expand(len(x), blocks)

@@ -80,7 +80,7 @@ def filled(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
 
 
 def prompts(batch: int = 3) -> dict[str, torch.Tensor]:
-    """Of different lengths, padded on the left."""
+    """Makes prompts of different lengths, padded on the left."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(1, VOCABULARY, (batch, PROMPT), generator=generator)
     mask = torch.ones_like(ids)
@@ -368,7 +368,7 @@ def test_a_time_that_is_over_stops_after_one_token(on_cpu):
 
 
 class Counting(StoppingCriteria):
-    """Stops after so many calls, and says so to whoever asks."""
+    """Stops generation after `most` calls, which it counts."""
 
     def __init__(self, most: int) -> None:
         self.calls, self.most = 0, most

@@ -70,7 +70,7 @@ DOTTED = [
     for case in cases
     if case.weight_format != "dense"
     and case.dtype in HALVES
-    and dot_obstacle(problem_of(module.sample_inputs(case)), 1) is None
+    and dot_obstacle(problem_of(module.sample_inputs(case, "meta")), 1) is None
 ]
 
 

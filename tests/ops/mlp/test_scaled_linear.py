@@ -100,7 +100,7 @@ def test_blocks_are_given_a_bias_of_neighbours():
 
 
 def part_of_wider(codes, columns, first):
-    """Codes [T, K] as columns of a tensor of so many, from column `first` on."""
+    """Copies codes [T, K] into a tensor of `columns` columns, from column `first` on."""
     wide = torch.zeros(len(codes), columns, dtype=torch.uint8)
     made = wide[:, first : first + codes.shape[1]]
     made.copy_(codes.view(torch.uint8))
