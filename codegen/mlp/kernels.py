@@ -5,37 +5,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv
-from tilewright.codegen.kernel import Kernel
+from tilewright.codegen.kernel import Kernel, Stride
 from tilewright.codegen.mlp.problem import LinearProblem
 from tilewright.codegen.row_norm import squares_a_row
 from tilewright.codegen.spec import Constant
 from tilewright.codegen.targets import Target
 
+_STRIDES: dict[str, Stride | tuple[Stride, ...]] = {
+    "NORM_STRIDE": ("norm_weight", 0),
+    "WEIGHT_STRIDES": (("weight", 0), ("weight", 1)),
+    "UP_STRIDES": (("up_weight", 0), ("up_weight", 1)),
+    "BIAS_STRIDES": (("bias", 0), ("up_bias", 0)),
+}
 # Where the result is normed, the kernel leaves fp32 sums to NORM_ROWS.
 LINEAR = Kernel(
     "mlp.linear",
     "streamed_linear",
-    {
-        "NORM_STRIDE": ("norm_weight", 0),
-        "WEIGHT_STRIDES": (("weight", 0), ("weight", 1)),
-        "UP_STRIDES": (("up_weight", 0), ("up_weight", 1)),
-        "BIAS_STRIDES": (("bias", 0), ("up_bias", 0)),
-    },
+    _STRIDES,
     ranges=("num_tokens",),
     unaligned=("counters", "weight_factor", "up_factor"),
 )
 # A program for each token and a few rows of codes.
-DOTTED = Kernel(
-    "mlp.dotted",
-    "dotted_linear",
-    {
-        "NORM_STRIDE": ("norm_weight", 0),
-        "WEIGHT_STRIDES": (("weight", 0), ("weight", 1)),
-        "UP_STRIDES": (("up_weight", 0), ("up_weight", 1)),
-        "BIAS_STRIDES": (("bias", 0), ("up_bias", 0)),
-    },
-    unaligned=("weight_factor", "up_factor"),
-)
+DOTTED = Kernel("mlp.dotted", "dotted_linear", _STRIDES, unaligned=("weight_factor", "up_factor"))
 NORM_ROWS = Kernel(
     "mlp.finish",
     "norm_rows",

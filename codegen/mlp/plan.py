@@ -94,8 +94,7 @@ class DotTiling:
 # and 8.4 where those take 24.4, 47.6 and 9.0; NVFP4 17.5, 40.5 and 7.0, and 29.0, 62.5 and 10.8;
 # nf4 19.8, 47.6 and 6.9, and 26.6, 56.0 and 10.2.
 DOTS = DotTiling(8, 256)
-DOTS_OF_INTEGERS = DotTiling(16, 256)
-DOTS_OF_TABLES = DotTiling(16, 256)
+DOTS_OF_NIBBLES = DotTiling(16, 256)
 GATED_DOTS = DotTiling(8, 512)
 GATED_DOTS_OF_BYTES = DotTiling(8, 256)
 GATED_DOTS_OF_TABLES = DotTiling(4, 256)
@@ -132,11 +131,12 @@ def dot_config(problem: LinearProblem) -> DotConfig:
 
 
 def _dot_tiling(gated: bool, q: Quantization) -> DotTiling:
+    nibbles = q.format.bits == 4
+    if not gated:
+        return DOTS_OF_NIBBLES if nibbles and q.format.number != "e2m1" else DOTS
     if q.has_table:
-        return GATED_DOTS_OF_TABLES if gated else DOTS_OF_TABLES
-    if gated:
-        return GATED_DOTS if q.format.bits == 4 else GATED_DOTS_OF_BYTES
-    return DOTS_OF_INTEGERS if q.format.bits == 4 and not q.format.number else DOTS
+        return GATED_DOTS_OF_TABLES
+    return GATED_DOTS if nibbles else GATED_DOTS_OF_BYTES
 
 
 def most_tokens(num_weights: int, coded: bool = False) -> int:

@@ -67,8 +67,6 @@ DOWN_TILES = {"int4": (4, False), "nvfp4": (4, False)}
 SHORT_STEP = 256
 # Slots that the second kernel takes at once.
 MOST_SLOTS = 8
-# `E2M1_BYTES` are twice the numbers.
-E2M1_UNIT = 0.5
 
 
 @dataclass(frozen=True)
@@ -211,7 +209,6 @@ def _constants(problem: MoeProblem, weight: WeightOperands) -> dict[str, Constan
         "INTEGERS": multiplies_integers(weight),
         "BYTES": E2M1_BYTES if twice else (),
         "ZERO": 0 if form is None else form.expert_zero,
-        "UNIT": E2M1_UNIT if twice else 1.0,
         "RUN": run_of(weight),
         "CODED": problem.coded_rows,
         "GROUP": SCALED_K,

@@ -40,6 +40,15 @@ def byte_of_four(first, second, third, fourth, BYTE: tl.constexpr):
 
 
 @triton.jit
+def three_bytes(first, second, third, fourth):
+    """Bytes 0, 1 and 2 of four int32 each, in one word for each byte."""
+    byte0 = byte_of_four(first, second, third, fourth, 0)
+    byte1 = byte_of_four(first, second, third, fourth, 1)
+    byte2 = byte_of_four(first, second, third, fourth, 2)
+    return byte0, byte1, byte2
+
+
+@triton.jit
 def integers_of_x(x, RUN: tl.constexpr):
     """(x [words, columns] as int32 of at most 2 ** 22, the power of two [words / RUN] that they are
     multiples of) of fp32 x.
@@ -94,40 +103,22 @@ def parts_of_x(
     if PER == 8:
         x0, x1, x2, x3, x4, x5, x6, x7 = eight_columns(integers)
         if len(BYTES) > 0:
-            low0 = byte_of_four(x0, x1, x2, x3, 0)
-            low1 = byte_of_four(x0, x1, x2, x3, 1)
-            low2 = byte_of_four(x0, x1, x2, x3, 2)
-            high0 = byte_of_four(x4, x5, x6, x7, 0)
-            high1 = byte_of_four(x4, x5, x6, x7, 1)
-            high2 = byte_of_four(x4, x5, x6, x7, 2)
+            low0, low1, low2 = three_bytes(x0, x1, x2, x3)
+            high0, high1, high2 = three_bytes(x4, x5, x6, x7)
         elif INTERLEAVED:
-            low0 = byte_of_four(x0, x4, x1, x5, 0)
-            low1 = byte_of_four(x0, x4, x1, x5, 1)
-            low2 = byte_of_four(x0, x4, x1, x5, 2)
-            high0 = byte_of_four(x2, x6, x3, x7, 0)
-            high1 = byte_of_four(x2, x6, x3, x7, 1)
-            high2 = byte_of_four(x2, x6, x3, x7, 2)
+            low0, low1, low2 = three_bytes(x0, x4, x1, x5)
+            high0, high1, high2 = three_bytes(x2, x6, x3, x7)
         elif REVERSED:
-            low0 = byte_of_four(x1, x3, x5, x7, 0)
-            low1 = byte_of_four(x1, x3, x5, x7, 1)
-            low2 = byte_of_four(x1, x3, x5, x7, 2)
-            high0 = byte_of_four(x0, x2, x4, x6, 0)
-            high1 = byte_of_four(x0, x2, x4, x6, 1)
-            high2 = byte_of_four(x0, x2, x4, x6, 2)
+            low0, low1, low2 = three_bytes(x1, x3, x5, x7)
+            high0, high1, high2 = three_bytes(x0, x2, x4, x6)
         else:
-            low0 = byte_of_four(x0, x2, x4, x6, 0)
-            low1 = byte_of_four(x0, x2, x4, x6, 1)
-            low2 = byte_of_four(x0, x2, x4, x6, 2)
-            high0 = byte_of_four(x1, x3, x5, x7, 0)
-            high1 = byte_of_four(x1, x3, x5, x7, 1)
-            high2 = byte_of_four(x1, x3, x5, x7, 2)
+            low0, low1, low2 = three_bytes(x0, x2, x4, x6)
+            high0, high1, high2 = three_bytes(x1, x3, x5, x7)
     else:
         first, second = tl.split(tl.reshape(integers, (WORDS, 2, 2)))
         x0, x2 = tl.split(first)
         x1, x3 = tl.split(second)
-        low0 = byte_of_four(x0, x1, x2, x3, 0)
-        low1 = byte_of_four(x0, x1, x2, x3, 1)
-        low2 = byte_of_four(x0, x1, x2, x3, 2)
+        low0, low1, low2 = three_bytes(x0, x1, x2, x3)
         high0 = low0
         high1 = low1
         high2 = low2
@@ -194,7 +185,7 @@ def code_sums(
 @triton.jit
 def half_pair(words, position: tl.constexpr, REVERSED: tl.constexpr, NUMBER: tl.constexpr):
     """The numbers of two codes of each word as the float16 halves of a word, divided by
-    `half_unit`: of a table those of a byte, of float8 (e4m3) the first two or the last."""
+    `sums_unit`: of a table those of a byte, of float8 (e4m3) the first two or the last."""
     if NUMBER == "":
         FIRST: tl.constexpr = "{.reg .b16 a, b; mov.b32 {a, b}, $1; cvt.rn.f16x2.e4m3x2 $0, a;}"
         LAST: tl.constexpr = "{.reg .b16 a, b; mov.b32 {a, b}, $1; cvt.rn.f16x2.e4m3x2 $0, b;}"
@@ -215,9 +206,12 @@ def wide_halves(pair):
 
 
 @triton.jit
-def half_unit(NUMBER: tl.constexpr):
-    """The factor by which `half_pair` is too small."""
-    if NUMBER == "":
+def sums_unit(NUMBER: tl.constexpr, BYTES: tl.constexpr):
+    """The factor by which `code_sums` and `number_sums` are too small: BYTES are those of E2M1,
+    twice their numbers."""
+    if len(BYTES) > 0:
+        return 0.5
+    elif NUMBER == "":
         return 1.0
     else:
         return NUMBER[17]
@@ -240,7 +234,7 @@ def add_half_pair(
 def number_sums(words, x, REVERSED: tl.constexpr, NUMBER: tl.constexpr, RUN: tl.constexpr):
     """Sums over runs, fp32 [rows, words / RUN], of what codes stand for times fp32 x.
 
-    words: int32 [rows, words] of eight nibbles, x [words, 8]; sums are too small by `half_unit`.
+    words: int32 [rows, words] of eight nibbles, x [words, 8]; sums are too small by `sums_unit`.
     Without NUMBER: of four float8 (e4m3), x [words, 4].
     """
     dots = tl.zeros(words.shape, tl.float32)

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from tilewright.codegen.templates.codes import load_scales
-from tilewright.codegen.templates.dots import code_sums, half_unit, number_sums, parts_of_x
+from tilewright.codegen.templates.dots import code_sums, number_sums, parts_of_x, sums_unit
 
 
 @triton.jit
@@ -82,8 +82,7 @@ def dotted_rows(
     COLUMNS: tl.constexpr = K // PER
     ROWS: tl.constexpr = scale_rows.shape[0]
     BLOCKS: tl.constexpr = (K + SCALE_COLUMNS - 1) // SCALE_COLUMNS
-    # E2M1's bytes are twice their numbers.
-    UNIT: tl.constexpr = half_unit(NUMBER) if len(BYTES) == 0 else 0.5
+    UNIT: tl.constexpr = sums_unit(NUMBER, BYTES)
     EVEN: tl.constexpr = K % PART == 0 and PART % BLOCK_K == 0
     word_columns = tl.arange(0, WORDS)
     end = COLUMNS

@@ -19,6 +19,7 @@ from tilewright.codegen.templates.dots import (
     dense_sums,
     number_sums,
     parts_of_x,
+    sums_unit,
 )
 from tilewright.codegen.templates.fp4 import e8m0_value
 from tilewright.codegen.templates.fp8_groups import quantized_groups
@@ -111,10 +112,10 @@ def factors_of_x(x, INTEGERS: tl.constexpr, BYTES: tl.constexpr, RUN: tl.constex
 def add_sums(
     product, words, scales, low0, low1, low2, high0, high1, high2, total, power,
     PER: tl.constexpr, INTEGERS: tl.constexpr, BYTES: tl.constexpr, ZERO: tl.constexpr,
-    UNIT: tl.constexpr, SCALED: tl.constexpr, RUN: tl.constexpr,
+    SCALED: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
-    """product [rows, runs] and the sums of each run of words, times scales where there are such,
-    UNIT and `power`."""
+    """product [rows, runs] and the sums of each run of words, times `power` and, where there are
+    such, scales."""
     if INTEGERS:
         sums = code_sums(
             words, low0, low1, low2, high0, high1, high2, total,
@@ -125,7 +126,7 @@ def add_sums(
     else:
         sums = dense_sums(words, low0, RUN)
     if SCALED:
-        sums *= scales * UNIT
+        sums *= scales * sums_unit("", BYTES)
     return product + sums * power[None, :]
 
 
@@ -145,7 +146,7 @@ def moe_up_dotted(
     X_STRIDE: tl.constexpr, GATE_STRIDES: tl.constexpr, UP_STRIDES: tl.constexpr,
     GATE_SCALE_STRIDES: tl.constexpr, UP_SCALE_STRIDES: tl.constexpr, BIAS_STRIDES: tl.constexpr,
     SCALE_BLOCK: tl.constexpr, PER: tl.constexpr, INTEGERS: tl.constexpr, BYTES: tl.constexpr,
-    ZERO: tl.constexpr, UNIT: tl.constexpr, RUN: tl.constexpr,
+    ZERO: tl.constexpr, RUN: tl.constexpr,
     CODED: tl.constexpr, GROUP: tl.constexpr,
     ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LETS_IN: tl.constexpr,
@@ -156,10 +157,10 @@ def moe_up_dotted(
 
     Grid (cdiv(INNER, BLOCK_N), routes). Weights [E, INNER, words of PER columns], in runs of RUN
     words that have one scale, or a part of one, for SCALE_BLOCK rows and columns. INTEGERS: 4-bit
-    codes are multiplied as such, less ZERO, or as BYTES (`code_sums`) in units of UNIT; else words
-    are of float8 (e4m3), or 16-bit numbers. CODED: x is rounded to e4m3 codes with a scale for each
-    GROUP columns. up_weight None: the activation is not gated. LETS_IN: the next kernel's programs
-    may take their places early.
+    codes are multiplied as such, less ZERO, or as BYTES (`code_sums`); else words are of float8
+    (e4m3), or 16-bit numbers. CODED: x is rounded to e4m3 codes with a scale for each GROUP
+    columns. up_weight None: the activation is not gated. LETS_IN: the next kernel's programs may
+    take their places early.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
@@ -206,12 +207,12 @@ def moe_up_dotted(
         low0, low1, low2, high0, high1, high2, total, power = factors_of_x(x, INTEGERS, BYTES, RUN)
         product = add_sums(
             product, words, scales, low0, low1, low2, high0, high1, high2, total, power,
-            PER, INTEGERS, BYTES, ZERO, UNIT, SCALED, RUN,
+            PER, INTEGERS, BYTES, ZERO, SCALED, RUN,
         )  # fmt: skip
         if GATED:
             up_product = add_sums(
                 up_product, up_words, up_scales, low0, low1, low2, high0, high1, high2, total,
-                power, PER, INTEGERS, BYTES, ZERO, UNIT, SCALED, RUN,
+                power, PER, INTEGERS, BYTES, ZERO, SCALED, RUN,
             )  # fmt: skip
     gate = tl.sum(product, axis=1)[:, None]
     up = gate
@@ -241,7 +242,7 @@ def moe_down_dotted(
     DOWN_STRIDES: tl.constexpr, DOWN_SCALE_STRIDES: tl.constexpr, BIAS_STRIDES: tl.constexpr,
     WEIGHTS_STRIDES: tl.constexpr,
     SCALE_BLOCK: tl.constexpr, PER: tl.constexpr, INTEGERS: tl.constexpr, BYTES: tl.constexpr,
-    ZERO: tl.constexpr, UNIT: tl.constexpr, RUN: tl.constexpr,
+    ZERO: tl.constexpr, RUN: tl.constexpr,
     CODED: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_S: tl.constexpr, LINE: tl.constexpr,
     LINES: tl.constexpr, LAUNCH_PDL: tl.constexpr,
@@ -308,7 +309,7 @@ def moe_down_dotted(
             )
             product = add_sums(
                 product, words, scales, low0, low1, low2, high0, high1, high2, total,
-                power * weight, PER, INTEGERS, BYTES, ZERO, UNIT, SCALED, RUN,
+                power * weight, PER, INTEGERS, BYTES, ZERO, SCALED, RUN,
             )  # fmt: skip
     value = tl.sum(product, axis=1) + bias
     out = out_ptr + token.to(tl.int64) * HIDDEN + rows
