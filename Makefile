@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 FOLDERS := codegen ops patterns compiler tools
 
-.PHONY: demo test pytest lint docs audit matrix bench clean
+.PHONY: demo test pytest lint docs audit matrix mutants bench clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -35,6 +35,10 @@ audit: $(STAMP)
 # for each row, removed after it. ROWS=newest,oldest for these only, ROWS=released for PyPI's today.
 matrix: $(STAMP)
 	$(BIN)/python -m tilewright.tools.matrix.support_matrix --rows "$(ROWS)"
+
+# Plants N faults in the code, drawn by SEED, and runs the tests that should catch each.
+mutants: $(STAMP)
+	$(BIN)/python -m tests.mutants --seed $(or $(SEED),0) --count $(or $(N),10)
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

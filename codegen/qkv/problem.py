@@ -95,8 +95,6 @@ class HeadEpilogue:
     @property
     def pairs_per_head(self) -> int:
         """Pairs that cover a head; the last ones may reach past it."""
-        if self.interleaved:
-            return (self.head_dim + 1) // 2
         return -(-self.head_dim // (2 * self.pair_half)) * self.pair_half
 
     @property

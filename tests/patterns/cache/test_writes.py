@@ -38,37 +38,10 @@ def codes():
 
 # --- slots --------------------------------------------------------------------------------------
 
-#: what each form's slots are taken for
-SLOTS = {
-    "setitem_on_view": "flat",
-    "scatter": "flat",
-    "where": "flat",
-    "page_offset": "block_table",
-    "gathered_page": "block_table",
-    "shifted": "block_table",
-    "slots_computed": "block_table",
-    "batched_rows": "block_table",
-    "head_major": "block_table",
-    "head_index": "block_table",
-    "stacked": "block_table",
-    "heads_joined": "block_table",
-    "max_blocks": "block_table",
-    "layer_after_page": "block_table",
-    "static_cache": "per_sequence",
-    "llama_reference": "slice",
-    "narrow_copy": "slice",
-    "fp8_stacked": "block_table",
-}
 
-
-@pytest.mark.parametrize("name", SLOTS)
-def test_slots_are_taken_for_what_they_are(name):
-    (site,) = matches_of(lower(*build(name)), "qkv")
-    assert (site.pattern, site.shapes["slots"]) == ("qkv_cache", SLOTS[name])
-
-
-@pytest.mark.parametrize("page_size", [16, 32, 64, 128, 256])
-@pytest.mark.parametrize("name", ["max_blocks", "slots_computed"])
+@pytest.mark.parametrize(
+    ("name", "page_size"), [("max_blocks", 16), ("max_blocks", 128), ("slots_computed", 256)]
+)
 def test_pages_of_every_size(name, page_size):
     module, args = build(name, page_size=page_size)
     check_against_eager(name, module, args, ["qkv_cache"])
@@ -171,8 +144,10 @@ def sliced_args(batch, length, start=3):
     return x, *(torch.randn(4, 16, HKV, D) for _ in range(2)), start
 
 
-@pytest.mark.parametrize("write", [by_slice, by_narrow])
-@pytest.mark.parametrize(("batch", "length"), [(2, 5), (3, 1), (1, 5), (1, 1)])
+@pytest.mark.parametrize(
+    ("write", "batch", "length"),
+    [(by_slice, 2, 5), (by_slice, 1, 1), (by_narrow, 3, 1), (by_narrow, 1, 5)],
+)
 def test_a_slice_is_a_run_of_slots(write, batch, length):
     args = sliced_args(batch, length)
     check_against_eager("slice", Sliced(write), args, ["qkv_cache"])
@@ -452,8 +427,10 @@ HELD = {
 }
 
 
-@pytest.mark.parametrize("held", HELD)
-@pytest.mark.parametrize("dtype", [FP8, torch.float8_e5m2])
+@pytest.mark.parametrize(
+    ("dtype", "held"),
+    [(torch.float8_e5m2, held) for held in HELD] + [(FP8, "not"), (FP8, "from above")],
+)
 def test_what_does_not_fit_is_what_eager_makes_of_it(dtype, held):
     """float8_e5m2: infinity; float8_e4m3fn: NaN in older releases, the largest number in newer."""
     hold, fused = HELD[held]
@@ -504,8 +481,17 @@ KNOWN = {
 }
 
 
-@pytest.mark.parametrize("name", KNOWN)
-@pytest.mark.parametrize("scale", [torch.tensor(0.7), torch.full((1,), 0.7, dtype=torch.bfloat16)])
+ONE_SCALE, NARROW_SCALE = torch.tensor(0.7), torch.full((1,), 0.7, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("name", "scale"),
+    [
+        *((name, (ONE_SCALE, NARROW_SCALE)[number % 2]) for number, name in enumerate(KNOWN)),
+        ("divided", ONE_SCALE),
+        ("clamped", NARROW_SCALE),
+    ],
+)
 def test_scales_and_clamps_are_the_op_s(name, scale):
     eager, ours = eight_args(scale), eight_args(scale)
     module = Eight(KNOWN[name])
@@ -669,9 +655,12 @@ def in_halves(cache, k):
     return cache
 
 
-@pytest.mark.parametrize("returned", [True, False])
 @pytest.mark.parametrize(
-    "put", [by_index_put, by_scatter, by_slices, by_copy, by_narrow, by_token, by_mask]
+    ("put", "returned"),
+    [
+        *((put, True) for put in (by_index_put, by_scatter, by_slices, by_copy, by_mask)),
+        *((put, False) for put in (by_index_put, by_slices, by_narrow, by_token)),
+    ],
 )
 def test_a_cache_made_in_the_graph_is_told_however_it_is_written(put, returned):
     lowered = lower(Fresh(put, returned), (torch.randn(1, 3, 8),))
