@@ -97,32 +97,38 @@ def init_continuous_batching(
     workload_hints: Any = None,
 ) -> Any:
     """Makes a manager as transformers does, with tilewright's attention until it is stopped."""
-    from tilewright.compiler.serving.allocators import ATTENTION
     from tilewright.compiler.serving.batching import BatchingConfig
 
     original: Any = original_class(self)
-    config = self.config.get_text_config()
-    before = _implementations(self.config, config)
-    self.config._attn_implementation = {"": ATTENTION}
-    config._attn_implementation = {"": ATTENTION}
+    settings = continuous_batching_config
+    if settings is None:  # where transformers looks, too
+        settings = getattr(generation_config, "continuous_batching_config", None)
+    before = take_attention(self)
     try:
         manager = original.init_continuous_batching(
-            self,
-            generation_config,
-            BatchingConfig.of(continuous_batching_config),
-            workload_hints,
+            self, generation_config, BatchingConfig.of(settings), workload_hints
         )
     except BaseException:
         self.config._attn_implementation = before
         raise
-    manager._original_attn_impl = before
+    manager._original_attn_impl = before  # which the manager sets when it is stopped
     return manager
 
 
-def _implementations(config: Any, text: Any) -> str | dict[str, str]:
-    """Returns the names of the attention of a model and of its language model, to be set again."""
+def take_attention(model: Any) -> str | dict[str, str]:
+    """Has a model attend as in the engine; returns what its configuration is to be set to again."""
+    from tilewright.compiler.serving.allocators import ATTENTION
+
+    config, text = model.config, model.config.get_text_config()
+    before = _attention(config, text)
+    for one in (config, text):
+        one._attn_implementation = {"": ATTENTION}  # of this alone, and of no vision tower
+    return before
+
+
+def _attention(config: Any, text: Any) -> str | dict[str, str]:
     if text is config:
         return config._attn_implementation
-    names = {name: text._attn_implementation for name in config.sub_configs}
-    held = {name: kept for name, kept in names.items() if getattr(config, name, None) is text}
-    return {"": config._attn_implementation, **held}
+    names = [name for name in config.sub_configs if getattr(config, name, None) is text]
+    own = dict.fromkeys(names, text._attn_implementation)
+    return {"": config._attn_implementation} | own

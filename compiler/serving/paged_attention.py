@@ -50,9 +50,7 @@ def plan_of(owner: Any, step: dict[str, Any]) -> Plan:
     return _plan_of_varlen(owner, step, lengths)
 
 
-def _plan_of_decode(
-    owner: Any, tokens: int, table: torch.Tensor, lengths: torch.Tensor
-) -> Plan:
+def _plan_of_decode(owner: Any, tokens: int, table: torch.Tensor, lengths: torch.Tensor) -> Plan:
     """Sequence s has token s alone; padding has no keys, and entries without a page are -1."""
     table = table.clamp(min=0)
     size = owner.tokens_per_page

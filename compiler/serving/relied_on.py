@@ -9,16 +9,15 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import ContinuousBatchingConfig
-from transformers.generation.continuous_batching import cache, continuous_api, input_outputs
+from transformers.generation.continuous_batching import continuous_api, input_outputs
 from transformers.generation.continuous_batching.cache_allocators import (
     CacheAllocator,
     FullAttentionCacheAllocator,
 )
-from transformers.generation.continuous_batching.distributed import DistributedHelper
 
 from tilewright.compiler.serving.allocators import ALLOCATORS, ATTENTION, FullPages, register
 from tilewright.compiler.serving.classes import original_class
+from tilewright.compiler.serving.steps import memory_of
 
 #: Methods of transformers, with the parameters that they must have.
 METHODS: dict[tuple[Any, str], str] = {
@@ -53,12 +52,10 @@ METHODS: dict[tuple[Any, str], str] = {
 }
 
 #: Arguments of a step that are read.
-STEP = (
-    "input_ids cu_seq_lens_q cu_seq_lens_k max_length_k write_index read_index block_table cache"
-).split()
+STEP = ["input_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_k", "write_index", "read_index", "block_table", "cache"]
 
-#: Layouts are compared on a memory of so many tokens a page and pages.
-_PAGE_SIZE, _BLOCKS, _TOKENS = 4, 3, 8
+#: Layouts are compared on a memory of this size.
+_SMALL = {"page_size": 4, "num_blocks": 3, "tokens": 8, "columns": 1}
 
 
 def reason_against(model: Any) -> str | None:
@@ -111,22 +108,11 @@ def _reasons_of_model(model: Any) -> Iterator[str]:
 
 
 def _differences(config: Any, dtype: torch.dtype) -> Iterator[str]:
-    """Builds a small memory, without bytes, by transformers' allocators and by these."""
+    """Builds a small memory, without bytes, with these allocators, and looks where pages are."""
     before = config._attn_implementation_internal
-    settings = ContinuousBatchingConfig(
-        page_size=_PAGE_SIZE,
-        num_blocks=_BLOCKS,
-        max_batch_tokens=_TOKENS,
-        max_requests_per_batch=2,
-        max_blocks_per_request=1,
-        max_memory_percent=0.9,
-        use_async_batching=False,
-    )
     try:
         config._attn_implementation_internal = ATTENTION
-        memory = cache.PagedAttentionCache(
-            config, settings, torch.device("meta"), DistributedHelper(None, None), dtype
-        )
+        memory = memory_of(config, dtype, **_SMALL)
     finally:
         config._attn_implementation_internal = before
     for kind, owner in memory.cache_allocators.items():

@@ -79,7 +79,8 @@ def generated(name: str, lengths: tuple[int, ...] = LENGTHS, new: int = NEW) -> 
     model = built(name)
     how = {"do_sample": False, "max_new_tokens": new, "eos_token_id": None}
     return [
-        model.generate(torch.tensor([ids]), **how)[0, len(ids) :].tolist() for ids in prompts(lengths)
+        model.generate(torch.tensor([ids]), **how)[0, len(ids) :].tolist()
+        for ids in prompts(lengths)
     ]
 
 

@@ -21,10 +21,7 @@ from transformers.generation.continuous_batching import initialization, offloadi
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.generation.continuous_batching.cache_allocators import (
     FullAttentionCacheAllocator,
-    SlidingAttentionCacheAllocator,
 )
-from transformers.generation.continuous_batching.continuous_api import ContinuousMixin
-from transformers.generation.continuous_batching.requests import RequestStatus
 
 from tests.compiler.engine_models import (
     LENGTHS,
