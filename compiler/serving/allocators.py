@@ -171,4 +171,4 @@ def register() -> None:
     table = cache.ATTN_TYPE_TO_ALLOCATOR
     for kind, ours in ALLOCATORS.items():
         if not isinstance(table[kind], Chosen):
-            table[kind] = Chosen(ours, table[kind])  # type: ignore[assignment]
+            table[kind] = Chosen(ours, table[kind])

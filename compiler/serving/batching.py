@@ -45,27 +45,23 @@ class BatchingConfig(ContinuousBatchingConfig):
     def _compile(self) -> None:
         if self.default_compile_level > 0:
             return
-        if self.varlen_compile_config is None:
-            self.varlen_compile_config = compile_config(self.options)
-        if self.decode_compile_config is None:
-            self.decode_compile_config = compile_config(self.options)
+        for name in ("varlen_compile_config", "decode_compile_config"):
+            if getattr(self, name) is None:
+                setattr(self, name, compile_config(self.options))
 
     @classmethod
     def of(cls, config: ContinuousBatchingConfig | None) -> BatchingConfig:
         """Returns a copy of any settings for a model that `enable` has changed."""
-        if config is None:
-            made = cls()
-        elif isinstance(config, cls):
-            made = copy.copy(config)
-        else:
-            made = copy.copy(config)  # type: ignore[assignment]
+        made: Any = cls() if config is None else copy.copy(config)
+        if not isinstance(made, cls):
             made.__class__ = cls
             made.options = None
             made._compile()
         # transformers warns where tables are asked for that it would turn off.
-        vars(made).update({_TABLES: True, _COLUMNS: made.max_blocks_per_request})
+        own = made.__dict__
+        own |= {_TABLES: True, _COLUMNS: made.max_blocks_per_request}
         if made.max_blocks_per_request:
-            vars(made)["max_blocks_per_request"] = None
+            own["max_blocks_per_request"] = None
         return made
 
     def __setattr__(self, name: str, value: Any) -> None:

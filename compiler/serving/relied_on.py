@@ -52,7 +52,10 @@ METHODS: dict[tuple[Any, str], str] = {
 }
 
 #: Arguments of a step that are read.
-STEP = ["input_ids", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_k", "write_index", "read_index", "block_table", "cache"]
+STEP = (
+    *("input_ids", "block_table", "cache", "write_index", "read_index"),
+    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_k"),
+)
 
 #: Layouts are compared on a memory of this size.
 _SMALL = {"page_size": 4, "num_blocks": 3, "tokens": 8, "columns": 1}

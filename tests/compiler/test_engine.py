@@ -252,7 +252,7 @@ def test_a_request_that_is_cancelled_leaves_the_others_alone(enabled):
             assert result is not None
         assert first not in manager.batch_processor.scheduler.active_requests
     assert started is not None
-    assert list(found[name] for name in others) == want[5:8]
+    assert [found[name] for name in others] == want[5:8]
     assert result.generated_tokens == want[8]
 
 
@@ -442,7 +442,7 @@ def another_order(monkeypatch):
 
 
 def no_argument(monkeypatch):
-    monkeypatch.setattr(relied, "STEP", [*relied.STEP, "tables"])
+    monkeypatch.setattr(relied, "STEP", (*relied.STEP, "tables"))
     return "has no tables"
 
 
