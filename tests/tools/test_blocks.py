@@ -135,7 +135,10 @@ def test_a_block_without_a_known_mark_would_be_seen():
     assert unmarked("<!-- shown: -->\n```\nfive\n```\n") == ["five"]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("material") is None, reason="needs the extra 'docs'")
+_SITE = ("material", "mkdocstrings")
+
+
+@pytest.mark.skipif(not all(map(importlib.util.find_spec, _SITE)), reason="needs the extra 'docs'")
 def test_the_site_builds_without_a_warning(tmp_path):
     """And every link leads to a page of it, those to sources too."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", tmp_path / "site"]
@@ -145,4 +148,7 @@ def test_the_site_builds_without_a_warning(tmp_path):
     assert 'href="source/ops/formats/expert_weight.py.html"' in page
     assert (tmp_path / "site" / "source/ops/formats/expert_weight.py.html").is_file()
     assert (tmp_path / "site" / "index.html").is_file()
+    api = (tmp_path / "site" / "api.html").read_text("utf-8")
+    assert "<strong>strict</strong>" in api  # the arguments of a docstring, as a list
+    assert ":class:" not in api
     assert "fused_qkv_paged" in (tmp_path / "site/search/search_index.json").read_text("utf-8")
