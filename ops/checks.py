@@ -55,13 +55,14 @@ def holds(condition: Any) -> bool:
 
 
 def proven(condition: Any) -> bool:
-    """Whether `condition` is known to hold, again without adding a guard."""
+    """Whether `condition` is known to hold, again without adding a guard. A relation of sympy's
+    between symbols is not, unless it holds for all that the symbols may be."""
     if isinstance(condition, torch.SymBool):
         # Where there is a symbol, sympy is imported already: a third of torch's own import.
         from torch.fx.experimental.symbolic_shapes import statically_known_true
 
         return statically_known_true(condition)
-    return bool(condition)
+    return bool(condition == True)  # noqa: E712  # a relation has no truth of its own
 
 
 def shape_text(sizes: Sequence[Any]) -> str:

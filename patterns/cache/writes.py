@@ -349,7 +349,8 @@ def pairs(flow: Dataflow) -> Iterator[WritePair]:
         else:
             twin = next((j for j in mates if _is_twin(write, writes[j])), None)
         if twin is None:
-            after = (j for j in islice(later(i), 1) if not _is_part(writes[j]))
+            known = (j for j in later(i) if _is_known(writes[j]) == _is_known(write))
+            after = (j for j in islice(known, 1) if not _is_part(writes[j]))
             twin = next((j for j in after if _belong(write, writes[j])), None)
         if twin is not None:
             taken.add(twin)
@@ -366,6 +367,11 @@ def _is_part(write: CacheWrite) -> bool:
     """Whether its store writes more than this write does."""
     everything = write.record.target.shape
     return effects.product(write.target.shape) != effects.product(everything)
+
+
+def _is_known(write: CacheWrite) -> bool:
+    """Whether it is known what is stored; of a memory that is cleared, for one, it is not."""
+    return write.written is not None
 
 
 def _stands_alone(write: CacheWrite) -> bool:
