@@ -243,6 +243,31 @@ def test_they_are_in_16_bits(dtype):
     check_against_eager("16 bits", layers, given(dtype), ["qkv_cache"] * LAYERS)
 
 
+@pytest.mark.parametrize("spelling", ["view", "unflatten"])
+def test_a_symbolic_number_of_rows_is_fused_and_compiled_once(spelling):
+    """The view says that the rows are whole blocks, which the symbols do not."""
+
+    def write(rows, page, offset, k, v):
+        for i in range(LAYERS):
+            for kv, written in enumerate((k, v)):
+                if spelling == "view":
+                    pages = rows.view(-1, LAYERS, 2, PAGE, HKV, D)
+                else:
+                    pages = rows.unflatten(0, (-1, LAYERS, 2, PAGE))
+                pages[:, i, kv][page, offset] = written[i]
+
+    layers = Layers(write)
+    fused = compiled(layers)
+    for more in (0, 2):
+        x, rows, slots = given()
+        rows = torch.cat((rows, rows[: more * 2 * LAYERS * PAGE]))
+        torch._dynamo.mark_dynamic(rows, 0)
+        before, slots = rows.clone(), slots + more * PAGE  # into the rows that were added
+        expected, actual = layers(x, before, slots), fused(x, rows, slots)
+        torch.testing.assert_close((actual, rows), (expected, before), rtol=1e-4, atol=1e-5)
+    assert [patterns_in(report, "qkv") for report in reports()] == [["qkv_cache"] * LAYERS]
+
+
 # --- near misses --------------------------------------------------------------------------------
 
 
