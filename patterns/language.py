@@ -510,6 +510,7 @@ def find(
     sites: dict[int, list[Value]] = defaultdict(list)
     whole: set[Value] = set()  # what is fused: writes with what they write, and all between
     by_op: dict[str, set[Value]] = defaultdict(set)  # what leftovers' patterns fused, by their op
+    written: dict[str, set[Value]] = defaultdict(set)  # the stores that each pattern takes
     for pattern in patterns:
         for anchor in _anchors(pattern, flow, found, failed):
             stores = list(anchored_stores(anchor))
@@ -522,9 +523,12 @@ def find(
             if isinstance(answer, Match):
                 found.matches.append(answer)
                 taken.update(answer.stores)
+                written[pattern.name].update(answer.stores)
                 absorbed.update(answer.absorbed)
                 whole.update(answer.stores if answer.absorbed else ())
                 (by_op[pattern.op] if leftovers else whole).update(answer.absorbed)
+                continue
+            if getattr(anchor, "again", False) and answer.code != "INTERNAL":
                 continue
             for store in stores:
                 furthest[store] = max(answer.stage, furthest.get(store, answer.stage))
@@ -539,6 +543,7 @@ def find(
         miss
         for at, miss in enumerate(found.misses)
         if not _outdone(miss, sites[at], furthest, (whole, by_op[ops.get(at, "")]))
+        and not (sites[at] and written[miss.pattern].issuperset(sites[at]))
     ]
     return found
 

@@ -69,11 +69,12 @@ class CacheWrite:
 @dataclass(frozen=True)
 class WritePair:
     """A K and a V write of the same tokens, or one of them alone. unlike: beside one alone, a write
-    of the same tokens' heads that have another width."""
+    of the same tokens' heads that have another width. again: whether it is a half of a pair."""
 
     first: CacheWrite
     second: CacheWrite | None
     unlike: CacheWrite | None = None
+    again: bool = False
 
     @property
     def stores(self) -> tuple[Value, ...]:
@@ -83,6 +84,12 @@ class WritePair:
     @property
     def node(self) -> fx.Node:
         return self.first.store.node
+
+    def apart(self) -> Iterator[WritePair]:
+        """Each of the two writes alone; nothing where one store has both."""
+        if self.second is not None and set(self.first.stores).isdisjoint(self.second.stores):
+            yield WritePair(self.first, None, again=True)
+            yield WritePair(self.second, None, again=True)
 
 
 def cache_writes(flow: Dataflow) -> Iterator[CacheWrite]:
