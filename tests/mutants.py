@@ -163,14 +163,10 @@ def run(root: Path, fault: Fault, limit: float) -> dict[str, object]:
 
 def copied(folder: Path) -> Path:
     """A copy of the repository in which `tilewright` is the copy's own code."""
-    for name in (*FLOORS, "tools", "tests", "docs", "examples", "benchmarks"):
+    for name in (*FLOORS, "tools", "tests", "docs", "examples", "benchmarks", "src"):
         shutil.copytree(ROOT / name, folder / name, symlinks=True)
     for path in [p for p in ROOT.iterdir() if p.is_file()]:
         shutil.copy(path, folder)
-    package = folder / "src" / "tilewright"
-    package.mkdir(parents=True)
-    for name in (*FLOORS, "tools"):
-        (package / name).symlink_to(folder / name)
     return folder
 
 

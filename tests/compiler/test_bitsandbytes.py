@@ -43,7 +43,9 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize(("form", "tokens"), [*in_turn(FORMS, [1, 3]), (next(iter(FORMS)), 3)])
+@pytest.mark.parametrize(
+    ("form", "tokens"), [*in_turn(list(FORMS), [1, 3]), (next(iter(FORMS)), 3)]
+)
 def test_projections_are_fused(form, tokens):
     model, args = attention(**FORMS[form]), attention_args(activations(tokens))
     ours, eager = run(model, *args)

@@ -64,7 +64,9 @@ def exactly(module, x):
     return y if module.bias is None else y + module.bias.double()
 
 
-@pytest.mark.parametrize(("machine", "tokens", "bias"), all_pairs(MACHINES, [1, 3], [False, True]))
+@pytest.mark.parametrize(
+    ("machine", "tokens", "bias"), all_pairs(list(MACHINES), [1, 3], [False, True])
+)
 def test_projections_are_fused(machine, tokens, bias):
     model = Attention(linear(machine, bias=bias), HIDDEN)
     args = attention_args(activations(tokens, HIDDEN))

@@ -316,7 +316,7 @@ USER_FILE = """
         tolerances={torch.float32: Tolerance(1e-6, 0.0)}, error_model="one product",
     ))
     model = lambda x: torch.ops.user_file.scaled(x) + 1
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
     print(compiled(torch.ones(3)).tolist())
 """
 

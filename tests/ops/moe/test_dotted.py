@@ -103,7 +103,8 @@ NAMES = ["dense gpt-oss", "fp8 by codes", "int4", "nvfp4", "mxfp4"]
 
 
 @pytest.mark.parametrize(
-    ("name", "tiles"), [*in_turn(NAMES, TILES), ("mxfp4", "short steps"), ("int4", "all slots")]
+    ("name", "tiles"),
+    [*in_turn(NAMES, list(TILES)), ("mxfp4", "short steps"), ("int4", "all slots")],
 )
 def test_any_tiles_take_any_number_of_tokens(name, tiles, monkeypatch):
     monkeypatch.setattr(dots, "MOST_TOKENS", dict.fromkeys(dots.MOST_TOKENS, 4))
