@@ -12,8 +12,7 @@ from tilewright.ops.runtime.launch import compiled_kernel
 
 
 def compile_quietly(spec: KernelSpec) -> str:
-    """Compiles a kernel into Triton's cache; returns the error's text, or "". For worker
-    processes."""
+    """Compiles a kernel into Triton's cache; returns the text of the error, or ""."""
     try:
         compiled_kernel(spec, 0)
     except Exception as error:  # any error of Triton is a result here
