@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import tilewright.patterns  # noqa: F401  registers the families
-from tilewright.codegen.targets import TARGETS
+from tilewright.codegen.names import did_you_mean
+from tilewright.codegen.targets import TARGETS, find_target, not_a_target
 from tilewright.compiler._compat import inductor
-from tilewright.patterns.language import CAPTURE, Miss, registered
+from tilewright.patterns.language import CAPTURE, Miss, registered, spoken_for
 
 INNER = ("inductor", "eager")
 EVERYWHERE = "TILEWRIGHT_EVERYWHERE"
@@ -29,7 +30,8 @@ class Options:
         on a mismatch report it and run the original from then on. Sums over ranks stay the
         library's then: no rank may go back alone.
     strict: a miss that is lost, a graph break or an internal error raises instead of being
-        reported; True for every pattern, or names of patterns (`capture` for graph breaks).
+        reported; True for every pattern, or names of patterns (`capture` for graph breaks). A cache
+        that grows is a miss of `qkv_cache`, too, which it keeps from every write.
     fuel: apply only the first n rewrites; bisects a wrong one.
     only: module paths (`*` matches within one) of the sites to rewrite; None for all.
     report: a file to which each compiled graph's report is appended as one line of JSON.
@@ -72,7 +74,7 @@ class Options:
         registered(self.patterns)  # raises for a name it does not know
         self._check_strict(self.strict)
         if self.target is not None:
-            _one_of("target", self.target, tuple(TARGETS))
+            object.__setattr__(self, "target", _target(self.target))
         fuel = self.fuel
         good = fuel is None or (isinstance(fuel, int) and not isinstance(fuel, bool) and fuel >= 0)
         _expect("fuel", good, "a number of rewrites, 0 or more, or None", fuel)
@@ -92,13 +94,16 @@ class Options:
         _expect("strict", listed, expected, given)
         known = sorted([CAPTURE, *(pattern.name for pattern in registered())])
         unknown = [name for name in given if name not in known]
-        _expect("strict", not unknown, f"names among {known}", given)
+        near = did_you_mean(unknown[0], known) if unknown else ""
+        _expect("strict", not unknown, f"names among {known}", given, near)
         object.__setattr__(self, "strict", tuple(given))
 
     def raises_for(self, miss: Miss) -> bool:
-        """Whether `strict` raises for a miss: one that is lost, of a pattern that it names."""
-        named = self.strict if isinstance(self.strict, bool) else miss.pattern in self.strict
-        return named and miss.is_lost
+        """Whether `strict` raises for a miss: one that is lost, of a pattern that it names, or
+        that stands for the misses of one."""
+        if isinstance(self.strict, bool):
+            return self.strict and miss.is_lost
+        return miss.is_lost and not spoken_for(miss.pattern).isdisjoint(self.strict)
 
     def _check_inner_options(self, given: Any) -> None:
         _expect("inner_options", isinstance(given, Mapping), "a dictionary or None", given)
@@ -113,7 +118,8 @@ class Options:
         known = {f.name for f in fields(cls)}
         unknown = sorted(set(given) - known)
         if unknown:
-            raise ValueError(f"options: unknown {unknown}; expected some of {sorted(known)}")
+            near = did_you_mean(unknown[0], known)
+            raise ValueError(f"options: unknown {unknown}; expected some of {sorted(known)}{near}")
         return cls(**given)
 
 
@@ -123,10 +129,20 @@ def without(options: Options, pattern: str) -> Options:
     return replace(options, patterns=left) if left else replace(options, fuel=0)
 
 
+def _target(given: Any) -> str:
+    """The name of the target that is meant. Raises ValueError."""
+    target = find_target(given)
+    if target is None:
+        raise ValueError(f"options['target']: {not_a_target(given, TARGETS)}")
+    return target.name
+
+
 def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
-    _expect(name, value in allowed, f"one of {list(allowed)}", value)
+    good = isinstance(value, str) and value in allowed
+    near = "" if good else did_you_mean(value, allowed)
+    _expect(name, good, f"one of {list(allowed)}", value, near)
 
 
-def _expect(name: str, good: bool, expected: str, actual: Any) -> None:
+def _expect(name: str, good: bool, expected: str, actual: Any, near: str = "") -> None:
     if not good:
-        raise ValueError(f"options[{name!r}]: expected {expected}, got {actual!r}")
+        raise ValueError(f"options[{name!r}]: expected {expected}, got {actual!r}{near}")

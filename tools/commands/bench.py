@@ -17,6 +17,7 @@ from tilewright.tools.commands.common import (
     JsonOption,
     errors_for_people,
     print_json,
+    target_name,
     writable_folder,
 )
 from tilewright.tools.commands.profile import Wanted
@@ -41,7 +42,8 @@ def bench(
         typer.Option(metavar="FILE", help="With --profile: read torch.profiler's trace instead."),
     ] = None,
     target: Annotated[
-        str | None, typer.Option(help="With --trace: the chip it was recorded on.")
+        str | None,
+        typer.Option(help="With --trace: the chip it was recorded on.", callback=target_name),
     ] = None,
     present: Annotated[
         int | None,
@@ -137,9 +139,7 @@ def _draw(folder: Path, names: list[str], as_json: bool) -> None:
     try:
         drawn = draw_results(FOLDER / "results", names, folder)
     except ImportError as error:
-        raise CommandError(
-            f"plots need matplotlib: pip install 'tilewright[report]' ({error})"
-        ) from error
+        raise CommandError(f"plots need matplotlib: pip install matplotlib ({error})") from error
     if as_json:
         print_json({"plots": [str(path) for path in drawn]})
         return
