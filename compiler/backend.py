@@ -19,7 +19,7 @@ from tilewright.compiler import artifacts as _artifacts  # noqa: F401  registers
 from tilewright.compiler._compat import inductor, tracing
 from tilewright.compiler.fuse import TOLD, fuse, target_name
 from tilewright.compiler.graph_breaks import listen_for_breaks, noting_breaks, why_graph_ended
-from tilewright.compiler.options import Options, without
+from tilewright.compiler.options import Options, check_mode, without
 from tilewright.compiler.report import GraphReport, Lowered, break_miss, unless_cut
 from tilewright.compiler.report.failures import StrictError, raise_strictly
 from tilewright.compiler.safety.modes import modes_of
@@ -68,10 +68,12 @@ def tilewright(
     """The Dynamo backend: fuses what it finds, then hands the graph to Inductor.
 
     options: see :class:`tilewright.compiler.options.Options`. mode: Inductor's, e.g.
-    `reduce-overhead`. Raises ValueError for a bad option. A graph without a match, or one at which
-    tilewright fails, compiles exactly as with the inner compiler alone; the report says so.
+    `reduce-overhead`. Raises ValueError for a bad option or mode. A graph without a match, or one
+    at which tilewright fails, compiles exactly as with the inner compiler alone; the report says
+    so.
     """
     chosen = Options.of(options)
+    check_mode(mode)
     with compiling(gm) as shared:
         if chosen.verify and shared:
             # A rank that finds a mismatch goes back to the original, and must not do so alone.
@@ -311,6 +313,8 @@ def lower(
     before there is a graph.
     """
     _check_call(model, args, kwargs)
+    if dynamic not in (None, True, False):
+        raise TypeError(f"dynamic: expected a bool or None, got {dynamic!r}")
     options = Options.of(
         {
             "inner": "eager",

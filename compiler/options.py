@@ -12,6 +12,7 @@ import tilewright.patterns  # noqa: F401  registers the families
 from tilewright.codegen.names import did_you_mean
 from tilewright.codegen.targets import TARGETS, find_target, not_a_target
 from tilewright.compiler._compat import inductor
+from tilewright.ops.checks import is_on
 from tilewright.patterns.language import CAPTURE, Miss, registered, spoken_for
 
 INNER = ("inductor", "eager")
@@ -58,7 +59,7 @@ class Options:
     def __post_init__(self) -> None:
         _one_of("inner", self.inner, INNER)
         if self.everywhere is None:
-            object.__setattr__(self, "everywhere", os.environ.get(EVERYWHERE, "0") not in ("", "0"))
+            object.__setattr__(self, "everywhere", is_on(os.environ.get(EVERYWHERE, "")))
         for name in ("verify", "tune", "everywhere"):
             _expect(name, isinstance(getattr(self, name), bool), "a bool", getattr(self, name))
         for name in ("patterns", "only"):
@@ -80,8 +81,9 @@ class Options:
         _expect("fuel", good, "a number of rewrites, 0 or more, or None", fuel)
         if self.report is not None:
             _expect("report", isinstance(self.report, (str, os.PathLike)), "a path", self.report)
-            folder = Path(self.report).resolve().parent
-            _expect("report", folder.is_dir(), "a path in an existing folder", self.report)
+            path = Path(self.report).resolve()
+            good = path.parent.is_dir() and not path.is_dir()
+            _expect("report", good, "a path of a file in an existing folder", self.report)
 
         if self.inner_options is not None:
             self._check_inner_options(self.inner_options)
@@ -114,13 +116,23 @@ class Options:
     @classmethod
     def of(cls, given: Mapping[str, Any] | None) -> Options:
         """Options from a dictionary. Raises ValueError naming the option, expected and actual."""
+        if given is not None and not isinstance(given, Mapping):
+            raise ValueError(f"options: expected a dictionary or None, got {given!r}")
         given = dict(given or {})
         known = {f.name for f in fields(cls)}
-        unknown = sorted(set(given) - known)
+        unknown = sorted(map(str, set(given) - known))
         if unknown:
             near = did_you_mean(unknown[0], known)
             raise ValueError(f"options: unknown {unknown}; expected some of {sorted(known)}{near}")
         return cls(**given)
+
+
+def check_mode(mode: Any) -> None:
+    """Raises ValueError for a mode that Inductor does not have; None is its default."""
+    known = inductor.modes()
+    if mode is not None and mode not in known:
+        near = did_you_mean(mode, known)
+        raise ValueError(f"mode: expected None or one of {known}, got {mode!r}{near}")
 
 
 def without(options: Options, pattern: str) -> Options:

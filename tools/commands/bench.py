@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from tilewright.codegen.names import did_you_mean
 from tilewright.tools.commands.common import (
     CommandError,
     DebugOption,
@@ -77,7 +78,9 @@ def bench(
         known = _benchmarks()
         unknown = sorted(set(names or ()) - set(known))
         if unknown:
-            raise CommandError(f"no benchmark {', '.join(unknown)}; there are {', '.join(known)}")
+            near = did_you_mean(unknown[0], known)
+            listed = ", ".join(known)
+            raise CommandError(f"no benchmark {', '.join(unknown)}; there are {listed}{near}")
         if plot is not None:
             _draw(writable_folder(plot, "--plot"), names or list(known), as_json)
         elif names:

@@ -82,7 +82,9 @@ def snapshot_lines(report: Lowered | Mapping[str, Any]) -> tuple[Line, ...]:
             place = f" ({_stable_source(miss['source'])})" if miss["source"] else ""
             what = f"missed {miss['pattern']}  {miss['stage']}, {miss['code']}{place}"
             counts[collapse_scope(miss["scope"]) or "graph", what] += miss["count"]
-    except (KeyError, TypeError, AttributeError) as error:
+    except KeyError as error:
+        raise SnapshotError(f"no report of tilewright: it lacks {error}") from error
+    except (TypeError, AttributeError) as error:
         raise SnapshotError(f"no report of tilewright: {error!r}") from error
     return tuple(Line(scope, n, what) for (scope, what), n in sorted(counts.items()))
 
