@@ -1,4 +1,5 @@
-"""What attention reads of a cache, in bytes: by the tokens present, not by the cache's size."""
+"""Bytes that attention reads of a cache: they depend on the tokens present, not on the cache's
+size."""
 
 from __future__ import annotations
 
@@ -7,11 +8,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class CacheRead:
-    """What a call reads of caches.
+    """The caches that a call reads.
 
-    names: the arguments that are caches. token_bytes: of one token of one sequence, in all of them.
-    sequences: how many there are. capacity: tokens of a sequence that are read at most, which are
-    those it has room for, or those of a window.
+    names: the arguments that are caches. token_bytes: bytes of one token of one sequence, in all
+    caches together. sequences: the number of sequences. capacity: the most tokens read of a
+    sequence: the tokens it has room for, or those of a sliding window.
     """
 
     names: tuple[str, ...]
@@ -20,5 +21,5 @@ class CacheRead:
     capacity: int
 
     def bytes_of(self, present: int) -> int:
-        """What is read where each sequence has so many tokens."""
+        """Returns the bytes read where each sequence has `present` tokens."""
         return self.token_bytes * self.sequences * min(present, self.capacity)

@@ -38,7 +38,7 @@ DynamicOption = Annotated[
 
 
 def target_name(given: str | None) -> str | None:
-    """The name of the target that is meant, by a product's name too; others as they are."""
+    """Returns the name of the target that is meant, by a product's name too; others as they are."""
     target = find_target(given)
     return given if target is None else target.name
 

@@ -58,7 +58,7 @@ TESTS = {
         "tests/compiler/test_prepared_bitsandbytes.py",
         "tests/compiler/test_prepared_linears.py",
         "tests/compiler/test_weights.py",
-        "tests/tools/test_tutorials.py",
+        "tests/tools/test_blocks.py",
     ),
 }
 COLUMNS = ("row", "Python", "torch", "Triton", "transformers", "demo", *TESTS, "tried", "differs")
