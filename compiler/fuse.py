@@ -162,7 +162,7 @@ def _attempt(
     rewritten: list[Rewritten] = []
     misses: list[Miss] = []
     inputs: list[InputMemory] = []
-    scopes: dict[str, int] = Counter()  # of all matches
+    scopes: Counter[str] = Counter()  # of all matches
     told_of: list[str] = []
 
     patterns = registered(options.patterns)

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig
 from typer.testing import CliRunner
 
+import tilewright
 from tests.compiler.running import build, compiled, copies
-from tilewright import PagedCache, declare, load_modelopt, lower, prepare, reports
+from tilewright import declare, lower, prepare, reports
 from tilewright.compiler import fuse
 from tilewright.compiler.options import Options, check_mode
 from tilewright.patterns.language import register_code, registered
@@ -29,9 +29,6 @@ from tilewright.tools.zoo import load_model
 
 MODEL, ARGS = build("page_offset")
 FP8 = torch.float8_e4m3fn
-CONFIG = LlamaConfig(
-    num_hidden_layers=1, hidden_size=64, num_attention_heads=4, num_key_value_heads=2
-)
 
 
 def options(**given):
@@ -42,8 +39,21 @@ def fixture():
     return Matches(Path("unused"), "unused", update=False)
 
 
+def paged(config=None, **given):
+    """A cache of a small Llama, or of another configuration."""
+    transformers = pytest.importorskip("transformers")
+    small = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 4}
+    chosen = transformers.LlamaConfig(**small) if config is None else config
+    return tilewright.PagedCache(chosen, **given)
+
+
 def cache(**given):
-    return lambda: PagedCache(CONFIG, **given)
+    return lambda: paged(**given)
+
+
+def modelopt(name):
+    pytest.importorskip("transformers")
+    return tilewright.load_modelopt(name)
 
 
 #: What is done -> the words of the answer: what was given, what is expected, what to do.
@@ -93,7 +103,7 @@ REFUSED = {
     ),
     # PagedCache
     "a model for its configuration": (
-        lambda: PagedCache(torch.nn.Linear(2, 2)), "config:", "model.config", "Linear",
+        lambda: paged(torch.nn.Linear(2, 2)), "config:", "model.config", "Linear",
     ),
     "a page's size": (cache(page_size=48), "page_size", "a power of two", "48"),
     "a page's size as a flag": (cache(page_size=True), "page_size", "True"),
@@ -104,11 +114,11 @@ REFUSED = {
     "scales of no layer": (
         cache(dtype=FP8, scales={7: (torch.ones(()), torch.ones(()))}), "layers [7]", "has 1",
     ),
-    "tokens to reserve": (lambda: cache()().reserve(-1), "tokens: expected", "-1"),
-    "sequences": (lambda: cache()().most_tokens(0), "batch: expected", "at least 1", "0"),
+    "tokens to reserve": (lambda: paged().reserve(-1), "tokens: expected", "-1"),
+    "sequences": (lambda: paged().most_tokens(0), "batch: expected", "at least 1", "0"),
     # loading
     "a name for a model": (lambda: prepare("llama"), "model: expected a torch.nn.Module", "str"),
-    "a checkpoint's folder": (lambda: load_modelopt("/no/such"), "folder", "'/no/such'"),
+    "a checkpoint's folder": (lambda: modelopt("/no/such"), "folder", "'/no/such'"),
     "an operator": (lambda: declare("relu", abs), "op: expected", "namespace::name", "'relu'"),
     "a model of the zoo": (lambda: load_model("llama3_8b"), "'llama3_8b'", "mean 'llama3-8b'?"),
     "a code's meaning": (
