@@ -55,14 +55,15 @@ def holds(condition: Any) -> bool:
 
 
 def proven(condition: Any) -> bool:
-    """Whether `condition` is known to hold. Like `holds`, it adds no guard."""
+    """Whether `condition` is known to hold. Like `holds`, it adds no guard. A relation between
+    sympy's symbols is known where it holds for all their values."""
     if isinstance(condition, torch.SymBool):
         # This import takes a third of torch's own import time, for sympy; with a symbol, sympy is
         # loaded.
         from torch.fx.experimental.symbolic_shapes import statically_known_true
 
         return statically_known_true(condition)
-    return bool(condition)
+    return bool(condition == True)  # noqa: E712  # a relation has no truth of its own
 
 
 def shape_text(sizes: Sequence[Any]) -> str:

@@ -146,6 +146,24 @@ def reshape(effect: Effect, sizes: Sequence[Size]) -> Effect:
     return Effect(tuple(reversed(dims)), effect.start)
 
 
+def regroup(effect: Effect, sizes: Sequence[Size]) -> Effect:
+    """:func:`reshape` into sizes that are known to be of as many elements, as those of a graph's
+    own view are: symbols of which nobody can tell that they divide each other do so."""
+    if tuple(sizes) == effect.shape or (0 in sizes and 0 in effect.shape):
+        return reshape(effect, sizes)
+    pending = [atom for dim in effect.dims for atom in dim]
+    left, dims = list(sizes), []
+    while left and len(pending) != 1:
+        dims.append(_take_inner(pending, left.pop()))
+    if pending:  # the sizes that are left are all that the one atom is split into
+        (atom,) = pending
+        step = atom.step
+        while left:
+            dims.append(coalesce([Atom(atom.axis, step, left[-1])]))
+            step = step * left.pop()
+    return Effect(tuple(reversed(dims)), effect.start)
+
+
 def _take_inner(pending: list[Atom], size: Size) -> Dim:
     """Pops atoms from the inner end that make up exactly `size` indices."""
     taken: list[Atom] = []

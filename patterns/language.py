@@ -520,6 +520,7 @@ def find(
     sites: dict[int, list[Value]] = defaultdict(list)
     whole: set[Value] = set()  # fused: writes with the written values, and all between
     by_op: dict[str, set[Value]] = defaultdict(set)  # fused by patterns that take leftovers
+    written: dict[str, set[Value]] = defaultdict(set)  # the stores that each pattern takes
     for pattern in patterns:
         for anchor in _anchors(pattern, flow, found, failed):
             stores = list(anchored_stores(anchor))
@@ -532,9 +533,12 @@ def find(
             if isinstance(answer, Match):
                 found.matches.append(answer)
                 taken.update(answer.stores)
+                written[pattern.name].update(answer.stores)
                 absorbed.update(answer.absorbed)
                 whole.update(answer.stores if answer.absorbed else ())
                 (by_op[pattern.op] if leftovers else whole).update(answer.absorbed)
+                continue
+            if getattr(anchor, "again", False) and answer.code != "INTERNAL":
                 continue
             for store in stores:
                 furthest[store] = max(answer.stage, furthest.get(store, answer.stage))
@@ -549,6 +553,7 @@ def find(
         miss
         for at, miss in enumerate(found.misses)
         if not _outdone(miss, sites[at], furthest, (whole, by_op[ops.get(at, "")]))
+        and not (sites[at] and written[miss.pattern].issuperset(sites[at]))
     ]
     return found
 

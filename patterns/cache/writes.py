@@ -70,11 +70,12 @@ class CacheWrite:
 @dataclass(frozen=True)
 class WritePair:
     """A K and a V write of the same tokens, or a single write. unlike: beside a single write, a
-    write of the same tokens with heads of another width."""
+    write of the same tokens with heads of another width. again: whether it is half of a pair."""
 
     first: CacheWrite
     second: CacheWrite | None
     unlike: CacheWrite | None = None
+    again: bool = False
 
     @property
     def stores(self) -> tuple[Value, ...]:
@@ -84,6 +85,12 @@ class WritePair:
     @property
     def node(self) -> fx.Node:
         return self.first.store.node
+
+    def apart(self) -> Iterator[WritePair]:
+        """Each of the two writes alone; nothing where one store has both."""
+        if self.second is not None and set(self.first.stores).isdisjoint(self.second.stores):
+            yield WritePair(self.first, None, again=True)
+            yield WritePair(self.second, None, again=True)
 
 
 def cache_writes(flow: Dataflow) -> Iterator[CacheWrite]:
@@ -357,7 +364,8 @@ def pairs(flow: Dataflow) -> Iterator[WritePair]:
         else:
             twin = next((j for j in mates if _is_twin(write, writes[j])), None)
         if twin is None:
-            after = (j for j in islice(later(i), 1) if not _is_part(writes[j]))
+            known = (j for j in later(i) if _is_known(writes[j]) == _is_known(write))
+            after = (j for j in islice(known, 1) if not _is_part(writes[j]))
             twin = next((j for j in after if _belong(write, writes[j])), None)
         if twin is not None:
             taken.add(twin)
@@ -374,6 +382,11 @@ def _is_part(write: CacheWrite) -> bool:
     """Whether the store of this write also writes something else."""
     everything = write.record.target.shape
     return effects.product(write.target.shape) != effects.product(everything)
+
+
+def _is_known(write: CacheWrite) -> bool:
+    """Whether it is known what is stored; of a memory that is cleared, for one, it is not."""
+    return write.written is not None
 
 
 def _stands_alone(write: CacheWrite) -> bool:

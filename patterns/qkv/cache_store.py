@@ -28,7 +28,10 @@ class CacheStore:
     sought: ClassVar[Sought] = CACHE_WRITES
 
     def anchors(self, flow: Dataflow) -> Iterator[WritePair]:
-        yield from pairs(flow)
+        found = list(pairs(flow))
+        yield from found
+        for pair in found:  # what cannot be written together is, one behind the other
+            yield from pair.apart()
 
     def match(self, anchor: WritePair, flow: Dataflow) -> Match:
         if anchor.first.is_projected:
