@@ -54,7 +54,7 @@ def inputs_of(name: str | None, prompt: str, batch: int, device: str) -> dict[st
 
 
 def compiled_by(device: str) -> CompileConfig:
-    """How the steps are compiled."""
+    """Returns how the steps are compiled."""
     if device == "cuda":
         return CompileConfig(backend="tilewright")
     options = {"everywhere": True, "inner": "eager"}
