@@ -36,7 +36,7 @@ WORDS = re.compile(r"\b(?:nobody|none of which|whoever|manieth)\b", re.IGNORECAS
 
 
 #: Docstrings that are still to be rewritten. These numbers only go down.
-MOST_BADLY_BEGUN, MOST_WORDS = 184, 11
+MOST_BADLY_BEGUN, MOST_WORDS = 122, 11
 
 
 def docstrings(path: Path) -> Iterator[tuple[str, str]]:

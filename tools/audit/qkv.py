@@ -177,7 +177,7 @@ def quantized(model: AttentionCase, fmt: str) -> AttentionCase:
 
 @audited("qkv")
 def qkv_cases(target: Target) -> list[AuditCase]:
-    """For every model and token count the best fused kernel by the model of times, and the
+    """For every model and token count the best fused kernel by the cost model, and the
     epilogue; then the first model with each option of the op."""
     cases = [case for model in MODELS for case in _model_cases(model, target)]
     for option, changes in OPTIONS.items():
@@ -202,7 +202,7 @@ def _model_cases(model: AttentionCase, target: Target) -> Iterator[AuditCase]:
 
 @audited("qkv")
 def quantized_cases(target: Target) -> list[AuditCase]:
-    """For every model, format and token count the best fused kernel by the model of times, and what
+    """For every model, format and token count the best fused kernel by the cost model, and what
     makes numbers of the largest weight."""
     cases: list[AuditCase] = []
     for model in MODELS[:4]:
@@ -219,7 +219,7 @@ def quantized_cases(target: Target) -> list[AuditCase]:
 
 
 def _best_fused(name: str, call: FusedCall, tokens: int, target: Target) -> Iterator[AuditCase]:
-    """The kernels of the best fused lowering by the model of times, where there is one: a chip
+    """The kernels of the best fused lowering by the cost model, where there is one: a chip
     without TMA is given none."""
     if not target.has("tma"):
         return

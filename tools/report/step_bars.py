@@ -40,7 +40,7 @@ KIND_NAMES: dict[Kind, str] = {
 
 @dataclass(frozen=True)
 class Taken:
-    """What sites move, and what they take by the model, in microseconds; or what they save."""
+    """What sites move, and what they take by the cost model, in microseconds; or what they save."""
 
     bytes: float = 0.0
     us: float = 0.0
