@@ -51,7 +51,7 @@ class Read:
 
 @dataclass(frozen=True)
 class Times:
-    """Microseconds by the chip's cost model: the floor and the modelled time, as `Amounts` has them,
+    """Microseconds by a chip's cost model: the floor and the modelled time, as `Amounts` has them,
     and those of the same with weights in bfloat16."""
 
     floor_us: float = 0.0
