@@ -230,7 +230,8 @@ def _best_fused(name: str, call: FusedCall, tokens: int, target: Target) -> Iter
 
 
 def fused_claims(spec: KernelSpec, tokens: int) -> Expectations:
-    """What a kernel that projects has to show; one that puts x in order, only the chip's limits."""
+    """Returns what a kernel that projects has to show; for one that puts x in order only the chip's
+    limits."""
     constants = dict(spec.constants)
     operand = dict(spec.signature)["x_ptr"].removeprefix("*")
     if spec.kernel == "qkv_projection":
@@ -272,6 +273,6 @@ def _epilogue(name: str, call: FusedCall, tokens: int, target: Target) -> AuditC
 
 
 def _apart(call: FusedCall) -> FusedCall:
-    """The same call with a tensor for each weight."""
+    """Returns the call with a tensor for each weight."""
     weights = {name: getattr(call.a, name) for name in ("q_weight", "k_weight", "v_weight")}
     return prepare(replace(call.a, **{name: w.contiguous() for name, w in weights.items()}))
