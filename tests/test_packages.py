@@ -22,13 +22,13 @@ from tilewright.codegen.spec import KernelSpec
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "tilewright"
-FLOORS = ("codegen", "ops", "patterns", "compiler", "tools")
+LAYERS = ("codegen", "ops", "patterns", "compiler", "tools")
 MOST_FILES = 20
 
 
 def folders() -> list[Path]:
     """Where Python files of the package lie."""
-    return sorted({path.parent for floor in FLOORS for path in (ROOT / floor).rglob("*.py")})
+    return sorted({path.parent for layer in LAYERS for path in (ROOT / layer).rglob("*.py")})
 
 
 def name_of(folder: Path) -> str:
@@ -38,7 +38,7 @@ def name_of(folder: Path) -> str:
 def test_every_folder_is_a_package_that_is_installed():
     """By the links in `src/tilewright`, which setuptools follows."""
     links = {link.name: link.resolve() for link in SOURCE.iterdir() if link.is_symlink()}
-    assert links == {floor: ROOT / floor for floor in FLOORS}
+    assert links == {layer: ROOT / layer for layer in LAYERS}
     assert read_configuration(ROOT / "pyproject.toml", expand=False)["tool"]["setuptools"][
         "packages"
     ] == {"find": {"where": ["src"]}}
@@ -96,8 +96,8 @@ def shadowed(modules: dict[str, ModuleType]) -> list[str]:
 
 
 def test_no_module_is_hidden_by_a_function_of_its_name():
-    for floor in FLOORS:
-        package = importlib.import_module(f"tilewright.{floor}")
+    for layer in LAYERS:
+        package = importlib.import_module(f"tilewright.{layer}")
         for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             importlib.import_module(found.name)
     assert shadowed(dict(sys.modules)) == []
