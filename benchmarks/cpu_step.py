@@ -4,7 +4,7 @@
 
 The model is a Llama of four layers and 1024 columns in bfloat16, called with a mask and a static
 cache of 2048 tokens that holds 512. Eager is Dynamo's backend "eager". Stock is compiled and timed
-twice, to show by how much two runs of one program differ. `same program` says whether Inductor
+twice, to show by how much the times of one program differ. `same program` says whether Inductor
 emitted the same code for tilewright as for stock. Results go to benchmarks/results/cpu_step.json.
 """
 

@@ -16,10 +16,10 @@ attention. Variants:
 
 Errors are differences from the branch in float64, unquantised, over 256 tokens.
 
-The core is measured for one sequence, with keys and values as inputs: tilewright's in 16 bits with
-offsets (ragged) and without (dense), and in 8 bits; cuDNN and flex_attention get the two parts of
-the keys joined. TFLOP/s count the causal half. host: CPU microseconds of a repeated call, without
-waiting for the GPU.
+The core is measured for one sequence, with keys and values as inputs. tilewright's variants are
+`core_ragged` (16 bits, with offsets), `core_dense` (16 bits, without offsets) and `core_fp8` (8
+bits). cuDNN and flex_attention get the two parts of the keys joined. TFLOP/s count the causal half.
+host: CPU microseconds of a repeated call, without waiting for the GPU.
 
 All of tilewright's kernels compile first; then each case is a process (`side_by_side.py`).
 """

@@ -144,5 +144,5 @@ class Layer:
 
 
 def error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """Returns the root mean square of the difference over that of the exact result."""
+    """Returns the root mean square of the difference, divided by that of the exact result."""
     return float((got.double() - want).square().mean().sqrt() / want.square().mean().sqrt())
