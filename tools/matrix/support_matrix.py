@@ -60,6 +60,7 @@ TESTS = {
         "tests/compiler/test_weights.py",
         "tests/tools/test_blocks.py",
     ),
+    "serving": ("tests/compiler/test_engine.py", "tests/compiler/test_serving.py"),
 }
 COLUMNS = ("row", "Python", "torch", "Triton", "transformers", "demo", *TESTS, "tried", "differs")
 HEADER = f"| {' | '.join(COLUMNS)} |"
