@@ -267,7 +267,7 @@ def watch(processes: Sequence[tuple[Sequence[int], Waits]], rank: int) -> None:
 
 
 def _stop() -> None:
-    """At exit, keeps threads out of driver calls while the interpreter shuts down."""
+    """Keeps threads out of driver calls while the interpreter shuts down."""
     _watch.stop()
 
 

@@ -207,7 +207,7 @@ def query_of(product: PerHead, latent: View) -> View:
 
 @dataclass(frozen=True)
 class Taken:
-    """What the result's product takes of an attention's result.
+    """The columns of an attention's result that the product behind it reads.
 
     columns: the first of its L columns. layout: of the product's dimensions on the axes [B, S, H,
     V].
@@ -218,8 +218,8 @@ class Taken:
 
 
 def taken_of(product: PerHead, layout: Effect) -> Taken:
-    """Returns what the product takes. layout: of the attention's result, the product's x, on the
-    axes [B, S, H, width].
+    """Returns the columns that the product reads. layout: that of the attention's result, which is
+    the product's x, on the axes [B, S, H, width].
 
     Raises InexpressibleError if the product does not take whole heads.
     """
