@@ -230,7 +230,7 @@ def taken_of(product: PerHead, layout: Effect) -> Taken:
     whole = whole and dims[product.hidden] == effects.coalesce([Atom(3, 1, rank)])
     tokens = [dims[n] for n in product.x.names if n not in (product.heads, product.hidden)]
     if not whole or any(a.axis in (2, 3) for dim in tokens for a in dim):
-        raise InexpressibleError("a part of the heads or of the columns of what attention gives")
+        raise InexpressibleError("a part of the heads or of the columns of the attention's result")
     dims[product.feature] = effects.coalesce([Atom(3, 1, features)])
     made = Effect(tuple(dims.get(n, ()) for n in product.result), (*x.start[:3], 0))
     return Taken(x.start[3], made)
