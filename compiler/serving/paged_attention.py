@@ -253,13 +253,19 @@ def _attend_to_latents(
         query.transpose(0, 1),
         latents,
         keys,
-        module.kv_b_proj.weight,
+        _own_part(module.kv_b_proj.weight),
         v_dim=module.v_head_dim,
         scale=scaling,
         mask="causal",
         **where,
     )
     return out[None], None
+
+
+def _own_part(weight: torch.Tensor) -> torch.Tensor:
+    """Returns a weight, or the rank's own rows of one that ranks share."""
+    to_local = getattr(weight, "to_local", None)
+    return weight if to_local is None else to_local()
 
 
 def _mask(owner: FullPages, window: int | None) -> dict[str, Any]:

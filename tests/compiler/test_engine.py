@@ -37,6 +37,7 @@ from tests.compiler.engine_models import (
     built,
     generated,
     greedy,
+    plain,
     prompts,
 )
 from tilewright.compiler import backend
@@ -72,13 +73,6 @@ def padded(monkeypatch):
     """Has steps padded as compiled ones are, without compiling them."""
     monkeypatch.setattr(torch, "compile", lambda function, **how: function)
     monkeypatch.setattr(paged_attention, "is_compiling", lambda: True)
-
-
-def plain(**settings: Any) -> BatchingConfig:
-    """Returns settings of a small engine whose steps are not compiled."""
-    config = BatchingConfig(**SMALL | settings)
-    config.varlen_compile_config = config.decode_compile_config = None
-    return config
 
 
 def tokens(results: dict[str, Any]) -> list[list[int]]:
