@@ -9,6 +9,8 @@ import torch
 import transformers
 from transformers import GenerationConfig
 
+from tilewright.compiler.serving import BatchingConfig
+
 VOCABULARY, NEW, WINDOW, PAGE = 61, 10, 8, 8
 SIZES = {
     "vocab_size": VOCABULARY,
@@ -44,6 +46,21 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
         | {"num_local_experts": 4}
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
         "eager",
+    ),
+    "DeepseekV3": (
+        "DeepseekV3",
+        {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16}
+        | {"v_head_dim": 8, "num_key_value_heads": 4, "first_k_dense_replace": 1, "n_group": 2}
+        | {"topk_group": 1, "n_routed_experts": 4, "n_shared_experts": 1}
+        | EXPERTS
+        | {"moe_intermediate_size": 16},
+        "sdpa",
+    ),
+    "DeepseekV2": (
+        "DeepseekV2",
+        {"kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16}
+        | {"v_head_dim": 8, "num_key_value_heads": 4, "first_k_dense_replace": 2},
+        "sdpa",
     ),
     "Mistral": ("Mistral", {"sliding_window": WINDOW}, "sdpa"),  # no layer sees all keys
 }
@@ -101,3 +118,10 @@ SMALL = {
     "q_padding_interval_size": 48,
     "kv_padding_interval_size": 64,
 }
+
+
+def plain(**settings: Any) -> BatchingConfig:
+    """Returns settings of a small engine whose steps are not compiled."""
+    config = BatchingConfig(**SMALL | settings)
+    config.varlen_compile_config = config.decode_compile_config = None
+    return config

@@ -54,7 +54,7 @@ def _package(name: str) -> Finding:
     try:
         return _tried(name, importlib.metadata.version(name))
     except importlib.metadata.PackageNotFoundError:
-        needed = "the model zoo needs it: pip install 'tilewright[models]'"
+        needed = "the model zoo needs it: pip install transformers peft"
         optional = name == "transformers"
         return Finding(name, "no" if optional else "failed", needed if optional else "missing")
 
@@ -84,7 +84,7 @@ def _gpu() -> Finding:
 
 
 def _checked(what: str, check: Callable[[], str]) -> Finding:
-    """What the check returns, or the message of what it raised."""
+    """Returns the answer of a check, or the message of the error that it raised."""
     try:
         return Finding(what, "ok", check())
     except Exception as error:

@@ -1,4 +1,4 @@
-"""What the commands with a MODEL share: loading it, lowering it, auditing its kernels."""
+"""Shared parts of the commands with a MODEL: loading it, lowering it, auditing its kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from tilewright.codegen.targets import gpu_targets
+from tilewright.codegen.names import did_you_mean
+from tilewright.codegen.targets import PRODUCTS, gpu_targets
 from tilewright.compiler import Kernel, Lowered, lower
 from tilewright.patterns.language import registered
 from tilewright.tools.commands.common import CommandError, users_code
@@ -110,7 +111,8 @@ def load_and_lower_engine(
 def check_target(name: str) -> None:
     known = [target.name for target in gpu_targets()]
     if name not in known:
-        raise CommandError(f"--target: expected one of {', '.join(known)}, got {name!r}")
+        near = did_you_mean(name, (*known, *PRODUCTS))
+        raise CommandError(f"--target: expected one of {', '.join(known)}, got {name!r}{near}")
 
 
 def pattern_names(listed: str | None) -> list[str] | None:
@@ -149,7 +151,7 @@ def audited(kernels: Sequence[Kernel], target: str, **options: Any) -> list[Kern
 
 @contextlib.contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """What is being done, with its time, on stderr while the block runs; on terminals only."""
+    """Shows on stderr what the block does, with its time, while it runs; on terminals only."""
     console = make_console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(
