@@ -34,7 +34,7 @@ audit: $(STAMP)
 matrix: $(STAMP)
 	$(BIN)/python -m tilewright.tools.matrix.support_matrix --rows "$(ROWS)"
 
-# Plants N faults in the code, drawn by SEED, and runs the tests that should catch each.
+# Mutation testing: plants N random faults, one at a time, and runs the tests that should catch them.
 mutants: $(STAMP)
 	$(BIN)/python -m tests.mutants --seed $(or $(SEED),0) --count $(or $(N),10)
 

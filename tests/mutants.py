@@ -1,11 +1,11 @@
-"""Plants faults in the code, one at a time, and runs the tests that should catch each.
+"""Mutation testing: plants one fault at a time in the code and runs the tests that should catch it.
 
-`make mutants SEED=7 N=10`, or `python -m tests.mutants --seed 7 --count 10`. A fault changes one
-operator, comparison or number, or leaves out one statement, in a function of the floors codegen to
-compiler. It is planted in a copy of the repository, so that no interruption leaves it here. The
-tests are those of the file's own room, then the kernel net, up to the first failure. What became of
-each fault is a line of `tests/mutants.json`; one that no test caught asks for a test, or for less
-code. `--at FILE:LINE` plants every fault of a line in place of drawn ones.
+`make mutants SEED=7 N=10` runs `python -m tests.mutants --seed 7 --count 10`. A fault changes one
+operator, comparison or number, or removes one statement, in a function of `codegen`, `ops`,
+`patterns` or `compiler`. The script plants it in a temporary copy of the repository. It runs the
+tests that import the module, the tests of the family and the kernel net, up to the first failure,
+and appends the result to `tests/mutants.json`. A fault that survives asks for a test, or for less
+code. `--at FILE:LINE` plants every fault of a line.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "tests" / "mutants.json"
-FLOORS = ("codegen", "ops", "patterns", "compiler")
-#: So many test files that name a module are run at most; some name a module that all do.
+LAYERS = ("codegen", "ops", "patterns", "compiler")
+#: The number of test files that import a module and are run: some modules are imported everywhere.
 MOST_FILES = 24
-#: The hash of a source, which every change of a template changes, says nothing of the numbers.
+#: The deselected test fails for any change of a template, whatever it computes.
 PYTEST = (
     *(sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"),
     *("--deselect", "tests/test_kernel_net.py::test_the_source_of_a_kernel_is_what_it_was"),
@@ -43,13 +43,13 @@ OTHER: dict[type, type] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.FloorDiv, ast.FloorDiv: ast.Mult,
     ast.Mod: ast.FloorDiv, ast.And: ast.Or, ast.Or: ast.And,
 }  # fmt: skip
-#: Statements that may be left out: without one that binds a name, the next that reads it raises.
+#: Statements that a fault removes. Assignments are not among them: a later read would raise.
 LEFT_OUT = (ast.AugAssign, ast.Expr, ast.Raise, ast.Continue, ast.Break, ast.Assert)
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A part of a file's text from `start` to `end`, in bytes, and what stands there instead."""
+    """A replacement of the bytes from `start` to `end` of a file."""
 
     file: str
     line: int
@@ -63,7 +63,7 @@ class Fault:
 
 
 def faults_of(file: str) -> list[Fault]:
-    """Every fault that can be planted in the bodies of a file's functions."""
+    """Faults of the functions of a file, in the order of their places."""
     text, begins = (ROOT / file).read_bytes(), [0]
     for line in text.splitlines(keepends=True):
         begins.append(begins[-1] + len(line))
@@ -79,7 +79,7 @@ def faults_of(file: str) -> list[Fault]:
 
 
 def changes(body: list[ast.stmt]) -> Iterator[tuple[ast.AST, str]]:
-    """(node, other text) for each change in a function's statements, without its docstring."""
+    """Pairs (node, new text) of a function's statements, without its docstring."""
     documented = isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant)
     for statement in body[documented:]:
         for node in without_annotations(statement):
@@ -99,7 +99,7 @@ def without_annotations(root: ast.AST) -> Iterator[ast.AST]:
 
 
 def others(node: ast.expr) -> Iterator[ast.expr]:
-    """The same expression with one thing changed."""
+    """Variants of an expression that differ in one operator or number."""
     match node:
         case ast.Compare(ops=[op]) if type(op) in OTHER:
             yield replaced(node, ops=[OTHER[type(op)]()])
@@ -120,8 +120,8 @@ def replaced(node: ast.expr, **parts: object) -> ast.expr:
 
 
 def tests_of(root: Path, file: str) -> list[str]:
-    """The test files and folders of a file's room: those that name its module first."""
-    floor, *rooms, _ = Path(file).parts
+    """Test files for a source file. Files that import its module come first."""
+    layer, *rooms, _ = Path(file).parts
     module = ".".join(Path(file).with_suffix("").parts).removesuffix(".__init__")
     parent, _, name = module.rpartition(".")
     whole, above = re.escape(f"tilewright.{module}"), re.escape(f"tilewright.{parent}")
@@ -129,18 +129,17 @@ def tests_of(root: Path, file: str) -> list[str]:
     files = sorted(root.glob("tests/**/test_*.py"))
     first = [path for path in files if named.search(path.read_text("utf-8"))][:MOST_FILES]
     room = rooms[0] if rooms else ""
-    for upper in FLOORS[FLOORS.index(floor) :]:
+    for upper in LAYERS[LAYERS.index(layer) :]:
         folder = root / "tests" / upper / room
         if room and folder.is_dir():
             first += [path for path in sorted(folder.rglob("test_*.py")) if path not in first]
     if not first:
-        first = sorted((root / "tests" / floor).glob("test_*.py"))[:MOST_FILES]
-    net = root / "tests" / "test_kernel_net.py"
-    return [str(path.relative_to(root)) for path in [*first, net] if path.exists()]
+        first = sorted((root / "tests" / layer).glob("test_*.py"))[:MOST_FILES]
+    return [*(str(path.relative_to(root)) for path in first), "tests/test_kernel_net.py"]
 
 
 def run(root: Path, fault: Fault, limit: float) -> dict[str, object]:
-    """What the tests say of a fault that is planted in a copy of the repository."""
+    """Result of the tests with a fault planted in a copy of the repository."""
     path = root / fault.file
     text = path.read_bytes()
     started = time.monotonic()
@@ -162,8 +161,8 @@ def run(root: Path, fault: Fault, limit: float) -> dict[str, object]:
 
 
 def copied(folder: Path) -> Path:
-    """A copy of the repository in which `tilewright` is the copy's own code."""
-    for name in (*FLOORS, "tools", "tests", "docs", "examples", "benchmarks", "src"):
+    """Copies the repository, with the links that make the copy importable."""
+    for name in (*LAYERS, "tools", "tests", "docs", "examples", "benchmarks", "src"):
         shutil.copytree(ROOT / name, folder / name, symlinks=True)
     for path in [p for p in ROOT.iterdir() if p.is_file()]:
         shutil.copy(path, folder)
@@ -171,8 +170,8 @@ def copied(folder: Path) -> Path:
 
 
 def drawn(seed: int, count: int) -> list[Fault]:
-    """Faults of all files, a large file's more often."""
-    files = [path for floor in FLOORS for path in sorted((ROOT / floor).rglob("*.py"))]
+    """Random faults of all files."""
+    files = [path for layer in LAYERS for path in sorted((ROOT / layer).rglob("*.py"))]
     found = [fault for path in files for fault in faults_of(str(path.relative_to(ROOT)))]
     return random.Random(seed).sample(found, count)
 

@@ -1,4 +1,4 @@
-"""Tables of parameters: every value, or every pair of values, in place of every combination."""
+"""Tables of test parameters that cover each value, or each pair of values, with few rows."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 
-#: The values of one parameter, by name or with names of their own.
+#: Values of one parameter. A mapping gives names to them, for the ids of tests.
 Axis = Mapping[str, Any] | Iterable[Any]
 
 
 def in_turn(*axes: Axis) -> list[Any]:
-    """Rows that have each value of each axis: as many as the longest axis has values."""
+    """Rows that cover each value of each axis. Their number is that of the longest axis."""
     named = [_named(axis) for axis in axes]
     longest = max(map(len, named))
     return [_row([axis[row % len(axis)] for axis in named]) for row in range(longest)]
 
 
 def all_pairs(*axes: Axis) -> list[Any]:
-    """Rows that have each pair of values of two axes. A row has as many new pairs as it can."""
+    """Rows that cover each pair of values of two axes, chosen greedily by new pairs."""
     named = [_named(axis) for axis in axes]
     rows = [
         (row, frozenset(combinations(enumerate(places), 2)))
