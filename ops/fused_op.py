@@ -12,7 +12,7 @@ import torch
 
 from tilewright.codegen.spec import KernelSpec
 from tilewright.codegen.targets import FAMILIES, Target, get_target
-from tilewright.ops.cache.read import CacheRead
+from tilewright.ops.cache.read import Work
 from tilewright.ops.reference.tolerances import ONE_ROUNDING, TOLERANCES
 from tilewright.ops.runtime.device import emits_for
 from tilewright.ops.runtime.program import Planner, Steps, drive
@@ -105,7 +105,8 @@ class FusedOp:
     returns: the result in the schema: "(Tensor, Tensor)", or "()" for None.
     schema: "(Tensor x, Tensor(a!) cache) -> Tensor", in place of what the fields and `returns` say,
         for what they cannot.
-    cache_read: what a call reads of caches, by its arguments' metadata; None where it reads none.
+    work: what a call reads of caches and multiplies, by its arguments' metadata; None where it
+        reads no cache and does what the nodes do that it replaces; may be "module:function".
     tuning: of an op that has the argument `tune`, tuning(target name) gives a line for reports that
         says what is measured, and where; may be "module:function".
     moving: arguments that may lie elsewhere when a call is repeated (`ops.runtime.replay`): the
@@ -134,7 +135,7 @@ class FusedOp:
     plan: Callable[[Any, str], LoweringReport] | str | None = None
     returns: str = "Tensor"
     schema: str | None = None
-    cache_read: Callable[[Any], CacheRead] | None = None
+    work: Callable[[Any], Work] | str | None = None
     tuning: Callable[[str], str] | str | None = None
     moving: frozenset[str] = frozenset()
     without_writes: str = ""
@@ -156,6 +157,10 @@ class FusedOp:
         program = drive(steps, planner, keep=True)
         outcome = program.outcome
         return LoweringReport(outcome.name, str(outcome.reason), program.specs)
+
+    def work_of(self, arguments: Any) -> Work:
+        """What a call of these arguments (metadata suffices) reads of caches and multiplies."""
+        return Work() if self.work is None else loaded(self.work)(arguments)
 
     @property
     def qualified_name(self) -> str:
