@@ -23,7 +23,7 @@ from typing import Any
 from predicted_rows import QUANTISED, Row, counts, measured_rows, step_behind
 from timing import keep
 
-from tilewright.compiler.report.bars import percent_of
+from tilewright.compiler.report.bars import held_percent
 from tilewright.compiler.report.step import SPENT
 
 #: Models and formats that no constant was fitted to, written down before any was.
@@ -73,7 +73,7 @@ def said_of(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
         if row["held_out"]:
             classes[row["class"]].append(row)
     for name, own in sorted(classes.items()):
-        yield f"{_line(name, own)}  bar {percent_of([row['ratio'] for row in own])} %"
+        yield f"{_line(name, own)}  bar {held_percent([row['ratio'] for row in own])} %"
 
 
 def _line(name: str, rows: Sequence[dict[str, Any]]) -> str:

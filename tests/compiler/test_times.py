@@ -10,7 +10,7 @@ import pytest
 
 from tilewright.codegen.targets import get_target, gpu_targets
 from tilewright.compiler.report import bars, times
-from tilewright.compiler.report.bars import bar_of, class_of, percent_of
+from tilewright.compiler.report.bars import bar_of, class_of, held_percent, percent_of
 from tilewright.compiler.report.step import SPENT, Amounts
 from tilewright.compiler.report.times import Spent, spent_of
 from tilewright.compiler.report.traffic import Unit
@@ -119,6 +119,8 @@ def test_nine_of_ten_are_within():
     assert percent_of([1.0] * 9 + [2.0]) == 0
     assert percent_of([1.0] * 8 + [1.5, 2.0]) == 50
     assert percent_of([1.011]) == 2
+    # Few rows do not make a narrow bar, many do.
+    assert (held_percent([1.02] * 9), held_percent([1.02] * 10)) == (10, 2)
 
 
 def test_bars_are_those_of_the_held_out_rows():
@@ -127,7 +129,7 @@ def test_bars_are_those_of_the_held_out_rows():
     by_class = {row["class"]: [] for row in held}
     for row in held:
         by_class[row["class"]].append(row["ratio"])
-    assert {name: percent_of(ratios) for name, ratios in by_class.items()} == bars.BARS
+    assert {name: held_percent(ratios) for name, ratios in by_class.items()} == bars.BARS
     assert max(bars.BARS.values()) <= bars.UNHELD
     published = json.loads((RESULTS / "published_b200.json").read_text("utf-8"))["rows"]
     ratios = [row["ratio"] for row in published if row["kind"] != "attention"]
