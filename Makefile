@@ -3,7 +3,6 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-FOLDERS := codegen ops patterns compiler tools
 
 .PHONY: demo test pytest lint docs audit matrix bench clean
 
@@ -17,11 +16,10 @@ test: $(STAMP)
 pytest: $(STAMP)
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
-# mypy does not follow setuptools' package-dir, so it reads the folders through links.
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	MYPYPATH=$(VENV)/src $(BIN)/mypy
+	MYPYPATH=src $(BIN)/mypy
 
 # The documents as a site, in site/; a warning is an error.
 docs: $(STAMP)
@@ -41,8 +39,6 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt setuptools
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch==2.13.0
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
-	mkdir -p $(VENV)/src/tilewright
-	for folder in $(FOLDERS); do ln -sfn ../../../$$folder $(VENV)/src/tilewright/$$folder; done
 	touch $(STAMP)
 
 clean:

@@ -180,7 +180,7 @@ def _small(row: Row) -> Any:
 
 
 def _stated(form: str, layers: int) -> dict[str, Any]:
-    """What a checkpoint of a format says of its weights."""
+    """The quantization_config of a checkpoint in a format."""
     if form == "finegrained-fp8":
         gates = [f"model.layers.{layer}.mlp.gate" for layer in range(layers)]
         return {

@@ -1,7 +1,8 @@
-"""Fused ops: schema, fake, validation, reference and lowerings, one file per op.
+"""Fused ops: schema, fake implementation, checks, reference and lowerings, one file per op.
 
-Importing the package registers every op that a file below it declares. Each is an attribute of the
-package, to be called by hand: `tilewright.ops.linear_residual(x, weight, residual, scale=0.5)`.
+Importing the package registers every op that a file below it declares. Each op is also an attribute
+of the package and can be called directly: `tilewright.ops.linear_residual(x, weight, residual,
+scale=0.5)`.
 """
 
 import sys
@@ -13,7 +14,7 @@ from tilewright.ops.checks import ArgumentError
 from tilewright.ops.contract import all_ops
 from tilewright.ops.formats.paged_cache import CacheWindow
 
-# What ops name as "module:function" is imported by the call that wants it.
+# Modules that ops name as "module:function" are imported by the first call that needs them.
 import_all(__name__, __path__, but_for=("lowering", "tuning"))
 
 _BY_HAND = {op.name: op for op in all_ops() if op.namespace == "tilewright"}
@@ -21,7 +22,7 @@ __all__ = ["ArgumentError", "CacheWindow", "load_kernels", "pack_kernels", *_BY_
 
 
 def __getattr__(name: str) -> Any:
-    """An op: the function of its name in the file that declares it, else its record."""
+    """Returns an op: the function of that name in the file that declares it, or else its record."""
     if name not in _BY_HAND:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     op = _BY_HAND[name]

@@ -1,4 +1,5 @@
-"""How a registered op is called: what is checked of each call, and what is remembered of it."""
+"""Calls of a registered op: the checks of each call, and the facts remembered about earlier
+ones."""
 
 from __future__ import annotations
 
@@ -19,14 +20,15 @@ from tilewright.ops.runtime.replay import repeat
 
 log = logging.getLogger("tilewright")
 
-#: Accepted metadata and repeated calls remembered per op and type of device.
+#: The largest number of remembered metadata keys and repeated calls, per op and device type.
 MAX_REMEMBERED = 4096
 
 
 @dataclass
 class _Kind:
-    """The calls of the same metadata. devices: of their tensors. lowering: how they are computed.
-    repeats: what makes a call again, by its addresses; None for a call that was made once."""
+    """Calls with the same metadata. devices: of their tensors. lowering: how they are computed.
+    repeats: for each key of addresses the function that repeats the call; None after only one call.
+    """
 
     devices: list[torch.device]
     lowering: Lowering
@@ -34,17 +36,18 @@ class _Kind:
 
 
 class Calls:
-    """The calls of an op on a type of device, and what is remembered of them.
+    """The calls of an op on one device type, and the facts remembered about them.
 
-    A call of new metadata is checked whole, and its lowering is chosen. Later calls of that
-    metadata have their values checked and take the lowering. On CUDA, a call at the addresses of
-    two earlier ones makes their launches again, and nothing else.
+    A call with new metadata is checked completely, and its lowering is chosen. Later calls with
+    that metadata only have their values checked and use the same lowering. On CUDA, the third call
+    at the same addresses repeats the launches of the earlier ones and does nothing else.
     """
 
     def __init__(self, op: FusedOp, device_type: str) -> None:
         self.op, self.device_type = op, device_type
         self._lists = _list_names(op)
-        # On the CPU values are checked at every call. A key has no addresses of tensors in lists.
+        # On the CPU, values are checked at every call. Keys hold no addresses of tensors in lists,
+        # so ops that take such lists are never repeated.
         self._emits = device_type == "cuda" and any(way.build for way in op.lowerings)
         self._repeats = self._emits and not any(map(_holds_tensors, op.kinds.values()))
         self._moving = frozenset(n for n, name in enumerate(op.parameters) if name in op.moving)
@@ -54,10 +57,12 @@ class Calls:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.is_autocast_enabled(self.device_type):
-            # It would round what the reference and the libraries compute in float32.
+            # Autocast would round intermediate results that the reference and libraries compute in
+            # float32.
             with torch.autocast(self.device_type, enabled=False):
                 return self(*args, **kwargs)
-        # A decode step calls every layer's op as the step before did, mostly at its addresses.
+        # A decode step calls the ops of all layers as the step before did, mostly at the same
+        # addresses.
         metadata, addresses = self._keys(args, kwargs)
         kind = self._kinds.get(metadata)
         again = None if kind is None else kind.repeats.get(addresses)
@@ -66,12 +71,12 @@ class Calls:
                 return again(*args, **kwargs)
             except torch.OutOfMemoryError:
                 raise
-            except Exception:  # the whole way says what is wrong, or goes on by the reference
+            except Exception:  # the full path below names the error, or falls back to the reference
                 kind.repeats.pop(addresses, None)
         arguments = self.op.arguments(*args, **kwargs)
         devices = tensor_devices(args, kwargs)
         if kind is None or kind.devices != devices:
-            if _lacks_list(self._lists, arguments):  # no other call looks for what it has
+            if _lacks_list(self._lists, arguments):  # only new metadata is checked for this
                 whole, options = self.op.split(_with_lists(self._lists, arguments))
                 return self(*whole, **options)
             kind = _Kind(devices, self._chosen(arguments))
@@ -86,7 +91,8 @@ class Calls:
         return result
 
     def _chosen(self, arguments: Any) -> Lowering:
-        """The lowering of calls like this one, which is checked. Raises ArgumentError."""
+        """Returns the lowering for calls like this one, after checking the call. Raises
+        ArgumentError."""
         _check_tensors_given(self.op, arguments)
         self.op.validate(arguments)
         target = machine_of(device_of(arguments)).target if self._emits else None
@@ -95,13 +101,15 @@ class Calls:
     def _performed(
         self, kind: _Kind, arguments: Any, args: Any, kwargs: Any, seen: bool
     ) -> tuple[Any, OpCallable | None]:
-        """The result, and what makes the call again. seen: whether such a call was made before; it
-        is not prepared to be made again otherwise.
+        """Returns the result, and a function that repeats the call or None.
 
-        Where the lowering cannot be built or launched, the reference runs from then on, and a log
-        says so. The writes are pure stores, so what a failed attempt may have written is written
-        again. `TILEWRIGHT_DEBUG=1` lets the failure through, and so do running out of memory, bad
-        values, and what the other ranks of a group wait for.
+        seen: whether such a call was made before; only then is the repeat prepared.
+
+        If the lowering cannot be built or launched, the reference computes this call and later
+        ones, and a log message says so. The writes are pure stores, so the reference overwrites
+        whatever a failed attempt has written. These failures are raised instead: any failure under
+        `TILEWRIGHT_DEBUG=1`, out of memory, bad values, and failures in a call that other ranks of
+        a group wait for.
         """
         lowering = kind.lowering
         try:
@@ -130,7 +138,7 @@ class Calls:
 
 
 def _holds_tensors(kind: str) -> bool:
-    """Whether arguments of a type, in PyTorch's words, are lists of tensors."""
+    """Whether arguments of a type, given as PyTorch names it, are lists of tensors."""
     return "List" in kind and "Tensor" in kind
 
 
@@ -139,7 +147,7 @@ def _list_names(op: FusedOp) -> tuple[str, ...]:
 
 
 def _lacks_list(names: tuple[str, ...], arguments: Any) -> bool:
-    """Whether a list is None: what AOTInductor's runtime hands over for an empty one."""
+    """Whether a list is None; AOTInductor's runtime passes None for an empty list."""
     return None in [getattr(arguments, name) for name in names]
 
 
@@ -149,14 +157,15 @@ def _with_lists(names: tuple[str, ...], arguments: Any) -> Any:
 
 
 def _check_tensors_given(op: FusedOp, arguments: Any) -> None:
-    """Torch lets None pass for a Tensor, as an undefined one."""
+    """Checks that no required tensor is None: torch accepts None for a Tensor, as an undefined
+    one."""
     for name, kind in op.kinds.items():
         if kind == "Tensor" and getattr(arguments, name) is None:
             raise ArgumentError(op.name, name, "a tensor", None)
 
 
 def _records_backward() -> bool:
-    """Whether autograd records: in inference mode it does not, whatever the grad mode is."""
+    """Whether autograd records. In inference mode it does not, whatever the grad mode is."""
     return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
@@ -170,14 +179,15 @@ def _needs_grad(args: Any, kwargs: Any) -> bool:
 
 
 def _differentiated(tensor: torch.Tensor) -> bool:
-    """Whether a derivative with respect to the tensor, backward or forward, is asked for."""
+    """Whether the caller asks for a derivative with respect to the tensor, backward or forward."""
     if tensor.requires_grad and _records_backward():
         return True
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
 
 
 def _check_needs_no_grad(op: FusedOp, arguments: Any) -> None:
-    """A fused op records nothing for a backward pass: say so rather than lose a gradient."""
+    """Raises ArgumentError for a tensor that needs a gradient: a fused op records nothing for a
+    backward pass, and the gradient would be lost silently."""
     for name in op.kinds:
         value = getattr(arguments, name)
         if isinstance(value, torch.Tensor) and _differentiated(value):
@@ -194,10 +204,12 @@ def _inference_only(op: FusedOp, name: str, backward: bool) -> ArgumentError:
 
 
 def transformed(op: FusedOp) -> OpCallable:
-    """The op under a transform of torch.func, which PyTorch's dispatcher asks before all else.
+    """Returns the op's implementation under the transforms of torch.func, which PyTorch's
+    dispatcher runs first.
 
-    Without it grad, vjp and jvp would give zeros, as nothing is recorded for them. A tensor that
-    a transform wraps but does not differentiate is passed on bare. Costs nothing elsewhere.
+    Without it grad, vjp and jvp would give zeros, since the op records nothing for them. A tensor
+    that a transform wraps but does not differentiate is unwrapped and passed on. Calls outside a
+    transform are not affected.
     """
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode)
     keys = keys.add(torch._C.DispatchKey.FuncTorchDynamicLayerBackMode)
@@ -218,10 +230,11 @@ def transformed(op: FusedOp) -> OpCallable:
 
 
 def told_apart(op: FusedOp) -> OpCallable:
-    """The op before autograd, which hands a traced call that writes nothing to another op.
+    """Returns the op's implementation before autograd, which redirects a traced call that writes
+    nothing to another op.
 
-    Functionalisation, of torch.export and AOTInductor, reads such a call as one of several results
-    and returns one.
+    The functionalisation of torch.export and AOTInductor would misread such a call: it expects
+    several results where the call returns one.
     """
     names, written = tuple(op.kinds), op.mutated
     other = getattr(torch.ops, op.namespace)
@@ -232,7 +245,7 @@ def told_apart(op: FusedOp) -> OpCallable:
         if traced and all(given.get(name) is None for name in written):
             try:
                 return getattr(other, op.without_writes)(*args, **kwargs)
-            except ArgumentError as error:  # names the op that was called
+            except ArgumentError as error:  # name the op that the user called
                 raise ArgumentError(
                     op.name, error.argument, error.expected, error.actual
                 ) from error
@@ -243,8 +256,8 @@ def told_apart(op: FusedOp) -> OpCallable:
 
 
 def _unwrapped(op: FusedOp, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """What the wrappers of torch.func hold. Raises ArgumentError for one that is differentiated
-    or batched."""
+    """Returns the tensor inside the wrappers of torch.func. Raises ArgumentError for a tensor that
+    is differentiated or batched."""
     functorch = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(tensor):
         if functorch.is_batchedtensor(tensor):
@@ -252,7 +265,7 @@ def _unwrapped(op: FusedOp, name: str, tensor: torch.Tensor) -> torch.Tensor:
             expected += "whole, or call it in a loop)"
             raise ArgumentError(op.name, name, expected, "a batched one")
         if not functorch.is_gradtrackingtensor(tensor):
-            break  # torch.func.functionalize, which goes on by itself
+            break  # torch.func.functionalize needs no unwrapping
         if _differentiated(tensor):
             raise _inference_only(op, name, tensor.requires_grad)
         tensor = functorch.get_unwrapped(tensor)
@@ -266,8 +279,8 @@ def fake_implementation(op: FusedOp) -> OpCallable:
         arguments = _with_lists(lists, op.arguments(*args, **kwargs))
         _check_tensors_given(op, arguments)
         op.validate(arguments)
-        # Dynamo asks here, before AOTAutograd would take the results for constants. What is
-        # exported is for inference, whatever its parameters say.
+        # Dynamo calls the fake implementation before AOTAutograd, which would treat the results as
+        # constants. An exported program is for inference, even if its parameters require gradients.
         if _records_backward() and not torch.compiler.is_exporting():
             _check_needs_no_grad(op, arguments)
         return op.faked(arguments)

@@ -1,4 +1,4 @@
-"""Argument checks that speak to people, and that tracing with symbolic sizes can run too."""
+"""Argument checks with readable messages, which also run while tracing with symbolic sizes."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 
 import torch
 
-#: Kernels count in 32 bits what arguments count.
+#: The largest count that kernels take: they count in 32 bits.
 INT32_MAX = 2**31 - 1
 FLOAT32 = torch.finfo(torch.float32)
-#: What ops compute with: in fp32, and float64 in float64.
+#: The dtypes that ops compute with. float64 is computed in float64, the others in float32.
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-#: What tensor cores multiply in 16 bits.
+#: The 16-bit dtypes that tensor cores multiply.
 HALVES = FLOAT_DTYPES[:2]
 
 
 class ArgumentError(ValueError):
-    """An argument a fused op cannot take. Nothing has been written when it is raised."""
+    """Raised for an argument that a fused op cannot take, before anything is written."""
 
     def __init__(self, op: str, argument: str, expected: str, actual: object) -> None:
         super().__init__(f"{op}: {argument}: expected {expected}, got {actual}")
@@ -32,8 +32,8 @@ class ArgumentError(ValueError):
 
 @contextmanager
 def in_words_of(op: str, names: Mapping[str, str]) -> Iterator[None]:
-    """ArgumentErrors of another op's checks, raised as those of `op`, whose own words for their
-    arguments `names` has."""
+    """Re-raises ArgumentErrors of another op's checks as errors of `op`. names: this op's name for
+    each of the other op's arguments."""
     try:
         yield
     except ArgumentError as error:
@@ -46,8 +46,8 @@ def in_words_of(op: str, names: Mapping[str, str]) -> Iterator[None]:
 def holds(condition: Any) -> bool:
     """Whether `condition` may hold: False only where it is known to be false.
 
-    A symbolic condition never becomes a guard here, so a check cannot specialise a dynamic size;
-    the same check decides at run time, when the sizes are numbers.
+    A symbolic condition never becomes a guard here, so a check cannot specialise a dynamic size. At
+    run time, when the sizes are numbers, the check decides.
     """
     if isinstance(condition, torch.SymBool):
         return not proven(torch.sym_not(condition))
@@ -55,13 +55,15 @@ def holds(condition: Any) -> bool:
 
 
 def proven(condition: Any) -> bool:
-    """Whether `condition` is known to hold, again without adding a guard."""
+    """Whether `condition` is known to hold. Like `holds`, it adds no guard. A relation between
+    sympy's symbols is known where it holds for all their values."""
     if isinstance(condition, torch.SymBool):
-        # Where there is a symbol, sympy is imported already: a third of torch's own import.
+        # This import takes a third of torch's own import time, for sympy; with a symbol, sympy is
+        # loaded.
         from torch.fx.experimental.symbolic_shapes import statically_known_true
 
         return statically_known_true(condition)
-    return bool(condition)
+    return bool(condition == True)  # noqa: E712  # a relation has no truth of its own
 
 
 def shape_text(sizes: Sequence[Any]) -> str:
@@ -75,7 +77,7 @@ def check_tensor(op: str, argument: str, value: object, expected: str = "a tenso
 
 
 def given(tensor: torch.Tensor | None) -> torch.Tensor:
-    """The tensor of an argument that the checks of its op have found there."""
+    """Returns the tensor of an argument that earlier checks have found not to be None."""
     assert tensor is not None
     return tensor
 
@@ -83,8 +85,8 @@ def given(tensor: torch.Tensor | None) -> torch.Tensor:
 def check_number(
     op: str, argument: str, value: float, least: float = -FLOAT32.max, *, above: bool = False
 ) -> None:
-    """Raises ArgumentError unless the number is finite in fp32, which kernels take it in, and at
-    least `least`; with `above`, greater than 0 in fp32, too."""
+    """Raises ArgumentError unless the number is finite in fp32, the precision in which kernels take
+    it, and at least `least`. With `above`, it must also be greater than 0 in fp32."""
     if above:
         least = FLOAT32.tiny
     if not least <= value <= FLOAT32.max:
@@ -108,7 +110,7 @@ def check_choice(op: str, argument: str, value: object, choices: Sequence[object
 
 
 def check_absent(op: str, a: Any, names: Iterable[str], since: str) -> None:
-    """Raises ArgumentError where one of these arguments is given, which do not go with another."""
+    """Raises ArgumentError if one of these arguments is given. since: why they must be None."""
     for name in names:
         if getattr(a, name) is not None:
             raise ArgumentError(op, name, f"None, since {since}", "a tensor")
@@ -117,9 +119,9 @@ def check_absent(op: str, a: Any, names: Iterable[str], since: str) -> None:
 def check_shape(
     op: str, argument: str, tensor: torch.Tensor | None, letters: str, sizes: Sequence[Any]
 ) -> None:
-    """Raises ArgumentError unless the tensor is there (torch lets None pass for one) and has the
-    rank of `sizes` and every size that is not None. `letters` names the axes for the message:
-    `[Hkv, D, K]`."""
+    """Raises ArgumentError unless the tensor is there (torch accepts None for a tensor), has the
+    rank of `sizes`, and has every size that is not None. letters: names the axes in the message,
+    such as `[Hkv, D, K]`."""
     if not isinstance(tensor, torch.Tensor):
         actual = None if tensor is None else repr(tensor)
         raise ArgumentError(op, argument, f"a tensor of shape {letters}", actual)
@@ -161,9 +163,8 @@ def check_operand(
     *,
     dense: bool = False,
 ) -> None:
-    """Raises ArgumentError unless the shape fits, as check_shape has it, the dtype is one of
-    `dtypes`, the tensor is on `device` (None: on any), and, with `dense`, neighbours on the last
-    axis are neighbours in memory."""
+    """Raises ArgumentError unless the shape passes check_shape, the dtype is one of `dtypes`, the
+    tensor is on `device` (None: any) and, with `dense`, the last dimension is contiguous."""
     check_shape(op, argument, tensor, letters, sizes)
     assert tensor is not None
     check_dtype(op, argument, tensor, dtypes)
@@ -174,14 +175,14 @@ def check_operand(
 
 
 def check_last_dim_dense(op: str, argument: str, tensor: torch.Tensor) -> None:
-    """Raises ArgumentError unless neighbours on the last axis are neighbours in memory."""
+    """Raises ArgumentError unless the last dimension is contiguous."""
     if not (holds(tensor.stride(-1) == 1) or proven(tensor.shape[-1] <= 1)):
         expected = "a contiguous last dimension (stride 1)"
         raise ArgumentError(op, argument, expected, f"strides {shape_text(tensor.stride())}")
 
 
 def first(bad: torch.Tensor) -> int | None:
-    """The index of the first True of a flattened mask; None where there is none."""
+    """Returns the index of the first True in a flattened mask, or None."""
     flat = bad.flatten()
     if flat.numel() == 0:
         return None
@@ -189,19 +190,29 @@ def first(bad: torch.Tensor) -> int | None:
     return None if where < 0 else where
 
 
-# The dictionary that os.environ changes: a look-up by os.environ itself converts the name first,
-# which takes longer than all else that finds a repeated call.
+# The dictionary behind os.environ: a look-up in os.environ itself converts the name first, which
+# takes longer than the rest of finding a repeated call.
 _environment: Mapping[bytes, bytes] = getattr(os.environ, "_data", os.environb)
 
 
 def debug_values() -> bool:
-    """Whether values that live on a GPU are checked too (TILEWRIGHT_DEBUG=1).
+    """Whether values on a GPU are checked too (TILEWRIGHT_DEBUG=1).
 
     Reading them waits for the GPU at every call, and fails while a CUDA graph is captured.
     """
-    return _environment.get(b"TILEWRIGHT_DEBUG", b"0") not in (b"", b"0")
+    return _environment.get(b"TILEWRIGHT_DEBUG", b"").lower() not in _OFF
+
+
+_OFF = frozenset({b"", b"0", b"no", b"off", b"false"})
+
+
+def is_on(variable: str) -> bool:
+    """Returns whether an environment variable's text asks for something; `0`, `no`, `off` and
+    `false` do not."""
+    return variable.strip().lower().encode() not in _OFF
 
 
 def readable(tensors: Iterable[torch.Tensor | None]) -> bool:
-    """Whether the values of all these tensors may be looked at: on the CPU, or debugging."""
+    """Whether the values of all these tensors may be read: they are on the CPU, or
+    TILEWRIGHT_DEBUG=1."""
     return debug_values() or all(t is None or t.device.type == "cpu" for t in tensors)

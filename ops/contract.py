@@ -1,8 +1,8 @@
-"""What every fused op declares, and how a declaration becomes `torch.ops.<namespace>.<name>`.
+"""The registry of fused ops: turns a declaration into `torch.ops.<namespace>.<name>`.
 
-An op is one frozen record: arguments, fake, validation, reference, lowerings, sample inputs and
-tolerances, so that tests, benchmarks and verification are written once for all ops. A user's own
-op registers as ours do, from one file anywhere:
+An op is one frozen record: arguments, fake implementation, checks, reference, lowerings, sample
+inputs and tolerances. Tests, benchmarks and verification are written once, for all ops. A user's
+own op is registered in the same way, from one file anywhere:
 
     register(FusedOp(name="my_op", arguments=MyArguments, ...))
 """
@@ -42,19 +42,19 @@ __all__ = [
 
 
 class OpConflictError(RuntimeError):
-    """A different op is already registered under this name."""
+    """Raised when a different op is already registered under this name."""
 
 
 _registry: dict[str, FusedOp] = {}
-# A torch Library takes its definitions with it when it is collected.
+# A torch Library removes its definitions when it is garbage collected, so keep it.
 _libraries: dict[str, torch.library.Library] = {}
 
 
 def register(op: FusedOp) -> FusedOp:
     """Defines `torch.ops.<namespace>.<name>` with the declared schema for CPU, CUDA and Meta.
 
-    Registering the same op again changes nothing. Raises OpConflictError where another op has
-    the name, ValueError where the schema and the arguments record disagree.
+    Registering the same op again changes nothing. Raises OpConflictError if another op has the
+    name, and ValueError if the schema and the arguments record disagree.
     """
     name = op.qualified_name
     known = _registry.get(name)
@@ -71,10 +71,10 @@ def register(op: FusedOp) -> FusedOp:
     library = _libraries.get(op.namespace)
     if library is None:
         library = _libraries[op.namespace] = torch.library.Library(op.namespace, "FRAGMENT")
-    # Strides carry the cache's geometry: Inductor must hand over the tensors as they are.
+    # Strides carry the cache's geometry, so Inductor must pass the tensors unchanged.
     tags = (torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
     library.define(op.declaration, tags=tags)
-    for device_type in ("cpu", "cuda"):  # a bound method takes less time than an object to call
+    for device_type in ("cpu", "cuda"):  # calling a bound method is faster than calling an object
         library.impl(op.name, calls.Calls(op, device_type).__call__, device_type.upper())
     library.impl(op.name, calls.transformed(op), "FuncTorchDynamicLayerFrontMode")
     if op.without_writes:
@@ -85,7 +85,8 @@ def register(op: FusedOp) -> FusedOp:
 
 
 def get_op(name: str) -> FusedOp:
-    """The op called `name` or `namespace::name`. Raises KeyError listing the registered ones."""
+    """Returns the op called `name` or `namespace::name`. Raises KeyError listing the registered
+    ops."""
     qualified = name if "::" in name else f"tilewright::{name}"
     if qualified not in _registry:
         raise KeyError(f"no fused op {qualified!r}; registered: {', '.join(sorted(_registry))}")
@@ -93,12 +94,12 @@ def get_op(name: str) -> FusedOp:
 
 
 def is_ours(called: torch._ops.OpOverload) -> bool:
-    """Whether a registered op is called."""
+    """Whether the called overload belongs to a registered op."""
     return called._schema.name in _registry
 
 
 def all_ops() -> Iterator[FusedOp]:
-    """Every registered op, by name."""
+    """Yields every registered op, sorted by name."""
     return iter([_registry[name] for name in sorted(_registry)])
 
 
@@ -116,7 +117,7 @@ def _where(op: FusedOp) -> str:
 
 
 def _default(argument: Any) -> Any:
-    """A schema argument's default as a dataclass writes it: a list cannot be one, a tuple can."""
+    """Returns a schema argument's default as a dataclass writes it: a list becomes a tuple."""
     if not argument.has_default_value():
         return MISSING
     value = argument.default_value

@@ -1,4 +1,4 @@
-"""What every fused op declares: one frozen record, and the ways it is computed."""
+"""The declaration of a fused op: one frozen record, and the ways to compute it."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Lowering:
     """One way to compute an op.
 
     `build` takes the arguments record and the target, and generates the steps of a call
-    (`ops.runtime.program`): from them the call is run, repeated and reported. Or `entry` is called
-    exactly as the op is. Each may be "module:function", imported on first use.
-    `unsupported` takes the arguments record: None, or why this lowering cannot take them.
+    (`ops.runtime.program`), from which the call is run, repeated and reported. `entry`, instead, is
+    called exactly like the op. Each may be "module:function", which is imported on first use.
+    `unsupported` takes the arguments record and returns None, or why this lowering cannot take it.
     """
 
     name: str
@@ -52,9 +52,9 @@ def emitted_kernel(
     unsupported: Callable[[Any], str | None] = _anything,
     dtypes: Sequence[torch.dtype] = (),
 ) -> Lowering:
-    """The lowering whose steps launch emitted kernels; see Lowering.
+    """Returns the lowering whose steps launch emitted kernels; see Lowering.
 
-    dtypes: those of the op's first argument that kernels take; empty: any.
+    dtypes: the dtypes of the op's first argument that the kernels take; empty: any.
     """
 
     def obstacle(arguments: Any) -> str | None:
@@ -67,7 +67,7 @@ def emitted_kernel(
 
 @dataclass(frozen=True)
 class Choice:
-    """The lowering taken for one call, and why each one before it was not."""
+    """The lowering chosen for a call, and why each lowering before it was rejected."""
 
     lowering: Lowering
     rejected: tuple[tuple[str, str], ...]
@@ -75,7 +75,8 @@ class Choice:
 
 @dataclass(frozen=True)
 class LoweringReport:
-    """What a call at given shapes will run on a target: its name, why it, its emitted kernels."""
+    """The computation of a call at given shapes on a target: its name, the reason, its emitted
+    kernels."""
 
     name: str
     reason: str
@@ -84,40 +85,42 @@ class LoweringReport:
 
 @dataclass(frozen=True)
 class FusedOp:
-    """Everything there is to know about one fused op.
+    """The declaration of one fused op.
 
-    Called as `torch.ops.<namespace>.<name>` is: by hand, with tensors and options.
+    Calling the record calls `torch.ops.<namespace>.<name>`, with tensors and options.
 
     arguments: a dataclass whose fields are the op's arguments, typed as `ops.schema` says; the
         callables below take one instance of it.
-    validate: checks metadata and nothing else, raises ArgumentError; also runs on fake tensors,
-        adds no guard. Accepted metadata is remembered.
+    validate: checks metadata only, raises ArgumentError; also runs on fake tensors and adds no
+        guard. Accepted metadata is remembered.
     reference: defines the meaning; fp32 arithmetic (float64 for float64 inputs), rounded once.
     lowerings: tried in order; the reference is always the last resort.
     cases: settings that together reach every option of the op.
-    sample_inputs: sample_inputs(case, device="cpu", seed=0) gives an instance of `arguments`.
-    tolerances: per dtype of the op's result; those of fp32 sums that are rounded once.
-    error_model: in words, what `tolerances` follow from.
-    fake: returns outputs with the right metadata; each like the first argument.
-    validate_values: checks what only real memory shows (index values, aliases), before any write.
-    plan: plan(arguments, target name) gives a LoweringReport, also for fake arguments and without a
-        GPU; may be "module:function". None: what the lowering's `build` generates.
+    sample_inputs: sample_inputs(case, device="cpu", seed=0) returns an instance of `arguments`.
+    tolerances: per dtype of the op's result; by default those of fp32 sums that are rounded once.
+    error_model: the reasoning behind `tolerances`, in words.
+    fake: returns outputs with the right metadata; by default each is like the first argument.
+    validate_values: checks that need real memory (index values, aliases); runs before any write.
+    plan: plan(arguments, target name) returns a LoweringReport, also for fake arguments and
+        without a GPU; may be "module:function". None: the report comes from `build`.
     returns: the result in the schema: "(Tensor, Tensor)", or "()" for None.
-    schema: "(Tensor x, Tensor(a!) cache) -> Tensor", in place of what the fields and `returns` say,
-        for what they cannot.
-    work: what a call reads of caches and multiplies, by its arguments' metadata; None where it
-        reads no cache and does what the nodes do that it replaces; may be "module:function".
-    tuning: of an op that has the argument `tune`, tuning(target name) gives a line for reports that
+    schema: "(Tensor x, Tensor(a!) cache) -> Tensor"; replaces the schema made from the fields and
+        `returns`, for what they cannot express.
+    work: returns the Work of a call, from the arguments' metadata; may be "module:function". None:
+        the call reads no cache and does the work of the nodes that it replaces.
+    tuning: for an op with the argument `tune`: tuning(target name) returns a line for reports that
         says what is measured, and where; may be "module:function".
-    moving: arguments that may lie elsewhere when a call is repeated (`ops.runtime.replay`): the
-        steps of every lowering look at nothing of their addresses but the remainder by 16. Empty
-        for an op that writes an argument: no other may share memory with that one.
-    slower: slower(**sizes), sizes of a call by name, says why PyTorch's own calls are the faster
-        way there; None where the op is, and for sizes that are symbols. Patterns ask it.
-    chip_obstacle: chip_obstacle(arguments, target) says why a chip has nothing that computes such a
-        call, though it has for others; None where it has. None: every chip has, or none.
-    without_writes: the op of equal arguments that a traced call becomes where all that it could
-        write is None: torch's functionalisation has no form for one that writes nothing.
+    moving: arguments whose address may change when a call is repeated (`ops.runtime.replay`): the
+        steps of every lowering depend on their addresses only modulo 16. Must be empty for an op
+        that writes an argument, because no other argument may share memory with that one.
+    slower: slower(**sizes), with the sizes of a call by name, says why PyTorch's own calls are
+        faster there; None where the op is faster, and for symbolic sizes. Patterns call it.
+    chip_obstacle: chip_obstacle(arguments, target) says why a chip cannot compute such a call,
+        though it can compute others; None where it can. Without it, support does not depend on
+        the arguments.
+    without_writes: the op with the same arguments that replaces a traced call in which every
+        argument to write is None: torch's functionalisation does not support a mutating op that
+        writes nothing.
     """
 
     name: str
@@ -143,7 +146,7 @@ class FusedOp:
     chip_obstacle: Callable[[Any, Target], str | None] | None = None
 
     def plan_for(self, arguments: Any, target: str) -> LoweringReport:
-        """The lowering these arguments (metadata suffices) get on `target`, and why."""
+        """Returns the lowering that these arguments get on `target`, and why. Metadata suffices."""
         choice = self.choose("cuda", arguments, get_target(target))
         if self.plan is None and choice.lowering.build is None and not choice.rejected:
             return LoweringReport("reference", "the op declares no kernel")
@@ -159,7 +162,7 @@ class FusedOp:
         return LoweringReport(outcome.name, str(outcome.reason), program.specs)
 
     def work_of(self, arguments: Any) -> Work:
-        """What a call of these arguments (metadata suffices) reads of caches and multiplies."""
+        """Returns the Work of a call of these arguments; metadata suffices."""
         return Work() if self.work is None else loaded(self.work)(arguments)
 
     @property
@@ -173,7 +176,7 @@ class FusedOp:
 
     @cached_property
     def declaration(self) -> str:
-        """Name and schema, as `torch.library.Library.define` takes them."""
+        """Name and schema, in the form that `torch.library.Library.define` takes."""
         return self.name + (self.schema or schema_of(self.arguments, self.returns))
 
     @cached_property
@@ -183,7 +186,7 @@ class FusedOp:
 
     @cached_property
     def parameters(self) -> Mapping[str, bool]:
-        """Names of the schema's arguments, in order, and whether each goes by keyword alone."""
+        """Names of the schema's arguments, in order, and whether each is keyword-only."""
         return {argument.name: argument.kwarg_only for argument in self.schema_arguments}
 
     @cached_property
@@ -194,16 +197,17 @@ class FusedOp:
 
     @cached_property
     def mutated(self) -> tuple[str, ...]:
-        """Names of the arguments the schema declares as written."""
+        """Names of the arguments that the schema declares as written."""
         written = self.schema_arguments
         return tuple(a.name for a in written if a.alias_info and a.alias_info.is_write)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """Calls the registered op: its arguments as `arguments` has them. Raises ArgumentError."""
+        """Calls the registered op with its arguments, as the fields of `arguments`. Raises
+        ArgumentError."""
         return self.torch_op(*args, **options)
 
     def faked(self, arguments: Any) -> Any:
-        """Outputs with the right metadata."""
+        """Returns outputs with the right metadata."""
         if self.fake is not None:
             return self.fake(arguments)
         like = getattr(arguments, next(iter(self.parameters)))
@@ -217,7 +221,7 @@ class FusedOp:
         return self.torch_op(*args, **kwargs)
 
     def split(self, arguments: Any) -> tuple[list[Any], dict[str, Any]]:
-        """An instance of `arguments` as the positional and keyword arguments of the op."""
+        """Splits an instance of `arguments` into the op's positional and keyword arguments."""
         positional = [f for f in fields(self.arguments) if not f.kw_only]
         keyword = [f for f in fields(self.arguments) if f.kw_only]
         return (
@@ -226,9 +230,11 @@ class FusedOp:
         )
 
     def choose(self, device_type: str, arguments: Any, target: Target | None = None) -> Choice:
-        """The first lowering that takes these arguments; metadata only, so fakes will do.
+        """Returns the first lowering that takes these arguments. Reads metadata only, so fake
+        tensors suffice.
 
-        target: of emitted kernels; None where it is not asked whether it has any for the op."""
+        target: of emitted kernels; None skips the check that the target has kernels for the op.
+        """
         rejected: list[tuple[str, str]] = []
         for lowering in self.lowerings:
             reason: str | None = None
@@ -244,12 +250,12 @@ class FusedOp:
 
     @property
     def family(self) -> str:
-        """The folder of `ops/` that it is in; empty for an op from elsewhere."""
+        """The folder of `ops/` that declares the op; empty for an op from elsewhere."""
         package, _, rest = self.arguments.__module__.partition(".ops.")
         return rest.partition(".")[0] if package == "tilewright" else ""
 
     def target_obstacle(self, arguments: Any, target: Target) -> str | None:
-        """Why a chip has no emitted kernels for a call; None where it may have some."""
+        """Returns why a chip has no emitted kernels for a call; None where it may have some."""
         if self.family and self.family not in FAMILIES:
             return f"codegen/targets.py FAMILIES has no entry {self.family!r}, its folder of ops/"
         if self.family and self.family not in target.families:
@@ -262,8 +268,9 @@ class FusedOp:
         return None
 
     def has_lowering_on(self, device: torch.device) -> bool:
-        """Whether a lowering is for `device`, whatever the arguments; an op that declares none is
-        for every device. Meta tensors stand for those of the GPU that is planned for."""
+        """Whether some lowering supports `device`, for any arguments. True for an op that declares
+        no lowering, and for meta tensors, which stand for tensors of the GPU that is planned for.
+        """
         if not self.lowerings or device.type == "meta":
             return True
         return any(
@@ -272,7 +279,7 @@ class FusedOp:
         )
 
     def reference_lowering(self) -> Lowering:
-        """The op's meaning as its last resort."""
+        """Returns the reference as a lowering, the last resort."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             return self.reference(self.arguments(*args, **kwargs))
@@ -286,12 +293,13 @@ def loaded(function: OpCallable | str | None) -> OpCallable:
 
 
 def device_of(arguments: Any) -> torch.device:
-    """Where a call is: with its first tensor."""
+    """Returns the device of a call: that of its first tensor."""
     return next(tensor.device for _, tensor in tensors_of(arguments))
 
 
 def tensors_of(arguments: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """A record's tensors, those of its lists too, each with its argument's name."""
+    """Yields the tensors of a record, including those in its lists, each with its argument's
+    name."""
     for one in fields(arguments):
         value = getattr(arguments, one.name)
         for item in value if isinstance(value, (list, tuple)) else (value,):

@@ -1,4 +1,4 @@
-"""Groups of arguments: what several arguments of an op say together, as one record.
+"""Groups of arguments: several arguments of an op that belong together, as one record.
 
 An op's arguments are one flat record, which is its schema. A group is a view of some of them, under
 names that are the same for every op that has such arguments:
@@ -12,9 +12,10 @@ names that are the same for every op that has such arguments:
         weight_format: str = "dense"
         up = OptionalGroup(Weight, data="up_weight", scale="up_scale")
 
-`a.up` is None where up_weight is, else the Weight of up_weight, up_scale and weight_format; a field
-that the op has no argument for has the group's default. An argument may hold a field of several
-groups: of factor="factors[1]" the field is the argument's second element, None where that is None.
+`a.up` is None if up_weight is None, else the Weight of up_weight, up_scale and weight_format. A
+field for which the op has no argument has the group's default. One argument may hold a field of
+several groups: with factor="factors[1]" the field is the argument's second element, or None if the
+argument is None.
 """
 
 from __future__ import annotations
@@ -25,52 +26,56 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeAlias, TypeVar, overload
 
 T = TypeVar("T")
-#: The argument that holds a group's first field, and what makes its fields of a record's.
+#: The argument that holds a group's first field, and a function from a record's fields to the
+#: group's.
 Reader: TypeAlias = tuple[str, Callable[[Mapping[str, Any]], dict[str, Any]]]
 
 
 @dataclass(frozen=True)
 class ArgumentGroup:
-    """A group of arguments: a dataclass whose fields have defaults, but for what every op gives.
+    """A group of arguments: a dataclass whose fields have defaults, except those that every op
+    gives.
 
-    names: the op's names of those fields that it calls otherwise; see `named`.
+    names: the op's argument names for fields that it calls differently; see `named`.
     """
 
     names: ClassVar[Mapping[str, str]] = MappingProxyType({})
 
     def named(self, name: str) -> str:
-        """What the op calls a field, as its errors say it."""
+        """Returns the op's argument name of a field, for error messages."""
         return self.names.get(name, name)
 
 
 class OptionalGroup(Generic[T]):
-    """A group of an op's arguments as an attribute of their record; None where the first field of
-    the group is None.
+    """A group of an op's arguments as an attribute of their record; None if the group's first field
+    is None.
 
-    kind: an ArgumentGroup. names: the op's names of the group's fields, where they differ.
+    kind: an ArgumentGroup. names: the op's argument names for the group's fields, where they
+    differ.
     """
 
     _optional = True
 
     def __init__(self, kind: type[T], **names: str) -> None:
-        # A class of its own for each group: what calls share need not be put into each of them.
+        # Each group gets its own class, which holds what all calls share, so that instances need
+        # not.
         self._kind = type(kind.__name__, (kind,), {"names": MappingProxyType(names)})
         self._readers: dict[type[Any], Reader] = {}
 
     @property
     def text(self) -> tuple[str, str]:
-        """The name of the group's class, and its docstring: what its fields mean."""
+        """The name and the docstring of the group's class; the docstring explains the fields."""
         (kind,) = self._kind.__bases__
         return kind.__name__, kind.__doc__ or ""
 
     @property
     def divided(self) -> frozenset[str]:
-        """The op's arguments of which one element each is a field of the group."""
+        """The op's arguments that hold one field of a group in each element."""
         names: Mapping[str, str] = self._kind.__dict__["names"]
         return frozenset(n.partition("[")[0] for n in names.values() if "[" in n)
 
     def arguments(self, group: T) -> dict[str, Any]:
-        """The fields of a group, by the names of the op's arguments."""
+        """Returns the fields of a group under the op's argument names."""
         names: Mapping[str, str] = self._kind.__dict__["names"]
         return {names.get(field, field): value for field, value in vars(group).items()}
 
@@ -85,7 +90,7 @@ class OptionalGroup(Generic[T]):
         there = a.__dict__
         if self._optional and there[found[0]] is None:
             return None
-        # What the constructor of a frozen dataclass does, in a quarter of the time.
+        # This replaces the constructor of a frozen dataclass, in a quarter of the time.
         made: Any = object.__new__(self._kind)
         made.__dict__.update(found[1](there))
         return made
@@ -96,7 +101,8 @@ class OptionalGroup(Generic[T]):
 
 
 class Group(OptionalGroup[T]):
-    """A group of an op's arguments that every call has, as an attribute of their record."""
+    """A group of an op's arguments that is present in every call, as an attribute of their
+    record."""
 
     _optional = False
 
@@ -110,13 +116,13 @@ class Group(OptionalGroup[T]):
 
 
 def prefixed(prefix: str, kind: type[Any]) -> dict[str, str]:
-    """Names of a group's fields that all begin with a prefix, as an op calls them."""
+    """Returns argument names for all fields of a group: the prefix and the field's name."""
     return {one.name: prefix + one.name for one in fields(kind)}
 
 
 def _reader(record: type[Any], kind: type[Any]) -> Reader:
-    """Raises TypeError where a field has neither an argument nor a default, or a name stands for
-    nothing."""
+    """Makes a group's Reader for a record. Raises TypeError if a field has neither an argument nor
+    a default, or if a name belongs to no field."""
     given, names = {one.name for one in fields(record)}, kind.names
     found: dict[str, str] = {}
     for one in fields(kind):
@@ -128,7 +134,7 @@ def _reader(record: type[Any], kind: type[Any]) -> Reader:
     if unknown := set(names).difference(one.name for one in fields(kind)):
         raise TypeError(f"{kind.__qualname__}: no fields {sorted(unknown)}")
     first = next(names.get(one.name, one.name) for one in fields(kind))
-    # As dataclasses make a constructor: a call builds one dictionary, and loops over nothing.
+    # Like the constructors that dataclasses generate: a call builds one dictionary, without a loop.
     items = ", ".join(f"{field!r}: {_item(name)}" for field, name in found.items())
     return first, eval(f"lambda there: {{{items}}}")
 

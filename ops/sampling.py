@@ -1,4 +1,4 @@
-"""Random tensors for the sample inputs of ops, and the places of tokens in a paged cache."""
+"""Random tensors for the sample inputs of ops, and places of tokens in a paged cache."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 
 def sampler_of(arguments: type[Any], draw: Callable[..., dict[str, Any]]) -> Callable[..., Any]:
-    """An op's `sample_inputs`: an instance of `arguments` with what draw(case, device, seed) gives
-    by name."""
+    """Returns an op's `sample_inputs`: it makes an instance of `arguments` from the fields that
+    draw(case, device, seed) returns by name."""
 
     def sample_inputs(case: Any, device: str | torch.device = "cpu", seed: int = 0) -> Any:
         return arguments(**draw(case, device, seed))
@@ -20,7 +20,7 @@ def sampler_of(arguments: type[Any], draw: Callable[..., dict[str, Any]]) -> Cal
 
 
 class Sampler:
-    """Random tensors on one device, the same for the same seed whatever the device; on the meta
+    """Random tensors on one device. A seed gives the same values on every device; on the meta
     device nothing is drawn."""
 
     def __init__(self, device: str | torch.device, seed: int) -> None:
@@ -39,7 +39,7 @@ class Sampler:
         return torch.randint(low, high, shape, generator=self.generator).to(self.device)
 
     def scales(self, *shape: int, size: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Numbers from size to 2 size."""
+        """Returns numbers between size and 2 * size."""
         if self.device.type == "meta":
             return torch.empty(shape, dtype=dtype, device=self.device)
         values = torch.rand(shape, generator=self.generator, dtype=torch.float64) + 1
@@ -51,8 +51,8 @@ class Sampler:
 
 @dataclass(frozen=True)
 class RowsCase:
-    """Rows of n numbers and their norm. norm: "rms", "weightless", or "" for none. stride: columns
-    that a row takes in memory, 0 for n."""
+    """Rows of n numbers and their norm. norm: "rms", "weightless", or "" for none. stride: from one
+    row to the next, in elements; 0 for n."""
 
     name: str
     num_tokens: int = 5
@@ -64,12 +64,12 @@ class RowsCase:
     stride: int = 0
 
     def rows(self, sampler: Sampler) -> torch.Tensor:
-        """A tensor [num_tokens, n]."""
+        """Returns a tensor [num_tokens, n]."""
         whole = sampler.normal(self.num_tokens, self.stride or self.n, dtype=self.dtype)
         return whole[:, : self.n]
 
     def norm_arguments(self, sampler: Sampler) -> dict[str, Any]:
-        """norm_weight, around the number that leaves a row as it is, and norm_offset."""
+        """Returns norm_weight, around the value that leaves a row unchanged, and norm_offset."""
         weight, offset = None, self.norm_offset
         if self.norm == "rms":
             dtype = self.norm_dtype or self.dtype
@@ -81,8 +81,8 @@ class RowsCase:
 class PagedBatch:
     """Tokens of several sequences and the pages that they go to.
 
-    slots: a form of `ops.cache.addressing`. skipped: tokens whose slot is negative. slot_dtype: of
-    slots and tables. new_tokens, cached_tokens: of each sequence.
+    slots: a form of `ops.cache.addressing`. skipped: the number of tokens with a negative slot.
+    slot_dtype: of slots and tables. new_tokens, cached_tokens: of each sequence.
     """
 
     name: str
@@ -99,15 +99,17 @@ class PagedBatch:
 def sample_table(
     batch: PagedBatch, sampler: Sampler, names: Iterable[str]
 ) -> dict[str, torch.Tensor]:
-    """A block table and what goes with it: these of `sample_places`, as the batch has them."""
+    """Returns the named tensors of `sample_places`, in the batch's dtype on the sampler's
+    device."""
     places = sample_places(batch, sampler)
     places["sequence_ids"][: batch.skipped] = -1
     return {name: places[name].to(batch.slot_dtype).to(sampler.device) for name in names}
 
 
 def sample_places(batch: Any, sampler: Sampler) -> dict[str, torch.Tensor]:
-    """A block table whose unassigned entries lie outside the pool, and what any form goes by
-    beside it; int64 on the CPU. batch: new_tokens, cached_tokens, num_pages, page_size."""
+    """Returns a block table whose unassigned entries lie outside the pool, and the tensors that
+    each form needs beside it; int64 on the CPU. batch: new_tokens, cached_tokens, num_pages,
+    page_size."""
     new = torch.tensor(batch.new_tokens, dtype=torch.int64)
     cached = torch.tensor(batch.cached_tokens, dtype=torch.int64)
     columns = (-(-(new + cached) // batch.page_size)).tolist()

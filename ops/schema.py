@@ -1,7 +1,7 @@
-"""An op's schema, read from the dataclass of its arguments.
+"""Reads an op's schema from the dataclass of its arguments.
 
-`torch.library.infer_schema` does not serve: it reads a function, has SymInt alone for integers, and
-no list for a default.
+`torch.library.infer_schema` does not suffice: it reads a function, supports only SymInt for
+integers, and no lists as defaults.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 #: A tensor that the op writes: `Tensor(a!)`.
 Written: TypeAlias = Annotated[torch.Tensor, "written"]
-#: An integer that may be a symbol of the caller's graph; an `int` is a constant of it.
+#: An integer that may be symbolic in the caller's graph; an `int` is a constant of the graph.
 SymInt: TypeAlias = Annotated[int, "symbolic"]
 
 _WORDS = {
@@ -34,14 +34,14 @@ _WORDS = {
 
 
 def schema_of(arguments: type[Any], returns: str) -> str:
-    """The schema whose arguments are the fields of a dataclass, as its constructor takes them:
+    """Returns the schema whose arguments are the fields of a dataclass, in its constructor's order:
     "(Tensor x, Tensor(a!) cache, *, float eps=1e-06) -> Tensor".
 
     A field is a Tensor, Written, int, SymInt, float, bool, str, torch.dtype or torch.device, one of
     these `| None`, or a Sequence or list of one; a list's default is a tuple. Raises ValueError
-    naming any other field. returns: the result as the schema has it.
+    naming any other field. returns: the result as the schema writes it.
     """
-    # typing.get_type_hints takes no KW_ONLY before Python 3.11.
+    # typing.get_type_hints does not accept KW_ONLY before Python 3.11.
     hints = ChainMap(*(get_annotations(owner, eval_str=True) for owner in arguments.__mro__))
     letters = iter(ascii_lowercase)
     words: list[str] = []
@@ -56,13 +56,13 @@ def schema_of(arguments: type[Any], returns: str) -> str:
 
 
 def ordered_fields(arguments: type[Any]) -> list[Field[Any]]:
-    """The fields of a dataclass in the order of an op's arguments: keywords come last, those that
-    it inherits first among them."""
+    """Returns the fields of a dataclass in the order of an op's arguments: keyword-only fields come
+    last, inherited ones first among them."""
     return sorted(fields(arguments), key=lambda field: field.kw_only is True)
 
 
 def _type(hint: Any, letters: Iterator[str]) -> str:
-    """letters: of the alias sets not yet taken."""
+    """Returns the schema type of a hint. letters: the alias sets not yet taken."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType) and len(inner) == 2 and NoneType in inner:
         return _type(inner[inner[0] is NoneType], letters) + "?"

@@ -1,4 +1,4 @@
-"""How far a result may be from the exact one."""
+"""The allowed distance of a result from the exact one."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import torch
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Largest accepted error of an element: `relative * |exact| + of_rms * rms(exact) + absolute`.
+    """The largest accepted error of an element: `relative * |exact| + of_rms * rms(exact) +
+    absolute`.
 
-    `relative` is the rounding to the output dtype, `absolute` that of its subnormal numbers where
-    it has few others; `of_rms` is what accumulating in the op's compute precision costs where terms
-    cancel. `exact` is the reference run in float64; of 8-bit floats, saturated as they are.
+    `relative` is the rounding to the output dtype. `absolute` is that of subnormal numbers, for
+    dtypes with few other numbers. `of_rms` is the cost of accumulating in the op's compute
+    precision where terms cancel. `exact` is the reference run in float64, saturated for 8-bit
+    floats.
     """
 
     relative: float
@@ -21,7 +23,7 @@ class Tolerance:
     absolute: float = 0.0
 
     def problem(self, actual: torch.Tensor, exact: torch.Tensor) -> str | None:
-        """None, or a sentence on the worst element."""
+        """Returns None, or a sentence on the worst element."""
         if actual.shape != exact.shape:
             return f"shape {list(actual.shape)}, expected {list(exact.shape)}"
         if exact.numel() == 0:
@@ -59,6 +61,7 @@ ROUNDING = {
 
 
 def rounded_once(*of_rms: float) -> dict[torch.dtype, Tolerance]:
-    """Tolerances of results that are rounded once, with `of_rms` of each dtype of ROUNDING."""
+    """Returns tolerances of results that are rounded once, with an `of_rms` for each dtype of
+    ROUNDING."""
     pairs = zip(ROUNDING.items(), of_rms, strict=False)
     return {dtype: Tolerance(relative, size) for (dtype, relative), size in pairs}

@@ -1,5 +1,5 @@
-"""The codes of misses, read from docs/miss-codes.md, which is installed beside this file: what each
-code means, whether something is lost by it, and what to do about it."""
+"""The codes of misses, read from docs/miss-codes.md, which is installed beside this file: the
+meaning of each code, whether something is lost, and what to do about it."""
 
 from __future__ import annotations
 
@@ -7,27 +7,28 @@ import re
 from pathlib import Path
 from typing import Literal, get_args
 
-#: `lost`: what the model is written for was not fused. `advice`: nothing was lost by it.
+#: `lost`: a fusion that the model is written for is missing. `advice`: nothing is lost.
 Weight = Literal["lost", "advice"]
 
 # A code, its meaning, its marks, its hint.
 _ENTRY = re.compile(r"^### ([A-Z0-9_]+)\n\*(.+)\*(?: \((.+)\))?\n\n> (.+)\n", re.MULTILINE)
 _ENTRIES = _ENTRY.findall(Path(__file__).with_name("miss-codes.md").read_text("utf-8"))
 
-#: What each code means.
+#: The meaning of each code.
 CODES: dict[str, str] = {code: meaning for code, meaning, _, _ in _ENTRIES}
 #: Codes whose misses are `advice` unless the miss says otherwise; all others are `lost`.
 WEIGHTS: dict[str, Weight] = {code: "advice" for code, _, marks, _ in _ENTRIES if "advice" in marks}
-#: Codes of sites at which an operator may stand that is not known.
+#: Codes of sites at which an unknown operator may stand.
 OF_OPERATORS = frozenset(code for code, _, marks, _ in _ENTRIES if "operator" in marks)
-#: What to do about a miss of a code.
+#: What to do about a miss, by code.
 HINTS: dict[str, str] = {code: hint for code, _, _, hint in _ENTRIES}
 
 
 def register_code(code: str, meaning: str, weight: Weight | None = None) -> None:
-    """Adds a miss code of a user's pattern; ValueError where it already means something else.
+    """Adds a miss code of a user's pattern. Raises ValueError if the code already has another
+    meaning or weight.
 
-    weight: of its misses, `lost` (also where none is given) or `advice`, see :class:`Miss`.
+    weight: of its misses, `lost` (also the default) or `advice`; see :class:`Miss`.
     """
     if CODES.setdefault(code, meaning) != meaning:
         raise ValueError(f"code: {code!r} already means {CODES[code]!r}, got {meaning!r}")

@@ -2,7 +2,7 @@
 
 `compiler.dataflow` builds a :class:`Dataflow` from a Dynamo graph. Layout is not an operation here:
 a value's operands are :class:`View`s, and a view says what it selects of which value. An in-place
-write is a value of its own, `store`, and whoever reads that memory later has it as an operand.
+write is a value of its own, `store`, and every later reader of that memory has it as an operand.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tilewright.patterns.effects import Dim, Effect, Size
 # The note of a write whose window is unknown: the memory is viewed as another dtype or shape.
 REINTERPRETED = "a reinterpreting view"
 WRAPPED = "a tensor subclass"
-#: In the `meta` of nodes: it stands in for a part of a call that is spelled out.
+#: In the `meta` of nodes that stand for a part of a call that is spelled out.
 STANDS_IN = "tilewright_stands_in"
 
 
@@ -68,24 +68,25 @@ class Value:
 
     @property
     def stands_in(self) -> bool:
-        """Whether it is a part of what the call of a library's operator means."""
+        """Whether it is part of the spelled-out meaning of a library operator's call."""
         return STANDS_IN in self.node.meta
 
     @property
     def either_way(self) -> tuple[tuple[View, View], ...]:
-        """The two operands of a sum or product, in both orders; nothing for one or three."""
+        """The two operands of a sum or product, in both orders; empty for another number of
+        operands."""
         if len(self.operands) != 2:
             return ()
         one, other = self.operands
         return (one, other), (other, one)
 
     def argument(self, position: int, name: str, default: Any = None) -> Any:
-        """An argument, given by position or by name; `default` where it is absent or None."""
+        """Returns an argument, given by position or by name; `default` if it is absent or None."""
         given = self.args[position] if len(self.args) > position else self.kwargs.get(name)
         return default if given is None else given
 
     def named(self, *names: str) -> dict[str, Any]:
-        """The arguments that are given, by name; names: of those that are given by position."""
+        """Returns the given arguments by name. names: the names of positional arguments."""
         return dict(zip(names, self.args, strict=False)) | dict(self.kwargs)
 
     @property
@@ -106,7 +107,8 @@ _ANSWERS: ContextVar[dict[Any, Any] | None] = ContextVar("answers", default=None
 
 @contextmanager
 def remembering() -> Iterator[None]:
-    """Has functions marked with :func:`once` computed once for equal arguments, until it ends."""
+    """Makes functions marked with :func:`once` compute once for equal arguments, within the
+    context."""
     token = _ANSWERS.set({})
     try:
         yield
@@ -115,10 +117,9 @@ def remembering() -> Iterator[None]:
 
 
 def once(function: Callable[P, T]) -> Callable[P, T]:
-    """A function of values and views that reads what these are computed from, and nothing else.
+    """Caches a function of values and views that reads only what these are computed from.
 
-    Its answers are kept within :func:`remembering`, and not with the values, which would be kept
-    alive by what holds them.
+    Results are kept within :func:`remembering`, not on the values, which would then be kept alive.
     """
 
     @wraps(function)
@@ -137,7 +138,7 @@ def once(function: Callable[P, T]) -> Callable[P, T]:
 
 @dataclass(frozen=True)
 class View:
-    """What `effect` selects of `value`; `value.whole` is the view of all of it."""
+    """The part of `value` that `effect` selects; `value.whole` is the view of all of it."""
 
     value: Value
     effect: Effect
@@ -152,24 +153,24 @@ class View:
 
     @property
     def is_regrouped(self) -> bool:
-        """Whether the view is all of its value, in order, whatever its dimensions."""
+        """Whether the view is all of its value, in order, in any shape."""
         try:
             return self == self.value.whole.reshape(*self.shape)
         except effects.InexpressibleError:
             return False
 
     def through(self, effect: Effect) -> View:
-        """The view of this view that `effect` describes."""
+        """Returns the view of this view that `effect` describes."""
         return View(self.value, effects.compose(effect, self.effect))
 
     @property
     def matrix(self) -> View:
-        """The view with all dimensions but the last in one."""
+        """The view with all dimensions but the last merged into one."""
         *rows, columns = self.shape
         return self.reshape(effects.product(rows), columns)
 
     def with_dims(self, *dims: Dim) -> View:
-        """The view from the same start with these dimensions in place of its own."""
+        """Returns the view from the same start with these dimensions."""
         return View(self.value, Effect(dims, self.effect.start))
 
     def reshape(self, *sizes: Size) -> View:
@@ -191,9 +192,10 @@ class View:
         return View(self.value, effects.narrow(self.effect, dim, start, length, step))
 
     def of_operand(self, operand: View) -> View:
-        """What an operand of an element-wise value contributes to this view of the value.
+        """Returns the part of an element-wise value's operand that this view of the value
+        corresponds to.
 
-        Raises InexpressibleError where it does not broadcast to the value's shape.
+        Raises InexpressibleError if it does not broadcast to the value's shape.
         """
         wide = operand.expand(*self.value.shape)
         return wide if self.is_whole else wide.through(self.effect)
@@ -217,8 +219,8 @@ class Computed:
 class Memory:
     """A piece of storage, known by the node whose tensor spans it.
 
-    root: the placeholder, or the node that allocated it.
-    strides, offset: of the root's tensor, in elements. storage: equal for memories that alias.
+    root: the placeholder, or the node that allocated it. strides, offset: of the root's tensor, in
+    elements. storage: equal for memories that alias.
     """
 
     root: fx.Node
@@ -238,12 +240,12 @@ class Store:
     target: what the written-to view selects of the memory's root tensor.
     index: target dimension -> index tensor, for advanced indexing; empty for a plain copy.
     source: the written view, its dimensions ordered: broadcast index dimensions first, then the
-        target's other dimensions in order. None where what is written is not known.
+        target's other dimensions in order. None if the written value is not known.
     kind: how the user spelled it (`index_copy_`, `setitem`, ...).
-    dtype: of the written-to view; not the memory's where that is read as another dtype.
+    dtype: of the written-to view; differs from the memory's if that is viewed as another dtype.
     accumulate: adds instead of overwriting.
     along: a dimension of the target that the index tensors' first dimension walks as well: row i of
-        it has slots of its own, as `scatter_` gives them. It is none of the "other dimensions".
+        it has its own slots, as in `scatter_`. It is not one of the "other dimensions".
     """
 
     memory: Memory
@@ -258,7 +260,7 @@ class Store:
 
 
 def scope_of(node: fx.Node) -> str:
-    """The module path of a node, as `named_modules()` spells it."""
+    """Returns the module path of a node, as `named_modules()` spells it."""
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ""
@@ -269,13 +271,13 @@ def scope_of(node: fx.Node) -> str:
 def _spelled_plainly(path: str) -> str:
     path = re.sub(r"^L\['\w+'\]\.?", "", path)
     path = re.sub(r"(?:\._modules)?\[['\"]?([\w.]+)['\"]?\]", r".\1", path)
-    # A wrapper whose __getattr__ hands on (PEFT's) is traced through its __dict__.
+    # A wrapper that forwards __getattr__ (PEFT's) is traced through its __dict__.
     parts = (part for part in path.split(".") if part not in ("_modules", "__dict__", ""))
     return ".".join(parts)
 
 
 def common_scope(one: str, other: str) -> str:
-    """The innermost module that contains both."""
+    """Returns the innermost module that contains both."""
     shared = []
     for a, b in zip(one.split("."), other.split("."), strict=False):
         if a != b:
@@ -285,37 +287,38 @@ def common_scope(one: str, other: str) -> str:
 
 
 def source_of(node: fx.Node) -> str:
-    """`file.py:line` of the innermost frame outside of torch."""
+    """Returns `file.py:line` of the innermost frame outside of torch."""
     frames = frames_of(node.meta.get("stack_trace") or "")
     found = innermost_outside_torch(frames) or (frames[-1] if frames else None)
     return f"{os.path.basename(found[0])}:{found[1]}" if found else ""
 
 
 def is_in_package(node: fx.Node, package: str) -> bool:
-    """Whether a library's code, by the name of its folder, called for a node."""
+    """Whether code in a folder of this name, a library's, called for a node."""
     trace = node.meta.get("stack_trace") or ""
     return f"/{package}/" in trace.replace("\\", "/")
 
 
-# A frame, its function and its line of code where the trace has them.
+# A frame, its function and its line of code if the trace has them.
 _FRAME = re.compile(
     r'File "([^"]+)", line (\d+)(?:, in (\S+)[ \t]*(?:\n(?![ \t]*File "))?[ \t]*([^\n]*))?'
 )
 
 
 def lines_of(trace: str) -> dict[tuple[str, int], str]:
-    """The line of code, or "", of every (file, line) that a trace names, outermost first."""
+    """Returns the line of code, or "", of every (file, line) that a trace names, outermost
+    first."""
     return {(file, int(line)): code for file, line, _, code in _FRAME.findall(trace)}
 
 
 def frames_of(trace: str) -> list[tuple[str, int]]:
-    """(file, line) of every frame that a trace names, outermost first."""
+    """Returns (file, line) of every frame that a trace names, outermost first."""
     return [(file, int(line)) for file, line, _, _ in _FRAME.findall(trace)]
 
 
 def calls_of(trace: str) -> list[str]:
-    """`file.py function line-of-code` of every frame that a trace names outside of torch, outermost
-    first; without the folders."""
+    """Returns `file.py function line-of-code` of every frame outside of torch in a trace, outermost
+    first, without folders."""
     return [
         f"{os.path.basename(file)} {function} {code}"
         for file, _, function, code in _FRAME.findall(trace)
@@ -324,12 +327,12 @@ def calls_of(trace: str) -> list[str]:
 
 
 def innermost_outside_torch(frames: Sequence[tuple[str, int]]) -> tuple[str, int] | None:
-    """The frame in the user's code, of (file, line) outermost first."""
+    """Returns the innermost frame in the user's code. frames: (file, line), outermost first."""
     return next((f for f in reversed(frames) if f"{os.sep}torch{os.sep}" not in f[0]), None)
 
 
 def iter_views(args: Any) -> Iterator[View]:
-    """Every view in nested arguments."""
+    """Yields every view in nested arguments."""
     if isinstance(args, View):
         yield args
     elif isinstance(args, (tuple, list)):
@@ -342,10 +345,10 @@ def iter_views(args: Any) -> Iterator[View]:
 def upstream(
     value: Value, reach: int, through: Callable[[Value], bool] = lambda value: True
 ) -> Iterator[Value]:
-    """`value` and what it is computed from, nearest first, `reach` values at most, each once; not
-    what lies behind values that `through` refuses."""
+    """Yields `value` and the values that it is computed from, nearest first, each once, at most
+    `reach`. Does not go past values that `through` refuses."""
     found, seen = [value], {value}
-    for count, item in enumerate(found):  # grows meanwhile
+    for count, item in enumerate(found):  # grows in the loop
         if count == reach:
             return
         yield item
@@ -358,15 +361,15 @@ def upstream(
 
 @dataclass(frozen=True, eq=False)
 class Dataflow:
-    """A graph, seen by what its values are made of. Read-only; nothing in the graph was changed.
+    """A graph in terms of its values. Read-only; the graph is unchanged.
 
-    values: in program order. users: who reads a value. views: what each node's tensor is, as it
-    was when the node ran. outputs: what the graph returns. homes: see :meth:`home`.
-    opaque: calls of which is not known what they write: all tensors count as written there.
-    failed: nodes that could not be read, each with why; they count as reading and writing anything.
-    storage_of: the number of a fake tensor's storage, equal for tensors that may share memory.
-    reshaped: storages of tensors whose shape, strides or storage change in place (`set_`).
-    same_size: whether two sizes are equal; for symbols this guards the compiled code on it.
+    values: in program order. users: the readers of a value. views: each node's tensor, as it was
+    when the node ran. outputs: the views that the graph returns. homes: see :meth:`home`. opaque:
+    calls with unknown writes: all tensors count as written there. failed: nodes that could not be
+    read, each with the reason; they count as reading and writing anything. storage_of: the number
+    of a fake tensor's storage, equal for tensors that may share memory. reshaped: storages of
+    tensors whose shape, strides or storage change in place (`set_`). same_size: whether two sizes
+    are equal; for symbols this adds a guard to the compiled code.
     """
 
     graph: fx.Graph
@@ -392,10 +395,10 @@ class Dataflow:
         reach: int | None = None,
         through: Callable[[Value], bool] = lambda value: True,
     ) -> list[Value]:
-        """`value` and what is computed from it by way of values that `through` takes, those alone,
-        nearest first: `reach` values at most, None for all."""
+        """Returns `value` and the values computed from it through values that `through` accepts,
+        nearest first: at most `reach`, None for all. Refused values are left out."""
         found, seen = [value], {value}
-        for item in found:  # grows meanwhile
+        for item in found:  # grows in the loop
             for user in self.users.get(item, ()):
                 if user not in seen and len(found) != reach and through(user):
                     seen.add(user)
@@ -403,17 +406,18 @@ class Dataflow:
         return found
 
     def only_user(self, value: Value) -> Value | None:
-        """The one value that reads another; None where several do, or the graph returns it."""
+        """Returns the only value that reads another; None if several do, or if the graph returns
+        it."""
         users = dict.fromkeys(self.users.get(value, ()))
         return next(iter(users)) if len(users) == 1 and value not in self.output_values else None
 
     def home(self, value: Value) -> fx.Node:
-        """The node whose tensor holds the value: a write's lives in the memory it wrote."""
+        """Returns the node whose tensor holds the value: for a write, the memory that it wrote."""
         return self.homes.get(value, value.node)
 
     def rows_are_dense(self, view: View) -> bool:
-        """Whether a view's last dimension is a run of neighbours in memory. A dimension made of
-        several axes of the value is one where each axis goes on where the next one ends."""
+        """Whether a view's last dimension is contiguous in memory. A dimension made of several axes
+        of the value is contiguous if each axis continues the next inner one."""
         width = view.effect.dims[-1]
         if any(atom.axis is None for atom in width):
             return False
@@ -421,7 +425,7 @@ class Dataflow:
         run: Size = 1
         for atom in reversed(width):
             if not isinstance(run, int) or held.stride(atom.axis) * atom.step != run:
-                return False  # a length that is a symbol is not compared: that would be a guard
+                return False  # comparing a symbolic length would add a guard
             run = run * atom.length
         return True
 
@@ -435,7 +439,7 @@ class Dataflow:
         return found
 
     def values_at(self, nodes: Iterable[fx.Node]) -> list[Value]:
-        """The values that these nodes make, in program order."""
+        """Returns the values that these nodes make, in program order."""
         found = [value for node in dict.fromkeys(nodes) for value in self._values_at.get(node, ())]
         return sorted(found, key=attrgetter("position"))
 
@@ -447,7 +451,7 @@ class Dataflow:
         return found
 
     def nodes_of(self, value: Value) -> Sequence[fx.Node]:
-        """The nodes that select something of a value, in program order."""
+        """Returns the nodes that select something of a value, in program order."""
         return self._nodes_of.get(value, ())
 
     @cached_property
@@ -459,43 +463,44 @@ class Dataflow:
         return found
 
     def written_back(self, value: Value) -> Iterator[Value]:
-        """The in-place writes of a value and of nothing else, as `x[...] += y` and
-        `dist.all_reduce(x)` end in one."""
+        """Yields the in-place writes of exactly a value, such as the end of `x[...] += y` and
+        `dist.all_reduce(x)`."""
         for user in self.users.get(value, ()):
             if user.store is not None and user.store.source == value.whole:
                 yield user
 
     def on_storage(self, storage: int) -> Sequence[Memory]:
-        """All memories that share a storage."""
+        """Returns all memories that share a storage."""
         return self._by_storage.get(storage, ())
 
     def writes_on(self, storage: int) -> Iterator[Value]:
-        """Every in-place write to any of the memories on a storage."""
+        """Yields every in-place write to any of the memories on a storage."""
         for memory in self.on_storage(storage):
             yield from self.written.get(memory, ())
 
     def changes(self, view: View, place: int) -> Iterator[Value]:
-        """The in-place writes to a view's memory after it is computed and before a place in program
-        order."""
+        """Yields the in-place writes to a view's memory after it is computed and before a place in
+        program order."""
         memory = self.memory_of.get(self.home(view.value))
         if memory is not None:
             yield from self.writes_between(memory.storage, view.value.position, place)
 
     def writes_between(self, storage: int, first: int, last: int) -> Sequence[Value]:
-        """The in-place writes on a storage behind one place in program order and before another."""
+        """Returns the in-place writes on a storage after one place in program order and before
+        another."""
         positions, writes = self._writes_in_order.get(storage, ((), ()))
         return writes[bisect_right(positions, first) : bisect_left(positions, last)]
 
     def reads_between(self, memory: Memory, first: int, last: int) -> Sequence[tuple[int, fx.Node]]:
-        """Who reads a memory, with positions, behind one place in program order and before
-        another."""
+        """Returns the readers of a memory, with positions, after one place in program order and
+        before another."""
         reads = self.read.get(memory, ())
         begin, end = (bisect_left(reads, at, key=itemgetter(0)) for at in (first + 1, last))
         return reads[begin:end]
 
     @cached_property
     def _writes_in_order(self) -> Mapping[int, tuple[Sequence[int], Sequence[Value]]]:
-        """Where each storage is written, and the writes, in program order."""
+        """The positions and the values of the writes to each storage, in program order."""
         found: dict[int, tuple[list[int], list[Value]]] = {}
         for value in self.stores:
             assert value.store is not None

@@ -1,4 +1,4 @@
-"""What a chain of views selects, independent of how it was spelled.
+"""The selection that a chain of views makes, independent of how it was spelled.
 
 An :class:`Effect` maps the indices of a tensor to the indices of a *base*. Every output dimension
 is a mixed-radix number: a tuple of :class:`Atom`, outermost first, each walking one base axis with
@@ -6,7 +6,7 @@ a step. `view`, `transpose`, `split`, slicing and `expand` in any order reduce t
 so two chains are the same exactly when their effects are equal. The algebra is on logical indices:
 strides in memory play no part, and a copy (`contiguous`) has the effect of an identity.
 
-A size is a Python int, or a sympy expression where Dynamo gave a symbol.
+A size is a Python int, or a sympy expression for a symbol of Dynamo.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from typing import Any, NamedTuple
 
 import sympy
 
-# int or sympy.Expr; both do arithmetic with each other, which a checker cannot see of the union.
+# int or sympy.Expr. They mix in arithmetic, which a type checker does not accept for the union.
 Size = Any
 
 
 class InexpressibleError(ValueError):
-    """The view selects something that has no normal form (a split that does not divide, ...)."""
+    """Raised for a selection that has no normal form (a split that does not divide, ...)."""
 
 
 class Atom(NamedTuple):
     """`length` indices along base axis `axis`, `step` apart; `axis` None repeats one element.
 
-    A step is a symbol only where tokens are split by one, e.g. [B*S] -> [B, S].
+    A step is a symbol only if tokens are split by one, e.g. [B*S] -> [B, S].
     """
 
     axis: int | None
@@ -58,12 +58,12 @@ def _length(dim: Dim) -> Size:
 
 
 def only_data_tell(size: Size) -> bool:
-    """Whether a size is known to no input, as that of what `nonzero` finds."""
+    """Whether a size depends on data rather than inputs' shapes, like the result of `nonzero`."""
     return any(str(symbol).startswith("u") for symbol in getattr(size, "free_symbols", ()))
 
 
 def size_fact(size: Size) -> int | str:
-    """A size as reports give it: a number, or T where only a call has one."""
+    """Returns a size for reports: a number, or T for a size known only at a call."""
     return size if isinstance(size, int) else "T"
 
 
@@ -72,11 +72,11 @@ def product(sizes: Iterable[Size]) -> Size:
 
 
 def identity(shape: Sequence[Size]) -> Effect:
-    """The effect of the base itself."""
+    """Returns the effect that selects the whole base."""
     return _identity(tuple(shape))
 
 
-@lru_cache(maxsize=1024)  # a model has few shapes, and asks for thousands
+@lru_cache(maxsize=1024)  # a model has few shapes but needs them thousands of times
 def _identity(shape: tuple[Size, ...]) -> Effect:
     dims = tuple(() if n == 1 else (Atom(a, 1, n),) for a, n in enumerate(shape))
     return Effect(dims, (0,) * len(shape))
@@ -88,7 +88,7 @@ def is_identity(effect: Effect, base_shape: Sequence[Size]) -> bool:
 
 
 def coalesce(atoms: Iterable[Atom]) -> Dim:
-    """Drops atoms of length one and joins neighbours that continue each other."""
+    """Removes atoms of length one and joins neighbours that continue each other."""
     out: list[Atom] = []
     for atom in atoms:
         if atom.length == 1:
@@ -111,12 +111,12 @@ def repeats(dim: Dim) -> bool:
 
 
 def once(dims: Iterable[Dim]) -> tuple[Dim, ...]:
-    """The dimensions, with length one where they only repeat an element."""
+    """Returns the dimensions, with length one for those that only repeat an element."""
     return tuple(() if repeats(dim) else dim for dim in dims)
 
 
 def divides(divisor: Size, size: Size) -> Size | None:
-    """size / divisor where it divides for certain, else None."""
+    """Returns size / divisor if it certainly divides, else None."""
     if size == divisor:
         return 1
     if isinstance(size, int) and isinstance(divisor, int):
@@ -128,15 +128,15 @@ def divides(divisor: Size, size: Size) -> Size | None:
 
 
 def reshape(effect: Effect, sizes: Sequence[Size]) -> Effect:
-    """Row-major regrouping into `sizes` (no -1: resolve it first).
+    """Regroups dimensions in row-major order into `sizes` (no -1: resolve it first).
 
-    Of no elements, any shape of none is one.
+    An effect without elements can take any shape without elements.
     """
     if tuple(sizes) == effect.shape:
         return effect
     if 0 in sizes and 0 in effect.shape:
         return Effect(tuple(() if n == 1 else (Atom(None, 0, n),) for n in sizes), effect.start)
-    # Innermost first: atoms still to be handed out, on a stack.
+    # Innermost first: the stack of atoms that are not used yet.
     pending = [atom for dim in effect.dims for atom in dim]
     dims: list[Dim] = []
     for size in reversed(sizes):
@@ -146,8 +146,26 @@ def reshape(effect: Effect, sizes: Sequence[Size]) -> Effect:
     return Effect(tuple(reversed(dims)), effect.start)
 
 
+def regroup(effect: Effect, sizes: Sequence[Size]) -> Effect:
+    """:func:`reshape` into sizes that are known to be of as many elements, as those of a graph's
+    own view are: symbols of which nobody can tell that they divide each other do so."""
+    if tuple(sizes) == effect.shape or (0 in sizes and 0 in effect.shape):
+        return reshape(effect, sizes)
+    pending = [atom for dim in effect.dims for atom in dim]
+    left, dims = list(sizes), []
+    while left and len(pending) != 1:
+        dims.append(_take_inner(pending, left.pop()))
+    if pending:  # the sizes that are left are all that the one atom is split into
+        (atom,) = pending
+        step = atom.step
+        while left:
+            dims.append(coalesce([Atom(atom.axis, step, left[-1])]))
+            step = step * left.pop()
+    return Effect(tuple(reversed(dims)), effect.start)
+
+
 def _take_inner(pending: list[Atom], size: Size) -> Dim:
-    """Pops from the inner end atoms that make up exactly `size` indices."""
+    """Pops atoms from the inner end that make up exactly `size` indices."""
     taken: list[Atom] = []
     left = size
     while left != 1:
@@ -167,24 +185,24 @@ def _take_inner(pending: list[Atom], size: Size) -> Dim:
 
 
 def permute(effect: Effect, order: Sequence[int]) -> Effect:
-    """Output dimensions in a new order."""
+    """Reorders output dimensions."""
     return Effect(tuple(effect.dims[i] for i in order), effect.start)
 
 
 def unsqueeze(effect: Effect, dim: int) -> Effect:
-    """A new dimension of one at `dim` (0 <= dim <= rank)."""
+    """Adds a dimension of length one at `dim` (0 <= dim <= rank)."""
     return Effect((*effect.dims[:dim], (), *effect.dims[dim:]), effect.start)
 
 
 def squeeze(effect: Effect, dims: Sequence[int]) -> Effect:
-    """Without those of `dims` whose length is one."""
+    """Removes those of `dims` whose length is one."""
     gone = {d for d in dims if effect.dims[d] == ()}
     kept = tuple(dim for i, dim in enumerate(effect.dims) if i not in gone)
     return Effect(kept, effect.start)
 
 
 def expand(effect: Effect, sizes: Sequence[Size]) -> Effect:
-    """Broadcasts to `sizes`: new leading dimensions, and dimensions of one, repeat."""
+    """Broadcasts to `sizes`: new leading dimensions, and dimensions of length one, repeat."""
     lead = len(sizes) - len(effect.dims)
     if lead < 0:
         raise InexpressibleError(f"cannot expand {effect.shape} to {tuple(sizes)}")
@@ -197,14 +215,14 @@ def expand(effect: Effect, sizes: Sequence[Size]) -> Effect:
 
 def _repeat(dim: Dim, size: Size) -> Dim:
     if dim != () and not isinstance(size, int):
-        return dim  # only a dimension of one broadcasts: the symbol must equal this length
+        return dim  # only length one broadcasts, so the symbol must equal this length
     if dim != ():
         raise InexpressibleError(f"cannot expand a dimension of {_length(dim)} to {size}")
     return (Atom(None, 0, size),)
 
 
 def narrow(effect: Effect, dim: int, start: Size, length: Size, step: int = 1) -> Effect:
-    """`length` indices of output dimension `dim` from `start` on, `step` apart."""
+    """Takes `length` indices of output dimension `dim` from `start` on, `step` apart."""
     atoms = effect.dims[dim]
     if start == 0 and step == 1 and length == _length(atoms):
         return effect
@@ -218,7 +236,7 @@ def narrow(effect: Effect, dim: int, start: Size, length: Size, step: int = 1) -
 def _narrow_atoms(
     atoms: Dim, start: Size, length: Size, step: int
 ) -> tuple[list[tuple[int, Size]], Dim]:
-    """Start offsets per base axis and the atoms left of a mixed-radix dimension."""
+    """Returns start offsets per base axis and the remaining atoms of a mixed-radix dimension."""
     if not atoms:
         return [], ()
     inner = product(a.length for a in atoms[1:])
@@ -231,7 +249,7 @@ def _narrow_atoms(
             raise InexpressibleError("a slice cuts across a merged dimension")
         offsets = [] if outer.axis is None else [(outer.axis, skip * outer.step)]
         return offsets, coalesce([Atom(outer.axis, outer.step, count), *atoms[1:]])
-    # Wholly inside one block of the inner atoms.
+    # Entirely inside one block of the inner atoms.
     if isinstance(start, int) and isinstance(inner, int) and isinstance(length, int):
         block, within = divmod(start, inner)
         if within + (length - 1) * step < inner:
@@ -243,13 +261,13 @@ def _narrow_atoms(
 
 
 def select(effect: Effect, dim: int, index: Size) -> Effect:
-    """One index of `dim`, which disappears."""
+    """Takes one index of `dim`, which disappears."""
     cut = narrow(effect, dim, index, 1)
     return Effect((*cut.dims[:dim], *cut.dims[dim + 1 :]), cut.start)
 
 
 def compose(outer: Effect, inner: Effect) -> Effect:
-    """`outer`, whose base is what `inner` selects, as an effect on `inner`'s base."""
+    """Returns `outer`, whose base is the selection of `inner`, as an effect on `inner`'s base."""
     between = inner.shape
     if is_identity(inner, between):
         return outer
@@ -280,8 +298,8 @@ def compose(outer: Effect, inner: Effect) -> Effect:
 
 
 def _digits(outer: Effect, axis: int, dim: Dim, start: list[Size]) -> dict[int, list[Atom]] | None:
-    """What every atom of the outer effect on a merged dimension takes of that dimension's atoms, by
-    the atom's id; adds to `start`. None where sizes are symbols, or an index would carry over."""
+    """Returns, by the atom's id, the digits of a merged dimension that every atom of the outer
+    effect walks; adds to `start`. None if sizes are symbols, or if an index would carry over."""
     taken = [atom for d in outer.dims for atom in d if atom.axis == axis]
     first = outer.start[axis]
     numbers = [first, *(n for a in (*dim, *taken) for n in (a.length, a.step))]
@@ -310,7 +328,7 @@ Digit = tuple[Atom, int]
 
 
 def split_index(index: int, digits: Sequence[Digit]) -> list[int]:
-    """An index by its digits, outermost first."""
+    """Splits an index into its digits, outermost first."""
     found = []
     for _, weight in digits:
         place, index = divmod(index, weight)
@@ -319,8 +337,9 @@ def split_index(index: int, digits: Sequence[Digit]) -> list[int]:
 
 
 def split_atom(atom: Atom, digits: Sequence[Digit], reach: list[int]) -> list[Atom] | None:
-    """What one atom along the index takes of each digit, both outermost first; adds to how far each
-    is walked. None where it takes them in no steps of their own."""
+    """Returns the atoms that one atom along the index walks on each digit, outermost first like
+    `digits`; adds to `reach` how far each digit is walked. None if its steps do not split into
+    steps of the digits."""
     step, left = atom.step, atom.length
     found: list[Atom] = []
     for at in range(len(digits) - 1, -1, -1):
@@ -346,7 +365,7 @@ def split_atom(atom: Atom, digits: Sequence[Digit], reach: list[int]) -> list[At
 def _through(
     atom: Atom, outer: Effect, axes: list[Dim], start: list[Size], shifted: set[int]
 ) -> Dim:
-    """One atom of the outer effect, walked through the inner dimension it refers to."""
+    """Walks one atom of the outer effect through the inner dimension that it refers to."""
     axis = atom.axis
     assert axis is not None
     dim = axes[axis]
@@ -365,7 +384,7 @@ def _through(
 
 
 def _split_block(atom: Atom, dim: Dim, first: Size) -> Dim:
-    """An atom that walks whole inner blocks, or stays inside one, of a merged dimension."""
+    """Returns an atom that walks whole inner blocks, or stays inside one, of a merged dimension."""
     if first != 0:
         raise InexpressibleError("a strided slice of a merged dimension")
     inner: Size = 1

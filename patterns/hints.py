@@ -1,4 +1,4 @@
-"""What to do about a miss, by its code where its message brings no hint of its own."""
+"""Hints for misses, by code, for messages without a hint of their own."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from tilewright.patterns.dataflow import scope_of
 
 # Calls whose result has the dtype of their operands, unless autocast computes them.
 _PRODUCTS = frozenset({"linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "einsum"})
-# Nodes looked at before a miss for products that autocast computed.
+# The number of nodes before a miss that are searched for products that autocast computed.
 _REACH = 64
 
 
 def hint_for(code: str, nodes: Sequence[fx.Node]) -> str:
-    """What to do about a miss of `code` at these nodes; "" for a code that has no hint."""
+    """Returns what to do about a miss of `code` at these nodes; "" for a code without a hint."""
     by_nodes = _BY_NODES.get(code)
     return by_nodes(nodes) if by_nodes is not None and nodes else HINTS.get(code, "")
 
 
 def with_declare(hint: str, code: str, nodes: Sequence[fx.Node]) -> str:
-    """A hint that names `declare` too, where one of the nodes calls an operator of a library."""
+    """Returns a hint that also names `declare`, if one of the nodes calls a library's operator."""
     if code not in OF_OPERATORS or "compiler.declare" in hint:
         return hint
     name = next(filter(None, map(_library_operator, nodes)), "")
@@ -35,7 +35,7 @@ def with_declare(hint: str, code: str, nodes: Sequence[fx.Node]) -> str:
 
 
 def _library_operator(node: fx.Node) -> str:
-    """`namespace::name` of an operator that PyTorch does not bring; "" for other nodes."""
+    """Returns `namespace::name` of an operator that is not PyTorch's; "" for other nodes."""
     target: Any = node.target
     if isinstance(target, torch._ops.OpOverloadPacket):
         target = getattr(target, target.overloads()[0])
@@ -44,7 +44,7 @@ def _library_operator(node: fx.Node) -> str:
     return str(target._schema.name)
 
 
-# Namespaces of operators that PyTorch brings, and of ours.
+# Namespaces of PyTorch's operators, and of ours.
 _TORCHS = frozenset({
     "aten", "prim", "prims", "c10d", "_c10d_functional", "_dtensor", "symm_mem", "inductor",
     "quantized", "tilewright", "torch_attn",
@@ -52,7 +52,7 @@ _TORCHS = frozenset({
 
 
 def _one_dtype(nodes: Sequence[fx.Node]) -> str:
-    """Names autocast where it made the dtypes differ."""
+    """Returns the hint for different dtypes, which names autocast if that caused them."""
     computed = next(filter(None, map(_autocast_dtype, _before(nodes))), None)
     if computed is None:
         return HINTS["DTYPE"]
@@ -63,16 +63,17 @@ def _one_dtype(nodes: Sequence[fx.Node]) -> str:
 
 
 def _before(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """The nodes and those that they are computed from, nearest first."""
+    """Returns the nodes and those that they are computed from, nearest first."""
     found = list(nodes)
-    for node in found:  # grows meanwhile
+    for node in found:  # grows in the loop
         if len(found) < _REACH:
             found += [source for source in node.all_input_nodes if source not in found]
     return found[:_REACH]
 
 
 def _autocast_dtype(node: fx.Node) -> torch.dtype | None:
-    """The dtype that autocast gave a product of tensors of another one; None for other nodes."""
+    """Returns the dtype that autocast gave a product of tensors of another dtype; None for other
+    nodes."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
     made = node.meta.get("example_value")
     if name not in _PRODUCTS or node.kwargs or not isinstance(made, torch.Tensor):
@@ -83,7 +84,7 @@ def _autocast_dtype(node: fx.Node) -> torch.dtype | None:
 
 
 def _look_at_module(nodes: Sequence[fx.Node]) -> str:
-    """Names the command that shows what each pattern looked for in the module of a node."""
+    """Returns the command that shows what each pattern looked for in the module of a node."""
     scope = scope_of(nodes[0])
     if not scope:
         return HINTS["UNRECOGNISED"]

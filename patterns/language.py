@@ -1,7 +1,7 @@
-"""What a pattern is: it looks at an anchor and answers `Match` or `Miss`, never None.
+"""The pattern language: a pattern looks at an anchor and answers `Match` or `Miss`, never None.
 
-A user's own pattern registers exactly as ours do: subclass nothing, give `name`, `op`, `anchors`
-and `match`, and call :func:`register`.
+A user's own pattern registers in the same way as the built-in ones: subclass nothing, define
+`name`, `op`, `anchors` and `match`, and call :func:`register`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any, Literal, NoReturn, Protocol, get_args
 
 from torch import fx
 
+from tilewright.codegen.names import did_you_mean
 from tilewright.patterns import effects
 from tilewright.patterns.codes import CODES as CODES
 from tilewright.patterns.codes import WEIGHTS as WEIGHTS
@@ -52,9 +53,9 @@ class Stage(IntEnum):
 
 #: The `pattern` of misses for code that Dynamo did not capture.
 CAPTURE = "capture"
-#: The `pattern` of misses for what no pattern recognises.
+#: The `pattern` of misses for operations that no pattern recognises.
 CENSUS = "census"
-#: The code of these misses.
+#: The code of misses of the census.
 UNRECOGNISED = "UNRECOGNISED"
 
 
@@ -69,14 +70,14 @@ class Place:
 
 @dataclass(frozen=True)
 class Miss:
-    """Why an anchor did not become a match.
+    """The reason why an anchor did not become a match.
 
     code: a stable identifier, see :data:`CODES`. message: expected and found, in the user's terms.
-    nodes: the culprits in the graph. hint: what the user can do, the code's own
-    (`patterns/hints.py`) where none is given. count: anchors it stands for.
-    weight: `lost` or `advice`; None for the code's own, see :data:`WEIGHTS`. `strict` raises, and
-    warnings count, for `lost` alone. covers: the nodes of its anchors, or of the match that it was;
-    :func:`find` adds them, and a census starts from them (:class:`Sought`).
+    nodes: the culprits in the graph. hint: what the user can do; by default the code's own
+    (`patterns/hints.py`). count: the number of anchors it stands for. weight: `lost` or `advice`;
+    None for the code's own, see :data:`WEIGHTS`. `strict` raises, and warnings count, for `lost`
+    only. covers: the nodes of its anchors, or of the match that it was; :func:`find` adds them, and
+    a census starts from them (:class:`Sought`).
     """
 
     pattern: str
@@ -116,9 +117,10 @@ class Miss:
         return place.source if place is not None else ""
 
     def without_graph(self) -> Miss:
-        """The miss as text: each of `nodes` is a :class:`Place`, and `covers` is empty."""
+        """Returns the miss as text: each of `nodes` becomes a :class:`Place`, and `covers` is
+        empty."""
         places = tuple(Place(n.name, scope_of(n), source_of(n)) for n in self.nodes)
-        made = copy(self)  # hints are not looked for again: that takes nodes
+        made = copy(self)  # a new Miss would look for hints again, which needs nodes
         object.__setattr__(made, "nodes", places)
         object.__setattr__(made, "covers", ())
         return made
@@ -135,9 +137,9 @@ class Result:
     """`replaced`, a value of the user's graph, is what `effect` selects of the op's output, times
     `factor`.
 
-    output: which output, of an op that returns several. One op may replace several values: a match
-    has one Result for each value that others read.
-    added: of the value's shape and dtype, what has to be added to that; None for nothing.
+    output: the index of the output, for an op that returns several. One op may replace several
+    values: a match has one Result for each value that others read. added: a view of the value's
+    shape and dtype to add to it; None for nothing.
     """
 
     replaced: Value
@@ -150,9 +152,10 @@ class Result:
     def of_rows(
         cls, replaced: Value, made: Sequence[Size], output: int = 0, added: View | None = None
     ) -> Result:
-        """A value that is a whole output, of rows [T, columns], in a shape of its own."""
+        """Returns the Result for a value that is a whole output, of rows [T, columns], in another
+        shape."""
         rows, columns = made
-        if replaced.shape[1:] == (columns,):  # whatever names its count of rows has
+        if replaced.shape[1:] == (columns,):  # the number of rows may be any expression
             return cls(replaced, effects.identity(replaced.shape), output, added=added)
         effect = effects.reshape(effects.identity((rows, columns)), replaced.shape)
         return cls(replaced, effect, output, added=added)
@@ -178,16 +181,15 @@ class Match:
     arguments: by the schema's names: views (the rewriter builds them), numbers, strings, None.
     results: values of the graph, or parts of one, that the op's output replaces.
     absorbed: values that disappear.
-    stores: the in-place writes that the op performs in their stead; the op goes where the last of
-        them stood. Without any, it goes where the last replaced value stood.
+    stores: the in-place writes that the op performs instead; the op takes the place of the last
+        one. Without any, it takes the place of the last replaced value.
     facts: what reports and snapshots print of the site: heads, rotation, kind of write, ...
-    scratch: in-place writes into memory that the graph made itself and that nothing but absorbed
-        values reads (`y += bias`, `out[order] = y`): they vanish with the match.
-    needs_kernel: the graph is better left alone on a GPU that would compute the op by its
-        reference.
-    miss_weight: of the miss that it becomes where it cannot be rewritten; None for its code's own.
+    scratch: in-place writes into memory that the graph made itself and that only absorbed values
+        read (`y += bias`, `out[order] = y`): they vanish with the match.
+    needs_kernel: leave the graph alone on a GPU for which the op has no kernel.
+    miss_weight: of the miss that it becomes if it cannot be rewritten; None for its code's own.
     pattern, op: names of the pattern, and of the op in `torch.ops.tilewright`, or
-        `namespace::name`; :func:`attempt` gives it those of the pattern.
+        `namespace::name`; :func:`attempt` sets them from the pattern.
     """
 
     anchor: Value
@@ -243,7 +245,8 @@ def miss_at(
     hint: str = "",
     weight: Weight | None = None,
 ) -> Miss:
-    """A Miss of the pattern at hand. `code` must be in :data:`CODES`, see :func:`register_code`."""
+    """Returns a Miss of the current pattern. Raises ValueError unless `code` is in :data:`CODES`,
+    see :func:`register_code`."""
     if code not in CODES:
         raise ValueError(
             f"miss code {code!r} is not known; give it a meaning: register_code({code!r}, ...)"
@@ -260,9 +263,10 @@ def _node(culprit: Value | View | fx.Node) -> fx.Node:
 
 @contextmanager
 def as_advice(*culprits: Value | View | fx.Node) -> Iterator[None]:
-    """Within it every miss is advice: the graph as it is computes as well, or nobody can tell.
+    """Makes every miss in the context advice, where the graph is as good as it is, or its purpose
+    is unknown.
 
-    culprits: the nodes of a miss that has none, a layout that no view expresses.
+    culprits: the nodes of a miss for a layout that no view expresses, which names none.
     """
     try:
         yield
@@ -274,19 +278,21 @@ def as_advice(*culprits: Value | View | fx.Node) -> Iterator[None]:
         raise Reject(miss) from None
 
 
-#: What a census counts: products, softmaxes, writes into memory from outside, and choices.
+#: The kinds of operations that a census counts: products, softmaxes, writes into memory from
+#: outside, and choices.
 Kind = Literal["product", "softmax", "write", "top-k"]
 
 
 @dataclass(frozen=True)
 class Sought:
-    """What the anchors of a pattern are, for people, and what its misses speak for.
+    """A description of a pattern's anchors for readers, and the operations that its misses account
+    for.
 
-    what: a line. near: operations that come nearest where there is no anchor, by the names of
-    `patterns.dataflow`; an in-place write is a "store".
-    before, behind: besides the anchor's own nodes a miss speaks for the first points of these kinds
-    upstream and downstream of it. depth: how many products in a row upstream. beside: also for the
-    products of the same activation as those.
+    what: a line. near: the operations that come nearest if there is no anchor, by the names of
+    `patterns.dataflow`; an in-place write is a "store". before, behind: besides the anchor's own
+    nodes, a miss accounts for the first operations of these kinds upstream and downstream of it.
+    depth: how many consecutive products upstream. beside: also accounts for other products of the
+    same activation.
     """
 
     what: str = ""
@@ -298,7 +304,7 @@ class Sought:
 
 
 def sought_by(pattern: Any) -> Sought:
-    """What a pattern looks for, as it says itself."""
+    """Returns what a pattern looks for, from its attribute `sought`."""
     found = getattr(pattern, "sought", None)
     return found if isinstance(found, Sought) else Sought()
 
@@ -307,28 +313,30 @@ class Pattern(Protocol):
     """A family of subgraphs that one op replaces.
 
     It may also have an attribute `sought`, a :class:`Sought`, and `asked_before`, the names of
-    patterns that would take its anchors otherwise; where it has a true attribute `asked_last`, all
-    that have none are asked before it. Where it has a true attribute `optional`, the
-    graph as it is computes as well: each match `needs_kernel`, and each of its misses is advice.
+    patterns that would otherwise take its anchors. With a true attribute `asked_last`, it comes
+    after all patterns without one. With a true attribute `optional`, the graph as it is computes as
+    well: each match `needs_kernel`, and each miss is advice.
+    `speaks_for` names patterns that match nothing where this one misses: `strict` raises for its
+    misses where it names one of these.
     """
 
     @property
     def name(self) -> str:
-        """Used in reports, options and snapshots."""
+        """The name in reports, options and snapshots."""
 
     @property
     def op(self) -> str:
-        """The op it rewrites to."""
+        """The op that matches are rewritten to."""
 
     def anchors(self, flow: Dataflow) -> Iterable[Any]:
-        """Cheap, stable places to start from."""
+        """Yields cheap, stable places to start from."""
 
     def match(self, anchor: Any, flow: Dataflow) -> Match:
-        """The match at this anchor; raises :class:`Reject` with the reason otherwise."""
+        """Returns the match at this anchor; raises :class:`Reject` with the reason otherwise."""
 
 
 def attempt(pattern: Pattern, anchor: Any, flow: Dataflow) -> Match | Miss:
-    """One pattern at one anchor."""
+    """Tries one pattern at one anchor."""
     if isinstance(anchor, Missed):
         return replace(anchor.miss, pattern=pattern.name)
     answer = _attempt(pattern, anchor, flow)
@@ -350,7 +358,7 @@ def _attempt(pattern: Pattern, anchor: Any, flow: Dataflow) -> Match | Miss:
 
 
 def _anchor_nodes(anchor: Any) -> tuple[fx.Node, ...]:
-    """The node that an anchor starts from, where it tells."""
+    """Returns the node that an anchor starts from, if it has one."""
     if isinstance(anchor, Missed):
         return anchor.miss.nodes[:1]
     node = getattr(anchor, "node", None) or getattr(getattr(anchor, "first", None), "node", None)
@@ -359,9 +367,10 @@ def _anchor_nodes(anchor: Any) -> tuple[fx.Node, ...]:
 
 @dataclass(frozen=True)
 class Missed:
-    """An anchor that a pattern knows to be a miss before it matches; :func:`attempt` gives that.
+    """An anchor that a pattern knows to be a miss before it matches; :func:`attempt` returns that
+    miss.
 
-    stores: what a match would take. values, products: for what else the miss speaks.
+    stores: the writes that a match would take. values, products: others that the miss accounts for.
     """
 
     miss: Miss
@@ -371,11 +380,12 @@ class Missed:
 
 
 class PatternError(RuntimeError):
-    """A pattern broke its contract, or raised something that is no answer; names the pattern."""
+    """Raised when a pattern breaks its contract, or raises something else than Reject; names the
+    pattern."""
 
 
 def _checked(pattern: Pattern, answer: Any) -> Match:
-    """What every match has to keep; raises PatternError where it does not."""
+    """Checks the contract of a match; raises PatternError if it is broken."""
     if not isinstance(answer, Match):
         raise PatternError(
             f"pattern {pattern.name!r}: match returned {answer!r}; return a Match or reject(...)"
@@ -398,11 +408,12 @@ _REGISTRY: dict[str, Pattern] = {}
 
 
 def register(pattern: Pattern) -> Pattern:
-    """Adds a pattern. The same one twice is idempotent; another of the same name is an error.
+    """Adds a pattern. Adding the same one twice does nothing; raises ValueError for another of the
+    same name.
 
-    An anchor goes to the first pattern that matches: those that are `asked_before` others come
-    before them, those that are `asked_last` behind all others, and these in the order of
-    registration.
+    An anchor goes to the first pattern that matches. Patterns are tried in the order of
+    registration, except that those `asked_before` others come before them, and those with
+    `asked_last` come last.
     """
     known = _REGISTRY.get(pattern.name)
     if known is not None and type(known) is not type(pattern):
@@ -415,15 +426,15 @@ def register(pattern: Pattern) -> Pattern:
 
 
 def unregister(name: str) -> None:
-    """Takes a pattern out again; unknown names raise KeyError."""
+    """Removes a pattern; raises KeyError for an unknown name."""
     del _REGISTRY[name]
 
 
 def registered(names: Sequence[str] | None = None) -> tuple[Pattern, ...]:
-    """The registered patterns: all, those named, or all but those named with a leading `-`; in the
-    order in which they are asked.
+    """Returns the registered patterns in the order in which they are tried: all, those named, or
+    all but those named with a leading `-`.
 
-    Raises ValueError naming an unknown pattern, or patterns each of which is to be asked first.
+    Raises ValueError naming an unknown pattern, or patterns that each must come before the other.
     """
     if names is None:
         return _in_order()
@@ -431,14 +442,21 @@ def registered(names: Sequence[str] | None = None) -> tuple[Pattern, ...]:
         raise ValueError(f"patterns: expected a list of names, got the string {names!r}")
     unknown = [n for n in names if n.lstrip("-") not in _REGISTRY]
     if unknown:
-        raise ValueError(f"patterns: unknown {unknown}; registered are {sorted(_REGISTRY)}")
+        near = did_you_mean(unknown[0].lstrip("-"), _REGISTRY)
+        known = sorted(_REGISTRY)
+        raise ValueError(f"patterns: unknown {unknown}; registered are {known}{near}")
     left_out = {n[1:] for n in names if n.startswith("-")}
     wanted = {n for n in names if not n.startswith("-")} or set(_REGISTRY)
     return tuple(p for p in _in_order() if p.name in wanted - left_out)
 
 
+def spoken_for(name: str) -> frozenset[str]:
+    """Returns the pattern of that name, and those that its misses speak for."""
+    return frozenset((name, *getattr(_REGISTRY.get(name), "speaks_for", ())))
+
+
 def _in_order() -> tuple[Pattern, ...]:
-    """Each pattern, behind those that are asked before it."""
+    """Returns all patterns, each after those that must come before it."""
     found: dict[str, Pattern] = {}
     ends = [pattern for pattern in _REGISTRY.values() if getattr(pattern, "asked_last", False)]
 
@@ -457,14 +475,15 @@ def _in_order() -> tuple[Pattern, ...]:
 
 @dataclass
 class Findings:
-    """Everything the patterns said of one graph."""
+    """All matches and misses of one graph."""
 
     matches: list[Match] = field(default_factory=list)
     misses: list[Miss] = field(default_factory=list)
 
 
 Check = Callable[[Match, Dataflow], Miss | None]
-#: Makes the miss for an exception: pattern's name, what it was doing, the exception, nodes.
+#: Makes the miss for an exception, from the pattern's name, what it was doing, the exception, and
+#: nodes.
 Failed = Callable[[str, str, Exception, tuple[fx.Node, ...]], Miss]
 
 REPORT_IT = (
@@ -476,7 +495,8 @@ REPORT_IT = (
 def internal_miss(
     pattern: str, doing: str, error: Exception, nodes: tuple[fx.Node, ...] = ()
 ) -> Miss:
-    """The miss of a site at which `pattern` or something of ours raised what is no answer."""
+    """Returns the miss of a site at which `pattern`, or tilewright itself, raised an unexpected
+    exception."""
     what = str(error)
     if not isinstance(error, PatternError):
         what = f"pattern {pattern!r} failed {doing}: {type(error).__name__}: {error}"
@@ -490,26 +510,27 @@ def find(
     check: Check | None = None,
     failed: Failed = internal_miss,
 ) -> Findings:
-    """All matches of all patterns, and the best miss of every anchor that none of them took.
+    """Returns all matches of all patterns, and the best miss of every anchor that no pattern took.
 
-    What a pattern raises beside its answers costs that anchor alone: `failed` makes a miss of it.
+    An unexpected exception costs only that anchor: `failed` makes a miss of it.
 
-    A store goes to the first pattern that matches it and passes `check`. Where a later pattern
-    takes what an earlier one missed, the earlier miss is kept, as the one worth reading, unless the
-    later absorbs what is written, too: then nothing of the site is lost. A miss whose anchors are
-    all absorbed by matches goes for the same reason. A pattern with a true attribute
-    `takes_leftovers` is not asked of values that a match absorbs; what it matches itself is part of
-    what others look for, and ends no misses but those of patterns with its op.
+    A store goes to the first pattern that matches it and passes `check`. If a later pattern takes
+    what an earlier one missed, the earlier miss is kept, since it is more informative, unless the
+    later one also absorbs the written value: then nothing of the site is lost. A miss whose anchors
+    are all absorbed by matches is dropped for the same reason. A pattern with a true attribute
+    `takes_leftovers` is not tried at values that a match absorbs; its own matches do not absorb
+    anchors of other patterns, and drop only misses of patterns with its op.
     """
     found = Findings()
     taken: set[Value] = set()
     absorbed: set[Value] = set()
     said: dict[tuple[str, tuple[fx.Node, ...]], int] = {}
     furthest: dict[Value, Stage] = {}
-    ops: dict[int, str] = {}  # that the patterns of the misses would have put in
+    ops: dict[int, str] = {}  # the op that each missed pattern would have inserted
     sites: dict[int, list[Value]] = defaultdict(list)
-    whole: set[Value] = set()  # what is fused: writes with what they write, and all between
-    by_op: dict[str, set[Value]] = defaultdict(set)  # what leftovers' patterns fused, by their op
+    whole: set[Value] = set()  # fused: writes with the written values, and all between
+    by_op: dict[str, set[Value]] = defaultdict(set)  # fused by patterns that take leftovers
+    written: dict[str, set[Value]] = defaultdict(set)  # the stores that each pattern takes
     for pattern in patterns:
         for anchor in _anchors(pattern, flow, found, failed):
             stores = list(anchored_stores(anchor))
@@ -522,9 +543,12 @@ def find(
             if isinstance(answer, Match):
                 found.matches.append(answer)
                 taken.update(answer.stores)
+                written[pattern.name].update(answer.stores)
                 absorbed.update(answer.absorbed)
                 whole.update(answer.stores if answer.absorbed else ())
                 (by_op[pattern.op] if leftovers else whole).update(answer.absorbed)
+                continue
+            if getattr(anchor, "again", False) and answer.code != "INTERNAL":
                 continue
             for store in stores:
                 furthest[store] = max(answer.stage, furthest.get(store, answer.stage))
@@ -539,6 +563,7 @@ def find(
         miss
         for at, miss in enumerate(found.misses)
         if not _outdone(miss, sites[at], furthest, (whole, by_op[ops.get(at, "")]))
+        and not (sites[at] and written[miss.pattern].issuperset(sites[at]))
     ]
     return found
 
@@ -546,8 +571,8 @@ def find(
 def _outdone(
     miss: Miss, stores: list[Value], furthest: Mapping[Value, Stage], fused: Sequence[Set[Value]]
 ) -> bool:
-    """Whether a miss that saw no more than the write stands beside one that got further there, or
-    all that it is about is fused: writes with what they write, or values that a match absorbs."""
+    """Whether a miss that saw no more than the write is beside one that got further there, or all
+    that it is about is fused: writes with the written values, or values that a match absorbs."""
     inside = all(any(store in values for values in fused) for store in stores)
     if stores and inside and miss.code != "INTERNAL":
         return True
@@ -556,7 +581,7 @@ def _outdone(
 
 
 def _anchors(pattern: Pattern, flow: Dataflow, found: Findings, failed: Failed) -> list[Any]:
-    """The anchors up to the first that fails; that failure goes to the misses."""
+    """Returns the anchors up to the first failure, which is added to the misses."""
     anchors: list[Any] = []
     try:
         for anchor in pattern.anchors(flow):
@@ -591,13 +616,14 @@ def _is_empty(node: fx.Node) -> bool:
 
 
 def anchored_stores(anchor: Any) -> Iterator[Value]:
-    """The in-place writes an anchor starts from."""
+    """Returns the in-place writes that an anchor starts from."""
     items = anchor if isinstance(anchor, tuple) else getattr(anchor, "stores", (anchor,))
     return (v for v in items if isinstance(v, Value))
 
 
 def anchor_nodes(anchor: Any) -> tuple[fx.Node, ...]:
-    """The nodes an anchor starts from: its own, its writes', its `values`' and `products`'."""
+    """Returns the nodes that an anchor starts from: its own, its writes', its `values`' and
+    `products`'."""
     lists = (getattr(anchor, name, ()) for name in ("values", "products"))
     values = (*anchored_stores(anchor), *(value for listed in lists for value in listed))
     return tuple(dict.fromkeys((*_anchor_nodes(anchor), *(value.node for value in values))))

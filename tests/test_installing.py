@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_packages import FLOORS, ROOT
+from tests.test_packages import LAYERS, ROOT
 
-PARTS = (*FLOORS, "docs", "README.md", "LICENSE", "MANIFEST.in", "pyproject.toml")
+PARTS = ("src", *LAYERS, "docs", "README.md", "LICENSE", "MANIFEST.in", "pyproject.toml")
 
 
 def run(*command: str, cwd: Path, path: Path | None = None) -> str:
@@ -64,7 +64,7 @@ def test_the_wheel_holds_every_module_and_what_they_read(published):
         (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
         said = BytesParser().parsebytes(wheel.read(metadata))
     read = ("*.py", "*.json", "*.j2", "*.md", "py.typed")
-    ours = {path for floor in FLOORS for kind in read for path in (ROOT / floor).rglob(kind)}
+    ours = {path for layer in LAYERS for kind in read for path in (ROOT / layer).rglob(kind)}
     assert {f"tilewright/{path.relative_to(ROOT)}" for path in ours} <= names
     assert (said["Name"], said["Description-Content-Type"]) == ("tilewright", "text/markdown")
     assert said.get_payload().startswith((ROOT / "README.md").read_text("utf-8")[:80])
@@ -73,7 +73,7 @@ def test_the_wheel_holds_every_module_and_what_they_read(published):
 def test_the_sdist_has_no_part_of_the_tests(published):
     with tarfile.open(published[0]) as archive:
         inside = {name.partition("/")[2] for name in archive.getnames()}
-    assert {"pyproject.toml", "LICENSE", "patterns/miss-codes.md"} <= inside
+    assert {"pyproject.toml", "LICENSE", "src/tilewright/patterns/miss-codes.md"} <= inside
     assert not [name for name in inside if name.startswith("tests/")]
 
 
@@ -106,6 +106,10 @@ def test_the_wheel_is_installed_into_an_empty_environment_and_starts(published, 
     assert "static cache" in run(program, "explain", "GROWING_CACHE", cwd=tmp_path)
     found, place = run(python, "-c", ENTRY_POINTS, cwd=tmp_path).splitlines()
     assert (found, Path(place)) == ("1 1 1", own)
+    # A folder of the package's name, as a clone is, does not hide what is installed.
+    (tmp_path / "tilewright" / "compiler").mkdir(parents=True)
+    read = run(python, "-c", "import tilewright; print(tilewright.__version__)", cwd=tmp_path)
+    assert f"tilewright {read}" == said
 
 
 def installed_here() -> list[str]:

@@ -4,37 +4,71 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import re
+import subprocess
 import sys
 from fnmatch import fnmatch
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from setuptools import find_packages
 from setuptools.config.pyprojecttoml import read_configuration
 
+import tilewright
+from tilewright import compiler
 from tilewright.codegen.emit.source import Imported, parse_module
 from tilewright.codegen.spec import KernelSpec
 
 ROOT = Path(__file__).resolve().parents[1]
-FLOORS = ("codegen", "ops", "patterns", "compiler", "tools")
+SOURCE = ROOT / "src" / "tilewright"
+LAYERS = ("codegen", "ops", "patterns", "compiler", "tools")
 MOST_FILES = 20
 
 
 def folders() -> list[Path]:
     """Where Python files of the package lie."""
-    return sorted({path.parent for floor in FLOORS for path in (ROOT / floor).rglob("*.py")})
+    return sorted({path.parent for layer in LAYERS for path in (ROOT / layer).rglob("*.py")})
 
 
 def name_of(folder: Path) -> str:
     return ".".join(("tilewright", *folder.relative_to(ROOT).parts))
 
 
-def test_every_folder_is_a_package_that_pyproject_installs():
-    setuptools = read_configuration(ROOT / "pyproject.toml", expand=False)["tool"]["setuptools"]
-    names = {name_of(folder): str(folder.relative_to(ROOT)) for folder in folders()}
-    assert setuptools["packages"] == sorted(names)
-    assert setuptools["package-dir"] == names
-    assert all((folder / "__init__.py").is_file() for folder in folders())
+def test_every_folder_is_a_package_that_is_installed():
+    """By the links in `src/tilewright`, which setuptools follows."""
+    links = {link.name: link.resolve() for link in SOURCE.iterdir() if link.is_symlink()}
+    assert links == {layer: ROOT / layer for layer in LAYERS}
+    assert read_configuration(ROOT / "pyproject.toml", expand=False)["tool"]["setuptools"][
+        "packages"
+    ] == {"find": {"where": ["src"]}}
+    found = find_packages(str(SOURCE.parent))
+    assert sorted(found) == sorted(["tilewright", *map(name_of, folders())])
+
+
+def test_public_names_are_imported_when_they_are_used_and_are_the_compiler_s():
+    """One object by two names, and none of them imports torch before it is used."""
+    assert {"lower", "reports", "PagedCache"} <= set(tilewright.__all__) <= set(dir(tilewright))
+    for name in tilewright.__all__:
+        value = getattr(tilewright, name)
+        assert value is getattr(compiler, name, value)
+    with pytest.raises(AttributeError, match="'tilewright' has no attribute 'lowered'"):
+        _ = tilewright.lowered
+    code = "import sys, tilewright; tilewright.__version__; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_the_version_is_in_one_place():
+    """And where a file cannot read it, it is the same."""
+    assert (
+        "version" in read_configuration(ROOT / "pyproject.toml", expand=False)["project"]["dynamic"]
+    )
+    cited = re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text("utf-8"), re.MULTILINE)
+    logged = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)
+    assert cited is not None
+    assert logged is not None
+    assert {cited[1], logged[1]} == {tilewright.__version__}
 
 
 def test_pytest_leaves_out_no_folder_of_tests(pytestconfig):
@@ -62,8 +96,8 @@ def shadowed(modules: dict[str, ModuleType]) -> list[str]:
 
 
 def test_no_module_is_hidden_by_a_function_of_its_name():
-    for floor in FLOORS:
-        package = importlib.import_module(f"tilewright.{floor}")
+    for layer in LAYERS:
+        package = importlib.import_module(f"tilewright.{layer}")
         for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             importlib.import_module(found.name)
     assert shadowed(dict(sys.modules)) == []

@@ -34,6 +34,8 @@ from torch.fx.passes.graph_transform_observer import (
 )
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._sympy.functions import CleanDiv as CleanDiv
+from torch.utils._sympy.functions import FloorDiv as FloorDiv
 
 from tilewright.compiler._compat.autocast import autocast_at
 

@@ -181,7 +181,32 @@ def _dim(index: Any, rank: int) -> int:
 
 
 def _to_shape(effect: Effect, node: Call, shape: Sequence[Size]) -> Effect:
-    return effects.reshape(effect, shape)
+    return effects.regroup(effect, shape)
+
+
+def _to_sizes(effect: Effect, node: Call, shape: Sequence[Size]) -> Effect:
+    """Of a shape with symbols torch may give a number as a quotient of sizes; the call says it."""
+    given = sizes_from(node, 1, "size" if "size" in node.kwargs else "shape")
+    return effects.regroup(effect, _as_given(given, shape))
+
+
+def _unflattened(effect: Effect, node: Call, shape: Sequence[Size]) -> Effect:
+    given = argument(node, 2, "sizes")
+    if not isinstance(given, (tuple, list)):
+        given = sizes_from(node, 2, "sizes")
+    dim = _dim(argument(node, 1, "dim"), len(effect.dims))
+    inner = _as_given(given, shape[dim : dim + len(given)])
+    return effects.regroup(effect, [*shape[:dim], *inner, *shape[dim + len(given) :]])
+
+
+def _as_given(given: Sequence[Any], shape: Sequence[Size]) -> list[Size]:
+    """The sizes of a call; where it has -1, or gives none, those of its result."""
+    numbers = [g.meta.get("example_value") if isinstance(g, fx.Node) else g for g in given]
+    known = all(isinstance(n, (int, torch.SymInt)) for n in numbers)
+    if not known or len(numbers) != len(shape):
+        return list(shape)
+    pairs = zip(map(size_of, numbers), shape, strict=True)
+    return [length if size == -1 else size for size, length in pairs]
 
 
 def _transpose(effect: Effect, node: Call, shape: Sequence[Size]) -> Effect:
@@ -257,7 +282,9 @@ SHAPES = _names("view reshape view_as reshape_as flatten unflatten ravel _unsafe
 LAYOUT: dict[str, Rule] = {
     name: rule
     for rule, names in (
-        (_to_shape, " ".join(SHAPES)),
+        (_to_shape, "view_as reshape_as flatten ravel"),
+        (_to_sizes, "view reshape _unsafe_view"),
+        (_unflattened, "unflatten"),
         (_transpose, "transpose"),
         (_reverse_dims, "t T"),
         (_permute, "permute"),

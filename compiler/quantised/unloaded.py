@@ -32,6 +32,9 @@ Stated = Mapping[str, Any]
 _E4M3 = torch.float8_e4m3fn
 #: bitsandbytes' own: codes that share a scale, and where activations are outliers.
 _TABLE_BLOCK, _THRESHOLD = 64, 6.0
+#: The columns in a group of GPTQ's and AWQ's codes, where a configuration names no size: the
+#: default of transformers' GPTQConfig and AwqConfig.
+DEFAULT_GROUP_SIZE = 128
 
 
 class BlockLinear(CodedLinear):
@@ -142,7 +145,7 @@ def _finegrained(model: Any, stated: Stated) -> None:
 
 def _gptq(model: Any, stated: Stated) -> None:
     _check_four_bits("gptq", stated)
-    if stated.get("desc_act") and stated.get("group_size", -1) > 0:
+    if stated.get("desc_act") and _group_size(stated) > 0:
         raise ValueError("gptq: desc_act: expected false: groups of columns in another order are "
                          "not read as codes")  # fmt: skip
     if stated.get("modules_in_block_to_quantize"):
@@ -341,13 +344,20 @@ def _check_four_bits(method: str, stated: Stated) -> None:
         raise ValueError(f"{method}: dynamic: expected no rules for single modules")
 
 
+def _group_size(stated: Stated) -> int:
+    """Returns the number of columns in a group, not positive where a row is one group. A
+    configuration that names no size has transformers' default."""
+    named = [stated[key] for key in ("group_size", "q_group_size") if key in stated]
+    return int(named[0]) if named else DEFAULT_GROUP_SIZE
+
+
 def _grouped(
     method: str, stated: Stated, linear: nn.Linear, packs_columns: bool
 ) -> SimpleNamespace:
     """Returns a stand-in for gptqmodel's linear in a dense one's place: words of eight codes along
     K, or along N. Raises ValueError where the last group or word is not whole."""
     rows, columns = linear.weight.shape
-    group = int(stated.get("group_size", stated.get("q_group_size", -1)))
+    group = _group_size(stated)
     group = columns if group <= 0 else group
     if columns % group:
         raise ValueError(f"{method}: group_size: expected one that divides {columns}, got {group}")

@@ -77,7 +77,7 @@ class Amounts:
 
     @property
     def bound(self) -> str:
-        """What most of the modelled time is spent on, a value of SPENT; empty without any time."""
+        """The largest part of the modelled time, a value of SPENT; empty without any time."""
         longest = max(SPENT, key=lambda name: getattr(self, name))
         return SPENT[longest] if getattr(self, longest) else ""
 

@@ -75,8 +75,11 @@ class Spent:
 
 
 def spent_of(unit: Unit, caches: int, present: int | None, target: Target) -> Spent:
-    """What a unit's time is spent on. caches: bytes that it moves of them. present: tokens in the
-    caches of each sequence; None: the new ones alone."""
+    """Returns the times of a unit by their causes.
+
+    caches: bytes of caches that it moves. present: tokens in the caches of each sequence; None: the
+    new ones alone.
+    """
     rate = target.hbm_bytes_per_s * _memory_share(unit) / 1e6
     moved = [size / rate for size in (unit.weights, caches, unit.activations + unit.scratch)]
     product = 1e6 * unit.flops / (unit.flop_rate * _product_share(unit))
@@ -93,7 +96,8 @@ def spent_of(unit: Unit, caches: int, present: int | None, target: Target) -> Sp
     # Each has the part of the root that its square is of the square.
     scales = (*[bytes_us / both] * len(moved), *[products_us / both] * 2)
     scaled = (part * scale for part, scale in zip(parts, scales, strict=True))
-    return Spent(*scaled, starts_us=1e6 * unit.launches * (target.launch_s + FILL_S))
+    starts_us = 1e6 * unit.launches * (target.launch_s + FILL_S)
+    return Spent(*scaled, starts_us)
 
 
 def _memory_share(unit: Unit) -> float:

@@ -54,6 +54,8 @@ _SIZE_FUNCTIONS: dict[type, Callable[..., Any]] = {
     sympy.Add: operator.add,
     sympy.Mul: operator.mul,
     sympy.Pow: operator.pow,
+    _compat.FloorDiv: operator.floordiv,
+    _compat.CleanDiv: operator.floordiv,
 }
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any, NoReturn
 
 import torch
@@ -16,6 +17,7 @@ from torch import fx
 
 from tilewright.compiler import _compat
 from tilewright.compiler.safety.subclasses import described
+from tilewright.ops.checks import proven
 from tilewright.ops.formats.paged_cache import in_bytes, strided_disjoint
 from tilewright.patterns.dataflow import Computed, Dataflow, Memory, Store, Value, View, source_of
 from tilewright.patterns.effects import Effect, InexpressibleError, Size
@@ -94,9 +96,42 @@ def _no_read(match: Match, flow: Dataflow) -> None:
     for memory in _memories(match):
         for alias in flow.on_storage(memory.storage):
             for _, node in flow.reads_between(alias, first, last):
-                if node not in own:
+                if node not in own and not _reads_apart(node, match, flow):
                     message = f"{node.format_node()} reads the cache between the absorbed writes"
                     _hazard("CACHE_READ", message, node, hint="write K and V before either is read")
+
+
+def _reads_apart(node: fx.Node, match: Match, flow: Dataflow) -> bool:
+    """Whether a node certainly reads no element of an absorbed write that stands before it: that
+    write will stand behind it."""
+    at = flow.positions[node]
+    stores = [value for value in match.stores if flow.positions[value.node] < at]
+    moved = [value.store for value in stores if value.store is not None]
+    if len(moved) != len(stores) or not all(_is_known(store) for store in moved):
+        return False
+    storages = {store.memory.storage for store in moved}
+    read = [
+        source
+        for source in node.all_input_nodes
+        if storages & {flow.storage_of(tensor) for tensor in _compat.tensors_of(source)}
+    ]
+    return all(_lies_beside(source, store, flow) for source in read for store in moved)
+
+
+def _lies_beside(source: fx.Node, store: Store, flow: Dataflow) -> bool:
+    """Whether the tensor of a node lies in the memory of a write, and in another part of it."""
+    memory, view = flow.memory_of.get(source), flow.views.get(source)
+    if memory is not store.memory or not isinstance(view, View):
+        return False
+    # What a view selects of the memory is known where its value is all of the memory.
+    whole = flow.home(view.value) is memory.root and view.value.shape == memory.shape
+    return whole and _effects_disjoint(view.effect, store.target)
+
+
+def _is_known(store: Store) -> bool:
+    """Whether a write's target says which elements of the memory it may fill: what a target does
+    not select is never written."""
+    return store.dtype == store.memory.dtype and _has_its_own_elements(store.memory)
 
 
 def _no_other_write(match: Match, flow: Dataflow) -> None:
@@ -112,9 +147,7 @@ def _no_other_write(match: Match, flow: Dataflow) -> None:
 def _lies_apart_from(match: Match, value: Value) -> bool:
     """Whether another write fills a part of its memory that none of the absorbed writes touches."""
     other = value.store
-    if other is None or other.note or other.dtype != other.memory.dtype:
-        return False
-    if not _has_its_own_elements(other.memory):
+    if other is None or not _is_known(other):
         return False
     own = [store.store for store in match.stores if store.store is not None]
     return all(
@@ -125,16 +158,18 @@ def _lies_apart_from(match: Match, value: Value) -> bool:
 def _has_its_own_elements(memory: Memory) -> bool:
     """Whether different indices certainly mean different elements; of an expanded tensor, or of one
     from `as_strided`, they may not."""
+    if len(memory.strides) != len(memory.shape):
+        return False  # torch names no storage
     axes = [(s, n) for n, s in zip(memory.shape, memory.strides, strict=True) if n != 1]
-    if all(isinstance(size, int) for axis in axes for size in axis):
-        reach = 0
-        for stride, size in sorted(axes):
-            if stride <= reach:
+    if all(isinstance(stride, int) for stride, _ in axes):
+        reach: Size = 0
+        for stride, size in sorted(axes, key=itemgetter(0)):
+            if not proven(stride > reach):
                 return False
-            reach += (size - 1) * stride
+            reach = reach + (size - 1) * stride
         return True
     inside: Size = 1
-    while axes:  # sizes that are symbols: each stride is all that lies inside it
+    while axes:  # strides that are symbols: each is all that lies inside it
         found = next((axis for axis in axes if axis[0] == inside), None)
         if found is None:
             return False
@@ -166,7 +201,8 @@ def _caches_apart(match: Match, flow: Dataflow) -> None:
 
 def _disjoint(one: Store, other: Store) -> bool:
     if one.memory is other.memory:
-        return _effects_disjoint(one.target, other.target)
+        own = _has_its_own_elements(one.memory)
+        return own and _effects_disjoint(one.target, other.target)
     return lie_apart(one.memory, other.memory)
 
 
@@ -184,24 +220,23 @@ def lie_apart(one: Memory, other: Memory) -> bool:
 
 
 def _effects_disjoint(one: Effect, other: Effect) -> bool:
-    """Whether two selections of one tensor are certainly apart along some axis."""
-    for axis in range(len(one.start)):
-        a, b = _extent(one, axis), _extent(other, axis)
-        if a is not None and b is not None and (a[1] <= b[0] or b[1] <= a[0]):
-            return True
-    return False
+    """Whether two selections of one tensor are certainly apart along some axis.
+
+    Along an axis they may follow each other or interleave, as K and V of a layer do in the rows of
+    `[blocks, layers, 2, page, ...]`.
+    """
+    return any(_apart_along(axis, one, other) for axis in range(len(one.start)))
 
 
-def _extent(effect: Effect, axis: int) -> tuple[int, int] | None:
-    low = effect.start[axis]
-    reach = 0
-    for dim in effect.dims:
-        for atom in dim:
-            if atom.axis == axis:
-                if not isinstance(atom.length, int):
-                    return None
-                reach += atom.step * (atom.length - 1)
-    return (low, low + reach + 1) if isinstance(low, int) else None
+def _apart_along(axis: int, one: Effect, other: Effect) -> bool:
+    (lengths, steps), (more, others) = (_walked(effect, axis) for effect in (one, other))
+    return strided_disjoint(lengths, steps, more, others, other.start[axis] - one.start[axis])
+
+
+def _walked(effect: Effect, axis: int) -> tuple[list[Size], list[Size]]:
+    """Lengths and steps of what an effect takes along one axis of its base."""
+    atoms = [atom for dim in effect.dims for atom in dim if atom.axis == axis]
+    return [atom.length for atom in atoms], [atom.step for atom in atoms]
 
 
 def _inputs_unchanged(match: Match, flow: Dataflow) -> None:

@@ -1,4 +1,4 @@
-"""The arguments of `cache_attention`, and those of another op as its."""
+"""The arguments of `cache_attention`, and the parts that other ops share with it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tilewright.ops.schema import SymInt
 
 @dataclass(frozen=True, kw_only=True)
 class BatchArguments:
-    """What `cache_attention` and `mla_decode` are told of the sequences of a batch: where the keys
-    of each lie and which of them its queries see. AttentionArguments has what each means."""
+    """Arguments of `cache_attention` and `mla_decode` about the sequences of a batch: where the
+    keys of each are, and which of them its queries see. AttentionArguments explains each field."""
 
     scale: float
     num_sequences: SymInt = 1
@@ -35,34 +35,37 @@ BATCH_NAMES = tuple(field.name for field in fields(BatchArguments))
 @dataclass(frozen=True)
 class AttentionArguments(BatchArguments):
     """The arguments of `cache_attention`: T queries of B sequences; Hq heads, which share the Hkv
-    heads of keys and values; D and V the widths of a key and a value.
+    heads of keys and values; D and V are the widths of a key and a value.
 
-    q [T, Hq, D]: bf16, fp16, fp32 or fp64, last dimension contiguous. A sequence's queries:
-    row_offsets [B + 1], or num_sequences equal runs.
+    q [T, Hq, D]: bf16, fp16, fp32 or fp64, last dimension contiguous. row_offsets [B + 1] gives the
+    queries of each sequence; without it, sequences have num_sequences equal runs of queries.
 
-    k [N, P, Hkv, D], v [N, P, Hkv, V]: the cache, any strides, last dimension contiguous; of q's
-    dtype, or an 8-bit float with k_scale and v_scale (fp32, one number or [Hkv]), which its numbers
-    are multiplied by. block_table [B, columns]: key j of sequence b is k[block_table[b, j // P],
-    j % P]. None: it is k[b, j], N = B.
+    k [N, P, Hkv, D], v [N, P, Hkv, V]: the cache, any strides, last dimension contiguous. It has
+    q's dtype, or is an 8-bit float with k_scale and v_scale (fp32, one number or [Hkv]) that its
+    numbers are multiplied by. block_table [B, columns]: key j of sequence b is k[block_table[b, j
+    // P], j % P]. None: it is k[b, j], with N = B.
 
-    Which keys a query sees: those below key_lengths [B], where given; and by its position p and a
-    key's place j, mask "causal" (j <= p), "sliding_window" (p - window < j <= p), "chunked" (j <= p
-    and j // window == p // window) or "none"; and attn_mask [B or 1, Hq or 1, S or 1, K or more]:
-    bool, True is seen, or numbers (of q's dtype or fp32) that are added to the scaled and capped
-    logits, -inf hides. Only for equal runs of S queries. mask_blocks: what `mask_blocks` gives for
-    this attn_mask; made by the call where it is None. A query that sees no key gives zeros. With
-    hide_lowest only beside mask "none", no key_lengths, and as many columns as keys, where softcap
-    or a scale of at most 1 / 4 bounds logits: products q @ k^T are finite in q's dtype.
+    A query sees a key if all of these hold. The key's index j is below key_lengths [B], if given.
+    For the query's position p, `mask` allows it: "causal" (j <= p), "sliding_window" (p - window <
+    j <= p), "chunked" (j <= p and j // window == p // window) or "none". attn_mask [B or 1, Hq or
+    1, S or 1, K or more] allows it, for equal runs of S queries only: bool, True is seen; or
+    numbers (of q's dtype or fp32) that are added to the scaled and capped logits, where -inf hides.
+    A query that sees no key gives zeros.
 
-    A query's position: `positions` [T] or [T / B] (the same for every sequence) where given, else
-    cache_lengths[b] + i for the i-th query of sequence b, else i.
+    mask_blocks: the result of `mask_blocks` for this attn_mask; None: the call computes it. A
+    result made with hide_lowest is allowed only with mask "none", without key_lengths, with as many
+    columns in attn_mask as keys, and with logits bounded by softcap or by a scale of at most 1 / 4:
+    products q @ k^T are finite in q's dtype.
 
-    softcap c: logits become c * tanh(logits / c), before they are masked; 0: they do not. sinks
-    [Hq]: a logit of each head that takes its share of the softmax and has no value.
+    The position of a query is `positions` [T] or [T / B] (the same for every sequence) if given,
+    else cache_lengths[b] + i for the i-th query of sequence b, else i.
 
-    Keys that nobody sees may hold anything, NaN too. Bad values (offsets, lengths, pages) raise
-    ArgumentError where they are on the CPU, and under TILEWRIGHT_DEBUG=1 on a GPU; otherwise a key
-    on a page outside the pool is not seen.
+    softcap c: logits become c * tanh(logits / c) before masking; 0: no cap. sinks [Hq]: an extra
+    logit of each head, which takes part in the softmax and has no value.
+
+    Keys that no query sees may hold anything, also NaN. Bad values (offsets, lengths, pages) raise
+    ArgumentError if they are on the CPU, and under TILEWRIGHT_DEBUG=1 on a GPU; otherwise a key on
+    a page outside the pool is not seen.
     """
 
     q: torch.Tensor
@@ -76,14 +79,14 @@ class AttentionArguments(BatchArguments):
 
 
 def as_attention(a: Any, q: torch.Tensor, keys: torch.Tensor) -> AttentionArguments:
-    """The attention of queries q [T, H, ..] to keys [P, S, ..], one head of them for all; they are
-    the values, too."""
+    """Returns the attention of queries q [T, H, ..] to keys [P, S, ..], which all heads share and
+    which are also the values."""
     k = keys.unsqueeze(2)
     return AttentionArguments(q, k, k, **{name: getattr(a, name) for name in BATCH_NAMES})
 
 
 def cache_read(a: AttentionArguments) -> CacheRead:
-    """What a call reads of keys and values, each once for the queries of a sequence."""
+    """Returns the reads of keys and values of a call; queries of a sequence read each once."""
     token_bytes = sum(t.shape[2] * t.shape[3] * t.element_size() for t in (a.k, a.v))
     sequences, capacity = present_of(a, a.k)
     queries, pair = a.q.shape[0] // max(sequences, 1), a.k.shape[3] + a.v.shape[3]
@@ -98,12 +101,12 @@ def cache_read(a: AttentionArguments) -> CacheRead:
 
 
 def work(a: AttentionArguments) -> Work:
-    """What a call reads of caches."""
+    """Returns the reads of caches of a call."""
     return Work(cache_read(a))
 
 
 def present_of(a: BatchArguments, keys: torch.Tensor) -> tuple[int, int]:
-    """(sequences, the tokens of one that are read at most) of a cache [N, P, ..]."""
+    """Returns (number of sequences, the most tokens read of one) for a cache [N, P, ..]."""
     pages, page_size = keys.shape[:2]
     if a.block_table is None:
         sequences, capacity = pages, page_size

@@ -1,5 +1,5 @@
-"""Lists of the blocks of keys that a mask lets some query of a tile see, which the op `mask_blocks`
-gives: its arguments, meaning and kernel, and the checks of a list that is given."""
+"""The lists of blocks that `mask_blocks` returns: the blocks of keys that some query of a tile
+sees. Arguments, meaning and kernel of the op, and checks of a given list."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ class MaskBlocksArguments:
     """The arguments of `mask_blocks`: B sequences, H heads, S queries, K keys.
 
     attn_mask [B or 1, H or 1, S or 1, K], any strides: bool, True is seen; or numbers that are
-    added to logits, of which -inf hides.
+    added to logits, where -inf hides.
 
-    hide_lowest: so do numbers of -1.75 E and less in a tile of 128 queries of which each has one of
-    -E / 8 or more, E the largest power of two of the mask's dtype: `torch.finfo(dtype).min` is
-    almost -2 E. True where such numbers leave no weight beside ordinary ones: logits are at most
-    E / 2, and the mask alone says which keys are seen, of as many keys as it has. Of booleans it
-    says nothing.
+    hide_lowest: numbers of at most -1.75 E also hide, in a tile of 128 queries each of which has a
+    number of at least -E / 8. E is the largest power of two of the mask's dtype;
+    `torch.finfo(dtype).min` is almost -2 E. Set it only where such numbers leave no weight beside
+    ordinary ones: logits are at most E / 2, the mask alone decides which keys are seen, and it has
+    as many columns as there are keys. It does not affect boolean masks.
 
-    Result int32 [.., .., ceil(S / 128), 1 + ceil(K / 64)]: for each tile of 128 queries how many
-    blocks of 64 keys some query of it sees, then those blocks in ascending order, then zeros. A
-    block is 2 * its number, plus 1 where every query of the tile sees every key of it, there are
-    64, and a mask that is added adds nothing.
+    Result int32 [.., .., ceil(S / 128), 1 + ceil(K / 64)]: for each tile of 128 queries, the number
+    of blocks of 64 keys that some query of it sees, then those blocks in ascending order, then
+    zeros. A block is 2 * its number, plus 1 if it is whole: it has 64 keys, every query of the tile
+    sees all of them, and a mask of numbers adds zero.
     """
 
     attn_mask: torch.Tensor
@@ -76,11 +76,11 @@ def validate(a: MaskBlocksArguments) -> None:
 
 
 def validate_values(a: MaskBlocksArguments) -> None:
-    """Every value is one."""
+    """Checks nothing: every value is valid."""
 
 
 def blocks_shape(mask: torch.Tensor) -> tuple[Any, Any, Any, Any]:
-    """Of a mask's list of blocks."""
+    """Returns the shape of a mask's list of blocks."""
     batch, heads, queries, keys = mask.shape
     return batch, heads, (queries + QUERIES - 1) // QUERIES, 1 + (keys + KEYS - 1) // KEYS
 
@@ -90,13 +90,13 @@ def fake(a: MaskBlocksArguments) -> torch.Tensor:
 
 
 def reference(a: MaskBlocksArguments) -> torch.Tensor:
-    """For tile t of queries, block b of keys and what the mask has for them, [128, 64]:
+    """For tile t of queries, block b of keys and the mask's elements for them, [128, 64]:
 
         seen[t, b] = any(mask[128 t:, 64 b:] != -inf)
         whole[t, b] = all(mask[128 t:, 64 b:] == 0)            and there are 64 keys
         out[t] = n, then 2 b + whole[t, b] of the n blocks that are seen, then zeros
 
-    Of booleans, True is seen, and whole where there is nothing else. With hide_lowest, where
+    In a boolean mask, True is seen; a block of True only is whole. With hide_lowest, if
     all(any(mask[128 t:] >= -E / 8, keys)):
 
         seen[t, b] = any(mask[128 t:, 64 b:] > -1.75 E)
@@ -112,7 +112,7 @@ def reference(a: MaskBlocksArguments) -> torch.Tensor:
         higher = _tiled(~(mask <= LOWEST * unit), spare_query=False).any(3).any(-1)
         ordinary = _tiled(mask >= ORDINARY * unit, spare_query=True).flatten(-2).any(-1).all(-1)
         seen = torch.where(ordinary[..., None], higher, seen)
-    # Blocks that are seen in their order, and then the others.
+    # Seen blocks in order, then the others.
     order = (~seen).int().argsort(dim=-1, stable=True)
     entries = torch.where(seen, 2 * torch.arange(seen.shape[-1], device=mask.device) + whole, 0)
     made[..., 0] = seen.sum(-1)
@@ -121,8 +121,8 @@ def reference(a: MaskBlocksArguments) -> torch.Tensor:
 
 
 def _tiled(pairs: torch.Tensor, *, spare_query: bool) -> torch.Tensor:
-    """[B, H, S, K] as [B, H, tiles, QUERIES, blocks, KEYS], with what queries that are not there
-    have; keys that are not there have False."""
+    """Splits [B, H, S, K] into [B, H, tiles, QUERIES, blocks, KEYS]. Padding queries get
+    `spare_query`, padding keys False."""
     *outer, queries, keys = pairs.shape
     rows, columns = cdiv(queries, QUERIES) * QUERIES, cdiv(keys, KEYS) * KEYS
     full = pairs.new_zeros((*outer, rows, columns))
@@ -132,7 +132,7 @@ def _tiled(pairs: torch.Tensor, *, spare_query: bool) -> torch.Tensor:
 
 
 def _unit(a: MaskBlocksArguments) -> float:
-    """The largest power of two of a mask whose lowest numbers hide; 0 where they do not."""
+    """Returns the largest power of two of the mask's dtype if its lowest numbers hide; else 0."""
     hides = a.hide_lowest and a.attn_mask.dtype != torch.bool
     return largest_power(a.attn_mask.dtype) if hides else 0.0
 
@@ -141,7 +141,7 @@ def _unit(a: MaskBlocksArguments) -> float:
 
 
 def unsupported(a: MaskBlocksArguments) -> str | None:
-    """Why the emitted kernel cannot take a call; None where it can. Metadata only."""
+    """Returns why the emitted kernel cannot take a call, or None. Reads metadata only."""
     dtype = a.attn_mask.dtype
     return f"no kernel for {dtype}" if dtype == torch.float64 else None
 
@@ -179,7 +179,7 @@ def mask_blocks_steps(a: MaskBlocksArguments, target: Target) -> Steps:
 
 @cache
 def _mask_kernel(problem: MaskProblem, tiles: int, target: Target) -> tuple[MaskConfig, Statics]:
-    """How a mask is cut, and the constants of the kernel."""
+    """Returns the tiling of a mask, and the constants of the kernel."""
     config = mask_config(problem, tiles, target)
     return config, Statics(problem, config, keys=KEYS, queries=QUERIES, **problem.bounds)
 
@@ -187,8 +187,8 @@ def _mask_kernel(problem: MaskProblem, tiles: int, target: Target) -> tuple[Mask
 def list_steps(
     mask: torch.Tensor, target: Target, *, hide_lowest: bool
 ) -> Generator[Step, Any, torch.Tensor]:
-    """The steps that make the list of blocks of a mask, for a call that was given none. Dimensions
-    that a mask is expanded along have one element there."""
+    """Runs the steps that make the list of blocks of a mask, for a call without one. A dimension
+    along which the mask is expanded has length one in the list."""
     for dim in range(3):
         if mask.stride(dim) == 0:
             mask = mask.narrow(dim, 0, min(mask.shape[dim], 1))
@@ -198,8 +198,7 @@ def list_steps(
 
 
 def check_mask_blocks(op: str, mask: torch.Tensor | None, blocks: torch.Tensor | None) -> None:
-    """Checks a list of blocks that is given beside its mask. Metadata only; raises
-    ArgumentError."""
+    """Checks a given list of blocks against its mask. Reads metadata only; raises ArgumentError."""
     if blocks is None:
         return
     if mask is None:
@@ -211,8 +210,9 @@ def check_mask_blocks(op: str, mask: torch.Tensor | None, blocks: torch.Tensor |
 def check_mask_blocks_values(
     op: str, mask: torch.Tensor | None, blocks: torch.Tensor | None, *, hide_lowest: bool
 ) -> None:
-    """Checks that a list is that of its mask, where it is on the CPU, or under TILEWRIGHT_DEBUG=1.
-    hide_lowest: that with its lowest numbers hidden will do, too. Raises ArgumentError."""
+    """Checks that a list is the one of its mask, if values may be read: on the CPU, or under
+    TILEWRIGHT_DEBUG=1. hide_lowest: the list made with hide_lowest is accepted too. Raises
+    ArgumentError."""
     if mask is None or blocks is None or not readable((blocks,)):
         return
     own = [MaskBlocksArguments(mask, hide_lowest=hides) for hides in {False, hide_lowest}]

@@ -1,4 +1,4 @@
-"""`cache_attention`: attention of queries to the keys and values of a cache, where they lie.
+"""`cache_attention`: attention of queries to the keys and values of a cache, read in place.
 
 Heads that share keys (GQA, MQA) read them once; no key or value is copied or repeated. A block of
 keys that no query sees is not read.
@@ -43,13 +43,14 @@ def fake(a: AttentionArguments) -> torch.Tensor:
 
 
 def reference(a: AttentionArguments) -> torch.Tensor:
-    """In fp32 (float64 for float64 q), for each head of each sequence, its keys and values where
-    they lie:
+    """In fp32 (float64 for float64 q), for each head of each sequence and its keys and values:
 
         logits = scale * q @ k^T                 k of head h // (Hq / Hkv), times k_scale
         logits = softcap * tanh(logits / softcap)
         logits = logits + attn_mask              -inf where a key is hidden
         out = softmax(logits | sink) @ v         times v_scale, rounded to q's dtype
+
+    A query that sees no key gives zeros.
     """
     return attention_reference(a)
 

@@ -1,5 +1,5 @@
-"""The settings that `cache_attention` is tried in, with their sample inputs: small, random, and
-together reaching every option."""
+"""Settings and sample inputs of `cache_attention`: small, random, and together reaching every
+option."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ FP8 = torch.float8_e4m3fn
 class AttentionCase:
     """One setting of `cache_attention`.
 
-    new_tokens: queries of each sequence. key_lengths: keys of each, of which the queries are the
-    last; the caches have room for `room` in each sequence. pool: "static" (B rows of `room` keys,
-    head-major, as StaticCache has them), "tokens" (the same, token-major), "paged" (a block table
-    over pages of page_size). positions: "lengths" (cache_lengths), "each" (of every token),
-    "shared" (the same for all sequences), "none". lengths: whether key_lengths are given.
-    scales: of an 8-bit cache, "none", "number", "heads" or "mixed" (k a number, v by head).
-    attn_mask: "none", "bool", "heads" (bool, different for each head), "padding" (bool [B, 1, 1,
-    K]), "float", "lowest" (float, hidden keys at the least finite number). ragged: row_offsets.
+    new_tokens: queries of each sequence. key_lengths: keys of each, the last of which are those of
+    the queries; the caches have room for `room` keys in each sequence. pool: "static" (B rows of
+    `room` keys, head-major, as in StaticCache), "tokens" (B rows, token-major), "paged" (a block
+    table over pages of page_size). positions: "lengths" (cache_lengths), "each" (of every token),
+    "shared" (the same for all sequences), "none". lengths: whether key_lengths are passed. scales:
+    of an 8-bit cache, "none", "number", "heads" or "mixed" (k a number, v by head). attn_mask:
+    "none", "bool", "heads" (bool, different for each head), "padding" (bool [B, 1, 1, K]), "float",
+    "lowest" (float, hidden keys at the least finite number). ragged: row_offsets are passed.
     """
 
     name: str
@@ -111,8 +111,8 @@ CASES = (
 
 
 def sample_attention(case: AttentionCase, device: str | torch.device, seed: int) -> dict[str, Any]:
-    """Arguments of `cache_attention` by name. Keys that nobody may see are large, so that a weight
-    of one shows."""
+    """Returns arguments of `cache_attention` by name. Hidden keys are large, so that a mistake
+    shows."""
     sampler = Sampler(device, seed)
     batch = len(case.new_tokens)
     made: dict[str, Any] = {
@@ -158,7 +158,7 @@ def _positions(case: AttentionCase, sampler: Sampler) -> dict[str, torch.Tensor]
 
 
 def _pool(case: AttentionCase, sampler: Sampler) -> dict[str, Any]:
-    """k and v with their scales, and the block table where there is one."""
+    """Returns k and v with their scales, and the block table if there is one."""
     batch, rows = max(len(case.new_tokens), 1), case.room
     made: dict[str, Any] = {}
     if case.pool == "paged":
@@ -183,8 +183,8 @@ def _pool(case: AttentionCase, sampler: Sampler) -> dict[str, Any]:
 
 
 def _mask(case: AttentionCase, sampler: Sampler) -> torch.Tensor:
-    """A causal mask with some keys hidden besides; the second sequence sees from its third key on,
-    as after left padding."""
+    """Returns a causal mask with some more keys hidden. The second sequence sees from its third key
+    on, as after left padding."""
     shape = (len(case.new_tokens), 1, case.new_tokens[0], case.room)
     if case.attn_mask == "heads":
         shape = (shape[0], case.num_heads, *shape[2:])

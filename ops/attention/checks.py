@@ -1,4 +1,4 @@
-"""Checks of the arguments of `cache_attention`, and why no kernel takes a call."""
+"""Checks of the arguments of `cache_attention`, and the reasons why no kernel takes a call."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from tilewright.ops.checks import (
 )
 from tilewright.ops.formats.fp8 import FP8_DTYPES
 
-# What the kernels take, and how wide a head.
+# The widest head that the kernels take.
 MAX_WIDTH = 512
 
 
 def check_attention(op: str, a: AttentionArguments) -> None:
-    """Checks an AttentionArguments. Metadata only; raises ArgumentError."""
+    """Checks an AttentionArguments. Reads metadata only; raises ArgumentError."""
     check_operand(op, "q", a.q, "[T, Hq, D]", (None, None, None), FLOAT_DTYPES, dense=True)
     _check_cache(op, a)
     check_batch(op, a)
@@ -71,8 +71,9 @@ def _check_cache(op: str, a: AttentionArguments) -> None:
 
 
 def check_batch(op: str, a: AttentionArguments) -> None:
-    """Checks what says where the keys of each sequence are, and which a query sees: of q [T, Hq,
-    ...] and k [N, P, ...] only the shapes count. Metadata only; raises ArgumentError."""
+    """Checks the arguments that say where each sequence's keys are and which of them a query sees.
+    Uses only the shapes of q [T, Hq, ...] and k [N, P, ...]. Reads metadata only; raises
+    ArgumentError."""
     _check_places(op, a, check_runs(op, a))
     check_sight(op, a, room)
 
@@ -80,8 +81,9 @@ def check_batch(op: str, a: AttentionArguments) -> None:
 def check_sight(
     op: str, a: Any, keys: Callable[[Any], Any], ragged: Sequence[str] = ("row_offsets",)
 ) -> None:
-    """Checks what says which keys a query sees. keys: gives how many each of equal runs has.
-    ragged: arguments beside which runs are not equal. Metadata only; raises ArgumentError."""
+    """Checks the arguments that say which keys a query sees. keys: returns the number of keys of
+    each sequence in equal runs. ragged: arguments that exclude equal runs. Reads metadata only;
+    raises ArgumentError."""
     check_mask(op, a)
     check_number(op, "scale", a.scale)
     if a.attn_mask is not None:
@@ -104,7 +106,7 @@ def _check_places(op: str, a: AttentionArguments, batch: Any) -> None:
 
 
 def check_attention_values(op: str, a: AttentionArguments) -> None:
-    """Checks what only real memory shows: offsets, lengths, pages. Raises ArgumentError."""
+    """Checks offsets, lengths and pages, which need real memory. Raises ArgumentError."""
     hides = lowest_hides(a, room(a))
     check_mask_blocks_values(op, a.attn_mask, a.mask_blocks, hide_lowest=hides)
     index = a.row_offsets, a.block_table, a.key_lengths, a.positions, a.cache_lengths
@@ -116,7 +118,7 @@ def check_attention_values(op: str, a: AttentionArguments) -> None:
     for name, vector in (("key_lengths", a.key_lengths), ("cache_lengths", a.cache_lengths)):
         if vector is None:
             continue
-        # PyTorch compares no unsigned integers.
+        # PyTorch does not compare unsigned integers.
         lengths = vector.to(torch.int64)
         where = first((lengths < 0) | (lengths > keys))
         if where is not None:
@@ -127,7 +129,7 @@ def check_attention_values(op: str, a: AttentionArguments) -> None:
 
 
 def _check_pages(op: str, a: AttentionArguments, keys: int) -> None:
-    """Every key that a query may see by its position lies on a page of the pool."""
+    """Checks that every key that a query may see by position lies on a page of the pool."""
     batch, device = sequences(a), a.q.device
     used = torch.full((batch,), keys, device=device)
     if a.key_lengths is not None:
@@ -149,8 +151,8 @@ def _check_pages(op: str, a: AttentionArguments, keys: int) -> None:
 
 
 def attention_obstacle(a: AttentionArguments) -> str | None:
-    """Why no kernel takes a call; None where one does. Metadata only."""
-    if not a.scale > 0:  # the largest logit is that of the largest product
+    """Returns why no kernel takes a call, or None. Reads metadata only."""
+    if not a.scale > 0:  # kernels take the largest product as the largest logit
         return f"no kernel for a scale of {a.scale}"
     width = max(a.q.shape[2], a.v.shape[3])
     return None if width <= MAX_WIDTH else f"no kernel for heads of {width} columns"

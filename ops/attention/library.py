@@ -1,4 +1,4 @@
-"""PyTorch's own attention as one way to compute `cache_attention`: of all queries to all keys."""
+"""PyTorch's own attention as a way to compute `cache_attention`, for many queries without masks."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from tilewright.ops.attention.arguments import AttentionArguments
 from tilewright.ops.attention.positions import room
 from tilewright.ops.runtime.program import Buffer, Library, Outcome, Steps
 
-# From so many queries on a library's kernel takes less time than ours.
+# The least number of queries for which the library's kernel is faster than ours.
 LIBRARY_QUERIES = 512
 
 
 def library_wanted(a: AttentionArguments) -> bool:
-    """Whether the library computes the same, by shapes alone, and gains by it."""
+    """Whether the library computes the same result, judged by shapes alone, and is faster."""
     places = (a.row_offsets, a.block_table, a.key_lengths, a.positions, a.cache_lengths)
     others = (*places, a.attn_mask, a.sinks, a.k_scale, a.v_scale)
     if any(tensor is not None for tensor in others) or a.softcap or a.k.dtype != a.q.dtype:
         return False
     queries = a.q.shape[0] // a.num_sequences
-    # causal goes from the top left, as positions that start at 0 do.
+    # is_causal aligns at the top left, which matches positions that start at 0.
     return queries >= LIBRARY_QUERIES and (
         a.mask == "none" or (a.mask == "causal" and queries == room(a))
     )

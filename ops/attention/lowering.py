@@ -48,10 +48,10 @@ from tilewright.ops.attention.positions import room
 from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.program import Buffer, Library, Outcome, Step, Steps
 
-# Tensors with an element for each sequence, which kernels read one after the other.
+# Tensors with an element for each sequence, which kernels read with stride 1.
 BY_SEQUENCE = ("row_offsets", "key_lengths", "cache_lengths")
 
-#: Arguments whose vectors may be copied.
+#: A record of arguments, some of whose vectors may be replaced by copies.
 Record = TypeVar("Record")
 
 
@@ -61,8 +61,9 @@ def attention_steps(
     config: DecodeConfig | PrefillConfig | None = None,
     rope: RopePart | None = None,
 ) -> Steps:
-    """The steps of a call. config: the tiles, and so the kernel; None: what the plan chooses. rope:
-    the keys' second part, whose first part is their values: for few queries."""
+    """Runs the steps of a call. config: the tiles, whose type selects the kernel; None: the plan
+    chooses. rope: the second part of queries and keys, for few queries; the first part of the keys
+    is then the values."""
     if a.q.numel() == 0 or a.v.shape[3] == 0:
         out = yield Buffer((*a.q.shape[:2], a.v.shape[3]), a.q.dtype)
         return Outcome(out, "nothing", "there are no queries, so nothing is launched")
@@ -77,7 +78,7 @@ def attention_steps(
     few = rope is not None or isinstance(config, DecodeConfig)
     few = few or (config is None and decodes(problem, sizes))
     if few and a.attn_mask is not None and a.attn_mask.shape[1] > 1:
-        # A tile has all heads that share keys; a list says what each of them sees.
+        # A tile holds all heads that share keys, and a list describes one mask head.
         a = replace(a, mask_blocks=None)
     else:
         a = yield from _with_list(a, target)
@@ -110,7 +111,7 @@ def _decode(
 def _decode_kernel(
     problem: CacheProblem, sizes: AttentionSizes, target: Target, config: DecodeConfig | None
 ) -> tuple[DecodeConfig, Statics, Statics]:
-    """The tiles, those of `config` where it is given, and the constants of both kernels."""
+    """Returns the tiles (`config`, if given) and the constants of both kernels."""
     config = config or decode_config(problem, sizes, target)
     shared = Statics(
         problem,
@@ -118,7 +119,8 @@ def _decode_kernel(
         tokens=config.tokens,
         splits=config.splits,
         real=config.real_rows,
-        # In tensor memory an accumulator that two products share is wrong before Triton 3.9.
+        # Before Triton 3.9, an accumulator in tensor memory that two products share is computed
+        # wrongly.
         chained=not target.tmem_columns,
         stages=config.num_stages,
         split_block=next_power_of_2(config.splits),
@@ -157,18 +159,18 @@ def _prefill(
 def _prefill_kernel(
     problem: CacheProblem, target: Target, config: PrefillConfig | None
 ) -> tuple[PrefillConfig, Statics]:
-    """The tiles, those of `config` where it is given, and the constants of the kernel."""
+    """Returns the tiles (`config`, if given) and the constants of the kernel."""
     config = config or prefill_config(problem, target)
     return config, Statics(config, problem, keys=KEYS, queries=QUERIES)
 
 
 def decode_tile(a: AttentionArguments, rope: RopePart, num_queries: int) -> int:
-    """Rows of a tile of a call with so many queries in a sequence."""
+    """Returns the rows of a tile in a call with this many queries in a sequence."""
     return decode_rows(cache_problem(a, rope), num_queries)[2]
 
 
 def with_dense(a: Record, names: Sequence[str]) -> Generator[Step, Any, Record]:
-    """The same call with copies of those of its vectors whose elements do not follow each other."""
+    """Returns the call with contiguous copies of its vectors whose stride is not 1."""
     made = {}
     for name in names:
         vector = getattr(a, name)
@@ -179,7 +181,7 @@ def with_dense(a: Record, names: Sequence[str]) -> Generator[Step, Any, Record]:
 
 
 def _with_list(a: AttentionArguments, target: Target) -> Generator[Step, Any, Any]:
-    """The same call with the list of blocks of its mask."""
+    """Returns the call with the list of blocks of its mask."""
     if a.attn_mask is None or a.mask_blocks is not None:
         return a
     hides = lowest_hides(a, room(a))
@@ -188,6 +190,6 @@ def _with_list(a: AttentionArguments, target: Target) -> Generator[Step, Any, An
 
 
 def _bucket(sizes: AttentionSizes) -> AttentionSizes:
-    """The sizes that a call is planned for, so that a dynamic one has few plans."""
+    """Rounds up the sizes that a call is planned for, so that dynamic sizes have few plans."""
     counts = (sizes.num_sequences, sizes.num_queries, sizes.num_keys)
     return AttentionSizes(*map(next_power_of_2, counts))

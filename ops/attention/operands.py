@@ -1,4 +1,5 @@
-"""From the arguments of `cache_attention` to the problem and the run-time values of its kernels."""
+"""Converts the arguments of `cache_attention` to the problem and the run-time values of its
+kernels."""
 
 from __future__ import annotations
 
@@ -14,29 +15,29 @@ from tilewright.ops.attention.positions import room, sequences
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
 from tilewright.ops.runtime.operands import mask_bytes, tma_reaches
 
-# Tensors and numbers by the kernels' names of them.
+# Tensors and numbers by kernel parameter name.
 Values = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class RopePart:
-    """More columns of queries and of keys, the keys' the same for all heads: q [T, Hq, R], k [N, P,
-    R], where the others lie. Any strides, last dimension contiguous. A key's other columns are its
-    value then."""
+    """Additional columns of queries and keys, for keys that all heads share: q [T, Hq, R], k [N, P,
+    R], in the same places as the other columns. Any strides, last dimension contiguous. The other
+    columns of a key are then also its value."""
 
     q: torch.Tensor
     k: torch.Tensor
 
 
 def cache_sizes(a: AttentionArguments) -> AttentionSizes:
-    """The extents of a call. Of ragged sequences any may have all the queries."""
+    """Returns the extents of a call. A ragged sequence may have all the queries."""
     num_queries = a.q.shape[0] // (1 if a.row_offsets is not None else a.num_sequences)
     return AttentionSizes(sequences(a), num_queries, room(a))
 
 
 def cache_problem(a: AttentionArguments, rope: RopePart | None = None) -> CacheProblem:
-    """The problem of a call, without a list of its mask's blocks. rope: the keys' second part; v is
-    not looked at then."""
+    """Returns the problem of a call, without a list of its mask's blocks. rope: the keys' second
+    part, with which v is ignored."""
     mask = None if a.attn_mask is None else mask_bytes(a.attn_mask)
     ragged, paged = a.row_offsets is not None, a.block_table is not None
     return CacheProblem(
@@ -61,11 +62,11 @@ def cache_problem(a: AttentionArguments, rope: RopePart | None = None) -> CacheP
 
 
 def cache_values(a: AttentionArguments, sizes: AttentionSizes, rope: RopePart | None) -> Values:
-    """Tensors and numbers of a call, but for the result and the tiles."""
-    # tanh(y) of y = scale * q @ k^T / softcap is taken through exp2(2 y log2(e)).
+    """Returns the tensors and numbers of a call, except the result and the tiles."""
+    # tanh(y) with y = scale * q @ k^T / softcap is computed from exp2(2 y log2(e)).
     factor = 2 * a.scale / a.softcap * LOG2E if a.softcap else a.scale * LOG2E
     return {
-        **vars(a),  # what kernels call as the arguments are called
+        **vars(a),  # kernel parameters with the same names as arguments
         "v": a.v if rope is None else None,
         "q_rope": None if rope is None else rope.q,
         "k_rope": None if rope is None else rope.k,
@@ -81,14 +82,14 @@ def cache_values(a: AttentionArguments, sizes: AttentionSizes, rope: RopePart | 
 
 
 def _descriptors_reach(a: AttentionArguments) -> bool:
-    """Whether descriptors can read a sequence's queries, keys and values of a head."""
+    """Whether TMA descriptors can read the queries, keys and values of one head of a sequence."""
     if a.block_table is not None or a.k.dtype != a.q.dtype:
         return False
     return all(tma_reaches(tensor, *tensor.stride()[:-1]) for tensor in (a.q, a.k, a.v))
 
 
 def _by_sequence(a: AttentionArguments) -> torch.Tensor | None:
-    """Positions of equal runs, [B, S] where each token has its own."""
+    """Returns positions as [B, S] if each token of equal runs has its own; else unchanged."""
     positions, tokens = a.positions, a.q.shape[0]
     if positions is None or a.row_offsets is not None or positions.shape[0] != tokens:
         return positions

@@ -1,4 +1,4 @@
-"""Which sequence a query belongs to, and at which position of its keys it stands."""
+"""The sequence and the position of each query."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from tilewright.ops.checks import (
 
 
 def sequences(a: Any) -> Any:
-    """B."""
+    """B, the number of sequences."""
     return a.num_sequences if a.row_offsets is None else a.row_offsets.shape[0] - 1
 
 
 def room(a: Any) -> Any:
-    """K: how many keys a sequence has room for."""
+    """K, the number of keys that a sequence has room for."""
     return a.k.shape[1] * (1 if a.block_table is None else a.block_table.shape[1])
 
 
@@ -36,7 +36,8 @@ def token_sequences(
     num_sequences: int,
     device: torch.device,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `ragged_sequences`, but without row_offsets in equal runs."""
+    """Returns `ragged_sequences`, or without row_offsets the sequence and index of tokens in equal
+    runs."""
     if row_offsets is not None:
         return ragged_sequences(row_offsets, num_tokens)
     token = torch.arange(num_tokens, device=device)
@@ -52,8 +53,8 @@ def token_positions(
     cache_lengths: torch.Tensor | None,
     device: torch.device,
 ) -> torch.Tensor:
-    """The position of each token, int64 [T]: `positions` [T] or, the same for every sequence,
-    [T / B]; else cache_lengths[b] + i for the i-th token of sequence b; else i."""
+    """Returns the position of each token, int64 [T]: `positions` [T] or, the same for every
+    sequence, [T / B]; else cache_lengths[b] + i for the i-th token of sequence b; else i."""
     if positions is not None:
         repeats = num_tokens // max(positions.shape[0], 1)
         return positions.to(torch.int64).repeat(max(repeats, 1))[:num_tokens]
@@ -65,14 +66,15 @@ def token_positions(
 
 
 def positions_of(a: Any) -> torch.Tensor:
-    """The position of each query, int64 [T]."""
+    """Returns the position of each query, int64 [T]."""
     batch = (a.row_offsets, a.num_sequences, a.positions, a.cache_lengths)
     return token_positions(a.q.shape[0], *batch, a.q.device)
 
 
 def check_runs(op: str, a: Any, *, each: bool = False) -> Any:
-    """Checks what says which sequence a query of q [T, ..] belongs to, and its position. each:
-    positions are given of every token. Metadata only; returns B, raises ArgumentError."""
+    """Checks the arguments that say which sequence a query of q [T, ..] belongs to, and its
+    position. each: `positions` must have every token. Reads metadata only; returns B, raises
+    ArgumentError."""
     num_tokens = a.q.shape[0]
     if a.row_offsets is not None:
         form = "[B + 1]", (None,), INDEX_DTYPES, a.q.device

@@ -1,4 +1,4 @@
-"""What `cache_attention` means, in plain PyTorch; fp32, or float64 where q is."""
+"""The meaning of `cache_attention` in plain PyTorch: fp32, or float64 for float64 q."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tilewright.ops.attention.arguments import AttentionArguments
 from tilewright.ops.attention.masks import mask_numbers, visible
 from tilewright.ops.attention.positions import positions_of, room, sequences, token_sequences
 
-# Logits made at once.
+# The number of logits computed at once.
 LOGITS = 1 << 26
 
 
 def attention_reference(a: AttentionArguments) -> torch.Tensor:
-    """[T, Hq, V]."""
+    """Returns the attention [T, Hq, V]."""
     compute = torch.promote_types(a.q.dtype, torch.float32)
 
     def keys(b: int, used: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -36,10 +36,11 @@ def attend_by_sequence(
     keys: Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
     **logits: Any,
 ) -> torch.Tensor:
-    """Fills out [T, Hq, V] with the attention of q [T, Hq, D], in whose dtype it is computed.
+    """Fills out [T, Hq, V] with the attention of q [T, Hq, D], computed in q's dtype.
 
-    a: which keys a query sees, as BatchArguments have it. rooms: places of keys of each sequence.
-    keys: keys and values [K, Hkv, ..] of a sequence at these places. logits: as `attend` has them.
+    a: says which keys a query sees, with the fields of BatchArguments. rooms: the number of keys
+    that each sequence has room for. keys: returns keys and values [K, Hkv, ..] of a sequence at
+    given indices. logits: options of `attend`.
     """
     if out.numel() == 0:
         return out
@@ -53,7 +54,7 @@ def attend_by_sequence(
         if a.attn_mask is not None:
             added = mask_numbers(a.attn_mask, b, num_places, q.dtype)
             seen = seen & (added != float("-inf"))
-        # Keys that no query may see are not looked at: their rows may hold anything.
+        # Keys that no query may see are not read, since they may hold anything.
         used = seen.flatten(0, 1).any(0).nonzero().flatten()
         k, v = keys(b, used)
         added = None if added is None else added[..., used]
@@ -65,7 +66,7 @@ def attend_by_sequence(
 def _keys(
     a: AttentionArguments, tensor: torch.Tensor, b: int, used: torch.Tensor, compute: torch.dtype
 ) -> torch.Tensor:
-    """The keys (or values) `used` of a sequence, [K, Hkv, width]."""
+    """Returns the keys (or values) of a sequence at the indices `used`, [K, Hkv, width]."""
     if a.block_table is None:
         return tensor[b, used].to(compute)
     size = tensor.shape[1]
@@ -87,8 +88,8 @@ def attend(
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[S, Hq, V] of q [S, Hq, D], k [K, Hkv, D], v [K, Hkv, V]; of seen and added [Hq or 1, S or 1,
-    K]; in q's dtype."""
+    """Returns the attention [S, Hq, V] of q [S, Hq, D], k [K, Hkv, D] and v [K, Hkv, V], in q's
+    dtype. seen and added (numbers for the logits): [Hq or 1, S or 1, K]."""
     heads, group = q.shape[1], q.shape[1] // k.shape[1]
     out = q.new_zeros((*q.shape[:2], v.shape[2]))
     step = max(LOGITS // max(q.shape[0] * k.shape[0], 1), 1)

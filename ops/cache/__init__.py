@@ -1,1 +1,1 @@
-"""Where a cache write goes: addresses, their checks, the write itself."""
+"""Cache writes: where they go, the checks of the addresses, and the write itself."""

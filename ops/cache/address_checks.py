@@ -1,7 +1,7 @@
-"""Checks of what only real memory shows of a cache write: aliases and slots. Each raises
-ArgumentError; those of slots name the token.
+"""Checks of a cache write that need real memory: aliases and slots.
 
-They run where the tensors are: on a GPU a check computes there and reads one number back.
+Each check raises ArgumentError; the checks of slots name the token. They run on the device of the
+tensors: on a GPU a check computes there and reads one number back.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ from tilewright.ops.formats.paged_cache import CacheWindow, slot_limit
 
 
 def check_values(op: str, a: KvCache, num_tokens: int, *, writes_v: bool = True) -> None:
-    """Checks that no source shares memory with a cache, that K and V share none, and where tokens
-    go. Scales may be any numbers, whose results are IEEE's. `a`: arguments whose tensors are all
-    sources but the caches.
+    """Checks that no source shares memory with a cache, that K and V share no memory, and that
+    every token has a valid place.
 
-    Values on a GPU are looked at, which waits for it, only under TILEWRIGHT_DEBUG=1.
+    Scales may be any numbers; the results follow IEEE 754. `a`: the op's arguments, whose tensors
+    are all sources except for the caches. Values on a GPU are read only under TILEWRIGHT_DEBUG=1,
+    because reading them waits for the GPU.
     """
     if a.v_cache is a.k_cache:
-        # Two mutated arguments for one tensor: a functionalised graph would update two copies.
+        # Two mutated arguments for one tensor: functionalisation would update two copies of it.
         raise ArgumentError(
             op, "v_cache", "None where V lives in k_cache too", "k_cache itself, a second time"
         )
@@ -64,8 +65,8 @@ def check_address_values(
     window: CacheWindow,
     num_tokens: int,
 ) -> None:
-    """Checks that every token's place is in the cache and, where negative slots are skipped, that
-    no two tokens have the same."""
+    """Checks that every token's place is in the cache. Where negative slots are skipped, also
+    checks that no two tokens have the same place."""
     if "slot_mapping" in SLOT_FORMS[place.slots]:
         _check_slots(op, place, window)
         return
@@ -124,8 +125,8 @@ def _check_sequences(op: str, place: CachePlace, sequence: torch.Tensor) -> None
 
 
 def _outside(place: CachePlace, index: torch.Tensor, count: int) -> tuple[torch.Tensor, str]:
-    """(which are no indices of `count` things; what those are, in words). Where negative ones stand
-    for tokens without a place, they are."""
+    """Returns (a mask of the values that do not index `count` things, the allowed range in words).
+    With indexing="paged" a negative value means a token without a place and is allowed."""
     if place.indexing == "paged":
         return index >= count, f"below {count}"
     lowest = -count if place.indexing == "torch" else 0
@@ -139,7 +140,7 @@ def _check_positions(
     position: torch.Tensor,
     page_size: int,
 ) -> None:
-    """Positions past a sequence's row of the table."""
+    """Checks that no position lies past the columns of its sequence in the table."""
     columns = given(place.lookup_table).shape[1]
     bad, inside = _outside(place, position, columns * page_size)
     if place.indexing == "paged":
@@ -159,7 +160,7 @@ def _check_entries(
     position: torch.Tensor,
     window: CacheWindow,
 ) -> None:
-    """The pages that tokens need; what no token needs may hold anything."""
+    """Checks the pages that tokens need; other entries of the table may hold anything."""
     pages, size = window.num_pages, window.page_size
     slot, named = table_slots(place, sequence, position, size)
     entry = slot.div(size, rounding_mode="floor")
@@ -185,7 +186,7 @@ def _check_once(
 ) -> None:
     page, offset, written = places
     token = torch.arange(page.numel(), device=page.device)
-    # What is not written gets a number of its own.
+    # A token that is not written gets a number of its own.
     slot = torch.where(written, page * window.page_size + offset, -1 - token)
     order = slot.argsort(stable=True)
     ordered = slot[order]

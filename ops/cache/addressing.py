@@ -1,14 +1,15 @@
-"""The four ways to say where a token's K and V go, and what each means.
+"""The four ways to say where a token's K and V go, and their meaning.
 
     flat           slot_mapping[t]
     per_sequence   page b, offset slot_mapping[s], for token b * S + s
     block_table    lookup_table[sequence_ids[t], positions[t] // page_size], offset by the remainder
-    ragged         the same, where token t of sequence b has the position
+    ragged         like block_table; token t of sequence b has the position
                    cache_lengths[b] + t - row_offsets[b]
 
-What resolves outside the cache is never written. With indexing="paged" a negative slot, page,
-position or sequence means a token without a place, such as padding; with indexing="torch" a
-negative index counts from the end, as PyTorch's does, and with indexing="exact" it is an error.
+A token whose place resolves outside the cache is never written. With indexing="paged" a negative
+slot, page, position or sequence means a token without a place, such as padding; with
+indexing="torch" a negative index counts from the end, as PyTorch's does, and with indexing="exact"
+it is an error.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from tilewright.ops.formats.paged_cache import CacheWindow, slot_limit
 
 INDEXINGS = ("paged", "torch", "exact")
 
-#: The tensors that each form reads, in the order in which kernels take them; the others are None.
+#: The tensors that each form reads, in the order of the kernels' parameters; the others are None.
 SLOT_FORMS: dict[str, tuple[str, ...]] = {
     "flat": ("slot_mapping",),
     "per_sequence": ("slot_mapping",),
@@ -44,10 +45,12 @@ Places = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class CachePlace(Protocol):
-    """Arguments that say where tokens go in a paged cache, T tokens of B sequences: `slots`, one of
-    SLOT_FORMS, and the tensors that it names: slot_mapping [T] or [T / num_pages], lookup_table
-    [B, columns], sequence_ids and positions [T], row_offsets [B + 1], cache_lengths [B]; int32 or
-    int64, for "ragged" uint32 too. indexing: one of INDEXINGS. Every op calls them so.
+    """Arguments that say where T tokens of B sequences go in a paged cache.
+
+    slots: one of SLOT_FORMS; it names the tensors that are read: slot_mapping [T] or [T /
+    num_pages], lookup_table [B, columns], sequence_ids and positions [T], row_offsets [B + 1],
+    cache_lengths [B]. They are int32 or int64; with "ragged" also uint32. indexing: one of
+    INDEXINGS. Every op uses these names.
     """
 
     @property
@@ -69,17 +72,17 @@ class CachePlace(Protocol):
 
 
 def address_tensors(place: CachePlace) -> tuple[torch.Tensor | None, ...]:
-    """ADDRESS_TENSORS of a call."""
+    """Returns a call's tensors in the order of ADDRESS_TENSORS."""
     return tuple([getattr(place, name) for name in ADDRESS_TENSORS])
 
 
 def named_tensors(place: CachePlace) -> tuple[torch.Tensor, ...]:
-    """The tensors that the form of a call reads."""
+    """Returns the tensors that this call's form reads."""
     return tuple([getattr(place, name) for name in SLOT_FORMS[place.slots]])
 
 
 def address_values(place: CachePlace) -> dict[str, Any]:
-    """Tensors and counts of the kernels, by name."""
+    """Returns the addressing tensors and counts that kernels take, by parameter name."""
     slots, *table = named_tensors(place)
     sequences, positions = table or (None, None)
     values: dict[str, Any] = {
@@ -104,8 +107,8 @@ def check_addressing(
     *,
     others: bool = False,
 ) -> None:
-    """Checks that the tensors of the form are there, their shapes, dtypes and device, and that no
-    tensors of other forms are, unless those have another use in the op (`others`)."""
+    """Checks the shapes, dtypes and device of the tensors that the form reads, and that tensors of
+    other forms are None unless the op has another use for them (`others`)."""
     check_choice(op, "slots", place.slots, tuple(SLOT_FORMS))
     check_choice(op, "indexing", place.indexing, INDEXINGS)
     dtypes: tuple[torch.dtype, ...] = (torch.int32, torch.int64)
@@ -161,7 +164,8 @@ def _check_table(op: str, place: CachePlace, num_tokens: Any) -> None:
 
 
 def resolve_places(place: CachePlace, window: CacheWindow, num_tokens: int) -> Places:
-    """Page, offset in the page and "is written" for every token; int64, int64, bool, each [T]."""
+    """Returns the page, the offset in the page and whether it is written, for every token: int64,
+    int64 and bool, each [T]."""
     if "slot_mapping" in SLOT_FORMS[place.slots]:
         return resolve_slots(given(place.slot_mapping), window, place.slots, place.indexing)
     sequence, position, known = token_positions(place, num_tokens)
@@ -173,7 +177,7 @@ def resolve_places(place: CachePlace, window: CacheWindow, num_tokens: int) -> P
 def resolve_slots(
     slot_mapping: torch.Tensor, window: CacheWindow, slots: str, indexing: str
 ) -> Places:
-    """The places of tokens whose slots are given, flat or per sequence."""
+    """Returns the places of tokens whose slots are given, flat or per sequence."""
     limit = slot_limit(window, slots)
     slot = slot_mapping.to(torch.int64)
     if indexing == "torch":
@@ -186,7 +190,8 @@ def resolve_slots(
 
 
 def token_positions(place: CachePlace, num_tokens: int) -> Places:
-    """Sequence, position in the sequence and "belongs to a sequence" for every token."""
+    """Returns the sequence, the position in it and whether it belongs to a sequence, for every
+    token."""
     if place.slots == "block_table":
         sequence, position = given(place.sequence_ids), given(place.positions)
         sequence, position = sequence.to(torch.int64), position.to(torch.int64)
@@ -201,11 +206,11 @@ def token_positions(place: CachePlace, num_tokens: int) -> Places:
 def ragged_sequences(
     row_offsets: torch.Tensor, num_tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sequence and place in it for each token, int64 [T], by row_offsets [B + 1]; a token outside
-    the offsets gets a sequence outside [0, B)."""
+    """Returns the sequence and the index within it for each token, int64 [T], from row_offsets [B +
+    1]. A token outside the offsets gets a sequence outside [0, B)."""
     offsets = row_offsets.to(torch.int64).contiguous()
     token = torch.arange(num_tokens, device=offsets.device)
-    # The last sequence that starts at or before the token: those of length zero are passed over.
+    # The last sequence that starts at or before the token; sequences of length zero are skipped.
     sequence = torch.searchsorted(offsets, token, right=True) - 1
     return sequence, token - offsets[sequence.clamp(0, max(offsets.shape[0] - 2, 0))]
 
@@ -213,7 +218,8 @@ def ragged_sequences(
 def table_slots(
     place: CachePlace, sequence: torch.Tensor, position: torch.Tensor, page_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The flat slot that a block table gives each position, and whether the table has an entry."""
+    """Returns the flat slot that a block table gives each position, and whether the table has the
+    entry."""
     table = given(place.lookup_table)
     rows, columns = table.shape
     column = position.div(page_size, rounding_mode="floor")

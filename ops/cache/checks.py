@@ -1,7 +1,8 @@
 """Checks shared by the ops that write a K and V cache. Each raises ArgumentError.
 
-Everything is checked before anything is written. What only real memory shows is apart from the
-metadata, which tracing with fake tensors checks too: aliases here, slots in `address_checks`.
+Everything is checked before anything is written. Checks that need real memory are separate from
+those of metadata, which also run on fake tensors while tracing: aliases here, slots in
+`address_checks`.
 """
 
 from __future__ import annotations
@@ -41,12 +42,14 @@ class HeadValues:
 
 
 class KvCache(CachePlace, Protocol):
-    """Arguments of an op that writes K and V to a cache, and where they go there. k_cache, v_cache:
-    base tensors; v_cache None: V, if it is written, lives in k_cache too. k_window, v_window: the
-    nine integers of a CacheWindow on the base. k_cache_scale, v_cache_scale: float32 [], [1] or
-    [Hkv]; stored is value / scale, or value * scale where cache_scale_multiplies. cache_saturates:
-    what lies beyond an 8-bit float's range becomes its largest number, else infinite, or NaN in
-    float8_e4m3fn. Every op calls them so.
+    """Arguments of an op that writes K and V to a cache, and where they go there.
+
+    k_cache, v_cache: base tensors; with v_cache None, V (if it is written) lives in k_cache too.
+    k_window, v_window: the nine integers of a CacheWindow on the base. k_cache_scale,
+    v_cache_scale: float32 [], [1] or [Hkv]; the stored number is value / scale, or value * scale
+    with cache_scale_multiplies. cache_saturates: a number beyond the range of an 8-bit float is
+    stored as the largest one; otherwise as infinity, or NaN in float8_e4m3fn. Every op uses these
+    names.
     """
 
     @property
@@ -68,12 +71,12 @@ class KvCache(CachePlace, Protocol):
 
 
 def v_base(a: KvCache) -> tuple[str, torch.Tensor]:
-    """Name and tensor of the base of V."""
+    """Returns the name and the base tensor of the argument that holds V."""
     return ("k_cache", a.k_cache) if a.v_cache is None else ("v_cache", a.v_cache)
 
 
 def kv_views(a: KvCache, *, writes_v: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The K and V windows as tensors on the bases; None where no V is written."""
+    """Returns the K and V windows as tensors on their bases; V is None where none is written."""
     k_view = CacheWindow.from_ints(a.k_window).view(a.k_cache)
     if not writes_v:
         return k_view, None
@@ -81,7 +84,8 @@ def kv_views(a: KvCache, *, writes_v: bool) -> tuple[torch.Tensor, torch.Tensor 
 
 
 def check_caches(op: str, a: KvCache, values: HeadValues, *, writes_v: bool = True) -> None:
-    """Checks caches, windows, scales and addressing against what is written. Metadata only."""
+    """Checks caches, windows, scales and addressing against the values to write. Reads metadata
+    only."""
     k_window = _check_cache(op, "k", a.k_cache, a.k_window, "k_cache", values)
     if writes_v:
         name, base = v_base(a)
@@ -105,7 +109,7 @@ def _check_cache(
     values: HeadValues,
 ) -> CacheWindow:
     check_device(op, base_argument, base, values.device)
-    # 64-bit floats would be rounded twice on their way to 8 bits.
+    # float64 values would be rounded twice on their way to 8 bits.
     narrow = () if values.dtype == torch.float64 else FP8_DTYPES
     check_dtype(op, base_argument, base, (values.dtype, *narrow))
     sizes = values.num_kv_heads * values.kv_repeat, values.head_dim
@@ -115,7 +119,7 @@ def _check_cache(
 def check_cache_scale(
     op: str, name: str, scale: torch.Tensor | None, heads: Any, device: torch.device
 ) -> None:
-    """Checks the scale of a cache, where there is one: of all heads, or one for each."""
+    """Checks the scale of a cache, if it is given: one for all heads, or one for each."""
     if scale is None:
         return
     check_dtype(op, name, scale, (torch.float32,))
@@ -126,7 +130,8 @@ def check_cache_scale(
 
 
 def check_pair(op: str, windows: Mapping[str, CacheWindow], *, one_base: bool) -> None:
-    """Checks that two windows have as many pages and slots, and share no element of one base."""
+    """Checks that two windows have the same numbers of pages and slots and, on one base, share no
+    element."""
     (name, one), (second, other) = windows.items()
     for axis in ("num_pages", "page_size"):
         want, have = getattr(one, axis), getattr(other, axis)
@@ -141,8 +146,8 @@ def check_pair(op: str, windows: Mapping[str, CacheWindow], *, one_base: bool) -
 def window_integers(
     op: str, argument: str, window: CacheWindow | None, cache: torch.Tensor | None
 ) -> list[Any]:
-    """The nine integers of a window; of None, those of the window that is all of a cache
-    [num_pages, page_size, num_kv_heads, head_dim]. Raises ArgumentError."""
+    """Returns the nine integers of a window. With None, the window is the whole cache [num_pages,
+    page_size, num_kv_heads, head_dim]. Raises ArgumentError."""
     expected = "a CacheWindow, or a cache [num_pages, page_size, num_kv_heads, head_dim]"
     if isinstance(window, CacheWindow):
         return window.to_ints()
@@ -158,8 +163,8 @@ def window_integers(
 def check_aliases(
     op: str, a: object, written: Sequence[tuple[str, torch.Tensor, Sequence[Any]]]
 ) -> None:
-    """Checks that of an op's arguments no other tensor shares memory with what is written: (name,
-    base, window) each."""
+    """Checks that no other tensor among an op's arguments shares memory with a written window.
+    written: (name, base, window) for each."""
     storages = {storage_address(base) for _, base, _ in written}
     names = {name for name, _, _ in written}
     for name, source in vars(a).items():
@@ -186,7 +191,7 @@ def shares_memory(tensor: torch.Tensor, base: torch.Tensor, window: CacheWindow)
         return False
     itemsize = base.element_size()
     distance = tensor.data_ptr() - base.data_ptr() - window.offset * itemsize
-    # Elements of another size are compared byte by byte along the last axis.
+    # Elements of different sizes are compared byte by byte, along an added last axis.
     return not strided_disjoint(
         *in_bytes(window.shape, window.strides, itemsize),
         *in_bytes(tensor.shape, tensor.stride(), tensor.element_size()),
@@ -203,8 +208,8 @@ def check_window(
     num_kv_heads: Any,
     head_dim: Any,
 ) -> CacheWindow:
-    """The window, once it is known to have these heads, to lie inside the base and not to overlap
-    itself. Raises ArgumentError naming `argument`."""
+    """Returns the window after checking that it has these heads, lies inside the base and does not
+    overlap itself. Raises ArgumentError naming `argument`."""
     if len(values) != 9:
         names = ", ".join(CacheWindow.__dataclass_fields__)
         raise ArgumentError(op, argument, f"9 integers ({names})", f"{len(values)} integers")

@@ -1,4 +1,4 @@
-"""Checks of a ragged batch over a paged cache, which the ops with MAX's arguments share; each
+"""Checks of a ragged batch over a paged cache, for the ops with Modular MAX's arguments. Each
 raises ArgumentError."""
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ INDEX_DTYPES = (torch.uint32, torch.int32, torch.int64)
 
 
 def check_layer(op: str, a: Any) -> None:
-    """layer_idx is one of the layers of blocks [P, 1 or 2, layers, ...]."""
+    """Checks that layer_idx is one of the layers of blocks [P, 1 or 2, layers, ...]."""
     layers = a.blocks.shape[2]
     if not (a.layer_idx >= 0 and holds(a.layer_idx < layers)):
         raise ArgumentError(op, "layer_idx", f"a layer from 0 to {layers - 1}", a.layer_idx)
 
 
 def check_batch(op: str, a: Any, device: torch.device, more: Iterable[str] = ()) -> None:
-    """lookup_table [B, columns], input_row_offsets [B + 1], cache_lengths [B]; of them and of
-    `more` the dtype and device."""
+    """Checks the shapes of lookup_table [B, columns], input_row_offsets [B + 1] and cache_lengths
+    [B], and the dtype and device of these and of the arguments in `more`."""
     check_shape(op, "lookup_table", a.lookup_table, "[B, columns]", (None, None))
     check_last_dim_dense(op, "lookup_table", a.lookup_table)
     batch = a.lookup_table.shape[0]
@@ -41,7 +41,8 @@ def check_batch(op: str, a: Any, device: torch.device, more: Iterable[str] = ())
 
 
 def check_row_offsets(op: str, argument: str, offsets: torch.Tensor, total: int, what: str) -> None:
-    """Offsets start at 0, never decrease and end at `total`, which is `what`."""
+    """Checks that offsets start at 0, never decrease and end at `total`. what: describes `total` in
+    the message."""
     values = offsets.to(torch.int64)
     start, end = int(values[0]), int(values[-1])
     if start != 0:

@@ -1,4 +1,4 @@
-"""What the references do to K and V on their way into the cache."""
+"""The cache write of K and V, as the references compute it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tilewright.ops.formats.paged_cache import CacheWindow
 
 
 def write_kv(a: KvCache, k: torch.Tensor, v: torch.Tensor | None, kv_repeat: int = 1) -> None:
-    """Writes k and v [T, Hkv, D], of compute precision, to their slots: scaled, each head repeated
-    `kv_repeat` times, and rounded once."""
+    """Writes k and v [T, Hkv, D], in compute precision, to their slots: scales them, repeats each
+    head `kv_repeat` times, and rounds once."""
     k_window = CacheWindow.from_ints(a.k_window)
     places = resolve_places(a, k_window, k.shape[0])
     k = _scaled(k, a.k_cache_scale, a.cache_scale_multiplies).repeat_interleave(kv_repeat, dim=1)
@@ -39,11 +39,11 @@ def write_rows(
     places: Places,
     saturates: bool = True,
 ) -> None:
-    """Writes values [T, H, D] to their places on a window, rounded to its dtype."""
+    """Writes values [T, H, D] to their places in a window, rounded to its dtype."""
     page, offset, written = places
     cast = saturating_cast if saturates else overflowing_cast
     rows, cache = cast(values[written], base.dtype), window.view(base)
     if base.dtype in FP8_DTYPES:
-        # Not every backend indexes 8-bit floats; bytes it does.
+        # Not every backend can index 8-bit floats, but every backend can index bytes.
         rows, cache = rows.view(torch.uint8), cache.view(torch.uint8)
     cache.index_put_((page[written], offset[written]), rows)

@@ -1,8 +1,8 @@
-"""`all_reduce_residual_norm`: the ranks' parts of a linear summed, the residual added, and the norm
-of that, which the next layer's linears read.
+"""`all_reduce_residual_norm`: sums the ranks' parts of a linear, adds the residual, and computes
+the norm of the sum, which the next layer's linears read.
 
-Every rank gets the same bits. Through memory that the ranks share where they have it; else by the
-collective that the graph had, and a kernel for the rest.
+Every rank gets the same bits. The op uses memory that the ranks share, if they have it; otherwise
+the collective of the original graph, and a kernel for the rest.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class AllReduceResidualNormArguments:
     """The arguments of `all_reduce_residual_norm`: T tokens, N columns.
 
     x [T, N]: this rank's part of a sum over ranks. residual [T, N] of x's dtype, the same on all
-    ranks. norm_weight [N], of x's dtype or float32; the norm multiplies by norm_offset +
-    norm_weight where it is given. group: name of the process group, as functional collectives take
-    it; "" where num_ranks, its size, is 1. Result: the sum with the residual, and its RMS norm,
-    both [T, N] of x's dtype, new memory. All ranks must make the call, one after the other on one
-    stream of each.
+    ranks. norm_weight [N], of x's dtype or float32; if given, the norm multiplies by norm_offset +
+    norm_weight. group: the name of the process group, as functional collectives take it; "" if
+    num_ranks, its size, is 1. Result: the sum including the residual, and its RMS norm, both [T, N]
+    of x's dtype, new memory. All ranks must make the same calls in the same order, each rank on one
+    stream.
     """
 
     x: torch.Tensor
@@ -70,7 +70,7 @@ def reference(a: AllReduceResidualNormArguments) -> tuple[torch.Tensor, torch.Te
         summed = residual + all_reduce(x)
         normed = summed / sqrt(mean(summed²) + norm_eps) * (norm_offset + norm_weight)
 
-    normed is that of summed before it is rounded.
+    normed is computed from summed before it is rounded.
     """
     compute = torch.promote_types(a.x.dtype, torch.float32)
     total = a.x.to(compute)
@@ -83,7 +83,7 @@ def reference(a: AllReduceResidualNormArguments) -> tuple[torch.Tensor, torch.Te
 
 
 def unsupported(a: AllReduceResidualNormArguments) -> str | None:
-    """Why no kernel takes a call, from metadata, the same on all ranks; None where one does."""
+    """Returns why no kernel takes a call, or None. Reads metadata only; the same on all ranks."""
     columns = a.x.shape[1]
     if columns > MOST_COLUMNS or columns % COLUMN_STEP or columns == 0:
         return f"{columns} columns: expected a multiple of {COLUMN_STEP} up to {MOST_COLUMNS}"
@@ -91,7 +91,7 @@ def unsupported(a: AllReduceResidualNormArguments) -> str | None:
 
 
 def slower(*, tokens: Any, columns: int, ranks: int) -> str | None:
-    """Says why the library's all-reduce is the faster way; None where the kernel is."""
+    """Returns why the library's all-reduce is faster; None if the kernel is."""
     most = most_tokens(columns, ranks)
     if most is None or not isinstance(tokens, int) or tokens <= most:
         return None

@@ -1,4 +1,4 @@
-"""Sample inputs of sums over ranks. One rank: the others are not there to take part."""
+"""Sample inputs of sums over ranks, for a single rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REDUCE_CASES = (
 
 
 def sample_reduce(case: RowsCase, device: str | torch.device, seed: int) -> dict[str, Any]:
-    """Arguments of `all_reduce_residual_norm` by name, of a rank that is alone."""
+    """Returns arguments of `all_reduce_residual_norm` by name, for a group of one rank."""
     sampler = Sampler(device, seed)
     x, residual = case.rows(sampler), sampler.normal(case.num_tokens, case.n, dtype=case.dtype)
     return {"x": x, "residual": residual, **case.norm_arguments(sampler)}

@@ -1,8 +1,8 @@
-"""The CUDA lowering of `all_reduce_residual_norm`: one kernel through the ranks' shared memory, or
-the library's collective in front of it.
+"""The CUDA lowering of `all_reduce_residual_norm`: one kernel that uses the ranks' shared memory,
+or the library's collective followed by a kernel.
 
-The op's reference is no way out for a rank whose kernel fails: it would sum once more, or wait for
-kernels that never come. Such a rank goes on with torch's own addition and norm behind the one
+The op's reference is no fallback for a rank whose kernel fails: it would sum again, or wait for
+ranks that run the kernel. Such a rank goes on with torch's own addition and norm after the one
 collective, or raises.
 """
 
@@ -47,9 +47,9 @@ from tilewright.ops.runtime.program import (
 
 log = logging.getLogger("tilewright")
 
-# Kernels of one rank that failed here: none is tried at each call.
+# Kernels of one rank that failed in this process, so that later calls do not try them.
 _failed: set[KernelSpec] = set()
-# What the ranks share, before they do.
+# Operands that stand for the ranks' shared memory until it exists.
 _SHARED = {"peers": Operand("i64"), "steps": Operand("i32"), "rank": 0}
 _NOT_SHARED = {"peers": None, "steps": None, "rank": None}
 
@@ -57,7 +57,7 @@ _NOT_SHARED = {"peers": None, "steps": None, "rank": None}
 def all_reduce_residual_norm_steps(
     a: Any, target: Target, config: ReduceConfig | None = None
 ) -> Steps:
-    """The steps of a call. config: in place of the plan's."""
+    """Runs the steps of a call. config: replaces the plan's."""
     tokens, most = a.x.shape[0], most_tokens(a.x.shape[1], a.num_ranks)
     results = ((yield Buffer.like(a.x)), (yield Buffer.like(a.x)))
     if tokens == 0:
@@ -88,8 +88,8 @@ def _reduce(
     target: Target,
     config: ReduceConfig,
 ) -> Launch:
-    """The one kernel. summed: x, and of how many ranks it sums the parts. shared: what they
-    share."""
+    """Returns the launch of the kernel. summed: x, and the number of ranks whose parts the kernel
+    sums. shared: the ranks' shared memory."""
     x, num_ranks = summed
     tokens, columns = x.shape
     values = {
@@ -118,7 +118,8 @@ def _reduce(
 
 
 def _launched(step: Launch, summed: bool) -> Any:
-    """Gives whether the kernel runs. summed: what the ranks have summed is not to be lost."""
+    """Runs a launch and returns whether it succeeded. summed: the ranks have already summed x,
+    which must not be lost."""
     if step.spec in _failed:
         return False
     try:
@@ -137,18 +138,21 @@ def _launched(step: Launch, summed: bool) -> Any:
 def _through_peers(
     a: Any, results: tuple[torch.Tensor, ...], target: Target, config: ReduceConfig | None
 ) -> Any:
-    """Gives the tiles, or None where the ranks share no memory."""
+    """Runs the kernel through shared memory and returns its tiles, or None if the ranks share no
+    memory."""
     columns, ranks = a.x.shape[1], a.num_ranks
     config = config or reduce_config(columns, ranks)
     step = _reduce(a, (a.x, ranks), results, _SHARED, target, config)
-    # What kernels that use the same memory have in common; where tensors lie is no part of it.
+    # Properties shared by all kernels that use the same memory. Addresses of tensors are not among
+    # them.
     form = f"{ranks} x {TRITON_TYPES[a.x.dtype]}[{columns}] x{config.blocks}"
     nbytes = shared_bytes(config, ranks, a.x.element_size() * columns)
     flags = flags_shape(config, ranks)
     peers = Peers(a.group, form, _kind(a), nbytes, config.blocks, step.spec, flags)
     shared: PeerMemory | None = yield from _together(a.group, peers)
     if shared is None:
-        # A captured call has none that a later one may have, and then all ranks must ask for it.
+        # During a capture there is none, but a later call may have some, and then all ranks must
+        # ask for it.
         yield NotRepeatable("the ranks share no memory")
         return None
     memory = {"peers_ptr": shared.addresses, "steps_ptr": shared.sent, "rank": shared.rank}
@@ -157,8 +161,8 @@ def _through_peers(
 
 
 def _together(group: str, step: Step) -> Any:
-    """Gives the answer of a step that all ranks take, or that follows one. Raises what ends it on
-    this rank alone."""
+    """Returns the answer of a step that all ranks perform, or that follows one. Raises
+    RankFailedError if it fails on this rank."""
     try:
         return (yield step)
     except torch.OutOfMemoryError:
@@ -168,14 +172,15 @@ def _together(group: str, step: Step) -> Any:
 
 
 def _kind(a: Any) -> str:
-    """What makes kernels of a form differ, and is the same on all ranks. Where tensors lie is
-    none of it."""
+    """Returns the properties by which kernels of one form differ, which are the same on all ranks.
+    Addresses of tensors are not among them."""
     weight = "none" if a.norm_weight is None else str(a.norm_weight.dtype)
     return f"norm {weight} {a.norm_eps} {a.norm_offset}"
 
 
 def _all_reduce(out: torch.Tensor, x: torch.Tensor, group: str) -> None:
-    """Into `out`, by the functional collective: PyTorch's own order among streams holds."""
+    """Sums x over ranks into `out` with the functional collective, which keeps PyTorch's stream
+    order."""
     out.copy_(x)
     torch.ops._c10d_functional.all_reduce_(out, "sum", group)
     torch.ops._c10d_functional.wait_tensor(out)
@@ -191,7 +196,7 @@ def _residual_norm(
     eps: float,
     offset: float,
 ) -> None:
-    """What the kernel of one rank does."""
+    """Computes what the kernel of a single rank computes."""
     total = x.float() + residual.float()
     summed.copy_(total)
     normed.copy_(apply_norm(total, weight, eps, offset=offset))

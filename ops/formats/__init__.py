@@ -1,1 +1,1 @@
-"""Data layouts that ops share: paged caches and, later, quantised formats."""
+"""Data layouts that ops share: paged caches, quantised weights and activations."""

@@ -1,9 +1,8 @@
-"""Activations [T, K] of e4m3 codes, as the arguments of an op have them, and the numbers they
-stand for.
+"""Activations [T, K] stored as e4m3 codes, and the numbers they stand for.
 
     x[t, k] * x_scale[t, k // 128]
 
-x_scale [T or 1, 1 or ceil(K / 128)]: an axis of one is shared; None for 1.
+x_scale is [T or 1, 1 or ceil(K / 128)]: an axis of length one is shared; None means 1.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from tilewright.ops.checks import (
 from tilewright.ops.formats.fp8_block import BLOCK
 from tilewright.ops.formats.quantized_weight import expand_blocks
 
-#: The dtype of an x of codes, and the columns that share a scale.
+#: The dtype of the codes, and the number of columns that share a scale.
 ACTIVATION_CODES = torch.float8_e4m3fn
 ACTIVATION_BLOCK = BLOCK
 
 
 def check_x_scale(op: str, x: torch.Tensor, x_scale: torch.Tensor | None) -> None:
-    """Raises ArgumentError unless the scale is one for codes x [T, K]; metadata only."""
+    """Raises ArgumentError unless the scale fits the codes x [T, K]. Reads metadata only."""
     if x_scale is None:
         return
     check_dtype(op, "x_scale", x_scale, FLOAT_DTYPES)
@@ -43,7 +42,8 @@ def check_x_scale(op: str, x: torch.Tensor, x_scale: torch.Tensor | None) -> Non
 
 
 def check_out_dtype(op: str, x_dtype: torch.dtype, out_dtype: torch.dtype | None) -> None:
-    """Raises ArgumentError unless codes are told what they become; numbers stay what they are."""
+    """Raises ArgumentError unless out_dtype is given for codes, and is None or x's own dtype
+    otherwise."""
     allowed = FLOAT_DTYPES[:3] if x_dtype == ACTIVATION_CODES else (None, x_dtype)
     if out_dtype not in allowed:
         expected = " or ".join(map(str, allowed))
@@ -51,7 +51,8 @@ def check_out_dtype(op: str, x_dtype: torch.dtype, out_dtype: torch.dtype | None
 
 
 def scaled_numbers(numbers: torch.Tensor, x_scale: torch.Tensor | None) -> torch.Tensor:
-    """Codes as numbers [T, K] of any floating dtype, times their scales in that dtype."""
+    """Returns codes, given as numbers [T, K] of a floating dtype, times their scales in that
+    dtype."""
     if x_scale is None:
         return numbers
     block = (1, numbers.shape[1] if x_scale.shape[1] == 1 else ACTIVATION_BLOCK)

@@ -1,7 +1,7 @@
-"""From weights of codes to the static data of kernels that read them, and the words those take.
+"""Static data and operands of kernels that read quantised weights.
 
-The stored words are seen as they lie: bytes of two nibbles that fill whole 32-bit words are read as
-such, which is a view.
+Kernels read the stored words in place: bytes of two nibbles that fill whole 32-bit words are viewed
+as 32-bit words.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from tilewright.ops.formats.weight import Weight
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
 from tilewright.ops.runtime.operands import operand
 
-# Columns of a scale that kernels meet whole where they read 32-bit words.
+# The fewest columns per scale with which kernels that read 32-bit words keep scales whole.
 _WORD_COLUMNS = 32
 
 
 def code_words(weights: Sequence[Weight | None]) -> list[torch.Tensor | None]:
-    """The data of an op's weights of codes as its kernels read them."""
+    """Returns the data of an op's quantised weights in the dtype that its kernels read."""
     given = [None if weight is None else weight.data for weight in weights]
     pairs = [weight is None or _packs_columns(weight) for weight in weights]
     if (
@@ -34,13 +34,14 @@ def code_words(weights: Sequence[Weight | None]) -> list[torch.Tensor | None]:
 
 
 def dot_words(data: torch.Tensor | None, per: int) -> torch.Tensor | None:
-    """Words of `code_words` as dot products take them: bytes of codes in words of four (per 4)."""
+    """Returns words of `code_words` as dot products read them. per: codes in a word; bytes (4) are
+    viewed as 32-bit words."""
     return data.view(torch.int32) if data is not None and per == 4 else data
 
 
 def scales_fill_words(weights: Sequence[Weight | None]) -> bool:
-    """Whether scales are for columns enough that kernels may read bytes as 32-bit words, or of a
-    kind that multiplies numbers in registers."""
+    """Whether kernels may read bytes as 32-bit words: each scale covers enough columns, or it can
+    be multiplied with the numbers in registers."""
     return all(weight is None or _scale_fills_words(weight) for weight in weights)
 
 
@@ -54,7 +55,7 @@ def _scale_fills_words(weight: Weight) -> bool:
 
 
 def _packs_columns(weight: Weight) -> bool:
-    """Whether nibbles lie along K, in an order that kernels have of words too."""
+    """Whether nibbles lie along K, in an order that kernels also support for 32-bit words."""
     form = weight.format
     if form is None or form.packed_axis != -1:
         return False
@@ -66,7 +67,7 @@ def _is_of_words(data: torch.Tensor) -> bool:
 
 
 def fills_words(data: torch.Tensor) -> bool:
-    """Whether elements can be seen as 32-bit words along the last dim."""
+    """Whether the elements can be viewed as 32-bit words along the last dimension."""
     *outer, last = data.stride()
     sizes = (*outer, data.shape[-1], data.storage_offset())
     whole = all(size * data.element_size() % 4 == 0 for size in sizes)
@@ -74,8 +75,8 @@ def fills_words(data: torch.Tensor) -> bool:
 
 
 def quantization_of(weights: Sequence[Weight | None], words: torch.dtype) -> Quantization:
-    """The static data of an op's weights of codes, of which there is the first; words: the dtype
-    that kernels read. What the weights do not share is in `differs`."""
+    """Returns the static data of an op's quantised weights; the first weight must be given. words:
+    the dtype that kernels read. A property that the weights do not share is named in `differs`."""
     first, form = weights[0], weights[0].format if weights[0] else None
     assert first is not None
     assert form is not None
@@ -95,7 +96,7 @@ def quantization_of(weights: Sequence[Weight | None], words: torch.dtype) -> Qua
 
 
 def _order(weight: Weight, words: torch.dtype) -> tuple[int, ...]:
-    """The order of the nibbles in the words that kernels read; empty: counting up."""
+    """Returns the order of the nibbles in the words that kernels read; empty means ascending."""
     order = tuple(weight.nibble_order)
     if words == weight.data.dtype:
         return order
@@ -103,13 +104,14 @@ def _order(weight: Weight, words: torch.dtype) -> tuple[int, ...]:
 
 
 def differences(weights: Sequence[Weight | None]) -> str:
-    """What the scales and zeros of weights do not share; empty where they are of one kind."""
+    """Returns which property of scales or zeros the weights do not share; empty if they share
+    all."""
     packed = [weight is not None and weight.has_packed_zeros for weight in weights]
     return _differences(weights, packed)
 
 
 def _differences(weights: Sequence[Weight | None], packed: Sequence[bool]) -> str:
-    """packed: which weights have packed zeros."""
+    """Implements `differences`. packed: whether each weight has packed zeros."""
     pairs = [(one, words) for one, words in zip(weights, packed, strict=True) if one is not None]
     kinds = {one.zero if one.zero is None else (one.zero.dtype, words) for one, words in pairs}
     if len(kinds) > 1:
@@ -119,7 +121,8 @@ def _differences(weights: Sequence[Weight | None], packed: Sequence[bool]) -> st
 
 
 def blocks_operand(blocks: torch.Tensor | None) -> Operand | None:
-    """Scales or zeros; stride 0 along an axis of one, which kernels may then read for any block."""
+    """Returns scales or zeros as an operand. An axis of length one gets stride 0, so that kernels
+    may read it at any block."""
     if blocks is None:
         return None
     sizes = zip(blocks.shape, blocks.stride(), strict=True)

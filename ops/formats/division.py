@@ -1,4 +1,4 @@
-"""Division as IEEE 754 has it, on every device."""
+"""Division as IEEE 754 defines it, on every device."""
 
 from __future__ import annotations
 
@@ -6,5 +6,6 @@ import torch
 
 
 def divided(x: torch.Tensor, number: float) -> torch.Tensor:
-    """x / number, rounded once. PyTorch on CUDA multiplies by the reciprocal of a plain number."""
+    """Returns x / number, rounded once. PyTorch on CUDA multiplies by the reciprocal of a Python
+    number."""
     return x / torch.full_like(x, number)

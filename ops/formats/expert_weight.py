@@ -36,9 +36,9 @@ from tilewright.ops.runtime.dtypes import torch_types
 
 @dataclass(frozen=True)
 class ExpertWeight(StoredWeight):
-    """The weight [E, N, K] of a mixture's experts, with all that belongs to it; see the module.
+    """The weight [E, N, K] of a mixture's experts with its scales and bias; see the module.
 
-    data: numbers, or codes of a `weight_format` as they are stored. bias: [E, N].
+    data: numbers, or codes as `weight_format` stores them. bias: [E, N].
     """
 
     expert_scale: torch.Tensor | None = None
@@ -47,14 +47,14 @@ class ExpertWeight(StoredWeight):
 
     @property
     def block(self) -> tuple[int, int]:
-        """Rows and columns that share a scale; of weights without scales (1, 1)."""
+        """Rows and columns that share a scale; (1, 1) for a weight without scales."""
         if self.scale is None:
             return 1, 1
         fixed = WEIGHT_FORMATS[self.weight_format].expert_block
         return fixed or (self.scale_block[0], self.scale_block[1])
 
     def expert(self, index: int, dtype: torch.dtype) -> Weight:
-        """The weight [N, K] of one expert, all its factors in one scale of `dtype`."""
+        """Returns the weight [N, K] of one expert, with all its factors in one scale of `dtype`."""
         bias = None if self.bias is None else self.bias[index]
         if self.scale is None or self.format is None:
             return Weight(self.data[index], bias=bias)
@@ -69,7 +69,8 @@ class ExpertWeight(StoredWeight):
         self, op: str, x: torch.Tensor, sizes: Sequence[Any], bias_dtypes: Sequence[torch.dtype]
     ) -> None:
         """Checks that storage, scales and blocks fit each other and x's device. sizes: E, N and K,
-        None for any; a dense weight must have x's dtype. Metadata only; raises ArgumentError."""
+        None for any. A dense weight must have x's dtype. Reads metadata only; raises ArgumentError.
+        """
         check_choice(op, "weight_format", self.weight_format, expert_formats())
         name, device, dtypes = self.named("data"), x.device, self.dtypes or (x.dtype,)
         check_operand(op, name, self.data, "[E, N, K]", (None, None, None), dtypes, device)

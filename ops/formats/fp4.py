@@ -14,14 +14,14 @@ from tilewright.ops.formats.quantized_weight import pack_nibbles, unpack_nibbles
 MAX = 6.0
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
-# Halfway points of neighbouring magnitudes. A tie goes to the even code: at every second one, up.
+# Midpoints of neighbouring magnitudes. A tie goes to the even code: at every second midpoint, up.
 _MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 
 def encode(x: torch.Tensor) -> torch.Tensor:
-    """The nearest E2M1 code of each element, ties to even, saturating: uint8 of x's shape.
+    """Returns the nearest E2M1 code of each element, ties to even, saturating: uint8 of x's shape.
 
-    NaN saturates too (to +6): the format has none. x is any float dtype; -0 keeps its sign.
+    NaN becomes +6, since the format has no NaN. x is of any float dtype; -0 keeps its sign.
     """
     magnitude = x.abs().nan_to_num(nan=MAX, posinf=MAX)
     code = torch.zeros(x.shape, dtype=torch.uint8, device=x.device)
@@ -32,13 +32,14 @@ def encode(x: torch.Tensor) -> torch.Tensor:
 
 
 def decode(codes: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The value of each code (uint8 0..15), exact in every float dtype of 4 bits or more."""
+    """Returns the value of each code (uint8 0..15), exact in every float dtype of 4 bits or
+    more."""
     table = torch.tensor((*MAGNITUDES, *(-m for m in MAGNITUDES)), dtype=dtype, device=codes.device)
     return table[codes.long()]
 
 
 def pack(codes: torch.Tensor) -> torch.Tensor:
-    """Codes [..., K] to bytes [..., K/2], even elements in the low nibble.
+    """Packs codes [..., K] into bytes [..., K/2], even elements in the low nibble.
 
     Raises ValueError for an odd K.
     """
@@ -48,5 +49,5 @@ def pack(codes: torch.Tensor) -> torch.Tensor:
 
 
 def unpack(packed: torch.Tensor) -> torch.Tensor:
-    """Bytes [..., K/2] to codes [..., K]; the inverse of `pack`."""
+    """Unpacks bytes [..., K/2] into codes [..., K]; the inverse of `pack`."""
     return unpack_nibbles(packed, -1).to(torch.uint8)

@@ -1,12 +1,12 @@
-"""8-bit floats: which there are, and what becomes of numbers that do not fit."""
+"""8-bit floats, and casts of numbers outside their range."""
 
 from __future__ import annotations
 
 import torch
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
-#: Those whose cast in this release of torch saturates, on every device: float8_e4m3fn in newer ones
-#: (NaN in older), float8_e5m2 in none (infinity).
+#: Dtypes whose cast saturates in this release of torch, on every device: float8_e4m3fn in newer
+#: releases (NaN in older ones); float8_e5m2 in none (infinity).
 SATURATED_BY_TORCH = frozenset(
     dtype
     for dtype in FP8_DTYPES
@@ -15,8 +15,8 @@ SATURATED_BY_TORCH = frozenset(
 
 
 def saturating_cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`values` rounded to `dtype`; what lies outside an 8-bit float's range becomes its largest
-    number (448 or 57344), infinities too. NaN stays NaN; wider dtypes keep their infinities."""
+    """Rounds `values` to `dtype`. A number outside an 8-bit float's range, or an infinity, becomes
+    the largest finite number (448 or 57344). NaN stays NaN; wider dtypes keep their infinities."""
     if dtype in FP8_DTYPES:
         limit = torch.finfo(dtype).max
         values = values.clamp(-limit, limit)
@@ -24,8 +24,8 @@ def saturating_cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def overflowing_cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`values` rounded to `dtype`; what lies outside an 8-bit float's range becomes infinite, or
-    NaN in float8_e4m3fn, which has no infinity."""
+    """Rounds `values` to `dtype`. A number outside an 8-bit float's range becomes infinity, or NaN
+    in float8_e4m3fn, which has no infinity."""
     rounded = saturating_cast(values, dtype)
     if dtype not in FP8_DTYPES:
         return rounded
@@ -35,8 +35,8 @@ def overflowing_cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def fits(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Whether numbers, rounded to nearest even, are an 8-bit float's: up to half a step beyond its
-    largest, whose last bit decides a tie. NaN is."""
+    """Whether numbers, rounded to nearest even, are in an 8-bit float's range: up to half a step
+    beyond its largest number, whose last bit decides a tie. True for NaN."""
     if dtype == torch.float8_e4m3fn:
         return ~(values.abs() > 464.0)
     return ~(values.abs() >= 61440.0)

@@ -1,11 +1,11 @@
-"""Block-scaled float8_e4m3fn, as DeepSeek-V3 has it: activations per row and 128 columns, weights
-per 128 rows and 128 columns, one fp32 scale each.
+"""Block-scaled float8_e4m3fn as in DeepSeek-V3: one fp32 scale for 128 columns of an activation's
+row, and one for 128 rows and 128 columns of a weight.
 
     scale = min(amax, cap) / 448        cap: optional, infinite by default
     code  = e4m3(clamp(x / scale, ±448))        all zeros where 1 / scale is zero or not finite
 
-so that zero blocks and blocks below fp32's normal range are defined (zeros), and nothing saturates
-to NaN. The division is by multiplication with 1 / scale, one rounding each, in fp32.
+Zero blocks and blocks below fp32's normal range are therefore zeros, and no number becomes NaN. The
+division multiplies by 1 / scale in fp32; each of the two operations rounds once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ E4M3_MAX = 448.0
 def quantize_rows(
     x: torch.Tensor, block: int = BLOCK, cap: float = float("inf")
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(codes float8_e4m3fn [..., K], scales fp32 [..., ceil(K/block)]) of x [..., K]."""
+    """Returns (codes float8_e4m3fn [..., K], scales fp32 [..., ceil(K/block)]) of x [..., K]."""
     blocks = _pad(x.float(), 1, block).unflatten(-1, (-1, block))
     codes, scale = _quantize(blocks, (-1,), cap)
     return codes.flatten(-2)[..., : x.shape[-1]].contiguous(), scale
@@ -30,7 +30,7 @@ def quantize_rows(
 def quantize_blocks(
     w: torch.Tensor, block: tuple[int, int] = (BLOCK, BLOCK)
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(codes [..., N, K], scales fp32 [..., ceil(N/bn), ceil(K/bk)]) of w [..., N, K]."""
+    """Returns (codes [..., N, K], scales fp32 [..., ceil(N/bn), ceil(K/bk)]) of w [..., N, K]."""
     rows, columns = w.shape[-2:]
     tiles = _pad(w.float(), *block).unflatten(-1, (-1, block[1])).unflatten(-3, (-1, block[0]))
     codes, scale = _quantize(tiles, (-3, -1), float("inf"))
@@ -44,10 +44,11 @@ def dequantize(
     block: tuple[int, int] = (BLOCK, BLOCK),
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """codes [..., N, K] times the scale of each block; block (1, 128) for activations."""
+    """Returns codes [..., N, K] times the scale of each block; use block (1, 128) for
+    activations."""
     wide = torch.promote_types(dtype, torch.float32)
     rows, columns = codes.shape[-2:]
-    # A block may be larger than what it scales.
+    # A block may be larger than the tensor.
     repeats = (min(block[0], rows), min(block[1], columns))
     factor = scales.to(wide).repeat_interleave(repeats[0], -2).repeat_interleave(repeats[1], -1)
     return (codes.to(wide) * factor[..., :rows, :columns]).to(dtype)
@@ -65,7 +66,8 @@ def _quantize(
 
 
 def _pad(x: torch.Tensor, row_block: int, column_block: int) -> torch.Tensor:
-    """x with zeros up to whole blocks of its last two dimensions; row_block 1: of its last."""
+    """Pads x with zeros to whole blocks of its last two dimensions; with row_block 1, of the last
+    only."""
     columns = -x.shape[-1] % column_block
     rows = -x.shape[-2] % row_block if row_block > 1 else 0
     return torch.nn.functional.pad(x, (0, columns, 0, rows) if rows else (0, columns))

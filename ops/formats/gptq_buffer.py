@@ -2,11 +2,11 @@
 
     words    uint32 [K / 8, N]   nibble i of word (j, n) is the code of row n, column 8 j + i
     scales   fp16   [K / g, N]
-    zeros    uint32 [K / g, N / 8], where there are any: nibble i of word (j, m) is the zero point
-             of row 8 m + i; without them it is 8
+    zeros    uint32 [K / g, N / 8], optional: nibble i of word (j, m) is the zero point of row
+             8 m + i; without zeros, the zero point is 8
 
-One section follows the other; R is the smallest number of rows of N bytes that holds them, which
-without zeros is K / g * (2 + g / 2) exactly.
+The sections follow each other. R is the smallest number of rows of N bytes that holds them, which
+without zeros is exactly K / g * (2 + g / 2).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ SYMMETRIC_ZERO = 8
 
 @dataclass(frozen=True)
 class GptqSections:
-    """Views of a buffer, rows first: words [N, K / 8] int32, scales [N, K / g] fp16, zeros
-    [N / 8, K / g] int32 or None."""
+    """Views of a buffer, rows first: words [N, K / 8] int32, scales [N, K / g] fp16, and zeros [N /
+    8, K / g] int32 or None."""
 
     words: torch.Tensor
     scales: torch.Tensor
@@ -32,13 +32,14 @@ class GptqSections:
 
 
 def buffer_rows(hidden: int, group_size: int, has_zp: bool) -> int:
-    """R for K = hidden."""
+    """Returns R for K = hidden."""
     halves = hidden + 4 * (hidden // group_size) + (hidden // group_size if has_zp else 0)
     return -(-halves // 2)
 
 
 def sections(buffer: torch.Tensor, hidden: int, group_size: int, has_zp: bool) -> GptqSections:
-    """The sections of a contiguous buffer [R, N], N a multiple of 8, K of 8 and of the group."""
+    """Returns the sections of a contiguous buffer [R, N]. N must be a multiple of 8, K of 8 and of
+    the group size."""
     rows, flat, groups = buffer.shape[1], buffer.view(-1), hidden // group_size
     ends = [rows * hidden // 2]
     ends.append(ends[0] + 2 * groups * rows)
@@ -54,7 +55,7 @@ def sections(buffer: torch.Tensor, hidden: int, group_size: int, has_zp: bool) -
 def pack_buffer(
     codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The buffer of codes [N, K] 0..15, scales [N, K / g] and zeros [N, K / g] 0..15."""
+    """Packs codes [N, K] 0..15, scales [N, K / g] and zeros [N, K / g] 0..15 into a buffer."""
     rows, hidden = codes.shape
     parts = [
         pack_nibbles(codes, torch.int32, 1).T.contiguous(),

@@ -2,15 +2,15 @@
 
     value = e2m1(code) * scale[k // 16] / tensor_scale
 
-Quantisation, in exactly this order, all in fp32 with IEEE division (not the hardware's approximate
-reciprocal), so that one definition holds on every device:
+Quantisation follows exactly this order, in fp32 with IEEE division (not the hardware's approximate
+reciprocal), so that the results are the same on every device:
 
     amax  = max |x| over the block
     scale = e4m3((tensor_scale * amax) / 6)         nearest even, saturating at 448; stored
     code  = e2m1(x * (tensor_scale / scale))        0 where the stored scale is 0
 
-A block whose scale rounds to zero is all zeros: its elements are below the format's resolution.
-NaN and infinities in x saturate. Rows and K-scales of the layout past the data are zero.
+A block whose scale rounds to zero is all zeros: its elements are below the format's resolution. NaN
+and infinities in x saturate. In the 128x4 layout, rows and K-scales past the data are zero.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ E4M3_MAX = 448.0
 def quantize(
     x: torch.Tensor, tensor_scale: float | torch.Tensor = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(packed uint8 [..., K/2], scales float8_e4m3fn [..., K/16], row-major) of x [..., K].
+    """Returns (packed uint8 [..., K/2], scales float8_e4m3fn [..., K/16], row-major) of x [..., K].
 
     tensor_scale: a number, or fp32 that broadcasts to x.shape[:-1]. Raises ValueError unless 16
-    divides K and a number is positive and finite.
+    divides K and a given number is positive and finite.
     """
     if x.shape[-1] % BLOCK:
         raise ValueError(f"x: expected a last dimension that 16 divides, got {list(x.shape)}")
@@ -63,7 +63,7 @@ def dequantize(
     tensor_scale: float | torch.Tensor = 1.0,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """x [..., K] of packed [..., K/2] and row-major scales [..., K/16].
+    """Returns x [..., K] from packed [..., K/2] and row-major scales [..., K/16].
 
     With tensor_scale 1 the result is exact in bfloat16 and wider: 2 + 4 significant bits. The sign
     of a scale is ignored, as the tensor core ignores it.
@@ -79,10 +79,11 @@ def dequantize(
 def quantize_grouped(
     x: torch.Tensor, group_offsets: torch.Tensor, tensor_scales: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(packed [T, K/2], 5-D scales [S, ceil(K/64), 32, 4, 4]) of the rows of a grouped GEMM.
+    """Returns (packed [T, K/2], 5-D scales [S, ceil(K/64), 32, 4, 4]) of the rows of a grouped
+    GEMM.
 
-    x [T, K], rows sorted by group; group_offsets int [G + 1]; tensor_scales fp32 [G], None for 1.
-    S = ceil(T/128) + G blocks, which suffices for any split. Rows of no group are zeros.
+    x [T, K] has rows sorted by group; group_offsets int [G + 1]; tensor_scales fp32 [G], None for
+    1. S = ceil(T/128) + G blocks, which suffices for any split. Rows of no group are zeros.
     """
     group = group_of_rows(group_offsets[1:], x.shape[0])
     num_groups = group_offsets.shape[0] - 1
@@ -95,16 +96,18 @@ def quantize_grouped(
 
 
 def layout_scales(scales: torch.Tensor) -> torch.Tensor:
-    """Row-major scales [..., R, C] of weights in the 128x4 layout, zero padded."""
+    """Returns row-major scales [..., R, C] of weights in the 128x4 layout, zero padded."""
     return swizzle(scales.view(torch.uint8)).view(scales.dtype)
 
 
 def place_scales(scales: torch.Tensor, group_offsets: torch.Tensor) -> torch.Tensor:
-    """Row-major scales [T, C] of sorted rows in the 5-D layout, each group in its own blocks."""
+    """Returns row-major scales [T, C] of sorted rows in the 5-D layout, each group in its own
+    blocks."""
     num_tokens, columns = scales.shape
     num_blocks = max_scale_blocks(num_tokens, group_offsets.shape[0] - 1)
     rows = scale_rows(group_offsets, group_scale_offsets(group_offsets), num_tokens)
-    # Bytes, as fp8 cannot be indexed everywhere; rows of no group go to one that is cut off.
+    # Copied as bytes, since not every device indexes fp8. Rows of no group go to an extra row that
+    # is cut off below.
     last = num_blocks * BLOCK_ROWS
     space = torch.zeros(last + 1, columns, dtype=torch.uint8, device=scales.device)
     space[torch.where(rows < 0, last, rows)] = scales.view(torch.uint8)
@@ -114,7 +117,7 @@ def place_scales(scales: torch.Tensor, group_offsets: torch.Tensor) -> torch.Ten
 def read_scales(
     layout: torch.Tensor, group_offsets: torch.Tensor, deltas: torch.Tensor, shape: tuple[int, int]
 ) -> torch.Tensor:
-    """Row-major scales [T, C] = shape out of the 5-D layout; rows of no group read as zero."""
+    """Reads row-major scales [T, C] = shape out of the 5-D layout; rows of no group are zero."""
     num_tokens, columns = shape
     rows = scale_rows(group_offsets, deltas, num_tokens)
     matrix = unswizzle(layout.view(torch.uint8), layout.shape[0] * BLOCK_ROWS, columns)

@@ -1,10 +1,10 @@
-"""The one geometry of a K or V cache: a 4-D strided window on the caller's tensor.
+"""The geometry of a K or V cache: a 4-D strided window on the caller's tensor.
 
-Every layout in use differs from another in strides and offset only: `[P, S, H, D]` (vLLM, flat
-slots), `[P, H, S, D]`, a StaticCache `[B, H, L, D]` (a page per sequence), one tensor for both
-K and V (`[2, P, S, H, D]`, `[P, 2, L, S, H, D]`). A fused op takes the caller's own tensor, the
-*base*, together with the nine integers of a window, never a view of it: under functionalisation a
-mutated view costs a copy of the whole cache, a mutated graph input costs nothing.
+All layouts in use differ only in strides and offset: `[P, S, H, D]` (vLLM, flat slots), `[P, H, S,
+D]`, a StaticCache `[B, H, L, D]` (a page per sequence), one tensor for both K and V (`[2, P, S, H,
+D]`, `[P, 2, L, S, H, D]`). A fused op takes the caller's own tensor, the *base*, together with the
+nine integers of a window, never a view of it: under functionalisation a mutated view costs a copy
+of the whole cache, and a mutated graph input costs nothing.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from tilewright.ops.checks import holds, proven
 
 @dataclass(frozen=True)
 class CacheWindow:
-    """Axes [num_pages, page_size, num_kv_heads, head_dim] on a base tensor.
+    """A window with axes [num_pages, page_size, num_kv_heads, head_dim] on a base tensor.
 
-    Strides and `offset` count elements; `offset` is relative to the base's own first element.
-    The fields may be symbolic integers while a graph is traced.
+    Strides and `offset` count elements; `offset` is relative to the base's own first element. The
+    fields may be symbolic integers while a graph is traced.
     """
 
     num_pages: Any
@@ -39,7 +39,8 @@ class CacheWindow:
 
     @classmethod
     def from_ints(cls, values: Sequence[Any]) -> CacheWindow:
-        """The inverse of `to_ints`. Raises ValueError unless there are nine values."""
+        """Makes a window from nine integers; the inverse of `to_ints`. Raises ValueError for
+        another number."""
         if len(values) != 9:
             raise ValueError(
                 "a cache window is 9 integers (num_pages, page_size, num_kv_heads, head_dim, "
@@ -49,9 +50,11 @@ class CacheWindow:
 
     @classmethod
     def of(cls, view: torch.Tensor, base: torch.Tensor) -> CacheWindow:
-        """The window that a 4-D view [num_pages, page_size, num_kv_heads, head_dim] of `base` is.
+        """Returns the window of a 4-D view [num_pages, page_size, num_kv_heads, head_dim] of
+        `base`.
 
-        Any layout is reached by permuting and slicing `base` until its axes stand in this order.
+        Permute and slice `base` until its axes are in this order. Raises ValueError for another
+        rank.
         """
         if view.dim() != 4:
             raise ValueError(f"view: expected 4 axes [P, S, H, D], got shape {list(view.shape)}")
@@ -60,28 +63,30 @@ class CacheWindow:
 
     @classmethod
     def page_major(cls, base: torch.Tensor) -> CacheWindow:
-        """A base [num_pages, page_size, num_kv_heads, head_dim]."""
+        """Returns the window of a whole base [num_pages, page_size, num_kv_heads, head_dim]."""
         return cls.of(base, base)
 
     @classmethod
     def head_major(cls, base: torch.Tensor) -> CacheWindow:
-        """A base [num_pages, num_kv_heads, page_size, head_dim]."""
+        """Returns the window of a whole base [num_pages, num_kv_heads, page_size, head_dim]."""
         return cls.of(base.transpose(1, 2), base)
 
     @classmethod
     def static_cache(cls, base: torch.Tensor) -> CacheWindow:
-        """A Hugging Face StaticCache tensor [batch, num_kv_heads, max_len, head_dim]."""
+        """Returns the window of a Hugging Face StaticCache tensor [batch, num_kv_heads, max_len,
+        head_dim]."""
         return cls.head_major(base)
 
     @classmethod
     def vllm_pair(cls, base: torch.Tensor) -> tuple[CacheWindow, CacheWindow]:
-        """K and V of one base [2, num_pages, page_size, num_kv_heads, head_dim]."""
+        """Returns the windows of K and V in one base [2, num_pages, page_size, num_kv_heads,
+        head_dim]."""
         return cls.of(base[0], base), cls.of(base[1], base)
 
     @classmethod
     def max_pair(cls, base: torch.Tensor, layer: int) -> tuple[CacheWindow, CacheWindow]:
-        """K and V of one layer of a base [num_pages, 2, num_layers, page_size, num_kv_heads,
-        head_dim], the block pool of Modular MAX."""
+        """Returns the windows of K and V of one layer in a base [num_pages, 2, num_layers,
+        page_size, num_kv_heads, head_dim], the block pool of Modular MAX."""
         return cls.of(base[:, 0, layer], base), cls.of(base[:, 1, layer], base)
 
     def to_ints(self) -> list[Any]:
@@ -102,15 +107,16 @@ class CacheWindow:
 
     @property
     def extent(self) -> Any:
-        """Elements from the window's first to its last, both counted, for a window not empty."""
+        """Number of elements from the window's first to its last, inclusive, for a window that is
+        not empty."""
         return 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
 
     def view(self, base: torch.Tensor) -> torch.Tensor:
-        """The window as a tensor that shares the base's memory."""
+        """Returns the window as a tensor that shares the base's memory."""
         return base.as_strided(self.shape, self.strides, base.storage_offset() + self.offset)
 
     def provably_disjoint(self, other: CacheWindow) -> bool:
-        """Whether no element of one window is an element of the other, on the same base.
+        """Whether two windows on the same base share no element.
 
         Exact for integer windows whose axes nest; with symbolic sizes, True means proven.
         """
@@ -118,14 +124,15 @@ class CacheWindow:
         return strided_disjoint(self.shape, self.strides, other.shape, other.strides, apart)
 
     def overlaps(self, other: CacheWindow) -> bool:
-        """Whether the windows share an element, or cannot be shown not to."""
+        """Whether two windows on the same base share an element, or may share one."""
         return not self.provably_disjoint(other)
 
 
 def in_bytes(
     shape: Sequence[Any], strides: Sequence[Any], itemsize: int
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Shape and strides of an array's bytes: an element's are the last axis."""
+    """Returns the shape and strides of an array viewed as bytes: the last axis holds an element's
+    bytes."""
     return (*shape, itemsize), (*(stride * itemsize for stride in strides), 1)
 
 
@@ -143,7 +150,7 @@ def strided_disjoint(
     reach_b = sum((n - 1) * s for n, s in zip(shape_b, strides_b, strict=True))
     if proven(apart > reach_a) or proven(-apart > reach_b):
         return True
-    # Index differences by stride: each runs over [low, high] steps.
+    # Both arrays' axes by stride, each with the range [low, high] of the difference of two indices.
     bounds: dict[Any, tuple[Any, Any]] = {}
     for size, stride in zip(shape_a, strides_a, strict=True):
         low, high = bounds.get(stride, (0, 0))
@@ -158,12 +165,12 @@ _Term = tuple[Any, Any, Any]
 
 
 def _may_meet(terms: list[_Term], target: Any) -> bool:
-    """Whether a sum of steps can equal `target`: a bounded linear equation, solved from the
-    largest stride down. For nested axes each level leaves one or two candidates."""
+    """Whether some choice of steps sums to `target`. Solves a bounded linear equation from the
+    largest stride down; for nested axes each level leaves one or two candidates."""
     if not isinstance(target, int) or not all(isinstance(term[0], int) for term in terms):
         return True
     ordered = sorted((term for term in terms if term[0] > 0), reverse=True, key=lambda t: t[0])
-    # A symbolic size may be any number; only the outermost axis can be left unbounded.
+    # A symbolic size may be any number, so only the outermost axis may have a symbolic bound.
     if not all(isinstance(bound, int) for term in ordered[1:] for bound in term[1:]):
         return True
     budget = [4096]
@@ -189,8 +196,8 @@ def _reachable(terms: list[_Term], target: int, budget: list[int]) -> bool:
 
 
 def axes_nest(window: CacheWindow) -> bool:
-    """Whether different indices always mean different elements: each stride steps over the whole
-    of the axes inside it. False where this is known not to be so."""
+    """Whether different indices always reach different elements, because each stride steps over all
+    of the axes inside it. False only where it is known that they do not."""
     axes = [
         (stride, size)
         for size, stride in zip(window.shape, window.strides, strict=True)
@@ -207,5 +214,6 @@ def axes_nest(window: CacheWindow) -> bool:
 
 
 def slot_limit(window: CacheWindow, slots: str) -> Any:
-    """One past the largest slot: a flat slot counts the whole cache, else one page."""
+    """Returns the end of the range of slots: of the whole cache for flat slots, of a page per
+    sequence."""
     return window.page_size if slots == "per_sequence" else window.capacity

@@ -1,8 +1,8 @@
-"""Codes of 4 or 8 bits in stored elements, and numbers that blocks of a weight share.
+"""Codes of 4 or 8 bits in stored elements, and values that blocks of a weight share.
 
-A nibble is an unsigned code 0..15; a word holds two (uint8) or eight (int32), and `order` says
-where: element `i * per + j` of word i is at bits `4 * order[j]`. AWQ's int32 words have order
-[0, 4, 1, 5, 2, 6, 3, 7], all others count up.
+A nibble is an unsigned code 0..15. A word holds two (uint8) or eight (int32), and `order` says
+where: element `i * per + j`, with `per` nibbles in a word, is at bits `4 * order[j]` of word i.
+AWQ's int32 words have the order [0, 4, 1, 5, 2, 6, 3, 7]; all other formats count up.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from tilewright.codegen.formats import AWQ_ORDER as AWQ_ORDER
 
 
 def nibbles_per_word(dtype: torch.dtype) -> int:
-    """2 for uint8, 8 for int32."""
+    """Returns the number of nibbles in a word: 2 for uint8, 8 for int32."""
     return 2 * dtype.itemsize
 
 
 def unpack_nibbles(words: torch.Tensor, axis: int, order: Sequence[int] = ()) -> torch.Tensor:
-    """The codes of uint8 or int32 words, as int32, along `axis`."""
+    """Unpacks uint8 or int32 words along `axis` into codes, as int32."""
     shifts = torch.tensor(_order(words.dtype, order), device=words.device) * 4
     along = words.movedim(axis, -1).to(torch.int64)
     codes = (along.unsqueeze(-1) >> shifts) & 15
@@ -30,7 +30,7 @@ def unpack_nibbles(words: torch.Tensor, axis: int, order: Sequence[int] = ()) ->
 def pack_nibbles(
     codes: torch.Tensor, dtype: torch.dtype, axis: int, order: Sequence[int] = ()
 ) -> torch.Tensor:
-    """The inverse of `unpack_nibbles`: codes 0..15 to words of `dtype`, contiguous.
+    """Packs codes 0..15 into words of `dtype`, contiguous; the inverse of `unpack_nibbles`.
 
     Raises ValueError where the axis does not fill whole words.
     """
@@ -50,7 +50,8 @@ def _order(dtype: torch.dtype, order: Sequence[int]) -> list[int]:
 
 
 def expand_blocks(blocks: torch.Tensor, shape: Sequence[int], block: Sequence[int]) -> torch.Tensor:
-    """Values per block [ceil(rows / bn), ceil(columns / bk)] as values per element of `shape`."""
+    """Expands values per block [ceil(rows / bn), ceil(columns / bk)] to values per element of
+    `shape`."""
     for axis in range(2):
         if blocks.shape[axis] == 1:
             continue
@@ -59,5 +60,5 @@ def expand_blocks(blocks: torch.Tensor, shape: Sequence[int], block: Sequence[in
 
 
 def zeros_are_packed(zero: torch.Tensor, rows: int, block: Sequence[int]) -> bool:
-    """Whether int32 zeros are words of eight rows: their shape tells."""
+    """Whether int32 zeros are words of eight rows each, judged by their shape."""
     return zero.dtype == torch.int32 and zero.shape[0] * 8 * block[0] == rows

@@ -1,8 +1,8 @@
-"""Rows sorted by group, as grouped GEMMs take them: whose row is whose, and checks of it.
+"""Rows sorted by group, as grouped GEMMs take them: the group of each row, and checks.
 
 `group_ends` [G] are inclusive prefix sums of the group sizes (torch's `offs`): group g owns rows
 [group_ends[g - 1], group_ends[g]). Rows from the last end on belong to no group. `expert_ids` [G]
-names each group's weight; -1: no expert, the group's rows give zeros.
+names each group's weight; -1 means no expert, and the group's rows become zeros.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from tilewright.ops.checks import ArgumentError, check_operand, holds
 
 INDEX_DTYPES = (torch.int32, torch.int64)
-# Modular MAX has offsets in uint32.
+# Modular MAX stores offsets in uint32.
 OFFSET_DTYPES = (*INDEX_DTYPES, torch.uint32)
 
 
@@ -27,8 +27,8 @@ def check_offsets(
     *,
     ends: bool = False,
 ) -> None:
-    """Metadata of the groups' row offsets: exclusive [G + 1], or with `ends` where each ends [G].
-    Raises ArgumentError."""
+    """Checks the metadata of row offsets: exclusive starts [G + 1], or with `ends` the end of each
+    group [G]. Raises ArgumentError."""
     check_operand(op, name, offsets, "[G]" if ends else "[G + 1]", (None,), dtypes, device)
     if not ends and not holds(offsets.shape[0] >= 1):
         raise ArgumentError(op, name, "at least the first offset, 0", "no elements")
@@ -37,8 +37,8 @@ def check_offsets(
 def check_offset_values(
     op: str, name: str, offsets: torch.Tensor, num_rows: int, *, ends: bool = False
 ) -> None:
-    """Row offsets (see check_offsets) begin at 0, do not decrease, and do not pass the rows. Raises
-    ArgumentError."""
+    """Checks that row offsets (see check_offsets) begin at 0, do not decrease and do not exceed the
+    number of rows. Raises ArgumentError."""
     if not ends and int(offsets[0]) != 0:
         raise ArgumentError(op, name, "0 as the first", int(offsets[0]))
     stops = offsets.long() if ends else offsets.long()[1:]
@@ -52,7 +52,7 @@ def check_offset_values(
 
 
 def check_expert_values(op: str, name: str, ids: torch.Tensor | None, num_experts: int) -> None:
-    """Expert numbers, where they are given, lie in [-1, num_experts). Raises ArgumentError."""
+    """Checks that expert numbers, if given, lie in [-1, num_experts). Raises ArgumentError."""
     if ids is None:
         return
     wrong = (ids < -1) | (ids >= num_experts)
@@ -63,24 +63,26 @@ def check_expert_values(op: str, name: str, ids: torch.Tensor | None, num_expert
 
 
 def contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """The tensor as kernels read one of a number per group or expert: one after the other."""
+    """Returns the tensor contiguous, as kernels read a tensor of one number per group or expert."""
     return None if tensor is None else tensor.contiguous()
 
 
 def group_of_rows(group_ends: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Group of each row, int64 [num_rows]; rows of no group get G."""
+    """Returns the group of each row, int64 [num_rows]; rows of no group get G."""
     rows = torch.arange(num_rows, device=group_ends.device)
     return torch.searchsorted(group_ends.long().contiguous(), rows, right=True)
 
 
 def _from_the_front(group_ends: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Ends as slices of `num_rows` rows take them: negative ones count from the last row."""
+    """Returns group ends like the bounds of slices of `num_rows` rows: negative ends count from the
+    last row."""
     ends = group_ends.long()
     return torch.where(ends < 0, ends + num_rows, ends).clamp(0, num_rows)
 
 
 def _last_group_of(rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """The last of the groups that hold each row, int64; -1: none. `ends` may decrease."""
+    """Returns the last of the groups that hold each row, int64, or -1 for none. `ends` may
+    decrease."""
     starts = torch.cat((ends.new_zeros(1), ends[:-1]))[: ends.shape[0], None]
     inside = (starts <= rows) & (rows < ends[:, None])
     groups = torch.arange(1, ends.shape[0] + 1, device=ends.device, dtype=torch.int32)[:, None]
@@ -92,30 +94,32 @@ def _last_group_of(rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
 def last_expert_of_rows(
     group_ends: torch.Tensor, expert_ids: torch.Tensor | None, num_rows: int
 ) -> torch.Tensor:
-    """Expert of each row, int64 [num_rows], for ends in any order, as slices take them: negative
-    ones count from the last row, and a row of several groups belongs to the last; -1: no expert."""
+    """Returns the expert of each row, int64 [num_rows], for ends in any order, used like the bounds
+    of slices: negative ends count from the last row, and a row of several groups belongs to the
+    last one. -1 means no expert."""
     ends = _from_the_front(group_ends, num_rows)
     return _expert_of(_last_group_of(torch.arange(num_rows, device=ends.device), ends), expert_ids)
 
 
 def _expert_of(group: torch.Tensor, expert_ids: torch.Tensor | None) -> torch.Tensor:
-    """Expert of each group number; -1 for -1, which is no group."""
+    """Returns the expert of each group number; -1 (no group) gives -1."""
     if expert_ids is None or expert_ids.shape[0] == 0:
         return group
     return torch.where(group < 0, -1, expert_ids.long()[group.clamp_min(0)])
 
 
 def ends_in_order(group_ends: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Where groups end that hold the rows of `group_ends` in ascending order, int32 [G].
+    """Returns ends int32 [G] of groups that hold the rows of `group_ends` in ascending order.
 
-    `group_ends` may be in any order, as slices take them (see last_expert_of_rows); which expert
-    each group then has: `experts_in_order`.
+    `group_ends` may be in any order (see last_expert_of_rows). `experts_in_order` gives the expert
+    of each new group.
     """
     return _from_the_front(group_ends, num_rows).sort().values.to(torch.int32)
 
 
 def experts_in_order(group_ends: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Expert of each group that `ends_in_order` makes, int32 [G]; -1: its rows have none."""
+    """Returns the expert of each group that `ends_in_order` makes, int32 [G]; -1 where its rows
+    have none."""
     ends = _from_the_front(group_ends, num_rows)
     starts = torch.nn.functional.pad(ends.sort().values, (1, 0))[:-1]
     return _last_group_of(starts, ends).to(torch.int32)
@@ -124,6 +128,6 @@ def experts_in_order(group_ends: torch.Tensor, num_rows: int) -> torch.Tensor:
 def expert_of_rows(
     group_ends: torch.Tensor, expert_ids: torch.Tensor | None, num_rows: int
 ) -> torch.Tensor:
-    """Expert of each row, int64 [num_rows]; -1 where the row has none."""
+    """Returns the expert of each row, int64 [num_rows]; -1 where the row has none."""
     group = group_of_rows(group_ends, num_rows)
     return _expert_of(torch.where(group < group_ends.shape[0], group, -1), expert_ids)

@@ -1,4 +1,4 @@
-"""Sample weights of codes, in every format of linears."""
+"""Sample quantised weights of linears, in every format."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class CodedCase:
 
     dtype: of the values. words: the dtype that nibbles are packed in; uint8 for unsigned codes of 8
     bits. zeros: "none", "float", "int" (a tensor of its own) or "packed" in words of eight rows.
-    scale_dtype: of the scales of nibbles; None: `dtype`, or the first of those that a format has.
-    factor: whether each weight has one, of about `_FACTOR`.
+    scale_dtype: of the scales of nibbles; None: `dtype`, or the first that the format allows.
+    factor: whether each weight has a factor, of about `_FACTOR`.
     """
 
     dtype: torch.dtype = torch.bfloat16
@@ -38,7 +38,7 @@ class CodedCase:
 
     @property
     def format_options(self) -> dict[str, Any]:
-        """The arguments that say how all weights are stored, by name."""
+        """Arguments that say how all weights are stored, by name."""
         return {
             "weight_format": self.weight_format,
             "scale_block": list(self.scale_block),
@@ -50,7 +50,8 @@ class CodedCase:
 def sample_codes(
     case: CodedCase, sampler: Sampler, rows: int, columns: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Stored rows, scales and zeros (codes where the case has none) of one weight."""
+    """Returns the stored rows, scales and zeros of one weight; zeros are codes even where the case
+    has none."""
     shape, form = (rows, columns), WEIGHT_FORMATS[case.weight_format]
     grid = tuple(-(-n // size) for n, size in zip(shape, case.scale_block, strict=True))
     dtype, *others = torch_types(form.stored)
@@ -87,7 +88,7 @@ def sample_factors(sampler: Sampler, number: int) -> torch.Tensor:
 def stored_scales(
     form: WeightFormat, scales: torch.Tensor, dtype: torch.dtype | None
 ) -> torch.Tensor:
-    """Scales as a format stores them; of e8m0 the powers of two below."""
+    """Returns scales as a format stores them; for e8m0, rounded down to powers of two."""
     dtype = dtype or torch_types(form.scales)[0]
     if dtype != torch.uint8:
         return scales.to(dtype)

@@ -1,4 +1,4 @@
-"""Sample weights of experts, in every format that they have."""
+"""Sample weights of experts, in every format."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ INTEGER_GROUP = 32
 
 
 def quantized_weight(name: str, dense: torch.Tensor, group: int = INTEGER_GROUP) -> ExpertWeight:
-    """A dense weight [E, N, K] in a format of ops.formats.expert_weight. group: columns that share
-    a scale of integer codes.
+    """Quantises a dense weight [E, N, K] to a format of ops.formats.expert_weight. group: columns
+    that share a scale of integer codes.
 
-    Made on the CPU, so that codes are the same wherever they go; on the meta device nothing is.
+    The codes are made on the CPU, so that they are the same for every device; on the meta device
+    nothing is computed.
     """
     if name == "dense":
         return ExpertWeight(dense)
@@ -40,7 +41,8 @@ def quantized_weight(name: str, dense: torch.Tensor, group: int = INTEGER_GROUP)
 
 
 def _with_signs(data: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Turns the sign of every other block's scale and codes: the numbers stay what they are."""
+    """Flips the signs of every other block's scale and codes, which leaves the numbers
+    unchanged."""
     turned = torch.arange(scale.numel(), device=scale.device) % 2
     turned = turned.view(scale.shape).to(torch.uint8)
     signs = (turned * 0x88).repeat_interleave(nvfp4.BLOCK // 2, -1)
@@ -50,7 +52,7 @@ def _with_signs(data: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, 
 def _integers(
     form: WeightFormat, dense: torch.Tensor, group: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Stored integer codes, and the scale of each group of columns."""
+    """Returns stored integer codes, and the scale of each group of columns."""
     groups, most = dense.float().unflatten(-1, (-1, group)), 2 ** (form.bits - 1)
     scale = divided(groups.abs().amax(-1), most - 1)
     codes = (groups / scale[..., None]).round().clamp(-most, most - 1).flatten(-2)

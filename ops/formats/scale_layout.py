@@ -1,15 +1,15 @@
-"""The 128x4 layout in which tcgen05 reads block scales (NVFP4, MXFP4, MXFP8), both ways.
+"""The 128x4 layout in which tcgen05 reads block scales (NVFP4, MXFP4, MXFP8), and conversions.
 
-Rows come in blocks of 128 and scales along K in blocks of 4; such a block is 512 contiguous bytes,
-row r and scale c of it at byte (r % 32) * 16 + (r // 32) * 4 + c. It is the order of cuBLAS and of
-`torch.nn.functional.scaled_mm` with SWIZZLE_32_4_4. As a tensor:
+Rows come in blocks of 128 and scales along K in blocks of 4. Such a block is 512 contiguous bytes;
+its row r and scale c are at byte (r % 32) * 16 + (r // 32) * 4 + c. cuBLAS and
+`torch.nn.functional.scaled_mm` with SWIZZLE_32_4_4 use this order. As a tensor:
 
     A side  [blocks, ceil(C/4), 32, 4, 4]                5-D; C scales along K
     B side  [E, ceil(N/128), ceil(C/4), 32, 4, 4]        6-D; each expert padded to 128 rows
 
-On the A side of a grouped GEMM every group starts a block of its own, so the block of a row depends
-on the groups before it. That dependence is one number per group, a *delta* (`group_scale_offsets`)
-on the block number that the row's absolute position alone would give.
+On the A side of a grouped GEMM every group starts a new block, so the block of a row depends on the
+groups before it. One number per group, its *delta* (`group_scale_offsets`), says so: it is added to
+the block number that follows from the row's absolute position.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ ATOM = (32, 4, 4)
 
 
 def swizzle(scales: torch.Tensor) -> torch.Tensor:
-    """Row-major scales [..., R, C] to [..., ceil(R/128), ceil(C/4), 32, 4, 4], zero padded."""
+    """Converts row-major scales [..., R, C] to [..., ceil(R/128), ceil(C/4), 32, 4, 4], zero
+    padded."""
     *batch, rows, columns = scales.shape
     row_blocks, column_blocks = cdiv(rows, BLOCK_ROWS), cdiv(columns, BLOCK_SCALES)
     padded = scales.new_zeros(*batch, row_blocks * BLOCK_ROWS, column_blocks * BLOCK_SCALES)
@@ -37,9 +38,9 @@ def swizzle(scales: torch.Tensor) -> torch.Tensor:
 
 
 def unswizzle(layout: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """The inverse of `swizzle`: [..., Rb, Cb, 32, 4, 4] to row-major [..., rows, columns].
+    """Converts [..., Rb, Cb, 32, 4, 4] to row-major [..., rows, columns]; the inverse of `swizzle`.
 
-    Raises ValueError where the layout does not hold as many.
+    Raises ValueError where the layout does not hold that many rows and columns.
     """
     *batch, row_blocks, column_blocks = layout.shape[:-3]
     held = (row_blocks * BLOCK_ROWS, column_blocks * BLOCK_SCALES)
@@ -53,7 +54,8 @@ def unswizzle(layout: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 
 
 def group_scale_offsets(group_offsets: torch.Tensor) -> torch.Tensor:
-    """Deltas [G] of a grouped GEMM's A-side scales, for `group_offsets` [G + 1] (exclusive sums).
+    """Returns the deltas [G] of a grouped GEMM's A-side scales, for `group_offsets` [G + 1]
+    (exclusive sums).
 
     delta[g] = sum over i < g of ceil(n_i / 128), minus group_offsets[g] // 128; never negative.
     Computed on the device, without a synchronisation; int32.
@@ -65,7 +67,8 @@ def group_scale_offsets(group_offsets: torch.Tensor) -> torch.Tensor:
 
 
 def scale_rows(group_offsets: torch.Tensor, deltas: torch.Tensor, num_tokens: int) -> torch.Tensor:
-    """Row of the A-side scale space for every token [T]: 128 * block + position in its group % 128.
+    """Returns each token's row in the A-side scale space, [T]: 128 * block + position in its group
+    % 128.
 
     Rows after the last group get -1.
     """
@@ -80,10 +83,10 @@ def scale_rows(group_offsets: torch.Tensor, deltas: torch.Tensor, num_tokens: in
 
 
 def max_scale_blocks(num_tokens: int, num_groups: int) -> int:
-    """Blocks that suffice for any split of the tokens over the groups: what a graph allocates."""
+    """Returns a number of blocks that suffices for any split of the tokens over the groups."""
     return cdiv(num_tokens, BLOCK_ROWS) + num_groups
 
 
 def layout_shape(rows: int, columns: int, batch: Sequence[int] = ()) -> tuple[int, ...]:
-    """Shape of `swizzle`'s result for row-major [*batch, rows, columns]."""
+    """Returns the shape of `swizzle`'s result for row-major [*batch, rows, columns]."""
     return (*batch, cdiv(rows, BLOCK_ROWS), cdiv(columns, BLOCK_SCALES), *ATOM)

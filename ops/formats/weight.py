@@ -1,9 +1,10 @@
-"""The weight of a linear of dense layers, as the arguments of an op have it.
+"""The weight of a linear, as the arguments of an op describe it.
 
     w[n, k] = (code[n, k] - zero[n // bn, k // bk]) * scale[n // bn, k // bk] * factor
 
-n counts the rows of one weight: of heads [H, D], `h * D + d`. What a format stores is a row of
-`codegen.formats.WEIGHT_FORMATS`; how nibbles lie in words: `ops.formats.quantized_weight`.
+n counts the rows of one weight; in a weight of heads [H, D], row n is `h * D + d`. A format's
+storage is a row of `codegen.formats.WEIGHT_FORMATS`; `ops.formats.quantized_weight` says how
+nibbles are packed.
 """
 
 from __future__ import annotations
@@ -44,9 +45,8 @@ _ZERO_DTYPES = (*FLOAT_DTYPES, torch.uint8, torch.int8, torch.int32, torch.int64
 
 @dataclass(frozen=True)
 class StoredWeight(ArgumentGroup):
-    """What weights of dense layers and of experts have in common: numbers, or codes of a
-    `weight_format` as they are stored, with a scale for each block of rows and columns, and a bias.
-    """
+    """The fields that weights of linears and of experts share: numbers, or codes as a
+    `weight_format` stores them, with a scale for each block of rows and columns, and a bias."""
 
     data: torch.Tensor
     weight_format: str = "dense"
@@ -54,12 +54,12 @@ class StoredWeight(ArgumentGroup):
     scale_block: Sequence[int] = ()
     bias: torch.Tensor | None = None
 
-    # Fields that numbers do not have.
+    # Fields that a dense weight does not have.
     _of_codes: ClassVar[tuple[str, ...]] = ("scale",)
 
     @property
     def format(self) -> WeightFormat | None:
-        """What codes are stored; None where the weight has numbers."""
+        """The format of the codes; None for a dense weight."""
         return WEIGHT_FORMATS.get(self.weight_format)
 
     @property
@@ -68,12 +68,12 @@ class StoredWeight(ArgumentGroup):
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """What stored codes may be; nothing where the weight has numbers."""
+        """The dtypes that may store the codes; empty for a dense weight."""
         return () if self.format is None else torch_types(self.format.stored)
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        """Returns the shape of the numbers."""
+        """The shape of the weight in numbers, that is, unpacked."""
         form = self.format
         if form is None or form.packed_axis is None:
             return self.data.shape
@@ -82,8 +82,8 @@ class StoredWeight(ArgumentGroup):
         return tuple(shape)
 
     def check_scale_given(self, op: str) -> bool:
-        """Checks that codes have a scale, and numbers nothing that goes with codes; returns whether
-        the weight has codes. Raises ArgumentError."""
+        """Checks that codes have a scale, and that a dense weight has no field that belongs to
+        codes. Returns whether the weight has codes. Raises ArgumentError."""
         if self.format is None:
             for field in self._of_codes:
                 if getattr(self, field) is not None:
@@ -97,27 +97,27 @@ class StoredWeight(ArgumentGroup):
 
 @dataclass(frozen=True)
 class Weight(StoredWeight):
-    """A weight [N, K], or of heads [..., D, K], with all that belongs to it.
+    """A weight [N, K], or [..., D, K] in heads, with its scales, zeros and bias.
 
     data: numbers, or stored codes, by weight_format:
 
       "dense"   numbers.
       "int8" (int8 or uint8), "fp8" (float8_e4m3fn)   codes, any strides.
       "int4_k"  nibbles packed along K: [.., K / 2] uint8 or [.., K / 8] int32, any strides.
-      "int4_k_offset"   the same; the zero is float, and added behind the scale.
+      "int4_k_offset"   like int4_k; the zero is a float that is added after scaling.
       "nvfp4", "mxfp4"   E2M1 floats of 4 bits, [.., K / 2] uint8, the even one in the low nibble.
       "nf4", "fp4"   nibbles that stand for the 16 numbers of a table
                 (`codegen.formats.TABLES`), [.., K / 2] uint8.
       "int4_n"  nibbles packed along the rows of a head: [.., D / 2, K] uint8 or [.., D / 8, K]
                 int32, any strides.
 
-    A code means (code - zero) * scale, of int4_k_offset (code - zero_point) * scale + zero. scale:
+    A code means (code - zero) * scale; in int4_k_offset, (code - zero_point) * scale + zero. scale:
     float, for nvfp4 also float8_e4m3fn, for mxfp4 e8m0 as uint8; [ceil(N / bn), ceil(K / bk)] with
-    scale_block = [bn, bk]; a block as large as the weight is one scale per tensor. For codes of 4
-    bits, bk divides K. The zero is zero_point, plus `zero` where given, of the shape of the scales,
-    or int32 words of eight rows [N / (8 bn), K / bk]. nibble_order: where each code of a word lies,
-    as in `ops.formats.quantized_weight`; empty: counting up. bias: [N] or [..., D]. factor:
-    float32, one number of any shape, by which all of the weight is multiplied besides; None: 1.
+    scale_block = [bn, bk]. A block as large as the weight is one scale per tensor. For codes of 4
+    bits, bk divides K. The zero is zero_point, plus `zero` where given, which has the shape of the
+    scales or is int32 words of eight rows [N / (8 bn), K / bk]. nibble_order: the position of each
+    code in a word, as in `ops.formats.quantized_weight`; empty: ascending. bias: [N] or [..., D].
+    factor: float32, one number of any shape that multiplies the whole weight; None: 1.
     """
 
     zero: torch.Tensor | None = None
@@ -129,18 +129,18 @@ class Weight(StoredWeight):
 
     @property
     def rows(self) -> Any:
-        """N, of all heads."""
+        """N, the rows of all heads together."""
         return prod(self.shape[:-1])
 
     @property
     def has_packed_zeros(self) -> bool:
-        """Whether a word of zeros holds those of eight rows, of a weight that is checked: else
-        zeros have the shape of the scales."""
+        """Whether a word of zeros holds those of eight rows. Valid for a weight that has been
+        checked: unpacked zeros have the shape of the scales."""
         zero, scale = self.zero, self.scale
         return zero is not None and scale is not None and zero.shape != scale.shape
 
     def dequantize(self, compute: torch.dtype) -> torch.Tensor:
-        """The weight [..., D, K] in `compute` precision; codes are dequantised."""
+        """Returns the weight [..., D, K] in `compute` precision, dequantised if it has codes."""
         if self.format is None:
             return self.data.to(compute)
         assert self.scale is not None
@@ -166,7 +166,7 @@ class Weight(StoredWeight):
     # --- checks: metadata only; each raises ArgumentError -------------------------------------
 
     def check_format(self, op: str) -> None:
-        """Checks what goes with a format as a whole: block, zero point and nibble order."""
+        """Checks the options of the format: block, zero point and nibble order."""
         check_choice(op, "weight_format", self.weight_format, linear_formats())
         block, order = list(self.scale_block), list(self.nibble_order)
         if self.format is None:
@@ -190,11 +190,11 @@ class Weight(StoredWeight):
             raise ArgumentError(op, "nibble_order", expected, order)
 
     def check_dtype(self, op: str, dtype: torch.dtype) -> None:
-        """Checks the dtype of what is stored: of numbers, `dtype`."""
+        """Checks the dtype of the data; a dense weight must have `dtype`."""
         check_dtype(op, self.named("data"), self.data, self.dtypes or (dtype,))
 
     def check_shape(self, op: str, letters: str, sizes: Sequence[Any]) -> None:
-        """Checks the shape in elements: of a packed axis, what its words hold."""
+        """Checks the unpacked shape of the data."""
         packed = self.format is not None and self.format.packed_axis is not None
         if not packed or self.data.dim() != len(sizes):
             check_shape(op, self.named("data"), self.data, letters, sizes)
@@ -213,8 +213,8 @@ class Weight(StoredWeight):
         rows: Any = None,
         bias_dtypes: Sequence[torch.dtype] = (),
     ) -> None:
-        """Checks a weight [N, K] of x [T, K], of any strides, with all that belongs to it.
-        bias_dtypes: of the bias; by default x's and float32."""
+        """Checks a weight [N, K] of x [T, K], of any strides, with its scales, zeros and bias.
+        bias_dtypes: allowed dtypes of the bias; by default x's and float32."""
         self.check_format(op)
         argument = self.named("data")
         check_tensor(op, argument, self.data)
@@ -267,9 +267,8 @@ class Weight(StoredWeight):
 def code_numbers(
     stored: torch.Tensor, form: WeightFormat, dtype: torch.dtype, order: Sequence[int] = ()
 ) -> torch.Tensor:
-    """What stored codes stand for, in `dtype`, each at a place of its own, before zeros and scales.
-    order: of the codes in an element (`ops.formats.quantized_weight`).
-    """
+    """Returns the numbers that stored codes stand for, unpacked and in `dtype`, before zeros and
+    scales. order: of the codes in an element (`ops.formats.quantized_weight`)."""
     axis = form.packed_axis
     codes = stored if axis is None else unpack_nibbles(stored, axis, order)
     if form.number == "e2m1":
@@ -280,5 +279,5 @@ def code_numbers(
 
 
 def scale_numbers(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What stored scales stand for, in `dtype`: bytes are e8m0."""
+    """Returns the numbers that stored scales stand for, in `dtype`; uint8 scales are e8m0."""
     return scale.to(dtype) if scale.is_floating_point() else e8m0.scale_numbers(scale, dtype)

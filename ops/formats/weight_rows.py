@@ -1,4 +1,4 @@
-"""How the weights of q, k and v lie in memory: as rows of one tensor or not."""
+"""The memory layout of the weights of q, k and v: rows of one tensor, or separate."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import torch
 
 @dataclass(frozen=True)
 class WeightRows:
-    """Where q, k and v weights lie as rows of one tensor: a single GEMM makes all three.
+    """Positions of the q, k and v weights as rows of one tensor, which a single GEMM multiplies.
 
-    total: rows of that tensor. firsts: its row of q's, k's and v's first row (v's left out where
-    there is none). steps: for each, rows from one group of heads, and from one head, to the next.
+    total: rows of that tensor. firsts: the tensor's row at which q, k and v begin (without v if
+    there is none). steps: for each weight, the rows from one group of heads to the next, and from
+    one head to the next.
     """
 
     total: int
@@ -23,7 +24,8 @@ class WeightRows:
 
 
 def weight_rows(*weights: torch.Tensor | None) -> WeightRows | None:
-    """How q, k and v weights tile the rows of one tensor without a gap; None where they do not."""
+    """Returns how q, k and v weights tile the rows of one tensor without a gap; None if they do
+    not."""
     present = [weight for weight in weights if weight is not None]
     storages = {weight.untyped_storage().data_ptr() for weight in present}
     strides = {weight.stride()[-2:] for weight in present}

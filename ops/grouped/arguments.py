@@ -16,14 +16,15 @@ class GroupedMatmulArguments:
     """The arguments of `grouped_matmul`: M rows, K inner, N outer, E experts, G groups.
 
     x [M, K], rows sorted by group. weight [E, N, K], any strides with N or K contiguous.
-    group_offsets int [G + 1], exclusive: group g has rows [offsets[g], offsets[g + 1]), the first
-    is 0; with end_offsets int [G], where each group ends (`offs` of torch's grouped_mm). Any ends
-    are taken: negative ones count from the last row, those past it mean it, and of groups that
-    overlap the last one has the row; on a GPU, where torch refuses them, they may give anything.
-    expert_ids int [G], -1: none; None: group g's expert is g, and G is at most E. bias [E, N].
-    weight_format, scale_block, weight_scale, weight_expert_scale: see ops.formats.expert_weight.
-    x_scale fp32 [M, ceil(K/128)]: of an x of float8_e4m3fn codes, whose weights have the format
-    "fp8" with blocks of 128 columns. Result [M, N] of out_dtype (None: x's; of codes bfloat16).
+    group_offsets int [G + 1], exclusive and starting at 0: group g has rows [offsets[g], offsets[g
+    + 1]). With end_offsets, instead, int [G], where each group ends (`offs` of torch's grouped_mm).
+    Ends may have any order: negative ones count from the last row, larger ones are clamped to M,
+    and a row in several groups belongs to the last one. On a GPU, for ends that torch refuses, the
+    result is undefined. expert_ids int [G], -1: none; None: group g's expert is g, and G is at most
+    E. bias [E, N]. weight_format, scale_block, weight_scale, weight_expert_scale: see
+    ops.formats.expert_weight. x_scale fp32 [M, ceil(K/128)]: scales of float8_e4m3fn codes in x;
+    weights must then have the format "fp8" with blocks of 128 columns. Result [M, N] of out_dtype
+    (None: x's dtype; bfloat16 for codes).
     """
 
     x: torch.Tensor
@@ -46,7 +47,7 @@ class GroupedMatmulArguments:
 
     @property
     def ends(self) -> torch.Tensor:
-        """Where each group ends [G]."""
+        """The end of each group [G]."""
         return self.group_offsets if self.end_offsets else self.group_offsets[1:]
 
     @property

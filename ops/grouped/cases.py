@@ -15,11 +15,12 @@ from tilewright.ops.sampling import Sampler
 
 @dataclass(frozen=True)
 class GroupedCase:
-    """One setting of `grouped_matmul`: rows of each group, and each group's expert (None: its own).
+    """One setting of `grouped_matmul`. sizes: rows of each group. ids: each group's expert; None:
+    its own.
 
-    spare: rows that belong to no group. end_offsets: as torch has them. transposed: weights are
-    stored [E, K, N]. out_dtype: None for dtype. index: dtype of offsets and ids. coded_rows: x is
-    float8_e4m3fn codes.
+    spare: rows that belong to no group. end_offsets: offsets as torch has them. transposed: weights
+    are stored [E, K, N]. out_dtype: None for dtype. index: dtype of offsets and ids. coded_rows: x
+    is float8_e4m3fn codes.
     """
 
     name: str
@@ -59,7 +60,7 @@ GROUPED_CASES = (
 
 
 def sample_grouped(case: GroupedCase, device: str | torch.device, seed: int) -> dict[str, Any]:
-    """Arguments of `grouped_matmul` by name."""
+    """Returns arguments of `grouped_matmul` by name."""
     sampler = Sampler(device, seed)
     num_rows = sum(case.sizes) + case.spare
     shape = (case.num_experts, case.rows, case.inner)

@@ -37,8 +37,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 def _chosen(
     problem: GroupedProblem, num_rows: int, target: Target, plan: GroupedPlan | None
 ) -> tuple[GroupedPlan, Statics | None, tuple[Kernel, Statics]]:
-    """For up to `num_rows` rows: plan, the constants of what dequantises the weights, where they
-    are before, and the GEMM. plan: in place of the planner's."""
+    """Returns, for up to `num_rows` rows, the plan, the constants of the kernel that dequantises
+    the weights first (or None), and the GEMM. plan: replaces the planner's."""
     plan, decode = plan or plan_grouped(problem, num_rows, target), None
     if plan.decode is not None:
         decode = dequantize_statics(problem, plan.decode)
@@ -49,12 +49,13 @@ def _chosen(
 def grouped_matmul_steps(
     a: GroupedMatmulArguments, target: Target, plan: GroupedPlan | None = None
 ) -> Steps:
-    """The steps of a call. plan: in place of the planner's."""
+    """Runs the steps of a call. plan: replaces the planner's."""
     result = Buffer((a.x.shape[0], a.weight.shape[1]), a.result_dtype)
-    # One weight is copied; a mixture's two or three are not, as they may fill the GPU's memory.
+    # One weight may be copied. A mixture's two or three are not, since they may fill the GPU's
+    # memory.
     if not (is_aligned(a.x) and is_aligned(a.weight)):
         a = replace(a, x=_for_tma(a.x), weight=_for_tma(a.weight))
-        obstacle = unsupported(a)  # a copy has strides of its own
+        obstacle = unsupported(a)  # a copy has other strides
         if obstacle is not None:
             return (yield from reference_steps(partial(reference, a), result, obstacle))
     out = yield result
@@ -87,13 +88,13 @@ def grouped_matmul_steps(
 
 
 def _for_tma(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, in memory of its own where TMA cannot start where it does."""
+    """Returns the tensor, copied if TMA cannot start at its address."""
     return tensor if is_aligned(tensor) else tensor.clone()
 
 
 def reference_steps(reference: Callable[[], torch.Tensor], result: Buffer, reason: str) -> Steps:
-    """A call that its op's reference computes after all, since addresses are not as the kernels
-    need them: nothing that is remembered by metadata."""
+    """Runs a call by the op's reference because of the tensors' addresses. Not recorded, since
+    calls of the same metadata may have other addresses."""
     yield NotRepeatable(reason)
     out = yield Library(reference, (), makes=result)
     return Outcome(out, "reference", reason)
@@ -102,8 +103,8 @@ def reference_steps(reference: Callable[[], torch.Tensor], result: Buffer, reaso
 def as_words(
     values: Mapping[str, Any], weight: WeightOperands, config: GemmConfig
 ) -> dict[str, Any]:
-    """A weight and its scales, and how far up lies from gate, as a kernel in these tiles reads
-    them: one that streams codes by words."""
+    """Returns a weight, its scales and the distance from gate to up as a kernel with these tiles
+    reads them: in 32-bit words if it streams codes."""
     made = dict(values)
     if not isinstance(config, CodesConfig):
         return made

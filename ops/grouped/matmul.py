@@ -1,7 +1,7 @@
 """`grouped_matmul`: rows in groups, each group times the weight of its expert.
 
 x may be float8_e4m3fn codes with a scale per row and 128 columns, for weights in fp8 blocks. Rows
-of expert -1, and rows that belong to no group, are zero: the memory of the result is defined.
+of expert -1, and rows that belong to no group, are zero.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""`grouped_matmul_dynamic_scaled_nvfp4`: NVFP4 activations times NVFP4 expert weights, with MAX's
-signature.
+"""`grouped_matmul_dynamic_scaled_nvfp4`: NVFP4 activations times NVFP4 expert weights, with Modular
+MAX's signature.
 
-fp32 accumulation, the expert's factor in fp32 before the one rounding. Signs of block scales are
-ignored, as the tensor core ignores them. Where MAX leaves the rows of a group with id -1 untouched,
-they are zero here.
+Accumulates in fp32, and applies the expert's factor in fp32 before the one rounding. Signs of block
+scales are ignored, as the tensor core ignores them. Rows of a group with id -1, which MAX leaves
+untouched, are zero here.
 """
 
 from __future__ import annotations
@@ -57,15 +57,14 @@ OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @dataclass(frozen=True)
 class Nvfp4MatmulArguments:
-    """T rows, K inner (32 divides K), N outer, E experts, G groups.
+    """The arguments: T rows, K inner (32 divides K), N outer, E experts, G groups.
 
-    a uint8 [T, K/2]; b uint8 [E, N, K/2], K contiguous. a_scales float8_e4m3fn
-    [S, ceil(K/64), 32, 4, 4], b_scales [E, ceil(N/128), ceil(K/64), 32, 4, 4]: see
-    ops.formats.scale_layout; their signs are ignored. group_offsets int or uint32 [>= G + 1],
-    exclusive; group_scale_offsets likewise [>= G]: the delta form of
-    ops.formats.scale_layout.group_scale_offsets, of empty groups too; expert_ids int [>= G], -1:
-    none; expert_scales fp32 [E], by expert id. num_active_experts: G; None: all the offsets given.
-    Result [T, N] of out_dtype (None: bfloat16).
+    a uint8 [T, K/2]; b uint8 [E, N, K/2], K contiguous. a_scales float8_e4m3fn [S, ceil(K/64), 32,
+    4, 4], b_scales [E, ceil(N/128), ceil(K/64), 32, 4, 4]: see ops.formats.scale_layout; their
+    signs are ignored. group_offsets int or uint32 [>= G + 1], exclusive. group_scale_offsets, of
+    the same dtypes [>= G]: deltas as ops.formats.scale_layout.group_scale_offsets makes them, for
+    empty groups too. expert_ids int [>= G], -1: none; expert_scales fp32 [E], by expert id.
+    num_active_experts: G; None: all the offsets given. Result [T, N] of out_dtype (None: bfloat16).
     """
 
     a: torch.Tensor
@@ -154,7 +153,7 @@ def validate_values(a: Nvfp4MatmulArguments) -> None:
 
 
 def unsupported(a: Nvfp4MatmulArguments) -> str | None:
-    """Why the emitted kernel cannot take a call; None where it can. Metadata only."""
+    """Returns why the emitted kernel cannot take a call, or None. Reads metadata only."""
     for name, steps in (("a", a.a.stride()[:-1]), ("b", a.b.stride()[:-1])):
         if any(step % TMA_BYTES for step in steps):
             return f"{name}: strides {list(steps)} are not whole {TMA_BYTES} bytes"
@@ -172,7 +171,7 @@ def reference(a: Nvfp4MatmulArguments) -> torch.Tensor:
         B[n, k] = e2m1(b[e, n, k]) * |b_scales[e, n, k // 16]| * expert_scales[e]
         out[t] = A[t] @ B^T
 
-    Rows of expert -1 and of no group are zero. With float64 expert_scales all is float64.
+    Rows of expert -1 and of no group are zero. With float64 expert_scales everything is in float64.
     """
     compute = a.expert_scales.dtype
     num_rows, columns = a.a.shape[0], 2 * a.a.shape[1] // nvfp4.BLOCK
@@ -195,7 +194,7 @@ def reference(a: Nvfp4MatmulArguments) -> torch.Tensor:
 def _chosen(
     max_groups: int, num_rows: int, target: Target, config: GemmConfig | None, scaled: bool
 ) -> tuple[GemmConfig, Statics]:
-    """Tiles, those of `config` where it is given, and constants for up to `num_rows` rows."""
+    """Returns the tiles (`config`, if given) and the constants for up to `num_rows` rows."""
     config = config or nvfp4_config(max_groups, num_rows, target)
     return config, nvfp4_statics(max_groups, config, block_scaled=scaled)
 
@@ -207,11 +206,11 @@ def grouped_nvfp4_steps(
     *,
     block_scaled: bool | None = None,
 ) -> Steps:
-    """The steps of a call. config: in place of the planner's. block_scaled: whether the tensor core
-    multiplies NVFP4 itself; None: as the target's does."""
+    """Runs the steps of a call. config: replaces the planner's. block_scaled: whether the tensor
+    core multiplies NVFP4 directly; None: as the target's does."""
     a = _aligned(a)
     out = yield Buffer.like(fake(a))
-    yield Library(torch.Tensor.zero_, (out,))  # rows of no group are in no tile
+    yield Library(torch.Tensor.zero_, (out,))  # no tile covers rows of no group
     scaled = target.has("block_scaled_mma") if block_scaled is None else block_scaled
     covered = next_power_of_2(a.a.shape[0])
     config, statics = _chosen(max(a.num_groups, 1), covered, target, config, scaled)
@@ -239,7 +238,7 @@ def grouped_nvfp4_steps(
 
 
 def _aligned(a: Nvfp4MatmulArguments) -> Nvfp4MatmulArguments:
-    """The arguments with a copy of whatever starts off the boundary that TMA wants."""
+    """Returns the arguments with copies of tensors whose address TMA cannot use."""
     tensors = {name: getattr(a, name) for name in ("a", "b", "a_scales", "b_scales")}
     off = {name: t.clone() for name, t in tensors.items() if not is_aligned(t)}
     return replace(a, **off) if off else a
@@ -275,7 +274,7 @@ CASES = (
 def sample_inputs(
     case: Nvfp4Case, device: str | torch.device = "cpu", seed: int = 0
 ) -> Nvfp4MatmulArguments:
-    """Random arguments of a case: quantised normal activations and weights."""
+    """Returns random arguments of a case: quantised normal activations and weights."""
     generator = torch.Generator().manual_seed(seed)
     offsets = torch.tensor([0, *case.sizes]).cumsum(0).to(torch.int32)
     x = torch.randn(int(offsets[-1]) + case.spare, case.inner, generator=generator)

@@ -1,4 +1,4 @@
-"""From the arguments of `grouped_matmul` to a static problem of its kernel."""
+"""Converts the arguments of `grouped_matmul` to the static problem of its kernel."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tilewright.ops.runtime.operands import operand
 
 
 def unsupported(a: GroupedMatmulArguments) -> str | None:
-    """Why the emitted kernel cannot take a call; None where it can. Metadata only."""
+    """Returns why the emitted kernel cannot take a call, or None. Reads metadata only."""
     if a.x_scale is None and a.x.dtype not in HALVES:
         return f"no kernel for {a.x.dtype}"
     if a.result_dtype == torch.float64:
@@ -36,8 +36,8 @@ def unsupported(a: GroupedMatmulArguments) -> str | None:
 
 
 def scattered(name: str, weight: torch.Tensor, row_step: int = 1) -> str | None:
-    """Why a kernel cannot step through [E, N, K]; None where it can. row_step: elements from one
-    row to the next where rows are contiguous."""
+    """Returns why a kernel cannot step through [E, N, K], or None. row_step: elements from one row
+    to the next where rows are contiguous."""
     _, row, column = weight.stride()
     if column == 1 or row == row_step or weight.shape[1] <= 1:
         return None
@@ -45,14 +45,15 @@ def scattered(name: str, weight: torch.Tensor, row_step: int = 1) -> str | None:
 
 
 def no_kernel_for(weight: ExpertWeight) -> str | None:
-    """Why no kernel decodes a weight; None where one does, or has nothing to decode."""
+    """Returns why no kernel decodes a weight; None if one does, or if the weight needs no
+    decoding."""
     if weight.format is None or weight.format.expert_kernel:
         return None
     return f"no kernel for {weight.weight_format} weights"
 
 
 def grouped_problem(a: GroupedMatmulArguments) -> GroupedProblem:
-    """The problem of a call. Metadata and addresses only."""
+    """Returns the problem of a call. Reads metadata and addresses only."""
     weight = a.experts
     num_experts, rows, inner = weight.shape
     return GroupedProblem(
@@ -68,7 +69,8 @@ def grouped_problem(a: GroupedMatmulArguments) -> GroupedProblem:
 
 
 def weight_operands(weight: ExpertWeight) -> WeightOperands:
-    """A weight [E, N, K] as kernels see it. K counts as contiguous where both N and K could."""
+    """Returns a weight [E, N, K] as kernels see it. K counts as contiguous if both N and K
+    could."""
     data, scale = weight.data, weight.scale
     expert, row, column = data.stride()
     return WeightOperands(

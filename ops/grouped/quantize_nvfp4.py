@@ -1,7 +1,8 @@
-"""`quantize_nvfp4`: rows to NVFP4, with the scales where the tensor core reads them.
+"""`quantize_nvfp4`: quantises rows to NVFP4, with the scales in the layout that the tensor core
+reads.
 
-The order of operations is written down in ops.formats.nvfp4, bit for bit. What it returns is what
-`grouped_matmul_dynamic_scaled_nvfp4` takes as `a` and `a_scales`.
+ops.formats.nvfp4 defines the order of operations, bit for bit. The results are the arguments `a`
+and `a_scales` of `grouped_matmul_dynamic_scaled_nvfp4`.
 """
 
 from __future__ import annotations
@@ -36,10 +37,11 @@ class QuantizeNvfp4Arguments:
 
     x [T, K]. group_offsets int [G + 1], exclusive, as the grouped GEMM takes them; None: all rows
     are one group. tensor_scales fp32 [G] (one group: [1]), positive; None: 1.
+
     Result: packed uint8 [T, K/2], and scales float8_e4m3fn [S, ceil(K/64), 32, 4, 4], every group
-    in blocks of its own (ops.formats.scale_layout; `group_scale_offsets` has their deltas). S is
-    ceil(T/128), with groups ceil(T/128) + G. Rows of no group are zero codes without scales;
-    scales past the data are zero.
+    in its own blocks (ops.formats.scale_layout; `group_scale_offsets` returns their deltas). S is
+    ceil(T/128), with groups ceil(T/128) + G. Rows of no group have zero codes and no scales; scales
+    past the data are zero.
     """
 
     x: torch.Tensor
@@ -52,7 +54,7 @@ class QuantizeNvfp4Arguments:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of 128 rows in the scale space."""
+        """Number of blocks of 128 rows in the scale space."""
         return max_scale_blocks(
             self.x.shape[0], 0 if self.group_offsets is None else self.num_groups
         )
@@ -95,7 +97,7 @@ def reference(a: QuantizeNvfp4Arguments) -> tuple[torch.Tensor, torch.Tensor]:
         scale = e4m3(s * max |x of the block| / 6)        nearest even, at most 448
         code = e2m1(x * (s / scale))                      0 where scale is 0
 
-    so that x is about code * scale / s.
+    x is then approximately code * scale / s.
     """
     if a.x.numel() == 0:
         packed, scales = fake(a)
@@ -162,7 +164,7 @@ CASES = (
 def sample_inputs(
     case: QuantizeCase, device: str | torch.device = "cpu", seed: int = 0
 ) -> QuantizeNvfp4Arguments:
-    """Random rows; some of their blocks are zero, tiny, huge or infinite."""
+    """Returns random rows; some of their blocks are zero, tiny, huge or infinite."""
     generator = torch.Generator().manual_seed(seed)
     num_rows = sum(case.sizes or ()) + case.spare
     x = torch.randn(num_rows, case.inner, generator=generator) * 3
@@ -199,9 +201,9 @@ def quantize_nvfp4(
     group_offsets: torch.Tensor | None = None,
     tensor_scales: torch.Tensor | float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The op, called by hand: (packed, scales) of x [T, K]; see QuantizeNvfp4Arguments.
+    """Calls the op: returns (packed, scales) of x [T, K]; see QuantizeNvfp4Arguments.
 
-    A number for tensor_scales is that of every group. Raises ArgumentError. Not differentiable.
+    A number for tensor_scales is used for every group. Raises ArgumentError. Not differentiable.
     """
     if isinstance(tensor_scales, (int, float)):
         check_tensor(NAME, "x", x)

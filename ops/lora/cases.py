@@ -16,11 +16,12 @@ class LoraCase:
 
     rows: "single" (one adapter), "rows" (an id each, in any order), "sequences" (an id for each of
     num_sequences), "groups" (offsets and ids), "ends" (inclusive offsets, groups are adapters).
-    sizes, ids: of the groups; sizes alone decide the number of rows of "groups" and "ends". spare:
-    rows that belong to no group. base_rows: rows of the batch behind the M that have adapters.
-    ranks: of q, k and v, 0 for none. layout: "stacked" (b [G, 3N, K]), "separate", "transposed"
-    ([G, K, R] seen as [G, R, K]). bases: of q, k, v, "all", "none", "q", "packed" (of one tensor).
-    widths: columns of q, k, v. scale: how deltas are scaled, "none", "number", "each", "adapter".
+    sizes, ids: of the groups; for "groups" and "ends", sizes also decide the number of rows. spare:
+    rows that belong to no group. base_rows: further rows of the batch after the M that have
+    adapters. ranks: of q, k and v, 0 for none. layout: "stacked" (b [G, 3N, K]), "separate",
+    "transposed" ([G, K, R] viewed as [G, R, K]). bases: of q, k, v, "all", "none", "q", "packed"
+    (of one tensor). widths: columns of q, k, v. scale: how deltas are scaled, "none", "number",
+    "each", "adapter".
     """
 
     name: str
@@ -45,12 +46,12 @@ class LoraCase:
 
     @property
     def total_rows(self) -> int:
-        """M."""
+        """M, the rows that may have adapters."""
         return sum(self.sizes) + self.spare if self.sizes else self.num_rows
 
 
 SHRINK_CASES = (
-    # What Modular MAX's tests have, then what they leave out.
+    # Cases of Modular MAX's tests, then cases that those leave out.
     LoraCase("one_group", "groups", sizes=(16,), ids=(0,), num_adapters=1, layout="stacked"),
     LoraCase("same_adapter", "groups", sizes=(8, 12, 10), ids=(1, 1, 1), layout="stacked"),
     LoraCase("four_groups", "groups", sizes=(8, 107, 72, 14), ids=(0, 1, 2, 0), num_adapters=3,
@@ -101,7 +102,7 @@ EXPAND_CASES = (
 
 
 def sample_shrink(case: LoraCase, device: str | torch.device, seed: int) -> dict[str, Any]:
-    """Arguments of `shrink_qkv_permute_3mn` by name."""
+    """Returns arguments of `shrink_qkv_permute_3mn` by name."""
     sampler = Sampler(device, seed)
     total = case.total_rows + case.base_rows
     made: dict[str, Any] = {"a": sampler.normal(total, case.hidden, dtype=case.dtype)}
@@ -117,7 +118,7 @@ def sample_shrink(case: LoraCase, device: str | torch.device, seed: int) -> dict
 
 
 def sample_expand(case: LoraCase, device: str | torch.device, seed: int) -> dict[str, Any]:
-    """Arguments of `lora_expand_add` by name."""
+    """Returns arguments of `lora_expand_add` by name."""
     sampler = Sampler(device, seed)
     planes = sum(rank > 0 for rank in case.ranks)
     rank = max(case.ranks)
@@ -141,7 +142,7 @@ def sample_expand(case: LoraCase, device: str | torch.device, seed: int) -> dict
 def _weights(
     case: LoraCase, sampler: Sampler, shapes: list[tuple[int, int, int]]
 ) -> list[torch.Tensor | None]:
-    """A weight of each shape; None where a dimension is 0."""
+    """Returns a weight of each shape; None if a dimension is 0."""
     made: list[torch.Tensor | None] = []
     for shape in shapes:
         weight = sampler.normal(*shape, dtype=case.dtype, scale=max(shape[2], 1) ** -0.5)
@@ -162,7 +163,7 @@ def _bases(case: LoraCase, sampler: Sampler) -> dict[str, torch.Tensor | None]:
 
 
 def sample_rows(case: LoraCase, sampler: Sampler) -> dict[str, Any]:
-    """a_offsets, expert_ids and what goes with them."""
+    """Returns a_offsets, expert_ids and the arguments that belong to them."""
     if case.rows == "single":
         return {}
     dtype, device = case.index_dtype, sampler.device

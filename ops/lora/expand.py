@@ -1,4 +1,4 @@
-"""`lora_expand_add`: the second half of multi-LoRA, added onto the projections q, k and v."""
+"""`lora_expand_add`: the second half of multi-LoRA, added to the projections q, k and v."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ Outputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 class ExpandArguments:
     """The arguments of `lora_expand_add`: M rows of T, G adapters, W columns of a projection.
 
-    s [P, M, N], last dim contiguous: what `shrink_qkv_permute_3mn` gives, a plane for each weight
-    given. q_weight, k_weight, v_weight [G, W, R], R <= N: any strides; None where a projection has
-    no adapter. q, k, v [T, W], last dim contiguous: what is added to; T >= M, and rows from M on
-    are copied; None: nothing, the result is the delta alone (T = M). All of s's dtype. scales [G]:
-    float, a factor for each adapter; scale: one number, or one for each of q, k, v; empty: 1.
-    a_offsets, expert_ids, inclusive_offsets, num_active_experts: see ops.lora.rows.
+    s [P, M, N], last dimension contiguous: the result of `shrink_qkv_permute_3mn`, a plane for each
+    weight given. q_weight, k_weight, v_weight [G, W, R], R <= N: any strides; None if a projection
+    has no adapter. q, k, v [T, W], last dimension contiguous: the bases to add to, with T >= M;
+    rows from M on are copied. None: the result is the delta alone (T = M). All have s's dtype.
+    scales [G]: float, a factor for each adapter. scale: one number, or one for each of q, k, v;
+    empty: 1. a_offsets, expert_ids, inclusive_offsets, num_active_experts: see ops.lora.rows.
 
-    Results [T, W] for q, k and v: without a weight a copy of the base, without either [0]. packed:
-    the first is [T, W_q + W_k + W_v], columns one projection after the other; the others are [0].
-    Bad values raise as in ShrinkArguments.
+    Results [T, W] for q, k and v. Without a weight, a result is a copy of the base; without both,
+    it is [0]. packed: the first result is [T, W_q + W_k + W_v], one projection's columns after the
+    other's; the others are [0]. Bad values raise as in ShrinkArguments.
     """
 
     s: torch.Tensor
@@ -84,7 +84,7 @@ class ExpandArguments:
 
     @property
     def widths(self) -> tuple[Any, Any, Any]:
-        """Columns of q, k and v; 0 where there is neither base nor weight."""
+        """Columns of q, k and v; 0 without a base and a weight."""
         pairs = zip(self.weights, self.bases, strict=True)
         widths = [
             weight.shape[1] if weight is not None else 0 if base is None else base.shape[1]
@@ -94,7 +94,7 @@ class ExpandArguments:
 
     @property
     def num_tokens(self) -> Any:
-        """T."""
+        """T, the rows of the results."""
         base = next((base for base in self.bases if base is not None), None)
         return self.s.shape[1] if base is None else base.shape[0]
 
@@ -143,7 +143,7 @@ def validate_values(a: ExpandArguments) -> None:
 
 
 def result_shapes(a: ExpandArguments) -> tuple[tuple[Any, ...], ...]:
-    """Of the three results."""
+    """Returns the shapes of the three results."""
     tokens, widths = a.num_tokens, a.widths
     if a.packed:
         return (tokens, sum(widths)), (0,), (0,)
@@ -162,8 +162,8 @@ def reference(a: ExpandArguments) -> Outputs:
 
         out_p[t] = base_p[t] + scale_p * scales[e] * (s[p, t, :R] @ weight_p[e]^T)
 
-    base_p is the argument `q`, `k` or `v` (0 where it is None), weight_p `q_weight`, `k_weight` or
-    `v_weight`. A row without an adapter is its base.
+    base_p is the argument `q`, `k` or `v` (0 if it is None), weight_p `q_weight`, `k_weight` or
+    `v_weight`. A row without an adapter equals its base.
     """
     outputs = fake(a)
     widths = a.widths
@@ -191,7 +191,7 @@ def _deltas(
     weight: torch.Tensor,
     factor: float,
 ) -> torch.Tensor:
-    """[M, W] of one projection, scaled, in the precision of `rows` [M, N]."""
+    """Returns the scaled deltas [M, W] of one projection, in the precision of `rows` [M, N]."""
     deltas = multiply_by_expert(rows[:, : weight.shape[2]], adapter, ExpertWeight(weight))
     if a.scales is None:
         return factor * deltas
@@ -200,7 +200,7 @@ def _deltas(
 
 
 def unsupported(a: ExpandArguments) -> str | None:
-    """Why the emitted kernel cannot take a call; None where it can. Metadata only."""
+    """Returns why the emitted kernel cannot take a call, or None. Reads metadata only."""
     wide = a.scales is not None and a.scales.dtype == torch.float64
     return "no kernel for scales of torch.float64" if wide else None
 
@@ -237,8 +237,8 @@ def lora_expand_add(
     expert_ids: torch.Tensor | None = None,
     **options: Any,
 ) -> Outputs:
-    """The op, called by hand: what `shrink_qkv_permute_3mn` gave, by the B matrices of q, k and v,
-    added to q, k and v.
+    """Calls the op: multiplies the result of `shrink_qkv_permute_3mn` by the B matrices of q, k and
+    v, and adds it to q, k and v.
 
     The arguments and options are those of ExpandArguments. Raises ArgumentError. Not
     differentiable.

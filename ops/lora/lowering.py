@@ -1,5 +1,5 @@
-"""The CUDA lowerings of the LoRA ops: one kernel each; many rows in any order are sorted first, and
-where all rows have one adapter a library's product may be faster."""
+"""The CUDA lowerings of the LoRA ops: one kernel each. Many rows in any order are sorted first, and
+if all rows have one adapter a library's product may be faster."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ from tilewright.ops.runtime.program import Buffer, Library, Outcome, SplitK, Ste
 
 NOTHING = ("nothing", "there are no rows, so nothing is launched")
 SORT = OrderConfig()
-# Tensors and numbers by the kernels' names of them.
+# Tensors and numbers by kernel parameter name.
 Values = dict[str, Any]
 
 
 def shrink_steps(a: ShrinkArguments, target: Target, config: ShrinkConfig | None = None) -> Steps:
-    """The steps of a `shrink_qkv_permute_3mn` call. config: the kernel's tiles; None: what the plan
-    chooses, which may be a library's product."""
+    """Runs the steps of a `shrink_qkv_permute_3mn` call. config: the kernel's tiles; None: the plan
+    chooses, possibly a library's product."""
     out = yield Buffer(result_shape(a), a.a.dtype)
     if out.numel() == 0:
         return Outcome(out, *NOTHING)
@@ -76,8 +76,8 @@ def shrink_steps(a: ShrinkArguments, target: Target, config: ShrinkConfig | None
 def _chosen(
     problem: ShrinkProblem, num_rows: int, target: Target, config: ShrinkConfig | None
 ) -> tuple[ShrinkConfig, Statics]:
-    """The tiles for up to `num_rows` rows, those of `config` where it is given, and the constants
-    of the kernel."""
+    """Returns the tiles for up to `num_rows` rows (`config`, if given) and the constants of the
+    kernel."""
     config = config or plan_shrink(problem, num_rows, target)
     constants = {**problem.constants, "COLUMNS": tile_columns(problem, config)}
     if isinstance(config, TiledShrink):
@@ -86,7 +86,7 @@ def _chosen(
 
 
 def _weight_values(a: ShrinkArguments) -> Values:
-    """The first weight, and the others' distances from it in elements."""
+    """Returns the first weight, and the others' distances from it in elements."""
     first, *others = [weight for weight in a.weights if weight is not None]
     apart = [(w.data_ptr() - first.data_ptr()) // w.element_size() for w in others]
     second, third = (*apart, None, None)[:2]
@@ -94,7 +94,8 @@ def _weight_values(a: ShrinkArguments) -> Values:
 
 
 def expand_steps(a: ExpandArguments, target: Target, config: ExpandConfig | None = None) -> Steps:
-    """The steps of a `lora_expand_add` call. config: the kernel's tiles; None: the plan's."""
+    """Runs the steps of a `lora_expand_add` call. config: the kernel's tiles; None: the plan
+    chooses."""
     outputs = []
     for shape in result_shapes(a):
         outputs.append((yield Buffer(shape, a.s.dtype)))
@@ -117,8 +118,8 @@ def expand_steps(a: ExpandArguments, target: Target, config: ExpandConfig | None
 def _projections(
     a: ExpandArguments, outputs: tuple[torch.Tensor, ...]
 ) -> tuple[Values, dict[str, Any]]:
-    """The tensors of q, k and v, and of each its width, rank, factor and plane of s: None and 0
-    where there is nothing to make."""
+    """Returns the tensors of q, k and v, and the width, rank, factor and plane of s of each: None
+    and 0 for a projection without a result."""
     targets = outputs[0].split(list(a.widths), dim=1) if a.packed else outputs
     values: Values = {}
     parts: list[tuple[int, int, float, int]] = []
@@ -142,7 +143,7 @@ def _projections(
 def _row_values(
     a: Any, counts: RowCounts, form: RowForm, target: Target
 ) -> Generator[Step, Any, Values]:
-    """Tensors and counts of the rows, which the steps of a "sorted" form sort first."""
+    """Returns the tensors and counts of the rows; for a "sorted" form, sorts the rows first."""
     values = row_values(a, counts, form)
     if form.addressing != "sorted":
         return values
@@ -159,7 +160,8 @@ def _row_values(
 def library_choice(
     a: ShrinkArguments, problem: ShrinkProblem, counts: RowCounts
 ) -> LibraryShrink | None:
-    """How a library makes a call; None where the kernels are to. Metadata and addresses only."""
+    """Returns how a library computes a call; None if kernels should. Reads metadata and addresses
+    only."""
     repeated = any(0 in weight.strides[1:] for weight in problem.weights)
     if problem.form.num_adapters != 1 or repeated:
         return None
@@ -184,7 +186,7 @@ def library_steps(
     if choice.joined:
         weight = yield Buffer((columns, x.shape[1]), x.dtype)
         yield Library(_join, (weight, *matrices))
-    else:  # one below the other where they lie
+    else:  # the matrices are stacked in memory already
         weight = matrices[0].as_strided((columns, x.shape[1]), matrices[0].stride())
     if choice.way == "plane":
         yield Library(multiply, (out[0], x, weight))
@@ -203,7 +205,7 @@ def library_steps(
 
 
 def _matrices(a: ShrinkArguments) -> list[torch.Tensor]:
-    """The one adapter's weights [R, K] of q, k and v, those that there are."""
+    """Returns the given weights [R, K] of q, k and v of the only adapter."""
     return [weight[0] for weight in a.weights if weight is not None]
 
 

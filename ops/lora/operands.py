@@ -1,4 +1,4 @@
-"""From the arguments of the LoRA ops to the problems and run-time values of their kernels."""
+"""Converts the arguments of the LoRA ops to the problems and run-time values of their kernels."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tilewright.ops.lora.rows import num_groups
 from tilewright.ops.lora.shrink import ShrinkArguments
 from tilewright.ops.runtime.operands import operand
 
-# Rows of a sequence from which on its last tile, partly empty, costs little.
+# The least number of rows of a sequence with which its last, partly empty tile costs little.
 LONG_SEQUENCE = 64
 
 
 def row_counts(a: Any, num_rows: int, total_rows: int) -> RowCounts:
-    """a: of either op."""
+    """Returns the counts of rows of a call of either op."""
     ids = a.expert_ids
     alone = ids is not None and a.a_offsets is None and num_rows
     return RowCounts(
@@ -30,11 +30,12 @@ def row_counts(a: Any, num_rows: int, total_rows: int) -> RowCounts:
 
 
 def row_form(a: Any, counts: RowCounts, num_adapters: int) -> RowForm:
-    """How the kernels of a call learn each row's adapter. Metadata and addresses only."""
+    """Returns how the kernels of a call find each row's adapter. Reads metadata and addresses
+    only."""
     ids, offsets = operand(contiguous(a.expert_ids)), operand(contiguous(a.a_offsets))
     one_each = counts.rows_per_id == 1
     if counts.num_rows == 0 or (ids is None and offsets is None):
-        return RowForm("single", num_adapters, one_each=one_each)  # and no id is read
+        return RowForm("single", num_adapters, one_each=one_each)  # no id is read
     if offsets is not None:
         groups, inclusive = next_power_of_2(counts.groups + 1), a.inclusive_offsets
         return RowForm("groups", num_adapters, ids, offsets, inclusive, one_each, groups)
@@ -49,7 +50,7 @@ def row_form(a: Any, counts: RowCounts, num_adapters: int) -> RowForm:
 
 
 def row_values(a: Any, counts: RowCounts, form: RowForm) -> dict[str, Any]:
-    """Tensors and counts of the rows, by the kernels' names of them."""
+    """Returns the tensors and counts of the rows by kernel parameter name."""
     return {
         "ids": contiguous(a.expert_ids) if form.ids else None,
         "offsets": contiguous(a.a_offsets) if form.offsets else None,
@@ -62,7 +63,7 @@ def row_values(a: Any, counts: RowCounts, form: RowForm) -> dict[str, Any]:
 
 
 def shrink_problem(a: ShrinkArguments, counts: RowCounts) -> ShrinkProblem:
-    """The problem of a call."""
+    """Returns the problem of a call."""
     first, *others = [weight for weight in a.weights if weight is not None]
     weight = operand(first, *first.stride())
     return ShrinkProblem(

@@ -1,5 +1,5 @@
-"""What both LoRA ops share: dtypes, tolerances, and which adapter each row of a batch has, in the
-forms that engines and models give it.
+"""Shared parts of both LoRA ops: dtypes, tolerances, and the adapter of each row of a batch, in the
+forms that engines and models use.
 
     a_offsets   expert_ids
     none        none          one adapter, of all rows
@@ -8,8 +8,8 @@ forms that engines and models give it.
     [n + 1]     [>= n]        rows [a_offsets[g], a_offsets[g + 1]) have adapter expert_ids[g]
     [n + 1]     none          group g has adapter g
 
-With `inclusive_offsets` a_offsets are the n ends alone (torch's `offs`). `num_active_experts` says
-how many groups there are where the vectors are longer. Adapter -1, and rows of no group: none.
+With `inclusive_offsets`, a_offsets are the n ends alone (torch's `offs`). `num_active_experts` is
+the number of groups if the vectors are longer. Adapter -1, and rows of no group, mean no adapter.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ ERROR_MODEL = "exact products, summed in fp32; one rounding of the result"
 
 
 def num_groups(a: Any) -> Any:
-    """Groups of rows that a call with a_offsets has."""
+    """Returns the number of groups of rows in a call with a_offsets."""
     if a.num_active_experts is not None:
         return a.num_active_experts
     return a.a_offsets.shape[0] - (0 if a.inclusive_offsets else 1)
 
 
 def check_rows(op: str, a: Any, num_rows: Any, num_adapters: Any, device: torch.device) -> None:
-    """Metadata of a_offsets and expert_ids; raises ArgumentError."""
+    """Checks the metadata of a_offsets and expert_ids; raises ArgumentError."""
     for name, dtypes in (("a_offsets", OFFSET_DTYPES), ("expert_ids", INDEX_DTYPES)):
         vector = getattr(a, name)
         if vector is not None:
@@ -81,7 +81,8 @@ def _check_groups(op: str, a: Any, num_adapters: Any) -> None:
 
 
 def check_row_values(op: str, a: Any, num_rows: int, num_adapters: int) -> None:
-    """Offsets from 0 that do not decrease nor pass the rows, ids from -1 to the last adapter."""
+    """Checks that offsets start at 0, do not decrease and do not exceed the rows, and that ids run
+    from -1 to the last adapter. Raises ArgumentError."""
     if not readable([a.a_offsets, a.expert_ids]):
         return
     ids = a.expert_ids
@@ -94,14 +95,14 @@ def check_row_values(op: str, a: Any, num_rows: int, num_adapters: int) -> None:
 
 
 def group_ends(a: Any) -> torch.Tensor:
-    """Inclusive ends of the groups, int64 [n]."""
+    """Returns the inclusive ends of the groups, int64 [n]."""
     first = 0 if a.inclusive_offsets else 1
     ends: torch.Tensor = a.a_offsets.long()[first : first + num_groups(a)]
     return ends
 
 
 def adapter_of_rows(a: Any, num_rows: int, device: torch.device) -> torch.Tensor:
-    """The adapter of each row, int64 [num_rows]; -1 where the row has none."""
+    """Returns the adapter of each row, int64 [num_rows]; -1 where the row has none."""
     if a.a_offsets is not None:
         return expert_of_rows(group_ends(a), a.expert_ids, num_rows)
     if a.expert_ids is None or num_rows == 0:

@@ -1,7 +1,7 @@
 """`shrink_qkv_permute_3mn`: the first half of multi-LoRA on an attention layer's projections.
 
-All projections are made in one pass over `a`, and stored planar. This is Modular MAX's op of the
-same name; where MAX leaves rows without an adapter unwritten, they are zero here.
+All projections are computed in one pass over `a`, and stored as planes. This is Modular MAX's op of
+the same name; rows without an adapter, which MAX leaves unwritten, are zero here.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ NAME = "shrink_qkv_permute_3mn"
 class ShrinkArguments:
     """The arguments of `shrink_qkv_permute_3mn`: M rows, K columns, G adapters of rank N.
 
-    a [M_a, K], last dim contiguous, M_a >= M. b [G, 3N, K]: rows of q, then k, then v; or in its
-    place any of q_weight, k_weight, v_weight [G, R, K], whose ranks may differ. Weights have a's
+    a [M_a, K], last dimension contiguous, M_a >= M. b [G, 3N, K]: rows of q, then k, then v; or
+    instead any of q_weight, k_weight, v_weight [G, R, K], whose ranks may differ. Weights have a's
     dtype and any strides, so that transposed ones and parts of one stack are views. An adapter of
     lower rank has zero rows. a_offsets, expert_ids, inclusive_offsets, num_active_experts: the rows
     of each adapter, see ops.lora.rows. num_rows: M; None: M_a.
 
-    Result [P, M, N] of a's dtype: a plane for each weight given, in the order q, k, v; N is the
+    Result [P, M, N] of a's dtype: a plane for each weight given, in the order q, k, v. N is the
     largest rank, and the columns past a smaller one are zero. Bad values (offsets that decrease or
-    pass M, adapters that are not there) raise ArgumentError where they are on the CPU, and under
-    TILEWRIGHT_DEBUG=1 on a GPU; else their rows have no adapter.
+    exceed M, adapters that do not exist) raise ArgumentError if they are on the CPU, and under
+    TILEWRIGHT_DEBUG=1 on a GPU; otherwise their rows have no adapter.
     """
 
     a: torch.Tensor
@@ -62,7 +62,7 @@ class ShrinkArguments:
 
     @cached_property
     def weights(self) -> tuple[torch.Tensor | None, ...]:
-        """The weights of q, k and v [G, R, K]; None where there is none."""
+        """The weights of q, k and v [G, R, K], or None."""
         if self.b is None:
             return self.q_weight, self.k_weight, self.v_weight
         rank = self.b.shape[1] // 3
@@ -70,7 +70,7 @@ class ShrinkArguments:
 
     @property
     def rows(self) -> Any:
-        """M."""
+        """M, the number of rows."""
         return self.a.shape[0] if self.num_rows is None else self.num_rows
 
     @property
@@ -88,7 +88,7 @@ def validate(a: ShrinkArguments) -> None:
 
 
 def _check_weights(a: ShrinkArguments) -> Any:
-    """How many adapters there are."""
+    """Checks the weights and returns the number of adapters. Raises ArgumentError."""
     given = [n for n in ("q_weight", "k_weight", "v_weight") if getattr(a, n) is not None]
     if a.b is not None:
         if given:
@@ -114,7 +114,7 @@ def validate_values(a: ShrinkArguments) -> None:
 
 
 def result_shape(a: ShrinkArguments) -> tuple[Any, Any, Any]:
-    """[P, M, N]."""
+    """Returns the result's shape [P, M, N]."""
     return sum(weight is not None for weight in a.weights), a.rows, a.rank
 
 
@@ -141,8 +141,8 @@ def reference(a: ShrinkArguments) -> torch.Tensor:
 
 
 def slower(*, rows: Any, columns: int, hidden: Any, dtype: torch.dtype) -> str | None:
-    """Says why cuBLAS is the faster way for `rows` of `hidden` numbers by factors of `columns`
-    together; None where a kernel is. Symbols in float32 may be of many rows."""
+    """Returns why cuBLAS is faster for `rows` of `hidden` numbers by factors with `columns` columns
+    in total; None if a kernel is. Symbolic sizes in float32 are taken for many rows."""
     known = isinstance(rows, int) and isinstance(hidden, int)
     if dtype != torch.float32 or (known and takes_row_kernel(rows, columns, hidden)):
         return None

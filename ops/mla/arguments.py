@@ -20,22 +20,22 @@ FP8 = torch.float8_e4m3fn
 class LatentStoreArguments:
     """The arguments of `mla_latent_store`: T tokens, L latent rank, R rope width.
 
-    latent [T, L] and k_rope [T, R]: last dimension contiguous, rows any distance apart, so that
-    slices of one projection serve; bf16, fp16, fp32 or fp64, as are the caches.
-    latent_cache, rope_cache: base tensors, written; rope_cache None: both parts live in
-    latent_cache. latent_window, rope_window: the nine integers of a CacheWindow on the base, of one
-    head and head_dim L and R.
+    latent [T, L] and k_rope [T, R]: last dimension contiguous, any row stride, so that slices of
+    one projection can be passed; bf16, fp16, fp32 or fp64, the same as the caches. latent_cache,
+    rope_cache: base tensors, written; rope_cache None: both parts are in latent_cache.
+    latent_window, rope_window: the nine integers of a CacheWindow on the base, of one head and
+    head_dim L and R.
 
     norm_weight [L] (of latent's dtype or float32): latent / sqrt(mean(latent²) + norm_eps) times
     it; None: no norm. cos, sin, rope_style, rope_by_position: a rotation, see RopeTables.
 
     slots, indexing, slot_mapping, lookup_table, sequence_ids, positions, row_offsets,
-    cache_lengths: as in ops/cache/addressing.py. A token's position: `positions` [T] where given,
-    else cache_lengths[b] + i for the i-th token of sequence b.
+    cache_lengths: as in ops/cache/addressing.py. The position of a token is `positions` [T] if
+    given, else cache_lengths[b] + i for the i-th token of sequence b.
 
     Bad values (slots, positions, pages; positions without a row of cos) raise ArgumentError before
-    anything is written where they are on the CPU, and under TILEWRIGHT_DEBUG=1 on a GPU; else a
-    token without a place on a GPU is not written.
+    anything is written if they are on the CPU, and under TILEWRIGHT_DEBUG=1 on a GPU; otherwise a
+    token without a place is not written.
     """
 
     latent: torch.Tensor
@@ -61,7 +61,7 @@ class LatentStoreArguments:
     cache_lengths: torch.Tensor | None = None
 
     rope = Group(RopeTables)
-    # What a call of `mla_prefill` that makes no keys would say.
+    # The values that a call of `mla_prefill` without keys would have.
     keys: ClassVar[str] = "none"
     num_sequences: ClassVar[int] = 1
     rope_on: ClassVar[str] = "k"
@@ -70,51 +70,52 @@ class LatentStoreArguments:
 
     @property
     def entry(self) -> tuple[Any, Any]:
-        """L and R."""
+        """L and R, the widths of a cache entry's parts."""
         return self.latent.shape[1], self.k_rope.shape[1]
 
 
 @dataclass(frozen=True)
 class MlaPrefillArguments:
-    """The arguments of `mla_prefill`. T queries of B sequences, H heads, N, R and V the widths of a
-    head's unrotated part, rotated part and values, L the latent rank, K keys.
+    """The arguments of `mla_prefill`. T queries of B sequences, H heads; N, R and V are the widths
+    of a head's unrotated part, rotated part and values; L is the latent rank, K the number of keys.
 
     q [T, H, N + R]: unrotated columns first; bf16, fp16, fp32 or fp64, last dimension contiguous.
-    latent [Tk, L], k_rope [Tk, R]: of q's dtype, last dimension contiguous, rows any distance
-    apart; None (both): nothing is new, keys are in the cache. Tk = T but for keys="given".
-    kv_b_weight [H * (N + V), L]: for each head N rows of keys and V = v_dim rows of values. Of q's
-    dtype, or float8_e4m3fn with kv_b_scale [ceil(rows / bn), ceil(L / bk)], scale_block = [bn, bk]:
-    it is then rounded to q's dtype; or, quantize_latent, latents are quantised per 1 x bk
-    (ops/formats/fp8_block.py, amax at most latent_scale_cap where that is not 0); or, latent_scale
-    [Tk, ceil(L / bk)] given, latent has such codes already: of latents that are normed and rotated,
-    for keys="given" and slots="none".
+    latent [Tk, L], k_rope [Tk, R]: of q's dtype, last dimension contiguous, any row stride; both
+    None: there are no new tokens, and keys are in the cache. Tk = T except with keys="given".
+    kv_b_weight [H * (N + V), L]: for each head N rows of keys and V = v_dim rows of values. It has
+    q's dtype, or is float8_e4m3fn with kv_b_scale [ceil(rows / bn), ceil(L / bk)], scale_block =
+    [bn, bk]. A float8 weight is rounded to q's dtype; or, with quantize_latent, latents are
+    quantised per 1 x bk (ops/formats/fp8_block.py, amax at most latent_scale_cap if that is not 0);
+    or, with latent_scale [Tk, ceil(L / bk)], latent already holds such codes, of normalised and
+    rotated latents (for keys="given" and slots="none" only).
 
     latent_cache, rope_cache, latent_window, rope_window: as for `mla_latent_store`; None and []
-    without a cache. Written where slots is not "none": slots, indexing, slot_mapping, lookup_table,
-    sequence_ids, positions, row_offsets, cache_lengths as in ops/cache/addressing.py.
+    without a cache. The cache is written unless slots is "none": slots, indexing, slot_mapping,
+    lookup_table, sequence_ids, positions, row_offsets, cache_lengths as in ops/cache/addressing.py.
 
-    A sequence's queries: row_offsets [B + 1], or num_sequences equal runs.
-    keys, key_offsets [B + 1], key_slots [K], lookup_table [B, columns]: as in ops/mla/keys.py,
-    read after this call's tokens are written; num_keys = key_offsets[B] for keys="table". There,
-    with slots="ragged", a sequence with new tokens has rows for all its keys, cached and new.
-    key_lengths [B]: keys from there on are not seen.
+    row_offsets [B + 1] gives the queries of each sequence; without it, sequences have num_sequences
+    equal runs. keys, key_offsets [B + 1], key_slots [K], lookup_table [B, columns]: as in
+    ops/mla/keys.py, read after this call's tokens are written; num_keys = key_offsets[B] for
+    keys="table". There, with slots="ragged", a sequence with new tokens has rows for all its keys,
+    cached and new. key_lengths [B]: keys from this index on are not seen.
 
-    A query's position p: `positions` [T] or [T / B] (the same for every sequence) where given, else
-    cache_lengths[b] + i, else i. A key's position is its place j among its sequence's keys. mask:
-    "causal" (j <= p), "none", "sliding_window" (p - window < j <= p), "chunked" (j <= p, and
-    j // window == p // window). attn_mask [B or 1, H or 1, T / B or 1, K / B]: bool, True is seen,
-    or numbers (of q's dtype or float32) that are added to the scaled logits, -inf hides; only
-    for equal runs. mask_blocks: what `mask_blocks` gives for this attn_mask; made by the call where
-    it is None. A query that sees no key gives zeros.
+    The position p of a query is `positions` [T] or [T / B] (the same for every sequence) if given,
+    else cache_lengths[b] + i, else i. The position of a key is its index j among its sequence's
+    keys. mask: "causal" (j <= p), "none", "sliding_window" (p - window < j <= p), "chunked" (j <=
+    p, and j // window == p // window). attn_mask [B or 1, H or 1, T / B or 1, K / B], for equal
+    runs only: bool, True is seen, or numbers (of q's dtype or float32) that are added to the scaled
+    logits, where -inf hides. mask_blocks: the result of `mask_blocks` for this attn_mask; None: the
+    call computes it. A query that sees no key gives zeros.
 
     norm_weight, norm_eps, cos, sin, rope_style, rope_by_position: as for `mla_latent_store`;
-    rope_on: "qk", "q" or "k" is rotated.
+    rope_on: "qk", "q" or "k", the tensors that are rotated.
 
     attention_dtype float8_e4m3fn: q, keys and values are divided by q_scale, k_scale and v_scale
-    and rounded to it, saturating, and so are the softmax weights, times a power of two; None: q's.
+    and rounded to it, saturating; the softmax weights, times a power of two, are rounded to it as
+    well. None: q's dtype.
 
-    Bad values (offsets, slots, pages, positions) raise ArgumentError before anything is written
-    where they are on the CPU, and under TILEWRIGHT_DEBUG=1 on a GPU.
+    Bad values (offsets, slots, pages, positions) raise ArgumentError before anything is written if
+    they are on the CPU, and under TILEWRIGHT_DEBUG=1 on a GPU.
     """
 
     q: torch.Tensor
@@ -167,41 +168,41 @@ class MlaPrefillArguments:
 
     @property
     def entry(self) -> tuple[Any, Any]:
-        """L and R."""
+        """L and R, the widths of a cache entry's parts."""
         return self.kv_b_weight.shape[1], widths(self)[1]
 
 
 @dataclass(frozen=True)
 class MlaBranchArguments:
-    """The arguments of `mla_prefill_branch_fp8`. T new tokens of B sequences, H heads, N, R and V
-    the widths of a head's unrotated part, rotated part and values, L the latent rank, C chunks.
+    """The arguments of `mla_prefill_branch_fp8`. T new tokens of B sequences, H heads; N, R and V
+    are the widths of a head's unrotated part, rotated part and values; L is the latent rank, C the
+    number of chunks.
 
     q [T, H, N + R]: unrotated columns first, not rotated yet; bf16, fp16, fp32 or fp64, last
-    dimension contiguous. latents [T, L + R]: the new tokens' entries as they leave their
-    projection, of q's dtype.
-    input_row_offsets [B + 1], cache_lengths [B] (tokens in the cache before this call) and
-    lookup_table [B, columns], uint32, int32 or int64, as in
-    `fused_qkv_matmul_kv_cache_paged_ragged`; a sequence without new tokens has no part.
-    freqs_cis [positions, R], of q's dtype or float32: cos and sin of each pair in turn.
-    rope_style: "interleaved", "half" or "interleaved_to_half", for q and the cache.
-    kv_norm_gamma [L], of q's dtype or float32.
-    blocks [P, 1, layers, page_size, 1, L + R], any strides, of q's dtype, written at layer_idx.
-    scale: of the logits. epsilon: of the norm.
+    dimension contiguous. latents [T, L + R]: the new tokens' entries straight from their
+    projection, of q's dtype. input_row_offsets [B + 1], cache_lengths [B] (tokens in the cache
+    before this call) and lookup_table [B, columns], uint32, int32 or int64, as in
+    `fused_qkv_matmul_kv_cache_paged_ragged`; a sequence without new tokens is skipped. freqs_cis
+    [positions, R], of q's dtype or float32: cos and sin of each pair, alternating. rope_style:
+    "interleaved", "half" or "interleaved_to_half", for q and the cache. kv_norm_gamma [L], of q's
+    dtype or float32. blocks [P, 1, layers, page_size, 1, L + R], any strides, of q's dtype, written
+    at layer_idx. scale: of the logits. epsilon: of the norm.
 
-    buffer_row_offsets [B + 1] or [C, B + 1]: the rows of a chunk that each sequence's keys take;
-    cache_offsets [B or B + 1] or [C, ..]: the position of its first; buffer_length: rows of each
-    chunk, C integers of which those without keys are -1 (as `mla_prefill_plan` gives them). A
-    sequence's chunks follow each other without a gap from position 0 and hold all its keys; rows
-    past them are not seen. All lengths below 1: nothing is written and the result is zeros.
+    buffer_row_offsets [B + 1] or [C, B + 1]: the rows of a chunk that each sequence's keys take.
+    cache_offsets [B or B + 1] or [C, ..]: the position of the first of these keys. buffer_length:
+    the rows of each chunk, C integers, -1 for a chunk without keys (as `mla_prefill_plan` returns
+    them). A sequence's chunks follow each other without a gap from position 0 and hold all its
+    keys; rows past them are not seen. If all lengths are below 1, nothing is written and the result
+    is zeros.
 
     kv_b_proj [H * (N + V), L] float8_e4m3fn, kv_b_proj_scale [ceil(rows / g), ceil(L / g)] float32
-    for blocks of granularity g = 128 or 64. V = v_dim.
-    mask, window, attention_dtype, q_scale, k_scale, v_scale: as for `mla_prefill`.
+    for blocks of granularity g = 128 or 64. V = v_dim. mask, window, attention_dtype, q_scale,
+    k_scale, v_scale: as for `mla_prefill`.
 
-    ArgumentError, before anything is written: a layer, granularity, shape, dtype or device that
-    does not fit. And by value, on the CPU always, on a GPU under TILEWRIGHT_DEBUG=1: offsets that
-    disagree, a buffer shorter than the keys, pages outside the pool, positions past freqs_cis or
-    past the table.
+    Raises ArgumentError before anything is written: for a layer, granularity, shape, dtype or
+    device that does not fit; and, on the CPU always and on a GPU under TILEWRIGHT_DEBUG=1, for
+    offsets that disagree, a buffer shorter than the keys, pages outside the pool, and positions
+    past freqs_cis or past the table.
     """
 
     q: torch.Tensor
@@ -234,33 +235,34 @@ class MlaBranchArguments:
 
 @dataclass(frozen=True, kw_only=True)
 class _Width:
-    """A base of its own: the schema has v_dim before the arguments of a batch."""
+    """Base class that puts v_dim before the arguments of a batch in the schema."""
 
     v_dim: SymInt
 
 
 @dataclass(frozen=True)
 class MlaDecodeArguments(BatchArguments, _Width):
-    """The arguments of `mla_decode`: T queries of B sequences; H heads, N, R and V the widths of a
-    head's unrotated part, rotated part and values, L the latent rank.
+    """The arguments of `mla_decode`: T queries of B sequences; H heads; N, R and V are the widths
+    of a head's unrotated part, rotated part and values; L is the latent rank.
 
     q [T, H, N + R]: unrotated columns first, the others rotated; bf16, fp16, fp32 or fp64, last
-    dimension contiguous. A sequence's queries: row_offsets [B + 1], or num_sequences equal runs.
+    dimension contiguous. row_offsets [B + 1] gives the queries of each sequence; without it,
+    sequences have num_sequences equal runs.
 
     latent [P, S, L], rope_keys [P, S, R]: the cache, of q's dtype, any strides, last dimension
-    contiguous; normed and rotated. block_table [B, columns]: key j of sequence b is
+    contiguous; normalised and rotated. block_table [B, columns]: key j of sequence b is
     latent[block_table[b, j // S], j % S]. None: it is latent[b, j], P = B.
 
     kv_b_weight [H * (N + V), L]: for each head N rows of keys, W_UK, and V = v_dim rows of values,
-    W_UV. Of q's dtype, or float8_e4m3fn with kv_b_scale [ceil(rows / bn), ceil(L / bk)],
-    scale_block = [bn, bk]: it is then rounded to q's dtype. With v_weight [H, V, L] it is W_UK
-    alone, [H, N, L], and v_weight W_UV; both of q's dtype, any strides.
+    W_UV. It has q's dtype, or is float8_e4m3fn with kv_b_scale [ceil(rows / bn), ceil(L / bk)],
+    scale_block = [bn, bk], and is then rounded to q's dtype. With v_weight [H, V, L], which is
+    W_UV, kv_b_weight is W_UK alone, [H, N, L]; both have q's dtype and any strides.
 
     key_lengths, positions, cache_lengths, mask, window, attn_mask, mask_blocks: which keys a query
-    sees, as for `cache_attention`. A query that sees no key gives zeros. Keys that nobody sees may
-    hold anything, NaN too. Bad values (offsets, lengths, pages) raise ArgumentError where they are
-    on the CPU, and under TILEWRIGHT_DEBUG=1 on a GPU; otherwise a key on a page outside the pool is
-    not seen.
+    sees, as for `cache_attention`. A query that sees no key gives zeros. Keys that no query sees
+    may hold anything, also NaN. Bad values (offsets, lengths, pages) raise ArgumentError if they
+    are on the CPU, and under TILEWRIGHT_DEBUG=1 on a GPU; otherwise a key on a page outside the
+    pool is not seen.
     """
 
     q: torch.Tensor
@@ -275,7 +277,7 @@ class MlaDecodeArguments(BatchArguments, _Width):
 
 @dataclass(frozen=True)
 class UpWeight:
-    """An up-projection by itself: its weight [H * (N + V), L], with its scales, and q."""
+    """An up-projection alone: its weight [H * (N + V), L], with its scales, and q."""
 
     q: torch.Tensor
     v_dim: Any
@@ -297,15 +299,14 @@ def rotates_queries(a: MlaPrefillArguments) -> bool:
 
 
 def widths(a: UpArguments) -> tuple[Any, Any, Any]:
-    """N, R and V: the widths of a head's unrotated part, rotated part and values."""
+    """Returns N, R and V: the widths of a head's unrotated part, rotated part and values."""
     shape = a.kv_b_weight.shape
     nope = shape[1] if len(shape) == 3 else shape[0] // a.q.shape[1] - a.v_dim
     return nope, a.q.shape[2] - nope, a.v_dim
 
 
 def halves(a: MlaDecodeArguments, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(W_UK [H, N, L], W_UV [H, V, L]) of an MlaDecodeArguments, whose kv_b_weight, dequantised, is
-    the weight."""
+    """Returns (W_UK [H, N, L], W_UV [H, V, L]). weight: kv_b_weight, dequantised."""
     if a.v_weight is not None:
         return weight, a.v_weight
     nope, _, v_dim = widths(a)

@@ -1,4 +1,5 @@
-"""Checks of the up-projection's weight, in MLA ops. Metadata only; each raises ArgumentError."""
+"""Checks of the up-projection's weight in MLA ops. They read metadata only and raise
+ArgumentError."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ from tilewright.ops.mla.arguments import FP8, UpArguments, widths
 
 
 def check_weight(op: str, a: UpArguments) -> Any:
-    """Checks the up-projection's weight [H * (N + V), L], with its scales, beside q [T, H, N + R];
-    returns R. Metadata only; raises ArgumentError."""
+    """Checks the up-projection's weight [H * (N + V), L] and its scales against q [T, H, N + R];
+    returns R. Reads metadata only; raises ArgumentError."""
     weight, heads = a.kv_b_weight, a.q.shape[1]
     form = "[H * (N + V), L]", (None, None), (a.q.dtype, FP8), a.q.device
     check_operand(op, "kv_b_weight", weight, *form, dense=True)
@@ -37,7 +38,8 @@ def check_weight(op: str, a: UpArguments) -> Any:
 
 
 def check_heads(op: str, a: UpArguments) -> None:
-    """Checks that q [T, H, N + R] has a head, and each head a value. Raises ArgumentError."""
+    """Checks that q [T, H, N + R] has at least one head, and values at least one column. Raises
+    ArgumentError."""
     if not holds(a.q.shape[1] >= 1):
         raise ArgumentError(op, "q", "at least one head", f"shape {shape_text(a.q.shape)}")
     if not holds(a.v_dim >= 1):
@@ -50,7 +52,7 @@ def refuse_codes(op: str, given: dict[str, bool], dtype: torch.dtype) -> None:
 
 
 def refuse_scale(op: str, a: UpArguments) -> None:
-    """Refuses scales of a weight that has no codes."""
+    """Raises ArgumentError if a dense weight has scales."""
     coded = {"kv_b_scale": a.kv_b_scale is not None, "scale_block": len(a.scale_block) > 0}
     refuse_codes(op, coded, a.kv_b_weight.dtype)
 

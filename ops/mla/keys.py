@@ -1,12 +1,12 @@
-"""Where an MLA op finds the keys of a sequence, and which of them a query sees.
+"""The keys of each sequence in an MLA op: where they are, and which of them a query sees.
 
     given   rows of this call's latents
     pages   page b of the cache, from its first slot on (a Hugging Face StaticCache)
     table   lookup_table[b, j // page_size], offset by the remainder, for key j
     slots   flat slot key_slots[i] of the cache, for the i-th key of all sequences
 
-Keys lie in rows of one buffer, sequence after sequence: from key_offsets[b] to key_offsets[b + 1],
-or in equal runs without key_offsets.
+Keys form the rows of one buffer, one sequence after the other: from key_offsets[b] to key_offsets[b
++ 1], or in equal runs without key_offsets.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ KEY_FORMS = ("given", "pages", "table", "slots")
 
 
 def buffer_rows(a: MlaPrefillArguments) -> Any:
-    """Keys of all sequences together."""
+    """Returns the number of keys of all sequences together."""
     if a.keys == "given":
         return given(a.latent).shape[0]
     if a.keys == "slots":
@@ -47,14 +47,14 @@ def buffer_rows(a: MlaPrefillArguments) -> Any:
 
 
 def row_key_offsets(a: MlaPrefillArguments) -> torch.Tensor | None:
-    """The offsets of each sequence's keys in the buffer; None for equal runs."""
+    """Returns the offsets of each sequence's keys in the buffer; None for equal runs."""
     if a.keys == "given" and a.key_offsets is None and a.row_offsets is not None:
         return a.row_offsets
     return a.key_offsets
 
 
 def check_keys(op: str, a: MlaPrefillArguments) -> None:
-    """Checks the arguments that say where keys are. Metadata only; raises ArgumentError."""
+    """Checks the arguments that say where keys are. Reads metadata only; raises ArgumentError."""
     check_choice(op, "keys", a.keys, KEY_FORMS)
     if a.keys == "given":
         if a.latent is None:
@@ -117,12 +117,12 @@ def _check_index(
 
 
 def run_keys(a: MlaPrefillArguments) -> Any:
-    """Keys of each of equal runs."""
+    """Returns the number of keys of each of equal runs."""
     return buffer_rows(a) // a.num_sequences
 
 
 def check_key_values(op: str, a: MlaPrefillArguments) -> None:
-    """Checks offsets, pages and slots of keys by value. Raises ArgumentError."""
+    """Checks the values of offsets, pages and slots of keys. Raises ArgumentError."""
     total = buffer_rows(a)
     if a.key_offsets is not None:
         check_row_offsets(op, "key_offsets", a.key_offsets, total, "the number of keys")
@@ -161,7 +161,8 @@ def check_key_values(op: str, a: MlaPrefillArguments) -> None:
 
 
 def cache_views(a: LatentArguments) -> tuple[torch.Tensor, torch.Tensor]:
-    """The latent and the rope window as tensors [num_pages, page_size, L or R] on their bases."""
+    """Returns the latent and the rope window as tensors [num_pages, page_size, L or R] on their
+    bases."""
     base = given(a.latent_cache)
     rope_base = base if a.rope_cache is None else a.rope_cache
     latent = CacheWindow.from_ints(a.latent_window).view(base)
@@ -170,12 +171,12 @@ def cache_views(a: LatentArguments) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def key_places(a: MlaPrefillArguments) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sequence and place in it of each row of the buffer, int64 [K]."""
+    """Returns the sequence of each row of the buffer and its index there, int64 [K]."""
     return token_sequences(buffer_rows(a), row_key_offsets(a), sequences(a), a.q.device)
 
 
 def gathered_keys(a: MlaPrefillArguments) -> tuple[torch.Tensor, torch.Tensor]:
-    """(latent [K, L], k_rope [K, R]) of every key in the cache, as it is now."""
+    """Returns (latent [K, L], k_rope [K, R]) of every key, as the cache holds them now."""
     latent, rope = cache_views(a)
     pages, size = latent.shape[:2]
     if a.keys == "pages":

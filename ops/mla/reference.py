@@ -1,4 +1,5 @@
-"""What `mla_prefill` and `mla_decode` mean, in plain PyTorch; fp32, or float64 where q is."""
+"""The meaning of `mla_prefill` and `mla_decode` in plain PyTorch: fp32, or float64 for float64
+q."""
 
 from __future__ import annotations
 
@@ -23,12 +24,13 @@ from tilewright.ops.mla.arguments import (
 from tilewright.ops.mla.keys import gathered_keys, key_places
 from tilewright.ops.mla.latents.reference import finished_latents, write_latents
 
-# How far a kernel may be from it.
+# The allowed distance of a kernel's result from the reference.
 TOLERANCES = rounded_once(3 * 2.0**-6, 3 * 2.0**-9, 2.0**-17, 2.0**-44)
 
 
 def prefill_reference(a: MlaPrefillArguments) -> torch.Tensor:
-    """[T, H, V]; writes the new latents into the cache first, where there is one."""
+    """Writes the new latents into the cache, if there is one, and returns the attention [T, H,
+    V]."""
     positions = positions_of(a)
     latent, k_rope = a.latent, a.k_rope
     if latent is not None:
@@ -56,7 +58,7 @@ def prefill_reference(a: MlaPrefillArguments) -> torch.Tensor:
 
 
 def decode_reference(a: MlaDecodeArguments) -> torch.Tensor:
-    """[T, H, V]."""
+    """Returns the attention [T, H, V]."""
     nope = widths(a)[0]
     q = a.q.to(torch.promote_types(a.q.dtype, torch.float32))
     k_weight, v_weight = halves(a, dense_weight(a, q.dtype))
@@ -69,7 +71,7 @@ def decode_reference(a: MlaDecodeArguments) -> torch.Tensor:
 
 
 def _queries(a: MlaPrefillArguments, positions: torch.Tensor) -> torch.Tensor:
-    """[T, H, N + R] in compute precision, rotated."""
+    """Returns the queries [T, H, N + R] in compute precision, rotated."""
     q = a.q.to(torch.promote_types(a.q.dtype, torch.float32))
     if not rotates_queries(a):
         return q
@@ -79,14 +81,14 @@ def _queries(a: MlaPrefillArguments, positions: torch.Tensor) -> torch.Tensor:
 
 
 def up_weight(a: MlaPrefillArguments, compute: torch.dtype) -> torch.Tensor:
-    """kv_b_weight, dequantised; rounded to q's dtype then, where latents are not quantised."""
+    """Returns kv_b_weight, dequantised; rounded to q's dtype if latents are not quantised."""
     if a.quantize_latent or a.latent_scale is not None:
         return _dequantized(a, compute)
     return dense_weight(a, compute)
 
 
 def dense_weight(a: UpArguments, compute: torch.dtype) -> torch.Tensor:
-    """kv_b_weight, rounded to q's dtype where it has codes."""
+    """Returns kv_b_weight, dequantised and rounded to q's dtype if it has codes."""
     if a.kv_b_scale is None:
         return a.kv_b_weight.to(compute)
     return _dequantized(a, compute).to(a.q.dtype).to(compute)
@@ -100,7 +102,8 @@ def _dequantized(a: UpArguments, compute: torch.dtype) -> torch.Tensor:
 def _key_latents(
     a: MlaPrefillArguments, latent: torch.Tensor, compute: torch.dtype
 ) -> torch.Tensor:
-    """The latents of all keys, [K, L]; quantised where they are to be, and dequantised."""
+    """Returns the latents of all keys, [K, L]; if the call quantises them, quantised and
+    dequantised."""
     if not a.quantize_latent and a.latent_scale is None:
         return latent.to(compute)
     codes, scales, block = latent, a.latent_scale, a.scale_block[1]
@@ -112,7 +115,7 @@ def _key_latents(
 def _up_projected(
     a: MlaPrefillArguments, latent: torch.Tensor, weight: torch.Tensor
 ) -> torch.Tensor:
-    """[K, H, N + V] in compute precision, rounded to q's dtype on the way."""
+    """Returns keys and values [K, H, N + V] in compute precision, after rounding to q's dtype."""
     compute = weight.dtype
     kv = latent @ weight.T
     if a.attention_dtype != FP8:
@@ -121,5 +124,5 @@ def _up_projected(
 
 
 def _rounded(a: MlaPrefillArguments, x: torch.Tensor, scale: float) -> torch.Tensor:
-    """What the 8-bit core reads for x, in its dtype; x itself where there is none."""
+    """Returns x rounded as the 8-bit core reads it, in x's dtype; x itself without that core."""
     return x if a.attention_dtype != FP8 else saturating_cast(x / scale, FP8).to(x.dtype) * scale

@@ -19,7 +19,7 @@ from tilewright.ops.sampling import Sampler, sample_places
 
 
 def sample_store(case: LatentCase, device: str | torch.device, seed: int) -> dict[str, Any]:
-    """Arguments of `mla_latent_store` by name."""
+    """Returns arguments of `mla_latent_store` by name."""
     sampler = Sampler(device, seed)
     places = _places(case, sampler)
     if not case.by_position and case.slots != "block_table":
@@ -33,7 +33,7 @@ def sample_store(case: LatentCase, device: str | torch.device, seed: int) -> dic
 
 
 def sample_prefill(case: PrefillCase, device: str | torch.device, seed: int) -> dict[str, Any]:
-    """Arguments of `mla_prefill` by name."""
+    """Returns arguments of `mla_prefill` by name."""
     sampler = Sampler(device, seed)
     places = _places(case, sampler)
     values = {
@@ -66,7 +66,7 @@ def sample_prefill(case: PrefillCase, device: str | torch.device, seed: int) -> 
 
 
 def sample_decode(case: DecodeCase, device: str | torch.device, seed: int) -> dict[str, Any]:
-    """Arguments of `mla_decode` by name."""
+    """Returns arguments of `mla_decode` by name."""
     sampler = Sampler(device, seed)
     width, entry = case.nope + case.rope_dim, case.rank + case.rope_dim
     made = sample_attention(replace(case, head_dim=entry, v_dim=1), device, seed)
@@ -102,7 +102,7 @@ def sample_weight(case: PrefillCase | DecodeCase, sampler: Sampler) -> dict[str,
 
 
 def sample_branch(case: BranchCase, device: str | torch.device, seed: int) -> dict[str, Any]:
-    """Arguments of `mla_prefill_branch_fp8` by name."""
+    """Returns arguments of `mla_prefill_branch_fp8` by name."""
     sampler = Sampler(device, seed)
     places = _places(case, sampler)
     latents, pool = _latents(case, sampler), _pool(case, sampler)
@@ -205,7 +205,7 @@ def _rope(case: LatentCase, sampler: Sampler) -> dict[str, Any]:
 
 
 def _places(case: LatentCase, sampler: Sampler) -> dict[str, Any]:
-    """Every form of saying where tokens go, for the same places."""
+    """Returns the same places in every form of addressing."""
     if case.pool == "static":
         start, new = case.cached_tokens[0], case.new_tokens[0]
         positions = torch.arange(start, start + new, device=sampler.device)
@@ -256,7 +256,7 @@ def _keys(case: PrefillCase, places: dict[str, Any], sampler: Sampler) -> dict[s
     values = {"lookup_table": places["lookup_table"]}
     if case.ragged_keys:
         return values | counted | {"num_keys": int(offsets[-1])}
-    # All entries are read: those without tokens name some page, which no query sees.
+    # All entries are read; those without tokens name some page, which no query sees.
     table = places["lookup_table"]
     table = torch.where(table.long() >= case.num_pages, 0, table.long()).to(table.dtype)
     return {"lookup_table": table}

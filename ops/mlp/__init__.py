@@ -1,1 +1,1 @@
-"""Linears of dense layers, with what stands around them."""
+"""Linears of dense layers, with the operations around them."""

@@ -1,4 +1,4 @@
-"""The arguments of linears with what stands around them."""
+"""The arguments of the ops of this folder."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ _OF_WEIGHT = {
 class LinearActivationArguments:
     """The arguments of `linear_activation`: T tokens, K columns of x, N rows of each weight.
 
-    x [T, K]; weight [N, K], the gate's where there is an up_weight [N, K]: any strides, so that a
-    joint weight, concatenated or interleaved, is two views of one tensor. Biases [N], of x's dtype
-    or float32. activation: one of ops.reference.activation.ACTIVATIONS. rms_norm, layer_norm,
-    norm_weight, norm_bias, norm_eps, norm_offset: a RowNorm of x. Result [T, N] of x's dtype.
+    x [T, K]; weight [N, K]; up_weight [N, K] or None: with it, `weight` is the gate's. Weights have
+    any strides, so that a joint weight, concatenated or interleaved, is two views of one tensor.
+    Biases [N], of x's dtype or float32. activation: one of ops.reference.activation.ACTIVATIONS.
+    rms_norm, layer_norm, norm_weight, norm_bias, norm_eps, norm_offset: a RowNorm of x. Result [T,
+    N] of x's dtype.
 
     weight_format, scale_block, zero_point, nibble_order, weight_scale, weight_zero, weight_factor:
-    as a Weight has them, one head of N rows. up_scale, up_zero, up_factor: those of the up_weight.
+    the fields of a Weight of one head of N rows. up_scale, up_zero, up_factor: those of the
+    up_weight.
     """
 
     x: torch.Tensor
@@ -70,7 +72,7 @@ class LinearActivationArguments:
 
     @property
     def weights(self) -> tuple[Weight, Weight | None]:
-        """The weight, and the up weight where the activation is gated."""
+        """The weight, and the up weight if the activation is gated."""
         return self.linear, self.up_linear
 
 
@@ -80,9 +82,9 @@ class LinearResidualArguments:
 
     x [T, K]; weight [N, K], of any strides; residual [T, N] of x's dtype; bias [N], of x's dtype or
     float32. rms_norm: the linear's result is divided by the root of the mean of its squares plus
-    norm_eps, and multiplied by norm_offset + norm_weight [N] where that is given. scale: what is
-    added to the residual is multiplied by it, behind the norm where there is one.
-    Result [T, N] of x's dtype, new memory. weight_format, weight_scale, weight_zero, weight_factor,
+    norm_eps, and multiplied by norm_offset + norm_weight [N], if given. scale: multiplies the
+    linear's result, after its norm if there is one, before it is added to the residual. Result [T,
+    N] of x's dtype, new memory. weight_format, weight_scale, weight_zero, weight_factor,
     zero_point, scale_block, nibble_order: as for `linear_activation`.
     """
 
@@ -109,7 +111,7 @@ class LinearResidualArguments:
 
     @property
     def weights(self) -> tuple[Weight, Weight | None]:
-        """The weight; there is no other."""
+        """The weight, and None for the up weight."""
         return self.linear, None
 
 
@@ -119,7 +121,7 @@ class ScaledLinearArguments:
 
     x [T, K] float8_e4m3fn, last dimension contiguous; x_scale [T or 1, 1 or ceil(K / 128)], a
     float: one for all, for each token, or for 128 columns of each; None: 1. weight [N, K]
-    float8_e4m3fn, any strides; weight_scale and scale_block: as a Weight has them. weight_format:
+    float8_e4m3fn, any strides; weight_scale and scale_block: fields of a Weight. weight_format:
     "fp8". bias [N] of out_dtype. out_dtype: of the result [T, N]: bfloat16, float16 or float32.
     """
 

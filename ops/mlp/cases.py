@@ -15,11 +15,11 @@ from tilewright.ops.sampling import Sampler
 
 @dataclass(frozen=True)
 class LinearCase(CodedCase):
-    """One setting.
+    """One setting of `linear_activation` or `linear_residual`.
 
-    layout: how the weights lie: "separate" tensors, "halves" of one, "up_first" halves,
-    "interleaved" rows of one, "n_major" tensors; "plain": one weight, "plain_n_major": with rows
-    contiguous. norm: "", "rms", "weightless", or "layer" (with a bias), "layer_unbiased",
+    layout: of the weights in memory: "separate" tensors, "halves" of one, "up_first" halves,
+    "interleaved" rows of one, "n_major" tensors; "plain": one weight, "plain_n_major": one with
+    rows contiguous. norm: "", "rms", "weightless", or "layer" (with a bias), "layer_unbiased",
     "layer_bare".
     """
 
@@ -48,7 +48,7 @@ _TABLE: dict[str, Any] = {
 _OFFSET: dict[str, Any] = {"weight_format": "int4_k_offset", "words": torch.uint8,
                            "zeros": "float", "zero_point": 8}  # fmt: skip
 _AWQ: dict[str, Any] = {"weight_format": "int4_n", "zeros": "packed", "nibble_order": AWQ_ORDER}
-# As checkpoints have them, and each way that a kernel has of its own.
+# Formats as checkpoints store them, and each one that has a kernel path of its own.
 CODED: dict[str, dict[str, Any]] = {
     "int8": {"weight_format": "int8", "scale_block": (1, 192), "k": 192},
     "int8_zeros": {"weight_format": "int8", "scale_block": (1, 32), "zeros": "int", **_HALF},
@@ -84,7 +84,7 @@ CODED: dict[str, dict[str, Any]] = {
 
 
 def _coded(layout: str) -> tuple[LinearCase, ...]:
-    """A case of each format; of every second one a norm, of the others a bias."""
+    """Returns a case of each format, every second one with a norm and the others with a bias."""
     found = []
     for number, (name, changes) in enumerate(CODED.items()):
         given: dict[str, Any] = {"layout": layout, "bias": number % 2 == 0}
@@ -149,7 +149,7 @@ RESIDUAL_CASES = (
 
 
 def _linear(case: LinearCase, sampler: Sampler) -> dict[str, Any]:
-    """What both ops take, by name."""
+    """Returns the arguments that both ops take, by name."""
     return {
         "x": sampler.normal(case.num_tokens, case.k, dtype=case.dtype),
         **_weight(case, sampler, "weight"),
@@ -159,7 +159,7 @@ def _linear(case: LinearCase, sampler: Sampler) -> dict[str, Any]:
 
 
 def sample_activation(case: LinearCase, device: str | torch.device, seed: int) -> dict[str, Any]:
-    """Arguments of `linear_activation` by name."""
+    """Returns arguments of `linear_activation` by name."""
     given = _linear(case, Sampler(device, seed))
     sampler = Sampler(device, seed + 1)
     given |= {
@@ -182,7 +182,7 @@ def sample_activation(case: LinearCase, device: str | torch.device, seed: int) -
 
 
 def sample_residual(case: LinearCase, device: str | torch.device, seed: int) -> dict[str, Any]:
-    """Arguments of `linear_residual` by name."""
+    """Returns arguments of `linear_residual` by name."""
     given = _linear(case, Sampler(device, seed))
     sampler = Sampler(device, seed + 1)
     given["residual"] = sampler.normal(case.num_tokens, case.n, dtype=case.dtype)
@@ -191,8 +191,8 @@ def sample_residual(case: LinearCase, device: str | torch.device, seed: int) -> 
 
 @dataclass(frozen=True)
 class ScaledCase(CodedCase):
-    """One setting of `scaled_linear`. x_scale: the shape of x's scale, with T and K / 128 as
-    "tokens" and "blocks"; empty for none. out_dtype: `dtype`."""
+    """One setting of `scaled_linear`. x_scale: the shape of x's scale, with "tokens" for T and
+    "blocks" for K / 128; empty for none. The field dtype is the op's out_dtype."""
 
     name: str
     x_scale: tuple[Any, ...] = (1, 1)
@@ -223,7 +223,7 @@ SCALED_CASES = (
 
 
 def sample_scaled(case: ScaledCase, device: str | torch.device, seed: int) -> dict[str, Any]:
-    """Arguments of `scaled_linear` by name."""
+    """Returns arguments of `scaled_linear` by name."""
     sampler = Sampler(device, seed)
     codes = sampler.normal(case.num_tokens, case.k, dtype=torch.float32, scale=60.0)
     weight, weight_scale, _ = sample_codes(case, sampler, case.n, case.k)
@@ -242,7 +242,7 @@ def sample_scaled(case: ScaledCase, device: str | torch.device, seed: int) -> di
 
 
 def _weight(case: LinearCase, sampler: Sampler, name: str) -> dict[str, torch.Tensor]:
-    """A weight, by its argument's name; of codes with its scale and zero."""
+    """Returns a weight under its argument's name; a quantised one with its scale and zero."""
     if case.weight_format == "dense":
         made = [sampler.normal(case.n, case.k, dtype=case.dtype, scale=case.k**-0.5)]
     else:

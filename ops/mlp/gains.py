@@ -1,4 +1,4 @@
-"""Up to which sizes the kernels of linears are the faster way."""
+"""The sizes up to which the kernels of linears are faster than PyTorch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tilewright.codegen.mlp.plan import most_tokens, takes_norm
 def slower(
     *, tokens: Any, weights: int = 1, norm: str = "", columns: int = 0, coded: bool = False
 ) -> str | None:
-    """Says why PyTorch's own calls are the faster way for `tokens` rows; None where the kernel is.
+    """Returns why PyTorch's own calls are faster for `tokens` rows; None if the kernel is.
 
-    weights: 2 where a gate and its up projection are multiplied. norm: the kind of norm of rows of
-    `columns` numbers that the kernel would compute first; empty for none. coded: weights are codes.
+    weights: 2 for a gate and its up projection. norm: the kind of norm of rows of `columns` numbers
+    that the kernel would compute first; empty for none. coded: the weights are quantised.
     """
     most = most_tokens(weights, coded)
     if isinstance(tokens, int) and tokens > most:

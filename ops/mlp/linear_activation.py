@@ -1,4 +1,4 @@
-"""`linear_activation`: the first half of an MLP, gated or not, behind a norm or not."""
+"""`linear_activation`: the first half of an MLP, gated or not, with or without a norm before it."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ def reference(a: LinearActivationArguments) -> torch.Tensor:
         y = x / sqrt(mean(x^2) + norm_eps) * (norm_offset + norm_weight)
         out = activation(y @ weight^T + bias) * (y @ up_weight^T + up_bias)
 
-    layer_norm: x - mean(x) in place of x, and y + norm_bias of y. y = x without a norm; norm_weight
-    None: y is not multiplied. up_weight None: out = activation(y @ weight^T + bias). Codes are
-    dequantised before.
+    With layer_norm, x - mean(x) replaces x and norm_bias is added to y. Without a norm, y = x;
+    without norm_weight, y is not multiplied. Without up_weight, out = activation(y @ weight^T +
+    bias). Quantised weights are dequantised first.
     """
     compute = torch.promote_types(a.x.dtype, torch.float32)
     y = a.norm.apply(a.x.to(compute))

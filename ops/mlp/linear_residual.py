@@ -1,4 +1,4 @@
-"""`linear_residual`: a linear whose result is added to what went around it."""
+"""`linear_residual`: a linear whose result is added to a residual."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def reference(a: LinearResidualArguments) -> torch.Tensor:
 
         out = residual + scale * (x @ weight^T + bias)
 
-    Without bias nothing is added to the product. rms_norm: the sum in brackets is normed before
-    it is scaled. Codes are dequantised before.
+    Without bias nothing is added to the product. With rms_norm, the sum in brackets is normalised
+    before it is scaled. Quantised weights are dequantised first.
     """
     compute = torch.promote_types(a.x.dtype, torch.float32)
     made = apply_linear(a.x.to(compute), a.linear.dequantize(compute), a.bias)

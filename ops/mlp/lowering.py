@@ -64,8 +64,8 @@ def _chosen(
     config: LinearConfig | DotConfig | None,
     bytes_fill_words: bool,
 ) -> tuple[LinearConfig | DotConfig, Statics]:
-    """The tiles for up to `num_tokens` tokens, those of `config` where it is given, and the
-    constants of the kernel. bytes_fill_words: whether codes can be read four bytes at a time."""
+    """Returns the tiles for up to `num_tokens` tokens (`config`, if given) and the constants of the
+    kernel. bytes_fill_words: whether codes can be read four bytes at a time."""
     if config is None and dot_obstacle(problem, num_tokens, bytes_fill_words) is None:
         config = dot_config(problem)
     config = config or linear_config(problem, num_tokens, target)
@@ -77,7 +77,7 @@ def _chosen(
 def linear_activation_steps(
     a: LinearActivationArguments, target: Target, config: LinearConfig | DotConfig | None = None
 ) -> Steps:
-    """The steps of a call. config: the tiles; None: what the plan chooses."""
+    """Runs the steps of a `linear_activation` call. config: the tiles; None: the plan chooses."""
     problem = activation_problem(a)
     if config is None and problem.norm is not None and not _norms_x(problem, a.x.shape[0]):
         x = yield from normed(a.x, a.norm)
@@ -93,7 +93,7 @@ def linear_activation_steps(
 def linear_residual_steps(
     a: LinearResidualArguments, target: Target, config: LinearConfig | DotConfig | None = None
 ) -> Steps:
-    """The steps of a call. config: the tiles; None: what the plan chooses."""
+    """Runs the steps of a `linear_residual` call. config: the tiles; None: the plan chooses."""
     problem = residual_problem(a)
     if config is None and _are_many(problem, a.x.shape[0]):
         return (yield from _residual_by_library(a))
@@ -101,7 +101,7 @@ def linear_residual_steps(
 
 
 def scaled_linear_steps(a: ScaledLinearArguments, target: Target) -> Steps:
-    """The steps of a call of `scaled_linear`: a product of PyTorch's library."""
+    """Runs the steps of a `scaled_linear` call: a product of PyTorch's library."""
     operands = scaled_operands(a)
     assert a.out_dtype is not None
     out = yield from scaled_product(operands, a.out_dtype, a.bias)
@@ -109,7 +109,7 @@ def scaled_linear_steps(a: ScaledLinearArguments, target: Target) -> Steps:
 
 
 def _norms_x(problem: LinearProblem, num_tokens: int) -> bool:
-    """Whether the kernel norms x itself, where that is the faster way."""
+    """Whether it is faster that the kernel also computes the norm of x."""
     assert problem.norm is not None
     if _are_many(problem, num_tokens) or multiplies_apart(problem, num_tokens):
         return False
@@ -117,14 +117,15 @@ def _norms_x(problem: LinearProblem, num_tokens: int) -> bool:
 
 
 def _are_many(problem: LinearProblem, num_tokens: int) -> bool:
-    """Whether the library's GEMM is the faster one; of codes it would want the numbers first, and
-    round before a norm."""
+    """Whether the library's GEMM is faster. It is not used for quantised weights, which it needs
+    dequantised, or before a norm, since it would round its result first."""
     alone = problem.quantization is None and problem.post_norm is None
     return alone and num_tokens > most_tokens(problem.num_weights)
 
 
 def _apart(problem: LinearProblem, a: LinearActivationArguments, target: Target) -> Steps:
-    """Two weights of codes one after the other, their sums kept in fp32 until the activation."""
+    """Multiplies two quantised weights one after the other, and keeps both results in fp32 until
+    the activation."""
     alone = replace(
         a,
         activation="",
@@ -171,7 +172,7 @@ def _streamed(
     config: LinearConfig | DotConfig | None,
     dtype: torch.dtype | None = None,
 ) -> Steps:
-    """dtype: of the result; None: that of x."""
+    """Runs the streaming kernel. dtype: of the result; None: x's."""
     num_tokens, norm = a.x.shape[0], problem.post_norm
     bytes_fill_words = all(weight is None or fills_words(weight.data) for weight in a.weights)
     tokens = next_power_of_2(num_tokens)
@@ -215,7 +216,7 @@ _MANY = "many tokens: the library's GEMM"
 
 
 def _residual_by_library(a: LinearResidualArguments) -> Steps:
-    """The GEMM adds to the residual what it has summed."""
+    """Runs the GEMM, which adds its result to the residual."""
     start = a.residual
     if a.bias is not None:
         start = yield Buffer.like(a.residual)

@@ -1,4 +1,4 @@
-"""From the arguments of linears to a static problem of their kernel."""
+"""Converts the arguments of linears to the static problem of their kernel."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from tilewright.ops.runtime.scaled_products import ScaledOperands
 
 
 def activation_unsupported(a: LinearActivationArguments) -> str | None:
-    """Why no kernel takes a call of `linear_activation`, from metadata; None where one does."""
+    """Returns why no kernel takes a call of `linear_activation`, or None. Reads metadata only."""
     if a.rms_norm and a.x.dtype == torch.float16:
         return "float16 has no range for numbers that are normed after they are multiplied"
     return residual_unsupported(a)
 
 
 def residual_unsupported(a: LinearArguments) -> str | None:
-    """Why no kernel takes a call of `linear_residual`, from metadata; None where one does."""
+    """Returns why no kernel takes a call of `linear_residual`, or None. Reads metadata only."""
     if a.x.shape[1] == 0:
         return "no inner columns"
     obstacle = _far if a.linear.is_coded else _scattered
@@ -42,8 +42,8 @@ def residual_unsupported(a: LinearArguments) -> str | None:
 
 
 def _codes_obstacle(a: LinearArguments) -> str | None:
-    """Why there is no kernel for these codes. Bytes of nibbles count as the words that their
-    address may make of them."""
+    """Returns why there is no kernel for these codes, or None. Assumes that bytes of nibbles are
+    aligned, so that they can be read as 32-bit words."""
     found = quantization_of(a.weights, a.weight.dtype)
     words = found.format.packed_axis == -1 and scales_fill_words(a.weights)
     per_word = 8 if words else found.per_word
@@ -51,14 +51,14 @@ def _codes_obstacle(a: LinearArguments) -> str | None:
 
 
 def _far(weight: Weight) -> str | None:
-    """Why the columns of a weight are not reached; None where they are."""
+    """Returns why a kernel cannot address the columns of a weight, or None."""
     if weight.data.stride(1) * weight.data.shape[1] <= INT32_MAX:
         return None
     return f"{weight.named('data')}: columns reach further than 32 bits count"
 
 
 def _scattered(weight: Weight) -> str | None:
-    """Why a weight cannot be loaded 16 bytes at a time; None where it can."""
+    """Returns why a weight cannot be loaded 16 bytes at a time, or None."""
     name, strides = weight.named("data"), weight.data.stride()
     row, column = strides
     if column != 1 and row != 1:
@@ -69,18 +69,18 @@ def _scattered(weight: Weight) -> str | None:
 
 
 def scaled_operands(a: ScaledLinearArguments) -> ScaledOperands:
-    """The operands of the library's product for a call of `scaled_linear`."""
+    """Returns the operands of the library's product for a call of `scaled_linear`."""
     return ScaledOperands(a.x, a.x_scale, a.weight, a.weight_scale, a.scale_block)
 
 
 def activation_problem(a: LinearActivationArguments) -> LinearProblem:
-    """The problem of a call. Metadata and addresses only."""
+    """Returns the problem of a call of `linear_activation`. Reads metadata and addresses only."""
     gated = a.up_weight is not None
     return _problem(a, gated=gated, norm=row_norm_of(a.norm), activation=a.activation)
 
 
 def residual_problem(a: LinearResidualArguments) -> LinearProblem:
-    """The problem of a call of `linear_residual`, as `activation_problem`."""
+    """Returns the problem of a call of `linear_residual`. Reads metadata and addresses only."""
     return _problem(a, gated=False, scale=a.scale, post_norm=row_norm_of(a.norm))
 
 

@@ -1,4 +1,4 @@
-"""`scaled_linear`: a linear of float8 codes, of x and of the weight, with scales of both."""
+"""`scaled_linear`: a linear of float8 codes, both x and the weight, with scales for both."""
 
 from __future__ import annotations
 
@@ -49,8 +49,7 @@ def reference(a: ScaledLinearArguments) -> torch.Tensor:
 
         out = (x * x_scale) @ (weight * weight_scale)^T + bias
 
-    A scale goes for its token or all of them, and for its columns: of x all or 128, of the weight
-    its block.
+    x_scale applies to one token or all, and to 128 columns or all; weight_scale applies to a block.
     """
     compute = torch.promote_types(given_dtype(a), torch.float32)
     x = scaled_numbers(a.x.to(compute), a.x_scale)
@@ -64,12 +63,12 @@ def given_dtype(a: ScaledLinearArguments) -> torch.dtype:
 
 
 def library_obstacle(a: ScaledLinearArguments) -> str | None:
-    """Why the library does not multiply these, from metadata; None where it does."""
+    """Returns why the library cannot multiply these operands, or None. Reads metadata only."""
     return scaled_operands(a).obstacle(given_dtype(a))
 
 
 def obstacle_on(a: ScaledLinearArguments, target: Target) -> str | None:
-    """Why it does not on a chip."""
+    """Returns why the library cannot multiply these operands on a chip, or None."""
     return chip_obstacle(scaled_operands(a).kind, target)
 
 

@@ -1,1 +1,1 @@
-"""The mixture of experts."""
+"""Mixtures of experts and their routers."""

@@ -12,7 +12,7 @@ from tilewright.ops.groups import Group, OptionalGroup
 
 
 def _names(prefix: str) -> dict[str, str]:
-    """What the arguments of one weight are called."""
+    """Returns the argument names of one weight's fields."""
     fields = {"data": "weight", "scale": "scale", "expert_scale": "expert_scale", "bias": "bias"}
     return {field: f"{prefix}_{name}" for field, name in fields.items()}
 
@@ -23,13 +23,13 @@ class FusedMoeArguments:
 
     x [T, H]; expert_ids int [T, S]; expert_weights float [T, S]. gate_weight, up_weight [E, I, H]
     (up None: the activation is not gated), down_weight [E, H, I]: any strides, so that a joint
-    weight, concatenated or interleaved, stored either way round, is two views of one tensor.
-    Biases [E, I], [E, I], [E, H]. activation: one of ACTIVATIONS; alpha is clamped_swiglu's. limit,
-    where it is not 0: gate is clamped to at most that, up to ±limit. weight_format, scale_block,
-    *_scale, *_expert_scale: of all weights, see ops.formats.expert_weight. activation_format: one
-    of ACTIVATION_FORMATS, what x and the hidden activation are quantised to here; "fp8" for weights
-    of format "fp8" with blocks of 128 columns.
-    Result [T, H] of x's dtype.
+    weight, concatenated or interleaved, transposed or not, is two views of one tensor. Biases [E,
+    I], [E, I], [E, H]. activation: one of ACTIVATIONS; alpha: a parameter of clamped_swiglu. limit,
+    if not 0: gate is clamped to at most limit, up to ±limit. weight_on_input: expert_weights
+    multiply x, not the results. weight_format, scale_block, *_scale, *_expert_scale: of all
+    weights, see ops.formats.expert_weight. activation_format: one of ACTIVATION_FORMATS, to which
+    the op quantises x and the hidden activation; "fp8" requires weights of format "fp8" with blocks
+    of 128 columns. Result [T, H] of x's dtype.
     """
 
     x: torch.Tensor

@@ -16,9 +16,10 @@ from tilewright.ops.sampling import Sampler
 class MoeCase:
     """One setting of `fused_moe`.
 
-    layout: how gate and up lie: "halves" or "interleaved" of one tensor [E, 2I, H], "transposed"
-    halves of [E, H, 2I] (down then [E, I, H]), "up_first" halves, "separate" tensors, "plain" (no
-    up).
+    layout: of gate and up in memory: "halves" or "interleaved" rows of one tensor [E, 2I, H],
+    "transposed" halves of [E, H, 2I] (down is then [E, I, H]), "up_first" halves, "separate"
+    tensors, "plain" (no up).
+
     routing: "random"; "one" (every route to one expert); "none" (some slots have expert -1).
     """
 
@@ -66,7 +67,7 @@ MOE_CASES = (
 
 
 def sample_moe(case: MoeCase, device: str | torch.device, seed: int) -> dict[str, Any]:
-    """Arguments of `fused_moe` by name."""
+    """Returns arguments of `fused_moe` by name."""
     sampler = Sampler(device, seed)
     routes = (case.num_tokens, case.num_slots)
     weights = sampler.normal(*routes, dtype=torch.float64).sigmoid().to(case.dtype)
@@ -85,7 +86,7 @@ def sample_moe(case: MoeCase, device: str | torch.device, seed: int) -> dict[str
 def sample_experts(
     routing: str, shape: tuple[int, int], num_experts: int, sampler: Sampler
 ) -> torch.Tensor:
-    """Experts [T, S], distinct within a token; see MoeCase.routing."""
+    """Returns experts [T, S], distinct within a token; see MoeCase.routing."""
     rows = [sampler.permutation(num_experts)[: shape[1]] for _ in range(shape[0])]
     ids = torch.stack(rows) if rows else torch.zeros(shape, dtype=torch.int64)
     if routing == "one":
@@ -113,7 +114,7 @@ def _joint_weights(case: MoeCase, sampler: Sampler) -> dict[str, Any]:
 
 
 def _laid_out(layout: str, made: dict[str, Any]) -> dict[str, Any]:
-    """gate and up as views of one tensor where the layout has them so."""
+    """Makes gate and up views of one tensor if the layout says so."""
     gate, up = made["gate_weight"], made["up_weight"]
     if layout == "halves":
         made["gate_weight"], made["up_weight"] = torch.cat((gate, up), 1).chunk(2, 1)

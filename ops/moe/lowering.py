@@ -63,16 +63,16 @@ from tilewright.ops.moe.operands import moe_problem, up_distance
 from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, Step, Steps
 
-# Parts of scratch memory begin at whole multiples of this.
+# Alignment in bytes of the parts of scratch memory.
 SCRATCH_ALIGNMENT = 256
 QUANTIZE = QuantizeConfig()
 
-# What a call launches, with the constants of each, by what it does.
+# The kernels of a call with the constants of each, by task.
 Kernels = dict[str, tuple[Kernel, Statics]]
 # Parts of a call's scratch memory by name.
 Memory = dict[str, torch.Tensor]
 Sizes = dict[str, tuple[int, torch.dtype]]
-# Tensors and numbers by the kernels' names of them.
+# Tensors and numbers by kernel parameter name.
 Values = dict[str, Any]
 Launches = Generator[Step, Any, None]
 
@@ -81,8 +81,8 @@ Launches = Generator[Step, Any, None]
 def _chosen(
     problem: MoeProblem, num_tokens: int, target: Target, plan: MoePlan | DotsPlan | None
 ) -> tuple[MoePlan | DotsPlan, Kernels, str | None]:
-    """For up to `num_tokens` tokens: plan, kernels, and why they cannot take the call after all.
-    plan: in place of the planner's."""
+    """Returns, for up to `num_tokens` tokens, the plan, the kernels, and why they cannot take the
+    call after all (or None). plan: replaces the planner's."""
     plan = plan or plan_dots(problem, num_tokens) or plan_moe(problem, num_tokens, target)
     if isinstance(plan, DotsPlan):
         kernels = {"up": up_dots(problem, plan.up), "down": down_dots(problem, plan.down)}
@@ -92,7 +92,7 @@ def _chosen(
 
 
 def _kernels(problem: MoeProblem, plan: MoePlan) -> Kernels:
-    """The kernels of a plan, by what they do."""
+    """Returns the kernels of a plan, by task."""
     made: Kernels = {}
     if plan.decode:
         for name, weight in gemms(problem).items():
@@ -111,7 +111,7 @@ def _kernels(problem: MoeProblem, plan: MoePlan) -> Kernels:
 def fused_moe_steps(
     a: FusedMoeArguments, target: Target, plan: MoePlan | DotsPlan | None = None
 ) -> Steps:
-    """The steps of a call. plan: in place of the planner's."""
+    """Runs the steps of a call. plan: replaces the planner's."""
     result = Buffer(a.x.shape, a.x.dtype)
     if a.expert_ids.numel() == 0 or a.x.numel() == 0:
         out = yield result
@@ -132,7 +132,7 @@ def fused_moe_steps(
 
 @dataclass(frozen=True)
 class _Call:
-    """The arguments of a call with its kernels, and with scratch memory for them."""
+    """The arguments of a call with its kernels and their scratch memory."""
 
     a: FusedMoeArguments
     problem: MoeProblem
@@ -142,13 +142,13 @@ class _Call:
     target: Target
 
     def launch(self, name: str, grid: Sequence[int], values: Values, **known: Any) -> Launch:
-        """The launch of one of the kernels."""
+        """Returns the launch of the kernel of this name."""
         kernel, statics = self.kernels[name]
         return launch(kernel, self.target, grid, values, statics, **known)
 
 
 def _launches(call: _Call, out: torch.Tensor) -> Launches:
-    """From tokens to `out`."""
+    """Launches all kernels from tokens to `out`."""
     num_tokens, num_routes, memory = call.a.x.shape[0], call.a.expert_ids.numel(), call.memory
     plan, num_sms = call.plan, call.target.num_sms
     gate_up, down = _weights(call.a, call.problem)
@@ -199,7 +199,7 @@ def _dot_launches(
     target: Target,
     out: torch.Tensor,
 ) -> Launches:
-    """From tokens to `out` where each route is multiplied by itself."""
+    """Launches all kernels from tokens to `out`, with a separate product for each route."""
     num_routes = a.expert_ids.numel()
     values = {"x": a.x, "ids": contiguous(a.expert_ids), "weights": a.expert_weights, "out": out}
     values["hidden"] = yield Buffer((num_routes, problem.inner), a.x.dtype)
@@ -220,7 +220,8 @@ def _dot_launches(
 
 
 def _routes_of(routes: Values, config: GemmConfig) -> Values:
-    """What says which rows an expert has. By route, the experts of routes; else the sorted rows."""
+    """Returns the values that say which rows an expert has: the experts of routes if the kernel
+    works by route, else the sorted rows."""
     if not isinstance(config, CodesConfig):
         return routes
     if config.by_route:
@@ -229,8 +230,8 @@ def _routes_of(routes: Values, config: GemmConfig) -> Values:
 
 
 def _weights(a: FusedMoeArguments, problem: MoeProblem) -> tuple[Values, Values]:
-    """What the two GEMMs read of the weights. Of gate and up that at the lower address is given:
-    the other's rows lie at a distance from it."""
+    """Returns the weights that the two GEMMs read. `weight` is gate or up, whichever has the lower
+    address; the other one's rows are at `distance` from it."""
     gate_up = {
         "weight": a.up_weight if problem.up_first else a.gate_weight,
         "distance": abs(up_distance(a)) if problem.distance is None else problem.distance,
@@ -251,7 +252,8 @@ def _weights(a: FusedMoeArguments, problem: MoeProblem) -> tuple[Values, Values]
 
 
 def _dequantize(call: _Call, config: DequantizeConfig, gate_up: Values, down: Values) -> Launches:
-    """gate_up, down get the dequantised weights, of which up's follow gate's without a gap."""
+    """Dequantises the weights, and puts them into gate_up and down. The rows of up follow those of
+    gate without a gap."""
     weights = gemms(call.problem)
     parts = call.memory["decoded"].split(decoded_elements(call.problem))[: len(weights)]
     for (name, weight), part in zip(weights.items(), parts, strict=True):
@@ -263,7 +265,7 @@ def _dequantize(call: _Call, config: DequantizeConfig, gate_up: Values, down: Va
 
 
 def _quantize(call: _Call, name: str, rows: torch.Tensor) -> Launch:
-    """name: "x" or "hidden"."""
+    """Returns the launch that quantises rows. name: "x" or "hidden"."""
     num_rows, columns = rows.shape
     values = {
         "x": rows,
@@ -276,7 +278,7 @@ def _quantize(call: _Call, name: str, rows: torch.Tensor) -> Launch:
 
 
 def _rows(memory: Memory, name: str, rows: torch.Tensor) -> Values:
-    """Rows as a GEMM reads them: their codes where the call quantises them."""
+    """Returns rows as a GEMM reads them: their codes if the call quantises them."""
     codes = memory.get(f"{name}_codes")
     return {"x": rows if codes is None else codes, "x_scale": memory.get(f"{name}_scale")}
 
@@ -295,11 +297,11 @@ def _sort(call: _Call, routes: Values) -> Launches:
 
 
 def _sizes(a: FusedMoeArguments, problem: MoeProblem, plan: MoePlan, target: Target) -> Sizes:
-    """Elements and dtype of each part of a call's scratch memory."""
+    """Returns the number of elements and the dtype of each part of a call's scratch memory."""
     num_routes, dtype, up = a.expert_ids.numel(), a.x.dtype, plan.up
     made = {
         "order": (num_routes, torch.int32),
-        # The second half is for the first block of each expert.
+        # The second half holds the first block of each expert.
         "ends": (2 * problem.num_experts, torch.int32),
         "hidden": (num_routes * problem.inner, dtype),
         "y": (num_routes * problem.hidden, dtype),
@@ -314,18 +316,19 @@ def _sizes(a: FusedMoeArguments, problem: MoeProblem, plan: MoePlan, target: Tar
     if not isinstance(up, ScaledConfig):
         return made
     rows = {"x": (a.x.shape[0], problem.hidden), "hidden": (num_routes, problem.inner)}
-    for name, (count, columns) in rows.items():  # in whole blocks of columns
+    for name, (count, columns) in rows.items():  # whole blocks of columns
         blocks = count * cdiv(columns, SCALED_K)
         made[f"{name}_codes"] = (blocks * SCALED_K, torch.float8_e4m3fn)
         made[f"{name}_scale"] = (blocks, torch.float32)
-    if up.codes:  # a tile of every program, in place of the hidden rows
+    if up.codes:  # a tile for each program, instead of the hidden rows
         (programs,) = up.grid(target.num_sms)
         made |= {"tile": (programs * up.block_m * up.block_n, dtype), "hidden": (0, dtype)}
     return made
 
 
 def _scratch(sizes: Sizes) -> Generator[Step, Any, Memory]:
-    """Flat tensors by name, all parts of one buffer, each up to where the next one begins."""
+    """Allocates one buffer, and returns flat tensors by name. Each part ends where the next one
+    begins."""
     units = [cdiv(count * dtype.itemsize, SCRATCH_ALIGNMENT) for count, dtype in sizes.values()]
     lengths = [unit * SCRATCH_ALIGNMENT for unit in units]
     memory = yield Buffer((sum(lengths),), torch.uint8)

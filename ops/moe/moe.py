@@ -1,6 +1,6 @@
-"""`fused_moe`: the routed experts of a mixture, from tokens to tokens; routing stays outside.
+"""`fused_moe`: the routed experts of a mixture, from tokens to tokens; routing is separate.
 
-With `weight_on_input`, as Llama-4 has it, x[t] times the weight is rounded to x's dtype.
+With `weight_on_input`, as in Llama-4, x[t] times the weight is rounded to x's dtype.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ def reference(a: FusedMoeArguments) -> torch.Tensor:
         y[t, s] = h @ down_weight[e]^T + down_bias[e]
         out[t] = sum over s of expert_weights[t, s] * y[t, s]
 
-    up_weight None: h = activation(gate). weight_on_input: x[t] is multiplied by
+    Without up_weight, h = activation(gate). With weight_on_input, x[t] is multiplied by
     expert_weights[t, s], and y is not. Quantised weights are dequantised first; with
-    activation_format "fp8" x and h are quantised and dequantised again. Expert -1 adds nothing.
+    activation_format "fp8", x and h are quantised and dequantised again. Expert -1 adds nothing.
     """
     compute = torch.promote_types(a.x.dtype, torch.float32)
     num_tokens, num_slots = a.expert_ids.shape
@@ -113,7 +113,7 @@ def reference(a: FusedMoeArguments) -> torch.Tensor:
 
 
 def _activated(a: FusedMoeArguments, gate: torch.Tensor, up: torch.Tensor | None) -> torch.Tensor:
-    """The hidden numbers. limit: gate is at most that, up within ± it."""
+    """Returns the hidden activation. limit: gate is at most limit, up within ±limit."""
     if a.limit:
         gate = gate.clamp(max=a.limit)
         up = None if up is None else up.clamp(-a.limit, a.limit)
@@ -125,7 +125,8 @@ def _activated(a: FusedMoeArguments, gate: torch.Tensor, up: torch.Tensor | None
 
 
 def _multiplied(a: FusedMoeArguments, rows: torch.Tensor) -> torch.Tensor:
-    """Rows as they are multiplied: codes times scales where activations are quantised."""
+    """Returns rows as they are multiplied: quantised and dequantised if activations are
+    quantised."""
     if a.activation_format == "dense":
         return rows
     codes, scale = fp8_block.quantize_rows(rows)

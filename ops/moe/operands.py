@@ -1,4 +1,4 @@
-"""From the arguments of `fused_moe` to a static problem of its kernels."""
+"""Converts the arguments of `fused_moe` to the static problem of its kernels."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from tilewright.ops.runtime.dtypes import TRITON_TYPES
 
 
 def unsupported(a: FusedMoeArguments) -> str | None:
-    """Why the emitted kernels cannot take a call; None where they can.
+    """Returns why the emitted kernels cannot take a call, or None.
 
-    From metadata alone: the answer is kept for all calls of the same metadata. What addresses
-    forbid is asked at each call, by `address_obstacle`.
+    Reads metadata only: the answer is reused for all calls of the same metadata. `address_obstacle`
+    checks addresses at each call.
     """
     if (obstacle := no_kernel_for(a.gate)) is not None:
         return obstacle
@@ -37,7 +37,7 @@ def unsupported(a: FusedMoeArguments) -> str | None:
 
 
 def _uneven(a: FusedMoeArguments) -> str | None:
-    """Where the weights differ in what a problem has once; None where they do not."""
+    """Returns a difference between the weights that a problem cannot express, or None."""
     gate, up = a.gate_weight, a.up_weight
     if up is not None and not _same_strides(gate, up):
         return f"up_weight: strides {up.stride()} where gate_weight has {gate.stride()}"
@@ -53,13 +53,13 @@ def _uneven(a: FusedMoeArguments) -> str | None:
 
 
 def _same_strides(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Of tensors of one shape; whatever strides dimensions of one element have."""
+    """Whether tensors of one shape have equal strides, ignoring dimensions of one element."""
     sizes = zip(one.shape, one.stride(), other.stride(), strict=True)
     return all(size <= 1 or step == also for size, step, also in sizes)
 
 
 def moe_problem(a: FusedMoeArguments) -> MoeProblem:
-    """The problem of a call. Metadata and addresses only."""
+    """Returns the problem of a call. Reads metadata and addresses only."""
     gate, up = a.gate, a.up
     num_experts, inner, hidden = gate.shape
     distance = up_distance(a)
@@ -85,7 +85,8 @@ def moe_problem(a: FusedMoeArguments) -> MoeProblem:
 
 
 def up_distance(a: FusedMoeArguments) -> Any:
-    """Elements from the gate weight's first to the up weight's; 0 without an up weight."""
+    """Returns the distance in elements from the gate weight to the up weight; 0 without an up
+    weight."""
     gate, up = a.gate_weight, a.up_weight
     if up is None:
         return 0
@@ -95,8 +96,8 @@ def up_distance(a: FusedMoeArguments) -> Any:
 
 
 def one_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are views of one storage. Meta tensors have no address: they are where
-    they start at different offsets."""
+    """Whether two tensors are views of one storage. Meta tensors have no address: they count as
+    views of one storage if their offsets differ."""
     address = one.untyped_storage().data_ptr()
     if address != other.untyped_storage().data_ptr():
         return False
@@ -104,7 +105,7 @@ def one_storage(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _interleaved(gate: torch.Tensor, distance: int) -> bool:
-    """Whether the up weight's rows lie between gate's: there is room for exactly one between two
-    of them, where its first one lies."""
+    """Whether the rows of the up weight lie between those of the gate weight: two rows of gate
+    leave room for exactly one more, and up's first row is there."""
     _, row, column = gate.stride()
     return row == (2 if column != 1 else 2 * gate.shape[2]) and distance == row // 2

@@ -1,9 +1,9 @@
-"""`moe_router`: which experts of a mixture each token goes to, and with which weights.
+"""`moe_router`: chooses the experts of each token in a mixture, and their weights.
 
-`fused_moe` takes both results. Without a weight x holds the logits. Nothing is rounded on the way,
-so two experts whose logits a graph in bfloat16 rounds to one number are still told apart; where
-numbers are equal the expert of the lower number comes first (torch.topk promises no order), and NaN
-is larger than all numbers.
+`fused_moe` takes both results. Without a weight, x holds the logits. Nothing is rounded on the way,
+so two experts are told apart even if a graph in bfloat16 rounds their logits to one number. Among
+equal numbers the expert with the lower index comes first (torch.topk promises no order), and NaN is
+larger than all numbers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from tilewright.ops.sampling import sampler_of
 NAME = "moe_router"
 SCORES = ("softmax", "softmax_of_chosen", "sigmoid", "logits")
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Columns of logits that a program holds, for each of its tokens; and slots, each of them a search.
+# The most columns of logits that a program holds for each of its tokens, and the most slots, each
+# of which is a search.
 MOST_COLUMNS = 1024
 MOST_SLOTS = 32
 ERROR_MODEL = (
@@ -56,13 +57,13 @@ TOLERANCES = {
 class MoeRouterArguments:
     """The arguments of `moe_router`: T tokens, K columns, E experts, S slots (top-k), G groups.
 
-    x [T, K]; weight [E, K] of any strides, None: x holds the logits [T, E]. num_slots: S. bias [E],
+    x [T, K]; weight [E, K] of any strides; None: x holds the logits [T, E]. num_slots: S. bias [E],
     of the logits. scores: one of SCORES; "softmax_of_chosen" chooses by logits, and takes the
-    softmax over the chosen alone. correction [E]: added to scores for the choice, not for the
-    weights. num_groups: E falls into G runs; the choice is among the top_groups of them whose
-    group_top (1 or 2) largest have the largest sum. normalise: weights are divided by
-    sum + norm_eps, with a norm_min above 0 by no less; then scaling multiplies. weights_dtype:
-    None for x's. Result: weights [T, S], and ids int64 [T, S].
+    softmax over the chosen ones only. correction [E]: added to scores for the choice, but not for
+    the weights. num_groups: the E experts form G runs of equal length. The choice is limited to the
+    top_groups groups with the largest sum of their group_top (1 or 2) largest numbers. normalise:
+    weights are divided by sum + norm_eps, or by norm_min if that is larger; then scaling multiplies
+    them. weights_dtype: None for x's. Result: weights [T, S], and ids int64 [T, S].
     """
 
     x: torch.Tensor
@@ -83,12 +84,12 @@ class MoeRouterArguments:
 
     @property
     def num_experts(self) -> Any:
-        """E."""
+        """E, the number of experts."""
         return self.x.shape[1] if self.weight is None else self.weight.shape[0]
 
     @property
     def result_dtype(self) -> torch.dtype:
-        """Of the weights."""
+        """The dtype of the weights in the result."""
         return self.x.dtype if self.weights_dtype is None else self.weights_dtype
 
 
@@ -142,8 +143,8 @@ def reference(a: MoeRouterArguments) -> tuple[torch.Tensor, torch.Tensor]:
         w      = w / (sum(w) + norm_eps)             where normalise; no less than norm_min > 0
         weights[t] = w * scaling
 
-    Where the order of scores is that of logits (no correction, groups by their best), logits
-    decide: scores that round to one number are told apart. NaN is larger than all numbers.
+    If scores have the same order as logits (no correction, groups by their best), the choice uses
+    logits, so scores that round to one number are told apart. NaN is larger than all numbers.
     """
     compute = torch.promote_types(a.x.dtype, torch.float32)
     logits = a.x.to(compute)
@@ -179,7 +180,7 @@ _SCORES = {
 
 
 def _kept(a: MoeRouterArguments, choice: torch.Tensor) -> torch.Tensor:
-    """Which experts are of the best groups, [T, E]."""
+    """Returns which experts belong to the best groups, [T, E]."""
     size = choice.shape[1] // a.num_groups
     groups = choice.view(-1, a.num_groups, size)
     groups = torch.where(groups.isnan(), torch.inf, groups)
@@ -190,7 +191,7 @@ def _kept(a: MoeRouterArguments, choice: torch.Tensor) -> torch.Tensor:
 
 
 def unsupported(a: MoeRouterArguments) -> str | None:
-    """Why the emitted kernels cannot take a call; None where they can. Metadata only."""
+    """Returns why the emitted kernels cannot take a call, or None. Reads metadata only."""
     tensors = (a.x, a.weight, a.bias, a.correction)
     dtypes = [t.dtype for t in tensors if t is not None]
     wrong = next((d for d in (*dtypes, a.result_dtype) if d not in KERNEL_DTYPES), None)
@@ -205,7 +206,7 @@ def unsupported(a: MoeRouterArguments) -> str | None:
 
 
 def router_problem(a: MoeRouterArguments) -> RouterProblem:
-    """The problem of a call. Metadata only."""
+    """Returns the problem of a call. Reads metadata only."""
     return RouterProblem(
         num_experts=a.num_experts,
         hidden=a.x.shape[1],

@@ -1,4 +1,5 @@
-"""Sample inputs of `moe_router`: small, random, the choice clear, together reaching all options."""
+"""Sample inputs of `moe_router`: small, random, with a clear choice, together reaching all
+options."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import torch
 
 from tilewright.ops.sampling import Sampler
 
-# Logits lie so far apart that rounding does not change the choice.
+# The distance between logits, large enough that rounding does not change the choice.
 SPREAD = 0.25
 
 
@@ -17,7 +18,8 @@ SPREAD = 0.25
 class RouterCase:
     """One setting of `moe_router`.
 
-    weight_dtype: None for dtype. given: x holds the logits. transposed: the weight lies as [K, E].
+    weight_dtype: None for dtype. given: x holds the logits. transposed: the weight is stored [K,
+    E].
     """
 
     name: str
@@ -68,10 +70,10 @@ ROUTER_CASES = (
 
 
 def sample_router(case: RouterCase, device: str | torch.device, seed: int) -> dict[str, Any]:
-    """Arguments of `moe_router` by name.
+    """Returns arguments of `moe_router` by name.
 
-    A weight has rows that are nearly orthogonal, and x is the sum of them with logits that are
-    shuffled multiples of SPREAD.
+    A weight has nearly orthogonal rows, and x is their sum weighted by logits, which are shuffled
+    multiples of SPREAD.
     """
     sampler = Sampler(device, seed)
     experts, tokens = case.num_experts, case.num_tokens
@@ -106,7 +108,8 @@ def sample_router(case: RouterCase, device: str | torch.device, seed: int) -> di
 
 
 def _vector(there: bool, sampler: Sampler, case: RouterCase) -> torch.Tensor | None:
-    """Small against the distance of logits."""
+    """Returns a vector whose numbers are small compared with the distance between logits, or
+    None."""
     if not there:
         return None
     return sampler.normal(case.num_experts, dtype=case.dtype, scale=SPREAD / 16)

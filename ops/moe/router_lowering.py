@@ -1,4 +1,4 @@
-"""The CUDA lowering of `moe_router`: one launch for a few tokens, product and choice for many."""
+"""The CUDA lowering of `moe_router`: one launch for few tokens, a product and a choice for many."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.products import linear
 from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, SplitK, Step, Steps
 
-# What a product that leaves the choice to another launch does without.
+# Parameters that the product does not use if another launch makes the choice.
 _UNCHOSEN = dict.fromkeys(("bias", "correction", "weights", "ids", "counters"))
 
 
 def moe_router_steps(
     a: MoeRouterArguments, target: Target, config: RouterConfig | None = None
 ) -> Steps:
-    """The steps of a call. config: in place of the planner's."""
+    """Runs the steps of a call. config: replaces the planner's."""
     problem, num_tokens = router_problem(a), a.x.shape[0]
     weights, ids = fake(a)
     results = ((yield Buffer.like(weights)), (yield Buffer.like(ids)))
@@ -86,8 +86,8 @@ def _choose(
     strides: dict[str, int],
     parts: tuple[int, int, int] | None = None,
 ) -> Launch:
-    """The choice alone. parts: the product's splits, the tokens of its tiles, and the elements of a
-    row; None for logits [T, E] that are whole."""
+    """Returns the launch of the choice alone. parts: the product's splits, the tokens of its tiles,
+    and the elements of a row; None for complete logits [T, E]."""
     splits, run, row = parts or (1, 1, values["logits"].stride(0))
     grid = (cdiv(values["num_tokens"], config.rows),)
     own = {"SPLITS": splits, "RUN": run, "ROW": row}
@@ -95,7 +95,7 @@ def _choose(
 
 
 def _library_logits(x: torch.Tensor, weight: torch.Tensor) -> Generator[Step, Any, torch.Tensor]:
-    """x @ weight^T of fp32 numbers, as the graph has it."""
+    """Returns x @ weight^T in fp32, as the graph computes it."""
     wide = []
     for tensor in (x, weight):
         if tensor.dtype != torch.float32:

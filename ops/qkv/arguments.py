@@ -22,7 +22,7 @@ Projections: TypeAlias = tuple[Weight, Weight, Weight | None]
 
 
 def _of_weight(letter: str) -> dict[str, str]:
-    """The arguments that are the fields of a projection's weight."""
+    """Returns the argument names of the fields of a projection's weight."""
     fields = {name: f"{letter}_{name}" for name in ("scale", "zero", "bias")}
     place = LETTERS.index(letter)
     return {"data": f"{letter}_weight", **fields, "factor": f"factors[{place}]"}
@@ -31,48 +31,50 @@ def _of_weight(letter: str) -> dict[str, str]:
 @dataclass(frozen=True)
 class FusedQkvArguments:
     """The arguments of `fused_qkv_paged`. T tokens, K hidden, D head_dim, N = H * D rows of a
-    projection; "values" are of x's dtype, or of `out_dtype` where given.
+    projection; "values" have x's dtype, or `out_dtype` if given.
 
     x [T, K], last dimension contiguous: values, or float8_e4m3fn codes (then weight_format="fp8",
-    out_dtype is given, and x_scale, None for 1, is [T or 1, 1 or ceil(K / 128)]).
-    q_weight [Hq, D, K], or [Hkv, G, D, K] where q heads lie in groups beside others;
-    k_weight, v_weight [Hkv, D, K]. v_weight None: K alone is made and written. Biases [H, D], for a
+    out_dtype is given, and x_scale, None for 1, is [T or 1, 1 or ceil(K / 128)]). q_weight [Hq, D,
+    K], or [Hkv, G, D, K] if the q heads of each group are stored beside other heads; k_weight,
+    v_weight [Hkv, D, K]. v_weight None: only K is computed and written. Biases [H, D], for a
     grouped q [Hkv, G, D]; they and other parameters are values or float32.
 
-    gate_run: Hq counts gates too: gate_run queries, then gate_run gates, and so on (1 where a query
-    has its gate beside it). Gates are projected, held to clip, and no more. 0: all are queries.
+    gate_run: the Hq heads alternate between gate_run queries and gate_run gates (1 if each query
+    has its gate beside it). Gates are projected and clipped only. 0: all are queries.
 
-    weight_format, scale_block, zero_point, nibble_order, and of each weight a scale and a zero:
-    as a Weight has them. factors: those of q, k and v, in this order: float32 [3], or [2] without
+    weight_format, scale_block, zero_point, nibble_order, and a scale and a zero of each weight: the
+    fields of a Weight. factors: those of q, k and v, in this order: float32 [3], or [2] without
     v_weight. Dense weights have K or D contiguous, other strides free.
 
     delta [T, N of q, k and v], last dimension contiguous: added to the projections, columns of q,
-    then k, then v; what `lora_expand_add` packs. Values or float32.
+    then k, then v; the packed result of `lora_expand_add`. Values or float32.
 
-    clip: values are held to [-clip, clip] after bias and delta; 0: not. q_norm_weight and
-    q_norm_bias, k_norm_weight and k_norm_bias: a HeadNorm each of q and k, which share the rest of
-    it. v_norm: v is normed too, without a weight (not beside gates). cos, sin [T_rope, R] or
-    [T_rope, R / 2] with R = rotary_dim; rope_style as in `apply_rope`.
+    clip: values are clamped to [-clip, clip] after bias and delta; 0: no clamp. q_norm_weight and
+    q_norm_bias, k_norm_weight and k_norm_bias: a HeadNorm each of q and k, which share its other
+    fields. v_norm: v is normalised too, without a weight (not together with gates). cos, sin
+    [T_rope, R] or [T_rope, R / 2] with R = rotary_dim; rope_style as in `apply_rope`.
 
     k_cache, v_cache: base tensors, written, of values, float8_e4m3fn or float8_e5m2; v_cache None:
-    V lives in k_cache too. k_window, v_window: the nine integers of a CacheWindow on the base, with
-    Hkv * kv_repeat heads: head h is written to the heads from h * kv_repeat on. k_cache_scale,
-    v_cache_scale: float32 [], [1] or [Hkv]; stored is value / scale, or value * scale where
-    cache_scale_multiplies. What lies beyond an 8-bit float's range becomes its largest number where
-    cache_saturates, else infinite, or NaN in float8_e4m3fn, as with PyTorch's plain cast.
+    V is in k_cache too. k_window, v_window: the nine integers of a CacheWindow on the base, with
+    Hkv * kv_repeat heads: head h is written to the kv_repeat heads from h * kv_repeat on.
+    k_cache_scale, v_cache_scale: float32 [], [1] or [Hkv]; the stored number is value / scale, or
+    value * scale with cache_scale_multiplies. A number beyond an 8-bit float's range is stored as
+    the largest number with cache_saturates; else as infinity, or NaN in float8_e4m3fn, like
+    PyTorch's plain cast.
 
     slots, indexing, slot_mapping [T] or [T / num_pages], lookup_table [B, columns], sequence_ids
     and positions [T], row_offsets [B + 1], cache_lengths [B]: as in `ops.cache.addressing`; int32
-    or int64, for slots="ragged" uint32 too. static_tokens: T is a constant of the caller's graph; a
-    kernel may be built for it alone. tune: measure the lowerings on the GPU at first need.
+    or int64, for slots="ragged" also uint32. static_tokens: T is a constant of the caller's graph,
+    and a kernel may be built for it alone. tune: measure the lowerings on the GPU when they are
+    first needed.
 
     input_rms_norm, input_layer_norm, input_norm_weight, input_norm_bias, input_norm_eps and
-    input_norm_offset: a RowNorm of x, which has no codes then, before the projection.
+    input_norm_offset: a RowNorm of x before the projection; x then has no codes.
 
-    Bad values (slots, sequences, positions, offsets and pages that name no place or one twice,
-    scales that are NaN, infinite or 0) raise ArgumentError before anything is written where they
-    are on the CPU, and under TILEWRIGHT_DEBUG=1 on a GPU; else a token without a place on a GPU is
-    not written.
+    Bad values (slots, sequences, positions, offsets and pages without a place or with a repeated
+    one; scales that are NaN, infinite or 0) raise ArgumentError before anything is written if they
+    are on the CPU, and under TILEWRIGHT_DEBUG=1 on a GPU; otherwise a token without a place is not
+    written.
     """
 
     x: torch.Tensor
@@ -155,22 +157,22 @@ class FusedQkvArguments:
 
     @property
     def is_coded(self) -> bool:
-        """Whether weights have codes."""
+        """Whether the weights have codes."""
         return self.weight_format != "dense"
 
     @property
     def head_dim(self) -> Any:
-        """D."""
+        """D, the columns of a head."""
         return self.q_projection.shape[-2] if self.is_coded else self.q_weight.shape[-2]
 
     @property
     def num_heads(self) -> Any:
-        """Hq, of all groups."""
+        """Hq, the q heads of all groups together."""
         return prod(self.q_weight.shape[:-2])
 
     @property
     def value_dtype(self) -> torch.dtype:
-        """The dtype of q, and of everything that is not a code."""
+        """The dtype of q, and of all values that are not codes."""
         return self.out_dtype if self.has_codes and self.out_dtype else self.x.dtype
 
     @property
@@ -183,8 +185,8 @@ class FusedQkvArguments:
 class KvStoreArguments:
     """The arguments of `paged_kv_store`; T tokens, D head_dim.
 
-    k, v [T, Hkv, D], any strides; v None: K alone is written, v_cache is None and v_window is not
-    read. The rest is as for `fused_qkv_paged` (FusedQkvArguments).
+    k, v [T, Hkv, D], any strides; v None: only K is written, v_cache is None and v_window is not
+    read. The other arguments are those of `fused_qkv_paged` (FusedQkvArguments).
     """
 
     k: torch.Tensor
@@ -220,34 +222,35 @@ class RaggedQkvArguments:
     """The arguments of `fused_qkv_matmul_kv_cache_paged_ragged`. T tokens of B sequences, K hidden.
 
     hidden_state [T, K]: the sequences' new tokens one after the other; bf16, fp16, fp32 or fp64, or
-    float8_e4m3fn with input_scale and out_dtype (bf16, fp16 or fp32).
-    input_row_offsets [B + 1]: where each sequence starts, from 0 to T; equal neighbours are a
-    sequence without new tokens. cache_lengths [B]: the tokens each has in the cache already.
-    lookup_table [B, columns]: the page of each sequence's j-th page of tokens; entries that no new
-    token needs may hold anything. These three are uint32, int32 or int64. Token i of sequence b
-    goes to page lookup_table[b, p // page_size], slot p % page_size with p = cache_lengths[b] + i.
+    float8_e4m3fn with input_scale and out_dtype (bf16, fp16 or fp32). input_row_offsets [B + 1]:
+    where each sequence starts, from 0 to T; equal neighbours mean a sequence without new tokens.
+    cache_lengths [B]: the tokens that each sequence already has in the cache. lookup_table [B,
+    columns]: the page of each sequence's j-th page of tokens; entries that no new token needs may
+    hold anything. These three are uint32, int32 or int64. Token i of sequence b goes to page
+    lookup_table[b, p // page_size], slot p % page_size with p = cache_lengths[b] + i.
 
-    blocks [P, 2, layers, page_size, heads, head_dim], any strides, written at layer_idx: K at 0 of
-    the second axis, V at 1. With 1 there (MLA) all columns past q_dim are K, for head 0. dtype: the
-    result's, float8_e4m3fn or float8_e5m2 (not from fp64); values beyond an 8-bit float's range
-    become its largest number. k_cache_scale, v_cache_scale float32 [], [1] or [heads]: stored is
-    value / scale, or value * scale where cache_scale_multiplies.
+    blocks [P, 2, layers, page_size, heads, head_dim], any strides, written at layer_idx: K at index
+    0 of the second axis, V at 1. If the second axis has length 1 (MLA), all columns past q_dim are
+    K, for head 0. dtype: the result's, float8_e4m3fn or float8_e5m2 (not from fp64); values beyond
+    an 8-bit float's range become its largest number. k_cache_scale, v_cache_scale float32 [], [1]
+    or [heads]: the stored number is value / scale, or value * scale with cache_scale_multiplies.
 
     weight, N = q_dim + 2 * heads * head_dim rows (MLA: q_dim + head_dim), Q, K, V in this order:
       [N, K] of hidden_state's dtype, either dimension contiguous;
       [N, K] float8_e4m3fn with weight_scale [1, 1] (per tensor), [N, 1] (per channel) or
-      [ceil(N / 128), ceil(K / 128)] (blocks), and where hidden_state is float8 too, input_scale
+      [ceil(N / 128), ceil(K / 128)] (blocks), and, if hidden_state is float8 too, input_scale
       [1, 1], [T, 1] or [T, ceil(K / 128)]; a scale per tensor may be [] or [1];
       uint8 [R, N] with group_size: GPTQ's int4 as in `formats.gptq_buffer`, contiguous, symmetric
-      (zero point 8), or has_zp with the zero points as they are (GPTQ v1 files store one less).
+      (zero point 8), or, with has_zp, the actual zero points (GPTQ v1 files store one less).
     bias [N]: of the result's dtype or float32.
     static_tokens, tune: as in FusedQkvArguments.
 
-    ArgumentError, before anything is written: layer_idx outside the layers; a scale of another
-    granularity; K not a multiple of the group; a shape, dtype or device that does not fit. And by
-    value, on the CPU always, on a GPU under TILEWRIGHT_DEBUG=1 (by a check that runs there and
-    names the token): offsets that do not start at 0, decrease, or do not end at T; positions past
-    the table; pages outside the pool; a slot for two tokens; scales that are NaN, infinite or 0.
+    Raises ArgumentError before anything is written: for layer_idx outside the layers, a scale of
+    another granularity, K not a multiple of the group, and a shape, dtype or device that does not
+    fit; and, on the CPU always and on a GPU under TILEWRIGHT_DEBUG=1 (by a check that runs there
+    and names the token), for offsets that do not start at 0, decrease, or do not end at T;
+    positions past the table; pages outside the pool; a slot for two tokens; and scales that are
+    NaN, infinite or 0.
     """
 
     hidden_state: torch.Tensor

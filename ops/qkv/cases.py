@@ -1,4 +1,4 @@
-"""The settings of the attention ops that their tests run: together they reach every option."""
+"""Settings of the tests of the attention ops, which together reach every option."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Checks of what projects q, k and v: x, weights, their formats and scales, and biases.
+"""Checks of a projection to q, k and v: x, weights, their formats and scales, and biases.
 
-Metadata only; each raises ArgumentError.
+They read metadata only and raise ArgumentError.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _check_x(op: str, a: FusedQkvArguments) -> None:
 
 
 def _check_shapes(op: str, a: FusedQkvArguments) -> None:
-    """Heads, head_dim and K of the three weights, as stored codes give them."""
+    """Checks heads, head_dim and K of the three weights, unpacked."""
     q, k, v = a.projections
     for weight in (q, k, v):
         if weight is not None:
@@ -77,7 +77,7 @@ def _check_shapes(op: str, a: FusedQkvArguments) -> None:
         q.check_shape(op, letters, (num_kv_heads, None, head_dim, hidden))
     elif not holds(num_kv_heads != 0):
         raise ArgumentError(op, "k_weight", "at least one head", "none")
-    # Without V, heads are but tiles of rows (MLA).
+    # Without V (MLA), heads only divide the rows into tiles.
     elif v is not None and not holds(q.shape[0] % num_kv_heads == 0):
         expected = f"num_kv_heads that divides num_heads = {q.shape[0]}"
         raise ArgumentError(op, "k_weight", expected, f"{num_kv_heads} heads")

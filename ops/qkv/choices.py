@@ -1,4 +1,4 @@
-"""The steps of a `fused_qkv_paged` call by each of the lowerings that a plan chooses from."""
+"""The steps of a `fused_qkv_paged` call, for each lowering that a plan chooses from."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ WEIGHTS = ("q_weight", "k_weight", "v_weight")
 
 
 def choice_steps(call: FusedCall, choice: LoweringChoice, target: Target) -> Steps:
-    """The steps of a call by one lowering, whatever a plan would take; x is normed before where the
-    kernel does not."""
+    """Runs the steps of a call by one lowering, whatever a plan would choose. x is normalised first
+    if the kernel does not do it."""
     q = yield result_buffer(call.a)
     if call.problem.input_norm is not None and not choice.norms_x:
         call = yield from _normed(call.a)
@@ -67,12 +67,12 @@ def choice_steps(call: FusedCall, choice: LoweringChoice, target: Target) -> Ste
 
 
 def specs_of(call: FusedCall, choice: LoweringChoice, target: Target) -> tuple[KernelSpec, ...]:
-    """The kernels of a call by one lowering, in the order of their launches."""
+    """Returns the kernels of a call by one lowering, in the order of their launches."""
     return drive(choice_steps(call, choice, target), Planner(target), keep=True).specs
 
 
 def _normed(a: FusedQkvArguments) -> Generator[Step, Any, FusedCall]:
-    """The call that is left once x is normed."""
+    """Normalises x and returns the remaining call."""
     x = yield from normed(a.x, a.input_norm)
     return prepare(replace(a, **without_norm(x, a.input_norm)))
 
@@ -80,7 +80,8 @@ def _normed(a: FusedQkvArguments) -> Generator[Step, Any, FusedCall]:
 def run(
     a: FusedQkvArguments, choice: LoweringChoice, machine: Machine | None = None
 ) -> torch.Tensor:
-    """The result of a call by one lowering; machine: by default the GPU that the call is on."""
+    """Returns the result of a call by one lowering. machine: None for the GPU that the call is
+    on."""
     machine = machine or machine_of(a.x.device)
     result = drive(choice_steps(prepare(a), choice, machine.target), machine).outcome.result
     assert isinstance(result, torch.Tensor)
@@ -122,8 +123,9 @@ def _tiled(call: FusedCall, choice: LoweringChoice, values: dict[str, Any], targ
 
 
 def weight_places(a: FusedQkvArguments) -> dict[str, Any]:
-    """The weights as the one descriptor of `qkv_projection` reaches them: from the lowest address,
-    the distances of the others in elements, and which of the three is q's, k's and v's."""
+    """Returns how the single descriptor of `qkv_projection` reaches the weights: the one at the
+    lowest address, the distances of the others in elements, and which of the three is q's, k's and
+    v's."""
     last = a.k_weight if a.v_weight is None else a.v_weight
     weights = {"q": a.q_weight, "k": a.k_weight, "v": last}
     order = sorted(weights, key=lambda name: weights[name].data_ptr())

@@ -1,4 +1,5 @@
-"""The projection by library GEMMs, as steps that copy no weight; codes become numbers before."""
+"""The projection by library GEMMs, as steps that copy no weight. Quantised weights are dequantised
+first."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ Making = Generator[Step, Any, torch.Tensor]
 def project_packed(
     x: torch.Tensor, weights: Sequence[torch.Tensor], rows: WeightRows
 ) -> Generator[Step, Any, list[torch.Tensor]]:
-    """One GEMM over all rows; q [T, H, D] or [T, Hkv, G, D], k and v are views of its result."""
+    """Runs one GEMM over all rows; q [T, H, D] or [T, Hkv, G, D], k and v are views of its
+    result."""
     lowest = min(weights, key=lambda weight: weight.storage_offset())
     whole = lowest.as_strided((rows.total, x.shape[1]), lowest.stride()[-2:])
     out = yield from linear(x, whole)
@@ -36,7 +38,8 @@ def project_packed(
 
 
 def project(x: torch.Tensor, weight: torch.Tensor) -> Making:
-    """x [T, K] by weight [H, D, K] to [T, H, D], or [Hkv, G, D, K] to [T, Hkv, G, D]."""
+    """Multiplies x [T, K] by weight [H, D, K] to [T, H, D], or by [Hkv, G, D, K] to [T, Hkv, G,
+    D]."""
     *heads, dim, _ = weight.shape
     if (rows := _in_rows(weight)) is not None:
         out = yield from linear(x, rows)
@@ -54,7 +57,7 @@ def project(x: torch.Tensor, weight: torch.Tensor) -> Making:
 
 
 def _in_rows(weight: torch.Tensor) -> torch.Tensor | None:
-    """A weight [.., D, K] as [N, K]; None where its rows do not lie at equal distances."""
+    """Returns a weight [.., D, K] as [N, K]; None if its rows are not at equal distances."""
     *heads, dim, hidden = weight.shape
     row, column = weight.stride()[-2:]
     in_row = [row * prod(weight.shape[axis + 1 : -1]) for axis in range(len(heads))]
@@ -71,8 +74,9 @@ def _stack(out: torch.Tensor, *parts: torch.Tensor) -> None:
 
 
 def scaled_operands(a: FusedQkvArguments) -> list[ScaledOperands] | None:
-    """The operands of the library's products for q, k and v (v left out where there is none); None
-    unless x and the weights are codes that it takes as they lie, with scales of one kind."""
+    """Returns the operands of the library's products for q, k and v (without v if there is none);
+    None unless x and the weights are codes that the library takes in place, with scales of one
+    kind."""
     if not a.has_codes:
         return None
     found = []
@@ -91,7 +95,7 @@ def scaled_operands(a: FusedQkvArguments) -> list[ScaledOperands] | None:
 def project_codes(
     a: FusedQkvArguments, operands: Sequence[ScaledOperands]
 ) -> Generator[Step, Any, list[torch.Tensor]]:
-    """q [T, H, D], or [T, Hkv, G, D], k and v, by a product of codes for each."""
+    """Returns q [T, H, D] or [T, Hkv, G, D], k and v, each by a product of codes."""
     there = [weight for weight in a.projections if weight is not None]
     made = []
     for one, weight in zip(operands, there, strict=True):
@@ -110,8 +114,8 @@ def dequantized_weights(
     statics: Sequence[Statics],
     target: Target,
 ) -> Generator[Step, Any, list[torch.Tensor]]:
-    """q, k and v weights [H, D, K] (v left out where there is none), by a kernel for each, whose
-    constants are `statics`. values: words, scales, zeros and factors by name."""
+    """Returns the dequantised q, k and v weights [H, D, K] (without v if there is none), each by
+    one kernel with the constants in `statics`. values: words, scales, zeros and factors by name."""
     dim, hidden = a.head_dim, a.x.shape[1]
     whole = yield Buffer((rows.total, hidden), number_dtype(a))
     weights = []
@@ -127,12 +131,13 @@ def dequantized_weights(
 
 
 def number_dtype(a: FusedQkvArguments) -> torch.dtype:
-    """What codes become; as `number_dtype` of the kernels has it."""
+    """Returns the dtype that codes are dequantised to, the same as `number_dtype` of the
+    kernels."""
     return torch.float32 if a.x.dtype.itemsize == 1 else a.x.dtype
 
 
 def dequantized_x(a: FusedQkvArguments) -> Making:
-    """x as numbers: its codes times their scales, in fp32; or x itself."""
+    """Returns x dequantised to fp32: its codes times their scales; x itself if it has no codes."""
     if a.x.dtype == number_dtype(a):
         return a.x
     x = yield Buffer(a.x.shape, number_dtype(a))

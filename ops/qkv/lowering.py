@@ -1,6 +1,6 @@
-"""The steps of the attention ops on a GPU, and what a report says of them.
+"""The steps of the attention ops on a GPU, and their reports.
 
-Plans and specs are kept per problem, so a step that looks like the last one only looks them up.
+Plans and specs are kept per problem, so a step like an earlier one only looks them up.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _store_kernel(
 
 
 def fused_qkv_paged_steps(a: FusedQkvArguments, target: Target) -> Steps:
-    """The steps of a `fused_qkv_paged` call."""
+    """Runs the steps of a `fused_qkv_paged` call."""
     if a.x.shape[0] == 0:
         q = yield result_buffer(a)
         return Outcome(q, *NO_TOKENS)
@@ -76,13 +76,13 @@ def fused_qkv_paged_steps(a: FusedQkvArguments, target: Target) -> Steps:
 
 
 def planned_lowering(call: FusedCall, target: Target) -> LoweringChoice:
-    """What the plan has for the call's token count."""
+    """Returns the plan's choice for the call's token count."""
     plan = _plan(call.problem, target, call.rows is not None)
     return plan.choice(call.a.x.shape[0])
 
 
 def paged_kv_store_steps(a: KvStoreArguments, target: Target) -> Steps:
-    """The steps of a `paged_kv_store` call."""
+    """Runs the steps of a `paged_kv_store` call."""
     call, num_tokens = prepare_store(a), a.k.shape[0]
     config, statics = _store_kernel(call.epilogue, next_power_of_2(num_tokens), target)
     grid = epilogue_grid(call.epilogue, config, num_tokens)
@@ -92,7 +92,8 @@ def paged_kv_store_steps(a: KvStoreArguments, target: Target) -> Steps:
 
 
 def ragged_steps(a: RaggedQkvArguments, target: Target) -> Steps:
-    """The steps of a `fused_qkv_matmul_kv_cache_paged_ragged` call: those of `fused_qkv_paged`."""
+    """Runs the steps of a `fused_qkv_matmul_kv_cache_paged_ragged` call, which are those of
+    `fused_qkv_paged`."""
     outcome = yield from fused_qkv_paged_steps(as_fused_qkv(a), target)
     assert isinstance(outcome.result, torch.Tensor)
     return replace(outcome, result=outcome.result.flatten(1))
@@ -102,8 +103,8 @@ def ragged_steps(a: RaggedQkvArguments, target: Target) -> Steps:
 
 
 def plan_fused_qkv_paged(a: FusedQkvArguments, target: str) -> LoweringReport:
-    """The lowering of a call; where the number of tokens is no constant of the graph, one for each
-    bucket of token counts."""
+    """Returns the lowering of a call. If the number of tokens is not a constant of the graph,
+    returns one for each bucket of token counts."""
     if a.static_tokens and a.x.shape[0] == 0:
         return LoweringReport(*NO_TOKENS)
     call, chip = prepare(a), get_target(target)
@@ -120,12 +121,14 @@ def plan_fused_qkv_paged(a: FusedQkvArguments, target: str) -> LoweringReport:
 
 
 def plan_ragged(a: RaggedQkvArguments, target: str) -> LoweringReport:
-    """The same for `fused_qkv_matmul_kv_cache_paged_ragged`."""
+    """Returns the lowering of a `fused_qkv_matmul_kv_cache_paged_ragged` call; see
+    `plan_fused_qkv_paged`."""
     return plan_fused_qkv_paged(as_fused_qkv(a), target)
 
 
 def _tuned(plan: LoweringPlan, call: FusedCall, target: str) -> LoweringPlan:
-    """The plan with what was measured here; measured now for the token count of the call."""
+    """Returns the plan with the choices measured on this machine; measures the call's token count
+    if needed."""
     index = tuning.device_for(target)
     if index is None:
         return plan

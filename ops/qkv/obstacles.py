@@ -1,4 +1,4 @@
-"""Which arguments the emitted kernels of the attention ops take."""
+"""The arguments of the attention ops that emitted kernels take."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32, *FP8_DTYPES)
 
 
 def kernel_obstacle(a: FusedQkvArguments | KvStoreArguments) -> str | None:
-    """None, or why no emitted kernel takes these arguments of an attention op."""
+    """Returns why no emitted kernel takes these arguments of an attention op, or None."""
     dtype = a.k_cache.dtype
     if dtype not in KERNEL_DTYPES:
         return f"no kernel for {dtype}"
@@ -24,7 +24,7 @@ def kernel_obstacle(a: FusedQkvArguments | KvStoreArguments) -> str | None:
 
 
 def projection_obstacle(a: FusedQkvArguments) -> str | None:
-    """None, or why no emitted kernel takes these arguments of an op that projects."""
+    """Returns why no emitted kernel takes these arguments of an op that projects, or None."""
     obstacle = kernel_obstacle(a)
     if obstacle is None and a.is_coded:
         return differences(a.projections) or None

@@ -1,4 +1,5 @@
-"""From the arguments of the attention ops to a static problem and the kernels' run-time values."""
+"""Converts the arguments of the attention ops to a static problem and the kernels' run-time
+values."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from tilewright.ops.runtime.norms import row_norm_of
 from tilewright.ops.runtime.operands import operand
 from tilewright.ops.runtime.program import Buffer
 
-# Tensors that kernels name, and calls of one op or of both do not.
+# Kernel parameters that calls of one or both ops do not have.
 _ABSENT = dict.fromkeys(
     ("q", "x_scale", "q_out", "q_bias", "k_bias", "v_bias", "delta", "q_norm", "k_norm",
      "workspace", "counters", "num_sequences", "lookup_columns", "lookup_stride"),
@@ -36,16 +37,16 @@ _ABSENT = dict.fromkeys(
 _COUNTS = ("num_tokens", "rope_tokens", "sequence_tokens")
 
 
-# Looked up faster than made.
+# Cached, because a look-up is faster than making the record.
 _epilogue = cache(HeadEpilogue)
 
 
 @dataclass(frozen=True)
 class StoreCall:
-    """What kernels that store heads take of a checked call, but for the heads.
+    """The inputs of kernels that store heads, from a checked call, except the heads themselves.
 
-    values: tensors and numbers by name: arguments have the names that the kernels know. known:
-    those numbers that are constants.
+    values: tensors and numbers by name; arguments have the same names as kernel parameters. known:
+    the numbers that are constants.
     """
 
     values: dict[str, Any]
@@ -57,7 +58,7 @@ class StoreCall:
 class FusedCall(StoreCall):
     """One checked call of `fused_qkv_paged`: its arguments and its problem.
 
-    rows: set where the three weights are rows of one tensor.
+    rows: set if the three weights are rows of one tensor.
     """
 
     a: FusedQkvArguments
@@ -66,7 +67,7 @@ class FusedCall(StoreCall):
 
 
 def prepare(a: FusedQkvArguments) -> FusedCall:
-    """Only metadata and addresses are looked at."""
+    """Prepares a call. Reads metadata and addresses only."""
     tensors = (a.q_weight, a.k_weight, a.v_weight)
     weights = a.projections if a.is_coded else None
     words = tensors if weights is None else code_words(weights)
@@ -95,12 +96,12 @@ def _scaled_by(a: FusedQkvArguments) -> str:
 
 
 def result_buffer(a: FusedQkvArguments) -> Buffer:
-    """Memory for q."""
+    """Returns the buffer for q."""
     return Buffer((a.x.shape[0], a.num_heads, a.head_dim), a.value_dtype)
 
 
 def prepare_store(a: KvStoreArguments) -> StoreCall:
-    """A `paged_kv_store` call."""
+    """Prepares a `paged_kv_store` call."""
     dtype, writes_v = TRITON_TYPES[a.k.dtype], a.v is not None
     return StoreCall(*_stored(a, a.k.shape[0], dtype=dtype, num_heads=0, writes_v=writes_v))
 
@@ -108,8 +109,8 @@ def prepare_store(a: KvStoreArguments) -> StoreCall:
 def input_strides(
     q: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor | None
 ) -> dict[str, tuple[int, ...]]:
-    """The constants (token, group, head, dim) of q [T, Hq, D] or [T, Hkv, G, D], k and v [T, Hkv,
-    D] of any strides."""
+    """Returns the constant strides (token, group, head, dim) of q [T, Hq, D] or [T, Hkv, G, D], k
+    and v [T, Hkv, D]."""
     made = {}
     for letter, given in (("Q", q), ("K", k), ("V", v)):
         token, *group, head, dim = (k if given is None else given).stride()
@@ -120,7 +121,7 @@ def input_strides(
 def _stored(
     a: FusedQkvArguments | KvStoreArguments, num_tokens: int, **own: Any
 ) -> tuple[dict[str, Any], dict[str, int], HeadEpilogue]:
-    """The fields of a StoreCall; own: fields of its epilogue."""
+    """Returns the fields of a StoreCall. own: fields of its epilogue."""
     k_cache, v_cache = kv_views(a, writes_v=own["writes_v"])
     num_pages, page_size, heads, head_dim = k_cache.shape
     values = {
@@ -156,7 +157,7 @@ def _stored(
 
 
 def _rotation(a: FusedQkvArguments | KvStoreArguments) -> dict[str, Any]:
-    """Fields of the epilogue."""
+    """Returns the fields of the epilogue about the rotation."""
     if a.cos is None:
         return {}
     return {
@@ -168,7 +169,7 @@ def _rotation(a: FusedQkvArguments | KvStoreArguments) -> dict[str, Any]:
 
 
 def _added(a: FusedQkvArguments) -> dict[str, Any]:
-    """Fields of the epilogue: what is added to projections and what norms them."""
+    """Returns the fields of the epilogue about values added to projections and norms."""
     weights, biases = (a.q_norm_weight, a.k_norm_weight), (a.q_norm_bias, a.k_norm_bias)
     any_bias = any(bias is not None for bias in biases)
     return {
@@ -199,15 +200,16 @@ def _bias_strides(q: torch.Tensor | None, *others: torch.Tensor | None) -> tuple
 
 
 def _per_head(t: torch.Tensor | None, dims: int = 1) -> int:
-    """The stride from head to head of a tensor of `dims` dims where each head has a row; 0 where
-    the heads share one, or there is no tensor."""
+    """Returns the stride between heads of a tensor with `dims` dimensions and a row for each head;
+    0 if the heads share one row, or there is no tensor."""
     if t is None or t.dim() != dims or (dims == 1 and t.shape[0] == 1):
         return 0
     return t.stride(0)
 
 
 def weight_operand(weight: torch.Tensor | None) -> Operand | None:
-    """A weight [H, D, K] or [H / G, G, D, K]; the strides of axes of one element are free."""
+    """Returns a weight [H, D, K] or [H / G, G, D, K] as an operand. Strides of axes of length one
+    are chosen freely."""
     if weight is None:
         return None
     *group, head, row, column = weight.stride()
@@ -224,8 +226,8 @@ def _in_reach(*weights: torch.Tensor | None) -> bool:
 
 
 def quantization(a: FusedQkvArguments, weights: Projections, words: torch.dtype) -> Quantization:
-    """The static data of quantised arguments, whose kernels read `words`; what q, k and v do not
-    share is in `differs`."""
+    """Returns the static data of quantised arguments, whose kernels read `words`. A property that
+    q, k and v do not share is named in `differs`."""
     per_token = a.x_scale is not None and a.x_scale.shape[1] == 1
     return replace(
         quantization_of(weights, words),
@@ -235,7 +237,8 @@ def quantization(a: FusedQkvArguments, weights: Projections, words: torch.dtype)
 
 
 def dequantized_rows(weights: Projections) -> WeightRows:
-    """How q, k and v lie in the tensor that `dequantized_weights` makes: one after the other."""
+    """Returns the rows of q, k and v in the tensor that `dequantized_weights` makes: one after the
+    other."""
     shapes = [weight.shape[:-1] for weight in weights if weight is not None]
     firsts = [0]
     for shape in shapes:

@@ -1,7 +1,7 @@
-"""`fused_qkv_paged`: the QKV projection, QK-norm and RoPE of one attention layer, with K and V
-written straight into the caller's cache.
+"""`fused_qkv_paged`: the QKV projection, QK-norm and RoPE of one attention layer, which writes K
+and V directly into the caller's cache.
 
-The three weights stay where the user has them: strided views [heads, head_dim, hidden], so that
+The three weights are strided views [heads, head_dim, hidden] of the user's tensors, so that
 separate, packed and per-head interleaved projections are one op and no weight is copied.
 """
 
@@ -90,15 +90,15 @@ def reference(a: FusedQkvArguments) -> torch.Tensor:
         q = rope(norm(clip(y @ q_weight^T + q_bias + delta[q columns])))
         k = rope(norm(clip(y @ k_weight^T + k_bias + delta[k columns])))
         v = norm(clip(y @ v_weight^T + v_bias + delta[v columns]))
-        gates = clip(y @ q_weight^T + q_bias + delta[q columns]), in q's place where gate_run says
+        gates = clip(y @ q_weight^T + q_bias + delta[q columns]), for the gates among q's heads
         result[t] = q[t]
         k_cache[slot of t] = k[t] / k_cache_scale
         v_cache[slot of t] = v[t] / v_cache_scale
 
-    input_layer_norm: x - mean(x) in place of x, and y + input_norm_bias of y. A step without its
-    arguments is left out (the norm of v: without v_norm; y = x without a norm of x).
-    norm_after_rope: norm(rope(...)). cache_scale_multiplies: times the scale. Each number is
-    rounded once, when it is stored.
+    With input_layer_norm, x - mean(x) replaces x and input_norm_bias is added to y. A step whose
+    arguments are None is left out (the norm of v without v_norm; y = x without a norm of x). With
+    norm_after_rope, norm(rope(...)) replaces rope(norm(...)). With cache_scale_multiplies, values
+    are multiplied by the scales. Each number is rounded once, when it is stored.
     """
     x = _input(a)
     made = _project(a, x, a.q_projection, 0)
@@ -119,14 +119,14 @@ def reference(a: FusedQkvArguments) -> torch.Tensor:
 
 
 def _input(a: FusedQkvArguments) -> torch.Tensor:
-    """x in compute precision, its codes scaled, or normed."""
+    """Returns x in compute precision, dequantised or normalised."""
     x = a.x.to(torch.promote_types(a.value_dtype, torch.float32))
     return a.input_norm.apply(x) if a.x_scale is None else scaled_numbers(x, a.x_scale)
 
 
 def _project(a: FusedQkvArguments, x: torch.Tensor, weight: Weight, first: int) -> torch.Tensor:
-    """[T, H, D]: product, bias, delta, clip. first: the weight's first row among those of q, k and
-    v, which is its first column of delta."""
+    """Returns the projection [T, H, D]: product, bias, delta, clip. first: the weight's first row
+    among those of q, k and v, which is also its first column of delta."""
     numbers = weight.dequantize(x.dtype).flatten(0, -3)
     out = torch.einsum("tk,hdk->thd", x, numbers)
     if weight.bias is not None:
@@ -144,7 +144,8 @@ def _normed_and_rotated(a: FusedQkvArguments, x: torch.Tensor, norm: HeadNorm) -
 def sample_inputs(
     case: AttentionCase, device: str | torch.device = "cpu", seed: int = 0
 ) -> FusedQkvArguments:
-    """Random arguments of a case; the caches hold random numbers, so a stray write shows."""
+    """Returns random arguments of a case; the caches hold random numbers, so that a stray write
+    shows."""
     sampler = Sampler(device, seed)
     values = sample_projection(case, sampler)
     values = sample_cache(case, sampler, FusedQkvArguments) | values
@@ -156,8 +157,8 @@ def sample_inputs(
 
 
 def slower(*, tokens: int, norm: str, columns: int) -> str | None:
-    """Says why a norm of rows of x is the faster one in a kernel of its own; None where it is in
-    the projection's."""
+    """Returns why the norm of x is faster in a separate kernel; None if it is faster in the
+    projection's."""
     if takes_norm(norm, tokens, columns):
         return None
     return f"{norm} norm of {tokens} tokens: a kernel of its own is the faster one"
@@ -196,12 +197,12 @@ def fused_qkv_paged(
     v_window: CacheWindow | None = None,
     **options: Any,
 ) -> torch.Tensor:
-    """The op, called by hand: projects x, writes K and V to their slots, returns q [T, Hq, D].
+    """Calls the op: projects x, writes K and V to their slots, returns q [T, Hq, D].
 
-    Weights are [H, D, K], or [H * D, K] with `head_dim` given (nn.Linear's layout; biases then
-    [H * D]). A window left out means a cache [num_pages, page_size, num_kv_heads, head_dim]. The
-    other options are the op's own: see FusedQkvArguments. Raises ArgumentError before anything is
-    written. Not differentiable.
+    Weights are [H, D, K], or [H * D, K] with `head_dim` given (nn.Linear's layout; biases are then
+    [H * D]). Without a window, the cache is [num_pages, page_size, num_kv_heads, head_dim]. The
+    other options are those of FusedQkvArguments. Raises ArgumentError before anything is written.
+    Not differentiable.
     """
     given = {"q_weight": q_weight, "k_weight": k_weight, "v_weight": v_weight}
     weights = [_by_head(name, weight, 2, head_dim) for name, weight in given.items()]
@@ -216,7 +217,7 @@ def fused_qkv_paged(
 def _by_head(
     name: str, tensor: torch.Tensor | None, joint_rank: int, head_dim: int | None
 ) -> torch.Tensor | None:
-    """A weight or bias whose first axis has heads and their columns in one, [H, D, ...]."""
+    """Returns a weight or bias [H * D, ...] as [H, D, ...] if head_dim is given; else unchanged."""
     if tensor is None or head_dim is None:
         return tensor
     check_tensor(NAME, name, tensor)

@@ -2,8 +2,8 @@
 `fused_qkv_paged`.
 
 The projection is rounded once, to the result's or the cache's dtype. MAX rounds to its output dtype
-first, adds the bias in that dtype and so rounds twice; it takes GPTQ scales as bf16, cut off, where
-they are fp16 here. No rope and no norm, as there.
+first and adds the bias in that dtype, which rounds twice; it truncates GPTQ scales to bf16, where
+they stay fp16 here. As in MAX, there is no rope and no norm.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tilewright.ops.qkv.ragged_checks import NAME, check_metadata
 from tilewright.ops.qkv.ragged_samples import RAGGED_CASES, sample_ragged
 from tilewright.ops.sampling import sampler_of
 
-#: What the arguments of `fused_qkv_paged` are called here.
+#: This op's names for arguments of `fused_qkv_paged`.
 FUSED_WORDS = {
     "x": "hidden_state",
     "x_scale": "input_scale",
@@ -44,7 +44,7 @@ FUSED_WORDS = {
 def validate(a: RaggedQkvArguments) -> None:
     check_metadata(a)
     sizes = (*a.weight.shape, *a.blocks.shape, a.hidden_state.shape[1])
-    # Weights of unknown size cannot be split; the same check decides at run time.
+    # Weights of unknown size cannot be split; the same check runs at run time.
     if all(isinstance(size, int) for size in sizes):
         with in_words_of(NAME, FUSED_WORDS):
             qkv_cache.validate(as_fused_qkv(a))
@@ -75,7 +75,8 @@ def reference(a: RaggedQkvArguments) -> torch.Tensor:
         blocks[page, 0, layer_idx, slot] = k / k_cache_scale
         blocks[page, 1, layer_idx, slot] = v / v_cache_scale
 
-    cache_scale_multiplies: times the scale. Each number is rounded once, when it is stored.
+    With cache_scale_multiplies, values are multiplied by the scales. Each number is rounded once,
+    when it is stored.
     """
     return qkv_cache.reference(as_fused_qkv(a)).flatten(1)
 
@@ -111,12 +112,12 @@ def fused_qkv_matmul_kv_cache_paged_ragged(
     layer_idx: int | torch.Tensor,
     **options: Any,
 ) -> torch.Tensor:
-    """The op, called by hand: projects the new tokens of a ragged batch, writes K and V to their
-    pages of one layer, and returns q [T, q_dim].
+    """Calls the op: projects the new tokens of a ragged batch, writes K and V to their pages of one
+    layer, and returns q [T, q_dim].
 
     hidden_state [T, K]; input_row_offsets [B + 1]; weight [N, K]; blocks [P, 2, layers, page_size,
     heads, head_dim], written; cache_lengths [B]; lookup_table [B, columns]; layer_idx: a number, or
-    a tensor of one on the CPU. Options, dtypes and quantised weights: RaggedQkvArguments.
+    a tensor of one element on the CPU. Options, dtypes and quantised weights: RaggedQkvArguments.
     cache_lengths is not advanced. Raises ArgumentError before anything is written. Not
     differentiable.
 

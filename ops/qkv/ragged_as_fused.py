@@ -1,4 +1,4 @@
-"""A call of `fused_qkv_matmul_kv_cache_paged_ragged` as one of `fused_qkv_paged`."""
+"""Converts a call of `fused_qkv_matmul_kv_cache_paged_ragged` to one of `fused_qkv_paged`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tilewright.ops.formats.paged_cache import CacheWindow
 from tilewright.ops.qkv.arguments import FusedQkvArguments, RaggedQkvArguments
 from tilewright.ops.qkv.ragged_checks import kv_rows
 
-#: The first row of q, k and v in the weight, and the first behind.
+#: The first row of q, k and v in the weight, and the end of their rows.
 Rows: TypeAlias = dict[str, tuple[int, int]]
 
 
 def as_fused_qkv(a: RaggedQkvArguments) -> FusedQkvArguments:
-    """Returns the arguments of the `fused_qkv_paged` call that does what a ragged call does."""
+    """Returns the arguments of the `fused_qkv_paged` call that is equivalent to a ragged call."""
     head_dim, rows = _head_dim(a), split_rows(a)
     windows = [_window(a, part, head_dim) for part in range(a.blocks.shape[1])]
     return FusedQkvArguments(
@@ -45,7 +45,7 @@ def as_fused_qkv(a: RaggedQkvArguments) -> FusedQkvArguments:
 
 
 def split_rows(a: RaggedQkvArguments) -> Rows:
-    """First row and end of q, k and (but for MLA) v in the weight."""
+    """Returns the first row and the end of q, k and (except for MLA) v in the weight."""
     total = a.weight.shape[1] if a.group_size else a.weight.shape[0]
     size, kinds = kv_rows(a.blocks), a.blocks.shape[1]
     ends = [total - size * left for left in range(kinds, -1, -1)]
@@ -53,8 +53,9 @@ def split_rows(a: RaggedQkvArguments) -> Rows:
 
 
 def _head_dim(a: RaggedQkvArguments) -> int:
-    """The cache's, or where q's columns are no whole heads of it (MLA), a part of it that divides
-    both: without rope and norm any will do, and kernels like powers of two."""
+    """Returns the cache's head_dim; or, if q's columns are not a multiple of it (MLA), a number
+    that divides both. Without rope and norm any such number works, and kernels are faster with
+    powers of two."""
     head_dim, q_dim = a.blocks.shape[5], split_rows(a)["q"][1]
     if q_dim % head_dim == 0:
         return head_dim
@@ -73,7 +74,7 @@ def _window(a: RaggedQkvArguments, part: int, head_dim: int) -> list[Any]:
 
 
 def _heads(what: str, whole: torch.Tensor | None, rows: Rows, head_dim: int) -> dict[str, Any]:
-    """What q, k and v have of the rows of a tensor, [H, D, ...], by argument name."""
+    """Returns the rows of q, k and v of a tensor, [H, D, ...], by argument name."""
     parts = _parts(what, whole, {letter: slice(*ends) for letter, ends in rows.items()})
     return {name: part.unflatten(0, (-1, head_dim)) for name, part in parts.items()}
 
@@ -98,7 +99,8 @@ def _weights(a: RaggedQkvArguments, rows: Rows, head_dim: int) -> dict[str, Any]
 
 
 def _scale_blocks(a: RaggedQkvArguments, rows: Rows) -> tuple[torch.Tensor, list[int]]:
-    """The weight's scales and their block, such that no block has rows of two projections."""
+    """Returns the weight's scales and their block, such that no block has rows of two
+    projections."""
     scale = _as_matrix(a.weight_scale)
     assert scale is not None
     total, hidden = a.weight.shape
@@ -114,7 +116,7 @@ def _scale_blocks(a: RaggedQkvArguments, rows: Rows) -> tuple[torch.Tensor, list
 
 def _gptq(a: RaggedQkvArguments, rows: Rows, head_dim: int) -> dict[str, Any]:
     parts = sections(a.weight, a.hidden_state.shape[1], a.group_size, a.has_zp)
-    # A word of zeros has those of eight rows.
+    # A word of zeros holds those of eight rows.
     words = {letter: slice(first // 8, end // 8) for letter, (first, end) in rows.items()}
     return {
         "weight_format": "int4_k",

@@ -1,6 +1,7 @@
-"""Checks of the arguments of `fused_qkv_matmul_kv_cache_paged_ragged`, in its own words.
+"""Checks of the arguments of `fused_qkv_matmul_kv_cache_paged_ragged`, under its own argument
+names.
 
-Metadata only; each raises ArgumentError.
+They read metadata only and raise ArgumentError.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ SCALES = ("input_scale", "weight_scale")
 
 
 def check_metadata(a: RaggedQkvArguments) -> None:
-    """Checks the arguments."""
+    """Checks all arguments."""
     hidden = a.hidden_state
     check_operand(NAME, "hidden_state", hidden, "[T, K]", (None, None), X_DTYPES, dense=True)
     check_out_dtype(NAME, hidden.dtype, a.out_dtype)
@@ -44,7 +45,7 @@ def check_metadata(a: RaggedQkvArguments) -> None:
 
 
 def kv_rows(blocks: torch.Tensor) -> Any:
-    """Rows of the weight that make K: one head's for MLA, else those of all heads."""
+    """Returns the weight's rows for K: those of one head for MLA, else of all heads."""
     return blocks.shape[5] * (1 if blocks.shape[1] == 1 else blocks.shape[4])
 
 
@@ -121,7 +122,7 @@ def _check_weight_scale(a: RaggedQkvArguments) -> None:
 def _check_granularity(
     a: RaggedQkvArguments, name: str, scale: torch.Tensor | None, forms: dict[str, tuple[Any, Any]]
 ) -> None:
-    """A scale has one of the shapes that `forms` names."""
+    """Checks that a scale has one of the shapes that `forms` names."""
     expected = " or ".join(f"{shape_text(shape)} (per {form})" for form, shape in forms.items())
     if scale is None:
         raise ArgumentError(NAME, name, expected, None)

@@ -15,10 +15,10 @@ FP8 = torch.float8_e4m3fn
 
 @dataclass(frozen=True)
 class RaggedCase:
-    """One setting. q_dim: num_heads * head_dim where 0. mla: K alone, of one head.
+    """One setting. q_dim: 0 for num_heads * head_dim. mla: only K, with one head.
 
-    scale: of an fp8 weight, "tensor", "channel" or "block"; "none" for others. input_scale:
-    "none" for hidden states that are no codes, "tensor", "token" or "block".
+    scale: of an fp8 weight, "tensor", "channel" or "block"; "none" for others. input_scale: "none"
+    for hidden states without codes, "tensor", "token" or "block".
     """
 
     name: str
@@ -67,8 +67,8 @@ RAGGED_CASES = (
 def sample_ragged(
     case: RaggedCase, device: str | torch.device = "cpu", seed: int = 0
 ) -> dict[str, Any]:
-    """Random arguments of a case, by name; the blocks hold random numbers, so a stray write
-    shows."""
+    """Returns random arguments of a case, by name; the blocks hold random numbers, so that a stray
+    write shows."""
     sampler = Sampler(device, seed)
     kv_heads, kv = (1, 1) if case.mla else (case.num_kv_heads, 2)
     rows = (case.q_dim or case.num_heads * case.head_dim) + kv * kv_heads * case.head_dim

@@ -14,7 +14,7 @@ LETTERS = ("q", "k", "v")
 
 
 def sample_projection(case: AttentionCase, sampler: Sampler) -> dict[str, Any]:
-    """x, weights, biases, norm weights and their options, by argument name."""
+    """Returns x, weights, biases, norm weights and their options, by argument name."""
     weights = _dense(case, sampler) if case.weight_format == "dense" else _coded(case, sampler)
     return {
         **_input(case, sampler),
@@ -51,7 +51,7 @@ def _biases(case: AttentionCase, sampler: Sampler) -> dict[str, Any]:
 
 
 def _delta(case: AttentionCase, sampler: Sampler) -> dict[str, Any]:
-    """Columns of a wider tensor, as of a stack."""
+    """Returns a delta that is columns of a wider tensor, as in a stack."""
     if not case.delta:
         return {}
     kinds = 2 if case.writes_v else 1
@@ -116,7 +116,7 @@ def _coded(case: AttentionCase, sampler: Sampler) -> dict[str, Any]:
 
 
 def _laid_out(case: AttentionCase, parts: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """The rows of q, k and v as one tensor or as three, in either memory order."""
+    """Returns the rows of q, k and v as one tensor or as three, in either memory order."""
     if case.projection == "packed":
         (whole,) = _ordered(case, [torch.cat(parts)])
         return whole.split([len(part) for part in parts])

@@ -12,7 +12,7 @@ from tilewright.ops.formats.paged_cache import CacheWindow, slot_limit
 from tilewright.ops.formats.sample_codes import CodedCase
 from tilewright.ops.sampling import PagedBatch, Sampler, sample_table
 
-# What a case says of tensors, in their names.
+# Arguments that are tensors but whose names are fields of a case with another meaning.
 DRAWN = {"x_scale", "delta"}
 
 
@@ -20,20 +20,18 @@ DRAWN = {"x_scale", "delta"}
 class AttentionCase(CodedCase, PagedBatch):
     """One setting of an attention op that writes a cache.
 
-    projection: how the weights lie in memory: three tensors, one [(Hq + 2 Hkv) D, K] tensor, or
-    q, k and v interleaved per head as GPT-NeoX has them (needs num_heads == num_kv_heads), the q
-    heads of a kv head beside its k and v as Falcon has them, or one [K, (Hq + 2 Hkv) D] tensor as
-    GPT-2 has them. Quantised weights: "separate" or "packed".
-    table_width: "full" for cos and sin of width rotary_dim, "half" for half of it.
-    tokens_per_row: T / T_rope, the tokens that share a row of cos and sin.
-    qk_norm: norm weights for each of `normed`, of [D] or, norm_per_head, of [H, D]; norm_bias:
-    biases beside them.
-    transposed: the memory order of the stored weight
-    and its scales is the other one, as GPTQ and AWQ have it.
-    x_scale: "none", "tensor", "token" or "block"; read where x has `codes`, and dtype is q's.
-    cache_dtype: None for dtype. cache_scale: "none", "scalar" [], "one" [1] or "head" [Hkv].
-    new_tokens, cached_tokens: for slots "block_table" and "ragged".
-    input_norm: "", "rms", "weightless", "layer" (with a bias), "layer_unbiased" or "layer_bare".
+    projection: the memory layout of the weights: "separate" tensors; "packed" as one [(Hq + 2 Hkv)
+    D, K]; "per_head", with q, k and v interleaved per head as in GPT-NeoX (needs num_heads ==
+    num_kv_heads); "grouped", with the q heads of a kv head beside its k and v as in Falcon; or
+    "n_major" as one [K, (Hq + 2 Hkv) D], as in GPT-2. Quantised weights: "separate" or "packed".
+    table_width: "full" for cos and sin of width rotary_dim, "half" for half of it. tokens_per_row:
+    T / T_rope, the tokens that share a row of cos and sin. qk_norm: norm weights for each letter of
+    `normed`, [D] or, with norm_per_head, [H, D]; norm_bias: biases in addition. transposed: the
+    other memory order of the stored weight and its scales, as in GPTQ and AWQ. x_scale: "none",
+    "tensor", "token" or "block"; used if x has `codes`, and dtype is then q's. cache_dtype: None
+    for dtype. cache_scale: "none", "scalar" [], "one" [1] or "head" [Hkv]. new_tokens,
+    cached_tokens: for slots "block_table" and "ragged". input_norm: "", "rms", "weightless",
+    "layer" (with a bias), "layer_unbiased" or "layer_bare".
     """
 
     hidden: int = 64
@@ -75,8 +73,8 @@ class AttentionCase(CodedCase, PagedBatch):
 
 
 def sample_cache(case: AttentionCase, sampler: Sampler, arguments: type[Any]) -> dict[str, Any]:
-    """Caches full of random numbers, their windows, slots and rope table, by argument name; and
-    the options that a case and `arguments` both have."""
+    """Returns caches full of random numbers, their windows, slots and rope table, by argument name;
+    and the options that a case and `arguments` both have."""
     caches = _caches(case, sampler)
     shared = {one.name for one in fields(arguments)} & vars(case).keys() - DRAWN
     return {

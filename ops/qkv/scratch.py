@@ -1,7 +1,7 @@
-"""Arguments of `fused_qkv_paged` like given ones, on memory of their own: what tuning runs on.
+"""Arguments of `fused_qkv_paged` like given ones but on new memory, which tuning runs on.
 
-Shapes, strides and dtypes are those of the given arguments, of which only metadata is looked at;
-the token count is free, the numbers are random, and the caches have no more pages than needed.
+Shapes, strides and dtypes are those of the given arguments, whose metadata alone is read. The token
+count is free, the numbers are random, and the caches have no more pages than needed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tilewright.ops.qkv.arguments import FusedQkvArguments
 #: Arguments with a row per token.
 _PER_TOKEN = ("x", "x_scale", "delta")
 _WEIGHTS = ("q_weight", "k_weight", "v_weight")
-#: About how large each scale is.
+#: The approximate size of each kind of scale.
 _SCALES = {
     "x_scale": 0.01, "q_scale": 0.01, "k_scale": 0.01, "v_scale": 0.01,
     "k_cache_scale": 1.0, "v_cache_scale": 1.0, "factors": 1.0,
@@ -33,8 +33,8 @@ _ZEROS = ("q_zero", "k_zero", "v_zero")
 def scratch_arguments(
     a: FusedQkvArguments, num_tokens: int, device: torch.device, seed: int = 0
 ) -> FusedQkvArguments:
-    """Random arguments with the metadata of `a` (fake or meta tensors will do) for about
-    `num_tokens` tokens: as many as whole sequences and the caches allow. Nothing of `a` is read."""
+    """Returns random arguments with the metadata of `a` (fake or meta tensors suffice) for about
+    `num_tokens` tokens, limited by whole sequences and the caches."""
     tokens = _token_count(a, num_tokens)
     draw = partial(_numbers, torch.Generator(device).manual_seed(seed), a.x.shape[1] ** -0.5)
     drawn = vars(a).keys() - {"k_cache", "v_cache", *ADDRESS_TENSORS}
@@ -49,7 +49,7 @@ def scratch_arguments(
 
 
 def argument_bytes(a: FusedQkvArguments) -> int:
-    """Bytes that a step reads: everything but the caches."""
+    """Returns the bytes that a step reads, without the caches."""
     tensors = (getattr(a, f.name) for f in fields(a) if f.name not in ("k_cache", "v_cache"))
     return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
 
@@ -61,7 +61,7 @@ def _numbers(
     dtype: torch.dtype,
     shape: tuple[int, ...],
 ) -> torch.Tensor:
-    """Random numbers for an argument."""
+    """Returns random numbers for an argument."""
     given: dict[str, Any] = {"device": generator.device, "generator": generator}
     if name in _ZEROS:
         return torch.randint(0, 16, shape, **given).to(dtype)
@@ -92,7 +92,8 @@ def _token_count(a: FusedQkvArguments, wanted: int) -> int:
 
 
 def _table_use(a: FusedQkvArguments, window: CacheWindow) -> tuple[int, int]:
-    """How many sequences of a block table get tokens, and pages for each of them at most."""
+    """Returns the number of sequences of a block table that get tokens, and the most pages of
+    each."""
     assert a.lookup_table is not None
     used = min(a.lookup_table.shape[0], window.num_pages)
     return used, min(a.lookup_table.shape[1], window.num_pages // used)
@@ -108,7 +109,7 @@ def _shape(a: FusedQkvArguments, name: str, tensor: torch.Tensor, tokens: int) -
 
 
 def _packed_weights(made: dict[str, torch.Tensor], a: FusedQkvArguments) -> dict[str, Any]:
-    """Weights as rows of one tensor, where the given ones are."""
+    """Returns weights as rows of one tensor, if the given ones are."""
     given = {name: getattr(a, name) for name in made}
     if weight_rows(*given.values()) is None:
         return {}
@@ -123,12 +124,12 @@ def _packed_weights(made: dict[str, torch.Tensor], a: FusedQkvArguments) -> dict
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    """Elements from the first to the last, both counted."""
+    """Returns the number of elements from the first to the last, inclusive."""
     return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _caches(a: FusedQkvArguments, tokens: int, device: torch.device) -> dict[str, Any]:
-    """Each window on a base of its own, with the pages that the tokens need."""
+    """Returns each window on a new base, with the pages that the tokens need."""
     made: dict[str, Any] = {}
     for letter in "kv":
         values, base = getattr(a, f"{letter}_window"), getattr(a, f"{letter}_cache")
@@ -151,7 +152,7 @@ def _caches(a: FusedQkvArguments, tokens: int, device: torch.device) -> dict[str
 def _places(
     a: FusedQkvArguments, tokens: int, k_window: list[int], device: torch.device
 ) -> dict[str, Any]:
-    """Where the tokens go: every token to a slot of its own, in the form of `a`."""
+    """Returns a different slot for every token, in the form of `a`."""
     window = CacheWindow.from_ints(k_window)
     if a.slot_mapping is not None:
         count = tokens // window.num_pages if a.slots == "per_sequence" else tokens
@@ -177,8 +178,8 @@ def _places(
 
 
 def _strided(like: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """The numbers with the strides and dtype of a tensor; where that is expanded, the first are
-    seen at many places."""
+    """Returns the numbers with the strides and dtype of a tensor. Along expanded dimensions, the
+    first number is repeated."""
     first = numbers[tuple([slice(0, 1) if step == 0 else slice(None) for step in like.stride()])]
     out = torch.empty_strided(first.shape, like.stride(), dtype=like.dtype, device=numbers.device)
     return out.copy_(first.to(like.dtype)).expand(numbers.shape)

@@ -1,9 +1,8 @@
-"""Measuring the lowerings of `fused_qkv_paged` on the GPU at hand, on scratch arguments.
+"""Measures the lowerings of `fused_qkv_paged` on the GPU of this machine, on scratch arguments.
 
-Called where a call or a report with tune=True needs a choice. A measurement is made once per GPU,
-versions and case (`codegen/qkv/tune.py` keeps it on disk), in a thread of its own, and never while
-the caller's stream is being captured: a captured call takes what is on disk, else the plan's
-choice.
+Runs when a call or a report with tune=True needs a choice. A case is measured once per GPU and
+versions (`codegen/qkv/tune.py` keeps the times on disk), in a separate thread, and never while the
+caller's stream is being captured: a captured call uses the times on disk, else the plan's choice.
 """
 
 from __future__ import annotations
@@ -34,10 +33,11 @@ from tilewright.ops.runtime.timing import capture, interleaved_us
 
 log = logging.getLogger("tilewright")
 
-# Calls of one graph together read this many times the L2 cache, so that each finds it cold.
+# The calls of one graph together read this many times the size of the L2 cache, so that each starts
+# with a cold cache.
 _COLD_L2_SIZES = 3
 _MAX_SETS = 64
-# Beyond this a result is wrong, not rounded otherwise: relative, in the norm.
+# A result with a larger error, relative in the norm, is wrong rather than rounded differently.
 _WRONG = 2.0**-5
 
 _known: dict[tuple[Case, int], LoweringChoice | None] = {}
@@ -45,7 +45,7 @@ _known: dict[tuple[Case, int], LoweringChoice | None] = {}
 
 @cache
 def machine(index: int) -> Machine:
-    """The GPU and the versions that times here depend on."""
+    """Returns the GPU and the versions that times on this machine depend on."""
     properties = torch.cuda.get_device_properties(index)
     gpu = f"{properties.name}, {properties.multi_processor_count} SMs"
     cuda = str(torch.version.cuda)
@@ -55,13 +55,14 @@ def machine(index: int) -> Machine:
 
 
 def case_of(call: FusedCall, target: Target) -> Case:
-    """What is measured for a call: its problem at the upper end of its bucket of token counts."""
+    """Returns the case to measure for a call: its problem at the upper end of its bucket of token
+    counts."""
     tokens = call.problem.epilogue.num_tokens or bucket(call.a.x.shape[0])
     return Case(call.problem, tokens, target, call.rows is not None)
 
 
 def measured_lowering(call: FusedCall, target: Target) -> LoweringChoice | None:
-    """What was measured on the call's GPU, measured now where that can be done."""
+    """Returns the fastest lowering measured on the call's GPU; measures now if possible."""
     index = gpu_index(call.a.x.device)
     if index is None or not target.has("tma"):
         return None
@@ -77,10 +78,10 @@ def gpu_index(device: torch.device) -> int | None:
 def measured_choice(
     a: FusedQkvArguments, case: Case, index: int, measure: bool = True
 ) -> LoweringChoice | None:
-    """The fastest lowering of a case on CUDA device `index`; None where none was measured.
+    """Returns the fastest lowering of a case on CUDA device `index`; None if none was measured.
 
-    a: arguments of the case, of which only metadata is looked at. measure: whether to measure what
-    is not on disk yet; while the current stream is captured it is never done.
+    a: arguments of the case; only metadata is read. measure: whether to measure a case that is not
+    on disk yet; never done while the current stream is captured.
     """
     known = _known.get((case, index))
     if known is not None or (case, index) in _known:
@@ -90,7 +91,7 @@ def measured_choice(
     try:
         timer = partial(_time, a, case, index)
         chosen = apart(partial(tuned, case, machine(index), timer))
-    except Exception as error:  # tuning is a luxury: whatever stops it, the plan still stands
+    except Exception as error:  # tuning is optional: whatever stops it, the plan still holds
         log.warning("tune: nothing measured, the plan stands: %s: %s", type(error).__name__, error)
         chosen = None
     _known[case, index] = chosen
@@ -98,7 +99,8 @@ def measured_choice(
 
 
 def device_for(target: str) -> int | None:
-    """Index of the present GPU if it is one of this target's, so that tuning can measure on it."""
+    """Returns the index of the current GPU if it is this target's, so that tuning can measure on
+    it."""
     if not torch.cuda.is_available():
         return None
     index = torch.cuda.current_device()
@@ -107,7 +109,7 @@ def device_for(target: str) -> int | None:
 
 
 def describe(target: str) -> str:
-    """One line for reports: what tuning measures on, or why there is nothing to measure on."""
+    """Returns one line for reports: the GPU that tuning measures on, or why it cannot measure."""
     index = device_for(target)
     if index is None:
         return (
@@ -121,7 +123,8 @@ def describe(target: str) -> str:
 def _time(
     a: FusedQkvArguments, case: Case, index: int, choices: Sequence[LoweringChoice]
 ) -> list[float]:
-    """Seconds of each choice, infinity for one that fails or computes something else."""
+    """Returns the seconds of each choice; infinity for one that fails or computes a wrong
+    result."""
     log.info("tune: measuring %d lowerings for %d tokens", len(choices), case.num_tokens)
     graphs: dict[str, torch.cuda.CUDAGraph] = {}
     with torch.cuda.device(index):
@@ -133,7 +136,7 @@ def _time(
                 if not _agrees(_results(sets[0], choice), want):
                     raise ArithmeticError("its result is wrong")
                 graphs[name] = capture([partial(run, s, choice) for s in sets], warmup=1)
-            except Exception as error:  # what Triton refuses is a result here, whatever its type
+            except Exception as error:  # Triton may raise any type for a kernel that it refuses
                 log.warning("tune: %s is left out: %s: %s", name, type(error).__name__, error)
         times = interleaved_us(graphs, len(sets), rounds=9, replays=3) if graphs else {}
     return [1e-6 * times.get(name_of(choice), math.inf) for choice in choices]
@@ -150,7 +153,8 @@ def _argument_sets(
 
 
 def _results(a: FusedQkvArguments, choice: LoweringChoice | None) -> list[torch.Tensor]:
-    """What a lowering (None: the reference) makes of scratch arguments: q and both caches."""
+    """Returns the result of a lowering (None: the reference) on scratch arguments: q and both
+    caches."""
     caches = [a.k_cache, *([] if a.v_cache is None else [a.v_cache])]
     for written in caches:
         written.zero_()
@@ -160,7 +164,7 @@ def _results(a: FusedQkvArguments, choice: LoweringChoice | None) -> list[torch.
 
 
 class NanMemory(Gpu):
-    """A GPU whose new memory holds NaN, so that what a lowering leaves out shows."""
+    """A GPU whose new memory holds NaN, so that elements that a lowering does not write show."""
 
     def perform(self, step: Step) -> Any:
         answer = super().perform(step)

@@ -8,7 +8,7 @@ from types import MappingProxyType
 import torch
 from torch.nn import functional
 
-#: By name: a function of one tensor, computed in its dtype.
+#: By name, a function of one tensor, computed in its dtype.
 ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = MappingProxyType(
     {
         "silu": functional.silu,

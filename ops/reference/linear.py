@@ -1,4 +1,4 @@
-"""What the reference of a linear computes."""
+"""The linear of the references."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from torch.nn import functional
 def apply_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x [..., K] through weight [N, K], bias [N]: [..., N] of x's dtype, computed in it."""
+    """Returns x [..., K] @ weight [N, K]^T + bias [N]: [..., N], computed in x's dtype."""
     return functional.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))

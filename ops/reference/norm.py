@@ -40,11 +40,13 @@ def check_norm_weight(
 
 @dataclass(frozen=True)
 class HeadNorm(ArgumentGroup):
-    """A norm of projected heads [T, H, D], which they have where a weight is given or
-    weightless_norm says so. norm_kind: "rms", or "layer", mean subtracted. norm_width: "head", or
-    "row", all heads together. weight [D] or [H, D] ("row": [H, D]) is used as norm_offset + weight;
-    bias, shaped likewise, is added then. norm_after_rope: it follows the rotation. Vectors are of
-    the heads' dtype or float32.
+    """A norm of projected heads [T, H, D].
+
+    It applies if a weight is given or weightless_norm is set. norm_kind: "rms", or "layer"
+    (subtracts the mean). norm_width: "head", or "row" (all heads of a token together). weight [D]
+    or [H, D] ("row": [H, D]) is used as norm_offset + weight; bias, of the same shape, is added
+    afterwards. norm_after_rope: the norm follows the rotation. Vectors have the heads' dtype or
+    float32.
     """
 
     weight: torch.Tensor | None
@@ -72,7 +74,7 @@ class HeadNorm(ArgumentGroup):
             raise ArgumentError(op, self.named("bias"), expected, "a tensor")
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, H, D] behind the norm, in its dtype; x itself where it has none."""
+        """Returns x [T, H, D] after the norm, in its dtype; x itself without a norm."""
         if self.weight is None and not self.weightless_norm:
             return x
         given = self.weight, self.norm_eps, self.norm_kind, self.norm_width
@@ -82,10 +84,11 @@ class HeadNorm(ArgumentGroup):
 
 @dataclass(frozen=True)
 class RowNorm(ArgumentGroup):
-    """A norm of rows of N numbers that a call may have. rms_norm: x is divided by the root of the
-    mean of its squares plus norm_eps, and multiplied by norm_offset + norm_weight [N] where that is
-    given. layer_norm, instead: the row's mean is subtracted from x before that, and norm_bias [N],
-    where that is given, added behind. Vectors are of x's dtype or float32.
+    """An optional norm of rows of N numbers.
+
+    rms_norm: x is divided by the root of the mean of its squares plus norm_eps, and multiplied by
+    norm_offset + norm_weight [N], if given. layer_norm, instead: first subtracts the row's mean
+    from x, and at the end adds norm_bias [N], if given. Vectors have x's dtype or float32.
     """
 
     rms_norm: bool = True
@@ -97,7 +100,7 @@ class RowNorm(ArgumentGroup):
 
     @property
     def kind(self) -> str:
-        """Which norm: "rms", "layer" or ""."""
+        """The kind of norm: "rms", "layer" or ""."""
         return "layer" if self.layer_norm else "rms" if self.rms_norm else ""
 
     def check(self, op: str, x: torch.Tensor, letters: str, size: Any) -> None:
@@ -124,7 +127,7 @@ class RowNorm(ArgumentGroup):
             check_operand(op, self.named(field), vector, *form)
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, N] behind the norm, in its dtype; x itself where there is none."""
+        """Returns x [T, N] after the norm, in its dtype; x itself without a norm."""
         if not self.kind:
             return x
         given = self.norm_weight, self.norm_eps, self.kind
@@ -140,9 +143,11 @@ def apply_norm(
     width: str = "head",
     offset: float = 0.0,
 ) -> torch.Tensor:
-    """Normalises x [..., D] over each row or head, x [T, H, D] over a token's heads; in x's dtype.
+    """Normalises x [..., D] over each row or head, or x [T, H, D] over a token's heads, in x's
+    dtype.
 
-    rms: x / sqrt(mean(x²) + eps). layer: the same of x - mean(x). Then times `offset + weight`.
+    rms: x / sqrt(mean(x²) + eps). layer: subtracts the mean from x, then as rms. Both are then
+    multiplied by `offset + weight`.
     """
     axes = (-2, -1) if width == "row" else (-1,)
     if kind == "layer":

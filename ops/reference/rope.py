@@ -25,7 +25,7 @@ ROPE_STYLES = ("none", "half", "interleaved", "interleaved_to_half")
 @dataclass(frozen=True)
 class Rope(ArgumentGroup):
     """A rotation of heads by tables. cos, sin: [T_rope, rotary_dim] or [T_rope, rotary_dim / 2],
-    T_rope a divisor of T; rope_style: one of ROPE_STYLES, see `apply_rope`."""
+    with T_rope a divisor of T; rope_style: one of ROPE_STYLES, see `apply_rope`."""
 
     cos: torch.Tensor | None = None
     sin: torch.Tensor | None = None
@@ -42,7 +42,7 @@ class Rope(ArgumentGroup):
         *,
         by_position: bool = False,
     ) -> None:
-        """Checks that the four say the same thing, tables of `dtype` or float32. by_position: these
+        """Checks that the four fields agree; tables have `dtype` or float32. by_position: tables
         have a row for each position, and any strides. Raises ArgumentError."""
         cos, sin, rotary_dim, rope_style = self.cos, self.sin, self.rotary_dim, self.rope_style
         check_choice(op, "rope_style", rope_style, ROPE_STYLES)
@@ -70,7 +70,7 @@ class Rope(ArgumentGroup):
                 check_last_dim_dense(op, name, table)
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, H, D] rotated, in its dtype; x itself without tables."""
+        """Returns x [T, H, D] rotated, in its dtype; x itself without tables."""
         if self.cos is None or self.sin is None:
             return x
         return apply_rope(x, self.cos, self.sin, self.rotary_dim, self.rope_style)
@@ -78,9 +78,9 @@ class Rope(ArgumentGroup):
 
 @dataclass(frozen=True)
 class RopeTables(ArgumentGroup):
-    """A rotation of vectors of R numbers by tables. cos, sin: [T_rope, R] or [T_rope, R / 2], with
-    styles and rows as in ops/reference/rope.py; or rope_by_position: any strides, a token's row is
-    its position."""
+    """A rotation of vectors of R numbers by tables. cos, sin: [T_rope, R] or [T_rope, R / 2];
+    styles and rows are those of `apply_rope`. With rope_by_position, a token's row is its position,
+    and tables have any strides."""
 
     cos: torch.Tensor | None = None
     sin: torch.Tensor | None = None
@@ -90,7 +90,7 @@ class RopeTables(ArgumentGroup):
     def check(
         self, op: str, num_tokens: Any, width: Any, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Checks the tables of vectors of `width` numbers, of `dtype` or float32. Raises
+        """Checks the tables, of `dtype` or float32, for vectors of `width` numbers. Raises
         ArgumentError."""
         check_choice(op, "rope_style", self.rope_style, ROPE_STYLES)
         turns, by_position = self.rope_style != "none", self.rope_by_position
@@ -103,7 +103,8 @@ class RopeTables(ArgumentGroup):
         rope.check(op, num_tokens, width, dtype, device, by_position=by_position)
 
     def apply(self, x: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-        """x [T, H, R] rotated, in its dtype; positions [T] where rows go by them."""
+        """Returns x [T, H, R] rotated, in its dtype. positions [T]: the rows of the tables, or
+        None."""
         cos, sin = self.cos, self.sin
         if cos is None or sin is None:
             return x
@@ -114,7 +115,7 @@ class RopeTables(ArgumentGroup):
 
     @property
     def paired(self) -> bool:
-        """Whether each sine follows its cosine, as imaginary parts follow real ones."""
+        """Whether cosines and sines alternate in memory, like real and imaginary parts."""
         cos, sin = given(self.cos), given(self.sin)
         alike = cos.stride() == sin.stride() and cos.dtype == sin.dtype
         after = sin.data_ptr() - cos.data_ptr() == cos.element_size()
@@ -138,13 +139,13 @@ def _check_rows(op: str, num_tokens: Any, rows: Any) -> None:
 def apply_rope(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotary_dim: int, rope_style: str
 ) -> torch.Tensor:
-    """Rotates the first `rotary_dim` of each head; the rest passes. Computes in x's dtype.
+    """Rotates the first `rotary_dim` numbers of each head and leaves the rest. Computes in x's
+    dtype.
 
-    x [T, H, D]; cos, sin [T_rope, R] or [T_rope, R/2]; token t uses row t % T_rope.
-    half: pairs (i, i + R/2). interleaved: pairs (2i, 2i + 1). interleaved_to_half: pairs
-    (2i, 2i + 1) of the input become (i, i + R/2) of the output. Each member of a pair uses the
-    column where it is in the output, of a table of width R, and the pair's one column of a table of
-    width R/2.
+    x [T, H, D]; cos, sin [T_rope, R] or [T_rope, R/2]; token t uses row t % T_rope. half: pairs (i,
+    i + R/2). interleaved: pairs (2i, 2i + 1). interleaved_to_half: pairs (2i, 2i + 1) of the input
+    become (i, i + R/2) of the output. In a table of width R, each member of a pair uses the column
+    of its position in the output; in a table of width R/2, both use the pair's column.
     """
     tokens, heads, _ = x.shape
     if tokens == 0:
@@ -161,7 +162,7 @@ def apply_rope(
 
 
 def _members(x: torch.Tensor, in_halves: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first and the second members of all pairs on the last axis."""
+    """Returns the first and the second members of all pairs on the last axis."""
     if in_halves:
         first, second = x.chunk(2, dim=-1)
         return first, second
@@ -171,7 +172,8 @@ def _members(x: torch.Tensor, in_halves: bool) -> tuple[torch.Tensor, torch.Tens
 def _columns(
     table: torch.Tensor, rotary_dim: int, rope_style: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the first and the second members of all pairs take from a table, [T_rope, 1, R/2]."""
+    """Returns the columns of a table for the first and the second members of all pairs, [T_rope, 1,
+    R/2]."""
     table = table.unsqueeze(1)
     if table.shape[-1] != rotary_dim:
         return table, table

@@ -1,4 +1,4 @@
-"""The errors that fp32 accumulation with one rounding may make."""
+"""The errors allowed for fp32 accumulation with one rounding."""
 
 from __future__ import annotations
 

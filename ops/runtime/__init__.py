@@ -1,1 +1,1 @@
-"""Launching a kernel, recording and replaying a call, timing."""
+"""Launching kernels, recording and replaying calls, and timing."""

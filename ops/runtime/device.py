@@ -1,4 +1,4 @@
-"""Which record of capabilities the kernels of a call are made for."""
+"""The targets, records of a chip's capabilities, that a call's kernels are made for."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from tilewright.codegen.targets import SM90, Target, detect_target
 
 @cache
 def device_target(device: torch.device) -> Target | None:
-    """The target of a CUDA device, with its own number of multiprocessors; None for a chip without
-    a record."""
+    """Returns the target of a CUDA device, with the device's own number of multiprocessors; None
+    for a chip without a target."""
     return detect_target(device.index)
 
 
 def emits_for(device: torch.device) -> bool:
-    """Whether kernels are emitted for a device: a CUDA device with a target. Where there is no GPU,
-    tensors on one are fakes, of a graph that is planned and does not run."""
+    """Whether kernels are emitted for a device: a CUDA device with a target. Without a GPU, tensors
+    on a CUDA device are fake tensors of a graph that is planned but not run."""
     if device.type != "cuda":
         return False
     return not torch.cuda.is_available() or device_target(device) is not None
 
 
 def target_at(device: torch.device, planned: Target | None) -> Target | None:
-    """The target of a GPU at hand; for tensors elsewhere, which stand for a GPU's, the one that is
-    planned for."""
+    """Returns the target of a GPU in this machine. For tensors elsewhere, which stand for tensors
+    of the planned GPU, returns `planned`."""
     if device.type == "cuda" and torch.cuda.is_available():
         return device_target(device)
     return planned
@@ -35,7 +35,8 @@ def target_at(device: torch.device, planned: Target | None) -> Target | None:
 
 @cache
 def target_of(device: torch.device) -> Target:
-    """The same; a chip without a record has that of SM90 without its features."""
+    """Returns the target of a CUDA device; for a chip without one, SM90's target without its
+    features."""
     target = device_target(device)
     if target is not None:
         return target

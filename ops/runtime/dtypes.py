@@ -25,5 +25,5 @@ _TORCH_TYPES = {name: dtype for dtype, name in TRITON_TYPES.items()}
 
 
 def torch_types(names: Iterable[str]) -> tuple[torch.dtype, ...]:
-    """The torch dtypes that Triton calls by these names."""
+    """Returns the torch dtypes for Triton's names."""
     return tuple(_TORCH_TYPES[name] for name in names)

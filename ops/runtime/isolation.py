@@ -1,4 +1,4 @@
-"""Work on the GPU that must not see what surrounds the caller."""
+"""GPU work that is isolated from the caller's stream, memory pool and modes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ T = TypeVar("T")
 
 
 def apart(function: Callable[[], T]) -> T:
-    """The function's result, from a thread of its own without gradients.
+    """Runs a function in a thread of its own without gradients, and returns its result.
 
-    Streams, memory pools (those of a CUDA graph's warm-up) and dispatch modes belong to a thread:
-    the function sees none of the caller's, and what it allocates outlives the caller's pool.
+    Streams, memory pools (such as that of a CUDA graph's warm-up) and dispatch modes belong to a
+    thread: the function sees none of the caller's, and its allocations outlive the caller's pool.
     """
     outcome: list[T] = []
     failure: list[BaseException] = []
@@ -24,7 +24,7 @@ def apart(function: Callable[[], T]) -> T:
         try:
             with torch.no_grad():
                 outcome.append(function())
-        except BaseException as error:  # handed to the caller
+        except BaseException as error:  # raised in the caller's thread
             failure.append(error)
 
     thread = threading.Thread(target=run, name="tilewright-apart")

@@ -1,4 +1,4 @@
-"""Launches of kernels by the names of their tensors, numbers and constants."""
+"""Launches of kernels from tensors, numbers and constants by name."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def launch(
     *records: object,
     **constants: Constant,
 ) -> Launch:
-    """A launch of `kernel`. Its spec is made once for calls that differ in nothing static.
+    """Returns a launch of `kernel`. Calls that differ in nothing static share one spec.
 
     values: tensors (None for an absent one) and numbers by name; names that the kernel does not
         have are ignored, and its `launch_strides` are taken from the tensors. An Operand stands
         for a tensor that is put into the launch later. A number that is None is a constant.
     records, constants: those of `Kernel.spec`.
 
-    Raises KeyError where a tensor or a number is missing, ValueError as `Kernel.spec` does.
+    Raises KeyError if a tensor or a number is missing, and ValueError as `Kernel.spec` does.
     """
     given: dict[str, Any] = {}
-    # What the spec is made of, in one flat tuple, which is hashed at each call. Python holds
-    # 1 == True == 1.0, but they are different constants.
+    # The key of the spec is one flat tuple, which is hashed at each call. It includes types,
+    # because 1 == True == 1.0 in Python while they are different constants.
     key: list[Any] = [target.name, records]
     if constants:
         key += [*constants, *constants.values(), *map(type, constants.values())]
@@ -87,7 +87,8 @@ def _spec(
 
 
 def _launch_stride(kernel: Kernel, values: Mapping[str, Any], name: str, dim: int) -> int:
-    """The number of `Kernel.launch_strides` for a dimension of a tensor."""
+    """Returns a tensor's stride for `Kernel.launch_strides`; 0 for a missing or broadcast
+    dimension."""
     tensor = values[name]
     if tensor is None or not -tensor.dim() <= dim < tensor.dim():
         return 0

@@ -1,4 +1,4 @@
-"""Steps of a call on a GPU: compiled kernels, new memory, and scratch memory for split K."""
+"""The steps of a call on a GPU: compiled kernels, new memory, and scratch memory for split-K."""
 
 from __future__ import annotations
 
@@ -36,14 +36,15 @@ from tilewright.ops.runtime.program import (
     Step,
 )
 
-# Counters come out of one zeroed slab per device; a stream takes this many at a time.
+# Counters come from one zeroed slab per device; each stream takes this many at a time.
 _SLAB_COUNTERS = 1 << 18
 _STREAM_COUNTERS = 1024
 
 _counters_lock = threading.Lock()
 _counters: dict[tuple[int, int], torch.Tensor] = {}
 _slabs: dict[int, torch.Tensor] = {}
-# A captured launch holds no tensor of its counters, and is replayed when the slab is used up, too.
+# A captured launch does not keep its counters alive and may be replayed after a slab is used up, so
+# every slab is kept.
 _every_slab: list[torch.Tensor] = []
 
 
@@ -81,13 +82,13 @@ class Gpu:
         return PeerMemory(*made, partial(is_group, step.group, group_named(step.group)))
 
     def maker(self, buffer: Buffer) -> Callable[[], torch.Tensor]:
-        # PyTorch reads sizes in a row faster than a tuple of them.
+        # PyTorch parses separate sizes faster than a tuple.
         sizes = tuple(buffer.shape) or ((),)
         return partial(torch.empty, *sizes, dtype=buffer.dtype, device=self.device)
 
 
 def machine_of(device: torch.device) -> Machine:
-    """What the calls on tensors of a device are performed on."""
+    """Returns the machine that performs the steps of calls on a device."""
     return Gpu(device)
 
 
@@ -100,20 +101,21 @@ class Launcher:
     makes_descriptors: bool
 
     def __call__(self, values: Sequence[Any]) -> None:
-        """Runs it on the current stream of its device; values: tensors, addresses or numbers, one
+        """Runs the kernel on the current stream of its device. values: a tensor, address or number
         for each run-time parameter."""
         if torch.cuda.current_device() != self.device_index:
             with torch.cuda.device(self.device_index):
                 return self(values)
         if self.makes_descriptors:
-            # The allocator belongs to the thread (a ContextVar), the kernel to the process.
+            # Triton's allocator is set per thread (a ContextVar), while the kernel is shared by the
+            # process.
             install_allocator()
         self.runner(*values)
         return None
 
 
 def launcher(spec: KernelSpec, grid: Sequence[int], device: torch.device) -> Launcher:
-    """A spec's kernel on a grid, compiled for `device`."""
+    """Returns a launcher of a spec's kernel on a grid, compiled for `device`."""
     index = torch.cuda.current_device() if device.index is None else device.index
     with torch.cuda.device(index):
         kernel = compiled_kernel(spec, index)
@@ -123,10 +125,10 @@ def launcher(spec: KernelSpec, grid: Sequence[int], device: torch.device) -> Lau
 
 @cache
 def compiled_kernel(spec: KernelSpec, device_index: int) -> Any:
-    """Triton's compiled kernel, exactly as the spec has it.
+    """Returns Triton's compiled kernel, exactly as the spec describes it.
 
-    Not through the JIT's own dispatch, which would compile again for a count of one or one
-    divisible by 16, and would look at every argument at every launch.
+    Bypasses the JIT's own dispatch, which would compile again for an integer that is 1 or divisible
+    by 16, and would inspect every argument at every launch.
     """
     import triton
     from triton.compiler import ASTSource
@@ -148,11 +150,11 @@ def compiled_kernel(spec: KernelSpec, device_index: int) -> Any:
 def _split_k_scratch(
     num_tiles: int, elements_per_tile: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(fp32 workspace, zeroed counters) for one launch of a split-K kernel.
+    """Returns (fp32 workspace, zeroed counters) for one launch of a split-K kernel.
 
-    The workspace comes from the caching allocator, which orders its reuse by stream. Counters are
-    left at zero by every launch, so that a stream reuses its own; a captured launch gets counters
-    that no other launch has, since its graph may be replayed on any stream.
+    The workspace comes from the caching allocator, which orders its reuse by stream. Every launch
+    leaves its counters at zero, so a stream reuses its own. A captured launch gets counters of its
+    own, since its graph may be replayed on any stream.
     """
     workspace = torch.empty(num_tiles * elements_per_tile, dtype=torch.float32, device=device)
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -170,18 +172,19 @@ def _split_k_scratch(
 def _captured_counters(count: int, index: int) -> torch.Tensor:
     slab = _slabs.get(index)
     if slab is None or slab.numel() < count + 32:
-        # No launch before the capture: zeroing them becomes part of the graph.
+        # Nothing may run before the capture, so zeroing the counters becomes part of the graph.
         return torch.zeros(count, dtype=torch.int32, device=f"cuda:{index}")
     return _taken(count, index)
 
 
 def _taken(count: int, index: int) -> torch.Tensor:
-    """Counters that nobody else has, off the slab; outside a capture a new one where it is used up.
+    """Takes counters off the slab that no other launch uses. Outside a capture, makes a new slab if
+    this one is used up.
 
-    A slab is made apart: it outlives the memory pool of a CUDA graph's warm-up, which the caller's
-    allocations may go to, and it is zero before any stream reads it.
+    A slab is made with `apart`, so that it outlives the memory pool of a CUDA graph's warm-up, into
+    which the caller may allocate, and is zero before any stream reads it.
     """
-    used = -(-count // 32) * 32  # no two launches share a cache line
+    used = -(-count // 32) * 32  # launches must not share a cache line
     slab = _slabs.get(index)
     if slab is None or slab.numel() < used:
         slab = apart(partial(_new_slab, max(used, _SLAB_COUNTERS), index))

@@ -1,4 +1,4 @@
-"""Norms of a call's rows: as a part of its problem, and by PyTorch's library, as steps."""
+"""Norms of a call's rows: as part of a kernel's problem, or as steps that call PyTorch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tilewright.ops.runtime.program import Buffer, Library, Step
 
 
 def row_norm_of(norm: RowNorm) -> row_norm.RowNorm | None:
-    """The norm of rows of a call, as a part of its problem."""
+    """Returns the norm of a call's rows as part of a kernel's problem; None without a norm."""
     if not norm.kind:
         return None
     weight, bias = operand_of(norm.norm_weight, 0), operand_of(norm.norm_bias, 0)
@@ -24,13 +24,13 @@ def row_norm_of(norm: RowNorm) -> row_norm.RowNorm | None:
 
 
 def without_norm(x: torch.Tensor, norm: RowNorm) -> dict[str, Any]:
-    """The arguments to change of a call whose x has been normed, by name."""
+    """Returns the arguments to replace, by name, in a call whose x has already been normalised."""
     off = {"rms_norm": False, "layer_norm": False, "norm_weight": None, "norm_bias": None}
     return {"x": x, **{norm.named(field): value for field, value in off.items()}}
 
 
 def normed(x: torch.Tensor, norm: RowNorm) -> Generator[Step, Any, torch.Tensor]:
-    """x behind a norm, in new memory; rounded once."""
+    """Returns x after a norm, in new memory; rounded once."""
     out = yield Buffer.like(x)
     vectors = {"weight": norm.norm_weight, "bias": norm.norm_bias}
     given = {name: vector for name, vector in vectors.items() if vector is not None}

@@ -1,4 +1,4 @@
-"""Tensors of a call as its problem knows them."""
+"""Tensors of a call as operands of a kernel's problem."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ import torch
 from tilewright.codegen.operand import ALIGNMENT, Operand
 from tilewright.ops.runtime.dtypes import TRITON_TYPES
 
-# Looked up faster than made.
+# Cached, because a look-up is faster than making an Operand.
 _made = cache(Operand)
 
 
 def is_aligned(tensor: torch.Tensor) -> bool:
-    """Whether the first element lies at whole 16 bytes. The address of a meta tensor is its offset
-    in bytes: its allocation counts as aligned."""
+    """Whether the first element is aligned to 16 bytes. A meta tensor's address is its offset in
+    bytes, so its allocation counts as aligned."""
     return tensor.data_ptr() % ALIGNMENT == 0
 
 
 def tma_reaches(tensor: torch.Tensor, *strides: int) -> bool:
-    """Whether TMA can read the tensor as it lies, by steps of these strides."""
+    """Whether TMA can read the tensor in place, given the strides (in elements) that it steps
+    by."""
     size = tensor.element_size()
     return is_aligned(tensor) and all(stride * size % ALIGNMENT == 0 for stride in strides)
 
@@ -33,8 +34,7 @@ def operand(tensor: None, *strides: int) -> None: ...
 @overload
 def operand(tensor: torch.Tensor | None, *strides: int) -> Operand | None: ...
 def operand(tensor: torch.Tensor | None, *strides: int) -> Operand | None:
-    """The tensor as an operand with the strides that a problem builds on; None where there is no
-    tensor."""
+    """Returns the tensor as an operand with these strides; None for no tensor."""
     if tensor is None:
         return None
     return _made(TRITON_TYPES[tensor.dtype], strides, is_aligned(tensor))
@@ -47,8 +47,8 @@ def operand_of(tensor: None, *dims: int, aligned: bool = True) -> None: ...
 @overload
 def operand_of(tensor: torch.Tensor | None, *dims: int, aligned: bool = True) -> Operand | None: ...
 def operand_of(tensor: torch.Tensor | None, *dims: int, aligned: bool = True) -> Operand | None:
-    """The tensor as an operand of a kernel that builds on the strides of these dimensions, and on
-    the tensor's alignment where `aligned` says so."""
+    """Returns the tensor as an operand with the strides of these dimensions and, if `aligned`, the
+    tensor's alignment; None for no tensor."""
     if tensor is None:
         return None
     strides = tuple([tensor.stride(dim) for dim in dims])
@@ -56,8 +56,8 @@ def operand_of(tensor: torch.Tensor | None, *dims: int, aligned: bool = True) ->
 
 
 def follows(second: torch.Tensor, first: torch.Tensor) -> bool:
-    """Whether each row of one tensor begins where that of another ends, in one storage. Two
-    allocations on the meta device count as one."""
+    """Whether each row of `second` begins where a row of `first` ends, in one storage. Two
+    allocations on the meta device count as one storage."""
     alike = first.stride() == second.stride() and first.dtype == second.dtype
     after = second.data_ptr() - first.data_ptr() == first.shape[-1] * first.element_size()
     storages = {tensor.untyped_storage().data_ptr() for tensor in (first, second)}
@@ -65,5 +65,5 @@ def follows(second: torch.Tensor, first: torch.Tensor) -> bool:
 
 
 def mask_bytes(mask: torch.Tensor) -> torch.Tensor:
-    """A mask as a kernel reads it: booleans as bytes, numbers as they are."""
+    """Returns a mask as kernels read it: booleans as bytes, numbers unchanged."""
     return mask.view(torch.uint8) if mask.dtype == torch.bool else mask

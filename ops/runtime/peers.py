@@ -1,8 +1,9 @@
-"""Memory that every rank of a group reaches, and ranks that agree on it.
+"""Memory that every rank of a group can access, and how ranks agree to use it.
 
-torch's symmetric memory: each rank allocates, and all learn the addresses. A kernel through it
-waits for the other ranks, so that all take it or none: one that cannot (another backend, GPUs that
-do not reach each other, a kernel that does not compile) says so to the others first.
+The memory is torch's symmetric memory: each rank allocates, and all ranks exchange the addresses. A
+kernel that uses it waits for the other ranks, so either all ranks use it or none. A rank that
+cannot (another backend, GPUs without peer access, a kernel that does not compile) tells the others
+first.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ import torch.distributed as dist
 
 log = logging.getLogger("tilewright")
 
-# (addresses, sent, rank) of a `ops.runtime.program.PeerMemory`.
+# (addresses, sent, rank) of an `ops.runtime.program.PeerMemory`.
 Memory = tuple[int, int, int]
 
 
 class RankFailedError(RuntimeError):
-    """This rank cannot do what the other ranks of its group do now. Raised: they wait for it, and
-    nothing that it might do alone is what they wait for."""
+    """Raised when this rank fails in an operation that the other ranks of its group wait for. There
+    is no fallback: nothing that this rank could do alone would release the others."""
 
     def __init__(self, group: str, error: Exception) -> None:
         super().__init__(
@@ -38,27 +39,28 @@ class RankFailedError(RuntimeError):
 
 @dataclass
 class _Shared:
-    """What ranks made for one form. group: itself, since another may have its name later. kinds:
-    of calls, and whether all ranks have compiled their kernels."""
+    """The memory that ranks made for one form. group: the group itself, since a later group may
+    have its name. kinds: for each kind of call, whether all ranks have compiled their kernels."""
 
     group: Any
     memory: Memory | None
     kinds: dict[str, bool] = field(default_factory=dict)
 
 
-# By group, device and form.
+# Keys: group name, device index and form.
 _shared: dict[tuple[str, int, str], _Shared] = {}
-# What keeps the memory of `_shared` allocated, graphs that were captured with it, too.
+# Keeps the memory of `_shared` allocated, also for CUDA graphs that were captured with it.
 _kept: list[Any] = []
 
 
-# Looked up once: `is_group` is asked at every call of every sum. None where torch has no groups.
+# Looked up once, since every call of every sum calls `is_group`. None if torch lacks process
+# groups.
 _resolve: Any = getattr(getattr(dist, "distributed_c10d", None), "_resolve_process_group", None)
 
 
 def group_named(name: str) -> Any:
-    """A process group by the name that functional collectives have. Raises what torch does for one
-    that is not there."""
+    """Returns a process group by its name in functional collectives. Raises torch's error if there
+    is no such group."""
     return _resolve(name)
 
 
@@ -66,12 +68,12 @@ def is_group(name: str, group: Any) -> bool:
     """Whether a group still has this name."""
     try:
         return _resolve(name) is group
-    except (RuntimeError, ValueError):  # there is none
+    except (RuntimeError, ValueError):  # there is no such group
         return False
 
 
 def group_size(name: str) -> int | None:
-    """How many ranks a group has; None where there is none of that name."""
+    """Returns the number of ranks in a group; None if there is no such group."""
     try:
         return int(group_named(name).size())
     except (RuntimeError, ValueError, TypeError):
@@ -79,8 +81,8 @@ def group_size(name: str) -> int | None:
 
 
 def obstacle(name: str) -> str | None:
-    """Why a group's ranks can never reach each other's memory, the same on all; None where they may
-    (torch's fake groups, which plans are made with, too)."""
+    """Returns why a group's ranks can never access each other's memory (the same on all ranks);
+    None where they may, and for torch's fake groups, which are used for planning."""
     backend = dist.get_backend(group_named(name))
     if "nccl" in backend or backend in ("fake", "undefined"):
         return None
@@ -90,12 +92,14 @@ def obstacle(name: str) -> str | None:
 def peer_memory(
     wanted: Any, index: int, compiled: Callable[[], Any], apart: Callable[..., Any], watch: Any
 ) -> Memory | None:
-    """The memory of a step, a `Peers`, on the device of this index: made at the first call of its
-    form on all ranks; None where they do without, for this form or for this kind of call. A call
-    whose launches are captured asks nobody: the ranks would wait for each other in the graph.
+    """Returns the memory of a `Peers` step on the device of this index; None if the ranks do
+    without it, for this form or for this kind of call.
 
-    compiled: compiles the kernel. apart: calls a function out of sight of the caller's stream.
-    watch: `ops.runtime.watch`.
+    All ranks make the memory at the first call of its form. During a CUDA graph capture nothing is
+    made or agreed on, since the ranks would wait for each other inside the graph.
+
+    compiled: compiles the kernel. apart: calls a function isolated from the caller's stream. watch:
+    the module `ops.runtime.watch`.
     """
     key, group = (wanted.group, index, wanted.form), group_named(wanted.group)
     known = _shared.get(key)
@@ -116,7 +120,7 @@ def peer_memory(
 
 
 def _agreed_kernel(wanted: Any, group: Any, index: int, compiled: Callable[[], Any]) -> bool:
-    """Whether every rank compiles its kernel for another kind of call."""
+    """Whether every rank compiles its kernel for a new kind of call."""
     with torch.cuda.device(index):
         _, why = _attempt(compiled)
         return _agreed(why, wanted, group, index)
@@ -125,7 +129,7 @@ def _agreed_kernel(wanted: Any, group: Any, index: int, compiled: Callable[[], A
 def _agreed_memory(
     wanted: Any, group: Any, index: int, compiled: Callable[[], Any], watch: Any
 ) -> Memory | None:
-    """What all ranks have made, or None on all."""
+    """Allocates and exchanges memory; returns it, or None on all ranks if one of them fails."""
     with torch.cuda.device(index):
         own, why = _attempt(partial(_allocated, wanted.nbytes, compiled, index))
         if not _agreed(why, wanted, group, index):
@@ -136,7 +140,7 @@ def _agreed_memory(
         addresses = torch.tensor(meeting.buffer_ptrs, dtype=torch.int64, device=own.device)
         sent = torch.zeros(wanted.programs, dtype=torch.int32, device=own.device)
         torch.cuda.current_stream().synchronize()
-        # Together: a rank that fails here must not go on to the next collective alone.
+        # Collective: a rank that fails here must not go on to the next collective alone.
         processes = _gathered(watch.this_process(dist.get_rank()), group, own.device)
         _, why = _attempt(partial(_watch_ranks, wanted, watch, meeting, processes, own))
     if why is not None:
@@ -146,7 +150,7 @@ def _agreed_memory(
 
 
 def _agreed(why: str | None, wanted: Any, group: Any, index: int) -> bool:
-    """Whether all ranks can; else it is logged. why: this one cannot."""
+    """Whether all ranks succeeded; logs a warning if not. why: this rank's error, or None."""
     if _all_can(why is None, f"{wanted.form} {wanted.kind}", group, index):
         return True
     why = why or "another rank cannot, or has other releases"
@@ -155,15 +159,15 @@ def _agreed(why: str | None, wanted: Any, group: Any, index: int) -> bool:
 
 
 def _attempt(step: Callable[[], Any]) -> tuple[Any, str | None]:
-    """(What it gives, why it failed)."""
+    """Runs a step. Returns (result, None), or (None, error message)."""
     try:
         return step(), None
-    except Exception as error:  # told to the other ranks, and logged
+    except Exception as error:  # the error is told to the other ranks, and logged
         return None, f"{type(error).__name__}: {error}"
 
 
 def _allocated(nbytes: int, compiled: Callable[[], Any], index: int) -> torch.Tensor:
-    """This rank's memory, once the kernel compiles."""
+    """Compiles the kernel, then returns this rank's zeroed memory."""
     from torch.distributed import _symmetric_memory
 
     compiled()
@@ -174,14 +178,15 @@ def _allocated(nbytes: int, compiled: Callable[[], Any], index: int) -> torch.Te
 
 
 def _met(own: torch.Tensor, group: str) -> Any:
-    """What has the addresses of the other ranks' memory."""
+    """Exchanges addresses; returns torch's handle with the other ranks' memory."""
     from torch.distributed import _symmetric_memory
 
     return _symmetric_memory.rendezvous(own, group)  # type: ignore[arg-type]
 
 
 def _all_can(can: bool, form: str, group: Any, index: int) -> bool:
-    """Whether every rank can, with kernels of the same form and releases; waits for all of them."""
+    """Whether every rank succeeded, with the same form of kernels and releases. Waits for all
+    ranks."""
     import triton
 
     text = f"{form} {torch.__version__} {triton.__version__}"
@@ -194,22 +199,23 @@ def _all_can(can: bool, form: str, group: Any, index: int) -> bool:
 
 # --- ranks that end -------------------------------------------------------------------------------
 
-# In memory that a copy has not reached yet. No flag is this.
+# Marks a copy that has not arrived yet; no flag has this value.
 _NOT_YET = -(1 << 63)
-# Callers work on streams of higher numbers, and may be capturing on them.
+# Callers use streams of lower priority (higher numbers), and may be capturing on them.
 _PRIORITY = -3
-# Copies that are not done by then are asked for once more.
+# Copies that have not arrived after this time are issued again.
 _AGAIN_S = 1.0
 
 
 @dataclass(frozen=True)
 class _Waits:
-    """Whether a kernel of this rank waits for another one, whose process has ended: it has sent a
-    row there and got none back, which can come no more.
+    """Whether a kernel of this rank waits for a rank whose process has ended: this rank has sent a
+    row there and received none back.
 
-    The copies go by a stream of their own, and in the CPU's memory it is seen that they are done:
-    nothing waits for the caller's work, or asks what is forbidden while someone captures. there,
-    here: the flags in the other's memory and in this one's. copies: of both, pinned.
+    Flags are copied on a separate stream into pinned memory, where the CPU polls for their arrival.
+    So nothing waits for the caller's work or makes a call that is forbidden during a capture.
+    there, here: the flags in the other rank's memory and in this one's. copies: pinned copies of
+    both.
     """
 
     rank: int
@@ -228,7 +234,7 @@ class _Waits:
             time.sleep(0.01)
             if time.monotonic() - begun > _AGAIN_S:
                 begun = time.monotonic()
-                self._copy()  # raises where the GPU has failed since, and no copy comes
+                self._copy()  # raises if the GPU has failed, in which case no copy arrives
         there, here = self.copies
         ahead = there[..., self.rank] - here[..., self.other]
         return bool((ahead.to(torch.int32) > 0).any())  # rows are counted in 32 bits
@@ -242,7 +248,8 @@ class _Waits:
 def _watch_ranks(
     wanted: Any, watch: Any, meeting: Any, processes: Sequence[Sequence[int]], own: torch.Tensor
 ) -> None:
-    """Ends this process where it waits for a rank that has ended. processes: of all ranks."""
+    """Watches the other ranks' processes, and ends this process if it waits for a rank that has
+    ended. processes: of all ranks."""
     stream = torch.cuda.Stream(own.device, priority=_PRIORITY)
     here = own[: 8 * math.prod(wanted.flags)].view(torch.int64).view(wanted.flags)
     others = []
@@ -260,7 +267,7 @@ def _pinned(shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def _gathered(numbers: Sequence[int], group: Any, device: torch.device) -> list[list[int]]:
-    """The numbers of each rank."""
+    """Returns the numbers of every rank."""
     own = torch.tensor(numbers, dtype=torch.int64, device=device)
     told = [torch.empty_like(own) for _ in range(group.size())]
     dist.all_gather(told, own, group=group)

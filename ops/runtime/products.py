@@ -13,7 +13,7 @@ from tilewright.ops.runtime.program import Buffer, Library, Step
 def multiply(
     out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> None:
-    """out [T, N] = x [T, K] @ weight [N, K]^T + bias [N], all but bias of one dtype."""
+    """Computes out [T, N] = x [T, K] @ weight [N, K]^T + bias [N]; all but bias have one dtype."""
     if bias is None:
         torch.mm(x, weight.t(), out=out)
     else:
@@ -21,14 +21,14 @@ def multiply(
 
 
 def multiply_batch(out: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> None:
-    """out [B, T, N] = x [B, T, K] @ y [B, K, N], all of one dtype."""
+    """Computes out [B, T, N] = x [B, T, K] @ y [B, K, N], all of one dtype."""
     torch.bmm(x, y, out=out)
 
 
 def linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> Generator[Step, Any, torch.Tensor]:
-    """x @ weight^T + bias in new memory."""
+    """Returns x @ weight^T + bias in new memory."""
     out = yield Buffer((x.shape[0], weight.shape[0]), x.dtype)
     yield Library(multiply, (out, x, weight) if bias is None else (out, x, weight, bias))
     return out

@@ -1,10 +1,10 @@
-"""One call of an op as a sequence of steps, and what is read off it.
+"""One call of an op as a sequence of steps.
 
-A lowering is a generator: it yields each step of a call, gets the step's answer (the new memory,
-where it asked for some), and returns an Outcome. `drive` performs the steps on a Machine as they
-come, so that memory is allocated and freed in the order in which a call needs it. The same
-generator on another machine is planned instead of run: a GPU launches and so runs the call, meta
-tensors say which kernels it has (reports, audits), an interpreter checks them without a GPU.
+A lowering is a generator: it yields each step of a call, receives the step's answer (such as new
+memory), and returns an Outcome. `drive` performs the steps on a Machine as they come, so that
+memory is allocated and freed in the order in which a call needs it. A generator gives different
+results on different machines: a GPU runs the call, a Planner on meta tensors finds its kernels (for
+reports and audits), and an interpreter checks the kernels without a GPU.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ Result = torch.Tensor | tuple[torch.Tensor, ...] | None
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """New memory, of no content until later steps fill it. Answer: the tensor, contiguous."""
+    """New memory, uninitialised. Answer: the tensor, contiguous."""
 
     shape: Sequence[int]
     dtype: torch.dtype
 
     @classmethod
     def like(cls, tensor: torch.Tensor) -> Buffer:
-        """Of a tensor's shape and dtype; what an op's `fake` gives will do."""
+        """Returns a buffer of a tensor's shape and dtype; a fake tensor suffices."""
         return cls(tensor.shape, tensor.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class SplitK:
-    """Memory for one launch whose programs split K. Answer: (fp32 workspace, int32 counters), the
-    counters zero before the launch and after it."""
+    """Memory for one launch whose programs split K. Answer: (fp32 workspace, int32 counters); the
+    counters are zero before and after the launch."""
 
     num_tiles: int
     elements_per_tile: int
@@ -46,10 +46,10 @@ class SplitK:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """An emitted kernel. grid: one to three extents; nothing runs where one of them is zero.
-    values: by parameter name; names that the spec holds as constants are not looked at. Answer:
-    what makes the same launch with other run-time arguments (tensors, addresses or numbers, in the
-    kernel's order); None where nothing ran."""
+    """An emitted kernel. grid: one to three extents; nothing runs if one of them is zero. values:
+    by parameter name; names that are constants in the spec are ignored. Answer: a function that
+    repeats the launch with other run-time arguments (tensors, addresses or numbers, in the kernel's
+    order); None if nothing ran."""
 
     spec: KernelSpec
     grid: Sequence[int]
@@ -63,8 +63,8 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """A library's function of tensors, called as function(*tensors). It works into some of them;
-    or, with `makes`, it returns a new tensor like that, which is the answer."""
+    """A library's function, called as function(*tensors). It writes into some of the tensors; or,
+    with `makes`, it returns a new tensor like that buffer, which is the answer."""
 
     function: Callable[..., Any]
     tensors: tuple[torch.Tensor, ...]
@@ -73,15 +73,15 @@ class Library:
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """Memory of so many bytes on each rank of a group, zero at first, that all of them reach.
+    """Zeroed memory of `nbytes` bytes on each rank of a group, which all ranks can access.
 
-    form: how kernels use it; calls of one form have the same memory, on all ranks. kind: what else
-    is the same on all ranks of the kernels that such calls launch. programs: of a launch at most.
-    spec: the kernel of this call, which each rank must be able to compile at the first call of its
-    kind. flags: shape of the int64 numbers that the memory begins with, [..., ranks]: of the last
-    row that each rank has sent here, a higher number for a later one. A rank does not end a kernel
-    before all others have sent what it has. Answer: a PeerMemory, the same at every call; None
-    where the ranks have none.
+    form: how kernels use the memory; calls of one form share it, on all ranks. kind: further
+    properties of the launched kernels that are the same on all ranks. programs: the most programs
+    of a launch. spec: the kernel of this call; each rank must be able to compile it at the first
+    call of its kind. flags: shape [..., ranks] of the int64 numbers at the start of the memory;
+    each is the number, which only grows, of the last row that a rank has sent here. A rank finishes
+    a kernel only after all others have sent their data. Answer: a PeerMemory, the same at every
+    call; None if the ranks have none.
     """
 
     group: str
@@ -99,9 +99,9 @@ def always() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PeerMemory:
-    """addresses: of int64, where each rank's memory begins here. sent: of int32, zero at first, one
-    for each program. Both tensors, or where they lie. rank: one's own. holds: whether it is still
-    that of the group of this name."""
+    """Memory shared by ranks. addresses: int64, the start of each rank's memory as seen from this
+    rank. sent: int32, zero at first, one for each program. Both are tensors, or their addresses.
+    rank: this rank. holds: whether the name still belongs to the group that made the memory."""
 
     addresses: Any
     sent: Any
@@ -111,7 +111,8 @@ class PeerMemory:
 
 @dataclass(frozen=True, slots=True)
 class NotRepeatable:
-    """The call is not to be remembered as a sequence of steps; reason: for a reader."""
+    """Prevents the call from being repeated as a recorded sequence of steps. reason: for a
+    reader."""
 
     reason: str
 
@@ -121,8 +122,8 @@ Step = Buffer | SplitK | Peers | Launch | Library | NotRepeatable
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a call gives. name, reason: of the lowering and why it, for reports; `reason` is turned
-    into text only where one is written."""
+    """The result of a call. name, reason: of the lowering, and why it was chosen, for reports;
+    `reason` is converted to text only when a report is written."""
 
     result: Result
     name: str
@@ -135,22 +136,22 @@ Done = tuple[Step, Any]
 
 
 class Machine(Protocol):
-    """What steps are performed on."""
+    """Performs steps."""
 
     @property
     def target(self) -> Target: ...
 
     def perform(self, step: Step) -> Any:
-        """The step's answer."""
+        """Performs a step and returns its answer."""
 
     def maker(self, buffer: Buffer) -> Callable[[], torch.Tensor]:
-        """Makes such memory at each call."""
+        """Returns a function that allocates such memory at each call."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """The steps of one call with their answers, in order. repeatable: the steps are all there, and
-    nothing says that the next call may have others."""
+    """The steps of one call with their answers, in order. repeatable: the steps are complete, and
+    no step says that the next call may differ."""
 
     outcome: Outcome
     steps: tuple[Done, ...]
@@ -163,11 +164,11 @@ class Program:
 
 
 def drive(steps: Steps, machine: Machine, *, keep: bool | None = None) -> Program:
-    """Performs the steps of a call. What a step raises is raised where it was yielded, so that the
-    steps may go another way.
+    """Performs the steps of a call. An exception from a step is raised inside the generator at its
+    yield, so that it can take another way.
 
-    keep: all steps, or none, are in the program; None: all while the call is repeatable, so that
-    the memory of one that is not may be freed. A program without its steps is not repeatable.
+    keep: whether the program holds the steps; None: while the call is repeatable, so that the
+    memory of a call that is not can be freed. A program without its steps is not repeatable.
     """
     done: list[Done] = []
     repeatable, answer = keep is not False, None
@@ -193,7 +194,7 @@ def drive(steps: Steps, machine: Machine, *, keep: bool | None = None) -> Progra
 
 @dataclass(frozen=True)
 class Planner:
-    """Performs nothing: new memory is on the meta device."""
+    """A machine that performs nothing: new memory is on the meta device."""
 
     target: Target
 

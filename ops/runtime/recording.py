@@ -1,9 +1,8 @@
-"""How a call is known again: where metadata and addresses are those of an earlier call, so are the
-launches.
+"""Keys of calls: a call with the metadata and addresses of an earlier call makes the same launches.
 
-A decode step makes, layer after layer, calls it made the step before: the same weights, the same
-caches, activations at the same addresses. What was checked, planned and laid out for the first of
-them holds for the others, and one look-up finds it; `ops.runtime.replay` makes the call.
+A decode step makes, layer after layer, the calls of the step before: the same weights, the same
+caches, activations at the same addresses. The checks, plan and memory layout of the first call hold
+for the later ones, and one look-up finds them; `ops.runtime.replay` repeats the call.
 """
 
 from __future__ import annotations
@@ -23,8 +22,9 @@ _Picker: TypeAlias = Callable[[Sequence[Any]], tuple[Any, ...]]
 
 @dataclass(frozen=True, eq=False)
 class _Form:
-    """Where what stands in the calls that give the same arguments. tensors, lists, plain: pick
-    such arguments, a value of each kind or None. moving: which of the tensors may move."""
+    """The positions of arguments in calls that give the same arguments. tensors, lists, plain:
+    functions that pick the values of each kind, some of which may be None. moving: which tensors
+    may move."""
 
     tensors: _Picker
     lists: _Picker
@@ -33,17 +33,17 @@ class _Form:
 
 
 class CallKeys:
-    """Reads off each call of an op what it is known again by: (metadata, addresses).
+    """Makes the key of each call of an op: (metadata, addresses).
 
-    Metadata is which arguments are given, shape, strides and dtype of every tensor, the device of
-    the first tensor, and every argument that is no tensor. Addresses are those of the tensors; of
-    one in `moving`, which no argument precedes that may be absent, only its device, the address
-    modulo 16, and which tensor is the first to lie there.
+    Metadata is which arguments are given, the shape, strides and dtype of every tensor, the device
+    of the first tensor, and every argument that is not a tensor. Addresses are those of the
+    tensors. A tensor in `moving`, which must come before any optional argument, contributes only
+    its device, its address modulo 16, and the index of the first tensor at its address.
 
-    Tensors of equal keys are the same memory seen the same way, unless it was freed in between;
-    their contents may differ, and so may where in its storage each lies.
+    Tensors of equal keys are the same memory seen in the same way, unless it was freed in between.
+    Their contents may differ, and so may the offset of each in its storage.
 
-    kinds: the types of the op's arguments by name, in order, in PyTorch's words.
+    kinds: PyTorch's names of the types of the op's arguments, by name and in order.
     """
 
     def __init__(self, kinds: Mapping[str, str], moving: Collection[str] = ()) -> None:
@@ -55,7 +55,7 @@ class CallKeys:
         form = self._forms.get(given) or self._new_form(given)
         values = (*args, *kwargs.values()) if kwargs else args
         tensors = form.tensors(values)
-        # An address that one device gave back may be another's.
+        # The device is in the key, because two devices may use the same address.
         device = None if not tensors or tensors[0] is None else tensors[0].device
         metadata: list[Any] = [form, device, *form.plain(values)]
         addresses: list[Any] = []
@@ -94,9 +94,9 @@ def _picker(positions: Sequence[int]) -> _Picker:
 
 
 def _items(values: list[Any]) -> Key:
-    """A list's items: of tensors, all metadata and no address."""
+    """Returns a list's items; for tensors, their metadata without addresses."""
     if not values or not (values[0] is None or isinstance(values[0], torch.Tensor)):
-        return tuple(values)  # numbers, as in most lists
+        return tuple(values)  # most lists hold numbers
     return tuple([None if one is None else _metadata(one) for one in values])
 
 
@@ -105,6 +105,6 @@ def _metadata(tensor: torch.Tensor) -> Key:
 
 
 def tensor_devices(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.device]:
-    """The devices of the tensors, which metadata in a key leaves out."""
+    """Returns the devices of all tensors; a key's metadata does not have them."""
     values = (*args, *kwargs.values())
     return [value.device for value in values if isinstance(value, torch.Tensor)]

@@ -1,7 +1,8 @@
-"""A call once more: the launches and library calls of its program, over new memory.
+"""Repeats of a call: the launches and library calls of its program, with new memory.
 
-A repeat allocates the call's results, and all its scratch memory at once, laid out as before, and
-makes each launch by address. Arguments lie where they lay, but for those that may move.
+A repeat allocates the call's results, and all of its scratch memory at once with the same layout,
+and makes each launch by address. Arguments are at their earlier addresses, except those that may
+move.
 """
 
 from __future__ import annotations
@@ -25,23 +26,24 @@ from tilewright.ops.runtime.program import (
 )
 
 Again = Callable[..., Any]
-#: A step once more, of (the parts of the call's memory, the address of each).
+#: Repeats a step, given (the parts of the call's memory, the address of each part).
 Call = Callable[[list[Any], list[int]], None]
 
-# Parts of scratch memory begin at whole multiples of this.
+# Alignment in bytes of the tensors in scratch memory.
 ALIGNMENT = 256
 
 
 class _NotOurs(Exception):
-    """A step reads memory of which it is not known what filled it, or which argument's it is."""
+    """Raised when a step reads memory that nothing in the call is known to fill, or that may belong
+    to either of two arguments."""
 
 
 class _Memory:
-    """Where the tensors of a call lie: in which part, and how far from where the part begins.
+    """The location of each tensor of a call: its part of memory, and the offset within the part.
 
-    Parts are numbered: the arguments, all scratch memory, then what else the steps make, in order.
-    made: the buffers that are parts of their own, each as the result that it holds.
-    scratch_bytes: of all scratch memory.
+    Parts are numbered: the arguments, all scratch memory, then other memory that the steps make, in
+    order. made: the buffers that are parts of their own, each with the shape of its result.
+    scratch_bytes: the size of all scratch memory.
     """
 
     def __init__(
@@ -53,7 +55,8 @@ class _Memory:
         self.count = len(given) + 1
         self.made: dict[int, Buffer] = {}
         self._shapes = {t.data_ptr(): t.shape for t in results if t.numel()}
-        # What lies in a storage, each as (address, part, bytes from where the part begins).
+        # By storage, the known tensors in it, each as (address, part, offset in bytes within the
+        # part).
         self._known: dict[int, list[tuple[int, int, int]]] = {}
         self._used: set[int] = set()
         tensors = {n: t for n, t in enumerate(given) if isinstance(t, torch.Tensor) and t.numel()}
@@ -61,15 +64,15 @@ class _Memory:
             self._know(tensor, number)
         for number in moving & tensors.keys():
             if any(_overlap(tensors[number], other) for other in tensors.values()):
-                raise _NotOurs  # a view may be of either argument
+                raise _NotOurs  # a view could belong to either argument
 
     def _know(self, tensor: torch.Tensor, part: int, offset: int = 0) -> None:
         place = tensor.data_ptr(), part, offset
         self._known.setdefault(_storage(tensor), []).append(place)
 
     def _find(self, tensor: torch.Tensor) -> tuple[int, int]:
-        """(part, bytes from where it begins) of the last that begins up to where the tensor does.
-        Raises _NotOurs."""
+        """Returns (part, offset in bytes) by the last known tensor that begins at or before this
+        one. Raises _NotOurs."""
         address, known = tensor.data_ptr(), self._known.get(_storage(tensor), ())
         begun = [place for place in known if place[0] <= address]
         if not begun:
@@ -78,13 +81,13 @@ class _Memory:
         return part, offset + address - start
 
     def add(self, tensor: torch.Tensor) -> int:
-        """The number of a step's answer that is a part of its own."""
+        """Adds a step's answer as a part of its own, and returns its number."""
         self._know(tensor, self.count)
         self.count += 1
         return self.count - 1
 
     def add_buffer(self, tensor: torch.Tensor) -> None:
-        """New memory: scratch, or a part where a result begins there."""
+        """Adds new memory: a part of its own if a result begins there, else scratch memory."""
         if not tensor.numel():
             return
         if tensor.data_ptr() in self._shapes:
@@ -94,18 +97,19 @@ class _Memory:
         self.scratch_bytes += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
 
     def shape_of(self, tensor: torch.Tensor) -> Sequence[int]:
-        """The shape of the result that begins where a step's answer does; else its own."""
+        """Returns the shape of the result that begins at a step's answer; else the answer's own
+        shape."""
         return self._shapes.get(tensor.data_ptr(), tensor.shape)
 
     def place(self, tensor: torch.Tensor) -> tuple[int, int]:
-        """(part, bytes from where it begins) of what a step works on. Raises _NotOurs."""
+        """Returns (part, offset in bytes) of a tensor that a step uses. Raises _NotOurs."""
         part, offset = self._find(tensor)
         self._used.add(part)
         return part, offset
 
     def result(self, tensor: torch.Tensor) -> int:
-        """The part that a result is. Raises _NotOurs where no step works on it, or where it is not
-        all of its storage, as a new tensor of its shape is."""
+        """Returns the part of a result. Raises _NotOurs if no step uses it, or if it does not fill
+        its storage as a new tensor of its shape would."""
         if not tensor.numel():
             self.made[self.count] = Buffer.like(tensor)
             self.count += 1
@@ -118,13 +122,14 @@ class _Memory:
 
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of one storage begin apart, and one of them within the other."""
+    """Whether two tensors of one storage begin at different addresses, one of them inside the
+    other."""
     (low, end), (high, _) = sorted(map(_extent, (one, other)))
     return low < high < end and _storage(one) == _storage(other)
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """The addresses of its first element and behind its last."""
+    """Returns the address of a tensor's first element and the end of its last."""
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     elements = 1 + sum((size - 1) * stride for size, stride in pairs)
     return tensor.data_ptr(), tensor.data_ptr() + elements * tensor.element_size()
@@ -137,14 +142,15 @@ def repeat(
     machine: Machine,
     moving: frozenset[int] = frozenset(),
 ) -> Again | None:
-    """Performs the steps of a program once more, called with such arguments; None where that cannot
-    be done. args, kwargs: of the call that the program is of. moving: the positions in args of
-    tensors that may lie elsewhere in another call.
+    """Returns a function that repeats the steps of a program; None if they cannot be repeated.
 
-    It cannot where the program says so; where a step reads memory that is neither an argument's nor
-    new in this call, since what filled it is not known; where an argument that moves lies within
-    another one or around it; where no step fills a result; or where a result is not laid out as a
-    new one. Holds no tensor.
+    args, kwargs: of the call that made the program. moving: positions in args of tensors that may
+    have another address in another call.
+
+    Steps cannot be repeated if the program says so; if a step reads memory that is neither an
+    argument nor new in this call, since its contents are unknown; if a moving argument partly
+    overlaps another one; if no step fills a result; or if a result is not laid out like a new
+    tensor. The function holds no tensor.
     """
     if not program.repeatable:
         return None
@@ -181,7 +187,7 @@ def repeat(
 
 
 def _again(step: Any, answer: Any, memory: _Memory, machine: Machine) -> Call | None:
-    """The step once more; None where all that it does is to have new memory."""
+    """Returns the repeat of a step; None for a step that only allocates memory."""
     match step:
         case Buffer():
             memory.add_buffer(answer)
@@ -202,7 +208,7 @@ def _again(step: Any, answer: Any, memory: _Memory, machine: Machine) -> Call | 
 
 
 def _check_shared(memory: PeerMemory, *_: Any) -> None:
-    """Raises where the group's name is that of another group by now."""
+    """Raises RuntimeError if the group's name belongs to another group now."""
     if not memory.holds():
         raise RuntimeError("the ranks that shared this memory are no longer the group")
 
@@ -227,7 +233,7 @@ def _made_part(
 def _launch(
     launch: Callable[[Sequence[Any]], None], values: Sequence[Any], memory: _Memory
 ) -> Call:
-    """A launch by address."""
+    """Returns the repeat of a launch, by addresses."""
     known: list[Any] = []
     moved: list[tuple[int, int, int]] = []
     for number, value in enumerate(values):
@@ -248,8 +254,8 @@ def _launch(
 
 
 def _view(tensor: torch.Tensor, memory: _Memory) -> Callable[[list[Any]], torch.Tensor]:
-    """Returns a function that makes a view again from parts that lie elsewhere: the view keeps its
-    distance from where its part begins."""
+    """Returns a function that makes a view again from new parts; the view keeps its offset within
+    its part."""
     part, offset = memory.place(tensor)
     shape, stride, dtype = tensor.shape, tensor.stride(), tensor.dtype
     first = offset // tensor.element_size()

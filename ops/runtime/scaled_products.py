@@ -26,21 +26,21 @@ from tilewright.ops.formats.row_groups import contiguous
 from tilewright.ops.runtime.operands import is_aligned
 from tilewright.ops.runtime.program import Buffer, Library, Step
 
-#: How scales go: one for each tensor, one for each row of both, or one for 128 columns of a row of
-#: x and one for 128 x 128 of the weight.
+#: How scales apply: one for each tensor, one for each row of both, or one for 128 columns of a row
+#: of x and one for 128 x 128 of the weight.
 TENSORS, ROWS, BLOCKS = "tensors", "rows", "blocks"
-# Sizes and strides that the library multiplies are multiples of this.
+# The library requires sizes and strides to be multiples of this.
 _UNIT = 16
-# The releases of torch that scale rows of float16 results, and blocks by the strides that cuBLAS
-# reads: an earlier one multiplied wrongly where K is no multiple of 512.
+# The first releases of torch that scale rows of float16 results, and blocks with the strides that
+# cuBLAS reads: earlier ones computed wrong products if K was not a multiple of 512.
 _ROWS_OF_FLOAT16, _WITH_BLOCKS = "2.10", "2.11"
-# Rows of x that the library's kernel for blocks takes are a multiple of this.
+# The library's kernel for blocks requires the number of x's rows to be a multiple of this.
 _ROWS_OF_BLOCKS = 4
 
 
 @dataclass(frozen=True)
 class ScaledOperands:
-    """The operands of such a product; see the module."""
+    """The operands of a scaled product; see the module."""
 
     x: torch.Tensor
     x_scale: torch.Tensor | None
@@ -50,7 +50,7 @@ class ScaledOperands:
 
     @property
     def kind(self) -> str | None:
-        """TENSORS, ROWS or BLOCKS; None where the library has no product with such scales."""
+        """TENSORS, ROWS or BLOCKS; None if the library has no product with such scales."""
         rows, along = (1, 1) if self.x_scale is None else self.x_scale.shape
         groups, columns = self.weight_scale.shape
         if not proven(columns == 1):
@@ -60,8 +60,8 @@ class ScaledOperands:
         return TENSORS if proven(groups == 1) and proven(rows == 1) else ROWS
 
     def obstacle(self, out_dtype: torch.dtype) -> str | None:
-        """Why the library does not multiply these to `out_dtype`, from metadata; None where it
-        does, on the chips for which :func:`chip_obstacle` has no reason against it."""
+        """Returns why the library does not multiply these to `out_dtype`, from metadata; None if it
+        does, on chips for which :func:`chip_obstacle` returns None."""
         kind, (rows, columns) = self.kind, self.weight.shape
         if (self.x.dtype, self.weight.dtype) != (ACTIVATION_CODES, ACTIVATION_CODES):
             return f"no scaled product of {self.x.dtype} and {self.weight.dtype}"
@@ -83,19 +83,20 @@ class ScaledOperands:
 
 
 def _is_reached(codes: torch.Tensor) -> bool:
-    """Whether the library reads codes [rows, K] as they lie, wherever the first is: the rows behind
-    one another, whole 16 bytes apart."""
+    """Whether the library can read codes [rows, K] in place, apart from the alignment of the first:
+    columns are contiguous, and rows are multiples of 16 bytes apart and do not overlap."""
     row, column = codes.stride()
     return bool(column == 1 and row % _UNIT == 0 and row >= codes.shape[1])
 
 
 def _aligned(codes: torch.Tensor) -> torch.Tensor:
-    """Codes from whole 16 bytes on. Asked at each call: calls of the same metadata differ in it."""
+    """Returns codes aligned to 16 bytes. Checked at each call, since calls of the same metadata may
+    differ in alignment."""
     return codes if is_aligned(codes) else codes.clone(memory_format=torch.contiguous_format)
 
 
 def chip_obstacle(kind: str | None, target: Target) -> str | None:
-    """Why a chip has no such product; None where it has."""
+    """Returns why a chip lacks such a product; None if it has it."""
     if kind == BLOCKS and not target.scales_blocks:
         return f"the library scales products by blocks on Hopper alone, not on {target.name}"
     return None
@@ -104,7 +105,7 @@ def chip_obstacle(kind: str | None, target: Target) -> str | None:
 def scaled_product(
     operands: ScaledOperands, out_dtype: torch.dtype, bias: torch.Tensor | None = None
 ) -> Generator[Step, Any, torch.Tensor]:
-    """The product, of `out_dtype`, which bias [N] has too; rounded once."""
+    """Returns the product in `out_dtype`, rounded once. bias [N] has that dtype too."""
     kind, tokens = operands.kind, operands.x.shape[0]
     assert kind is not None
     rows = operands.weight.shape[0]
@@ -148,7 +149,7 @@ def _multiply(
         _aligned(weight).t(),
         scale_a=scale_a,
         scale_b=scale_b,
-        bias=contiguous(given.get("bias")),  # read as neighbours, whatever its stride
+        bias=contiguous(given.get("bias")),  # the library assumes a contiguous bias
         out_dtype=out.dtype,
         use_fast_accum=False,
         out=out,
@@ -164,10 +165,11 @@ def _by_blocks(
     rows: int,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Multiplies with scales by blocks, after it has padded x with zeros to `rows` rows.
+    """Multiplies with scales by blocks, after padding x with zeros to `rows` rows.
 
-    The library wants the scales of x with neighbouring rows next to each other, and those of the
-    weight with neighbouring columns next to each other, padded to a multiple of four columns."""
+    The library requires scales of x with contiguous rows, and scales of the weight with contiguous
+    columns, padded to a multiple of four columns.
+    """
     given = dict(zip(names, others, strict=True))
     blocks = weight_scale.shape[1]
     x_scale = _numbers(given.get("x_scale"), x).expand(len(x), blocks)
@@ -190,7 +192,7 @@ def _by_blocks(
 
 
 def _numbers(x_scale: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
-    """Scales of x [T or 1, ...] in float32."""
+    """Returns the scales of x, [T or 1, ...], in float32."""
     if x_scale is None:
         return torch.ones(1, 1, dtype=torch.float32, device=x.device)
     return x_scale.float()

@@ -1,8 +1,8 @@
-"""Timing GPU work: CUDA graphs replayed in turn, medians.
+"""Timing of GPU work: medians over CUDA graphs that are replayed in turn.
 
-A variant is a list of calls captured in one CUDA graph. Variants are timed round after round, each
-in its turn, so that clocks and temperature are shared; the median over rounds counts. For a cold
-L2 cache, the calls of a graph work on argument sets that together exceed it.
+A variant is a list of calls captured in one CUDA graph. All variants are timed in every round, so
+that they share clocks and temperature; the result is the median over rounds. For a cold L2 cache,
+the calls of a graph use sets of arguments that together exceed the cache.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Call = Callable[[], Any]
 
 
 def capture(calls: Sequence[Call], warmup: int = 3) -> torch.cuda.CUDAGraph:
-    """One CUDA graph of all calls, after `warmup` uncaptured runs of each."""
+    """Captures all calls in one CUDA graph, after `warmup` uncaptured runs of each."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -27,7 +27,7 @@ def capture(calls: Sequence[Call], warmup: int = 3) -> torch.cuda.CUDAGraph:
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    # Other threads go on with what they do on the GPU.
+    # Other threads may keep using the GPU meanwhile.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         for call in calls:
             call()
@@ -41,10 +41,10 @@ def interleaved_us(
     replays: int = 5,
     before_round: Call | None = None,
 ) -> dict[str, float]:
-    """Median microseconds per call of each variant, over rounds in which all take their turn.
+    """Returns the median microseconds per call of each variant, over rounds that time all variants.
 
-    The order rotates and turns round: whoever runs after the hottest variant gets the lowest
-    clocks (a fixed order cost the last of three variants 3 % on an H200).
+    The order rotates and reverses from round to round: the variant after the hottest one gets the
+    lowest clocks (with a fixed order, the last of three variants lost 3 % on an H200).
     """
     times: dict[str, list[float]] = {name: [] for name in graphs}
     for round_number in range(rounds + 1):
@@ -59,7 +59,7 @@ def interleaved_us(
                 graph.replay()
             end.record()
             torch.cuda.synchronize()
-            if round_number:  # the first round warms up
+            if round_number:  # the first round is a warm-up
                 times[name].append(1e3 * start.elapsed_time(end) / (replays * calls_per_graph))
     return {name: statistics.median(values) for name, values in times.items()}
 

@@ -1,14 +1,14 @@
-"""Ends this process where its GPU waits for a rank whose process has ended.
+"""Ends this process if its GPU waits for a rank whose process has ended.
 
-A kernel that waits for another rank cannot see that it is gone. So a thread for each other rank on
-this host waits for the end of its process (Linux's pidfd_open(2): at no cost, and at once). From
-then on it asks every few seconds whether this rank waits for that one. If it does twice in a row,
-or if there is no answer, the thread says so and aborts the process, whose starter sees it end. That
-is how PyTorch's watchdog of NCCL ends a rank whose collective is lost (ProcessGroupNCCL.cpp,
-`terminateProcess`). A rank that does not wait is left alone.
+A kernel that waits for another rank cannot see that the rank is gone. So one thread for each other
+rank on this host waits for the end of its process (Linux's pidfd_open(2): free, and immediate).
+After that, the thread checks every few seconds whether this rank waits for the ended one. If it
+does twice in a row, or if there is no answer, the thread logs a message and aborts the process, and
+the launcher sees it end. PyTorch's watchdog of NCCL ends a rank whose collective is lost in the
+same way (ProcessGroupNCCL.cpp, `terminateProcess`). A rank that does not wait is left alone.
 
-The threads need Python's lock as any other: code that never gives it back is not ended. This module
-knows nothing of torch.
+The threads need Python's lock like any other: a process whose code never releases it is not ended.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -26,21 +26,24 @@ from typing import NamedTuple
 
 log = logging.getLogger("tilewright")
 
-#: How often it is asked whether this rank waits for one that is gone.
+#: Seconds between two checks whether this rank waits for one that is gone.
 EVERY_S = 5.0
-#: How long the answer may take: other calls of the driver, as one that compiles PTX, may be before.
+#: Seconds within which a check must answer; other driver calls, such as compiling PTX, may delay
+#: it.
 DEADLINE_S = 60.0
-#: How long the message may take to be written.
+#: Seconds within which the message must be written.
 SAY_S = 5.0
-# The deadline goes by in so many parts: a process that was stopped for a while has the rest left.
+# The deadline passes in this many parts, so that a process that was stopped for a while keeps the
+# rest of it.
 _PARTS = 20
 
 Waits = Callable[[], bool]
 
 
 class Process(NamedTuple):
-    """What a rank tells the others of itself, as numbers of 64 bits. boot, boot_low: of the
-    kernel. names: the PID namespace. started: in the kernel's ticks, as a pid is given again."""
+    """The identity of a rank's process, sent to the other ranks as 64-bit numbers. boot, boot_low:
+    the kernel's boot id. names: the PID namespace. started: the start in the kernel's ticks, since
+    a pid is reused."""
 
     rank: int
     boot: int
@@ -54,16 +57,16 @@ class Process(NamedTuple):
         return self[1:4] == other[1:4]
 
 
-#: What a rank tells of which nothing is known.
+#: A rank about which nothing is known.
 UNKNOWN = Process(-1, 0, 0, 0, 0, 0)
 
 
 def this_process(rank: int) -> Process:
-    """This process; UNKNOWN where it cannot be watched, or watch. Raises nothing."""
+    """Returns this process; UNKNOWN if it cannot be watched or cannot watch. Raises nothing."""
     try:
         os.close(os.pidfd_open(os.getpid()))
         if os.readlink("/proc/self") != str(os.getpid()):
-            return UNKNOWN  # the /proc of another PID namespace
+            return UNKNOWN  # /proc belongs to another PID namespace
         boot = uuid.UUID(Path("/proc/sys/kernel/random/boot_id").read_text().strip()).int
         high, low = (part - (1 << 63) for part in divmod(boot, 1 << 64))
         names = os.stat("/proc/self/ns/pid").st_ino
@@ -73,14 +76,15 @@ def this_process(rank: int) -> Process:
 
 
 def _started(pid: int) -> int:
-    """Raises OSError where there is no such process, or none that this one may see."""
-    # Behind the name, which may hold anything.
+    """Returns the start time of a process. Raises OSError if it does not exist or is not
+    visible."""
+    # Fields follow the process name, which may contain anything.
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
 
 
 def _opened(process: Process) -> int | None:
-    """A descriptor that is readable when the process has ended; None where it has. Raises OSError
-    where nobody can tell."""
+    """Returns a descriptor that becomes readable when the process ends; None if it has ended.
+    Raises OSError if that cannot be determined."""
     try:
         fd = os.pidfd_open(process.pid)
     except ProcessLookupError:
@@ -89,7 +93,7 @@ def _opened(process: Process) -> int | None:
         if _started(process.pid) == process.started:
             return fd
     except OSError:
-        if not select.select([fd], [], [], 0)[0]:  # there, and not to be seen
+        if not select.select([fd], [], [], 0)[0]:  # the process exists but is not visible
             os.close(fd)
             raise
     os.close(fd)
@@ -97,10 +101,10 @@ def _opened(process: Process) -> int | None:
 
 
 def _abort(message: str) -> None:
-    """The message, and SIGABRT.
+    """Writes the message and sends SIGABRT.
 
-    Whoever prints a tensor in a handler of logging holds that handler, and waits for the GPU: then
-    the message goes to standard error as it is.
+    If another thread holds a logging handler while it waits for the GPU (such as one that prints a
+    tensor), the message goes to standard error directly.
     """
     try:
         for say in (_logged, _written):
@@ -122,10 +126,10 @@ def _written(message: str) -> None:
 
 
 class Watch:
-    """What a process watches: other processes, each by a thread that starts as it is added.
+    """The processes that this process watches, with one thread for each.
 
-    every_s: between two questions to this rank's GPU. deadline_s: of an answer. end: ends this
-    process with a message.
+    every_s: seconds between two checks of this rank's GPU. deadline_s: seconds within which a check
+    must answer. end: ends this process with a message.
     """
 
     def __init__(
@@ -141,9 +145,9 @@ class Watch:
         self._stopped = threading.Event()
 
     def add(self, process: Process, waits: Waits) -> None:
-        """Watches a process. waits: whether this rank waits for it now; called from a thread of its
-        own, once the process has ended. Raises OSError where it cannot be watched, RuntimeError
-        where no thread can be started."""
+        """Watches a process. waits: returns whether this rank waits for it now; called from a
+        separate thread, after the process has ended. Raises OSError if it cannot be watched,
+        RuntimeError if no thread can be started."""
         with self._lock:
             if process not in self._waits:
                 self._start(process, [waits])
@@ -163,12 +167,12 @@ class Watch:
         self._waits[process] = waits
 
     def stop(self) -> None:
-        """Nothing is ended from now on; waits for what is asked."""
+        """Stops ending this process, and waits for a check in progress."""
         self._stopped.set()
         self._asking.acquire(timeout=1.0)
 
     def close(self) -> None:
-        """In a fork, which has no such threads: the descriptors."""
+        """Closes the descriptors, in a fork, which has no such threads."""
         for fd in tuple(self._fds):
             self._close(fd)
 
@@ -178,9 +182,9 @@ class Watch:
             os.close(fd)
 
     def _run(self, process: Process, waits: list[Waits], fd: int | None) -> None:
-        """Waits for the end of a process; then ends this one if it waits for that."""
+        """Waits for the end of a process, then ends this process if it waits for that one."""
         if fd is not None:
-            ended = select.poll()  # takes descriptors of any number
+            ended = select.poll()  # poll takes descriptors of any number, unlike select
             ended.register(fd, select.POLLIN)
             ended.poll()
             self._close(fd)
@@ -191,7 +195,8 @@ class Watch:
             self._stopped.wait(self.every_s)
 
     def _look(self, process: Process, waits: list[Waits], waited: bool) -> bool:
-        """Whether this rank waits for a process that has ended. waited: it did at the last look."""
+        """Whether this rank waits for a process that has ended. waited: it did so at the last
+        check."""
         waiting = _answer(tuple(waits), self.deadline_s)
         if self._stopped.is_set():
             return False
@@ -203,20 +208,21 @@ class Watch:
 
 
 def _answer(waits: Sequence[Waits], deadline_s: float) -> bool | None:
-    """Whether one of them says that this rank waits; None where they do not answer in time."""
+    """Whether one of the functions says that this rank waits; None if they do not answer in
+    time."""
     said: list[bool] = []
 
     def ask() -> None:
         try:
             said.append(any(wait() for wait in waits))
-        except Exception as error:  # the GPU has failed, and whoever uses it is told
+        except Exception as error:  # the GPU has failed, which its users see as well
             log.debug("nothing is known of what this rank waits for: %s", error)
             said.append(False)
 
     thread = threading.Thread(target=ask, name="tilewright-watch-asks", daemon=True)
     try:
         thread.start()
-    except RuntimeError as error:  # no more threads, for now
+    except RuntimeError as error:  # no more threads at the moment
         log.debug("nothing is asked of what this rank waits for: %s", error)
         return False
     for _ in range(_PARTS):
@@ -241,13 +247,13 @@ _told: set[str] = set()
 
 
 def watch(processes: Sequence[tuple[Sequence[int], Waits]], rank: int) -> None:
-    """Has the thread of this process, of this rank, watch those of other ranks: numbers of a
-    `Process` each. Those that it cannot watch are logged, once."""
+    """Makes the threads of this process, which is rank `rank`, watch those of other ranks, each
+    given as the numbers of a `Process`. Logs once which of them cannot be watched."""
     own, apart = this_process(rank), []
     for numbers, waits in processes:
         process = Process(*numbers)
         if process.is_beside(own) and process.pid == own.pid != 0:
-            continue  # a thread of this one
+            continue  # a thread of this process
         try:
             if UNKNOWN in (own, process) or not process.is_beside(own):
                 apart.append("on another host, in another PID namespace, or without pidfd_open")
@@ -261,12 +267,12 @@ def watch(processes: Sequence[tuple[Sequence[int], Waits]], rank: int) -> None:
 
 
 def _stop() -> None:
-    """At exit: no thread is in a driver's call when the interpreter goes."""
+    """At exit, keeps threads out of driver calls while the interpreter shuts down."""
     _watch.stop()
 
 
 def _forked() -> None:
-    """Threads end at a fork. Its process is no rank, or becomes another one."""
+    """Resets the state after a fork: threads do not survive it, and the child is not this rank."""
     global _watch
     _watch.close()
     _watch = Watch()

@@ -1,1 +1,1 @@
-"""Arithmetic in graphs: formulas that views are matched with, casts, constants and steps."""
+"""Arithmetic in graphs: formulas to match views with, casts, constants and steps."""

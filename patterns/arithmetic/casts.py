@@ -1,4 +1,4 @@
-"""Casts that fp32 arithmetic may leave out."""
+"""Casts that fp32 arithmetic may omit."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from tilewright.patterns.dataflow import Value, View, once
 
 
 def is_float_cast(value: Value) -> bool:
-    """Whether a value is a cast between floating types that fp32 arithmetic may leave out.
+    """Whether a value is a cast between floating types that fp32 arithmetic may omit.
 
-    A detour through eight bits is a quantisation the user asked for, and stays.
+    A cast to eight bits is a quantisation that the user asked for, and is kept.
     """
     if value.op != "cast":
         return False
@@ -19,9 +19,9 @@ def is_float_cast(value: Value) -> bool:
 
 
 def strip_casts(view: View) -> tuple[View, tuple[Value, ...]]:
-    """The view before any casts between floating types, and the casts."""
+    """Returns the view before any casts between floating types, and the casts."""
     if view.value.op != "cast":
-        return view, ()  # nearly all
+        return view, ()  # the usual case
     return _strip_all(view)
 
 
@@ -31,7 +31,8 @@ def _strip_all(view: View) -> tuple[View, tuple[Value, ...]]:
 
 
 def strip_while(view: View, passes: Callable[[Value], bool]) -> tuple[View, tuple[Value, ...]]:
-    """The view before the values that `passes` takes, of each the first argument, and these."""
+    """Follows first arguments while `passes` accepts the value. Returns the view before these
+    values, and the values."""
     stripped: list[Value] = []
     while passes(view.value):
         stripped.append(view.value)
@@ -40,14 +41,15 @@ def strip_while(view: View, passes: Callable[[Value], bool]) -> tuple[View, tupl
 
 
 def value_before_casts(value: Value) -> Value:
-    """What a value is computed from by casts between floating types alone, or the value."""
+    """Returns the value before any casts between floating types."""
     while value.op == "cast" and is_float_cast(value):
         value = value.args[0].value
     return value
 
 
 def strip_widening(view: View) -> tuple[View, tuple[Value, ...]]:
-    """The view before casts to wider floating types, which change no number, and the casts."""
+    """Returns the view before casts to wider floating types, which change no number, and the
+    casts."""
     return strip_while(view, _widens)
 
 
@@ -56,5 +58,5 @@ def _widens(value: Value) -> bool:
 
 
 def before_widening(view: View) -> View:
-    """The view before casts to wider floating types."""
+    """Returns the view before casts to wider floating types."""
     return strip_widening(view)[0]

@@ -1,4 +1,4 @@
-"""Constants that the graph computes from no input: shift tables, column orders, group numbers."""
+"""Constants that the graph computes without inputs: shift tables, column orders, group numbers."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ _DIVISIONS = ("aten.floor_divide", "aten.remainder")
 
 
 def number_of(item: float | fx.Node) -> float:
-    """A float; with `dynamic=True` Dynamo traces it as a symbol, which is specialised here."""
+    """Returns a float. With `dynamic=True` Dynamo traces floats as symbols, which are specialised
+    here."""
     return float(item.meta["example_value"] if isinstance(item, fx.Node) else item)
 
 
 def given_number(item: Any) -> float | None:
-    """The number that an argument is, also a float that Dynamo traced; None for a tensor, and for
-    a size, which stays a symbol."""
+    """Returns the number that an argument is, including a float that Dynamo traced; None for a
+    tensor, and for a size, which stays a symbol."""
     if isinstance(item, fx.Node):
         traced = isinstance(item.meta.get("example_value"), (float, torch.SymFloat))
         return number_of(item) if traced else None
@@ -39,7 +40,8 @@ def given_number(item: Any) -> float | None:
 
 
 def one_number(item: Any) -> float | None:
-    """The number that an operand is: itself, or a tensor of one element that is known."""
+    """Returns the number that an operand is: a number, or a tensor of one known element; else
+    None."""
     if not isinstance(item, View):
         return given_number(item)
     numbers = constant_of(item)
@@ -47,7 +49,8 @@ def one_number(item: Any) -> float | None:
 
 
 def constant_of(view: View) -> np.ndarray | None:
-    """The numbers of a view that no input goes into, or None where one does, or they are many.
+    """Returns the numbers of a view that depends on no input; None if it does, or if they are too
+    many.
 
     Broadcast dimensions keep a length of one.
     """
@@ -68,7 +71,7 @@ def _evaluate(value: Value) -> torch.Tensor | None:
         if any(not isinstance(a, (int, float, torch.Tensor)) for a in operands):
             return None
         if value.op in _DIVISIONS and not torch.as_tensor(operands[1]).all():
-            return None  # of integers the graph raises, or gives anything
+            return None  # for integers, the graph raises or the result is undefined
         result: torch.Tensor = getattr(torch, value.op.removeprefix("aten."))(*operands)
         return result
     if value.op == "aten.index":
@@ -93,7 +96,7 @@ def _made(value: Value) -> torch.Tensor | None:
 
 
 def _plain(items: Any) -> bool:
-    """Whether arguments are numbers, dtypes and the like, none of them a symbol."""
+    """Whether arguments are numbers, dtypes and the like, without a symbol."""
     if isinstance(items, (list, tuple)):
         return all(_plain(item) for item in items)
     plain = (int, float, str, torch.dtype, torch.device, torch.layout)
@@ -124,7 +127,7 @@ def _operand(view: View) -> torch.Tensor | None:
 
 
 def _select(tensor: torch.Tensor, view: View) -> np.ndarray:
-    """What a view takes of its value's numbers."""
+    """Returns the numbers that a view selects of its value."""
     if tensor.dtype.is_floating_point and tensor.dtype.itemsize < 4:
         tensor = tensor.float()  # numpy lacks bfloat16 and 8-bit floats
     strides = tensor.contiguous().stride()
@@ -135,8 +138,8 @@ def _select(tensor: torch.Tensor, view: View) -> np.ndarray:
 
 
 def offsets(dim: Dim, strides: Mapping[int, int]) -> np.ndarray:
-    """Where each index of a dimension lies behind its start, by the strides of the base's axes; an
-    axis that has none counts as 0."""
+    """Returns the offset of each index of a dimension from its start, given the strides of the
+    base's axes. An axis without a stride counts as 0."""
     at = np.zeros(1, dtype=np.int64)
     for atom in dim:
         step = 0 if atom.axis is None else atom.step * strides.get(atom.axis, 0)

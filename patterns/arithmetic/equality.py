@@ -10,7 +10,7 @@ import torch
 
 from tilewright.patterns.dataflow import View
 
-# Two of these are equal only where they are one value: their contents are not computed.
+# Operations whose results have unknown contents: two are equal only if they are the same value.
 _NEVER_EQUAL = {
     "input", "constant", "store", "aten.empty", "aten.empty_like", "aten.new_empty"
 }  # fmt: skip
@@ -19,7 +19,7 @@ _NEVER_EQUAL = {
 def equal_values(a: View, b: View) -> bool:
     """Whether two views hold the same numbers: the same operation on the same operands.
 
-    Dynamo does not merge common subexpressions: K's and V's slots may be computed twice.
+    Dynamo does not merge common subexpressions, so the slots of K and V may be computed twice.
     """
     if a == b:
         return True
@@ -37,7 +37,8 @@ def equal_values(a: View, b: View) -> bool:
 
 @cache
 def _repeatable(op: str) -> bool:
-    """Whether the same operands give the same result again: not so for random numbers."""
+    """Whether an operation gives the same result again for the same operands; random operations do
+    not."""
     packet = getattr(torch.ops.aten, op.removeprefix("aten."), None)
     overloads = [getattr(packet, name) for name in packet.overloads()] if packet else []
     return not any(torch.Tag.nondeterministic_seeded in o.tags for o in overloads)

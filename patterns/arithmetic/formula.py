@@ -1,14 +1,14 @@
-"""Formulas that views are matched with, written as arithmetic.
+"""Formulas to match views with, written as arithmetic.
 
     X, ALPHA = tensor("x"), number("alpha")
     SWISH = X * call("sigmoid", X) | X * call("sigmoid", ALPHA * X)
     found = SWISH.match(view)
     found.bound["x"], found.bound["alpha"], found.absorbed
 
-Factors and summands are matched in either order. Casts between floating types, and layout (`view`,
-`transpose`, slices, `expand`) between two steps, are seen through: what a formula names has the
-dimensions of the view that is matched, or fewer where all values on the way are read whole and it
-broadcasts. A formula is made of closures; those that can match a view are looked up by its last
+Factors and summands match in either order. Matching ignores casts between floating types, and
+layout (`view`, `transpose`, slices, `expand`) between two steps. A tensor that a formula names has
+the dimensions of the matched view; it may have fewer, and broadcast, if all values in between are
+read whole. A formula is made of closures; the ones that can match a view are found by its last
 operation and those of its arguments.
 """
 
@@ -29,25 +29,25 @@ from tilewright.patterns.dataflow import Value, View, once
 from tilewright.patterns.effects import Atom, Effect, InexpressibleError
 
 _COMMUTE = frozenset({"aten.add", "aten.mul"})
-# What options have to be for an operation to be the plain one.
+# Values of options with which an operation is the plain one.
 _NEUTRAL = {"alpha": 1, "value": 1, "rounding_mode": None}.items()
-# The roots of arguments that are no views.
+# The roots of arguments that are not views.
 _NUMBER, _ABSENT = "number", "absent"
-# How many signatures are remembered for each formula; a model has a few hundred.
+# The number of signatures remembered for each formula; a model has a few hundred.
 _KNOWN = 4096
 
-#: A view's last operation and those of its arguments, by ATen's names, all before casts.
+#: The last operations of a view and of its arguments, by ATen's names, all before casts.
 Signature = tuple[str, ...]
 
 
 class Found(NamedTuple):
-    """What the names of a formula stand for, and the values it was matched with, the last first."""
+    """Bindings of a formula's names, and the values that it matched, the last one first."""
 
     bound: dict[str, Any]
     absorbed: tuple[Value, ...]
 
 
-#: Goes on with what was found so far; None makes the formula try its next alternative.
+#: Continues with the bindings so far; None makes the formula try its next alternative.
 Then = Callable[[Found], Any]
 _Matcher = Callable[[Any, Found, Then], Any]
 _Strip = Callable[[View], tuple[View, tuple[Value, ...]]]
@@ -55,10 +55,10 @@ _Strip = Callable[[View], tuple[View, tuple[Value, ...]]]
 
 @dataclass(frozen=True, eq=False)
 class Formula:
-    """A pattern of arithmetic; `|` is either of two, the first one first.
+    """A pattern of arithmetic; `|` tries the first formula, then the second.
 
-    matcher: matches an argument. roots: what the last operation may be, None for any. fits: whether
-    what has a signature can match at all. ways: the formulas that this one is either of.
+    matcher: matches an argument. roots: the possible last operations, None for any. fits: whether
+    an argument with a signature can match. ways: the alternatives of this formula.
     """
 
     matcher: _Matcher
@@ -67,14 +67,14 @@ class Formula:
     ways: tuple[Formula, ...] = ()
 
     def match(self, item: Any, then: Then = lambda found: found) -> Any:
-        """The first match that `then` takes (does not answer None for), as it answers; else None.
+        """Returns the result of `then` for the first match for which it is not None; else None.
 
         item: a view, a number or another argument.
         """
         return self.matcher(item, Found({}, ()), then) if self.may_match(item) else None
 
     def may_match(self, item: Any) -> bool:
-        """Whether the last operation of an argument is one that the formula has."""
+        """Whether the last operation of an argument is one of the formula's."""
         return self.roots is None or _root(item) in self.roots
 
     def giving(self, **facts: Any) -> Formula:
@@ -88,7 +88,7 @@ class Formula:
         return replace(self, matcher=match, ways=())
 
     def named(self, name: str) -> Formula:
-        """Returns the formula whose matches also bind the view, equal wherever the name stands."""
+        """Returns the formula whose matches also bind the view, equal wherever the name occurs."""
         view = tensor(name)
 
         def match(item: Any, found: Found, then: Then) -> Any:
@@ -126,9 +126,9 @@ class Formula:
 def tensor(
     name: str, holds: Callable[[View], bool] | None = None, strip: _Strip = strip_casts
 ) -> Formula:
-    """A view, by name; equal wherever the name stands.
+    """Matches a view, by name; equal wherever the name occurs.
 
-    holds: what else it has to be. strip: leaves out the casts that made it.
+    holds: a further condition. strip: removes casts from the view.
     """
 
     def match(item: Any, found: Found, then: Then) -> Any:
@@ -148,9 +148,9 @@ def tensor(
 
 
 def number(known: str | float, within: float = 0.0) -> Formula:
-    """A number: by name, the same wherever that stands, or this one.
+    """Matches a number: by name, with the same value wherever the name occurs, or this number.
 
-    within: the relative difference that is allowed to it.
+    within: the allowed relative difference.
     """
 
     def match(item: Any, found: Found, then: Then) -> Any:
@@ -171,10 +171,10 @@ def call(
     holds: Callable[[Value], bool] | None = None,
     read: Callable[[View], tuple[Any, ...] | None] | None = None,
 ) -> Formula:
-    """One of `ops`, as in "clamp clamp_min", element by element, of formulas and numbers.
+    """Matches one of `ops`, as in "clamp clamp_min", element by element, of formulas and numbers.
 
-    holds: what else the value has to be. read: the operands of a view of it, where they are not its
-    first arguments; None where it is no such operation.
+    holds: a further condition on the value. read: returns the operands of a view of the value, if
+    they are not its first arguments; None if the operation does not fit.
     """
     names = frozenset(op if op == "cast" else f"aten.{op}" for op in ops.split())
     formulas = tuple(one if isinstance(one, Formula) else number(one) for one in operands)
@@ -183,7 +183,7 @@ def call(
 
     @lru_cache(_KNOWN)
     def turns_of(signature: Signature) -> tuple[int, ...]:
-        """The orders of the arguments that can match."""
+        """Returns the orders of the arguments that can match."""
         if signature[0] not in names:
             return ()
         return tuple(turn for turn in orders if read or _fit(formulas, signature[1:][::turn]))
@@ -210,7 +210,7 @@ def call(
 
 
 def clamp(of: Formula, low: Formula, high: Formula) -> Formula:
-    """A clamp in any of its spellings, whose bounds are numbers or ABSENT."""
+    """Matches a clamp in any of its spellings, with bounds that are numbers or ABSENT."""
 
     def bounds(view: View) -> tuple[Any, ...]:
         return view.value.args[0], *(clamp_bounds(view.value) or ())
@@ -221,10 +221,11 @@ def clamp(of: Formula, low: Formula, high: Formula) -> Formula:
 def reduction(
     op: str, operand: Formula, width: str, holds: Callable[[Value], bool] | None = None
 ) -> Formula:
-    """What `op` makes of each run of numbers along the last dimension.
+    """Matches a reduction `op` of each run of numbers along the last dimension.
 
-    operand: has the dimensions of what is matched, each number in the place of its run's result.
-    width: the name of the length of a run. holds: what else the value has to be.
+    operand: matches the input, with the dimensions of the matched view; each number is at the place
+    of its run's result. width: the name of the length of a run. holds: a further condition on the
+    value.
     """
     name = f"aten.{op}"
 
@@ -246,13 +247,13 @@ def reduction(
 
 
 def largest(of: Formula, width: str) -> Formula:
-    """The largest number of each run along the last dimension; see :func:`reduction`."""
+    """Matches the largest number of each run along the last dimension; see :func:`reduction`."""
     among = reduction("max", of, width, holds=lambda value: value.kwargs.get("output", 0) == 0)
     return reduction("amax", of, width) | among
 
 
 def aside(formula: Formula) -> Formula:
-    """What is matched, and stays in the graph: none of its values are absorbed."""
+    """Returns the formula without absorbing its values: they stay in the graph."""
 
     def match(item: Any, found: Found, then: Then) -> Any:
         return formula.matcher(item, found, lambda f: then(Found(f.bound, found.absorbed)))
@@ -261,7 +262,7 @@ def aside(formula: Formula) -> Formula:
 
 
 def _either(ways: tuple[Formula, ...]) -> Formula:
-    """Any of some formulas, tried in order."""
+    """Returns a formula that matches any of these, tried in order."""
     roots = [way.roots for way in ways if way.roots is not None]
 
     @lru_cache(_KNOWN)
@@ -280,30 +281,31 @@ def _either(ways: tuple[Formula, ...]) -> Formula:
 
 
 def _formula(matcher: _Matcher, root: str = "") -> Formula:
-    """One whose last operation is `root`, or any."""
+    """Returns a formula whose last operation is `root`, or any."""
     if not root:
         return Formula(matcher, None, lambda signature: True)
     return Formula(matcher, frozenset({root}), lambda signature: signature[0] == root)
 
 
-#: An argument that is not given.
+#: Matches an argument that is not given.
 ABSENT = _formula(lambda item, found, then: then(found) if item is None else None, _ABSENT)
 
 
-# --- what closures do -----------------------------------------------------------------------------
+# --- matching closures ----------------------------------------------------------------------------
 
 
 def _in_turn(
     matchers: tuple[_Matcher, ...], items: tuple[Any, ...], found: Found, then: Then, at: int = 0
 ) -> Any:
-    """Matches each item with its formula; a later one that fails has the earlier ones go on."""
+    """Matches each item with its formula. If a later one fails, the earlier ones try their next
+    alternatives."""
     if at == len(matchers) - 1:
         return matchers[at](items[at], found, then)
     return matchers[at](items[at], found, lambda f: _in_turn(matchers, items, f, then, at + 1))
 
 
 def _bind(found: Found, name: str, item: Any) -> Found | None:
-    """With a name for a number, if it has no other one."""
+    """Returns the bindings with a name for a number; None if the name has another number."""
     known = found.bound.get(name)
     if known is None:
         return Found({**found.bound, name: item}, found.absorbed)
@@ -311,7 +313,8 @@ def _bind(found: Found, name: str, item: Any) -> Found | None:
 
 
 def _strip(view: View, strip: _Strip = strip_casts) -> tuple[View, tuple[Value, ...]]:
-    """The view before casts, and these; where what was cast cannot be said of it, the view."""
+    """Returns the view before casts, and the casts; the view itself if it cannot be expressed
+    before them."""
     if view.value.op != "cast":
         return view, ()
     try:
@@ -345,7 +348,8 @@ def _fit(wanted: Sequence[Formula], given: Signature) -> bool:
 
 
 def _positional(value: Value, count: int) -> tuple[Any, ...] | None:
-    """The arguments of a plain operation; those behind the one of a function are its options."""
+    """Returns the arguments of a plain operation; None for another. Arguments after the first of a
+    unary function are its options."""
     args, kwargs = value.args, value.kwargs
     if len(args) != count and (count != 1 or not args):
         return None
@@ -355,7 +359,8 @@ def _positional(value: Value, count: int) -> tuple[Any, ...] | None:
 
 
 def _seen(view: View, items: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """What a view of an element-wise value takes of its operands."""
+    """Returns the parts of an element-wise value's operands that a view of the value corresponds
+    to."""
     try:
         return tuple(view.of_operand(one) if isinstance(one, View) else one for one in items)
     except InexpressibleError:
@@ -363,7 +368,8 @@ def _seen(view: View, items: tuple[Any, ...]) -> tuple[Any, ...] | None:
 
 
 def _runs_of(view: View) -> View | None:
-    """What a value reduces along the last dimension, to a floating type: an integer is rounded."""
+    """Returns the input that a value reduces along the last dimension to a floating type, else
+    None: an integer result would be rounded."""
     value = view.value
     source = value.args[0] if value.args else None
     if not isinstance(source, View) or not source.shape or not value.dtype.is_floating_point:
@@ -372,8 +378,9 @@ def _runs_of(view: View) -> View | None:
 
 
 def _in_run(view: View, runs: View) -> View | None:
-    """What is reduced, each number where the view has the result of its run: [..., n] of [..., 1],
-    or of a view whose last dimension repeats every result n times."""
+    """Returns the input of a reduction, each number at the place where the view has the result of
+    its run: [..., n] for [..., 1], or for a view whose last dimension repeats every result n times.
+    """
     *lead, last = view.effect.dims or ((),)
     axis, length = len(runs.shape) - 1, runs.shape[-1]
     if last and (last[-1].axis is not None or last[-1].length != length):

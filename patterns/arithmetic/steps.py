@@ -1,4 +1,4 @@
-"""What one operation does, whichever way its arguments are given: reductions, clamps, fills."""
+"""Single operations in all their spellings: reductions, clamps, fills."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from tilewright.patterns.arithmetic.constants import given_number
 from tilewright.patterns.dataflow import Value, View
 
-# Where each bound stands, its name, and what it is where it is not given.
+# The position of a bound, its name, and its default.
 _Bound = tuple[int, str, float | None]
 _MIN: _Bound = (1, "min", None)
 _MAX: _Bound = (2, "max", None)
@@ -27,7 +27,7 @@ _BOUNDS: dict[str, tuple[_Bound | None, _Bound | None]] = {
 
 
 def reduced_dims(value: Value) -> tuple[int, ...]:
-    """The dimensions, from 0 on, that a reduction or softmax goes over; () where none is named."""
+    """Returns the non-negative dimensions of a reduction or softmax; () if none is named."""
     dims = value.argument(1, "dim", ())
     rank = len(value.operands[0].shape) if value.operands else 0
     listed = dims if isinstance(dims, (tuple, list)) else (dims,)
@@ -35,12 +35,12 @@ def reduced_dims(value: Value) -> tuple[int, ...]:
 
 
 def keeps_dim(value: Value) -> bool:
-    """Whether a reduction leaves a dimension of one."""
+    """Whether a reduction keeps the reduced dimension with length one."""
     return bool(value.argument(2, "keepdim", False))
 
 
 def clamp_bounds(value: Value) -> tuple[Any, Any] | None:
-    """(lowest, highest) of a clamp, numbers, views or None; None for another value."""
+    """Returns (lowest, highest) of a clamp, each a number, view or None; None for another value."""
     places = _BOUNDS.get(value.op)
     if places is None:
         return None
@@ -49,8 +49,8 @@ def clamp_bounds(value: Value) -> tuple[Any, Any] | None:
 
 
 def chosen_by_mask(value: Value) -> tuple[View, Any, Any] | None:
-    """(mask, what is taken where it is true, what is taken elsewhere) of `where` and `masked_fill`;
-    None for another value, and where not all are given by position."""
+    """Returns (mask, operand where it is true, operand elsewhere) of `where` and `masked_fill`;
+    None for another value, or if some arguments are keywords."""
     if len(value.args) != 3 or value.kwargs:
         return None
     if value.op == "aten.where":
@@ -65,10 +65,11 @@ def chosen_by_mask(value: Value) -> tuple[View, Any, Any] | None:
 def constant_factor(
     value: Value, number_of: Callable[[Any], float | None] = given_number
 ) -> tuple[View, float] | None:
-    """(what a value is a multiple of, how many times), where a number says that: finite and not
-    zero; None for another value.
+    """Returns (x, factor) of a value that is x times a finite number other than zero; None for
+    another value.
 
-    number_of: the number that an operand is, or None; `one_number` reads tensors of one element.
+    number_of: returns the number that an operand is, or None; `one_number` reads tensors of one
+    element.
     """
     if value.op not in ("aten.mul", "aten.div") or len(value.args) != 2 or value.kwargs:
         return None
@@ -83,7 +84,7 @@ def constant_factor(
 
 
 def floor_quotient(value: Value) -> tuple[View, int] | None:
-    """(x, n) of x // n by a positive number; None for another value."""
+    """Returns (x, n) of x // n for a positive number; None for another value."""
     mode = {} if value.op == "aten.floor_divide" else {"rounding_mode": "floor"}
     if value.op not in ("aten.floor_divide", "aten.div") or dict(value.kwargs) != mode:
         return None
@@ -92,12 +93,13 @@ def floor_quotient(value: Value) -> tuple[View, int] | None:
 
 
 def is_filled(item: Any, number: float) -> bool:
-    """Whether a number, or every element of a tensor as it was made, is `number`."""
+    """Whether an item is the number, or a tensor created with every element equal to it."""
     return filled_with(item) == number
 
 
 def filled_with(item: Any) -> float | None:
-    """What a number is, or every element of a tensor as it was made; None where that is unknown."""
+    """Returns the number that an item is, or that every element of a tensor was created with; else
+    None."""
     if not isinstance(item, View):
         return given_number(item)
     value = item.value
@@ -116,14 +118,14 @@ def filled_with(item: Any) -> float | None:
     else:
         return None
     number = filled_with(given)
-    # Of 0.5 an integer tensor holds 0, and a bool one True.
+    # An integer tensor filled with 0.5 holds 0, and a bool one holds True.
     if number is None:
         return None
     return float(torch.tensor(number, dtype=torch.float64).to(value.dtype))
 
 
 def start_and_step(arange: Value) -> tuple[Any, Any]:
-    """What the numbers of an `aten.arange` begin with, and their distance."""
+    """Returns the start and the step of an `aten.arange`."""
     given = [a for a in arange.args if not isinstance(a, View)]
     names = ("start", "end", "step") if len(given) > 1 or "end" in arange.kwargs else ("end",)
     named = dict(zip(names, given, strict=False)) | dict(arange.kwargs)

@@ -1,5 +1,5 @@
-"""Queries, keys and values as they lie in memory: before casts to a wider type and products with a
-number, which the op makes of what it has read."""
+"""Queries, keys and values as stored in memory: before casts to a wider type and products with a
+number, which the op computes after reading."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from tilewright.patterns.recognise.attention import Attention, refuse
 
 
 def bare(view: View, *, scaled: bool = True) -> tuple[View, float]:
-    """(x, n): a view is x * n, in a type that holds x exactly. scaled: whether n may be but 1."""
+    """Returns (x, n) such that a view is x * n, in a type that holds x exactly. scaled: whether n
+    may differ from 1."""
     factor = 1.0
     view = before_widening(view)
     while scaled and (known := constant_factor(view.value, one_number)) is not None:
@@ -28,8 +29,8 @@ def bare(view: View, *, scaled: bool = True) -> tuple[View, float]:
 
 
 def of_bare_operands(found: Attention, flow: Dataflow) -> Attention:
-    """Returns the attention of bare queries, keys and values, where these have one type, or keys
-    and values are decoded; where its result is wider, in the type to which the graph rounds it."""
+    """Returns the attention of bare queries, keys and values, if these have one type, or if keys
+    and values are decoded. A wider result is replaced by the cast that rounds it to that type."""
     if len(found.terms) != 1:
         return found
     ((q, k),) = found.terms
@@ -44,7 +45,7 @@ def of_bare_operands(found: Attention, flow: Dataflow) -> Attention:
 
 
 def with_end_in(found: Attention, dtype: torch.dtype, flow: Dataflow) -> Attention | None:
-    """The same attention with a result of a type, which the graph rounds it to; None where it does
+    """Returns the attention with its result in a type that the graph rounds it to; None if it does
     not."""
     end = flow.only_user(found.end)
     if found.end.dtype == dtype:
@@ -56,8 +57,8 @@ def with_end_in(found: Attention, dtype: torch.dtype, flow: Dataflow) -> Attenti
 
 
 def between(view: View, below: Value) -> tuple[Value, ...]:
-    """The casts and products with a number through which :func:`bare` comes from a view to a
-    value."""
+    """Returns the casts and products with a number between a view and the value that :func:`bare`
+    finds."""
     found: list[Value] = []
     value = view.value
     while value is not below:
@@ -68,13 +69,14 @@ def between(view: View, below: Value) -> tuple[Value, ...]:
 
 
 def by_token(q: View) -> View:
-    """[B, S, H, D] as [T, H, D]."""
+    """Returns [B, S, H, D] as [T, H, D]."""
     batch, queries, heads, width = q.shape
     return q.reshape(effects.product((batch, queries)), heads, width)
 
 
 def check_dense(view: View, who: str, attention: Attention, flow: Dataflow) -> None:
-    """Raises Reject (ATTENTION_FORM) unless a row's numbers, a `who`, lie side by side."""
+    """Raises Reject (ATTENTION_FORM) unless the rows of a view are contiguous. who: names a row in
+    the message."""
     if not flow.rows_are_dense(view):
         why = f"a {who}'s numbers do not follow each other in memory"
         hint = f"lay them out so where they are made: {who.replace(' ', '_')}s.contiguous()"

@@ -1,12 +1,12 @@
-"""Attention to keys and values where they lie: in a cache, each head once.
+"""Attention that reads keys and values in place: in a cache, each head once.
 
     k, v = repeat(cache_k), repeat(cache_v)            [B, Hq, K, D]
     out  = softmax(q @ k^T * scale, masked) @ v        ⇒   cache_attention(q, cache_k, cache_v)
 
-Spelled as `scaled_dot_product_attention` or as two products and a softmax, with heads repeated by
-hand, shared by `enable_gqa`, or one for each query head; the keys of a cache after its write,
-gathered from its pages, or made by this graph. A mask is named where the graph's expressions show
-what it says, and handed on as a tensor where they do not. Dimension letters: as in
+Matches `scaled_dot_product_attention`, or two products and a softmax. Heads may be repeated by
+hand, shared by `enable_gqa`, or one for each query head. Keys may come from a cache after its
+write, from pages that the graph gathers, or from this graph. A mask that the graph's expressions
+explain becomes options of the op; another one is passed as a tensor. Dimension letters: as in
 `patterns/recognise/attention.py`.
 """
 
@@ -65,8 +65,8 @@ class CacheAttention:
     )
 
     def anchors(self, flow: Dataflow) -> Iterator[Value]:
-        """Attentions that read keys which nobody sees, or the same keys more than once, and
-        softmaxes of such keys that cannot be read."""
+        """Yields attentions with keys that no query sees or that are read more than once, and
+        softmaxes of such keys that the pattern cannot read."""
         for value in flow.values:
             sketch = sketch_of(value)
             if is_of_shared_keys(value) if sketch is None else gains(sketch):
@@ -97,7 +97,7 @@ class CacheAttention:
 
 
 def gains(sketch: Sketch) -> bool:
-    """Whether the op has less to read than the graph's own attention."""
+    """Whether the op reads less than the graph's own attention."""
     k, _ = bare(sketch.k)
     if decoded(k) is not None:
         return True
@@ -142,7 +142,7 @@ def _arguments(attention: Attention, flow: Dataflow) -> dict[str, Any]:
 
 
 def _keys(k: View, v: View) -> dict[str, Any]:
-    """k and v [B, K, Hq, D] as arguments, each head once."""
+    """Returns k and v [B, K, Hq, D] as arguments, each head once."""
     group = group_of(k, v)
     return _places(once(k, group), once(v, group))
 
@@ -154,7 +154,8 @@ def _codes(k: Decoded, v: Decoded) -> dict[str, Any]:
 
 
 def _places(k: View, v: View) -> dict[str, Any]:
-    """k and v [B, K, Hkv, D] as arguments: where they lie in pages, those with their table."""
+    """Returns k and v [B, K, Hkv, D] as arguments; if they are in pages, the pools and their
+    table."""
     paged = same_pages(k, v)
     if paged is None:
         return {"k": k, "v": v}
@@ -163,7 +164,7 @@ def _places(k: View, v: View) -> dict[str, Any]:
 
 
 def _queries(q: View, flow: Dataflow) -> View | Computed:
-    """[B, S, Hq, D] as [T, Hq, D]."""
+    """Returns [B, S, Hq, D] as [T, Hq, D]."""
     rows = by_token(q)
     return rows if flow.rows_are_dense(q) else Computed("contiguous", (rows,))
 

@@ -2,9 +2,9 @@
 
     k = cache.to(dtype) * scale        ⇒   cache, k_scale
 
-The scale is one number or one for each head, and divides where its reciprocal is stored. Caches may
-be bytes that the graph views as floats, before or after it gathers their pages. Dimension letters:
-as in `patterns/recognise/attention.py`.
+The scale is one number or one for each head; it divides if its reciprocal is stored. Caches may be
+bytes that the graph views as floats, before or after it gathers their pages. Dimension letters: as
+in `patterns/recognise/attention.py`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from tilewright.patterns.dataflow import Computed, View
 
 @dataclass(frozen=True)
 class Decoded:
-    """codes [B, K, H, D]: bytes that stand for numbers of dtype, to be multiplied by scale, or
-    divided by it: a number, or a view of the same shape that repeats along K and D; None for 1."""
+    """codes [B, K, H, D]: bytes that stand for numbers of dtype. scale: multiplies them, or divides
+    them with `divides`; a number, or a view of the same shape that repeats along K and D; None for
+    1."""
 
     codes: View
     dtype: torch.dtype
@@ -36,12 +37,12 @@ class Decoded:
         return (self.codes, self.scale) if isinstance(self.scale, View) else (self.codes,)
 
     def once(self, group: int) -> Decoded:
-        """The first of every `group` equal heads."""
+        """Returns the first of every `group` equal heads."""
         scale = once(self.scale, group) if isinstance(self.scale, View) else self.scale
         return replace(self, codes=once(self.codes, group), scale=scale)
 
     def scale_argument(self) -> View | Computed | None:
-        """The scale as the op takes it: fp32, [] or [H]; None for 1."""
+        """Returns the scale as the op takes it: fp32, [] or [H]; None for 1."""
         if self.scale is None:
             return None
         made = scale_of_heads(self.scale, self.codes.value.device)
@@ -49,8 +50,8 @@ class Decoded:
 
 
 def decoded(view: View) -> Decoded | None:
-    """The codes that a view [B, K, H, D] is decoded from; None for another, and where their scale
-    varies from token to token or along D."""
+    """Returns the codes that a view [B, K, H, D] is decoded from; None if there are none, or if
+    their scale varies from token to token or along D."""
     found = _decoded(view)
     if found is None or not isinstance(found.scale, View):
         return found
@@ -89,7 +90,7 @@ def _decoded(view: View) -> Decoded | None:
 
 
 def _widened(view: View) -> Decoded | None:
-    """The codes of a cast to a type that holds them all."""
+    """Returns the codes of a cast to a type that holds them all; else None."""
     value = view.value
     if value.op != "cast" or value.dtype not in WIDE:
         return None
@@ -99,7 +100,7 @@ def _widened(view: View) -> Decoded | None:
 
 
 def bytes_of(item: View | Computed) -> View:
-    """Returns the bytes that a graph, or :func:`as_dtype`, reads as floats."""
+    """Returns the bytes that the graph, or :func:`as_dtype`, views as floats."""
     codes: View = item if isinstance(item, View) else item.operands[0]
     while codes.value.op == "bitcast" and codes.value.args[0].shape == codes.value.shape:
         codes = codes.value.args[0].through(codes.effect)
@@ -107,6 +108,6 @@ def bytes_of(item: View | Computed) -> View:
 
 
 def as_dtype(codes: View, dtype: torch.dtype) -> View | Computed:
-    """Bytes as numbers of a dtype, where they lie."""
+    """Returns bytes viewed as numbers of a dtype."""
     codes = bytes_of(codes)
     return codes if codes.value.dtype == dtype else Computed("bitcast", (codes, dtype))

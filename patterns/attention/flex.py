@@ -1,5 +1,5 @@
-"""Calls of `flex_attention`, which the compiler spells out before patterns look: those that it
-could not, and those whose functions make no known attention."""
+"""Calls of `flex_attention`. The compiler spells them out before patterns run; this file handles
+calls that it could not spell out, and calls whose functions are no known attention."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from tilewright.patterns.dataflow import Dataflow, Value
 from tilewright.patterns.language import Stage, reject
 from tilewright.patterns.recognise.attention import sketch_of
 
-#: In the `meta` of a call's node: why it was not spelled out.
+#: In the `meta` of a call's node: the reason why it was not spelled out.
 UNREAD = "tilewright_flex_unread"
-#: In the `meta` of the softmax of a call that was.
+#: In the `meta` of the softmax of a call that was spelled out.
 SPELLED = "tilewright_flex"
 _HINT = (
     "a score_mod that caps the score, adds to it, or hides it by torch.where, of comparisons, "
@@ -21,7 +21,7 @@ _HINT = (
 
 
 def unread_calls(flow: Dataflow) -> Iterator[Value]:
-    """The results of these calls, or their softmax."""
+    """Yields the results of these calls, or their softmax."""
     for value in flow.values:
         if (UNREAD in value.node.meta and value.kwargs.get("output", 0) == 0) or (
             SPELLED in value.node.meta and sketch_of(value) is None
@@ -30,7 +30,7 @@ def unread_calls(flow: Dataflow) -> Iterator[Value]:
 
 
 def refuse_unread(value: Value) -> None:
-    """Raises Reject (FLEX_FUNCTION) for what :func:`unread_calls` gives."""
+    """Raises Reject (FLEX_FUNCTION) for a value from :func:`unread_calls`."""
     meta = value.node.meta
     unread = SPELLED in meta and sketch_of(value) is None
     reason = "its score_mod computes more than is known" if unread else meta.get(UNREAD)

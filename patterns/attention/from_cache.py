@@ -1,5 +1,5 @@
-"""Attention whose keys come from a cache that lies outside of the graph, and attention whose keys
-are new: where the op does not take the first, a cache is read whole that it would read in part."""
+"""Tells attention whose keys come from a cache outside of the graph from attention whose keys are
+new. If the op cannot take the former, the whole cache is read where the op would read a part."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tilewright.patterns.recognise.attention import factors_of, sketch_of
 
 
 def reads_a_cache(value: Value) -> bool:
-    """Whether the keys of an attention are a cache from outside: they lie in memory that the graph
-    writes, in pages, or are given where the queries are projected."""
+    """Whether the keys of an attention are a cache from outside: memory that the graph writes,
+    pages, or an input while the queries are projected."""
     sketch = sketch_of(value)
     if sketch is None:
         factors = factors_of(value)
@@ -26,18 +26,19 @@ def reads_a_cache(value: Value) -> bool:
 
 
 def _stored(view: View) -> View:
-    """Keys as memory holds them: before casts and scales."""
+    """Returns keys as stored in memory, before casts and scales."""
     keys, _ = bare(view)
     codes = decoded(keys)
     return keys if codes is None else codes.codes
 
 
 def _is_outside(value: Value) -> bool:
-    """Whether a value is memory from outside behind a write of keys."""
+    """Whether a value is memory from outside after a write of keys."""
     store = value.store
     return store is not None and store.memory.is_input and len(store.memory.shape) > 2
 
 
 def _is_given(keys: View) -> bool:
-    """Whether keys are an input by heads; one of fewer dimensions may be a layer's own."""
+    """Whether keys are an input with a dimension of heads; an input of fewer dimensions may be a
+    layer's own."""
     return keys.value.op == "input" and len(keys.value.shape) > 3

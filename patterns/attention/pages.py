@@ -23,8 +23,8 @@ from tilewright.patterns.recognise.routing import gathered
 
 @dataclass(frozen=True)
 class Pages:
-    """pool [N, P, H, D]; block_table [B, C], integers. wrapped: negative ones count from the end;
-    else they are errors."""
+    """pool [N, P, H, D]; block_table [B, C], integers. wrapped: whether negative entries count from
+    the end; otherwise they are errors."""
 
     pool: View
     block_table: View
@@ -33,14 +33,15 @@ class Pages:
 
 @dataclass(frozen=True)
 class SamePages:
-    """Two pools of one table, in which no page is negative that the pool has."""
+    """Two pools with one table. Entries of the table that are valid negative pages have been made
+    positive."""
 
     pools: tuple[View, View]
     block_table: View | Computed
 
 
 def same_pages(k: View, v: View) -> SamePages | None:
-    """The pages of k and v [B, K, H, D], where they are those of one table."""
+    """Returns the pages of k and v [B, K, H, D] if both use one table; else None."""
     found = pages_of(k), pages_of(v)
     if found[0] is None or found[1] is None:
         return None
@@ -52,14 +53,14 @@ def same_pages(k: View, v: View) -> SamePages | None:
         return None
     if not found[0].wrapped:
         return SamePages(pools, table)
-    # The op does not count pages from the end; one that the graph refuses stays one.
+    # The op does not count pages from the end. An entry that the graph refuses stays invalid.
     counted = Computed("add", (table, pools[0].shape[0]))
     return SamePages(pools, Computed("where", (Computed("lt", (table, 0)), counted, table)))
 
 
 def pages_of(keys: View) -> Pages | None:
-    """The pages of k or v [B, K, H, D], which may be a run of the columns that the pages have; None
-    where it is not gathered, or by tokens."""
+    """Returns the pages of k or v [B, K, H, D], which may be a run of the pages' columns; None if
+    it is not gathered, or gathered by tokens."""
     taken = gathered(keys.value.whole)
     if taken is None or len(taken[0].shape) not in (3, 4):
         return None
@@ -92,7 +93,8 @@ def _pages(keys: View, pool: View, index: View) -> Pages | None:
 
 
 def _first_column(keys: View, whole: Effect) -> Size | None:
-    """Where the columns of keys [B, K, H, D] begin among those of `whole`, of the same value."""
+    """Returns the first column of keys [B, K, H, D] among the columns of `whole`, a view of the
+    same value."""
     last = whole.dims[3]
     if len(last) != 1 or last[0].axis is None or last[0].step != 1:
         return 0 if keys.effect == whole else None

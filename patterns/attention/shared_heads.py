@@ -1,4 +1,4 @@
-"""Keys and values as a cache has them: a head that several query heads share, once.
+"""Keys and values as stored in a cache: a head that several query heads share, once.
 
     k = cache[:, :, None].expand(B, Hkv, Hq // Hkv, K, D).reshape(B, Hq, K, D)    ⇒   cache
 
@@ -14,12 +14,12 @@ from tilewright.patterns.effects import Atom, coalesce
 
 
 def group_of(*tensors: View) -> int:
-    """How many heads of each of these [B, K, H, D], side by side, are the same in all of them."""
+    """Returns how many adjacent heads are equal in each of these [B, K, H, D]."""
     return math.gcd(*(_repeats(view) for view in tensors))
 
 
 def _repeats(view: View) -> int:
-    """How often each head stands there; a number that is not known counts as one."""
+    """Returns how often each head repeats in a row; 1 if the number is unknown."""
     heads = view.effect.dims[2]
     last = heads[-1] if heads else None
     known = last is not None and last.axis is None and isinstance(last.length, int)
@@ -27,7 +27,7 @@ def _repeats(view: View) -> int:
 
 
 def once(view: View, group: int) -> View:
-    """[B, K, H / group, D] of [B, K, H, D]: the first of every `group` equal heads."""
+    """Returns [B, K, H / group, D] of [B, K, H, D]: the first of every `group` equal heads."""
     if group == 1:
         return view
     batch, length, heads, width = view.effect.dims
@@ -36,5 +36,5 @@ def once(view: View, group: int) -> View:
 
 
 def heads_repeat(view: View) -> bool:
-    """Whether heads of [B, K, H, D] repeat, side by side or in turn."""
+    """Whether heads of [B, K, H, D] repeat, adjacent or in turn."""
     return any(atom.axis is None for atom in view.effect.dims[2])

@@ -1,6 +1,6 @@
-"""Which keys an attention lets a query see, as arguments of an op: `mask`, `positions`, `window`,
-`cache_lengths` and, where the graph's mask is not understood, the tensor itself, `attn_mask`, with
-the list of its blocks, `mask_blocks`.
+"""The keys that a query of an attention sees, as arguments of an op: `mask`, `positions`, `window`,
+`cache_lengths` and, if the graph's mask is not understood, the mask tensor `attn_mask` with the
+list of its blocks, `mask_blocks`.
 
 Dimension letters: as in `patterns/recognise/attention.py`.
 """
@@ -19,7 +19,7 @@ from tilewright.patterns.recognise.masks import visible_by
 
 
 def visible_keys(attention: Attention) -> dict[str, Any]:
-    """The mask's arguments; raises Reject (ATTENTION_FORM)."""
+    """Returns the mask's arguments; raises Reject (ATTENTION_FORM)."""
     if attention.row_offsets is not None:
         return _ragged(attention)
     mask, added = attention.mask, attention.added
@@ -41,7 +41,7 @@ def visible_keys(attention: Attention) -> dict[str, Any]:
         seen = mask if mask is None or attention.sees else Computed("invert", (mask,))
         whole = _with_numbers(seen, numbers)
         return {"mask": "none", **_tensor(whole, hide_lowest=_lowest_hides(attention))}
-    # Numbers that say who sees whom are said by now.
+    # Numbers that only hide keys are covered by the mask already.
     more = None if mask is None else numbers
     given = {
         "positions": found.positions,
@@ -52,7 +52,7 @@ def visible_keys(attention: Attention) -> dict[str, Any]:
 
 
 def mask_fact(arguments: dict[str, Any]) -> str:
-    """What reports print of these arguments."""
+    """Returns the mask in the words of reports, from these arguments."""
     kinds = [] if arguments["mask"] == "none" else [arguments["mask"]]
     if "window" in arguments:
         kinds[-1] += f"({arguments['window']})"
@@ -64,7 +64,7 @@ def mask_fact(arguments: dict[str, Any]) -> str:
 
 
 def _tensor(mask: View | Computed | None, *, hide_lowest: bool = False) -> dict[str, Any]:
-    """A mask tensor with its list of blocks: layers of one mask share the list's node."""
+    """Returns a mask tensor with its list of blocks; layers with one mask share the list's node."""
     if mask is None:
         return {}
     options = (("hide_lowest", True),) if hide_lowest else ()
@@ -72,7 +72,8 @@ def _tensor(mask: View | Computed | None, *, hide_lowest: bool = False) -> dict[
 
 
 def _lowest_hides(attention: Attention) -> bool:
-    """Whether the lowest numbers of a mask that nothing else joins may hide keys."""
+    """Whether the lowest numbers of the mask may hide keys; nothing else may be combined with that
+    mask."""
     if attention.added is None or not attention.added.value.dtype.is_floating_point:
         return False
     return bounds_logits(attention.scale, attention.softcap, attention.added.value.dtype)
@@ -81,15 +82,15 @@ def _lowest_hides(attention: Attention) -> bool:
 def _with_numbers(
     seen: View | Computed | None, numbers: View | Computed | None
 ) -> View | Computed | None:
-    """One mask of a bool mask, True is seen, and numbers that are added."""
+    """Combines a bool mask (True is seen) and added numbers into one mask."""
     if seen is None or numbers is None:
         return numbers if seen is None else seen
     return Computed("where", (seen, numbers, float("-inf")))
 
 
 def _numbers(attention: Attention) -> View | Computed | None:
-    """The numbers that are added, as floats: to the op a bool mask would say which keys are seen,
-    where a sum takes True for 1."""
+    """Returns the added numbers as floats. A bool tensor adds 1 for True in a sum, but to the op it
+    would say which keys are seen."""
     if attention.added is None:
         return None
     added: View | Computed = attention.added
@@ -99,7 +100,8 @@ def _numbers(attention: Attention) -> View | Computed | None:
 
 
 def _ragged(attention: Attention) -> dict[str, Any]:
-    """Causal from the last query and key: a sequence's queries come after its other keys."""
+    """Returns the arguments of a ragged mask, causal from the last query and key: a sequence's
+    queries come after its other keys."""
     rows, keys = attention.row_offsets, attention.key_offsets
     assert rows is not None
     assert keys is not None
@@ -112,7 +114,7 @@ def _ragged(attention: Attention) -> dict[str, Any]:
 
 
 def _lengths(offsets: View) -> Computed:
-    """[B] of offsets [B + 1]."""
+    """Returns the lengths [B] from offsets [B + 1]."""
     count = offsets.shape[0] - 1
     ends, starts = (offsets.narrow(0, first, count) for first in (1, 0))
     return Computed("add", (ends, Computed("neg", (starts,))))

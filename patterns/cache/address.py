@@ -1,4 +1,4 @@
-"""Where a cache write goes: a window on the cache's memory, and each token's slot in it.
+"""The address of a cache write: a window on the cache's memory, and each token's slot in it.
 
 Dimension letters: P pages, S slots per page, H key-value heads, D head_dim, T tokens.
 """
@@ -36,11 +36,11 @@ _Pages = tuple[Size, Size, Size, Size]
 
 @dataclass(frozen=True)
 class Address:
-    """Where a write's tokens go.
+    """The address of a write's tokens.
 
-    window: on the cache tensor.
-    source: the written heads, [tokens..., H, D], before the cache's scale and rounding.
-    token_rank: how many of its dimensions are tokens. absorbed: values between source and cache.
+    window: on the cache tensor. source: the written heads, [tokens..., H, D], before the cache's
+    scale and rounding. token_rank: how many dimensions of source are tokens. absorbed: values
+    between source and cache.
     """
 
     window: CacheWindow
@@ -59,7 +59,7 @@ class Address:
 
 
 def place_arguments(k: Address, v: Address | None) -> dict[str, Any]:
-    """Windows, slots and scales, by the names that every op with a paged cache has for them."""
+    """Returns windows, slots and scales, by the argument names of every op with a paged cache."""
     slots = k.slots if v is None or v.slots.wraps else v.slots
     return {
         "k_window": k.window.to_ints(),
@@ -92,7 +92,8 @@ def check_pair(k: Address, v: Address, flow: Dataflow, *culprits: Value) -> None
 
 
 def address(write: CacheWrite, flow: Dataflow) -> Address:
-    """The window and slots of one write; raises Reject for addressing that is not understood."""
+    """Returns the window and slots of one write; raises Reject for addressing that is not
+    understood."""
     store, written = write.record, write.written
     if written is None:
         _reject_unknown(write)
@@ -130,12 +131,12 @@ def _reject_unknown(write: CacheWrite) -> NoReturn:
     _refuse("OPAQUE_WRITE", message, write.store)
 
 
-#: Writes to which a negative index is an error.
+#: Writes for which a negative index is an error.
 _EXACT = ("index_copy_", "scatter_")
 
 
 def _refuse(code: str, message: str, culprit: Value | View, hint: str = "") -> NoReturn:
-    """Ends the attempt at the write itself."""
+    """Rejects the write as a whole."""
     reject(code, Stage.ANCHORED, message, culprit, hint=hint)
 
 
@@ -143,7 +144,8 @@ def _refuse(code: str, message: str, culprit: Value | View, hint: str = "") -> N
 
 
 def _explicit_heads(write: CacheWrite, index: dict[int, View]) -> int | None:
-    """`cache[page, head, slot]` with head = arange(H): drops that index, names its dimension."""
+    """Handles `cache[page, head, slot]` with head = arange(H): removes that index and returns its
+    dimension."""
     if max(len(v.effect.dims) for v in index.values()) == 1:
         return None
     counting = [d for d, view in index.items() if _counts_up(view, write.target.shape[d])]
@@ -159,7 +161,7 @@ def _explicit_heads(write: CacheWrite, index: dict[int, View]) -> int | None:
 
 
 def _counts_up(view: View, length: Size) -> bool:
-    """Whether an index is 0, 1, ..., length - 1 along its last dimension alone."""
+    """Whether an index is 0, 1, ..., length - 1 along its last dimension only."""
     last = len(view.effect.dims) - 1
     whole = Effect(((),) * last + effects.identity((length,)).dims, (0,))
     value = view.value
@@ -169,7 +171,7 @@ def _counts_up(view: View, length: Size) -> bool:
 
 
 def _flattened(index: dict[int, View], shape: tuple[Size, ...]) -> dict[int, View]:
-    """Index tensors [B, S], or broadcast to it, as [B * S]."""
+    """Returns index tensors [B, S], or broadcast to it, as [B * S]."""
     flat = {}
     for dim, view in index.items():
         wide = effects.expand(view.effect, shape)
@@ -180,8 +182,8 @@ def _flattened(index: dict[int, View], shape: tuple[Size, ...]) -> dict[int, Vie
 def _roles(
     write: CacheWrite, written: Written, index: Mapping[int, View], head_axis: int | None
 ) -> tuple[int | None, int, int, dict[int, int]]:
-    """(page dimension or None, head dimension, element dimension) of the target, and the source's
-    dimensions in that order."""
+    """Returns (page dimension or None, head dimension, element dimension) of the target, and the
+    source's dimensions for them."""
     rest = [d for d in range(len(write.target.dims)) if d not in index and d != write.along]
     # With explicit heads the source is [tokens, H, other dimensions].
     order = rest if head_axis is None else [head_axis, *[d for d in rest if d != head_axis]]
@@ -227,7 +229,7 @@ def _one_index(
 
 
 def _own_index(write: CacheWrite, written: Written) -> Address:
-    """Each row of a dimension, a page, has slots of its own."""
+    """Handles a write in which each row of a dimension, a page, has its own slots."""
     assert write.along is not None
     ((slot_dim, slots),) = write.index.items()
     page, head, element, at = _roles(write, written, write.index, None)
@@ -266,7 +268,7 @@ def _two_indices(
 
 
 def _filled(write: CacheWrite, written: Written) -> Address:
-    """`cache[:B, start : start + S] = k`: slots that follow each other, the same in every page."""
+    """Handles `cache[:B, start : start + S] = k`: consecutive slots, the same in every page."""
     whole = effects.product(write.target.shape) == effects.product(write.memory.shape)
     if whole and continues(written.view.value, write.memory):
         _refuse(
@@ -313,7 +315,7 @@ def _filled(write: CacheWrite, written: Written) -> Address:
 
 
 def _stride(write: CacheWrite, dim: int) -> tuple[Size, Size]:
-    """(length, stride in elements) of a target dimension that is one run."""
+    """Returns (length, stride in elements) of a target dimension that is one run."""
     atoms = write.target.dims[dim]
     if atoms == ():
         return 1, 0
@@ -336,7 +338,7 @@ def _offset(write: CacheWrite) -> Size:
 
 
 def _flat_slots(write: CacheWrite, dim: int) -> _Pages:
-    """(num_pages, page_size, page_stride, slot_stride) of a flattened slot dimension."""
+    """Returns (num_pages, page_size, page_stride, slot_stride) of a flattened slot dimension."""
     atoms = write.target.dims[dim]
     strides = [a.step * write.memory.strides[a.axis] for a in atoms if a.axis is not None]
     if len(strides) != len(atoms) or len(atoms) > 2:
@@ -345,7 +347,7 @@ def _flat_slots(write: CacheWrite, dim: int) -> _Pages:
         return atoms[0].length, atoms[1].length, strides[0], strides[1]
     if not atoms:
         return 1, 1, 0, 0
-    # Slots that follow each other without a gap are one long page.
+    # Contiguous slots are one long page.
     return 1, atoms[0].length, atoms[0].length * strides[0], strides[0]
 
 
@@ -360,12 +362,12 @@ def _address(
     *,
     skipped: Size = 0,
 ) -> Address:
-    """Puts the window together; `lead` are the source's token dimensions, outermost first.
-    skipped: elements that the target starts after the window."""
+    """Makes the address. lead: the source's token dimensions, outermost first. skipped: elements
+    from the window's start to the target's start."""
     num_pages, page_size, page_stride, slot_stride = pages
     (_, head_stride), (_, dim_stride) = (_stride(write, d) for d in head)
     view = written.view
-    # The written heads' sizes: the cache's own may be symbols, which have to equal them.
+    # Uses the written heads' sizes: the cache's own may be symbols, which have to equal them.
     num_heads, head_dim = (view.shape[at[d]] for d in head)
     order = [*lead, *(at[d] for d in head)]
     dropped = [d for d in range(len(view.shape)) if d not in order]

@@ -2,8 +2,9 @@
 
     k ─ [/ scale or * scale] ─ [clamp] ─ to(float8) ─ [view(uint8)] ─▶ cache
 
-The op rounds once. With the clamp it saturates; without, what does not fit becomes what PyTorch's
-cast makes of it: infinity (float8_e5m2), or NaN or the largest number (float8_e4m3fn, by release).
+The op rounds once. With the clamp it saturates. Without it, a number out of range becomes what
+PyTorch's cast makes of it: infinity (float8_e5m2), or NaN or the largest number (float8_e4m3fn, by
+release).
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from tilewright.patterns.effects import Effect
 from tilewright.patterns.language import Stage, reject
 from tilewright.patterns.recognise.dtypes import dtype_name
 
-#: What heads are computed in.
+#: The dtypes that heads are computed in.
 WIDE = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
 class Written:
-    """What a write stores, before it is scaled and rounded to the cache's dtype.
+    """The values that a write stores, before they are scaled and rounded to the cache's dtype.
 
-    scale: a number, or a view of `view`'s shape that repeats along whatever it does not vary with.
-    multiplies: the values are multiplied by it, else divided. held: whether the graph holds them to
-    the cache's range, from below and from above. between: the graph's values from `view` to the
-    cache.
+    scale: a number, or a view of `view`'s shape that repeats along the dimensions it does not vary
+    with. multiplies: whether values are multiplied by it, rather than divided. held: whether the
+    graph clamps them to the cache's range, from below and from above. between: the graph's values
+    from `view` to the cache.
     """
 
     view: View
@@ -44,20 +45,21 @@ class Written:
     between: tuple[Value, ...] = ()
 
     def through(self, effect: Effect) -> Written:
-        """A selection of it."""
+        """Returns a selection of the written values."""
         scale = self.scale.through(effect) if isinstance(self.scale, View) else self.scale
         return replace(self, view=self.view.through(effect), scale=scale)
 
 
 def before_rounding(written: Written, dtype: torch.dtype) -> Written:
-    """What is written before it is scaled and rounded to `dtype`; `written` where it is not."""
+    """Returns the written values before they are scaled and rounded to `dtype`; `written` if they
+    are not."""
     while (earlier := _earlier(written, dtype)) is not None:
         written = earlier
     return written
 
 
 def _earlier(written: Written, dtype: torch.dtype) -> Written | None:
-    """One operation nearer to the heads, or None."""
+    """Returns the written values one operation earlier, or None."""
     value = written.view.value
     if value.op == "bitcast":
         return _there_and_back(written)
@@ -78,7 +80,7 @@ def _earlier(written: Written, dtype: torch.dtype) -> Written | None:
 
 
 def _is_rounding(written: Written, dtype: torch.dtype) -> bool:
-    """Whether the op may leave a cast out: its own rounding, one just before it, or a widening."""
+    """Whether the op may omit a cast: its own rounding, one just before it, or a widening."""
     value = written.view.value
     before = value.args[0].value.dtype
     if before not in WIDE:
@@ -96,7 +98,7 @@ def _before(written: Written, operand: View) -> Written | None:
 
 
 def _there_and_back(written: Written) -> Written | None:
-    """`x.view(torch.uint8).view(dtype)` is x."""
+    """Skips `x.view(torch.uint8).view(dtype)`, which is x."""
     value = written.view.value
     inner = value.args[0]
     if inner.value.op != "bitcast" or inner.value.args[0].value.dtype != value.dtype:
@@ -106,8 +108,8 @@ def _there_and_back(written: Written) -> Written | None:
 
 
 def _holds(bounds: tuple[Any, Any], dtype: torch.dtype) -> tuple[bool, bool] | None:
-    """Whether a clamp keeps what is too low, or too high, within a dtype; None where it cuts what
-    fits. Bounds beyond the range do nothing: what they cut does not fit."""
+    """Returns whether a clamp keeps numbers that are too low, or too high, within a dtype's range;
+    None if it changes numbers in the range. A bound beyond the range keeps none."""
     limit = torch.finfo(dtype).max
     if not all(bound is None or isinstance(bound, (int, float)) for bound in bounds):
         return None
@@ -118,9 +120,9 @@ def _holds(bounds: tuple[Any, Any], dtype: torch.dtype) -> tuple[bool, bool] | N
 
 
 def saturates(written: Written, dtype: torch.dtype) -> bool:
-    """Whether what does not fit into a cache's dtype becomes its largest number.
+    """Whether numbers out of a cache dtype's range become its largest number.
 
-    Raises Reject (CAST) where it does on one side alone.
+    Raises Reject (CAST) if they do on one side only.
     """
     if dtype not in FP8_DTYPES or dtype in SATURATED_BY_TORCH:
         return True
@@ -133,7 +135,7 @@ def saturates(written: Written, dtype: torch.dtype) -> bool:
 
 
 def _unscaled(written: Written) -> Written | None:
-    """`x / scale` or `x * scale` with a scale that does not depend on the projection."""
+    """Handles `x / scale` or `x * scale` with a scale that does not depend on the projection."""
     value = written.view.value
     if value.op not in ("aten.mul", "aten.div") or len(value.args) != 2 or value.kwargs:
         return None
@@ -158,15 +160,15 @@ def _is_scale(item: Any) -> bool:
 
 
 def can_scale(number: float) -> bool:
-    """Whether a number can be a cache's scale, which is float32: there it is neither 0 nor
-    infinite, nor so small that it loses digits."""
+    """Whether a number can be a cache's scale in float32: not 0, not infinite, and not so small
+    that it loses digits."""
     return FLOAT32.tiny <= abs(number) <= FLOAT32.max
 
 
 def scale_argument(written: Written, device: torch.device) -> View | Computed | None:
-    """The scale of a write as the op takes it, or None without one.
+    """Returns the scale of a write as the op takes it, or None without one.
 
-    Raises Reject (CAST) where it varies from token to token or along head_dim.
+    Raises Reject (CAST) if it varies from token to token or along head_dim.
     """
     if written.scale is None:
         return None
@@ -180,8 +182,8 @@ def scale_argument(written: Written, device: torch.device) -> View | Computed | 
 
 
 def scale_of_heads(scale: View | float, device: torch.device) -> View | Computed | None:
-    """The scale of heads [..., H, D] as ops take it: fp32, [] or [H]; None where it varies from
-    token to token or along head_dim."""
+    """Returns the scale of heads [..., H, D] as ops take it: fp32, [] or [H]; None if it varies
+    from token to token or along head_dim."""
     if not isinstance(scale, View):
         options = (("dtype", torch.float32), ("device", device))
         return Computed("full", ((), float(scale)), options)

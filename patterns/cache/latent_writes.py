@@ -1,4 +1,5 @@
-"""Writes of latents: one entry per token, a normed latent beside a rotated key, for all heads."""
+"""Writes of latents: one entry per token for all heads, a normalised latent beside a rotated
+key."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from tilewright.patterns.recognise.gemm import piece_of
 
 
 def latent_writes(flow: Dataflow) -> Iterator[WritePair]:
-    """Pairs of writes for one head at the same slots, of different widths; or one write of two such
-    parts side by side."""
+    """Yields pairs of writes with one head at the same slots and different widths, and single
+    writes of two such adjacent parts."""
     pending: CacheWrite | None = None
     for write in cache_writes(flow):
         both = _columns(write)
@@ -45,7 +46,7 @@ def _belong(one: CacheWrite, other: CacheWrite) -> bool:
 
 
 def _columns(write: CacheWrite) -> tuple[CacheWrite, CacheWrite] | None:
-    """`cache[slots] = cat([latent, rope_key], -1)` as two writes."""
+    """Splits `cache[slots] = cat([latent, rope_key], -1)` into two writes."""
     written = write.written
     if written is None or not _has_one_head(write) or written.view.value.op != "aten.cat":
         return None

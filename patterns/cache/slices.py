@@ -1,6 +1,6 @@
-"""Slices of a cache as runs of slots: which dimension of `cache[:B, s : s + n]` is which.
+"""Slices of a cache as runs of slots: the meaning of each dimension of `cache[:B, s : s + n]`.
 
-A slice has no index tensor that says which dimension the slots are: it is the one that is cut.
+A slice has no index tensor that tells which dimension holds the slots: it is the one that is cut.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tilewright.patterns.effects import Dim, Effect, Size
 @dataclass(frozen=True)
 class Slots:
     """Dimensions of the slice: page (None: one page), slot, head and element. axis: the slots' axis
-    of the memory. The head, of one, may be no axis of it."""
+    of the memory. The head, if there is only one, may have no axis."""
 
     page: int | None
     slot: int
@@ -24,7 +24,8 @@ class Slots:
 
 
 def fill_slices(target: Effect, shape: Sequence[Size]) -> Slots | str:
-    """The parts of a slice `target` of a memory of `shape`, or in words why they are not known."""
+    """Returns the dimensions of a slice `target` of a memory of `shape`; or, in words, why they are
+    not known."""
     axes = _axes(target.dims, len(shape))
     if axes is None or len(axes) not in (3, 4):
         return "its dimensions are not pages, slots, heads and head_dim"
@@ -46,9 +47,12 @@ def fill_slices(target: Effect, shape: Sequence[Size]) -> Slots | str:
 
 
 def _axes(dims: Sequence[Dim], rank: int) -> list[int | None] | None:
-    """The memory's axis behind every dimension. A dimension of one names none: it is the axis that
-    is left between its neighbours', where just as many are left as are needed. Where fewer are, the
-    last of such dimensions, which are alike, have none."""
+    """Returns the memory's axis of every dimension, or None.
+
+    A dimension of length one names no axis: it gets the axis left between its neighbours', if
+    exactly as many are left as are needed. If fewer are left, the last of these interchangeable
+    dimensions get none.
+    """
     known: list[int | None] = []
     for dim in dims:
         if len(dim) > 1 or any(a.axis is None or a.step != 1 for a in dim):
@@ -72,7 +76,7 @@ def _axes(dims: Sequence[Dim], rank: int) -> list[int | None] | None:
 
 
 def _run_of_ones(known: Sequence[int | None], place: int) -> list[int]:
-    """The unnamed dimensions next to each other around `place`."""
+    """Returns the adjacent unnamed dimensions around `place`."""
     first = place
     while first > 0 and known[first - 1] is None:
         first -= 1
@@ -83,5 +87,5 @@ def _run_of_ones(known: Sequence[int | None], place: int) -> list[int]:
 
 
 def _is_cut(target: Effect, shape: Sequence[Size], dim: int, axis: int | None) -> bool:
-    """Whether less than the whole axis is taken."""
+    """Whether a part of the axis is taken."""
     return axis is not None and bool(target.start[axis] != 0 or target.shape[dim] != shape[axis])

@@ -1,4 +1,4 @@
-"""Slot arithmetic: the expressions that lead from a token to its place in a paged cache.
+"""Slot arithmetic: the expressions from a token to its place in a paged cache.
 
 page = block_table[sequence, position // page_size]
 slot = page * page_size + position % page_size
@@ -23,9 +23,9 @@ _INTEGERS = (torch.int32, torch.int64)
 
 @dataclass(frozen=True)
 class Slots:
-    """How tokens find their slots: a form of `ops.cache.addressing`, and the tensors that it reads.
+    """The slots of tokens: a form of `ops.cache.addressing`, and the tensors that it reads.
 
-    wraps: whether a negative index counts from the end, as in cache[slots]; to index_copy_ and
+    wraps: whether a negative index counts from the end, as in cache[slots]; for index_copy_ and
     scatter_ it is an error.
     """
 
@@ -35,7 +35,7 @@ class Slots:
 
     @property
     def fact(self) -> str:
-        """How the slots were given, for reports."""
+        """The form of the slots, for reports."""
         first = self.tensors[0]
         if isinstance(first, Computed):
             return "slice" if first.function == "arange" else "page+offset"
@@ -43,15 +43,15 @@ class Slots:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """By the names that every op with a paged cache has for them."""
+        """The slots by the argument names of every op with a paged cache."""
         named = dict(zip(SLOT_FORMS[self.form], self.tensors, strict=True))
         indexing = "torch" if self.wraps else "exact"
         return {"slots": self.form, "indexing": indexing, "slot_mapping": None, **named}
 
 
 def own_slots(offsets: View, num_pages: Size, page_size: Size, device: torch.device) -> Computed:
-    """[P * T] of offsets [P, T], the tokens of page p in row p, as scatter_ has them: none is
-    negative."""
+    """Returns flat slots [P * T] from offsets [P, T], in which row p has the tokens of page p, as
+    in scatter_. Negative offsets become invalid."""
     pages = Computed("arange", (num_pages,), (("device", device),))
     rows = Computed("reshape", (pages, [num_pages, 1]))
     slots = paged_slot(rows, offsets, num_pages, page_size, lowest=0)
@@ -65,10 +65,11 @@ def paged_slot(
     page_size: Size,
     lowest: Size | None = None,
 ) -> Computed:
-    """page * page_size + offset, with PyTorch's meaning of an offset that is not in its page.
+    """Returns page * page_size + offset, with PyTorch's meaning of an offset that is not in its
+    page.
 
-    A negative offset counts from the page's end; one out of range, or below `lowest`, becomes a
-    slot out of range, which the op refuses or skips, and never a slot of the next page.
+    A negative offset counts from the page's end. An offset out of range, or below `lowest`, becomes
+    a slot out of range, which the op refuses or skips, and never a slot of the next page.
     """
     lowest = -page_size if lowest is None else lowest
     start = Computed("mul", (pages, page_size))
@@ -83,7 +84,8 @@ def paged_slot(
 
 
 def block_table(flow: Dataflow, pages: View, offsets: View, page_size: Size) -> Slots | None:
-    """The table behind a page and an offset, or None where they are not looked up like that."""
+    """Returns the table from which a page is looked up for an offset; None if it is not looked up
+    that way."""
     positions = _position_of(offsets, page_size)
     found = _lookup(strip_integer_casts(pages))
     if positions is None or found is None:
@@ -98,7 +100,7 @@ def block_table(flow: Dataflow, pages: View, offsets: View, page_size: Size) -> 
 
 
 def slot_table(flow: Dataflow, slots: View, page_size: Size) -> Slots | None:
-    """The table behind a slot, computed as page * page_size + offset."""
+    """Returns the table of slots that are computed as page * page_size + offset; else None."""
     value = slots.value
     if value.op != "aten.add" or len(value.operands) != 2 or value.kwargs:
         return None
@@ -113,14 +115,15 @@ def slot_table(flow: Dataflow, slots: View, page_size: Size) -> Slots | None:
 
 
 def _usable(flow: Dataflow, view: View) -> bool:
-    """An integer tensor that the graph never writes: the op may read it as late as it likes."""
+    """Whether a view is of an integer tensor that the graph never writes, so that the op may read
+    it later."""
     memory = flow.memory_of.get(flow.home(view.value))
     written = memory is not None and any(map(flow.written.get, flow.on_storage(memory.storage)))
     return view.value.dtype in _INTEGERS and not written
 
 
 def _operand(view: View, op: str, number: Any, **kwargs: Any) -> View | None:
-    """x of `op(x, number)`, elementwise; or None."""
+    """Returns x of `op(x, number)`, elementwise; else None."""
     value = view.value
     if value.op != op or len(value.args) != 2 or dict(value.kwargs) != kwargs:
         return None
@@ -133,7 +136,8 @@ def _operand(view: View, op: str, number: Any, **kwargs: Any) -> View | None:
 
 
 def _position_of(offsets: View, page_size: Size) -> View | None:
-    """position, where the offsets are position % page_size; then they are in their page."""
+    """Returns position if the offsets are position % page_size, so that they are in their page;
+    else None."""
     offsets = strip_integer_casts(offsets)
     found = _operand(offsets, "aten.remainder", page_size)
     if found is None and _shift(page_size) is not None:
@@ -142,7 +146,7 @@ def _position_of(offsets: View, page_size: Size) -> View | None:
 
 
 def _block_of(columns: View, page_size: Size) -> View | None:
-    """position, where the columns are position // page_size."""
+    """Returns position if the columns are position // page_size; else None."""
     found = _operand(columns, "aten.floor_divide", page_size)
     if found is None:
         found = _operand(columns, "aten.div", page_size, rounding_mode="floor")
@@ -152,7 +156,7 @@ def _block_of(columns: View, page_size: Size) -> View | None:
 
 
 def _scaled_by(view: View, page_size: Size) -> View | None:
-    """page, of page * page_size."""
+    """Returns page of page * page_size; else None."""
     view = strip_integer_casts(view)
     found = _operand(view, "aten.mul", page_size)
     if found is None and (shift := _shift(page_size)) is not None:
@@ -161,14 +165,14 @@ def _scaled_by(view: View, page_size: Size) -> View | None:
 
 
 def _shift(page_size: Size) -> int | None:
-    """log2 of a power of two."""
+    """Returns log2 of a power of two; None for another number."""
     if not isinstance(page_size, int) or page_size < 1 or page_size & (page_size - 1):
         return None
     return page_size.bit_length() - 1
 
 
 def _lookup(pages: View) -> tuple[View, View, View] | None:
-    """(table, sequence, column) of `table[sequence, column]`, however it was spelled."""
+    """Returns (table, sequence, column) of `table[sequence, column]` in any spelling; else None."""
     value = pages.value
     if value.op == "aten.index":
         base, indices = value.args
@@ -186,7 +190,8 @@ def _lookup(pages: View) -> tuple[View, View, View] | None:
 
 
 def _gathered(pages: View) -> tuple[View, View, View] | None:
-    """`table[sequence].gather(1, column[:, None])`: the rows first, then an element of each."""
+    """Handles `table[sequence].gather(1, column[:, None])`: the rows first, then an element of
+    each."""
     rows, _, columns = pages.value.args
     if not rows.is_whole or len(rows.shape) != 2 or columns.shape[1] != 1:
         return None

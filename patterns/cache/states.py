@@ -1,7 +1,7 @@
-"""What layers without attention keep of the past, in memory that looks like a cache's and is none.
+"""States of layers without attention, in memory that looks like a cache but is not one.
 
-The inputs that a convolution still needs, and the state of a recurrence: both are replaced whole, a
-state also head by head.
+They are the inputs that a convolution still needs, and the state of a recurrence. Both are replaced
+as a whole, a state also head by head.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from tilewright.patterns import effects
 from tilewright.patterns.dataflow import Memory, Store, Value, upstream
 from tilewright.patterns.recognise.gemm import match_gemm
 
-# A decay, and products of two activations: keys and values are made by neither.
+# Operations of a recurrence: a decay, and products of two activations. Keys and values use neither.
 _RECURRENT = frozenset(f"aten.{name}" for name in ("exp", "cumsum", "matmul", "bmm", "einsum"))
 _BY_ELEMENT = frozenset(f"aten.{name}" for name in ("add", "sub", "mul", "silu", "cat", "pad"))
 _BY_ELEMENT |= {"cast"}
@@ -31,14 +31,15 @@ def replaces_state(store: Store) -> bool:
 
 
 def continues(value: Value, memory: Memory) -> bool:
-    """Whether a value is made of what a memory held, as no new key is."""
+    """Whether a value is computed from what a memory held, which new keys are not."""
     before = upstream(value, _REACH, lambda v: match_gemm(v) is None)
     return any(v.node is memory.root or (v.store and v.store.memory is memory) for v in before)
 
 
 def _walk_tokens(value: Value, axes: set[int | None]) -> bool:
-    """Whether these axes are one, along which tokens follow each other: they are joined to those
-    before, or it is another axis than a projection's features. [batch, channels, width] ends so."""
+    """Whether these axes are a single axis of tokens: the value is joined to earlier tokens along
+    it, or it is not the feature axis of a projection. A state [batch, channels, width] ends in such
+    an axis."""
     for _ in range(_REACH):
         if len(axes) != 1 or value.op not in _BY_ELEMENT:
             break
@@ -56,6 +57,6 @@ def _walk_tokens(value: Value, axes: set[int | None]) -> bool:
 
 
 def made_by_recurrence(value: Value) -> bool:
-    """Whether a value is made by a decay, or by a product of two activations."""
+    """Whether a value is computed by a decay, or by a product of two activations."""
     before = upstream(value, _REACH, lambda v: match_gemm(v) is None)
     return any(v.op in _RECURRENT and v.projected and match_gemm(v) is None for v in before)

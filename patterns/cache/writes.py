@@ -1,4 +1,4 @@
-"""Writes into a cache: found, taken apart where K and V are written at once, and paired."""
+"""Writes into a cache: finds them, splits a write of both K and V, and pairs K with V."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tilewright.patterns.effects import Effect
 from tilewright.patterns.language import Sought
 from tilewright.patterns.recognise.gemm import Gemm, match_gemm, piece_of
 
-#: What the patterns look for that start from these writes.
+#: The description of patterns that start from these writes.
 CACHE_WRITES = Sought(
     "writes into a cache that is an input or a buffer (index_copy_, cache[slots] = k)",
     frozenset({"store", "aten.cat", "aten.index_put", "aten.index_copy", "aten.scatter"}),
@@ -29,10 +29,10 @@ CACHE_WRITES = Sought(
 
 @dataclass(frozen=True)
 class CacheWrite:
-    """One K or V write; `written` None where what is stored is not known.
+    """One K or V write; `written` is None if the stored value is not known.
 
-    stores: one, or one for each row of a dimension that the model writes row by row. record: what
-    they write together. along: see :class:`Store`.
+    stores: one, or one for each row of a dimension that the model writes row by row. record: the
+    combined write. along: see :class:`Store`.
     """
 
     stores: tuple[Value, ...]
@@ -61,19 +61,21 @@ class CacheWrite:
 
     @property
     def is_projected(self) -> bool:
-        """Whether the graph projects what is written; else an earlier graph did, or the caller."""
+        """Whether the graph projects the written values; else an earlier graph did, or the
+        caller."""
         source = self.record.source
         return source is None or source.value.projected
 
 
 @dataclass(frozen=True)
 class WritePair:
-    """A K and a V write of the same tokens, or one of them alone. unlike: beside one alone, a write
-    of the same tokens' heads that have another width."""
+    """A K and a V write of the same tokens, or a single write. unlike: beside a single write, a
+    write of the same tokens with heads of another width. again: whether it is half of a pair."""
 
     first: CacheWrite
     second: CacheWrite | None
     unlike: CacheWrite | None = None
+    again: bool = False
 
     @property
     def stores(self) -> tuple[Value, ...]:
@@ -84,10 +86,16 @@ class WritePair:
     def node(self) -> fx.Node:
         return self.first.store.node
 
+    def apart(self) -> Iterator[WritePair]:
+        """Each of the two writes alone; nothing where one store has both."""
+        if self.second is not None and set(self.first.stores).isdisjoint(self.second.stores):
+            yield WritePair(self.first, None, again=True)
+            yield WritePair(self.second, None, again=True)
+
 
 def cache_writes(flow: Dataflow) -> Iterator[CacheWrite]:
-    """In-place writes into inputs of rank three or more, in program order: of projected data, and
-    of what the graph is given, where that goes to slots as keys and values do."""
+    """Yields in-place writes into inputs of rank three or more, in program order: of projected
+    data, and of inputs that go to slots as keys and values do."""
     fused = {op.qualified_name for op in all_ops()}
     wanted = [value for value in flow.stores if _may_be_cache(value, flow, fused)]
     for stores, record in row_by_row(wanted):
@@ -99,8 +107,8 @@ def cache_writes(flow: Dataflow) -> Iterator[CacheWrite]:
 def _may_be_cache(value: Value, flow: Dataflow, fused: set[str]) -> bool:
     """Whether a write goes into an input of rank three or more, and may be of keys or values.
 
-    fused: names of the ops that write caches themselves: the user's own call of one, or a site
-    rewritten in an earlier round.
+    fused: names of the ops that write caches themselves: the user called one, or an earlier round
+    rewrote a site to it.
     """
     store = value.store
     assert store is not None
@@ -117,8 +125,8 @@ _REACH = 32
 
 
 def _is_given(store: Store, flow: Dataflow) -> bool:
-    """Whether part of a cache is written with what is, or plainly comes from, an activation among
-    the graph's inputs: its projection lies before the graph."""
+    """Whether part of a cache is written with an activation among the graph's inputs, or with
+    simple arithmetic on one. Its projection is before the graph."""
     source = store.source
     assert source is not None
     part = bool(store.index) or not effects.is_identity(store.target, store.memory.shape)
@@ -137,7 +145,8 @@ def _is_given(store: Store, flow: Dataflow) -> bool:
 
 
 def _with_head(write: CacheWrite) -> CacheWrite:
-    """Adds the head dimension, of one, to a cache without one (latents: [pages, slots, width])."""
+    """Adds a head dimension of length one to a cache without one (latents: [pages, slots,
+    width])."""
     if write.written is None or not _lacks_heads(write):
         return write
     element = write.rest[-1]
@@ -154,10 +163,11 @@ def _with_head(write: CacheWrite) -> CacheWrite:
 
 
 def _lacks_heads(write: CacheWrite) -> bool:
-    """Whether index tensors leave one dimension, or a row of three dimensions is all of a token."""
+    """Whether the cache has no head dimension: index tensors leave one dimension, or a row of three
+    dimensions is all of a token."""
     if write.written is None:
         return False
-    # Index tensors of different shapes: one of them may be the heads' arange.
+    # If index tensors have different shapes, one of them may be the heads' arange.
     if len({view.shape for view in write.index.values()}) == 1 and len(write.rest) == 1:
         return True
     if len(write.target.dims) != 3 or not write.rest or _is_one(write, write.rest[-2:][0]):
@@ -168,19 +178,20 @@ def _lacks_heads(write: CacheWrite) -> bool:
 
 
 def _is_one(write: CacheWrite, dim: int) -> bool:
-    """Whether a dimension is all of an axis of one: a slice's token is one of many."""
+    """Whether a dimension is all of an axis of length one; the token of a slice is one of many."""
     one = write.target.dims[dim] == ()
     return one and (bool(write.index) or write.memory.shape[-2] == 1)
 
 
 def _inputs_of(flow: Dataflow, value: Value) -> list[View]:
-    """What the node behind an unknown write reads."""
+    """Returns the views that the node of an unknown write reads."""
     views = [flow.views[n] for n in value.node.all_input_nodes if n in flow.views]
     return [v for v in views if isinstance(v, View)]
 
 
 def _written(store: Store) -> Written | None:
-    """What a write stores, in the cache's own dtype or before it was rounded to it."""
+    """Returns the values that a write stores, in the cache's dtype or before they were rounded to
+    it."""
     source, dtype = store.source, store.memory.dtype
     if source is None:
         return None
@@ -195,7 +206,8 @@ def _written(store: Store) -> Written | None:
 
 
 def _parts(write: CacheWrite) -> Iterator[CacheWrite]:
-    """`cache[page, :, slot] = stack([k, v], 1)` is two writes in one; `cat` along the heads too."""
+    """Splits a write of both: `cache[page, :, slot] = stack([k, v], 1)`, or `cat` along the
+    heads."""
     written = write.written
     if written is None or written.view.value.op != "aten.cat":
         yield write
@@ -217,8 +229,9 @@ def _parts(write: CacheWrite) -> Iterator[CacheWrite]:
 
 
 def joined_features(write: CacheWrite) -> Value | None:
-    """The cat along the features of two projections of one width that a write stores: keys and
-    values in a row; None where it stores anything else, as the parts of a rotated head."""
+    """Returns the cat along the features of two projections of equal width, if that is what a write
+    stores: keys and values in a row. None for anything else, such as the parts of a rotated head.
+    """
     value = None if write.written is None else write.written.view.value
     if value is None or value.op != "aten.cat" or len(value.args[0]) != 2:
         return None
@@ -230,8 +243,8 @@ def joined_features(write: CacheWrite) -> Value | None:
 
 
 def _part(write: CacheWrite, written: Written, part: int, at: int, dim: int) -> CacheWrite:
-    """One of the two pieces: `at` is the source's dimension that tells them apart, `dim` the
-    target's. Of a stack that dimension is dropped."""
+    """Returns one of the two pieces. at: the source's dimension that tells them apart; dim: the
+    target's. A stack loses that dimension."""
     pieces, axis = written.view.value.args
     length = pieces[0].shape[axis]
 
@@ -255,8 +268,8 @@ def _part(write: CacheWrite, written: Written, part: int, at: int, dim: int) -> 
 
 
 def row_by_row(stores: Sequence[Value]) -> Iterator[tuple[tuple[Value, ...], Store]]:
-    """(writes, what they write together), in the order of their first: those of neighbouring rows,
-    first to last, of one dimension of a memory, from the same rows of one value."""
+    """Returns (writes, combined write) for each group, in the order of their first writes. A group
+    writes consecutive rows of one dimension of a memory from the same rows of one value."""
     groups: list[list[Value]] = []
     records: list[Store] = []
     last: dict[Memory, int] = {}
@@ -276,7 +289,8 @@ def row_by_row(stores: Sequence[Value]) -> Iterator[tuple[tuple[Value, ...], Sto
 
 
 def _next_row(group: Sequence[Value], record: Store, store: Store) -> Store | None:
-    """What a group of writes and the write of the next row store together; None for another."""
+    """Returns the combination of a group of writes with the write of the next row; None for another
+    write."""
     first = group[0].store
     assert first is not None
     count, source, more = len(group), first.source, store.source
@@ -289,7 +303,7 @@ def _next_row(group: Sequence[Value], record: Store, store: Store) -> Store | No
     if target is None or read is None or first.index.keys() != store.index.keys():
         return None
     if len(first.index) > 1:
-        return None  # pages and slots: each row is written by itself
+        return None  # pages and slots: each row is written separately
     whole = View(source.value, read)
     if not first.index:
         return replace(first, target=target, source=whole)
@@ -309,8 +323,8 @@ def _next_row(group: Sequence[Value], record: Store, store: Store) -> Store | No
 
 
 def _rows_of(first: Effect, other: Effect, count: int) -> Effect | None:
-    """Row 0 and row `count` of a dimension as its rows 0 to `count`, in front; None where these are
-    not rows of one."""
+    """Returns rows 0 to `count` of a dimension as one effect, given rows 0 and `count`, with the
+    rows as first dimension. None if these are not rows of one dimension."""
     apart = [a for a, (x, y) in enumerate(zip(first.start, other.start, strict=True)) if x != y]
     if first.dims != other.dims or len(apart) != 1:
         return None
@@ -324,13 +338,14 @@ def _rows_of(first: Effect, other: Effect, count: int) -> Effect | None:
 # --- pairs ----------------------------------------------------------------------------------------
 
 
-# How many writes before and behind one without a twin are asked whether they are of another width.
+# The number of writes before and after an unpaired one that are compared for heads of another
+# width.
 _NEAR = 4
 
 
 def pairs(flow: Dataflow) -> Iterator[WritePair]:
-    """Writes of the same shape at the same slots belong together: to the same place of two caches
-    where there are such of one activation, else neighbours."""
+    """Pairs writes of the same shape at the same slots: to the same place of two caches if such
+    writes project one activation, else neighbours."""
     writes = list(cache_writes(flow))
     projected = [_projected(write) for write in writes]
     taken: set[int] = set()
@@ -342,14 +357,15 @@ def pairs(flow: Dataflow) -> Iterator[WritePair]:
         if i in taken:
             continue
         mates = (j for j in later(i) if _of_one_input(projected[i], projected[j]))
-        if _is_part(write):  # an op that has one of a store's parts has them all
+        if _is_part(write):  # an op that takes one part of a store must take all of them
             twin = next((j for j in later(i) if writes[j].store is write.store), None)
             if twin is None or not _belong(write, writes[twin]):
                 continue
         else:
             twin = next((j for j in mates if _is_twin(write, writes[j])), None)
         if twin is None:
-            after = (j for j in islice(later(i), 1) if not _is_part(writes[j]))
+            known = (j for j in later(i) if _is_known(writes[j]) == _is_known(write))
+            after = (j for j in islice(known, 1) if not _is_part(writes[j]))
             twin = next((j for j in after if _belong(write, writes[j])), None)
         if twin is not None:
             taken.add(twin)
@@ -363,13 +379,18 @@ def pairs(flow: Dataflow) -> Iterator[WritePair]:
 
 
 def _is_part(write: CacheWrite) -> bool:
-    """Whether its store writes more than this write does."""
+    """Whether the store of this write also writes something else."""
     everything = write.record.target.shape
     return effects.product(write.target.shape) != effects.product(everything)
 
 
+def _is_known(write: CacheWrite) -> bool:
+    """Whether it is known what is stored; of a memory that is cleared, for one, it is not."""
+    return write.written is not None
+
+
 def _stands_alone(write: CacheWrite) -> bool:
-    """Whether an unpaired write is reported: one of the graph's inputs may go to any buffer."""
+    """Whether an unpaired write is reported: a graph's input may be written to any buffer."""
     return write.is_projected or len(write.memory.shape) >= 4
 
 
@@ -379,23 +400,24 @@ def _is_twin(a: CacheWrite, b: CacheWrite) -> bool:
 
 
 def _of_one_input(one: set[Value], other: set[Value]) -> bool:
-    """Whether two writes may project one activation; the caches of two layers hold others."""
+    """Whether two writes may project one activation; caches of different layers hold different
+    ones."""
     return not one or not other or not one.isdisjoint(other)
 
 
 def _projected(write: CacheWrite) -> set[Value]:
-    """The activations in the nearest products that a write is computed from. The angles of a
-    rotation, positions times frequencies, are no projection: all layers share them."""
+    """Returns the activations in the nearest products that a write is computed from. Products of
+    positions and frequencies, the angles of a rotation, do not count: all layers share them."""
     return {gemm.flat_x.value for gemm in _products(write) if gemm.flat_x.shape[-1] != 1}
 
 
 def _products(write: CacheWrite) -> list[Gemm]:
-    """The nearest products that a write is computed from."""
+    """Returns the nearest products that a write is computed from."""
     return [] if write.written is None else _nearest(write.written.view.value)
 
 
 def _nearest(value: Value) -> list[Gemm]:
-    """The nearest products that a value is computed from."""
+    """Returns the nearest products that a value is computed from."""
     nearest = upstream(value, _REACH, lambda v: match_gemm(v) is None)
     return [gemm for value in nearest if (gemm := match_gemm(value)) is not None]
 
@@ -411,7 +433,7 @@ def _belong(a: CacheWrite, b: CacheWrite) -> bool:
 
 
 def _differ_in_width(a: CacheWrite, b: CacheWrite) -> bool:
-    """Whether two writes go to the same slots, and only their heads' width is not the same."""
+    """Whether two writes go to the same slots and differ only in the width of their heads."""
     if a.written is None or b.written is None:
         return False
     one, other = a.written.view.shape, b.written.view.shape
@@ -419,7 +441,7 @@ def _differ_in_width(a: CacheWrite, b: CacheWrite) -> bool:
 
 
 def _are_rows(a: Written, b: Written) -> bool:
-    """Whether two writes store rows of one value, whose place no dimension walks: K[0] and K[1]."""
+    """Whether two writes store different rows of one value, such as K[0] and K[1]."""
     one, other = a.view, b.view
     if one.value is not other.value or one.effect.dims != other.effect.dims:
         return False

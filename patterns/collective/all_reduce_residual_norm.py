@@ -1,5 +1,5 @@
-"""What follows a linear that ranks share: their parts are summed, the residual is added, and the
-next layer's linears read the norm of that.
+"""The operations after a linear that is split over ranks: the ranks' parts are summed, the residual
+is added, and the next layer's linears read the norm of the sum.
 
     summed = residual + all_reduce(part)
     normed = rms_norm(summed) * norm_weight      ⇒   all_reduce_residual_norm(part, residual, ...)
@@ -19,7 +19,7 @@ from tilewright.patterns.recognise.dtypes import check_dtypes, rows_fact
 from tilewright.patterns.recognise.norm import Norm
 from tilewright.patterns.recognise.row_norm import rms_norm_of
 
-# How many values behind the sum its norm is looked for: casts, and those of a norm spelled out.
+# The number of values after the sum that are searched for its norm, which may be spelled out.
 _REACH = 16
 
 
@@ -29,8 +29,10 @@ class AllReduceResidualNorm:
 
     name: str = "all_reduce_residual_norm"
     op: str = "all_reduce_residual_norm"
-    asked_before: ClassVar[tuple[str, ...]] = ("linear_activation",)  # it reads its norm
-    optional: ClassVar[bool] = True  # the library's collective computes the graph as it is
+    asked_before: ClassVar[tuple[str, ...]] = (
+        "linear_activation",
+    )  # that pattern would take the norm
+    optional: ClassVar[bool] = True  # the library computes the graph as it is
     sought: ClassVar[Sought] = Sought(
         "sums over ranks with a residual and a norm behind them",
         frozenset({"_c10d_functional::all_reduce", "opaque:all_reduce"}),
@@ -38,8 +40,8 @@ class AllReduceResidualNorm:
     )
 
     def anchors(self, flow: Dataflow) -> Iterator[Value]:
-        """Sums with a residual of what the ranks have summed, whose norm follows; those of
-        sequence parallel, too."""
+        """Yields sums of a residual and a sum over ranks that a norm follows, also in sequence
+        parallel form."""
         for value in flow.values:
             summed = match_rank_sum(value) is not None or is_scattered_sum(value)
             if summed and _norm_of(value, flow) is not None:
@@ -79,7 +81,7 @@ class AllReduceResidualNorm:
 
 
 def _norm_of(end: Value, flow: Dataflow) -> tuple[Value, Norm] | None:
-    """The norm of a value, with its result: of those that are one inside another the outermost."""
+    """Returns the norm of a value, with its result; of nested norms, the outermost."""
     norms = [
         (value, norm)
         for value in flow.downstream(end, _REACH)

@@ -28,8 +28,8 @@ class RankSum:
 
 
 def match_rank_sum(value: Value) -> RankSum | None:
-    """The sum that a value is, of few enough tokens for ranks to read each other's rows; else
-    None."""
+    """Returns the sum over ranks plus residual that a value is, if its tokens are few enough for
+    ranks to read each other's rows; else None."""
     if value.op != "aten.add" or value.kwargs.get("alpha", 1) != 1:
         return None
     for side, residual in value.either_way:
@@ -44,7 +44,7 @@ def match_rank_sum(value: Value) -> RankSum | None:
 
 
 def is_scattered_sum(value: Value) -> bool:
-    """Whether a residual is added to what the ranks have summed of which each keeps a part."""
+    """Whether a value adds a residual to a sum over ranks of which each rank keeps a part."""
     if value.op != "aten.add":
         return False
     waited = [side.value for side, _ in value.either_way]
@@ -52,13 +52,14 @@ def is_scattered_sum(value: Value) -> bool:
 
 
 def unless_summed(norm: Norm | None) -> Norm | None:
-    """A norm that linears may take, which is none of what ranks have summed: the op that sums makes
-    it in passing."""
+    """Returns the norm, or None if its input is an all-reduced sum, whose op computes the norm
+    too."""
     return None if norm is None or match_rank_sum(norm.x.value) is not None else norm
 
 
 def _reduced(side: View) -> tuple[View, str, tuple[Value, ...]] | None:
-    """One rank's part of what `side` is the sum of, the group, and the collective's values."""
+    """Returns this rank's part, the group and the collective's values if `side` is a sum over
+    ranks; else None."""
     waited = side.value
     if waited.op != _WAITED or not _is_whole(side):
         return None
@@ -72,14 +73,14 @@ def _reduced(side: View) -> tuple[View, str, tuple[Value, ...]] | None:
 
 
 def _is_whole(side: View) -> bool:
-    """Whether a view is its value in another shape, its elements in their order."""
+    """Whether a view is its whole value in another shape, with the elements in order."""
     try:
         return side == side.value.whole.reshape(*side.shape)
-    except InexpressibleError:  # dimensions that changed places
+    except InexpressibleError:  # dimensions were permuted
         return False
 
 
 def _few(value: Value, ranks: int) -> bool:
-    """A count that is a symbol is told at the call."""
+    """Whether there are few enough tokens. A symbolic count is decided at the call."""
     *rows, columns = value.shape
     return OP.slower(tokens=effects.product(rows), columns=columns, ranks=ranks) is None

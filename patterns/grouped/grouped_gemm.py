@@ -1,12 +1,12 @@
-"""A grouped GEMM by itself: what is left where no whole mixture of experts was found.
+"""A grouped GEMM that is not part of a complete mixture of experts.
 
     grouped_mm(x [M, K], weight [E, K, N], ends [E])     ⇒   grouped_matmul
-    the same with x and weight both NVFP4                ⇒   grouped_matmul_dynamic_scaled_nvfp4
+    grouped_mm of x and weight both in NVFP4             ⇒   grouped_matmul_dynamic_scaled_nvfp4
 
-The weight is dense, stored or computed, or dequantised in the graph. That x is NVFP4 is seen where
-the graph decodes it from codes and e4m3 scales, which it was given or made itself: the op reads
-those, so whichever way the graph rounds stays its own. That op ignores the signs of block scales,
-as the tensor core does: it is taken where the graph shows that no scale is negative.
+The weight is dense, stored or computed, or dequantised in the graph. x counts as NVFP4 if the graph
+decodes it from codes and e4m3 scales, inputs or its own results: the op reads these, so the graph's
+rounding is kept. The NVFP4 op ignores the signs of block scales, as the tensor core does, so it is
+used only if the graph shows that no scale is negative.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from tilewright.patterns.quantised.experts import match_dequantized_experts, mat
 from tilewright.patterns.recognise.dtypes import check_dtypes, dtype_name
 from tilewright.patterns.recognise.grouped_gemm import ExpertGemm, match_grouped
 
-# Columns of an NVFP4 block, and of what the op's loads take at a time.
+# Columns of an NVFP4 block, and of one load of the op.
 NVFP4_BLOCK, NVFP4_COLUMNS = 16, 32
-# Rows of codes in memory: whole 16 bytes.
+# Rows of codes must be a multiple of 16 bytes.
 ALIGNED_BYTES = 16
-# On an H200 torch's kernel was faster at 256 inner columns and 256 rows per group, and no longer at
-# 768 columns or at fewer rows.
+# On an H200 torch's kernel was faster with 256 inner columns and 256 rows per group, but not with
+# 768 columns or fewer rows.
 SHORT_INNER, MANY_ROWS = 512, 160
 
 
@@ -66,7 +66,7 @@ class GroupedGemm:
     )
 
     def anchors(self, flow: Dataflow) -> Iterator[Value]:
-        """Rows in groups times one weight per group."""
+        """Yields products of rows in groups with one weight per group."""
         for value in flow.values:
             gemm = match_grouped(value)
             if gemm is not None and len(gemm.x.shape) == 2:
@@ -95,7 +95,7 @@ class GroupedGemm:
 
 
 def _rows_of(gemm: ExpertGemm, weight: DequantizedExperts | None) -> DequantizedExperts | None:
-    """The NVFP4 rows of a product with an NVFP4 weight, or None."""
+    """Returns the NVFP4 rows of a product with an NVFP4 weight, or None."""
     if weight is None or weight.format != "nvfp4":
         return None
     return match_dequantized_rows(gemm.x)
@@ -110,7 +110,7 @@ def _guard(gemm: ExpertGemm) -> None:
 
 
 def _weight_only(gemm: ExpertGemm, weight: DequantizedExperts | None) -> dict[str, Any]:
-    """The arguments of `grouped_matmul`."""
+    """Returns the arguments of `grouped_matmul`."""
     arguments: dict[str, Any] = {"x": gemm.x, "group_offsets": gemm.ends, "end_offsets": True}
     if weight is None:
         _check_gain(gemm)
@@ -125,7 +125,8 @@ def _weight_only(gemm: ExpertGemm, weight: DequantizedExperts | None) -> dict[st
 
 
 def _check_gain(gemm: ExpertGemm) -> None:
-    """torch has a kernel for bfloat16, which loses but for short sums over many rows."""
+    """Raises Reject (NO_GAIN) for short sums over many rows in bfloat16, where torch's kernel is as
+    fast."""
     rows, inner = gemm.x.shape
     experts = gemm.weight.shape[0]
     known = all(isinstance(size, int) for size in (rows, inner, experts))
@@ -140,7 +141,7 @@ def _check_gain(gemm: ExpertGemm) -> None:
 def _both_quantised(
     gemm: ExpertGemm, weight: DequantizedExperts, rows: DequantizedExperts
 ) -> dict[str, Any] | None:
-    """The arguments of the NVFP4 op; None where it does not take the rows, or the signs."""
+    """Returns the arguments of the NVFP4 op; None if it cannot take the rows or the signs."""
     factor = _factors_of(weight, rows)
     if factor is None or not (weight.has_natural_scale and rows.has_natural_scale):
         return None
@@ -148,7 +149,7 @@ def _both_quantised(
     weight, rows = replace(weight, unsigned=False), replace(rows, unsigned=False)
     given = expert_arguments({("b", "b_scales", "factor"): weight})
     num_experts, device = weight.shape[0], weight.device
-    # The op wants ends that ascend; slices take any.
+    # The op requires ascending ends, while slices accept any.
     num_rows = gemm.x.shape[0]
     offsets = Computed("pad", (Computed(ends_in_order, (gemm.ends, num_rows)), [1, 0]))
     experts = Computed(experts_in_order, (gemm.ends, num_rows))
@@ -172,7 +173,8 @@ def _both_quantised(
 
 
 def _factors_of(weight: DequantizedExperts, rows: DequantizedExperts) -> list[Computed] | None:
-    """The rows' common factor as [E], in parts; None where the op does not take rows of theirs."""
+    """Returns the rows' common factor as [E], in parts; None if the op cannot take the rows' blocks
+    or factors."""
     assert rows.scale is not None
     own = unrepeated(rows.scale.effect.dims[1])[1]
     if (own or weight.shape[2]) % NVFP4_BLOCK or weight.shape[2] % NVFP4_COLUMNS:
@@ -181,7 +183,7 @@ def _factors_of(weight: DequantizedExperts, rows: DequantizedExperts) -> list[Co
 
 
 def _by_expert(rows: DequantizedExperts, num_experts: int) -> list[Computed] | None:
-    """The rows' common factor as [E], in parts; None where rows have factors of their own."""
+    """Returns the rows' common factor as [E], in parts; None if rows have different factors."""
     views = (*rows.factors, *rows.divisors)
     if not all(effects.repeats(view.effect.dims[0]) for view in views):
         return None
@@ -220,7 +222,7 @@ def _facts(
 class SignedScales:
     """Products of NVFP4 rows and weights whose scales may be negative, as far as the graph shows.
 
-    Never a match: :class:`GroupedGemm` takes them, with rows that the graph decodes.
+    Never a match: :class:`GroupedGemm` takes these products, with rows that the graph decodes.
     """
 
     name: str = "grouped_gemm_nvfp4"
@@ -233,7 +235,7 @@ class SignedScales:
     )
 
     def anchors(self, flow: Dataflow) -> Iterator[Value]:
-        """Products that the op would take but for the signs."""
+        """Yields products that the op would take except for the signs."""
         for value in GroupedGemm().anchors(flow):
             if _signed_in(value):
                 yield value
@@ -248,7 +250,8 @@ class SignedScales:
 
 
 def _signed_in(anchor: Value) -> str:
-    """Which operands have scales that may be negative, where all else suits the NVFP4 op."""
+    """Returns the operands whose scales may be negative, in words, if everything else suits the
+    NVFP4 op."""
     gemm = match_grouped(anchor)
     assert gemm is not None
     try:

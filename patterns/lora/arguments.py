@@ -1,4 +1,4 @@
-"""The arguments that the LoRA ops take for the deltas of q, k and v, as nested calls.
+"""The arguments of the LoRA ops for the deltas of q, k and v, as nested calls.
 
 Dimension letters: T rows, G adapters, R rank, W columns, H heads, D head_dim.
 """
@@ -35,9 +35,10 @@ def together(one: LoraDelta, other: LoraDelta) -> bool:
 
 
 def has_kernels(delta: LoraDelta) -> bool:
-    """Whether the LoRA ops have kernels for an adapter on its device, faster than the graph.
+    """Whether the LoRA ops have kernels for an adapter on its device that are faster than the
+    graph.
 
-    In fp32 for a few rows only, without tensor cores: for many rows cuBLAS is faster.
+    In fp32, without tensor cores, only for a few rows: for many rows cuBLAS is faster.
     """
     dtype = delta.shrink.value.dtype
     if delta.x.value.device.type != "cuda":
@@ -49,7 +50,7 @@ def has_kernels(delta: LoraDelta) -> bool:
 
 
 def check_kernels(delta: LoraDelta) -> None:
-    """Raises Reject (DTYPE) on a GPU for adapters that the LoRA ops have no kernels for there."""
+    """Raises Reject (DTYPE) on a GPU for adapters for which the LoRA ops have no kernels."""
     if not has_kernels(delta):
         dtype, rows = dtype_name(delta.shrink.value.dtype), delta.x.shape[0]
         message = (
@@ -65,9 +66,10 @@ def delta_calls(
     bases: Sequence[View | Computed | None],
     packed: bool,
 ) -> Computed:
-    """`lora_expand_add` of `shrink_qkv_permute_3mn`, for deltas of q, k and v that share a shrink.
+    """Returns `lora_expand_add` of `shrink_qkv_permute_3mn`, for deltas of q, k and v that share a
+    shrink.
 
-    expands: B [G, W, R] of each; bases: what each delta is added to.
+    expands: B [G, W, R] of each; bases: the tensors that each delta is added to.
     """
     first = next(delta for delta in deltas if delta is not None)
     ids = first.adapters.argument(first.shrink.shape[0])
@@ -89,7 +91,7 @@ def delta_calls(
 
 
 def packed_deltas(parts: Sequence[Placed], widths: Sequence[Size]) -> Computed:
-    """The sum of all deltas of q, k and v, their columns side by side: [T, Wq + Wk + Wv].
+    """Returns the sum of all deltas of q, k and v, their columns side by side: [T, Wq + Wk + Wv].
 
     Deltas that share a shrink are one call; the next call adds to its result.
     """
@@ -115,7 +117,7 @@ def packed_deltas(parts: Sequence[Placed], widths: Sequence[Size]) -> Computed:
 
 
 def _layers(parts: Sequence[Placed]) -> list[list[tuple[LoraDelta, View] | None]]:
-    """The deltas in groups that share a shrink, at most one of each projection in a group."""
+    """Groups the deltas that share a shrink, with at most one of each projection in a group."""
     layers: list[list[tuple[LoraDelta, View] | None]] = []
     for place, items in enumerate(parts):
         for item in items:
@@ -132,7 +134,8 @@ def _has_room(layer: Sequence[tuple[LoraDelta, View] | None], place: int, delta:
 
 
 def own_deltas(parts: Sequence[Sequence[View]], widths: Sequence[Size]) -> Computed:
-    """The deltas as the graph computes them, views [T, W], as `packed_deltas` gives them."""
+    """Returns the deltas as the graph computes them, views [T, W], in the form of
+    `packed_deltas`."""
     first = next(view for views in parts for view in views)
     columns: list[View | Computed] = []
     for views, width in zip(parts, widths, strict=True):
@@ -144,14 +147,14 @@ def own_deltas(parts: Sequence[Sequence[View]], widths: Sequence[Size]) -> Compu
 
 
 def zeros(rows: Size, columns: Size, like: Value) -> Computed:
-    """Zeros, for a projection without an adapter beside others that have one."""
+    """Returns zeros, for a projection without an adapter beside others that have one."""
     options = (("dtype", like.dtype), ("device", like.device))
     return Computed("full", ((rows, columns), 0.0), options)
 
 
 def fact(parts: Sequence[Sequence[LoraDelta]], *, own: bool = False) -> dict[str, Any]:
-    """What reports say of adapters: which projections have them, rank, how many. own: the graph
-    computes them."""
+    """Returns the adapters in the words of reports: their projections, rank and number. own: the
+    graph computes them."""
     given = [delta for deltas in parts for delta in deltas]
     if not given:
         return {}

@@ -1,8 +1,8 @@
-"""Recognises the delta of a LoRA adapter: scale * (x @ A[adapter]^T) @ B[adapter]^T.
+"""The delta of a LoRA adapter: scale * (x @ A[adapter]^T) @ B[adapter]^T.
 
-One adapter for all rows (two linears), one of G for each row or each sequence (tables taken by an
-index in front of a bmm, matmul or einsum), or rows sorted by adapter in front of two grouped
-products. Factors may stand before, between and behind the products, and rows may be left out.
+It has one adapter for all rows (two linears); or one of G for each row or each sequence (tables
+taken by an index, then bmm, matmul or einsum); or rows sorted by adapter, then two grouped
+products. Factors may come before, between and after the products, and rows may be left out.
 
 Dimension letters: T rows, B sequences, K hidden, R rank, W columns, G adapters.
 """
@@ -32,17 +32,17 @@ from tilewright.patterns.recognise.routing import (
     match_order,
 )
 
-#: Above this inner dimension two products in a row are a bottleneck MLP, not an adapter.
+#: Above this inner dimension, two consecutive products are a bottleneck MLP, not an adapter.
 MAX_RANK = 512
 
 
 @dataclass(frozen=True)
 class Adapters:
-    """Which adapter each row has.
+    """The adapter of each row.
 
-    index [T or B]; None: there is one. mask, of the index's shape or [T]: which rows have one;
-    None: all. outside: what an index is that names no adapter. sorted_by: ends
-    and permutation of rows that are sorted by adapter.
+    index [T or B]; None: there is only one. mask, of the index's shape or [T]: which rows have an
+    adapter; None: all. outside: the meaning of an index that names no adapter. sorted_by: ends and
+    permutation of rows that are sorted by adapter.
     """
 
     index: View | None
@@ -58,7 +58,7 @@ class Adapters:
         )
 
     def argument(self, num_adapters: int) -> View | Computed | None:
-        """The LoRA ops' expert_ids: -1 is no adapter, other negative ids are errors."""
+        """Returns expert_ids for the LoRA ops: -1 is no adapter, other negative ids are errors."""
         index: Any = self.index
         if index is not None:
             index = experts_argument(index, num_adapters, self.outside, self.sorted_by)
@@ -69,10 +69,10 @@ class Adapters:
 
 @dataclass(frozen=True)
 class LoraDelta:
-    """What is added to a projection.
+    """The delta that is added to a projection.
 
     x [T, K]; shrink (A) [G, R, K]; expand (B) [G, W, R]. scales [G]: each adapter's factor, or
-    None. view [..., W]: all of it; absorbed: what computes it.
+    None. view [..., W]: the whole delta; absorbed: the values that compute it.
     """
 
     x: View
@@ -86,7 +86,7 @@ class LoraDelta:
 
     @property
     def end(self) -> Value:
-        """The last value."""
+        """The last value of the delta."""
         return self.view.value
 
     @property
@@ -96,7 +96,7 @@ class LoraDelta:
 
 @once
 def match_delta(view: View) -> LoraDelta | None:
-    """The delta that `view` [..., W] is; None for another view."""
+    """Returns the delta that `view` [..., W] is; None for another view."""
     try:
         outer = peel(view)
         return _by_rows(view, outer) or _sorted(view, outer)
@@ -113,14 +113,14 @@ def _by_rows(view: View, outer: Factors) -> LoraDelta | None:
     if first is None or not _same(first.index, second.index) or first.ends is not None:
         return None
     rows = peel(first.x, casts=False)
-    # A mask on x's rows masks the delta's rows; other factors of x stay with x.
+    # A mask on x's rows also masks the delta's rows; other factors of x stay with x.
     if rows.mask is None or rows.scale != 1 or rows.lookup is not None:
         rows = Factors(first.x)
     return _joined(view, (outer, inner, rows), first, second, rows.view, first.index)
 
 
 def _sorted(view: View, outer: Factors) -> LoraDelta | None:
-    """Rows sorted by adapter, two grouped GEMMs, and the inverse permutation."""
+    """Matches rows sorted by adapter, two grouped GEMMs, and the inverse permutation."""
     back = gathered(outer.view)
     if back is None:
         return None
@@ -138,7 +138,7 @@ def _sorted(view: View, outer: Factors) -> LoraDelta | None:
         return None
     if not match_inverse(back[1], order) or ends != (order.ids, first.weight.shape[0]):
         return None
-    # Factors of sorted rows are sorted too: the op takes them in the rows' own order.
+    # Factors of sorted rows are sorted too; the op takes them in the rows' original order.
     if any(f.lookup or f.mask for f in (after, inner)):
         return None
     gathers = (outer.view.value, first.x.value)

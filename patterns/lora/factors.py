@@ -23,13 +23,14 @@ from tilewright.patterns.recognise.routing import flat, gathered, strip_integer_
 
 @dataclass(frozen=True)
 class RowMask:
-    """Which rows have an adapter: those where view [T or B] bool is true, or with `hides` false."""
+    """The rows that have an adapter: those where view [T or B] bool is true, or false with
+    `hides`."""
 
     view: View
     hides: bool = False
 
     def chosen(self, index: Any) -> Computed:
-        """The index of rows that have an adapter, and -1 for others."""
+        """Returns the index for rows that have an adapter, and -1 for others."""
         sides = (-1, index) if self.hides else (index, -1)
         return Computed("where", (self.view, *sides))
 
@@ -38,7 +39,7 @@ class RowMask:
 class Lookup:
     """table[index]: a number of table [G] for each row, index [T or B].
 
-    outside: what it makes of numbers that name none.
+    outside: the meaning of an index that names no number.
     """
 
     table: View
@@ -48,7 +49,7 @@ class Lookup:
 
 @dataclass(frozen=True)
 class Factors:
-    """scale * lookup * view, rows zero that a mask hides; all but the view optional.
+    """scale * lookup * view, with zero rows where a mask hides; all but the view are optional.
 
     absorbed: the values of the products.
     """
@@ -61,9 +62,10 @@ class Factors:
 
 
 def peel(view: View, casts: bool = True) -> Factors:
-    """What is multiplied by factors to give a view [..., W], casts between floats left out.
+    """Returns the factors of a view [..., W] and the view that they multiply, ignoring casts
+    between floats.
 
-    Raises InexpressibleError where what was cast cannot be said of the view.
+    Raises InexpressibleError if the view cannot be expressed before a cast.
     """
     found = Factors(view)
     while True:
@@ -105,9 +107,10 @@ _STEP = (
 
 
 def _factor(view: View, found: Found) -> Factors | None:
-    """One factor of a view [..., W], what goes beside it absorbed; None for another product."""
+    """Returns one factor of a view [..., W], absorbing what belongs to it; None for another
+    product."""
     bound, divisor = found.bound, found.bound.get("divisor", 1.0)
-    # zeros_like(delta) reads the delta, for its shape.
+    # zeros_like(delta) reads the delta for its shape.
     zeros = [bound["zeros"].value] if "zeros" in bound else []
     beside = (v for v in zeros if v.op in ("aten.zeros_like", "aten.new_zeros"))
     scale = bound.get("scale", 1.0) / divisor if divisor else 0.0
@@ -121,7 +124,7 @@ def _factor(view: View, found: Found) -> Factors | None:
 
 
 def _by_row(step: Factors, factor: View, view: View) -> Factors | None:
-    """A factor table[index], or a mask, with one number for each row of what is read."""
+    """Returns a factor table[index], or a mask, with one number for each row."""
     rows = _rows_of(factor, view)
     if rows is None:
         return None
@@ -146,10 +149,10 @@ def is_index(view: View) -> bool:
 
 
 def _rows_of(factor: View, view: View) -> View | None:
-    """What a broadcast factor holds for each row of a view [..., W]: [T], or [B] where rows in
-    sequence share it; None where it varies along the columns."""
+    """Returns the numbers of a broadcast factor for each row of a view [..., W]: [T], or [B] if the
+    rows of a sequence share it; None if it varies along the columns."""
     if any(atom.axis is not None for dim in factor.effect.dims[-1:] for atom in dim):
-        return None  # nearly all
+        return None  # the usual case
     try:
         *lead, _ = factor.expand(*view.shape).effect.dims
     except effects.InexpressibleError:

@@ -4,7 +4,7 @@
     x ─ A_k ─ B_k ─ [* scale] ─ + k   ⇒   lora_expand_add(.., q, k, v, B_q, B_k, B_v)
     x ─ A_v ─ B_v ─ [* scale] ─ + v
 
-Up to three deltas of one activation make a site, in the order of the program; one alone does too.
+One to three deltas of one activation make a site, in program order.
 
 Dimension letters: T rows, K hidden, W columns.
 """
@@ -60,7 +60,7 @@ class LoraQkv:
     )
 
     def anchors(self, flow: Dataflow) -> Iterator[tuple[Value, ...]]:
-        """The sums of up to three deltas with one shrink."""
+        """Yields the sums of up to three deltas with one shrink."""
         groups: list[list[Sum]] = []
         waiting: list[list[Sum]] = []
         for value in flow.values:
@@ -133,7 +133,7 @@ class LoraQkv:
 
 
 def match_sum(value: Value) -> Sum | None:
-    """A tensor and the delta of an adapter added to it; None for another value."""
+    """Returns a tensor and the delta of an adapter added to it; None for another value."""
     if value.op != "aten.add" or value.kwargs.get("alpha", 1) != 1 or len(value.operands) != 2:
         return None
     if len(value.shape) < 2 or len(value.args) != 2:
@@ -152,13 +152,13 @@ def match_sum(value: Value) -> Sum | None:
 
 
 def _waits(group: Sequence[Sum], place: Value, flow: Dataflow) -> bool:
-    """Whether a group takes one more sum at a place: none of its own is read before."""
+    """Whether a group can take one more sum at a place: none of its sums is read before."""
     readers = (user for item in group for user in flow.users.get(item.value, ()))
     return len(group) < len(LETTERS) and all(user.position > place.position for user in readers)
 
 
 def _with_gathers(delta: LoraDelta, flow: Dataflow) -> LoraDelta:
-    """The delta, absorbing gathers of A and B that only it reads."""
+    """Returns the delta, absorbing gathers of A and B that only it reads."""
     inside = set(delta.absorbed)
     tables = dict.fromkeys(
         view.value
@@ -178,35 +178,35 @@ _EXPANDS = re.compile(
 
 
 def _operator(value: Value) -> str:
-    """The name of the operator of another library that computes or writes a value; else ''."""
+    """Returns the name of the other library's operator that computes or writes a value; else ''."""
     name = value.store.kind if value.store is not None else value.op.removeprefix("opaque:")
     return name if "::" in name and not name.startswith("tilewright::") else ""
 
 
 def _is_foreign(value: Value) -> bool:
-    """Whether a value is computed or written by an operator whose name is that of a LoRA kernel."""
+    """Whether a value is computed or written by an operator with the name of a LoRA kernel."""
     return _EXPANDS.search(_operator(value)) is not None
 
 
-#: Operations between the products, and behind them, in what resembles a delta.
+#: Operations between and after the products, in something that resembles a delta.
 _AROUND = {
     "aten.mul", "aten.div", "aten.where", "aten.masked_fill", "aten.flip", "cast", *TAKEN,
 }  # fmt: skip
 _STACKS = {"constant", *TAKEN}
-# How many values before a sum are searched for lookups.
+# The number of values before a sum that are searched for lookups.
 _REACH = 32
 
 
 def _rescaled(sums: Value) -> list[Value]:
-    """The lookups behind the products of a sum that write their tables."""
+    """Returns the lookups before the products of a sum that also write their tables (max_norm)."""
     around = _AROUND | {*BATCHED}
     before = upstream(sums, _REACH, lambda v: v is sums or v.op in around)
     return [value for value in before if value.op == RESCALED]
 
 
 def _resembles_sum(value: Value) -> bool:
-    """Whether two products with stacks of matrices, one of the other's result, are added to what is
-    no parameter, nor taken from one: a bias is added to other things (Mamba's time steps, experts'
+    """Whether a value adds two consecutive products with stacks of matrices to something that is
+    not a parameter or a part of one. A bias is added to other things (Mamba's time steps, experts'
     results)."""
     return any(
         _stacked_products(delta.value) > 1 and not _is_bias(base)
@@ -220,7 +220,7 @@ def _is_bias(base: View) -> bool:
 
 
 def _stacked_products(value: Value, reach: int = 8) -> int:
-    """How many products with stacks of matrices follow each other up to a value."""
+    """Returns the number of consecutive products with stacks of matrices up to a value."""
     if reach == 0:
         return 0
     rest = _rest_of_product(value)
@@ -233,11 +233,12 @@ def _stacked_products(value: Value, reach: int = 8) -> int:
 
 
 def _rest_of_product(value: Value) -> View | None:
-    """What a product with a stack of matrices, taken by index or whole, multiplies them with."""
+    """Returns the other operand of a product with a stack of matrices, taken by index or whole;
+    else None."""
     if value.op not in BATCHED:
         return None
     for stack, rest in value.either_way:
-        # An embedding's rows are matrices once they are viewed so.
+        # An embedding's rows become matrices once they are viewed so.
         rank = max(len(stack.shape), len(stack.value.shape))
         if rank > 2 and stack.value.op in _STACKS:
             return rest

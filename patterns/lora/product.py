@@ -1,6 +1,6 @@
 """An adapter's GEMMs: one matrix for all rows, one per row taken from a stack, or a grouped GEMM.
 
-A matrix may be a part of a wider one whose result is cut apart (A of q, k and v in one).
+A matrix may be a part of a wider one whose result is split (A of q, k and v in one).
 
 Dimension letters: T rows, K summed, N columns, G adapters, B sequences of equal length.
 """
@@ -28,8 +28,8 @@ BATCHED = ("aten.einsum", "aten.bmm", "aten.matmul")
 class Product:
     """x [T, K] times weight [G, N, K] of each row's adapter.
 
-    index [T or B]: the adapters; None: there is one, or the rows are sorted and `ends` [G] are the
-    ends of their groups. outside: what numbers are that name no adapter.
+    index [T or B]: the adapters; None: there is only one, or the rows are sorted and `ends` [G] are
+    the ends of their groups. outside: the meaning of numbers that name no adapter.
     """
 
     x: View
@@ -41,7 +41,7 @@ class Product:
 
 
 def match_product(view: View) -> Product | None:
-    """The product whose rows, all of them and in order, `view` [..., N] is."""
+    """Returns the product of which `view` [..., N] has all rows, in order; else None."""
     try:
         return _of_one(view) or _by_index(view) or _of_groups(view)
     except effects.InexpressibleError:
@@ -61,7 +61,7 @@ def _of_one(view: View) -> Product | None:
 
 
 def _is_matrix(weight: View) -> bool:
-    """A parameter, or a tensor that the graph is given."""
+    """Whether a weight is a parameter, or a tensor that the graph gets as input."""
     return is_weight(weight) or weight.value.op == "input"
 
 
@@ -88,7 +88,8 @@ def _by_index(view: View) -> Product | None:
 
 
 def _gathered_product(view: View, x: Side, weight: Side, result: str) -> Product | None:
-    """x times weight[index], where the dimensions of both and of the result have names."""
+    """Returns x times weight[index], given both operands with named dimensions and the names of the
+    result's."""
     matrices = weight.view
     taken = gathered(matrices.value.whole)
     if taken is None or not is_index(taken[1]):
@@ -128,7 +129,8 @@ def _gathered_product(view: View, x: Side, weight: Side, result: str) -> Product
 
 
 def _part_repeated(xs: dict[str, Dim], ws: dict[str, Dim]) -> None:
-    """A dimension that only repeats in one operand belongs to the other alone."""
+    """Removes a dimension from the operand in which it only repeats; it belongs to the other
+    one."""
     for name in xs.keys() & ws.keys():
         repeats = [all(a.axis is None for a in dims[name]) for dims in (xs, ws)]
         if repeats == [True, False]:
@@ -138,7 +140,8 @@ def _part_repeated(xs: dict[str, Dim], ws: dict[str, Dim]) -> None:
 
 
 def _cut(stack: View, features: Sequence[str], result: str, columns: Effect) -> Effect:
-    """Columns of a result, on its axes, as an effect on stack [G, features..., K]: [G, N, K]."""
+    """Returns columns of a result, on its axes, as an effect on stack [G, features..., K]: [G, N,
+    K]."""
     place = {result.index(name): 1 + at for at, name in enumerate(features)}
     (dim,) = columns.dims
     taken = tuple(Atom(place[a.axis], a.step, a.length) for a in dim if a.axis is not None)
@@ -148,10 +151,10 @@ def _cut(stack: View, features: Sequence[str], result: str, columns: Effect) -> 
 
 
 def _columns(view: View, rows: Sequence[int], features: Sequence[int]) -> Effect | None:
-    """Which columns `view` [..., N] takes of every row: an effect with one dimension.
+    """Returns the columns that `view` [..., N] takes of every row, as an effect with one dimension.
 
     rows, features: the axes of the value that are rows, in order, and those that are columns. None
-    where it does not hold all rows in order.
+    if the view does not hold all rows in order.
     """
     shape = view.value.shape
     *lead, last = view.effect.dims

@@ -1,5 +1,5 @@
-"""The parts of absorbed attention: attention over the latents themselves, between two products with
-a weight of each head.
+"""The parts of absorbed attention: attention over the latents, between two products with a weight
+per head.
 
     q_latent = q_nope @ W_UK[h]              [T, H, L], W_UK[h] [N, L]
     o_latent = attention([q_latent, q_rope], [latents, rope_keys], latents)
@@ -28,10 +28,10 @@ _REACH = 48
 
 @dataclass(frozen=True)
 class PerHead:
-    """A product with a weight of its own for each head: x [tokens..., H, K] @ weight[h] [K, F].
+    """A product with a weight for each head: x [tokens..., H, K] @ weight[h] [K, F].
 
-    value: the graph's tensor; result: the names of its dimensions, `heads` and `feature` two of
-    them. x: with `heads` and `hidden` among its names. weight [H, K, F].
+    value: the graph's tensor; result: the names of its dimensions, including `heads` and `feature`.
+    x: has `heads` and `hidden` among its names. weight [H, K, F].
     """
 
     value: Value
@@ -49,14 +49,14 @@ class PerHead:
         return heads, hidden, features
 
     def is_axis(self, dim: Dim, name: str) -> bool:
-        """Whether a dimension of a view of the value is one of its own, whole."""
+        """Whether a dimension of a view of the value is the whole dimension of this name."""
         axis = self.result.index(name)
         return dim == effects.identity(self.value.shape).dims[axis]
 
 
 @dataclass(frozen=True)
 class Absorbed:
-    """An attention between the product that makes q_latent and the one with o_latent."""
+    """An attention between the product that makes q_latent and the product of o_latent."""
 
     query: PerHead
     attention: Value
@@ -73,14 +73,14 @@ class Absorbed:
 
 
 def absorbed_attentions(flow: Dataflow) -> Iterator[Absorbed]:
-    """What may be absorbed attention; each attention once."""
+    """Yields possible absorbed attentions, each attention once."""
     products = {p.value: p for value in flow.values if (p := _per_head(value)) is not None}
     seen: set[Value] = set()
     for result in products.values():
         attention = _attention_of(result)
         if attention is None or attention in seen:
             continue
-        # The products of queries and keys are the first that are met.
+        # The products of queries and keys are the first ones found.
         logits = set(upstream(attention, _REACH, lambda v: not _multiplies(v)))
         above = upstream(attention, _REACH, lambda v: v.dtype.is_floating_point)
         made = (products[v] for v in above if v in products and v not in logits)
@@ -91,7 +91,7 @@ def absorbed_attentions(flow: Dataflow) -> Iterator[Absorbed]:
 
 
 def _attention_of(result: PerHead) -> Value | None:
-    """The attention, or its softmax, whose result a product takes."""
+    """Returns the attention, or its softmax, whose result a product takes."""
     value = _before_casts(result.x.view.value)
     if _attends(value):
         return value
@@ -102,14 +102,15 @@ def _attention_of(result: PerHead) -> Value | None:
 
 
 def _before_casts(value: Value) -> Value:
-    """What lies behind steps between a softmax and the product with values."""
+    """Returns the value before casts and dropout, the steps between a softmax and the product with
+    values."""
     while value.op in ("cast", "aten.dropout"):
         value = value.operands[0].value
     return value
 
 
 def _attends(value: Value) -> bool:
-    """Whether a value is an operator that attends."""
+    """Whether a value is an attention operator."""
     return value.op == "aten.scaled_dot_product_attention" or name_of_op(value) in FORMS
 
 
@@ -128,7 +129,8 @@ def _per_head(value: Value) -> PerHead | None:
     if product is None or not product.names_differ:
         return None
     sides = [without_repeats(side, product) for side in product.sides]
-    # A parameter is the weight; else what no product with a weight goes into, the second of two.
+    # A parameter is the weight; else the operand that does not depend on a product with a weight,
+    # the second of two.
     sides.sort(key=lambda side: (is_weight(side.view), not side.view.value.projected))
     return _with_weight(value, product.result, *sides)
 
@@ -151,7 +153,8 @@ def _with_weight(value: Value, result: str, x: Side, stack: Side) -> PerHead | N
 
 
 def heads_of(product: PerHead, query: Side) -> str | None:
-    """The name of the heads among the dimensions of a query that a product makes, or a part of."""
+    """Returns the name of the dimension of a query that holds the heads of a product, if the query
+    or a part of it is that product's result."""
     for name, dim in query.dims.items():
         if _are_heads(query.view.with_dims(dim), product):
             return name
@@ -181,9 +184,10 @@ def _are_heads(view: View, product: PerHead) -> bool:
 
 
 def query_of(product: PerHead, latent: View) -> View:
-    """The x [B, S, H, N] that a product makes q_latent [B, S, H, L], a view of its value, of.
+    """Returns the x [B, S, H, N] from which a product makes q_latent [B, S, H, L], a view of its
+    value.
 
-    Raises InexpressibleError where the view is not of whole heads and columns.
+    Raises InexpressibleError if the view does not have whole heads and columns.
     """
     *tokens, heads, columns = latent.effect.dims
     taken = {product.result.index(n): n for n in (product.heads, product.feature)}
@@ -203,10 +207,10 @@ def query_of(product: PerHead, latent: View) -> View:
 
 @dataclass(frozen=True)
 class Taken:
-    """What the product of the result takes of an attention's.
+    """What the result's product takes of an attention's result.
 
-    columns: the first of its L columns. layout: of the product's dimensions on the axes
-    [B, S, H, V].
+    columns: the first of its L columns. layout: of the product's dimensions on the axes [B, S, H,
+    V].
     """
 
     columns: Size
@@ -214,9 +218,10 @@ class Taken:
 
 
 def taken_of(product: PerHead, layout: Effect) -> Taken:
-    """layout: of the attention's result, the product's x, on the axes [B, S, H, width].
+    """Returns what the product takes. layout: of the attention's result, the product's x, on the
+    axes [B, S, H, width].
 
-    Raises InexpressibleError where the product does not take whole heads.
+    Raises InexpressibleError if the product does not take whole heads.
     """
     heads, rank, features = product.sizes
     x = effects.compose(product.x.view.effect, layout)

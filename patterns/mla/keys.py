@@ -4,9 +4,9 @@
     k  = cat(kv[..., :N], rope_keys for every head)    [K, H, N + R]
     v  = kv[..., N:]
 
-K is assembled by `cat`, or by writes into slices of fresh memory.
-Dimension letters: B sequences, K keys of each, H heads, N width of the projected part of a key, R
-of its rope part, V of the values, L latent rank.
+K is assembled by `cat`, or by writes into slices of fresh memory. Dimension letters: B sequences, K
+keys of each, H heads, N width of the projected part of a key, R of its rope part, V of the values,
+L latent rank.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Assembled:
-    """K's columns. absorbed: what put them together. scratch: writes into fresh memory."""
+    """K's columns. absorbed: the values that assemble them. scratch: writes into fresh memory."""
 
     pieces: tuple[Piece, ...]
     absorbed: tuple[Value, ...]
@@ -57,9 +57,9 @@ class LatentKeys:
     """latents [B, K, L], rope_keys [B, K, R]; weight [H * (N + V), L].
 
     row_scale: [H * (N + V), 1], by which the graph multiplies the sums of the weight's rows, which
-    are codes. scales: the op's arguments for latents and weight that are 8-bit codes, where the
-    graph itself multiplies codes; empty where it does not. dtype: of the product. absorbed,
-    scratch: what computes K and V from these.
+    are codes. scales: the op's arguments for latents and weight that are 8-bit codes, if the graph
+    itself multiplies codes; else empty. dtype: of the product. absorbed, scratch: the values that
+    compute K and V from these.
     """
 
     latents: View
@@ -76,7 +76,7 @@ class LatentKeys:
 
 
 def has_shared_part(keys: Sequence[View], flow: Dataflow) -> bool:
-    """Whether K [B, K, H, D] has, beside others, columns that are the same for every head."""
+    """Whether some, but not all, columns of K [B, K, H, D] are the same for every head."""
     try:
         found = assembled(keys, flow)
     except InexpressibleError:
@@ -86,7 +86,8 @@ def has_shared_part(keys: Sequence[View], flow: Dataflow) -> bool:
 
 
 def match_latent_keys(attention: Attention, flow: Dataflow) -> LatentKeys:
-    """The latents and weight that K and V of an attention are projected from; raises Reject."""
+    """Returns the latents and weight that K and V of an attention are projected from; raises
+    Reject."""
     found = assembled(attention.keys, flow)
     widths = " + ".join(str(piece.view.shape[-1]) for piece in found.pieces)
     if len(found.pieces) != 2:
@@ -128,7 +129,8 @@ def match_latent_keys(attention: Attention, flow: Dataflow) -> LatentKeys:
 
 
 def _joins(value: Value, linear: Linear) -> tuple[Value, ...]:
-    """The concatenation that K or V is cut from, where it is not the linear's result itself."""
+    """Returns the concatenation that K or V is cut from, if it is not the linear's result
+    itself."""
     return () if value is linear.value else (value,)
 
 
@@ -151,7 +153,8 @@ def _refuse(why: str, culprit: View) -> NoReturn:
 
 
 def _projection(view: View, who: str) -> tuple[Linear, Rows, View]:
-    """(linear, its rows that are heads, latents [B, K, L]) of a view [B, K, H, D] of its result."""
+    """Returns (linear, its rows that are heads, latents [B, K, L]) of a view [B, K, H, D] of its
+    result."""
     code, stage = ("LATENT_KEYS", Stage.K_PATH) if who == "K" else ("LATENT_VALUES", Stage.V_PATH)
     columns = match_columns(view)
     if columns is not None and _only_scales(columns.linear):
@@ -169,7 +172,7 @@ def _projection(view: View, who: str) -> tuple[Linear, Rows, View]:
 
 
 def _only_scales(linear: Linear) -> bool:
-    """Whether a product is all there is of a linear, or codes' sums scaled row by row."""
+    """Whether a linear is a plain product, or sums of codes scaled by row."""
     changed = linear.clip or linear.deltas or linear.bias is not linear.gemm.bias
     same = all(value.dtype == linear.value.dtype for value in linear.absorbed)
     return not changed and same
@@ -188,7 +191,7 @@ def _row_scale(k: Linear, v: Linear) -> View | None:
 
 
 def _weight(k: Gemm, v: Gemm, k_rows: Rows, v_rows: Rows) -> View:
-    """[H * (N + V), L], of each head K's rows and then V's."""
+    """Returns the weight [H * (N + V), L], for each head K's rows and then V's. Raises Reject."""
     width = k_rows.head_dim + v_rows.head_dim
     count = k_rows.num_heads
     heads = ((count, width),) if count > 1 else ()
@@ -209,7 +212,7 @@ def _weight(k: Gemm, v: Gemm, k_rows: Rows, v_rows: Rows) -> View:
 
 
 def _scales(k: Gemm, v: Gemm, keys: View) -> dict[str, Any]:
-    """The scales of latents and weight where they are multiplied as codes; raises Reject."""
+    """Returns the scales of latents and weight that are multiplied as codes; raises Reject."""
     if k.x_scale is None or k.weight_scale is None:
         return {}
     if k.value is not v.value or k.weight.value.dtype != torch.float8_e4m3fn:
@@ -241,7 +244,7 @@ def _scales(k: Gemm, v: Gemm, keys: View) -> dict[str, Any]:
 
 
 def _finer(scale: View, repeats: int) -> View:
-    """The last dimension with each number repeated."""
+    """Returns the scale with each number of the last dimension repeated."""
     *lead, last = scale.effect.dims
     dim = effects.coalesce((*last, Atom(None, 0, repeats)))
     return scale.with_dims(*lead, dim)
@@ -251,8 +254,8 @@ def _finer(scale: View, repeats: int) -> View:
 
 
 def assembled(keys: Sequence[View], flow: Dataflow) -> Assembled:
-    """K [B, K, H, D], given in one or more parts, as runs of columns, each a view of what it was
-    put together from."""
+    """Returns K [B, K, H, D], given in one or more parts, as runs of columns, each a view of the
+    tensor that it was assembled from."""
     parts = [_assembled(k, flow) for k in keys]
     pieces: list[Piece] = []
     first: Size = 0
@@ -277,7 +280,7 @@ def _assembled(k: View, flow: Dataflow) -> Assembled:
 
 
 def _cat_pieces(k: View) -> tuple[Piece, ...] | None:
-    """The pieces of a concatenation, where K's columns are all of it."""
+    """Returns the pieces of a concatenation if K's columns are all of it; else None."""
     parts, axis = k.value.args
     last = k.effect.dims[-1]
     whole = effects.identity(k.value.shape).dims[axis]
@@ -296,7 +299,7 @@ def _cat_pieces(k: View) -> tuple[Piece, ...] | None:
 
 
 def _fresh_memory(cat: Value, flow: Dataflow) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
-    """(the allocation, the writes) behind a concatenation that was written slice by slice."""
+    """Returns (the allocation, the writes) of a concatenation that was written slice by slice."""
     home = flow.home(cat)
     if home is cat.node:
         return (), ()

@@ -1,12 +1,12 @@
-"""Absorbed attention: attention to latents where they lie, between products with the two halves of
-the up-projection.
+"""Absorbed attention: attention to latents in place, between products with the two halves of the
+up-projection.
 
     q_latent = q_nope @ W_UK[h]                                       ⇒   mla_decode
     o_latent = attention([q_latent, q_rope], [latents, rope_keys], latents)
     out      = o_latent @ W_UV[h]^T
 
 Latents and rope keys are columns of one cache or two caches, sequence by sequence or on pages of a
-table; their products with the query are one or two. Dimension letters: as in
+table; there are one or two products of them with the query. Dimension letters: as in
 `patterns/mla/keys.py`; S queries of each sequence, T = B * S.
 """
 
@@ -62,7 +62,7 @@ class MlaDecode:
     op: str = "mla_decode"
     asked_before: ClassVar[tuple[str, ...]] = (
         "lora_qkv",
-    )  # it takes its sum of two products for a base and adapters
+    )  # that pattern would take its sum of two products for a base and adapters
     sought: ClassVar[Sought] = Sought(
         "attention to latents: its queries and its result are multiplied with weights of each head",
         frozenset({"aten.scaled_dot_product_attention", "aten.softmax", "aten.einsum", "aten.bmm"}),
@@ -102,8 +102,8 @@ class Columns:
     """The two parts of queries and keys: q_latent [B, S, H, L], a view of the absorbed product,
     q_rope [B, S, H, R], latents [B, K, L] and rope_keys [B, K, R].
 
-    factor: the logits are products of these times it. absorbed: what lies between q_latent and
-    attention. scratch: writes into fresh memory.
+    factor: multiplies the products of these to give the logits. absorbed: values between q_latent
+    and attention. scratch: writes into fresh memory.
     """
 
     q_latent: View
@@ -116,7 +116,7 @@ class Columns:
 
 
 def _columns(attention: Attention, product: PerHead, flow: Dataflow) -> Columns:
-    """Raises Reject (ABSORBED_DECODE)."""
+    """Returns the columns of queries and keys. Raises Reject (ABSORBED_DECODE)."""
     own, others = [], []
     absorbed: list[Value] = []
     scratch: list[Value] = []
@@ -148,7 +148,8 @@ def _columns(attention: Attention, product: PerHead, flow: Dataflow) -> Columns:
 
 
 def _shared(keys: View) -> View:
-    """[B, K, D] of keys [B, K, H, D] that all heads share; raises Reject (ABSORBED_DECODE)."""
+    """Returns [B, K, D] of keys [B, K, H, D] that all heads share; raises Reject
+    (ABSORBED_DECODE)."""
     keys, _ = bare(piece_of(keys), scaled=False)
     batch, length, heads, width = keys.effect.dims
     if any(atom.axis is not None for atom in heads):
@@ -160,7 +161,8 @@ def _shared(keys: View) -> View:
 def _guarded(
     attention: Attention, columns: Columns, nope: View, anchor: Absorbed, flow: Dataflow
 ) -> Attention:
-    """The attention with its result in the type of its operands, where all have one."""
+    """Returns the attention with its result in the type of its operands. Raises Reject if these
+    differ, or for options that the op lacks."""
     if attention.softcap or attention.sinks is not None:
         refuse("its logits are capped, or have sinks", attention.end)
     if attention.row_offsets is not None:
@@ -210,7 +212,7 @@ def _arguments(
 
 
 def _keys(columns: Columns) -> dict[str, Any]:
-    """Latents and rope keys as they lie, on pages where the graph gathers those."""
+    """Returns latents and rope keys in place, on pages if the graph gathers those."""
     latents, rope_keys = columns.latents, columns.rope_keys
     paged = same_pages(latents.unsqueeze(2), rope_keys.unsqueeze(2))
     if paged is None:
@@ -221,7 +223,7 @@ def _keys(columns: Columns) -> dict[str, Any]:
 
 
 def _result(product: PerHead, attention: Attention, layout: Effect) -> Result:
-    """The product's result as what it is of an output [T, H, V]."""
+    """Returns the product's result in terms of an output [T, H, V]."""
     batch, queries, heads = attention.queries
     sizes = (heads, product.sizes[2])
     flat = effects.identity((effects.product((batch, queries)), *sizes))

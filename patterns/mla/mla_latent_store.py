@@ -37,7 +37,7 @@ class MlaLatentStore:
     op: str = "mla_latent_store"
     asked_before: ClassVar[tuple[str, ...]] = (
         "qkv_cache",
-    )  # it takes a latent and its rope key for a K and a V
+    )  # that pattern would take a latent and its rope key for a K and a V
     sought: ClassVar[Sought] = CACHE_WRITES
 
     def anchors(self, flow: Dataflow) -> Iterator[WritePair]:
@@ -84,8 +84,8 @@ class MlaLatentStore:
 class Part:
     """One of the two writes.
 
-    heads: the projection it comes from; None where nothing between it and the cache is absorbed.
-    rows: [T, L] or [T, R], before norm and rotation.
+    heads: the projection it comes from; None if nothing between it and the cache is absorbed. rows:
+    [T, L] or [T, R], before norm and rotation.
     """
 
     write: CacheWrite
@@ -121,14 +121,14 @@ def _part(write: CacheWrite, flow: Dataflow, anchor: WritePair) -> Part:
 
 
 def _as_it_comes(write: CacheWrite, place: Address) -> Part:
-    """A part of which nothing in front of its write is absorbed."""
+    """Returns a part of which nothing before its write is absorbed."""
     rows = place.source.reshape(place.tokens, place.window.head_dim)
     return Part(write, place, None, rows, place.absorbed)
 
 
 def _known(part: Part, is_rope_key: bool) -> Part:
-    """The part itself where the op has what its rows go through, else as it comes: the op norms
-    the latent, by a weight, and rotates the rope key, whole."""
+    """Returns the part itself if the op supports the steps of its rows, else the part without
+    absorbed steps. The op normalises the latent, with a weight, and rotates the whole rope key."""
     heads = part.heads
     if heads is None:
         return part
@@ -142,14 +142,15 @@ def _known(part: Part, is_rope_key: bool) -> Part:
 
 
 def _absorbable(place: Address, flow: Dataflow, anchor: WritePair) -> Heads | None:
-    """The projection below norm and rotation, where nothing else needs what they make."""
+    """Returns the projection before norm and rotation, if no other value needs their results; else
+    None."""
     try:
         heads = match_heads(place.source, _PATH)
         if check_tokens(heads, place, "latent", Stage.K_PATH) != 1:
             return None
     except Reject as rejection:
         if rejection.miss.code in (_PATH.code, "CAST"):
-            return None  # made by operations that the op does not have: stored as it is
+            return None  # made by operations that the op does not have: stored unchanged
         raise
     whole = heads.linear.layout == effects.identity(heads.linear.value.shape)
     inside = {*heads.absorbed, *place.absorbed, *anchor.stores}
@@ -160,7 +161,7 @@ def _absorbable(place: Address, flow: Dataflow, anchor: WritePair) -> Heads | No
 
 
 def _rows(heads: Heads) -> View:
-    """The projection's output for these features, [T, D]."""
+    """Returns the projection's output for these features, [T, D]."""
     value = heads.linear.value
     feature = len(value.shape) - 1
     effect = effects.identity(value.shape)

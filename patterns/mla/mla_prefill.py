@@ -1,14 +1,14 @@
-"""Attention of expanded latents: up-projection, K put together, attention.
+"""Attention to expanded latents: up-projection, assembly of K, attention.
 
     kv = linear(latents, kv_b)
     k  = cat(kv[..., :N], rope_keys for every head)            ⇒   mla_prefill_dense
     out = attention(q, k, kv[..., N:])
 
-The query's projection and everything before the latents stay outside, so the same match serves a
-graph without a cache, one that reads its latents from a static cache, and one that gathers them
-from pages; the query's rotation comes inside where its projection is seen. A decode step that
-expands its latents matches as a prefill does: K is no longer made, and keys past the query's
-position are not looked at. Dimension letters: see `patterns/mla/keys.py`; T = B * S queries.
+The query's projection and everything before the latents stay outside, so one match serves a graph
+without a cache, one that reads its latents from a static cache, and one that gathers them from
+pages. The query's rotation is absorbed if its projection is found. A decode step that expands its
+latents matches like a prefill: K is no longer made, and keys past the query's position are not
+read. Dimension letters: see `patterns/mla/keys.py`; T = B * S queries.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class MlaPrefill:
     op: str = "mla_prefill_dense"
     asked_before: ClassVar[tuple[str, ...]] = (
         "cache_attention",
-    )  # it takes keys that are up-projected from latents, too
+    )  # that pattern would also take keys that are up-projected from latents
     sought: ClassVar[Sought] = Sought(
         "attention to keys and values that are projected from latents",
         frozenset({"aten.scaled_dot_product_attention", "aten.softmax"}),
@@ -73,7 +73,7 @@ class MlaPrefill:
 
 
 def _is_latent(value: Value, flow: Dataflow) -> bool:
-    """Whether K has a part that all heads share: reported as a miss where it is not fused."""
+    """Whether K has a part that all heads share. If it is not fused, it is reported as a miss."""
     return any(has_shared_part(keys, flow) for keys in keys_of(value))
 
 
@@ -106,20 +106,21 @@ def _arguments(
 
 
 def _weight(keys: LatentKeys, flow: Dataflow) -> View | Computed:
-    """The weight, its rows scaled: no further from the sums' numbers than by one rounding."""
+    """Returns the weight with its rows scaled; this differs from the scaled sums by at most one
+    rounding."""
     rows = _in_rows(keys.weight, flow)
     return rows if keys.row_scale is None else Computed("mul", (rows, keys.row_scale))
 
 
 def _in_rows(weight: View, flow: Dataflow) -> View | Computed:
-    """The weight [N, L]. One that the graph computes as [L, N], as codes by column are decoded, is
-    computed in rows instead; one that is stored so is left to the op's checks."""
+    """Returns the weight [N, L]. A weight that the graph computes as [L, N], like decoded codes by
+    column, is made contiguous by rows; for one that is stored that way, the op's checks decide."""
     stored = weight.value.op in ("constant", "input")
     return weight if stored or flow.rows_are_dense(weight) else Computed("contiguous", (weight,))
 
 
 def _flat(item: Any) -> Any:
-    """Scales [B, K, n] as [B * K, n]; others as they are."""
+    """Returns scales [B, K, n] as [B * K, n]; other items unchanged."""
     return item.matrix if isinstance(item, View) and len(item.shape) == 3 else item
 
 

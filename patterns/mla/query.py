@@ -1,10 +1,10 @@
-"""The query of latent attention, rotated by the op where its projection is found.
+"""The query of latent attention, rotated by the op if its projection is found.
 
     q = linear(x, q_b)                                    [T, H, N + R]
     q = cat(q[..., :N], rope(q[..., N:]))         ⇒       q, cos and sin
 
-Where that cannot be shown, the op takes the query as the graph made it. Dimension letters: B
-sequences, S queries of each, T = B * S, H heads, N and R the widths of a head's two parts.
+Otherwise the op takes the query as the graph made it. Dimension letters: B sequences, S queries of
+each, T = B * S, H heads, N and R the widths of a head's two parts.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _PATH = Path("Q_PATH", Stage.Q_PATH, "attention")
 
 @dataclass(frozen=True)
 class Query:
-    """arguments: q [T, H, N + R] and, where the op rotates it, its table.
+    """arguments: q [T, H, N + R] and, if the op rotates it, its table.
 
-    absorbed: what lies between the projection and attention.
+    absorbed: the values between the projection and attention.
     """
 
     arguments: dict[str, Any]
@@ -42,7 +42,7 @@ class Query:
 
 
 def match_query(attention: Attention, nope: int, flow: Dataflow) -> Query:
-    """The query of an attention; nope: N."""
+    """Returns the query of an attention; nope: N."""
     try:
         found = _unrotated(attention, nope, flow)
     except (Reject, InexpressibleError):
@@ -54,7 +54,8 @@ def match_query(attention: Attention, nope: int, flow: Dataflow) -> Query:
 
 
 def _unrotated(attention: Attention, width: int, flow: Dataflow) -> Query | None:
-    """The query before its rotation, where it is the whole of one projection's output."""
+    """Returns the query before its rotation, if it is the whole output of one projection; else
+    None."""
     made = assembled([q for q, _ in attention.terms], flow)
     if len(made.pieces) != 2 or made.scratch:
         return None
@@ -94,6 +95,6 @@ def _unrotated(attention: Attention, width: int, flow: Dataflow) -> Query | None
 
 
 def _in_order(part: Heads) -> bool:
-    """Whether [B, S, H, D] holds every token of the projection once, in its order, head by head."""
+    """Whether [B, S, H, D] holds every token of the projection once, in order, head by head."""
     by_head = part.rows.dims(part.feature) == part.layout.dims[2:]
     return by_head and holds_all_tokens(part.layout, 2, part.tokens)

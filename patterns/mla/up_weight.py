@@ -1,5 +1,5 @@
-"""The weight of an up-projection from its halves: W_UK [H, N, L] of the keys and W_UV [H, V, L] of
-the values, as the op takes them.
+"""The weight of an up-projection from its halves, W_UK [H, N, L] of the keys and W_UV [H, V, L] of
+the values, in the form that the op takes.
 
 Dimension letters: as in `patterns/mla/keys.py`.
 """
@@ -18,8 +18,8 @@ from tilewright.patterns.quantised.weights import match_weight
 
 
 def weight_arguments(keys: View, values: View, flow: Dataflow) -> dict[str, Any]:
-    """The op's arguments for W_UK [H, N, L] and W_UV [H, L, V], as they are multiplied: rows of one
-    weight, dense or of codes, where they are that; else each apart."""
+    """Returns the op's arguments for W_UK [H, N, L] and W_UV [H, L, V], as they are multiplied:
+    rows of one weight, dense or quantised, if they are that; else two separate weights."""
     values = values.permute(0, 2, 1)
     whole = _joined(keys, values)
     if whole is not None:
@@ -32,7 +32,8 @@ def weight_arguments(keys: View, values: View, flow: Dataflow) -> dict[str, Any]
 
 
 def _joined(keys: View, values: View) -> View | None:
-    """[H, N + V, L] of which each head's first rows are W_UK's, and the others W_UV's."""
+    """Returns [H, N + V, L], in which each head's first rows are W_UK's and the others W_UV's; None
+    if the halves are not parts of such a tensor."""
     (_, nope, _), v_dim = keys.shape, values.shape[1]
     heads, rows, rank = keys.effect.dims
     if len(rows) != 1:
@@ -50,8 +51,9 @@ def _lies_in_rows(whole: View, flow: Dataflow) -> bool:
 
 
 def _codes(whole: View) -> dict[str, Any] | None:
-    """The arguments for 8-bit codes with scales by block that the graph dequantises; None where it
-    does not, or in a way that the op does not know: then its result is the weight."""
+    """Returns the arguments for 8-bit codes with scales by block that the graph dequantises. None
+    if it does not, or in a way that the op does not support: then the dequantised tensor is the
+    weight."""
     try:
         codes = match_weight(whole)
         if codes is None or codes.format != "fp8":

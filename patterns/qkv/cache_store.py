@@ -1,6 +1,6 @@
 """The cache write alone, for heads whose projection could not be absorbed.
 
-Even then a step should touch only the slots it writes: stock compilation of a write through a view
+A step should still touch only the slots it writes: stock compilation of a write through a view
 copies the whole cache.
 """
 
@@ -28,7 +28,10 @@ class CacheStore:
     sought: ClassVar[Sought] = CACHE_WRITES
 
     def anchors(self, flow: Dataflow) -> Iterator[WritePair]:
-        yield from pairs(flow)
+        found = list(pairs(flow))
+        yield from found
+        for pair in found:  # what cannot be written together is, one behind the other
+            yield from pair.apart()
 
     def match(self, anchor: WritePair, flow: Dataflow) -> Match:
         if anchor.first.is_projected:
@@ -85,7 +88,7 @@ def _check_dtypes(write: CacheWrite, place: Address) -> None:
 
 
 def _heads(place: Address) -> View:
-    """The written heads as [T, H, D]."""
+    """Returns the written heads as [T, H, D]."""
     source, (heads, dim) = place.source, place.window.shape[2:]
     return source.reshape(place.tokens, heads, dim)
 

@@ -14,6 +14,7 @@ import runpy
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -489,10 +490,22 @@ def start_group(rank: int, ranks: int, folder: Path, world: str) -> None:
 
 
 def be_rank(rank: int, ranks: int, folder: Path) -> None:
+    """Writes what a rank of a world finds, or the traceback of what it raises."""
     start_group(rank, ranks, folder, str(ranks))
+    try:
+        found = findings_of(rank, ranks, folder)
+    except Exception:
+        (folder / f"raised-{ranks}-{rank}.txt").write_text(traceback.format_exc())
+        raise
+    (folder / f"{ranks}-{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def findings_of(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
+    """Returns what a rank of a world finds, by case."""
     # A rank that Dynamo still traces a model in says nothing: long, on a machine with other work.
     agreed.WAIT_S = _PATIENCE_S
-    found = {}
+    found: dict[str, Any] = {}
     with torch.no_grad():
         for name, case in WORLDS[ranks].items():
             torch._dynamo.reset()
@@ -509,8 +522,7 @@ def be_rank(rank: int, ranks: int, folder: Path) -> None:
             found[name] = differing(rank, name) | {"seconds": time.monotonic() - started}
         for name in sharded_parts.RANKS[ranks]:
             found[name] = sharded_parts.found(name)
-    (folder / f"{ranks}-{rank}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    return found
 
 
 def be_example(rank: int, ranks: int, port: int) -> None:

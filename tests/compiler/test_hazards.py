@@ -116,7 +116,6 @@ HAZARDS = {
         "different slots",
         paths.pages_of_other_size,
         paths.pages_of_other_size,
-        None,
         broken_args=longer_v_pages,
     ),
     "detour_k": Hazard("CAST", KP, "float8_e4m3fn to float32", paths.detour_k),
@@ -182,36 +181,31 @@ HAZARDS = {
     "three_query_heads": Hazard(
         "HEADS", G, "3 query, 2 key heads", rotated, rotated, layer={"num_heads": 3}
     ),
-    "read_between": Hazard("CACHE_READ", H, "sum", order.read_between, instead=None),
-    "cloned_between": Hazard(
-        "CACHE_READ", H, "clone", order.copied_between(lambda c: c.clone()), instead=None
-    ),
+    "read_between": Hazard("CACHE_READ", H, "sum", order.read_between),
+    "cloned_between": Hazard("CACHE_READ", H, "clone", order.copied_between(lambda c: c.clone())),
     "made_contiguous_between": Hazard(
         "CACHE_READ",
         H,
         "contiguous",
         order.copied_between(lambda c: c.mT.contiguous()),
-        instead=None,
     ),
     "reshaped_between": Hazard(
         "CACHE_READ",
         H,
         "reshape",
         order.copied_between(lambda c: c.mT.reshape(6, -1)),
-        instead=None,
     ),
     "repeated_between": Hazard(
         "CACHE_READ",
         H,
         "repeat_interleave",
         order.copied_between(lambda c: c.repeat_interleave(2, dim=2)),
-        instead=None,
     ),
     "read_by_an_op_that_returns_nothing": Hazard(
-        "CACHE_READ", H, "attend", order.read_by_an_op_that_returns_nothing, instead=None
+        "CACHE_READ", H, "attend", order.read_by_an_op_that_returns_nothing
     ),
     "zeroed_between": Hazard(
-        "CACHE_WRITE", H, "written again", order.zeroed_between, order.zeroed_before_and_after, None
+        "CACHE_WRITE", H, "written again", order.zeroed_between, order.zeroed_before_and_after
     ),
     "scale_in_the_cache": Hazard(
         "CACHE_ALIAS",
@@ -225,7 +219,6 @@ HAZARDS = {
         H,
         "one storage",
         plain,
-        instead=None,
         broken_args=caches_on_one_storage(256),
         mended_args=caches_on_one_storage(6 * 8 * HKV * D),
     ),
@@ -235,7 +228,6 @@ HAZARDS = {
         "slot_mapping",
         order.slots_moved_between,
         order.slots_moved_before,
-        None,
     ),
     "activation_scaled": Hazard("INPUT_MUTATED", H, "x is", *activation(lambda h: h.mul_(2))),
     "activation_row_scaled": Hazard(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections import Counter
 
@@ -99,6 +100,16 @@ def test_its_modules_are_those_that_prepare_leaves(method):
         assert type(made) is type(module), name
         if isinstance(module, CodedLinear):
             assert layout(made) == layout(module), name
+
+
+@pytest.mark.parametrize("config", [transformers.GPTQConfig, transformers.AwqConfig])
+def test_groups_without_a_size_are_as_transformers_makes_them(config):
+    stated = json.loads(config(bits=4).to_json_string(use_diff=False))
+    group_size = stated.pop("group_size")
+    model = model_of("llama")
+    put_codes(model, stated)
+    proj = model.model.layers[0].mlp.down_proj
+    assert proj.group_size == group_size
 
 
 def test_it_is_what_the_loaded_model_reads(tmp_path):

@@ -5,8 +5,10 @@ The oracle evaluates an effect by plain index arithmetic; PyTorch evaluates the 
 
 import itertools
 import random
+from contextlib import suppress
 
 import pytest
+import sympy
 import torch
 
 from tilewright.patterns import effects
@@ -130,6 +132,39 @@ def test_size_one_dimensions_do_not_matter():
 def test_a_split_that_does_not_divide_is_refused():
     with pytest.raises(InexpressibleError, match="cannot split 6 by 4"):
         effects.reshape(effects.identity((6,)), (2, 4))
+
+
+def test_sizes_known_to_be_as_many_are_regrouped_as_others():
+    """Where sizes are numbers, regroup answers as reshape does, or more: a split is exact."""
+    rng = random.Random(3)
+    for _ in range(300):
+        base = torch.arange(48).view(rng.choice([(48,), (2, 24), (4, 3, 4), (6, 8)]))
+        view, effect = base, effects.identity(base.shape)
+        for _ in range(2):
+            view, effect = random_view(view, effect, rng)
+        sizes, left = [], view.numel()
+        while left > 1:
+            sizes.append(rng.choice([n for n in range(2, left + 1) if left % n == 0]))
+            left //= sizes[-1]
+        try:
+            regrouped = effects.regroup(effect, sizes)
+        except InexpressibleError:
+            continue
+        assert torch.equal(evaluate(regrouped, base), view.reshape(sizes))
+        with suppress(InexpressibleError):
+            assert regrouped == effects.reshape(effect, sizes)
+
+
+def test_a_symbol_is_split_where_the_sizes_are_known_to_be_as_many():
+    """A view of rows as blocks of 24 says that their number is a multiple of 24."""
+    rows = sympy.Symbol("s0", positive=True, integer=True)
+    blocks = sympy.Function("FloorDiv")(rows, 24)
+    whole = effects.identity((rows, 5))
+    with pytest.raises(InexpressibleError):
+        effects.reshape(whole, (blocks, 6, 4, 5))
+    assert effects.regroup(whole, (blocks, 6, 4, 5)) == Effect(
+        ((Atom(0, 24, blocks),), (Atom(0, 4, 6),), (Atom(0, 1, 4),), (Atom(1, 1, 5),)), (0, 0)
+    )
 
 
 def test_a_slice_across_a_merged_dimension_is_refused():

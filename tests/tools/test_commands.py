@@ -342,7 +342,7 @@ def test_explain_knows_every_code_with_a_text(command):
 def test_explain_of_an_unknown_code_suggests_one(command):
     done = command("explain", "GROWING_CASH")
     assert done.exit_code == 2
-    assert "did you mean GROWING_CACHE?" in done.stderr
+    assert "did you mean 'GROWING_CACHE'?" in done.stderr
 
 
 @pytest.mark.parametrize("place", ["codes.py", "codes.py:make", "codes"])

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from tests.interpreted import interpret
+from tilewright import lower, reports
 from tilewright.codegen.audit import check
 from tilewright.codegen.build import compile_for
 from tilewright.codegen.targets import SM100
-from tilewright.compiler import lower
 from tilewright.compiler.rewrite import normal
 from tilewright.ops import contract
 from tilewright.patterns import language
@@ -235,6 +235,43 @@ def test_an_argument_that_scratch_writes_is_refused(post_norm, monkeypatch):
     assert found.matches == []
     assert {miss.code for miss in found.misses} == {"INTERNAL"}
     assert "argument 'y' is what scratch writes" in found.misses[0].message
+
+
+def test_generate_gives_eager_s_tokens_and_says_what_is_fused(monkeypatch, capsys):
+    pytest.importorskip("transformers", reason="the example needs transformers")
+    example = load("generate")
+    assert example.main(["--new", "4", "--cache", "paged", "--batch", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "100 % of tokens are those of eager" in said
+    assert "self_attn x2  qkv_cache" in said
+    assert "page=64" in said
+    monkeypatch.setattr(example, "timed", lambda model, inputs, new, **options: torch.zeros(1))
+    monkeypatch.setattr(example, "reports", tuple)
+    assert example.main(["--new", "4"]) == 1
+
+
+def test_a_model_of_one_s_own_is_fused_whole(monkeypatch, capsys):
+    example = load("own_model")
+    assert example.main() == 0
+    assert "blocks.*.attention x2  cache_attention" in capsys.readouterr().out
+    own = ("qkv_cache", "cache_attention", "linear_activation", "linear_residual")
+    lowered = lower(*example.decode(), patterns=own)  # and none of another example's
+    found = [site.pattern for site in lowered.matches]
+    assert [found.count(name) for name in own] == [2, 2, 2, 4]
+    assert lowered.lost == []
+    monkeypatch.setattr(example, "error", lambda made, exact: float(made is not exact))
+    monkeypatch.setattr(example, "reports", lambda: [replace(reports()[-1], matches=())])
+    assert example.main() == 1
+
+
+def test_a_declared_operator_is_fused(monkeypatch, capsys):
+    example = load("custom_op")
+    assert example.main() == 0
+    said = capsys.readouterr().out
+    assert said.index("K_PATH") < said.index("['fused_qkv_paged']")
+    torch._dynamo.reset()
+    monkeypatch.setattr(example, "rotate_meaning", lambda x, cos, sin: x * cos[:, None])
+    assert example.main() == 1
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ from tilewright.tools.commands.common import (
     TargetOption,
     errors_for_people,
     print_json,
+    target_name,
 )
 from tilewright.tools.commands.legend import explained
 from tilewright.tools.console import make_console
@@ -77,6 +78,14 @@ def inspect(
         str | None,
         typer.Option(metavar="MODULE", help="What each pattern says of one module (`*` matches)."),
     ] = None,
+    engine: Annotated[
+        bool,
+        typer.Option(
+            "--engine",
+            help="As transformers' continuous batching runs it: a step of one token for each "
+            "sequence, and one of many tokens.",
+        ),
+    ] = False,
     debug: DebugOption = False,
 ) -> None:
     """Show what is fused in MODEL, what is missed and why, and the kernels, without running it.
@@ -87,7 +96,12 @@ def inspect(
     from tilewright.codegen.targets import get_target
     from tilewright.compiler.report.savings import savings_of
     from tilewright.compiler.report.step import step_of
-    from tilewright.tools.commands.models import audited, load_and_lower, load_and_lower_rank
+    from tilewright.tools.commands.models import (
+        audited,
+        load_and_lower,
+        load_and_lower_engine,
+        load_and_lower_rank,
+    )
     from tilewright.tools.report.text_report import graph_text, render, render_rank
     from tilewright.tools.step.savings import render_savings
     from tilewright.tools.step.tables import render_step
@@ -97,12 +111,18 @@ def inspect(
             raise CommandError("--json: not together with --before or --after")
         _check_page(html)
         if batches is not None:
-            _check_batches(rank=(tp, ep) != (1, 1), asked=census or at is not None)
+            if (tp, ep) != (1, 1) or engine or census or at is not None:
+                others = "--tp, --ep, --engine, --census or --at"
+                raise CommandError(f"--batches: not together with {others}")
             chosen = Chosen(model, patterns, dynamic, debug)
             _inspect_batches(chosen, batches, target, present, as_json, html)
             return
         rank = None
-        if (tp, ep) == (1, 1):
+        if engine:
+            if (tp, ep) != (1, 1):
+                raise CommandError("--engine: not together with --tp or --ep")
+            lowered = load_and_lower_engine(model, patterns, dynamic, target, debug)
+        elif (tp, ep) == (1, 1):
             lowered = load_and_lower(model, patterns, dynamic, target, debug)
         else:
             lowered, rank = load_and_lower_rank(model, tp, ep, patterns, dynamic, target, debug)
@@ -113,11 +133,12 @@ def inspect(
         if html is not None:
             title = model if rank is None else f"{model}, a rank of {tp}, a layer of each kind"
             _write_page(html, title, lowered, audits, present)
-        savings = savings_of(lowered, present) if rank is None else None
+        savings = savings_of(lowered, present) if rank is None and not engine else None
         if as_json:
-            if rank is None:
+            told: dict[str, Any] = {}
+            if rank is None and not engine:
                 told = {"step": step_of(lowered, present).as_dict()}
-            else:
+            elif rank is not None:
                 told = {"rank": rank.as_dict(get_target(target))}
             told |= {"savings": savings.as_dict()} if savings is not None else {}
             told |= {"census": lowered.census.as_dict()} if census else {}
@@ -133,18 +154,13 @@ def inspect(
             return
         report = render(model, lowered, audits, console.width)
         console.print(report)
-        if rank is None:
+        if rank is None and not engine:
             console.print(render_step(step_of(lowered, present)))
             if savings is not None:
                 console.print(render_savings(savings))
-        else:
+        elif rank is not None:
             console.print(render_rank(rank, get_target(target), console.width))
         _explain(console, report, sorted({miss.code for miss in lowered.misses}))
-
-
-def _check_batches(rank: bool, asked: bool) -> None:
-    if rank or asked:
-        raise CommandError("--batches: not together with --tp, --ep, --census or --at")
 
 
 def _inspect_batches(
@@ -159,7 +175,8 @@ def _inspect_batches(
     from tilewright.tools.commands.models import lowered_batches
     from tilewright.tools.step.batches import render_batches
 
-    rows, first = lowered_batches(chosen, sizes_of(batches), targets.split(","), present)
+    chips = [target_name(name.strip()) or name for name in targets.split(",")]
+    rows, first = lowered_batches(chosen, sizes_of(batches), chips, present)
     if html is not None:
         _write_page(html, chosen.model, first, [], present, rows)
     if as_json:

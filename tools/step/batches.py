@@ -110,7 +110,7 @@ def render_batches(model: str, rows: Sequence[BatchRow]) -> Group:
 
 
 def notes_of(rows: Sequence[BatchRow]) -> Iterator[str]:
-    """What the bars of a table follow from, and what is in no time."""
+    """Lines about the sources of a table's error bars, and about what no time includes."""
     for why, percent in dict.fromkeys((row.bar_why, row.bar_percent) for row in rows):
         yield f"± {percent} %: {why} (docs/predictions.md)"
     if any(row.hides_caches for row in rows):

@@ -1,1 +1,1 @@
-"""The attention core: softmax of queries and keys whose heads have a part that is rotated."""
+"""The attention core: softmax attention with heads that have an unrotated and a rotated part."""

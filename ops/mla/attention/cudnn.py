@@ -1,11 +1,11 @@
-"""cuDNN's attention as one way to compute the MLA core, over keys whose two parts are joined.
+"""cuDNN's attention as a way to compute the MLA core, over keys whose two parts are joined.
 
-Keys are made joined where it is known before that the library takes them: [keys, H, R + N + V], a
-head's rope columns first, so that the up-projection leaves the rest where it belongs. Queries are
-rotated to the same order, and the launch that does it writes the rope keys to all heads. Keys that
-were made otherwise are joined in a launch of their own.
+If it is known in advance that the library takes them, keys are made joined: [keys, H, R + N + V],
+with a head's rope columns first, so that the up-projection writes the rest in place. Queries are
+rotated to the same order, by a launch that also writes the rope keys to all heads. Other keys are
+joined by a separate launch.
 
-The library is given what its masks can say from shapes alone. Ragged sequences are not: their
+The library gets only masks that shapes determine. Ragged sequences are excluded, since their
 lengths are on the device (and torch's variable-length form builds a plan at each call, 45 ms on an
 H200).
 """
@@ -30,8 +30,8 @@ _join_statics = cache(kernels.join_statics)
 
 
 def library_wanted(a: AttentionCall, target: Target) -> bool:
-    """Whether a call, its queries in parts, goes to the library: it computes the same there, and
-    gains by it."""
+    """Whether a call, with its queries in parts, goes to the library: it computes the same there,
+    faster."""
     if not target.has("wgmma") or a.ragged or a.k.element_size() == 1 or a.k_rope is None:
         return False
     places = (a.query_starts, a.key_starts, a.key_lengths, a.query_positions)
@@ -39,14 +39,14 @@ def library_wanted(a: AttentionCall, target: Target) -> bool:
         return False
     if a.mask not in ("none", "causal") or not a.out_dtype == a.k.dtype == a.k_rope.dtype:
         return False
-    # Queries whose parts lie side by side need not be copied.
+    # Queries whose parts are adjacent in memory need no copy.
     if a.q_rope is None or not follows(a.q_rope, a.q):
         return False
     return library_gains(a.num_heads, a.sizes) and _accepted(a)
 
 
 def _accepted(a: AttentionCall) -> bool:
-    """Of a call on a GPU; what is said elsewhere is said of one that has a recent cuDNN."""
+    """Whether cuDNN accepts the call. Off-GPU, assumes a recent cuDNN."""
     if a.q.device.type != "cuda":
         return True
     return _supported(a.q.dtype, a.nope, a.rope, a.v.shape[-1], a.q.device.index or 0)
@@ -54,8 +54,8 @@ def _accepted(a: AttentionCall) -> bool:
 
 @cache
 def _supported(dtype: torch.dtype, nope: int, rope: int, v_dim: int, index: int) -> bool:
-    """Whether this torch's cuDNN takes such head dims, asked of it with tiny tensors that lie as
-    joined keys do."""
+    """Whether this torch's cuDNN supports such head dimensions, tested with tiny tensors that have
+    the strides of joined keys."""
     width = rope + nope
     q = torch.empty((1, 128, 1, width), dtype=dtype, device=f"cuda:{index}").transpose(1, 2)
     keys = q.new_empty((1, 128, 1, width + v_dim)).transpose(1, 2)
@@ -65,8 +65,8 @@ def _supported(dtype: torch.dtype, nope: int, rope: int, v_dim: int, index: int)
 
 
 def library_steps(a: AttentionCall, target: Target) -> Steps:
-    """Attention to keys that are not joined yet: (out [B, S, H, V], and lse [B, S, H] if it is
-    asked for)."""
+    """Runs attention to keys that are not joined yet: (out [B, S, H, V], and lse [B, S, H] if
+    requested)."""
     batch, num_keys, heads = a.k.shape[:3]
     keys = yield Buffer((batch, num_keys, heads, a.rope + a.nope), a.k.dtype)
     yield join_launch(a, keys, target)
@@ -74,7 +74,7 @@ def library_steps(a: AttentionCall, target: Target) -> Steps:
 
 
 def join_launch(a: AttentionCall, keys: torch.Tensor, target: Target) -> Launch:
-    """The launch of `mla_join`, which fills keys [B, K, H, N + R]."""
+    """Returns the launch of `mla_join`, which fills keys [B, K, H, N + R]."""
     rows, num_keys = keys.shape[:-1].numel(), keys.shape[-3]
     values = {"k": a.k, "rope": a.k_rope, "out": keys, "num_rows": rows, "run": num_keys}
     statics = _join_statics(attention_problem(a))
@@ -82,8 +82,8 @@ def join_launch(a: AttentionCall, keys: torch.Tensor, target: Target) -> Launch:
 
 
 def whole_steps(a: AttentionCall, first: torch.Tensor, keys: torch.Tensor) -> Steps:
-    """Attention to keys [B, K, H, N + R] of queries whose two parts lie side by side in the same
-    order, `first` before the other."""
+    """Runs attention to keys [B, K, H, N + R]. The two parts of queries are adjacent in memory, in
+    the same order as in keys; `first` is the part that comes first."""
     q = first.as_strided((*first.shape[:-1], a.rope + a.nope), first.stride())
     given: tuple[torch.Tensor, ...] = (q, keys, a.v)
     if a.return_lse:
@@ -103,13 +103,13 @@ def _cudnn(
     causal: bool,
     scale: float,
 ) -> torch.Tensor:
-    """out [B, S, H, V] of q, k and v [B, S, H, ..]; lse [B, S, H] is filled."""
+    """Returns out [B, S, H, V] of q, k and v [B, S, H, ..], and fills lse [B, S, H]."""
     q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
-    # causal goes from the top left, as positions that start at 0 do.
+    # is_causal aligns at the top left, which matches positions that start at 0.
     found = torch.ops.aten._scaled_dot_product_cudnn_attention(
         q, k, v, None, lse is not None, 0.0, causal, False, scale=scale
     )
     if lse is not None:
         lse.copy_(found[1][..., 0].transpose(1, 2))
-    # The library lays its result out as q: nothing is copied.
+    # The library lays out its result like q, so nothing is copied.
     return found[0].transpose(1, 2).contiguous()

@@ -30,7 +30,7 @@ from tilewright.ops.mla.attention.operands import (
 from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, Step, Steps
 
-# Tensors with an element for each sequence, which kernels read one after the other.
+# Tensors with an element for each sequence, which kernels read with stride 1.
 BY_SEQUENCE = ("query_offsets", "key_offsets", "query_starts", "key_starts", "key_lengths")
 
 _statics = cache(kernels.attention_statics)
@@ -38,10 +38,10 @@ _merge_statics = cache(kernels.merge_statics)
 
 
 def attention_steps(a: AttentionCall, target: Target, joined: torch.Tensor | None = None) -> Steps:
-    """The steps of a call, whose result is (out,), or (out, lse).
+    """Runs the steps of a call; the result is (out,) or (out, lse).
 
-    joined: [.., H, R + N + V], as many keys as queries, of which the call's k and v are views. Its
-    rope columns are filled, and the library attends to it. Raises ArgumentError.
+    joined: [.., H, R + N + V], with as many keys as queries; the call's k and v are views of it.
+    Its rope columns are filled, and the library computes the attention. Raises ArgumentError.
     """
     if joined is not None:
         check_call(a)
@@ -74,8 +74,8 @@ def core_launch(
     *,
     head_group: int | None = None,
 ) -> Launch:
-    """The launch of `mla_attention` that fills (out,) or (out, lse). head_group: in place of the
-    plan's."""
+    """Returns the launch of `mla_attention` that fills (out,) or (out, lse). head_group: replaces
+    the plan's."""
     tiles = schedule(
         config,
         a.sizes,
@@ -93,14 +93,15 @@ def core_launch(
 
 
 def _results(a: AttentionCall) -> Generator[Step, Any, tuple[torch.Tensor, ...]]:
-    """(out,), or (out, lse)."""
+    """Allocates (out,) or (out, lse)."""
     out = yield Buffer((*a.q.shape[:-1], a.v.shape[-1]), a.out_dtype)
     return (out, (yield Buffer(a.q.shape[:-1], torch.float32))) if a.return_lse else (out,)
 
 
 def _ready_queries(a: AttentionCall, target: Target) -> Generator[Step, Any, AttentionCall]:
-    """The call with its queries as attention takes them: as they are given; to be rotated by our
-    kernel; rotated or cast before; or that with both parts side by side, for the library."""
+    """Returns the call with its queries in the form that attention takes: unchanged; to be rotated
+    by our kernel; rotated or cast in advance; or, for the library, also with both parts adjacent in
+    memory."""
     whole = False
     if a.q.dtype == a.k.dtype:
         parts = a.in_parts()
@@ -126,12 +127,12 @@ def query_steps(
     whole: bool = False,
     joined: torch.Tensor | None = None,
 ) -> Generator[Step, Any, tuple[torch.Tensor, torch.Tensor]]:
-    """(q's own columns, its rotated ones), rotated by a.tables and cast to k's dtype: views of a.q
-    where nothing is to be done to them.
+    """Returns (unrotated columns of q, rotated columns), rotated by a.tables and cast to k's dtype.
+    A part that needs no change is a view of a.q.
 
-    whole: both are views of one new tensor, side by side. joined [.., H, R + ..], contiguous, as
-    many keys as tokens: then the rotated ones come first, and the rope keys are written to its
-    first columns.
+    whole: both are adjacent views of one new tensor. joined [.., H, R + ..], contiguous, with as
+    many keys as tokens: the rotated columns then come first, and the rope keys are written to
+    joined's first columns.
     """
     problem, rotation, values = query_call(a, whole, joined)
     rows = values["num_rows"]
@@ -152,8 +153,8 @@ def merge_steps(
     out_dtype: torch.dtype,
     target: Target,
 ) -> Steps:
-    """Partial results over disjoint keys, put together: outs [T, H, V] and lses fp32 [T, H] give
-    out [T, H, V] of `out_dtype`."""
+    """Merges partial results over disjoint keys: outs [T, H, V] and lses fp32 [T, H] become out [T,
+    H, V] of `out_dtype`."""
     shape, rows = outs[0].shape, lses[0].numel()
     parts, part_lses = (yield from _stack(outs)), (yield from _stack(lses))
     out = yield Buffer(shape, out_dtype)

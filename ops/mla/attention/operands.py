@@ -1,4 +1,4 @@
-"""Calls of the MLA attention core as problems: what is static, and the values of a launch."""
+"""Calls of the MLA attention core as static problems, and the values of a launch."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ DTYPES = (torch.bfloat16, torch.float16, *FP8_DTYPES)
 def rotation_of(
     tables: RopeTables | None, columns: int
 ) -> tuple[Rotation, dict[str, torch.Tensor | None]]:
-    """Returns what is static about a rotation of `columns`, and its tables by the kernels' names.
-    There is no sin where a pair's sine follows its cosine in one table."""
+    """Returns the static data of a rotation of `columns`, and its tables by kernel parameter name.
+    There is no sin if cosines and sines alternate in one table."""
     if tables is None:
         return NO_ROTATION, {"cos": None, "sin": None}
     cos = given(tables.cos)
@@ -48,22 +48,23 @@ class AttentionCall:
     """softmax(scale * [q . k + q_rope . k_rope], masked) @ v, and its log-sum-exp.
 
     q [T, H, N], q_rope [T, H, R], k [K, H, N], v [K, H, V], k_rope [K, R] for ragged sequences;
-    with a batch dim in front for dense ones. q_rope None: they are q's last R columns. bf16, fp16
-    or e4m3; q may be wider than 8-bit k: it is cast then, saturating, over q_scale. Any strides;
-    the last dims are contiguous, of v its keys may be (fastest for 8 bits).
+    with a batch dimension in front for dense ones. q_rope None: it is q's last R columns. bf16,
+    fp16 or e4m3; q may be wider than 8-bit k and is then divided by q_scale and cast, saturating.
+    Any strides, with contiguous last dimensions; v may be contiguous along its keys instead
+    (fastest for 8 bits).
 
     scale: positive. tables: rotate q's last columns first.
     query_offsets, key_offsets: int [B + 1], rows of each sequence; None for dense ones.
     query_starts: int [B], the position of a sequence's first query; None: 0.
-    query_positions: int [T], [S] or [B, S], in place of query_starts.
+    query_positions: int [T], [S] or [B, S], replaces query_starts.
     key_starts: int [B], the position of a sequence's first key; None: 0.
-    key_lengths: int [B]: keys at positions from there on are not seen.
+    key_lengths: int [B]: keys at this position and later are not seen.
     mask, window: "none", "causal", "sliding_window" (causal, of the last `window` keys) or
         "chunked" (causal, within chunks of `window`).
     attn_mask: bool (True is seen) or added, [B or 1, H or 1, S or 1, K or more]; dense only.
-    mask_blocks: its list of blocks, as the op `mask_blocks` gives it; None: the call makes it.
+    mask_blocks: its list of blocks, as the op `mask_blocks` returns it; None: the call makes it.
     q_scale, k_scale, v_scale: fp32 scalars on the device that 8-bit values are multiplied by.
-    return_lse: fp32 [T, H], natural logarithm, of scaled logits.
+    return_lse: also return fp32 [T, H], the natural log-sum-exp of scaled logits.
 
     A query that sees no key gives zeros, and a log-sum-exp of -inf; tokens outside the offsets are
     not written. Nothing is read back from the device.
@@ -116,7 +117,7 @@ class AttentionCall:
 
     @property
     def v_by_key(self) -> bool:
-        """Whether a value dim's keys are contiguous, rather than a key's dims."""
+        """Whether v is contiguous along its keys, rather than along its last dimension."""
         return self.v.stride(-1) != 1 and self.v.stride(-3) == 1
 
     @property
@@ -125,11 +126,11 @@ class AttentionCall:
 
     @property
     def table_rows(self) -> int:
-        """At least 1."""
+        """The rows of the rotation's tables, at least 1."""
         return 1 if self.tables is None else max(given(self.tables.cos).shape[0], 1)
 
     def with_queries(self, own: torch.Tensor, turned: torch.Tensor) -> AttentionCall:
-        """Returns the call with the rotated columns of the queries apart, if keys have them."""
+        """Returns the call with the rotated columns of the queries separate, if keys have them."""
         return replace(self, q=own, q_rope=None if self.k_rope is None else turned)
 
     def in_parts(self) -> AttentionCall:
@@ -139,7 +140,8 @@ class AttentionCall:
 
 
 def check_call(a: AttentionCall) -> None:
-    """Raises ArgumentError for what no kernel takes. Shapes come from the calling op, checked."""
+    """Raises ArgumentError for a call that no kernel takes. The calling op has checked the
+    shapes."""
     check_mask(OP, a)
     check_number(OP, "scale", a.scale, above=True)
     if a.k.dtype not in DTYPES:
@@ -161,11 +163,11 @@ def check_call(a: AttentionCall) -> None:
 
 
 def launch_values(a: AttentionCall) -> dict[str, Any]:
-    """Tensors and numbers of a call by the kernel's names, but for its results, its tables and how
-    it is cut into tiles."""
+    """Returns a call's tensors and numbers by kernel parameter name, except its results, its tables
+    and its division into tiles."""
     sizes = a.sizes
     return {
-        **vars(a),  # what the kernel calls as the record does
+        **vars(a),  # kernel parameters with the same names as fields
         "rope": a.k_rope,
         "positions": a.query_positions,
         "mask": None if a.attn_mask is None else mask_bytes(a.attn_mask),
@@ -179,13 +181,13 @@ def launch_values(a: AttentionCall) -> dict[str, Any]:
 
 
 def constant_strides(a: AttentionCall) -> dict[str, Constant]:
-    """The strides of a launch that are constants."""
+    """Returns the strides of a launch that are constants."""
     lists = {} if a.mask_blocks is not None else dict.fromkeys(LIST_STRIDES, 0)
     return lists | known_strides(a.attn_mask)
 
 
 def attention_problem(a: AttentionCall) -> AttentionProblem:
-    """What is static about a call."""
+    """Returns the static problem of a call."""
     return AttentionProblem(
         num_heads=a.num_heads,
         nope=a.nope,
@@ -208,14 +210,14 @@ def attention_problem(a: AttentionCall) -> AttentionProblem:
 
 
 def _joint(a: AttentionCall) -> bool:
-    """Whether a key's values follow it, so that one descriptor reads both."""
+    """Whether the values of a key follow it in memory, so that one descriptor reads both."""
     dims = (a.nope, a.v.shape[-1])
     whole = all(next_power_of_2(dim) == dim for dim in dims) and dims[0] == dims[1]
     return whole and not a.v_by_key and follows(a.v, a.k)
 
 
 def _reached(part: torch.Tensor) -> bool:
-    """Whether a descriptor reaches the rows of a tensor, one dimension of which is contiguous."""
+    """Whether a descriptor can read a tensor with one contiguous dimension."""
     strides = list(part.stride())
     strides.remove(1)
     return tma_reaches(part, *strides)
@@ -224,9 +226,10 @@ def _reached(part: torch.Tensor) -> bool:
 def query_call(
     a: AttentionCall, whole: bool, joined: torch.Tensor | None
 ) -> tuple[QueryProblem, Rotation, dict[str, Any]]:
-    """The problem, the rotation, and the values, all but the output, of a launch of `mla_query`.
+    """Returns the problem, the rotation, and the values except the output, of a launch of
+    `mla_query`.
 
-    whole: all columns are written. joined: keys with room for the rope columns, which are written.
+    whole: all columns are written. joined: keys whose rope columns are written.
     """
     q, tables = a.q, a.tables
     if a.q_rope is not None:
@@ -234,7 +237,7 @@ def query_call(
     tokens = q.shape[:-2].numel()
     run = tokens if a.ragged else q.shape[-3]
     if a.query_positions is not None and a.query_positions.dim() == 2:
-        # A position for each token: they are counted in one run.
+        # With a position for each token, all tokens are one run.
         q, run = q.reshape(1, tokens, *q.shape[-2:]), tokens
     offsets = starts = positions = None
     if tables is not None and tables.rope_by_position:

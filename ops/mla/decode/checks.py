@@ -1,5 +1,5 @@
-"""Checks of the arguments of `mla_decode`; each raises ArgumentError. And why no emitted kernel
-takes a call; metadata only."""
+"""Checks of the arguments of `mla_decode`, which raise ArgumentError, and the reasons why no
+emitted kernel takes a call. All but `check_decode_values` read metadata only."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tilewright.ops.checks import (
 from tilewright.ops.mla.arguments import MlaDecodeArguments, widths
 from tilewright.ops.mla.checks import check_heads, check_weight, refuse_scale
 
-# What `cache_attention` calls otherwise.
+# The arguments that `cache_attention` calls by another name.
 OWN_NAMES = {"k": "latent"}
 MAX_ROPE = 128
 
 
 def check_decode(op: str, a: MlaDecodeArguments) -> None:
-    """Checks an MlaDecodeArguments. Metadata only; raises ArgumentError."""
+    """Checks an MlaDecodeArguments. Reads metadata only; raises ArgumentError."""
     check_operand(op, "q", a.q, "[T, H, N + R]", (None, None, None), FLOAT_DTYPES, dense=True)
     rope_dim = check_weight(op, a) if a.v_weight is None else _check_halves(op, a)
     dtypes, device, rank = (a.q.dtype,), a.q.device, a.kv_b_weight.shape[-1]
@@ -42,7 +42,7 @@ def check_decode(op: str, a: MlaDecodeArguments) -> None:
 
 
 def _check_halves(op: str, a: MlaDecodeArguments) -> Any:
-    """Checks an up-projection's weights apart, [H, N, L] and [H, V, L]; returns R."""
+    """Checks separate weights of an up-projection, [H, N, L] and [H, V, L]; returns R."""
     heads, width = a.q.shape[1:]
     dtypes, device = (a.q.dtype,), a.q.device
     sizes: tuple[Any, ...] = (heads, None, None)
@@ -59,13 +59,13 @@ def _check_halves(op: str, a: MlaDecodeArguments) -> Any:
 
 
 def check_decode_values(op: str, a: MlaDecodeArguments) -> None:
-    """Checks what only real memory shows: offsets, lengths, pages. Raises ArgumentError."""
+    """Checks offsets, lengths and pages, which need real memory. Raises ArgumentError."""
     with in_words_of(op, OWN_NAMES):
         check_attention_values(op, as_attention(a, a.q, a.latent))
 
 
 def decode_obstacle(a: MlaDecodeArguments) -> str | None:
-    """Why no kernel takes a call; None where one does. Metadata only."""
+    """Returns why no kernel takes a call, or None. Reads metadata only."""
     rank, rope_dim = a.latent.shape[2], a.rope_keys.shape[2]
     if rank > MAX_WIDTH or rope_dim > MAX_ROPE:
         return f"no kernel for latents of rank {rank} with {rope_dim} rope columns"

@@ -1,7 +1,7 @@
 """`mla_decode`: multi-head latent attention in its absorbed form, for few queries of a long cache.
 
 The up-projection is multiplied into queries and results (DeepSeek-V2, 2024, section 2.1), not into
-the keys: each is read once, as it lies in its cache, for all heads.
+the keys. Each key is read once for all heads, in place in its cache.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def reference(a: MlaDecodeArguments) -> torch.Tensor:
         o_latent = softmax(logits) @ latent                  -inf where the mask hides
         out = o_latent @ W_UV[h]^T                           rounded to q's dtype
 
-    Latents that no query sees are not looked at.
+    Latents that no query sees are not read.
     """
     return decode_reference(a)
 
 
 def work(a: MlaDecodeArguments) -> Work:
-    """What a call reads of latents and rope keys, each once for all heads, and the products of each
-    head with its up-projection."""
+    """Returns the reads of latents and rope keys, each once for all heads, and the FLOPs of each
+    head's products with the up-projection."""
     token_bytes = sum(t.shape[2] * t.element_size() for t in (a.latent, a.rope_keys))
     sequences, capacity = present_of(a, a.latent)
     (tokens, heads, _), (nope, rope, v_dim) = a.q.shape, widths(a)

@@ -1,5 +1,5 @@
-"""The steps of `mla_decode`: attention to latents between two products of each head; and calls of
-`mla_prefill` that it computes."""
+"""The steps of `mla_decode`: attention to latents between two products per head. Calls of
+`mla_prefill` may use them too."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ NAME = "absorbed attention"
 
 
 def decode_steps(a: MlaDecodeArguments, target: Target) -> Steps:
-    """The steps of a call."""
+    """Runs the steps of a call."""
     nope = widths(a)[0]
     return (yield from absorbed_steps(a, a.q[..., :nope], a.q[..., nope:], target))
 
@@ -52,8 +52,8 @@ def decode_steps(a: MlaDecodeArguments, target: Target) -> Steps:
 def absorbed_steps(
     a: MlaDecodeArguments, q_nope: torch.Tensor, q_rope: torch.Tensor, target: Target
 ) -> Steps:
-    """The steps of a call whose queries come in two parts, [T, H, N] and [T, H, R]; a.q is not
-    looked at but for its dtype and shape."""
+    """Runs the steps of a call whose queries come in two parts, [T, H, N] and [T, H, R]. Only the
+    dtype and shape of a.q are used."""
     if a.q.numel() == 0:
         out = yield Buffer((*a.q.shape[:2], a.v_dim), a.q.dtype)
         return Outcome(out, "nothing", "there are no queries, so nothing is launched")
@@ -70,7 +70,7 @@ def absorbed_steps(
 def head_steps(
     x: torch.Tensor, weights: torch.Tensor, target: Target
 ) -> Generator[Step, Any, torch.Tensor]:
-    """x [T, H, K] @ weights[h] [K, W] of each head, as [T, H, W]."""
+    """Computes x [T, H, K] @ weights[h] [K, W] for each head: [T, H, W]."""
     tokens = x.shape[0]
     out = yield Buffer((*x.shape[:2], weights.shape[2]), x.dtype)
     if tokens <= MOST_TOKENS and x.dtype == weights.dtype and x.stride(2) == 1:
@@ -93,9 +93,9 @@ def head_steps(
 
 
 def absorbed_call(a: MlaPrefillArguments) -> MlaDecodeArguments | None:
-    """A call of `mla_prefill` as one of `mla_decode`, its queries not rotated yet; None where that
-    does not mean the same, or would take longer. Where keys are counted (key_offsets) the lengths
-    are left to `with_lengths`."""
+    """Returns a call of `mla_prefill` as a call of `mla_decode` whose queries are not rotated yet;
+    None if that is not equivalent or would take longer. With key_offsets, `with_lengths` sets the
+    lengths later."""
     coded = a.quantize_latent or a.latent_scale is not None
     if coded or a.attention_dtype not in (None, a.q.dtype) or sequences(a) == 0:
         return None
@@ -118,8 +118,8 @@ def absorbed_call(a: MlaPrefillArguments) -> MlaDecodeArguments | None:
 
 
 def _keys_in_place(a: MlaPrefillArguments) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """(latents, rope keys) [P, S, ..] where they are finished and lie as attention can read them:
-    equal runs of rows, pages that are sequences, or pages of a table."""
+    """Returns (latents, rope keys) [P, S, ..] if the keys are final and stored in a form that
+    attention can read: equal runs of rows, a page per sequence, or pages of a table."""
     if a.keys in ("pages", "table"):
         return cache_views(a)
     finished = a.norm_weight is None and not rotates_keys(a)
@@ -130,7 +130,7 @@ def _keys_in_place(a: MlaPrefillArguments) -> tuple[torch.Tensor, torch.Tensor] 
 
 
 def _sizes(call: MlaDecodeArguments, num_keys: int) -> DecodeSizes:
-    """Of a call with so many keys of all sequences together."""
+    """Returns the sizes of a call. num_keys: the keys of all sequences together."""
     nope, rope, v_dim = widths(call)
     (tokens, heads, _), rank, batch = call.q.shape, call.latent.shape[2], sequences(call)
     queries = cdiv(tokens, batch)
@@ -143,7 +143,7 @@ def _sizes(call: MlaDecodeArguments, num_keys: int) -> DecodeSizes:
 def with_lengths(
     call: MlaDecodeArguments, a: MlaPrefillArguments
 ) -> Generator[Step, Any, MlaDecodeArguments]:
-    """The call with the lengths of sequences whose keys are counted by a.key_offsets."""
+    """Returns the call with the lengths of sequences, computed from a.key_offsets if given."""
     if a.key_offsets is None:
         return call
     lengths = yield Buffer((sequences(a),), torch.int32)

@@ -1,1 +1,1 @@
-"""What is done to latents: norm, rotation and cache write; and the keys and values made of them."""
+"""Operations on latents: norm, rotation and cache write; and keys and values computed from them."""

@@ -1,4 +1,4 @@
-"""What MLA ops do to latents: norm of the latent part, RoPE of the rope part, one cache entry each.
+"""Checks of latents in MLA ops: norm of the latent part, RoPE of the rope part, and their cache.
 
 A latent cache is two windows of one head, [num_pages, page_size, 1, L] and [.., 1, R], on one base
 (`[latent | rope]` entries) or on two (Hugging Face's "keys" and "values").
@@ -29,12 +29,13 @@ from tilewright.ops.mla.arguments import (
     LatentStoreArguments,
 )
 
-# Of latents, for the kernels.
+# The highest rank of latents that the kernels take.
 MAX_RANK = 2048
 
 
 def check_latents(op: str, a: LatentArguments, rank: Any, rope_dim: Any, like: torch.Tensor) -> Any:
-    """Checks latent and k_rope, both [Tk, .], against `like`'s dtype and device. Returns Tk."""
+    """Checks latent and k_rope, both [Tk, .], against the dtype and device of `like`. Returns Tk.
+    Raises ArgumentError."""
     coded = a.latent_scale is not None
     sizes: tuple[Any, Any] = (None, rank)
     form = "[Tk, L]", sizes, (FP8 if coded else like.dtype,), like.device
@@ -50,7 +51,7 @@ def check_latents(op: str, a: LatentArguments, rank: Any, rope_dim: Any, like: t
 def check_finish(
     op: str, a: LatentArguments, num_tokens: Any, rank: Any, rope_dim: Any, like: torch.Tensor
 ) -> None:
-    """Checks norm and rope."""
+    """Checks the norm and the rope. Raises ArgumentError."""
     check_number(op, "norm_eps", a.norm_eps, 0)
     if a.norm_weight is not None:
         dtypes = (like.dtype, torch.float32)
@@ -63,7 +64,8 @@ def check_finish(
 def check_latent_cache(
     op: str, a: LatentArguments, rank: Any, rope_dim: Any, like: torch.Tensor
 ) -> CacheWindow:
-    """Checks bases and windows; returns the latent window."""
+    """Checks the bases and windows of the cache; returns the latent window. Raises
+    ArgumentError."""
     windows, widths = {}, {"latent_window": rank, "rope_window": rope_dim}
     for (argument, width), (name, base, integers) in zip(
         widths.items(), written_windows(a), strict=True
@@ -78,8 +80,9 @@ def check_latent_cache(
 def pool_windows(
     op: str, options: dict[str, Any], caches: Sequence[torch.Tensor | None], ranked: str, like: Any
 ) -> Sequence[Any]:
-    """The windows that `options` loses; else those of a pool [num_pages, page_size, L + R], or of
-    two pools. ranked: the name of `like` [.., L]. Raises ArgumentError."""
+    """Removes the windows from `options` and returns them. Without them, returns the windows of a
+    pool [num_pages, page_size, L + R], or of two pools. ranked: the name of `like` [.., L]. Raises
+    ArgumentError."""
     windows = options.pop("latent_window", None), options.pop("rope_window", None)
     if None not in windows:
         return windows
@@ -96,14 +99,14 @@ def pool_windows(
 
 
 def written_windows(a: LatentArguments) -> list[tuple[str, torch.Tensor, Any]]:
-    """Name, base and window of what is written."""
+    """Returns the name, base and window of each written part."""
     base = ("latent_cache", given(a.latent_cache))
     rope_base = base if a.rope_cache is None else ("rope_cache", a.rope_cache)
     return [(*base, a.latent_window), (*rope_base, a.rope_window)]
 
 
 def store_obstacle(a: LatentStoreArguments) -> str | None:
-    """Why no kernel takes a `mla_latent_store` call; None where one does. Metadata only."""
+    """Returns why no kernel takes a `mla_latent_store` call, or None. Reads metadata only."""
     return width_obstacle(a.latent.shape[1], a.k_rope.shape[1])
 
 

@@ -1,4 +1,4 @@
-"""The steps that make keys and values of latents: one kernel of latents, one up-projection."""
+"""The steps that compute keys and values from latents: one kernel of latents, one up-projection."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ from tilewright.ops.runtime.kernels import launch
 from tilewright.ops.runtime.products import multiply, multiply_batch
 from tilewright.ops.runtime.program import Buffer, Launch, Library, Outcome, Step, Steps
 
-# Keys of a sequence must be so many more than its queries before rows past the last are left out.
+# The least surplus of a sequence's keys over its queries with which keys past the last position are
+# left out.
 SPARE_KEYS = 256
 
 
@@ -45,7 +46,7 @@ SPARE_KEYS = 256
 class Keys:
     """Keys and values that attention reads: [rows, H, N], [rows, H, V], rope columns [rows, R].
 
-    joined: [rows, H, R + N + V], k and v are views of it; attention writes the rope columns to it.
+    joined: [rows, H, R + N + V], of which k and v are views; attention writes its rope columns.
     """
 
     k: torch.Tensor
@@ -55,7 +56,7 @@ class Keys:
 
 
 def latent_store_steps(a: LatentStoreArguments, target: Target) -> Steps:
-    """The steps of a call of `mla_latent_store`."""
+    """Runs the steps of a call of `mla_latent_store`."""
     if a.latent.shape[0] == 0:
         return Outcome(None, "nothing", "no tokens")
     yield latent_launch(latent_call(a, store=True), target)
@@ -65,8 +66,8 @@ def latent_store_steps(a: LatentStoreArguments, target: Target) -> Steps:
 def latent_calls(
     a: MlaPrefillArguments, chunk: Chunk, buffers: Buffers | None
 ) -> Iterator[LatentCall]:
-    """What fills a chunk's buffers (None: it has no keys) and, before its first, writes the new
-    tokens; one launch where the keys that are new can be told from the others."""
+    """Yields the calls that fill a chunk's buffers (None: it has no keys) and, before the first
+    chunk, write the new tokens. One launch does both if new keys can be told from the others."""
     store = chunk.first and a.slots != "none" and a.latent is not None and a.latent.shape[0] > 0
     makes = buffers is not None and bool(buffers.made)
     if a.keys == "given":
@@ -82,7 +83,7 @@ def latent_calls(
 
 
 def latent_launch(call: LatentCall, target: Target, config: LatentConfig | None = None) -> Launch:
-    """The launch of a call; config: in place of the plan's tiles."""
+    """Returns the launch of a call. config: replaces the plan's tiles."""
     problem, tokens, rows = call.problem, call.values["num_tokens"], call.values["num_rows"]
     if config is None:
         config = latent_config(problem, next_power_of_2(tokens + rows))
@@ -99,8 +100,9 @@ def key_steps(
     target: Target,
     joins: Callable[[Buffers], bool] | None = None,
 ) -> Generator[Step, Any, tuple[Keys, str]]:
-    """Writes the new tokens (before the first chunk) and makes a chunk's keys and values; joins
-    says whether these are joined (None: they are not). And how their up-projection is computed."""
+    """Writes the new tokens (before the first chunk), computes a chunk's keys and values, and
+    returns them and a description of their up-projection. joins: says whether the keys are joined
+    (None: they are not)."""
     buffers = yield from key_buffers(a, chunk)
     for call in latent_calls(a, chunk, buffers):
         yield latent_launch(call, target)
@@ -111,7 +113,8 @@ def key_steps(
 def _up_project(
     a: MlaPrefillArguments, chunk: Chunk, buffers: Buffers, target: Target, *, joined: bool
 ) -> Generator[Step, Any, tuple[Keys, str]]:
-    """Keys and values of a chunk's latents; joined: with room for the rope columns before them."""
+    """Computes keys and values of a chunk's latents. joined: with room for the rope columns before
+    them."""
     rows = chunk.rows
     limit = yield from _last_position(a, chunk)
     problem = up_problem(a, buffers, limited=limit is not None, joined=joined)
@@ -135,8 +138,8 @@ def _up_project(
 def _up_kernel(
     problem: UpProblem, num_rows: int, target: Target, config: UpConfig | None
 ) -> tuple[UpConfig, Statics]:
-    """The tiles for up to `num_rows` rows, those of `config` where it is given, and the constants
-    of the kernel."""
+    """Returns the tiles for up to `num_rows` rows (`config`, if given) and the constants of the
+    kernel."""
     config = config or up_config(problem, num_rows, target)
     return config, kernels.up_statics(problem, config)
 
@@ -153,8 +156,8 @@ def up_launch(
     limit: torch.Tensor | None = None,
     config: UpConfig | None = None,
 ) -> tuple[Launch, UpConfig]:
-    """The up-projection of `rows` latents to keys and values, and its tiles; config: in place of
-    the plan's."""
+    """Returns the launch of the up-projection of `rows` latents to keys and values, and its tiles.
+    config: replaces the plan's."""
     k, v = keys
     config, statics = _up_kernel(problem, next_power_of_2(rows), target, config)
     coded = problem.scale_block is not None
@@ -178,7 +181,7 @@ def up_launch(
 
 
 def _library_product(latent: torch.Tensor, weight: torch.Tensor, keys: Keys) -> Library:
-    """The product of latents [rows, L] and the weight, which fills k and v."""
+    """Returns the product of latents [rows, L] and the weight, which fills k and v."""
     if keys.joined is None:
         rows, heads, nope = keys.k.shape
         width = heads * (nope + keys.v.shape[2])
@@ -190,20 +193,21 @@ def _library_product(latent: torch.Tensor, weight: torch.Tensor, keys: Keys) -> 
 def by_head(
     x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x [rows, L], weight [H * W, L] and out [rows, H, W] as operands of multiply_batch. The
-    library writes rows of any stride where they lie, so long as their columns are contiguous."""
+    """Returns x [rows, L], weight [H * W, L] and out [rows, H, W] as operands of multiply_batch.
+    The library writes rows of any stride in place, if their columns are contiguous."""
     heads, width = out.shape[1:]
     weights = weight.unflatten(0, (heads, width)).mT
     return out.transpose(0, 1), x.expand(heads, *x.shape), weights
 
 
 def joined_shape(a: MlaPrefillArguments, rows: int) -> tuple[tuple[int, int, int], torch.dtype]:
-    """Of keys and values with the rope columns before them, [rows, H, R + N + V]."""
+    """Returns the shape [rows, H, R + N + V] and the dtype of keys and values with the rope columns
+    before them."""
     return (rows, a.q.shape[1], sum(widths(a))), a.q.dtype
 
 
 def split_joined(a: MlaPrefillArguments, joined: torch.Tensor, buffers: Buffers) -> Keys:
-    """Keys and values as views of one tensor."""
+    """Returns keys and values as views of one tensor."""
     nope, rope_dim, v_dim = widths(a)
     _, k, v = joined.split((rope_dim, nope, v_dim), dim=-1)
     return Keys(k, v, buffers.k_rope, joined)
@@ -212,15 +216,15 @@ def split_joined(a: MlaPrefillArguments, joined: torch.Tensor, buffers: Buffers)
 def empty_keys(
     a: MlaPrefillArguments, rows: int
 ) -> Generator[Step, Any, tuple[torch.Tensor, torch.Tensor]]:
-    """k [rows, H, N] and v [rows, H, V]: views of one buffer, of values; for the 8-bit core k is
-    contiguous and v has its keys side by side, padded to 16."""
+    """Allocates k [rows, H, N] and v [rows, H, V], as views of one buffer. For the 8-bit core, k is
+    contiguous, and v is contiguous along its keys, padded to 16."""
     nope, _, v_dim = widths(a)
     heads = a.q.shape[1]
     if a.attention_dtype != FP8:
         kv = yield Buffer((rows, heads, nope + v_dim), a.q.dtype)
         return kv[..., :nope], kv[..., nope:]
     k = yield Buffer((rows, heads, nope), FP8)
-    # Keys past the last are multiplied by zero weights: the kernel makes them zeros.
+    # Keys past the last are multiplied by zero weights; the kernel sets them to zero.
     v = yield Buffer((heads, v_dim, -(-max(rows, 1) // 16) * 16), FP8)
     return k, v.permute(2, 0, 1)[:rows]
 
@@ -228,7 +232,8 @@ def empty_keys(
 def _last_position(
     a: MlaPrefillArguments, chunk: Chunk
 ) -> Generator[Step, Any, torch.Tensor | None]:
-    """The last position that a query has, where keys past it can be left out; int64 [1]."""
+    """Returns the last position of the queries, int64 [1], if keys past it can be left out; else
+    None."""
     batch, num_tokens = sequences(a), a.q.shape[0]
     if a.positions is None or a.mask == "none" or row_key_offsets(a) is not None or not batch:
         return None
@@ -248,7 +253,7 @@ def _greatest(numbers: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def dequantized(a: UpArguments, target: Target) -> Generator[Step, Any, torch.Tensor]:
-    """kv_b_weight, which has codes, in q's dtype, [rows, L]."""
+    """Dequantises kv_b_weight to q's dtype, [rows, L]."""
     weight = a.kv_b_weight
     out = yield Buffer(weight.shape, a.q.dtype)
     rows, rank = weight.shape

@@ -1,4 +1,5 @@
-"""From the arguments of MLA ops to the static problems of their kernels; metadata and addresses."""
+"""Converts the arguments of MLA ops to the static problems of their kernels, from metadata and
+addresses."""
 
 from __future__ import annotations
 
@@ -31,10 +32,10 @@ from tilewright.ops.runtime.program import Buffer
 
 @dataclass(frozen=True)
 class Chunk:
-    """The keys that one pass attends to: rows of a buffer, sequence after sequence.
+    """The keys that one pass attends to: rows of a buffer, one sequence after the other.
 
-    offsets [B + 1] (None: equal runs), starts [B] the position of each sequence's first row (None:
-    0), rows of all. first: this call's tokens are written before it.
+    offsets [B + 1] (None: equal runs); starts [B], the position of each sequence's first row (None:
+    0); rows, of all sequences. first: this call's tokens are written before this chunk.
     """
 
     rows: int
@@ -45,9 +46,9 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Buffers:
-    """What keys are read from: latents (values or codes) [K, >= L], rope columns [K, R], and the
-    codes' scales [groups, >= K] by scale_strides; those that the kernel of latents has to fill are
-    `made`."""
+    """The tensors that keys are read from: latents (values or codes) [K, >= L], rope columns [K,
+    R], and the codes' scales [groups, >= K] with scale_strides. made: the names of those that the
+    kernel of latents has to fill."""
 
     latent: torch.Tensor
     k_rope: torch.Tensor
@@ -57,7 +58,8 @@ class Buffers:
 
 
 def dense_views(a: MlaPrefillArguments) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """(latents [B * S, L], rope columns [B * S, R]) where pages follow each other like slots."""
+    """Returns (latents [B * S, L], rope columns [B * S, R]) if pages have the same stride as slots;
+    else None."""
     made = []
     for view in cache_views(a):
         pages, size, width = view.shape
@@ -69,7 +71,7 @@ def dense_views(a: MlaPrefillArguments) -> tuple[torch.Tensor, torch.Tensor] | N
 
 
 def key_buffers(a: MlaPrefillArguments, chunk: Chunk) -> Generator[Buffer, torch.Tensor, Buffers]:
-    """Where a chunk's keys are read from; new buffers, not filled yet, where they must be made."""
+    """Returns the buffers of a chunk's keys; allocates those that must be computed."""
     fp8_rope = a.attention_dtype == FP8
     if a.latent_scale is not None:
         strides = (a.latent_scale.stride(1), a.latent_scale.stride(0))
@@ -111,8 +113,8 @@ def _with_new(
 
 @dataclass(frozen=True)
 class LatentCall:
-    """A launch of `mla_latents`: its problem, the rotation of new tokens, and its values but for
-    how it is cut into tiles."""
+    """A launch of `mla_latents`: its problem, the rotation of new tokens, and its values except its
+    division into tiles."""
 
     problem: LatentProblem
     rotation: Rotation
@@ -127,8 +129,9 @@ def latent_call(
     store: bool = False,
     gather: bool = False,
 ) -> LatentCall:
-    """What writes the new tokens (store), makes a chunk's keys of the cache (gather) or of the new
-    tokens (a chunk, without gather), or both of the first at once."""
+    """Returns the call that writes the new tokens (store), that reads a chunk's keys from the cache
+    (gather) or makes them of the new tokens (a chunk, without gather), or that does a write and one
+    of these."""
     keep = chunk is not None and not gather
     tensors: dict[str, torch.Tensor | None] = dict.fromkeys(
         pointer.tensor for pointer in LATENTS.pointers
@@ -180,7 +183,7 @@ def latent_call(
         "num_sequences": batch,
         "scale_stride": 16 if buffers is None else buffers.scale_strides[0],
     }
-    if store:  # keys and new tokens are looked up in one table
+    if store:  # keys and new tokens use one table
         values |= address_values(a)
     problem = _latent_problem(a, tensors, rotation, batch, store=store, gather=gather)
     return LatentCall(problem, rotation, values)
@@ -226,14 +229,14 @@ def _latent_problem(
 
 
 def _unit(cache: torch.Tensor | None) -> int:
-    """The largest number up to 16 that divides the strides of pages and slots."""
+    """Returns the largest number up to 16 that divides the strides of pages and slots."""
     return 16 if cache is None else math.gcd(16, *cache.stride()[:2])
 
 
 def _one_source(
     tensors: dict[str, torch.Tensor | None], rotation: Rotation, neighbours: bool
 ) -> bool:
-    """Whether a row is loaded in one way, be it of a token or of the cache."""
+    """Whether rows of tokens and rows of the cache can be loaded by the same code."""
     latent, k_rope = tensors["latent"], tensors["k_rope"]
     latents, ropes = tensors["latent_cache"], tensors["rope_cache"]
     if latent is None or k_rope is None or latents is None or ropes is None:
@@ -249,9 +252,9 @@ def _one_source(
 def up_problem(
     a: MlaPrefillArguments, buffers: Buffers, *, limited: bool = False, joined: bool = False
 ) -> UpProblem:
-    """The up-projection of a chunk's keys. Of values (and of a dequantised weight) the weight and
-    the latents are of q's dtype; the fp8 core reads keys and values of 8 bits, values transposed.
-    joined: a head's row has the rope columns too."""
+    """Returns the up-projection of a chunk's keys. Weight and latents have q's dtype, unless both
+    are codes; the fp8 core reads keys and values of 8 bits, values transposed. joined: a head's row
+    includes the rope columns."""
     nope, rope_dim, v_dim = widths(a)
     heads, weight, rank = a.q.shape[1], a.kv_b_weight, a.kv_b_weight.shape[1]
     coded, narrow = buffers.scale is not None, a.attention_dtype == FP8
@@ -274,6 +277,7 @@ def up_problem(
 
 
 def dequantizes(a: MlaPrefillArguments) -> bool:
-    """Whether the weight has codes and the latents none, so that it is dequantised first."""
+    """Whether the weight has codes and the latents do not, so that the weight is dequantised
+    first."""
     coded = a.quantize_latent or a.latent_scale is not None
     return a.kv_b_weight.dtype == FP8 and not coded

@@ -1,4 +1,4 @@
-"""What MLA ops do to latents, in plain PyTorch; fp32, or float64 where they are."""
+"""Operations of MLA ops on latents in plain PyTorch: fp32, or float64 for float64 latents."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tilewright.ops.reference.norm import apply_norm
 def finished_latents(
     a: LatentArguments, positions: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(latent [Tk, L], k_rope [Tk, R]) as a cache holds them: computed in fp32 or float64, each
-    rounded once to its dtype."""
+    """Returns (latent [Tk, L], k_rope [Tk, R]) as a cache holds them: computed in fp32 or float64,
+    each rounded once to its dtype."""
     latent, k_rope = given(a.latent), given(a.k_rope)
     dtype = k_rope.dtype
     compute = torch.promote_types(dtype, torch.float32)
@@ -29,7 +29,7 @@ def finished_latents(
 
 
 def write_latents(a: LatentArguments, latent: torch.Tensor, k_rope: torch.Tensor) -> None:
-    """Writes finished latents to their places."""
+    """Writes final latents to their places."""
     window = CacheWindow.from_ints(a.latent_window)
     places = resolve_places(a, window, latent.shape[0])
     base = given(a.latent_cache)

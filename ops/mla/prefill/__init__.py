@@ -1,1 +1,1 @@
-"""`mla_prefill` in its forms: keys and values are made of the latents, then attended to."""
+"""`mla_prefill` in its forms: computes keys and values from the latents, then attends to them."""

@@ -1,10 +1,11 @@
-"""`mla_prefill_branch_fp8`: Modular MAX's op of that name, idempotent, on `mla_prefill`'s parts.
+"""`mla_prefill_branch_fp8`: Modular MAX's op of that name, idempotent, made of `mla_prefill`'s
+parts.
 
-Unlike there, the raw latents are an argument and q is not changed, so that the same call twice is
-the same as once; norm and RoPE are computed in fp32 and rounded once (there: in bf16, step by
-step); codes saturate; zero rows and rows below fp32's normal numbers give zero codes; a query that
-sees no key gives zeros; chunks of keys may be several, and merge exactly. As
-there, latents of keys are quantised with scale = min(amax, 1200) / 448.
+It differs from MAX's op as follows. The raw latents are an argument and q is not changed, so
+repeating a call has no further effect. Norm and RoPE are computed in fp32 and rounded once (MAX: in
+bf16, step by step). Codes saturate; zero rows and rows below fp32's normal numbers give zero codes;
+a query that sees no key gives zeros. Keys may come in several chunks, which merge exactly. As in
+MAX, latents of keys are quantised with scale = min(amax, 1200) / 448.
 """
 
 from __future__ import annotations
@@ -66,9 +67,9 @@ def reference(a: MlaBranchArguments) -> torch.Tensor:
         logits = scale * q @ (k_nope | k_rope)^T                      -inf where masked
         out = softmax(logits) @ v                                     rounded to q's dtype
 
-    fp8(...) quantises each row in blocks of `granularity` columns and dequantises it again, as
-    kv_b_proj is dequantised by its scales. Without keys in any chunk nothing is written and the
-    result is zeros. The chunks change nothing but the order of sums.
+    fp8(...) quantises each row in blocks of `granularity` columns and dequantises it again;
+    kv_b_proj is dequantised by its scales. If no chunk has keys, nothing is written and the result
+    is zeros. Chunks change only the order of sums.
     """
     if all(length <= 0 for length in a.buffer_length):
         return fake(a).zero_()
@@ -76,15 +77,15 @@ def reference(a: MlaBranchArguments) -> torch.Tensor:
 
 
 def with_all_keys(a: MlaBranchArguments) -> MlaPrefillArguments:
-    """The same call of `mla_prefill`; reads the lengths."""
+    """Returns the equivalent call of `mla_prefill`. Reads the values of the lengths."""
     lengths = a.cache_lengths.to(torch.int64) + a.input_row_offsets.to(torch.int64).diff()
     offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     return replace(as_mla_prefill(a), key_offsets=offsets, num_keys=int(offsets[-1]))
 
 
 def as_mla_prefill(a: MlaBranchArguments) -> MlaPrefillArguments:
-    """The same call of `mla_prefill`, on views of the same tensors; the keys of every sequence are
-    whole rows of the table still."""
+    """Returns the equivalent call of `mla_prefill`, on views of the same tensors, in which each
+    sequence still has all slots of its row of the table as keys."""
     rank = a.kv_b_proj.shape[1]
     entries = a.blocks[:, 0, a.layer_idx]
     return MlaPrefillArguments(
@@ -164,12 +165,13 @@ def mla_prefill_branch_fp8(
     kv_b_proj_scale: torch.Tensor,
     **options: Any,
 ) -> torch.Tensor:
-    """The op, called by hand: the prefill branch of multi-head latent attention, [T, H, V].
+    """Calls the op: the prefill branch of multi-head latent attention, [T, H, V].
 
-    Writes the new tokens' normed and rotated latents [T, L + R] to their pages and attends to all
-    keys of each sequence. buffer_length: the rows of the one chunk, or of each, as
-    `mla_prefill_plan` gives them (a tensor is read, which waits for a GPU). Arguments and options:
-    MlaBranchArguments. Raises ArgumentError before anything is written. Not differentiable.
+    Writes the new tokens' normalised and rotated latents [T, L + R] to their pages and attends to
+    all keys of each sequence. buffer_length: the rows of the only chunk, or of each, as
+    `mla_prefill_plan` returns them (a tensor is read, which waits for a GPU). Arguments and
+    options: MlaBranchArguments. Raises ArgumentError before anything is written. Not
+    differentiable.
     """
     if isinstance(buffer_length, torch.Tensor):
         if buffer_length.is_floating_point() or buffer_length.is_complex():

@@ -1,5 +1,5 @@
-"""Checks of the arguments of `mla_prefill_branch_fp8`, in its own words; each raises ArgumentError
-before anything is written."""
+"""Checks of the arguments of `mla_prefill_branch_fp8`, under its own argument names. Each raises
+ArgumentError before anything is written."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tilewright.ops.reference.rope import ROPE_STYLES
 
 NAME = "mla_prefill_branch_fp8"
 GRANULARITIES = (128, 64)
-#: What the arguments of `mla_prefill` are called here.
+#: This op's names for arguments of `mla_prefill`.
 PREFILL_WORDS = {
     "latent": "latents",
     "k_rope": "latents",
@@ -49,7 +49,7 @@ PREFILL_WORDS = {
 
 
 def check_branch(a: MlaBranchArguments, as_mla_prefill: Callable[[Any], Any]) -> None:
-    """Checks a MlaBranchArguments. Metadata only."""
+    """Checks an MlaBranchArguments. Reads metadata only."""
     check_operand(NAME, "q", a.q, "[T, H, N + R]", (None, None, None), FLOAT_DTYPES)
     rank, rope_dim = _check_weight(a)
     _check_blocks(a, rank, rope_dim)
@@ -62,7 +62,7 @@ def check_branch(a: MlaBranchArguments, as_mla_prefill: Callable[[Any], Any]) ->
     check_choice(NAME, "rope_style", a.rope_style, ROPE_STYLES[1:])
     check_batch(NAME, a, a.q.device, ("buffer_row_offsets", "cache_offsets"))
     _check_chunks(a)
-    # Weights of unknown size cannot be split; the same check decides at run time.
+    # Weights of unknown size cannot be split; the same check runs at run time.
     sizes = (*a.kv_b_proj.shape, *a.blocks.shape, *a.q.shape[1:], a.v_dim)
     if all(isinstance(size, int) for size in sizes):
         with in_words_of(NAME, PREFILL_WORDS):
@@ -70,7 +70,7 @@ def check_branch(a: MlaBranchArguments, as_mla_prefill: Callable[[Any], Any]) ->
 
 
 def _check_weight(a: MlaBranchArguments) -> tuple[Any, Any]:
-    """L and R."""
+    """Checks the weight and returns L and R."""
     if a.granularity not in GRANULARITIES:
         expected = " or ".join(map(str, GRANULARITIES))
         raise ArgumentError(NAME, "granularity", expected, a.granularity)
@@ -114,7 +114,7 @@ def _check_chunks(a: MlaBranchArguments) -> None:
 
 
 def check_branch_values(a: MlaBranchArguments) -> bool:
-    """Checks offsets, chunks and positions by value. Whether there is anything to do."""
+    """Checks the values of offsets, chunks and positions. Returns whether any chunk has keys."""
     if all(length <= 0 for length in a.buffer_length):
         return False
     batch, num_tokens = a.lookup_table.shape[0], a.q.shape[0]

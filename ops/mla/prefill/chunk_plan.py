@@ -1,7 +1,8 @@
 """`mla_prefill_plan`: cuts the keys of a ragged batch into chunks that fit a buffer of latents.
 
-Greedy, sequence after sequence: chunk c holds the keys from c * buffer_size on of all sequences'
-keys in a row. With page_size a sequence takes whole pages, the last one's tail with it.
+The keys of all sequences are placed one after the other, and chunk c holds those from c *
+buffer_size on. With page_size, each sequence takes whole pages, including the unused end of its
+last one.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tilewright.ops.mla.cases import PLAN_CASES, PlanCase
 
 NAME = "mla_prefill_plan"
 Plan = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-#: The result has a row for every chunk, used or not.
+#: The most chunks; the result has a row for every chunk, used or not.
 MAX_CHUNKS = 2**16
 
 
@@ -40,8 +41,8 @@ class PlanArguments:
     buffer_lengths [C], the rows in use, -1 for chunks that are not needed (0 for the first of a
     batch without keys).
 
-    Keys that do not fit into max_chunks chunks raise ArgumentError where the lengths are on the
-    CPU, and under TILEWRIGHT_DEBUG=1 on a GPU; else the last ones are in no chunk.
+    Keys that do not fit into max_chunks chunks raise ArgumentError if the lengths are on the CPU,
+    and under TILEWRIGHT_DEBUG=1 on a GPU; otherwise the last ones are in no chunk.
     """
 
     input_row_offsets: torch.Tensor
@@ -76,7 +77,7 @@ def validate_values(a: PlanArguments) -> None:
 
 
 def _check_lengths(a: PlanArguments) -> None:
-    """Offsets that do not decrease, and of each sequence a number of keys from 0 to INT32_MAX."""
+    """Checks that offsets do not decrease, and that each sequence has from 0 to INT32_MAX keys."""
     offsets, cached = (t.to(torch.int64) for t in (a.input_row_offsets, a.cache_lengths))
     check_row_offsets(NAME, "input_row_offsets", offsets, int(offsets[-1]), "the number of tokens")
     wrong = first((cached < 0) | (cached > INT32_MAX - offsets.diff()))
@@ -100,7 +101,7 @@ def reference(a: PlanArguments) -> Plan:
         cache_offsets[c, b] = clamp(c * buffer_size - start[b], 0, length[b])
         buffer_lengths[c] = buffer_row_offsets[c, B]      -1 where that is 0 and c > 0
 
-    The only lowering too: some small PyTorch kernels, run once per step.
+    This is also the only lowering: a few small PyTorch kernels, run once per step.
     """
     given = (a.input_row_offsets, a.cache_lengths)
     return cut(*given, a.buffer_size, a.max_chunks, a.page_size)
@@ -109,7 +110,8 @@ def reference(a: PlanArguments) -> Plan:
 def row_ends(
     row_offsets: torch.Tensor, cache_lengths: torch.Tensor, page_size: int = 1
 ) -> torch.Tensor:
-    """Where each sequence's rows begin and end, in whole pages: int64 [B + 1]."""
+    """Returns the ends of the sequences' rows, in whole pages, with a 0 before them: int64 [B +
+    1]."""
     lengths = cache_lengths.to(torch.int64) + row_offsets.to(torch.int64).diff()
     rows = -(-lengths // page_size) * page_size
     return torch.nn.functional.pad(rows.cumsum(0), (1, 0))
@@ -122,8 +124,8 @@ def cut(
     max_chunks: int,
     page_size: int = 1,
 ) -> Plan:
-    """(buffer_row_offsets [C, B + 1], cache_offsets [C, B + 1], buffer_lengths [C]) in int32, as
-    `mla_prefill_plan` gives them."""
+    """Returns (buffer_row_offsets [C, B + 1], cache_offsets [C, B + 1], buffer_lengths [C]) in
+    int32; the lengths have no -1."""
     ends = row_ends(row_offsets, cache_lengths, page_size)
     first = torch.arange(max_chunks, device=ends.device)[:, None] * buffer_size
     rows = (ends - first).clamp(0, buffer_size)
@@ -138,7 +140,7 @@ def cut(
 def sample_inputs(
     case: PlanCase, device: str | torch.device = "cpu", seed: int = 0
 ) -> PlanArguments:
-    """The arguments of a case."""
+    """Returns the arguments of a case."""
     new = torch.tensor((0, *case.new_tokens)).cumsum(0)
     cached = torch.tensor(case.cached_tokens, dtype=torch.int64)
     new, cached = (t.to(case.index_dtype).to(device) for t in (new, cached))
@@ -170,7 +172,7 @@ def mla_prefill_plan(
     max_chunks: int = 16,
     page_size: int = 1,
 ) -> Plan:
-    """The op, called by hand: (buffer_row_offsets [C, B + 1], cache_offsets [C, B + 1],
+    """Calls the op: returns (buffer_row_offsets [C, B + 1], cache_offsets [C, B + 1],
     buffer_lengths [C]) for `mla_prefill_branch_fp8`. See PlanArguments. Raises ArgumentError.
 
         >>> rows, starts, lengths = mla_prefill_plan(

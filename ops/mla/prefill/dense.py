@@ -1,7 +1,7 @@
-"""`mla_prefill_dense`: `mla_prefill` of latents that a graph gives, without a cache.
+"""`mla_prefill_dense`: `mla_prefill` of latents from the graph, without a cache.
 
-The same arguments, meaning and kernels. It is an op of its own because it writes nothing: Inductor
-cannot take an op whose written arguments are all None.
+Arguments, meaning and kernels are those of `mla_prefill`. It is a separate op because it writes
+nothing: Inductor does not support an op whose written arguments are all None.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ NAME = "mla_prefill_dense"
 
 @dataclass(frozen=True)
 class MlaDenseArguments(MlaPrefillArguments):
-    """The arguments of `mla_prefill` (MlaPrefillArguments), latent_cache and rope_cache None."""
+    """The arguments of `mla_prefill` (MlaPrefillArguments), with latent_cache and rope_cache
+    None."""
 
     latent_cache: torch.Tensor | None = None
     rope_cache: torch.Tensor | None = None
 
 
 def validate(a: MlaPrefillArguments) -> None:
-    """As `mla_prefill`; raises ArgumentError for a cache, too."""
+    """Checks the arguments like `mla_prefill`, and that there is no cache. Raises ArgumentError."""
     check_absent(NAME, a, ("latent_cache", "rope_cache"), "a cache is for mla_prefill")
     check_prefill(NAME, a)
 

@@ -1,4 +1,4 @@
-"""The steps of the MLA ops: latents in one launch, up-projection, attention."""
+"""The steps of the MLA prefill ops: latents in one launch, up-projection, attention."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ NAME = "mla prefill"
 
 
 def prefill_steps(a: MlaPrefillArguments, target: Target) -> Steps:
-    """The steps of a call of `mla_prefill`."""
+    """Runs the steps of a call of `mla_prefill`."""
     return (yield from _one_chunk(a, Chunk(buffer_rows(a), row_key_offsets(a)), target))
 
 
 def branch_steps(a: MlaBranchArguments, target: Target) -> Steps:
-    """The steps of a call of `mla_prefill_branch_fp8`."""
+    """Runs the steps of a call of `mla_prefill_branch_fp8`."""
     chunks, given = _branch_chunks(a), as_mla_prefill(a)
     if not chunks:
         return (yield from _no_keys(given))
@@ -72,7 +72,8 @@ def branch_steps(a: MlaBranchArguments, target: Target) -> Steps:
 
 
 def plan_branch(a: MlaBranchArguments, target: str) -> LoweringReport:
-    """What a call will run on a target: each kernel once, however many chunks it runs on."""
+    """Returns the kernels that a call will run on a target, each once, even if it runs on several
+    chunks."""
     planner = Planner(get_target(target))
     program = drive(branch_steps(a, planner.target), planner, keep=True)
     specs = tuple(dict.fromkeys(program.specs))
@@ -80,12 +81,12 @@ def plan_branch(a: MlaBranchArguments, target: str) -> LoweringReport:
 
 
 def work(a: MlaPrefillArguments) -> Work:
-    """What a call of `mla_prefill` reads and multiplies: that of `mla_decode` where it is computed
-    so; else keys of all heads are made of every latent, written and read again."""
+    """Returns the reads and products of a call of `mla_prefill`: those of `mla_decode` where it is
+    computed so; else keys of all heads are made of every latent, written and read again."""
     batch, rows = max(sequences(a), 1), buffer_rows(a)
     given_keys = a.keys == "given"
-    names = ("latent", "k_rope") if given_keys else ("latent_cache", "rope_cache")
-    names = tuple(name for name in names if getattr(a, name) is not None)
+    known = ("latent", "k_rope") if given_keys else ("latent_cache", "rope_cache")
+    names = tuple(name for name in known if getattr(a, name) is not None)
     absorbed = absorbed_call(a)
     if absorbed is not None:
         done = absorbed_work(absorbed)
@@ -107,7 +108,7 @@ def work(a: MlaPrefillArguments) -> Work:
 
 
 def _branch_chunks(a: MlaBranchArguments) -> list[Chunk]:
-    """The chunks that hold keys."""
+    """Returns the chunks that hold keys."""
     count, batch = len(a.buffer_length), a.lookup_table.shape[0]
     offsets = a.buffer_row_offsets.reshape(count, batch + 1)
     starts = a.cache_offsets.reshape(count, -1)[:, :batch]
@@ -119,7 +120,7 @@ def _branch_chunks(a: MlaBranchArguments) -> list[Chunk]:
 
 
 def _no_keys(a: MlaPrefillArguments) -> Steps:
-    """Attention to nothing."""
+    """Runs attention without keys, which gives zeros."""
     out = yield Buffer((a.q.shape[0], a.q.shape[1], a.v_dim), a.q.dtype)
     if out.numel():
         yield Library(torch.Tensor.zero_, (out,))
@@ -127,7 +128,7 @@ def _no_keys(a: MlaPrefillArguments) -> Steps:
 
 
 def _one_chunk(a: MlaPrefillArguments, chunk: Chunk, target: Target) -> Steps:
-    """All keys at once; [T, H, V]."""
+    """Runs attention to all keys at once; [T, H, V]."""
     if a.q.numel() == 0:
         return (yield from _no_keys(a))
     if chunk.rows == 0:
@@ -143,9 +144,9 @@ def _one_chunk(a: MlaPrefillArguments, chunk: Chunk, target: Target) -> Steps:
 
 
 def _several_chunks(a: MlaPrefillArguments, chunks: Sequence[Chunk], target: Target) -> Steps:
-    """One chunk after the other: each gives a partial result in fp32 with its log-sum-exp; they
-    merge exactly."""
-    yield NotRepeatable("several chunks")  # so that the memory of each is freed before the next
+    """Runs one chunk after the other. Each gives a partial result in fp32 with its log-sum-exp;
+    these merge exactly."""
+    yield NotRepeatable("several chunks")  # so each chunk frees its memory
     if a.q.numel() == 0:
         return (yield from _no_keys(a))
     a, parts = _aligned(a), []
@@ -162,8 +163,8 @@ def _tensors(done: Outcome) -> tuple[torch.Tensor, ...]:
 
 
 def _attended(a: MlaPrefillArguments, chunk: Chunk, target: Target, *, part: bool = False) -> Steps:
-    """Attention to the keys of a chunk; part: of several, so that the result is in fp32 and has
-    its log-sum-exp beside it."""
+    """Runs attention to the keys of a chunk. part: one of several chunks, so that the result is in
+    fp32 and includes its log-sum-exp."""
     joins = None if part else partial(_joins_keys, a, chunk, target)
     keys, how = yield from key_steps(a, chunk, target, joins)
     call = yield from _core_call(a, chunk, keys)
@@ -179,13 +180,13 @@ def _attended(a: MlaPrefillArguments, chunk: Chunk, target: Target, *, part: boo
 def _absorbed(
     a: MlaPrefillArguments, call: MlaDecodeArguments, chunk: Chunk, target: Target
 ) -> Steps:
-    """The same as `call`, after the new tokens are written and the queries rotated."""
+    """Writes the new tokens, rotates the queries, and runs `call`, which is equivalent."""
     for latents in latent_calls(a, chunk, None) if a.keys != "given" else ():
         yield latent_launch(latents, target)
     (tokens, heads, _), (nope, rope, v_dim) = a.q.shape, widths(a)
     q_nope, q_rope = a.q[..., :nope], a.q[..., nope:]
     if rotates_queries(a):
-        # Of the keys only what a query is rotated by: how wide they are.
+        # Only the width of the keys is used here, to rotate the queries.
         sizes = ((chunk.rows, heads, nope), (chunk.rows, heads, v_dim), (chunk.rows, rope))
         keys = Keys(*(torch.empty(size, dtype=a.q.dtype, device="meta") for size in sizes))
         _, turned = yield from query_steps((yield from _core_call(a, chunk, keys)), target)
@@ -196,7 +197,8 @@ def _absorbed(
 
 
 def _aligned(a: MlaPrefillArguments) -> MlaPrefillArguments:
-    """The same call with the weight, and latents that are codes, where TMA can start."""
+    """Returns the call with copies of the weight, and of latents that are codes, if TMA cannot
+    start at their addresses."""
     if not is_aligned(a.kv_b_weight):
         a = replace(a, kv_b_weight=a.kv_b_weight.clone())
     if a.latent_scale is not None and not is_aligned(given(a.latent)):
@@ -205,8 +207,8 @@ def _aligned(a: MlaPrefillArguments) -> MlaPrefillArguments:
 
 
 def _joins_keys(a: MlaPrefillArguments, chunk: Chunk, target: Target, buffers: Buffers) -> bool:
-    """Whether a call's keys are made joined: where all of them go to the library's attention at
-    once, with as many queries, which are rotated first."""
+    """Whether a call's keys are made joined: all of them go to the library's attention at once,
+    with as many queries, which are rotated first."""
     if chunk.rows != a.q.shape[0] or a.attention_dtype == FP8 or a.positions is not None:
         return False
     if _dense_batch(a, chunk) is None or not rotates_queries(a):
@@ -217,14 +219,14 @@ def _joins_keys(a: MlaPrefillArguments, chunk: Chunk, target: Target, buffers: B
     if not uses_library(problem, chunk.rows, target) and up_obstacle(problem) is not None:
         return False
     shape, dtype = joined_shape(a, chunk.rows)
-    joined = torch.empty(shape, dtype=dtype, device="meta")  # for its strides
+    joined = torch.empty(shape, dtype=dtype, device="meta")  # only its strides are used
     return library_wanted(_call(a, chunk, split_joined(a, joined, buffers)).in_parts(), target)
 
 
 def _core_call(
     a: MlaPrefillArguments, chunk: Chunk, keys: Keys
 ) -> Generator[Step, Any, AttentionCall]:
-    """The call of attention for one chunk, with what has to be made for it."""
+    """Returns the call of attention for one chunk, and makes the tensors that it needs."""
     call, made = _call(a, chunk, keys), {}
     if _dense_batch(a, chunk) is None:
         rows = {"query_offsets": a.q.shape[0], "key_offsets": chunk.rows}
@@ -234,7 +236,7 @@ def _core_call(
     if a.attention_dtype == FP8:
         scales = {"q_scale": a.q_scale, "k_scale": a.k_scale, "v_scale": a.v_scale}
         for name, value in scales.items():
-            if value != 1.0:  # the kernel multiplies by nothing where there is none
+            if value != 1.0:  # without a scale, the kernel does not multiply
                 made[name] = yield Buffer((), torch.float32)
                 yield Library(partial(_fill, value), (made[name],))
     return replace(call, **made)
@@ -249,14 +251,14 @@ def _fill(value: float, out: torch.Tensor) -> None:
 
 
 def _call(a: MlaPrefillArguments, chunk: Chunk, keys: Keys) -> AttentionCall:
-    """The call of attention for one chunk: dense where all sequences are equal runs; else with the
-    offsets that are given."""
+    """Returns the call of attention for one chunk: dense if all sequences are equal runs; else with
+    the given offsets."""
     batch, one, positions = _dense_batch(a, chunk), _one_run(a, chunk), a.positions
     parts = (a.q, keys.k, keys.v, keys.k_rope)
     if batch is not None:
         parts = tuple(part.unflatten(0, (batch, -1)) for part in parts)
     if positions is not None:
-        of_all = positions.shape[0] == a.q.shape[0]  # else the same for every sequence
+        of_all = positions.shape[0] == a.q.shape[0]  # else they are the same for every sequence
         if batch is None and not of_all:
             positions = positions.repeat(sequences(a))
         elif batch is not None and batch > 1 and of_all:
@@ -285,15 +287,15 @@ def _call(a: MlaPrefillArguments, chunk: Chunk, keys: Keys) -> AttentionCall:
 
 
 def _dense_batch(a: MlaPrefillArguments, chunk: Chunk) -> Any:
-    """How many sequences there are, each an equal run; None where they are ragged."""
+    """Returns the number of sequences if all are equal runs; None if they are ragged."""
     if _one_run(a, chunk):
         return 1
     return sequences(a) if a.row_offsets is None and chunk.offsets is None else None
 
 
 def _one_run(a: MlaPrefillArguments, chunk: Chunk) -> bool:
-    """Whether a call is one sequence whose keys are its new tokens: as many keys as tokens, all of
-    which are among them. Then shapes say all that is on the device."""
+    """Whether a call is one sequence whose keys are exactly its new tokens. Its lengths then follow
+    from shapes, and nothing on the device is needed."""
     if a.row_offsets is None or a.row_offsets.shape[0] != 2 or a.attention_dtype == FP8:
         return False
     written = a.slots == "ragged" and a.keys == "table" and a.positions is None

@@ -1,6 +1,6 @@
-"""`mla_prefill`: multi-head latent attention with its keys and values made from latents.
+"""`mla_prefill`: multi-head latent attention, with keys and values computed from latents.
 
-Keys are this call's latents or lie in a cache, paged or with a page per sequence. The projection's
+Keys are this call's latents or are in a cache, paged or with a page per sequence. The projection's
 output is never split or concatenated in memory.
 """
 
@@ -49,8 +49,8 @@ def reference(a: MlaPrefillArguments) -> torch.Tensor:
         logits = scale * q @ (k_nope | k_rope)^T + attn_mask   -inf where the mask hides
         out = softmax(logits) @ v                              rounded to q's dtype
 
-    A step without its arguments is left out. Quantised latents and weights are dequantised first;
-    attention_dtype float8_e4m3fn rounds q, k and v to that dtype instead.
+    A step whose arguments are None is left out. Quantised latents and weights are dequantised
+    first; attention_dtype float8_e4m3fn rounds q, k and v to that dtype instead.
     """
     return prefill_reference(a)
 
@@ -88,11 +88,11 @@ def mla_prefill(
     scale: float,
     **options: Any,
 ) -> torch.Tensor:
-    """The op, called by hand: attention of q [T, H, N + R] to keys made from latents.
+    """Calls the op: attention of q [T, H, N + R] to keys computed from latents.
 
-    latent_cache [num_pages, page_size, L + R], or [.., L] with a rope_cache [.., R]; other layouts
-    by `latent_window` and `rope_window` (CacheWindow.to_ints). Result [T, H, V]. Arguments and
-    options: MlaPrefillArguments. Raises ArgumentError before anything is written. Not
+    latent_cache is [num_pages, page_size, L + R], or [.., L] with a rope_cache [.., R]; for other
+    layouts pass `latent_window` and `rope_window` (CacheWindow.to_ints). Result [T, H, V].
+    Arguments and options: MlaPrefillArguments. Raises ArgumentError before anything is written. Not
     differentiable.
     """
     caches = latent_cache, rope_cache

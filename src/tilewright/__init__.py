@@ -1,0 +1,68 @@
+"""A graph compiler for PyTorch inference: `torch.compile(model, backend="tilewright")`.
+
+The names here are imported when they are first used, and torch with them: `import tilewright` alone
+imports none. The folders beside this file are links to the folders at the top of the repository.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+#: The release. pyproject.toml reads it here.
+__version__ = "0.2.0"
+
+_MODULES = {
+    "GraphReport": "compiler",
+    "Lowered": "compiler",
+    "Options": "compiler",
+    "PagedCache": "tools.paged_cache",
+    "StrictError": "compiler",
+    "declare": "compiler",
+    "load_modelopt": "compiler",
+    "lower": "compiler",
+    "prepare": "compiler",
+    "reports": "compiler",
+    "undeclare": "compiler",
+}
+
+if TYPE_CHECKING:
+    from tilewright.compiler import (
+        GraphReport,
+        Lowered,
+        Options,
+        StrictError,
+        declare,
+        load_modelopt,
+        lower,
+        prepare,
+        reports,
+        undeclare,
+    )
+    from tilewright.tools.paged_cache import PagedCache
+else:
+
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+__all__ = [
+    "GraphReport",
+    "Lowered",
+    "Options",
+    "PagedCache",
+    "StrictError",
+    "__version__",
+    "declare",
+    "load_modelopt",
+    "lower",
+    "prepare",
+    "reports",
+    "undeclare",
+]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,325 @@
+"""K and V of all layers in the rows of one tensor: which of its views are apart, and what follows.
+
+`[rows, heads, head_dim]` read as `[blocks, layers, 2, page, heads, head_dim]` is how continuous
+batching keeps the caches of all layers; allocators of other layer types see other blocks in it.
+"""
+
+from __future__ import annotations
+
+import random
+from itertools import combinations
+
+import pytest
+import sympy
+import torch
+from torch import nn
+
+from tests.compiler.running import compiled, copies
+from tests.compiler.steps import HKV, D, Layer, make_args
+from tests.found import codes_of, patterns_in
+from tests.patterns.running import check_against_eager
+from tilewright.compiler import reports
+from tilewright.compiler.safety.legality import _effects_disjoint
+from tilewright.ops.cache.checks import check_pair
+from tilewright.ops.checks import ArgumentError
+from tilewright.ops.formats.paged_cache import CacheWindow
+from tilewright.patterns import effects
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+BLOCKS, LAYERS, PAGE = 3, 2, 4
+ROWS = BLOCKS * LAYERS * 2 * PAGE
+
+
+# --- selections ---------------------------------------------------------------------------------
+
+
+def random_view(rng, rows):
+    """An effect and the same view of `rows` [n, 2], by random reshapes, slices and selections."""
+    effect, view = effects.identity(rows.shape), rows
+    for _ in range(rng.randint(1, 5)):
+        dim = rng.randrange(len(view.shape) - 1) if view.dim() > 1 else 0
+        size = view.shape[dim]
+        kind = rng.choice(("split", "select", "narrow", "permute"))
+        if kind == "split" and size % 2 == 0:
+            shape = [*view.shape[:dim], size // 2, 2, *view.shape[dim + 1 :]]
+            try:
+                effect, view = effects.reshape(effect, shape), view.view(shape)
+            except (effects.InexpressibleError, RuntimeError):
+                continue
+        elif kind == "select" and view.dim() > 2:
+            at = rng.randrange(size)
+            effect, view = effects.select(effect, dim, at), view.select(dim, at)
+        elif kind == "narrow" and size > 1:
+            step = rng.choice((1, 1, 2, 3))
+            start = rng.randrange(size)
+            length = rng.randint(1, 1 + (size - 1 - start) // step)
+            effect = effects.narrow(effect, dim, start, length, step)
+            view = view.narrow(dim, start, 1 + (length - 1) * step)
+            view = view[(slice(None),) * dim + (slice(None, None, step),)]
+        elif kind == "permute" and view.dim() > 1:
+            order = rng.sample(range(view.dim()), view.dim())
+            effect, view = effects.permute(effect, order), view.permute(order)
+    return effect, view
+
+
+def test_selections_are_apart_exactly_where_they_share_no_element():
+    """Proofs agree with the elements that random views of one tensor select."""
+    rng = random.Random(0)
+    rows = torch.arange(2 * 48).view(48, 2)
+    answers = {True: 0, False: 0}
+    for _ in range(1500):
+        (one, a), (other, b) = random_view(rng, rows), random_view(rng, rows)
+        apart = set(a.flatten().tolist()).isdisjoint(b.flatten().tolist())
+        assert _effects_disjoint(one, other) == apart
+        assert _effects_disjoint(other, one) == apart
+        answers[apart] += 1
+    assert min(answers.values()) > 200  # both answers were asked for
+
+
+def pages_of(rows, layers, page):
+    """An effect for K and for V of each layer, of rows [rows, Hkv, D]."""
+    blocks = rows // (layers * 2 * page)
+    pages = effects.reshape(effects.identity((rows, HKV, D)), (blocks, layers, 2, page, HKV, D))
+    return [
+        effects.select(effects.select(pages, 1, layer), 1, part)
+        for layer in range(layers)
+        for part in range(2)
+    ]
+
+
+@pytest.mark.parametrize("rows", [ROWS, sympy.Symbol("s0", positive=True, integer=True) * 16])
+def test_k_and_v_of_all_layers_are_apart_whatever_the_number_of_rows(rows):
+    parts = pages_of(rows, LAYERS, PAGE)
+    assert all(_effects_disjoint(a, b) for a, b in combinations(parts, 2))
+    assert not any(_effects_disjoint(a, a) for a in parts)
+
+
+def shifted(effect, by):
+    return effect._replace(start=(effect.start[0] + by, *effect.start[1:]))
+
+
+@pytest.mark.parametrize("rows", [ROWS, sympy.Symbol("s0", positive=True, integer=True) * 16])
+@pytest.mark.parametrize("by", [-1, 1])
+def test_windows_that_overlap_by_one_row_are_not_apart(rows, by):
+    first, *others = pages_of(rows, LAYERS, PAGE)
+    neighbour = others[0] if by < 0 else others[-1]
+    assert _effects_disjoint(first, neighbour)
+    assert not _effects_disjoint(first, shifted(neighbour, by))
+
+
+def test_views_of_two_allocators_are_apart_only_where_no_block_can_hold_both():
+    """One has two layers a block, the other one: a block of the one may be two of the other."""
+    full, sliding = pages_of(ROWS, 2, PAGE), pages_of(ROWS, 1, PAGE)
+    held = torch.arange(ROWS * HKV * D).view(ROWS, HKV, D)
+    tensors = [
+        held.view(-1, layers, 2, PAGE, HKV, D)[:, layer, part]
+        for layers in (2, 1)
+        for layer in range(layers)
+        for part in range(2)
+    ]
+    every = list(zip((*full, *sliding), tensors, strict=True))
+    answers = set()
+    for (one, a), (other, b) in combinations(every, 2):
+        apart = set(a.flatten().tolist()).isdisjoint(b.flatten().tolist())
+        assert _effects_disjoint(one, other) == apart
+        answers.add(apart)
+    assert answers == {True, False}
+
+
+def test_slices_at_a_symbol_follow_each_other():
+    n = sympy.Symbol("s1", positive=True, integer=True)
+    rows = effects.identity((2 * n, HKV, D))
+    first, second = (effects.narrow(rows, 0, at, n) for at in (0, n))
+    assert _effects_disjoint(first, second)
+    assert not _effects_disjoint(first, effects.narrow(rows, 0, n - 1, n))
+
+
+def test_windows_of_an_op_interleave_but_do_not_share_a_row():
+    rows = torch.empty(ROWS, HKV, D)
+    pages = rows.view(BLOCKS, LAYERS, 2, PAGE, HKV, D)
+    windows = [CacheWindow.of(pages[:, i, j], rows) for i in range(LAYERS) for j in range(2)]
+    for one, other in combinations(windows, 2):
+        check_pair("op", {"k_window": one, "v_window": other}, one_base=True)
+    one, other = windows[:2]
+    near = CacheWindow(**{**vars(other), "offset": other.offset - HKV * D})
+    with pytest.raises(ArgumentError, match="shares no element"):
+        check_pair("op", {"k_window": one, "v_window": near}, one_base=True)
+
+
+# --- graphs -------------------------------------------------------------------------------------
+
+
+class Layers(nn.Module):
+    """Attention layers of one graph, with their caches in one tensor. write: given that tensor
+    [rows, Hkv, D], page and offset of each token, and k and v of every layer."""
+
+    def __init__(self, write, layers=LAYERS):
+        super().__init__()
+        self.write = write
+        self.parts = nn.ModuleList(Layer(None) for _ in range(layers))
+
+    def forward(self, x, rows, slots):
+        q, k, v = zip(*(part.qkv(x * (i + 1)) for i, part in enumerate(self.parts)), strict=True)
+        found = self.write(rows, slots // PAGE, slots % PAGE, k, v)
+        return torch.stack(q).sum(0) if found is None else torch.stack(q).sum(0) + found
+
+
+def given(dtype=torch.float32):
+    generator = torch.Generator().manual_seed(2)
+    rows = torch.randn(ROWS, HKV, D, generator=generator)
+    return make_args()[0].to(dtype), rows.to(dtype), torch.tensor([3, 9, 0, 7, 10])
+
+
+def part(rows, layer, kv, layers=LAYERS):
+    """K (0) or V (1) of a layer, [blocks, page, Hkv, D]."""
+    return rows.view(-1, layers, 2, PAGE, HKV, D)[:, layer, kv]
+
+
+def by_layer(rows, page, offset, k, v):
+    for i in range(LAYERS):
+        part(rows, i, 0)[page, offset] = k[i]
+        part(rows, i, 1)[page, offset] = v[i]
+
+
+def other_layer_cleared_between(rows, page, offset, k, v):
+    part(rows, 0, 0)[page, offset] = k[0]
+    part(rows, 1, 0)[0].zero_()
+    part(rows, 0, 1)[page, offset] = v[0]
+
+
+def index_put(rows, page, offset, k, v):
+    for i in range(LAYERS):
+        part(rows, i, 0).index_put_((page, offset), k[i])
+        part(rows, i, 1).index_put_((page, offset), v[i])
+
+
+def two_allocators(rows, page, offset, k, v):
+    """Each sees blocks of its own size; the last writes what the first may have written."""
+    for i, layers in enumerate((LAYERS, 1)):
+        part(rows, 0, 0, layers)[page, offset] = k[i]
+        part(rows, 0, 1, layers)[page, offset] = v[i]
+
+
+def other_layer_read_between(rows, page, offset, k, v):
+    part(rows, 0, 0)[page, offset] = k[0]
+    held = part(rows, 1, 0)[page, offset].sum((1, 2))[:, None, None]
+    part(rows, 0, 1)[page, offset] = v[0]
+    return held
+
+
+def old_values_read_between(rows, page, offset, k, v):
+    part(rows, 0, 0)[page, offset] = k[0]
+    held = part(rows, 0, 1)[page, offset].sum((1, 2))[:, None, None]
+    part(rows, 0, 1)[page, offset] = v[0]
+    return held
+
+
+def beside(rows, page, offset, k, v):
+    """K, and V a page of rows further on."""
+    further_on(PAGE, rows, page, offset, k, v)
+
+
+def further_on(by, rows, page, offset, k, v):
+    whole = 2 * LAYERS * PAGE
+    part(rows[:-whole], 0, 0)[page % (BLOCKS - 1), offset] = k[0]
+    part(rows[by : by - whole], 0, 0)[page % (BLOCKS - 1), offset] = v[0]
+
+
+FUSED = {
+    by_layer: 2, index_put: 2, two_allocators: 2, other_layer_read_between: 1,
+    other_layer_cleared_between: 1, old_values_read_between: 1, beside: 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("write", FUSED, ids=lambda write: write.__name__)
+def test_keys_and_values_in_rows_of_one_tensor_are_fused(write):
+    check_against_eager(write.__name__, Layers(write), given(), ["qkv_cache"] * FUSED[write])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_they_are_in_16_bits(dtype):
+    layers = Layers(by_layer).to(dtype)
+    check_against_eager("16 bits", layers, given(dtype), ["qkv_cache"] * LAYERS)
+
+
+@pytest.mark.parametrize("spelling", ["view", "unflatten"])
+def test_a_symbolic_number_of_rows_is_fused_and_compiled_once(spelling):
+    """The view says that the rows are whole blocks, which the symbols do not."""
+
+    def write(rows, page, offset, k, v):
+        for i in range(LAYERS):
+            for kv, written in enumerate((k, v)):
+                if spelling == "view":
+                    pages = rows.view(-1, LAYERS, 2, PAGE, HKV, D)
+                else:
+                    pages = rows.unflatten(0, (-1, LAYERS, 2, PAGE))
+                pages[:, i, kv][page, offset] = written[i]
+
+    layers = Layers(write)
+    fused = compiled(layers)
+    for more in (0, 2):
+        x, rows, slots = given()
+        rows = torch.cat((rows, rows[: more * 2 * LAYERS * PAGE]))
+        torch._dynamo.mark_dynamic(rows, 0)
+        before, slots = rows.clone(), slots + more * PAGE  # into the rows that were added
+        expected, actual = layers(x, before, slots), fused(x, rows, slots)
+        torch.testing.assert_close((actual, rows), (expected, before), rtol=1e-4, atol=1e-5)
+    assert [patterns_in(report, "qkv") for report in reports()] == [["qkv_cache"] * LAYERS]
+
+
+# --- near misses --------------------------------------------------------------------------------
+
+
+def one_row_over(rows, page, offset, k, v):
+    """K, and V one row less than a page further on."""
+    further_on(PAGE - 1, rows, page, offset, k, v)
+
+
+def keys_read_between(rows, page, offset, k, v):
+    part(rows, 0, 0)[page, offset] = k[0]
+    held = part(rows, 0, 0)[page, offset].sum((1, 2))[:, None, None]
+    part(rows, 0, 1)[page, offset] = v[0]
+    return held
+
+
+def all_read_between(rows, page, offset, k, v):
+    part(rows, 0, 0)[page, offset] = k[0]
+    held = rows.sum()
+    part(rows, 0, 1)[page, offset] = v[0]
+    return held
+
+
+def other_allocator_cleared_between(rows, page, offset, k, v):
+    part(rows, 0, 0)[page, offset] = k[0]
+    part(rows, 0, 0, 1)[0].zero_()
+    part(rows, 0, 1)[page, offset] = v[0]
+
+
+MISSED = {
+    one_row_over: "CACHE_OVERLAP", keys_read_between: "CACHE_READ", all_read_between: "CACHE_READ",
+    other_allocator_cleared_between: "CACHE_WRITE",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("write", MISSED, ids=lambda write: write.__name__)
+def test_what_may_meet_is_not_moved(write):
+    layers, ours, eager = Layers(write), copies(given()), copies(given())
+    expected, actual = layers(*eager), compiled(layers)(*ours)
+    torch.testing.assert_close((actual, ours[1]), (expected, eager[1]), rtol=1e-4, atol=1e-5)
+    assert MISSED[write] in codes_of(reports()[-1], "qkv")
+    assert "qkv_cache" not in patterns_in(reports()[-1], "qkv")
+
+
+def test_rows_that_share_memory_are_not_apart():
+    """Of a tensor whose rows overlap in memory, other rows are not other elements."""
+    x, rows, slots = given()
+    layers = Layers(by_layer)
+
+    def overlapping():
+        return rows.clone().as_strided(rows.shape, (D, D, 1))
+
+    ours, eager = overlapping(), overlapping()
+    expected, actual = layers(x, eager, slots), compiled(layers)(x, ours, slots)
+    torch.testing.assert_close((actual, ours), (expected, eager), rtol=1e-4, atol=1e-5)
+    assert patterns_in(reports()[-1], "qkv") == []
