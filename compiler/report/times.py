@@ -95,9 +95,9 @@ def spent_of(unit: Unit, caches: int, present: int | None, target: Target) -> Sp
     both = math.hypot(bytes_us, products_us) or 1.0
     # Each has the part of the root that its square is of the square.
     scales = (*[bytes_us / both] * len(moved), *[products_us / both] * 2)
-    scaled = (part * scale for part, scale in zip(parts, scales, strict=True))
+    scaled = [part * scale for part, scale in zip(parts, scales, strict=True)]
     starts_us = 1e6 * unit.launches * (target.launch_s + FILL_S)
-    return Spent(*scaled, starts_us)
+    return Spent(*[*scaled, starts_us])
 
 
 def _memory_share(unit: Unit) -> float:
