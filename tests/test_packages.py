@@ -71,6 +71,17 @@ def test_the_version_is_in_one_place():
     assert {cited[1], logged[1]} == {tilewright.__version__}
 
 
+def test_the_workflow_runs_the_two_commands_of_the_makefile():
+    """On a hosted runner as in `.ci/run`: each command is a target, and nothing else is run."""
+    yaml = pytest.importorskip("yaml", reason="PyYAML comes with the extra 'docs'")
+    workflow = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text("utf-8"))
+    steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
+    commands = [step["run"] for step in steps if "run" in step]
+    assert commands == ["make demo", "make test"]
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    assert all(f"\n{command.removeprefix('make ')}:" in makefile for command in commands)
+
+
 def test_pytest_leaves_out_no_folder_of_tests(pytestconfig):
     left_out = pytestconfig.getini("norecursedirs")
     tests = {path.parent.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py")}

@@ -207,7 +207,7 @@ def query_of(product: PerHead, latent: View) -> View:
 
 @dataclass(frozen=True)
 class Taken:
-    """What the result's product takes of an attention's result.
+    """Returns the part of an attention's result that the result's product takes.
 
     columns: the first of its L columns. layout: of the product's dimensions on the axes [B, S, H,
     V].

@@ -4,6 +4,7 @@ option, a variable or a mode kept sites from being fused."""
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import tilewright
 from tests.compiler.running import assert_close, build, compiled
 from tests.found import codes_of, matches_of, misses_of
 from tilewright.compiler import StrictError, backend, lower, reports
+from tilewright.tools.pytest_plugin import Matches
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -70,6 +72,8 @@ def test_a_cache_that_grows_is_a_miss_of_the_patterns_that_would_write_it(named)
     with pytest.raises(StrictError, match="GROWING_CACHE"):
         lower(model, args, strict=[named])
     assert lower(model, args, strict=["moe"]).lost
+    matches = Matches(Path("unused"), "unused", update=False)
+    assert matches.assert_misses(model, args, **{named: "GROWING_CACHE"}).lost
 
 
 def test_only_that_names_no_site_says_where_they_are(caplog):

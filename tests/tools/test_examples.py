@@ -314,3 +314,26 @@ def test_the_demo_s_exit_status_is_that_of_its_checks(demo, monkeypatch, good, s
     said = capsys.readouterr()
     assert ("DEMO PASSED: all 1 checks" in said.out) is good
     assert ("DEMO FAILED: 1 of 1 checks" in said.err) is not good
+
+
+@pytest.fixture(scope="module")
+def batching():
+    pytest.importorskip("transformers.generation.continuous_batching.cache_allocators")
+    return load("continuous_batching")
+
+
+def test_the_example_of_continuous_batching_fuses_each_layer(batching, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setitem(batching.ON_A_CPU, "max_requests_per_batch", 1)  # one decode graph
+    assert batching.main(["--requests", "2", "--new-tokens", "3"]) == 0
+    said = capsys.readouterr().out
+    assert "graph: qkv_cache x2" in said
+    assert "0 of 2 requests have other tokens" in said
+
+
+def test_the_example_of_continuous_batching_fails_where_a_layer_is_not_fused(batching, capsys):
+    class Graph:
+        matches = ()
+
+    assert not batching.show([Graph()], 2)
+    assert not batching.show([], 2)
