@@ -57,8 +57,8 @@ class Unit:
     in cache_reads. scratch: bytes of what a fused op makes for itself, written and read. members:
     the names of its nodes, the first of which is `node`. family: of a fused op, its folder of
     `ops/`. codes: the format of weights that its kernels decode, a key of WEIGHT_FORMATS; empty
-    where there are none. stores_codes: whether it reads weights that are stored as codes, whoever
-    decodes them."""
+    where there are none. stores_codes: whether it reads weights that are stored as codes,
+    which its kernels or the graph decode."""
 
     scope: str
     kind: Literal["fused", "library", "inductor"]

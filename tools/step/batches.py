@@ -22,8 +22,8 @@ from tilewright.tools.step.tables import step_table, with_bar
 class BatchRow:
     """A step of `batch` sequences on a chip. modelled_us, floor_us: as `Amounts` has them.
     bar_percent, bar_why, kind: of its error bar. bound: what most of its time is spent on. memory:
-    bytes of the weights and of full caches. hides_caches: whether caches are in no time, as nobody
-    said how many tokens are in them."""
+    bytes of the weights and of full caches. hides_caches: whether caches are in no time, because
+    their tokens are not known."""
 
     target: str
     batch: int
