@@ -44,11 +44,10 @@ def in_engine(model: Any) -> Iterator[bool]:
     if not enable(model):
         yield False
         return
-    before = take_attention(model)
+    take_attention(model)
     try:
         yield True
     finally:
-        model.config._attn_implementation = before
         disable(model)
 
 

@@ -9,6 +9,8 @@ import torch
 import transformers
 from transformers import GenerationConfig
 
+from tilewright.compiler.serving import BatchingConfig
+
 VOCABULARY, NEW, WINDOW, PAGE = 61, 10, 8, 8
 SIZES = {
     "vocab_size": VOCABULARY,
@@ -116,3 +118,10 @@ SMALL = {
     "q_padding_interval_size": 48,
     "kv_padding_interval_size": 64,
 }
+
+
+def plain(**settings: Any) -> BatchingConfig:
+    """Returns settings of a small engine whose steps are not compiled."""
+    config = BatchingConfig(**SMALL | settings)
+    config.varlen_compile_config = config.decode_compile_config = None
+    return config

@@ -37,6 +37,7 @@ from tests.compiler.engine_models import (
     built,
     generated,
     greedy,
+    plain,
     prompts,
 )
 from tilewright.compiler import backend
@@ -74,22 +75,17 @@ def padded(monkeypatch):
     monkeypatch.setattr(paged_attention, "is_compiling", lambda: True)
 
 
-def plain(**settings: Any) -> BatchingConfig:
-    """Returns settings of a small engine whose steps are not compiled."""
-    config = BatchingConfig(**SMALL | settings)
-    config.varlen_compile_config = config.decode_compile_config = None
-    return config
-
-
 def tokens(results: dict[str, Any]) -> list[list[int]]:
     assert {result.error for result in results.values()} == {None}
     return [result.generated_tokens for result in results.values()]
 
 
-def batch(model: Any, config: Any, *, lengths: Any = LENGTHS, **settings: Any) -> list[list[int]]:
+def batch(
+    model: Any, config: Any, *, lengths: Any = LENGTHS, warmup: bool = False, **settings: Any
+) -> list[list[int]]:
     results = model.generate_batch(
         prompts(lengths), generation_config=greedy(**settings), continuous_batching_config=config,
-        warmup=False,
+        warmup=warmup,
     )  # fmt: skip
     return tokens(results)
 
@@ -126,7 +122,7 @@ def test_tokens_are_those_of_generate(enabled, monkeypatch, name):
 @pytest.mark.parametrize("name", ["Llama", "Gemma3", "GptOss", "Mistral", "DeepseekV3"])
 def test_so_are_those_of_padded_steps(enabled, padded, monkeypatch, name):
     steps = Steps(monkeypatch)
-    assert batch(enabled(name), BatchingConfig(**SMALL)) == generated(name)
+    assert batch(enabled(name), BatchingConfig(**SMALL), warmup=True) == generated(name)
     assert min(steps.decode, steps.varlen) > 0
 
 
@@ -398,6 +394,48 @@ def test_called_otherwise_while_a_manager_lives_it_raises(enabled):
     manager.stop()
     assert model.config._attn_implementation == "sdpa"
     assert model(torch.tensor([[1, 2]])).logits.shape == (1, 2, VOCABULARY)
+
+
+def test_it_is_not_taken_back_while_a_manager_runs_or_is_kept(enabled):
+    model = enabled("Llama")
+    how = {"generation_config": greedy(), "continuous_batching_config": plain(), "warmup": False}
+    with (
+        model.continuous_batching_context_manager(**how),
+        pytest.raises(RuntimeError, match="a manager of this model runs"),
+    ):
+        disable(model)
+    model.generate_batch(prompts((3,)), persistent_manager=True, **how)
+    with pytest.raises(RuntimeError, match="disable: a manager of this model is kept"):
+        disable(model)
+    model.destroy_cached_continuous_batching_manager()
+    disable(model)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_manager_that_was_never_started_leaves_nothing(enabled):
+    model = enabled("Llama")
+    for _ in range(2):
+        model.init_continuous_batching(greedy(), plain())
+    assert model.config._attn_implementation == allocators.ATTENTION
+    disable(model)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_manager_whose_model_attends_otherwise_raises(enabled):
+    model = enabled("Llama")
+    for before_it_starts in (True, False):
+        manager = model.init_continuous_batching(greedy(), plain())
+        if before_it_starts:
+            model.set_attn_implementation("sdpa")
+        manager.start()
+        manager.add_request([1, 2, 3], max_new_tokens=1)
+        first = manager.get_result(timeout=20)
+        assert first.error is None
+        model.set_attn_implementation("sdpa")
+        manager.add_request([1, 2, 3])
+        result = manager.get_result(timeout=20)
+        manager.stop()
+        assert "the model's attention was changed" in result.error
 
 
 def test_settings_that_transformers_refuses_leave_the_attention(enabled):
