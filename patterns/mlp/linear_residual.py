@@ -98,7 +98,7 @@ class LinearResidual:
         if not taken:
             if sums:
                 product = sums[0].linear.product
-                message = f"{product}: a norm reads it, and how many tokens it has is a symbol"
+                message = f"{product}: a norm reads it, and its number of tokens is a symbol"
                 hint = "give this graph one number of tokens: torch.compile(..., dynamic=False)"
                 reject("UNSUPPORTED", Stage.GUARDS, message, product, hint=hint)
             if near := [*_unlike(end), *norms_between(end)]:

@@ -30,7 +30,7 @@ def unrepeated(dim: Dim) -> tuple[Dim, int | None]:
     repeats = dim[-1].length if dim[-1].axis is None else 1
     kept = dim[:-1] if dim[-1].axis is None else dim
     if any(a.axis is None for a in kept):
-        raise InexpressibleError("its scales repeat other than over neighbours")
+        raise InexpressibleError("its scales do not repeat over neighbours only")
     return kept, int(repeats)
 
 
@@ -49,8 +49,8 @@ def common_block(blocks: Sequence[Block]) -> Block:
 def cut_to_blocks(
     dims: Sequence[Dim], sizes: Sequence[Size], block: Sequence[int | None]
 ) -> list[Dim]:
-    """Cuts dimensions with a number per element to ones with a number per block, repeated if their
-    own blocks consist of smaller ones."""
+    """Cuts dimensions with a number per element to a number per block. If `block` is smaller than
+    the dimension's own blocks, numbers repeat."""
     found = []
     for dim, size, wanted in zip(dims, sizes, block, strict=True):
         kept, own = unrepeated(dim)
