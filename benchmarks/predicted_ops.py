@@ -43,7 +43,7 @@ def kept(name: str) -> list[dict[str, Any]]:
 
 
 def mixtures(name: str) -> Iterator[tuple[str, float, Unit, Target]]:
-    """(format, measured us, part, chip) of each row of a file of mixtures."""
+    """Rows of a file of mixtures: format, measured us, part, chip."""
     for row in kept(name):
         shape, tokens, form = BY_NAME[row["model"]], row["tokens"], row["format"]
         coded = "" if form == "dense" else form.removesuffix("fp8") or "fp8"
@@ -64,7 +64,7 @@ def mixtures(name: str) -> Iterator[tuple[str, float, Unit, Target]]:
 
 
 def linears() -> Iterator[tuple[str, float, Unit, Target]]:
-    """The same of linears of Llama-3-8B."""
+    """Rows of linears of Llama-3-8B, as of `mixtures`."""
     for row in kept("linears_quantized"):
         if row["model"] != "llama3-8b" or not row.get("us"):
             continue
@@ -84,7 +84,7 @@ def linears() -> Iterator[tuple[str, float, Unit, Target]]:
 
 
 def attention() -> Iterator[tuple[str, float, Unit, Target]]:
-    """The same of attention with a mask in a tensor."""
+    """Rows of attention with a mask in a tensor, as of `mixtures`."""
     for row in kept("cache_attention"):
         latent = row["case"].startswith("mla")
         heads = int(row["case"].rpartition("-")[2]) if latent else HEADS
