@@ -137,6 +137,32 @@ experts than even spreading does, which the cost model assumes; a large library 
 680 to 790 TFLOP/s by the GPU's power, and the cost model takes one rate."""
 
 
+def ops() -> str:
+    """Single ops, by file and format."""
+    lines = [
+        [
+            f"`{row['source']}.json`",
+            row["form"],
+            str(row["rows"]),
+            f"{row['median']:.2f}",
+            f"{100 * row['near']:.0f} %",
+            f"{row['worst']:.2f}",
+        ]
+        for row in kept("predicted_ops")["rows"]
+    ]
+    header = ("file", "format or case", "rows", "median", "within 15 %", "worst")
+    return f"""## Single ops
+
+The model's parts beside measured calls of single ops (`python benchmarks/predicted_ops.py`). Some
+constants follow from these files, so this is a check of the formula, not a held-out test.
+`moe_quantized.json` is older than the kernels that multiply one token by codes of experts.
+
+{table(header, lines, left=2)}
+
+Too low are mixtures of codes, and attention of one long sequence to latents of many heads; too high
+are linears of NVFP4 and NF4. A step that such parts dominate may lie outside of its bar."""
+
+
 def chips() -> str:
     """Published figures of a B200."""
     rows = kept("published_b200")["rows"]
@@ -183,7 +209,7 @@ def _short(address: str) -> str:
 
 def page() -> str:
     """docs/predictions.md."""
-    return "\n\n".join([HEAD.rstrip(), whole(), classes(), steps(), chips()]) + "\n"
+    return "\n\n".join([HEAD.rstrip(), whole(), classes(), steps(), ops(), chips()]) + "\n"
 
 
 def main() -> None:
