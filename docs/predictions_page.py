@@ -193,8 +193,8 @@ That is the bar of sm100, for want of a better one: it tells how far the rates a
 kernels, not how far ours are. Furthest off are products of one token, which take longer than the
 start of a kernel and their bytes. Attention is left out of the bar: the cost model has the share
 that our kernels reach on Hopper under a mask in a tensor, and FlashAttention-4 takes about a
-quarter of that time. No step of a whole model was found whose dims, batch and context are stated and that is
-not a server's time.
+quarter of that time. No step of a whole model was found whose dims, batch and context are stated
+and that is not a server's time.
 
 On other chips nothing was held to anything, and the bar says so: ± 50 %.
 
