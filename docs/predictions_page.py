@@ -24,13 +24,13 @@ Row = dict[str, Any]
 
 HEAD = """# How near the modelled times are
 
-`tilewright inspect` gives a time for each step, and nothing of it is measured: it is a model's
-([report.md](report.md#the-step), `compiler/report/times.py`). This page holds the model to steps
-that were measured on an H200 and an H100, and to figures that others published of a B200. All
+`tilewright inspect` gives a time for each step. It is not measured, but predicted by a cost model
+([report.md](report.md#the-step), `compiler/report/times.py`). This page compares it with steps
+that were measured on an H200 and an H100, and with figures that others published of a B200. All
 tables are made by `python docs/predictions_page.py` from files in `benchmarks/results/`; `python
 benchmarks/predictions.py` makes those of the steps, without a GPU.
 
-The model has some fifteen constants. Each is fitted to the rows that are not *held out*, or
+The cost model has some fifteen constants. Each is fitted to the rows that are not *held out*, or
 follows from a kept record of single ops, which its comment names. Held out are the models
 Qwen3-30B-A3B, GLM-4.7-Flash and Youtu, the formats `ct-fp8-block`, `ct-nvfp4a16`, `ct-mxfp4a16`
 and `finegrained-fp8`, and Llama-3-8B in bfloat16 on the H100, whose memory is slower than the
@@ -133,8 +133,34 @@ whose times hold the host's work too.
 {table(header, lines, left=6)}
 
 Known faults: the random weights of Qwen3-30B-A3B send the 1024 tokens of a prompt to fewer
-experts than even spreading does, which the model assumes; a large library product takes from 680
-to 790 TFLOP/s by the GPU's power, and the model takes one rate."""
+experts than even spreading does, which the cost model assumes; a large library product takes from
+680 to 790 TFLOP/s by the GPU's power, and the cost model takes one rate."""
+
+
+def ops() -> str:
+    """Single ops, by file and format."""
+    lines = [
+        [
+            f"`{row['source']}.json`",
+            row["form"],
+            str(row["rows"]),
+            f"{row['median']:.2f}",
+            f"{100 * row['near']:.0f} %",
+            f"{row['worst']:.2f}",
+        ]
+        for row in kept("predicted_ops")["rows"]
+    ]
+    header = ("file", "format or case", "rows", "median", "within 15 %", "worst")
+    return f"""## Single ops
+
+The model's parts beside measured calls of single ops (`python benchmarks/predicted_ops.py`). Some
+constants follow from these files, so this is a check of the formula, not a held-out test.
+`moe_quantized.json` is older than the kernels that multiply one token by codes of experts.
+
+{table(header, lines, left=2)}
+
+Too low are mixtures of codes, and attention of one long sequence to latents of many heads; too high
+are linears of NVFP4 and NF4. A step that such parts dominate may lie outside of its bar."""
 
 
 def chips() -> str:
@@ -157,7 +183,7 @@ def chips() -> str:
     said = f"median {statistics.median(ratios):.2f}, {100 * near:.0f} % within 15 %"
     return f"""## A chip that nothing of ours ran on
 
-For sm100 the model has the rates of `codegen/targets.py`, and the shares that were fitted on
+For sm100 the cost model has the rates of `codegen/targets.py`, and the shares that were fitted on
 Hopper. The table holds it to {len(rows)} figures that public threads state of a B200, of kernels
 that are not ours. (One is of a GB200; the thread of the attention rows says sm100 alone.) Where a
 thread states a rate, the time is the product's FLOPs over it.
@@ -165,10 +191,10 @@ thread states a rate, the time is the product's FLOPs over it.
 Products and mixtures: {said}, nine of ten within {percent_of(ratios)} %.
 That is the bar of sm100, for want of a better one: it tells how far the rates are from others'
 kernels, not how far ours are. Furthest off are products of one token, which take longer than the
-start of a kernel and their bytes. Attention is left out of the bar: the model has the share that
-our kernels reach on Hopper under a mask in a tensor, and FlashAttention-4 takes about a quarter of
-that time. No step of a whole model was found whose dims, batch and context are stated and that is
-not a server's time.
+start of a kernel and their bytes. Attention is left out of the bar: the cost model has the share
+that our kernels reach on Hopper under a mask in a tensor, and FlashAttention-4 takes about a
+quarter of that time. No step of a whole model was found whose dims, batch and context are stated
+and that is not a server's time.
 
 On other chips nothing was held to anything, and the bar says so: ± 50 %.
 
@@ -183,7 +209,7 @@ def _short(address: str) -> str:
 
 def page() -> str:
     """docs/predictions.md."""
-    return "\n\n".join([HEAD.rstrip(), whole(), classes(), steps(), chips()]) + "\n"
+    return "\n\n".join([HEAD.rstrip(), whole(), classes(), steps(), ops(), chips()]) + "\n"
 
 
 def main() -> None:

@@ -38,13 +38,14 @@ PRODUCT_SHARE = 0.93
 MIXTURE_SHARE = 0.80
 #: Of codes that kernels decode: the steps of ct-w4a16 and ct-fp8-dynamic in quantised_step.json.
 CODES_SHARE = 0.27
-#: Codes of four bits that stand for floats: how many an SM makes numbers of in a second, for tensor
-#: cores and for one token without them. linears_quantized.json, gate_up and down, nvfp4 and mxfp4.
-FLOAT_CODES = frozenset({"nvfp4", "mxfp4", "nf4", "fp4"})
-FLOAT_CODES_PER_SM_S = 1.85e10
-FLOAT_CODES_PER_SM_S_ALONE = 3.6e10
-#: Their bytes with those of scales, of which a block of 16 or 32 has one.
-FLOAT_CODE_BYTES = 0.55
+#: Codes of four bits that take long to decode, as they stand for floats or lie packed along rows:
+#: how many an SM makes numbers of in a second, for tensor cores and for one token without them.
+#: linears_quantized.json, gate_up and down, nvfp4 and mxfp4.
+SLOW_CODES = frozenset({"nvfp4", "mxfp4", "nf4", "fp4", "int4_n"})
+SLOW_CODES_PER_SM_S = 1.85e10
+SLOW_CODES_PER_SM_S_ALONE = 3.6e10
+#: Their bytes with those of scales, of which a block of 16 to 128 has one.
+SLOW_CODE_BYTES = 0.55
 #: Mixtures of codes: moe_quantized.json, fp8, 64 and 1024 tokens.
 CODES_MIXTURE_SHARE = 0.40
 
@@ -117,11 +118,11 @@ def _product_share(unit: Unit) -> float:
 
 def _decoding_s(unit: Unit, target: Target) -> float:
     """Seconds that making numbers of a linear's codes takes beside what CODES_SHARE has of it."""
-    if unit.codes not in FLOAT_CODES or unit.family == "moe":
+    if unit.codes not in SLOW_CODES or unit.family == "moe":
         return 0.0
-    numbers = unit.weights / FLOAT_CODE_BYTES
+    numbers = unit.weights / SLOW_CODE_BYTES
     alone = unit.flops < 3 * numbers  # 2 FLOPs of each number are one token's
-    rate = FLOAT_CODES_PER_SM_S_ALONE if alone else FLOAT_CODES_PER_SM_S
+    rate = SLOW_CODES_PER_SM_S_ALONE if alone else SLOW_CODES_PER_SM_S
     return numbers / (rate * target.num_sms)
 
 

@@ -107,13 +107,13 @@ def greedy(**settings: Any) -> GenerationConfig:
     return GenerationConfig(**plain | settings)
 
 
-#: A small engine: steps of at most 48 tokens and 5 requests, tables of 8 pages.
+#: A small engine: steps of at most 48 tokens and 5 requests, tables of 12 pages.
 SMALL = {
     "page_size": PAGE,
     "num_blocks": 80,
     "max_batch_tokens": 48,
     "max_requests_per_batch": 5,
-    "max_blocks_per_request": 8,
+    "max_blocks_per_request": 12,
     "max_memory_percent": 0.02,
     "q_padding_interval_size": 48,
     "kv_padding_interval_size": 64,

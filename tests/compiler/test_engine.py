@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 import logging
 from collections import Counter
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +21,13 @@ pytest.importorskip("transformers.generation.continuous_batching.cache_allocator
 import transformers
 from transformers import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import cache as memory
-from transformers.generation.continuous_batching import initialization, offloading_manager
+from transformers.generation.continuous_batching import (
+    continuous_api,
+    initialization,
+    input_outputs,
+    model_runner,
+    offloading_manager,
+)
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.generation.continuous_batching.cache_allocators import (
     FullAttentionCacheAllocator,
@@ -124,6 +132,74 @@ def test_so_are_those_of_padded_steps(enabled, padded, monkeypatch, name):
     steps = Steps(monkeypatch)
     assert batch(enabled(name), BatchingConfig(**SMALL), warmup=True) == generated(name)
     assert min(steps.decode, steps.varlen) > 0
+
+
+class HostStream:
+    """Work is over when it is given."""
+
+    def __init__(self, *args: Any, **how: Any) -> None: ...
+
+    def _nothing(self, *args: Any) -> None: ...
+
+    record = record_event = wait_event = synchronize = _nothing
+
+
+@pytest.fixture
+def two_at_once(monkeypatch):
+    """Has the engine prepare a step before the last one's tokens are known, on the CPU."""
+    kind = input_outputs.ContinuousBatchingAsyncIOs
+    monkeypatch.setattr(kind, "_supported_device_types", ("cpu",))
+    monkeypatch.setattr(input_outputs, "create_device_stream", HostStream)
+    monkeypatch.setattr(torch, "Event", HostStream)
+    for module in (input_outputs, model_runner, offloading_manager, continuous_api):
+        monkeypatch.setattr(module, "stream_context", lambda stream: nullcontext())
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma3", "Mistral", "DeepseekV3"])
+def test_two_steps_at_once_have_the_same_tokens(enabled, two_at_once, monkeypatch, name):
+    steps = Steps(monkeypatch)
+    config = plain(use_async_batching=True)
+    assert batch(enabled(name), config) == generated(name)
+    assert min(steps.decode, steps.varlen) > 0
+    config = plain(use_async_batching=True, num_blocks=8 if name == "DeepseekV3" else 22)
+    assert batch(built(name), config, max_new_tokens=20) == generated(name, new=20)
+
+
+class Replayed:
+    """As a CUDA graph: the same call with the arguments, and the numbers, of the first time."""
+
+    count = 0
+
+    def __init__(self, call: Any) -> None:
+        self.call = call
+
+    def replay(self) -> None:
+        Replayed.count += 1
+        self.call()
+
+    def reset(self) -> None: ...
+
+
+@pytest.fixture
+def replayed(monkeypatch, two_at_once):
+    """Has the engine replay steps of a shape that it has run before."""
+
+    def capture(self, forward, stream, *arguments):
+        forward(*arguments)
+        self.inputs_and_outputs.set_graph(Replayed(partial(forward, *arguments)))
+
+    monkeypatch.setattr(model_runner.ModelRunner, "_capture_graph", capture)
+    monkeypatch.setattr(model_runner, "get_memory_pools", lambda: (None, None))
+    monkeypatch.setattr(initialization, "get_accelerator_graph_name", lambda: "CUDAGraph")
+    monkeypatch.setattr(Replayed, "count", 0)
+
+
+@pytest.mark.parametrize("as_compiled", [False, True])
+@pytest.mark.parametrize("name", ["Llama", "Gemma3", "Mistral", "DeepseekV3"])
+def test_replayed_steps_have_the_same_tokens(enabled, replayed, monkeypatch, name, as_compiled):
+    monkeypatch.setattr(paged_attention, "is_compiling", lambda: as_compiled)
+    assert batch(enabled(name), plain()) == generated(name)  # graphs, and two steps at once
+    assert Replayed.count > 10
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma3"])
