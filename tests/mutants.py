@@ -24,6 +24,7 @@ import time
 from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -120,22 +121,27 @@ def replaced(node: ast.expr, **parts: object) -> ast.expr:
 
 
 def tests_of(root: Path, file: str) -> list[str]:
-    """Test files for a source file. Files that import its module come first."""
+    """Test files for a source file: those that import its module, then those of the families that
+    have or import it."""
     layer, *rooms, _ = Path(file).parts
     module = ".".join(Path(file).with_suffix("").parts).removesuffix(".__init__")
     parent, _, name = module.rpartition(".")
     whole, above = re.escape(f"tilewright.{module}"), re.escape(f"tilewright.{parent}")
     named = re.compile(rf"{whole}\b|from {above} import .*\b{name}\b")
-    files = sorted(root.glob("tests/**/test_*.py"))
-    first = [path for path in files if named.search(path.read_text("utf-8"))][:MOST_FILES]
-    room = rooms[0] if rooms else ""
-    for upper in LAYERS[LAYERS.index(layer) :]:
-        folder = root / "tests" / upper / room
-        if room and folder.is_dir():
-            first += [path for path in sorted(folder.rglob("test_*.py")) if path not in first]
-    if not first:
-        first = sorted((root / "tests" / layer).glob("test_*.py"))[:MOST_FILES]
-    return [*(str(path.relative_to(root)) for path in first), "tests/test_kernel_net.py"]
+    files = [path for path in sorted(root.glob("tests/**/test_*.py")) if imports(path, named)]
+    files, families = files[:MOST_FILES], rooms[:1]
+    if not files:
+        users = [path for path in sorted((root / layer).glob("*/**/*.py")) if imports(path, named)]
+        families += [path.relative_to(root / layer).parts[0] for path in users]
+    for family, upper in product(dict.fromkeys(families), LAYERS[LAYERS.index(layer) :]):
+        found = (root / "tests" / upper / family).rglob("test_*.py")
+        files += [path for path in sorted(found) if path not in files]
+    files = files or sorted((root / "tests" / layer).glob("test_*.py"))[:MOST_FILES]
+    return [*(str(path.relative_to(root)) for path in files), "tests/test_kernel_net.py"]
+
+
+def imports(path: Path, named: re.Pattern[str]) -> bool:
+    return named.search(path.read_text("utf-8")) is not None
 
 
 def run(root: Path, fault: Fault, limit: float) -> dict[str, object]:
@@ -160,15 +166,6 @@ def run(root: Path, fault: Fault, limit: float) -> dict[str, object]:
     return told | {"verdict": verdict, "by": by[1] if by else "", "seconds": seconds}
 
 
-def copied(folder: Path) -> Path:
-    """Copies the repository, with the links that make the copy importable."""
-    for name in (*LAYERS, "tools", "tests", "docs", "examples", "benchmarks", "src"):
-        shutil.copytree(ROOT / name, folder / name, symlinks=True)
-    for path in [p for p in ROOT.iterdir() if p.is_file()]:
-        shutil.copy(path, folder)
-    return folder
-
-
 def drawn(seed: int, count: int) -> list[Fault]:
     """Random faults of all files."""
     files = [path for layer in LAYERS for path in sorted((ROOT / layer).rglob("*.py"))]
@@ -188,7 +185,8 @@ def main() -> None:
         file, _, line = place.partition(":")
         faults += [fault for fault in faults_of(file) if fault.line == int(line)]
     with tempfile.TemporaryDirectory() as folder:
-        root = copied(Path(folder))
+        root = Path(folder) / "repository"
+        shutil.copytree(ROOT, root, symlinks=True, ignore=shutil.ignore_patterns(".*", "site"))
         for fault in faults:
             result = {"seed": given.seed} | run(root, fault, given.limit)
             known = json.loads(RECORD.read_text("utf-8")) if RECORD.exists() else []

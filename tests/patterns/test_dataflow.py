@@ -17,6 +17,9 @@ ROWS = {
     "turned in memory": (torch.empty(6, 4).T, lambda e: effects.permute(e, (1, 0)), True),
     "a part": (torch.empty(4, 6), lambda e: effects.narrow(e, 1, 2, 3), True),
     "every other": (torch.empty(4, 6), lambda e: effects.narrow(e, 1, 0, 3, 2), False),
+    "every other of every other": (
+        torch.empty(4, 12)[:, ::2], lambda e: effects.narrow(e, 1, 0, 3, 2), False,
+    ),
     "joined axes": (torch.empty(2, 3, 4), lambda e: effects.reshape(e, (2, 12)), True),
     "joined with a gap": (torch.empty(2, 3, 8)[..., :4], lambda e: effects.reshape(e, (2, 12)),
                           False),

@@ -41,3 +41,24 @@ def test_rows_that_two_weights_have_are_none():
 
 def test_tensors_of_their_own_are_none():
     assert weight_rows(*(torch.empty(HEADS, D, K) for _ in range(3))) is None
+    one, other = torch.empty(2 * D, K), torch.empty(2 * D, K)
+    assert weight_rows(one[:D], one[D:], None) is not None
+    assert weight_rows(one[:D], other[D:], None) is None
+
+
+def test_rows_of_two_layouts_are_none():
+    whole = torch.empty(2 * D, D)
+    assert weight_rows(whole[:D], whole[D:], None) is not None
+    assert weight_rows(whole[:D], whole[D:].T, None) is None
+
+
+def test_rows_that_begin_at_another_column_are_none():
+    wide = torch.empty(2 * D, K + 1)
+    assert weight_rows(wide[:D, :K], wide[D:, :K], None) is not None
+    assert weight_rows(wide[:D, :K], wide[D:, 1:], None) is None
+
+
+def test_rows_that_share_elements_are_none():
+    held, step = torch.empty(2 * D * K), K - 1
+    parts = [held.as_strided((D, K), (step, 1), first * step) for first in (0, D)]
+    assert weight_rows(*parts, None) is None

@@ -71,9 +71,7 @@ def test_styles(style, phase):
     assert codes_of(report, "qkv") == ({"MOVED_CACHE"} if style in MOVED else set())
 
 
-@pytest.mark.parametrize(
-    "style", [styles.table_mask, styles.selected_mask_capped, styles.added_triangle]
-)
+@pytest.mark.parametrize("style", [styles.table_mask, styles.added_triangle])
 def test_counts_that_are_symbols(style):
     report = check(style, "prefill", dynamic=True)
     (site,) = matches_of(report, "attention")

@@ -126,10 +126,10 @@ def test_other_dtypes(name, dtype):
     check_against_eager(name, module, args, ["qkv_cache"])
 
 
-@pytest.mark.parametrize("name", ["setitem_on_view", "static_cache", "max_blocks"])
-def test_a_token_count_that_changes_does_not_lose_the_match(name):
-    module, args = build(name)
-    check_against_eager(name, module, args, ["qkv_cache"], dynamic=True)
+def test_a_token_count_that_changes_does_not_lose_the_match():
+    """Other kinds of writes: :func:`test_caches_of_symbolic_size`, where it is a symbol, too."""
+    module, args = build("setitem_on_view")
+    check_against_eager("setitem_on_view", module, args, ["qkv_cache"], dynamic=True)
 
 
 def test_a_negative_slot_means_what_pytorch_means():
@@ -141,9 +141,7 @@ def test_a_negative_slot_means_what_pytorch_means():
     check_against_eager("setitem_on_view", module, args, ["qkv_cache"])
 
 
-@pytest.mark.parametrize(
-    "name", ["max_blocks", "head_major", "page_offset", "static_cache", "layered_slots"]
-)
+@pytest.mark.parametrize("name", ["max_blocks", "static_cache", "layered_slots"])
 def test_caches_of_symbolic_size(name):
     """Every size of every cache is a symbol of its own; page sizes are guarded to be equal."""
     module, args = build(name)
