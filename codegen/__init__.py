@@ -1,1 +1,1 @@
-"""From a kernel specification to a standalone Triton file, a cubin and its audit."""
+"""Turns a kernel specification into a standalone Triton file, a cubin and its audit."""

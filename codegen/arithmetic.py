@@ -1,4 +1,4 @@
-"""Numbers that problems, plans and launch grids are made of."""
+"""Constants and integer arithmetic for problems, plans and launch grids."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ELEMENT_BYTES = {
     "i8": 1, "u8": 1, "i32": 4, "u32": 4, "i64": 8,
 }  # fmt: skip
 INT32_MAX = 2**31 - 1
-# Takes natural logarithms to those of the base 2, in which kernels have their softmax.
+# Converts natural logarithms to base 2, which the softmax of the kernels uses.
 LOG2E = math.log2(math.e)
 
 
@@ -19,5 +19,5 @@ def next_power_of_2(n: int) -> int:
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up."""
+    """Returns a / b, rounded up."""
     return -(-a // b)

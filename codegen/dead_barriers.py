@@ -1,13 +1,13 @@
-"""Removal of unused barriers that Triton 3.6 and 3.7 make when they specialise warps on Hopper.
+"""Removes unused barriers that Triton 3.6 and 3.7 make when they specialise warps on Hopper.
 
-The pass that separates producers from consumers makes an mbarrier for each value handed over, and
-does not use those that TMA's own barriers replace. It initialises them all the same, in shared
-memory that a tile of keys also gets, and never invalidates them; until then the memory may hold
-nothing else (PTX ISA, `mbarrier.inval`). On an H200 2 to 40 calls of a hundred gave tiles of NaN:
-a barrier's bits among the keys. Without these barriers none of 37,000 did. Triton 3.9 gives every
-barrier memory of its own.
+The pass that separates producers from consumers makes an mbarrier for each value that they hand
+over, but does not use those that TMA's own barriers replace. It still initialises them, in shared
+memory that a tile of keys also gets, and never invalidates them. Until a barrier is invalidated,
+its memory may hold nothing else (PTX ISA, `mbarrier.inval`). On an H200, 2 to 40 of a hundred calls
+returned tiles of NaN: the bits of a barrier among the keys. Without these barriers, all of 37,000
+calls were correct. Triton 3.9 gives every barrier its own memory.
 
-Needs the standard library and triton alone, as `worker.py` does.
+This module needs only the standard library and Triton, as `worker.py` does.
 """
 
 import re
@@ -24,22 +24,22 @@ _INIT = re.compile(r"\s*ttng\.(?:init|inval)_barrier (%\w+)")
 
 
 def without_dead_barriers(ttgir: str) -> str:
-    """The module's text without barriers that are initialised and never used; the same text where
-    there are none."""
+    """Returns the module's text without barriers that are initialised and never used. The text is
+    unchanged if it has none."""
     lines = ttgir.split("\n")
     dead = _dead_lines(lines) if _PARTED in ttgir else set()
     return "\n".join(line for number, line in enumerate(lines) if number not in dead)
 
 
 def count_dead_barriers(ttgir: str) -> int:
-    """How many allocations of barriers are initialised and never used."""
+    """Counts the allocations of barriers that are initialised and never used."""
     lines = ttgir.split("\n")
     return sum(1 for number in _dead_lines(lines) if _ALLOC.match(lines[number]))
 
 
 def _dead_lines(lines: list[str]) -> set[int]:
-    """The numbers of the lines that allocate, index and initialise unused barriers. Where another
-    region uses a name again, its barrier counts as used."""
+    """Returns the numbers of the lines that allocate, index and initialise unused barriers. If
+    another region reuses a name, its barrier counts as used."""
     users: dict[str, list[int]] = defaultdict(list)
     for number, line in enumerate(lines):
         for name in set(_NAME.findall(line)):
@@ -55,7 +55,7 @@ def _dead_lines(lines: list[str]) -> set[int]:
 def _own_lines(
     lines: list[str], users: dict[str, list[int]], made_at: int, barriers: str
 ) -> set[int]:
-    """All lines about an allocation of barriers if these are unused, else none."""
+    """Returns all lines about an allocation of barriers if these are unused, else an empty set."""
     own = {made_at}
     for indexed_at in users[barriers]:
         if indexed_at == made_at:
@@ -78,9 +78,9 @@ def compile_without_dead_barriers(
     keep: Callable[[str], Path],
     note: Callable[[Any], None] = lambda kernel: None,
 ) -> Any:
-    """`triton.compile`; where the module has dead barriers, once more from its text without them.
-    keep: writes the text to a file, because Triton compiles texts from files. note: told of each
-    kernel that Triton compiled."""
+    """Calls `triton.compile`. If the module has dead barriers, compiles its text again without
+    them. keep: writes a text to a file, because Triton compiles texts from files, and returns the
+    path. note: called with each kernel that Triton compiled."""
     import triton
 
     compiled = triton.compile(source, target=target, options=options)

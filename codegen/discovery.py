@@ -1,4 +1,4 @@
-"""Modules that register something when they are imported, found in the folder that they lie in."""
+"""Imports the modules of a folder, which register something when they are imported."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Iterable
 
 
 def import_all(package: str, path: Iterable[str], but_for: tuple[str, ...] = ()) -> None:
-    """Imports every module below the package of this name and `__path__`, in order of their names.
+    """Imports every module below the package of this name and `__path__`, in the order of names.
 
-    but_for: endings of names of modules that are left to those who want them.
+    but_for: modules whose names have one of these endings are not imported here.
     """
     for found in pkgutil.walk_packages(path, f"{package}."):
         if not found.name.endswith(but_for):

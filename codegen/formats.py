@@ -1,5 +1,6 @@
-"""How weights are stored as codes: the table of formats, for all floors, and what is static about
-the codes of a problem; without torch."""
+"""Formats of weights that are stored as codes, and the static facts about the codes of a problem.
+
+All floors use this table. The module does not need torch."""
 
 from __future__ import annotations
 
@@ -10,21 +11,20 @@ from typing import Any
 from tilewright.codegen.operand import Operand
 from tilewright.codegen.spec import Constant
 
-# Where element j of a word of eight nibbles lies in AWQ's words.
+# The nibble that holds element j of a word of eight, in AWQ's order.
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 _COUNTED_UP = (tuple(range(8)), (0, 1))
-# The same where each byte has its first nibble on top.
+# The nibble that holds element j of a word whose bytes have their first nibble on top.
 _HIGH_FIRST = (1, 0, 3, 2, 5, 4, 7, 6)
-#: 32-bit words of 128 bytes, which dot products ask for at a time.
+#: 32-bit words in the 128 bytes that dot products load at a time.
 DOT_LINE = 32
 # The largest code of four bits.
 _MOST_NIBBLE = 15
-# Groups of columns in a step whose sums are scaled apart.
+# Possible numbers of groups of columns in a step, each of whose sums is scaled separately.
 _GROUPS = (1, 2, 4)
 
 
-#: What the codes of formats stand for that have a table of 16 numbers, exact in fp32: those of
-#: bitsandbytes.
+#: The numbers of the 16 codes, exact in fp32, of the formats that have a table (bitsandbytes).
 TABLES: dict[str, tuple[float, ...]] = {
     "nf4": (
         -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
@@ -39,27 +39,37 @@ TABLES: dict[str, tuple[float, ...]] = {
         -0.3333333432674408, -0.5, -0.1666666716337204, -0.25,
     ),
 }  # fmt: skip
-# What kernels multiply the numbers of a table by before they round them to bfloat16, and to
-# float16, so that they lose less: half as much of nf4's, nothing of fp4's, which are 192nds.
+# Factors (for bfloat16, for float16) by which kernels multiply the numbers of a table before they
+# round them. This halves the rounding error of nf4, and makes fp4 exact: its numbers are multiples
+# of 1/192.
 _FACTORS = {"nf4": (1.43701171875, 1.6776885986328125), "fp4": (192.0, 192.0)}
 
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """How a weight [..., N, K] is stored: w = (number of the code - zero) * scale, or, with
+    """The format of a stored weight [..., N, K]: w = (number of the code - zero) * scale, or, with
     added_zeros, w = (number of the code - zero_point) * scale + zero.
 
-    stored: Triton's names of the dtypes that a stored element may have. bits: of a code.
-    packed_axis: the axis, -1 (K) or -2 (N), along which codes share an element; None: a code is an
-    element. number: what a code stands for, "" itself, "e2m1" (`ops.formats.fp4`) or a name in
-    TABLES. order: which nibble of a byte each of its two codes is, where checkpoints have no other.
-
-    linears: whether the linears of dense layers take it. zeros: whether these may have zero points.
-    scales: the types that a scale of linears may have where it is not just any float.
-    expert_scales: the types that a scale of experts may have ("u8": e8m0); empty: experts do not
-    take it. expert_zero: the zero of all their codes. expert_block: the rows and columns that share
-    a scale there, where the format fixes them. expert_kernel: whether
-    `codegen.templates.expert_weights` decodes it; without, references compute such calls.
+    Attributes:
+        stored: possible dtypes of a stored element, in Triton's names.
+        bits: bits of a code.
+        packed_axis: the axis, -1 (K) or -2 (N), along which codes share an element; None if each
+            element is one code.
+        number: the number of a code: "" for the code itself, "e2m1" (`ops.formats.fp4`), or a name
+            in TABLES.
+        order: the nibble of a byte that holds each of its two codes, unless a checkpoint has
+            another order.
+        linears: whether the linears of dense layers take the format.
+        zeros: whether linears may have zero points.
+        added_zeros: whether zeros are added after scaling.
+        scales: possible dtypes of a scale of linears; empty for any float.
+        expert_scales: possible dtypes of a scale of experts ("u8" means e8m0); empty if experts do
+            not take the format.
+        expert_zero: the zero of all codes of experts.
+        expert_block: rows and columns of experts that share a scale; None if the format does not
+            fix them.
+        expert_kernel: whether `codegen.templates.expert_weights` decodes the format; if not,
+            references compute calls with such experts.
     """
 
     stored: tuple[str, ...]
@@ -78,7 +88,7 @@ class WeightFormat:
 
     @property
     def per_byte(self) -> int:
-        """Codes in a byte."""
+        """Number of codes in a byte."""
         return 8 // self.bits
 
 
@@ -86,8 +96,8 @@ _NIBBLES_OF_ROWS: dict[str, Any] = {"bits": 4, "packed_axis": -1}
 _EXPERTS: dict[str, Any] = {"expert_kernel": True, **_NIBBLES_OF_ROWS}
 _E2M1: dict[str, Any] = {"number": "e2m1", "linears": True, **_EXPERTS}
 _TABLE: dict[str, Any] = {"order": (1, 0), "linears": True, **_NIBBLES_OF_ROWS}
-#: Every format by its name in `weight_format`; "dense" has none. A format is added here: what ops
-#: check, compute, sample and recognise follows.
+#: Every format by its name in `weight_format`; "dense" is not in the table. To add a format, add a
+#: row: the checks, references and samples of ops, and the patterns, follow.
 WEIGHT_FORMATS = {
     "int8": WeightFormat(("i8", "u8"), linears=True, zeros=True),
     "fp8": WeightFormat(
@@ -115,16 +125,19 @@ WEIGHT_FORMATS = {
 }
 
 
-#: Twice the numbers of E2M1's 16 codes, as bytes, four in a signed word.
+#: The numbers of E2M1's 16 codes times two, as bytes, four in a signed word.
 E2M1_BYTES = struct.unpack(
     "<4i", struct.pack("<16b", *(0, 1, 2, 3, 4, 6, 8, 12), *(0, -1, -2, -3, -4, -6, -8, -12))
 )
 
 
 def table_words(name: str) -> tuple[int | float, ...]:
-    """A table as kernels look it up: the low bytes of its 16 numbers in bfloat16, then their high
-    bytes, four in a signed word; the same in float16; then the factors by which bfloat16 and
-    float16 are too small."""
+    """Returns a table in the form in which kernels look it up.
+
+    First come the low bytes of its 16 numbers in bfloat16, then their high bytes, four in a signed
+    word; then those in float16; then the factors that restore the numbers of bfloat16 and of
+    float16.
+    """
     made: list[int | float] = []
     for bits, factor in zip((_bfloat16_bits, _float16_bits), _FACTORS[name], strict=True):
         codes = [bits(factor * number) for number in TABLES[name]]
@@ -134,7 +147,7 @@ def table_words(name: str) -> tuple[int | float, ...]:
 
 
 def _bfloat16_bits(number: float) -> int:
-    """The bits of a finite number, rounded to nearest, ties to even."""
+    """Returns the bfloat16 bits of a finite number, rounded to nearest, ties to even."""
     (bits,) = struct.unpack("<I", struct.pack("<f", number))
     return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
 
@@ -145,38 +158,47 @@ def _float16_bits(number: float) -> int:
 
 
 def high_first(per_word: int) -> tuple[int, ...]:
-    """The order of nibbles in a word of bytes whose first nibble is on top."""
+    """Returns the order of `per_word` nibbles in bytes whose first nibble is on top."""
     return _HIGH_FIRST[:per_word]
 
 
 def linear_formats() -> tuple[str, ...]:
-    """The names of the formats that linears of dense layers take."""
+    """Returns the names of the formats that the linears of dense layers take."""
     return ("dense", *(name for name, form in WEIGHT_FORMATS.items() if form.linears))
 
 
 def expert_formats() -> tuple[str, ...]:
-    """The names of the formats that experts take."""
+    """Returns the names of the formats that experts take."""
     return ("dense", *(name for name, form in WEIGHT_FORMATS.items() if form.expert_scales))
 
 
 def scales_are_exact(form: WeightFormat, scale: str, columns: int) -> bool:
-    """Whether numbers times scales are exact in 16 bits, and words of eight have one scale: E2M1 by
-    e4m3, 2 + 4 significant bits. columns: that share a scale."""
+    """Whether each number times its scale is exact in 16 bits and the codes of a word of eight
+    share one scale. This holds for E2M1 with e4m3 scales: 2 + 4 significant bits. columns: the
+    columns that share a scale."""
     exact = form.number == "e2m1" and scale == "fp8e4nv"
     return exact and columns % 16 == 0 and 128 % columns == 0
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """weight_format: one of `linear_formats`; w = (code - zero) * scale.
+    """Static facts about the codes of a call's weights: w = (number of the code - zero) * scale.
 
-    per_word: codes in a stored word. block: rows and columns that share a scale. scales, zeros: of
-    each weight (q, k and v; or gate and up), strides (row, column), 0 along an axis of one; None
-    where there is no such weight. No zeros: the zero is zero_point, else zero_point and the
-    tensor's value together (of added_zeros, the tensor's is added behind the scale). packed_zeros:
-    a zero word holds those of eight rows. order: of the nibbles in a word.
-    x_scale: where x has codes too, strides (token, block), of x_block columns each. differs: what
-    the weights do not share, for want of which no kernel makes all of them.
+    Attributes:
+        weight_format: one of `linear_formats`.
+        block: rows and columns that share a scale.
+        scales, zeros: operands of each weight (q, k and v; or gate and up), with strides (row,
+            column), 0 along an axis of one element; None if there is no such weight. The zero is
+            zero_point plus the tensor's value, or zero_point without a tensor. With added_zeros,
+            the tensor's value is added after scaling instead.
+        per_word: codes in a stored word.
+        packed_zeros: whether a word of zeros holds those of eight rows.
+        zero_point: the constant part of the zero.
+        order: order of the nibbles in a word; empty if it counts up.
+        x_scale: scales of x if x has codes too, with strides (token, block).
+        x_block: columns of x that share a scale.
+        differs: a property that the weights do not share, so that no kernel computes all of them;
+            "" if there is none.
     """
 
     weight_format: str
@@ -201,12 +223,12 @@ class Quantization:
 
     @property
     def has_table(self) -> bool:
-        """Whether codes stand for the numbers of a table."""
+        """Whether the numbers of the codes come from a table."""
         return self.format.number in TABLES
 
     @property
     def scales_numbers(self) -> bool:
-        """Whether kernels multiply numbers by their scales in registers, and so know no groups."""
+        """Whether kernels multiply numbers by their scales in registers, and so need no groups."""
         scale = self.scales[0]
         assert scale is not None
         exact = scales_are_exact(self.format, scale.dtype, self.block[1])
@@ -214,14 +236,14 @@ class Quantization:
 
     @property
     def staged_bytes(self) -> float:
-        """Bytes that a code takes in shared memory, with its share of a scale where kernels load
-        scales there too."""
+        """Bytes that a code takes in shared memory, including its share of a scale if kernels also
+        load scales there."""
         return self.code_bytes + (1 / self.block[1] if self.scales_numbers else 0)
 
     @property
     def joins_neighbours(self) -> bool:
-        """Whether kernels decode neighbours of a word of eight codes together: else those that are
-        four apart."""
+        """Whether kernels decode neighbouring codes of a word of eight together. If not, they
+        decode codes four apart together."""
         return self.order == AWQ_ORDER or (self.has_table and self.per_word == 8)
 
     @property
@@ -234,8 +256,8 @@ class Quantization:
 
     @property
     def code_offset(self) -> int:
-        """The part of the zero that codes lose while they are made, exactly in any 16-bit type:
-        bfloat16 has all integers from -256 to 256."""
+        """The part of the zero that kernels subtract while they convert codes. The difference is
+        exact in any 16-bit type: bfloat16 has all integers from -256 to 256."""
         whole = self.format.packed_axis is None
         subtracted = self.has_zero_tensors and not self.format.added_zeros
         if not subtracted and 0 <= self.zero_point <= (128 if whole else _MOST_NIBBLE):
@@ -244,7 +266,7 @@ class Quantization:
 
     @property
     def known_order(self) -> bool:
-        """Whether kernels have the order of the nibbles in a word."""
+        """Whether kernels support the order of the nibbles in a word."""
         if self.order == _HIGH_FIRST:
             return self.has_table
         return self.format.packed_axis is None or self.order in (
@@ -255,8 +277,8 @@ class Quantization:
         )
 
     def block_constants(self, columns: int, block_k: int) -> dict[str, Constant]:
-        """What kernels that read words of codes have in common. columns: of the weight; block_k:
-        of a step."""
+        """Returns the constants that kernels which read words of codes have in common. columns: of
+        the weight. block_k: columns of a step."""
         whole = self.block[1] >= columns
         number: Constant = table_words(self.format.number) if self.has_table else self.format.number
         return {
@@ -270,7 +292,7 @@ class Quantization:
             "INTERLEAVED_NIBBLES": self.joins_neighbours,
             "REVERSED": self.order in ((1, 0), _HIGH_FIRST),
             "SCALE_ROWS": self.block[0],
-            # Of a scale for all columns also those that the last step masks.
+            # A scale for all columns also covers the columns that the last step masks.
             "SCALE_COLUMNS": max(columns, block_k) if whole else self.block[1],
             "ZERO_OFFSET": self.zero_point - self.code_offset,
         }
@@ -282,16 +304,17 @@ class Quantization:
 
     @property
     def per_int32(self) -> int:
-        """Codes in a word of 32 bits."""
+        """Number of codes in a word of 32 bits."""
         return 32 // self.format.bits
 
     @property
     def dot_run(self) -> int:
-        """Words that share a sum of dot products: 16 bytes, or less where a scale is for less."""
+        """Number of words that share a sum of dot products: 16 bytes, or 8 if a scale covers fewer
+        codes."""
         return 2 if self.format.bits == 4 and self.block[1] == 16 else 4
 
     def dot_obstacle(self, columns: int) -> str | None:
-        """Why no dot product takes rows of `columns` codes; None where one does."""
+        """Returns why no kernel of dot products takes rows of `columns` codes; None if one does."""
         per = self.per_int32
         if columns % per:
             return f"{columns} columns are no whole words"
@@ -306,13 +329,13 @@ class Quantization:
         if self.order and self.order not in (*_COUNTED_UP, AWQ_ORDER, (1, 0), _HIGH_FIRST):
             return f"nibbles in the order {list(self.order)}"
         if per == 8 and not 0 <= self.zero_point <= _MOST_NIBBLE:
-            # 32 numbers of at most 15 by 22 bits are summed in 32.
+            # An int32 sums 32 products of a code of at most 15 and an integer of 22 bits.
             return f"zeros of {self.zero_point}, by which sums of integers overflow"
         return None
 
     def dot_constants(self, columns: int, stored: str) -> dict[str, Constant]:
-        """The constants that kernels of dot products have in common. columns: of the weight;
-        stored: Triton's name of its dtype."""
+        """Returns the constants that kernels of dot products have in common. columns: of the
+        weight. stored: Triton's name of the weight's dtype."""
         integers, twice = self.dots_integers, self.format.number == "e2m1"
         return {
             **({"NUMBER": table_words(self.format.number)} if self.has_table else {}),
@@ -332,13 +355,14 @@ class Quantization:
         }
 
     def block_strides(self, index: int) -> tuple[int, ...]:
-        """(row, column) of the index-th weight's scales, then of its zeros; 0 for none."""
+        """Returns the strides (row, column) of the index-th weight's scales, then of its zeros; 0
+        for absent ones."""
         found = (self.scales[index], self.zeros[index])
         return tuple(stride for one in found for stride in (one.strides if one else (0, 0)))
 
     def groups_in(self, columns: int, block_k: int) -> int:
-        """Scales that a step of block_k of the weight's columns meets in a row; 0 where it does not
-        meet whole ones, or too many."""
+        """Returns the number of scales in a row that a step of block_k of the weight's columns
+        covers; 0 if it does not cover whole scales, or too many."""
         if self.x_scale is not None and self.x_block < columns and self.x_block % block_k:
             return 0
         wide = self.block[1]
@@ -357,10 +381,10 @@ class Quantization:
         return groups > 0 and block_k // groups >= least and pairs
 
     def longest_step(self, columns: int) -> int:
-        """The longest step, up to 128, that meets whole scales or parts of one."""
+        """Returns the longest step, up to 128 columns, that covers whole scales or part of one."""
         wide = self.block[1]
         return 128 if wide >= columns or 128 % wide == 0 else wide & -wide
 
     def scales_whole_rows(self, hidden: int) -> bool:
-        """Whether a row has one scale, and a token too."""
+        """Whether each row has one scale, and each token too if x has codes."""
         return self.block[1] >= hidden and (self.x_scale is None or self.x_block >= hidden)

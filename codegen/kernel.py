@@ -1,4 +1,4 @@
-"""Kernel: a template's function, and what its parameters stand for, each named once."""
+"""Kernel: a function of a template, with the meaning of its parameters."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from tilewright.codegen.spec import Constant, KernelSpec, module_of
 from tilewright.codegen.targets import get_target
 
 POINTER_SUFFIX = "_ptr"
-# Whether the kernel may start while the one before it ends: decided by the target.
+# The constant by which a kernel may start while the one before it ends; the target decides it.
 LAUNCH_PDL = "LAUNCH_PDL"
 # Triton's compile options, which a record may have as fields.
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
 #: (tensor, dimension): the stride of one dimension of a tensor.
 Stride = tuple[str, int]
-#: Constants that are strides, by name: one of them, or a tuple of several.
+#: Constants that are strides, by name: one stride, or a tuple of several.
 Strides = Mapping[str, Stride | tuple[Stride, ...]]
 
 
 def strides_of(tensor: str, prefix: str = "", **dims: int) -> dict[str, Stride]:
-    """The strides of a tensor by the names `<prefix>_<axis>_stride`, the dimension of each axis
-    given; prefix: the tensor's name by default."""
+    """Returns the strides of a tensor by the names `<prefix>_<axis>_stride`. dims: the dimension of
+    each axis. prefix: by default the tensor's name."""
     return {f"{prefix or tensor}_{axis}_stride": (tensor, dim) for axis, dim in dims.items()}
 
 
 class Number(NamedTuple):
-    """A parameter that is a number known at the launch. divisible: the kernel is told whether 16
-    divides it. stride: the tensor and the dimension whose stride it is; None for any other."""
+    """A parameter that is a number known at the launch. divisible: whether the spec records that 16
+    divides it. stride: the tensor and the dimension whose stride it is; None for other numbers."""
 
     name: str
     divisible: bool
@@ -43,7 +43,8 @@ class Number(NamedTuple):
 
 class Pointer(NamedTuple):
     """A parameter that points to a tensor. dims: the dimensions whose strides are constants.
-    aligned: the kernel is told of its alignment. optional: the parameter has a default."""
+    aligned: whether the spec records its alignment. optional: whether the parameter has a
+    default."""
 
     parameter: str
     tensor: str
@@ -53,8 +54,9 @@ class Pointer(NamedTuple):
 
 
 class Statics:
-    """Records and constants of a kind of call as one record. It is compared by identity: a call
-    that keeps it, say in the cache of its plan, hashes none of its parts again at a launch."""
+    """Records and constants of a kind of call, joined into one record. It is compared by identity,
+    so a call that keeps it, for example in the cache of its plan, need not hash its parts at each
+    launch."""
 
     def __init__(self, *records: object, **constants: Constant) -> None:
         self.records = records
@@ -70,26 +72,26 @@ class Statics:
 @dataclass(frozen=True, eq=False)
 class Kernel:
     """A kernel of a template. The signature of the template's function says what a launch needs:
-    `x_ptr` is the tensor "x", a `tl.constexpr` is a constant, anything else is a number known at
-    the launch.
+    `x_ptr` is the tensor "x", a `tl.constexpr` is a constant, and any other parameter is a number
+    known at the launch.
 
     Attributes:
-        template, name: those of `KernelSpec.template` and `KernelSpec.kernel`.
-        strides: constants that are strides unless a launch says otherwise, each of one dimension or
-            a tuple of several; the stride of an absent tensor is 0. Without being named here,
-            `X_STRIDE` is that of the first dimension of the tensor "x".
-        launch_strides: numbers that are strides, of type "i64", each of one dimension; the kernel
-            is told whether 16 divides them. An absent tensor, or a dimension that a tensor lacks,
+        template, name: `KernelSpec.template` and `KernelSpec.kernel`.
+        strides: constants that are strides unless a launch gives other values, each one dimension
+            or a tuple of several. The stride of an absent tensor is 0. `X_STRIDE` need not be
+            listed: it is the stride of the first dimension of the tensor "x".
+        launch_strides: numbers that are strides, of type "i64", each of one dimension. The spec
+            records whether 16 divides them. An absent tensor, or a dimension that a tensor lacks,
             has the stride 0.
-        broadcast: tensors whose dimensions of at most one element have the stride 0, too.
+        broadcast: tensors whose dimensions of at most one element also have the stride 0.
         types: Triton types of the other numbers that are not "i32".
-        ranges: numbers that count something, from 1 to INT32_MAX.
-        divisible: numbers of which the kernel is told whether 16 divides them.
-        unaligned: tensors of whose address, and launch strides of which, the kernel is told
-            nothing.
-        omitted: constants left out of a spec that gives them the signature's default.
-        dependent: the kernel may start before the one ahead of it ends, if it has LAUNCH_PDL.
-        num_warps, num_stages: Triton's options where no record has them.
+        ranges: numbers that are counts, from 1 to INT32_MAX.
+        divisible: numbers for which the spec records whether 16 divides them.
+        unaligned: tensors for which the spec records no alignment, and launch strides for which it
+            records no divisibility.
+        omitted: constants that a spec leaves out if their value is the signature's default.
+        dependent: whether the kernel may start before the previous one ends, if it has LAUNCH_PDL.
+        num_warps, num_stages: Triton's options, unless a record has them.
     """
 
     template: str
@@ -108,12 +110,12 @@ class Kernel:
 
     @cached_property
     def specs(self) -> dict[object, KernelSpec]:
-        """The specs made so far. Who launches the kernel keeps them here, by a key of its own."""
+        """The specs made so far. The launching code stores them here, by keys that it chooses."""
         return {}
 
     @cached_property
     def pointers(self) -> tuple[Pointer, ...]:
-        """The tensors, in the order of the signature."""
+        """The parameters that are tensors, in the order of the signature."""
         dims: dict[str, list[int]] = {}
         for name, dim in dict.fromkeys(
             place for places in self._places.values() for place in places
@@ -154,16 +156,16 @@ class Kernel:
         records: Iterable[object] = (),
         divisible: Iterable[str] = (),
     ) -> KernelSpec:
-        """The spec of a launch.
+        """Returns the spec of a launch.
 
         operands: tensors by name, each with the strides of its pointer's `dims`, in that order.
-        constants: constants by name, and Triton's options; a number given here is a constant of
-            this spec.
-        records: objects with further constants as attributes, in small letters, and with Triton's
-            options; the first that has one counts.
+        constants: constants by name, and Triton's options. A number given here becomes a constant
+            of this spec.
+        records: objects with more constants as attributes, in small letters, and with Triton's
+            options. If several have one, the first counts.
         divisible: the numbers that 16 divides.
 
-        Raises ValueError where a constant is missing, or where the kernel has none of that name.
+        Raises ValueError if a constant is missing or if the kernel has no constant of a name.
         """
         records = tuple(records)
         self._check("constants", constants, [*self._names, *OPTIONS])
@@ -191,7 +193,7 @@ class Kernel:
         constants: Mapping[str, Constant],
         records: tuple[object, ...],
     ) -> dict[str, Constant]:
-        """The constants, without those that have a default and get no value."""
+        """Returns the constants, without those that have a default and get no value."""
         found: dict[str, Constant] = {}
         for name in self._constexprs:
             having = next((record for record in records if hasattr(record, name.lower())), None)
@@ -217,8 +219,9 @@ class Kernel:
     def _arguments(
         self, operands: Mapping[str, Operand | None], constants: Mapping[str, Constant]
     ) -> tuple[dict[str, str], dict[str, Constant]]:
-        """(signature, constants): an operand is a pointer, and a number is known at the launch
-        unless it is given here. An absent tensor that has no default is the constant None."""
+        """Returns (signature, constants). The signature has a pointer for each present operand, and
+        each number that `constants` does not give. An absent tensor without a default is the
+        constant None."""
         pointers = {pointer.parameter: pointer for pointer in self.pointers}
         types = {number.name: "i64" if number.stride else "i32" for number in self.numbers}
         types |= self.types
@@ -245,7 +248,7 @@ class Kernel:
 
     @cached_property
     def _places(self) -> dict[str, tuple[Stride, ...]]:
-        """The dimensions that each constant is made of that is strides."""
+        """The dimensions of each constant that consists of strides."""
         found: dict[str, Stride | tuple[Stride, ...]] = {}
         for name in self._constexprs.difference(self._optional):
             tensor = name.removesuffix("_STRIDE").lower()
@@ -273,7 +276,7 @@ class Kernel:
 
     @cached_property
     def _optional(self) -> dict[str, ast.expr]:
-        """Parameters with a default, each with that."""
+        """The parameters with a default, each with its default."""
         defaults = self._function.defaults
         names = self._names[len(self._names) - len(defaults) :]
         return dict(zip(names, defaults, strict=True))
@@ -293,7 +296,8 @@ def _is_constexpr(annotation: ast.expr | None) -> bool:
 
 
 def _options(records: Iterable[object]) -> dict[str, Any]:
-    """Triton's options that records have; the first record that has one counts."""
+    """Returns Triton's options from records. If several records have an option, the first
+    counts."""
     found: dict[str, Any] = {}
     for record in records:
         for name in OPTIONS:

@@ -1,4 +1,4 @@
-"""A tensor as a kernel's problem knows it."""
+"""Static facts about a tensor, as a part of a kernel's problem."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class Operand:
-    """What is static about one tensor of a call. A problem holds None for a tensor that is absent.
+    """The static facts about one tensor of a call. A problem has None for an absent tensor.
 
-    dtype: Triton's name, "bf16". strides: in elements; a problem that does not build on them leaves
-    them out, so that calls which differ in nothing else share a plan. aligned: the first element
-    lies at a multiple of ALIGNMENT bytes.
+    dtype: Triton's name, such as "bf16". strides: in elements; a problem leaves out strides that do
+    not matter to it, so that calls which differ only in those share a plan. aligned: whether the
+    address of the first element is a multiple of ALIGNMENT bytes.
     """
 
     dtype: str
@@ -23,5 +23,5 @@ class Operand:
 
 
 def first_strides(*operands: Operand | None) -> tuple[int, ...]:
-    """Of each the first stride that a problem builds on, 0 for an absent one."""
+    """Returns the first listed stride of each operand; 0 for an absent one."""
     return tuple(0 if operand is None else operand.strides[0] for operand in operands)

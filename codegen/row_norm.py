@@ -8,8 +8,8 @@ from tilewright.codegen.arithmetic import next_power_of_2
 from tilewright.codegen.operand import Operand, first_strides
 from tilewright.codegen.spec import Constant
 
-# Of a layer norm a program takes mean and variance from a whole row in its registers: 128 numbers
-# in each thread of four warps.
+# For a layer norm, a program holds a whole row in registers to compute mean and variance: 128
+# numbers in each thread of four warps.
 MOST_LAYER_COLUMNS = 16384
 
 
@@ -17,8 +17,8 @@ MOST_LAYER_COLUMNS = 16384
 class RowNorm:
     """(x - mean) / sqrt(mean((x - mean)²) + eps) * (offset + weight) + bias.
 
-    kind: "layer", or "rms", which subtracts no mean and has no bias. weight, bias: strides
-    (column,), None for a norm without one.
+    kind: "layer", or "rms", which subtracts no mean and has no bias. weight, bias: operands with
+    strides (column,); None for a norm without one.
     """
 
     weight: Operand | None
@@ -29,12 +29,13 @@ class RowNorm:
 
     @property
     def follows(self) -> bool:
-        """Whether its factor of each row is known, and multiplied, once the product is there."""
+        """Whether the norm's factor of each row can be multiplied after the product: it is computed
+        beside the product."""
         return self.kind == "rms"
 
     @property
     def tiles(self) -> int:
-        """Tiles like x's that its vectors take in shared memory."""
+        """Number of tiles of the size of x's that the norm's vectors take in shared memory."""
         return 1 + (self.bias is not None)
 
     def constants(self, columns: int) -> dict[str, Constant]:
@@ -42,7 +43,7 @@ class RowNorm:
         made: dict[str, Constant] = {"NORM_EPS": self.eps, "NORM_OFFSET": self.offset}
         if self.follows:
             return made | {"NORM": True}
-        # Columns that hold a row, whose statistics come before the product.
+        # The block that holds a whole row: its statistics are computed before the product.
         return made | {
             "LAYER_ROW": next_power_of_2(columns),
             "NORM_BIAS_STRIDE": first_strides(self.bias)[0],
@@ -50,10 +51,10 @@ class RowNorm:
 
 
 def takes_columns(kind: str, columns: int) -> bool:
-    """Whether a kernel that multiplies can have a norm of rows of so many columns in it."""
+    """Whether a kernel of a product can include a norm of rows with this many columns."""
     return kind == "rms" or columns <= MOST_LAYER_COLUMNS
 
 
 def squares_a_row(norm: RowNorm | None) -> bool:
-    """Whether a kernel adds up x's squares beside the product."""
+    """Whether a kernel sums the squares of x beside the product."""
     return norm is not None and norm.follows

@@ -1,4 +1,4 @@
-"""KernelSpec: everything static about one kernel. Its hash names the kernel and keys the cache."""
+"""KernelSpec: everything static about one kernel. Its hash is the kernel's name and cache key."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _check_scalar(name: str, value: object) -> None:
 
 
 def module_of(template: str) -> str:
-    """Dotted path of the module that a `KernelSpec.template` names."""
+    """Returns the dotted path of the module that a `KernelSpec.template` names."""
     here = Path(__file__).parent
     family, _, name = template.rpartition(".")
     if (here / family / "templates" / f"{name}.py").is_file():
@@ -88,26 +88,27 @@ def module_of(template: str) -> str:
 class KernelSpec:
     """One kernel of one template, with every static parameter fixed.
 
-    Build it with :meth:`make`, which takes dicts and sorts; the fields are canonical, so equal
-    kernels are equal specs with equal hashes.
+    Build it with :meth:`make`, which takes dicts and sorts them. The fields are canonical, so equal
+    kernels have equal specs and equal hashes.
 
     Attributes:
-        template: `family.module` in tilewright.codegen.<family>.templates, or any other module by
-            the name that it is imported by.
+        template: `family.module` for a module in tilewright.codegen.<family>.templates, or the
+            import name of any other module.
         kernel: name of the module's `@triton.jit` function.
-        constants: (constexpr parameter, value), sorted by name.
-        signature: (run-time parameter, Triton type), in the kernel's own order.
+        constants: pairs (constexpr parameter, value), sorted by name.
+        signature: pairs (run-time parameter, Triton type), in the order of the kernel.
         divisible16: sorted run-time parameters that are divisible by 16 (pointers: aligned to 16
-            bytes). The caller promises it. Triton builds on it, as `tt.divisibility`; the emitter
-            on that of integers.
+            bytes). The caller promises this. Triton uses it as `tt.divisibility`, and the emitter
+            uses it for integers.
         num_warps, num_stages: Triton's compile options.
-        target: name in TARGETS.
-        grid: launch grid where it is static, else None (the caller computes it). A promise too:
-            masks that this grid never needs are left out.
-        ranges: sorted (integer run-time parameter, smallest, largest) that the caller promises.
+        target: a key of TARGETS.
+        grid: the launch grid if it is static; None if the caller computes it. A static grid is a
+            promise too: masks that it does not need are left out.
+        ranges: sorted triples (integer run-time parameter, smallest, largest value). The caller
+            promises them.
         maxnreg: register limit per thread, or None.
-        launch_pdl: launched so that it may start while the kernel before it ends; the kernel itself
-            waits for that one (`gdc_wait`) before it touches memory.
+        launch_pdl: whether the launch lets the kernel start while the one before it ends. The
+            kernel itself waits for that one (`gdc_wait`) before it accesses memory.
     """
 
     template: str
@@ -181,7 +182,8 @@ class KernelSpec:
         ranges: Mapping[str, tuple[int, int]] | None = None,
         **options: Any,
     ) -> KernelSpec:
-        """A canonical spec out of plain dicts; `options` are the remaining fields."""
+        """Makes a canonical spec from plain dicts. `options` are the remaining fields. Raises
+        ValueError or TypeError for an invalid field."""
         pairs = signature.items() if isinstance(signature, Mapping) else signature
         return cls(
             template=template,
@@ -193,7 +195,7 @@ class KernelSpec:
             **options,
         )
 
-    # Python holds 1 == True == 1.0, but they are different kernels: compare the canonical text.
+    # In Python 1 == True == 1.0, but these are different kernels: compare the canonical text.
     def __eq__(self, other: object) -> bool:
         return isinstance(other, KernelSpec) and self.hash == other.hash
 
@@ -202,12 +204,12 @@ class KernelSpec:
 
     @property
     def module(self) -> str:
-        """Dotted path of the template module."""
+        """The dotted path of the template module."""
         return module_of(self.template)
 
     @cached_property
     def hash(self) -> str:
-        """sha256 of the canonical JSON, in hex."""
+        """The sha256 of the canonical JSON, in hex."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     @property
@@ -216,20 +218,21 @@ class KernelSpec:
         return f"{self.kernel}_{self.hash[:12]}"
 
     def constant(self, name: str) -> Constant:
-        """The value of one constant; an unknown name raises KeyError with the known ones."""
+        """Returns the value of one constant. Raises KeyError, which lists the known names, for an
+        unknown name."""
         values = dict(self.constants)
         if name not in values:
             raise KeyError(f"{self.kernel} has no constant {name!r}; it has {sorted(values)}")
         return values[name]
 
     def to_json(self) -> str:
-        """Canonical JSON: sorted keys, no spaces; floats in their shortest exact form."""
+        """Returns canonical JSON: sorted keys, no spaces, floats in their shortest exact form."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
     @classmethod
     def from_json(cls, text: str) -> KernelSpec:
-        """The spec that `to_json` wrote; unknown or missing fields raise ValueError."""
+        """Reads a spec that `to_json` wrote. Raises ValueError for unknown or missing fields."""
         data = json.loads(text)
         known = {field.name for field in fields(cls)}
         if not isinstance(data, dict) or set(data) != known:

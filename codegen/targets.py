@@ -1,17 +1,18 @@
-"""Capability records of the chips kernels are emitted for.
+"""Capability records of the chips that kernels are emitted for.
 
-All that differs between chips is a field here; no other module asks which chip it has.
+Every difference between chips is a field here. No other module asks which chip it has.
 
-Rates are what good kernels reach, not datasheet peaks, so that a ratio to them means something.
-H200: 4.3 TB/s copy and 790 TFLOP/s bf16, measured with random data; its fp8 rate is what public
-fp8 GEMMs reach. B200: rates that cuBLAS and public memory-bound kernels report. Links: four fifths
-of NVLink's 450 and 900 GB/s in each direction; a collective's start is that of vLLM's one-stage
-all-reduce (7 us for 0.5 MB on two H100). Neither is measured here.
+Rates are those that good kernels reach, not data-sheet peaks, so that a ratio to them is
+meaningful. H200: 4.3 TB/s for a copy and 790 TFLOP/s in bf16, measured with random data; the fp8
+rate is that of public fp8 GEMMs. B200: the rates that cuBLAS and public memory-bound kernels
+report. Links: four fifths of NVLink's 450 and 900 GB/s in each direction. The latency of a
+collective is that of vLLM's one-stage all-reduce (7 us for 0.5 MB on two H100). The rates of links
+and collectives were not measured here.
 
-Of the others nothing but data sheets and the CUDA programming guide was seen: rates are 0.88 of the
-sheet's memory rate and 0.65 of its dense tensor-core peaks, as about H200 and B200 reach of theirs.
-They are those of one product: sm80 of A100 (80 GB), sm86 of A10, sm89 of L40S, sm103 of B300, sm120
-of RTX 5090. A GPU of the same capability has its own number of multiprocessors.
+The records of the other chips come from data sheets and the CUDA programming guide: rates are 0.88
+of the sheet's memory rate and 0.65 of its dense tensor-core peaks, about the fractions that H200
+and B200 reach. Each record describes one product: sm80 A100 (80 GB), sm86 A10, sm89 L40S, sm103
+B300, sm120 RTX 5090. `detect_target` puts in the number of multiprocessors of the GPU at hand.
 """
 
 from __future__ import annotations
@@ -23,46 +24,49 @@ from types import MappingProxyType
 FEATURES = frozenset(
     {"tma", "wgmma", "tcgen05", "tma_gather", "block_scaled_mma", "dependent_launch", "fp8"}
 )
-#: Folders of `codegen/` that have kernels.
+#: The folders of `codegen/` with kernels.
 FAMILIES = frozenset({"attention", "collective", "grouped", "lora", "mla", "mlp", "moe", "qkv"})
 Rates = tuple[tuple[str, float], ...]
-# Of dense layers.
+# The families of dense layers.
 _DENSE = frozenset({"attention", "mlp", "qkv"})
-# The peaks of a data sheet that are reached.
+# The fractions of a data sheet's peaks that good kernels reach.
 _OF_MEMORY = 0.88
 _OF_TENSOR_CORES = 0.65
 
 
 @dataclass(frozen=True)
 class Target:
-    """What code generation and the time model need to know about one chip.
+    """The properties of one chip that code generation and the cost model use.
 
     Attributes:
         name: a key of TARGETS, such as "sm100".
         capability: CUDA compute capability (major, minor); (0, 0) for the interpreter.
         warp_size: threads per warp.
-        max_shared_bytes: shared memory one block may use; an SM has 1 KiB more.
-        tmem_columns: tensor-memory columns of 128 lanes x 4 bytes per SM; 0 where there is none.
-        num_sms: streaming multiprocessors.
-        max_registers: registers one thread may hold.
+        max_shared_bytes: shared memory that one block may use; an SM has 1 KiB more.
+        tmem_columns: columns of tensor memory per SM, each of 128 lanes x 4 bytes; 0 without tensor
+            memory.
+        num_sms: number of streaming multiprocessors.
+        max_registers: most registers of one thread.
         registers_per_sm: 32-bit registers of one SM.
-        hbm_bytes_per_s: memory rate a good streaming kernel reaches.
+        hbm_bytes_per_s: memory rate that a good streaming kernel reaches.
         l2_bytes: size of the L2 cache.
-        flops: (dtype, dense tensor-core FLOP/s a good GEMM reaches), dtypes in Triton's names.
-        bytes_in_flight_per_sm: loads an SM must have outstanding to saturate memory
+        flops: pairs (dtype, dense tensor-core FLOP/s that a good GEMM reaches), dtypes in Triton's
+            names.
+        bytes_in_flight_per_sm: loads that an SM must have in flight to saturate memory
             (Little's law: rate x ~700 ns of latency / num_sms).
         launch_s: time of an empty kernel inside a CUDA graph.
-        link_bytes_per_s: what one chip can send to the others of its host; 0 where it has no links.
-        collective_s: the least time of a collective, however little it moves.
+        link_bytes_per_s: rate at which one chip can send to the others of its host; 0 without
+            links.
+        collective_s: the least time of a collective, whatever its size.
         sm_name: the target string in the machine code.
-        mma_opcodes: (operand dtype, SASS opcode of the tensor-core path meant for it).
+        mma_opcodes: pairs (operand dtype, SASS opcode of the tensor-core path for it).
         legacy_mma: SASS opcodes of older, slower tensor-core paths.
-        features: subset of FEATURES; "fp8": it has e4m3 numbers.
-        families: subset of FAMILIES, whose kernels are audited for the chip; sites of the others
-            stay as they are.
-        measured: whether kernels have run on the chip, and choices rest on their times; else all
-            times are the model's.
-        threads_per_sm, blocks_per_sm: how many an SM holds at once.
+        features: subset of FEATURES; "fp8" means that the chip has e4m3 numbers.
+        families: subset of FAMILIES whose kernels are audited for the chip. Sites of other families
+            are not rewritten.
+        measured: whether kernels have run on the chip, so that choices use measured times. If not,
+            all times come from the cost model.
+        threads_per_sm, blocks_per_sm: the most threads and blocks that an SM holds at once.
     """
 
     name: str
@@ -102,7 +106,7 @@ class Target:
 
     @property
     def arch(self) -> int:
-        """The capability as Triton's GPUTarget wants it: 90, 100."""
+        """The capability in the form of Triton's GPUTarget: 90, 100."""
         return 10 * self.capability[0] + self.capability[1]
 
     @property
@@ -111,28 +115,29 @@ class Target:
 
     @property
     def complete(self) -> bool:
-        """Whether there are kernels for it of every family, and of every dtype."""
+        """Whether the chip has kernels of every family and every dtype."""
         return self.families == FAMILIES and "fp8" in self.features
 
     @property
     def scales_blocks(self) -> bool:
-        """Whether cuBLAS multiplies float8 codes with a scale for each block of them: on Hopper
-        alone."""
+        """Whether cuBLAS multiplies float8 codes with a scale for each block: only on Hopper."""
         return "wgmma" in self.features
 
     @property
     def multiplies_registers(self) -> bool:
-        """Whether tiles are multiplied out of registers (mma.sync), of which both take some."""
+        """Whether the chip multiplies tiles from registers (mma.sync), so that both operands take
+        registers."""
         return ("bf16", "HMMA") in self.mma_opcodes
 
     def has(self, feature: str) -> bool:
-        """Whether the chip has `feature`; a name outside FEATURES raises ValueError."""
+        """Whether the chip has `feature`. Raises ValueError for a name outside FEATURES."""
         if feature not in FEATURES:
             raise ValueError(f"feature: expected one of {sorted(FEATURES)}, got {feature!r}")
         return feature in self.features
 
     def mma_opcode(self, dtype: str) -> str:
-        """The SASS opcode that a GEMM of `dtype` should use; ValueError where there is none."""
+        """Returns the SASS opcode that a GEMM of `dtype` should use. Raises ValueError if there is
+        none."""
         for name, opcode in self.mma_opcodes:
             if name == dtype:
                 return opcode
@@ -140,7 +145,8 @@ class Target:
         raise ValueError(f"dtype: target {self.name} multiplies {known}, got {dtype!r}")
 
     def flops_per_s(self, dtype: str) -> float:
-        """Dense tensor-core FLOP/s for operands of `dtype` ("bf16", "fp8e4nv", "nvfp4", ...)."""
+        """Returns the dense tensor-core FLOP/s for operands of `dtype` ("bf16", "fp8e4nv", "nvfp4",
+        ...). Raises ValueError if the target has no rate for it."""
         for name, rate in self.flops:
             if name == dtype:
                 return rate
@@ -149,13 +155,14 @@ class Target:
 
 
 def _flops(bf16: float, fp32: float, fp8: float = 0.0, nvfp4: float = 0.0) -> Rates:
-    """FLOP/s by dtype: one rate for both 16-bit floats, one for both 8-bit ones; 0 for none."""
+    """Returns FLOP/s by dtype: one rate for both 16-bit floats, and one for both 8-bit floats. A
+    rate of 0 means that the chip does not multiply the dtype."""
     rates = {"bf16": bf16, "fp16": bf16, "fp32": fp32, "fp8e4nv": fp8, "fp8e5": fp8, "nvfp4": nvfp4}
     return tuple((dtype, rate) for dtype, rate in rates.items() if rate)
 
 
 def _of_sheet(**peaks: float) -> Rates:
-    """What is reached of the peaks of a data sheet."""
+    """Returns the rates that good kernels reach, from the peaks of a data sheet."""
     return _flops(**{dtype: _OF_TENSOR_CORES * peak for dtype, peak in peaks.items()})
 
 
@@ -225,8 +232,8 @@ SM103 = replace(
     sm_name="sm_103a",
 )
 
-# mma.sync multiplies on all of these, and its opcodes are the chip's own path. NVFP4 by mma.sync,
-# which sm120 has, is not emitted.
+# The chips below multiply with mma.sync, whose opcodes are their own path. sm120 also has mma.sync
+# for NVFP4, which is not emitted.
 _HALVES_BY_MMA_SYNC = (("bf16", "HMMA"), ("fp16", "HMMA"))
 _FP8_BY_MMA_SYNC = (*_HALVES_BY_MMA_SYNC, ("fp8e4nv", "QMMA"), ("fp8e5", "QMMA"))
 
@@ -298,8 +305,8 @@ SM80 = replace(
     blocks_per_sm=32,
 )
 
-# Runs on the CPU; it has no rates, so the time model refuses it. Few SMs, so that persistent
-# loops take several tiles each.
+# The interpreter runs on the CPU. It has no rates, so the cost model refuses it. It has few SMs, so
+# that persistent loops take several tiles each.
 INTERPRET = Target(
     name="interpret",
     capability=(0, 0),
@@ -325,22 +332,23 @@ _BY_CAPABILITY = {target.capability: target for target in TARGETS.values()}
 
 
 def get_target(name: str) -> Target:
-    """The target called `name`; an unknown name raises ValueError."""
+    """Returns the target of this name. Raises ValueError for an unknown name."""
     if name not in TARGETS:
         raise ValueError(f"target: expected one of {sorted(TARGETS)}, got {name!r}")
     return TARGETS[name]
 
 
 def gpu_targets() -> list[Target]:
-    """The targets that are chips."""
+    """Returns the targets that are GPUs."""
     return [target for target in TARGETS.values() if target.is_gpu]
 
 
 def detect_target(device: int | None = None) -> Target | None:
-    """The target of the present CUDA device, with its own SM count; None without a usable one.
+    """Returns the target of the current CUDA device, with its own SM count; None without a usable
+    device.
 
-    A GPU whose compute capability has no record, or that torch reaches through ROCm, also gives
-    None: nothing is emitted for it.
+    A GPU whose compute capability has no record, or that torch uses through ROCm, also gives None:
+    no kernels are emitted for it.
     """
     try:
         import torch

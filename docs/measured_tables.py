@@ -1,9 +1,8 @@
-"""Writes docs/measured.md, and the tables in README.md, from benchmarks/results/*.json.
+"""Writes docs/measured.md from benchmarks/results/*.json.
 
     python docs/measured_tables.py
 
-All of docs/measured.md, and of README.md what stands between two marks, is made of those files
-alone. A test fails where a page is not what they say.
+The page is made of those files alone. A test fails where it is not what they say.
 """
 
 from __future__ import annotations
@@ -17,8 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 #: What is shown of the largest table.
 SHOWN_MODELS, SHOWN_TOKENS = ("llama3-8b", "llama3-70b"), (1, 64, 1024, 8192)
-START, END = "<!-- measured -->", "<!-- /measured -->"
-README, PAGE = ROOT / "README.md", ROOT / "docs" / "measured.md"
+PAGE = ROOT / "docs" / "measured.md"
 HEAD = """# Measured
 
 All tables are made by `python docs/measured_tables.py` from the files in `benchmarks/results/`.
@@ -73,8 +71,8 @@ def passes(data: dict[str, Any]) -> tuple[str, int, list[tuple[str, ...]]]:
     return first["model"], first["layers"], rows
 
 
-def shown() -> str:
-    """The README's table: `generate()` of every model."""
+def overview() -> str:
+    """The first table: `generate()` of every model."""
     found = [json.loads((RESULTS / name).read_text("utf-8")) for name in GENERATE]
     first = [data["rows"][0] for data in found]
     names = ", ".join(f"{row['model']} of {row['layers']} layers" for row in first)
@@ -404,7 +402,7 @@ def _again(data: dict[str, Any]) -> str:
 
 def measured() -> str:
     """docs/measured.md: the tables of all results, each with where it was measured and how."""
-    parts = [HEAD.rstrip()]
+    parts = [HEAD.rstrip(), f"## generate()\n\n{overview()}"]
     for name, render in SECTIONS.items():
         data = json.loads((RESULTS / name).read_text("utf-8"))
         command = data["command"].partition(" --out")[0]
@@ -412,16 +410,8 @@ def measured() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def with_table(readme: str) -> str:
-    """The README's text with its tables between the marks."""
-    before, rest = readme.split(START)
-    _, after = rest.split(END)
-    return f"{before}{START}\n{shown()}\n{END}{after}"
-
-
 def main() -> None:
     PAGE.write_text(measured(), "utf-8")
-    README.write_text(with_table(README.read_text("utf-8")), "utf-8")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A paged KV cache for `generate()`: memory goes by the tokens present.
+"""A paged KV cache for `generate()`, whose memory grows with the number of tokens.
 
     from tilewright.tools.paged_cache import PagedCache
 

@@ -1,1 +1,1 @@
-"""Attention over a cache: problems, specs, plans."""
+"""Attention to a cache: problems, specs, plans."""

@@ -1,4 +1,4 @@
-"""The kernels of `cache_attention`, the tiles of those of few queries, and their grids."""
+"""The kernels of `cache_attention`, and the tiles and grids for few queries."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from tilewright.codegen.attention.blocks import KEYS, LIST_STRIDES, MASK_STRIDES
 from tilewright.codegen.attention.problem import CacheProblem
 from tilewright.codegen.kernel import Kernel, strides_of
 
-# fp32 numbers that a warp of the merging program holds: 64 a thread.
+# fp32 numbers in the registers of a warp of the merging program: 64 per thread.
 MERGED_NUMBERS = 64 * 32
 MERGE_WARPS = 4
-# Of a cache whose values have a tensor of their own.
+# Strides of the values, if they have a tensor of their own.
 V_STRIDES = strides_of("v", page=0, head=2)
-# Of the keys' second part.
+# Strides of the rope columns of queries and keys.
 ROPE_STRIDES = strides_of("q_rope", token=0, head=1) | strides_of("k_rope", "rope", page=0)
 _STRIDES = {
     **strides_of("q", token=0, head=1),
@@ -40,7 +40,7 @@ DECODE = Kernel(
     types=_SCALARS,
     ranges=("num_queries", "num_keys", "row_tiles"),
 )
-# After DECODE, where keys are split.
+# Runs after DECODE if the keys are split.
 MERGE = Kernel(
     "attention.decode",
     "attention_merge",
@@ -63,8 +63,8 @@ PREFILL = Kernel(
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """Tiles of `tokens` queries, and `heads` of those that share keys, in `rows` rows; `splits`
-    programs share the keys of a tile."""
+    """Tiles of `tokens` queries with `heads` of the heads that share keys, in `rows` rows. The keys
+    of a tile are split over `splits` programs."""
 
     tokens: int
     heads: int
@@ -81,19 +81,20 @@ class DecodeConfig:
 
     @property
     def real_rows(self) -> int:
-        """The first rows, a power of two, that hold all queries."""
+        """Number of rows that hold all queries, rounded up to a power of two."""
         return next_power_of_2(self.tokens * self.heads)
 
 
 def decode_tiles(problem: CacheProblem, config: DecodeConfig, sizes: tuple[int, int]) -> int:
-    """Tiles of a call with (sequences, queries of each)."""
+    """Returns the number of tiles of a call. sizes: (number of sequences, queries of each)."""
     sequences, queries = sizes
     head_tiles = problem.num_kv_heads * cdiv(problem.group, config.heads)
     return sequences * cdiv(queries, config.tokens) * head_tiles
 
 
 def workspace_elements(problem: CacheProblem, config: DecodeConfig) -> int:
-    """fp32 numbers of a tile whose keys are split: values, largest logits, sums of weights."""
+    """Returns the fp32 numbers in the workspace of a tile whose keys are split: values, largest
+    logits and sums of weights."""
     return config.splits * config.real_rows * (problem.v_block + 2)
 
 
@@ -102,6 +103,6 @@ def merge_grid(problem: CacheProblem, config: DecodeConfig, tiles: int) -> tuple
 
 
 def merged_columns(problem: CacheProblem, config: DecodeConfig) -> int:
-    """Columns of a row that a program of `attention_merge` merges at once."""
+    """Returns the columns of a row that a program of `attention_merge` merges."""
     fitting = MERGED_NUMBERS * MERGE_WARPS // next_power_of_2(config.splits)
     return max(min(fitting, problem.v_block), 16)

@@ -1,5 +1,4 @@
-"""The `mask_blocks` kernel, and how a mask is cut for it: in steps that keep the chip's loads in
-flight."""
+"""The `mask_blocks` kernel, and the partition of a mask into steps with enough loads in flight."""
 
 from __future__ import annotations
 
@@ -11,12 +10,12 @@ from tilewright.codegen.kernel import Kernel
 from tilewright.codegen.spec import Constant
 from tilewright.codegen.targets import Target
 
-# Entries of a list that are written at a time.
+# The fewest and the most entries of a list that are written at a time.
 LEAST_LISTED, MOST_LISTED = 16, 1024
-# Bytes of the mask that a program loads at a time, and the least that is worth a program.
+# Bytes of the mask that a program loads at a time, and the fewest bytes of a part.
 STEP_BYTES = 16384
 PART_BYTES = 2 * STEP_BYTES
-# Programs on a multiprocessor, which together have enough loads in flight.
+# Programs on a multiprocessor that together have enough loads in flight.
 PROGRAMS_PER_SM = 4
 
 _AXES = ("sequence", "head", "row", "column")
@@ -33,9 +32,10 @@ MASK_BLOCKS = Kernel(
 
 @dataclass(frozen=True)
 class MaskProblem:
-    """The static part of a call. mask: dtype, u8 of booleans, else a float that is added. rows,
-    key_blocks: the next powers of two of its rows, at most QUERIES, and of its blocks of keys.
-    unit: the largest power of two of a mask whose lowest numbers hide, too; 0 where they do not."""
+    """The static part of a call. mask: dtype of the mask, u8 for booleans or a float for numbers
+    that are added. rows: its number of rows, at most QUERIES, rounded up to a power of two.
+    key_blocks: its number of blocks of keys, rounded up to a power of two. unit: the largest power
+    of two of the dtype, if the mask's lowest numbers hide keys too; 0 if they do not."""
 
     mask: str
     rows: int
@@ -52,14 +52,16 @@ class MaskProblem:
 
     @property
     def bounds(self) -> dict[str, Constant]:
-        """What the lowest numbers are told by, where they hide."""
+        """The constants that tell lowest numbers from ordinary ones; empty if lowest numbers do not
+        hide keys."""
         unit = self.unit
         return {"LOWEST": LOWEST * unit, "ORDINARY": ORDINARY * unit} if unit else {}
 
 
 @dataclass(frozen=True)
 class MaskConfig:
-    """Blocks of a program's step, and the parts that a tile's blocks are cut into."""
+    """blocks: blocks of keys that a program reads per step. parts: number of programs that share
+    the blocks of a tile."""
 
     blocks: int
     parts: int
@@ -74,7 +76,8 @@ class MaskConfig:
 
 
 def mask_config(problem: MaskProblem, tiles: int, target: Target) -> MaskConfig:
-    """Where tiles are few their keys are cut into parts, to keep the chip busy."""
+    """Returns the tiles of a call. If there are few tiles, their keys are cut into parts to keep
+    the chip busy."""
     block_bytes = problem.rows * KEYS * ELEMENT_BYTES[problem.mask]
     blocks = min(max(STEP_BYTES // block_bytes, 1), problem.key_blocks)
     wanted = cdiv(PROGRAMS_PER_SM * target.num_sms, max(tiles, 1))
@@ -83,11 +86,13 @@ def mask_config(problem: MaskProblem, tiles: int, target: Target) -> MaskConfig:
 
 
 def blocks_per_part(config: MaskConfig, key_blocks: int) -> int:
-    """Returns how many of `key_blocks` each part has, in whole steps; the last has what is left."""
+    """Returns how many of `key_blocks` each part has, in whole steps. The last part has the
+    rest."""
     return max(cdiv(cdiv(key_blocks, config.parts), config.blocks), 1) * config.blocks
 
 
 def numbers_per_tile(problem: MaskProblem, config: MaskConfig, key_blocks: int) -> int:
-    """Returns how many numbers the programs of a tile hand over: a flag for each block and, where
-    the lowest numbers hide, whether each row of each part has an ordinary one."""
+    """Returns how many numbers the programs of a tile exchange: a flag for each block and, if the
+    lowest numbers hide keys, a flag for each row of each part: whether it has an ordinary
+    number."""
     return key_blocks + (config.parts * problem.rows if problem.unit and config.parts > 1 else 0)

@@ -1,4 +1,4 @@
-"""How a call of `cache_attention` is computed: tiles, and into how many parts the keys fall."""
+"""Plans of `cache_attention`: the tiles, and the number of parts that the keys are split into."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from tilewright.codegen.attention.prefill_tiles import PrefillConfig
 from tilewright.codegen.attention.problem import AttentionSizes, CacheProblem
 from tilewright.codegen.targets import Target
 
-# Rows of a tile at most.
+# Most rows of a tile.
 MOST_ROWS = 64
-# Where values are the keys: fp32 numbers of the output that a thread holds, and of one of the most
-# warps at most; keys of a block, whose rows are wide.
+# For latents, whose keys are also the values: fp32 numbers of the output in a thread's registers,
+# the most of them with the most warps, the most warps, and the keys of a block, whose rows are
+# wide.
 HELD_NUMBERS = 64
 MOST_HELD_NUMBERS = 128
 MOST_WARPS = 8
@@ -22,18 +23,19 @@ LATENT_KEYS = 32
 # Shared memory for the weights, barriers and reductions.
 SPARE_BYTES = 8192
 MOST_SPLITS = 128
-# What splitting costs, in bytes of keys that a multiprocessor reads in that time (measured on an
-# H200): another launch, and each part that it merges.
+# The cost of splitting, in bytes of keys that a multiprocessor reads in the same time (measured on
+# an H200): of another launch, and of each part to merge.
 LAUNCH_BYTES = 56 * 1024
 MERGED_BYTES = 2 * 1024
-# Of latents: a lone program of a multiprocessor takes so much longer than two do beside each other.
+# For latents, the time of a program that is alone on a multiprocessor, relative to two programs
+# that share one.
 LONE_LATENTS = 1.2
-# More programs than fit at once would start late where most of the capacity is empty.
+# Programs that fit a multiprocessor at once. More would start late, in a nearly empty second wave.
 RESIDENT_PROGRAMS = 2
-# Stages of the pipeline: more where a block's page is loaded before it.
+# Pipeline stages; a paged cache takes more, because the page of a block is loaded before the block.
 STAGES = 3
 PAGED_STAGES = 5
-# Of many queries; the first that fits.
+# Tiles for many queries; the first that fits is taken.
 BY_POINTERS = (
     PrefillConfig(64, 64, 4, 3),
     PrefillConfig(128, 64, 8, 3),
@@ -42,22 +44,22 @@ BY_POINTERS = (
     PrefillConfig(64, 32, 4, 2),
     PrefillConfig(64, 32, 4, 1),
 )
-# With scores, output and q all in registers: fewer scores of a thread.
+# Tiles for chips that keep scores, output and q all in registers: a thread has fewer scores.
 IN_REGISTERS = (
     PrefillConfig(64, 32, 4, 2),
     PrefillConfig(64, 32, 8, 2),
     PrefillConfig(64, 32, 8, 1),
     PrefillConfig(32, 32, 4, 1),
 )
-# With a mask tensor, whose tile takes registers too.
+# Tiles with a mask tensor, whose tile takes registers too.
 MASKED = (PrefillConfig(64, 64, 4, 2), *BY_POINTERS[2:])
 
 
 def decode_rows(
     problem: CacheProblem, num_queries: int, held: int = MOST_HELD_NUMBERS
 ) -> tuple[int, int, int]:
-    """(queries of a tile, heads of it that share keys, its rows). held: of latents, numbers of the
-    output that a thread may hold."""
+    """Returns (queries of a tile, heads of a tile, rows of a tile). held: for latents, the fp32
+    numbers of the output that a thread may hold."""
     most, group = _most_rows(problem, held), problem.group
     heads = cdiv(group, cdiv(group, most))
     room = max(most // next_power_of_2(heads), 1)
@@ -66,14 +68,15 @@ def decode_rows(
 
 
 def _most_rows(problem: CacheProblem, held: int) -> int:
-    """Rows of a tile whose output fits the registers of its warps."""
+    """Returns the most rows of a tile whose output fits the registers of its warps."""
     if not problem.latent:
         return MOST_ROWS
     return max(min(held * 32 * MOST_WARPS // problem.v_block, MOST_ROWS), 16)
 
 
 def decodes(problem: CacheProblem, sizes: AttentionSizes) -> bool:
-    """Whether the queries of a sequence, of ragged ones on average, fit the rows of one tile."""
+    """Whether the queries of a sequence fit the rows of one tile; for ragged sequences, the average
+    number of queries."""
     queries = sizes.num_queries
     if problem.ragged:
         queries = cdiv(queries, max(sizes.num_sequences, 1))
@@ -81,7 +84,7 @@ def decodes(problem: CacheProblem, sizes: AttentionSizes) -> bool:
 
 
 def prefill_config(problem: CacheProblem, target: Target) -> PrefillConfig:
-    """The tiles of a call of many queries."""
+    """Returns the tiles of a call with many queries."""
     tried: tuple[PrefillConfig, ...] = BY_POINTERS
     if problem.attn_mask:
         tried = MASKED if max(problem.head_block, problem.v_block) <= 128 else BY_POINTERS[1:]
@@ -102,8 +105,9 @@ def _fits(problem: CacheProblem, config: PrefillConfig, target: Target) -> bool:
 
 
 def decode_config(problem: CacheProblem, sizes: AttentionSizes, target: Target) -> DecodeConfig:
-    """The tiles of a call; sizes: rounded to what plans are made for."""
-    # Numbers on their way to tensor memory take registers of their own, beside a mask's.
+    """Returns the tiles of a call with few queries. sizes: rounded to the sizes that plans are made
+    for."""
+    # Numbers on their way to tensor memory take registers, in addition to those of a mask.
     crowded = bool(target.tmem_columns) and problem.attn_mask != ""
     held = HELD_NUMBERS if crowded else MOST_HELD_NUMBERS
     tokens, heads, rows = decode_rows(problem, sizes.num_queries, held)
@@ -119,7 +123,7 @@ def decode_config(problem: CacheProblem, sizes: AttentionSizes, target: Target) 
 
 
 def _stages(problem: CacheProblem, rows: int, keys: int, target: Target) -> int:
-    """As many stages as are useful and fit shared memory."""
+    """Returns the number of pipeline stages: as many as are useful and fit shared memory."""
     paged = problem.paged
     wanted = PAGED_STAGES if paged else STAGES
     fixed = 2 * rows * (problem.head_block + problem.rope_block + keys) + SPARE_BYTES
@@ -129,16 +133,16 @@ def _stages(problem: CacheProblem, rows: int, keys: int, target: Target) -> int:
             fixed += 4 * rows * keys  # the logits in fp32, between tensor memory and registers
     fitting = (target.max_shared_bytes - fixed) // (keys * problem.key_bytes)
     if problem.latent and paged:
-        # A stage of the loads that come first holds no keys.
+        # One stage holds only the pages, which are loaded first, and no keys.
         fitting += 1
     return max(min(wanted, fitting), 1)
 
 
 def _splits(problem: CacheProblem, config: DecodeConfig, tiles: int, keys: int, sms: int) -> int:
-    """Into how many parts the keys of each tile fall, for the least time.
+    """Returns the number of parts of each tile's keys with the least time.
 
-    One program keeps a multiprocessor's share of the memory busy (of latents, nearly), so what
-    counts is how many blocks of keys the busiest one takes.
+    One program (for latents, nearly) saturates a multiprocessor's share of the memory rate, so the
+    time follows from the number of key blocks on the busiest multiprocessor.
     """
     blocks, block_bytes = cdiv(keys, config.block_n), config.block_n * problem.key_bytes
     part_bytes = 4 * config.real_rows * problem.v_block
@@ -148,7 +152,7 @@ def _splits(problem: CacheProblem, config: DecodeConfig, tiles: int, keys: int, 
         programs = tiles * splits
         longer = LONE_LATENTS if problem.latent and programs <= sms else 1.0
         reading = longer * cdiv(programs, sms) * cdiv(blocks, splits) * block_bytes
-        # Parts are written, and read by those who merge them.
+        # Parts are written, and read again by the merging programs.
         merging = LAUNCH_BYTES + MERGED_BYTES * splits + 2 * programs * part_bytes / sms
         return reading + (merging if splits > 1 else 0)
 

@@ -1,4 +1,4 @@
-"""Tiles of the kernels of many queries: how they are chosen, counted and ordered."""
+"""Tiles of the attention kernels for many queries: their number and their order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv
 from tilewright.codegen.attention.problem import AttentionSizes
 from tilewright.codegen.targets import Target
 
-# Share of the L2 cache that the keys and values of one group of heads may take.
+# Fraction of the L2 cache that the keys and values of one group of heads may take.
 L2_SHARE = 0.6
 # Shared memory for barriers and reductions.
 SPARE_BYTES = 4096
@@ -19,9 +19,10 @@ SPARE_BYTES = 4096
 class PrefillConfig:
     """Tiles of block_m queries and block_n keys.
 
-    tma: loads by descriptors, and only so may warps be specialised. one_loop: masked and whole
-    blocks of keys in one. chained: both parts of a score in one accumulator. promote: the tensor
-    core's sums of each block are added in fp32. maxnreg: registers of a thread at most.
+    tma: loads go through descriptors; warps can be specialised only with these. one_loop: one loop
+    takes masked and whole blocks of keys. chained: both parts of a score share an accumulator.
+    promote: the tensor core's sums of each block are added in fp32. maxnreg: most registers of a
+    thread, or None.
     """
 
     block_m: int
@@ -45,9 +46,9 @@ class PrefillConfig:
         return " ".join([tile, *words])
 
     def fits(self, q_bytes: int, key_bytes: int, mask: str, target: Target) -> bool:
-        """Whether shared memory holds q's tile and the stages of keys, values and mask; q_bytes:
-        of a query's row of its tile, key_bytes: of a key's and its value's. mask: its dtype, ""
-        without one."""
+        """Whether shared memory holds the tile of q and the stages of keys, values and mask.
+        q_bytes: bytes of a row of q's tile. key_bytes: bytes of a row of keys and one of values.
+        mask: dtype of the mask tensor, "" without one."""
         held = self.block_m * q_bytes + self.num_stages * self.block_n * key_bytes + SPARE_BYTES
         if mask:
             tile = self.block_m * self.block_n * ELEMENT_BYTES[mask]
@@ -56,20 +57,24 @@ class PrefillConfig:
 
 
 def _head_group(pairs: int, kept_bytes: int, target: Target) -> int:
-    """How many of `pairs` heads (of a dense batch: of sequence and head) run side by side.
+    """Returns how many of `pairs` heads (for a dense batch, pairs of sequence and head) run side by
+    side.
 
-    As many as the L2 cache holds keys and values of, kept_bytes each: then each is read from memory
-    once, and the heaviest tiles of all of them come first.
+    These are as many as the L2 cache can hold keys and values of, kept_bytes for each. So keys and
+    values are read from memory once, and the longest tiles of the whole group come first.
     """
     fitting = max(int(L2_SHARE * target.l2_bytes / max(kept_bytes, 1)), 1)
-    # Groups of one size: a small last one would leave multiprocessors idle.
+    # All groups have about equal size: a small last one would leave multiprocessors idle.
     return cdiv(pairs, cdiv(pairs, fitting))
 
 
 class Schedule(NamedTuple):
-    """row_tiles: of one head of a dense sequence, or at most of all ragged ones. head_group: heads
-    (of a dense batch: pairs of sequence and head) whose tiles run side by side. grid: a program for
-    each tile; those of a last group that is not full have nothing to do."""
+    """The order of the tiles of a launch.
+
+    row_tiles: row tiles of one head of a dense sequence, or an upper bound for all ragged sequences
+    together. head_group: number of heads (for a dense batch, of pairs of sequence and head) whose
+    tiles run side by side. grid: one program per tile; in a last group that is not full, some
+    programs have no work."""
 
     row_tiles: int
     head_group: int
@@ -87,11 +92,13 @@ def schedule(
     sharing: int = 1,
     head_group: int | None = None,
 ) -> Schedule:
-    """The tiles of a launch and their order. heads: of keys, each of which `sharing` heads of q
-    share. key_bytes: of a key and its value. head_group: in place of what the L2 cache holds."""
+    """Returns the tiles of a launch and their order. heads: number of heads of keys, each shared by
+    `sharing` heads of q. key_bytes: bytes of a key and its value. head_group: replaces the number
+    that follows from the size of the L2 cache."""
     sequences, tiles = sizes.num_sequences, cdiv(sizes.num_queries, config.block_m)
     if ragged:
-        # Each sequence has at most one tile that is not full; any may have all the queries.
+        # Each sequence has at most one tile that is not full, and one sequence may have all
+        # queries.
         tiles, sequences = min(tiles + sequences - 1, sequences * tiles), 1
     pairs = heads * sequences
     if head_group is None:

@@ -1,4 +1,4 @@
-"""What is static about a call of `cache_attention`."""
+"""The static part of a call of `cache_attention`."""
 
 from __future__ import annotations
 
@@ -10,15 +10,20 @@ from tilewright.codegen.attention.blocks import mask_kind
 
 @dataclass(frozen=True)
 class CacheProblem:
-    """Queries and the cache that they attend to.
+    """The static part of queries and of the cache that they attend to.
 
-    group: heads of q that share a head of keys. dtype, key_dtype: of queries, and of keys and
-    values. latent: a key's head_dim columns are its value, and rope_dim more columns of queries and
-    keys, the keys' the same for all heads, count for the scores alone. attn_mask: dtype of the mask
-    tensor, "" without one. listed: there is a list of the blocks that it lets queries see. ragged,
-    paged: there are row offsets, a block table. page_size: keys of a page, 1 without a block table.
-    capped: logits are. sequences: a power of two, no fewer than the ragged ones. tma: descriptors
-    reach keys and values.
+    Attributes:
+        group: heads of q that share a head of keys.
+        dtype, key_dtype: dtype of the queries; dtype of keys and values.
+        latent: the head_dim columns of a key are also its value. Queries and keys have rope_dim
+            more columns, which only count for the scores; those of a key are shared by all heads.
+        ragged: whether there are row offsets. paged: whether there is a block table.
+        page_size: keys of a page; 1 without a block table.
+        attn_mask: dtype of the mask tensor; "" without one.
+        listed: whether there is a list of the blocks that the mask tensor lets queries see.
+        capped: whether logits are capped (softcap).
+        sequences: number of ragged sequences, rounded up to a power of two.
+        tma: whether descriptors can load keys and values.
     """
 
     num_kv_heads: int
@@ -46,7 +51,7 @@ class CacheProblem:
 
     @property
     def head_block(self) -> int:
-        """Tile width of keys: a power of two that a tensor core takes."""
+        """Tile width of keys: a power of two that tensor cores support."""
         return self.v_block if self.latent else max(next_power_of_2(self.head_dim), 16)
 
     @property
@@ -65,16 +70,17 @@ class CacheProblem:
 
     @property
     def key_bytes(self) -> int:
-        """Bytes of one key and value of a head."""
+        """Bytes of one key and its value, of one head."""
         values = 0 if self.latent else self.v_dim
         return (self.head_dim + self.rope_dim + values) * ELEMENT_BYTES[self.key_dtype]
 
 
 @dataclass(frozen=True)
 class AttentionSizes:
-    """Extents that a launch knows without reading the device: num_queries of each sequence, of all
-    ragged ones together; num_keys that each has room for, or that ragged ones have together where
-    keys are ragged, too."""
+    """Sizes that a launch knows without reading from the device.
+
+    num_queries: queries of each sequence, or of all ragged sequences together. num_keys: keys that
+    each sequence has room for, or, if keys are ragged too, keys of all sequences together."""
 
     num_sequences: int
     num_queries: int

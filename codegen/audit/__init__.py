@@ -1,7 +1,7 @@
-"""What the machine code of a kernel does, read from its PTX and SASS, and rules it must keep.
+"""Facts about a kernel's machine code, read from its PTX and SASS, and rules that it must keep.
 
-Triton neither reports nor enforces any of this: it compiles kernels that spill, that need more
-shared or tensor memory than there is, that are a single trap, or that silently use a slower
+Triton neither reports nor enforces these rules: it compiles kernels that spill, that need more
+shared or tensor memory than the chip has, that are a single trap, or that silently use a slower
 tensor-core path.
 """
 
@@ -20,19 +20,22 @@ from tilewright.codegen.dead_barriers import count_dead_barriers
 from tilewright.codegen.targets import Target
 
 SPILL_OPCODES = frozenset({"LDL", "STL"})
-# Bytes of spilled registers per thread that are a note where no loop repeats their accesses.
+# Up to this many bytes of spilled registers per thread, outside of loops, are a note and no broken
+# rule.
 FEW_SPILLED_BYTES = 16
-# A real kernel has more registers: the whole body was replaced by a trap.
+# A kernel with at most this many registers may be a trap that Triton put in place of its body.
 TRAP_REGISTERS = 16
 
 _RESOURCES = re.compile(r"REG:(\d+) STACK:(\d+)")
 _PTXAS = re.compile(rb"Cuda compilation tools, release [\d.]+, V([\d.]+)")
-# Buffers that are allocated empty, for loads; one with an operand holds a tensor of registers.
+# Load buffers: they are allocated without an operand. A buffer with an operand holds a tensor that
+# comes from registers.
 _POOLED = re.compile(
     r"ttg\.local_alloc : \(\) -> !ttg\.memdesc<(\d+)x((?:\d+x)+)([a-zA-Z][a-zA-Z0-9]*)"
 )
 _BITS = re.compile(r"\d+")
-# The left operand's columns, and how many of a row each of the four threads holds that share it.
+# Columns of the left operand, and the columns of a row (kWidth) in each of the four threads that
+# share the row.
 _PRODUCT = re.compile(
     r"tt\.dot .* : tensor<(?:\d+x)+?(\d+)x[a-z]\w*, [^>]*opIdx = 0, [^>]*kWidth = (\d+)"
 )
@@ -45,20 +48,24 @@ class Audit:
     Attributes:
         kernel, sm_target, triton, ptxas: names and versions.
         instructions: SASS instructions without NOPs.
-        registers: per thread, as ptxas allots them; stack_bytes: of local memory per thread.
-        shared_bytes: dynamic shared memory per block; tmem_columns: of tensor memory.
-        num_warps: warps launched, those of warp specialisation included.
+        registers: registers per thread, as ptxas allots them.
+        stack_bytes: local memory per thread.
+        shared_bytes: dynamic shared memory per block.
+        tmem_columns: columns of tensor memory per block.
+        num_warps: launched warps, including those that warp specialisation adds.
         warp_specialized: whether producers and consumers are different warps.
-        global_scratch_bytes: per block, for descriptors made on the device.
-        opcodes: how often each SASS opcode (without modifiers) occurs in the kernel.
-        main_loop: the same for the innermost loop with tensor-core arithmetic.
-        looped_spills: loads and stores of spilled registers that a loop, of any kind, repeats.
+        global_scratch_bytes: scratch memory per block, for descriptors made on the device.
+        opcodes: number of occurrences of each SASS opcode (without modifiers) in the kernel.
+        main_loop: number of occurrences of each opcode in the innermost loop with tensor-core
+            arithmetic.
+        looped_spills: loads and stores of spilled registers inside any loop.
         mma_kinds: PTX spellings of the tcgen05 instructions.
-        staged_bytes: shared memory of multi-stage load buffers, what a block has in flight.
-        dead_barriers: barriers that nothing waits for, in memory that is used for data as well.
-        repeating_products: products of fewer columns than the threads of a row hold, which count
-            some of them several times and others not at all.
-        is_trap: the whole kernel is a trap.
+        staged_bytes: shared memory of the multi-stage load buffers: the loads that a block has in
+            flight.
+        dead_barriers: barriers that nothing waits for and whose memory also holds data.
+        repeating_products: products with fewer columns than the threads of a row hold. Such a
+            product counts some columns several times and leaves others out.
+        is_trap: whether the whole kernel is a trap.
     """
 
     kernel: str
@@ -87,32 +94,33 @@ class Audit:
 
     @property
     def mma(self) -> dict[str, int]:
-        """Tensor-core opcodes and their counts."""
+        """Counts of the tensor-core opcodes, by opcode."""
         return {name: n for name, n in sorted(self.opcodes.items()) if name in MMA_OPCODES}
 
     @property
     def spills(self) -> int:
-        """Loads and stores of spilled registers."""
+        """Number of loads and stores of spilled registers."""
         return _spills_among(self.opcodes)
 
     def blocks_per_sm(self, target: Target) -> int:
-        """Blocks that fit an SM at once, by registers, shared memory, TMEM and threads."""
+        """Returns how many blocks fit an SM at once, by registers, shared memory, TMEM and
+        threads."""
         threads = self.num_warps * target.warp_size
         limits = [target.blocks_per_sm, target.threads_per_sm // threads]
         limits.append(target.registers_per_sm // max(1, threads * (-(-self.registers // 8) * 8)))
         if self.shared_bytes:
-            # Each block also takes 1 KiB of the SM's.
+            # Each block also takes 1 KiB of the SM's shared memory.
             limits.append((target.max_shared_bytes + 1024) // (self.shared_bytes + 1024))
         if self.tmem_columns:
             limits.append(target.tmem_columns // self.tmem_columns)
         return max(0, min(limits))
 
     def bytes_in_flight(self, target: Target) -> int:
-        """Bytes of loads one SM can have outstanding through its staging buffers."""
+        """Returns the bytes of loads that one SM can have in flight through its load buffers."""
         return self.staged_bytes * self.blocks_per_sm(target)
 
     def summary(self) -> str:
-        """One line for a snapshot: what a compiler upgrade would change."""
+        """Returns one line for a snapshot, with the facts that a compiler upgrade may change."""
         mma = " ".join(f"{name}={n}" for name, n in self.mma.items()) or "no mma"
         tma = f"UTMALDG={self.count('UTMALDG')} UTMASTG={self.count('UTMASTG')}"
         return (
@@ -131,7 +139,8 @@ class Audit:
 
 
 def audit_folder(folder: Path) -> Audit:
-    """Audit what worker.py wrote, with the disassembler of the triton that compiled it."""
+    """Audits the files that worker.py wrote, with the disassembler of the Triton that compiled
+    them. Raises RuntimeError if the disassembler fails."""
     metadata = json.loads((folder / "metadata.json").read_text("utf-8"))
     tools, cubin = Path(metadata["tools"]), folder / "kernel.cubin"
     sass = _run(tools / "nvdisasm", "-c", str(cubin))
@@ -151,7 +160,11 @@ def _run(tool: Path, *arguments: str) -> str:
 def read_audit(
     metadata: Mapping[str, Any], sass: str, resources: str, ptx: str, ttgir: str, cubin: bytes
 ) -> Audit:
-    """Put an audit together from a compiler's outputs."""
+    """Builds an audit from the outputs of a compilation.
+
+    metadata: the content of metadata.json. sass: the output of nvdisasm. resources: the output of
+    cuobjdump. Raises ValueError if resource usage or target is missing.
+    """
     usage = _RESOURCES.search(resources.partition(f"Function {metadata['name']}:")[2])
     target = re.search(r"^\.target\s+(\S+)", ptx, re.MULTILINE)
     if usage is None or target is None:
@@ -190,7 +203,8 @@ def _spills_among(opcodes: Mapping[str, int]) -> int:
 
 
 def staged_bytes(ttgir: str) -> int:
-    """Bytes of all multi-stage load buffers: local_alloc of rank 3 and more, stages first."""
+    """Returns the bytes of all multi-stage load buffers: the `local_alloc` operations of rank 3 or
+    more, whose first dimension is the stage."""
     total = 0
     for stages, dims, element in _POOLED.findall(ttgir):
         extents = [int(extent) for extent in dims.rstrip("x").split("x")]
@@ -205,26 +219,26 @@ def staged_bytes(ttgir: str) -> int:
 
 
 def repeating_products(ttgir: str) -> int:
-    """How many products out of registers (mma.sync) have fewer columns than four threads hold."""
+    """Counts the products from registers (mma.sync) with fewer columns than four threads hold."""
     return sum(int(columns) < 4 * int(held) for columns, held in _PRODUCT.findall(ttgir))
 
 
 @dataclass(frozen=True)
 class Expectations:
-    """What a kernel is expected to do, for `check`.
+    """Expected properties of a kernel, for `check`.
 
     Attributes:
-        mma: operand dtype of its GEMM, None for a kernel without one.
-        legacy_mma_reason: why this GEMM may use an older tensor-core path, "" where it may not.
-        tma_loads: operands come by TMA. tma_stores: outputs leave by TMA.
-        warp_specialized: producers and consumers are different warps.
-        stack_bytes: allowed; warp specialisation takes up to 8 bytes.
-        memory_bound: its loads in flight must cover the memory latency.
-        blocks_per_sm: blocks of it that must fit an SM at once.
-        row_scales_reason: why the block scales of one operand pass through registers, "" where all
-            scales go from shared to tensor memory.
+        mma: operand dtype of the kernel's GEMM; None for a kernel without a GEMM.
+        legacy_mma_reason: why this GEMM may use an older tensor-core path; "" if it may not.
+        tma_loads: whether TMA loads the operands. tma_stores: whether TMA stores the outputs.
+        warp_specialized: whether producers and consumers must be different warps.
+        stack_bytes: allowed local memory per thread; warp specialisation takes up to 8 bytes.
+        memory_bound: whether the loads in flight must cover the memory latency.
+        blocks_per_sm: number of blocks that must fit an SM at once.
+        row_scales_reason: why the block scales of one operand pass through registers; "" if all
+            scales must go from shared memory to tensor memory.
         fresh_sums_reason: why each step of the main loop starts an accumulator at zero and reads
-            it, "" where one accumulator stays in tensor memory.
+            it; "" if one accumulator must stay in tensor memory.
     """
 
     mma: str | None = None
@@ -276,7 +290,7 @@ def _block_scaled(audit: Audit, target: Target, expected: Expectations) -> str |
 
 
 def _accumulator(audit: Audit, target: Target, expected: Expectations) -> str | None:
-    # Before triton 3.9 an accumulator that two dots share goes through registers, and is wrong.
+    # Before triton 3.9, an accumulator that two dots share goes through registers and is wrong.
     both = audit.main_loop.get("LDTM", 0) and audit.main_loop.get("STTM", 0)
     return _unless(
         expected.fresh_sums_reason or not both,
@@ -297,9 +311,9 @@ def _stack(audit: Audit, target: Target, expected: Expectations) -> str | None:
 
 
 def _spills_once(audit: Audit) -> bool:
-    """Whether all that is on the stack is a few registers, spilled around the main loop.
+    """Whether the stack holds only a few registers, spilled outside of every loop.
 
-    Each is stored once and loaded once for a thread, which costs less than one step of the loop.
+    Each thread stores and loads such a register once, which costs less than one step of the loop.
     """
     few = audit.stack_bytes <= FEW_SPILLED_BYTES
     return bool(few and audit.main_loop and audit.spills and not audit.looped_spills)
@@ -321,7 +335,7 @@ def _occupancy(audit: Audit, target: Target, expected: Expectations) -> str | No
     return _unless(has >= needs, f"{has} blocks per SM, at least {needs}")
 
 
-#: Name to what gives a sentence where the rule is not kept, else None.
+#: The rules by name. A rule returns a sentence if the kernel breaks it, else None.
 RULES: Mapping[str, Callable[[Audit, Target, Expectations], str | None]] = {
     "target": lambda a, t, e: _unless(
         a.sm_target == t.sm_name, f"built for {a.sm_target}, not {t.sm_name}"
@@ -352,17 +366,17 @@ RULES: Mapping[str, Callable[[Audit, Target, Expectations], str | None]] = {
 }
 
 
-#: Name to what gives a sentence where there is something to know that breaks no rule, else None.
+#: The notes by name. A note returns a sentence about a fact that breaks no rule, else None.
 NOTES: Mapping[str, Callable[[Audit, Target, Expectations], str | None]] = {"stack": _stack_note}
 
 
 def check(audit: Audit, target: Target, expectations: Expectations | None = None) -> list[str]:
-    """Lists the rules that a kernel breaks, as `rule: sentence`; empty where it keeps all."""
+    """Lists the rules that a kernel breaks, each as `rule: sentence`."""
     return _told(RULES, audit, target, expectations)
 
 
 def notes(audit: Audit, target: Target, expectations: Expectations | None = None) -> list[str]:
-    """Lists what else is to know of a kernel, as `rule: sentence`; no note breaks a rule."""
+    """Lists the notes about a kernel, each as `rule: sentence`. A note breaks no rule."""
     return _told(NOTES, audit, target, expectations)
 
 

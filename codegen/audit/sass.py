@@ -1,4 +1,4 @@
-"""Reads disassembled kernels (SASS): how often each opcode stands in one, and in its main loop."""
+"""Reads disassembled kernels (SASS): counts each opcode in a kernel and in its main loop."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ MMA_OPCODES = frozenset(
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]+\*/\s+(@!?U?P[0-9T]+\s+)?([A-Z][A-Z0-9_.]*)([^;]*);")
 _LABEL = re.compile(r"^(\.L_x_\d+):")
 _BRANCH_TARGET = re.compile(r"`\((\.L_x_\d+)\)")
-# Where control does not go on to the next instruction, if nothing guards them.
+# Without a guard, control does not continue behind these opcodes.
 _ENDS = frozenset({"EXIT", "RET", "BRA", "BRX", "BRXU", "JMP"})
 
 
 @dataclass(frozen=True)
 class OpcodeCounts:
-    """How often each opcode stands in a kernel, without modifiers.
+    """Number of occurrences of each opcode, without modifiers, in parts of a kernel.
 
     Attributes:
-        whole: in all of the kernel. main_loop: in the shortest loop that holds tensor-core
-            arithmetic; empty where none does. in_loops: in blocks that any loop repeats.
+        whole: counts in the whole kernel.
+        main_loop: counts in the shortest loop with tensor-core arithmetic; empty without such a
+            loop.
+        in_loops: counts in the blocks of all loops.
     """
 
     whole: Counter[str]
@@ -36,7 +38,7 @@ class OpcodeCounts:
 
 @dataclass
 class _Block:
-    """Instructions that run one after the other. target: of a branch at its end."""
+    """A basic block. target: the label that a branch at the end of the block jumps to."""
 
     opcodes: list[str]
     target: str = ""
@@ -44,7 +46,8 @@ class _Block:
 
 
 def section(sass: str, kernel: str) -> str:
-    """The kernel's own code, without the functions beside it. Raises ValueError without it."""
+    """Returns the kernel's own code, without the other functions of the file. Raises ValueError if
+    the file lacks the kernel."""
     start = sass.find(f".text.{kernel}:")
     if start < 0:
         raise ValueError(f"the disassembly has no kernel {kernel}")
@@ -55,9 +58,9 @@ def section(sass: str, kernel: str) -> str:
 def count_opcodes(sass: str) -> OpcodeCounts:
     """Counts the opcodes of a kernel, of its main loop and of all its loops.
 
-    A jump backwards alone is no loop: compilers put the waiting for a barrier behind the kernel,
-    and it jumps back into the middle of what waits. Nor is what repeats an instruction for every
-    value that the lanes of a warp hold (`.ANY`).
+    A backward jump alone does not make a loop: compilers move the code that waits for a barrier
+    behind the kernel, and that code jumps back into the middle of the kernel. A branch with `.ANY`,
+    which repeats an instruction for each value in the lanes of a warp, does not make a loop either.
     """
     blocks, places = _blocks(sass)
     before = _predecessors(blocks, places)
@@ -76,7 +79,7 @@ def count_opcodes(sass: str) -> OpcodeCounts:
 
 
 def _blocks(sass: str) -> tuple[list[_Block], dict[str, int]]:
-    """(basic blocks in order, block number of each label)."""
+    """Returns (the basic blocks in order, the block number of each label)."""
     blocks, places = [_Block([])], {}
     for line in sass.split("\n"):
         label = _LABEL.match(line.strip())
@@ -103,10 +106,10 @@ def _blocks(sass: str) -> tuple[list[_Block], dict[str, int]]:
 
 
 def _loop(before: list[list[int]], head: int, end: int) -> frozenset[int]:
-    """Blocks of the loop that a branch from block `end` to `head` closes; empty where it closes
-    none.
+    """Returns the blocks of the loop that a branch from block `end` to `head` closes; empty if it
+    closes no loop.
 
-    It closes one where every way to `end` leads through `head`.
+    The branch closes a loop if every path to `end` leads through `head`.
     """
     body, found = {head}, [end]
     while found:

@@ -1,4 +1,4 @@
-"""A spec's kernel, emitted and built: for Triton's JIT, its interpreter, or as a cubin."""
+"""Emits the kernel of a spec and builds it: for Triton's JIT, its interpreter, or as a cubin."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 WORKER = Path(__file__).with_name("worker.py")
 COMPILE_TIMEOUT_S = 600
 
-# A descriptor that a kernel makes on the device lives in global scratch memory.
+# A kernel that makes a descriptor on the device needs global scratch memory for it.
 _SCRATCH_MARK = "make_tensor_descriptor"
 
 
 class BuildError(RuntimeError):
-    """Triton did not compile a kernel; the message has its last words."""
+    """Raised when Triton does not compile a kernel. The message ends with Triton's last lines."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Artifact:
     """One compiled kernel.
 
     files: source.py, kernel.ttir, kernel.ttgir, kernel.ptx, kernel.cubin, metadata.json and
-    audit.json, by name. folder: where they lie; None where none could be written.
+    audit.json, by name. folder: the folder of the files; None if they could not be written.
     """
 
     folder: Path | None
@@ -82,7 +82,7 @@ class Artifact:
 
 
 def emitted(spec: KernelSpec, store: KernelCache | None = None) -> Entry:
-    """The entry of a spec's emitted file, `<name>.py`; emitted now where it is missing."""
+    """Returns the entry of a spec's emitted file, `<name>.py`. Emits the file if it is missing."""
 
     names = {f"{spec.name}.py", "spec.json"}
 
@@ -93,7 +93,7 @@ def emitted(spec: KernelSpec, store: KernelCache | None = None) -> Entry:
         }
 
     def is_whole(entry: Entry) -> bool:
-        """An entry may have been brought along."""
+        """Checks an entry, which may come from another machine."""
         return entry.files.keys() == names
 
     key = emitter.source_fingerprint(spec)
@@ -101,9 +101,8 @@ def emitted(spec: KernelSpec, store: KernelCache | None = None) -> Entry:
 
 
 def emitted_path(spec: KernelSpec, store: KernelCache | None = None) -> Path:
-    """The emitted file of a spec, for people and their tools; emitted now where it is missing.
-
-    Raises OSError where it cannot be written.
+    """Returns the path of a spec's emitted file, for people and tools. Emits the file if it is
+    missing. Raises OSError if the file cannot be written.
     """
     entry, name = emitted(spec, store), f"{spec.name}.py"
     if entry.folder is not None:
@@ -121,11 +120,12 @@ def compile_for(
     options: Mapping[str, Any] | None = None,
     store: KernelCache | None = None,
 ) -> Artifact:
-    """Compile a spec, or an emitted file's text, to a cubin; no GPU is needed.
+    """Compiles a spec, or the text of an emitted file, to a cubin. Needs no GPU.
 
-    target: where the kernel is to run; by default the spec's own. python: an interpreter whose
-    environment holds the triton to use, by default this one. options: further Triton options.
-    Raises BuildError where Triton fails, also where it aborts its process.
+    target: the chip that the kernel will run on; by default that of the spec. python: a Python
+    interpreter whose environment has the Triton to use; by default this one. options: more Triton
+    options. Raises BuildError if Triton fails or aborts its process, ValueError if `source` is a
+    text without a target or if the target is no GPU, and OSError if the disk cannot be written.
     """
     if isinstance(source, KernelSpec):
         text = emitted(source, store).text(f"{source.name}.py")
@@ -153,7 +153,7 @@ def compile_for(
             folder = Path(name)
             (folder / "source.py").write_text(text, "utf-8")
             _run_worker(python, folder, request)
-            shutil.rmtree(folder / ".triton", ignore_errors=True)  # Triton's own, the same again
+            shutil.rmtree(folder / ".triton", ignore_errors=True)  # Triton's cache: copies of these
             audited = audit_folder(folder).to_json().encode()
             made = {path.name: path.read_bytes() for path in folder.iterdir()}
             return made | {"audit.json": audited}
@@ -174,7 +174,8 @@ def _digest(path: Path) -> str:
 
 @functools.cache
 def compiler_identity(python: str) -> str:
-    """Version and place of the triton that `python` would import."""
+    """Returns version and path of the Triton that `python` imports. Raises BuildError if it cannot
+    import one."""
     script = "import importlib.util, triton; print(triton.__version__, triton.__file__)"
     if python == sys.executable:
         import triton
@@ -220,18 +221,18 @@ def _last_lines(text: str, count: int = 25) -> str:
 
 
 def _load(spec: KernelSpec) -> tuple[Any, str]:
-    """The emitted kernel of a spec as its file defines it, and the file's text.
+    """Returns the kernel of a spec as its emitted file defines it, and the text of the file.
 
-    The text that was read and compared with its hash is what runs: the file is not opened again,
-    and no byte code beside it is used.
+    Python executes the text whose hash was checked: the file is not opened again, and no byte code
+    beside it is used.
     """
     entry, name = emitted(spec), f"{spec.name}.py"
     text = entry.text(name)
     place = str(entry.folder / name) if entry.folder is not None else f"<emitted {name}>"
     module = ModuleType(f"tilewright_emitted.{spec.name}")
     module.__file__ = place
-    # Triton asks `inspect` for a kernel's source, which looks here first. None: never looked up
-    # again.
+    # Triton asks `inspect` for the source of a kernel, and `inspect` looks here first. The None
+    # keeps `linecache` from reading the file again.
     linecache.cache[place] = (len(text), None, StringIO(text).readlines(), place)
     exec(compile(text, place, "exec"), module.__dict__)
     return getattr(module, module.KERNEL), text
@@ -239,9 +240,9 @@ def _load(spec: KernelSpec) -> tuple[Any, str]:
 
 @dataclass(frozen=True)
 class Launchable:
-    """An emitted kernel on the present GPU: `kernel[grid](*run_time_args)`.
+    """An emitted kernel on the current GPU: `kernel[grid](*run_time_args)`.
 
-    function is Triton's own JITFunction, for callers that want its other abilities.
+    function: Triton's JITFunction, for callers that need more of its interface.
     """
 
     spec: KernelSpec
@@ -259,10 +260,11 @@ class Launchable:
 
 @functools.cache
 def load_jit(spec: KernelSpec) -> Launchable:
-    """The spec's kernel, compiled by Triton at its first launch on the present GPU.
+    """Returns the kernel of a spec. Triton compiles it at its first launch on the current GPU.
 
-    Arguments are the run-time parameters in the order of spec.signature. Where the kernel makes
-    descriptors on the device, an allocator for their memory is installed.
+    Its arguments are the run-time parameters in the order of spec.signature. If the kernel makes
+    descriptors on the device, this installs an allocator for their memory. Raises BuildError if
+    TRITON_INTERPRET is set.
     """
     function, text = _load(spec)
     if not hasattr(function, "warmup"):
@@ -270,7 +272,7 @@ def load_jit(spec: KernelSpec) -> Launchable:
     if needs_scratch(text):
         install_allocator()
     options: dict[str, Any] = {"num_warps": spec.num_warps, "num_stages": spec.num_stages}
-    options["enable_fp_fusion"] = True  # as worker.py has it: the defaults of releases differ
+    options["enable_fp_fusion"] = True  # as in worker.py: the default differs between releases
     if spec.maxnreg is not None:
         options["maxnreg"] = spec.maxnreg
     if spec.launch_pdl:
@@ -279,7 +281,8 @@ def load_jit(spec: KernelSpec) -> Launchable:
 
 
 def load_interpreted(spec: KernelSpec) -> InterpretedKernel:
-    """The spec's kernel for CPU tensors, run by Triton's interpreter with corrected bf16."""
+    """Returns the kernel of a spec for CPU tensors. Triton's interpreter runs it, with bf16
+    arithmetic corrected."""
     from tilewright.codegen.build.interpreter import interpret
 
     function, _ = _load(spec)
@@ -287,7 +290,8 @@ def load_interpreted(spec: KernelSpec) -> InterpretedKernel:
 
 
 def keep_ttgir(text: str) -> Path:
-    """A file of this process alone with a module's text, for Triton to compile."""
+    """Writes the text of a TTGIR module to a private file of this process, for Triton to compile.
+    Returns the path."""
     handle, path = tempfile.mkstemp(".ttgir", dir=private_folder())
     with open(handle, "w", encoding="utf-8") as file:
         file.write(text)
@@ -296,10 +300,10 @@ def keep_ttgir(text: str) -> Path:
 
 @functools.cache
 def find_triton_a_cache() -> None:
-    """Gives Triton a private cache folder for this process where its own cannot be written.
+    """Gives Triton a private cache folder for this process if its own cannot be written.
 
-    Without one Triton fails to compile anything. A folder that the user chose (TRITON_CACHE_DIR) is
-    left as it is.
+    Triton compiles nothing without a cache folder. If the user chose the folder (TRITON_CACHE_DIR),
+    this warns and leaves it.
     """
     from triton import knobs
 
@@ -311,11 +315,11 @@ def find_triton_a_cache() -> None:
     except OSError as error:
         said = f"Triton's cache {folder} cannot be written: {error.strerror}"
         if "TRITON_CACHE_DIR" in os.environ:
-            warn_once("Triton", f"{said}. TRITON_CACHE_DIR names it")
+            warn_once("Triton", f"{said}. TRITON_CACHE_DIR names this folder")
             return
         private = private_folder() / "triton"
         os.environ["TRITON_CACHE_DIR"] = str(private)
-        kept = f"What it compiles in this process is kept in {private} until it ends"
+        kept = f"Triton's results are kept in {private} until this process ends"
         warn_once("Triton", f"{said}. {kept}")
 
 
@@ -325,7 +329,7 @@ def needs_scratch(source: str) -> bool:
 
 
 def install_allocator() -> None:
-    """Let Triton take scratch memory from torch's caching allocator, on the launch's stream."""
+    """Makes Triton take scratch memory from torch's caching allocator, on the launch's stream."""
     import torch
     import triton
 

@@ -1,12 +1,12 @@
-"""Triton's interpreter with its bf16 arithmetic corrected. Used by tests and verification only.
+"""Triton's interpreter with corrected bf16 arithmetic. Only tests and verification use it.
 
-The interpreter keeps bf16 as raw 16-bit patterns and computes with those as if they were integers;
+Triton's interpreter keeps bf16 as raw 16-bit patterns and computes with them as integers, and its
 casts to bf16 truncate. Here bf16 operands are widened to fp32, which is exact, and results are
-rounded to nearest, ties to even, as the hardware does. All else is Triton's own code. The
+rounded to nearest, ties to even, as the hardware does. The rest is Triton's own code. The
 corrections are in place only while a kernel runs.
 
-It also runs kernels that were imported for compilation: their helpers and the functions of
-`triton.language` that are jit functions themselves (`tl.sum`, `tl.cdiv`).
+This interpreter also runs kernels that were imported for compilation, with their helpers and the
+functions of `triton.language` that are jit functions themselves (`tl.sum`, `tl.cdiv`).
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ _WIDE = {tl.float16: np.float16, tl.float32: np.float32, tl.float64: np.float64}
 
 
 def widen(bits: np.ndarray) -> np.ndarray:
-    """bf16 patterns (uint16) to fp32, exactly."""
+    """Converts bf16 patterns (uint16) to fp32, exactly."""
     return (np.asarray(bits).astype(np.uint32) << 16).view(np.float32)
 
 
 def round_to_bf16(values: np.ndarray) -> np.ndarray:
-    """Floats to bf16 patterns (uint16), to nearest with ties to even; NaN stays a quiet NaN."""
+    """Rounds floats to bf16 patterns (uint16), to nearest with ties to even. A NaN becomes a quiet
+    NaN."""
     wide = np.array(values, dtype=np.float32, order="C")
     bits = wide.view(np.uint32)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -48,13 +49,15 @@ def round_to_bf16(values: np.ndarray) -> np.ndarray:
 
 
 def round_to_fp8(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
-    """Floats to patterns (uint8) of 8-bit floats; Triton loses a carry into the exponent."""
+    """Rounds floats to patterns (uint8) of 8-bit floats. Triton's own conversion loses a carry into
+    the exponent."""
     wide = torch.from_numpy(np.array(values, dtype=np.float32, order="C"))
     return wide.to(dtype).view(torch.uint8).numpy()
 
 
 def fp8_numbers(bits: np.ndarray, dtype: torch.dtype) -> np.ndarray:
-    """Patterns (uint8) of 8-bit floats to fp32, exactly; Triton makes a number of NaN."""
+    """Converts patterns (uint8) of 8-bit floats to fp32, exactly. Triton's own conversion turns NaN
+    into a number."""
     patterns = torch.from_numpy(np.array(bits, order="C").view(np.uint8))
     return patterns.view(dtype).float().numpy()
 
@@ -74,7 +77,8 @@ def _rounded(handle: TensorHandle) -> TensorHandle:
 
 
 def _in_fp32(original: Callable, operands: int) -> Callable:
-    """A builder method whose first `operands` arguments are computed with in fp32 where bf16."""
+    """Wraps a builder method: of its first `operands` arguments, those in bf16 are widened to fp32,
+    and the result is then rounded to bf16."""
 
     @functools.wraps(original)
     def method(self: InterpreterBuilder, *args: Any, **kwargs: Any) -> TensorHandle:
@@ -87,8 +91,9 @@ def _in_fp32(original: Callable, operands: int) -> Callable:
 
 
 def _comparing(original: Callable) -> Callable:
-    """Comparisons give int1. Triton's have the operands' type, so that one of scalars becomes int32
-    when it is repeated over a block; from 3.9 on that is refused as a mask."""
+    """Wraps a builder method so that comparisons return int1. Triton's own return the operands'
+    type: a comparison of scalars, repeated over a block, becomes int32, which triton 3.9 and later
+    refuse as a mask."""
 
     @functools.wraps(original)
     def method(self: InterpreterBuilder, lhs: Any, rhs: Any, op: Any) -> TensorHandle:
@@ -99,7 +104,7 @@ def _comparing(original: Callable) -> Callable:
 
 
 def _dot(original: Callable) -> Callable:
-    """Operands widened to fp32; the accumulator has its own type already."""
+    """Wraps `create_dot`: widens the operands to fp32. The accumulator keeps its type."""
 
     @functools.wraps(original)
     def method(self: InterpreterBuilder, a: Any, b: Any, d: Any, *args: Any) -> TensorHandle:
@@ -109,7 +114,7 @@ def _dot(original: Callable) -> Callable:
 
 
 class _Format(str):
-    """The name of a format that is read as a text, and as a constant of Triton's."""
+    """The name of a format, readable both as a string and as a Triton constant (`.value`)."""
 
     @property
     def value(self) -> str:
@@ -117,8 +122,8 @@ class _Format(str):
 
 
 def _formats_both_ways(original: Callable) -> Callable:
-    """`dot_scaled` of some releases reads `.value` of its formats, which are plain texts here; of
-    others it unwraps constants before, and takes texts alone."""
+    """Wraps `dot_scaled` so that every release can read its formats: some read `.value`, others
+    take only strings."""
 
     @functools.wraps(original)
     def method(self: Any, a: Any, a_scale: Any, a_format: Any, b: Any, b_scale: Any, b_format: Any,
@@ -133,7 +138,8 @@ _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 
 
 def _nvfp4(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """fp32 [R, K] of bytes [R, K / 2], low nibble first, and e4m3 patterns [R, K / 16]."""
+    """Decodes NVFP4 to fp32 [R, K]. codes: bytes [R, K / 2], low nibble first. scales: e4m3
+    patterns [R, K / 16]."""
     nibbles = np.stack((codes & 15, codes >> 4), axis=-1).reshape(codes.shape[0], -1)
     values = np.where(nibbles & 8, -_E2M1[nibbles & 7], _E2M1[nibbles & 7])
     magnitude = torch.from_numpy(scales.astype(np.uint8) & 127).view(torch.float8_e4m3fn)
@@ -144,7 +150,8 @@ def _dot_scaled(
     self: InterpreterBuilder, a: Any, a_scale: Any, a_format: Any, b: Any, b_scale: Any,
     b_format: Any, fast_math: bool, a_k_pack: bool, b_k_pack: bool, acc: Any,
 ) -> TensorHandle:  # fmt: skip
-    """Both operands NVFP4, packed along K: exact products, summed in fp32."""
+    """Multiplies two NVFP4 operands packed along K: exact products, summed in fp32. Raises
+    NotImplementedError for other formats."""
     scales = (a_scale, b_scale)
     if not (a_k_pack and b_k_pack) or any(s.dtype.scalar != tl.float8e4nv for s in scales):
         raise NotImplementedError("dot_scaled: expected NVFP4 with e4m3 scales, packed along K")
@@ -154,7 +161,7 @@ def _dot_scaled(
 
 
 def _cast(original: Callable) -> Callable:
-    """bf16 to and from every other type by way of fp32."""
+    """Wraps a cast: casts to and from bf16 go through fp32, and fp8 conversions through PyTorch."""
 
     @functools.wraps(original)
     def method(self: InterpreterBuilder, src: Any, dst_type: Any, *args: Any) -> TensorHandle:
@@ -183,7 +190,8 @@ def _get_bf16(self: InterpreterBuilder, value: float) -> TensorHandle:
 
 
 def _reduction(original: Callable) -> Callable:
-    """tl.sum and other reductions and scans of bf16, computed in fp32 and rounded once."""
+    """Wraps reductions and scans, such as tl.sum: those of bf16 are computed in fp32 and rounded
+    once."""
 
     @functools.wraps(original)
     def method(self: Any, operands: Any) -> Any:
@@ -201,7 +209,8 @@ def _retyped(type_: Any, element: tl.dtype) -> Any:
 
 
 def _scalar_index(original: Callable) -> Callable:
-    """`range(tensor)`: a scalar is an array of one element, which numpy 2.4 does not convert."""
+    """Makes `range(tensor)` work: the interpreter's scalar is an array of one element, which numpy
+    2.4 does not convert to an integer."""
 
     @functools.wraps(original)
     def patch(tensor: Any, scope: Any) -> None:
@@ -224,18 +233,20 @@ def _bind_method(self: JITFunction, instance: Any, owner: Any = None) -> Any:
 
 
 def _nothing_to_wait_for() -> None:
-    """`gdc_wait` and `gdc_launch_dependents`: interpreted kernels run one after the other."""
+    """Replaces `gdc_wait` and `gdc_launch_dependents`: interpreted kernels run in sequence."""
 
 
 class _Outputs(list[TensorHandle]):
-    """What an inline instruction gives, as the language reads it."""
+    """The results of an inline instruction, with the method by which `triton.language` reads
+    them."""
 
     def get_result(self, index: int) -> TensorHandle:
         return self[index]
 
 
 def _chosen_bytes(low: np.ndarray, high: np.ndarray, selectors: np.ndarray) -> np.ndarray:
-    """`prmt`: four bytes of eight, by nibble; with its top bit a byte's sign."""
+    """Interprets `prmt`: each nibble of a selector chooses one of eight bytes, or, if its top bit
+    is set, that byte's sign."""
     low, high, selectors = (
         part.view(np.uint32).astype(np.uint64) for part in (low, high, selectors)
     )
@@ -251,7 +262,8 @@ def _chosen_bytes(low: np.ndarray, high: np.ndarray, selectors: np.ndarray) -> n
 
 
 def _halves_of_fp8(words: np.ndarray, second: bool) -> np.ndarray:
-    """`cvt.rn.f16x2.e4m3x2` of the low half of each word, or of the high one."""
+    """Interprets `cvt.rn.f16x2.e4m3x2` of the low half of each word, or of the high half if
+    `second`."""
     codes = np.ascontiguousarray(words).view(np.uint8).reshape(*words.shape, 4)
     chosen = torch.from_numpy(codes[..., 2:] if second else codes[..., :2]).contiguous()
     halves = chosen.view(torch.float8_e4m3fn).to(torch.float16)
@@ -259,7 +271,8 @@ def _halves_of_fp8(words: np.ndarray, second: bool) -> np.ndarray:
 
 
 def _byte_dots(kinds: str, words: np.ndarray, x: np.ndarray, sums: np.ndarray) -> np.ndarray:
-    """`dp4a`: sums and the products of four bytes. kinds: "u32.s32" of the bytes of words, of x."""
+    """Interprets `dp4a`: adds the products of four bytes to sums. kinds: types of the bytes of
+    words and of x, such as "u32.s32"."""
     first, second = (
         np.ascontiguousarray(part).view(np.int8 if kind == "s32" else np.uint8).astype(np.int64)
         for part, kind in zip((words, x), kinds.split("."), strict=True)
@@ -272,7 +285,7 @@ def _inline(
     self: InterpreterBuilder, asm: str, constraints: str, values: Any, types: Any, pure: bool,
     pack: int,
 ) -> _Outputs:  # fmt: skip
-    """The instructions that templates have. Raises NotImplementedError for others."""
+    """Interprets the templates' inline instructions. Raises NotImplementedError for others."""
     if asm.startswith("prefetch."):  # a hint
         return _Outputs([TensorHandle(np.zeros(values[0].data.shape, np.int32), tl.int32)])
     if asm == "mov.b32 $0, $1;":
@@ -326,22 +339,24 @@ def _replacements() -> list[tuple[Any, str, Any]]:
 
 @contextmanager
 def corrected() -> Iterator[None]:
-    """Interpreter corrections and interpreted helpers, for the time of the block."""
+    """Applies the corrections, and interprets helpers, while the block runs."""
     with ExitStack() as stack:
         for owner, name, value in _replacements():
             stack.callback(_restore, owner, name, owner.__dict__.get(name))
             setattr(owner, name, value)
-        # Once for all helpers: each call would patch the language again, and leave it so.
+        # Patch the language once for all helpers: else each call would patch it again and not
+        # restore it.
         everything = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
         stack.callback(interpreter._patch_lang(everything).restore)
-        # A launch would patch it once more: each operation would pass through two replacements.
+        # Keep a launch from patching it once more: each operation would go through two
+        # replacements.
         stack.callback(_restore, interpreter, "_patch_lang", interpreter._patch_lang)
         interpreter._patch_lang = _is_patched
         yield
 
 
 def _is_patched(function: Callable) -> SimpleNamespace:
-    """Takes the place of the interpreter's `_patch_lang` where the language is patched."""
+    """Replaces the interpreter's `_patch_lang` while the language is already patched."""
     return SimpleNamespace(restore=_nothing_to_wait_for)
 
 
@@ -362,12 +377,13 @@ class InterpretedKernel:
         return functools.partial(self.run, grid)
 
     def run(self, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
-        """Run every program of the grid in turn; options such as num_warps are ignored."""
+        """Runs every program of the grid in turn. Ignores options such as num_warps."""
         with corrected():
             InterpretedFunction(self.function)[grid](*args, **kwargs)
 
 
 def interpret(kernel: JITFunction | InterpretedFunction) -> InterpretedKernel:
-    """Any `@triton.jit` function, a template's or an emitted one, made to run on the CPU."""
+    """Returns a `@triton.jit` function, of a template or an emitted file, in a form that runs on
+    the CPU."""
     interpreter_speed.remember_lines(kernel)
     return InterpretedKernel(kernel.fn)

@@ -1,11 +1,11 @@
-"""What Triton's interpreter makes anew at every operation, made once per launch.
+"""Caches that make Triton's interpreter faster: each lives for one launch.
 
-An interpreted operation on a small block costs some 100 microseconds, nearly all of it spent on
-the types of operands and results: shapes are unwrapped and checked, names formatted, tables of
-dtypes built; and a sum of integers is a dozen further operations that look for an overflow and tell
-nobody. Here, within a launch, types with equal element and shape share what they are made of,
-tensors what follows from their type, and operations what becomes of operands of the same types.
-What kernels compute, and what is refused, stays as it is.
+An interpreted operation on a small block takes about 100 microseconds, nearly all of it for the
+types of operands and results: Triton unwraps and checks shapes, formats names and builds tables of
+dtypes. A sum of integers adds a dozen operations that look for an overflow and do not report it.
+The replacements here keep the attributes of a block type by element and shape, those of a tensor by
+type, and the broadcasts of operands by their types. The results of kernels and the errors that
+Triton raises stay as they are.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from triton.runtime import interpreter
 
 
 def replacements() -> list[tuple[Any, str, Any]]:
-    """(owner, attribute, value), with memories of their own: none outlives a launch."""
+    """Returns the replacements as (owner, attribute, value), each with a new cache, so that no
+    cache outlives a launch."""
     overflow, operands = "binary_op_sanitize_overflow_impl", "binary_op_type_checking_impl"
     return [
         (inspect, "getsourcelines", _read_once(inspect.getsourcelines)),
@@ -39,18 +40,20 @@ def replacements() -> list[tuple[Any, str, Any]]:
     ]
 
 
-#: Function -> its lines and the number of the first, as `inspect.getsourcelines` gives them.
+#: Maps a function to its lines and the number of the first, as `inspect.getsourcelines` returns
+#: them.
 _LINES: WeakKeyDictionary[Callable, tuple[list[str], int]] = WeakKeyDictionary()
 
 
 def remember_lines(kernel: Any) -> None:
-    """Keeps the lines of a jit function, which Triton read when it was made."""
+    """Keeps the source lines of a jit function, which Triton read when it made the function."""
     if hasattr(kernel, "raw_src"):
         _LINES[kernel.fn] = kernel.raw_src, kernel.starting_line_number
 
 
 def _read_once(original: Callable) -> Callable:
-    """The lines of a function, which Triton reads twice where it prepares it."""
+    """Wraps `inspect.getsourcelines` with a cache: Triton reads the lines of a function twice when
+    it prepares it."""
     known: dict[int, tuple[Any, Any]] = {}
 
     @functools.wraps(original)
@@ -68,7 +71,7 @@ def _read_once(original: Callable) -> Callable:
 
 
 class _Located(interpreter.ASTTransformer):
-    """Triton's changes of a function's tree, with lines for what they add."""
+    """Triton's transformation of a function's syntax tree, with line numbers for added nodes."""
 
     def visit_Assign(self, node: ast.Assign) -> ast.AST:
         kept = node.value
@@ -82,14 +85,14 @@ class _Located(interpreter.ASTTransformer):
 
 
 def _transformed_in_place(self: interpreter.FunctionRewriter, source: str) -> ast.AST:
-    """The tree that is run in place of a function, parsed at its lines of the file: Triton walks
-    over all of it twice to move it there."""
+    """Replaces `_transform_ast`: parses the function at its line numbers in the file. Triton's own
+    walks over the whole tree twice to move it there."""
     tree = ast.parse("\n" * (self.def_file_lineno - 1) + source)
     return _Located().visit(tree)
 
 
 def _kept_by_name(original: Callable) -> Callable:
-    """numpy's dtype of a type, which hangs on nothing but its name."""
+    """Caches the numpy dtype of a type, which depends only on the type's name."""
     known: dict[str, np.dtype] = {}
 
     @functools.wraps(original)
@@ -111,14 +114,14 @@ def _same_first(original: Callable) -> Callable:
 
 
 def _kept_by_shape(original: Callable) -> Callable:
-    """What a block type is made of, by element and shape. A shape of anything but plain integers is
-    unwrapped and checked as ever; one that is refused is not kept."""
+    """Caches the attributes of a block type, by element and shape. A shape with anything but plain
+    integers, or one that Triton refuses, is not cached."""
     known: dict[tuple[int, ...], dict[str, Any]] = {}
 
     @functools.wraps(original)
     def method(self: Any, element_ty: Any, shape: Any) -> None:
         sizes = [s.value if type(s) is tl.constexpr else s for s in shape]
-        # What is kept holds the element, so that its id is no other's.
+        # The cached attributes hold the element, so no other object can get its id.
         key = (id(element_ty), *sizes)
         if {*map(type, sizes)} != {int}:
             original(self, element_ty, shape)
@@ -132,7 +135,8 @@ def _kept_by_shape(original: Callable) -> Callable:
 
 
 def _kept_by_type(original: Callable) -> Callable:
-    """Type, shape, size and dtype of a tensor; equal block types have one shape, see above."""
+    """Caches the attributes of a tensor, by type. Equal block types share one shape object (see
+    `_kept_by_shape`), which serves as the key."""
     known: dict[int, dict[str, Any]] = {}
 
     @functools.wraps(original)
@@ -148,13 +152,13 @@ def _kept_by_type(original: Callable) -> Callable:
     return method
 
 
-#: Numbers that a launch keeps as blocks.
+#: The most numbers whose blocks a launch caches.
 _MOST_NUMBERS = 256
 
 
 def _kept_by_operands(original: Callable) -> Callable:
-    """What two operands become, by their types: nothing, or a broadcast; and the block that a
-    number becomes beside another one."""
+    """Caches how operands are converted. For two tensors: whether each is broadcast, by their
+    types. For a number and a tensor: the block that the number becomes."""
     known: dict[tuple[Any, ...], tuple[Any, ...]] = {}
     numbers: dict[tuple[Any, ...], tuple[Any, Any]] = {}
 
@@ -170,7 +174,7 @@ def _kept_by_operands(original: Callable) -> Callable:
         if kept is held:
             if len(numbers) >= _MOST_NUMBERS:
                 numbers.clear()
-            numbers[key] = block, held.type  # its id is no other's as long as it is held
+            numbers[key] = block, held.type  # keeps the type alive, so its id stays unique
         return made
 
     @functools.wraps(original)
@@ -180,7 +184,7 @@ def _kept_by_operands(original: Callable) -> Callable:
             return original(self, lhs, rhs, *flags, **named)
         if not all(tensors):
             value = rhs if tensors[0] else lhs
-            # Zeros of both signs are equal.
+            # 0.0 and -0.0 are equal as keys, so a zero is not cached.
             if type(value) is int or (type(value) is float and value != 0):
                 return number(self, lhs, rhs, flags)
             return original(self, lhs, rhs, *flags)
@@ -202,12 +206,13 @@ _OTHERWISE = object()
 
 
 def _shared(type_: Any) -> int:
-    """Equal of types that are equal: see `_kept_by_shape`."""
+    """Returns a key that is the same for equal types (see `_kept_by_shape`)."""
     return id(type_.__dict__.get("shape", type_))
 
 
 def _only_broadcast(was: Any, now: Any) -> Any:
-    """The type that a tensor is broadcast to; None where it stays."""
+    """Returns the type that a tensor is broadcast to; None if the tensor stays as it is, and
+    _OTHERWISE for any other conversion."""
     if now is was:
         return None
     if not now.type.is_block() or now.type.scalar != was.type.scalar:
@@ -227,7 +232,7 @@ def _broadcast(semantic: TritonSemantic, tensor: Any, type_: Any) -> Any:
 
 
 def _patch_directly(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
-    """A function of the language with the interpreter's semantic in place."""
+    """Replaces `_patch_attr`: binds a function of the language to the interpreter's semantic."""
     function, semantic = inspect.unwrap(member), interpreter.interpreter_semantic
 
     def interpreted(*args: Any, **kwargs: Any) -> Any:
@@ -238,7 +243,7 @@ def _patch_directly(obj: Any, name: str, member: Any, builder: Any, scope: Any) 
 
 
 def _if_it_is_read(original: Callable) -> Callable:
-    """The search for an overflow ends in an assertion, which only debugging makes."""
+    """Skips the search for an overflow unless debugging is on: only then does it assert."""
 
     @functools.wraps(original)
     def method(self: TritonSemantic, *args: Any) -> None:

@@ -1,11 +1,11 @@
-"""Kernels on their way to another process: what this one used of the kernel cache, and what Triton
-compiled of it, so that a container starts warm.
+"""Moves kernels to another process, so that a container starts with a warm cache.
 
-A parcel is one entry. Of the kernel cache: an emitted file ("source"), measured times ("tuned"). Of
-Triton's own: the files of one compiled kernel ("triton"), by Triton's hash, which holds its
-version, its compilers and the chip; a parcel for another machine lies there and is not used.
+A parcel is one entry that this process used: an emitted file ("source") or measured times ("tuned")
+of the kernel cache, or the files of one compiled kernel ("triton") of Triton's cache. The key of a
+"triton" parcel is Triton's hash, which covers Triton's version, its compilers and the chip: on
+another kind of machine the parcel is stored but not used.
 
-What is unpacked is run: take parcels from whom you would take code.
+Unpacked kernels are executed: only take parcels from people whose code you would run.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ Files = Mapping[str, bytes]
 
 CACHED = ("source", "tuned")
 TRITON = "triton"
-#: A parcel is never larger, in bytes: Triton's files of one kernel are a few MB.
+#: The most bytes of a parcel. Triton's files of one kernel take a few MB.
 MOST_BYTES = 1 << 28
-#: Where the parcels lie in a package of AOTInductor, below the folder that all of it is in.
+#: The folder of the parcels in an AOTInductor package, relative to the package's top folder.
 FOLDER = "extra/tilewright"
 
 _KEY = re.compile(r"[0-9a-f]{64}\Z")
 _parcels: dict[str, bytes] = {}
-#: Told of each new parcel: its name, `kind/key`, and its bytes.
+#: Functions that are called for each new parcel, with its name (`kind/key`) and its bytes.
 listeners: list[Callable[[str, bytes], None]] = []
 
 
 def parcels() -> dict[str, bytes]:
-    """What this process has used so far, by `kind/key`."""
+    """Returns the parcels that this process has used so far, by `kind/key`."""
     return _parcels.copy()
 
 
@@ -48,7 +48,8 @@ def _add(kind: str, key: str, files: Files) -> None:
     if name in _parcels:
         return
     data = packed(files)
-    # No lock: a fork of another thread would find it held for ever.
+    # `setdefault` instead of a lock: in a process forked while another thread holds a lock, the
+    # lock would never be released.
     if _parcels.setdefault(name, data) is not data:
         return
     for told in listeners:
@@ -64,59 +65,61 @@ observers.append(_used)
 
 
 def note_triton(kernel: Any) -> None:
-    """What Triton compiled, or found in its cache, becomes a parcel.
+    """Makes a parcel of a kernel that Triton compiled or found in its cache.
 
-    Asked of the kernel itself: a listener would be the whole process's, and other threads' too.
+    This reads the kernel itself. A listener of Triton's would apply to the whole process, with all
+    its threads.
     """
     paths, key = getattr(kernel, "metadata_group", None), getattr(kernel, "hash", None)
     if not paths or not isinstance(key, str):
-        return  # a Triton that says it otherwise: the kernel itself is good
-    with contextlib.suppress(OSError):  # a cache that is being cleared
+        return  # this Triton release lacks these attributes; the kernel itself works
+    with contextlib.suppress(OSError):  # Triton's cache may be cleared meanwhile
         _add(TRITON, key, {name: Path(path).read_bytes() for name, path in paths.items()})
 
 
 def packed(files: Files) -> bytes:
-    """Files as one text, compressed; ASCII, for torch reads as text what a package has besides."""
+    """Packs files into compressed ASCII text. torch reads the extra files of a package as text."""
     texts = {name: data.decode("latin-1") for name, data in sorted(files.items())}
     return base64.b64encode(zlib.compress(json.dumps(texts).encode(), 1))
 
 
 def unpacked(data: bytes) -> dict[str, bytes]:
-    """The files of :func:`packed`. Raises ValueError for anything else, for names that would leave
-    their folder or are a cache's own, and for more than MOST_BYTES."""
+    """Unpacks the files of :func:`packed`. Raises ValueError for other data, for file names that
+    lead out of the folder or that a cache reserves, and for more than MOST_BYTES bytes."""
     try:
         opened = zlib.decompressobj()
         text = opened.decompress(base64.b64decode(data, validate=True), MOST_BYTES)
         if not opened.eof:
-            raise ValueError(f"a parcel of kernels that is cut off, or over {MOST_BYTES} bytes")
+            raise ValueError(f"the parcel of kernels is cut off, or over {MOST_BYTES} bytes")
         files = {name: text.encode("latin-1") for name, text in json.loads(text).items()}
     except (zlib.error, AttributeError, TypeError, RecursionError) as error:
-        raise ValueError(f"no parcel of kernels: {error}") from error
+        raise ValueError(f"the data is no parcel of kernels: {error}") from error
     if not files or not all(map(_is_plain, files)):
-        raise ValueError(f"a parcel of kernels with files {sorted(files)}")
+        raise ValueError(f"a parcel of kernels cannot have the files {sorted(files)}")
     return files
 
 
 def _is_plain(name: str) -> bool:
-    """Whether a file of this name lies in its folder, and is no file of the caches' own."""
+    """Whether a file of this name stays in its folder and is not reserved by a cache."""
     if name in ("", ".", "..", MANIFEST, "lock") or name.startswith(("__grp__", "tmp.")):
         return False
     return "\0" not in name and Path(name).name == name
 
 
 def deliver(name: str, data: bytes) -> bool:
-    """Puts a parcel where kernels are looked for; whether it could be. What is there stays."""
+    """Stores a parcel in the cache that it belongs to, unless the entry exists. Returns False, with
+    a warning, if it could not be stored."""
     try:
         kind, _, key = name.partition("/")
         if kind not in (*CACHED, TRITON) or not _KEY.match(key):
-            raise ValueError(f"a parcel of kernels called {name!r}")
+            raise ValueError(f"{name!r} is no name of a parcel of kernels")
         files = unpacked(data)
         if kind == TRITON:
             _put_in_triton_s_cache(key, files)
         else:
             KernelCache().put_new(kind, key, files)
     except (OSError, ValueError, ImportError) as error:
-        warn_once("parcels", f"kernels that were brought along are not used: {error}")
+        warn_once("parcels", f"packed kernels are not used: {error}")
         return False
     return True
 
@@ -124,31 +127,32 @@ def deliver(name: str, data: bytes) -> bool:
 def _put_in_triton_s_cache(key: str, files: Files) -> None:
     from triton.runtime.cache import get_cache_manager
 
-    # Triton asks for the group by the name of its description.
+    # The name of the group is that of its description, the only JSON file.
     groups = [name for name in files if name.endswith(".json")]
     if len(groups) != 1:
-        raise ValueError(f"a parcel of one kernel with files {sorted(files)}")
+        raise ValueError(f"the parcel of one kernel cannot have the files {sorted(files)}")
     (group,) = groups
     description = json.loads(files[group])
     if not isinstance(description, dict) or description.get("hash") != key:
-        raise ValueError("a parcel of one kernel under the name of another")
+        raise ValueError("the parcel of one kernel has the name of another")
     manager = get_cache_manager(key)
-    # By whatever name a group is asked for: its files may be those of one that is there.
+    # Check every file, not only the group: a group of another name may share some of the files.
     if not any(manager.get_file(name) for name in (*files, f"__grp__{group}")):
         manager.put_group(group, {name: manager.put(data, name) for name, data in files.items()})
 
 
 def pack_kernels(package: str | Path) -> int:
-    """Adds what this process has used to a package of AOTInductor (`model.pt2`), which runs as
-    before; how many parcels there were. Run the package once before, so that its kernels are made.
+    """Adds the kernels and times that this process has used to an AOTInductor package
+    (`model.pt2`). Returns the number of parcels. Run the package once before, so that its kernels
+    exist.
 
-    Raises OSError, and zipfile.BadZipFile for what is no package; the file stays as it was then.
+    Raises OSError, and zipfile.BadZipFile if the file is no package. The file is then unchanged.
     """
     found = parcels()
     with zipfile.ZipFile(package) as archive:
         names = archive.namelist()
         if not names:
-            raise zipfile.BadZipFile("an empty archive is no package")
+            raise zipfile.BadZipFile("the archive is empty, so it is no package")
     place = f"{names[0].partition('/')[0]}/{FOLDER}"
     new = {f"{place}/{name}": data for name, data in found.items()}
     new = {path: data for path, data in new.items() if path not in names}
@@ -158,8 +162,8 @@ def pack_kernels(package: str | Path) -> int:
 
 
 def _append(package: Path, files: Files) -> None:
-    """Adds files to an archive. They are written over its directory of files, which is put back
-    where that fails, as on a full disk."""
+    """Adds files to an archive. The new files overwrite the archive's directory. If this fails, for
+    example on a full disk, the directory is restored."""
     with package.open("r+b") as file:
         with zipfile.ZipFile(file) as archive:
             start = archive.start_dir
@@ -177,11 +181,11 @@ def _append(package: Path, files: Files) -> None:
 
 
 def load_kernels(package: str | Path) -> int:
-    """Puts the kernels and times of a package where they are looked for; how many could be. Call it
-    before the package's first run.
+    """Stores the kernels and times of a package in the caches. Returns how many could be stored.
+    Call this before the first run of the package.
 
-    A package without any is no error. What it brings is run: it must come from whom you trust.
-    Raises OSError, and zipfile.BadZipFile for what is no package.
+    A package without kernels is no error. The kernels are executed, so only load packages that you
+    trust. Raises OSError, and zipfile.BadZipFile if the file is no package.
     """
     with zipfile.ZipFile(package) as archive:
         found = [(path, path.partition(f"/{FOLDER}/")[2]) for path in archive.namelist()]
@@ -189,7 +193,7 @@ def load_kernels(package: str | Path) -> int:
 
 
 def _content(archive: zipfile.ZipFile, path: str) -> bytes:
-    """A file of an archive; nothing, which is no parcel, for one that cannot be read."""
+    """Returns a file of an archive; empty, which is no parcel, if the file cannot be read."""
     try:
         with archive.open(path) as file:
             return file.read(MOST_BYTES)

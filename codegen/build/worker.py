@@ -1,11 +1,12 @@
-"""Compiles one emitted file in a process of its own: `python worker.py REQUEST.json`.
+"""Compiles one emitted file in a separate process: `python worker.py REQUEST.json`.
 
-Needs the standard library and triton alone: any environment with a triton can run it. Triton may
-abort the process on what it does not support, and the process that started it goes on.
+The script needs only the standard library and Triton, so any environment with Triton can run it.
+If Triton aborts the process on unsupported input, the parent process continues.
 
-The request: {"source": path, "out": folder, "arch": 90 | 100, "options": {...}}. Written to `out`:
-kernel.ptx, kernel.cubin, kernel.ttgir, kernel.ttir and metadata.json. Exit code 74: the disk was
-full or could not be written; any other than 0: Triton did not compile the kernel.
+The request is {"source": path, "out": folder, "arch": 90 | 100, "options": {...}}. The script
+writes kernel.ptx, kernel.cubin, kernel.ttgir, kernel.ttir and metadata.json to `out`. Exit code 74
+means that the disk is full or cannot be written, any other except 0 that Triton did not compile the
+kernel.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ DISK_ERROR_EXIT = 74
 
 
 def load_source(path: str) -> Any:
-    """A file as a module; from its text, whatever byte code lies beside it."""
+    """Loads a file as a module, always from its text and never from byte code."""
     module = ModuleType("emitted_kernel")
     module.__file__ = path
     exec(compile(Path(path).read_text("utf-8"), path, "exec"), module.__dict__)
@@ -50,8 +51,8 @@ def load_source(path: str) -> Any:
 
 
 def attributes(signature: Mapping[str, str], divisible16: Sequence[str]) -> dict:
-    """Triton's argument attributes: divisibility by 16 of the named arguments. Of a spec where a
-    kernel is launched, of the emitted file's DIVISIBLE16 where one is cross-compiled."""
+    """Returns Triton's argument attributes: divisibility by 16 of the named arguments. The names
+    come from the spec for a launch, and from the emitted file's DIVISIBLE16 for cross-compiling."""
     return {
         (index,): [["tt.divisibility", 16]]
         for index, name in enumerate(signature)
@@ -60,13 +61,15 @@ def attributes(signature: Mapping[str, str], divisible16: Sequence[str]) -> dict
 
 
 def compile_kernel(request: dict[str, Any]) -> dict[str, Any]:
-    """Compile the requested file; gives the metadata that was also written."""
+    """Compiles the requested file and writes the results. Returns the metadata, which it also
+    writes."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.runtime import cache
 
-    # It hashes all of Triton, half a gigabyte, to name a cache that nothing reads again.
+    # Triton's own function hashes all of Triton, half a gigabyte, to name a cache entry that
+    # nothing reads again.
     cache.triton_key = lambda: ""
     out = Path(request["out"])
     module = load_source(request["source"])
@@ -111,7 +114,7 @@ def compile_kernel(request: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     request = json.loads(Path(sys.argv[1]).read_text("utf-8"))
     os.environ.pop("TRITON_INTERPRET", None)
-    # Triton's own cache would hide what this compiler does now.
+    # Without this, Triton's cache could return the result of an earlier compilation.
     os.environ.setdefault("TRITON_ALWAYS_COMPILE", "1")
     os.environ["TRITON_CACHE_DIR"] = str(Path(request["out"]) / ".triton")
     try:

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from tilewright.codegen.kernel import Kernel
 
-# Slots of a program, see the template.
+# Slots of a program; see the template.
 RING = 2
 WORD_BYTES = 8
-# Looks at what is not there yet, each half a microsecond or more: some ten minutes.
+# Polls of a flag before a kernel gives up: about ten minutes, at half a microsecond or more each.
 PATIENCE = 1 << 30
 
-# One rank's kernel, the same on all.
+# The kernel of one rank; all ranks run the same one.
 REDUCE = Kernel(
     "collective.reduce",
     "all_reduce_residual_norm",
@@ -26,7 +26,7 @@ REDUCE = Kernel(
 
 @dataclass(frozen=True)
 class ReduceConfig:
-    """blocks: programs at most, each with slots of its own."""
+    """blocks: most programs, each with its own slots."""
 
     blocks: int
     num_warps: int
@@ -40,10 +40,10 @@ def reduce_grid(config: ReduceConfig, num_tokens: int) -> tuple[int]:
 
 
 def flags_shape(config: ReduceConfig, num_ranks: int) -> tuple[int, int, int]:
-    """Returns the shape of the words before the slots: one for each slot of each rank's rows."""
+    """Returns the shape of the flags, which lie before the slots: one 64-bit word for each slot."""
     return config.blocks, RING, num_ranks
 
 
 def shared_bytes(config: ReduceConfig, num_ranks: int, row_bytes: int) -> int:
-    """What each rank gives the others to write into: flags, then slots."""
+    """Returns the bytes of the memory that each rank shares with the others: flags, then slots."""
     return math.prod(flags_shape(config, num_ranks)) * (WORD_BYTES + row_bytes)

@@ -1,4 +1,4 @@
-"""How rows go from rank to rank, by the shape alone: all ranks plan the same."""
+"""The plan of a sum over ranks. It depends only on the shape, so all ranks make the same plan."""
 
 from __future__ import annotations
 
@@ -7,27 +7,28 @@ from functools import cache
 from tilewright.codegen.arithmetic import next_power_of_2
 from tilewright.codegen.collective.kernels import ReduceConfig
 
-# Rows of 16-bit numbers that one program holds in registers.
+# Most columns of a row: one program holds the whole row in registers.
 MOST_COLUMNS = 16384
-# Columns that rows are whole words of, aligned to 16 bytes.
+# The number of columns is a multiple of this: 16 bytes of 16-bit numbers.
 COLUMN_STEP = 8
-# Every rank gets all rows of all others. Of two ranks that is what a ring sends, too: on two H200s
-# the kernel takes 0.38 (1 x 8192) to 0.63 (8192 x 8192) of the time of NCCL and a norm. Of more
-# ranks it is more than a ring sends: so many bytes to each, not measured here.
+# Every rank gets all rows of all others. With two ranks, a ring sends as much: on two H200s the
+# kernel takes 0.38 (1 x 8192) to 0.63 (8192 x 8192) of the time of NCCL and a norm. With more ranks
+# a ring sends less, so this bounds the bytes that each rank sends. It was not measured.
 MOST_BYTES_OF_MANY = 1 << 20
-# With 128, two H200s take 1.5 times as long for 8192 tokens; with 512 no less time.
+# Most programs. With 128, two H200s take 1.5 times as long for 8192 tokens; 512 are no faster.
 BLOCKS = 256
 COLUMNS_PER_WARP = 512
 
 
 def most_tokens(columns: int, num_ranks: int) -> int | None:
-    """Up to how many tokens each rank reads all others' rows; None: however many."""
+    """Returns the most tokens for which each rank reads the rows of all others; None for no
+    limit."""
     return None if num_ranks <= 2 else MOST_BYTES_OF_MANY // (2 * columns * (num_ranks - 1))
 
 
 @cache
 def reduce_config(columns: int, num_ranks: int) -> ReduceConfig:
-    """The tiles for any number of tokens that ranks read of each other."""
+    """Returns the tiles for any number of tokens up to `most_tokens`."""
     most = most_tokens(columns, num_ranks)
     blocks = BLOCKS if most is None else min(next_power_of_2(most), BLOCKS)
     warps = next_power_of_2(columns) // COLUMNS_PER_WARP

@@ -1,7 +1,7 @@
-"""KernelSpec to one standalone Triton file: a template with everything static worked in.
+"""Emits a KernelSpec as one standalone Triton file: the template with all static values filled in.
 
-The file imports triton alone and states how to compile it, so a person or `worker.py` can build it
-knowing nothing else.
+The file imports only triton and states how to compile it, so a person or `worker.py` can build it
+without further information.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tilewright.codegen.spec import KernelSpec, is_integer
 
 @cache
 def emitter_fingerprint() -> str:
-    """sha256 over the emitter's own sources, a part of every cache key."""
+    """Returns the sha256 of the emitter's own sources, which is a part of every cache key."""
     folder = Path(__file__).parent
     digest = hashlib.sha256()
     for path in (folder.parent / "spec.py", *sorted(folder.glob("*.py"))):
@@ -34,16 +34,17 @@ def emitter_fingerprint() -> str:
 
 
 def source_fingerprint(spec: KernelSpec) -> str:
-    """sha256 over all that decides the emitted text: spec, emitter, template and its imports."""
+    """Returns the sha256 of everything that the emitted text depends on: the spec, the emitter, the
+    template and the templates that it imports."""
     parts = (spec.to_json(), emitter_fingerprint(), template_source.fingerprint(spec.module))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 def emit(spec: KernelSpec) -> str:
-    """The standalone source of `spec`'s kernel; the same spec and template give the same text.
+    """Returns the standalone source of `spec`'s kernel. Equal specs and templates give equal texts.
 
-    Raises EmitError where the template uses something that cannot be carried over exactly, a
-    static assertion fails, or the spec's arguments are not the kernel's.
+    Raises EmitError if the template uses something that the emitter cannot carry over exactly, if a
+    static assertion fails, or if the spec's arguments differ from the kernel's.
     """
     with template_source.ONE_THREAD:
         return _emit(spec)
@@ -78,12 +79,14 @@ def _function(
 
 
 def _annotation(type_name: str) -> ast.expr | None:
-    """Integers keep their declared width; a JIT call would give small values 32 bits."""
+    """Returns the annotation of a parameter: integers keep their declared width, because a JIT call
+    would give small values 32 bits. Other types get None."""
     return literal(External(f"{TL}.{DTYPES[type_name]}")) if is_integer(type_name) else None
 
 
 def _jit(spec: KernelSpec) -> ast.expr:
-    """`@triton.jit`, without a new variant for each kind of integer value met at run time."""
+    """Returns the decorator `@triton.jit`, with which Triton does not compile a variant for each
+    kind of integer value that it meets at run time."""
     decorator = ast.Attribute(ast.Name("triton", ast.Load()), "jit", ast.Load())
     free = [n for n, type_ in spec.signature if is_integer(type_) and n not in spec.divisible16]
     if not free:
@@ -99,7 +102,8 @@ def _indented(docstring: str) -> str:
 
 
 def _standalone(function: JitFunction) -> ast.FunctionDef:
-    """A helper that is handed to tl.reduce or the like; it must need nothing but its arguments."""
+    """Returns a helper that is passed to tl.reduce or a similar function. Raises EmitError if it
+    reads anything but its arguments."""
     node = function.node
     known = {arg.arg for arg in node.args.args} | {"tl"} | set(dir(builtins))
     known |= {n.id for n in nodes_of(node) if isinstance(n, ast.Name) and _is_store(n)}
@@ -116,7 +120,7 @@ def _is_store(node: ast.Name) -> bool:
 
 
 def _extra_imports(externals: set[str]) -> list[str]:
-    """Imports for what lies below triton.language.extra, such as libdevice."""
+    """Returns the imports for modules below triton.language.extra, such as libdevice."""
     modules = {
         path.rpartition(".")[0] for path in externals if path.startswith("triton.language.extra.")
     }
@@ -185,7 +189,7 @@ def _header(spec: KernelSpec, function: JitFunction) -> str:
 
 
 def _check_names(spec: KernelSpec, functions: list[ast.FunctionDef], imports: list[str]) -> None:
-    """The file must stand alone: every name it reads is defined in it."""
+    """Checks that the file stands alone: it defines every name that it reads. Raises EmitError."""
     defined = {*dir(builtins), "triton", "tl", *(line.rsplit(" ", 1)[1] for line in imports)}
     defined |= {node.name for node in functions}
     for function in functions:

@@ -1,4 +1,4 @@
-"""Evaluation of branches and loops: decided ones disappear, the others keep their place."""
+"""Evaluates branches and loops: those decided at emit time disappear, the others stay."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tilewright.codegen.emit.source import External
 from tilewright.codegen.emit.statements import Statements, is_constexpr
 from tilewright.codegen.emit.values import TL, Value
 
-# tl.static_range is unrolled up to this many statements; above it stays a loop.
+# tl.static_range is unrolled up to this many statements; a larger one stays a loop.
 UNROLL_STATEMENTS = 256
 
-# Defaults of tl.range that say nothing.
+# Default values of the options of tl.range, which are not printed.
 _IDLE_LOOP_OPTIONS = {
     "num_stages": (None,),
     "loop_unroll_factor": (None,),
@@ -61,7 +61,7 @@ class ControlFlow(Statements):
 
     @contextmanager
     def _runtime(self) -> Iterator[list[ast.stmt]]:
-        """Collect the statements of a run-time branch or loop body."""
+        """Collects the statements of a run-time branch or loop body."""
         outer, self.body = self.body, []
         self.scope.runtime_depth += 1
         try:
@@ -72,7 +72,7 @@ class ControlFlow(Statements):
 
     @contextmanager
     def _loop(self, names: set[str]) -> Iterator[list[ast.stmt]]:
-        """Collect a loop's body, which assigns `names`; what is learned in it ends with it."""
+        """Collects the body of a loop that assigns `names`. Facts learned in it end with it."""
         self._forget(names)
         before = dict(self.scope.bindings)
         with self._runtime() as body:
@@ -81,7 +81,8 @@ class ControlFlow(Statements):
         self._forget(names)
 
     def _check_variables(self, node: ast.stmt, names: set[str]) -> None:
-        """Names a run-time branch or loop assigns must be printed variables before it."""
+        """Checks the names that a run-time branch or loop assigns: before it, each must be unbound
+        or a printed variable. Raises EmitError for a compile-time value."""
         for name in sorted(names):
             bound = self.scope.bindings.get(name)
             if bound is not None and not (
@@ -134,7 +135,7 @@ class ControlFlow(Statements):
         return self._runtime_loop(node, callee, bounds, options)
 
     def _range(self, call: ast.Call) -> tuple[list[Folded], dict[str, Folded]]:
-        """(start, stop, step) and the options of a range."""
+        """Returns (start, stop, step) and the options of a range."""
         outer, self.root = self.root, call
         args = [self.fold(arg) for arg in call.args]
         options = {kw.arg: self.fold(kw.value) for kw in call.keywords if kw.arg}
@@ -222,7 +223,7 @@ def type_only(value: Value) -> Value:
 
 
 def _joined(yes: dict[str, Folded], no: dict[str, Folded]) -> dict[str, Folded]:
-    """What names stand for after one of two branches."""
+    """Returns the bindings that hold after either of two branches."""
     joined = {}
     for name in sorted(yes.keys() | no.keys()):
         one, other = yes.get(name), no.get(name)
@@ -248,7 +249,7 @@ def _either(one: Value, other: Value) -> Value:
 
 
 def assigned_names(statements: Sequence[ast.stmt]) -> set[str]:
-    """Run-time variables that the statements store to."""
+    """Returns the run-time variables that the statements store to."""
     parts = [part for statement in statements for part in nodes_of(statement)]
     names = {p.id for p in parts if isinstance(p, ast.Name) and isinstance(p.ctx, ast.Store)}
     return names - {ast.unparse(part.target) for part in parts if _binds_constant(part)}

@@ -1,8 +1,8 @@
-"""Partial evaluation of a kernel: binds the spec, inlines the helpers.
+"""Partially evaluates a kernel: binds the spec and inlines the helpers.
 
-What depends on the spec alone is computed here and disappears; what is left is printed in the
-template's order, so every load, store and barrier stays where it was. Anything that could not be
-carried over exactly raises EmitError.
+Expressions that depend only on the spec are computed here and disappear. The rest is printed in the
+template's order, so every load, store and barrier keeps its place. Anything that cannot be carried
+over exactly raises EmitError.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class PartialEvaluator(ControlFlow):
     """Evaluates one kernel of a template for one spec."""
 
     def kernel(self, function: JitFunction) -> tuple[list[str], list[ast.stmt]]:
-        """(run-time parameters, body) of the kernel with the spec's constants filled in."""
+        """Returns (run-time parameters, body) of the kernel with the spec's constants filled in."""
         self.scope = Scope(function)
         self.used |= {node.id for node in nodes_of(function.node) if isinstance(node, ast.Name)}
         self.used |= {arg.arg for arg in function.node.args.args}
@@ -75,11 +75,12 @@ class PartialEvaluator(ControlFlow):
             if ranged == name:
                 low, high = max(low, least), min(high, greatest)
         known = Range(low, high, 16 if name in self.spec.divisible16 else 1)
-        # The parameter keeps its own name: a promise does not turn it into a constant.
+        # The parameter keeps its name: a promised range does not turn it into a constant.
         return replace(values.tensor(dtype, (), known), const=values.UNKNOWN)
 
     def inline(self, function: JitFunction, call: ast.Call) -> Folded:
-        """Evaluate a helper's body here, its names renamed apart; gives what it returns."""
+        """Evaluates the body of a helper in place, with its names made unique. Returns the helper's
+        return value."""
         if function in self.stack:
             raise self.error(call, f"{function} calls itself")
         is_root = call is self.root
@@ -106,7 +107,8 @@ class PartialEvaluator(ControlFlow):
     def _check_order(
         self, call: ast.Call, function: JitFunction, emitted: list[ast.stmt], is_root: bool
     ) -> None:
-        """Statements put before an expression must not change what it or they compute."""
+        """Checks that the statements of an inlined helper may be put before the expression that
+        calls it: neither may change the result of the other. Raises EmitError."""
         if emitted and self.conditional:
             raise self.error(call, f"{function} has statements: not allowed in {self.conditional}")
         if is_root or not emitted:
@@ -148,7 +150,7 @@ class PartialEvaluator(ControlFlow):
         return folded
 
     def _bind_parameter(self, scope: Scope, name: str, folded: Folded, constexpr: bool) -> None:
-        """Evaluate an argument once, before the helper's body."""
+        """Evaluates an argument once, before the helper's body."""
         printed = self._fresh(name)
         scope.renamed[name] = printed
         if constexpr and folded.value.weak:
@@ -160,7 +162,7 @@ class PartialEvaluator(ControlFlow):
 
 
 def _is_simple(node: ast.expr) -> bool:
-    """Whether an argument may be printed many times: a name, a constant, or a tuple of them."""
+    """Whether an argument may be printed several times: a name, a constant, or a tuple of them."""
     if isinstance(node, (ast.Tuple, ast.List)):
         return all(map(_is_simple, node.elts))
     return isinstance(node, (ast.Name, ast.Constant))

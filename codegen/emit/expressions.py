@@ -1,4 +1,5 @@
-"""Folding of expressions: constants, identities, decided comparisons, masks that cannot fail."""
+"""Folds expressions: constants, identities, comparisons with a known result, masks that are always
+true."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ _COMMUTES = (ast.Add, ast.Mult, ast.BitAnd, ast.BitOr)
 
 @cache
 def _rule_of(kind: str) -> str:
-    """The method that folds expressions of a kind."""
+    """Returns the name of the method that folds expressions of a kind."""
     return f"_fold_{kind.lower()}"
 
 
@@ -61,10 +62,10 @@ class Scope:
     """The names of one function while it is evaluated.
 
     Attributes:
-        function: the jit function whose body this is.
-        bindings: what each of its names stands for at this point.
-        renamed: its local names to the names printed.
-        runtime_depth: run-time `if` and loops around the statement being evaluated.
+        function: the jit function that is evaluated.
+        bindings: the current expression and value of each of its names.
+        renamed: the printed name of each of its local names.
+        runtime_depth: number of run-time `if`s and loops around the current statement.
     """
 
     function: JitFunction
@@ -80,19 +81,21 @@ class Scope:
 class Expressions:
     """The part of the evaluator that evaluates expressions, and the state of all its parts.
 
-    The evaluator is one class in four parts, a file each, every part on top of the one before:
-    Expressions, Statements, ControlFlow, PartialEvaluator (kernels and the inlining of helpers).
+    The evaluator is one class in four files. Each part derives from the one before: Expressions,
+    Statements, ControlFlow, PartialEvaluator (kernels and the inlining of helpers).
 
     Attributes:
         spec, library: the kernel's spec, and the templates that it may read.
-        facts: what is known of the expressions printed so far.
-        externals, kept: paths of triton and jit functions that the emitted file has to have.
-        scope, stack: the names of the function being evaluated; it and its callers.
-        body: the statements that are left so far, of the block being evaluated.
-        used: names that a new local name must not take.
-        returned: what the helper being inlined returns.
-        root: the expression of the statement being evaluated; a helper's statements go before it.
-        conditional: why no statement may be put before this expression, None where it may.
+        facts: the known values of the expressions printed so far.
+        externals: paths in triton that the emitted file has to import.
+        kept: jit functions that the emitted file has to define.
+        scope: the names of the function that is evaluated.
+        stack: the function that is evaluated, after its callers.
+        body: the statements printed so far for the current block.
+        used: names that a new local variable must not take.
+        returned: the return value of the helper that is inlined.
+        root: the expression of the current statement; statements of helpers are put before it.
+        conditional: the construct before which no statement may be put; None outside of one.
     """
 
     def __init__(self, spec: KernelSpec, library: Library) -> None:
@@ -114,12 +117,12 @@ class Expressions:
         raise NotImplementedError  # by PartialEvaluator
 
     def error(self, node: ast.AST, message: str) -> EmitError:
-        """The error to raise where `node` cannot be carried over."""
+        """Returns the error to raise if `node` cannot be carried over."""
         line = getattr(node, "lineno", "?")
         return EmitError(f"{self.scope.module.name}:{line}: {message}")
 
     def fold(self, node: ast.expr) -> Folded:
-        """Evaluate one expression; what is not understood raises EmitError."""
+        """Evaluates one expression. Raises EmitError for an unsupported one."""
         rule = getattr(self, _rule_of(type(node).__name__), None)
         if rule is None:
             raise self.error(node, f"{type(node).__name__} is not supported: {ast.unparse(node)}")
@@ -224,7 +227,8 @@ class Expressions:
             return Value(dtype=value.dtype, runtime=True)
         extents = iter(value.shape)
         shape = tuple(1 if _is_new_axis(part) else next(extents) for part in parts)
-        # Along another axis the elements are no longer those beside them.
+        # A copy, so that the range is another object: the elements now lie along another axis and
+        # are no longer one value with the old block.
         known = replace(value.range) if value.range is not None else None
         return replace(value, shape=shape, range=known, runtime=True)
 
@@ -258,7 +262,7 @@ class Expressions:
         return self.simplify(node.op, left, right, value)
 
     def simplify(self, op: ast.operator, left: Folded, right: Folded, value: Value) -> Folded:
-        """The shortest exact spelling of `left op right`, whose facts are `value`."""
+        """Returns the shortest exact form of `left op right`, whose facts are `value`."""
         if type(op) in _IDENTITY_RIGHT:
             neutral = _IDENTITY_RIGHT[type(op)]
             if _equals(right.value, neutral) and replaces(left.value, value):
@@ -378,7 +382,8 @@ class Expressions:
         rule = METHODS.get(method.attr)
         if rule is None:
             return call.unknown()
-        # A method is the function with its tensor put first; it is printed as it stood.
+        # The rule of a method is that of the function with the tensor as first argument; the method
+        # call is printed unchanged.
         as_function = Call(call.node, call.callee, [operand, *call.args], call.keywords)
         folded = rule(as_function, self)
         return Folded(call.rebuild(), folded.value)

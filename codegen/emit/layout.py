@@ -1,4 +1,4 @@
-"""Printing of an ast with lines of at most 100 columns, broken at brackets as formatters do."""
+"""Prints an ast with lines of at most 100 columns, broken at brackets as formatters do."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PLAIN_QUOTES = re.compile(r"'([^'\"\\]*)'")
 
 
 def unparse(node: ast.AST) -> str:
-    """`ast.unparse` with long lines broken; the text parses to the same ast."""
+    """Returns the text of `ast.unparse` with long lines broken, which parses to the same ast."""
     lines = []
     inside_docstring = False
     for part in nodes_of(node):
@@ -35,7 +35,8 @@ def unparse(node: ast.AST) -> str:
 
 
 def _break(line: str) -> list[str]:
-    """Split one logical line at its outermost brackets, and its parts again where still long."""
+    """Splits one logical line at its longest outermost bracket pair, and does the same to parts
+    that are still too long."""
     if len(line) <= WIDTH:
         return [line]
     indent = line[: len(line) - len(line.lstrip())]
@@ -61,7 +62,8 @@ def _pieces(line: str, start: int, stop: int, commas: list[int]) -> list[str]:
 
 
 def _widest_bracket(line: str) -> tuple[int, int, list[int]] | None:
-    """(open, close, commas at its level) of the longest outermost bracket pair."""
+    """Returns (open, close, commas at its level) of the longest outermost bracket pair, as columns;
+    None without brackets."""
     best: tuple[int, int, list[int]] | None = None
     stack: list[tuple[int, list[int]]] = []
     for column, text in _operators(line):
@@ -78,7 +80,7 @@ def _widest_bracket(line: str) -> tuple[int, int, list[int]] | None:
 
 
 def _operators(line: str) -> list[tuple[int, str]]:
-    """(column, text) of a line's brackets and commas; an unfinished line raises no error."""
+    """Returns (column, text) of the brackets and commas of a line; empty for an unfinished line."""
     stripped = line.strip()
     offset = len(line) - len(line.lstrip())
     header = stripped.endswith(":")

@@ -1,4 +1,4 @@
-"""Walks over syntax trees, and copies of nodes, faster than the standard library's."""
+"""Walks over syntax trees and copies nodes, faster than the standard library."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import TypeVar
 Node = TypeVar("Node", bound=ast.AST)
 
 
-#: Fields that hold texts, or nodes that say nothing but their type: contexts and operators.
+#: Fields that hold texts, or nodes without further content: contexts and operators.
 _NO_NODES = {"arg", "attr", "ctx", "id", "kind", "name", "op", "ops", "type_comment"}
 
 
 @cache
 def _fields(kind: type[ast.AST]) -> tuple[str, ...]:
-    """The fields of a kind of node that may hold nodes."""
+    """Returns the fields of a kind of node that may hold nodes."""
     if issubclass(kind, ast.Constant):
         return ()
     return tuple(name for name in kind._fields if name not in _NO_NODES)
 
 
 def nodes_of(root: ast.AST) -> list[ast.AST]:
-    """The node and all below it but contexts and operators, in the order of `ast.walk`, which takes
-    five times as long."""
+    """Returns the node and all nodes below it except contexts and operators, in the order of
+    `ast.walk`, which takes five times as long."""
     found = [root]
     for node in found:  # grows
         for name in _fields(type(node)):  # type: ignore[arg-type]  # a class is hashable
@@ -36,7 +36,7 @@ def nodes_of(root: ast.AST) -> list[ast.AST]:
 
 
 def copy_of(node: Node) -> Node:
-    """The node with the same parts: what `copy.copy` gives."""
+    """Returns a shallow copy of a node, as `copy.copy` does."""
     made = type(node).__new__(type(node))
     made.__dict__.update(node.__dict__)
     return made

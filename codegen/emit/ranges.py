@@ -1,7 +1,7 @@
-"""What the emitter knows of an integer: its bounds, a divisor, and what it never exceeds.
+"""Facts about integers that the emitter knows: bounds, a divisor, and scalars that are limits.
 
 All conclusions hold over the integers: a result that might not fit its integer type may be any
-number of that type, so that nothing is ever concluded from a value that wrapped around.
+number of that type, so no conclusion depends on a value that wrapped around.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NEGATED: dict[Comparison, Comparison] = {
     operator.eq: operator.ne,
     operator.ne: operator.eq,
 }
-#: A comparison, and the one that says the same with its operands swapped.
+#: Maps a comparison to the equivalent one with swapped operands.
 MIRRORED: dict[Comparison, Comparison] = {
     operator.lt: operator.gt,
     operator.le: operator.ge,
@@ -35,19 +35,20 @@ MIRRORED: dict[Comparison, Comparison] = {
     operator.eq: operator.eq,
     operator.ne: operator.ne,
 }
-# More than any integer type holds: where nothing is known.
+# Beyond the numbers of every integer type: the bound of an unknown range.
 _ANY = 2**64
 
 
 @dataclass(frozen=True, eq=False)
 class Range:
-    """The values that one integer, or each element of a block, may have. What has this very object
-    as its range has one value.
+    """The values that one integer, or each element of a block, may have. Expressions that share one
+    Range object have the same value.
 
     Attributes:
-        low, high: the least and the greatest.
-        multiple: a number that divides each; 0 where the value is always 0.
-        limits: scalars, by their ranges: the value is at most the scalar plus this number.
+        low, high: the least and the greatest possible value.
+        multiple: a number that divides every possible value; 0 if the value is always 0.
+        limits: maps the range of a scalar to a number; the value is at most the scalar plus this
+            number.
     """
 
     low: int
@@ -57,7 +58,7 @@ class Range:
 
     @classmethod
     def of(cls, dtype: str) -> Range:
-        """Any number of an integer type."""
+        """Returns the range of all numbers of an integer type."""
         return cls(*INT_RANGES[dtype])
 
     @classmethod
@@ -69,20 +70,21 @@ class Range:
         return self.low == self.high
 
     def fit(self, dtype: str) -> Range:
-        """The range, or what is left of it where the value might wrap around in `dtype`."""
+        """Returns the range in `dtype`: all numbers of the type, with a power of two that divides
+        them, if the value might wrap around."""
         low, high = INT_RANGES[dtype]
         if low <= self.low and self.high <= high:
             return self
-        # Wrapping subtracts a power of two, so a power of two keeps dividing.
+        # Wrapping around adds a multiple of 2 ** bits, so powers of two still divide the value.
         return Range(low, high, self.multiple & -self.multiple or 1)
 
     def limited(self, other: Range, offset: int = 0) -> Range:
-        """The range of a value that is known to be at most the scalar `other` plus `offset`."""
+        """Returns the range of a value that is also at most the scalar `other` plus `offset`."""
         limits = _least(self.limits, {other: offset}, other._below(offset))
         return replace(self, limits=limits)
 
     def _below(self, offset: int) -> dict[Range, int]:
-        """The limits of a value that is at most this one plus `offset`."""
+        """Returns the limits of a value that is at most this one plus `offset`."""
         return {scalar: least + offset for scalar, least in self.limits.items()}
 
     def __add__(self, other: Range) -> Range:
@@ -100,14 +102,14 @@ class Range:
         return Range(min(corners), max(corners), self.multiple * other.multiple)
 
     def __floordiv__(self, divisor: Range) -> Range:
-        if self.low < 0 or divisor.low <= 0:  # rounding differs there between Python and the GPU
+        if self.low < 0 or divisor.low <= 0:  # Python and the GPU round these differently
             return _UNKNOWN
         exact = divisor.is_constant and self.multiple % divisor.low == 0
         multiple = self.multiple // divisor.low if exact else 1
         return Range(self.low // divisor.high, self.high // divisor.low, multiple)
 
     def __mod__(self, divisor: Range) -> Range:
-        """The remainder's range; this very one where the dividend is always smaller."""
+        """Returns the range of the remainder: this object if the dividend is always smaller."""
         if self.low < 0 or divisor.low <= 0:
             return _UNKNOWN
         if self.high < divisor.low:
@@ -118,7 +120,8 @@ class Range:
         return Range(0, min(self.high, divisor.high - 1), multiple, self.limits)
 
     def minimum(self, other: Range) -> Range:
-        """The range of the smaller number; one of the two where it is always that one."""
+        """Returns the range of the smaller number: one of the two objects if that number is always
+        the smaller one."""
         for one, another in ((self, other), (other, self)):
             if one.compares(operator.le, another):
                 return one
@@ -126,7 +129,8 @@ class Range:
         return Range(low, high, math.gcd(self.multiple, other.multiple))
 
     def maximum(self, other: Range) -> Range:
-        """The range of the larger number; one of the two where it is always that one."""
+        """Returns the range of the larger number: one of the two objects if that number is always
+        the larger one."""
         for one, another in ((self, other), (other, self)):
             if one.compares(operator.ge, another):
                 return one
@@ -134,12 +138,13 @@ class Range:
         return Range(low, high, math.gcd(self.multiple, other.multiple))
 
     def joined(self, other: Range) -> Range:
-        """The range of a value that is either of the two."""
+        """Returns the range of a value that is one of the two."""
         multiple = math.gcd(self.multiple, other.multiple)
         return Range(min(self.low, other.low), max(self.high, other.high), multiple)
 
     def compares(self, comparison: Comparison, other: Range) -> bool | None:
-        """Whether a comparison of `operator` holds always (True), never (False), or it depends."""
+        """Returns True if a comparison of `operator` always holds, False if it never does, and None
+        if it depends on the values."""
         low, high = self.low - other.high, self.high - other.low
         if other is self:
             low = high = 0
@@ -149,7 +154,8 @@ class Range:
         return outcomes.pop() if len(outcomes) == 1 and not low < 0 < high else None
 
     def given(self, comparison: Comparison, other: Range, truth: bool) -> Range:
-        """The range where a comparison of two scalars is known to hold, or not to."""
+        """Returns the range of this scalar where a comparison with `other` is known to hold, or not
+        to hold if `truth` is False."""
         wanted = comparison if truth else _NEGATED[comparison]
         low, high, known = self.low, self.high, self
         if wanted in (operator.lt, operator.le, operator.eq):
@@ -157,7 +163,7 @@ class Range:
             high, known = min(high, other.high - slack), self.limited(other, -slack)
         if wanted in (operator.gt, operator.ge, operator.eq):
             low = max(low, other.low + int(wanted is operator.gt))
-        # Where none is left, this code never runs.
+        # If no number is left, this code never runs.
         return replace(known, low=low, high=high) if low <= high else self
 
 
@@ -165,7 +171,7 @@ _UNKNOWN = Range(-_ANY, _ANY)
 
 
 def _least(*limits: Mapping[Range, int]) -> dict[Range, int]:
-    """All limits, the least for each scalar."""
+    """Joins limits: the least number for each scalar."""
     found: dict[Range, int] = {}
     for some in limits:
         for scalar, least in some.items():
@@ -174,9 +180,10 @@ def _least(*limits: Mapping[Range, int]) -> dict[Range, int]:
 
 
 def loop_range(start: Range, stop: Range, step: int) -> Range | None:
-    """The variable of `range(start, stop, step)`, of a positive step; None where it never runs.
+    """Returns the range of the variable of `range(start, stop, step)`, for a positive step; None if
+    the loop never runs.
 
-    Where `stop - start` and `step` share a divisor g, the variable is at most `stop - g`.
+    If `stop - start` and `step` share a divisor g, the variable is at most `stop - g`.
     """
     gap = math.gcd(step, (stop - start).multiple) or step
     if start.low > stop.high - gap:

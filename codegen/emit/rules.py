@@ -1,6 +1,7 @@
-"""What the functions of `tl` do to types, shapes and indices, so that more around them folds.
+"""Rules for the types, shapes and ranges that the functions of `tl` return, so that the emitter can
+fold the expressions around them.
 
-A function without a rule here is printed as it stands and nothing is known of its result.
+A function without a rule is printed unchanged, and its result is unknown.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ from tilewright.codegen.emit.values import UNKNOWN, Shape, Value, constant, lite
 
 @dataclass(frozen=True)
 class Folded:
-    """An expression as it will be printed, and what is known of its value."""
+    """An expression as it will be printed, with the facts about its value."""
 
     node: ast.expr
     value: Value
 
 
 class Context(Protocol):
-    """What a rule may use of the evaluator; facts has the values of expressions printed so far."""
+    """The part of the evaluator that a rule may use. facts: values of the expressions printed so
+    far. grid: the launch grid; None if it is not static."""
 
     facts: dict[ast.expr, Value]
     grid: tuple[int, ...] | None
@@ -48,7 +50,7 @@ class Call:
         return self.keywords.get(name)
 
     def constant(self, position: int, name: str) -> Any:
-        """The argument's compile-time value, UNKNOWN where it has none."""
+        """Returns the compile-time value of an argument; UNKNOWN if it has none."""
         found = self.argument(position, name)
         return found.value.const if found is not None and found.value.literal else UNKNOWN
 
@@ -60,16 +62,16 @@ class Call:
         return Folded(self.rebuild(), Value(runtime=True))
 
     def gives(self, dtype: str | None, shape: Shape | None, known: Range | None = None) -> Folded:
-        """The call, of which only this is known."""
+        """Returns the call with these facts about its result."""
         return Folded(self.rebuild(), values.tensor(dtype, shape, known))
 
     def without_true_mask(
         self, position: int, positions: tuple[int, ...], names: tuple[str, ...], context: Context
     ) -> Call:
-        """Drop the mask, and what only a mask needs, where it is true everywhere or None.
+        """Drops a mask that is true everywhere or None, and the arguments that only a mask needs.
 
-        Of a mask `a & b` the part that is always true goes: what is left still broadcasts to the
-        pointers, as both parts did.
+        Of a mask `a & b`, a part that is always true is dropped, if the other part still broadcasts
+        to the pointers as both did.
         """
         mask = self.argument(position, "mask")
         if mask is None or len(self.args) > 3:  # positional arguments behind the mask
@@ -89,7 +91,7 @@ Rule = Callable[[Call, Context], Folded]
 
 
 def _undecided(mask: ast.expr, context: Context, pointers: Shape | None) -> ast.expr:
-    """`mask` without the operands of `&` that are true everywhere."""
+    """Returns `mask` without the operands of `&` that are true everywhere."""
     if not (isinstance(mask, ast.BinOp) and isinstance(mask.op, ast.BitAnd)) or not pointers:
         return mask
     for drop, keep in ((mask.left, mask.right), (mask.right, mask.left)):
@@ -101,7 +103,8 @@ def _undecided(mask: ast.expr, context: Context, pointers: Shape | None) -> ast.
 
 
 def as_operand(item: Folded, other: Folded) -> ast.expr:
-    """How `item` is printed beside `other`: a known int32 as its literal where types allow."""
+    """Returns `item` as it is printed beside `other`: a known int32 is printed as a literal if the
+    types allow it."""
     value = item.value
     plain = value.known and not value.weak and value.shape == () and value.dtype == "int32"
     if plain and (other.value.dtype in ("int32", "int64") or other.value.is_pointer):
@@ -110,7 +113,8 @@ def as_operand(item: Folded, other: Folded) -> ast.expr:
 
 
 def replaces(candidate: Value, value: Value) -> bool:
-    """Whether an operand may stand for the whole: same type and shape, both known."""
+    """Whether an operand may replace the whole expression: both have the same known type and
+    shape."""
     return (
         not candidate.weak
         and candidate.dtype is not None
@@ -192,7 +196,7 @@ def _block(call: Call, context: Context, dtype: Folded | None) -> Folded:
 
 
 def _pointee(call: Call, context: Context) -> Folded:
-    """What lies at the first argument, a pointer."""
+    """A call that returns the element type and shape behind its first argument, a pointer."""
     return call.gives(call.args[0].value.pointee, call.args[0].value.shape)
 
 
@@ -224,7 +228,7 @@ def _where(call: Call, context: Context) -> Folded:
 
 
 def cast(call: Call, context: Context, operand: Folded, dtype: Folded | None) -> Folded:
-    """`x.to(dtype)` or `tl.cast(x, dtype)`: dropped where x has that type already."""
+    """Folds `x.to(dtype)` or `tl.cast(x, dtype)`: drops the cast if x already has that type."""
     name = values.dtype_of(dtype.value) if dtype is not None else None
     if name is not None and operand.value.dtype == name and not operand.value.weak:
         return operand
@@ -233,7 +237,7 @@ def cast(call: Call, context: Context, operand: Folded, dtype: Folded | None) ->
 
 
 def _same(call: Call, context: Context) -> Folded:
-    """A hint about its first argument."""
+    """A call that returns its first argument, such as a hint about it."""
     return Folded(call.rebuild(), call.args[0].value)
 
 
@@ -243,7 +247,7 @@ def _elementwise(call: Call, context: Context) -> Folded:
 
 
 def _clamp(call: Call, context: Context) -> Folded:
-    """Between two numbers; Triton widens the narrow floats."""
+    """A clamp between two numbers. Triton widens narrow floats, so their type is unknown here."""
     value, bounds = call.args[0].value, call.args[1:3]
     if len(bounds) < 2 or not all(bound.value.literal for bound in bounds):
         return call.unknown()
@@ -251,12 +255,12 @@ def _clamp(call: Call, context: Context) -> Folded:
 
 
 def _reshape(call: Call, context: Context) -> Folded:
-    """Another shape, given as an argument."""
+    """A call that returns its first argument with another shape, given as an argument."""
     return call.gives(call.args[0].value.dtype, _shape_arguments(call))
 
 
 def _shape_arguments(call: Call) -> Shape | None:
-    """The shape given as one tuple or as separate numbers."""
+    """Returns the shape that a call gives as one tuple or as separate numbers."""
     whole = call.constant(1, "shape")
     parts = whole if isinstance(whole, tuple) else tuple(arg.value.const for arg in call.args[1:])
     return parts if parts and all(type(part) is int for part in parts) else None
@@ -270,7 +274,7 @@ def _split(call: Call, context: Context) -> Folded:
 
 
 def _reduce(call: Call, context: Context) -> Folded:
-    """A reduction; its element type is the operand's where Triton does not widen it."""
+    """A reduction. Its element type is the operand's, for the types that Triton does not widen."""
     value, axis = call.args[0].value, call.constant(1, "axis")
     dtype = value.dtype if value.dtype in ("float32", "int32", "int64") else None
     keeps = call.keywords.get("keep_dims")
@@ -298,7 +302,7 @@ def _descriptor(call: Call, context: Context) -> Folded:
 
 
 def descriptor_block(value: Value) -> Value:
-    """What loading through a descriptor gives."""
+    """Returns the value of a load through a descriptor."""
     assert value.dtype is not None
     name = value.dtype.removeprefix("descriptor<").removesuffix(">")
     return Value(

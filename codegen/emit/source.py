@@ -1,7 +1,7 @@
-"""Templates read as text: their jit functions, constants and imports, without importing them.
+"""Reads templates as text: their jit functions, constants and imports, without importing them.
 
-What is emitted then always belongs to the text that was hashed, also when a template was edited
-after a process had imported it.
+So an emitted file always belongs to the text that was hashed, even if a template was edited after
+the process imported it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-# CPython 3.11 miscounts recursion where two threads build syntax trees (python/cpython#106905).
+# CPython 3.11 miscounts the recursion depth if two threads build syntax trees at the same time
+# (python/cpython#106905).
 ONE_THREAD = threading.RLock()
 
 
 class EmitError(ValueError):
-    """A template uses what the emitter cannot carry over exactly; nothing is emitted then."""
+    """Raised when a template uses something that the emitter cannot carry over exactly. Nothing is
+    emitted then."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ class JitFunction:
 
 @dataclass(frozen=True)
 class External:
-    """A thing of triton or of the math module, by its full dotted path."""
+    """An object of triton or of the math module, by its full dotted path."""
 
     path: str
 
@@ -76,13 +78,13 @@ class TemplateModule:
 
 
 class Library:
-    """The template modules that one emission reads, each as its file is when it is first asked."""
+    """The template modules that one emission reads. Each is read once, when it is first needed."""
 
     def __init__(self) -> None:
         self._modules: dict[str, TemplateModule] = {}
 
     def load(self, name: str) -> TemplateModule:
-        """Parse a module by its dotted name; a missing one raises EmitError."""
+        """Parses a module by its dotted name. Raises EmitError if there is none."""
         if name not in self._modules:
             self._modules[name] = parse_module(name, find_module(name).read_text("utf-8"))
         return self._modules[name]
@@ -90,7 +92,7 @@ class Library:
     def lookup(
         self, module: TemplateModule, name: str
     ) -> JitFunction | External | ModuleConstant | None:
-        """What a global name means inside `module`; None where it is not defined there."""
+        """Returns the meaning of a global name inside `module`; None if it is not defined there."""
         if name in module.functions:
             return JitFunction(module, module.functions[name])
         if name in module.constants:
@@ -101,7 +103,8 @@ class Library:
         return imported
 
     def closure(self, name: str) -> list[TemplateModule]:
-        """A module and all template modules it imports from, itself first, then by name."""
+        """Returns a module and all template modules that it imports from, directly or indirectly:
+        itself first, the others by name."""
         first = self.load(name)
         seen = {name: first}
         waiting = [first]
@@ -114,7 +117,7 @@ class Library:
 
 
 def find_module(name: str) -> Path:
-    """The file of a template module."""
+    """Returns the file of a template module. Raises EmitError if there is none."""
     try:
         found = importlib.util.find_spec(name)
     except ModuleNotFoundError as error:
@@ -125,18 +128,19 @@ def find_module(name: str) -> Path:
 
 
 def fingerprint(name: str) -> str:
-    """sha256 over the texts of a template module and of all it imports from other templates."""
+    """Returns the sha256 of the texts of a template module and of all templates that it imports."""
     digest = hashlib.sha256()
     for module in Library().closure(name):
         digest.update(f"{module.name} {module.digest}\n".encode())
     return digest.hexdigest()
 
 
-@lru_cache(maxsize=256)  # every emission reads its templates anew, and parses what has changed
+@lru_cache(maxsize=256)  # every emission reads its templates again, but parses only changed texts
 def parse_module(name: str, text: str) -> TemplateModule:
-    """Collect a module's jit functions, assigned constants and imports of triton and templates.
+    """Collects a module's jit functions, assigned constants and imports of triton and templates.
 
-    Not to be changed: one text gives the same trees each time.
+    The result is cached by name and text: callers must not change its trees. Raises EmitError for
+    invalid Python.
     """
     try:
         with ONE_THREAD:

@@ -1,4 +1,4 @@
-"""Evaluation of straight-line statements: assignments, assertions, assumptions, returns."""
+"""Evaluates straight-line statements: assignments, assertions, assumptions, returns."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from tilewright.codegen.emit.values import NOTHING, TL, Value, constant, literal
 
 
 class Statements(Expressions):
-    """The part of the evaluator for straight-line statements; what is left goes to `body`."""
+    """The part of the evaluator for straight-line statements. It appends the statements that remain
+    at run time to `body`."""
 
     def _block(self, statements: Sequence[ast.stmt]) -> bool:
-        """Evaluate statements in order; True where a `return` ended them."""
+        """Evaluates statements in order. Returns True if a `return` ended them."""
         for index, statement in enumerate(statements):
             if index == 0 and _is_docstring(statement):
                 continue
@@ -35,7 +36,7 @@ class Statements(Expressions):
         return ended
 
     def _root(self, node: ast.expr) -> Folded:
-        """Fold the expression of a statement; calls in it may put statements before it."""
+        """Folds the expression of a statement. Calls in it may put statements before it."""
         outer, self.root = self.root, node
         folded = self.fold(node)
         self.root = outer
@@ -99,7 +100,7 @@ class Statements(Expressions):
         return False
 
     def _kept_constexpr(self, printed: str, folded: Folded) -> Folded:
-        """A constexpr whose value only Triton can tell, such as a dtype, keeps its line."""
+        """Prints the assignment of a constexpr whose value only Triton knows, such as a dtype."""
         annotation = literal(External(f"{TL}.constexpr"))
         target = ast.Name(printed, ast.Store())
         self.body.append(ast.AnnAssign(target, annotation, folded.node, simple=1))
@@ -196,7 +197,8 @@ class Statements(Expressions):
         return True
 
     def _learn(self, test: ast.expr, truth: bool) -> None:
-        """Use a run-time condition that is known to hold (or not) from here on."""
+        """Narrows the ranges of variables by a run-time condition that holds (`truth`), or does not
+        hold, from here on."""
         if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And) and truth:
             for item in test.values:
                 self._learn(item, truth)
@@ -212,21 +214,21 @@ class Statements(Expressions):
             self._narrow(sides[1], other.range.given(MIRRORED[comparison], one.range, truth))
 
     def _scalar(self, node: ast.expr) -> Value:
-        """What is known of a scalar that was printed; nothing of anything else."""
+        """Returns the facts about a printed scalar; NOTHING for any other expression."""
         if isinstance(node, ast.Constant) and type(node.value) is int:
             return constant(node.value)
         value = self.facts.get(node, NOTHING)
         return value if value.shape == () else NOTHING
 
     def _narrow(self, node: ast.expr, known: Range) -> None:
-        """From here on, a variable has this range."""
+        """Gives a variable this range from here on."""
         for name, bound in self.scope.bindings.items():
             if isinstance(node, ast.Name) and ast.dump(bound.node) == ast.dump(node):
                 narrowed = Folded(bound.node, replace(bound.value, range=known))
                 self.scope.bindings[name] = narrowed
 
     def _local(self, name: str) -> str:
-        """The printed name of a local variable of the current scope."""
+        """Returns the printed name of a local variable of the current scope."""
         renamed = self.scope.renamed
         if name not in renamed:
             renamed[name] = name if len(self.stack) == 1 else self._fresh(name)

@@ -1,11 +1,11 @@
-"""The last pass over an evaluated kernel, so that the output reads well. Every rule is exact.
+"""Tidies an evaluated kernel in a last pass, so that the output reads well. Every rule is exact.
 
-dead        no later statement that is needed reads what an assignment without side effects gives:
-            the assignment goes, and so do loops and branches that this empties.
-copy        `x = y` is the first use of x. Where neither is assigned afterwards, they are one
-            variable, and where y is not used afterwards and begins in the same block.
-round trip  `x = y` and, later in the same block, `y = x`: no statement between uses y, and none
-            elsewhere x. They are one variable.
+dead        An assignment without side effects is dropped if no later needed statement reads its
+            variable. Loops and branches that this empties are dropped too.
+copy        In `x = y`, the first use of x, both become one variable if neither is assigned
+            afterwards, or if y is not used afterwards and begins in the same block.
+round trip  In `x = y` and a later `y = x` of the same block, both become one variable if no
+            statement between them uses y and none outside of them uses x.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from tilewright.codegen.emit.nodes import nodes_of
 
-# Calls that must stay even where nothing uses their result.
+# Calls that must stay even if nothing uses their result.
 _EFFECTS = frozenset(
     {
         "store",
@@ -33,7 +33,7 @@ _EFFECTS = frozenset(
 
 
 def is_impure_call(node: ast.Call) -> bool:
-    """Whether a call writes memory, synchronises or talks to the outside."""
+    """Whether a call writes memory, synchronises threads or has another effect (prints)."""
     name = node.func.attr if isinstance(node.func, ast.Attribute) else ast.unparse(node.func)
     if name in _EFFECTS or "atomic" in name:
         return True
@@ -47,7 +47,7 @@ def is_impure_call(node: ast.Call) -> bool:
 def has_side_effects(statement: ast.AST) -> bool:
     """Whether a statement does more than assign local names.
 
-    A call that stands alone is there for its effect, whatever it is called.
+    A call as a statement of its own counts as having an effect, whatever its name.
     """
     return _calls_impure(statement) or any(
         isinstance(node, (ast.Return, ast.Expr)) for node in nodes_of(statement)
@@ -59,7 +59,8 @@ def _calls_impure(node: ast.AST) -> bool:
 
 
 def tidied(body: list[ast.stmt], parameters: list[str]) -> list[ast.stmt]:
-    """The kernel's statements without dead ones and needless copies; nodes change in place."""
+    """Returns the kernel's statements without dead ones and needless copies. Changes nodes in
+    place."""
     body = _Liveness().needed(body, set())[0]
     _Places(body, set(parameters)).remove_copies()
     return _Liveness().needed(body, set())[0]
@@ -70,7 +71,8 @@ def _names(parts: Iterable[ast.AST]) -> list[ast.Name]:
 
 
 def _parts(statement: ast.stmt) -> tuple[list[ast.AST], list[ast.AST]]:
-    """What a statement, or a compound one's header, reads and what it writes."""
+    """Returns the nodes that a statement, or the header of a compound statement, reads, and those
+    that it writes."""
     match statement:
         case ast.AugAssign(target, _, value):
             return [target, value], [target]
@@ -84,14 +86,15 @@ def _parts(statement: ast.stmt) -> tuple[list[ast.AST], list[ast.AST]]:
 
 
 class _Liveness:
-    """Drops what no later statement needs, going through the statements backwards."""
+    """Drops assignments that no later statement needs, walking through the statements backwards."""
 
     def __init__(self) -> None:
-        # What statements read, what they write and whether that is all they do.
+        # For each statement: the names that it reads, those that it writes, and whether it has no
+        # other effect.
         self._known: dict[ast.stmt, tuple[set[str], set[str], bool]] = {}
 
     def needed(self, body: Iterable[ast.stmt], live: set[str]) -> tuple[list[ast.stmt], set[str]]:
-        """(the statements that are needed, the names that these read before they write them).
+        """Returns (the needed statements, the names that are live before them).
 
         live: the names that are read afterwards.
         """
@@ -139,7 +142,8 @@ class _Liveness:
 
 @dataclass(frozen=True)
 class _Use:
-    """One read or write of a name by a statement of a block, or by a compound one's header."""
+    """One read or write of a name by a statement, or by the header of a compound statement, of a
+    block."""
 
     node: ast.Name
     is_store: bool
@@ -148,7 +152,7 @@ class _Use:
 
 
 def _uses(block: list[ast.stmt]) -> Iterator[_Use]:
-    """All uses of names, in the order in which one pass over the text meets them."""
+    """Yields all uses of names, in the order of the text."""
     for statement in block:
         reads, writes = _parts(statement)
         yield from (_Use(node, False, statement, block) for node in _names(reads))
@@ -159,14 +163,14 @@ def _uses(block: list[ast.stmt]) -> Iterator[_Use]:
 
 
 class _Places:
-    """Where names are used, as numbers that grow with the order of the text.
+    """The places where names are used, numbered in the order of the text.
 
-    A copy `x = y` is the place of its read of y; the write to x is the next place.
+    A copy `x = y` is identified by the place of its read of y. Its write to x is the next place.
     """
 
     def __init__(self, body: list[ast.stmt], fixed: set[str]) -> None:
         self.uses = list(_uses(body))
-        self.fixed = fixed  # names that keep their value
+        self.fixed = fixed  # parameters, which are never assigned
         self.places: dict[str, list[int]] = {}
         for place, use in enumerate(self.uses):
             self.places.setdefault(use.node.id, []).append(place)
@@ -183,12 +187,12 @@ class _Places:
         return False
 
     def remove_copies(self) -> None:
-        """Apply the rules about copies until none finds more."""
+        """Applies the rules "copy" and "round trip" until neither finds more."""
         while (copy := next(filter(self._is_needless, self.copies), None)) is not None:
             source, target = self._sides(copy)
             plain = min(source, target, key=_plainness)
             self._merge((copy,), source if source in self.fixed else plain)
-        # Last: what is left of a round trip would take the name of another thing.
+        # Round trips come last: merging one first could give a variable the name of another.
         while (trip := next(self._round_trips(), None)) is not None:
             self._merge(trip, self._sides(trip[0])[0])
 
@@ -207,7 +211,7 @@ class _Places:
         return begins and source[-1] == copy and self._sides(copy)[0] not in self.fixed
 
     def _round_trips(self) -> Iterator[tuple[int, int]]:
-        """(copy, copy back) that the rule of this name takes away."""
+        """Yields the pairs (copy, copy back) that the rule "round trip" removes."""
         for there in self.copies:
             for back in self.copies:
                 beside = self.uses[there].block is self.uses[back].block
@@ -219,7 +223,7 @@ class _Places:
                     yield there, back
 
     def _merge(self, copies: tuple[int, ...], keep: str) -> None:
-        """Take copies out of their block, one name for both sides."""
+        """Removes copies from their block, and gives both sides the name `keep`."""
         removed = {self.uses[copy].statement for copy in copies}
         block = self.uses[copies[0]].block
         block[:] = [statement for statement in block if statement not in removed]
@@ -231,5 +235,5 @@ class _Places:
 
 
 def _plainness(name: str) -> tuple[bool, int, str]:
-    """Sorts names without the number of a renaming first, then short ones."""
+    """Returns a sort key: names without a number from renaming come first, then short names."""
     return re.search(r"_\d+$", name) is not None, len(name), name

@@ -1,7 +1,8 @@
-"""What the emitter knows of an expression: constant, type, shape and range, and how operators act.
+"""Facts about expressions that the emitter knows (constant, type, shape and range), and the effect
+of operators on them.
 
-The rules are Triton's. A literal or constexpr (`weak`) takes the type of what it meets; a constant
-that was assigned to a variable is an int32 tensor, with that type's arithmetic.
+The rules are Triton's. A literal or constexpr (`weak`) takes the type of the other operand. A
+constant that was assigned to a variable is an int32 tensor, with the arithmetic of that type.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ UNKNOWN = _Unknown()
 
 Shape = tuple[int, ...]
 
-# Triton's names in signatures, and those of tl.*, to the names used here.
+# Maps Triton's type names in signatures to those of triton.language.
 DTYPES = {
     "i1": "int1",
     "i8": "int8",
@@ -54,13 +55,13 @@ class Value:
     """Facts about the value of one expression.
 
     Attributes:
-        const: the value where it is known; for a block, what every element equals.
-        weak: a Python number or constexpr rather than a tensor.
-        dtype: element type ("int32", "pointer<bfloat16>"), None where unknown.
-        shape: () for a scalar, None where unknown.
-        range: integers only: what is known of the value, or of each element of a block.
-        items: the elements where this is a tuple.
-        runtime: certainly a tensor, so that it is not None.
+        const: the value if it is known, else UNKNOWN; for a block, the value of every element.
+        weak: whether the value is a Python number or constexpr and no tensor.
+        dtype: element type ("int32", "pointer<bfloat16>"); None if unknown.
+        shape: () for a scalar; None if unknown.
+        range: for integers, the range of the value or of each element of a block.
+        items: the elements of a tuple; None for any other value.
+        runtime: whether the value is certainly a tensor, and so not None.
     """
 
     const: Any = UNKNOWN
@@ -77,7 +78,7 @@ class Value:
 
     @property
     def literal(self) -> bool:
-        """Known, and a Python value: folding it is what Triton does itself."""
+        """Whether the value is a known Python value, which Triton itself would fold."""
         return self.known and self.weak
 
     @property
@@ -94,7 +95,7 @@ class Value:
 
     @property
     def pointee(self) -> str | None:
-        """Element type behind a pointer."""
+        """The element type behind a pointer; None for other values."""
         if not self.is_pointer or self.dtype is None:
             return None
         return self.dtype.removeprefix("pointer<").removesuffix(">")
@@ -104,13 +105,14 @@ NOTHING = Value()
 
 
 def constant(value: Any) -> Value:
-    """A literal or constexpr."""
+    """Returns the facts about a literal or constexpr."""
     known = Range.constant(value) if isinstance(value, int) else None
     return Value(value, weak=True, shape=(), range=known)
 
 
 def tensor(dtype: str | None, shape: Shape | None, known: Range | None = None) -> Value:
-    """A tensor; constant where its range is one number, and of any value without a range."""
+    """Returns the facts about a tensor: constant if its range is one number. Without a range, an
+    integer may have any value of its type."""
     if dtype not in INT_RANGES or dtype is None:
         return Value(dtype=dtype, shape=shape, runtime=True)
     known = Range.of(dtype) if known is None else known.fit(dtype)
@@ -121,7 +123,7 @@ def tensor(dtype: str | None, shape: Shape | None, known: Range | None = None) -
 
 
 def tensor_of(value: Value) -> Value:
-    """What an assignment makes of a value: Python numbers become tensors."""
+    """Returns the value that an assignment makes of a value: Python numbers become tensors."""
     if value.items is not None:
         return Value(items=tuple(map(tensor_of, value.items)))
     if value.weak and isinstance(value.const, tuple):
@@ -140,7 +142,7 @@ def tensor_of(value: Value) -> Value:
 
 
 def broadcast(left: Shape | None, right: Shape | None) -> Shape | None:
-    """The common shape of two operands; None where it cannot be told."""
+    """Returns the common shape of two operands; None if it is unknown."""
     if left is None or right is None:
         return None
     rank = max(len(left), len(right))
@@ -174,7 +176,8 @@ COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.In: lambda item, items: item in items,
     ast.NotIn: lambda item, items: item not in items,
 }
-# Operators whose results' ranges are known; of flags "and" is the smaller, "or" the larger.
+# Operators with a rule for the range of the result. For int1, "and" is the minimum and "or" the
+# maximum.
 _RANGES: dict[type[ast.operator], Callable[[Range, Range], Range]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -189,7 +192,7 @@ _FLAG_RANGES: dict[type[ast.operator], Callable[[Range, Range], Range]] = {
 
 
 def result_dtype(left: Value, right: Value) -> str | None:
-    """Element type of integer or pointer arithmetic; None where this module does not know it."""
+    """Returns the element type of integer or pointer arithmetic; None if it is unknown here."""
     if left.is_pointer:
         return left.dtype
     if right.is_pointer:
@@ -210,7 +213,7 @@ def result_dtype(left: Value, right: Value) -> str | None:
 
 
 def binary(op: ast.operator, left: Value, right: Value) -> Value:
-    """Facts about `left op right`."""
+    """Returns the facts about `left op right`."""
     if left.literal and right.literal:
         return constant(BINARY[type(op)](left.const, right.const))
     if left.weak and right.weak:
@@ -226,7 +229,8 @@ def binary(op: ast.operator, left: Value, right: Value) -> Value:
 
 
 def compare(op: ast.cmpop, left: Value, right: Value) -> Value:
-    """Facts about `left op right`; known also where the operands' ranges decide it."""
+    """Returns the facts about the comparison `left op right`, which the ranges of the operands may
+    decide."""
     function = COMPARE.get(type(op))
     if function is None:
         return _identity(left, right, isinstance(op, ast.IsNot))
@@ -256,12 +260,12 @@ def _identity(left: Value, right: Value, negated: bool) -> Value:
 
 
 def as_pointer(type_name: str) -> str | None:
-    """ "pointer<bfloat16>" for the signature type "*bf16"."""
+    """Returns "pointer<bfloat16>" for the signature type "*bf16"; None for an unknown type."""
     return f"pointer<{DTYPES[type_name[1:]]}>" if type_name[1:] in DTYPES else None
 
 
 def dtype_of(value: Value) -> str | None:
-    """ "float32" for the constant tl.float32."""
+    """Returns "float32" for the constant tl.float32; None for a value that is no dtype."""
     if isinstance(value.const, External) and value.const.path.startswith(f"{TL}."):
         name = value.const.path[len(TL) + 1 :]
         return name if name in DTYPE_NAMES else None
@@ -269,7 +273,7 @@ def dtype_of(value: Value) -> str | None:
 
 
 def literal(value: Any) -> ast.expr:
-    """The expression that spells a constant."""
+    """Returns the expression for a constant."""
     if isinstance(value, External):
         return _dotted(value.path)
     if isinstance(value, JitFunction):
@@ -284,7 +288,7 @@ def literal(value: Any) -> ast.expr:
 
 
 def _dotted(path: str) -> ast.expr:
-    """A dotted path as the emitted file imports it: triton.language is `tl`."""
+    """Returns a dotted path as the emitted file refers to it: triton.language is `tl`."""
     if path == TL or (path.startswith(f"{TL}.") and not path.startswith(f"{TL}.extra.")):
         path = f"tl{path[len(TL) :]}"
     elif path.startswith(f"{TL}.extra."):

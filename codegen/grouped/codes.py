@@ -1,4 +1,4 @@
-"""How GEMMs stream weights of 4-bit codes: by words, and parts of their rows."""
+"""Conditions and constants of GEMMs that stream weights of 4-bit codes, by words of eight."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ from tilewright.codegen.grouped.problem import TMA_BYTES, WORD_BYTES, GroupedPro
 from tilewright.codegen.grouped.tiles import CodesConfig, GemmConfig
 from tilewright.codegen.spec import Constant
 
-# Codes of a word.
+# Number of codes in a word.
 WORD_CODES = 8
-# A quarter of the columns of a part belongs to one thread of the tensor core.
+# Each of four threads of the tensor core holds a quarter of the columns of a part.
 QUARTERS = 4
-# Bytes of scales that are loaded as one integer.
+# Possible bytes of scales that are loaded as one integer.
 INTEGERS = (1, 2, 4)
 
 
 def part_columns(weight: WeightOperands, config: CodesConfig) -> int:
-    """Columns of a part: int4's are those of a scale."""
+    """Returns the columns of a part; for int4, these share a scale."""
     most = weight.scale_block[1] if weight.format == "int4" else config.part_k
     return min(config.block_k // config.split, most)
 
 
 def scale_bytes(weight: WeightOperands, config: CodesConfig) -> int:
-    """Bytes of E2M1 scales that a quarter of a part has."""
+    """Returns the bytes of the E2M1 scales of a quarter of a part."""
     return part_columns(weight, config) // QUARTERS // weight.scale_block[1]
 
 
 def codes_obstacle(problem: GroupedProblem, config: CodesConfig) -> str | None:
-    """Why a GEMM cannot stream codes in these tiles; None where it can."""
+    """Returns why a GEMM cannot stream codes in these tiles; None if it can."""
     weight, inner = problem.weight, problem.inner
     width, block_k = weight.scale_block[1], config.block_k
     if weight.format not in ("nvfp4", "mxfp4", "int4"):
@@ -36,7 +36,7 @@ def codes_obstacle(problem: GroupedProblem, config: CodesConfig) -> str | None:
     if weight.n_major or weight.row_stride % WORD_BYTES:
         return "rows of the weight are not whole words"
     if inner % width or weight.scale_strides[2] != 1:
-        return "scales do not lie as the columns do"
+        return "scales are not laid out like the columns"
     if config.ordered and inner % part_columns(weight, config):
         return f"{inner} columns are not whole parts to put in order"
     if weight.format == "int4":
@@ -51,30 +51,33 @@ def codes_obstacle(problem: GroupedProblem, config: CodesConfig) -> str | None:
     if size > 1 and not (weight.scale and weight.scale.aligned):
         return f"scales do not begin at whole {TMA_BYTES} bytes"
     if weight.format == "mxfp4" and problem.x != "bf16":
-        return f"powers of two beyond those of {problem.x}"
+        return f"scales may be powers of two beyond the range of {problem.x}"
     return None
 
 
 def order_of(weight: WeightOperands, config: GemmConfig) -> tuple[int, int]:
-    """(columns of a part, columns that a thread holds in a row) of the order in which a GEMM wants
-    its rows, see `rows_in_order`; (0, 0): as they are."""
+    """Returns the order in which a GEMM needs the columns of its rows, as (columns of a part,
+    columns that a thread holds in a row), see `rows_in_order`; (0, 0) for the natural order."""
     if not (isinstance(config, CodesConfig) and config.ordered):
         return 0, 0
     return part_columns(weight, config), thread_run(weight, config)
 
 
 def thread_run(weight: WeightOperands, config: CodesConfig) -> int:
-    """Columns that a thread of the tensor core holds in a row, as Triton lays out an operand that
-    joins bring forth: twice as many as a register holds for the older instruction, four times
-    where scales of one byte are loaded on the way to it. Another number would do, at the price of
-    exchanges."""
+    """Returns the columns that a thread of the tensor core holds in a row, in Triton's layout of an
+    operand made by joins.
+
+    For the older instruction (mma.sync), these are twice as many as a register holds, or four times
+    if scales of one byte are loaded for it. Other numbers would work too, but with exchanges
+    between threads.
+    """
     if config.swapped and config.split == 1:
         return 2
     return 8 if weight.format != "int4" and scale_bytes(weight, config) == 1 else 4
 
 
 def codes_constants(weight: WeightOperands, config: CodesConfig) -> dict[str, Constant]:
-    """How the codes of a weight are multiplied."""
+    """Returns the constants by which a kernel multiplies the codes of a weight."""
     return {
         "PART_K": part_columns(weight, config),
         "RUN": thread_run(weight, config),

@@ -1,5 +1,5 @@
-"""The kernels of grouped GEMMs, of what quantises their rows and of what dequantises their weights;
-the constants and launch grids of each."""
+"""The kernels of grouped GEMMs, and those that quantise their rows and dequantise their weights,
+with their constants and launch grids."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def all_strides(tensor: str, dims: int) -> tuple[Stride, ...]:
 _SCALES: Strides = {"SCALE_STRIDES": all_strides("scale", 3)}
 _WEIGHT: Strides = {**_SCALES, "BIAS_STRIDES": all_strides("bias", 2)}
 _CODED_ROWS: Strides = {"X_SCALE_STRIDES": all_strides("x_scale", 2)}
-# A number per group, which kernels load one by one.
+# Tensors with one number per group, which kernels load one by one.
 _INDICES = ("ends", "expert_ids")
-# By tiles: of numbers, of words of 4-bit codes, of e4m3 rows by e4m3 weights.
+# The GEMM kernel by kind of tiles: numbers, words of 4-bit codes, e4m3 rows by e4m3 weights.
 GROUPED = {
     GemmConfig: Kernel("grouped.gemm", "grouped_gemm", _WEIGHT, unaligned=_INDICES),
     CodesConfig: Kernel("grouped.codes", "moe_down_codes", _WEIGHT, unaligned=("ends",)),
@@ -37,18 +37,19 @@ GROUPED = {
         "grouped.scaled", "grouped_scaled", {**_WEIGHT, **_CODED_ROWS}, unaligned=_INDICES
     ),
 }
-# The same where rows, their scales and the groups' ends are in flat memory of the call's own.
+# The GEMM kernels for rows, scales and ends of groups that the call itself made, contiguous.
 OWN_ROWS = {
     tiles: replace(kernel, strides=_WEIGHT, unaligned=()) for tiles, kernel in GROUPED.items()
 }
 DEQUANTIZE = Kernel("grouped.dequantize_experts", "dequantize_experts", _SCALES, num_stages=1)
-# Codes and scales of rows.
+# Quantises rows to codes and scales.
 QUANTIZE_ROWS = Kernel("grouped.scaled", "quantize_rows", num_stages=1)
 
 
 def gemm_kernel(problem: GroupedProblem, config: GemmConfig) -> tuple[Kernel, Statics]:
-    """The grouped GEMM in these tiles, with the constants that are no strides of its tensors."""
-    # One more group has the rows that belong to none.
+    """Returns the kernel of a grouped GEMM in these tiles, with the constants that are no strides
+    of its tensors."""
+    # One more group has the rows that belong to no group.
     groups = next_power_of_2(problem.num_groups + (not problem.ordered))
     weight = problem.weight
     own: dict[str, Constant] = {"num_experts": problem.num_experts}
@@ -69,14 +70,15 @@ def gemm_kernel(problem: GroupedProblem, config: GemmConfig) -> tuple[Kernel, St
     )
     if not problem.ordered:
         return GROUPED[type(config)], made
-    # Rows of codes come in whole blocks of columns.
+    # Rows of codes are padded to whole blocks of columns.
     blocks = cdiv(problem.inner, SCALED_K)
     columns = blocks * SCALED_K if isinstance(config, ScaledConfig) else problem.inner
     return OWN_ROWS[type(config)], Statics(made, x_stride=columns, x_scale_strides=(blocks, 1))
 
 
 def dequantize_statics(problem: GroupedProblem, config: DequantizeConfig) -> Statics:
-    """The constants of what dequantises all weights of a problem before its GEMM."""
+    """Returns the constants of the kernel that dequantises all weights of a problem before its
+    GEMM."""
     constants = problem.weight.constants
     return Statics(config, hidden=problem.rows, inner=problem.inner, **constants)
 
@@ -87,7 +89,7 @@ def dequantize_grid(problem: GroupedProblem, config: DequantizeConfig) -> tuple[
 
 
 def quantize_rows_statics(columns: int, config: QuantizeConfig) -> Statics:
-    """The constants for rows [M, columns]."""
+    """Returns the constants of the kernel that quantises rows [M, columns]."""
     return Statics(config, columns=columns, blocks=cdiv(columns, SCALED_K), group=SCALED_K)
 
 

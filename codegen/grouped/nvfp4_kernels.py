@@ -18,12 +18,12 @@ GROUPED_NVFP4 = Kernel(
 QUANTIZE_NVFP4 = Kernel("grouped.quantize_nvfp4", "quantize_nvfp4", num_stages=1)
 
 
-# Rows per group up to which weights stand on the M side.
+# Most rows per group for which weights are on the tensor core's M side.
 SWAPPED_ROWS = 64
 
 
 def nvfp4_config(max_groups: int, num_rows: int, target: Target) -> GemmConfig:
-    """Tiles by the rows that a group gets on average."""
+    """Returns the tiles for the average number of rows of a group."""
     rows = cdiv(num_rows, max_groups)
     scaled = "block_scaled_mma" in target.features
     wide = 256 if scaled else 128
@@ -36,14 +36,16 @@ def nvfp4_config(max_groups: int, num_rows: int, target: Target) -> GemmConfig:
 
 
 def nvfp4_statics(max_groups: int, config: GemmConfig, *, block_scaled: bool) -> Statics:
-    """block_scaled: the target's tensor core multiplies NVFP4 itself."""
+    """Returns the constants of the NVFP4 GEMM. block_scaled: the target's tensor core multiplies
+    NVFP4 directly."""
     groups, steps = next_power_of_2(max_groups), config.search_steps(max_groups)
     return Statics(config, groups=groups, block_scaled=block_scaled, search_steps=steps)
 
 
 @dataclass(frozen=True)
 class QuantizeConfig:
-    """Columns of a program, a multiple of 64, and the rows it takes at a time, of its 128."""
+    """block_c: columns of a program, a multiple of 64. block_r: rows, of its 128, that a program
+    takes at a time."""
 
     block_r: int = 32
     block_c: int = 256
@@ -51,5 +53,5 @@ class QuantizeConfig:
 
 
 def quantize_grid(inner: int, config: QuantizeConfig, num_blocks: int) -> tuple[int, int]:
-    """num_blocks: of 128 rows, in the scale space."""
+    """Returns the launch grid. num_blocks: number of blocks of 128 rows of the scales."""
     return (num_blocks, cdiv(inner, config.block_c))

@@ -1,9 +1,9 @@
-"""Which kernels `grouped_matmul` runs: by the rows that a group gets on average.
+"""Plans of `grouped_matmul`: the kernels for the average number of rows of a group.
 
-Few rows: the time is that of streaming the weights in use. Many: tensor cores bound it. Quantised
-weights are dequantised in the GEMM, codes of 4 bits as they lie where rows are few, or, where each
-weight would be dequantised too often, all of them before it. The bounds are where the two took
-equal time on an H200.
+With few rows, reading the weights in use takes all the time; with many, tensor cores are the bound.
+Quantised weights are dequantised in the GEMM; 4-bit codes are streamed as they are stored if rows
+are few. If the GEMM would dequantise each weight too often, a kernel dequantises all of them before
+it. At the bounds, both ways took equal time on an H200.
 """
 
 from __future__ import annotations
@@ -22,25 +22,28 @@ from tilewright.codegen.grouped.tiles import (
 )
 from tilewright.codegen.targets import Target
 
-# Rows per group up to which weights stand on the M side.
+# Most rows per group for which weights are on the tensor core's M side.
 SWAPPED_ROWS = 16
-# Rows per group from which 128-row tiles are taken: of numbers, of codes that reach the tensor core
-# as they lie, of codes by codes.
+# Fewest rows per group for tiles of 128 rows: for numbers, for streamed 4-bit codes, and for codes
+# by codes.
 WIDE_ROWS = 160
 WIDE_CODES_ROWS = 96
 LONG_ROWS = 512
-# Rows per group from which weights are dequantised before the GEMM.
+# Fewest rows per group for which weights are dequantised before the GEMM.
 DECODED_ROWS = {"fp8": 224, "int4": 224, "nvfp4": 240, "mxfp4": 240}
-# The same of 4-bit codes that are dequantised by tile, which takes far longer.
+# These bounds for 4-bit codes that the GEMM dequantises by tile, which takes far longer.
 DECODED_FROM_TILES = {"int4": 48, "nvfp4": 40, "mxfp4": 48}
-# The inner dimension comes in blocks of so many, or, where weights stream, of STREAMED_K.
+# Columns of a step over the inner dimension; STREAMED_K if reading the weights takes all the time.
 BLOCK_K = 64
 STREAMED_K = 128
 
 
 @dataclass(frozen=True)
 class GroupedPlan:
-    """decode: tiles of what dequantises all weights before a dense GEMM; None: the GEMM does."""
+    """The kernels of a grouped GEMM.
+
+    gemm: tiles of the GEMM. decode: tiles of the kernel that dequantises all weights before a dense
+    GEMM; None if the GEMM dequantises them. reason: a description for reports."""
 
     gemm: GemmConfig
     decode: DequantizeConfig | None
@@ -48,7 +51,7 @@ class GroupedPlan:
 
 
 def plan_grouped(problem: GroupedProblem, num_rows: int, target: Target) -> GroupedPlan:
-    """The kernels for `num_rows` rows on a target."""
+    """Returns the kernels for `num_rows` rows on a target."""
     rows = cdiv(num_rows, max(problem.num_groups, 1))
     if problem.coded:
         codes_by_codes = scaled_gemm_config(rows, target)
@@ -57,7 +60,7 @@ def plan_grouped(problem: GroupedProblem, num_rows: int, target: Target) -> Grou
     streams = not target.tmem_columns and codes_obstacle(problem, _codes_config(form, 1)) is None
     bounds = DECODED_ROWS if streams else DECODED_ROWS | DECODED_FROM_TILES
     decode = rows >= bounds.get(form, rows + 1)
-    # Rows of dequantised weights follow each other without a gap.
+    # Dequantised rows are contiguous, so TMA needs rows of whole 16 bytes.
     decode = decode and problem.inner * ELEMENT_BYTES[problem.x] % TMA_BYTES == 0
     if streams and not decode:
         codes = _codes_config(form, rows)
@@ -70,20 +73,20 @@ def plan_grouped(problem: GroupedProblem, num_rows: int, target: Target) -> Grou
 
 
 def grouped_config(rows: int, *, dense: bool) -> GemmConfig:
-    """Tiles for so many rows per group; dense: of weights that need no dequantisation."""
+    """Returns the tiles for this many rows per group. dense: the weights need no dequantisation."""
     if rows <= SWAPPED_ROWS:
-        # Two programs on a multiprocessor hide each other's ends.
+        # Two programs on a multiprocessor hide each other's epilogues.
         return GemmConfig(16, 64, STREAMED_K, 4, 4, 2, swapped=True)
     if rows < WIDE_ROWS:
         return GemmConfig(64, 128, BLOCK_K, 4, 3, 2)
     if not dense:
-        # Dequantising takes registers.
+        # Dequantisation takes registers.
         return GemmConfig(128, 128, BLOCK_K, 8, 3)
     return GemmConfig(128, 256, BLOCK_K, 8, 3, flatten=True)
 
 
 def _codes_config(name: str, rows: int) -> CodesConfig:
-    """Tiles of 4-bit codes as they lie; name: the format."""
+    """Returns the tiles of a GEMM that streams 4-bit codes. name: the format."""
     if rows < WIDE_CODES_ROWS:
         return CodesConfig(token_tile(rows), 64, STREAMED_K, 4, 4, 4)
     if name == "nvfp4":
@@ -92,8 +95,8 @@ def _codes_config(name: str, rows: int) -> CodesConfig:
 
 
 def scaled_gemm_config(rows: int, target: Target) -> ScaledConfig:
-    """Tiles for so many rows per group of codes by codes. A product is scaled while nothing else of
-    its program multiplies: two or three of them share a multiprocessor."""
+    """Returns the tiles of a GEMM of codes by codes for this many rows per group. A program does
+    not multiply while it scales a product, so two or three programs share a multiprocessor."""
     if rows <= SWAPPED_ROWS:
         return ScaledConfig(16, 128, SCALED_K, 4, 3, 3, swapped=True)
     if target.tmem_columns:
@@ -102,18 +105,19 @@ def scaled_gemm_config(rows: int, target: Target) -> ScaledConfig:
     if rows < WIDE_CODES_ROWS:
         return ScaledConfig(64, 128, SCALED_K, 4, 4, 2)
     if rows < LONG_ROWS:
-        # With 128-row tiles a group's last is mostly padding.
+        # With tiles of 128 rows, the last tile of a group would be mostly padding.
         return ScaledConfig(64, 128, SCALED_K, 4, 3, 3)
     return ScaledConfig(128, 128, SCALED_K, 8, 3, 2, parts=2)
 
 
 def token_tile(rows: int) -> int:
-    """Rows of a tile: an expert's number of rows varies around its average."""
+    """Returns the rows of a tile, which leave room for an expert with more than the average number
+    of rows."""
     return min(max(next_power_of_2(2 * rows - 1), 16), 64)
 
 
 def block_k_obstacle(weight: WeightOperands) -> str | None:
-    """Why the scales do not fit the blocks of the inner dimension; None where they do."""
+    """Returns why the scales do not fit the steps over the inner dimension; None if they do."""
     width = weight.scale_block[1]
     if all(width % size == 0 or size % width == 0 for size in (BLOCK_K, STREAMED_K)):
         return None

@@ -1,6 +1,6 @@
-"""One grouped GEMM over expert weights as plain data; nothing here touches torch or a GPU.
+"""The static part of a grouped GEMM over expert weights, without torch or a GPU.
 
-It is `grouped_matmul` by itself and each of the two GEMMs of a mixture of experts.
+It describes `grouped_matmul`, and each of the two GEMMs of a mixture of experts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from tilewright.codegen.formats import WEIGHT_FORMATS
 from tilewright.codegen.operand import Operand
 from tilewright.codegen.spec import Constant
 
-# TMA: strides and base addresses in whole 16 bytes.
+# TMA needs strides and base addresses that are multiples of 16 bytes.
 TMA_BYTES = 16
 # A word of codes is an int32.
 WORD_BYTES = 4
@@ -22,8 +22,9 @@ WORD_BYTES = 4
 class WeightOperands:
     """A weight [E, N, K] of E experts with its scales.
 
-    data: as it is stored, strides (expert, row, column), of which one of the last two is 1. format,
-    scale_block: see ops.formats.expert_weight. scale: strides (expert, row block, column block).
+    data: the stored weight, strides (expert, row, column); one of the last two is 1. format,
+    scale_block: see ops.formats.expert_weight. scale: the scales, strides (expert, row block,
+    column block).
     """
 
     data: Operand
@@ -33,12 +34,12 @@ class WeightOperands:
 
     @property
     def n_major(self) -> bool:
-        """N is the contiguous dimension, else K is."""
+        """Whether N is the contiguous dimension; if not, K is."""
         return self.data.strides[2] != 1
 
     @property
     def row_stride(self) -> int:
-        """Elements from one contiguous row to the next: of n, or of k where N is contiguous."""
+        """Elements from one contiguous row to the next: along N, or along K if N is contiguous."""
         return self.data.strides[2 if self.n_major else 1]
 
     @property
@@ -47,7 +48,7 @@ class WeightOperands:
 
     @property
     def constants(self) -> dict[str, Constant]:
-        """How kernels step through the weight, and what its codes are."""
+        """The constants of kernels that read the weight: its strides, format and scale blocks."""
         form = WEIGHT_FORMATS.get(self.format)
         return {
             "EXPERT_STRIDE": self.data.strides[0],
@@ -60,7 +61,7 @@ class WeightOperands:
 
     @property
     def in_words(self) -> WeightOperands:
-        """The weight as rows of words."""
+        """The weight as rows of 32-bit words."""
         expert, row, _ = self.data.strides
         return replace(self, data=Operand("i32", (expert // WORD_BYTES, row // WORD_BYTES, 1)))
 
@@ -69,9 +70,10 @@ class WeightOperands:
 class GroupedProblem:
     """The static part of a grouped GEMM: x [M, K] in groups of rows, weights [E, N, K].
 
-    num_groups: how many ends there are; rows: N; inner: K. x: its dtype. coded: x are e4m3 codes
-    with a scale per row and 128 columns. named: the groups' experts are given; else group g's
-    expert is g. ordered: rows of the result are stored where an order says.
+    num_groups: number of ends of groups. rows: N. inner: K. x: dtype of x. coded: x has e4m3 codes,
+    with a scale for each row and 128 columns. named: the experts of the groups are given; if not,
+    the expert of group g is g. ordered: a tensor gives the row to which each row of the result is
+    stored.
     """
 
     num_groups: int
@@ -85,13 +87,14 @@ class GroupedProblem:
     ordered: bool = False
 
     def dequantized(self) -> GroupedProblem:
-        """The problem after `dequantize_experts`, whose result has no gaps, and no scales."""
+        """Returns the problem after `dequantize_experts`, whose result is contiguous and has no
+        scales."""
         strides = (self.rows * self.inner, self.inner, 1)
         return replace(self, weight=WeightOperands(Operand(self.x, strides)))
 
 
 def weight_obstacle(name: str, weight: WeightOperands) -> str | None:
-    """Why TMA cannot reach the weight called `name`; None where it can. From metadata alone."""
+    """Returns why TMA cannot load the weight called `name`; None if it can. Uses only metadata."""
     steps = (weight.data.strides[0], weight.row_stride)
     if any(step * ELEMENT_BYTES[weight.data.dtype] % TMA_BYTES for step in steps):
         return f"{name}: strides {steps} are not whole {TMA_BYTES} bytes"

@@ -1,4 +1,4 @@
-"""The tiles of grouped GEMMs, those of a mixture of experts among them."""
+"""The tiles of grouped GEMMs, including those of a mixture of experts."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ from dataclasses import dataclass
 
 from tilewright.codegen.arithmetic import next_power_of_2
 
-# Columns that share a scale of e4m3 codes, and those of a step over them.
+# Columns that share a scale of e4m3 codes, which are also those of a step.
 SCALED_K = 128
-# 32-bit registers of a multiprocessor, of a thread at most; the same on all targets.
+# 32-bit registers of a multiprocessor, most registers of a thread, and threads of a warp: equal on
+# all targets.
 REGISTERS, MAX_REGISTERS, WARP_SIZE = 65536, 255, 32
 
 
 @dataclass(frozen=True)
 class GemmConfig:
-    """Tiles of one grouped GEMM: block_m rows of x, block_n columns, block_k of the inner dim.
-    swapped: weights stand on the tensor core's M side."""
+    """Tiles of one grouped GEMM: block_m rows of x, block_n columns, steps of block_k of the inner
+    dimension. swapped: weights are on the tensor core's M side."""
 
     block_m: int
     block_n: int
@@ -35,11 +36,13 @@ class GemmConfig:
         return f"{kind}{tile} w{self.num_warps} s{self.num_stages}{more}"
 
     def grid(self, num_sms: int) -> tuple[int]:
-        """Persistent: the tiles are known on the device only."""
+        """Returns the launch grid. The kernel is persistent, because only the device knows the
+        number of tiles."""
         return (num_sms * self.programs_per_sm,)
 
     def search_steps(self, num_experts: int) -> int:
-        """Steps in which a tile finds its expert in memory; 0: not there."""
+        """Returns the steps of the binary search by which a tile finds its expert; 0 if it finds
+        the expert without a search."""
         if not self.warp_specialize:
             return 0
         return next_power_of_2(max(num_experts, 2)).bit_length() - 1
@@ -47,13 +50,15 @@ class GemmConfig:
 
 @dataclass(frozen=True)
 class CodesConfig(GemmConfig):
-    """Tiles of a GEMM that streams weights of 4-bit codes. swapped: weights on the M side of the
-    newest instruction; else on the N side of the older one, which takes less for 16 rows and far
-    more for 64. ordered: the rows it multiplies are written in the order of its parts; else it puts
-    them in order itself. part_k: most columns of a part, which are unpacked and multiplied
-    together, of the block_k that are loaded together. split: warps that have columns of their own
-    of a step; 1: all have the same. by_route: every route is a block of rows, in its own place:
-    nothing is sorted."""
+    """Tiles of a GEMM that streams weights of 4-bit codes.
+
+    swapped: weights are on the M side of the newest instruction; if not, on the N side of the older
+    one, which takes less time for 16 rows and far more for 64. ordered: the rows that it multiplies
+    are stored in the order of its parts; if not, the GEMM permutes them itself. part_k: most
+    columns of a part, which are unpacked and multiplied together; block_k columns are loaded
+    together. split: number of warps that each take their own columns of a step; 1 if all take the
+    same. by_route: every route is a block of rows in its own place, and nothing is sorted.
+    """
 
     swapped: bool = True
     ordered: bool = False
@@ -69,9 +74,10 @@ class CodesConfig(GemmConfig):
 
 @dataclass(frozen=True)
 class ScaledConfig(GemmConfig):
-    """Tiles of a GEMM of codes by codes, in steps of SCALED_K columns. parts: into how many a
-    tile's columns go, 1 or 2; gate and up are parts by nature. codes: the first GEMM quantises its
-    result, of SCALED_K columns a tile; else a kernel after it does."""
+    """Tiles of a GEMM of codes by codes, in steps of SCALED_K columns. parts: number of parts of a
+    tile's columns, 1 or 2; gate and up are always separate parts. codes: the first GEMM of a
+    mixture quantises its result itself, with SCALED_K columns per tile; if not, a kernel after it
+    does."""
 
     parts: int = 1
     codes: bool = False
@@ -82,7 +88,8 @@ class ScaledConfig(GemmConfig):
 
     @property
     def maxnreg(self) -> int | None:
-        """Limits the registers of a thread, so that `programs_per_sm` fit; None: no limit."""
+        """Most registers of a thread with which `programs_per_sm` programs fit; None for no
+        limit."""
         share = REGISTERS // (WARP_SIZE * self.num_warps * self.programs_per_sm)
         return share // 8 * 8 if share < MAX_REGISTERS else None
 

@@ -9,16 +9,16 @@ from tilewright.codegen.arithmetic import cdiv, next_power_of_2
 from tilewright.codegen.kernel import Kernel
 from tilewright.codegen.lora.problem import RowCounts, RowForm, ShrinkProblem, tile_bound
 
-# The fewest rows and products that a tensor core multiplies.
+# The fewest rows, and the smallest inner dimension, of a tensor-core product.
 DOT_ROWS = 16
-# The fp32 sums of more columns would not fit the registers.
+# Most columns of a tile: the fp32 sums of more would not fit the registers.
 MAX_COLUMNS = 256
 # Elements that a program of `lora_planes` copies.
 PLANE_ELEMENTS = 2048
 
 
 def padded_rank(rank: int) -> int:
-    """The columns of a tensor core's product that holds a rank."""
+    """Returns a rank rounded up to the columns of a tensor-core product."""
     return max(next_power_of_2(rank), DOT_ROWS)
 
 
@@ -27,7 +27,8 @@ def padded_rank(rank: int) -> int:
 
 @dataclass(frozen=True)
 class OrderConfig:
-    """`lora_order`: rows that a program places, and rows that it counts at a time."""
+    """Tiles of `lora_order`. chunk: rows that a program places. rows_per_load: rows that it counts
+    at a time."""
 
     chunk: int = 256
     rows_per_load: int = 2048
@@ -36,7 +37,7 @@ class OrderConfig:
     num_stages: int = 1
 
 
-# The sort that comes before a kernel of a "sorted" form.
+# Sorts rows before a kernel of a "sorted" form.
 ORDER = Kernel(
     "lora.order",
     "lora_order",
@@ -54,8 +55,8 @@ def order_grid(config: OrderConfig, total_rows: int) -> tuple[int]:
 
 @dataclass(frozen=True)
 class TiledShrink:
-    """`lora_shrink`: block_m rows by the sum of `widths` columns (empty: all of all planes, up to
-    MAX_COLUMNS of them), K split over split_k programs."""
+    """Tiles of `lora_shrink`: block_m rows by the sum of `widths` columns, with K split over
+    split_k programs. widths empty: the columns of all planes, up to MAX_COLUMNS."""
 
     block_m: int
     block_k: int
@@ -72,7 +73,7 @@ class TiledShrink:
 
 @dataclass(frozen=True)
 class FewShrink:
-    """`lora_shrink_few`: block_m rows by `columns`, K split over slices of warps."""
+    """Tiles of `lora_shrink_few`: block_m rows by `columns`, with K split over slices of warps."""
 
     block_m: int
     columns: int
@@ -88,7 +89,7 @@ class FewShrink:
 
 @dataclass(frozen=True)
 class RowShrink:
-    """`lora_shrink_row`: block_m rows by `columns`, block_k products at a time."""
+    """Tiles of `lora_shrink_row`: block_m rows by `columns`, block_k products at a time."""
 
     block_m: int
     columns: int
@@ -122,14 +123,14 @@ SHRINK: dict[type[ShrinkConfig], Kernel] = {
 
 
 def tile_columns(problem: ShrinkProblem, config: ShrinkConfig) -> int:
-    """Columns of a tile, over all planes."""
+    """Returns the columns of a tile, over all planes."""
     if isinstance(config, TiledShrink):
         return sum(tile_widths(problem, config))
     return config.columns
 
 
 def tile_widths(problem: ShrinkProblem, config: TiledShrink) -> tuple[int, ...]:
-    """Columns of each accumulator."""
+    """Returns the columns of each accumulator."""
     return config.widths or (min(padded_rank(problem.planes * problem.rank), MAX_COLUMNS),)
 
 
@@ -146,8 +147,8 @@ def shrink_grid(
 def shrink_scratch(
     problem: ShrinkProblem, config: ShrinkConfig, counts: RowCounts
 ) -> tuple[int, int]:
-    """(tiles, fp32 elements of each) of the memory in which the programs that split K exchange
-    their sums; no tiles where K is not split."""
+    """Returns (tiles, fp32 elements of each) of the memory in which the programs that split K
+    exchange their sums; (0, 0) if K is not split."""
     if not isinstance(config, TiledShrink) or config.split_k == 1:
         return 0, 0
     _, tiles, column_blocks = shrink_grid(problem, config, counts)
@@ -157,7 +158,7 @@ def shrink_scratch(
 
 @dataclass(frozen=True)
 class PlanesConfig:
-    """`lora_planes`: block_m rows, width columns that hold a rank."""
+    """Tiles of `lora_planes`: block_m rows, and width columns, the rank rounded up."""
 
     block_m: int
     width: int
@@ -165,7 +166,7 @@ class PlanesConfig:
     num_stages: int = 1
 
 
-# What a library's product of q, k and v side by side becomes.
+# Copies a library's product, which has q, k and v side by side, to planes.
 PLANES = Kernel("lora.planes", "lora_planes", ranges=("num_rows",))
 
 
@@ -179,7 +180,7 @@ def planes_config(rank: int) -> PlanesConfig:
 
 @dataclass(frozen=True)
 class ExpandConfig:
-    """`lora_expand`: block_m rows by block_n columns, ranks in steps of block_r."""
+    """Tiles of `lora_expand`: block_m rows by block_n columns, with ranks in steps of block_r."""
 
     block_m: int
     block_n: int

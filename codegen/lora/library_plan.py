@@ -1,7 +1,7 @@
-"""When the shrink of one adapter's rows goes to a cuBLAS GEMM.
+"""Plans that use a cuBLAS GEMM for the shrink of one adapter's rows.
 
-One matrix for all rows is what cuBLAS is best at; all it lacks is the planar result. The bounds are
-where it and the kernels took equal time on an H200, torch 2.11 (docs/lora-performance.md).
+cuBLAS is fast for one matrix and many rows, but its result is not planar. At the bounds, it and the
+kernels took equal time on an H200 with torch 2.11 (docs/lora-performance.md).
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ from dataclasses import dataclass
 from tilewright.codegen.lora.problem import ShrinkProblem
 
 LIBRARY_DTYPES = ("bf16", "fp16")
-# Strides that this divides keep rows of 16-bit elements at whole 16 bytes.
+# With strides that are multiples of this, rows of 16-bit elements begin at multiples of 16 bytes.
 ALIGNED = 8
 
-# Rows from which on a way is the fastest; before the first, and from "kernels" on, the kernels are.
+# Pairs (fewest rows, the fastest way from there on). Before the first pair, and after "kernels",
+# the kernels are the fastest.
 Steps = tuple[tuple[int, str], ...]
-# Steps by K from which on, and columns of all planes up to which.
+# Steps by the least K and then by the most columns of all planes.
 Bounds = dict[int, dict[int, Steps]]
 
 MOST_COLUMNS = 1 << 30
-#: Weights that lie on a stack.
+#: Bounds for weights that are parts of one matrix.
 STACKED: Bounds = {
     0: {
         32: (),
@@ -45,7 +46,7 @@ STACKED: Bounds = {
     },
     12288: {32: ((65, "rows"),), MOST_COLUMNS: ((9, "rows"),)},
 }
-#: Weights that lie apart, and are joined first.
+#: Bounds for separate weights, which are joined first.
 APART: Bounds = {
     0: {
         96: (),
@@ -68,7 +69,7 @@ APART: Bounds = {
         MOST_COLUMNS: ((65, "rows"),),
     },
 }
-#: One weight alone.
+#: Bounds for a single weight.
 ALONE: Bounds = {
     0: {32: ((3073, "plane"),), 64: ((1025, "plane"),), MOST_COLUMNS: ((449, "plane"),)},
     3072: {32: ((4097, "plane"),), 64: ((769, "plane"),), MOST_COLUMNS: ((385, "plane"),)},
@@ -78,11 +79,12 @@ ALONE: Bounds = {
 
 @dataclass(frozen=True)
 class LibraryShrink:
-    """One way to call a library, and the rows from which on it is taken.
+    """A way to call a library.
 
-    way: "plane": one weight, the product is the plane; "batch": a product for each plane, straight
-    to its place; "rows": one product with q, k and v side by side, then `lora_planes`.
-    joined: the weights are copied side by side first.
+    way: "plane" for one weight, whose product is the plane; "batch" for a product for each plane,
+    stored in its place; "rows" for one product with q, k and v side by side, then `lora_planes`.
+    joined: the weights are first copied side by side. least_rows: the fewest rows for which this
+    way is taken.
     """
 
     way: str
@@ -102,10 +104,10 @@ class LibraryShrink:
 def library_shrink(
     problem: ShrinkProblem, stacked: bool, one_group: bool, num_rows: int
 ) -> LibraryShrink | None:
-    """How a library makes a shrink of `num_rows` rows; None where the kernels are to.
+    """Returns how a library computes the shrink of `num_rows` rows; None if the kernels compute it.
 
-    stacked: the weights lie as rows, or columns, of one matrix. one_group: all groups of rows are
-    one.
+    stacked: the weights are rows, or columns, of one matrix. one_group: there is only one group of
+    rows.
     """
     if not _takes(problem, stacked, one_group):
         return None
@@ -116,12 +118,12 @@ def library_shrink(
     if way == "kernels":
         return None
     if problem.form.addressing != "single":
-        way = "rows"  # whose copy leaves rows of no group out
+        way = "rows"  # its copy to planes can skip rows without a group
     return LibraryShrink(way, not stacked, least)
 
 
 def _takes(problem: ShrinkProblem, stacked: bool, one_group: bool) -> bool:
-    """Whether the library computes the same, at its best speed."""
+    """Whether the library can compute the shrink, at full speed."""
     form = problem.form
     one = form.addressing == "single" or (form.addressing == "groups" and one_group)
     if not one or form.num_adapters != 1 or form.ids is not None:
@@ -141,7 +143,7 @@ def _takes(problem: ShrinkProblem, stacked: bool, one_group: bool) -> bool:
 
 
 def _step(bounds: Bounds, hidden: int, columns: int, num_rows: int) -> tuple[int, str]:
-    """The last of the steps up to num_rows: (rows it begins at, way)."""
+    """Returns the last step up to num_rows: (fewest rows, way)."""
     by_columns = bounds[max(least for least in bounds if least <= hidden)]
     steps = next(steps for most, steps in by_columns.items() if columns <= most)
     return max(((0, "kernels"), *(step for step in steps if step[0] <= num_rows)))

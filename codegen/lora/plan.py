@@ -1,6 +1,6 @@
-"""Which kernel a LoRA shrink or expand runs: by its rows, its columns and K.
+"""Plans of a LoRA shrink or expand: the kernel for its rows, columns and K.
 
-The bounds are where kernels of these tiles took equal time on an H200 (docs/lora-performance.md).
+At the bounds, the kernels on both sides took equal time on an H200 (docs/lora-performance.md).
 """
 
 from __future__ import annotations
@@ -19,46 +19,46 @@ from tilewright.codegen.lora.kernels import (
 from tilewright.codegen.lora.problem import ShrinkProblem
 from tilewright.codegen.targets import Target
 
-# Rows in any order up to which each program finds its own; more are sorted first.
+# Most unsorted rows for which each program finds its own rows; more rows are sorted first.
 UNSORTED_ROWS = 512
-# Up to so many rows, and products in all, multiply-adds outside the tensor cores are faster: up to
-# twice as many products where q, k and v together have more than WIDE_COLUMNS columns.
+# Most rows, and most products in all, for which multiply-adds outside the tensor cores are faster.
+# The products may be twice as many if q, k and v together have more than WIDE_COLUMNS columns.
 SINGLE_ROWS = 64
 ROW_PRODUCTS = 1536 * 4096
 WIDE_COLUMNS = 96
-# Most rows for which a program sums over all of K, by the most columns of q, k and v together.
+# Most rows for which a program sums over all of K, by the number of columns of q, k and v together.
 FEW_ROWS = {48: 2048, WIDE_COLUMNS: 1024}
 FEW_ROWS_WIDE = 256  # for more columns
-# Most rows times columns for which the row kernel takes weights whose columns lie side by side.
+# Most rows times columns for which the row kernel takes weights whose columns are contiguous.
 ACROSS_PRODUCTS = 1024
 # Most rows for which a tile has 64 columns, those of one plane of that rank, and K is split.
 COLUMN_BLOCK_ROWS = 2048
-# K is split further while there are at most so many programs for each multiprocessor.
+# K is split further while there are at most this many programs per multiprocessor.
 PROGRAMS_PER_SM = 2.2
 MAX_SPLIT = 4
-# The least of K that a program sums over.
+# The smallest part of K that a program sums over.
 LEAST_PART = 512
-# Row counts are rounded up to a power of two to be planned; above ROUND_ROWS, to a multiple of
+# For plans, row counts are rounded up to a power of two, or above ROUND_ROWS to a multiple of
 # ROWS_STEP.
 ROUND_ROWS = 4096
 ROWS_STEP = 512
 
 
 def takes_row_kernel(num_rows: int, columns: int, hidden: int) -> bool:
-    """Whether the kernel without tensor cores is the faster for so few rows and products."""
+    """Whether the kernel without tensor cores is faster for these rows and products."""
     most = ROW_PRODUCTS * (2 if columns > WIDE_COLUMNS else 1)
     return num_rows <= SINGLE_ROWS and num_rows * columns * hidden <= most
 
 
 def planned_rows(num_rows: int) -> int:
-    """The row count that a plan is made for and kept under: one for many counts."""
+    """Returns the rounded row count of a plan, which many row counts share."""
     if num_rows <= ROUND_ROWS:
         return next_power_of_2(max(num_rows, 1))
     return cdiv(num_rows, ROWS_STEP) * ROWS_STEP
 
 
 def plan_shrink(problem: ShrinkProblem, num_rows: int, target: Target) -> ShrinkConfig:
-    """The kernel for up to `num_rows` rows on a target."""
+    """Returns the kernel for up to `num_rows` rows on a target."""
     columns, hidden = problem.planes * problem.rank, problem.hidden
     wide = columns > WIDE_COLUMNS
     if any(weight.strides[2] != 1 for weight in problem.weights):
@@ -76,10 +76,10 @@ def plan_shrink(problem: ShrinkProblem, num_rows: int, target: Target) -> Shrink
             return FewShrink(16, 8, 256, 4, 4, 3)
         return FewShrink(16, 16, 128, 4, 4, 3)
     if not wide:
-        # K in two where tiles are for half of the multiprocessors.
+        # Split K in two if the tiles occupy at most half of the multiprocessors.
         split = 2 if num_rows <= 32 * target.num_sms else 1
         if columns > 64 and split == 2 and (num_rows <= 2048 or problem.form.num_adapters > 1):
-            # Two of them to a multiprocessor.
+            # Two programs share a multiprocessor.
             return TiledShrink(64, 64, split, 4, 4, (128,))
         return TiledShrink(64, 128, split, 4, 3)
     if num_rows <= COLUMN_BLOCK_ROWS:
@@ -90,8 +90,8 @@ def plan_shrink(problem: ShrinkProblem, num_rows: int, target: Target) -> Shrink
 
 
 def _plan_across(problem: ShrinkProblem, num_rows: int, target: Target) -> ShrinkConfig | None:
-    """For weights [K, R] seen as [R, K], whose columns lie side by side: the fewer programs read
-    parts of one row of memory, the better. None where that makes no difference."""
+    """Returns the kernel for weights [K, R] seen as [R, K], whose columns are contiguous: the fewer
+    programs read parts of one row of memory, the better. None if this makes no difference."""
     columns, hidden = problem.planes * problem.rank, problem.hidden
     single = problem.a.dtype == "fp32"
     if (single and takes_row_kernel(num_rows, columns, hidden)) or (
@@ -109,8 +109,8 @@ def _few_rows(columns: int) -> int:
 
 
 def _plan_many_rows(problem: ShrinkProblem, num_rows: int, target: Target) -> TiledShrink:
-    """Of problems with more than WIDE_COLUMNS columns: the tiles that are done first. choices: the
-    time of one wave of tiles, relative to each other."""
+    """Returns the fastest tiles for many rows and more than WIDE_COLUMNS columns. choices: relative
+    times of one wave of tiles."""
     columns = problem.planes * problem.rank
     if columns <= 128:
         return TiledShrink(64, 64, 1, 4, 4, (128,))
@@ -134,7 +134,7 @@ def _plan_many_rows(problem: ShrinkProblem, num_rows: int, target: Target) -> Ti
 
 
 def _programs(problem: ShrinkProblem, num_rows: int, config: TiledShrink) -> int:
-    """About how many programs have work: the last tile of each adapter is half padding."""
+    """Estimates how many programs have work: the last tile of each adapter is half padding."""
     apart = 0 if problem.form.addressing == "single" else min(problem.form.num_adapters, num_rows)
     tiles = cdiv(num_rows, config.block_m) + apart // 2
     return tiles * cdiv(problem.planes * problem.rank, sum(config.widths))
@@ -143,7 +143,7 @@ def _programs(problem: ShrinkProblem, num_rows: int, config: TiledShrink) -> int
 def _split(
     problem: ShrinkProblem, num_rows: int, block_m: int, column_blocks: int, target: Target
 ) -> int:
-    """Over how many programs the K of each tile is split."""
+    """Returns the number of programs over which the K of each tile is split."""
     apart = 0 if problem.form.addressing == "single" else min(problem.form.num_adapters, num_rows)
     programs = (apart + cdiv(num_rows, block_m)) * column_blocks
     split = 1
@@ -156,7 +156,7 @@ def _split(
 
 @cache
 def plan_expand(rank: int, dtype: str, num_rows: int) -> ExpandConfig:
-    """The tiles for up to `num_rows` rows. rank: the largest of q, k and v."""
+    """Returns the tiles for up to `num_rows` rows. rank: the largest rank of q, k and v."""
     block_r = min(padded_rank(rank), 64)
     if num_rows * rank <= 32 * 16:
         return ExpandConfig(1, 128, block_r, 4)

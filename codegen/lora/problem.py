@@ -1,4 +1,4 @@
-"""What is static about one call of a LoRA op, as plain data."""
+"""The static part of a call of a LoRA op."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from tilewright.codegen.spec import Constant
 
 @dataclass(frozen=True)
 class RowForm:
-    """How a kernel learns which adapter each row has; see `lora.templates.rows`.
+    """The form in which a kernel gets the adapter of each row; see `lora.templates.rows`.
 
     addressing: "single" (one adapter), "sequences" (an id for every rows_per_id rows), "groups"
-    (offsets, and ids of the groups), "rows" (an id for each row, which every program looks through)
-    or "sorted" (the same, sorted by a kernel before). ids None: groups are numbered as their
-    adapters. inclusive: offsets are ends alone. one_each: an id for every row. groups, rows: powers
-    of two that hold the groups and one more, and the rows of "rows".
+    (offsets and ids of groups), "rows" (an id for each row; every program reads all ids) or
+    "sorted" (like "rows", but sorted by an earlier kernel). ids None: the adapter of group g is g.
+    inclusive: offsets contain only ends. one_each: whether there is an id for every row. groups: a
+    power of two above the number of groups. rows: a power of two that covers the rows, for "rows".
     """
 
     addressing: str
@@ -31,13 +31,14 @@ class RowForm:
 
     @property
     def known(self) -> dict[str, Constant]:
-        """The counts of a launch that are constants."""
+        """The counts of a launch that are compile-time constants."""
         return {"rows_per_id": 1} if self.one_each else {}
 
 
 @dataclass(frozen=True)
 class RowCounts:
-    """The row counts of one call. groups: of a_offsets; rows_per_id: where ids are given alone."""
+    """The row counts of one call. groups: number of groups of a_offsets. rows_per_id: rows of each
+    id, if there are ids without offsets."""
 
     num_rows: int
     total_rows: int
@@ -46,7 +47,7 @@ class RowCounts:
 
 
 def tile_bound(form: RowForm, counts: RowCounts, block_m: int) -> int:
-    """Tiles that cover all rows, whatever the adapters are."""
+    """Returns the number of tiles that cover all rows for any choice of adapters."""
     rest = cdiv(counts.total_rows - counts.num_rows, block_m)
     if block_m == 1:
         return counts.total_rows
@@ -63,11 +64,11 @@ def tile_bound(form: RowForm, counts: RowCounts, block_m: int) -> int:
 
 @dataclass(frozen=True)
 class ShrinkProblem:
-    """The static part of a `shrink_qkv_permute_3mn` call, over the weights that are given.
+    """The static part of a `shrink_qkv_permute_3mn` call, for the given weights.
 
-    hidden: K. ranks: of each weight. a: strides (row,). weights: strides (adapter, row, column of
-    K); kernels are given the address of the first and the others' distances from it, so that the
-    alignment of the first alone counts.
+    hidden: K. ranks: rank of each weight. a: operand with strides (row,). weights: operands with
+    strides (adapter, row, column of K). Kernels get the address of the first weight and the
+    distances of the others from it, so only the alignment of the first matters.
     """
 
     hidden: int
@@ -82,12 +83,12 @@ class ShrinkProblem:
 
     @property
     def rank(self) -> int:
-        """N, that of the result."""
+        """The rank N of the result."""
         return max(self.ranks)
 
     @property
     def constants(self) -> dict[str, Constant]:
-        """The constants of three planes; where there are fewer, the last one's again."""
+        """The constants of three planes. If there are fewer, those of the last plane repeat."""
         last = self.planes - 1
         strides = [self.weights[min(plane, last)].strides for plane in range(3)]
         adapter, row, column = zip(*strides, strict=True)

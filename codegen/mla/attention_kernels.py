@@ -1,5 +1,5 @@
-"""MLA attention: the kernel `mla_attention`, and those beside it: `mla_merge` and, before a
-library's attention, `mla_join`.
+"""The kernels of MLA attention: `mla_attention`, `mla_merge`, and `mla_join`, which runs before a
+library's attention.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from tilewright.codegen.attention.prefill_tiles import PrefillConfig
 from tilewright.codegen.kernel import Kernel, Statics, strides_of
 from tilewright.codegen.mla.query_kernels import Q_STRIDES, TMA_BYTES
 
-# Sequences whose order by length a program works out itself: it compares each with each.
+# Most sequences that a program sorts by length itself, by comparing each with each.
 MAX_SORTED = 64
-# Weights of fp8 values are this many powers of two too large: the largest is 256, of at most 448,
-# and one part in 2 ** 17 is still a normal number.
+# Softmax weights of fp8 values are multiplied by 2 to this power. The largest weight, 1, becomes
+# 256, below the maximum 448, and 2 ** -17 becomes 2 ** -9, the smallest number above zero.
 FP8_SHIFT = 8.0
 # Rows of one program of `mla_merge`, and of `mla_join`.
 MERGE_ROWS = 16
@@ -42,14 +42,14 @@ ATTENTION = Kernel(
     divisible=("v_stride",),
     unaligned=("lse",),
 )
-# Partial results put together.
+# Merges partial results.
 MERGE = Kernel(
     "mla.merge",
     "mla_merge",
     types=dict.fromkeys(("num_rows", "part_stride", "lse_stride"), "i64"),
     unaligned=("lses",),
 )
-# Both parts of keys side by side.
+# Copies both parts of keys side by side.
 JOIN = Kernel(
     "mla.join",
     "mla_join",
@@ -63,13 +63,19 @@ JOIN = Kernel(
 class AttentionProblem:
     """The static part of an MLA attention call.
 
-    nope, rope, v_dim: columns of a head's unrotated and rotated part and of its values. dtype: of
-    queries, keys and values; out: of the result. has_lse: the log-sum-exp is asked for. positioned:
-    queries have positions of their own. attn_mask: dtype of a mask tensor, "" without one: u8 of
-    booleans, else a float that is added. v_by_key: a dim's keys are contiguous, not a key's dims.
-    sequences: a power of two not below their number, 1 where not ragged. tma: descriptors can reach
-    q, k and v; rope_tma: the rope keys too. joint: a key's values follow it, and both fill their
-    tiles.
+    Attributes:
+        nope, rope, v_dim: columns of a head's unrotated part, of its rotated part, and of its
+            values.
+        dtype: dtype of queries, keys and values. out: dtype of the result.
+        has_lse: whether the call returns the log-sum-exp.
+        ragged: whether sequences have different lengths.
+        positioned: whether a tensor gives the positions of queries.
+        attn_mask: dtype of the mask tensor, u8 for booleans or a float for numbers that are added;
+            "" without one.
+        v_by_key: whether the keys of a dim of v are contiguous, and not the dims of a key.
+        sequences: number of sequences, rounded up to a power of two; 1 if not ragged.
+        tma: whether descriptors can load q, k and v. rope_tma: the same for the rope keys.
+        joint: whether a key's values follow it in memory and both fill their tiles.
     """
 
     num_heads: int
@@ -96,7 +102,7 @@ class AttentionProblem:
 
     @property
     def blocks(self) -> tuple[int, int, int]:
-        """Tile widths of nope, rope and v: powers of two a tensor core takes."""
+        """Tile widths of nope, rope and v: powers of two that tensor cores support."""
         least = 32 if self.is_fp8 else 16
         dims = (self.nope, self.rope, self.v_dim)
         nope, rope, v = (max(next_power_of_2(n), least) for n in dims)
@@ -104,12 +110,12 @@ class AttentionProblem:
 
     @property
     def key_bytes(self) -> int:
-        """Bytes of one head's key and value."""
+        """Bytes of a key (without rope columns) and its value, of one head."""
         return (self.nope + self.v_dim) * ELEMENT_BYTES[self.dtype]
 
 
 def attention_statics(problem: AttentionProblem, config: PrefillConfig) -> Statics:
-    """The constants of `mla_attention`, but for those of a rotation."""
+    """Returns the constants of `mla_attention`, except for those of a rotation."""
     p = problem
     nope_block, rope_block, v_block = p.blocks
     return Statics(
@@ -135,7 +141,7 @@ def merge_statics(parts: int, v_dim: int) -> Statics:
 
 
 def join_statics(problem: AttentionProblem) -> Statics:
-    """The constants of `mla_join`, which puts both parts of a problem's keys side by side."""
+    """Returns the constants of `mla_join`, which copies both parts of keys side by side."""
     nope_block, rope_block, _ = problem.blocks
     return Statics(problem, nope_block=nope_block, rope_block=rope_block, block_r=JOIN_ROWS)
 

@@ -1,5 +1,6 @@
-"""How an MLA attention call is computed: by what the chip has, the operands' width and the extents.
-The bounds are where two ways took equal time on an H200."""
+"""Plans of MLA attention, by the chip, the widths of operands and the sizes of a call.
+
+At the bounds, two ways took equal time on an H200."""
 
 from __future__ import annotations
 
@@ -12,33 +13,34 @@ from tilewright.codegen.attention.problem import AttentionSizes
 from tilewright.codegen.mla.attention_kernels import MAX_SORTED, AttentionProblem
 from tilewright.codegen.targets import Target
 
-# Where all warps load; the first that fits.
+# Tiles for kernels whose warps all load; the first that fits is taken.
 BY_POINTERS = (
     PrefillConfig(128, 64, 8, 3),
     PrefillConfig(128, 32, 8, 2),
     PrefillConfig(64, 64, 4, 2),
     PrefillConfig(64, 32, 4, 1),
 )
-# With a mask tensor, whose tiles take shared memory too; of wide heads, few queries.
+# Tiles with a mask tensor, whose tiles take shared memory too; MASKED_WIDE: for wide heads and few
+# queries.
 MASKED = (BY_POINTERS[0], PrefillConfig(128, 64, 8, 2), *BY_POINTERS[1:])
 MASKED_WIDE = PrefillConfig(64, 64, 8, 2)
-# Up to so many keys of a sequence short tiles are better: two programs on a multiprocessor, of
-# which one works while the other starts.
+# Most keys of a sequence for which short tiles are better: two programs share a multiprocessor, and
+# one works while the other starts.
 SHORT_KEYS = 1024
-# Specialised warps take less time from so many keys of a sequence on; of ragged ones on average,
-# as their time is that of the longest.
+# Fewest keys of a sequence for which specialised warps take less time; for ragged sequences the
+# average number, because the longest one determines their time.
 SPECIALISED_KEYS = 3072
 SPECIALISED_AVERAGE = 768
-# A library's attention takes less time than ours from so many tiles of 128 queries on.
+# Fewest tiles of 128 queries for which a library's attention is faster than ours.
 LIBRARY_TILES = 1024
-# And from so many keys on: below, what goes before it is too much of the work.
+# Fewest keys for which it is: with fewer, the copy before it is too large a part of the work.
 LIBRARY_KEYS = 1024
 
 
 def attention_config(
     problem: AttentionProblem, sizes: AttentionSizes, target: Target
 ) -> PrefillConfig:
-    """The tiles of a call that runs our kernel."""
+    """Returns the tiles of a call that runs our kernel."""
     reached = problem.tma and (problem.rope_tma or not problem.rope)
     if target.tmem_columns:
         return _in_tensor_memory(problem, sizes, reached)
@@ -58,12 +60,12 @@ def attention_config(
 
 
 def _specialises(problem: AttentionProblem, sizes: AttentionSizes) -> bool:
-    """Whether producers and consumers are better apart, on Hopper.
+    """Whether specialised warps are faster on Hopper.
 
-    Triton 3.6 does not compile it with a reduction over rows or sequences before the loop: of
-    positions in a tensor, or where sequences are too many to be sorted; nor with a mask tensor. A
-    result in fp32 (of one chunk of several) gets 64 KiB of shared memory there that the tiles of
-    queries and keys do not leave.
+    Triton 3.6 does not compile them with a mask tensor, or with a reduction over rows or sequences
+    before the loop: for positions in a tensor, or for too many sequences to sort. A result in fp32
+    (of one of several chunks) would need 64 KiB of shared memory beside the tiles of queries and
+    keys, which is too much.
     """
     if problem.out == "fp32":
         return False
@@ -81,8 +83,9 @@ def _average_keys(problem: AttentionProblem, sizes: AttentionSizes) -> int:
 def _short(
     problem: AttentionProblem, sizes: AttentionSizes, target: Target
 ) -> tuple[PrefillConfig, ...]:
-    """Tiles for sequences of few keys. A mask comes with a cache's capacity of keys, of which its
-    queries may see few: they are taken for as many as there are queries."""
+    """Returns the tiles for sequences with few keys; empty for others. With a mask, the number of
+    keys is the capacity of a cache, of which queries may see few: the number of queries is taken as
+    an estimate."""
     masked, keys = problem.attn_mask != "", _average_keys(problem, sizes)
     if problem.is_fp8 or (min(keys, sizes.num_queries) if masked else keys) > SHORT_KEYS:
         return ()
@@ -90,7 +93,7 @@ def _short(
         return (MASKED_WIDE,) if sizes.num_queries <= MASKED_WIDE.block_m else ()
     programs = cdiv(sizes.num_queries, 64) * problem.num_heads
     programs *= 1 if problem.ragged else sizes.num_sequences
-    # With a multiprocessor each, programs are better off with more keys on the way.
+    # A program that is alone on its multiprocessor needs more keys in flight.
     stages = 3 if programs <= target.num_sms else 2
     return (PrefillConfig(64, 64, 4, stages, one_loop=problem.ragged),)
 
@@ -98,10 +101,11 @@ def _short(
 def _in_tensor_memory(
     problem: AttentionProblem, sizes: AttentionSizes, reached: bool
 ) -> PrefillConfig:
-    """Before Triton 3.9 two products may not go to one accumulator."""
+    """Returns the tiles for chips with tensor memory. Before Triton 3.9, two products must not
+    share an accumulator there, so none is chained."""
     wide, masked = max(problem.blocks) > 128, problem.attn_mask != ""
     if reached and not (masked or wide):
-        # A part has its log-sum-exp too, for which two loops leave no registers.
+        # A partial result also has its log-sum-exp, for which two loops leave no registers.
         part = problem.has_lse
         return PrefillConfig(
             128, 64, 8, 2, tma=True, warp_specialize=True, one_loop=part, chained=False
@@ -121,19 +125,20 @@ def _fits(problem: AttentionProblem, config: PrefillConfig, target: Target) -> b
 
 
 def rotates_queries(problem: AttentionProblem, config: PrefillConfig) -> bool:
-    """Whether the kernel rotates the queries that it loads; each has one program to load it.
+    """Whether the attention kernel rotates the queries that it loads. One program loads each query.
 
-    Not where a descriptor brings them to shared memory, nor where both members of a pair leave
-    columns of the tile between them.
+    It does not if a descriptor loads them to shared memory, or if the rope columns do not fill
+    their tile.
     """
     filled = problem.rope == problem.blocks[1]
     return filled and not (config.tma or config.warp_specialize or problem.is_fp8)
 
 
 def library_gains(num_heads: int, sizes: AttentionSizes) -> bool:
-    """Whether a library's attention over joined keys takes less time than our kernel.
+    """Whether a library's attention over joined keys is faster than our kernel.
 
-    Asked only where it computes the same: dense 16-bit operands, a mask of shapes alone.
+    Callers ask this only if the library computes the same result: for dense 16-bit operands and a
+    mask that depends only on shapes.
     """
     tiles = sizes.num_sequences * num_heads * cdiv(sizes.num_queries, 128)
     return tiles >= LIBRARY_TILES and sizes.num_keys >= LIBRARY_KEYS

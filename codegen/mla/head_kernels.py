@@ -1,11 +1,12 @@
-"""`head_products`: a product of each head with a weight of its own."""
+"""`head_products`: multiplies each head by its own weight."""
 
 from __future__ import annotations
 
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
 from tilewright.codegen.kernel import Kernel
 
-# Above, a library's GEMM takes more of the tensor core than a kernel that streams weights.
+# Most tokens: with more, a library's GEMM uses the tensor core better than a kernel that streams
+# weights.
 MOST_TOKENS = 64
 BLOCK_WIDTH = 64
 BLOCK_K = 64

@@ -1,4 +1,4 @@
-"""The kernels that make MLA's keys: `mla_latents` and `mla_up_projection`, and their tiles."""
+"""The kernels that make MLA's keys, `mla_latents` and `mla_up_projection`, and their tiles."""
 
 from __future__ import annotations
 
@@ -46,19 +46,27 @@ WEIGHT_NUMBERS = Kernel(
 
 @dataclass(frozen=True)
 class LatentProblem:
-    """The static part of one launch of `mla_latents`: it stores new tokens' latents to the cache,
-    gathers keys from there, or both in one launch; or it keeps the new tokens themselves as keys.
+    """The static part of one launch of `mla_latents`.
 
-    rank, rope_dim: columns of a latent and of its rope part; row: of a row of the buffer that is
-    filled with latents, 0 without one. norm_eps: of the RMS norm. neighbours: the members of a
-    rotated pair lie side by side in the cache and the buffers. page_size: slots of a page.
-    addressing: how new tokens find their slot, "none" where none is stored. wrap_negative: a
-    negative index counts from the end. search_steps: of a binary search for a token's or a key's
-    sequence. keys: where keys are gathered from, as `key_places` has it, "none" where they are not.
-    group: columns that share a scale of quantised latents, 1 for none; cap: of a group's largest
-    magnitude, 0 for none. rope_scale: divides the rope columns of the buffer. units: numbers that
-    divide the strides of pages and slots, of latents and of rope columns. one_source: a row is
-    loaded in one way, be it of a token or of the cache.
+    The kernel stores the latents of new tokens to the cache, gathers keys from the cache, or does
+    both in one launch; or it keeps the new tokens themselves as keys.
+
+    Attributes:
+        rank, rope_dim: columns of a latent and of its rope part.
+        row: columns of a row of the buffer for latents; 0 without a buffer.
+        norm_eps: epsilon of the RMS norm.
+        neighbours: whether the members of a rotated pair are adjacent in the cache and the buffers.
+        page_size: slots of a page.
+        addressing: the form of the slots of new tokens; "none" if none are stored.
+        wrap_negative: whether a negative index counts from the end.
+        search_steps: steps of the binary search for the sequence of a token or key.
+        keys: the form of the keys to gather, as in `key_places`; "none" if none are gathered.
+        keep: whether new tokens themselves become keys.
+        group: columns that share a scale of quantised latents; 1 without quantisation.
+        cap: upper bound of a group's largest magnitude; 0 for no bound.
+        rope_scale: divisor of the rope columns of the buffer.
+        units: numbers that divide the strides of pages and slots of latents, and of rope columns.
+        one_source: whether a row of a token and a row of the cache are loaded in the same way.
     """
 
     rank: int
@@ -88,7 +96,7 @@ class LatentProblem:
 
     @property
     def fused(self) -> bool:
-        """Whether new tokens are stored and become keys in one program."""
+        """Whether one program stores new tokens and makes keys of them."""
         return self.store and self.gather
 
     @property
@@ -102,10 +110,11 @@ class LatentProblem:
 
 @dataclass(frozen=True)
 class LatentConfig:
-    """Rows of one program, and the warps that share them.
+    """Tiles of `mla_latents`.
 
-    checked: tokens that a program of a fused launch looks at for those that are no keys. It takes
-    these one block_t after the other, so that more are slower where there are such tokens.
+    block_t: rows of a program. checked: tokens that a program of a fused launch checks for tokens
+    that are no keys. The program computes those block_t at a time, so larger numbers are slower if
+    there are such tokens.
     """
 
     block_t: int
@@ -114,7 +123,7 @@ class LatentConfig:
 
 
 def latent_grid(problem: LatentProblem, config: LatentConfig, tokens: int, rows: int) -> int:
-    """Programs of a launch: those of tokens, then those of keys."""
+    """Returns the number of programs of a launch: those of tokens and those of keys."""
     block = max(config.checked, config.block_t) if problem.fused else config.block_t
     own = cdiv(tokens, block) if problem.store or problem.keep else 0
     return row_programs(problem, config, rows) + own
@@ -128,10 +137,11 @@ def row_programs(problem: LatentProblem, config: LatentConfig, rows: int) -> int
 class UpProblem:
     """The static part of an up-projection: kv [K, H, N + V] = latents [K, L] @ weight^T.
 
-    latent, weight: values or codes, strides (row,). scale_block: (rows, columns) of the weight that
-    share a scale, None for values; latents share scales by as many columns. k: strides (row, head).
-    joint: a head's values follow its keys; else they are apart, [H, V, K]. k_scale, v_scale: divide
-    what is written. limited: rows past a limit are left out.
+    latent, weight: numbers or codes, strides (row,). scale_block: (rows, columns) of the weight
+    that share a scale; None for numbers. The same number of columns of a latent share a scale. k:
+    strides (row, head). joint: the values of a head follow its keys; if not, values have their own
+    tensor [H, V, K]. k_scale, v_scale: divisors of the results. limited: rows past a limit are
+    skipped.
     """
 
     num_heads: int
@@ -149,12 +159,12 @@ class UpProblem:
 
     @property
     def rows(self) -> int:
-        """Rows of the weight."""
+        """Number of rows of the weight."""
         return self.num_heads * (self.nope + self.v_dim)
 
     @property
     def by_head(self) -> bool:
-        """Whether heads' keys and values do not follow each other, so that a tile is of one."""
+        """Whether a tile is limited to one head, because heads are not adjacent in memory."""
         return not self.joint or self.k.strides[1] != self.nope + self.v_dim
 
 
@@ -181,7 +191,7 @@ class UpConfig:
 
 
 def up_statics(problem: UpProblem, config: UpConfig) -> Statics:
-    """The constants of the GEMM of a problem. A limited one is launched with one program for each
+    """Returns the constants of the GEMM of a problem. A limited problem has one program for each
     tile."""
     return Statics(
         problem,
@@ -204,7 +214,7 @@ def up_grid(problem: UpProblem, config: UpConfig, rows: int, num_sms: int) -> tu
 
 
 def up_obstacle(problem: UpProblem) -> str | None:
-    """Why TMA cannot reach the operands, or no tile fits; None where it is neither."""
+    """Returns why TMA cannot load the operands or no tile fits; None if the kernel can run."""
     operands = {"latent": problem.latent, "kv_b_weight": problem.weight}
     if problem.joint:
         operands["the result"] = problem.k

@@ -1,4 +1,4 @@
-"""Which tiles the kernels around MLA's attention take, by the number of rows."""
+"""Plans of the kernels around MLA's attention, by the number of rows."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from tilewright.codegen.arithmetic import cdiv, next_power_of_2
 from tilewright.codegen.mla.key_kernels import LatentConfig, LatentProblem, UpConfig, UpProblem
 from tilewright.codegen.targets import Target
 
-# Rows up to which a program has one: there are fewer than warps that hide latency.
+# Most rows for which a program takes one row: the chip has room for more warps than rows.
 FEW_ROWS = 1024
-# Rows up to which a fused launch has a program for every fourth of its tokens.
+# Most rows for which a program of a fused launch checks four tokens.
 SOME_ROWS = 16384
 
 
 def latent_config(problem: LatentProblem, rows: int) -> LatentConfig:
-    """Tiles for `rows` rows of keys and tokens together.
+    """Returns the tiles for `rows` rows of keys and tokens together.
 
-    One warp each: the norm's sums are then added in one order whatever the number of rows. Least
-    or nearly so on an H200 for 16 to 32768 rows, values and codes; fused rows in pairs take 117
-    registers, not 63, which leaves half the programs on a multiprocessor.
+    A program has one warp, so that the norm's sums are added in the same order for any number of
+    rows. On an H200 these tiles are the fastest, or nearly so, for 16 to 32768 rows of numbers or
+    codes. A fused launch with two rows per program takes 117 registers instead of 63, which halves
+    the programs on a multiprocessor.
     """
     few = rows <= FEW_ROWS
     if problem.fused:
@@ -28,12 +29,12 @@ def latent_config(problem: LatentProblem, rows: int) -> LatentConfig:
 
 
 def up_config(problem: UpProblem, rows: int, target: Target) -> UpConfig:
-    """Tiles of the up-projection for `rows` keys."""
+    """Returns the tiles of the up-projection for `rows` keys."""
     block_m = 64 if rows <= 64 else 128
     block_n = _head_block(problem) if problem.joint else _part_block(problem, 128)
     block_k = 64 if problem.scale_block is None else min(problem.scale_block[1], 128)
     warps = 4 if block_m * block_n <= 64 * 128 else 8
-    # Triton 3.6 cannot flatten the loop where keys and values are stored apart.
+    # Triton 3.6 cannot flatten the loop if keys and values have different tensors.
     wide = block_m == 128 and problem.joint and not problem.limited
     specialised = bool(target.tmem_columns) and wide
     return UpConfig(
@@ -42,12 +43,14 @@ def up_config(problem: UpProblem, rows: int, target: Target) -> UpConfig:
 
 
 def uses_library(problem: UpProblem, rows: int, target: Target) -> bool:
-    """Whether the library's GEMM makes the keys: of values, side by side, every row of them."""
+    """Whether the library's GEMM makes the keys: if weights are numbers, keys and values are in one
+    tensor, and all rows are needed."""
     return problem.joint and problem.scale_block is None and not problem.limited
 
 
 def _head_block(problem: UpProblem) -> int:
-    """Rows of the weight in a tile of keys and values: of one head where they are apart by head."""
+    """Returns the rows of the weight in a tile of keys and values: a divisor of a head's rows if a
+    tile is limited to one head."""
     block = 128
     while problem.by_head and (problem.nope + problem.v_dim) % block and block > 16:
         block //= 2
@@ -55,15 +58,18 @@ def _head_block(problem: UpProblem) -> int:
 
 
 def _part_block(problem: UpProblem, most: int) -> int:
-    """Rows of the weight in a tile: a power of two that keeps to one part and one scale."""
+    """Returns the rows of the weight in a tile of keys or of values: a power of two up to
+    `most`."""
     block = min(most, next_power_of_2(max(problem.nope, problem.v_dim)))
     return max(block, 16)
 
 
 @dataclass(frozen=True)
 class DecodeSizes:
-    """Queries of a sequence and the keys that it has room for; heads, N, R, V and the rank L; rows
-    of a tile of absorbed attention."""
+    """Sizes of a decode call.
+
+    queries: queries of a sequence. keys: keys that it has room for. nope, rope, v_dim: N, R and V,
+    columns of a head. rank: L, columns of a latent. rows: rows of a tile of absorbed attention."""
 
     queries: int
     keys: int
@@ -75,21 +81,22 @@ class DecodeSizes:
     rows: int
 
 
-# Keys from which fewer bytes and products are worth two more launches.
+# Fewest keys for which fewer bytes and products are worth two more launches.
 FEWEST_KEYS = 256
-# Multiply-adds of an H200 in the time that memory takes for a 16-bit number.
+# Multiply-adds of an H200 in the time in which memory transfers a 16-bit number.
 NUMBER_MACS = 170
-# Of absorbed attention, whose tiles are narrow, over those of a GEMM in the same time.
+# Cost of a multiply-add in absorbed attention, whose tiles are narrow, relative to a GEMM.
 NARROW_MACS = 3
 
 
 def absorbs(sizes: DecodeSizes) -> bool:
-    """Whether attention to the latents themselves takes less time than to keys made of them.
+    """Whether attention to the latents themselves is faster than attention to expanded keys.
 
-    For each key: the up-projection multiplies it into all heads' columns, H * L * (N + V), which
-    are written and read again; attention then costs little. Absorbed, each tile of rows reads
-    L + R numbers and multiplies each twice, but for R. (What a query costs by itself is left out:
-    both read the weight once.)
+    The estimate counts the cost of each key. Expanded: the up-projection multiplies a latent into
+    the columns of all heads, H * L * (N + V) multiply-adds, and the columns are written and read
+    again; attention to them costs little. Absorbed: each tile of rows reads L + R numbers and
+    multiplies each twice, except for the R rope columns. The cost of a query is left out, because
+    both ways read the weight once.
     """
     if sizes.keys < FEWEST_KEYS:
         return False

@@ -1,4 +1,5 @@
-"""`mla_query`: queries rotated, or cast to 8 bits, before attention; and what rotations are."""
+"""`mla_query`, which rotates queries or casts them to 8 bits before attention, and the static part
+of rotations."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from dataclasses import dataclass
 from tilewright.codegen.arithmetic import cdiv, next_power_of_2
 from tilewright.codegen.kernel import Kernel, strides_of
 
-# TMA: strides and base addresses in whole 16 bytes.
+# TMA needs strides and base addresses that are multiples of 16 bytes.
 TMA_BYTES = 16
 Q_STRIDES = strides_of("q", sequence=-4, token=-3, head=-2)
 
@@ -25,11 +26,12 @@ QUERY = Kernel(
 
 @dataclass(frozen=True)
 class Rotation:
-    """What is static about a rotation (RoPE) of queries or of keys, by the constants' names.
+    """The static part of a rotation (RoPE) of queries or keys, by the names of constants.
 
-    rope_style: of ops/reference/rope.py, "none" for no rotation. cos_strides, sin_strides: (row,
-    column) of the tables. full_width: they have a column for each rotated column, else for each
-    pair. by_position: a row of them is a token's position, else its number.
+    rope_style: a style of ops/reference/rope.py; "none" for no rotation. cos_strides, sin_strides:
+    strides (row, column) of the tables. full_width: the tables have a column for each rotated
+    column; if not, for each pair. by_position: the row of a token is its position; if not, its
+    number.
     """
 
     rope_style: str = "none"
@@ -44,11 +46,11 @@ NO_ROTATION = Rotation()
 
 @dataclass(frozen=True)
 class QueryProblem:
-    """The static part of a launch.
+    """The static part of a launch of `mla_query`.
 
-    nope, rope_dim: columns of a query, of which the last are rotated. search_steps: of a binary
-    search for a row's sequence. whole: all columns are written; else the rotated ones. casts: to
-    another dtype.
+    nope, rope_dim: columns of a query that are not rotated, and those after them that are.
+    search_steps: steps of the binary search for a row's sequence. whole: all columns are stored; if
+    not, only the rotated ones. casts: the result has another dtype.
     """
 
     num_heads: int
@@ -68,9 +70,9 @@ class QueryProblem:
 
     @property
     def block_r(self) -> int:
-        """Rows of one program: 8 KiB and more of loads, with few enough registers for eight
-        programs on a multiprocessor. Of whole queries, not cast, 16 take 2 to 5 % less time than 64
-        on an H200."""
+        """Rows of one program: at least 8 KiB of loads, with few enough registers for eight
+        programs on a multiprocessor. For whole queries without a cast, 16 rows take 2 to 5 % less
+        time than 64 on an H200."""
         return 16 if self.whole and not self.casts else 64
 
     @property

@@ -17,7 +17,7 @@ _STRIDES: dict[str, Stride | tuple[Stride, ...]] = {
     "UP_STRIDES": (("up_weight", 0), ("up_weight", 1)),
     "BIAS_STRIDES": (("bias", 0), ("up_bias", 0)),
 }
-# Where the result is normed, the kernel leaves fp32 sums to NORM_ROWS.
+# If the result is normed, this kernel stores fp32 sums, which NORM_ROWS reads.
 LINEAR = Kernel(
     "mlp.linear",
     "streamed_linear",
@@ -25,20 +25,20 @@ LINEAR = Kernel(
     ranges=("num_tokens",),
     unaligned=("counters", "weight_factor", "up_factor"),
 )
-# A program for each token and a few rows of codes.
+# Has a program for each token and each few rows of codes.
 DOTTED = Kernel("mlp.dotted", "dotted_linear", _STRIDES, unaligned=("weight_factor", "up_factor"))
 NORM_ROWS = Kernel(
     "mlp.finish",
     "norm_rows",
     {"NORM_STRIDE": ("norm_weight", 0)},
 )
-# What is left where the products are a library's, in memory of their own.
+# Applies the activation to products that a library computed.
 ACTIVATE = Kernel("mlp.linear", "activate_products", types={"num_elements": "i64"})
-# Of a norm of the result: columns of a row at a time.
+# Columns of a row that `norm_rows` takes at a time.
 NORM_BLOCK = 2048
-# Of `activate_products`: elements of a program.
+# Elements of a program of `activate_products`.
 ACTIVATE_BLOCK = 2048
-# What codes are scaled with and shifted by, of the weight and of the up weight.
+# Names of the scales, zeros and factors of the codes of the weight and of the up weight.
 CODE_NAMES = (
     "weight_scale", "up_scale", "weight_zero", "up_zero", "weight_factor", "up_factor",
 )  # fmt: skip
@@ -46,11 +46,11 @@ CODE_NAMES = (
 
 @dataclass(frozen=True)
 class LinearConfig:
-    """block_n rows of each weight by block_t tokens; split_k programs share a tile's K.
+    """Tiles of block_n rows of each weight by block_t tokens; split_k programs share a tile's K.
 
-    prefetch: columns of a row that are asked for while the kernel before this one ends, a multiple
-    of 64; of codes, as many bytes as 16-bit numbers would be. lets_in: the next kernel's programs
-    may take their places early.
+    prefetch: weight columns of each row that the kernel prefetches while the previous kernel ends,
+    a multiple of 64; for codes, as many bytes as 16-bit numbers would take. lets_in: the next
+    kernel may start early.
     """
 
     block_n: int
@@ -72,7 +72,7 @@ class LinearConfig:
 
 @dataclass(frozen=True)
 class DotConfig:
-    """block_n rows of each weight, in steps of block_k columns."""
+    """Tiles of `dotted_linear`: block_n rows of each weight, in steps of block_k columns."""
 
     block_n: int
     block_k: int
@@ -84,7 +84,7 @@ class DotConfig:
 
 
 def dot_constants(problem: LinearProblem) -> dict[str, Constant]:
-    """The constants of `dotted_linear` that are no strides of its tensors."""
+    """Returns the constants of `dotted_linear` that are no strides of its tensors."""
     q = problem.quantization
     assert q is not None
     made = _shared_constants(problem) | q.dot_constants(problem.k, problem.weight)
@@ -100,12 +100,12 @@ def dot_grid(problem: LinearProblem, config: DotConfig, num_tokens: int) -> tupl
 
 
 def _shared_constants(problem: LinearProblem) -> dict[str, Constant]:
-    """The constants that both kernels have, without a norm of x."""
+    """Returns the constants that both kernels have, without a norm of x."""
     return {
         "N": problem.n,
         "K": problem.k,
         "ACTIVATION": problem.activation,
-        "SCALE": problem.scale if problem.post_norm is None else 1.0,  # else behind the norm
+        "SCALE": problem.scale if problem.post_norm is None else 1.0,  # `norm_rows` scales then
         "NORM": False,
         "NORM_EPS": 0.0,
         "NORM_OFFSET": 0.0,
@@ -115,13 +115,13 @@ def _shared_constants(problem: LinearProblem) -> dict[str, Constant]:
 def linear_constants(
     problem: LinearProblem, config: LinearConfig, target: Target
 ) -> dict[str, Constant]:
-    """The constants of `streamed_linear` that are no strides of its tensors."""
+    """Returns the constants of `streamed_linear` that are no strides of its tensors."""
     norm, q = problem.norm, problem.quantization
     made: dict[str, Constant] = {
         **_shared_constants(problem),
         "LINE": 128 // int(ELEMENT_BYTES[problem.weight]),
         "PREFETCH": config.prefetch if problem.k_major else 0,
-        # Both operands of two products come out of registers.
+        # The operands of both products come from registers.
         "APART": (norm is not None or q is not None) and target.tmem_columns > 0,
     }
     if norm is not None:
@@ -138,7 +138,7 @@ def linear_grid(problem: LinearProblem, config: LinearConfig, num_tokens: int) -
 
 
 def workspace_elements(problem: LinearProblem, config: LinearConfig) -> int:
-    """Numbers that the parts of one tile take."""
+    """Returns the fp32 numbers in the workspace of the parts of one tile."""
     sums = problem.num_weights * config.block_n + squares_a_row(problem.norm)
     return config.split_k * sums * config.block_t
 

@@ -1,4 +1,4 @@
-"""The tiles of a linear for few tokens, and up to how many tokens it is one."""
+"""Plans of a linear for few tokens: its tiles, and the most tokens for which it is used."""
 
 from __future__ import annotations
 
@@ -11,37 +11,40 @@ from tilewright.codegen.mlp.problem import LinearProblem, code_step
 from tilewright.codegen.row_norm import takes_columns
 from tilewright.codegen.targets import Target
 
-# Above, a library's GEMM takes more of the tensor core than a kernel that streams weights; of gate
-# and up on an H200: 66 us of 16 tokens where Inductor's take 68, but 113 and 74 of 64.
+# Most tokens. With more, a library's GEMM uses the tensor core better than a kernel that streams
+# weights. Gate and up on an H200: 66 us for 16 tokens, where Inductor's kernels take 68, but 113 us
+# for 64 tokens, where they take 74.
 MOST_TOKENS = 64
 MOST_GATED_TOKENS = 16
-# A library's GEMM wants the numbers of codes first, in every call: on an H100 the down projection
-# in int4 takes 66 us of 128 tokens where that takes 56 for the numbers and 50 for the product. So
-# two weights of codes take as many tokens as one, beyond MOST_GATED_TOKENS by a kernel each.
+# Most tokens of weights of codes. A library's GEMM needs the codes decoded to numbers in every
+# call: on an H100, the down projection in int4 takes 66 us for 128 tokens, where the library takes
+# 56 to decode and 50 for the product. So this bound also holds for two weights of codes, each with
+# its own kernel above MOST_GATED_TOKENS.
 MOST_CODED_TOKENS = 128
-# Up to so many tokens the kernel layer-norms x itself. Modelled, not measured: every program reads
-# whole rows before its first product, of 4096 columns in about 1 us a token, where a norm by itself
-# takes about 2.
+# Most tokens for which the kernel layer-norms x itself. This is modelled, not measured: every
+# program reads whole rows before its first product, about 1 us per token for 4096 columns, where a
+# separate norm takes about 2 us.
 MOST_LAYER_NORMED_TOKENS = 1
-# Tokens of a tile where two weights of codes are decoded beside its sums: more spill.
+# Most tokens of a tile that decodes two weights of codes beside its sums: more would spill.
 MOST_CODED_TILE = 32
-# The same of codes that are floats of four bits.
+# Most tokens of such a tile if the codes are floats of four bits.
 MOST_GATED_FLOATS = 16
-# The same of any weight of codes where the tensor core takes both operands out of registers.
+# Most tokens of a tile of any weight of codes, if the tensor core takes both operands from
+# registers.
 MOST_CODED_IN_REGISTERS = 16
-# What a program leaves of its half of the shared memory: its barriers, and sums over tokens.
+# Bytes that a program leaves free in its share of shared memory, for barriers and sums over tokens.
 RESERVED_BYTES = 8 * 1024
-# Steps over K, of up to 128 columns, that are worth a program of their own.
+# Fewest steps over K, of up to 128 columns, of a program.
 LEAST_STEPS = 4
 MOST_PARTS = 16
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """Tiles of block_n rows, of steps of block_k columns unless the problem wants others.
+    """Tiles of block_n rows, in steps of block_k columns unless the problem needs others.
 
-    programs: of a multiprocessor, all there at once, so that they end together. stages: at most;
-    more keep the next kernel's programs from taking their places early.
+    programs: programs on a multiprocessor, which all run at once, so that they end together.
+    stages: most pipeline stages; more would keep the next kernel's programs from starting early.
     """
 
     block_n: int = 64
@@ -52,47 +55,50 @@ class Tiling:
 
 
 PLAIN = Tiling()
-# Codes of four bits, measured for 1 and 16 tokens on an H100 in steps that read 128 bytes of a row:
-# the down projection of Llama-3-8B took 29.1 us with 64 rows of 128 columns and eight stages, and
-# takes 17.2; gate and up 38.8 and 35.0.
+# Tiles for codes of four bits, measured for 1 and 16 tokens on an H100, in steps that read 128
+# bytes of a row. The down projection of Llama-3-8B takes 17.2 us, and took 29.1 with 64 rows of 128
+# columns and eight stages; gate and up take 35.0 us, and took 38.8.
 NIBBLES = Tiling(block_n=128, block_k=256, num_warps=8, stages=3)
 GATED_NIBBLES = Tiling(block_n=128, block_k=256, num_warps=8, stages=2)
-# E2M1 multiplied by its scales in registers has the same tiles: 55.7 us and 28.6, gate and up 98.9
-# and 61.5. Sums in tensor memory would be read and written between two products of a step.
+# E2M1 that is multiplied by its scales in registers has these tiles too: 28.6 us instead of 55.7,
+# gate and up 61.5 instead of 98.9. On chips with tensor memory it has tiles whose sums need not be
+# read and written between two products of a step.
 SUMS_IN_TENSOR_MEMORY = Tiling(block_n=128, num_warps=8, stages=6)
-# The same where codes are floats or of a table, which take longer to decode: nf4 33.0 us and 26.6.
+# Tiles for codes of four bits that are floats or of a table, which take longer to decode: nf4 takes
+# 26.6 us instead of 33.0.
 NUMBERS = Tiling(stages=3, programs=3)
 GATED_NUMBERS = Tiling(stages=3)
-# The same where a word holds the codes of several rows: 30.7 us and 27.3.
+# Tiles for words that hold the codes of several rows: 27.3 us instead of 30.7.
 NIBBLES_OF_ROWS = Tiling(stages=3, programs=4)
-# Codes by more tokens, whose sums take the registers of a second program from 64 on. The down
-# projection in int4 takes 23.4 us of 32 tokens, 33.4 of 64 and 57.9 of 128 where plain tiles take
-# 24.4, 35.2 and 66.9; float8 37.4 of 64 and 62.5 of 128 (47.3 and 93.1).
+# Tiles of codes for more tokens. From 64 tokens on, their sums leave no registers for a second
+# program. The down projection in int4 takes 23.4 us for 32 tokens, 33.4 for 64 and 57.9 for 128,
+# where plain tiles take 24.4, 35.2 and 66.9; float8 takes 37.4 us for 64 and 62.5 for 128, where
+# plain tiles take 47.3 and 93.1.
 NIBBLES_FOR_MORE = Tiling(block_n=128, num_warps=8, stages=3)
 CODES_FOR_MANY = Tiling(block_n=128, num_warps=8, stages=3, programs=1)
 CODES_FOR_MOST = Tiling(block_n=128, stages=3, programs=1)
-# Columns of a row that are asked for early. With one weight, whose programs end soon, that and
-# letting the next kernel in saves up to a tenth (H200, 4096 x 4096: 10.4 us and 11.3).
+# Columns of a row that are prefetched. With one weight, whose programs end soon, this and letting
+# the next kernel start early save up to a tenth (H200, 4096 x 4096: 10.4 us instead of 11.3).
 PREFETCHED = 256
 
 
-# The most tokens by which codes are multiplied without tensor cores.
+# Most tokens for which codes are multiplied without tensor cores.
 MOST_DOTTED_TOKENS = 1
 
 
 @dataclass(frozen=True)
 class DotTiling:
-    """Rows of each weight that a program takes, and words of a step over K."""
+    """rows: rows of each weight that a program takes. words: words of a step over K."""
 
     rows: int
     words: int
     num_warps: int = 4
 
 
-# Measured on an H100, one token, the projections of Llama-3-8B (down, gate and up, out): int4 takes
-# 13.8, 24.8 and 5.6 us where the tensor core's kernels take 16.7, 34.7 and 7.9; float8 21.8, 44.5
-# and 8.4 where those take 24.4, 47.6 and 9.0; NVFP4 17.5, 40.5 and 7.0, and 29.0, 62.5 and 10.8;
-# nf4 19.8, 47.6 and 6.9, and 26.6, 56.0 and 10.2.
+# Tiles of dot products. Measured on an H100 for one token and the projections of Llama-3-8B (down,
+# gate and up, out), in us, with the times of the tensor core's kernels in parentheses: int4 13.8,
+# 24.8 and 5.6 (16.7, 34.7, 7.9); float8 21.8, 44.5 and 8.4 (24.4, 47.6, 9.0); NVFP4 17.5, 40.5 and
+# 7.0 (29.0, 62.5, 10.8); nf4 19.8, 47.6 and 6.9 (26.6, 56.0, 10.2).
 DOTS = DotTiling(8, 256)
 DOTS_OF_NIBBLES = DotTiling(16, 256)
 GATED_DOTS = DotTiling(8, 512)
@@ -103,7 +109,7 @@ GATED_DOTS_OF_TABLES = DotTiling(4, 256)
 def dot_obstacle(
     problem: LinearProblem, num_tokens: int, bytes_fill_words: bool = True
 ) -> str | None:
-    """Says why `dotted_linear` does not take a call; None where it does, and is the faster one.
+    """Returns why `dotted_linear` does not take a call; None if it can and is faster.
 
     bytes_fill_words: whether codes can be read four bytes at a time.
     """
@@ -122,7 +128,7 @@ def dot_obstacle(
 
 
 def dot_config(problem: LinearProblem) -> DotConfig:
-    """The tiles of `dotted_linear`."""
+    """Returns the tiles of `dotted_linear`."""
     q = problem.quantization
     assert q is not None
     tiling = _dot_tiling(problem.gated, q)
@@ -140,27 +146,27 @@ def _dot_tiling(gated: bool, q: Quantization) -> DotTiling:
 
 
 def most_tokens(num_weights: int, coded: bool = False) -> int:
-    """Up to how many tokens the kernels are the faster way. coded: weights are codes."""
+    """Returns the most tokens for which the kernels are faster. coded: weights are codes."""
     if coded:
         return MOST_CODED_TOKENS
     return MOST_TOKENS if num_weights == 1 else MOST_GATED_TOKENS
 
 
 def multiplies_apart(problem: LinearProblem, num_tokens: int) -> bool:
-    """Whether two weights of codes are multiplied by a kernel each: beside the sums of one weight
-    more tokens fit the registers."""
+    """Whether two weights of codes are multiplied by separate kernels: beside the sums of one
+    weight, more tokens fit the registers."""
     coded = problem.gated and problem.quantization is not None
     return coded and num_tokens > MOST_GATED_TOKENS
 
 
 def takes_norm(kind: str, num_tokens: int, columns: int) -> bool:
-    """Whether the kernel norms so many rows itself. kind: as in `RowNorm`."""
+    """Whether the kernel itself norms x. kind: as in `RowNorm`."""
     few = kind == "rms" or num_tokens <= MOST_LAYER_NORMED_TOKENS
     return few and takes_columns(kind, columns)
 
 
 def linear_config(problem: LinearProblem, num_tokens: int, target: Target) -> LinearConfig:
-    """The tiles for so many tokens: as many bytes in flight as fit two programs."""
+    """Returns the tiles for this many tokens, with as many bytes in flight as fit."""
     most = MOST_CODED_TILE if problem.quantization and problem.num_weights == 2 else MOST_TOKENS
     if problem.quantization and problem.quantization.format.number and problem.num_weights == 2:
         most = MOST_GATED_FLOATS
@@ -200,7 +206,7 @@ def _tiling(problem: LinearProblem, num_tokens: int, block_t: int, target: Targe
         return _tiling_for_more(problem, q, num_tokens, block_t)
     if q.format.bits != 4:
         return PLAIN
-    # Zeros of two weights take the registers of a second program.
+    # Zeros of two weights leave no registers for a second program.
     if problem.gated and (q.packed_rows or q.has_zero_tensors):
         return PLAIN
     if q.packed_rows:
@@ -225,14 +231,15 @@ def _tiling_for_more(
 
 
 def stage_bytes(problem: LinearProblem, block_n: int, block_t: int, block_k: int) -> int:
-    """Of the weights' tiles, and of those of x and the norm, 16 bits a number."""
+    """Returns the bytes of a pipeline stage: the tiles of weights, and those of x and the norm with
+    16 bits per number."""
     weights = problem.num_weights * block_n * problem.weight_bytes
     tiles = 1 + (0 if problem.norm is None else problem.norm.tiles)
     return int(weights + 2 * block_t * tiles) * block_k
 
 
 def made_bytes(problem: LinearProblem, block_n: int, block_t: int, block_k: int) -> int:
-    """Of the tiles that codes are decoded to, and that x is put into their order in; codes packed
+    """Returns the bytes of the tiles of decoded codes and of x in the order of codes. Codes packed
     along K stay in registers."""
     q = problem.quantization
     if q is None:

@@ -1,4 +1,4 @@
-"""Linears for few tokens as plain data: what is static about one call site."""
+"""The static part of a linear for few tokens."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from tilewright.codegen.row_norm import RowNorm
 
 @dataclass(frozen=True)
 class LinearProblem:
-    """out [T, n] = residual + scale * activation(norm(x) @ weight^T + bias) * (norm(x) @
-    up_weight^T + up_bias).
+    """The static part of out [T, n] = residual + scale * activation(norm(x) @ weight^T + bias) *
+    (norm(x) @ up_weight^T + up_bias).
 
-    weight: dtype of what is stored, which is words where there is a quantization. gated: there is
-    an up weight. k_major: K is the contiguous dimension of the weights. activation "": none.
-    post_norm: of what is multiplied by the scale and added to the residual.
+    weight: dtype of the stored weight; that of the stored words with a quantization. gated: whether
+    there is an up weight. k_major: whether K is the contiguous dimension of the weights.
+    activation: its name, "" for none. post_norm: the norm of the product, applied before it is
+    multiplied by the scale and added to the residual.
     """
 
     n: int
@@ -36,13 +37,13 @@ class LinearProblem:
 
     @property
     def weight_bytes(self) -> float:
-        """Bytes that one number of a weight takes in shared memory."""
+        """Bytes of one number of a weight in shared memory."""
         q = self.quantization
         return ELEMENT_BYTES[self.weight] if q is None else q.staged_bytes
 
 
 def codes_obstacle(q: Quantization, columns: int) -> str | None:
-    """Why `streamed_linear` cannot take weights of so many columns; None when it can."""
+    """Returns why `streamed_linear` cannot take weights with this many columns; None if it can."""
     if q.differs:
         return q.differs
     if not q.known_order:
@@ -53,7 +54,7 @@ def codes_obstacle(q: Quantization, columns: int) -> str | None:
 
 
 def code_step(q: Quantization, columns: int, most: int = 128) -> int:
-    """The columns of a step over codes, up to `most`; 0 where none meets whole scales."""
+    """Returns the columns of a step over codes, up to `most`; 0 if no step covers whole scales."""
     longest = q.longest_step(columns)
     longer = (most,) if longest == 128 and columns >= most else ()
     return next((size for size in (*longer, longest, 64, 32) if q.step_fits(columns, size)), 0)

@@ -1,9 +1,8 @@
-"""How the experts of a few tokens are multiplied without tensor cores: for which calls, in which
-tiles, by which kernels.
+"""Plans and kernels that multiply the experts of a few tokens without tensor cores.
 
-At one token the tensor core's kernels wait for the sort of the routes, for the rounding of rows and
-for tiles that pass through shared memory. So few routes read most weights once, however they are
-multiplied.
+For one token, the tensor core's kernels wait for the sort of the routes, for the quantisation of
+rows and for tiles that pass through shared memory. With few routes, most weights are read only once
+anyway.
 """
 
 from __future__ import annotations
@@ -43,37 +42,37 @@ DOWN_DOTTED = Kernel(
     num_stages=1,
 )
 
-# Up to how many tokens each format is multiplied so; formats without an entry never are. On an
-# H100, of 1, 2, 4 and 8 tokens, Qwen3-30B-A3B's experts take in bfloat16 31, 53 and 101 us where
-# the tensor core's kernels take 39, 63 and 108; in float8 16, 30, 57 and 107 (33, 43, 68, 107); in
-# int4 13, 20, 35 and 66 (17, 29, 45, 70); in NVFP4 16, 27, 48 and 90 (19, 34, 51, 81); and
-# gpt-oss-20b's in MXFP4 34, 63, 115 and 222 (81, 110, 172, 272).
+# Most tokens of each format; formats without an entry never use these kernels. Times on an H100 in
+# us for 1, 2, 4 and 8 tokens, with those of the tensor core's kernels in parentheses. Experts of
+# Qwen3-30B-A3B: bfloat16 31, 53 and 101 (39, 63, 108); float8 16, 30, 57 and 107 (33, 43, 68, 107);
+# int4 13, 20, 35 and 66 (17, 29, 45, 70); NVFP4 16, 27, 48 and 90 (19, 34, 51, 81). Experts of
+# gpt-oss-20b: MXFP4 34, 63, 115 and 222 (81, 110, 172, 272).
 MOST_TOKENS = {"dense": 4, "fp8": 4, "int4": 8, "nvfp4": 4, "mxfp4": 8}
-# Bytes of a row that a thread loads at once, and those of a line of memory.
+# Bytes of a row that a thread loads at once, and bytes of a line of memory.
 LOAD_BYTES, LINE_BYTES = 16, 128
-# Bytes of a row that a step may take, and what a step costs besides, as a part of a row's time.
+# Possible bytes of a row in a step, and the fixed cost of a step as a fraction of a row's time.
 STEP_BYTES = (2048, 1024, 512, 256, 128)
 STEP_COST = 0.08
-# Columns of x that a program holds, those of all slots together; the second: of those that are
-# multiplied as floats in steps that are not short.
+# Most columns of x that a program holds, over all slots; the second bound is for codes that are
+# multiplied as floats, except in short steps.
 MOST_COLUMNS, MOST_FLOAT_COLUMNS = 2048, 1024
-# Rows of gate and of up, and warps, that were measured the fastest; of other formats UP_TILE.
+# The fastest measured rows of gate and of up, and warps; UP_TILE for other formats.
 UP_TILE = (8, 4)
 UP_TILES = {"fp8": (4, 4), "int4": (8, 2)}
-# Rows of down, and whether its programs ask for weights early; of other formats DOWN_TILE.
+# Rows of down, and whether its programs prefetch weights; DOWN_TILE for other formats.
 DOWN_TILE = (8, True)
 DOWN_TILES = {"int4": (4, False), "nvfp4": (4, False)}
-# Columns of a step of bytes that eight warps share.
+# Most columns of a step over float8 codes for which eight warps share a program.
 SHORT_STEP = 256
-# Slots that the second kernel takes at once.
+# Most slots that the second kernel takes at once.
 MOST_SLOTS = 8
 
 
 @dataclass(frozen=True)
 class DotTiles:
-    """block_n rows of a weight, in steps of block_s slots by block_k columns. early: of the first
-    kernel: the second one's programs take their places while it ends; of the second: they ask for
-    their weights before they wait."""
+    """Tiles of block_n rows of a weight, in steps of block_s slots by block_k columns. early: the
+    first kernel lets the second one start early; the second kernel prefetches its weights before it
+    waits for the first."""
 
     block_n: int
     block_k: int
@@ -88,7 +87,7 @@ class DotTiles:
 
 @dataclass(frozen=True)
 class DotsPlan:
-    """The tiles of the two kernels, and why."""
+    """The tiles of the two kernels, and the reason in words."""
 
     up: DotTiles
     down: DotTiles
@@ -96,23 +95,23 @@ class DotsPlan:
 
 
 def codes_a_word(weight: WeightOperands) -> int:
-    """Columns of a word as the kernels read it."""
+    """Returns the columns of a word that the kernels read."""
     form = WEIGHT_FORMATS.get(weight.format)
     return 1 if form is None else 8 * WORD_BYTES // form.bits
 
 
 def multiplies_integers(weight: WeightOperands) -> bool:
-    """Whether codes are multiplied as integers, else as fp32 numbers."""
+    """Whether codes are multiplied as integers; if not, as fp32 numbers."""
     return codes_a_word(weight) == 8
 
 
 def word_bytes(weight: WeightOperands) -> int:
-    """Bytes of a word as the kernels read it."""
+    """Returns the bytes of a word that the kernels read."""
     return WORD_BYTES if codes_a_word(weight) > 1 else int(ELEMENT_BYTES[weight.data.dtype])
 
 
 def run_of(weight: WeightOperands) -> int:
-    """Words that share a sum: 16 bytes, or less where a scale is for less."""
+    """Returns the words that share a sum: 16 bytes, or fewer if a scale covers fewer."""
     whole = LOAD_BYTES // word_bytes(weight)
     if weight.scale is None:
         return whole
@@ -120,7 +119,7 @@ def run_of(weight: WeightOperands) -> int:
 
 
 def dots_obstacle(problem: MoeProblem, num_tokens: int) -> str | None:
-    """Says why the kernels do not take a call; None where they do, and are the faster ones."""
+    """Returns why the kernels do not take a call; None if they can and are faster."""
     most = MOST_TOKENS.get(problem.format, 0)
     if num_tokens > most:
         return f"more than {most} tokens"
@@ -153,7 +152,7 @@ def _weight_obstacle(weight: WeightOperands, rows: int, columns: int) -> str | N
 
 
 def plan_dots(problem: MoeProblem, num_tokens: int) -> DotsPlan | None:
-    """The tiles for a call; None where other kernels take it."""
+    """Returns the tiles for a call; None if other kernels take it."""
     if dots_obstacle(problem, num_tokens) is not None:
         return None
     up, down = up_tiles(problem), down_tiles(problem)
@@ -161,14 +160,14 @@ def plan_dots(problem: MoeProblem, num_tokens: int) -> DotsPlan | None:
 
 
 def up_tiles(problem: MoeProblem) -> DotTiles:
-    """Rows of gate and of up, in steps of whole rows where those are short: all of a program's
-    loads are on their way at once."""
+    """Returns the tiles of gate and up. Steps take whole rows if those are short, so that all loads
+    of a program are in flight at once."""
     rows, warps = UP_TILES.get(problem.format, UP_TILE)
     return DotTiles(rows, step_of(problem.gate, problem.hidden), warps)
 
 
 def down_tiles(problem: MoeProblem) -> DotTiles:
-    """Each row has a part for every slot of a step."""
+    """Returns the tiles of down, whose rows have a part for every slot of a step."""
     rows, early = DOWN_TILES.get(problem.format, DOWN_TILE)
     block_k = step_of(problem.down, problem.inner)
     short = problem.format == "fp8" and block_k <= SHORT_STEP
@@ -179,21 +178,21 @@ def down_tiles(problem: MoeProblem) -> DotTiles:
 
 
 def step_of(weight: WeightOperands, columns: int) -> int:
-    """Columns of a step: as few steps as leave few columns past the end."""
+    """Returns the columns of a step, which balance few steps against few columns past the end."""
     per, size = codes_a_word(weight), word_bytes(weight)
     steps = [per * taken // size for taken in STEP_BYTES]
     return min(steps, key=lambda step: cdiv(columns, step) * (step / columns + STEP_COST))
 
 
 def up_dots(problem: MoeProblem, tiles: DotTiles) -> tuple[Kernel, Statics]:
-    """The first kernel with its constants."""
+    """Returns the first kernel with its constants."""
     return UP_DOTTED, Statics(
         tiles, problem, lets_in=tiles.early, **_constants(problem, problem.gate)
     )
 
 
 def down_dots(problem: MoeProblem, tiles: DotTiles) -> tuple[Kernel, Statics]:
-    """The second kernel with its constants."""
+    """Returns the second kernel with its constants."""
     line = LINE_BYTES // word_bytes(problem.down)
     lines = cdiv(problem.inner, line * codes_a_word(problem.down)) if tiles.early else 0
     own: dict[str, Constant] = {"LINE": line, "LINES": lines and next_power_of_2(lines)}

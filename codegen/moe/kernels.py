@@ -26,8 +26,8 @@ def _up_kernel(template: str, name: str) -> Kernel:
 COUNT = Kernel("moe.order", "moe_count")
 SCAN = Kernel("moe.order", "moe_scan", ranges=("num_chunks",))
 ORDER = Kernel("moe.order", "moe_order")
-# The first GEMM, by its tiles. Of gate and up that at the lower address of a tensor of both is its
-# weight.
+# The first GEMM by kind of tiles. If gate and up are in one tensor, its weight is the one at the
+# lower address.
 UP = {
     GemmConfig: _up_kernel("moe.gemm", "moe_up"),
     CodesConfig: _up_kernel("grouped.codes", "moe_up_codes"),
@@ -35,16 +35,17 @@ UP = {
 }
 COMBINE = Kernel("moe.combine", "moe_combine", {"WEIGHT_STRIDES": all_strides("weights", 2)})
 
-# Up to here every program of the sort counts all routes itself.
+# Most routes for which every program of the sort counts all routes itself.
 COUNTED_BY_ALL = 2048
 
 
 @dataclass(frozen=True)
 class OrderConfig:
-    """Routes per program of the counting sort, and how it loads what it compares them with.
+    """Tiles of the counting sort.
 
-    counted: `moe_count` and `moe_scan` count beforehand. row_block: rows of the blocks whose first
-    number it gives for each expert, 0: none.
+    chunk: routes of a program. counted: `moe_count` and `moe_scan` count the routes beforehand.
+    row_block: if not 0, the sort also returns the number of each expert's first block of this many
+    rows.
     """
 
     chunk: int
@@ -59,7 +60,7 @@ class OrderConfig:
 
 @dataclass(frozen=True)
 class CombineConfig:
-    """Tokens and columns of a program."""
+    """block_t: tokens of a program. block_h: columns of a program."""
 
     block_t: int
     block_h: int
@@ -67,7 +68,8 @@ class CombineConfig:
 
 
 def order_config(problem: MoeProblem, num_routes: int) -> OrderConfig:
-    """Short chunks: a program's work is the square of its routes."""
+    """Returns the tiles of the sort. Chunks are short, because the work of a program grows with the
+    square of its routes."""
     covered = max(next_power_of_2(num_routes), 16)
     if num_routes <= COUNTED_BY_ALL:
         chunk = min(32 if covered <= 128 else 64, covered)
@@ -78,8 +80,8 @@ def order_config(problem: MoeProblem, num_routes: int) -> OrderConfig:
 
 
 def sort_kernels(problem: MoeProblem, config: OrderConfig) -> dict[str, tuple[Kernel, Statics]]:
-    """The kernels of the sort by step, with their constants: count and scan, where there are many
-    routes, and order."""
+    """Returns the kernels of the sort by step, with their constants: count and scan, if there are
+    many routes, and order."""
     statics = Statics(
         config,
         experts=problem.experts,
@@ -93,7 +95,7 @@ def sort_kernels(problem: MoeProblem, config: OrderConfig) -> dict[str, tuple[Ke
 def sort_grids(
     problem: MoeProblem, config: OrderConfig, num_routes: int
 ) -> dict[str, tuple[int, ...]]:
-    """The grids of `sort_kernels`."""
+    """Returns the grids of `sort_kernels`."""
     chunks = cdiv(num_routes, config.chunk)
     scans = cdiv(problem.experts, config.experts_per_scan)
     return {"count": (chunks,), "scan": (scans,), "order": (chunks,)}
@@ -102,8 +104,9 @@ def sort_grids(
 def up_kernel(
     problem: MoeProblem, config: GemmConfig, order: tuple[int, int] = (0, 0)
 ) -> tuple[Kernel, Statics]:
-    """The first GEMM with its constants. order: of the result's columns, see `order_of`. distance:
-    from gate to up in elements that the kernel counts; None where it is known at the launch."""
+    """Returns the first GEMM with its constants. order: the order of the result's columns, see
+    `order_of`. The constant "distance" from gate to up is in the kernel's elements; None if it is
+    known only at the launch."""
     weight, distance, own = problem.gate_up, problem.distance, {}
     if isinstance(config, CodesConfig):
         own = codes_constants(weight, config)

@@ -1,8 +1,8 @@
-"""Which kernels a mixture of experts runs: by the rows that an expert gets on average.
+"""Plans of a mixture of experts: the kernels for the average number of rows of an expert.
 
-Few rows per expert: the time is that of streaming the weights of the experts in use, and operands
-are swapped so that a token tile may be small. Many: tensor cores bound it, and tiles are as large
-as registers and shared memory allow. The bounds in between are where the two took equal time.
+With few rows per expert, reading the weights of the experts in use takes all the time, and operands
+are swapped so that token tiles can be small. With many rows, tensor cores are the bound, and tiles
+are as large as registers and shared memory allow. At the bounds between, both took equal time.
 """
 
 from __future__ import annotations
@@ -30,33 +30,34 @@ from tilewright.codegen.moe.problem import (
 )
 from tilewright.codegen.targets import Target
 
-# Rows per expert up to which weights stand on the tensor core's M side.
+# Most rows per expert for which weights are on the tensor core's M side.
 SWAPPED_ROWS = 16
-# The first two on chips with tensor memory.
+# On chips with tensor memory: most rows per expert with swapped operands, and fewest rows for tiles
+# of 128 rows.
 STREAMED_BY_TENSOR_MEMORY = 48
 WIDE_BY_TENSOR_MEMORY = 192
-# Rows per expert from which weights are dequantised before the GEMMs: on an H200 as fast as in
-# them.
+# Fewest rows per expert for which weights are dequantised before the GEMMs. At these bounds, both
+# ways took equal time on an H200.
 DECODED_ROWS = {"fp8": 224, "int4": 224, "nvfp4": 256, "mxfp4": 256}
-# Rows per expert from which 128-row tiles are taken.
+# Fewest rows per expert for tiles of 128 rows.
 WIDE_ROWS = 96
-# Tiles of 64 columns that keep a GPU's memory busy.
+# Number of tiles of 64 columns that keep a GPU's memory busy.
 STREAMING_TILES = 128
-# Inner columns up to which the down kernel has so few steps that shorter tiles are better.
+# Most inner columns for which the down kernel has so few steps that shorter tiles are better.
 SHORT_INNER = 768
-# Rows per expert up to which each warp has columns of its own, and tokens come by eight.
+# Most rows per expert for which each warp takes its own columns, in tiles of eight tokens.
 SPLIT_ROWS = 4
-# Rows of a tile whose warps are specialised.
+# Rows of a tile with specialised warps.
 SPECIALISED_ROWS = 128
-# Any tiles of codes by words: whether both GEMMs can read their weights so.
+# Tiles by which `_fit` checks whether both GEMMs can read their weights by words.
 WORDS = CodesConfig(16, 64, STREAMED_K, 4, 4)
 _swapped = partial(GemmConfig, swapped=True)
 
 
 @dataclass(frozen=True)
 class MoePlan:
-    """The configs of one call, and why. decode: of the kernel that dequantises all weights before
-    dense GEMMs; None: the GEMMs do."""
+    """The tiles of all kernels of one call, and the reason in words. decode: tiles of the kernel
+    that dequantises all weights before dense GEMMs; None if the GEMMs dequantise them."""
 
     order: OrderConfig
     up: GemmConfig
@@ -67,12 +68,12 @@ class MoePlan:
 
     @property
     def by_route(self) -> bool:
-        """Both GEMMs take every route by itself: nothing is sorted."""
+        """Whether both GEMMs take every route as a block of rows, so that nothing is sorted."""
         return all(isinstance(c, CodesConfig) and c.by_route for c in (self.up, self.down))
 
 
 def plan_moe(problem: MoeProblem, num_tokens: int, target: Target) -> MoePlan:
-    """The kernels for `num_tokens` tokens on a target."""
+    """Returns the kernels for `num_tokens` tokens on a target."""
     routes = num_tokens * problem.num_slots
     rows = cdiv(routes, problem.num_experts)
     decode = None
@@ -95,9 +96,9 @@ def plan_moe(problem: MoeProblem, num_tokens: int, target: Target) -> MoePlan:
 
 
 def _numbers(problem: MoeProblem, rows: int, routes: int) -> tuple[GemmConfig, GemmConfig]:
-    """Weights by TMA. Few rows: as many bytes in flight as an SM needs, by two or three programs
-    that hide each other's ends. Many: the largest tiles, of codes those that leave registers to
-    unpack them."""
+    """Returns the tiles of GEMMs that load weights by TMA. For few rows, two or three programs have
+    as many bytes in flight as an SM needs and hide each other's epilogues. For many rows, tiles are
+    the largest ones; with codes, those that leave registers to unpack them."""
     dense = problem.format == "dense"
     if rows <= SWAPPED_ROWS:
         block_m = token_tile(rows)
@@ -121,7 +122,8 @@ def _numbers(problem: MoeProblem, rows: int, routes: int) -> tuple[GemmConfig, G
 
 
 def _by_words(problem: MoeProblem, rows: int, routes: int) -> tuple[GemmConfig, GemmConfig]:
-    """Weights of 4-bit codes, by words: unpacking them takes longer than reading them."""
+    """Returns the tiles of GEMMs that read 4-bit codes by words. Unpacking codes takes longer than
+    reading them."""
     block_m = token_tile(rows)
     if rows <= SPLIT_ROWS and problem.format != "mxfp4":
         up, down = _split_codes(problem, routes)
@@ -139,9 +141,9 @@ def _by_words(problem: MoeProblem, rows: int, routes: int) -> tuple[GemmConfig, 
 
 
 def _split_codes(problem: MoeProblem, routes: int) -> tuple[CodesConfig, CodesConfig]:
-    """Warps with columns of their own and the older instruction: registers bound how many weights
-    are on their way, and small programs use them best. Of one token every route is a block of rows.
-    """
+    """Returns tiles for the older instruction, whose warps each take their own columns. Registers
+    limit how many weights are in flight, and small programs use them best. With one token, every
+    route is a block of rows."""
     up = CodesConfig(8, 32, 256, 2, 3, 6, split=2)
     if routes == problem.num_slots:
         if problem.inner <= 2 * SHORT_INNER:
@@ -155,14 +157,15 @@ def _split_codes(problem: MoeProblem, routes: int) -> tuple[CodesConfig, CodesCo
 
 
 def _codes_of_few(problem: MoeProblem, routes: int) -> tuple[GemmConfig, GemmConfig]:
-    """Hidden rows are written in the order of the codes: longer tiles take longer to be stored so
-    than to be put in order later."""
+    """Returns the tiles of codes for few rows. With `ordered`, the first GEMM stores hidden rows in
+    the order of the codes. With longer tiles, storing them so takes longer than permuting them
+    later."""
     ordered = problem.inner % STREAMED_K == 0
     few = CodesConfig(16, 32, 256, 4, 4, 2, part_k=256)
     few_down = CodesConfig(16, 64, 256, 4, 4, 2, part_k=256, ordered=True)
     if ordered and _few_tiles(problem, routes) and _fit(problem, few, few_down):
         return few, few_down
-    # Rows that begin anywhere in a sector of memory.
+    # These rows may begin anywhere in a sector of memory.
     up = CodesConfig(16, 64, STREAMED_K, 4, 4, 3, swapped=False)
     down = CodesConfig(16, 64, 256, 4, 3, 3, swapped=False, part_k=256)
     if not ordered and problem.format != "int4" and _fit(problem, up, down):
@@ -176,7 +179,7 @@ def _codes_of_few(problem: MoeProblem, routes: int) -> tuple[GemmConfig, GemmCon
 def _fit(problem: MoeProblem, up: CodesConfig, down: CodesConfig) -> bool:
     """Whether GEMMs in these tiles can stream the codes."""
     if problem.format == "int4" and up.part_k != STREAMED_K:
-        return False  # its parts are its groups, whatever the tiles
+        return False  # the parts of int4 are its groups, for all tiles
     gate_up = [problem.gate, problem.up] if problem.up else [problem.gate]
     weights = [replace(problem.gate_up, scale=weight.scale) for weight in gate_up]
     gemms = [(up_problem(problem, weight), up) for weight in weights]
@@ -185,12 +188,12 @@ def _fit(problem: MoeProblem, up: CodesConfig, down: CodesConfig) -> bool:
 
 
 def _few_tiles(problem: MoeProblem, routes: int) -> bool:
-    """Whether tiles of 64 columns leave a part of the GPU without work."""
+    """Whether with tiles of 64 columns a part of the GPU has no work."""
     return routes * cdiv(problem.inner, 64) < 2 * STREAMING_TILES
 
 
 def _by_codes(problem: MoeProblem, rows: int, target: Target) -> tuple[GemmConfig, GemmConfig]:
-    """Rows and weights both e4m3."""
+    """Returns the tiles for e4m3 rows and e4m3 weights."""
     down = scaled_gemm_config(rows, target)
     if rows <= SWAPPED_ROWS:
         return ScaledConfig(16, 128, SCALED_K, 4, 3, 2, swapped=True), down
@@ -204,24 +207,24 @@ def _by_codes(problem: MoeProblem, rows: int, target: Target) -> tuple[GemmConfi
 
 
 def _in_tensor_memory(problem: MoeProblem, rows: int, routes: int) -> tuple[GemmConfig, GemmConfig]:
-    """The largest tiles whose machine code neither spills nor asks for more tensor memory than
-    there is, with every compiler release.
+    """Returns the largest tiles whose machine code does not spill and fits tensor memory with every
+    compiler release.
 
-    Warps are not specialised where an operand comes by pointers beside one that comes by TMA, as in
-    the up kernel (Triton issue 8311: wrong results), nor where codes are unpacked (spills).
+    Warps are not specialised if one operand is loaded by pointers and another by TMA, as in the up
+    kernel (Triton issue 8311: wrong results), or if codes are unpacked (spills).
     """
     if rows <= STREAMED_BY_TENSOR_MEMORY:
-        # A tile of one expert is as long as its rows, within what a token tile may be.
+        # A tile covers the rows of an expert, within the limits of a token tile.
         block_m = min(max(next_power_of_2(rows), 16), 64)
         few = _few_tiles(problem, routes)
-        # Two programs on a multiprocessor hide each other's ends; narrower tiles where few experts
-        # are in use, so that all multiprocessors stream.
+        # Two programs on a multiprocessor hide each other's epilogues. If few experts are in use,
+        # tiles are narrower, so that all multiprocessors read weights.
         up = _swapped(block_m, 32 if few else 64, 128, 4, 4 if few else 3, 2)
         if few:
             return up, _swapped(block_m, 64, 128, 4, 3, 2)
         if problem.format == "dense":
             return up, _swapped(block_m, 128, 128, 8, 4)
-        # Codes fill fewer bytes: more of them in flight, in blocks that fit an SM twice.
+        # Codes take fewer bytes, so more stages are in flight, in blocks that fit an SM twice.
         return up, _swapped(block_m, 128, 128, 4, 6)
     if rows < WIDE_BY_TENSOR_MEMORY:
         return GemmConfig(64, 64, 64, 4, 4), GemmConfig(64, 128, 64, 4, 4)

@@ -1,4 +1,4 @@
-"""Mixture-of-experts problems as plain data: what is static about one call site."""
+"""The static part of a mixture of experts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from tilewright.codegen.grouped.problem import (
     weight_obstacle,
 )
 
-# At most so much scratch memory for dequantised weights, of the size of a layer's dense weights.
+# Most bytes of scratch memory for dequantised weights, which take as much as a layer's dense
+# weights.
 DECODED_BYTES = 4 * 2**30
 
 
@@ -21,12 +22,15 @@ DECODED_BYTES = 4 * 2**30
 class MoeProblem:
     """The static part of a `fused_moe` call.
 
-    dtype: of x, of the hidden rows and of the result. gate, up: weights [E, inner, hidden],
-    up None where the activation is not gated; down: [E, hidden, inner]; all of one format, biases
-    of one dtype. interleaved: up's rows lie between gate's, in one tensor; else up lies `distance`
-    stored elements from gate, up_first: before it. distance None: two tensors, whose distance is
-    known at the launch. coded_rows: x and the hidden rows
-    are quantised to e4m3 before they are multiplied.
+    Attributes:
+        dtype: dtype of x, of the hidden rows and of the result.
+        gate, up: weights [E, inner, hidden]; up is None if the activation is not gated.
+        down: weight [E, hidden, inner]. All weights have one format, and biases one dtype.
+        interleaved: whether the rows of up lie between those of gate, in one tensor.
+        distance: stored elements from gate to up, if not interleaved; None if it is known only at
+            the launch, because gate and up are two tensors.
+        up_first: whether up lies before gate.
+        coded_rows: whether x and the hidden rows are quantised to e4m3 before they are multiplied.
     """
 
     num_experts: int
@@ -47,12 +51,13 @@ class MoeProblem:
 
     @property
     def format(self) -> str:
-        """Of the weights."""
+        """The format of the weights."""
         return self.gate.format
 
     @property
     def gate_up(self) -> WeightOperands:
-        """gate's weight as the first GEMM steps through it: by the rows of both."""
+        """gate's weight with the strides of the first GEMM, which steps over the rows of gate and
+        up."""
         expert, row, column = self.gate.data.strides
         if not self.interleaved or self.gate.n_major:
             return self.gate
@@ -65,12 +70,13 @@ class MoeProblem:
 
 
 def up_problem(problem: MoeProblem, weight: WeightOperands) -> GroupedProblem:
-    """The first GEMM with one weight: gate's or up's."""
+    """Returns the problem of the first GEMM with one weight: gate's or up's."""
     return replace(down_problem(problem), rows=problem.inner, inner=problem.hidden, weight=weight)
 
 
 def down_problem(problem: MoeProblem) -> GroupedProblem:
-    """The second GEMM alone: its rows are the sorted routes, which it stores in their own order."""
+    """Returns the problem of the second GEMM. Its rows are the sorted routes, which it stores in
+    the order of routes."""
     return GroupedProblem(
         num_groups=problem.num_experts,
         num_experts=problem.num_experts,
@@ -83,7 +89,7 @@ def down_problem(problem: MoeProblem) -> GroupedProblem:
 
 
 def gemms(problem: MoeProblem) -> dict[str, GroupedProblem]:
-    """A GEMM with each weight alone, by the weight's name."""
+    """Returns the problem of a GEMM with each weight, by the weight's name."""
     made = {"gate": up_problem(problem, problem.gate)}
     if problem.up:
         made["up"] = up_problem(problem, problem.up)
@@ -94,8 +100,8 @@ def gemms(problem: MoeProblem) -> dict[str, GroupedProblem]:
 
 
 def decodable(problem: MoeProblem) -> bool:
-    """Whether there is something to dequantise, in the memory that is given to it, to rows that TMA
-    can step through."""
+    """Whether the weights can be dequantised before the GEMMs: they are codes, the scratch memory
+    suffices, and TMA can load the dequantised rows."""
     elements = (3 if problem.up else 2) * decoded_elements(problem)
     size = ELEMENT_BYTES[problem.dtype]
     fits = size * elements <= DECODED_BYTES and problem.hidden * size % TMA_BYTES == 0
@@ -103,12 +109,12 @@ def decodable(problem: MoeProblem) -> bool:
 
 
 def decoded_elements(problem: MoeProblem) -> int:
-    """Elements of one dequantised weight. gate, up and down follow each other without a gap."""
+    """Returns the elements of one dequantised weight. gate, up and down are contiguous."""
     return problem.num_experts * problem.hidden * problem.inner
 
 
 def decoded_problem(problem: MoeProblem) -> MoeProblem:
-    """The problem once its weights are dequantised."""
+    """Returns the problem after its weights were dequantised."""
     weights: dict[str, Any] = {n: gemm.dequantized().weight for n, gemm in gemms(problem).items()}
     distance = decoded_elements(problem) if problem.up else 0
     return replace(problem, **weights, interleaved=False, distance=distance, up_first=False)
@@ -118,7 +124,7 @@ def decoded_problem(problem: MoeProblem) -> MoeProblem:
 
 
 def gemm_obstacle(problem: MoeProblem) -> str | None:
-    """Why TMA cannot reach the operands; None where it can. From metadata alone."""
+    """Returns why TMA cannot load the operands; None if it can. Uses only metadata."""
     obstacle = weight_obstacle("gate_weight", problem.gate_up)
     obstacle = obstacle or weight_obstacle("down_weight", problem.down)
     if obstacle is not None:
@@ -132,17 +138,17 @@ def gemm_obstacle(problem: MoeProblem) -> str | None:
 
 
 def address_obstacle(problem: MoeProblem, *, decoded: bool) -> str | None:
-    """Why the GEMMs cannot reach a weight by TMA or by 32-bit words; None where they can.
+    """Returns why the GEMMs cannot load a weight by TMA or by 32-bit words; None if they can.
 
-    Asked at each call, since calls of the same metadata may differ in it: in addresses, and in how
-    far up lies from gate. decoded: weights are dequantised first, by a kernel that loads them from
-    any address, and the GEMMs read the call's own memory.
+    Callers check this at each call, because calls with equal metadata may differ in addresses and
+    in the distance from gate to up. decoded: weights are dequantised first, by a kernel that loads
+    them from any address, and the GEMMs read the call's own memory.
     """
     obstacle = gemm_obstacle(problem)
     if obstacle is not None or decoded:
         return obstacle
     read: dict[str, WeightOperands | None] = {"down_weight": problem.down}
-    # Of one tensor that at the lower address is read; the other's rows lie at a distance from it.
+    # If gate and up are in one tensor, only the address of the first one matters.
     if problem.distance is None or not problem.up_first:
         read["gate_weight"] = problem.gate
     if problem.distance is None or problem.up_first:

@@ -1,4 +1,4 @@
-"""The kernels of a router: the product with the choice behind it, and the choice alone."""
+"""The kernels of a router: the product followed by the choice, and the choice alone."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ ROUTER = Kernel(
     "moe_router",
     {"WEIGHT_STRIDES": (("weight", 0), ("weight", 1))},
     ranges=("num_tokens",),
-    unaligned=("counters",),  # one of a slab's: it lies anywhere
+    unaligned=("counters",),  # a part of a larger allocation, at any address
 )
-# The choice of logits in the product's workspace, or of logits that are given.
+# Chooses from logits in the product's workspace, or from given logits.
 CHOOSE = Kernel("moe.router", "moe_choose", ranges=("num_tokens",))
 
 
 @dataclass(frozen=True)
 class RouterProblem:
-    """What is static about a router: E experts, K columns, S slots.
+    """The static part of a router with E experts, K columns and S slots.
 
-    x, weight: dtypes; weight "" where x has the logits. corrected: scores are corrected before the
-    choice. Numbers as the op has them.
+    x, weight: dtypes; weight is "" if x contains the logits. corrected: whether scores are
+    corrected before the choice. The other fields are arguments of the op.
     """
 
     num_experts: int
@@ -43,12 +43,13 @@ class RouterProblem:
 
     @property
     def widened(self) -> bool:
-        """Whether the product is one of fp32 numbers: the tensor core is not for these."""
+        """Whether the product is computed in fp32, for which tensor cores are not used."""
         return self.weight != "" and (self.x != self.weight or self.x == "fp32")
 
     @property
     def by_logits(self) -> bool:
-        """Whether the experts' scores, and so a group's largest, have the order of the logits."""
+        """Whether the order of the logits decides the choice, because scores have the same
+        order."""
         of_one = self.group_top == 1 or self.top_groups == self.num_groups
         return not self.corrected and of_one
 
@@ -58,7 +59,7 @@ class RouterProblem:
 
     @property
     def group(self) -> int:
-        """Columns of a group."""
+        """Columns of a group, rounded up to a power of two."""
         return next_power_of_2(self.num_experts // self.num_groups)
 
     @property
@@ -67,13 +68,13 @@ class RouterProblem:
 
     @property
     def columns(self) -> int:
-        """Columns of a row of logits, those that stand for no expert among them."""
+        """Columns of a row of logits, including those that pad groups."""
         return self.groups * self.group
 
 
 @dataclass(frozen=True)
 class ChoiceConfig:
-    """Tokens that a program chooses for at once."""
+    """rows: tokens that a program chooses for at once."""
 
     rows: int
     num_warps: int
@@ -83,9 +84,10 @@ class ChoiceConfig:
 class RouterConfig:
     """Tiles of a router.
 
-    A program of the product multiplies block_t tokens with block_e experts over a `splits`-th of
-    the columns, block_k at a time. rows: tokens that a program chooses for at once. chooses: the
-    last program of a token tile chooses; else a launch of its own does, with choose_warps.
+    A program of the product multiplies block_t tokens with block_e experts over one of `splits`
+    parts of the columns, block_k at a time. rows: tokens that a program chooses for at once.
+    chooses: the last program of a token tile chooses; if not, a separate launch with choose_warps
+    warps does.
     """
 
     block_t: int
@@ -104,7 +106,7 @@ class RouterConfig:
 
     @property
     def choice(self) -> ChoiceConfig:
-        """The tiles of the launch that chooses alone."""
+        """The tiles of the separate launch that chooses."""
         return ChoiceConfig(self.rows, self.choose_warps)
 
     def __str__(self) -> str:

@@ -1,8 +1,9 @@
-"""The tiles of a router, by the number of tokens.
+"""Plans of a router, by the number of tokens.
 
-A few tokens: the weight is read once, by as many programs as a chip has multiprocessors, each of
-which reads a part of its rows and columns. Many: token tiles are as large as keep them all busy,
-and the choice, which would be a long end of one program, has a launch of its own.
+For few tokens, the weight is read once, by as many programs as a chip has multiprocessors, and each
+reads a part of its rows and columns. For many tokens, token tiles are as large as possible while
+all multiprocessors have work, and the choice is a separate launch, because it would delay the end
+of a program.
 """
 
 from __future__ import annotations
@@ -13,27 +14,27 @@ from tilewright.codegen.arithmetic import ELEMENT_BYTES, cdiv, next_power_of_2
 from tilewright.codegen.moe.router_kernels import RouterConfig, RouterProblem
 from tilewright.codegen.targets import Target
 
-# The tensor core's least tile.
+# The tensor core's smallest tile.
 LEAST_TILE = 16
-# Tokens up to which a token tile is that small, and its last program chooses.
+# Most tokens for which token tiles have that size and the last program of a tile chooses.
 FEW_TOKENS = 128
-# From here on token tiles are as large as they get.
+# Fewest tokens for the largest token tiles.
 MANY_TOKENS = 1024
-# Tokens from which fp32 numbers are multiplied by the library.
+# Most tokens for which our kernel multiplies fp32 numbers; with more, the library does.
 LIBRARY_TOKENS = 64
-# Experts of a program where there are many tokens.
+# Most experts of a program if there are many tokens.
 WIDE_EXPERTS = 128
-# Parts of the sum over columns, at most.
+# Most parts of the sum over columns.
 MOST_SPLITS = 32
 # fp32 logits that a warp chooses from.
 CHOSEN_BY_WARP = 256
-# Bytes of a weight from which two programs share a multiprocessor.
+# Fewest bytes of a weight for which two programs share a multiprocessor.
 LARGE_WEIGHT = 1 << 20
 
 
 @cache
 def router_config(problem: RouterProblem, num_tokens: int, target: Target) -> RouterConfig:
-    """The tiles for up to `num_tokens` tokens."""
+    """Returns the tiles for up to `num_tokens` tokens."""
     if not problem.weight or uses_library(problem, num_tokens):
         rows, warps = _choice(problem, num_tokens)
         return RouterConfig(1, 1, 1, 1, rows, 1, 1, chooses=False, choose_warps=warps)
@@ -45,7 +46,7 @@ def router_config(problem: RouterProblem, num_tokens: int, target: Target) -> Ro
     wanted = target.num_sms * (2 if few and _weight_bytes(problem) >= LARGE_WEIGHT else 1)
     blocks = cdiv(problem.hidden, block_k)
     splits = max(min(wanted // tiles, blocks, MOST_SPLITS), 1)
-    splits = cdiv(blocks, cdiv(blocks, splits))  # none without a block
+    splits = cdiv(blocks, cdiv(blocks, splits))  # so that each part has a block
     rows, warps = _choice(problem, min(num_tokens, block_t) if few else num_tokens)
     if few:
         return RouterConfig(block_t, block_e, block_k, splits, rows, max(warps, 2), 3)
@@ -55,7 +56,7 @@ def router_config(problem: RouterProblem, num_tokens: int, target: Target) -> Ro
 
 
 def uses_library(problem: RouterProblem, num_tokens: int) -> bool:
-    """Whether the library multiplies: fp32 numbers of many tokens."""
+    """Whether the library multiplies, which it does for fp32 numbers of many tokens."""
     return problem.widened and num_tokens > LIBRARY_TOKENS
 
 
@@ -67,7 +68,7 @@ def _expert_tile(problem: RouterProblem, num_tokens: int) -> int:
 
 
 def _choice(problem: RouterProblem, num_tokens: int) -> tuple[int, int]:
-    """(tokens that a program chooses for at once, its warps)."""
+    """Returns (tokens that a program chooses for at once, its warps)."""
     rows = min(next_power_of_2(num_tokens), 4)
     warps = next_power_of_2(cdiv(rows * problem.columns, CHOSEN_BY_WARP))
     return rows, min(max(warps, 1), 8)

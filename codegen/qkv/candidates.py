@@ -1,4 +1,4 @@
-"""The tiles that the fused kernels are tried with."""
+"""Candidate tiles of the fused kernels."""
 
 from __future__ import annotations
 
@@ -24,36 +24,36 @@ from tilewright.codegen.qkv.problem import (
 from tilewright.codegen.qkv.time import shared_bytes
 from tilewright.codegen.targets import Target
 
-# Tokens of a tile where the tensor core takes codes and x out of registers: more spill (sm120).
+# Most tokens of a tile if the tensor core takes codes and x from registers: more spill (sm120).
 MOST_TOKENS_IN_REGISTERS = 32
-# Sums of a warp beside codes that are floats of four bits: more spill (sm90).
+# Most sums of a warp beside codes that are floats of four bits: more spill (sm90).
 MOST_SUMS_OF_FLOATS = 1024
 
-# Formats of which few tokens are multiplied without tensor cores, and up to how many. On an H100
-# the projection of Llama-3-8B takes 7.4 us in int4 (the tensor core's kernel 9.9), 9.6 in int8
-# (13.0), 12.4 in float8 (13.1; 10.0 and 14.6 in blocks), 8.9 in NVFP4 (11.0), 8.8 in MXFP4 (15.1)
-# and 9.8 in nf4 (14.4).
+# Formats that few tokens multiply without tensor cores, and the most tokens. Times of the
+# projection of Llama-3-8B on an H100 in us, with those of the tensor core's kernel in parentheses:
+# int4 7.4 (9.9), int8 9.6 (13.0), float8 12.4 (13.1), float8 in blocks 10.0 (14.6), NVFP4 8.9
+# (11.0), MXFP4 8.8 (15.1), nf4 9.8 (14.4).
 DOTTED_FORMATS = ("int4_k", "int4_k_offset", "int8", "fp8", "nvfp4", "mxfp4", "nf4", "fp4")
 MOST_DOTTED_TOKENS = 1
-# Pairs of a head in such a program, where no norm wants whole heads. 32-bit words, rows by columns,
-# that four warps take in a step, and the least of a row. Programs of a multiprocessor that share K
-# where tiles are few.
+# Pairs of a head in such a program, unless a norm needs whole heads.
 DOT_PAIRS = 8
+# 32-bit words (rows times columns) that four warps take in a step, and the fewest words of a row.
 DOT_WORDS, DOT_WORDS_OF_NIBBLES = 4096, 2048
 LEAST_DOT_WORDS, LEAST_DOT_WORDS_OF_NIBBLES = 32, 16
+# Programs per multiprocessor, reached by splitting K if there are few tiles.
 DOT_PROGRAMS = 3
-# More words in a thread's registers spill.
+# Most words in a thread's registers: more spill.
 MOST_THREAD_WORDS = 64
 
 
 def candidates(problem: QkvProblem, num_tokens: int, target: Target) -> list[Config]:
-    """The configs worth a try that this problem and target can take."""
+    """Returns the configs worth trying that fit this problem and target."""
     tried = _configs(problem, num_tokens, target)
     return [config for config in tried if fits(problem, config, target)]
 
 
 def _configs(problem: QkvProblem, num_tokens: int, target: Target) -> Iterator[Config]:
-    """What was worth its while on an H200, in any problem measured."""
+    """Yields the configs that were worth trying on an H200 in any measured problem."""
     dots = dots_config(problem, num_tokens, target)
     if dots is not None:
         yield dots
@@ -73,7 +73,8 @@ def _configs(problem: QkvProblem, num_tokens: int, target: Target) -> Iterator[C
 
 
 def dots_config(problem: QkvProblem, num_tokens: int, target: Target) -> DotsConfig | None:
-    """The tiles without tensor cores; None where no such kernel takes the call, or is no faster."""
+    """Returns the tiles without tensor cores; None if that kernel cannot take the call or is no
+    faster."""
     q, heads = problem.quantization, problem.epilogue
     if q is None or num_tokens > MOST_DOTTED_TOKENS or q.weight_format not in DOTTED_FORMATS:
         return None
@@ -97,8 +98,8 @@ def dots_config(problem: QkvProblem, num_tokens: int, target: Target) -> DotsCon
 def _tiled_configs(
     heads: int, width: int, num_tokens: int, target: Target
 ) -> Iterator[TiledConfig]:
-    """Tiles of `heads` heads, `width` columns; persistent loops on every chip, and the warps
-    specialised where the accumulator is in tensor memory."""
+    """Yields tiles of `heads` heads, which have `width` columns. Every chip has persistent loops;
+    warps are specialised if the accumulator is in tensor memory."""
     walk = {"persistent": True, "flatten": True, "warp_specialize": target.has("tcgen05")}
     if 32 < num_tokens <= 1024 and width <= 128:
         yield TiledConfig(64, heads, 128, 4, 4)
@@ -116,7 +117,7 @@ def _tiled_configs(
             yield TiledConfig(128, heads, 64, 8, 4, **walk)
             yield TiledConfig(128, heads, 64, 8, 4, epilogue_parts=2, pairs_first=True, **walk)
     if num_tokens > 64 and not target.has("tcgen05"):
-        # Two programs per SM: the epilogue of one runs beside the other's tensor cores.
+        # With two programs per SM, the epilogue of one overlaps with the products of the other.
         if width == 128:
             for parts in (2, 4):
                 pair = TiledConfig(128, heads, 64, 4, 3, epilogue_parts=parts, **walk)
@@ -129,9 +130,10 @@ def _tiled_configs(
 
 
 def _code_configs(problem: QkvProblem, num_tokens: int) -> Iterator[SwappedConfig]:
-    """What was worth its while on an H200, in any format measured.
+    """Yields the configs of codes that were worth trying on an H200 in any measured format.
 
-    Few tokens: small tiles in many parts of K. More: x put in order once, and not by every program.
+    For few tokens these are small tiles with K in many parts. For more tokens, x is put in order
+    once, instead of by every program.
     """
     q = problem.codes
     whole = next_power_of_2(problem.epilogue.pairs_per_head)
@@ -205,9 +207,10 @@ def _tiled_fits(problem: QkvProblem, config: TiledConfig) -> bool:
     heads = problem.epilogue
     width = config.heads_per_tile * heads.head_dim
     accumulator = config.block_m * width
-    # Twelve warps have 168 registers each: too few for 256 columns and a heavy epilogue.
+    # Threads of twelve warps have 168 registers: too few for 256 columns and a heavy epilogue.
     crowded = config.warp_specialize and width == 256 and (heads.has_norm or heads.interleaved)
-    # Neighbours in registers besides: pairs that part, weights that are not transposed for them.
+    # Interleaved pairs take more registers if they are separated after the rotation, or if weights
+    # are n-major.
     if width == 256 and heads.interleaved and (heads.halves or not problem.k_major):
         crowded = crowded or config.epilogue_parts < 4
     if heads.norm_after != "none" and config.pair_parts > 1:

@@ -1,4 +1,4 @@
-"""The kernels that project q, k and v: their tiles, their constants and their launch grids."""
+"""The kernels that project q, k and v, with their tiles, constants and launch grids."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from tilewright.codegen.qkv.problem import HeadEpilogue, QkvProblem, tiled_weigh
 from tilewright.codegen.row_norm import squares_a_row
 from tilewright.codegen.spec import Constant
 
-# Strides of what the epilogue of all kernels reads and writes.
+# Strides of the tensors that the epilogue of all kernels reads and writes.
 _STRIDES: Strides = {
     "ADDRESS_STRIDES": (("slots", -1), ("sequences", 0), ("positions", 0)),
 }
 _OMITTED = ("GATE_RUN", "V_NORMED", "NORM_BIAS_STRIDES", "SATURATES")
-# Counts that kernels build on: each is at least 1.
+# Counts that are at least 1, which kernels rely on.
 _COUNTS = ("sequence_tokens", "rope_tokens")
 
 EPILOGUE = Kernel(
@@ -40,15 +40,15 @@ SWAPPED = Kernel(
     omitted=_OMITTED,
     unaligned=("factors",),
 )
-# Of weights of codes.
+# The kernel for weights of codes.
 SWAPPED_CODES = replace(SWAPPED, dependent=False)
-# Puts x in the order in which the codes' words give up K.
+# Permutes the columns of x to the order in which words of codes are decoded.
 ORDER = Kernel("qkv.quantized", "order_x", num_stages=1)
 DEQUANTIZE = Kernel("qkv.dequantize", "dequantize_weight", num_stages=1, unaligned=("factor",))
 KERNELS = (EPILOGUE, TILED, SWAPPED, ORDER, DEQUANTIZE)
 
-# Columns of a weight row that are asked for while the kernel before this one ends: where x is
-# normed here, that is one of ours.
+# Columns of a weight row that are prefetched while the previous kernel ends, if this kernel norms
+# x.
 PREFETCHED = 256
 # Tokens of one program of `order_x`.
 ORDER_TOKENS = 8
@@ -56,13 +56,13 @@ ORDER_TOKENS = 8
 
 @dataclass(frozen=True)
 class TiledConfig:
-    """`qkv_projection`: tokens on the M side.
+    """Tiles of `qkv_projection`, with tokens on the M side.
 
-    epilogue_parts: 2 finishes a tile in two goes, which halves the registers it takes. The parts
-    are heads, then slices of the pairs; with pairs_first slices of the pairs of all heads, which
-    reads each part of the rope table once.
-    persistent: programs_per_sm programs per SM walk all tiles, else there is one per tile.
-    flatten: the loads of the next tile start before the epilogue of the last.
+    epilogue_parts: number of parts in which a tile is finished; 2 parts take half the registers.
+    The parts are heads, then slices of the pairs. With pairs_first, they are slices of the pairs of
+    all heads, which read each part of the rope table once. persistent: programs_per_sm programs per
+    SM loop over all tiles; if not, there is a program for each tile. flatten: the loads of the next
+    tile start before the epilogue of the last.
     """
 
     block_m: int
@@ -84,7 +84,7 @@ class TiledConfig:
 
     @property
     def pair_parts(self) -> int:
-        """Into how many slices the pairs of a head fall."""
+        """Number of slices of the pairs of a head."""
         heads = 1 if self.pairs_first else min(self.epilogue_parts, self.heads_per_tile)
         return self.epilogue_parts // heads
 
@@ -104,9 +104,10 @@ class TiledConfig:
 
 @dataclass(frozen=True)
 class SwappedConfig:
-    """`qkv_projection_swapped`: 2 * block_p weight rows on the M side, block_t tokens on N.
+    """Tiles of `qkv_projection_swapped`: 2 * block_p weight rows on the M side, block_t tokens on
+    the N side.
 
-    ordered_x: x is put into the order of the weight's codes by a kernel of its own, before.
+    ordered_x: an earlier kernel permutes x to the order of the weight's codes.
     """
 
     block_p: int
@@ -130,8 +131,8 @@ class SwappedConfig:
 
 @dataclass(frozen=True)
 class DotsConfig:
-    """`qkv_projection_swapped` without tensor cores: 2 * block_p rows of codes by one token, in
-    steps of block_k columns; split_k programs share a tile's K."""
+    """Tiles of `qkv_projection_swapped` without tensor cores: 2 * block_p rows of codes by one
+    token, in steps of block_k columns. split_k programs share a tile's K."""
 
     block_p: int
     block_k: int
@@ -153,7 +154,7 @@ class DotsConfig:
 
 #: The tiles of `qkv_projection_swapped`.
 RowsConfig = SwappedConfig | DotsConfig
-#: The tiles of a fused kernel; kind: its name in plans.
+#: The tiles of a fused kernel; `kind` is its name in plans.
 Config = RowsConfig | TiledConfig
 CONFIGS: dict[str, type[Config]] = {
     "swapped": SwappedConfig,
@@ -164,9 +165,9 @@ CONFIGS: dict[str, type[Config]] = {
 
 @dataclass(frozen=True)
 class EpilogueConfig:
-    """`qkv_epilogue`: block_t tokens by heads_per_tile heads per program.
+    """Tiles of `qkv_epilogue`: block_t tokens by heads_per_tile heads per program.
 
-    Where a norm spans a row, a program has all heads of q, k or v: heads_per_tile covers them.
+    If a norm spans a row, a program takes all heads of q, k or v, and heads_per_tile covers them.
     """
 
     block_t: int
@@ -178,7 +179,8 @@ class EpilogueConfig:
 
 
 def tiled_statics(problem: QkvProblem, config: TiledConfig) -> Statics:
-    """The constants of `qkv_projection`. Raises ValueError where a norm would be cut."""
+    """Returns the constants of `qkv_projection`. Raises ValueError if a tile splits the heads of a
+    norm."""
     heads = problem.epilogue
     if heads.norm_after != "none" and config.pair_parts != 1:
         raise ValueError(
@@ -200,7 +202,8 @@ def tiles_per_head(problem: QkvProblem, config: RowsConfig) -> int:
 
 
 def swapped_statics(problem: QkvProblem, config: RowsConfig) -> Statics:
-    """The constants of `qkv_projection_swapped`. Raises ValueError where a norm would be cut."""
+    """Returns the constants of `qkv_projection_swapped`. Raises ValueError if a tile splits the
+    heads of a norm."""
     heads, slices = problem.epilogue, tiles_per_head(problem, config)
     if heads.has_norm and slices != 1:
         raise ValueError(
@@ -224,7 +227,8 @@ def swapped_statics(problem: QkvProblem, config: RowsConfig) -> Statics:
 
 
 def words_of(problem: QkvProblem, config: RowsConfig) -> int:
-    """Elements of a weight in a word that the kernel reads: of bytes that dot products take, 4."""
+    """Returns the stored elements of a weight in a word that the kernel reads: 4 for bytes in dot
+    products, else 1."""
     return 4 if isinstance(config, DotsConfig) and problem.codes.per_int32 == 4 else 1
 
 
@@ -262,7 +266,7 @@ def _code_constants(problem: QkvProblem, config: RowsConfig) -> dict[str, Consta
 
 
 def workspace_elements(problem: QkvProblem, config: RowsConfig) -> int:
-    """Numbers that the parts of one tile take."""
+    """Returns the fp32 numbers in the workspace of the parts of one tile."""
     sums = 2 * config.block_p + squares_a_row(problem.input_norm)
     return config.split_k * sums * config.block_t
 
@@ -273,7 +277,7 @@ def swapped_grid(problem: QkvProblem, config: RowsConfig, num_tokens: int) -> tu
 
 
 def epilogue_statics(heads: HeadEpilogue, config: EpilogueConfig) -> Statics:
-    """The constants of `qkv_epilogue`, but for the strides of q, k and v."""
+    """Returns the constants of `qkv_epilogue`, except for the strides of q, k and v."""
     pairs = next_power_of_2(heads.pairs_per_head)
     return Statics(config, heads, BLOCK_P=pairs, WHOLE_ROWS=heads.row_norm)
 
@@ -284,12 +288,12 @@ def epilogue_grid(heads: HeadEpilogue, config: EpilogueConfig, num_tokens: int) 
 
 
 def ordered_width(problem: QkvProblem, config: SwappedConfig) -> int:
-    """Columns of x as `order_x` writes it: whole steps."""
+    """Returns the columns of the result of `order_x`, which has whole steps."""
     return cdiv(problem.hidden, config.block_k) * config.block_k
 
 
 def order_statics(problem: QkvProblem, config: SwappedConfig) -> Statics:
-    """The constants of `order_x` for a config with ordered_x."""
+    """Returns the constants of `order_x` for a config with ordered_x."""
     q = problem.codes
     return Statics(
         HIDDEN=problem.hidden,
@@ -306,11 +310,11 @@ def order_grid(problem: QkvProblem, config: SwappedConfig, num_tokens: int) -> t
 
 
 def dequantize_statics(problem: QkvProblem, index: int) -> Statics:
-    """The constants of `dequantize_weight` for the index-th of q, k and v."""
+    """Returns the constants of `dequantize_weight` for the index-th weight of q, k and v."""
     q, heads, weight = problem.codes, problem.epilogue, problem.weights[index]
     assert weight is not None
     columns, number = min(q.block[1], next_power_of_2(problem.hidden)), q.format.number
-    # Tiles along which both the words and the numbers are read and written in runs.
+    # Tiles with contiguous reads of words and contiguous writes of numbers.
     block_r, block_k = (16, 256) if weight.strides[-1] == 1 else (64, 64)
     if q.packed_rows:
         block_r, block_k = 128, 64

@@ -1,7 +1,7 @@
-"""Measured times of QKV lowerings, as they are shipped: rows for dims, formats and token counts.
+"""Shipped tables of measured times of QKV lowerings, with rows for dims, formats and token counts.
 
-`measured_qkv.json` is written by `benchmarks/tune_qkv.py`, `measured_quantized.json`, of weights of
-codes, by `benchmarks/tune_quantized.py`.
+`benchmarks/tune_qkv.py` writes `measured_qkv.json`, and `benchmarks/tune_quantized.py` writes
+`measured_quantized.json`, for weights of codes.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ NUMBERS_FILE, CODES_FILE = (
 
 @cache
 def measured_table(file: Path) -> tuple[dict, ...]:
-    """The rows of a table."""
+    """Returns the rows of a table."""
     return tuple(json.loads(file.read_text("utf-8"))["rows"])
 
 
 def row_key(problem: QkvProblem, target: Target) -> dict[str, Any]:
-    """What a row is for, beside the token count."""
+    """Returns the facts that identify a row, except for the token count."""
     q, heads = problem.quantization, problem.epilogue
     key = {
         "target": target.name,
@@ -52,8 +52,8 @@ def row_key(problem: QkvProblem, target: Target) -> dict[str, Any]:
 
 
 def measured_row(problem: QkvProblem, num_tokens: int, target: Target) -> dict | None:
-    """The row for the problem's dims, and its format where weights are codes, at the smallest
-    measured token count that is not below."""
+    """Returns the row for the problem's dims, and its format if weights are codes, at the smallest
+    measured token count of at least `num_tokens`; None without such a row."""
     coded, heads = problem.quantization is not None, problem.epilogue
     if heads.dtype not in ("bf16", "fp16") or not heads.writes_v:
         return None
@@ -69,17 +69,17 @@ def measured_row(problem: QkvProblem, num_tokens: int, target: Target) -> dict |
 
 
 def write_config(config: Config) -> dict[str, Any]:
-    """A config as a table holds it."""
+    """Returns a config in the form of a table."""
     return {"kind": config.kind, **asdict(config)}
 
 
 def read_config(values: Mapping[str, Any]) -> Config:
-    """The inverse of `write_config`."""
+    """Reads a config that `write_config` wrote."""
     fields = {key: value for key, value in values.items() if key != "kind"}
     return CONFIGS[values["kind"]](**fields)
 
 
 def table_text(facts: Mapping[str, object], rows: Iterable[Mapping[str, object]]) -> str:
-    """A measured table as it is shipped: where it was measured, then its rows, one a line."""
+    """Returns the text of a measured table: facts about the measurement, then one row per line."""
     head = json.dumps({**facts, "rows": []}, indent=1).removesuffix("]\n}")
     return head + "\n" + ",\n".join(f"  {json.dumps(row)}" for row in rows) + "\n ]\n}\n"

@@ -1,18 +1,18 @@
-"""Which lowering a QKV problem takes, and why: decided from data, without a GPU.
+"""Plans of a QKV problem: its lowering, with the reason, decided from data without a GPU.
 
 Four lowerings compute `fused_qkv_paged`:
 
     dots       one kernel without tensor cores, weights of codes: one token
     swapped    one kernel, weight rows on the M side: few tokens
     tiled      one kernel, tokens on the M side, TMA: many tokens
-    library    library GEMMs (one where the three weights are rows of one tensor), then
+    library    library GEMMs (one if the three weights are rows of one tensor), then
                `qkv_epilogue` over their results
 
-A norm of x is a part of `dots` and, of weights that are no codes, of `swapped`; before the others x
-is normed by itself.
+`dots` can include a norm of x, and so can `swapped` if weights are no codes. Before the other
+lowerings, a separate kernel norms x.
 
-Times come from the measured tables where they have the problem's dims, else from the model of
-`time`. `dots` goes before `swapped` where `dots_config` has tiles, whatever the time of the other.
+Times come from the measured tables if they have the problem's dims, else from the cost model of
+`time`. If `dots_config` has tiles, `dots` takes precedence over `swapped`, whatever their times.
 """
 
 from __future__ import annotations
@@ -41,19 +41,20 @@ from tilewright.codegen.qkv.time import estimate, library_estimate
 from tilewright.codegen.row_norm import takes_columns
 from tilewright.codegen.targets import Target
 
-# Up to so many tokens the few-token kernel norms x itself. On an H200 a layer of Llama-3-8B takes
-# 1.5 us less than behind a norm that Inductor compiled with one token; with 4, 8 and 16 tokens 0.9,
-# 0.6 and 4.5 us more. The same for a layer norm, of which that is modelled, not measured.
+# Most tokens for which the few-token kernel norms x itself. On an H200, compared with a norm that
+# Inductor compiled, a layer of Llama-3-8B takes 1.5 us less for one token, and 0.9, 0.6 and 4.5 us
+# more for 4, 8 and 16 tokens. The bound also holds for a layer norm, which was modelled, not
+# measured.
 MOST_NORMED_TOKENS = 1
 
-# How much faster than a kernel that was measured the library's products of codes, which were not,
-# have to be by the model.
+# Factor by which the library's products of codes, whose times are modelled, must be faster than a
+# measured kernel.
 MARGIN = 1.25
 
-# Upper ends of the token counts that share a kernel where the count is known at run time only.
+# Upper ends of the token counts that share a kernel if the count is known only at run time.
 TOKEN_BUCKETS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
-# Where a choice's time is from; the first that is there decides.
+# Sources of the time of a choice, in the order of precedence.
 HERE, TABLE, MODEL = ("measured here", "shipped table", "model")
 _WORDS = {HERE: "measured here", TABLE: "measured (shipped table)", MODEL: "modelled"}
 
@@ -62,12 +63,17 @@ _WORDS = {HERE: "measured here", TABLE: "measured (shipped table)", MODEL: "mode
 class LoweringChoice:
     """One lowering for up to `max_tokens` tokens (None: any number).
 
-    name: "dots", "swapped", "tiled" or "library". reason: a sentence for reports. config: the tiles
-    of the fused kernel; None for the library. epilogue: the tiles of "library".
-    seconds: expected time; source: where that is from, HERE, TABLE or MODEL. norms_x: the kernel
-    has the problem's norm of x in it. statics: the constants of the fused kernel, then those of
-    `order_x`, if it runs; or those of the epilogue, then for each weight of codes those of
-    `dequantize_weight`.
+    Attributes:
+        name: "dots", "swapped", "tiled" or "library".
+        reason: a sentence for reports.
+        config: the tiles of the fused kernel; None for the library.
+        epilogue: the tiles of the epilogue of "library"; None for the others.
+        seconds: the expected time.
+        source: the source of the time: HERE, TABLE or MODEL.
+        norms_x: whether the kernel includes the problem's norm of x.
+        statics: the constants of the fused kernel, then those of `order_x` if it runs; for the
+            library, those of the epilogue, then those of `dequantize_weight` for each weight of
+            codes.
     """
 
     name: str
@@ -94,7 +100,7 @@ class LoweringPlan:
     choices: tuple[LoweringChoice, ...]
 
     def choice(self, num_tokens: int) -> LoweringChoice:
-        """The choice for a run-time token count."""
+        """Returns the choice for a run-time token count. Raises ValueError if the plan has none."""
         for choice in self.choices:
             if choice.max_tokens is None or num_tokens <= choice.max_tokens:
                 return choice
@@ -108,9 +114,9 @@ class LoweringPlan:
 
 
 def plan_fused_qkv(problem: QkvProblem, target: Target, packed: bool = False) -> LoweringPlan:
-    """The lowerings of a problem on a target; for a chip without TMA, that of the library.
+    """Returns the lowerings of a problem on a target. On a chip without TMA, this is the library.
 
-    packed: the weights are rows of one tensor.
+    packed: whether the weights are rows of one tensor.
     """
 
     def pick(num_tokens: int) -> LoweringChoice:
@@ -127,8 +133,8 @@ def plan_fused_qkv(problem: QkvProblem, target: Target, packed: bool = False) ->
 def choose(
     problem: QkvProblem, num_tokens: int, target: Target, packed: bool = False
 ) -> LoweringChoice:
-    """The fastest lowering at one token count; of x that is to be normed, the one that would be the
-    fastest without, which has the norm in it where that can be."""
+    """Returns the fastest lowering for one token count. With a norm of x, this is the lowering that
+    is the fastest without the norm; it includes the norm if it can."""
     if problem.input_norm is not None:
         chosen = choose(problem.after_norm, num_tokens, target, packed)
         apart = replace(chosen, reason=f"x is normed, then {chosen.reason}")
@@ -149,14 +155,15 @@ def choose(
 
 
 def takes_norm(kind: str, num_tokens: int, columns: int) -> bool:
-    """Whether the few-token kernel norms so many rows itself. kind: as in `RowNorm`."""
+    """Whether the few-token kernel itself norms x. kind: as in `RowNorm`."""
     return 0 < num_tokens <= MOST_NORMED_TOKENS and takes_columns(kind, columns)
 
 
 def _with_norm(
     problem: QkvProblem, num_tokens: int, target: Target, chosen: LoweringChoice
 ) -> LoweringChoice | None:
-    """What is chosen once x is normed, with the norm in it; None where it cannot be."""
+    """Returns the fused choice that includes the norm of x; None if there is none. chosen: the
+    choice for x that was already normed."""
     norm = problem.input_norm
     assert norm is not None
     if chosen.name not in ("dots", "swapped") or not takes_norm(
@@ -167,7 +174,7 @@ def _with_norm(
     fused = _fused_choice(problem, num_tokens, target, row)
     if fused is None or fused.config is None or norm.follows:
         return fused
-    # What was measured had no statistics to take first.
+    # The measured kernel did not have to compute statistics of x first.
     seconds = estimate(problem, fused.config, num_tokens, target)
     return fused_choice(problem, fused.config, seconds)
 
@@ -188,7 +195,7 @@ def _fused_choice(
 
 
 def ranked(problem: QkvProblem, num_tokens: int, target: Target) -> list[tuple[float, Config]]:
-    """The candidates with their modelled seconds, fastest first."""
+    """Returns the candidates with their modelled seconds, the fastest first."""
     timed = [
         (estimate(problem, config, num_tokens, target), config)
         for config in candidates(problem, num_tokens, target)
@@ -228,7 +235,7 @@ def library_choice(
     config = epilogue_config(problem.epilogue, num_tokens, target)
     statics = [epilogue_statics(problem.epilogue, config)]
     codes = problem.multiplies_codes(target)
-    # The measured library made numbers of the weights first.
+    # The measured library call includes the dequantisation of the weights.
     measured = None
     if row is not None and not codes:
         measured = row["packed_library_us" if packed else "library_us"]
@@ -254,7 +261,7 @@ def library_choice(
 
 
 def epilogue_config(epilogue: HeadEpilogue, num_tokens: int, target: Target) -> EpilogueConfig:
-    """Programs of about 4096 elements, fewer where that would leave SMs idle."""
+    """Returns tiles of about 4096 elements, or fewer if that would leave SMs idle."""
     width = 2 * next_power_of_2(epilogue.pairs_per_head)
     if epilogue.row_norm:
         heads = next_power_of_2(max(epilogue.num_heads, epilogue.num_kv_heads))

@@ -1,7 +1,7 @@
-"""QKV problems as plain data, and which of the fused kernels can take one.
+"""The static part of QKV problems, and the conditions of the fused kernels.
 
-Nothing here touches torch or a GPU: a problem is what is static about one call site (dims, dtypes,
-cache geometry, strides in elements).
+A problem has the static facts about one call site: dims, dtypes, cache geometry and strides in
+elements. This module does not use torch or a GPU.
 """
 
 from __future__ import annotations
@@ -18,27 +18,36 @@ from tilewright.codegen.targets import Target
 
 @dataclass(frozen=True)
 class HeadEpilogue:
-    """What is done to projected heads: bias, delta, clip, norm, RoPE; then q is stored to the
-    result, k and v to the slots of a cache. The kernels have fields and properties as constants.
+    """The epilogue of projected heads: bias, delta, clip, norm and RoPE; then q is stored to the
+    result, and k and v to the slots of a cache. Kernels use the fields and properties as constants.
 
-    dtype: of q, of k where there is no q (num_heads is 0 then). num_kv_heads: of the projection;
-    each is stored to kv_repeat heads of the cache. page_size: slots in a page. k_strides and
-    v_strides: of the cache's windows [page, slot, head, dim], of cache_dtype; writes_v: there is a
-    v, else v_strides are k's. addressing, wrap_negative, search_steps: as in `cache_places`.
-    rope_style: "none", "half", "interleaved" or "interleaved_to_half". rope_full_width: the tables
-    have `rotary_dim` columns, else half as many. wide_tables: of fp32.
-    bias_strides: (q's group, q's head, k's head, v's head). has_delta: something is added besides.
-    normed, v_normed: whether (q, k) are normed, and v, which has no weight. norm_kind: "rms" or
-    "layer"; norm_width: "head", or "row", all heads of a projection together. norm_offset is added
-    to the weights.
-    norm_strides, norm_bias_strides (None: no bias), scale_strides: from head to head, 0 where the
-    heads share one.
-    group: q heads in a group where q's weight, its bias and the product of a GEMM have an axis for
-    groups, else 0. gate_run: q's heads are runs of that many queries and that many gates in turn,
-    gates neither normed nor rotated; 0: all are queries. clip 0: none.
-    scale_strides: of k's and v's scales in the cache, fp32. saturates: 8-bit floats of the cache
-    do; else they overflow.
-    num_tokens: T where it is a constant of the graph; None: known at the launch.
+    Attributes:
+        dtype: dtype of q, or of k if there is no q (num_heads is 0 then).
+        num_kv_heads: k heads of the projection; each is stored to kv_repeat heads of the cache.
+        page_size: slots in a page.
+        k_strides, v_strides: strides of the cache's windows [page, slot, head, dim] of cache_dtype.
+        writes_v: whether there is a v; if not, v_strides are k's.
+        addressing, wrap_negative, search_steps: as in `cache_places`.
+        rope_style: "none", "half", "interleaved" or "interleaved_to_half".
+        rope_full_width: whether the tables have `rotary_dim` columns; if not, half as many.
+        wide_tables: whether the tables are fp32.
+        bias_strides: (q's group, q's head, k's head, v's head).
+        has_delta: whether a delta (LoRA) is added.
+        normed: whether (q, k) are normed. v_normed: whether v is normed, without a weight.
+        norm_kind: "rms" or "layer".
+        norm_width: "head", or "row" for a norm over all heads of a projection.
+        norm_offset: added to the norm's weights.
+        norm_strides, norm_bias_strides: from head to head, 0 if the heads share a vector;
+            norm_bias_strides is None without a bias.
+        scale_strides: from head to head, of the fp32 scales of k and v in the cache; 0 if the heads
+            share a scale.
+        group: q heads in a group, if q's weight, its bias and the product of a GEMM have an axis
+            for groups; else 0.
+        gate_run: if not 0, q's heads alternate between this many queries and this many gates, which
+            are neither normed nor rotated.
+        clip: bound of absolute values; 0 for none.
+        saturates: whether 8-bit floats of the cache saturate; if not, they overflow.
+        num_tokens: T if it is a constant of the graph; None if it is known only at the launch.
     """
 
     dtype: str
@@ -79,30 +88,30 @@ class HeadEpilogue:
 
     @property
     def interleaved(self) -> bool:
-        """Whether the partners of a pair are neighbours before the rotation."""
+        """Whether the partners of a pair are adjacent before the rotation."""
         return self.rope_style.startswith("interleaved")
 
     @property
     def halves(self) -> int:
-        """Distance between partners after the rotation where it differs from before, else 0."""
+        """Distance between partners after the rotation, if the rotation changes it; else 0."""
         return self.rotary_dim // 2 if self.rope_style == "interleaved_to_half" else 0
 
     @property
     def pair_half(self) -> int:
-        """Distance between the partners of a pair that are not neighbours."""
+        """Distance between the partners of a pair that are not adjacent."""
         return self.rotary_dim // 2 if self.rope_style == "half" else (self.head_dim + 1) // 2
 
     @property
     def pairs_per_head(self) -> int:
-        """Pairs that cover a head; the last ones may reach past it."""
+        """Number of pairs that cover a head; the last ones may extend past it."""
         if self.interleaved:
             return (self.head_dim + 1) // 2
         return -(-self.head_dim // (2 * self.pair_half)) * self.pair_half
 
     @property
     def row_unit(self) -> int:
-        """Elements that divide every row's offset; 1 where a cache of one slot has no strides."""
-        # A q of another dtype has a target of its own.
+        """Number of elements that divides every row's offset; 1 if all strides are 0."""
+        # A q of another dtype has a separate target.
         q_row = self.num_heads * self.head_dim if self.dtype == self.cache_dtype else 0
         return math.gcd(q_row, *self.k_strides[:2], *self.v_strides[:2]) or 1
 
@@ -128,12 +137,12 @@ class HeadEpilogue:
 
     @property
     def norm_halves(self) -> int:
-        """`halves` of what the norm takes."""
+        """`halves` for the norm's weights: that of the rotation if the norm follows it, else 0."""
         return 0 if self.norm_after == "none" else self.halves
 
     @property
     def kinds(self) -> int:
-        """How many of q, k and v there are."""
+        """Number of projections among q, k and v."""
         return 1 + (self.num_heads > 0) + self.writes_v
 
     @property
@@ -145,14 +154,17 @@ class HeadEpilogue:
 class QkvProblem:
     """One `fused_qkv_paged` call site.
 
-    x: [T, hidden], strides (token,). weights: of q, k and v (None where there is no v), strides
-    (group, head, row, column), group 0 where heads do not lie in groups. Column 1: K is the
-    contiguous dim (k-major); else row is 1 (n-major).
-    one_descriptor: the three weights are near enough for one TMA descriptor (strides below 2**40
-    bytes). quantization: of weights that are codes; their strides then count stored words.
-    input_norm: of x, before the projection.
-    scaled_by: how the scales of x's codes and of the weights' go, where a library multiplies codes
-    with codes: "tensors", "rows" or "blocks"; empty where it does not.
+    Attributes:
+        x: operand [T, hidden], strides (token,).
+        weights: operands of q, k and v (None without v), strides (group, head, row, column); group
+            is 0 if heads are not grouped. With column 1, K is the contiguous dim (k-major); if not,
+            row is 1 (n-major).
+        one_descriptor: whether the three weights are near enough for one TMA descriptor (strides
+            below 2**40 bytes).
+        quantization: the codes of weights, whose strides then count stored words; None for numbers.
+        input_norm: the norm of x before the projection, or None.
+        scaled_by: granularity of the scales of x's codes and the weights' codes, if a library can
+            multiply codes with codes: "tensors", "rows" or "blocks"; "" if it cannot.
     """
 
     hidden: int
@@ -166,19 +178,19 @@ class QkvProblem:
 
     @property
     def k_major(self) -> bool:
-        """Whether the weight of q has K contiguous."""
+        """Whether K is the contiguous dim of q's weight."""
         return self.weights[0].strides[-1] == 1
 
     @property
     def codes(self) -> Quantization:
-        """The quantization of weights that are codes."""
+        """The quantization, for a problem whose weights are codes."""
         assert self.quantization is not None
         return self.quantization
 
     @property
     def number_dtype(self) -> str:
-        """What the library lowering makes of codes: numbers of q's type, fp32 where x has codes
-        too, since a product of rounded numbers would be less than x's and the weight's own."""
+        """Dtype to which the library lowering decodes codes: that of q, or fp32 if x has codes too,
+        because rounding the numbers would lose accuracy."""
         return "fp32" if self.coded_x else self.epilogue.dtype
 
     @property
@@ -187,23 +199,25 @@ class QkvProblem:
         return self.x.dtype == "fp8e4nv"
 
     def multiplies_codes(self, target: Target) -> bool:
-        """Whether a library multiplies x's codes with the weights' on a chip."""
+        """Whether a library multiplies x's codes with the weights' codes on this chip."""
         return bool(self.scaled_by) and (self.scaled_by != "blocks" or target.scales_blocks)
 
     @property
     def num_rows(self) -> int:
-        """Weight rows of q, k and v together."""
+        """Number of weight rows of q, k and v together."""
         return self.epilogue.heads_in_all * self.epilogue.head_dim
 
     def bytes_moved(self, num_tokens: int) -> int:
-        """Least bytes of global memory: weights and x read once, q and the slots written once."""
+        """Returns the least bytes of global memory traffic: weights and x are read once, q and the
+        slots are written once."""
         size = ELEMENT_BYTES[self.epilogue.dtype]
         per_token = self.hidden + self.num_rows
         return size * (self.hidden * self.num_rows + num_tokens * per_token)
 
     @property
     def after_norm(self) -> QkvProblem:
-        """What is left once x is normed, in a tensor of its own; where it is not normed, itself."""
+        """The problem after x was normed to a separate tensor; the problem itself without a
+        norm."""
         if self.input_norm is None:
             return self
         x = Operand(self.x.dtype, (self.hidden,))
@@ -212,11 +226,12 @@ class QkvProblem:
 
 @dataclass(frozen=True)
 class TiledWeights:
-    """How one TMA descriptor reaches the heads of all three weights.
+    """The layout by which one TMA descriptor loads the heads of all three weights.
 
-    weight_strides: (unit, row) with heads at multiples of unit, or (column,) of n-major weights,
-    where heads begin at any element. head_steps: (q's group, q's head, k's head, v's head), and
-    weight_extent, how far they reach, count those. adjacent: several heads may be loaded together.
+    weight_strides: (unit, row) if heads lie at multiples of unit, or (column,) for n-major weights,
+    whose heads may begin at any element. head_steps: steps (q's group, q's head, k's head, v's
+    head) in units, or in elements if n-major. weight_extent: the extent of all heads in the same
+    measure. adjacent: whether several heads can be loaded together.
     """
 
     weight_strides: tuple[int, ...]
@@ -226,14 +241,14 @@ class TiledWeights:
 
 
 def tiled_weights(problem: QkvProblem) -> TiledWeights:
-    """The placement of a problem whose weights agree in row and column strides."""
+    """Returns the layout of a problem whose weights have equal row and column strides."""
     heads = problem.epilogue
     q, k, v = problem.weights
     q_group, q_head, q_row, q_column = q.strides
     k_head, v_head = k.strides[1], (v or k).strides[1]
     n_major, in_group = not problem.k_major, heads.group or heads.num_heads
     groups, kv_heads = heads.num_heads // in_group, heads.num_kv_heads
-    # The step along an axis of one element has no meaning: any other will do.
+    # The step along an axis of one element has no meaning, so any step may replace it.
     whole = 1 if n_major else q_row * heads.head_dim
     q_head = q_head if in_group > 1 else k_head if kv_heads > 1 else whole
     if kv_heads == 1:
@@ -252,7 +267,7 @@ def tiled_weights(problem: QkvProblem) -> TiledWeights:
 
 
 def tiled_obstacle(problem: QkvProblem) -> str | None:
-    """Why `qkv_projection` cannot take the problem; None when it can."""
+    """Returns why `qkv_projection` cannot take the problem; None if it can."""
     heads = problem.epilogue
     size = ELEMENT_BYTES[problem.x.dtype]
     if (obstacle := fused_obstacle(heads)) is not None:
@@ -279,7 +294,7 @@ def tiled_obstacle(problem: QkvProblem) -> str | None:
 
 
 def heads_fit(problem: QkvProblem, heads_per_tile: int) -> bool:
-    """Whether tiles of so many heads lie wholly in q, k or v, and can be loaded at once."""
+    """Whether tiles of this many heads lie wholly in q, k or v and can be loaded at once."""
     heads = problem.epilogue
     counts = (heads.num_heads, heads.num_kv_heads, heads.gate_run)
     if any(count % heads_per_tile for count in counts):
@@ -292,7 +307,7 @@ def heads_fit(problem: QkvProblem, heads_per_tile: int) -> bool:
 
 
 def swapped_obstacle(problem: QkvProblem) -> str | None:
-    """Why `qkv_projection_swapped` cannot take the problem; None when it can."""
+    """Returns why `qkv_projection_swapped` cannot take the problem; None if it can."""
     if (obstacle := fused_obstacle(problem.epilogue)) is not None:
         return obstacle
     if problem.quantization is not None:
@@ -330,7 +345,7 @@ def _codes_obstacle(problem: QkvProblem) -> str | None:
 
 
 def dots_obstacle(problem: QkvProblem) -> str | None:
-    """Why `qkv_projection_swapped` cannot multiply without tensor cores; None when it can."""
+    """Returns why `qkv_projection_swapped` cannot multiply without tensor cores; None if it can."""
     if (obstacle := fused_obstacle(problem.epilogue)) is not None:
         return obstacle
     q, norm = problem.quantization, problem.input_norm
@@ -352,17 +367,17 @@ def dots_obstacle(problem: QkvProblem) -> str | None:
 
 
 def steps_fit(problem: QkvProblem, block_k: int) -> bool:
-    """Whether steps of block_k columns of codes meet whole scales."""
+    """Whether steps of block_k columns of codes cover whole scales."""
     q = problem.codes
     if not problem.coded_x:
         return q.step_fits(problem.hidden, block_k)
-    # The tensor core's own sums are short: none is longer than 128 products.
+    # The tensor core's own sums are limited to 128 products, for accuracy.
     most = 256 if q.scales_whole_rows(problem.hidden) else 128
     return q.groups_in(problem.hidden, block_k) == 1 and 32 <= block_k <= most
 
 
 def fused_obstacle(heads: HeadEpilogue) -> str | None:
-    """Why no kernel that multiplies tiles can have this epilogue; None when they can."""
+    """Returns why no kernel that multiplies tiles can have this epilogue; None if they can."""
     if heads.dtype not in ("bf16", "fp16"):
         return f"tensor cores take bf16 and fp16 here, not {heads.dtype}"
     if heads.row_norm:

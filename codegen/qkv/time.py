@@ -1,6 +1,6 @@
-"""How long a QKV lowering should take: waves of tiles, memory traffic and launches.
+"""A cost model of QKV lowerings: waves of tiles, memory traffic and launches.
 
-The model ranks lowerings where nothing was measured; it does not promise a time.
+The model ranks lowerings that were not measured. Its times are not accurate predictions.
 """
 
 from __future__ import annotations
@@ -16,39 +16,41 @@ from tilewright.codegen.qkv.kernels import (
 from tilewright.codegen.qkv.problem import QkvProblem
 from tilewright.codegen.targets import Target
 
-# Share of the chip's GEMM rate by warp groups at work on an SM. Fitted, like all constants below,
-# on an H200 over the measured table: within a quarter of it, but for few tiles of long columns.
+# Fraction of the chip's GEMM rate by number of active warp groups on an SM. Like all constants
+# below, it was fitted to the table measured on an H200. The model is within a quarter of the table,
+# except for few tiles with long columns.
 _WARP_GROUP_SHARE = {1: 0.62, 2: 0.93, 3: 0.94}
-# An epilogue nothing overlaps with, for a tile of 128 x 256.
+# An epilogue that does not overlap with anything, for a tile of 128 x 256.
 _EPILOGUE_S = 1.6e-6
-# Beside the launch: first loads, last stores (15 us for 50 MB of weights, 41 us for 168 MB).
+# Time of first loads and last stores, besides the launch (15 us for 50 MB of weights, 41 us for
+# 168 MB).
 _FILL_S = 1.0e-6
 _DESCRIPTOR_S = 1.0e-6
 _SPLIT_S = 1.2e-6
 _LIBRARY_FILL_S = 2.5e-6
-# What one SM takes in: by TMA, and by loads of its threads.
+# Bytes per second that one SM loads: by TMA, and by loads of its threads.
 _TMA_BYTES_PER_SM_S = 115e9
 _LOAD_BYTES_PER_SM_S = 85e9
 
-# Of weights of codes: codes that an SM unpacks in a second; the share of the tensor cores' rate
-# that tiles of few tokens and of more reach (those of fewer than 64 take as long as those of 64);
-# the kernel that puts x in order.
+# For weights of codes: codes that an SM unpacks per second; the fraction of the tensor cores' rate
+# that tiles of few tokens and of more reach (tiles of fewer than 64 tokens take as long as tiles of
+# 64); and the time of the kernel that puts x in order.
 _CODES_PER_SM_S = 9.0e10
 _CODES_MMA_SHARES = (0.75, 0.55)
 _CODES_FILL_S = 1.5e-6
 _CODES_SPLIT_S = 1.0e-6
 _ORDER_S = 1.5e-6
-# The kernel without tensor cores: its seconds beside the launch (7.4 us for 13 MB of int4 on an
-# H100), and how many integers and how many floats an SM multiplies in a second, modelled: 6
-# instructions of half rate for 8 integers, 3 for each float.
+# For the kernel without tensor cores: its time besides the launch (7.4 us in all for 13 MB of int4
+# on an H100), and the modelled numbers of integers (True) and floats (False) that an SM multiplies
+# per second: 6 instructions at half rate for 8 integers, 3 for each float.
 _DOTS_FILL_S = 1.0e-6
 _DOTS_PER_SM_S = {True: 1.0e11, False: 5.0e10}
 
 
 def shared_bytes(problem: QkvProblem, config: Config, target: Target) -> int:
-    """Shared memory of the pipelined operands."""
+    """Returns the bytes of shared memory of the pipelined operands."""
     if isinstance(config, DotsConfig):
-        # x on its way from where it is loaded to the threads that have its words.
+        # x is exchanged between the threads that load it and those that hold the words.
         return 4 * config.block_k
     if problem.quantization is not None:
         assert isinstance(config, SwappedConfig)
@@ -56,40 +58,41 @@ def shared_bytes(problem: QkvProblem, config: Config, target: Target) -> int:
     size = ELEMENT_BYTES[problem.epilogue.dtype]
     if isinstance(config, SwappedConfig):
         rows = 2 * config.block_p + config.block_t
-        # The norm's vectors for each token, and one tile that is normed already.
+        # A norm takes its vectors for each token, and one tile of normed x.
         norm = problem.input_norm
         vectors, normed = (norm.tiles * config.block_t, config.block_t) if norm else (0, 0)
         staged = (rows + vectors) * config.num_stages + normed
         return staged * config.block_k * size
     width = config.heads_per_tile * problem.epilogue.head_dim
     tiles = (config.block_m + width) * config.block_k * size * config.num_stages
-    # A flattened loop keeps what the epilogue stages beside the pipeline: a part of the
-    # accumulator, or all of it where a norm follows out of tensor memory.
+    # A flattened loop keeps the epilogue's staging memory beside the pipeline: a part of the
+    # accumulator, or all of it if a norm reads it from tensor memory.
     staging = config.block_m * width * 4 if config.flatten else 0
     if not (problem.epilogue.has_norm and config.warp_specialize):
         staging //= 4 * config.epilogue_parts
-    # A wide tile that is finished in one go is rotated by fp32 tables through shared memory.
+    # A wide tile that is finished in one part is rotated by fp32 tables through shared memory.
     if problem.epilogue.wide_tables and width == 256 and config.epilogue_parts == 1:
         staging *= 2
     return tiles + staging
 
 
 def _codes_shared_bytes(problem: QkvProblem, config: SwappedConfig, target: Target) -> int:
-    """Counts the shared memory of staged words and activations and of the operands made of them."""
+    """Returns the bytes of shared memory of staged words and activations and of the operands made
+    of them."""
     q = problem.codes
     rows, x_bytes = 2 * config.block_p, ELEMENT_BYTES[problem.x.dtype]
     words = rows * config.block_k * q.staged_bytes
     x = config.block_t * config.block_k * x_bytes
     made = 0 if problem.coded_x else x
-    # Codes reach the tensor core by way of shared memory in tiles below wgmma's, and in words of
-    # eight codes of a row where its threads hold fewer of them side by side (mma.sync).
+    # Codes pass through shared memory to the tensor core in tiles smaller than wgmma's, and, with
+    # mma.sync, in words of eight codes of a row, because its threads hold fewer adjacent codes.
     if q.packed_rows or rows < 64 or (target.multiplies_registers and q.per_word == 8):
         made += rows * config.block_k * 2
     return int((words + x) * config.num_stages + made)
 
 
 def estimate(problem: QkvProblem, config: Config, num_tokens: int, target: Target) -> float:
-    """Expected seconds of one fused kernel."""
+    """Estimates the seconds of one fused kernel."""
     if isinstance(config, DotsConfig):
         return _dots_estimate(problem, config, num_tokens, target)
     if problem.quantization is not None:
@@ -115,10 +118,10 @@ def estimate(problem: QkvProblem, config: Config, num_tokens: int, target: Targe
     resident = _resident(problem, config, target)
     together = min(per_sm, resident)
     if per_sm > resident:
-        # A last round with fewer tiles than fit takes as long as a full one.
+        # A last wave with fewer tiles than fit takes as long as a full one.
         per_sm = cdiv(tiles, target.num_sms * resident) * resident
     if (norm := problem.input_norm) is not None and not norm.follows:
-        # Of each program, whole rows before the first product.
+        # Each program reads whole rows before its first product.
         overhead += per_sm * num_tokens * problem.hidden * size / _LOAD_BYTES_PER_SM_S
     groups = config.num_warps // 4 * together
     share = _WARP_GROUP_SHARE.get(groups, 0.94) + (0.04 if rows * columns >= 128 * 256 else 0.0)
@@ -137,7 +140,8 @@ def estimate(problem: QkvProblem, config: Config, num_tokens: int, target: Targe
 
 
 def _codes_bytes(problem: QkvProblem, num_tokens: int) -> float:
-    """Least bytes of global memory: codes, scales and x read once, q and the slots written once."""
+    """Returns the least bytes of global memory traffic: codes, scales and x are read once, q and
+    the slots are written once."""
     q, size = problem.codes, ELEMENT_BYTES[problem.epilogue.dtype]
     blocks = cdiv(problem.num_rows, q.block[0]) * cdiv(problem.hidden, q.block[1])
     per_token = ELEMENT_BYTES[problem.x.dtype] * problem.hidden + size * problem.num_rows
@@ -150,7 +154,7 @@ def _codes_bytes(problem: QkvProblem, num_tokens: int) -> float:
 def _dots_estimate(
     problem: QkvProblem, config: DotsConfig, num_tokens: int, target: Target
 ) -> float:
-    """Estimates the seconds of the kernel without tensor cores: the launch, and the longer of
+    """Estimates the seconds of the kernel without tensor cores: the launch, plus the longer of
     reading memory and multiplying."""
     overhead = target.launch_s + _DOTS_FILL_S + (_CODES_SPLIT_S if config.split_k > 1 else 0.0)
     tiles = problem.epilogue.heads_in_all * tiles_per_head(problem, config) * config.split_k
@@ -163,8 +167,8 @@ def _dots_estimate(
 def _codes_estimate(
     problem: QkvProblem, config: SwappedConfig, num_tokens: int, target: Target
 ) -> float:
-    """Estimates the seconds of the kernel for weights of codes: the launch, and the longest of
-    reading memory, making codes of words, and multiplying."""
+    """Estimates the seconds of the kernel for weights of codes: the launch, plus the longest of
+    reading memory, unpacking words, and multiplying."""
     q = problem.codes
     rows, columns, split = 2 * config.block_p, config.block_t, config.split_k
     row_tiles = problem.epilogue.heads_in_all * tiles_per_head(problem, config)
@@ -176,13 +180,13 @@ def _codes_estimate(
     depth = problem.hidden / split
     together = max(min(per_sm, _resident(problem, config, target)), 1)
     unpacked = 0.0 if problem.coded_x else per_sm * rows * depth / _CODES_PER_SM_S
-    # One program alone hides little of what it waits for.
+    # One program alone hides little of its latency.
     unpacked *= 1.6 if together == 1 and config.num_warps == 4 else 1.0
     if config.ordered_x:
         overhead += _ORDER_S
     elif not (problem.coded_x or q.packed_rows):
         unpacked += per_sm * columns * depth / (2 * _CODES_PER_SM_S)
-    # Words along the rows reach the tensor core by way of shared memory.
+    # Words along the rows pass through shared memory to the tensor core.
     unpacked *= 2.0 if q.packed_rows else 1.0
     share = _CODES_MMA_SHARES[columns > 32]
     rate = target.flops_per_s(problem.x.dtype) / target.num_sms * share
@@ -200,7 +204,7 @@ def _codes_estimate(
 
 
 def _resident(problem: QkvProblem, config: Config, target: Target) -> int:
-    """Programs of a config that one SM holds, by shared memory and by registers."""
+    """Returns how many programs of a config one SM holds, by shared memory and by registers."""
     by_shared = target.max_shared_bytes // (shared_bytes(problem, config, target) + 1024)
     if isinstance(config, TiledConfig):
         rows, columns = config.block_m, config.heads_per_tile * problem.epilogue.head_dim
@@ -209,7 +213,8 @@ def _resident(problem: QkvProblem, config: Config, target: Target) -> int:
         rows, columns = 2 * config.block_p, config.block_t
         limit = 4 if problem.quantization is None else by_shared
     elements = rows * columns // (32 * config.num_warps)
-    # The accumulator, and half as much again for the epilogue and addresses; more beside codes.
+    # Registers hold the accumulator, and half as much for the epilogue and addresses; more for
+    # codes.
     wanted = 40 + elements * 3 // 2 if problem.quantization is None else 80 + 2 * elements
     registers = min(wanted, target.max_registers)
     by_registers = target.registers_per_sm // (registers * 32 * config.num_warps)
@@ -217,7 +222,7 @@ def _resident(problem: QkvProblem, config: Config, target: Target) -> int:
 
 
 def library_estimate(problem: QkvProblem, num_tokens: int, target: Target, packed: bool) -> float:
-    """Expected seconds of the GEMMs and the epilogue."""
+    """Estimates the seconds of the library GEMMs and the epilogue."""
     heads = problem.epilogue
     size = ELEMENT_BYTES[heads.dtype]
     codes = problem.multiplies_codes(target)
@@ -232,21 +237,21 @@ def library_estimate(problem: QkvProblem, num_tokens: int, target: Target, packe
         flops = 2 * num_tokens * rows * problem.hidden
         tiles = cdiv(num_tokens, 128) * cdiv(rows, 128)
         waves = cdiv(tiles, target.num_sms) * target.num_sms / tiles if num_tokens > 128 else 1.0
-        # A library splits K where tiles are few, so a thin wave costs it little.
+        # A library splits K if there are few tiles, so a wave that is not full costs little.
         compute = flops / target.flops_per_s(dtype) * min(waves, 1.15)
         read = ELEMENT_BYTES[dtype] * problem.hidden * (rows + num_tokens)
         moved = read + size * num_tokens * rows
         seconds += target.launch_s + _LIBRARY_FILL_S + max(compute, moved / target.hbm_bytes_per_s)
     outputs = 2 * size * num_tokens * problem.num_rows
     if problem.quantization is not None and not codes:
-        # GEMMs of fp32 take no tensor core.
+        # GEMMs of fp32 do not use tensor cores.
         seconds *= 10 if problem.coded_x else 1
         seconds += _numbers_estimate(problem, target)
     return seconds + target.launch_s + 0.5e-6 + outputs / target.hbm_bytes_per_s
 
 
 def _numbers_estimate(problem: QkvProblem, target: Target) -> float:
-    """Expected seconds of making numbers of the weights: codes read, numbers written."""
+    """Estimates the seconds to dequantise the weights: codes are read and numbers written."""
     size = problem.codes.code_bytes + ELEMENT_BYTES[problem.number_dtype]
     kinds = problem.epilogue.kinds
     moved = problem.hidden * problem.num_rows * size

@@ -1,9 +1,9 @@
-"""Choosing a lowering by measuring it: which to try, and what is kept of it on disk.
+"""Chooses a lowering by measuring: the candidates to try, and the times kept on disk.
 
-Nothing here touches a GPU. Whoever has one gives a `Timer`; the times of all candidates are kept
-beside the kernels, under what decided them: the machine, the problem, and every byte that the
-candidates' kernels are emitted from. What was measured here goes before the shipped table, and the
-table before the model.
+This module does not use a GPU: a caller with one passes a `Timer`. The times of all candidates are
+kept beside the kernels, under a key of everything that affects them: the machine, the problem, and
+all sources that the candidates' kernels are emitted from. Times measured here take precedence over
+the shipped table, and the table over the cost model.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from tilewright.codegen.qkv.problem import QkvProblem
 from tilewright.codegen.spec import module_of
 from tilewright.codegen.targets import Target
 
-#: Fused kernels that are tried, the model's best ones: compiling them is most of the cost.
+#: Most fused kernels that are tried, the model's best ones: compiling them is most of the cost.
 MAX_FUSED = 8
 
 _FORMAT = "1"
 _FILE = "times.json"
 
-#: Seconds of each choice, in order; infinity for one that fails or is wrong.
+#: Returns the seconds of each choice, in order; infinity for a choice that fails or is wrong.
 Timer = Callable[[Sequence[LoweringChoice]], Sequence[float]]
 
 
 class NothingMeasuredError(RuntimeError):
-    """Not one of the candidates could be timed."""
+    """Raised when no candidate could be timed."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What times depend on beside the problem: the GPU's name, and versions by library."""
+    """The machine that times depend on: the GPU's name, and versions by library."""
 
     gpu: str
     versions: tuple[tuple[str, str], ...]
@@ -57,7 +57,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Case:
-    """One problem at one token count. packed: the weights are rows of one tensor."""
+    """One problem at one token count. packed: whether the weights are rows of one tensor."""
 
     problem: QkvProblem
     num_tokens: int
@@ -66,15 +66,16 @@ class Case:
 
 
 def bucket(num_tokens: int) -> int:
-    """The token count that stands for all counts which share a kernel with `num_tokens`."""
+    """Returns the largest token count that shares a kernel with `num_tokens`."""
     return next((b for b in TOKEN_BUCKETS if num_tokens <= b), 2 * TOKEN_BUCKETS[-1])
 
 
 @lru_cache(maxsize=256)
 def trials(case: Case) -> Mapping[str, LoweringChoice]:
-    """The choices worth measuring, by name: what is chosen unmeasured, the model's best, library.
+    """Returns the choices worth measuring, by name: the unmeasured choice, the model's best ones,
+    and the library.
 
-    Each is what a plan holds for up to `case.num_tokens` tokens.
+    Each has the form of a plan's choice for up to `case.num_tokens` tokens.
     """
     problem, tokens, target = case.problem, case.num_tokens, case.target
     chosen = choose(problem, tokens, target, case.packed)
@@ -94,19 +95,19 @@ def trials(case: Case) -> Mapping[str, LoweringChoice]:
 
 
 def name_of(choice: LoweringChoice) -> str:
-    """A choice's name among the trials of one case."""
+    """Returns the name of a choice among the trials of one case."""
     return choice.name if choice.config is None else f"{choice.name} {choice.config}"
 
 
 def tuned(
     case: Case, machine: Machine, timer: Timer | None, store: KernelCache | None = None
 ) -> LoweringChoice | None:
-    """The fastest trial of a case as measured on this machine, measured now where that is new; the
-    only one there is unmeasured. Without a timer what is kept, None where that is nothing (or
-    nothing that is whole).
+    """Returns the fastest trial of a case on this machine, and measures the trials if no times are
+    kept. A single trial is returned unmeasured. Without a timer, returns the fastest by the kept
+    times, or None if there are no valid ones.
 
-    Processes that ask at once wait for the one that measures. Raises NothingMeasuredError where no
-    trial could be timed, and what the timer raises; nothing is kept then.
+    If several processes ask at once, one measures and the others wait. Raises NothingMeasuredError
+    if no trial could be timed, and passes on the timer's errors; nothing is kept then.
     """
     tried = trials(case)
     if len(tried) == 1:
@@ -124,7 +125,7 @@ def tuned(
 def _measured(
     tried: Mapping[str, LoweringChoice], machine: Machine, timer: Timer
 ) -> dict[str, bytes]:
-    """An entry's files."""
+    """Measures the trials and returns the files of their cache entry."""
     times = zip(tried, map(float, timer(tuple(tried.values()))), strict=True)
     good = {name: seconds for name, seconds in times if 0 < seconds < math.inf}
     if not good:
@@ -143,8 +144,8 @@ def _key(case: Case, machine: Machine, tried: Mapping[str, LoweringChoice]) -> s
 
 
 def _sources() -> Iterator[str]:
-    """What kernels are emitted from beside the problem: templates, emitter, and the modules here
-    and in the folder above, which make constants of a problem."""
+    """Yields fingerprints of the sources of kernels: templates, emitter, and the modules of this
+    folder and the one above, which make constants of a problem."""
     yield emit.emitter_fingerprint()
     for kernel in KERNELS:
         yield source.fingerprint(module_of(kernel.template))
@@ -159,7 +160,7 @@ def _constants_fingerprint() -> str:
 
 
 def _times(entry: Entry, tried: Mapping[str, LoweringChoice]) -> dict[str, float]:
-    """The times an entry holds; empty where they are not times of these trials."""
+    """Returns the times of an entry; empty if they are not times of these trials."""
     try:
         seconds = json.loads(entry.files[_FILE])["seconds"]
     except (ValueError, KeyError, TypeError):

@@ -1,1 +1,1 @@
-"""What the templates of several families share. Templates are ordinary Triton functions."""
+"""Templates that several families share. Templates are ordinary Triton functions."""

@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def sigmoid(x):
-    """1 / (1 + exp(-x)) without a division, which takes several instructions."""
+    """Returns 1 / (1 + exp(-x)) without a division, which takes several instructions."""
     root = tl.rsqrt(1.0 + tl.exp(-x))
     return root * root
 
@@ -14,10 +14,10 @@ def sigmoid(x):
 @triton.jit
 def activate(gate, up, ACTIVATION: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr,
              GATED: tl.constexpr):  # fmt: skip
-    """activation(gate) * up in fp32, or activation(gate) where GATED is false. NaN stays NaN.
+    """Returns activation(gate) * up in fp32, or activation(gate) if not GATED. NaN stays NaN.
 
-    Above a LIMIT the gate is clamped, and up on both sides. The activation of gpt-oss, which has
-    no name in the branches, takes up + 1.
+    With a LIMIT above 0, gate is clamped above and up on both sides. The last branch is the
+    activation of gpt-oss, which takes up + 1.
     """
     if LIMIT > 0.0:
         gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)

@@ -1,4 +1,5 @@
-"""Words of 4- and 8-bit codes decoded to operands of the tensor cores; their scales and zeros."""
+"""Decodes words of 4- and 8-bit codes to operands of the tensor cores, and applies their scales and
+zeros."""
 
 import triton
 import triton.language as tl
@@ -10,9 +11,9 @@ from tilewright.codegen.templates.tables import table_pair
 
 @triton.jit
 def nibble(words, position: tl.constexpr, OFFSET: tl.constexpr, DTYPE: tl.constexpr):
-    """The 4-bit code at `position` of each word, less OFFSET, exactly."""
+    """Returns the 4-bit code at `position` of each word minus OFFSET, exactly."""
     code = ((words >> (4 * position)) & 0xF).to(tl.int16)
-    # The code as the last bits of the mantissa of 128 (bf16) or 1024 (fp16).
+    # Put the code into the last bits of the mantissa of 128 (bf16) or 1024 (fp16).
     if tl.bfloat16 == DTYPE:
         return (code | 0x4300).to(DTYPE, bitcast=True) - (128.0 + OFFSET)
     else:
@@ -21,23 +22,24 @@ def nibble(words, position: tl.constexpr, OFFSET: tl.constexpr, DTYPE: tl.conste
 
 @triton.jit
 def code_unit(DTYPE: tl.constexpr):
-    """The factor by which values of `nibble_pair` are too small."""
+    """Returns the factor by which the values of `nibble_pair` are too small."""
     return 64.0 if tl.bfloat16 == DTYPE else 512.0
 
 
 @triton.jit
 def nibble_pair(words, position: tl.constexpr, OFFSET: tl.constexpr, DTYPE: tl.constexpr):
-    """The codes at `position` and `position` + 4 of each word, along a new last axis of two.
+    """Returns the codes at `position` and `position` + 4 of each word, along a new last axis of
+    two.
 
-    Values are codes less OFFSET, divided by `code_unit`. One mask leaves both in one register,
-    where the tensor core wants them; as 16-bit floats such low bits are subnormal numbers, and one
-    FMA turns those into the values.
+    Values are codes minus OFFSET, divided by `code_unit`. One mask leaves both codes in one
+    register, as the tensor core needs them. Read as 16-bit floats, these low bits are subnormal
+    numbers, and one FMA turns them into the values.
     """
     BIGGEST: tl.constexpr = 2.0**127 if tl.bfloat16 == DTYPE else 2.0**15
     UNIT: tl.constexpr = 1.0 / code_unit(DTYPE)
     both = (words >> (4 * position)) & 0x000F000F
     if position == 3:
-        # Else the compiler would simplify the mask of the last bits, and take two registers.
+        # Without this, the compiler would simplify the mask of the last bits and use two registers.
         both |= 0x40004000
     low = both.to(tl.int16).to(DTYPE, bitcast=True)
     high = (both >> 16).to(tl.int16).to(DTYPE, bitcast=True)
@@ -51,8 +53,8 @@ def nibble_pair(words, position: tl.constexpr, OFFSET: tl.constexpr, DTYPE: tl.c
 def number_at(
     words, position: tl.constexpr, OFFSET: tl.constexpr, DTYPE: tl.constexpr, NUMBER: tl.constexpr
 ):  # fmt: skip
-    """What the 4-bit code at `position` of each byte stands for, divided by `number_unit`: see
-    `decoded`."""
+    """Returns the number of the 4-bit code at `position` of each byte, divided by `number_unit`;
+    see `decoded`."""
     if NUMBER == "":
         return nibble(words, position, OFFSET, DTYPE)
     elif NUMBER == "e2m1":
@@ -67,8 +69,8 @@ def number_pair(
     words, position: tl.constexpr, REVERSED: tl.constexpr, OFFSET: tl.constexpr,
     DTYPE: tl.constexpr, NUMBER: tl.constexpr,
 ):  # fmt: skip
-    """What the codes at `position` and `position` + 4 of each word stand for, along a new last axis
-    of two, divided by `number_unit`; of a table, the two of a byte."""
+    """Returns the numbers of the codes at `position` and `position` + 4 of each word, or with a
+    table those of the byte `position`, along a new last axis of two, divided by `number_unit`."""
     if NUMBER == "":
         return nibble_pair(words, position, OFFSET, DTYPE)
     elif NUMBER == "e2m1":
@@ -84,8 +86,8 @@ def number_unit(
     DTYPE: tl.constexpr, PER: tl.constexpr, PACKED_ROWS: tl.constexpr, NUMBER: tl.constexpr,
     SCALED: tl.constexpr = False,
 ):  # fmt: skip
-    """The factor by which numbers that `decoded`, or with SCALED `scaled_numbers`, makes are too
-    small."""
+    """Returns the factor by which the results of `decoded`, or with SCALED of `scaled_numbers`, are
+    too small."""
     if SCALED:
         return 128.0
     elif NUMBER == "e2m1":
@@ -100,7 +102,7 @@ def number_unit(
 
 @triton.jit
 def widened(codes, OFFSET: tl.constexpr, DTYPE: tl.constexpr):
-    """int8, uint8 and fp8 codes, less OFFSET, exactly."""
+    """Converts int8, uint8 or fp8 codes minus OFFSET to DTYPE, exactly."""
     if codes.dtype == tl.float8e4nv and tl.bfloat16 == DTYPE:
         # The direct conversion takes four times as long on SM90.
         return codes.to(tl.float16).to(tl.float32).to(DTYPE)
@@ -115,15 +117,15 @@ def codes_in_order(
     words, DTYPE: tl.constexpr, PER: tl.constexpr, REVERSED: tl.constexpr,
     OFFSET: tl.constexpr, GROUPS: tl.constexpr, NUMBER: tl.constexpr,
 ):  # fmt: skip
-    """Words [rows, columns] decoded to [rows, PER * columns], K in the order of `x_in_order`.
+    """Decodes words [rows, columns] to [rows, PER * columns], with K in the order of `x_in_order`.
 
-    PER: codes per word along K: 1, 2 (uint8) or 8 (int32). REVERSED: of a byte's two, the first is
-    the high.
+    PER: codes per word along K: 1, 2 (uint8) or 8 (int32). REVERSED: the high nibble of a byte is
+    its first code.
     """
     ROWS: tl.constexpr = words.shape[0]
     COLUMNS: tl.constexpr = words.shape[1]
     if PER == 8:
-        # Statements of their own, as the emitter wants those that hold inline instructions.
+        # These are separate statements, because the emitter requires it of inline instructions.
         pair = number_pair(words, 0, REVERSED, OFFSET, DTYPE, NUMBER)
         second_pair = number_pair(words, 1, REVERSED, OFFSET, DTYPE, NUMBER)
         even = tl.join(pair, second_pair)
@@ -144,8 +146,8 @@ def codes_in_order(
 
 @triton.jit
 def pairs_in_order(even, odd, GROUPS: tl.constexpr):
-    """Numbers [rows, 8 * words] in the order of `x_in_order`, of pairs [rows, words, 2, 2]: even
-    those at 0 and 4 of each word and those at 1 and 5, odd those at 2 and 6 and at 3 and 7."""
+    """Joins pairs [rows, words, 2, 2] to numbers in the order of `x_in_order`, eight per word.
+    even: the pairs at 0 and 4 and at 1 and 5 of each word. odd: those at 2 and 6 and at 3 and 7."""
     ROWS: tl.constexpr = even.shape[0]
     WORDS: tl.constexpr = even.shape[1]
     pairs = tl.reshape(tl.join(even, odd), (ROWS, GROUPS, 4, WORDS // (4 * GROUPS), 2, 2, 2))
@@ -154,11 +156,12 @@ def pairs_in_order(even, odd, GROUPS: tl.constexpr):
 
 @triton.jit
 def scaled_numbers(words, scale, DTYPE: tl.constexpr):
-    """E2M1 codes of int32 words [rows, words] times e4m3 scales [rows, groups], divided by
-    `number_unit`: [rows, 8 * words], K in the order of `x_in_order` of one group.
+    """Returns E2M1 codes of int32 words [rows, words] times e4m3 scales [rows, groups], divided by
+    `number_unit`: [rows, 8 * words], with K in the order of `x_in_order` with one group.
 
-    Exact: 2 + 4 significant bits. `e2m1_pair` makes numbers that are too small by 2 ** 126 (bf16)
-    or 2 ** 14 (fp16), of which the scales take all but 2 ** 7, for the sake of their own range.
+    The products are exact: they have 2 + 4 significant bits. The numbers of `e2m1_pair` are too
+    small by 2 ** 126 (bf16) or 2 ** 14 (fp16). The scales correct all of this but 2 ** 7, which
+    would exceed their range.
     """
     LOST: tl.constexpr = 2.0**119 if tl.bfloat16 == DTYPE else 2.0**7
     ROWS: tl.constexpr = words.shape[0]
@@ -167,7 +170,8 @@ def scaled_numbers(words, scale, DTYPE: tl.constexpr):
     factor = (scale.to(tl.float16).to(tl.float32) * LOST).to(DTYPE)
     factor = tl.broadcast_to(factor[:, :, None], (ROWS, GROUPS, WORDS // GROUPS))
     factor = tl.reshape(factor, (ROWS, WORDS))[:, :, None]
-    # With a sum both of a pair take one FMA; of products ptxas changes their places, and back.
+    # With the sum, both numbers of a pair take one FMA. With plain products, ptxas would exchange
+    # them, and exchange them back.
     first = halves_of(e2m1_pair(words, 0, DTYPE), DTYPE) * factor + 0.0
     second = halves_of(e2m1_pair(words, 1, DTYPE), DTYPE) * factor + 0.0
     third = halves_of(e2m1_pair(words, 2, DTYPE), DTYPE) * factor + 0.0
@@ -178,10 +182,11 @@ def scaled_numbers(words, scale, DTYPE: tl.constexpr):
 
 @triton.jit
 def x_in_order(x, PER: tl.constexpr, INTERLEAVED_NIBBLES: tl.constexpr, GROUPS: tl.constexpr):
-    """x [tokens, K] with K permuted to the order of `codes_in_order`.
+    """Returns x [tokens, K] with K permuted to the order of `codes_in_order`.
 
-    INTERLEAVED_NIBBLES: neighbours of a word of eight codes are decoded together (AWQ, whose words
-    have the even ones in the low half; tables), else those that are four apart.
+    INTERLEAVED_NIBBLES: neighbouring codes of a word of eight are decoded together (for tables, and
+    for AWQ, whose words have the even codes in the low half). If not, codes four apart are decoded
+    together.
     """
     TOKENS: tl.constexpr = x.shape[0]
     COLUMNS: tl.constexpr = x.shape[1]
@@ -204,7 +209,7 @@ def codes_of_rows(
     words, DTYPE: tl.constexpr, PER: tl.constexpr, INTERLEAVED_NIBBLES: tl.constexpr,
     REVERSED: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """Words [rows / PER, K], packed along the rows, decoded to [rows, K]."""
+    """Decodes words [rows / PER, K], packed along the rows, to [rows, K]."""
     ROWS: tl.constexpr = PER * words.shape[0]
     COLUMNS: tl.constexpr = words.shape[1]
     if PER == 2:
@@ -237,8 +242,8 @@ def decoded(
     INTERLEAVED_NIBBLES: tl.constexpr, REVERSED: tl.constexpr, OFFSET: tl.constexpr,
     GROUPS: tl.constexpr, NUMBER: tl.constexpr,
 ):  # fmt: skip
-    """The codes of words less OFFSET, or what they stand for, NUMBER being "e2m1" or a table; along
-    K in the order of `x_in_order`, but of PACKED_ROWS."""
+    """Decodes words to codes minus OFFSET or, if NUMBER is "e2m1" or a table, to their numbers. K
+    is in the order of `x_in_order`, except with PACKED_ROWS."""
     if PACKED_ROWS:
         return codes_of_rows(words, DTYPE, PER, INTERLEAVED_NIBBLES, REVERSED, OFFSET)
     else:
@@ -250,9 +255,9 @@ def load_blocks(
     pointer, rows, row_mask, columns, row_stride, column_stride,
     PACKED: tl.constexpr, INTERLEAVED_NIBBLES: tl.constexpr, BOUND: tl.constexpr,
 ):  # fmt: skip
-    """Scales or zeros [rows, columns] as fp32, zeros past column BOUND.
+    """Loads scales or zeros [rows, columns] as fp32, with 0 from column BOUND on.
 
-    PACKED: a word holds those of eight rows.
+    PACKED: a word holds the values of eight rows.
     """
     mask = row_mask[:, None] & (columns < BOUND)[None, :]
     offsets = columns[None, :] * column_stride
@@ -273,9 +278,10 @@ def load_scales(
     ZERO_TENSOR: tl.constexpr, PACKED_ZEROS: tl.constexpr, INTERLEAVED_NIBBLES: tl.constexpr,
     BOUND: tl.constexpr,
 ):  # fmt: skip
-    """(scales, zeros) [rows, blocks] of a weight; of zeros it does not have, the scales again.
+    """Loads (scales, zeros) [rows, blocks] of a weight; without a zero tensor, the scales stand in
+    for zeros.
 
-    strides: (scale row, scale column, zero row, zero column). Bytes are e8m0 scales.
+    strides: (scale row, scale column, zero row, zero column). Scales that are bytes are e8m0.
     """
     if scale_ptr.dtype.element_ty == tl.uint8:
         mask = row_mask[:, None] & (blocks < BOUND)[None, :]
@@ -301,16 +307,17 @@ def add_scaled_groups(
     ZERO_OFFSET: tl.constexpr, X_SCALED: tl.constexpr, UNIT: tl.constexpr,
     ADDED_ZEROS: tl.constexpr,
 ):  # fmt: skip
-    """total [rows, tokens] and (codes - zero) * scale by x [tokens, K], the columns in GROUPS.
+    """Returns total [rows, tokens] plus (codes - zero) * scale times x [tokens, K], with the
+    columns in GROUPS groups.
 
-    scale, zero: fp32 [rows, GROUPS]; zero counts where ZERO_TENSOR, besides ZERO_OFFSET. x_scale
-    [1, tokens]. PER: codes of a word. UNIT: the factor by which codes are too small. ADDED_ZEROS,
-    not with x_scale: (codes - ZERO_OFFSET) * scale + zero.
+    scale, zero: fp32 [rows, GROUPS]; with ZERO_TENSOR, zero is added to ZERO_OFFSET. x_scale: [1,
+    tokens]. PER: codes of a word. UNIT: the factor by which codes are too small. ADDED_ZEROS (not
+    with x_scale): the weight is (codes - ZERO_OFFSET) * scale + zero.
     """
-    # Of operands that are joined out of bytes Triton gives each of the four threads that share a
-    # row 8 columns (kWidth 8, mma.sync). Where a product has but 16 columns, two of the threads
-    # repeat the others', and half of the columns count twice, the rest not at all (Triton 3.6 to
-    # 3.9). So groups of 16 are multiplied two at a time, with zeros in the other's place.
+    # In an operand joined from bytes, Triton gives each of the four threads that share a row 8
+    # columns (kWidth 8, mma.sync). If a product has only 16 columns, two of the threads repeat
+    # those of the others: half of the columns count twice, and the rest not at all (Triton 3.6 to
+    # 3.9). So groups of 16 are multiplied two at a time, with zeros in place of the other one.
     PAIRED: tl.constexpr = PER == 2 and codes.shape[1] == 16 * GROUPS
     PARTS: tl.constexpr = GROUPS // 2 if PAIRED else GROUPS
     ROWS: tl.constexpr = codes.shape[0]
@@ -346,8 +353,8 @@ def scaled_whole(
     ZERO_TENSOR: tl.constexpr, ZERO_OFFSET: tl.constexpr,
     X_SCALED: tl.constexpr, UNIT: tl.constexpr, ADDED_ZEROS: tl.constexpr,
 ):  # fmt: skip
-    """(product - zero * sums) * scale, of scales and zeros [rows, 1] for whole rows; the others as
-    in `add_scaled_groups`."""
+    """Returns (product - zero * sums) * scale, with scales and zeros [rows, 1] of whole rows. The
+    other arguments are those of `add_scaled_groups`."""
     if ZERO_OFFSET != 0 or (ZERO_TENSOR and not ADDED_ZEROS):
         zeros = ZERO_OFFSET
         if ZERO_TENSOR and not ADDED_ZEROS:

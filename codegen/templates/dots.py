@@ -1,14 +1,14 @@
 """Dot products of one row of x with rows of codes, without tensor cores: for few tokens.
 
-A thread multiplies the codes in the registers that it has loaded them to, so that nothing passes
-through shared memory and many small programs keep the memory busy.
+A thread multiplies codes in the registers to which it loaded them, so nothing passes through shared
+memory, and many small programs keep the memory busy.
 
-4- and 8-bit integers are multiplied as such, four in an instruction. x is turned into integers of
-23 bits and a power of two for each RUN of words, which leaves bfloat16 and float16 all their digits
-where a number is no smaller than 2 ** -14 (2 ** -11) of the largest beside it, and the rest more
-than fp32 sums keep of it. Each integer is three bytes, of which one instruction multiplies four by
-four codes: `dp4a`. Codes that stand for floats are multiplied as fp32 numbers, as weights that are
-no codes are.
+4- and 8-bit integers are multiplied as integers, four per instruction. x is converted to integers
+of 23 bits, with a power of two for each RUN of words. The conversion is exact for bfloat16
+(float16) numbers of at least 2 ** -14 (2 ** -11) of the largest number of their run, and keeps more
+of the others than fp32 sums do. Each integer has three bytes, and one instruction (`dp4a`)
+multiplies four bytes by four codes. Codes of floats are multiplied as fp32 numbers, and so are
+weights that are no codes.
 """
 
 import triton
@@ -19,7 +19,8 @@ from tilewright.codegen.templates.tables import chosen_bytes, four_bytes, table_
 
 @triton.jit
 def byte_dots(codes, x, sums, CODES_SIGNED: tl.constexpr, X_SIGNED: tl.constexpr):
-    """sums and the products of the four bytes of each word of codes and of x, all int32."""
+    """Returns sums plus the products of the four bytes of each word of codes and of x, all
+    int32."""
     OF_SIGNED: tl.constexpr = "dp4a.s32.s32 $0, $1, $2, $3;"
     OF_UNSIGNED: tl.constexpr = "dp4a.u32.s32 $0, $1, $2, $3;"
     SIGNED_X: tl.constexpr = OF_SIGNED if CODES_SIGNED else OF_UNSIGNED
@@ -33,7 +34,7 @@ def byte_dots(codes, x, sums, CODES_SIGNED: tl.constexpr, X_SIGNED: tl.constexpr
 
 @triton.jit
 def byte_of_four(first, second, third, fourth, BYTE: tl.constexpr):
-    """Byte BYTE of four int32 each, in one."""
+    """Returns byte BYTE of each of four int32 words, in one word."""
     low = chosen_bytes(first, second, 0x3340 + 0x11 * BYTE)
     high = chosen_bytes(third, fourth, 0x3340 + 0x11 * BYTE)
     return chosen_bytes(low, high, 0x5410)
@@ -41,7 +42,7 @@ def byte_of_four(first, second, third, fourth, BYTE: tl.constexpr):
 
 @triton.jit
 def three_bytes(first, second, third, fourth):
-    """Bytes 0, 1 and 2 of four int32 each, in one word for each byte."""
+    """Returns bytes 0, 1 and 2 of each of four int32 words, in one word for each byte."""
     byte0 = byte_of_four(first, second, third, fourth, 0)
     byte1 = byte_of_four(first, second, third, fourth, 1)
     byte2 = byte_of_four(first, second, third, fourth, 2)
@@ -50,29 +51,29 @@ def three_bytes(first, second, third, fourth):
 
 @triton.jit
 def integers_of_x(x, RUN: tl.constexpr):
-    """(x [words, columns] as int32 of at most 2 ** 22, the power of two [words / RUN] that they are
-    multiples of) of fp32 x.
+    """Converts fp32 x [words, columns]. Returns (int32 numbers of at most 2 ** 22, the powers of
+    two [words / RUN] by which they are to be multiplied).
 
-    Where a number of a run is infinite or none, the power is no number."""
+    If a number of a run is infinite or NaN, the power is NaN."""
     WORDS: tl.constexpr = x.shape[0]
     RUNS: tl.constexpr = WORDS // RUN
-    # As integers: a maximum of floats leaves out what is no number.
+    # Compare as integers: a maximum of floats ignores NaN.
     sizes = tl.reshape(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, (RUNS, RUN, x.shape[1]))
-    # |x| < 2 ** (exponent - 126). Of less than 2 ** -104 the least is lost, not the range.
+    # |x| < 2 ** (exponent - 126). Below 2 ** -104, numbers lose their last bits, not their range.
     exponent = tl.max(tl.max(sizes, axis=2), axis=1) >> 23
     bounded = tl.maximum(exponent, 22)
     up = ((275 - bounded) << 23).to(tl.float32, bitcast=True)
     power = ((bounded - 21) << 23).to(tl.float32, bitcast=True)
     power = tl.where(exponent == 255, float("nan"), power)
     up = tl.reshape(tl.broadcast_to(up[:, None], (RUNS, RUN)), (WORDS,))[:, None]
-    # Beside 1.5 * 2 ** 23 fp32 has no digits left behind the point.
+    # Adding 1.5 * 2 ** 23 rounds to integers: fp32 has no fractional bits there.
     wide = x * up + 12582912.0
     return wide.to(tl.int32, bitcast=True) - 0x4B400000, power
 
 
 @triton.jit
 def eight_columns(x):
-    """The columns of x [words, 8], [words] each."""
+    """Returns the eight columns of x [words, 8], each [words]."""
     WORDS: tl.constexpr = x.shape[0]
     even, odd = tl.split(tl.reshape(x, (WORDS, 4, 2)))
     first, second = tl.split(tl.reshape(even, (WORDS, 2, 2)))
@@ -88,13 +89,14 @@ def eight_columns(x):
 def parts_of_x(
     x, RUN: tl.constexpr, REVERSED: tl.constexpr, INTERLEAVED: tl.constexpr, BYTES: tl.constexpr
 ):  # fmt: skip
-    """The factors by which `code_sums` multiplies codes, of fp32 x [words, PER]: 8 numbers a word
-    of nibbles or 4 a word of bytes.
+    """Converts fp32 x [words, PER] to the factors by which `code_sums` multiplies codes. A word of
+    nibbles takes 8 numbers of x, and a word of bytes 4.
 
-    Returns bytes 0, 1 and 2 of x's integers, [words] each, those of the even nibbles of a word and
-    then of the odd ones (with BYTES of the first four and the last, of bytes all four twice); the
-    sum of the integers of each run; and the power of two that they are multiples of. REVERSED: a
-    byte's first code is on top. INTERLEAVED: the words of eight are in AWQ's order.
+    Returns bytes 0, 1 and 2 of x's integers for the even nibbles of a word, then for the odd ones,
+    each [words] (with BYTES, for the first four and the last four nibbles; for words of bytes, the
+    same three twice); then the sum of the integers of each run, and the power of two of each run.
+    REVERSED: the high nibble of a byte is its first code. INTERLEAVED: words of eight are in AWQ's
+    order.
     """
     WORDS: tl.constexpr = x.shape[0]
     PER: tl.constexpr = x.shape[1]
@@ -127,7 +129,7 @@ def parts_of_x(
 
 @triton.jit
 def run_sums(dots, RUN: tl.constexpr):
-    """The sums [rows, words / RUN] of dots [rows, words] over runs of neighbours."""
+    """Returns the sums [rows, words / RUN] of dots [rows, words] over runs of RUN words."""
     if RUN == 1:
         return dots
     else:
@@ -141,11 +143,11 @@ def code_sums(
     PER: tl.constexpr, SIGNED: tl.constexpr, ZERO: tl.constexpr, BYTES: tl.constexpr,
     RUN: tl.constexpr,
 ):  # fmt: skip
-    """Sums over runs, fp32 [rows, words / RUN], of (code - ZERO) times x's integers.
+    """Returns the sums over runs, fp32 [rows, words / RUN], of (code - ZERO) times x's integers.
 
-    words: int32 [rows, words] of PER nibbles (8) or bytes (4). The others: what `parts_of_x` makes.
-    BYTES: what nibbles stand for, 16 bytes in four words; empty: themselves. SIGNED: bytes are from
-    -128 on. A run of nibbles is at most four words.
+    words: int32 [rows, words] of PER nibbles (8) or bytes (4). The next arguments are results of
+    `parts_of_x`. BYTES: the numbers of nibbles, 16 bytes in four words; empty: nibbles are numbers
+    themselves. SIGNED: bytes are signed. A run of nibbles has at most four words.
     """
     if len(BYTES) > 0:
         first = four_bytes(words, False, BYTES, 0)
@@ -169,7 +171,7 @@ def code_sums(
     dots1 = run_sums(dots1, RUN)
     dots2 = run_sums(dots2, RUN)
     if PER == 8:
-        # 32 codes of at most 15 by 2 ** 22 are less than 2 ** 31.
+        # The sum of 32 products of at most 15 * 2 ** 22 is less than 2 ** 31.
         sums = (dots2 << 16) + (dots1 << 8) + dots0
         if ZERO != 0:
             sums -= ZERO * total[None, :]
@@ -184,8 +186,9 @@ def code_sums(
 
 @triton.jit
 def half_pair(words, position: tl.constexpr, REVERSED: tl.constexpr, NUMBER: tl.constexpr):
-    """The numbers of two codes of each word as the float16 halves of a word, divided by
-    `sums_unit`: of a table those of a byte, of float8 (e4m3) the first two or the last."""
+    """Returns the numbers of two codes of each word as the float16 halves of a word, divided by
+    `sums_unit`: with a table those of the byte `position`, for float8 (e4m3) the first two or the
+    last two."""
     if NUMBER == "":
         FIRST: tl.constexpr = "{.reg .b16 a, b; mov.b32 {a, b}, $1; cvt.rn.f16x2.e4m3x2 $0, a;}"
         LAST: tl.constexpr = "{.reg .b16 a, b; mov.b32 {a, b}, $1; cvt.rn.f16x2.e4m3x2 $0, b;}"
@@ -198,7 +201,7 @@ def half_pair(words, position: tl.constexpr, REVERSED: tl.constexpr, NUMBER: tl.
 
 @triton.jit
 def wide_halves(pair):
-    """The two float16 halves of int32 words as fp32, each by one instruction."""
+    """Returns the two float16 halves of int32 words as fp32, with one instruction each."""
     return tl.inline_asm_elementwise(
         "{.reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b;}",
         "=f,=f,r", [pair], (tl.float32, tl.float32), True, 1,
@@ -207,8 +210,8 @@ def wide_halves(pair):
 
 @triton.jit
 def sums_unit(NUMBER: tl.constexpr, BYTES: tl.constexpr):
-    """The factor by which `code_sums` and `number_sums` are too small: BYTES are those of E2M1,
-    twice their numbers."""
+    """Returns the factor that corrects `code_sums` and `number_sums`. BYTES are those of E2M1,
+    which are twice the numbers."""
     if len(BYTES) > 0:
         return 0.5
     elif NUMBER == "":
@@ -222,7 +225,7 @@ def add_half_pair(
     dots, words, first, second, position: tl.constexpr, REVERSED: tl.constexpr,
     NUMBER: tl.constexpr,
 ):  # fmt: skip
-    """dots [rows, words] and the products of a `half_pair` with two columns of x, fp32."""
+    """Returns dots [rows, words] plus the products of a `half_pair` with two columns of x, fp32."""
     pair = half_pair(words, position, REVERSED, NUMBER)
     low, high = wide_halves(pair)
     dots += low * first[None, :]
@@ -232,10 +235,11 @@ def add_half_pair(
 
 @triton.jit
 def number_sums(words, x, REVERSED: tl.constexpr, NUMBER: tl.constexpr, RUN: tl.constexpr):
-    """Sums over runs, fp32 [rows, words / RUN], of what codes stand for times fp32 x.
+    """Returns the sums over runs, fp32 [rows, words / RUN], of the numbers of codes times fp32 x,
+    divided by `sums_unit`.
 
-    words: int32 [rows, words] of eight nibbles, x [words, 8]; sums are too small by `sums_unit`.
-    Without NUMBER: of four float8 (e4m3), x [words, 4].
+    With NUMBER, words are int32 [rows, words] of eight nibbles, and x is [words, 8]. Without, they
+    are of four float8 (e4m3), and x is [words, 4].
     """
     dots = tl.zeros(words.shape, tl.float32)
     if NUMBER == "":
@@ -255,7 +259,7 @@ def number_sums(words, x, REVERSED: tl.constexpr, NUMBER: tl.constexpr, RUN: tl.
 
 @triton.jit
 def dense_sums(weights, x, RUN: tl.constexpr):
-    """Sums over runs, fp32 [rows, columns / RUN], of weights [rows, columns], of any floats, times
-    fp32 x [columns, 1]."""
+    """Returns the sums over runs, fp32 [rows, columns / RUN], of weights [rows, columns] of any
+    float dtype times fp32 x [columns, 1]."""
     row = tl.reshape(x, (x.shape[0],))
     return run_sums(weights.to(tl.float32) * row[None, :], RUN)

@@ -1,4 +1,4 @@
-"""The loop over K of rows of codes times one row of x, without tensor cores."""
+"""The loop over K that multiplies rows of codes by one row of x, without tensor cores."""
 
 import triton
 import triton.language as tl
@@ -11,8 +11,8 @@ from tilewright.codegen.templates.dots import code_sums, number_sums, parts_of_x
 def words_of_row(x_ptr, norm_weight_ptr, first, K: tl.constexpr, WORDS: tl.constexpr,
                  PER: tl.constexpr, NORM: tl.constexpr, NORM_STRIDE: tl.constexpr,
                  NORM_OFFSET: tl.constexpr):  # fmt: skip
-    """(x of a row, fp32 [WORDS, PER] from column `first` on, times an RMS norm's weight and rounded
-    as such a product is; x's squares)."""
+    """Returns (x of a row from column `first` on, fp32 [WORDS, PER]; x's squares). With NORM, x is
+    multiplied by an RMS norm's weight and rounded to x's dtype."""
     columns = first + tl.arange(0, WORDS)[:, None] * PER + tl.arange(0, PER)[None, :]
     mask = columns < K
     x = tl.load(x_ptr + columns, mask=mask, other=0.0)
@@ -27,7 +27,8 @@ def words_of_row(x_ptr, norm_weight_ptr, first, K: tl.constexpr, WORDS: tl.const
 
 @triton.jit
 def words_of_step(lines, columns, first, end, STRIDE: tl.constexpr, EVEN: tl.constexpr):
-    """Words [rows, columns] of each row from `first` on, zeros from `end` on; EVEN: none is."""
+    """Loads words [rows, columns] of each row from `first` on, with zeros from `end` on. EVEN: all
+    words lie before `end`."""
     places = (columns + first)[None, :]
     ptrs = lines[:, None] + places * STRIDE
     if EVEN:
@@ -42,9 +43,9 @@ def add_scaled_sums(
     total, sums, scale, zero, power, x_sums, UNIT: tl.constexpr, ZERO_TENSOR: tl.constexpr,
     ADDED_ZEROS: tl.constexpr,
 ):  # fmt: skip
-    """total and, for each run of columns [rows, runs], scale * (sums - zero * x_sums), or with
-    ADDED_ZEROS scale * sums + zero * x_sums; power: of two, of which sums and x_sums are
-    multiples, as the sums are of UNIT."""
+    """Returns total plus, for each run of columns [rows, runs], scale * (sums - zero * x_sums), or
+    with ADDED_ZEROS scale * sums + zero * x_sums. power: power of two by which sums and x_sums are
+    multiplied. UNIT: another factor of the sums."""
     if ZERO_TENSOR and ADDED_ZEROS:
         part = scale * (sums * UNIT) + zero * x_sums[None, :]
     elif ZERO_TENSOR:
@@ -66,16 +67,17 @@ def dotted_rows(
     ZERO: tl.constexpr, NUMBER: tl.constexpr, BYTES: tl.constexpr, FLOATS: tl.constexpr,
     SIGNED: tl.constexpr, ADDED_ZEROS: tl.constexpr,
 ):  # fmt: skip
-    """(products of rows with x, those of the rows of an up weight, fp32 [rows, 1]; x's squares
-    [1, words], not yet summed) over PART columns from `first` on.
+    """Returns, over PART columns from `first` on: (products of rows with x, products of the rows of
+    an up weight, both fp32 [rows, 1]; x's squares [1, words], not yet summed).
 
-    x_row: a pointer to K numbers, which are multiplied by the weight of an RMS norm (NORM) before
-    the product. lines, up_lines: pointers [rows] to int32 words of PER codes, STRIDE apart; None:
-    no up weight, whose products are zero. scale_rows: the row of scales of each, strides as
-    `load_scales` takes them. A step takes BLOCK_K columns; sums of RUN words have one scale, or a
-    part of one. FLOATS: codes are float8 (e4m3) or stand for NUMBER, a table
-    (`formats.table_words`), else they are integers, less ZERO, or stand for BYTES (`code_sums`);
-    SIGNED: from -128 on. ADDED_ZEROS: zeros are added behind the scale.
+    x_row: a pointer to K numbers; with NORM, they are multiplied by the weight of an RMS norm
+    before the product. lines, up_lines: pointers [rows] to int32 words of PER codes, STRIDE apart;
+    up_lines None: there is no up weight, and its products are zero. scale_rows: the row of scales
+    of each row. strides, up_strides: as in `load_scales`. A step takes BLOCK_K columns, and RUN
+    words share a sum and a scale. FLOATS: codes are float8 (e4m3), or NUMBER, a table
+    (`formats.table_words`), has their numbers; if not, they are integers minus ZERO, or BYTES has
+    their numbers (`code_sums`). SIGNED: bytes are signed. ADDED_ZEROS: zeros are added after
+    scaling.
     """
     WORDS: tl.constexpr = BLOCK_K // PER
     RUNS: tl.constexpr = WORDS // RUN
@@ -102,7 +104,7 @@ def dotted_rows(
         )
         if NORM:
             squares += tl.sum(square, axis=1)[None, :]
-        # A step ahead of what is multiplied.
+        # Load the words of the next step.
         next_words = words
         next_up_words = up_words
         if PART > BLOCK_K:

@@ -1,4 +1,4 @@
-"""E2M1 codes and the scales of NVFP4 and MXFP4, decoded."""
+"""Decodes E2M1 codes and the scales of NVFP4 and MXFP4."""
 
 import triton
 import triton.language as tl
@@ -6,10 +6,10 @@ import triton.language as tl
 
 @triton.jit
 def e2m1_value(codes):
-    """bf16 values of E2M1 codes (any integer type), exact.
+    """Converts E2M1 codes (any integer type) to bf16, exactly.
 
-    Exponent and mantissa are moved to where bf16 has them; 2 ** 126 corrects the difference in
-    bias, also for the one subnormal.
+    Exponent and mantissa are moved to their places in bf16. The factor 2 ** 126 corrects the
+    difference in bias, also for the one subnormal.
     """
     codes = codes.to(tl.int16)
     bits = ((codes & 7) << 6) | ((codes & 8) << 12)
@@ -18,7 +18,7 @@ def e2m1_value(codes):
 
 @triton.jit
 def e2m1_number(codes, DTYPE: tl.constexpr):
-    """The 16-bit floats of E2M1 codes (int16), exact, as in `e2m1_value`."""
+    """Converts E2M1 codes (int16) to 16-bit floats, exactly, as in `e2m1_value`."""
     if tl.bfloat16 == DTYPE:
         bits = ((codes & 7) << 6) | ((codes & 8) << 12)
         return bits.to(DTYPE, bitcast=True) * 2.0**126
@@ -29,15 +29,17 @@ def e2m1_number(codes, DTYPE: tl.constexpr):
 
 @triton.jit
 def e2m1_pair(words, position: tl.constexpr, DTYPE: tl.constexpr):
-    """The E2M1 codes at `position` and `position` + 4 of each word, as 16-bit floats in the halves
-    of a word.
+    """Returns the E2M1 codes at `position` and `position` + 4 of each word, as 16-bit floats in the
+    halves of a word.
 
-    Exact but for a factor: 2 ** -126 in bf16, 2 ** -14 in fp16. Exponent and mantissa are moved to
-    where DTYPE has them, for both codes at once; this holds for the one subnormal too.
+    The results are exact, times a factor of 2 ** -126 in bf16 or 2 ** -14 in fp16. Exponent and
+    mantissa are moved to their places in DTYPE, for both codes at once. This works for the one
+    subnormal too.
     """
     if tl.bfloat16 == DTYPE:
-        # One multiplication moves the sign and the rest to their places, with garbage beside them:
-        # an instruction less than shifts, and on a unit that is less busy.
+        # One multiplication moves the sign and the rest to their places, and a mask removes the
+        # bits beside them. This takes one instruction less than shifts, on a unit that is less
+        # busy.
         if position >= 2:
             words = words >> 8
         if position % 2 == 0:
@@ -53,7 +55,7 @@ def e2m1_pair(words, position: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def halves_of(pair, DTYPE: tl.constexpr):
-    """The two numbers of each word, along a new last axis."""
+    """Returns the two numbers of each word, along a new last axis."""
     low = pair.to(tl.int16).to(DTYPE, bitcast=True)
     high = (pair >> 16).to(tl.int16).to(DTYPE, bitcast=True)
     return tl.join(low, high)
@@ -61,8 +63,8 @@ def halves_of(pair, DTYPE: tl.constexpr):
 
 @triton.jit
 def e8m0_value(codes):
-    """fp32 of e8m0 codes in integers: 2 ** (code - 127), NaN of 255."""
-    # 2 ** -127, code 0, has no exponent bits of its own; those of 255 alone would be infinity's.
+    """Converts e8m0 codes in integers to fp32: 2 ** (code - 127), and NaN for 255."""
+    # Code 0, 2 ** -127, is a subnormal number. The exponent 255 alone would be infinity.
     bits = tl.where(codes == 0, 0x00400000, codes << 23)
     bits = tl.where(codes == 255, 0x7FFFFFFF, bits)
     return bits.to(tl.float32, bitcast=True)
@@ -70,15 +72,17 @@ def e8m0_value(codes):
 
 @triton.jit
 def unpack_codes(packed, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Bytes [ROWS, COLUMNS / 2] to codes [ROWS, COLUMNS], the low nibble first."""
+    """Unpacks bytes [ROWS, COLUMNS / 2] to codes [ROWS, COLUMNS], the low nibble first."""
     return tl.reshape(tl.join(packed & 15, packed >> 4), (ROWS, COLUMNS))
 
 
 @triton.jit
 def dequantize_nvfp4(packed, scales, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """bf16 [ROWS, COLUMNS] of bytes [ROWS, COLUMNS / 2] and e4m3 scales [ROWS, COLUMNS / 16].
+    """Decodes bytes [ROWS, COLUMNS / 2] with e4m3 scales [ROWS, COLUMNS / 16] to bf16 [ROWS,
+    COLUMNS].
 
-    Exact: 2 + 4 significant bits. The scale's sign is ignored, as the tensor core ignores it.
+    The result is exact: it has 2 + 4 significant bits. The sign of a scale is ignored, as in the
+    tensor core.
     """
     values = e2m1_value(unpack_codes(packed, ROWS, COLUMNS))
     factor = tl.abs(scales.to(tl.float32)).to(tl.bfloat16)
@@ -89,10 +93,10 @@ def dequantize_nvfp4(packed, scales, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 @triton.jit
 def scale_tile(scale_desc, batch, row_block, column_block, ROW_BLOCKS: tl.constexpr,
                COLUMN_BLOCKS: tl.constexpr):  # fmt: skip
-    """Scales [128 * ROW_BLOCKS, 4 * COLUMN_BLOCKS] from the 128x4 layout.
+    """Loads scales [128 * ROW_BLOCKS, 4 * COLUMN_BLOCKS] from the 128x4 layout.
 
-    scale_desc: [batch, row blocks, column blocks, 2, 256], a block of the layout as two rows of 256
-    bytes: the form in which the scales reach tensor memory without passing through registers.
+    scale_desc: [batch, row blocks, column blocks, 2, 256], with a block of the layout as two rows
+    of 256 bytes. In this form, scales reach tensor memory without passing through registers.
     """
     raw = scale_desc.load([batch, row_block, column_block, 0, 0])
     atoms = tl.reshape(raw, (ROW_BLOCKS, COLUMN_BLOCKS, 32, 4, 4))
@@ -103,7 +107,7 @@ def scale_tile(scale_desc, batch, row_block, column_block, ROW_BLOCKS: tl.conste
 @triton.jit
 def scale_rows(scales_ptr, rows, row_mask, first_column, COLUMN_BLOCKS_IN_ALL: tl.constexpr,
                COLUMNS: tl.constexpr):  # fmt: skip
-    """Scales [len(rows), COLUMNS] of any rows of the 128x4 layout, by pointers."""
+    """Loads scales [len(rows), COLUMNS] of any rows of the 128x4 layout, by pointers."""
     columns = first_column + tl.arange(0, COLUMNS)
     within = rows % 128
     blocks = (rows // 128)[:, None] * COLUMN_BLOCKS_IN_ALL + (columns // 4)[None, :]

@@ -10,10 +10,11 @@ from tilewright.codegen.templates.rounding import rounded
 def quantized_groups(
     latent, CAP: tl.constexpr, GROUP: tl.constexpr, BLOCK_L: tl.constexpr
 ):  # fmt: skip
-    """(e4m3 codes [rows, BLOCK_L], scales [rows, BLOCK_L / GROUP]) of values [rows, BLOCK_L].
+    """Quantises values [rows, BLOCK_L]. Returns (e4m3 codes [rows, BLOCK_L], scales [rows, BLOCK_L
+    / GROUP]).
 
-    CAP: the largest magnitude that a scale covers, 0 for no limit. Codes are zero where the scale's
-    inverse is not finite.
+    CAP: the largest magnitude that a scale covers, 0 for no limit. Codes are zero if the inverse of
+    the scale is not finite.
     """
     ROWS: tl.constexpr = latent.shape[0]
     groups = tl.reshape(latent.to(tl.float32), (ROWS, BLOCK_L // GROUP, GROUP))

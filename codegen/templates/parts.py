@@ -1,4 +1,4 @@
-"""A tile's columns in 1, 2 or 4 equal parts."""
+"""Splits the columns of a tile into 1, 2 or 4 equal parts."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,8 @@ import triton.language as tl
 
 @triton.jit
 def part_of(values, part: tl.constexpr, PARTS: tl.constexpr):
-    """Columns of the part-th of PARTS (1, 2 or 4) equal parts of [rows, columns]."""
+    """Returns the columns of part number `part` of PARTS (1, 2 or 4) equal parts of [rows,
+    columns]."""
     if PARTS > 1:
         ROWS: tl.constexpr = values.shape[0]
         WIDTH: tl.constexpr = values.shape[1] // 2

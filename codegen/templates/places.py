@@ -1,4 +1,5 @@
-"""Where projected heads are stored: q in its result, k and v at their token's place in a cache."""
+"""The places to which projected heads are stored: q to its result, k and v to their token's place
+in a cache."""
 
 import triton
 import triton.language as tl
@@ -7,15 +8,15 @@ QUERY = tl.constexpr(0)
 KEY = tl.constexpr(1)
 VALUE = tl.constexpr(2)
 
-# Up to so many (token, sequence) pairs are compared at once; beyond, a binary search is faster: it
+# Most (token, sequence) pairs that are compared at once. With more, a binary search is faster: it
 # takes more loads but fewer registers.
 COMPARED_PAIRS = tl.constexpr(4096)
 
 
 @triton.jit
 def head_of_tile(tile_head, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr):
-    """(kind, head within q, k or v) of a head counted over q, then k, then v."""
-    # Selects and not branches: Triton 3.6 cannot flatten a loop over tiles that branches here.
+    """Returns (kind, head within q, k or v) of a head counted over q, then k, then v."""
+    # Select instead of branching: Triton 3.6 cannot flatten a loop over tiles that branches here.
     is_kv = (tile_head >= NUM_HEADS).to(tl.int32)
     is_value = (tile_head >= NUM_HEADS + NUM_KV_HEADS).to(tl.int32)
     kind = is_kv + is_value
@@ -25,9 +26,10 @@ def head_of_tile(tile_head, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr)
 
 @triton.jit
 def turned_kind(kind, head, GATE_RUN: tl.constexpr):
-    """As which `kind` a head is normed and rotated: a gate among q's heads as v, not at all.
+    """Returns the `kind` as which a head is normed and rotated. A gate among q's heads counts as v,
+    which is neither normed nor rotated.
 
-    GATE_RUN: so many queries, then as many gates, and so on; 0: no gates.
+    GATE_RUN: q's heads alternate between this many queries and this many gates; 0: no gates.
     """
     if GATE_RUN > 0:
         kind = tl.where((kind == QUERY) & (head // GATE_RUN % 2 == 1), VALUE, kind)
@@ -39,7 +41,8 @@ def sequence_of(
     tokens, row_offsets_ptr, num_sequences, OFFSETS_STRIDE: tl.constexpr,
     SEARCH_STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Each token's sequence, by row_offsets [num_sequences + 1]; num_sequences after the last one.
+    """Returns each token's sequence, by row_offsets [num_sequences + 1]; num_sequences for tokens
+    after the last sequence.
 
     2 ** SEARCH_STEPS is more than num_sequences.
     """
@@ -69,7 +72,8 @@ def table_places(
     PAGE_SIZE: tl.constexpr, ADDRESSING: tl.constexpr, WRAP_NEGATIVE: tl.constexpr,
     ADDRESS_STRIDES: tl.constexpr, SEARCH_STEPS: tl.constexpr,
 ):  # fmt: skip
-    """(page, slot in the page, mask) of tokens whose pages are looked up in a block table."""
+    """Returns (page, slot in the page, mask) of tokens whose pages are looked up in a block
+    table."""
     if ADDRESSING == "ragged":
         sequence = sequence_of(
             tokens, sequences_ptr, num_sequences, ADDRESS_STRIDES[1], SEARCH_STEPS
@@ -90,7 +94,7 @@ def table_places(
         ).to(tl.int64)
         if WRAP_NEGATIVE:
             sequence = tl.where(sequence < 0, sequence + num_sequences, sequence)
-            # The same column and offset from the front: the quotient rounds towards zero.
+            # Count the position from the front first, because the quotient rounds towards zero.
             positive = position + lookup_columns.to(tl.int64) * PAGE_SIZE
             position = tl.where(position < 0, positive, position)
         valid = token_mask & (sequence >= 0) & (sequence < num_sequences)
@@ -108,14 +112,15 @@ def cache_places(
     PAGE_SIZE: tl.constexpr, ADDRESSING: tl.constexpr, WRAP_NEGATIVE: tl.constexpr,
     ADDRESS_STRIDES: tl.constexpr, SEARCH_STEPS: tl.constexpr,
 ):  # fmt: skip
-    """(page, slot in the page, mask) of each token, 64-bit; out-of-range tokens are masked.
+    """Returns (page, slot in the page, mask) of each token, 64-bit. Tokens out of range are masked.
 
-    ADDRESSING, and what the three pointers are then:
-    "flat", "per_sequence": slots_ptr a slot for each token (of a sequence); no other.
-    "block_table": slots_ptr a table [sequence, column] of pages, sequences_ptr and positions_ptr a
-    sequence and a position for each token.
-    "ragged": slots_ptr such a table, sequences_ptr the offsets [num_sequences + 1] of the
-    sequences' first tokens, positions_ptr how many tokens each sequence has in the cache already.
+    ADDRESSING determines the meaning of the three pointers.
+    "flat", "per_sequence": slots_ptr has a slot for each token (of a sequence); the others are not
+    used.
+    "block_table": slots_ptr is a table [sequence, column] of pages; sequences_ptr and positions_ptr
+    have a sequence and a position for each token.
+    "ragged": slots_ptr is such a table; sequences_ptr has the offsets [num_sequences + 1] of the
+    sequences' first tokens; positions_ptr has the number of tokens of each sequence in the cache.
     """
     if ADDRESSING == "block_table" or ADDRESSING == "ragged":
         page, slot, valid = table_places(
@@ -156,11 +161,11 @@ def store_target(
     ADDRESS_STRIDES: tl.constexpr, SEARCH_STEPS: tl.constexpr,
     K_STRIDES: tl.constexpr, V_STRIDES: tl.constexpr, ROW_UNIT: tl.constexpr,
 ):  # fmt: skip
-    """(pointer, row offsets, row mask, head stride, dim stride) of tokens of one `kind`.
+    """Returns (pointer, row offsets, row mask, head stride, dim stride) of tokens of one `kind`.
 
-    One target for q, k and v, by selects, not branches: Triton 3.6 cannot flatten a loop over tiles
-    that branches, and three stores are three times the code. Where q and the caches differ in dtype
-    one pointer cannot serve both: the target is the cache's, and masked for q.
+    Selects give one target for q, k and v: Triton 3.6 cannot flatten a loop over tiles that
+    branches, and three stores are three times the code. If q and the caches differ in dtype, one
+    pointer cannot serve both, and the target is the cache, masked for q.
     """
     page, slot, row_mask = cache_places(
         tokens, token_mask & (kind != QUERY), slots_ptr, sequences_ptr, positions_ptr,
@@ -168,8 +173,8 @@ def store_target(
         PAGE_SIZE, ADDRESSING, WRAP_NEGATIVE, ADDRESS_STRIDES, SEARCH_STEPS,
     )  # fmt: skip
     pointer = k_cache_ptr
-    # In units of ROW_UNIT, which divides every stride of a row: a plain select loses what offsets
-    # are multiples of, and stores would shrink to single elements.
+    # Select units of ROW_UNIT, which divides every stride of a row: a plain select would lose the
+    # divisibility of offsets, and stores would shrink to single elements.
     units = page * (K_STRIDES[0] // ROW_UNIT) + slot * (K_STRIDES[1] // ROW_UNIT)
     head_stride = tl.where(kind == VALUE, V_STRIDES[2], K_STRIDES[2])
     if v_cache_ptr is not None:

@@ -1,4 +1,4 @@
-"""Rounding of fp32 results to the dtype in which they are stored."""
+"""Rounds fp32 results to the dtype in which they are stored."""
 
 import triton
 import triton.language as tl
@@ -6,8 +6,8 @@ import triton.language as tl
 
 @triton.jit
 def rounded(values, DTYPE: tl.constexpr, SATURATES: tl.constexpr = True):
-    """fp32 values in DTYPE. What an 8-bit float cannot hold becomes its largest number where it
-    SATURATES, else infinite, or NaN where there is no infinity. NaN stays NaN."""
+    """Rounds fp32 values to DTYPE. Values out of the range of an 8-bit float become its largest
+    number if SATURATES, else infinity, or NaN for a type without infinity. NaN stays NaN."""
     if not SATURATES:
         magnitude = tl.abs(values)
     if tl.float8e4nv == DTYPE:
@@ -17,8 +17,8 @@ def rounded(values, DTYPE: tl.constexpr, SATURATES: tl.constexpr = True):
     if SATURATES:
         return values.to(DTYPE)
     else:
-        # From half a step beyond the largest number; on the tie its last bit decides. The cast of
-        # the hardware saturates: it gives neither.
+        # Values overflow from half a step above the largest number on; at the tie, its last bit
+        # decides. The hardware's cast saturates, so it gives neither infinity nor NaN.
         codes = values.to(DTYPE).to(tl.int8, bitcast=True)
         if tl.float8e4nv == DTYPE:
             codes = tl.where(magnitude > 464.0, codes | 0x7F, codes)

@@ -1,4 +1,5 @@
-"""What the programs of one tile share where they split a sum: parts in memory, and who is last."""
+"""The reduction of a sum that programs of one tile split: parts in memory, which the last program
+adds."""
 
 import triton
 import triton.language as tl
@@ -6,9 +7,9 @@ import triton.language as tl
 
 @triton.jit
 def arrive(counter_ptr, SPLITS: tl.constexpr):
-    """Whether a program, its part stored, is the last of SPLITS; the counter is left at zero for
-    the next launch."""
-    # All threads' stores come before the one thread's atomic.
+    """Returns whether a program, after it has stored its part, is the last of SPLITS. The last one
+    resets the counter to zero for the next launch."""
+    # The stores of all threads must precede the atomic of one thread.
     tl.debug_barrier()
     is_last = tl.atomic_add(counter_ptr, 1, sem="acq_rel") == SPLITS - 1
     if is_last:
@@ -18,7 +19,7 @@ def arrive(counter_ptr, SPLITS: tl.constexpr):
 
 @triton.jit
 def sum_of_parts(parts, offsets, mask, SIZE: tl.constexpr, SPLITS: tl.constexpr):
-    """The sum of SPLITS parts that lie SIZE elements apart, in their order."""
+    """Returns the sum of SPLITS parts that lie SIZE elements apart, in their order."""
     total = tl.load(parts + offsets, mask=mask, other=0.0, cache_modifier=".cg")
     for index in tl.static_range(1, SPLITS):
         total += tl.load(parts + index * SIZE + offsets, mask=mask, other=0.0, cache_modifier=".cg")

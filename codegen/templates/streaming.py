@@ -1,12 +1,12 @@
-"""What kernels that stream weights for few tokens do besides: rows asked for early, a norm of x on
-its way to the product.
+"""Helpers of kernels that stream weights for few tokens: prefetching of rows, and a norm of x
+before the product.
 
-An RMS norm is a factor of each row of the result. Only x times the norm's weight is rounded before
-the product; the sum of x's squares is taken in the same pass over K.
+An RMS norm is a factor of each row of the result. x times the norm's weight is rounded before the
+product, and the sum of x's squares is computed in the same pass over K.
 
-A layer norm is none: what its mean and its bias add to a sum may be much larger than the sum. So
-its statistics come first, of whole rows, and each step's x is normed as a norm apart would do it:
-rounded once, before the product.
+A layer norm is not such a factor: its mean and bias may add much more to a sum than the rest. So
+the statistics of whole rows are computed first, and the x of each step is normed like in a separate
+norm: rounded once, before the product.
 """
 
 import triton
@@ -17,8 +17,9 @@ import triton.language as tl
 def prefetch_rows(
     rows_ptr, first, K: tl.constexpr, LINES: tl.constexpr, LINE: tl.constexpr
 ):  # fmt: skip
-    """Asks the L2 cache for LINES lines of LINE elements, 128 bytes, of each row of K, from column
-    `first` on: a hint, which reads nothing, so that whoever still writes there is not disturbed."""
+    """Prefetches LINES lines of LINE elements (128 bytes) of each row of K to the L2 cache, from
+    column `first` on. This is a hint that reads nothing, so another kernel may still write
+    there."""
     columns = tl.minimum(first + tl.arange(0, LINES) * LINE, K - 1)
     lines = rows_ptr[:, None] + columns[None, :]
     tl.inline_asm_elementwise(
@@ -28,10 +29,11 @@ def prefetch_rows(
 
 @triton.jit
 def places_of_norm(norm_weight_ptr, tokens, columns, STRIDE: tl.constexpr):
-    """Pointers [tokens, columns] to a norm's weight, or bias; None where it has none."""
+    """Returns pointers [tokens, columns] to a norm's weight or bias; None if it has none."""
     norm_ptrs = None
     if norm_weight_ptr is not None:
-        # The same for each token: a load of so many bytes can be made ahead, a row's not.
+        # The pointers repeat for each token: Triton can pipeline a load of this size, but not one
+        # of a single row.
         norm_ptrs = tl.broadcast_to(
             norm_weight_ptr + columns[None, :] * STRIDE, (tokens.shape[0], columns.shape[0])
         )
@@ -44,11 +46,11 @@ def row_statistics(
     TOKENS: tl.constexpr, K: tl.constexpr, X_STRIDE: tl.constexpr, EPS: tl.constexpr,
     ROW: tl.constexpr,
 ):  # fmt: skip
-    """(mean, 1 / sqrt(variance + EPS)) of x's TOKENS rows from `first` on, fp32 [TOKENS, 1], zero
-    where there is no token. ROW: a power of two, no less than K.
+    """Returns (mean, 1 / sqrt(variance + EPS)) of x's TOKENS rows from `first` on, fp32 [TOKENS,
+    1]; zero for absent tokens. ROW: a power of two of at least K.
 
-    Each row is loaded once. The differences from its mean are squared, not its numbers: of a row
-    far from zero those would leave the variance no digits."""
+    Each row is loaded once. The variance is computed from differences from the mean: from squares
+    of numbers far from zero, it would have no accurate digits."""
     mean = tl.zeros((TOKENS,), tl.float32)
     inverse = tl.zeros((TOKENS,), tl.float32)
     columns = tl.arange(0, ROW)
@@ -69,8 +71,8 @@ def layer_step_of_x(
     x_ptrs, norm_ptrs, shift_ptrs, mean, inverse, step, mask,
     NORM_STRIDE: tl.constexpr, NORM_OFFSET: tl.constexpr, SHIFT_STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """x [tokens, columns] of a step, layer-normed and rounded; zero outside the mask. mean,
-    inverse: as `row_statistics` has them. shift_ptrs: to the norm's bias."""
+    """Returns x [tokens, columns] of a step, layer-normed and rounded; zero outside the mask. mean,
+    inverse: results of `row_statistics`. shift_ptrs: pointers to the norm's bias."""
     x = tl.load(x_ptrs + step, mask=mask, other=0.0)
     wide = (x.to(tl.float32) - mean) * inverse
     if norm_ptrs is not None:
@@ -87,7 +89,8 @@ def step_of_x(
     x_ptrs, norm_ptrs, squares, step, mask,
     NORM: tl.constexpr, NORM_STRIDE: tl.constexpr, NORM_OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """(x [tokens, columns] of a step, times an RMS norm's weight; squares, with x's added)."""
+    """Returns (x [tokens, columns] of a step, times an RMS norm's weight; squares plus those of
+    x)."""
     x = tl.load(x_ptrs + step, mask=mask, other=0.0)
     if NORM:
         wide = x.to(tl.float32)

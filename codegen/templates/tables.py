@@ -1,4 +1,4 @@
-"""Codes of four bits that stand for the 16 numbers of a table, looked up in registers."""
+"""Looks up the numbers of 4-bit codes in a table of 16 numbers, in registers."""
 
 import triton
 import triton.language as tl
@@ -6,8 +6,9 @@ import triton.language as tl
 
 @triton.jit
 def chosen_bytes(low, high, selectors):
-    """The bytes of a pair of words that the four low nibbles of `selectors` number, 0 to 7 (8 more:
-    the byte's top bit, eight times)."""
+    """Returns the bytes of a pair of words whose numbers, 0 to 7, are the four low nibbles of
+    `selectors`. With 8 added to a number, the result is the byte's top bit, repeated eight
+    times."""
     return tl.inline_asm_elementwise(
         "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [low, high, selectors], tl.int32, True, 1
     )
@@ -15,8 +16,8 @@ def chosen_bytes(low, high, selectors):
 
 @triton.jit
 def four_bytes(words, SECOND: tl.constexpr, TABLE: tl.constexpr, FIRST: tl.constexpr):
-    """A byte of the number of each of the four codes in the low half of int32 words, or in the high
-    half if SECOND, from the 16 bytes that begin at FIRST in a table."""
+    """Returns one byte of the number of each of the four codes in the low half of int32 words, or
+    in the high half if SECOND. The bytes of the 16 numbers begin at word FIRST of TABLE."""
     selectors = ((words >> 16) if SECOND else words) & 0x7777
     is_high = chosen_bytes(words, words << 4, 0xBFAE if SECOND else 0x9D8C)
     low = chosen_bytes(TABLE[FIRST], TABLE[FIRST + 1], selectors)
@@ -28,11 +29,11 @@ def four_bytes(words, SECOND: tl.constexpr, TABLE: tl.constexpr, FIRST: tl.const
 def table_pair(
     words, byte: tl.constexpr, REVERSED: tl.constexpr, DTYPE: tl.constexpr, TABLE: tl.constexpr
 ):  # fmt: skip
-    """The numbers of the two codes in a byte of int32 words, as 16-bit floats in the halves of a
-    word: the first is the low code, or with REVERSED the high one.
+    """Returns the numbers of the two codes in a byte of int32 words, as 16-bit floats in the halves
+    of a word. The first is that of the low code, or with REVERSED of the high one.
 
-    TABLE: as `tilewright.codegen.formats.table_words` makes it, whose last numbers are the factors
-    by which these are too small.
+    TABLE: the result of `tilewright.codegen.formats.table_words`, whose last numbers are the
+    factors by which these numbers are too small.
     """
     FIRST: tl.constexpr = 0 if tl.bfloat16 == DTYPE else 8
     low = four_bytes(words, byte >= 2, TABLE, FIRST)
@@ -43,7 +44,7 @@ def table_pair(
 
 @triton.jit
 def table_number(codes, TABLE: tl.constexpr):
-    """fp32 numbers of codes of any type, TABLE being the numbers."""
+    """Returns the fp32 numbers of codes of any type. TABLE: the 16 numbers."""
     values = codes.to(tl.float32) * 0.0
     for code in tl.static_range(16):
         values = tl.where(codes == code, TABLE[code], values)

@@ -1,11 +1,11 @@
-"""The first half of an MLP: linears of one activation, and what becomes of them.
+"""The first half of an MLP: linears of one activation, and the nonlinearity after them.
 
     y   = rms_norm(x) * norm_weight, or layer_norm(x) * norm_weight + norm_bias
     out = act(linear(y, gate_weight)) * linear(y, up_weight)     ⇒   linear_activation(x, ...)
 
-Gated or not, the weights of gate and up apart or rows of one tensor; of codes that the graph
-dequantises, the op reads the codes. The norm is taken where nobody else reads its result; a layer
-norm, of one token.
+Gated or not; the weights of gate and up are separate or rows of one tensor. If the graph
+dequantises a weight, the op reads its codes. The norm is absorbed if no other value reads its
+result; a layer norm, for one token only.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class LinearActivation:
     )
 
     def anchors(self, flow: Dataflow) -> Iterator[tuple[Value, ...] | Missed]:
-        """Activations of linears for few tokens, with these; of one inside another the outer; and
-        norms in front of these that the op cannot take."""
+        """Yields activations of linears for few tokens, with the linears; of nested ones the outer.
+        Also yields norms before such linears that the op cannot take."""
         inside: set[Value] = set()
         for value in reversed(flow.values):
             activation = None if value in inside else _activation(value)
@@ -111,19 +111,19 @@ class LinearActivation:
 
 
 def _activation(value: Value) -> Activation | None:
-    """The activation that a value is, of those that the op has."""
+    """Returns the activation that a value is, if the op has it; else None."""
     activation = match_activation(value.whole)
     known = activation is not None and activation.name in ACTIVATIONS and not activation.limit
     return activation if known else None
 
 
 def _linears(value: Value, activation: Activation) -> tuple[FewTokens, ...] | None:
-    """The linears of an activation, gate first."""
+    """Returns the linears of an activation, gate first; None if the op cannot take them."""
     views = _entering(activation)
     linears = tuple(one for view in views if (one := match_few_tokens(view)) is not None)
     if len(linears) != len(views) or any(not linears[0].reads_as(one) for one in linears):
         return None
-    # Scales of codes may be float32, and what they multiply with them.
+    # Scales of codes may be float32, and so may their products.
     if value.dtype not in (activation.gate.value.dtype, linears[0].product.dtype):
         return None
     same = all(one.weight.shape == linears[0].weight.shape for one in linears)
@@ -135,7 +135,8 @@ def _entering(activation: Activation) -> list[View]:
 
 
 def _unlike(activation: Activation) -> Missed | None:
-    """A product of few tokens that enters an activation in a form that the op does not take."""
+    """Returns a product of few tokens that enters an activation in a form that the op does not
+    take."""
     found = (match_unlike(view) for view in _entering(activation))
     return next((one for one in found if one is not None), None)
 

@@ -1,11 +1,11 @@
-"""A linear and the sum with what went around it: an attention's output projection, the second half
+"""A linear whose result is added to a residual: an attention's output projection, the second half
 of an MLP.
 
     out = residual + scale * linear(x, weight)     ⇒   linear_residual(x, weight, residual)
-    out = residual + scale * rms_norm(linear(x, weight))   ⇒   the same, rms_norm=True
+    out = residual + scale * rms_norm(linear(x, weight))   ⇒   linear_residual(.., rms_norm=True)
 
-The first in any shape in which all of a token's columns follow its own, the second for a count of
-tokens that is a number.
+The first form matches any shape in which a token's columns are contiguous, the second a number of
+tokens that is not symbolic.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from tilewright.patterns.recognise.row_norm import rms_norm_of, row_norm_argumen
 
 @dataclass(frozen=True)
 class Sum:
-    """residual + scale * linear, or residual + scale * norm(linear). absorbed: with the products
-    by the number, and the norm."""
+    """residual + scale * linear, or residual + scale * norm(linear). absorbed: includes the
+    products by the number, and the norm."""
 
     linear: FewTokens
     residual: View
@@ -56,8 +56,8 @@ class Sum:
 
 @dataclass(frozen=True)
 class Anchor:
-    """A sum and its linears. stores: the sum, and the linear that it goes to. products: all of its
-    sides' linears, for which a miss speaks."""
+    """A sum and its linears. stores: the sum, and the linear that goes into it. products: the
+    linears of all its sides, which a miss accounts for."""
 
     stores: tuple[Value, Value]
     products: tuple[Value, ...]
@@ -79,8 +79,8 @@ class LinearResidual:
     )
 
     def anchors(self, flow: Dataflow) -> Iterator[Anchor | Missed]:
-        """Sums of linears for few tokens, those that the op can take and those that come near; and
-        norms in front of these that it cannot take."""
+        """Yields sums of linears for few tokens, those that the op can take and similar ones. Also
+        yields norms before such linears that the op cannot take."""
         for value in flow.values:
             if value.op != "aten.add":
                 continue
@@ -109,12 +109,12 @@ class LinearResidual:
         for one in taken:
             try:
                 return self._of(end, one)
-            except Reject as why:  # the other side may do
+            except Reject as why:  # the other side may match
                 refused.append(why)
         raise refused[0]
 
     def _of(self, anchor: Value, found: Sum) -> Match:
-        """The match that gives a sum to one of its sides; raises Reject."""
+        """Returns the match that gives a sum to one of its sides; raises Reject."""
         linear = found.linear
         check_linears([linear], [found.residual], anchor)
         weights = match_codes([linear], [WEIGHT_NAMES])
@@ -141,7 +141,8 @@ class LinearResidual:
 
 
 def _sums_of(value: Value, flow: Dataflow) -> Iterator[Sum]:
-    """The sums of a linear for few tokens that is not read elsewhere, that an addition is."""
+    """Yields the sums of a residual and a linear for few tokens, read only here, that an addition
+    is."""
     if value.kwargs.get("alpha", 1) != 1:
         return
     for product, residual in value.either_way:
@@ -153,13 +154,14 @@ def _sums_of(value: Value, flow: Dataflow) -> Iterator[Sum]:
 
 
 def _is_taken(found: Sum) -> bool:
-    """Whether the op takes a sum: a norm for a count of tokens alone that is a number."""
+    """Whether the op takes a sum: with a norm, only for a number of tokens that is not symbolic."""
     return found.norm is None or isinstance(found.linear.x.shape[0], int)
 
 
 def _products(value: Value, sums: Sequence[Sum]) -> Iterator[Value]:
-    """The linears for few tokens that are sides of an addition: first those of its `sums`, then
-    those of ranks, in another form, or with a norm that the op does not take."""
+    """Yields the linears for few tokens that are sides of an addition: first those of its `sums`,
+    then those that are summed over ranks, in another form, or with a norm that the op does not
+    take."""
     yield from (found.linear.product for found in sums)
     for near in (*_unlike(value), *norms_between(value)):
         yield from near.products
@@ -168,14 +170,16 @@ def _products(value: Value, sums: Sequence[Sum]) -> Iterator[Value]:
 
 
 def _unlike(value: Value) -> list[Missed]:
-    """The sides of an addition of two tensors that are products in a form that no op takes."""
+    """Returns the sides of an addition of two tensors that are products in a form that no op
+    takes."""
     sides = [side for side, other in value.either_way if len(other.shape) > 1]
     found = (match_unlike(weighed(side, strip=True)[0]) for side in sides)
     return [one for one in found if one is not None]
 
 
 def _summed_over_ranks(value: Value) -> Value | None:
-    """The linear for few tokens whose sum over ranks is one side of an addition, or None."""
+    """Returns the linear for few tokens whose sum over ranks is one side of an addition, or
+    None."""
     for side in value.operands:
         part = part_of_a_sum(side) if side.shape == value.shape else None
         linear = None if part is None else match_few_tokens(part)

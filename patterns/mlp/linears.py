@@ -1,4 +1,5 @@
-"""The linears that patterns of this family look for: few tokens, a weight as it is stored."""
+"""The linears that patterns of this family look for: few tokens, and a weight that the model
+stores."""
 
 from __future__ import annotations
 
@@ -31,13 +32,13 @@ from tilewright.patterns.recognise.gemm import (
 )
 from tilewright.patterns.recognise.linear import match_columns, unread
 
-# Steps from what a model stores to a weight that the graph computes.
+# The most steps from a stored tensor to a weight that the graph computes.
 _REACH = 64
-# Values that the model stores.
+# Operations of values that the model stores.
 STORED = ("constant", "input")
-# A shorter sum, or fewer of them, is a factor of an adapter, or a gate.
+# A product with fewer columns or rows is a factor of an adapter, or a gate.
 LEAST_COLUMNS = 64
-#: The arguments of the ops for the weight that each has.
+#: The argument names of the ops for the weight that each has.
 WEIGHT_NAMES = ("weight", "weight_scale", "weight_zero", "weight_factor")
 
 
@@ -46,9 +47,8 @@ class FewTokens:
     """x @ weight^T + bias: x [T, K], weight [N, K], bias [N] or None.
 
     coded: the weight is computed from codes. rounded: x is decoded from codes, which a library's
-    GEMM can multiply by the weight's. sums_scale [N]: what their sums are multiplied with.
-    x_scale [T or 1, K / block or 1], weight_scale [N, K]: of an x and a weight that are multiplied
-    as codes.
+    GEMM can multiply with the weight's. sums_scale [N]: multiplies the sums of codes. x_scale [T or
+    1, K / block or 1], weight_scale [N, K]: of an x and a weight that are multiplied as codes.
     """
 
     x: View
@@ -68,7 +68,7 @@ class FewTokens:
 
     @property
     def rows(self) -> View | Computed:
-        """x as the op takes it: codes as the numbers that they stand for."""
+        """x as the op takes it: decoded, if it has codes."""
         if self.x_scale is None:
             return self.x
         return Computed(decoded_rows, (self.x, self.x_scale), (("dtype", self.product.dtype),))
@@ -81,17 +81,17 @@ class FewTokens:
 
     @property
     def product(self) -> Value:
-        """What reads x."""
+        """The product, which reads x."""
         return self.absorbed[-1]
 
     @property
     def needs_numbers(self) -> bool:
-        """Whether a library's GEMM would want the weight's numbers first."""
+        """Whether a library's GEMM would need the weight dequantised."""
         return self.coded and not self.rounded
 
     @property
     def float_values(self) -> tuple[Value, ...]:
-        """Activation and weight, those that are no codes."""
+        """The activation and the weight, without those that are codes."""
         if self.x_scale is not None:
             return ()
         return (self.x.value,) if self.coded else (self.x.value, self.weight.value)
@@ -99,13 +99,14 @@ class FewTokens:
 
 @once
 def match_few_tokens(view: View, by_head: bool = False) -> FewTokens | None:
-    """The linear that a view [tokens..., N] is, or whose columns it is; None for any other view,
-    and where there are certainly too many tokens for the op.
+    """Returns the linear that a view [tokens..., N] is, or whose columns it is; None for another
+    view, and if there are certainly too many tokens for the op.
 
-    by_head: the view may have its columns in several dimensions, as [tokens..., heads, width].
+    by_head: the view may have its columns in several dimensions, such as [tokens..., heads, width].
     """
     value = value_before_casts(view.value)
-    # Of a sum of two tensors of its shape, a residual, none is a bias: nothing to look for behind.
+    # In a sum of two tensors of its own shape, a residual, neither is a bias, so there is no linear
+    # to find.
     by_column = value.op in ("aten.add", "aten.mul") and any(
         v.shape != value.shape for v in value.operands
     )
@@ -123,7 +124,7 @@ def match_few_tokens(view: View, by_head: bool = False) -> FewTokens | None:
         if by_head and not coded and scale is None:
             weight = weight.matrix
             bias = bias and bias.reshape(weight.shape[0])
-            if len(effects.coalesce(weight.effect.dims[0])) > 1:  # its rows in another order
+            if len(effects.coalesce(weight.effect.dims[0])) > 1:  # its rows are in another order
                 return None
     except InexpressibleError:
         return None
@@ -131,7 +132,8 @@ def match_few_tokens(view: View, by_head: bool = False) -> FewTokens | None:
         return None
     if not all(isinstance(n, int) and n >= LEAST_COLUMNS for n in weight.shape):
         return None
-    # Of codes the library's GEMM would want the numbers first: an op for few tokens alone.
+    # With codes, the library's GEMM would need dequantised weights, so the op is for few tokens
+    # only.
     rounded = coded and (linear.gemm.x_scale is not None or _is_rounded(x))
     if not _few(x.shape[0], coded and not rounded) or (coded and not isinstance(x.shape[0], int)):
         return None
@@ -145,7 +147,7 @@ def _is_rounded(x: View) -> bool:
     return isinstance(match_coded_rows(x), CodedRows)
 
 
-# How many casts, biases and numbers there may be between a product and its reader.
+# The most casts, biases and numbers between a product and its reader.
 _STEPS = 6
 _PASSED = frozenset({"cast", "aten.add", "aten.mul", "aten.div", "aten.clamp"})
 _ONCE = "compute it once, when the model is loaded"
@@ -156,9 +158,9 @@ _NUMBERS = (
 
 
 def weighed(view: View, strip: bool = False) -> tuple[View, float, tuple[Value, ...]]:
-    """(x, factor, values) of a view that is x * factor; itself with one, and none, of another.
+    """Returns (x, factor, values) of a view that is x * factor; (view, 1, ()) for another view.
 
-    strip: leaves out the casts of x, too.
+    strip: also removes the casts of x.
     """
     found = (_STRIPPED if strip else _WEIGHED).match(view)
     if found is None:
@@ -171,15 +173,15 @@ _WEIGHED = tensor("x", strip=lambda view: (view, ())) * number("factor")
 
 
 def bare_product(value: Value) -> Value | None:
-    """The product that a value is, but for casts, numbers, what the model stores and inputs; None
-    for any other value."""
+    """Returns the product that a value is, ignoring casts, numbers, stored tensors and inputs; None
+    for another value."""
     before = _passed(value, lambda other: _is_stored(other) or other.op in STORED)
     return next((passed for passed in before if match_gemm(passed) is not None), None)
 
 
 def _passed(value: Value, holds: Callable[[Value], bool]) -> Iterator[Value]:
-    """A value, and those before it, as long as it is one of them with casts, numbers and values
-    that `holds` takes."""
+    """Yields a value and the values before it, as long as each combines one of them with casts,
+    numbers and values that `holds` accepts."""
     for _ in range(_STEPS):
         yield value
         wide = [v.value for v in value.operands if v.shape == value.shape]
@@ -190,8 +192,8 @@ def _passed(value: Value, holds: Callable[[Value], bool]) -> Iterator[Value]:
 
 
 def match_unlike(view: View) -> Missed | None:
-    """The product that a view is, or is but for casts and vectors, where :func:`match_few_tokens`
-    does not take it for its weight's sake; None for any other view."""
+    """Returns the product that a view is, ignoring casts and vectors, if :func:`match_few_tokens`
+    refuses it because of its weight; None for another view."""
     scaled = None
     for value in _passed(view.value, _is_stored):
         gemm = match_gemm(value)
@@ -204,7 +206,8 @@ def match_unlike(view: View) -> Missed | None:
 
 
 def _unlike(gemm: Gemm, scaled: Value | None) -> Missed | None:
-    """scaled: a product or quotient by a number or a vector that lies behind it."""
+    """Returns the miss of a product. scaled: the product or quotient by a number or a vector after
+    it."""
     x, weight = gemm.flat_x, gemm.weight
     rows, columns = weight.shape
     if not _few(x.shape[0]) or weight.value.projected:
@@ -241,14 +244,16 @@ def _unlike(gemm: Gemm, scaled: Value | None) -> Missed | None:
 
 
 def _missed(product: Value, why: str, hint: str) -> Missed:
-    """A product for few tokens with a weight of the model, in a form that no op takes."""
+    """Returns the miss of a product for few tokens with a weight of the model, in a form that no op
+    takes."""
     return Missed(
         miss_at("LINEAR_FORM", Stage.GUARDS, why, product, hint=hint), products=(product,)
     )
 
 
 def _unread(value: Value, x: View) -> Missed | None:
-    """A product by an operator that is not known."""
+    """Returns the miss of a product by an unknown operator; None if it is too small or has many
+    tokens."""
     if not _few(effects.product(x.shape[:-1])):
         return None
     wide = (value.shape[-1], x.shape[-1])
@@ -258,28 +263,28 @@ def _unread(value: Value, x: View) -> Missed | None:
 
 
 def _is_kept(weight: Value) -> bool:
-    """Whether a weight is what the model stores, or a cast of that to the activation's dtype, which
-    stays in the graph."""
+    """Whether a weight is a stored tensor, or a cast of one to the activation's dtype, which stays
+    in the graph."""
     return (weight.operands[0].value if is_float_cast(weight) else weight).op in STORED
 
 
 def _of_codes(weight: Value) -> bool:
-    """Whether stored codes are somewhere among what a weight is computed from."""
+    """Whether a weight is computed from stored codes."""
     return any(not v.operands and is_code(v.dtype) for v in upstream(weight, _REACH))
 
 
 def _is_stored(value: Value) -> bool:
-    """Whether a value is computed of what the model stores, and that alone."""
+    """Whether a value is computed from stored tensors only."""
     before = list(upstream(value, _REACH))
     leaves = [v for v in before if not v.operands]
     return len(before) < _REACH and bool(leaves) and all(v.op == "constant" for v in leaves)
 
 
 def match_codes(linears: Sequence[FewTokens], names: Sequence[Names]) -> dict[str, Any]:
-    """The op's arguments for the weights of linears, by the names of what belongs to each.
+    """Returns the op's arguments for the weights of linears, under the names given for each weight.
 
-    Raises Reject (WEIGHT_FORMAT, SCALE_BLOCK) for codes that the op does not know, and where not
-    all are of one format.
+    Raises Reject (WEIGHT_FORMAT, SCALE_BLOCK) for codes that the op does not know, and if not all
+    weights have one format.
     """
     if not any(linear.coded for linear in linears):
         return {codes: one.weight for (codes, *_), one in zip(names, linears, strict=False)}
@@ -297,28 +302,29 @@ def match_codes(linears: Sequence[FewTokens], names: Sequence[Names]) -> dict[st
 
 
 def is_stored_as_is(codes: Value) -> bool:
-    """Whether codes are what the model stores, or the bytes of that."""
+    """Whether codes are a stored tensor, or a view of one as bytes."""
     return (codes.operands[0].value if codes.op == "bitcast" else codes).op in STORED
 
 
 def _few(tokens: Any, coded: bool = False) -> bool:
-    """Not of sizes that only data tell: those are a mixture's."""
+    """Whether there are few enough tokens. A size that depends on data does not count: it belongs
+    to a mixture."""
     slow = OP.slower(tokens=tokens, coded=coded)
     return slow is None and not effects.only_data_tell(tokens)
 
 
 def check_linears(linears: Iterable[FewTokens], others: Iterable[View], end: Value) -> None:
-    """Raises Reject (DTYPE, UNSUPPORTED) for what there are no kernels for."""
+    """Raises Reject (DTYPE, UNSUPPORTED) for dtypes without kernels."""
     linears = list(linears)
     given = [value.dtype for one in linears for value in one.float_values]
-    # What lies between a product and its reader the op has in float32.
+    # The op computes the values between a product and its reader in float32.
     made = [v.dtype for one in linears for v in one.absorbed if v.dtype != torch.float32]
     more = [view.value.dtype for view in others]
     check_dtypes([*given, *made, *more, end.dtype], "activations and weights", end, HALVES)
 
 
 def linear_facts(linear: FewTokens, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """What reports say of a linear; arguments: the op's."""
+    """Returns the facts of a linear for reports. arguments: the op's."""
     tokens, columns = linear.x.shape
     return {
         "x": rows_fact(linear.x.value.dtype, tokens, columns),
@@ -328,8 +334,8 @@ def linear_facts(linear: FewTokens, arguments: Mapping[str, Any]) -> dict[str, A
 
 
 def _cast_fact(linear: FewTokens) -> dict[str, Any]:
-    """What a weight is cast from in every call: stored in the activation's dtype, a step reads and
-    writes less."""
+    """Returns the dtype that a weight is cast from in every call. Stored in the activation's dtype,
+    a step would read and write less."""
     weight = linear.weight.value
     if not is_float_cast(weight):
         return {}

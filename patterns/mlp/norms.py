@@ -1,5 +1,5 @@
-"""Norms beside linears for few tokens that no op takes: in front of a linear, and between a linear
-and the sum behind it."""
+"""Norms beside linears for few tokens that no op takes: before a linear, and between a linear and
+the sum after it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tilewright.patterns.recognise.row_norm import rms_norm_of, row_norm_of
 
 
 def norms_before(linear: FewTokens) -> Iterator[Missed]:
-    """The norm, gated or of parts of rows, that a linear reads, where no op has one like it."""
+    """Yields the norm that a linear reads, gated or of parts of rows, if no op supports it."""
     normed = linear.x.value
     norm = norm_of(normed.whole)
     described = None if norm is None else _described(norm)
@@ -27,7 +27,7 @@ def norms_before(linear: FewTokens) -> Iterator[Missed]:
 
 
 def norms_between(end: Value) -> Iterator[Missed]:
-    """What stands between the sides of an addition and their linears, where that is a norm."""
+    """Yields the norms between the sides of an addition and their linears."""
     for side in end.operands:
         norm = norm_of(weighed(side)[0]) if side.shape == end.shape else None
         product = None if norm is None else bare_product(norm.x.value)
@@ -42,7 +42,7 @@ def norms_between(end: Value) -> Iterator[Missed]:
 
 
 def _described(norm: Norm) -> str | None:
-    """What is said of a norm before a linear; None for a plain one of whole rows."""
+    """Returns a description of a norm before a linear; None for a plain one of whole rows."""
     kind = "an RMS norm" if norm.kind == "rms" else "a layer norm"
     gated = match_activation(norm.x)
     of = "" if gated is None or gated.up is None else " of a product that is gated"

@@ -1,12 +1,12 @@
-"""Linears whose activation and weight are both float8 codes, that no other pattern takes.
+"""Linears whose activation and weight are both float8 codes, and that no other pattern takes.
 
     x   = (e4m3 codes) * x_scale, rounded; weight = (e4m3 codes) * weight_scale, rounded
     out = linear(x, weight, bias)     ⇒   scaled_linear(codes, codes, weight_scale, x_scale, ...)
 
-Any number of tokens, any rounding of x: its codes and scale are the graph's, which Inductor
-computes in one kernel with what is in front of them. A library's operator that multiplies such
-codes (`compiler/quantised/operators.py`) becomes the op too, of many tokens; a scaled product of
-the graph's own stays.
+Any number of tokens and any rounding of x: its codes and scale stay in the graph, where Inductor
+computes them in one kernel with the operations before them. A library's operator that multiplies
+such codes (`compiler/quantised/operators.py`) becomes the op too, for many tokens; a scaled product
+of the graph itself stays.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ScaledLinear:
     name: str = "scaled_linear"
     op: str = "scaled_linear"
     takes_leftovers: bool = True
-    asked_last: ClassVar[bool] = True  # kernels that do more with the product come before
+    asked_last: ClassVar[bool] = True  # patterns whose kernels do more come first
     optional: ClassVar[bool] = True  # the library's product computes the graph as it is
     sought: ClassVar[Sought] = Sought(
         "linears of activations and weights that are both float8 codes",
@@ -61,8 +61,8 @@ class ScaledLinear:
     )
 
     def anchors(self, flow: Dataflow) -> Iterator[Value | Missed]:
-        """Products of a weight of float8 codes with an activation of such codes; and those whose
-        activation is rounded otherwise."""
+        """Yields products of a weight of float8 codes with an activation of such codes, and misses
+        for products whose activation is rounded differently."""
         for value in flow.values:
             gemm = match_gemm(value)
             if gemm is None or not _is_linear(gemm):
@@ -107,8 +107,8 @@ class ScaledLinear:
 
 
 def _is_linear(gemm: Gemm) -> bool:
-    """Whether a product is one of [tokens..., K] with a matrix, that is long enough, and not the
-    graph's own product of codes."""
+    """Whether a product is one of [tokens..., K] with a large enough matrix, and not the graph's
+    own product of codes."""
     value, (rows, columns) = gemm.value, gemm.weight.shape
     if not all(isinstance(n, int) and n >= LEAST_COLUMNS for n in (rows, columns)):
         return False
@@ -125,7 +125,7 @@ def _is_linear(gemm: Gemm) -> bool:
 
 @once
 def _rows_of(gemm: Gemm) -> CodedRows | UnknownRows | None:
-    """The codes that a product's activation is decoded from, or is multiplied as."""
+    """Returns the codes that a product's activation is decoded from, or is multiplied as."""
     try:
         rows = gemm.flat_x
     except InexpressibleError:
@@ -135,7 +135,7 @@ def _rows_of(gemm: Gemm) -> CodedRows | UnknownRows | None:
 
 @once
 def _weight_of(gemm: Gemm) -> DequantizedWeight | None:
-    """The weight of a product where that is float8 codes that the model stores, with scales."""
+    """Returns the weight of a product if it is stored float8 codes with scales; else None."""
     try:
         found = match_scaled_weight(piece_of(gemm.weight), gemm.weight_scale)
     except (Reject, InexpressibleError):

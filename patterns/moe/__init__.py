@@ -1,1 +1,1 @@
-"""Pattern `moe`."""
+"""Patterns of mixtures of experts and their routers."""

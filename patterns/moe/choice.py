@@ -1,12 +1,12 @@
-"""A router's choice, from the experts that were chosen back to the logits.
+"""A router's choice, from the chosen experts back to the logits.
 
     scores = softmax(logits), or sigmoid(logits)
     choice = scores (+ correction)                               a number per expert
     choice = choice.masked_fill(~mask, -inf)                     only the best groups of experts
     ids    = topk(choice, S)[1]
 
-where the mask comes of group_scores: the largest score of each group of experts, or the sum of the
-two largest. T tokens, E experts, S slots (top-k), G groups.
+The mask comes from group scores: the largest score of each group of experts, or the sum of the two
+largest. T tokens, E experts, S slots (top-k), G groups.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _SCORES = {"aten.softmax": "softmax", "aten.sigmoid": "sigmoid"}
 
 @dataclass(frozen=True)
 class Groups:
-    """The choice is among `kept` of `count` runs of experts, by the sum of their `top` largest."""
+    """The choice is limited to `kept` of `count` runs of experts, those with the largest sum of
+    their `top` largest."""
 
     count: int
     kept: int
@@ -42,7 +43,7 @@ class Groups:
 
 @dataclass(frozen=True)
 class Choice:
-    """What `ids` were chosen by.
+    """The numbers that `ids` were chosen by.
 
     ids: the indices of a topk. scores: "softmax", "sigmoid" or "logits". scored: the value that
     holds them. logits: [T, E] before casts. correction: [E], added for the choice.
@@ -65,7 +66,7 @@ class Choice:
 
     @property
     def biased(self) -> bool:
-        """Whether what was compared are other numbers than the scores."""
+        """Whether the compared numbers differ from the scores."""
         return self.correction is not None
 
 
@@ -81,7 +82,7 @@ def _takes_largest_of_rows(choice: Value) -> bool:
 
 
 def match_choice(ids: Value) -> Choice:
-    """The choice that :func:`is_choice` finds a value to be; raises Reject."""
+    """Returns the choice that a value is for which :func:`is_choice` holds; raises Reject."""
     compared = ids.args[0]
     if not _takes_largest_of_rows(ids) or not compared.is_regrouped:
         reject("ROUTER_CHOICE", Stage.ACTIVATION, "not the largest numbers of whole rows", ids)
@@ -130,12 +131,12 @@ def _is_per_expert(view: View) -> bool:
     return all(map(effects.repeats, tokens)) and varies and not view.value.projected
 
 
-# A linear's bias makes logits, no correction of scores.
+# A linear's bias is part of the logits, not a correction of scores.
 _CORRECTED = tensor("scores", holds=_are_scores) + tensor("correction", holds=_is_per_expert)
 
 
 def _corrected(compared: View) -> tuple[View, View | None, tuple[Value, ...]]:
-    """(scores, correction [E], values absorbed) of scores + correction."""
+    """Returns (scores, correction [E], values absorbed) of scores + correction."""
     found = _CORRECTED.match(compared)
     if found is None or found.bound["scores"].shape != compared.shape:
         return compared, None, ()
@@ -152,9 +153,9 @@ def _fills_infinity(masked: Value) -> bool:
 
 
 def _grouped(masked: Value, flat: View) -> tuple[View, Groups | None, tuple[Value, ...]]:
-    """(numbers before the mask, groups, values absorbed); raises Reject (ROUTER_GROUPS).
+    """Returns (numbers before the mask, groups, values absorbed); raises Reject (ROUTER_GROUPS).
 
-    flat: the masked numbers as [T, E], where they are [T, G, E / G].
+    flat: the masked numbers as [T, E], if they are [T, G, E / G].
     """
     unmasked = _unmasked(masked, flat.shape)
     found = unmasked and _mask_of_groups(*unmasked[1:])
@@ -178,8 +179,8 @@ def _grouped(masked: Value, flat: View) -> tuple[View, Groups | None, tuple[Valu
 
 
 def _unmasked(masked: Value, shape: tuple[Size, ...]) -> tuple[View, View, bool] | None:
-    """(numbers, mask, whether it is true of what stays), views of `shape`; None for another
-    value."""
+    """Returns (numbers, mask, whether the mask is True where numbers are kept), views of `shape`;
+    None for another value."""
     chosen, stays = chosen_by_mask(masked), masked.op == "aten.where"
     numbers = chosen and chosen[1 if stays else 2]
     if chosen is None or not isinstance(numbers, View):
@@ -189,8 +190,9 @@ def _unmasked(masked: Value, shape: tuple[Size, ...]) -> tuple[View, View, bool]
 
 
 def _mask_of_groups(mask: View, stays: bool) -> tuple[Value, int, list[Value]] | None:
-    """(ids of groups, their number, values absorbed) of a mask [T, E], true of what stays or of
-    what goes: zeros [T, G] into which ones were scattered, each repeated over a group."""
+    """Returns (ids of groups, their number, values absorbed) of a mask [T, E], True for kept
+    experts or for removed ones: zeros [T, G] into which ones were scattered, each repeated over a
+    group."""
     absorbed: list[Value] = []
     while True:
         value = mask.value
@@ -202,7 +204,7 @@ def _mask_of_groups(mask: View, stays: bool) -> tuple[Value, int, list[Value]] |
         absorbed.append(value)
         mask = value.args[0].through(mask.effect)
     groups = value.shape[-1]
-    mark = int(stays)  # ones among zeros mark what stays, zeros among ones what goes
+    mark = int(stays)  # ones among zeros mark kept groups, zeros among ones removed ones
     if len(value.shape) != 2 or not isinstance(groups, int):
         return None
     tokens, experts = mask.shape
@@ -218,7 +220,7 @@ def _mask_of_groups(mask: View, stays: bool) -> tuple[Value, int, list[Value]] |
 
 
 def _are_best(view: View) -> bool:
-    """Whether a view is the largest one or two numbers along a last dimension."""
+    """Whether a view is the largest one or two numbers along the last dimension."""
     return view.is_whole and are_largest(view.value) and view.shape[-1] in (1, 2)
 
 
@@ -230,7 +232,8 @@ _GROUP_SCORES = largest(tensor("numbers"), "size") | reduction(
 def _group_scores(
     scores: Value, numbers: View, num_groups: int
 ) -> tuple[int | None, tuple[Value, ...]]:
-    """(1 for the largest of each group, 2 for the sum of the two largest; values absorbed)."""
+    """Returns (1 for the largest of each group, 2 for the sum of the two largest; values
+    absorbed)."""
     tokens, experts = numbers.shape
     size = effects.divides(num_groups, experts)
     found = None if size is None else _GROUP_SCORES.match(scores.whole.unsqueeze(len(scores.shape)))

@@ -1,5 +1,5 @@
-"""From the rows of the experts' last GEMM back to tokens: weighting, un-permutation and sum over
-slots, in any order and spelling."""
+"""The way from the rows of the experts' last GEMM back to tokens: weighting, un-permutation and sum
+over slots, in any order and spelling."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from tilewright.patterns.recognise.routing import (
     rows_added_to,
 )
 
-# They read a tensor's shape, not its elements.
+# Operations that read a tensor's shape, not its elements.
 SHAPED_LIKE = ("aten.empty_like", "aten.zeros_like")
 _PRODUCTS = ("aten.einsum", "aten.bmm", "aten.matmul")
-# Steps from the experts' results to their sum, at most.
+# The most steps from the experts' results to their sum.
 _STEPS = 8
 
 
 @dataclass(frozen=True)
 class Combine:
-    """What lies between the down GEMM's rows and the tokens. weights: expert weights [T, S]; None
-    where the rows were weighed before, and `factor` is what all of them are multiplied by.
+    """The operations between the down GEMM's rows and the tokens. weights: expert weights [T, S];
+    None if the rows were weighted before, and `factor` multiplies all of them.
 
-    end: the result [T, H]. added: what the sum is added to; None for zeros.
+    end: the result [T, H]. added: the tensor that the sum is added to; None for zeros.
     """
 
     weights: View | Computed | None
@@ -59,7 +59,7 @@ def match_combine(
 ) -> Combine:
     """Follows the down GEMM's result through weighting, un-permutation and sum; raises Reject.
 
-    weighed: the rows were weighed before the experts, and are not again.
+    weighed: the rows were weighted before the experts, and are not weighted again.
     """
     value, absorbed, factor = down.end, list[Value](), 1.0
     weights: View | Computed | None = None
@@ -105,7 +105,8 @@ def _keeps_rows(user: Value, value: Value) -> bool:
 
 
 def _contracted(product: Value, value: Value, last: tuple[Any, Any]) -> View | None:
-    """weights [T, S] of einsum("ts, tsh -> th", weights, value), or another product.
+    """Returns the weights [T, S] of einsum("ts, tsh -> th", weights, value), or another product;
+    else None.
 
     last: (S, H).
     """
@@ -124,8 +125,8 @@ def _contracted(product: Value, value: Value, last: tuple[Any, Any]) -> View | N
 
 
 def times(found: Combine, factor: float) -> Combine:
-    """The combine of results that are multiplied by a number besides: weights in float32, so that
-    their product is rounded no more than the results' was."""
+    """Returns the combine of results that are also multiplied by a number. The weights become
+    float32, so that their product is rounded no more than that of the results."""
     if found.weights is None or factor == 1.0:
         return replace(found, factor=factor)
     wide = Computed("to", (found.weights, torch.float32))
@@ -141,7 +142,7 @@ def _only_user(flow: Dataflow, value: Value) -> Value | None:
 
 
 def _weights(product: Value, value: Value, order: Order, num_slots: Any) -> View | Computed | None:
-    """Expert weights [T, S] of value * weight."""
+    """Returns the expert weights [T, S] of value * weight, or None."""
     weight = next((v for v in product.operands if v.value is not value), None)
     if weight is None or len(product.operands) != 2 or not _keeps_rows(product, value):
         return None
@@ -151,12 +152,12 @@ def _weights(product: Value, value: Value, order: Order, num_slots: Any) -> View
 
 
 def weights_in_order(weight: View, order: Order, num_slots: Any) -> View | Computed | None:
-    """Expert weights [T, S] of a number for each row, in order."""
+    """Returns expert weights [T, S] from a number for each row, in order; else None."""
     column = per_row(strip_casts(weight)[0])
     if column is None:
         return None
     base, _ = strip_casts(flat(column))
-    # A column [M, 1] is gathered as well as a list [M].
+    # A column [M, 1] may be gathered like a list [M].
     taken = gathered(base.value.whole) if base == flat(base.value.whole) else None
     if taken is None or taken[1] != order.permutation:
         return None
@@ -169,7 +170,7 @@ def weights_in_order(weight: View, order: Order, num_slots: Any) -> View | Compu
 
 
 def _by_token(view: View | None, num_slots: Any) -> View | None:
-    """[T * S] or [T, S] as [T, S]."""
+    """Returns [T * S] or [T, S] as [T, S]."""
     if view is None:
         return None
     total = effects.product(view.shape)
@@ -193,7 +194,7 @@ def _is_unpermuted(user: Value, value: Value, order: Order) -> bool:
 
 
 def _sums_slots(user: Value, value: Value, num_slots: Any) -> bool:
-    """Whether `user` is value, seen as [T, S, H], summed over S."""
+    """Whether `user` is value, viewed as [T, S, H], summed over S."""
     if user.op != "aten.sum" or not user.operands or user.operands[0].value is not value:
         return False
     view = user.operands[0]
@@ -213,5 +214,5 @@ def _adds_rows(user: Value, value: Value, order: Order, num_slots: Any) -> bool:
     _, index, source = added
     column = per_row(index) if len(index.shape) == 2 else None
     if column is not None and index.shape != source.shape:
-        return False  # a scatter of some columns alone
+        return False  # a scatter of some columns only
     return match_rows(column or index, order) == num_slots and source == value.whole

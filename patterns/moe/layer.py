@@ -1,5 +1,6 @@
-"""The MLP of a mixture's experts: its GEMMs and the activation between them, as `fused_moe` takes
-them, weights dense or of codes. Dimension letters: E experts, N outputs, K inputs, T tokens."""
+"""The MLP of a mixture's experts: its GEMMs and the activation between them, in the form that
+`fused_moe` takes, with dense or quantised weights. Dimension letters: E experts, N outputs, K
+inputs, T tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ from tilewright.patterns.recognise.routing import rows_added_to
 
 @dataclass(frozen=True)
 class Layer:
-    """down(activation(gate(x), up(x))). up None: not gated; gate and up may be one GEMM's parts."""
+    """down(activation(gate(x), up(x))). up None: not gated; gate and up may be parts of one
+    GEMM."""
 
     gate: ExpertGemm
     up: ExpertGemm | None
@@ -47,9 +49,9 @@ class Layer:
             refuse_rows(self.down.x)
 
     def check_kernels(self, x: View, anchor: Value, arguments: Mapping[str, Any]) -> None:
-        """Raises Reject (DTYPE) for what there are no kernels for. arguments: those of the weights.
+        """Raises Reject (DTYPE) for dtypes without kernels. arguments: those of the weights.
 
-        A GEMM may widen rows and weights to fp32, in which kernels sum, where bfloat16 has all
+        A GEMM may widen rows and weights to fp32, in which kernels sum, if bfloat16 can hold all
         numbers of the weights' format.
         """
         dtype, dtypes = x.value.dtype, {x.value.dtype, self.down.x.value.dtype}
@@ -59,9 +61,9 @@ class Layer:
         check_dtypes(dtypes, "activation and expert weights", anchor, HALVES)
 
     def arguments(self) -> dict[str, Any]:
-        """The op's arguments beside x and the routes: weights, biases, activation.
+        """Returns the op's arguments except x and the routes: weights, biases, activation.
 
-        Raises what _weight_arguments raises.
+        Raises Reject as _weight_arguments does.
         """
         named = {"gate": self.gate, "up": self.up, "down": self.down}
         views = {name: gemm.weight for name, gemm in named.items() if gemm is not None}
@@ -72,7 +74,7 @@ class Layer:
         return {**weights, **biases, "activation": activation.name, **numbers}
 
     def facts(self, x: View, num_slots: Any, weights: str, **own: Any) -> dict[str, Any]:
-        """What reports say of the layer; own: of one pattern's alone."""
+        """Returns the facts of the layer for reports. own: facts of one pattern."""
         experts, hidden, inner = self.down.weight.shape
         return {
             "experts": experts,
@@ -93,18 +95,18 @@ def _has_powers_of_two(arguments: Mapping[str, Any]) -> bool:
 
 
 def refuse_rows(culprit: View) -> NoReturn:
-    """Ends the attempt: ACTIVATION."""
+    """Rejects with ACTIVATION."""
     reject("ACTIVATION", Stage.ACTIVATION, "gate and up read different rows", culprit)
 
 
 def refuse_activation(found: View) -> NoReturn:
-    """Ends the attempt: EXPERT_ACTIVATION."""
+    """Rejects with EXPERT_ACTIVATION."""
     message = f"found {found.value} between the experts' GEMMs"
     reject("EXPERT_ACTIVATION", Stage.ACTIVATION, message, found)
 
 
 def refuse_combine(reader: Value | None, result: Value) -> NoReturn:
-    """Ends the attempt: EXPERT_COMBINE, because of what reads the experts' results."""
+    """Rejects with EXPERT_COMBINE because of the operations that read the experts' results."""
     refuse_sum(
         f"the experts' results are read by {reader or 'several operations'}; expected weights, the "
         "inverse order and a sum over a token's experts",
@@ -114,7 +116,7 @@ def refuse_combine(reader: Value | None, result: Value) -> NoReturn:
 
 
 def refuse_sum(message: str, culprit: Value, hint: str = "") -> NoReturn:
-    """Ends the attempt: EXPERT_COMBINE."""
+    """Rejects with EXPERT_COMBINE."""
     reject("EXPERT_COMBINE", Stage.GUARDS, message, culprit, hint=hint)
 
 
@@ -132,9 +134,10 @@ def _adds_in_rows(value: Value) -> bool:
 def first_gemm(
     part: View, name: str, gemms_of: Callable[[Value], Iterable[ExpertGemm]]
 ) -> ExpertGemm:
-    """The GEMM of which `part` is the gate or up half; its weight and bias are that half's.
+    """Returns the GEMM of which `part` is the gate or up half, with the weight and bias of that
+    half. Raises Reject.
 
-    gemms_of: those that a value may be, with the bias that follows it.
+    gemms_of: returns the GEMMs that a value may be, each with the bias that follows it.
     """
     for candidate in (part.value, *(v.value for v in part.value.operands)):
         for gemm in gemms_of(candidate):
@@ -147,17 +150,17 @@ def first_gemm(
 
 
 def _rows(view: View, columns: Columns) -> View:
-    """The rows (dimension 1) of a weight or bias [E, N, ...] that make some columns."""
+    """Returns the rows (dimension 1) of a weight or bias [E, N, ...] for some columns."""
     return view.narrow(1, *columns)
 
 
 def sum_of_experts(
     flow: Dataflow, end: Value, dtype: torch.dtype, absorbed: Collection[Value]
 ) -> tuple[tuple[Value, ...], View | None]:
-    """(the experts' sum `end` and its cast to `dtype`, the tokens', if any; what it is added to, as
-    `Result` takes it).
+    """Returns (the experts' sum `end` and, if any, its cast to the tokens' `dtype`; the tensor that
+    it is added to, for `Result`).
 
-    absorbed: what the op takes the place of. Raises Reject (EXPERT_COMBINE).
+    absorbed: the values that the op replaces. Raises Reject (EXPERT_COMBINE).
     """
     ends = _cast_back(flow, end, dtype)
     if ends[-1].store is not None:
@@ -168,9 +171,9 @@ def sum_of_experts(
 
 
 def _cast_back(flow: Dataflow, end: Value, dtype: torch.dtype) -> tuple[Value, ...]:
-    """The experts' sum and, where one is its only reader, the cast to the tokens' dtype.
+    """Returns the experts' sum and, if a cast is its only reader, the cast to the tokens' dtype.
 
-    Raises Reject (EXPERT_COMBINE) where the sum stays of another.
+    Raises Reject (EXPERT_COMBINE) if the sum keeps another dtype.
     """
     if end.dtype == dtype:
         return (end,)
@@ -183,10 +186,10 @@ def _cast_back(flow: Dataflow, end: Value, dtype: torch.dtype) -> tuple[Value, .
 
 
 def _added_to(base: View, ends: Sequence[Value], absorbed: Collection[Value]) -> View | None:
-    """What the experts' sum is added to; None for zeros.
+    """Returns the tensor that the experts' sum is added to; None for zeros.
 
-    ends: the sum, cast or not. Raises Reject (EXPERT_COMBINE) where it has another shape or dtype
-    than the tokens have, or is the experts'.
+    ends: the sum, cast or not. Raises Reject (EXPERT_COMBINE) if that tensor has another shape or
+    dtype than the tokens, or comes from the experts.
     """
     if is_filled(base, 0):
         return None
@@ -202,11 +205,11 @@ def _added_to(base: View, ends: Sequence[Value], absorbed: Collection[Value]) ->
 
 
 def _weight_arguments(views: Mapping[str, View]) -> dict[str, Any]:
-    """The op's arguments for weights by name (gate, up, down), views [E, N, K]: all dense as they
-    are stored, or all of one format.
+    """Returns the op's arguments for weights by name (gate, up, down), views [E, N, K]: all dense
+    as stored, or all of one format.
 
-    Raises Reject. EXPERT_WEIGHT: computed of no codes. WEIGHT_FORMAT, SCALE_BLOCK: of codes that
-    the op does not take together.
+    Raises Reject. EXPERT_WEIGHT: computed, but not from codes. WEIGHT_FORMAT, SCALE_BLOCK: codes
+    that the op cannot take together.
     """
     found = {name: _codes_of(view) for name, view in views.items()}
     quantised = {name: weight for name, weight in found.items() if weight is not None}
@@ -222,7 +225,8 @@ def _weight_arguments(views: Mapping[str, View]) -> dict[str, Any]:
 
 
 def _codes_of(weight: View) -> DequantizedExperts | None:
-    """What a weight is dequantised from; None for one that is stored as it is."""
+    """Returns the codes that a weight is dequantised from; None for one that is stored. Raises
+    Reject."""
     if weight.value.op in ("constant", "input"):
         return None
     found = match_dequantized_experts(weight)

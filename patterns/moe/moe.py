@@ -6,7 +6,7 @@
     y     = grouped_mm(h, down, ends) * expert_weights[order]
     out   = y, back in the tokens' order, summed over their S slots
 
-Where the graph quantises both rows and h in front of fp8 weights, the op does. The router stays
+If the graph quantises both rows and h before fp8 weights, the op does so too. The router stays
 outside. Dimension letters: T tokens, S slots, E experts, H hidden, I inner.
 """
 
@@ -56,9 +56,9 @@ from tilewright.patterns.recognise.grouped_gemm import (
 from tilewright.patterns.recognise.outside import Outside, both, experts_argument, is_natural
 from tilewright.patterns.recognise.routing import Order, flat, gathered, in_order, per_row
 
-# How many values the search goes back from a GEMM's rows to the GEMM before it.
+# The most values from a GEMM's rows back to the GEMM before it.
 _REACH = 48
-# And from a GEMM's routes, through the router and the norm before it.
+# The most values from a GEMM's routes back, through the router and the norm before it.
 _ROUTING_REACH = 192
 
 
@@ -79,8 +79,8 @@ class Moe:
     )
 
     def anchors(self, flow: Dataflow) -> Iterator[Value | Missed]:
-        """A GEMM with expert weights whose rows come from another one, through an activation: two
-        in direct succession are a LoRA adapter."""
+        """Yields GEMMs with expert weights whose rows come from another such GEMM through an
+        activation: two without one are a LoRA adapter."""
         for value in flow.values:
             rows = rows_of(value)
             if rows is None or is_expert_gemm(strip_casts(rows)[0].value):
@@ -122,7 +122,8 @@ class Moe:
         early = coded and not gate_coded and rows.weights is None
         tokens = match_quantised_rows(x) if early else None
         if tokens is not None:
-            # Quantised before the gather, maybe for other readers too: if not, it is dead code.
+            # Quantised before the gather, possibly for other readers too. If there are none, it is
+            # dead code.
             x, gate_coded = tokens.source, True
         check_groups(layer.gemms, order)
         early_weights = rows.weights is not None or weighed is not None
@@ -141,15 +142,15 @@ class Moe:
 
 @dataclass(frozen=True)
 class _Weighed:
-    """What enters the last GEMM where rows are weighed there: rows * factor, a number for each."""
+    """The input of the last GEMM if rows are weighted there: rows * factor, a number for each."""
 
     rows: View
     factor: View
     absorbed: tuple[Value, ...]
 
     def weigh(self, combine: Combine, down: ExpertGemm, order: Order, num_slots: Any) -> Combine:
-        """The combine with these weights; raises Reject where they are no routes' or where a bias
-        is added that they leave out."""
+        """Returns the combine with these weights. Raises Reject if they are not weights of routes,
+        or if there is a bias that they do not multiply."""
         weights = weights_in_order(self.factor, order, num_slots)
         if weights is None:
             refuse_order(f"{self.factor.value} weighs the rows, not in their order", self.factor)
@@ -172,8 +173,8 @@ def _weighed_inside(entering: View) -> _Weighed | None:
 
 
 def _of_earlier_layers(value: Value) -> set[Value]:
-    """The GEMMs that a GEMM's routes are computed from: those end earlier layers, since a layer's
-    routes are known before its first GEMM."""
+    """Returns the GEMMs that a GEMM's routes are computed from. They end earlier layers, since a
+    layer's routes are known before its first GEMM."""
     routes = routes_of(value)
     if routes is None:
         return set()
@@ -182,7 +183,7 @@ def _of_earlier_layers(value: Value) -> set[Value]:
 
 
 def _first_gemm(part: View, name: str, flow: Dataflow) -> ExpertGemm:
-    """The GEMM of which `part`, behind a mask of rows or not, is the gate or up half."""
+    """Returns the GEMM of which `part`, with or without a mask of rows, is the gate or up half."""
     part, masked = unmasked(part)
 
     found = first_gemm(part, name, lambda value: filter(None, [match_expert_gemm(value, flow)]))
@@ -216,7 +217,7 @@ def _match(
         if user.op in SHAPED_LIKE and user.operands[0].value is value
     }
     made = flow.values_at(value.node for value in absorbed)
-    # `max` over a dimension gives values and indices: both outputs go.
+    # `max` over a dimension gives values and indices: both outputs are absorbed.
     absorbed |= {v for v in made if v.op == "aten.max"}
     scratch = tuple(v for v in made if v.op == "store")
     weights = arguments.get("weight_format", "dense")
@@ -245,7 +246,8 @@ def _match(
 
 
 def _routed_experts(ids: View, num_experts: Any) -> Any:
-    """The experts that a router chooses from, where this device holds only some of them."""
+    """Returns the number of experts that a router chooses from, if this device holds only some of
+    them; else None."""
     choice = next(choices_of(ids.value, _ROUTING_REACH), None)
     among = None if choice is None else choice.args[0].shape[-1]
     return None if among == num_experts else among
@@ -254,8 +256,8 @@ def _routed_experts(ids: View, num_experts: Any) -> Any:
 def _expert_ids(
     ids: View, order: Order, absorbed: Iterable[Value], gemms: Sequence[ExpertGemm]
 ) -> Any:
-    """The expert_ids argument. Experts on other devices become -1 where the graph masks their rows,
-    or clamps their ids for the biases: then their rows, behind the last end, are undefined."""
+    """Returns the expert_ids argument. Experts on other devices become -1 if the graph masks their
+    rows, or clamps their ids for the biases: then their rows, after the last end, are undefined."""
     num_experts = gemms[-1].weight.shape[0]
     masks = [(v, found) for v in absorbed if (found := foreign_experts(v)) is not None]
     for value, found in masks:
@@ -272,7 +274,7 @@ def _expert_ids(
 
 
 def _outside(gemms: Sequence[ExpertGemm], order: Order) -> Outside | None:
-    """What numbers that name no expert are to all weights and biases; None where they differ."""
+    """Returns how all weights and biases treat numbers that name no expert; None if they differ."""
     found: Outside | None = gemms[0].outside
     for gemm in gemms:
         found = found and both(found, gemm.outside)
@@ -285,7 +287,7 @@ def _outside(gemms: Sequence[ExpertGemm], order: Order) -> Outside | None:
 
 
 def _expert_weights(combine: Combine, ids: View, x: View) -> View | Computed:
-    """The expert_weights argument: ones, or a number, where the rows were weighed before."""
+    """Returns the expert_weights argument: ones, or a number, if the rows were weighted before."""
     if combine.weights is not None:
         return combine.weights
     options = (("dtype", torch.float32), ("device", x.value.device))

@@ -1,16 +1,18 @@
-"""A mixture computed densely: every token through every expert, most results weighted by 0.
+"""A mixture computed densely: every token goes through every expert, and most results are weighted
+by 0.
 
     y   = bmm(activation(bmm(x, gate_up)), down)           [E, T, H]
     out = sum over e of scores[t, e] * y[e, t]             ⇒   fused_moe on the chosen experts
 
-where the scores are zero outside of a router's choice, which has to be seen in the graph:
+The scores must be zero outside of a router's choice, which the graph must show:
 
     scores = zeros(T, E).scatter(1, ids, weights)
     scores = full(T, E, -inf).scatter(1, ids, logits).sigmoid()
 
-Finite results of experts that were not chosen count for nothing; infinite ones would make the sum
-NaN. Scores that multiply the input instead (Llama-4) are taken for one expert per token. Dimension
-letters: E experts, T tokens, S slots (top-k), H hidden, N outputs, K inputs.
+The op skips experts that were not chosen. Finite results of these do not change the sum; infinite
+ones would make it NaN. Scores that multiply the input instead (Llama-4) are supported for one
+expert per token. Dimension letters: E experts, T tokens, S slots (top-k), H hidden, N outputs, K
+inputs.
 """
 
 from __future__ import annotations
@@ -67,9 +69,9 @@ _BETWEEN = {
     "cast", "aten.mul", "aten.add", "aten.silu", "aten.sigmoid", "aten.gelu", "aten.relu",
     "aten.clamp", "aten.pow", "aten.square", "aten.tanh", "aten.clamp_max", "aten.sin",
 }  # fmt: skip
-# How many values they may be.
+# The most values between the two products.
 _REACH = 48
-# Steps from the experts' results to their sum, at most.
+# The most steps from the experts' results to their sum.
 _STEPS = 6
 
 
@@ -87,7 +89,8 @@ class MoeDense:
     )
 
     def anchors(self, flow: Dataflow) -> Iterator[Value]:
-        """A GEMM with every expert's weight, rows differing by expert, fed by another such GEMM."""
+        """Yields GEMMs with every expert's weight, on rows that differ by expert and come from
+        another such GEMM."""
         for value in flow.values:
             if any(map(_is_second, _products_of(value))):
                 yield value
@@ -143,8 +146,8 @@ class MoeDense:
 
 
 def _products_of(value: Value) -> Iterator[ExpertGemm]:
-    """The products of every expert's rows x [E, T, K] with its weight that a value can be read as:
-    bmm(x, weight [E, K, N]), or bmm(weight [E, N, K], x^T)."""
+    """Yields the products of every expert's rows x [E, T, K] with its weight that a value can be
+    read as: bmm(x, weight [E, K, N]), or bmm(weight [E, N, K], x^T)."""
     if value.op not in _PRODUCTS or [len(v.shape) for v in value.operands] != [3, 3]:
         return
     one, other = value.operands
@@ -170,7 +173,7 @@ def _is_second(gemm: ExpertGemm) -> bool:
 
 
 def _with_bias(gemm: ExpertGemm, flow: Dataflow) -> ExpertGemm:
-    """The GEMM with the bias [E, N] that is added to every token's row, if one is."""
+    """Returns the GEMM with the bias [E, N] that is added to every token's row, if any."""
     value, add = gemm.end, flow.only_user(gemm.end)
     if add is None or add.op != "aten.add" or add.kwargs.get("alpha", 1) != 1:
         return gemm
@@ -187,9 +190,8 @@ def _with_bias(gemm: ExpertGemm, flow: Dataflow) -> ExpertGemm:
 
 
 def _refuse_lookups(weight: View) -> None:
-    """Raises Reject (EXPERT_WEIGHT) for weights that are taken from a stack by the experts'
-    numbers, one for each row: a mixture of another kind, in a form that its pattern does not
-    know."""
+    """Raises Reject (EXPERT_WEIGHT) for weights that are taken from a stack by expert number, one
+    for each row. That is a mixture of another kind, in a form that its pattern does not know."""
     taken = weight.value
     numbers = [v for v in taken.operands if not v.value.dtype.is_floating_point]
     if taken.op in TAKEN and any(v.value.op != "constant" for v in numbers):
@@ -202,8 +204,8 @@ def _refuse_lookups(weight: View) -> None:
 
 
 def _weighted(flow: Dataflow, down: ExpertGemm) -> Combine:
-    """Follows the experts' results [E, T, H] through scores and the sum over experts; the weights
-    are the scores [T, E], or None where they were not seen on the way. Raises Reject."""
+    """Follows the experts' results [E, T, H] through scores and the sum over experts. The weights
+    are the scores [T, E], or None if there are none on the way. Raises Reject."""
     value, scores, absorbed = down.end, None, list[Value]()
     for _ in range(_STEPS):
         user = flow.only_user(value)
@@ -237,7 +239,8 @@ def _adds_experts(user: Value, value: Value) -> bool:
 
 
 def _scores(product: Value, value: Value) -> View | None:
-    """scores [T, E] of value * scores, that repeat along the hidden dimension."""
+    """Returns the scores [T, E] of value * scores, if they repeat along the hidden dimension; else
+    None."""
     other = next((v for v in product.operands if v.value is not value), None)
     if other is None:
         return None
@@ -251,7 +254,8 @@ def _scores(product: Value, value: Value) -> View | None:
 
 
 def _tokens(gate: ExpertGemm, scores: Any) -> tuple[View, View, bool]:
-    """(x [T, H], scores [T, E], whether they multiply x). scores: of the results, or None."""
+    """Returns (x [T, H], scores [T, E], whether the scores multiply x). scores: of the results, or
+    None."""
     _, tokens, hidden = gate.x.effect.dims
     if _repeats(gate.x)[0] and scores is not None:
         return gate.x.with_dims(tokens, hidden), scores, False
@@ -271,21 +275,22 @@ def _tokens(gate: ExpertGemm, scores: Any) -> tuple[View, View, bool]:
 
 
 def _repeats(view: View) -> list[bool]:
-    """Which dimensions of a view [E, T, n] only repeat; one token does not."""
+    """Returns which dimensions of a view [E, T, n] only repeat. The T dimension of a single token
+    does not."""
     one = view.shape[1] == 1
     found = [effects.repeats(dim) for dim in view.effect.dims]
     return [found[0], found[1] and not one, found[2]]
 
 
 def _chosen_experts(scores: View) -> View | None:
-    """ids [T, S], distinct for each token, outside of which scores [T, E] are zero; None where that
-    is not known."""
+    """Returns ids [T, S], distinct for each token, outside of which scores [T, E] are zero; None if
+    that is not known."""
     ids = _outside(scores, 0.0)
     return ids if ids is not None and is_distinct(ids) else None
 
 
 def _outside(view: View, number: float) -> View | None:
-    """The ids [T, S] outside of which a view [T, E] holds `number`."""
+    """Returns the ids [T, S] outside of which a view [T, E] holds `number`; else None."""
     value = view.value
     if value.op in ("cast", "aten.clone"):
         return _outside(value.args[0].through(view.effect), number)
@@ -299,7 +304,7 @@ def _outside(view: View, number: float) -> View | None:
 
 
 def _routed(x: View, scores: View, ids: View, on_input: bool) -> dict[str, Any]:
-    """The op's x, expert_ids and expert_weights."""
+    """Returns the op's x, expert_ids and expert_weights."""
     weights = Computed("gather", (scores, 1, ids))
     if not on_input:
         return {"x": x, "expert_ids": ids, "expert_weights": weights}

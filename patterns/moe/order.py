@@ -28,20 +28,20 @@ from tilewright.patterns.recognise.routing import (
 )
 
 _SORTS = ("aten.sort", "aten.argsort")
-# How many values the search goes back from the row numbers to their sort.
+# The most values from the row numbers back to their sort.
 _REACH = 24
 
 
 def refuse_order(message: str, culprit: Value | View, hint: str = "") -> NoReturn:
-    """Ends the attempt: EXPERT_ORDER."""
+    """Rejects with EXPERT_ORDER."""
     reject("EXPERT_ORDER", Stage.ACTIVATION, message, culprit, hint=hint)
 
 
 @dataclass(frozen=True)
 class RouteRows:
-    """What the first GEMM of a mixture reads: row t * S + s of x's tokens, in order.
+    """The rows that the first GEMM of a mixture reads: row t * S + s of x's tokens, in order.
 
-    x: [T, H]. weights: [T, 1], by which x is multiplied before the experts; None where it is not.
+    x: [T, H]. weights: [T, 1], which multiply x before the experts; None without.
     """
 
     order: Order
@@ -57,7 +57,7 @@ class RouteRows:
 
 
 def rows_in_order(gemm: ExpertGemm) -> RouteRows:
-    """The rows that the first GEMM of a mixture reads.
+    """Returns the rows that the first GEMM of a mixture reads.
 
     Raises Reject (EXPERT_ORDER) for rows that are not gathered by a sort of the experts.
     """
@@ -72,7 +72,8 @@ def rows_in_order(gemm: ExpertGemm) -> RouteRows:
 
 
 def _weighed(product: Value, rows: RouteRows, by_route: View) -> RouteRows:
-    """Rows that are multiplied by a number for each route, in order, before the experts."""
+    """Returns rows that are multiplied by a number for each route, in order, before the experts.
+    Raises Reject."""
     taken = gathered(by_route)
     one_each = rows.num_slots == 1 and product.dtype == rows.x.value.dtype
     one_each &= rows.order.cells is None
@@ -85,7 +86,7 @@ def _weighed(product: Value, rows: RouteRows, by_route: View) -> RouteRows:
 
 
 def _gathered_rows(view: View) -> RouteRows:
-    """Rows that are gathered from the tokens; raises Reject (EXPERT_ORDER)."""
+    """Returns rows that are gathered from the tokens; raises Reject (EXPERT_ORDER)."""
     taken = gathered(view)
     if taken is None:
         refuse_order(f"the rows are {view.value}, not gathered from the tokens", view)
@@ -101,14 +102,15 @@ def _gathered_rows(view: View) -> RouteRows:
 
 
 def _rows_by_route(gemm: ExpertGemm) -> RouteRows:
-    """The rows that a first GEMM reads whose routes stay in their own order."""
+    """Returns the rows of a first GEMM whose routes stay in their own order."""
     assert gemm.experts is not None
     num_slots, tokens = _repeated_tokens(gemm.x)
     return RouteRows(Order(None, gemm.experts), num_slots, tokens)
 
 
 def _repeated_tokens(rows: View) -> tuple[Any, View]:
-    """(S, x [T, H]) of rows [T * S, H], each token S times in a row; S 1 where they are not."""
+    """Returns (S, x [T, H]) of rows [T * S, H] with each token S times in a row; S is 1 if they do
+    not repeat."""
     rows = without_counting(rows)
     by_row, hidden = rows.effect.dims
     if not by_row or by_row[-1].axis is not None:
@@ -117,7 +119,7 @@ def _repeated_tokens(rows: View) -> tuple[Any, View]:
 
 
 def _permutations(rows: View) -> Iterator[View]:
-    """Sorts that the row numbers are computed from."""
+    """Yields the sorts that the row numbers are computed from."""
     if rows.value.op in _SORTS:
         yield rows
     for value in upstream(rows.value, _REACH, lambda v: v.op not in _SORTS):
@@ -126,7 +128,7 @@ def _permutations(rows: View) -> Iterator[View]:
 
 
 def check_groups(gemms: Sequence[ExpertGemm], order: Order) -> None:
-    """Raises Reject unless all GEMMs have each row's own expert: EXPERT_ENDS, and EXPERT_ORDER for
+    """Raises Reject unless all GEMMs use each row's own expert: EXPERT_ENDS, and EXPERT_ORDER for
     their biases."""
     for gemm in gemms:
         num_experts = gemm.weight.shape[0]

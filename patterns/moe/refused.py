@@ -1,12 +1,12 @@
-"""Mixtures of experts that are never fused, only reported, with what to change.
+"""Mixtures of experts that are never fused, only reported, with advice on what to change.
 
-- EXPERT_LOOP: a Python loop over the experts. How many tokens one gets decides shapes there, so
-  Dynamo ends the graph before the loop; what is left is the routing, prepared and handed out. With
-  `capture_dynamic_output_shape_ops` the graph may hold the whole loop.
-- EXPERT_KERNEL: a library's operator that takes stacked weights of codes. Hugging Face's
+- EXPERT_LOOP: a Python loop over the experts. The number of tokens of each expert decides shapes
+  there, so Dynamo ends the graph before the loop; the graph holds only the routing, prepared and
+  returned. With `capture_dynamic_output_shape_ops` the graph may hold the whole loop.
+- EXPERT_KERNEL: a library's operator that takes stacked quantised weights. Hugging Face's
   `FP8Experts` (`integrations/finegrained_fp8.py`) call the hub's `finegrained-fp8` or DeepGEMM:
-  matmul_grouped(rows, weight [E, N, K] float8_e4m3fn, scales [E, N/128, K/128], offsets). How such
-  a kernel quantises the rows is not in the graph.
+  matmul_grouped(rows, weight [E, N, K] float8_e4m3fn, scales [E, N/128, K/128], offsets). The graph
+  does not show how such a kernel quantises the rows.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tilewright.patterns.recognise.linear import match_columns
 
 
 def refused_experts(flow: Dataflow) -> Iterator[Missed]:
-    """At most one for all loops of a graph and one for all kernels."""
+    """Yields at most one miss for all loops of a graph and one for all kernels."""
     yield from filter(None, (_loops(flow), _kernels(flow)))
 
 
@@ -44,21 +44,22 @@ _PREPARED = {
     "aten.one_hot", "aten.eq", "aten.sort", "aten.argsort", "aten.histc", "aten.bincount",
     "aten.nonzero", "aten.unique", "aten.where", "opaque:unique", "opaque:bincount",
 }  # fmt: skip
-# How many values the search goes back to a router's choice, or on to the graph's output.
+# The most values back to a router's choice, or on to the graph's output.
 _NEAR = 12
 
 
 def _missed(
     values: Sequence[Value], code: str, message: str, hint: str, products: Sequence[Value] = ()
 ) -> Missed:
-    """Values that show such a mixture: they share one cause, so they get one miss. products: of
-    the experts, where they are in the graph."""
+    """Returns one miss for values that show such a mixture, since they share one cause. products:
+    the experts' products, if they are in the graph."""
     miss = miss_at(code, Stage.ANCHORED, message, *values, hint=hint)
     return Missed(miss, values=tuple(values), products=tuple(products))
 
 
 def _loops(flow: Dataflow) -> Missed | None:
-    """What shows that a graph was cut before a loop over experts, or holds one."""
+    """Returns the miss of a graph that was cut before a loop over experts, or holds one; else
+    None."""
     prepared = [v for v in flow.values if v.op in _PREPARED and _of_experts(v) and _by_ids(v)]
     multiplied = _choices_of_gemms(flow) if prepared else frozenset()
     prepared = [v for v in prepared if multiplied.isdisjoint(choices_of(v, _NEAR))]
@@ -84,7 +85,7 @@ def _loops(flow: Dataflow) -> Missed | None:
 
 
 def _is_of_found_rows(value: Value) -> bool:
-    """Whether a value is a product of as many rows as only data tell."""
+    """Whether a value is a product whose number of rows depends on data."""
     gemm = match_gemm(value)
     return gemm is not None and any(map(effects.only_data_tell, gemm.shape))
 
@@ -95,8 +96,8 @@ def choices_of(value: Value, reach: int) -> Iterator[Value]:
 
 
 def _choices_of_gemms(flow: Dataflow) -> frozenset[Value]:
-    """The choices by which the graph itself multiplies with experts: what else it computes from
-    them, counts for statistics, prepares no loop."""
+    """Returns the choices by which the graph itself multiplies with experts. Other values computed
+    from them, such as counts for statistics, do not prepare a loop."""
     routes = (routes_of(v) for v in flow.values if is_expert_gemm(v))
     return frozenset(c for view in routes if view for c in choices_of(view.value, 4 * _NEAR))
 
@@ -107,7 +108,8 @@ def _finds_tokens(value: Value) -> bool:
 
 
 def _is_lone_expert(value: Value) -> bool:
-    """Whether a value is an MLP whose weights are one of many in a tensor: a graph of its own."""
+    """Whether a value is an MLP whose weights are one of many in a tensor: a graph for one
+    expert."""
     if value.op != "aten.linear" or not _is_one_of_many(value.args[1]):
         return False
     activation = match_activation(strip_casts(value.args[0])[0])
@@ -122,12 +124,12 @@ def _is_one_of_many(weight: View) -> bool:
     return stacked and len(weight.shape) == 2
 
 
-# How many of the innermost calls in the user's code are asked for their names.
+# The number of innermost calls in the user's code whose names are searched.
 _CALLS = 2
 
 
 def _of_experts(value: Value) -> bool:
-    """Whether the user's code there, its file or its module has "expert" or "moe" in its names:
+    """Whether the user's code, its file or its module has "expert" or "moe" in its names, which is
     enough for a message."""
     named = calls_of(value.node.meta.get("stack_trace") or "")[-_CALLS:]
     words = " ".join((*named, value.scope)).lower()
@@ -155,7 +157,8 @@ _CODES = (torch.float8_e4m3fn, torch.int8, torch.uint8)
 
 
 def _kernels(flow: Dataflow) -> Missed | None:
-    """The unknown operators that take codes [E, N, K] and scales [E, ...] as they are stored."""
+    """Returns the miss of unknown operators that take stored codes [E, N, K] and scales [E, ...];
+    None without any."""
     found = tuple(v for v in flow.values if _is_foreign(v.op) and _takes_experts(v))
     if not found:
         return None

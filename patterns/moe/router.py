@@ -1,13 +1,13 @@
-"""A router: which experts of a mixture each token goes to, and with which weights.
+"""A router: chooses the experts of each token in a mixture, and their weights.
 
     logits  = x @ weight^T
     scores  = softmax(logits)
     w, ids  = topk(scores, S)            ⇒   moe_router
     weights = w / w.sum(-1)
 
-Where others read the logits, too, their product stays, and the op chooses from its result. What
-follows the weights that is not known stays as well. Dimension letters: T tokens, K hidden, E
-experts, S slots (top-k).
+If other values also read the logits, their product stays, and the op chooses from its result.
+Unknown operations after the weights stay as well. Dimension letters: T tokens, K hidden, E experts,
+S slots (top-k).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from tilewright.patterns.recognise.routing import match_order
 
 # A top-k over more entries is not routing (for example, over a vocabulary).
 MOST_EXPERTS = 1024
-# How many values the search goes back from a choice to the logits' product.
+# The most values from a choice back to the logits' product.
 _REACH = 32
 
 
@@ -60,9 +60,9 @@ class MoeRouter:
     )
 
     def anchors(self, flow: Dataflow) -> Iterator[Value | Missed]:
-        """The last choice behind a product (one of groups of experts stands before it), and experts
-        that the routes are sorted by and that come of no choice. (One rank's own experts, numbered
-        anew, do.)"""
+        """Yields the last choice after a product (a choice of groups comes before it), and misses
+        for experts that the routes are sorted by and that come from no choice. (A rank's own
+        experts, renumbered, do come from one.)"""
         made = (v for v in flow.values if is_choice(v) and _of_experts(v) and _is_used(v, flow))
         choices = {v: set(_before(v)) for v in made}
         within = {one for before in choices.values() for one in before}
@@ -120,7 +120,7 @@ class MoeRouter:
 
 
 def _is_used(choice: Value, flow: Dataflow) -> bool:
-    """Whether anything reads a choice, or the scores that it chose: Dynamo keeps what none does."""
+    """Whether anything reads a choice, or the scores of its experts: Dynamo keeps unused ones."""
     return any(flow.users.get(v) or v in flow.output_values for v in flow.values_at([choice.node]))
 
 
@@ -134,8 +134,8 @@ def _is_product(value: Value) -> bool:
 
 
 def _is_projection(value: Value) -> bool:
-    """Whether a value is a product with a weight: with nothing that its activation is made of, as
-    the scores of tokens with each other are."""
+    """Whether a value is a product with a weight, which shares no input with its activation, unlike
+    the scores of tokens with each other."""
     gemm = match_gemm(value)
     if gemm is None:
         return False
@@ -144,30 +144,32 @@ def _is_projection(value: Value) -> bool:
 
 
 def _is_of_activations(value: Value) -> bool:
-    """Whether a value is a product of what earlier products made, as an attention's scores are."""
+    """Whether a value is a product of two results of earlier products, like an attention's
+    scores."""
     product = named_product(value)
     return product is not None and all(side.view.value.projected for side in product.sides)
 
 
 def _before(choice: Value) -> Iterable[Value]:
-    """What a choice is computed from, back to products, those of activations among them."""
+    """Returns the values that a choice is computed from, back to products, including products of
+    activations."""
     found = upstream(choice, _REACH, lambda v: not (_is_product(v) or _is_of_activations(v)))
     return [value for value in found if value is not choice]
 
 
 def _softmaxes(ids: Value, flow: Dataflow) -> Iterator[Value]:
-    """The softmaxes of the scores that experts were chosen by: a number for each expert."""
+    """Yields the softmaxes of the scores that experts were chosen by: a number for each expert."""
     for product in filter(_is_product, upstream(ids, _REACH, lambda v: not _is_product(v))):
         yield from (v for v in _of_width(product, flow) if v.op == "aten.softmax")
 
 
 def _of_width(product: Value, flow: Dataflow) -> list[Value]:
-    """What is computed from a product by way of values as wide as that."""
+    """Returns the values computed from a product through values of the same width."""
     return flow.downstream(product, None, lambda v: v.shape[-1:] == product.shape[-1:])
 
 
 def _shaped_like(flow: Dataflow, absorbed: set[Value]) -> set[Value]:
-    """Tensors that only have the shape of what is absorbed, and are read by it alone."""
+    """Returns tensors that only take the shape of absorbed values, and are read only by them."""
     users = {user for value in absorbed for user in flow.users.get(value, ())}
     made = {user for user in users if user.op in SHAPED_LIKE}
     return {v for v in made if set(flow.users.get(v, ())) <= absorbed}
@@ -179,7 +181,8 @@ def _shaped_like(flow: Dataflow, absorbed: set[Value]) -> set[Value]:
 def _logits(
     flow: Dataflow, choice: Choice, absorbed: set[Value]
 ) -> tuple[View, View | None, View | None, tuple[Value, ...]]:
-    """(x, weight, bias, values absorbed); without a weight x is the logits, which others read."""
+    """Returns (x, weight, bias, values absorbed). Without a weight, x is the logits, which other
+    values read."""
     logits, casts = strip_casts(choice.logits)
     gemm = match_gemm(logits.value)
     steps = (*casts, logits.value)
@@ -217,7 +220,7 @@ def _check(
     weights: Weights,
     absorbed: set[Value],
 ) -> None:
-    """Raises Reject (DTYPE, UNSUPPORTED) for what there are no kernels for: they use fp32."""
+    """Raises Reject (DTYPE, UNSUPPORTED) for dtypes without kernels: kernels compute in fp32."""
     tensors = (x, weight, bias, choice.correction)
     dtypes = {view.value.dtype for view in tensors if view is not None} | {weights.end.dtype}
     if not dtypes <= set(FLOATS):
@@ -232,14 +235,15 @@ def _check(
 
 
 def _result(value: Value, output: int) -> Result | Parts:
-    """The value as that output of the op; one of several values of a node by those who read it."""
+    """Returns the value as that output of the op. One of several values of a node is replaced at
+    its readers."""
     if "output" in value.kwargs:
         return Parts(value, lambda effect: effect, output)
     return Result(value, effects.identity(value.shape), output)
 
 
 def _facts(x: View, weight: View | None, choice: Choice, weights: Weights) -> dict[str, Any]:
-    """What reports say of the router."""
+    """Returns the facts of the router for reports."""
     groups = choice.groups
     return {
         "experts": choice.num_experts,

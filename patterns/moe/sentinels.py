@@ -1,12 +1,12 @@
-"""Routes to experts on other devices (expert parallelism): their ids are E and up, so that they
-sort behind all others, and their rows are filled with zeros.
+"""Routes to experts on other devices (expert parallelism): their ids are E or larger, so that they
+sort after all others, and their rows are filled with zeros.
 
     foreign = (sorted_ids >= E)[:, None]
     rows    = rows.masked_fill(foreign, 0)
     sorted_ids.clamp_(max=E - 1)                  so that they may index biases
 
-Hugging Face writes both into every mixture up to transformers 5.17. `fused_moe` leaves out routes
-of expert -1, which is what such routes become.
+Hugging Face writes both into every mixture up to transformers 5.17. Such routes become expert -1,
+which `fused_moe` skips.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def is_row_mask(value: Value) -> bool:
 
 
 def foreign_experts(value: Value) -> tuple[View, Size] | None:
-    """(experts by row, E) of masked_fill(rows, experts >= E, 0); None for another value."""
+    """Returns (experts by row, E) of masked_fill(rows, experts >= E, 0); None for another value."""
     chosen = chosen_by_mask(value) if value.op == "aten.masked_fill" else None
     if chosen is None:
         return None
@@ -40,12 +40,12 @@ def foreign_experts(value: Value) -> tuple[View, Size] | None:
 
 
 def unmasked(view: View) -> tuple[View, tuple[Value, ...]]:
-    """A view of rows before such masks, and the masked values."""
+    """Returns a view of rows before such masks, and the masked values."""
     return strip_while(view, is_row_mask)
 
 
 def unclamped(ids: View, num_experts: Size) -> View:
-    """Expert ids before a clamp that changes only ids of experts on other devices."""
+    """Returns expert ids before a clamp that changes only ids of experts on other devices."""
     ids = strip_integer_casts(ids)
     low, high = clamp_bounds(ids.value) or (None, None)
     if low not in (None, 0) or high != num_experts - 1:
@@ -54,7 +54,7 @@ def unclamped(ids: View, num_experts: Size) -> View:
 
 
 def clamps(flow: Dataflow, order: Order, num_experts: Size) -> list[Value]:
-    """Values that the sorted experts are clamped to in place."""
+    """Returns the values that the sorted experts are clamped to in place."""
     stores = (store.store for store in flow.stores if store.store is not None)
     sources = [s.source for s in stores if s.kind in ("clamp_", "clamp_max_") and s.source]
     return [

@@ -1,9 +1,10 @@
-"""From the scores of the chosen experts to their weights: normalised, scaled, in any spelling.
+"""The way from the scores of the chosen experts to their weights: normalised, scaled, in any
+spelling.
 
-w = topk(scores, S)[0], or scores.gather(1, ids)
-w = softmax(w)                                       of chosen logits
-w = w / (w.sum(-1, keepdim=True) + eps), or / w.sum(-1, keepdim=True).clamp(min=least)
-w = w * scaling
+    w = topk(scores, S)[0], or scores.gather(1, ids)
+    w = softmax(w)                                       of chosen logits
+    w = w / (w.sum(-1, keepdim=True) + eps), or / w.sum(-1, keepdim=True).clamp(min=least)
+    w = w * scaling
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ from tilewright.patterns.dataflow import Dataflow, Value
 from tilewright.patterns.language import Stage, reject
 from tilewright.patterns.moe.choice import Choice
 
-# How many values are computed from the scores, up to the weights, at most.
+# The most values computed from the scores, up to the weights.
 _REACH = 16
 
 
 @dataclass(frozen=True)
 class Weights:
-    """What the chosen scores become. end: the value [T, S]. scores: the op's; steps by name."""
+    """The weights computed from the chosen scores. end: the value [T, S]. scores: the op's; the
+    other fields are steps."""
 
     end: Value
     scores: str
@@ -45,7 +47,7 @@ class Weights:
 
 
 def match_weights(flow: Dataflow, choice: Choice) -> Weights:
-    """The weights of a choice, as far as their steps are known; raises Reject."""
+    """Returns the weights of a choice, as far as their steps are known; raises Reject."""
     start = _chosen_scores(flow, choice)
     shapes = start.shape, (start.shape[0], 1)
     ends = reversed(flow.downstream(start, _REACH, lambda value: value.shape in shapes))
@@ -57,7 +59,8 @@ def match_weights(flow: Dataflow, choice: Choice) -> Weights:
 
 
 def _chosen_scores(flow: Dataflow, choice: Choice) -> Value:
-    """The scores of the chosen experts, [T, S]: a gather, or the topk's own values."""
+    """Returns the scores of the chosen experts, [T, S]: a gather, or the topk's own values. Raises
+    Reject."""
     ids = choice.ids
     gathers = [user for user in flow.users.get(ids, ()) if _gathers(user, choice)]
     if gathers:
@@ -82,7 +85,7 @@ def _is_read(flow: Dataflow, value: Value) -> bool:
 
 
 def _refuse_changed(flow: Dataflow, choice: Choice) -> None:
-    """Raises Reject where what is gathered for the chosen experts was written meanwhile."""
+    """Raises Reject if the tensor that is gathered for the chosen experts was written before."""
     gathers = [u for u in flow.users.get(choice.ids, ()) if u.op == "aten.gather"]
     sources = [strip_casts(u.args[0])[0].value.node for u in gathers]
     write = next((v.store for v in flow.values_at(sources) if v.store is not None), None)
@@ -116,7 +119,8 @@ def _is_over_slots(softmax: Value) -> bool:
 
 
 def _from(scores: Formula) -> Formula:
-    """The weights that scores become: divided by their sum, or not, and scaled, or not."""
+    """Matches the weights computed from scores: divided by their sum, or not, and scaled, or
+    not."""
     total = reduction("sum", scores, "slots")
     least = clamp(total, number("least"), ABSENT)
     divided = scores / (total | total + number("eps") | least)
@@ -135,20 +139,20 @@ _WEIGHTS = (
 def _made(
     found: Found, *, end: Value, start: Value, choice: Choice, flow: Dataflow
 ) -> Weights | None:
-    """The weights that `end` is; None where they are of other scores than `start`, where others
-    read a step before them, and where the op would give other numbers."""
+    """Returns the weights that `end` is. None if they come from other scores than `start`, if other
+    values read a step before them, or if the op would give other numbers."""
     named = found.bound
     scores, eps, least = named.get("scores"), named.get("eps", 0.0), named.get("least")
     if named["chosen"] != start.whole or end.shape != start.shape:
         return None
-    if is_float_cast(end):  # it stays: readers that compute wider may go without it
+    if is_float_cast(end):  # it stays: readers that compute wider may omit it
         return None
     if scores is not None and choice.scores != "logits":
         return None
     # Sums of logits may choose other groups than sums of sigmoids do.
     if scores == "sigmoid" and choice.groups is not None and choice.groups.top == 2:
         return None
-    # A bound of 0 is none to the op, and sums of logits may be negative.
+    # For the op, a bound of 0 means none, while sums of logits may be negative.
     if eps < 0 or (least is not None and not least > 0):
         return None
     absorbed = {start, *found.absorbed}

@@ -20,10 +20,9 @@ from tilewright.patterns.recognise.rope_terms import joined_axes, summed_axis
 
 @dataclass(frozen=True)
 class HeadEpilogue:
-    """Norm and rotation of heads. head: their input, its dimensions as the matched view's.
-    head_weights: [D] of each head, where the norm has none for all. factor: what the heads are
-    multiplied by in front of the rotation.
-    """
+    """Norm and rotation of heads. head: their input, with dimensions like the matched view's.
+    head_weights: [D] of each head, if the norm has no weight for all heads. factor: multiplies the
+    heads before the rotation."""
 
     head: View
     norm: Norm | None
@@ -38,8 +37,7 @@ class HeadEpilogue:
 class HeadNorm:
     """A norm as the op takes it: see `fused_qkv_paged`.
 
-    weight, bias: [D], or [H, D]; None where it has none. factor: `offset + weight` as the graph has
-    it.
+    weight, bias: [D], or [H, D], or None. factor: `offset + weight` as the graph computes it.
     """
 
     kind: str
@@ -53,15 +51,15 @@ class HeadNorm:
 
     @property
     def with_factor(self) -> HeadNorm:
-        """The same norm, its weight with the offset added."""
+        """The same norm, with the offset added to its weight."""
         return replace(self, weight=self.factor, offset=0.0)
 
 
 def match_epilogue(view: View, stage: Stage, factors: bool = False) -> HeadEpilogue:
-    """The norm and rotation, if any, whose result is `view` [..., H, ..., D].
+    """Returns the norm and rotation, if any, whose result is `view` [..., H, ..., D].
 
-    factors: in front of the rotation, and behind the norm, there may be numbers. Raises Reject for
-    those of a kind that the op does not have.
+    factors: numbers may multiply the heads before the rotation and after the norm. Raises Reject
+    for a norm or rotation of a kind that the op does not have.
     """
     head, absorbed = strip_casts(view)
     factor = 1.0
@@ -97,7 +95,8 @@ def match_epilogue(view: View, stage: Stage, factors: bool = False) -> HeadEpilo
 
 
 def unscaled(view: View) -> tuple[View, float, tuple[Value, ...]]:
-    """A view before products with numbers, and casts; the numbers' product; what is left out."""
+    """Returns a view before products with numbers, and casts; the product of the numbers; and the
+    values in between."""
     factor, absorbed = 1.0, []
     inner, casts = strip_casts(view)
     while (found := constant_factor(inner.value)) is not None:
@@ -109,14 +108,14 @@ def unscaled(view: View) -> tuple[View, float, tuple[Value, ...]]:
 
 
 def _is_delta(view: View) -> bool:
-    """Whether a view is what an adapter adds: a part of the projection, not of its rotation."""
+    """Whether a view is an adapter's delta: a part of the projection, not of its rotation."""
     return match_delta(view) is not None
 
 
 def head_norm(
     epilogue: HeadEpilogue, layout: Effect, feature: int, rows: Rows, stage: Stage
 ) -> HeadNorm:
-    """The norm of an epilogue, whose x lies on the product's axes as `layout` says.
+    """Returns the norm of an epilogue, given the layout of its x on the product's axes.
 
     feature: the axis of the product's features. Raises Reject (NORM_WIDTH, UNSUPPORTED).
     """
@@ -149,7 +148,7 @@ def head_norm(
 def _each_head(
     epilogue: HeadEpilogue, layout: Effect, feature: int, heads: tuple[int, int], stage: Stage
 ) -> Computed:
-    """The weights of heads that are normed one by one, as [H, D]."""
+    """Returns the weights of heads that are normalised one by one, as [H, D]. Raises Reject."""
     apart = [dim for dim in layout.dims[:-1] if any(a.axis == feature for a in dim)]
     if len(epilogue.head_weights) != heads[0] or [len(dim) for dim in apart] != [1]:
         reject("UNSUPPORTED", stage, "the norms are those of some heads", *epilogue.head_weights)
@@ -164,13 +163,15 @@ def _weight(
     by_head: bool,
     stage: Stage,
 ) -> View:
-    """A norm's weight or bias as the op takes it: [D] for all heads, or [H, D]."""
+    """Returns a norm's weight or bias as the op takes it: [D] for all heads, or [H, D]. Raises
+    Reject."""
     *lead, last = view.effect.dims
     along = [i for i, dim in enumerate(lead) if dim]
     axes = {a.axis for i in along for a in layout.dims[i]}
     if not axes <= {feature} or (along and not by_head):
         reject("UNSUPPORTED", stage, "the norm's weight or bias varies from token to token", view)
-    # The op numbers heads by their rows in the projection: the outer dimension steps furthest.
+    # The op numbers heads by their rows in the projection: the outer dimension has the largest
+    # step.
     split = [i for i, dim in enumerate(layout.dims[:-1]) if any(a.axis == feature for a in dim)]
     steps = [a.step for i in split for a in layout.dims[i] if a.axis == feature]
     if along and (along != split or steps != sorted(steps, reverse=True)):
@@ -186,10 +187,10 @@ def _weight(
 def norm_arguments(
     q: HeadNorm | None, k: HeadNorm | None, v: HeadNorm | None, culprit: Value
 ) -> dict[str, Any]:
-    """The op's arguments for the norms of q, k and v; raises Reject (UNSUPPORTED)."""
+    """Returns the op's arguments for the norms of q, k and v; raises Reject (UNSUPPORTED)."""
     norms = [n for n in (q, k) if n is not None]
     if v is not None and norms:
-        v = replace(v, after_rope=norms[0].after_rope)  # v has no rotation to come after
+        v = replace(v, after_rope=norms[0].after_rope)  # v has no rotation
     if v is not None and len({(n.kind, n.width, n.after_rope, n.eps) for n in (*norms, v)}) > 1:
         message = f"k and v are normalised differently: {_describe(k)}, and {_describe(v)}"
         reject("UNSUPPORTED", Stage.GUARDS, message, culprit)
@@ -234,7 +235,7 @@ def _describe(norm: HeadNorm | None) -> str:
 
 
 def norm_fact(norm: HeadNorm | None) -> str:
-    """What reports say of a norm."""
+    """Returns a norm in the words of reports."""
     if norm is None:
         return "none"
     words = [norm.kind]
@@ -246,8 +247,8 @@ def norm_fact(norm: HeadNorm | None) -> str:
 
 
 def one_head_axis(view: View) -> tuple[View, Effect]:
-    """A stack of pairs [..., D/2, 2], or of halves [..., 2, D/2], read as [..., D], and the view's
-    effect on that."""
+    """Returns a stack of pairs [..., D/2, 2], or of halves [..., 2, D/2], as a view [..., D], and
+    the view's effect on that."""
     value, effect = view.value, view.effect
     if not _is_pairs(view):
         return value.whole, effect
@@ -282,5 +283,5 @@ def _is_pairs(view: View) -> bool:
         return False
     if value.op == "aten.view_as_real" or value.args[1] == last or value.shape[last] == 1:
         return True
-    # Heads that are joined stay apart; halves of one lie in one dimension.
+    # Joined heads are in separate dimensions; the halves of one head are in one dimension.
     return any({last - 1, last} <= {atom.axis for atom in dim} for dim in view.effect.dims)

@@ -1,4 +1,4 @@
-"""From a tensor of heads back to its projection: rotation and norm, bias, linear.
+"""The way from a tensor of heads back to its projection: rotation and norm, bias, linear.
 
 Dimension letters: B batch, S sequence, T = B*S tokens, H heads, D head_dim, N output features of
 the linear, K hidden size.
@@ -37,11 +37,10 @@ class Heads:
     """One of Q, K, V as found: `rope(norm(linear))` or `norm(rope(linear))`, all but the product
     optional.
 
-    path: what misses call the way to it. linear: product, bias, clamp.
-    rows: which of the product's features are these heads.
-    layout: the heads' dimensions on the product's axes [tokens..., N].
-    end: the last absorbed value, whose elements are the heads.
-    factor: what the heads, normed and rotated, are multiplied by.
+    path: the name of the way to it in misses. linear: product, bias, clamp. rows: which of the
+    product's features are these heads. layout: the heads' dimensions on the product's axes
+    [tokens..., N]. end: the last absorbed value, whose elements are the heads. factor: multiplies
+    the normalised and rotated heads.
     """
 
     path: Path
@@ -85,12 +84,12 @@ class Heads:
 
     @property
     def x_scale(self) -> View | None:
-        """The scale of an activation of codes, [T or 1, K / block or 1]."""
+        """The scale of a quantised activation, [T or 1, K / block or 1]."""
         return self.linear.gemm.x_scale
 
     @property
     def float_operands(self) -> tuple[Value, ...]:
-        """Activation and weight, those that are floats and not codes."""
+        """The activation and the weight, without those that are codes."""
         coded = self.quantized is not None
         kept = () if coded else (self.weight.value,)
         return kept if self.x_scale is not None else (self.x.value, *kept)
@@ -101,12 +100,12 @@ class Heads:
 
     @cached_property
     def weight(self) -> View:
-        """This projection's rows of the weight, [H, D, K], or [groups, G, D, K]."""
+        """The projection's rows of the weight, [H, D, K], or [groups, G, D, K]."""
         return piece_of(self.rows.of(self.linear.gemm.weight))
 
     @cached_property
     def quantized(self) -> DequantizedWeight | None:
-        """What this projection's rows of the weight are computed from, where that is codes.
+        """The codes that the projection's rows of the weight are computed from, or None.
 
         Raises Reject (WEIGHT_FORMAT).
         """
@@ -120,7 +119,7 @@ class Heads:
         return match_scaled_weight(self.weight, sums, weights)
 
     def expand_rows(self, delta: LoraDelta) -> View:
-        """This projection's rows of the B of an adapter, [G, W, R].
+        """Returns this projection's rows of an adapter's B, [G, W, R].
 
         Raises InexpressibleError for several adapters of a packed projection.
         """
@@ -132,9 +131,9 @@ class Heads:
         return self.rows.of(delta.expand.select(0, 0)).matrix.unsqueeze(0)
 
     def delta_columns(self, delta: LoraDelta) -> View:
-        """This projection's columns of what an adapter adds, [T, W].
+        """Returns this projection's columns of an adapter's delta, [T, W].
 
-        Raises InexpressibleError where they are not in a row.
+        Raises InexpressibleError if they are not contiguous.
         """
         run = self._run_of_rows()
         if run is None:
@@ -142,7 +141,8 @@ class Heads:
         return delta.view.matrix.narrow(1, *run)
 
     def _run_of_rows(self) -> tuple[int, int] | None:
-        """(first, how many) of this projection's output features, where they are in a row."""
+        """Returns (first, number) of this projection's output features if they are contiguous; else
+        None."""
         indices = self.rows.indices()
         low, count = min(indices), len(indices)
         in_order = indices == frozenset(range(low, low + count)) and len(self.rows.heads) < 2
@@ -150,7 +150,7 @@ class Heads:
 
     @property
     def bias_rows(self) -> View | Computed | None:
-        """This projection's part of the bias, shaped as the weight without K."""
+        """The projection's part of the bias, with the shape of the weight without K."""
         bias = self.linear.bias
         if bias is None:
             return None
@@ -162,10 +162,10 @@ class Heads:
 def match_heads(
     view: View, path: Path, head_dim: int | None = None, factors: bool = False
 ) -> Heads:
-    """The projection whose heads `view` [..., H, ..., D] holds.
+    """Returns the projection whose heads `view` [..., H, ..., D] holds.
 
-    head_dim: D, where the view does not separate heads (its feature dimension is split by it).
-    factors: they may be multiplied by numbers. Raises Reject with the codes of `path`.
+    head_dim: D, if the view does not separate heads (its feature dimension is split by it).
+    factors: numbers may multiply the heads. Raises Reject with the codes of `path`.
     """
     stage, end = path.stage, view.value
     view, factor, scaled = unscaled(view) if factors else (view, 1.0, ())
@@ -206,13 +206,13 @@ def match_heads(
 
 
 def _layout_of(view: View, path: Path) -> Effect:
-    """A view between the product and its reader, as an effect on the product's axes."""
+    """Returns a view between the product and its reader, as an effect on the product's axes."""
     head = match_epilogue(view, path.stage).head
     return effects.compose(head.effect, match_linear(head.value, path, match_delta).layout)
 
 
 def same_activation(one: Heads, other: Heads) -> bool:
-    """Whether two products have the same activation: a quantised one may be computed twice."""
+    """Whether two products have the same activation; a quantised one may be computed twice."""
     scale, wanted = one.x_scale, other.x_scale
     if scale is None or wanted is None:
         return scale is wanted and equal_values(one.x, other.x)
@@ -220,17 +220,18 @@ def same_activation(one: Heads, other: Heads) -> bool:
 
 
 def on_heads(heads: Heads, effect: Effect) -> Effect:
-    """An effect on the product's axes, restated on the op's output [T, H, D].
+    """Returns an effect on the product's axes in terms of the op's output [T, H, D].
 
-    Raises InexpressibleError where it takes features of another projection.
+    Raises InexpressibleError if it takes features of another projection.
     """
     return heads.rows.restate(effect, heads.tokens)
 
 
 def rope_table(heads: Heads, table: Table) -> View | Computed:
-    """cos or sin as the op takes it: [T or S or 1, width], rows repeating over leading axes.
+    """Returns cos or sin as the op takes it: [T or S or 1, width], rows repeating over leading
+    axes.
 
-    Raises Reject (ROPE_TABLE) where it varies from head to head.
+    Raises Reject (ROPE_TABLE) if it varies from head to head.
     """
     assert heads.rope_layout is not None
     return table_argument(table, heads.rope_layout, heads.feature, heads.tokens, heads.path.stage)

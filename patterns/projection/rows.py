@@ -1,4 +1,4 @@
-"""Which rows of a packed weight are one projection's heads.
+"""The rows of a packed weight that are one projection's heads.
 
 Dimension letters: N rows of the weight, H heads, G heads of a group, D head_dim, T tokens.
 """
@@ -21,8 +21,8 @@ from tilewright.patterns.recognise.linear import rows_of
 class Rows:
     """Heads of `head_dim` rows each, the first of which begins at row `first`.
 
-    heads: (count, step) of the heads, outermost first: none for one head; one for heads that are
-    `step` rows apart; two for heads in groups, [groups, G].
+    heads: (count, step) of the heads, outermost first: empty for one head; one pair for heads that
+    are `step` rows apart; two for heads in groups, [groups, G].
     """
 
     first: int
@@ -39,25 +39,27 @@ class Rows:
         return (*(count for count, _ in self.heads or ((1, 0),)), self.head_dim)
 
     def dims(self, feature: int, repeat: int = 1) -> tuple[Dim, Dim]:
-        """(heads, head_dim) on the axes [tokens..., N], each head `repeat` times in a row."""
+        """Returns (heads, head_dim) on the axes [tokens..., N], each head `repeat` times in a
+        row."""
         outer = [Atom(feature, step, count) for count, step in self.heads]
         inner = effects.coalesce([Atom(feature, 1, self.head_dim)])
         return effects.coalesce([*outer, Atom(None, 0, repeat)]), inner
 
     def indices(self) -> frozenset[int]:
-        """Every row."""
+        """Returns all row numbers."""
         return _indices(self)
 
     def of(self, view: View, base: int = 0) -> View:
-        """These rows of `view` [N - base, ...], whose first row is row `base`: [H, D, ...]."""
+        """Returns these rows of `view` [N - base, ...], whose first row is row `base`: [H, D,
+        ...]."""
         dims = [effects.coalesce([Atom(0, step, count)]) for count, step in self.heads or ((1, 0),)]
         dims.append(effects.coalesce([Atom(0, 1, self.head_dim)]))
         return rows_of(view, dims, self.first - base)
 
     def restate(self, effect: Effect, tokens: Sequence[Size]) -> Effect:
-        """An effect on [tokens..., N] as one on the op's output [T, H, D].
+        """Returns an effect on [tokens..., N] in terms of the op's output [T, H, D].
 
-        Raises InexpressibleError where it takes rows that are none of these.
+        Raises InexpressibleError if it takes other rows.
         """
         feature, digits = len(tokens), self._digits()
         first_row = effect.start[feature] - self.first
@@ -91,7 +93,8 @@ class Rows:
         return Effect(tuple(dims), tuple(first))
 
     def _digits(self) -> list[effects.Digit]:
-        """The heads, outermost first, and head_dim: a row's place on [T, H, D] by its number."""
+        """Returns the heads, outermost first, and head_dim as digits of a row number, with their
+        places on [T, H, D]."""
         found, out = [(Atom(2, 1, self.head_dim), 1)], 1
         for count, step in reversed(self.heads):
             found.append((Atom(1, out, count), step))
@@ -99,7 +102,7 @@ class Rows:
         return found[::-1]
 
 
-@lru_cache(maxsize=64)  # thousands of numbers, and those of a layer are those of the next
+@lru_cache(maxsize=64)  # thousands of numbers, which layers share
 def _indices(rows: Rows) -> frozenset[int]:
     at = np.array([rows.first])
     for count, step in (*rows.heads, (rows.head_dim, 1)):
@@ -108,7 +111,7 @@ def _indices(rows: Rows) -> frozenset[int]:
 
 
 def heads_of(layout: Effect, feature: int, head_dim: int | None) -> Rows | None:
-    """The rows that a view of [tokens..., N] takes, or None where they are not heads.
+    """Returns the rows that a view of [tokens..., N] takes, or None if they are not heads.
 
     head_dim: None for the length of the dimension that walks neighbouring features.
     """
@@ -138,7 +141,7 @@ def heads_of(layout: Effect, feature: int, head_dim: int | None) -> Rows | None:
 
 
 def rows(first: int, heads: Sequence[tuple[int, int]], head_dim: int) -> Rows | None:
-    """Rows in normal form, or None where heads would be grouped more than once."""
+    """Returns rows in normal form, or None if heads would be grouped more than once."""
     joined: list[tuple[int, int]] = []
     for count, step in heads:
         if joined and joined[-1][1] == step * count:
@@ -149,7 +152,8 @@ def rows(first: int, heads: Sequence[tuple[int, int]], head_dim: int) -> Rows | 
 
 
 def rest_of(size: int, taken: frozenset[int], head_dim: int) -> Rows | None:
-    """The heads in the remaining rows of `size`; None where none remain, or not in order."""
+    """Returns the heads in the remaining rows of `size`; None if none remain, or if they are not in
+    order."""
     gone = np.fromiter(taken, dtype=np.int64)
     remain = np.ones(size, dtype=bool)
     remain[gone[(gone >= 0) & (gone < size)]] = False

@@ -1,4 +1,4 @@
-"""What a cache takes of a projection: whole heads, every token once and in order."""
+"""Checks of a cache write's source: whole heads of a projection, every token once and in order."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from tilewright.patterns.recognise.linear import holds_all_tokens
 
 
 def check_tokens(heads: Heads, place: Address, who: str, stage: Stage) -> int:
-    """How many neighbouring cache heads each head of the projection is written to.
+    """Returns the number of adjacent cache heads that each head of the projection is written to.
 
     The written dimensions must be exactly the product's tokens in order, heads, head_dim; raises
-    Reject where they are not.
+    Reject if they are not.
     """
     source = heads.layout
     if not holds_all_tokens(source, place.token_rank, heads.tokens):

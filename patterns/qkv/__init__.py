@@ -1,1 +1,1 @@
-"""Patterns `qkv_cache` and `cache_store`."""
+"""Patterns `qkv_cache`, `cache_store` and `cache_absent`."""

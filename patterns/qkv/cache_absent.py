@@ -1,6 +1,6 @@
 """Caches that cannot be written in place: those that grow by `cat`, or are updated out of place.
 
-Never a match: these anchors exist so that the user is told what to change.
+Never a match: these anchors exist to tell the user what to change.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _OUT_OF_PLACE = {"aten.index_put", "aten.index_copy", "aten.scatter"}
 
 @dataclass(frozen=True)
 class AbsentCache:
-    """All sites of one kind in a graph: they share one cause, so they get one Miss."""
+    """All sites of one kind in a graph. They share one cause, so they get one Miss."""
 
     code: str
     values: tuple[Value, ...]
@@ -39,7 +39,7 @@ class AbsentCache:
 
 @dataclass(frozen=True)
 class CacheAbsent:
-    """The pattern; see the module. `op` is what would have taken the writes."""
+    """The pattern; see the module. `op` is the op that would take the writes."""
 
     name: str = "cache_absent"
     op: str = "fused_qkv_paged"
@@ -69,19 +69,21 @@ class CacheAbsent:
 
 
 def _grows(value: Value, flow: Dataflow) -> bool:
-    """cat([past, new]) of projected data that the graph returns: a cache that grows."""
+    """Whether a value is a growing cache: cat([past, new]) of projected data that the graph
+    returns."""
     if value.op != "aten.cat" or value not in flow.output_values or len(value.shape) < 2:
         return False
     past, *new = value.args[0]
     if len(value.shape) == 2 and (value.args[1] != 0 or not flow.users.get(value)):
-        return False  # joined features: a grown cache [tokens, width] is read again by the graph
+        return False  # joined features: the graph reads a grown cache [tokens, width] again
     held = past.value.op == "input" or past.value.shape == (0,)
     return held and any(v.value.projected for v in new)
 
 
 def _fresh(value: Value, flow: Dataflow) -> bool:
-    """A write of projected data into memory allocated in the graph: at slots, or to a part of what
-    attention reads, or of what is returned where attention reads the same data."""
+    """Whether a value writes projected data into memory allocated in the graph: at slots, to a part
+    of what attention reads, or to a part of what is returned while attention reads the same data.
+    """
     store = value.store
     if store is None or store.memory.is_input or len(store.memory.shape) < 3:
         return False
@@ -97,7 +99,7 @@ def _fresh(value: Value, flow: Dataflow) -> bool:
 
 
 def _is_made_anew(made: Any) -> bool:
-    """Whether memory is new, or a copy of an input in another dtype or place."""
+    """Whether memory is new, or a copy of an input in another dtype or on another device."""
     if not isinstance(made, View):
         return False
     source = made.value
@@ -108,7 +110,7 @@ def _is_made_anew(made: Any) -> bool:
 
 
 def _is_part(store: Store, flow: Dataflow) -> bool:
-    """Whether the copies into a memory leave some of it as it was: a rotation that is put together
+    """Whether the copies into a memory leave a part of it unwritten. A rotation that is assembled
     in an empty tensor fills it."""
     stores = [value.store for value in flow.written.get(store.memory, ()) if value.store]
     filled = sum(effects.product(each.target.shape) for each in stores)
@@ -126,7 +128,7 @@ def _holds_keys(value: Value, store: Store, flow: Dataflow) -> bool:
 
 
 def _is_scratch(anchor: AbsentCache, flow: Dataflow) -> bool:
-    """Whether all are slices of memory that no one sees after the graph: it may be padding."""
+    """Whether all are slices of memory that is not returned: it may be padding."""
     stores = [value.store for value in anchor.values]
     return anchor.code == "FRESH_CACHE" and all(
         store is not None and not store.index and not _is_returned(store.memory, flow)
@@ -139,7 +141,7 @@ def _is_returned(memory: Memory, flow: Dataflow) -> bool:
     return any(view.value in written for view in flow.outputs)
 
 
-#: Where activations meet activations, and what may lie between keys and there.
+#: Products of two activations, and the operations allowed between keys and such a product.
 _ATTENTION = {
     "aten.matmul", "aten.bmm", "aten.baddbmm", "aten.einsum", "aten.scaled_dot_product_attention"
 }  # fmt: skip
@@ -148,7 +150,7 @@ _REACH = 16
 
 
 def _is_attended(value: Value, flow: Dataflow) -> bool:
-    """Whether attention reads a value: it meets what is projected, too, in a product."""
+    """Whether attention reads a value: a product combines it with another projected value."""
     return any(
         user.op in _ATTENTION
         and match_gemm(user) is None
@@ -159,14 +161,14 @@ def _is_attended(value: Value, flow: Dataflow) -> bool:
 
 
 def _updates(value: Value, flow: Dataflow) -> bool:
-    """An out-of-place indexed update of an input with projected data."""
+    """Whether a value is an out-of-place indexed update of an input with projected data."""
     if value.op not in _OUT_OF_PLACE or len(value.shape) < 3:
         return False
     target, *others = value.operands
     return target.value.op == "input" and any(v.value.projected for v in others)
 
 
-#: Code -> what such a value is, the message, the hint where transformers' code does so.
+#: Code -> (test of a value, message, hint for code of transformers).
 _KINDS: dict[str, tuple[Callable[[Value, Dataflow], bool], str, str]] = {
     "GROWING_CACHE": (
         _grows,

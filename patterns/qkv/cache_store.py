@@ -1,6 +1,6 @@
 """The cache write alone, for heads whose projection could not be absorbed.
 
-Even then a step should touch only the slots it writes: stock compilation of a write through a view
+A step should still touch only the slots it writes: stock compilation of a write through a view
 copies the whole cache.
 """
 
@@ -88,7 +88,7 @@ def _check_dtypes(write: CacheWrite, place: Address) -> None:
 
 
 def _heads(place: Address) -> View:
-    """The written heads as [T, H, D]."""
+    """Returns the written heads as [T, H, D]."""
     source, (heads, dim) = place.source, place.window.shape[2:]
     return source.reshape(place.tokens, heads, dim)
 

@@ -1,10 +1,10 @@
-"""Gates that one linear makes beside the query.
+"""Gates that one linear computes together with the query.
 
     x ─ linear ─┬─ [norm] ─ [rope] ─▶ q ─▶ attention ─▶ · sigmoid(gate)
                 └─▶ gate ──────────────────────────────────▲
 
-The linear has as many rows again for the gates: beside each query head, or behind all of them. The
-op makes both, and norms and rotates the queries alone.
+The linear has as many additional rows for the gates, beside each query head or after all of them.
+The op computes both, and normalises and rotates only the queries.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from tilewright.patterns.qkv.query import Query, covers
 
 
 def with_gates(flow: Dataflow, query: Query, kv: tuple[Heads, Heads]) -> Query:
-    """The query with what else its product makes, where those are gates that something reads."""
+    """Returns the query with the other rows of its product, if these are gates that something
+    reads."""
     q, (result,) = query.heads, query.results
     if not isinstance(result, Result) or not covers(q.linear) or kv[1].norm is not None:
         return query
@@ -45,7 +46,7 @@ def with_gates(flow: Dataflow, query: Query, kv: tuple[Heads, Heads]) -> Query:
 
 
 def _for_all_heads(norm: HeadNorm) -> bool:
-    """Whether a norm is the same for each head by itself: gates have no weights of theirs."""
+    """Whether a norm treats all heads alike and separately: gates have no weights."""
     vectors = [vector for vector in (norm.weight, norm.bias) if vector is not None]
     return norm.width == "head" and all(
         isinstance(vector, View) and len(vector.shape) == 1 for vector in vectors
@@ -53,13 +54,14 @@ def _for_all_heads(norm: HeadNorm) -> bool:
 
 
 def _is_read(flow: Dataflow, q: Heads) -> bool:
-    """Whether the projection has readers beside the query."""
+    """Whether the projection has other readers than the query."""
     inside, value = set(q.absorbed), q.linear.value
     return value in flow.output_values or not inside.issuperset(flow.users.get(value, ()))
 
 
 def _run(both: Rows, queries: Rows) -> int:
-    """How many queries come before as many gates, again and again; 0 where they do not."""
+    """Returns the length of alternating runs of queries and gates; 0 if they do not alternate in
+    equal runs."""
     is_query = [row in queries.indices() for row in sorted(both.indices())[:: both.head_dim]]
     run = is_query.index(False) if False in is_query else 0
     regular = [run > 0 and at // run % 2 == 0 for at in range(len(is_query))]
@@ -67,8 +69,8 @@ def _run(both: Rows, queries: Rows) -> int:
 
 
 def _restated(wide: Heads, gates: Heads, effect: Effect) -> Effect:
-    """An effect on the projection as one on the op's output. Raises InexpressibleError where it
-    takes queries: those are normed and rotated there."""
+    """Returns an effect on the projection in terms of the op's output. Raises InexpressibleError if
+    it takes queries, which are normalised and rotated there."""
     on_product = effects.compose(effect, wide.linear.layout)
     on_heads(gates, on_product)
     return on_heads(wide, on_product)

@@ -1,11 +1,11 @@
 """QKV projection and KV-cache write: three projections of one activation, optional bias, per-head
-RMS norm and rotation, K and V written into a cache by slot. Gates of q's linear come with it.
+RMS norm and rotation, with K and V written into a cache by slot. Gates of q's linear are included.
 
     x ─ linear ─ [+bias] ─ [norm] ─ [rope] ─▶ q
     x ─ linear ─ [+bias] ─ [norm] ─ [rope] ─▶ k ─▶ cache[slots] = k      ⇒   fused_qkv_paged
     x ─ linear ─ [+bias] ──────────────────▶ v ─▶ cache[slots] = v
 
-With the RMS or layer norm that made x, where tokens are few and nobody else reads its result.
+Includes the RMS or layer norm that made x, if tokens are few and no other value reads its result.
 
 Dimension letters: T tokens, K hidden size, Hq and Hkv heads, D head_dim.
 """
@@ -57,7 +57,7 @@ _VALUES = Path("V_PATH", Stage.V_PATH, "the cache", masked="MASKED_WRITE", hint=
 
 @dataclass(frozen=True)
 class Stored:
-    """K or V: the heads of a projection, and where they are written."""
+    """K or V: the heads of a projection, and the place they are written to."""
 
     heads: Heads
     place: Address
@@ -118,7 +118,7 @@ class QkvCache:
 
 
 def _refuse_anchor(anchor: WritePair, place: Address) -> NoReturn:
-    """Says why a write of nothing projected, or one without a twin, is not matched."""
+    """Rejects a write of data that is not projected, or one without a twin."""
     write = anchor.first
     writes = [one for one in (anchor.first, anchor.second) if one is not None]
     weight: Weight | None = None
@@ -155,12 +155,13 @@ def _refuse_anchor(anchor: WritePair, place: Address) -> NoReturn:
 
 
 def _keys_and_values(*writes: tuple[Address, CacheWrite]) -> tuple[Stored, Stored]:
-    """K and V: K is the one that is rotated or normalised, else the first."""
+    """Returns K and V. K is the one that is rotated or normalised, else the first. Raises
+    Reject."""
     first, second = writes
     try:
         k = match_heads(first[0].source, _KEYS, factors=True)
     except Reject as rejection:
-        # Try the other order only where the second write is rotated or normalised, as no V is.
+        # Try the other order only if the second write is rotated or normalised, which V never is.
         swapped = _rotated(second[0])
         if swapped is None:
             raise rejection from None
@@ -191,12 +192,13 @@ def _rotated(place: Address) -> Heads | None:
 
 
 def _check_written(keys: Stored, values: Stored) -> int:
-    """How many cache heads each head is written to, where K and V are written and clamped alike."""
+    """Returns the number of cache heads that each head is written to. Raises Reject unless K and V
+    are written and clamped alike."""
     repeats = []
     for stored, who in ((keys, "K"), (values, "V")):
         heads, place = stored.heads, stored.place
         repeats.append(check_tokens(heads, place, who, heads.path.stage))
-        # The op rounds once, to the activation's dtype: another dtype in the cache is another op.
+        # The op rounds once, to the activation's dtype; a cache of another dtype needs another op.
         written, projected = place.source.value.dtype, heads.product.dtype
         if written != projected and place.dtype not in FP8_DTYPES:
             names = [dtype_name(d) for d in (projected, written)]
@@ -253,8 +255,8 @@ def _arguments(q: Heads, keys: Stored, values: Stored) -> dict[str, Any]:
 
 
 def _input_norm(heads: tuple[Heads, Heads, Heads], place: int, flow: Dataflow) -> Norm | None:
-    """The norm that made x, where the kernel for few tokens takes it: one for weights that are no
-    codes, whose tiles hold what the norm of a head needs. place: where the op will stand."""
+    """Returns the norm that made x, if the kernel for few tokens takes it: with dense weights,
+    whose tiles leave room for the norm of a head. place: where the op will stand."""
     by_row = any(h.norm is not None and h.norm.width == "row" for h in heads)
     if by_row or any(h.quantized is not None for h in heads):
         return None
@@ -263,7 +265,7 @@ def _input_norm(heads: tuple[Heads, Heads, Heads], place: int, flow: Dataflow) -
 
 
 def _factors(keys: Stored, values: Stored) -> dict[str, Any]:
-    """Numbers that K and V are multiplied by, as scales of the cache."""
+    """Returns the numbers that K and V are multiplied by, as scales of the cache. Raises Reject."""
     k, v = keys.heads, values.heads
     if k.factor == v.factor == 1.0:
         return {}
@@ -284,7 +286,8 @@ def _factors(keys: Stored, values: Stored) -> dict[str, Any]:
 
 
 def _delta(heads: tuple[Heads, Heads, Heads]) -> Computed | None:
-    """What the adapters of the projections add, columns of q, k and v one beside the other."""
+    """Returns the sum of the projections' adapters, columns of q, k and v side by side; None
+    without any."""
     if not any(h.linear.deltas for h in heads):
         return None
     widths = [h.num_heads * h.head_dim for h in heads]
@@ -294,12 +297,13 @@ def _delta(heads: tuple[Heads, Heads, Heads]) -> Computed | None:
 
 
 def _own_deltas(heads: tuple[Heads, Heads, Heads]) -> bool:
-    """Whether the graph computes the deltas itself: the LoRA ops have no kernels for them."""
+    """Whether the graph computes the deltas itself, because the LoRA ops have no kernels for
+    them."""
     return not all(has_kernels(d) for h in heads for d in h.linear.deltas)
 
 
 def _codes(q: Heads, k: Heads, v: Heads) -> dict[str, Any]:
-    """The arguments of weights and activations that are quantised."""
+    """Returns the arguments of quantised weights and activations."""
     found = [p.quantized for p in (q, k, v)]
     weights = [weight for weight in found if weight is not None]
     if not weights:
@@ -316,8 +320,8 @@ def _codes(q: Heads, k: Heads, v: Heads) -> dict[str, Any]:
 
 
 def _coded_x(k: Heads, weights: Mapping[str, Any]) -> CodedRows | None:
-    """The codes that the graph decodes the activation from, where the op multiplies them by those
-    of the weights. weights: the op's arguments for these."""
+    """Returns the codes that the graph decodes the activation from, if the op multiplies them with
+    those of the weights; else None. weights: the op's arguments for these."""
     rows = match_coded_rows(k.x) if weights["weight_format"] == "fp8" else None
     whole = weights["scale_block"][1] in (ACTIVATION_BLOCK, k.x.shape[1])
     return rows if whole and isinstance(rows, CodedRows) else None

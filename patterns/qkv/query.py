@@ -1,8 +1,8 @@
 """Finds the query projection that belongs to a K and a V projection.
 
-Where K is rotated, Q is rotated with the same cos and sin. Else Q is the remainder of the
-product that K or V is a part of, or another product of the same activation: the one that meets the
-written cache in attention.
+If K is rotated, Q is rotated with the same cos and sin. Otherwise Q is the rest of the product that
+K or V is a part of, or another product of the same activation: the one that meets the written cache
+in attention.
 """
 
 from __future__ import annotations
@@ -45,15 +45,16 @@ _KNOWN = (
     "a rotation by K's cos and sin"
 )
 
-# A query may meet the output of attention in these without being attended with: residuals, gates.
+# Operations in which a query may meet the output of attention without attending to it: residuals,
+# gates.
 _JOINS = {"aten.add", "aten.sub", "aten.mul", "aten.div", "aten.cat", "aten.where", "cast"}
 
 
 @dataclass(frozen=True)
 class Query:
-    """Q's heads, and what of the graph they replace.
+    """Q's heads, and the parts of the graph that they replace.
 
-    run: where gates are among the heads, the queries before as many gates, again and again; else 0.
+    run: the length of alternating runs of queries and gates among the heads; 0 without gates.
     """
 
     heads: Heads
@@ -69,10 +70,10 @@ def find_query(
     inside: frozenset[Value],
     place: int,
 ) -> Query:
-    """The query beside K and V; raises Reject (Q_PATH) where there is none, or more than one.
+    """Returns the query beside K and V; raises Reject (Q_PATH) if there is none, or more than one.
 
-    store: the write of K. inside: what the match absorbs for K and V. place: where the op will
-    stand, in program order: what is computed later is left out of a query that is one without it.
+    store: the write of K. inside: the values that the match absorbs for K and V. place: where the
+    op will stand, in program order; a query must be complete without what is computed later.
     """
     if k.rope is not None:
         rope_table(k, k.rope.cos), rope_table(k, k.rope.sin)
@@ -117,10 +118,10 @@ def find_query(
 
 
 def _products_of(flow: Dataflow, k: Heads, v: Heads) -> list[Value]:
-    """Every product of K's activation with a weight.
+    """Returns every product of K's activation with a weight.
 
-    Libraries quantise an activation once for each linear that reads it: where nothing but K and V
-    reads the very value, products of an equal one count.
+    Libraries quantise an activation once for each linear that reads it. If only K and V read this
+    value, products of an equal one count as well.
     """
     if k.x_scale is None:
         found = _multiplying(flow.users.get(k.x.value, ()), k)
@@ -130,13 +131,14 @@ def _products_of(flow: Dataflow, k: Heads, v: Heads) -> list[Value]:
 
 
 def _holds_more(k: Heads, v: Heads) -> bool:
-    """Whether K and V are parts of one product that has other rows too, as a packed query's."""
+    """Whether K and V are parts of one product that has other rows too, such as those of a packed
+    query."""
     rows = k.rows.indices() | v.rows.indices()
     return k.product is v.product and k.linear.gemm.weight.shape[0] != len(rows)
 
 
 def _multiplying(users: Iterable[Value], k: Heads) -> list[Value]:
-    """Filters values: products of an activation that equals K's."""
+    """Returns the values that are products of an activation that equals K's."""
     found = []
     for user in dict.fromkeys(users):
         gemm = match_gemm(user)
@@ -149,7 +151,7 @@ def _multiplying(users: Iterable[Value], k: Heads) -> list[Value]:
 
 
 def _is_cross(flow: Dataflow, k: Heads, v: Heads, store: Value) -> bool:
-    """Whether attention reads the keys, and nothing but K and V projects their activation."""
+    """Whether attention reads the keys, and only K and V project their activation."""
     others = set(_products_of(flow, k, v)) - {k.product, v.product}
     return not others and _Meetings(flow, store).any()
 
@@ -164,18 +166,19 @@ def _query_at(
     inside: frozenset[Value],
     place: int,
 ) -> Query | None:
-    """Q computed from this product: the furthest value downstream with K's rotation and clamp."""
+    """Returns Q computed from this product: the furthest value downstream with K's rotation and
+    clamp; else None."""
     k, _ = kv
     sharing = [h for h in kv if h.product is product]
     taken = [h.rows.indices() for h in sharing]
     num_rows = sharing[0].linear.gemm.weight.shape[0] if sharing else None
     if isinstance(num_rows, int) and len(frozenset().union(*taken)) == num_rows:
-        return None  # the product has K's and V's rows only
+        return None  # the product has only K's and V's rows
     first: Query | None = None
     late: Query | None = None
     for end in _ends(flow, product):
         if constant_factor(strip_casts(end.whole)[0].value) is not None:
-            continue  # attention reads what is in front of it, and scales its logits
+            continue  # attention reads the value before it, and scales its logits
         try:
             heads = match_heads(end.whole, _PATH, head_dim=k.head_dim, factors=True)
             result = Result(end, on_heads(heads, heads.layout), factor=heads.factor)
@@ -195,7 +198,7 @@ def _query_at(
 
 
 def _cast_query(flow: Dataflow, k: Heads, v: Heads) -> Heads | None:
-    """A query that nothing but its dtype keeps out."""
+    """Returns a query that fails only because of its dtype; else None."""
     for product in _products_of(flow, k, v):
         for end in _ends(flow, product):
             try:
@@ -210,8 +213,7 @@ def _cast_query(flow: Dataflow, k: Heads, v: Heads) -> Heads | None:
 
 
 def _refuse_turned(flow: Dataflow, k: Heads, v: Heads) -> None:
-    """Raises Reject where one projection beside K and V might be the query's, and says what keeps
-    it from that."""
+    """Raises Reject with the obstacle if one projection beside K and V might be the query's."""
     for product in _products_of(flow, k, v):
         for end in _ends(flow, product):
             try:
@@ -249,7 +251,7 @@ def _is_ready(flow: Dataflow, q: Heads, place: int) -> bool:
 
 
 def _closed(flow: Dataflow, q: Heads, inside: frozenset[Value]) -> bool:
-    """Whether nothing but Q's end is used elsewhere."""
+    """Whether only Q's end is used elsewhere."""
     within = {*q.absorbed, *inside}
     return all(
         value is q.end
@@ -259,7 +261,7 @@ def _closed(flow: Dataflow, q: Heads, inside: frozenset[Value]) -> bool:
 
 
 def _ends(flow: Dataflow, product: Value) -> list[Value]:
-    """Values downstream of a product, furthest first."""
+    """Returns values downstream of a product, furthest first."""
     found = flow.downstream(product, _REACH, lambda value: value.op in _INSIDE)
     return sorted(found, key=lambda value: -value.position)
 
@@ -270,7 +272,7 @@ def _mirrors(q: Heads, k: Heads) -> bool:
 
 
 def _keeps_range(q: Heads) -> bool:
-    """Whether the heads are in the range of their dtype before they are multiplied, too."""
+    """Whether the heads are also in the range of their dtype before they are multiplied."""
     return abs(q.factor) >= 1 or q.end.dtype != torch.float16
 
 
@@ -290,11 +292,11 @@ def _same_rotation(q: Heads, k: Heads) -> bool:
     )
 
 
-# --- what is left of a shared product -------------------------------------------------------------
+# --- the rest of a shared product -----------------------------------------------------------------
 
 
 def _rests(k: Heads, v: Heads) -> Iterator[Query]:
-    """For each product that K or V is a part of, the rest of it."""
+    """Yields, for each product that K or V is a part of, the rest of it."""
     shared = k.product is v.product
     for heads in (k,) if shared else (k, v):
         taken = heads.rows.indices() | (v.rows.indices() if shared else frozenset())
@@ -324,13 +326,14 @@ def _restated(q: Heads, effect: Effect) -> Effect:
     return on_heads(q, effects.compose(effect, q.layout))
 
 
-# --- which of several -----------------------------------------------------------------------------
+# --- choice among several -------------------------------------------------------------------------
 
 
 def _attending(
     flow: Dataflow, found: dict[Value, Query], kv: tuple[Heads, Heads], store: Value
 ) -> dict[Value, Query]:
-    """The candidates that reach attention over the written cache, where the graph shows that."""
+    """Returns the candidates that reach attention over the written cache, if the graph shows
+    that."""
     if not found:
         return found
     meetings = _Meetings(flow, store)
@@ -341,10 +344,9 @@ def _attending(
 
 
 class _Meetings:
-    """Where data read from the written cache meets other projected data: attention.
+    """Places where data read from the written cache meets other projected data: attention.
 
-    The graph is walked as far as a question needs: attention is near, and the layers behind it are
-    many.
+    The graph is walked only as far as a question needs: attention is near, and many layers follow.
     """
 
     def __init__(self, flow: Dataflow, store: Value) -> None:
@@ -360,7 +362,7 @@ class _Meetings:
         return False
 
     def of(self, query: Value, kv: tuple[Heads, Heads]) -> bool:
-        """Whether what is made of a value, other than K and V, reaches such a place."""
+        """Whether values computed from a value, other than K and V, reach such a place."""
         own = {value for heads in kv for value in heads.absorbed if value is not query}
         made = self.flow.downstream(query, None, lambda v: v not in own and self._carries(v))
         return any(
@@ -370,7 +372,7 @@ class _Meetings:
         )
 
     def _reads(self, value: Value) -> bool:
-        """Whether a value is computed from what the write left in the cache."""
+        """Whether a value is computed from the cache after the write."""
         values = self.flow.values
         while self._seen < len(values) and values[self._seen].position <= value.position:
             item = values[self._seen]
@@ -380,7 +382,7 @@ class _Meetings:
         return value in self._reading
 
     def _carries(self, value: Value) -> bool:
-        """Whether a value carries a query on: a choice of experts, or the cache, does not."""
+        """Whether a value may carry a query; a choice of experts, or the cache, does not."""
         plain = value.op != "store" and value.dtype.is_floating_point
         return plain and not self._reads(value)
 

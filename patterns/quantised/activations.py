@@ -5,9 +5,10 @@
     codes  = (blocks / scale).clamp(-448, 448).to(float8_e4m3fn)
     rows   = (codes.float() * scale).view(M, K).to(x.dtype)      ⇒   x, activation_format="fp8"
 
-with the division, or a product with the reciprocal. The op's zero blocks are zero, where the graph
-may divide by zero; a block below the graph's lower bound keeps its own scale. The divisor alone may
-be clamped, to next to nothing. Dimension letters: M rows, K columns.
+The division may also be a product with the reciprocal. The op gives zeros for zero blocks, where
+the graph may divide by zero; a block below the graph's lower bound keeps its own scale.
+Alternatively only the divisor may be clamped, to a very small number. Dimension letters: M rows, K
+columns.
 """
 
 from __future__ import annotations
@@ -42,26 +43,29 @@ from tilewright.patterns.recognise.grouped_gemm import ExpertGemm
 
 # The largest lower bound of a scale that counts as a guard against dividing by zero.
 LARGEST_BOUND = 1e-2
-# The largest of the divisor alone: a smaller scale divides as that, and multiplies as itself.
+# The largest bound of the divisor alone: a smaller scale divides as the bound, but multiplies as
+# itself.
 LARGEST_DIVISOR_BOUND = 1e-10
-# Relative difference allowed to 448 or 1 / 448 as rounded to fp32.
+# The relative difference allowed from 448 or 1 / 448, as rounded to fp32.
 CLOSE = 1e-6
 _DECODING = {"cast", "bitcast", "aten.mul", "aten.div", "aten.clone"}
 _CODES = (torch.float8_e4m3fn, torch.int8)
-# How many values the search goes back from rows to their codes.
+# The most values from rows back to their codes.
 _REACH = 24
 
 
 @dataclass(frozen=True)
 class QuantisedRows:
-    """source [M, K]: the numbers that are quantised. absorbed: what quantises and decodes them."""
+    """source [M, K]: the numbers that are quantised. absorbed: the values that quantise and decode
+    them."""
 
     source: View
     absorbed: tuple[Value, ...]
 
 
 def match_quantised_rows(rows: View) -> QuantisedRows | None:
-    """What the rows [M, K] of a GEMM are quantised from; None where they are not, or otherwise."""
+    """Returns the source that the rows [M, K] of a GEMM are quantised from; None if they are not,
+    or differently."""
     if len(rows.shape) != 2:
         return None
     try:
@@ -81,14 +85,14 @@ def holds_codes(rows: View) -> bool:
 
 
 def decoded_rows(codes: torch.Tensor, scale: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
-    """The numbers [T, K] that codes [T, K] with scales [T or 1, K / block or 1] stand for, rounded
-    once."""
+    """Returns the numbers [T, K] that codes [T, K] with scales [T or 1, K / block or 1] stand for,
+    rounded once."""
     blocks = codes.float().unflatten(-1, (scale.shape[-1], -1))
     return (blocks * scale.float().unsqueeze(-1)).flatten(-2).to(dtype)
 
 
 def before_quantisation(gemm: ExpertGemm) -> tuple[ExpertGemm, bool]:
-    """The GEMM with its rows before the graph quantised them, and whether it did."""
+    """Returns the GEMM with its rows before the graph quantised them, and whether it did."""
     found = match_quantised_rows(gemm.x)
     if found is None:
         return gemm, False
@@ -98,8 +102,8 @@ def before_quantisation(gemm: ExpertGemm) -> tuple[ExpertGemm, bool]:
 def check_formats(
     hidden_coded: bool, rows_coded: bool, x: View, hidden: View, layer: dict[str, Any]
 ) -> None:
-    """Rejects (ACTIVATION_FORMAT) what the op does not quantise, or not together. layer: the op's
-    arguments for the weights."""
+    """Raises Reject (ACTIVATION_FORMAT) for combinations that the op does not quantise. layer: the
+    op's arguments for the weights."""
     if not (hidden_coded and rows_coded):
         which = "the activation's result" if hidden_coded else "the tokens"
         refuse_format(x, f"are not all quantised: of both GEMMs' rows only {which}")
@@ -110,7 +114,7 @@ def check_formats(
 
 
 def refuse_format(view: View, why: str) -> NoReturn:
-    """Ends the attempt: ACTIVATION_FORMAT."""
+    """Rejects with ACTIVATION_FORMAT."""
     message = f"activations of the experts {why}"
     hint = "fused are e4m3 codes with amax / 448 per row and 128 columns, in front of both GEMMs"
     reject("ACTIVATION_FORMAT", Stage.GUARDS, message, view, hint=hint)
@@ -120,7 +124,7 @@ def refuse_format(view: View, why: str) -> NoReturn:
 
 
 def _bounded(of: Formula, name: str) -> Formula:
-    """A number, or that held to a lower bound."""
+    """Matches a formula, or a clamp of it to a lower bound."""
     return of | clamp(of, number(name), ABSENT)
 
 
@@ -129,7 +133,7 @@ def _over_448(of: Formula) -> Formula:
 
 
 def _to(dtypes: str, of: Formula) -> Formula:
-    """A cast to e4m3 codes, or from them to floats."""
+    """Matches a cast to e4m3 codes, or from them to floats."""
     return call("cast", of, holds=_CASTS[dtypes])
 
 
@@ -148,8 +152,8 @@ _ROWS = _to("floats", _ENCODED) * _BLOCK_SCALE.named("scale")
 
 
 def _taken(found: Found) -> QuantisedRows | None:
-    """What is quantised as the op does it: by its blocks, with no scale or quotient rounded on the
-    way; None where it is not."""
+    """Returns the rows if they are quantised as the op does it: by its blocks, with no scale or
+    quotient rounded on the way; else None."""
     least = [found.bound.get(name, 0.0) for name in ("least", "least_scale")]
     if found.bound["block"] != BLOCK or not max(least) <= LARGEST_BOUND:
         return None

@@ -1,4 +1,5 @@
-"""Scales by block: a number per element whose neighbours repeat, cut to one number per block."""
+"""Scales by block: cuts a number per element, with repeating neighbours, to one number per
+block."""
 
 from __future__ import annotations
 
@@ -12,15 +13,17 @@ Block = tuple[int | None, int | None]
 
 
 def block_of(dims: Sequence[Dim]) -> Block:
-    """The block of rows and columns; raises InexpressibleError where numbers repeat otherwise."""
+    """Returns the block of rows and columns; raises InexpressibleError if numbers repeat in another
+    way."""
     (_, rows), (_, columns) = (unrepeated(dim) for dim in dims)
     return rows, columns
 
 
 def unrepeated(dim: Dim) -> tuple[Dim, int | None]:
-    """A dimension without what repeats innermost, and how often that repeats; None: all of it.
+    """Returns a dimension without its innermost repetition, and how often that repeats; None: all
+    of it.
 
-    Raises InexpressibleError where it repeats in another way.
+    Raises InexpressibleError if it repeats in another way.
     """
     if all(a.axis is None for a in dim):
         return (), None
@@ -32,7 +35,8 @@ def unrepeated(dim: Dim) -> tuple[Dim, int | None]:
 
 
 def common_block(blocks: Sequence[Block]) -> Block:
-    """The largest block that all of these are made of, per dimension."""
+    """Returns the largest block, per dimension, that all of these consist of. Raises
+    InexpressibleError."""
     found: list[int | None] = []
     for axis in (0, 1):
         known = sorted({size for b in blocks if (size := b[axis]) is not None})
@@ -45,8 +49,8 @@ def common_block(blocks: Sequence[Block]) -> Block:
 def cut_to_blocks(
     dims: Sequence[Dim], sizes: Sequence[Size], block: Sequence[int | None]
 ) -> list[Dim]:
-    """Dimensions with a number per element as ones with a number per block, repeated for the
-    smaller blocks that their own are made of."""
+    """Cuts dimensions with a number per element to ones with a number per block, repeated if their
+    own blocks consist of smaller ones."""
     found = []
     for dim, size, wanted in zip(dims, sizes, block, strict=True):
         kept, own = unrepeated(dim)

@@ -1,8 +1,8 @@
 """Decoders of 8-bit codes, recognised by running them on all 256 bytes.
 
-Unpacking, look-up tables, sign and exponent arithmetic, reinterpreting casts: however a format is
-decoded, it is a function of one byte, and two decoders are the same exactly when they agree on all
-of them. Each operation is run in its own dtype, so that what wraps around or rounds does so here.
+Unpacking, look-up tables, sign and exponent arithmetic, reinterpreting casts: any decoder is a
+function of one byte, and two decoders are the same exactly when they agree on all bytes. Each
+operation is run in its own dtype, so that it wraps around and rounds as in the graph.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _ELEMENTWISE = frozenset({
     "bitwise_not", "bitwise_left_shift", "bitwise_right_shift", "logical_and", "logical_or",
     "logical_not", "eq", "ne", "lt", "le", "gt", "ge", "masked_fill",
 })  # fmt: skip
-# How many values the search for a look-up table goes back.
+# The most values back to a look-up table.
 _REACH = 64
 _OPTIONS = {"alpha", "rounding_mode", "min", "max"}
 
 
 @dataclass(frozen=True, eq=False)
 class ByteFunction:
-    """Every element is `table[byte]` of the byte that `leaf` sees at its place.
+    """A view whose every element is `table[byte]` of the byte of `leaf` at its place.
 
-    leaf: a view of stored (or computed) bytes, of the element's own shape; its dtype may be an
-    8-bit float's. table: [256], or [16] where only bytes below 16 can be looked up.
+    leaf: a view of stored (or computed) bytes, with the view's own shape; its dtype may be an 8-bit
+    float's. table: [256], or [16] if only bytes below 16 can be looked up.
     """
 
     leaf: View
@@ -46,14 +46,14 @@ class ByteFunction:
 
 
 def byte_function(view: View, size: int = 256) -> ByteFunction | None:
-    """What a view's elements are of their bytes; None where they are no function of one byte.
+    """Returns the function of one byte that a view's elements are; None if they are not.
 
-    size 16: of bytes below 16, for tables that hold no more.
+    size: 16 considers only bytes below 16, for tables that hold no more.
     """
     try:
         found = _Trial(size).run(view)
     except (InexpressibleError, RuntimeError, IndexError, TypeError):
-        return None  # an operation that torch does not have for this dtype
+        return None  # torch lacks the operation for this dtype
     if found is None or len(found.leaves) != 1:
         return None
     (leaf,) = found.leaves
@@ -87,7 +87,8 @@ class _Trial:
         return _Numbers(stored, frozenset((view,)))
 
     def _computed(self, view: View) -> _Numbers | None:
-        """By the operation; None where it mixes bytes: it may be a byte of its own then."""
+        """Evaluates the operation; None if it mixes bytes, in which case its result may itself be a
+        stored byte."""
         value = view.value
         if value.op in ("input", "constant", "store"):
             return None
@@ -137,7 +138,7 @@ class _Trial:
         return part and _Numbers(part.numbers.contiguous().view(view.value.dtype), part.leaves)
 
     def look_up(self, view: View) -> _Numbers | None:
-        """table[index], the table made of numbers in the graph."""
+        """Evaluates table[index], if the graph computes the table from constants."""
         table, index = _table_and_index(view.value)
         if table is None or len(table.shape) != 1:
             return None
@@ -161,7 +162,7 @@ _RULES: dict[str, Callable[[_Trial, View], _Numbers | None]] = {
 
 
 def _table_and_index(value: Value) -> tuple[View | None, View | None]:
-    """(table, index) of an operation table[index] whose result has the index's shape."""
+    """Returns (table, index) of an operation table[index] whose result has the index's shape."""
     table, *rest = value.args
     if value.op == "aten.index":
         (items,) = rest
@@ -174,7 +175,8 @@ def _table_and_index(value: Value) -> tuple[View | None, View | None]:
 
 
 def looked_up_inputs(view: View) -> Value | None:
-    """A look-up table that a view is computed from and that is an input, so not constant."""
+    """Returns a look-up table that a view is computed from and that is an input, so not constant;
+    else None."""
     for value in upstream(view.value, _REACH, lambda v: not v.projected):
         if value.op in ("aten.index", "aten.index_select", "aten.take") and not value.projected:
             table, index = _table_and_index(value)
@@ -192,10 +194,10 @@ def _stored(view: View) -> bool:
 
 
 def _constant(view: View) -> torch.Tensor | None:
-    """The one number that a view holds everywhere, where no input goes into it."""
+    """Returns the number that a view holds everywhere, if it depends on no input; else None."""
     numbers = constant_of(view)
     if numbers is None or numbers.size == 0 or not np.all(numbers == numbers.flat[0]):
         return None
-    # A 0-d tensor does not promote others' dtypes: it stays 0-d here.
+    # A 0-d tensor does not promote other dtypes, so it stays 0-d here.
     shape = (1,) if view.value.shape else ()
     return torch.tensor(numbers.flat[0].item()).to(view.value.dtype).expand(shape)

@@ -1,9 +1,9 @@
-"""Activations that the graph decodes from e4m3 codes in front of a GEMM.
+"""Activations that the graph decodes from e4m3 codes before a GEMM.
 
     rows = (codes.to(dtype) * scale).to(dtype)      codes [M, K], scale [M or 1, 1 or K / 128]
 
-However codes and scale were made: what reads them in the rows' place needs no rounding to dtype.
-Dimension letters: M rows, K columns.
+Codes and scale may be computed in any way. A reader of codes and scale, instead of rows, needs no
+rounding to dtype. Dimension letters: M rows, K columns.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from tilewright.patterns.quantised.blocks import Block, block_of, cut_to_blocks
 from tilewright.patterns.quantised.factors import fp32, match_coded
 from tilewright.patterns.quantised.words import follow
 
-# How far from what codes are computed of others are looked for that are computed alike.
+# The most values from the source of codes that are searched for equal codes.
 _REACH = 64
-# Steps from numbers to their codes.
+# The most steps from numbers to their codes.
 _STEPS = 6
 _ROUNDING = frozenset({"cast", "aten.clamp", "aten.div", "aten.mul"})
 _INSIDE = _ROUNDING | {
@@ -41,21 +41,20 @@ class CodedRows:
 
     @property
     def x_scale(self) -> Computed | None:
-        """The scale as ops take it: float32, so that what is made beside the codes, in float32, is
-        not rounded."""
+        """The scale as ops take it: float32, so that a scale computed in float32 is not rounded."""
         return None if self.scale is None else fp32(self.scale)
 
 
 @dataclass(frozen=True)
 class UnknownRows:
-    """Rows that are decoded from codes of eight bits, and why no op takes these."""
+    """Rows that are decoded from codes of eight bits, and the reason why no op takes these."""
 
     why: str
 
 
 @once
 def match_coded_rows(rows: View) -> CodedRows | UnknownRows | None:
-    """Returns the codes that rows [M, K] of a GEMM are decoded from; None where they are not."""
+    """Returns the codes that rows [M, K] of a GEMM are decoded from; None if they are not."""
     if len(rows.shape) != 2:
         return None
     try:
@@ -81,7 +80,7 @@ def match_coded_rows(rows: View) -> CodedRows | UnknownRows | None:
 
 
 def _code(view: View) -> View | None:
-    """The codes that a view is cast from."""
+    """Returns the codes that a view is cast from; None if it is not."""
     value = view.value
     if value.op != "cast" or not value.dtype.is_floating_point or value.dtype.itemsize == 1:
         return None
@@ -107,8 +106,8 @@ def _in_words(block: Block) -> str:
 
 
 def first_alike(rows: CodedRows, flow: Dataflow) -> CodedRows:
-    """The first rows in the graph that are rounded as these are: libraries round an activation once
-    for each linear that reads it."""
+    """Returns the first rows in the graph that are rounded in the same way: libraries round an
+    activation once for each linear that reads it."""
     source = rows.codes.value
     for _ in range(_STEPS):
         if source.op not in _ROUNDING or not isinstance(source.args[0], View):
@@ -121,7 +120,8 @@ def first_alike(rows: CodedRows, flow: Dataflow) -> CodedRows:
 
 
 def _first_equal(view: View, values: Sequence[Value]) -> View:
-    """The view of the first of some values, in program order, of which it holds the same."""
+    """Returns the view on the first of some values, in program order, that holds the same
+    numbers."""
     own = view.value
     for value in values:
         if value.position >= own.position:

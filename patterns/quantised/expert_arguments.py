@@ -25,10 +25,10 @@ class DequantizedExperts:
     """codes * scale * expert factors, in one of the formats of `ops/formats/expert_weight.py`.
 
     data: codes as stored, [E, N, K / per byte], for activations [M, K / 2]. shape: (E, N, K).
-    scale: one number per element, [E, N, K] with what repeats; None: only the expert's factors.
-    steps: what becomes of it once it is cut to blocks. unsigned: without its sign then.
-    factors: fp32 factors by expert, views [E] (activations: by row, [M]), those of `divisors`
-    divide; number: a factor for all.
+    scale: one number per element, [E, N, K] with repetitions; None: only the expert's factors.
+    steps: applied to the scale after it is cut to blocks. unsigned: then without its sign. factors:
+    fp32 factors by expert, views [E] (activations: by row, [M]); those of `divisors` divide;
+    number: a factor for all.
     """
 
     data: View | Computed
@@ -53,7 +53,8 @@ class DequantizedExperts:
         return self.unsigned or (self.scale is not None and never_negative(self.scale))
 
     def expert_scale(self) -> Computed | None:
-        """The product of all factors per expert (or row): fp32, contiguous; None for none."""
+        """Returns the product of all factors per expert (or row): fp32, contiguous; None for
+        none."""
         parts = (self.factors, self.divisors, self.number)
         if parts == ((), (), 1) and self.scale is not None:
             return None
@@ -64,7 +65,7 @@ class DequantizedExperts:
 
 
 def blocks_of(weight: DequantizedExperts) -> Block:
-    """(rows, columns) that share a scale; None: all of them. Raises InexpressibleError."""
+    """Returns (rows, columns) that share a scale; None: all of them. Raises InexpressibleError."""
     if weight.scale is None:
         return None, None
     own = block_of(weight.scale.effect.dims[1:])
@@ -79,15 +80,15 @@ def blocks_of(weight: DequantizedExperts) -> Block:
     return fixed
 
 
-#: The arguments of an op that hold the codes, the scale and the expert's factor of one weight.
+#: The argument names of the codes, the scale and the expert's factor of one weight.
 Names = tuple[str, str, str]
 
 
 def expert_arguments(weights: Mapping[Names, DequantizedExperts]) -> dict[str, Any]:
-    """The arguments of an op that takes these weights together: codes, scales [E, N/bn, K/bk], and
-    factors [E] of those that have any.
+    """Returns the arguments of an op that takes these weights together: codes, scales [E, N/bn,
+    K/bk], and factors [E] for weights that have any.
 
-    Raises Reject. WEIGHT_FORMAT: of different formats. SCALE_BLOCK: blocks of no common size.
+    Raises Reject. WEIGHT_FORMAT: different formats. SCALE_BLOCK: blocks of no common size.
     """
     first = next(iter(weights.values()))
     anchor = first.data if isinstance(first.data, View) else first.data.operands[0]
@@ -111,14 +112,15 @@ def expert_arguments(weights: Mapping[Names, DequantizedExperts]) -> dict[str, A
 
 
 def _common_block(weights: Sequence[DequantizedExperts]) -> tuple[int, int]:
-    """The largest block of which all weights' blocks are made; one without its own has any."""
+    """Returns the largest block that all weights' blocks consist of; a weight without blocks fits
+    any."""
     rows, columns = common_block([blocks_of(w) for w in weights])
     widest = [max(w.shape[axis] for w in weights) for axis in (1, 2)]
     return rows or widest[0], columns or widest[1]
 
 
 def cut_scale(weight: DequantizedExperts, block: Sequence[int]) -> Any:
-    """One number per block [E, N/bn, K/bk]; of activations [M, K/bk]."""
+    """Returns one number per block [E, N/bn, K/bk]; for activations [M, K/bk]."""
     if weight.scale is None:
         counts = [-(-n // b) for n, b in zip(weight.shape[1:], block, strict=True)]
         options = (("dtype", torch.float32), ("device", weight.device))

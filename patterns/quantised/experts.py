@@ -1,14 +1,14 @@
-"""Recognises stacked expert weights that the graph dequantises before a GEMM.
+"""Stacked expert weights that the graph dequantises before a GEMM.
 
     w[e, n, k] = decode(byte of (e, n, k)) * block scale * factors of an expert
 
-The decoding is recognised by what it makes of all 256 bytes (:mod:`.byte_functions`), the factors
-by what they vary along; what comes out is what `ops/formats/expert_weight.py` takes. E8M0's ends
-are taken as that format has them: 0 is 2^-127, 255 is NaN. NVFP4's scales count with their sign
-where the decoder keeps it, and without where it does not.
+The decoding is recognised by its results for all 256 bytes (:mod:`.byte_functions`), the factors by
+the dimensions along which they vary. The result is what `ops/formats/expert_weight.py` takes. The
+ends of E8M0 follow that format: 0 is 2^-127, 255 is NaN. NVFP4's scales keep their sign if the
+decoder does.
 
-The same for activations [M, K] whose NVFP4 codes and scales the graph has.
-Dimension letters: E experts, N rows, K columns.
+Also matches activations [M, K] whose NVFP4 codes and scales the graph has. Dimension letters: E
+experts, N rows, K columns.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from tilewright.patterns.quantised.positions import every, joined
 from tilewright.patterns.quantised.words import holds_codes
 
 _EXPERTS = {name for name, form in WEIGHT_FORMATS.items() if form.expert_scales}
-# Those, and of linears the ones whose codes stand for numbers.
+# Formats of experts, and formats of linears whose codes stand for other numbers.
 _CODED = {n: form for n, form in WEIGHT_FORMATS.items() if form.expert_scales or form.number}
-# The scales of a format whose blocks are no plain numbers.
+# The scales of formats whose scales are not plain numbers.
 _STORED_SCALES: dict[tuple[str, ...], str] = {("fp8e4nv",): "e4m3", ("u8",): "e8m0"}
 
 
 def _all_numbers(form: WeightFormat) -> torch.Tensor:
-    """What each code of a format stands for: 16 or 256 numbers."""
+    """Returns the numbers that the codes of a format stand for: 16 or 256."""
     (dtype,) = torch_types(form.stored)
     codes = torch.arange(2**form.bits)
     if form.packed_axis is None:
@@ -68,7 +68,8 @@ _E2M1 = _NUMBERS["nvfp4"]
 
 
 def match_dequantized_experts(weight: View) -> DequantizedExperts | None:
-    """What a view [E, N, K] of a product's weight is dequantised from; None where no codes are.
+    """Returns the codes that a view [E, N, K] of a product's weight is dequantised from; None if
+    there are none.
 
     Raises Reject (WEIGHT_FORMAT, SCALE_BLOCK) for codes that are used in another way.
     """
@@ -81,10 +82,10 @@ def match_dequantized_experts(weight: View) -> DequantizedExperts | None:
 
 
 def match_dequantized_rows(rows: View) -> DequantizedExperts | None:
-    """The NVFP4 codes and scales that activations [M, K] are decoded from, or None.
+    """Returns the NVFP4 codes and scales that activations [M, K] are decoded from, or None.
 
-    data is [M, K/2] packed (a `Computed` that packs where the graph keeps a code per byte), scale
-    [M, K] with what repeats, factors by row or for all.
+    data is [M, K/2] packed (a `Computed` that packs if the graph keeps a code per byte), scale [M,
+    K] with repetitions, factors by row or for all.
     """
     found = _match(rows)
     return found if found is not None and found.format == "nvfp4" else None
@@ -101,7 +102,7 @@ def _match(weight: View) -> DequantizedExperts | None:
 
 
 def _one_by_one(weight: View) -> DequantizedExperts | None:
-    """A stack of weights that the graph decodes expert by expert."""
+    """Matches a stack of weights that the graph decodes expert by expert."""
     if weight.value.op != "aten.cat" or len(weight.shape) != 3 or weight.shape[0] < 2:
         return None
     parts = []
@@ -126,14 +127,14 @@ def _one_by_one(weight: View) -> DequantizedExperts | None:
 
 
 def _joined_each(factors: Sequence[Sequence[View]]) -> tuple[View, ...]:
-    """The factors of all experts, the first ones in one, the second ones in one."""
+    """Returns the factors of all experts, joined: all first ones, all second ones, and so on."""
     views = (joined(list(views), 0) for views in zip(*factors, strict=True))
     return tuple(view for view in views if view is not None)
 
 
 def match_packed(weight: View) -> DequantizedExperts | None:
-    """What weights [E, N, K] or [N, K] of two codes to a byte, along K, in the format's own order,
-    are dequantised from; None where they are not. Raises InexpressibleError."""
+    """Returns the codes that weights [E, N, K] or [N, K] are dequantised from, two to a byte along
+    K in the format's own order; None if they are not. Raises InexpressibleError."""
     axis, columns = len(weight.shape) - 1, weight.shape[-1]
     if not isinstance(columns, int) or columns % 2:
         return None
@@ -161,7 +162,7 @@ def match_packed(weight: View) -> DequantizedExperts | None:
 
 
 def _whole(weight: View) -> DequantizedExperts | None:
-    """A code to a byte: float8_e4m3fn; of activations also E2M1, which is packed then."""
+    """Matches one code per byte: float8_e4m3fn; for activations also E2M1, which is then packed."""
     coded = _coded(weight)
     if coded is not None and (known := _decoded_as(coded.code.table)) is not None:
         name, factor = known
@@ -183,7 +184,8 @@ def _as_dtype(leaf: View, dtype: torch.dtype) -> View | Computed:
 
 
 def _nibble(table: torch.Tensor, position: int) -> tuple[str, float] | None:
-    """(format, unit) of what a byte's first (0) or second (1) code decodes to, by that alone."""
+    """Returns (format, unit) of a byte's first (0) or second (1) code, if it alone determines the
+    result."""
     if table.shape[0] != 256:
         return None
     for nibble, by_nibble in enumerate((table.view(16, 16).T, table.view(16, 16))):
@@ -195,7 +197,8 @@ def _nibble(table: torch.Tensor, position: int) -> tuple[str, float] | None:
 
 
 def _decoded_as(table: torch.Tensor) -> tuple[str, float] | None:
-    """The first format whose codes stand for the numbers of a table, and their unit there."""
+    """Returns the first format whose codes stand for the numbers of a table, and their unit
+    there."""
     for name, numbers in _NUMBERS.items():
         unit = multiple(table, numbers)
         if unit is not None:
@@ -204,7 +207,7 @@ def _decoded_as(table: torch.Tensor) -> tuple[str, float] | None:
 
 
 def _coded(view: View, size: int = 256) -> Coded[ByteFunction] | None:
-    """The code of every element, each from a byte of its own, and what multiplies it."""
+    """Returns the code of every element, each from a different byte, and its factors."""
 
     def match_code(view: View) -> ByteFunction | None:
         found = byte_function(view, size)
@@ -216,8 +219,8 @@ def _coded(view: View, size: int = 256) -> Coded[ByteFunction] | None:
 def _scaled(
     weight: View, data: View | Computed, decoded: str, given: Sequence[Factor], number: float
 ) -> DequantizedExperts | None:
-    """The weight of codes and factors, where there is a format of the two. decoded: a format that
-    has such codes."""
+    """Returns the weight of codes and factors, if a format has both. decoded: a format that has
+    such codes."""
     found: Factors | None = Factors(number=number)
     for factor in given:
         found = None if found is None else with_factor(found, factor)
@@ -226,7 +229,7 @@ def _scaled(
     block = found.block
     name = _format_of(decoded, None if block is None else block.kind)
     if name is None and block is not None and block.view.value.dtype == torch.float8_e8m0fnu:
-        block = BlockScale(block.view, "float", (("to", torch.float32),))  # exactly
+        block = BlockScale(block.view, "float", (("to", torch.float32),))  # exact
         name = _format_of(decoded, block.kind)
     if name is None or found.guard not in (None, None if block is None else block.view):
         return None
@@ -242,12 +245,12 @@ def _scaled(
         found.number,
     )
     if len(weight.shape) == 3 and block is not None:
-        blocks_of(result)  # raises where scales do not repeat over blocks
+        blocks_of(result)  # raises if scales do not repeat over blocks
     return result
 
 
 def _format_of(decoded: str, scales: str | None) -> str | None:
-    """The format with the codes of another whose scales are of a kind; None: it has no scales."""
+    """Returns the format with these codes and this kind of scales; None: it has no scales."""
     for name, form in _CODED.items():
         kind = _STORED_SCALES.get(form.expert_scales, "float")
         same = multiple(_NUMBERS[name], _NUMBERS[decoded]) == 1

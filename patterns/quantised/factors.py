@@ -1,8 +1,8 @@
-"""The codes that weights are decoded from, and the factors of those.
+"""Codes that weights are decoded from, and their factors.
 
-Factors of experts' weights are one scale per block, and factors per expert. A factor that is the
-same for all of an expert stays as the graph computes it. Of those that vary within an expert there
-may be one: stored e4m3 or e8m0, recognised by what they make of all bytes, or any floats.
+Factors of experts' weights are one scale per block, and factors per expert. A factor that is
+constant within an expert stays as the graph computes it. At most one factor may vary within an
+expert: stored e4m3 or e8m0, recognised by its values for all bytes, or any floats.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from tilewright.patterns.quantised.byte_functions import byte_function
 from tilewright.patterns.quantised.words import follow
 
 Code = TypeVar("Code")
-# What the rewriter applies to a view: ("to", dtype), ("bitcast", dtype) or ("bitwise_and", number).
+# Steps that the rewriter applies to a view: ("to", dtype), ("bitcast", dtype) or ("bitwise_and",
+# number).
 Steps = tuple[tuple[str, torch.dtype | int], ...]
-#: To e4m3 numbers without their signs.
+#: Steps to e4m3 numbers without their signs.
 MAGNITUDE: Steps = (
     ("bitcast", torch.uint8), ("bitwise_and", 0x7F), ("bitcast", torch.float8_e4m3fn),
 )  # fmt: skip
@@ -36,7 +37,7 @@ _E8M0 = torch.ldexp(torch.ones(256, dtype=torch.float64), torch.arange(256) - 12
 @dataclass(frozen=True)
 class Factor:
     """One number per element. kind: "times", "over", "exponent" (of two), or "nan_where" (a
-    condition under which the product is NaN). casts: that the number has been through."""
+    condition under which the product is NaN). casts: applied to the number."""
 
     view: View
     kind: str = "times"
@@ -45,7 +46,8 @@ class Factor:
 
 @dataclass(frozen=True, eq=False)
 class Coded(Generic[Code]):
-    """A code of every element, number, and factors, those of the last product last."""
+    """A code for every element, a number, and factors; the factors of the last product come
+    last."""
 
     code: Code
     factors: tuple[Factor, ...] = ()
@@ -53,9 +55,9 @@ class Coded(Generic[Code]):
 
 
 def match_coded(view: View, match_code: Callable[[View], Code | None]) -> Coded[Code] | None:
-    """The codes that a view's elements are products of; None where they are none of codes.
+    """Returns the codes that a view's elements are products of; None if there are none.
 
-    match_code: the code that a view is without factors, or None.
+    match_code: returns the code that a view is without factors, or None.
     """
     view = follow(view)
     code = match_code(view)
@@ -81,8 +83,8 @@ _QUOTIENTS = {"aten.div": "over", "aten.ldexp": "exponent"}
 
 
 def _products(view: View) -> list[tuple[str, View, Any]]:
-    """(kind, what is multiplied, factor) of a view of a product, every way round: first as the
-    product of what repeats nowhere."""
+    """Returns (kind, multiplied view, factor) of a view of a product, in all orders. Orders whose
+    multiplied view repeats no element come first."""
     op, args = view.value.op, () if view.value.kwargs else view.value.args
     ways: list[tuple[str, Any, Any]] = []
     if op == "aten.where" and len(args) == 3 and args[1] != args[1]:
@@ -100,7 +102,7 @@ def _products(view: View) -> list[tuple[str, View, Any]]:
 
 
 def repeats(effect: Effect) -> bool:
-    """Whether two elements are the same one of the value."""
+    """Whether an effect takes an element of the value more than once."""
     return any(atom.axis is None for dim in effect.dims for atom in dim)
 
 
@@ -111,8 +113,8 @@ def product_of(
     shape: Sequence[Any],
     device: torch.device,
 ) -> Computed:
-    """The product of factors, of the reciprocals of divisors, and of a number, in fp32: views of
-    `shape`."""
+    """Returns the product of factors, of the reciprocals of divisors, and of a number, in fp32 with
+    this shape."""
     items = [fp32(view) for view in factors]
     items += [Computed("reciprocal", (fp32(view),)) for view in divisors]
     if number != 1 or not items:
@@ -122,7 +124,7 @@ def product_of(
 
 
 def fp32(item: View | Computed) -> Computed:
-    """A tensor that the graph casts to float32."""
+    """Returns a tensor that the graph casts to float32."""
     return Computed("to", (item, torch.float32))
 
 
@@ -131,8 +133,8 @@ def fp32(item: View | Computed) -> Computed:
 
 @dataclass(frozen=True)
 class BlockScale:
-    """The only factor that varies within an expert. kind: "e4m3", "e8m0" or "float". unsigned: of
-    e4m3 the graph takes no sign."""
+    """The only factor that varies within an expert. kind: "e4m3", "e8m0" or "float". unsigned: the
+    graph removes the sign of e4m3."""
 
     view: View
     kind: str
@@ -142,8 +144,8 @@ class BlockScale:
 
 @dataclass(frozen=True)
 class Factors:
-    """What a product consists of. factors, divisors: by expert [E] (by row [M]). guard: the bytes
-    that make the product NaN where they are 255."""
+    """The parts of a product. factors, divisors: by expert [E] (by row [M]). guard: bytes that make
+    the product NaN where they are 255."""
 
     block: BlockScale | None = None
     factors: tuple[View, ...] = ()
@@ -153,13 +155,14 @@ class Factors:
 
 
 def is_factor(item: Any, tensor: bool = False) -> bool:
-    """Whether an argument can be one: a tensor, or, unless that is asked for, a positive number."""
+    """Whether an argument can be a factor: a tensor or, unless `tensor` is set, a positive
+    number."""
     number = not tensor and isinstance(item, (int, float)) and item > 0
     return number or isinstance(item, View)
 
 
 def with_factor(found: Factors, factor: Factor) -> Factors | None:
-    """One more factor, taken apart as far as it is a product itself; None where it is unknown."""
+    """Adds one factor, split into its own factors as far as possible; None if it is unknown."""
     view = follow(factor.view)
     value = view.value
     if factor.kind == "nan_where":
@@ -190,12 +193,12 @@ def _with_guard(found: Factors, view: View) -> Factors | None:
 
 
 def _is_constant_within(effect: Effect) -> bool:
-    """Whether every element of an expert (a row) sees the same number."""
+    """Whether the number is the same for all elements of an expert (a row)."""
     return all(a.axis is None for dim in effect.dims[1:] for a in dim)
 
 
 def _with_constant(found: Factors, view: View, factor: Factor) -> Factors | None:
-    """Left as the graph computes it, whatever it is."""
+    """Adds a constant factor, which stays as the graph computes it."""
     if not view.value.dtype.is_floating_point or view.value.dtype.itemsize == 1:
         return None
     if factor.casts:
@@ -213,7 +216,7 @@ def _with_block(found: Factors, block: BlockScale, unit: float = 1.0) -> Factors
 
 
 def _before_cast(view: View, factor: Factor) -> Factor:
-    """The factor before a cast, which is kept where it rounds."""
+    """Returns the factor before a cast, which is recorded if it rounds."""
     (operand,) = view.value.operands
     to = view.value.dtype
     rounds = torch.promote_types(operand.value.dtype, to) != to
@@ -222,7 +225,8 @@ def _before_cast(view: View, factor: Factor) -> Factor:
 
 
 def _with_product(found: Factors, view: View) -> Factors | None:
-    """Each part of a product or quotient for itself: rounded together they are not as exact."""
+    """Adds each part of a product or quotient separately: rounded together they would be less
+    exact."""
     value: Value = view.value
     kinds = ("times", "over" if value.op == "aten.div" else "times")
     more: Factors | None = found
@@ -239,7 +243,7 @@ def _with_product(found: Factors, view: View) -> Factors | None:
 
 
 def _stored_scale(view: View, kind: str) -> tuple[BlockScale, float] | None:
-    """A block scale that is a function of a stored byte, and its unit."""
+    """Returns a block scale that is a function of a stored byte, and its unit; else None."""
     found = byte_function(view) if kind in ("times", "exponent") else None
     if found is None:
         return None
@@ -259,7 +263,8 @@ def _stored_as(leaf: View, dtype: torch.dtype) -> Steps:
 
 
 def multiple(table: torch.Tensor, numbers: torch.Tensor) -> float | None:
-    """The positive unit of which a table is these multiples, exactly."""
+    """Returns the positive unit such that a table is exactly `numbers` times the unit; else
+    None."""
     if table.shape != numbers.shape:
         return None
     at = int(torch.where(numbers.isnan() | (numbers < 0), 0, numbers).argmax())

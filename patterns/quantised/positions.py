@@ -1,4 +1,4 @@
-"""Views of the elements at one position of every word, and of all positions together again."""
+"""Views of the elements at one position of every word, and their inverse."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tilewright.patterns.effects import Atom, Effect, InexpressibleError
 
 
 def every(rows: View, axis: int, per: int, position: int) -> View:
-    """Every `per`-th element along `axis`, from `position` on."""
+    """Returns every `per`-th element along `axis`, from `position` on."""
     shape = list(rows.shape)
     shape[axis : axis + 1] = [shape[axis] // per, per]
     apart = effects.reshape(rows.effect, shape)
@@ -18,9 +18,10 @@ def every(rows: View, axis: int, per: int, position: int) -> View:
 
 
 def joined(views: Sequence[View | None], axis: int) -> View | None:
-    """The inverse of :func:`every`: what the positions see, as one view; None for none at all.
+    """Joins the views of all positions into one, the inverse of :func:`every`; None if there are
+    none.
 
-    Raises InexpressibleError where they see unrelated things.
+    Raises InexpressibleError if they are unrelated.
     """
     first = views[0]
     if first is None or any(v is None or v.value is not first.value for v in views):

@@ -16,8 +16,8 @@ from tilewright.patterns.quantised.blocks import Block, block_of, common_block, 
 from tilewright.patterns.quantised.factors import fp32, product_of
 from tilewright.patterns.quantised.weights import DequantizedWeight, packed, refuse
 
-#: The arguments of an op that hold the codes, scale, zero and factor of one of its weights. Where
-#: several weights have the last in common, it holds the factors of all, one after the other.
+#: The argument names of a weight's codes, scale, zero and factor. If several weights share the last
+#: name, it holds the factors of all, one after the other.
 Names = tuple[str, str, str, str]
 QKV_NAMES: tuple[Names, ...] = tuple(
     (f"{x}_weight", f"{x}_scale", f"{x}_zero", "factors") for x in "qkv"
@@ -27,10 +27,11 @@ QKV_NAMES: tuple[Names, ...] = tuple(
 def weight_arguments(
     weights: Sequence[DequantizedWeight], names: Sequence[Names] = QKV_NAMES
 ) -> dict[str, Any]:
-    """The op's arguments for its weights, which are quantised alike: q, k and v, or by `names`.
+    """Returns the op's arguments for its weights, which are quantised alike: q, k and v, or those
+    of `names`.
 
-    Raises Reject. WEIGHT_FORMAT: they differ, or nothing scales them. SCALE_BLOCK: their scales do
-    not go by blocks.
+    Raises Reject. WEIGHT_FORMAT: they differ, or have no scale. SCALE_BLOCK: their scales are not
+    by blocks.
     """
     first = weights[0]
     for weight in weights:
@@ -69,19 +70,19 @@ def weight_arguments(
 
 
 def _order(weight: DequantizedWeight) -> list[int]:
-    """Nothing where nibbles count up."""
+    """Returns the order of nibbles; empty if they count up."""
     order = weight.nibble_order
     return [] if order == tuple(range(len(order))) else list(order)
 
 
 def _cut(view: View, block: Block) -> View:
-    """A view [N, K] with one number per block."""
+    """Cuts a view [N, K] to one number per block."""
     dims = tuple(cut_to_blocks(view.effect.dims, view.shape, block))
     return view.with_dims(*dims)
 
 
 def _has_one_factor(weight: DequantizedWeight) -> bool:
-    """Whether what multiplies codes besides their scale is the same number for all of a weight."""
+    """Whether all factors besides the scale are the same number for all of a weight."""
     device = weight.codes.value.device
     parts = (*weight.factors, *weight.divisors)
     whole = all(block_of(v.effect.dims) == (None, None) and v.value.device == device for v in parts)
@@ -105,8 +106,8 @@ def _factors(weights: Sequence[DequantizedWeight], names: Sequence[str]) -> dict
 
 
 def _scale(weight: DequantizedWeight, block: Block, apart: bool) -> View | Computed:
-    """The scale with one number per block: as it is stored where nothing else multiplies codes.
-    apart: factors are an argument of their own."""
+    """Returns the scale with one number per block, as stored if there are no other factors. apart:
+    factors are a separate argument."""
     assert weight.scale is not None
     item: View | Computed = _cut(weight.scale, block)
     for function, given in weight.steps:
@@ -124,8 +125,8 @@ def _scale(weight: DequantizedWeight, block: Block, apart: bool) -> View | Compu
 
 
 def _zeros(unpacked: Mapping[str, View], weight: DequantizedWeight) -> dict[str, Any]:
-    """Zero points as words of eight rows where they are packed as the weight is, else as numbers
-    that the graph unpacks."""
+    """Returns zero points as words of eight rows if they are packed like the weight, else as
+    numbers that the graph unpacks."""
     if WEIGHT_FORMATS[weight.format].packed_axis is None:
         return dict(unpacked)
     words, points = {}, set()
@@ -139,5 +140,5 @@ def _zeros(unpacked: Mapping[str, View], weight: DequantizedWeight) -> dict[str,
         points |= {e.zero_point for e in found[2]}
     if len(points) != 1:
         return dict(unpacked)
-    # GPTQ stores zero points less one: code - (zero + 1).
+    # GPTQ stores each zero point minus one: code - (zero + 1).
     return {**words, "zero_point": weight.zero_point - points.pop()}

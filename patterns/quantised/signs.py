@@ -10,12 +10,12 @@ from tilewright.patterns.arithmetic.constants import constant_of
 from tilewright.patterns.arithmetic.steps import chosen_by_mask, clamp_bounds, filled_with
 from tilewright.patterns.dataflow import Value, View
 
-# How many values back the search goes.
+# The most values back.
 _REACH = 24
 _ALWAYS = frozenset(
     f"aten.{name}" for name in ("abs", "exp", "exp2", "sigmoid", "softmax", "square")
 )
-# Of which the result is none where no operand is.
+# Operations whose result is not negative if no operand is.
 _KEEPING = frozenset(
     f"aten.{name}"
     for name in (
@@ -26,9 +26,9 @@ _KEEPING = frozenset(
 
 
 def never_negative(item: Any, *, zero: bool = True, reach: int = _REACH) -> bool:
-    """Whether no element of a view, or no number, is below zero; elements may be NaN.
+    """Whether no element of a view, or a number, is below zero; elements may be NaN.
 
-    zero: -0 will do, too; what is divided by that is negative.
+    zero: whether -0 is allowed; a number divided by it would be negative.
     """
     if isinstance(item, (bool, int, float)):
         return item >= 0 and not (item == 0 and np.signbit(item))

@@ -1,10 +1,10 @@
-"""Recognises the dequantisation of a linear's weight, from stored codes to the GEMM, by its result.
+"""The dequantisation of a linear's weight, from stored codes to the GEMM, recognised by its result.
 
     w[n, k] = (code[n, k] - zero[n / bn, k / bk]) * scale[n / bn, k / bk]
 
-Every position within a word is looked at on its own: the view that takes it, and nothing else, is
-followed down to the words it is a bit field of, and to the zero and scale that it meets on the way.
-What the positions have in common is the format.
+Each position within a word is examined separately: the view of the elements at that position is
+followed down to the words that it is a bit field of, and to its zero and scale. The common
+properties of all positions are the format.
 
 Dimension letters: N rows (`h * D + d` of one projection), K hidden size, H heads, D head_dim.
 """
@@ -36,15 +36,15 @@ from tilewright.patterns.quantised.words import (
     is_code,
 )
 
-# Each dtype in which a format of linears is stored.
+# Every (format of linears, dtype that it is stored in).
 _STORED = [
     (name, dtype)
     for name, form in WEIGHT_FORMATS.items()
     if form.linears
     for dtype in torch_types(form.stored)
 ]
-# The formats with a code per stored number, by its dtype; with codes that are floats of four bits;
-# and with integers that share a word.
+# Formats with a code per stored number, by dtype; with codes that are floats of four bits; and with
+# integers that share a word.
 _WHOLE = {dtype: name for name, dtype in _STORED if WEIGHT_FORMATS[name].packed_axis is None}
 _FLOATS = {name for name, _ in _STORED if WEIGHT_FORMATS[name].number}
 _PACKED = [one for one in _STORED if one[0] not in {*_WHOLE.values(), *_FLOATS}]
@@ -52,13 +52,13 @@ _PACKED = [one for one in _STORED if one[0] not in {*_WHOLE.values(), *_FLOATS}]
 
 @dataclass(frozen=True)
 class DequantizedWeight:
-    """(codes - zero - zero_point) * scale, in one of the formats of `codegen/formats.py`; of one
-    with `added_zeros` (codes - zero_point) * scale + zero.
+    """(codes - zero - zero_point) * scale, in one of the formats of `codegen/formats.py`; with
+    `added_zeros`, (codes - zero_point) * scale + zero.
 
-    codes: [H, D, K], of `int4_k` and `int4_n` packed along K and D. scale, zero: [N, K], repeating
-    over blocks: `weight_arguments` (`patterns/quantised/scales.py`) cuts them to one number per
-    block. steps: what becomes of the scale then. factors, divisors: [N, K], more scales by larger
-    blocks; number: one for all.
+    codes: [H, D, K], packed along K in `int4_k` and along D in `int4_n`. scale, zero: [N, K],
+    repeating over blocks: `weight_arguments` (`patterns/quantised/scales.py`) cuts them to one
+    number per block. steps: applied to the scale afterwards. factors, divisors: [N, K], more scales
+    by larger blocks; number: one for all.
     """
 
     codes: View
@@ -78,8 +78,8 @@ class DequantizedWeight:
 
 
 def match_weight(weight: View) -> DequantizedWeight | None:
-    """The quantised weight that a view [H, D, K] (or [groups, G, D, K]) of a product's weight is
-    computed from; None where no codes go into it.
+    """Returns the quantised weight that a view [H, D, K] (or [groups, G, D, K]) of a product's
+    weight is computed from; None if no codes go into it.
 
     Raises Reject (WEIGHT_FORMAT) for codes that are used in another way.
     """
@@ -108,7 +108,7 @@ def match_weight(weight: View) -> DequantizedWeight | None:
 def _decoded(rows: View) -> DequantizedWeight | None:
     try:
         found = _whole_codes(rows) or _nibbles(rows)
-        # Codes that repeat may be the scales of others.
+        # Codes that repeat may be the scales of other codes.
         if found is None or repeats(found.codes.effect):
             return _floats(rows) or found
         return found
@@ -117,9 +117,10 @@ def _decoded(rows: View) -> DequantizedWeight | None:
 
 
 def match_scaled_weight(weight: View, *outside: View | None) -> DequantizedWeight | None:
-    """The same, of a product whose result or operands may be scaled besides: outside, [N, K].
+    """Returns the quantised weight of a product whose result or operands may also be scaled.
+    outside: these scales, [N, K].
 
-    Raises Reject (WEIGHT_FORMAT), for two scales too.
+    Raises Reject (WEIGHT_FORMAT), also for two scales.
     """
     found = match_weight(weight)
     if found is None:
@@ -131,13 +132,13 @@ def match_scaled_weight(weight: View, *outside: View | None) -> DequantizedWeigh
 
 
 def repeated(rows: View, hidden: int) -> View:
-    """A number per row [H, D] as one per element [N, K]."""
+    """Returns a number per row [H, D] as one per element [N, K]."""
     flat = effects.reshape(rows.effect, (effects.product(rows.shape), 1))
     return View(rows.value, effects.expand(flat, (flat.shape[0], hidden)))
 
 
 def refuse(weight: View, why: str) -> NoReturn:
-    """Ends the attempt: WEIGHT_FORMAT."""
+    """Rejects with WEIGHT_FORMAT."""
     message = f"{weight.value} is computed from codes of eight bits or fewer, but {why}"
     hint = (
         "known are (code - zero) * scale with int8, uint8, float8_e4m3fn, or two or eight nibbles "
@@ -151,7 +152,7 @@ def refuse(weight: View, why: str) -> NoReturn:
 
 
 def _whole_codes(rows: View) -> DequantizedWeight | None:
-    """A code per stored number."""
+    """Matches one code per stored number."""
     element = _element(rows)
     if element is None or not isinstance(element.code, View):
         return None
@@ -165,7 +166,7 @@ def _whole_codes(rows: View) -> DequantizedWeight | None:
 
 
 def _nibbles(rows: View) -> DequantizedWeight | None:
-    """Two or eight codes per word, along K or along the rows."""
+    """Matches two or eight codes per word, along K or along the rows."""
     for name, dtype in _PACKED:
         axis = 2 + (WEIGHT_FORMATS[name].packed_axis or 0)
         found = packed(rows, axis, nibbles_per_word(dtype), dtype)
@@ -185,7 +186,7 @@ def _nibbles(rows: View) -> DequantizedWeight | None:
 
 
 def _floats(rows: View) -> DequantizedWeight | None:
-    """Two codes per byte that stand for floats."""
+    """Matches two codes per byte that stand for floats."""
     hidden = rows.shape[1]
     found = match_packed(rows) if isinstance(hidden, int) else None
     if found is None or found.format not in _FLOATS or not isinstance(found.data, View):
@@ -207,7 +208,8 @@ def _floats(rows: View) -> DequantizedWeight | None:
 def packed(
     rows: View, axis: int, per: int, dtype: torch.dtype
 ) -> tuple[View, tuple[int, ...], list[Element]] | None:
-    """(words, nibble order, the elements at each position of a word) along `axis`, or None."""
+    """Returns (words, nibble order, the elements at each position of a word) along `axis`, or
+    None."""
     size = rows.shape[axis]
     if not isinstance(size, int) or size % per:
         return None
@@ -244,12 +246,12 @@ class Element:
 
 
 def _element(view: View) -> Element | None:
-    """The dequantisation formula of every element of a view; None for another formula."""
+    """Returns the dequantisation formula of every element of a view; None for another formula."""
     return _scaled(view) or _shifted(view)
 
 
 def _shifted(view: View) -> Element | None:
-    """A product of codes and a scale, to which a number per block is added."""
+    """Matches a product of codes and a scale, to which a number per block is added."""
     view = follow(view)
     while is_float_cast(view.value):
         view = follow(view.of_operand(view.value.operands[0]))
@@ -263,7 +265,7 @@ def _shifted(view: View) -> Element | None:
 
 
 def _scaled(view: View) -> Element | None:
-    """Matches an element to which nothing is added behind the scale."""
+    """Matches an element without an addition after the scale."""
     found = match_coded(view, _unscaled)
     if found is None or found.number != 1 or len(found.factors) > 1:
         return None
@@ -274,7 +276,7 @@ def _scaled(view: View) -> Element | None:
 
 
 def _unscaled(view: View) -> Element | None:
-    """The (code - zero) that every element of a view is; None for anything else."""
+    """Returns the (code - zero) that every element of a view is; None for anything else."""
     view = follow(view)
     value = view.value
     if value.op == "cast" and (is_float_cast(value) or _from_code(value)):
@@ -292,14 +294,14 @@ def _unscaled(view: View) -> Element | None:
 
 
 def _from_code(value: Value) -> bool:
-    """Whether a cast makes floats, exactly, of codes or of integers unpacked from them."""
+    """Whether a cast makes floats, exactly, from codes or from integers unpacked from them."""
     source = value.operands[0].value.dtype
     whole = not source.is_floating_point and not source.is_complex and source != torch.bool
     return value.dtype.is_floating_point and value.dtype.itemsize > 1 and (whole or is_code(source))
 
 
 def _offset(view: View) -> Element | None:
-    """code - zero, code - 8, or code + 8."""
+    """Matches code - zero, code - 8, or code + 8."""
     value = view.value
     if value.kwargs.get("alpha", 1) != 1 or not isinstance(value.args[0], View):
         return None
@@ -325,7 +327,8 @@ def _has_room(difference: Value) -> bool:
 
 
 def _bare(view: View) -> View:
-    """A scale or zero point before gathers, and casts that fp32 arithmetic may leave out."""
+    """Returns a scale or zero point before gathers, and before casts that fp32 arithmetic may
+    omit."""
     view = follow(view)
     while is_float_cast(view.value):
         view = follow(view.of_operand(view.value.operands[0]))

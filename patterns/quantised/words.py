@@ -1,7 +1,7 @@
-"""Unpacked integer weights: which bits of which stored word every element is.
+"""Unpacked integer weights: the bits of stored words that their elements are.
 
-Unpacking is masks, shifts and layout in any order; a view that takes one element of every word is
-followed down to those words, and what is left to say is from which bit on, and how many.
+Unpacking is masks, shifts and layout in any order. A view that takes one element of every word is
+followed down to the words; the result is the first bit and the number of bits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _GATHERS = ("aten.index", "aten.index_select")
 
 @dataclass(frozen=True)
 class Bits:
-    """Bits `shift` to `shift + width` of every word of a view, as a signed number or not."""
+    """Bits `shift` to `shift + width` of every word of a view, as a signed or unsigned number."""
 
     word: View
     shift: int
@@ -33,7 +33,8 @@ class Bits:
 
 
 def follow(view: View) -> View:
-    """The same elements before concatenations and constant gathers, where one tensor has them."""
+    """Returns the same elements before concatenations and constant gathers, if one tensor has them
+    all."""
     while True:
         if view.value.op == "aten.cat":
             piece = piece_of(view)
@@ -50,7 +51,7 @@ def follow(view: View) -> View:
 
 
 def bits_of(view: View) -> Bits | None:
-    """The bits that every element of a view is; None where it is no such thing."""
+    """Returns the bits that every element of a view is; else None."""
     view = follow(view)
     value = view.value
     if value.op in _RULES and value.operands:
@@ -62,7 +63,8 @@ def bits_of(view: View) -> Bits | None:
 
 
 def _shifted(view: View) -> Bits | None:
-    """`word >> n`, arithmetic where the word is signed; or `word // 2^n`, which floors as that."""
+    """Handles `word >> n`, arithmetic for signed words, and `word // 2^n`, which floors in the same
+    way."""
     inner, by = _with_number(view)
     if by is not None and view.value.op == "aten.floor_divide":
         by = by.bit_length() - 1 if by > 0 and not by & (by - 1) else None
@@ -72,7 +74,7 @@ def _shifted(view: View) -> Bits | None:
 
 
 def _masked(view: View) -> Bits | None:
-    """`word & (2^n - 1)`, or `word % 2^n`, which is never negative in PyTorch."""
+    """Handles `word & (2^n - 1)`, and `word % 2^n`, which is never negative in PyTorch."""
     modulo = view.value.op == "aten.remainder"
     inner, number = _with_number(view, either=not modulo)
     size = 0 if number is None else number + (not modulo)
@@ -85,7 +87,7 @@ def _masked(view: View) -> Bits | None:
 
 
 def _cast(view: View) -> Bits | None:
-    """Between integers: the low bits stay."""
+    """Handles a cast between integers, which keeps the low bits."""
     target = view.value.dtype
     if target not in _WORDS:
         return None
@@ -95,13 +97,13 @@ def _cast(view: View) -> Bits | None:
         return None
     if inner.width >= room:
         return replace(inner, width=room, signed=target.is_signed)
-    # A negative number is not kept by a wider unsigned type.
+    # A wider unsigned type does not keep a negative number.
     return inner if target.is_signed or not inner.signed else None
 
 
 def _bitcast(view: View) -> Bits | None:
-    """Fewer bits than the dtype has stay what they are in another of its size; others are words of
-    their own, as the bytes of larger words are."""
+    """Handles a bitcast. A field of fewer bits than the dtype is unchanged in another dtype of the
+    same size. Other results are words themselves, such as the bytes of larger words."""
     value = view.value
     (operand,) = value.operands
     room = value.dtype.itemsize * 8
@@ -125,10 +127,11 @@ _RULES = {
 
 
 def _with_number(view: View, either: bool = False) -> tuple[Bits | None, int | None]:
-    """The bits of the first operand, and the second where it is one integer for all elements that
-    the result's dtype holds. PyTorch wraps others: of an int32, `word & 0xFFFFFFFF` is `word`.
+    """Returns the bits of the first operand, and the second operand if it is one integer for all
+    elements that the result's dtype holds. PyTorch wraps others: for an int32 word, `word &
+    0xFFFFFFFF` is `word`.
 
-    either: the operands may change places.
+    either: the operands may be swapped.
     """
     first, second = view.value.args[:2]
     for word, other in ((first, second), (second, first)):
@@ -153,14 +156,14 @@ def _number(view: View, item: Any) -> int | None:
     return int(numbers.flat[0]) if np.all(numbers == numbers.flat[0]) else None
 
 
-# --- which numbers there may be ------------------------------------------------------------------
+# --- ranges of numbers ----------------------------------------------------------------------------
 
 _KEPT = ("cast", "bitcast", "aten.cat", *_GATHERS)
 _SHIFTS = ("aten.bitwise_right_shift", "aten.floor_divide")
 
 
 def fits(value: Value) -> bool:
-    """Whether no element of a value of integers can be too large, or too small, for its dtype."""
+    """Whether no element of an integer value can be too large, or too small, for its dtype."""
     return _are_within(_integers(value), value.dtype)
 
 
@@ -170,7 +173,8 @@ def _are_within(found: tuple[int, int], dtype: torch.dtype) -> bool:
 
 
 def _integers(value: Value) -> tuple[int, int]:
-    """The least and the largest that elements may be, before they are brought into their dtype."""
+    """Returns the least and the largest possible element, before they wrap around in their
+    dtype."""
     limits = torch.iinfo(value.dtype)
     second = value.args[1] if len(value.args) > 1 else 0
     number = second if isinstance(second, int) else 0
@@ -192,8 +196,8 @@ def _integers(value: Value) -> tuple[int, int]:
 
 
 def _held(item: Any) -> tuple[int, int]:
-    """The least and the largest of a view's elements, or a number twice; all that the dtype has
-    where some may have been brought into it."""
+    """Returns the least and the largest element of a view, or a number twice; the limits of the
+    dtype if some may have wrapped around."""
     if not isinstance(item, View) or item.value.dtype not in _WORDS:
         return (item, item) if isinstance(item, int) else (-(2**63), 2**63)
     limits, found = torch.iinfo(item.value.dtype), _integers(item.value)
@@ -204,9 +208,10 @@ def _held(item: Any) -> tuple[int, int]:
 
 
 def _before_store(view: View) -> View | None:
-    """A view of memory after one write, as a view of the written data, or of the memory before.
+    """Returns a view of memory after one write, as a view of the written data or of the memory
+    before.
 
-    None where it takes of both. The write is a plain one into memory of the graph's own.
+    None if it takes both. The write must be a plain one into the graph's own memory.
     """
     store = view.value.store
     before = view.value.args[0]
@@ -226,9 +231,10 @@ def _before_store(view: View) -> View | None:
 
 
 def _inside(effect: Effect, target: Effect) -> Effect | None:
-    """A selection of a base as one of what `target` selects of it; None where they are apart.
+    """Returns a selection of a base in terms of the selection `target` of it; None if they share no
+    element.
 
-    Raises InexpressibleError where they meet in part, or nobody knows.
+    Raises InexpressibleError if they overlap in part, or if that is unknown.
     """
     walked = {dim[0].axis: (i, dim[0]) for i, dim in enumerate(target.dims) if len(dim) == 1}
     if sum(len(dim) for dim in target.dims) != len(walked) or None in walked:
@@ -251,7 +257,8 @@ def _inside(effect: Effect, target: Effect) -> Effect | None:
 
 
 def _offset_inside(effect: Effect, axis: int, offset: Any, atom: Atom) -> int | None:
-    """Where along one axis a selection begins in `atom`'s indices, `offset` from their first."""
+    """Returns where, along one axis, a selection begins in `atom`'s indices. offset: from the first
+    of these. None if they share no element."""
     taken = [a for dim in effect.dims for a in dim if a.axis == axis]
     numbers = [offset, atom.length, *(n for a in taken for n in (a.step, a.length))]
     if not all(isinstance(n, int) for n in numbers):
@@ -269,8 +276,8 @@ def _offset_inside(effect: Effect, axis: int, offset: Any, atom: Atom) -> int | 
 
 
 def _before_gather(view: View) -> View | None:
-    """A view of `x[index]` along one dimension, with an index that the graph computes from nothing,
-    as one of x."""
+    """Returns a view of `x[index]` along one dimension, with an index that is constant in the
+    graph, as a view of x."""
     if view.value.op == "aten.index_select":
         base, dim, index = view.value.args
         indices = ((dim % len(base.shape), index),)
@@ -291,7 +298,8 @@ def _before_gather(view: View) -> View | None:
 
 
 def _gathered(effect: Effect, dim: int, rows: np.ndarray) -> Effect:
-    """An effect on x[rows] as one on x; the rows that it takes must form runs with one stride."""
+    """Returns an effect on x[rows] as one on x; the rows that it takes must form runs with one
+    stride."""
     first = rows[int(effect.start[dim])]
     dims = []
     reach = np.array([int(effect.start[dim])])
@@ -308,7 +316,8 @@ def _gathered(effect: Effect, dim: int, rows: np.ndarray) -> Effect:
             reach = (reach[:, None] + (at - effect.start[dim])).reshape(-1)
             total = (total[:, None] + rows[at] - first).reshape(-1)
         dims.append(effects.coalesce(atoms))
-    # Strides of one dimension's runs must add up: each row number is the sum of its runs' offsets.
+    # The strides of a dimension's runs must add up: each row number is the sum of its runs'
+    # offsets.
     if not np.array_equal(rows[reach], total):
         raise InexpressibleError("rows that are not taken in runs")
     start = tuple(int(first) if a == dim else s for a, s in enumerate(effect.start))
@@ -316,7 +325,7 @@ def _gathered(effect: Effect, dim: int, rows: np.ndarray) -> Effect:
 
 
 def _runs(rows: np.ndarray, axis: int) -> list[Atom]:
-    """Row numbers as one run, or as runs of equal length: outermost first."""
+    """Returns row numbers as one run, or as runs of equal length, outermost first."""
     if len(rows) == 1:
         return []
     steps = np.diff(rows)
@@ -342,17 +351,17 @@ def _run(step: int, length: int, axis: int) -> Atom:
 _BEFORE = {**dict.fromkeys(_GATHERS, _before_gather), "store": _before_store}
 
 
-# Operations that leave numbers as they are, or move them.
+# Operations that keep numbers as they are, or move them.
 _UNSCALED = frozenset(
     ("cast", "bitcast", "store", *_GATHERS, *(f"aten.{n}" for n in ("cat", "add", "sub")))
 )
 
 
 def holds_codes(value: Value, known: dict[Value, bool] | None = None) -> bool:
-    """Whether a value is computed from integers or floats of eight bits that the model stores, or
-    from what it reads as these.
+    """Whether a value is computed from stored integers or 8-bit floats, or from a view of stored
+    data as these.
 
-    known: what is known of other values already, to which this adds.
+    known: results for other values, to which this adds.
     """
     known = {} if known is None else known
     if value not in known:
@@ -370,7 +379,7 @@ def holds_codes(value: Value, known: dict[Value, bool] | None = None) -> bool:
 
 
 def _has_small_table(index: Value) -> bool:
-    """Whether a look-up is in one row of numbers of the graph's own, as many as codes of 4 or 8
+    """Whether a look-up uses a table of the graph's own with as many numbers as codes of 4 or 8
     bits."""
     table = index.args[0]
     small = table.shape in ((16,), (256,))
@@ -378,8 +387,8 @@ def _has_small_table(index: Value) -> bool:
 
 
 def is_scaled(weight: Value) -> bool:
-    """Whether numbers that codes became are multiplied on their way to `weight`, or changed in a
-    way that is not known."""
+    """Whether decoded codes are multiplied on their way to `weight`, or changed in an unknown
+    way."""
     if not weight.dtype.is_floating_point or is_code(weight.dtype):
         return False
     if weight.op not in _UNSCALED:

@@ -15,8 +15,8 @@ _DEFAULT_ALPHA = 1.702
 class Activation:
     """`name(gate, up)`; see ops.moe.ACTIVATIONS. up None: not gated.
 
-    gate, up: what enters. alpha: clamped_swiglu's. limit: gate is clamped to at most that, up to
-    -limit .. limit, of those that are gated; 0: unclamped.
+    gate, up: the inputs. alpha: clamped_swiglu's. limit: if gated, gate is clamped to at most
+    limit, and up to -limit .. limit; 0: no clamp.
     """
 
     name: str
@@ -58,7 +58,7 @@ _ACTIVATION = _CLAMPED_SWIGLU | _UNARY * tensor("up", holds=_is_not_activated) |
 
 
 def match_activation(view: View) -> Activation | None:
-    """The activation whose result is `view`, or None."""
+    """Returns the activation whose result is `view`, or None."""
     return _match_activation(view) if _ACTIVATION.may_match(view) else None
 
 
@@ -72,8 +72,8 @@ def _match_activation(view: View) -> Activation | None:
 
 
 def _clamped(found: Found) -> Activation | None:
-    """The activation with its limit; None for one whose gate and up have limits of their own, where
-    none is left out."""
+    """Returns the activation with its limit. If gate and up have different limits, both clamps stay
+    in the graph."""
     name, gate, up = found.bound["name"], found.bound["gate"], found.bound.get("up")
     if up is None:
         return Activation(name, gate, None, found.absorbed)
@@ -91,9 +91,9 @@ def _clamped(found: Found) -> Activation | None:
 
 
 def _clamp(view: View, both: bool) -> tuple[View, float, tuple[Value, ...]]:
-    """(x, limit, values) of clamps to at most limit (and at least -limit); limit 0: none.
+    """Returns (x, limit, values) of clamps to at most limit (and at least -limit); limit 0: none.
 
-    Several in a row hold a number between the largest lower bound and the smallest upper one.
+    Consecutive clamps combine to the largest lower bound and the smallest upper one.
     """
     inner, values = view, tuple[Value, ...]()
     lows: list[float] = []
@@ -101,7 +101,7 @@ def _clamp(view: View, both: bool) -> tuple[View, float, tuple[Value, ...]]:
     while (found := _CLAMP.match(inner)) is not None:
         bounds = {name: found.bound.get(name) for name in ("low", "high")}
         if any(bound != bound for bound in bounds.values()):
-            break  # NaN is no bound
+            break  # NaN is not a bound
         lows += [] if bounds["low"] is None else [bounds["low"]]
         highs += [] if bounds["high"] is None else [bounds["high"]]
         inner, values = found.bound["x"], (*values, *found.absorbed)

@@ -1,4 +1,4 @@
-"""Attention as a graph has it, in one normal form: softmax(q @ k^T * scale + mask) @ v.
+"""Attention in a graph, in one normal form: softmax(q @ k^T * scale + mask) @ v.
 
 Dimension letters: B sequences, S queries and K keys of each, H heads, D head_dim, V head_dim of the
 values; T = B * S.
@@ -33,18 +33,19 @@ from tilewright.patterns.recognise.attention_varlen import FORMS, arguments_of, 
 class Attention:
     """One attention, token-major.
 
-    terms: q [B, S, H, d] and k [B, K, H, d] for each part of the heads whose product was made
-    apart; one of the whole heads in most graphs. v [B, K, H, V]. mask, added: [B or 1, H or 1, S or
-    1, K]. mask: a key is seen where it is `sees`. added: numbers on top of the scaled products, or
-    `subtracted` from them; of any dtype: True is 1.
-    causal: query i sees the keys up to i. scale: of q @ k^T. softcap c: what is masked is
-        c * tanh(scale * q @ k^T / c); 0: not capped. sinks [H]: one more logit for each head,
+    terms: q [B, S, H, d] and k [B, K, H, d] for each part of the heads with a separate product;
+        most graphs have one term, for whole heads.
+    v: [B, K, H, V]. mask, added: [B or 1, H or 1, S or 1, K]. mask: a key is seen where it is
+        `sees`. added: numbers added to the scaled products, or `subtracted` from them; of any
+        dtype: True is 1.
+    causal: query i sees the keys up to i. scale: of q @ k^T. softcap c: the logits before the mask
+        are c * tanh(scale * q @ k^T / c); 0: no cap. sinks [H]: an additional logit for each head,
         without a value.
     row_offsets, key_offsets: [B + 1] of ragged batches; then B of q, k and v is one, and causal
-    counts from the last query and key.
-    end: the result. layout: its dimensions on the axes [B, S, H, width]. width: V, or more, where
-        values are padded with columns of zeros: so is the result.
-    absorbed: everything between, `end` too.
+        counts from the last query and key.
+    end: the result. layout: its dimensions on the axes [B, S, H, width]. width: V, or more if
+        values, and so the result, are padded with columns of zeros.
+    absorbed: everything between, including `end`.
     """
 
     terms: tuple[tuple[View, View], ...]
@@ -75,8 +76,8 @@ class Attention:
         return batch, queries, heads
 
     def scratch(self, flow: Dataflow) -> tuple[Value, ...]:
-        """Writes in place into the logits or the weights, and of these into themselves, which is
-        how `logits[...] += mask` ends."""
+        """Returns the in-place writes into the logits or the weights, including the write at the
+        end of `logits[...] += mask`."""
         made = flow.values_at(value.node for value in self.absorbed)
         writes = {value: value.store.memory for value in made if value.store is not None}
         again = (write for value in self.absorbed for write in flow.written_back(value))
@@ -85,14 +86,15 @@ class Attention:
         return tuple(dict.fromkeys((*writes, *ends)))
 
     def result(self) -> Result | Parts:
-        """`end` as what it is of an output [T, H, V]."""
-        # One output of several has no node of its own.
+        """Returns `end` in terms of an output [T, H, V]."""
+        # One of several outputs has no node of its own.
         if self.width == self.v.shape[-1] and "output" not in self.end.kwargs:
             return Result(self.end, self._on_output(effects.identity(self.end.shape)))
         return Parts(self.end, self._on_output)
 
     def _on_output(self, effect: Effect) -> Effect:
-        """An effect on `end` as one on [T, H, V]; raises InexpressibleError for padded columns."""
+        """Returns an effect on `end` as one on [T, H, V]; raises InexpressibleError for padded
+        columns."""
         batch, queries, heads = self.queries
         width = self.v.shape[-1]
         taken = effects.compose(effect, self.layout)
@@ -120,9 +122,9 @@ def is_spelled_softmax(value: Value) -> bool:
 
 
 def is_of_shared_keys(value: Value) -> bool:
-    """Whether a softmax that :func:`logits_of` cannot read has keys for which the op would gain: it
-    is of a product with what was just cached, or with heads that are repeated, or is masked; or is
-    spelled out, of any product."""
+    """Whether a softmax that :func:`logits_of` cannot read has keys that would make the op faster:
+    it is of a product with a cached tensor or with repeated heads, or is masked; or it is spelled
+    out, of any product."""
     if len(value.shape) > 2 and is_spelled_softmax(value):
         return bool(_products_above(value))
     if value.op != "aten.softmax" or len(value.shape) < 3 or logits_of(value) is not None:
@@ -134,12 +136,13 @@ def is_of_shared_keys(value: Value) -> bool:
 
 
 def factors_of(value: Value) -> list[View]:
-    """The operands of the products that a value is computed from, up to the nearest on each way."""
+    """Returns the operands of the nearest products that a value is computed from."""
     return [view for product in _products_above(value) for view in product.operands]
 
 
 def _is_masked(value: Value) -> bool:
-    """Whether numbers that no product makes hide elements of a product of batches of matrices."""
+    """Whether numbers that do not come from a product hide elements of a product of batches of
+    matrices."""
     if value.op not in _MASKING:
         return False
     above = [(view, _products_above(view.value)) for view in value.operands]
@@ -148,13 +151,13 @@ def _is_masked(value: Value) -> bool:
 
 
 def _products_above(value: Value) -> list[Value]:
-    """The products that a value is computed from, up to the nearest on each way."""
+    """Returns the nearest products that a value is computed from."""
     above = upstream(value, _REACH, lambda v: not _multiplies(v))
     return [v for v in above if _multiplies(v)]
 
 
 def _repeats_heads(view: View) -> bool:
-    """Whether a dimension of a batch of matrices holds several things, each several times."""
+    """Whether a dimension of a batch of matrices holds several elements, each several times."""
     return len(view.shape) > 2 and any(
         {atom.axis is None for atom in dim} == {True, False} for dim in view.effect.dims
     )
@@ -165,7 +168,8 @@ def _multiplies(value: Value) -> bool:
 
 
 def match_attention(value: Value, flow: Dataflow, heads_of: HeadsOf | None = None) -> Attention:
-    """The attention that a value for which :func:`keys_of` finds keys is, or is a part of.
+    """Returns the attention that a value is, or is a part of; :func:`keys_of` must find keys for
+    it.
 
     heads_of: as for `logits_of`. Raises Reject (ATTENTION_FORM, CHUNKED_PREFIX).
     """
@@ -181,8 +185,8 @@ def match_attention(value: Value, flow: Dataflow, heads_of: HeadsOf | None = Non
 
 
 def keys_of(value: Value) -> Iterator[tuple[View, ...]]:
-    """The keys [B, K, H, d], in parts, of what may be an attention: one guess per operand of an
-    unknown operator, none for a value that is no attention."""
+    """Yields the keys [B, K, H, d], in parts, of a possible attention: one guess per operand of an
+    unknown operator, none for a value that is not attention."""
     if value.op in ("aten.softmax", "aten.logsumexp"):
         logits = logits_of(value)
         if logits is not None:
@@ -201,8 +205,8 @@ def keys_of(value: Value) -> Iterator[tuple[View, ...]]:
 
 @dataclass(frozen=True)
 class Sketch:
-    """What is seen of an attention at first sight: q [B, S, H, d], k [B, K, H or fewer, d], and
-    whether it has a mask tensor."""
+    """A quick look at an attention: q [B, S, H, d], k [B, K, H or fewer, d], and whether it has a
+    mask tensor."""
 
     q: View
     k: View
@@ -210,7 +214,8 @@ class Sketch:
 
 
 def sketch_of(value: Value) -> Sketch | None:
-    """None for a value that is no attention of whole heads to as many sequences of keys."""
+    """Returns a sketch; None for a value that is not attention of whole heads to as many sequences
+    of keys."""
     if value.op == _SDPA:
         given = value.named(*_NAMES)
         q, k = given.get("query"), given.get("key")
@@ -227,13 +232,13 @@ def sketch_of(value: Value) -> Sketch | None:
     return Sketch(q, k, bool(logits.mask or logits.added))
 
 
-# Products to which something is added.
+# Products that add something.
 _WITH_SUM = frozenset({"aten.linear", "aten.addmm", "aten.baddbmm"})
-# How many values lie between a quotient and the sum in it: a reciprocal, a clamp, an epsilon.
+# The most values between a quotient and the sum in it: a reciprocal, a clamp, an epsilon.
 _IN_A_SUM = 4
-# How many operations there may be between a product and its softmax.
+# The most operations between a product and its softmax.
 _REACH = 24
-# What takes a mask beside the scores.
+# Operations that combine a mask and scores.
 _MASKING = frozenset({"aten.add", "aten.sub", "aten.where", "aten.masked_fill"})
 _SDPA = "aten.scaled_dot_product_attention"
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
@@ -248,7 +253,7 @@ def _scaled_dot_product(value: Value) -> Attention:
     if rank not in (3, 4) or any(len(view.shape) != rank for view in (k, v)):
         refuse(f"q, k and v have {len(q.shape)}, {len(k.shape)} and {len(v.shape)} axes", value)
     batch = (q.shape[0],) if rank == 4 else ()
-    # A batch of one is broadcast by the product, and so is one head.
+    # The product broadcasts a batch of one, and also one head.
     q, k, v = (_token_major(view, (*batch, *view.shape[len(batch) :])) for view in (q, k, v))
     shared = bool(given.get("enable_gqa"))
     k, v = (_with_heads(view, q.shape[2], shared) for view in (k, v))
@@ -276,13 +281,13 @@ def _scaled_dot_product(value: Value) -> Attention:
 
 
 def _check_heads(q: View, k: View, v: View, value: Value) -> None:
-    """Raises Reject (ATTENTION_FORM) unless all [B, S, H, D] have as many heads."""
+    """Raises Reject (ATTENTION_FORM) unless all [B, S, H, D] have the same number of heads."""
     if len({view.shape[2] for view in (q, k, v)}) != 1:
         refuse(f"{q.shape[2]} query, {k.shape[2]} key and {v.shape[2]} value heads", value)
 
 
 def _with_heads(view: View, count: Size, shared: bool) -> View:
-    """[B, K, H, D] with each head, or its only one, repeated so that there are `count`."""
+    """Returns [B, K, H, D] with each head, or its only one, repeated to `count` heads."""
     batch, keys, heads, width = view.effect.dims
     group = effects.divides(view.shape[2], count)
     if group is None or not (shared or view.shape[2] == 1):
@@ -292,7 +297,7 @@ def _with_heads(view: View, count: Size, shared: bool) -> View:
 
 
 def _token_major(view: View, shape: tuple[Size, ...]) -> View:
-    """[B, H, S, D], or without B, as [B, S, H, D]."""
+    """Returns [B, H, S, D], or without B, as [B, S, H, D]."""
     effect = effects.expand(view.effect, shape)
     if len(shape) == 3:
         effect = effects.unsqueeze(effect, 0)
@@ -300,7 +305,8 @@ def _token_major(view: View, shape: tuple[Size, ...]) -> View:
 
 
 def _four_axes(mask: View, keys: Size, value: Value) -> View:
-    """A mask [..., S, K] as [B or 1, H or 1, S or 1, K], without what only repeats."""
+    """Returns a mask [..., S, K] as [B or 1, H or 1, S or 1, K], without dimensions that only
+    repeat."""
     if not 0 < len(mask.shape) <= 4:
         refuse(f"its mask has {len(mask.shape)} axes", value)
     effect = effects.expand(mask.effect, (*mask.shape[:-1], keys))
@@ -320,12 +326,12 @@ def _refuse_chunk(value: Value) -> NoReturn:
 
 
 def refuse(why: str, value: Value, hint: str = "") -> NoReturn:
-    """Ends the attempt: ATTENTION_FORM."""
+    """Rejects with ATTENTION_FORM."""
     reject("ATTENTION_FORM", Stage.ACTIVATION, f"{value}: {why}", value, hint=hint)
 
 
 def _spelled_out(softmax: Value, flow: Dataflow, heads_of: HeadsOf | None) -> Attention:
-    """A softmax between two products."""
+    """Matches a softmax between two products."""
     logits = logits_of(softmax, heads_of)
     above = None if logits is None else weighted_by(softmax, logits, flow)
     if logits is not None and logits.finite:
@@ -390,7 +396,8 @@ def _refuse_logits(softmax: Value) -> NoReturn:
 
 
 def _with_all_outputs(values: Sequence[Value], flow: Dataflow) -> tuple[Value, ...]:
-    """The values with the other outputs of their nodes: the places of a maximum beside it."""
+    """Returns the values with the other outputs of their nodes, such as the indices of a
+    maximum."""
     several = {v.node: v.operands[0].value for v in values if "output" in v.kwargs}
     others = [u for node, x in several.items() for u in flow.users[x] if u.node is node]
     return tuple(dict.fromkeys((*values, *others)))
@@ -405,7 +412,7 @@ def _expanded(view: View, lead: tuple[Size, ...]) -> View:
 
 
 def _ragged(value: Value, flow: Dataflow) -> Attention:
-    """A varlen operator of a library, known by its name."""
+    """Matches a library's varlen operator, known by its name."""
     form = FORMS.get(name_of_op(value))
     if form is None:
         refuse(
@@ -450,7 +457,7 @@ def _ragged(value: Value, flow: Dataflow) -> Attention:
 
 
 def without_padding(found: Attention) -> Attention:
-    """The attention with its values' own width, where columns of zeros were added to them."""
+    """Returns the attention with its values' own width, if columns of zeros were added to them."""
     columns = unpadded(found.v)
     if columns is None or columns[0] != 0:
         return found
@@ -458,8 +465,8 @@ def without_padding(found: Attention) -> Attention:
 
 
 def unpadded(view: View) -> tuple[int, View] | None:
-    """(first, columns) of a view [..., D] that is zero but for a run of columns; None where it is
-    nothing that was padded."""
+    """Returns (first, columns) of a view [..., D] that is zero except for a run of columns; None if
+    it is not padded."""
     value = view.value
     if value.op != "aten.pad" or len(value.args) < 2 or value.kwargs:
         return None

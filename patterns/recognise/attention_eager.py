@@ -1,12 +1,12 @@
-"""Attention spelled out as matmul, softmax, matmul; roles of dimensions follow from einsum names.
+"""Attention spelled out as matmul, softmax, matmul; the roles of dimensions follow from einsum
+names.
 
     weights = softmax(scale * (q @ k^T), capped, masked)
     out = weights @ v
 
-The logits may be a sum of products of parts of the heads (nope and rope apart), as their one
-product is. A sink is one more logit of each head, without a value: it is joined to the others
-before the softmax, and its weight is cut off after it. Dimension letters: as in
-`patterns/recognise/attention.py`.
+The logits may be a sum of products of parts of the heads (nope and rope separately). A sink is an
+additional logit of each head, without a value: it is joined to the others before the softmax, and
+its weight is removed after it. Dimension letters: as in `patterns/recognise/attention.py`.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from tilewright.patterns.dataflow import Dataflow, Value, View, upstream
 from tilewright.patterns.effects import Atom, Dim, Effect, Size
 from tilewright.patterns.recognise.gemm import NamedProduct, Side, layout_on, named_product
 
-# How many operations there are between a product and its softmax.
+# The most operations between a product and its softmax.
 _REACH = 12
 
-#: Which dimension of a query is its heads; None where that is not known.
+#: Returns which dimension of a query is its heads; None if that is not known.
 HeadsOf = Callable[[Side], str | None]
 
 
 @dataclass
 class Logits:
-    """What a softmax is of. terms: products q [B, S, H, d], k [B, K, H, d], summed over.
+    """The logits of a softmax. terms: products q [B, S, H, d], k [B, K, H, d], which are summed.
 
     mask: a key is seen where it is `sees`, over the softmax's dimensions. finite: hidden logits are
-    a large number instead of minus infinity. added: numbers on top of the scaled
-    products; where `subtracted`, they are taken from these. softcap c: what is masked are
-    c * tanh(scaled products / c); 0: the products. sinks [H]. roles: which of the softmax's
-    dimensions are B (or none), H (two where groups of heads have their own), S (or none, where
-    heads_of says which are the heads) and K. unread: the operation that ended the reading.
+    a large number instead of minus infinity. added: numbers added to the scaled products, or
+    `subtracted` from them. softcap c: the logits before the mask are c * tanh(scaled products / c);
+    0: no cap. sinks [H]. roles: which of the softmax's dimensions are B (or none), H (two if groups
+    of heads have their own), S (or none, if heads_of says which are the heads) and K. unread: the
+    operation that could not be read.
     """
 
     scale: float = 1.0
@@ -79,10 +79,10 @@ class Weighted:
 
 
 def logits_of(softmax: Value, heads_of: HeadsOf | None = None) -> Logits | None:
-    """The logits of a softmax (or log-sum-exp) over the last dimension; None where they are no
-    attention's.
+    """Returns the logits of a softmax (or log-sum-exp) over the last dimension; None if it is not
+    part of attention.
 
-    heads_of: of keys that all heads share, which tell heads from queries no more.
+    heads_of: for keys that all heads share, which do not tell heads from queries.
     """
     found = Logits(absorbed=[softmax], heads_of=heads_of)
     if not _read(found, softmax) or not _keeps_sinks_by_head(found):
@@ -92,13 +92,14 @@ def logits_of(softmax: Value, heads_of: HeadsOf | None = None) -> Logits | None:
 
 
 def unread_step(softmax: Value) -> Value | None:
-    """The operation between a product and a softmax at which :func:`logits_of` gives up."""
+    """Returns the operation between a product and a softmax that :func:`logits_of` cannot read."""
     found = Logits()
     return None if _read(found, softmax) else found.unread
 
 
 def weighted_by(softmax: Value, logits: Logits, flow: Dataflow) -> Weighted | None:
-    """The product that reads a softmax's result, without the sinks, through casts alone."""
+    """Returns the product that reads a softmax's result, without the sinks, through casts only;
+    else None."""
     value, absorbed = softmax, []
     shape = (*softmax.shape[:-1], softmax.shape[-1] - int(logits.sinks is not None))
     while True:
@@ -118,7 +119,8 @@ def weighted_by(softmax: Value, logits: Logits, flow: Dataflow) -> Weighted | No
 
 
 def _read(found: Logits, softmax: Value) -> bool:
-    """Reads the logits of a softmax over the last dimension; False for those of no attention."""
+    """Reads the logits of a softmax over the last dimension; False if it is not part of
+    attention."""
     logits = softmax.args[0]
     if not isinstance(logits, View):
         return False
@@ -132,7 +134,7 @@ def _read(found: Logits, softmax: Value) -> bool:
 
 
 def _peel(found: Logits, view: View) -> bool:
-    """Walks back from the logits, operation by operation; False where one is unknown."""
+    """Walks back from the logits, operation by operation; False if one is unknown."""
     for _ in range(_REACH):
         value = found.unread = view.value
         if (product := _batched_sum(found, view) or product_of(value)) is not None:
@@ -163,7 +165,8 @@ def _peel(found: Logits, view: View) -> bool:
 
 
 def _sum(found: Logits, view: View) -> bool:
-    """A sum of products: the one with keys per head names the dimensions, so it comes first."""
+    """Reads a sum of products. The one with keys per head names the dimensions, so it comes
+    first."""
     found.absorbed.append(view.value)
     left = [view.of_operand(v) for v in view.value.operands]
     around = _around(found)
@@ -189,7 +192,7 @@ def _scaled(found: Logits, value: Value) -> View | None:
 
 
 def _capped(found: Logits, value: Value) -> View | None:
-    """c * tanh(x / c): what is outside of the tanh by now is c."""
+    """Handles c * tanh(x / c); the scale so far, outside of the tanh, is c."""
     if found.softcap or found.scale == 0 or found.terms:
         return None
     found.softcap, found.scale = abs(found.scale), math.copysign(1.0, found.scale)
@@ -201,7 +204,7 @@ _LESS_THE_LARGEST = _X - largest(_X, "keys")
 
 
 def _shifted(found: Logits, value: Value) -> View | None:
-    """x - max(x): no softmax changes by it."""
+    """Handles x - max(x), which does not change the softmax."""
     match = _LESS_THE_LARGEST.match(value.whole) if _is_bare(found) else None
     if match is None:
         return None
@@ -211,7 +214,8 @@ def _shifted(found: Logits, value: Value) -> View | None:
 
 
 def _without_sinks(found: Logits, view: View) -> View | None:
-    """cat(x, sinks) of x [..., K] and sinks [..., 1]; the product tells which are heads."""
+    """Handles cat(x, sinks) of x [..., K] and sinks [..., 1]; the product tells which dimensions
+    are heads."""
     parts, axis = view.value.args
     if not view.is_whole or len(parts) != 2 or not _is_bare(found) or found.sinks is not None:
         return None
@@ -223,7 +227,7 @@ def _without_sinks(found: Logits, view: View) -> View | None:
 
 
 def _keeps_sinks_by_head(found: Logits) -> bool:
-    """Makes [H] of the sinks, if there are any; False where one sequence or query has others."""
+    """Reduces the sinks, if any, to [H]; False if they vary by sequence or query."""
     if found.sinks is None:
         return True
     batch, heads, queries, _ = found.roles
@@ -239,13 +243,13 @@ def _varies(view: View | None, dim: int) -> bool:
 
 
 def _is_bare(found: Logits) -> bool:
-    """Whether nothing was done to the logits between here and the softmax."""
+    """Whether no operation changes the logits between here and the softmax."""
     plain = found.scale == 1.0 and not found.softcap and not found.terms
     return plain and not (found.mask or found.added)
 
 
 def _masked(found: Logits, value: Value, view: View) -> View | None:
-    """Where the logits are minus infinity."""
+    """Handles a mask that sets logits to minus infinity."""
     chosen = chosen_by_mask(value)
     if chosen is None or found.mask is not None:
         return None
@@ -266,8 +270,8 @@ def _masked(found: Logits, value: Value, view: View) -> View | None:
 
 
 def _added(found: Logits, value: Value, view: View) -> View | None:
-    """A mask of numbers; it is added to the scaled products, or taken from them, so none may be
-    scaled after it."""
+    """Handles a mask of numbers. It is added to the scaled products, or subtracted from them, so no
+    scale may follow it."""
     products = [v for v in value.operands if v.value.projected]
     if len(products) != 1:
         products = [v for v in value.operands if _holds_product(v)]
@@ -284,12 +288,13 @@ def _added(found: Logits, value: Value, view: View) -> View | None:
 
 
 def _holds_product(view: View) -> bool:
-    """Whether a few steps back two tensors are multiplied."""
+    """Whether a product of two tensors is a few steps back."""
     return any(named_product(value) is not None for value in upstream(view.value, _REACH))
 
 
 def product_of(value: Value) -> NamedProduct | None:
-    """The product of two tensors that a value is, a linear's too: x @ keys^T of one sequence."""
+    """Returns the product of two tensors that a value is, including a linear x @ keys^T of one
+    sequence."""
     if value.op != "aten.linear" or len(value.operands) != 2 or len(value.args[1].shape) != 2:
         return named_product(value)
     x, weight = value.operands
@@ -298,7 +303,8 @@ def product_of(value: Value) -> NamedProduct | None:
 
 
 def _batched_sum(found: Logits, view: View) -> NamedProduct | None:
-    """The product of baddbmm, which adds alpha times it to beta times a tensor; notes these."""
+    """Returns the product of baddbmm, which adds alpha times it to beta times a tensor, and records
+    these."""
     value = view.value
     if value.op != "aten.baddbmm" or len(value.operands) != 3 or found.terms:
         return None
@@ -315,7 +321,7 @@ def _batched_sum(found: Logits, view: View) -> NamedProduct | None:
 
 
 def _term(found: Logits, view: View, product: NamedProduct) -> bool:
-    """One product q @ k^T."""
+    """Reads one product q @ k^T."""
     sides = [without_repeats(side, product) for side in product.sides]
     product = replace(product, sides=(sides[0], sides[1]))
     named = _named(view.effect, product, view.value.shape) if product.names_differ else None
@@ -354,10 +360,10 @@ def _term(found: Logits, view: View, product: NamedProduct) -> bool:
 def _roles_in(
     dims: Sequence[str | None], q: Side, k_names: Sequence[str], found: Logits
 ) -> tuple[tuple[int, ...], ...]:
-    """Which of the softmax's dimensions are B, H, S and K, by a product with keys for each head or
-    each group of heads, or, where heads_of says which are the heads, for all of them.
+    """Returns which of the softmax's dimensions are B, H, S and K. The product must have keys for
+    each head or each group of heads; with heads_of, it may also have keys for all heads.
 
-    A first dimension is that of sequences, unless sinks vary along it: those are the heads'.
+    A first dimension is that of sequences, unless sinks vary along it: then it is the heads'.
     """
     of_q = [n for n in dims[:-1] if n is not None and n in q.names]
     own = [n for n in of_q if n not in k_names]
@@ -377,7 +383,7 @@ def _roles_in(
 
 
 def without_repeats(side: Side, product: NamedProduct) -> Side:
-    """A side without the names of dimensions that broadcast."""
+    """Returns a side without the names of dimensions that broadcast."""
     sizes = product.sizes
     kept = [
         n
@@ -388,7 +394,8 @@ def without_repeats(side: Side, product: NamedProduct) -> Side:
 
 
 def _on_axes(side: Side, axes: Sequence[Sequence[str]], product: NamedProduct) -> View:
-    """A side with the dimensions of each axis in one; of some that it lacks, repeated."""
+    """Returns a side with the dimensions of each axis merged; those that it lacks, of an axis that
+    it has in part, repeat."""
     dims, sizes = side.dims, product.sizes
     found: list[Dim] = []
     for names in axes:
@@ -402,8 +409,8 @@ def _on_axes(side: Side, axes: Sequence[Sequence[str]], product: NamedProduct) -
 def _named(
     effect: Effect, product: NamedProduct, shape: Sequence[Size]
 ) -> tuple[NamedProduct, list[str | None]] | None:
-    """The name of each dimension of a view of a product's result; one that is viewed as several
-    (heads apart from their sequences) is given several names in the product."""
+    """Returns the name of each dimension of a view of a product's result. A dimension that is
+    viewed as several (heads and their sequences) gets several names in the product."""
     dims = _names_of(effect, product.result, tuple(shape))
     if dims is not None:
         return product, dims
@@ -446,9 +453,10 @@ def _tile(atoms: Sequence[Atom], size: Size) -> bool:
 
 
 def _split(product: NamedProduct, split: dict[str, list[Size]]) -> tuple[NamedProduct, list[str]]:
-    """The product with some dimensions as several, and the names of each of its result's.
+    """Returns the product with some dimensions split, and the names of each of its result's
+    dimensions.
 
-    Raises InexpressibleError where a side's dimension cannot be viewed as several.
+    Raises InexpressibleError if a side's dimension cannot be split.
     """
     letters = iter(map(chr, range(0x3B1, 0x3C9)))
     names = {n: "".join(next(letters) for _ in sizes) for n, sizes in split.items()}
@@ -465,10 +473,10 @@ def _split(product: NamedProduct, split: dict[str, list[Size]]) -> tuple[NamedPr
 
 
 def _names_of(effect: Effect, names: str, shape: tuple[Size, ...]) -> list[str | None] | None:
-    """The name of each of a view's dimensions, where each is one of the value's, as long as `shape`
-    says.
+    """Returns the name of each of a view's dimensions, if each is one of the value's dimensions
+    with the length in `shape`.
 
-    Dimensions of one are interchangeable: they take the names left over, in order.
+    Dimensions of length one are interchangeable: they take the remaining names, in order.
     """
     whole = effects.identity(shape).dims
     if any(effect.start):
@@ -484,7 +492,7 @@ def _names_of(effect: Effect, names: str, shape: tuple[Size, ...]) -> list[str |
 
 
 def by_roles(view: View, logits: Logits) -> View:
-    """A view over the logits' dimensions as [B or 1, H or 1, S or 1, K]."""
+    """Returns a view over the logits' dimensions as [B or 1, H or 1, S or 1, K]."""
     *lead, keys = (
         effects.coalesce(a for at in role for a in view.effect.dims[at]) for role in logits.roles
     )
@@ -502,11 +510,11 @@ def _weighted(
     logits: Logits,
     absorbed: tuple[Value, ...],
 ) -> Weighted | None:
-    """shape: of the weights without the sinks'."""
+    """Returns the product of weights and values. shape: of the weights without the sinks."""
     p, v = sorted(product.sides, key=lambda side: side.view.value is not weights)
     if not product.names_differ or v.view.value is weights:
         return None
-    # Dimensions of the softmax that are one in the product.
+    # Dimensions of the softmax that are merged in the product.
     merged = {
         n: [a.length for a in dim]
         for n, dim in zip(p.names, p.view.effect.dims, strict=True)

@@ -1,7 +1,7 @@
-"""Varlen attention by operators of libraries: which argument is which.
+"""Varlen attention by operators of libraries: the meaning of their arguments.
 
-Such an operator is opaque to the graph, so what it computes is known by its name alone: those of
-`FORMS`, and what an engine adds by :func:`register_varlen`.
+Such an operator is opaque to the graph, so it is recognised by its name: the operators of `FORMS`,
+and those that an engine adds with :func:`register_varlen`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class VarlenForm:
     """softmax(scale * q @ k^T) @ v within each sequence, q [T, H, D], k [K, H, D], v [K, H, V].
 
     The fields name the operator's arguments: row_offsets and key_offsets [B + 1]; causal, a bool:
-    then the last query of a sequence sees all its keys, the one before it all but one, and so on;
-    empty: always so. allowed: further arguments, with the values that change nothing. The result is
-    the operator's only output, or its first.
+    if true, the last query of a sequence sees all its keys, the one before it all but one, and so
+    on; empty: always so. allowed: further arguments, with the values that change nothing. The
+    result is the operator's only or first output.
     """
 
     query: str
@@ -55,22 +55,22 @@ FORMS: dict[str, VarlenForm] = {
 
 
 def register_varlen(op: str, form: VarlenForm) -> None:
-    """Says what an operator `namespace::name` of an engine computes.
+    """Declares what an operator `namespace::name` of an engine computes.
 
-    Raises ValueError where it is known as something else.
+    Raises ValueError if it is already known as something else.
     """
     if FORMS.setdefault(op, form) != form:
         raise ValueError(f"op: {op!r} is known as {FORMS[op]}, got {form}")
 
 
 def name_of_op(value: Value) -> str:
-    """`namespace::name` of a library's operator; empty for anything else."""
+    """Returns `namespace::name` of a library's operator; empty for anything else."""
     name = value.op.removeprefix("opaque:")
     return name if "::" in name and not name.startswith("python::") else ""
 
 
 def arguments_of(value: Value) -> dict[str, Any]:
-    """All arguments of an operator by their names in its schema, defaults too."""
+    """Returns all arguments of an operator by their names in its schema, including defaults."""
     target: Any = value.node.target
     if isinstance(target, torch._ops.OpOverloadPacket):
         target = getattr(target, target.overloads()[0])
@@ -86,7 +86,8 @@ def arguments_of(value: Value) -> dict[str, Any]:
 
 
 def obstacle(form: VarlenForm, given: Mapping[str, Any]) -> str:
-    """Which argument asks for something that the op does not do; empty where none does."""
+    """Returns the argument that requires something that the op does not do; empty if there is
+    none."""
     causal = bool(given[form.causal]) if form.causal else True
     for name, values in form.allowed.items():
         actual = given.get(name, values[0])

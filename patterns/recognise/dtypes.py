@@ -1,4 +1,4 @@
-"""Dtypes that ops have kernels for, and how misses name them."""
+"""Dtypes that ops have kernels for, and their names in misses."""
 
 from __future__ import annotations
 

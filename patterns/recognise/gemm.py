@@ -1,8 +1,8 @@
 """GEMMs with a weight, in any spelling, in one normal form: x @ weight^T + bias.
 
 `F.linear`, `addmm`, `x @ W`, `bmm` with a batch of one, a batched `matmul` and `einsum` differ only
-in how dimensions are named: a dimension that x alone has is a token dimension, one that the weight
-alone has is a feature, one that both have and the result lacks is summed over.
+in the names of dimensions. A dimension that only x has is a token dimension, one that only the
+weight has is a feature, and one that both have and the result lacks is summed over.
 
 Dimension letters: N output features, K hidden size.
 """
@@ -24,10 +24,10 @@ from tilewright.patterns.effects import Atom, Dim, Effect, Size
 class Gemm:
     """x @ weight^T + bias.
 
-    value: the graph's tensor. layout: that tensor's dimensions on `shape`'s axes, which are x's
-    token dimensions in order and then N. x [tokens..., K]; weight [N, K]; bias [N].
-    x_scale: of an x of eight-bit codes, [T or 1, K / block or 1]. weight_scale: of the weight's
-    codes, [N, K] with what repeats.
+    value: the graph's tensor. layout: that tensor's dimensions on the axes of `shape`, which are
+    x's token dimensions in order and then N. x [tokens..., K]; weight [N, K]; bias [N]. x_scale:
+    for an x of eight-bit codes, [T or 1, K / block or 1]. weight_scale: for a weight of codes, one
+    number per element, [N, K].
     """
 
     value: Value
@@ -51,7 +51,7 @@ class Gemm:
 
 
 def match_gemm(value: Value) -> Gemm | None:
-    """The GEMM with a weight that a value is; None for another value."""
+    """Returns the GEMM with a weight that a value is; None for another value."""
     return _gemm_of(value) if value.op in _RULES else None
 
 
@@ -79,7 +79,7 @@ def _linear(value: Value) -> Gemm | None:
 
 
 def _scaled_mm(value: Value) -> Gemm | None:
-    """Both operands are codes: (x * scale_a) @ (weight * scale_b), scales over blocks."""
+    """Matches a product of codes: (x * scale_a) @ (weight * scale_b), with scales over blocks."""
     given = value.named("self", "mat2", "scale_a", "scale_b", "bias", "scale_result")
     scale_a, scale_b = given.get("scale_a"), given.get("scale_b")
     if not isinstance(scale_a, View) or not isinstance(scale_b, View):
@@ -89,15 +89,15 @@ def _scaled_mm(value: Value) -> Gemm | None:
     return _of_codes(value, given, scale_a, scale_b)
 
 
-# How a scale of `_scaled_mm_v2` goes: one for all, one per row, or one for every 128 of K, of a row
-# or of 128 rows.
+# Recipes of a scale of `_scaled_mm_v2`: one for all, one per row, one for 128 columns of a row, or
+# one for 128 rows and 128 columns.
 _TENSOR_WISE, _ROW_WISE, _BY_128, _BY_128_SQUARED = 0, 1, 4, 5
 _V2 = ("self", "mat2", "scale_a", "recipe_a", "swizzle_a", "scale_b", "recipe_b", "swizzle_b")
 
 
 def _scaled_mm_v2(value: Value) -> Gemm | None:
-    """A product of codes whose scales come in lists, each with a number for how it goes: by tensor,
-    by row or by blocks of 128."""
+    """Matches a product of codes whose scales come in lists, each with the number of its recipe: by
+    tensor, by row or by blocks of 128."""
     given = value.named(*_V2, "bias", "out_dtype", "contraction_dim")
     x, weight = given.get("self"), given.get("mat2")
     if not isinstance(x, View) or not isinstance(weight, View):
@@ -124,8 +124,8 @@ def _scaled_mm_v2(value: Value) -> Gemm | None:
 def _by_recipe(
     given: Mapping[str, Any], side: str, shapes: Mapping[int, tuple[Size, Size]]
 ) -> View | None:
-    """The scale of one side in two dimensions: one number, or in the shape that its recipe has
-    here; None for another recipe, and for blocks in another order."""
+    """Returns the scale of one side in two dimensions: one number, or the shape of its recipe; None
+    for another recipe, and for blocks in another order."""
     scales: Sequence[Any] = given.get(f"scale_{side}") or ()
     recipe: Sequence[Any] = given.get(f"recipe_{side}") or ()
     if len(scales) != 1 or len(recipe) != 1:
@@ -159,7 +159,7 @@ def _of_codes(value: Value, given: Mapping[str, Any], scale_a: View, scale_b: Vi
 
 
 def _two_dims(scale: View) -> View | None:
-    """A scale [rows or 1, blocks or 1]; one number for all comes in any rank."""
+    """Returns a scale as [rows or 1, blocks or 1]; a single number may have any rank."""
     if len(scale.shape) == 2:
         return scale
     if effects.product(scale.shape) != 1:
@@ -168,7 +168,7 @@ def _two_dims(scale: View) -> View | None:
 
 
 def _over_blocks(scale: View, shape: Sequence[Size]) -> View | None:
-    """A scale per block as a scale per element."""
+    """Returns a scale per block as a scale per element."""
     flat = _two_dims(scale)
     if flat is None:
         return None
@@ -182,26 +182,26 @@ def _over_blocks(scale: View, shape: Sequence[Size]) -> View | None:
 
 
 def _repeats(count: Size, size: Size) -> Size | None:
-    """How many neighbours share one of `count` scales: all, none, or blocks, which all are whole;
-    None where the last block is a part of one."""
+    """Returns how many neighbours share one of `count` scales: all, one, or a whole block; None if
+    the last block is not whole."""
     repeats = effects.divides(count, size)
     return repeats if repeats in (1, size, BLOCK) else None
 
 
 @dataclass(frozen=True)
 class Side:
-    """One operand of a product. names: of its dimensions, a letter each."""
+    """One operand of a product. names: a letter for each of its dimensions."""
 
     view: View
     names: str
 
     @property
     def dims(self) -> dict[str, Dim]:
-        """By name; a name that comes twice has one entry."""
+        """The dimensions by name; a repeated name has one entry."""
         return dict(zip(self.names, self.view.effect.dims, strict=True))
 
     def ordered(self, names: Sequence[str | None]) -> View:
-        """The dimensions in another order; those that it does not have are of length one."""
+        """Returns the dimensions in another order; missing ones have length one."""
         dims = self.dims
         effect = Effect(tuple(dims.get(n, ()) for n in names), self.view.effect.start)  # type: ignore[arg-type]
         return View(self.view.value, effect)
@@ -209,7 +209,7 @@ class Side:
 
 @dataclass(frozen=True)
 class NamedProduct:
-    """A product of two tensors. result: the names of its dimensions; others are summed over."""
+    """A product of two tensors. result: the names of its dimensions; the others are summed over."""
 
     sides: tuple[Side, Side]
     result: str
@@ -221,7 +221,8 @@ class NamedProduct:
 
     @property
     def sizes(self) -> dict[str, Size]:
-        """The length of each dimension, by name; of two that broadcast, the longer one's."""
+        """The length of each dimension, by name; if one side broadcasts, the other side's
+        length."""
         found: dict[str, Size] = {}
         for side in self.sides:
             for name, size in zip(side.names, side.view.shape, strict=True):
@@ -236,7 +237,8 @@ class NamedProduct:
 
 
 def named_product(value: Value) -> NamedProduct | None:
-    """The product of two tensors that a value is, dimensions by name; None for another value."""
+    """Returns the product of two tensors that a value is, with named dimensions; None for another
+    value."""
     if value.op == "aten.einsum":
         return _einsum(value)
     if value.op not in ("aten.matmul", "aten.mm", "aten.bmm"):
@@ -279,7 +281,8 @@ def _einsum(value: Value) -> NamedProduct | None:
 
 
 def _contracted(value: Value) -> Gemm | None:
-    """The product with whichever operand is the weight: the one that is a parameter."""
+    """Returns the GEMM of a product whose weight may be either operand; a parameter is
+    preferred."""
     product = named_product(value)
     if product is None or not product.names_differ:
         return None
@@ -292,23 +295,23 @@ def _contracted(value: Value) -> Gemm | None:
 
 
 def is_weight(view: View) -> bool:
-    """Whether a view is of a parameter, or of parameters joined or cast."""
+    """Whether a view is of a parameter, or of parameters that are joined or cast."""
     if view.value.op in ("aten.cat", "cast"):
         return any(is_weight(v) for v in view.value.operands)
     return view.value.op == "constant"
 
 
-# A sum of fewer is no product with a weight: angles are positions times frequencies.
+# A product that sums fewer numbers has no weight: angles are positions times frequencies.
 _LEAST_SUMMED = 16
 _NO_OPERATIONS = ("input", "constant", "store", "cast", "bitcast")
 _KNOWN = ("aten.", "tilewright::", "opaque:tilewright::")
 _SCALED = ("aten._scaled_mm", "aten._scaled_mm_v2")
-# How many codes a stored number may hold.
+# The numbers of codes that a stored number may hold.
 _CODES_IN_A_WORD = (1, 2, 4, 8)
 
 
 def multiplies_stored(value: Value) -> bool:
-    """Whether a value is a product with what the model stores: a parameter, or a buffer."""
+    """Whether a value is a product with a stored tensor: a parameter, or a buffer."""
     if any(is_weight(view) for view in value.operands):
         return True
     gemm = match_gemm(value)
@@ -316,15 +319,15 @@ def multiplies_stored(value: Value) -> bool:
 
 
 def sums_enough(gemm: Gemm) -> bool:
-    """Whether a product sums as many numbers as one with a weight does."""
+    """Whether a product sums enough numbers to be a product with a weight."""
     summed = gemm.weight.shape[-1]
     return isinstance(summed, int) and summed >= _LEAST_SUMMED
 
 
 def unread_product(value: Value) -> tuple[View, View] | None:
-    """(x, weight) of an operation that no table has, or of a scaled product that is not read, where
-    their shapes tell a product: of x [..., K] with a stored matrix of N * K numbers, or with as
-    many codes, to [..., N]. It may write its result in place."""
+    """Returns (x, weight) of an unknown operation, or of a scaled product that cannot be read, if
+    their shapes show a product: x [..., K] and a stored matrix of N * K numbers or codes give [...,
+    N]. The operation may write its result in place."""
     written = value.op == "store" and value.store is not None and value.store.source is None
     known = value.op in _NO_OPERATIONS or value.op.startswith(_KNOWN)
     known = known and (value.op not in _SCALED or match_gemm(value) is not None)
@@ -344,14 +347,14 @@ def unread_product(value: Value) -> tuple[View, View] | None:
 
 def _is_stored(value: Value) -> bool:
     """Whether a value is an input, a parameter, or one of these with new contents: bitsandbytes
-    packs its codes anew at the first call."""
+    repacks its codes at the first call."""
     packed_anew = value.store is not None and value.store.memory.is_input
     return packed_anew or value.op in ("input", "constant")
 
 
 def _holds(weight: View, columns: Size, summed: Size) -> bool:
-    """Whether a stored matrix has a number for each column and each that is summed, or codes: for
-    each of these, or, of a parameter, in a row for each column."""
+    """Whether a stored matrix has a number for each pair of a column and a summed index, or codes
+    for them. The codes of a parameter may also be any matrix with a row for each column."""
     count = effects.product(weight.shape)
     if not all(isinstance(n, int) for n in (count, columns, summed)) or summed < _LEAST_SUMMED:
         return False
@@ -363,19 +366,19 @@ def _holds(weight: View, columns: Size, summed: Size) -> bool:
 
 
 def operator_of(value: Value) -> str:
-    """What an unread product's operation is called."""
+    """Returns the name of an unread product's operation."""
     named = value.store.kind if value.store is not None else value.op
     return named.removeprefix("opaque:")
 
 
 def _contraction(value: Value, x: Side, weight: Side, result: str) -> Gemm | None:
-    """The GEMM of x and a weight; None for diagonals, batched weights and the like."""
+    """Returns the GEMM of x and a weight; None for diagonals, batched weights and the like."""
     xs, ws = x.dims, weight.dims
     for name in xs.keys() & ws.keys():
         if name not in result:
             if bool(xs[name]) != bool(ws[name]):
                 return None
-        # A dimension that is broadcast in one operand belongs to the other alone.
+        # A dimension that is broadcast in one operand belongs only to the other.
         elif effects.repeats(ws[name]):
             del ws[name]
         elif effects.repeats(xs[name]):
@@ -413,7 +416,7 @@ def _contraction(value: Value, x: Side, weight: Side, result: str) -> Gemm | Non
 def layout_on(
     axes: Sequence[Sequence[str]], dims: Sequence[Sequence[str]], sizes: Mapping[str, Size]
 ) -> Effect:
-    """Dimensions on axes, where both are made of named parts, outermost first."""
+    """Returns dimensions on axes, both given as lists of named parts, outermost first."""
     atoms: dict[str, Atom] = {}
     for axis, names in enumerate(axes):
         step: Size = 1
@@ -435,10 +438,11 @@ _RULES = {
 
 
 def bias_rows(bias: Any, product: Effect, feature: int) -> tuple[View, int] | None:
-    """(bias [n], first row) of a tensor added to a product's features, or None where it is no bias.
+    """Returns (bias [n], first row) of a tensor added to a product's features, or None if it is not
+    a bias.
 
-    product: what the bias is added to, on the axes [tokens..., N]. A bias varies by feature alone;
-    the product may hold a run of the features only.
+    product: the tensor that the bias is added to, on the axes [tokens..., N]. A bias varies only by
+    feature; the product may hold only a run of the features.
     """
     if not isinstance(bias, View) or bias.value.projected:
         return None
@@ -464,8 +468,8 @@ def bias_rows(bias: Any, product: Effect, feature: int) -> tuple[View, int] | No
 
 
 def piece_of(view: View) -> View:
-    """A view's elements as a view of the one tensor, among several that are joined, that holds them
-    all in the result's dtype; the view itself where none does."""
+    """Returns a view of a concatenation as a view of the one joined tensor that has all its
+    elements, in the result's dtype; the view itself if there is none."""
     value = view.value
     if value.op != "aten.cat":
         return view

@@ -1,7 +1,7 @@
 """GEMMs with one weight per expert: grouped over rows sorted by expert, or batched over routes.
 
 grouped_mm(x [M, K], weight [E, K, N], ends [E])
-bmm(weight[experts] [M, N, K], x [M, K, 1])                   or the other way round, or as
+bmm(weight[experts] [M, N, K], x [M, K, 1])                   in either order, or as
 einsum("tk, tsnk -> tsn", x, weight[experts [T, S]])          with M = T * S routes
 """
 
@@ -32,11 +32,11 @@ _BATCHED = ("aten.bmm", "aten.einsum", "aten.matmul")
 class ExpertGemm:
     """`x @ weight[expert]^T + bias[expert]`.
 
-    x [M, K], or [E, T, K] where every expert multiplies T rows; weight [E, N, K], stored or
-    computed. end: the value with the result. column_axis: its axis of N.
-    bias [E, N]; bias_index: the experts it was taken by.
-    ends [E]: where each expert's sorted rows end; None where `experts` [M] has each row's expert.
-    outside, bias_outside: what numbers are that name no expert, for the weight and for the bias.
+    x [M, K], or [E, T, K] if every expert multiplies T rows; weight [E, N, K], stored or computed.
+    end: the value with the result. column_axis: its axis of N. bias [E, N]; bias_index: the experts
+    it was taken by. ends [E]: the end of each expert's sorted rows; None if `experts` [M] has each
+    row's expert. outside, bias_outside: the treatment of numbers that name no expert, for the
+    weight and for the bias.
     """
 
     x: View
@@ -52,8 +52,8 @@ class ExpertGemm:
     bias_outside: Outside = REFUSED
 
     def columns_of(self, part: View) -> Columns | None:
-        """The columns that a view [M, n] (or [T, S, n]) of the result takes of every row; None for
-        another."""
+        """Returns the columns that a view [M, n] (or [T, S, n]) of the result takes of every row;
+        None for another view."""
         last = part.effect.dims[-1] if len(part.effect.dims) > 1 else ()
         if part.value is not self.end or not any(a.axis == self.column_axis for a in last):
             return None
@@ -66,7 +66,7 @@ def is_expert_gemm(value: Value) -> bool:
 
 
 def rows_of(value: Value) -> View | None:
-    """The rows that a GEMM with expert weights multiplies; None for another value."""
+    """Returns the rows that a GEMM with expert weights multiplies; None for another value."""
     if value.op == _GROUPED:
         rows: View = value.args[0]
         return rows
@@ -75,13 +75,14 @@ def rows_of(value: Value) -> View | None:
 
 
 def routes_of(value: Value) -> View | None:
-    """What determines each row's expert: the ends of the experts' rows, or the expert ids."""
+    """Returns what determines each row's expert: the ends of the experts' rows, or the expert
+    ids."""
     found = match_grouped(value) or match_batched(value)
     return None if found is None else found.ends or found.experts
 
 
 def match_expert_gemm(value: Value, flow: Dataflow) -> ExpertGemm | None:
-    """The GEMM that `value` computes, with the bias that follows it if one does."""
+    """Returns the GEMM that `value` computes, with the bias that follows it, if any."""
     found = match_grouped(value) or match_batched(value)
     if found is None:
         return None
@@ -93,13 +94,13 @@ def match_expert_gemm(value: Value, flow: Dataflow) -> ExpertGemm | None:
 
 
 def before_widening_rows(gemm: ExpertGemm) -> ExpertGemm:
-    """The GEMM with its rows before casts to wider floating types."""
+    """Returns the GEMM with its rows before casts to wider floating types."""
     x, casts = strip_widening(gemm.x)
     return replace(gemm, x=x, absorbed=(*gemm.absorbed, *casts))
 
 
 def match_grouped(value: Value) -> ExpertGemm | None:
-    """A GEMM of rows sorted by group, without what follows it; None for another value."""
+    """Returns a GEMM of rows sorted by group, without its bias; None for another value."""
     if value.op != _GROUPED:
         return None
     weight = value.args[1]
@@ -113,7 +114,8 @@ def match_grouped(value: Value) -> ExpertGemm | None:
 
 
 def match_batched(value: Value) -> ExpertGemm | None:
-    """A product of which one operand is weight[experts], without what follows it."""
+    """Returns a product with the operand weight[experts], without its bias; None for another
+    value."""
     product = named_product(value) if value.op in _BATCHED else None
     if product is None:
         return None
@@ -128,7 +130,8 @@ def match_batched(value: Value) -> ExpertGemm | None:
 
 
 def _by_route(value: Value, x: Side, weight: Side, result: str) -> ExpertGemm | None:
-    """A product of which one operand is weight[experts], a weight for every row of the other."""
+    """Returns a product with the operand weight[experts], which is a weight for every row of the
+    other."""
     taken = gathered(weight.view.value.whole)
     lead = 0 if taken is None else len(taken[1].shape)
     axes = _axes(weight.view, lead)
@@ -164,8 +167,8 @@ def _by_route(value: Value, x: Side, weight: Side, result: str) -> ExpertGemm | 
 
 
 def _axes(view: View, lead: int) -> list[int] | None:
-    """The axis of its value that each dimension of a view goes by: all of one of the first `lead`
-    axes, each once, or places of those behind them; None for another view."""
+    """Returns the axis of its value for each dimension of a view: each of the first `lead` axes
+    once and whole, and parts of the later axes. None for another view."""
     ones = [a for a, n in enumerate(view.value.shape) if n == 1]
     axes: list[int] = []
     for dim in view.effect.dims:
@@ -184,8 +187,8 @@ def _axes(view: View, lead: int) -> list[int] | None:
 
 
 def on_stack(stored: View, lead: int, dims: Sequence[Dim], start: Sequence[int]) -> View | None:
-    """Dimensions of stored[index], which has `lead` axes in the place of the stack's first, as a
-    view [G, dims...] of the stack; None where they are not of each matrix alone."""
+    """Returns dimensions of stored[index], which has `lead` axes instead of the stack's first, as a
+    view [G, dims...] of the stack; None if they are not dimensions of each matrix."""
     if any(start[:lead]) or any(a.axis is None or a.axis < lead for d in dims for a in d):
         return None
     first = effects.identity(stored.shape).dims[0]
@@ -195,7 +198,7 @@ def on_stack(stored: View, lead: int, dims: Sequence[Dim], start: Sequence[int])
 
 
 def _with_bias(gemm: ExpertGemm, add: Value, value: Value) -> ExpertGemm | None:
-    """gemm + bias[experts], either way round."""
+    """Returns gemm + bias[experts], in either order; else None."""
     if len(add.operands) != 2 or add.kwargs.get("alpha", 1) != 1:
         return None
     others = [v for v in add.operands if v.value is not value]
@@ -219,9 +222,10 @@ def _with_bias(gemm: ExpertGemm, add: Value, value: Value) -> ExpertGemm | None:
 
 
 def _repeated_bias(view: View, gemm: ExpertGemm) -> View | None:
-    """bias [E, N] of rows in groups, each expert's repeated for the rows that end at its own end:
+    """Returns the bias [E, N] of rows in groups, if each expert's is repeated for the rows up to
+    its own end:
 
-    repeat_interleave(bias, counts), or of cat(bias, zeros), cat(counts, what is left of rows)
+        repeat_interleave(bias, counts), or of cat(bias, zeros), cat(counts, rows that are left)
     """
     value, ends = view.value, None if gemm.ends is None else gemm.ends.value
     if value.op != "aten.repeat_interleave" or not view.is_whole or value.argument(2, "dim") != 0:
@@ -242,7 +246,8 @@ def _repeated_bias(view: View, gemm: ExpertGemm) -> View | None:
 
 
 def _joined(view: View) -> View | None:
-    """The first of two tensors that are joined along their first dimension, the second of one."""
+    """Returns the first of two tensors that are joined along their first dimension, of which the
+    second has length one."""
     value = view.value
     if value.op != "aten.cat" or not view.is_whole or value.argument(1, "dim", 0) != 0:
         return None

@@ -1,4 +1,4 @@
-"""Linears with bias, clamp and adapters, and which of their columns a view takes.
+"""Linears with bias, clamp and adapters, and the columns of them that a view takes.
 
     y    = clamp(x @ weight^T * scale + bias + deltas)     x [tokens..., K], weight [N, K], bias [N]
     view = some of y's columns, in dimensions of their own
@@ -36,10 +36,10 @@ from tilewright.patterns.recognise.ranks import collective_of
 
 @dataclass(frozen=True)
 class Path:
-    """How a pattern's misses name the path from a linear to what reads it.
+    """Names of the path from a linear to its reader, for a pattern's misses.
 
-    code: no linear was found. masked: a boolean mask selects rows on the path; empty: `code`.
-    reader: what reads the result, in words. hint: of misses that have none of their own.
+    code: for no linear. masked: for a boolean mask that selects rows on the path; empty: `code`.
+    reader: the reader of the result, in words. hint: for misses that have none of their own.
     """
 
     code: str
@@ -51,8 +51,8 @@ class Path:
 
 #: The first of some columns, their number, and the distance from one to the next.
 Columns = tuple[Size, Size, int]
-#: The delta of an adapter that a view is (a `LoraDelta` of `patterns/lora/delta.py`), or None:
-#: passed in by families whose op takes adapters.
+#: Returns the delta of an adapter that a view is (a `LoraDelta` of `patterns/lora/delta.py`), or
+#: None. Families whose op takes adapters pass it in.
 MatchDelta = Callable[[View], Any]
 
 
@@ -60,8 +60,8 @@ MatchDelta = Callable[[View], Any]
 class Linear:
     """clamp(x @ weight^T * scale + bias + deltas, -clip, clip), all but the product optional.
 
-    value: the last of these. layout: its dimensions on the gemm's axes [tokens..., N].
-    bias, scale: [n], of the columns from `bias_first` or `scale_first` on. clip: 0 for none.
+    value: the last of these. layout: its dimensions on the gemm's axes [tokens..., N]. bias, scale:
+    [n], for the columns from `bias_first` or `scale_first` on. clip: 0 for none.
     """
 
     gemm: Gemm
@@ -82,9 +82,9 @@ class Linear:
 
 
 def match_linear(value: Value, path: Path, match_delta: MatchDelta | None = None) -> Linear:
-    """The linear that ends at `value`; raises Reject, naming what stands in the way.
+    """Returns the linear that ends at `value`; raises Reject, naming the obstacle.
 
-    match_delta: recognises the adapters' deltas that may be added; None: none may.
+    match_delta: recognises adapters' deltas that may be added; None: none may.
     """
     return _Search(path, match_delta).run(value)
 
@@ -106,7 +106,7 @@ class LinearColumns:
 
     @property
     def x(self) -> View:
-        """The activation, its tokens as the view has them: [tokens..., K]."""
+        """The activation, with the tokens of the view: [tokens..., K]."""
         x = self.linear.gemm.x
         hidden = effects.identity(x.shape).dims[-1]
         start = (*self.layout.start[:-1], 0)
@@ -119,7 +119,7 @@ class LinearColumns:
 
     @property
     def weight_scale(self) -> View | None:
-        """What their codes are multiplied with, [columns..., K]."""
+        """The scale of their codes, [columns..., K]."""
         scale = self.linear.gemm.weight_scale
         return None if scale is None else self._rows(scale, 0)
 
@@ -131,7 +131,7 @@ class LinearColumns:
 
     @property
     def scale(self) -> View | None:
-        """What the sums of codes are multiplied with, [columns...]."""
+        """The scale of the sums of codes, [columns...]."""
         scale = self.linear.scale
         return None if scale is None else self._rows(scale, self.linear.scale_first)
 
@@ -150,9 +150,11 @@ class LinearColumns:
 
 
 def match_columns(view: View, bare: bool = False) -> LinearColumns | None:
-    """The columns of one linear that `view` [tokens..., columns...] is; None for another view.
+    """Returns the columns of one linear that `view` [tokens..., columns...] is; None for another
+    view.
 
-    bare: of a product alone, or `F.linear`. Raises InexpressibleError where the views between are.
+    bare: only for a product alone, or `F.linear`. Raises InexpressibleError if a view in between
+    does.
     """
     gemm = match_gemm(view.value)
     if gemm is not None:
@@ -181,7 +183,7 @@ _READABLE = (
 
 
 def unread(value: Value, what: str) -> tuple[str, str]:
-    """Why an :func:`unread_product`, which computes `what`, is not read, and what to do."""
+    """Returns why an :func:`unread_product`, which computes `what`, is not read, and what to do."""
     named = f"{operator_of(value)} computes the {what}"
     if value.op.startswith("aten."):
         return f"{named}, with scales or operands in a form that is not read", (
@@ -190,13 +192,14 @@ def unread(value: Value, what: str) -> tuple[str, str]:
     return f"{named}, an operator whose arithmetic is not known", _READABLE
 
 
-# Of a linear that is looked for and need not be there: why it is not is never read.
+# For an optional linear, whose miss is never shown.
 _UNNAMED = Path("UNSUPPORTED", Stage.ANCHORED, "its reader")
 _UNSAID = Miss("", _UNNAMED.code, _UNNAMED.stage, "no linear")
 
 
 def rows_of(tensor: View, dims: Sequence[Dim], first: int) -> View:
-    """Rows of a weight [N, ...] or bias [N], in dimensions that walk its axis 0 from `first` on."""
+    """Returns rows of a weight [N, ...] or bias [N], in dimensions that walk its axis 0 from
+    `first` on."""
     rest = effects.identity(tensor.shape).dims[1:]
     return tensor.through(Effect((*dims, *rest), (first, *(0 for _ in tensor.shape[1:]))))
 
@@ -209,8 +212,8 @@ def holds_all_tokens(layout: Effect, rank: int, tokens: Sequence[Size]) -> bool:
 
 
 def columns_along(part: View, axis: int) -> Columns | None:
-    """(first, how many, step) of the columns, along `axis` of a value, that a view of it takes of
-    every row, the rows in their order and the columns in a dimension; None for another view."""
+    """Returns (first, number, step) of the columns, along `axis` of a value, that a view takes of
+    every row, with the rows in order and the columns in one dimension; None for another view."""
     place = [i for i, dim in enumerate(part.effect.dims) if any(a.axis == axis for a in dim)]
     if len(place) != 1 or len(part.effect.dims[place[0]]) != 1:
         return None
@@ -265,7 +268,7 @@ class _Search:
         self.refuse(value)
 
     def inner(self, value: Value, product: View) -> Linear | None:
-        """The linear of an operand that has the result's shape."""
+        """Returns the linear of an operand that has the result's shape; else None."""
         if value.shape != product.shape:
             return None
         try:
@@ -282,7 +285,7 @@ class _Search:
         return found and replace(linear, bias=found[0], bias_first=found[1])
 
     def scaled(self, value: Value, product: View, scale: View) -> Linear | None:
-        """Codes are multiplied as they are, and their sums scaled by output feature."""
+        """Handles codes that are multiplied directly, with sums scaled by output feature."""
         linear = self.inner(value, product)
         if linear is None or linear.scale is not None or linear.bias is not None:
             return None
@@ -292,7 +295,8 @@ class _Search:
         return found and replace(linear, scale=found[0], scale_first=found[1])
 
     def adapted(self, value: Value, product: View, other: View) -> Linear | None:
-        """The delta of a low-rank adapter of the same activation is added, column by column."""
+        """Handles the delta of a low-rank adapter of the same activation, added column by
+        column."""
         delta = None if self.match_delta is None else self.match_delta(other)
         if delta is None or product.shape != other.shape:
             return None
@@ -323,7 +327,7 @@ class _Search:
         low, high = clamp_bounds(value) or (None, None)
         bounds = " .. ".join(str(b.value if isinstance(b, View) else b) for b in (low, high))
         if not (isinstance(low, (int, float)) and isinstance(high, (int, float))):
-            low = high = 0  # no numbers
+            low = high = 0  # not numbers
         if low != -high or high <= 0 or inner.clip:
             reject(
                 "UNSUPPORTED",
@@ -362,7 +366,7 @@ class _Search:
 
 
 def _is_taken_by_input(value: Value) -> bool:
-    """Whether a value is parts of a projection, not its rows, at positions that are an input."""
+    """Whether a value takes parts of a projection, not rows, at positions that are an input."""
     if value.op != "aten.index" or not value.args[0].value.projected:
         return False
     return any(
@@ -371,7 +375,7 @@ def _is_taken_by_input(value: Value) -> bool:
 
 
 def _is_scaled_by_constant(value: Value) -> bool:
-    """Whether a value is a projection times, or over, one number that no input decides."""
+    """Whether a value is a projection times, or over, one number that depends on no input."""
     if value.op not in ("aten.mul", "aten.div"):
         return False
     scaled = [v for v in value.operands if v.value.projected]
@@ -391,7 +395,7 @@ def _through(inner: Linear, operand: View, value: Value) -> Linear:
 
 
 def _by_column(vector: View, linear: Linear) -> tuple[View, int] | None:
-    """A number per output feature [n], and the first feature that they belong to."""
+    """Returns a number per output feature [n], and the first of these features; else None."""
     try:
         return bias_rows(vector, linear.layout, linear.gemm.feature)
     except effects.InexpressibleError:
@@ -399,5 +403,5 @@ def _by_column(vector: View, linear: Linear) -> tuple[View, int] | None:
 
 
 def same_floats(one: View, other: View) -> bool:
-    """Whether two tensors are the same but for casts between floating types."""
+    """Whether two tensors are equal, ignoring casts between floating types."""
     return equal_values(strip_casts(one)[0], strip_casts(other)[0])

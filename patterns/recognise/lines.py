@@ -1,7 +1,7 @@
-"""Integers that are linear functions of their own indices, and what comparisons of them say.
+"""Integers that are linear functions of their own indices, and the results of comparing them.
 
-`arange`, differences, running sums and gathers of these give such integers; a mask that compares
-them is decided, or is one comparison, before any number is known.
+`arange`, differences, running sums and gathers of these give such integers. A mask that compares
+them can be decided, or reduced to one comparison, before any number is known.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Truth = bool | Compared | None
 
 
 def line_of(view: View) -> Line | None:
-    """A view of integers as a linear function of its indices."""
+    """Returns a view of integers as a linear function of its indices; else None."""
     inner = _LINES.get(view.value.op, _filled)(view.value)
     return None if inner is None else _seen_through(inner, view.effect)
 
@@ -68,7 +68,7 @@ def _seen_through(line: Line, effect: Effect) -> Line | None:
 
 
 def line_of_operand(view: View, item: Any) -> Line | None:
-    """One operand of an element-wise value, as a view of that value sees it."""
+    """Returns the line of one operand of an element-wise value, as a view of that value sees it."""
     if isinstance(item, View):
         return line_of(view.of_operand(item))
     whole = isinstance(item, int) and not isinstance(item, bool)
@@ -76,7 +76,7 @@ def line_of_operand(view: View, item: Any) -> Line | None:
 
 
 def sum_lines(one: Line, other: Line, sign: int) -> Line:
-    """one + sign * other."""
+    """Returns one + sign * other."""
     slopes = (a + sign * b for a, b in zip(one.slopes, other.slopes, strict=True))
     return Line(one.offset + sign * other.offset, tuple(slopes))
 
@@ -111,7 +111,7 @@ def _filled(value: Value) -> Line | None:
 
 
 def _diff(value: Value) -> Line | None:
-    """diff(x, dim, prepend=p): the slope of x along dim, where p continues it backwards."""
+    """Handles diff(x, dim, prepend=p): the slope of x along dim, if p continues x backwards."""
     x, before = value.args[0], value.kwargs.get("prepend")
     other = set(value.kwargs) - {"prepend", "dim"}
     if len(value.args) != 1 or other or not isinstance(before, View):
@@ -129,7 +129,7 @@ def _diff(value: Value) -> Line | None:
 
 
 def _running_sum(value: Value) -> Line | None:
-    """The running sum of one number."""
+    """Handles the running sum of one number."""
     if len(value.args) + len(value.kwargs) != 2 or value.dtype not in INTEGERS:
         return None
     dim = value.argument(1, "dim", -1) % len(value.shape)
@@ -141,7 +141,8 @@ def _running_sum(value: Value) -> Line | None:
 
 
 def same_everywhere(view: View) -> Size | None:
-    """The one integer that a view holds, 1 of True; None where it is not known, or not one."""
+    """Returns the one integer that a view holds, 1 for True; None if it is not known, or not
+    one."""
     if view.value.dtype == torch.bool:
         truth = truth_of(view)
         return int(truth) if isinstance(truth, bool) else None
@@ -150,7 +151,7 @@ def same_everywhere(view: View) -> Size | None:
 
 
 def _gathered(value: Value) -> Line | None:
-    """x[i, j, ...] with an index tensor for every dimension of x."""
+    """Handles x[i, j, ...] with an index tensor for every dimension of x."""
     base, indices = value.args
     if [dim for dim, _ in indices] != list(range(len(base.shape))):
         return None
@@ -165,7 +166,7 @@ def _gathered(value: Value) -> Line | None:
         if slope == 0:
             continue
         if not isinstance(index, View) or index.value.dtype not in INTEGERS:
-            return None  # bool and uint8 choose rows, and do not count them
+            return None  # bool and uint8 select rows rather than index them
         at = line_of_operand(value.whole, index)
         # A negative index would count from the end.
         if at is None or not _never_negative(at):
@@ -193,12 +194,12 @@ _LINES: dict[str, Callable[[Value], Line | None]] = {
 
 
 def is_of_bits(value: Value) -> bool:
-    """Whether a bitwise operation is one of integers: `~1` is not zero, so as true as 1 is."""
+    """Whether a bitwise operation is on integers: `~1` is not zero, so it is as true as 1."""
     return value.op.startswith("aten.bitwise_") and value.dtype != torch.bool
 
 
 def truth_of(view: View) -> Truth:
-    """What a boolean tensor says, broadcast dimensions kept."""
+    """Returns the truth of a boolean tensor, keeping broadcast dimensions."""
     value = view.value
     if is_of_bits(value):
         return None
@@ -223,7 +224,7 @@ def _both(one: Truth, other: Truth) -> Truth:
 
 
 def negated(truth: Truth) -> Truth:
-    """not (low <= high + slack) is high <= low - slack - 1."""
+    """Negates: not (low <= high + slack) is high <= low - slack - 1."""
     if isinstance(truth, Compared):
         return Compared(truth.high, truth.low, -truth.slack - 1)
     return None if truth is None else not truth
@@ -234,7 +235,7 @@ _JOINED: dict[str, Callable[[Truth, Truth], Truth]] = {
     "aten.logical_and": _both,
 }
 
-#: op -> (whether its operands change sides, slack): a <= b, a < b, a >= b, a > b.
+#: op -> (whether its operands swap sides, slack): a <= b, a < b, a >= b, a > b.
 _ORDERS = {
     "aten.le": (False, 0),
     "aten.lt": (False, -1),
@@ -269,7 +270,7 @@ def _holds_integers(item: Any) -> bool:
 
 
 def _difference(view: View) -> Size | None:
-    """The difference of an element-wise value's operands, where it is the same everywhere."""
+    """Returns the difference of an element-wise value's operands, if it is the same everywhere."""
     lines = [line_of_operand(view, item) for item in view.value.args]
     if any(line is None for line in lines):
         return None

@@ -1,8 +1,9 @@
-"""What an attention mask says: which keys a query sees, read off the expressions that compute it.
+"""The meaning of an attention mask: the keys that a query sees, read from the expressions that
+compute the mask.
 
-`arange(K) <= positions[:, None]` is causal by position; with `arange(K) > positions[:, None] - n`
-it is a sliding window, and `padding[:, None, None]` hides keys besides. Indices that are counted,
-and comparisons of them, are read by `lines`.
+`arange(K) <= positions[:, None]` is causal by position; together with `arange(K) > positions[:,
+None] - n` it is a sliding window, and `padding[:, None, None]` hides further keys. `lines` reads
+counted indices and comparisons of them.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ from tilewright.patterns.recognise.lines import (
 
 @dataclass(frozen=True)
 class Visible:
-    """Which keys j a query at position p sees.
+    """The keys j that a query at position p sees.
 
     mask: "none": all; "causal": j <= p; "sliding_window": p - window < j <= p; "chunked": j <= p
     and j // window == p // window. positions: p of each query, [S], or [B * S]; None: p is i for
-    query i. padding: [B or 1, 1, 1, K], bool: besides, a key is seen only where it is True.
+    query i. padding: [B or 1, 1, 1, K], bool: a key must also be True here to be seen.
     """
 
     mask: str
@@ -55,12 +56,12 @@ class Visible:
 
 @dataclass
 class _Terms:
-    """What a mask is the conjunction of; j a key's place.
+    """The terms whose conjunction a mask is; j is a key's index.
 
-    upper: j <= the numbers + the size; None for the numbers: query i's place i. lower: j >= them.
-    chunks: j // the int == them // the int. padding: of keys alone, and whether it is True where
-    one is seen. rows: of a table with so many rows the numbers are rows, negative ones counted from
-    its end. queries: how many there are. whole: whether these are all.
+    upper: j <= the numbers + the size; None for the numbers: query i's index i. lower: j >= them.
+    chunks: j // the int == them // the int. padding: depends only on keys; and whether it is True
+    where one is seen. rows: the numbers index rows of a table with this many rows; negative ones
+    count from its end. queries: how many there are. whole: whether these are all terms.
     """
 
     queries: Size
@@ -75,10 +76,10 @@ class _Terms:
 def visible_by(
     mask: View, batch: Size, queries: Size, sees: bool = True, added: bool = False
 ) -> Visible | None:
-    """What a mask [B or 1, H or 1, S or 1, K] says to `batch` times `queries` queries: a boolean
-    one, or one that is `added` to the logits, of floats that are zero or minus infinity.
+    """Returns the meaning of a mask [B or 1, H or 1, S or 1, K] for `batch` times `queries`
+    queries: a boolean mask, or one of zeros and minus infinities that is `added` to the logits.
 
-    sees: a key is seen where a boolean mask is that. None: it cannot be said.
+    sees: the value of a boolean mask for a key that is seen. None: the meaning is not known.
     """
     terms = _Terms(queries)
     dtype = mask.value.dtype
@@ -122,20 +123,20 @@ def _visible(terms: _Terms, mask: View, batch: Size, queries: Size) -> Visible |
 
 
 def _joined(padding: Sequence[tuple[View, bool]]) -> View | Computed | None:
-    """True where all terms show a key."""
+    """Returns a mask that is True where all terms show a key."""
     shown = [view if sees else Computed("invert", (view,)) for view, sees in padding]
     return reduce(lambda a, b: Computed("bitwise_and", (a, b)), shown) if shown else None
 
 
 def _counted(first: Size, queries: Size, mask: View) -> Computed | None:
-    """first + i for each query i; None where that is i."""
+    """Returns first + i for each query i; None if that is i."""
     if first == 0:
         return None
     return Computed("arange", (first, first + queries), (("device", mask.value.device),))
 
 
 def _positions(high: View, shift: Size, batch: Size, queries: Size) -> View | Computed | None:
-    """The numbers + shift for each query; None where they count the queries."""
+    """Returns the numbers + shift for each query; None if they count the queries."""
     line = line_of(high)
     steps = (0, 0, 0 if queries == 1 else 1, 0)
     if line is not None and line.slopes == steps and line.offset + shift == 0:
@@ -145,7 +146,7 @@ def _positions(high: View, shift: Size, batch: Size, queries: Size) -> View | Co
 
 
 def _numbers(high: View, batch: Size, queries: Size) -> View:
-    """[S] or, where sequences differ, [B * S]."""
+    """Returns the numbers as [S] or, if sequences differ, [B * S]."""
     of_batch, _, of_query, _ = high.effect.dims
     both = Effect((*effects.once((of_batch,)), of_query), high.effect.start)
     lead = 1 if effects.repeats(of_batch) else batch
@@ -160,7 +161,7 @@ _OR = {"aten.bitwise_or", "aten.logical_or"}
 
 
 def _collect(view: View, sees: bool, terms: _Terms) -> None:
-    """Adds the terms of which a mask is the conjunction, or of whose opposite it is."""
+    """Adds the terms whose conjunction a mask, or its opposite, is."""
     value = view.value
     if is_of_bits(value):
         terms.whole = False
@@ -201,7 +202,8 @@ class _SortedOut:
 
 
 def _sorted_out(item: Any, sign: int) -> _SortedOut | None:
-    """Integers times a sign by what they are of; None where they are of anything else."""
+    """Splits integers times a sign into parts by key, by query and constant; None if they depend on
+    anything else."""
     if isinstance(item, int) and not isinstance(item, bool):
         return _SortedOut(0, sign * item, ())
     if not isinstance(item, View):
@@ -225,7 +227,7 @@ def _sorted_out(item: Any, sign: int) -> _SortedOut | None:
 
 
 def _add_chunks(view: View, sees: bool, terms: _Terms) -> bool:
-    """j // size == p // size."""
+    """Adds the term j // size == p // size."""
     value = view.value
     if value.op != ("aten.eq" if sees else "aten.ne") or len(value.operands) != 2:
         return False
@@ -240,13 +242,13 @@ def _add_chunks(view: View, sees: bool, terms: _Terms) -> bool:
 
 
 def _quotient(view: View) -> tuple[View, int] | None:
-    """(x, n) of x // n."""
+    """Returns (x, n) of x // n; else None."""
     found = floor_quotient(view.value) if view.value.dtype in INTEGERS else None
     return None if found is None else (view.of_operand(found[0]), found[1])
 
 
 def _add_padding(view: View, sees: bool, terms: _Terms) -> bool:
-    """A term that is the same for every head and query."""
+    """Adds a term that is the same for every head and query."""
     if len(view.shape) != 4 or view.value.dtype != torch.bool:
         return False
     _, heads, queries, keys = view.effect.dims
@@ -257,7 +259,7 @@ def _add_padding(view: View, sees: bool, terms: _Terms) -> bool:
 
 
 def _key_offset(view: View) -> int | None:
-    """n of numbers that are n + j at every key j."""
+    """Returns n for numbers that are n + j at every key j; else None."""
     line = line_of(view)
     if line is None or not isinstance(line.offset, int):
         return None
@@ -273,7 +275,7 @@ def _is_of_queries(view: View) -> bool:
 
 
 def _apart(one: View | None, other: View | None, more: int = 0) -> int | None:
-    """one - other + more where that is the same everywhere."""
+    """Returns one - other + more if that is the same everywhere; else None."""
     if one is None or other is None:
         return more if one is other else None
     (a, m), (b, n) = _shifted(one), _shifted(other)
@@ -287,7 +289,7 @@ def _apart(one: View | None, other: View | None, more: int = 0) -> int | None:
 
 
 def _shifted(view: View) -> tuple[View, int]:
-    """(x, n) of integers x + n, what repeats left out."""
+    """Returns (x, n) of integers x + n, without dimensions that only repeat."""
     shift = 0
     while view.value.op in ("aten.add", "aten.sub") and len(view.value.args) == 2:
         if view.value.dtype not in INTEGERS:
@@ -307,7 +309,7 @@ def _shifted(view: View) -> tuple[View, int]:
 
 @dataclass(frozen=True)
 class _Triangle:
-    """What is not zero of a matrix of one number. lower: j <= i + diagonal, else j >= it."""
+    """The nonzero part of a matrix of one number. lower: j <= i + diagonal, else j >= it."""
 
     lower: bool
     diagonal: int
@@ -315,7 +317,7 @@ class _Triangle:
 
 
 def _triangle(value: Value) -> _Triangle | None:
-    """tril or triu of a matrix of one number."""
+    """Returns the triangle of tril or triu of a matrix of one number; else None."""
     if value.op not in ("aten.tril", "aten.triu") or len(value.shape) != 2:
         return None
     diagonal = value.argument(1, "diagonal", 0)
@@ -326,7 +328,7 @@ def _triangle(value: Value) -> _Triangle | None:
 
 
 def _number(view: View) -> float | None:
-    """The one number of a tensor, 1 of True."""
+    """Returns the one number of a tensor, 1 for True; else None."""
     made = filled_with(view)
     if made is not None:
         return made
@@ -335,7 +337,7 @@ def _number(view: View) -> float | None:
 
 
 def _add_triangle(view: View, sees: bool, terms: _Terms) -> bool:
-    """Triangles of True, whole or in part, and rows of them: table[positions]."""
+    """Adds triangles of True, whole or in part, and rows of them: table[positions]."""
     value = view.value
     if value.op in ("aten.index", "aten.index_select"):
         return _add_rows(view, sees, terms)
@@ -346,7 +348,7 @@ def _add_triangle(view: View, sees: bool, terms: _Terms) -> bool:
 
 
 def _add_part(view: View, found: _Triangle, sees: bool, first: Size, terms: _Terms) -> bool:
-    """A triangle over queries and keys, its columns those from `first` on."""
+    """Adds a triangle over queries and keys, with its columns from `first` on."""
     *lead, queries, keys = effects.once(view.effect.dims)
     by_row = len(queries) == 1 and queries[0].axis == 0 and queries[0].step == 1
     by_row |= terms.queries == 1 and not queries
@@ -361,7 +363,7 @@ def _add_part(view: View, found: _Triangle, sees: bool, first: Size, terms: _Ter
 def _add_limit(
     numbers: View | None, shift: Size, found: _Triangle, sees: bool, terms: _Terms
 ) -> None:
-    """j <= row + diagonal, or >=, or the opposite; row: the numbers + shift."""
+    """Adds j <= row + diagonal, or >=, or the opposite; row: the numbers + shift."""
     if found.lower == sees:
         terms.upper.append((numbers, shift + found.diagonal - (0 if sees else 1)))
     else:
@@ -401,7 +403,8 @@ def _add_rows(view: View, sees: bool, terms: _Terms) -> bool:
 
 
 def _triangles(table: Value, sees: bool) -> list[_Triangle]:
-    """Triangles of True whose intersection (of hidden keys: union) a matrix is; none: it is not."""
+    """Returns triangles of True whose intersection (for hidden keys, union) a matrix is; empty if
+    it is not."""
     found = _triangle(table)
     if found is not None:
         return [found] if found.number == 1 else []
@@ -419,7 +422,7 @@ _HIDDEN = float("-inf")
 
 
 def _add_numbers(view: View, terms: _Terms) -> bool:
-    """Zero where a key is seen, minus infinity where not."""
+    """Adds a mask that is zero where a key is seen, and minus infinity elsewhere."""
     value = view.value
     if is_float_cast(value):
         return _add_numbers(view.of_operand(value.operands[0]), terms)
@@ -437,7 +440,8 @@ def _add_numbers(view: View, terms: _Terms) -> bool:
 
 
 def _hiding(value: Value) -> tuple[View, bool] | None:
-    """(condition, whether a key is seen where it is True) of where and masked_fill."""
+    """Returns (condition, whether a key is seen where it is True) of where and masked_fill; else
+    None."""
     chosen = chosen_by_mask(value)
     if chosen is None or chosen[0].value.dtype != torch.bool:
         return None
@@ -450,7 +454,7 @@ _TWO = [sorted(map(repr, (zero, _HIDDEN))) for zero in (0, 0.0)]
 
 
 def _add_joined(view: View, terms: _Terms) -> bool:
-    """Zeros for the keys that a cache has, then a triangle for the new ones."""
+    """Adds zeros for the keys of a cache, followed by a triangle for the new ones."""
     pieces, axis = view.value.args
     if len(pieces) != 2 or axis != len(view.value.shape) - 1 or axis != 1:
         return False
@@ -458,13 +462,13 @@ def _add_joined(view: View, terms: _Terms) -> bool:
     found = _triangle(new.value)
     if found is None or found.number != _HIDDEN or _number(zeros) != 0 or not new.is_whole:
         return False
-    # Above the diagonal no key of the cache would be hidden.
+    # Above the diagonal, no key of the cache would be hidden.
     if found.lower or found.diagonal < 1:
         return False
     return _add_part(view, found, False, zeros.shape[1], terms)
 
 
-#: What one term of a mask may be, the most telling first.
+#: The possible kinds of a term of a mask, the most specific first.
 _KINDS: tuple[Callable[[View, bool, _Terms], bool], ...] = (
     _add_triangle,
     _add_comparison,

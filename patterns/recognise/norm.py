@@ -1,7 +1,6 @@
-"""Recognises norms, of attention heads or of any value, fused or spelled out, with or without casts
-in between: RMS norms and layer norms over the last dimension, with a weight, with `1 + weight`, or
-with none; with a bias where the caller can have one.
-"""
+"""Norms of attention heads or of any value, fused or spelled out, with or without casts in between:
+RMS norms and layer norms over the last dimension, with a weight, with `1 + weight`, or without;
+with a bias if the caller supports it."""
 
 from __future__ import annotations
 
@@ -29,12 +28,13 @@ from tilewright.patterns.language import Reject, Stage, reject
 
 @dataclass(frozen=True)
 class Norm:
-    """(x - mean) / sqrt(mean((x - mean)²) + eps) * (offset + weight) + bias, by the last dimension.
+    """(x - mean) / sqrt(mean((x - mean)²) + eps) * (offset + weight) + bias, over the last
+    dimension.
 
-    kind: `layer`, or `rms`, which subtracts no mean. x: what is normalised, dimensions as the
-    result's. weight, bias: dimensions as x's, those that they do not vary along of length one; None
-    where there is none. factor: `offset + weight` as the graph computes it. width: length of the
-    normalised dimension.
+    kind: `layer`, or `rms`, which subtracts no mean. x: the input, with dimensions like the
+    result's. weight, bias: with dimensions like x's, of length one where they do not vary; or None.
+    factor: `offset + weight` as the graph computes it. width: the length of the normalised
+    dimension.
     """
 
     kind: str
@@ -49,9 +49,10 @@ class Norm:
 
 
 def match_norm(head: View, stage: Stage = Stage.K_PATH, biased: bool = False) -> Norm | None:
-    """The norm whose result is `head`, heads of a projection or any other value, or None.
+    """Returns the norm whose result is `head`, heads of a projection or any other value, or None.
 
-    biased: it may have a bias; else Reject (UNSUPPORTED) is raised at `stage` for one that has.
+    biased: whether it may have a bias; otherwise raises Reject (UNSUPPORTED) at `stage` for one
+    that has.
     """
     found = _match_norm(head) if _NORM.may_match(head) else None
     if found is not None and found.bias is not None and not biased:
@@ -67,7 +68,7 @@ def match_norm(head: View, stage: Stage = Stage.K_PATH, biased: bool = False) ->
 
 
 def norm_of(value: View) -> Norm | None:
-    """The norm whose result `value` is, with a bias or without; None for anything else."""
+    """Returns the norm whose result `value` is, with or without a bias; None for anything else."""
     try:
         return match_norm(value, biased=True)
     except (Reject, InexpressibleError):
@@ -81,8 +82,8 @@ def _match_norm(head: View) -> Norm | None:
 
 
 def _made(found: Found, head: View) -> Norm | None:
-    """The norm of a match; None where the weight broadcasts what is normalised, or the width is a
-    symbol."""
+    """Returns the norm of a match; None if the weight broadcasts the input, or if the width is
+    symbolic."""
     named, rank = found.bound, len(head.shape)
     width = named["width"]
     if named["x"].shape != head.shape or not isinstance(width, (int, float)):
@@ -102,8 +103,8 @@ def _made(found: Found, head: View) -> Norm | None:
 
 
 def by_runs(norm: Norm) -> Norm:
-    """The norm, each run of `width` numbers in a dimension of its own behind the others; the norm
-    as it is where its weight cannot be viewed so."""
+    """Returns the norm with each run of `width` numbers in a separate last dimension; unchanged if
+    its weight cannot be viewed that way."""
     columns, width = norm.x.shape[-1], norm.width
     if columns == width:
         return norm
@@ -125,7 +126,7 @@ def by_runs(norm: Norm) -> Norm:
 class JoinedNorms:
     """Norms of neighbouring heads, each with its own weight, joined again.
 
-    norm: of all of them, without a weight. weights: [D] of each, in order; () where none has one.
+    norm: of all of them, without a weight. weights: [D] of each, in order; () without any.
     """
 
     norm: Norm
@@ -133,7 +134,7 @@ class JoinedNorms:
 
 
 def match_joined_norms(value: Value, stage: Stage = Stage.K_PATH) -> JoinedNorms | None:
-    """The norms whose results `value` joins along a dimension before the last, or None."""
+    """Returns the norms whose results `value` joins along a dimension before the last, or None."""
     if value.op != "aten.cat" or value.args[1] >= len(value.shape) - 1:
         return None
     pieces, axis = value.args
@@ -170,10 +171,10 @@ def match_joined_norms(value: Value, stage: Stage = Stage.K_PATH) -> JoinedNorms
 
 
 def _given(norm: View) -> tuple[Any, ...] | None:
-    """(x, width, epsilon, weight, bias) of a fused norm over the last dimension."""
+    """Returns (x, width, epsilon, weight, bias) of a fused norm over the last dimension."""
     value = norm.value
     if value.kwargs.get("output", 0) != 0:
-        return None  # mean or inverse root, of the native layer norm
+        return None  # the mean or inverse root of the native layer norm
     layer = value.op != "aten.rms_norm"
     names = ["input", "normalized_shape", "weight", *(["bias"] if layer else []), "eps"]
     given = value.named(*names)
@@ -183,11 +184,11 @@ def _given(norm: View) -> tuple[Any, ...] | None:
         return None
     run = effects.coalesce((Atom(len(value.shape) - 1, 1, width),))
     if not norm.effect.dims or norm.effect.dims[-1][-1:] != run:
-        return None  # the view has the elements of a row elsewhere than side by side
+        return None  # the view does not have the elements of a row side by side
     if eps is None and layer:
         eps = 1e-5
     if eps is None:
-        # PyTorch computes in float32 at least, and takes that type's epsilon.
+        # PyTorch computes in float32 at least, and uses that type's epsilon.
         eps = torch.finfo(torch.promote_types(x.value.dtype, torch.float32)).eps
     return x, width, number_of(eps), given.get("weight"), given.get("bias")
 
@@ -221,7 +222,7 @@ def _over_root(of: Formula, radicand: Formula) -> Formula:
 
 
 def _with_offset(weight: Formula) -> Formula:
-    """A weight, as it is or counted from a number; both stay in the graph."""
+    """Matches a weight, alone or added to a number; both stay in the graph."""
     return aside((number("offset") + weight | weight).named("factor"))
 
 
@@ -251,7 +252,7 @@ _NORM = _UNBIASED | _fused(_ANY_FACTOR | ABSENT, _ANY_BIAS) | _BIAS + _UNBIASED
 
 
 def _aligned(vector: View | None, rank: int) -> View | None:
-    """A weight with `rank` dimensions, those that it does not vary along of length one."""
+    """Returns a weight with `rank` dimensions, of length one where it does not vary."""
     if vector is None:
         return None
     dims = effects.once(vector.effect.dims)

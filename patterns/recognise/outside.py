@@ -1,7 +1,7 @@
-"""Numbers of experts, or adapters, that name none: what each way of looking one up makes of them,
-and expert_ids for an op that makes the same of them.
+"""Numbers that name no expert, or adapter: how each kind of lookup treats them, and expert_ids with
+which an op treats them in the same way.
 
-An op takes -1 for no expert, and refuses other numbers from outside.
+An op takes -1 for no expert, and refuses other numbers out of range.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from tilewright.patterns.dataflow import Computed, Value, View
 from tilewright.patterns.effects import Size
 from tilewright.patterns.recognise.routing import is_top_indices, strip_integer_casts
 
-# How many values are asked for their range.
+# The most values that are searched for a range.
 _REACH = 8
 
 
 @dataclass(frozen=True)
 class Outside:
-    """What numbers are from outside of 0 to N - 1.
+    """The treatment of numbers outside of 0 to N - 1.
 
     below, for negative ones: "error"; "none", no expert; "first", expert 0; "last", counted from
-    the last expert, an error where that passes the first; "shifted": they are sorted in front of
-    the others and not counted, so that all rows behind them are read as other experts'.
-    above, for N and up: "error" or "none".
+    the last expert, an error before the first; "shifted": they are sorted before the others and not
+    counted, so that all rows after them are read as other experts'. above, for N and larger:
+    "error" or "none".
     """
 
     below: Literal["error", "none", "first", "last", "shifted"]
@@ -48,7 +48,7 @@ _COUNTED = {
 
 
 def outside_of_ends(ends: View) -> Outside:
-    """What ends of experts' rows, as `match_ends` knows them, make of numbers from outside."""
+    """Returns how ends of experts' rows, found by `match_ends`, treat numbers out of range."""
     value = strip_integer_casts(ends).value
     while value.op in ("aten.cumsum", "aten.sum", "cast"):
         value = value.args[0].value
@@ -57,8 +57,8 @@ def outside_of_ends(ends: View) -> Outside:
 
 
 def both(one: Outside, other: Outside) -> Outside | None:
-    """What two lookups by the same numbers make of those from outside; None for what no op can say:
-    the weight of one expert with the bias of another."""
+    """Returns how two lookups by the same numbers treat those out of range; None for a combination
+    that no op can express: the weight of one expert with the bias of another."""
     ways = {one.below, other.below}
     if "error" in ways:
         below: Any = "error"
@@ -72,10 +72,10 @@ def both(one: Outside, other: Outside) -> Outside | None:
 def experts_argument(
     ids: View, count: Size, outside: Outside, sorted_by: tuple[View, View] | None = None
 ) -> Any:
-    """The expert_ids of an op for what a graph looks up by ids.
+    """Returns the expert_ids of an op for a graph's lookup by ids.
 
-    count: of experts. sorted_by: where each expert's rows end, and the permutation that sorts them;
-    for lookups that count.
+    count: of experts. sorted_by: the end of each expert's rows, and the permutation that sorts
+    them; for lookups that count.
     """
     if outside.below != "shifted" or sorted_by is None or is_natural(ids):
         return _placed(ids, count, outside)
@@ -84,7 +84,7 @@ def experts_argument(
 
 
 def _placed(ids: View, count: Size, outside: Outside) -> Any:
-    """Numbers as an op takes them that knows -1 alone, given what they are from outside."""
+    """Returns numbers for an op that knows only -1, given the treatment of numbers out of range."""
     least, end = _range_of(ids)
     given: Any = ids
     found: Any = ids
@@ -106,7 +106,8 @@ def is_natural(ids: View) -> bool:
 
 
 def _shifted_back(ends: View, permutation: View, ids: View) -> Computed:
-    """The expert whose weight each route of ids meets, by the place where it is sorted to."""
+    """Returns the expert whose weight each route of ids gets, from the place that it is sorted
+    to."""
     options = (("dtype", ends.value.dtype), ("device", ids.value.device))
     (routes,) = permutation.shape
     places = Computed("arange", (routes,), options)
@@ -117,7 +118,8 @@ def _shifted_back(ends: View, permutation: View, ids: View) -> Computed:
 
 
 def _range_of(ids: Any, reach: int = _REACH) -> tuple[int | None, Size | None]:
-    """(0, or None where some may be negative; what all are below, or None where not known)."""
+    """Returns (0, or None if some may be negative; an upper bound of all, exclusive, or None if not
+    known)."""
     if isinstance(ids, (int, float)):
         return (0, int(ids) + 1) if ids >= 0 and int(ids) == ids else (None, None)
     if not isinstance(ids, View) or reach == 0:
@@ -163,7 +165,8 @@ def _remainder(value: Value, reach: int) -> tuple[int | None, Size | None]:
 
 
 def _cast(value: Value, reach: int) -> tuple[int | None, Size | None]:
-    """No cast makes a number that it keeps negative; those that do not fit are not known."""
+    """Handles a cast, which keeps numbers in range from becoming negative; the result is unknown if
+    some may not fit."""
     least, end = _range_of(value.args[0], reach - 1)
     fits = not value.dtype.is_floating_point and isinstance(end, int) and end <= 1 << 31
     wide = value.dtype.itemsize >= 4 and not value.dtype.is_floating_point

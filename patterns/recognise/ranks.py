@@ -1,30 +1,33 @@
-"""What ranks send each other."""
+"""Communication between ranks in a graph."""
 
 from __future__ import annotations
 
 from tilewright.patterns.dataflow import Value, View, upstream
 
-# How a DTensor goes to another placement; where that moves nothing, the graph's view has no value.
+# Calls that move a DTensor to another placement; if that moves nothing, the graph's view has no
+# value for it.
 _PLACED_ANEW = frozenset({"opaque:redistribute", "opaque:full_tensor"})
 _UNWRAPPED = "opaque:to_local"
 
 
 def collective_of(value: Value) -> Value | None:
-    """The collective, or a DTensor's way to another placement, whose result a value is."""
+    """Returns the collective, or the DTensor's redistribution, whose result a value is; else
+    None."""
     if value.op == _UNWRAPPED and value.operands:
         value = value.operands[0].value
     return value if "c10d" in value.op or value.op in _PLACED_ANEW else None
 
 
 def collective_behind(value: Value, reach: int) -> Value | None:
-    """The nearest collective that a value is computed from, `reach` values back at most."""
+    """Returns the nearest collective that a value is computed from, at most `reach` values back."""
     moved = (v for v in upstream(value, reach) if collective_of(v) is not None)
     return next((v for v in moved if "wait_tensor" not in v.op), None)
 
 
 def part_of_a_sum(view: View) -> View | None:
-    """One rank's part of a sum over ranks that is all that `view` is: what was all-reduced or
-    reduce-scattered, or a DTensor of partial sums that was redistributed. None for all else."""
+    """Returns one rank's part of a sum over ranks, if that sum is all that `view` is: the input of
+    an all-reduce or reduce-scatter, or a DTensor of partial sums that was redistributed. None for
+    anything else."""
     found, summed = view, False
     while (moved := collective_of(found.value)) is not None and moved.operands:
         found = moved.operands[0]

@@ -1,8 +1,8 @@
-"""Recognises rotary position embedding by what it computes, not by how it is spelled.
+"""Rotary position embedding, recognised by what it computes, not by its spelling.
 
-`rope_terms` writes every element of the rotated head down as products of elements of the head with
-coefficients; here that table is read: which elements are paired, and which columns of cos and sin
-they take, with which sign.
+`rope_terms` writes every element of the rotated head as products of elements of the head with
+coefficients. This file reads that table: which elements are paired, and which columns of cos and
+sin they take, with which sign.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from tilewright.patterns.recognise.rope_terms import (
 
 @dataclass(frozen=True)
 class Table:
-    """cos or sin as the graph has it.
+    """cos or sin in the graph.
 
-    view: [..., width], dimensions as the rotated head's, width rotary_dim or rotary_dim / 2.
-    part: `real` or `imag` of a complex view. signs: of the first and of the second members of the
-    pairs, relative to x0 * cos - x1 * sin, x1 * cos + x0 * sin. second: the view [..., rotary_dim /
-    2] of the second members, where each member has a table of its own; `view` is then that of the
-    first. alternates: whether the members of a pair are neighbours.
+    view: [..., width], with dimensions like the rotated head's; width is rotary_dim or rotary_dim /
+    2. part: `real` or `imag` of a complex view. signs: of the first and of the second members of
+    the pairs, relative to x0 * cos - x1 * sin, x1 * cos + x0 * sin. second: the view [...,
+    rotary_dim / 2] of the second members, if each member has a table of its own; `view` is then
+    that of the first. alternates: whether the members of a pair are neighbours.
     """
 
     view: View
@@ -55,8 +55,8 @@ class Table:
 
 @dataclass(frozen=True)
 class Rope:
-    """style: `half`, `interleaved` or `interleaved_to_half`. x: the unrotated head, dimensions as
-    the rotated one's."""
+    """A rotation. style: `half`, `interleaved` or `interleaved_to_half`. x: the unrotated head,
+    with dimensions like the rotated one's."""
 
     style: str
     rotary_dim: int
@@ -67,7 +67,7 @@ class Rope:
 
 
 class _Unknown(Exception):
-    """A rotation of a kind that the ops do not have; says why."""
+    """Raised for a rotation of a kind that the ops do not have; says why."""
 
 
 @dataclass(frozen=True)
@@ -81,10 +81,10 @@ class _Pairs:
 
 
 def match_rope(head: View, stage: Stage = Stage.K_PATH, is_addend: IsAddend = never) -> Rope | None:
-    """The rotation whose result is `head` [..., head_dim]; None where there is no rotation.
+    """Returns the rotation whose result is `head` [..., head_dim]; None if there is no rotation.
 
-    is_addend: whether a view is added to what is rotated, and no part of the rotation's own sums.
-    Raises Reject (ROPE_STYLE) at `stage` for a rotation of a kind the ops do not have.
+    is_addend: whether a view is added to the rotated tensor, and is not part of the rotation's own
+    sums. Raises Reject (ROPE_STYLE) at `stage` for a rotation of a kind that the ops do not have.
     """
     if not is_arithmetic(head.value):
         return None
@@ -129,7 +129,8 @@ def _classify(head: View, terms: Sequence[Term], absorbed: tuple[Value, ...]) ->
 
 
 def _rotated(terms: Sequence[Term], first: int, head_dim: int) -> int:
-    """How many elements are rotated: the first ones, each a sum of two products."""
+    """Returns the number of rotated elements: the first ones, each a sum of two products. Raises
+    _Unknown."""
     products, passed = np.zeros(head_dim, dtype=int), np.zeros(head_dim, dtype=bool)
     for term in terms:
         if len(term.leaves) == 2:
@@ -151,7 +152,7 @@ def _rotated(terms: Sequence[Term], first: int, head_dim: int) -> int:
 
 @lru_cache(maxsize=16)
 def _styles(rotary_dim: int) -> dict[str, _Pairs]:
-    """What each style pairs."""
+    """Returns the pairs of each style."""
     i, half = np.arange(rotary_dim), rotary_dim // 2
     second = (i >= half).astype(int)
     other = 2 * (i % half)
@@ -164,7 +165,7 @@ def _styles(rotary_dim: int) -> dict[str, _Pairs]:
 
 @dataclass(frozen=True)
 class _Column:
-    """For each rotated element: which column of a coefficient it takes, and with which sign.
+    """For each rotated element, the column of a coefficient that it takes, and its sign.
 
     leaves: the coefficient of the first and of the second members of the pairs.
     """
@@ -175,7 +176,7 @@ class _Column:
 
 
 def _column(terms: Sequence[Term], x: np.ndarray, second: np.ndarray) -> _Column | None:
-    """The coefficient of x[x[i]] in every element i; None where one has none, or several do.
+    """Returns the coefficient of x[x[i]] in every element i; None if one has none, or several.
 
     second: which member of its pair an element is.
     """
@@ -201,7 +202,8 @@ def _column(terms: Sequence[Term], x: np.ndarray, second: np.ndarray) -> _Column
 
 
 def _table(column: _Column, pairs: _Pairs, style: str) -> Table:
-    """A coefficient's view with its last dimension cut to the columns in use."""
+    """Returns a coefficient's view with its last dimension cut to the columns in use. Raises
+    _Unknown."""
     first, second = (column.sign[pairs.second == member] for member in (0, 1))
     if np.any(first != first[0]) or np.any(second != second[0]):
         raise _Unknown("its signs alternate")
@@ -224,7 +226,7 @@ def _table(column: _Column, pairs: _Pairs, style: str) -> Table:
 
 
 def _table_of_members(column: _Column, pairs: _Pairs, style: str, signs: tuple[int, int]) -> Table:
-    """A table of the first members beside one of the second."""
+    """Returns a table of the first members with one of the second. Raises _Unknown."""
     parts = {leaf.part for leaf in column.leaves}
     if len(parts) != 1:
         raise _Unknown("cos and sin are parts of different numbers")
@@ -239,7 +241,7 @@ def _table_of_members(column: _Column, pairs: _Pairs, style: str, signs: tuple[i
 
 
 def _same_width(cos: Table, sin: Table, rotary_dim: int, style: str) -> tuple[Table, Table]:
-    """Both of one width: the op takes a column per pair, or one per element."""
+    """Returns both tables with equal width: the op takes a column per pair, or one per element."""
     both = (cos, sin)
     if all(t.width == rotary_dim // 2 and t.signs[0] == t.signs[1] for t in both):
         return both
@@ -248,7 +250,7 @@ def _same_width(cos: Table, sin: Table, rotary_dim: int, style: str) -> tuple[Ta
 
 
 def _per_element(table: Table, style: str) -> Table:
-    """A column per pair, repeated for both of its members."""
+    """Returns a column per pair, repeated for both of its members."""
     *lead, last = table.view.effect.dims
     twice = Atom(None, 0, 2)
     both = (*last, twice) if style == "interleaved" else (twice, *last)
@@ -269,10 +271,11 @@ def _x(head: View, leaf: Leaf, first: int, head_dim: int) -> View:
 def table_argument(
     table: Table, layout: Effect, feature: int, tokens: Sequence[Size], stage: Stage
 ) -> View | Computed:
-    """cos or sin as the op takes it: [T or S or 1, width], rows repeating over leading axes.
+    """Returns cos or sin as the op takes it: [T or S or 1, width], rows repeating over leading
+    axes.
 
     layout: the rotated head's dimensions on the product's axes [tokens..., N]. feature: the axis of
-    N. Raises Reject (ROPE_TABLE) at `stage` where the table varies from head to head.
+    N. Raises Reject (ROPE_TABLE) at `stage` if the table varies from head to head.
     """
     rows = _rows(table.view, layout, feature, tokens, stage)
     first, second = table.signs
@@ -289,7 +292,8 @@ def table_argument(
 
 
 def _side_by_side(table: Table, first: View, second: View) -> Computed:
-    """A row of the first members' columns and the second's, by turns where they are neighbours."""
+    """Returns rows with the columns of the first members and of the second, alternating if they are
+    neighbours."""
     count, half = max((first, second), key=lambda view: len(view.effect.dims[0])).shape
     both = zip((first, second), table.signs, strict=True)
     members = [(view.expand(count, half), sign) for view, sign in both]
@@ -300,7 +304,7 @@ def _side_by_side(table: Table, first: View, second: View) -> Computed:
 
 
 def same_table(a: Any, b: Any) -> bool:
-    """Whether two of these arguments hold the same numbers, though computed twice."""
+    """Whether two of these arguments hold the same numbers, even if computed twice."""
     if isinstance(a, View) and isinstance(b, View):
         return equal_values(a, b)
     if isinstance(a, Computed) and isinstance(b, Computed):
@@ -316,19 +320,20 @@ def _signed(rows: View, part: str, sign: int) -> View | Computed:
 
 
 def _is_dense(rows: View, item: View | Computed) -> bool:
-    """Whether neighbouring columns are neighbours in memory, as the op wants them."""
+    """Whether columns are contiguous in memory, as the op requires."""
     last = rows.effect.dims[-1]
     if isinstance(item, Computed):
         return False
     if len(last) != 1 or not rows.value.shape:
-        return True  # built by a copy
+        return True  # a copy builds it
     held = rows.value.node.meta.get("example_value")
     inner = held.stride(-1) if isinstance(held, torch.Tensor) and held.dim() else 1
     return inner == 1 and last == (Atom(len(rows.value.shape) - 1, 1, last[0].length),)
 
 
 def _rows(table: View, layout: Effect, feature: int, tokens: Sequence[Size], stage: Stage) -> View:
-    """A table's token dimensions merged into one, as the op counts tokens."""
+    """Returns a table with its token dimensions merged into one, in the op's order of tokens.
+    Raises Reject."""
     by_axis: dict[int, tuple[Atom, ...]] = {}
     for place, dim in zip(layout.dims[:-1], table.effect.dims[:-1], strict=True):
         axes = [a.axis for a in place]
@@ -353,7 +358,7 @@ def _rows(table: View, layout: Effect, feature: int, tokens: Sequence[Size], sta
 
 
 def _split_tokens(place: tuple[Atom, ...], dim: tuple[Atom, ...]) -> dict[int, tuple[Atom, ...]]:
-    """A table whose token dimension is merged like the heads': its atoms per token axis."""
+    """Splits a token dimension that is merged like the heads': its atoms per token axis."""
     flat = Effect((dim,), (0,) * (1 + max(a.axis or 0 for a in dim)))
     apart = effects.reshape(flat, [a.length for a in place])
     return {a.axis: d for a, d in zip(place, apart.dims, strict=True) if a.axis is not None}

@@ -1,7 +1,7 @@
 """A rotated head, element by element, as a sum of products `sign * x[j] * coefficient[c]`.
 
-The head dimension is small and static, so each spelling (`rotate_half`, chunked halves, strided
-pairs with stack and flatten, complex numbers) comes out as the same table of numbers.
+The head dimension is small and static, so all spellings (`rotate_half`, chunked halves, strided
+pairs with stack and flatten, complex numbers) give the same table of numbers.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from tilewright.patterns.recognise.norm import match_norm
 
 _CONJUGATES = {"aten.conj", "aten._conj", "aten.conj_physical", "aten.resolve_conj"}
 _MAX_TERMS = 8
-# How many products a sum over an axis may have: the members of a pair.
+# The most products in a sum over an axis: the members of a pair.
 _MOST_SUMMED = 2
 
 
 class NotRotation(Exception):
-    """The value is not a sum of products of a head's elements with coefficients."""
+    """Raised for a value that is not a sum of products of a head's elements with coefficients."""
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """A tensor the rotation multiplies or adds, with its last axis left open.
+    """A tensor that the rotation multiplies or adds, with its last axis left open.
 
     rest: its effect without the open dimension. axis: the base axis that the open dimension walks.
     part: `real` or `imag` of a complex tensor, else empty.
@@ -48,7 +48,7 @@ class Leaf:
     part: str = ""
 
     def columns(self, first: Size, count: int, step: int = 1) -> View:
-        """The view whose last dimension takes `count` places of the open axis."""
+        """Returns the view whose last dimension takes `count` places of the open axis."""
         start = list(self.rest.start)
         start[self.axis] = first
         last = effects.coalesce([Atom(self.axis, step, count)])
@@ -72,23 +72,24 @@ _Complex = tuple[list[Term], list[Term]]
 
 
 def never(view: View) -> bool:
-    """No view is added to what is rotated."""
+    """Always False: no view is added to the rotated tensor."""
     return False
 
 
 @dataclass(frozen=True)
 class _Walk:
-    """is_addend: see :func:`head_terms`. absorbed: the arithmetic that was walked through."""
+    """State of a walk. is_addend: see :func:`head_terms`. absorbed: the arithmetic that was walked
+    through."""
 
     is_addend: IsAddend
     absorbed: list[Value] = field(default_factory=list)
 
 
 def head_terms(head: View, is_addend: IsAddend) -> tuple[list[Term], tuple[Value, ...]]:
-    """The terms of a view [..., head_dim], and the values that compute them.
+    """Returns the terms of a view [..., head_dim], and the values that compute them.
 
-    is_addend: whether a view is added to what is rotated: the sum belongs to the head then.
-    Raises NotRotation where they are no sums of products.
+    is_addend: whether a view is added to the rotated tensor; the sum then belongs to the head.
+    Raises NotRotation if the terms are not sums of products.
     """
     walk = _Walk(is_addend)
     try:
@@ -104,10 +105,11 @@ def is_arithmetic(value: Value) -> bool:
 
 
 def _terms(view: View, walk: _Walk) -> list[Term]:
-    """The sum of products that the last dimension of a view of projected data consists of."""
+    """Returns the sum of products that the last dimension of a view of projected data consists
+    of."""
     value = view.value
     if not is_arithmetic(value) or not value.projected or _is_boundary(view, walk):
-        # A cast commutes with a change of places and signs: one side may be cast after it.
+        # A cast commutes with a change of places and signs, so one side may be cast later.
         view, casts = strip_casts(view)
         walk.absorbed.extend(cast for cast in casts if cast not in walk.absorbed)
         leaf, index = _leaf(view)
@@ -126,8 +128,8 @@ def _terms(view: View, walk: _Walk) -> list[Term]:
 
 
 def _is_boundary(view: View, walk: _Walk) -> bool:
-    """Arithmetic that belongs to what is rotated: a bias, a norm's weight, a sum of projections,
-    heads side by side."""
+    """Whether arithmetic belongs to the rotated tensor: a bias, a norm's weight, a sum of
+    projections, joined heads."""
     value = view.value
     if value.op == "aten.cat":
         axis = value.args[1]
@@ -150,7 +152,7 @@ def _is_boundary(view: View, walk: _Walk) -> bool:
 
 
 def summed_axis(value: Value) -> int | None:
-    """The short axis that a sum goes over; None where it goes over another, or over several."""
+    """Returns the short axis of a sum; None if it is over another axis, or several."""
     dims = reduced_dims(value)
     if len(dims) != 1 or keeps_dim(value) or value.dtype != value.operands[0].value.dtype:
         return None
@@ -159,8 +161,8 @@ def summed_axis(value: Value) -> int | None:
 
 
 def _scales_codes(value: Value, product: View) -> bool:
-    """Whether a product is that of codes with their scale: a number per row of the weight, which
-    nothing has scaled before. A rotation of one token has a number per row too."""
+    """Whether a product multiplies unscaled codes by their scale, a number per row of the weight. A
+    rotation of one token also has a number per row."""
     gemm = match_gemm(strip_casts(product)[0].value)
     if gemm is None or gemm.weight_scale is not None:
         return False
@@ -172,7 +174,8 @@ def _scales_codes(value: Value, product: View) -> bool:
 
 
 def _leaf(view: View) -> tuple[Leaf, np.ndarray]:
-    """A view with its last dimension opened: the rest, and the base indices that it takes."""
+    """Returns a view with its last dimension opened, and the base indices that it takes. Raises
+    NotRotation."""
     view = _one_piece(view)
     places = _places(view)
     if len(places) != 1:
@@ -183,9 +186,10 @@ def _leaf(view: View) -> tuple[Leaf, np.ndarray]:
 
 
 def _opened(view: View, axis: int, others: Mapping[int, int]) -> tuple[Leaf, int]:
-    """(a view with one axis of its last dimension open, where it starts on that axis).
+    """Returns (a view with one axis of its last dimension open, its start on that axis). Raises
+    NotRotation.
 
-    others: at which places of further axes that dimension is.
+    others: the places of that dimension on further axes.
     """
     start = list(view.effect.start)
     first, start[axis] = start[axis], 0
@@ -198,7 +202,8 @@ def _opened(view: View, axis: int, others: Mapping[int, int]) -> tuple[Leaf, int
 
 
 def _one_piece(view: View) -> View:
-    """A view of a table that repeats each element, `stack([cos, cos], -1)`, as one of `cos`."""
+    """Returns a view of a table that repeats each element, `stack([cos, cos], -1)`, as one of
+    `cos`."""
     value = view.value
     if value.op != "aten.cat":
         return view
@@ -212,7 +217,7 @@ def _one_piece(view: View) -> View:
 
 
 def joined_axes(value: Value) -> int:
-    """How many trailing axes of pieces side by side are one row of elements: two of a stack, and of
+    """Returns the number of trailing axes that form one row of elements: two for a stack, and for
     pieces that are joined along the axis before the last."""
     if value.op == "aten.view_as_real":
         return 2
@@ -222,8 +227,8 @@ def joined_axes(value: Value) -> int:
 
 
 def _joined_index(view: View, depth: int) -> np.ndarray:
-    """Which elements of the value's last `depth` axes, read as one, a view's last dimension takes;
-    its other dimensions are the value's other axes."""
+    """Returns the elements of the value's last `depth` axes, as one row, that a view's last
+    dimension takes. Its other dimensions must be the value's other axes."""
     value, effect = view.value, view.effect
     rank = len(value.shape)
     inner = range(rank - depth, rank)
@@ -275,8 +280,8 @@ def _where(term: Term, here: np.ndarray) -> Term:
 
 
 def _coefficients(view: View) -> list[tuple[tuple[Leaf, np.ndarray], np.ndarray]]:
-    """A table as leaves of one open axis, each with the elements whose coefficients it holds: a
-    table [pairs, 2] of the members of pairs is two."""
+    """Returns a table as leaves with one open axis, each with the elements whose coefficients it
+    holds. A table [pairs, 2] of the members of pairs becomes two."""
     view = _one_piece(view)
     places = _places(view)
     if len(places) < 2:
@@ -295,8 +300,8 @@ def _coefficients(view: View) -> list[tuple[tuple[Leaf, np.ndarray], np.ndarray]
 
 
 def _places(view: View) -> dict[int, np.ndarray]:
-    """Where each element of a view's last dimension lies on the axes that it walks, the longest
-    axis first."""
+    """Returns the places of a view's last dimension on each axis that it walks, the longest axis
+    first."""
     return _places_along(view.effect.dims[-1] if view.effect.dims else ())
 
 
@@ -312,7 +317,7 @@ def _places_along(last: Dim) -> dict[int, np.ndarray]:
 
 
 def _sum(view: View, walk: _Walk) -> list[Term]:
-    """A sum over a short axis: that of its parts."""
+    """Handles a sum over a short axis, as the sum of its parts."""
     (summed,) = view.value.operands
     axis = summed_axis(view.value)
     assert axis is not None
@@ -348,7 +353,7 @@ _RULES: dict[str, Callable[[View, _Walk], list[Term]]] = {
 
 
 def _cat(value: Value, walk: _Walk) -> list[Term]:
-    """Pieces joined along the last axis, or the one before it, as one row of elements."""
+    """Handles pieces joined along the last axis, or the one before it, as one row of elements."""
     pieces, dim = value.args
     rank, depth = len(value.shape), joined_axes(value)
     if dim not in (rank - 1, rank - 2) or not all(isinstance(n, int) for n in value.shape[-depth:]):
@@ -373,7 +378,7 @@ def _cat(value: Value, walk: _Walk) -> list[Term]:
 
 
 def _interleaved(parts: list[list[Term]]) -> list[Term]:
-    """Element i of part k becomes element i * len(parts) + k."""
+    """Interleaves: element i of part k becomes element i * len(parts) + k."""
     width = len(parts[0][0].factor)
     if any(len(t.factor) != width for terms in parts for t in terms):
         raise NotRotation
@@ -418,7 +423,8 @@ def _merge(terms: list[Term]) -> list[Term]:
 
 
 def _as_real(value: Value, walk: _Walk) -> list[Term]:
-    """`view_as_real`: real and imaginary parts alternate along two dimensions read as one."""
+    """Handles `view_as_real`: real and imaginary parts alternate along two dimensions read as
+    one."""
     return _interleaved(list(_complex(value.operands[0], walk)))
 
 
@@ -429,7 +435,7 @@ _JOINS: dict[str, Callable[[Value, _Walk], list[Term]]] = {
 
 
 def _complex(view: View, walk: _Walk) -> _Complex:
-    """Real and imaginary terms of a view of complex projected data."""
+    """Returns the real and imaginary terms of a view of complex projected data."""
     value = view.value
     if not value.projected:
         raise NotRotation
@@ -449,7 +455,7 @@ def _complex(view: View, walk: _Walk) -> _Complex:
 
 
 def _parts(pairs: View, view: View) -> tuple[View, View]:
-    """Real and imaginary part of a view of `view_as_complex(pairs)`."""
+    """Returns the real and imaginary part of a view of `view_as_complex(pairs)`."""
     last = len(pairs.shape) - 1
     first, second = (pairs.select(last, k) for k in (0, 1))
     if view.is_whole:
@@ -458,7 +464,7 @@ def _parts(pairs: View, view: View) -> tuple[View, View]:
 
 
 def _complex_product(view: View, walk: _Walk) -> _Complex:
-    """(a + ib)(c + is) = (ac - bs) + i(as + bc)."""
+    """Handles (a + ib)(c + is) = (ac - bs) + i(as + bc)."""
     left, right = view.value.operands
     head, turn = (left, right) if left.value.projected else (right, left)
     if turn.value.projected or not turn.value.dtype.is_complex:
@@ -474,7 +480,7 @@ def _complex_product(view: View, walk: _Walk) -> _Complex:
 
 
 def _turn(view: View) -> tuple[tuple[Leaf, np.ndarray], tuple[Leaf, np.ndarray], int]:
-    """(cos, sin, the sign of sin) of complex coefficients that no projection went into."""
+    """Returns (cos, sin, the sign of sin) of complex coefficients that depend on no projection."""
     value = view.value
     if value.op in _CONJUGATES:
         cos, sin, sign = _turn(view.of_operand(value.operands[0]))

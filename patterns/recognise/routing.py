@@ -1,9 +1,9 @@
 """Routing of a mixture of experts: the routes sorted by expert, the rows gathered in that order,
 the end of each expert's rows, and the inverse order.
 
-Each is recognised by what it depends on, in whichever of its spellings, so that a match knows that
-all of them speak of one choice. T tokens, S slots (top-k) per token; a *route* is one slot of one
-token, number t * S + s.
+Each is recognised, in any spelling, by what it depends on, so that a match knows that all belong to
+one choice. T tokens, S slots (top-k) per token; a *route* is one slot of one token, number t * S +
+s.
 """
 
 from __future__ import annotations
@@ -32,10 +32,9 @@ _INDICES = (torch.int32, torch.int64)
 class Order:
     """A permutation that sorts the routes by expert.
 
-    permutation: [T * S], the route at each place of the order; None: the routes' own order.
-    ids: the experts, [T * S] by route.
-    cells: a map [T, E] of routes. Then `permutation` numbers its true cells by expert, e * T + t,
-    and no routes.
+    permutation: [T * S], the route at each place of the order; None: the routes' own order. ids:
+    the experts, [T * S] by route. cells: a map [T, E] of routes; `permutation` then numbers its
+    true cells by expert, e * T + t, instead of routes.
     """
 
     permutation: View | None
@@ -44,13 +43,13 @@ class Order:
 
 
 def flat(view: View) -> View:
-    """The view with all its dimensions in one."""
+    """Returns the view with all its dimensions merged."""
     return view.reshape(effects.product(view.shape))
 
 
 def per_row(view: View) -> View | None:
-    """A number per row [M, 1], or broadcast to [M, N], as [M]; None where it varies by column, and
-    for a single number."""
+    """Returns a number per row [M, 1], or broadcast to [M, N], as [M]; None if it varies by column,
+    and for a single number."""
     if not view.effect.dims:
         return None
     *rows, last = view.effect.dims
@@ -58,13 +57,13 @@ def per_row(view: View) -> View | None:
 
 
 def strip_integer_casts(view: View, below: Size | None = None) -> View:
-    """The view before casts that keep integers what they are; to bool is none, and no op takes
-    indices of fewer than 32 bits.
+    """Returns the view before casts that keep integers unchanged. A cast to bool does not, and no
+    op takes indices of fewer than 32 bits.
 
-    below: for a reader to whom all numbers from `below` up are alike, and all under `-below`.
+    below: for a reader that treats all numbers from `below` up alike, and all under `-below`.
     """
     if view.value.op != "cast":
-        return view  # nearly all
+        return view  # the usual case
     return strip_while(view, lambda value: value.op == "cast" and _keeps_integers(value, below))[0]
 
 
@@ -79,28 +78,29 @@ def _keeps_integers(cast: Value, below: Size | None) -> bool:
         return whole and dtype in _INDICES
     if given not in (torch.bool, *_INDICES) or not dtype.is_floating_point:
         return given in (torch.bool, *_INDICES) and dtype in _INDICES
-    # Rounding keeps numbers in order, so that none from outside of an exact range comes into it.
+    # Rounding is monotonic, so no number from outside of an exact range comes into it.
     ends = [end for end in (below, _end_of(source.value)) if isinstance(end, int)]
     return bool(ends) and min(ends) <= _exact_to(dtype)
 
 
 def _exact_to(dtype: torch.dtype) -> int:
-    """The number up to which a floating-point type holds every integer."""
+    """Returns the number up to which a floating-point type holds every integer."""
     return int(2 / torch.finfo(dtype).eps)
 
 
 def _counts(dtype: torch.dtype) -> bool:
-    """Whether a type counts all routes of a call: as float32 does, up to 2**24."""
+    """Whether a type can count all routes of a call; float32 can, up to 2**24."""
     return dtype in (*_INDICES, torch.float32, torch.float64)
 
 
 def holds_counts(value: Value) -> bool:
-    """Whether a value keeps counts of routes, whole numbers, as they are."""
+    """Whether a value holds counts of routes, whole numbers, exactly."""
     return _counts(value.dtype)
 
 
 def _end_of(value: Value) -> Size | None:
-    """What all numbers of a value are below, none of them negative; None where not known."""
+    """Returns an exclusive upper bound of a value's numbers, none of which is negative; None if not
+    known."""
     if value.dtype == torch.bool or value.op == "aten.one_hot":
         return 2
     if _counts_up(value):
@@ -112,18 +112,18 @@ def _end_of(value: Value) -> Size | None:
 
 
 def is_top_indices(value: Value) -> bool:
-    """Whether a value is the indices of the largest, or smallest, numbers along a last dimension:
-    none is named twice there."""
+    """Whether a value is the indices of the largest, or smallest, numbers along the last dimension,
+    which are distinct."""
     return _is_of_topk(value, 1)
 
 
 def are_largest(value: Value) -> bool:
-    """Whether a value is the largest numbers along a last dimension."""
+    """Whether a value is the largest numbers along the last dimension."""
     return _is_of_topk(value, 0) and takes_largest(value)
 
 
 def takes_largest(topk: Value) -> bool:
-    """Whether a topk takes the largest numbers, and not the smallest."""
+    """Whether a topk takes the largest numbers rather than the smallest."""
     return bool(topk.argument(3, "largest", True))
 
 
@@ -139,7 +139,8 @@ def is_distinct(ids: View) -> bool:
 
 
 def match_order(view: View) -> Order | None:
-    """The order whose permutation `view` is: the indices of a sort of the routes' experts."""
+    """Returns the order whose permutation `view` is, the indices of a sort of the routes' experts;
+    else None."""
     view = strip_integer_casts(view)
     value = view.value
     if value.op not in _ORDER_OUTPUTS or len(value.shape) != 1:
@@ -152,8 +153,8 @@ def match_order(view: View) -> Order | None:
 
 
 def _order_of_cells(view: View) -> Order | None:
-    """The order of a map [T, E] of routes: its cells by expert, of which a stable sort places the
-    true ones first, and of these T * S are taken, S different experts of each token."""
+    """Returns the order of a map [T, E] of routes: its cells by expert. A stable sort places the
+    true ones first, and T * S of these are taken, S different experts of each token. Else None."""
     value = view.value
     source = by_cell(value.args[0], of_ones=True)
     ids = None if source is None else scattered_ones(source.value)
@@ -166,10 +167,10 @@ def _order_of_cells(view: View) -> Order | None:
 
 
 def by_cell(view: View, of_ones: bool = False) -> View | None:
-    """[T, E] of which a view [E * T] holds the cells by expert; None where it holds others.
+    """Returns [T, E] for a view [E * T] that holds its cells by expert; None for another view.
 
-    Copies and casts between floating-point types are left out; of_ones: of zeros and ones, which
-    are those in any type, all casts.
+    Ignores copies and casts between floating-point types; of_ones: all casts, for zeros and ones,
+    which are the same in any type.
     """
     view, _ = strip_while(
         view, lambda v: v.op == "aten.clone" or (v.op == "cast" and _floats(v, of_ones))
@@ -190,9 +191,9 @@ def _descending(value: Value) -> bool:
 
 
 def experts_of(view: View, num_experts: Size | None = None) -> View:
-    """The experts by route that a view of experts, in sorted order or not, comes from.
+    """Returns the experts by route that a view of experts, in sorted order or not, comes from.
 
-    num_experts: where the reader takes all experts from that number up to be alike.
+    num_experts: for a reader that treats all experts from that number up alike.
     """
     view = strip_integer_casts(view, num_experts)
     value = view.value
@@ -224,13 +225,13 @@ def in_order(view: View, order: Order) -> bool:
 
 
 def gathered(view: View) -> tuple[View, View] | None:
-    """(source, index) of source[index] along the first dimension."""
+    """Returns (source, index) of source[index] along the first dimension; else None."""
     value = view.value
     if not view.is_whole:
         return None
     if value.op == "aten.index":
         items = value.args[1]
-        # A Python list as the index is no tensor.
+        # A Python list used as an index is not a tensor.
         if len(items) == 1 and items[0][0] == 0 and isinstance(items[0][1], View):
             return value.args[0], items[0][1]
     if value.op == "aten.index_select" and value.args[1] == 0:
@@ -246,22 +247,24 @@ def gathered(view: View) -> tuple[View, View] | None:
 GATHERS = frozenset({"aten.index", "aten.index_select", "aten.embedding", "aten.gather"})
 #: A lookup that writes its table, as `F.embedding(..., max_norm=)` does.
 RESCALED = "opaque:embedding"
-#: With those that no pattern reads: of a rule of its own for numbers from outside, or writing.
+#: Also includes lookups that no pattern reads: with another rule for numbers out of range, or
+#: writing.
 TAKEN = GATHERS | {"aten.take_along_dim", RESCALED}
 
 
 def _gathered_rows(source: View, index: View) -> tuple[View, View] | None:
-    """(source, index) of a gather whose index repeats along whole rows."""
+    """Returns (source, index) of a gather whose index repeats along whole rows; else None."""
     if not source.shape or index.shape[1:] != source.shape[1:]:
         return None
     if index.value.dtype != torch.int64:
-        return None  # of 32 bits, torch 2.13 on a CPU takes the first row for all
+        return None  # with 32 bits, torch 2.13 on a CPU takes the first row for all
     first, *rest = index.effect.dims
     return (source, index.with_dims(first)) if all(map(effects.repeats, rest)) else None
 
 
 def without_counting(view: View) -> View:
-    """A view of rows that were gathered by numbers that count up, again and again: of the rows."""
+    """Returns a view of rows gathered by numbers that count up repeatedly, as a view of the
+    rows."""
     taken = gathered(view.value.whole)
     if taken is None or not _counts_up(taken[1].value):
         return view
@@ -272,7 +275,7 @@ def without_counting(view: View) -> View:
 
 
 def counts_again(view: View) -> Size | None:
-    """T where a view holds 0, 1, ..., T - 1, several times over."""
+    """Returns T if a view holds 0, 1, ..., T - 1, several times over; else None."""
     if not _counts_up(view.value) or len(view.effect.dims) != 1 or view.effect.start != (0,):
         return None
     length = view.value.shape[0]
@@ -283,7 +286,8 @@ def counts_again(view: View) -> Size | None:
 
 
 def match_rows(view: View, order: Order) -> Size | None:
-    """S where `view` is the token of each route in order: permutation // S, or its gather."""
+    """Returns S if `view` is the token of each route in order: permutation // S, or its gather;
+    else None."""
     view = strip_integer_casts(view)
     value = view.value
     if order.permutation is None:
@@ -294,7 +298,7 @@ def match_rows(view: View, order: Order) -> Size | None:
         found = within and value.args[0] == order.permutation and value.args[1] == tokens
         return effects.divides(tokens, order.ids.shape[0]) if found else None
     if view == strip_integer_casts(order.permutation):
-        return 1  # a token of each route
+        return 1  # one token for each route
     quotient = floor_quotient(value) if view.is_whole else None
     if quotient is not None and quotient[0] == order.permutation:
         return quotient[1]
@@ -305,7 +309,7 @@ def match_rows(view: View, order: Order) -> Size | None:
 
 
 def _tokens_of_routes(view: View) -> Size | None:
-    """S where the view counts 0 0 .. 1 1 .., every token S times."""
+    """Returns S if the view counts 0 0 .. 1 1 .., every token S times; else None."""
     value = view.value
     if value.op != "aten.arange" or not is_arange(value.whole) or len(view.effect.dims) != 1:
         return None
@@ -316,7 +320,7 @@ def _tokens_of_routes(view: View) -> Size | None:
 
 
 def is_arange(view: View) -> bool:
-    """Whether a view is 0, 1, 2, ... over all its length."""
+    """Whether a view is 0, 1, 2, ... over its whole length."""
     value = strip_integer_casts(view).value
     return view.is_whole and _counts_up(value)
 
@@ -344,7 +348,8 @@ def match_inverse(view: View, order: Order) -> bool:
 
 
 def match_ends(view: View) -> tuple[View, Size] | None:
-    """(experts by route, number of experts) of which `view` [E] holds the running counts."""
+    """Returns (experts by route, number of experts) if `view` [E] holds their running counts; else
+    None."""
     view = strip_integer_casts(view)
     value = view.value
     if value.op == "aten.searchsorted" and view.is_whole:
@@ -355,7 +360,8 @@ def match_ends(view: View) -> tuple[View, Size] | None:
 
 
 def _searched(value: Value) -> tuple[View, Size] | None:
-    """searchsorted(sorted experts, 0..E-1, right) counts the routes of experts up to each."""
+    """Handles searchsorted(sorted experts, 0..E-1, right), which counts the routes of experts up to
+    each."""
     ordered, experts = value.args[0], value.args[1]
     right = value.kwargs.get("right") or value.kwargs.get("side") == "right"
     if not right or not isinstance(experts, View) or not is_arange(experts):
@@ -367,7 +373,7 @@ def _searched(value: Value) -> tuple[View, Size] | None:
 
 
 def _counted(view: View) -> tuple[View, Size] | None:
-    """(experts by route, E) of a histogram [E]."""
+    """Returns (experts by route, E) of a histogram [E]; else None."""
     value = view.value
     if not _counts(value.dtype):
         return None
@@ -378,7 +384,7 @@ def _counted(view: View) -> tuple[View, Size] | None:
 
 
 def _binned(view: View) -> tuple[View, Size] | None:
-    """The first E of bincount(experts, minlength=E), whose own length the data decides."""
+    """Handles the first E of bincount(experts, minlength=E), whose length depends on data."""
     value, names = view.value, ("weights", "minlength")
     given = {name: value.kwargs.get(name) for name in names} | dict(
         zip(names, value.args[1:], strict=False)
@@ -397,12 +403,13 @@ def _histogram(value: Value) -> tuple[View, Size] | None:
     bins, low, high = ([*given, *named[len(given) :]])[:3]
     if low != 0 or not isinstance(bins, int) or high not in (bins - 1, bins):
         return None
-    # Bins are one wide with max = bins; with bins - 1 the last, closed bin holds E - 1 alone.
+    # With max = bins, bins have width one; with max = bins - 1, the last, closed bin holds only E -
+    # 1.
     return experts_of(value.args[0], bins), bins
 
 
 def _summed(value: Value) -> tuple[View, Size] | None:
-    """sum over routes of one_hot(experts), or of experts == arange(E)."""
+    """Handles a sum over routes of one_hot(experts), or of experts == arange(E)."""
     inner = strip_integer_casts(value.args[0])
     if len(inner.shape) != 2 or reduced_dims(value) != (0,):
         return None
@@ -418,15 +425,17 @@ def _summed(value: Value) -> tuple[View, Size] | None:
 
 
 def _along(view: View, dim: int) -> View | None:
-    """The one dimension of a view [a, b] that walks its value, where the other only repeats."""
+    """Returns the one dimension of a view [a, b] that walks its value, if the other only repeats;
+    else None."""
     if len(view.effect.dims) != 2 or not effects.repeats(view.effect.dims[1 - dim]):
         return None
     return view.with_dims(view.effect.dims[dim])
 
 
 def _marked(inner: View) -> tuple[View, Size] | None:
-    """(experts by route, E) of the sum over tokens of zeros [T, E] in which ones mark each token's
-    experts: the indices of a topk, so that none is marked twice."""
+    """Returns (experts by route, E) of a sum over tokens of zeros [T, E] in which ones mark each
+    token's experts. The experts are the indices of a topk, so that none is marked twice. Else None.
+    """
     inner, _ = strip_while(inner, lambda value: value.op == "cast")  # ones are ones in any type
     ids = scattered_ones(inner.value)
     if ids is None or not inner.is_whole or not ids.is_whole or not is_top_indices(ids.value):
@@ -435,7 +444,7 @@ def _marked(inner: View) -> tuple[View, Size] | None:
 
 
 def scattered_ones(value: Value, mark: int = 1) -> View | None:
-    """ids [T, S] of zeros(T, E).scatter(1, ids, 1), also in place; None for another value.
+    """Returns ids [T, S] of zeros(T, E).scatter(1, ids, 1), also in place; None for another value.
 
     mark: 0 for ones(T, E).scatter(1, ids, 0).
     """
@@ -446,8 +455,8 @@ def scattered_ones(value: Value, mark: int = 1) -> View | None:
 
 
 def scattered_into(value: Value, number: float) -> View | None:
-    """ids [T, S] of a scatter along the experts, into [T, E] filled with `number`, in place where
-    that is memory of the graph's own; None for another value."""
+    """Returns ids [T, S] of a scatter along the experts into [T, E] filled with `number`, also in
+    place in the graph's own memory; None for another value."""
     if value.op == "aten.scatter":
         base, dim, ids = value.args[:3]
         return _into(value, base, dim, ids, number)
@@ -459,7 +468,7 @@ def scattered_into(value: Value, number: float) -> View | None:
     if store.dtype != store.memory.dtype or value.node.args[:1] != (store.memory.root,):
         return None
     ids = store.index[1]
-    one = value.shape[0] == 1 and len(ids.shape) == 1  # the write names a row's columns alone
+    one = value.shape[0] == 1 and len(ids.shape) == 1  # the write names only the columns of a row
     return _into(value, value.args[0], 1, ids.unsqueeze(0) if one else ids, number)
 
 
@@ -472,7 +481,7 @@ def _into(value: Value, base: Any, dim: Any, ids: Any, number: float) -> View | 
 
 
 def _added(value: Value) -> tuple[View, Size] | None:
-    """zeros(E) to which one is added at every route's expert."""
+    """Handles zeros(E) to which one is added at every route's expert."""
     base, index, source = rows_added_to(value) or (None, None, None)
     if index is None or not is_filled(base, 0) or not is_filled(source, 1):
         return None
@@ -480,8 +489,8 @@ def _added(value: Value) -> tuple[View, Size] | None:
 
 
 def rows_added_to(value: Value) -> tuple[View, View, View] | None:
-    """(what they are added to, index, source) of an `index_add` or `scatter_add` of rows; in place
-    to zeros in memory that the graph made."""
+    """Returns (base, index, source) of an `index_add` or `scatter_add` of rows to a base; in place
+    only to zeros in the graph's own memory. None for another value."""
     store = value.store
     if store is not None:
         own = store.accumulate and not store.memory.is_input and is_filled(value.args[0], 0)

@@ -1,4 +1,4 @@
-"""Norms of whole rows, before linears or behind them."""
+"""Norms of whole rows, before or after linears."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tilewright.patterns.dataflow import Dataflow, Value, View
 from tilewright.patterns.effects import InexpressibleError
 from tilewright.patterns.recognise.norm import Norm, norm_of
 
-# Kinds and dtypes. RMS norms are multiplied before they are divided, which wants the range of
-# bfloat16; a layer norm is rounded to x's dtype before, as in the graph.
+# Kinds and dtypes. For an RMS norm, the op multiplies before it divides, which needs the range of
+# bfloat16. The result of a layer norm is rounded to x's dtype first, as in the graph.
 _TAKEN = {"rms": (torch.bfloat16,), "layer": HALVES}
 
 
@@ -26,11 +26,12 @@ def match_norm_before(
     flow: Dataflow,
     op: FusedOp,
 ) -> Norm | None:
-    """The RMS or layer norm that made x [T, K], the activation of `readers`, its own x as [T, K].
+    """Returns the RMS or layer norm that made x [T, K], the activation of `readers`, its own x as
+    [T, K].
 
-    None where other values read x, where no op can take the norm or `op` is slower with it, and
-    where its rows are not dense or change before the op's place. `absorbed` holds the values that
-    only the norm reads. place: where the op will stand, in program order.
+    None if other values read x, if no op can take the norm or `op` is slower with it, and if its
+    rows are not dense or change before the op's place. `absorbed` holds the values that only the
+    norm reads. place: where the op will stand, in program order.
     """
     normed = x.value
     if normed.dtype not in HALVES or not isinstance(x.shape[0], int):
@@ -52,14 +53,14 @@ def match_norm_before(
 
 
 def rms_norm_of(normed: View) -> Norm | None:
-    """The RMS norm whose result `normed` is, with one weight for all rows; None for any other."""
+    """Returns the RMS norm whose result `normed` is, with one weight for all rows; else None."""
     norm = row_norm_of(normed)
     return norm if norm is not None and norm.kind == "rms" else None
 
 
 def row_norm_of(normed: View) -> Norm | None:
-    """The norm whose result `normed` is, with one weight and one bias for all rows; None for any
-    other, and for an RMS norm with a bias."""
+    """Returns the norm whose result `normed` is, with one weight and one bias for all rows; None
+    for any other, and for an RMS norm with a bias."""
     norm = norm_of(normed)
     dtype = normed.value.dtype
     if norm is None or norm.x.shape != normed.shape:
@@ -80,7 +81,7 @@ def _is_for_all_rows(vector: View, width: int, dtype: torch.dtype) -> bool:
 
 
 def row_norm_arguments(norm: Norm | None, prefix: str = "") -> dict[str, Any]:
-    """The op's arguments for a norm, their names with a prefix; none for none."""
+    """Returns the op's arguments for a norm, with prefixed names; empty without a norm."""
     if norm is None:
         return {}
     given = {
@@ -94,7 +95,7 @@ def row_norm_arguments(norm: Norm | None, prefix: str = "") -> dict[str, Any]:
 
 
 def unread(values: Iterable[Value], readers: Iterable[Value], flow: Dataflow) -> tuple[Value, ...]:
-    """The values that are read by `readers` and by each other alone."""
+    """Returns the values that only `readers` and these values themselves read."""
     inside, readers = set(values), set(readers)
     while True:
         left = {

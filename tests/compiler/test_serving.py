@@ -17,8 +17,8 @@ from transformers.generation import LogitsProcessor, TemperatureLogitsWarper, ut
 from transformers.generation.streamers import BaseStreamer
 
 from tests.found import patterns_in
-from tilewright.compiler import reports, serving
-from tilewright.compiler.serving import defer_stop_check, undefer_stop_check
+from tilewright.compiler import reports
+from tilewright.compiler.serving import defer_stop_check, stop_check, undefer_stop_check
 from tilewright.tools.paged_cache import PagedCache
 from tilewright.tools.pages import Pages
 
@@ -62,7 +62,7 @@ class HostEvent:
 @pytest.fixture
 def on_cpu(monkeypatch):
     """Defers on the CPU what otherwise is deferred on CUDA."""
-    monkeypatch.setattr(serving, "DEVICES", ("cpu",))
+    monkeypatch.setattr(stop_check, "DEVICES", ("cpu",))
     monkeypatch.setattr(torch, "Event", HostEvent)
 
 

@@ -250,7 +250,9 @@ def test_dynamic_makes_the_token_count_a_symbol(inspect, option, tokens):
     assert [m["shapes"]["x"] for m in report["matches"]] == [f"bfloat16[{tokens},128]"] * 2
 
 
-README = (Path(__file__).resolve().parents[2] / "README.md").read_text("utf-8")
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text("utf-8")
+TROUBLESHOOTING = (ROOT / "docs" / "troubleshooting.md").read_text("utf-8")
 
 
 def assert_shows(document: str, first_line: str, output: str) -> None:
@@ -279,7 +281,7 @@ def test_a_zoo_model_in_full_size_is_shown_as_in_the_readme(monkeypatch):
     assert_shows(README, "$ tilewright inspect llama3-8b", done.stdout)
 
 
-def test_a_missed_site_is_shown_as_in_the_readme(inspect, tmp_path):
+def test_a_missed_site_is_shown_as_in_troubleshooting(inspect, tmp_path):
     pytest.importorskip("transformers", reason="a cache of transformers")
     (tmp_path / "growing.py").write_text(
         "from tests.models.hf import build_hf\n"
@@ -289,7 +291,7 @@ def test_a_missed_site_is_shown_as_in_the_readme(inspect, tmp_path):
     head, _, rest = done.stdout.partition("\n\n")
     assert head.startswith("growing.py:make\n"), done.stderr
     assert "tilewright explain GROWING_CACHE" in rest.partition("\n\nIn words\n")[2]
-    assert_shows(README, "Missed: 4 sites", rest.partition("\n\nA step: ")[0])
+    assert_shows(TROUBLESHOOTING, "Missed: 4 sites", rest.partition("\n\nA step: ")[0])
 
 
 @pytest.mark.parametrize(("was", "now"), [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import importlib.util
 import inspect
@@ -9,15 +10,14 @@ import json
 import re
 import sys
 import textwrap
-from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 
+from tests.test_packages import FLOORS
+from tilewright.compiler import Options
 from tilewright.ops.contract import all_ops
 from tilewright.patterns.language import CODES
-from tilewright.tools import zoo
 from tilewright.tools.commands.legend import TERMS
 from tilewright.tools.report.miss_guide import miss_guide
 
@@ -105,8 +105,27 @@ def test_the_tables_are_those_of_the_results():
     tables = _script("measured_tables")
     again = "run python docs/measured_tables.py"
     assert tables.PAGE.read_text("utf-8") == tables.measured(), again
-    readme = tables.README.read_text("utf-8")
-    assert tables.with_table(readme) == readme, again
+
+
+def test_the_charts_are_those_of_the_results():
+    """And every chart is shown by a page."""
+    script = _script("charts")
+    for name, draw in script.CHARTS.items():
+        assert (script.PICTURES / name).read_text("utf-8") == draw(), "run python docs/charts.py"
+    assert sorted(script.CHARTS) == sorted(p.name for p in script.PICTURES.glob("chart-*.svg"))
+    shown = (ROOT / "docs" / "benchmarks.md").read_text("utf-8")
+    assert [name for name in script.CHARTS if f"(pictures/{name})" not in shown] == []
+
+
+def test_a_bar_is_as_long_as_its_number():
+    """Twice the number has twice the length, on the scale of its group."""
+    script = _script("charts")
+    groups = [script.Group("one", {"eager": 10.0, "tilewright": 20.0})]
+    drawn = script.svg("title", [script.Panel("panel", groups)], "note")
+    widths = dict(
+        re.findall(r'<rect class="(\w+)" x="\d+" y="\d+" width="(\d+)" height="13"', drawn)
+    )
+    assert int(widths["tilewright"]) == pytest.approx(2 * int(widths["eager"]), abs=1)
 
 
 def test_the_page_of_coverage_shows_every_kept_row():
@@ -136,33 +155,24 @@ def test_the_page_of_quantised_models_shows_every_kept_row(monkeypatch):
     assert sorted(unread) == ["deepseek_v3+ct-w8a8", "qwen3_moe+ct-w8a8"]  # by transformers
 
 
-def test_the_readme_stays_short_and_has_no_other_figures_than_the_generated_ones():
+def test_the_readme_is_a_front_page():
+    """Short, without figures of its own, with the commands that the gate and a newcomer run."""
     readme = (ROOT / "README.md").read_text("utf-8")
-    assert len(readme.splitlines()) <= 200
-    numbers = r"^\|.*---: \|$"  # the rule of a table of numbers
-    generated = readme.partition("<!-- measured -->")[2].partition("<!-- /measured -->")[0]
-    found = [len(re.findall(numbers, text, re.MULTILINE)) for text in (readme, generated)]
-    assert found[0] == found[1] > 0
+    assert len(readme.splitlines()) <= 160
+    assert re.findall(r"^\|.*---: \|$", readme, re.MULTILINE) == []  # no table of numbers
+    assert "docs/pictures/chart-tokens.svg" in readme
+    for command in ("make test", "make demo", "make .venv/.installed", "tilewright doctor"):
+        assert re.search(rf"^{command}\b", readme, re.MULTILINE), command
 
 
-@pytest.mark.parametrize(
-    ("document", "shown"),
-    [
-        ("README.md", ("model.layers.0.self_attn", "import triton")),
-        ("docs/ops.md", ()),  # its block asserts by itself
-        ("docs/serving.md", ()),
-    ],
-)
-def test_the_examples_of_documents_run(document, shown, capsys, monkeypatch):
-    """With two layers of the model that test_cli.py inspects in full size."""
-    pytest.importorskip("transformers", reason="the zoo needs transformers")
-    torch._dynamo.reset()
-    monkeypatch.setattr(zoo, "load_model", partial(zoo.load_model, layers=2))
-    text = (ROOT / document).read_text("utf-8")
-    (block,) = re.findall(r"<!-- tested -->\n```python\n(.*?)```", text, re.DOTALL)
-    exec(compile(block, document, "exec"), {})
-    said = capsys.readouterr().out
-    assert all(part in said for part in shown)
+def test_every_option_and_variable_has_a_line():
+    text = (ROOT / "docs" / "options.md").read_text("utf-8")
+    rows = re.findall(r"^\| `(\w+)[^`]*` \|", text, re.MULTILINE)
+    options = {field.name for field in dataclasses.fields(Options)}
+    sources = [path for floor in FLOORS for path in (ROOT / floor).rglob("*.py")]
+    named = re.compile(r"\bTILEWRIGHT_[A-Z_]+\b")
+    variables = {name for path in sources for name in named.findall(path.read_text("utf-8"))}
+    assert set(rows) == options | variables
 
 
 def _script(name, folder="docs"):
@@ -171,10 +181,12 @@ def _script(name, folder="docs"):
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     sys.path.insert(0, str(path.parent))
+    sys.modules[name] = module  # where dataclasses look up annotations
     try:
         spec.loader.exec_module(module)
     finally:
         sys.path.remove(str(path.parent))
+        del sys.modules[name]
     return module
 
 

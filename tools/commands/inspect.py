@@ -67,6 +67,14 @@ def inspect(
         str | None,
         typer.Option(metavar="MODULE", help="What each pattern says of one module (`*` matches)."),
     ] = None,
+    engine: Annotated[
+        bool,
+        typer.Option(
+            "--engine",
+            help="As transformers' continuous batching runs it: a step of one token for each "
+            "sequence, and one of many tokens.",
+        ),
+    ] = False,
     debug: DebugOption = False,
 ) -> None:
     """Show what is fused in MODEL, what is missed and why, and the kernels, without running it.
@@ -77,7 +85,12 @@ def inspect(
     from tilewright.codegen.targets import get_target
     from tilewright.compiler.report.savings import savings_of
     from tilewright.compiler.report.step import step_of
-    from tilewright.tools.commands.models import audited, load_and_lower, load_and_lower_rank
+    from tilewright.tools.commands.models import (
+        audited,
+        load_and_lower,
+        load_and_lower_engine,
+        load_and_lower_rank,
+    )
     from tilewright.tools.report.text_report import graph_text, render, render_rank
     from tilewright.tools.step.savings import render_savings
     from tilewright.tools.step.tables import render_step
@@ -87,7 +100,11 @@ def inspect(
             raise CommandError("--json: not together with --before or --after")
         _check_page(html)
         rank = None
-        if (tp, ep) == (1, 1):
+        if engine:
+            if (tp, ep) != (1, 1):
+                raise CommandError("--engine: not together with --tp or --ep")
+            lowered = load_and_lower_engine(model, patterns, dynamic, target, debug)
+        elif (tp, ep) == (1, 1):
             lowered = load_and_lower(model, patterns, dynamic, target, debug)
         else:
             lowered, rank = load_and_lower_rank(model, tp, ep, patterns, dynamic, target, debug)
@@ -98,11 +115,12 @@ def inspect(
         if html is not None:
             title = model if rank is None else f"{model}, a rank of {tp}, a layer of each kind"
             _write_page(html, title, lowered, audits, present)
-        savings = savings_of(lowered, present) if rank is None else None
+        savings = savings_of(lowered, present) if rank is None and not engine else None
         if as_json:
-            if rank is None:
+            told: dict[str, Any] = {}
+            if rank is None and not engine:
                 told = {"step": step_of(lowered, present).as_dict()}
-            else:
+            elif rank is not None:
                 told = {"rank": rank.as_dict(get_target(target))}
             told |= {"savings": savings.as_dict()} if savings is not None else {}
             told |= {"census": lowered.census.as_dict()} if census else {}
@@ -118,11 +136,11 @@ def inspect(
             return
         report = render(model, lowered, audits, console.width)
         console.print(report)
-        if rank is None:
+        if rank is None and not engine:
             console.print(render_step(step_of(lowered, present)))
             if savings is not None:
                 console.print(render_savings(savings))
-        else:
+        elif rank is not None:
             console.print(render_rank(rank, get_target(target), console.width))
         _explain(console, report, sorted({miss.code for miss in lowered.misses}))
 

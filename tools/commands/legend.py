@@ -29,16 +29,17 @@ TERMS = (
          "what one program multiplies at a time: rows, columns of the result, and columns of K; "
          "the rows are the weight's where swapped or streaming, else tokens; `h` counts heads"),
     Term("/2", "reason", r"/\d+ w\d",
-         "so many programs share the sum of one tile (split K; of attention: the keys)"),
+         "split-K: this many programs each compute part of one output tile (attention: each reads "
+         "part of the keys)"),
     Term("w4 s4", "reason", r"\bw\d+\b", "warps of a program, and stages: loads in flight"),
     Term("p256 early", "reason", r"\bp\d+\b| early\b",
-         "of a streaming kernel: columns that are asked for while the kernel before it ends, and "
-         "the next kernel may come in early; of others `p2` is programs on a multiprocessor"),
+         "`p256`: prefetches 256 weight columns while the previous kernel finishes; `early`: lets "
+         "the next kernel start early; elsewhere `p2`: two programs per multiprocessor"),
     Term("g8", "reason", r" g\d+\b",
          "tiles of rows that follow each other on one part of a weight"),
     Term("ws", "reason", r" ws\b", "warps are specialised: some load, some multiply"),
     Term("modelled", "reason", "modelled",
-         "the time is the chip's model's; nothing was measured"),
+         "the time is predicted by the chip's cost model; nothing was measured"),
     Term("slots=per_sequence", "shapes", r"slots=per_sequence",
          "one list of places in the cache, which every sequence has in memory of its own"),
     Term("slots=page+offset", "shapes", r"slots=page\+offset",

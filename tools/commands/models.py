@@ -83,6 +83,30 @@ def load_and_lower_rank(
         return lowered, rank_of(loaded, lowered, layers, tp, ep)
 
 
+def load_and_lower_engine(
+    model: str, patterns: str | None, dynamic: bool | None, target: str, debug: bool
+) -> Lowered:
+    """As :func:`load_and_lower`, of the two steps of continuous batching. Raises CommandError."""
+    from tilewright.tools.models.engine import engine_steps, one_step
+
+    check_target(target)
+    with contextlib.redirect_stdout(sys.stderr), users_code(model):
+        loaded = load(model)
+        # Dynamo would make a symbol of the tokens, which differ between the two.
+        options: dict[str, Any] = {
+            "patterns": pattern_names(patterns),
+            "dynamic": False if dynamic is None else dynamic,
+        }
+        with engine_steps(loaded.model) as steps, traced(model, debug):
+            lowered = [
+                lower(one_step, (loaded.model, step), target=target, **options)
+                for step in steps.values()
+            ]
+    graphs = tuple(graph for each in lowered for graph in each.graphs)
+    breaks = tuple(text for each in lowered for text in each.graph_breaks)
+    return Lowered(graphs, target, tuple(dict.fromkeys(breaks)))
+
+
 def check_target(name: str) -> None:
     known = [target.name for target in gpu_targets()]
     if name not in known:

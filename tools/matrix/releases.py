@@ -37,13 +37,16 @@ QUANTISERS = (
 ROWS = (
     Row("newest", "3.11", "2.15.0", "3.9.0", "5.23.0",
         "Dynamo records `x.T` as `aten.numpy_T`, read by what it does; Triton's interpreter holds "
-        "masks to int1, which comparisons are made here"),
+        "masks to int1, which comparisons are made here",
+        runs=("graphs", "ops", "interpreter", "serving")),
     Row("python-3.13", "3.13", "2.15.0", "3.9.0", "5.23.0"),
     Row("python-3.12", "3.12", "2.15.0", "3.9.0", "5.23.0"),
     Row("torch-2.14", "3.11", "2.14.1", "3.8.0", "5.23.0",
         "the ptxas of Triton 3.8.0 spills two registers of the QKV kernel of one token on SM100, "
         "around its main loop, a note of the audit; those of the other releases spill none"),
     Row("pinned", "3.11", "2.13.0", "3.7.1", "5.23.0", "what `make test` runs in"),
+    Row("transformers-5.22", "3.11", "2.13.0", "3.7.1", "5.22.2",
+        "the release before the newest, for continuous batching", runs=("serving",)),
     Row("transformers-5.0", "3.11", "2.13.0", "3.7.1", "5.0.0",
         "the DeepSeek models of then: they cache expanded keys"),
     Row("torch-2.12", "3.11", "2.12.1", "3.7.1", "5.23.0"),

@@ -58,8 +58,9 @@ TESTS = {
         "tests/compiler/test_prepared_bitsandbytes.py",
         "tests/compiler/test_prepared_linears.py",
         "tests/compiler/test_weights.py",
-        "tests/tools/test_tutorials.py",
+        "tests/tools/test_blocks.py",
     ),
+    "serving": ("tests/compiler/test_engine.py", "tests/compiler/test_serving.py"),
 }
 COLUMNS = ("row", "Python", "torch", "Triton", "transformers", "demo", *TESTS, "tried", "differs")
 HEADER = f"| {' | '.join(COLUMNS)} |"

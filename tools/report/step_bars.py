@@ -1,7 +1,7 @@
-"""The bars of a page: what each site takes and spares, and what a whole step takes.
+"""The bars of a page: what each site takes and saves, and what a whole step takes.
 
-What is spared is the difference to the graph as it was captured, by the same model: what it would
-move and take if Inductor alone compiled it.
+A site saves the difference between its cost with plain Inductor and its cost as a fused op, both
+predicted by the cost model.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ KIND_NAMES: dict[Kind, str] = {
 
 @dataclass(frozen=True)
 class Taken:
-    """What sites move, and what they take by the model, in microseconds; or what they spare."""
+    """What sites move, and what they take by the model, in microseconds; or what they save."""
 
     bytes: float = 0.0
     us: float = 0.0
@@ -55,7 +55,7 @@ class Taken:
 
 @dataclass(frozen=True)
 class SiteBars:
-    """What equal sites together move and take, and what they spare. known: False where sizes are
+    """What equal sites together move and take, and what they save. known: False where sizes are
     symbols, which are in neither."""
 
     taken: Taken

@@ -48,10 +48,13 @@ def _notes(step: Step) -> Iterator[str]:
     unknown = total.cache_capacity - total.caches
     if step.present is None and unknown:
         us = 1e6 * unknown / get_target(step.target).hbm_bytes_per_s
-        more = f"{unknown / 1e6:.1f} MB, {us:.0f} us, more where they are full"
-        yield f"not counted: what lies in the caches ({more}); --present N counts N tokens"
+        more = f"{unknown / 1e6:.1f} MB, {us:.0f} us or more"
+        yield (
+            f"not included: reading the KV cache ({more}); --present N assumes N cached tokens "
+            "per sequence"
+        )
     if step.symbols:
-        yield f"not counted: what has the sizes {', '.join(step.symbols)}, which are symbols"
+        yield f"not included: values of the sizes {', '.join(step.symbols)}, which are symbols"
 
 
 def _largest(step: Step) -> str:

@@ -1,23 +1,24 @@
-"""Which blocks of keys a tile of queries visits: by positions, and by the list of blocks of a mask
-tensor (codegen/attention/blocks.py)."""
+"""The blocks of keys that a tile of queries visits: by positions, and by the list of blocks of a
+mask tensor (codegen/attention/blocks.py)."""
 
 import triton
 import triton.language as tl
 
 from tilewright.codegen.attention.templates.tiles import block_of_step, block_range
 
-# Entries that are looked at together.
+# Entries of a list that are loaded together.
 LOADED: tl.constexpr = tl.constexpr(256)
 
 
 @triton.jit
 def listed_range(entries, count, first_block, whole_block, num_whole, num_blocks):
-    """(place of the first, place of the first whole, number of whole, number of all) of the entries
-    for num_blocks blocks from first_block on, and the block of the first whole.
+    """Finds the entries of a list for num_blocks blocks from first_block on.
 
-    Whole are the first such that follow each other on the list and in memory, and are whole, too,
-    by what else masks: those of num_whole blocks from whole_block on. So a loop over them reads no
-    list, and its loads do not wait for one.
+    Returns (place of the first entry, place of the first whole entry, number of whole entries,
+    number of all entries, block of the first whole entry). The whole entries are the first run of
+    whole blocks that follow each other both on the list and in memory, and that no other mask
+    hides: they must be among the num_whole blocks from whole_block on. A loop over them need not
+    read the list, so its loads do not wait for one.
     """
     first = 0
     end = 0
@@ -38,7 +39,7 @@ def listed_range(entries, count, first_block, whole_block, num_whole, num_blocks
         shift += tl.sum(tl.where(whole & (places == run), block - places, 0), axis=0)
         after = (places > run) & ~(whole & (block - places == shift))
         run_end = tl.minimum(run_end, tl.min(tl.where(after, places, count), axis=0))
-    # Where none is whole, the others start at the first.
+    # If no entry is whole, the others start at the first entry.
     found = run < end
     whole_first = tl.where(found, run, first)
     num_listed = tl.where(found, run_end - run, 0)
@@ -52,10 +53,11 @@ def blocks_to_visit(
     MASK: tl.constexpr, WINDOW: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """(entries of the tile that has query first_row or None, first block, first whole block, number
-    of whole, number of all, where in memory the first whole block lies) in blocks of BLOCK_N keys.
+    """Returns the blocks of BLOCK_N keys that the tile with query first_row visits: (list entries
+    of the tile or None, first block, first whole block, number of whole blocks, number of all
+    blocks, number in memory of the first whole block).
 
-    With blocks_ptr, a list of blocks of KEYS keys, the blocks are places on the list.
+    With blocks_ptr, a list of blocks of KEYS keys, the first two blocks are places on the list.
     """
     if blocks_ptr is None:
         first, whole, num_whole, num_blocks = block_range(
@@ -84,8 +86,8 @@ def key_of_step(
     step, entries, first, whole, num_whole, IN_ORDER: tl.constexpr, KEYS: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The first key of a step over the blocks of `blocks_to_visit`: whole ones come first, unless
-    IN_ORDER."""
+    """Returns the first key of a step over the blocks of `blocks_to_visit`. Whole blocks come
+    first, unless IN_ORDER."""
     block = first + step if IN_ORDER else block_of_step(step, first, whole, num_whole)
     if entries is None:
         return block * BLOCK_N

@@ -1,12 +1,13 @@
-"""A tile of queries attends to the keys of its sequence: what kernels of many queries share.
+"""Attention of a tile of queries to the keys of its sequence, shared by the kernels for many
+queries.
 
-A score is q . k, and q_rope . k_rope beside it where keys have a second part. Online softmax over
-blocks of keys (FlashAttention, Dao et al. 2022), in the base-2 domain. Blocks that every query of
-the tile sees whole are not masked, unless one loop takes all of them.
+A score is q . k, plus q_rope . k_rope if keys have rope columns. The softmax is computed online
+over blocks of keys (FlashAttention, Dao et al. 2022), in the base-2 domain. Blocks that every query
+of the tile sees whole are not masked, unless one loop takes all blocks.
 
-Operands that stand together are handed on as tuples: `k_pages` (pages of the sequence or None,
-their number in the pool, strides of a page of keys and of values), `masks` (pointer to the first
-query's row, strides of a row and a column), `blocks` as `blocks_to_visit` gives them.
+Operands that belong together are passed as tuples: `k_pages` (pages of the sequence or None, number
+of pages in the pool, page stride of keys, page stride of values), `masks` (pointer to the first
+query's row, row stride, column stride), `blocks` (the result of `blocks_to_visit`).
 """
 
 import triton
@@ -24,10 +25,10 @@ from tilewright.codegen.attention.templates.softmax import (
 
 @triton.jit
 def block_scores(q, q_rope, k, k_rope, factor, CHAINED: tl.constexpr):
-    """fp32 [queries, keys]: q . k + q_rope . k_rope, not yet scaled where CHAINED.
+    """Returns q . k + q_rope . k_rope in fp32 [queries, keys], not yet scaled if CHAINED.
 
-    CHAINED: both products share an accumulator; else each has one, and they are scaled before they
-    are added, because the compiler turns a plain sum into a chain.
+    CHAINED: both products share an accumulator. If not, each has its own, and each is scaled before
+    they are added: the compiler would turn a plain sum into a chain.
     """
     if q_rope is None:
         scores = tl.dot(q, k.T)
@@ -46,9 +47,9 @@ def load_values(
     source, rows, real, first_key, v_first, v_stride, V_DIM: tl.constexpr, V_BLOCK: tl.constexpr,
     V_BY_KEY: tl.constexpr, V_COLUMN: tl.constexpr, TMA: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Values [BLOCK_N, V_BLOCK] of a block of keys: by a descriptor where TMA, whose rows have them
-    from V_COLUMN on; else at the pointers `rows`. V_BY_KEY: the keys of a dim are contiguous, and
-    v_first is the sequence's first."""
+    """Loads the values [BLOCK_N, V_BLOCK] of a block of keys: with TMA by the descriptor `source`,
+    whose rows have them from column V_COLUMN on, else at the pointers `rows`. V_BY_KEY: the keys of
+    a dim are contiguous in memory, and v_first is the sequence's first key."""
     if TMA:
         if V_BY_KEY:
             values = source.load([0, v_first + first_key]).T
@@ -79,13 +80,13 @@ def attend_keys(
     LED: tl.constexpr, GUARDED: tl.constexpr, MASKED: tl.constexpr, EVERY_BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """(output, top, total) after the BLOCK_N keys from `key` on. MASKED: some query may not see
-    some of them; EVERY_BLOCK: that is said of all blocks."""
+    """Returns (output, top, total) after the BLOCK_N keys from `key` on. MASKED: some query may not
+    see some of the keys. EVERY_BLOCK: all blocks are treated as masked."""
     table, num_pages, k_page_stride, v_page_stride = k_pages
     pages, slots, exists = places_of_keys(
         key, own_keys, key_start, table, num_pages, PAGE_SIZE, PAGE_SIZE % BLOCK_N == 0, BLOCK_N
     )
-    # All keys of a whole block exist, unless their page does not.
+    # All keys of a whole block exist, unless their page does not exist.
     real = exists if MASKED or table is not None else None
     if TMA:
         k = k_source.load([key, 0])
@@ -97,11 +98,11 @@ def attend_keys(
         if ROPE_TMA:
             k_rope = rope_source.load([key, 0])
         else:
-            # A second part comes without pages.
+            # Rope columns are never paged here.
             rope_rows = rope_source + slots * ROPE_STRIDE
             k_rope = load_rows(rope_rows, real, DIMS[1], BLOCKS[1]).to(q.dtype)
     scores = block_scores(q, q_rope, k.to(q.dtype), k_rope, factor, CHAINED)
-    # Takes scores to the base-2 domain.
+    # The factor that converts scores to the base-2 domain.
     steepness = factor if CHAINED else 1.0
     if CAPPED:
         scores = capped(scores, factor, softcap)
@@ -117,7 +118,7 @@ def attend_keys(
         scores = tl.where(exists[None, :], scores, float("-inf"))
     weights, decay, top, total = online_softmax_step(scores, top, total, steepness, SHIFT)
     if GUARDED and MASKED:
-        # NaN times a weight of zero is NaN: values that no query sees count as zeros.
+        # Values that no query sees count as zeros: NaN times a weight of zero would be NaN.
         needed = tl.max(seen.to(tl.int32), axis=0) > 0
         real = exists & needed
     v_rows = None
@@ -144,14 +145,16 @@ def attend(
     ROPE_TMA: tl.constexpr, LED: tl.constexpr, GUARDED: tl.constexpr, ONE_LOOP: tl.constexpr,
     WARP_SPECIALIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """(output [BLOCK_M, V], top, total) of a tile of queries, output not yet divided by total.
+    """Returns (output [BLOCK_M, V], top, total) of a tile of queries; output is not yet divided by
+    total.
 
-    k_source, v_source: descriptors where TMA, else pointers to the sequence's first key and value;
-    rope_source of keys' second part where ROPE_TMA. DIMS, BLOCKS: of a query's first part, its
-    second, a value; the latter of their tiles. CAPPED, factor, softcap: as in `attention_decode`,
-    factor positive. SHIFT: as in `online_softmax_step`. GUARDED: among the keys that some query
-    sees may be some that none does, whose values may be NaN. ONE_LOOP: masked and whole blocks
-    share a loop; else whole blocks have a loop of their own.
+    k_source, v_source: descriptors if TMA, else pointers to the sequence's first key and value.
+    rope_source: a descriptor of the keys' rope columns if ROPE_TMA, else a pointer. DIMS: widths of
+    a query's first part, of its rope columns and of a value. BLOCKS: widths of their tiles. CAPPED,
+    factor, softcap: as in `attention_decode`, with a positive factor. SHIFT: as in
+    `online_softmax_step`. GUARDED: between visible keys may lie keys that no query sees, whose
+    values may be NaN. ONE_LOOP: one loop takes masked and whole blocks; if not, whole blocks have
+    their own loop.
     """
     entries, first, whole, num_whole, num_blocks, whole_block = blocks
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)

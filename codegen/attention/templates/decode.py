@@ -1,12 +1,13 @@
-"""Attention of few queries to the keys and values of a cache, where they lie.
+"""Attention of few queries to the keys and values of a cache, read in place.
 
 The heads of q that share a head of keys, and the queries of a sequence, are the rows of one tile,
-so a key is read once for all of them. Keys are on the M side of the tensor core, rows on its N
-side: a tile of 64 keys fills the former with one row only. Keys may lie in two parts, a latent and
-rope columns (MLA, absorbed), and values be the first part: it is loaded once for both products.
+so a key is read once for all of them. Keys are on the M side of the tensor core and rows on its N
+side: a tile of 64 keys fills the M side even with one row. Keys may have two parts, a latent and
+rope columns (MLA, absorbed), and the first part may be the value: it is loaded once for both
+products.
 
-The blocks of keys that the rows see are dealt out to SPLITS programs (Flash-Decoding, Dao et al.
-2023), whose results a second kernel merges, in a fixed order.
+The visible blocks of keys are divided among SPLITS programs (Flash-Decoding, Dao et al. 2023). A
+second kernel merges their results in a fixed order.
 """
 
 import triton
@@ -25,8 +26,8 @@ def rows_of_tile(
     GROUP: tl.constexpr, TILE_HEADS: tl.constexpr, TOKENS: tl.constexpr, RAGGED: tl.constexpr,
     MASK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """(first token of the sequence, number of the query in it, head, position, whether there is
-    such a row; lowest and highest position) of a tile's rows."""
+    """Returns, for the rows of a tile: (first token of the sequence, query within the sequence,
+    head, position, whether the row exists, lowest position of all rows, highest position)."""
     rows = tl.arange(0, ROWS)
     query = tile * TOKENS + rows // TILE_HEADS
     head = kv_head * GROUP + rows % TILE_HEADS
@@ -58,8 +59,8 @@ def seen_keys(
     mask_column_stride, is_whole,
     MASK: tl.constexpr, WINDOW: tl.constexpr, MASK_KIND: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
-    """(scores [keys, rows] with the mask's numbers added, which of them are seen). is_whole,
-    where LISTED: the mask tensor hides nothing here, and is not read."""
+    """Returns (scores [keys, rows] with the numbers of an additive mask, whether each is visible).
+    is_whole: with LISTED, the mask tensor hides nothing in this block and is not read."""
     seen = exists[:, None] & (query >= 0)[None, :]
     if MASK != "none":
         seen = seen & (keys[:, None] <= positions[None, :])
@@ -87,7 +88,7 @@ def seen_keys(
 
 @triton.jit
 def rows_from(base, page, page_stride, slot, STRIDE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Pointers to BLOCK_N rows of a page from a slot on."""
+    """Returns pointers to BLOCK_N rows of a page from a slot on."""
     start = base + page * page_stride + tl.cast(slot, tl.int64) * STRIDE
     return start + tl.arange(0, BLOCK_N) * STRIDE
 
@@ -103,10 +104,9 @@ def attend_block(
     WINDOW: tl.constexpr, MASK_KIND: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
     LISTED: tl.constexpr, CHAINED: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """(output [V, rows], top, total) after a block of keys; total [BLOCK_N, rows] is summed over
-    keys where all blocks were taken. MASKED: some row may not see some key
-    of it. LISTED: the mask tensor hides nothing of the first num_whole steps. v_base None: the keys
-    are the values."""
+    """Returns (output [V, rows], top, total) after a block of keys. total [BLOCK_N, rows] is summed
+    over keys after the last block. MASKED: some row may not see some key of the block. LISTED: the
+    mask tensor hides nothing in the first num_whole steps. v_base None: the keys are the values."""
     ONE_PAGE: tl.constexpr = PAGE_SIZE % BLOCK_N == 0
     keys = first_key + tl.arange(0, BLOCK_N)
     pages, slots, exists = places_of_keys(
@@ -119,17 +119,17 @@ def attend_block(
         rope_rows = rope_base + pages * rope_page_stride + slots * ROPE_STRIDE
     first_slot = first_key if table_ptr is None else first_key % PAGE_SIZE
     if v_base is None and (table_ptr is None or ONE_PAGE):
-        # A block is one run of memory. Its rows lie at constants from one address: many wide rows
-        # would take a thread's registers with one each.
+        # The block is contiguous in memory, so its rows lie at constant offsets from one address.
+        # With an address for each of many wide rows, a thread would run out of registers.
         k_rows = rows_from(k_base, pages, k_page_stride, first_slot, K_STRIDE, BLOCK_N)
         if rope_base is not None:
             rope_rows = rows_from(
                 rope_base, pages, rope_page_stride, first_slot, ROPE_STRIDE, BLOCK_N
             )
-    # All keys of a whole block exist, unless their page does not.
+    # All keys of a whole block exist, unless their page does not exist.
     CHECKED: tl.constexpr = MASKED or table_ptr is not None
     if v_base is None and MASKED:
-        # Keys that no row sees are not read: they are values, and NaN times zero is NaN.
+        # Keys that no row sees are not read: they are values too, and NaN times zero is NaN.
         added, seen = seen_keys(
             tl.zeros((BLOCK_N, ROWS), tl.float32), keys, exists, positions, query, head, mask_base,
             mask_head_stride, mask_row_stride, mask_column_stride,
@@ -168,7 +168,7 @@ def attend_block(
         v = load_rows(v_rows, needed if CHECKED else None, V_DIM, V_BLOCK)
     steepness = 1.0 if CAPPED or MASK_KIND == "additive" else factor
     new_top = tl.maximum(top, tl.max(scores, axis=0) * steepness)
-    # A row that has seen no key yet.
+    # Rows that have seen no key yet have the base 0.
     base = tl.where(new_top == float("-inf"), 0.0, new_top)
     weights = tl.exp2(scores * steepness - base[None, :])
     decay = tl.exp2(top - base)
@@ -182,11 +182,11 @@ def store_part(
     output, top, total, parts, split, real,
     V_BLOCK: tl.constexpr, ROWS: tl.constexpr, REAL: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Writes one program's result to `parts`: values [SPLITS, REAL, V_BLOCK], then the largest
-    logits and the sums of weights, [SPLITS, REAL] each."""
+    """Stores the result of one program to `parts`: values [SPLITS, REAL, V_BLOCK], then the largest
+    logits and the sums of weights, each [SPLITS, REAL]."""
     rows = tl.arange(0, ROWS)
     dims = tl.arange(0, V_BLOCK)
-    # A program whose rows saw no key has nothing to hand over but that.
+    # Values of rows that saw no key are not stored: their largest logit, -inf, says so.
     places = (split * REAL + rows)[None, :] * V_BLOCK + dims[:, None]
     tl.store(parts + places, output, mask=(real & (top > float("-inf")))[None, :])
     numbers = parts + SPLITS * REAL * V_BLOCK + split * REAL + rows
@@ -215,23 +215,25 @@ def attention_decode(
     ROWS: tl.constexpr, REAL: tl.constexpr, CHAINED: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr, STAGES: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [T, Hq, V_DIM] = softmax(factor * q @ k^T, capped, masked) @ v, ragged or equal runs.
+    """Computes out [T, Hq, V_DIM] = softmax(factor * q @ k^T, capped, masked) @ v, for ragged or
+    equally long sequences.
 
     Grid (B * row_tiles * NUM_KV_HEADS * head tiles * SPLITS,). A tile has TOKENS queries of
-    TILE_HEADS of the GROUP heads that share a head of keys, in ROWS rows. With k_rope a key has
-    ROPE_DIM more columns there, the same for all heads, and a query has them in q_rope; without v a
-    key's other columns are its value; CHAINED: the products of both parts are summed in one
-    accumulator. Strides count elements; K_STRIDE and V_STRIDE from key to key of a page; without a
-    block table a sequence is a page. factor takes products to the base-2 domain; where CAPPED to
-    twice what tanh is taken of there, and softcap takes its result to the base-2 domain. MASK_KIND:
-    "none", "bool" or "additive", of the mask tensor. LISTED: mask_blocks has the mask's list of
-    blocks of KEYS keys (codegen/attention/blocks.py), a row for each QUERIES queries. REAL: the
-    first rows, a power of two, that hold all queries. With SPLITS > 1 the parts are left to
-    `attention_merge` in workspace, SPLITS * REAL * (V_BLOCK + 2) numbers for each tile.
+    TILE_HEADS of the GROUP heads that share a head of keys, in ROWS rows. k_rope: ROPE_DIM more
+    columns of each key, shared by all heads; q_rope has those of the queries. Without v, the other
+    columns of a key are its value. CHAINED: the products of both parts share an accumulator.
+    Strides count elements. K_STRIDE, V_STRIDE: from key to key of a page; without a block table, a
+    sequence is a page. factor converts products to the base-2 domain. If CAPPED, factor * product
+    is twice the argument of tanh in the base-2 domain, and softcap converts the result of tanh to
+    that domain. MASK_KIND: kind of the mask tensor, "none", "bool" or "additive". LISTED:
+    mask_blocks has the mask's list of blocks of KEYS keys (codegen/attention/blocks.py), a row for
+    each QUERIES queries. REAL: number of rows that hold all queries, a power of two. With SPLITS >
+    1, the parts go to workspace, SPLITS * REAL * (V_BLOCK + 2) numbers for each tile, and
+    `attention_merge` merges them.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
-        # The next kernel waits for this one's end, but its programs may take their places now.
+        # The next kernel waits until this one ends, but its programs may start now.
         tl.extra.cuda.gdc_launch_dependents()
     split = tl.program_id(0) % SPLITS
     tile = tl.program_id(0) // SPLITS
@@ -269,7 +271,7 @@ def attention_decode(
     if key_lengths_ptr is not None:
         own_keys = tl.minimum(num_keys, tl.load(key_lengths_ptr + sequence).to(tl.int32))
     if RAGGED and v_ptr is None:
-        # Any sequence may have all the queries: most have no row in most tiles.
+        # The grid lets any sequence have all queries, so most tiles have no rows.
         own_keys = tl.where(tl.max(real.to(tl.int32), axis=0) > 0, own_keys, 0)
     own_keys = keys_in_sight(own_keys, highest, 0, MASK)
     k_base = k_ptr + kv_head.to(tl.int64) * k_head_stride
@@ -288,14 +290,14 @@ def attention_decode(
         mask_base = mask_ptr + sequence.to(tl.int64) * mask_sequence_stride
     if k_scale_ptr is not None:
         factor *= tl.load(k_scale_ptr + kv_head * k_scale_stride)
-    # The blocks of the tile; with a list from here on places on it. Whole ones come first, and this
-    # program takes those from `begin` to `end`.
+    # The blocks of the tile; with a list, `first` and `whole` are places on it. Whole blocks come
+    # first, and this program takes the steps from `begin` to `end`.
     entries, first, whole, num_whole, num_blocks, whole_block = blocks_to_visit(
         mask_blocks_ptr, blocks_sequence_stride, 0, blocks_tile_stride, sequence, kv_head,
         row_tile * TOKENS, lowest, highest, 0, own_keys, 0, MASK, WINDOW, QUERIES, KEYS, BLOCK_N,
     )  # fmt: skip
     if MASK_KIND != "none" and not LISTED:
-        # Nobody has said which blocks the mask lets all rows see whole.
+        # Without a list, any block may need the mask.
         whole = first
         num_whole = 0
     each = (num_blocks + SPLITS - 1) // SPLITS
@@ -344,10 +346,10 @@ def attention_merge(
     SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Merges the parts that `attention_decode` left: out [T, Hq, V_DIM].
+    """Merges the parts that `attention_decode` stored into out [T, Hq, V_DIM].
 
-    Grid (tiles * REAL, cdiv(V_DIM, COLUMNS)): a row of a tile, and some of its columns.
-    SPLIT_BLOCK: a power of two not below SPLITS.
+    Grid (tiles * REAL, cdiv(V_DIM, COLUMNS)): a program takes COLUMNS columns of one row of a tile.
+    SPLIT_BLOCK: a power of two of at least SPLITS.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
@@ -370,7 +372,7 @@ def attention_merge(
         numbers = parts + SPLITS * REAL * V_BLOCK + own_rows
         tops = tl.load(numbers, mask=there, other=float("-inf"))
         totals = tl.load(numbers + SPLITS * REAL, mask=there, other=0.0)
-        # What was not handed over is not yet known to be so: all are loaded, some for nothing.
+        # All values are loaded: it is not yet known which parts were not stored.
         values = tl.load(
             parts + own_rows[:, None] * V_BLOCK + columns[None, :], mask=there[:, None], other=0.0
         )

@@ -1,4 +1,4 @@
-"""Loads of attention's operands: rows, queries, and the pages that keys lie in."""
+"""Loads of the operands of attention: rows, queries, and the pages of keys."""
 
 import triton
 import triton.language as tl
@@ -6,8 +6,8 @@ import triton.language as tl
 
 @triton.jit
 def load_rows(rows, real, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """WIDTH contiguous elements at each pointer of `rows`, zeros up to BLOCK columns, and where
-    not `real`; None: all are."""
+    """Loads WIDTH contiguous elements at each pointer of `rows`, with zeros up to BLOCK columns and
+    in rows that are not `real`. real None: all rows are real."""
     columns = tl.arange(0, BLOCK)
     mask = (columns < WIDTH)[None, :]
     if real is not None:
@@ -20,11 +20,11 @@ def load_queries(
     base, first_row, own_queries, token_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_M: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Queries [BLOCK_M, BLOCK] of a tile, zeros after the sequence's last."""
+    """Loads the queries [BLOCK_M, BLOCK] of a tile, with zeros after the sequence's last query."""
     if TMA:
-        # Where warps are specialised, Triton 3.6 adds each warp group's share to the row that is
-        # loaded, and to every other use of that value: so the row is a value of its own, zero. A
-        # descriptor needs a row: without queries it has one, of which nothing is stored.
+        # If warps are specialised, Triton 3.6 adds each warp group's share to the loaded row and to
+        # every other use of the same value. So the row is a separate value, zero. A descriptor
+        # needs at least one row: without queries it has one, which is not stored.
         source = tl.make_tensor_descriptor(
             base + first_row.to(tl.int64) * token_stride,
             [tl.maximum(own_queries - first_row, 1), WIDTH], [token_stride, 1], [BLOCK_M, BLOCK],
@@ -43,9 +43,10 @@ def places_of_keys(
     first_key, own_keys, first_slot, table_ptr, num_pages, PAGE_SIZE: tl.constexpr,
     ONE_PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """(page, slot in it, which exist) of BLOCK_N keys of a sequence, whose first is at first_slot.
+    """Returns (page, slot in the page, whether the key exists) of BLOCK_N keys of a sequence.
 
-    table_ptr: the pages of the sequence; None: it is one page, 0. ONE_PAGE: so is each block.
+    first_slot: the slot of the sequence's first key. table_ptr: the pages of the sequence; None:
+    the sequence is one page, 0. ONE_PAGE: each block lies in one page.
     """
     keys = first_key + tl.arange(0, BLOCK_N)
     exists = keys < own_keys

@@ -1,19 +1,19 @@
-"""Which blocks of keys a mask lets some query of a tile see: its list of blocks."""
+"""Makes a mask's list of blocks: the blocks of keys that some query of a tile sees."""
 
 import triton
 import triton.language as tl
 
-# A sum of marks has its count of seen keys below this bit, that of whole ones from it on: a tile
-# and a block have 2 ** 13 pairs.
+# In a sum of marks, the bits below this one count the visible pairs, and the bits from it on count
+# the unmasked pairs: a tile and a block have 2 ** 13 pairs.
 WHOLE_BIT: tl.constexpr = tl.constexpr(14)
-# The flag of a block that a query sees by lowest numbers alone.
+# The flag of a block whose visible keys all have lowest numbers.
 LOWEST_FLAG: tl.constexpr = tl.constexpr(0.5)
 
 
 @triton.jit
 def pair_marks(values, KIND: tl.constexpr):
-    """What a pair of query and key adds to its block's sum: 1 where it is seen, 2 ** WHOLE_BIT
-    where nothing is added to it, either."""
+    """Returns the mark of each pair of query and key: 1 if the query sees the key, plus 2 **
+    WHOLE_BIT if the mask also adds nothing to the score."""
     if KIND == "bool":
         marks = (values != 0).to(tl.int32) * ((1 << WHOLE_BIT) + 1)
     else:
@@ -24,8 +24,9 @@ def pair_marks(values, KIND: tl.constexpr):
 
 @triton.jit
 def block_flags(values, pairs, KIND: tl.constexpr):
-    """The flags of blocks [BLOCKS]: 0, 1 where some query sees a key, 2 where all see all, of what
-    a mask has, [ROWS, BLOCKS, KEYS]. pairs: so many of a block are there."""
+    """Returns the flags of blocks [BLOCKS] from the mask's values [ROWS, BLOCKS, KEYS]: 1 if some
+    query sees a key, 2 if all queries see all keys, else 0. pairs: number of existing pairs of a
+    block."""
     sums = tl.sum(tl.sum(pair_marks(values, KIND), axis=2), axis=0)
     seen = (sums & ((1 << WHOLE_BIT) - 1)) > 0
     whole = (sums >> WHOLE_BIT) == pairs
@@ -36,18 +37,18 @@ def block_flags(values, pairs, KIND: tl.constexpr):
 def lowest_flags(
     values, num_rows, LOWEST: tl.constexpr, ORDINARY: tl.constexpr, KEYS: tl.constexpr
 ):
-    """(the flags of blocks [BLOCKS], LOWEST_FLAG where no query sees a key but by a lowest number;
-    whether rows [ROWS] have an ordinary one) of numbers [ROWS, BLOCKS, KEYS]. num_rows: so many
-    are there."""
+    """Returns, from numbers [ROWS, BLOCKS, KEYS]: (the flags of blocks [BLOCKS], whether each row
+    [ROWS] has an ordinary number). The flag is LOWEST_FLAG if all visible keys have a lowest
+    number. num_rows: number of existing rows."""
     numbers = values.to(tl.float32)
-    # Counts of a row's keys in a block, a byte each: not -inf, above LOWEST, zero, ordinary.
+    # Four counts of a row's keys in a block, a byte each: not -inf, above LOWEST, zero, ordinary.
     marks = tl.where(numbers != float("-inf"), 1, 0)
     marks = tl.where(numbers <= LOWEST, marks, 0x101)
     marks = tl.where(numbers >= ORDINARY, 0x1000101, marks)
     marks = tl.where(numbers == 0, 0x1010101, marks)
     counts = tl.sum(marks, axis=2)
     ordinary = tl.max(((counts >> 24) > 0).to(tl.int32), axis=1)
-    # Counts of the rows that see a key, that do so by a higher number, and that see all.
+    # Three counts of rows, a byte each: see some key, see a key above LOWEST, see all keys.
     marks = ((counts & 255) > 0).to(tl.int32)
     marks += (((counts >> 8) & 255) > 0).to(tl.int32) << 8
     marks += (((counts >> 16) & 255) == KEYS).to(tl.int32) << 16
@@ -59,9 +60,9 @@ def lowest_flags(
 
 @triton.jit
 def write_list(list_ptr, flags_ptr, key_blocks, hidden, LISTED: tl.constexpr):
-    """The list of a tile of its blocks' flags: more than `hidden` where some query sees a key, 2
-    where all see all. Blocks that are seen go to its front in their order, zeros for the others to
-    its end."""
+    """Writes the list of a tile from the flags of its blocks. A flag above `hidden` means that some
+    query sees a key, and 2 that all queries see all keys. Visible blocks come first, in their
+    order; zeros fill the rest."""
     count = 0
     for first in range(0, key_blocks, LISTED):
         blocks = first + tl.arange(0, LISTED)
@@ -84,15 +85,16 @@ def mask_blocks(
     BLOCKS: tl.constexpr, LISTED: tl.constexpr, SPLIT: tl.constexpr, LAUNCH_PDL: tl.constexpr,
     LOWEST: tl.constexpr = 0.0, ORDINARY: tl.constexpr = 0.0,
 ):  # fmt: skip
-    """out [.., query_tiles, 1 + key_blocks], the list of blocks of a mask
+    """Writes the list of blocks, out [.., query_tiles, 1 + key_blocks], of a mask
     [.., num_queries, num_keys] (codegen/attention/blocks.py).
 
     Grid (tiles, parts): a program reads blocks_per_part blocks of a tile, a multiple of BLOCKS,
-    BLOCKS at a time, and ROWS of its QUERIES rows, no fewer than there are. SPLIT: there are
-    several parts, and the last program of a tile to end writes its list; counters: a zeroed int32
-    for each tile. KIND: "bool" or "additive". LOWEST < 0: numbers up to that hide, too, in a tile
-    of which every query has one of at least ORDINARY (codegen/attention/blocks.py). flags: fp32
-    [tiles, key_blocks], with LOWEST and SPLIT [tiles, key_blocks + parts * ROWS].
+    BLOCKS at a time, and ROWS of the tile's QUERIES rows, which include all existing ones. SPLIT:
+    there are several parts, and the last program of a tile to end writes the tile's list. counters:
+    a zeroed int32 for each tile. KIND: "bool" or "additive". LOWEST < 0: numbers up to LOWEST also
+    hide keys, in tiles where every query has a number of at least ORDINARY
+    (codegen/attention/blocks.py). flags: fp32 [tiles, key_blocks], or with LOWEST and SPLIT
+    [tiles, key_blocks + parts * ROWS].
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
@@ -120,7 +122,7 @@ def mask_blocks(
         keys = blocks[:, None] * KEYS + tl.arange(0, KEYS)[None, :]
         places = mask_rows[:, None, None] + keys.to(tl.int64)[None, :, :] * column_stride
         inside = (rows < num_queries)[:, None, None] & (keys < num_keys)[None, :, :]
-        # Of keys and queries that are not there nothing is seen.
+        # Keys and queries that do not exist count as hidden.
         other = 0 if KIND == "bool" else float("-inf")
         values = tl.load(places, mask=inside, other=other)
         if LOWEST < 0:
@@ -131,7 +133,7 @@ def mask_blocks(
         tl.store(own_flags + blocks, flags, mask=blocks < last)
     if LOWEST < 0 and SPLIT:
         tl.store(rows_flags + part * ROWS, ordinary.to(tl.float32))
-    # All threads' stores come before what any of them reads, and before the one thread's atomic.
+    # The stores of all threads must precede the reads below and the atomic of one thread.
     tl.debug_barrier()
     complete = part == 0
     if SPLIT:
@@ -148,5 +150,5 @@ def mask_blocks(
         own_list = out_ptr + tile.to(tl.int64) * (key_blocks + 1)
         write_list(own_list, own_flags, key_blocks, hidden, LISTED)
         if SPLIT:
-            # For the next launch.
+            # Reset the counter for the next launch.
             tl.store(counters_ptr + tile, 0)

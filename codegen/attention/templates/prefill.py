@@ -1,8 +1,9 @@
-"""Attention of many queries to the keys and values of a cache, where they lie.
+"""Attention of many queries to the keys and values of a cache, read in place.
 
-A program has a tile of the queries of one head; heads that share keys run side by side, so that all
-but the first find them in the L2 cache. Online softmax over blocks of keys (FlashAttention, Dao et
-al. 2022): those that no query of the tile sees are not visited, those that all see are not masked.
+A program takes a tile of the queries of one head. Heads that share keys run side by side, so all
+but the first find the keys in the L2 cache. The softmax is computed online over blocks of keys
+(FlashAttention, Dao et al. 2022): blocks that no query of the tile sees are skipped, and blocks
+that all queries see are not masked.
 """
 
 import triton
@@ -37,13 +38,14 @@ def attention_prefill(
     WARP_SPECIALIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [T, Hq, V_DIM] = softmax(factor * q @ k^T, capped, masked) @ v, ragged or equal runs.
+    """Computes out [T, Hq, V_DIM] = softmax(factor * q @ k^T, capped, masked) @ v, for ragged or
+    equally long sequences.
 
-    Grid (tiles,), tiles by tile_place. Strides count elements; K_STRIDE and V_STRIDE from key to
-    key of a page; without a block table a sequence is a page. factor, softcap: as in
-    `attention_decode`. MASK_KIND: "none", "bool" or "additive", of the mask tensor, whose list of
-    blocks mask_blocks is, blocks of KEYS keys for tiles of QUERIES queries. TMA: descriptors reach
-    queries, keys and values. ONE_LOOP: as in `attend`.
+    Grid (tiles,), in the order of `tile_place`. Strides count elements. K_STRIDE, V_STRIDE: from
+    key to key of a page; without a block table, a sequence is a page. factor, softcap: as in
+    `attention_decode`. MASK_KIND: kind of the mask tensor, "none", "bool" or "additive".
+    mask_blocks: the mask's list of blocks of KEYS keys for tiles of QUERIES queries. TMA:
+    descriptors load queries, keys and values. ONE_LOOP: as in `attend`.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
@@ -62,7 +64,7 @@ def attention_prefill(
         positions_ptr, cache_lengths_ptr, sequence, query_base, first_row, own_queries,
         positions_sequence_stride, positions_stride, RAGGED, BLOCK_M,
     )  # fmt: skip
-    # What lies behind may be anything: values that no query sees count as zeros.
+    # Keys behind the last visible one are left out: their values may be anything, even NaN.
     own_keys = keys_in_sight(own_keys, highest, 0, MASK)
     q_base = q_ptr + query_base * q_token_stride + head.to(tl.int64) * q_head_stride
     q = load_queries(
@@ -89,7 +91,7 @@ def attention_prefill(
     k_source = k_base
     v_source = v_base
     if TMA:
-        # A descriptor needs a row; without keys no block is read.
+        # A descriptor needs at least one row. Without keys, no block is read.
         tma_keys = tl.maximum(own_keys, 1)
         k_source = tl.make_tensor_descriptor(
             k_base, [tma_keys, HEAD_DIM], [K_STRIDE, 1], [BLOCK_N, HEAD_BLOCK]
@@ -97,7 +99,7 @@ def attention_prefill(
         v_source = tl.make_tensor_descriptor(
             v_base, [tma_keys, V_DIM], [V_STRIDE, 1], [BLOCK_N, V_BLOCK]
         )
-    # Between keys that are seen others may not be.
+    # With these masks, hidden keys may lie between visible ones.
     GUARDED: tl.constexpr = MASK_KIND != "none" or MASK == "sliding_window" or MASK == "chunked"
     output, top, total = attend(
         q, None, k_source, v_source, None, (table, num_pages, k_page_stride, v_page_stride), 0,

@@ -1,4 +1,4 @@
-"""A block of the online softmax (FlashAttention, Dao et al. 2022), in the base-2 domain."""
+"""Steps of the online softmax (FlashAttention, Dao et al. 2022), in the base-2 domain."""
 
 import triton
 import triton.language as tl
@@ -6,15 +6,15 @@ import triton.language as tl
 from tilewright.codegen.attention.templates.tiles import visible
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
-# Below the logarithm of any weight that counts: a lower finite mask would be minus infinity in base
-# 2, and a row that sees nothing better would see nothing.
+# The least number that a mask adds, below the logarithm of any weight that matters. A lower finite
+# number could become minus infinity in base 2, and a row without higher numbers would see no key.
 LOWEST: tl.constexpr = tl.constexpr(-3.0e38)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
 def capped(scores, factor, softcap):
-    """softcap * tanh(y) of scores that factor takes to 2 * log2(e) * y."""
+    """Returns softcap * tanh(y), where scores * factor = 2 * log2(e) * y."""
     return softcap - 2.0 * softcap / (tl.exp2(scores * factor) + 1.0)
 
 
@@ -25,11 +25,11 @@ def mask_scores(
     MASK: tl.constexpr, WINDOW: tl.constexpr, MASK_KIND: tl.constexpr, LED: tl.constexpr,
     EVERY_BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """(scores, -inf where a key is not seen, in the base-2 domain where a mask is added; which keys
-    are seen)."""
+    """Returns (scores, with -inf for hidden keys; whether each key is visible). With an additive
+    mask, the returned scores are in the base-2 domain."""
     keys = tl.arange(0, BLOCK_N)
     if EVERY_BLOCK:
-        # The offset goes to the rows: the column numbers are then the same for every block.
+        # Subtract the offset from the rows: so the column numbers are the same for every block.
         seen = visible(positions, keys, first_key, key_start, own_keys, lead, MASK, WINDOW, LED)
         keys += first_key
     else:
@@ -55,13 +55,14 @@ def mask_scores(
 
 @triton.jit
 def online_softmax_step(scores, top, total, factor, SHIFT: tl.constexpr):
-    """A step of the online softmax: (weights, factor of earlier sums, new maximum, new sum).
+    """Takes a step of the online softmax. Returns (weights, factor for earlier sums, new maximum,
+    new sum).
 
-    factor takes scores to the base-2 domain. Weights are multiplied by 2 ** SHIFT, so that small
-    ones do not vanish in fp8.
+    factor converts scores to the base-2 domain. Weights are multiplied by 2 ** SHIFT, so that small
+    weights do not vanish in fp8.
     """
     new_top = tl.maximum(top, tl.max(scores, 1) * factor)
-    # A row that has seen no key yet.
+    # Rows that have seen no key yet have the base 0.
     base = tl.where(new_top == float("-inf"), 0.0, new_top)
     weights = tl.exp2(scores * factor - (base - SHIFT)[:, None])
     decay = tl.exp2(top - base)
@@ -70,8 +71,8 @@ def online_softmax_step(scores, top, total, factor, SHIFT: tl.constexpr):
 
 @triton.jit
 def add_values(output, decay, weights, values, PROMOTE: tl.constexpr):
-    """output * decay + weights @ values. PROMOTE: each block's product has an fp32 accumulator of
-    its own."""
+    """Returns output * decay + weights @ values. PROMOTE: the product of each block has its own
+    fp32 accumulator."""
     if PROMOTE:
         output = output * decay[:, None] + tl.dot(weights.to(values.dtype), values)
     else:
@@ -85,11 +86,11 @@ def finish(
     query, head, real,
     HEADS: tl.constexpr, V_DIM: tl.constexpr, V_BLOCK: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """Writes rows of output [rows, V_BLOCK], divided by their sums of weights, and their
-    log-sum-exp. A row that sees no key gives zeros and -inf.
+    """Stores the rows of output [rows, V_BLOCK], divided by their sums of weights, and their
+    log-sum-exp. A row that sees no key gets zeros and -inf.
 
-    query, head, real: of each row. v_scale: what values are multiplied by. SHIFT: that of
-    `online_softmax_step`.
+    query, head, real: query, head and existence of each row. v_scale: the factor of the values.
+    SHIFT: as in `online_softmax_step`.
     """
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head, mask=real, other=0.0).to(tl.float32) * LOG2E

@@ -1,7 +1,7 @@
-"""The schedule of attention kernels: which queries a program takes, and which keys they see.
+"""The schedule of attention kernels: the queries of each program, and the keys that they see.
 
-Tiles are ordered by groups of heads whose keys and values fit the L2 cache together; within a group
-tiles with the most keys come first, so that the last ones to start are short.
+Tiles are ordered by groups of heads whose keys and values fit the L2 cache together. Within a
+group, tiles with the most keys come first, so that the last tiles to start are short.
 """
 
 import triton
@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def extents(offsets_ptr, sequences, num_sequences):
-    """(first row, number of rows) of each sequence; none for numbers past the last."""
+    """Returns (first row, number of rows) of each sequence; 0 rows past the last sequence."""
     real = sequences < num_sequences
     first = tl.load(offsets_ptr + sequences, mask=real, other=0).to(tl.int32)
     last = tl.load(offsets_ptr + sequences + 1, mask=real, other=0).to(tl.int32)
@@ -22,10 +22,10 @@ def ragged_place(
     tile, query_offsets_ptr, key_offsets_ptr, num_sequences,
     SEQUENCES: tl.constexpr, SORTED: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """(sequence, row block, whether there is such a tile) of a row tile's number.
+    """Returns (sequence, row block, whether the tile exists) of the row tile with this number.
 
-    A sequence's row blocks come from its last to its first. SORTED: sequences with more keys come
-    first; SEQUENCES is a power of two not below num_sequences.
+    The row blocks of a sequence come in descending order. SORTED: sequences with more keys come
+    first. SEQUENCES: a power of two of at least num_sequences.
     """
     sequences = tl.arange(0, SEQUENCES)
     _, queries = extents(query_offsets_ptr, sequences, num_sequences)
@@ -50,10 +50,11 @@ def tile_place(
     NUM_HEADS: tl.constexpr, SEQUENCES: tl.constexpr, SORTED: tl.constexpr, RAGGED: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """(sequence, head, first row in the sequence, whether there is such a tile) of a program.
+    """Returns (sequence, head, first row in the sequence, whether the tile exists) of a program.
 
-    Dense: a group has (sequence, head) pairs, and row_tiles counts one sequence's. Ragged: a group
-    has heads, and row_tiles is at least the number of all sequences' tiles.
+    In a dense batch, a group has pairs (sequence, head), and row_tiles is the number of row tiles
+    of a sequence. In a ragged batch, a group has heads, and row_tiles is at least the number of row
+    tiles of all sequences.
     """
     program = tl.program_id(0)
     group = program // (row_tiles * head_group)
@@ -75,7 +76,8 @@ def tile_place(
 
 @triton.jit
 def run_of(offsets_ptr, sequence, length):
-    """(first row, number of rows) of a sequence: ragged by offsets, else `length` of each."""
+    """Returns (first row, number of rows) of a sequence: from offsets if it is ragged, else
+    `length` rows for each sequence."""
     if offsets_ptr is None:
         return sequence.to(tl.int64) * length, length
     else:
@@ -88,7 +90,7 @@ def base_of(
     pointer, first_row, sequence, head, row_stride, sequence_stride, head_stride,
     RAGGED: tl.constexpr,
 ):  # fmt: skip
-    """The pointer to the first row of a sequence and head."""
+    """Returns the pointer to the first row of a sequence and head."""
     start = first_row * row_stride if RAGGED else sequence.to(tl.int64) * sequence_stride
     return pointer + start + head.to(tl.int64) * head_stride
 
@@ -98,9 +100,10 @@ def query_positions(
     positions_ptr, query_starts_ptr, sequence, query_base, first_row, own_queries,
     positions_sequence_stride, positions_stride, RAGGED: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """(positions of a tile's queries, lowest, highest), i32; rows past own_queries do not count.
+    """Returns (positions of a tile's queries, lowest position, highest position) in i32. Rows past
+    own_queries do not count for the last two.
 
-    From a tensor, or consecutive from query_starts on, 0 without it.
+    Positions come from a tensor, or count up from query_starts (0 without it).
     """
     if positions_ptr is not None:
         rows = first_row + tl.arange(0, BLOCK_M)
@@ -125,7 +128,8 @@ def query_positions(
 
 @triton.jit
 def keys_in_sight(own_keys, highest, key_start, MASK: tl.constexpr):
-    """Of own_keys those up to the last that a query at `highest` sees."""
+    """Returns the number of keys up to the last one that a query at position `highest` sees, at
+    most own_keys."""
     if MASK != "none":
         own_keys = tl.minimum(own_keys, highest + 1 - key_start)
     return tl.maximum(own_keys, 0)
@@ -136,18 +140,19 @@ def block_range(
     lowest, highest, key_start, own_keys, lead,
     MASK: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """(first block, first whole block, whole blocks, all blocks) of keys for a tile of queries.
+    """Returns (first block, first whole block, number of whole blocks, number of all blocks) of
+    keys for a tile of queries.
 
-    own_keys: as `keys_in_sight` gives them. Every query sees all keys of a whole block; blocks
-    before and after the whole ones need a mask.
-    The first `lead` keys belong to no sequence.
+    own_keys: the result of `keys_in_sight`. Every query sees all keys of a whole block; the blocks
+    before and after the whole ones need a mask. The first `lead` keys do not belong to the
+    sequence.
     """
     low = 0
     whole_low = lead
     whole_high = own_keys
     if MASK != "none":
         whole_high = tl.minimum(own_keys, lowest + 1 - key_start)
-    # A window may begin behind the last key; where there is none, no block is read.
+    # A window may begin behind the last key. Then no block is read.
     if MASK == "sliding_window":
         low = tl.minimum(lowest - WINDOW + 1 - key_start, own_keys)
         whole_low = highest - WINDOW + 1 - key_start
@@ -159,7 +164,7 @@ def block_range(
     total = (own_keys + BLOCK_N - 1) // BLOCK_N - first
     whole = (tl.maximum(whole_low, lead) + BLOCK_N - 1) // BLOCK_N
     num_whole = tl.maximum(whole_high, 0) // BLOCK_N - whole
-    # Where no block is whole, the masked blocks start at the first.
+    # If no block is whole, the masked blocks start at the first block.
     whole = tl.where(num_whole > 0, whole, first)
     num_whole = tl.maximum(num_whole, 0)
     return first, whole, num_whole, total
@@ -167,7 +172,8 @@ def block_range(
 
 @triton.jit
 def block_of_step(step, first, whole, num_whole):
-    """The block of a step: whole ones come first, then those before them, then those after."""
+    """Returns the block of a step: first come the whole blocks, then those before them, then those
+    after them."""
     after = first + step - num_whole
     after = tl.where(after < whole, after, after + num_whole)
     return tl.where(step < num_whole, whole + step, after)
@@ -178,8 +184,9 @@ def visible(
     positions, keys, base, key_start, own_keys, lead,
     MASK: tl.constexpr, WINDOW: tl.constexpr, LED: tl.constexpr,
 ):  # fmt: skip
-    """[queries, keys]: which keys exist and are seen. `keys` count from `base`, and that from the
-    sequence's first key; where LED the first `lead` of those are not the sequence's."""
+    """Returns whether each key exists and each query sees it, [queries, keys]. `keys` count from
+    `base`, which counts from the sequence's first key. LED: the first `lead` keys do not belong to
+    the sequence."""
     here = key_start + base
     if MASK == "none":
         seen = (keys < own_keys - base)[None, :]

@@ -1,13 +1,13 @@
 """The kernel cache on disk: content-addressed, atomic, shared by any number of processes.
 
-An entry is a folder of files named by its key. It is written in a temporary folder and moved into
-place whole, so a reader never sees half of one. Its manifest has kind, key and the hash of every
-file; an entry that differs from its manifest (a full disk, a killed machine, another entry moved to
-its place, a file too many) is deleted and made again. Files are read into memory once: the bytes
-whose hashes were compared are the bytes that run.
+An entry is a folder of files, and its name is its key. An entry is written to a temporary folder
+and then moved into place, so a reader never sees half an entry. Its manifest has the kind, the key
+and the hash of every file. An entry that differs from its manifest (a full disk, a crashed machine,
+another entry in its place, an extra file) is deleted and made again. Files are read into memory
+once: the bytes whose hashes were checked are the bytes that run.
 
-Where the cache cannot be written, or is not trusted, a process keeps its kernels in a private
-folder, and warns once.
+If the cache cannot be written or is not trusted, a process keeps its kernels in a private folder
+and warns once.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ __all__ = ["Entry", "KernelCache", "cache_dir", "key_of", "observers"]
 MANIFEST = "manifest.json"
 _FORMAT = 2
 
-#: A process that has waited this long for another one's build makes the entry itself.
+#: A process that has waited this long (seconds) for another one makes the entry itself.
 _WAIT_S = 900.0
-#: Told of each entry that is found or made: its kind, its key and its files.
+#: Functions that are called for each entry that is found or made, with its kind, key and files.
 observers: list[Callable[[str, str, Mapping[str, bytes]], None]] = []
 
-# An entry's time of last use is written no more often than this.
+# The time of last use of an entry is written at most once in this many seconds.
 _USED_EVERY_S = 3600.0
 _MOVES = 3
 
 
 def key_of(*parts: str) -> str:
-    """The key of what these texts alone determine; sha256 in hex."""
+    """Returns the key of an entry that these texts determine: their sha256 in hex."""
     digest = hashlib.sha256()
     for part in parts:
         encoded = part.encode()
@@ -66,7 +66,7 @@ def key_of(*parts: str) -> str:
 
 @dataclass(frozen=True)
 class Entry:
-    """The files of one entry, by name. folder: where they lie; None where none could be written."""
+    """The files of one entry, by name. folder: their path; None if they could not be written."""
 
     files: Mapping[str, bytes] = field(repr=False)
     folder: Path | None
@@ -76,34 +76,34 @@ class Entry:
 
 
 class KernelCache:
-    """Entries by kind and key under one root."""
+    """Stores entries by kind and key under one root folder."""
 
     def __init__(self, root: Path | None = None) -> None:
         self.root = root or cache_dir()
 
     def entry(self, kind: str, key: str) -> Path:
-        """Where the entry lies, whether or not it exists."""
+        """Returns the path of the entry, whether or not it exists."""
         return _place(self.root, kind, key)
 
     def find(self, kind: str, key: str) -> Entry | None:
-        """The entry if it exists and matches its manifest, else None."""
+        """Returns the entry if it exists and matches its manifest, else None."""
         found = self._found(kind, key)
         if found is not None:
             _tell(kind, key, found.files)
         return found
 
     def has(self, kind: str, key: str) -> bool:
-        """Whether :meth:`find` would find it; nobody is told."""
+        """Whether :meth:`find` would find the entry. Does not call the observers."""
         return self._found(kind, key) is not None
 
     def put_new(self, kind: str, key: str, files: Mapping[str, bytes]) -> None:
-        """Stores an entry that was made elsewhere under this key, unless there is one. Raises
-        OSError where it can be stored nowhere."""
+        """Stores an entry that was made elsewhere, unless this key already has one. Raises OSError
+        if neither the cache nor the private folder can be written."""
         if self.has(kind, key):
             return
         with self._locked(kind, key):  # another process may be making it
             if not self.has(kind, key) and self._store(kind, key, files) is None:
-                raise OSError("neither cache nor private folder can be written")
+                raise OSError("neither the cache nor the private folder can be written")
 
     def _found(self, kind: str, key: str) -> Entry | None:
         if self._usable():
@@ -123,12 +123,12 @@ class KernelCache:
         make: Callable[[], Mapping[str, bytes]],
         accept: Callable[[Entry], bool] = lambda entry: True,
     ) -> Entry:
-        """The entry; where it is missing or corrupt, `make()` gives its files.
+        """Returns the entry. If it is missing or corrupt, `make()` returns its files.
 
-        Many processes may ask at once: one makes the entry, the others wait and read it. What
-        `make` raises is raised here, and nothing is stored. Files that cannot be stored are
-        returned all the same. accept: whether an entry's contents can be used; if not, it is made
-        again.
+        If several processes call this at once, one makes the entry and the others wait and read it.
+        If `make` raises an error, the error propagates and nothing is stored. Files that cannot be
+        stored are returned nevertheless. accept: returns whether the contents of an entry can be
+        used; if not, the entry is made again.
         """
         found = self._accepted(kind, key, accept)
         if found is not None:
@@ -152,21 +152,22 @@ class KernelCache:
         reason = refusal(self.root)
         if reason is not None:
             self._warn(
-                f"{reason}. TILEWRIGHT_CACHE_DIR names another folder; where all who can write to "
-                "this one are trusted, set TILEWRIGHT_CACHE_TRUST=1"
+                f"{reason}. Set TILEWRIGHT_CACHE_DIR to another folder, or, if you trust all users "
+                "who can write to this one, set TILEWRIGHT_CACHE_TRUST=1"
             )
         return reason is None
 
     def _warn(self, reason: str) -> None:
         warn_once(
             str(self.root),
-            f"the kernel cache {self.root} is not used, kernels of this process are kept in a "
+            f"the kernel cache {self.root} is not used; this process keeps its kernels in a "
             f"private folder until it ends: {reason}",
         )
 
     @contextlib.contextmanager
     def _locked(self, kind: str, key: str) -> Iterator[None]:
-        """One maker at a time; where no lock can be taken, an entry may be made twice."""
+        """Lets one process at a time make an entry. If no lock can be taken, two processes may make
+        the same entry."""
         with contextlib.ExitStack() as stack:
             for root in self._roots():
                 try:
@@ -174,7 +175,7 @@ class KernelCache:
                     stack.enter_context(lock)
                 except (OSError, NotImplementedError):  # filelock.Timeout is an OSError
                     continue
-                # Those who wait hold it open, and find the entry when they get the lock.
+                # Waiting processes keep the file open, and find the entry when they get the lock.
                 stack.callback(_unlink, lock.lock_file)
                 break
             yield
@@ -194,12 +195,13 @@ class KernelCache:
         return known
 
     def _store(self, kind: str, key: str, files: Mapping[str, bytes]) -> Path | None:
-        """Where the entry lies now; None if neither cache nor private folder can be written."""
+        """Stores an entry and returns its path; None if neither the cache nor the private folder
+        can be written."""
         for root in self._roots():
             try:
                 _write(root, kind, key, files)
             except OSError as error:
-                self._warn(f"{error.strerror}. TILEWRIGHT_CACHE_DIR names another folder")
+                self._warn(f"{error.strerror}. Set TILEWRIGHT_CACHE_DIR to another folder")
                 continue
             if root == self.root:
                 upkeep.prune_hourly(root)
@@ -212,7 +214,7 @@ def _tell(kind: str, key: str, files: Mapping[str, bytes]) -> None:
         told(kind, key, files)
 
 
-# Where a process keeps entries that it cannot write to a cache, by process and the cache's root.
+# The private folders for entries that cannot be written to a cache, by process and cache root.
 _private_roots: dict[tuple[int, Path], Path] = {}
 
 
@@ -226,8 +228,8 @@ def _unlink(path: str) -> None:
 
 
 def _lock(root: Path, kind: str, key: str) -> FileLock:
-    """The lock of one entry, open to whoever its folder is open to."""
-    from filelock import FileLock  # where something is made; a warm cache needs none
+    """Returns the lock of one entry. Its file has the permissions of the entry's parent folder."""
+    from filelock import FileLock  # imported here: a warm cache needs no lock
 
     place = _place(root, kind, key)
     make_folders(root, place.parent)
@@ -236,7 +238,7 @@ def _lock(root: Path, kind: str, key: str) -> FileLock:
 
 
 def _write(root: Path, kind: str, key: str, files: Mapping[str, bytes]) -> None:
-    """Stores an entry; replaces what lies there."""
+    """Stores an entry, in place of an existing one."""
     place = _place(root, kind, key)
     make_folders(root, place.parent)
     manifest = json.dumps(_manifest(kind, key, files), indent=1).encode()
@@ -252,7 +254,7 @@ def _move(fresh: Path, place: Path) -> None:
             os.rename(fresh, place)
             return
         except OSError:
-            set_aside(place)  # another maker's, or what could not be read
+            set_aside(place)  # an entry of another process, or one that could not be read
     os.rename(fresh, place)
 
 
@@ -269,8 +271,8 @@ def _manifest(kind: str, key: str, files: Mapping[str, bytes]) -> dict[str, Any]
 
 
 def _read(place: Path, kind: str, key: str) -> dict[str, bytes] | None:
-    """The files of an entry; None where they are not exactly what a trusted user stored under this
-    key."""
+    """Returns the files of an entry; None unless they are exactly those that a trusted user stored
+    under this key."""
     try:
         with opened_folder(place) as folder:
             status = os.fstat(folder)
@@ -287,8 +289,9 @@ def _read(place: Path, kind: str, key: str) -> dict[str, bytes] | None:
 
 
 def _read_file(folder: int, name: str) -> bytes:
-    """A regular file's contents. Raises OSError for anything else and for untrusted files."""
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe in its place must not block
+    """Returns the contents of a regular file. Raises OSError for anything else and for a file that
+    is not trusted."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe of this name must not block
     descriptor = os.open(name, flags, dir_fd=folder)
     with open(descriptor, "rb") as file:
         status = os.fstat(descriptor)
@@ -300,5 +303,5 @@ def _read_file(folder: int, name: str) -> bytes:
 
 def _note_use(folder: int, status: os.stat_result) -> None:
     if time.time() - status.st_mtime > _USED_EVERY_S:
-        with contextlib.suppress(OSError):  # a cache that is only read
+        with contextlib.suppress(OSError):  # the cache may be read-only
             os.utime(folder)

@@ -1,9 +1,10 @@
-"""Where the kernel cache lies, which files there are trusted, and the private folder without it.
+"""The folder of the kernel cache, the rules by which its files are trusted, and the private folder
+that replaces it.
 
-What is read from the cache is executed. So its folder, and every entry, must belong to this user or
-to root, and other users must not be able to write to them; with TILEWRIGHT_CACHE_TRUST=1 all who
-can write there are trusted, which a group that shares a cache needs. docs/soundness.md has the
-threat model.
+Files from the cache are executed. So the folder and every entry must belong to this user or to
+root, and other users must not be able to write to them. With TILEWRIGHT_CACHE_TRUST=1, all users
+who can write to the folder are trusted; a group that shares a cache needs this. docs/soundness.md
+has the threat model.
 """
 
 from __future__ import annotations
@@ -29,15 +30,17 @@ log = logging.getLogger("tilewright")
 
 _GROUP_AND_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
-#: A temporary folder this old (seconds) that no process holds is a killed process's.
+#: A temporary folder of at least this age (seconds) that no process holds belongs to a killed
+#: process.
 STALE_AFTER_S = 3600.0
 
 
 def cache_dir() -> Path:
-    """TILEWRIGHT_CACHE_DIR, else `tilewright` in the user's XDG cache folder; `~` is expanded.
+    """Returns TILEWRIGHT_CACHE_DIR, or else `tilewright` in the user's XDG cache folder. Expands
+    `~`.
 
-    As the XDG specification asks, a relative XDG_CACHE_HOME is ignored. For a user without a home
-    it is a folder in the system's temporary folder.
+    A relative XDG_CACHE_HOME is ignored, as the XDG specification requires. For a user without a
+    home, the result is a folder in the system's temporary folder.
     """
     chosen = os.environ.get("TILEWRIGHT_CACHE_DIR")
     if chosen:
@@ -52,15 +55,15 @@ def cache_dir() -> Path:
 
 
 def others_are_trusted() -> bool:
-    """Whether TILEWRIGHT_CACHE_TRUST=1 lets other users write to the cache."""
+    """Whether TILEWRIGHT_CACHE_TRUST=1 is set, so that other users may write to the cache."""
     return os.environ.get("TILEWRIGHT_CACHE_TRUST") == "1"
 
 
 def distrust(status: os.stat_result) -> str | None:
-    """Why a file or folder is not trusted: another user may have written it; None if it is trusted.
+    """Returns why a file or folder is not trusted; None if it is trusted.
 
-    It must belong to this user or to root. Others must not be able to write to it, nor must its
-    group, unless this user alone is in that group, as on systems with a group for each user.
+    A trusted file belongs to this user or to root. Other users cannot write to it. Its group cannot
+    either, unless this user is the only member, as on systems with one group per user.
     """
     if others_are_trusted():
         return None
@@ -75,7 +78,7 @@ def distrust(status: os.stat_result) -> str | None:
 
 
 def refusal(root: Path) -> str | None:
-    """Why a cache folder is not used; None where it can be, or where there is none yet."""
+    """Returns why a cache folder is not used; None if it can be used or does not exist yet."""
     try:
         own, target = os.lstat(root), os.stat(root)
     except FileNotFoundError:
@@ -104,7 +107,7 @@ def _group(gid: int) -> str:
 
 @functools.cache
 def _is_own_group(gid: int, uid: int) -> bool:
-    """Whether a group has its user's name and no other member."""
+    """Whether a group is the user's own: it has the user's name and no other member."""
     try:
         user, group = pwd.getpwuid(uid), grp.getgrgid(gid)
     except KeyError:
@@ -114,12 +117,13 @@ def _is_own_group(gid: int, uid: int) -> bool:
 
 
 def open_to_others(mode: int) -> int:
-    """The mode of a new file or folder: without group and others, unless those are trusted."""
+    """Returns the mode of a new file or folder: group and others may write to it only if other
+    users are trusted."""
     return mode if others_are_trusted() else mode & ~_GROUP_AND_OTHERS_WRITE
 
 
 def make_folders(root: Path, folder: Path) -> None:
-    """Makes `folder`, which is `root` or below it. Raises OSError."""
+    """Makes `folder`, which is `root` or a folder below it. Raises OSError if it cannot be made."""
     if folder.is_dir():
         return
     root.parent.mkdir(parents=True, exist_ok=True)
@@ -131,7 +135,7 @@ def make_folders(root: Path, folder: Path) -> None:
 
 @contextlib.contextmanager
 def opened_folder(path: Path) -> Iterator[int]:
-    """A folder's descriptor; a link in its place raises OSError."""
+    """Opens a folder and yields its file descriptor. Raises OSError for a link."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         yield descriptor
@@ -141,8 +145,8 @@ def opened_folder(path: Path) -> Iterator[int]:
 
 @contextlib.contextmanager
 def new_folder(parent: Path, name: str) -> Iterator[tuple[Path, int]]:
-    """A new temporary folder and its descriptor; locked, so that no other process removes it, and
-    removed at the end if it is still in its place."""
+    """Makes a temporary folder and yields its path and file descriptor. The folder is locked, so
+    that no other process removes it. At the end it is removed if it was not moved."""
     path = parent / f"{name}.{secrets.token_hex(6)}.tmp"
     os.mkdir(path, open_to_others(0o777))
     try:
@@ -154,7 +158,7 @@ def new_folder(parent: Path, name: str) -> Iterator[tuple[Path, int]]:
 
 
 def set_aside(path: Path) -> None:
-    """Renames what lies at a path, at once, then deletes it. Raises OSError where it cannot be
+    """Renames a file or folder in one step and then deletes it. Raises OSError if it cannot be
     renamed."""
     aside = path.with_name(f"{path.name[:16]}.{secrets.token_hex(6)}.tmp")
     with contextlib.suppress(FileNotFoundError):
@@ -163,7 +167,7 @@ def set_aside(path: Path) -> None:
 
 
 def remove(path: Path) -> bool:
-    """Deletes a folder with all in it, a file or a link; whether it is gone."""
+    """Deletes a folder with its contents, a file or a link. Returns whether it is gone."""
     with contextlib.suppress(OSError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -173,8 +177,8 @@ def remove(path: Path) -> bool:
 
 
 def _hold(descriptor: int) -> bool:
-    """Locks a folder for this process, as long as the descriptor is open; whether it could be
-    locked: not where another process holds it. A file system without locks has no holders."""
+    """Locks a folder for this process until the descriptor is closed. Returns False if another
+    process holds the lock, else True, also on a file system without locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -183,14 +187,15 @@ def _hold(descriptor: int) -> bool:
 
 
 def is_stale(path: Path, age: float = STALE_AFTER_S) -> bool:
-    """Whether a temporary folder or lock file of ours is old and no process holds it."""
+    """Whether a temporary folder or lock file of the cache is at least `age` seconds old and no
+    process holds it."""
     try:
         if time.time() - os.lstat(path).st_mtime < age:
             return False
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         return False
-    except OSError:  # it cannot be opened: nobody builds in it
+    except OSError:  # it cannot be opened, so no process builds in it
         return True
     try:
         return _hold(descriptor)
@@ -203,8 +208,9 @@ _private: dict[int, Path] = {}
 
 
 def private_folder() -> Path:
-    """A folder of this process alone, mode 0700, removed when the process ends: for short-lived
-    files, and for kernels where the cache cannot be used. Raises OSError."""
+    """Returns a private folder of this process, mode 0700, which is removed when the process ends.
+    It holds short-lived files, and kernels if the cache cannot be used. Raises OSError if it cannot
+    be made."""
     known = _private.get(os.getpid())
     if known is not None and known.is_dir():
         return known
@@ -222,7 +228,8 @@ def _private_prefix() -> str:
 
 
 def sweep_private(age: float = STALE_AFTER_S) -> int:
-    """Removes the private folders of killed processes; how many there were."""
+    """Removes the private folders of killed processes that are at least `age` seconds old. Returns
+    how many it removed."""
     found = Path(tempfile.gettempdir()).glob(f"{_private_prefix()}*")
     stale = [path for path in found if _is_own(path) and is_stale(path, age)]
     return sum(remove(path) for path in stale)
@@ -238,7 +245,7 @@ _said: set[str] = set()
 
 
 def warn_once(about: str, message: str) -> None:
-    """A warning, once per process for each `about`."""
+    """Logs a warning, at most once per process for each `about`."""
     if about not in _said:
         _said.add(about)
         log.warning("%s", message)

@@ -1,7 +1,7 @@
 """The contents of the kernel cache, and pruning: leftovers of killed processes first, then the
 least recently used entries.
 
-Entries are renamed before they are deleted; a process that looks for one then makes it again.
+An entry is renamed before it is deleted. A process that looks for it afterwards makes it again.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from tilewright.codegen.build.cache.folder import (
     warn_once,
 )
 
-#: Kinds of entries; nothing else below the cache's folder is counted or removed.
+#: Kinds of entries. Nothing else in the cache folder is counted or removed.
 KINDS = ("binary", "source", "ttgir", "tuned")
 
 DEFAULT_BOUND = 2 * 2**30
-#: Pruning stops at this part of the bound: the next entry must not prune again.
+#: Pruning removes entries down to this fraction of the bound, so that the next entry does not prune
+#: again.
 _LEFT = 0.9
 _EVERY_S = 3600.0
 _MARK = "last-prune"
 
-# As strict as possible: the folder may also hold files that are not ours.
+# The expression is strict because the folder may also hold files of other programs.
 _KEY = re.compile(r"[0-9a-f]{64}\Z")
-# Names of temporary folders and locks; the last line: those of the first cache format.
+# Names of temporary folders and locks. The last line has those of the first cache format.
 _LEFTOVER = re.compile(
     r"[0-9a-f]{16}\.[0-9a-f]{12}\.tmp\Z|[0-9a-f]{64}\.lock\Z|"
     r"([0-9a-f]{16}|corrupt)\.[a-z0-9_]{8}\Z"
@@ -46,7 +47,8 @@ _UNITS = " KMGT"
 
 @dataclass(frozen=True)
 class Stored:
-    """One entry on disk. size: bytes of disk; used: time of its last use, to the hour."""
+    """One entry on disk. size: bytes on disk. used: time of last use in seconds since the epoch,
+    accurate to an hour."""
 
     kind: str
     path: Path
@@ -68,7 +70,8 @@ class Survey:
 
 @dataclass(frozen=True)
 class Pruned:
-    """What was removed: number and bytes of entries, number of leftovers of killed processes."""
+    """Counts of removed items. entries, size: number and bytes of entries. stale: number of
+    leftovers of killed processes."""
 
     entries: int
     size: int
@@ -76,7 +79,8 @@ class Pruned:
 
 
 def parse_size(text: str) -> int:
-    """Bytes of "500MB", "2GiB", "1.5 G" or "4096". Raises ValueError."""
+    """Parses a size such as "500MB", "2GiB", "1.5 G" or "4096" to bytes. Raises ValueError for
+    other texts."""
     found = _SIZE.match(text.strip())
     if found is None:
         raise ValueError(f"expected a size such as 500MB or 2GiB, got {text!r}")
@@ -86,7 +90,8 @@ def parse_size(text: str) -> int:
 
 
 def size_bound() -> int:
-    """Bytes that the cache may take: TILEWRIGHT_CACHE_SIZE, else 2 GiB. Raises ValueError."""
+    """Returns the most bytes that the cache may take: TILEWRIGHT_CACHE_SIZE, or else 2 GiB. Raises
+    ValueError if the variable is no size."""
     chosen = os.environ.get("TILEWRIGHT_CACHE_SIZE")
     if not chosen:
         return DEFAULT_BOUND
@@ -97,7 +102,7 @@ def size_bound() -> int:
 
 
 def survey(root: Path, stale_after: float = STALE_AFTER_S) -> Survey:
-    """The contents of a cache's folder; empty where it does not exist."""
+    """Lists the contents of a cache folder; empty if the folder does not exist."""
     entries: list[Stored] = []
     stale: list[Path] = []
     for kind in KINDS:
@@ -117,8 +122,8 @@ def prune(
     older_than: float | None = None,
     stale_after: float = STALE_AFTER_S,
 ) -> Pruned:
-    """Removes leftovers, entries unused for `older_than` seconds, and then the least recently used
-    ones until the rest takes at most `max_size` bytes."""
+    """Removes leftovers, then entries unused for `older_than` seconds, then the least recently used
+    entries until the rest takes at most `max_size` bytes."""
     found = survey(root, stale_after)
     stale = sum(remove(path) for path in found.stale)
     gone = list(_surplus(found, max_size, older_than))
@@ -128,8 +133,8 @@ def prune(
 
 
 def prune_hourly(root: Path) -> None:
-    """Holds the cache to its bound, at most once an hour among all processes. Called after a store:
-    a cache that does not grow needs no check."""
+    """Prunes the cache to its size bound, at most once an hour among all processes. Callers call
+    this after a store: a cache that does not grow needs no check."""
     mark = root / _MARK
     with contextlib.suppress(OSError):
         if mark.exists() and time.time() - mark.stat().st_mtime < _EVERY_S:
@@ -177,7 +182,7 @@ def _folders(folder: Path) -> list[Path]:
 
 
 def _stored(kind: str, path: Path) -> list[Stored]:
-    """The entry at a path; nothing where it is gone by now."""
+    """Returns a list with the entry at a path; empty if the entry is gone."""
     try:
         status = os.lstat(path)
         return [Stored(kind, path, _size(path, status), status.st_mtime)]
@@ -186,7 +191,7 @@ def _stored(kind: str, path: Path) -> list[Stored]:
 
 
 def _size(path: Path, status: os.stat_result) -> int:
-    """Bytes of disk of a file, or of a folder with all in it."""
+    """Returns the bytes on disk of a file, or of a folder with its contents."""
     own = status.st_blocks * 512
     if not stat.S_ISDIR(status.st_mode):
         return own

@@ -1,12 +1,14 @@
-"""A sum over ranks, the residual and its norm in one kernel, through memory that all ranks reach.
+"""A sum over ranks, the residual and its norm in one kernel, through memory that all ranks can
+access.
 
-Each rank has a ring of two slots for each program: a program writes its row into that slot of every
-other rank, raises a flag behind it, waits for theirs, and adds the rows in the order of ranks, so
-that all ranks get the same bits. A slot is written again two rows later. By then all ranks have
-read it: the row between came from programs that were done with the one before.
+Each rank has a ring of two slots for each program and each other rank. A program writes its row
+into its slot on every other rank, raises a flag after it, waits for the flags of the others, and
+adds the rows in the order of ranks, so that all ranks get the same bits. A slot is written again
+two rows later. By then all ranks have read it: each had sent the row in between, and sends a row
+only after it has read the one before.
 
-A program waits for its namesakes on other ranks alone, and a GPU starts programs in their order:
-the first that is not done runs on every rank, however many there are.
+A program waits only for the programs of the same number on other ranks, and a GPU starts programs
+in order. So the first unfinished program runs on every rank, for any number of programs.
 """
 
 import triton
@@ -15,7 +17,8 @@ import triton.language as tl
 
 @triton.jit
 def words_of(peers_ptr, to, of, block, step, RANKS: tl.constexpr, WORDS: tl.constexpr):
-    """In the memory of rank `to` what rank `of` writes for a row: WORDS words of 64 bits."""
+    """Returns the pointer, in the memory of rank `to`, to the WORDS words of 64 bits that rank `of`
+    writes for a row."""
     base = tl.multiple_of(tl.load(peers_ptr + to).to(tl.pointer_type(tl.int64)), 16)
     return base + ((block * 2 + (step & 1)) * RANKS + of) * WORDS
 
@@ -25,22 +28,24 @@ def slot_of(
     peers_ptr, to, of, block, step, dtype,
     N: tl.constexpr, RANKS: tl.constexpr, FLAGS: tl.constexpr,
 ):  # fmt: skip
-    """The slot in the memory of rank `to` for rows of rank `of`, 16 bits a number. FLAGS: words of
-    all flags, which lie before the slots. Every slot begins at whole 16 bytes."""
+    """Returns the pointer to the slot in the memory of rank `to` for rows of rank `of`, with 16
+    bits per number. FLAGS: words of all flags, which lie before the slots. Every slot begins at a
+    multiple of 16 bytes."""
     words = words_of(peers_ptr, to, of, block, step, RANKS, N // 4) + FLAGS
     return tl.multiple_of(words.to(tl.pointer_type(dtype)), 16)
 
 
 @triton.jit
 def give_up(tries, LIMIT: tl.constexpr):
-    """Ends the kernel with an error where it has waited too long: a rank is gone."""
+    """Ends the kernel with an error if it has waited too long, because a rank is gone."""
     if tries >= LIMIT:
         tl.inline_asm_elementwise("trap; mov.u32 $0, 0;", "=r,r", [tries], tl.int32, False, 1)
 
 
 @triton.jit
 def wait_for(flag_ptr, step, LIMIT: tl.constexpr):
-    """Until a flag has the number of the row; what was written before it is seen behind this."""
+    """Waits until a flag has the number of the row. Data written before the flag are visible
+    afterwards."""
     tries = 0
     while tl.atomic_add(flag_ptr, 0, sem="acquire", scope="sys") != step:
         tries += 1
@@ -53,12 +58,12 @@ def sum_over_ranks(
     x, columns, there, peers_ptr, rank, block, step,
     N: tl.constexpr, RANKS: tl.constexpr, FLAGS: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """The sum of the ranks' rows in fp32."""
+    """Returns the sum of the ranks' rows in fp32."""
     for to in range(RANKS):
         if to != rank:
             slot = slot_of(peers_ptr, to, rank, block, step, x.dtype, N, RANKS, FLAGS)
             tl.store(slot + columns, x, mask=there)
-    # All threads' stores come before the one thread's flag.
+    # The stores of all threads must precede the flags, which one thread writes.
     tl.debug_barrier()
     for to in range(RANKS):
         if to != rank:
@@ -71,7 +76,7 @@ def sum_over_ranks(
         if of != rank:
             wait_for(words_of(peers_ptr, rank, of, block, step, RANKS, 1), step, LIMIT)
             slot = slot_of(peers_ptr, rank, of, block, step, x.dtype, N, RANKS, FLAGS)
-            # What an earlier row left in L1 is not looked at.
+            # Bypass L1, which may still hold an earlier row.
             row = tl.load(slot + columns, mask=there, other=0.0, cache_modifier=".cg")
             part = row.to(tl.float32)
         total += part
@@ -87,11 +92,12 @@ def all_reduce_residual_norm(
     BLOCK: tl.constexpr, RANKS: tl.constexpr, FLAGS: tl.constexpr, LIMIT: tl.constexpr,
     LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """summed [T, N] = residual + the sum of the ranks' x; normed = summed / rms(summed) *
-    (NORM_OFFSET + norm_weight), of what is not rounded yet.
+    """Computes summed [T, N] = residual + the sum of the ranks' x, and normed = summed /
+    rms(summed) * (NORM_OFFSET + norm_weight), from summed before it is rounded.
 
-    peers_ptr: addresses of the ranks' memory. steps_ptr: how many rows each program has sent so
-    far. With one rank neither is read. Grid (up to T,): a program takes every so manieth row."""
+    peers_ptr: addresses of the ranks' memory. steps_ptr: number of rows that each program has sent
+    so far. With one rank, neither is read. Grid (up to T,): each program strides over the rows by
+    the grid size."""
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
     block = tl.program_id(0)

@@ -1,10 +1,10 @@
 """The two expert GEMMs for few rows per expert and weights of 4-bit codes, read as they are stored.
 
-As `moe_up` and `grouped_gemm` with SWAPPED, but a weight reaches the tensor core without leaving
-the thread that loaded it: K is taken in the order of the words of eight codes, and the rows of
-tokens, the smaller tile, are permuted to match (`rows_in_order`). E2M1 codes are multiplied by
-their scales before the product, exactly; int4 codes go into the product, and their scales are
-applied to the sums of a group.
+They work like `moe_up` and `grouped_gemm` with SWAPPED, but a weight stays in the thread that
+loaded it until the tensor core takes it: K runs in the order of the words of eight codes, and the
+rows of tokens, the smaller tile, are permuted to match (`rows_in_order`). E2M1 codes are multiplied
+by their scales before the product, which is exact. int4 codes are multiplied without scales, which
+are applied to the sums of a group.
 """
 
 import triton
@@ -35,11 +35,11 @@ def multiply_codes(
     words, x, scales, accumulator, FORMAT: tl.constexpr, DTYPE: tl.constexpr,
     RUN: tl.constexpr, SWAPPED: tl.constexpr, SPLIT: tl.constexpr, X_IN_ORDER: tl.constexpr,
 ):  # fmt: skip
-    """accumulator + x [tokens, K] times the weights of words [rows, K / 8].
+    """Returns accumulator + x [tokens, K] times the weights in words [rows, K / 8].
 
-    accumulator: [rows, tokens] where SWAPPED, else [tokens, rows]. scales: see `load_scales`.
-    SPLIT > 1: rows and tokens hold SPLIT products one after the other, accumulator is
-    [SPLIT, rows, tokens].
+    accumulator: [rows, tokens] if SWAPPED, else [tokens, rows]. scales: see `load_scales`.
+    SPLIT > 1: rows and tokens hold the operands of SPLIT products one after another, and the
+    accumulator is [SPLIT, rows, tokens].
     """
     if not X_IN_ORDER:
         x = rows_in_order(x, RUN)
@@ -74,10 +74,10 @@ def load_scales(
     row_ptrs, row_mask, first, K: tl.constexpr, PART_K: tl.constexpr, FORMAT: tl.constexpr,
     FULL: tl.constexpr,
 ):  # fmt: skip
-    """Scales of PART_K columns of each row, from the row's part number `first` on.
+    """Loads the scales of PART_K columns of each row: those of the row's part number `first`.
 
-    E2M1: [rows, 4] integers, each with the scales of a quarter of the columns; int4, where a part
-    is a group: fp32 [rows, 1]. FULL: no row or column needs a mask.
+    For E2M1 these are integers [rows, 4], each with the scales of a quarter of the columns; for
+    int4, where a part is a group, fp32 [rows, 1]. FULL: no row or column needs a mask.
     """
     WIDTH: tl.constexpr = 1 if FORMAT == "int4" else 4
     places = (first * WIDTH)[:, None] + tl.arange(0, WIDTH)[None, :]
@@ -98,16 +98,17 @@ def multiply_tile(
     BLOCK_K: tl.constexpr, PART_K: tl.constexpr, RUN: tl.constexpr, SWAPPED: tl.constexpr,
     SPLIT: tl.constexpr, X_IN_ORDER: tl.constexpr,
 ):  # fmt: skip
-    """Rows of x times rows of weights, fp32 [rows of x, rows of weights], transposed where SWAPPED.
+    """Returns rows of x times rows of weights, fp32 [rows of x, rows of weights], transposed if
+    SWAPPED.
 
-    x_rows, word_rows, scale_rows: pointers. SPLIT > 1: each of SPLIT warps takes its own columns of
-    a step; all rows are repeated SPLIT times, once for each warp. PART_K: columns that are unpacked
-    and multiplied together, of BLOCK_K that are loaded together. RUN: see `rows_in_order`.
-    FULL_ROWS: weight_mask is true.
+    x_rows, word_rows, scale_rows: pointers to the rows. SPLIT > 1: each of SPLIT warps takes its
+    own columns of a step, and all rows are repeated SPLIT times, once for each warp. BLOCK_K:
+    columns that are loaded together. PART_K: columns of these that are unpacked and multiplied
+    together. RUN: see `rows_in_order`. FULL_ROWS: weight_mask is true everywhere.
     """
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     EVEN: tl.constexpr = K % BLOCK_K == 0
-    # int4's scales take 40 registers fewer where they are loaded with a mask.
+    # Scales of int4 take 40 registers fewer if they are loaded with a mask.
     FULL_SCALES: tl.constexpr = EVEN and FULL_ROWS and (SPLIT > 1 or FORMAT != "int4")
     OWN_K: tl.constexpr = BLOCK_K // SPLIT
     PARTS: tl.constexpr = OWN_K // PART_K
@@ -138,7 +139,7 @@ def multiply_tile(
             )  # fmt: skip
         if not EVEN:
             x_mask = x_mask & (x_columns < K)
-        # A step ahead: Triton does not pipeline these loads through shared memory.
+        # The loads stand before their use: Triton does not pipeline them through shared memory.
         for part in tl.static_range(PARTS):
             first = (step * BLOCK_K + weight_first) // PART_K + part
             scales = load_scales(scale_rows, weight_mask, first, K, PART_K, FORMAT, FULL_SCALES)
@@ -157,7 +158,8 @@ def multiply_tile(
 
 @triton.jit
 def route_place(tile, ids_ptr, NUM_EXPERTS: tl.constexpr, TILES_N: tl.constexpr):
-    """As `tile_place`, where routes are not sorted and each is a block of rows of its own."""
+    """Returns the place of a tile as `tile_place` does, if routes are not sorted and each route is
+    a block of rows."""
     route = tile // TILES_N
     expert = tl.load(ids_ptr + route).to(tl.int32)
     placed = (expert >= 0) & (expert < NUM_EXPERTS)
@@ -179,15 +181,16 @@ def moe_up_codes(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.constexpr,
     SWAPPED: tl.constexpr, SPLIT: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Gate and up projections of a mixture of experts, weights of 4-bit codes, few rows per expert:
-    hidden [routes, INNER] = activation(x @ Wgate^T) * (x @ Wup^T), rows of x gathered by route.
+    """Gate and up projections of a mixture of experts with weights of 4-bit codes and few rows per
+    expert: hidden [routes, INNER] = activation(x @ Wgate^T) * (x @ Wup^T), rows of x gathered by
+    route.
 
-    Grid of any size. Arguments without a word here are those of `moe_up`. weight and scales: words
-    of eight codes, strides (of scales: expert, row, column) and distance count words (of E2M1's
-    scales: of PART_K / 4 columns). PART_K: columns that are unpacked and multiplied together, of
-    BLOCK_K that are loaded together. RUN: see `rows_in_order`. HIDDEN_STEP: the columns of hidden
-    are permuted to the order of the next GEMM, whose steps have that many columns and whose RUN is
-    HIDDEN_RUN; 0: they are not.
+    The grid may have any size. Arguments that are not explained here are those of `moe_up`. weight:
+    words of eight codes. Its strides and distance count words; the strides of scales (expert, row,
+    column) count elements, which for E2M1 are the integers of PART_K / 4 columns. BLOCK_K: columns
+    that are loaded together. PART_K: columns of these that are unpacked and multiplied together.
+    RUN: see `rows_in_order`. HIDDEN_STEP: if not 0, the columns of hidden are permuted to the order
+    of the next GEMM, whose steps have HIDDEN_STEP columns and whose RUN is HIDDEN_RUN.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
@@ -196,7 +199,7 @@ def moe_up_codes(
     TILES_N: tl.constexpr = (INNER + BLOCK_N - 1) // BLOCK_N
     tile_rows = tl.arange(0, SPLIT * WIDTH) % WIDTH
     if GATED:
-        # In the tensor core's layout a thread holds rows r and r + 8 of the product: gate and up.
+        # In the tensor core's layout, a thread holds rows r and r + 8 of the product: gate and up.
         within = tile_rows // 16 * 8 + tile_rows % 8
         is_upper = tile_rows // 8 % 2 == 1
     else:
@@ -236,7 +239,7 @@ def moe_up_codes(
                 scale_rows = tl.where(is_upper, scale_rows, upper)
             else:
                 scale_rows = tl.where(is_upper, upper, scale_rows)
-        # Before the product: after it nothing hides the latency of these loads.
+        # Load the factors before the product: after it, nothing would hide their latency.
         if gate_factor_ptr is not None:
             gate_factor = tl.load(gate_factor_ptr + expert)
         if up_factor_ptr is not None:
@@ -293,12 +296,12 @@ def moe_down_codes(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, RUN: tl.constexpr,
     SWAPPED: tl.constexpr, SPLIT: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Down projection of a mixture of experts, or grouped GEMM, weights of 4-bit codes, few rows
-    per expert: y [num_rows, HIDDEN] = x [num_rows, INNER] @ weight[expert]^T, rows sorted by
+    """Down projection of a mixture of experts, or grouped GEMM, with weights of 4-bit codes and few
+    rows per expert: y [num_rows, HIDDEN] = x [num_rows, INNER] @ weight[expert]^T, rows sorted by
     expert.
 
-    Grid of any size. order_ptr as in `grouped_gemm`; strides as in `moe_up_codes`. X_IN_ORDER: the
-    columns of x are permuted already, by `moe_up_codes`.
+    The grid may have any size. order_ptr: as in `grouped_gemm`. Strides: as in `moe_up_codes`.
+    X_IN_ORDER: `moe_up_codes` has already permuted the columns of x.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
@@ -326,7 +329,7 @@ def moe_down_codes(
         weight_rows = tile_n * BLOCK_N + tl.arange(0, SPLIT * BLOCK_N) % BLOCK_N
         rows = first_row + tl.arange(0, BLOCK_M)
         row_mask = rows < last_row
-        # Before the product: after it nothing hides the latency of these loads.
+        # Load these before the product: after it, nothing would hide their latency.
         places = rows
         if order_ptr is not None:
             places = tl.load(order_ptr + rows, mask=row_mask, other=0)

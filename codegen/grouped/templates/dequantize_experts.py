@@ -1,5 +1,5 @@
-"""Dequantisation of all expert weights: for many rows per expert, where a GEMM would decode every
-weight again for each of its row tiles."""
+"""Dequantisation of all expert weights, for many rows per expert: a GEMM would decode every weight
+again for each of its row tiles."""
 
 import triton
 import triton.language as tl
@@ -15,10 +15,10 @@ def dequantize_experts(
     SCALE_BLOCK: tl.constexpr, SCALE_STRIDES: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Quantised expert weights, dequantised: out [E, HIDDEN, INNER] = codes * scales, from rows of
-    INNER / PER_BYTE bytes.
+    """Dequantises expert weights: out [E, HIDDEN, INNER] = codes * scales, from rows of INNER /
+    PER_BYTE bytes.
 
-    Grid (ceil(INNER / BLOCK_K), ceil(HIDDEN / BLOCK_N), E).
+    Grid (cdiv(INNER, BLOCK_K), cdiv(HIDDEN, BLOCK_N), E).
     """
     expert = tl.program_id(2).to(tl.int64)
     column = tl.program_id(0) * BLOCK_K

@@ -1,14 +1,16 @@
 """Grouped GEMM over rows sorted by expert, and the schedule of tiles that mixtures of experts
 share.
 
-`grouped_gemm` is the kernel of `grouped_matmul`, which stores rows in place; as the down projection
-of a mixture it stores each row at its route's own place, so that a token's rows lie together.
+`grouped_gemm` is the kernel of `grouped_matmul`, where it stores each row in its own place. As the
+down projection of a mixture of experts, it stores each row in the place of its route, so that the
+rows of a token lie together.
 
-Persistent. A tile finds its expert by comparing its number with the running sums of all experts'
-tiles at once: no schedule is built beforehand, and an expert without rows costs nothing. Tiles of
-one expert follow each other, its row blocks innermost, so that a weight is read once.
+The kernels are persistent. A tile finds its expert by comparing its number with the running sums of
+all experts' tiles at once: no schedule is built beforehand, and an expert without rows costs
+nothing. The tiles of an expert follow each other, with its row blocks innermost, so that a weight
+is read once.
 
-SWAPPED puts weight rows on the tensor core's M side: for few rows per expert, where reading the
+SWAPPED puts weight rows on the tensor core's M side, for few rows per expert, where reading the
 weights takes all the time.
 """
 
@@ -21,7 +23,7 @@ from tilewright.codegen.templates.expert_weights import block_scales, dequantize
 @triton.jit
 def expert_tiles(ends_ptr, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr,
                  BLOCK_M: tl.constexpr):  # fmt: skip
-    """(first row, one past the last row, row blocks) of every expert, each [EXPERTS]."""
+    """Returns (first row, one past the last row, row blocks) of every expert, each [EXPERTS]."""
     experts = tl.arange(0, EXPERTS)
     real = experts < NUM_EXPERTS
     end = tl.load(ends_ptr + experts, mask=real, other=0)
@@ -32,7 +34,7 @@ def expert_tiles(ends_ptr, NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr,
 @triton.jit
 def tile_place(tile, start, end, blocks, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr,
                TILES_N: tl.constexpr):  # fmt: skip
-    """(expert, first row, one past the expert's last row, column tile) of one tile."""
+    """Returns (expert, first row, one past the expert's last row, column tile) of one tile."""
     last = tl.cumsum(blocks, axis=0) * TILES_N
     expert = tl.sum((last <= tile).to(tl.int32), axis=0)
     chosen = tl.arange(0, EXPERTS) == expert
@@ -45,10 +47,11 @@ def tile_place(tile, start, end, blocks, EXPERTS: tl.constexpr, BLOCK_M: tl.cons
 @triton.jit
 def searched_place(tile, ends_ptr, NUM_EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr,
                    TILES_N: tl.constexpr, SEARCH_STEPS: tl.constexpr):  # fmt: skip
-    """As `tile_place`, by a binary search in the first blocks that `moe_order` stores behind the
-    ends: before version 3.9 Triton cannot specialise warps around a reduction.
+    """Returns the place of a tile as `tile_place` does, by a binary search.
 
-    2 ** SEARCH_STEPS is at least NUM_EXPERTS.
+    The search runs over the first blocks that `moe_order` stores behind the ends. Before version
+    3.9, Triton cannot specialise warps around a reduction. 2 ** SEARCH_STEPS is at least
+    NUM_EXPERTS.
     """
     block = tile // TILES_N
     expert = tile * 0
@@ -66,7 +69,7 @@ def searched_place(tile, ends_ptr, NUM_EXPERTS: tl.constexpr, BLOCK_M: tl.conste
 
 @triton.jit
 def tile_of_zeros(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAPPED: tl.constexpr):
-    """fp32 [BLOCK_M, BLOCK_N], transposed where SWAPPED."""
+    """Returns fp32 zeros [BLOCK_M, BLOCK_N], transposed if SWAPPED."""
     if SWAPPED:
         return tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     else:
@@ -75,7 +78,7 @@ def tile_of_zeros(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SWAPPED: tl.cons
 
 @triton.jit
 def add_product(accumulator, x, weight, SWAPPED: tl.constexpr):
-    """accumulator + x @ weight^T, all of it transposed where SWAPPED."""
+    """Returns accumulator + x @ weight^T; if SWAPPED, accumulator and result are transposed."""
     if SWAPPED:
         return tl.dot(weight, x.T, accumulator)
     else:
@@ -85,7 +88,7 @@ def add_product(accumulator, x, weight, SWAPPED: tl.constexpr):
 @triton.jit
 def add_row_bias(values, bias_ptr, expert, columns, column_mask, EXPERT_STRIDE: tl.constexpr,
                  STRIDE: tl.constexpr):  # fmt: skip
-    """values [rows, columns] + bias[expert, columns]; bias_ptr None: values."""
+    """Returns values [rows, columns] + bias[expert, columns]; values if bias_ptr is None."""
     if bias_ptr is not None:
         bias = tl.load(
             bias_ptr + expert * EXPERT_STRIDE + columns * STRIDE, mask=column_mask, other=0.0
@@ -97,7 +100,8 @@ def add_row_bias(values, bias_ptr, expert, columns, column_mask, EXPERT_STRIDE: 
 @triton.jit
 def with_factor_and_bias(values, factor_ptr, bias_ptr, expert, columns, column_mask,
                          EXPERT_STRIDE: tl.constexpr, STRIDE: tl.constexpr):  # fmt: skip
-    """values [rows, columns] times the expert's factor, plus its bias, where there are such."""
+    """Returns values [rows, columns] times the expert's factor plus its bias. Either pointer may be
+    None."""
     if factor_ptr is not None:
         values *= tl.load(factor_ptr + expert)
     return add_row_bias(values, bias_ptr, expert, columns, column_mask, EXPERT_STRIDE, STRIDE)
@@ -133,11 +137,11 @@ def store_part(
 @triton.jit
 def group_tiles(ends_ptr, expert_ids_ptr, num_rows, NUM_GROUPS: tl.constexpr, GROUPS: tl.constexpr,
                 NUM_EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):  # fmt: skip
-    """(first row, one past the last row, row blocks, row blocks without a weight, expert) of every
-    group, each [GROUPS].
+    """Returns (first row, one past the last row, row blocks, row blocks without a weight, expert)
+    of every group, each [GROUPS].
 
     expert_ids_ptr None: group g has expert g. Rows after the last end are one more group, without a
-    weight. Ends out of range are clamped: no access leaves the tensors.
+    weight. Ends out of range are clamped, so that no access leaves the tensors.
     """
     groups = tl.arange(0, GROUPS)
     real = groups < NUM_GROUPS
@@ -192,11 +196,11 @@ def grouped_gemm(
     """Grouped GEMM: y [num_rows, HIDDEN] = x [num_rows, INNER] @ weight[expert]^T, rows of x sorted
     by group, weight [experts, HIDDEN, INNER].
 
-    Persistent: the grid may have any size. N_MAJOR: the weight is stored [experts, INNER, HIDDEN].
-    order_ptr: the row of y that each sorted row is stored to. None: its own, group g has expert
-    expert_ids[g], and rows without a weight are zero.
-    GROUPS: a power of two above NUM_GROUPS; with order_ptr, one of at least NUM_GROUPS.
-    SEARCH_STEPS: with order_ptr, not 0 where warps are specialised; see searched_place.
+    The kernel is persistent: the grid may have any size. N_MAJOR: the weight is stored as [experts,
+    INNER, HIDDEN]. order_ptr: the row of y to which each sorted row is stored. None: each row keeps
+    its place, group g has expert expert_ids[g], and rows without a weight are zero. GROUPS: a power
+    of two above NUM_GROUPS; with order_ptr, one of at least NUM_GROUPS. SEARCH_STEPS: with
+    order_ptr, not 0 if warps are specialised; see `searched_place`.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()

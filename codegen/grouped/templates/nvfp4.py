@@ -1,12 +1,12 @@
 """Grouped GEMM with both operands in NVFP4 and scales in the tensor core's own layout.
 
-On SM100 the tensor core multiplies packed codes and applies both scales itself (BLOCK_SCALED); on
-SM90 the same tiles and the same scales are dequantised, exactly, to bf16. SWAPPED puts 128 weight
-rows on the M side: for few rows per group.
+On SM100 the tensor core multiplies packed codes and applies both scales itself (BLOCK_SCALED). On
+SM90 the tiles are dequantised to bf16, exactly. SWAPPED puts 128 weight rows on the M side, for few
+rows per group.
 
-Persistent; a tile finds its group as in `grouped_gemm`. A group may start at any row, but its
-scales start a new block of 128 rows: tiles of 128 rows, counted from the group's start, have whole
-blocks.
+The kernel is persistent; a tile finds its group as in `grouped_gemm`. A group may start at any row,
+but its scales start a new block of 128 rows. So tiles of 128 rows, counted from the start of the
+group, have whole blocks of scales.
 """
 
 import triton
@@ -18,7 +18,7 @@ from tilewright.codegen.templates.fp4 import dequantize_nvfp4, scale_rows, scale
 
 @triton.jit
 def first_scale_block(group, offsets_ptr, deltas_ptr, num_groups):
-    """The first block of 128 rows of a group's scales; 2**31 - 1 past the last group."""
+    """Returns the first block of 128 rows of a group's scales; 2**31 - 1 past the last group."""
     real = group < num_groups
     start = tl.load(offsets_ptr + group, mask=real, other=0).to(tl.int32)
     delta = tl.load(deltas_ptr + group, mask=real, other=0).to(tl.int32)
@@ -28,10 +28,11 @@ def first_scale_block(group, offsets_ptr, deltas_ptr, num_groups):
 @triton.jit
 def searched_place(tile, offsets_ptr, deltas_ptr, num_rows, num_groups, TILES_N: tl.constexpr,
                    SEARCH_STEPS: tl.constexpr):  # fmt: skip
-    """As `tile_place` for tiles of 128 rows, by a binary search in the groups' scale blocks: before
-    version 3.9 Triton cannot specialise warps around a reduction.
+    """Returns the place of a tile of 128 rows, by a binary search in the scale blocks of groups:
+    (group, first row of the group, first row of the tile, one past the group's last row, column
+    tile).
 
-    (group, its first row, the tile's first row, one past the group's last, column tile).
+    Before version 3.9, Triton cannot specialise warps around a reduction, as in `tile_place`.
     2 ** SEARCH_STEPS is at least num_groups.
     """
     block = tile // TILES_N
@@ -57,13 +58,13 @@ def grouped_nvfp4(
     SWAPPED: tl.constexpr, BLOCK_SCALED: tl.constexpr,
     FLATTEN: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, SEARCH_STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Grouped GEMM in NVFP4: out [T, ROWS_OUT] = a [T, INNER] @ b[expert]^T, times the expert's
-    fp32 scale; rows of a group with expert -1 are zero.
+    """Grouped GEMM in NVFP4: out [T, ROWS_OUT] = a [T, INNER] @ b[expert]^T times the expert's fp32
+    scale; rows of a group with expert -1 are zero.
 
-    Persistent: the grid may have any size. BLOCK_M rows (128 where not SWAPPED), BLOCK_N weight
-    rows (a multiple of 128), BLOCK_K inner elements (a multiple of 64). GROUPS: a power of two of
-    at least num_groups. SEARCH_STEPS: not 0 where warps are specialised, which wants tiles of 128
-    rows; see searched_place.
+    The kernel is persistent: the grid may have any size. A tile has BLOCK_M rows (128 if not
+    SWAPPED), BLOCK_N weight rows (a multiple of 128) and steps of BLOCK_K inner elements (a
+    multiple of 64). GROUPS: a power of two of at least num_groups. SEARCH_STEPS: not 0 if warps are
+    specialised, which needs tiles of 128 rows; see `searched_place`.
     """
     COLUMN_BLOCKS: tl.constexpr = (INNER + 63) // 64
     K_BLOCKS: tl.constexpr = BLOCK_K // 64
@@ -89,7 +90,7 @@ def grouped_nvfp4(
         )  # fmt: skip
     groups = tl.arange(0, GROUPS)
     real = groups < num_groups
-    # Offsets, experts and deltas are not checked before: they are clamped to the tensors.
+    # Offsets, experts and deltas were not checked: they are clamped to the tensors.
     start = tl.maximum(tl.load(offsets_ptr + groups, mask=real, other=0).to(tl.int32), 0)
     end = tl.load(offsets_ptr + groups + 1, mask=real, other=0).to(tl.int32)
     end = tl.minimum(end, num_rows)

@@ -1,8 +1,8 @@
 """Quantisation to NVFP4: packed codes, and their scales in the layout of the tensor core.
 
-A program takes a block of 128 rows of the scales, which belong to one group, and some columns. The
-arithmetic is that of `ops.formats.nvfp4`, operation by operation, with IEEE division: every device
-gives the same codes.
+A program takes some columns of a block of 128 rows of the scales, which belong to one group. The
+arithmetic is that of `ops.formats.nvfp4`, operation by operation and with IEEE division, so every
+device gives the same codes.
 """
 
 import triton
@@ -11,13 +11,15 @@ import triton.language as tl
 
 @triton.jit
 def e2m1_code(x):
-    """The nearest 4-bit codes of fp32 numbers, as int32: ties to even, saturating; NaN is 6.
+    """Returns the nearest 4-bit codes of fp32 numbers, as int32: ties to even, saturating; NaN
+    becomes 6.
 
     Adding 2 ** (22 + e) rounds a number of exponent e to a mantissa of one bit, and numbers below 1
-    to halves. The last bits of the sum are the code less 2 * e, which the sum's exponent gives.
+    to multiples of 0.5. The last bits of the sum are the code minus 2 * e, and the exponent of the
+    sum gives e.
     """
     number = x.to(tl.int32, bitcast=True)
-    # As integers NaN and infinity are beyond 6, too.
+    # Compared as integers, NaN and infinity also exceed 6.
     magnitude = tl.minimum(number & 0x7FFFFFFF, 0x40C00000)
     shift = (tl.maximum(magnitude, 0x3F800000) & 0x7F800000) + (22 << 23)
     rounded = magnitude.to(tl.float32, bitcast=True) + shift.to(tl.float32, bitcast=True)
@@ -27,9 +29,9 @@ def e2m1_code(x):
 
 @triton.jit
 def group_rows(block, offsets_ptr, num_rows, NUM_GROUPS: tl.constexpr, GROUPS: tl.constexpr):
-    """(first row, one past the last, group) of a block of 128 rows of the scales.
+    """Returns (first row, one past the last row, group) of a block of 128 rows of the scales.
 
-    Blocks past those of all groups get the rows behind the groups, 128 each, and group NUM_GROUPS.
+    Blocks after those of all groups get the rows after the groups, 128 each, and group NUM_GROUPS.
     """
     groups = tl.arange(0, GROUPS)
     real = groups < NUM_GROUPS
@@ -56,12 +58,12 @@ def quantize_nvfp4(
     NUM_GROUPS: tl.constexpr, GROUPS: tl.constexpr, INNER: tl.constexpr, X_STRIDE: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """x [num_rows, INNER] quantised to NVFP4: packed codes [num_rows, INNER / 2], and e4m3 scales
-    [S, ceil(INNER / 64), 32, 4, 4] in the layout of the tensor core.
+    """Quantises x [num_rows, INNER] to NVFP4: packed codes [num_rows, INNER / 2] and e4m3 scales
+    [S, cdiv(INNER, 64), 32, 4, 4] in the layout of the tensor core.
 
-    offsets [NUM_GROUPS + 1], exclusive; None: all rows are one group. tensor_scales [NUM_GROUPS];
-    None: 1. Grid (S, ceil(INNER / BLOCK_C)); BLOCK_C columns, a multiple of 64, BLOCK_R rows (that
-    divide 128) at a time.
+    offsets [NUM_GROUPS + 1]: first row of each group, then the end; None: all rows are one group.
+    tensor_scales [NUM_GROUPS]; None: 1. Grid (S, cdiv(INNER, BLOCK_C)): a program takes BLOCK_C
+    columns, a multiple of 64, and BLOCK_R rows at a time, which divides 128.
     """
     block = tl.program_id(0)
     if offsets_ptr is None:
@@ -71,7 +73,7 @@ def quantize_nvfp4(
     else:
         first, stop, group = group_rows(block, offsets_ptr, num_rows, NUM_GROUPS, GROUPS)
     here = tl.minimum(stop - first, 128)
-    # Rows of no group get zero codes and zero scales.
+    # Rows without a group get zero codes and zero scales.
     scaled = tl.where(group < NUM_GROUPS, here, 0)
     if tensor_scales_ptr is None:
         own = 1.0
@@ -83,7 +85,7 @@ def quantize_nvfp4(
     pairs = tl.program_id(1) * (BLOCK_C // 2) + tl.arange(0, BLOCK_C // 2)
     places = tl.program_id(1) * SCALES + tl.arange(0, SCALES)
     place_mask = (places < 4 * COLUMN_BLOCKS)[None, :]
-    # A block of the layout: row r and column c at r % 32 * 16 + r // 32 * 4 + c.
+    # Within a block of the layout, row r and column c lie at r % 32 * 16 + r // 32 * 4 + c.
     layout = scales_ptr + (block * COLUMN_BLOCKS).to(tl.int64) * 512
     layout_columns = places // 4 * 512 + places % 4
     tensor_scale = tl.zeros((BLOCK_R, SCALES), tl.float32) + own
@@ -95,7 +97,7 @@ def quantize_nvfp4(
             mask=(within < scaled)[:, None] & (columns < INNER)[None, :], other=0.0,
         )  # fmt: skip
         parts = tl.reshape(x.to(tl.float32), (BLOCK_R, SCALES, 16))
-        # As integers NaN is the largest, which a maximum of floats may pass over.
+        # Compared as integers, NaN is the largest; a maximum of floats may ignore it.
         largest = tl.max(parts.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=2)
         amax = tl.minimum(largest, 0x7F800000).to(tl.float32, bitcast=True)
         exact = tl.div_rn(tensor_scale * amax, tl.full((BLOCK_R, SCALES), 6.0, tl.float32))

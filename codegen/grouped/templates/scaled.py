@@ -1,9 +1,9 @@
-"""Grouped GEMMs of e4m3 rows by e4m3 weights, both with scales by blocks of 128 columns.
+"""Grouped GEMMs of e4m3 rows by e4m3 weights, both with scales for blocks of 128 columns.
 
-Each step of 128 columns is a product of its own, exact but for the tensor core's rounding; it is
-multiplied by the scales of its rows and of its weight block in fp32, and added to the accumulator.
-A wide tile is computed in two parts of columns, so that only one such product takes registers at a
-time: one part is scaled while the tensor core works on the other. The schedule of tiles is that of
+Each step of 128 columns is a separate product, exact except for the tensor core's rounding. It is
+multiplied by the scales of its rows and of its weight block in fp32 and added to the accumulator. A
+wide tile is computed in two parts of columns, so that only one product takes registers at a time:
+one part is scaled while the tensor core multiplies the other. The schedule of tiles is that of
 `grouped_gemm`.
 """
 
@@ -31,8 +31,8 @@ def quantize_rows(
     COLUMNS: tl.constexpr, X_STRIDE: tl.constexpr, BLOCKS: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Rows of x [num_rows, COLUMNS] quantised to e4m3: codes [num_rows, BLOCKS * GROUP] and an fp32
-    scale for each row and GROUP columns, scales [num_rows, BLOCKS].
+    """Quantises rows of x [num_rows, COLUMNS] to e4m3: codes [num_rows, BLOCKS * GROUP] and fp32
+    scales [num_rows, BLOCKS], one for each row and GROUP columns.
 
     The arithmetic is that of ops/formats/fp8_block.py. Codes past the columns are zero. Grid
     (cdiv(num_rows, BLOCK_M), cdiv(BLOCKS * GROUP, BLOCK_K)).
@@ -64,7 +64,8 @@ def part_scales(
     scale_ptr, expert, first_row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     PART: tl.constexpr, STRIDES: tl.constexpr, SCALE_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Scales of PART weight rows for a step: one number where they share a block, else [PART]."""
+    """Loads the scales of PART weight rows for a step: one number if they share a block, else
+    [PART]."""
     start = scale_ptr + expert * STRIDES[0]
     if SCALE_BLOCK[0] % PART == 0:
         place = first_row // SCALE_BLOCK[0] * STRIDES[1] + column // SCALE_BLOCK[1] * STRIDES[2]
@@ -82,8 +83,8 @@ def part_scales(
 
 @triton.jit
 def add_scaled(accumulator, x, weight, x_scales, scales, ONE: tl.constexpr, SWAPPED: tl.constexpr):
-    """accumulator + x @ weight^T times the scales of x's rows and of the weight's; ONE: the weight
-    has one. SWAPPED: all of it transposed."""
+    """Returns accumulator + x @ weight^T times the scales of x's rows and of the weight's rows.
+    ONE: the weight rows share one scale. SWAPPED: accumulator and result are transposed."""
     if SWAPPED:
         product = tl.dot(weight, x.T)
         if ONE:
@@ -117,10 +118,10 @@ def moe_up_scaled(
     """Gate and up projections of a mixture of experts, e4m3 with block scales: hidden
     [routes, INNER] = activation(x @ Wgate^T) * (x @ Wup^T), rows of x gathered by route.
 
-    x [tokens, cdiv(HIDDEN, BLOCK_K) * BLOCK_K] with a scale for each BLOCK_K columns. Weights lie
-    as in `moe_up`. hidden_scale_ptr: hidden is rounded to tile_ptr's type and quantised, as x is,
-    with BLOCK_N columns to a scale; None: it is not quantised. tile_ptr [programs, BLOCK_M,
-    BLOCK_N]: scratch that stays in the L2 cache.
+    x [tokens, cdiv(HIDDEN, BLOCK_K) * BLOCK_K] has a scale for each BLOCK_K columns. Weights are
+    laid out as in `moe_up`. hidden_scale_ptr: hidden is rounded to tile_ptr's type and then
+    quantised like x, with a scale for each BLOCK_N columns; None: hidden is not quantised. tile_ptr
+    [programs, BLOCK_M, BLOCK_N]: scratch memory that stays in the L2 cache.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
@@ -151,14 +152,14 @@ def moe_up_scaled(
         rows = first_row + tl.arange(0, BLOCK_M)
         row_mask = rows < last_row
         first_n = tile_n * BLOCK_N
-        # Rows past the last are token 0's; they are not stored.
+        # Rows past the last read token 0, and are not stored.
         tokens = tl.load(order_ptr + rows, mask=row_mask, other=0) // NUM_SLOTS
         blocks_before = tokens * STEPS
         gate = tile_of_zeros(BLOCK_M, BLOCK_N, SWAPPED)
         up = gate
         for step in range(STEPS):
             column = step * BLOCK_K
-            # Counted in blocks: half the registers that pointers would take.
+            # Offsets count blocks: they take half the registers of pointers.
             x_blocks = blocks_before + step
             x_rows = x_ptr + x_blocks.to(tl.int64)[:, None] * BLOCK_K
             x = tl.load(x_rows + tl.arange(0, BLOCK_K)[None, :])
@@ -201,9 +202,9 @@ def moe_up_scaled(
         if hidden_scale_ptr is None:
             store_tile(value, hidden_ptr, places, row_mask, out_columns, column_mask, INNER)
         else:
-            # Through memory: where the reduction and the division, which is a call, read the
-            # accumulators from registers, ptxas spills them in the whole loop. A bias makes the
-            # columns past the last nonzero: they are cleared.
+            # The tile goes through memory: if the reduction and the division, which is a call, read
+            # the accumulators from registers, ptxas spills them in the whole loop. Columns past the
+            # last are cleared, because a bias makes them nonzero.
             within = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
             own = tile_ptr + tl.program_id(0) * (BLOCK_M * BLOCK_N) + within
             value = tl.where(column_mask[None, :], value, 0.0)
@@ -235,8 +236,8 @@ def grouped_scaled(
     """Grouped GEMM, e4m3 with block scales: y [num_rows, HIDDEN] = x [num_rows, INNER] @
     weight[expert]^T, rows of x sorted by group.
 
-    x has a scale for each row and BLOCK_K columns. PARTS: the parts, 1 or 2, in which a tile's
-    columns are computed. The other arguments are those of `grouped_gemm`.
+    x has a scale for each row and BLOCK_K columns. PARTS: number of parts, 1 or 2, in which the
+    columns of a tile are computed. The other arguments are those of `grouped_gemm`.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()

@@ -1,6 +1,7 @@
-"""The expand of multi-LoRA: q, k and v plus the shrink's result times their adapters' B matrices.
+"""The expand of multi-LoRA: adds the shrink's result times the adapters' B matrices to q, k and v.
 
-One launch for all projections: a program takes rows of one adapter and columns of one projection.
+One launch computes all projections: a program takes rows of one adapter and columns of one
+projection.
 """
 
 import triton
@@ -16,16 +17,17 @@ def part_of_delta(
     WEIGHT_STRIDES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """fp32 [BLOCK_M, BLOCK_N]: s [rows, RANK] by one adapter's weight [WIDTH, RANK], scaled.
+    """Returns s [rows, RANK] times one adapter's weight [WIDTH, RANK], scaled, in fp32 [BLOCK_M,
+    BLOCK_N].
 
-    BLOCK_M 1: products and a sum, without the tensor core.
+    With BLOCK_M 1, it is computed by products and a sum, without the tensor core.
     """
     s_rows = s_ptr + plane * s_plane_stride + rows.to(tl.int64) * S_STRIDE
     weight_rows = weight_ptr + adapter.to(tl.int64) * WEIGHT_STRIDES[0]
     weight_rows += columns * WEIGHT_STRIDES[1]
     column_mask = (columns < WIDTH)[:, None]
     delta = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    # Not unrolled: on SM100, Triton before 3.9 must have one dot per accumulator.
+    # The loop is not unrolled: on SM100, Triton before 3.9 needs one dot per accumulator.
     for first in range(0, RANK, BLOCK_R):
         ranks = first + tl.arange(0, BLOCK_R)
         rank_mask = (ranks < RANK)[None, :]
@@ -58,7 +60,8 @@ def expand_projection(
     OUT_STRIDE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Columns block * BLOCK_N... of one projection for the rows of one tile."""
+    """Computes and stores BLOCK_N columns of one projection, from column block * BLOCK_N on, for
+    the rows of one tile."""
     columns = block * BLOCK_N + tl.arange(0, BLOCK_N)
     mask = row_mask[:, None] & (columns < WIDTH)[None, :]
     wide = rows.to(tl.int64)[:, None]
@@ -95,10 +98,10 @@ def lora_expand(
     """Multi-LoRA expand: each of q, k and v [T, WIDTH] = base + scale * s @ B[adapter]^T, s
     [P, num_rows, N] from the shrink, B [G, WIDTH, R], every row with its own adapter.
 
-    Grid (sum of cdiv(WIDTH, BLOCK_N), tiles). WIDTHS, RANKS, SCALES, PLANES (which of s), and
-    strides are q's, k's and v's; a width of 0: no such output. S_STRIDE: of a row of s;
-    Q_STRIDES...: (adapter, row, rank) of a weight. BLOCK_R: a power of two from 16 on. Where
-    BLOCK_M is 1 a tile is a row.
+    Grid (sum of cdiv(WIDTH, BLOCK_N), tiles). WIDTHS, RANKS, SCALES, PLANES (plane of s) and
+    strides have a value for each of q, k and v; a width of 0 means that there is no such output.
+    S_STRIDE: stride of the rows of s. Q_STRIDES and so on: strides (adapter, row, rank) of a
+    weight. BLOCK_R: a power of two of at least 16. With BLOCK_M 1, a tile is a row.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()

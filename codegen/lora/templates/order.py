@@ -1,6 +1,6 @@
-"""Rows sorted by adapter, those without one last: a counting sort in one launch.
+"""A counting sort of rows by adapter in one launch; rows without an adapter come last.
 
-Rows of an adapter keep their order, so the result does not depend on which program runs when.
+Rows of an adapter keep their order, so the result does not depend on the order of programs.
 """
 
 import triton
@@ -11,7 +11,7 @@ from tilewright.codegen.lora.templates.rows import adapter_of_ids
 
 @triton.jit
 def ids_of_rows(ids_ptr, rows, num_rows, rows_per_id, NUM_ADAPTERS: tl.constexpr):
-    """The adapter of each row; NUM_ADAPTERS: none."""
+    """Returns the adapter of each row; NUM_ADAPTERS for a row without one."""
     ids = tl.load(ids_ptr + rows // rows_per_id, mask=rows < num_rows, other=-1)
     return adapter_of_ids(ids, NUM_ADAPTERS, NUM_ADAPTERS)
 
@@ -22,11 +22,11 @@ def lora_order(
     NUM_ADAPTERS: tl.constexpr, GROUPS: tl.constexpr, CHUNK: tl.constexpr,
     ROWS_PER_LOAD: tl.constexpr, ROWS_PER_STEP: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Counting sort of rows by LoRA adapter: order [total_rows] gets the row at each sorted place,
-    ends [NUM_ADAPTERS] where each adapter's rows end.
+    """Sorts rows by LoRA adapter: order [total_rows] gets the row at each sorted place, and ends
+    [NUM_ADAPTERS] the end of each adapter's rows.
 
-    Grid (cdiv(total_rows, CHUNK),): each program counts all rows, and places those of its chunk.
-    GROUPS is a power of two above NUM_ADAPTERS.
+    Grid (cdiv(total_rows, CHUNK),): each program counts all rows and places the rows of its chunk.
+    GROUPS: a power of two above NUM_ADAPTERS.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
@@ -42,8 +42,8 @@ def lora_order(
     ends = tl.cumsum(total, axis=0)
     if first == 0:
         tl.store(ends_ptr + groups, ends, mask=groups < NUM_ADAPTERS)
-    # A row's place: after all lower adapters, after its adapter's rows in earlier chunks, and after
-    # those that precede it in its own.
+    # A row comes after the rows of all lower adapters, after its adapter's rows in earlier chunks,
+    # and after its adapter's earlier rows in its own chunk.
     rows = first + tl.arange(0, CHUNK)
     ids = ids_of_rows(ids_ptr, rows, num_rows, rows_per_id, NUM_ADAPTERS)
     place = tl.gather(ends - total + before, ids, 0)

@@ -1,4 +1,4 @@
-"""The result of one library GEMM for q, k and v, rearranged to one plane for each."""
+"""Rearranges the result of one library GEMM for q, k and v to one plane for each."""
 
 import triton
 import triton.language as tl
@@ -10,11 +10,11 @@ def lora_planes(
     N: tl.constexpr, PLANES: tl.constexpr, WIDTH: tl.constexpr, INCLUSIVE: tl.constexpr,
     BLOCK_M: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """LoRA shrink by a library GEMM, rearranged: out [PLANES, num_rows, N] = rows
-    [num_rows, PLANES, N], a plane for each of q, k and v.
+    """Rearranges the result of a LoRA shrink by a library GEMM: out [PLANES, num_rows, N] = rows
+    [num_rows, PLANES, N], with a plane for each of q, k and v.
 
     Grid (cdiv(num_rows, BLOCK_M), PLANES). WIDTH: the smallest power of two that covers N. offsets:
-    of one group, [start, end] or INCLUSIVE [end]; rows outside of it become zeros.
+    [start, end] of one group, or [end] if INCLUSIVE; rows outside of the group become zeros.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()

@@ -1,15 +1,17 @@
-"""The rows of a tile of a LoRA kernel: all of one adapter, in the caller's order or not.
+"""The rows of a tile of a LoRA kernel. All rows of a tile have one adapter.
 
-ADDRESSING says how a row's adapter is given:
+ADDRESSING tells how the adapters of rows are given:
 
 * "single": all rows have adapter 0.
 * "sequences": every rows_per_id rows have one id.
-* "groups": offsets of consecutive groups, and an id for each (ids_ptr None: its number).
-* "rows": an id for every rows_per_id rows, in any order. Each program counts all ids and picks its
-  rows: for few rows, where that takes less time than the launch of a sort.
-* "sorted": as "rows", after `lora_order`: order has the rows by adapter, offsets their ends.
+* "groups": there are offsets of consecutive groups and an id for each group (ids_ptr None: the id
+  is the number of the group).
+* "rows": every rows_per_id rows have an id, in any order. Each program counts all ids and picks its
+  rows. For few rows, this takes less time than the launch of a sort.
+* "sorted": as "rows", but after `lora_order`: order has the rows sorted by adapter, and offsets the
+  ends of the adapters.
 
-Rows without an adapter are in tiles of their own, so that every row is in exactly one tile.
+Rows without an adapter have separate tiles, so that every row is in exactly one tile.
 """
 
 import triton
@@ -18,7 +20,7 @@ import triton.language as tl
 
 @triton.jit
 def adapter_of_ids(ids, NUM_ADAPTERS: tl.constexpr, NONE: tl.constexpr):
-    """int32 ids; NONE for an id that is no adapter's."""
+    """Returns ids as int32, with NONE in place of ids that belong to no adapter."""
     return tl.where((ids >= 0) & (ids < NUM_ADAPTERS), ids.to(tl.int32), NONE)
 
 
@@ -26,7 +28,8 @@ def adapter_of_ids(ids, NUM_ADAPTERS: tl.constexpr, NONE: tl.constexpr):
 def group_bounds(
     offsets_ptr, num_groups, total_rows, INCLUSIVE: tl.constexpr, GROUPS: tl.constexpr
 ):
-    """(first row, one past the last) of groups [GROUPS]; group num_groups: all rows after them."""
+    """Returns (first row, one past the last row) of groups [GROUPS]. Group num_groups has all rows
+    after the others."""
     groups = tl.arange(0, GROUPS)
     if INCLUSIVE:
         before = (groups > 0) & (groups <= num_groups)
@@ -41,7 +44,7 @@ def group_bounds(
 
 @triton.jit
 def rest_tile(tile, num_rows, total_rows, BLOCK_M: tl.constexpr):
-    """Rows and mask of the tile-th tile of the rows from num_rows on."""
+    """Returns rows and mask of the tile with this number among the rows from num_rows on."""
     rows = num_rows + tile * BLOCK_M + tl.arange(0, BLOCK_M)
     return rows, rows < total_rows
 
@@ -51,7 +54,7 @@ def adapter_of_row(
     row, ids_ptr, offsets_ptr, num_rows, num_groups, rows_per_id, ADDRESSING: tl.constexpr,
     INCLUSIVE: tl.constexpr, NUM_ADAPTERS: tl.constexpr, GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """The adapter of one row, -1: none."""
+    """Returns the adapter of one row; -1 for a row without one."""
     if ADDRESSING == "single":
         adapter = tl.where(row < num_rows, 0, -1)
     elif ADDRESSING == "groups":
@@ -76,11 +79,12 @@ def tile_rows(
     ADDRESSING: tl.constexpr, INCLUSIVE: tl.constexpr, NUM_ADAPTERS: tl.constexpr,
     GROUPS: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """(adapter, rows [BLOCK_M], mask [BLOCK_M]) of one tile; adapter -1: none.
+    """Returns (adapter, rows [BLOCK_M], mask [BLOCK_M]) of one tile; the adapter is -1 for rows
+    without one.
 
-    Rows from num_rows to total_rows have no adapter. Past the last tile the mask is false. GROUPS:
-    a power of two above the number of groups, for "rows" and "sorted" above NUM_ADAPTERS. ROWS: a
-    power of two that covers total_rows, for "rows".
+    Rows from num_rows to total_rows have no adapter. Past the last tile, the mask is false. GROUPS:
+    a power of two above the number of groups, or above NUM_ADAPTERS for "rows" and "sorted". ROWS:
+    a power of two that covers total_rows, for "rows".
     """
     lanes = tl.arange(0, BLOCK_M)
     if BLOCK_M == 1:
@@ -119,7 +123,8 @@ def tile_rows(
         chosen = tl.arange(0, GROUPS) == bucket
         within = tile - tl.sum(tl.where(chosen, last - blocks, 0), axis=0)
         count = tl.sum(tl.where(chosen, counts, 0), axis=0)
-        # The n-th row of the adapter comes after all rows up to which there are at most n.
+        # The n-th row of the adapter is preceded by exactly the rows up to which there are at most
+        # n rows of the adapter.
         wanted = within * BLOCK_M + lanes
         own = ((ids == bucket) & (every < total_rows)).to(tl.int32)
         seen = tl.cumsum(own, axis=0)
@@ -150,7 +155,7 @@ def tile_rows(
 
 @triton.jit
 def of_plane(plane, VALUES: tl.constexpr):
-    """The value of q, k or v by `plane`; a constant where the three are equal."""
+    """Returns the value of q, k or v by `plane`; a constant if the three are equal."""
     value = VALUES[0]
     if VALUES[1] != VALUES[0]:
         value += (plane == 1) * (VALUES[1] - VALUES[0])

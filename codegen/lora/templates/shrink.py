@@ -1,12 +1,13 @@
-"""The shrink of multi-LoRA: rows times their adapters' A matrices, one plane each for q, k and v.
+"""The shrink of multi-LoRA: rows times their adapters' A matrices, with a plane for each of q, k
+and v.
 
 Columns are counted over all planes: column c is column c % N of plane c // N. So one GEMM computes
-q, k and v, and a row is read once, wherever the three weights lie.
+q, k and v, and a row is read once, even if the three weights are different tensors.
 
-`lora_shrink` is for many rows. K may be split over programs; the last of a tile to arrive adds the
-parts in their order. `lora_shrink_few` splits K over the warps of a program, without an exchange
-through memory: for a few rows of an adapter. `lora_shrink_row` does without the tensor core: for a
-row or two, where the latency of the first loads takes all the time.
+`lora_shrink` is for many rows. It can split K over programs; the last program of a tile to arrive
+adds the parts in their order. `lora_shrink_few` is for a few rows of an adapter. It splits K over
+the warps of a program, without an exchange through memory. `lora_shrink_row` is for a row or two,
+where the latency of the first loads takes all the time. It does not use the tensor core.
 """
 
 import triton
@@ -22,10 +23,11 @@ def weight_rows(
     N: tl.constexpr, PLANES: tl.constexpr, RANKS: tl.constexpr, ADAPTER_STRIDES: tl.constexpr,
     ROW_STRIDES: tl.constexpr, COLUMN_STRIDES: tl.constexpr,
 ):  # fmt: skip
-    """(pointers to the weight rows of columns, their stride along K, whether there is such a row).
+    """Returns (pointers to the weight rows of columns, their stride along K, whether the row
+    exists).
 
     The weights of the second and third plane lie second_distance and third_distance elements from
-    the first.
+    the first weight.
     """
     plane = columns // N
     rank = columns % N
@@ -44,11 +46,11 @@ def store_columns(
     values, out_ptr, columns, rows, row_mask, num_rows, N: tl.constexpr, PLANES: tl.constexpr,
     RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Writes values [rows, columns] to their planes of out [PLANES, num_rows, N]."""
+    """Stores values [rows, columns] to their planes of out [PLANES, num_rows, N]."""
     plane = columns // N
     rank = columns % N
     if RANKS[0] != N or RANKS[1] != N or RANKS[2] != N:
-        # Masked weights are zeros, and zero times an infinity is NaN.
+        # Masked weights are zeros, but zero times an infinity of x is NaN.
         values = tl.where((rank < of_plane(plane, RANKS))[None, :], values, 0.0)
     places = (plane * num_rows)[None, :] + rows[:, None]
     tl.store(
@@ -64,7 +66,8 @@ def weight_tile(
     N: tl.constexpr, PLANES: tl.constexpr, RANKS: tl.constexpr,
     ADAPTER_STRIDES: tl.constexpr, ROW_STRIDES: tl.constexpr, COLUMN_STRIDES: tl.constexpr,
 ):  # fmt: skip
-    """The weight rows of columns at ks, [columns, ks]; in_part: which of ks there are."""
+    """Loads the weight rows of columns at ks, [columns, ks]. in_part: whether each of ks exists;
+    None: all do."""
     weights, column_stride, real = weight_rows(
         columns, adapter, weight_ptr, second_distance, third_distance,
         N, PLANES, RANKS, ADAPTER_STRIDES, ROW_STRIDES, COLUMN_STRIDES,
@@ -80,7 +83,8 @@ def weight_tile(
 
 @triton.jit
 def part_places(first_column, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr):
-    """Where columns from first_column on of a tile's part lie in its workspace."""
+    """Returns the offsets, in the workspace of a tile's part, of the columns from first_column
+    on."""
     columns = first_column + tl.arange(0, WIDTH)
     return tl.arange(0, BLOCK_M)[:, None] * COLUMNS + columns[None, :]
 
@@ -90,10 +94,11 @@ def add_parts(
     own, part, parts_ptr, first_column, SPLIT_K: tl.constexpr, BLOCK_M: tl.constexpr,
     COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The sum of all parts of a tile's columns, in their order; part `part` is `own`."""
+    """Returns the sum of all parts of a tile's columns, in their order. `own` is part number
+    `part`."""
     places = part_places(first_column, BLOCK_M, COLUMNS, WIDTH)
     if SPLIT_K == 2:
-        # In any order: the sum of two is the same.
+        # The sum of two parts does not depend on their order.
         other = parts_ptr + (1 - part) * (BLOCK_M * COLUMNS)
         total = own + tl.load(other + places, cache_modifier=".cg")
     else:
@@ -122,10 +127,10 @@ def lora_shrink(
     """Multi-LoRA shrink, many rows: out [PLANES, num_rows, N] = a [num_rows, HIDDEN] @ A[adapter]^T
     for q, k and v, A [G, R, HIDDEN], every row with its own adapter.
 
-    Grid (SPLIT_K, tiles, cdiv(PLANES * N, COLUMNS)). WIDTHS: the columns of a tile in up to three
-    accumulators, COLUMNS their sum. With SPLIT_K > 1 workspace holds fp32
-    [tiles, column blocks, SPLIT_K, BLOCK_M, COLUMNS] and counters a zeroed int32 for each of the
-    first two.
+    Grid (SPLIT_K, tiles, cdiv(PLANES * N, COLUMNS)). WIDTHS: columns of a tile in each of up to
+    three accumulators. COLUMNS: their sum. With SPLIT_K > 1, workspace holds fp32 [tiles, column
+    blocks, SPLIT_K, BLOCK_M, COLUMNS], and counters a zeroed int32 for each pair of tile and column
+    block.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
@@ -149,7 +154,7 @@ def lora_shrink(
     if WIDTHS[2] > 0:
         third_columns = first_column + WIDTHS[0] + WIDTHS[1] + tl.arange(0, WIDTHS[2])
         third_sum = tl.zeros((BLOCK_M, WIDTHS[2]), tl.float32)
-    # No steps for a tile without an adapter.
+    # A tile without an adapter takes no steps.
     for step in range(0, tl.where(adapter >= 0, PART, 0), BLOCK_K):
         ks = part * PART + step + tl.arange(0, BLOCK_K)
         x_mask = row_mask[:, None]
@@ -229,8 +234,9 @@ def lora_shrink_few(
     """Multi-LoRA shrink, few rows: out [PLANES, num_rows, N] = a [num_rows, HIDDEN] @ A[adapter]^T
     for q, k and v, A [G, R, HIDDEN], every row with its own adapter.
 
-    Grid (cdiv(PLANES * N, COLUMNS), tiles): COLUMNS columns and all of K per program, in steps of
-    SLICES * BLOCK_K; each warp has its slice of a step. Arguments are those of `lora_shrink`.
+    Grid (cdiv(PLANES * N, COLUMNS), tiles): a program takes COLUMNS columns and all of K, in steps
+    of SLICES * BLOCK_K. Each warp takes its slice of a step. The arguments are those of
+    `lora_shrink`.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
@@ -278,8 +284,8 @@ def lora_shrink_row(
     """Multi-LoRA shrink, one or two rows, by FMAs: out [PLANES, num_rows, N] = a [num_rows, HIDDEN]
     @ A[adapter]^T for q, k and v, A [G, R, HIDDEN], every row with its own adapter.
 
-    Grid (cdiv(PLANES * N, COLUMNS), tiles). Where BLOCK_M is 1 a tile is a row. Arguments are those
-    of `lora_shrink`.
+    Grid (cdiv(PLANES * N, COLUMNS), tiles). With BLOCK_M 1, a tile is a row. The arguments are
+    those of `lora_shrink`.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
@@ -292,7 +298,7 @@ def lora_shrink_row(
         columns, adapter, weight_ptr, second_distance, third_distance,
         N, PLANES, RANKS, ADAPTER_STRIDES, ROW_STRIDES, COLUMN_STRIDES,
     )  # fmt: skip
-    # An infinity in a row without an adapter would turn its zeros to NaN.
+    # Rows without an adapter must not be multiplied: an infinity times zero would be NaN.
     real = real & (adapter >= 0)
     values = tl.zeros((BLOCK_M, COLUMNS), tl.float32)
     for step in tl.static_range(0, HIDDEN, BLOCK_K):

@@ -1,9 +1,9 @@
-"""Attention of MLA prefill: keys in two parts, of which the second may be shared by all heads.
+"""Attention of MLA prefill: keys have two parts, and all heads may share the second.
 
 A score is q . k + q_rope . k_rope. Keys and values are read by stride from the output of the
-up-projection. Online softmax over blocks of keys (FlashAttention, Dao et al. 2022), in the base-2
-domain. Blocks that no query of a tile sees are not visited; blocks that every query sees whole are
-not masked. Which these are follows from positions; of a mask tensor a list says it.
+up-projection. The softmax is computed online over blocks of keys (FlashAttention, Dao et al. 2022),
+in the base-2 domain. Blocks that no query of a tile sees are skipped, and blocks that every query
+sees whole are not masked. Positions determine these blocks, and a list does for a mask tensor.
 """
 
 import triton
@@ -48,18 +48,20 @@ def mla_attention(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
 ):  # fmt: skip
     """Attention of MLA prefill: out [rows, H, V_DIM] = softmax(q @ k^T + q_rope @ k_rope^T) @ v,
-    scaled and masked, and its log-sum-exp lse [rows, H] if asked; ragged or dense sequences.
+    scaled and masked, and its log-sum-exp lse [rows, H] if lse_ptr is given, for ragged or dense
+    sequences.
 
-    Grid (tiles,). Strides count elements: K_STRIDE and ROPE_STRIDE from key to key, v_stride too,
-    or from dim to dim where V_BY_KEY (a dim's keys are contiguous). factor: softmax scale times
-    log2(e), positive. V_ALIGNMENT: elements in 16 bytes. MASK_KIND: "none", "bool" or "additive",
-    of the mask tensor; mask_blocks: its list of blocks, of tiles of QUERIES queries and KEYS keys,
-    which BLOCK_M and BLOCK_N divide: the blocks on it are visited, and no others. JOINT: one
-    descriptor reads keys and values, which follow them. CHAINED, ONE_LOOP: as in `attend`.
-    ROPE_STYLE: the rotation of q_rope, "none" if it is rotated already; table_rows: of cos and sin.
+    Grid (tiles,). Strides count elements. K_STRIDE, ROPE_STRIDE, v_stride: from key to key, but
+    v_stride from dim to dim if V_BY_KEY (the keys of a dim are contiguous). factor: softmax scale
+    times log2(e), positive. V_ALIGNMENT: elements in 16 bytes. MASK_KIND: kind of the mask tensor,
+    "none", "bool" or "additive". mask_blocks: its list of blocks for tiles of QUERIES queries and
+    KEYS keys, which BLOCK_M and BLOCK_N divide; only blocks on the list are visited. JOINT: one
+    descriptor loads keys and the values that follow them. CHAINED, ONE_LOOP: as in `attend`.
+    ROPE_STYLE: the rotation of q_rope, "none" if it is already rotated. table_rows: rows of cos and
+    sin.
     """
-    # A program without a tile goes on with no queries and no keys: Triton cannot specialise warps
-    # where a program returns early.
+    # A program without a tile continues with no queries and no keys: Triton cannot specialise warps
+    # if a program returns early.
     sequence, head, first_row, real = tile_place(
         query_offsets_ptr, key_offsets_ptr, num_sequences, row_tiles, head_group,
         NUM_HEADS, SEQUENCES, SORTED, RAGGED, BLOCK_M,
@@ -74,8 +76,8 @@ def mla_attention(
     if key_lengths_ptr is not None:
         length = tl.load(key_lengths_ptr + sequence).to(tl.int32)
         own_keys = tl.minimum(own_keys, length - key_start)
-    # A descriptor starts at a multiple of 16 bytes: where keys are contiguous, it starts `lead`
-    # keys before the sequence's first, and those are masked.
+    # A descriptor starts at a multiple of 16 bytes. If the keys of a dim are contiguous, it starts
+    # `lead` keys before the sequence's first key, and those keys are masked.
     LED: tl.constexpr = RAGGED and V_BY_KEY and TMA
     lead = 0
     if LED:
@@ -108,7 +110,8 @@ def mla_attention(
     if ROPE > 0:
         if ROPE_STYLE != "none":
             if ROPE_STYLE == "half":
-                # Else ptxas waits for these columns, the most of all, before it loads the others.
+                # Without the barrier, ptxas waits for these columns, the largest part, before it
+                # loads the others.
                 tl.debug_barrier()
             q_rope = rotated_queries(
                 low, high, low_cos, high_cos, low_sin, high_sin, q_rope_base, first_row,
@@ -148,7 +151,7 @@ def mla_attention(
         BLOCK_N,
     )  # fmt: skip
     if TMA:
-        # A descriptor needs a row; without keys no block is read.
+        # A descriptor needs at least one row. Without keys, no block is read.
         tma_keys = tl.maximum(own_keys, 1)
         k_source = tl.make_tensor_descriptor(
             k_source, [tma_keys, NOPE + V_DIM if JOINT else NOPE], [K_STRIDE, 1],

@@ -1,7 +1,7 @@
 """Entries of an MLA latent cache: load, norm, rotation, quantisation, store.
 
-Entries are held as a tile of latents [rows, L] and two tiles of rope columns [rows, pairs], the two
-members of every rotated pair.
+Entries are a tile of latents [rows, L] and two tiles of rope columns [rows, pairs], with the first
+and the second members of all rotated pairs.
 """
 
 import triton
@@ -15,7 +15,7 @@ from tilewright.codegen.templates.rounding import rounded
 def load_latents(
     pointer, offsets, mask, RANK: tl.constexpr, BLOCK_L: tl.constexpr, STRIDE: tl.constexpr
 ):  # fmt: skip
-    """pointer[offsets, columns] [rows, BLOCK_L]; zeros past RANK and where mask is false."""
+    """Loads latents [rows, BLOCK_L] at pointer + offsets; zeros past RANK and in masked rows."""
     columns = tl.arange(0, BLOCK_L)
     inside = mask[:, None] & (columns < RANK)[None, :]
     return tl.load(pointer + offsets[:, None] + (columns * STRIDE)[None, :], mask=inside, other=0.0)
@@ -26,8 +26,8 @@ def store_latents(
     pointer, offsets, mask, values,
     RANK: tl.constexpr, BLOCK_L: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
-    # Eight columns to a lane also for codes, as latents are loaded: else values would have to move
-    # between lanes.
+    # A lane stores eight columns, also of codes, as it loaded them: otherwise values would have to
+    # move between lanes.
     columns = tl.max_contiguous(tl.arange(0, BLOCK_L), 8)
     inside = mask[:, None] & (columns < RANK)[None, :]
     tl.store(pointer + offsets[:, None] + (columns * STRIDE)[None, :], values, mask=inside)
@@ -38,7 +38,8 @@ def load_pairs(
     pointer, offsets, mask, ROPE_DIM: tl.constexpr, PAIRS: tl.constexpr,
     NEIGHBOURS: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """Both members of the pairs at pointer[offsets]: neighbours, or half the columns apart."""
+    """Loads the first and the second members of pairs [rows, PAIRS] at pointer + offsets. The
+    members of a pair are adjacent (NEIGHBOURS) or half the columns apart."""
     HALF: tl.constexpr = ROPE_DIM // 2
     if NEIGHBOURS:
         columns = tl.arange(0, 2 * PAIRS)
@@ -77,10 +78,10 @@ def store_pairs(
 
 @triton.jit
 def through_scalars(values, ROWS: tl.constexpr):
-    """Integers [ROWS], each taken to a scalar and back.
+    """Returns integers [ROWS] unchanged, each converted to a scalar and back.
 
     Triton computes a tensor again for each layout in which it is read (for latents, rope columns
-    and tables); a scalar is computed once.
+    and tables), but a scalar once.
     """
     index = tl.arange(0, ROWS)
     result = tl.zeros_like(values)
@@ -94,8 +95,9 @@ def through_scalars(values, ROWS: tl.constexpr):
 def entry_places(
     page, slot, STRIDES: tl.constexpr, UNIT: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """Offsets of entries in a cache of STRIDES (page, slot, column); UNIT divides the first two."""
-    # `through_scalars` loses what the offsets are multiples of, which loads of 16 bytes need.
+    """Returns the offsets of entries in a cache with STRIDES (page, slot, column). UNIT divides the
+    first two strides."""
+    # `through_scalars` loses the divisibility of the offsets, which loads of 16 bytes need.
     units = page * (STRIDES[0] // UNIT) + slot * (STRIDES[1] // UNIT)
     return through_scalars(units, ROWS) * UNIT
 
@@ -106,7 +108,8 @@ def load_entries(
     RANK: tl.constexpr, BLOCK_L: tl.constexpr, ROPE_DIM: tl.constexpr, PAIRS: tl.constexpr,
     NEIGHBOURS: tl.constexpr, STRIDE: tl.constexpr, ROPE_STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """Entries of a cache, or tokens of its layout; STRIDE, ROPE_STRIDE: from column to column."""
+    """Loads entries of a cache, or tokens in the same layout, as (latents, first members of pairs,
+    second members). STRIDE, ROPE_STRIDE: from column to column."""
     latent = load_latents(latent_cache_ptr, places, mask, RANK, BLOCK_L, STRIDE)
     low, high = load_pairs(
         rope_cache_ptr, rope_places, mask, ROPE_DIM, PAIRS, NEIGHBOURS, ROPE_STRIDE
@@ -120,7 +123,7 @@ def store_entries(
     RANK: tl.constexpr, BLOCK_L: tl.constexpr, ROPE_DIM: tl.constexpr, PAIRS: tl.constexpr,
     NEIGHBOURS: tl.constexpr, LATENT_STRIDES: tl.constexpr, ROPE_STRIDES: tl.constexpr,
 ):  # fmt: skip
-    """Entries to their places in the cache; strides (page, slot, column)."""
+    """Stores entries to their places in the cache. Strides are (page, slot, column)."""
     store_latents(latent_cache_ptr, places, mask, latent, RANK, BLOCK_L, LATENT_STRIDES[2])
     store_pairs(
         rope_cache_ptr, rope_places, mask, low, high, ROPE_DIM, PAIRS, NEIGHBOURS, ROPE_STRIDES[2]
@@ -132,10 +135,10 @@ def table_columns(
     pointer, rows, mask, ROPE_DIM: tl.constexpr, PAIRS: tl.constexpr,
     NEIGHBOURS: tl.constexpr, FULL_WIDTH: tl.constexpr, STRIDES: tl.constexpr,
 ):  # fmt: skip
-    """Values of a cos or sin table for the first and the second members of pairs, fp32
+    """Loads the values of a cos or sin table for the first and the second members of pairs, fp32
     [rows, PAIRS].
 
-    In a table of ROPE_DIM columns (FULL_WIDTH) each member has the column of its place after the
+    In a table of ROPE_DIM columns (FULL_WIDTH), each member has the column of its place after the
     rotation.
     """
     pairs = tl.arange(0, PAIRS)
@@ -159,10 +162,10 @@ def pair_angles(
     ROPE_DIM: tl.constexpr, PAIRS: tl.constexpr, ROPE_STYLE: tl.constexpr,
     FULL_WIDTH: tl.constexpr, COS_STRIDES: tl.constexpr, SIN_STRIDES: tl.constexpr,
 ):  # fmt: skip
-    """Cosines of first and second members of pairs, then sines, fp32 [rows, PAIRS] each; zeros
-    unless known.
+    """Loads the cosines of the first and second members of pairs, then their sines, each fp32
+    [rows, PAIRS]; zeros in rows that are not known.
 
-    No sin_ptr: a pair's sine follows its cosine in one table, which is read once.
+    Without sin_ptr, the sine of a pair follows its cosine in one table, which is read once.
     """
     TOGETHER: tl.constexpr = ROPE_STYLE == "interleaved"
     if sin_ptr is None:
@@ -185,8 +188,8 @@ def pair_angles(
 
 @triton.jit
 def rotated_by(low, high, low_cos, high_cos, low_sin, high_sin):
-    """Members of pairs rotated, all fp32."""
-    # With explicit FMAs: the compiler would fuse one product here and the other one elsewhere.
+    """Rotates the members of pairs, all in fp32."""
+    # The FMAs are explicit: the compiler would fuse one product here and the other one elsewhere.
     turned_low = tl.fma(low, low_cos, -(high * low_sin))
     return turned_low, tl.fma(high, high_cos, low * high_sin)
 
@@ -197,7 +200,8 @@ def rotated_pairs(
     ROPE_DIM: tl.constexpr, PAIRS: tl.constexpr, ROPE_STYLE: tl.constexpr,
     FULL_WIDTH: tl.constexpr, COS_STRIDES: tl.constexpr, SIN_STRIDES: tl.constexpr,
 ):  # fmt: skip
-    """Members of pairs, fp32 [rows, PAIRS], rotated by rows of the tables; zeros unless known."""
+    """Rotates the members of pairs, fp32 [rows, PAIRS], by rows of the tables; zeros in rows that
+    are not known."""
     low_cos, high_cos, low_sin, high_sin = pair_angles(
         cos_ptr, sin_ptr, rows, known, ROPE_DIM, PAIRS, ROPE_STYLE, FULL_WIDTH, COS_STRIDES,
         SIN_STRIDES,
@@ -211,8 +215,8 @@ def load_tokens(
     RANK: tl.constexpr, BLOCK_L: tl.constexpr, ROPE_DIM: tl.constexpr, PAIRS: tl.constexpr,
     LATENT_STRIDE: tl.constexpr, ROPE_STRIDE: tl.constexpr, ROPE_STYLE: tl.constexpr,
 ):  # fmt: skip
-    """(latents, first and second members of rope pairs) of new tokens, neither normed nor
-    rotated."""
+    """Loads new tokens as (latents, first members of rope pairs, second members), neither normed
+    nor rotated."""
     tokens = tokens.to(tl.int64)
     latent = load_latents(latent_ptr, tokens * LATENT_STRIDE, mask, RANK, BLOCK_L, 1)
     low, high = load_pairs(
@@ -229,9 +233,9 @@ def normed_and_rotated(
     NORM_EPS: tl.constexpr, ROPE_STYLE: tl.constexpr, FULL_WIDTH: tl.constexpr,
     COS_STRIDES: tl.constexpr, SIN_STRIDES: tl.constexpr,
 ):  # fmt: skip
-    """Entries of new tokens, normed and rotated in fp32, rounded once to their dtype.
+    """Returns entries of new tokens, normed and rotated in fp32 and rounded once to their dtype.
 
-    rows: of the cos and sin tables; entries that are not `known` become zeros.
+    rows: rows of the cos and sin tables. Rope columns of entries that are not `known` become zeros.
     """
     DTYPE: tl.constexpr = low.dtype
     if ROPE_STYLE != "none":
@@ -258,8 +262,8 @@ def write_rows(
     NEIGHBOURS: tl.constexpr, OUT_STRIDE: tl.constexpr,
     CAP: tl.constexpr, GROUP: tl.constexpr, ROPE_SCALE: tl.constexpr,
 ):  # fmt: skip
-    """Entries to their rows of the buffers: latents or codes [K, OUT_STRIDE], scales [groups, K],
-    rope columns [K, ROPE_DIM]."""
+    """Stores entries to their rows of the buffers: latents or codes [K, OUT_STRIDE], scales
+    [groups, K], rope columns [K, ROPE_DIM]."""
     starts = rows.to(tl.int64)
     if latent_out_ptr is not None:
         if scale_out_ptr is not None:

@@ -1,5 +1,5 @@
-"""A product of each head with a weight of its own, for few tokens: the time is that of reading the
-weights, once."""
+"""Products of each head with its own weight, for few tokens: reading the weights once takes all the
+time."""
 
 import triton
 import triton.language as tl
@@ -12,10 +12,10 @@ def head_products(
     WEIGHT_STRIDES: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_K: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [T, H, WIDTH] = x [T, H, K] @ weights[h] [K, WIDTH], summed in fp32.
+    """Computes out [T, H, WIDTH] = x [T, H, K] @ weights[h] [K, WIDTH], summed in fp32.
 
-    Grid (H * cdiv(WIDTH, BLOCK_W), cdiv(T, BLOCK_T)). Columns of the weights stand on the tensor
-    core's M side and tokens on its N side. X_STRIDES (token, head), WEIGHT_STRIDES (head, k,
+    Grid (H * cdiv(WIDTH, BLOCK_W), cdiv(T, BLOCK_T)). Columns of the weights are on the tensor
+    core's M side and tokens on its N side. X_STRIDES: (token, head). WEIGHT_STRIDES: (head, k,
     column).
     """
     if LAUNCH_PDL:

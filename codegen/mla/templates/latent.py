@@ -1,10 +1,10 @@
 """MLA latents in one launch: norm, rotation, cache write, gather, quantisation.
 
-The last `row_programs` programs take rows of keys: they find each key's slot in the cache and copy
-its entry to the key's row of a buffer, quantised where that is asked. The others take new tokens:
-they norm and rotate them and write them to the cache, to a buffer, or both. With FUSED a key that
-is a new token is computed from the token itself, not read back from the cache, so that neither part
-waits for the other.
+The last `row_programs` programs take rows of keys. They find each key's slot in the cache and copy
+its entry to the key's row of a buffer, quantised if the buffer has scales. The other programs take
+new tokens. They norm and rotate them and store them to the cache, to a buffer, or to both. With
+FUSED, a key that is a new token is computed from the token itself instead of being read back from
+the cache, so that neither part waits for the other.
 """
 
 import triton
@@ -27,8 +27,8 @@ def sequence_places(
     rows, mask, offsets_ptr, num_sequences, run,
     STRIDE: tl.constexpr, SEARCH_STEPS: tl.constexpr,
 ):  # fmt: skip
-    """(sequence, place in the sequence, valid) of each row: by offsets, or `run` rows a
-    sequence."""
+    """Returns (sequence, place in the sequence, whether the row is valid) of each row: by offsets,
+    or with `run` rows in each sequence."""
     if offsets_ptr is not None:
         sequence = sequence_of(rows, offsets_ptr, num_sequences, STRIDE, SEARCH_STEPS)
         valid = mask & (sequence < num_sequences)
@@ -48,7 +48,8 @@ def token_positions(
     OFFSETS_STRIDE: tl.constexpr, LENGTHS_STRIDE: tl.constexpr, POSITIONS_STRIDE: tl.constexpr,
     SEARCH_STEPS: tl.constexpr,
 ):  # fmt: skip
-    """The position of each token: given, or after its sequence's tokens in the cache."""
+    """Returns the position of each token: from a tensor, or counted from the number of its
+    sequence's tokens in the cache."""
     if token_positions_ptr is not None:
         places = token_positions_ptr + (tokens % token_run) * POSITIONS_STRIDE
         position = tl.load(places, mask=mask, other=0).to(tl.int64)
@@ -69,10 +70,10 @@ def key_places(
     KEYS: tl.constexpr, PAGE_SIZE: tl.constexpr,
     LOOKUP_STRIDE: tl.constexpr, KEY_STRIDES: tl.constexpr, SEARCH_STEPS: tl.constexpr,
 ):  # fmt: skip
-    """(page, slot in the page, sequence, position, whether there is such a key) of each row.
+    """Returns (page, slot in the page, sequence, position, whether the key exists) of each row.
 
-    KEYS "slots": by a flat slot for each row; "table": by a lookup table of pages; "pages": page b
-    is sequence b. KEY_STRIDES: of offsets, starts and slots.
+    KEYS: "slots" for a flat slot for each row, "table" for a lookup table of pages, "pages" if page
+    b is sequence b. KEY_STRIDES: strides of offsets, starts and slots.
     """
     if KEYS == "slots":
         flat = tl.load(key_slots_ptr + rows * KEY_STRIDES[2], mask=mask, other=0).to(tl.int64)
@@ -106,7 +107,7 @@ def are_keys(
     num_sequences, token_run, key_run,
     BATCH_STRIDES: tl.constexpr, KEY_STRIDES: tl.constexpr, SEARCH_STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Whether each new token is among the keys, which the programs of keys take."""
+    """Returns whether each new token is among the keys, which the programs of keys compute."""
     sequence, place, valid = sequence_places(
         tokens, mask, row_offsets_ptr, num_sequences, token_run, BATCH_STRIDES[0], SEARCH_STEPS
     )
@@ -146,21 +147,22 @@ def mla_latents(
     OUT_STRIDE: tl.constexpr, CAP: tl.constexpr, GROUP: tl.constexpr, ROPE_SCALE: tl.constexpr,
     BLOCK_T: tl.constexpr, CHECKED: tl.constexpr,
 ):  # fmt: skip
-    """MLA latents: new tokens' latent [T, RANK] and k_rope [T, ROPE_DIM], normed and rotated, to
-    their slots of a paged cache (STORE) and to rows of buffers (KEEP), and keys of the cache to
-    rows of the buffers (GATHER), quantised where the buffers have scales.
+    """Stores MLA latents. New tokens' latent [T, RANK] and k_rope [T, ROPE_DIM], normed and
+    rotated, go to their slots of a paged cache (STORE) and to rows of buffers (KEEP). Keys of the
+    cache go to rows of the buffers (GATHER), quantised if the buffers have scales.
 
-    Grid (cdiv(T, BLOCK_T) + row_programs), row_programs = cdiv(num_rows, BLOCK_T) or 0; FUSED:
-    (cdiv(T, CHECKED) + row_programs). Cache strides are (page, slot, column); addresses of tokens
-    as in `places.cache_places`, keys as in `key_places`. BATCH_STRIDES: of row_offsets, lengths
-    and token_positions. NEIGHBOURS: how the members of a pair lie in the cache and the buffers.
-    UNITS divide the cache's strides of pages and slots, of latents and of rope columns. ONE_SOURCE:
-    new tokens have the dtype and layout of cache entries, and differ by addresses alone. FUSED:
-    keys from position lengths[b] on are the new tokens of sequence b; the program that takes such a
-    key also writes it to the cache, and the programs of tokens take only tokens that are no keys.
-    BLOCK_L, a power of two, covers RANK, and PAIRS half of ROPE_DIM.
+    Grid (cdiv(T, BLOCK_T) + row_programs), row_programs = cdiv(num_rows, BLOCK_T) or 0. With FUSED:
+    (cdiv(T, CHECKED) + row_programs). Cache strides are (page, slot, column). Addresses of tokens:
+    as in `places.cache_places`. Keys: as in `key_places`. BATCH_STRIDES: strides of row_offsets,
+    lengths and token_positions. NEIGHBOURS: the members of a pair are adjacent in the cache and the
+    buffers. UNITS: numbers that divide the cache's strides of pages and slots, of latents and of
+    rope columns. ONE_SOURCE: new tokens have the dtype and layout of cache entries, so that only
+    addresses differ. FUSED: keys from position lengths[b] on are the new tokens of sequence b. The
+    program that takes such a key also stores it to the cache, and the programs of tokens take only
+    tokens that are no keys. BLOCK_L: a power of two that covers RANK. PAIRS: a power of two that
+    covers half of ROPE_DIM.
     """
-    # Programs of tokens come first: tokens that are no keys, if any, take longest.
+    # Programs of tokens come first: tokens that are no keys, if there are any, take longest.
     program = tl.program_id(0) - (tl.num_programs(0) - row_programs)
     if GATHER and program >= 0:
         rows = program * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -190,7 +192,7 @@ def mla_latents(
                 table_row = token % rope_rows
                 known = new
             if tl.sum(known.to(tl.int32), axis=0) == BLOCK_T:
-                # The usual case: all keys are new tokens, nothing is masked or selected.
+                # In the usual case all keys are new tokens, and nothing is masked or selected.
                 everyone = tl.full((BLOCK_T,), 1, tl.int1)
                 latent, low, high = load_tokens(
                     token, everyone, latent_ptr, k_rope_ptr,
@@ -265,7 +267,7 @@ def mla_latents(
         start = tl.program_id(0) * BLOCK_T
         last = start + BLOCK_T
         if FUSED:
-            # Mostly there is no such token: a program checks CHECKED of them.
+            # Tokens that are no keys are rare, so a program checks CHECKED tokens for them.
             start = tl.program_id(0) * CHECKED
             checked = start + tl.arange(0, CHECKED)
             inside = checked < num_tokens

@@ -1,4 +1,4 @@
-"""Merge of attention results over disjoint sets of keys, by their log-sum-exps."""
+"""Merges attention results over disjoint sets of keys, by their log-sum-exps."""
 
 import triton
 import triton.language as tl
@@ -9,10 +9,10 @@ def mla_merge(
     parts_ptr, lses_ptr, out_ptr, num_rows, part_stride, lse_stride,
     PARTS: tl.constexpr, V_DIM: tl.constexpr, V_BLOCK: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Merge of attention over disjoint sets of keys: out [rows, V_DIM] of PARTS results
-    [PARTS, rows, V_DIM] with their log-sum-exps.
+    """Merges attention over disjoint sets of keys: out [rows, V_DIM] from PARTS results
+    [PARTS, rows, V_DIM] and their log-sum-exps.
 
-    Grid (row blocks,). A row is one query of one head; a row without a key in any part gives zeros.
+    Grid (row blocks,). A row is one query of one head. A row without a key in any part gets zeros.
     """
     rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     dims = tl.arange(0, V_BLOCK)

@@ -1,5 +1,5 @@
-"""Queries of MLA for attention: the rope columns rotated, alone or with the rest, cast to 8 bits
-where that is asked."""
+"""Prepares MLA's queries for attention: rotates the rope columns, stores them alone or with the
+others, and may cast them to 8 bits."""
 
 import triton
 import triton.language as tl
@@ -21,16 +21,16 @@ def mla_query(
     BY_POSITION: tl.constexpr, BATCH_STRIDES: tl.constexpr, SEARCH_STEPS: tl.constexpr,
     WHOLE: tl.constexpr, KEY_STRIDES: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """MLA queries: out [rows, ROPE_DIM] = the last ROPE_DIM columns of q, rotated in fp32 and
-    rounded once. A row is one head of one token.
+    """Rotates MLA queries: out [rows, ROPE_DIM] = the last ROPE_DIM columns of q, rotated in fp32
+    and rounded once. A row is one head of one token.
 
-    WHOLE: out [rows, NOPE + ROPE_DIM] has all columns, divided by q's scale and saturated where
-    they are cast. With joined_ptr also: the rotated columns come before the others, and the same
-    columns of the keys `joined`, which has a row for each row of q, are filled from k_rope
-    [tokens, ROPE_DIM]. KEY_STRIDES: of k_rope's and of joined's rows.
+    WHOLE: out [rows, NOPE + ROPE_DIM] has all columns, divided by q's scale and saturated if they
+    are cast. With joined_ptr, the rotated columns come before the others, and the first ROPE_DIM
+    columns of the keys `joined`, which have a row for each row of q, are filled from k_rope
+    [tokens, ROPE_DIM]. KEY_STRIDES: strides of the rows of k_rope and of joined.
 
-    Grid (cdiv(num_rows, BLOCK_R),). A row of cos and sin is the token's position (BY_POSITION) or
-    its number modulo rope_rows. token_run: tokens of one sequence, where they are equally many.
+    Grid (cdiv(num_rows, BLOCK_R),). The row of cos and sin is the token's position (BY_POSITION) or
+    its number modulo rope_rows. token_run: tokens of each sequence, if all have equally many.
     """
     rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     mask = rows < num_rows
@@ -75,7 +75,7 @@ def mla_query(
         else:
             first += ROPE_DIM
         tl.store(out_ptr + first[:, None] + columns[None, :], codes, mask=inside)
-        # The rotation is rounded to q's own type first, as if it had been stored.
+        # The rotated columns are first rounded to q's own type, as if they had been stored.
         low = low.to(q_ptr.dtype.element_ty).to(tl.float32) * inverse
         high = high.to(q_ptr.dtype.element_ty).to(tl.float32) * inverse
     store_pairs(

@@ -1,4 +1,4 @@
-"""The rotation of MLA attention's queries as they are loaded."""
+"""Rotates the queries of MLA attention as they are loaded."""
 
 import triton
 import triton.language as tl
@@ -11,8 +11,8 @@ from tilewright.codegen.templates.rounding import rounded
 def column_angles(
     pointer, rows, known, ROPE: tl.constexpr, FULL_WIDTH: tl.constexpr, STRIDES: tl.constexpr
 ):
-    """Values of a cos or sin table for all columns, where the members of a pair lie half the
-    columns apart, fp32 [rows, ROPE]; zeros unless known."""
+    """Loads the values of a cos or sin table for all columns, fp32 [rows, ROPE]; zeros in rows that
+    are not known. The members of a pair are half the columns apart."""
     columns = tl.arange(0, ROPE)
     taken = columns if FULL_WIDTH else columns % (ROPE // 2)
     places = pointer + (rows * STRIDES[0])[:, None] + (taken * STRIDES[1])[None, :]
@@ -26,11 +26,12 @@ def load_rotation(
     COS_STRIDES: tl.constexpr, SIN_STRIDES: tl.constexpr, BY_POSITION: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """The operands of `rotated_queries`: (first and second members of pairs, their cosines, their
-    sines). Style "half": (all columns, the other member of each column's pair, cosines and sines).
+    """Loads the operands of `rotated_queries`: first and second members of pairs, their cosines,
+    their sines. For the style "half" with two tables, these are all columns, the other member of
+    each column's pair, cosines and sines.
 
-    The row of cos and sin is a query's position (BY_POSITION) or its number modulo rope_rows;
-    first_token: the number of the sequence's first query. ROPE is a power of two.
+    The row of cos and sin is a query's position (BY_POSITION) or its number modulo rope_rows.
+    first_token: the number of the sequence's first query. ROPE: a power of two.
     """
     rows = first_row + tl.arange(0, BLOCK_M)
     real = rows < own_queries
@@ -67,7 +68,8 @@ def rotated_queries(
     first, second, first_cos, second_cos, first_sin, second_sin, base, first_row, token_stride,
     ROPE: tl.constexpr, ROPE_STYLE: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Rope columns [BLOCK_M, ROPE] of a tile's queries, rotated in fp32 and rounded once."""
+    """Returns the rope columns [BLOCK_M, ROPE] of a tile's queries, rotated in fp32 and rounded
+    once."""
     DTYPE: tl.constexpr = base.dtype.element_ty
     columns = tl.arange(0, ROPE)
     wide = first.to(tl.float32)
@@ -81,9 +83,9 @@ def rotated_queries(
         if ROPE_STYLE != "interleaved":
             pairs = tl.permute(pairs, (0, 2, 1))
         turned = tl.reshape(pairs, (BLOCK_M, ROPE))
-    # On Hopper Triton keeps a loop's operand in shared memory if it comes from a load; any other is
-    # read into registers again in each step, which costs a tenth. So this is a load, with a mask
-    # that is false everywhere.
+    # On Hopper, Triton keeps the operand of a loop in shared memory if it comes from a load. Any
+    # other operand is read into registers again in each step, which costs a tenth of the time. So
+    # this is a load, with a mask that is false everywhere.
     rows = first_row + tl.arange(0, BLOCK_M)
     places = base + rows.to(tl.int64)[:, None] * token_stride + columns[None, :]
     return tl.load(places, mask=(rows < 0)[:, None], other=turned)

@@ -1,9 +1,9 @@
 """The up-projection of MLA: keys and values [K, H, N + V] = latents [K, L] @ weight^T.
 
-One persistent GEMM. With scales, operands are e4m3 codes, and the product of every block of columns
-is accumulated in fp32 and scaled on its own. The epilogue stores what the attention kernel reads:
-keys and values side by side, as rows of the weight, or each to its own tensor in its own layout,
-rounded to 16 bits or saturated to 8-bit floats.
+The kernel is one persistent GEMM. With scales, operands are e4m3 codes, and the product of every
+block of columns is computed in fp32, scaled, and added. The epilogue stores the operands of the
+attention kernel: keys and values side by side, in the order of the weight's rows, or each to its
+own tensor with its own layout, rounded to 16 bits or saturated to 8-bit floats.
 """
 
 import triton
@@ -17,8 +17,8 @@ def weight_scales(
     pointer, first_row, column, ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
     SCALE_BLOCK: tl.constexpr, STRIDES: tl.constexpr, UNIFORM: tl.constexpr,
 ):  # fmt: skip
-    """The scales of weight rows [first_row, first_row + BLOCK_N) in a block of columns: one number
-    where UNIFORM, else [1, BLOCK_N]."""
+    """Loads the scales of weight rows [first_row, first_row + BLOCK_N) in a block of columns: one
+    number if UNIFORM, else [1, BLOCK_N]."""
     place = pointer + column // SCALE_BLOCK[1] * STRIDES[1]
     if UNIFORM:
         scale = tl.load(place + first_row // SCALE_BLOCK[0] * STRIDES[0]).to(tl.float32)
@@ -34,8 +34,8 @@ def tile_rows(
     tile_n, HEAD_ROWS: tl.constexpr, NOPE: tl.constexpr, V_DIM: tl.constexpr,
     BLOCK_N: tl.constexpr, JOINT: tl.constexpr,
 ):  # fmt: skip
-    """(first row of the weight, head, whether the rows are values, first column in keys or values)
-    of a column tile; JOINT: a tile may span heads."""
+    """Returns (first row of the weight, head, whether the rows are values, first column in keys or
+    values) of a column tile. JOINT: a tile may span heads, and only the first row is meaningful."""
     if JOINT:
         return tile_n * BLOCK_N, tile_n, tile_n < 0, tile_n
     else:
@@ -65,13 +65,13 @@ def mla_up_projection(
     """MLA up-projection: keys k [K, H, NOPE] and values v [K, H, V_DIM] = latents [K, RANK] @
     weight^T, weight [H * (NOPE + V_DIM), RANK].
 
-    Grid of any size; with limit_ptr one program for each tile. latent_scale and weight_scale: fp32,
-    strides (column block: scale_stride, row: LATENT_SCALE_STRIDE) and (row block, column block);
-    None for operands that are not quantised.
-    JOINT: v follows k, whose strides are K_STRIDES (row, head); where heads are not contiguous a
-    tile has one head. Else k has strides K_STRIDES, and v (1, v_head_stride, v_column_stride),
-    where K is padded to 16, by zeros. Keys are divided by K_SCALE and values by V_SCALE.
-    limit: one int64; a tile whose rows all have row % run >= limit is skipped.
+    The grid may have any size; with limit_ptr, it has one program for each tile. latent_scale:
+    fp32, strides (scale_stride of column blocks, LATENT_SCALE_STRIDE of rows). weight_scale: fp32,
+    strides (row block, column block). Both are None if operands are not quantised. JOINT: v follows
+    k, whose strides are K_STRIDES (row, head); if heads are not contiguous, a tile has one head.
+    Not JOINT: k has the strides K_STRIDES and v (1, v_head_stride, v_column_stride), and K of v is
+    padded to a multiple of 16 with zeros. Keys are divided by K_SCALE and values by V_SCALE. limit:
+    one int64; a tile whose rows all have row % run >= limit is skipped.
     """
     HEAD_ROWS: tl.constexpr = NOPE + V_DIM
     ROWS: tl.constexpr = NUM_HEADS * HEAD_ROWS
@@ -94,7 +94,7 @@ def mla_up_projection(
     tiles_m = (num_rows + BLOCK_M - 1) // BLOCK_M
     num_tiles = tiles_m * TILES_N
     if limit_ptr is not None:
-        # One tile for each program here: a skipped tile has no step.
+        # Here each program has one tile; a program with a skipped tile takes no steps.
         own = tl.program_id(0)
         group = own // (GROUP_M * TILES_N)
         group_rows = min(tiles_m - group * GROUP_M, GROUP_M)
@@ -107,7 +107,7 @@ def mla_up_projection(
         tl.program_id(0), num_tiles, tl.num_programs(0),
         flatten=FLATTEN, warp_specialize=WARP_SPECIALIZE,
     ):  # fmt: skip
-        # Tiles of GROUP_M row blocks run side by side, so that a weight tile is read while in L2.
+        # Tiles of GROUP_M row blocks run side by side, so that they find a weight tile in L2.
         group = tile // (GROUP_M * TILES_N)
         group_rows = min(tiles_m - group * GROUP_M, GROUP_M)
         within = tile % (GROUP_M * TILES_N)
@@ -147,7 +147,7 @@ def mla_up_projection(
                     accumulator = accumulator / V_SCALE
                 places = v_ptr + head.to(tl.int64) * v_head_stride + starts
                 places += columns.to(tl.int64)[None, :] * v_column_stride
-                # Up to whole 16-row vectors: rows past the last are zeros.
+                # Rows are padded to a multiple of 16; rows past the last are zeros.
                 row_mask = rows < (num_rows + 15) // 16 * 16
                 inside = row_mask[:, None] & (columns < V_DIM)[None, :]
                 tl.store(places, rounded(accumulator, v_ptr.dtype.element_ty), mask=inside)
@@ -166,7 +166,7 @@ def mla_weight_numbers(
     SCALE_BLOCK: tl.constexpr, WEIGHT_SCALE_STRIDES: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """An fp8 weight with block scales, dequantised: out [ROWS, RANK] = codes * scales, rounded to
+    """Dequantises an fp8 weight with block scales: out [ROWS, RANK] = codes * scales, rounded to
     out's dtype.
 
     Grid (cdiv(ROWS, BLOCK_N), cdiv(RANK, BLOCK_K)).

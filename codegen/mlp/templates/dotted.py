@@ -1,4 +1,5 @@
-"""Linears of codes by few tokens without tensor cores: a program has a few rows and all of K."""
+"""Linears of codes for few tokens, without tensor cores: a program takes a few rows and all of
+K."""
 
 import triton
 import triton.language as tl
@@ -28,10 +29,10 @@ def dotted_linear(
     FLOATS: tl.constexpr = False, SIGNED: tl.constexpr = False, ADDED_ZEROS: tl.constexpr = False,
     weight_factor_ptr=None, up_factor_ptr=None,
 ):  # fmt: skip
-    """`streamed_linear` of codes, with a program for each token and BLOCK_N rows.
+    """Computes `streamed_linear` of codes, with a program for each token and BLOCK_N rows.
 
-    Grid (cdiv(N, BLOCK_N), T). Of codes, steps and sums: as in `dotted_rows`. LINE: words in 128
-    bytes of a row.
+    Grid (cdiv(N, BLOCK_N), T). The arguments of codes, steps and sums are those of `dotted_rows`.
+    LINE: words in 128 bytes of a row.
     """
     row_tile = tl.program_id(0)
     rows = row_tile * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -1,4 +1,4 @@
-"""What follows the products of a linear for few tokens: parts added, norm, activation, residual."""
+"""The epilogue of a linear for few tokens: sum of parts, norm, activation, residual."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,7 @@ from tilewright.codegen.templates.split_k import arrive, sum_of_parts
 
 @triton.jit
 def bias_column(bias_ptr, rows, row_mask, STRIDE: tl.constexpr):
-    """A bias [rows, 1] in fp32; zero where there is none."""
+    """Loads a bias as fp32 [rows, 1]; 0.0 without a pointer."""
     bias = 0.0
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + rows * STRIDE, mask=row_mask, other=0.0).to(tl.float32)[:, None]
@@ -18,7 +18,7 @@ def bias_column(bias_ptr, rows, row_mask, STRIDE: tl.constexpr):
 
 @triton.jit
 def residual_tile(residual_ptr, places, rows, there, STRIDE: tl.constexpr):
-    """The residual [rows, tokens]; zero where there is none. places [1, tokens]."""
+    """Loads the residual [rows, tokens]; 0.0 without a pointer. places: tokens, [1, tokens]."""
     residual = 0.0
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + places * STRIDE + rows[:, None], mask=there, other=0.0)
@@ -32,10 +32,10 @@ def norm_rows(
     NORM_EPS: tl.constexpr, NORM_OFFSET: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
     LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [T, N] = residual + SCALE * made / rms(made) * (NORM_OFFSET + norm_weight) of fp32 made
-    [T, N].
+    """Computes out [T, N] = residual + SCALE * made / rms(made) * (NORM_OFFSET + norm_weight) from
+    made [T, N] in fp32.
 
-    In BLOCK columns at a time. Grid (T,)."""
+    Grid (T,). A program takes BLOCK columns at a time."""
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
@@ -72,10 +72,10 @@ def finish_linear(
 ):  # fmt: skip
     """Stores out = residual + SCALE * activation(product + bias) * (up + up_bias) of one tile.
 
-    product, up: fp32 [BLOCK_N, BLOCK_T], of this program's part of K; of the last program to arrive
-    they are made whole. squares [BLOCK_T, columns]: of the part's x, where NORM. up and the
-    biases and residual count where their pointers are given. places [1, BLOCK_T]: the tokens.
-    there: which of the tile's numbers the result has.
+    product, up: fp32 [BLOCK_N, BLOCK_T], sums over this program's part of K; the last program to
+    arrive adds all parts. squares [BLOCK_T, columns]: squares of the part's x, with NORM. up,
+    biases and residual count only if their pointers are given. places [1, BLOCK_T]: the tokens.
+    there: whether each number of the tile exists in the result.
     """
     if NORM:
         square = tl.sum(squares, axis=1)
@@ -86,7 +86,7 @@ def finish_linear(
         NUMBERS: tl.constexpr = SIZE * (1 if up_weight_ptr is None else 2) + BLOCK_T * NORM
         parts = workspace_ptr + tile.to(tl.int64) * (SPLIT_K * NUMBERS)
         offsets = tl.arange(0, BLOCK_T)[None, :] * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
-        # Of the columns that pad the tile nothing is written.
+        # Columns that pad the tile are not stored.
         real = token_mask[None, :] & (rows >= 0)[:, None]
         tl.store(parts + part * SIZE + offsets, product, mask=real)
         up_parts = parts + SPLIT_K * SIZE

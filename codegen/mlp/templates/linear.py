@@ -1,8 +1,8 @@
-"""Linears for few tokens: the time is that of reading the weights, once, as they are stored.
+"""Linears for few tokens: reading the weights once, as they are stored, takes all the time.
 
-Weight rows stand on the tensor core's M side and tokens on its N side. An RMS norm in front is a
-factor of each row of the result, whose sum of squares is taken in the same pass over K. Weights of
-4- or 8-bit codes are multiplied as in `qkv_projection_swapped`: no weight is ever rounded.
+Weight rows are on the tensor core's M side and tokens on its N side. An RMS norm of x is a factor
+of each row of the result, and its sum of squares is computed in the same pass over K. Weights of 4-
+or 8-bit codes are multiplied as in `qkv_projection_swapped`: no weight is ever rounded.
 """
 
 import triton
@@ -31,7 +31,7 @@ from tilewright.codegen.templates.streaming import (
 
 @triton.jit
 def weight_tile(ptrs, row_mask, column_mask, EVEN_ROWS: tl.constexpr, EVEN_COLUMNS: tl.constexpr):
-    """A tile of a weight, which nobody reads again. The grid is known at the launch alone, so that
+    """Loads a tile of a weight, which is not read again. The grid is known only at the launch, so
     the emitter cannot tell whether there are rows past the last."""
     if EVEN_ROWS and EVEN_COLUMNS:
         tile = tl.load(ptrs, eviction_policy="evict_first")
@@ -50,9 +50,11 @@ def wait_for_kernel_before(
     BLOCK: tl.constexpr, PREFETCH: tl.constexpr, LINE: tl.constexpr, LETS_IN: tl.constexpr,
     LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Asks for the weights' rows, waits for the kernel before this one, and lets the next one's
-    programs in. A tile has BLOCK of ROWS rows of COLUMNS elements, of which it begins at `first`;
-    PREFETCH: so many 16-bit numbers of a row; STRIDE, UP_STRIDE: from row to row."""
+    """Prefetches weight rows, waits for the previous kernel, and lets the next kernel start.
+
+    A tile has BLOCK of ROWS rows, each of COLUMNS elements, from element `first` on. PREFETCH:
+    16-bit numbers of each row that are prefetched. STRIDE, UP_STRIDE: from row to row. LETS_IN:
+    whether the next kernel may start early."""
     if LAUNCH_PDL:
         if PREFETCH > 0:
             last = (ROWS - 1 - row_tile * BLOCK).to(tl.int64)
@@ -68,8 +70,8 @@ def wait_for_kernel_before(
 
 @triton.jit
 def second_operand(x, APART: tl.constexpr):
-    """x for another product; APART: as a value of its own, for Triton 3.6, which on SM100 cannot
-    pipeline two products that take one tensor from registers."""
+    """Returns x for another product. APART: as a separate value, because Triton 3.6 on SM100 cannot
+    pipeline two products that take the same tensor from registers."""
     if APART:
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], x.dtype, True, 2)
     else:
@@ -83,7 +85,8 @@ def scales_of_step(
     GROUPS: tl.constexpr, BOUND: tl.constexpr, PACKED_ZEROS: tl.constexpr,
     INTERLEAVED_NIBBLES: tl.constexpr,
 ):  # fmt: skip
-    """Scales and zeros [rows, GROUPS] of a weight from a column on, and those of the up weight."""
+    """Loads scales and zeros [rows, GROUPS] of a weight from a column on, and those of the up
+    weight."""
     blocks = column // SCALE_COLUMNS + tl.arange(0, GROUPS)
     scale, zero = load_scales(
         weight_scale_ptr, weight_zero_ptr, rows, row_mask, blocks, BLOCK_STRIDES,
@@ -122,26 +125,27 @@ def streamed_linear(
     norm_bias_ptr=None, NORM_BIAS_STRIDE: tl.constexpr = 0, LAYER_ROW: tl.constexpr = 0,
     SCALED: tl.constexpr = False, weight_factor_ptr=None, up_factor_ptr=None,
 ):  # fmt: skip
-    """out [T, N] = residual + SCALE * activation(norm(x) @ weight^T + bias) * (norm(x) @
-    up_weight^T + up_bias), all but the product optional; fp32, rounded once.
+    """Computes out [T, N] = residual + SCALE * activation(norm(x) @ weight^T + bias) * (norm(x) @
+    up_weight^T + up_bias) in fp32, rounded once. All but the first product is optional.
 
     Grid (cdiv(N, BLOCK_N) * SPLIT_K, cdiv(T, BLOCK_T)). NORM: x is divided by its rms and
-    multiplied by NORM_OFFSET + norm_weight, rounded before the product. LAYER_ROW, a power of two
-    no less than K, instead of NORM: x's mean is subtracted before and norm_bias added behind; 0: x
-    is not layer-normed. ACTIVATION "": none. Weight strides (row, column). With SPLIT_K > 1,
-    workspace holds fp32 [tiles, SPLIT_K, weights * BLOCK_N * BLOCK_T + NORM * BLOCK_T] and counters
-    one zero per tile. PREFETCH: 16-bit numbers of each row that are asked for before the kernel
-    waits for the one before it; LINE: elements in 128 bytes. LETS_IN: the next kernel's programs
-    may take their places while this one runs. APART: as in `second_operand`.
+    multiplied by NORM_OFFSET + norm_weight, rounded before the product. LAYER_ROW: if not 0, a
+    power of two of at least K, and x is layer-normed: its mean is subtracted first, and norm_bias
+    is added last. ACTIVATION: its name, "" for none. Weight strides are (row, column). With SPLIT_K
+    > 1, workspace holds fp32 [tiles, SPLIT_K, weights * BLOCK_N * BLOCK_T + NORM * BLOCK_T], and
+    counters one zero per tile. PREFETCH: 16-bit numbers of each row that the kernel prefetches
+    before it waits for the previous kernel. LINE: elements in 128 bytes. LETS_IN: the next kernel
+    may start early. APART: as in `second_operand`.
 
-    With scales, weights are codes (code - zero) * scale: 8-bit (PER 1), or words of PER codes along
-    K or, with PACKED_ROWS, along the rows, which strides count. NUMBER: what codes stand for,
-    "e2m1" or a table (`formats.table_words`). BLOCK_STRIDES: (scale row, scale column, zero row,
-    zero column). A scale is for SCALE_ROWS rows by SCALE_COLUMNS columns, a multiple of BLOCK_K, a
-    half, a quarter or all of it, or at least K. The zero of a code is CODE_OFFSET + ZERO_OFFSET +
-    the zero tensor's value; PACKED_ZEROS: words of eight rows. ADDED_ZEROS: the tensor's value is
-    added behind the scale. SCALED: codes are multiplied by their scales before the product
-    (`scaled_numbers`). A factor is one number, by which all of a weight is multiplied.
+    With scales, weights are codes, (code - zero) * scale: 8-bit codes (PER 1), or words of PER
+    codes along K or, with PACKED_ROWS, along the rows. Strides count words. NUMBER: the numbers of
+    codes, "e2m1" or a table (`formats.table_words`). BLOCK_STRIDES: (scale row, scale column, zero
+    row, zero column). SCALE_ROWS rows and SCALE_COLUMNS columns share a scale. SCALE_COLUMNS is a
+    multiple of BLOCK_K, a half, a quarter or all of it, or at least K. The zero of a code is
+    CODE_OFFSET + ZERO_OFFSET + the zero tensor's value. PACKED_ZEROS: zeros are words of eight
+    rows. ADDED_ZEROS: the zero tensor's value is added after scaling instead. SCALED: codes are
+    multiplied by their scales before the product (`scaled_numbers`). A factor is one number that
+    multiplies a whole weight.
     """
     row_tile = tl.program_id(0) // SPLIT_K
     part = tl.program_id(0) % SPLIT_K
@@ -151,14 +155,14 @@ def streamed_linear(
     token_mask = tokens < num_tokens
     PART: tl.constexpr = (K + BLOCK_K * SPLIT_K - 1) // (BLOCK_K * SPLIT_K) * BLOCK_K
     EVEN: tl.constexpr = K % (BLOCK_K * SPLIT_K) == 0
-    # Words of codes are loaded and decoded a scale's columns at a time, so that they stay in the
-    # registers of the thread that decodes them.
+    # A load takes the words of the columns of one scale, so that they stay in the registers of the
+    # thread that decodes them.
     TILE: tl.constexpr = 128 if SCALED else min(SCALE_COLUMNS, 128)
     TILES: tl.constexpr = max(BLOCK_K // TILE, 1) if PER == 8 and not PACKED_ROWS else 1
     WIDTH: tl.constexpr = BLOCK_K // TILES
     first = part * PART
     columns = first + tl.arange(0, WIDTH)
-    # Words of the tile: PER rows, or columns, share one.
+    # PER rows, or PER columns, of the tile share a word.
     ROWS: tl.constexpr = PER if PACKED_ROWS else 1
     STEP: tl.constexpr = 1 if PACKED_ROWS else PER
     word_rows = row_tile * (BLOCK_N // ROWS) + tl.arange(0, BLOCK_N // ROWS)
@@ -173,7 +177,7 @@ def streamed_linear(
     )  # fmt: skip
     places = tokens.to(tl.int64)[None, :]
     there = row_mask[:, None] & token_mask[None, :]
-    # Before the loop: after it nothing would hide the latency of these loads.
+    # Load these before the loop: after it, nothing would hide their latency.
     residual = residual_tile(residual_ptr, places, rows, there, RESIDUAL_STRIDE)
     bias = bias_column(bias_ptr, rows, row_mask, BIAS_STRIDES[0])
     up_bias = bias_column(up_bias_ptr, rows, row_mask, BIAS_STRIDES[1])
@@ -197,8 +201,8 @@ def streamed_linear(
     up = product
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     UNIT: tl.constexpr = number_unit(DTYPE, PER, PACKED_ROWS, NUMBER, SCALED)
-    # Scales of numbers are applied in registers, else those of groups to each step's sums, and
-    # those of whole rows to the final sum.
+    # With SCALED, scales are applied to numbers in registers. Otherwise scales of groups are
+    # applied to the sums of each step, and scales of whole rows to the final sums.
     CODES: tl.constexpr = weight_scale_ptr is not None
     WHOLE_ROWS: tl.constexpr = SCALE_COLUMNS >= K
     ZERO_TENSOR: tl.constexpr = weight_zero_ptr is not None
@@ -209,7 +213,7 @@ def streamed_linear(
     if CODES:
         block_rows = rows // SCALE_ROWS
     if SCALED:
-        # Scales of a tile, a part of which is in the registers that hold its words.
+        # The scales of a tile are laid out like its words, so both are in the same thread.
         blocks = first // SCALE_COLUMNS + tl.arange(0, GROUPS)
         scale_lines = weight_scale_ptr + block_rows.to(tl.int64) * BLOCK_STRIDES[0]
         scale_ptrs = scale_lines[:, None] + blocks[None, :] * BLOCK_STRIDES[1]
@@ -224,7 +228,7 @@ def streamed_linear(
         )  # fmt: skip
     for start in range(0, PART, BLOCK_K):
         if CODES and not SCALED:
-            # A step ahead: Triton does not pipeline these loads through shared memory.
+            # Load the scales one step ahead: Triton does not pipeline them through shared memory.
             next_scale = scale
             next_zero = zero
             next_up_scale = up_scale
@@ -347,7 +351,7 @@ def activate_products(
     gate_ptr, up_ptr, out_ptr, num_elements, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
     LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """out = activation(gate) * up, or activation(gate) where up_ptr is None; out may be gate.
+    """Computes out = activation(gate) * up, or activation(gate) if up_ptr is None. out may be gate.
 
     Grid (cdiv(num_elements, BLOCK),)."""
     if LAUNCH_PDL:

@@ -1,1 +1,1 @@
-"""The templates of a mixture's own kernels."""
+"""The templates of the kernels that only mixtures of experts have."""

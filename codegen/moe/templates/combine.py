@@ -1,4 +1,5 @@
-"""The combine step of a mixture of experts: each token's rows, weighted and summed in order."""
+"""The combine step of a mixture of experts: multiplies each token's rows by weights and sums them
+in order."""
 
 import triton
 import triton.language as tl

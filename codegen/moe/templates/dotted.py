@@ -1,13 +1,14 @@
-"""Experts of a few tokens without tensor cores: each route by itself, nothing sorted.
+"""Experts of a few tokens without tensor cores: each route is computed alone, and nothing is
+sorted.
 
-`moe_up_dotted` takes a few rows of gate and up of one expert for one route; `moe_down_dotted` a few
-rows of all the experts of one token, whose products it multiplies by the routes' weights and adds,
-always in the same order. Neither passes weights through shared memory: many small programs keep the
-memory busy.
+A program of `moe_up_dotted` takes a few rows of gate and up of one expert for one route. A program
+of `moe_down_dotted` takes a few rows of all experts of one token, multiplies their products by the
+weights of the routes, and adds them, always in the same order. Weights do not pass through shared
+memory, so many small programs keep the memory busy.
 
-A tile of weights [rows, slots, words] is seen as [rows, slots * words], and so are the rows of x:
-the products of all slots are one sum. A word holds 8 codes of 4 bits or 4 of 8, or is one number of
-16 bits.
+A tile of weights [rows, slots, words] is reshaped to [rows, slots * words], and the rows of x
+likewise, so that one sum adds the products of all slots. A word holds 8 codes of 4 bits or 4 codes
+of 8 bits, or is one number of 16 bits.
 """
 
 import triton
@@ -28,7 +29,7 @@ from tilewright.codegen.templates.streaming import prefetch_rows
 
 @triton.jit
 def experts_of(ids_ptr, routes, mask, NUM_EXPERTS: tl.constexpr):
-    """(experts of routes, int64, 0 of those without one; which have one)."""
+    """Returns (experts of routes, int64, 0 for a route without one; whether each route has one)."""
     ids = tl.load(ids_ptr + routes, mask=mask, other=-1).to(tl.int64)
     there = (ids >= 0) & (ids < NUM_EXPERTS)
     return tl.where(there, ids, 0), there
@@ -36,8 +37,8 @@ def experts_of(ids_ptr, routes, mask, NUM_EXPERTS: tl.constexpr):
 
 @triton.jit
 def load_words(lines, there, first, WORDS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Words [rows, slots * WORDS] from word `first` of each line on: pointers [rows, slots]. Zero
-    past COLUMNS, and of slots that are not there."""
+    """Loads words [rows, slots * WORDS] from word `first` of each line on. lines: pointers [rows,
+    slots]. Words past COLUMNS and words of absent slots are zero."""
     ROWS: tl.constexpr = lines.shape[0]
     SLOTS: tl.constexpr = lines.shape[1]
     columns = first + tl.arange(0, WORDS)
@@ -55,8 +56,8 @@ def load_run_scales(
     ROWS: tl.constexpr, RUNS: tl.constexpr, SPAN: tl.constexpr, K: tl.constexpr,
     STRIDES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """fp32 scales [ROWS, slots * RUNS] of runs of SPAN columns from column `first` on, or
-    [1, slots * RUNS] where all rows have one. BLOCK: rows and columns that share a scale."""
+    """Loads the scales of runs of SPAN columns from column `first` on, fp32 [ROWS, slots * RUNS],
+    or [1, slots * RUNS] if all rows share a scale. BLOCK: rows and columns that share a scale."""
     SLOTS: tl.constexpr = experts.shape[0]
     SCALE_ROWS: tl.constexpr = 1 if BLOCK[0] % ROWS == 0 else ROWS
     WIDTH: tl.constexpr = 1 if BLOCK[1] >= K else RUNS
@@ -81,8 +82,9 @@ def load_x(
     x_ptr, starts, there, first, K: tl.constexpr, BLOCK_K: tl.constexpr, PER: tl.constexpr,
     CODED: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """fp32 x [slots * BLOCK_K / PER, PER] of rows that begin at `starts`, from column `first` on;
-    zero past K. CODED: rounded to e4m3 codes with a scale for each GROUP columns, and back."""
+    """Loads rows of x that begin at `starts`, from column `first` on, as fp32 [slots * BLOCK_K /
+    PER, PER]; zero past K. CODED: x is rounded to e4m3 codes with a scale for each GROUP columns,
+    and converted back."""
     SLOTS: tl.constexpr = starts.shape[0]
     columns = first + tl.arange(0, BLOCK_K)
     x = tl.load(
@@ -99,8 +101,8 @@ def load_x(
 
 @triton.jit
 def factors_of_x(x, INTEGERS: tl.constexpr, BYTES: tl.constexpr, RUN: tl.constexpr):
-    """The factors by which `add_sums` multiplies weights: of integers `parts_of_x`, of others x
-    itself and a power of 1."""
+    """Returns the factors by which `add_sums` multiplies weights: with INTEGERS the result of
+    `parts_of_x`, else x itself and the power 1."""
     if INTEGERS:
         return parts_of_x(x, RUN, False, False, BYTES)
     else:
@@ -114,8 +116,8 @@ def add_sums(
     PER: tl.constexpr, INTEGERS: tl.constexpr, BYTES: tl.constexpr, ZERO: tl.constexpr,
     SCALED: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
-    """product [rows, runs] and the sums of each run of words, times `power` and, where there are
-    such, scales."""
+    """Returns product [rows, runs] plus the sums of each run of words, times `power` and, with
+    SCALED, times scales."""
     if INTEGERS:
         sums = code_sums(
             words, low0, low1, low2, high0, high1, high2, total,
@@ -132,7 +134,7 @@ def add_sums(
 
 @triton.jit
 def column_of(ptr, expert, there, rows, EXPERT_STRIDE: tl.constexpr, STRIDE: tl.constexpr):
-    """fp32 numbers [rows, slots] of experts, such as biases."""
+    """Loads numbers of experts, such as biases, as fp32 [rows, slots]."""
     places = (expert * EXPERT_STRIDE)[None, :] + (rows * STRIDE)[:, None]
     mask = tl.broadcast_to(there[None, :], places.shape)
     return tl.load(ptr + places, mask=mask, other=0.0).to(tl.float32)
@@ -153,14 +155,13 @@ def moe_up_dotted(
     LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
     """Gate and up projections of a few tokens' experts: hidden [routes, INNER] =
-    activation(x @ Wgate^T) * (x @ Wup^T), of routes that have an expert.
+    activation(x @ Wgate^T) * (x @ Wup^T), for routes that have an expert.
 
-    Grid (cdiv(INNER, BLOCK_N), routes). Weights [E, INNER, words of PER columns], in runs of RUN
-    words that have one scale, or a part of one, for SCALE_BLOCK rows and columns. INTEGERS: 4-bit
-    codes are multiplied as such, less ZERO, or as BYTES (`code_sums`); else words are of float8
-    (e4m3), or 16-bit numbers. CODED: x is rounded to e4m3 codes with a scale for each GROUP
-    columns. up_weight None: the activation is not gated. LETS_IN: the next kernel's programs may
-    take their places early.
+    Grid (cdiv(INNER, BLOCK_N), routes). Weights are [E, INNER, words of PER columns]. SCALE_BLOCK:
+    rows and columns that share a scale. RUN: words that share a sum, and a scale. INTEGERS: 4-bit
+    codes are multiplied as integers minus ZERO, or as BYTES (`code_sums`); if not, words hold
+    float8 (e4m3) or 16-bit numbers. CODED: x is rounded to e4m3 codes with a scale for each GROUP
+    columns. up_weight None: the activation is not gated. LETS_IN: the next kernel may start early.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
@@ -177,7 +178,7 @@ def moe_up_dotted(
     route = tl.program_id(1)
     routes = route + tl.arange(0, 1)
     experts, there = experts_of(ids_ptr, routes, routes >= 0, NUM_EXPERTS)
-    # Rows past the last are that one again; they are not stored.
+    # Rows past the last repeat the last one, and are not stored.
     inside = tl.minimum(rows, INNER - 1)
     lines = gate_weight_ptr + (experts * GATE_STRIDES[0])[None, :]
     lines += (inside * GATE_STRIDES[1])[:, None]
@@ -251,9 +252,9 @@ def moe_down_dotted(
     slots of weights [T, S] * (hidden [T * S, INNER] @ Wdown^T).
 
     Grid (cdiv(HIDDEN, BLOCK_N), T). A step takes BLOCK_S slots and BLOCK_K columns. A slot without
-    an expert adds nothing: its row of hidden was never written. LINES: of LINE words, 128 bytes,
-    of a row, which programs ask for before `hidden` is there. The other arguments are those of
-    `moe_up_dotted`.
+    an expert adds nothing: its row of hidden was never written. LINES: number of lines of LINE
+    words (128 bytes) of a row that a program prefetches before `hidden` is ready. The other
+    arguments are those of `moe_up_dotted`.
     """
     SCALED: tl.constexpr = down_scale_ptr is not None
     WORDS: tl.constexpr = BLOCK_K // PER
@@ -266,7 +267,7 @@ def moe_down_dotted(
     token = tl.program_id(1)
     if LAUNCH_PDL:
         if LINES > 0:
-            # A hint, whatever these numbers are before the wait: they are bounded.
+            # The ids may not be written yet, but prefetching is a hint, and ids are bounded.
             slots = tl.arange(0, BLOCK_S)
             experts, there = experts_of(
                 ids_ptr, token * NUM_SLOTS + slots, slots < NUM_SLOTS, NUM_EXPERTS

@@ -23,7 +23,7 @@ from tilewright.codegen.templates.expert_weights import block_scales, dequantize
 
 @triton.jit
 def halves(accumulator, ROWS: tl.constexpr, COLUMNS: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """(gate, up), each [ROWS, COLUMNS], of an accumulator [ROWS, 2 * COLUMNS]."""
+    """Splits an accumulator [ROWS, 2 * COLUMNS] into (gate, up), each [ROWS, COLUMNS]."""
     if INTERLEAVED:
         gate, up = tl.split(tl.reshape(accumulator, (ROWS, COLUMNS, 2)))
     else:
@@ -39,7 +39,7 @@ def gate_up_scales(
     GATE_STRIDES: tl.constexpr, UP_STRIDES: tl.constexpr,
     SCALE_BLOCK: tl.constexpr, FORMAT: tl.constexpr,
 ):  # fmt: skip
-    """Scales of a tile's weight rows, gate's and up's in the order of the rows."""
+    """Loads the scales of a tile's weight rows, those of gate and up in the order of the rows."""
     rows = first_row + tl.arange(0, BLOCK_N)
     scales = block_scales(
         gate_scale_ptr + expert * GATE_STRIDES[0], rows, rows < INNER, column,
@@ -76,12 +76,12 @@ def moe_up(
     """Gate and up projections of a mixture of experts: hidden [routes, INNER] = activation(x @
     Wgate^T) * (x @ Wup^T), rows of x gathered by route, weights of the route's expert.
 
-    Grid of any size. weight: gate's and up's rows are one block where they are INTERLEAVED (row 2i
-    is gate's, row 2i + 1 up's) or where there is no up (not GATED); ROW_STRIDE is from row to row,
-    for N_MAJOR from column of K to column of K. Else up lies `distance` elements from gate.
-    UP_FIRST: up and gate change places in this. BLOCK_N columns of hidden, BLOCK_M routes per tile.
-    FORMAT: "dense", or a quantised one whose rows hold PER_BYTE weights in an element, K-major.
-    SEARCH_STEPS: not 0 where warps are specialised; see searched_place.
+    The grid may have any size. A tile has BLOCK_M routes and BLOCK_N columns of hidden. weight: the
+    rows of gate and up are one block if they are INTERLEAVED (row 2i is gate's, row 2i + 1 up's) or
+    if there is no up (not GATED). If not, up lies `distance` elements after gate. UP_FIRST: gate
+    and up are exchanged in this. ROW_STRIDE: from row to row; if N_MAJOR, from column to column of
+    K. FORMAT: "dense", or a quantised format with PER_BYTE weights per element, K-major.
+    SEARCH_STEPS: not 0 if warps are specialised; see `searched_place`.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()

@@ -1,7 +1,7 @@
-"""Routes sorted by expert: a counting sort, in one launch where there are few, else in three.
+"""A counting sort of routes by expert, in one launch for few routes, else in three.
 
-A route is one slot of one token, number `t * S + s`. Routes of an expert keep their order, so the
-result does not depend on which program runs when. A route of expert -1 has no place.
+A route is one slot of one token, with the number `t * S + s`. Routes of an expert keep their order,
+so the result does not depend on the order of programs. A route of expert -1 has no place.
 """
 
 import triton
@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.jit
 def placed_experts(ids_ptr, routes, bound, NUM_EXPERTS: tl.constexpr):
-    """(expert of each route, whether the route has one and comes before `bound`)."""
+    """Returns (expert of each route, whether the route has one and comes before `bound`)."""
     ids = tl.load(ids_ptr + routes, mask=routes < bound, other=-1).to(tl.int32)
     return ids, (ids >= 0) & (ids < NUM_EXPERTS)
 
@@ -20,8 +20,8 @@ def moe_count(
     ids_ptr, counts_ptr, num_routes,
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Counting sort of routes by expert, step 1 of 3: counts [chunks, EXPERTS] of each expert's
-    routes in each chunk. Grid (chunks,)."""
+    """Counting sort of routes by expert, step 1 of 3: counts each expert's routes in each chunk, to
+    counts [chunks, EXPERTS]. Grid (chunks,)."""
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
     chunk = tl.program_id(0)
@@ -37,8 +37,8 @@ def moe_scan(
     EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, CHUNKS_PER_LOAD: tl.constexpr,
     LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Counting sort of routes by expert, step 2 of 3: in place, counts become the sums over all
-    earlier chunks; total [EXPERTS] gets the sums over all chunks.
+    """Counting sort of routes by expert, step 2 of 3: replaces counts by the sums over all earlier
+    chunks, in place; total [EXPERTS] gets the sums over all chunks.
 
     Grid (EXPERTS / BLOCK_E,).
     """
@@ -63,13 +63,13 @@ def moe_order(
     ROUTES_PER_LOAD: tl.constexpr, ROUTES_PER_STEP: tl.constexpr, ROW_BLOCK: tl.constexpr,
     LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """Counting sort of routes by expert, step 3 of 3 or all of it: order [routes] gets the route at
-    each sorted place, ends [NUM_EXPERTS] where each expert's routes end.
+    """Counting sort of routes by expert, step 3 of 3 or the whole sort: order [routes] gets the
+    route at each sorted place, and ends [NUM_EXPERTS] the end of each expert's routes.
 
-    With ROW_BLOCK not 0, ends holds NUM_EXPERTS more: the number of each expert's first block of
-    ROW_BLOCK rows, if every expert starts a block of its own.
-    Grid (chunks,). counts and total are those of `moe_scan`; None: every program counts all routes
-    itself. EXPERTS is the power of two that covers NUM_EXPERTS.
+    Grid (chunks,). counts, total: results of `moe_scan`; None: every program counts all routes
+    itself. ROW_BLOCK: if not 0, ends has NUM_EXPERTS more numbers: the number of each expert's
+    first block of ROW_BLOCK rows, where every expert starts a new block. EXPERTS: the power of two
+    that covers NUM_EXPERTS.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
@@ -97,8 +97,8 @@ def moe_order(
             blocks = (total + ROW_BLOCK - 1) // ROW_BLOCK
             firsts = tl.cumsum(blocks, axis=0) - blocks
             tl.store(ends_ptr + NUM_EXPERTS + experts, firsts, mask=experts < NUM_EXPERTS)
-    # A route's place: after all lower experts, after its expert's routes in earlier chunks, and
-    # after those that precede it in its own.
+    # A route comes after the routes of all lower experts, after its expert's routes in earlier
+    # chunks, and after its expert's earlier routes in its own chunk.
     place = tl.gather(ends - total + before, tl.maximum(ids, 0), 0)
     for first in tl.static_range(0, CHUNK, ROUTES_PER_STEP):
         others = chunk * CHUNK + first + tl.arange(0, ROUTES_PER_STEP)

@@ -1,11 +1,12 @@
-"""A mixture's router: logits of the experts, scores, the choice of a few, and their weights.
+"""The router of a mixture of experts: logits of the experts, scores, the choice of a few, and their
+weights.
 
-The choice takes the largest key again and again. A key is an int32 in the order of the numbers, so
-that a warp finds the largest, and the lowest column that has it, with an instruction each: of equal
-experts the one of the lower number is chosen, and NaN comes before all numbers, as in torch.topk.
+The choice repeatedly takes the largest key. A key is an int32 in the order of the numbers, so that
+a warp finds the largest key, and the lowest column that has it, with one instruction each. Of equal
+experts, the one with the lower number is chosen, and NaN ranks above all numbers, as in torch.topk.
 
-A row of logits has a column for each place of each group of experts, groups padded to a power of
-two: column c is expert c // GROUP * (NUM_EXPERTS // NUM_GROUPS) + c % GROUP.
+A row of logits has a column for each place of each group of experts, with groups padded to a power
+of two: column c is expert c // GROUP * (NUM_EXPERTS // NUM_GROUPS) + c % GROUP.
 """
 
 import triton
@@ -13,15 +14,16 @@ import triton.language as tl
 
 from tilewright.codegen.templates.split_k import arrive
 
-# Below the key of every number.
+# A key below those of all numbers.
 LOWEST_KEY = tl.constexpr(-(2**31))
-# NaN's.
+# The key of NaN.
 HIGHEST_KEY = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
 def sort_keys(numbers):
-    """int32 in the order of fp32 numbers, zeros equal, NaN above all."""
+    """Returns int32 keys in the order of fp32 numbers: both zeros are equal, and NaN is the
+    largest."""
     bits = tl.where(numbers == 0.0, 0.0, numbers).to(tl.int32, bitcast=True)
     keys = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     return tl.where(numbers == numbers, keys, HIGHEST_KEY)
@@ -29,7 +31,7 @@ def sort_keys(numbers):
 
 @triton.jit
 def experts_of(columns, NUM_EXPERTS: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUP: tl.constexpr):
-    """(expert of each column, whether there is one)."""
+    """Returns (expert of each column, whether the column has one)."""
     SIZE: tl.constexpr = NUM_EXPERTS // NUM_GROUPS
     group = columns // GROUP
     place = columns % GROUP
@@ -41,14 +43,14 @@ def load_logits(
     logits_ptr, bias_ptr, tokens, there, experts, real,
     BIAS_STRIDE: tl.constexpr, SPLITS: tl.constexpr, RUN: tl.constexpr, ROW: tl.constexpr,
 ):  # fmt: skip
-    """Logits [tokens, experts]: the sum, in order, of SPLITS parts, and the bias.
+    """Loads logits [tokens, experts]: the sum, in order, of SPLITS parts and the bias.
 
-    A run of RUN tokens has its parts one after the other, each [RUN, ROW].
+    A run of RUN tokens has its parts one after another, each [RUN, ROW].
     """
     mask = there[:, None] & real[None, :]
     runs = (tokens // RUN).to(tl.int64) * (SPLITS * RUN * ROW)
     places = (runs + tokens % RUN * ROW)[:, None] + experts[None, :]
-    # They may have been written a moment ago by other multiprocessors.
+    # Bypass L1: other multiprocessors may just have written the parts.
     logits = tl.load(logits_ptr + places, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
     for split in tl.static_range(1, SPLITS):
         part = logits_ptr + split * RUN * ROW + places
@@ -65,8 +67,8 @@ def kept_columns(
     NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUP_TOP: tl.constexpr,
     GROUPS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Which columns are of the TOP_GROUPS groups whose GROUP_TOP (1 or 2) best experts have the
-    largest sum."""
+    """Returns whether each column belongs to one of the TOP_GROUPS groups whose GROUP_TOP (1 or 2)
+    best experts have the largest sum."""
     numbers = tl.where(choice == choice, choice, float("inf"))
     numbers = tl.where(real[None, :], numbers, float("-inf"))
     numbers = tl.reshape(numbers, (ROWS, GROUPS, GROUP))
@@ -98,7 +100,8 @@ def choose(
     NORM_EPS: tl.constexpr, NORM_MIN: tl.constexpr, SCALING: tl.constexpr,
     GROUPS: tl.constexpr, GROUP: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Stores weights and ids [tokens, NUM_SLOTS] of logits [ROWS, GROUPS * GROUP]."""
+    """Chooses experts from logits [ROWS, GROUPS * GROUP], and stores weights and ids [tokens,
+    NUM_SLOTS]."""
     experts, _ = experts_of(columns, NUM_EXPERTS, NUM_GROUPS, GROUP)
     scores = logits
     if SCORES == "sigmoid":
@@ -156,11 +159,11 @@ def moe_choose(
     SPLITS: tl.constexpr, RUN: tl.constexpr, ROW: tl.constexpr, ROWS: tl.constexpr,
     LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """The choice of a router whose logits are there, in parts or whole: weights and ids
+    """Chooses experts for a router from given logits, in parts or whole: weights and ids
     [num_tokens, NUM_SLOTS].
 
-    Grid (cdiv(num_tokens, ROWS),). SCORES: one of those of the op. BY_LOGITS: the order of scores
-    is that of logits, and those decide. For SPLITS, RUN and ROW see `load_logits`.
+    Grid (cdiv(num_tokens, ROWS),). SCORES: as in the op. BY_LOGITS: logits decide the choice,
+    because scores have the same order. SPLITS, RUN, ROW: as in `load_logits`.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
@@ -193,14 +196,14 @@ def moe_router(
     EXPERT_TILES: tl.constexpr, SPLITS: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr,
     STAGES: tl.constexpr, CHOOSES: tl.constexpr, LAUNCH_PDL: tl.constexpr,
 ):  # fmt: skip
-    """A router from x [num_tokens, HIDDEN] and weight [NUM_EXPERTS, HIDDEN] to weights and ids
-    [num_tokens, NUM_SLOTS]; without CHOOSES, to the parts of its logits in the workspace.
+    """Computes a router from x [num_tokens, HIDDEN] and weight [NUM_EXPERTS, HIDDEN]: weights and
+    ids [num_tokens, NUM_SLOTS], or, without CHOOSES, the parts of its logits in the workspace.
 
     Grid (cdiv(num_tokens, BLOCK_T) * EXPERT_TILES * SPLITS,). A program multiplies BLOCK_T tokens
     with BLOCK_E experts over STEPS * BLOCK_K of the columns, and stores [BLOCK_T, BLOCK_E] of the
     workspace's [token tile, SPLITS, BLOCK_T, EXPERT_TILES * BLOCK_E]. The last program of a tile
-    chooses for its tokens, ROWS at a time, and sums parts in their order: the result does not
-    depend on which was last. WIDENED: operands are multiplied as fp32.
+    chooses for its tokens, ROWS at a time. It sums parts in their order, so the result does not
+    depend on which program was last. WIDENED: operands are multiplied as fp32.
     """
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()

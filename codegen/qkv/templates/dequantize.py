@@ -1,8 +1,8 @@
-"""Dequantisation of a weight of 4- or 8-bit codes, for a library GEMM.
+"""Dequantisation of a weight of 4- or 8-bit codes, for a library GEMM:
 
     w[n, k] = (code[n, k] - zero[n // bn, k // bk]) * scale[n // bn, k // bk] * factor
 
-in fp32, rounded once. Nibbles in any order, any strides, scale blocks of any size.
+in fp32, rounded once. Nibbles may have any order, and strides and scale blocks any size.
 """
 
 import triton
@@ -15,19 +15,19 @@ from tilewright.codegen.templates.tables import table_number
 
 @triton.jit
 def nibble_at(words, shift: tl.constexpr):
-    """The 4 bits of each word from `shift` on, as fp32."""
+    """Returns the 4 bits of each word from bit `shift` on, as fp32."""
     return ((words >> shift) & 0xF).to(tl.float32)
 
 
 @triton.jit
 def two_nibbles(words, first: tl.constexpr, ORDER: tl.constexpr):
-    """Elements `first` and `first` + 1 of each word: one more axis, of two."""
+    """Returns elements `first` and `first` + 1 of each word, along a new last axis."""
     return tl.join(nibble_at(words, 4 * ORDER[first]), nibble_at(words, 4 * ORDER[first + 1]))
 
 
 @triton.jit
 def nibbles(words, PER: tl.constexpr, ORDER: tl.constexpr):
-    """Words [A, B] as [A, B, PER] codes in fp32."""
+    """Returns the codes of words [A, B] as fp32 [A, B, PER]."""
     if PER == 1:
         codes = tl.expand_dims(words.to(tl.float32), 2)
     elif PER == 2:
@@ -51,17 +51,17 @@ def dequantize_weight(
     BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, UNIT: tl.constexpr, NUMBER: tl.constexpr = "",
     ADDED_ZEROS: tl.constexpr = False, factor_ptr=None,
 ):  # fmt: skip
-    """A quantised projection weight, dequantised: out [NUM_ROWS, HIDDEN] = (code - zero) * scale *
-    factor in fp32, rounded once to out's dtype.
+    """Dequantises a projection weight: out [NUM_ROWS, HIDDEN] = (code - zero) * scale * factor in
+    fp32, rounded once to out's dtype.
 
-    Grid (cdiv(NUM_ROWS, BLOCK_R), cdiv(HIDDEN, BLOCK_K)); out is contiguous. The weight is [heads,
-    HEAD_DIM, HIDDEN], or groups of GROUP heads where GROUP is not 0; its strides (group, head, row,
-    column) count words of PER codes along K or, with PACKED_ROWS, along the rows. BLOCK_STRIDES:
-    (scale row, scale column, zero row, zero column). ORDER: where each element of a word lies;
-    ZERO_ORDER: the same of zeros that lie eight rows to a word. UNIT divides SCALE_COLUMNS and
-    BLOCK_K: columns that share a scale. NUMBER: what codes stand for, "e2m1" or
-    a table's 16 numbers. Scales that are bytes are e8m0. ADDED_ZEROS: the zeros are added behind
-    the scale, not subtracted before.
+    Grid (cdiv(NUM_ROWS, BLOCK_R), cdiv(HIDDEN, BLOCK_K)). out is contiguous. The weight is [heads,
+    HEAD_DIM, HIDDEN], or has groups of GROUP heads if GROUP is not 0. Its strides (group, head,
+    row, column) count words of PER codes along K or, with PACKED_ROWS, along the rows.
+    BLOCK_STRIDES: (scale row, scale column, zero row, zero column). ORDER: the nibble of each
+    element of a word. ZERO_ORDER: the nibble of each of eight rows in a word of zeros. UNIT:
+    columns that share a scale, a divisor of SCALE_COLUMNS and BLOCK_K. NUMBER: the numbers of
+    codes, "e2m1" or the 16 numbers of a table. Scales that are bytes are e8m0. ADDED_ZEROS: zeros
+    are added after scaling, not subtracted before.
     """
     first_row = tl.program_id(0) * BLOCK_R
     first_column = tl.program_id(1) * BLOCK_K

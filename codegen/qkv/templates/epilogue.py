@@ -1,8 +1,8 @@
 """The epilogue of a QKV projection: bias, clipping, QK norm, rotary embedding, store.
 
-The projection kernels run these helpers on their accumulators; `qkv_epilogue` runs them on q, k and
-v that a library GEMM has computed. Values are the two tiles of `loads`. With a `head_limit`, a norm
-spans all heads together. All arithmetic is fp32; the only rounding is at the stores.
+The projection kernels run these helpers on their accumulators, and `qkv_epilogue` runs them on q, k
+and v that a library GEMM has computed. Values are the two tiles that `loads` describes. With a
+`head_limit`, a norm spans all heads. All arithmetic is fp32; values are rounded only at the stores.
 """
 
 import triton
@@ -32,7 +32,7 @@ from tilewright.codegen.templates.rounding import rounded
 
 @triton.jit
 def sum_of_heads(low, high, head_limit):
-    """The sum of each head [tokens, heads, 1], or of all heads [tokens, 1, 1] (head_limit)."""
+    """Returns the sum of each head [tokens, heads], or with head_limit of all heads [tokens, 1]."""
     total = tl.sum(low + high, axis=2)
     if head_limit is not None:
         total = tl.sum(total, axis=1)[:, None]
@@ -44,7 +44,8 @@ def centred(
     low, high, width, head_limit,
     HEAD_DIM: tl.constexpr, PAIR_HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """low and high less the mean of each head (of all heads); zeros stay where padding is."""
+    """Subtracts the mean of each head, or with head_limit of all heads, from low and high. Padding
+    stays zero."""
     PAIRS: tl.constexpr = low.shape[2]
     HEADS: tl.constexpr = low.shape[1]
     mean = (sum_of_heads(low, high, head_limit) / width)[:, :, None]
@@ -69,10 +70,11 @@ def norm_heads(
     HEAD_DIM: tl.constexpr, PAIR_HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
     NORM: tl.constexpr, NORMED: tl.constexpr, V_NORMED: tl.constexpr, NORM_EPS: tl.constexpr,
 ):  # fmt: skip
-    """RMSNorm ("rms") or LayerNorm ("layer") of whole heads, or of all of a kind (head_limit).
+    """Applies RMSNorm ("rms") or LayerNorm ("layer") to whole heads, or with head_limit to all
+    heads of a kind together.
 
-    NORMED: whether (q, k) have a norm; V_NORMED: whether v has. low_shift, high_shift: what is
-    added then, or None. Padded dims and heads hold zeros and do not count.
+    NORMED: whether (q, k) have a norm. V_NORMED: whether v has one. low_shift, high_shift: the bias
+    that is added then, or None. Padded dims and heads are zero and do not count.
     """
     width = HEAD_DIM
     if head_limit is not None:
@@ -90,7 +92,8 @@ def norm_heads(
     if V_NORMED:
         normed = normed | (kind == VALUE)
     if NORM == "rms":
-        # What has no norm is multiplied by ones, exactly: only small tensors are selected.
+        # Heads without a norm are multiplied by 1, which is exact: so only small tensors are
+        # selected.
         scale = tl.where(normed, scale, 1.0)
         low = low * scale * tl.where(normed, low_norm, 1.0)
         high = high * scale * tl.where(normed, high_norm, 1.0)
@@ -110,7 +113,7 @@ def add_bias_and_norm(
     HAS_BIAS: tl.constexpr, CLIP: tl.constexpr,
     NORM: tl.constexpr, NORMED: tl.constexpr, V_NORMED: tl.constexpr, NORM_EPS: tl.constexpr,
 ):  # fmt: skip
-    """What comes before the rotation: bias, clipping, and a norm unless NORM is "none"."""
+    """Applies the steps before the rotation: bias, clipping, and a norm unless NORM is "none"."""
     if HAS_BIAS:
         low += low_bias
         high += high_bias
@@ -139,7 +142,8 @@ def store_pairs(
         dims = (2 * first_pair + tl.arange(0, 2 * PAIRS))[None, None, :]
         rest = mask & (dims < HEAD_DIM)
         if HALVES > 0:
-            # Two stores: one store to selected dims would need an address per element.
+            # There are two stores, because one store to selected dims would need an address per
+            # element.
             halves = rows + pairs[None, None, :] * dim_stride
             tl.store(halves, low, mask=mask & rotates)
             tl.store(halves + HALVES * dim_stride, high, mask=mask & rotates)
@@ -165,15 +169,15 @@ def rotate_and_store(
     NORM: tl.constexpr, NORMED: tl.constexpr, V_NORMED: tl.constexpr, NORM_EPS: tl.constexpr,
     KV_REPEAT: tl.constexpr, SCALE_MULTIPLIES: tl.constexpr, SATURATES: tl.constexpr,
 ):  # fmt: skip
-    """Rotates fp32 low, high [tokens, heads, pairs], norms them unless NORM is "none", stores them.
+    """Rotates fp32 low, high [tokens, heads, pairs], norms them unless NORM is "none", and stores
+    them to the target of `store_target`.
 
-    Where: as `store_target` gives it. A norm here needs whole heads. Each k and v head is stored to
-    KV_REPEAT heads of the cache.
+    A norm here needs whole heads. Each k and v head is stored to KV_REPEAT heads of the cache.
     """
     if ROTARY_DIM > 0:
         new_low = low * low_cos.to(tl.float32) - high * low_sin.to(tl.float32)
         new_high = high * high_cos.to(tl.float32) + low * high_sin.to(tl.float32)
-        # A select and not a rotation by zero: 0 * inf is NaN.
+        # Select instead of rotating by zero: 0 * inf is NaN.
         low = tl.where(rotates, new_low, low)
         high = tl.where(rotates, new_high, high)
     if NORM != "none":
@@ -227,13 +231,14 @@ def load_heads(
     PAIRS: tl.constexpr, HEAD_DIM: tl.constexpr, PAIR_HALF: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Both members of the pairs of pointer[tokens, heads], fp32; zeros for masked heads.
+    """Loads both members of the pairs of heads as fp32 [tokens, heads, pairs]; zeros for masked
+    heads.
 
     STRIDES: (token, group, head, dim).
     """
     rows = pointer + tokens.to(tl.int64)[:, None, None] * STRIDES[0]
     if max(STRIDES[1], STRIDES[2]) > 2**23:
-        # Heads are far apart: the offsets of a few of them pass 2 ** 31.
+        # Heads are so far apart that the offsets of a few of them exceed 2 ** 31.
         rows += grouped(heads.to(tl.int64)[None, :, None], GROUP, STRIDES[1], STRIDES[2])
     else:
         rows += grouped(heads[None, :, None], GROUP, STRIDES[1], STRIDES[2])
@@ -272,16 +277,16 @@ def qkv_epilogue(
     NORM_BIAS_STRIDES: tl.constexpr = None, SATURATES: tl.constexpr = True,
 ):  # fmt: skip
     """Epilogue of a QKV projection: bias, clipping, QK norm and rotary embedding of q [T, Hq, D]
-    and of k and v [T, Hkv, D], of any strides, and the store to q_out and to a paged cache.
+    and of k and v [T, Hkv, D] with any strides, and the store to q_out and to a paged cache.
 
-    Grid (cdiv(T, BLOCK_T), heads / HEADS_PER_TILE), heads counted over q, then k, then v;
-    HEADS_PER_TILE divides each of the three. With WHOLE_ROWS, grid (cdiv(T, BLOCK_T), 3, or 2
-    without q or v), and HEADS_PER_TILE is a power of two that covers the most heads. NUM_HEADS 0
-    and q_ptr None: no q. v_ptr None: no v. GATE_RUN: as in `turned_kind`, a multiple of
-    HEADS_PER_TILE, and 0 with WHOLE_ROWS.
-    q_out [T, Hq, D] is contiguous and may be q itself; the caches are windows of four strides
-    (page, slot, head, dim), the pointers at their first elements; addresses as in `cache_places`.
-    BLOCK_P is a power of two that covers the pairs of a head.
+    Grid (cdiv(T, BLOCK_T), heads / HEADS_PER_TILE). Heads are counted over q, then k, then v, and
+    HEADS_PER_TILE divides each of the three counts. With WHOLE_ROWS, the grid is (cdiv(T, BLOCK_T),
+    number of q, k and v), and HEADS_PER_TILE is a power of two that covers the most heads.
+    NUM_HEADS 0 and q_ptr None: there is no q. v_ptr None: there is no v. GATE_RUN: as in
+    `turned_kind`, a multiple of HEADS_PER_TILE, and 0 with WHOLE_ROWS. q_out [T, Hq, D] is
+    contiguous and may be q itself. The caches are windows with strides (page, slot, head, dim), and
+    the pointers point to their first elements. Addresses: as in `cache_places`. BLOCK_P: a power of
+    two that covers the pairs of a head.
     """
     if WHOLE_ROWS:
         kind = tl.program_id(1)

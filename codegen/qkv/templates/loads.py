@@ -1,12 +1,12 @@
 """Loads of the epilogue of projected heads: bias, norm weights, rotary tables, cache scales.
 
-Heads are held as two tiles, `low` and `high`, of shape [tokens, heads, pairs]: the two members of
+Heads are two tiles, `low` and `high`, of shape [tokens, heads, pairs], with the two members of
 every rotated pair. So the rotation is elementwise and needs no exchange between threads.
-`pair_dims` says which head dims form a pair in each rotation style; dims that do not rotate are
-paired the same way, so every dim is in exactly one tile.
+`pair_dims` returns the head dims that form a pair in each rotation style. Dims that do not rotate
+are paired in the same way, so every dim is in exactly one tile.
 
-`kind` is QUERY, KEY or VALUE. `head_limit` is None, or the tile holds all heads of its kind,
-padded: the first head_limit are real.
+`kind` is QUERY, KEY or VALUE. If `head_limit` is not None, the tile has all heads of its kind,
+padded, and the first head_limit are real.
 """
 
 import triton
@@ -17,7 +17,8 @@ from tilewright.codegen.templates.places import KEY, QUERY, VALUE
 
 @triton.jit
 def pair_dims(pairs, PAIR_HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """The head dims (low, high) of `pairs`: (2p, 2p + 1), or PAIR_HALF apart inside each chunk."""
+    """Returns the head dims (low, high) of `pairs`: (2p, 2p + 1), or dims that are PAIR_HALF apart
+    inside each chunk."""
     if INTERLEAVED:
         low = 2 * pairs
         high = 2 * pairs + 1
@@ -29,7 +30,7 @@ def pair_dims(pairs, PAIR_HALF: tl.constexpr, INTERLEAVED: tl.constexpr):
 
 @triton.jit
 def output_dims(pairs, PAIR_HALF: tl.constexpr, INTERLEAVED: tl.constexpr, HALVES: tl.constexpr):
-    """The head dims that rotated pairs are stored to: HALVES apart where that is not 0."""
+    """Returns the head dims to which rotated pairs are stored: HALVES apart if HALVES is not 0."""
     low, high = pair_dims(pairs, PAIR_HALF, INTERLEAVED)
     if HALVES > 0:
         low = tl.where(pairs < HALVES, pairs, low)
@@ -42,12 +43,13 @@ def load_partners(
     rows, first_pair, low_dims, high_dims, mask, dim_stride,
     BOUND: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Both members of the pairs at `rows`, pointers [tokens, heads, 1]: two [tokens, heads, pairs].
+    """Loads both members of the pairs at `rows`, pointers [tokens, heads, 1], as two tiles [tokens,
+    heads, pairs].
 
-    mask broadcasts over rows; dims from BOUND on give zeros.
+    mask broadcasts over rows. Dims from BOUND on are zero.
     """
     if INTERLEAVED:
-        # The members are neighbours in memory: one contiguous load in place of two strided ones.
+        # The members are adjacent in memory: one contiguous load replaces two strided ones.
         PAIRS: tl.constexpr = low_dims.shape[0]
         dims = (2 * first_pair + tl.arange(0, 2 * PAIRS))[None, None, :]
         values = tl.load(rows + dims * dim_stride, mask=mask & (dims < BOUND), other=0.0)
@@ -64,7 +66,8 @@ def load_partners(
 def grouped(
     heads, GROUP: tl.constexpr, GROUP_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr
 ):  # fmt: skip
-    """Offsets of heads that are stored by groups of GROUP; GROUP 0: with one stride."""
+    """Returns the offsets of heads that are stored in groups of GROUP, or, with GROUP 0, with one
+    stride."""
     if GROUP > 0 and GROUP_STRIDE != GROUP * HEAD_STRIDE:
         return heads // GROUP * GROUP_STRIDE + heads % GROUP * HEAD_STRIDE
     else:
@@ -73,8 +76,8 @@ def grouped(
 
 @triton.jit
 def token_rows(tokens, STRIDE: tl.constexpr):
-    """Offsets [tokens, 1] of the tokens' rows: 64-bit where rows are so long that the offsets of
-    few tokens pass 2 ** 31."""
+    """Returns the offsets [tokens, 1] of the tokens' rows: 64-bit if rows are so long that the
+    offsets of few tokens exceed 2 ** 31."""
     if STRIDE > 2**15:
         return tokens[:, None].to(tl.int64) * STRIDE
     else:
@@ -87,7 +90,8 @@ def load_vectors(
     GROUP: tl.constexpr, GROUP_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr,
     HEAD_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """pointer[heads, dims] for both members, fp32 [1, heads, pairs]; zeros unless kind_mask."""
+    """Loads pointer[heads, dims] for both members, fp32 [1, heads, pairs]; zeros unless
+    kind_mask."""
     rows = pointer + grouped(heads[None, :, None], GROUP, GROUP_STRIDE, HEAD_STRIDE)
     mask = kind_mask
     if head_limit is not None:
@@ -102,7 +106,7 @@ def load_bias(
     PAIRS: tl.constexpr, PAIR_HALF: tl.constexpr, HEAD_DIM: tl.constexpr,
     INTERLEAVED: tl.constexpr, GROUP: tl.constexpr, BIAS_STRIDES: tl.constexpr,
 ):  # fmt: skip
-    """The bias of heads of one `kind`, for both members of pairs: fp32 [1, heads, pairs].
+    """Loads the bias of heads of one `kind`, for both members of pairs, fp32 [1, heads, pairs].
 
     BIAS_STRIDES: (q's group, q's head, k's head, v's head).
     """
@@ -114,7 +118,7 @@ def load_bias(
         and q_bias_ptr.dtype.element_ty == k_bias_ptr.dtype.element_ty
         and q_bias_ptr.dtype.element_ty == v_bias_ptr.dtype.element_ty
     ):  # fmt: skip
-        # One load in place of three that are masked and added.
+        # One load replaces three that are masked and added.
         pointer = tl.where(kind == VALUE, v_bias_ptr, k_bias_ptr)
         low_bias, high_bias = load_vectors(
             tl.where(kind == QUERY, q_bias_ptr, pointer), kind >= 0, heads, head_limit,
@@ -154,9 +158,9 @@ def load_delta(
     INTERLEAVED: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     DELTA_STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """The LoRA delta of heads of one `kind`, for both members: fp32 [tokens, heads, pairs].
+    """Loads the LoRA delta of heads of one `kind`, for both members, fp32 [tokens, heads, pairs].
 
-    delta [T, heads * HEAD_DIM]: heads of q, then k, then v; rows DELTA_STRIDE apart.
+    delta [T, heads * HEAD_DIM] has the heads of q, then k, then v, and rows DELTA_STRIDE apart.
     """
     before = (kind == KEY) * NUM_HEADS + (kind == VALUE) * (NUM_HEADS + NUM_KV_HEADS)
     rows = delta_ptr + tokens.to(tl.int64)[:, None, None] * DELTA_STRIDE
@@ -175,7 +179,7 @@ def norm_vectors(
     HEAD_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, INTERLEAVED: tl.constexpr,
     NORM_OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """NORM_OFFSET + pointer[heads, dims], for both members; zeros unless is_kind."""
+    """Loads NORM_OFFSET + pointer[heads, dims] for both members; zeros unless is_kind."""
     if HEAD_STRIDE == 0:
         low, high = load_vectors(
             pointer, is_kind, tl.zeros((1,), tl.int32), None, first_pair, low_dims, high_dims,
@@ -199,10 +203,12 @@ def load_norm(
     INTERLEAVED: tl.constexpr, NORM_HALVES: tl.constexpr,
     NORM_STRIDES: tl.constexpr, NORM_OFFSET: tl.constexpr, V_NORMED: tl.constexpr,
 ):  # fmt: skip
-    """The norm weight of one `kind`, for both members: fp32 [1, heads or 1, pairs]; 1 if absent.
+    """Loads the norm weight of one `kind`, for both members, fp32 [1, heads or 1, pairs]; 1 if
+    absent.
 
-    NORM_STRIDES: head strides of q's and k's; 0: all heads share one vector. NORM_HALVES: that of
-    `output_dims` where the norm follows the rotation, else 0. V_NORMED: v has a norm without one.
+    NORM_STRIDES: head strides of q's and k's weight; 0: all heads share one vector. NORM_HALVES:
+    the HALVES of `output_dims` if the norm follows the rotation, else 0. V_NORMED: v has a norm
+    without a weight.
     """
     DENSE: tl.constexpr = INTERLEAVED and NORM_HALVES == 0
     pairs = first_pair + tl.arange(0, PAIRS)
@@ -251,7 +257,8 @@ def load_norm_bias(
     PAIRS: tl.constexpr, PAIR_HALF: tl.constexpr, HEAD_DIM: tl.constexpr,
     INTERLEAVED: tl.constexpr, NORM_HALVES: tl.constexpr, STRIDES: tl.constexpr,
 ):  # fmt: skip
-    """What one `kind` adds after its norm: fp32 [1, heads or 1, pairs], or None; zeros if absent.
+    """Loads the norm bias of one `kind`, for both members, fp32 [1, heads or 1, pairs]; zeros if
+    absent for this kind, None if absent for all.
 
     STRIDES, NORM_HALVES: as in `load_norm`.
     """
@@ -287,12 +294,12 @@ def load_rope(
     HALVES: tl.constexpr, ROTARY_DIM: tl.constexpr, FULL_WIDTH: tl.constexpr,
     COS_STRIDE: tl.constexpr, SIN_STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """(cos and sin of the low members, cos and sin of the high ones, which pairs rotate), each
-    [tokens, 1, pairs].
+    """Loads (cos of the low members, their sin, cos of the high members, their sin, whether each
+    pair rotates), each [tokens, 1, pairs].
 
-    The tables have a column per stored dim (FULL_WIDTH) or a column per pair. The values keep the
-    tables' dtype here: Triton would move a change of layout up to the conversion to fp32, and wait
-    there for the loads.
+    The tables have a column per stored dim (FULL_WIDTH) or per pair. The values keep the dtype of
+    the tables: Triton would move a change of layout up to a conversion to fp32 here, and wait there
+    for the loads.
     """
     pairs = first_pair + tl.arange(0, PAIRS)
     rotates = (pairs < ROTARY_DIM // 2)[None, None, :] & (kind != VALUE)
@@ -329,7 +336,7 @@ def load_rope(
 
 @triton.jit
 def head_scales(pointer, is_kind, heads, head_limit, STRIDE: tl.constexpr):
-    """pointer[heads] [1, heads, 1]; 1 unless is_kind."""
+    """Loads pointer[heads] as [1, heads, 1]; 1 unless is_kind."""
     mask = is_kind
     if head_limit is not None:
         mask = is_kind & (heads < head_limit)[None, :, None]
@@ -340,9 +347,10 @@ def head_scales(pointer, is_kind, heads, head_limit, STRIDE: tl.constexpr):
 def load_cache_scale(
     kind, heads, head_limit, k_scale_ptr, v_scale_ptr, SCALE_STRIDES: tl.constexpr
 ):  # fmt: skip
-    """The scale of heads of one `kind` in the cache: fp32 [1, heads, 1], or None; 1 for q.
+    """Loads the scale of heads of one `kind` in the cache, fp32 [1, heads, 1]; 1 for q, None
+    without scales.
 
-    SCALE_STRIDES: from one head to the next in k's and v's; 0: one scale for all.
+    SCALE_STRIDES: from head to head, of k's and v's scales; 0: all heads share one scale.
     """
     scale = None
     if k_scale_ptr is not None or v_scale_ptr is not None:

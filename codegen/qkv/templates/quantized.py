@@ -1,4 +1,4 @@
-"""x in the order in which weights of codes give up K."""
+"""Permutes x to the order in which codes of weights are decoded along K."""
 
 import triton
 import triton.language as tl
@@ -13,11 +13,11 @@ def order_x(
     INTERLEAVED_NIBBLES: tl.constexpr, GROUPS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """x [tokens, HIDDEN], its columns permuted to the order in which `qkv_projection_swapped` takes
-    those of codes, with X_IN_ORDER.
+    """Permutes the columns of x [tokens, HIDDEN] to the order in which `qkv_projection_swapped`,
+    with X_IN_ORDER, takes codes.
 
-    Each step of BLOCK_K columns by itself, the last one padded with zeros. Grid (steps,
-    cdiv(tokens, BLOCK_T)).
+    Grid (steps, cdiv(tokens, BLOCK_T)). Each step of BLOCK_K columns is permuted separately, and
+    the last one is padded with zeros.
     """
     STEPS: tl.constexpr = (HIDDEN + BLOCK_K - 1) // BLOCK_K
     columns = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)

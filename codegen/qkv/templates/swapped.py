@@ -1,9 +1,9 @@
 """`q, k, v = x @ [Wq; Wk; Wv]^T` and its epilogue, into a paged cache, in one kernel: few tokens.
 
-As in `tiled`, every output tile lies wholly in q, k or v. Weight rows are on the tensor core's M
-side, which must be at least 64 for wgmma and tcgen05, and tokens on the N side, which may be as
-small as 16: reading the weights once takes all the time. Tiles may be a slice of a head, always
-with both members of a rotated pair, and K may be split, with a reduction in a fixed order.
+As in `tiled`, every output tile lies wholly in q, k or v. Reading the weights once takes all the
+time. So weight rows are on the tensor core's M side, which must be at least 64 for wgmma and
+tcgen05, and tokens on the N side, which may be as small as 16. A tile may be a slice of a head,
+always with both members of a rotated pair, and K may be split, with a reduction in a fixed order.
 
 The kernel also takes weights of 4- or 8-bit codes, read as they are stored:
 
@@ -13,12 +13,12 @@ Codes are exact in bf16 and fp16, so the tensor cores multiply the codes; scales
 applied to the fp32 sums of a group: sum(w x) = scale * (sum(code x) - zero * sum(x)). The weight
 itself is never rounded.
 
-In a tensor core's operand each thread holds pairs of neighbours along K, while a loaded word gives
-a thread a run of K. A dot product may take K in any order, as long as both operands take the same:
-the weight's codes stay in the thread that loaded their word, and x, the smaller tile, is permuted
-to match (`x_in_order`), or has been so by `order_x`.
+In an operand of a tensor core, each thread holds pairs of neighbours along K, but a loaded word
+gives a thread a run of K. A dot product may take K in any order that both operands share. So the
+weight's codes stay in the thread that loaded their word, and x, the smaller tile, is permuted to
+match, here (`x_in_order`) or by an earlier kernel (`order_x`).
 
-One token is multiplied by codes without a tensor core (`dotted_rows`), by many small programs.
+For one token, many small programs multiply codes without a tensor core (`dotted_rows`).
 """
 
 import triton
@@ -70,11 +70,11 @@ def reduce_partials(
     partial, square, workspace_ptr, counters_ptr, tile, part,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPLIT_K: tl.constexpr,
 ):  # fmt: skip
-    """(sum over the SPLIT_K parts of `tile`, that of `square` [COLUMNS] unless it is None, whether
+    """Returns (sum over the SPLIT_K parts of `tile`, sum of `square` [COLUMNS] or None, whether
     this program runs the epilogue).
 
-    Every program writes its part; the last to arrive adds them in the order of the parts, so the
-    sum does not depend on which was last.
+    Every program stores its part. The last program to arrive adds them in the order of the parts,
+    so the sum does not depend on which program was last.
     """
     offsets = tl.arange(0, ROWS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     NUMBERS: tl.constexpr = ROWS * COLUMNS + (0 if square is None else COLUMNS)
@@ -87,7 +87,7 @@ def reduce_partials(
     is_last = arrive(counters_ptr + tile, SPLIT_K)
     total = partial
     total_square = square
-    # Masks that are always true.
+    # The masks `>= 0` are always true.
     if square is None:
         if is_last:
             total = sum_of_parts(parts, offsets, offsets >= 0, ROWS * COLUMNS, SPLIT_K)
@@ -100,7 +100,7 @@ def reduce_partials(
 
 @triton.jit
 def stride_of(kind, Q: tl.constexpr, K: tl.constexpr, V: tl.constexpr):
-    """The stride of q, k or v by `kind`; a constant where the three agree."""
+    """Returns the stride of q, k or v by `kind`; a constant if the three are equal."""
     stride = Q
     if K != Q:
         stride += (kind == KEY) * (K - Q)
@@ -114,7 +114,7 @@ def load_x_scale(
     x_scale_ptr, tokens, token_mask, column,
     HIDDEN: tl.constexpr, BLOCK: tl.constexpr, STRIDES: tl.constexpr,
 ):  # fmt: skip
-    """The scales [1, tokens] of x from a column on, one for BLOCK columns."""
+    """Loads the scales [1, tokens] of x at a column; BLOCK columns share a scale."""
     BOUND: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
     return tl.trans(load_blocks(
         x_scale_ptr, tokens, token_mask, column // BLOCK + tl.arange(0, 1),
@@ -174,44 +174,44 @@ def qkv_projection_swapped(
     """QKV projection, few tokens: q, k, v = x @ [Wq; Wk; Wv]^T with bias, QK norm, rotary
     embedding, and the store to q and to a paged cache.
 
-    A program computes 2 * BLOCK_P weight rows by BLOCK_T tokens.
-    Grid ((Hq + 2 Hkv) * TILES_PER_HEAD * SPLIT_K, cdiv(T, BLOCK_T)). BLOCK_P is a power of two, at
-    least 8, and TILES_PER_HEAD * BLOCK_P covers the pairs of a head; a norm needs TILES_PER_HEAD 1.
-    With SPLIT_K > 1, workspace holds fp32 [tiles, SPLIT_K, (2 * BLOCK_P + INPUT_NORM) * BLOCK_T]
-    and counters one zeroed int32 per tile, both for this launch alone. The weights may have any
-    strides (group, head, row, column of K); the first of K_WEIGHT_STRIDES and V_WEIGHT_STRIDES is
-    not used. The other arguments are those of `qkv_epilogue`.
+    Grid ((Hq + 2 Hkv) * TILES_PER_HEAD * SPLIT_K, cdiv(T, BLOCK_T)). A program computes 2 * BLOCK_P
+    weight rows by BLOCK_T tokens. BLOCK_P is a power of two of at least 8, and TILES_PER_HEAD *
+    BLOCK_P covers the pairs of a head; a norm needs TILES_PER_HEAD 1. With SPLIT_K > 1, workspace
+    holds fp32 [tiles, SPLIT_K, (2 * BLOCK_P + INPUT_NORM) * BLOCK_T] and counters one zeroed int32
+    per tile, both only for this launch. The weights may have any strides (group, head, row, column
+    of K); the first of K_WEIGHT_STRIDES and V_WEIGHT_STRIDES is not used. The other arguments are
+    those of `qkv_epilogue`.
 
-    INPUT_NORM, of weights that are no codes, or with RUN: x is divided by its rms and multiplied by
-    INPUT_NORM_OFFSET + input_norm_weight, rounded before the product. INPUT_LAYER_ROW, a power of
-    two no less than HIDDEN, instead: x's mean is subtracted before and input_norm_bias added
-    behind; 0: x is not layer-normed. PREFETCH: columns of each weight row that are asked for before
-    the kernel waits for the one before it, LINE elements at a time. LETS_IN: the next kernel's
-    programs may take their places while this one runs.
+    INPUT_NORM, for weights that are no codes or with RUN: x is divided by its rms and multiplied by
+    INPUT_NORM_OFFSET + input_norm_weight, rounded before the product. INPUT_LAYER_ROW: if not 0, a
+    power of two of at least HIDDEN, and x is layer-normed: its mean is subtracted first, and
+    input_norm_bias is added last. PREFETCH: columns of each weight row that the kernel prefetches,
+    LINE elements at a time, before it waits for the previous kernel. LETS_IN: the next kernel may
+    start early.
 
-    With scales, weights are codes: 8-bit (PER 1), or words of PER codes along K or, with
-    PACKED_ROWS, along the rows, which their strides count. NUMBER: what codes stand for, "e2m1" or
-    a table (`formats.table_words`). Q_BLOCK_STRIDES are those of scales and zeros: (scale row,
-    scale column, zero row, zero column). One of them is for SCALE_ROWS rows by SCALE_COLUMNS
-    columns, a multiple of BLOCK_K, a half, a quarter or all of it, or at least HIDDEN. The zero of
-    a code is CODE_OFFSET + ZERO_OFFSET + the zero tensor's value; PACKED_ZEROS: words of eight
-    rows; ADDED_ZEROS: the tensor's value is added behind the scale. SCALED: codes are multiplied by
-    their scales before the product (`scaled_numbers`). x is 16-bit, or fp8 like the weight with a
-    scale for each token and X_SCALE_BLOCK columns. X_IN_ORDER: x is the result of `order_x`.
+    With scales, weights are codes: 8-bit codes (PER 1), or words of PER codes along K or, with
+    PACKED_ROWS, along the rows. Strides count words. NUMBER: the numbers of codes, "e2m1" or a
+    table (`formats.table_words`). Q_BLOCK_STRIDES: strides (scale row, scale column, zero row, zero
+    column). SCALE_ROWS rows and SCALE_COLUMNS columns share a scale. SCALE_COLUMNS is a multiple of
+    BLOCK_K, a half, a quarter or all of it, or at least HIDDEN. The zero of a code is CODE_OFFSET +
+    ZERO_OFFSET + the zero tensor's value. PACKED_ZEROS: zeros are words of eight rows. ADDED_ZEROS:
+    the zero tensor's value is added after scaling instead. SCALED: codes are multiplied by their
+    scales before the product (`scaled_numbers`). x is 16-bit, or fp8 like the weight with a scale
+    for each token and X_SCALE_BLOCK columns. X_IN_ORDER: x is the result of `order_x`.
 
-    RUN, with BLOCK_T 1 and codes packed along K, K contiguous: rows are multiplied by x without a
-    tensor core, as `dotted_rows` does it; the zero of an integer is ZERO and the zero tensor's
-    value then. 0: by tensor cores.
+    RUN: if not 0, with BLOCK_T 1 and codes packed along a contiguous K, rows are multiplied by x
+    without a tensor core, as in `dotted_rows`. The zero of an integer is then ZERO + the zero
+    tensor's value.
     """
     row_tile = tl.program_id(0) // SPLIT_K
     part = tl.program_id(0) % SPLIT_K
     kind, head = head_of_tile(row_tile // TILES_PER_HEAD, NUM_HEADS, NUM_KV_HEADS)
     turned = turned_kind(kind, head, GATE_RUN)
     first_pair = row_tile % TILES_PER_HEAD * BLOCK_P
-    # Rows go by eight: the low members of 8 pairs, then the high ones. In the layouts of mma and
-    # wgmma one thread holds rows r and r + 8, so that the split below moves nothing. But the order
-    # is that of memory where pairs are neighbours there too, a word holds both members, or
-    # neighbouring words would be separated.
+    # Rows alternate by eight: the low members of 8 pairs, then the high ones. In the layouts of mma
+    # and wgmma, one thread holds rows r and r + 8, so the split below moves no data. With IN_ORDER,
+    # rows keep the order of memory, because pairs are adjacent there, a word holds both members, or
+    # adjacent words would be separated.
     ROWS: tl.constexpr = 2 * BLOCK_P
     rows = tl.arange(0, ROWS)
     CODES: tl.constexpr = q_scale_ptr is not None
@@ -226,7 +226,8 @@ def qkv_projection_swapped(
         )
         dims = tl.where(rows // 8 % 2 == 0, low_dims, high_dims)
     row_mask = dims < HEAD_DIM
-    # A branch that gives a tensor of pointers would lose their known alignment.
+    # The branch selects scalar pointers: one that selects a tensor of pointers would lose their
+    # known alignment.
     if kind == QUERY:
         weight_ptr = q_weight_ptr + grouped(head, GROUP, Q_WEIGHT_STRIDES[0], Q_WEIGHT_STRIDES[1])
         scale_ptr = q_scale_ptr
@@ -257,7 +258,7 @@ def qkv_projection_swapped(
         word_rows = tl.arange(0, WORD_ROWS)
         if IN_ORDER:
             word_dims = 2 * first_pair + word_rows * PER
-            # Triton sees contiguous rows where no product is divided.
+            # Triton recognises contiguous rows only if no product is divided.
             word_offsets = (2 * first_pair // PER + word_rows) * row_stride
         else:
             low_words, high_words = pair_dims(
@@ -282,7 +283,7 @@ def qkv_projection_swapped(
         tl.extra.cuda.gdc_wait()
         if LETS_IN:
             tl.extra.cuda.gdc_launch_dependents()
-    # Before the loop: after it nothing would hide the latency of these loads.
+    # Load these before the loop: after it, nothing would hide their latency.
     if factors_ptr is not None:
         factor = tl.load(factors_ptr + kind)
     heads = head + tl.arange(0, 1)
@@ -302,7 +303,7 @@ def qkv_projection_swapped(
     cache_scale = load_cache_scale(
         kind, heads, None, k_cache_scale_ptr, v_cache_scale_ptr, SCALE_STRIDES
     )
-    # Beside codes of many tokens the rotary tables would take the registers that the loop needs.
+    # With codes and many tokens, the rotary tables would take registers that the loop needs.
     ROPE_FIRST: tl.constexpr = not CODES or BLOCK_T < 64
     if ROPE_FIRST:
         low_cos, low_sin, high_cos, high_sin, rotates = load_rope(
@@ -323,8 +324,8 @@ def qkv_projection_swapped(
         SEARCH_STEPS, K_STRIDES, V_STRIDES, ROW_UNIT,
     )  # fmt: skip
     UNIT: tl.constexpr = number_unit(x_ptr.dtype.element_ty, PER, PACKED_ROWS, NUMBER, SCALED)
-    # Scales of numbers are applied in registers, else those of groups to each step's sums, and
-    # those of whole rows to the final sum.
+    # With SCALED, scales are applied to numbers in registers. Otherwise scales of groups are
+    # applied to the sums of each step, and scales of whole rows to the final sums.
     HAS_ZEROS: tl.constexpr = q_zero_ptr is not None or ZERO_OFFSET != 0
     WHOLE_ROWS: tl.constexpr = SCALE_COLUMNS >= HIDDEN and (
         x_scale_ptr is None or X_SCALE_BLOCK >= HIDDEN
@@ -416,7 +417,8 @@ def qkv_projection_swapped(
                 numbers = scaled_numbers(words, scale, x_ptr.dtype.element_ty)
                 accumulator = tl.dot(numbers, x.T, accumulator)
             elif CODES:
-                # A step ahead: Triton does not pipeline these loads through shared memory.
+                # Load the scales one step ahead: Triton does not pipeline them through shared
+                # memory.
                 next_scale = scale
                 next_zero = zero
                 next_x_scale = x_scale

@@ -1,13 +1,13 @@
 """`q, k, v = x @ [Wq; Wk; Wv]^T` and its epilogue, into a paged cache, in one kernel: many tokens.
 
-The weights stay three tensors. Every output tile lies wholly in q, k or v, so the helpers of
-`epilogue` run on the accumulator: bias, QK norm, rotary embedding, the one rounding, and the store
+The weights remain three tensors. Every output tile lies wholly in q, k or v, so the helpers of
+`epilogue` run on the accumulator: bias, QK norm, rotary embedding, the only rounding, and the store
 to q or to the token's slot of the cache. Nothing between the GEMM and the cache goes through global
-memory. K or the head dim may be the weights' contiguous dim (k-major, n-major).
+memory. The contiguous dim of the weights may be K (k-major) or the head dim (n-major).
 
-Tokens are on the tensor core's M side, and both operands are loaded by TMA. One descriptor reaches
-all three weights: its two outer dims have extent 2, and their strides are the distances from the
-lowest of the three addresses to the other two.
+Tokens are on the tensor core's M side, and TMA loads both operands. One descriptor covers all three
+weights: its two outer dims have extent 2, and their strides are the distances from the lowest of
+the three addresses to the other two.
 """
 
 import triton
@@ -38,7 +38,8 @@ def split_pairs(
     values, ROWS: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     PAIR_HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """[rows, heads * head_dim] into the tiles of both pair members [rows, heads, head_dim / 2]."""
+    """Splits [rows, heads * head_dim] into the tiles of both pair members, each [rows, heads,
+    head_dim / 2]."""
     if INTERLEAVED:
         low, high = tl.split(tl.reshape(values, (ROWS, HEADS, HEAD_DIM // 2, 2)))
     else:
@@ -51,7 +52,8 @@ def split_pairs(
 
 @triton.jit
 def pairs_part(values, part: tl.constexpr, PARTS: tl.constexpr):
-    """The part-th of PARTS (1, 2 or 4) slices of the pairs of [tokens, heads, pairs]."""
+    """Returns slice number `part` of PARTS (1, 2 or 4) slices of the pairs of [tokens, heads,
+    pairs]."""
     if PARTS > 1:
         TOKENS: tl.constexpr = values.shape[0]
         HEADS: tl.constexpr = values.shape[1]
@@ -63,7 +65,8 @@ def pairs_part(values, part: tl.constexpr, PARTS: tl.constexpr):
 
 @triton.jit
 def place_in_weight(kind, head, GROUP: tl.constexpr, HEAD_STEPS: tl.constexpr):
-    """Where a head of one `kind` begins; HEAD_STEPS: (q's group, q's head, k's head, v's head)."""
+    """Returns the place in the weight where a head of one `kind` begins. HEAD_STEPS: (q's group,
+    q's head, k's head, v's head)."""
     IN_ROW: tl.constexpr = GROUP == 0 or HEAD_STEPS[0] == GROUP * HEAD_STEPS[1]
     if IN_ROW and HEAD_STEPS[1] == HEAD_STEPS[2] and HEAD_STEPS[1] == HEAD_STEPS[3]:
         return head * HEAD_STEPS[1]
@@ -106,16 +109,16 @@ def qkv_projection(
     """QKV projection, many tokens: q, k, v = x @ [Wq; Wk; Wv]^T with bias, QK norm, rotary
     embedding, and the store to q and to a paged cache.
 
-    x [T, HIDDEN], weights [H, D, HIDDEN]. Persistent: the grid may have any size.
-    weight_ptr is the lowest address of the three weights; second_distance and third_distance, in
-    elements, lead to the other two, and q_place, k_place, v_place (0, 1, 2) say which weight lies
-    where. k-major: WEIGHT_STRIDES is (unit, row), heads begin at multiples of `unit`, and
+    x [T, HIDDEN], weights [H, D, HIDDEN]. The kernel is persistent: the grid may have any size.
+    weight_ptr: the lowest address of the three weights. second_distance, third_distance: distances
+    in elements to the other two. q_place, k_place, v_place: the place (0, 1, 2) of each weight
+    among the three. k-major: WEIGHT_STRIDES is (unit, row), heads begin at multiples of `unit`, and
     HEAD_STEPS and WEIGHT_EXTENT count units. N_MAJOR: WEIGHT_STRIDES is (column of K,), and both
     count elements. HEAD_DIM is a power of two and a multiple of 2 * PAIR_HALF. HEADS_PER_TILE
-    divides both head counts (and GROUP and GATE_RUN); above 1, heads must lie side by side, one
+    divides both head counts (and GROUP and GATE_RUN); if it is above 1, heads must be adjacent, one
     unit apart. The other arguments are those of `qkv_epilogue`.
     """
-    # Before the descriptors: the previous kernel may still read the memory they are made in.
+    # Wait before making descriptors: the previous kernel may still read their memory.
     if LAUNCH_PDL:
         tl.extra.cuda.gdc_wait()
     x_desc = tl.make_tensor_descriptor(
@@ -142,7 +145,7 @@ def qkv_projection(
         tl.program_id(0), tiles_m * TILES_N, tl.num_programs(0),
         flatten=FLATTEN, warp_specialize=WARP_SPECIALIZE,
     ):  # fmt: skip
-        # Tiles of GROUP_M token blocks run side by side, so that a weight tile is read while in L2.
+        # Tiles of GROUP_M token blocks run side by side, so that they find a weight tile in L2.
         group = tile // (GROUP_M * TILES_N)
         group_rows = min(tiles_m - group * GROUP_M, GROUP_M)
         in_group = tile % (GROUP_M * TILES_N)
@@ -173,8 +176,8 @@ def qkv_projection(
             NUM_HEADS, HEAD_DIM, PAGE_SIZE, ADDRESSING, WRAP_NEGATIVE, ADDRESS_STRIDES,
             SEARCH_STEPS, K_STRIDES, V_STRIDES, ROW_UNIT,
         )  # fmt: skip
-        # The epilogue goes by parts where a whole tile would not fit the registers: head by head,
-        # then by slices of the pairs.
+        # If a whole tile would not fit the registers, the epilogue takes parts: heads, then slices
+        # of the pairs.
         HEAD_PARTS: tl.constexpr = 1 if PAIRS_FIRST else min(EPILOGUE_PARTS, HEADS_PER_TILE)
         PAIR_PARTS: tl.constexpr = EPILOGUE_PARTS // HEAD_PARTS
         HEADS: tl.constexpr = HEADS_PER_TILE // HEAD_PARTS

@@ -172,7 +172,7 @@ def test_what_is_no_parcel_is_left_with_a_warning(machine, monkeypatch, name, da
     folder = machine("one")
     with caplog.at_level(logging.WARNING, logger="tilewright"):
         assert not travel.deliver(name, data)
-    assert "brought along are not used" in caplog.text
+    assert "packed kernels are not used" in caplog.text
     assert [place for place in Path(folder).parent.rglob("*") if place.is_file()] == []
     assert os.environ["TILEWRIGHT_CACHE_DIR"].startswith(str(folder))
 

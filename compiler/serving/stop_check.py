@@ -27,6 +27,13 @@ from torch import nn
 from transformers.generation import logits_process, utils
 from transformers.generation import stopping_criteria as criteria
 
+from tilewright.compiler.serving.classes import (
+    change_class,
+    change_class_back,
+    has_change,
+    with_generate,
+)
+
 log = logging.getLogger("tilewright")
 
 #: Types of devices on which the check is deferred, beside those of transformers.
@@ -64,8 +71,8 @@ WITHOUT_MEMORY = {
     if hasattr(module, name)
 }
 
-#: The attribute of a deferring class that holds the class it was made of.
-_ORIGINAL = "_class_that_checks_every_step"
+#: The name of the change of the class.
+_CHANGE = "defer_stop_check"
 
 
 def defer_stop_check(model: nn.Module) -> bool:
@@ -85,17 +92,15 @@ def defer_stop_check(model: nn.Module) -> bool:
     Changes the class of the model to a subclass of it, so a compiled model compiles again. Copies
     and pickles have the original class. `undefer_stop_check` takes it back.
     """
-    changed = _with_generate(model)
-    model_class: Any = type(changed)
-    if hasattr(model_class, _ORIGINAL):
+    changed = with_generate(model)
+    if has_change(changed, _CHANGE):
         return True
-    reason = _missing(model_class)
+    reason = _missing(type(changed))
     if reason is not None:
         log.warning("defer_stop_check: generate() of this model stays as it is: %s", reason)
         return False
-    changed.__class__ = _deferring(
-        model_class, utils.GenerationMixin._sample, utils.DeferredStopCheck
-    )
+    sample = _deferring(utils.GenerationMixin._sample, utils.DeferredStopCheck)
+    change_class(changed, _CHANGE, {"_sample": sample})
     return True
 
 
@@ -104,27 +109,7 @@ def undefer_stop_check(model: nn.Module) -> None:
 
     Raises TypeError as that does, RuntimeError where the model's class was changed since.
     """
-    changed = _with_generate(model)
-    original = getattr(type(changed), _ORIGINAL, None)
-    if original is None:
-        return
-    if _ORIGINAL not in vars(type(changed)):
-        raise RuntimeError(
-            f"undefer_stop_check: the class of the model became {type(changed).__name__} after "
-            "defer_stop_check; undo that first"
-        )
-    changed.__class__ = original
-
-
-def _with_generate(model: Any) -> Any:
-    """Returns the model itself of one that `torch.compile` wraps."""
-    model = getattr(model, "_orig_mod", model)
-    if not isinstance(model, utils.GenerationMixin):
-        raise TypeError(
-            "model: expected a model of transformers with generate(), got "
-            f"{type(model).__name__}; of a PEFT model, its get_base_model()"
-        )
-    return model
+    change_class_back(with_generate(model), _CHANGE, "undefer_stop_check")
 
 
 def _missing(model_class: type) -> str | None:
@@ -146,8 +131,8 @@ def _missing(model_class: type) -> str | None:
 
 
 @functools.cache
-def _deferring(original: Any, sample: Any, library: Any) -> Any:
-    """Returns a subclass whose `_sample`, which `generate()` looks up on the class, defers."""
+def _deferring(sample: Any, library: Any) -> Any:
+    """Returns a `_sample`, which `generate()` looks up on the class, that defers."""
     check = _check_for_cuda(library)
 
     @functools.wraps(sample)
@@ -179,15 +164,7 @@ def _deferring(original: Any, sample: Any, library: Any) -> Any:
             **model_kwargs,
         )
 
-    def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        # Later protocols insist on the class that the object has.
-        function, (_, *arguments), *state = original.__reduce_ex__(self, 1)
-        return function, (original, *arguments), *state
-
-    # transformers looks some things up by the name of the class.
-    same = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
-    own = {"_sample": _sample, "__reduce_ex__": __reduce_ex__, _ORIGINAL: original}
-    return type(original.__name__, (original,), same | own)
+    return _sample
 
 
 def _with_global(function: FunctionType, name: str, value: Any) -> Callable[..., Any]:

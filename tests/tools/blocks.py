@@ -1,12 +1,20 @@
-"""A tutorial, run as its reader would: files written, Python executed, commands and their outputs.
+"""A page, run as its reader would: files written, Python executed, commands and their outputs.
 
 What stands before a block says what it is:
 
     <!-- file NAME -->      its text is written to NAME
     <!-- replace NAME -->   a diff of lines, made in NAME
-    <!-- tested -->         Python, executed; blocks of a tutorial share their names
+    <!-- tested -->         Python, executed; blocks of a page share their names
+    <!-- gpu -->            Python that needs a GPU: executed where there is one
     <!-- printed -->        what the block of Python before it printed
-    <!-- run -->            `$ command`, and what it prints
+    <!-- run -->            `$ command`, and what it prints; commands without outputs, one per line
+
+Others are not run by this module:
+
+    <!-- from FILE -->           a part of a file, which test_docs.py compares
+    <!-- example NAME -->        a pattern's smallest model, which test_docs.py draws
+    <!-- checked by FILE -->     an output that a test in FILE compares
+    <!-- shown: REASON -->       what cannot be run, and why
 
 `[...]` in an output stands for anything; times differ.
 """
@@ -23,11 +31,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from typer.testing import CliRunner
 
 from tilewright.tools.cli import app
 
-_KINDS = "file|replace|tested|printed|run"
+_KINDS = "file|replace|tested|gpu|printed|run"
 _BLOCK = re.compile(rf"<!-- ({_KINDS})(?: (\S+))? -->\n```\w*\n(.*?)^```$", re.M | re.S)
 
 
@@ -38,7 +47,7 @@ class Reader:
 
     pytest: Callable[[list[str]], str]
     forget: Callable[[], None]
-    names: dict[str, Any] = field(default_factory=lambda: {"__name__": "tutorial"})
+    names: dict[str, Any] = field(default_factory=lambda: {"__name__": "page"})
     printed: str = ""
     done: list[str] = field(default_factory=list)
 
@@ -66,17 +75,28 @@ class Reader:
     def _tested(self, _: str, text: str) -> None:
         out = io.StringIO()
         with contextlib.redirect_stdout(out):
-            exec(compile(text, "<tutorial>", "exec"), self.names)
+            exec(compile(text, "<page>", "exec"), self.names)
         self.printed = out.getvalue()
+
+    def _gpu(self, name: str, text: str) -> None:
+        if torch.cuda.is_available():
+            self._tested(name, text)
 
     def _printed(self, _: str, text: str) -> None:
         assert_like(text, self.printed)
 
     def _run(self, _: str, text: str) -> None:
         command, _, shown = text.partition("\n")
-        assert command.startswith("$ "), command
-        program, *arguments = shlex.split(command[2:])
-        assert_like(shown, getattr(self, f"_{program}")(arguments))
+        if command.startswith("$ "):
+            assert_like(shown, self._command(command[2:]))
+        else:
+            for line in text.splitlines():
+                self._command(line)
+
+    def _command(self, line: str) -> str:
+        program, *arguments = shlex.split(line, comments=True)
+        said: str = getattr(self, f"_{program}")(arguments)
+        return said
 
     def _tilewright(self, arguments: list[str]) -> str:
         done = CliRunner().invoke(app, arguments)
@@ -96,11 +116,24 @@ def blocks(document: str) -> Iterator[tuple[str, str, str]]:
         yield block[1], block[2] or "", block[3]
 
 
+#: A fenced block, with the line before it.
+_ANY_BLOCK = re.compile(r"^([^\n]*)\n```(\w*)\n(.*?)^```$", re.M | re.S)
+_UNRUN = r"from \S+|example \S+|checked by \S+|shown: \S.*"
+
+
+def unmarked(document: str) -> list[str]:
+    """The first line of each block that nothing runs, and no mark says why."""
+    mark = re.compile(rf"<!-- (?:(?:{_KINDS})(?: \S+)?|{_UNRUN}) -->")
+    found = _ANY_BLOCK.findall("\n" + document)
+    return [text.partition("\n")[0] for before, _, text in found if not mark.fullmatch(before)]
+
+
 def assert_like(shown: str, said: str) -> None:
     """An output is as a document shows it."""
     said = "\n".join(line.rstrip() for line in said.strip().splitlines())
-    pattern = re.escape(shown.strip())
+    shown = "\n".join(line.rstrip() for line in shown.strip().splitlines())
+    pattern = re.escape(shown)
     pattern = re.sub(r"\\\([\d\\.]+\\ s\\\)", r"\\(\\d+\\.\\d+ s\\)", pattern)
     cut = re.escape("[...]")
     pattern = pattern.replace(f"\\\n{cut}", r"(?:\n.*?)?").replace(cut, ".*?")
-    assert re.fullmatch(pattern, said, re.S), f"the tutorial shows\n{shown}\nand it says\n{said}"
+    assert re.fullmatch(pattern, said, re.S), f"the page shows\n{shown}\nand it says\n{said}"

@@ -1,8 +1,9 @@
-"""Each tutorial, done as it says: what it shows is what comes out."""
+"""Each page, done as it says: each block runs as pasted, in order, or says why it does not."""
 
 from __future__ import annotations
 
 import importlib.util
+import re
 import shutil
 import subprocess
 import sys
@@ -11,15 +12,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.tools.tutorials import Reader, assert_like, blocks
+from tests.tools.blocks import Reader, assert_like, blocks, unmarked
 from tilewright.patterns import language
 from tilewright.tools.models.loading import import_place
 
 pytest_plugins = ["pytester"]
 
 ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
-#: What a reader has besides: files of examples/ that a tutorial takes.
+#: Written by scripts, which other tests hold to their sources.
+GENERATED = ("op-reference",)
+#: What a reader has besides: files of examples/ that a page takes.
 TAKEN = {
     "write-a-pattern": ("swiglu_pattern.py",),
     "quantised-models": ("quantised_checkpoints.py",),
@@ -39,6 +43,7 @@ def reader(pytester, monkeypatch):
     monkeypatch.syspath_prepend(pytester.path)
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    monkeypatch.delenv("TILEWRIGHT_EVERYWHERE", raising=False)  # a reader's machine has none
     torch._dynamo.reset()
     codes, known, modules = dict(language.CODES), names_of_patterns(), set(sys.modules)
 
@@ -64,37 +69,76 @@ def names_of_patterns() -> set[str]:
     return {pattern.name for pattern in language.registered()}
 
 
-@pytest.mark.parametrize("tutorial", TUTORIALS, ids=lambda path: path.stem)
-def test_a_tutorial_does_what_it_says(tutorial, reader, pytester):
-    for needed in NEEDS.get(tutorial.stem, ()):
-        pytest.importorskip(needed, reason=f"{tutorial.stem} needs {needed}")
-    for name in TAKEN.get(tutorial.stem, ()):
+def with_blocks(kinds: set[str]) -> list[Path]:
+    """The pages that have a block of one of these kinds."""
+    return [
+        page for page in PAGES if kinds & {kind for kind, _, _ in blocks(page.read_text("utf-8"))}
+    ]
+
+
+@pytest.mark.parametrize("page", with_blocks({"tested", "run"}), ids=lambda path: path.stem)
+def test_a_page_does_what_it_says(page, reader, pytester):
+    """On a CPU blocks for a GPU are left out."""
+    for needed in NEEDS.get(page.stem, ()):
+        pytest.importorskip(needed, reason=f"{page.stem} needs {needed}")
+    for name in TAKEN.get(page.stem, ()):
         shutil.copy(ROOT / "examples" / name, pytester.path)
         # One module for a file, however a step imports it: an op registers once in a process.
         sys.modules[Path(name).stem] = import_place(name)
-    reader.read(tutorial)
+    reader.read(page)
     assert reader.done
     assert not torch.distributed.is_initialized()
 
 
-def test_every_tutorial_is_a_page_of_the_site():
-    pages = (ROOT / "mkdocs.yml").read_text("utf-8")
-    assert [t for t in TUTORIALS if f"- tutorials/{t.name}\n" not in pages] == []
-    assert len(TUTORIALS) == 7
+@pytest.mark.gpu
+@pytest.mark.parametrize("page", with_blocks({"gpu"}), ids=lambda path: path.stem)
+def test_a_page_does_what_it_says_on_a_gpu(page, reader):
+    if not torch.cuda.is_available():
+        pytest.skip("needs an NVIDIA GPU")
+    reader.read(page)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_every_block_is_run_or_says_why_not(page):
+    if page.stem in GENERATED:
+        pytest.skip("written by a script")
+    assert unmarked(page.read_text("utf-8")) == []
+
+
+def test_tests_that_blocks_name_compare_them():
+    for page in PAGES:
+        for path in re.findall(r"<!-- checked by (\S+) -->", page.read_text("utf-8")):
+            assert page.name in (ROOT / path).read_text("utf-8"), f"{page.name}: {path}"
+
+
+def test_every_page_is_in_the_menu_of_the_site():
+    menu = (ROOT / "mkdocs.yml").read_text("utf-8").partition("\nnav:\n")[2]
+    named = [page.relative_to(ROOT / "docs").as_posix() for page in PAGES[2:]]
+    assert [page for page in named if not re.search(rf"- (?:.+: )?{page}\n", menu)] == []
+    assert len(TUTORIALS) >= 7
 
 
 def test_a_stale_output_would_be_seen():
-    """And a block is not skipped for a name that nobody knows."""
     assert_like("one (0.20 s)\n[...]\nlast x2\n", "one (1.31 s)\nmore\nlast x2\n")
-    with pytest.raises(AssertionError, match="the tutorial shows"):
+    with pytest.raises(AssertionError, match="the page shows"):
         assert_like("one (0.20 s)\n[...]\nlast x2\n", "one (1.31 s)\nmore\nlast x3\n")
-    texts = [tutorial.read_text("utf-8") for tutorial in TUTORIALS]
-    marks = [line for text in texts for line in text.splitlines() if line.startswith("<!--")]
-    known = [block for text in texts for block in blocks(text)]
-    assert len([m for m in marks if not m.startswith("<!-- from ")]) == len(known) > 15
 
 
-@pytest.mark.skipif(importlib.util.find_spec("material") is None, reason="needs the extra 'docs'")
+def test_a_block_without_a_known_mark_would_be_seen():
+    run, known = (
+        "<!-- tested -->\n```python\none\n```\n",
+        "<!-- shown: a sketch -->\n```\ntwo\n```\n",
+    )
+    assert unmarked(f"{run}\n{known}") == []
+    assert unmarked("prose\n\n```\nthree\n```\n") == ["three"]
+    assert unmarked("<!-- tset -->\n```\nfour\n```\n") == ["four"]
+    assert unmarked("<!-- shown: -->\n```\nfive\n```\n") == ["five"]
+
+
+_SITE = ("material", "mkdocstrings")
+
+
+@pytest.mark.skipif(not all(map(importlib.util.find_spec, _SITE)), reason="needs the extra 'docs'")
 def test_the_site_builds_without_a_warning(tmp_path):
     """And every link leads to a page of it, those to sources too."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", tmp_path / "site"]
@@ -104,4 +148,7 @@ def test_the_site_builds_without_a_warning(tmp_path):
     assert 'href="source/ops/formats/expert_weight.py.html"' in page
     assert (tmp_path / "site" / "source/ops/formats/expert_weight.py.html").is_file()
     assert (tmp_path / "site" / "index.html").is_file()
+    api = (tmp_path / "site" / "api.html").read_text("utf-8")
+    assert "<strong>strict</strong>" in api  # the arguments of a docstring, as a list
+    assert ":class:" not in api
     assert "fused_qkv_paged" in (tmp_path / "site/search/search_index.json").read_text("utf-8")

@@ -1,0 +1,174 @@
+"""The engine's memory as one tensor, and the pages of requests as block tables.
+
+transformers' engine keeps the keys and values of all layers in one flat tensor. An allocator, one
+for each kind of attention, gives blocks of it to requests; a block holds a page of K and a page of
+V for each of its layers. These allocators own and share the same memory in the same order, and
+differ in what they tell the model: where the pages of a request are, in place of where each of its
+tokens is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.generation.continuous_batching import cache
+from transformers.generation.continuous_batching.cache_allocators import (
+    FullAttentionCacheAllocator,
+    SlidingAttentionCacheAllocator,
+)
+
+#: What models in the engine have as their attention. transformers takes every name with "flash" in
+#: it as one that needs no mask; a name with 2 or 3 behind that would be looked for as a package.
+ATTENTION = "tilewright_flash"
+
+
+class FullPages(FullAttentionCacheAllocator):
+    """Pages of all tokens."""
+
+    def register_cache_tensor(self, *args: Any, **kwargs: Any) -> None:
+        """Also makes the memory one tensor `[rows, heads, head dim]`, the same for all allocators.
+
+        A graph that reads several tensors on one memory has an input for each of them, which share
+        what is written; this one has one input.
+        """
+        super().register_cache_tensor(*args, **kwargs)
+        pool: Any = self.pool
+        if not hasattr(pool, "rows"):
+            pool.rows = self.cache_tensor.view(-1, self.num_key_value_heads, self.head_dim)
+            torch._dynamo.mark_static_address(pool.rows)
+
+    def pages(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns K and V of a layer of the model, `[blocks, page size, heads, head dim]` each."""
+        pool: Any = self.pool
+        shape = (self.tokens_per_page, self.num_key_value_heads, self.head_dim)
+        blocks = pool.rows.view(-1, self.pages_per_block, 2, *shape)
+        number = self.layer_indices.index(layer)
+        return blocks[:, number, 0], blocks[:, number, 1]
+
+    @property
+    def trash_block(self) -> int:
+        """The block to which padding is written, and which nobody reads."""
+        return self.blocks_per_sector
+
+    def kept(self, past_length: int) -> int:
+        """Returns the first page of a request whose keys a token behind `past_length` may see."""
+        return 0
+
+    def live_blocks(self, request_id: str, past_length: int, query_length: int) -> list[int]:
+        """Returns the blocks of a request from its first kept page on."""
+        end = -(-(past_length + query_length) // self.tokens_per_page)
+        return self.block_table[request_id][self.kept(past_length) : end]
+
+    def get_seqlen_k(self, past_length: int, query_length: int) -> int:
+        """Returns how many keys of a request are in its kept pages."""
+        return past_length + query_length - self.kept(past_length) * self.tokens_per_page
+
+    def get_read_indices(self, request_id: str, past_length: int, query_length: int) -> list[int]:
+        """Returns the block of each kept page, in place of a row for each token."""
+        return self.live_blocks(request_id, past_length, query_length)
+
+    def fill_block_table(
+        self, request_id: str, past_length: int, query_length: int, block_table: torch.Tensor
+    ) -> None:
+        """Writes the block of each kept page into a row of the table, int32 on the host or not."""
+        blocks = torch.tensor(
+            self.live_blocks(request_id, past_length, query_length), dtype=block_table.dtype
+        )
+        block_table[: len(blocks)].copy_(blocks, non_blocking=True)
+
+
+class WindowPages(FullPages):
+    """Pages of layers with a sliding window, of which those behind the window are given back.
+
+    transformers keeps such layers in a ring, which no block table describes. Here a request has a
+    table as for full attention, in which 0, a block that no request has, stands for a page that was
+    given back.
+    """
+
+    layer_type = SlidingAttentionCacheAllocator.layer_type
+    supports_block_sharing = False
+
+    def __init__(self, *args: Any, config: Any, **kwargs: Any) -> None:
+        window = getattr(config, "sliding_window", None)
+        if not isinstance(window, int) or window <= 0:
+            raise ValueError(f"sliding_window: expected a positive integer, got {window!r}")
+        self.sliding_window = window
+        super().__init__(*args, config=config, **kwargs)
+
+    def kept(self, past_length: int) -> int:
+        return max(0, past_length - self.sliding_window + 1) // self.tokens_per_page
+
+    def _behind(self, request_id: str, past_length: int) -> list[int]:
+        """Returns the blocks that the next allocation gives back."""
+        table = self.block_table.get(request_id, [])
+        return [block for block in table[: self.kept(past_length)] if block]
+
+    def needs_new_blocks(self, request_id: str, past_length: int, query_length: int) -> int:
+        """Returns how many blocks a request needs beyond those that it has and will give back."""
+        had = len(self.block_table.get(request_id, []))
+        new = self._compute_blocks_needed(
+            max(had, self.kept(past_length)), past_length, query_length
+        )
+        return max(0, new - len(self._behind(request_id, past_length)))
+
+    def allocate_cache_to_request(
+        self, request_id: str, past_length: int, query_length: int
+    ) -> None:
+        """Gives back the pages behind the window, and takes those for the new tokens."""
+        kept = self.kept(past_length)
+        gone = self._behind(request_id, past_length)
+        table = self.block_table.setdefault(request_id, [])
+        table[:kept] = [0] * kept
+        self.pool.free_blocks(self.index, gone)
+        super().allocate_cache_to_request(request_id, past_length, query_length)
+
+    def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
+        """Gives back all pages of a request."""
+        if request_id in self.block_table:
+            self.block_table[request_id] = [b for b in self.block_table[request_id] if b]
+        super().free_blocks(request_id, no_cache)
+
+    def count_non_shareable_blocks(self, source_request_id: str, past_length: int) -> int:
+        """Returns how many blocks a fork of the request needs."""
+        return sum(block != 0 for block in self.block_table[source_request_id])
+
+    def fork_blocks(
+        self, source_request_id: str, dest_request_id: str, past_length: int
+    ) -> tuple[list[int], list[int]]:
+        """Gives a fork blocks of its own for the pages that the request still has."""
+        table = self.block_table[source_request_id]
+        source = [block for block in table if block]
+        fresh = self.pool.get_free_blocks(self.index, len(source))
+        left = iter(fresh)
+        self.block_table[dest_request_id] = [next(left) if block else 0 for block in table]
+        return source, fresh
+
+
+#: Allocators by the kind of attention, as transformers names it.
+ALLOCATORS: dict[str, type[FullPages]] = {
+    kind.layer_type: kind for kind in (FullPages, WindowPages)
+}
+
+
+class Chosen:
+    """An entry of transformers' table of allocators: these for models in the engine by tilewright,
+    those of transformers for all others."""
+
+    def __init__(self, ours: type[FullPages], theirs: Any) -> None:
+        self.ours, self.theirs = ours, theirs
+
+    def __call__(self, *args: Any, config: Any, **kwargs: Any) -> Any:
+        chosen = self.ours if config._attn_implementation == ATTENTION else self.theirs
+        return chosen(*args, config=config, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.theirs, name)
+
+
+def register() -> None:
+    """Has transformers choose between its allocators and these; does nothing where it does."""
+    table = cache.ATTN_TYPE_TO_ALLOCATOR
+    for kind, ours in ALLOCATORS.items():
+        if not isinstance(table[kind], Chosen):
+            table[kind] = Chosen(ours, table[kind])

@@ -1,0 +1,134 @@
+"""Runs a model by tilewright inside transformers' continuous batching.
+
+    from tilewright.compiler.serving import BatchingConfig, enable
+
+    enable(model)
+    model.generate_batch(prompts, continuous_batching_config=BatchingConfig())
+
+The engine, its scheduler and its memory stay those of transformers. Attention, and what tells it
+where pages are, become tilewright's while a manager of this model lives.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from torch import nn
+
+from tilewright.compiler.serving.classes import (
+    change_class,
+    change_class_back,
+    has_change,
+    original_class,
+    with_generate,
+)
+
+log = logging.getLogger("tilewright")
+
+_CHANGE = "enable"
+#: The attribute of a model that holds its forward pre-hook.
+_HOOK = "_tilewright_plan_hook"
+
+
+def enable(model: nn.Module) -> bool:
+    """Makes continuous batching of this model run by tilewright: `generate_batch()` and managers.
+
+    model: a model of transformers with `generate()`, on any device. Returns whether it was changed.
+    Where transformers or the model lacks what this relies on, the model stays as it is, and one
+    warning says why. Raises TypeError for other models, RuntimeError where a manager of this model
+    is kept from before (`destroy_cached_continuous_batching_manager` ends it).
+
+    Tokens are those of transformers' own continuous batching, up to rounding. `generate()` and
+    `forward()` stay as they are, but while a manager lives; they raise then. Any settings may be
+    given to the engine; `BatchingConfig` and no settings have steps compiled by tilewright.
+
+    Changes the class of the model to a subclass of it and adds a forward pre-hook. `disable` takes
+    it back. Copies and pickles have the original class: disable the model before.
+    """
+    changed = with_generate(model)
+    if has_change(changed, _CHANGE):
+        return True
+    if getattr(changed, "_cached_continuous_batching_manager", None) is not None:
+        raise RuntimeError(
+            "enable: a manager of this model is kept from before; call "
+            "model.destroy_cached_continuous_batching_manager() first"
+        )
+    reason = _reason_against(changed)
+    if reason is not None:
+        log.warning("enable: continuous batching of this model stays as it is: %s", reason)
+        return False
+    from tilewright.compiler.serving import paged_attention
+
+    paged_attention.register()
+    hook = changed.register_forward_pre_hook(paged_attention.add_plan, with_kwargs=True)
+    changed.__dict__[_HOOK] = hook
+    change_class(changed, _CHANGE, {"init_continuous_batching": init_continuous_batching})
+    return True
+
+
+def disable(model: nn.Module) -> None:
+    """Takes `enable` back; does nothing where it changed nothing.
+
+    Stop managers of the model first. Raises TypeError as `enable` does, RuntimeError where the
+    model's class was changed by others since.
+    """
+    changed = with_generate(model)
+    if not has_change(changed, _CHANGE):
+        return
+    change_class_back(changed, _CHANGE, "disable")
+    changed.__dict__.pop(_HOOK).remove()
+
+
+def _reason_against(model: Any) -> str | None:
+    try:
+        from tilewright.compiler.serving.relied_on import reason_against
+    except (ImportError, AttributeError) as error:
+        import transformers
+
+        return f"transformers {transformers.__version__}: {error}"
+    return reason_against(model)
+
+
+def init_continuous_batching(
+    self: Any,
+    generation_config: Any = None,
+    continuous_batching_config: Any = None,
+    workload_hints: Any = None,
+) -> Any:
+    """Makes a manager as transformers does, with tilewright's attention until it is stopped."""
+    from tilewright.compiler.serving.batching import BatchingConfig
+
+    original: Any = original_class(self)
+    settings = continuous_batching_config
+    if settings is None:  # where transformers looks, too
+        settings = getattr(generation_config, "continuous_batching_config", None)
+    before = take_attention(self)
+    try:
+        manager = original.init_continuous_batching(
+            self, generation_config, BatchingConfig.of(settings), workload_hints
+        )
+    except BaseException:
+        self.config._attn_implementation = before
+        raise
+    manager._original_attn_impl = before  # which the manager sets when it is stopped
+    return manager
+
+
+def take_attention(model: Any) -> str | dict[str, str]:
+    """Has a model attend as in the engine; returns what its configuration is to be set to again."""
+    from tilewright.compiler.serving.allocators import ATTENTION
+
+    config, text = model.config, model.config.get_text_config()
+    before = _attention(config, text)
+    for one in (config, text):
+        one._attn_implementation = {"": ATTENTION}  # of this alone, and of no vision tower
+    return before
+
+
+def _attention(config: Any, text: Any) -> str | dict[str, str]:
+    if text is config:
+        return config._attn_implementation
+    names = [name for name in config.sub_configs if getattr(config, name, None) is text]
+    own = dict.fromkeys(names, text._attn_implementation)
+    return {"": config._attn_implementation} | own

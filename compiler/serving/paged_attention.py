@@ -1,0 +1,185 @@
+"""Attention to the engine's memory, and the plan of a step, which all layers share.
+
+A step has the tokens of several requests in one row. Either each request has one token and the
+engine brings a block table (decode), or requests have any number of tokens, with past keys or
+without (varlen). Both become one call of `cache_attention` for each layer, behind a plain write of
+the new keys and values, which `qkv_cache` fuses with their projection.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.compiler import is_compiling
+from transformers import AttentionInterface
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
+
+import tilewright.ops  # noqa: F401  registers the ops
+from tilewright.compiler.serving.allocators import ATTENTION, FullPages, WindowPages
+
+#: The keyword by which the plan reaches the attention.
+PLAN = "tilewright_plan"
+
+#: For an allocator: the page and the offset of each token, and arguments of `cache_attention`.
+Plan = tuple[torch.Tensor, torch.Tensor, dict[str, Any]]
+
+
+def add_plan(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+    """A forward pre-hook of the model: adds the plan of a step to its arguments.
+
+    Does nothing to calls without the engine's memory.
+    """
+    cache = kwargs.get("cache")
+    if not isinstance(cache, PagedAttentionCache):
+        return None
+    plans = {kind: plan_of(owner, kwargs) for kind, owner in cache.cache_allocators.items()}
+    return args, {**kwargs, PLAN: plans}
+
+
+def plan_of(owner: Any, step: dict[str, Any]) -> Plan:
+    """Returns where the tokens of a step go, and where the keys of each sequence are.
+
+    owner: an allocator of the step's memory. step: the model's arguments, as the engine makes them.
+    """
+    ends = step["cu_seq_lens_k"][owner.layer_type]
+    lengths = ends[1:] - ends[:-1]
+    tables = step.get("block_table")
+    if tables is not None:
+        return _plan_of_decode(owner, step["input_ids"].shape[1], tables[owner.index], lengths)
+    return _plan_of_varlen(owner, step, lengths)
+
+
+def _plan_of_decode(owner: Any, tokens: int, table: torch.Tensor, lengths: torch.Tensor) -> Plan:
+    """Sequence s has token s alone; padding has no keys, and entries without a page are -1."""
+    table = table.clamp(min=0)
+    size = owner.tokens_per_page
+    past = (lengths - 1).clamp(min=0)
+    row = torch.arange(tokens, device=lengths.device)
+    page = torch.where(lengths > 0, table[row, past // size], owner.trash_block)
+    return (
+        page,
+        past % size,
+        {
+            "num_sequences": tokens,
+            "block_table": table,
+            "key_lengths": lengths,
+            "cache_lengths": past,
+        },
+    )
+
+
+def _plan_of_varlen(owner: Any, step: dict[str, Any], lengths: torch.Tensor) -> Plan:
+    """Sequence s has the tokens from `cu_seq_lens_q[s]` on; padding comes behind the last."""
+    starts = step["cu_seq_lens_q"]
+    tokens = step["input_ids"].shape[1]
+    write, read = step["write_index"][owner.index], step["read_index"][owner.index]
+    # One symbol for the tokens of a dynamic graph.
+    torch._check(write.shape[0] == tokens)
+    # The engine's offsets end behind the last token that is no padding, the op's behind the last.
+    rows = torch.cat([starts[:-1], torch.full_like(starts[-1:], tokens)])
+    return (
+        write // owner.block_physical_stride,
+        write % owner.block_physical_stride,
+        {
+            "row_offsets": rows,
+            "block_table": _block_table(owner, step, lengths, write, read),
+            "key_lengths": lengths,
+            "cache_lengths": lengths - (starts[1:] - starts[:-1]),
+        },
+    )
+
+
+def _block_table(
+    owner: Any,
+    step: dict[str, Any],
+    lengths: torch.Tensor,
+    write: torch.Tensor,
+    read: torch.Tensor,
+) -> torch.Tensor:
+    """Returns the pages of each sequence, int32 `[sequences, pages of the longest]`.
+
+    Entries beyond a sequence's pages are those of others, which nobody reads.
+    """
+    size = owner.tokens_per_page
+    if read.shape[0] == 0:  # prompts alone: their pages are those that are written
+        starts = step["cu_seq_lens_q"][:-1]
+        steps = torch.arange(-(-write.shape[0] // size), device=starts.device) * size
+        index = (starts[:, None] + steps).clamp(max=write.shape[0] - 1)
+        return (write[index] // owner.block_physical_stride).to(torch.int32)
+    pages = (lengths + size - 1) // size
+    # The length of the longest is a number that changes from step to step, for which a compiled
+    # step would be compiled again. Its bound: `read` has a place for each token and key, and kept
+    # pages of layers with a window begin up to a page before the window.
+    if is_compiling():
+        columns = (read.shape[0] + size - 1) // size + 1
+    else:
+        columns = -(-step["max_length_k"][owner.layer_type] // size)
+    index = (pages.cumsum(0) - pages)[:, None] + torch.arange(columns, device=lengths.device)
+    return read[index.clamp(max=read.shape[0] - 1)].to(torch.int32)
+
+
+def attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    cache: Any = None,
+    sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
+    softcap: float | None = None,
+    position_bias: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Writes keys and values into the engine's memory and attends to it.
+
+    query, key, value: `[1, heads, tokens, head dim]`. Returns `[1, tokens, heads, head dim]`, and
+    None for the attention's weights. Raises RuntimeError without the engine's memory, ValueError
+    where keys or values are none that it holds.
+    """
+    if not isinstance(cache, PagedAttentionCache) or PLAN not in kwargs:
+        raise RuntimeError(
+            "the model is in continuous batching by tilewright, and called otherwise: stop the "
+            "manager before generate() or forward(), or tilewright.compiler.serving.disable(model)"
+        )
+    owner: Any = cache.layer_to_allocator[module.layer_idx]
+    held = (owner.num_key_value_heads, owner.head_dim)
+    for states in (key, value):
+        if (states.shape[1], states.shape[3]) != held:
+            raise ValueError(
+                f"keys and values: expected {held[0]} heads of {held[1]} numbers, which the "
+                f"engine's memory holds, got {states.shape[1]} of {states.shape[3]}"
+            )
+    if position_bias is not None:
+        raise ValueError("position_bias: expected None, which is all that tilewright's engine adds")
+    page, offset, where = kwargs[PLAN][owner.layer_type]
+    keys, values = owner.pages(module.layer_idx)
+    keys[page, offset] = key[0].transpose(0, 1)
+    values[page, offset] = value[0].transpose(0, 1)
+    out = torch.ops.tilewright.cache_attention(
+        query[0].transpose(0, 1),
+        keys,
+        values,
+        scale=query.shape[3] ** -0.5 if scaling is None else scaling,
+        sinks=s_aux,
+        softcap=softcap or 0.0,
+        **where,
+        **_mask(owner, sliding_window),
+    )
+    return out[None], None
+
+
+def _mask(owner: FullPages, window: int | None) -> dict[str, Any]:
+    """Returns the mask of a layer: of the window that the model names, or the memory has."""
+    held = owner.sliding_window if isinstance(owner, WindowPages) else None
+    if held is not None and window is not None and window > held:
+        raise ValueError(f"sliding_window: expected at most {held}, which is kept, got {window}")
+    window = held if window is None else window
+    return {"mask": "causal"} if window is None else {"mask": "sliding_window", "window": window}
+
+
+def register() -> None:
+    """Makes the attention known to transformers by its name."""
+    AttentionInterface.register(ATTENTION, attention)

@@ -1,0 +1,146 @@
+"""What the engine's integration relies on in transformers, looked at before a model is changed."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from types import FunctionType
+from typing import Any
+
+import torch
+import transformers
+from transformers.generation.continuous_batching import continuous_api, input_outputs
+from transformers.generation.continuous_batching.cache_allocators import (
+    CacheAllocator,
+    FullAttentionCacheAllocator,
+)
+
+from tilewright.compiler.serving.allocators import ALLOCATORS, ATTENTION, FullPages, register
+from tilewright.compiler.serving.classes import original_class
+from tilewright.compiler.serving.steps import memory_of
+
+#: Methods of transformers, with the parameters that they must have.
+METHODS: dict[tuple[Any, str], str] = {
+    (continuous_api.ContinuousMixin, "init_continuous_batching"): (
+        "self generation_config continuous_batching_config workload_hints"
+    ),
+    (FullAttentionCacheAllocator, "__init__"): (
+        "self index config num_key_value_heads cache_dtype page_size layer_indices "
+        "allow_block_sharing"
+    ),
+    (FullAttentionCacheAllocator, "register_cache_tensor"): (
+        "self bytes_per_sector non_trash_bytes cache_tensor pool"
+    ),
+    (FullAttentionCacheAllocator, "_compute_blocks_needed"): (
+        "self allocated_blocks past_length query_length"
+    ),
+    (FullAttentionCacheAllocator, "get_seqlen_k"): "self past_length query_length",
+    (FullAttentionCacheAllocator, "fill_block_table"): (
+        "self request_id past_length query_length block_table"
+    ),
+    (CacheAllocator, "free_blocks"): "self request_id no_cache",
+    (CacheAllocator, "count_non_shareable_blocks"): "self source_request_id past_length",
+    (CacheAllocator, "fork_blocks"): "self source_request_id dest_request_id past_length",
+} | {
+    (FullAttentionCacheAllocator, name): "self request_id past_length query_length"
+    for name in (
+        "needs_new_blocks",
+        "allocate_cache_to_request",
+        "get_read_indices",
+        "get_write_indices",
+    )
+}
+
+#: Arguments of a step that are read.
+STEP = (
+    *("input_ids", "block_table", "cache", "write_index", "read_index"),
+    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_k"),
+)
+
+#: Layouts are compared on a memory of this size.
+_SMALL = {"page_size": 4, "num_blocks": 3, "tokens": 8, "columns": 1}
+
+
+def reason_against(model: Any) -> str | None:
+    """Returns why the engine cannot run this model by tilewright; None where it can.
+
+    Any exception of what is tried here is such a reason.
+    """
+    try:
+        return next(_reasons(model), None)
+    except Exception as error:
+        return f"transformers {transformers.__version__}: {type(error).__name__}: {error}"
+
+
+def _reasons(model: Any) -> Iterator[str]:
+    release = f"transformers {transformers.__version__}"
+    for (owner, name), expected in METHODS.items():
+        function = getattr(owner, name, None)
+        if not isinstance(inspect.unwrap(function) if function else None, FunctionType):
+            yield f"{release} has no function {owner.__name__}.{name}"
+        found = " ".join(inspect.signature(function).parameters)  # type: ignore[arg-type]
+        if found != expected:
+            yield f"{owner.__name__}.{name} of {release} takes ({found}), expected ({expected})"
+    missing = [name for name in STEP if name not in _names_of_a_step()]
+    if missing:
+        yield f"a step of {release} has no {missing[0]}"
+    if "_original_attn_impl" not in continuous_api.ContinuousBatchingManager.stop.__code__.co_names:
+        yield f"the manager of {release} does not put the attention back"
+    yield from _reasons_of_model(model)
+
+
+def _names_of_a_step() -> set[str]:
+    return set(input_outputs.PagedAttentionArgs.__annotations__)
+
+
+def _reasons_of_model(model: Any) -> Iterator[str]:
+    kind = original_class(model)
+    theirs = continuous_api.ContinuousMixin.init_continuous_batching
+    if getattr(kind, "init_continuous_batching", None) is not theirs:
+        yield f"{kind.__name__} has a method init_continuous_batching of its own"
+    if not getattr(kind, "_supports_attention_backend", False):
+        yield f"{kind.__name__} does not take another attention"
+    config = model.config.get_text_config()
+    if getattr(config, "kv_lora_rank", None) is not None:
+        yield (
+            f"{kind.__name__} has latent attention, and the engine's memory holds keys and values "
+            "of one head size"
+        )
+    register()
+    yield from _differences(config, model.dtype)
+
+
+def _differences(config: Any, dtype: torch.dtype) -> Iterator[str]:
+    """Builds a small memory, without bytes, with these allocators, and looks where pages are."""
+    before = config._attn_implementation_internal
+    try:
+        config._attn_implementation_internal = ATTENTION
+        memory = memory_of(config, dtype, **_SMALL)
+    finally:
+        config._attn_implementation_internal = before
+    for kind, owner in memory.cache_allocators.items():
+        if not isinstance(owner, ALLOCATORS[kind]):
+            yield f"transformers {transformers.__version__} makes other allocators of {kind}"
+        for layer in owner.layer_indices:
+            if not _same_memory(owner, layer):
+                yield (
+                    f"transformers {transformers.__version__} has the pages of layer {layer} "
+                    "elsewhere in its memory"
+                )
+
+
+def _same_memory(owner: FullPages, layer: int) -> bool:
+    """Whether each token of each page of a layer lies where transformers has it."""
+    views = owner._kv_token_views[layer]
+    size = owner.tokens_per_page
+    for ours, theirs in zip(owner.pages(layer), views, strict=True):
+        for block in (0, ours.shape[0] - 1):
+            row = theirs[block * owner.block_physical_stride :][:size]
+            page = ours[block]
+            if (page.shape, page.stride(), page.storage_offset()) != (
+                row.shape,
+                row.stride(),
+                row.storage_offset(),
+            ):
+                return False
+    return owner.write_trash_index == owner.trash_block * owner.block_physical_stride

@@ -1,0 +1,92 @@
+"""Steps of the engine without the engine: their arguments on the meta device, to look at graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers import ContinuousBatchingConfig
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
+from transformers.generation.continuous_batching.distributed import DistributedHelper
+
+from tilewright.compiler.serving.engine import disable, enable, take_attention
+
+
+def memory_of(
+    config: Any, dtype: torch.dtype, *, page_size: int, num_blocks: int, tokens: int, columns: int
+) -> PagedAttentionCache:
+    """Returns the engine's memory for a language model, without bytes.
+
+    config: of the language model. tokens: in a step, at most. columns: of a block table. Raises
+    what transformers raises for models that have no place there.
+    """
+    settings = ContinuousBatchingConfig(
+        page_size=page_size,
+        num_blocks=num_blocks,
+        max_batch_tokens=tokens,
+        max_requests_per_batch=2,
+        max_blocks_per_request=columns,
+        max_memory_percent=1.0,
+        use_async_batching=False,
+    )
+    helper = DistributedHelper(None, None)
+    return PagedAttentionCache(config, settings, torch.device("meta"), helper, dtype)
+
+
+@contextmanager
+def in_engine(model: Any) -> Iterator[bool]:
+    """Has a model attend as in the engine while the block runs; yields whether it can.
+
+    Raises TypeError for what is no model of transformers.
+    """
+    if not enable(model):
+        yield False
+        return
+    before = take_attention(model)
+    try:
+        yield True
+    finally:
+        model.config._attn_implementation = before
+        disable(model)
+
+
+def decode_step(memory: PagedAttentionCache, sequences: int) -> dict[str, Any]:
+    """Returns the arguments of a step of one token for each of some sequences, on meta."""
+    allocators = memory.cache_allocators.values()
+    columns = memory.max_blocks_per_request
+    tables = torch.zeros(len(allocators), sequences, columns, dtype=torch.int32, device="meta")
+    return _step(memory, sequences, sequences, keys=0) | {"block_table": tables}
+
+
+def varlen_step(
+    memory: PagedAttentionCache, sequences: int, tokens: int, keys: int
+) -> dict[str, Any]:
+    """Returns the arguments of a step of some tokens of some sequences, on meta.
+
+    keys: of all sequences, before this step.
+    """
+    return _step(memory, sequences, tokens, keys) | {"block_table": None}
+
+
+def _step(memory: PagedAttentionCache, sequences: int, tokens: int, keys: int) -> dict[str, Any]:
+    def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device="meta")
+
+    kinds = memory.cache_allocators
+    return {
+        "input_ids": zeros(1, tokens),
+        "position_ids": zeros(1, tokens),
+        "cu_seq_lens_q": zeros(sequences + 1),
+        "cu_seq_lens_k": {kind: zeros(sequences + 1) for kind in kinds},
+        "max_length_q": tokens,
+        "max_length_k": dict.fromkeys(kinds, keys + tokens),
+        "write_index": [zeros(tokens, dtype=torch.int64) for _ in kinds],
+        "read_index": [zeros(keys + tokens if keys else 0, dtype=torch.int64) for _ in kinds],
+        "logits_to_keep": zeros(sequences),
+        "attention_mask": None,
+        "cache": memory,
+        "use_cache": False,
+        "is_causal": True,
+    }

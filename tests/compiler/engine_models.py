@@ -1,0 +1,103 @@
+"""Tiny models and requests for tests of continuous batching."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import transformers
+from transformers import GenerationConfig
+
+VOCABULARY, NEW, WINDOW, PAGE = 61, 10, 8, 8
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": 0,
+}
+SLIDING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+HEADS = {"head_dim": 16}
+EXPERTS = {"num_experts_per_tok": 2}
+#: The class of a model, its own settings, and the attention that its `generate()` has.
+MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "Llama": ("Llama", {}, "sdpa"),
+    "Qwen3": ("Qwen3", HEADS, "sdpa"),
+    "Qwen3Moe": (
+        "Qwen3Moe",
+        HEADS | EXPERTS | {"num_experts": 4, "moe_intermediate_size": 16, "mlp_only_layers": []},
+        "sdpa",
+    ),
+    "Gemma3": ("Gemma3", HEADS | SLIDING, "sdpa"),
+    "Gemma2": ("Gemma2", HEADS | SLIDING | {"attn_logit_softcapping": 2.0}, "eager"),
+    "GptOss": (
+        "GptOss",
+        HEADS
+        | SLIDING
+        | EXPERTS
+        | {"num_local_experts": 4}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+        "eager",
+    ),
+    "Mistral": ("Mistral", {"sliding_window": WINDOW}, "sdpa"),  # no layer sees all keys
+}
+#: Lengths of prompts: one token, whole pages, a page and one, several chunks, longer than a table.
+LENGTHS = (5, 1, 40, 16, 150, 3, 17, 64, 9, 70)
+
+
+@functools.cache
+def built(name: str) -> Any:
+    """Returns a tiny model, whose weights are large enough for its tokens to differ."""
+    torch.manual_seed(0)
+    kind, settings, attention = MODELS[name]
+    text = "Text" if kind == "Gemma3" else ""
+    config = getattr(transformers, f"{kind}{text}Config")(**SIZES | settings)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.data.normal_(std=0.3)
+    model.set_attn_implementation(attention)
+    return model
+
+
+def prompts(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
+    """Makes prompts of these lengths; the last two share their first tokens, where long enough."""
+    generator = torch.Generator().manual_seed(1)
+    made = [torch.randint(1, VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
+    made[-1][:32] = made[4][:32] if len(made) > 4 else made[-1][:32]
+    return made
+
+
+@functools.cache
+def generated(name: str, lengths: tuple[int, ...] = LENGTHS, new: int = NEW) -> list[list[int]]:
+    """Returns the new tokens of `generate()`, one request after another."""
+    model = built(name)
+    how = {"do_sample": False, "max_new_tokens": new, "eos_token_id": None}
+    return [
+        model.generate(torch.tensor([ids]), **how)[0, len(ids) :].tolist()
+        for ids in prompts(lengths)
+    ]
+
+
+def greedy(**settings: Any) -> GenerationConfig:
+    """Returns the settings of greedy search without an end."""
+    plain = {"do_sample": False, "max_new_tokens": NEW, "eos_token_id": -1, "pad_token_id": 0}
+    return GenerationConfig(**plain | settings)
+
+
+#: A small engine: steps of at most 48 tokens and 5 requests, tables of 8 pages.
+SMALL = {
+    "page_size": PAGE,
+    "num_blocks": 80,
+    "max_batch_tokens": 48,
+    "max_requests_per_batch": 5,
+    "max_blocks_per_request": 8,
+    "max_memory_percent": 0.02,
+    "q_padding_interval_size": 48,
+    "kv_padding_interval_size": 64,
+}

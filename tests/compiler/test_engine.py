@@ -1,0 +1,520 @@
+"""Continuous batching by tilewright: tokens are those of `generate()`, whatever the requests are.
+
+Most tests run steps as they are, without a compiler, since what they ask of is the memory and the
+plan of a step. Steps that are padded have the shapes of compiled ones.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers.generation.continuous_batching.cache_allocators")
+
+from transformers import ContinuousBatchingConfig
+from transformers.generation.continuous_batching import cache as memory
+from transformers.generation.continuous_batching import initialization, offloading_manager
+from transformers.generation.continuous_batching.cache import PagedAttentionCache
+from transformers.generation.continuous_batching.cache_allocators import (
+    FullAttentionCacheAllocator,
+)
+
+from tests.compiler.engine_models import (
+    LENGTHS,
+    MODELS,
+    NEW,
+    PAGE,
+    SMALL,
+    VOCABULARY,
+    WINDOW,
+    built,
+    generated,
+    greedy,
+    prompts,
+)
+from tests.found import patterns_in
+from tilewright.compiler import reports
+from tilewright.compiler.serving import (
+    BatchingConfig,
+    allocators,
+    defer_stop_check,
+    disable,
+    enable,
+    paged_attention,
+    undefer_stop_check,
+)
+from tilewright.compiler.serving import relied_on as relied
+
+
+@pytest.fixture
+def enabled(request):
+    """Returns a function from names to models that are enabled for the test."""
+    models = []
+
+    def make(name: str) -> Any:
+        models.append(built(name))
+        assert enable(models[-1])
+        return models[-1]
+
+    yield make
+    for model in models:
+        disable(model)
+
+
+@pytest.fixture
+def padded(monkeypatch):
+    """Has steps padded as compiled ones are, without compiling them."""
+    monkeypatch.setattr(torch, "compile", lambda function, **how: function)
+    monkeypatch.setattr(paged_attention, "is_compiling", lambda: True)
+
+
+def plain(**settings: Any) -> BatchingConfig:
+    """Returns settings of a small engine whose steps are not compiled."""
+    config = BatchingConfig(**SMALL | settings)
+    config.varlen_compile_config = config.decode_compile_config = None
+    return config
+
+
+def tokens(results: dict[str, Any]) -> list[list[int]]:
+    assert {result.error for result in results.values()} == {None}
+    return [result.generated_tokens for result in results.values()]
+
+
+def batch(model: Any, config: Any, *, lengths: Any = LENGTHS, **settings: Any) -> list[list[int]]:
+    results = model.generate_batch(
+        prompts(lengths), generation_config=greedy(**settings), continuous_batching_config=config,
+        warmup=False,
+    )  # fmt: skip
+    return tokens(results)
+
+
+class Steps:
+    """Looks on at the steps of an engine: what kind each is, and what is in use before it."""
+
+    def __init__(self, monkeypatch: Any, owner: type = PagedAttentionCache) -> None:
+        self.decode = self.varlen = self.prompts_alone = 0
+        self.most: dict[str, int] = {}
+        original = paged_attention.plan_of
+
+        def plan_of(owner: Any, step: dict[str, Any]) -> Any:
+            if owner.index == 0:
+                self.decode += step["block_table"] is not None
+                self.varlen += step["block_table"] is None and step["read_index"][0].numel() > 0
+                self.prompts_alone += (
+                    step["block_table"] is None and step["read_index"][0].numel() == 0
+                )
+            used = {block for table in owner.block_table.values() for block in table if block}
+            self.most[owner.layer_type] = max(self.most.get(owner.layer_type, 0), len(used))
+            return original(owner, step)
+
+        monkeypatch.setattr(paged_attention, "plan_of", plan_of)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_are_those_of_generate(enabled, monkeypatch, name):
+    steps = Steps(monkeypatch)
+    assert batch(enabled(name), plain()) == generated(name)
+    assert min(steps.decode, steps.varlen, steps.prompts_alone) > 0
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma3", "GptOss", "Mistral"])
+def test_so_are_those_of_padded_steps(enabled, padded, monkeypatch, name):
+    steps = Steps(monkeypatch)
+    assert batch(enabled(name), BatchingConfig(**SMALL)) == generated(name)
+    assert min(steps.decode, steps.varlen) > 0
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma3"])
+def test_forks_and_log_probabilities_are_those_of_transformers(enabled, name):
+    model = built(name)
+    lengths, how = (20, 33), greedy()
+    how.num_return_sequences = 3  # which the constructor refuses for greedy search
+    theirs = model.generate_batch(
+        prompts(lengths), generation_config=how, warmup=False,
+        continuous_batching_config=ContinuousBatchingConfig(
+            **{**SMALL, "max_blocks_per_request": 0}, return_logprobs=True
+        ),
+    )  # fmt: skip
+    ours = enabled(name).generate_batch(
+        prompts(lengths), generation_config=how, warmup=False,
+        continuous_batching_config=plain(return_logprobs=True),
+    )  # fmt: skip
+    assert tokens(ours) == tokens(theirs) == [t for t in generated(name, lengths) for _ in range(3)]
+    for one, other in zip(ours.values(), theirs.values(), strict=True):
+        torch.testing.assert_close(
+            torch.tensor(one.logprobs), torch.tensor(other.logprobs), atol=1e-4, rtol=1e-4
+        )
+
+
+@pytest.mark.parametrize("space", [0.0, 0.01], ids=["again", "to-the-host"])
+@pytest.mark.parametrize("name", ["Llama", "Gemma3"])
+def test_requests_that_are_put_off_come_back(enabled, monkeypatch, name, space):
+    put_off = []
+    original = memory.PagedAttentionCache.evict_cached_blocks
+    monkeypatch.setattr(
+        memory.PagedAttentionCache,
+        "evict_cached_blocks",
+        lambda self: put_off.append(self) or original(self),
+    )
+    # The host's memory is pinned for the device, which a CPU has no way to.
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, pin_memory=False, **how: empty(*a, **how))
+    copied = []
+    restore = offloading_manager.OffloadingManager._offload_to_cpu
+    monkeypatch.setattr(
+        offloading_manager.OffloadingManager,
+        "_offload_to_cpu",
+        lambda self, *a: copied.append(restore(self, *a)) or copied[-1],
+    )
+    config = plain(num_blocks=22, cpu_offload_space=space, safety_margin=0.0)
+    lengths = (30, 40, 25, 30, 20)
+    found = batch(enabled(name), config, lengths=lengths, max_new_tokens=25)
+    assert found == generated(name, lengths, 25)
+    assert put_off
+    assert copied
+    assert any(copied) == (space > 0)
+
+
+def test_pages_behind_a_window_are_given_back(enabled, monkeypatch):
+    steps = Steps(monkeypatch)
+    batch(enabled("Gemma3"), plain(), lengths=(100, 1), max_new_tokens=40)
+    # A step of 48 tokens with the window before it, and a page that begins before that.
+    assert steps.most["sliding_attention"] <= -(-(48 + WINDOW) // PAGE) + 2
+    assert steps.most["full_attention"] >= 140 // PAGE
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma3", "Mistral"])
+def test_memory_stays_the_same_over_many_requests(enabled, name):
+    model = enabled(name)
+    config = plain(num_blocks=40)
+    free = []
+    with model.continuous_batching_context_manager(
+        generation_config=greedy(), continuous_batching_config=config, warmup=False
+    ) as manager:
+        for turn in range(6):
+            names = manager.add_requests(prompts((30, 5 + turn, 17, 60 - turn)), max_new_tokens=6)
+            left = set(names)
+            while left:
+                result = manager.get_result(timeout=1)
+                left -= {result.request_id} if result else set()
+            cache = manager.batch_processor.cache
+            cache.evict_cached_blocks()
+            cache.pool.try_to_free_sectors()
+            free.append(cache.compute_free_capacity())
+            assert [owner.block_table for owner in cache.cache_allocators.values()] == [
+                {} for _ in cache.cache_allocators
+            ]
+    assert free == [1.0] * 6
+
+
+def test_a_prefix_that_is_kept_is_shared(enabled, monkeypatch):
+    shared = []
+    original = memory.PagedAttentionCache.search_prefix_match
+
+    def search(self, request_id, prompt_ids):
+        shared.append(original(self, request_id, prompt_ids))
+        return shared[-1]
+
+    monkeypatch.setattr(memory.PagedAttentionCache, "search_prefix_match", search)
+    model, config = enabled("Llama"), plain()
+    for _ in range(2):
+        found = model.generate_batch(
+            prompts(), generation_config=greedy(), continuous_batching_config=config,
+            warmup=False, persistent_manager=True,
+        )  # fmt: skip
+        assert tokens(found) == generated("Llama")
+    model.destroy_cached_continuous_batching_manager()
+    assert max(shared) >= 64
+
+
+def test_a_request_that_is_cancelled_leaves_the_others_alone(enabled):
+    model = enabled("Gemma3")
+    want = generated("Gemma3")
+    with model.continuous_batching_context_manager(
+        generation_config=greedy(), continuous_batching_config=plain(), warmup=False
+    ) as manager:
+        first = manager.add_request(prompts()[4], max_new_tokens=400, streaming=True)
+        others = manager.add_requests(prompts()[5:8])
+        started = manager.get_result(timeout=20)
+        manager.cancel_request(first)
+        found = {}
+        while len(found) < len(others):
+            result = manager.get_result(timeout=20)
+            assert result is not None
+            if result.request_id in others:
+                found[result.request_id] = result.generated_tokens
+        last = manager.add_request(prompts()[8], max_new_tokens=NEW)
+        while (result := manager.get_result(timeout=20)).request_id != last:
+            assert result is not None
+        assert first not in manager.batch_processor.scheduler.active_requests
+    assert started is not None
+    assert [found[name] for name in others] == want[5:8]
+    assert result.generated_tokens == want[8]
+
+
+def test_after_an_exception_in_a_step_the_next_batch_is_right(enabled, monkeypatch):
+    model = enabled("Llama")
+    calls = []
+
+    class Failing(torch.nn.Module):
+        def __call__(self, input_ids, scores):
+            calls.append(scores)
+            if len(calls) == 3:
+                raise RuntimeError("a processor's own")
+            return scores
+
+    original = type(model)._get_logits_processor
+    monkeypatch.setattr(
+        type(model),
+        "_get_logits_processor",
+        lambda self, config: [*original(self, config), Failing()],
+    )
+    failed = model.generate_batch(
+        prompts(), generation_config=greedy(), continuous_batching_config=plain(), warmup=False
+    )
+    errors = {result.error for result in failed.values()}
+    assert errors == {"a processor's own"}
+    assert model.config._attn_implementation == "sdpa"
+    monkeypatch.undo()
+    assert batch(model, plain()) == generated("Llama")
+
+
+def test_any_settings_do(enabled):
+    model, lengths = enabled("Llama"), (20, 5)
+    want = generated("Llama", lengths)
+    theirs = ContinuousBatchingConfig(**SMALL)
+    for compiler in ("varlen_compile_config", "decode_compile_config"):
+        setattr(theirs, compiler, {"backend": "eager", "mode": None, "options": {}})
+    kept = copy.deepcopy(theirs)
+    made = BatchingConfig.of(theirs)
+    assert isinstance(made, BatchingConfig)
+    assert theirs == kept
+    assert made.varlen_compile_config is theirs.varlen_compile_config
+    assert batch(model, plain(max_blocks_per_request=None), lengths=lengths) == want
+    assert batch(model, plain(max_blocks_per_request=0), lengths=lengths) == want
+
+
+def resolved(config: Any, model: Any) -> Any:
+    return initialization.resolve_continuous_batching_config(
+        config=model.config, cb_config=config, workload_hints=None, has_logit_processors=False,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("cuda", [False, True])
+@pytest.mark.parametrize("columns", [None, 5, 0])
+def test_tables_are_kept_for_enabled_models_alone(monkeypatch, caplog, cuda, columns):
+    model = copy.deepcopy(built("Gemma3"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    config = BatchingConfig(max_blocks_per_request=columns)
+    assert resolved(config, model).max_blocks_per_request == 0
+    model.config._attn_implementation = allocators.ATTENTION
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        found = resolved(BatchingConfig.of(config), model)
+    assert found.max_blocks_per_request == {None: 32, 5: 5, 0: 0}[columns]
+    assert (found.decode_compile_config is None) == (columns == 0)
+    assert config.max_blocks_per_request == columns
+    if columns != 0:
+        assert caplog.messages == []
+
+
+def test_cuda_graphs_and_two_batches_at_once_are_on_where_there_are_graphs(monkeypatch):
+    model = copy.deepcopy(built("Llama"))
+    model.config._attn_implementation = allocators.ATTENTION
+    monkeypatch.setattr(initialization, "get_accelerator_graph_name", lambda: "CUDAGraph")
+    found = resolved(BatchingConfig.of(None), model)
+    assert found.use_cuda_graph == (True, True)
+    assert found.use_async_batching
+
+
+def test_other_models_of_the_process_keep_their_memory(enabled):
+    model = enabled("Gemma3")
+    other = copy.deepcopy(built("Llama"))
+    assert type(other) is not type(model)
+    config = ContinuousBatchingConfig(**{**SMALL, "max_blocks_per_request": 0})
+    assert batch(other, config) == generated("Llama")
+    table = memory.ATTN_TYPE_TO_ALLOCATOR
+    assert table["full_attention"].supports_block_table
+    assert not table["sliding_attention"].supports_block_table
+
+
+def test_a_model_with_our_settings_that_is_not_enabled_runs_as_before():
+    model = built("Llama")
+    lengths = (20, 5)
+    assert batch(model, plain(), lengths=lengths) == generated("Llama", lengths)
+
+
+def test_disable_takes_everything_back():
+    model = built("Llama")
+    before = type(model), dict(vars(model)), model.config.to_dict()
+    assert enable(model)
+    assert enable(model)  # again: nothing
+    assert type(model) is not before[0]
+    assert isinstance(model, before[0])
+    disable(model)
+    disable(model)
+    assert (type(model), dict(vars(model)), model.config.to_dict()) == before
+    assert not model._forward_pre_hooks
+    assert not model._forward_pre_hooks_with_kwargs
+
+
+def test_it_and_the_deferred_check_are_taken_back_in_any_order():
+    model = built("Llama")
+    original = type(model)
+    changes = ((enable, disable), (defer_stop_check, undefer_stop_check))
+    for first, second in (changes, changes[::-1]):
+        for do, _ in (first, second):
+            assert do(model)
+        first[1](model)
+        assert type(model) is not original
+        second[1](model)
+        assert type(model) is original
+
+
+def test_called_otherwise_while_a_manager_lives_it_raises(enabled):
+    model = enabled("Llama")
+    manager = model.init_continuous_batching(greedy(), plain())
+    with pytest.raises(RuntimeError, match="stop the manager"):
+        model(torch.tensor([[1, 2]]))
+    manager.start()
+    manager.stop()
+    assert model.config._attn_implementation == "sdpa"
+    assert model(torch.tensor([[1, 2]])).logits.shape == (1, 2, VOCABULARY)
+
+
+def test_settings_that_transformers_refuses_leave_the_attention(enabled):
+    model = enabled("Llama")
+    with pytest.raises(ValueError, match="page_size"):
+        model.init_continuous_batching(greedy(), plain(page_size=2))
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_keys_of_another_size_raise(enabled):
+    owner = allocators.FullPages(0, built("Llama").config, 2, torch.float32, PAGE, [0], True)
+    cache = object.__new__(PagedAttentionCache)
+    cache.layer_to_allocator = {0: owner}
+    module = type("Attention", (), {"layer_idx": 0})
+    states = torch.zeros(1, 2, 3, 5)
+    with pytest.raises(ValueError, match="expected 2 heads of 8 numbers"):
+        paged_attention.attention(
+            module, states, states, states, None, cache=cache, tilewright_plan={}
+        )
+
+
+def told(model: Any, caplog: Any) -> str:
+    """What is said of a model that stays as it is, in one warning."""
+    caplog.clear()
+    original = type(model)
+    with caplog.at_level(logging.WARNING, logger="tilewright"):
+        assert enable(model) is False
+    assert type(model) is original
+    assert not model._forward_pre_hooks
+    (message,) = caplog.messages
+    return message
+
+
+def another_signature(monkeypatch):
+    def get_seqlen_k(self, request_id, past_length): ...
+
+    monkeypatch.setattr(FullAttentionCacheAllocator, "get_seqlen_k", get_seqlen_k)
+    return "FullAttentionCacheAllocator.get_seqlen_k of transformers"
+
+
+def no_function(monkeypatch):
+    monkeypatch.delattr(FullAttentionCacheAllocator, "_compute_blocks_needed")
+    return "has no function FullAttentionCacheAllocator._compute_blocks_needed"
+
+
+def another_order(monkeypatch):
+    original = FullAttentionCacheAllocator.register_cache_tensor
+
+    def register(self, bytes_per_sector, non_trash_bytes, cache_tensor, pool):
+        original(self, bytes_per_sector, non_trash_bytes, cache_tensor, pool)
+        self._kv_token_views = {n: (v, k) for n, (k, v) in self._kv_token_views.items()}
+
+    monkeypatch.setattr(FullAttentionCacheAllocator, "register_cache_tensor", register)
+    return "has the pages of layer 0 elsewhere"
+
+
+def no_argument(monkeypatch):
+    monkeypatch.setattr(relied, "STEP", (*relied.STEP, "tables"))
+    return "has no tables"
+
+
+def own_method(monkeypatch):
+    monkeypatch.setattr(
+        type(built("Llama")), "init_continuous_batching", lambda self: None, raising=False
+    )
+    return "LlamaForCausalLM has a method init_continuous_batching of its own"
+
+
+def no_table(monkeypatch):
+    monkeypatch.setattr(memory, "ATTN_TYPE_TO_ALLOCATOR", {})
+    return "KeyError"
+
+
+@pytest.mark.parametrize(
+    "change", [another_signature, no_function, another_order, no_argument, own_method, no_table]
+)
+def test_where_transformers_has_changed_the_model_stays_as_it_is(monkeypatch, caplog, change):
+    said = change(monkeypatch)
+    assert said in told(built("Llama"), caplog)
+
+
+def test_models_whose_memory_is_another_are_told(caplog):
+    import transformers
+
+    config = transformers.DeepseekV3Config(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
+        n_routed_experts=4, first_k_dense_replace=1, intermediate_size=32, vocab_size=31,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.DeepseekV3ForCausalLM(config)
+    assert "latent attention" in told(model, caplog)
+
+
+def test_models_without_generate_are_refused():
+    for change in (enable, disable):
+        with pytest.raises(TypeError, match=r"model of transformers with generate\(\), got Linear"):
+            change(torch.nn.Linear(2, 2))
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """Returns a function from models to the reports and tokens of their compiled engine."""
+    made = {}
+
+    def compile_once(name: str) -> tuple[list[Any], list[list[int]]]:
+        if name not in made:
+            torch._dynamo.reset()
+            before = len(reports())
+            model = built(name)
+            assert enable(model)
+            config = BatchingConfig(**SMALL, options={"inner": "eager"})
+            found = batch(model, config, lengths=FOUR)
+            disable(model)
+            made[name] = reports()[before:], found
+        return made[name]
+
+    yield compile_once
+    torch._dynamo.reset()
+
+
+#: Prompts of one step, and then four tokens a step.
+FOUR = (5, 20, 3, 9)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Qwen3Moe", "Gemma3", "GptOss"])
+def test_compiled_steps_are_two_graphs_with_each_layer_fused(compiled, name):
+    graphs, found = compiled(name)
+    assert found == generated(name, FOUR)
+    assert len(graphs) == 2
+    for graph in graphs:
+        assert patterns_in(graph, "qkv_cache") == ["qkv_cache"] * 2
+        assert [miss.code for miss in graph.misses if miss.code == "GRAPH_BREAK"] == []

@@ -1,0 +1,61 @@
+"""The steps of transformers' continuous batching of a model, on the meta device."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tilewright.tools.models.loading import ModelError
+
+#: What the steps are of: sequences, tokens of those that read a prompt, and keys before them.
+SEQUENCES, TOKENS, KEYS = 8, 512, 2048
+#: The engine's own sizes: tokens of a page, and pages of a sequence in a block table.
+PAGE_SIZE, COLUMNS = 256, 32
+
+
+def one_step(model: Any, step: dict[str, Any]) -> Any:
+    """Calls the model as the engine does, from a function: its forward pre-hook is in the graph."""
+    return model(**step).logits
+
+
+@contextmanager
+def engine_steps(model: Any) -> Iterator[dict[str, dict[str, Any]]]:
+    """Yields the arguments of a decode and of a varlen step, for :func:`one_step`.
+
+    Raises ModelError for what is no model of transformers, or one that the engine cannot run.
+    """
+    try:
+        from tilewright.compiler.serving import steps
+    except ImportError as error:
+        raise ModelError(f"--engine: transformers has no continuous batching: {error}") from error
+    said = _Said()
+    logger = logging.getLogger("tilewright")
+    logger.addHandler(said)
+    try:
+        with steps.in_engine(model) as can:
+            logger.removeHandler(said)
+            if not can:
+                raise ModelError(f"--engine: {said.text}")
+            memory = steps.memory_of(
+                model.config.get_text_config(), model.dtype,
+                page_size=PAGE_SIZE, num_blocks=SEQUENCES, tokens=TOKENS, columns=COLUMNS,
+            )  # fmt: skip
+            yield {
+                "decode": steps.decode_step(memory, SEQUENCES),
+                "varlen": steps.varlen_step(memory, SEQUENCES, TOKENS, KEYS),
+            }
+    except TypeError as error:
+        raise ModelError(f"--engine: {error}") from error
+    finally:
+        logger.removeHandler(said)
+
+
+class _Said(logging.Handler):
+    """Keeps the last warning."""
+
+    text = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.text = record.getMessage()
