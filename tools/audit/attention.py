@@ -45,7 +45,7 @@ CALLS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
 }
 # (sequences, queries of each, keys that each has room for).
 SIZES = ((1, 1, 8192), (64, 1, 2048), (16, 4, 2048), (1, 1024, 2048), (1, 8192, 8192))
-# Steps of an engine over the rows of all layers' keys and values, in pages of 256 by a table: name ->
+# Steps of an engine over the rows of all layers, in pages of 256 by a table: name ->
 # (heads, options), and (tokens, sequences, columns, ragged).
 ENGINES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "Llama-3-8B": (LLAMA, {}),
