@@ -1,4 +1,4 @@
-"""What one GPU can do at best: memory rates that the other benchmarks are held against."""
+"""The best rates of one GPU: memory rates that the other benchmarks are held against."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ def attention_variants(case: Case) -> list[Variants]:
 
 
 def repeated(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """As Hugging Face's layers call SDPA with a mask."""
+    """Calls SDPA with a mask, as Hugging Face's layers do."""
     k, v = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
     return scaled_dot_product_attention(q, k, v, mask)
 
@@ -203,7 +203,7 @@ def up_projected(
     q: torch.Tensor, latent: torch.Tensor, rope: torch.Tensor, weight: torch.Tensor,
     mask: torch.Tensor, scale: float,
 ) -> torch.Tensor:  # fmt: skip
-    """As Hugging Face's MLA layers decode."""
+    """Decodes as Hugging Face's MLA layers do."""
     heads = q.shape[1]
     kv = (latent @ weight.T).unflatten(-1, (heads, NOPE + V_DIM)).transpose(1, 2)
     k = torch.cat((kv[..., :NOPE], rope.unsqueeze(1).expand(-1, heads, -1, -1)), -1)

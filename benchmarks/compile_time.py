@@ -1,4 +1,4 @@
-"""What tilewright adds to Dynamo's own time, from 8 to 80 layers of Llama-3-70B on the meta device.
+"""Time that tilewright adds to Dynamo's own, from 8 to 80 layers of Llama-3-70B on the meta device.
 
     python benchmarks/compile_time.py [--layers 8 16 32 80] [--model qwen3-30b-a3b --out DIR]
 

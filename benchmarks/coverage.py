@@ -1,4 +1,4 @@
-"""What is fused of every causal language model of the installed transformers, unmodified.
+"""Fusions in every causal language model of the installed transformers, unmodified.
 
     python benchmarks/coverage.py [--models llama mixtral] [--part 1/4] [--jobs 2] [--limit 240]
     python benchmarks/coverage.py --coded      quantised formats x models; or --models llama+awq
@@ -191,7 +191,7 @@ def compiled_step(model: Any, made: dict[str, Any]) -> dict[str, Any]:
 
 
 def census(judge: Judge) -> dict[str, Any]:
-    """How many points of the census have which account, and those that have none."""
+    """Counts the points of the census by account, and lists those without one."""
     counted = Census(tuple(judge.points))
     breaks = [m for r in judge.found for m in r.misses if m.pattern == CAPTURE]
     counted = counted.spoken_for_by(breaks[0]) if breaks else counted
@@ -201,7 +201,7 @@ def census(judge: Judge) -> dict[str, Any]:
 
 
 def tally(misses: Iterator[Any]) -> dict[str, int]:
-    """How many misses of each pattern and code."""
+    """Counts the misses of each pattern and code."""
     counts: Counter[str] = Counter()
     for miss in misses:
         counts[f"{miss.pattern} {miss.code}"] += miss.count

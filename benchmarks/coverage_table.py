@@ -65,7 +65,7 @@ def numbers(row: Row) -> str:
 
 
 def unaccounted(row: Row) -> str:
-    """How many points of the census nothing accounts for, in both phases."""
+    """Counts the points of the census that nothing accounts for, in both phases."""
     counted = [step["unaccounted"] for step in steps_of(row) if "unaccounted" in step]
     return str(sum(map(len, counted))) if counted else NONE
 
@@ -75,7 +75,7 @@ def steps_of(row: Row) -> list[Row]:
 
 
 def attention_layers(row: Row) -> int:
-    """How many layers' cache writes are fused, in the phase with the fewest."""
+    """Counts the layers whose cache writes are fused, in the phase with the fewest."""
     fewest = [
         sum(step["fused"].get(p, 0) for p in ("qkv_cache", "mla_latent_store"))
         + (step["stored"] + 1) // 2

@@ -68,7 +68,7 @@ def new_step(model: LlamaForCausalLM, batch: int, tokens: int, how: dict[str, st
 
 
 def program(step: Callable[[], Any]) -> str:
-    """What Inductor emits for a step, without the number that it gives each graph."""
+    """Returns Inductor's code for a step, without the number that it gives each graph."""
     torch._dynamo.reset()
     with torch._inductor.config.patch(force_disable_caches=True):
         _, codes = run_and_get_code(step)

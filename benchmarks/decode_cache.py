@@ -43,7 +43,7 @@ def rewind(cache: StaticCache, position: int) -> None:
 
 
 def padded_tokens(batch: int, tokens: int, device: torch.device | str = "cuda") -> torch.Tensor:
-    """How many of so many tokens are padding in each sequence of a batch of unequal prompts: of
+    """Counts the padding tokens in each sequence of a batch of unequal prompts: of
     sequence b a share of b / (2 * batch)."""
     return tokens * torch.arange(batch, device=device) // (2 * batch)
 

@@ -79,7 +79,7 @@ def caller(model: Any, forward: Any, case: Case, ids: torch.Tensor) -> Any:
 
 @dataclass(frozen=True)
 class Case:
-    """What "16x1-padded" says. kind: "mask", "padded", "nomask" or "nocache"."""
+    """A case such as "16x1-padded". kind: "mask", "padded", "nomask" or "nocache"."""
 
     batch: int
     tokens: int
@@ -98,7 +98,7 @@ class Case:
 
 
 def real_tokens(case: Case) -> torch.Tensor:
-    """Which tokens [batch, tokens] of a pass are no padding: what attention gives a query that sees
+    """A mask [batch, tokens] of the tokens that are not padding. The result of a query that sees
     no key is each kernel's own (zeros on the CPU, and ours)."""
     padding = torch.zeros(case.batch, dtype=torch.int64, device="cuda")
     if case.kind == "padded":

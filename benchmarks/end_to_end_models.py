@@ -148,7 +148,7 @@ MODELS = {
 
 
 def config_of(model: Model, layers: int) -> PreTrainedConfig:
-    """Of the model's published dims, but for the number of its layers."""
+    """Makes a configuration with the model's published dims, but another number of layers."""
     if callable(model.config):
         return model.config(layers)
     return getattr(transformers, model.config)(num_hidden_layers=layers)

@@ -56,7 +56,7 @@ VARIANTS: dict[str, tuple[str | None, Callable[[Any, int], Any]]] = {
 
 
 def prompts(model: Any, batch: int, length: int) -> dict[str, torch.Tensor]:
-    """Of sequence b a share of b / (2 * batch) is padding."""
+    """Makes prompts; a share of b / (2 * batch) of sequence b is padding."""
     torch.manual_seed(1)
     ids = torch.randint(1, model.config.vocab_size, (batch, length), device=model.device)
     mask = torch.ones_like(ids)
@@ -127,7 +127,7 @@ def peak_mib(call: Callable[[], Any]) -> float:
 
 
 def facts(model: Any, name: str, inputs: dict[str, torch.Tensor], new: int) -> dict[str, Any]:
-    """What a variant's warm calls took, and its tokens."""
+    """Times of a variant's warm calls, and its tokens."""
     variant = Variant(model, name, inputs, new)
     batch = inputs["input_ids"].shape[0]
     tokens = variant()

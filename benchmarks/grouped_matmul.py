@@ -155,7 +155,7 @@ def peer(a: GroupedMatmulArguments) -> Call:
 
 
 def forced_plans(case: Case) -> dict[str, GroupedPlan]:
-    """What is timed beside the op: other tiles; all weights decoded first, by other tiles."""
+    """Variants timed beside the op: other tiles; all weights decoded first, by other tiles."""
     if not case.sweep:
         return {}
     rows = -(-case.rows // case.shape.num_experts)

@@ -1,4 +1,4 @@
-"""What a node of a large graph costs us, where one structure is repeated 512 to 4096 times.
+"""CPU time per node of large graphs that repeat one structure 512 to 4096 times.
 
     python benchmarks/large_graphs.py [--sizes 512 1024 2048 4096] [--only unbind] [--profile]
 

@@ -173,7 +173,7 @@ def error(arguments: Any, made: torch.Tensor) -> float:
 
 @dataclass
 class Weights:
-    """As many weights of one format as keep the L2 cache cold."""
+    """Weights of one format, enough to keep the L2 cache cold."""
 
     form: Format
     layers: list[Linears]

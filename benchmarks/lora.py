@@ -65,13 +65,13 @@ def grouped_mm(one: LoraSet) -> torch.Tensor:
 
 
 def linear(one: LoraSet) -> torch.Tensor:
-    """Of a single adapter."""
+    """The linear of a single adapter."""
     made = torch.nn.functional.linear(one.x, one.weights[0])
     return made.view(made.shape[0], 3, -1).permute(1, 0, 2).contiguous()
 
 
 def linears(one: LoraSet) -> list[torch.Tensor]:
-    """Of a single adapter's three weights."""
+    """The linears of a single adapter's three weights."""
     return [torch.nn.functional.linear(one.x, part[0]) for part in one.parts]
 
 

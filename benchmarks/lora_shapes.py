@@ -83,7 +83,7 @@ def make_set(shape: LoraShape, *, expand: bool = False) -> LoraSet:
 
 
 def make_sets(shape: LoraShape, *, expand: bool = False, most: int = 500) -> list[LoraSet]:
-    """As many sets as keep the L2 cache cold, up to `most`: what a call touches counts."""
+    """Makes enough sets, up to `most`, for calls to find the L2 cache cold."""
     active = min(shape.adapters, shape.tokens)
     touched = 2 * shape.hidden * (shape.tokens + 3 * shape.rank * active)
     if expand:

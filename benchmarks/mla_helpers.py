@@ -103,7 +103,7 @@ def arguments(heads: int, rows: int, new: int, kind: str) -> MlaPrefillArguments
 
 
 def performed(steps: Any) -> Any:
-    """What steps give on this GPU."""
+    """Performs steps on this GPU, and returns their result."""
     return drive(steps, machine_of(DEVICE)).outcome
 
 

@@ -65,7 +65,7 @@ FORMAT_TOKENS = {
 
 
 def kernels(shape: MoeShape, form: str, tokens: Sequence[int]) -> set[KernelSpec]:
-    """What the op launches at these token counts."""
+    """Kernels that the op launches at these token counts."""
     experts = make_experts(shape, form, "meta")
     calls = [arguments(shape, experts, num_tokens, device="meta") for num_tokens in tokens]
     return {spec for a in calls for spec in OP.plan_for(a, SM90.name).specs}

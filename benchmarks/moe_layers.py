@@ -43,7 +43,7 @@ class MoeShape:
         return 3 * self.hidden * self.inner
 
     def argument_sets(self, num_tokens: int, form: str) -> int:
-        """How many draws of routes keep the L2 cache cold."""
+        """Returns the number of draws of routes that keeps the L2 cache cold."""
         share = 1 - (1 - self.num_slots / self.num_experts) ** num_tokens
         read = share * self.num_experts * self.expert_elements * WEIGHT_BYTES[form]
         return max(2, -(-int(COLD_BYTES) // int(read)))

@@ -68,8 +68,8 @@ def stored(shape: MoeShape, experts: Experts) -> tuple[Any, ...]:
 def launches(
     a: FusedMoeArguments, plan: MoePlan | None = None, machine: Machine | None = None
 ) -> dict[str, Launch]:
-    """What a call of the op launches, after it ran once, by kernel; of one that is launched twice,
-    the last. plan: in place of the planner's. machine: in place of the tensors' GPU."""
+    """The launches of a call of the op, after it ran once, by kernel; the last of a kernel that is
+    launched twice. plan: in place of the planner's. machine: in place of the tensors' GPU."""
     machine = machine or machine_of(a.x.device)
     program = drive(fused_moe_steps(a, machine.target, plan), machine, keep=True)
     made = [step for step, _ in program.steps if isinstance(step, Launch)]

@@ -75,7 +75,7 @@ def project(x, weights, biases, norms, dim):
 
 
 def paged_step(x, weights, biases, norms, cos, sin, slots, keys, values):
-    """As engines spell it: rows of the flat cache, by slot."""
+    """Writes as engines spell it: rows of the flat cache, by slot."""
     heads, dim = keys.shape[2:]
     q, k, v = project(x, weights, biases, norms, dim)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
@@ -87,7 +87,7 @@ def paged_step(x, weights, biases, norms, cos, sin, slots, keys, values):
 
 
 def static_step(x, weights, biases, norms, cos, sin, positions, keys, values):
-    """As Hugging Face spells it: [batch, heads, length, dim], index_copy_ along the length."""
+    """Writes as Hugging Face does: [batch, heads, length, dim], index_copy_ along the length."""
     batch, _, _, dim = keys.shape
     x = x.view(batch, -1, x.shape[-1])
     q, k, v = (rows.transpose(1, 2) for rows in project(x, weights, biases, norms, dim))
@@ -108,7 +108,7 @@ def step_arguments(layer: Layer, cache: Cache) -> tuple[Any, ...]:
 
 
 def written_rows(cache: Cache, num_tokens: int) -> list[torch.Tensor]:
-    """What the step left in the cache: [T, Hkv, D] of K and of V."""
+    """Returns the rows that the step wrote: [T, Hkv, D] of K and of V."""
     if cache.layout == "static":
         picked = [c.index_select(2, cache.slots) for c in (cache.keys, cache.values)]
         return [c.transpose(1, 2).reshape(num_tokens, -1, c.shape[-1]) for c in picked]

@@ -38,7 +38,7 @@ class Shape:
         return 2 * self.hidden * (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
     def argument_sets(self, num_tokens: int) -> int:
-        """How many sets of weights and activations keep the L2 cache cold."""
+        """Returns the number of sets of weights and activations that keeps the L2 cache cold."""
         per_set = self.weight_bytes + 2 * num_tokens * self.hidden
         return max(2, -(-int(COLD_BYTES) // per_set))
 
@@ -153,8 +153,8 @@ def fair_us(
 ) -> dict[str, float]:
     """Median microseconds per call, each variant from rest and in an order that changes.
 
-    A GEMM of many tokens takes the chip to its power limit, so whoever runs after it, without a
-    pause, runs at lower clocks.
+    A GEMM of many tokens takes the chip to its power limit, so a variant that runs after it
+    without a pause runs at lower clocks.
     """
     order = random.Random(0)
     times: dict[str, list[float]] = {name: [] for name in graphs}

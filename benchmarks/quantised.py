@@ -1,4 +1,4 @@
-"""What is fused of quantised models as their libraries load them, before and after `prepare`.
+"""Fusions in quantised models as their libraries load them, before and after `prepare`.
 
     python benchmarks/quantised.py [--formats gptq ct-fp8] [--models llama qwen3_moe]
 
@@ -71,7 +71,7 @@ def step_of(model: Any, kind: str, seed: int = 1) -> dict[str, Any]:
 
 
 def compiled(model: Any, kind: str) -> dict[str, Any]:
-    """What is fused and missed of a step; `stored` for the writes that stand alone."""
+    """Returns the fusions and misses of a step; `stored` for the writes that stand alone."""
     row = compiled_step(model, step_of(model, kind))
     return {name: row[name] for name in (*SHOWN, "stored") if name in row}
 

@@ -122,7 +122,7 @@ class Step:
 
 
 def attempted(row: dict[str, Any], name: str, call: Callable[[], Any]) -> Any:
-    """What a call returns; None where it raises, which `row` then says under `name`."""
+    """Returns the result of a call; None where it raises, which `row` then says under `name`."""
     try:
         return call()
     except Exception as error:

@@ -55,7 +55,7 @@ def is_further(row: Row) -> bool:
 
 
 def silent(row: Row) -> int:
-    """How many points of a prepared step nothing accounts for, and no miss names."""
+    """Counts the points of a prepared step that nothing accounts for and no miss names."""
     step = row.get("prepared", {})
     named = step.get("advice", {}).get("census UNRECOGNISED", 0)
     return max(0, len(step.get("unaccounted", ())) - named)
@@ -82,7 +82,7 @@ def line(row: Row) -> str:
 
 
 def to_do(rows: Sequence[Row]) -> list[str]:
-    """What is missed in prepared models, by what to do about it, and what `prepare` leaves."""
+    """Lists misses in prepared models by what to do, and the modules that `prepare` leaves."""
     found: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         for said in row.get("prepared", {}).get("said", ()):
@@ -167,10 +167,11 @@ loaded it is fused too, but its words, of eight rows each, are read more slowly
 ([quantised-performance.md](quantised-performance.md)).
 
 On a GPU quanto keeps float8 weights in the order of its kernel (`MarlinF8QBytesTensor`), which
-`prepare` alone reads; here they are as on a CPU. What transformers loads itself needs a GPU to stay
-codes. finegrained-fp8 and mxfp4-gpu are its own modules with stand-ins for the hub's kernels, of
-their names, schemas and arithmetic (`tests/models/finegrained.py`, `tests/models/gpt_oss_hub.py`):
-with the real `gpt-oss-triton-kernels` Dynamo raises where the stand-in breaks the graph. mxfp4 is a
+`prepare` alone reads; here they are as on a CPU. Weights that transformers loads itself need a
+GPU to stay codes. finegrained-fp8 and mxfp4-gpu are its own modules with stand-ins for the hub's
+kernels, of their names, schemas and arithmetic (`tests/models/finegrained.py`,
+`tests/models/gpt_oss_hub.py`): with the real `gpt-oss-triton-kernels` Dynamo raises where the
+stand-in breaks the graph. mxfp4 is a
 checkpoint as transformers loads it on a CPU, where it decodes the experts to bfloat16. More models
 whose forward pass decodes such codes are in
 [coverage.md](coverage.md#quantised-formats-x-models)."""

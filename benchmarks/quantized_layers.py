@@ -25,7 +25,7 @@ WITH_BIAS = ("gpt-oss-20b",)
 
 @dataclass(frozen=True)
 class Format:
-    """How a layer's weights are stored. block: rows and columns of a scale, 0 for all of them.
+    """The format of a layer's weights. block: rows and columns of a scale, 0 for all of them.
 
     transposed: [K, N] in memory, as GPTQ and AWQ have it. prepared: but for the codes, which lie
     along K, as `tilewright.compiler.prepare` lays them out. order: where each code of a word lies;
@@ -185,7 +185,7 @@ def make_quantized(form: Format, shape: Shape, num_tokens: int) -> QuantizedLaye
 
 
 def argument_sets(form: Format, shape: Shape, num_tokens: int) -> int:
-    """How many layers keep the L2 cache cold."""
+    """Returns the number of layers that keeps the L2 cache cold."""
     weights = shape.weight_bytes * WEIGHT_FORMATS[form.weight_format].bits / 16
     return max(2, -(-int(COLD_BYTES) // int(weights + 2 * num_tokens * shape.hidden)))
 

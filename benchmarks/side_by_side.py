@@ -18,7 +18,7 @@ READY = "ready"
 
 
 def has_turn() -> bool:
-    """In a case's process: says that it is ready and waits; False where whoever drives it is
+    """In a case's process: says that it is ready and waits; False where its driver is
     gone."""
     print(READY, flush=True)
     return bool(sys.stdin.readline())

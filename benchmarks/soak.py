@@ -148,7 +148,7 @@ def grown(row: dict) -> dict[str, float]:
 
 
 def too_much(ours: dict, yardstick: dict) -> list[str]:
-    """What grew beyond its bound."""
+    """Lists the measures that grew beyond their bounds."""
     mine, stock = grown(ours), grown(yardstick)
     bounds = {"mib": MIB, "tensors": OBJECTS, "graph_modules": OBJECTS, "fx_nodes": OBJECTS}
     return [

@@ -46,7 +46,7 @@ class WrongAnswerError(AssertionError):
 
 @cache
 def files_of(number: int) -> dict[str, bytes]:
-    """What entry `number` holds: three files of up to 200 kB."""
+    """Returns the content of entry `number`: three files of up to 200 kB."""
     random_bytes = random.Random(number)
     return {
         f"{name}.bin": random_bytes.randbytes(random_bytes.randrange(1, 200_000)) for name in "abc"
@@ -70,7 +70,7 @@ def ask(root: Path, number: int, log: Path | None = None) -> None:
 
 
 def ask_kernel(root: Path, spec: KernelSpec, text: str, log: Path | None = None) -> None:
-    """The same for an emitted kernel; `text`: what it must be."""
+    """Asks for an emitted kernel, whose text must be `text`."""
     store = KernelCache(root)
     if log is not None and store.find(KIND, build.emitter.source_fingerprint(spec)) is None:
         note(log, f"{spec.name} asked cold")
@@ -107,12 +107,12 @@ def child(function: Callable[[], Any]) -> int:
 
 
 def failures(pids: Sequence[int]) -> int:
-    """How many of the children ended with anything but 0."""
+    """Counts the children that ended with another status than 0."""
     return sum(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0 for pid in pids)
 
 
 def whole_or_absent(root: Path) -> int:
-    """How many entries are there; each must be right."""
+    """Counts the entries; each must be right."""
     found = [(n, KernelCache(root).find(KIND, key(n))) for n in range(ENTRIES)]
     wrong = [n for n, entry in found if entry is not None and entry.files != files_of(n)]
     if wrong:

@@ -57,7 +57,7 @@ def say(row: dict[str, Any], out: Path | None) -> None:
 
 
 def slowest(times: dict[str, float]) -> dict[str, float]:
-    """Of each variant the time of the slowest rank."""
+    """Returns the time of the slowest rank for each variant."""
     values = torch.tensor(list(times.values()), device="cuda", dtype=torch.float64)
     dist.all_reduce(values, dist.ReduceOp.MAX)
     return dict(zip(times, (round(v, 2) for v in values.tolist()), strict=True))
@@ -143,7 +143,7 @@ def variants_of(a: AllReduceResidualNormArguments) -> dict[str, Callable[[], Any
 
 
 def errors(a: AllReduceResidualNormArguments, results: Any) -> list[float]:
-    """Of the sum and the norm, against float64."""
+    """Returns the errors of the sum and the norm against float64."""
     exact = a.x.double()
     dist.all_reduce(exact)
     exact += a.residual.double()

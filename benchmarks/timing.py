@@ -1,4 +1,4 @@
-"""How every benchmark here measures, and what it keeps.
+"""Measurements of all benchmarks here, and the results that they keep.
 
 CUDA graphs, variants in turn, medians over rounds (`ops/runtime/timing.py`, as `tune` does);
 results in JSON with the environment they were measured in.
@@ -26,7 +26,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def environment() -> dict[str, Any]:
-    """What a reader needs to repeat the run."""
+    """The facts that a reader needs to repeat the run."""
     facts = {
         "date": date.today().isoformat(),
         "command": " ".join(["python", *sys.argv]),
@@ -40,7 +40,7 @@ def environment() -> dict[str, Any]:
 
 
 def cpu_us(call: Callable[[], Any], calls: int = 100) -> float:
-    """What a repeated call takes of the CPU; too few calls to fill the GPU's queue."""
+    """CPU time of a repeated call, in microseconds; too few calls to fill the GPU's queue."""
     for _ in range(3):
         call()
     torch.cuda.synchronize()

@@ -1,6 +1,6 @@
 """Formats of weights that are stored as codes, and the static facts about the codes of a problem.
 
-All floors use this table. The module does not need torch."""
+Every layer of the package uses this table. The module does not need torch."""
 
 from __future__ import annotations
 

@@ -17,9 +17,11 @@ B300, sm120 RTX 5090. `detect_target` puts in the number of multiprocessors of t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+
+from tilewright.codegen.names import did_you_mean
 
 FEATURES = frozenset(
     {"tma", "wgmma", "tcgen05", "tma_gather", "block_scaled_mma", "dependent_launch", "fp8"}
@@ -331,11 +333,38 @@ TARGETS: Mapping[str, Target] = MappingProxyType(
 _BY_CAPABILITY = {target.capability: target for target in TARGETS.values()}
 
 
+#: Products by the target that their kernels are emitted for.
+PRODUCTS: Mapping[str, str] = MappingProxyType({
+    "b200": "sm100", "gb200": "sm100", "b300": "sm103", "gb300": "sm103", "rtx5090": "sm120",
+    "h100": "sm90", "h200": "sm90", "gh200": "sm90", "l4": "sm89", "l40": "sm89", "l40s": "sm89",
+    "rtx4090": "sm89", "a10": "sm86", "rtx3090": "sm86", "a100": "sm80",
+})  # fmt: skip
+
+
+def find_target(name: object) -> Target | None:
+    """Returns the target of a name as users write it: `sm90`, `SM_90a` or a product's, `H100`;
+    None for any other."""
+    if not isinstance(name, str):
+        return None
+    plain = "".join(character for character in name.lower() if character.isalnum())
+    known = PRODUCTS.get(plain, plain)
+    return TARGETS.get(known) or TARGETS.get(known.removesuffix("a"))
+
+
 def get_target(name: str) -> Target:
-    """Returns the target of this name. Raises ValueError for an unknown name."""
-    if name not in TARGETS:
-        raise ValueError(f"target: expected one of {sorted(TARGETS)}, got {name!r}")
-    return TARGETS[name]
+    """Returns the target of this name, see :func:`find_target`. Raises ValueError for an unknown
+    name."""
+    target = find_target(name)
+    if target is None:
+        raise ValueError(f"target: {not_a_target(name, sorted(TARGETS))}")
+    return target
+
+
+def not_a_target(name: object, known: Iterable[str]) -> str:
+    """Returns what is said of an unknown name: the names that are known, and the nearest of those
+    and of the products."""
+    near = did_you_mean(name, (*known, *PRODUCTS))
+    return f"expected one of {list(known)} or a product such as 'h100', got {name!r}{near}"
 
 
 def gpu_targets() -> list[Target]:

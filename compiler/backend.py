@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from tilewright.codegen.names import did_you_mean
 from tilewright.compiler import _compat
 from tilewright.compiler import artifacts as _artifacts  # noqa: F401  registers them
 from tilewright.compiler._compat import inductor, tracing
-from tilewright.compiler.fuse import fuse, target_name
+from tilewright.compiler.fuse import TOLD, fuse, target_name
 from tilewright.compiler.graph_breaks import listen_for_breaks, noting_breaks, why_graph_ended
-from tilewright.compiler.options import Options, without
+from tilewright.compiler.options import Options, check_mode, without
 from tilewright.compiler.report import GraphReport, Lowered, break_miss, unless_cut
 from tilewright.compiler.report.failures import StrictError, raise_strictly
 from tilewright.compiler.safety.modes import modes_of
@@ -33,9 +34,24 @@ from tilewright.compiler.verify import verified
 from tilewright.patterns.language import CAPTURE, REPORT_IT, Miss, Stage
 
 log = logging.getLogger("tilewright")
-if level := os.environ.get("TILEWRIGHT_LOG"):
+LOG = "TILEWRIGHT_LOG"
+
+
+def _set_level(given: str) -> None:
+    """Has the log show what is of a level by its name or number. Another text is warned about: a
+    variable must not keep a model from compiling."""
     logging.basicConfig()
-    log.setLevel(level.upper())
+    level = int(given) if given.isdecimal() else logging.getLevelName(given.strip().upper())
+    if isinstance(level, int):
+        log.setLevel(level)
+    else:
+        near = did_you_mean(given, LEVELS)
+        log.warning("%s: expected one of %s, got %r%s", LOG, ", ".join(LEVELS), given, near)
+
+
+LEVELS = ("debug", "info", "warning", "error", "critical")
+if named := os.environ.get(LOG):
+    _set_level(named)
 
 WITHOUT_GRAD = "call the model under torch.no_grad(), or after model.requires_grad_(False)"
 
@@ -52,10 +68,12 @@ def tilewright(
     """The Dynamo backend: fuses what it finds, then hands the graph to Inductor.
 
     options: see :class:`tilewright.compiler.options.Options`. mode: Inductor's, e.g.
-    `reduce-overhead`. Raises ValueError for a bad option. A graph without a match, or one at which
-    tilewright fails, compiles exactly as with the inner compiler alone; the report says so.
+    `reduce-overhead`. Raises ValueError for a bad option or mode. A graph without a match, or one
+    at which tilewright fails, compiles exactly as with the inner compiler alone; the report says
+    so.
     """
     chosen = Options.of(options)
+    check_mode(mode)
     with compiling(gm) as shared:
         if chosen.verify and shared:
             # A rank that finds a mismatch goes back to the original, and must not do so alone.
@@ -107,8 +125,9 @@ def _frame_broke(breaks: list[str], options: Mapping[str, Any]) -> bool:
     return any(chosen.raises_for(miss) for miss in misses)
 
 
-# Graph breaks that were warned about since torch._dynamo.reset(): once for each place.
-_WARNED: set[Miss] = set()
+# What was warned about since torch._dynamo.reset(): graph breaks once for each place, lines about
+# graphs once for each text, as a graph that is compiled anew for other sizes has that of the first.
+_WARNED: set[Miss | str] = set()
 tilewright.reset = _WARNED.clear  # type: ignore[attr-defined]
 listen_for_breaks(tilewright, _frame_broke)
 
@@ -215,13 +234,11 @@ def _publish(report: GraphReport, options: Options, breaks: Sequence[str] = ()) 
     report = replace(report, target=target_name(options), graph_breaks=tuple(breaks))
     _REPORTS.append(report.without_graphs())
     _trace(report)
-    lost = [miss for miss in report.misses if miss.is_lost and miss.pattern != CAPTURE]
-    if lost and not report.matches:
-        tally: Counter[str] = Counter()
-        for miss in lost:
-            tally[miss.code] += miss.count
-        counts = ", ".join(f"{code} x{n}" for code, n in sorted(tally.items()))
-        log.warning("nothing was fused (%s); the first: %s", counts, lost[0])
+    if line := _lost_line(report):
+        _warn_once(line)
+    for note in report.notes:
+        if note.startswith(TOLD):
+            _warn_once(note)
     for miss in report.misses:
         if miss.pattern == CAPTURE and miss not in _WARNED:
             _WARNED.add(miss)
@@ -234,6 +251,30 @@ def _publish(report: GraphReport, options: Options, breaks: Sequence[str] = ()) 
                 file.write(json.dumps(report.data) + "\n")
         except OSError as error:  # the model still compiles
             log.warning("options['report']: nothing could be written: %s", error)
+
+
+def _lost_line(report: GraphReport) -> str:
+    """What a graph has lost, in a line; empty where it has lost nothing."""
+    lost = [miss for miss in report.misses if miss.is_lost and miss.pattern != CAPTURE]
+    if not lost:
+        return ""
+    tally: Counter[str] = Counter()
+    for miss in lost:
+        tally[miss.code] += miss.count
+    counts = ", ".join(f"{code} x{n}" for code, n in sorted(tally.items()))
+    if not report.matches:
+        return f"nothing was fused ({counts}); the first: {lost[0]}"
+    fused = f"{len(report.matches)} {'site' if len(report.matches) == 1 else 'sites'} fused"
+    return (
+        f"{fused}, {sum(tally.values())} lost ({counts}); the first: {lost[0]}; "
+        f"{LOG}=info or tilewright.reports() shows all"
+    )
+
+
+def _warn_once(line: str) -> None:
+    if line not in _WARNED:
+        _WARNED.add(line)
+        log.warning("%s", line)
 
 
 def _trace(report: GraphReport) -> None:
@@ -261,14 +302,19 @@ def lower(
     """What tilewright does to a model, without compiling or running it on data.
 
     model, args, kwargs: as the model is called; meta tensors will do. patterns: as in Options.
-    dynamic: as in torch.compile. target: the chip kernels are planned for. tune: as in Options;
+    dynamic: as in torch.compile. target: the chip kernels are planned for, by its name or a
+    product's (`h100`). tune: as in Options;
     measures where the GPU at hand is the target.
     Returns a :class:`Lowered`. No traced graph runs, so caches passed as arguments are not written;
     after a graph break the Python between two graphs does run, with zeros in the place of the first
     graph's results; an error that this causes is reported as part of the break.
-    Raises ValueError for unknown patterns or targets, StrictError under strict, and what Dynamo or
-    the model raises before there is a graph.
+    Raises TypeError for a model that cannot be called, or arguments in another form, ValueError for
+    unknown patterns or targets, StrictError under strict, and what Dynamo or the model raises
+    before there is a graph.
     """
+    _check_call(model, args, kwargs)
+    if dynamic not in (None, True, False):
+        raise TypeError(f"dynamic: expected a bool or None, got {dynamic!r}")
     options = Options.of(
         {
             "inner": "eager",
@@ -311,9 +357,27 @@ def lower(
             # Python between two graphs failed on the zeros that stand for the first one's results.
             log.debug("the model stopped after a graph", exc_info=True)
             after = [f"after it, on results that were not computed, {_in_a_line(error)}"]
-    lowered = Lowered(tuple(found), target, (*breaks, *after))
+    lowered = Lowered(tuple(found), target_name(options), (*breaks, *after))
     raise_strictly(lowered.misses, options)
     return lowered
+
+
+def _check_call(model: Any, args: Any, kwargs: Any) -> None:
+    """Raises TypeError naming what of a model and its arguments has another form."""
+    if not callable(model):
+        whole = isinstance(model, tuple) and len(model) == 3
+        hint = "; give its parts: (*made) for made = (model, args, kwargs)" if whole else ""
+        got = f"a tuple of {len(model)}" if isinstance(model, tuple) else type(model).__name__
+        raise TypeError(f"model: expected a module or function, got {got}{hint}")
+    if not isinstance(args, (tuple, list)):
+        got = "one tensor" if isinstance(args, torch.Tensor) else type(args).__name__
+        raise TypeError(f"args: expected a tuple of arguments, got {got}; write (x,) for one")
+    named = kwargs is None or (
+        isinstance(kwargs, Mapping) and all(isinstance(k, str) for k in kwargs)
+    )
+    if not named:
+        got = type(kwargs).__name__
+        raise TypeError(f"kwargs: expected a dictionary of arguments by name, got {got}")
 
 
 def _in_a_line(error: Exception) -> str:

@@ -7,8 +7,8 @@ import gc
 import math
 import operator
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Sequence, Set
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 import tilewright.patterns  # noqa: F401  registers the families
+from tilewright.codegen.names import did_you_mean
 from tilewright.codegen.targets import detect_target, get_target
 from tilewright.compiler import _compat
 from tilewright.compiler.dataflow.access import call_key
@@ -28,6 +29,7 @@ from tilewright.compiler.report.census import Point, Round, census_of, unrecogni
 from tilewright.compiler.report.failures import Failures, raise_strictly
 from tilewright.compiler.rewrite import HalfRewrittenError, Rewritten, arguments_of, rewrite_sites
 from tilewright.compiler.rewrite.bodies import unseen_in_bodies
+from tilewright.compiler.rewrite.dropouts import count_dropouts
 from tilewright.compiler.rewrite.lengths import advance_lengths_last
 from tilewright.compiler.rewrite.normal import normalise
 from tilewright.compiler.rewrite.spelled import (
@@ -46,12 +48,15 @@ from tilewright.compiler.safety.modes import (
     unseen_in_transforms,
 )
 from tilewright.compiler.safety.overlap import InputMemory, input_memory
+from tilewright.compiler.scopes import collapse_scope
 from tilewright.ops.contract import LoweringReport, get_op
 from tilewright.ops.fused_op import loaded
 from tilewright.patterns.dataflow import Dataflow, Value
 from tilewright.patterns.language import CENSUS, Findings, Match, Miss, Stage, find, registered
 
 DEFAULT_TARGET = "sm100"
+#: What notes begin with that the backend warns about.
+TOLD = ("options['only']", "dropout is on")
 
 
 @dataclass
@@ -157,12 +162,15 @@ def _attempt(
     rewritten: list[Rewritten] = []
     misses: list[Miss] = []
     inputs: list[InputMemory] = []
+    scopes: Counter[str] = Counter()  # of all matches
+    told_of: list[str] = []
 
     patterns = registered(options.patterns)
     planned = get_target(target)
 
     def run(graph: fx.Graph) -> None:
         spelled, unfit = normalise(graph, kept)
+        told_of.extend(_dropout_note(count_dropouts(graph)))
         # Where an op refuses a site, another round gives the site to the next pattern.
         refused: dict[tuple[str, fx.Node], Miss] = {}
         left_open: set[fx.Node] = set()
@@ -181,6 +189,7 @@ def _attempt(
                     inputs.append(input_memory(flow))
             with clock.phase("match"):
                 found = find(flow, patterns, check, failures)
+                scopes.update(match.scope for match in found.matches)
                 wanted, left = plan(found, options, len(rewritten))
                 inside = unseen_in_bodies(graph, modes, patterns)
                 unseen = [*unseen_in_transforms(modes), *unknown_writes(flow, found.matches)]
@@ -217,6 +226,7 @@ def _attempt(
         failures.refuse(error.match, "to rewrite", cause if isinstance(cause, Exception) else error)
         return None
     notes = _ask_for_tuning(rewritten, options) if options.tune else ()
+    notes = (*notes, *told_of, *_only_note(options.only, scopes))
     if rewritten:
         with clock.phase("lint"):
             check_graph(after.graph)
@@ -336,7 +346,37 @@ def _claimed(match: Match, other: Match) -> Miss:
 
 
 def _wanted(match: Match, only: Sequence[str] | None) -> bool:
-    return only is None or any(fnmatch.fnmatchcase(match.scope, pattern) for pattern in only)
+    return only is None or _named(match.scope, only)
+
+
+def _named(scope: str, only: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(scope, pattern) for pattern in only)
+
+
+def _only_note(only: Sequence[str] | None, scopes: Mapping[str, int]) -> tuple[str, ...]:
+    """What is said where `only` names none of the modules that sites are in.
+
+    scopes: how many sites each module has.
+    """
+    if only is None or not scopes or any(_named(scope, only) for scope in scopes):
+        return ()
+    total = sum(scopes.values())
+    places = sorted({collapse_scope(scope) or "the top level" for scope in scopes})
+    wider = [f"*{name}*" for name in only if any(_named(scope, [f"*{name}*"]) for scope in scopes)]
+    near = (
+        f"; did you mean {wider[0]!r}?" if wider else did_you_mean(only[0], scopes) if only else ""
+    )
+    sites = "the one site, which is" if total == 1 else f"the {total} sites, which are"
+    return (f"{TOLD[0]}: {list(only)} names none of {sites} at {', '.join(places)}{near}",)
+
+
+def _dropout_note(count: int) -> tuple[str, ...]:
+    """What is said of a graph with so many dropouts that are on."""
+    if not count:
+        return ()
+    places = "1 place" if count == 1 else f"{count} places"
+    said = "as in train mode, and keeps sites from being fused: call model.eval()"
+    return (f"{TOLD[1]} in {places}, {said}",)
 
 
 # The plans of one graph's ops, by `call_key`: most layers of a model have the same.

@@ -39,10 +39,11 @@ _BRANCH = (
     "compute both sides and choose with torch.where, or use torch.cond",
 )
 _IN_PYTHON = "give the model a Python number in its place"
+# Dynamo's own hint, `capture_scalar_outputs`, fails in Dynamo where the number is a slice's end.
 _NUMBER = (
     "this line needs a tensor's number in Python, as an index, a length or by .item()",
-    f"compute with the tensor itself, or {_IN_PYTHON}; "
-    "torch._dynamo.config.capture_scalar_outputs = True keeps .item() in the graph",
+    "compute with the tensor itself: write a cache by cache.index_copy_(dim, positions, k) and "
+    f"mask by torch.arange(length) <= positions[:, None]; or {_IN_PYTHON}",
 )
 
 # What Dynamo's reasons that begin so mean, and what to do: Dynamo's own words name its settings.

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import tilewright.patterns  # noqa: F401  registers the families
-from tilewright.codegen.targets import TARGETS
+from tilewright.codegen.names import did_you_mean
+from tilewright.codegen.targets import TARGETS, find_target, not_a_target
 from tilewright.compiler._compat import inductor
-from tilewright.patterns.language import CAPTURE, Miss, registered
+from tilewright.ops.checks import is_on
+from tilewright.patterns.language import CAPTURE, Miss, registered, spoken_for
 
 INNER = ("inductor", "eager")
 EVERYWHERE = "TILEWRIGHT_EVERYWHERE"
@@ -29,7 +31,8 @@ class Options:
         on a mismatch report it and run the original from then on. Sums over ranks stay the
         library's then: no rank may go back alone.
     strict: a miss that is lost, a graph break or an internal error raises instead of being
-        reported; True for every pattern, or names of patterns (`capture` for graph breaks).
+        reported; True for every pattern, or names of patterns (`capture` for graph breaks). A cache
+        that grows is a miss of `qkv_cache`, too, which it keeps from every write.
     fuel: apply only the first n rewrites; bisects a wrong one.
     only: module paths (`*` matches within one) of the sites to rewrite; None for all.
     report: a file to which each compiled graph's report is appended as one line of JSON.
@@ -56,7 +59,7 @@ class Options:
     def __post_init__(self) -> None:
         _one_of("inner", self.inner, INNER)
         if self.everywhere is None:
-            object.__setattr__(self, "everywhere", os.environ.get(EVERYWHERE, "0") not in ("", "0"))
+            object.__setattr__(self, "everywhere", is_on(os.environ.get(EVERYWHERE, "")))
         for name in ("verify", "tune", "everywhere"):
             _expect(name, isinstance(getattr(self, name), bool), "a bool", getattr(self, name))
         for name in ("patterns", "only"):
@@ -72,14 +75,15 @@ class Options:
         registered(self.patterns)  # raises for a name it does not know
         self._check_strict(self.strict)
         if self.target is not None:
-            _one_of("target", self.target, tuple(TARGETS))
+            object.__setattr__(self, "target", _target(self.target))
         fuel = self.fuel
         good = fuel is None or (isinstance(fuel, int) and not isinstance(fuel, bool) and fuel >= 0)
         _expect("fuel", good, "a number of rewrites, 0 or more, or None", fuel)
         if self.report is not None:
             _expect("report", isinstance(self.report, (str, os.PathLike)), "a path", self.report)
-            folder = Path(self.report).resolve().parent
-            _expect("report", folder.is_dir(), "a path in an existing folder", self.report)
+            path = Path(self.report).resolve()
+            good = path.parent.is_dir() and not path.is_dir()
+            _expect("report", good, "a path of a file in an existing folder", self.report)
 
         if self.inner_options is not None:
             self._check_inner_options(self.inner_options)
@@ -92,13 +96,16 @@ class Options:
         _expect("strict", listed, expected, given)
         known = sorted([CAPTURE, *(pattern.name for pattern in registered())])
         unknown = [name for name in given if name not in known]
-        _expect("strict", not unknown, f"names among {known}", given)
+        near = did_you_mean(unknown[0], known) if unknown else ""
+        _expect("strict", not unknown, f"names among {known}", given, near)
         object.__setattr__(self, "strict", tuple(given))
 
     def raises_for(self, miss: Miss) -> bool:
-        """Whether `strict` raises for a miss: one that is lost, of a pattern that it names."""
-        named = self.strict if isinstance(self.strict, bool) else miss.pattern in self.strict
-        return named and miss.is_lost
+        """Whether `strict` raises for a miss: one that is lost, of a pattern that it names, or
+        that stands for the misses of one."""
+        if isinstance(self.strict, bool):
+            return self.strict and miss.is_lost
+        return miss.is_lost and not spoken_for(miss.pattern).isdisjoint(self.strict)
 
     def _check_inner_options(self, given: Any) -> None:
         _expect("inner_options", isinstance(given, Mapping), "a dictionary or None", given)
@@ -109,12 +116,23 @@ class Options:
     @classmethod
     def of(cls, given: Mapping[str, Any] | None) -> Options:
         """Options from a dictionary. Raises ValueError naming the option, expected and actual."""
+        if given is not None and not isinstance(given, Mapping):
+            raise ValueError(f"options: expected a dictionary or None, got {given!r}")
         given = dict(given or {})
         known = {f.name for f in fields(cls)}
-        unknown = sorted(set(given) - known)
+        unknown = sorted(map(str, set(given) - known))
         if unknown:
-            raise ValueError(f"options: unknown {unknown}; expected some of {sorted(known)}")
+            near = did_you_mean(unknown[0], known)
+            raise ValueError(f"options: unknown {unknown}; expected some of {sorted(known)}{near}")
         return cls(**given)
+
+
+def check_mode(mode: Any) -> None:
+    """Raises ValueError for a mode that Inductor does not have; None is its default."""
+    known = inductor.modes()
+    if mode is not None and mode not in known:
+        near = did_you_mean(mode, known)
+        raise ValueError(f"mode: expected None or one of {known}, got {mode!r}{near}")
 
 
 def without(options: Options, pattern: str) -> Options:
@@ -123,10 +141,20 @@ def without(options: Options, pattern: str) -> Options:
     return replace(options, patterns=left) if left else replace(options, fuel=0)
 
 
+def _target(given: Any) -> str:
+    """The name of the target that is meant. Raises ValueError."""
+    target = find_target(given)
+    if target is None:
+        raise ValueError(f"options['target']: {not_a_target(given, TARGETS)}")
+    return target.name
+
+
 def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
-    _expect(name, value in allowed, f"one of {list(allowed)}", value)
+    good = isinstance(value, str) and value in allowed
+    near = "" if good else did_you_mean(value, allowed)
+    _expect(name, good, f"one of {list(allowed)}", value, near)
 
 
-def _expect(name: str, good: bool, expected: str, actual: Any) -> None:
+def _expect(name: str, good: bool, expected: str, actual: Any, near: str = "") -> None:
     if not good:
-        raise ValueError(f"options[{name!r}]: expected {expected}, got {actual!r}")
+        raise ValueError(f"options[{name!r}]: expected {expected}, got {actual!r}{near}")

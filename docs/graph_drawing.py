@@ -23,7 +23,7 @@ _X_SPACE, _Y_SPACE, _MARGIN = 16, 26, 20
 
 @dataclass
 class _Box:
-    """What grandalf places: a width, a height, and the centre that it sets."""
+    """A box that grandalf places: a width, a height, and the centre that it sets."""
 
     w: float
     h: float = _HEIGHT

@@ -22,7 +22,7 @@ HEAD = """# Measured
 All tables are made by `python docs/measured_tables.py` from the files in `benchmarks/results/`.
 Under each stand GPU, versions, date and command. GPU times are medians of CUDA graphs, the variants
 run in turn. `best / tilewright` is the time of the fastest of the others divided by ours: above 1,
-tilewright is faster. What bounds the kernels, what was tried, and what is slower:
+tilewright is faster. Bounds of the kernels, attempts, and cases that are slower:
 [qkv-performance.md](qkv-performance.md), [attention-performance.md](attention-performance.md),
 [moe-performance.md](moe-performance.md), [mla-performance.md](mla-performance.md),
 [lora-performance.md](lora-performance.md), [quantised-performance.md](quantised-performance.md).
@@ -118,8 +118,8 @@ def generated(data: dict[str, Any]) -> str:
     head += "bfloat16. Eager has a dynamic cache, torch.compile a static one, both as transformers "
     head += "calls them. Tokens of the batch per second of whole calls, which run the prompt "
     head += f"uncompiled:\n\n{table(GENERATED, generated_rows(data))}\n\n"
-    head += "The same per second of the steps after the prompt; peak memory of a call above model "
-    head += "and cache, MiB, of torch.compile and tilewright:"
+    head += "Tokens of the batch per second of the steps after the prompt; peak memory of a call "
+    head += "above model and cache, MiB, of torch.compile and tilewright:"
     names = ("eager", "stock", "tilewright", "tilewright-paged")
     rows = [
         (
@@ -208,7 +208,7 @@ def experts(data: dict[str, Any]) -> str:
 
 
 def _is_usual(row: dict[str, Any]) -> bool:
-    """Of all that is measured of adapters, what the page has room for."""
+    """Whether a row of adapters is among those that the page has room for."""
     usual = {"hidden": 4096, "adapters": 8, "routing": "uniform"}
     return row.get("rank") in (16, 64) and all(row[name] == usual[name] for name in usual)
 
@@ -250,8 +250,9 @@ def cache_attention(data: dict[str, Any]) -> str:
     head = "## Attention over a cache\n\n"
     head += "Llama-3-8B's widths; µs, and the share of the rate of a copy in the same run at which "
     head += "keys and values of the tokens present would be read once; of prefill TFLOP/s of what "
-    head += "is seen. Cases: sequences x tokens present, where not all the capacity. What the "
-    head += "variants are: `benchmarks/cache_attention.py`. `flex` is compiled flex_attention, "
+    head += "is seen. Cases: sequences x tokens present, where not all the capacity. "
+    head += "`benchmarks/cache_attention.py` describes the variants. `flex` is compiled "
+    head += "flex_attention, "
     head += "`sdpa` PyTorch's attention of the tokens present alone, `torch.compile` that of the "
     head += "whole cache with repeated heads and the mask. The last rows are `mla_decode`, "
     head += "16 or 128 heads:"
@@ -386,13 +387,13 @@ SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 def place(data: dict[str, Any]) -> str:
-    """Where and when something was measured."""
+    """GPU, versions and date of a measurement."""
     where = data.get("gpu", "CPU")
     return f"{where}, torch {data['torch']}, triton {data['triton']}, {data['date']}"
 
 
 def _again(data: dict[str, Any]) -> str:
-    """What is said of rows that a later run replaced."""
+    """A sentence about rows that a later run replaced; empty without any."""
     again = data.get("again")
     if again is None:
         return ""

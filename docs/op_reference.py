@@ -34,7 +34,7 @@ def page() -> str:
 
 
 def purpose(op: FusedOp) -> str:
-    """What an op does, in the words of the file that declares it.
+    """The purpose of an op, in the words of the file that declares it.
 
     Raises ValueError where the file's docstring does not begin with the op's name and a colon.
     """
@@ -66,7 +66,7 @@ def section(op: FusedOp) -> str:
 
 
 def _groups(op: FusedOp) -> list[str]:
-    """What the groups of an op's arguments mean, each once."""
+    """The meaning of the groups of an op's arguments, each once."""
     groups = (item for item in vars(op.arguments).values() if isinstance(item, OptionalGroup))
     return [f"**{name}.** {_text(text)}" for name, text in dict(g.text for g in groups).items()]
 

@@ -24,6 +24,14 @@ _LINK = re.compile(r"(\]\()([^)#\s]+)(#[^)\s]*)?(?=\))")
 _FENCE = re.compile(r"^(```.*?^```)", re.MULTILINE | re.DOTALL)
 
 
+def on_config(config: Any) -> Any:
+    """Puts the release at the foot of each page."""
+    import tilewright
+
+    config["copyright"] = f"tilewright {tilewright.__version__}, Apache-2.0"
+    return config
+
+
 def on_files(files: Any, config: Any) -> Any:
     """Adds the documents at the top, and a page for each file that a document links to."""
     from mkdocs.structure.files import File, InclusionLevel

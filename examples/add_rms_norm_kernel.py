@@ -76,7 +76,7 @@ TILE = 4096
 
 @cache
 def norm_plan(hidden: int, num_tokens: int, target: Target) -> NormConfig:
-    """As many tokens as fill a tile, where that leaves a program for each multiprocessor."""
+    """Takes the tokens that fill a tile, where that leaves a program for each multiprocessor."""
     most = max(TILE // next_power_of_2(hidden), 1)
     while most > 1 and cdiv(num_tokens, most) < target.num_sms:
         most //= 2
@@ -91,7 +91,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def unsupported(a: Any) -> str | None:
-    """Why the kernel cannot take a call; None where it can. Metadata only."""
+    """Returns why the kernel cannot take a call, from metadata alone; None where it can."""
     if a.y.dtype not in DTYPES:
         return f"no kernel for {a.y.dtype}"
     if a.y.shape[1] > MAX_HIDDEN:

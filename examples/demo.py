@@ -1,4 +1,4 @@
-"""What tilewright does, on any Linux machine: no GPU is needed, nothing is downloaded.
+"""Shows tilewright on any Linux machine: no GPU is needed, nothing is downloaded.
 
     make demo
 

@@ -75,7 +75,7 @@ def error(made: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def run(rank: int, ranks: int, device: torch.device) -> list[str]:
-    """What is not as it should be on this rank."""
+    """Lists the faults on this rank; empty where all is well."""
     torch.manual_seed(0)  # every rank makes the same model, and keeps its part of it
     whole = LlamaForCausalLM(CONFIG).to(device, torch.bfloat16).eval()
     exact = decode(copy.deepcopy(whole).double(), torch.float64, KV_HEADS, device)

@@ -200,7 +200,16 @@ def debug_values() -> bool:
 
     Reading them waits for the GPU at every call, and fails while a CUDA graph is captured.
     """
-    return _environment.get(b"TILEWRIGHT_DEBUG", b"0") not in (b"", b"0")
+    return _environment.get(b"TILEWRIGHT_DEBUG", b"").lower() not in _OFF
+
+
+_OFF = frozenset({b"", b"0", b"no", b"off", b"false"})
+
+
+def is_on(variable: str) -> bool:
+    """Returns whether an environment variable's text asks for something; `0`, `no`, `off` and
+    `false` do not."""
+    return variable.strip().lower().encode() not in _OFF
 
 
 def readable(tensors: Iterable[torch.Tensor | None]) -> bool:

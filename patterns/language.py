@@ -16,6 +16,7 @@ from typing import Any, Literal, NoReturn, Protocol, get_args
 
 from torch import fx
 
+from tilewright.codegen.names import did_you_mean
 from tilewright.patterns import effects
 from tilewright.patterns.codes import CODES as CODES
 from tilewright.patterns.codes import WEIGHTS as WEIGHTS
@@ -315,6 +316,8 @@ class Pattern(Protocol):
     patterns that would otherwise take its anchors. With a true attribute `asked_last`, it comes
     after all patterns without one. With a true attribute `optional`, the graph as it is computes as
     well: each match `needs_kernel`, and each miss is advice.
+    `speaks_for` names patterns that match nothing where this one misses: `strict` raises for its
+    misses where it names one of these.
     """
 
     @property
@@ -439,10 +442,17 @@ def registered(names: Sequence[str] | None = None) -> tuple[Pattern, ...]:
         raise ValueError(f"patterns: expected a list of names, got the string {names!r}")
     unknown = [n for n in names if n.lstrip("-") not in _REGISTRY]
     if unknown:
-        raise ValueError(f"patterns: unknown {unknown}; registered are {sorted(_REGISTRY)}")
+        near = did_you_mean(unknown[0].lstrip("-"), _REGISTRY)
+        known = sorted(_REGISTRY)
+        raise ValueError(f"patterns: unknown {unknown}; registered are {known}{near}")
     left_out = {n[1:] for n in names if n.startswith("-")}
     wanted = {n for n in names if not n.startswith("-")} or set(_REGISTRY)
     return tuple(p for p in _in_order() if p.name in wanted - left_out)
+
+
+def spoken_for(name: str) -> frozenset[str]:
+    """Returns the pattern of that name, and those that its misses speak for."""
+    return frozenset((name, *getattr(_REGISTRY.get(name), "speaks_for", ())))
 
 
 def _in_order() -> tuple[Pattern, ...]:

@@ -44,8 +44,8 @@ def patterns_of(*names: str) -> set[str]:
     ops: dict[str, set[str]] = {}
     for pattern in language.registered():
         ops.setdefault(pattern.op, set()).add(pattern.name)
-        _, floor, family, *_ = (*type(pattern).__module__.split("."), "", "")
-        if floor == "patterns":
+        _, layer, family, *_ = (*type(pattern).__module__.split("."), "", "")
+        if layer == "patterns":
             families.setdefault(family, set()).add(pattern.name)
     own = {pattern.name: {pattern.name} for pattern in language.registered()}
     known = ops | own | families

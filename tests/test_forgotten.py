@@ -28,7 +28,7 @@ DESCRIBED_WITH = {
     "moe_dense": "moe",
     "grouped_gemm_nvfp4": "grouped_gemm",
 }
-FLOORS = ("codegen", "ops", "patterns")  # a family's kernels may be tested with its ops
+LAYERS = ("codegen", "ops", "patterns")  # a family's kernels may be tested with its ops
 
 
 def undescribed(patterns: Iterable[str], page: str) -> list[str]:
@@ -96,8 +96,8 @@ def incomplete_families(families: Iterable[str], audited: Iterable[str]) -> list
     said = []
     for name in sorted(families):
         places = [
-            *(f"{floor}/{name}" for floor in FLOORS),
-            *(f"tests/{floor}/{name}" for floor in FLOORS[1:]),
+            *(f"{layer}/{name}" for layer in LAYERS),
+            *(f"tests/{layer}/{name}" for layer in LAYERS[1:]),
         ]
         said += [f"{place}/: add the folder" for place in places if not (ROOT / place).is_dir()]
     rooms = {room.parent.name for room in (ROOT / "codegen").glob("*/templates")}
@@ -130,8 +130,8 @@ def test_every_kernel_is_audited():
 
 
 def test_every_code_is_explained():
-    floors = (ROOT / "patterns", ROOT / "compiler")
-    code = "\n".join(path.read_text("utf-8") for floor in floors for path in floor.rglob("*.py"))
+    layers = (ROOT / "patterns", ROOT / "compiler")
+    code = "\n".join(path.read_text("utf-8") for layer in layers for path in layer.rglob("*.py"))
     page = (ROOT / "docs" / "miss-codes.md").read_text("utf-8")
     assert unexplained(code, page, OWN_CODES) == []
 

@@ -1,6 +1,6 @@
 """The shape of the house: modules import each other without cycles, and know torch by its face.
 
-That imports run downwards between floors is held in tests/tools/test_floors.py.
+That imports run downwards between layers is held in tests/tools/test_layers.py.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import networkx as nx
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-FLOORS = ("codegen", "ops", "patterns", "compiler", "tools")
-FILES = sorted(path for floor in FLOORS for path in (ROOT / floor).rglob("*.py"))
+LAYERS = ("codegen", "ops", "patterns", "compiler", "tools")
+FILES = sorted(path for layer in LAYERS for path in (ROOT / layer).rglob("*.py"))
 
 
 def module_of(path: Path) -> str:
@@ -70,13 +70,13 @@ def private_imports(source: str) -> list[str]:
     return [n for n in names if any(part.startswith("_") for part in n.split(".")[1:])]
 
 
-@pytest.mark.parametrize("floor", ["patterns", "compiler"])
-def test_private_parts_of_torch_are_imported_in_one_place(floor):
+@pytest.mark.parametrize("layer", ["patterns", "compiler"])
+def test_private_parts_of_torch_are_imported_in_one_place(layer):
     found = {
         module_of(path): names
         for path in FILES
-        if path.relative_to(ROOT).parts[0] == floor and (names := private_imports(read(path)))
+        if path.relative_to(ROOT).parts[0] == layer and (names := private_imports(read(path)))
     }
     room = "tilewright.compiler._compat"
     assert [name for name in found if name != room and not name.startswith(f"{room}.")] == []
-    assert bool(found) == (floor == "compiler")
+    assert bool(found) == (layer == "compiler")

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_packages import FLOORS, ROOT
+from tests.test_packages import LAYERS, ROOT
 
-PARTS = ("src", *FLOORS, "docs", "README.md", "LICENSE", "MANIFEST.in", "pyproject.toml")
+PARTS = ("src", *LAYERS, "docs", "README.md", "LICENSE", "MANIFEST.in", "pyproject.toml")
 
 
 def run(*command: str, cwd: Path, path: Path | None = None) -> str:
@@ -64,7 +64,7 @@ def test_the_wheel_holds_every_module_and_what_they_read(published):
         (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
         said = BytesParser().parsebytes(wheel.read(metadata))
     read = ("*.py", "*.json", "*.j2", "*.md", "py.typed")
-    ours = {path for floor in FLOORS for kind in read for path in (ROOT / floor).rglob(kind)}
+    ours = {path for layer in LAYERS for kind in read for path in (ROOT / layer).rglob(kind)}
     assert {f"tilewright/{path.relative_to(ROOT)}" for path in ours} <= names
     assert (said["Name"], said["Description-Content-Type"]) == ("tilewright", "text/markdown")
     assert said.get_payload().startswith((ROOT / "README.md").read_text("utf-8")[:80])

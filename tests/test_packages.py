@@ -22,13 +22,13 @@ from tilewright.codegen.spec import KernelSpec
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "tilewright"
-FLOORS = ("codegen", "ops", "patterns", "compiler", "tools")
+LAYERS = ("codegen", "ops", "patterns", "compiler", "tools")
 MOST_FILES = 20
 
 
 def folders() -> list[Path]:
     """Where Python files of the package lie."""
-    return sorted({path.parent for floor in FLOORS for path in (ROOT / floor).rglob("*.py")})
+    return sorted({path.parent for layer in LAYERS for path in (ROOT / layer).rglob("*.py")})
 
 
 def name_of(folder: Path) -> str:
@@ -38,7 +38,7 @@ def name_of(folder: Path) -> str:
 def test_every_folder_is_a_package_that_is_installed():
     """By the links in `src/tilewright`, which setuptools follows."""
     links = {link.name: link.resolve() for link in SOURCE.iterdir() if link.is_symlink()}
-    assert links == {floor: ROOT / floor for floor in FLOORS}
+    assert links == {layer: ROOT / layer for layer in LAYERS}
     assert read_configuration(ROOT / "pyproject.toml", expand=False)["tool"]["setuptools"][
         "packages"
     ] == {"find": {"where": ["src"]}}
@@ -71,6 +71,17 @@ def test_the_version_is_in_one_place():
     assert {cited[1], logged[1]} == {tilewright.__version__}
 
 
+def test_the_workflow_runs_the_two_commands_of_the_makefile():
+    """On a hosted runner as in `.ci/run`: each command is a target, and nothing else is run."""
+    yaml = pytest.importorskip("yaml", reason="PyYAML comes with the extra 'docs'")
+    workflow = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text("utf-8"))
+    steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
+    commands = [step["run"] for step in steps if "run" in step]
+    assert commands == ["make demo", "make test"]
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    assert all(f"\n{command.removeprefix('make ')}:" in makefile for command in commands)
+
+
 def test_pytest_leaves_out_no_folder_of_tests(pytestconfig):
     left_out = pytestconfig.getini("norecursedirs")
     tests = {path.parent.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py")}
@@ -96,8 +107,8 @@ def shadowed(modules: dict[str, ModuleType]) -> list[str]:
 
 
 def test_no_module_is_hidden_by_a_function_of_its_name():
-    for floor in FLOORS:
-        package = importlib.import_module(f"tilewright.{floor}")
+    for layer in LAYERS:
+        package = importlib.import_module(f"tilewright.{layer}")
         for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             importlib.import_module(found.name)
     assert shadowed(dict(sys.modules)) == []

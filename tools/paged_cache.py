@@ -13,6 +13,7 @@ transformers.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -188,14 +189,22 @@ class PagedCache(StaticCache):
         dtype: torch.dtype | None = None,
         scales: Mapping[int, Scales] | None = None,
     ) -> None:
+        if not hasattr(config, "get_text_config"):
+            got = type(config).__name__
+            raise TypeError(f"config: expected a model's configuration (model.config), got {got}")
         if dtype not in (None, *FP8_DTYPES):
-            raise ValueError(f"dtype: expected None or one of {list(FP8_DTYPES)}, got {dtype}")
+            raise ValueError(f"dtype: expected None or one of {list(FP8_DTYPES)}, got {dtype!r}")
         if scales is not None and dtype is None:
             raise ValueError("scales: expected None where dtype is None, got scales")
-        if not isinstance(page_size, int) or page_size < 1 or page_size & (page_size - 1):
+        if scales is not None and not _are_scales(scales):
+            raise TypeError(
+                "scales: expected a dictionary of two tensors, of keys and of values, by the "
+                f"layer's number, as kv_scales(model) returns it; got {scales!r}"
+            )
+        if not _is_count(page_size) or page_size & (page_size - 1):
             raise ValueError(f"page_size: expected a power of two, in tokens, got {page_size!r}")
         for name, value in (("max_cache_len", max_cache_len), ("max_pages", max_pages)):
-            if value is not None and (not isinstance(value, int) or value < 1):
+            if value is not None and not _is_count(value):
                 raise ValueError(f"{name}: expected None or an int of at least 1, got {value!r}")
         super().__init__(config=config, max_cache_len=1)
         self.pages = Pages(page_size, max_cache_len, max_pages)
@@ -206,6 +215,8 @@ class PagedCache(StaticCache):
         ]
         if not self.paged:
             raise ValueError(f"PagedCache: {type(config).__name__} has no layer of attention")
+        if beyond := sorted(set(scales or ()) - set(range(len(self.layers)))):
+            raise ValueError(f"scales: of layers {beyond}, and the model has {len(self.layers)}")
 
     def _layer_for(self, layer: Any, dtype: torch.dtype | None, scales: Scales | None) -> Any:
         """Pages in the place of a static cache's keys and values; other layers as they are."""
@@ -227,14 +238,19 @@ class PagedCache(StaticCache):
         """Takes pages for `tokens` more of each sequence, so that none is taken on the way.
 
         Compiled calls take none by themselves from here on, until `crop`, `reset` or another batch.
-        Before the first forward pass it is remembered. Raises ValueError beyond max_cache_len,
-        RuntimeError beyond max_pages.
+        Before the first forward pass it is remembered. Raises ValueError for no number of tokens
+        and beyond max_cache_len, RuntimeError beyond max_pages.
         """
+        if not _is_count(tokens, least=0):
+            raise ValueError(f"tokens: expected an int of at least 0, got {tokens!r}")
         self.paged[0].reserve(tokens)
         self.pages.ahead = True
 
     def most_tokens(self, batch: int) -> int | None:
-        """Returns how many tokens each of `batch` sequences may have; None without a limit."""
+        """Returns how many tokens each of `batch` sequences may have; None without a limit. Raises
+        ValueError for no number of sequences."""
+        if not _is_count(batch):
+            raise ValueError(f"batch: expected an int of at least 1, got {batch!r}")
         limits = []
         if self.pages.max_length is not None:
             limits.append(self.pages.max_length)
@@ -302,6 +318,24 @@ class PagedCache(StaticCache):
     def _pools(self) -> list[torch.Tensor]:
         layers = [layer for layer in self.paged if layer.is_initialized]
         return [pool for layer in layers for pool in (layer.keys, layer.values)]
+
+
+def _is_count(value: Any, least: int = 1) -> bool:
+    """Whether it is a whole number, of any type that is one, of at least `least`."""
+    try:
+        return not isinstance(value, bool) and operator.index(value) >= least
+    except TypeError:
+        return False
+
+
+def _are_scales(scales: Any) -> bool:
+    """Whether it is two tensors for each of some layers."""
+    return isinstance(scales, Mapping) and all(
+        isinstance(pair, (tuple, list))
+        and len(pair) == 2
+        and all(isinstance(scale, torch.Tensor) for scale in pair)
+        for pair in scales.values()
+    )
 
 
 def kv_scales(model: nn.Module) -> dict[int, Scales]:

@@ -9,6 +9,7 @@ compares what is matched and missed with a snapshot file beside the test, one li
 
 from __future__ import annotations
 
+import inspect
 import logging
 import re
 from collections import Counter
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tilewright.codegen.names import did_you_mean
 from tilewright.tools.files import write_whole
 
 if TYPE_CHECKING:  # torch is imported with the first model only: every pytest run loads this file
@@ -26,6 +28,8 @@ if TYPE_CHECKING:  # torch is imported with the first model only: every pytest r
     from tilewright.tools.report.snapshot import Change
 
 FOLDER = "tilewright_snapshots"
+#: What `lower` takes that are no options.
+_CALL = ("model", "args", "kwargs")
 UPDATE = "--tilewright-update"
 
 
@@ -98,8 +102,9 @@ class Matches:
         **counts: int,
     ) -> Lowered:
         """Counts the sites of each named pattern: `assert_matches(model, args, qkv_cache=32)`."""
-        lowered = _lower(model, args, kwargs, options or {})
         _check_names(counts, "qkv_cache=32")
+        _check_counts(counts)
+        lowered = _lower(model, args, kwargs, options or {})
         found = Counter(site.pattern for site in lowered.matches)
         wrong = [
             f"{n}: {found[n]}, expected {count}" for n, count in counts.items() if found[n] != count
@@ -121,13 +126,13 @@ class Matches:
         code: of a miss by any pattern, where it does not matter which:
         `assert_misses(model, args, code="ESCAPES")`; patterns that miss so match nothing.
         """
-        lowered = _lower(model, args, kwargs, options or {})
         if codes or code is None:
             _check_names(codes, 'qkv_cache="ESCAPES"')
         _check_codes([*codes.values(), *([] if code is None else [code])])
+        lowered = _lower(model, args, kwargs, options or {})
         found = {site.pattern for site in lowered.matches}
-        missed = {(miss.pattern, miss.code) for miss in lowered.misses}
-        missing_so = {pattern for pattern, its_code in missed if its_code == code}
+        missed = _missed(lowered)
+        missing_so = {miss.pattern for miss in lowered.misses if miss.code == code}
         wrong = [f"{n} matches, expected it not to" for n in sorted({*codes, *missing_so} & found)]
         wrong += [f"{n}: no miss {c}" for n, c in codes.items() if (n, c) not in missed]
         wrong += [f"no miss {code}"] if code is not None and not missing_so else []
@@ -144,12 +149,12 @@ def _lower(
     kwargs: Mapping[str, Any] | None,
     options: Mapping[str, Any],
 ) -> Lowered:
-    import torch
-
     from tilewright.compiler import lower
 
-    if isinstance(args, torch.Tensor):
-        raise TypeError("args: expected a tuple of arguments, got one tensor")
+    known = [name for name in inspect.signature(lower).parameters if name not in _CALL]
+    if unknown := sorted(set(options) - set(known)):
+        near = did_you_mean(unknown[0], known)
+        raise ValueError(f"options: unknown {unknown}; expected some of {known}{near}")
     with _untraced():
         return lower(model, args, kwargs, **options)
 
@@ -178,16 +183,31 @@ def _check_names(expected: Mapping[str, Any], example: str) -> None:
     known = sorted(pattern.name for pattern in registered())
     unknown = sorted(set(expected) - set(known))
     if not expected or unknown:
-        got = f"unknown {unknown}" if unknown else "none"
+        got = f"unknown {unknown}{did_you_mean(unknown[0], known)}" if unknown else "none"
         raise ValueError(f"expected patterns ({example}) out of {known}, got {got}")
+
+
+def _check_counts(counts: Mapping[str, Any]) -> None:
+    """Raises TypeError for what is no number of sites."""
+    for name, count in counts.items():
+        if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+            raise TypeError(f"{name}: expected a number of sites, got {count!r}")
+
+
+def _missed(lowered: Lowered) -> set[tuple[str, str]]:
+    """(pattern, code) of the misses, each also for the patterns that it speaks for."""
+    from tilewright.patterns.language import spoken_for
+
+    return {(name, miss.code) for miss in lowered.misses for name in spoken_for(miss.pattern)}
 
 
 def _check_codes(codes: Iterable[str]) -> None:
     from tilewright.patterns.language import CODES
 
-    unknown = sorted(set(codes) - set(CODES))
+    unknown = sorted({str(code) for code in codes} - set(CODES))
     if unknown:
-        raise ValueError(f"no miss codes {unknown}; `tilewright explain` lists them")
+        near = did_you_mean(unknown[0], CODES)
+        raise ValueError(f"no miss codes {unknown}{near}; `tilewright explain` lists them")
 
 
 def _stored(path: Path) -> Sequence[Any]:

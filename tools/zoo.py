@@ -2,20 +2,21 @@
 
 Models are Hugging Face classes on the meta device, and so are their caches: a graph with the true
 dims takes no memory. :func:`load_model` also loads the MODEL of a user's function.
-transformers is an optional extra: `pip install 'tilewright[models]'`.
+transformers and peft are an optional extra, `models`.
 """
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import inspect
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import TYPE_CHECKING, Any
 
+from tilewright.codegen.names import did_you_mean
 from tilewright.tools.models.checkpoint import folder_of
 from tilewright.tools.models.loading import LoadedModel as LoadedModel
 from tilewright.tools.models.loading import ModelError as ModelError
@@ -175,11 +176,21 @@ def load_model(spec: str, **options: Any) -> LoadedModel:
         return build_checkpoint_model(folder, **options)
     place, function = place_of(spec)
     if not place or not function:
-        close = difflib.get_close_matches(spec, zoo_names(), n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
+        hint = _of_the_hub(spec) or did_you_mean(spec, zoo_names())
         known = f"{', '.join(ZOO)}; {FORMS_OF_A_MODEL}"
         raise ModelError(f"{spec!r} is not {FORMS}{hint}\nThe zoo: {known}")
     return load_function(spec, place, function, options)
+
+
+def _of_the_hub(spec: str) -> str:
+    """How to get what a name of Hugging Face's Hub, `owner/model`, stands for; empty for others."""
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", spec) or Path(spec).exists():
+        return ""
+    folder = spec.partition("/")[2]
+    return (
+        f"; nothing is downloaded: `hf download {spec} config.json --local-dir {folder}` gets the "
+        f"configuration, then MODEL is {folder}"
+    )
 
 
 def build_zoo_model(
@@ -332,4 +343,4 @@ def _imported(library: str, model: str) -> ModuleType:
         return importlib.import_module(library)
     except ImportError as error:
         message = f"{model} is built with {library}, which does not import here ({error})"
-        raise ModelError(f"{message}: pip install 'tilewright[models]'") from error
+        raise ModelError(f"{message}: pip install {library}") from error

@@ -16,6 +16,11 @@ def mode_patches(mode: str | None) -> dict[str, Any] | None:
     return torch._inductor.list_mode_options(mode) if mode else None
 
 
+def modes() -> list[str]:
+    """The names of `torch.compile`'s modes."""
+    return list(torch._inductor.list_mode_options())
+
+
 def option_problem(options: Mapping[str, Any]) -> str | None:
     """What is wrong with the first option that Inductor does not have or that has another type;
     None where all are good."""

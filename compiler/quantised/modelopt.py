@@ -247,9 +247,12 @@ def load_modelopt(name: str | Path, **options: Any) -> nn.Module:
     and values are parameters of the modules that the file names; `tools.paged_cache.kv_scales`
     collects them.
 
-    Raises ValueError, with the file and the tensor, for what is not as its format has it, and for
-    algorithms other than FP8 (of tensors, per channel and token, or of blocks) and NVFP4.
+    Raises FileNotFoundError for a path of no folder; ValueError, with the file and the tensor, for
+    what is not as its format has it, and for algorithms other than FP8 (of tensors, per channel and
+    token, or of blocks) and NVFP4.
     """
+    if _is_path(name) and not Path(name).expanduser().is_dir():
+        raise FileNotFoundError(f"name: expected a checkpoint's folder, got {str(name)!r}")
     config: Any = AutoConfig.from_pretrained(name)
     found = cached_file(name, FILE, _raise_exceptions_for_missing_entries=False)
     stated = getattr(config, "quantization_config", None)
@@ -260,3 +263,9 @@ def load_modelopt(name: str | Path, **options: Any) -> nn.Module:
     config.quantization_config = {**stated, "quant_method": _METHOD}
     model: nn.Module = AutoModelForCausalLM.from_pretrained(name, config=config, **options)
     return model.eval().requires_grad_(False)
+
+
+def _is_path(name: str | Path) -> bool:
+    """Whether a name is no `owner/model` of the hub."""
+    text = str(name)
+    return isinstance(name, Path) or text.startswith((".", "/", "~")) or text.count("/") > 1

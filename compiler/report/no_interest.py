@@ -121,7 +121,7 @@ def _is_of_two(value: Value) -> bool:
     return value.op == "aten.mul" and [v.shape for v in value.operands] == [value.shape] * 2
 
 
-@rule("softmax", "write", why="an op of tilewright, which the model itself calls")
+@rule("product", "softmax", "write", why="an op of tilewright, which the model itself calls")
 def _is_fused_already(value: Value, graph: Graph) -> bool:
     return str(value.node.target).startswith("tilewright.")
 
@@ -550,7 +550,7 @@ rule("top-k", why="the graph returns it: what is sampled")(_leads_nowhere)
 def is_of_no_interest(value: Value, graph: Graph) -> str:
     """Why a point is of no interest; empty where no rule says so."""
     kind = graph.kind(value)
-    if kind == "product" and is_unknown(value):
+    if kind == "product" and is_unknown(value) and not _is_fused_already(value, graph):
         return ""  # what it computes is a guess
     rules = (rule for rule in RULES if rule.kind == kind and rule.holds(value, graph))
     rule = next(rules, None)

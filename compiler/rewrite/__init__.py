@@ -40,6 +40,8 @@ from tilewright.patterns.language import (
     internal_miss,
 )
 
+IN_16_BITS = "load the model, and allocate its caches, in bfloat16 or float16"
+
 
 @dataclass(frozen=True)
 class Rewritten:
@@ -102,8 +104,13 @@ def _rewrite(
             if chip is not None and (obstacle := _target_obstacle(before, last, chip)):
                 _erase_between(graph, before, last)
                 return _miss(match, "NO_KERNELS", Stage.CAPABILITY, obstacle, last)
-            if match.needs_kernel and _device_type(match) == "cuda":
-                _check_kernel(op, node)
+            if match.needs_kernel and (without := _no_kernel(op, node, chip)):
+                if match.anchor.dtype is torch.float64:
+                    _erase_between(graph, before, last)
+                    what = f"{op.name} has no kernel for float64"
+                    return _miss(match, "NO_KERNELS", Stage.CAPABILITY, what, last, IN_16_BITS)
+                if _device_type(match) != "cpu":
+                    raise ArgumentError(op.name, "arguments", "some that a kernel takes", without)
             found = [pair for r in match.results for pair in _restate(r, node, materialiser)]
             moved = _moved_and_written(found, flow)
             replacements = [
@@ -213,13 +220,13 @@ def _target_obstacle(before: fx.Node, last: fx.Node, target: Target) -> str | No
     return None
 
 
-def _check_kernel(op: FusedOp, node: fx.Node) -> None:
-    """Raises ArgumentError where the op has no GPU kernel for a call: its reference is slower than
-    the graph."""
-    choice = op.choose("cuda", arguments_of(op, node))
-    if choice.lowering.name == "reference":
-        reasons = "; ".join(reason for _, reason in choice.rejected)
-        raise ArgumentError(op.name, "arguments", "some that a kernel takes", reasons)
+def _no_kernel(op: FusedOp, node: fx.Node, chip: Target | None) -> str:
+    """Why the op has no GPU kernel for a call, so that its reference, which is slower than the
+    graph, would compute it; empty where it has one."""
+    choice = op.choose("cuda", arguments_of(op, node), chip)
+    if choice.lowering.name != "reference":
+        return ""
+    return "; ".join(reason for _, reason in choice.rejected)
 
 
 def _insert(op: FusedOp, match: Match, materialiser: Materialiser) -> fx.Node:

@@ -21,11 +21,9 @@ _DROPOUTS = (
 
 def remove_idle_dropouts(graph: fx.Graph) -> int:
     """Removes the dropouts that do not train or drop nothing; returns how many there were."""
+    dropouts = _dropouts(graph)
     idle = [
-        node
-        for target in _DROPOUTS
-        for node in graph.find_nodes(op="call_function", target=target)
-        if isinstance(node.args[0] if node.args else None, fx.Node) and _is_idle(node)
+        n for n in dropouts if isinstance(n.args[0] if n.args else None, fx.Node) and _is_idle(n)
     ]
     gone: set[int] = set()
     for node in idle:
@@ -37,6 +35,17 @@ def remove_idle_dropouts(graph: fx.Graph) -> int:
     if gone:
         _move(graph, gone)
     return len(idle)
+
+
+def count_dropouts(graph: fx.Graph) -> int:
+    """Returns how many dropouts are on."""
+    return sum(not _is_idle(node) for node in _dropouts(graph))
+
+
+def _dropouts(graph: fx.Graph) -> list[fx.Node]:
+    return [
+        node for target in _DROPOUTS for node in graph.find_nodes(op="call_function", target=target)
+    ]
 
 
 def _move(graph: fx.Graph, gone: set[int]) -> None:

@@ -18,6 +18,8 @@ from transformers.generation.continuous_batching.cache_allocators import (
     SlidingAttentionCacheAllocator,
 )
 
+from tilewright.ops.formats.paged_cache import CacheWindow
+
 #: What models in the engine have as their attention. transformers takes every name with "flash" in
 #: it as one that needs no mask; a name with 2 or 3 behind that would be looked for as a package.
 ATTENTION = "tilewright_flash"
@@ -33,10 +35,7 @@ class FullPages(FullAttentionCacheAllocator):
         what is written; this one has one input.
         """
         super().register_cache_tensor(*args, **kwargs)
-        pool: Any = self.pool
-        if not hasattr(pool, "rows"):
-            pool.rows = self.cache_tensor.view(-1, self.num_key_value_heads, self.head_dim)
-            torch._dynamo.mark_static_address(pool.rows)
+        _keep_rows(self.pool, self.cache_tensor, (self.num_key_value_heads, self.head_dim))
 
     def pages(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns K and V of a layer of the model, `[blocks, page size, heads, head dim]` each."""
@@ -145,6 +144,78 @@ class WindowPages(FullPages):
         return source, fresh
 
 
+class LatentPages(FullPages):
+    """Pages of latents and rotated keys, one row for each token, for layers with latent attention.
+
+    transformers has no such memory: it would keep the keys and values that latents are expanded to.
+    """
+
+    rows_per_token = 1
+
+    def __init__(
+        self,
+        index: int,
+        config: Any,
+        num_key_value_heads: int,
+        cache_dtype: torch.dtype,
+        page_size: int,
+        layer_indices: list[int],
+        allow_block_sharing: bool,
+    ) -> None:
+        self.rank, self.head_dim = (
+            config.kv_lora_rank,
+            config.kv_lora_rank + config.qk_rope_head_dim,
+        )
+        self.num_key_value_heads, self.cache_dtype = 1, cache_dtype
+        self._before_cache_tensor_init(
+            index=index,
+            layer_indices=layer_indices,
+            tokens_per_page=page_size,
+            bytes_per_page=page_size * self.head_dim * cache_dtype.itemsize,
+            allow_block_sharing=allow_block_sharing,
+        )
+
+    def register_cache_tensor(
+        self, bytes_per_sector: int, non_trash_bytes: int, cache_tensor: torch.Tensor, pool: Any
+    ) -> None:
+        """Makes the memory one tensor `[rows, rank + rope width]`."""
+        self.bytes_per_sector = bytes_per_sector
+        self._copy_view = cache_tensor.view(-1, self.bytes_per_block)
+        rows = cache_tensor.view(self.cache_dtype).view(-1, self.head_dim)
+        self._after_cache_tensor_init(non_trash_bytes, bytes_per_sector, rows, pool)
+        _keep_rows(pool, rows, (self.head_dim,))
+
+    def pages(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns latents `[blocks, page size, rank]` and rotated keys of a layer."""
+        pool: Any = self.pool
+        blocks = pool.rows.view(-1, self.pages_per_block, self.tokens_per_page, self.head_dim)
+        page = blocks[:, self.layer_indices.index(layer)]
+        return page[..., : self.rank], page[..., self.rank :]
+
+    def windows(self, layer: int) -> tuple[list[int], list[int]]:
+        """Returns where both lie in the memory, as `CacheWindow` has it."""
+        pool: Any = self.pool
+        of_page = self.tokens_per_page * self.head_dim
+        start = self.layer_indices.index(layer) * of_page
+        blocks = pool.rows.shape[0] // self.tokens_per_block
+        strides = (self.pages_per_block * of_page, self.head_dim, self.head_dim, 1)
+        rank, size = self.rank, (blocks, self.tokens_per_page, 1)
+        latents = CacheWindow(*size, rank, *strides, start)
+        rope_keys = CacheWindow(*size, self.head_dim - rank, *strides, start + rank)
+        return latents.to_ints(), rope_keys.to_ints()
+
+
+def has_latents(config: Any) -> bool:
+    """Whether a language model of this configuration keeps latents in place of keys."""
+    return getattr(config, "kv_lora_rank", None) is not None
+
+
+def _keep_rows(pool: Any, memory: torch.Tensor, shape: tuple[int, ...]) -> None:
+    if not hasattr(pool, "rows"):
+        pool.rows = memory.view(-1, *shape)
+        torch._dynamo.mark_static_address(pool.rows)
+
+
 #: Allocators by the kind of attention, as transformers names it.
 ALLOCATORS: dict[str, type[FullPages]] = {
     kind.layer_type: kind for kind in (FullPages, WindowPages)
@@ -159,7 +230,9 @@ class Chosen:
         self.ours, self.theirs = ours, theirs
 
     def __call__(self, *args: Any, config: Any, **kwargs: Any) -> Any:
-        chosen = self.ours if config._attn_implementation == ATTENTION else self.theirs
+        chosen = self.theirs
+        if config._attn_implementation == ATTENTION:
+            chosen = LatentPages if has_latents(config) else self.ours
         return chosen(*args, config=config, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

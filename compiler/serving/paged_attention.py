@@ -16,10 +16,15 @@ from transformers import AttentionInterface
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 
 import tilewright.ops  # noqa: F401  registers the ops
-from tilewright.compiler.serving.allocators import ATTENTION, FullPages, WindowPages
+from tilewright.compiler.serving.allocators import (
+    ATTENTION,
+    FullPages,
+    LatentPages,
+    WindowPages,
+)
 
-#: The keyword by which the plan reaches the attention.
-PLAN = "tilewright_plan"
+#: The keyword by which the plan reaches the attention, and the entry of new latents in it.
+PLAN, LATENTS = "tilewright_plan", "latents"
 
 #: For an allocator: the page and the offset of each token, and arguments of `cache_attention`.
 Plan = tuple[torch.Tensor, torch.Tensor, dict[str, Any]]
@@ -33,8 +38,41 @@ def add_plan(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
     cache = kwargs.get("cache")
     if not isinstance(cache, PagedAttentionCache):
         return None
-    plans = {kind: plan_of(owner, kwargs) for kind, owner in cache.cache_allocators.items()}
-    return args, {**kwargs, PLAN: plans}
+    plans: dict[str, Any] = {
+        kind: plan_of(owner, kwargs) for kind, owner in cache.cache_allocators.items()
+    }
+    added: dict[str, Any] = {PLAN: plans}
+    for kind, owner in cache.cache_allocators.items():
+        if isinstance(owner, LatentPages):
+            plans[LATENTS] = added["past_key_values"] = NewLatents(_slots(owner, plans[kind]))
+    return args, {**kwargs, **added}
+
+
+class NewLatents:
+    """Stands where a cache stands, and keeps the new latents of a step for the attention.
+
+    slots: where each token goes, `page * page size + offset`, and -1 for padding.
+    """
+
+    def __init__(self, slots: torch.Tensor) -> None:
+        self.slots = slots
+        self.of_layer: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def update(
+        self, latent: torch.Tensor, rope_keys: torch.Tensor, layer_idx: int, *args: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keeps and returns latents `[1, 1, tokens, rank]` and rotated keys of a layer."""
+        self.of_layer[layer_idx] = latent, rope_keys
+        return latent, rope_keys
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Returns 0: positions are given."""
+        return 0
+
+
+def _slots(owner: LatentPages, plan: Plan) -> torch.Tensor:
+    page, offset, _ = plan
+    return torch.where(page == owner.trash_block, -1, page * owner.tokens_per_page + offset)
 
 
 def plan_of(owner: Any, step: dict[str, Any]) -> Plan:
@@ -144,7 +182,12 @@ def attention(
             "the model is in continuous batching by tilewright, and called otherwise: stop the "
             "manager before generate() or forward(), or tilewright.compiler.serving.disable(model)"
         )
+    if position_bias is not None:
+        raise ValueError("position_bias: expected None, got a bias, which the engine does not add")
     owner: Any = cache.layer_to_allocator[module.layer_idx]
+    scaling = query.shape[3] ** -0.5 if scaling is None else scaling
+    if isinstance(owner, LatentPages):
+        return _attend_to_latents(owner, module, query[0], scaling, kwargs[PLAN])
     held = (owner.num_key_value_heads, owner.head_dim)
     for states in (key, value):
         if (states.shape[1], states.shape[3]) != held:
@@ -152,8 +195,6 @@ def attention(
                 f"keys and values: expected {held[0]} heads of {held[1]} numbers, which the "
                 f"engine's memory holds, got {states.shape[1]} of {states.shape[3]}"
             )
-    if position_bias is not None:
-        raise ValueError("position_bias: expected None, which is all that tilewright's engine adds")
     page, offset, where = kwargs[PLAN][owner.layer_type]
     keys, values = owner.pages(module.layer_idx)
     keys[page, offset] = key[0].transpose(0, 1)
@@ -162,11 +203,47 @@ def attention(
         query[0].transpose(0, 1),
         keys,
         values,
-        scale=query.shape[3] ** -0.5 if scaling is None else scaling,
+        scale=scaling,
         sinks=s_aux,
         softcap=softcap or 0.0,
         **where,
         **_mask(owner, sliding_window),
+    )
+    return out[None], None
+
+
+def _attend_to_latents(
+    owner: LatentPages, module: Any, query: torch.Tensor, scaling: float, plans: dict[str, Any]
+) -> tuple[torch.Tensor, None]:
+    """As :func:`attention`, of a layer whose keys are latents; query: `[heads, tokens, width]`."""
+    new: NewLatents = plans[LATENTS]
+    latent, rope_keys = new.of_layer[module.layer_idx]
+    held = (owner.rank, owner.head_dim - owner.rank)
+    if (latent.shape[3], rope_keys.shape[3]) != held:
+        raise ValueError(
+            f"latents: expected {held[0]} and {held[1]} numbers, which the engine's memory holds, "
+            f"got {latent.shape[3]} and {rope_keys.shape[3]}"
+        )
+    _, _, where = plans[owner.layer_type]
+    pool: Any = owner.pool
+    torch.ops.tilewright.mla_latent_store(
+        latent[0, 0].contiguous(),
+        rope_keys[0, 0].contiguous(),
+        pool.rows,
+        None,
+        new.slots,
+        *owner.windows(module.layer_idx),
+    )
+    latents, keys = owner.pages(module.layer_idx)
+    out = torch.ops.tilewright.mla_decode(
+        query.transpose(0, 1),
+        latents,
+        keys,
+        module.kv_b_proj.weight,
+        v_dim=module.v_head_dim,
+        scale=scaling,
+        mask="causal",
+        **where,
     )
     return out[None], None
 

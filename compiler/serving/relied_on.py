@@ -9,13 +9,21 @@ from typing import Any
 
 import torch
 import transformers
+from torch import nn
 from transformers.generation.continuous_batching import continuous_api, input_outputs
 from transformers.generation.continuous_batching.cache_allocators import (
     CacheAllocator,
     FullAttentionCacheAllocator,
 )
 
-from tilewright.compiler.serving.allocators import ALLOCATORS, ATTENTION, FullPages, register
+from tilewright.compiler.serving.allocators import (
+    ALLOCATORS,
+    ATTENTION,
+    FullPages,
+    LatentPages,
+    has_latents,
+    register,
+)
 from tilewright.compiler.serving.classes import original_class
 from tilewright.compiler.serving.steps import memory_of
 
@@ -101,13 +109,36 @@ def _reasons_of_model(model: Any) -> Iterator[str]:
     if not getattr(kind, "_supports_attention_backend", False):
         yield f"{kind.__name__} does not take another attention"
     config = model.config.get_text_config()
-    if getattr(config, "kv_lora_rank", None) is not None:
-        yield (
-            f"{kind.__name__} has latent attention, and the engine's memory holds keys and values "
-            "of one head size"
-        )
+    if has_latents(config):
+        yield from _reasons_of_latents(model, config)
     register()
     yield from _differences(config, model.dtype)
+
+
+def _reasons_of_latents(model: Any, config: Any) -> Iterator[str]:
+    """Looks whether each layer expands latents to keys and values as DeepSeek's layers do."""
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
+
+    layers = [layer for layer in model.modules() if hasattr(layer, "kv_b_proj")]
+    if sorted(getattr(layer, "layer_idx", -1) for layer in layers) != list(
+        range(config.num_hidden_layers)
+    ):
+        yield "some of its layers have latent attention, and others have not"
+    for kind in {type(layer) for layer in layers}:
+        expand = getattr(kind, "expand_kv", None)
+        if expand is None or _code(expand) != _code(DeepseekV3Attention.expand_kv):
+            yield f"{kind.__name__} does not expand latents as DeepSeek's attention does"
+    for layer in layers:
+        if hasattr(layer, "indexer"):
+            yield f"{type(layer).__name__} keeps an indexer's keys beside latents"
+        up = layer.kv_b_proj
+        if type(up) is not nn.Linear or up.bias is not None or up.weight.dtype != model.dtype:
+            yield f"the up-projection of latents is no plain linear in {model.dtype}: {up}"
+
+
+def _code(function: Any) -> tuple[Any, ...]:
+    code = function.__code__
+    return code.co_code, code.co_names, code.co_varnames
 
 
 def _differences(config: Any, dtype: torch.dtype) -> Iterator[str]:
@@ -131,6 +162,8 @@ def _differences(config: Any, dtype: torch.dtype) -> Iterator[str]:
 
 def _same_memory(owner: FullPages, layer: int) -> bool:
     """Whether each token of each page of a layer lies where transformers has it."""
+    if isinstance(owner, LatentPages):  # a memory of its own
+        return True
     views = owner._kv_token_views[layer]
     size = owner.tokens_per_page
     for ours, theirs in zip(owner.pages(layer), views, strict=True):

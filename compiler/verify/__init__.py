@@ -128,7 +128,8 @@ def verified(
     """`compiled`, which on its first call is compared with the original graph.
 
     On a mismatch: VerificationError under `strict`, else a warning, `mismatch(why)`, and the
-    original from then on. note: told what was judged on other inputs than those given.
+    original from then on. note: told that the graphs agree, how far, and what was judged on other
+    inputs than those given.
     """
     chosen: list[Callable[..., Any]] = []
 
@@ -136,9 +137,8 @@ def verified(
         if not chosen:
             found = compare_graphs(report, inputs)
             bad = [d for d in found if d.bad]
-            hidden = [d for d in found if d.hidden]
-            if hidden and not bad:
-                note("verified: " + "; ".join(map(str, hidden)))
+            if not bad:
+                note(_agreed(found))
             if bad:
                 message = "the fused graph differs: " + "; ".join(map(str, bad))
                 if options.strict:
@@ -149,6 +149,15 @@ def verified(
         return chosen[0](*inputs)
 
     return run
+
+
+def _agreed(found: Sequence[Difference]) -> str:
+    """A line about graphs that agree."""
+    judged = [difference for difference in found if not difference.hidden]
+    worst = max(judged, key=lambda difference: difference.error, default=None)
+    farthest = f", the farthest {worst}" if worst is not None else ""
+    said = f"{len(judged)} outputs and inputs agree with the original graph's{farthest}"
+    return "verified: " + "; ".join([said, *(str(d) for d in found if d.hidden)])
 
 
 def _plain(inputs: Sequence[Any]) -> list[torch.Tensor]:

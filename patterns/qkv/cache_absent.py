@@ -44,6 +44,7 @@ class CacheAbsent:
     name: str = "cache_absent"
     op: str = "fused_qkv_paged"
     asked_before: ClassVar[tuple[str, ...]] = ("mla_latent_store",)
+    speaks_for: ClassVar[tuple[str, ...]] = ("qkv_cache", "cache_store", "mla_latent_store")
     sought: ClassVar[Sought] = Sought(
         "caches that grow by cat, are updated out of place, or are made by the graph",
         frozenset({"aten.cat", "aten.index_put", "aten.index_copy", "aten.scatter"}),

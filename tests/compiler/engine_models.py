@@ -45,6 +45,21 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
         | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
         "eager",
     ),
+    "DeepseekV3": (
+        "DeepseekV3",
+        {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16}
+        | {"v_head_dim": 8, "num_key_value_heads": 4, "first_k_dense_replace": 1, "n_group": 2}
+        | {"topk_group": 1, "n_routed_experts": 4, "n_shared_experts": 1}
+        | EXPERTS
+        | {"moe_intermediate_size": 16},
+        "sdpa",
+    ),
+    "DeepseekV2": (
+        "DeepseekV2",
+        {"kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16}
+        | {"v_head_dim": 8, "num_key_value_heads": 4, "first_k_dense_replace": 2},
+        "sdpa",
+    ),
     "Mistral": ("Mistral", {"sliding_window": WINDOW}, "sdpa"),  # no layer sees all keys
 }
 #: Lengths of prompts: one token, whole pages, a page and one, several chunks, longer than a table.

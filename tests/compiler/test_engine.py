@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 
 pytest.importorskip("transformers.generation.continuous_batching.cache_allocators")
 
+import transformers
 from transformers import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import cache as memory
 from transformers.generation.continuous_batching import initialization, offloading_manager
@@ -28,6 +30,7 @@ from tests.compiler.engine_models import (
     MODELS,
     NEW,
     PAGE,
+    SIZES,
     SMALL,
     VOCABULARY,
     WINDOW,
@@ -36,8 +39,7 @@ from tests.compiler.engine_models import (
     greedy,
     prompts,
 )
-from tests.found import patterns_in
-from tilewright.compiler import reports
+from tilewright.compiler import backend
 from tilewright.compiler.serving import (
     BatchingConfig,
     allocators,
@@ -121,7 +123,7 @@ def test_tokens_are_those_of_generate(enabled, monkeypatch, name):
     assert min(steps.decode, steps.varlen, steps.prompts_alone) > 0
 
 
-@pytest.mark.parametrize("name", ["Llama", "Gemma3", "GptOss", "Mistral"])
+@pytest.mark.parametrize("name", ["Llama", "Gemma3", "GptOss", "Mistral", "DeepseekV3"])
 def test_so_are_those_of_padded_steps(enabled, padded, monkeypatch, name):
     steps = Steps(monkeypatch)
     assert batch(enabled(name), BatchingConfig(**SMALL)) == generated(name)
@@ -150,8 +152,17 @@ def test_forks_and_log_probabilities_are_those_of_transformers(enabled, name):
         )
 
 
+def test_forks_of_latents_are_copied(enabled):
+    lengths, how = (20, 33), greedy()
+    how.num_return_sequences = 3
+    found = enabled("DeepseekV3").generate_batch(
+        prompts(lengths), generation_config=how, continuous_batching_config=plain(), warmup=False
+    )
+    assert tokens(found) == [t for t in generated("DeepseekV3", lengths) for _ in range(3)]
+
+
 @pytest.mark.parametrize("space", [0.0, 0.01], ids=["again", "to-the-host"])
-@pytest.mark.parametrize("name", ["Llama", "Gemma3"])
+@pytest.mark.parametrize("name", ["Llama", "Gemma3", "DeepseekV3"])
 def test_requests_that_are_put_off_come_back(enabled, monkeypatch, name, space):
     put_off = []
     original = memory.PagedAttentionCache.evict_cached_blocks
@@ -170,7 +181,9 @@ def test_requests_that_are_put_off_come_back(enabled, monkeypatch, name, space):
         "_offload_to_cpu",
         lambda self, *a: copied.append(restore(self, *a)) or copied[-1],
     )
-    config = plain(num_blocks=22, cpu_offload_space=space, safety_margin=0.0)
+    config = plain(
+        num_blocks=8 if name == "DeepseekV3" else 22, cpu_offload_space=space, safety_margin=0.0
+    )
     lengths = (30, 40, 25, 30, 20)
     found = batch(enabled(name), config, lengths=lengths, max_new_tokens=25)
     assert found == generated(name, lengths, 25)
@@ -187,7 +200,7 @@ def test_pages_behind_a_window_are_given_back(enabled, monkeypatch):
     assert steps.most["full_attention"] >= 140 // PAGE
 
 
-@pytest.mark.parametrize("name", ["Llama", "Gemma3", "Mistral"])
+@pytest.mark.parametrize("name", ["Llama", "Gemma3", "Mistral", "DeepseekV3"])
 def test_memory_stays_the_same_over_many_requests(enabled, name):
     model = enabled(name)
     config = plain(num_blocks=40)
@@ -466,17 +479,36 @@ def test_where_transformers_has_changed_the_model_stays_as_it_is(monkeypatch, ca
     assert said in told(built("Llama"), caplog)
 
 
-def test_models_whose_memory_is_another_are_told(caplog):
-    import transformers
-
-    config = transformers.DeepseekV3Config(
-        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
-        kv_lora_rank=16, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
-        n_routed_experts=4, first_k_dense_replace=1, intermediate_size=32, vocab_size=31,
-    )  # fmt: skip
+def on_meta(name: str, **settings: Any) -> Any:
+    config = getattr(transformers, f"{name}Config")(**SIZES | settings)
     with torch.device("meta"):
-        model = transformers.DeepseekV3ForCausalLM(config)
-    assert "latent attention" in told(model, caplog)
+        return getattr(transformers, f"{name}ForCausalLM")(config)
+
+
+def test_models_whose_memory_is_another_are_told(caplog):
+    latents = MODELS["DeepseekV3"][1]
+    model = on_meta("DeepseekV3", **latents)
+    model.model.layers[1].self_attn.indexer = torch.nn.Linear(2, 2)
+    assert "keeps an indexer's keys beside latents" in told(model, caplog)
+    model = on_meta("DeepseekV3", **latents)
+    model.model.layers[0].self_attn = torch.nn.Identity()
+    assert "others have not" in told(model, caplog)
+    model = on_meta("DeepseekV3", **latents)
+    model.model.layers[0].self_attn.kv_b_proj.to(torch.bfloat16)
+    assert "is no plain linear in torch.float32" in told(model, caplog)
+    chunks = on_meta("Llama", layer_types=["full_attention", "full_attention"])
+    chunks.config.layer_types = ["chunked_attention", "full_attention"]
+    assert "Invalid layer type: chunked_attention" in told(chunks, caplog)
+    other = on_meta("Bloom")
+    assert "does not take another attention" in told(other, caplog)
+
+
+def test_latents_that_are_expanded_otherwise_are_told(caplog, monkeypatch):
+    model = on_meta("DeepseekV3", **MODELS["DeepseekV3"][1])
+    kind = type("Attention", (type(model.model.layers[0].self_attn),), {})
+    kind.expand_kv = lambda self, latent, rope: (latent, rope)
+    model.model.layers[0].self_attn.__class__ = kind
+    assert "Attention does not expand latents as DeepSeek's" in told(model, caplog)
 
 
 def test_models_without_generate_are_refused():
@@ -487,34 +519,65 @@ def test_models_without_generate_are_refused():
 
 @pytest.fixture(scope="module")
 def compiled():
-    """Returns a function from models to the reports and tokens of their compiled engine."""
-    made = {}
+    """Returns a function from models to the graphs and tokens of their compiled engine.
+
+    A graph: how often each op is called in it, how many plain writes change the engine's memory,
+    and the codes of its misses.
+    """
+    made: dict[str, tuple[list[Any], list[list[int]]]] = {}
 
     def compile_once(name: str) -> tuple[list[Any], list[list[int]]]:
         if name not in made:
-            torch._dynamo.reset()
-            before = len(reports())
-            model = built(name)
-            assert enable(model)
-            config = BatchingConfig(**SMALL, options={"inner": "eager"})
-            found = batch(model, config, lengths=FOUR)
-            disable(model)
-            made[name] = reports()[before:], found
+            made[name] = _compiled(name)
         return made[name]
 
     yield compile_once
     torch._dynamo.reset()
 
 
+def _writes_memory(node: torch.fx.Node) -> bool:
+    if not any(name in str(node.target) for name in ("setitem", "index_put", "index_copy")):
+        return False
+    base = node.args[0]
+    while base.op != "placeholder" and base.args:
+        base = base.args[0]
+    return base.name.endswith("pool_rows")
+
+
+def _compiled(name: str) -> tuple[list[Any], list[list[int]]]:
+    torch._dynamo.reset()
+    graphs = []
+
+    def keep(report: Any) -> None:
+        nodes = list(report.after.graph.nodes)
+        ops = Counter(str(n.target).removeprefix("tilewright.").partition(".")[0] for n in nodes)
+        graphs.append((ops, sum(map(_writes_memory, nodes)), {m.code for m in report.misses}))
+
+    model = built(name)
+    assert enable(model)
+    config = BatchingConfig(**SMALL, options={"inner": "eager"})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "_trace", keep)
+        found = batch(model, config, lengths=FOUR)
+    disable(model)
+    return graphs, found
+
+
 #: Prompts of one step, and then four tokens a step.
 FOUR = (5, 20, 3, 9)
 
 
-@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Qwen3Moe", "Gemma3", "GptOss"])
+@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Qwen3Moe", "Gemma3", "GptOss", "DeepseekV3"])
 def test_compiled_steps_are_two_graphs_with_each_layer_fused(compiled, name):
     graphs, found = compiled(name)
     assert found == generated(name, FOUR)
     assert len(graphs) == 2
-    for graph in graphs:
-        assert patterns_in(graph, "qkv_cache") == ["qkv_cache"] * 2
-        assert [miss.code for miss in graph.misses if miss.code == "GRAPH_BREAK"] == []
+    write, attend = (
+        ("mla_latent_store", "mla_decode")
+        if name == "DeepseekV3"
+        else ("fused_qkv_paged", "cache_attention")
+    )
+    for ops, plain_writes, misses in graphs:
+        assert (ops[write], ops[attend]) == (2, 2)
+        assert plain_writes == 0
+        assert "GRAPH_BREAK" not in misses

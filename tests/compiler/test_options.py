@@ -25,7 +25,7 @@ BAD_OPTIONS = {
     "fuel": (-1, "a number of rewrites, 0 or more, or None"),
     "only": ("layers.0", "a list of strings or None"),
     "target": ("sm999", "one of ['sm100', 'sm103', 'sm120', 'sm90', "),
-    "report": ("/no/such/folder/report.jsonl", "a path in an existing folder"),
+    "report": ("/no/such/folder/report.jsonl", "a path of a file in an existing folder"),
     "tune": (1, "a bool"),
     "everywhere": (1, "a bool"),
     "inner_options": (["triton.cudagraphs"], "a dictionary or None"),

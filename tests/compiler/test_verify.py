@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 
 import pytest
 import torch
@@ -58,6 +59,9 @@ def test_a_right_rewrite_passes_verification(caplog):
         assert_close(model, args, verify=True)
     assert caplog.records == []
     assert patterns_used() == ["qkv_cache"]
+    (note,) = reports()[-1].notes
+    said = r"verified: \d+ outputs and inputs agree .* relative error \S+, allowed 1e-04$"
+    assert re.match(said, note)
 
 
 def test_verification_forgives_garbage_in_a_fresh_cache(caplog):

@@ -271,7 +271,9 @@ def test_verify_compares_every_rewrite_with_float64(command):
     assert (site["pattern"], site["scope"], site["count"]) == ("qkv_cache", "layers.*", 2)
     assert 0 < site["plain_error"] < 0.02
     assert 0 < site["fused_error"] <= site["allowed"]
-    assert "good" in command("verify", "real.py:make_real").stdout
+    said = command("verify", "real.py:make_real").stdout
+    assert "good" in said
+    assert said.rstrip().endswith("verified: 2 sites, none less accurate than allowed")
 
 
 def test_verify_finds_a_wrong_rewrite(command, monkeypatch):
@@ -342,7 +344,7 @@ def test_explain_knows_every_code_with_a_text(command):
 def test_explain_of_an_unknown_code_suggests_one(command):
     done = command("explain", "GROWING_CASH")
     assert done.exit_code == 2
-    assert "did you mean GROWING_CACHE?" in done.stderr
+    assert "did you mean 'GROWING_CACHE'?" in done.stderr
 
 
 @pytest.mark.parametrize("place", ["codes.py", "codes.py:make", "codes"])
@@ -558,3 +560,41 @@ def test_bench_draws_what_is_kept(command, tmp_path):
     text = (tmp_path / drawn).read_text()
     for word in ("llama3-70b, static", "tilewright", "eager", "NVIDIA H200"):
         assert f"<!-- {word} -->" in text or word in text
+
+
+ENGINE_MODELS = """
+    import torch
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    def make():
+        config = GptOssConfig(
+            vocab_size=96, hidden_size=64, intermediate_size=64, num_hidden_layers=2, head_dim=16,
+            num_attention_heads=4, num_key_value_heads=2, num_local_experts=4,
+        )
+        with torch.device("meta"):
+            model = GptOssForCausalLM(config).to(torch.bfloat16).requires_grad_(False)
+        return model, (), {}
+
+    def make_state():
+        return torch.nn.Linear(2, 2), (torch.ones(1, 2),), {}
+"""
+
+
+def test_inspect_shows_both_steps_of_continuous_batching(command, tmp_path):
+    pytest.importorskip("transformers.generation.continuous_batching.cache_allocators")
+    (tmp_path / "served.py").write_text(textwrap.dedent(ENGINE_MODELS))
+    done = command("inspect", "served.py:make", "--engine", "--no-kernels", "--json")
+    assert done.exit_code == 0, done.stderr
+    report = schema_checked("inspect", done.stdout)
+    assert len(report["graphs"]) == 2
+    assert report["graph_breaks"] == []
+    writes = [match for match in report["matches"] if match["pattern"] == "qkv_cache"]
+    assert [match["shapes"]["x"] for match in writes] == (
+        ["bfloat16[8,64]"] * 2 + ["bfloat16[512,64]"] * 2
+    )
+    assert "UNRECOGNISED" not in {miss["code"] for miss in report["misses"]}
+    done = command("inspect", "served.py:make_state", "--engine")
+    assert done.exit_code == 2
+    assert "--engine: model: expected a model of transformers" in done.stderr
+    done = command("inspect", "served.py:make", "--engine", "--tp", "2")
+    assert (done.exit_code, "not together with --tp" in done.stderr) == (2, True)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_packages import FLOORS
+from tests.test_packages import LAYERS
 from tilewright.compiler import Options
 from tilewright.ops.contract import all_ops
 from tilewright.patterns.language import CODES
@@ -169,7 +169,7 @@ def test_every_option_and_variable_has_a_line():
     text = (ROOT / "docs" / "options.md").read_text("utf-8")
     rows = re.findall(r"^\| `(\w+)[^`]*` \|", text, re.MULTILINE)
     options = {field.name for field in dataclasses.fields(Options)}
-    sources = [path for floor in FLOORS for path in (ROOT / floor).rglob("*.py")]
+    sources = [path for layer in LAYERS for path in (ROOT / layer).rglob("*.py")]
     named = re.compile(r"\bTILEWRIGHT_[A-Z_]+\b")
     variables = {name for path in sources for name in named.findall(path.read_text("utf-8"))}
     assert set(rows) == options | variables

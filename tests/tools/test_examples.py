@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from tests.interpreted import interpret
+from tilewright import lower, reports
 from tilewright.codegen.audit import check
 from tilewright.codegen.build import compile_for
 from tilewright.codegen.targets import SM100
-from tilewright.compiler import lower
 from tilewright.compiler.rewrite import normal
 from tilewright.ops import contract
 from tilewright.patterns import language
@@ -237,6 +237,43 @@ def test_an_argument_that_scratch_writes_is_refused(post_norm, monkeypatch):
     assert "argument 'y' is what scratch writes" in found.misses[0].message
 
 
+def test_generate_gives_eager_s_tokens_and_says_what_is_fused(monkeypatch, capsys):
+    pytest.importorskip("transformers", reason="the example needs transformers")
+    example = load("generate")
+    assert example.main(["--new", "4", "--cache", "paged", "--batch", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "100 % of tokens are those of eager" in said
+    assert "self_attn x2  qkv_cache" in said
+    assert "page=64" in said
+    monkeypatch.setattr(example, "timed", lambda model, inputs, new, **options: torch.zeros(1))
+    monkeypatch.setattr(example, "reports", tuple)
+    assert example.main(["--new", "4"]) == 1
+
+
+def test_a_model_of_one_s_own_is_fused_whole(monkeypatch, capsys):
+    example = load("own_model")
+    assert example.main() == 0
+    assert "blocks.*.attention x2  cache_attention" in capsys.readouterr().out
+    own = ("qkv_cache", "cache_attention", "linear_activation", "linear_residual")
+    lowered = lower(*example.decode(), patterns=own)  # and none of another example's
+    found = [site.pattern for site in lowered.matches]
+    assert [found.count(name) for name in own] == [2, 2, 2, 4]
+    assert lowered.lost == []
+    monkeypatch.setattr(example, "error", lambda made, exact: float(made is not exact))
+    monkeypatch.setattr(example, "reports", lambda: [replace(reports()[-1], matches=())])
+    assert example.main() == 1
+
+
+def test_a_declared_operator_is_fused(monkeypatch, capsys):
+    example = load("custom_op")
+    assert example.main() == 0
+    said = capsys.readouterr().out
+    assert said.index("K_PATH") < said.index("['fused_qkv_paged']")
+    torch._dynamo.reset()
+    monkeypatch.setattr(example, "rotate_meaning", lambda x, cos, sin: x * cos[:, None])
+    assert example.main() == 1
+
+
 @pytest.fixture(scope="module")
 def demo():
     pytest.importorskip("transformers", reason="the demo needs transformers")
@@ -277,3 +314,26 @@ def test_the_demo_s_exit_status_is_that_of_its_checks(demo, monkeypatch, good, s
     said = capsys.readouterr()
     assert ("DEMO PASSED: all 1 checks" in said.out) is good
     assert ("DEMO FAILED: 1 of 1 checks" in said.err) is not good
+
+
+@pytest.fixture(scope="module")
+def batching():
+    pytest.importorskip("transformers.generation.continuous_batching.cache_allocators")
+    return load("continuous_batching")
+
+
+def test_the_example_of_continuous_batching_fuses_each_layer(batching, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setitem(batching.ON_A_CPU, "max_requests_per_batch", 1)  # one decode graph
+    assert batching.main(["--requests", "2", "--new-tokens", "3"]) == 0
+    said = capsys.readouterr().out
+    assert "graph: qkv_cache x2" in said
+    assert "0 of 2 requests have other tokens" in said
+
+
+def test_the_example_of_continuous_batching_fails_where_a_layer_is_not_fused(batching, capsys):
+    class Graph:
+        matches = ()
+
+    assert not batching.show([Graph()], 2)
+    assert not batching.show([], 2)

@@ -11,12 +11,14 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from tilewright.codegen.names import did_you_mean
 from tilewright.tools.commands.common import (
     CommandError,
     DebugOption,
     JsonOption,
     errors_for_people,
     print_json,
+    target_name,
     writable_folder,
 )
 from tilewright.tools.commands.profile import Wanted
@@ -41,7 +43,8 @@ def bench(
         typer.Option(metavar="FILE", help="With --profile: read torch.profiler's trace instead."),
     ] = None,
     target: Annotated[
-        str | None, typer.Option(help="With --trace: the chip it was recorded on.")
+        str | None,
+        typer.Option(help="With --trace: the chip it was recorded on.", callback=target_name),
     ] = None,
     present: Annotated[
         int | None,
@@ -75,7 +78,9 @@ def bench(
         known = _benchmarks()
         unknown = sorted(set(names or ()) - set(known))
         if unknown:
-            raise CommandError(f"no benchmark {', '.join(unknown)}; there are {', '.join(known)}")
+            near = did_you_mean(unknown[0], known)
+            listed = ", ".join(known)
+            raise CommandError(f"no benchmark {', '.join(unknown)}; there are {listed}{near}")
         if plot is not None:
             _draw(writable_folder(plot, "--plot"), names or list(known), as_json)
         elif names:
@@ -137,9 +142,7 @@ def _draw(folder: Path, names: list[str], as_json: bool) -> None:
     try:
         drawn = draw_results(FOLDER / "results", names, folder)
     except ImportError as error:
-        raise CommandError(
-            f"plots need matplotlib: pip install 'tilewright[report]' ({error})"
-        ) from error
+        raise CommandError(f"plots need matplotlib: pip install matplotlib ({error})") from error
     if as_json:
         print_json({"plots": [str(path) for path in drawn]})
         return

@@ -104,6 +104,7 @@ def _as_dict(
         "problem": problem,
         "others_trusted": others_are_trusted(),
         "bound_bytes": bound,
+        "entries": len(found.entries),
         "bytes": found.size,
         "kinds": _kinds(found),
         "stale": len(found.stale),
@@ -122,7 +123,8 @@ def _print(found: Mapping[str, Any]) -> None:
         console.print("trust    all who can write there (TILEWRIGHT_CACHE_TRUST=1)")
     for row in found["kinds"]:
         console.print(f"{row['kind']:<8} {row['entries']} entries, {_mib(row['bytes'])}")
-    console.print(f"size     {_mib(found['bytes'])} of {_mib(found['bound_bytes'])}")
+    total = f"{found['entries']} entries, {_mib(found['bytes'])} of {_mib(found['bound_bytes'])}"
+    console.print(f"size     {total}")
     if found["stale"]:
         console.print(f"stale    {found['stale']} leftovers of processes that were killed")
     if gone := found["pruned"]:

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tilewright.codegen.targets import gpu_targets
+from tilewright.codegen.targets import find_target, gpu_targets
 from tilewright.tools.zoo import FORMS_OF_A_MODEL, ZOO, ModelError
 
 FAILED = 1
@@ -35,8 +35,17 @@ DynamicOption = Annotated[
     bool | None,
     typer.Option("--dynamic/--no-dynamic", help="As in torch.compile; default: its own."),
 ]
+
+
+def target_name(given: str | None) -> str | None:
+    """Returns the name of the target that is meant, by a product's name too; others as they are."""
+    target = find_target(given)
+    return given if target is None else target.name
+
+
+TARGETS_HELP = f"{', '.join(t.name for t in gpu_targets())}, or a product, such as h100"
 TargetOption = Annotated[
-    str, typer.Option(help=f"The chip to plan for: {', '.join(t.name for t in gpu_targets())}.")
+    str, typer.Option(help=f"The chip to plan for: {TARGETS_HELP}.", callback=target_name)
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON only.")]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Full traces of errors.")]

@@ -18,7 +18,9 @@ from tilewright.tools.commands.common import (
 from tilewright.tools.console import make_console
 from tilewright.tools.report.snapshot import SnapshotError, compare, read_lines
 
-FileArgument = typer.Argument(help="A snapshot, or a report saved with --json.")
+FileArgument = typer.Argument(
+    help="A snapshot, a report saved with --json, or the file of the option `report`."
+)
 
 
 def diff(

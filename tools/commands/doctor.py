@@ -54,7 +54,7 @@ def _package(name: str) -> Finding:
     try:
         return _tried(name, importlib.metadata.version(name))
     except importlib.metadata.PackageNotFoundError:
-        needed = "the model zoo needs it: pip install 'tilewright[models]'"
+        needed = "the model zoo needs it: pip install transformers peft"
         optional = name == "transformers"
         return Finding(name, "no" if optional else "failed", needed if optional else "missing")
 

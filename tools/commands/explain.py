@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -12,6 +11,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from tilewright.codegen.names import did_you_mean
 from tilewright.tools.commands.common import (
     CommandError,
     JsonOption,
@@ -71,8 +71,7 @@ def _known(code: str, codes: list[str]) -> str:
     wanted = code.upper().replace("-", "_")
     if wanted in codes:
         return wanted
-    close = difflib.get_close_matches(wanted, codes, n=1)
-    hint = f"; did you mean {close[0]}?" if close else ""
+    near = did_you_mean(wanted, codes)
     raise CommandError(
-        f"no miss code {code!r}{hint} (tilewright explain lists them; --from FILE adds your own)"
+        f"no miss code {code!r}{near} (tilewright explain lists them; --from FILE adds your own)"
     )

@@ -22,6 +22,12 @@ TERMS = (
     Term("graph", "place", r"graph\b", "code outside of every module: the model's own forward"),
     Term("swapped", "lowering|reason", r"swapped\b",
          "the kernel for few tokens: the weight's rows are the tensor core's M side, tokens N"),
+    Term("streaming kernel", "lowering", r"streaming kernel\b",
+         "the kernel of linears for few tokens: it reads the weights once, as they are stored"),
+    Term("library", "lowering", r"library\b",
+         "a library's GEMMs, and one kernel for the rest where there is any"),
+    Term("reference", "lowering", r"reference\b",
+         "the op's definition in PyTorch runs: no kernel takes this call"),
     Term("dots 16x2048", "reason", r"dots \d+x\d",
          "one token by weights of codes, without tensor cores: rows of the weight that a program "
          "has, and columns of K at a time"),

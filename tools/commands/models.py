@@ -17,7 +17,8 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from tilewright.codegen.targets import gpu_targets
+from tilewright.codegen.names import did_you_mean
+from tilewright.codegen.targets import PRODUCTS, gpu_targets
 from tilewright.compiler import Kernel, Lowered, lower
 from tilewright.patterns.language import registered
 from tilewright.tools.commands.common import CommandError, users_code
@@ -110,7 +111,8 @@ def load_and_lower_engine(
 def check_target(name: str) -> None:
     known = [target.name for target in gpu_targets()]
     if name not in known:
-        raise CommandError(f"--target: expected one of {', '.join(known)}, got {name!r}")
+        near = did_you_mean(name, (*known, *PRODUCTS))
+        raise CommandError(f"--target: expected one of {', '.join(known)}, got {name!r}{near}")
 
 
 def pattern_names(listed: str | None) -> list[str] | None:

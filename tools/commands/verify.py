@@ -121,3 +121,7 @@ def _print(found: Sequence[SiteError]) -> None:
         )
     console.print(table, markup=True)
     console.print("errors: ||x - float64|| / ||float64||, of the worst of all outputs and caches")
+    bad = sum(error.count for error in found if not error.good)
+    total = sum(error.count for error in found)
+    said = f"{bad} of them less accurate than allowed" if bad else "none less accurate than allowed"
+    console.print(f"verified: {total} {'site' if total == 1 else 'sites'}, {said}")

@@ -82,7 +82,9 @@ def snapshot_lines(report: Lowered | Mapping[str, Any]) -> tuple[Line, ...]:
             place = f" ({_stable_source(miss['source'])})" if miss["source"] else ""
             what = f"missed {miss['pattern']}  {miss['stage']}, {miss['code']}{place}"
             counts[collapse_scope(miss["scope"]) or "graph", what] += miss["count"]
-    except (KeyError, TypeError, AttributeError) as error:
+    except KeyError as error:
+        raise SnapshotError(f"no report of tilewright: it lacks {error}") from error
+    except (TypeError, AttributeError) as error:
         raise SnapshotError(f"no report of tilewright: {error!r}") from error
     return tuple(Line(scope, n, what) for (scope, what), n in sorted(counts.items()))
 
@@ -122,17 +124,38 @@ def parse_snapshot(text: str) -> tuple[Line, ...]:
 
 
 def read_lines(path: Path) -> tuple[Line, ...]:
-    """A snapshot file, or a report that `--json` wrote. Raises SnapshotError."""
+    """A snapshot file, a report that `--json` wrote, or the reports that the option `report` wrote,
+    one in a line, whose sites are added up. Raises SnapshotError."""
     try:
         text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise SnapshotError(f"{path}: {error}") from error
     try:
         if text.lstrip().startswith("{"):
-            return snapshot_lines(json.loads(text))
+            return _added(snapshot_lines(report) for report in _reports(text))
         return parse_snapshot(text)
     except (SnapshotError, json.JSONDecodeError) as error:
         raise SnapshotError(f"{path}: neither a snapshot nor a report: {error}") from error
+
+
+def _reports(text: str) -> list[Mapping[str, Any]]:
+    """The one report that a text holds, or one for each of its lines."""
+    try:
+        found = [json.loads(text)]
+    except json.JSONDecodeError:
+        rows = [row for row in text.splitlines() if row.strip()]
+        if len(rows) < 2:
+            raise
+        found = [json.loads(row) for row in rows]
+    if not all(isinstance(report, Mapping) for report in found):
+        raise SnapshotError("a line of it is no report of tilewright")
+    return found
+
+
+def _added(reports: Iterable[tuple[Line, ...]]) -> tuple[Line, ...]:
+    """The lines of several reports as those of one."""
+    counts = _counted([line for lines in reports for line in lines])
+    return tuple(Line(scope, n, what) for (scope, what), n in sorted(counts.items()))
 
 
 def compare(before: Sequence[Line], after: Sequence[Line]) -> tuple[Change, ...]:

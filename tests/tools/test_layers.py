@@ -13,7 +13,7 @@ import networkx
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FLOORS = ("codegen", "ops", "patterns", "compiler", "tools")
+LAYERS = ("codegen", "ops", "patterns", "compiler", "tools")
 # What worker processes and audits load must start where torch is not installed.
 WITHOUT_TORCH = (
     "audit",
@@ -41,16 +41,16 @@ def imported(path: Path) -> list[str]:
 
 
 def upward(path: Path) -> list[str]:
-    """Imports of a higher floor than the file's own."""
-    own = FLOORS.index(path.relative_to(ROOT).parts[0])
+    """Imports of a higher layer than the file's own."""
+    own = LAYERS.index(path.relative_to(ROOT).parts[0])
     ours = [n.split(".")[1] for n in imported(path) if n.startswith("tilewright.")]
-    return [floor for floor in ours if FLOORS.index(floor) > own]
+    return [layer for layer in ours if LAYERS.index(layer) > own]
 
 
-FILES = sorted(path for floor in FLOORS for path in (ROOT / floor).rglob("*.py"))
+FILES = sorted(path for layer in LAYERS for path in (ROOT / layer).rglob("*.py"))
 
 
-def test_a_file_imports_its_own_floor_and_those_below():
+def test_a_file_imports_its_own_layer_and_those_below():
     taken = {path: upward(path) for path in FILES}
     assert not any(taken.values()), {path: names for path, names in taken.items() if names}
 
@@ -81,9 +81,9 @@ def asked_of_kernels(path: Path) -> list[str]:
     return [".".join(parts) for parts in taken if COST_MODELS.intersection(parts[2:])]
 
 
-@pytest.mark.parametrize("floor", ["patterns", "compiler"])
-def test_ops_alone_say_whether_a_kernel_is_of_use(floor):
-    taken = {path: asked_of_kernels(path) for path in FILES if path.is_relative_to(ROOT / floor)}
+@pytest.mark.parametrize("layer", ["patterns", "compiler"])
+def test_ops_alone_say_whether_a_kernel_is_of_use(layer):
+    taken = {path: asked_of_kernels(path) for path in FILES if path.is_relative_to(ROOT / layer)}
     assert not any(taken.values()), {path: names for path, names in taken.items() if names}
 
 
@@ -129,7 +129,7 @@ def sideways(path: Path) -> list[str]:
 BELOW = [
     path
     for path in FILES
-    if path.relative_to(ROOT).parts[0] in FLOORS[:3]
+    if path.relative_to(ROOT).parts[0] in LAYERS[:3]
     and path.relative_to(ROOT).parts[1:] != ("__init__.py",)
 ]
 
