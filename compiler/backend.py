@@ -254,7 +254,7 @@ def _publish(report: GraphReport, options: Options, breaks: Sequence[str] = ()) 
 
 
 def _lost_line(report: GraphReport) -> str:
-    """What a graph has lost, in a line; empty where it has lost nothing."""
+    """Returns a line about the lost misses of a graph; empty without any."""
     lost = [miss for miss in report.misses if miss.is_lost and miss.pattern != CAPTURE]
     if not lost:
         return ""
@@ -278,7 +278,7 @@ def _warn_once(line: str) -> None:
 
 
 def _trace(report: GraphReport) -> None:
-    """What tlparse shows beside Dynamo's and Inductor's own artifacts."""
+    """Writes the artifacts that tlparse shows beside Dynamo's and Inductor's own."""
     inductor.trace_artifact("tilewright_report", "json", lambda: json.dumps(report.data))
     inductor.trace_artifact("tilewright_report_text", "string", lambda: report.text)
     inductor.trace_artifact(
@@ -299,7 +299,7 @@ def lower(
     strict: bool | Sequence[str] = False,
     tune: bool = False,
 ) -> Lowered:
-    """What tilewright does to a model, without compiling or running it on data.
+    """Traces a model and reports what tilewright does to it, without compiling or running it.
 
     model, args, kwargs: as the model is called; meta tensors will do. patterns: as in Options.
     dynamic: as in torch.compile. target: the chip kernels are planned for, by its name or a

@@ -322,7 +322,7 @@ def plan(found: Findings, options: Options, done: int = 0) -> tuple[list[Match],
 
 
 def _losers(conflicts: nx.Graph, wanted: Sequence[Match]) -> dict[int, int]:
-    """Of matches in conflict: those given up, each with a match that is kept and conflicts."""
+    """Returns the matches in conflict to give up, each with a kept match that it conflicts with."""
     compatible = nx.complement(conflicts)
     for i in compatible:
         compatible.nodes[i]["weight"] = len(wanted[i].absorbed) + len(wanted[i].stores)
@@ -354,7 +354,7 @@ def _named(scope: str, only: Sequence[str]) -> bool:
 
 
 def _only_note(only: Sequence[str] | None, scopes: Mapping[str, int]) -> tuple[str, ...]:
-    """What is said where `only` names none of the modules that sites are in.
+    """Returns a note if `only` names none of the modules that sites are in.
 
     scopes: how many sites each module has.
     """
@@ -371,7 +371,7 @@ def _only_note(only: Sequence[str] | None, scopes: Mapping[str, int]) -> tuple[s
 
 
 def _dropout_note(count: int) -> tuple[str, ...]:
-    """What is said of a graph with so many dropouts that are on."""
+    """Returns a note about a graph in which `count` dropouts are on."""
     if not count:
         return ()
     places = "1 place" if count == 1 else f"{count} places"

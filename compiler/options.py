@@ -21,7 +21,7 @@ EVERYWHERE = "TILEWRIGHT_EVERYWHERE"
 
 @dataclass(frozen=True)
 class Options:
-    """What `torch.compile(model, backend="tilewright", options={...})` takes.
+    """Options of `torch.compile(model, backend="tilewright", options={...})`.
 
     inner: the compiler behind the rewrites, `inductor` or `eager`.
     patterns: names to use, or with a leading `-` to leave out; None for all.

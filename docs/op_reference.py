@@ -2,10 +2,9 @@
 
     python docs/op_reference.py
 
-An op's line in the index is the first paragraph of its file's docstring, `name`: and what it does.
-Its formula is the docstring of its reference: a sentence, then the formula, indented.
-
-A test says when the page is no longer what the code says.
+The line of an op in the index is the first paragraph of its file's docstring: the op's name, a
+colon, and what the op does. Its formula is the docstring of its reference: a sentence, then the
+formula, indented. A test fails if the page differs from the code.
 """
 
 from __future__ import annotations
@@ -21,22 +20,23 @@ from tilewright.ops.groups import OptionalGroup
 PAGE = Path(__file__).with_name("op-reference.md")
 HEAD = """# Op reference
 
-Every fused op as its code declares it; `python docs/op_reference.py` writes this page. Exported
-programs and other people's calls name these schemas. How ops are called, and what they refuse:
-[ops.md](ops.md).
+This page lists every fused op as its code declares it; `python docs/op_reference.py` writes it.
+Exported programs and callers outside the package rely on these schemas. [ops.md](ops.md) says how
+ops are called, and which arguments they refuse.
 """
 
 
 def page() -> str:
+    """Returns the whole page."""
     ops = [op for op in all_ops() if op.namespace == "tilewright"]
     index = "\n".join(f"- [`{op.name}`](#{op.name}): {purpose(op)}" for op in ops)
     return "\n\n".join([HEAD.rstrip(), index, *map(section, ops)]) + "\n"
 
 
 def purpose(op: FusedOp) -> str:
-    """The purpose of an op, in the words of the file that declares it.
+    """Returns what an op does, in the words of the file that declares it.
 
-    Raises ValueError where the file's docstring does not begin with the op's name and a colon.
+    Raises ValueError if the file's docstring does not begin with the op's name and a colon.
     """
     files = [sys.modules[part.__module__] for part in (op.validate, op.sample_inputs)]
     firsts = [_text(file.__doc__).partition("\n\n")[0].replace("\n", " ") for file in files]
@@ -48,7 +48,7 @@ def purpose(op: FusedOp) -> str:
 
 
 def section(op: FusedOp) -> str:
-    """One op."""
+    """Returns the section of one op."""
     lowerings = ", ".join(
         f"`{way.name}` ({'/'.join(sorted(way.device_types))})" for way in op.lowerings
     )
@@ -66,13 +66,13 @@ def section(op: FusedOp) -> str:
 
 
 def _groups(op: FusedOp) -> list[str]:
-    """The meaning of the groups of an op's arguments, each once."""
+    """Returns the docstrings of the groups among an op's arguments, each once."""
     groups = (item for item in vars(op.arguments).values() if isinstance(item, OptionalGroup))
     return [f"**{name}.** {_text(text)}" for name, text in dict(g.text for g in groups).items()]
 
 
 def _text(docstring: str | None) -> str:
-    """A docstring as Markdown: its indented parts as they stand."""
+    """Returns a docstring as Markdown; indented parts stay as they are."""
     return inspect.cleandoc(docstring or "")
 
 

@@ -147,8 +147,9 @@ def reshape(effect: Effect, sizes: Sequence[Size]) -> Effect:
 
 
 def regroup(effect: Effect, sizes: Sequence[Size]) -> Effect:
-    """:func:`reshape` into sizes that are known to be of as many elements, as those of a graph's
-    own view are: symbols of which nobody can tell that they divide each other do so."""
+    """Reshapes like :func:`reshape`, into sizes that are known to have as many elements as the
+    effect, such as those of a view in the graph. Symbols are then taken to divide each other where
+    a view needs it, though this cannot be proven."""
     if tuple(sizes) == effect.shape or (0 in sizes and 0 in effect.shape):
         return reshape(effect, sizes)
     pending = [atom for dim in effect.dims for atom in dim]

@@ -571,8 +571,8 @@ def find(
 def _outdone(
     miss: Miss, stores: list[Value], furthest: Mapping[Value, Stage], fused: Sequence[Set[Value]]
 ) -> bool:
-    """Whether a miss that saw no more than the write is beside one that got further there, or all
-    that it is about is fused: writes with the written values, or values that a match absorbs."""
+    """Whether a miss can be dropped: it saw only the write, and another pattern got further there;
+    or all of its site is fused: writes with the written values, or values that a match absorbs."""
     inside = all(any(store in values for values in fused) for store in stores)
     if stores and inside and miss.code != "INTERNAL":
         return True

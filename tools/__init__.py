@@ -1,1 +1,1 @@
-"""What people run: the command line and the model zoo."""
+"""Programs for users: the command line and the model zoo."""

@@ -65,7 +65,7 @@ def audit_kernels(
 
 
 def expectations(kernel: Kernel, target: Target) -> Expectations:
-    """What a kernel's own spec commits it to.
+    """Returns what a kernel's own spec commits it to.
 
     One that multiplies tiles does so on the tensor cores meant for its dtype, unless its tiles are
     too short for them; NVFP4 x NVFP4 does so as NVFP4 wherever the chip can. A warp-specialised

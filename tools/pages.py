@@ -3,8 +3,9 @@
     key j of sequence b lies in page block_table[b, j // page_size], at j % page_size
 
 All that is decided here is decided on the host, between forward passes. Sequences may share pages
-that are full; the page that a sequence writes next is its own (copy on write). Page 0 is nobody's:
-columns of the block table that have no page yet say 0, and what they show is hidden by the mask.
+that are full; the page that a sequence writes next is its own (copy on write). Page 0 belongs to no
+sequence: columns of the block table that have no page yet say 0, and what they show is hidden by
+the mask.
 """
 
 from __future__ import annotations

@@ -297,7 +297,7 @@ def _cache(transformers: ModuleType, config: Any, paged: bool, length: int) -> A
 
 
 class _Cached(Exception):
-    """What a layer was about to cache."""
+    """Carries the keys and values that a layer was about to cache."""
 
     def __init__(self, keys: Any, values: Any) -> None:
         super().__init__()

@@ -55,7 +55,8 @@ def compile_fx(
 
 
 def store() -> Any:
-    """What the ranks of the default group tell each other by key; starts no collective."""
+    """Returns the store through which the ranks of the default group tell each other values by key.
+    Starts no collective."""
     return torch.distributed.distributed_c10d._get_default_store()
 
 
@@ -127,8 +128,8 @@ def storage_keys(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def wrapping_of(tensor: torch.Tensor) -> str:
-    """What the class of a subclass knows besides the tensors inside (of a DTensor its mesh and its
-    placements), with the layouts of those; empty for a plain tensor."""
+    """Returns what a subclass knows besides the tensors inside it (for a DTensor its mesh and its
+    placements), with their layouts; empty for a plain tensor."""
     if not is_subclass(tensor):
         return ""
     _, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
@@ -265,7 +266,7 @@ def name_of_operator(op: Any) -> str | None:
 
 @cache
 def aten_tags(name: str) -> frozenset[torch.Tag]:
-    """What ATen says of an operator, by the tags of its overloads; nothing of an unknown one."""
+    """Returns the tags of an ATen operator's overloads; none for an unknown operator."""
     packet = getattr(torch.ops.aten, name, None)
     overloads = [] if packet is None else packet.overloads()
     return frozenset(tag for one in overloads for tag in getattr(packet, one).tags)
@@ -317,7 +318,8 @@ def call(target: Callable[..., Any] | str, args: Sequence[Any], kwargs: Mapping[
 
 
 def run_fake(node: fx.Node, instead: Mapping[fx.Node, Any] | None = None) -> Any:
-    """What a node computes, on its arguments' fake tensors. instead: of some arguments, others."""
+    """Runs a node on its arguments' fake tensors, and returns the result. instead: values in place
+    of some arguments."""
     if instead is None and _is_quick(node):
         source = cast(fx.Node, node.args[0]).meta["example_value"]
         # `reshape` would ask for the device, which a fake tensor answers in Python.

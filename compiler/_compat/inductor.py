@@ -22,7 +22,7 @@ def modes() -> list[str]:
 
 
 def option_problem(options: Mapping[str, Any]) -> str | None:
-    """What is wrong with the first option that Inductor does not have or that has another type;
+    """Names the first option that Inductor does not have or that has another type, and the fault;
     None where all are good."""
     from torch._inductor import config
 

@@ -1,4 +1,4 @@
-"""What surrounds a compilation by Dynamo: its limits, and what it traces on the meta device."""
+"""The surroundings of a compilation by Dynamo: its limits, and traces on the meta device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a call writes: by its schema, and by running it on tensors that stand in for its own."""
+"""Finds what a call writes, by its schema and by running it on stand-ins for its tensors."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class _StandIns:
         self.made: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def of(self, value: Any) -> Any:
-        """What stands in for a value, or for all in nested tuples, lists and dicts."""
+        """Returns the stand-in for a value, or for all values in nested tuples, lists and dicts."""
         return tree_map(self._leaf, value)
 
     def _leaf(self, value: Any) -> Any:

@@ -29,7 +29,7 @@ MAX_REMEMBERED = 1024
 
 @dataclass(frozen=True)
 class Access:
-    """What a node may do to memory.
+    """The effects that a node may have on memory.
 
     written: the tensors whose elements it may change, as the graph holds them. everything: it may
     also change tensors that it is not given. reshaped: tensors that get another shape, other
@@ -61,7 +61,7 @@ def remembered(known: dict[Any, T], key: Any, answer: Callable[[], T]) -> T:
 
 
 def access_of(node: fx.Node) -> Access:
-    """What a node writes. It may read all of :func:`given`."""
+    """Returns what a node writes. It may read all of :func:`given`."""
     if node.op == "call_module":
         return Access(tuple(given(node)), everything=True)
     if node.op not in ("call_function", "call_method"):
@@ -123,7 +123,7 @@ def _held(item: Any) -> Any:
 
 
 def attribute_of(node: fx.Node) -> Any:
-    """What a `get_attr` node gets of its graph's module."""
+    """Returns the attribute that a `get_attr` node gets from its graph's module."""
     owner: Any = node.graph.owning_module
     for part in str(node.target).split("."):
         owner = getattr(owner, part)
@@ -191,7 +191,7 @@ def _writes_outside(body: fx.GraphModule) -> bool:
 
 
 def _tried(node: fx.Node, tensors: list[torch.Tensor]) -> Access:
-    """What a call writes when run on stand-ins; all that it is given where it cannot be run."""
+    """Returns what a call writes on stand-ins; everything it is given if it cannot run."""
     torchs = _is_torchs(node)
 
     def answer() -> _Places | None:

@@ -341,7 +341,7 @@ class _Builder:
 
     def _stays(self, source: fx.Node, result: torch.Tensor) -> bool:
         """Whether a plain tensor lies exactly where a plain operand does, as that of a wait for a
-        collective; the wait's value is its own, so that nobody reads what has not arrived."""
+        collective; the wait's value is its own, so that no read comes before the data."""
         both = source.meta["example_value"], result
         return all(map(_compat.is_plain, both)) and _compat.holds_in_place(*both)
 

@@ -36,7 +36,7 @@ def copied_whole(pieces: tuple[View | None, ...], result: torch.Tensor) -> View 
 
 
 def split_before(pieces: tuple[View | None, ...], dim: int, shape: tuple[Size, ...]) -> View | None:
-    """What was split, where a concatenation puts all of its pieces together again in their order.
+    """Returns the tensor that was split, if a concatenation joins all its pieces in their order.
 
     shape: of the concatenation.
     """

@@ -157,7 +157,7 @@ class MemoryMap:
             reads.append(reader)
 
     def read(self, node: fx.Node) -> View | None:
-        """What a node's tensor holds now; None where a write made that unknown."""
+        """Returns what a node's tensor holds now; None if a write made that unknown."""
         place = self.places[node]
         memory = place.memory
         if self.version[memory] == place.version:

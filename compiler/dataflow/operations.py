@@ -152,9 +152,9 @@ class Operations:
     def alone(
         self, node: fx.Node, trace: Callable[..., T], symbols: bool = False
     ) -> tuple[T | None, list[fx.Node]]:
-        """What `trace` tells of a node by itself, on its fake tensors, and the nodes of those; None
-        where it cannot be traced. symbols: symbolic sizes that it is given are inputs, too, as a
-        call that keeps one needs."""
+        """Traces a node by itself on its fake tensors. Returns the answer of `trace`, None if it
+        cannot be traced, and the nodes of those tensors. symbols: symbolic sizes that it is given
+        are inputs, too, as a call that keeps one needs."""
         sources: list[fx.Node] = []
         kinds = (torch.Tensor, torch.SymInt) if symbols else torch.Tensor
 

@@ -25,7 +25,7 @@ from tilewright.patterns.effects import Effect
 
 @dataclass(frozen=True)
 class Selection:
-    """What a result selects: of the call's tensor number `of`, by the steps in turn."""
+    """A result's selection from the call's tensor number `of`, by the steps in turn."""
 
     of: int
     steps: tuple[Callable[[Effect], Effect], ...] = ()
@@ -42,7 +42,8 @@ class Selection:
 def selections(
     node: fx.Node, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]
 ) -> tuple[Selection, ...] | None:
-    """What each result of a node's call selects, or None where the call does anything else.
+    """Returns the selection of each result of a node's call, or None if the call does anything
+    else.
 
     args, kwargs: the node's, with a `Hole` for each of `tensors`. Raises whatever tracing raises.
     """
@@ -67,7 +68,7 @@ def selections(
 
 
 def _selection(node: fx.Node, found: Mapping[fx.Node, Selection]) -> Selection | None:
-    """What one ATen call of a trace selects."""
+    """Returns the selection of one ATen call of a trace."""
     if node.op != "call_function" or not node.args:
         return None
     source = node.args[0]

@@ -185,7 +185,8 @@ def _to_shape(effect: Effect, node: Call, shape: Sequence[Size]) -> Effect:
 
 
 def _to_sizes(effect: Effect, node: Call, shape: Sequence[Size]) -> Effect:
-    """Of a shape with symbols torch may give a number as a quotient of sizes; the call says it."""
+    """Regroups to the sizes that the call names: in a shape with symbols, torch may spell a number
+    as a quotient of sizes."""
     given = sizes_from(node, 1, "size" if "size" in node.kwargs else "shape")
     return effects.regroup(effect, _as_given(given, shape))
 
@@ -301,7 +302,8 @@ LAYOUT: dict[str, Rule] = {
 
 
 def selected(effect: Effect, name: str, call: Call, shape: Sequence[Size]) -> Effect:
-    """What a call of IDENTITY or LAYOUT selects, of what `effect` does. shape: of its result."""
+    """Returns the selection of a call of IDENTITY or LAYOUT after `effect`. shape: of its
+    result."""
     if name in IDENTITY or (not effect.dims and effects.product(shape) == 1):
         return effects.reshape(effect, shape)
     return LAYOUT[name](effect, call, shape)
@@ -322,7 +324,7 @@ class Parts:
         return list(accumulate((shape[dim] for shape in self._shapes), initial=0))
 
     def select(self, effect: Effect, at: int) -> Effect:
-        """What part `at` selects, where `effect` is what the split tensor does."""
+        """Returns the selection of part `at` of a tensor that is split after `effect`."""
         dim = _dim(self._dim, len(effect.dims))
         if self._name == "unbind":
             return effects.select(effect, dim, range(len(self._shapes))[at])

@@ -77,7 +77,7 @@ class Left:
 
 @dataclass
 class Prepared:
-    """What `prepare` did. model: the model, itself or a copy. replaced, left: its modules.
+    """The result of `prepare`. model: the model, itself or a copy. replaced, left: its modules.
 
     `undo()` puts the original modules back; a second call does nothing. Until then the original of
     a GPTQ linear holds the codes of the module in its place, and that of an AWQ linear none, where
@@ -162,7 +162,8 @@ def prepare(model: nn.Module, *, copy: bool = False) -> Prepared:
 
 
 def _taking_place(module: nn.Module, is_root: bool) -> nn.Module | str | None:
-    """What the first reader that knows a module says, with the module's mode and its hooks."""
+    """Returns what the first reader that knows a module answers, with the module's mode and
+    hooks."""
     answers = (reader(module) for reader in READERS)
     found = next((answer for answer in answers if answer is not None), None)
     if not isinstance(found, nn.Module):

@@ -1,4 +1,4 @@
-"""What operators of quantisation libraries compute, in plain PyTorch: they are declared by default.
+"""Operators of quantisation libraries in plain PyTorch, which are declared by default.
 
     y = finegrained_fp8::w8a8_block_dynamic_fp8_matmul(x, codes, scales, [128, 128], bfloat16)
     ⇒   y = _scaled_mm(e4m3(x / s), codes.t(), s, scales.t(), out_dtype=bfloat16)

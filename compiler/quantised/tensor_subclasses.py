@@ -49,11 +49,11 @@ class ScaledInside(CodedLinear):
         return weight.reshape(self.out_features, self.in_features).to(dtype)
 
     def numbers(self, dtype: torch.dtype) -> torch.Tensor:
-        """What the codes stand for, [N, K] in dtype."""
+        """Returns the numbers that the codes stand for, [N, K] in dtype."""
         return self.codes.to(dtype)
 
     def scales(self) -> torch.Tensor:
-        """What the codes of a row are multiplied by, block by block."""
+        """Returns the factors of the codes of each row, block by block."""
         return self.scale
 
 

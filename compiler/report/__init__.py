@@ -1,4 +1,4 @@
-"""What happened to a model, as data: matches, misses, kernels, and how to print and save them."""
+"""The outcome of a compilation as data: matches, misses, kernels; printed and saved."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Site:
 
 @dataclass(frozen=True)
 class GraphReport:
-    """What happened to one Dynamo graph. `str()` prints what `lower` prints.
+    """The outcome for one Dynamo graph. `str()` prints what `lower` prints.
 
     modules: the graph before and after; None in a report :meth:`without_graphs`. seconds: by phase.
     inputs: which of its inputs shared memory when traced. points: its census; empty where fusing
@@ -280,7 +280,7 @@ def collapse_sites(sites: Sequence[Site]) -> list[tuple[Site, str, int]]:
 
 
 def site_kind(site: Site) -> tuple[Any, ...]:
-    """What sites of one place are equal by."""
+    """Returns the key by which sites of one place are equal."""
     facts = tuple(sorted((k, str(v)) for k, v in site.shapes.items()))
     return collapse_scope(site.scope), site.pattern, facts, site.lowering, site.kernel
 

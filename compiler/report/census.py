@@ -41,7 +41,7 @@ ACCOUNTS: tuple[Account, ...] = ("match", "miss", "no interest", "unaccounted")
 
 @dataclass(frozen=True)
 class Round:
-    """What one pass of the patterns over a graph came to. matches: those that were rewritten.
+    """The outcome of one pass of the patterns over a graph. matches: those that were rewritten.
     misses: of the last pass; none of one that another follows."""
 
     flow: Dataflow

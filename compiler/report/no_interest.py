@@ -64,7 +64,7 @@ def rule(*kinds: Kind, why: str) -> Callable[[Holds], Holds]:
 
 @dataclass(frozen=True)
 class Behind:
-    """What reads a value, by way of operations that are no points.
+    """The readers of a value, through operations that are no points.
 
     ends: the points there. returned: whether the graph returns some of it. activated: an activation
     is applied. added: it is added to a tensor that is not computed from it. gated: two tensors of
@@ -79,7 +79,7 @@ class Behind:
 
 
 def behind(value: Value, graph: Graph) -> Behind:
-    """What reads a value."""
+    """Returns the readers of a value."""
     flow = graph.flow
     through = flow.downstream(value, None, lambda v: graph.kind(v) is None)
     known = set(through)
@@ -254,7 +254,8 @@ def _products_before(value: Value, graph: Graph) -> list[Value]:
 
 
 def _readers(value: Value, graph: Graph) -> list[Value]:
-    """What reads a product, behind casts, numbers and what the model holds (a bias, scales)."""
+    """Returns the readers of a product, behind casts, numbers and the model's tensors (a bias,
+    scales)."""
     passed = _passed(value, graph)
     return [v for v in _users(passed, graph) if v not in passed]
 

@@ -80,7 +80,7 @@ class Graph:
         return frozenset(found)
 
     def kind(self, value: Value) -> Kind | None:
-        """What a value is counted as; None for what is not."""
+        """Returns the kind that a value is counted as; None for a value that is not counted."""
         if value not in self._kinds:
             kinds = (kind for kind, is_one in _KINDS.items() if is_one(value, self))
             self._kinds[value] = next(kinds, None)

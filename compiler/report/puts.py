@@ -36,7 +36,7 @@ class Put:
 
 
 def put_of(node: fx.Node) -> Put | None:
-    """What a node puts into its first argument; None for what may read all that it writes."""
+    """Returns what a node puts into its first argument; None if it may read all that it writes."""
     name = name_of(node)
     target = argument(node, 0, "input")
     if name not in WRITES or not isinstance(target, fx.Node):
@@ -67,7 +67,7 @@ def _shape(node: fx.Node, name: str, held: torch.Tensor) -> Sequence[Any]:
 
 
 def _selected(held: torch.Tensor, index: Any) -> Sequence[Any]:
-    """Of a mask, which selects as many as are true when it runs, all."""
+    """Returns the shape of the selection; the whole shape for a mask, whose count is not known."""
     try:
         return _compat.selected(held, fx.node.map_arg(index, _held)).shape
     except (RuntimeError, IndexError, TypeError, ValueError):

@@ -51,8 +51,8 @@ class Read:
 
 @dataclass(frozen=True)
 class Times:
-    """Microseconds of a chip's model: the floor and the modelled time, as `Amounts` has them, and
-    those of the same with weights in bfloat16."""
+    """Microseconds by a chip's cost model: the floor and the modelled time, as `Amounts` has them,
+    and those of the same with weights in bfloat16."""
 
     floor_us: float = 0.0
     modelled_us: float = 0.0

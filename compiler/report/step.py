@@ -40,7 +40,7 @@ class Amounts:
     """Sums over parts; times in microseconds, the rest in bytes but for the counts.
 
     weights: parameters and buffers in use, each once; of a mixture as many experts as tokens reach
-    that are spread evenly. caches: of the tokens present, 0 where nobody says how many those are.
+    that are spread evenly. caches: of the tokens present, 0 where their number is not given.
     cache_capacity: of full caches. activations: what parts hand to each other, what the graph is
     given besides, and returns; written once and read by each. nodes: what computes, views apart.
     launches: kernels, of a library's product one. floor_us, modelled_us: as this file says.
@@ -65,13 +65,14 @@ class Amounts:
         return Amounts(*(getattr(self, name) + getattr(other, name) for name in names))
 
     def times(self, count: int) -> Amounts:
-        """Of so many alike."""
+        """Returns the amounts of `count` equal parts."""
         return Amounts(*(count * getattr(self, field.name) for field in fields(self)))
 
 
 @dataclass(frozen=True)
 class Part:
-    """What runs as one: a fused op, a library's product, or nodes that Inductor puts together.
+    """A unit that runs as one: a fused op, a library's product, or nodes that Inductor puts
+    together.
 
     scope: of its layer, as `LayerStep.scope`. name: the pattern's, the product's, or the first few
     of the functions in a group. node: the first node, in the rewritten graph; of a fused op
@@ -102,11 +103,11 @@ class LayerStep:
 
     @property
     def total(self) -> Amounts:
-        """Of one layer."""
+        """The amounts of one layer."""
         return _sum(part.amounts for part in self.parts)
 
     def of(self, kind: Kind) -> Amounts:
-        """What one kind of parts of one layer is in it."""
+        """Returns the amounts of one kind of parts in one layer."""
         return _sum(part.amounts for part in self.parts if part.kind == kind)
 
 
@@ -136,7 +137,7 @@ class Step:
         return _sum(part.amounts for part in self.parts)
 
     def of(self, kind: Kind) -> Amounts:
-        """What one kind of parts is in all layers."""
+        """Returns the amounts of one kind of parts in all layers."""
         return _sum(part.amounts for part in self.parts if part.kind == kind)
 
     @property
@@ -196,7 +197,7 @@ def step_of(lowered: Lowered, present: int | None = None) -> Step:
 
 
 def amounts_of(unit: Unit, target: Target, present: int | None) -> Amounts:
-    """What one unit moves and takes. present: as in Step."""
+    """Returns what one unit moves and takes. present: as in Step."""
     reads = unit.cache_reads
     caches = unit.caches
     if present is not None:

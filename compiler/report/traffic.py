@@ -1,4 +1,4 @@
-"""What runs as one in a rewritten graph, and the bytes that each such unit moves.
+"""Units that run as one in a rewritten graph, and the bytes that each of them moves.
 
 A fused op is a unit, and a product is one. Of the rest, nodes of a layer that hand values to each
 other, with no unit between them, are taken for one kernel of Inductor's: it may make more of them.
@@ -247,7 +247,7 @@ def _groups(memory: _Memory) -> _Groups:
 
 @dataclass
 class _Traffic:
-    """What a unit moves, by storage."""
+    """The bytes that a unit moves, by storage."""
 
     weights: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     caches: dict[int, int] = field(default_factory=lambda: defaultdict(int))
@@ -362,7 +362,7 @@ class _Moved:
     def _writes_over(
         self, node: fx.Node, key: int, tensor: torch.Tensor, traffic: _Traffic
     ) -> None:
-        """What others made, or the graph is given, is written in place."""
+        """Counts a write in place to memory that others made, or that the graph is given."""
         put = self.memory.puts.get(node)
         if put is not None:
             symbols = [s for n in put.shape for s in _symbol(n)]
@@ -402,7 +402,7 @@ class _Moved:
         return not keys(_tensors(node)).isdisjoint(keys([tensor]))
 
     def _share(self, node: fx.Node) -> float:
-        """Of stacked experts, those in use."""
+        """Returns the share of stacked experts that is in use; 1 for other nodes."""
         site = self.sites.get(node.name)
         if site is not None:
             return share_of_experts(site)

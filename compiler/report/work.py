@@ -1,4 +1,4 @@
-"""What parts of a graph compute: the FLOPs of a node, a chip's rate for them, experts in use."""
+"""The work of a graph's parts: FLOPs of a node, a chip's rate for them, experts in use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What operators of libraries mean, as their users declare it, and their calls spelled out.
+"""Meanings of libraries' operators, as their users declare them, and their calls spelled out.
 
     declare("somebodys::op", meaning)
 
@@ -122,8 +122,8 @@ def _fault_of_names(meaning: Meaning, overload: Any) -> str:
 
 
 def _meaning_of(overload: Any) -> Meaning | None:
-    """What is declared of an operator, by its user before the libraries' own: by its name, by that
-    of a hub's kernel, by a wildcard."""
+    """Returns the declaration of an operator, a user's before the libraries' own: by its name, by
+    that of a hub's kernel, by a wildcard."""
     namespace, _, name = overload._schema.name.partition("::")
     if namespace in _KNOWN:
         return None
@@ -150,7 +150,7 @@ def _among(declared: Mapping[str, Meaning], namespace: str, names: Sequence[str]
 
 @dataclass(frozen=True)
 class Trace:
-    """What a meaning computes, traced. inputs: the placeholders, one for each input of the call's
+    """The trace of a meaning. inputs: the placeholders, one for each input of the call's
     node. outputs: what it returns, one after the other. copies: the calls that overwrite an input
     as a whole, which nothing else reads or writes, by the input."""
 

@@ -144,7 +144,7 @@ def _hides_nothing(body: fx.Graph) -> bool:
 def _applied(
     write: Writer, body: fx.Graph, captured: Sequence[Any], elements: Sequence[fx.Node]
 ) -> fx.Node:
-    """What a function gives for all elements. captured: the tensors and numbers that it reads."""
+    """Applies a function to all elements. captured: the tensors and numbers that it reads."""
     taken = iter((*elements, *captured))
     known: dict[fx.Node, Any] = {n: next(taken) for n in body.find_nodes(op="placeholder")}
     tables = {n for n in known if known[n] in captured and is_tensor_node(known[n])}

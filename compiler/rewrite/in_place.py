@@ -306,8 +306,8 @@ class _Rewriter:
         return True
 
     def _computed(self, node: fx.Node, base: fx.Node) -> torch.Tensor | None:
-        """What a call out of place makes of fake tensors; None where it is another thing than the
-        call in place leaves behind."""
+        """Returns the result of a call out of place on fake tensors; None where it differs from
+        what the call in place leaves behind."""
         held = base.meta["example_value"]
         try:
             made = _compat.run_fake(node)

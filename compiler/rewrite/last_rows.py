@@ -197,7 +197,7 @@ def _laid_out(write: Writer, made: fx.Node, selection: fx.Node, product: fx.Node
 
 
 def _strides(write: Writer, selection: fx.Node, product: fx.Node) -> list[Any]:
-    """Those of rows as they lie in the dense whole."""
+    """Returns the strides of rows as they lie in the dense whole."""
     source, held = argument(product, 0, "input"), product.meta["example_value"]
     strides: list[Any] = [1]
     for dim in reversed(range(1, held.dim())):

@@ -265,9 +265,11 @@ class Materialiser:
         return node
 
     def _result(self, node: fx.Node) -> Any:
-        """What a node gives: of one of our ops that was called alike, the same again in memory of
-        its own, for its fake looks at nothing but what `call_key` has; of a reshape of what is laid
-        out alike, the same view."""
+        """Returns a node's fake result, without running its fake again where an equal call was
+        seen.
+
+        For one of our ops it is the earlier result in memory of its own, because its fake looks
+        only at what `call_key` has; for a reshape of equal layout, the same view."""
         called = node.target
         if called == "reshape":
             return self._reshaped(node)

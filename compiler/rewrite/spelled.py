@@ -77,7 +77,7 @@ class Kind(Protocol):
         """Adds what a call means; None for one that is left alone. May raise anything."""
 
     def refused(self, call: fx.Node, error: Exception) -> Miss | None:
-        """What to say of a call for which :meth:`spell` raised."""
+        """Returns the miss of a call for which :meth:`spell` raised."""
 
 
 def spell_out(

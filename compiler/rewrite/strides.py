@@ -23,14 +23,13 @@ READS = ("as_strided", "stride", "is_contiguous", "storage_offset", "data_ptr", 
 
 
 class Writes(Protocol):
-    """What tells of the writes to a storage, as a Dataflow does."""
+    """An object that lists the writes to a storage, as a Dataflow does."""
 
     def writes_on(self, storage: int) -> Iterator[Any]: ...
 
 
 def same_steps(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Whether two tensors have the same strides that matter: those of dimensions that have, or of
-    which nobody knows that they have not, more than one element. Adds no guard."""
+    """Compares strides, ignoring dimensions known to have size 1 or less. Adds no guard."""
     a, b = _steps(one), _steps(two)
     return len(a) == len(b) and all(proven(x == y) for x, y in zip(a, b, strict=True))
 

@@ -1,1 +1,1 @@
-"""What keeps a rewrite safe: rules before it, checks after it, checks at each call."""
+"""The safety of rewrites: rules before it, checks after it, checks at each call."""

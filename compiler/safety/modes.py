@@ -60,7 +60,7 @@ OUTSIDE = "compute it outside of that; under vmap, give the batch as a dimension
 
 @dataclass(frozen=True)
 class Mode:
-    """What holds where a node runs. grad: whether autograd records. levels: the transforms around
+    """The modes in which a node runs. grad: whether autograd records. levels: the transforms around
     it, outermost first. autocast: the dtype of each device type that the graph itself sets."""
 
     grad: bool

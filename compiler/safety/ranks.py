@@ -40,7 +40,7 @@ _UNFUSED = "unfused"
 
 @dataclass
 class RankSums:
-    """What a group sums in one graph, the same on all its ranks. place: in the store. of: the group
+    """The sums of a group in one graph, equal on all its ranks. place: in the store. of: the group
     itself. life: of how many groups of this name and these ranks that store has heard from this
     rank. compiled: how often this rank has, in this one. said: what held for all at last."""
 
@@ -67,8 +67,8 @@ _known: dict[str, RankSums] = {}
 
 @contextmanager
 def compiling(gm: fx.GraphModule) -> Iterator[list[RankSums]]:
-    """What each group sums in a graph while it is compiled. Where the block raises, the other ranks
-    need not wait for this one."""
+    """Yields the sums of each group in a graph while it is compiled. If the block raises, the other
+    ranks need not wait for this one."""
     shared = _shared_of(gm.graph)
     try:
         with _telling(shared):
@@ -99,7 +99,7 @@ def disagreement(shared: Sequence[RankSums], report: GraphReport) -> str | None:
 
 
 def _shared_of(graph: fx.Graph) -> list[RankSums]:
-    """What each group sums in a graph that is compiled now."""
+    """Returns the sums of each group in a graph that is compiled now."""
     found = []
     for group, said in _sums(graph).items():
         text = "\n".join([group, str(_members(group)), *said])
@@ -144,14 +144,14 @@ def _group_of(node: fx.Node) -> str | None:
 
 
 def _plan_of(report: GraphReport, group: str) -> str:
-    """What of a group's sums is fused, and with what; empty for nothing."""
+    """Describes the fused sums of a group; empty without any."""
     facts = [s.shapes for s in report.matches if s.pattern == SHARED and s.shapes["group"] == group]
     return f"{torch.__version__} {[sorted(f.items()) for f in facts]}" if facts else ""
 
 
 def _heard(shared: RankSums, plan: str) -> str:
-    """What holds for all, once it is said. Where a rank does not come, this one may have been alone
-    to compile again: then what held before holds still."""
+    """Waits for the decision that holds for all ranks, and returns it. Where a rank does not come,
+    this one may have been alone to compile again: the former decision then stays."""
     store, place = _compat.store(), shared.now
     votes = {rank: f"{place}/{rank}" for rank in _members(shared.group)}
     store.set(f"{place}/{dist.get_rank()}", plan)
@@ -212,7 +212,7 @@ def _telling(shared: Sequence[RankSums]) -> Iterator[None]:
 
 
 def _decided(shared: RankSums, what: str) -> str:
-    """What holds for all: what was said first."""
+    """Returns the decision that holds for all, which is the first one made."""
     return _text(_compat.store().compare_set(f"{shared.now}/all", "", what))
 
 

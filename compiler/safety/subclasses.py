@@ -1,4 +1,4 @@
-"""What a tensor subclass is, and what to do where an op needs the plain tensors inside of it."""
+"""Tensor subclasses, and what to do where an op needs the plain tensors inside of one."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class FullPages(FullAttentionCacheAllocator):
 
     @property
     def trash_block(self) -> int:
-        """The block to which padding is written, and which nobody reads."""
+        """The block to which padding is written. It is never read."""
         return self.blocks_per_sector
 
     def kept(self, past_length: int) -> int:

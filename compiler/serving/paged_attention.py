@@ -137,7 +137,7 @@ def _block_table(
 ) -> torch.Tensor:
     """Returns the pages of each sequence, int32 `[sequences, pages of the longest]`.
 
-    Entries beyond a sequence's pages are those of others, which nobody reads.
+    Entries beyond a sequence's pages are those of others, and are not read.
     """
     size = owner.tokens_per_page
     if read.shape[0] == 0:  # prompts alone: their pages are those that are written

@@ -1,4 +1,4 @@
-"""What the engine's integration relies on in transformers, looked at before a model is changed."""
+"""Checks of what the engine's integration relies on in transformers, before a model is changed."""
 
 from __future__ import annotations
 

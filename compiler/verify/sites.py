@@ -136,7 +136,7 @@ def _written(inputs: Sequence[Any]) -> list[torch.Tensor]:
 def _changed(
     inputs: Sequence[Any], fused: _Ran, plain: _Ran, exact: _Ran
 ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Of each input what any run changed: the rest of a cache would dilute the error."""
+    """Returns the changed elements of each input: the rest of a cache would dilute the error."""
     found = []
     runs = zip(_written(inputs), fused.inputs, plain.inputs, exact.inputs, strict=True)
     for before, *after in runs:

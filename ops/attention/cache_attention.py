@@ -23,9 +23,9 @@ from tilewright.ops.sampling import sampler_of
 
 NAME = "cache_attention"
 ERROR_MODEL = (
-    "fp32 accumulation; a kernel's softmax weights are rounded to the queries' dtype: errors of "
-    "half a unit in the last place of the terms of each sum, measured against the rms of the "
-    "output; then one rounding of the result"
+    "Sums are accumulated in fp32, then the result is rounded once. A kernel rounds the softmax "
+    "weights to the queries' dtype: each term of a sum errs by up to half a unit in the last place,"
+    " measured against the rms of the output."
 )
 TOLERANCES = rounded_once(2.0**-6, 2.0**-9, 2.0**-17, 2.0**-44)
 

@@ -1,4 +1,4 @@
-"""Which keys a query sees: by position, and by a mask tensor."""
+"""The keys that a query sees, by position and by a mask tensor."""
 
 from __future__ import annotations
 

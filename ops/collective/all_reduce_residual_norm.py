@@ -23,8 +23,8 @@ from tilewright.ops.sampling import sampler_of
 
 NAME = "all_reduce_residual_norm"
 ERROR_MODEL = (
-    "fp32 sums and norm; each result is rounded once. Where the ranks have no memory in common, "
-    "their sum is rounded as the graph rounds it"
+    "Sums and norm are computed in fp32, and each result is rounded once. If the ranks share no "
+    "memory, their sum is rounded as in the graph."
 )
 
 

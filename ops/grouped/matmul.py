@@ -34,9 +34,10 @@ from tilewright.ops.sampling import sampler_of
 NAME = "grouped_matmul"
 X_BLOCK = 128
 ERROR_MODEL = (
-    "fp32 accumulation, then one rounding of the result; int4 and fp8 weights are rounded to the "
-    "activations' dtype after the product with their scale, which errs by its unit in the last "
-    "place times a random walk over the inner dimension, measured against the rms of the output"
+    "Sums are accumulated in fp32, then the result is rounded once. int4 and fp8 weights are "
+    "multiplied by their scale and rounded to the activations' dtype first. The errors of these "
+    "roundings add up over the inner dimension like a random walk, and are measured against the rms"
+    " of the output."
 )
 TOLERANCES = rounded_once(2.0**-6, 2.0**-9, 2.0**-18, 2.0**-46)
 

@@ -300,6 +300,6 @@ OP = register(
         cases=CASES,
         sample_inputs=sample_inputs,
         tolerances=rounded_once(2.0**-16, 2.0**-16, 2.0**-16),
-        error_model="products are exact in fp32; sums of them in fp32, one rounding of the result",
+        error_model="Products are exact, sums are accumulated in fp32, the result is rounded once.",
     )
 )

@@ -30,7 +30,7 @@ from tilewright.ops.formats.row_groups import (
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 TOLERANCES = rounded_once(2.0**-16, 2.0**-16, 2.0**-16, 2.0**-46)
-ERROR_MODEL = "exact products, summed in fp32; one rounding of the result"
+ERROR_MODEL = "Products are exact, sums are accumulated in fp32, and the result is rounded once."
 
 
 def num_groups(a: Any) -> Any:

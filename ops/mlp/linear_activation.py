@@ -23,10 +23,10 @@ from tilewright.ops.sampling import sampler_of
 
 NAME = "linear_activation"
 ERROR_MODEL = (
-    "fp32 accumulation and one rounding of the result; before it the normed x is rounded to its "
-    "dtype, or, of many tokens, both products are: half a unit in the last place of each factor of "
-    "the result, and an error in each term of a sum that has as many as x has columns, measured "
-    "against the rms of the output"
+    "Sums are accumulated in fp32, and the result is rounded once. Before that, the normalised x is"
+    " rounded to its dtype, or, for many tokens, both products are. A rounded product errs by half "
+    "a unit in the last place of each factor of the result. A rounded x errs in each of the K terms"
+    " of a sum, measured against the rms of the output."
 )
 TOLERANCES = {
     torch.bfloat16: Tolerance(relative=2.0**-7, of_rms=2.0**-6),

@@ -22,7 +22,7 @@ from tilewright.ops.sampling import sampler_of
 NAME = "linear_residual"
 
 ERROR_MODEL = (
-    f"{tolerances.ONE_ROUNDING}; of many tokens the residual with the bias added is rounded, too"
+    f"{tolerances.ONE_ROUNDING} For many tokens, the sum of residual and bias is rounded as well."
 )
 TOLERANCES = tolerances.TOLERANCES | {
     torch.bfloat16: Tolerance(relative=2.0**-8, of_rms=2.0**-8),

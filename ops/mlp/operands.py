@@ -27,7 +27,7 @@ from tilewright.ops.runtime.scaled_products import ScaledOperands
 def activation_unsupported(a: LinearActivationArguments) -> str | None:
     """Returns why no kernel takes a call of `linear_activation`, or None. Reads metadata only."""
     if a.rms_norm and a.x.dtype == torch.float16:
-        return "float16 has no range for numbers that are normed after they are multiplied"
+        return "float16 may overflow: the kernel normalises after the product"
     return residual_unsupported(a)
 
 
@@ -54,7 +54,7 @@ def _far(weight: Weight) -> str | None:
     """Returns why a kernel cannot address the columns of a weight, or None."""
     if weight.data.stride(1) * weight.data.shape[1] <= INT32_MAX:
         return None
-    return f"{weight.named('data')}: columns reach further than 32 bits count"
+    return f"{weight.named('data')}: offsets of columns exceed 32 bits"
 
 
 def _scattered(weight: Weight) -> str | None:

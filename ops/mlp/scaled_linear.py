@@ -22,8 +22,8 @@ from tilewright.ops.sampling import sampler_of
 
 NAME = "scaled_linear"
 ERROR_MODEL = (
-    "one rounding of the result; a tensor core adds up to 128 products of 8-bit floats in about 14 "
-    "bits, which is measured against the rms of the output"
+    "The result is rounded once. A tensor core adds up to 128 products of 8-bit floats with about "
+    "14 bits of precision; this error is measured against the rms of the output."
 )
 TOLERANCES = {
     torch.bfloat16: Tolerance(relative=2.0**-8, of_rms=2.0**-8),

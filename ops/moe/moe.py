@@ -30,10 +30,11 @@ from tilewright.ops.sampling import sampler_of
 NAME = "fused_moe"
 ACTIVATION_FORMATS = ("dense", "fp8")
 ERROR_MODEL = (
-    "fp32 accumulation; the hidden activation is rounded to the activations' dtype, which errs by "
-    "its unit in the last place times a random walk over the inner dimension, measured against the "
-    "rms of the output; then one rounding of the result. Of hidden numbers quantised to e4m3, one "
-    "next to the middle of two codes may take either: a sixteenth of a few of each sum's terms"
+    "Sums are accumulated in fp32, then the result is rounded once. The hidden activation is "
+    "rounded to the activations' dtype; the errors of that add up over the inner dimension like a "
+    "random walk, and are measured against the rms of the output. If it is quantised to e4m3, a "
+    "number close to the middle of two codes may be rounded to either code: then a few terms of "
+    "each sum differ by a sixteenth."
 )
 TOLERANCES = rounded_once(2.0**-6, 2.0**-9, 2.0**-18, 2.0**-46)
 

@@ -42,8 +42,9 @@ KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MOST_COLUMNS = 1024
 MOST_SLOTS = 32
 ERROR_MODEL = (
-    "fp32 accumulation of the logits, whose error the scores multiply, measured against the rms of "
-    "the weights; then one rounding. Experts are those of the exact choice where it is clear"
+    "Logits are accumulated in fp32. The scores multiply that error, which is measured against the "
+    "rms of the weights; then the weights are rounded once. The experts are those of the exact "
+    "choice unless scores are too close to tell apart."
 )
 TOLERANCES = {
     **rounded_once(2.0**-16, 2.0**-16),
@@ -138,9 +139,9 @@ def reference(a: MoeRouterArguments) -> tuple[torch.Tensor, torch.Tensor]:
         logits = x[t] @ weight^T + bias
         scores = softmax(logits), sigmoid(logits), or logits
         choice = scores + correction                 -inf outside of the best groups
-        ids[t] = the num_slots largest of choice, the largest first, of equals the lower number
-        w      = scores[ids[t]]                      softmax over them with softmax_of_chosen
-        w      = w / (sum(w) + norm_eps)             where normalise; no less than norm_min > 0
+        ids[t] = top num_slots of choice             descending; equal ones by ascending number
+        w      = scores[ids[t]]                      their softmax with softmax_of_chosen
+        w      = w / max(sum(w) + norm_eps, norm_min)    only with normalise
         weights[t] = w * scaling
 
     If scores have the same order as logits (no correction, groups by their best), the choice uses

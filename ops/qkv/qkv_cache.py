@@ -35,7 +35,7 @@ from tilewright.ops.reference.tolerances import ONE_ROUNDING
 from tilewright.ops.sampling import Sampler
 
 NAME = "fused_qkv_paged"
-ERROR_MODEL = f"{ONE_ROUNDING}; x that is normed may be rounded to its dtype before the product"
+ERROR_MODEL = f"{ONE_ROUNDING} A normalised x may be rounded to its dtype before the product."
 
 
 def validate(a: FusedQkvArguments) -> None:

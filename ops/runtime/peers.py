@@ -144,7 +144,7 @@ def _agreed_memory(
         processes = _gathered(watch.this_process(dist.get_rank()), group, own.device)
         _, why = _attempt(partial(_watch_ranks, wanted, watch, meeting, processes, own))
     if why is not None:
-        log.warning("that a rank of group %s ends is not noticed here: %s", wanted.group, why)
+        log.warning("cannot notice the end of a rank of group %s: %s", wanted.group, why)
     _kept.append((own, meeting, addresses, sent))
     return addresses.data_ptr(), sent.data_ptr(), meeting.rank
 

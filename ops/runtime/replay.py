@@ -210,7 +210,7 @@ def _again(step: Any, answer: Any, memory: _Memory, machine: Machine) -> Call | 
 def _check_shared(memory: PeerMemory, *_: Any) -> None:
     """Raises RuntimeError if the group's name belongs to another group now."""
     if not memory.holds():
-        raise RuntimeError("the ranks that shared this memory are no longer the group")
+        raise RuntimeError("the group now has other ranks than those that share this memory")
 
 
 def _new_parts(make: Callable[[], Any], first: int, parts: list[Any], starts: list[int]) -> None:

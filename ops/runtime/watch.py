@@ -216,14 +216,14 @@ def _answer(waits: Sequence[Waits], deadline_s: float) -> bool | None:
         try:
             said.append(any(wait() for wait in waits))
         except Exception as error:  # the GPU has failed, which its users see as well
-            log.debug("nothing is known of what this rank waits for: %s", error)
+            log.debug("cannot tell whether this rank waits for others: %s", error)
             said.append(False)
 
     thread = threading.Thread(target=ask, name="tilewright-watch-asks", daemon=True)
     try:
         thread.start()
     except RuntimeError as error:  # no more threads at the moment
-        log.debug("nothing is asked of what this rank waits for: %s", error)
+        log.debug("cannot start a thread that asks whether this rank waits: %s", error)
         return False
     for _ in range(_PARTS):
         thread.join(deadline_s / _PARTS)
@@ -263,11 +263,11 @@ def watch(processes: Sequence[tuple[Sequence[int], Waits]], rank: int) -> None:
             apart.append(str(error))
     for why in set(apart) - _told:
         _told.add(why)
-        log.warning("that some ranks end is not noticed here, which waits for them: %s", why)
+        log.warning("cannot notice the end of some ranks that this rank waits for: %s", why)
 
 
 def _stop() -> None:
-    """At exit, keeps threads out of driver calls while the interpreter shuts down."""
+    """Keeps threads out of driver calls while the interpreter shuts down."""
     _watch.stop()
 
 

@@ -275,10 +275,10 @@ def _filled(write: CacheWrite, written: Written) -> Address:
             "MOVED_CACHE",
             f"{write.record.kind} writes the whole cache anew, old tokens too",
             write.store,
-            hint="a window that has to move costs a copy of itself; generate(past_key_values="
+            hint="moving a window copies all of it; generate(past_key_values="
             "tilewright.tools.paged_cache.PagedCache(model.config)) keeps every token where it is"
             if is_in_package(write.node, "transformers")
-            else "a window that has to move costs a copy of itself: keep a ring of slots, "
+            else "moving a window copies all of it: keep a ring of slots, "
             "cache[:, :, positions % window] = k, and mask by the position that each slot holds",
         )
     found = fill_slices(write.target, write.memory.shape)

@@ -87,7 +87,7 @@ class WritePair:
         return self.first.store.node
 
     def apart(self) -> Iterator[WritePair]:
-        """Each of the two writes alone; nothing where one store has both."""
+        """Yields each of the two writes alone; nothing if one store holds both."""
         if self.second is not None and set(self.first.stores).isdisjoint(self.second.stores):
             yield WritePair(self.first, None, again=True)
             yield WritePair(self.second, None, again=True)
@@ -385,7 +385,7 @@ def _is_part(write: CacheWrite) -> bool:
 
 
 def _is_known(write: CacheWrite) -> bool:
-    """Whether it is known what is stored; of a memory that is cleared, for one, it is not."""
+    """Whether the stored value is known; a memory that is only cleared has none."""
     return write.written is not None
 
 

@@ -83,7 +83,7 @@ class LoraQkv:
 
     def match(self, anchor: tuple[Value, ...], flow: Dataflow) -> Match:
         if _is_foreign(anchor[0]):
-            message = f"{_operator(anchor[0])} computes the delta: an operator that is not known"
+            message = f"{_operator(anchor[0])} computes the delta, and is an unknown operator"
             hint = (
                 "write y + (x @ A[ids].mT) @ B[ids].mT with the stacks of all adapters, or "
                 "call tilewright's shrink_qkv_permute_3mn and lora_expand_add there"
@@ -95,10 +95,10 @@ class LoraQkv:
             hint = "rescale the stacks once, when the adapters are loaded, and leave max_norm out"
             reject("LORA_FORM", Stage.ACTIVATION, message, anchor[0], *rescaled, hint=hint)
         if not sums:
-            message = "two products with stacks of matrices are added in no known form of adapters"
+            message = "two products with stacks of matrices are added, in an unknown form"
             hint = (
-                "take each row's matrices by index: A[index], B[index]; of one stack for q, k "
-                "and v a product each, A[:, p][index], B[:, p][index]"
+                "take each row's matrices by index: A[index], B[index]; if one stack holds "
+                "those of q, k and v, write one product for each: A[:, p][index], B[:, p][index]"
             )
             reject("LORA_FORM", Stage.ACTIVATION, message, anchor[0], hint=hint)
         deltas = [_with_gathers(item.delta, flow) for item in sums]

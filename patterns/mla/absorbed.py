@@ -207,7 +207,7 @@ def query_of(product: PerHead, latent: View) -> View:
 
 @dataclass(frozen=True)
 class Taken:
-    """What the result's product takes of an attention's result.
+    """The columns of an attention's result that the product behind it reads.
 
     columns: the first of its L columns. layout: of the product's dimensions on the axes [B, S, H,
     V].
@@ -218,8 +218,8 @@ class Taken:
 
 
 def taken_of(product: PerHead, layout: Effect) -> Taken:
-    """Returns what the product takes. layout: of the attention's result, the product's x, on the
-    axes [B, S, H, width].
+    """Returns the columns that the product reads. layout: that of the attention's result, which is
+    the product's x, on the axes [B, S, H, width].
 
     Raises InexpressibleError if the product does not take whole heads.
     """
@@ -230,7 +230,7 @@ def taken_of(product: PerHead, layout: Effect) -> Taken:
     whole = whole and dims[product.hidden] == effects.coalesce([Atom(3, 1, rank)])
     tokens = [dims[n] for n in product.x.names if n not in (product.heads, product.hidden)]
     if not whole or any(a.axis in (2, 3) for dim in tokens for a in dim):
-        raise InexpressibleError("a part of the heads or of the columns of what attention gives")
+        raise InexpressibleError("a part of the heads or of the columns of the attention's result")
     dims[product.feature] = effects.coalesce([Atom(3, 1, features)])
     made = Effect(tuple(dims.get(n, ()) for n in product.result), (*x.start[:3], 0))
     return Taken(x.start[3], made)

@@ -179,7 +179,7 @@ def _guarded(
     )
     ended = with_end_in(attention, dtypes.pop(), flow)
     if ended is None or ended.end is not result.x.view.value:
-        refuse("its result is not what the values' weight multiplies", attention.end)
+        refuse("the values' weight does not multiply its result", attention.end)
     for view, who in ((columns.latents, "latent"), (columns.rope_keys, "rope key")):
         check_dense(view, who, attention, flow)
     return ended

@@ -57,4 +57,4 @@ def _described_between(norm: Norm, side: View, columns: Size) -> str:
     if norm.width != columns:
         return f"an RMS norm of {norm.width} columns at a time"
     whole = rms_norm_of(weighed(side)[0]) is not None
-    return "an RMS norm that others read, too," if whole else "an RMS norm of another form"
+    return "an RMS norm with other readers" if whole else "an RMS norm of another form"

@@ -85,7 +85,8 @@ def match_choice(ids: Value) -> Choice:
     """Returns the choice that a value is for which :func:`is_choice` holds; raises Reject."""
     compared = ids.args[0]
     if not _takes_largest_of_rows(ids) or not compared.is_regrouped:
-        reject("ROUTER_CHOICE", Stage.ACTIVATION, "not the largest numbers of whole rows", ids)
+        message = "the choice is not of the largest numbers of whole rows"
+        reject("ROUTER_CHOICE", Stage.ACTIVATION, message, ids)
     slots = ids.shape[1]
     assert isinstance(slots, int)
     numbers, casts = strip_casts(compared)
@@ -110,7 +111,7 @@ def match_choice(ids: Value) -> Choice:
     may_be_less = correction is not None or scores == "logits"
     if groups is not None and may_be_less and not _fills_infinity(masked):
         what = "a logit" if correction is None else "a corrected score"
-        message = f"experts of other groups are given 0, and {what} may be less"
+        message = f"experts of other groups get 0, and {what} may be less than 0"
         reject("ROUTER_GROUPS", Stage.GUARDS, message, masked, hint="masked_fill(~mask, -inf)")
     experts = logits.shape[1]
     assert isinstance(experts, int)
@@ -161,7 +162,7 @@ def _grouped(masked: Value, flat: View) -> tuple[View, Groups | None, tuple[Valu
     found = unmasked and _mask_of_groups(*unmasked[1:])
     known = _fills_infinity(masked) or is_filled(masked.args[2], 0.0)
     if unmasked is None or found is None or not known:
-        message = f"{masked} leaves out experts, not in a way that is known"
+        message = f"{masked} leaves out experts in an unknown way"
         reject("ROUTER_GROUPS", Stage.ACTIVATION, message, masked)
     numbers, (chosen, num_groups, steps) = unmasked[0], found
     if not is_choice(chosen) or not _takes_largest_of_rows(chosen):

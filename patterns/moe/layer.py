@@ -121,8 +121,8 @@ def refuse_sum(message: str, culprit: Value, hint: str = "") -> NoReturn:
 
 
 _TO_ZEROS = (
-    "add the experts' results to zeros, torch.zeros_like(x).index_add(0, tokens, y), and that to "
-    "what else there is"
+    "add the experts' results to zeros, torch.zeros_like(x).index_add(0, tokens, y), and add "
+    "anything else to that sum"
 )
 
 

@@ -265,7 +265,9 @@ def _expert_ids(
             refuse_order(f"{value} does not fill the rows of experts {num_experts} and up", value)
     outside = _outside(gemms, order)
     if outside is None and not is_natural(ids):
-        message = f"the weight of a number in {ids.value} below 0 is another expert's than its bias"
+        message = (
+            f"for a number in {ids.value} below 0, weight and bias are those of different experts"
+        )
         refuse_order(message, ids, hint="clamp the experts' numbers from below, at 0")
     outside = outside or gemms[-1].outside
     ends, permutation = gemms[-1].ends, order.permutation

@@ -118,11 +118,13 @@ class MoeDense:
                 Stage.GUARDS,
                 f"{scores.value} weighs the experts' results, and may be other than zero for all",
                 scores,
-                hint="zeros(T, E).scatter(1, expert_ids, weights) of a topk's indices; a sum over "
-                "all experts, softly weighted, is no mixture that picks",
+                hint="make the scores by zeros(T, E).scatter(1, expert_ids, weights), with ids of "
+                "a topk; a weighted sum over all experts is not fused",
             )
         if on_input and any(gemm.bias is not None for gemm in layer.gemms):
-            message = "scores of zero on the input leave the biases of experts that were not chosen"
+            message = (
+                "scores multiply the input, so experts that were not chosen still add their biases"
+            )
             reject("EXPERT_SCORES", Stage.GUARDS, message, down.end)
         arguments = layer.arguments()
         layer.check_kernels(x, anchor, arguments)
@@ -268,7 +270,7 @@ def _tokens(gate: ExpertGemm, scores: Any) -> tuple[View, View, bool]:
                 e, t, _ = by.effect.dims
                 return x.with_dims(*x.effect.dims[1:]), by.with_dims(t, e), True
     message = (
-        f"{gate.x.value} reaches the experts, neither the tokens nor the tokens times their scores"
+        f"the experts read {gate.x.value}; expected the tokens, or the tokens times their scores"
     )
     hint = "capacity buffers and dispatch masks are not fused: sort the routes by expert"
     reject("EXPERT_SCORES", Stage.GUARDS, message, gate.x, hint=hint)
@@ -309,7 +311,9 @@ def _routed(x: View, scores: View, ids: View, on_input: bool) -> dict[str, Any]:
     if not on_input:
         return {"x": x, "expert_ids": ids, "expert_weights": weights}
     if ids.shape[1] != 1 or scores.value.dtype != x.value.dtype:
-        message = f"{ids.shape[1]} experts of a token weigh its input; one at most is fused"
+        message = (
+            f"the scores of {ids.shape[1]} experts multiply the input of a token; at most one may"
+        )
         reject("UNSUPPORTED", Stage.CAPABILITY, message, scores)
     options = (("dtype", torch.float32), ("device", x.value.device))
     ones = Computed("full", (list(ids.shape), 1.0), options)

@@ -78,7 +78,9 @@ def _weighed(product: Value, rows: RouteRows, by_route: View) -> RouteRows:
     one_each = rows.num_slots == 1 and product.dtype == rows.x.value.dtype
     one_each &= rows.order.cells is None
     if not one_each or taken is None or taken[1] != rows.order.permutation:
-        message = f"{product} weighs the rows before the experts; one expert of each token may"
+        message = (
+            f"{product} weighs the rows before the experts; this is fused for one expert per token"
+        )
         hint = "weigh the experts' results (torchtitan: score_before_experts=False)"
         refuse_order(message, product, hint=hint)
     weights = taken[0].reshape(rows.x.shape[0], 1)

@@ -72,10 +72,10 @@ def _loops(flow: Dataflow) -> Missed | None:
     return _missed(
         found,
         "EXPERT_LOOP",
-        "a loop over experts was captured, whose products have as many rows as only data tell"
+        "a loop over experts was captured; the number of rows of its products depends on data"
         if whole
         else "the experts run in a Python loop over the tokens that each of them gets: their "
-        "products are in no graph, or each in one of its own",
+        "products are in no graph, or each is in a graph of its own",
         "experts_implementation='grouped_mm' (model.set_experts_implementation)"
         if any(is_in_package(v.node, "transformers") for v in found)
         else "keep the experts' weights in one tensor [E, N, K], sort the routes by expert and "

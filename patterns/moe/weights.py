@@ -74,7 +74,7 @@ def _chosen_scores(flow: Dataflow, choice: Choice) -> Value:
         )
         reject("ROUTER_WEIGHTS", Stage.ACTIVATION, message, ids)
     if choice.biased:
-        message = "the weights are made of corrected scores"
+        message = "the weights are computed from corrected scores"
         hint = "scores.gather(1, ids) of scores without the correction"
         reject("ROUTER_WEIGHTS", Stage.GUARDS, message, values, hint=hint)
     return values

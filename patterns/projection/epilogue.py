@@ -51,7 +51,7 @@ class HeadNorm:
 
     @property
     def with_factor(self) -> HeadNorm:
-        """The same norm, with the offset added to its weight."""
+        """This norm, with the offset added to its weight."""
         return replace(self, weight=self.factor, offset=0.0)
 
 

@@ -126,8 +126,8 @@ def _refuse_anchor(anchor: WritePair, place: Address) -> NoReturn:
     code = "LONE_WRITE"
     if not any(one.is_projected for one in writes):
         code, culprits = "EARLIER_GRAPH", anchor.stores
-        message = f"{write.store} writes what this graph is given: no projection is in it"
-        hint = "where the graph breaks between projection and write, mend that break"
+        message = f"{write.store} writes an input of this graph, which has no projection of it"
+        hint = "remove the graph break between projection and write"
     elif anchor.unlike is not None and anchor.unlike.written is not None:
         widths = [place.window.head_dim, anchor.unlike.written.view.shape[-1]]
         message = (

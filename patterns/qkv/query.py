@@ -89,8 +89,8 @@ def find_query(
         reject(
             "Q_PATH",
             Stage.Q_PATH,
-            f"K and V project {k.x.value}, and the queries that meet them another activation, as "
-            "in cross-attention",
+            f"K and V project {k.x.value}, and their queries project another activation, as in "
+            "cross-attention",
             k.product,
             hint="keys and values are written by themselves",
             weight="advice",
@@ -100,7 +100,7 @@ def find_query(
         reject(
             "Q_PATH",
             Stage.Q_PATH,
-            f"the query is rotated like K and stays {read}, where its projection makes {made}",
+            f"the query is rotated like K and stays {read}, but its projection makes {made}",
             wide.end,
             hint=f"cast the rotated query as the keys are: query = query.to(torch.{made})",
         )
@@ -233,12 +233,12 @@ def _refuse_turned(flow: Dataflow, k: Heads, v: Heads) -> None:
                 why = rejection.miss.message
             except effects.InexpressibleError:
                 continue
-            message = f"what {product} makes is rotated, but no query: {why}"
+            message = f"the result of {product} is rotated, but is not a query: {why}"
             reject("Q_PATH", Stage.Q_PATH, message, end, hint=_KNOWN)
     others = [p for p in _products_of(flow, k, v) if p not in (k.product, v.product)]
     if len(others) == 1:
         message = (
-            f"no query: {others[0]} projects {k.x.value} too, and nothing of it is rotated as K is"
+            f"no query: {others[0]} projects {k.x.value} too, but no part of it is rotated like K"
         )
         reject("Q_PATH", Stage.Q_PATH, message, others[0], hint=_KNOWN)
 

@@ -76,7 +76,7 @@ def match_coded_rows(rows: View) -> CodedRows | UnknownRows | None:
             codes, scale.with_dims(*cut_to_blocks(scale.effect.dims, rows.shape, block))
         )
     except InexpressibleError:
-        return UnknownRows("scales whose layout no view says")
+        return UnknownRows("scales with a layout that no view expresses")
 
 
 def _code(view: View) -> View | None:

@@ -51,7 +51,8 @@ def weight_arguments(
         reject("SCALE_BLOCK", Stage.GUARDS, f"{first.codes.value}: {error}", first.codes)
     if block == (1, 1):
         why = (
-            "no neighbours are seen to share a scale (in blocks that do not divide K, they are not)"
+            "no neighbours share a scale, as far as the graph shows (it cannot show it for blocks "
+            "that do not divide K)"
         )
         reject("SCALE_BLOCK", Stage.GUARDS, why, first.codes)
     sizes = [max(view.shape[axis] for view in given) for axis in (0, 1)]

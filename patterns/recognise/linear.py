@@ -186,8 +186,8 @@ def unread(value: Value, what: str) -> tuple[str, str]:
     """Returns why an :func:`unread_product`, which computes `what`, is not read, and what to do."""
     named = f"{operator_of(value)} computes the {what}"
     if value.op.startswith("aten."):
-        return f"{named}, with scales or operands in a form that is not read", (
-            "scale e4m3 codes by tensor, by row or by 128 columns, a multiple of 512 of them"
+        return f"{named}, with scales or operands of an unknown form", (
+            "scale e4m3 codes by tensor, by row, or by 128 columns with K a multiple of 512"
         )
     return f"{named}, an operator whose arithmetic is not known", _READABLE
 

@@ -99,7 +99,7 @@ def holds_counts(value: Value) -> bool:
 
 
 def _end_of(value: Value) -> Size | None:
-    """Returns an exclusive upper bound of a value's numbers, none of which is negative; None if not
+    """Returns an exclusive upper bound of a value's numbers, if no number is negative; None if not
     known."""
     if value.dtype == torch.bool or value.op == "aten.one_hot":
         return 2

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 from typer.testing import CliRunner
 
 import tilewright
@@ -235,6 +236,15 @@ def subclassed(monkeypatch, model, args):
     return model, tuple(a.as_subclass(Named) if a.ndim > 2 else a for a in args), {}
 
 
+def wrapped(monkeypatch, model, args):
+    """Activations of a class that wraps other tensors, and computes by its own rules."""
+    return model, tuple(TwoTensor(a, a.clone()) if a.ndim == 2 else a for a in args), {}
+
+
+def on_meta(monkeypatch, model, args):
+    return model.to("meta"), tuple(a.to("meta") for a in args), {}
+
+
 def failing(monkeypatch, model, args):
     """Something of ours raises, and its repro cannot be written."""
     monkeypatch.setenv("TILEWRIGHT_REPRO", "/dev/null/x")
@@ -282,6 +292,8 @@ COMPILED = {
     "float64": (in_dtype(torch.float64), "DTYPE"),
     "float16": (in_dtype(torch.float16), ""),
     "a subclass": (subclassed, ""),
+    "a class that wraps": (wrapped, ""),
+    "meta tensors": (on_meta, ""),
     "a full disk": (given(report="/dev/full"), "options['report']: nothing could be written"),
     "only that names nothing": (given(only=["nowhere"]), "names none of"),
     "no patterns' sites": (given(patterns=["moe"]), ""),

@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
+import tilewright
 from tests.test_packages import LAYERS
+from tilewright import compiler
 from tilewright.compiler import Options
 from tilewright.ops.contract import all_ops
 from tilewright.patterns.language import CODES
@@ -173,6 +175,18 @@ def test_every_option_and_variable_has_a_line():
     named = re.compile(r"\bTILEWRIGHT_[A-Z_]+\b")
     variables = {name for path in sources for name in named.findall(path.read_text("utf-8"))}
     assert set(rows) == options | variables
+
+
+def test_every_public_name_is_on_the_page_of_the_api():
+    shown = (ROOT / "docs" / "api.md").read_text("utf-8")
+    for package in (tilewright, compiler):
+        names = [f"{package.__name__}.{name}" for name in package.__all__ if name[0] != "_"]
+        public = [name.replace("tilewright.compiler.", "tilewright.") for name in names]
+        assert [
+            name
+            for name, short in zip(names, public, strict=True)
+            if f"::: {name}\n" not in shown and f"::: {short}\n" not in shown
+        ] == [f"{package.__name__}.tilewright"] * (package is compiler)  # the backend itself
 
 
 def _script(name, folder="docs"):

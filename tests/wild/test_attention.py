@@ -50,7 +50,7 @@ FUSED = {
 MISSED = {
     "complex_pairs_turned_back": ("K_PATH", "aten.cat"),
     "key_multiplied_before_norm": ("K_PATH", "multiply the projection's weight by it once"),
-    "query_multiplied_by_token": ("Q_PATH", "nothing of it is rotated as K is"),
+    "query_multiplied_by_token": ("Q_PATH", "no part of it is rotated like K"),
     "norm_shifted_by_token": ("K_PATH", "aten.add"),
     "layer_norm_by_other_head": ("K_PATH", "aten.cat"),
     "norm_of_values_weighted": ("V_PATH", "the values are normalised with a weight"),

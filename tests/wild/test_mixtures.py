@@ -49,7 +49,7 @@ FUSED = {
 
 #: Style -> the code of what stands in the way, and words of its message or hint.
 MISSED = {
-    "scattered_back_twice": ("UNSUPPORTED", "2 experts of a token weigh its input"),
+    "scattered_back_twice": ("UNSUPPORTED", "scores of 2 experts multiply"),
     "top_two_before": ("EXPERT_ORDER", "score_before_experts=False"),
     "counted_by_other_mask": ("EXPERT_ENDS", "does not place the rows"),
     "counted_by_repeated_choice": ("EXPERT_ENDS", "does not place the rows"),
@@ -72,7 +72,7 @@ UNCOUNTED = ["counted_by_repeated_choice", "mapped_cells_of_others"]
 ROUTERS = {
     "limited_groups": None,
     "limited_groups_filled": "a corrected score may be less",
-    "limited_groups_turned": "leaves out experts, not in a way that is known",
+    "limited_groups_turned": "leaves out experts in an unknown way",
     "counted_by_mask": None,
 }
 

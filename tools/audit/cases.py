@@ -1,4 +1,4 @@
-"""What the audits of all families share: a kernel, and what its machine code has to show."""
+"""Cases of audits, in all families: a kernel, and what its machine code has to show."""
 
 from __future__ import annotations
 

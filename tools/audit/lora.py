@@ -109,7 +109,7 @@ def _shrink_cases(name: str, a: ShrinkArguments, target: Target) -> Iterator[Aud
 
 
 def claims(spec: KernelSpec) -> Expectations:
-    """What the machine code of a LoRA kernel has to show."""
+    """Returns what the machine code of a LoRA kernel has to show."""
     if spec.kernel == "lora_shrink_few":
         return Expectations(mma="bf16", legacy_mma_reason=FEW_ROWS_REASON)
     if spec.kernel not in ("lora_shrink", "lora_expand") or spec.constant("BLOCK_M") == 1:

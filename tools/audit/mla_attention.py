@@ -131,7 +131,7 @@ def _core_claims(spec: KernelSpec) -> Expectations:
 
 
 def _others(target: Target) -> Iterator[AuditCase]:
-    """What stands before and after the core in calls of other sizes."""
+    """Yields the kernels before and after the core in calls of other sizes."""
     dense = CALLS["16 heads, dense"]
     keys = meta(*dense.k.shape[:-1], dense.nope + dense.rope)
     yield AuditCase("mla join", join_launch(dense, keys, target).spec, Expectations())

@@ -183,7 +183,8 @@ def _router(spec: KernelSpec) -> Expectations:
 
 
 def gemm_claims(spec: KernelSpec, memory_bound: bool) -> Expectations:
-    """What a grouped GEMM has to show, and a kernel beside it. memory_bound: it streams weights."""
+    """Returns what a grouped GEMM, and a kernel beside it, have to show. memory_bound: it streams
+    weights."""
     constants, types = dict(spec.constants), dict(spec.signature)
     if "SWAPPED" not in constants:
         return Expectations()
@@ -200,8 +201,8 @@ def gemm_claims(spec: KernelSpec, memory_bound: bool) -> Expectations:
 
 
 def nvfp4_mma(target: Target) -> str:
-    """What NVFP4 x NVFP4 multiplies on a target: itself, where the tensor core knows the format; a
-    kernel of bf16 is no other way to do it there."""
+    """Returns the format in which a target multiplies NVFP4 x NVFP4: itself, where the tensor core
+    knows the format; a kernel of bf16 is no other way to do it there."""
     return "nvfp4" if target.has("block_scaled_mma") else "bf16"
 
 

@@ -1,4 +1,4 @@
-"""What became of a kernel that was compiled and held to the rules of its target."""
+"""Outcomes of kernels that were compiled, and whose machine code was checked."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tilewright.codegen.targets import Target
 
 @dataclass(frozen=True)
 class Audited:
-    """What became of one kernel.
+    """The outcome for one kernel.
 
     audit: None where it did not compile; error then has the compiler's last words. problems: the
     rules that the machine code breaks, as `rule: sentence`. notes: what else is to know of it, in

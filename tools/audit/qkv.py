@@ -177,7 +177,7 @@ def quantized(model: AttentionCase, fmt: str) -> AttentionCase:
 
 @audited("qkv")
 def qkv_cases(target: Target) -> list[AuditCase]:
-    """For every model and token count the best fused kernel by the model of times, and the
+    """For every model and token count the best fused kernel by the cost model, and the
     epilogue; then the first model with each option of the op."""
     cases = [case for model in MODELS for case in _model_cases(model, target)]
     for option, changes in OPTIONS.items():
@@ -202,7 +202,7 @@ def _model_cases(model: AttentionCase, target: Target) -> Iterator[AuditCase]:
 
 @audited("qkv")
 def quantized_cases(target: Target) -> list[AuditCase]:
-    """For every model, format and token count the best fused kernel by the model of times, and what
+    """For every model, format and token count the best fused kernel by the cost model, and what
     makes numbers of the largest weight."""
     cases: list[AuditCase] = []
     for model in MODELS[:4]:
@@ -219,7 +219,7 @@ def quantized_cases(target: Target) -> list[AuditCase]:
 
 
 def _best_fused(name: str, call: FusedCall, tokens: int, target: Target) -> Iterator[AuditCase]:
-    """The kernels of the best fused lowering by the model of times, where there is one: a chip
+    """The kernels of the best fused lowering by the cost model, where there is one: a chip
     without TMA is given none."""
     if not target.has("tma"):
         return
@@ -230,7 +230,8 @@ def _best_fused(name: str, call: FusedCall, tokens: int, target: Target) -> Iter
 
 
 def fused_claims(spec: KernelSpec, tokens: int) -> Expectations:
-    """What a kernel that projects has to show; one that puts x in order, only the chip's limits."""
+    """Returns what a kernel that projects has to show; for one that puts x in order only the chip's
+    limits."""
     constants = dict(spec.constants)
     operand = dict(spec.signature)["x_ptr"].removeprefix("*")
     if spec.kernel == "qkv_projection":
@@ -272,6 +273,6 @@ def _epilogue(name: str, call: FusedCall, tokens: int, target: Target) -> AuditC
 
 
 def _apart(call: FusedCall) -> FusedCall:
-    """The same call with a tensor for each weight."""
+    """Returns the call with a tensor for each weight."""
     weights = {name: getattr(call.a, name) for name in ("q_weight", "k_weight", "v_weight")}
     return prepare(replace(call.a, **{name: w.contiguous() for name, w in weights.items()}))

@@ -1,4 +1,4 @@
-"""What the commands share: options, error messages, output.
+"""Shared parts of the commands: options, error messages, output.
 
 Nothing here imports torch, so that `--help`, and the commands without a MODEL, start at once: what
 does is in `models.py`, and a command imports it when it is run.

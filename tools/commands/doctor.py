@@ -84,7 +84,7 @@ def _gpu() -> Finding:
 
 
 def _checked(what: str, check: Callable[[], str]) -> Finding:
-    """What the check returns, or the message of what it raised."""
+    """Returns the answer of a check, or the message of the error that it raised."""
     try:
         return Finding(what, "ok", check())
     except Exception as error:

@@ -1,4 +1,4 @@
-"""What the short forms of a report mean, in words; `inspect` explains those that a report has."""
+"""Short forms of a report in words; `inspect` explains those that a report has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the commands with a MODEL share: loading it, lowering it, auditing its kernels."""
+"""Shared parts of the commands with a MODEL: loading it, lowering it, auditing its kernels."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def audited(kernels: Sequence[Kernel], target: str, **options: Any) -> list[Kern
 
 @contextlib.contextmanager
 def waiting(what: str) -> Iterator[None]:
-    """What is being done, with its time, on stderr while the block runs; on terminals only."""
+    """Shows on stderr what the block does, with its time, while it runs; on terminals only."""
     console = make_console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(

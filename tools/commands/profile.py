@@ -23,8 +23,9 @@ RECORDED_STEPS = 10
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is to be profiled. trace: a record of it, None to make one on this GPU. target: the chip
-    of the record. present: tokens in the caches. layers: of a zoo model, None for all of them."""
+    """A request for a profile. trace: a record of it, None to make one on this GPU. target: the
+    chip of the record. present: tokens in the caches. layers: of a zoo model, None for all of
+    them."""
 
     model: str
     trace: Path | None

@@ -106,15 +106,16 @@ def interpreter(version: str) -> str | None:
 
 
 def requirements(row: Row) -> list[str]:
-    """What pip installs for a row, in one go so that the versions agree."""
+    """Returns what pip installs for a row, in one go so that the versions agree."""
     named = [("torch", row.torch), ("triton", row.triton), ("transformers", row.transformers)]
     own = [f"{name}=={version}" if version else name for name, version in named]
     return [*own, *BESIDES, *row.besides]
 
 
 def made_of(row: Row, checkout: Path) -> str:
-    """What a row's environment holds, as it is recorded there: an editable install names its
-    checkout, and what else is installed is named by the row and by the project's own file."""
+    """Returns the content of a row's environment, as it is recorded there: an editable install
+    names its checkout, and what else is installed is named by the row and by the project's own
+    file."""
     project = hashlib.sha256((checkout / "pyproject.toml").read_bytes()).hexdigest()
     parts = {"python": row.python, "installed": requirements(row)}
     return json.dumps(parts | {"checkout": str(checkout), "pyproject": project}, indent=1)
@@ -168,7 +169,7 @@ def _count(python: Path, kind: str, row: Row, workers: int, env: dict[str, str])
 
 
 def counted(results: Path) -> Count:
-    """What a JUnit file says: skipped tests are not counted."""
+    """Returns the counts of a JUnit file, without skipped tests."""
     cases = list(ElementTree.parse(results).iter("testcase"))
     tags = {f"{c.get('classname')}::{c.get('name')}": {part.tag for part in c} for c in cases}
     failed = tuple(name for name, found in tags.items() if found & {"failure", "error"})

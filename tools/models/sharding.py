@@ -40,8 +40,9 @@ _PLACED_ANEW = ("redistribute", "full_tensor")
 
 @dataclass(frozen=True)
 class Collective:
-    """What a rank sends in one collective. kind: `all_reduce`, `all_gather` and so on. bytes: of
-    the whole tensor, before or after, whichever is larger. count: in a step of the whole model."""
+    """The data that a rank sends in one collective. kind: `all_reduce`, `all_gather` and so on.
+    bytes: of the whole tensor, before or after, whichever is larger. count: in a step of the whole
+    model."""
 
     kind: str
     bytes: int
@@ -59,7 +60,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Rank:
-    """What one rank does in a step.
+    """The work of one rank in a step.
 
     layers: how many of the model's layers each built one stands for. fused: (pattern, sites in the
     whole model). weight_bytes, cache_bytes: read in a step; of experts those that the tokens can
@@ -193,7 +194,7 @@ def _cache(model: Any, cache: Any, tp: int) -> Any:
 def rank_of(
     loaded: LoadedModel, lowered: Lowered, layers: dict[str, int], tp: int, ep: int
 ) -> Rank:
-    """What rank 0 does in a step of the whole model."""
+    """Returns the work of rank 0 in a step of the whole model."""
     tokens = loaded.args[0].numel()
     sizes = [_work_of(n, p, loaded.model, tokens, layers) for n, p in _weights(loaded.model)]
     caches = loaded.kwargs["past_key_values"].layers
@@ -282,7 +283,7 @@ def _sent(node: fx.Node) -> tuple[str, int] | None:
 def _placed_anew(
     node: fx.Node, given: Sequence[torch.Tensor], made: Sequence[torch.Tensor]
 ) -> str | None:
-    """What moves a DTensor to another placement."""
+    """Names the collective that moves a DTensor to another placement; None without one."""
     if node.target not in _PLACED_ANEW:
         return None
     (before,) = getattr(given[0], "placements", (None,))

@@ -17,7 +17,7 @@ def one_line(error: Exception) -> str:
 
 
 def _detail(message: str) -> str:
-    """What Dynamo explains: the error that it met, else its explanation's first line."""
+    """Returns Dynamo's explanation: the error that it met, else the first line."""
     explained = re.search(r"^\s*Explanation: (.*)$", message, re.MULTILINE)
     if explained is None:
         return ""

@@ -49,7 +49,7 @@ def _places(points: Sequence[Point]) -> Iterator[Text]:
 
 
 def render_module(module: Module) -> Group:
-    """What each pattern said of a module, then the points in it."""
+    """Renders the answers of each pattern about a module, then the points in it."""
     parts: list[RenderableType] = [Text(module.path, style="bold")]
     for said in module.said:
         parts += _said(said)

@@ -1,5 +1,5 @@
-"""What `inspect` says where no pattern starts: what each looks for, and what comes nearest; and,
-with `--at`, what each pattern said of one module."""
+"""Text of `inspect` where no pattern starts: what each looks for, and what comes nearest; and,
+with `--at`, each pattern's answer about one module."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class NoSuchModuleError(ValueError):
 
 @dataclass(frozen=True)
 class Said:
-    """What one pattern said of a module: its matches and misses there; where it has no anchor, the
-    values that come nearest."""
+    """The answer of one pattern about a module: its matches and misses there; where it has no
+    anchor, the values that come nearest."""
 
     pattern: str
     sought: Sought
@@ -68,7 +68,7 @@ class Said:
 
     @property
     def line(self) -> str:
-        """What is nearest, in words."""
+        """Describes the nearest values in words."""
         return _seen(list(self.nearest))
 
     def as_dict(self) -> dict[str, Any]:
@@ -110,7 +110,7 @@ class Module:
 
     @cached_property
     def said(self) -> tuple[Said, ...]:
-        """What each registered pattern said, in order of preference."""
+        """Returns the answer of each registered pattern, in order of preference."""
         values = [v for graph in self.lowered.graphs for v in _values(graph) if self.holds(v.scope)]
         found = []
         for pattern in registered():

@@ -1,4 +1,4 @@
-"""What a page says of a node: its label, its facts, and the lines of source that it comes from."""
+"""Text of a page about a node: its label, its facts, and the lines of source that it comes from."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _short(dtype: re.Match[str]) -> str:
 
 
 def facts(node: fx.Node) -> str:
-    """What a page shows of a node when it is pointed at, in lines: operator, shapes, weights and
+    """Returns the lines that a page shows when a node is pointed at: operator, shapes, weights and
     caches that it reads, module, source."""
     lines = [label(node), *_shapes(node.meta.get("example_value"))]
     for read in inputs_of(node):

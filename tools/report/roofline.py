@@ -16,7 +16,7 @@ from tilewright.tools.report.templates import template
 
 @dataclass(frozen=True)
 class Work:
-    """What a site computes, and the bytes it reads and writes.
+    """The work of a site, and the bytes it reads and writes.
 
     flops: of the matrix products it replaces. bytes: as `Amounts` counts them, of full caches.
     rate: the target's FLOP/s for the activation's dtype.

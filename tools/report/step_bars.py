@@ -40,7 +40,7 @@ KIND_NAMES: dict[Kind, str] = {
 
 @dataclass(frozen=True)
 class Taken:
-    """What sites move, and what they take by the model, in microseconds; or what they save."""
+    """Bytes and predicted microseconds of sites, or the bytes and microseconds that they save."""
 
     bytes: float = 0.0
     us: float = 0.0
@@ -49,13 +49,13 @@ class Taken:
         return Taken(self.bytes + other.bytes, self.us + other.us)
 
     def less(self, other: Taken) -> Taken:
-        """What this takes more than the other, or nothing."""
+        """Returns how much more this takes than the other, at least 0."""
         return Taken(max(self.bytes - other.bytes, 0.0), max(self.us - other.us, 0.0))
 
 
 @dataclass(frozen=True)
 class SiteBars:
-    """What equal sites together move and take, and what they save. known: False where sizes are
+    """The cost of equal sites together, and their savings. known: False where sizes are
     symbols, which are in neither."""
 
     taken: Taken
@@ -131,8 +131,8 @@ def tokens_present(present: int | None) -> int:
 def _taken_apart(
     graph: GraphReport, numbers: Mapping[str, int], target: Target, present: int | None
 ) -> Iterator[tuple[int, Taken]]:
-    """What the captured graph's units move and take, (number of a site, its share of one unit). The
-    sites that share a unit do so by the sizes of what their nodes make."""
+    """Yields the cost of the captured graph's units, by (number of a site, its share of one unit).
+    The sites that share a unit do so by the sizes of what their nodes make."""
     by_name = {node.name: node for node in graph.before.graph.nodes}
     for unit in units_of(as_captured(graph), target):
         amounts = amounts_of(unit, target, tokens_present(present))

@@ -45,7 +45,7 @@ def _nothing(lowered: Lowered, width: int) -> Iterator[RenderableType]:
 
 
 def render_rank(rank: Rank, target: Target, width: int) -> Text:
-    """What one of several ranks does in a step of the whole model."""
+    """Renders the work of one of several ranks in a step of the whole model."""
     text = Text(f"\nOne of {rank.tp} ranks, a step of the whole model", style="bold")
     fused = ", ".join(f"{pattern} x{count}" for pattern, count in rank.fused.items())
     read = f"{rank.weight_bytes / 1e9:.2f} GB of weights, {rank.cache_bytes / 1e9:.2f} GB of cache"

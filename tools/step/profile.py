@@ -1,4 +1,4 @@
-"""What a recorded step took, kernel by kernel, beside the floor of each part.
+"""Times of a recorded step, kernel by kernel, beside the floor of each part.
 
 The record is a trace as torch.profiler exports it (Chrome's format): one dictionary with
 `traceEvents`. Only what ran on the GPU is looked at.
@@ -60,12 +60,12 @@ class Launch:
 
 @dataclass(frozen=True)
 class Row:
-    """What takes time in a step.
+    """A part of a step that takes time.
 
     name: of a fused op its pattern; else the kernel's. scope: the layer of a fused op, "" for what
     the trace does not place. kernels: those of a fused op. count: launches in a step. us: in a
     step; of kernels that overlap each has what it adds to the step; mean of the steps. floor_us: of
-    the part, None where nobody knows what it works on.
+    the part, None where its work is not known.
     """
 
     kind: Kind
@@ -78,7 +78,7 @@ class Row:
 
     @property
     def distance_us(self) -> float:
-        """What it takes above its floor."""
+        """Time above its floor, in microseconds."""
         return self.us - (self.floor_us or 0.0)
 
 
@@ -161,7 +161,7 @@ def profile_of(trace: Mapping[str, Any], step: Step, steps: int | None = None) -
 
 
 def _launches(trace: Mapping[str, Any]) -> Iterator[Launch]:
-    """What ran on the GPU, in the order of starts."""
+    """Returns what ran on the GPU, in the order of starts."""
     found = [
         Launch(event["name"], event["cat"], event["ts"], event["ts"] + event["dur"])
         for event in trace.get("traceEvents", ())
@@ -175,7 +175,7 @@ def _launches(trace: Mapping[str, Any]) -> Iterator[Launch]:
 def _timed(
     run: Sequence[Launch], expected: Mapping[str, Sequence[Part]]
 ) -> Iterator[tuple[_Key, float]]:
-    """What each launch of a step, and each gap before one, adds to the step's time."""
+    """Returns the time that each launch of a step, and each gap before one, adds to the step."""
     seen: Counter[str] = Counter()
     often = Counter(launch.name for launch in run)
     until = run[0].start

@@ -21,7 +21,7 @@ _LEFT = (LIBRARY, INDUCTOR)
 
 
 def render_step(step: Step) -> Group:
-    """What a step moves by layer, the least time of it, and what is left to Inductor."""
+    """Tables of a step: what it moves by layer, its least time, and what is left to Inductor."""
     columns = ("layer", "weights\nMB", "caches\nMB", "between\nMB", "floor\nus", "modelled\nus")
     table = step_table(*columns, "fused\n%")
     for layer in step.layers:

@@ -21,9 +21,10 @@ from tilewright.ops.sampling import sampler_of
 
 NAME = "mla_decode"
 ERROR_MODEL = (
-    "fp32 accumulation; queries times W_UK, a kernel's softmax weights and its sums of latents are "
-    "rounded to the queries' dtype: errors of half a unit in the last place of the terms of each "
-    "sum, measured against the rms of the output; then one rounding of the result"
+    "Sums are accumulated in fp32, then the result is rounded once. The products of queries and "
+    "W_UK are rounded to the queries' dtype, and so are a kernel's softmax weights and sums of "
+    "latents: each term of a sum errs by up to half a unit in the last place, measured against the "
+    "rms of the output."
 )
 
 

@@ -35,8 +35,9 @@ from tilewright.ops.sampling import sampler_of
 LOWERING = "tilewright.ops.mla.prefill.lowering"
 SCALE_CAP = 1200.0
 ERROR_MODEL = (
-    "as `mla_prefill`; and a latent next to the middle of two 8-bit codes may take either, after "
-    "its rounding to the values' dtype: a sixteenth of a few of the terms of each sum"
+    "As for `mla_prefill`. In addition, a latent close to the middle of two 8-bit codes may be "
+    "rounded to either code, since it was rounded to the values' dtype before: then a few terms of "
+    "each sum differ by a sixteenth."
 )
 BRANCH_TOLERANCES = TOLERANCES | rounded_once(2.0**-3, 2.0**-4)
 

@@ -22,9 +22,9 @@ from tilewright.ops.sampling import sampler_of
 NAME = "mla_prefill"
 LOWERING = "tilewright.ops.mla.prefill.lowering"
 ERROR_MODEL = (
-    "fp32 accumulation; latents, keys and values are rounded to the values' dtype, as are a "
-    "kernel's softmax weights: errors of half a unit in the last place of the terms of each sum, "
-    "measured against the rms of the output; then one rounding of the result"
+    "Sums are accumulated in fp32, then the result is rounded once. Latents, keys and values are "
+    "rounded to the values' dtype, and a kernel rounds the softmax weights, too: each term of a sum"
+    " errs by up to half a unit in the last place, measured against the rms of the output."
 )
 
 

@@ -168,7 +168,7 @@ def test_a_rank_waits_for_one_that_did_not_send_what_it_has(on_the_cpu):
 def test_ranks_that_cannot_be_watched_share_memory_nonetheless(on_the_cpu, caplog):
     on_the_cpu.watch = lambda *_: 1 / 0
     assert peers._agreed_memory(WANTED, None, 0, lambda: None, on_the_cpu)
-    assert "that a rank of group ranks ends is not noticed here: ZeroDivisionError" in caplog.text
+    assert "cannot notice the end of a rank of group ranks: ZeroDivisionError" in caplog.text
 
 
 def test_a_collective_that_fails_on_one_rank_is_raised(on_the_cpu, monkeypatch):

@@ -239,7 +239,7 @@ def test_threads_of_one_process_and_other_hosts_are_not_watched(own):
     elsewhere = [here._replace(boot=1, pid=1), here._replace(names=1), watch.UNKNOWN]
     watch.watch([(one, lambda: True) for one in elsewhere * 2], 0)
     assert not watch._watch._waits
-    assert own.text.count("that some ranks end is not noticed here") == 1
+    assert own.text.count("cannot notice the end of some ranks") == 1
 
 
 def test_without_descriptors_of_processes_nothing_is_watched(own, monkeypatch):

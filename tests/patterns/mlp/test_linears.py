@@ -403,9 +403,9 @@ def test_left_alone(function):
 #: A sum behind a norm that the op does not take -> words of the miss.
 OTHER_NORMS = {
     layer_normed_before_the_sum: "a layer norm",
-    norm_read_again: "others read",
+    norm_read_again: "with other readers",
     normed_over_heads: f"{K // 2} columns",
-    product_read_again: "others read",
+    product_read_again: "with other readers",
 }
 
 

@@ -56,7 +56,7 @@ def test_a_captured_loop_is_told_and_runs():
     assert_no_worse(out, expected, exact, "where_each")
     (miss,) = misses_of(reports()[-1], "fused_moe")
     assert miss.code == "EXPERT_LOOP"
-    assert "only data tell" in miss.message
+    assert "depends on data" in miss.message
 
 
 def test_counts_that_nothing_says_are_of_experts_are_no_loop():
